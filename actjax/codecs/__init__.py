@@ -1,0 +1,15 @@
+"""What is stored of an activation between the forward and the backward pass."""
+
+from actjax.codecs.base import Codec
+from actjax.codecs.exact import Exact
+from actjax.codecs.low_rank import PrincipalPlusRandom, RandomizedSVD, RandomProjection
+from actjax.codecs.point import PointApproximation
+
+__all__ = [
+    "Codec",
+    "Exact",
+    "PointApproximation",
+    "PrincipalPlusRandom",
+    "RandomProjection",
+    "RandomizedSVD",
+]

@@ -1,0 +1,102 @@
+"""The contract of a codec: what an operator stores between its forward and its backward pass."""
+
+import abc
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+Code = Any
+"""What a codec stores: any pytree of arrays. Whatever is not in it is dead after the forward pass."""
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Codec(abc.ABC):
+    """Decides what is stored of an activation `x` of shape [..., d] (T tokens by d features).
+
+    A codec is hashable and compares by value, so it is a static argument under `jax.jit`. Its
+    methods are pure functions of arrays: they work under `jit`, `vmap` and `lax.scan`.
+
+    Subclasses state in their docstring: storage (bytes), error, bias, source. The tests in
+    `tests/codecs` hold every codec to these four.
+
+    Attributes:
+      biased: whether `E[decode(encode(x, key))]` over keys differs from `x`.
+      needs_key: whether `encode` draws random numbers.
+    """
+
+    biased: ClassVar[bool]
+    needs_key: ClassVar[bool]
+
+    def __repr__(self) -> str:
+        """The constructor call that makes this codec, defaults left out."""
+        given = [
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != field.default
+        ]
+        return f"{type(self).__name__}({', '.join(given)})"
+
+    @abc.abstractmethod
+    def encode(self, x: jax.Array, key: jax.Array | None = None) -> Code:
+        """Returns what to store of `x`.
+
+        Args:
+          x: activations, [..., d], floating point.
+          key: a `jax.random` key; consumed. Required if and only if `needs_key`.
+
+        Raises:
+          ValueError: if the codec does not fit the shape of `x`, or the key is missing.
+        """
+
+    @abc.abstractmethod
+    def decode(self, code: Code) -> jax.Array:
+        """Returns the approximation `x_hat` of `x`, in the shape and dtype of `x`."""
+
+    @abc.abstractmethod
+    def weight_grad(self, code: Code, dz: jax.Array) -> jax.Array:
+        """Returns `x_hatᵀ dz`, [..., n] to [d, n], without forming `x_hat` if algebra allows.
+
+        Accumulated, and returned, in float32 (float64 if `dz` or the code is).
+        """
+
+    @abc.abstractmethod
+    def stored_bytes(self, shape: Sequence[int], dtype: jax.typing.DTypeLike) -> int:
+        """Returns the bytes of `encode(x)` for an `x` of this shape and dtype, everything counted."""
+
+    def check_key(self, key: jax.Array | None) -> None:
+        """Raises a `ValueError` if a key is needed and there is none."""
+        if self.needs_key and key is None:
+            raise ValueError(
+                f"`codec` {self} draws random numbers, but got key=None: pass `key`, for example"
+                " jax.random.fold_in(jax.random.key(seed), step)."
+            )
+
+
+def token_count(shape: Sequence[int]) -> int:
+    """Returns T, the number of tokens in an activation of shape [..., d]."""
+    return math.prod(shape[:-1])
+
+
+def check_positive_integer(codec: str, name: str, value: object, minimum: int = 1) -> None:
+    """Raises a `ValueError` unless `value` is an integer of at least `minimum`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ValueError(f"`{name}` of {codec} must be an integer >= {minimum}, got {value!r}.")
+
+
+def raw_key(key: jax.Array) -> tuple[jax.Array, Any]:
+    """Returns a key as plain words, which are countable and storable, and how to wrap them again.
+
+    Old-style keys (`jax.random.PRNGKey`) are words already.
+    """
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(key), jax.random.key_impl(key)
+    return key, None
+
+
+def wrap_key(words: jax.Array, impl: Any) -> jax.Array:
+    """Inverse of `raw_key`."""
+    return words if impl is None else jax.random.wrap_key_data(words, impl=impl)

@@ -1,0 +1,37 @@
+"""Storing the activation itself: the zero of every comparison."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from actjax.codecs.base import Codec
+from actjax.precision import contract_tokens
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Exact(Codec):
+    """Stores `x` as it is.
+
+    Storage: `T d` values of the dtype of `x`; nothing if something else keeps the same array.
+    Error: none. Unbiased.
+    Source: ordinary reverse-mode differentiation.
+    """
+
+    biased = False
+    needs_key = False
+
+    def encode(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        del key
+        return x
+
+    def decode(self, code: jax.Array) -> jax.Array:
+        return code
+
+    def weight_grad(self, code: jax.Array, dz: jax.Array) -> jax.Array:
+        return contract_tokens(code, dz)
+
+    def stored_bytes(self, shape: Sequence[int], dtype: jax.typing.DTypeLike) -> int:
+        return math.prod(shape) * jnp.dtype(dtype).itemsize

@@ -1,0 +1,309 @@
+"""Codecs that store `x` of shape [T, d] as a product of two thin factors.
+
+Wei et al. (2026), section 4, store `x ≈ U Vᵀ`; the weight gradient `V (Uᵀ dz)` then costs
+`2 k (T + d) n` operations instead of `2 T d n`. Halko, Martinsson and Tropp, "Finding structure
+with randomness" (2011), is followed for the randomised range finder, with one change: the sketch
+is orthonormalised by Cholesky factors of its Gram matrix (Yamamoto et al., "Roundoff error
+analysis of the CholeskyQR2 algorithm", 2015; shifted as in Fukaya et al., 2020), which is two
+matrix products and a k by k factorisation, so it runs at matmul speed and partitions over tokens.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+
+from actjax.codecs.base import Codec, check_positive_integer, raw_key, token_count, wrap_key
+from actjax.precision import accumulation_dtype, contract_tokens, matmul
+
+Sketch = Literal["gaussian", "rows"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ProjectedCode:
+    """`x S` and the key that `S` is drawn from again.
+
+    Attributes:
+      projected: `x S`, [..., k].
+      key: the words of the key (threefry: two uint32).
+      features: d. Static.
+      key_impl: generator of the key. Static.
+    """
+
+    projected: Any
+    key: Any
+    features: int = dataclasses.field(metadata={"static": True})
+    key_impl: Any = dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FactoredCode:
+    """`x_hat = left rightᵀ`.
+
+    Attributes:
+      left: [..., k].
+      right: [d, k].
+    """
+
+    left: Any
+    right: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PrincipalPlusRandomCode:
+    """A low-rank part, and a random projection of what it leaves out.
+
+    Attributes:
+      principal: a `FactoredCode`.
+      tail: a `ProjectedCode`.
+    """
+
+    principal: Any
+    tail: Any
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class RandomProjection(Codec):
+    """Stores `x S`, `S ~ N(0, 1/k)` of shape [d, k], and the key of `S`; decodes to `x S Sᵀ`.
+
+    Storage: `T k` values of the dtype of `x`, and 8 bytes of key.
+    Error: `E‖x_hat − x‖² = ‖x‖² (d + 1) / k` (Frobenius): larger than `x` itself while `k <= d`.
+    Unbiased, since `E[S Sᵀ] = I`.
+    Source: CompAct (Shamshoum et al., 2025); "RP" in Wei et al. (2026), Table 5.
+
+    Attributes:
+      rank: k.
+    """
+
+    rank: int
+
+    biased = False
+    needs_key = True
+
+    def __post_init__(self) -> None:
+        check_positive_integer("RandomProjection", "rank", self.rank)
+
+    def encode(self, x: jax.Array, key: jax.Array | None = None) -> ProjectedCode:
+        self.check_key(key)
+        _check_rank(self, self.rank, x.shape)
+        words, impl = raw_key(key)
+        matrix = _projection(key, x.shape[-1], self.rank, x.dtype)
+        return ProjectedCode(matmul(x, matrix).astype(x.dtype), words, x.shape[-1], impl)
+
+    def decode(self, code: ProjectedCode) -> jax.Array:
+        return matmul(code.projected, self._matrix(code).T).astype(code.projected.dtype)
+
+    def weight_grad(self, code: ProjectedCode, dz: jax.Array) -> jax.Array:
+        return _factored_product(self._matrix(code), contract_tokens(code.projected, dz))
+
+    def stored_bytes(self, shape: Sequence[int], dtype: jax.typing.DTypeLike) -> int:
+        _check_rank(self, self.rank, shape)
+        return token_count(shape) * self.rank * jnp.dtype(dtype).itemsize + _key_bytes()
+
+    def _matrix(self, code: ProjectedCode) -> jax.Array:
+        key = wrap_key(code.key, code.key_impl)
+        return _projection(key, code.features, self.rank, code.projected.dtype)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class RandomizedSVD(Codec):
+    """Stores an orthonormal basis `Q` [T, k] of the range of `x Ω` and `V = xᵀ Q`; decodes to `Q Vᵀ`.
+
+    Storage: `k (T + d)` values of the dtype of `x`.
+    Error: near that of the best approximation of rank k: for Gaussian sketches and any
+    `p in 2..k-2`, `E‖x_hat − x‖ <= sqrt(1 + (k − p) / (p − 1)) (Σ_{j > k − p} σ_j²)^½`
+    (Halko et al., Theorem 10.5); each power iteration brings it closer to the best.
+    Biased: a projection of `x`, so energy outside the basis is lost, not averaged out.
+    Source: Wei et al. (2026), section 4, "RSVD"; Halko et al. (2011), algorithms 4.3 and 4.4.
+
+    Attributes:
+      rank: k.
+      power_iterations: passes of `x xᵀ` over the sketch, orthonormalised after each.
+      sketch: "gaussian" draws `Ω` normal; "rows" takes k random rows of `x` as `Ωᵀ`, which costs
+        no random matrix and already weighs directions by their energy.
+    """
+
+    rank: int
+    power_iterations: int = 0
+    sketch: Sketch = "gaussian"
+
+    biased = True
+    needs_key = True
+
+    def __post_init__(self) -> None:
+        check_positive_integer("RandomizedSVD", "rank", self.rank)
+        check_positive_integer("RandomizedSVD", "power_iterations", self.power_iterations, 0)
+        _check_sketch("RandomizedSVD", self.sketch)
+
+    def encode(self, x: jax.Array, key: jax.Array | None = None) -> FactoredCode:
+        self.check_key(key)
+        _check_rank(self, self.rank, x.shape)
+        left = _range_basis(x, key, self.rank, self.power_iterations, self.sketch).astype(x.dtype)
+        return FactoredCode(left, contract_tokens(x, left).astype(x.dtype))
+
+    def decode(self, code: FactoredCode) -> jax.Array:
+        return matmul(code.left, code.right.T).astype(code.left.dtype)
+
+    def weight_grad(self, code: FactoredCode, dz: jax.Array) -> jax.Array:
+        return _factored_product(code.right, contract_tokens(code.left, dz))
+
+    def stored_bytes(self, shape: Sequence[int], dtype: jax.typing.DTypeLike) -> int:
+        _check_rank(self, self.rank, shape)
+        return (token_count(shape) + shape[-1]) * self.rank * jnp.dtype(dtype).itemsize
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class PrincipalPlusRandom(Codec):
+    """A randomised SVD of rank `rank`, and a random projection of its remainder to rank `tail`.
+
+    Storage: `rank (T + d) + tail T` values of the dtype of `x`, and 8 bytes of key.
+    Error: `E‖x_hat − x‖² = E‖r‖² (d + 1) / tail`, where `r` is what the randomised SVD leaves out.
+    Unbiased, since the projection of the remainder is, with the variance of the remainder alone.
+    Source: ours; none of the five systems has it.
+
+    Attributes:
+      rank: rank of the principal part.
+      tail: rank of the random projection.
+      power_iterations: as in `RandomizedSVD`.
+      sketch: as in `RandomizedSVD`.
+    """
+
+    rank: int
+    tail: int
+    power_iterations: int = 0
+    sketch: Sketch = "gaussian"
+
+    biased = False
+    needs_key = True
+
+    def __post_init__(self) -> None:
+        check_positive_integer("PrincipalPlusRandom", "rank", self.rank)
+        check_positive_integer("PrincipalPlusRandom", "tail", self.tail)
+        check_positive_integer("PrincipalPlusRandom", "power_iterations", self.power_iterations, 0)
+        _check_sketch("PrincipalPlusRandom", self.sketch)
+
+    @property
+    def principal(self) -> RandomizedSVD:
+        """The codec of the principal part."""
+        return RandomizedSVD(self.rank, self.power_iterations, self.sketch)
+
+    @property
+    def random(self) -> RandomProjection:
+        """The codec of the remainder."""
+        return RandomProjection(self.tail)
+
+    def encode(self, x: jax.Array, key: jax.Array | None = None) -> PrincipalPlusRandomCode:
+        self.check_key(key)
+        _check_rank(self, self.rank + self.tail, x.shape)
+        sketch_key, tail_key = jax.random.split(key)
+        principal = self.principal.encode(x, sketch_key)
+        words, impl = raw_key(tail_key)
+        matrix = _projection(tail_key, x.shape[-1], self.tail, x.dtype)
+        # (x − left rightᵀ) S, from the factors as stored, so that their rounding is made up for;
+        # the remainder itself, a second [T, d], never exists.
+        outside = matmul(x, matrix) - matmul(
+            principal.left, contract_tokens(principal.right, matrix).astype(x.dtype)
+        )
+        tail = ProjectedCode(outside.astype(x.dtype), words, x.shape[-1], impl)
+        return PrincipalPlusRandomCode(principal, tail)
+
+    def decode(self, code: PrincipalPlusRandomCode) -> jax.Array:
+        return self.principal.decode(code.principal) + self.random.decode(code.tail)
+
+    def weight_grad(self, code: PrincipalPlusRandomCode, dz: jax.Array) -> jax.Array:
+        principal = self.principal.weight_grad(code.principal, dz)
+        return principal + self.random.weight_grad(code.tail, dz)
+
+    def stored_bytes(self, shape: Sequence[int], dtype: jax.typing.DTypeLike) -> int:
+        _check_rank(self, self.rank + self.tail, shape)
+        principal = self.principal.stored_bytes(shape, dtype)
+        return principal + self.random.stored_bytes(shape, dtype)
+
+
+def _projection(key: jax.Array, features: int, rank: int, dtype: jnp.dtype) -> jax.Array:
+    """Returns `S ~ N(0, 1 / rank)`, [features, rank], the same for the same arguments."""
+    normal = jax.random.normal(key, (features, rank), accumulation_dtype(dtype))
+    return (normal / jnp.sqrt(rank).astype(normal.dtype)).astype(dtype)
+
+
+def _factored_product(right: jax.Array, small: jax.Array) -> jax.Array:
+    """Returns `right @ small`, [d, k] by [k, n], the last step of a factored weight gradient."""
+    return matmul(right.astype(small.dtype), small)
+
+
+def _range_basis(
+    x: jax.Array, key: jax.Array, rank: int, power_iterations: int, sketch: Sketch
+) -> jax.Array:
+    """Returns an orthonormal basis, [..., rank], of most of the range of `x`."""
+    features = x.shape[-1]
+    if sketch == "gaussian":
+        omega = jax.random.normal(key, (features, rank), accumulation_dtype(x.dtype))
+    else:
+        omega = _unit_rows(sample_rows(x, key, rank)).T
+    basis = _orthonormalize(matmul(x, omega.astype(x.dtype)))
+    for _ in range(power_iterations):
+        directions = _orthonormalize(contract_tokens(x, basis.astype(x.dtype)))
+        basis = _orthonormalize(matmul(x, directions.astype(x.dtype)))
+    return basis
+
+
+def sample_rows(x: jax.Array, key: jax.Array, count: int) -> jax.Array:
+    """Returns `count` of the tokens of `x` [..., d] without replacement, [count, d]."""
+    rows = jax.random.choice(key, token_count(x.shape), (count,), replace=False)
+    return x.reshape(-1, x.shape[-1])[rows]
+
+
+def _unit_rows(rows: jax.Array) -> jax.Array:
+    """Scales each row to a largest entry of one, so that products neither over- nor underflow."""
+    largest = jnp.max(jnp.abs(rows), axis=-1, keepdims=True)
+    return rows / jnp.where(largest > 0, largest, 1)
+
+
+def _orthonormalize(y: jax.Array) -> jax.Array:
+    """Returns an orthonormal basis of the columns of `y` [..., k], by shifted CholeskyQR, twice.
+
+    Columns that depend on others (rank-deficient `y`, zero columns) come out short or zero
+    rather than as NaN: the shift keeps the Gram matrix positive definite. A basis with such
+    columns still spans the range of `y`.
+    """
+    largest = jnp.max(jnp.abs(y), axis=tuple(range(y.ndim - 1)))
+    y = y / jnp.where(largest > 0, largest, 1)
+    return _cholesky_qr(_cholesky_qr(y))
+
+
+def _cholesky_qr(y: jax.Array) -> jax.Array:
+    gram = contract_tokens(y, y)
+    # The rounding error of a Gram matrix is below k eps trace; a shift above it keeps the
+    # factorisation real. `tiny` covers y = 0.
+    info = jnp.finfo(gram.dtype)
+    shift = 2 * gram.shape[0] * info.eps * jnp.trace(gram) + info.tiny
+    factor = jnp.linalg.cholesky(gram + shift * jnp.eye(gram.shape[0], dtype=gram.dtype))
+    inverse = jax.scipy.linalg.solve_triangular(
+        factor, jnp.eye(gram.shape[0], dtype=gram.dtype), lower=True
+    )
+    return matmul(y, inverse.T)
+
+
+def _key_bytes() -> int:
+    """Bytes of a key of JAX's default generator."""
+    return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).size * 4
+
+
+def _check_rank(codec: Codec, rank: int, shape: Sequence[int]) -> None:
+    tokens, features = token_count(shape), shape[-1]
+    if rank > min(tokens, features):
+        raise ValueError(
+            f"`rank` {rank} of {codec} is above min(T, d) = {min(tokens, features)} of an"
+            f" activation of shape {tuple(shape)} (T = {tokens} tokens, d = {features} features):"
+            " lower the rank, or use Exact()."
+        )
+
+
+def _check_sketch(codec: str, sketch: str) -> None:
+    if sketch not in get_args(Sketch):
+        raise ValueError(f"`sketch` of {codec} must be one of {get_args(Sketch)}, got {sketch!r}.")

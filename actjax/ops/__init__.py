@@ -1,0 +1,10 @@
+"""Operators with backward passes of their own, each usable alone inside any function of JAX."""
+
+from actjax.ops.attention import attention
+from actjax.ops.cross_entropy import cross_entropy
+from actjax.ops.glu import swiglu
+from actjax.ops.linear import linear, qkv_projection
+from actjax.ops.norm import rms_norm
+from actjax.ops.rope import rope
+
+__all__ = ["attention", "cross_entropy", "linear", "qkv_projection", "rms_norm", "rope", "swiglu"]

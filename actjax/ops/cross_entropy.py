@@ -1,0 +1,164 @@
+"""Cross-entropy from hidden states, a chunk of tokens at a time.
+
+The logits of a batch, [T, V], are often the largest array of a training step. Here the chunk's
+gradients are taken while its logits are there, in the forward pass, as in Liger Kernel (Hsu et
+al., 2024): each product with the head runs once a direction, none twice, and no logits are kept.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from actjax.ops.checks import check_floating
+from actjax.precision import accumulation_dtype, contract_tokens, matmul
+from actjax.tags import keep_output
+
+_MIN_CHUNK = 256
+"""Fewest tokens of a chunk where none is asked for. Each chunk reads and writes the gradient of the
+head once, which costs less than its products from about `d / 8` tokens on."""
+
+
+def cross_entropy(
+    hidden: jax.Array,
+    head: jax.Array,
+    labels: jax.Array,
+    *,
+    mask: jax.Array | None = None,
+    z_loss: float = 0.0,
+    chunk: int | None = None,
+    name: str = "loss",
+) -> jax.Array:
+    """Returns the mean over tokens of `lse − logit[label] + z_loss lse²`, `lse = logsumexp(logits)`.
+
+    `logits = hidden @ head` exist for `chunk` tokens at a time, in float32. Value and gradients
+    are exact. Under differentiation it holds `dhidden` and `dhead`, each as large as its primal,
+    from the forward pass on; without, nothing.
+
+    Args:
+      hidden: [..., d].
+      head: output projection, [d, V].
+      labels: integers in [0, V), [...]. Where `mask` is 0 they may be anything.
+      mask: weights of the tokens, [...], 0 for padding; the mean is over their sum. None: all 1.
+        No gradient reaches it.
+      z_loss: weight of the squared log-sum-exp (PaLM, Chowdhery et al., 2022, section 5), which
+        keeps logits from drifting.
+      chunk: tokens per chunk. If None, d / 4 and at least 256: the logits of a chunk are then a
+        fraction of the head's gradient.
+      name: what `actjax.explain` calls what is kept.
+
+    Returns:
+      A scalar in float32 (float64 if an input is); 0 if every token is masked.
+
+    Raises:
+      ValueError: shapes that do not fit, or a chunk below one.
+      TypeError: `hidden` is not floating point or `labels` are not integers.
+    """
+    _check(hidden, head, labels, mask, chunk)
+    tokens = labels.size
+    if chunk is None:
+        chunk = max(_MIN_CHUNK, head.shape[0] // 4)
+    weights = jnp.ones(labels.shape, jnp.float32) if mask is None else mask
+    weights = weights.astype(accumulation_dtype(hidden.dtype))
+    weights = weights / jnp.maximum(weights.sum(), jnp.finfo(weights.dtype).tiny)
+    return _cross_entropy(z_loss, min(chunk, tokens), name, hidden, head, labels, weights)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _cross_entropy(
+    z_loss: float,
+    chunk: int,
+    name: str,
+    hidden: jax.Array,
+    head: jax.Array,
+    labels: jax.Array,
+    weights: jax.Array,
+) -> jax.Array:
+    del name
+
+    def add_chunk(total, slices):
+        h, label, weight = slices
+        loss, _, _ = _chunk_loss(z_loss, h, head, label, weight)
+        return total + loss, None
+
+    return _over_chunks(add_chunk, jnp.zeros((), weights.dtype), chunk, hidden, labels, weights)[0]
+
+
+def _over_chunks(body, carry, chunk, hidden, labels, weights):
+    """Scans `body` over chunks of tokens, and calls it once more for a shorter last one.
+
+    Two calls rather than padding: padding would copy `hidden`.
+    """
+    features = hidden.shape[-1]
+    arrays = (hidden.reshape(-1, features), labels.reshape(-1), weights.reshape(-1))
+    tokens = labels.size
+    whole = tokens - tokens % chunk
+    stacked = [x[:whole].reshape(-1, chunk, *x.shape[1:]) for x in arrays]
+    carry, ys = jax.lax.scan(body, carry, tuple(stacked))
+    parts = [] if ys is None else [ys.reshape(whole, *ys.shape[2:])]
+    if whole < tokens:
+        carry, y = body(carry, tuple(x[whole:] for x in arrays))
+        parts += [] if y is None else [y]
+    return carry, jnp.concatenate(parts).reshape(hidden.shape) if parts else None
+
+
+def _chunk_loss(z_loss, h, head, label, weight):
+    """Returns the weighted loss of a chunk, its logits [c, V] and their log-sum-exp [c]."""
+    logits = matmul(h, head.astype(h.dtype))
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    # Labels of masked tokens may lie outside the vocabulary.
+    label = jnp.clip(label, 0, logits.shape[-1] - 1)
+    picked = jnp.take_along_axis(logits, label[:, None], axis=-1)[:, 0]
+    per_token = lse - picked + z_loss * lse**2
+    return jnp.sum(jnp.where(weight > 0, weight * per_token, 0)), logits, lse
+
+
+def _cross_entropy_fwd(z_loss, chunk, name, hidden, head, labels, weights):
+    def add_chunk(carry, slices):
+        total, dhead = carry
+        h, label, weight = slices
+        loss, logits, lse = _chunk_loss(z_loss, h, head, label, weight)
+        softmax = jnp.exp(logits - lse[:, None])
+        is_label = jnp.arange(logits.shape[-1]) == label[:, None]
+        dlogits = (1 + 2 * z_loss * lse[:, None]) * softmax - is_label
+        dlogits = (weight[:, None] * dlogits).astype(h.dtype)
+        dh = matmul(dlogits, head.astype(h.dtype).T).astype(h.dtype)
+        return (total + loss, dhead + contract_tokens(h, dlogits)), dh
+
+    with jax.named_scope("actjax.cross_entropy"):
+        wide = accumulation_dtype(hidden.dtype)
+        carry = (jnp.zeros((), weights.dtype), jnp.zeros(head.shape, wide))
+        (loss, dhead), dhidden = _over_chunks(add_chunk, carry, chunk, hidden, labels, weights)
+        dhidden = keep_output(dhidden, "cross_entropy", f"{name} gradient of hidden")
+        dhead = dhead.astype(head.dtype)
+        dhead = keep_output(dhead, "cross_entropy", f"{name} gradient of head")
+    return loss, (dhidden, dhead)
+
+
+def _cross_entropy_bwd(z_loss, chunk, name, residuals, dloss):
+    del z_loss, chunk, name
+    dhidden, dhead = residuals
+    scaled = tuple((dloss * x.astype(dloss.dtype)).astype(x.dtype) for x in (dhidden, dhead))
+    return *scaled, None, None
+
+
+_cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
+
+
+def _check(hidden, head, labels, mask, chunk) -> None:
+    check_floating("hidden", hidden)
+    check_floating("head", head)
+    if head.ndim != 2 or hidden.ndim < 1 or hidden.shape[-1] != head.shape[0]:
+        raise ValueError(
+            f"`head` must be [d, V] with d = {hidden.shape[-1:]} features of `hidden`,"
+            f" got hidden{hidden.shape} @ head{head.shape}."
+        )
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise TypeError(f"`labels` must be integers, got {labels.dtype}.")
+    for name, array in (("labels", labels), ("mask", mask)):
+        if array is not None and array.shape != hidden.shape[:-1]:
+            raise ValueError(
+                f"`{name}` must be {hidden.shape[:-1]} for hidden{hidden.shape}, got {array.shape}."
+            )
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"`chunk` must be at least 1 token, got {chunk}.")

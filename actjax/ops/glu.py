@@ -1,0 +1,68 @@
+"""The gated linear unit of Llama (Shazeer, "GLU variants improve transformer", 2020)."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from actjax.codecs import Exact
+from actjax.ops.checks import check_floating
+from actjax.precision import accumulation_dtype
+from actjax.tags import keep
+
+
+def swiglu(gate: jax.Array, up: jax.Array, *, name: str = "swiglu") -> jax.Array:
+    """Returns `silu(gate) * up`, computed in float32, and holds `gate` and `up` alone.
+
+    Value and gradients are exact. Autodiff would also keep the sigmoid, its derivative and the
+    activated gate.
+
+    Args:
+      gate: [..., f].
+      up: [..., f], of the same dtype.
+      name: what `actjax.explain` calls what is kept.
+
+    Returns:
+      [..., f] in the dtype of `gate`.
+
+    Raises:
+      ValueError: the two differ in shape or dtype.
+      TypeError: they are not floating point.
+    """
+    check_floating("gate", gate)
+    check_floating("up", up)
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise ValueError(
+            "`gate` and `up` must agree in shape and dtype, got"
+            f" gate {gate.dtype}{gate.shape} and up {up.dtype}{up.shape}."
+        )
+    return _swiglu(name, gate, up)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _swiglu(name: str, gate: jax.Array, up: jax.Array) -> jax.Array:
+    del name
+    wide = accumulation_dtype(gate.dtype)
+    return (jax.nn.silu(gate.astype(wide)) * up.astype(wide)).astype(gate.dtype)
+
+
+def _swiglu_fwd(name, gate, up):
+    with jax.named_scope("actjax.swiglu"):
+        gate, kept_gate = keep(gate, Exact(), None, "swiglu", f"{name} gate")
+        up, kept_up = keep(up, Exact(), None, "swiglu", f"{name} up")
+        return _swiglu(name, gate, up), (kept_gate, kept_up)
+
+
+def _swiglu_bwd(name, residuals, dy):
+    del name
+    gate, up = residuals
+    with jax.named_scope("actjax.swiglu"):
+        wide = accumulation_dtype(gate.dtype)
+        g, u, dy = gate.astype(wide), up.astype(wide), dy.astype(wide)
+        sigmoid = jax.nn.sigmoid(g)
+        dgate = dy * u * sigmoid * (1 + g * (1 - sigmoid))
+        dup = dy * g * sigmoid
+    return dgate.astype(gate.dtype), dup.astype(up.dtype)
+
+
+_swiglu.defvjp(_swiglu_fwd, _swiglu_bwd)

@@ -1,0 +1,179 @@
+"""Linear operators that hold a code of their input instead of the input.
+
+Wei et al. (2026), Theorems 3.2 and 3.3: for `z = x w` the value and `dx = dz wᵀ` do not read the
+stored input, so only `dw = x_hatᵀ dz` carries the codec's error, and it is unbiased if the codec
+is.
+"""
+
+import functools
+from typing import overload
+
+import jax
+import jax.numpy as jnp
+
+from actjax.codecs import Codec, Exact
+from actjax.ops.checks import check_codec, check_floating
+from actjax.precision import matmul
+from actjax.tags import keep
+
+_Weights = tuple[jax.Array, ...]
+_Biases = tuple[jax.Array | None, ...]
+
+
+@overload
+def linear(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    codec: Codec = Exact(),
+    key: jax.Array | None = None,
+    name: str = "input",
+) -> jax.Array: ...
+@overload
+def linear(
+    x: jax.Array,
+    w: tuple[jax.Array, ...],
+    *,
+    bias: tuple[jax.Array | None, ...] | None = None,
+    codec: Codec = Exact(),
+    key: jax.Array | None = None,
+    name: str = "input",
+) -> tuple[jax.Array, ...]: ...
+def linear(x, w, *, bias=None, codec=Exact(), key=None, name="input"):
+    """Returns `x @ w + bias`, and holds `codec.encode(x, key)` rather than `x`.
+
+    With a tuple of weights, returns a tuple of outputs that share one stored copy of `x`.
+
+    The values and `dx` are exact. `dw = x_hatᵀ dz` carries the codec's error; it is unbiased if
+    the codec is, since it is linear in `x`. Computed in the dtype of `x`, with sums in float32 at
+    least; a weight of another dtype is cast on the fly, in both passes, and no cast copy is kept.
+
+    Args:
+      x: activations, [..., d].
+      w: weight, [d, n], or a tuple of weights [d, n_i].
+      bias: [n], or a tuple of biases (or None) as long as `w`. Its gradient is exact.
+      codec: what is kept of `x`.
+      key: randomness of the encoding; consumed. Needed if `codec.needs_key`.
+      name: what `actjax.explain` calls the stored input.
+
+    Returns:
+      [..., n] in the dtype of `x`, or a tuple of such.
+
+    Raises:
+      ValueError: shapes that do not fit, a missing key, a codec that does not fit `x`.
+      TypeError: `codec` is no codec, or `x` is not floating point.
+    """
+    single = not isinstance(w, (tuple, list))
+    weights = (w,) if single else tuple(w)
+    if bias is None:
+        biases = (None,) * len(weights)
+    else:
+        biases = (bias,) if single else tuple(bias)
+    _check(x, weights, biases, codec)
+    codec.check_key(key)
+    outputs = _linear(codec, name, x, weights, biases, key)
+    return outputs[0] if single else outputs
+
+
+def qkv_projection(
+    x: jax.Array,
+    wq: jax.Array,
+    wk: jax.Array,
+    wv: jax.Array,
+    *,
+    bias: tuple[jax.Array | None, jax.Array | None, jax.Array | None] | None = None,
+    codec: Codec = Exact(),
+    key: jax.Array | None = None,
+    name: str = "qkv input",
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the query, key and value projections of `x`, which share one stored copy of it.
+
+    `linear(x, (wq, wk, wv), ...)` by its name in attention; see there for what is exact.
+
+    Args:
+      x: activations, [..., d].
+      wq: [d, heads * head_dim].
+      wk: [d, kv_heads * head_dim].
+      wv: [d, kv_heads * head_dim].
+      bias: the three biases, or None.
+      codec: what is kept of `x`; `PointApproximation` here is PAMM.
+      key: randomness of the encoding; consumed.
+      name: what `actjax.explain` calls the stored input.
+
+    Returns:
+      q, k and v, [..., n_i] in the dtype of `x`.
+    """
+    q, k, v = linear(x, (wq, wk, wv), bias=bias, codec=codec, key=key, name=name)
+    return q, k, v
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _linear(
+    codec: Codec,
+    name: str,
+    x: jax.Array,
+    weights: _Weights,
+    biases: _Biases,
+    key: jax.Array | None,
+) -> tuple[jax.Array, ...]:
+    del codec, name, key
+    return tuple(_apply(x, w, b) for w, b in zip(weights, biases, strict=True))
+
+
+def _apply(x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array:
+    z = matmul(x, w.astype(x.dtype))
+    return (z if bias is None else z + bias.astype(z.dtype)).astype(x.dtype)
+
+
+def _linear_fwd(codec, name, x, weights, biases, key):
+    with jax.named_scope("actjax.linear"):
+        x, code = keep(x, codec, key, "linear", name)
+        outputs = _linear(codec, name, x, weights, biases, key)
+    return outputs, (code, weights, biases)
+
+
+def _linear_bwd(codec, name, residuals, dzs):
+    del name
+    code, weights, biases = residuals
+    with jax.named_scope("actjax.linear"):
+        dx = _input_grad(weights, dzs)
+        dws = tuple(
+            codec.weight_grad(code, dz).astype(w.dtype)
+            for w, dz in zip(weights, dzs, strict=True)
+        )
+        dbs = tuple(
+            None if b is None else jnp.sum(dz, range(dz.ndim - 1), dx.dtype).astype(b.dtype)
+            for b, dz in zip(biases, dzs, strict=True)
+        )
+    return dx.astype(dzs[0].dtype), dws, dbs, None
+
+
+def _input_grad(weights: _Weights, dzs: tuple[jax.Array, ...]) -> jax.Array:
+    """Returns `Σ dz_i w_iᵀ`, in the accumulation dtype."""
+    terms = [matmul(dz, w.astype(dz.dtype).T) for w, dz in zip(weights, dzs, strict=True)]
+    return functools.reduce(jnp.add, terms)
+
+
+_linear.defvjp(_linear_fwd, _linear_bwd)
+
+
+def _check(x: jax.Array, weights: _Weights, biases: _Biases, codec: Codec) -> None:
+    check_floating("x", x)
+    check_codec(codec)
+    if not weights:
+        raise ValueError("`w` is an empty tuple: pass at least one weight.")
+    if len(biases) != len(weights):
+        raise ValueError(
+            f"`bias` has {len(biases)} entries for {len(weights)} weights: pass one each, or None."
+        )
+    for i, (w, bias) in enumerate(zip(weights, biases, strict=True)):
+        name = "w" if len(weights) == 1 else f"w[{i}]"
+        if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[0]:
+            hint = " Did you pass it transposed?" if x.shape[-1:] == w.shape[-1:] else ""
+            raise ValueError(
+                f"`{name}` must be [d, n] with d = {x.shape[-1:]} features of `x`:"
+                f" got x{x.shape} @ {name}{w.shape}.{hint}"
+            )
+        if bias is not None and bias.shape != w.shape[1:]:
+            raise ValueError(f"the bias of `{name}`{w.shape} must be {w.shape[1:]}, got {bias.shape}.")

@@ -1,0 +1,55 @@
+"""Rotary position embedding (Su et al., "RoFormer", 2021), whose backward pass keeps two tables."""
+
+import jax
+import jax.numpy as jnp
+
+from actjax.ops.checks import check_floating
+from actjax.precision import accumulation_dtype
+
+
+def rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Returns `x` with each head's pairs (i, i + D/2) rotated by the angles of their position.
+
+    Value and gradient are exact. A rotation is linear, and its transpose the opposite rotation, so
+    nothing of `x` is kept, and of the tables no copy broadcast to the shape of `x`.
+
+    Args:
+      x: [B, S, H, D].
+      cos: cosines of the angles, [S, D / 2]. No gradient reaches them.
+      sin: sines, likewise.
+
+    Returns:
+      [B, S, H, D] in the dtype of `x`, rotated in float32.
+
+    Raises:
+      ValueError: tables that do not fit `x`.
+      TypeError: `x` is not floating point.
+    """
+    check_floating("x", x)
+    expected = (x.shape[1], x.shape[-1] // 2) if x.ndim == 4 and x.shape[-1] % 2 == 0 else None
+    if cos.shape != expected or sin.shape != expected:
+        raise ValueError(
+            "`x` must be [B, S, H, D] with D even, and `cos` and `sin` [S, D / 2],"
+            f" got x{x.shape}, cos{cos.shape}, sin{sin.shape}."
+        )
+    return _rope(x, cos, sin)
+
+
+@jax.custom_vjp
+def _rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    first, second = jnp.split(x.astype(accumulation_dtype(x.dtype)), 2, axis=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)
+
+
+def _rope_fwd(x, cos, sin):
+    return _rope(x, cos, sin), (cos, sin)
+
+
+def _rope_bwd(tables, dy):
+    cos, sin = tables
+    return _rope(dy, cos, -sin), None, None
+
+
+_rope.defvjp(_rope_fwd, _rope_bwd)

@@ -1,0 +1,25 @@
+"""How products are accumulated: in float32 at least, whatever the operands are stored in."""
+
+import jax
+import jax.numpy as jnp
+
+
+def accumulation_dtype(*dtypes: jax.typing.DTypeLike) -> jnp.dtype:
+    """Returns the dtype that sums over `dtypes` are taken in: float32, or float64 if one is."""
+    return jnp.dtype(jnp.result_type(*dtypes, jnp.float32))
+
+
+def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns `a @ b`, [..., m] by [m, n], accumulated and returned in the accumulation dtype."""
+    return jnp.matmul(a, b, preferred_element_type=accumulation_dtype(a.dtype, b.dtype))
+
+
+def contract_tokens(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns `aᵀ b` over all leading axes, [..., m] and [..., n] to [m, n], accumulated likewise.
+
+    Leading axes are contracted as they are, not flattened first, so that a batch that is
+    sharded over devices is reduced in place.
+    """
+    axes = tuple(range(a.ndim - 1))
+    dtype = accumulation_dtype(a.dtype, b.dtype)
+    return jnp.tensordot(a, b, axes=(axes, axes), preferred_element_type=dtype)

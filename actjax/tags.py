@@ -1,0 +1,89 @@
+"""Names for what operators keep, written into the program so that `actjax.explain` can read them.
+
+A tag is a `checkpoint_name`: an identity that costs nothing in the compiled program. What is
+stored as a code is tagged where it is produced. What is stored exactly is tagged where it is
+*read*: tagging the kept array itself would make it another array than the one a neighbour keeps,
+and both would then be stored.
+"""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from actjax.codecs import Codec, Exact
+from actjax.codecs.base import Code
+
+
+@dataclasses.dataclass(frozen=True)
+class Tag:
+    """What one array of a code is.
+
+    Attributes:
+      operator: the operator that keeps it, for example "linear".
+      name: what it keeps, for example "qkv input".
+      codec: `repr` of the codec.
+      shape: shape of the exact activation, as the operator saw it.
+      dtype: dtype of the exact activation.
+      leaf: position of the array in the code; the code's first array is 0.
+      leaf_size: elements of the array as the operator saw it. It is held apart from the array's
+        own size, which grows under `vmap` and `scan`: their ratio is how often the operator ran.
+    """
+
+    operator: str
+    name: str
+    codec: str
+    shape: tuple[int, ...]
+    dtype: str
+    leaf: int
+    leaf_size: int
+
+    def encode(self) -> str:
+        """Returns the tag as a `checkpoint_name`."""
+        shape = ",".join(map(str, self.shape))
+        name = self.name.replace("|", "/")
+        where = f"{self.leaf}:{self.leaf_size}"
+        return f"actjax.{self.operator}|{name}|{self.codec}|{self.dtype}[{shape}]|{where}"
+
+    @staticmethod
+    def decode(text: str) -> "Tag | None":
+        """Inverse of `encode`; None for a name that is none of ours."""
+        match = _PATTERN.fullmatch(text)
+        if match is None:
+            return None
+        operator, name, codec, dtype, shape, leaf, leaf_size = match.groups()
+        sizes = tuple(int(n) for n in shape.split(",") if n)
+        return Tag(operator, name, codec, sizes, dtype, int(leaf), int(leaf_size))
+
+
+_PATTERN = re.compile(r"actjax\.(\w+)\|([^|]*)\|([^|]*)\|(\w+)\[([\d,]*)\]\|(\d+):(\d+)")
+
+
+def keep(
+    x: jax.Array, codec: Codec, key: jax.Array | None, operator: str, name: str
+) -> tuple[jax.Array, Code]:
+    """Encodes `x` for the backward pass, with its name.
+
+    Returns:
+      `x` for the forward pass to compute with, and the code for the backward pass to hold.
+    """
+    if isinstance(codec, Exact):
+        return _tag(x, x, codec, operator, name, 0), x
+    leaves, treedef = jax.tree.flatten(codec.encode(x, key))
+    tagged = [_tag(leaf, x, codec, operator, name, i) for i, leaf in enumerate(leaves)]
+    return x, jax.tree.unflatten(treedef, tagged)
+
+
+def keep_output(y: jax.Array, operator: str, name: str) -> jax.Array:
+    """Tags an output that the operator also keeps: return it, and hold the same array."""
+    return _tag(y, y, Exact(), operator, name, 0)
+
+
+def _tag(
+    leaf: jax.Array, x: jax.Array, codec: Codec, operator: str, name: str, index: int
+) -> jax.Array:
+    dtype = jnp.dtype(x.dtype).name
+    tag = Tag(operator, name, repr(codec), x.shape, dtype, index, leaf.size)
+    return checkpoint_name(leaf, tag.encode())

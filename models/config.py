@@ -1,0 +1,94 @@
+"""What a decoder is, and what it stores for its backward pass."""
+
+import dataclasses
+from typing import Literal, get_args
+
+from actjax import Codec, Exact
+
+Remat = Literal["none", "full", "dots"]
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's stretching of rotary frequencies to longer contexts.
+
+    Frequencies with a wavelength above `original_max_seq_len / low_freq_factor` are divided by
+    `factor`, those below `original_max_seq_len / high_freq_factor` stay, and those between are
+    interpolated.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_seq_len: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Dimensions of a Llama-like decoder.
+
+    Raises:
+      ValueError: dimensions that do not fit one another.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    ffn_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int | None = None
+    """Heads of keys and values; as many as `num_heads` if None."""
+    head_size: int | None = None
+    """`hidden_size / num_heads` if None."""
+    max_seq_len: int = 1024
+    norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    tie_embeddings: bool = False
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        if self.num_kv_heads is None:
+            object.__setattr__(self, "num_kv_heads", self.num_heads)
+        if self.head_size is None:
+            object.__setattr__(self, "head_size", self.hidden_size // self.num_heads)
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type in (int, int | None) and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"`{field.name}` must be an integer >= 1, got {value!r}.")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"`num_heads` {self.num_heads} must be a multiple of"
+                f" `num_kv_heads` {self.num_kv_heads}."
+            )
+        if self.head_size % 2:
+            raise ValueError(f"`head_size` must be even for RoPE, got {self.head_size}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage:
+    """What each site of a block stores for the backward pass.
+
+    A site is named as in Wei et al. (2026), Table 1: the inputs of a block's four linear
+    operators.
+
+    Raises:
+      ValueError: an unknown `remat`.
+    """
+
+    attention_in: Codec = Exact()
+    """Input of the query, key and value projections."""
+    attention_out: Codec = Exact()
+    """Input of the output projection. `Exact()` shares the array with attention; with a lossy codec
+    attention runs its forward pass again in the backward pass, rather than keep the array alone."""
+    mlp_in: Codec = Exact()
+    """Input of the gate and up projections."""
+    mlp_out: Codec = Exact()
+    """Input of the down projection."""
+    remat: Remat = "none"
+    """Rematerialise each block: "full" keeps its input alone, "dots" what `jax.checkpoint`'s policy
+    `dots_with_no_batch_dims_saveable` keeps."""
+
+    def __post_init__(self) -> None:
+        if self.remat not in get_args(Remat):
+            raise ValueError(f"`remat` must be one of {get_args(Remat)}, got {self.remat!r}.")

@@ -1,0 +1,271 @@
+"""The Llama decoder (Touvron et al., 2023), its layers stacked and scanned.
+
+A block is a short list of actjax operators, each of which owns what it keeps for the backward
+pass. Layers are stacked along a leading axis and run by `lax.scan`: that is what makes the floats
+die after a layer's forward pass, where Python-unrolled layers would let XLA keep them.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import actjax
+from models.config import ModelConfig, RopeScaling, Storage
+
+_SITES = ("attention_in", "attention_out", "mlp_in", "mlp_out")
+"""Order in which a layer's key is folded for its sites: part of what makes a run repeatable."""
+
+
+class Attention(nnx.Module):
+    """Weights of causal grouped-query attention, [in, out] each."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, key: jax.Array):
+        queries = config.num_heads * config.head_size
+        keys = config.num_kv_heads * config.head_size
+        d = config.hidden_size
+        shapes = {"q": (d, queries), "k": (d, keys), "v": (d, keys), "o": (queries, d)}
+        for (name, shape), subkey in zip(shapes.items(), jax.random.split(key, 4), strict=True):
+            setattr(self, name, _normal(subkey, shape, config.init_std, dtype))
+
+
+class MLP(nnx.Module):
+    """Weights of the gated feed-forward network, [in, out] each."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, key: jax.Array):
+        d, f = config.hidden_size, config.ffn_size
+        shapes = {"gate": (d, f), "up": (d, f), "down": (f, d)}
+        for (name, shape), subkey in zip(shapes.items(), jax.random.split(key, 3), strict=True):
+            setattr(self, name, _normal(subkey, shape, config.init_std, dtype))
+
+
+class Block(nnx.Module):
+    """One layer: attention and feed-forward network, each behind a norm and beside a skip."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, key: jax.Array):
+        attention_key, mlp_key = jax.random.split(key)
+        self.attention_norm = nnx.Param(jnp.ones(config.hidden_size, dtype))
+        self.attention = Attention(config, dtype, attention_key)
+        self.mlp_norm = nnx.Param(jnp.ones(config.hidden_size, dtype))
+        self.mlp = MLP(config, dtype, mlp_key)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        tables: tuple[jax.Array, jax.Array],
+        config: ModelConfig,
+        storage: Storage,
+        key: jax.Array,
+    ) -> jax.Array:
+        """Runs the layer.
+
+        Args:
+          x: residual stream, [B, S, d].
+          tables: cosines and sines of RoPE, [S, D / 2] each.
+          config: dimensions.
+          storage: what each site stores.
+          key: randomness of the codecs of this layer and step.
+
+        Returns:
+          The residual stream after the layer, [B, S, d].
+        """
+        keys = {site: jax.random.fold_in(key, i) for i, site in enumerate(_SITES)}
+        attention, mlp = self.attention, self.mlp
+
+        h = actjax.rms_norm(
+            x, self.attention_norm[...], eps=config.norm_eps, name="attention norm input"
+        )
+        q, k, v = actjax.qkv_projection(
+            h,
+            attention.q[...],
+            attention.k[...],
+            attention.v[...],
+            codec=storage.attention_in,
+            key=keys["attention_in"],
+            name="attention_in",
+        )
+        q, k, v = (_split_heads(y, config.head_size) for y in (q, k, v))
+        q, k = actjax.rope(q, *tables), actjax.rope(k, *tables)
+        # An output that its projection stores in full costs attention nothing to keep as well.
+        kept = isinstance(storage.attention_out, actjax.Exact)
+        out = actjax.attention(q, k, v, recompute=not kept, merge_heads=True)
+        x = x + actjax.linear(
+            out,
+            attention.o[...],
+            codec=storage.attention_out,
+            key=keys["attention_out"],
+            name="attention_out",
+        )
+
+        h = actjax.rms_norm(x, self.mlp_norm[...], eps=config.norm_eps, name="mlp norm input")
+        gate, up = actjax.linear(
+            h,
+            (mlp.gate[...], mlp.up[...]),
+            codec=storage.mlp_in,
+            key=keys["mlp_in"],
+            name="mlp_in",
+        )
+        activated = actjax.swiglu(gate, up)
+        return x + actjax.linear(
+            activated,
+            mlp.down[...],
+            codec=storage.mlp_out,
+            key=keys["mlp_out"],
+            name="mlp_out",
+        )
+
+
+class Decoder(nnx.Module):
+    """A decoder-only language model. Holds weights alone; what is stored is said at each call.
+
+    Attributes:
+      config: dimensions. Static.
+      embedding: [V, d].
+      layers: a `Block` whose weights have a leading axis of `num_layers`.
+      norm: scale of the last norm, [d].
+      output: output projection, [d, V]; None if tied to the embedding.
+    """
+
+    def __init__(self, config: ModelConfig, key: jax.Array, *, dtype: str = "float32"):
+        """Draws the weights.
+
+        Args:
+          config: dimensions.
+          key: randomness of the initialisation.
+          dtype: dtype of the weights.
+        """
+        embedding_key, layers_key, output_key = jax.random.split(key, 3)
+        weight_dtype = jnp.dtype(dtype)
+        std, vocabulary, d = config.init_std, config.vocab_size, config.hidden_size
+        self.config = config
+        self.embedding = _normal(embedding_key, (vocabulary, d), std, weight_dtype)
+        self.layers = jax.vmap(lambda k: Block(config, weight_dtype, k))(
+            jax.random.split(layers_key, config.num_layers)
+        )
+        self.norm = nnx.Param(jnp.ones(d, weight_dtype))
+        self.output = (
+            None
+            if config.tie_embeddings
+            else _normal(output_key, (d, vocabulary), std, weight_dtype)
+        )
+
+    @property
+    def head(self) -> jax.Array:
+        """The output projection, [d, V]."""
+        return self.embedding[...].T if self.output is None else self.output[...]
+
+    def embed(self, tokens: jax.Array, compute_dtype: str = "bfloat16") -> jax.Array:
+        """Returns the embeddings of `tokens` [B, S], [B, S, d] in the compute dtype."""
+        return self.embedding[...][tokens].astype(compute_dtype)
+
+    def run_layers(
+        self, x: jax.Array, storage: Storage = Storage(), key: jax.Array | None = None
+    ) -> jax.Array:
+        """Runs all layers on a residual stream, [B, S, d] to [B, S, d].
+
+        Args:
+          x: residual stream.
+          storage: what each site stores.
+          key: randomness of the codecs of this step; needed if one of them draws.
+        """
+        config = self.config
+        tables = rope_tables(config, x.shape[1])
+        keys = jax.random.split(jax.random.key(0) if key is None else key, config.num_layers)
+        _check_key(storage, key)
+
+        def body(x: jax.Array, layer: tuple[Block, jax.Array]) -> tuple[jax.Array, None]:
+            block, layer_key = layer
+            return block(x, tables, config, storage, layer_key), None
+
+        return jax.lax.scan(_rematerialized(body, storage), x, (self.layers, keys))[0]
+
+    def hidden(
+        self,
+        tokens: jax.Array,
+        storage: Storage = Storage(),
+        key: jax.Array | None = None,
+        *,
+        compute_dtype: str = "bfloat16",
+    ) -> jax.Array:
+        """Returns the hidden states that the output projection reads, [B, S, d]."""
+        x = self.run_layers(self.embed(tokens, compute_dtype), storage, key)
+        return actjax.rms_norm(
+            x, self.norm[...], eps=self.config.norm_eps, name="last norm input"
+        )
+
+    def loss(
+        self,
+        tokens: jax.Array,
+        targets: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        storage: Storage = Storage(),
+        key: jax.Array | None = None,
+        compute_dtype: str = "bfloat16",
+        z_loss: float = 0.0,
+    ) -> jax.Array:
+        """Returns the mean cross-entropy of predicting `targets`, in nats; a float32 scalar.
+
+        Args:
+          tokens: [B, S] integers.
+          targets: [B, S] integers.
+          mask: weights of the targets, [B, S]; all one if None.
+          storage: what each site stores for the backward pass.
+          key: randomness of the codecs of this step.
+          compute_dtype: dtype of activations and products.
+          z_loss: weight of the squared log-sum-exp.
+        """
+        hidden = self.hidden(tokens, storage, key, compute_dtype=compute_dtype)
+        return actjax.cross_entropy(hidden, self.head, targets, mask=mask, z_loss=z_loss)
+
+    def __call__(self, tokens: jax.Array, *, compute_dtype: str = "bfloat16") -> jax.Array:
+        """Returns the logits of `tokens` [B, S], [B, S, V] in float32."""
+        hidden = self.hidden(tokens, compute_dtype=compute_dtype)
+        return actjax.linear(hidden, self.head, name="head").astype(jnp.float32)
+
+
+def rope_tables(config: ModelConfig, length: int) -> tuple[jax.Array, jax.Array]:
+    """Returns cosines and sines of the rotary angles, [length, head_size / 2] in float32."""
+    exponents = jnp.arange(0, config.head_size, 2, dtype=jnp.float32) / config.head_size
+    frequencies = config.rope_theta**-exponents
+    if config.rope_scaling is not None:
+        frequencies = _scale_frequencies(frequencies, config.rope_scaling)
+    angles = jnp.arange(length, dtype=jnp.float32)[:, None] * frequencies
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def _scale_frequencies(frequencies: jax.Array, scaling: RopeScaling) -> jax.Array:
+    turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = jnp.clip((turns - low) / (high - low), 0, 1)
+    return frequencies * (kept + (1 - kept) / scaling.factor)
+
+
+def _normal(key: jax.Array, shape: tuple[int, ...], std: float, dtype: jnp.dtype) -> nnx.Param:
+    return nnx.Param((std * jax.random.normal(key, shape, jnp.float32)).astype(dtype))
+
+
+def _split_heads(x: jax.Array, head_size: int) -> jax.Array:
+    return x.reshape(*x.shape[:2], -1, head_size)
+
+
+def _rematerialized(body, storage: Storage):
+    if storage.remat == "none":
+        return body
+    policies = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
+    # Under scan nothing can be hoisted out of the loop, so the barrier against it is not needed.
+    return functools.partial(jax.checkpoint, prevent_cse=False, policy=policies[storage.remat])(
+        body
+    )
+
+
+def _check_key(storage: Storage, key: jax.Array | None) -> None:
+    for site in _SITES:
+        codec = getattr(storage, site)
+        if key is None and codec.needs_key:
+            raise ValueError(
+                f"`storage.{site}` is {codec}, which draws random numbers, but got key=None:"
+                " pass `key`."
+            )

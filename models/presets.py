@@ -1,0 +1,89 @@
+"""Dimensions of published models, by name.
+
+`llama_9m` to `llama_7b` are those of GaLore's experiments (Zhao et al., 2024, Table 5 and the
+configurations released with it); `llama3_1b`, `llama3_3b` and `llama3_8b` those of Llama 3.2 1B,
+Llama 3.2 3B and Llama 3 8B.
+"""
+
+import difflib
+
+from models.config import ModelConfig, RopeScaling
+
+
+def _galore(
+    hidden: int, ffn: int, layers: int, heads: int, vocab: int = 32_000, max_seq_len: int = 1024
+) -> ModelConfig:
+    return ModelConfig(vocab, hidden, ffn, layers, heads, max_seq_len=max_seq_len)
+
+
+_LLAMA3_2 = RopeScaling(
+    factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8192
+)
+
+PRESETS: dict[str, ModelConfig] = {
+    "llama_9m": _galore(128, 352, 4, 4),
+    "llama_20m": _galore(256, 688, 4, 4),
+    "llama_35m": _galore(384, 1024, 6, 8),
+    "llama_40m": _galore(416, 1024, 8, 8),
+    "llama_60m": _galore(512, 1376, 8, 8),
+    "llama_71m": _galore(512, 1368, 12, 8),
+    "llama_100m": _galore(640, 1708, 12, 10, vocab=32_100),
+    "llama_130m": _galore(768, 2048, 12, 12),
+    "llama_250m": _galore(768, 2560, 24, 16),
+    "llama_350m": _galore(1024, 2736, 24, 16),
+    "llama_1b": _galore(2048, 5461, 24, 32),
+    "llama_3b": _galore(2560, 6848, 32, 32),
+    "llama_7b": _galore(4096, 11008, 32, 32, max_seq_len=2048),
+    "llama3_1b": ModelConfig(
+        vocab_size=128_256,
+        hidden_size=2048,
+        ffn_size=8192,
+        num_layers=16,
+        num_heads=32,
+        num_kv_heads=8,
+        head_size=64,
+        max_seq_len=131_072,
+        norm_eps=1e-5,
+        rope_theta=500_000.0,
+        rope_scaling=_LLAMA3_2,
+        tie_embeddings=True,
+    ),
+    "llama3_3b": ModelConfig(
+        vocab_size=128_256,
+        hidden_size=3072,
+        ffn_size=8192,
+        num_layers=28,
+        num_heads=24,
+        num_kv_heads=8,
+        head_size=128,
+        max_seq_len=131_072,
+        norm_eps=1e-5,
+        rope_theta=500_000.0,
+        rope_scaling=_LLAMA3_2,
+        tie_embeddings=True,
+    ),
+    "llama3_8b": ModelConfig(
+        vocab_size=128_256,
+        hidden_size=4096,
+        ffn_size=14_336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        max_seq_len=8192,
+        norm_eps=1e-5,
+        rope_theta=500_000.0,
+    ),
+}
+
+
+def preset(name: str) -> ModelConfig:
+    """Returns the dimensions of a published model.
+
+    Raises:
+      ValueError: an unknown name; the message gives the nearest ones.
+    """
+    if name not in PRESETS:
+        near = difflib.get_close_matches(name, PRESETS, n=3, cutoff=0.4)
+        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        raise ValueError(f"unknown `--model` {name!r}.{hint} There are: {', '.join(PRESETS)}.")
+    return PRESETS[name]
