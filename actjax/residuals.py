@@ -9,6 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core, source_info_util
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
 from actjax.tags import Tag
 
@@ -66,35 +69,34 @@ class Explanation:
         return [dataclasses.asdict(r) for r in self.residuals]
 
     def __str__(self) -> str:
-        from rich.console import Console
-
         text = io.StringIO()
-        Console(file=text, width=200).print(self.__rich__())
+        Console(file=text, width=160).print(self.__rich__())
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
-    def __rich__(self) -> Any:
-        from rich import box
-        from rich.table import Table
-
+    def __rich__(self) -> Table:
+        """The table; arguments, and arrays below a thousandth of the whole, make one line each."""
         table = Table(box=box.SIMPLE_HEAD, show_footer=True)
-        right = {"justify": "right"}
-        table.add_column("operator", "total")
-        table.add_column("keeps")
-        table.add_column("shape")
-        table.add_column("exact", _bytes(self.exact_bytes), **right)
-        table.add_column("stored", _bytes(self.stored_bytes), **right)
-        table.add_column("codec, or why it was left alone")
-        arguments = [r for r in self.residuals if r.operator == "argument"]
-        for r in self.residuals:
-            if r in arguments:
-                continue
-            shape = f"{r.dtype}[{','.join(map(str, r.shape))}]"
-            sizes = _bytes(r.exact_bytes), _bytes(r.stored_bytes)
-            table.add_row(r.operator, r.name, shape, *sizes, r.codec or r.reason)
-        if arguments:
-            size = _bytes(sum(r.exact_bytes for r in arguments))
-            table.add_row("arguments", f"{len(arguments)} arrays", "", size, "0 B", _ALIVE)
+        table.add_column("kept for the backward pass", "total", no_wrap=True)
+        table.add_column("array", no_wrap=True)
+        table.add_column("exact", _bytes(self.exact_bytes), justify="right", no_wrap=True)
+        table.add_column("stored", _bytes(self.stored_bytes), justify="right", no_wrap=True)
+        table.add_column("codec, or why none")
+        alive = [r for r in self.residuals if r.reason == _ALIVE]
+        kept = [r for r in self.residuals if r.reason != _ALIVE]
+        small = [r for r in kept if r.exact_bytes < self.exact_bytes / 1000 and not r.codec]
+        for r in kept:
+            if r not in small:
+                shape = f"{r.dtype}[{','.join(map(str, r.shape))}]"
+                sizes = _bytes(r.exact_bytes), _bytes(r.stored_bytes)
+                table.add_row(f"{r.operator}: {r.name}", shape, *sizes, r.codec or r.reason)
+        for name, rows in (("small arrays", small), ("arguments, constants", alive)):
+            if rows:
+                sizes = (_bytes(sum(getattr(r, f"{k}_bytes") for r in rows)) for k in _SIZES)
+                table.add_row(name, f"{len(rows)} arrays", *sizes, rows[0].reason)
         return table
+
+
+_SIZES = ("exact", "stored")
 
 
 def explain(fun: Callable[..., Any], *args: Any) -> Explanation:
@@ -186,7 +188,7 @@ def _uncoded(var: core.Var, origin: "_Origin", arguments: dict[core.Var, str]) -
     elif origin.operator == "constant":
         operator, reason = "constant", _ALIVE
     else:
-        reason = "kept by JAX: no actjax operator"
+        reason = "no actjax operator"
     return Residual(
         operator=operator,
         name=name,

@@ -34,7 +34,7 @@ def attention(
     implementation: Implementation | None = None,
     recompute: bool = False,
     merge_heads: bool = False,
-    name: str = "attention",
+    name: str = "",
 ) -> jax.Array:
     """Returns `softmax(q kᵀ / sqrt(D)) v` for each head. Value and gradients are exact.
 
@@ -50,7 +50,7 @@ def attention(
         pass. Worth its two products where nothing else keeps the output.
       merge_heads: whether to return [B, S, H * D]. It is then the very array that attention
         keeps, so a `linear` that follows and keeps its input exactly costs no second copy.
-      name: what `actjax.explain` calls what is kept.
+      name: put before the names that `actjax.explain` gives what is kept.
 
     Returns:
       [B, S, H, D], or [B, S, H * D], in the dtype of `q`.
@@ -96,7 +96,7 @@ def _keep_inputs(
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """Returns q, k, v to compute with, and to hold."""
     pairs = [
-        keep(array, Exact(), None, "attention", f"{name} {letter}")
+        keep(array, Exact(), None, "attention", f"{name} {letter}".strip())
         for letter, array in (("q", q), ("k", k), ("v", v))
     ]
     forward, kept = zip(*pairs, strict=True)
@@ -161,7 +161,7 @@ def _cudnn_fwd(causal, name, q, k, v):
         # The leaves of the pullback are what cuDNN's own backward pass needs. The output is one
         # of them, known by identity; it is held as the merged array that is returned.
         out, pullback = jax.vjp(functools.partial(_cudnn_call, causal), *inputs)
-        merged = keep_output(_merge(out), "attention", f"{name} output")
+        merged = keep_output(_merge(out), "attention", f"{name} output".strip())
         leaves, treedef = jax.tree.flatten(pullback)
         outputs = tuple(i for i, leaf in enumerate(leaves) if leaf is out)
         leaves = [merged if leaf is out else leaf for leaf in leaves]
@@ -194,8 +194,8 @@ def _blockwise_fwd(causal, name, q, k, v):
     with jax.named_scope("actjax.attention"):
         inputs, kept = _keep_inputs(name, q, k, v)
         out, lse = _blockwise_forward(causal, *inputs)
-        merged = keep_output(_merge(out), "attention", f"{name} output")
-        lse = keep_output(lse, "attention", f"{name} log-sum-exp")
+        merged = keep_output(_merge(out), "attention", f"{name} output".strip())
+        lse = keep_output(lse, "attention", f"{name} log-sum-exp".strip())
     return merged, (kept, merged, lse)
 
 

@@ -27,7 +27,7 @@ def cross_entropy(
     mask: jax.Array | None = None,
     z_loss: float = 0.0,
     chunk: int | None = None,
-    name: str = "loss",
+    name: str = "",
 ) -> jax.Array:
     """Returns the mean over tokens of `lse − logit[label] + z_loss lse²`, `lse = logsumexp(logits)`.
 
@@ -45,7 +45,7 @@ def cross_entropy(
         keeps logits from drifting.
       chunk: tokens per chunk. If None, d / 4 and at least 256: the logits of a chunk are then a
         fraction of the head's gradient.
-      name: what `actjax.explain` calls what is kept.
+      name: put before the names that `actjax.explain` gives what is kept.
 
     Returns:
       A scalar in float32 (float64 if an input is); 0 if every token is masked.
@@ -59,7 +59,7 @@ def cross_entropy(
     if chunk is None:
         chunk = max(_MIN_CHUNK, head.shape[0] // 4)
     weights = jnp.ones(labels.shape, jnp.float32) if mask is None else mask
-    weights = weights.astype(accumulation_dtype(hidden.dtype))
+    weights = jax.lax.stop_gradient(weights.astype(accumulation_dtype(hidden.dtype)))
     weights = weights / jnp.maximum(weights.sum(), jnp.finfo(weights.dtype).tiny)
     return _cross_entropy(z_loss, min(chunk, tokens), name, hidden, head, labels, weights)
 
@@ -129,9 +129,9 @@ def _cross_entropy_fwd(z_loss, chunk, name, hidden, head, labels, weights):
         wide = accumulation_dtype(hidden.dtype)
         carry = (jnp.zeros((), weights.dtype), jnp.zeros(head.shape, wide))
         (loss, dhead), dhidden = _over_chunks(add_chunk, carry, chunk, hidden, labels, weights)
-        dhidden = keep_output(dhidden, "cross_entropy", f"{name} gradient of hidden")
+        dhidden = keep_output(dhidden, "cross_entropy", f"{name} gradient of hidden".strip())
         dhead = dhead.astype(head.dtype)
-        dhead = keep_output(dhead, "cross_entropy", f"{name} gradient of head")
+        dhead = keep_output(dhead, "cross_entropy", f"{name} gradient of head".strip())
     return loss, (dhidden, dhead)
 
 

@@ -11,7 +11,7 @@ from actjax.precision import accumulation_dtype
 from actjax.tags import keep
 
 
-def swiglu(gate: jax.Array, up: jax.Array, *, name: str = "swiglu") -> jax.Array:
+def swiglu(gate: jax.Array, up: jax.Array, *, name: str = "") -> jax.Array:
     """Returns `silu(gate) * up`, computed in float32, and holds `gate` and `up` alone.
 
     Value and gradients are exact. Autodiff would also keep the sigmoid, its derivative and the
@@ -20,7 +20,7 @@ def swiglu(gate: jax.Array, up: jax.Array, *, name: str = "swiglu") -> jax.Array
     Args:
       gate: [..., f].
       up: [..., f], of the same dtype.
-      name: what `actjax.explain` calls what is kept.
+      name: put before the names that `actjax.explain` gives what is kept.
 
     Returns:
       [..., f] in the dtype of `gate`.
@@ -48,8 +48,8 @@ def _swiglu(name: str, gate: jax.Array, up: jax.Array) -> jax.Array:
 
 def _swiglu_fwd(name, gate, up):
     with jax.named_scope("actjax.swiglu"):
-        gate, kept_gate = keep(gate, Exact(), None, "swiglu", f"{name} gate")
-        up, kept_up = keep(up, Exact(), None, "swiglu", f"{name} up")
+        gate, kept_gate = keep(gate, Exact(), None, "swiglu", f"{name} gate".strip())
+        up, kept_up = keep(up, Exact(), None, "swiglu", f"{name} up".strip())
         return _swiglu(name, gate, up), (kept_gate, kept_up)
 
 

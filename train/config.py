@@ -1,0 +1,115 @@
+"""Everything a pretraining run can be told."""
+
+import dataclasses
+import pathlib
+from typing import Literal
+
+import jax.numpy as jnp
+
+from train.methods import MethodOptions
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """What is read."""
+
+    data: str = "stdlib"
+    """`stdlib` (the sources of Python's standard library, which every machine has), a path to text,
+    jsonl or parquet (a file or a folder), or the name of a TFDS data set prepared in `--data-dir`,
+    such as c4/en."""
+    data_dir: pathlib.Path = pathlib.Path("~/.cache/actjax")
+    """Where data sets and trained tokenizers are prepared, once."""
+    text_field: str = "text"
+    """Field of jsonl records, or column of parquet tables, that holds the text."""
+    tokenizer: pathlib.Path | None = None
+    """tokenizer.json, a sentencepiece .model, or a folder with vocab.json and merges.txt. By default
+    a byte-level BPE is trained on the text, once."""
+    vocab_size: int = 8192
+    """Size of the tokenizer that is trained where none is given."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW, with a linear warm-up and a cosine decay of the learning rate."""
+
+    learning_rate: float = 2e-3
+    """Peak learning rate."""
+    warmup_steps: int = 50
+    """Steps of linear warm-up from zero."""
+    final_learning_rate: float = 0.1
+    """Share of the peak that the cosine ends at."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay of matrices; norms have none."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    clip: float = 1.0
+    """Largest global norm of a gradient."""
+    moment_dtype: Dtype = "float32"
+    """Dtype of both moments."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PretrainConfig:
+    """Pretrain a Llama on text, with activations stored in a smaller form.
+
+    The defaults train on the sources of Python's standard library: no download is needed.
+
+    Raises:
+      ValueError: settings that contradict one another.
+    """
+
+    model: str = "llama_9m"
+    """llama_9m, 20m, 35m, 40m, 60m, 71m, 100m, 130m, 250m, 350m, 1b, 3b, 7b (GaLore's dimensions),
+    llama3_1b, llama3_3b or llama3_8b."""
+    method: str = "exact"
+    """What is stored for the backward pass: exact, remat, pamm, random_projection or low_rank."""
+    options: MethodOptions = dataclasses.field(default_factory=MethodOptions)
+    steps: int = 1000
+    """Optimizer steps of the whole run."""
+    batch_size: int = 8
+    """Sequences a step, over all devices."""
+    seq_len: int = 256
+    """Tokens a sequence."""
+    accumulate: int = 1
+    """Micro-batches a step: `--batch-size` is cut into so many, one after the other."""
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    weight_dtype: Dtype = "float32"
+    compute_dtype: Dtype = "bfloat16"
+    z_loss: float = 0.0
+    """Weight of the squared log-sum-exp of the logits."""
+    seed: int = 0
+    """Of weights, order of the data and codecs."""
+    mesh: str = ""
+    """Devices to shard over, for example fsdp=4: weights, states and batch. One device if empty."""
+    out: pathlib.Path = pathlib.Path("runs/pretrain")
+    """Folder of the run: checkpoints, metrics.jsonl, tensorboard, loss.png."""
+    resume: bool = False
+    """Go on from the last checkpoint in `--out`; from the start if there is none."""
+    log_every: int = 10
+    """Steps between two lines of metrics."""
+    eval_every: int = 100
+    """Steps between two evaluations on held-out text; there is one at the end in any case."""
+    eval_batches: int = 20
+    """Batches of an evaluation."""
+    save_every: int = 100
+    """Steps between two checkpoints; there is one at the end in any case."""
+    keep: int = 2
+    """Checkpoints that are kept."""
+
+    def __post_init__(self) -> None:
+        positive = ("steps", "batch_size", "seq_len", "accumulate", "log_every", "eval_every",
+                    "eval_batches", "save_every", "keep")  # fmt: skip
+        for name in positive:
+            if getattr(self, name) < 1:
+                flag = name.replace("_", "-")
+                raise ValueError(f"`--{flag}` must be at least 1, got {getattr(self, name)}.")
+        if self.batch_size % self.accumulate:
+            raise ValueError(
+                f"`--batch-size` {self.batch_size} must be a multiple of"
+                f" `--accumulate` {self.accumulate}."
+            )
+        for name in ("weight_dtype", "compute_dtype"):
+            jnp.dtype(getattr(self, name))

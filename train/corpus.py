@@ -1,0 +1,454 @@
+"""Where documents come from: the standard library, a prepared TFDS data set, or local files.
+
+`open_corpus` is the way in. Every source ends as the same thing, two random-access columns of text
+that share no document, so that what reads them need not know where they came from.
+
+TensorFlow is never imported: TFDS data sets are read as ArrayRecord through `tfds.data_source`.
+"""
+
+import codecs
+import contextlib
+import dataclasses
+import gzip
+import hashlib
+import io
+import json
+import logging
+import os
+import pathlib
+import re
+import sys
+import sysconfig
+import tempfile
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
+
+import pyarrow
+import pyarrow.parquet
+import tensorflow_datasets as tfds
+
+T_co = TypeVar("T_co", covariant=True)
+
+TEXT_SUFFIXES = (".txt", ".md")
+ACCEPTED = (
+    "a .txt or .md file (or any other UTF-8 text), a .jsonl file, each of them also as .gz, a "
+    ".parquet file, a folder of such files, the name of a TFDS data set prepared in `--data-dir` "
+    "(such as 'c4/en'), or 'stdlib'"
+)
+DOCUMENT_CHARS = 4096
+"""Paragraphs of a single text file are grouped into documents of at least this many characters."""
+
+
+class RandomAccess(Protocol[T_co]):
+    """A finite sequence that is read by index, from any thread."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> T_co: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """Text to train on and text held out. Both parts pickle, and neither is empty."""
+
+    name: str
+    """What to call it in a log."""
+    train: RandomAccess[str]
+    validation: RandomAccess[str]
+    fingerprint: str
+    """Hexadecimal; equal exactly when both parts are. Kept in checkpoints: a resume compares it."""
+
+
+def open_corpus(
+    data: str | None,
+    data_dir: pathlib.Path,
+    *,
+    validation_fraction: float = 0.02,
+    text_field: str = "text",
+) -> Corpus:
+    """Returns the documents that `data` names, opened but not read ahead.
+
+    Args:
+      data: one of
+        - `None` or `"stdlib"`: the sources of this Python's standard library. Prepared in
+          `data_dir` the first time (seconds), with a fixed fiftieth of the files held out.
+        - a path: a text file, cut at blank lines into documents of about 4 KB; a .jsonl or
+          .parquet file, each row a document; or a folder of these, each text file a document.
+          All of it is held in memory: prepare with TFDS what does not fit there.
+        - `"name"`, `"name/config"`, either with `":version"`: a TFDS data set, already prepared
+          in `data_dir` as ArrayRecord. An existing path of the same name comes first.
+      data_dir: where prepared data sets stand.
+      validation_fraction: share of the documents to hold out of a source without a validation
+        split, in (0, 1). At least one document is held out and at least one is not; where there
+        is but one, its end is held out.
+      text_field: the JSON field, parquet column or TFDS feature that holds the text.
+
+    Raises:
+      FileNotFoundError: `data` is neither a path nor a data set prepared in `data_dir`.
+      ValueError: there is no text in it, or what there is cannot be read.
+    """
+    if not 0 < validation_fraction < 1:
+        raise ValueError(
+            f"`validation_fraction` is {validation_fraction}: give a share between 0 and 1, "
+            "both excluded."
+        )
+    if data is None or data == "stdlib":
+        directory = _prepare_standard_library(data_dir)
+        return _open_prepared(directory, "stdlib", "text", validation_fraction)
+    path = pathlib.Path(data).expanduser()
+    if path.exists():
+        return _open_path(path, validation_fraction, text_field)
+    directory = _prepared_directory(data, data_dir)
+    return _open_prepared(directory, data, text_field, validation_fraction)
+
+
+# --- The embedded default: the standard library of the Python that runs. ---
+
+
+class PythonStandardLibrary(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+    """The `.py` files of this Python's standard library, as TFDS stores documents.
+
+    The configuration carries the Python version, so that two Pythons keep two data sets. Files that
+    are not UTF-8 (a handful, there to test encodings) and empty ones are left out.
+    """
+
+    VERSION = tfds.core.Version("1.0.0")
+    BUILDER_CONFIGS = [
+        tfds.core.BuilderConfig(
+            name="_".join([sys.implementation.name, *map(str, sys.version_info[:3])]),
+            description="The version of Python whose sources these are.",
+        )
+    ]
+    # Where TFDS would look for itself, but from a folder without __init__.py only with the help of
+    # `importlib_resources`, which it does not require.
+    code_path = tfds.core.Path(__file__)
+    _HELD_OUT = 0.02
+    _NOT_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__"})
+
+    def _info(self) -> tfds.core.DatasetInfo:
+        text = tfds.features.Text()
+        features = tfds.features.FeaturesDict({"path": text, "text": text})
+        return tfds.core.DatasetInfo(builder=self, features=features, license="PSF-2.0")
+
+    def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict[str, Any]:
+        del dl_manager  # The text is here already.
+        return {
+            "train": self._generate_examples(held_out=False),
+            "validation": self._generate_examples(held_out=True),
+        }
+
+    def _generate_examples(self, *, held_out: bool) -> Iterator[tuple[str, dict[str, str]]]:
+        root = pathlib.Path(sysconfig.get_path("stdlib"))
+        for path in sorted(root.rglob("*.py")):
+            name = path.relative_to(root).as_posix()
+            if self._NOT_THE_LIBRARY.isdisjoint(path.parts[len(root.parts) :]) and held_out == (
+                _unit_hash(name.encode()) < self._HELD_OUT
+            ):
+                with contextlib.suppress(UnicodeDecodeError):
+                    text = path.read_bytes().decode().replace("\r\n", "\n")
+                    if text.strip():
+                        yield name, {"path": name, "text": text}
+
+
+def _prepare_standard_library(data_dir: pathlib.Path) -> pathlib.Path:
+    """Returns the folder of the prepared `PythonStandardLibrary`, preparing it if it is missing.
+
+    It is written elsewhere in `data_dir` and moved into place whole: a process killed half-way
+    leaves nothing that could be taken for the data set, and of two that start at once the later
+    one discards its copy.
+    """
+    config = PythonStandardLibrary.BUILDER_CONFIGS[0].name
+    relative = pathlib.Path(PythonStandardLibrary.name, config, str(PythonStandardLibrary.VERSION))
+    final = data_dir / relative
+    if final.exists():
+        return final
+    logging.info("Preparing the standard library's sources in %s (once).", final)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=data_dir, prefix=".preparing-") as scratch:
+        _build_standard_library(scratch)
+        with contextlib.suppress(OSError):  # Moved there by another process in the meantime.
+            os.rename(pathlib.Path(scratch, relative), final)
+    if not final.exists():
+        raise OSError(f"`--data-dir` is '{data_dir}': nothing can be moved to '{final}' in it.")
+    return final
+
+
+def _build_standard_library(data_dir: str) -> None:
+    root = pathlib.Path(sysconfig.get_path("stdlib"))
+    if not any(root.glob("*.py")):
+        raise ValueError(
+            f"`--data` is 'stdlib', but '{root}' holds no .py files: this Python came without its "
+            "sources. Give `--data PATH` instead."
+        )
+    tfds.disable_progress_bar()
+    builder = PythonStandardLibrary(data_dir=data_dir, file_format="array_record")
+    with contextlib.redirect_stdout(io.StringIO()):  # It would announce a download.
+        builder.download_and_prepare()
+
+
+# --- TFDS data sets that are prepared already. ---
+
+
+@dataclasses.dataclass(frozen=True)
+class _TextColumn:
+    """The text of each record of a TFDS data source. Reads one record a call."""
+
+    records: Sequence[dict[str, Any]]
+    field: str
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: int) -> str:
+        return self.records[index][self.field].decode()
+
+
+def _prepared_directory(data: str, data_dir: pathlib.Path) -> pathlib.Path:
+    """Returns the folder of the data set called `data`: its newest version unless one is named."""
+    name, _, version = data.partition(":")
+    found = [p.parent for p in (data_dir / name).glob("*/dataset_info.json")]
+    found = [p for p in found if version in ("", p.name) and tfds.core.Version.is_valid(p.name)]
+    if not found:
+        there = [*data_dir.glob("*/*/dataset_info.json"), *data_dir.glob("*/*/*/dataset_info.json")]
+        names = sorted(p.relative_to(data_dir).parent.parent.as_posix() for p in there)
+        raise FileNotFoundError(
+            f"`--data` is '{data}': there is no such file or folder, and no TFDS data set of that "
+            f"name is prepared in `--data-dir` '{data_dir}' (found there: "
+            f"{', '.join(names) or 'none'}). Correct the path, or prepare the data set first, with "
+            f"`tfds build --data_dir={data_dir} --file_format=array_record`. Accepted: {ACCEPTED}."
+        )
+    return max(found, key=lambda p: tfds.core.Version(p.name))
+
+
+def _open_prepared(directory: pathlib.Path, data: str, field: str, fraction: float) -> Corpus:
+    """Opens the ArrayRecord data set in `directory`, holding out the end of train if it must.
+
+    TFDS writes documents in the order of a hash of their keys, so the end is as good as a draw.
+    """
+    try:
+        builder = tfds.builder_from_directory(directory)
+    except Exception as error:  # Whatever JSON and protobuf raise.
+        raise _damaged(data, directory, error) from error
+    features, splits = list(builder.info.features), builder.info.splits
+    for wanted, present, kind in ((field, features, "feature"), ("train", list(splits), "split")):
+        if wanted not in present:
+            raise ValueError(
+                f"`--data` is '{data}': it has no {kind} '{wanted}', only {', '.join(present)}. "
+                "Choose another data set, or another field for the text."
+            )
+    train, validation = "train", "validation"
+    if "validation" not in splits:
+        kept = _kept(splits["train"].num_examples, fraction, data)
+        train, validation = f"train[:{kept}]", f"train[{kept}:]"
+    columns = [_column(builder, split, field, data) for split in (train, validation)]
+    shards = sorted([s.name, s.shard_lengths, int(s.num_bytes)] for s in splits.values())
+    identity = [builder.info.full_name, field, train, validation, shards]
+    return Corpus(data, *columns, fingerprint=_digest([json.dumps(identity)]))
+
+
+def _column(builder: tfds.core.DatasetBuilder, split: str, field: str, data: str) -> _TextColumn:
+    """Returns the text of `split`, once its files are there and its two ends can be read."""
+    try:
+        column = _TextColumn(builder.as_data_source(split=split), field)
+    except NotImplementedError as error:
+        raise ValueError(
+            f"`--data` is '{data}': it is stored as {builder.info.file_format.value}, which needs "
+            "TensorFlow. Prepare it again with `tfds build --file_format=array_record`."
+        ) from error
+    if not len(column):
+        raise ValueError(f"`--data` is '{data}': split '{split}' is empty. Prepare it again.")
+    try:
+        for file in builder.info.splits[split].filepaths:
+            file.stat()
+        column[0], column[len(column) - 1]
+    except (OSError, RuntimeError) as error:  # RuntimeError is ArrayRecord's.
+        raise _damaged(data, builder.data_path, error) from error
+    return column
+
+
+def _damaged(data: str, directory: os.PathLike[str], error: Exception) -> ValueError:
+    return ValueError(
+        f"`--data` is '{data}', but what is prepared of it in '{directory}' is damaged ({error}). "
+        "Delete that folder and prepare it again."
+    )
+
+
+def _kept(count: int, fraction: float, data: str) -> int:
+    """Returns how many of `count` documents stay for training: at least one, and not all."""
+    if count < 2:
+        raise ValueError(
+            f"`--data` is '{data}': it has {count} document(s), and one is to be held out. "
+            "Give at least two."
+        )
+    return min(max(1, round(count * (1 - fraction))), count - 1)
+
+
+# --- Local files. ---
+
+
+def _open_path(path: pathlib.Path, fraction: float, field: str) -> Corpus:
+    """Reads a file, or every accepted file under a folder in the order of their names.
+
+    A text file by itself is cut into documents, so that some can be held out. Other files in a
+    folder, and hidden ones, are passed over. Documents without text are dropped.
+    """
+    if path.is_dir():
+        files = [p for p in sorted(path.rglob("*")) if _is_accepted(p.relative_to(path))]
+        documents = [text for file in files for text in _read_documents(file, field)]
+    elif _is_text(path):
+        documents = _group_paragraphs(_read_text(path))
+    else:
+        documents = list(_read_documents(path, field))
+    documents = [text for text in documents if text.strip()]
+    if not documents:
+        raise ValueError(f"`--data` is '{path}': there is no text in it. Accepted: {ACCEPTED}.")
+    train, validation = _hold_out(documents, fraction, path)
+    fingerprint = _digest([str(len(train)), *train, *validation])
+    return Corpus(path.name, train, validation, fingerprint)
+
+
+def _suffix(path: pathlib.Path) -> str:
+    """Returns the suffix that says how to read `path`: `.jsonl` for `a.jsonl.gz`."""
+    return (path.with_suffix("") if path.suffix == ".gz" else path).suffix
+
+
+def _is_text(path: pathlib.Path) -> bool:
+    return _suffix(path) not in (".json", ".jsonl", ".parquet")
+
+
+def _is_accepted(path: pathlib.Path) -> bool:
+    hidden = any(part.startswith(".") for part in path.parts)
+    return not hidden and _suffix(path) in (*TEXT_SUFFIXES, ".jsonl", ".parquet")
+
+
+def _read_documents(path: pathlib.Path, field: str) -> Iterable[str]:
+    match _suffix(path):
+        case ".jsonl":
+            return _read_jsonl(path, field)
+        case ".parquet":
+            return _read_parquet(path, field)
+        case ".json":
+            raise ValueError(
+                f"`--data` is '{path}': .json is not read. Write one JSON object a line into a "
+                ".jsonl file."
+            )
+        case _:
+            return [_read_text(path)]
+
+
+def _read_text(path: pathlib.Path) -> str:
+    """Returns the UTF-8 text of `path`, unpacked if it is a .gz, without BOM and without `\\r`."""
+    try:
+        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(
+            f"`--data`: '{path}' is not a whole gzip file ({error}). Fetch it again."
+        ) from error
+    start = len(codecs.BOM_UTF8) if data.startswith(codecs.BOM_UTF8) else 0
+    try:
+        text = data[start:].decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"`--data`: '{path}' is not UTF-8 at byte {start + error.start} ({error.reason}). "
+            "Convert it to UTF-8, or leave it out."
+        ) from error
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _read_jsonl(path: pathlib.Path, field: str) -> Iterator[str]:
+    # Not `splitlines`: JSON strings may hold line separators such as U+2028.
+    for number, line in enumerate(_read_text(path).split("\n"), 1):
+        if line.strip():
+            try:
+                yield _field_of(line, field)
+            except ValueError as error:
+                raise ValueError(
+                    f"`--data`: '{path}' line {number}: {error}. Correct the line, or leave it out."
+                ) from error
+
+
+def _field_of(line: str, field: str) -> str:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"a JSON object is needed, not {type(row).__name__}")
+    if field not in row:
+        raise ValueError(f"there is no field '{field}', only {', '.join(row) or 'an empty object'}")
+    if not isinstance(row[field], str):
+        raise ValueError(f"field '{field}' is {type(row[field]).__name__}, not text")
+    row[field].encode()  # A lone surrogate passes as JSON but is no text: UnicodeEncodeError.
+    return row[field]
+
+
+def _read_parquet(path: pathlib.Path, field: str) -> Iterator[str]:
+    try:
+        table = pyarrow.parquet.ParquetFile(path)
+        columns = {column.name: column.type for column in table.schema_arrow}
+        if field not in columns:
+            raise ValueError(f"there is no column '{field}', only {', '.join(columns)}")
+        if columns[field] not in (pyarrow.string(), pyarrow.large_string()):
+            raise ValueError(f"column '{field}' is {columns[field]}, not text")
+        yield from filter(None, table.read([field]).column(field).to_pylist())
+    except (ValueError, OSError) as error:  # pyarrow.ArrowInvalid is a ValueError.
+        raise ValueError(
+            f"`--data`: '{path}': {error}. Correct the file, or leave it out."
+        ) from error
+
+
+def _group_paragraphs(text: str) -> list[str]:
+    """Cuts `text` after blank lines into pieces of `DOCUMENT_CHARS` or more, which join to it."""
+    documents, start = [], 0
+    for blank in re.finditer(r"\n(?:[ \t]*\n)+", text):
+        if blank.end() - start >= DOCUMENT_CHARS:
+            documents.append(text[start : blank.end()])
+            start = blank.end()
+    return [*documents, text[start:]]
+
+
+def _hold_out(
+    documents: list[str], fraction: float, path: pathlib.Path
+) -> tuple[list[str], list[str]]:
+    """Splits documents by a hash of their text, so that copies of a document stay together.
+
+    Adding documents does not move the others. Both sides get at least one; a single document is
+    cut, and its last `fraction` held out.
+    """
+    if len(documents) == 1:
+        return _hold_out_tail(documents[0], fraction, path)
+    hashes = [_unit_hash(text.encode()) for text in documents]
+    bound = min(max(fraction, min(hashes)), sorted(hashes)[-2])
+    held_out = [value <= bound for value in hashes]
+    if all(held_out):  # Copies of one document left none on the other side.
+        held_out[0] = False
+    return (
+        [text for text, out in zip(documents, held_out) if not out],
+        [text for text, out in zip(documents, held_out) if out],
+    )
+
+
+def _hold_out_tail(text: str, fraction: float, path: pathlib.Path) -> tuple[list[str], list[str]]:
+    cut = len(text) - max(1, round(len(text) * fraction))
+    if not text[:cut].strip() or not text[cut:].strip():
+        raise ValueError(
+            f"`--data` is '{path}': a single document of {len(text)} characters is too short to hold "
+            "its end out. Give more text."
+        )
+    return [text[:cut]], [text[cut:]]
+
+
+def _unit_hash(data: bytes) -> float:
+    """Returns a number in [0, 1) that depends on nothing but `data`."""
+    return int.from_bytes(hashlib.sha256(data).digest()[:6], "big") / 2**48
+
+
+def _digest(texts: Iterable[str]) -> str:
+    """Returns a hash of the sequence `texts`; lengths are hashed too, so boundaries count."""
+    digest = hashlib.sha256()
+    for text in texts:
+        data = text.encode()
+        digest.update(len(data).to_bytes(8, "big"))
+        digest.update(data)
+    return digest.hexdigest()

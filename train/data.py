@@ -1,0 +1,239 @@
+"""Documents to batches of tokens, while training runs: nothing tokenised is written to disk.
+
+A grain pipeline shuffles documents, encodes them, lays them end to end and cuts the stream into
+rows. Its whole state is a few integers, and restoring it continues with exactly the batches that
+would have followed. Threads read ahead; no process is started.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import grain
+import numpy as np
+
+from train.corpus import Corpus, RandomAccess
+from train.tokenizer import Tokenizer
+
+Batch = dict[str, np.ndarray]
+"""`inputs` and `targets` int32 [batch, seq_len], the second a token ahead of the first; `mask`
+float32 of the same shape, 1 where the target counts and 0 where it is padding."""
+
+_READ_AHEAD_DOCUMENTS = 16
+_READ_AHEAD_BATCHES = 2
+
+
+def train_batches(
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    *,
+    batch_size: int,
+    seq_len: int,
+    seed: int,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> grain.DatasetIterator[Batch]:
+    """Returns this process's batches, without end, each of `batch_size / process_count` rows.
+
+    Each process reads its own share of the documents, every `process_count`-th, shuffled anew in
+    each epoch. Rows are cut from the stream every `seq_len + 1` tokens, so they never overlap.
+
+    `get_state()` is a JSON-serialisable dict, before or after any batch; `set_state()` of it, on
+    an iterator made with the same arguments, continues with the same batches. `close()` stops the
+    threads.
+
+    Args:
+      corpus: where the train split is read.
+      tokenizer: its `eos_id` follows each document, and its `bos_id`, if any, leads it.
+      batch_size: rows of all processes together.
+      seq_len: length of a row, in tokens.
+      seed: of the shuffles.
+      process_index: which process this is, from 0.
+      process_count: how many there are.
+
+    Raises:
+      ValueError: an argument is out of range, or this process's documents do not fill one row.
+    """
+    _check_sizes(batch_size, seq_len)
+    if not 0 <= process_index < process_count:
+        raise ValueError(
+            f"`process_index` is {process_index} of `process_count` {process_count}: give one of "
+            f"0 to {process_count - 1}."
+        )
+    if batch_size % process_count:
+        raise ValueError(
+            f"`--batch-size` is {batch_size}, which {process_count} processes cannot share evenly. "
+            f"Take a multiple of {process_count}."
+        )
+    documents = grain.MapDataset.source(corpus.train)[process_index::process_count]
+    _check_fills_a_row(documents, tokenizer, seq_len)
+    tokens = documents.seed(seed).shuffle().repeat().map(lambda text: _encode(tokenizer, text))
+    options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=_READ_AHEAD_DOCUMENTS)
+    rows = PackIterDataset(tokens.to_iter_dataset(options), length=seq_len + 1)
+    batches = rows.batch(batch_size // process_count, drop_remainder=True).map(_as_batch)
+    return iter(
+        grain.experimental.ThreadPrefetchIterDataset(
+            batches, prefetch_buffer_size=_READ_AHEAD_BATCHES
+        )
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class ValidationSet:
+    """Held-out batches and what a loss over them is divided by."""
+
+    batches: list[Batch]
+    num_tokens: int
+    """Targets whose mask is 1. The tokens that end documents are among them."""
+    num_bytes: int
+    """UTF-8 bytes of the text of those targets, so that `sum of nats / ln 2 / num_bytes` is bits
+    per byte. Exact, but for a few bytes where the first or last target is part of a character."""
+
+
+def validation_batches(
+    corpus: Corpus, tokenizer: Tokenizer, *, batch_size: int, seq_len: int, max_batches: int
+) -> ValidationSet:
+    """Returns the first `max_batches` batches of the validation split: the same at every call.
+
+    The documents stand in order and every token but the very first is a target once: a row's last
+    target is the next row's first input. Where the text ends, rows are padded with `eos_id` and
+    masked.
+
+    Args:
+      corpus: where the validation split is read, only as far as is needed.
+      tokenizer: as for `train_batches`.
+      batch_size: rows of a batch.
+      seq_len: length of a row, in tokens.
+      max_batches: how many batches at most.
+
+    Raises:
+      ValueError: a size is below 1, or the split has no two tokens.
+    """
+    _check_sizes(batch_size, seq_len)
+    if max_batches < 1:
+        raise ValueError(f"`max_batches` is {max_batches}: give at least 1.")
+    per_batch = batch_size * seq_len
+    tokens, num_bytes = _first_tokens(corpus.validation, tokenizer, per_batch * max_batches + 1)
+    if len(tokens) < 2:
+        raise ValueError(
+            f"`--data` is '{corpus.name}': {len(tokens)} token(s) are held out, and two are needed "
+            "to predict one from the other. Give more text."
+        )
+    num_tokens = len(tokens) - 1
+    count = -(-num_tokens // per_batch)
+    padding = (0, count * per_batch - num_tokens)
+    columns = {
+        "inputs": np.pad(tokens[:-1], padding, constant_values=tokenizer.eos_id),
+        "targets": np.pad(tokens[1:], padding, constant_values=tokenizer.eos_id),
+        "mask": np.pad(np.ones(num_tokens, np.float32), padding),
+    }
+    shaped = {name: x.reshape(count, batch_size, seq_len) for name, x in columns.items()}
+    batches = [{name: x[i] for name, x in shaped.items()} for i in range(count)]
+    return ValidationSet(batches, num_tokens, num_bytes)
+
+
+class PackIterDataset(grain.IterDataset[np.ndarray]):
+    """Lays arrays of tokens end to end and cuts them into rows of `length`; a rest is dropped.
+
+    grain's own `ConcatThenSplitIterDataset` keeps tuples in its state and compares them with
+    tuples: after JSON, as which grain itself stores states, they are lists, and the stream that
+    follows is another one (grain 0.2.18).
+    """
+
+    def __init__(self, parent: grain.IterDataset[np.ndarray], *, length: int) -> None:
+        super().__init__(parent)
+        self._length = length
+
+    def __iter__(self) -> grain.DatasetIterator[np.ndarray]:
+        return _PackIterator(iter(self._parent), self._length)
+
+
+class _PackIterator(grain.DatasetIterator[np.ndarray]):
+    """State: the parent's before the document at hand, and how much of that document is used up."""
+
+    def __init__(self, parent: grain.DatasetIterator[np.ndarray], length: int) -> None:
+        super().__init__(parent)
+        self._length = length
+        self._offset = 0
+        self._document: np.ndarray | None = None
+        self._state_before: dict[str, Any] = {}
+
+    def __next__(self) -> np.ndarray:
+        pieces, missing = [], self._length
+        while missing:
+            piece = self._take(missing)
+            pieces.append(piece)
+            missing -= len(piece)
+        return np.concatenate(pieces)
+
+    def _take(self, at_most: int) -> np.ndarray:
+        if self._document is None:
+            self._state_before = self._parent.get_state()
+            self._document = next(self._parent)
+        piece = self._document[self._offset : self._offset + at_most]
+        self._offset += len(piece)
+        if self._offset == len(self._document):
+            self._document, self._offset = None, 0
+        return piece
+
+    def get_state(self) -> dict[str, Any]:
+        before = self._parent.get_state() if self._document is None else self._state_before
+        return {"parent": before, "offset": self._offset}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._parent.set_state(state["parent"])
+        self._document, self._offset = None, state["offset"]
+
+
+def _check_sizes(batch_size: int, seq_len: int) -> None:
+    for name, value in (("--batch-size", batch_size), ("--seq-len", seq_len)):
+        if value < 1:
+            raise ValueError(f"`{name}` is {value}: give at least 1.")
+
+
+def _check_fills_a_row(documents: RandomAccess[str], tokenizer: Tokenizer, seq_len: int) -> None:
+    """Reads no further than the first row."""
+    count = 0
+    for index in range(len(documents)):
+        count += len(_encode(tokenizer, documents[index]))
+        if count > seq_len:
+            return
+    raise ValueError(
+        f"`--seq-len` is {seq_len}, so a row takes {seq_len + 1} tokens, but the text to train on "
+        f"has {count} tokens in {len(documents)} document(s) of this process. Lower `--seq-len`, "
+        "or give more text in `--data`."
+    )
+
+
+def _encode(tokenizer: Tokenizer, text: str) -> np.ndarray:
+    """Returns the ids of a whole document, int32 [length]."""
+    start = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    return np.asarray([*start, *tokenizer.encode(text), tokenizer.eos_id], np.int32)
+
+
+def _as_batch(rows: np.ndarray) -> Batch:
+    """Splits rows [batch, seq_len + 1] into what goes in and what is to come out."""
+    inputs, targets = rows[:, :-1], rows[:, 1:]
+    return {"inputs": inputs, "targets": targets, "mask": np.ones(targets.shape, np.float32)}
+
+
+def _first_tokens(
+    texts: RandomAccess[str], tokenizer: Tokenizer, wanted: int
+) -> tuple[np.ndarray, int]:
+    """Returns up to `wanted` tokens, int32, and the UTF-8 bytes of all of them but the first."""
+    pieces, num_bytes = [], 0
+    for text in _iterate(texts):
+        tokens = _encode(tokenizer, text)[:wanted]
+        wanted -= len(tokens)
+        whole = len(text.encode())
+        # All of it, unless it is cut off here.
+        num_bytes += whole if wanted else min(whole, len(tokenizer.decode(tokens).encode()))
+        pieces.append(tokens)
+        if not wanted:
+            break
+    tokens = np.concatenate(pieces)
+    return tokens, num_bytes - len(tokenizer.decode(tokens[:1]).encode())
+
+
+def _iterate(texts: RandomAccess[str]) -> Iterator[str]:
+    return (texts[index] for index in range(len(texts)))

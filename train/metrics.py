@@ -1,0 +1,119 @@
+"""What a run writes down: metrics.jsonl, TensorBoard files and a picture of the loss."""
+
+import json
+import math
+import pathlib
+from typing import Any, Self
+
+import tensorboardX
+
+
+class Recorder:
+    """Appends metrics to the files of a run. A context manager: closing draws the picture.
+
+    `metrics.jsonl` holds one JSON object a line, each with `step`. Lines of training have `loss`
+    (nats a token), `grad_norm`, `learning_rate` and `tokens_per_second`; lines of evaluation have
+    `validation_loss`, `perplexity` and `bits_per_byte`.
+    """
+
+    def __init__(self, directory: pathlib.Path, title: str, start: int = 0):
+        """Opens the files; what a killed run wrote after step `start` is dropped from them.
+
+        Args:
+          directory: folder of the run.
+          title: of the picture.
+          start: step that the run begins or goes on from.
+        """
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory, self._title = directory, title
+        self._lines = [r for r in read_metrics(directory / "metrics.jsonl") if r["step"] <= start]
+        _write_lines(directory / "metrics.jsonl", self._lines)
+        self._file = (directory / "metrics.jsonl").open("a", encoding="utf-8")
+        self._board = tensorboardX.SummaryWriter(
+            str(directory / "tensorboard"), purge_step=start + 1
+        )
+
+    def record(self, step: int, **metrics: float) -> None:
+        """Writes one line. Values must be finite: NaN is no JSON."""
+        line = {"step": step, **metrics}
+        self._lines.append(line)
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.flush()
+        for name, value in metrics.items():
+            self._board.add_scalar(name, value, step)
+
+    def draw(self) -> None:
+        """Writes `loss.png`."""
+        draw_loss(self._lines, self._directory / "loss.png", self._title)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+        self._board.close()
+        self.draw()
+
+
+def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
+    """Returns the lines of a metrics file; none if there is no file. A torn last line is left out."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    complete = []
+    for i, line in enumerate(lines):
+        try:
+            complete.append(json.loads(line))
+        except json.JSONDecodeError:
+            if i < len(lines) - 1:  # A kill can tear the last line alone.
+                raise ValueError(f"{path}, line {i + 1} is no JSON: {line[:80]!r}.") from None
+    return complete
+
+
+def _write_lines(path: pathlib.Path, lines: list[dict[str, Any]]) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    temporary.replace(path)
+
+
+def draw_loss(lines: list[dict[str, Any]], path: pathlib.Path, title: str) -> None:
+    """Draws training and held-out loss against steps.
+
+    Args:
+      lines: as `read_metrics` returns them.
+      path: a PNG file.
+      title: of the picture.
+    """
+    # A figure of its own rather than pyplot's: no global state, no display needed.
+    from matplotlib.figure import Figure
+
+    training = [(r["step"], r["loss"]) for r in lines if "loss" in r]
+    heldout = [(r["step"], r["validation_loss"]) for r in lines if "validation_loss" in r]
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    if training:
+        axes.plot(*zip(*training, strict=True), color="tab:blue", alpha=0.35, label="training")
+        steps, losses = zip(*training, strict=True)
+        axes.plot(steps, _smooth(losses), color="tab:blue", label="training, smoothed")
+    if heldout:
+        label = f"held out (last: {heldout[-1][1]:.3f})"
+        axes.plot(*zip(*heldout, strict=True), "o-", color="tab:orange", label=label)
+    axes.set(xlabel="step", ylabel="loss, nats a token", title=title)
+    axes.grid(alpha=0.3)
+    if training or heldout:
+        axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def _smooth(values: tuple[float, ...], span: int = 10) -> list[float]:
+    """Returns the exponential moving average over about `span` values, without a start-up bias."""
+    decay, total, weight, smooth = 1 - 1 / span, 0.0, 0.0, []
+    for value in values:
+        total, weight = decay * total + value, decay * weight + 1
+        smooth.append(total / weight)
+    return smooth
+
+
+def perplexity(loss: float) -> float:
+    """Returns `exp(loss)`, capped where it would overflow."""
+    return math.exp(min(loss, 700.0))

@@ -1,0 +1,300 @@
+"""Pretrains a Llama on text: `python -m train.pretrain --model llama_9m --steps 300`."""
+
+import dataclasses
+import functools
+import math
+import pathlib
+import signal
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+import tyro
+from jax.sharding import Mesh
+from rich.console import Console
+
+from models import ModelConfig, Storage, preset
+from train import methods
+from train.checkpoint import Checkpoints, identity_of
+from train.config import PretrainConfig
+from train.corpus import open_corpus
+from train.data import ValidationSet, train_batches, validation_batches
+from train.metrics import Recorder, perplexity
+from train.optimizer import learning_rate_schedule
+from train.progress import Progress
+from train.report import explain_step, print_opening
+from train.sharding import batch_sharding, make_mesh, state_shardings
+from train.step import Batch, TrainState, init_state, make_eval_step, make_train_step
+from train.tokenizer import Tokenizer, default_tokenizer, load_tokenizer
+
+
+@dataclasses.dataclass
+class Run:
+    """A run that is ready to begin or to go on.
+
+    Attributes:
+      config: its settings.
+      mesh: the devices.
+      storage: what each site stores.
+      state: the training state.
+      batches: the training data, at the position that belongs to `state`.
+      validation: the held-out data.
+      checkpoints: where it is saved.
+      identity: what a checkpoint must agree with.
+    """
+
+    config: PretrainConfig
+    mesh: Mesh
+    storage: Storage
+    state: TrainState
+    batches: Any
+    validation: ValidationSet
+    checkpoints: Checkpoints
+    identity: dict[str, Any]
+
+
+class NonFiniteError(ArithmeticError):
+    """The loss or the gradient of a step is NaN or infinite."""
+
+
+def main() -> None:
+    """Reads the command line and trains. Exits with 2 on bad arguments and 1 on a NaN."""
+    # Wide enough for the tables where nobody watches; else as wide as the terminal.
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    config = tyro.cli(PretrainConfig)
+    try:
+        run = prepare(config, console)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+    with _StopSignal() as stop:
+        try:
+            train(run, console, stop)
+        except NonFiniteError as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise SystemExit(1) from error
+
+
+def prepare(config: PretrainConfig, console: Console) -> Run:
+    """Returns a run ready to go: everything that can be wrong is found here, before the first step.
+
+    Raises:
+      ValueError: settings that do not fit one another, the text or the checkpoint.
+      OSError: a file that cannot be read.
+    """
+    model_config = preset(config.model)
+    storage = methods.storage(config.method, config.options)
+    mesh = make_mesh(config.mesh)
+    _check_sizes(config, model_config, mesh)
+    shapes = jax.eval_shape(functools.partial(init_state, config, model_config))
+    explanation = explain_step(config, shapes, storage)
+
+    checkpoints = _open_checkpoints(config)
+    corpus = open_corpus(
+        config.data.data, _data_dir(config), text_field=config.data.text_field
+    )
+    tokenizer = _tokenizer(config, corpus)
+    if tokenizer.vocab_size > model_config.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, but {config.model} has"
+            f" {model_config.vocab_size}: lower `--data.vocab-size`, or pick another model."
+        )
+    sizes = {"batch_size": config.batch_size, "seq_len": config.seq_len}
+    batches = train_batches(corpus, tokenizer, seed=config.seed, **sizes)
+    validation = validation_batches(
+        corpus, tokenizer, max_batches=config.eval_batches, **sizes
+    )
+    identity = identity_of(
+        model=model_config,
+        data=corpus.fingerprint,
+        tokenizer=tokenizer.fingerprint,
+        weight_dtype=config.weight_dtype,
+        seed=config.seed,
+        **sizes,
+    )
+    shardings = state_shardings(shapes, mesh)
+    state = _restored(checkpoints, batches, shapes, shardings, identity)
+    print_opening(console, config, model_config, shapes, explanation)
+    console.print(
+        f"text: {corpus.name}, {len(corpus.train):,} documents and {len(corpus.validation):,} held"
+        f" out; tokenizer of {tokenizer.vocab_size:,}"
+    )
+    if state is None:
+        make = functools.partial(init_state, config, model_config)
+        state = jax.jit(make, out_shardings=shardings)()
+    else:
+        console.print(f"going on from step {int(state.step)} in {config.out}")
+    return Run(config, mesh, storage, state, batches, validation, checkpoints, identity)
+
+
+def train(run: Run, console: Console, stop: "_StopSignal") -> None:
+    """Trains to the last step, or until a signal asks to stop; either way the run is saved.
+
+    Raises:
+      NonFiniteError: the loss or gradient is not finite. What was saved stays.
+    """
+    config, state = run.config, run.state
+    start = int(state.step)
+    step_function = jax.jit(
+        make_train_step(config, run.storage),
+        donate_argnums=0,
+        out_shardings=(jax.tree.map(lambda x: x.sharding, state), None),
+    )
+    evaluate = functools.partial(_evaluate, jax.jit(make_eval_step(config)), run)
+    learning_rate = learning_rate_schedule(config.optimizer, config.steps)
+    title = f"{config.model}, {config.method}"
+    tokens = config.batch_size * config.seq_len
+    with (
+        jax.set_mesh(run.mesh),
+        Recorder(config.out, title, start) as recorder,
+        Progress(console, start, config.steps, tokens) as progress,
+    ):
+        metrics: dict[str, jax.Array] = {}
+        for step in range(start + 1, config.steps + 1):
+            if stop.requested:
+                break
+            last, (state, metrics) = metrics, step_function(state, _put(run, next(run.batches)))
+            # The step before has ended by now: looking at it keeps the device busy.
+            _check_finite(step - 1, last, run)
+            run.state = state
+            if step % config.log_every == 0 or step == config.steps:
+                _check_finite(step, metrics, run)
+                values = {name: float(value) for name, value in metrics.items()}
+                values["learning_rate"] = float(learning_rate(step - 1))
+                speed = progress.log(step, values["loss"])
+                recorder.record(step, **values, tokens_per_second=speed)
+            with progress.paused():
+                if step % config.eval_every == 0 or step == config.steps:
+                    report = evaluate(state.model)
+                    recorder.record(step, **report)
+                    recorder.draw()
+                    progress.say(step, report)
+                if step % config.save_every == 0:
+                    _check_finite(step, metrics, run)
+                    _save(run)
+        _check_finite(int(state.step), metrics, run)
+        _save(run)
+    run.checkpoints.close()
+    run.batches.close()
+    done = int(state.step)
+    ending = "done" if done == config.steps else f"stopped by {stop.name}, saved"
+    console.print(f"{ending} at step {done} of {config.steps}; everything is in {config.out}")
+
+
+def _evaluate(eval_step, run: Run, model: Any) -> dict[str, float]:
+    """Returns loss, perplexity and bits per byte on the held-out text."""
+    nats = sum(float(eval_step(model, _put(run, batch))) for batch in run.validation.batches)
+    loss = nats / run.validation.num_tokens
+    return {
+        "validation_loss": loss,
+        "perplexity": perplexity(loss),
+        "bits_per_byte": nats / math.log(2) / run.validation.num_bytes,
+    }
+
+
+def _put(run: Run, batch: dict[str, np.ndarray]) -> Batch:
+    return jax.device_put(batch, batch_sharding(run.mesh))
+
+
+def _check_finite(step: int, metrics: dict[str, jax.Array], run: Run) -> None:
+    values = {name: float(value) for name, value in metrics.items()}
+    if all(math.isfinite(value) for value in values.values()):
+        return
+    run.checkpoints.close()
+    latest = run.checkpoints.latest_step()
+    where = "there is none yet" if latest is None else f"it is that of step {latest}"
+    shown = ", ".join(f"{name} {value}" for name, value in values.items())
+    raise NonFiniteError(
+        f"step {step} is not finite ({shown}): stopped. The last good checkpoint in"
+        f" {run.config.out} was kept: {where}. Lower `--optimizer.learning-rate`, or look at the"
+        " text around that step."
+    )
+
+
+def _save(run: Run) -> None:
+    run.checkpoints.save(
+        int(run.state.step), run.state, run.batches.get_state(), run.identity
+    )
+
+
+def _restored(
+    checkpoints: Checkpoints, batches: Any, shapes: Any, shardings: Any, identity: dict[str, Any]
+) -> TrainState | None:
+    """Returns the state of the last checkpoint, the data moved to its position; None if none."""
+    step = checkpoints.latest_step()
+    if step is None:
+        return None
+    like = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+    )
+    state, position = checkpoints.restore(step, like, identity)
+    batches.set_state(position)
+    return state
+
+
+def _open_checkpoints(config: PretrainConfig) -> Checkpoints:
+    checkpoints = Checkpoints(config.out / "checkpoints", config.keep)
+    latest = checkpoints.latest_step()
+    if latest is not None and not config.resume:
+        raise ValueError(
+            f"`--out` {config.out} holds a run at step {latest}: pass `--resume` to go on with it,"
+            " or another `--out` to leave it alone."
+        )
+    return checkpoints
+
+
+def _check_sizes(config: PretrainConfig, model_config: ModelConfig, mesh: Mesh) -> None:
+    if config.seq_len > model_config.max_seq_len:
+        raise ValueError(
+            f"`--seq-len` {config.seq_len} is above the {model_config.max_seq_len} positions of"
+            f" {config.model}."
+        )
+    rows = config.batch_size // config.accumulate
+    if rows % mesh.size:
+        raise ValueError(
+            f"{rows} sequences of a micro-batch (`--batch-size` {config.batch_size} /"
+            f" `--accumulate` {config.accumulate}) do not divide over the {mesh.size} devices of"
+            f" `--mesh` {config.mesh}."
+        )
+
+
+def _data_dir(config: PretrainConfig) -> pathlib.Path:
+    return config.data.data_dir.expanduser()
+
+
+def _tokenizer(config: PretrainConfig, corpus: Any) -> Tokenizer:
+    if config.data.tokenizer is not None:
+        return load_tokenizer(config.data.tokenizer)
+    return default_tokenizer(corpus, config.data.vocab_size, _data_dir(config))
+
+
+class _StopSignal:
+    """Notes SIGTERM and SIGINT instead of dying of them. A second one kills as usual.
+
+    Attributes:
+      requested: whether one came.
+      name: its name.
+    """
+
+    def __init__(self) -> None:
+        self.requested, self.name = False, ""
+
+    def __enter__(self) -> "_StopSignal":
+        self._before = {s: signal.signal(s, self._note) for s in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def _note(self, number: int, _: object) -> None:
+        self.requested, self.name = True, signal.Signals(number).name
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""How a run looks while it goes on."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Self
+
+import rich.progress
+from rich.console import Console
+
+
+class Progress:
+    """A progress bar with loss, tokens a second and time left; lines of text where nobody watches."""
+
+    def __init__(self, console: Console, start: int, steps: int, tokens: int):
+        """Args:
+        console: where to draw.
+        start: step the run goes on from.
+        steps: last step of the run.
+        tokens: tokens a step.
+        """
+        self._console, self._tokens = console, tokens
+        self._bar = rich.progress.Progress(
+            rich.progress.TextColumn("step"),
+            rich.progress.MofNCompleteColumn(),
+            rich.progress.BarColumn(bar_width=None),
+            rich.progress.TextColumn("loss {task.fields[loss]}"),
+            rich.progress.TextColumn("{task.fields[speed]} tokens/s"),
+            rich.progress.TextColumn("left"),
+            rich.progress.TimeRemainingColumn(),
+            console=console,
+        )
+        self._task = self._bar.add_task("", total=steps, completed=start, loss="-", speed="-")
+        self._logged, self._since, self._pause = start, time.perf_counter(), 0.0
+
+    def log(self, step: int, loss: float) -> float:
+        """Shows a loss; returns tokens a second since the last one, pauses not counted."""
+        now = time.perf_counter()
+        speed = (step - self._logged) * self._tokens / (now - self._since - self._pause)
+        self._logged, self._since, self._pause = step, now, 0.0
+        shown = f"{speed:,.0f}"
+        self._bar.update(self._task, completed=step, loss=f"{loss:.3f}", speed=shown)
+        if not self._console.is_terminal:
+            self._console.print(f"step {step}: loss {loss:.4f}, {shown} tokens/s")
+        return speed
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves what happens inside out of the speed."""
+        begin = time.perf_counter()
+        yield
+        self._pause += time.perf_counter() - begin
+
+    def say(self, step: int, report: dict[str, float]) -> None:
+        """Prints an evaluation above the bar."""
+        self._bar.print(
+            f"step {step}: held-out loss {report['validation_loss']:.4f},"
+            f" perplexity {report['perplexity']:,.2f}, {report['bits_per_byte']:.3f} bits a byte"
+        )
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()

@@ -1,0 +1,323 @@
+"""Text to token ids and back: one small interface over `tokenizers` and `sentencepiece`.
+
+Special tokens never come from text: a document that mentions `<|endoftext|>` is encoded letter by
+letter, and only the caller puts `eos_id` and `bos_id` where they belong.
+"""
+
+import abc
+import contextlib
+import hashlib
+import json
+import os
+import pathlib
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import sentencepiece
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from train.corpus import Corpus, RandomAccess
+
+END_OF_TEXT = "<|endoftext|>"
+KNOWN_EOS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>")
+KNOWN_BOS = ("<s>", "<|begin_of_text|>", "<bos>")
+ACCEPTED = (
+    "a tokenizer.json, a sentencepiece .model file, or a folder with tokenizer.json, "
+    "tokenizer.model, or vocab.json and merges.txt"
+)
+TRAINING_CHARS = 10_000_000
+"""Text that `default_tokenizer` trains on: enough for 32,000 merges, and still seconds."""
+_QWEN2_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+# `tokenizers` warns at each fork once its threads ran and this is unset. One document at a time
+# needs no threads; training turns them on for itself.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+class Tokenizer(abc.ABC):
+    """What every tokenizer does. Calls are safe from several threads.
+
+    Attributes:
+      vocab_size: every id is below it. (Ids may have gaps: this is the largest id plus one.)
+      bos_id: put in front of each document, or `None` where the vocabulary has no such token.
+      eos_id: put after each document.
+      fingerprint: hexadecimal; the same vocabulary and rules give the same one.
+    """
+
+    vocab_size: int
+    bos_id: int | None
+    eos_id: int
+    fingerprint: str
+
+    @abc.abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Returns the ids of `text`, without `bos_id` and `eos_id`."""
+
+    @abc.abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """Returns the text of `ids`. Special tokens give nothing, half a character gives U+FFFD."""
+
+    @abc.abstractmethod
+    def save(self, directory: pathlib.Path) -> None:
+        """Writes what `load_tokenizer(directory)` needs."""
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A tokenizer of the `tokenizers` library, such as byte-level BPE.
+
+    Byte-level BPE gives back any text exactly, unless its vocabulary normalises (Qwen's composes
+    Unicode by NFC).
+    """
+
+    def __init__(self, inner: tokenizers.Tokenizer, *, eos: str, bos: str | None = None) -> None:
+        inner.encode_special_tokens = True  # As text, that is.
+        inner.no_truncation()
+        inner.no_padding()
+        vocabulary = inner.get_vocab(with_added_tokens=True)
+        self._inner, self._eos, self._bos = inner, eos, bos
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.eos_id = vocabulary[eos]
+        self.bos_id = None if bos is None else vocabulary[bos]
+        self.fingerprint = _sha256(json.dumps([inner.to_str(), bos, eos]).encode())
+
+    def encode(self, text: str) -> list[int]:
+        return self._inner.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._inner.decode(list(map(int, ids)), skip_special_tokens=True)
+
+    def save(self, directory: pathlib.Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._inner.save(str(directory / "tokenizer.json"))
+        config = {"bos_token": self._bos, "eos_token": self._eos}
+        (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A tokenizer of the `sentencepiece` library, such as Llama 2's.
+
+    It gives back a text exactly where its model neither normalises nor lacks characters. Llama 2's
+    does not: it falls back to bytes.
+    """
+
+    def __init__(self, model: bytes) -> None:
+        self._model = model
+        self._inner = sentencepiece.SentencePieceProcessor(model_proto=model)
+        self.vocab_size = self._inner.vocab_size()
+        self.bos_id = self._inner.bos_id() if self._inner.bos_id() >= 0 else None
+        self.eos_id = self._inner.eos_id()
+        self.fingerprint = _sha256(model)
+
+    def encode(self, text: str) -> list[int]:
+        return self._inner.encode(text, out_type=int)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._inner.decode(list(map(int, ids)))
+
+    def save(self, directory: pathlib.Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "tokenizer.model").write_bytes(self._model)
+
+
+def load_tokenizer(path: pathlib.Path | str) -> Tokenizer:
+    """Reads a tokenizer: a `tokenizer.json`, a sentencepiece `.model`, or a folder with one.
+
+    A folder may instead hold `vocab.json` and `merges.txt`, the latter with or without its
+    `#version` line. A `tokenizer_config.json` next to the file says which tokens begin and end a
+    document; without one, the usual names are looked for.
+
+    Raises:
+      FileNotFoundError: nothing is there, or nothing of these kinds.
+      ValueError: a file is damaged, or no token ends a document.
+    """
+    path = pathlib.Path(path).expanduser()
+    if not path.exists():
+        raise FileNotFoundError(f"`--tokenizer` is '{path}': no such path. Give {ACCEPTED}.")
+    if path.is_dir():
+        path = _file_in(path)
+    try:
+        if path.suffix == ".model":
+            return _load_sentencepiece(path)
+        if path.name in ("vocab.json", "merges.txt"):
+            return _load_vocab_and_merges(path.parent)
+        return _with_special_tokens(tokenizers.Tokenizer.from_file(str(path)), path.parent)
+    except ValueError as error:
+        raise ValueError(f"`--tokenizer` is '{path}': {error}") from error
+    except Exception as error:  # `tokenizers` raises no narrower class.
+        raise ValueError(
+            f"`--tokenizer` is '{path}': it cannot be read ({error}). It may be cut off, or of "
+            f"another kind. Give {ACCEPTED}."
+        ) from error
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Returns byte-level BPE trained on `texts`, whose only special token ends a document.
+
+    The same texts give the same merges. The vocabulary is smaller than `vocab_size` where the texts
+    run out of pairs to merge.
+
+    Raises:
+      ValueError: `vocab_size` has no room for the 256 bytes and the special token.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    if vocab_size < len(alphabet) + 1:
+        raise ValueError(
+            f"`--vocab-size` is {vocab_size}: at least {len(alphabet) + 1} are needed, one for "
+            "each byte and one for the end of a document."
+        )
+    inner = _byte_level(models.BPE())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    with _all_cores():
+        inner.train_from_iterator(iter(texts), trainer)
+    return HuggingFaceTokenizer(inner, eos=END_OF_TEXT)
+
+
+def default_tokenizer(corpus: Corpus, vocab_size: int, data_dir: pathlib.Path) -> Tokenizer:
+    """Returns BPE trained on the corpus, from `data_dir` if it was trained before.
+
+    It sees documents of the train split alone, evenly spread, `TRAINING_CHARS` characters of them
+    or a little more. The copy in `data_dir` belongs to this corpus and vocabulary size, and
+    appears there whole.
+    """
+    final = data_dir / "tokenizers" / f"bpe-{vocab_size}-{corpus.fingerprint[:16]}"
+    if not final.exists():
+        trained = train_bpe(_sample(corpus.train), vocab_size)
+        final.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=final.parent, prefix=".training-") as scratch:
+            trained.save(pathlib.Path(scratch, "tokenizer"))
+            with contextlib.suppress(OSError):  # Another process put the same there meanwhile.
+                os.rename(pathlib.Path(scratch, "tokenizer"), final)
+    return load_tokenizer(final)
+
+
+def _sample(texts: RandomAccess[str]) -> Iterator[str]:
+    """Yields documents at even distances until `TRAINING_CHARS` characters are reached."""
+    probe = [len(texts[i]) for i in range(0, len(texts), -(-len(texts) // 100))]
+    expected = len(texts) * sum(probe) / len(probe)
+    step = max(1, int(expected / TRAINING_CHARS))
+    seen = 0
+    for index in range(0, len(texts), step):
+        if seen >= TRAINING_CHARS:
+            return
+        text = texts[index]
+        seen += len(text)
+        yield text
+
+
+@contextlib.contextmanager
+def _all_cores() -> Iterator[None]:
+    before = os.environ["TOKENIZERS_PARALLELISM"]
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    try:
+        yield
+    finally:
+        os.environ["TOKENIZERS_PARALLELISM"] = before
+
+
+def _byte_level(model: models.BPE) -> tokenizers.Tokenizer:
+    """Returns a tokenizer over bytes that splits words as GPT-2 does."""
+    inner = tokenizers.Tokenizer(model)
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    return inner
+
+
+def _file_in(directory: pathlib.Path) -> pathlib.Path:
+    for name in ("tokenizer.json", "tokenizer.model", "vocab.json"):
+        if (directory / name).exists():
+            return directory / name
+    there = ", ".join(sorted(p.name for p in directory.iterdir())) or "nothing"
+    raise FileNotFoundError(f"`--tokenizer` is '{directory}': it holds {there}. Give {ACCEPTED}.")
+
+
+def _load_sentencepiece(path: pathlib.Path) -> Tokenizer:
+    tokenizer = SentencePieceTokenizer(path.read_bytes())
+    if tokenizer.eos_id < 0:
+        raise ValueError("its model has no end-of-sentence piece. Train it with one (eos_id).")
+    return tokenizer
+
+
+def _load_vocab_and_merges(directory: pathlib.Path) -> Tokenizer:
+    for name in ("vocab.json", "merges.txt"):
+        if not (directory / name).exists():
+            raise ValueError(f"there is no {name} next to it. Both files are needed.")
+    vocabulary = json.loads((directory / "vocab.json").read_text(encoding="utf-8"))
+    inner = _byte_level(models.BPE(vocabulary, _read_merges(directory / "merges.txt")))
+    config = _read_config(directory)
+    if config.get("tokenizer_class", "").startswith("Qwen2Tokenizer"):
+        inner.normalizer = normalizers.NFC()
+        split = pre_tokenizers.Split(tokenizers.Regex(_QWEN2_PATTERN), behavior="isolated")
+        whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        inner.pre_tokenizer = pre_tokenizers.Sequence([split, whole])
+    _add_tokens(inner, config.get("added_tokens_decoder", {}))
+    return _with_special_tokens(inner, directory)
+
+
+def _read_merges(path: pathlib.Path) -> list[tuple[str, str]]:
+    """Returns the pairs in `path`, in order; a first line `#version...` is not one of them."""
+    pairs = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+        if line and not (number == 1 and line.startswith("#version")):
+            pair = tuple(line.split(" "))
+            if len(pair) != 2:
+                raise ValueError(f"merges.txt line {number} is {line!r}: two tokens are needed.")
+            pairs.append(pair)
+    return pairs
+
+
+def _add_tokens(inner: tokenizers.Tokenizer, added: dict[str, Any]) -> None:
+    """Adds the tokens of a `tokenizer_config.json`; each must get the id that it is listed by."""
+    for index, token in sorted(added.items(), key=lambda item: int(item[0])):
+        options = ("single_word", "lstrip", "rstrip", "normalized", "special")
+        wanted = {name: token[name] for name in options if name in token}
+        inner.add_tokens([tokenizers.AddedToken(token["content"], **wanted)])
+        got = inner.token_to_id(token["content"])
+        if got != int(index):
+            raise ValueError(
+                f"tokenizer_config.json gives {token['content']!r} the id {index}, but after the "
+                f"vocabulary it is {got}. The two files belong to different tokenizers."
+            )
+
+
+def _with_special_tokens(inner: tokenizers.Tokenizer, directory: pathlib.Path) -> Tokenizer:
+    config = _read_config(directory)
+    eos = _token(config, "eos_token") or _first(inner, KNOWN_EOS)
+    # A configuration without bos_token means that there is none, as with Qwen.
+    bos = _token(config, "bos_token") if config else _first(inner, KNOWN_BOS)
+    if eos is None:
+        raise ValueError(
+            f"no token ends a document: none of {', '.join(KNOWN_EOS)} is in its vocabulary. Name "
+            "one as eos_token in a tokenizer_config.json next to it."
+        )
+    for name, token in (("eos_token", eos), ("bos_token", bos)):
+        if token is not None and inner.token_to_id(token) is None:
+            raise ValueError(f"its {name} {token!r} is not in its vocabulary. Correct it.")
+    return HuggingFaceTokenizer(inner, eos=eos, bos=bos)
+
+
+def _first(inner: tokenizers.Tokenizer, names: Sequence[str]) -> str | None:
+    return next((name for name in names if inner.token_to_id(name) is not None), None)
+
+
+def _token(config: dict[str, Any], name: str) -> str | None:
+    token = config.get(name)
+    return token["content"] if isinstance(token, dict) else token
+
+
+def _read_config(directory: pathlib.Path) -> dict[str, Any]:
+    path = directory / "tokenizer_config.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
