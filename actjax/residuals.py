@@ -233,20 +233,14 @@ def _origin(jaxpr: core.Jaxpr, var: core.Var) -> _Origin:
         tag = Tag.decode(eqn.params["name"]) if eqn.primitive.name == "name" else None
         return _Origin(eqn.primitive.name, _where(eqn), tag, readers, None)
     origin = _origin(body, inner)
-    outer = origin.outer
-    if outer is not None:
-        # A carry that is stacked is no longer what the loop was given.
-        passed = outer in body.invars and not _is_carry(eqn, body.invars.index(outer))
-        outer = None
-        if passed:
-            given = eqn.invars[body.invars.index(origin.outer)]
-            if isinstance(given, core.Var):
-                return dataclasses.replace(
-                    _origin(jaxpr, given), readers=(*readers, *origin.readers)
-                )
-        elif origin.operator == "argument":
-            origin = dataclasses.replace(origin, operator=eqn.primitive.name, name=_where(eqn))
-    return dataclasses.replace(origin, readers=(*readers, *origin.readers), outer=outer)
+    readers = (*readers, *origin.readers)
+    if origin.outer not in body.invars:
+        return dataclasses.replace(origin, readers=readers, outer=None)
+    given = eqn.invars[body.invars.index(origin.outer)]
+    # What a loop stacks of its carry is another array than what it was given.
+    if isinstance(given, core.Var) and given.aval.shape == var.aval.shape:
+        return dataclasses.replace(_origin(jaxpr, given), readers=readers)
+    return _Origin(eqn.primitive.name, _where(eqn), None, readers, None)
 
 
 def _readers(jaxpr: core.Jaxpr, var: core.Var) -> Iterator[Tag]:
@@ -272,13 +266,6 @@ def _body(eqn: core.JaxprEqn) -> core.Jaxpr | None:
         if isinstance(body, core.Jaxpr) and len(body.outvars) == len(eqn.outvars):
             return body if len(body.invars) == len(eqn.invars) else None
     return None
-
-
-def _is_carry(eqn: core.JaxprEqn, position: int) -> bool:
-    if eqn.primitive.name != "scan":
-        return False
-    first = eqn.params["num_consts"]
-    return first <= position < first + eqn.params["num_carry"]
 
 
 def _where(eqn: core.JaxprEqn) -> str:

@@ -191,9 +191,7 @@ class Decoder(nnx.Module):
     ) -> jax.Array:
         """Returns the hidden states that the output projection reads, [B, S, d]."""
         x = self.run_layers(self.embed(tokens, compute_dtype), storage, key)
-        return actjax.rms_norm(
-            x, self.norm[...], eps=self.config.norm_eps, name="last norm input"
-        )
+        return actjax.rms_norm(x, self.norm[...], eps=self.config.norm_eps, name="last norm input")
 
     def loss(
         self,

@@ -50,9 +50,7 @@ class Checkpoints:
             ),
         )
 
-    def restore(
-        self, step: int, like: Any, identity: dict[str, Any]
-    ) -> tuple[Any, dict[str, Any]]:
+    def restore(self, step: int, like: Any, identity: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Returns the state and the position in the data of a checkpoint.
 
         Args:

@@ -22,7 +22,7 @@ import sysconfig
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import pyarrow
 import pyarrow.parquet
@@ -57,7 +57,8 @@ class Corpus:
     train: RandomAccess[str]
     validation: RandomAccess[str]
     fingerprint: str
-    """Hexadecimal; equal exactly when both parts are. Kept in checkpoints: a resume compares it."""
+    """Hexadecimal, kept in checkpoints so that a resume on other data is refused. Of local files it
+    is a hash of the text; of a prepared data set, of its name, version, sizes and splits."""
 
 
 def open_corpus(
@@ -97,7 +98,7 @@ def open_corpus(
         directory = _prepare_standard_library(data_dir)
         return _open_prepared(directory, "stdlib", "text", validation_fraction)
     path = pathlib.Path(data).expanduser()
-    if path.exists():
+    if data and path.exists():
         return _open_path(path, validation_fraction, text_field)
     directory = _prepared_directory(data, data_dir)
     return _open_prepared(directory, data, text_field, validation_fraction)
@@ -114,14 +115,13 @@ class PythonStandardLibrary(tfds.core.GeneratorBasedBuilder, skip_registration=T
     """
 
     VERSION = tfds.core.Version("1.0.0")
-    BUILDER_CONFIGS = [
+    BUILDER_CONFIGS: ClassVar = [
         tfds.core.BuilderConfig(
             name="_".join([sys.implementation.name, *map(str, sys.version_info[:3])]),
             description="The version of Python whose sources these are.",
         )
     ]
-    # Where TFDS would look for itself, but from a folder without __init__.py only with the help of
-    # `importlib_resources`, which it does not require.
+    # TFDS would search for this file with `importlib_resources`, which it does not require.
     code_path = tfds.core.Path(__file__)
     _HELD_OUT = 0.02
     _NOT_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__"})
@@ -230,8 +230,9 @@ def _open_prepared(directory: pathlib.Path, data: str, field: str, fraction: flo
         builder = tfds.builder_from_directory(directory)
     except Exception as error:  # Whatever JSON and protobuf raise.
         raise _damaged(data, directory, error) from error
-    features, splits = list(builder.info.features), builder.info.splits
-    for wanted, present, kind in ((field, features, "feature"), ("train", list(splits), "split")):
+    features: Any = builder.info.features
+    splits = builder.info.splits
+    for wanted, present, kind in ((field, features, "feature"), ("train", splits, "split")):
         if wanted not in present:
             raise ValueError(
                 f"`--data` is '{data}': it has no {kind} '{wanted}', only {', '.join(present)}. "
@@ -250,10 +251,11 @@ def _open_prepared(directory: pathlib.Path, data: str, field: str, fraction: flo
 def _column(builder: tfds.core.DatasetBuilder, split: str, field: str, data: str) -> _TextColumn:
     """Returns the text of `split`, once its files are there and its two ends can be read."""
     try:
-        column = _TextColumn(builder.as_data_source(split=split), field)
+        source: Any = builder.as_data_source  # Its decorator hides its parameters.
+        column = _TextColumn(source(split=split), field)
     except NotImplementedError as error:
         raise ValueError(
-            f"`--data` is '{data}': it is stored as {builder.info.file_format.value}, which needs "
+            f"`--data` is '{data}': it is stored as {builder.info.file_format}, which needs "
             "TensorFlow. Prepare it again with `tfds build --file_format=array_record`."
         ) from error
     if not len(column):
@@ -261,7 +263,7 @@ def _column(builder: tfds.core.DatasetBuilder, split: str, field: str, data: str
     try:
         for file in builder.info.splits[split].filepaths:
             file.stat()
-        column[0], column[len(column) - 1]
+        _ = column[0], column[len(column) - 1]
     except (OSError, RuntimeError) as error:  # RuntimeError is ArrayRecord's.
         raise _damaged(data, builder.data_path, error) from error
     return column
@@ -338,7 +340,7 @@ def _read_documents(path: pathlib.Path, field: str) -> Iterable[str]:
 
 
 def _read_text(path: pathlib.Path) -> str:
-    """Returns the UTF-8 text of `path`, unpacked if it is a .gz, without BOM and without `\\r`."""
+    """Returns the UTF-8 text of `path`, unpacked if need be, without BOM and carriage return."""
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -424,8 +426,8 @@ def _hold_out(
     if all(held_out):  # Copies of one document left none on the other side.
         held_out[0] = False
     return (
-        [text for text, out in zip(documents, held_out) if not out],
-        [text for text, out in zip(documents, held_out) if out],
+        [text for text, out in zip(documents, held_out, strict=True) if not out],
+        [text for text, out in zip(documents, held_out, strict=True) if out],
     )
 
 
@@ -433,8 +435,8 @@ def _hold_out_tail(text: str, fraction: float, path: pathlib.Path) -> tuple[list
     cut = len(text) - max(1, round(len(text) * fraction))
     if not text[:cut].strip() or not text[cut:].strip():
         raise ValueError(
-            f"`--data` is '{path}': a single document of {len(text)} characters is too short to hold "
-            "its end out. Give more text."
+            f"`--data` is '{path}': a single document of {len(text)} characters is too short to "
+            "hold its end out. Give more text."
         )
     return [text[:cut]], [text[cut:]]
 

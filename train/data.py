@@ -65,7 +65,9 @@ def train_batches(
             f"`--batch-size` is {batch_size}, which {process_count} processes cannot share evenly. "
             f"Take a multiple of {process_count}."
         )
-    documents = grain.MapDataset.source(corpus.train)[process_index::process_count]
+    # `Any`: grain's protocols name the index, which a list does not, and allow missing elements.
+    source: Any = corpus.train
+    documents: Any = grain.MapDataset.source(source)[process_index::process_count]
     _check_fills_a_row(documents, tokenizer, seq_len)
     tokens = documents.seed(seed).shuffle().repeat().map(lambda text: _encode(tokenizer, text))
     options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=_READ_AHEAD_DOCUMENTS)
@@ -167,12 +169,13 @@ class _PackIterator(grain.DatasetIterator[np.ndarray]):
         return np.concatenate(pieces)
 
     def _take(self, at_most: int) -> np.ndarray:
-        if self._document is None:
+        document = self._document
+        if document is None:
             self._state_before = self._parent.get_state()
-            self._document = next(self._parent)
-        piece = self._document[self._offset : self._offset + at_most]
+            document = self._document = next(self._parent)
+        piece = document[self._offset : self._offset + at_most]
         self._offset += len(piece)
-        if self._offset == len(self._document):
+        if self._offset == len(document):
             self._document, self._offset = None, 0
         return piece
 

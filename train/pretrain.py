@@ -54,26 +54,43 @@ class Run:
     identity: dict[str, Any]
 
 
+class BadRunError(ValueError):
+    """A run cannot begin: bad settings, text or checkpoint."""
+
+    exit_code = 2
+
+
 class NonFiniteError(ArithmeticError):
     """The loss or the gradient of a step is NaN or infinite."""
 
+    exit_code = 1
+
 
 def main() -> None:
-    """Reads the command line and trains. Exits with 2 on bad arguments and 1 on a NaN."""
+    """Reads the command line and trains. Exits with 2 if it cannot begin, with 1 on a NaN."""
     # Wide enough for the tables where nobody watches; else as wide as the terminal.
     console = Console(width=None if sys.stdout.isatty() else 140)
     config = tyro.cli(PretrainConfig)
     try:
-        run = prepare(config, console)
-    except (ValueError, OSError) as error:
+        run(config, console)
+    except (BadRunError, NonFiniteError) as error:
         print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from error
+        raise SystemExit(error.exit_code) from error
+
+
+def run(config: PretrainConfig, console: Console) -> None:
+    """Trains as `config` says: the whole program behind the command line.
+
+    Raises:
+      BadRunError: something is wrong with the settings, the text or the checkpoint.
+      NonFiniteError: the loss or gradient of a step is not finite.
+    """
+    try:
+        ready = prepare(config, console)
+    except (ValueError, OSError) as error:
+        raise BadRunError(str(error)) from error
     with _StopSignal() as stop:
-        try:
-            train(run, console, stop)
-        except NonFiniteError as error:
-            print(f"error: {error}", file=sys.stderr)
-            raise SystemExit(1) from error
+        train(ready, console, stop)
 
 
 def prepare(config: PretrainConfig, console: Console) -> Run:
@@ -91,9 +108,7 @@ def prepare(config: PretrainConfig, console: Console) -> Run:
     explanation = explain_step(config, shapes, storage)
 
     checkpoints = _open_checkpoints(config)
-    corpus = open_corpus(
-        config.data.data, _data_dir(config), text_field=config.data.text_field
-    )
+    corpus = open_corpus(config.data.data, _data_dir(config), text_field=config.data.text_field)
     tokenizer = _tokenizer(config, corpus)
     if tokenizer.vocab_size > model_config.vocab_size:
         raise ValueError(
@@ -102,9 +117,7 @@ def prepare(config: PretrainConfig, console: Console) -> Run:
         )
     sizes = {"batch_size": config.batch_size, "seq_len": config.seq_len}
     batches = train_batches(corpus, tokenizer, seed=config.seed, **sizes)
-    validation = validation_batches(
-        corpus, tokenizer, max_batches=config.eval_batches, **sizes
-    )
+    validation = validation_batches(corpus, tokenizer, max_batches=config.eval_batches, **sizes)
     identity = identity_of(
         model=model_config,
         data=corpus.fingerprint,
@@ -213,9 +226,7 @@ def _check_finite(step: int, metrics: dict[str, jax.Array], run: Run) -> None:
 
 
 def _save(run: Run) -> None:
-    run.checkpoints.save(
-        int(run.state.step), run.state, run.batches.get_state(), run.identity
-    )
+    run.checkpoints.save(int(run.state.step), run.state, run.batches.get_state(), run.identity)
 
 
 def _restored(

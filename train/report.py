@@ -14,9 +14,7 @@ from train.config import PretrainConfig
 from train.step import TrainState, loss_function
 
 
-def explain_step(
-    config: PretrainConfig, state: TrainState, storage: Storage
-) -> actjax.Explanation:
+def explain_step(config: PretrainConfig, state: TrainState, storage: Storage) -> actjax.Explanation:
     """Returns what the backward pass of one micro-batch will keep.
 
     Args:

@@ -8,12 +8,14 @@ import abc
 import contextlib
 import hashlib
 import json
+import math
 import os
 import pathlib
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import sentencepiece
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
@@ -28,7 +30,8 @@ ACCEPTED = (
     "tokenizer.model, or vocab.json and merges.txt"
 )
 TRAINING_CHARS = 10_000_000
-"""Text that `default_tokenizer` trains on: enough for 32,000 merges, and still seconds."""
+"""Text that `default_tokenizer` trains on. On the standard library, three times as much makes the
+validation text less than 1% shorter in tokens, and training three times as long."""
 _QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -59,7 +62,7 @@ class Tokenizer(abc.ABC):
         """Returns the ids of `text`, without `bos_id` and `eos_id`."""
 
     @abc.abstractmethod
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Returns the text of `ids`. Special tokens give nothing, half a character gives U+FFFD."""
 
     @abc.abstractmethod
@@ -88,7 +91,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def encode(self, text: str) -> list[int]:
         return self._inner.encode(text, add_special_tokens=False).ids
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self._inner.decode(list(map(int, ids)), skip_special_tokens=True)
 
     def save(self, directory: pathlib.Path) -> None:
@@ -116,7 +119,7 @@ class SentencePieceTokenizer(Tokenizer):
     def encode(self, text: str) -> list[int]:
         return self._inner.encode(text, out_type=int)
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self._inner.decode(list(map(int, ids)))
 
     def save(self, directory: pathlib.Path) -> None:
@@ -185,9 +188,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 def default_tokenizer(corpus: Corpus, vocab_size: int, data_dir: pathlib.Path) -> Tokenizer:
     """Returns BPE trained on the corpus, from `data_dir` if it was trained before.
 
-    It sees documents of the train split alone, evenly spread, `TRAINING_CHARS` characters of them
-    or a little more. The copy in `data_dir` belongs to this corpus and vocabulary size, and
-    appears there whole.
+    It sees documents of the train split alone, evenly spread, about `TRAINING_CHARS` characters
+    of them. The copy in `data_dir` belongs to this corpus and vocabulary size, and appears there
+    whole.
     """
     final = data_dir / "tokenizers" / f"bpe-{vocab_size}-{corpus.fingerprint[:16]}"
     if not final.exists():
@@ -201,13 +204,13 @@ def default_tokenizer(corpus: Corpus, vocab_size: int, data_dir: pathlib.Path) -
 
 
 def _sample(texts: RandomAccess[str]) -> Iterator[str]:
-    """Yields documents at even distances until `TRAINING_CHARS` characters are reached."""
+    """Yields documents at even distances, about `TRAINING_CHARS` characters or all there is."""
     probe = [len(texts[i]) for i in range(0, len(texts), -(-len(texts) // 100))]
     expected = len(texts) * sum(probe) / len(probe)
-    step = max(1, int(expected / TRAINING_CHARS))
+    step = max(1, math.ceil(expected / TRAINING_CHARS))
     seen = 0
     for index in range(0, len(texts), step):
-        if seen >= TRAINING_CHARS:
+        if seen >= TRAINING_CHARS:  # The documents probed were short ones.
             return
         text = texts[index]
         seen += len(text)

@@ -20,4 +20,6 @@ def check_codec(codec: object) -> None:
     """Raises a `TypeError` unless `codec` is a codec."""
     if not isinstance(codec, Codec):
         hint = " (an instance, not the class)" if isinstance(codec, type) else ""
-        raise TypeError(f"`codec` must be an actjax.Codec{hint}, for example Exact(), got {codec!r}.")
+        raise TypeError(
+            f"`codec` must be an actjax.Codec{hint}, for example Exact(), got {codec!r}."
+        )

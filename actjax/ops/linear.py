@@ -139,8 +139,7 @@ def _linear_bwd(codec, name, residuals, dzs):
     with jax.named_scope("actjax.linear"):
         dx = _input_grad(weights, dzs)
         dws = tuple(
-            codec.weight_grad(code, dz).astype(w.dtype)
-            for w, dz in zip(weights, dzs, strict=True)
+            codec.weight_grad(code, dz).astype(w.dtype) for w, dz in zip(weights, dzs, strict=True)
         )
         dbs = tuple(
             None if b is None else jnp.sum(dz, range(dz.ndim - 1), dx.dtype).astype(b.dtype)
@@ -176,4 +175,6 @@ def _check(x: jax.Array, weights: _Weights, biases: _Biases, codec: Codec) -> No
                 f" got x{x.shape} @ {name}{w.shape}.{hint}"
             )
         if bias is not None and bias.shape != w.shape[1:]:
-            raise ValueError(f"the bias of `{name}`{w.shape} must be {w.shape[1:]}, got {bias.shape}.")
+            raise ValueError(
+                f"the bias of `{name}`{w.shape} must be {w.shape[1:]}, got {bias.shape}."
+            )

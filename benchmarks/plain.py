@@ -1,0 +1,87 @@
+"""The rival: the same decoder in ordinary JAX, differentiated by JAX.
+
+What a good user would write without actjax: layers stacked and scanned, and, so that the comparison
+is of blocks alone, the same attention and the same chunked cross-entropy. `naive` replaces these
+two by what textbooks have.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+import actjax
+from models import Decoder
+from models.decoder import rope_tables
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainConfig:
+    """Which plain form.
+
+    Attributes:
+      remat: "none", "full" or "dots", as `jax.checkpoint` understands them.
+      naive: the whole batch's logits, and attention that keeps its probabilities.
+    """
+
+    remat: str = "none"
+    naive: bool = False
+
+
+def loss_function(config: PlainConfig, compute_dtype: str) -> Callable[..., jax.Array]:
+    """Returns the loss as a function of a `Decoder`, tokens and targets, [B, S] both."""
+
+    def loss(model: Decoder, tokens: jax.Array, targets: jax.Array) -> jax.Array:
+        x = model.embedding[...][tokens].astype(compute_dtype)
+        tables = rope_tables(model.config, tokens.shape[1])
+
+        def body(x, block):
+            return _block(model.config, config, block, x, tables), None
+
+        if config.remat != "none":
+            policies = {
+                "full": None,
+                "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+            }
+            body = jax.checkpoint(body, prevent_cse=False, policy=policies[config.remat])
+        x, _ = jax.lax.scan(body, x, model.layers)
+        x = _rms_norm(x, model.norm[...], model.config.norm_eps)
+        if not config.naive:
+            return actjax.cross_entropy(x, model.head, targets)
+        logits = (x @ model.head.astype(x.dtype)).astype(jnp.float32)
+        picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
+
+    return loss
+
+
+def _block(dims, config, block, x, tables):
+    attention, mlp = block.attention, block.mlp
+    h = _rms_norm(x, block.attention_norm[...], dims.norm_eps)
+    q, k, v = (
+        (h @ w[...].astype(h.dtype)).reshape(*h.shape[:2], -1, dims.head_size)
+        for w in (attention.q, attention.k, attention.v)
+    )
+    q, k = _rope(q, *tables), _rope(k, *tables)
+    if config.naive:
+        out = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    else:
+        out = actjax.attention(q, k, v)
+    x = x + out.reshape(*x.shape[:2], -1) @ attention.o[...].astype(x.dtype)
+    h = _rms_norm(x, block.mlp_norm[...], dims.norm_eps)
+    gate, up = (h @ w[...].astype(h.dtype) for w in (mlp.gate, mlp.up))
+    return x + (jax.nn.silu(gate) * up) @ mlp.down[...].astype(x.dtype)
+
+
+def _rms_norm(x, scale, eps):
+    wide = x.astype(jnp.float32)
+    unit = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + eps)
+    return (unit * scale).astype(x.dtype)
+
+
+def _rope(x, cos, sin):
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)

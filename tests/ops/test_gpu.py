@@ -1,0 +1,72 @@
+"""What only a GPU can show. Skipped without one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+
+import actjax
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
+
+SHAPES = [(2, 128, 4, 4, 64), (2, 257, 8, 2, 64), (1, 1024, 4, 4, 128), (2, 96, 4, 4, 32)]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(("batch", "length", "heads", "groups", "size"), SHAPES)
+def test_cudnn_attention_agrees_with_the_oracle(batch, length, heads, groups, size, recompute):
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = [(batch, length, h, size) for h in (heads, groups, groups, heads)]
+    q, k, v, dout = (
+        jax.random.normal(key, shape, jnp.float32).astype(jnp.bfloat16)
+        for key, shape in zip(keys, shapes, strict=True)
+    )
+
+    @jax.jit
+    def run(q, k, v, dout):
+        out, pullback = jax.vjp(
+            lambda q, k, v: actjax.attention(
+                q, k, v, implementation="cudnn", recompute=recompute
+            ),
+            q, k, v,
+        )  # fmt: skip
+        return out, *pullback(dout)
+
+    wide = [np.asarray(x, np.float64) for x in (q, k, v, dout)]
+    want = (oracles.attention(*wide[:3], True), *oracles.attention_vjp(*wide, True))
+    for got, exact in zip(run(q, k, v, dout), want, strict=True):
+        error = np.linalg.norm(np.asarray(got, np.float64) - exact) / np.linalg.norm(exact)
+        # Operands, probabilities and results are rounded to 8 bits each: a few times 2^-9.
+        assert error < 4 * 2**-8
+
+
+def test_cudnn_keeps_its_output_merged_and_once():
+    shape = (2, 128, 4, 64)
+    q = jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
+    w = jnp.ones((256, 8), jnp.bfloat16)
+
+    def fun(q, w):
+        out = actjax.attention(q, q, q, implementation="cudnn", merge_heads=True)
+        return actjax.linear(out, w)
+
+    leaves = jax.tree.leaves(jax.vjp(fun, q, w)[1])
+    whole = {id(x) for x in leaves if x.size == q.size}
+    assert len(whole) == 2  # q, which is k and v too, and the output.
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [actjax.RandomizedSVD(8), actjax.RandomProjection(8), actjax.PointApproximation(points=8)],
+)
+def test_two_runs_give_the_same_bits(codec):
+    key = jax.random.key(0)
+    x = jax.random.normal(key, (512, 128), jnp.bfloat16)
+    w = jax.random.normal(key, (128, 64), jnp.bfloat16)
+
+    @jax.jit
+    def gradient(x, w):
+        fun = lambda w: actjax.linear(x, w, codec=codec, key=key).astype(jnp.float32).sum()  # noqa: E731
+        return jax.grad(fun)(w)
+
+    np.testing.assert_array_equal(gradient(x, w), gradient(x, w))
