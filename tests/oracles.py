@@ -1,0 +1,494 @@
+"""Oracles: what the library must compute, again, in NumPy float64 and as the definitions read.
+
+Written from the papers and from calculus, not from the library, so that a shared mistake is unlikely.
+Nothing here is fast; `test_oracles.py` holds every function against brute force.
+
+Sources:
+  Wei et al., "Activation Compression in LLMs" (2026): low-rank inputs of linear layers (Section 4).
+  Shamshoum et al., CompAct (2025): random projection, as Wei et al. cite it in Section 5.
+  PAMM, "QKV Projections Require a Fraction of Their Memory", arXiv:2506.02939: generating points.
+  Halko, Martinsson, Tropp, SIAM Review 53 (2011): the randomised SVD and its expected error.
+  Hugging Face transformers, `modeling_rope_utils.py`: the rotation of Llama 3.
+
+Letters: `T` tokens, `d` features, `n` outputs, `k` rank or generators, `V` vocabulary, `B` batch,
+`S` sequence, `H` heads (`Hq` of queries, `Hkv` of keys and values), `D` features of a head.
+Every argument is read as float64, whatever its type was, and every result is float64.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+
+
+def _f64(a: npt.ArrayLike) -> Array:
+    return np.asarray(a, dtype=np.float64)
+
+
+# Low rank.
+
+
+def random_projection(x: npt.ArrayLike, s: npt.ArrayLike) -> Array:
+    """Returns the decoded `x s sᵀ` [T, d]: the projection `x s` [T, k] is what would be stored.
+
+    Unbiased when the entries of `s` are independent with mean 0 and variance `1 / k`.
+    Source: random projection (CompAct), as used in Wei et al., Section 5.
+
+    Args:
+      x: [T, d].
+      s: [d, k].
+    """
+    x, s = _f64(x), _f64(s)
+    return (x @ s) @ s.T
+
+
+def expected_rp_squared_error(x: npt.ArrayLike, k: int) -> float:
+    """Returns `E‖x S Sᵀ - x‖²_F = (d + 1) / k · ‖x‖²_F` for `S` [d, k] of iid N(0, 1/k) entries.
+
+    With `M = S Sᵀ = Σ_c s_c s_cᵀ`: `E M = I`, and `E M²` sums `k (k - 1)` pairs of distinct columns,
+    each `I / k²`, and `k` terms `E[|s|² s sᵀ] = (d + 2) I / k²`. So `E M² = (d + k + 1) / k · I` and
+    `E (M - I)² = E M² - I = (d + 1) / k · I`. Own derivation.
+
+    Args:
+      x: [T, d].
+      k: columns of `S`.
+    """
+    x = _f64(x)
+    return float((x.shape[1] + 1) / k * np.sum(x**2))
+
+
+def randomized_svd(x: npt.ArrayLike, omega: npt.ArrayLike, power_iterations: int) -> Array:
+    """Returns the decoded `Q Qᵀ x` [T, d], `Q` a basis of the range of `(x xᵀ)^power x omega`.
+
+    Source: Halko et al. (2011), Algorithm 4.4 (range finder with re-orthonormalisation at each
+    half step; Algorithm 4.1 when there is no power iteration), then their equation (1.2).
+
+    Args:
+      x: [T, d].
+      omega: test matrix [d, k]. Only the span of its columns matters.
+      power_iterations: how often `x xᵀ` is applied.
+    """
+    x, omega = _f64(x), _f64(omega)
+    q, _ = np.linalg.qr(x @ omega)
+    for _ in range(power_iterations):
+        w, _ = np.linalg.qr(x.T @ q)
+        q, _ = np.linalg.qr(x @ w)
+    return q @ (q.T @ x)
+
+
+def best_rank_k_error(x: npt.ArrayLike, k: int) -> float:
+    """Returns `(Σ_{j>k} σ_j²)^½`, the least Frobenius error any matrix of rank `k` can have.
+
+    Source: Eckart and Young; Mirsky. The norm, not its square.
+
+    Args:
+      x: [T, d].
+      k: rank. From `min(T, d)` on, the error is 0.
+    """
+    sigma = np.linalg.svd(_f64(x), compute_uv=False)
+    return math.sqrt(float(np.sum(sigma[k:] ** 2)))
+
+
+def halko_expected_bound(x: npt.ArrayLike, k: int, p: int) -> float:
+    """Returns `(1 + k / (p - 1))^½ (Σ_{j>k} σ_j²)^½`, which bounds `E‖(I - Q Qᵀ) x‖_F`.
+
+    For `randomized_svd(x, omega, 0)` with `omega` [d, k + p] of iid N(0, 1) entries. The norm, not its
+    square; the theorem's proof bounds the root of the expected square, so that holds as well.
+    Source: Halko et al. (2011), Theorem 10.5.
+
+    Args:
+      x: [T, d].
+      k: target rank, at least 2.
+      p: oversampling, at least 2, with `k + p <= min(T, d)`.
+    """
+    x = _f64(x)
+    if k < 2 or p < 2 or k + p > min(x.shape):
+        raise ValueError(
+            f"Theorem 10.5 needs k >= 2, p >= 2 and k + p <= min(T, d): got k={k}, p={p}, x{x.shape}."
+        )
+    return math.sqrt(1 + k / (p - 1)) * best_rank_k_error(x, k)
+
+
+def principal_plus_random(
+    x: npt.ArrayLike, omega: npt.ArrayLike, s: npt.ArrayLike, power_iterations: int
+) -> Array:
+    """Returns `l + (x - l) s sᵀ` [T, d], with `l = randomized_svd(x, omega, power_iterations)`.
+
+    Unbiased over `s` as `random_projection` is; its error given `l` is that of projecting `x - l`.
+
+    Args:
+      x: [T, d].
+      omega: [d, k].
+      s: [d, m], `m` the rank of the random tail.
+      power_iterations: as for `randomized_svd`.
+    """
+    x = _f64(x)
+    low_rank = randomized_svd(x, omega, power_iterations)
+    return low_rank + random_projection(x - low_rank, s)
+
+
+# Generating points.
+
+
+class PointApproximation(NamedTuple):
+    """What `point_approximation` returns.
+
+    Attributes:
+      assignment: `f` [T], int64: the generator of each token, an index into `rows`. Where two are
+        equally near, the lower; compare through `cosines` when ties are possible.
+      alpha: [T], the coefficient of each token, whether dropped or not; 0 for a zero token.
+      beta: `T / (T - dropped)`; 1 when every token is dropped.
+      dropped: [T], bool.
+      decoded: [T, d]: `beta alpha_i C_f(i)`, and zeros for dropped tokens.
+      cosines: [T, k], `|cos(x_i, C_j)|`: 0 for a zero token, -1 for a zero generator (never the best
+        unless all are). A token's relative residual is `sqrt(1 - cosines[i, f(i)]²)` when neither is
+        zero, so this also shows which tokens lie too near the tolerance to be decided.
+    """
+
+    assignment: npt.NDArray[np.int64]
+    alpha: Array
+    beta: float
+    dropped: npt.NDArray[np.bool_]
+    decoded: Array
+    cosines: Array
+
+
+def _absolute_cosine(a: Array, c: Array) -> float:
+    """Returns `|cos(a, c)|`; -1 when `c` is zero, and else 0 when `a` is."""
+    if not np.any(c):
+        return -1.0
+    if not np.any(a):
+        return 0.0
+    # Normalised first, so that no product of the lengths under- or overflows.
+    return abs(float(np.dot(a / np.linalg.norm(a), c / np.linalg.norm(c))))
+
+
+def point_approximation(
+    x: npt.ArrayLike, rows: npt.ArrayLike, tolerance: float
+) -> PointApproximation:
+    """Approximates each token by a multiple of the generator that is nearest in angle.
+
+    Generators `C = x[rows]`; `f(i) = argmax_j |cos(x_i, C_j)|`;
+    `alpha_i = cos(x_i, C_f) |x_i| / |C_f| = <x_i, C_f> / |C_f|²`; a token is dropped when
+    `|x_i - alpha_i C_f| > tolerance |x_i|`; `beta = T / (T - dropped)`.
+    Source: PAMM, arXiv:2506.02939, "Activation Compression" and the `beta` that follows it.
+
+    Args:
+      x: [T, d].
+      rows: [k], int: the rows of `x` that are generators.
+      tolerance: the paper's `ε`. `math.inf` keeps every token.
+    """
+    x, rows = _f64(x), np.asarray(rows)
+    tokens, features = x.shape
+    generators = x[rows]
+    cosines = np.zeros((tokens, len(rows)))
+    assignment = np.zeros(tokens, np.int64)
+    alpha = np.zeros(tokens)
+    dropped = np.zeros(tokens, bool)
+    for i in range(tokens):
+        for j in range(len(rows)):
+            cosines[i, j] = _absolute_cosine(x[i], generators[j])
+        assignment[i] = np.argmax(cosines[i])
+        c = generators[assignment[i]]
+        if np.any(c):
+            alpha[i] = np.dot(x[i], c) / np.dot(c, c)
+        if tolerance != math.inf:  # `inf * 0` is not a number.
+            residual = np.linalg.norm(x[i] - alpha[i] * c)
+            dropped[i] = residual > tolerance * np.linalg.norm(x[i])
+    kept = tokens - int(dropped.sum())
+    beta = tokens / kept if kept else 1.0
+    decoded = np.zeros((tokens, features))
+    for i in range(tokens):
+        if not dropped[i]:
+            decoded[i] = beta * alpha[i] * generators[assignment[i]]
+    return PointApproximation(assignment, alpha, beta, dropped, decoded, cosines)
+
+
+def point_weight_gradient(
+    x: npt.ArrayLike, rows: npt.ArrayLike, tolerance: float, dz: npt.ArrayLike
+) -> Array:
+    """Returns `beta Cᵀ B̃` [d, n], with `B̃_j` the sum of `alpha_i dz_i` over kept `i` with `f(i) = j`.
+
+    Equal to `decodedᵀ dz`, but `x` is never decoded.
+    Source: PAMM, arXiv:2506.02939, "Approximate Matrix Multiplication".
+
+    Args:
+      x: [T, d].
+      rows: [k], int.
+      tolerance: as for `point_approximation`.
+      dz: gradient of the linear layer's output [T, n].
+    """
+    x, dz = _f64(x), _f64(dz)
+    code = point_approximation(x, rows, tolerance)
+    generators = x[np.asarray(rows)]
+    gathered = np.zeros((len(generators), dz.shape[1]))
+    for i, j in enumerate(code.assignment):
+        if not code.dropped[i]:
+            gathered[j] += code.alpha[i] * dz[i]
+    gradient = np.zeros((x.shape[1], dz.shape[1]))
+    for j in range(len(generators)):
+        gradient += np.outer(generators[j], gathered[j])
+    return code.beta * gradient
+
+
+# Layers.
+
+
+def rms_norm(x: npt.ArrayLike, scale: npt.ArrayLike, eps: float) -> Array:
+    """Returns `scale x / sqrt(mean(x²) + eps)`, the mean over the last axis.
+
+    Source: Zhang and Sennrich, arXiv:1910.07467, equation 4, with `eps` as in Llama.
+
+    Args:
+      x: [..., d].
+      scale: [d], multiplies as it is (not `1 + scale`).
+      eps: added to the mean square.
+    """
+    x = _f64(x)
+    return _f64(scale) * x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps)
+
+
+def rms_norm_vjp(
+    x: npt.ArrayLike, scale: npt.ArrayLike, eps: float, dy: npt.ArrayLike
+) -> tuple[Array, Array]:
+    """Returns `dx` [..., d] and `dscale` [d] of `rms_norm`.
+
+    With `r = (mean(x²) + eps)^-½`, `u = r x` and `g = scale dy`: `∂r/∂x_j = -r³ x_j / d`, hence
+    `dx = r (g - u mean(g u))`, and `dscale` is the sum of `u dy` over all leading axes.
+
+    Args:
+      x: [..., d].
+      scale: [d].
+      eps: added to the mean square.
+      dy: [..., d].
+    """
+    x, scale, dy = _f64(x), _f64(scale), _f64(dy)
+    r = 1 / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps)
+    u = r * x
+    g = scale * dy
+    dx = r * (g - u * np.mean(g * u, axis=-1, keepdims=True))
+    dscale = np.sum((u * dy).reshape(-1, x.shape[-1]), axis=0)
+    return dx, dscale
+
+
+def _sigmoid(a: Array) -> Array:
+    return np.exp(-np.logaddexp(0, -a))
+
+
+def swiglu(gate: npt.ArrayLike, up: npt.ArrayLike) -> Array:
+    """Returns `silu(gate) up`, with `silu(a) = a sigmoid(a)`.
+
+    Source: Shazeer, arXiv:2002.05202, equation 5, without the linear maps.
+
+    Args:
+      gate: any shape.
+      up: the same shape.
+    """
+    gate, up = _f64(gate), _f64(up)
+    return gate * _sigmoid(gate) * up
+
+
+def swiglu_vjp(gate: npt.ArrayLike, up: npt.ArrayLike, dy: npt.ArrayLike) -> tuple[Array, Array]:
+    """Returns `dgate = dy up σ (1 + gate (1 - σ))` and `dup = dy gate σ`, with `σ = sigmoid(gate)`.
+
+    Args:
+      gate: any shape.
+      up: the same shape.
+      dy: the same shape.
+    """
+    gate, up, dy = _f64(gate), _f64(up), _f64(dy)
+    sigma, complement = _sigmoid(gate), _sigmoid(-gate)
+    return dy * up * sigma * (1 + gate * complement), dy * gate * sigma
+
+
+def _llama3_frequency(frequency: float, scaling: Mapping[str, float]) -> float:
+    """Returns one frequency as Llama 3.1 stretches it: kept, divided by `factor`, or in between."""
+    factor = scaling["factor"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    original = scaling["original_max_position_embeddings"]
+    wavelength = 2 * math.pi / frequency
+    if wavelength < original / high:
+        return frequency
+    if wavelength > original / low:
+        return frequency / factor
+    smooth = (original / wavelength - low) / (high - low)
+    return (1 - smooth) * frequency / factor + smooth * frequency
+
+
+def rope(
+    x: npt.ArrayLike,
+    positions: npt.ArrayLike,
+    theta: float,
+    llama3_scaling: Mapping[str, float] | None = None,
+) -> Array:
+    """Returns `x` [B, S, H, D] with features `i` and `i + D/2` rotated by `position theta^(-2i/D)`.
+
+    The map is orthogonal: its vjp is `rope(dy, -positions, ...)`.
+    Source: Su et al., arXiv:2104.09864, equation 15, in the halves ("rotate_half") layout of Hugging
+    Face; scaling as its rope type `llama3` (`_compute_llama3_parameters`).
+
+    Args:
+      x: [B, S, H, D], `D` even.
+      positions: [S] or [B, S].
+      theta: base of the frequencies.
+      llama3_scaling: `factor`, `low_freq_factor`, `high_freq_factor` and
+        `original_max_position_embeddings`; other keys are ignored.
+    """
+    x = _f64(x)
+    batch, sequence, _, features = x.shape
+    positions = np.broadcast_to(_f64(positions), (batch, sequence))
+    half = features // 2
+    out = np.empty_like(x)
+    for i in range(half):
+        frequency = theta ** (-2 * i / features)
+        if llama3_scaling is not None:
+            frequency = _llama3_frequency(frequency, llama3_scaling)
+        angle = (positions * frequency)[:, :, None]
+        a, b = x[..., i], x[..., i + half]
+        out[..., i] = a * np.cos(angle) - b * np.sin(angle)
+        out[..., i + half] = b * np.cos(angle) + a * np.sin(angle)
+    return out
+
+
+def _attention_weights(q: Array, k: Array, causal: bool) -> Array:
+    """Returns the softmax weights [S, S] of one head, from its `q` and `k` [S, D]."""
+    scores = q @ k.T / math.sqrt(q.shape[-1])
+    if causal:
+        for i in range(len(scores)):
+            scores[i, i + 1 :] = -math.inf
+    weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+    return weights / weights.sum(axis=1, keepdims=True)
+
+
+def attention(q: npt.ArrayLike, k: npt.ArrayLike, v: npt.ArrayLike, causal: bool) -> Array:
+    """Returns `softmax(q kᵀ / sqrt(D)) v` [B, S, Hq, D] head by head.
+
+    Query head `h` reads key and value head `h // (Hq / Hkv)`.
+    Source: Vaswani et al., arXiv:1706.03762, equation 1; grouped as Ainslie et al., arXiv:2305.13245.
+
+    Args:
+      q: [B, S, Hq, D], `Hq` a multiple of `Hkv`.
+      k: [B, S, Hkv, D].
+      v: [B, S, Hkv, D].
+      causal: whether position `i` reads only positions up to `i`.
+    """
+    q, k, v = _f64(q), _f64(k), _f64(v)
+    group = q.shape[2] // k.shape[2]
+    out = np.empty_like(q)
+    for b in range(q.shape[0]):
+        for h in range(q.shape[2]):
+            weights = _attention_weights(q[b, :, h], k[b, :, h // group], causal)
+            out[b, :, h] = weights @ v[b, :, h // group]
+    return out
+
+
+def attention_vjp(
+    q: npt.ArrayLike, k: npt.ArrayLike, v: npt.ArrayLike, do: npt.ArrayLike, causal: bool
+) -> tuple[Array, Array, Array]:
+    """Returns `dq` [B, S, Hq, D], `dk` and `dv` [B, S, Hkv, D] of `attention`.
+
+    For one head with weights `P`: `dv = Pᵀ do`, `dP = do vᵀ`, `dS = P (dP - rowsum(P dP))`,
+    `dq = dS k / sqrt(D)`, `dk = dSᵀ q / sqrt(D)`; `dk` and `dv` sum over the queries' heads of a group.
+
+    Args:
+      q: [B, S, Hq, D].
+      k: [B, S, Hkv, D].
+      v: [B, S, Hkv, D].
+      do: [B, S, Hq, D].
+      causal: as for `attention`.
+    """
+    q, k, v, do = _f64(q), _f64(k), _f64(v), _f64(do)
+    group, root = q.shape[2] // k.shape[2], math.sqrt(q.shape[3])
+    dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+    for b in range(q.shape[0]):
+        for h in range(q.shape[2]):
+            g = h // group
+            p = _attention_weights(q[b, :, h], k[b, :, g], causal)
+            dp = do[b, :, h] @ v[b, :, g].T
+            ds = p * (dp - np.sum(p * dp, axis=1, keepdims=True))
+            dq[b, :, h] = ds @ k[b, :, g] / root
+            dk[b, :, g] += ds.T @ q[b, :, h] / root
+            dv[b, :, g] += p.T @ do[b, :, h]
+    return dq, dk, dv
+
+
+# Loss.
+
+
+def _log_sum_exp(logits: Array) -> float:
+    top = float(logits.max())
+    return top + math.log(float(np.sum(np.exp(logits - top))))
+
+
+def _counted(tokens: int, mask: npt.ArrayLike | None) -> list[int]:
+    """Returns the tokens that count: all of them, or those where `mask` is not zero."""
+    if mask is None:
+        return list(range(tokens))
+    mask = np.asarray(mask)
+    return [t for t in range(tokens) if mask[t]]
+
+
+def cross_entropy(
+    hidden: npt.ArrayLike,
+    head: npt.ArrayLike,
+    labels: npt.ArrayLike,
+    mask: npt.ArrayLike | None = None,
+    z_loss: float = 0.0,
+) -> float:
+    """Returns the mean over counted tokens of `lse - logit_label + z_loss lse²`; 0 if none counts.
+
+    `logits = hidden head`, `lse = log Σ exp(logits)`.
+    Source: z-loss as in PaLM, arXiv:2204.02311, Section 5, there with weight 1e-4.
+
+    Args:
+      hidden: [T, d].
+      head: [d, V].
+      labels: [T], int. Not read where a token does not count.
+      mask: [T], true (or 1) where a token counts. None counts all.
+      z_loss: weight of the squared log-sum-exp.
+    """
+    hidden, head, labels = _f64(hidden), _f64(head), np.asarray(labels)
+    counted = _counted(len(hidden), mask)
+    total = 0.0
+    for t in counted:
+        logits = hidden[t] @ head
+        lse = _log_sum_exp(logits)
+        total += lse - float(logits[labels[t]]) + z_loss * lse**2
+    return total / len(counted) if counted else 0.0
+
+
+def cross_entropy_vjp(
+    hidden: npt.ArrayLike,
+    head: npt.ArrayLike,
+    labels: npt.ArrayLike,
+    mask: npt.ArrayLike | None = None,
+    z_loss: float = 0.0,
+) -> tuple[Array, Array]:
+    """Returns the gradients `dhidden` [T, d] and `dhead` [d, V] of `cross_entropy`.
+
+    With `N` counted tokens and `P = softmax(logits)`: `dlogits = (P (1 + 2 z_loss lse) - onehot) / N`
+    on counted tokens and 0 elsewhere, `dhidden = dlogits headᵀ`, `dhead = hiddenᵀ dlogits`.
+
+    Args:
+      hidden: [T, d].
+      head: [d, V].
+      labels: [T], int.
+      mask: as for `cross_entropy`.
+      z_loss: as for `cross_entropy`.
+    """
+    hidden, head, labels = _f64(hidden), _f64(head), np.asarray(labels)
+    counted = _counted(len(hidden), mask)
+    dhidden, dhead = np.zeros_like(hidden), np.zeros_like(head)
+    for t in counted:
+        logits = hidden[t] @ head
+        lse = _log_sum_exp(logits)
+        dlogits = np.exp(logits - lse) * (1 + 2 * z_loss * lse)
+        dlogits[labels[t]] -= 1
+        dlogits /= len(counted)
+        dhidden[t] = head @ dlogits
+        dhead += np.outer(hidden[t], dlogits)
+    return dhidden, dhead
