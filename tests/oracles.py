@@ -1,6 +1,6 @@
 """Oracles: what the library must compute, again, in NumPy float64 and as the definitions read.
 
-Written from the papers and from calculus, not from the library, so that a shared mistake is unlikely.
+Written from the papers and from calculus, not from the library: a shared mistake is unlikely.
 Nothing here is fast; `test_oracles.py` holds every function against brute force.
 
 Sources:
@@ -49,9 +49,9 @@ def random_projection(x: npt.ArrayLike, s: npt.ArrayLike) -> Array:
 def expected_rp_squared_error(x: npt.ArrayLike, k: int) -> float:
     """Returns `E‖x S Sᵀ - x‖²_F = (d + 1) / k · ‖x‖²_F` for `S` [d, k] of iid N(0, 1/k) entries.
 
-    With `M = S Sᵀ = Σ_c s_c s_cᵀ`: `E M = I`, and `E M²` sums `k (k - 1)` pairs of distinct columns,
-    each `I / k²`, and `k` terms `E[|s|² s sᵀ] = (d + 2) I / k²`. So `E M² = (d + k + 1) / k · I` and
-    `E (M - I)² = E M² - I = (d + 1) / k · I`. Own derivation.
+    With `M = S Sᵀ = Σ_c s_c s_cᵀ`: `E M = I`, and `E M²` sums `k (k - 1)` pairs of distinct
+    columns, each `I / k²`, and `k` terms `E[|s|² s sᵀ] = (d + 2) I / k²`. So
+    `E M² = (d + k + 1) / k · I`, and `E (M - I)² = E M² - I = (d + 1) / k · I`. Own derivation.
 
     Args:
       x: [T, d].
@@ -96,8 +96,8 @@ def best_rank_k_error(x: npt.ArrayLike, k: int) -> float:
 def halko_expected_bound(x: npt.ArrayLike, k: int, p: int) -> float:
     """Returns `(1 + k / (p - 1))^½ (Σ_{j>k} σ_j²)^½`, which bounds `E‖(I - Q Qᵀ) x‖_F`.
 
-    For `randomized_svd(x, omega, 0)` with `omega` [d, k + p] of iid N(0, 1) entries. The norm, not its
-    square; the theorem's proof bounds the root of the expected square, so that holds as well.
+    For `randomized_svd(x, omega, 0)` with `omega` [d, k + p] of iid N(0, 1) entries. The norm, not
+    its square; the theorem's proof bounds the root of the expected square, so that holds too.
     Source: Halko et al. (2011), Theorem 10.5.
 
     Args:
@@ -108,7 +108,8 @@ def halko_expected_bound(x: npt.ArrayLike, k: int, p: int) -> float:
     x = _f64(x)
     if k < 2 or p < 2 or k + p > min(x.shape):
         raise ValueError(
-            f"Theorem 10.5 needs k >= 2, p >= 2 and k + p <= min(T, d): got k={k}, p={p}, x{x.shape}."
+            "Theorem 10.5 needs k >= 2, p >= 2 and k + p <= min(T, d): "
+            f"got k={k}, p={p}, x{x.shape}."
         )
     return math.sqrt(1 + k / (p - 1)) * best_rank_k_error(x, k)
 
@@ -138,15 +139,15 @@ class PointApproximation(NamedTuple):
     """What `point_approximation` returns.
 
     Attributes:
-      assignment: `f` [T], int64: the generator of each token, an index into `rows`. Where two are
-        equally near, the lower; compare through `cosines` when ties are possible.
+      assignment: `f` [T], int64: the generator of each token, an index into `rows`. Any would do
+        where several are equally near: compare through `cosines` when ties are possible.
       alpha: [T], the coefficient of each token, whether dropped or not; 0 for a zero token.
       beta: `T / (T - dropped)`; 1 when every token is dropped.
       dropped: [T], bool.
       decoded: [T, d]: `beta alpha_i C_f(i)`, and zeros for dropped tokens.
-      cosines: [T, k], `|cos(x_i, C_j)|`: 0 for a zero token, -1 for a zero generator (never the best
-        unless all are). A token's relative residual is `sqrt(1 - cosines[i, f(i)]²)` when neither is
-        zero, so this also shows which tokens lie too near the tolerance to be decided.
+      cosines: [T, k], `|cos(x_i, C_j)|`: 0 for a zero token, -1 for a zero generator (never the
+        best unless all are). Where neither is zero, the token's relative residual is
+        `sqrt(1 - cosines[i, f(i)]²)`: which tokens lie too near the tolerance can be read off.
     """
 
     assignment: npt.NDArray[np.int64]
@@ -163,8 +164,8 @@ def _absolute_cosine(a: Array, c: Array) -> float:
         return -1.0
     if not np.any(a):
         return 0.0
-    # Normalised first, so that no product of the lengths under- or overflows.
-    return abs(float(np.dot(a / np.linalg.norm(a), c / np.linalg.norm(c))))
+    cosine = abs(float(np.dot(a, c))) / float(np.linalg.norm(a) * np.linalg.norm(c))
+    return min(cosine, 1.0)  # Rounding can pass 1 by an ulp.
 
 
 def point_approximation(
@@ -211,9 +212,10 @@ def point_approximation(
 def point_weight_gradient(
     x: npt.ArrayLike, rows: npt.ArrayLike, tolerance: float, dz: npt.ArrayLike
 ) -> Array:
-    """Returns `beta Cᵀ B̃` [d, n], with `B̃_j` the sum of `alpha_i dz_i` over kept `i` with `f(i) = j`.
+    """Returns `beta Cᵀ B̃` [d, n], the approximate `xᵀ dz`.
 
-    Equal to `decodedᵀ dz`, but `x` is never decoded.
+    `B̃_j` [n] is the sum of `alpha_i dz_i` over the kept tokens `i` with `f(i) = j`. Equal to
+    `decodedᵀ dz`, but `x` is never decoded.
     Source: PAMM, arXiv:2506.02939, "Approximate Matrix Multiplication".
 
     Args:
@@ -241,7 +243,7 @@ def point_weight_gradient(
 def rms_norm(x: npt.ArrayLike, scale: npt.ArrayLike, eps: float) -> Array:
     """Returns `scale x / sqrt(mean(x²) + eps)`, the mean over the last axis.
 
-    Source: Zhang and Sennrich, arXiv:1910.07467, equation 4, with `eps` as in Llama.
+    Source: Zhang and Sennrich, arXiv:1910.07467, with `eps` as in Llama.
 
     Args:
       x: [..., d].
@@ -282,7 +284,7 @@ def _sigmoid(a: Array) -> Array:
 def swiglu(gate: npt.ArrayLike, up: npt.ArrayLike) -> Array:
     """Returns `silu(gate) up`, with `silu(a) = a sigmoid(a)`.
 
-    Source: Shazeer, arXiv:2002.05202, equation 5, without the linear maps.
+    Source: Shazeer, arXiv:2002.05202 (SwiGLU), without the linear maps.
 
     Args:
       gate: any shape.
@@ -328,8 +330,8 @@ def rope(
     """Returns `x` [B, S, H, D] with features `i` and `i + D/2` rotated by `position theta^(-2i/D)`.
 
     The map is orthogonal: its vjp is `rope(dy, -positions, ...)`.
-    Source: Su et al., arXiv:2104.09864, equation 15, in the halves ("rotate_half") layout of Hugging
-    Face; scaling as its rope type `llama3` (`_compute_llama3_parameters`).
+    Source: Su et al., RoFormer, arXiv:2104.09864, in the halves ("rotate_half") layout of
+    Hugging Face; scaling as its rope type `llama3` (`_compute_llama3_parameters`).
 
     Args:
       x: [B, S, H, D], `D` even.
@@ -368,7 +370,7 @@ def attention(q: npt.ArrayLike, k: npt.ArrayLike, v: npt.ArrayLike, causal: bool
     """Returns `softmax(q kᵀ / sqrt(D)) v` [B, S, Hq, D] head by head.
 
     Query head `h` reads key and value head `h // (Hq / Hkv)`.
-    Source: Vaswani et al., arXiv:1706.03762, equation 1; grouped as Ainslie et al., arXiv:2305.13245.
+    Source: Vaswani et al., arXiv:1706.03762, equation 1; groups: Ainslie et al., arXiv:2305.13245.
 
     Args:
       q: [B, S, Hq, D], `Hq` a multiple of `Hkv`.
@@ -392,7 +394,7 @@ def attention_vjp(
     """Returns `dq` [B, S, Hq, D], `dk` and `dv` [B, S, Hkv, D] of `attention`.
 
     For one head with weights `P`: `dv = Pᵀ do`, `dP = do vᵀ`, `dS = P (dP - rowsum(P dP))`,
-    `dq = dS k / sqrt(D)`, `dk = dSᵀ q / sqrt(D)`; `dk` and `dv` sum over the queries' heads of a group.
+    `dq = dS k / sqrt(D)`, `dk = dSᵀ q / sqrt(D)`; `dk` and `dv` sum over their query heads.
 
     Args:
       q: [B, S, Hq, D].
@@ -470,8 +472,9 @@ def cross_entropy_vjp(
 ) -> tuple[Array, Array]:
     """Returns the gradients `dhidden` [T, d] and `dhead` [d, V] of `cross_entropy`.
 
-    With `N` counted tokens and `P = softmax(logits)`: `dlogits = (P (1 + 2 z_loss lse) - onehot) / N`
-    on counted tokens and 0 elsewhere, `dhidden = dlogits headᵀ`, `dhead = hiddenᵀ dlogits`.
+    With `N` counted tokens and `P = softmax(logits)`:
+    `dlogits = (P (1 + 2 z_loss lse) - onehot) / N` on counted tokens and 0 elsewhere,
+    `dhidden = dlogits headᵀ`, `dhead = hiddenᵀ dlogits`.
 
     Args:
       hidden: [T, d].

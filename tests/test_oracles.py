@@ -119,7 +119,8 @@ def test_halko_bound_holds_and_is_not_idle(rng):
     ]
     best = oracles.best_rank_k_error(x, k + p)
     bound = oracles.halko_expected_bound(x, k, p)
-    assert best <= np.mean(errors) <= np.sqrt(np.mean(np.square(errors))) <= bound < 4 * best
+    assert best <= np.mean(errors) <= np.sqrt(np.mean(np.square(errors))) <= bound
+    assert bound < 3 * np.mean(errors)
 
 
 def test_halko_factor_is_the_expected_pseudoinverse(rng):
@@ -183,18 +184,18 @@ def test_point_approximation_is_the_nearest_multiple_of_any_generator(rng, toler
 
 def test_point_approximation_keeps_generators_and_their_multiples_whole(rng):
     points = rng.normal(size=(3, 4))
-    x = np.concatenate([points, -2 * points, 1e-200 * points, 1e150 * points])
+    x = np.concatenate([points, -2 * points, 1e-100 * points, 1e100 * points])
     code = oracles.point_approximation(x, np.arange(3), 1e-6)
     assert not code.dropped.any()
     np.testing.assert_array_equal(code.assignment, [0, 1, 2] * 4)
-    np.testing.assert_allclose(code.alpha, np.repeat([1, -2, 1e-200, 1e150], 3), rtol=1e-12)
+    np.testing.assert_allclose(code.alpha, np.repeat([1, -2, 1e-100, 1e100], 3), rtol=1e-12)
     np.testing.assert_allclose(code.decoded, x, rtol=1e-12)
 
 
 def test_point_approximation_of_zero_tokens_and_zero_generators(rng):
     x = rng.normal(size=(5, 3))
     x[[0, 3]] = 0
-    code = oracles.point_approximation(x, np.array([0, 1, 2]), 0.0 + 1e-9)
+    code = oracles.point_approximation(x, np.array([0, 1, 2]), 1e-9)
     assert set(code.assignment) <= {1, 2}
     assert code.alpha[0] == code.alpha[3] == 0
     assert not code.dropped[:4].any()
@@ -296,14 +297,14 @@ def test_rope_vjp_is_the_finite_difference_at_minus_the_positions(rng):
     assert_gradients_close([oracles.rope(dy, -positions, 10.0)], want)
 
 
-def test_llama3_scaling_is_hugging_faces(rng):
-    # Their expression, on whole arrays; ours goes by one frequency at a time.
+def test_llama3_scaling_is_that_of_hugging_face():
+    # In turns rather than wavelengths, and as one clipped ramp rather than three cases.
     features, theta, length = 128, 500_000.0, LLAMA3["original_max_position_embeddings"]
     frequency = theta ** (-np.arange(0, features, 2) / features)
     cycles = length * frequency / (2 * np.pi)  # Turns within the original context.
     smooth = np.clip((cycles - 1) / (4 - 1), 0, 1)
     want = smooth * frequency + (1 - smooth) * frequency / 8
-    assert all(((smooth == 0).any(), (smooth == 1).any(), ((0 < smooth) & (smooth < 1)).any()))
+    assert all(((smooth == 0).any(), (smooth == 1).any(), ((smooth > 0) & (smooth < 1)).any()))
     x = np.zeros((1, 1, 1, features))
     x[..., : features // 2] = 1
     got = oracles.rope(x, np.ones(1), theta, LLAMA3)[0, 0, 0]

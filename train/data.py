@@ -19,7 +19,6 @@ Batch = dict[str, np.ndarray]
 """`inputs` and `targets` int32 [batch, seq_len], the second a token ahead of the first; `mask`
 float32 of the same shape, 1 where the target counts and 0 where it is padding."""
 
-_READ_AHEAD_DOCUMENTS = 16
 _READ_AHEAD_BATCHES = 2
 
 
@@ -70,9 +69,9 @@ def train_batches(
     documents: Any = grain.MapDataset.source(source)[process_index::process_count]
     _check_fills_a_row(documents, tokenizer, seq_len)
     tokens = documents.seed(seed).shuffle().repeat().map(lambda text: _encode(tokenizer, text))
-    options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=_READ_AHEAD_DOCUMENTS)
-    rows = PackIterDataset(tokens.to_iter_dataset(options), length=seq_len + 1)
-    batches = rows.batch(batch_size // process_count, drop_remainder=True).map(_as_batch)
+    count = batch_size // process_count
+    rows = PackIterDataset(tokens, length=seq_len + 1, streams=count)
+    batches = rows.batch(count, drop_remainder=True).map(_as_batch)
     return iter(
         grain.experimental.ThreadPrefetchIterDataset(
             batches, prefetch_buffer_size=_READ_AHEAD_BATCHES
@@ -135,57 +134,74 @@ def validation_batches(
 
 
 class PackIterDataset(grain.IterDataset[np.ndarray]):
-    """Lays arrays of tokens end to end and cuts them into rows of `length`; a rest is dropped.
+    """Lays documents end to end and cuts them into rows of `length` tokens; a rest is dropped.
 
-    grain's own `ConcatThenSplitIterDataset` keeps tuples in its state and compares them with
-    tuples: after JSON, as which grain itself stores states, they are lists, and the stream that
-    follows is another one (grain 0.2.18).
+    Several streams are filled side by side, and rows are taken from them in turn: rows that follow
+    one another, a batch, come from as many documents. A document goes, whole, to the first stream
+    that runs out, so every one is read once before any is read again.
+
+    grain's own `ConcatThenSplitIterDataset` has one stream, and keeps tuples in its state that it
+    compares with tuples: after JSON, as which grain itself stores states, they are lists, and the
+    stream that follows is another one (grain 0.2.18).
     """
 
-    def __init__(self, parent: grain.IterDataset[np.ndarray], *, length: int) -> None:
-        super().__init__(parent)
-        self._length = length
+    def __init__(
+        self, documents: grain.MapDataset[np.ndarray], *, length: int, streams: int = 1
+    ) -> None:
+        super().__init__()
+        self._documents, self._length, self._streams = documents, length, streams
 
     def __iter__(self) -> grain.DatasetIterator[np.ndarray]:
-        return _PackIterator(iter(self._parent), self._length)
+        return _PackIterator(self._documents, self._length, self._streams)
 
 
 class _PackIterator(grain.DatasetIterator[np.ndarray]):
-    """State: the parent's before the document at hand, and how much of that document is used up."""
+    """State: the next document, whose turn it is, and each stream's document and place in it."""
 
-    def __init__(self, parent: grain.DatasetIterator[np.ndarray], length: int) -> None:
-        super().__init__(parent)
-        self._length = length
-        self._offset = 0
-        self._document: np.ndarray | None = None
-        self._state_before: dict[str, Any] = {}
+    def __init__(
+        self, documents: grain.MapDataset[np.ndarray], length: int, streams: int
+    ) -> None:
+        super().__init__()
+        self._documents, self._length = documents, length
+        self._open: dict[int, np.ndarray] = {}
+        self._places: list[list[int] | None] = [None] * streams
+        self._next_document, self._turn = 0, 0
 
     def __next__(self) -> np.ndarray:
         pieces, missing = [], self._length
         while missing:
-            piece = self._take(missing)
+            piece = self._take(self._turn, missing)
             pieces.append(piece)
             missing -= len(piece)
+        self._turn = (self._turn + 1) % len(self._places)
         return np.concatenate(pieces)
 
-    def _take(self, at_most: int) -> np.ndarray:
-        document = self._document
-        if document is None:
-            self._state_before = self._parent.get_state()
-            document = self._document = next(self._parent)
-        piece = document[self._offset : self._offset + at_most]
-        self._offset += len(piece)
-        if self._offset == len(document):
-            self._document, self._offset = None, 0
+    def _take(self, stream: int, at_most: int) -> np.ndarray:
+        place = self._places[stream]
+        if place is None:
+            if self._next_document == len(self._documents):
+                raise StopIteration
+            place = self._places[stream] = [self._next_document, 0]
+            self._next_document += 1
+        index, offset = place
+        if index not in self._open:
+            self._open[index] = self._documents[index]
+        document = self._open[index]
+        piece = document[offset : offset + at_most]
+        place[1] += len(piece)
+        if place[1] == len(document):
+            self._places[stream] = None
+            del self._open[index]
         return piece
 
     def get_state(self) -> dict[str, Any]:
-        before = self._parent.get_state() if self._document is None else self._state_before
-        return {"parent": before, "offset": self._offset}
+        places = [place and list(place) for place in self._places]
+        return {"next": self._next_document, "turn": self._turn, "places": places}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        self._parent.set_state(state["parent"])
-        self._document, self._offset = None, state["offset"]
+        self._next_document, self._turn = state["next"], state["turn"]
+        self._places = [place and list(place) for place in state["places"]]
+        self._open = {}
 
 
 def _check_sizes(batch_size: int, seq_len: int) -> None:

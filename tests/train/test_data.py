@@ -83,7 +83,7 @@ def documents_in(tokens: np.ndarray, tokenizer) -> list[str]:
 def test_rows_join_to_the_tokens_and_a_restored_state_continues(lengths, row, stop):
     starts = np.cumsum([0, *lengths])
     documents = [np.arange(a, b) for a, b in itertools.pairwise(starts)]
-    packed = PackIterDataset(grain.MapDataset.source(documents).to_iter_dataset(), length=row)
+    packed = PackIterDataset(grain.MapDataset.source(documents), length=row)
     rows = [*packed]
     np.testing.assert_array_equal(np.concatenate([[], *rows]), np.arange(starts[-1] // row * row))
     iterator, restored = iter(packed), iter(packed)
@@ -92,7 +92,39 @@ def test_rows_join_to_the_tokens_and_a_restored_state_continues(lengths, row, st
     np.testing.assert_array_equal(list(restored), rows[stop:])
 
 
+@hypothesis.given(
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=12),
+    row=st.integers(1, 10),
+    streams=st.integers(1, 5),
+    stop=st.integers(0, 30),
+)
+@hypothesis.settings(deadline=None)
+def test_streams_share_documents_and_a_restored_state_continues(lengths, row, streams, stop):
+    starts = np.cumsum([0, *lengths])
+    documents = [np.arange(a, b) for a, b in itertools.pairwise(starts)]
+    packed = PackIterDataset(grain.MapDataset.source(documents), length=row, streams=streams)
+    rows = [*packed]
+    tokens = np.concatenate([[], *rows])
+    assert len(set(tokens)) == len(tokens)
+    for stream in range(streams):
+        mine = np.concatenate([[], *rows[stream::streams]]).astype(int)
+        # A stream goes through its documents whole and in order.
+        jumps = mine[1:][np.diff(mine) != 1]
+        assert set(jumps) <= set(starts)
+        assert (np.diff(mine) > 0).all()
+    iterator, restored = iter(packed), iter(packed)
+    list(itertools.islice(iterator, stop))
+    restored.set_state(json.loads(json.dumps(iterator.get_state())))
+    np.testing.assert_array_equal(list(restored), rows[stop:])
+
+
 # --- Training. ---
+
+
+def test_rows_of_a_batch_come_from_different_documents():
+    corpus = Corpus("letters", train=[c * 100 for c in "abcdefgh"], validation=["x"], fingerprint="2")
+    (batch,) = batches_of(WithBos(), 1, corpus)
+    assert len(set(batch["inputs"][:, 1])) == 4
 
 
 def test_targets_are_the_inputs_one_ahead(tokenizer):
