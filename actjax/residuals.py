@@ -192,8 +192,8 @@ def _uncoded(var: core.Var, origin: "_Origin", arguments: dict[core.Var, str]) -
     return Residual(
         operator=operator,
         name=name,
-        shape=tuple(var.aval.shape),
-        dtype=str(var.aval.dtype),
+        shape=_shape(var),
+        dtype=str(_dtype(var)),
         exact_bytes=nbytes,
         stored_bytes=0 if reason == _ALIVE else nbytes,
         codec=codec,
@@ -229,7 +229,7 @@ def _origin(jaxpr: core.Jaxpr, var: core.Var) -> _Origin:
         return _Origin(known, "", None, readers, var)
     body = _body(eqn)
     inner = body.outvars[eqn.outvars.index(var)] if body is not None else None
-    if not isinstance(inner, core.Var):
+    if body is None or not isinstance(inner, core.Var):
         tag = Tag.decode(eqn.params["name"]) if eqn.primitive.name == "name" else None
         return _Origin(eqn.primitive.name, _where(eqn), tag, readers, None)
     origin = _origin(body, inner)
@@ -238,7 +238,7 @@ def _origin(jaxpr: core.Jaxpr, var: core.Var) -> _Origin:
         return dataclasses.replace(origin, readers=readers, outer=None)
     given = eqn.invars[body.invars.index(origin.outer)]
     # What a loop stacks of its carry is another array than what it was given.
-    if isinstance(given, core.Var) and given.aval.shape == var.aval.shape:
+    if isinstance(given, core.Var) and _shape(given) == _shape(var):
         return dataclasses.replace(_origin(jaxpr, given), readers=readers)
     return _Origin(eqn.primitive.name, _where(eqn), None, readers, None)
 
@@ -273,18 +273,25 @@ def _where(eqn: core.JaxprEqn) -> str:
     return source_info_util.summarize(eqn.source_info).rsplit("/", 1)[-1]
 
 
+def _shape(var: core.Var) -> tuple[int, ...]:
+    aval: Any = var.aval
+    return tuple(aval.shape)
+
+
+def _dtype(var: core.Var) -> Any:
+    aval: Any = var.aval
+    return aval.dtype
+
+
 def _size(var: core.Var) -> int:
-    return math.prod(var.aval.shape)
+    return math.prod(_shape(var))
 
 
 def _nbytes(var: core.Var) -> int:
-    return _size(var) * var.aval.dtype.itemsize
+    return _size(var) * _dtype(var).itemsize
 
 
 def _bytes(count: int) -> str:
     """Formats a number of bytes for a reader."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return f"{count} B" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1024
-    raise AssertionError
+    power = min(3, max(0, int(math.log2(max(count, 1))) // 10))
+    return f"{count} B" if power == 0 else f"{count / 1024**power:.2f} {'KMG'[power - 1]}iB"

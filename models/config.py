@@ -36,10 +36,10 @@ class ModelConfig:
     ffn_size: int
     num_layers: int
     num_heads: int
-    num_kv_heads: int | None = None
-    """Heads of keys and values; as many as `num_heads` if None."""
-    head_size: int | None = None
-    """`hidden_size / num_heads` if None."""
+    num_kv_heads: int = 0
+    """Heads of keys and values; as many as `num_heads` if 0."""
+    head_size: int = 0
+    """`hidden_size / num_heads` if 0."""
     max_seq_len: int = 1024
     norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
@@ -48,13 +48,18 @@ class ModelConfig:
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
-        if self.num_kv_heads is None:
+        if self.num_kv_heads == 0:
             object.__setattr__(self, "num_kv_heads", self.num_heads)
-        if self.head_size is None:
+        if self.head_size == 0 and self.num_heads > 0:
+            if self.hidden_size % self.num_heads:
+                raise ValueError(
+                    f"`hidden_size` {self.hidden_size} is no multiple of `num_heads`"
+                    f" {self.num_heads}: give `head_size`."
+                )
             object.__setattr__(self, "head_size", self.hidden_size // self.num_heads)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.type in (int, int | None) and (not isinstance(value, int) or value < 1):
+            if field.type is int and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"`{field.name}` must be an integer >= 1, got {value!r}.")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(

@@ -26,9 +26,11 @@ class Attention(nnx.Module):
         queries = config.num_heads * config.head_size
         keys = config.num_kv_heads * config.head_size
         d = config.hidden_size
-        shapes = {"q": (d, queries), "k": (d, keys), "v": (d, keys), "o": (queries, d)}
-        for (name, shape), subkey in zip(shapes.items(), jax.random.split(key, 4), strict=True):
-            setattr(self, name, _normal(subkey, shape, config.init_std, dtype))
+        q_key, k_key, v_key, o_key = jax.random.split(key, 4)
+        self.q = _normal(q_key, (d, queries), config.init_std, dtype)
+        self.k = _normal(k_key, (d, keys), config.init_std, dtype)
+        self.v = _normal(v_key, (d, keys), config.init_std, dtype)
+        self.o = _normal(o_key, (queries, d), config.init_std, dtype)
 
 
 class MLP(nnx.Module):
@@ -36,9 +38,10 @@ class MLP(nnx.Module):
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype, key: jax.Array):
         d, f = config.hidden_size, config.ffn_size
-        shapes = {"gate": (d, f), "up": (d, f), "down": (f, d)}
-        for (name, shape), subkey in zip(shapes.items(), jax.random.split(key, 3), strict=True):
-            setattr(self, name, _normal(subkey, shape, config.init_std, dtype))
+        gate_key, up_key, down_key = jax.random.split(key, 3)
+        self.gate = _normal(gate_key, (d, f), config.init_std, dtype)
+        self.up = _normal(up_key, (d, f), config.init_std, dtype)
+        self.down = _normal(down_key, (f, d), config.init_std, dtype)
 
 
 class Block(nnx.Module):

@@ -84,7 +84,9 @@ def identity_of(**parts: Any) -> dict[str, Any]:
     """Returns what a run is as plain JSON: dataclasses become dictionaries, the rest text."""
 
     def plain(value: Any) -> Any:
-        return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return dataclasses.asdict(value)
+        return value
 
     return json.loads(json.dumps({k: plain(v) for k, v in parts.items()}, default=str))
 

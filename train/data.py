@@ -158,9 +158,7 @@ class PackIterDataset(grain.IterDataset[np.ndarray]):
 class _PackIterator(grain.DatasetIterator[np.ndarray]):
     """State: the next document, whose turn it is, and each stream's document and place in it."""
 
-    def __init__(
-        self, documents: grain.MapDataset[np.ndarray], length: int, streams: int
-    ) -> None:
+    def __init__(self, documents: grain.MapDataset[np.ndarray], length: int, streams: int) -> None:
         super().__init__()
         self._documents, self._length = documents, length
         self._open: dict[int, np.ndarray] = {}
@@ -184,9 +182,9 @@ class _PackIterator(grain.DatasetIterator[np.ndarray]):
             place = self._places[stream] = [self._next_document, 0]
             self._next_document += 1
         index, offset = place
-        if index not in self._open:
-            self._open[index] = self._documents[index]
-        document = self._open[index]
+        document = self._open.get(index)
+        if document is None:  # Newly begun, or restored.
+            document = self._open[index] = np.asarray(self._documents[index])
         piece = document[offset : offset + at_most]
         place[1] += len(piece)
         if place[1] == len(document):

@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import tyro
 from jax.sharding import Mesh
@@ -174,7 +175,7 @@ def train(run: Run, console: Console, stop: "_StopSignal") -> None:
             if step % config.log_every == 0 or step == config.steps:
                 _check_finite(step, metrics, run)
                 values = {name: float(value) for name, value in metrics.items()}
-                values["learning_rate"] = float(learning_rate(step - 1))
+                values["learning_rate"] = float(jnp.asarray(learning_rate(step - 1)))
                 speed = progress.log(step, values["loss"])
                 recorder.record(step, **values, tokens_per_second=speed)
             with progress.paused():

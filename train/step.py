@@ -36,7 +36,9 @@ def init_state(config: PretrainConfig, model_config: ModelConfig) -> TrainState:
     """Returns the state before the first step."""
     key = jax.random.fold_in(jax.random.key(config.seed), 0)
     model = Decoder(model_config, key, dtype=config.weight_dtype)
-    optimizer = make_optimizer(config.optimizer, config.steps).init(model)
+    # A module is a pytree, which optax takes for parameters without saying so in its types.
+    parameters: Any = model
+    optimizer = make_optimizer(config.optimizer, config.steps).init(parameters)
     return TrainState(jnp.zeros((), jnp.int32), model, optimizer)
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 Code = Any
-"""What a codec stores: any pytree of arrays. Whatever is not in it is dead after the forward pass."""
+"""What a codec stores: a pytree of arrays. What is not in it is dead after the forward pass."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -65,15 +65,21 @@ class Codec(abc.ABC):
 
     @abc.abstractmethod
     def stored_bytes(self, shape: Sequence[int], dtype: jax.typing.DTypeLike) -> int:
-        """Returns the bytes of `encode(x)` for an `x` of this shape and dtype, everything counted."""
+        """Returns the bytes of `encode(x)`, everything counted.
 
-    def check_key(self, key: jax.Array | None) -> None:
-        """Raises a `ValueError` if a key is needed and there is none."""
-        if self.needs_key and key is None:
+        Args:
+          shape: of `x`, [..., d].
+          dtype: of `x`.
+        """
+
+    def required_key(self, key: jax.Array | None) -> jax.Array:
+        """Returns `key`, or raises a `ValueError` that says how to make one."""
+        if key is None:
             raise ValueError(
                 f"`codec` {self} draws random numbers, but got key=None: pass `key`, for example"
                 " jax.random.fold_in(jax.random.key(seed), step)."
             )
+        return key
 
 
 def token_count(shape: Sequence[int]) -> int:

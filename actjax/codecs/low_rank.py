@@ -89,7 +89,7 @@ class RandomProjection(Codec):
         check_positive_integer("RandomProjection", "rank", self.rank)
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> ProjectedCode:
-        self.check_key(key)
+        key = self.required_key(key)
         _check_rank(self, self.rank, x.shape)
         words, impl = raw_key(key)
         matrix = _projection(key, x.shape[-1], self.rank, x.dtype)
@@ -112,7 +112,7 @@ class RandomProjection(Codec):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class RandomizedSVD(Codec):
-    """Stores an orthonormal basis `Q` [T, k] of the range of `x Ω` and `V = xᵀ Q`; decodes to `Q Vᵀ`.
+    """Stores a basis `Q` [T, k] of the range of `x Ω` and `V = xᵀ Q` [d, k]; decodes to `Q Vᵀ`.
 
     Storage: `k (T + d)` values of the dtype of `x`.
     Error: near that of the best approximation of rank k: for Gaussian sketches and any
@@ -141,7 +141,7 @@ class RandomizedSVD(Codec):
         _check_sketch("RandomizedSVD", self.sketch)
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> FactoredCode:
-        self.check_key(key)
+        key = self.required_key(key)
         _check_rank(self, self.rank, x.shape)
         left = _range_basis(x, key, self.rank, self.power_iterations, self.sketch).astype(x.dtype)
         return FactoredCode(left, contract_tokens(x, left).astype(x.dtype))
@@ -198,7 +198,7 @@ class PrincipalPlusRandom(Codec):
         return RandomProjection(self.tail)
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> PrincipalPlusRandomCode:
-        self.check_key(key)
+        key = self.required_key(key)
         _check_rank(self, self.rank + self.tail, x.shape)
         sketch_key, tail_key = jax.random.split(key)
         principal = self.principal.encode(x, sketch_key)

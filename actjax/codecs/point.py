@@ -82,7 +82,11 @@ class PointApproximation(Codec):
             )
 
     def count(self, shape: Sequence[int]) -> int:
-        """Returns k for an activation of this shape; raises a `ValueError` if `points` is above T."""
+        """Returns k for an activation of this shape.
+
+        Raises:
+          ValueError: `points` is above the number of tokens.
+        """
         tokens = token_count(shape)
         if self.ratio is not None:
             return max(1, round(self.ratio * tokens))
@@ -95,7 +99,7 @@ class PointApproximation(Codec):
         return self.points
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> PointCode:
-        self.check_key(key)
+        key = self.required_key(key)
         count = self.count(x.shape)
         points = sample_rows(x, key, count)
         index, scale, kept = _assign(x.reshape(-1, x.shape[-1]), points, self.tolerance)

@@ -68,7 +68,7 @@ def attention(
             f"`implementation` must be one of {get_args(Implementation)} or None,"
             f" got {implementation!r}."
         )
-    form = _FORMS[implementation]
+    form: Any = _FORMS[implementation]
     merged = (functools.partial(_recomputed, form) if recompute else form)(causal, name, q, k, v)
     return merged if merge_heads else merged.reshape(q.shape)
 

@@ -6,6 +6,7 @@ al., 2024): each product with the head runs once a direction, none twice, and no
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,11 +30,11 @@ def cross_entropy(
     chunk: int | None = None,
     name: str = "",
 ) -> jax.Array:
-    """Returns the mean over tokens of `lse − logit[label] + z_loss lse²`, `lse = logsumexp(logits)`.
+    """Returns the mean over tokens of `lse − logit[label] + z_loss lse²`.
 
-    `logits = hidden @ head` exist for `chunk` tokens at a time, in float32. Value and gradients
-    are exact. Under differentiation it holds `dhidden` and `dhead`, each as large as its primal,
-    from the forward pass on; without, nothing.
+    `lse` is the log-sum-exp of the logits. These, `hidden @ head`, exist for `chunk` tokens at a
+    time, in float32. Value and gradients are exact. Under differentiation it holds `dhidden` and
+    `dhead`, each as large as its primal, from the forward pass on; without, nothing.
 
     Args:
       hidden: [..., d].
@@ -84,7 +85,7 @@ def _cross_entropy(
     return _over_chunks(add_chunk, jnp.zeros((), weights.dtype), chunk, hidden, labels, weights)[0]
 
 
-def _over_chunks(body, carry, chunk, hidden, labels, weights):
+def _over_chunks(body, carry, chunk, hidden, labels, weights) -> tuple[Any, Any]:
     """Scans `body` over chunks of tokens, and calls it once more for a shorter last one.
 
     Two calls rather than padding: padding would copy `hidden`.

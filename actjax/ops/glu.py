@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 
 from actjax.codecs import Exact
 from actjax.ops.checks import check_floating

@@ -6,7 +6,7 @@ is.
 """
 
 import functools
-from typing import overload
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,15 @@ def linear(
     key: jax.Array | None = None,
     name: str = "input",
 ) -> tuple[jax.Array, ...]: ...
-def linear(x, w, *, bias=None, codec=Exact(), key=None, name="input"):
+def linear(
+    x: jax.Array,
+    w: Any,
+    *,
+    bias: Any = None,
+    codec: Codec = Exact(),
+    key: jax.Array | None = None,
+    name: str = "input",
+) -> Any:
     """Returns `x @ w + bias`, and holds `codec.encode(x, key)` rather than `x`.
 
     With a tuple of weights, returns a tuple of outputs that share one stored copy of `x`.
@@ -66,13 +74,12 @@ def linear(x, w, *, bias=None, codec=Exact(), key=None, name="input"):
     """
     single = not isinstance(w, (tuple, list))
     weights = (w,) if single else tuple(w)
-    if bias is None:
-        biases = (None,) * len(weights)
-    else:
-        biases = (bias,) if single else tuple(bias)
+    given = (bias,) if single else bias
+    biases = (None,) * len(weights) if given is None else tuple(given)
     _check(x, weights, biases, codec)
-    codec.check_key(key)
-    outputs = _linear(codec, name, x, weights, biases, key)
+    if codec.needs_key:
+        codec.required_key(key)
+    outputs: Any = _linear(codec, name, x, weights, biases, key)
     return outputs[0] if single else outputs
 
 

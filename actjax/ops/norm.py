@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation (Zhang and Sennrich, 2019) that keeps its input and no copy of it."""
+"""RMS normalisation (Zhang and Sennrich, 2019) that keeps its input and no copy of it."""
 
 import functools
 

@@ -122,7 +122,9 @@ def test_streams_share_documents_and_a_restored_state_continues(lengths, row, st
 
 
 def test_rows_of_a_batch_come_from_different_documents():
-    corpus = Corpus("letters", train=[c * 100 for c in "abcdefgh"], validation=["x"], fingerprint="2")
+    corpus = Corpus(
+        "letters", train=[c * 100 for c in "abcdefgh"], validation=["x"], fingerprint="2"
+    )
     (batch,) = batches_of(WithBos(), 1, corpus)
     assert len(set(batch["inputs"][:, 1])) == 4
 

@@ -1,0 +1,10 @@
+"""Settings of the whole test run; they must be made before JAX is imported."""
+
+import os
+
+# Four devices, so that sharding is tested without a machine that has them.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+)
+# Tests run in several processes, one a core: threads inside each would fight for the same cores.
+os.environ.setdefault("JAX_PLATFORMS", "cpu" if not os.path.exists("/dev/nvidia0") else "")

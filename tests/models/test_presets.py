@@ -1,0 +1,37 @@
+import jax
+import pytest
+
+from models import PRESETS, Decoder, preset
+
+# Parameters, in millions, as the papers name the models: tied or not, embeddings counted.
+MILLIONS = {
+    "llama_9m": 9.0,
+    "llama_20m": 19.5,
+    "llama_35m": 35.2,
+    "llama_60m": 58.1,
+    "llama_130m": 134.1,
+    "llama_350m": 368.0,
+    "llama_1b": 1339.1,
+    "llama_7b": 6738.4,
+    "llama3_1b": 1235.8,
+    "llama3_3b": 3212.7,
+    "llama3_8b": 8030.3,
+}
+
+
+@pytest.mark.parametrize(("name", "millions"), MILLIONS.items())
+def test_presets_have_the_parameters_of_their_models(name, millions):
+    model = jax.eval_shape(lambda: Decoder(preset(name), jax.random.key(0)))
+    count = sum(leaf.size for leaf in jax.tree.leaves(model))
+    assert count / 1e6 == pytest.approx(millions, abs=0.06)
+
+
+def test_an_unknown_name_gets_the_nearest_ones():
+    with pytest.raises(ValueError, match=r"unknown `--model` 'llama_60'\. Did you mean llama_60m"):
+        preset("llama_60")
+    with pytest.raises(ValueError, match=r"'xyz'\. There are: llama_9m"):
+        preset("xyz")
+
+
+def test_every_preset_has_a_name_of_the_documented_form():
+    assert all(name.startswith(("llama_", "llama3_")) for name in PRESETS)
