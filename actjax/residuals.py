@@ -15,7 +15,6 @@ from rich.table import Table
 
 from actjax.tags import Tag
 
-
 _ALIVE = "alive without the backward pass"
 
 

@@ -53,9 +53,10 @@ class Progress:
 
     def say(self, step: int, report: dict[str, float]) -> None:
         """Prints an evaluation above the bar."""
-        self._bar.print(
+        self._bar.console.print(
             f"step {step}: held-out loss {report['validation_loss']:.4f},"
-            f" perplexity {report['perplexity']:,.2f}, {report['bits_per_byte']:.3f} bits a byte"
+            f" perplexity {report['perplexity']:,.2f}, {report['bits_per_byte']:.3f} bits a byte",
+            highlight=False,
         )
 
     def __enter__(self) -> Self:

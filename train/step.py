@@ -78,7 +78,7 @@ def make_train_step(
         loss, grads = loss_and_grad(state.model, batch, jax.random.fold_in(run_key, state.step))
         updates, optimizer_state = optimizer.update(grads, state.optimizer, state.model)
         model = optax.apply_updates(state.model, updates)
-        metrics = {"loss": loss, "grad_norm": optax.global_norm(grads)}
+        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
         return TrainState(state.step + 1, model, optimizer_state), metrics
 
     return train_step

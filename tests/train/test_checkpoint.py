@@ -1,0 +1,60 @@
+import jax
+import numpy as np
+import pytest
+from tiny import CONFIG as MODEL
+
+from train.checkpoint import Checkpoints, identity_of
+from train.config import PretrainConfig
+from train.step import init_state
+
+IDENTITY = identity_of(model=MODEL, seed=0)
+
+
+@pytest.fixture(scope="module")
+def state():
+    return init_state(PretrainConfig(), MODEL)
+
+
+def like(state):
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
+
+
+def test_what_is_saved_comes_back_bit_for_bit(tmp_path, state):
+    first = Checkpoints(tmp_path, keep=2)
+    assert first.latest_step() is None
+    for step in (1, 2, 3):
+        first.save(step, state, {"next": step}, IDENTITY)
+    first.close()
+    again = Checkpoints(tmp_path, keep=2)
+    assert again.latest_step() == 3
+    restored, position = again.restore(3, like(state), IDENTITY)
+    assert position == {"next": 3}
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
+    again.close()
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name.isdigit()) == ["2", "3"]
+
+
+def test_a_step_is_saved_once(tmp_path, state):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.save(1, state, {}, IDENTITY)
+    checkpoints.save(1, state, {}, IDENTITY)
+    checkpoints.close()
+
+
+def test_a_checkpoint_of_another_run_is_refused_with_what_differs(tmp_path, state):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.save(1, state, {}, IDENTITY)
+    other = {"model": IDENTITY["model"] | {"hidden_size": 48}, "seed": 0}
+    with pytest.raises(ValueError, match=r"another run:\n  model.hidden_size: 24 there, 48 now\n"):
+        checkpoints.restore(1, like(state), other)
+    checkpoints.close()
+
+
+def test_identity_is_plain_json():
+    import json
+
+    assert json.loads(json.dumps(IDENTITY)) == IDENTITY
+    assert IDENTITY["model"]["num_heads"] == 6

@@ -1,0 +1,83 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tiny import decoder
+
+from train.config import OptimizerConfig
+from train.optimizer import learning_rate_schedule, make_optimizer
+
+CONFIG = OptimizerConfig(learning_rate=1e-2, warmup_steps=4)
+
+
+def gradients(model, scale: float = 1.0):
+    leaves, treedef = jax.tree.flatten(model)
+    keys = jax.random.split(jax.random.key(7), len(leaves))
+    drawn = [
+        scale * jax.random.normal(k, w.shape, w.dtype) for w, k in zip(leaves, keys, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, drawn)
+
+
+def trained(optimizer, model, steps: int = 5):
+    state = jax.jit(optimizer.init)(model)
+
+    @jax.jit
+    def step(model, state):
+        updates, state = optimizer.update(gradients(model), state, model)
+        return optax.apply_updates(model, updates), state
+
+    for _ in range(steps):
+        model, state = step(model, state)
+    return model, state
+
+
+def test_the_schedule_warms_up_and_ends_at_its_share():
+    schedule = learning_rate_schedule(CONFIG, 100)
+    rates = np.array([schedule(step) for step in range(101)])
+    assert rates[0] == pytest.approx(1e-2 / 4)
+    assert rates.argmax() == 4
+    assert rates[4] == pytest.approx(1e-2)
+    assert rates[100] == pytest.approx(1e-3)
+    assert (np.diff(rates[4:]) <= 0).all()
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_the_schedule_of_a_short_run_is_finite_and_positive(steps):
+    schedule = learning_rate_schedule(CONFIG, steps)
+    assert all(0 < schedule(step) <= CONFIG.learning_rate for step in range(steps))
+
+
+def test_matrices_decay_and_norms_do_not():
+    model = decoder()
+    plain, _ = trained(make_optimizer(OptimizerConfig(weight_decay=0.0), 10), model)
+    decayed, _ = trained(make_optimizer(OptimizerConfig(weight_decay=0.5), 10), model)
+    for get in (lambda m: m.norm, lambda m: m.layers.attention_norm, lambda m: m.layers.mlp_norm):
+        np.testing.assert_array_equal(get(plain)[...], get(decayed)[...])
+    for get in (lambda m: m.embedding, lambda m: m.layers.attention.q, lambda m: m.output):
+        assert jnp.linalg.norm(get(decayed)[...]) < jnp.linalg.norm(get(plain)[...])
+
+
+def test_float32_moments_are_those_of_optax():
+    model = decoder()
+    schedule = learning_rate_schedule(CONFIG, 10)
+    rival = optax.chain(
+        optax.clip_by_global_norm(CONFIG.clip),
+        optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=0.0),
+    )
+    ours, _ = trained(make_optimizer(OptimizerConfig(1e-2, 4, weight_decay=0.0), 10), model)
+    theirs, _ = trained(rival, model)
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+def test_bfloat16_moments_are_stored_so_and_computed_in_float32():
+    model = decoder()
+    wide, _ = trained(make_optimizer(CONFIG, 10), model)
+    config = OptimizerConfig(1e-2, 4, moment_dtype="bfloat16")
+    narrow, state = trained(make_optimizer(config, 10), model)
+    moments = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
+    assert {x.dtype for x in moments} == {jnp.dtype(jnp.bfloat16)}
+    moved = jnp.abs(wide.output[...] - model.output[...]).max()
+    # Each step rounds the moments once, by 2^-9 of themselves.
+    assert jnp.abs(wide.output[...] - narrow.output[...]).max() < 0.05 * moved
