@@ -1,7 +1,7 @@
 """What each method costs in loss: the same tokens and weights, trained with every method.
 
-`python -m benchmarks.loss --model llama_9m --steps 500` prints held-out loss after the last step, and
-the spread over seeds if there are several.
+`python -m benchmarks.loss --model llama_9m --steps 500` prints held-out loss after the last step,
+and the spread over seeds if there are several.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ class Config:
     """The run; its method, seed and folder are set by this program."""
     methods: tuple[str, ...] = tuple(METHODS)
     seeds: int = 1
-    out: pathlib.Path = record.RESULTS / "loss.json"
+    results: pathlib.Path = record.RESULTS / "loss.json"
 
 
 def measure(config: Config) -> list[dict]:
@@ -82,10 +82,10 @@ def show(config: Config, rows: list[dict]) -> None:
 
 
 def main() -> None:
-    config = tyro.cli(Config, description=__doc__)
+    config = tyro.cli(Config, description=__doc__, config=(tyro.conf.OmitArgPrefixes,))
     rows = measure(config)
     show(config, rows)
-    record.write(config.out, dataclasses.asdict(config), rows)
+    record.write(config.results, dataclasses.asdict(config), rows)
 
 
 if __name__ == "__main__":

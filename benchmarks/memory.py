@@ -86,7 +86,7 @@ def show(config: Config, rows: list[dict]) -> None:
 
 
 def main() -> None:
-    config = tyro.cli(Config, description=__doc__)
+    config = tyro.cli(Config, description=__doc__, config=(tyro.conf.OmitArgPrefixes,))
     rows = measure(config)
     show(config, rows)
     record.write(config.out, dataclasses.asdict(config), rows)

@@ -1,7 +1,7 @@
 """Time of a whole training step, all rivals interleaved in one run.
 
-`python -m benchmarks.step_time --model llama_9m` on a CPU; on a GPU for example
-`python -m benchmarks.step_time --model llama_1b --batch-size 8 --seq-len 1024 --weight-dtype bfloat16`.
+`python -m benchmarks.step_time --model llama_9m` on a CPU; on a GPU `python -m benchmarks.step_time
+--model llama_1b --batch-size 8 --seq-len 1024 --weight-dtype bfloat16`.
 
 Each round runs every rival once, so that a drift of the machine meets all alike; the median over
 rounds counts. All rivals train the same weights in turn. Beside the time stands its bound: the
@@ -149,7 +149,7 @@ def show(config: Config, rows: list[dict], rate: float) -> None:
 
 
 def main() -> None:
-    config = tyro.cli(Config, description=__doc__)
+    config = tyro.cli(Config, description=__doc__, config=(tyro.conf.OmitArgPrefixes,))
     rows, rate = measure(config)
     show(config, rows, rate)
     settings = dataclasses.asdict(config) | {"matmul_flops_per_second": rate}

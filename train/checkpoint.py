@@ -1,4 +1,4 @@
-"""Checkpoints of a run: arrays, position in the data and what the run is, written as one by orbax."""
+"""Checkpoints by orbax: arrays, position in the data and what the run is, written as one."""
 
 import dataclasses
 import json

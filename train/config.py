@@ -4,8 +4,6 @@ import dataclasses
 import pathlib
 from typing import Literal
 
-import jax.numpy as jnp
-
 from train.methods import MethodOptions
 
 Dtype = Literal["float32", "bfloat16"]
@@ -24,8 +22,8 @@ class DataConfig:
     text_field: str = "text"
     """Field of jsonl records, or column of parquet tables, that holds the text."""
     tokenizer: pathlib.Path | None = None
-    """tokenizer.json, a sentencepiece .model, or a folder with vocab.json and merges.txt. By default
-    a byte-level BPE is trained on the text, once."""
+    """tokenizer.json, a sentencepiece .model, or a folder with vocab.json and merges.txt. By
+    default a byte-level BPE is trained on the text, once."""
     vocab_size: int = 8192
     """Size of the tokenizer that is trained where none is given."""
 
@@ -43,7 +41,9 @@ class OptimizerConfig:
     weight_decay: float = 0.1
     """Decoupled weight decay of matrices; norms have none."""
     beta1: float = 0.9
+    """Decay of the first moment."""
     beta2: float = 0.95
+    """Decay of the second moment."""
     clip: float = 1.0
     """Largest global norm of a gradient."""
     moment_dtype: Dtype = "float32"
@@ -77,15 +77,18 @@ class PretrainConfig:
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     weight_dtype: Dtype = "float32"
+    """Dtype that weights and gradients are stored in."""
     compute_dtype: Dtype = "bfloat16"
+    """Dtype of activations and products; sums are in float32."""
     z_loss: float = 0.0
     """Weight of the squared log-sum-exp of the logits."""
     seed: int = 0
     """Of weights, order of the data and codecs."""
     mesh: str = ""
     """Devices to shard over, for example fsdp=4: weights, states and batch. One device if empty."""
-    out: pathlib.Path = pathlib.Path("runs/pretrain")
-    """Folder of the run: checkpoints, metrics.jsonl, tensorboard, loss.png."""
+    out: pathlib.Path | None = None
+    """Folder of the run: checkpoints, metrics.jsonl, tensorboard, loss.png. runs/MODEL-METHOD by
+    default."""
     resume: bool = False
     """Go on from the last checkpoint in `--out`; from the start if there is none."""
     log_every: int = 10
@@ -99,6 +102,11 @@ class PretrainConfig:
     keep: int = 2
     """Checkpoints that are kept."""
 
+    @property
+    def folder(self) -> pathlib.Path:
+        """Folder of the run."""
+        return self.out or pathlib.Path("runs") / f"{self.model}-{self.method}"
+
     def __post_init__(self) -> None:
         positive = ("steps", "batch_size", "seq_len", "accumulate", "log_every", "eval_every",
                     "eval_batches", "save_every", "keep")  # fmt: skip
@@ -111,5 +119,3 @@ class PretrainConfig:
                 f"`--batch-size` {self.batch_size} must be a multiple of"
                 f" `--accumulate` {self.accumulate}."
             )
-        for name in ("weight_dtype", "compute_dtype"):
-            jnp.dtype(getattr(self, name))

@@ -56,7 +56,7 @@ class Recorder:
 
 
 def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the lines of a metrics file; none if there is no file. A torn last line is left out."""
+    """Returns the lines of a metrics file, a torn last one left out; none if there is no file."""
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").splitlines()

@@ -71,7 +71,9 @@ def main() -> None:
     """Reads the command line and trains. Exits with 2 if it cannot begin, with 1 on a NaN."""
     # Wide enough for the tables where nobody watches; else as wide as the terminal.
     console = Console(width=None if sys.stdout.isatty() else 140)
-    config = tyro.cli(PretrainConfig)
+    config = tyro.cli(
+        PretrainConfig, prog="python -m train.pretrain", config=(tyro.conf.OmitArgPrefixes,)
+    )
     try:
         run(config, console)
     except (BadRunError, NonFiniteError) as error:
@@ -114,7 +116,7 @@ def prepare(config: PretrainConfig, console: Console) -> Run:
     if tokenizer.vocab_size > model_config.vocab_size:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, but {config.model} has"
-            f" {model_config.vocab_size}: lower `--data.vocab-size`, or pick another model."
+            f" {model_config.vocab_size}: lower `--vocab-size`, or pick another model."
         )
     sizes = {"batch_size": config.batch_size, "seq_len": config.seq_len}
     batches = train_batches(corpus, tokenizer, seed=config.seed, **sizes)
@@ -138,7 +140,7 @@ def prepare(config: PretrainConfig, console: Console) -> Run:
         make = functools.partial(init_state, config, model_config)
         state = jax.jit(make, out_shardings=shardings)()
     else:
-        console.print(f"going on from step {int(state.step)} in {config.out}")
+        console.print(f"going on from step {int(state.step)} in {config.folder}")
     return Run(config, mesh, storage, state, batches, validation, checkpoints, identity)
 
 
@@ -161,7 +163,7 @@ def train(run: Run, console: Console, stop: "_StopSignal") -> None:
     tokens = config.batch_size * config.seq_len
     with (
         jax.set_mesh(run.mesh),
-        Recorder(config.out, title, start) as recorder,
+        Recorder(config.folder, title, start) as recorder,
         Progress(console, start, config.steps, tokens) as progress,
     ):
         metrics: dict[str, jax.Array] = {}
@@ -193,7 +195,7 @@ def train(run: Run, console: Console, stop: "_StopSignal") -> None:
     run.batches.close()
     done = int(state.step)
     ending = "done" if done == config.steps else f"stopped by {stop.name}, saved"
-    console.print(f"{ending} at step {done} of {config.steps}; everything is in {config.out}")
+    console.print(f"{ending} at step {done} of {config.steps}; everything is in {config.folder}")
 
 
 def _evaluate(eval_step, run: Run, model: Any) -> dict[str, float]:
@@ -221,7 +223,7 @@ def _check_finite(step: int, metrics: dict[str, jax.Array], run: Run) -> None:
     shown = ", ".join(f"{name} {value}" for name, value in values.items())
     raise NonFiniteError(
         f"step {step} is not finite ({shown}): stopped. The last good checkpoint in"
-        f" {run.config.out} was kept: {where}. Lower `--optimizer.learning-rate`, or look at the"
+        f" {run.config.folder} was kept: {where}. Lower `--learning-rate`, or look at the"
         " text around that step."
     )
 
@@ -246,12 +248,12 @@ def _restored(
 
 
 def _open_checkpoints(config: PretrainConfig) -> Checkpoints:
-    checkpoints = Checkpoints(config.out / "checkpoints", config.keep)
+    checkpoints = Checkpoints(config.folder / "checkpoints", config.keep)
     latest = checkpoints.latest_step()
     if latest is not None and not config.resume:
         raise ValueError(
-            f"`--out` {config.out} holds a run at step {latest}: pass `--resume` to go on with it,"
-            " or another `--out` to leave it alone."
+            f"`--out` {config.folder} holds a run at step {latest}: pass `--resume` to go on with"
+            " it, or another `--out` to leave it alone."
         )
     return checkpoints
 

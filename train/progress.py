@@ -10,7 +10,7 @@ from rich.console import Console
 
 
 class Progress:
-    """A progress bar with loss, tokens a second and time left; lines of text where nobody watches."""
+    """A progress bar with loss, tokens/s and time left; lines of text where nobody watches."""
 
     def __init__(self, console: Console, start: int, steps: int, tokens: int):
         """Args:

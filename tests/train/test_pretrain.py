@@ -60,10 +60,10 @@ def arguments(config: PretrainConfig) -> list[str]:
              "eval_batches", "save_every")  # fmt: skip
     flags = {name.replace("_", "-"): getattr(config, name) for name in names}
     flags |= {
-        "options.rank": config.options.rank,
-        "data.data": config.data.data,
-        "data.data-dir": config.data.data_dir,
-        "data.vocab-size": config.data.vocab_size,
+        "rank": config.options.rank,
+        "data": config.data.data,
+        "data-dir": config.data.data_dir,
+        "vocab-size": config.data.vocab_size,
     }
     return [f"--{name}={value}" for name, value in flags.items()]
 
@@ -137,15 +137,12 @@ def assert_ends_like(unbroken, broken: PretrainConfig) -> None:
     whole_step, whole_state = final_state(whole)
     assert step == whole_step == STEPS
     jax.tree.map(np.testing.assert_array_equal, state, whole_state)
-    losses = [
-        [
-            (line["step"], line["loss"])
-            for line in read_metrics(c.out / "metrics.jsonl")
-            if "loss" in line
-        ]
-        for c in (whole, broken)
-    ]
-    assert losses[0] == losses[1]
+    assert training_losses(broken) == training_losses(whole)
+
+
+def training_losses(config: PretrainConfig) -> list[tuple[int, float]]:
+    lines = read_metrics(config.out / "metrics.jsonl")
+    return [(line["step"], line["loss"]) for line in lines if "loss" in line]
 
 
 def test_a_killed_run_ends_with_the_same_bits(folder, unbroken):
