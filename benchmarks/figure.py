@@ -1,4 +1,4 @@
-"""Draws the figure of the README from the raw results of `benchmarks.memory` and `benchmarks.loss`."""
+"""Draws the figure of the README from the results of `benchmarks.memory` and `benchmarks.loss`."""
 
 import json
 import pathlib
