@@ -21,6 +21,10 @@ float32 of the same shape, 1 where the target counts and 0 where it is padding."
 
 _READ_AHEAD_BATCHES = 2
 
+_LONGEST_HELD_OUT = 2048
+"""Tokens of a held-out document that are looked at: an evaluation of some ten thousand tokens would
+else be of a few long documents."""
+
 
 def train_batches(
     corpus: Corpus,
@@ -96,9 +100,9 @@ def validation_batches(
 ) -> ValidationSet:
     """Returns the first `max_batches` batches of the validation split: the same at every call.
 
-    The documents stand in order and every token but the very first is a target once: a row's last
-    target is the next row's first input. Where the text ends, rows are padded with `eos_id` and
-    masked.
+    The documents stand in order, cut to 2048 tokens if there are several, and every token but the
+    very first is a target once: a row's last target is the next row's first input. Where the text
+    ends, rows are padded with `eos_id` and masked.
 
     Args:
       corpus: where the validation split is read, only as far as is needed.
@@ -239,12 +243,13 @@ def _first_tokens(
 ) -> tuple[np.ndarray, int]:
     """Returns up to `wanted` tokens, int32, and the UTF-8 bytes of all of them but the first."""
     pieces, num_bytes = [], 0
+    longest = wanted if len(texts) == 1 else _LONGEST_HELD_OUT
     for text in _iterate(texts):
-        tokens = _encode(tokenizer, text)[:wanted]
+        document = _encode(tokenizer, text)
+        tokens = document[: min(wanted, longest)]
         wanted -= len(tokens)
-        whole = len(text.encode())
-        # All of it, unless it is cut off here.
-        num_bytes += whole if wanted else min(whole, len(tokenizer.decode(tokens).encode()))
+        whole, cut = len(text.encode()), len(tokens) < len(document)
+        num_bytes += min(whole, len(tokenizer.decode(tokens).encode())) if cut else whole
         pieces.append(tokens)
         if not wanted:
             break

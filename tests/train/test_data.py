@@ -1,5 +1,6 @@
 """Tests of train/data.py: every token is there once, and a restored state continues exactly."""
 
+import dataclasses
 import itertools
 import json
 
@@ -275,6 +276,18 @@ def test_no_more_batches_than_asked_and_their_bytes_alone():
     # The first token is BOS, which no input precedes: 20 targets are 20 bytes of the text.
     assert held_out.num_bytes == 20
     assert all(batch["mask"].all() for batch in held_out.batches)
+
+
+def test_a_long_document_does_not_crowd_out_the_others():
+    letters = "abc"
+    corpus = Corpus("long", train=["x"], validation=[c * 5000 for c in letters], fingerprint="3")
+    sizes = {"batch_size": 4, "seq_len": 1000, "max_batches": 10}
+    held_out = validation_batches(corpus, WithBos(), **sizes)
+    targets = unpadded(held_out.batches, "targets")
+    assert [int((targets == ord(c)).sum()) for c in letters] == [2047] * 3
+    assert held_out.num_bytes == 3 * 2047
+    alone = dataclasses.replace(corpus, validation=["a" * 5000])
+    assert validation_batches(alone, WithBos(), **sizes).num_bytes == 5000
 
 
 @hypothesis.given(seq_len=st.integers(1, 40), max_batches=st.integers(1, 5))
