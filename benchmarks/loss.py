@@ -42,7 +42,8 @@ def measure(config: Config) -> list[dict]:
             settings = dataclasses.replace(
                 config.train, method=method, seed=seed, out=folder, save_every=config.train.steps
             )
-            run(settings, Console(width=140))
+            if run(settings, Console(width=140)) < settings.steps:
+                raise SystemExit("stopped by a signal: nothing was written")
             lines = read_metrics(folder / "metrics.jsonl")
             shutil.rmtree(folder)
             evaluations = [line for line in lines if "validation_loss" in line]

@@ -81,8 +81,11 @@ def main() -> None:
         raise SystemExit(error.exit_code) from error
 
 
-def run(config: PretrainConfig, console: Console) -> None:
+def run(config: PretrainConfig, console: Console) -> int:
     """Trains as `config` says: the whole program behind the command line.
+
+    Returns:
+      The step it came to: less than `config.steps` if a signal stopped it.
 
     Raises:
       BadRunError: something is wrong with the settings, the text or the checkpoint.
@@ -93,7 +96,7 @@ def run(config: PretrainConfig, console: Console) -> None:
     except (ValueError, OSError) as error:
         raise BadRunError(str(error)) from error
     with _StopSignal() as stop:
-        train(ready, console, stop)
+        return train(ready, console, stop)
 
 
 def prepare(config: PretrainConfig, console: Console) -> Run:
@@ -144,8 +147,11 @@ def prepare(config: PretrainConfig, console: Console) -> Run:
     return Run(config, mesh, storage, state, batches, validation, checkpoints, identity)
 
 
-def train(run: Run, console: Console, stop: "_StopSignal") -> None:
+def train(run: Run, console: Console, stop: "_StopSignal") -> int:
     """Trains to the last step, or until a signal asks to stop; either way the run is saved.
+
+    Returns:
+      The step it came to.
 
     Raises:
       NonFiniteError: the loss or gradient is not finite. What was saved stays.
@@ -196,6 +202,7 @@ def train(run: Run, console: Console, stop: "_StopSignal") -> None:
     done = int(state.step)
     ending = "done" if done == config.steps else f"stopped by {stop.name}, saved"
     console.print(f"{ending} at step {done} of {config.steps}; everything is in {config.folder}")
+    return done
 
 
 def _evaluate(eval_step, run: Run, model: Any) -> dict[str, float]:
