@@ -11,6 +11,7 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 import actjax
 from models.config import ModelConfig, RopeScaling, Storage
@@ -89,7 +90,7 @@ class Block(nnx.Module):
             key=keys["attention_in"],
             name="attention_in",
         )
-        q, k, v = (_split_heads(y, config.head_size) for y in (q, k, v))
+        q, k, v = (_split_heads(_over_batch(y), config.head_size) for y in (q, k, v))
         q, k = actjax.rope(q, *tables), actjax.rope(k, *tables)
         # An output that its projection stores in full costs attention nothing to keep as well.
         kept = isinstance(storage.attention_out, actjax.Exact)
@@ -110,14 +111,15 @@ class Block(nnx.Module):
             key=keys["mlp_in"],
             name="mlp_in",
         )
-        activated = actjax.swiglu(gate, up)
-        return x + actjax.linear(
+        activated = actjax.swiglu(_over_batch(gate), _over_batch(up))
+        x = x + actjax.linear(
             activated,
             mlp.down[...],
             codec=storage.mlp_out,
             key=keys["mlp_out"],
             name="mlp_out",
         )
+        return _over_batch(x)
 
 
 class Decoder(nnx.Module):
@@ -161,7 +163,7 @@ class Decoder(nnx.Module):
 
     def embed(self, tokens: jax.Array, compute_dtype: str = "bfloat16") -> jax.Array:
         """Returns the embeddings of `tokens` [B, S], [B, S, d] in the compute dtype."""
-        return self.embedding[...][tokens].astype(compute_dtype)
+        return _over_batch(self.embedding[...][tokens].astype(compute_dtype))
 
     def run_layers(
         self, x: jax.Array, storage: Storage = Storage(), key: jax.Array | None = None
@@ -246,6 +248,18 @@ def _scale_frequencies(frequencies: jax.Array, scaling: RopeScaling) -> jax.Arra
 
 def _normal(key: jax.Array, shape: tuple[int, ...], std: float, dtype: jnp.dtype) -> nnx.Param:
     return nnx.Param((std * jax.random.normal(key, shape, jnp.float32)).astype(dtype))
+
+
+def _over_batch(x: jax.Array) -> jax.Array:
+    """Keeps an activation, [B, ...], cut over sequences under a mesh with an axis `fsdp`.
+
+    Weights are cut over the same axis, and XLA could as well gather activations and leave weights
+    where they are. Under this constraint it gathers one layer's weights at a time.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or "fsdp" not in mesh.axis_names:
+        return x
+    return jax.lax.with_sharding_constraint(x, PartitionSpec("fsdp"))
 
 
 def _split_heads(x: jax.Array, head_size: int) -> jax.Array:

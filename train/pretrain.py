@@ -91,11 +91,11 @@ def run(config: PretrainConfig, console: Console) -> int:
       BadRunError: something is wrong with the settings, the text or the checkpoint.
       NonFiniteError: the loss or gradient of a step is not finite.
     """
-    try:
-        ready = prepare(config, console)
-    except (ValueError, OSError) as error:
-        raise BadRunError(str(error)) from error
     with _StopSignal() as stop:
+        try:
+            ready = prepare(config, console)
+        except (ValueError, OSError) as error:
+            raise BadRunError(str(error)) from error
         return train(ready, console, stop)
 
 
