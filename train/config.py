@@ -1,6 +1,7 @@
 """Everything a pretraining run can be told."""
 
 import dataclasses
+import math
 import pathlib
 from typing import Literal
 
@@ -48,6 +49,26 @@ class OptimizerConfig:
     """Largest global norm of a gradient."""
     moment_dtype: Dtype = "float32"
     """Dtype of both moments."""
+
+    def __post_init__(self) -> None:
+        _check_range("learning-rate", self.learning_rate, 0, math.inf)
+        _check_range("warmup-steps", self.warmup_steps, 0, math.inf)
+        _check_range("weight-decay", self.weight_decay, 0, math.inf)
+        # A decay of one would never take up a gradient, and its bias correction divides by zero.
+        _check_range("beta1", self.beta1, 0, 1)
+        _check_range("beta2", self.beta2, 0, 1)
+        if not 0 <= self.final_learning_rate <= 1:
+            raise ValueError(
+                f"`--final-learning-rate` must be in [0, 1], got {self.final_learning_rate}."
+            )
+        if not self.clip > 0:
+            raise ValueError(f"`--clip` must be above 0 (inf for no clipping), got {self.clip}.")
+
+
+def _check_range(flag: str, value: float, low: float, end: float) -> None:
+    """Raises a `ValueError` unless `low <= value < end`."""
+    if not low <= value < end:
+        raise ValueError(f"`--{flag}` must be in [{low}, {end}), got {value}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +135,8 @@ class PretrainConfig:
             if getattr(self, name) < 1:
                 flag = name.replace("_", "-")
                 raise ValueError(f"`--{flag}` must be at least 1, got {getattr(self, name)}.")
+        _check_range("seed", self.seed, 0, 2**32)
+        _check_range("z-loss", self.z_loss, 0, math.inf)
         if self.batch_size % self.accumulate:
             raise ValueError(
                 f"`--batch-size` {self.batch_size} must be a multiple of"

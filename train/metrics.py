@@ -12,8 +12,8 @@ class Recorder:
     """Appends metrics to the files of a run. A context manager: closing draws the picture.
 
     `metrics.jsonl` holds one JSON object a line, each with `step`. Lines of training have `loss`
-    (nats a token), `grad_norm`, `learning_rate` and `tokens_per_second`; lines of evaluation have
-    `validation_loss`, `perplexity` and `bits_per_byte`.
+    (nats a token), `grad_norm`, `update_norm`, `learning_rate` and `tokens_per_second`; lines of
+    evaluation have `validation_loss`, `perplexity` and `bits_per_byte`.
     """
 
     def __init__(self, directory: pathlib.Path, title: str, start: int = 0):

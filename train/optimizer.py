@@ -10,7 +10,7 @@ from train.sharding import entry_name
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """Returns linear warm-up to the peak, then a cosine to its final share at `steps`."""
-    warmup = min(config.warmup_steps, max(1, steps // 2))
+    warmup = max(1, min(config.warmup_steps, steps // 2))
     return optax.warmup_cosine_decay_schedule(
         init_value=config.learning_rate / warmup,
         peak_value=config.learning_rate,

@@ -6,6 +6,7 @@ import math
 import pathlib
 import signal
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -189,6 +190,7 @@ def train(run: Run, console: Console, stop: "_StopSignal") -> int:
             with progress.paused():
                 if step % config.eval_every == 0 or step == config.steps:
                     report = evaluate(state.model)
+                    _check_finite(step, report, run)
                     recorder.record(step, **report)
                     recorder.draw()
                     progress.say(step, report)
@@ -220,7 +222,7 @@ def _put(run: Run, batch: dict[str, np.ndarray]) -> Batch:
     return jax.device_put(batch, batch_sharding(run.mesh))
 
 
-def _check_finite(step: int, metrics: dict[str, jax.Array], run: Run) -> None:
+def _check_finite(step: int, metrics: Mapping[str, float | jax.Array], run: Run) -> None:
     values = {name: float(value) for name, value in metrics.items()}
     if all(math.isfinite(value) for value in values.values()):
         return

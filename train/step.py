@@ -66,7 +66,8 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
     """Returns a function of state and batch to the next state and metrics.
 
-    Metrics are `loss` (nats a token) and `grad_norm` (before clipping), float32 scalars.
+    Metrics are `loss` (nats a token), `grad_norm` (before clipping) and `update_norm` (of what is
+    added to the weights), float32 scalars. If all are finite, so is the next state.
     """
     optimizer = make_optimizer(config.optimizer, config.steps)
     loss_and_grad = _accumulated(
@@ -78,8 +79,8 @@ def make_train_step(
         loss, grads = loss_and_grad(state.model, batch, jax.random.fold_in(run_key, state.step))
         updates, optimizer_state = optimizer.update(grads, state.optimizer, state.model)
         model = optax.apply_updates(state.model, updates)
-        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
-        return TrainState(state.step + 1, model, optimizer_state), metrics
+        norms = {"grad_norm": optax.tree.norm(grads), "update_norm": optax.tree.norm(updates)}
+        return TrainState(state.step + 1, model, optimizer_state), {"loss": loss, **norms}
 
     return train_step
 

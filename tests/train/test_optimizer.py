@@ -43,9 +43,11 @@ def test_the_schedule_warms_up_and_ends_at_its_share():
     assert (np.diff(rates[4:]) <= 0).all()
 
 
+@pytest.mark.parametrize("warmup", [0, 4])
 @pytest.mark.parametrize("steps", [1, 2, 3])
-def test_the_schedule_of_a_short_run_is_finite_and_positive(steps):
-    schedule = learning_rate_schedule(CONFIG, steps)
+def test_the_schedule_of_a_short_run_is_finite_and_positive(steps, warmup):
+    config = OptimizerConfig(learning_rate=1e-2, warmup_steps=warmup)
+    schedule = learning_rate_schedule(config, steps)
     assert all(0 < schedule(step) <= CONFIG.learning_rate for step in range(steps))
 
 

@@ -179,12 +179,20 @@ def test_the_same_in_one_process_and_a_second_time_is_refused(folder, unbroken):
 
 
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_checkpoint(folder):
-    wild = dataclasses.replace(PretrainConfig().optimizer, learning_rate=1e30, warmup_steps=1)
+    wild = dataclasses.replace(PretrainConfig().optimizer, learning_rate=1e10, warmup_steps=1)
     doomed = config(folder, "doomed", optimizer=wild, save_every=1, method="exact")
     with pytest.raises(NonFiniteError, match=r"step \d+ is not finite .*last good checkpoint") as e:
         run(doomed, Console(file=io.StringIO(), width=140))
     kept = max(int(p.name) for p in (doomed.out / "checkpoints").iterdir() if p.name.isdigit())
     assert f"it is that of step {kept}" in str(e.value)
+
+
+def test_weights_that_are_not_finite_are_never_saved(folder):
+    # Loss and gradient of the first step are finite; its update, 1e30 a weight, is no number.
+    wild = dataclasses.replace(PretrainConfig().optimizer, learning_rate=1e30, warmup_steps=1)
+    doomed = config(folder, "overflow", optimizer=wild, save_every=1, method="exact")
+    with pytest.raises(NonFiniteError, match=r"step 1 is not finite .*there is none yet"):
+        run(doomed, Console(file=io.StringIO(), width=140))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,35 @@
+import jax
+import jax.numpy as jnp
+
+from benchmarks.flops import matmul_flops
+
+A, B = jnp.ones((3, 5)), jnp.ones((5, 7))
+
+
+def test_a_product_costs_two_operations_a_multiply_add():
+    assert matmul_flops(jnp.matmul, A, B) == 2 * 3 * 5 * 7
+
+
+def test_batches_and_einsums_count_every_entry():
+    batched = jnp.ones((4, 3, 5))
+    assert matmul_flops(lambda a, b: jnp.einsum("bij,jk->bki", a, b), batched, B) == 8 * 3 * 5 * 7
+
+
+def test_the_body_of_a_scan_counts_as_often_as_it_runs():
+    square = jnp.ones((5, 5))
+
+    def scanned(x, ws):
+        return jax.lax.scan(lambda x, w: (jax.jit(jnp.matmul)(x, w), None), x, ws)[0]
+
+    assert matmul_flops(scanned, A, jnp.stack([square] * 6)) == 6 * 2 * 3 * 5 * 5
+
+
+def test_a_gradient_costs_two_more_products_and_a_checkpoint_a_third():
+    def loss(a, b):
+        return jnp.sum(jnp.sin(a @ b))
+
+    one = 2 * 3 * 5 * 7
+    assert matmul_flops(jax.grad(loss, (0, 1)), A, B) == 3 * one
+    recomputed = jax.grad(jax.checkpoint(lambda a, b: loss(jnp.sin(a @ B @ B.T), b)), (0, 1))
+    plain = jax.grad(lambda a, b: loss(jnp.sin(a @ B @ B.T), b), (0, 1))
+    assert matmul_flops(recomputed, A, B) > matmul_flops(plain, A, B)
