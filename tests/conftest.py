@@ -8,3 +8,13 @@ os.environ["XLA_FLAGS"] = (
 )
 # Tests run in several processes, one a core: threads inside each would fight for the same cores.
 os.environ.setdefault("JAX_PLATFORMS", "cpu" if not os.path.exists("/dev/nvidia0") else "")
+
+import jax
+import pytest
+
+
+@pytest.fixture
+def x64():
+    """Float64 for one test, so that a formula is compared to 1e-12 and not to 1e-5."""
+    with jax.enable_x64(True):
+        yield

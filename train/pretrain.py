@@ -114,7 +114,6 @@ def prepare(config: PretrainConfig, console: Console) -> Run:
     shapes = jax.eval_shape(functools.partial(init_state, config, model_config))
     explanation = explain_step(config, shapes, storage)
 
-    checkpoints = _open_checkpoints(config)
     corpus = open_corpus(config.data.data, _data_dir(config), text_field=config.data.text_field)
     tokenizer = _tokenizer(config, corpus)
     if tokenizer.vocab_size > model_config.vocab_size:
@@ -133,6 +132,7 @@ def prepare(config: PretrainConfig, console: Console) -> Run:
         seed=config.seed,
         **sizes,
     )
+    checkpoints = _open_checkpoints(config)
     shardings = state_shardings(shapes, mesh)
     state = _restored(checkpoints, batches, shapes, shardings, identity)
     print_opening(console, config, model_config, shapes, explanation)

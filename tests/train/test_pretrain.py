@@ -211,6 +211,7 @@ def test_nonsense_is_refused_before_anything_is_written(folder, changes, message
     wrong = config(folder, "wrong", **changes)
     with pytest.raises(BadRunError, match=message):
         run(wrong, Console(file=io.StringIO()))
+    assert not wrong.out.exists()
 
 
 def test_texts_that_are_too_small_are_refused(folder):
