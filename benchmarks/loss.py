@@ -86,7 +86,7 @@ def main() -> None:
     config = tyro.cli(Config, description=__doc__, config=(tyro.conf.OmitArgPrefixes,))
     rows = measure(config)
     show(config, rows)
-    record.write(config.results, dataclasses.asdict(config), rows)
+    record.write(config, rows)
 
 
 if __name__ == "__main__":

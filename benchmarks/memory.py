@@ -36,7 +36,7 @@ class Config:
     options: MethodOptions = dataclasses.field(
         default_factory=lambda: MethodOptions(rank=32, ratio=1 / 64)
     )
-    out: pathlib.Path = record.RESULTS / "memory.json"
+    results: pathlib.Path = record.RESULTS / "memory.json"
 
 
 def measure(config: Config) -> list[dict]:
@@ -89,7 +89,7 @@ def main() -> None:
     config = tyro.cli(Config, description=__doc__, config=(tyro.conf.OmitArgPrefixes,))
     rows = measure(config)
     show(config, rows)
-    record.write(config.out, dataclasses.asdict(config), rows)
+    record.write(config, rows)
 
 
 if __name__ == "__main__":

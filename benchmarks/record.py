@@ -1,8 +1,10 @@
 """Raw results: a JSON file with the machine, the versions and the commit beside the figures."""
 
+import dataclasses
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import pathlib
 import platform
@@ -37,15 +39,27 @@ def _commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
-def write(path: pathlib.Path, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """Writes one result file.
+def write(config: Any, rows: list[dict[str, Any]], **extra: Any) -> None:
+    """Writes one result file, to `config.results`.
 
     Args:
-      path: where to.
-      settings: shapes, dtypes and options of the measurement.
+      config: settings of the measurement, a dataclass.
       rows: one entry a rival.
+      **extra: what else was measured.
     """
+    settings = dataclasses.asdict(config)
+    path = settings.pop("results")
+    content = {"environment": environment(), "settings": settings, **extra, "rows": rows}
+    text = json.dumps(_finite(content), indent=2, default=str, allow_nan=False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"environment": environment(), "settings": settings, "rows": rows}
-    path.write_text(json.dumps(content, indent=2, default=str) + "\n")
+    path.write_text(text + "\n")
     print(f"wrote {path}")
+
+
+def _finite(x: Any) -> Any:
+    """Returns plain data whose infinities and NaN, which JSON does not have, are strings."""
+    if isinstance(x, dict):
+        return {key: _finite(value) for key, value in x.items()}
+    if isinstance(x, list | tuple):
+        return [_finite(value) for value in x]
+    return str(x) if isinstance(x, float) and not math.isfinite(x) else x

@@ -46,7 +46,7 @@ class Config:
     only: tuple[str, ...] = ()
     """Rivals to measure; all if empty."""
     options: MethodOptions = dataclasses.field(default_factory=MethodOptions)
-    out: pathlib.Path = record.RESULTS / "step_time.json"
+    results: pathlib.Path = record.RESULTS / "step_time.json"
 
 
 def training_step(config: Config, loss: Loss) -> Callable:
@@ -152,8 +152,7 @@ def main() -> None:
     config = tyro.cli(Config, description=__doc__, config=(tyro.conf.OmitArgPrefixes,))
     rows, rate = measure(config)
     show(config, rows, rate)
-    settings = dataclasses.asdict(config) | {"matmul_flops_per_second": rate}
-    record.write(config.out, settings, rows)
+    record.write(config, rows, matmul_flops_per_second=rate)
 
 
 if __name__ == "__main__":
