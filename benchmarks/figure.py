@@ -49,7 +49,7 @@ def _draw_memory(axes, result: dict) -> None:
         axes.text(size, i, f" {size:,.0f} MiB, {flops:.2f} x FLOPs", va="center")
     axes.set_yticks(range(len(_NAMES)), _NAMES.values())
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.45 * rows["plain"]["temporaries"] / 2**20)
+    axes.set_xlim(0, 1.6 * rows["plain"]["temporaries"] / 2**20)
     shape = f"{settings['batch_size']} x {settings['seq_len']} tokens, {settings['dtype']}"
     axes.set(title=f"{settings['model']}, {shape}", xlabel="residuals and workspace, MiB")
 
