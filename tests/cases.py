@@ -1,0 +1,27 @@
+"""The table of codecs that the battery in `tests/codecs/test_contract.py` holds to the contract.
+
+A new codec is one line here.
+"""
+
+from actjax import (
+    Exact,
+    PointApproximation,
+    PrincipalPlusRandom,
+    RandomizedSVD,
+    RandomProjection,
+)
+
+CODECS = {
+    "exact": Exact(),
+    "random projection": RandomProjection(3),
+    "randomised SVD": RandomizedSVD(3),
+    "randomised SVD, rows": RandomizedSVD(3, sketch="rows"),
+    "randomised SVD, a power iteration": RandomizedSVD(3, power_iterations=1),
+    "principal plus random": PrincipalPlusRandom(2, 2),
+    "points, by ratio": PointApproximation(1 / 4),
+    "points, one": PointApproximation(points=1),
+    "points, by tolerance": PointApproximation(points=4, tolerance=0.8),
+}
+
+SHAPES = [(24, 8), (2, 12, 8), (2, 3, 4, 8)]
+"""24 tokens of 8 features, in one, two and three leading dimensions."""
