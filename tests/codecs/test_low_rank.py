@@ -1,0 +1,211 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+
+from actjax import PrincipalPlusRandom, RandomizedSVD, RandomProjection
+from actjax.codecs.low_rank import sample_rows
+
+KEY = jax.random.key(7)
+TOKENS, FEATURES = 40, 20
+
+
+def decaying(tokens=TOKENS, features=FEATURES, seed=0):
+    """A matrix whose singular values fall by a quarter each, as an activation's do at first."""
+    rng = np.random.default_rng(seed)
+    left, _ = np.linalg.qr(rng.normal(size=(tokens, tokens)))
+    right, _ = np.linalg.qr(rng.normal(size=(features, features)))
+    rank = min(tokens, features)
+    return jnp.asarray(left[:, :rank] * 0.75 ** np.arange(rank) @ right[:rank])
+
+
+def round_trip(codec, x, key=KEY):
+    return codec.decode(codec.encode(x, key))
+
+
+def projection(key, rank, features=FEATURES):
+    """S as the codec draws it: normals of variance 1 / rank."""
+    return jax.random.normal(key, (features, rank), "float64") / np.sqrt(rank)
+
+
+def errors(codec, x, keys):
+    """Squared Frobenius error for each key."""
+    error = jax.vmap(lambda key: jnp.sum((round_trip(codec, x, key) - x) ** 2))
+    return np.asarray(jax.jit(error)(keys))
+
+
+def test_random_projection_is_the_oracle_on_the_same_matrix(x64):
+    x = decaying()
+    want = oracles.random_projection(x, projection(KEY, 6))
+    np.testing.assert_allclose(round_trip(RandomProjection(6), x), want, rtol=1e-10, atol=1e-13)
+
+
+def test_random_projection_errs_as_its_docstring_says(x64):
+    x = decaying()
+    squares = errors(RandomProjection(6), x, jax.random.split(KEY, 2000))
+    expected = oracles.expected_rp_squared_error(x, 6)
+    assert expected == pytest.approx(float(jnp.sum(x**2)) * (FEATURES + 1) / 6)
+    assert abs(squares.mean() - expected) <= 5 * squares.std() / np.sqrt(2000)
+
+
+@pytest.mark.parametrize("power_iterations", [0, 1, 2])
+@pytest.mark.parametrize("sketch", ["gaussian", "rows"])
+def test_randomised_svd_is_the_oracle_on_the_same_sketch(power_iterations, sketch, x64):
+    x = decaying()
+    if sketch == "gaussian":
+        omega = jax.random.normal(KEY, (FEATURES, 6), "float64")
+    else:
+        omega = sample_rows(x, KEY, 6).T
+    want = oracles.randomized_svd(x, omega, power_iterations)
+    got = round_trip(RandomizedSVD(6, power_iterations, sketch), x)
+    # Bases of one space, both orthonormal to rounding times the sketch's condition (below 1e3).
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-11)
+
+
+def test_the_stored_basis_is_orthonormal_and_the_rest_its_coefficients(x64):
+    x = decaying()
+    code = RandomizedSVD(6).encode(x, KEY)
+    np.testing.assert_allclose(code.left.T @ code.left, np.eye(6), atol=1e-13)
+    np.testing.assert_allclose(code.right, x.T @ code.left, atol=1e-13)
+
+
+def test_the_basis_is_orthonormal_in_float32_though_the_sketch_is_ill_conditioned():
+    # Columns that differ by a part in ten thousand: their Gram matrix has a condition of 1e8,
+    # at the end of float32, which one Cholesky factorisation does not survive.
+    rng = np.random.default_rng(0)
+    x = np.outer(rng.normal(size=200), np.ones(8)) + 1e-4 * rng.normal(size=(200, 8))
+    left = RandomizedSVD(4).encode(jnp.asarray(x, "float32"), KEY).left
+    np.testing.assert_allclose(left.T @ left, np.eye(4), atol=1e-3)
+
+
+@pytest.mark.parametrize("rank", [6, 10])
+def test_randomised_svd_keeps_within_the_bound_of_halko(rank, x64):
+    x = decaying()
+    mean = np.sqrt(errors(RandomizedSVD(rank), x, jax.random.split(KEY, 500))).mean()
+    bounds = [oracles.halko_expected_bound(x, rank - p, p) for p in range(2, rank - 1)]
+    assert oracles.best_rank_k_error(x, rank) <= mean <= min(bounds)
+
+
+def test_power_iterations_come_closer_to_the_best(x64):
+    x, keys = decaying(), jax.random.split(KEY, 100)
+    means = [np.sqrt(errors(RandomizedSVD(6, n), x, keys)).mean() for n in range(4)]
+    assert means[0] > means[1] > means[2] > means[3]
+    assert means[3] <= 1.01 * oracles.best_rank_k_error(x, 6)
+
+
+DEFICIENT = {
+    "zero": np.zeros((TOKENS, FEATURES)),
+    "one token": np.eye(TOKENS, FEATURES) * np.r_[1, np.zeros(FEATURES - 1)],
+    "rank one": np.outer(np.arange(1, TOKENS + 1), np.arange(FEATURES)),
+    "rank four": np.random.default_rng(1).normal(size=(TOKENS, 4))
+    @ np.random.default_rng(2).normal(size=(4, FEATURES)),
+    "the same token": np.tile(np.random.default_rng(3).normal(size=FEATURES), (TOKENS, 1)),
+}
+
+
+@pytest.mark.parametrize("codec", [RandomizedSVD(6), RandomizedSVD(6, 1)], ids=repr)
+@pytest.mark.parametrize("x", DEFICIENT.values(), ids=DEFICIENT)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_what_has_no_more_than_the_rank_comes_back_whole(x, codec, dtype, x64):
+    x = jnp.asarray(x, dtype)
+    got = round_trip(codec, x)
+    # The shift of the Cholesky factorisation, 2 k eps trace, leaves its root in the basis twice.
+    eps = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(got, x, rtol=0, atol=50 * eps * max(1, np.abs(x).max()))
+
+
+@pytest.mark.parametrize("x", DEFICIENT.values(), ids=DEFICIENT)
+def test_row_sketches_of_deficient_matrices_stay_finite(x, x64):
+    got = round_trip(RandomizedSVD(6, sketch="rows"), jnp.asarray(x))
+    assert jnp.all(jnp.isfinite(got))
+    assert jnp.linalg.norm(got) <= jnp.linalg.norm(x) * (1 + 1e-12)
+
+
+def test_a_projection_never_makes_an_activation_larger():
+    x = jnp.asarray(decaying(), "float32")
+    for codec in (RandomizedSVD(6), RandomizedSVD(6, sketch="rows")):
+        assert jnp.linalg.norm(round_trip(codec, x)) <= jnp.linalg.norm(x) * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("power_iterations", [0, 1])
+def test_principal_plus_random_is_the_oracle_on_the_same_matrices(power_iterations, x64):
+    x = decaying()
+    sketch_key, tail_key = jax.random.split(KEY)
+    omega = jax.random.normal(sketch_key, (FEATURES, 5), "float64")
+    want = oracles.principal_plus_random(x, omega, projection(tail_key, 3), power_iterations)
+    got = round_trip(PrincipalPlusRandom(5, 3, power_iterations), x)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-11)
+
+
+def test_principal_plus_random_errs_as_its_docstring_says(x64):
+    x, keys = decaying(), jax.random.split(KEY, 2000)
+    squares = errors(PrincipalPlusRandom(5, 3), x, keys)
+    principal_keys = jax.vmap(lambda key: jax.random.split(key)[0])(keys)
+    expected = errors(RandomizedSVD(5), x, principal_keys) * (FEATURES + 1) / 3
+    difference = squares - expected
+    assert abs(difference.mean()) <= 5 * difference.std() / np.sqrt(2000)
+
+
+def test_the_principal_part_lowers_the_variance_at_equal_bytes(x64):
+    x, keys = decaying(), jax.random.split(KEY, 200)
+    alone = errors(RandomProjection(8), x, keys).mean()
+    assert errors(PrincipalPlusRandom(5, 3), x, keys).mean() < alone / 5
+
+
+def test_rounding_of_the_principal_factors_is_made_up_for():
+    # In bfloat16 the factors are wrong by parts in a thousand. The tail is taken of what the
+    # *stored* factors leave out, so that the estimate stays unbiased.
+    x = jnp.asarray(decaying() + 3, "bfloat16")
+    codec, keys = PrincipalPlusRandom(4, 8), jax.random.split(KEY, 4000)
+    dz = jnp.asarray(np.random.default_rng(4).normal(size=(TOKENS, 1)), "float32")
+    gradient = jax.jit(jax.vmap(lambda key: codec.weight_grad(codec.encode(x, key), dz)))
+    samples = np.asarray(gradient(keys))
+    exact = np.asarray(x, np.float64).T @ np.asarray(dz, np.float64)
+    standard_error = samples.std(0) / np.sqrt(len(keys))
+    # Besides chance, the tail itself is rounded to 8 bits: a few parts in a thousand of it.
+    assert np.all(np.abs(samples.mean(0) - exact) <= 5 * standard_error + 2**-8)
+
+
+@pytest.mark.parametrize(
+    ("codec", "rank"),
+    [
+        (RandomProjection(21), 21),
+        (RandomizedSVD(21), 21),
+        (RandomizedSVD(99, 1, "rows"), 99),
+        (PrincipalPlusRandom(18, 3), 21),
+    ],
+    ids=repr,
+)
+def test_a_rank_above_the_dimensions_is_refused(codec, rank):
+    message = rf"`rank` {rank} of .* is above min\(T, d\) = 20 .*T = 40 tokens, d = 20 features"
+    with pytest.raises(ValueError, match=message):
+        codec.encode(jnp.ones((40, 20)), KEY)
+    with pytest.raises(ValueError, match=message):
+        codec.stored_bytes((4, 10, 20), "float32")
+    with pytest.raises(ValueError, match=r"min\(T, d\) = 4 "):
+        codec.encode(jnp.ones((4, 20)), KEY)
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.5, True, "8", None])
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (RandomProjection, "rank"),
+        (RandomizedSVD, "rank"),
+        (functools.partial(PrincipalPlusRandom, tail=2), "rank"),
+        (functools.partial(PrincipalPlusRandom, 2), "tail"),
+    ],
+)
+def test_ranks_that_are_none_are_refused(make, name, value):
+    with pytest.raises(ValueError, match=f"`{name}` of .* must be an integer >= 1, got {value!r}"):
+        make(**{name: value})
+
+
+def test_other_bad_settings_are_refused():
+    with pytest.raises(ValueError, match="`power_iterations` of .* must be an integer >= 0"):
+        RandomizedSVD(4, power_iterations=-1)
+    with pytest.raises(ValueError, match="`sketch` of RandomizedSVD must be one of"):
+        RandomizedSVD(4, sketch="fourier")  # type: ignore[arg-type]

@@ -1,0 +1,178 @@
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+
+from actjax import Exact, PointApproximation
+
+KEY = jax.random.key(11)
+TOKENS, FEATURES = 30, 6
+
+
+def tokens(seed=0, count=TOKENS):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(count, FEATURES)))
+
+
+def round_trip(codec, x, key=KEY):
+    return codec.decode(codec.encode(x, key))
+
+
+def drawn_rows(count, total=TOKENS, key=KEY):
+    """The tokens that the codec draws as points: without replacement, all as likely."""
+    return np.asarray(jax.random.choice(key, total, (count,), replace=False))
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, TOKENS])
+@pytest.mark.parametrize("tolerance", [math.inf, 0.9, 0.5])
+def test_it_is_the_oracle_on_the_same_points(count, tolerance, x64):
+    x, dz = tokens(), tokens(1)
+    codec = PointApproximation(points=count, tolerance=tolerance)
+    code = codec.encode(x, KEY)
+    rows = drawn_rows(count)
+    want = oracles.point_approximation(x, rows, tolerance)
+    np.testing.assert_array_equal(code.points, x[rows])
+    np.testing.assert_array_equal(code.index, want.assignment)
+    np.testing.assert_array_equal(code.scale == 0, want.dropped)
+    kept = np.where(want.dropped, 0, want.beta * want.alpha)
+    np.testing.assert_allclose(code.scale, kept, rtol=1e-12)
+    np.testing.assert_allclose(codec.decode(code), want.decoded, rtol=1e-12)
+    gradient = oracles.point_weight_gradient(x, rows, tolerance, dz)
+    np.testing.assert_allclose(codec.weight_grad(code, dz), gradient, rtol=1e-11, atol=1e-12)
+
+
+def test_a_tolerance_drops_some_and_scales_the_rest_up(x64):
+    x = tokens()
+    code = PointApproximation(points=5, tolerance=0.7).encode(x, KEY)
+    whole = PointApproximation(points=5).encode(x, KEY)
+    dropped = int(jnp.sum(code.scale == 0))
+    assert 0 < dropped < TOKENS - 5
+    kept = code.scale != 0
+    ratio = code.scale[kept] / whole.scale[kept]
+    np.testing.assert_allclose(ratio, TOKENS / (TOKENS - dropped), rtol=1e-12)
+
+
+def test_the_error_of_a_token_is_its_sine_to_its_point(x64):
+    x = tokens()
+    error = jnp.linalg.norm(round_trip(PointApproximation(points=5), x) - x, axis=1)
+    cosines = oracles.point_approximation(x, drawn_rows(5), math.inf).cosines.max(axis=1)
+    sines = np.sqrt(1 - cosines**2) * np.linalg.norm(x, axis=1)
+    # The root of a difference near zero, for points themselves, loses half of the digits.
+    np.testing.assert_allclose(error, sines, rtol=1e-9, atol=1e-7)
+
+
+def test_as_many_points_as_tokens_give_the_activation_back(x64):
+    x = tokens()
+    np.testing.assert_allclose(round_trip(PointApproximation(1.0), x), x, rtol=1e-13)
+
+
+def test_multiples_of_a_point_are_exact_and_may_be_negative(x64):
+    x = jnp.outer(jnp.array([1.0, -2.0, 0.5, 0.0, -1e-3]), jnp.arange(1.0, 7.0))
+    for seed in range(5):
+        points = round_trip(PointApproximation(points=1), x, jax.random.key(seed))
+        if drawn_rows(1, 5, jax.random.key(seed)) != 3:
+            np.testing.assert_allclose(points, x, rtol=1e-14)
+
+
+def test_one_point_that_is_zero_stands_for_nothing():
+    x = jnp.zeros((4, FEATURES)).at[2].set(1.0)
+    seeds = [s for s in range(20) if drawn_rows(1, 4, jax.random.key(s)) != 2]
+    for tolerance in (math.inf, 0.5):
+        codec = PointApproximation(points=1, tolerance=tolerance)
+        assert not np.any(round_trip(codec, x, jax.random.key(seeds[0])))
+
+
+def test_zero_points_are_never_taken_over_others(x64):
+    x = tokens().at[::2].set(0.0)
+    code = PointApproximation(points=20).encode(x, KEY)
+    norms = jnp.linalg.norm(code.points, axis=1)
+    assert jnp.any(norms == 0)
+    nonzero = jnp.linalg.norm(x, axis=1) > 0
+    assert jnp.all(norms[code.index[nonzero]] > 0)
+    assert not jnp.any(code.scale[~nonzero])
+
+
+def test_duplicate_tokens_are_normal_input(x64):
+    x = jnp.tile(tokens(count=3), (10, 1))
+    np.testing.assert_allclose(round_trip(PointApproximation(points=29), x), x, rtol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("size", [1e-35, 1e-20, 1.0, 1e20, 1e37])
+def test_scale_does_not_matter(dtype, size):
+    x = jnp.asarray(tokens(), dtype)
+    power = 2.0 ** round(math.log2(size))  # Exact in binary, so that the bits must agree.
+    plain, scaled = (PointApproximation(points=5).encode(y, KEY) for y in (x, x * power))
+    np.testing.assert_array_equal(plain.index, scaled.index)
+    np.testing.assert_array_equal(plain.scale, scaled.scale)
+
+
+def test_tokens_may_differ_in_size_by_more_than_squares_can_hold():
+    x = jnp.asarray(tokens(), "float32")
+    sizes = jnp.asarray(10.0 ** np.linspace(-18, 18, TOKENS), "float32")[:, None]
+    codec = PointApproximation(points=TOKENS)
+    np.testing.assert_allclose(round_trip(codec, sizes * x), sizes * x, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("count", "dtype"),
+    [(1, "uint8"), (256, "uint8"), (257, "uint16"), (65536, "uint16"), (65537, "uint32")],
+)
+def test_indices_take_the_narrowest_type_that_fits(count, dtype):
+    codec = PointApproximation(points=count)
+    x = jax.ShapeDtypeStruct((70_000, 2), "bfloat16")
+    code = jax.eval_shape(codec.encode, x, jax.eval_shape(lambda: KEY))
+    assert code.index.dtype == dtype
+    total = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(code))
+    assert total == codec.stored_bytes(x.shape, x.dtype)
+
+
+def test_pamm_at_one_in_512_stores_a_371th():
+    # 32 points of 2,048 bf16 numbers, an index of a byte and a bf16 scale for each token.
+    shape, codec = (16_384, 2048), PointApproximation(1 / 512)
+    want = 32 * 2048 * 2 + 16_384 * (1 + 2)
+    assert codec.stored_bytes(shape, "bfloat16") == want == 180_224
+    assert Exact().stored_bytes(shape, "bfloat16") == 64 * 2**20
+    x = jax.ShapeDtypeStruct(shape, "bfloat16")
+    code = jax.eval_shape(codec.encode, x, jax.eval_shape(lambda: KEY))
+    assert sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(code)) == want
+
+
+@pytest.mark.parametrize(("ratio", "count"), [(1.0, 30), (0.5, 15), (0.05, 2), (1e-9, 1)])
+def test_a_ratio_is_rounded_and_at_least_one_point(ratio, count):
+    assert PointApproximation(ratio).count((5, 6, FEATURES)) == count
+
+
+@pytest.mark.parametrize("block", [1, 7, 1000])
+def test_cutting_the_tokens_changes_nothing(block, monkeypatch, x64):
+    want = PointApproximation(points=4).encode(tokens(), KEY)
+    monkeypatch.setattr("actjax.codecs.point._MAX_SCORES", 4 * block)
+    got = PointApproximation(points=4).encode(tokens(), KEY)
+    np.testing.assert_array_equal(got.index, want.index)
+    np.testing.assert_allclose(got.scale, want.scale, rtol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "takes either `ratio` or `points`"),
+        ({"ratio": 0.5, "points": 2}, "takes either `ratio` or `points`"),
+        ({"ratio": 0.0}, r"`ratio` of PointApproximation must be in \(0, 1\], got 0.0"),
+        ({"ratio": 1.5}, r"`ratio` of PointApproximation must be in \(0, 1\], got 1.5"),
+        ({"ratio": math.nan}, "`ratio`"),
+        ({"points": 0}, "`points` of PointApproximation must be an integer >= 1, got 0"),
+        ({"points": 2.0}, "`points` of PointApproximation must be an integer >= 1, got 2.0"),
+        ({"points": 2, "tolerance": -1.0}, "`tolerance` of PointApproximation must be >= 0"),
+        ({"points": 2, "tolerance": math.nan}, "`tolerance` of PointApproximation must be >= 0"),
+    ],
+)
+def test_bad_settings_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        PointApproximation(**arguments)
+
+
+def test_more_points_than_tokens_are_refused():
+    with pytest.raises(ValueError, match="`points` 31 of .* is above the 30 tokens"):
+        PointApproximation(points=31).encode(tokens(), KEY)

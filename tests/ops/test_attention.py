@@ -1,0 +1,308 @@
+"""Tests of actjax/ops/attention.py: exact, in blocks, with memory linear in the length.
+
+What runs here is the form in plain JAX; cuDNN's is held to the same oracle in test_gpu.py.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.test_util import check_grads
+
+from actjax import attention, linear
+
+BF16 = 2.0**-8
+"""Unit roundoff of bfloat16: the relative error of one rounding."""
+
+
+def problem(batch, length, heads, groups, size, dtype=None) -> list[jax.Array]:
+    """Returns q, k, v and the cotangent of the output."""
+    rng = np.random.default_rng(length)
+    shapes = [(batch, length, h, size) for h in (heads, groups, groups, heads)]
+    return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
+
+
+@functools.partial(jax.jit, static_argnames=("causal", "recompute", "merge_heads"))
+def run(q, k, v, dout, **options):
+    fun = functools.partial(attention, implementation="blockwise", **options)
+    out, pullback = jax.vjp(fun, q, k, v)
+    return out, *pullback(dout.reshape(out.shape))
+
+
+def oracle(q, k, v, dout, causal=True):
+    return oracles.attention(q, k, v, causal), *oracles.attention_vjp(q, k, v, dout, causal)
+
+
+# Blocks are of 256: one query, less than a block, a block and one, three of which one is ragged.
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize(
+    ("length", "heads", "groups"),
+    [(1, 2, 1), (2, 1, 1), (255, 4, 2), (256, 2, 1), (257, 6, 2), (512, 2, 2), (600, 3, 1)],
+)
+def test_value_and_gradients_agree_with_the_oracle(length, heads, groups, causal, x64):
+    arguments = problem(2 if length < 512 else 1, length, heads, groups, 4)
+    for got, want in zip(run(*arguments, causal=causal), oracle(*arguments, causal), strict=True):
+        assert got.dtype == jnp.float64
+        # Sums of up to 600 terms of size 1, in another order.
+        np.testing.assert_allclose(got, want, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("argument", [0, 1, 2])
+def test_finite_differences(argument, x64):
+    arguments = problem(1, 5, 2, 1, 4)[:3]
+
+    def fun(one):
+        return attention(*(one if i == argument else a for i, a in enumerate(arguments)))
+
+    # The defaults of check_grads would let an error of 0.1% pass. With steps of 1e-5 truncation and
+    # cancellation err by about 1e-10 each.
+    check_grads(jax.jit(fun), [arguments[argument]], 1, ["rev"], 1e-8, 1e-8, 1e-5)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_recomputed_gradients_are_the_same(causal):
+    arguments = problem(1, 300, 4, 2, 8)
+    kept = run(*arguments, causal=causal)
+    again = run(*arguments, causal=causal, recompute=True)
+    # The same operations on the same numbers.
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), again, kept)
+
+
+def test_merged_heads_are_the_heads_in_order():
+    arguments = problem(2, 6, 4, 2, 8)
+    apart, merged = (run(*arguments, merge_heads=merge) for merge in (False, True))
+    assert (apart[0].shape, merged[0].shape) == ((2, 6, 4, 8), (2, 6, 32))
+    jax.tree.map(np.testing.assert_array_equal, apart[0].reshape(2, 6, 32), merged[0])
+    jax.tree.map(np.testing.assert_array_equal, apart[1:], merged[1:])
+
+
+def test_causal_attention_is_the_default_and_sees_no_future():
+    q, k, v, _ = problem(1, 300, 1, 1, 4)
+    run = jax.jit(attention)
+    out = run(q, k, v)
+    for position in (0, 255, 256, 299):
+        seen = [x.at[:, position + 1 :].set(1e3) for x in (q, k, v)]
+        # Positions after it do not even change the rounding.
+        np.testing.assert_array_equal(run(*seen)[:, position], out[:, position])
+
+
+# Precision.
+
+
+def test_bfloat16_accumulates_in_float32():
+    q, k, v, dout = problem(1, 300, 4, 2, 16, jnp.bfloat16)
+    got, want = run(q, k, v, dout), oracle(q, k, v, dout)
+    assert all(x.dtype == jnp.bfloat16 for x in got)
+    out, *grads = (np.float64(x) for x in got)
+    # Weights and output are rounded once each; float32 inside errs by 1e-5 at most.
+    terms = oracles.attention(q, k, np.abs(np.float64(v)), True)
+    assert np.all(np.abs(out - want[0]) <= BF16 * terms + BF16 * np.abs(want[0]) + 1e-5)
+    for grad, exact in zip(grads, want[1:], strict=True):
+        # The output, weights or scores' gradients, and the result: three roundings, each of which
+        # is at most BF16 of what it rounds, and on average half of that.
+        assert np.linalg.norm(grad - exact) <= 1.5 * BF16 * np.linalg.norm(exact)
+
+
+def test_equal_scores_give_the_mean_of_all_values():
+    # The weights are 1 / 2048: sums of them in bfloat16 would stop at 256 / 2048.
+    q = jnp.zeros((1, 2048, 1, 1), jnp.bfloat16)
+    out, _, _, dv = run(q, q, q + 3, q + 1, causal=False)
+    np.testing.assert_array_equal(out.astype(jnp.float32), 3)
+    np.testing.assert_array_equal(dv.astype(jnp.float32), 1)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    # Scores stay below 2e7, where float32 still tells 1 apart.
+    st.lists(st.floats(-(2.0**10), 2.0**10, width=32), min_size=18, max_size=18),
+    st.sampled_from([0.0, 1e-30, 1.0, 4.0]),
+    st.booleans(),
+)
+def test_output_lies_between_the_values_and_all_is_finite(numbers, scale, causal):
+    x = scale * np.reshape(np.float32(numbers), (3, 1, 3, 1, 2))
+    q, k, v = x
+    out, *grads = map(np.float64, run(q, k, v, np.ones_like(q), causal=causal))
+    size = np.abs(v).max() * 1e-6
+    assert np.all(out >= v.min(1) - size)
+    assert np.all(out <= v.max(1) + size)
+    if causal:
+        np.testing.assert_allclose(out[:, 0], v[:, 0], rtol=1e-6)  # It sees itself alone.
+    assert all(np.isfinite(grad).all() for grad in grads)
+
+
+def test_scores_far_below_zero_are_no_padding(x64):
+    # All scores of a padded block are about -1e4: the padding's, of zeros, must not win.
+    q, k, v, dout = problem(1, 257, 1, 1, 4)
+    q, k = jnp.abs(q) + 50, -jnp.abs(k) - 50
+    for causal in (True, False):
+        got, want = run(q, k, v, dout, causal=causal), oracle(q, k, v, dout, causal)
+        for a, b in zip(got, want, strict=True):
+            # A score of 1e4 is rounded by 1e-12, and so is the exponential of it, relatively.
+            np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
+
+
+# What is held.
+
+
+def held(fun, *args) -> list[jax.Array]:
+    """Returns the arrays that the backward pass of `fun` holds, each once."""
+    return list({id(leaf): leaf for leaf in jax.tree.leaves(jax.vjp(fun, *args)[1])}.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_backward_holds_inputs_output_and_log_sum_exp(dtype):
+    q, k, v, _ = problem(2, 16, 4, 2, 8, dtype)
+    leaves = held(attention, q, k, v)
+    assert all(any(leaf is x for leaf in leaves) for x in (q, k, v))
+    # The log-sum-exp is a float32 for each head and query.
+    assert sum(x.nbytes for x in leaves) == 2 * q.nbytes + 2 * k.nbytes + 2 * 16 * 4 * 4
+
+
+def test_recomputation_holds_the_inputs_alone():
+    q, k, v, _ = problem(2, 16, 4, 2, 8)
+    leaves = held(functools.partial(attention, recompute=True), q, k, v)
+    assert {id(x) for x in leaves} == {id(q), id(k), id(v)}
+
+
+def test_a_linear_that_follows_stores_the_output_no_second_time():
+    q, k, v, _ = problem(2, 16, 4, 2, 8)
+    w = jnp.ones((32, 5))
+
+    def fun(q, k, v, w):
+        return linear(attention(q, k, v, merge_heads=True), w)
+
+    together = sum(x.nbytes for x in held(fun, q, k, v, w))
+    assert together == sum(x.nbytes for x in held(attention, q, k, v)) + w.nbytes
+
+
+def temporary(length: int, **options) -> int:
+    """Returns the workspace of value and gradients, in bytes, as XLA compiles them."""
+    q, k, v, dout = (jax.ShapeDtypeStruct((1, length, h, 8), jnp.float32) for h in (2, 1, 1, 2))
+    return run.lower(q, k, v, dout, **options).compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": False}, {"recompute": True}], ids=str)
+def test_memory_is_linear_in_the_length(options):
+    # Scores of 4096 tokens would take 2 x 64 MiB; twice the length would take four times as much.
+    first, second = temporary(2048, **options), temporary(4096, **options)
+    assert second < 2.1 * first
+    assert second < 2**24
+
+
+def test_recomputation_keeps_no_output_across_a_scan():
+    def compiled(layers: int) -> int:
+        def loss(scales, q):
+            def body(q, scale):
+                # What reads the output keeps no copy of it.
+                return q + scale * attention(q, q, q, recompute=True), None
+
+            return jnp.sum(jax.lax.scan(body, q, scales)[0])
+
+        arrays = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((layers,), (1, 512, 2, 16))]
+        lowered = jax.jit(jax.grad(loss, argnums=1)).lower(*arrays)
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    size = 512 * 2 * 16 * 4
+    # A layer more keeps q, which is k and v too; its output would be as much again.
+    assert size <= (compiled(8) - compiled(4)) / 4 < 1.1 * size
+
+
+def test_a_barrier_keeps_the_two_forward_passes_apart():
+    # XLA could merge two equal ones, and keep the output after all. It does not merge loops on a
+    # CPU, so it is the program that is looked at, and not what it compiles to.
+    q, k, v, _ = problem(1, 4, 1, 1, 4)
+
+    def has_barrier(recompute: bool) -> bool:
+        fun = lambda *args: jnp.sum(attention(*args, recompute=recompute))  # noqa: E731
+        return "optimization_barrier" in str(jax.make_jaxpr(jax.grad(fun, (0, 1, 2)))(q, k, v))
+
+    assert has_barrier(recompute=True)
+    assert not has_barrier(recompute=False)
+
+
+# Under transformations of JAX.
+
+TRANSFORMS = {
+    "eager": lambda f: f,
+    "jit": jax.jit,
+    "checkpoint": lambda f: jax.jit(jax.checkpoint(f)),
+    "scan": lambda f: lambda *xs: jax.lax.scan(lambda _, x: (None, f(*x)), None, xs)[1],
+    "vmap": jax.vmap,
+}
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_gradients_are_the_same_under(name, recompute):
+    q, k, v, _ = problem(3, 7, 4, 2, 4)
+    run = functools.partial(attention, recompute=recompute)
+    stacked = name in ("scan", "vmap")
+    lead = [x[:, None] for x in (q, k, v)] if stacked else (q, k, v)
+
+    @jax.jit
+    def gradients(*args):
+        return jax.grad(lambda *args: jnp.sum(jnp.sin(TRANSFORMS[name](run)(*args))), (0, 1, 2))(
+            *args
+        )
+
+    dout = np.cos(oracles.attention(q, k, v, True))
+    want = oracles.attention_vjp(q, k, v, dout, True)
+    for got, exact in zip(gradients(*lead), want, strict=True):
+        np.testing.assert_allclose(got.reshape(exact.shape), exact, rtol=1e-5, atol=1e-6)
+
+
+# Errors.
+
+
+def arrays(q, k, v, dtypes=("float32",) * 3):
+    return [jnp.ones(shape, dtype) for shape, dtype in zip((q, k, v), dtypes, strict=True)]
+
+
+Q, K = (2, 5, 4, 8), (2, 5, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ((Q[1:], K, K), "`q` must be [B, S, H, D] and `k` and `v` both [B, S, G, D], got q(5, 4"),
+        ((Q, K, (2, 5, 4, 8)), "`k` and `v` both [B, S, G, D], got q(2, 5, 4, 8), k(2, 5, 2, 8)"),
+        ((Q, (2, 6, 2, 8), (2, 6, 2, 8)), "`q` and `k` must agree in batch, length and head size"),
+        ((Q, (1, 5, 2, 8), (1, 5, 2, 8)), "`q` and `k` must agree in batch, length and head size"),
+        ((Q, (2, 5, 2, 4), (2, 5, 2, 4)), "`q` and `k` must agree in batch, length and head size"),
+        ((Q, (2, 5, 3, 8), (2, 5, 3, 8)), "the heads of `q` must be a multiple of those of `k`"),
+    ],
+)  # fmt: skip
+def test_errors_give_the_shapes_that_came(shapes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        attention(*arrays(*shapes))
+
+
+def test_dtypes_must_agree():
+    message = "`q`, `k` and `v` must have one dtype, got float32, float32, bfloat16."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        attention(*arrays(Q, K, K, ("float32", "float32", "bfloat16")))
+
+
+@pytest.mark.parametrize("letter", "qkv")
+def test_integers_are_refused(letter):
+    dtypes = ["int32" if name == letter else "float32" for name in "qkv"]
+    with pytest.raises(TypeError, match=f"`{letter}` must be a floating point array, got int32"):
+        attention(*arrays(Q, K, K, dtypes))
+
+
+def test_an_unknown_implementation_is_refused():
+    message = "`implementation` must be one of ('blockwise', 'cudnn') or None, got 'triton'."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        attention(*arrays(Q, K, K), implementation="triton")
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="a GPU has cuDNN")
+def test_an_implementation_that_is_asked_for_and_not_there_raises():
+    with pytest.raises((ValueError, RuntimeError, NotImplementedError)):
+        attention(*arrays(Q, K, K, ("bfloat16",) * 3), implementation="cudnn")
