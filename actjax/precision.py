@@ -9,17 +9,31 @@ def accumulation_dtype(*dtypes: jax.typing.DTypeLike) -> jnp.dtype:
     return jnp.dtype(jnp.result_type(*dtypes, jnp.float32))
 
 
-def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns `a @ b`, [..., m] by [m, n], accumulated and returned in the accumulation dtype."""
-    return jnp.matmul(a, b, preferred_element_type=accumulation_dtype(a.dtype, b.dtype))
+def matmul(a: jax.Array, b: jax.Array, precision: jax.lax.PrecisionLike = None) -> jax.Array:
+    """Returns `a @ b`, [..., m] by [m, n], accumulated and returned in the accumulation dtype.
+
+    Args:
+      a: [..., m].
+      b: [m, n].
+      precision: as for `jax.numpy.matmul`; None lets a device round operands in float32.
+    """
+    dtype = accumulation_dtype(a.dtype, b.dtype)
+    return jnp.matmul(a, b, precision=precision, preferred_element_type=dtype)
 
 
-def contract_tokens(a: jax.Array, b: jax.Array) -> jax.Array:
+def contract_tokens(
+    a: jax.Array, b: jax.Array, precision: jax.lax.PrecisionLike = None
+) -> jax.Array:
     """Returns `aᵀ b` over all leading axes, [..., m] and [..., n] to [m, n], accumulated likewise.
 
     Leading axes are contracted as they are, not flattened first, so that a batch that is
     sharded over devices is reduced in place.
+
+    Args:
+      a: [..., m].
+      b: [..., n].
+      precision: as for `jax.numpy.matmul`; None lets a device round operands in float32.
     """
     axes = tuple(range(a.ndim - 1))
     dtype = accumulation_dtype(a.dtype, b.dtype)
-    return jnp.tensordot(a, b, axes=(axes, axes), preferred_element_type=dtype)
+    return jnp.tensordot(a, b, axes=(axes, axes), precision=precision, preferred_element_type=dtype)

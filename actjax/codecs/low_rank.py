@@ -277,16 +277,18 @@ def _orthonormalize(y: jax.Array) -> jax.Array:
 
 
 def _cholesky_qr(y: jax.Array) -> jax.Array:
-    gram = contract_tokens(y, y)
-    # The rounding error of a Gram matrix is below k eps trace; a shift above it keeps the
-    # factorisation real. `tiny` covers y = 0.
-    info = jnp.finfo(gram.dtype)
-    shift = 2 * gram.shape[0] * info.eps * jnp.trace(gram) + info.tiny
-    factor = jnp.linalg.cholesky(gram + shift * jnp.eye(gram.shape[0], dtype=gram.dtype))
-    inverse = jax.scipy.linalg.solve_triangular(
-        factor, jnp.eye(gram.shape[0], dtype=gram.dtype), lower=True
-    )
-    return matmul(y, inverse.T)
+    # In full float32: GPUs and TPUs may else round what they multiply to 10 or 8 bits, and the
+    # basis would be as far from orthonormal. These products are thin, so it costs little.
+    gram = contract_tokens(y, y, precision="highest")
+    rank, tokens, info = gram.shape[0], y.size // y.shape[-1], jnp.finfo(gram.dtype)
+    # Rounding errs by about (k + sqrt(T)) eps of the longest column, squared. A shift above that
+    # keeps the factorisation real, and shortens no direction of a well-conditioned `y` by more.
+    # Relative to each column instead, it would blow up what rounding leaves of dependent ones.
+    shift = 2 * (rank + tokens**0.5) * info.eps * jnp.max(jnp.diag(gram)) + info.tiny
+    shifted = gram + shift * jnp.eye(rank, dtype=gram.dtype)
+    factor = jnp.linalg.cholesky(shifted)
+    inverse = jax.scipy.linalg.solve_triangular(factor, jnp.eye(rank, dtype=gram.dtype), lower=True)
+    return matmul(y, inverse.T, precision="highest")
 
 
 def _key_bytes() -> int:

@@ -174,5 +174,5 @@ def test_bad_settings_are_refused(arguments, message):
 
 
 def test_more_points_than_tokens_are_refused():
-    with pytest.raises(ValueError, match="`points` 31 of .* is above the 30 tokens"):
+    with pytest.raises(ValueError, match=r"`points` 31 of .* is above the 30 tokens"):
         PointApproximation(points=31).encode(tokens(), KEY)
