@@ -13,6 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from actjax.codecs import Exact
 from actjax.tags import Tag
 
 _ALIVE = "alive without the backward pass"
@@ -82,20 +83,25 @@ class Explanation:
         table.add_column("codec, or why none")
         alive = [r for r in self.residuals if r.reason == _ALIVE]
         kept = [r for r in self.residuals if r.reason != _ALIVE]
-        small = [r for r in kept if r.exact_bytes < self.exact_bytes / 1000 and not r.codec]
+        coded = [r for r in kept if r.codec not in ("", repr(Exact()))]
+        small = [r for r in kept if r not in coded and r.exact_bytes < self.exact_bytes / 1000]
         for r in kept:
             if r not in small:
                 shape = f"{r.dtype}[{','.join(map(str, r.shape))}]"
                 sizes = _bytes(r.exact_bytes), _bytes(r.stored_bytes)
                 table.add_row(f"{r.operator}: {r.name}", shape, *sizes, r.codec or r.reason)
-        for name, rows in (("small arrays", small), ("arguments, constants", alive)):
+        others = (
+            ("small arrays", small, "below a thousandth of the total each"),
+            ("arguments, constants", alive, _ALIVE),
+        )
+        for name, rows, reason in others:
             if rows:
-                sizes = (_bytes(sum(getattr(r, f"{k}_bytes") for r in rows)) for k in _SIZES)
-                table.add_row(name, f"{len(rows)} arrays", *sizes, rows[0].reason)
+                exact, stored = (
+                    sum(r.exact_bytes for r in rows),
+                    sum(r.stored_bytes for r in rows),
+                )
+                table.add_row(name, f"{len(rows)} arrays", _bytes(exact), _bytes(stored), reason)
         return table
-
-
-_SIZES = ("exact", "stored")
 
 
 def explain(fun: Callable[..., Any], *args: Any) -> Explanation:

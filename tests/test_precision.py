@@ -12,7 +12,7 @@ from actjax.precision import accumulation_dtype, contract_tokens, matmul
 NARROW = ("float16", "bfloat16", "float32")
 
 
-@pytest.mark.parametrize(("a", "b"), itertools.product(NARROW, repeat=2))
+@pytest.mark.parametrize(("a", "b"), [*itertools.product(NARROW, repeat=2)])
 def test_narrow_floats_accumulate_in_float32(a, b):
     assert accumulation_dtype(a) == jnp.float32
     assert accumulation_dtype(a, b) == jnp.float32

@@ -125,6 +125,7 @@ OPERATORS = {
         {
             exactly("cross_entropy", "next token gradient of hidden", 6, 8),
             exactly("cross_entropy", "next token gradient of head", 8, 9),
+            exactly("cross_entropy", "next token inverse sum of mask"),
         },
     ),
 }
@@ -334,6 +335,7 @@ def test_a_decoder_keeps_what_its_table_says(storage):
         "swiglu: up": (3, *lead, f),
         "cross_entropy: gradient of hidden": (*lead, d),
         "cross_entropy: gradient of head": (d, CONFIG.vocab_size),
+        "cross_entropy: inverse sum of mask": (),
     }
     assert {name: rows[name].shape for name in stacked} == stacked
     # An output that is stored as a code by its projection is computed again by attention.

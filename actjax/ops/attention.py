@@ -77,6 +77,8 @@ def _check(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
     for name, array in (("q", q), ("k", k), ("v", v)):
         check_floating(name, array)
     shapes = f"q{q.shape}, k{k.shape}, v{v.shape}"
+    if 0 in q.shape:
+        raise ValueError(f"`q` must not be empty, got {shapes}.")
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape:
         raise ValueError(
             f"`q` must be [B, S, H, D] and `k` and `v` both [B, S, G, D], got {shapes}."

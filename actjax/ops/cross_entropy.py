@@ -34,7 +34,7 @@ def cross_entropy(
 
     `lse` is the log-sum-exp of the logits. These, `hidden @ head`, exist for `chunk` tokens at a
     time, in float32. Value and gradients are exact. Under differentiation it holds `dhidden` and
-    `dhead`, each as large as its primal, from the forward pass on; without, nothing.
+    `dhead`, each as large as its primal, and one number from the forward pass on; without, nothing.
 
     Args:
       hidden: [..., d].
@@ -49,7 +49,7 @@ def cross_entropy(
       name: put before the names that `actjax.explain` gives what is kept.
 
     Returns:
-      A scalar in float32 (float64 if an input is); 0 if every token is masked.
+      A scalar in float32 (float64 if `hidden` is); 0 if every token is masked.
 
     Raises:
       ValueError: shapes that do not fit, or a chunk below one.
@@ -60,8 +60,7 @@ def cross_entropy(
     if chunk is None:
         chunk = max(_MIN_CHUNK, head.shape[0] // 4)
     weights = jnp.ones(labels.shape, jnp.float32) if mask is None else mask
-    weights = jax.lax.stop_gradient(weights.astype(accumulation_dtype(hidden.dtype)))
-    weights = weights / jnp.maximum(weights.sum(), jnp.finfo(weights.dtype).tiny)
+    weights = weights.astype(accumulation_dtype(hidden.dtype))
     return _cross_entropy(z_loss, min(chunk, tokens), name, hidden, head, labels, weights)
 
 
@@ -82,7 +81,14 @@ def _cross_entropy(
         loss, _, _ = _chunk_loss(z_loss, h, head, label, weight)
         return total + loss, None
 
-    return _over_chunks(add_chunk, jnp.zeros((), weights.dtype), chunk, hidden, labels, weights)[0]
+    zero = jnp.zeros((), weights.dtype)
+    total = _over_chunks(add_chunk, zero, chunk, hidden, labels, weights)[0]
+    return total * _inverse_sum(weights)
+
+
+def _inverse_sum(weights: jax.Array) -> jax.Array:
+    """Returns 1 over the sum of the weights; finite if that is zero, as the loss then is."""
+    return 1 / jnp.maximum(weights.sum(), jnp.finfo(weights.dtype).tiny)
 
 
 def _over_chunks(body, carry, chunk, hidden, labels, weights) -> tuple[Any, Any]:
@@ -129,17 +135,25 @@ def _cross_entropy_fwd(z_loss, chunk, name, hidden, head, labels, weights):
     with jax.named_scope("actjax.cross_entropy"):
         wide = accumulation_dtype(hidden.dtype)
         carry = (jnp.zeros((), weights.dtype), jnp.zeros(head.shape, wide))
-        (loss, dhead), dhidden = _over_chunks(add_chunk, carry, chunk, hidden, labels, weights)
+        (total, dhead), dhidden = _over_chunks(add_chunk, carry, chunk, hidden, labels, weights)
+        inverse = _inverse_sum(weights)
+        inverse = keep_output(inverse, "cross_entropy", f"{name} inverse sum of mask".strip())
         dhidden = keep_output(dhidden, "cross_entropy", f"{name} gradient of hidden".strip())
-        dhead = dhead.astype(head.dtype)
+        dhead = (dhead * inverse).astype(head.dtype)
         dhead = keep_output(dhead, "cross_entropy", f"{name} gradient of head".strip())
-    return loss, (dhidden, dhead)
+    # `dhidden` is that of the sum over tokens, whose entries are not small: that of the mean would
+    # underflow in float16, where no scaling of the loss could bring it back.
+    return total * inverse, (dhidden, dhead, inverse)
 
 
 def _cross_entropy_bwd(z_loss, chunk, name, residuals, dloss):
     del z_loss, chunk, name
-    dhidden, dhead = residuals
-    scaled = tuple((dloss * x.astype(dloss.dtype)).astype(x.dtype) for x in (dhidden, dhead))
+    dhidden, dhead, inverse = residuals
+    scales = (dloss * inverse, dloss)
+    scaled = tuple(
+        (scale * x.astype(dloss.dtype)).astype(x.dtype)
+        for scale, x in zip(scales, (dhidden, dhead), strict=True)
+    )
     return *scaled, None, None
 
 
@@ -156,6 +170,8 @@ def _check(hidden, head, labels, mask, chunk) -> None:
         )
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"`labels` must be integers, got {labels.dtype}.")
+    if labels.size == 0:
+        raise ValueError(f"`hidden` must hold at least one token, got hidden{hidden.shape}.")
     for name, array in (("labels", labels), ("mask", mask)):
         if array is not None and array.shape != hidden.shape[:-1]:
             raise ValueError(

@@ -70,7 +70,7 @@ def linear(
 
     Raises:
       ValueError: shapes that do not fit, a missing key, a codec that does not fit `x`.
-      TypeError: `codec` is no codec, or `x` is not floating point.
+      TypeError: `codec` is no codec, or `x` or a weight is not floating point.
     """
     single = not isinstance(w, (tuple, list))
     weights = (w,) if single else tuple(w)
@@ -175,6 +175,7 @@ def _check(x: jax.Array, weights: _Weights, biases: _Biases, codec: Codec) -> No
         )
     for i, (w, bias) in enumerate(zip(weights, biases, strict=True)):
         name = "w" if len(weights) == 1 else f"w[{i}]"
+        check_floating(name, w)
         if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[0]:
             hint = " Did you pass it transposed?" if x.shape[-1:] == w.shape[-1:] else ""
             raise ValueError(

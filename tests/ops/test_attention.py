@@ -306,3 +306,9 @@ def test_an_unknown_implementation_is_refused():
 def test_an_implementation_that_is_asked_for_and_not_there_raises():
     with pytest.raises((ValueError, RuntimeError, NotImplementedError)):
         attention(*arrays(Q, K, K, ("bfloat16",) * 3), implementation="cudnn")
+
+
+def test_no_positions_are_refused():
+    q = jnp.ones((2, 0, 4, 8))
+    with pytest.raises(ValueError, match="`q` must not be empty"):
+        attention(q, q, q)

@@ -223,13 +223,34 @@ def test_logits_far_apart_do_not_overflow():
 # What is held.
 
 
+def test_gradients_in_float16_do_not_underflow():
+    # Of 65,536 tokens, the mean gives each logit a gradient of 1 / (65,536 * 5,000): no float16.
+    tokens, features, vocabulary = 65_536, 4, 5_000
+    rng = np.random.default_rng(0)
+    hidden = jnp.asarray(rng.normal(size=(tokens, features)), "float16")
+    head = jnp.asarray(rng.normal(size=(features, vocabulary)), "float32")
+    labels = jnp.zeros(tokens, "int32")
+
+    def gradients(hidden):
+        # A loss is scaled by a power of two for float16, so that `dhidden` can be held too.
+        fun = lambda hidden, head: 2.0**16 * cross_entropy(hidden, head, labels, chunk=4096)  # noqa: E731
+        return jax.jit(jax.grad(fun, (0, 1)))(hidden, head)
+
+    got = gradients(hidden)
+    want = gradients(hidden.astype("float32"))
+    for a, b in zip(got, want, strict=True):
+        error = np.linalg.norm(np.asarray(a, np.float64) - b) / np.linalg.norm(b)
+        # Head, logit gradients and results are rounded to 11 bits each.
+        assert error < 4 * 2**-11
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_backward_holds_the_two_gradients_alone(dtype):
+def test_backward_holds_the_two_gradients_and_a_number_alone(dtype):
     hidden, head, labels = problem(13, 6, 11, dtype)
     fun = lambda hidden, head: cross_entropy(hidden, head, labels, chunk=5)  # noqa: E731
     leaves = jax.tree.leaves(jax.vjp(fun, hidden, head)[1])
     shapes = sorted((leaf.shape, leaf.dtype.name) for leaf in leaves)
-    assert shapes == [((6, 11), dtype), ((13, 6), dtype)]
+    assert shapes == [((), "float32"), ((6, 11), dtype), ((13, 6), dtype)]
 
 
 @pytest.mark.parametrize("mode", ["value", "gradient"])
@@ -342,3 +363,8 @@ def test_errors_name_the_argument_and_what_came(case):
     call, kind, message = ERRORS[case]
     with pytest.raises(kind, match=re.escape(message)):
         call(*problem())
+
+
+def test_no_tokens_are_refused():
+    with pytest.raises(ValueError, match="`hidden` must hold at least one token"):
+        cross_entropy(jnp.ones((0, 4)), jnp.ones((4, 5)), jnp.ones(0, int))

@@ -434,3 +434,9 @@ def test_no_hint_of_a_transposed_weight_where_it_would_not_fit():
     with pytest.raises(ValueError) as error:
         linear(jnp.ones((6, 8)), jnp.ones((7, 5)))
     assert "transposed" not in str(error.value)
+
+
+@pytest.mark.parametrize("w", [3.0, jnp.ones((8, 4), int), jnp.ones((8, 4), "float8_e4m3fn")])
+def test_weights_that_are_no_floating_point_arrays_are_refused(w):
+    with pytest.raises(TypeError, match="`w` must be a floating point array"):
+        linear(jnp.ones((2, 8)), w)
