@@ -3,7 +3,9 @@
 import dataclasses
 import math
 import pathlib
-from typing import Literal
+from typing import Annotated, Literal
+
+import tyro
 
 from train.methods import MethodOptions
 
@@ -86,7 +88,9 @@ class PretrainConfig:
     llama3_1b, llama3_3b or llama3_8b."""
     method: str = "exact"
     """What is stored for the backward pass: exact, remat, pamm, random_projection or low_rank."""
-    options: MethodOptions = dataclasses.field(default_factory=MethodOptions)
+    options: Annotated[MethodOptions, tyro.conf.arg(name="method")] = dataclasses.field(
+        default_factory=MethodOptions
+    )
     steps: int = 1000
     """Optimizer steps of the whole run."""
     batch_size: int = 8
