@@ -59,20 +59,27 @@ class Checkpoints:
           identity: what this run is.
 
         Raises:
-          ValueError: the checkpoint is that of another run; the message names what differs.
+          ValueError: the checkpoint is that of another run, and the message names what differs; or
+            it is damaged.
         """
-        saved = self._manager.restore(
-            step, args=ocp.args.Composite(identity=ocp.args.JsonRestore())
-        )["identity"]
+        saved = self._read(step, identity=ocp.args.JsonRestore())["identity"]
         _check_identity(saved, identity, self._manager.directory)
-        restored = self._manager.restore(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardRestore(_leaves(like)), data=ocp.args.JsonRestore()
-            ),
-        )
+        state, data = ocp.args.StandardRestore(_leaves(like)), ocp.args.JsonRestore()
+        restored = self._read(step, state=state, data=data)
         leaves = [restored["state"][name] for name in _leaves(like)]
         return jax.tree.unflatten(jax.tree.structure(like), leaves), restored["data"]
+
+    def _read(self, step: int, **items: Any) -> Any:
+        try:
+            return self._manager.restore(step, args=ocp.args.Composite(**items))
+        except Exception as error:  # Whatever the layers below orbax raise on a torn file.
+            folder = self._manager.directory / str(step)
+            others = [n for n in self._manager.all_steps() if n != step]
+            raise ValueError(
+                f"the checkpoint in {folder} cannot be read: it is damaged"
+                f" ({type(error).__name__}). Remove that folder to go on from"
+                f" {f'step {max(others)}' if others else 'the start'}."
+            ) from error
 
     def close(self) -> None:
         """Waits until what was saved is on disk."""

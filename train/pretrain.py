@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import os
 import pathlib
 import signal
 import sys
@@ -78,8 +79,10 @@ def main() -> None:
     try:
         run(config, console)
     except (BadRunError, NonFiniteError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(error.exit_code) from error
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        # At once: threads that still read a damaged checkpoint would bury the message.
+        os._exit(error.exit_code)
 
 
 def run(config: PretrainConfig, console: Console) -> int:

@@ -58,3 +58,18 @@ def test_identity_is_plain_json():
 
     assert json.loads(json.dumps(IDENTITY)) == IDENTITY
     assert IDENTITY["model"]["num_heads"] == 6
+
+
+@pytest.mark.parametrize("item", ["state", "data", "identity"])
+def test_a_truncated_checkpoint_is_named_and_what_is_left(tmp_path, state, item):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step in (1, 2):
+        checkpoints.save(step, state, {"next": step}, IDENTITY)
+    checkpoints.close()
+    for file in (tmp_path / "2" / item).rglob("*"):
+        if file.is_file() and file.stat().st_size:
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    again = Checkpoints(tmp_path, keep=2)
+    with pytest.raises(ValueError, match=r"checkpoints?.*2 cannot be read.*to go on from step 1\."):
+        again.restore(2, like(state), IDENTITY)
+    again.close()
