@@ -25,3 +25,6 @@ CODECS = {
 
 SHAPES = [(24, 8), (2, 12, 8), (2, 3, 4, 8)]
 """24 tokens of 8 features, in one, two and three leading dimensions."""
+
+DTYPES = ("float32", "bfloat16")
+"""What activations are stored in."""

@@ -135,7 +135,7 @@ def _assign(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns f [T], α [T] in the accumulation dtype, and which tokens are kept, [T]."""
     dtype = accumulation_dtype(x.dtype)
-    # Points are brought to a largest entry in [1, 2) by powers of two, which is exact, so that
+    # Points are brought to a largest entry in [0.5, 1) by powers of two, which is exact, so that
     # norms of huge or tiny tokens stay finite.
     largest = jnp.max(jnp.abs(points), axis=-1).astype(dtype)
     exponent = jnp.where(largest > 0, jnp.frexp(largest)[1], 0)

@@ -98,12 +98,19 @@ def test_power_iterations_come_closer_to_the_best(x64):
     assert means[3] <= 1.05 * oracles.best_rank_k_error(x, 6)
 
 
+def test_rows_are_drawn_without_replacement():
+    x = jnp.arange(40.0).reshape(5, 8, 1)
+    np.testing.assert_array_equal(jnp.sort(sample_rows(x, KEY, 40), axis=0), x.reshape(40, 1))
+
+
 DEFICIENT = {
     "zero": np.zeros((TOKENS, FEATURES)),
     "one token": np.eye(TOKENS, FEATURES) * np.r_[1, np.zeros(FEATURES - 1)],
     "rank one": np.outer(np.arange(1, TOKENS + 1), np.arange(FEATURES)),
     "rank four": np.random.default_rng(1).normal(size=(TOKENS, 4))
     @ np.random.default_rng(2).normal(size=(4, FEATURES)),
+    "columns zero and repeated": np.tile(np.random.default_rng(4).normal(size=(TOKENS, 5)), 4)
+    * (np.arange(FEATURES) != 3),
     "the same token": np.tile(np.random.default_rng(3).normal(size=FEATURES), (TOKENS, 1)),
 }
 

@@ -1,3 +1,4 @@
+import functools
 import math
 
 import jax
@@ -16,8 +17,13 @@ def tokens(seed=0, count=TOKENS):
     return jnp.asarray(np.random.default_rng(seed).normal(size=(count, FEATURES)))
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def encode(codec, x, key=KEY):
+    return codec.encode(x, key)
+
+
 def round_trip(codec, x, key=KEY):
-    return codec.decode(codec.encode(x, key))
+    return codec.decode(encode(codec, x, key))
 
 
 def drawn_rows(count, total=TOKENS, key=KEY):
@@ -30,7 +36,7 @@ def drawn_rows(count, total=TOKENS, key=KEY):
 def test_it_is_the_oracle_on_the_same_points(count, tolerance, x64):
     x, dz = tokens(), tokens(1)
     codec = PointApproximation(points=count, tolerance=tolerance)
-    code = codec.encode(x, KEY)
+    code = encode(codec, x)
     rows = drawn_rows(count)
     want = oracles.point_approximation(x, rows, tolerance)
     np.testing.assert_array_equal(code.points, x[rows])
@@ -41,6 +47,54 @@ def test_it_is_the_oracle_on_the_same_points(count, tolerance, x64):
     np.testing.assert_allclose(codec.decode(code), want.decoded, rtol=1e-12)
     gradient = oracles.point_weight_gradient(x, rows, tolerance, dz)
     np.testing.assert_allclose(codec.weight_grad(code, dz), gradient, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rounding_takes_a_point_as_near_as_the_nearest(dtype):
+    x = jnp.asarray(tokens(count=200), dtype)
+    code = encode(PointApproximation(points=20), x)
+    want = oracles.point_approximation(x, drawn_rows(20, 200), math.inf)
+    index = np.asarray(code.index, int)[:, None]
+    chosen = np.take_along_axis(want.cosines, index, axis=1)[:, 0]
+    # Products of 6 terms and a norm, summed in float32 whatever `x` is: each cosine errs by less.
+    error = 2 * FEATURES * 2**-23
+    assert np.all(chosen >= want.cosines.max(axis=1) - error)
+    same = index[:, 0] == want.assignment
+    # Then the scale is rounded once, by half a unit in the last place.
+    half = float(jnp.finfo(dtype).eps) / 2
+    scale = np.asarray(code.scale, np.float64)
+    np.testing.assert_allclose(scale[same], want.alpha[same], rtol=half + error / chosen.min())
+
+
+def test_the_weight_gradient_of_bfloat16_points_is_summed_in_float32():
+    codec, dz = PointApproximation(points=5), jnp.asarray(tokens(1), "bfloat16")
+    code = encode(codec, jnp.asarray(tokens(), "bfloat16"))
+    points, scale, wide = (np.asarray(a, np.float64) for a in (code.points, code.scale, dz))
+    decoded = scale[:, None] * points[np.asarray(code.index)]
+    # Two products in float32, of 30 and of 5 terms: far from the 2^-9 that bfloat16 rounds by.
+    bound = (TOKENS + 5) * 2**-23 * np.abs(decoded).T @ np.abs(wide)
+    assert np.all(np.abs(codec.weight_grad(code, dz) - decoded.T @ wide) <= bound)
+
+
+def test_tolerance_zero_keeps_only_multiples_of_a_point(x64):
+    # Powers of two along the axes: nothing is rounded, so that a residual of zero is zero.
+    sizes = 2.0 ** np.arange(-6, 6) * np.tile([1, -1, -1], 4)
+    x = jnp.asarray(sizes[:, None] * np.eye(FEATURES)[np.arange(12) % FEATURES]).at[5].set(0.0)
+    for seed in range(4):
+        key = jax.random.key(seed)
+        want = oracles.point_approximation(x, drawn_rows(3, 12, key), 0.0)
+        assert 0 < want.dropped.sum() < 11
+        got = round_trip(PointApproximation(points=3, tolerance=0.0), x, key)
+        np.testing.assert_allclose(got, want.decoded, rtol=1e-14)
+
+
+def test_dropping_every_token_leaves_zeros():
+    # A tolerance of zero drops a lone token too if rounding leaves any of it.
+    x = jnp.asarray(tokens(count=64), "float32")[:, None]
+    codec = PointApproximation(points=1, tolerance=0.0)
+    got = np.asarray(jax.vmap(lambda x: codec.decode(codec.encode(x, KEY)))(x))
+    dropped = ~got.any(axis=(1, 2))
+    np.testing.assert_allclose(got[~dropped], x[~dropped], rtol=1e-5)
 
 
 def test_a_tolerance_drops_some_and_scales_the_rest_up(x64):
@@ -104,7 +158,7 @@ def test_duplicate_tokens_are_normal_input(x64):
 def test_scale_does_not_matter(dtype, size):
     x = jnp.asarray(tokens(), dtype)
     power = 2.0 ** round(math.log2(size))  # Exact in binary, so that the bits must agree.
-    plain, scaled = (PointApproximation(points=5).encode(y, KEY) for y in (x, x * power))
+    plain, scaled = (encode(PointApproximation(points=5), y) for y in (x, x * power))
     np.testing.assert_array_equal(plain.index, scaled.index)
     np.testing.assert_array_equal(plain.scale, scaled.scale)
 
