@@ -105,8 +105,12 @@ def draw_loss(lines: list[dict[str, Any]], path: pathlib.Path, title: str) -> No
     figure.savefig(path, dpi=120)
 
 
-def _smooth(values: tuple[float, ...], span: int = 10) -> list[float]:
-    """Returns the exponential moving average over about `span` values, without a start-up bias."""
+def _smooth(values: tuple[float, ...]) -> list[float]:
+    """Returns the exponential moving average over some twentieth of the values, and at least two.
+
+    The weights of the first values are scaled up, so that it starts where they do.
+    """
+    span = max(2, len(values) // 20)
     decay, total, weight, smooth = 1 - 1 / span, 0.0, 0.0, []
     for value in values:
         total, weight = decay * total + value, decay * weight + 1
