@@ -72,11 +72,11 @@ class Codec(abc.ABC):
           dtype: of `x`.
         """
 
-    def required_key(self, key: jax.Array | None) -> jax.Array:
+    def required_key(self, key: Any) -> jax.Array:
         """Returns `key`, or raises a `ValueError` that says how to make one."""
-        if key is None:
+        if not hasattr(key, "dtype"):
             raise ValueError(
-                f"`codec` {self} draws random numbers, but got key=None: pass `key`, for example"
+                f"`codec` {self} draws random numbers, but got key={key!r}: pass `key`, for example"
                 " jax.random.fold_in(jax.random.key(seed), step)."
             )
         return key

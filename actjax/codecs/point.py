@@ -85,9 +85,11 @@ class PointApproximation(Codec):
         """Returns k for an activation of this shape.
 
         Raises:
-          ValueError: `points` is above the number of tokens.
+          ValueError: `points` is above the number of tokens, or there are none.
         """
         tokens = token_count(shape)
+        if tokens == 0:
+            raise ValueError(f"{self} needs at least one token, got shape {tuple(shape)}.")
         if self.ratio is not None:
             return max(1, round(self.ratio * tokens))
         assert self.points is not None  # By __post_init__.

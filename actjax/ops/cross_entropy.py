@@ -168,8 +168,11 @@ def _check(hidden, head, labels, mask, chunk) -> None:
             f"`head` must be [d, V] with d = {hidden.shape[-1:]} features of `hidden`,"
             f" got hidden{hidden.shape} @ head{head.shape}."
         )
-    if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise TypeError(f"`labels` must be integers, got {labels.dtype}.")
+    dtype = getattr(labels, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
+        raise TypeError(
+            f"`labels` must be an array of integers, got {dtype or type(labels).__name__}."
+        )
     if labels.size == 0:
         raise ValueError(f"`hidden` must hold at least one token, got hidden{hidden.shape}.")
     for name, array in (("labels", labels), ("mask", mask)):

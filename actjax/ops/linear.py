@@ -182,7 +182,10 @@ def _check(x: jax.Array, weights: _Weights, biases: _Biases, codec: Codec) -> No
                 f"`{name}` must be [d, n] with d = {x.shape[-1:]} features of `x`:"
                 f" got x{x.shape} @ {name}{w.shape}.{hint}"
             )
-        if bias is not None and bias.shape != w.shape[1:]:
+        if bias is None:
+            continue
+        check_floating("bias" if len(weights) == 1 else f"bias[{i}]", bias)
+        if bias.shape != w.shape[1:]:
             raise ValueError(
                 f"the bias of `{name}`{w.shape} must be {w.shape[1:]}, got {bias.shape}."
             )

@@ -206,9 +206,10 @@ def test_old_style_keys_draw_the_same(name):
 
 
 @drawing
-def test_a_missing_key_is_named(name):
-    with pytest.raises(ValueError, match="got key=None: pass `key`"):
-        CODECS[name].encode(activation((24, 8)))
+@pytest.mark.parametrize("key", [None, 0])
+def test_what_is_no_key_is_named(name, key):
+    with pytest.raises(ValueError, match=f"got key={key}: pass `key`"):
+        CODECS[name].encode(activation((24, 8)), key)
 
 
 @every

@@ -230,3 +230,8 @@ def test_bad_settings_are_refused(arguments, message):
 def test_more_points_than_tokens_are_refused():
     with pytest.raises(ValueError, match=r"`points` 31 of .* is above the 30 tokens"):
         PointApproximation(points=31).encode(tokens(), KEY)
+
+
+def test_no_tokens_are_refused():
+    with pytest.raises(ValueError, match=r"needs at least one token, got shape \(0, 6\)"):
+        PointApproximation(0.5).encode(jnp.ones((0, FEATURES)), KEY)

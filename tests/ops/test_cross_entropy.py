@@ -328,7 +328,7 @@ ERRORS = {
     "float labels": (
         lambda h, w, y: cross_entropy(h, w, y * 1.0),
         TypeError,
-        "`labels` must be integers, got float32.",
+        "`labels` must be an array of integers, got float32.",
     ),
     "labels of another shape": (
         lambda h, w, y: cross_entropy(h, w, y[1:]),

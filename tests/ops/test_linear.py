@@ -440,3 +440,10 @@ def test_no_hint_of_a_transposed_weight_where_it_would_not_fit():
 def test_weights_that_are_no_floating_point_arrays_are_refused(w):
     with pytest.raises(TypeError, match="`w` must be a floating point array"):
         linear(jnp.ones((2, 8)), w)
+
+
+def test_a_bias_that_is_no_array_is_refused():
+    with pytest.raises(TypeError, match="`bias` must be a floating point array, got int"):
+        linear(jnp.ones((2, 8)), jnp.ones((8, 4)), bias=3)
+    with pytest.raises(TypeError, match=r"`bias\[1\]` must be a floating point array, got int32"):
+        linear(jnp.ones((2, 8)), (jnp.ones((8, 4)),) * 2, bias=(None, jnp.ones(4, int)))
