@@ -16,19 +16,24 @@
 # actjax keeps the inputs of linear operators in a smaller form. Here a small Llama is trained on
 # real text, its activations are captured, and every codec is measured on them: how far the copy is
 # from the activation, and, what matters to training, how far the weight gradient is from the exact
-# one.
+# one. The last part repeats Table 5 of Wei et al. (2026) and takes it from activations on to
+# gradients.
 
 # %%
 import dataclasses
 import functools
+import os
 import sys
 
+# Small matrices: on a busy machine threads would mostly wait for one another.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 sys.path[:0] = [".", ".."]  # `models` and `train` are used from a checkout, not installed.
 
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -44,15 +49,25 @@ from train.tokenizer import default_tokenizer
 plt.rcParams.update({"figure.dpi": 80, "axes.grid": True, "grid.alpha": 0.3, "font.size": 9})
 console = Console(width=110, force_terminal=False, force_jupyter=False, color_system=None)
 
+
+def show_table(title, columns, rows, text_columns=1):
+    table = Table(title=title, title_justify="left", box=box.SIMPLE)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i < text_columns else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, str) else f"{cell:.2f}" for cell in row))
+    console.print(table)
+
+
 # %% [markdown]
 # ## A model with something to say
 #
-# Four layers of 128, trained for 150 steps on the sources of Python's standard library. At
+# Four layers of 128, trained for 100 steps on the sources of Python's standard library. At
 # initialisation activations are near noise; what they look like after some training is what
 # counts.
 
 # %%
-config = PretrainConfig(batch_size=4, seq_len=128, steps=150, compute_dtype="float32")
+config = PretrainConfig(batch_size=4, seq_len=128, steps=100, compute_dtype="float32")
 model_config = ModelConfig(
     vocab_size=2048, hidden_size=128, ffn_size=352, num_layers=4, num_heads=4
 )
@@ -73,20 +88,26 @@ batch = next(batches)
 batches.close()
 del batches
 model = state.model
-print(f"loss {losses[0]:.2f} after step 1, {losses[-1]:.2f} after step {config.steps}")
+
+plt.figure(figsize=(5, 2.2), layout="constrained")
+plt.plot(np.arange(1, config.steps + 1), losses, color="#0072B2", lw=1.2)
+plt.xlabel("step")
+plt.ylabel("training loss, nats a token")
+plt.show()
+print(f"loss {losses[0]:.2f} at step 1, {np.mean(losses[-10:]):.2f} over the last ten")
 
 # %% [markdown]
 # ## A codec that listens
 #
 # A codec is a frozen dataclass with four methods. This one keeps the activation as it is, and
-# hands both factors of each weight gradient, `x` and `dz`, to whoever wants to see them. Blocks
-# are run one by one outside `jit`, so that it sees numbers.
+# writes down both factors of each weight gradient, `x` and `dz`. Under `jit` a codec is handed
+# tracers, so the function that is traced returns what was written down.
 
 
 # %%
 @dataclasses.dataclass(frozen=True, repr=False)
 class Capture(actjax.Codec):
-    """Stores `x` as it is; shows `x` and the gradients of the outputs to `seen`, by site."""
+    """Stores `x` as it is; writes `x` and the gradients of the outputs into `seen`, by site."""
 
     site: str
     seen: dict = dataclasses.field(hash=False, compare=False)
@@ -95,14 +116,14 @@ class Capture(actjax.Codec):
     needs_key = False
 
     def encode(self, x, key=None):
-        self.seen[self.site] = (np.asarray(x), [])
+        self.seen[self.site] = {"x": x, "dz": []}
         return x
 
     def decode(self, code):
         return code
 
     def weight_grad(self, code, dz):
-        self.seen[self.site][1].append(np.asarray(dz))
+        self.seen[self.site]["dz"].append(dz)
         return jnp.tensordot(code, dz, axes=((0, 1), (0, 1)))
 
     def stored_bytes(self, shape, dtype):
@@ -110,327 +131,521 @@ class Capture(actjax.Codec):
 
 
 SITES = ("attention_in", "attention_out", "mlp_in", "mlp_out")
+LAYERS = range(model_config.num_layers)
 tables = rope_tables(model_config, config.seq_len)
-x = model.embed(batch["inputs"], "float32")
-streams, captured, pullbacks = [], [], []
-for i in range(model_config.num_layers):
-    block = jax.tree.map(lambda w, i=i: w[i], model.layers)
+blocks = [jax.tree.map(lambda w, i=i: w[i], model.layers) for i in LAYERS]
+
+
+@jax.jit
+def run_block(block, x, dy):
+    """Forward and backward pass of one layer: its output, `dx`, and what its sites saw."""
     seen = {}
     storage = Storage(**{site: Capture(site, seen) for site in SITES})
-
-    def run(block, x, storage=storage):
-        return block(x, tables, model_config, storage, jax.random.key(0))
-
-    streams.append(np.asarray(x))
-    x, pullback = jax.vjp(run, block, x)
-    captured.append(seen)
-    pullbacks.append(pullback)
+    y, pullback = jax.vjp(
+        lambda block, x: block(x, tables, model_config, storage, jax.random.key(0)), block, x
+    )
+    return y, pullback(dy)[1], seen
 
 
-def last_layers(x):
+def last_loss(x):
     hidden = actjax.rms_norm(x, model.norm[...])
     return actjax.cross_entropy(hidden, model.head, batch["targets"])
 
 
-dx = jax.grad(last_layers)(x)
-for pullback in reversed(pullbacks):
-    _, dx = pullback(dx)
+streams = [model.embed(batch["inputs"], "float32")]  # The residual stream before each layer.
+for block in blocks:
+    streams.append(run_block(block, streams[-1], jnp.zeros_like(streams[-1]))[0])
+dx = jax.jit(jax.grad(last_loss))(streams[-1])
+captured = [None] * len(blocks)
+for i in reversed(LAYERS):
+    _, dx, captured[i] = run_block(blocks[i], streams[i], dx)
 
-# For each site: inputs [layers, T, d] and the gradients of all outputs side by side [layers, T, n],
-# filled up with zeros to one width, so that one compiled program serves all sites.
-inputs, gradients = {}, {}
-width = 2 * model_config.ffn_size
+
+def rows(x):
+    """[B, S, d] to [T, d]."""
+    return np.asarray(x).reshape(-1, x.shape[-1])
+
+
+# For each site and layer: x [T, d], and the gradients of all outputs side by side, dz [T, n].
+inputs = {site: [rows(seen[site]["x"]) for seen in captured] for site in SITES}
+gradients = {
+    site: [np.concatenate([rows(dz) for dz in seen[site]["dz"]], axis=-1) for seen in captured]
+    for site in SITES
+}
 for site in SITES:
-    xs = [seen[site][0] for seen in captured]
-    dzs = [np.concatenate(seen[site][1], axis=-1) for seen in captured]
-    dzs = [np.pad(dz, ((0, 0), (0, 0), (0, width - dz.shape[-1]))) for dz in dzs]
-    inputs[site] = np.stack(xs).reshape(len(xs), -1, xs[0].shape[-1])
-    gradients[site] = np.stack(dzs).reshape(len(dzs), -1, dzs[0].shape[-1])
-    print(f"{site:14s} x {inputs[site].shape}, dz {gradients[site].shape}")
+    print(f"{site:14s} x {inputs[site][0].shape}, dz {gradients[site][0].shape}")
 
 # %% [markdown]
 # ## Are activations of low rank?
 #
-# If they were, a randomised SVD would lose nothing. The left plot shows singular values, the right
-# one the share of the energy, `‖x‖²`, outside the leading directions: the square of the smallest
+# If they were, a randomised SVD would lose nothing. Left: singular values. Right: the share of the
+# energy `‖x‖²` within the leading directions. One minus that, under a root, is the smallest
 # relative error that any matrix of that rank can have.
 
 # %%
-COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
+COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]  # Okabe and Ito.
 
 
-def outside_energy(sigma):
-    """Share of the energy that is outside the leading directions, for each rank."""
-    return np.append(np.cumsum((sigma**2)[::-1])[::-1][1:], 0) / np.sum(sigma**2)
+def singular_values(x):
+    """In falling order; from the Gram matrix, which float64 takes well below what is drawn."""
+    x = x.astype(np.float64)
+    return np.sqrt(np.maximum(np.linalg.eigvalsh(x.T @ x)[::-1], 0))
 
 
-spectra = {site: np.linalg.svd(inputs[site], compute_uv=False) for site in SITES}
+def best_error(sigma):
+    """Relative error of the best approximation of rank 1, 2, ..., d."""
+    outside = np.append(np.cumsum((sigma**2)[::-1])[::-1][1:], 0)
+    return np.sqrt(outside / np.sum(sigma**2))
+
+
+spectra = {site: [singular_values(x) for x in inputs[site]] for site in SITES}
 figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.4), layout="constrained")
 for site, color in zip(SITES, COLORS, strict=False):
-    for layer, sigma in enumerate(spectra[site]):
-        style = {"color": color, "alpha": 0.35 + 0.2 * layer, "lw": 1.2}
-        label = {"label": site} if layer == 3 else {}
-        left.plot(np.arange(1, len(sigma) + 1), sigma / sigma[0], **style, **label)
-        outside = outside_energy(sigma)
-        right.plot(np.arange(1, len(sigma) + 1), outside, **style, **label)
+    for layer, style in ((0, ":"), (-1, "-")):
+        sigma = spectra[site][layer]
+        index = np.arange(1, len(sigma) + 1)
+        label = f"{site}, {'first' if layer == 0 else 'last'} layer"
+        lw = 3 if site == "attention_in" else 1.4  # In the last layer, `mlp_in` lies upon it.
+        left.plot(index, sigma / sigma[0], style, color=color, lw=lw)
+        right.plot(index, 1 - best_error(sigma) ** 2, style, color=color, lw=lw, label=label)
 left.set(yscale="log", xscale="log", xlabel="index", ylabel="singular value / largest")
-right.set(xscale="log", xlabel="rank", ylabel="share of energy outside", ylim=(0, 1))
-left.legend()
-right.legend()
-figure.suptitle("Linear inputs after 150 steps; darker lines are later layers")
+right.set(xscale="log", xlabel="rank", ylabel="share of energy within", ylim=(0, 1.02))
+right.legend(loc="upper left", bbox_to_anchor=(1, 1))
 plt.show()
+for site in SITES:
+    first, *_, last = (1 - best_error(sigma)[8 - 1] ** 2 for sigma in spectra[site])
+    print(
+        f"{site:14s} energy within rank 8: {first:.2f} in the first layer, {last:.2f} in the last"
+    )
 
 # %% [markdown]
-# ## Error against rank, and against bytes
+# ## Error of the copy, against bytes and against rank
 #
-# For each codec and size: the relative error of the copy `‖x_hat − x‖ / ‖x‖`, and of the weight
-# gradient `‖dw_hat − dw‖ / ‖dw‖` with the real `dz`, both for one key; and the error that is left
-# when weight gradients are averaged over sixteen keys. What averaging removes is variance, what
-# stays is bias. All are root mean squares over the four layers.
+# `measure` encodes an activation with some keys, and compares the copy, and the gradient that a
+# backward pass makes of it, with the exact ones. All errors are relative, Frobenius norms, and
+# root mean squares over the four layers.
+
+# %%
+MOST_KEYS = 64
+KEYS = jax.random.split(jax.random.key(1), MOST_KEYS)
+
+
+@functools.partial(
+    jax.jit,
+    static_argnums=(0, 1),
+    # Many small programs, run seldom: compiled quickly, and for one thread.
+    compiler_options={"xla_backend_optimization_level": 0, "xla_cpu_multi_thread_eigen": False},
+)
+def measure(codec, backward, x, others, count):
+    """Squared relative errors: of the copy and of the gradient, means over `count` single keys;
+    and of the mean gradient of the first n keys, for n up to `count`."""
+    exact = backward(actjax.Exact(), x, *others)
+
+    def add(i, carry):
+        of_copy, of_gradient, mean, of_means = carry
+        code = codec.encode(x, KEYS[i])
+        gradient = backward(codec, code, *others)
+        mean += (gradient - mean) / (i + 1)
+        of_copy += jnp.sum((codec.decode(code) - x) ** 2)
+        of_gradient += jnp.sum((gradient - exact) ** 2)
+        return of_copy, of_gradient, mean, of_means.at[i].set(jnp.sum((mean - exact) ** 2))
+
+    start = 0.0, 0.0, jnp.zeros_like(exact), jnp.zeros(MOST_KEYS)
+    of_copy, of_gradient, _, of_means = jax.lax.fori_loop(0, count, add, start)
+    of_copy, of_gradient = of_copy / count, of_gradient / count
+    return of_copy / jnp.sum(x**2), of_gradient / jnp.sum(exact**2), of_means / jnp.sum(exact**2)
+
+
+def linear_backward(codec, code, dz):
+    return codec.weight_grad(code, dz)
+
+
+def relative_errors(codec, backward, cases, count=1):
+    """Root mean squares of `measure` over `cases`, pairs of x and what else `backward` takes."""
+    results = [measure(codec, backward, x, others, count) for x, others in cases]
+    return [np.sqrt(np.mean(np.asarray(column), axis=0)) for column in zip(*results, strict=True)]
+
+
+def linear_cases(site):
+    """Filled up with zeros to one width, so that sites of one width share a compiled program."""
+    width = max(
+        gradients[other][0].shape[1]
+        for other in SITES
+        if inputs[other][0].shape == inputs[site][0].shape
+    )
+    pairs = zip(inputs[site], gradients[site], strict=True)
+    return [(x, (np.pad(dz, ((0, 0), (0, width - dz.shape[1]))),)) for x, dz in pairs]
+
 
 # %%
 RANKS = (8, 32, 64)
-POINTS = (8, 64, 256)
+POINTS = (8, 32, 128)
+SVD, POWER, ROWS, RP, BOTH, PAMM = (
+    "randomised SVD",
+    "SVD, 1 power iteration",
+    "SVD, row sketch",
+    "random projection",
+    "principal + random",
+    "points (PAMM)",
+)
 CODECS = {
-    "randomised SVD": [actjax.RandomizedSVD(k) for k in RANKS],
-    "  + power iteration": [actjax.RandomizedSVD(k, power_iterations=1) for k in RANKS],
-    "  row sketch": [actjax.RandomizedSVD(k, sketch="rows") for k in RANKS],
-    "random projection": [actjax.RandomProjection(k) for k in RANKS],
-    "principal + random": [actjax.PrincipalPlusRandom(k // 2, k // 2) for k in RANKS],
-    "points (PAMM)": [actjax.PointApproximation(points=k) for k in POINTS],
+    SVD: [actjax.RandomizedSVD(k) for k in RANKS],
+    POWER: [actjax.RandomizedSVD(k, power_iterations=1) for k in RANKS],
+    ROWS: [actjax.RandomizedSVD(k, sketch="rows") for k in RANKS],
+    RP: [actjax.RandomProjection(k) for k in RANKS],
+    BOTH: [actjax.PrincipalPlusRandom(k // 2, k // 2) for k in RANKS],
+    PAMM: [actjax.PointApproximation(points=k) for k in POINTS],
 }
-KEYS = jax.random.split(jax.random.key(1), 16)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def measure(codec, x, dz):
-    """Squared relative errors of x_hat, of dw for one key, and of the mean dw."""
-    dw = x.T @ dz
-
-    def one(key):
-        code = codec.encode(x, key)
-        return jnp.sum((codec.decode(code) - x) ** 2), codec.weight_grad(code, dz)
-
-    squares, dws = jax.lax.map(one, KEYS)
-    relative = lambda error: jnp.sum(error**2) / jnp.sum(dw**2)  # noqa: E731
-    return (
-        squares.mean() / jnp.sum(x**2),
-        jax.vmap(relative)(dws - dw).mean(),
-        relative(dws.mean(0) - dw),
-    )
-
-
-def root_mean_square(errors):
-    return np.sqrt(np.mean(np.asarray(errors), axis=0))
-
-
-measured = {}
+sizes = {name: POINTS if name == PAMM else RANKS for name in CODECS}
+share, of_copy, of_gradient = {}, {}, {}
 for site in SITES:
-    shape = inputs[site].shape[1:]
-    exact = actjax.Exact().stored_bytes(shape, "float32")
+    shape, cases = inputs[site][0].shape, linear_cases(site)
+    exact_bytes = actjax.Exact().stored_bytes(shape, "float32")
     for name, codecs in CODECS.items():
-        rows = []
-        for codec in codecs:
-            errors = [
-                measure(codec, *pair) for pair in zip(inputs[site], gradients[site], strict=True)
-            ]
-            share = codec.stored_bytes(shape, "float32") / exact
-            rows.append((share, *root_mean_square(errors)))
-        measured[site, name] = np.array(rows)
-
+        at = site, name
+        share[at] = [codec.stored_bytes(shape, "float32") / exact_bytes for codec in codecs]
+        errors = [relative_errors(codec, linear_backward, cases) for codec in codecs]
+        of_copy[at] = np.array([error[0] for error in errors])
+        of_gradient[at] = np.array([error[1] for error in errors])
+best = {
+    site: np.sqrt(np.mean([best_error(s)[np.array(RANKS) - 1] ** 2 for s in spectra[site]], 0))
+    for site in SITES
+}
 
 # %%
-def draw(column, label, against_rank=False):
-    _, axes = plt.subplots(1, 4, figsize=(13, 3.4), layout="constrained", sharey=True)
+STYLES = dict(zip(CODECS, zip(COLORS, "os^vD*", strict=True), strict=True))
+
+
+def draw(axes, errors, against, xlabel, ticks):
     for ax, site in zip(axes, SITES, strict=True):
-        for (name, codecs), color, marker in zip(CODECS.items(), COLORS, "osv^D*", strict=False):
-            rows = measured[site, name]
-            sizes = POINTS if codecs[0] == CODECS["points (PAMM)"][0] else RANKS
-            x = sizes if against_rank else rows[:, 0]
-            ax.plot(x, rows[:, column], marker + "-", color=color, ms=4, lw=1.2, label=name)
-        if column == 1:
-            best = np.sqrt(np.mean([outside_energy(s) for s in spectra[site]], axis=0))
-            best = best[np.array(RANKS) - 1]
-            x = RANKS if against_rank else measured[site, "randomised SVD"][:, 0]
-            ax.plot(x, best, "k--", lw=1, label="best of this rank")
-        ax.axhline(1, color="gray", lw=0.8)
-        xlabel = "rank, or points" if against_rank else "bytes stored / exact"
+        for name, (color, marker) in STYLES.items():
+            x = share[site, name] if against == "bytes" else sizes[name]
+            ax.plot(x, errors[site, name], marker + "-", color=color, ms=5, lw=1.2, label=name)
+        if errors is of_copy:
+            x = share[site, SVD] if against == "bytes" else RANKS
+            ax.plot(x, best[site], "k--", lw=1, label="best of this rank (SVD)")
+        ax.axhline(1, color="gray", lw=1)
         ax.set(title=site, xscale="log", yscale="log", xlabel=xlabel)
-        ticks = (8, 32, 64, 256) if against_rank else (0.03, 0.1, 0.3, 1)
-        ax.set_xticks(ticks, [str(tick) for tick in ticks])
+        ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         ax.set_xticks([], minor=True)
-    axes[0].set_ylabel(label)
-    axes[-1].legend(loc="upper left", bbox_to_anchor=(1, 1))
-    plt.show()
 
 
-draw(1, "relative error of x", against_rank=True)
-draw(1, "relative error of x")
+def draw_legend(figure, ax):
+    figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+
+
+figure, axes = plt.subplots(2, 4, figsize=(12, 6.4), layout="constrained", sharey=True)
+draw(axes[0], of_copy, "bytes", "bytes stored / exact", (0.03, 0.1, 0.3))
+draw(axes[1], of_copy, "rank", "rank, or number of points", (8, 32, 64, 128))
+for ax in axes[:, 0]:
+    ax.set_ylabel("relative error of the copy")
+draw_legend(figure, axes[0, 0])
+plt.show()
 
 # %% [markdown]
 # The grey line is the error of storing nothing at all. A random projection is above it at every
-# rank below `d`: its copy is *worse than zeros*, as `‖x_hat − x‖² = ‖x‖² (d + 1) / k` says. What
-# it has instead is no bias.
+# rank below `d`: its copy is *worse than zeros*, as `E‖x_hat − x‖² = ‖x‖² (d + 1) / k` says. What
+# it has instead is no bias. One power iteration brings the randomised SVD close to the best of its
+# rank.
+#
+# ## The error that matters
+#
+# Training never sees the copy, only the weight gradient `dw = x_hatᵀ dz`. Here with the real `dz`
+# of this batch, one key, as in one training step.
 
 # %%
-draw(2, "relative error of dw, one key")
-draw(3, "relative error of dw, mean of 16 keys")
+figure, axes = plt.subplots(1, 4, figsize=(12, 3.8), layout="constrained", sharey=True)
+draw(axes, of_gradient, "bytes", "bytes stored / exact", (0.03, 0.1, 0.3))
+axes[0].set_ylabel("relative error of dw, one key")
+draw_legend(figure, axes[0])
+plt.show()
 
 # %% [markdown]
-# The first figure is what one training step sees, the second what remains if steps average it out.
-# Unbiased codecs fall by about four, the root of sixteen; biased ones by little. In one step a
-# randomised SVD is better than a random projection at equal bytes, and a projection needs many
-# steps to catch up. Points are near the SVD at equal bytes, and cheaper still where few will do.
-
+# ## Bias and variance
+#
+# An unbiased codec is off by a lot in one step, but not in the mean. Squared, the error of the mean
+# gradient over `n` keys is `bias² + variance / n`. Markers show the error of such means, for codecs
+# of rank 32 (principal + random: 16 and 16; 128 points); lines show that formula, with bias and
+# variance from all 64 keys.
 
 # %%
-def at_rank_32(site, name, column):
-    return measured[site, name][RANKS.index(32), column]
-
-
-table = Table(title="rank 32 of 128 (mlp_out: of 352), relative errors")
-for column in ("site", "codec", "bytes", "x", "dw, one key", "dw, mean of 16", "fell by"):
-    table.add_column(column, justify="left" if column in ("site", "codec") else "right")
+AVERAGED = (SVD, POWER, RP, BOTH, PAMM)
+LARGE = {name: CODECS[name][2 if name == PAMM else 1] for name in AVERAGED}
+one_key, of_mean = {}, {}
 for site in SITES:
-    for name in (
-        "randomised SVD",
-        "  + power iteration",
-        "random projection",
-        "principal + random",
-    ):
-        share, of_x, one_key, mean = (at_rank_32(site, name, c) for c in range(4))
-        cells = (f"{share:.3f}", f"{of_x:.3f}", f"{one_key:.3f}", f"{mean:.3f}")
-        table.add_row(site, name.strip(), *cells, f"{one_key / mean:.1f}")
-console.print(table)
+    cases = linear_cases(site)
+    for name, codec in LARGE.items():
+        _, one_key[site, name], of_mean[site, name] = relative_errors(
+            codec, linear_backward, cases, MOST_KEYS
+        )
+variance = {
+    at: (one_key[at] ** 2 - of_mean[at][-1] ** 2) * MOST_KEYS / (MOST_KEYS - 1) for at in one_key
+}
+
+counts = 2 ** np.arange(7)
+figure, axes = plt.subplots(1, 4, figsize=(12, 3.8), layout="constrained", sharey=True)
+for ax, site in zip(axes, SITES, strict=True):
+    for name in AVERAGED:
+        (color, marker), at = STYLES[name], (site, name)
+        bias_squared = max(one_key[at] ** 2 - variance[at], 0)
+        ax.plot(counts, np.sqrt(bias_squared + variance[at] / counts), color=color, lw=1.2)
+        ax.plot(counts, of_mean[at][counts - 1], marker, color=color, ms=5, label=name)
+    ax.axhline(1, color="gray", lw=1)
+    ax.set(title=site, xscale="log", yscale="log", xlabel="keys averaged, n")
+    ax.set_xticks(counts, [str(n) for n in counts])
+    ax.set_xticks([], minor=True)
+axes[0].set_ylabel("relative error of the mean dw")
+draw_legend(figure, axes[0])
+plt.show()
 
 # %% [markdown]
-# ## Table 5 of Wei et al. (2026)
+# The table's last two columns tell bias from variance: if the mean of 64 is off by no more than
+# an eighth of the standard deviation, there is no bias to be seen. "Keys to match" is how many
+# gradients a codec without bias must average to be as near as *one* of the randomised SVD.
+
+# %%
+body = []
+for site in SITES:
+    for name in AVERAGED:
+        at = site, name
+        keys_to_match = variance[at] / one_key[site, SVD] ** 2
+        unbiased = not LARGE[name].biased
+        body.append(
+            (
+                site if name == SVD else "",
+                name,
+                share[at][list(CODECS[name]).index(LARGE[name])],
+                one_key[at],
+                f"{keys_to_match:.0f}" if unbiased else "",
+                f"{of_mean[at][-1]:.3f}",
+                f"{np.sqrt(variance[at] / MOST_KEYS):.3f}",
+            )
+        )
+columns = ("site", "codec", "bytes", "one key", "keys to match", "mean of 64", "deviation / 8")
+show_table("Relative error of dw", columns, body, text_columns=2)
+
+# %% [markdown]
+# ## Table 5 of Wei et al. (2026): the copy
 #
-# Wei et al. print `‖ΔX‖_F`, the Frobenius norm of what a copy of rank 8 or 32 is off by, for the
-# matrices that four kinds of operator keep, over fine-tuning of LLaMA3-3B on GSM8K. Here are the
-# same four, from our model: inputs of linears, inputs of norms (the residual stream), inputs of
-# SiLU (the gate), and the output of softmax (attention probabilities, a matrix a head).
+# Wei et al. compare a randomised SVD and a random projection at ranks 8 and 32, on what four kinds
+# of operator keep. They print `‖ΔX‖_F`, the Frobenius norm of the error of the copy, not relative
+# to `‖X‖_F`, over 100 matrices sampled while LLaMA3-3B is fine-tuned on GSM8K. Here are the same
+# four operators in our model: inputs of linears (of `attention_in` and `mlp_in`), the input of the
+# attention norm (the residual stream), the input of SiLU (the gate), and the attention
+# probabilities of a head, since a softmax keeps its output (the paper does not say which they
+# took).
 #
-# Norms of another model's activations say little, so we put *ratios* beside each other. Those of
-# the paper follow from what it prints. Where `d` is known, the closed form of random projection
-# also gives `‖X‖` itself, and with it the relative error of the randomised SVD, which the paper
-# does not print.
+# Norms of another model's activations cannot be compared with ours; ratios can. And the closed
+# form `E‖ΔX‖² = ‖X‖² (d + 1) / k` of the random projection gives back the `‖X‖` that they do not
+# print, hence the relative error of their randomised SVD ("implied"), if `d` is 3,072 for linears
+# and norms (their down projection has 8,192) and 8,192 for SiLU. Their sequence length, `d` of
+# the softmax, is not given.
 
 
 # %%
-def attention_probabilities(layer):
-    """Softmax of the causal scores, [B * H, S, S]."""
-    x = inputs["attention_in"][layer].reshape(config.batch_size, config.seq_len, -1)
-    weights = jax.tree.map(lambda w: w[layer], model.layers.attention)
-    q, k = (
-        actjax.rope((x @ w[...]).reshape(*x.shape[:2], 4, 32), *tables)
-        for w in (weights.q, weights.k)
+def heads(y):
+    """[B, S, H D] to [B H, S, D]."""
+    y = y.reshape(config.batch_size, config.seq_len, model_config.num_heads, -1)
+    return np.swapaxes(y, 1, 2).reshape(-1, config.seq_len, y.shape[-1])
+
+
+CAUSAL = np.tril(np.ones((config.seq_len, config.seq_len), bool))
+
+
+def rms_norm_backward(codec, code, scale, dy):
+    x_hat = codec.decode(code)
+    return jax.vjp(lambda x: actjax.rms_norm(x, scale), x_hat)[1](dy)[0]
+
+
+def silu_backward(codec, code, dy):
+    return jax.vjp(jax.nn.silu, codec.decode(code))[1](dy)[0]
+
+
+def softmax_backward(codec, code, dy):
+    p_hat = codec.decode(code)
+    return CAUSAL * p_hat * (dy - jnp.sum(p_hat * dy, axis=-1, keepdims=True))
+
+
+def operator_cases(i):
+    """What each nonlinear operator of layer i keeps, and the rest of what its backward reads."""
+    attention, mlp = blocks[i].attention, blocks[i].mlp
+    wq, wk, wv, wo = (
+        np.asarray(w[...]) for w in (attention.q, attention.k, attention.v, attention.o)
     )
-    scores = jnp.einsum("bshd,bthd->bhst", q, k) / np.sqrt(32)
-    seen = np.tril(np.ones((config.seq_len, config.seq_len), bool))
-    return np.asarray(jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))).reshape(-1, *seen.shape)
+    gate, up, down = (np.asarray(w[...]) for w in (mlp.gate, mlp.up, mlp.down))
+    h, dqkv = inputs["attention_in"][i], gradients["attention_in"][i]
+    shape = (config.batch_size, config.seq_len, model_config.num_heads, -1)
+    q, k = (actjax.rope((h @ w).reshape(shape), *tables) for w in (wq, wk))
+    q, k = (heads(np.asarray(y).reshape(h.shape)) for y in (q, k))
+    scores = np.where(CAUSAL, q @ np.swapaxes(k, 1, 2) / np.sqrt(q.shape[-1]), -np.inf)
+    p = np.asarray(jax.nn.softmax(scores))
+    dp = heads(gradients["attention_out"][i] @ wo.T) @ np.swapaxes(heads(h @ wv), 1, 2)
+    some = [i % model_config.num_heads, -1 - i]  # Two heads; others in other layers.
+    m, dsilu = inputs["mlp_in"][i], gradients["mlp_out"][i] @ down.T * (inputs["mlp_in"][i] @ up)
+    norm = (np.asarray(blocks[i].attention_norm[...]), dqkv @ np.concatenate([wq, wk, wv], 1).T)
+    return {
+        "RMSNorm": [(rows(streams[i]), norm)],
+        "SiLU": [(m @ gate, (dsilu,))],
+        "Softmax": [(matrix, (dy,)) for matrix, dy in zip(p[some], dp[some], strict=True)],
+    }
 
 
-layers = range(model_config.num_layers)
-gate_weights = model.layers.mlp.gate[...]
-MATRICES = {
-    "Linear": np.concatenate([inputs["attention_in"], inputs["mlp_in"]]),
-    "RMSNorm": np.stack(streams).reshape(4, -1, 128),
-    "SiLU": np.stack([inputs["mlp_in"][i] @ gate_weights[i] for i in layers]),
-    "Softmax": np.concatenate([attention_probabilities(i)[::4] for i in layers]),
-}
-# ‖ΔX‖_F as printed: randomised SVD at ranks 8 and 32, random projection at ranks 8 and 32; and d.
-PAPER = {
-    "Linear": (745.965, 625.418, 22398.720, 11178.960, 3072),
-    "RMSNorm": (966.600, 812.140, 28327.680, 13894.080, 3072),
-    "SiLU": (1508.120, 1233.960, 99136.000, 52348.160, 8192),
-    "Softmax": (51.116, 44.729, 1983.520, 961.320, None),
-}
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def squared_error(codec, x):
-    error = lambda key: jnp.sum((codec.decode(codec.encode(x, key)) - x) ** 2)  # noqa: E731
-    return jax.lax.map(error, KEYS).mean() / jnp.sum(x**2)
-
-
-def relative_error(codec, xs):
-    return root_mean_square([squared_error(codec, x) for x in xs])
-
-
-table = Table(title="relative error ‖ΔX‖ / ‖X‖, and random projection over randomised SVD")
-for column in (
-    "operator",
-    "rank",
-    "SVD",
-    "RP",
-    "RP by formula",
-    "RP / SVD",
-    "paper: SVD",
-    "RP / SVD",
-):
-    table.add_column(column, justify="left" if column == "operator" else "right")
-ours = {}
-for name, xs in MATRICES.items():
-    for column, rank in enumerate((8, 32)):
-        svd = relative_error(actjax.RandomizedSVD(rank), xs)
-        projected = relative_error(actjax.RandomProjection(rank), xs)
-        formula = np.sqrt((xs.shape[-1] + 1) / rank)
-        ours[name, rank] = svd, projected, formula
-        paper_svd, paper_projected, d = PAPER[name][column], PAPER[name][2 + column], PAPER[name][4]
-        norm = paper_projected / np.sqrt((d + 1) / rank) if d else None
-        table.add_row(
-            name,
-            str(rank),
-            *(f"{value:.2f}" for value in (svd, projected, formula, projected / svd)),
-            f"{paper_svd / norm:.2f}" if norm else "-",
-            f"{paper_projected / paper_svd:.1f}",
+by_layer = [operator_cases(i) for i in LAYERS]
+OPERATORS = {
+    "Linear": (linear_backward, linear_cases("attention_in") + linear_cases("mlp_in")),
+    **{
+        name: (backward, [case for layer in by_layer for case in layer[name]])
+        for name, backward in (
+            ("RMSNorm", rms_norm_backward),
+            ("SiLU", silu_backward),
+            ("Softmax", softmax_backward),
         )
-console.print(table)
+    },
+}
+# The gradient of SiLU's input was captured: it is that of the gate. So the cotangents are right.
+for i in LAYERS:
+    gate, others = by_layer[i]["SiLU"][0]
+    dgate = gradients["mlp_in"][i][:, : model_config.ffn_size]
+    np.testing.assert_allclose(
+        silu_backward(actjax.Exact(), gate, *others), dgate, atol=1e-4 * np.abs(dgate).max()
+    )
+
+# As printed: rank to ‖ΔX‖_F of the randomised SVD and of the random projection; and d, if known.
+PAPER = {
+    "Linear": ({8: (745.965, 22398.720), 32: (625.418, 11178.960)}, 3072),
+    "RMSNorm": ({8: (966.600, 28327.680), 32: (812.140, 13894.080)}, 3072),
+    "SiLU": ({8: (1508.120, 99136.000), 32: (1233.960, 52348.160)}, 8192),
+    "Softmax": ({8: (51.116, 1983.520), 32: (44.729, 961.320)}, None),
+}
+
+SOME_KEYS = 32
+ours = {}
+for name, (backward, cases) in OPERATORS.items():
+    for rank in (8, 32):
+        for codec in (actjax.RandomizedSVD(rank), actjax.RandomProjection(rank)):
+            ours[name, codec] = relative_errors(codec, backward, cases, SOME_KEYS)
+
+body, formula = [], {}
+for name, (printed, d) in PAPER.items():
+    for rank, (paper_svd, paper_rp) in printed.items():
+        svd, rp = (
+            ours[name, c][0] for c in (actjax.RandomizedSVD(rank), actjax.RandomProjection(rank))
+        )
+        formula[name, rank] = np.sqrt((OPERATORS[name][1][0][0].shape[1] + 1) / rank)
+        implied = paper_svd * np.sqrt((d + 1) / rank) / paper_rp if d else "-"
+        printed_cells = (f"{paper_svd:.3f}", f"{paper_rp:.3f}", f"{paper_rp / paper_svd:.1f}")
+        cells = (svd, rp, formula[name, rank], f"{rp / svd:.1f}")
+        body.append((name if rank == 8 else "", str(rank), *cells, *printed_cells, implied))
+columns = ("operator", "rank", "SVD", "RP", "formula", "RP/SVD")
+columns += ("paper SVD", "paper RP", "RP/SVD", "implied SVD")
+show_table("Ours: ‖ΔX‖ / ‖X‖. Paper: ‖ΔX‖ as printed", columns, body)
 
 # %% [markdown]
-# What agrees: random projection is many times worse than a randomised SVD, there and here, and its
-# error halves from rank 8 to 32, as `1 / sqrt(k)` says. At rank 8 even the relative errors of the
-# SVD are alike, and they are large: activations are **not** of low rank.
+# Where we agree: a random projection is many times worse than a randomised SVD, its error halves
+# from rank 8 to 32, as `1 / sqrt(k)` says, and activations are not of low rank: at rank 8 a
+# randomised SVD is off by a large part of the norm of all four. (This is the mean over layers. As
+# the spectra show, the first is far from low rank, the last much nearer to it.)
 #
-# What does not agree: the ratios are smaller here, and our SVD gains more from rank 8 to 32. The
-# error of random projection grows with `sqrt(d)`, and our `d` is 128 where theirs is 3,072; and
-# rank 32, a hundredth of their `d`, is a quarter of ours. Our matrices are of one batch of a small
-# model after 150 steps from scratch, theirs samples from fine-tuning a trained one.
+# Where we do not: our ratios are smaller, and our SVD gains more from rank 8 to 32. The first is
+# arithmetic: the error of a random projection grows with `sqrt(d)`, and our `d` is 128 where theirs
+# is 3,072. The second is no surprise either, as rank 32 is a quarter of our `d` and a hundredth of
+# theirs; and our matrices are of one batch of a small model early in training from scratch, theirs
+# of fine-tuning a large one.
+#
+# ## From the copy to the gradient
+#
+# The paper's Theorem 3.2 says that without bias in the copy there is none in the gradient of a
+# linear operator, but that there is in that of a nonlinear one; Theorem 3.3, that the error of a
+# nonlinear operator goes on upstream. The table shows the relative error of the gradient: `dw` of
+# linears (their `dx` never reads the copy, so it is exact), `dx` of the others, with real incoming
+# gradients. If there is no bias, a mean of 32 keys is off by less by a factor of 5.7, their root.
+# The paper has no figures for this.
+
+# %%
+body = []
+for name in OPERATORS:
+    for rank in (8, 32):
+        cells = []
+        for codec in (actjax.RandomizedSVD(rank), actjax.RandomProjection(rank)):
+            _, single, means = ours[name, codec]
+            last = means[SOME_KEYS - 1]
+            cells += [single, last, f"{single / last:.1f}"]
+        gradient = "dw" if name == "Linear" else "dx"
+        body.append((f"{name}, {gradient}" if rank == 8 else "", str(rank), *cells))
+columns = ("operator", "rank", "SVD, one key", "mean of 32", "fell by")
+columns += ("RP, one key", "mean of 32", "fell by")
+show_table("Relative error of the operator's gradient", columns, body)
+
+# %% [markdown]
+# For linears the theorem is plain to see: all of a random projection's error averages out. For
+# RMSNorm none of it does. Its `dx` goes as one over the size of the input, and a random projection
+# is longer than `x`, by the root of `1 + (d + 1) / k`, so `dx` is too short by that factor at every
+# key. SiLU lies between. The softmax multiplies two copies: in one step its error is the largest
+# of all.
+#
+# A relative error below one is not small: here each operator is taken by itself, and the `dx` of a
+# nonlinear one enters all that lies upstream. This is why actjax keeps these inputs exactly.
 #
 # ## To take home
 #
-# These statements are checked each time the notebook runs.
+# Figures and statements are computed, and asserted, each time the notebook runs.
+
 
 # %%
-CLAIMS = {
-    "A random projection's copy is worse than none at each rank below d": all(
-        (measured[site, "random projection"][:, 1] > 1).all() for site in SITES
-    ),
-    "Its error is that of the closed form, within 10%": all(
-        abs(projected / formula - 1) < 0.1 for _, projected, formula in ours.values()
-    ),
-    "Activations are not of low rank: at rank 8 the randomised SVD misses over a fifth": all(
-        measured[site, "randomised SVD"][0, 1] > 0.2 for site in SITES
-    ),
-    "In one step the randomised SVD has the smaller gradient error, at each site": all(
-        at_rank_32(site, "randomised SVD", 2) < at_rank_32(site, "random projection", 2)
-        for site in SITES
-    ),
-    "A power iteration comes closer still, for two more thin products": all(
-        at_rank_32(site, "  + power iteration", 2) < at_rank_32(site, "randomised SVD", 2)
-        for site in SITES
-    ),
-    "Averaging over 16 keys takes a factor of three or more off what is unbiased": all(
-        at_rank_32(site, name, 2) > 3 * at_rank_32(site, name, 3)
-        for site in SITES
-        for name in ("random projection", "principal + random")
-    ),
-    "and less than a factor of three off the randomised SVD, which is biased": all(
-        at_rank_32(site, "randomised SVD", 2) < 3 * at_rank_32(site, "randomised SVD", 3)
-        for site in SITES
-    ),
-}
-for claim, holds in CLAIMS.items():
-    print(f"{'yes' if holds else 'NO '}  {claim}")
-assert all(CLAIMS.values())
+def span(values, digits=1):
+    return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
+
+
+def fell_by(name, codec):
+    return ours[name, codec][1] / ours[name, codec][2][SOME_KEYS - 1]
+
+
+projections = [actjax.RandomProjection(rank) for rank in (8, 32)]
+rank_8 = [ours[name, actjax.RandomizedSVD(8)][0] for name in OPERATORS]
+assert all(0.15 < error < 0.8 for error in rank_8)
+print(f"- Activations are not of low rank: SVD at rank 8 is off by {span(rank_8, 2)} of the norm.")
+
+assert all((of_copy[site, RP] > 1).all() for site in SITES)
+for (name, rank), value in formula.items():
+    error = ours[name, actjax.RandomProjection(rank)][0]
+    svd = actjax.RandomizedSVD(rank)
+    paper_svd, paper_rp = PAPER[name][0][rank]
+    assert abs(error / value - 1) < 0.1
+    assert error / ours[name, svd][0] < paper_rp / paper_svd
+for name, (printed, _) in PAPER.items():
+    gain = ours[name, actjax.RandomizedSVD(8)][0] / ours[name, actjax.RandomizedSVD(32)][0]
+    assert gain > printed[8][0] / printed[32][0]
+
+ratios = [one_key[site, RP] / one_key[site, SVD] for site in SITES]
+assert min(ratios) > 3
+assert all(one_key[site, POWER] < one_key[site, SVD] for site in SITES)
+print("- The copy of a random projection is worse than zeros at each rank here, as its formula has")
+print(f"  it. At rank 32, in one step, its dw is off by {span(ratios)} times that of a randomised")
+print("  SVD. A power iteration makes the SVD better still, at each site, for two thin products.")
+
+unbiased = [one_key[site, name] / of_mean[site, name][-1] for site in SITES for name in (RP, BOTH)]
+biased = [one_key[at] / of_mean[at][-1] for at in one_key if at[1] not in (RP, BOTH)]
+keys = [variance[site, RP] / one_key[site, SVD] ** 2 for site in SITES]
+assert min(unbiased) > 5 > 3 > max(biased)
+print(f"- Averaged over 64 keys, the error of unbiased codecs falls by {span(unbiased)},")
+print(f"  of biased ones by {span(biased)}. Yet it takes {span(keys, 0)} gradients of a random")
+print("  projection to be as near as one of a randomised SVD.")
+
+assert all(one_key[site, BOTH] < one_key[site, RP] for site in SITES)
+assert all(of_gradient[site, PAMM][0] < of_gradient[site, RP][-1] for site in SITES)
+print("- No bias is cheaper with a principal part in front: less variance at each site, rank 32.")
+print(f"  And {POINTS[0]} points of {inputs['mlp_in'][0].shape[0]} do better in one step than a")
+print(f"  random projection of rank {RANKS[-1]}, at each site.")
+
+linear, norm = ([fell_by(name, codec) for codec in projections] for name in ("Linear", "RMSNorm"))
+silu = [fell_by("SiLU", codec) for codec in projections]
+assert min(linear) > 4 > 1.5 > max(norm)
+assert max(norm) < min(silu) < max(silu) < min(linear)
+assert all(ours["Softmax", codec][1] > ours["Linear", codec][1] for codec in projections)
+for codec in projections:
+    too_short = 1 - 1 / np.sqrt(1 + formula["RMSNorm", codec.rank] ** 2)
+    assert abs(ours["RMSNorm", codec][2][SOME_KEYS - 1] / too_short - 1) < 0.1
+print(
+    f"- Unbiased copies give unbiased gradients for linears alone: over {SOME_KEYS} keys the error"
+)
+print(f"  falls by {span(linear)}, but for RMSNorm by {span(norm)}.")

@@ -1,6 +1,8 @@
 """Notebooks run, and what is committed as executed is what stands in their text."""
 
+import os
 import pathlib
+import re
 
 import jupytext
 import nbclient
@@ -9,10 +11,17 @@ import pytest
 
 FOLDER = pathlib.Path(__file__).parents[1] / "notebooks"
 TEXTS = sorted(FOLDER.glob("*.py"))
+LARGEST_FILE = 1_000_000
+# Folders of somebody's machine; neither closing tags nor relative paths.
+ABSOLUTE_PATH = re.compile(r"(?<![\w.<])/(home|root|tmp|usr|work|Users|opt|mnt|var)/")
 
 
 def sources(notebook):
     return [(cell.cell_type, cell.source) for cell in notebook.cells]
+
+
+def executed(text):
+    return nbformat.read(text.with_suffix(".ipynb"), as_version=4)
 
 
 def test_every_notebook_has_its_text():
@@ -22,10 +31,23 @@ def test_every_notebook_has_its_text():
 
 @pytest.mark.parametrize("text", TEXTS, ids=lambda path: path.stem)
 def test_the_executed_notebook_is_that_of_the_text(text):
-    executed = nbformat.read(text.with_suffix(".ipynb"), as_version=4)
-    assert sources(executed) == sources(jupytext.read(text))
-    counts = [cell.execution_count for cell in executed.cells if cell.cell_type == "code"]
+    notebook = executed(text)
+    assert sources(notebook) == sources(jupytext.read(text))
+    counts = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
     assert counts == list(range(1, len(counts) + 1))
+    assert notebook.metadata.kernelspec.name == "python3"
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=lambda path: path.stem)
+def test_the_outputs_are_small_and_tell_nothing_of_a_machine(text):
+    assert text.with_suffix(".ipynb").stat().st_size < LARGEST_FILE
+    outputs = [output for cell in executed(text).cells for output in cell.get("outputs", [])]
+    assert outputs
+    for output in outputs:
+        assert output.output_type != "error"
+        assert output.get("name") != "stderr", output.text
+        printed = output.get("text", "") + output.get("data", {}).get("text/plain", "")
+        assert not ABSOLUTE_PATH.search(printed), printed
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=lambda path: path.stem)
@@ -36,4 +58,5 @@ def test_the_notebook_runs(text):
         kernel_name="python3",
         resources={"metadata": {"path": str(FOLDER)}},
     )
-    client.execute()
+    # As it was committed: on the CPU, and without the devices that conftest.py asks for.
+    client.execute(env={**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"})

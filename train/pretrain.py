@@ -260,12 +260,21 @@ def _restored(
 
 
 def _open_checkpoints(config: PretrainConfig) -> Checkpoints:
+    try:
+        config.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"`--out` {config.folder} cannot be made a folder: {error}.") from error
     checkpoints = Checkpoints(config.folder / "checkpoints", config.keep)
     latest = checkpoints.latest_step()
     if latest is not None and not config.resume:
         raise ValueError(
             f"`--out` {config.folder} holds a run at step {latest}: pass `--resume` to go on with"
             " it, or another `--out` to leave it alone."
+        )
+    if latest is not None and latest > config.steps:
+        raise ValueError(
+            f"`--steps` {config.steps} is below the {latest} steps that the run in `--out`"
+            f" {config.folder} has done: pass at least {latest}."
         )
     return checkpoints
 

@@ -174,6 +174,8 @@ def test_the_same_in_one_process_and_a_second_time_is_refused(folder, unbroken):
         run(whole, console)
     run(dataclasses.replace(whole, resume=True), console)
     assert console.file.getvalue().rstrip().endswith(f"everything is in {whole.out}")
+    with pytest.raises(BadRunError, match="`--steps` 11 is below the 12 steps that the run"):
+        run(dataclasses.replace(whole, resume=True, steps=11), console)
     with pytest.raises(BadRunError, match=r"another run:\n  model.hidden_size: 128 there, 256 now"):
         run(dataclasses.replace(whole, model="llama_20m", resume=True), console)
 
@@ -212,6 +214,12 @@ def test_nonsense_is_refused_before_anything_is_written(folder, changes, message
     with pytest.raises(BadRunError, match=message):
         run(wrong, Console(file=io.StringIO()))
     assert not wrong.out.exists()
+
+
+def test_an_out_that_is_a_file_is_refused(folder):
+    (folder / "file").write_text("")
+    with pytest.raises(BadRunError, match=r"`--out` .*file cannot be made a folder"):
+        run(config(folder, "file"), Console(file=io.StringIO()))
 
 
 def test_texts_that_are_too_small_are_refused(folder):
