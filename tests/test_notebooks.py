@@ -13,7 +13,7 @@ FOLDER = pathlib.Path(__file__).parents[1] / "notebooks"
 TEXTS = sorted(FOLDER.glob("*.py"))
 LARGEST_FILE = 1_000_000
 # Folders of somebody's machine; neither closing tags nor relative paths.
-ABSOLUTE_PATH = re.compile(r"(?<![\w.<])/(home|root|tmp|usr|work|Users|opt|mnt|var)/")
+ABSOLUTE_PATH = re.compile(r"(?<![\w.<])/(home|root|tmp|usr|Users|opt|mnt|var)/")
 
 
 def sources(notebook):
