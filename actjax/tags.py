@@ -70,20 +70,25 @@ def keep(
       `x` for the forward pass to compute with, and the code for the backward pass to hold.
     """
     if isinstance(codec, Exact):
-        return _tag(x, x, codec, operator, name, 0), x
-    leaves, treedef = jax.tree.flatten(codec.encode(x, key))
+        return _tag(x, x, repr(codec), operator, name, 0), x
+    return x, name_code(codec.encode(x, key), x, repr(codec), operator, name)
+
+
+def name_code(code: Code, x: jax.Array, codec: str, operator: str, name: str) -> Code:
+    """Returns a code of `x` with its name; `codec` is how it was made, as text."""
+    leaves, treedef = jax.tree.flatten(code)
     tagged = [_tag(leaf, x, codec, operator, name, i) for i, leaf in enumerate(leaves)]
-    return x, jax.tree.unflatten(treedef, tagged)
+    return jax.tree.unflatten(treedef, tagged)
 
 
 def keep_output(y: jax.Array, operator: str, name: str) -> jax.Array:
     """Tags an output that the operator also keeps: return it, and hold the same array."""
-    return _tag(y, y, Exact(), operator, name, 0)
+    return _tag(y, y, repr(Exact()), operator, name, 0)
 
 
 def _tag(
-    leaf: jax.Array, x: jax.Array, codec: Codec, operator: str, name: str, index: int
+    leaf: jax.Array, x: jax.Array, codec: str, operator: str, name: str, index: int
 ) -> jax.Array:
     dtype = jnp.dtype(x.dtype).name
-    tag = Tag(operator, name, repr(codec), x.shape, dtype, index, leaf.size)
+    tag = Tag(operator, name, codec, x.shape, dtype, index, leaf.size)
     return checkpoint_name(leaf, tag.encode())

@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from actjax.precision import matmul
+
 Code = Any
 """What a codec stores: a pytree of arrays. What is not in it is dead after the forward pass."""
 
@@ -72,6 +74,15 @@ class Codec(abc.ABC):
           dtype: of `x`.
         """
 
+    def gradient_rank(self, shape: Sequence[int]) -> int | None:
+        """Returns the rank of the weight gradient that comes in two factors, None if it is dense.
+
+        Args:
+          shape: of `x`, [..., d].
+        """
+        del shape
+        return None
+
     def required_key(self, key: Any) -> jax.Array:
         """Returns `key`, or raises a `ValueError` that says how to make one."""
         if not hasattr(key, "dtype"):
@@ -80,6 +91,30 @@ class Codec(abc.ABC):
                 " jax.random.fold_in(jax.random.key(seed), step)."
             )
         return key
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class FactoredCodec(Codec):
+    """A codec whose weight gradient is a product of two thin factors, `left right`.
+
+    Subclasses give the factors instead of `weight_grad`.
+    """
+
+    @abc.abstractmethod
+    def gradient_rank(self, shape: Sequence[int]) -> int:
+        """Returns k, the rank of `weight_grad`, for `x` of this shape."""
+
+    @abc.abstractmethod
+    def left(self, code: Code) -> jax.Array:
+        """Returns the factor [d, k] that all weights of one input share."""
+
+    @abc.abstractmethod
+    def right(self, code: Code, dz: jax.Array) -> jax.Array:
+        """Returns the factor [k, n], which costs `2 T k n` operations, accumulated in float32."""
+
+    def weight_grad(self, code: Code, dz: jax.Array) -> jax.Array:
+        right = self.right(code, dz)
+        return matmul(self.left(code).astype(right.dtype), right)
 
 
 def token_count(shape: Sequence[int]) -> int:

@@ -3,9 +3,8 @@
 Wei et al. (2026), section 4, store `x ≈ U Vᵀ`; the weight gradient `V (Uᵀ dz)` then costs
 `2 k (T + d) n` operations instead of `2 T d n`. Halko, Martinsson and Tropp, "Finding structure
 with randomness" (2011), is followed for the randomised range finder, with one change: the sketch
-is orthonormalised by Cholesky factors of its Gram matrix (Yamamoto et al., "Roundoff error
-analysis of the CholeskyQR2 algorithm", 2015; shifted as in Fukaya et al., 2020), which is two
-matrix products and a k by k factorisation, so it runs at matmul speed and partitions over tokens.
+is orthonormalised by Cholesky factors of its Gram matrix (`actjax.orthogonal`), which runs at matmul
+speed and partitions over tokens.
 """
 
 import dataclasses
@@ -15,7 +14,8 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from actjax.codecs.base import Codec, check_positive_integer, raw_key, token_count, wrap_key
+from actjax.codecs.base import Codec, FactoredCodec, check_positive_integer, raw_key, token_count, wrap_key
+from actjax.orthogonal import orthonormalize
 from actjax.precision import accumulation_dtype, contract_tokens, matmul
 
 Sketch = Literal["gaussian", "rows"]
@@ -68,7 +68,7 @@ class PrincipalPlusRandomCode:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class RandomProjection(Codec):
+class RandomProjection(FactoredCodec):
     """Stores `x S`, `S ~ N(0, 1/k)` of shape [d, k], and the key of `S`; decodes to `x S Sᵀ`.
 
     Storage: `T k` values of the dtype of `x`, and 8 bytes of key.
@@ -98,8 +98,15 @@ class RandomProjection(Codec):
     def decode(self, code: ProjectedCode) -> jax.Array:
         return matmul(code.projected, self._matrix(code).T).astype(code.projected.dtype)
 
-    def weight_grad(self, code: ProjectedCode, dz: jax.Array) -> jax.Array:
-        return _factored_product(self._matrix(code), contract_tokens(code.projected, dz))
+    def gradient_rank(self, shape: Sequence[int]) -> int:
+        del shape
+        return self.rank
+
+    def left(self, code: ProjectedCode) -> jax.Array:
+        return self._matrix(code)
+
+    def right(self, code: ProjectedCode, dz: jax.Array) -> jax.Array:
+        return contract_tokens(code.projected, dz)
 
     def stored_bytes(self, shape: Sequence[int], dtype: jax.typing.DTypeLike) -> int:
         _check_rank(self, self.rank, shape)
@@ -111,7 +118,7 @@ class RandomProjection(Codec):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class RandomizedSVD(Codec):
+class RandomizedSVD(FactoredCodec):
     """Stores a basis `Q` [T, k] of the range of `x Ω` and `V = xᵀ Q` [d, k]; decodes to `Q Vᵀ`.
 
     Storage: `k (T + d)` values of the dtype of `x`.
@@ -149,8 +156,15 @@ class RandomizedSVD(Codec):
     def decode(self, code: FactoredCode) -> jax.Array:
         return matmul(code.left, code.right.T).astype(code.left.dtype)
 
-    def weight_grad(self, code: FactoredCode, dz: jax.Array) -> jax.Array:
-        return _factored_product(code.right, contract_tokens(code.left, dz))
+    def gradient_rank(self, shape: Sequence[int]) -> int:
+        del shape
+        return self.rank
+
+    def left(self, code: FactoredCode) -> jax.Array:
+        return code.right
+
+    def right(self, code: FactoredCode, dz: jax.Array) -> jax.Array:
+        return contract_tokens(code.left, dz)
 
     def stored_bytes(self, shape: Sequence[int], dtype: jax.typing.DTypeLike) -> int:
         _check_rank(self, self.rank, shape)
@@ -158,7 +172,7 @@ class RandomizedSVD(Codec):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class PrincipalPlusRandom(Codec):
+class PrincipalPlusRandom(FactoredCodec):
     """A randomised SVD of rank `rank`, and a random projection of its remainder to rank `tail`.
 
     Storage: `rank (T + d) + tail T` values of the dtype of `x`, and 8 bytes of key.
@@ -215,9 +229,17 @@ class PrincipalPlusRandom(Codec):
     def decode(self, code: PrincipalPlusRandomCode) -> jax.Array:
         return self.principal.decode(code.principal) + self.random.decode(code.tail)
 
-    def weight_grad(self, code: PrincipalPlusRandomCode, dz: jax.Array) -> jax.Array:
-        principal = self.principal.weight_grad(code.principal, dz)
-        return principal + self.random.weight_grad(code.tail, dz)
+    def gradient_rank(self, shape: Sequence[int]) -> int:
+        del shape
+        return self.rank + self.tail
+
+    def left(self, code: PrincipalPlusRandomCode) -> jax.Array:
+        principal, tail = self.principal.left(code.principal), self.random.left(code.tail)
+        return jnp.concatenate([principal, tail], axis=1)
+
+    def right(self, code: PrincipalPlusRandomCode, dz: jax.Array) -> jax.Array:
+        principal, tail = self.principal.right(code.principal, dz), self.random.right(code.tail, dz)
+        return jnp.concatenate([principal, tail], axis=0)
 
     def stored_bytes(self, shape: Sequence[int], dtype: jax.typing.DTypeLike) -> int:
         _check_rank(self, self.rank + self.tail, shape)
@@ -231,11 +253,6 @@ def _projection(key: jax.Array, features: int, rank: int, dtype: jnp.dtype) -> j
     return (normal / jnp.sqrt(rank).astype(normal.dtype)).astype(dtype)
 
 
-def _factored_product(right: jax.Array, small: jax.Array) -> jax.Array:
-    """Returns `right @ small`, [d, k] by [k, n], the last step of a factored weight gradient."""
-    return matmul(right.astype(small.dtype), small)
-
-
 def _range_basis(
     x: jax.Array, key: jax.Array, rank: int, power_iterations: int, sketch: Sketch
 ) -> jax.Array:
@@ -245,10 +262,10 @@ def _range_basis(
         omega = jax.random.normal(key, (features, rank), accumulation_dtype(x.dtype))
     else:
         omega = _unit_rows(sample_rows(x, key, rank)).T
-    basis = _orthonormalize(matmul(x, omega.astype(x.dtype)))
+    basis = orthonormalize(matmul(x, omega.astype(x.dtype)))
     for _ in range(power_iterations):
-        directions = _orthonormalize(contract_tokens(x, basis.astype(x.dtype)))
-        basis = _orthonormalize(matmul(x, directions.astype(x.dtype)))
+        directions = orthonormalize(contract_tokens(x, basis.astype(x.dtype)))
+        basis = orthonormalize(matmul(x, directions.astype(x.dtype)))
     return basis
 
 
@@ -262,33 +279,6 @@ def _unit_rows(rows: jax.Array) -> jax.Array:
     """Scales each row to a largest entry of one, so that products neither over- nor underflow."""
     largest = jnp.max(jnp.abs(rows), axis=-1, keepdims=True)
     return rows / jnp.where(largest > 0, largest, 1)
-
-
-def _orthonormalize(y: jax.Array) -> jax.Array:
-    """Returns an orthonormal basis of the columns of `y` [..., k], by shifted CholeskyQR, twice.
-
-    Columns that depend on others (rank-deficient `y`, zero columns) come out short or zero
-    rather than as NaN: the shift keeps the Gram matrix positive definite. A basis with such
-    columns still spans the range of `y`.
-    """
-    largest = jnp.max(jnp.abs(y), axis=tuple(range(y.ndim - 1)))
-    y = y / jnp.where(largest > 0, largest, 1)
-    return _cholesky_qr(_cholesky_qr(y))
-
-
-def _cholesky_qr(y: jax.Array) -> jax.Array:
-    # In full float32: GPUs and TPUs may else round what they multiply to 10 or 8 bits, and the
-    # basis would be as far from orthonormal. These products are thin, so it costs little.
-    gram = contract_tokens(y, y, precision="highest")
-    rank, tokens, info = gram.shape[0], y.size // y.shape[-1], jnp.finfo(gram.dtype)
-    # Rounding errs by about (k + sqrt(T)) eps of the longest column, squared. A shift above that
-    # keeps the factorisation real, and shortens no direction of a well-conditioned `y` by more.
-    # Relative to each column instead, it would blow up what rounding leaves of dependent ones.
-    shift = 2 * (rank + tokens**0.5) * info.eps * jnp.max(jnp.diag(gram)) + info.tiny
-    shifted = gram + shift * jnp.eye(rank, dtype=gram.dtype)
-    factor = jnp.linalg.cholesky(shifted)
-    inverse = jax.scipy.linalg.solve_triangular(factor, jnp.eye(rank, dtype=gram.dtype), lower=True)
-    return matmul(y, inverse.T, precision="highest")
 
 
 def _key_bytes() -> int:

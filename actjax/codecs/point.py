@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from actjax.codecs.base import Codec, check_positive_integer, token_count
+from actjax.codecs.base import FactoredCodec, check_positive_integer, token_count
 from actjax.codecs.low_rank import sample_rows
 from actjax.precision import accumulation_dtype, contract_tokens, matmul
 
@@ -39,7 +39,7 @@ class PointCode:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class PointApproximation(Codec):
+class PointApproximation(FactoredCodec):
     """Stores k of the T tokens; per token, the index of the one it resembles most, and a scale.
 
     `f(i) = argmax_j |cos(x_i, C_j)|`, `α_i = <x_i, C_f(i)> / |C_f(i)|²`. Tokens with
@@ -116,9 +116,14 @@ class PointApproximation(Codec):
     def decode(self, code: PointCode) -> jax.Array:
         return code.scale[..., None] * code.points[code.index.astype(jnp.int32)]
 
-    def weight_grad(self, code: PointCode, dz: jax.Array) -> jax.Array:
-        aggregated = _scaled_segment_sum(code, dz)
-        return contract_tokens(code.points.astype(aggregated.dtype), aggregated)
+    def gradient_rank(self, shape: Sequence[int]) -> int:
+        return self.count(shape)
+
+    def left(self, code: PointCode) -> jax.Array:
+        return code.points.T
+
+    def right(self, code: PointCode, dz: jax.Array) -> jax.Array:
+        return _scaled_segment_sum(code, dz)
 
     def stored_bytes(self, shape: Sequence[int], dtype: jax.typing.DTypeLike) -> int:
         count, tokens = self.count(shape), token_count(shape)

@@ -5,6 +5,7 @@ stored input, so only `dw = x_hatᵀ dz` carries the codec's error, and it is un
 is.
 """
 
+import dataclasses
 import functools
 from typing import Any, overload
 
@@ -12,11 +13,14 @@ import jax
 import jax.numpy as jnp
 
 from actjax.codecs import Codec, Exact
+from actjax.codecs import basis as in_basis
 from actjax.ops.checks import check_codec, check_floating
-from actjax.precision import matmul
-from actjax.tags import keep
+from actjax.precision import contract_tokens, matmul
+from actjax.tags import keep, name_code
+from actjax.taps import TappedWeight, mark_input, mark_weight, plain_weight
 
-_Weights = tuple[jax.Array, ...]
+_Weights = tuple[Any, ...]
+"""Arrays or `TappedWeight`s."""
 _Biases = tuple[jax.Array | None, ...]
 
 
@@ -59,7 +63,8 @@ def linear(
 
     Args:
       x: activations, [..., d].
-      w: weight, [d, n], or a tuple of weights [d, n_i].
+      w: weight, [d, n], or a tuple of weights [d, n_i]. Under `actjax.value_and_grad` these may be
+        `TappedWeight`s, whose gradient comes in two factors.
       bias: [n], or a tuple of biases (or None) as long as `w`. Its gradient is exact.
       codec: what is kept of `x`.
       key: randomness of the encoding; consumed. Needed if `codec.needs_key`.
@@ -124,8 +129,11 @@ def _linear(
     biases: _Biases,
     key: jax.Array | None,
 ) -> tuple[jax.Array, ...]:
-    del codec, name, key
-    return tuple(_apply(x, w, b) for w, b in zip(weights, biases, strict=True))
+    del name, key
+    rank = codec.gradient_rank(x.shape)
+    x = mark_input(x)
+    marked = [mark_weight(plain_weight(w), rank) for w in weights]
+    return tuple(_apply(x, w, b) for w, b in zip(marked, biases, strict=True))
 
 
 def _apply(x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array:
@@ -133,26 +141,77 @@ def _apply(x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array:
     return (z if bias is None else z + bias.astype(z.dtype)).astype(x.dtype)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Held:
+    """A weight as the backward pass needs it: the taps themselves are never read.
+
+    Attributes:
+      weight: [d, n].
+      tapped: the `TappedWeight` with dtypes of taps in place of arrays; None if it is not tapped.
+    """
+
+    weight: Any
+    tapped: TappedWeight | None = dataclasses.field(metadata={"static": True})
+
+
+def _hold(w: Any) -> _Held:
+    if not isinstance(w, TappedWeight):
+        return _Held(w, None)
+    dtypes = dataclasses.replace(
+        w,
+        weight=None,
+        left=None if w.left is None else w.left.dtype,
+        right=w.right.dtype,
+        basis=w.basis is not None,
+    )
+    return _Held(w.weight, dtypes)
+
+
 def _linear_fwd(codec, name, x, weights, biases, key):
+    tapped = [w for w in weights if isinstance(w, TappedWeight) and w.basis is not None]
     with jax.named_scope("actjax.linear"):
-        x, code = keep(x, codec, key, "linear", name)
-        outputs = _linear(codec, name, x, weights, biases, key)
-    return outputs, (code, weights, biases)
+        if tapped:
+            # One basis for all: they share it, as they share the stored input.
+            basis, bits = tapped[0].basis, tapped[0].bits
+            code = in_basis.encode(x, basis, bits)
+            code = name_code(code, x, in_basis.describe(basis, bits), "linear", name)
+            # Needed only where a weight that has no tap wants its gradient in full.
+            basis = basis if len(tapped) < len(weights) else None
+        else:
+            (x, code), basis = keep(x, codec, key, "linear", name), None
+        outputs = tuple(_apply(x, plain_weight(w), b) for w, b in zip(weights, biases, strict=True))
+    return outputs, (code, basis, tuple(_hold(w) for w in weights), biases)
 
 
 def _linear_bwd(codec, name, residuals, dzs):
     del name
-    code, weights, biases = residuals
+    code, basis, held, biases = residuals
     with jax.named_scope("actjax.linear"):
-        dx = _input_grad(weights, dzs)
+        dx = _input_grad(tuple(h.weight for h in held), dzs)
         dws = tuple(
-            codec.weight_grad(code, dz).astype(w.dtype) for w, dz in zip(weights, dzs, strict=True)
+            _weight_grad(codec, code, basis, h, dz) for h, dz in zip(held, dzs, strict=True)
         )
         dbs = tuple(
             None if b is None else jnp.sum(dz, range(dz.ndim - 1), dx.dtype).astype(b.dtype)
             for b, dz in zip(biases, dzs, strict=True)
         )
     return dx.astype(dzs[0].dtype), dws, dbs, None
+
+
+def _weight_grad(codec, code, basis, held: _Held, dz: jax.Array) -> Any:
+    """Returns the gradient of a weight, or of the taps of one."""
+    tapped = held.tapped
+    if isinstance(code, in_basis.BasisCode):
+        right = contract_tokens(in_basis.decode(code), dz)
+        if tapped is None:
+            return matmul(basis.astype(right.dtype), right).astype(held.weight.dtype)
+    elif tapped is None:
+        return codec.weight_grad(code, dz).astype(held.weight.dtype)
+    else:
+        right = codec.right(code, dz)
+    left = None if tapped.left is None else codec.left(code).astype(tapped.left)
+    return dataclasses.replace(tapped, left=left, right=right.astype(tapped.right), basis=None)
 
 
 def _input_grad(weights: _Weights, dzs: tuple[jax.Array, ...]) -> jax.Array:

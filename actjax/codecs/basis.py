@@ -1,0 +1,66 @@
+"""Storing the coordinates of an activation in a given basis.
+
+Not a `Codec`: the basis is an array that an optimizer owns and changes, not a setting. With `P`
+[d, k] on the input side of a weight, `(x P)ᵀ dz = Pᵀ dw` exactly: the gradient that GaLore projects
+(Zhao et al., 2024), from an activation of k numbers a token (CompAct, Shamshoum et al., 2025).
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from actjax.precision import accumulation_dtype, matmul
+
+BITS = (8, 16)
+"""What coordinates can be stored in; 16 leaves them in the dtype of the activation."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BasisCode:
+    """`x P`, as it is or in 8 bits.
+
+    Attributes:
+      values: [..., k], in the dtype of `x`; or int8.
+      scale: [..., 1], in the dtype of `x`, what a unit of the int8 stands for; None if not in 8 bits.
+    """
+
+    values: Any
+    scale: Any
+
+
+def encode(x: jax.Array, basis: jax.Array, bits: int = 16) -> BasisCode:
+    """Returns the code of `x` [..., d] in `basis` [d, k].
+
+    Storage: `T k` values of the dtype of `x`; in 8 bits, `T k` bytes and T values.
+    Error of `decode`: none; in 8 bits at most `max|u| / 254` within the k coordinates `u` of a
+    token, and the rounding of their scale.
+
+    Raises:
+      ValueError: shapes that do not fit.
+    """
+    if basis.ndim != 2 or basis.shape[0] != x.shape[-1]:
+        raise ValueError(f"`basis` must be [{x.shape[-1]}, k] for x{x.shape}, got {basis.shape}.")
+    coordinates = matmul(x, basis.astype(x.dtype))
+    if bits == 16:
+        return BasisCode(coordinates.astype(x.dtype), None)
+    largest = jnp.max(jnp.abs(coordinates), axis=-1, keepdims=True)
+    scale = (largest / 127).astype(x.dtype)
+    wide = scale.astype(coordinates.dtype)
+    rounded = jnp.round(coordinates / jnp.where(wide > 0, wide, 1))
+    return BasisCode(jnp.clip(rounded, -127, 127).astype(jnp.int8), scale)
+
+
+def decode(code: BasisCode) -> jax.Array:
+    """Returns the coordinates `x P`, [..., k], in the dtype of `x`."""
+    if code.scale is None:
+        return code.values
+    wide = accumulation_dtype(code.scale.dtype)
+    return (code.values.astype(wide) * code.scale.astype(wide)).astype(code.scale.dtype)
+
+
+def describe(basis: jax.Array, bits: int) -> str:
+    """Returns what `actjax.explain` calls the code."""
+    return f"Basis(rank={basis.shape[-1]}{'' if bits == 16 else f', bits={bits}'})"

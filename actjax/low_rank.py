@@ -1,0 +1,248 @@
+"""Matrices held as a product of two thin factors, and sums over trees that contain them."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from actjax.precision import accumulation_dtype
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, repr=False)
+class LowRank:
+    """The matrix `left @ right`, [..., d, n], of which only the factors exist.
+
+    A pytree, so that it passes through `jit`, `scan` and `vmap`, and a stack of matrices is one
+    `LowRank` with leading axes. It is no array: what needs one calls `dense()`.
+
+    Attributes:
+      left: [..., d, k].
+      right: [..., k, n].
+      basis: name of the basis that `left` is, if it is one that several gradients share: the sum of
+        two such keeps its rank. Static.
+    """
+
+    left: Any
+    right: Any
+    basis: str | None = dataclasses.field(default=None, metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        # Leaves may be anything while JAX takes trees apart and puts them together.
+        left, right = getattr(self.left, "shape", None), getattr(self.right, "shape", None)
+        if left is None or right is None or min(len(left), len(right)) < 2:
+            return
+        if left[-1] != right[-2] or left[:-2] != right[:-2]:
+            hint = " Pass `right` transposed." if left[-1] == right[-1] else ""
+            raise ValueError(
+                "LowRank takes `left` [..., d, k] and `right` [..., k, n] with equal leading axes:"
+                f" got left{left} and right{right}.{hint}"
+            )
+
+    def __repr__(self) -> str:
+        shared = "" if self.basis is None else f", basis={self.basis!r}"
+        return f"LowRank(shape={self.shape}, rank={self.rank}, dtype={self.dtype}{shared})"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the matrix, [..., d, n]."""
+        return (*self.left.shape[:-1], self.right.shape[-1])
+
+    @property
+    def ndim(self) -> int:
+        """Axes of the matrix, leading ones included."""
+        return self.left.ndim
+
+    @property
+    def rank(self) -> int:
+        """k, the number of columns of `left`: an upper bound of the mathematical rank."""
+        return self.left.shape[-1]
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Dtype of `dense()`."""
+        return jnp.dtype(jnp.result_type(self.left, self.right))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both factors."""
+        return self.left.nbytes + self.right.nbytes
+
+    @property
+    def mT(self) -> "LowRank":  # noqa: N802
+        """The transpose of the last two axes, as in `jax.Array.mT`."""
+        return LowRank(self.right.mT, self.left.mT)
+
+    @property
+    def T(self) -> "LowRank":  # noqa: N802
+        """The transpose of a single matrix.
+
+        Raises:
+          ValueError: it is a stack: use `mT`.
+        """
+        if self.ndim != 2:
+            raise ValueError(f"`T` of {self} would reverse its leading axes: use `mT`.")
+        return self.mT
+
+    def dense(self) -> jax.Array:
+        """Returns the matrix, [..., d, n], accumulated in float32 at least."""
+        dtype = accumulation_dtype(self.dtype)
+        return jnp.matmul(self.left, self.right, preferred_element_type=dtype).astype(self.dtype)
+
+    def astype(self, dtype: jax.typing.DTypeLike) -> "LowRank":
+        """Returns it with factors of another dtype."""
+        return dataclasses.replace(
+            self, left=self.left.astype(dtype), right=self.right.astype(dtype)
+        )
+
+    def norm(self) -> jax.Array:
+        """Returns the Frobenius norm, [...], in float32 at least, from two k by k Gram matrices.
+
+        Relative error: about `k eps (‖left‖ ‖right‖ / norm)²`, small unless the factors cancel.
+        """
+        left, left_size = _unit(self.left)
+        right, right_size = _unit(self.right)
+        square = jnp.sum(_gram(left.mT) * _gram(right), axis=(-2, -1))
+        return left_size * right_size * jnp.sqrt(jnp.maximum(square, 0))
+
+    def vdot(self, other: "LowRank | jax.Array") -> jax.Array:
+        """Returns the inner product `Σ self_ij other_ij`, over leading axes too; never dense itself.
+
+        Args:
+          other: a `LowRank` or an array of the same shape.
+        """
+        if self.shape != other.shape:
+            raise ValueError(f"`other` must have shape {self.shape}, got {other.shape}.")
+        if isinstance(other, LowRank):
+            return jnp.sum(_product(self.left.mT, other.left) * _product(self.right, other.right.mT))
+        return jnp.sum(_product(self.left.mT, other) * self.right)
+
+    def singular_values(self) -> jax.Array:
+        """Returns the singular values, [..., min(d, n, k)], descending, from small matrices."""
+        return self._decompose()[1]
+
+    def truncate(self, rank: int) -> "LowRank":
+        """Returns the best approximation of rank `rank`; `left` becomes orthonormal.
+
+        Error: in Frobenius norm the root of the sum of squares of the other `singular_values()`,
+        the least that any matrix of that rank attains (Eckart and Young, 1936). By QR of both
+        factors and an SVD of k by k.
+
+        Raises:
+          ValueError: `rank` is not within 1 and the present rank.
+        """
+        if not 1 <= rank <= self.rank:
+            raise ValueError(f"`rank` must be within 1 and {self.rank} for {self}, got {rank}.")
+        left, values, right = self._decompose()
+        kept = values[..., :rank, None] * right[..., :rank, :]
+        return LowRank(left[..., :rank].astype(self.dtype), kept.astype(self.dtype))
+
+    def _decompose(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the singular value decomposition, in float32 at least."""
+        dtype = accumulation_dtype(self.dtype)
+        left, left_triangle = jnp.linalg.qr(self.left.astype(dtype))
+        right, right_triangle = jnp.linalg.qr(self.right.mT.astype(dtype))
+        core = jnp.matmul(left_triangle, right_triangle.mT, precision="highest")
+        u, values, vt = jnp.linalg.svd(core, full_matrices=False)
+        return (
+            jnp.matmul(left, u, precision="highest"),
+            values,
+            jnp.matmul(vt, right.mT, precision="highest"),
+        )
+
+    def __add__(self, other: "LowRank") -> "LowRank":
+        """Returns the sum. Ranks add, unless both have the same basis."""
+        if not isinstance(other, LowRank):
+            return NotImplemented
+        if self.shape != other.shape:
+            raise ValueError(f"cannot add {other} to {self}: shapes differ.")
+        if self.basis is not None and self.basis == other.basis:
+            return dataclasses.replace(self, right=self.right + other.right)
+        return LowRank(
+            jnp.concatenate([self.left, other.left], axis=-1),
+            jnp.concatenate([self.right, other.right], axis=-2),
+        )
+
+    def __neg__(self) -> "LowRank":
+        return -1 * self
+
+    def __sub__(self, other: "LowRank") -> "LowRank":
+        return self + (-other) if isinstance(other, LowRank) else NotImplemented
+
+    def __mul__(self, scalar: jax.typing.ArrayLike) -> "LowRank":
+        """Returns it times a scalar, which goes into `right`."""
+        if isinstance(scalar, LowRank) or jnp.ndim(scalar) != 0:
+            raise TypeError(f"{self} can be multiplied by a scalar only: use `dense()` for more.")
+        return dataclasses.replace(self, right=(self.right * scalar).astype(self.right.dtype))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, scalar: jax.typing.ArrayLike) -> "LowRank":
+        return self * (1 / scalar)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(f"{self} is no array: call `dense()` to make one, [d, n].")
+
+    __jax_array__ = __array__
+
+
+def is_low_rank(x: Any) -> bool:
+    """Returns whether `x` is a `LowRank`: for `is_leaf` of `jax.tree` functions."""
+    return isinstance(x, LowRank)
+
+
+def global_norm(tree: Any) -> jax.Array:
+    """Returns the root of the sum of squares of all arrays and `LowRank` matrices of a tree.
+
+    Nothing is made dense. Float32 at least; `optax.global_norm` would take factors for weights.
+    """
+    squares = [
+        jnp.sum(leaf.norm() ** 2)
+        if is_low_rank(leaf)
+        else jnp.sum(jnp.square(leaf.astype(accumulation_dtype(leaf.dtype))))
+        for leaf in jax.tree.leaves(tree, is_leaf=is_low_rank)
+    ]
+    return jnp.sqrt(sum(squares, jnp.zeros(())))
+
+
+def clip_by_global_norm(tree: Any, max_norm: jax.typing.ArrayLike) -> tuple[Any, jax.Array]:
+    """Scales a tree of gradients so that its global norm is at most `max_norm`.
+
+    As `optax.clip_by_global_norm`, for trees that contain `LowRank` matrices, none made dense.
+
+    Returns:
+      The scaled tree, and the norm before.
+    """
+    norm = global_norm(tree)
+    return scale_tree(tree, clip_factor(norm, max_norm)), norm
+
+
+def clip_factor(norm: jax.Array, max_norm: jax.typing.ArrayLike) -> jax.Array:
+    """Returns what to multiply by so that something of norm `norm` has at most `max_norm`."""
+    return jnp.where(norm > max_norm, max_norm / jnp.where(norm > 0, norm, 1), 1.0)
+
+
+def scale_tree(tree: Any, factor: jax.Array) -> Any:
+    """Multiplies every array and `LowRank` of a tree by a scalar; dtypes stay."""
+
+    def scale(leaf: Any) -> Any:
+        return leaf * factor if is_low_rank(leaf) else (leaf * factor).astype(leaf.dtype)
+
+    return jax.tree.map(scale, tree, is_leaf=is_low_rank)
+
+
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    dtype = accumulation_dtype(a.dtype, b.dtype)
+    return jnp.matmul(a, b, precision="highest", preferred_element_type=dtype)
+
+
+def _gram(rows: jax.Array) -> jax.Array:
+    return _product(rows, rows.mT)
+
+
+def _unit(factor: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns a factor over its largest entry, and that, so that squares stay finite."""
+    factor = factor.astype(accumulation_dtype(factor.dtype))
+    largest = jnp.max(jnp.abs(factor), axis=(-2, -1), initial=0)
+    return factor / jnp.where(largest > 0, largest, 1)[..., None, None], largest

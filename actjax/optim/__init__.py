@@ -1,0 +1,15 @@
+"""Optimizers whose states stay small, and whose updates never exist for all weights at once."""
+
+from actjax.optim.apply import apply as apply
+from actjax.optim.apply import init as init
+from actjax.optim.apply import redraw as redraw
+from actjax.optim.eight_bit import Blockwise as Blockwise
+from actjax.optim.eight_bit import EightBitState as EightBitState
+from actjax.optim.eight_bit import eight_bit as eight_bit
+from actjax.optim.in_backward import InBackward as InBackward
+from actjax.optim.in_backward import InBackwardState as InBackwardState
+from actjax.optim.in_backward import in_backward as in_backward
+from actjax.optim.layers import LayerwiseState as LayerwiseState
+from actjax.optim.subspace import SubspaceState as SubspaceState
+from actjax.optim.subspace import SubspaceTransformation as SubspaceTransformation
+from actjax.optim.subspace import subspace as subspace

@@ -1,0 +1,135 @@
+"""Parameters as a stack of layers and the rest, and an optimizer state for each layer.
+
+A transform that runs on one layer at a time sees a tree of the structure of the whole, with `None`
+in the place of what is not its part: paths stay what they were. Masks must therefore be callables
+of the parameters, as optax allows, and not trees.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from actjax.low_rank import LowRank, is_low_rank
+
+
+class LayerwiseState(NamedTuple):
+    """State of a transform that is applied a layer at a time.
+
+    Attributes:
+      layers: that of the layers, a leading axis of layers on every array, counters included.
+      rest: that of all other parameters.
+    """
+
+    layers: Any
+    rest: Any
+
+
+def layers_of(params: Any) -> Any:
+    """Returns the stacked layers of `params`: its attribute or its entry `layers`.
+
+    Raises:
+      ValueError: it has neither.
+    """
+    if isinstance(params, dict) and "layers" in params:
+        return params["layers"]
+    found = getattr(params, "layers", None)
+    if found is None:
+        raise ValueError(
+            f"{type(params).__name__} has no `layers`: pass `layers`, a function from the"
+            " parameters to the subtree whose arrays have a leading axis of layers."
+        )
+    return found
+
+
+def split(
+    tree: Any, layers: Callable[[Any], Any], leaves: list[Any] | None = None
+) -> tuple[Any, Any]:
+    """Returns a tree of parameters as (layers, rest), `None` in the place of what is not there.
+
+    Args:
+      tree: the parameters.
+      layers: from the parameters to the subtree of stacked layers.
+      leaves: what to fill in instead of the arrays of `tree`, in their order.
+    """
+    own, treedef = jax.tree.flatten(tree)
+    leaves = own if leaves is None else leaves
+    stacked = set(jax.tree.leaves(layers(jax.tree.unflatten(treedef, range(len(leaves))))))
+    return (
+        jax.tree.unflatten(treedef, [x if i in stacked else None for i, x in enumerate(leaves)]),
+        jax.tree.unflatten(treedef, [None if i in stacked else x for i, x in enumerate(leaves)]),
+    )
+
+
+def split_gradient(gradient: Any, params: Any, layers: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """Splits a gradient, whose leaves may be `LowRank`, as `split` does the parameters."""
+    leaves, treedef = jax.tree.flatten(gradient, is_leaf=is_low_rank)
+    expected = jax.tree.structure(params)
+    if treedef != expected:
+        raise ValueError(
+            f"`grads` must have the structure of `params`: got {treedef}, expected {expected}."
+        )
+    return split(params, layers, leaves)
+
+
+def merge(stacked: Any, rest: Any, params: Any) -> Any:
+    """Inverse of `split`, in the structure of `params`."""
+    pairs = zip(*(_leaves_with_holes(tree, params) for tree in (stacked, rest)), strict=True)
+    leaves = [a if b is None else b for a, b in pairs]
+    return jax.tree.unflatten(jax.tree.structure(params), leaves)
+
+
+def _leaves_with_holes(tree: Any, params: Any) -> list[Any]:
+    """Returns the leaves of a tree with `None`s, which count, in the order of `params`."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: x is None)
+    # A parameter that is `None` in its own right, such as an absent bias, is no leaf of `params`.
+    own = jax.tree.leaves(params, is_leaf=lambda x: x is None)
+    return [leaf for leaf, mine in zip(leaves, own, strict=True) if mine is not None]
+
+
+def count_layers(stacked: Any) -> int:
+    """Returns the length of the leading axis that all arrays of `stacked` share.
+
+    Raises:
+      ValueError: there are none, or they differ.
+    """
+    sizes = {x.shape[0] if x.ndim else None for x in jax.tree.leaves(stacked)}
+    if len(sizes) != 1 or None in sizes:
+        raise ValueError(
+            "the arrays of `layers` must share their leading axis, that of the layers: its lengths"
+            f" are {sorted(map(str, sizes))}."
+        )
+    return sizes.pop()
+
+
+def take(tree: Any, i: jax.typing.ArrayLike) -> Any:
+    """Returns layer `i` of a tree of stacked arrays. What is one array before is one after."""
+    slices: dict[int, jax.Array] = {}
+
+    def slice_once(x: jax.Array) -> jax.Array:
+        if id(x) not in slices:
+            slices[id(x)] = jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
+        return slices[id(x)]
+
+    return jax.tree.map(slice_once, tree)
+
+
+def put(tree: Any, layer: Any, i: jax.typing.ArrayLike) -> Any:
+    """Returns a tree of stacked arrays with layer `i` replaced; in place in a loop under jit."""
+    return jax.tree.map(
+        lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y.astype(x.dtype), i, 0), tree, layer
+    )
+
+
+def densify(gradient: Any) -> Any:
+    """Returns a gradient with every `LowRank` multiplied out."""
+    return jax.tree.map(
+        lambda g: g.dense() if isinstance(g, LowRank) else g, gradient, is_leaf=is_low_rank
+    )
+
+
+def square_norm(tree: Any) -> jax.Array:
+    """Returns the sum of squares of all arrays, in float32."""
+    squares = (jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree))
+    return sum(squares, jnp.zeros((), jnp.float32))

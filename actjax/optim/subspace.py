@@ -1,0 +1,394 @@
+"""Optimizer states in a subspace of the gradient: GaLore, CompAct, and Wei et al.'s "Ours+".
+
+GaLore (Zhao et al., 2024, Algorithm 2) projects a gradient `G` [d, n] to `R = Pᵀ G`, runs Adam on
+`R` and adds `α P N` to the weight. With `P` on the input side, `R = (x P)ᵀ dz`: the subspace of the
+optimizer is that in which the activation is stored, and `actjax.value_and_grad(..., bases=...)`
+returns `R` without a dense gradient and without further error. A random `P` makes it CompAct
+(Shamshoum et al., 2025), one from factored gradients Wei et al. (2026), section 4, strategy (ii).
+
+What it changes: a new basis is taken from the factored gradient of a refresh step, by QR of a thin
+and eigenvectors of a small matrix; of a dense gradient, by a randomised range finder (Halko et al.,
+2011). No singular value decomposition of a dense matrix anywhere.
+"""
+
+import functools
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from actjax.codecs.base import check_positive_integer
+from actjax.gradients import Bases
+from actjax.low_rank import LowRank, is_low_rank
+from actjax.optim.eight_bit import SECOND_MOMENTS, is_blockwise
+from actjax.optim.layers import LayerwiseState
+from actjax.precision import accumulation_dtype
+from actjax.taps import path_name
+
+Moments = Literal["keep", "reset", "rotate"]
+Source = Literal["gradient", "random"]
+Side = Literal["input", "output", "smaller"]
+
+_OVERSAMPLING = 8
+"""Extra columns of the range finder (Halko et al., section 4.2, advise 5 to 10)."""
+_POWER_ITERATIONS = 2
+"""Enough for gradients, whose singular values fall slowly (Halko et al., section 4.5)."""
+
+
+class SubspaceState(NamedTuple):
+    """State of `subspace`.
+
+    Attributes:
+      step: updates done, int32.
+      key: words of the key that random bases and sketches are drawn from.
+      bases: from the name of a group of weights to its basis, [..., d, k] or, on the output side,
+        [..., n, k].
+      inner: state of the inner transform, on projected gradients.
+      outer: state of the outer transform.
+    """
+
+    step: Any
+    key: Any
+    bases: dict[str, Any]
+    inner: Any
+    outer: Any
+
+
+class SubspaceTransformation(optax.GradientTransformationExtraArgs):
+    """An optax transform with what a changing subspace needs besides.
+
+    Attributes:
+      refresh: `refresh(grads, state, params)` returns the state with new bases.
+      bases: `bases(state)` returns them for `actjax.value_and_grad`.
+      init_from: `init_from(params, key)` is `init` with a key of one's own.
+      gap: steps between two refreshes.
+      source: where bases come from.
+    """
+
+    refresh: Callable[..., SubspaceState]
+    bases: Callable[[Any], Bases]
+    init_from: Callable[[Any, jax.Array], SubspaceState]
+    gap: int
+    source: Source
+
+
+def subspace(
+    inner: optax.GradientTransformation,
+    rank: int,
+    *,
+    gap: int = 200,
+    scale: float = 0.25,
+    moments: Moments = "keep",
+    source: Source = "gradient",
+    side: Side = "input",
+    groups: Mapping[str, str] | None = None,
+    outer: optax.GradientTransformation | None = None,
+    bits: int = 16,
+    seed: int = 0,
+) -> SubspaceTransformation:
+    """Runs `inner` on gradients projected to a subspace of rank `rank`.
+
+    The projected weights get the update `scale · P N`, where `N` is what `inner` makes of `Pᵀ G`;
+    other parameters get what `inner` makes of their gradient. Updates are dense, so `outer`, or what
+    follows in an `optax.chain`, acts in full space: that is where weight decay and the learning rate
+    belong. To hold no dense update of all weights at once, use `actjax.optim.apply`.
+
+    Between refreshes:
+
+        loss, grads = actjax.value_and_grad(fun, bases=tx.bases(state))(params, ...)
+        params, state = actjax.optim.apply(tx, grads, state, params)
+
+    and every `gap` steps, the first included, in a jitted function of its own, so that the hot one
+    has no room for it:
+
+        loss, grads = actjax.value_and_grad(fun)(params, ...)
+        params, state = actjax.optim.apply(tx, grads, state, params, refresh=True)
+
+    or, with random bases, `state = actjax.optim.redraw(tx, state, params)` before an ordinary step.
+
+    Args:
+      inner: a transform of gradients alone, such as `optax.scale_by_adam()`. It sees float32 (or
+        float64) arrays, [..., k, n] for weights that are projected on the input side, and no
+        parameters.
+      rank: k.
+      gap: steps between two refreshes (GaLore's T). Whoever runs the steps calls `refresh`.
+      scale: α.
+      moments: what a refresh does to the moments of `inner`: "keep" them as they are (GaLore),
+        "reset" them to zero, or "rotate" them to the new basis: `P_newᵀ P_old m`, and the same with
+        squared entries for second moments, which is exact for uncorrelated coordinates.
+      source: where bases come from: the "gradient" of a refresh step, its leading singular vectors
+        on that side; or "random", `N(0, 1/k)` from the seed, another at each refresh (CompAct).
+      side: which side of a weight [d, n] is projected. "input" shares a basis among the weights of
+        one input, and is the side that activations can be stored in; "smaller" is GaLore's.
+      groups: which weights are projected, by path, and the name of the basis of each: what
+        `actjax.input_groups` returns. None: every array of two axes, each on its own.
+      outer: a transform of the full-space updates, such as
+        `optax.chain(optax.add_decayed_weights(0.1), optax.scale_by_learning_rate(1e-3))`.
+      bits: what `x P` is stored in under `actjax.value_and_grad`: 16 for the dtype of `x`, or 8.
+      seed: of random bases and sketches.
+
+    Raises:
+      ValueError: an argument out of range; at `init`, a rank above a projected dimension or a name
+        of `groups` that is no parameter.
+    """
+    check_positive_integer("subspace", "rank", rank)
+    check_positive_integer("subspace", "gap", gap)
+    for name, value, known in (
+        ("moments", moments, Moments),
+        ("source", source, Source),
+        ("side", side, Side),
+    ):
+        if value not in get_args(known):
+            raise ValueError(f"`{name}` of subspace must be one of {get_args(known)}: {value!r}.")
+    Bases({}, bits)  # Refuses bits that there are not.
+    after = optax.with_extra_args_support(outer or optax.identity())
+    plan = functools.partial(_plan, rank=rank, side=side, groups=groups)
+
+    def init_from(params: Any, key: jax.Array) -> SubspaceState:
+        projections = plan(params)
+        bases = {}
+        for path, leaf in _by_path(params).items():
+            if (p := projections.get(path)) is not None and p.group not in bases:
+                shape, drawn = (*leaf.shape[:-2], p.size(leaf), rank), _fold_name(key, p.group)
+                bases[p.group] = _random_basis(drawn, shape, source).astype(leaf.dtype)
+        small = _map_by_path(lambda path, w: _projected_zeros(w, projections.get(path), rank), params)
+        step = jnp.zeros((), jnp.int32)
+        words = jax.random.key_data(key)
+        return SubspaceState(step, words, bases, inner.init(small), after.init(params))
+
+    def init(params: Any) -> SubspaceState:
+        return init_from(params, jax.random.key(seed))
+
+    def update(
+        updates: Any, state: SubspaceState, params: Any = None, **extra: Any
+    ) -> tuple[Any, SubspaceState]:
+        projections = plan(updates)
+
+        def project(path: str, g: Any) -> Any:
+            p = projections.get(path)
+            if p is None:
+                g = g.dense() if is_low_rank(g) else g
+                return g.astype(accumulation_dtype(g.dtype))
+            return p.project(g, state.bases[p.group])
+
+        def project_back(path: str, n: jax.Array) -> jax.Array:
+            p = projections.get(path)
+            return n if p is None else scale * p.project_back(n, state.bases[p.group])
+
+        small, inner_state = inner.update(_map_by_path(project, updates), state.inner)
+        full, outer_state = after.update(
+            _map_by_path(project_back, small), state.outer, params, **extra
+        )
+        state = state._replace(step=state.step + 1, inner=inner_state, outer=outer_state)
+        return full, state
+
+    def refresh(grads: Any, state: SubspaceState, params: Any) -> SubspaceState:
+        """Returns the state with new bases.
+
+        Args:
+          grads: gradient of a refresh step, `LowRank` of rank k at least, or dense; None if
+            `source` is "random".
+          state: the state before.
+          params: the parameters, or their shapes.
+        """
+        projections = plan(params)
+        if (grads is None) != (source == "random"):
+            raise ValueError(
+                "random bases are drawn before the gradient is taken: use"
+                " `state = actjax.optim.redraw(tx, state, params)`."
+                if source == "random"
+                else "`grads` of refresh is None: new bases are taken from the gradient."
+            )
+        key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step + 1)
+        members: dict[str, list[Any]] = {}
+        for path, g in _by_path(grads).items():
+            if (p := projections.get(path)) is not None:
+                members.setdefault(p.group, []).append(g if p.on_input else g.mT)
+        new = {}
+        for group, old in state.bases.items():
+            drawn = _fold_name(key, group)
+            if source == "random":
+                new[group] = _random_basis(drawn, old.shape, source).astype(old.dtype)
+            else:
+                new[group] = _leading_basis(members[group], rank, drawn, group).astype(old.dtype)
+        changed = {}
+        for path, p in projections.items():
+            changed[path] = (p, state.bases[p.group], new[p.group])
+        moved = _move_moments(moments, state.inner, changed)
+        return state._replace(bases=new, inner=moved)
+
+    def bases(state: Any) -> Bases:
+        if isinstance(state, LayerwiseState):
+            return Bases({**state.layers.bases, **state.rest.bases}, bits)
+        return Bases(dict(state.bases), bits)
+
+    transformation = SubspaceTransformation(init, update)
+    transformation.refresh, transformation.bases = refresh, bases
+    transformation.init_from, transformation.gap = init_from, gap
+    transformation.source = source
+    return transformation
+
+
+class _Projection(NamedTuple):
+    """How one weight is projected.
+
+    Attributes:
+      group: name of its basis.
+      on_input: whether `P` is [d, k], else [n, k].
+    """
+
+    group: str
+    on_input: bool
+
+    def size(self, weight: Any) -> int:
+        """Returns the dimension that is projected."""
+        return weight.shape[-2 if self.on_input else -1]
+
+    def project(self, g: Any, basis: jax.Array) -> jax.Array:
+        """Returns `Pᵀ G` [..., k, n], or `G P` [..., d, k]."""
+        if isinstance(g, LowRank):
+            if g.basis == self.group and self.on_input:
+                return g.right.astype(accumulation_dtype(g.dtype))
+            if self.on_input:
+                return _matmul(_matmul(basis.mT, g.left), g.right)
+            return _matmul(g.left, _matmul(g.right, basis))
+        return _matmul(basis.mT, g) if self.on_input else _matmul(g, basis)
+
+    def project_back(self, n: jax.Array, basis: jax.Array) -> jax.Array:
+        """Returns `P N`, or `N Pᵀ`, [..., d, n]."""
+        return _matmul(basis, n) if self.on_input else _matmul(n, basis.mT)
+
+
+def _plan(
+    params: Any, *, rank: int, side: Side, groups: Mapping[str, str] | None
+) -> dict[str, _Projection]:
+    """Returns how each weight is projected, by path; others are left out."""
+    leaves = _by_path(params)
+    plan = {}
+    for path, leaf in leaves.items():
+        chosen = leaf.ndim == 2 if groups is None else path in groups
+        if not chosen:
+            continue
+        if leaf.ndim < 2:
+            raise ValueError(f"`groups` names `{path}` of shape {leaf.shape}, which is no matrix.")
+        on_input = side == "input" or (side == "smaller" and leaf.shape[-2] <= leaf.shape[-1])
+        shared = groups is not None and side == "input"
+        plan[path] = projection = _Projection(groups[path] if shared else path, on_input)
+        if rank > projection.size(leaf):
+            raise ValueError(
+                f"`rank` {rank} of subspace is above the {projection.size(leaf)} dimensions of"
+                f" `{path}`, of shape {leaf.shape}, that are projected: lower it, or leave this"
+                " weight out of `groups`."
+            )
+    return plan
+
+
+def _projected_zeros(weight: Any, projection: _Projection | None, rank: int) -> jax.Array:
+    *lead, d, n = weight.shape if projection is not None else (0, 0)
+    shape = weight.shape
+    if projection is not None:
+        shape = (*lead, rank, n) if projection.on_input else (*lead, d, rank)
+    return jnp.zeros(shape, accumulation_dtype(weight.dtype))
+
+
+def _random_basis(key: jax.Array, shape: tuple[int, ...], source: Source) -> jax.Array:
+    """Returns `N(0, 1/k)`, [..., d, k]; orthonormal where it waits for the first gradient."""
+    normal = jax.random.normal(key, shape, jnp.float32)
+    return jnp.linalg.qr(normal)[0] if source == "gradient" else normal / shape[-1] ** 0.5
+
+
+def _leading_basis(gradients: list[Any], rank: int, key: jax.Array, group: str) -> jax.Array:
+    """Returns the leading left singular vectors, [..., d, rank], of the gradients side by side.
+
+    Orthonormal even if the gradients have a lower rank, or are zero.
+    """
+    lefts = list({id(g.left): g.left for g in gradients if is_low_rank(g)}.values())
+    if len([g for g in gradients if is_low_rank(g)]) == len(gradients):
+        thin = jnp.concatenate(lefts, axis=-1)
+        if thin.shape[-1] < rank:
+            raise ValueError(
+                f"a basis of rank {rank} for `{group}` cannot be taken from gradients of rank"
+                f" {thin.shape[-1]}: use a codec of rank {rank} or more in a refresh step."
+            )
+    else:
+        dense = [g.dense() if is_low_rank(g) else g for g in gradients]
+        gradients = dense
+        thin = _sketch(jnp.concatenate(dense, axis=-1), rank, key)
+    wide = accumulation_dtype(thin.dtype)
+    q = jnp.linalg.qr(thin.astype(wide))[0]
+    core = jnp.concatenate([_in_columns(q, g) for g in gradients], axis=-1)
+    largest = jnp.max(jnp.abs(core), axis=(-2, -1), keepdims=True)
+    core = core / jnp.where(largest > 0, largest, 1)
+    _, vectors = jnp.linalg.eigh(_matmul(core, core.mT))
+    # Eigenvalues ascend.
+    return _matmul(q, vectors[..., ::-1][..., :rank])
+
+
+def _in_columns(q: jax.Array, g: Any) -> jax.Array:
+    """Returns `qᵀ g`, [..., k, n]."""
+    return _matmul(_matmul(q.mT, g.left), g.right) if is_low_rank(g) else _matmul(q.mT, g)
+
+
+def _sketch(matrix: jax.Array, rank: int, key: jax.Array) -> jax.Array:
+    """Returns columns, [..., d, rank + oversampling], that span most of the range of `matrix`."""
+    d, n = matrix.shape[-2:]
+    width = min(rank + _OVERSAMPLING, d)
+    y = _matmul(matrix, jax.random.normal(key, (n, width), accumulation_dtype(matrix.dtype)))
+    for _ in range(_POWER_ITERATIONS):
+        y = _matmul(matrix, _matmul(matrix.mT, jnp.linalg.qr(y)[0]))
+    return y
+
+
+def _move_moments(
+    policy: Moments, state: Any, changed: dict[str, tuple[_Projection, jax.Array, jax.Array]]
+) -> Any:
+    """Brings the moments of projected weights to their new basis, as `policy` says.
+
+    A moment is an array of the state whose path ends in that of a weight, as optax has it.
+    """
+    if policy == "keep":
+        return state
+
+    def move(path: Any, leaf: Any) -> Any:
+        name = path_name(path)
+        weight = next((w for w in changed if name == w or name.endswith("." + w)), None)
+        if weight is None:
+            return leaf
+        projection, old, new = changed[weight]
+        moment = leaf.decode() if is_blockwise(leaf) else leaf
+        if policy == "reset":
+            moved = jnp.zeros_like(moment)
+        else:
+            rotation = _matmul(new.mT, old)
+            if any(part in SECOND_MOMENTS for part in name.removesuffix(weight).split(".")):
+                rotation = jnp.square(rotation)
+            moved = (
+                _matmul(rotation, moment) if projection.on_input else _matmul(moment, rotation.mT)
+            ).astype(moment.dtype)
+        return leaf.encode(moved) if is_blockwise(leaf) else moved
+
+    return jax.tree_util.tree_map_with_path(move, state, is_leaf=is_blockwise)
+
+
+def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns `a @ b` over leading axes, in the accumulation dtype of both."""
+    return jnp.matmul(a, b, preferred_element_type=accumulation_dtype(a.dtype, b.dtype))
+
+
+def _fold_name(key: jax.Array, name: str) -> jax.Array:
+    """Returns a key for a name, the same in every process."""
+    return jax.random.fold_in(key, zlib.crc32(name.encode()))
+
+
+def _by_path(tree: Any) -> dict[str, Any]:
+    flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_low_rank)[0]
+    return {path_name(path): leaf for path, leaf in flat}
+
+
+def _map_by_path(fun: Callable[[str, Any], Any], tree: Any) -> Any:
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: fun(path_name(path), leaf), tree, is_leaf=is_low_rank
+    )
