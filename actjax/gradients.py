@@ -134,7 +134,7 @@ def input_groups(fun: Callable[..., Any], *args: Any) -> dict[str, str]:
       because something else reads them too, are left out.
     """
     parameters, *rest = args
-    paths, uses = _uses_by_path(lambda p: fun(p, *rest), parameters)
+    paths, uses = _uses_by_path(fun, parameters, *rest)
     calls: dict[tuple[int, ...], str] = {}
     groups = {}
     for path, found in zip(paths, uses, strict=True):
@@ -296,12 +296,14 @@ def plan_taps(fun: Callable[[Any], Any], parameters: Any, bases: Bases) -> Taps:
     return Taps(jax.tree.structure(parameters), _plan(paths, uses, bases))
 
 
-def _uses_by_path(fun: Callable[[Any], Any], parameters: Any) -> tuple[list[str], list[list[Use]]]:
+def _uses_by_path(
+    fun: Callable[..., Any], parameters: Any, *args: Any
+) -> tuple[list[str], list[list[Use]]]:
     flat, treedef = jax.tree_util.tree_flatten_with_path(parameters)
-    traced = jax.make_jaxpr(lambda *leaves: fun(jax.tree.unflatten(treedef, leaves)))(
-        *(leaf for _, leaf in flat)
+    traced = jax.make_jaxpr(lambda leaves, args: fun(jax.tree.unflatten(treedef, leaves), *args))(
+        [leaf for _, leaf in flat], args
     )
-    return [path_name(path) for path, _ in flat], find_uses(traced.jaxpr)
+    return [path_name(path) for path, _ in flat], find_uses(traced.jaxpr)[: len(flat)]
 
 
 def _plan(paths: list[str], uses: list[list[Use]], bases: Bases) -> dict[int, _Tapped]:

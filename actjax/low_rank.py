@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from actjax.orthogonal import for_each_matrix
 from actjax.precision import accumulation_dtype
 
 
@@ -141,15 +142,8 @@ class LowRank:
     def _decompose(self) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns the singular value decomposition, in float32 at least."""
         dtype = accumulation_dtype(self.dtype)
-        left, left_triangle = jnp.linalg.qr(self.left.astype(dtype))
-        right, right_triangle = jnp.linalg.qr(self.right.mT.astype(dtype))
-        core = jnp.matmul(left_triangle, right_triangle.mT, precision="highest")
-        u, values, vt = jnp.linalg.svd(core, full_matrices=False)
-        return (
-            jnp.matmul(left, u, precision="highest"),
-            values,
-            jnp.matmul(vt, right.mT, precision="highest"),
-        )
+        factors = self.left.astype(dtype), self.right.mT.astype(dtype)
+        return for_each_matrix(_singular_value_decomposition, *factors)
 
     def __add__(self, other: "LowRank") -> "LowRank":
         """Returns the sum. Ranks add, unless both have the same basis."""
@@ -230,6 +224,19 @@ def scale_tree(tree: Any, factor: jax.Array) -> Any:
         return leaf * factor if is_low_rank(leaf) else (leaf * factor).astype(leaf.dtype)
 
     return jax.tree.map(scale, tree, is_leaf=is_low_rank)
+
+
+def _singular_value_decomposition(left: jax.Array, right: jax.Array) -> Any:
+    """Returns the decomposition of `left rightᵀ`, [d, k] and [n, k]."""
+    left, left_triangle = jnp.linalg.qr(left)
+    right, right_triangle = jnp.linalg.qr(right)
+    core = jnp.matmul(left_triangle, right_triangle.T, precision="highest")
+    u, values, vt = jnp.linalg.svd(core, full_matrices=False)
+    return (
+        jnp.matmul(left, u, precision="highest"),
+        values,
+        jnp.matmul(vt, right.T, precision="highest"),
+    )
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:

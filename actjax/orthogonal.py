@@ -5,6 +5,9 @@ Fukaya et al. (2020). Two matrix products and a k by k factorisation each: no Ho
 runs at matmul speed and partitions over rows.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -38,3 +41,27 @@ def _cholesky_qr(y: jax.Array) -> jax.Array:
     factor = jnp.linalg.cholesky(shifted)
     inverse = jax.scipy.linalg.solve_triangular(factor, jnp.eye(rank, dtype=gram.dtype), lower=True)
     return matmul(y, inverse.T, precision="highest")
+
+
+def for_each_matrix(fun: Callable[..., Any], *stacks: jax.Array) -> Any:
+    """Applies a function of matrices to stacks of them, [..., m, n], one after the other.
+
+    For LAPACK's factorisations: those of a whole stack at once can hang on a CPU (QR, JAX 0.10, two
+    cores, something else to run beside it) or corrupt its memory (github.com/jax-ml/jax/issues/39292),
+    and on a GPU they run one by one anyway.
+    """
+    lead = stacks[0].shape[:-2]
+    if not lead:
+        return fun(*stacks)
+    flat = tuple(x.reshape(-1, *x.shape[-2:]) for x in stacks)
+    result = jax.lax.map(lambda matrices: fun(*matrices), flat)
+    return jax.tree.map(lambda y: y.reshape(*lead, *y.shape[1:]), result)
+
+
+def householder_basis(y: jax.Array) -> jax.Array:
+    """Returns an orthonormal basis, [..., d, k], that contains the columns of each `y` [..., d, k].
+
+    By Householder QR: orthonormal whatever the rank of `y`, where `orthonormalize` returns short
+    columns. For what is not hot.
+    """
+    return for_each_matrix(lambda matrix: jnp.linalg.qr(matrix)[0], y)

@@ -5,8 +5,8 @@ pass. Layers are stacked along a leading axis and run by `lax.scan`: that is wha
 die after a layer's forward pass, where Python-unrolled layers would let XLA keep them.
 """
 
-import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -175,16 +175,14 @@ class Decoder(nnx.Module):
           storage: what each site stores.
           key: randomness of the codecs of this step; needed if one of them draws.
         """
-        config = self.config
-        tables = rope_tables(config, x.shape[1])
-        keys = jax.random.split(jax.random.key(0) if key is None else key, config.num_layers)
         _check_key(storage, key)
+        run_layer, tables = layer_function(self.config, storage), rope_tables(self.config, x.shape[1])
 
         def body(x: jax.Array, layer: tuple[Block, jax.Array]) -> tuple[jax.Array, None]:
             block, layer_key = layer
-            return block(x, tables, config, storage, layer_key), None
+            return run_layer(block, x, tables, layer_key), None
 
-        return jax.lax.scan(_rematerialized(body, storage), x, (self.layers, keys))[0]
+        return jax.lax.scan(body, x, (self.layers, layer_keys(self.config, key)))[0]
 
     def hidden(
         self,
@@ -195,7 +193,10 @@ class Decoder(nnx.Module):
         compute_dtype: str = "bfloat16",
     ) -> jax.Array:
         """Returns the hidden states that the output projection reads, [B, S, d]."""
-        x = self.run_layers(self.embed(tokens, compute_dtype), storage, key)
+        return self.last_norm(self.run_layers(self.embed(tokens, compute_dtype), storage, key))
+
+    def last_norm(self, x: jax.Array) -> jax.Array:
+        """Returns the hidden states from the residual stream after the last layer, [B, S, d]."""
         return actjax.rms_norm(x, self.norm[...], eps=self.config.norm_eps, name="last norm input")
 
     def loss(
@@ -220,7 +221,19 @@ class Decoder(nnx.Module):
           compute_dtype: dtype of activations and products.
           z_loss: weight of the squared log-sum-exp.
         """
-        hidden = self.hidden(tokens, storage, key, compute_dtype=compute_dtype)
+        x = self.run_layers(self.embed(tokens, compute_dtype), storage, key)
+        return self.loss_after(x, targets, mask=mask, z_loss=z_loss)
+
+    def loss_after(
+        self,
+        x: jax.Array,
+        targets: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        z_loss: float = 0.0,
+    ) -> jax.Array:
+        """Returns the loss from the residual stream after the last layer; as `loss` otherwise."""
+        hidden = self.last_norm(x)
         return actjax.cross_entropy(hidden, self.head, targets, mask=mask, z_loss=z_loss)
 
     def __call__(self, tokens: jax.Array, *, compute_dtype: str = "bfloat16") -> jax.Array:
@@ -266,14 +279,26 @@ def _split_heads(x: jax.Array, head_size: int) -> jax.Array:
     return x.reshape(*x.shape[:2], -1, head_size)
 
 
-def _rematerialized(body, storage: Storage):
+LayerFunction = Callable[[Block, jax.Array, tuple[jax.Array, jax.Array], jax.Array], jax.Array]
+"""From a layer's weights, the residual stream, RoPE tables and a key to the residual stream."""
+
+
+def layer_function(config: ModelConfig, storage: Storage) -> LayerFunction:
+    """Returns the function of one layer, under `jax.checkpoint` if `storage` says so."""
+
+    def run(block, x, tables, key):
+        return block(x, tables, config, storage, key)
+
     if storage.remat == "none":
-        return body
+        return run
     policies = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
     # Under scan nothing can be hoisted out of the loop, so the barrier against it is not needed.
-    return functools.partial(jax.checkpoint, prevent_cse=False, policy=policies[storage.remat])(
-        body
-    )
+    return jax.checkpoint(run, prevent_cse=False, policy=policies[storage.remat])
+
+
+def layer_keys(config: ModelConfig, key: jax.Array | None) -> jax.Array:
+    """Returns a key for each layer; any will do if no codec draws and `key` is None."""
+    return jax.random.split(jax.random.key(0) if key is None else key, config.num_layers)
 
 
 def _check_key(storage: Storage, key: jax.Array | None) -> None:

@@ -10,6 +10,7 @@ import tyro
 from train.methods import MethodOptions
 
 Dtype = Literal["float32", "bfloat16"]
+MomentDtype = Literal["float32", "bfloat16", "8bit"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +50,8 @@ class OptimizerConfig:
     """Decay of the second moment."""
     clip: float = 1.0
     """Largest global norm of a gradient."""
-    moment_dtype: Dtype = "float32"
-    """Dtype of both moments."""
+    moment_dtype: MomentDtype = "float32"
+    """What both moments are kept in between steps: float32, bfloat16, or 8bit (blockwise, dynamic)."""
 
     def __post_init__(self) -> None:
         _check_range("learning-rate", self.learning_rate, 0, math.inf)
@@ -87,7 +88,7 @@ class PretrainConfig:
     """llama_9m, 20m, 35m, 40m, 60m, 71m, 100m, 130m, 250m, 350m, 1b, 3b, 7b (GaLore's dimensions),
     llama3_1b, llama3_3b or llama3_8b."""
     method: str = "exact"
-    """What is stored for the backward pass: exact, remat, pamm, random_projection or low_rank."""
+    """What is stored: exact, remat, pamm, low_rank, subspace, galore or random_projection."""
     options: Annotated[MethodOptions, tyro.conf.arg(name="method")] = dataclasses.field(
         default_factory=MethodOptions
     )
@@ -99,6 +100,9 @@ class PretrainConfig:
     """Tokens a sequence."""
     accumulate: int = 1
     """Micro-batches a step: `--batch-size` is cut into so many, one after the other."""
+    in_backward: bool = False
+    """Update each layer within the backward pass, so that no gradient of all weights exists. Clips by
+    the norm of the step before. Not with `--accumulate`."""
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     weight_dtype: Dtype = "float32"
@@ -141,6 +145,11 @@ class PretrainConfig:
                 raise ValueError(f"`--{flag}` must be at least 1, got {getattr(self, name)}.")
         _check_range("seed", self.seed, 0, 2**32)
         _check_range("z-loss", self.z_loss, 0, math.inf)
+        if self.in_backward and self.accumulate > 1:
+            raise ValueError(
+                f"`--in-backward` updates the weights in each backward pass, so micro-batches cannot"
+                f" be accumulated: drop it, or `--accumulate` {self.accumulate}."
+            )
         if self.batch_size % self.accumulate:
             raise ValueError(
                 f"`--batch-size` {self.batch_size} must be a multiple of"

@@ -3,26 +3,64 @@
 import dataclasses
 import difflib
 from collections.abc import Callable
+from typing import Literal
 
 from actjax import Codec, PointApproximation, RandomizedSVD, RandomProjection
 from actjax.codecs.low_rank import Sketch
-from models import Storage
+from actjax.optim.subspace import Moments, Side, Source
+from models import ModelConfig, Storage
 
 
 @dataclasses.dataclass(frozen=True)
 class MethodOptions:
     """What a method can be told. A method ignores what is not its own."""
 
-    rank: int = 32
-    """Rank of what `low_rank` and `random_projection` store of each linear input."""
+    rank: int = 0
+    """Rank of what `low_rank` stores of each linear input, and of the subspace of `subspace`,
+    `galore` and `random_projection`. 0: 32 for `low_rank`, a quarter of the width for the others."""
     ratio: float = 1 / 512
     """Share of the tokens that `pamm` stores."""
     tolerance: float = float("inf")
     """`pamm` drops tokens whose relative error is above this; infinite keeps all."""
     power_iterations: int = 0
-    """Passes of `low_rank` over its sketch: each costs two thin products and lowers its error."""
+    """Passes of `low_rank`, and of the refresh steps of `subspace`, over their sketch: each costs two
+    thin products and lowers the error."""
     sketch: Sketch = "gaussian"
-    """What `low_rank` multiplies by: random normals, or random rows of the activation."""
+    """What these multiply by: random normals, or random rows of the activation."""
+    gap: int = 200
+    """Steps between two changes of the subspace."""
+    scale: float = 0.25
+    """Factor of updates from the subspace (GaLore's alpha)."""
+    moments: Moments = "keep"
+    """What a change of the subspace does to its moments: keep, reset or rotate them."""
+    bits: Literal[8, 16] = 16
+    """What inputs in the subspace are stored in: 16 for the compute dtype, or 8."""
+    stagger: bool = False
+    """Change the subspaces of layers one after the other within a gap, and not all at once."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 0:
+            raise ValueError(f"`--method.rank` must be at least 0, got {self.rank}.")
+        if self.gap < 1:
+            raise ValueError(f"`--method.gap` must be at least 1, got {self.gap}.")
+
+    def resolved(self, default_rank: int) -> "MethodOptions":
+        """Returns these options with a rank."""
+        return dataclasses.replace(self, rank=self.rank or default_rank)
+
+
+@dataclasses.dataclass(frozen=True)
+class Subspace:
+    """How a method projects gradients.
+
+    Attributes:
+      source: where bases come from, as in `actjax.optim.subspace`.
+      side: which side of a weight is projected.
+        Inputs are stored in the bases of the input side, and gradients are dense otherwise.
+    """
+
+    source: Source = "gradient"
+    side: Side = "input"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,15 +69,25 @@ class Method:
 
     Attributes:
       summary: one line for a user.
-      storage: from options to what each site stores.
+      storage: from options to what each site stores; under a subspace, in the steps that change it.
+      subspace: how gradients are projected; None if optimizer states are full.
     """
 
     summary: str
     storage: Callable[[MethodOptions], Storage]
+    subspace: Subspace | None = None
+
+    def rank(self, model: ModelConfig) -> int:
+        """Returns the rank where none is given."""
+        return 32 if self.subspace is None else max(1, model.hidden_size // 4)
 
 
 def _linear_inputs(codec: Codec) -> Storage:
     return Storage(attention_in=codec, attention_out=codec, mlp_in=codec, mlp_out=codec)
+
+
+def _randomized_svd(o: MethodOptions) -> Storage:
+    return _linear_inputs(RandomizedSVD(o.rank, o.power_iterations, o.sketch))
 
 
 METHODS: dict[str, Method] = {
@@ -54,25 +102,36 @@ METHODS: dict[str, Method] = {
         "the input of q, k and v as a few tokens, an index and a scale (PAMM): biased",
         lambda o: Storage(attention_in=PointApproximation(o.ratio, tolerance=o.tolerance)),
     ),
-    "random_projection": Method(
-        "linear inputs times a random matrix (CompAct): unbiased, high variance",
-        lambda o: _linear_inputs(RandomProjection(o.rank)),
-    ),
     "low_rank": Method(
-        "linear inputs as a randomised SVD (Wei et al., Ours): biased, low variance",
-        lambda o: _linear_inputs(RandomizedSVD(o.rank, o.power_iterations, o.sketch)),
+        "linear inputs and weight gradients in two factors (Wei et al., Ours): biased",
+        _randomized_svd,
+    ),
+    "subspace": Method(
+        "linear inputs, gradients and moments in a subspace (Wei et al., Ours+)",
+        _randomized_svd,
+        Subspace(),
+    ),
+    "galore": Method(
+        "moments in a subspace, exact and dense gradients (GaLore)",
+        lambda _: Storage(),
+        Subspace(side="smaller"),
+    ),
+    "random_projection": Method(
+        "linear inputs, gradients and moments in a random subspace (CompAct)",
+        lambda o: _linear_inputs(RandomProjection(o.rank)),
+        Subspace(source="random"),
     ),
 }
 
 
-def storage(method: str, options: MethodOptions) -> Storage:
-    """Returns what each site stores under a method.
+def method(name: str) -> Method:
+    """Returns a method by its name.
 
     Raises:
-      ValueError: an unknown method, or options out of range.
+      ValueError: an unknown name.
     """
-    if method not in METHODS:
-        near = difflib.get_close_matches(method, METHODS, n=1, cutoff=0.4)
+    if name not in METHODS:
+        near = difflib.get_close_matches(name, METHODS, n=1, cutoff=0.4)
         hint = f" Did you mean {near[0]}?" if near else ""
-        raise ValueError(f"unknown `--method` {method!r}.{hint} There are: {', '.join(METHODS)}.")
-    return METHODS[method].storage(options)
+        raise ValueError(f"unknown `--method` {name!r}.{hint} There are: {', '.join(METHODS)}.")
+    return METHODS[name]

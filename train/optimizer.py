@@ -1,11 +1,14 @@
-"""AdamW through optax, its moments in a dtype of the user's choice."""
+"""AdamW through optax, its moments in a dtype, and in a subspace, of the user's choice."""
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import optax
 
+import actjax
+from actjax.optim import SubspaceTransformation
 from train.config import OptimizerConfig
-from train.sharding import entry_name
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -20,17 +23,31 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
     )
 
 
-def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """Returns clipping by global norm, then AdamW, with decay on matrices alone."""
-    adamw = optax.adamw(
-        learning_rate_schedule(config, steps),
-        b1=config.beta1,
-        b2=config.beta2,
-        weight_decay=config.weight_decay,
-        mask=_is_matrix,
+def make_optimizer(
+    config: OptimizerConfig,
+    steps: int,
+    subspace: Callable[..., SubspaceTransformation] | None = None,
+) -> optax.GradientTransformation:
+    """Returns AdamW, with decay on matrices alone, for `actjax.optim.apply`.
+
+    Gradients are clipped before, by their global norm, which no layer knows.
+
+    Args:
+      config: its settings.
+      steps: length of the run.
+      subspace: `actjax.optim.subspace` with all but the transforms; None for full-rank moments.
+    """
+    adam = optax.scale_by_adam(b1=config.beta1, b2=config.beta2)
+    moments = {
+        "float32": store_states_as(adam, jnp.dtype("float32")),
+        "bfloat16": store_states_as(adam, jnp.dtype("bfloat16")),
+        "8bit": actjax.optim.eight_bit(store_states_as(adam, jnp.dtype("float32"))),
+    }[config.moment_dtype]
+    full_space = optax.chain(
+        optax.add_decayed_weights(config.weight_decay, mask=_is_matrix),
+        optax.scale_by_learning_rate(learning_rate_schedule(config, steps)),
     )
-    clip = optax.clip_by_global_norm(config.clip)
-    return store_states_as(optax.chain(clip, adamw), jnp.dtype(config.moment_dtype))
+    return optax.chain(moments, full_space) if subspace is None else subspace(moments, outer=full_space)
 
 
 def store_states_as(
@@ -66,10 +83,5 @@ def _cast(tree, dtype: jnp.dtype):
 
 
 def _is_matrix(params: optax.Params):
-    """Marks what decays. The scales of norms, stacked over layers, have a leading axis too."""
-
-    def decays(path: tuple, leaf: jax.Array) -> bool:
-        stacked = any(entry_name(entry) == "layers" for entry in path)
-        return leaf.ndim - stacked >= 2
-
-    return jax.tree_util.tree_map_with_path(decays, params)
+    """Marks what decays, in one layer or in what is no layer: not the scales of norms."""
+    return jax.tree.map(lambda leaf: leaf.ndim >= 2, params)

@@ -7,7 +7,7 @@ import os
 import pathlib
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,8 +17,7 @@ import tyro
 from jax.sharding import Mesh
 from rich.console import Console
 
-from models import ModelConfig, Storage, preset
-from train import methods
+from models import ModelConfig, preset
 from train.checkpoint import Checkpoints, identity_of
 from train.config import PretrainConfig
 from train.corpus import open_corpus
@@ -26,9 +25,19 @@ from train.data import ValidationSet, train_batches, validation_batches
 from train.metrics import Recorder, perplexity
 from train.optimizer import learning_rate_schedule
 from train.progress import Progress
-from train.report import explain_step, print_opening
+from train.report import explain_step, print_opening, step_memory
 from train.sharding import batch_sharding, make_mesh, state_shardings
-from train.step import Batch, TrainState, init_state, make_eval_step, make_train_step
+from train.step import (
+    Batch,
+    Recipe,
+    TrainState,
+    batch_shapes,
+    init_state,
+    make_eval_step,
+    make_recipe,
+    make_refresh_step,
+    make_train_step,
+)
 from train.tokenizer import Tokenizer, default_tokenizer, load_tokenizer
 
 
@@ -38,8 +47,9 @@ class Run:
 
     Attributes:
       config: its settings.
+      recipe: what each step does.
       mesh: the devices.
-      storage: what each site stores.
+      train_step: the compiled step.
       state: the training state.
       batches: the training data, at the position that belongs to `state`.
       validation: the held-out data.
@@ -48,8 +58,9 @@ class Run:
     """
 
     config: PretrainConfig
+    recipe: Recipe
     mesh: Mesh
-    storage: Storage
+    train_step: Callable[..., Any]
     state: TrainState
     batches: Any
     validation: ValidationSet
@@ -111,11 +122,11 @@ def prepare(config: PretrainConfig, console: Console) -> Run:
       OSError: a file that cannot be read.
     """
     model_config = preset(config.model)
-    storage = methods.storage(config.method, config.options)
     mesh = make_mesh(config.mesh)
     _check_sizes(config, model_config, mesh)
-    shapes = jax.eval_shape(functools.partial(init_state, config, model_config))
-    explanation = explain_step(config, shapes, storage)
+    recipe = make_recipe(config, model_config)
+    shapes = jax.eval_shape(functools.partial(init_state, recipe))
+    explanation = explain_step(recipe, shapes)
 
     corpus = open_corpus(config.data.data, _data_dir(config), text_field=config.data.text_field)
     tokenizer = _tokenizer(config, corpus)
@@ -138,17 +149,37 @@ def prepare(config: PretrainConfig, console: Console) -> Run:
     checkpoints = _open_checkpoints(config)
     shardings = state_shardings(shapes, mesh)
     state = _restored(checkpoints, batches, shapes, shardings, identity)
-    print_opening(console, config, model_config, shapes, explanation)
+    train_step = _compile(recipe, mesh, shapes, shardings)
+    memory = step_memory(recipe, shapes, explanation)
+    temporaries = train_step.memory_analysis().temp_size_in_bytes * mesh.size
+    memory = memory.with_workspace(temporaries)
+    print_opening(console, recipe, shapes, explanation, memory)
     console.print(
         f"text: {corpus.name}, {len(corpus.train):,} documents and {len(corpus.validation):,} held"
         f" out; tokenizer of {tokenizer.vocab_size:,}"
     )
     if state is None:
-        make = functools.partial(init_state, config, model_config)
-        state = jax.jit(make, out_shardings=shardings)()
+        state = jax.jit(functools.partial(init_state, recipe), out_shardings=shardings)()
     else:
         console.print(f"going on from step {int(state.step)} in {config.folder}")
-    return Run(config, mesh, storage, state, batches, validation, checkpoints, identity)
+    return Run(
+        config, recipe, mesh, train_step, state, batches, validation, checkpoints, identity
+    )
+
+
+def _compile(recipe: Recipe, mesh: Mesh, shapes: TrainState, shardings: Any) -> Any:
+    """Returns the compiled training step, before any array exists."""
+    config = recipe.config
+    whole = batch_shapes(dataclasses.replace(config, accumulate=1))
+    state = jax.tree.map(_with_sharding, shapes, shardings)
+    batch = {name: _with_sharding(x, batch_sharding(mesh)) for name, x in whole.items()}
+    step = jax.jit(make_train_step(recipe), donate_argnums=0, out_shardings=(shardings, None))
+    with jax.set_mesh(mesh):
+        return step.lower(state, batch).compile()
+
+
+def _with_sharding(x: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def train(run: Run, console: Console, stop: "_StopSignal") -> int:
@@ -162,8 +193,9 @@ def train(run: Run, console: Console, stop: "_StopSignal") -> int:
     """
     config, state = run.config, run.state
     start = int(state.step)
-    step_function = jax.jit(
-        make_train_step(config, run.storage),
+    # Compiled when the first refresh step comes, if one does.
+    refresh_step = jax.jit(
+        make_refresh_step(run.recipe),
         donate_argnums=0,
         out_shardings=(jax.tree.map(lambda x: x.sharding, state), None),
     )
@@ -180,7 +212,11 @@ def train(run: Run, console: Console, stop: "_StopSignal") -> int:
         for step in range(start + 1, config.steps + 1):
             if stop.requested:
                 break
-            last, (state, metrics) = metrics, step_function(state, _put(run, next(run.batches)))
+            last, batch, due = metrics, _put(run, next(run.batches)), run.recipe.due_layers(step - 1)
+            if due is None:
+                state, metrics = run.train_step(state, batch)
+            else:
+                state, metrics = refresh_step(state, batch, due)
             # The step before has ended by now: looking at it keeps the device busy.
             _check_finite(step - 1, last, run)
             run.state = state
@@ -251,9 +287,7 @@ def _restored(
     step = checkpoints.latest_step()
     if step is None:
         return None
-    like = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
-    )
+    like = jax.tree.map(_with_sharding, shapes, shardings)
     state, position = checkpoints.restore(step, like, identity)
     batches.set_state(position)
     return state

@@ -1,5 +1,6 @@
 """What a run says before its first step: what will be stored, and where memory goes."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -9,37 +10,131 @@ from rich.console import Console
 from rich.table import Table
 
 import actjax
-from models import ModelConfig, Storage
-from train.config import PretrainConfig
-from train.step import TrainState, loss_function
+from actjax.low_rank import is_low_rank
+from actjax.taps import path_name
+from train.step import Recipe, TrainState, batch_shapes, gradient_function, loss_function
 
 
-def explain_step(config: PretrainConfig, state: TrainState, storage: Storage) -> actjax.Explanation:
-    """Returns what the backward pass of one micro-batch will keep.
+def explain_step(recipe: Recipe, state: TrainState) -> actjax.Explanation:
+    """Returns what the backward pass of one micro-batch will keep, between changes of a subspace.
 
     Args:
-      config: the run.
+      recipe: the run.
       state: the training state, or its shapes.
-      storage: what each site stores.
 
     Raises:
       ValueError: a codec does not fit the activations, such as a rank above their dimension.
     """
-    shape = (config.batch_size // config.accumulate, config.seq_len)
-    tokens = jax.ShapeDtypeStruct(shape, "int32")
-    batch = {"inputs": tokens, "targets": tokens, "mask": jax.ShapeDtypeStruct(shape, "float32")}
+    loss = loss_function(recipe.config, recipe.storage)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    return actjax.explain(loss_function(config, storage), state.model, batch, key)
+    arguments = (state.model, batch_shapes(recipe.config), key)
+    if not recipe.changes_subspace:
+        return actjax.explain(loss, *arguments)
+    bases = jax.eval_shape(recipe.optimizer.bases, layerwise_state(state.optimizer))
+
+    def stored_in_bases(model: Any, batch: Any, key: Any, bases: actjax.Bases) -> jax.Array:
+        return actjax.with_bases(loss, bases)(model, batch, key)
+
+    return actjax.explain(stored_in_bases, *arguments, bases)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepMemory:
+    """Bytes of a training step by category, as Wei et al. (2026) print them in Table 4.
+
+    Attributes:
+      weights: all parameters.
+      gradients: what of them exists at once; factors that several weights share count once.
+      optimizer: moments, bases, counters.
+      linear_residuals: inputs of linear operators, kept for the backward pass.
+      other_residuals: what else is kept for it.
+      workspace: what the compiled program needs besides, over all devices; None if not known.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    linear_residuals: int
+    other_residuals: int
+    workspace: int | None = None
+
+    @property
+    def total(self) -> int:
+        """The sum of all categories."""
+        return sum(size or 0 for size in dataclasses.asdict(self).values())
+
+    def with_workspace(self, temporaries: int) -> "StepMemory":
+        """Returns it with what is left of the temporaries of the compiled step."""
+        known = self.gradients + self.linear_residuals + self.other_residuals
+        return dataclasses.replace(self, workspace=max(0, temporaries - known))
+
+
+def step_memory(
+    recipe: Recipe, state: TrainState, explanation: actjax.Explanation
+) -> StepMemory:
+    """Returns the memory of a step by category, without workspace.
+
+    Args:
+      recipe: the run.
+      state: the training state, or its shapes.
+      explanation: what `explain_step` returned.
+    """
+    linear = sum(r.stored_bytes for r in explanation.residuals if r.operator == "linear")
+    return StepMemory(
+        weights=_bytes(state.model),
+        gradients=_gradient_bytes(recipe, state),
+        optimizer=_bytes(state.optimizer),
+        linear_residuals=linear,
+        other_residuals=explanation.stored_bytes - linear,
+    )
+
+
+def layerwise_state(optimizer: Any) -> Any:
+    """Returns the state of the transform, whichever way it is applied."""
+    in_backward = isinstance(optimizer, actjax.optim.InBackwardState)
+    return optimizer.optimizer if in_backward else optimizer
+
+
+def _gradient_bytes(recipe: Recipe, state: TrainState) -> int:
+    inner = dataclasses.replace(state, optimizer=layerwise_state(state.optimizer))
+    config = dataclasses.replace(recipe.config, accumulate=1)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+
+    def gradient(state: TrainState, batch: Any, key: Any) -> Any:
+        function = gradient_function(recipe, state, refresh=False)
+        return function(state.model, batch, key)[1]
+
+    grads = jax.eval_shape(gradient, inner, batch_shapes(config), key)
+    flat = jax.tree_util.tree_flatten_with_path(grads, is_leaf=is_low_rank)[0]
+    total, shared = 0, set()
+    groups = actjax.input_groups(
+        loss_function(recipe.config, recipe.storage), state.model, batch_shapes(config), key
+    )
+    for path, g in flat:
+        name = path_name(path)
+        stacked = recipe.config.in_backward and "layers" in name.split(".")
+        layers = recipe.model_config.num_layers if stacked else 1
+        parts = [g]
+        if is_low_rank(g):
+            group = groups[name]
+            # The weights of one input have one left factor, which is a basis of the optimizer's or
+            # comes once.
+            own = g.basis is None and group not in shared
+            parts = [g.left, g.right] if own else [g.right]
+            shared.add(group)
+        total += _bytes(parts) // layers
+    return total
 
 
 def print_opening(
     console: Console,
-    config: PretrainConfig,
-    model_config: ModelConfig,
+    recipe: Recipe,
     state: TrainState,
     explanation: actjax.Explanation,
+    memory: StepMemory,
 ) -> None:
     """Prints what is trained, what each site stores, and the memory of a step by category."""
+    config, model_config = recipe.config, recipe.model_config
     parameters = sum(leaf.size for leaf in jax.tree.leaves(state.model))
     console.print(
         f"[bold]{config.model}[/bold]: {parameters / 1e6:,.1f} M parameters,"
@@ -48,19 +143,18 @@ def print_opening(
         f" {config.batch_size} x {config.seq_len} tokens a step"
     )
     console.print(explanation)
-    gradient_bytes = parameters * 4 if config.accumulate > 1 else _bytes(state.model)
-    rows = {
-        "weights": _bytes(state.model),
-        "gradients": gradient_bytes,
-        "optimizer": _bytes(state.optimizer),
-        "kept for the backward pass": explanation.stored_bytes,
-    }
+    console.print(memory_table(memory))
+
+
+def memory_table(memory: StepMemory) -> Table:
+    """Returns the categories as a table in MiB."""
     table = Table(box=box.SIMPLE_HEAD, show_footer=True)
-    table.add_column("memory of a step, without workspace", "total")
-    table.add_column("MiB", f"{sum(rows.values()) / 2**20:,.1f}", justify="right")
-    for name, size in rows.items():
-        table.add_row(name, f"{size / 2**20:,.1f}")
-    console.print(table)
+    table.add_column("memory of a step", "total")
+    table.add_column("MiB", f"{memory.total / 2**20:,.1f}", justify="right")
+    for name, size in dataclasses.asdict(memory).items():
+        if size is not None:
+            table.add_row(name.replace("_", " "), f"{size / 2**20:,.1f}")
+    return table
 
 
 def _bytes(tree: Any) -> int:

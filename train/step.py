@@ -1,14 +1,19 @@
-"""One training step and one evaluation step, as pure functions of arrays."""
+"""What a run does, and its steps as pure functions of arrays."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
+import actjax
 from models import Decoder, ModelConfig, Storage
+from models.decoder import layer_function, layer_keys, rope_tables
+from train import methods
 from train.config import PretrainConfig
 from train.optimizer import make_optimizer
 
@@ -32,13 +37,94 @@ class TrainState:
     optimizer: Any
 
 
-def init_state(config: PretrainConfig, model_config: ModelConfig) -> TrainState:
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """A run's settings, with all that follows from its model and method.
+
+    Attributes:
+      config: the settings.
+      model_config: dimensions.
+      storage: what each site stores.
+      optimizer: the transform, for `actjax.optim.apply`.
+    """
+
+    config: PretrainConfig
+    model_config: ModelConfig
+    storage: Storage
+    optimizer: optax.GradientTransformation
+
+    @property
+    def changes_subspace(self) -> bool:
+        """Whether some steps are refresh steps."""
+        return isinstance(self.optimizer, actjax.optim.SubspaceTransformation)
+
+    def due_layers(self, step: int) -> np.ndarray | None:
+        """Returns the layers whose subspace changes at a step, [layers] of bool; None if none.
+
+        All do at the first step. Staggered, layer `i` of `L` does so again `i gap / L` steps later.
+        """
+        if not self.changes_subspace:
+            return None
+        options, count = self.config.options, self.model_config.num_layers
+        delay = np.arange(count) * options.gap // count if options.stagger else np.zeros(count, int)
+        due = ((step - delay) % options.gap == 0) | (step == 0)
+        return due if due.any() else None
+
+
+def make_recipe(config: PretrainConfig, model_config: ModelConfig) -> Recipe:
+    """Returns what a run does.
+
+    Raises:
+      ValueError: an unknown method, or options out of range.
+    """
+    method = methods.method(config.method)
+    options = config.options.resolved(method.rank(model_config))
+    config = dataclasses.replace(config, options=options)
+    storage = method.storage(options)
+    subspace = None
+    if method.subspace is not None:
+        subspace = functools.partial(
+            actjax.optim.subspace,
+            rank=options.rank,
+            gap=options.gap,
+            scale=options.scale,
+            moments=options.moments,
+            source=method.subspace.source,
+            side=method.subspace.side,
+            groups=_input_groups(config, model_config, storage),
+            bits=options.bits,
+            seed=config.seed,
+        )
+    optimizer = make_optimizer(config.optimizer, config.steps, subspace)
+    return Recipe(config, model_config, storage, optimizer)
+
+
+def _input_groups(
+    config: PretrainConfig, model_config: ModelConfig, storage: Storage
+) -> dict[str, str]:
+    """Returns which of the layers' weights share an input."""
+    make = functools.partial(Decoder, model_config, dtype=config.weight_dtype)
+    model = jax.eval_shape(make, jax.random.key(0))
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return actjax.input_groups(loss_function(config, storage), model, batch_shapes(config), key)
+
+
+def batch_shapes(config: PretrainConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shapes of one micro-batch."""
+    shape = (config.batch_size // config.accumulate, config.seq_len)
+    tokens = jax.ShapeDtypeStruct(shape, "int32")
+    return {"inputs": tokens, "targets": tokens, "mask": jax.ShapeDtypeStruct(shape, "float32")}
+
+
+def init_state(recipe: Recipe) -> TrainState:
     """Returns the state before the first step."""
+    config = recipe.config
     key = jax.random.fold_in(jax.random.key(config.seed), 0)
-    model = Decoder(model_config, key, dtype=config.weight_dtype)
-    # A module is a pytree, which optax takes for parameters without saying so in its types.
-    parameters: Any = model
-    optimizer = make_optimizer(config.optimizer, config.steps).init(parameters)
+    model = Decoder(recipe.model_config, key, dtype=config.weight_dtype)
+    if config.in_backward:
+        optimizer = _in_backward(recipe).init(model)
+    else:
+        optimizer = actjax.optim.init(recipe.optimizer, model)
     return TrainState(jnp.zeros((), jnp.int32), model, optimizer)
 
 
@@ -61,35 +147,124 @@ def loss_function(
     return loss
 
 
-def make_train_step(
-    config: PretrainConfig, storage: Storage
-) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
+TrainStep = Callable[..., tuple[TrainState, dict[str, jax.Array]]]
+
+
+def make_train_step(recipe: Recipe) -> TrainStep:
     """Returns a function of state and batch to the next state and metrics.
 
     Metrics are `loss` (nats a token), `grad_norm` (before clipping) and `update_norm` (of what is
     added to the weights), float32 scalars. If all are finite, so is the next state.
     """
-    optimizer = make_optimizer(config.optimizer, config.steps)
-    loss_and_grad = _accumulated(
-        jax.value_and_grad(loss_function(config, storage)), config.accumulate
-    )
+    step = _in_backward_step(recipe) if recipe.config.in_backward else _ordinary_step(recipe)
+    return lambda state, batch: step(state, batch, None)
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        run_key = jax.random.fold_in(jax.random.key(config.seed), 1)
-        loss, grads = loss_and_grad(state.model, batch, jax.random.fold_in(run_key, state.step))
-        updates, optimizer_state = optimizer.update(grads, state.optimizer, state.model)
-        model = optax.apply_updates(state.model, updates)
-        norms = {"grad_norm": optax.tree.norm(grads), "update_norm": optax.tree.norm(updates)}
-        return TrainState(state.step + 1, model, optimizer_state), {"loss": loss, **norms}
 
-    return train_step
+def make_refresh_step(recipe: Recipe) -> TrainStep:
+    """Returns a function of state, batch and the layers that are due, as `make_train_step`.
+
+    It changes the subspace of these layers (`Recipe.due_layers`), then takes a step: a program of
+    its own, so that the other has no room for what only this one needs.
+    """
+    step = _in_backward_step(recipe) if recipe.config.in_backward else _ordinary_step(recipe)
+    if getattr(recipe.optimizer, "source", None) != "random":
+        return step
+
+    def redraw_and_step(state: TrainState, batch: Batch, due: jax.Array):
+        redraw = functools.partial(actjax.optim.redraw, recipe.optimizer, due=due)
+        if recipe.config.in_backward:
+            drawn = redraw(state.optimizer.optimizer, state.model)
+            optimizer = state.optimizer._replace(optimizer=drawn)
+        else:
+            optimizer = redraw(state.optimizer, state.model)
+        return step(dataclasses.replace(state, optimizer=optimizer), batch, None)
+
+    return redraw_and_step
+
+
+def step_key(config: PretrainConfig, step: jax.Array) -> jax.Array:
+    """Returns the key of a step's codecs: the same in a run that was resumed."""
+    run_key = jax.random.fold_in(jax.random.key(config.seed), 1)
+    return jax.random.fold_in(run_key, step)
+
+
+def _ordinary_step(recipe: Recipe) -> Callable:
+    config, optimizer = recipe.config, recipe.optimizer
+
+    def step(state: TrainState, batch: Batch, due: jax.Array | None):
+        loss_and_grad = gradient_function(recipe, state, refresh=due is not None)
+        loss, grads = loss_and_grad(state.model, batch, step_key(config, state.step))
+        grads, grad_norm = actjax.clip_by_global_norm(grads, config.optimizer.clip)
+        model, optimizer_state, update_norm = actjax.optim.apply(
+            optimizer,
+            grads,
+            state.optimizer,
+            state.model,
+            refresh=False if due is None else due,
+            with_norm=True,
+        )
+        metrics = {"loss": loss, "grad_norm": grad_norm, "update_norm": update_norm}
+        return TrainState(state.step + 1, model, optimizer_state), metrics
+
+    return step
+
+
+def gradient_function(recipe: Recipe, state: TrainState, refresh: bool) -> Callable:
+    """Returns loss and gradient as a function of model, batch and key.
+
+    Args:
+      recipe: the run.
+      state: where the bases are that inputs are stored in between refreshes.
+      refresh: whether inputs are stored for new bases to be taken from the gradient.
+    """
+    bases = None
+    if recipe.changes_subspace and not refresh:
+        bases = recipe.optimizer.bases(state.optimizer)
+    loss = loss_function(recipe.config, recipe.storage)
+    return _accumulated(actjax.value_and_grad(loss, bases=bases), recipe.config.accumulate)
+
+
+def _in_backward(recipe: Recipe) -> actjax.optim.InBackward:
+    config = recipe.config
+    run_layer = layer_function(recipe.model_config, recipe.storage)
+
+    def before(model: Decoder, inputs: dict[str, Any]) -> jax.Array:
+        return model.embed(inputs["batch"]["inputs"], config.compute_dtype)
+
+    def layer(block: Any, x: jax.Array, inputs: dict[str, Any], key: jax.Array) -> jax.Array:
+        return run_layer(block, x, inputs["tables"], key)
+
+    def after(model: Decoder, x: jax.Array, inputs: dict[str, Any]) -> jax.Array:
+        batch = inputs["batch"]
+        return model.loss_after(x, batch["targets"], mask=batch["mask"], z_loss=config.z_loss)
+
+    clip = config.optimizer.clip
+    return actjax.optim.in_backward(before, layer, after, recipe.optimizer, clip=clip)
+
+
+def _in_backward_step(recipe: Recipe) -> Callable:
+    config, model_config = recipe.config, recipe.model_config
+    update = _in_backward(recipe)
+
+    def step(state: TrainState, batch: Batch, due: jax.Array | None):
+        inputs = {"batch": batch, "tables": rope_tables(model_config, config.seq_len)}
+        keys = layer_keys(model_config, step_key(config, state.step))
+        refresh = False if due is None else due
+        model, optimizer_state, loss, update_norm = update.step(
+            state.model, state.optimizer, inputs, keys, refresh
+        )
+        grad_norm = optimizer_state.grad_norm
+        metrics = {"loss": loss, "grad_norm": grad_norm, "update_norm": update_norm}
+        return TrainState(state.step + 1, model, optimizer_state), metrics
+
+    return step
 
 
 def _accumulated(loss_and_grad: Callable, count: int) -> Callable:
     """Returns `loss_and_grad` as the mean over `count` micro-batches, run one after the other.
 
     Each micro-batch is weighted by its unmasked tokens, so that the result is that of the whole
-    batch. Gradients are summed in float32.
+    batch.
     """
     if count == 1:
         return loss_and_grad
@@ -97,20 +272,14 @@ def _accumulated(loss_and_grad: Callable, count: int) -> Callable:
     def run(model: Decoder, batch: Batch, key: jax.Array):
         micro = jax.tree.map(lambda x: _split_interleaved(x, count), batch)
         keys = jax.random.split(key, count)
-        total = jnp.maximum(batch["mask"].astype(jnp.float32).sum(), 1)
-
-        def add(carry, slices):
-            one, key = slices
-            weight = one["mask"].astype(jnp.float32).sum() / total
-            loss, grads = loss_and_grad(model, one, key)
-            carry_loss, carry_grads = carry
-            grads = jax.tree.map(
-                lambda g, s: s + weight * g.astype(jnp.float32), grads, carry_grads
-            )
-            return (carry_loss + weight * loss, grads), None
-
-        zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), model)
-        return jax.lax.scan(add, (jnp.zeros(()), zeros), (micro, keys))[0]
+        tokens = micro["mask"].astype(jnp.float32).sum((1, 2))
+        weights = tokens / jnp.maximum(tokens.sum(), 1)
+        return actjax.accumulate(
+            lambda model, slices: loss_and_grad(model, *slices),
+            model,
+            (micro, keys),
+            weights=weights,
+        )
 
     return run
 

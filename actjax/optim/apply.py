@@ -51,7 +51,8 @@ def init(
         # Layers draw from keys of their own: random bases of all layers would else be one.
         own = tx.init(rest)
         keys = jax.random.split(jax.random.wrap_key_data(own.key), count)
-        return LayerwiseState(jax.vmap(tx.init_from)(stacked, keys), own)
+        draw = lambda layer: tx.init_from(*layer)  # noqa: E731
+        return LayerwiseState(jax.lax.map(draw, (stacked, keys)), own)
     return LayerwiseState(jax.vmap(tx.init)(stacked), tx.init(rest))
 
 
@@ -120,6 +121,7 @@ def redraw(
     params: Any,
     *,
     layers: Callable[[Any], Any] = layers_of,
+    due: jax.Array | None = None,
 ) -> LayerwiseState:
     """Returns the state with other random bases; for a `subspace` whose `source` is "random".
 
@@ -128,14 +130,19 @@ def redraw(
       state: what `init` or `apply` returned.
       params: the parameters.
       layers: as for `init`.
+      due: which layers, [layers] of bool, and not the rest; everything if None.
     """
     stacked, rest = split(params, layers)
 
     def body(i: jax.Array, layers_state: Any) -> Any:
-        return put(layers_state, tx.refresh(None, take(layers_state, i), take(stacked, i)), i)
+        old, block = take(layers_state, i), take(stacked, i)
+        new = tx.refresh(None, old, block)
+        if due is not None:
+            new = jax.tree.map(lambda a, b: jnp.where(due[i], a, b), new, old)
+        return put(layers_state, new, i)
 
     drawn = jax.lax.fori_loop(0, count_layers(stacked), body, state.layers)
-    return LayerwiseState(drawn, tx.refresh(None, state.rest, rest))
+    return LayerwiseState(drawn, state.rest if due is not None else tx.refresh(None, state.rest, rest))
 
 
 def _without_basis(grads: Any) -> Any:

@@ -25,6 +25,7 @@ from actjax.gradients import Bases
 from actjax.low_rank import LowRank, is_low_rank
 from actjax.optim.eight_bit import SECOND_MOMENTS, is_blockwise
 from actjax.optim.layers import LayerwiseState
+from actjax.orthogonal import for_each_matrix, householder_basis
 from actjax.precision import accumulation_dtype
 from actjax.taps import path_name
 
@@ -221,6 +222,9 @@ def subspace(
         return state._replace(bases=new, inner=moved)
 
     def bases(state: Any) -> Bases:
+        """Returns what linear inputs are to be stored in: nothing unless `side` is "input"."""
+        if side != "input":
+            return Bases({}, bits)
         if isinstance(state, LayerwiseState):
             return Bases({**state.layers.bases, **state.rest.bases}, bits)
         return Bases(dict(state.bases), bits)
@@ -297,7 +301,7 @@ def _projected_zeros(weight: Any, projection: _Projection | None, rank: int) -> 
 def _random_basis(key: jax.Array, shape: tuple[int, ...], source: Source) -> jax.Array:
     """Returns `N(0, 1/k)`, [..., d, k]; orthonormal where it waits for the first gradient."""
     normal = jax.random.normal(key, shape, jnp.float32)
-    return jnp.linalg.qr(normal)[0] if source == "gradient" else normal / shape[-1] ** 0.5
+    return householder_basis(normal) if source == "gradient" else normal / shape[-1] ** 0.5
 
 
 def _leading_basis(gradients: list[Any], rank: int, key: jax.Array, group: str) -> jax.Array:
@@ -318,11 +322,11 @@ def _leading_basis(gradients: list[Any], rank: int, key: jax.Array, group: str) 
         gradients = dense
         thin = _sketch(jnp.concatenate(dense, axis=-1), rank, key)
     wide = accumulation_dtype(thin.dtype)
-    q = jnp.linalg.qr(thin.astype(wide))[0]
+    q = householder_basis(thin.astype(wide))
     core = jnp.concatenate([_in_columns(q, g) for g in gradients], axis=-1)
     largest = jnp.max(jnp.abs(core), axis=(-2, -1), keepdims=True)
     core = core / jnp.where(largest > 0, largest, 1)
-    _, vectors = jnp.linalg.eigh(_matmul(core, core.mT))
+    vectors = for_each_matrix(lambda gram: jnp.linalg.eigh(gram)[1], _matmul(core, core.mT))
     # Eigenvalues ascend.
     return _matmul(q, vectors[..., ::-1][..., :rank])
 
@@ -338,7 +342,7 @@ def _sketch(matrix: jax.Array, rank: int, key: jax.Array) -> jax.Array:
     width = min(rank + _OVERSAMPLING, d)
     y = _matmul(matrix, jax.random.normal(key, (n, width), accumulation_dtype(matrix.dtype)))
     for _ in range(_POWER_ITERATIONS):
-        y = _matmul(matrix, _matmul(matrix.mT, jnp.linalg.qr(y)[0]))
+        y = _matmul(matrix, _matmul(matrix.mT, householder_basis(y)))
     return y
 
 
