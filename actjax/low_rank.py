@@ -116,7 +116,9 @@ class LowRank:
         if self.shape != other.shape:
             raise ValueError(f"`other` must have shape {self.shape}, got {other.shape}.")
         if isinstance(other, LowRank):
-            return jnp.sum(_product(self.left.mT, other.left) * _product(self.right, other.right.mT))
+            return jnp.sum(
+                _product(self.left.mT, other.left) * _product(self.right, other.right.mT)
+            )
         return jnp.sum(_product(self.left.mT, other) * self.right)
 
     def singular_values(self) -> jax.Array:

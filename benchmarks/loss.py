@@ -1,10 +1,13 @@
 """What each method costs in loss: the same tokens and weights, trained with every method.
 
-`python -m benchmarks.loss --model llama_9m --steps 500` prints held-out loss after the last step,
-and the spread over seeds if there are several.
+`python -m benchmarks.loss --model llama_9m --steps 500` trains every variant at each learning rate
+of a grid, and prints held-out loss after the last step at the best of them. Rows are written after
+each run, and with `--add` those that are there are not run again.
 """
 
 import dataclasses
+import json
+import math
 import pathlib
 import shutil
 import statistics
@@ -16,10 +19,63 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import record
+from models import preset
 from train.config import PretrainConfig
-from train.methods import METHODS
 from train.metrics import read_metrics
-from train.pretrain import run
+from train.pretrain import NonFiniteError, run
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A method with its options.
+
+    Attributes:
+      method: what `--method` takes.
+      width_over_rank: the rank as the width of the model over this; 0 for the method's default.
+      settings: fields of `PretrainConfig.options`.
+      moment_dtype: of the optimizer.
+      in_backward: whether the optimizer runs in the backward pass.
+    """
+
+    method: str
+    width_over_rank: int = 0
+    settings: dict = dataclasses.field(default_factory=dict)
+    moment_dtype: str = "float32"
+    in_backward: bool = False
+
+    def configure(self, train: PretrainConfig) -> PretrainConfig:
+        """Returns the settings of a run with this variant."""
+        width = preset(train.model).hidden_size
+        rank = width // self.width_over_rank if self.width_over_rank else 0
+        return dataclasses.replace(
+            train,
+            method=self.method,
+            options=dataclasses.replace(train.options, rank=rank, **self.settings),
+            optimizer=dataclasses.replace(train.optimizer, moment_dtype=self.moment_dtype),
+            in_backward=self.in_backward,
+        )
+
+
+VARIANTS = {
+    "exact": Variant("exact"),
+    "exact, 8-bit states": Variant("exact", moment_dtype="8bit"),
+    "exact, in backward, 8-bit states": Variant("exact", moment_dtype="8bit", in_backward=True),
+    "remat": Variant("remat"),
+    "pamm": Variant("pamm"),
+    "low_rank 32": Variant("low_rank"),
+    "galore d/4": Variant("galore", 4),
+    "subspace d/4": Variant("subspace", 4),
+    "subspace d/4, power iteration": Variant("subspace", 4, {"power_iterations": 1}),
+    "subspace d/4, rotate": Variant("subspace", 4, {"moments": "rotate"}),
+    "subspace d/4, staggered": Variant("subspace", 4, {"stagger": True}),
+    "subspace d/4, 8-bit states": Variant("subspace", 4, moment_dtype="8bit"),
+    "subspace d/4, 8-bit states, 8-bit inputs": Variant(
+        "subspace", 4, {"bits": 8}, moment_dtype="8bit"
+    ),
+    "subspace d/8": Variant("subspace", 8),
+    "random_projection d/4": Variant("random_projection", 4),
+}
+"""What can be compared, by name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,66 +83,107 @@ class Config:
     """What to compare."""
 
     train: PretrainConfig = dataclasses.field(default_factory=lambda: PretrainConfig(steps=500))
-    """The run; its method, seed and folder are set by this program."""
-    methods: tuple[str, ...] = tuple(METHODS)
+    """The run; what a variant sets, its learning rate, seed and folder are set by this program."""
+    variants: tuple[str, ...] = tuple(VARIANTS)
+    """Names out of the table of variants."""
+    learning_rates: tuple[float, ...] = (2e-3, 4e-3, 8e-3, 16e-3)
+    """The grid, the same for all."""
     seeds: int = 1
+    """Runs of each with other weights, data order and codecs."""
+    add: bool = False
+    """Keep the rows that `--results` holds, and run only what is missing."""
     results: pathlib.Path = record.RESULTS / "loss.json"
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.variants) - set(VARIANTS))
+        if unknown:
+            raise ValueError(f"unknown `--variants` {unknown}. There are: {', '.join(VARIANTS)}.")
 
 
 def measure(config: Config) -> list[dict]:
-    """Returns one row a method and seed: metrics of every evaluation."""
-    rows = []
+    """Returns one row a variant, learning rate and seed: metrics of every evaluation."""
+    rows = json.loads(config.results.read_text())["rows"] if config.add else []
+    known = {(row["variant"], row["learning_rate"], row["seed"]) for row in rows}
     for seed in range(config.seeds):
-        for method in config.methods:
-            folder = pathlib.Path(tempfile.mkdtemp())
-            settings = dataclasses.replace(
-                config.train, method=method, seed=seed, out=folder, save_every=config.train.steps
-            )
-            if run(settings, Console(width=140)) < settings.steps:
-                raise SystemExit("stopped by a signal: nothing was written")
-            lines = read_metrics(folder / "metrics.jsonl")
-            shutil.rmtree(folder)
-            evaluations = [line for line in lines if "validation_loss" in line]
-            training = [(line["step"], line["loss"]) for line in lines if "loss" in line]
-            rows.append(
-                {"method": method, "seed": seed, "evaluations": evaluations, "training": training}
-            )
+        for rate in config.learning_rates:
+            for name in config.variants:
+                if (name, rate, seed) not in known:
+                    rows.append(_trained(config, name, rate, seed))
+                    record.write(config, rows)
     return rows
 
 
+def _trained(config: Config, name: str, learning_rate: float, seed: int) -> dict:
+    folder = pathlib.Path(tempfile.mkdtemp())
+    settings = VARIANTS[name].configure(config.train)
+    settings = dataclasses.replace(
+        settings,
+        optimizer=dataclasses.replace(settings.optimizer, learning_rate=learning_rate),
+        seed=seed,
+        out=folder,
+        save_every=settings.steps,
+    )
+    row = {"variant": name, "learning_rate": learning_rate, "seed": seed}
+    try:
+        if run(settings, Console(width=140)) < settings.steps:
+            raise SystemExit("stopped by a signal: `--add` goes on with the rows that are done")
+        lines = read_metrics(folder / "metrics.jsonl")
+    except NonFiniteError:
+        # A learning rate that is too high is a result of the grid, and no failure of the program.
+        lines = []
+    shutil.rmtree(folder)
+    evaluations = [line for line in lines if "validation_loss" in line]
+    training = [(line["step"], line["loss"]) for line in lines if "loss" in line]
+    return row | {"evaluations": evaluations, "training": training}
+
+
+def best_rows(rows: list[dict]) -> dict[str, list[dict]]:
+    """Returns, for each variant, the rows at the learning rate with the least mean loss."""
+    groups: dict[str, dict[float, list[dict]]] = {}
+    for row in rows:
+        groups.setdefault(row["variant"], {}).setdefault(row["learning_rate"], []).append(row)
+    return {
+        name: min(by_rate.values(), key=lambda group: statistics.mean(map(last_loss, group)))
+        for name, by_rate in groups.items()
+    }
+
+
+def last_loss(row: dict) -> float:
+    """Returns the held-out loss a run ended at; infinite if it diverged."""
+    return row["evaluations"][-1]["validation_loss"] if row["evaluations"] else math.inf
+
+
 def show(config: Config, rows: list[dict]) -> None:
-    """Prints the last held-out loss of each method, and what it is above `exact`."""
+    """Prints the last held-out loss of each variant, and what it is above `exact`."""
     train = config.train
     title = f"{train.model}, {train.steps} steps of {train.batch_size} x {train.seq_len} tokens"
     table = Table(title=title, box=box.SIMPLE_HEAD)
-    for header in ("method", "held-out loss", "above exact", "perplexity", "bits a byte", "seeds"):
-        table.add_column(header, justify="left" if header == "method" else "right")
-    last = {(row["method"], row["seed"]): row["evaluations"][-1] for row in rows}
-    for method in config.methods:
-        mine = [last[method, seed] for seed in range(config.seeds)]
-        losses = [line["validation_loss"] for line in mine]
-        gaps = [
-            line["validation_loss"] - last["exact", seed]["validation_loss"]
-            for seed, line in enumerate(mine)
-            if ("exact", seed) in last
-        ]
+    headers = ("variant", "held-out loss", "above exact", "learning rate", "on the grid", "seeds")
+    for header in headers:
+        table.add_column(header, justify="left" if header == "variant" else "right")
+    best = best_rows(rows)
+    for name in config.variants:
+        losses = [last_loss(row) for row in best[name]]
+        gap = ""
+        if "exact" in best:
+            exact = statistics.mean(map(last_loss, best["exact"]))
+            gap = f"{statistics.mean(losses) - exact:+.4f}"
         spread = f" ± {statistics.stdev(losses):.4f}" if config.seeds > 1 else ""
+        grid = [last_loss(row) for row in rows if row["variant"] == name and row["seed"] == 0]
         table.add_row(
-            method,
+            name,
             f"{statistics.mean(losses):.4f}{spread}",
-            f"{statistics.mean(gaps):+.4f}" if gaps else "",
-            f"{statistics.mean(line['perplexity'] for line in mine):,.2f}",
-            f"{statistics.mean(line['bits_per_byte'] for line in mine):.4f}",
-            str(config.seeds),
+            gap,
+            f"{best[name][0]['learning_rate']:g}",
+            " ".join(f"{loss:.3f}" for loss in grid),
+            str(len(losses)),
         )
-    Console(width=110).print(table)
+    Console(width=140).print(table)
 
 
 def main() -> None:
     config = tyro.cli(Config, description=__doc__, config=(tyro.conf.OmitArgPrefixes,))
-    rows = measure(config)
-    show(config, rows)
-    record.write(config, rows)
+    show(config, measure(config))
 
 
 if __name__ == "__main__":

@@ -47,7 +47,11 @@ def make_optimizer(
         optax.add_decayed_weights(config.weight_decay, mask=_is_matrix),
         optax.scale_by_learning_rate(learning_rate_schedule(config, steps)),
     )
-    return optax.chain(moments, full_space) if subspace is None else subspace(moments, outer=full_space)
+    return (
+        optax.chain(moments, full_space)
+        if subspace is None
+        else subspace(moments, outer=full_space)
+    )
 
 
 def store_states_as(

@@ -162,9 +162,7 @@ def prepare(config: PretrainConfig, console: Console) -> Run:
         state = jax.jit(functools.partial(init_state, recipe), out_shardings=shardings)()
     else:
         console.print(f"going on from step {int(state.step)} in {config.folder}")
-    return Run(
-        config, recipe, mesh, train_step, state, batches, validation, checkpoints, identity
-    )
+    return Run(config, recipe, mesh, train_step, state, batches, validation, checkpoints, identity)
 
 
 def _compile(recipe: Recipe, mesh: Mesh, shapes: TrainState, shardings: Any) -> Any:
@@ -212,7 +210,11 @@ def train(run: Run, console: Console, stop: "_StopSignal") -> int:
         for step in range(start + 1, config.steps + 1):
             if stop.requested:
                 break
-            last, batch, due = metrics, _put(run, next(run.batches)), run.recipe.due_layers(step - 1)
+            last, batch, due = (
+                metrics,
+                _put(run, next(run.batches)),
+                run.recipe.due_layers(step - 1),
+            )
             if due is None:
                 state, metrics = run.train_step(state, batch)
             else:

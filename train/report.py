@@ -69,9 +69,7 @@ class StepMemory:
         return dataclasses.replace(self, workspace=max(0, temporaries - known))
 
 
-def step_memory(
-    recipe: Recipe, state: TrainState, explanation: actjax.Explanation
-) -> StepMemory:
+def step_memory(recipe: Recipe, state: TrainState, explanation: actjax.Explanation) -> StepMemory:
     """Returns the memory of a step by category, without workspace.
 
     Args:

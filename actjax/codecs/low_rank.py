@@ -14,7 +14,14 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from actjax.codecs.base import Codec, FactoredCodec, check_positive_integer, raw_key, token_count, wrap_key
+from actjax.codecs.base import (
+    Codec,
+    FactoredCodec,
+    check_positive_integer,
+    raw_key,
+    token_count,
+    wrap_key,
+)
 from actjax.orthogonal import orthonormalize
 from actjax.precision import accumulation_dtype, contract_tokens, matmul
 

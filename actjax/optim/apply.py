@@ -142,7 +142,9 @@ def redraw(
         return put(layers_state, new, i)
 
     drawn = jax.lax.fori_loop(0, count_layers(stacked), body, state.layers)
-    return LayerwiseState(drawn, state.rest if due is not None else tx.refresh(None, state.rest, rest))
+    return LayerwiseState(
+        drawn, state.rest if due is not None else tx.refresh(None, state.rest, rest)
+    )
 
 
 def _without_basis(grads: Any) -> Any:

@@ -155,7 +155,9 @@ def subspace(
             if (p := projections.get(path)) is not None and p.group not in bases:
                 shape, drawn = (*leaf.shape[:-2], p.size(leaf), rank), _fold_name(key, p.group)
                 bases[p.group] = _random_basis(drawn, shape, source).astype(leaf.dtype)
-        small = _map_by_path(lambda path, w: _projected_zeros(w, projections.get(path), rank), params)
+        small = _map_by_path(
+            lambda path, w: _projected_zeros(w, projections.get(path), rank), params
+        )
         step = jnp.zeros((), jnp.int32)
         words = jax.random.key_data(key)
         return SubspaceState(step, words, bases, inner.init(small), after.init(params))
