@@ -2,8 +2,8 @@
 
 Wei et al. (2026), section 4: once an activation is stored as `U Vᵀ`, the weight gradient is
 `V (Uᵀ dz)`, and need not be multiplied out. With a basis `P` on the input side of a weight, an
-operator that stores `x P` alone gives `Pᵀ dw = (x P)ᵀ dz` exactly, which is the gradient that GaLore
-(Zhao et al., 2024) projects.
+operator that stores `x P` alone gives `Pᵀ dw = (x P)ᵀ dz` exactly: the gradient as GaLore (Zhao et
+al., 2024) projects it.
 """
 
 import dataclasses
@@ -199,10 +199,10 @@ def accumulate(
         value, gradient = loss_and_grad(params, batch)
         parts = treedef.flatten_up_to(gradient)
         total = [
-            s if alone else _add(s, weight * _wide(g))
+            s if alone else _add(s, _wide(g) * weight)
             for s, g, alone in zip(sums[1], parts, apart, strict=True)
         ]
-        side_by_side = [weight * g for g, alone in zip(parts, apart, strict=True) if alone]
+        side_by_side = [g * weight for g, alone in zip(parts, apart, strict=True) if alone]
         return (sums[0] + weight * value, total), side_by_side
 
     zeros = [None if alone else _zeros(g) for g, alone in zip(leaves, apart, strict=True)]

@@ -108,7 +108,7 @@ class LowRank:
         return left_size * right_size * jnp.sqrt(jnp.maximum(square, 0))
 
     def vdot(self, other: "LowRank | jax.Array") -> jax.Array:
-        """Returns the inner product `Σ self_ij other_ij`, over leading axes too; never dense itself.
+        """Returns the inner product `Σ self_ij other_ij`, over leading axes too, of the factors.
 
         Args:
           other: a `LowRank` or an array of the same shape.
@@ -180,7 +180,8 @@ class LowRank:
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(f"{self} is no array: call `dense()` to make one, [d, n].")
 
-    __jax_array__ = __array__
+    # Lets an array on the left defer to `__rmul__`.
+    __array_ufunc__ = None
 
 
 def is_low_rank(x: Any) -> bool:

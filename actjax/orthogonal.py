@@ -47,8 +47,8 @@ def for_each_matrix(fun: Callable[..., Any], *stacks: jax.Array) -> Any:
     """Applies a function of matrices to stacks of them, [..., m, n], one after the other.
 
     For LAPACK's factorisations: those of a whole stack at once can hang on a CPU (QR, JAX 0.10, two
-    cores, something else to run beside it) or corrupt its memory (github.com/jax-ml/jax/issues/39292),
-    and on a GPU they run one by one anyway.
+    cores, something else to run beside it) or corrupt its memory (jax-ml/jax issue 39292), and on a
+    GPU they run one by one anyway.
     """
     lead = stacks[0].shape[:-2]
     if not lead:

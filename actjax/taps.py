@@ -177,7 +177,7 @@ def _bodies(eqn: core.JaxprEqn, position: int) -> list[tuple[core.Jaxpr, core.Va
     return []
 
 
-def _vmapped(jaxpr: core.Jaxpr, weight: core.Var) -> int:
+def _vmapped(jaxpr: core.Jaxpr, weight: core.Var | core.Literal) -> int:
     """Returns how many examples share a marked weight under `vmap`: 1 if it has their axis too."""
     for eqn in jaxpr.eqns:
         text = str(eqn.params.get("name", "")) if eqn.primitive.name == "name" else ""

@@ -51,7 +51,8 @@ class OptimizerConfig:
     clip: float = 1.0
     """Largest global norm of a gradient."""
     moment_dtype: MomentDtype = "float32"
-    """What both moments are kept in between steps: float32, bfloat16, or 8bit (blockwise, dynamic)."""
+    """What both moments are kept in between steps: float32, bfloat16, or 8bit (blockwise, dynamic
+    map)."""
 
     def __post_init__(self) -> None:
         _check_range("learning-rate", self.learning_rate, 0, math.inf)
@@ -101,8 +102,8 @@ class PretrainConfig:
     accumulate: int = 1
     """Micro-batches a step: `--batch-size` is cut into so many, one after the other."""
     in_backward: bool = False
-    """Update each layer within the backward pass, so that no gradient of all weights exists. Clips by
-    the norm of the step before. Not with `--accumulate`."""
+    """Update each layer within the backward pass, so that no gradient of all weights exists. Clips
+    by the norm of the step before. Not with `--accumulate`."""
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     weight_dtype: Dtype = "float32"
@@ -147,7 +148,7 @@ class PretrainConfig:
         _check_range("z-loss", self.z_loss, 0, math.inf)
         if self.in_backward and self.accumulate > 1:
             raise ValueError(
-                f"`--in-backward` updates the weights in each backward pass, so micro-batches cannot"
+                "`--in-backward` updates the weights in each backward pass, so micro-batches cannot"
                 f" be accumulated: drop it, or `--accumulate` {self.accumulate}."
             )
         if self.batch_size % self.accumulate:

@@ -17,14 +17,15 @@ class MethodOptions:
 
     rank: int = 0
     """Rank of what `low_rank` stores of each linear input, and of the subspace of `subspace`,
-    `galore` and `random_projection`. 0: 32 for `low_rank`, a quarter of the width for the others."""
+    `galore` and `random_projection`. 0: 32 for `low_rank`, a quarter of the width for the
+    others."""
     ratio: float = 1 / 512
     """Share of the tokens that `pamm` stores."""
     tolerance: float = float("inf")
     """`pamm` drops tokens whose relative error is above this; infinite keeps all."""
     power_iterations: int = 0
-    """Passes of `low_rank`, and of the refresh steps of `subspace`, over their sketch: each costs two
-    thin products and lowers the error."""
+    """Passes of `low_rank`, and of the refresh steps of `subspace`, over their sketch: each costs
+    two thin products and lowers the error."""
     sketch: Sketch = "gaussian"
     """What these multiply by: random normals, or random rows of the activation."""
     gap: int = 200

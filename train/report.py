@@ -28,9 +28,9 @@ def explain_step(recipe: Recipe, state: TrainState) -> actjax.Explanation:
     loss = loss_function(recipe.config, recipe.storage)
     key = jax.eval_shape(lambda: jax.random.key(0))
     arguments = (state.model, batch_shapes(recipe.config), key)
-    if not recipe.changes_subspace:
+    if recipe.subspace is None:
         return actjax.explain(loss, *arguments)
-    bases = jax.eval_shape(recipe.optimizer.bases, layerwise_state(state.optimizer))
+    bases = jax.eval_shape(recipe.subspace.bases, layerwise_state(state.optimizer))
 
     def stored_in_bases(model: Any, batch: Any, key: Any, bases: actjax.Bases) -> jax.Array:
         return actjax.with_bases(loss, bases)(model, batch, key)

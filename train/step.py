@@ -54,16 +54,17 @@ class Recipe:
     optimizer: optax.GradientTransformation
 
     @property
-    def changes_subspace(self) -> bool:
-        """Whether some steps are refresh steps."""
-        return isinstance(self.optimizer, actjax.optim.SubspaceTransformation)
+    def subspace(self) -> actjax.optim.SubspaceTransformation | None:
+        """The transform if some steps are refresh steps, else None."""
+        tx = self.optimizer
+        return tx if isinstance(tx, actjax.optim.SubspaceTransformation) else None
 
     def due_layers(self, step: int) -> np.ndarray | None:
         """Returns the layers whose subspace changes at a step, [layers] of bool; None if none.
 
         All do at the first step. Staggered, layer `i` of `L` does so again `i gap / L` steps later.
         """
-        if not self.changes_subspace:
+        if self.subspace is None:
             return None
         options, count = self.config.options, self.model_config.num_layers
         delay = np.arange(count) * options.gap // count if options.stagger else np.zeros(count, int)
@@ -167,11 +168,12 @@ def make_refresh_step(recipe: Recipe) -> TrainStep:
     its own, so that the other has no room for what only this one needs.
     """
     step = _in_backward_step(recipe) if recipe.config.in_backward else _ordinary_step(recipe)
-    if getattr(recipe.optimizer, "source", None) != "random":
+    subspace = recipe.subspace
+    if subspace is None or subspace.source != "random":
         return step
 
     def redraw_and_step(state: TrainState, batch: Batch, due: jax.Array):
-        redraw = functools.partial(actjax.optim.redraw, recipe.optimizer, due=due)
+        redraw = functools.partial(actjax.optim.redraw, subspace, due=due)
         if recipe.config.in_backward:
             drawn = redraw(state.optimizer.optimizer, state.model)
             optimizer = state.optimizer._replace(optimizer=drawn)
@@ -218,8 +220,8 @@ def gradient_function(recipe: Recipe, state: TrainState, refresh: bool) -> Calla
       refresh: whether inputs are stored for new bases to be taken from the gradient.
     """
     bases = None
-    if recipe.changes_subspace and not refresh:
-        bases = recipe.optimizer.bases(state.optimizer)
+    if recipe.subspace is not None and not refresh:
+        bases = recipe.subspace.bases(state.optimizer)
     loss = loss_function(recipe.config, recipe.storage)
     return _accumulated(actjax.value_and_grad(loss, bases=bases), recipe.config.accumulate)
 

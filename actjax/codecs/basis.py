@@ -24,7 +24,8 @@ class BasisCode:
 
     Attributes:
       values: [..., k], in the dtype of `x`; or int8.
-      scale: [..., 1], in the dtype of `x`, what a unit of the int8 stands for; None if not in 8 bits.
+      scale: [..., 1], in the dtype of `x`, what a unit of the int8 stands for; None if `values` are
+        no int8.
     """
 
     values: Any

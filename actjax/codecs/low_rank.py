@@ -3,8 +3,8 @@
 Wei et al. (2026), section 4, store `x ≈ U Vᵀ`; the weight gradient `V (Uᵀ dz)` then costs
 `2 k (T + d) n` operations instead of `2 T d n`. Halko, Martinsson and Tropp, "Finding structure
 with randomness" (2011), is followed for the randomised range finder, with one change: the sketch
-is orthonormalised by Cholesky factors of its Gram matrix (`actjax.orthogonal`), which runs at matmul
-speed and partitions over tokens.
+is orthonormalised by Cholesky factors of its Gram matrix (`actjax.orthogonal`), which runs at the
+speed of matrix products and partitions over tokens.
 """
 
 import dataclasses

@@ -49,10 +49,10 @@ def init(
     count = count_layers(stacked)
     if isinstance(tx, SubspaceTransformation):
         # Layers draw from keys of their own: random bases of all layers would else be one.
-        own = tx.init(rest)
+        own: Any = tx.init(rest)
         keys = jax.random.split(jax.random.wrap_key_data(own.key), count)
-        draw = lambda layer: tx.init_from(*layer)  # noqa: E731
-        return LayerwiseState(jax.lax.map(draw, (stacked, keys)), own)
+        drawn = jax.lax.map(lambda layer: tx.init_from(*layer), (stacked, keys))
+        return LayerwiseState(drawn, own)
     return LayerwiseState(jax.vmap(tx.init)(stacked), tx.init(rest))
 
 
@@ -98,18 +98,18 @@ def apply(
     stacked, rest = split(params, layers)
     stacked_grads, rest_grads = split_gradient(grads, params, layers)
     count = count_layers(stacked)
-    some = isinstance(refresh, jax.Array)
+    due_layers = refresh_by_layer(refresh, count)
 
     def body(i: jax.Array, carry: Any) -> Any:
         params, state, square = carry
         layer = take(stacked_grads, i), take(state, i), take(params, i)
-        due = refresh[i] if some else refresh
+        due = refresh if due_layers is None else due_layers[i]
         new, new_state, moved = update_one(tx, *layer, due)
         return put(params, new, i), put(state, new_state, i), square + moved
 
     zero = jnp.zeros((), jnp.float32)
     stacked, layers_state, square = jax.lax.fori_loop(0, count, body, (stacked, state.layers, zero))
-    rest_refresh = False if some else refresh
+    rest_refresh = refresh if due_layers is None else False
     rest, rest_state, moved = update_one(tx, rest_grads, state.rest, rest, rest_refresh)
     result = merge(stacked, rest, params), LayerwiseState(layers_state, rest_state)
     return (*result, jnp.sqrt(square + moved)) if with_norm else result
@@ -134,17 +134,38 @@ def redraw(
     """
     stacked, rest = split(params, layers)
 
+    count = count_layers(stacked)
+    due_layers = refresh_by_layer(True if due is None else due, count)
+
     def body(i: jax.Array, layers_state: Any) -> Any:
         old, block = take(layers_state, i), take(stacked, i)
         new = tx.refresh(None, old, block)
-        if due is not None:
-            new = jax.tree.map(lambda a, b: jnp.where(due[i], a, b), new, old)
+        if due_layers is not None:
+            chosen = due_layers[i]
+            new = jax.tree.map(lambda a, b: jnp.where(chosen, a, b), new, old)
         return put(layers_state, new, i)
 
-    drawn = jax.lax.fori_loop(0, count_layers(stacked), body, state.layers)
+    drawn = jax.lax.fori_loop(0, count, body, state.layers)
     return LayerwiseState(
         drawn, state.rest if due is not None else tx.refresh(None, state.rest, rest)
     )
+
+
+def refresh_by_layer(refresh: Any, count: int) -> jax.Array | None:
+    """Returns which layers are refreshed, [count] of bool; None if `refresh` is one bool for all.
+
+    Raises:
+      ValueError: it is neither.
+    """
+    if isinstance(refresh, bool):
+        return None
+    due = jnp.asarray(refresh)
+    if due.shape != (count,) or due.dtype != jnp.bool_:
+        raise ValueError(
+            f"`refresh` must be a bool, or an array of bool for the {count} layers: got"
+            f" {due.dtype}{list(due.shape)}."
+        )
+    return due
 
 
 def _without_basis(grads: Any) -> Any:

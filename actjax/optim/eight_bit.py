@@ -8,7 +8,7 @@ the p bits below its leading one for a fraction, and p for a decade.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -159,7 +159,7 @@ def eight_bit(
         updates, new = inner.update(updates, decoded(state.inner), params, **extra)
         return updates, EightBitState(encoded_like(state.inner, new))
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(init, cast(Any, update))
 
 
 def decoded(state: Any) -> Any:

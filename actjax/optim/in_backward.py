@@ -17,7 +17,7 @@ import optax
 from actjax.gradients import Bases, plan_taps
 from actjax.low_rank import clip_factor, global_norm, scale_tree
 from actjax.optim.apply import init as init_layerwise
-from actjax.optim.apply import update_one
+from actjax.optim.apply import refresh_by_layer, update_one
 from actjax.optim.layers import (
     LayerwiseState,
     count_layers,
@@ -72,7 +72,7 @@ def in_backward(
     The model is given as three functions:
 
         before(params, inputs) -> x                     # embedding
-        layer(layer_params, x, inputs, slice) -> x      # one layer; `slice` is its part of per_layer
+        layer(layer_params, x, inputs, slice) -> x      # one layer, and its slice of per_layer
         after(params, x, inputs) -> loss                # last norm, output projection, loss
 
     `before` and `after` see the parameters without the layers (`None` there); what both read, such
@@ -133,10 +133,11 @@ def in_backward(
         """
         stacked, rest = split(params, layers)
         last_norm = state.grad_norm
-        in_bases = isinstance(tx, SubspaceTransformation) and refresh is False
 
         def bases_of(optimizer: Any) -> Bases:
-            return tx.bases(optimizer) if in_bases else Bases({})
+            if isinstance(tx, SubspaceTransformation) and refresh is False:
+                return tx.bases(optimizer)
+            return Bases({})
 
         x, before_vjp = jax.vjp(lambda p: before(p, inputs), rest)
         static: dict[str, Any] = {}
@@ -162,7 +163,7 @@ def in_backward(
         rest_grads, dx = after_vjp(jnp.ones_like(loss))
 
         count = count_layers(stacked)
-        layer_refresh = refresh if isinstance(refresh, jax.Array) else None
+        due_layers = refresh_by_layer(refresh, count)
 
         def backward(n: jax.Array, carry: Any) -> Any:
             dy, stacked, optimizer, squares = carry
@@ -174,7 +175,7 @@ def in_backward(
             residuals = [next(own) if j is None else given[j] for j in static["positions"]]
             gradient, dx = jax.tree.unflatten(static["treedef"], residuals)(dy)
             grads, square = clipped(static["taps"].join(gradient, bases), last_norm)
-            due = refresh if layer_refresh is None else layer_refresh[i]
+            due = refresh if due_layers is None else due_layers[i]
             block, layer_state, moved = update_one(tx, grads, layer_state, block, due)
             squares = squares[0] + square, squares[1] + moved
             return dx, put(stacked, block, i), put(optimizer, layer_state, i), squares
@@ -185,7 +186,7 @@ def in_backward(
 
         rest_grads = jax.tree.map(jnp.add, rest_grads, before_vjp(dx)[0])
         rest_grads, square = clipped(rest_grads, last_norm)
-        due = refresh if layer_refresh is None else False
+        due = refresh if due_layers is None else False
         rest, rest_state, moved = update_one(tx, rest_grads, state.optimizer.rest, rest, due)
         optimizer = LayerwiseState(layers_state, rest_state)
         state = InBackwardState(optimizer, jnp.sqrt(squares[0] + square))

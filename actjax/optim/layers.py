@@ -94,11 +94,11 @@ def count_layers(stacked: Any) -> int:
     Raises:
       ValueError: there are none, or they differ.
     """
-    sizes = {x.shape[0] if x.ndim else None for x in jax.tree.leaves(stacked)}
-    if len(sizes) != 1 or None in sizes:
+    sizes = {x.shape[0] if x.ndim else 0 for x in jax.tree.leaves(stacked)}
+    if len(sizes) != 1 or 0 in sizes:
         raise ValueError(
             "the arrays of `layers` must share their leading axis, that of the layers: its lengths"
-            f" are {sorted(map(str, sizes))}."
+            f" are {sorted(sizes)}."
         )
     return sizes.pop()
 

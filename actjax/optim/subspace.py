@@ -14,7 +14,7 @@ and eigenvectors of a small matrix; of a dense gradient, by a randomised range f
 import functools
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -93,9 +93,9 @@ def subspace(
     """Runs `inner` on gradients projected to a subspace of rank `rank`.
 
     The projected weights get the update `scale · P N`, where `N` is what `inner` makes of `Pᵀ G`;
-    other parameters get what `inner` makes of their gradient. Updates are dense, so `outer`, or what
-    follows in an `optax.chain`, acts in full space: that is where weight decay and the learning rate
-    belong. To hold no dense update of all weights at once, use `actjax.optim.apply`.
+    other parameters get what `inner` makes of their gradient. Updates are dense, so `outer` acts in
+    full space: that is where weight decay and the learning rate belong. To hold no dense update of
+    all weights at once, use `actjax.optim.apply`.
 
     Between refreshes:
 
@@ -231,7 +231,7 @@ def subspace(
             return Bases({**state.layers.bases, **state.rest.bases}, bits)
         return Bases(dict(state.bases), bits)
 
-    transformation = SubspaceTransformation(init, update)
+    transformation = SubspaceTransformation(init, cast(Any, update))
     transformation.refresh, transformation.bases = refresh, bases
     transformation.init_from, transformation.gap = init_from, gap
     transformation.source = source
@@ -275,14 +275,14 @@ def _plan(
     leaves = _by_path(params)
     plan = {}
     for path, leaf in leaves.items():
-        chosen = leaf.ndim == 2 if groups is None else path in groups
-        if not chosen:
+        group = (path if leaf.ndim == 2 else None) if groups is None else groups.get(path)
+        if group is None:
             continue
         if leaf.ndim < 2:
             raise ValueError(f"`groups` names `{path}` of shape {leaf.shape}, which is no matrix.")
         on_input = side == "input" or (side == "smaller" and leaf.shape[-2] <= leaf.shape[-1])
-        shared = groups is not None and side == "input"
-        plan[path] = projection = _Projection(groups[path] if shared else path, on_input)
+        # Weights of one input share it on the side of the input alone.
+        plan[path] = projection = _Projection(group if side == "input" else path, on_input)
         if rank > projection.size(leaf):
             raise ValueError(
                 f"`rank` {rank} of subspace is above the {projection.size(leaf)} dimensions of"
