@@ -1,15 +1,15 @@
-"""Memory and operations of forward + backward, from the compiled program: nothing is run.
+"""Memory and operations of a whole training step, from the compiled program: nothing is run.
 
-`python -m benchmarks.memory --model llama_130m --batch-size 8 --seq-len 256`
-
-The figure to compare is `temporaries`: residuals and workspace, without weights (arguments) and
-gradients (outputs), which all rivals share. Judge bf16 on a GPU only: on a CPU, XLA turns bf16
-products into float32 copies.
+`python -m benchmarks.memory` compiles for this machine, `--gpu-target FILE` for a GPU that need not
+be there. `peak` is all that exists at once: weights, states, gradients, residuals and workspace.
+`forward and backward` are the temporaries of the gradient alone, without weights and gradients.
+Judge bf16 on a GPU only: on a CPU, XLA turns bf16 products into float32 copies.
 """
 
 import dataclasses
 import functools
 import pathlib
+from typing import Any
 
 import jax
 import tyro
@@ -17,72 +17,104 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import record
-from benchmarks.flops import matmul_flops
-from benchmarks.rivals import rivals
-from models import Decoder, preset
-from train.methods import MethodOptions
+from benchmarks import record, target
+from benchmarks.flops import causal_loop_length, matmul_flops
+from benchmarks.rivals import RIVALS, compiled_memory, rival
+from benchmarks.variants import check_names
+from train.config import PretrainConfig
+from train.step import batch_shapes
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """What to measure."""
 
-    model: str = "llama_130m"
-    batch_size: int = 8
-    seq_len: int = 256
-    dtype: str = "float32"
-    """Of weights and of the computation."""
-    options: MethodOptions = dataclasses.field(
-        default_factory=lambda: MethodOptions(rank=32, ratio=1 / 64)
+    train: PretrainConfig = dataclasses.field(
+        default_factory=lambda: PretrainConfig(model="llama_130m", compute_dtype="float32")
     )
+    """Model, batch and dtypes; the method is set by this program."""
+    only: tuple[str, ...] = RIVALS
+    """Rivals to measure."""
+    gpu_target: pathlib.Path | None = None
+    """Description of a GPU to compile for (XLA's GpuTargetConfigProto as text)."""
     results: pathlib.Path = record.RESULTS / "memory.json"
+
+    def __post_init__(self) -> None:
+        check_names(self.only, RIVALS)
 
 
 def measure(config: Config) -> list[dict]:
-    """Returns one row a rival: bytes of the compiled program and operations."""
-    make = functools.partial(Decoder, preset(config.model), dtype=config.dtype)
-    model = jax.eval_shape(make, jax.random.key(0))
-    tokens = jax.ShapeDtypeStruct((config.batch_size, config.seq_len), "int32")
-    key = jax.eval_shape(lambda: jax.random.key(0))
+    """Returns one row a rival: bytes of the compiled programs, by category, and operations."""
     rows = []
-    for name, loss in rivals(config.options, config.dtype).items():
-        gradient = jax.value_and_grad(loss)
-        compiled = jax.jit(gradient).lower(model, tokens, tokens, key).compile()
-        stats, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}
-        rows.append(
-            {
-                "rival": name,
-                "temporaries": stats.temp_size_in_bytes,
-                "arguments": stats.argument_size_in_bytes,
-                "outputs": stats.output_size_in_bytes,
-                "matmul_flops": matmul_flops(gradient, model, tokens, tokens, key),
-                "cost_analysis_flops": cost.get("flops"),
-            }
-        )
+    for name in config.only:
+        rows.append(_measure(name, config))
+        print(f"{name}: {rows[-1]['peak'] / 2**30:.2f} GiB", flush=True)
     return rows
 
 
+def _measure(name: str, config: Config) -> dict:
+    one = rival(name, config.train)
+    state, batch = jax.eval_shape(one.init), batch_shapes(config.train)
+    row: dict[str, Any] = {"rival": name, "matmul_flops": _flops(one.step, config, state, batch)}
+    if one.refresh is not None:
+        row["refresh_matmul_flops"] = _flops(one.refresh, config, state, batch)
+    gradients, states = one.of_layers()
+    row |= {"layer_gradients": gradients, "layer_states": states}
+    with target.device(config.gpu_target) as place:
+        placed = place(state), place(batch)
+        known = one.memory()
+        row |= compiled_memory(_compile(one.step, placed, donate=True))
+        row["categories"] = dataclasses.asdict(known.with_workspace(row["temporaries"]))
+        if one.refresh is not None:
+            row["refresh_peak"] = compiled_memory(_compile(one.refresh, placed, True))["peak"]
+        if one.gradient is not None:
+            program = _compile(one.gradient, placed, donate=False)
+            row["forward_and_backward"] = compiled_memory(program)["temporaries"]
+    return row
+
+
+def _flops(step: Any, config: Config, state: Any, batch: Any) -> int:
+    # Counted in the form that a CPU runs: what cuDNN's attention does is no product in the trace.
+    length = causal_loop_length(config.train.seq_len)
+    return matmul_flops(step, state, batch, loop_length=length)
+
+
+def _compile(function: Any, arguments: Any, donate: bool) -> Any:
+    donated = (0,) if donate else ()
+    return jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
+
+
 def show(config: Config, rows: list[dict]) -> None:
-    """Prints the rows as a table, ratios to plain autodiff and to our exact operators beside."""
-    by_name = {row["rival"]: row for row in rows}
-    title = f"{config.model}, {config.batch_size} x {config.seq_len}, {config.dtype}"
+    """Prints the rows as a table, ratios to the first beside."""
+    train = config.train
+    where = "this CPU" if config.gpu_target is None else config.gpu_target.stem
+    title = (
+        f"{train.model}, {train.batch_size} x {train.seq_len}, weights {train.weight_dtype},"
+        f" compute {train.compute_dtype}, compiled for {where}; GiB"
+    )
     table = Table(title=title, box=box.SIMPLE_HEAD)
-    headers = ("rival", "temporaries MiB", "/ plain", "/ exact", "matmul GFLOP", "/ plain")
+    headers = ("rival", "peak", "/ first", "refresh", "weights", "gradients", "states",
+               "linear res.", "other res.", "workspace", "fwd+bwd", "matmul TFLOP",
+               "/ first")  # fmt: skip
     for header in headers:
         table.add_column(header, justify="left" if header == "rival" else "right")
-    plain, exact = by_name["plain"], by_name["exact"]
+    gib = functools.partial(_scaled, unit=2**30)
     for row in rows:
-        size, flops = row["temporaries"], row["matmul_flops"]
         table.add_row(
             row["rival"],
-            f"{size / 2**20:,.1f}",
-            f"{size / plain['temporaries']:.3f}",
-            f"{size / exact['temporaries']:.3f}",
-            f"{flops / 1e9:,.1f}",
-            f"{flops / plain['matmul_flops']:.3f}",
+            gib(row["peak"]),
+            f"{row['peak'] / rows[0]['peak']:.3f}",
+            gib(row.get("refresh_peak")),
+            *(gib(size) for size in row["categories"].values()),
+            gib(row.get("forward_and_backward")),
+            _scaled(row["matmul_flops"], unit=1e12),
+            f"{row['matmul_flops'] / rows[0]['matmul_flops']:.3f}",
         )
-    Console(width=110).print(table)
+    Console(width=170).print(table)
+
+
+def _scaled(size: int | None, unit: float) -> str:
+    return "" if size is None else f"{size / unit:,.2f}"
 
 
 def main() -> None:

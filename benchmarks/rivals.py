@@ -1,35 +1,212 @@
-"""What is compared: plain JAX with and without `jax.checkpoint`, and every method."""
+"""What is compared: whole training steps, of plain JAX and of every method."""
 
+import dataclasses
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import optax
 
+import actjax
+from actjax.optim.layers import layers_of, merge, split
 from benchmarks import plain
-from train.methods import METHODS, MethodOptions
+from benchmarks.variants import VARIANTS, Variant
+from models import Decoder, preset
+from models.config import ModelConfig
+from train.config import PretrainConfig
+from train.optimizer import full_space_updates, make_optimizer, store_states_as
+from train.report import (
+    StepMemory,
+    explain_step,
+    gradient_bytes,
+    layerwise_state,
+    step_memory,
+    tree_bytes,
+)
+from train.step import (
+    Batch,
+    TrainState,
+    batch_shapes,
+    gradient_function,
+    init_state,
+    make_recipe,
+    make_refresh_step,
+    make_train_step,
+    step_key,
+)
 
-Loss = Callable[..., jax.Array]
-"""Loss of model, tokens [B, S], targets [B, S] and a key."""
+
+@dataclasses.dataclass(frozen=True)
+class Rival:
+    """A training step to compare.
+
+    Attributes:
+      init: returns the state before the first step.
+      step: from state and batch to state and metrics, of which one is `loss`.
+      gradient: from state and batch to loss and gradient alone; None if it does not exist alone.
+      refresh: as `step`, when the subspace changes; None if there is none.
+      memory: returns what of the step's memory is known before it is compiled.
+      of_layers: returns the bytes of the gradients and of the optimizer states of all layers.
+    """
+
+    init: Callable[[], TrainState]
+    step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
+    gradient: Callable[[TrainState, Batch], Any] | None
+    refresh: Callable[[TrainState, Batch], Any] | None
+    memory: Callable[[], StepMemory]
+    of_layers: Callable[[], tuple[int, int]]
 
 
-def rivals(options: MethodOptions, compute_dtype: str) -> dict[str, Loss]:
-    """Returns the losses to differentiate, by name; `plain` is what ratios are taken to."""
-    forms = {
-        "plain": plain.PlainConfig(),
-        "plain, naive loss and attention": plain.PlainConfig(naive=True),
-        "jax.checkpoint, dots": plain.PlainConfig(remat="dots"),
-        "jax.checkpoint, full": plain.PlainConfig(remat="full"),
-    }
-    losses = {name: _plain(form, compute_dtype) for name, form in forms.items()}
-    return losses | {name: _method(name, options, compute_dtype) for name in METHODS}
+PLAIN = {
+    "plain": plain.PlainConfig(),
+    "plain, naive loss and attention": plain.PlainConfig(naive=True),
+    "jax.checkpoint, dots": plain.PlainConfig(remat="dots"),
+    "jax.checkpoint, full": plain.PlainConfig(remat="full"),
+}
+OPTAX_GALORE = {"optax.contrib.galore d/4": 4, "optax.contrib.galore d/16": 16}
+RIVALS = (*PLAIN, *OPTAX_GALORE, *VARIANTS)
+"""Names of all rivals; `plain` is what ratios are taken to."""
 
 
-def _plain(form: plain.PlainConfig, compute_dtype: str) -> Loss:
-    loss = plain.loss_function(form, compute_dtype)
-    return lambda model, tokens, targets, key: loss(model, tokens, targets)
+def rival(name: str, config: PretrainConfig, model_config: ModelConfig | None = None) -> Rival:
+    """Returns one rival.
+
+    Args:
+      name: one of `RIVALS`.
+      config: model, batch, dtypes and optimizer.
+      model_config: dimensions; those of the preset `config.model` if None.
+    """
+    model_config = model_config or preset(config.model)
+    if name in VARIANTS:
+        return method_rival(VARIANTS[name], config, model_config)
+    adamw = make_optimizer(config.optimizer, config.steps)
+    if name in PLAIN:
+        return _plain(PLAIN[name], config, model_config, adamw)
+    rank = model_config.hidden_size // OPTAX_GALORE[name]
+    return _plain(PLAIN["plain"], config, model_config, _optax_galore(config, rank, adamw))
 
 
-def _method(name: str, options: MethodOptions, compute_dtype: str) -> Loss:
-    storage = METHODS[name].storage(options)
-    return lambda model, tokens, targets, key: model.loss(
-        tokens, targets, storage=storage, key=key, compute_dtype=compute_dtype
+def method_rival(variant: Variant, config: PretrainConfig, model_config: ModelConfig) -> Rival:
+    """Returns a method of `train.pretrain`, as it trains there."""
+    recipe = make_recipe(variant.configure(config), model_config)
+    refresh_step, due = make_refresh_step(recipe), recipe.due_layers(0)
+    init = functools.partial(init_state, recipe)
+
+    def gradient(state: TrainState, batch: Batch) -> Any:
+        loss_and_grad = gradient_function(recipe, state, refresh=False)
+        return loss_and_grad(state.model, batch, step_key(recipe.config, state.step))
+
+    def memory() -> StepMemory:
+        shapes = jax.eval_shape(init)
+        return step_memory(recipe, shapes, explain_step(recipe, shapes))
+
+    def of_layers() -> tuple[int, int]:
+        shapes = jax.eval_shape(init)
+        gradients = gradient_bytes(recipe, shapes)
+        states = layerwise_state(shapes.optimizer).layers
+        return sum(n for p, n in gradients.items() if p.startswith("layers.")), tree_bytes(states)
+
+    return Rival(
+        init,
+        make_train_step(recipe),
+        None if variant.in_backward else gradient,
+        None if due is None else lambda state, batch: refresh_step(state, batch, due),
+        memory,
+        of_layers,
     )
+
+
+def _plain(
+    form: plain.PlainConfig,
+    config: PretrainConfig,
+    model_config: ModelConfig,
+    transform: optax.GradientTransformation,
+) -> Rival:
+    """Returns what a user would write: a gradient of all weights, then one optax update."""
+    whole_loss = plain.loss_function(form, config.compute_dtype)
+    tx: Any = optax.chain(optax.clip_by_global_norm(config.optimizer.clip), transform)
+
+    def loss(model: Decoder, batch: Batch) -> jax.Array:
+        return whole_loss(model, batch["inputs"], batch["targets"])
+
+    def init() -> TrainState:
+        key = jax.random.fold_in(jax.random.key(config.seed), 0)
+        model = Decoder(model_config, key, dtype=config.weight_dtype)
+        return TrainState(jnp.zeros((), jnp.int32), model, tx.init(model))
+
+    def gradient(state: TrainState, batch: Batch) -> Any:
+        return jax.value_and_grad(loss)(state.model, batch)
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        value, grads = gradient(state, batch)
+        updates, optimizer = tx.update(grads, state.optimizer, state.model)
+        model = optax.apply_updates(state.model, updates)
+        return TrainState(state.step + 1, model, optimizer), {"loss": value}
+
+    def memory() -> StepMemory:
+        shapes = jax.eval_shape(init)
+        kept = actjax.explain(loss, shapes.model, batch_shapes(config)).stored_bytes
+        weights = tree_bytes(shapes.model)
+        return StepMemory(weights, weights, tree_bytes(shapes.optimizer), 0, kept)
+
+    def of_layers() -> tuple[int, int]:
+        stacked = split(jax.eval_shape(init).model, layers_of)[0]
+        return tree_bytes(stacked), tree_bytes(jax.eval_shape(tx.init, stacked))
+
+    return Rival(init, step, gradient, None, memory, of_layers)
+
+
+def _optax_galore(
+    config: PretrainConfig, rank: int, adamw: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    """Returns `optax.contrib.galore` on the matrices of the layers, AdamW on the rest.
+
+    It takes no stacked weights, so it runs over them one layer after the other, which also keeps
+    the workspace of its singular value decompositions to one layer's.
+    """
+    settings = config.optimizer
+    adam = store_states_as(
+        optax.scale_by_adam(b1=settings.beta1, b2=settings.beta2), jnp.dtype("float32")
+    )
+    galore = optax.chain(
+        optax.contrib.scale_by_galore(rank, update_proj_gap=200, scale=0.25, base_optimizer=adam),
+        full_space_updates(settings, config.steps),
+    )
+
+    def init(params: Any) -> Any:
+        stacked, rest = split(params, layers_of)
+        return jax.lax.map(galore.init, jax.tree.leaves(stacked)), adamw.init(rest)
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        stacked, rest = split(params, layers_of)
+        stacked_grads, rest_grads = split(updates, layers_of)
+        # It takes no `None` in a tree, and so none of our halves, but the list of its arrays.
+        leaves = jax.tree.leaves(stacked_grads), state[0], jax.tree.leaves(stacked)
+        layers, layers_state = jax.lax.map(lambda layer: galore.update(*layer), leaves)
+        layers = jax.tree.unflatten(jax.tree.structure(stacked), layers)
+        others, rest_state = adamw.update(rest_grads, state[1], rest)
+        return merge(layers, others, params), (layers_state, rest_state)
+
+    return optax.GradientTransformation(init, update)
+
+
+def compiled_memory(program: Any) -> dict[str, int]:
+    """Returns temporaries and peak of a compiled program, in bytes."""
+    stats = program.memory_analysis()
+    peak = (
+        stats.argument_size_in_bytes
+        + stats.output_size_in_bytes
+        - stats.alias_size_in_bytes
+        + stats.temp_size_in_bytes
+    )
+    return {"temporaries": stats.temp_size_in_bytes, "peak": peak}
+
+
+def random_batch(config: PretrainConfig, vocab_size: int) -> Batch:
+    """Returns a batch of random tokens, all of which count."""
+    shape = (config.batch_size, config.seq_len + 1)
+    rows = jax.random.randint(jax.random.key(0), shape, 0, vocab_size)
+    mask = jnp.ones((config.batch_size, config.seq_len), jnp.float32)
+    return {"inputs": rows[:, :-1], "targets": rows[:, 1:], "mask": mask}

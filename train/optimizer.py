@@ -43,14 +43,15 @@ def make_optimizer(
         "bfloat16": store_states_as(adam, jnp.dtype("bfloat16")),
         "8bit": actjax.optim.eight_bit(store_states_as(adam, jnp.dtype("float32"))),
     }[config.moment_dtype]
-    full_space = optax.chain(
+    outer = full_space_updates(config, steps)
+    return optax.chain(moments, outer) if subspace is None else subspace(moments, outer=outer)
+
+
+def full_space_updates(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+    """Returns what follows Adam's moments: weight decay of matrices, and the learning rate."""
+    return optax.chain(
         optax.add_decayed_weights(config.weight_decay, mask=_is_matrix),
         optax.scale_by_learning_rate(learning_rate_schedule(config, steps)),
-    )
-    return (
-        optax.chain(moments, full_space)
-        if subspace is None
-        else subspace(moments, outer=full_space)
     )
 
 

@@ -79,9 +79,9 @@ def step_memory(recipe: Recipe, state: TrainState, explanation: actjax.Explanati
     """
     linear = sum(r.stored_bytes for r in explanation.residuals if r.operator == "linear")
     return StepMemory(
-        weights=_bytes(state.model),
-        gradients=_gradient_bytes(recipe, state),
-        optimizer=_bytes(state.optimizer),
+        weights=tree_bytes(state.model),
+        gradients=sum(gradient_bytes(recipe, state).values()),
+        optimizer=tree_bytes(state.optimizer),
         linear_residuals=linear,
         other_residuals=explanation.stored_bytes - linear,
     )
@@ -93,35 +93,32 @@ def layerwise_state(optimizer: Any) -> Any:
     return optimizer.optimizer if in_backward else optimizer
 
 
-def _gradient_bytes(recipe: Recipe, state: TrainState) -> int:
-    inner = dataclasses.replace(state, optimizer=layerwise_state(state.optimizer))
+def gradient_bytes(recipe: Recipe, state: TrainState) -> dict[str, int]:
+    """Returns, by the path of a parameter, the bytes of its gradient that exist at once.
+
+    Of layers whose update is in the backward pass, that is one layer's. What the weights of one
+    input share counts for the first of them, a basis for none: it is the optimizer's.
+    """
     config = dataclasses.replace(recipe.config, accumulate=1)
-    key = jax.eval_shape(lambda: jax.random.key(0))
+    whole = dataclasses.replace(recipe, config=config)
+    inner = dataclasses.replace(state, optimizer=layerwise_state(state.optimizer))
+    arguments = batch_shapes(config), jax.eval_shape(lambda: jax.random.key(0))
 
     def gradient(state: TrainState, batch: Any, key: Any) -> Any:
-        function = gradient_function(recipe, state, refresh=False)
-        return function(state.model, batch, key)[1]
+        return gradient_function(whole, state, refresh=False)(state.model, batch, key)[1]
 
-    grads = jax.eval_shape(gradient, inner, batch_shapes(config), key)
-    flat = jax.tree_util.tree_flatten_with_path(grads, is_leaf=is_low_rank)[0]
-    total, shared = 0, set()
-    groups = actjax.input_groups(
-        loss_function(recipe.config, recipe.storage), state.model, batch_shapes(config), key
-    )
-    for path, g in flat:
-        name = path_name(path)
-        stacked = recipe.config.in_backward and "layers" in name.split(".")
-        layers = recipe.model_config.num_layers if stacked else 1
-        parts = [g]
+    grads = jax.eval_shape(gradient, inner, *arguments)
+    groups = actjax.input_groups(loss_function(config, recipe.storage), state.model, *arguments)
+    sizes, counted = {}, set()
+    for path, g in jax.tree_util.tree_flatten_with_path(grads, is_leaf=is_low_rank)[0]:
+        name, parts = path_name(path), [g]
         if is_low_rank(g):
-            group = groups[name]
-            # The weights of one input have one left factor, which is a basis of the optimizer's or
-            # comes once.
-            own = g.basis is None and group not in shared
-            parts = [g.left, g.right] if own else [g.right]
-            shared.add(group)
-        total += _bytes(parts) // layers
-    return total
+            first = g.basis is None and groups[name] not in counted
+            parts = [g.left, g.right] if first else [g.right]
+            counted.add(groups[name])
+        one_layer = config.in_backward and name.startswith("layers.")
+        sizes[name] = tree_bytes(parts) // (recipe.model_config.num_layers if one_layer else 1)
+    return sizes
 
 
 def print_opening(
@@ -155,5 +152,6 @@ def memory_table(memory: StepMemory) -> Table:
     return table
 
 
-def _bytes(tree: Any) -> int:
+def tree_bytes(tree: Any) -> int:
+    """Returns the bytes of all arrays of a tree."""
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))

@@ -21,7 +21,7 @@ from actjax.tags import keep, keep_output
 
 Implementation = Literal["blockwise", "cudnn"]
 
-_BLOCK = 256
+BLOCK = 256
 """Queries and keys per block of the plain JAX form: its score tile fits a CPU's cache."""
 
 
@@ -227,7 +227,7 @@ def _heads_first(x: jax.Array) -> jax.Array:
 def _blocks(x: jax.Array, groups: int) -> jax.Array:
     """[B, S, H, D] to [blocks, B, groups, H / groups, block, D], padded with zeros."""
     batch, length, heads, size = x.shape
-    block = min(_BLOCK, length)
+    block = min(BLOCK, length)
     x = jnp.pad(x, ((0, 0), (0, -length % block), (0, 0), (0, 0)))
     x = x.reshape(batch, -1, block, groups, heads // groups, size)
     return x.transpose(1, 0, 3, 4, 2, 5)

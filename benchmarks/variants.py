@@ -1,0 +1,74 @@
+"""What is compared: methods with their options, by name."""
+
+import dataclasses
+
+from models import preset
+from train.config import MomentDtype, PretrainConfig
+from train.methods import MethodOptions
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A method with its options.
+
+    Attributes:
+      method: what `--method` takes.
+      width_over_rank: the width of the model over the rank; 0 for the rank of `options`.
+      options: of the method.
+      moment_dtype: of the optimizer.
+      in_backward: whether the optimizer runs in the backward pass.
+    """
+
+    method: str
+    width_over_rank: int = 0
+    options: MethodOptions = dataclasses.field(default_factory=MethodOptions)
+    moment_dtype: MomentDtype = "float32"
+    in_backward: bool = False
+
+    def configure(self, train: PretrainConfig) -> PretrainConfig:
+        """Returns the settings of a run with this variant."""
+        options = self.options
+        if self.width_over_rank:
+            rank = preset(train.model).hidden_size // self.width_over_rank
+            options = dataclasses.replace(options, rank=rank)
+        return dataclasses.replace(
+            train,
+            method=self.method,
+            options=options,
+            optimizer=dataclasses.replace(train.optimizer, moment_dtype=self.moment_dtype),
+            in_backward=self.in_backward,
+        )
+
+
+VARIANTS = {
+    "exact": Variant("exact"),
+    "exact, 8-bit states": Variant("exact", moment_dtype="8bit"),
+    "exact, 8-bit states, in backward": Variant("exact", moment_dtype="8bit", in_backward=True),
+    "remat": Variant("remat"),
+    "remat, 8-bit states, in backward": Variant("remat", moment_dtype="8bit", in_backward=True),
+    "pamm": Variant("pamm", options=MethodOptions(ratio=1 / 64)),
+    "low_rank 32": Variant("low_rank", options=MethodOptions(rank=32)),
+    "galore d/4": Variant("galore", 4),
+    "galore d/16": Variant("galore", 16),
+    "subspace d/4": Variant("subspace", 4),
+    "subspace d/4, power iteration": Variant(
+        "subspace", 4, options=MethodOptions(power_iterations=1)
+    ),
+    "subspace d/4, rotate": Variant("subspace", 4, options=MethodOptions(moments="rotate")),
+    "subspace d/4, staggered": Variant("subspace", 4, options=MethodOptions(stagger=True)),
+    "subspace d/4, 8-bit states": Variant("subspace", 4, moment_dtype="8bit"),
+    "subspace d/4, 8-bit states and inputs": Variant(
+        "subspace", 4, options=MethodOptions(bits=8), moment_dtype="8bit"
+    ),
+    "subspace d/8": Variant("subspace", 8),
+    "subspace d/16": Variant("subspace", 16),
+    "subspace d/16, in backward": Variant("subspace", 16, in_backward=True),
+    "random_projection d/4": Variant("random_projection", 4),
+}
+
+
+def check_names(names: tuple[str, ...], known: tuple[str, ...]) -> None:
+    """Raises a `ValueError` if one of `names` is not known."""
+    unknown = sorted(set(names) - set(known))
+    if unknown:
+        raise ValueError(f"unknown {unknown}. There are: {', '.join(known)}.")
