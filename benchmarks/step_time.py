@@ -1,11 +1,11 @@
 """Time of a whole training step, all rivals interleaved in one run.
 
-`python -m benchmarks.step_time --model llama_9m` on a CPU; on a GPU `python -m benchmarks.step_time
---model llama_1b --batch-size 8 --seq-len 1024 --weight-dtype bfloat16`.
+`python -m benchmarks.step_time --model llama_60m --compute-dtype float32` on a CPU; on a GPU
+`... --model llama_1b --batch-size 8 --seq-len 1024 --weight-dtype bfloat16`.
 
 Each round runs every rival once, so that a drift of the machine meets all alike; the median over
-rounds counts. All rivals train the same weights in turn. Beside the time stands its bound: the
-step's matrix products at the rate that a large product reaches on the same machine in the same run.
+rounds counts. Every rival trains weights of its own. Beside the time stands its bound: the step's
+matrix products at the rate that a large product reaches on the same machine in the same run.
 """
 
 import dataclasses
@@ -13,94 +13,97 @@ import functools
 import pathlib
 import statistics
 import time
-from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 import tyro
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks import record
-from benchmarks.flops import matmul_flops
-from benchmarks.rivals import Loss, rivals
-from models import Decoder, preset
-from train.config import Dtype, OptimizerConfig
-from train.methods import MethodOptions
-from train.optimizer import make_optimizer
+from benchmarks.flops import causal_loop_length, matmul_flops
+from benchmarks.rivals import RIVALS, compiled_memory, random_batch, rival
+from benchmarks.variants import check_names
+from models import preset
+from train.config import PretrainConfig
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """What to measure."""
 
-    model: str = "llama_9m"
-    batch_size: int = 8
-    seq_len: int = 256
-    weight_dtype: Dtype = "float32"
-    compute_dtype: Dtype = "bfloat16"
+    train: PretrainConfig = dataclasses.field(default_factory=PretrainConfig)
+    """Model, batch and dtypes; the method is set by this program."""
     rounds: int = 10
     """Timed steps of each rival, after two that are not counted."""
-    only: tuple[str, ...] = ()
-    """Rivals to measure; all if empty."""
-    options: MethodOptions = dataclasses.field(default_factory=MethodOptions)
+    only: tuple[str, ...] = (
+        "plain",
+        "jax.checkpoint, dots",
+        "jax.checkpoint, full",
+        "exact",
+        "remat",
+        "pamm",
+        "low_rank 32",
+        "galore d/4",
+        "subspace d/4",
+        "subspace d/16",
+        "random_projection d/4",
+    )
+    """Rivals to measure, out of `benchmarks.rivals`."""
     results: pathlib.Path = record.RESULTS / "step_time.json"
 
+    def __post_init__(self) -> None:
+        check_names(self.only, RIVALS)
 
-def training_step(config: Config, loss: Loss) -> Callable:
-    """Returns one step of AdamW: state and data to state and loss."""
-    optimizer = make_optimizer(OptimizerConfig(), steps=1000)
 
-    def step(model, moments, tokens, targets, key):
-        value, grads = jax.value_and_grad(loss)(model, tokens, targets, key)
-        updates, moments = optimizer.update(grads, moments, model)
-        return optax.apply_updates(model, updates), moments, value
+@dataclasses.dataclass
+class _Running:
+    """A rival that is being timed: its compiled steps and its state."""
 
-    return step
+    program: Any
+    refresh: Any
+    state: Any
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    refresh_seconds: list[float] = dataclasses.field(default_factory=list)
 
 
 def measure(config: Config) -> tuple[list[dict], float]:
     """Returns one row a rival, and the rate of a large product in FLOP/s."""
-    key = jax.random.key(0)
-    make = functools.partial(Decoder, preset(config.model), dtype=config.weight_dtype)
-    model = jax.jit(make)(key)
-    moments = jax.jit(make_optimizer(OptimizerConfig(), steps=1000).init)(model)
-    shape, vocabulary = (config.batch_size, config.seq_len + 1), model.config.vocab_size
-    rows = jax.random.randint(key, shape, 0, vocabulary)
-    data = (rows[:, :-1], rows[:, 1:], key)
+    batch = random_batch(config.train, preset(config.train.model).vocab_size)
+    rows, running = [], {}
+    for name in config.only:
+        one = rival(name, config.train)
+        state = jax.jit(one.init)()
+        flops = functools.partial(
+            matmul_flops, loop_length=causal_loop_length(config.train.seq_len)
+        )
+        program = _compile(one.step, state, batch)
+        refresh = None if one.refresh is None else _compile(one.refresh, state, batch)
+        rows.append({"rival": name, "matmul_flops": flops(one.step, state, batch)})
+        rows[-1] |= compiled_memory(program)
+        if one.refresh is not None:
+            rows[-1]["refresh_matmul_flops"] = flops(one.refresh, state, batch)
+        running[name] = _Running(program, refresh, state)
 
-    losses = rivals(config.options, config.compute_dtype)
-    losses = {name: losses[name] for name in config.only or losses}
-    results, programs = {}, {}
-    for name, loss in losses.items():
-        step = training_step(config, loss)
-        flops = matmul_flops(step, model, moments, *data)
-        programs[name] = jax.jit(step, donate_argnums=(0, 1)).lower(model, moments, *data).compile()
-        results[name] = {"rival": name, "matmul_flops": flops, **_memory(programs[name])}
-
-    seconds: dict[str, list[float]] = {name: [] for name in losses}
     for _ in range(2 + config.rounds):
-        for name, program in programs.items():
+        for name, one in running.items():
             begin = time.perf_counter()
-            model, moments, value = jax.block_until_ready(program(model, moments, *data))
-            seconds[name].append(time.perf_counter() - begin)
-            results[name]["loss"] = float(value)
-    for name, times in seconds.items():
-        results[name]["seconds"] = times[2:]
-    return list(results.values()), _matmul_rate(jnp.dtype(config.compute_dtype))
+            one.state, metrics = jax.block_until_ready(one.program(one.state, batch))
+            one.seconds.append(time.perf_counter() - begin)
+            if one.refresh is not None:
+                begin = time.perf_counter()
+                one.state, _ = jax.block_until_ready(one.refresh(one.state, batch))
+                one.refresh_seconds.append(time.perf_counter() - begin)
+            next(row for row in rows if row["rival"] == name)["loss"] = float(metrics["loss"])
+    for row, one in zip(rows, running.values(), strict=True):
+        row["seconds"], row["refresh_seconds"] = one.seconds[2:], one.refresh_seconds[2:]
+    return rows, _matmul_rate(jnp.dtype(config.train.compute_dtype))
 
 
-def _memory(program) -> dict[str, int]:
-    stats = program.memory_analysis()
-    peak = (
-        stats.argument_size_in_bytes
-        + stats.output_size_in_bytes
-        - stats.alias_size_in_bytes
-        + stats.temp_size_in_bytes
-    )
-    return {"temporaries": stats.temp_size_in_bytes, "peak": peak}
+def _compile(step: Any, state: Any, batch: Any) -> Any:
+    return jax.jit(step, donate_argnums=0).lower(state, batch).compile()
 
 
 def _matmul_rate(dtype: jnp.dtype) -> float:
@@ -119,33 +122,35 @@ def _matmul_rate(dtype: jnp.dtype) -> float:
 
 def show(config: Config, rows: list[dict], rate: float) -> None:
     """Prints medians, ratios to the first rival, and the bound beside them."""
-    device = jax.devices()[0].device_kind
+    train, device = config.train, jax.devices()[0].device_kind
     title = (
-        f"{config.model}, {config.batch_size} x {config.seq_len}, weights {config.weight_dtype},"
-        f" computed in {config.compute_dtype}, {device}, large product {rate / 1e12:.2f} TFLOP/s"
+        f"{train.model}, {train.batch_size} x {train.seq_len}, weights {train.weight_dtype},"
+        f" computed in {train.compute_dtype}, {device}, large product {rate / 1e12:.2f} TFLOP/s"
     )
     table = Table(title=title, box=box.SIMPLE_HEAD)
-    headers = ("rival", "ms (min to max)", "tokens/s", "/ first", "bound ms", "of it",
+    headers = ("rival", "ms (min to max)", "/ first", "tokens/s", "refresh ms", "bound ms", "of it",
                "peak GiB", "/ first")  # fmt: skip
     for header in headers:
         table.add_column(header, justify="left" if header == "rival" else "right")
-    tokens = config.batch_size * config.seq_len
+    tokens = train.batch_size * train.seq_len
     first = statistics.median(rows[0]["seconds"])
     for row in rows:
         median = statistics.median(row["seconds"])
         spread = f"({min(row['seconds']) * 1e3:,.1f} to {max(row['seconds']) * 1e3:,.1f})"
+        refresh = row["refresh_seconds"]
         bound = row["matmul_flops"] / rate
         table.add_row(
             row["rival"],
             f"{median * 1e3:,.1f} {spread}",
+            f"{median / first:.3f}",
             f"{tokens / median:,.0f}",
-            f"{first / median:.3f}",
+            f"{statistics.median(refresh) * 1e3:,.1f}" if refresh else "",
             f"{bound * 1e3:,.1f}",
             f"{bound / median:.2f}",
             f"{row['peak'] / 2**30:.2f}",
             f"{row['peak'] / rows[0]['peak']:.3f}",
         )
-    Console(width=140).print(table)
+    Console(width=150).print(table)
 
 
 def main() -> None:

@@ -33,9 +33,9 @@ Moments = Literal["keep", "reset", "rotate"]
 Source = Literal["gradient", "random"]
 Side = Literal["input", "output", "smaller"]
 
-_OVERSAMPLING = 8
+OVERSAMPLING = 8
 """Extra columns of the range finder (Halko et al., section 4.2, advise 5 to 10)."""
-_POWER_ITERATIONS = 2
+POWER_ITERATIONS = 2
 """Enough for gradients, whose singular values fall slowly (Halko et al., section 4.5)."""
 
 
@@ -341,9 +341,9 @@ def _in_columns(q: jax.Array, g: Any) -> jax.Array:
 def _sketch(matrix: jax.Array, rank: int, key: jax.Array) -> jax.Array:
     """Returns columns, [..., d, rank + oversampling], that span most of the range of `matrix`."""
     d, n = matrix.shape[-2:]
-    width = min(rank + _OVERSAMPLING, d)
+    width = min(rank + OVERSAMPLING, d)
     y = _matmul(matrix, jax.random.normal(key, (n, width), accumulation_dtype(matrix.dtype)))
-    for _ in range(_POWER_ITERATIONS):
+    for _ in range(POWER_ITERATIONS):
         y = _matmul(matrix, _matmul(matrix.mT, householder_basis(y)))
     return y
 

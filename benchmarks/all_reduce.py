@@ -1,0 +1,152 @@
+"""Bytes that data-parallel devices exchange in a step, read from the compiled program.
+
+`python -m benchmarks.all_reduce` compiles steps for simulated devices, each with a copy of the
+weights and its share of the batch, and adds up the results of all all-reduces, those in a loop as
+often as it runs. Dense gradients are as large as the weights; factored ones are not.
+"""
+
+import dataclasses
+import functools
+import math
+import os
+import pathlib
+import re
+from collections.abc import Iterator
+
+# Before JAX is imported.
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+
+import jax
+import tyro
+from jax.sharding import NamedSharding, PartitionSpec
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import record
+from benchmarks.rivals import RIVALS, rival
+from benchmarks.variants import check_names
+from train.config import PretrainConfig
+from train.step import batch_shapes
+
+_KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What to measure."""
+
+    train: PretrainConfig = dataclasses.field(
+        default_factory=lambda: PretrainConfig(model="llama_130m", compute_dtype="float32")
+    )
+    """Model, batch and dtypes; the method is set by this program."""
+    only: tuple[str, ...] = (
+        "plain",
+        "exact",
+        "low_rank 32",
+        "subspace d/4",
+        "subspace d/16",
+        "random_projection d/4",
+    )
+    """Rivals to measure, out of `benchmarks.rivals`."""
+    results: pathlib.Path = record.RESULTS / "all_reduce.json"
+
+    def __post_init__(self) -> None:
+        check_names(self.only, RIVALS)
+
+
+def collectives(program: str) -> list[dict]:
+    """Returns the collective operations of a program: kind, bytes of the result, how often it runs.
+
+    Args:
+      program: text of an optimised HLO module.
+    """
+    bodies, name, entry = {}, "", ""
+    for line in program.splitlines():
+        if line and not line.startswith((" ", "}")):
+            name = line.removeprefix("ENTRY ").split(" ")[0]
+            entry = name if line.startswith("ENTRY ") else entry
+            bodies[name] = []
+        elif name:
+            bodies[name].append(line)
+    return list(_collectives(bodies, entry, 1))
+
+
+def _collectives(bodies: dict[str, list[str]], name: str, times: int) -> Iterator[dict]:
+    for line in bodies[name]:
+        if found := re.search(rf"= (.*?) ({'|'.join(_KINDS)})(-start)?\(", line):
+            shapes = re.findall(r"([a-z]+)(\d+)\[([\d,]*)\]", found[1])
+            sizes = [
+                int(bits) // 8 * math.prod(int(n) for n in dims.split(",") if n)
+                for _, bits, dims in shapes
+            ]
+            yield {"kind": found[2], "shapes": found[1], "bytes": sum(sizes), "times": times}
+        trips = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line)
+        for body in re.findall(r"(?:body|calls)=(%[\w.\-]+)", line):
+            yield from _collectives(bodies, body, times * (int(trips[1]) if trips else 1))
+
+
+def measure(config: Config) -> list[dict]:
+    """Returns one row a rival."""
+    devices = jax.devices()
+    mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    whole, cut = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("data",)))
+    rows = []
+    for name in config.only:
+        one = rival(name, config.train)
+        place = functools.partial(jax.tree.map, lambda x, s: _with_sharding(x, s))
+        state = jax.eval_shape(one.init)
+        state = place(state, jax.tree.map(lambda _: whole, state))
+        batch = batch_shapes(config.train)
+        batch = place(batch, jax.tree.map(lambda _: cut, batch))
+        step = jax.jit(one.step, donate_argnums=0, out_shardings=(whole, whole))
+        with jax.set_mesh(mesh):
+            text = step.lower(state, batch).compile().as_text() or ""
+        rows.append({"rival": name, "collectives": collectives(text)})
+    return rows
+
+
+def _with_sharding(x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def show(config: Config, rows: list[dict]) -> None:
+    """Prints all-reduced bytes, those in the loop over layers apart, and other collectives."""
+    train = config.train
+    title = f"{train.model}, {train.batch_size} x {train.seq_len} over {len(jax.devices())} devices"
+    table = Table(title=title, box=box.SIMPLE_HEAD)
+    headers = ("rival", "all-reduced MiB", "/ first", "in the layers", "/ first", "others MiB")
+    for header in headers:
+        table.add_column(header, justify="left" if header == "rival" else "right")
+    for row in rows:
+        total, first = _all_reduced(row), _all_reduced(rows[0])
+        others = sum(c["bytes"] * c["times"] for c in row["collectives"]) - total[0]
+        table.add_row(
+            row["rival"],
+            f"{total[0] / 2**20:,.1f}",
+            f"{total[0] / first[0]:.3f}",
+            f"{total[1] / 2**20:,.1f}",
+            f"{total[1] / first[1]:.3f}",
+            f"{others / 2**20:,.1f}",
+        )
+    Console(width=110).print(table)
+
+
+def _all_reduced(row: dict) -> tuple[int, int]:
+    """Returns all-reduced bytes, and how many of them in a loop."""
+    found = [c for c in row["collectives"] if c["kind"] == "all-reduce"]
+    return (
+        sum(c["bytes"] * c["times"] for c in found),
+        sum(c["bytes"] * c["times"] for c in found if c["times"] > 1),
+    )
+
+
+def main() -> None:
+    config = tyro.cli(Config, description=__doc__, config=(tyro.conf.OmitArgPrefixes,))
+    rows = measure(config)
+    show(config, rows)
+    record.write(config, rows)
+
+
+if __name__ == "__main__":
+    main()
