@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from actjax.optim.paths import split_path
 from actjax.taps import path_name
 
 Map = Literal["dynamic", "linear"]
@@ -52,16 +53,18 @@ class Blockwise:
     def encode(self, x: jax.Array) -> "Blockwise":
         """Returns another array of the same shape in the same form.
 
-        Error: half the distance to the next level, times the largest magnitude of the block: at
-        most 3.5% of it (signed; 1.8% unsigned) where it errs most, in the top decade, and as much
-        smaller further down. A nonzero value of an unsigned array never becomes zero: a second
-        moment of zero would divide the first by nothing.
+        Error of the dynamic map: half the distance between two levels, which is 0.70% of the
+        largest magnitude of the block (0.35% if unsigned) in the top decade; in each decade below
+        a fifth of that above. A positive value of an unsigned array never gets the level of zero:
+        a second moment of zero would divide the first by nothing.
         """
         unsigned = self.codes.dtype == jnp.uint8
         x = x.astype(jnp.float32)
         scales = self._largest(jnp.abs(x))
         divisor = self._spread(jnp.where(scales > 0, scales, 1), x.shape)
         index = _LEVELS[self.levels][0](jnp.abs(x) / divisor, unsigned)
+        if unsigned and self.levels == "dynamic":
+            index = jnp.where(x > 0, jnp.maximum(index, 1), index)
         codes = (jnp.sign(x) * index).astype(self.codes.dtype)
         return dataclasses.replace(self, codes=codes, scales=scales)
 
@@ -82,7 +85,8 @@ def blockwise_zeros(
 ) -> Blockwise:
     """Returns zeros of a shape in 8 bits; `.encode(x)` brings an array into that form.
 
-    Storage: a byte a value, and 4 bytes a block.
+    Storage: a byte a value, and 4 bytes a block. A block ends with its row, so narrow arrays have
+    small ones.
     """
     block = min(block, shape[-1])
     codes = jnp.zeros(shape, jnp.uint8 if unsigned else jnp.int8)
@@ -138,14 +142,16 @@ def eight_bit(
     inner = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> EightBitState:
+        weights = [path_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+
         def compress(path: Any, x: Any) -> Any:
-            if not jnp.issubdtype(x.dtype, jnp.floating) or x.size < min_size:
+            if not jnp.issubdtype(x.dtype, jnp.floating) or x.ndim == 0 or x.size < min_size:
                 return x
-            names = path_name(path).split(".")
+            fields, _ = split_path(path_name(path), weights)
             zeros = blockwise_zeros(
                 x.shape,
                 x.dtype,
-                unsigned=any(name in unsigned for name in names),
+                unsigned=any(field in unsigned for field in fields),
                 block=block,
                 levels=levels,
             )
@@ -188,13 +194,16 @@ def _dynamic_index(size: jax.Array, unsigned: bool) -> jax.Array:
     twice as many levels as the one below, the last 64 or 128. Level 0 is 0, the highest is 1.
     """
     top = _top(unsigned)
-    decade = jnp.clip(jnp.floor(-jnp.log10(jnp.where(size > 0, size, 1))), 0, top)
+    # What is further below the last decade than this is nearest to 0 all the same.
+    size = jnp.maximum(size, 10 ** -(top + 2))
+    decade = jnp.clip(jnp.floor(-jnp.log10(size)), 0, top)
     levels = jnp.exp2(top - decade)
     fraction = (size * jnp.power(10.0, decade) - 0.1) / 0.9
     # At the foot of a decade this rounds to -1: the highest level of the decade below.
     index = levels + jnp.round(fraction * levels - 1)
-    lowest = jnp.where(size > 0, 1, 0) if unsigned else 0
-    return jnp.clip(index, lowest, 2 * jnp.exp2(top) - 1)
+    # The only level of the last decade is its head, and below that comes 0.
+    index = jnp.where(decade == top, jnp.round(size * 10**top), index)
+    return jnp.minimum(index, 2 * jnp.exp2(top) - 1)
 
 
 def _dynamic_level(index: jax.Array, unsigned: bool) -> jax.Array:

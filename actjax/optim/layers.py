@@ -105,14 +105,23 @@ def count_layers(stacked: Any) -> int:
 
 def take(tree: Any, i: jax.typing.ArrayLike) -> Any:
     """Returns layer `i` of a tree of stacked arrays. What is one array before is one after."""
-    slices: dict[int, jax.Array] = {}
+    stacks = {id(x): x for x in jax.tree.leaves(tree)}
+    slices = jax.lax.platform_dependent(stacks, i, cpu=_slice_apart, default=_slice)
+    return jax.tree.map(lambda x: slices[id(x)], tree)
 
-    def slice_once(x: jax.Array) -> jax.Array:
-        if id(x) not in slices:
-            slices[id(x)] = jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
-        return slices[id(x)]
 
-    return jax.tree.map(slice_once, tree)
+def _slice(stacks: Any, i: jax.Array) -> Any:
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), stacks)
+
+
+def _slice_apart(stacks: Any, i: jax.Array) -> Any:
+    """As `_slice`, in a computation of its own, out of which no slice is fused into its readers.
+
+    XLA for CPUs else reads the stack once for each of them, some after `put` has written the layer,
+    and to keep what they read copies the whole stack for every layer.
+    """
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), stacks)
+    return jax.lax.cond(i >= 0, lambda: _slice(stacks, i), lambda: zeros)
 
 
 def put(tree: Any, layer: Any, i: jax.typing.ArrayLike) -> Any:

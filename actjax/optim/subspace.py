@@ -25,6 +25,7 @@ from actjax.gradients import Bases
 from actjax.low_rank import LowRank, is_low_rank
 from actjax.optim.eight_bit import SECOND_MOMENTS, is_blockwise
 from actjax.optim.layers import LayerwiseState
+from actjax.optim.paths import split_path
 from actjax.orthogonal import for_each_matrix, householder_basis
 from actjax.precision import accumulation_dtype
 from actjax.taps import path_name
@@ -359,8 +360,7 @@ def _move_moments(
         return state
 
     def move(path: Any, leaf: Any) -> Any:
-        name = path_name(path)
-        weight = next((w for w in changed if name == w or name.endswith("." + w)), None)
+        fields, weight = split_path(path_name(path), changed)
         if weight is None:
             return leaf
         projection, old, new = changed[weight]
@@ -369,7 +369,7 @@ def _move_moments(
             moved = jnp.zeros_like(moment)
         else:
             rotation = _matmul(new.mT, old)
-            if any(part in SECOND_MOMENTS for part in name.removesuffix(weight).split(".")):
+            if any(field in SECOND_MOMENTS for field in fields):
                 rotation = jnp.square(rotation)
             moved = (
                 _matmul(rotation, moment) if projection.on_input else _matmul(moment, rotation.mT)

@@ -1,0 +1,203 @@
+"""Tests of actjax/codecs/basis.py: coordinates in a given basis, as they are and in 8 bits."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actjax.codecs import basis as in_basis
+
+TOKENS, FEATURES, RANK = 24, 8, 5
+SHAPES = [(24, 8), (2, 12, 8), (2, 3, 4, 8)]
+DTYPES = ("bfloat16", "float32", "float64")
+
+shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+dtypes = pytest.mark.parametrize("dtype", DTYPES)
+bits = pytest.mark.parametrize("bits", in_basis.BITS)
+
+
+def normal(seed, *shape, dtype="float32"):
+    """Values of 8 bits, so that a device that rounds what it multiplies in float32 does not."""
+    values = jnp.asarray(np.random.default_rng(seed).normal(size=shape), "bfloat16")
+    return values.astype(dtype)
+
+
+def directions(dtype="float32"):
+    return normal(1, FEATURES, RANK, dtype=dtype)
+
+
+def round_trip(x, basis, bits):
+    return in_basis.decode(in_basis.encode(x, basis, bits))
+
+
+def f64(x):
+    return np.asarray(x, np.float64)
+
+
+def epsilon(dtype):
+    return float(jnp.finfo(dtype).eps)
+
+
+def product_rounding(x, basis):
+    """Of `x basis`, summed in float32 at least and then rounded to the dtype of `x`."""
+    wide = jnp.promote_types(x.dtype, "float32")
+    sums = abs(f64(x)) @ abs(f64(basis))
+    return (x.shape[-1] * epsilon(wide) + epsilon(x.dtype) / 2) * sums
+
+
+def test_sixteen_or_eight_bits():
+    assert in_basis.BITS == (8, 16)
+
+
+@dtypes
+@shapes
+def test_sixteen_bits_are_the_coordinates(shape, dtype, x64):
+    x, basis = normal(0, *shape, dtype=dtype), directions(dtype)
+    code = in_basis.encode(x, basis)
+    assert code.scale is None
+    got = in_basis.decode(code)
+    assert (got.shape, got.dtype) == ((*shape[:-1], RANK), dtype)
+    np.testing.assert_array_equal(got, code.values)
+    assert np.all(abs(f64(got) - f64(x) @ f64(basis)) <= product_rounding(x, basis))
+
+
+def in_eight_bits(x, basis):
+    """What 8 bits may err by, a token: half a unit, and roundings that the dtype of `x` makes.
+
+    The scale is off by half an eps and so is what is decoded. Of a quotient up to 127, rounded
+    before it is rounded to an integer, that of the sums is as much as an eps of the largest.
+    """
+    wide = epsilon(jnp.promote_types(x.dtype, "float32"))
+    largest = abs(f64(x) @ f64(basis)).max(-1, keepdims=True)
+    return largest * (1 / 254 + epsilon(x.dtype) + wide)
+
+
+@dtypes
+@shapes
+def test_eight_bits_err_as_the_docstring_says(shape, dtype, x64):
+    x, basis = normal(0, *shape, dtype=dtype), directions(dtype)
+    got = round_trip(x, basis, 8)
+    assert (got.shape, got.dtype) == ((*shape[:-1], RANK), dtype)
+    summed = (FEATURES + 1) * epsilon(jnp.promote_types(dtype, "float32"))
+    bound = in_eight_bits(x, basis) + summed * (abs(f64(x)) @ abs(f64(basis)))
+    assert np.all(abs(f64(got) - f64(x) @ f64(basis)) <= bound)
+
+
+def test_the_error_comes_near_its_bound(x64):
+    x, basis = normal(0, 2000, FEATURES, dtype="float64"), directions("float64")
+    exact = f64(x) @ f64(basis)
+    share = abs(round_trip(x, basis, 8) - exact) / abs(exact).max(-1, keepdims=True)
+    assert 0.99 / 254 < share.max() <= 1.0001 / 254
+    # Rounding is to the nearest, so that errors are about uniform: no bias to speak of.
+    signed = (round_trip(x, basis, 8) - exact) / abs(exact).max(-1, keepdims=True)
+    assert abs(signed.mean()) <= 5 * signed.std() / signed.size**0.5
+
+
+@dtypes
+def test_integers_use_their_range_and_leave_out_the_least(dtype, x64):
+    x, basis = normal(0, 500, FEATURES, dtype=dtype), directions(dtype)
+    code = in_basis.encode(x, basis, 8)
+    assert (code.values.dtype, code.scale.dtype) == (jnp.int8, dtype)
+    assert (code.values.shape, code.scale.shape) == ((500, RANK), (500, 1))
+    values = np.asarray(code.values, int)
+    # So that `-x` has the code of `x`, negated: -128 would have no counterpart.
+    assert (values.min(), values.max()) == (-127, 127)
+    # A scale that is rounded up by half an eps of bfloat16 makes 127 into 126.5.
+    least = 126 if dtype == "bfloat16" else 127
+    assert np.all(abs(values).max(-1) >= least)
+    negated = in_basis.encode(-x, basis, 8)
+    np.testing.assert_array_equal(negated.values, -code.values)
+    np.testing.assert_array_equal(negated.scale, code.scale)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@shapes
+def test_bytes_are_as_the_docstring_says(shape, dtype):
+    x, basis = normal(0, *shape, dtype=dtype), directions()
+    item = jnp.dtype(dtype).itemsize
+    for bits, want in [(16, TOKENS * RANK * item), (8, TOKENS * RANK + TOKENS * item)]:
+        code = in_basis.encode(x, basis, bits)
+        assert sum(leaf.nbytes for leaf in jax.tree.leaves(code)) == want
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@bits
+def test_zeros_come_back_as_zeros(bits, dtype):
+    got = round_trip(jnp.zeros((TOKENS, FEATURES), dtype), directions(), bits)
+    np.testing.assert_array_equal(f64(got), np.zeros((TOKENS, RANK)))
+
+
+def test_each_token_has_a_scale_of_its_own():
+    x, basis = normal(0, TOKENS, FEATURES), directions()
+    sizes = jnp.ones((TOKENS, 1)).at[3].set(2.0**60).at[4].set(0.0).at[5].set(2.0**-60)
+    # Powers of two round nothing.
+    got = round_trip(sizes * x, basis, 8)
+    np.testing.assert_array_equal(got, sizes * round_trip(x, basis, 8))
+
+
+@bits
+def test_the_weight_gradient_of_the_code_is_that_of_the_input_projected(bits, x64):
+    x, dz = normal(0, TOKENS, FEATURES, dtype="float64"), normal(2, TOKENS, 3, dtype="float64")
+    basis = directions("float64")
+    got = round_trip(x, basis, bits).T @ dz
+    want = f64(basis).T @ (f64(x).T @ f64(dz))
+    if bits == 16:
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-12)
+    else:
+        bound = in_eight_bits(x, basis).T @ abs(f64(dz)) + 1e-12
+        assert np.all(abs(got - want) <= bound)
+
+
+@bits
+def test_a_basis_is_taken_in_the_dtype_of_the_activation(bits):
+    x = normal(0, TOKENS, FEATURES, dtype="bfloat16")
+    basis = jnp.asarray(np.random.default_rng(1).normal(size=(FEATURES, RANK)), "float32")
+    got, want = (in_basis.encode(x, b, bits) for b in (basis, basis.astype("bfloat16")))
+    assert got.values.dtype == (jnp.int8 if bits == 8 else jnp.bfloat16)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@bits
+def test_transformations_of_jax_change_nothing(bits, x64):
+    xs, basis = normal(0, 3, TOKENS, FEATURES, dtype="float64"), directions("float64")
+    want = round_trip(xs, basis, bits)
+    encode = jax.jit(in_basis.encode, static_argnums=2)
+    _, scanned = jax.lax.scan(lambda _, x: (None, in_basis.encode(x, basis, bits)), None, xs)
+    mapped = jax.vmap(lambda x: in_basis.encode(x, basis, bits))(xs)
+    for code in (encode(xs, basis, bits), scanned, mapped):
+        assert jax.tree.structure(code) == jax.tree.structure(in_basis.encode(xs, basis, bits))
+        np.testing.assert_allclose(in_basis.decode(code), want, rtol=1e-12, atol=1e-13)
+
+
+@bits
+@pytest.mark.parametrize("shape", [(), (8,), (7, 5), (5, 8), (2, 8, 5)], ids=str)
+def test_a_basis_that_does_not_fit_is_refused(shape, bits):
+    expected = re.escape(f"`basis` must be [8, k] for x(2, 12, 8), got {shape}.")
+    with pytest.raises(ValueError, match=f"^{expected}$"):
+        in_basis.encode(jnp.ones((2, 12, 8)), jnp.ones(shape), bits)
+
+
+def test_its_name_tells_the_rank_and_what_is_saved():
+    assert in_basis.describe(jnp.ones((8, 5)), 16) == "Basis(rank=5)"
+    assert in_basis.describe(jnp.ones((8, 5)), 8) == "Basis(rank=5, bits=8)"
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    shape=st.sampled_from([(1, 1, 1), (4, 3, 2), (3, 7, 7)]),
+    scale=st.sampled_from([1e-30, 1e-3, 1.0, 1e30]),
+    dtype=st.sampled_from(DTYPES[:2]),
+    seed=st.integers(0, 1000),
+)
+def test_any_activation_survives(shape, scale, dtype, seed):
+    tokens, features, rank = shape
+    x = (normal(seed, tokens, features) * scale).astype("bfloat16").astype(dtype)
+    basis = normal(seed + 1, features, rank, dtype=dtype)
+    got, exact = f64(round_trip(x, basis, 8)), f64(x) @ f64(basis)
+    summed = (features + 1) * 2**-23 * (abs(f64(x)) @ abs(f64(basis)))
+    assert np.all(abs(got - exact) <= in_eight_bits(x, basis) + summed.max(-1, keepdims=True))

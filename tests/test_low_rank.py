@@ -1,0 +1,697 @@
+"""Tests of actjax/low_rank.py: what the factors say of their product, against the dense matrix."""
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracles
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actjax.low_rank import (
+    LowRank,
+    clip_by_global_norm,
+    clip_factor,
+    global_norm,
+    is_low_rank,
+    scale_tree,
+)
+
+LEADS = [(), (3,), (2, 2)]
+DTYPES = ("bfloat16", "float32", "float64")
+SHAPES = [(6, 3, 5), (1, 1, 1), (4, 1, 7), (3, 5, 4)]
+"""d, k, n; in the last the rank is above both dimensions."""
+STACKS = [*((shape, ()) for shape in SHAPES), *((SHAPES[0], lead) for lead in LEADS[1:])]
+SCALES = {
+    "ones": (1, 1),
+    "left huge": (1e20, 1e-20),
+    "right huge": (1e-20, 1e20),
+    "both huge": (1e20, 1e17),
+    "both tiny": (1e-20, 1e-12),
+}
+"""Of the factors: the squares of some are beyond float32, their product is within."""
+
+singular_values = jax.jit(LowRank.singular_values)
+
+leads = pytest.mark.parametrize("lead", LEADS, ids=str)
+dtypes = pytest.mark.parametrize("dtype", DTYPES)
+stacks = pytest.mark.parametrize(("shape", "lead"), STACKS, ids=str)
+scales = pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
+
+
+def factored(seed=0, shape=(6, 3, 5), lead=(), dtype="float32", scale=(1, 1), basis=None):
+    (d, k, n), rng = shape, np.random.default_rng(seed)
+    left, right = rng.normal(size=(*lead, d, k)), rng.normal(size=(*lead, k, n))
+    factors = jnp.asarray(scale[0] * left, dtype), jnp.asarray(scale[1] * right, dtype)
+    return LowRank(*factors, basis)
+
+
+def f64(x):
+    return np.asarray(x, np.float64)
+
+
+def dense(a):
+    return f64(a.left) @ f64(a.right)
+
+
+def norms(matrices):
+    return np.sqrt(np.sum(f64(matrices) ** 2, axis=(-2, -1)))
+
+
+def size(a):
+    """The product of the norms of the factors: what their rounding errors are relative to."""
+    return norms(a.left) * norms(a.right)
+
+
+def epsilon(dtype):
+    """Of sums over values of a dtype, which are in float32 at least."""
+    return float(jnp.finfo(jnp.promote_types(dtype, "float32")).eps)
+
+
+def gram_rounding(a):
+    """Of `Σ (leftᵀ left) ∘ (right rightᵀ)`, relative to the squared `size`.
+
+    Sums of d, of n and of k² terms err by half an eps a term; the other half is for scaling.
+    """
+    d, n = a.shape[-2:]
+    return (d + n + a.rank**2) * epsilon(a.dtype)
+
+
+def norm_rounding(a):
+    """Of the norm, relative: half of what the square has."""
+    return np.max(gram_rounding(a) / 2 * (size(a) / norms(dense(a))) ** 2)
+
+
+def decomposition_rounding(a):
+    """Of singular values: those of a backward error of two QR and one SVD, by Weyl."""
+    return (sum(a.shape[-2:]) + a.rank) * epsilon(a.dtype) * np.max(size(a))
+
+
+@dtypes
+@leads
+def test_dense_is_the_product(lead, dtype, x64):
+    # Values of 8 bits, so that a device that rounds its operands does not.
+    a = factored(lead=lead, dtype="bfloat16").astype(dtype)
+    got = a.dense()
+    assert (got.shape, got.dtype) == (a.shape, dtype)
+    rounding = a.rank * epsilon(dtype) * (abs(f64(a.left)) @ abs(f64(a.right)))
+    once = float(jnp.finfo(dtype).eps) / 2 * (abs(dense(a)) + rounding)
+    assert np.all(abs(f64(got) - dense(a)) <= rounding + once)
+
+
+@leads
+def test_it_knows_its_shape_rank_and_bytes(lead):
+    a = factored(lead=lead, dtype="bfloat16")
+    assert (a.shape, a.ndim, a.rank) == ((*lead, 6, 5), 2 + len(lead), 3)
+    assert (a.dtype, a.nbytes) == (jnp.bfloat16, math.prod(lead) * (6 * 3 + 3 * 5) * 2)
+
+
+def test_its_name_tells_shape_rank_dtype_and_basis():
+    assert repr(factored()) == "LowRank(shape=(6, 5), rank=3, dtype=float32)"
+    assert repr(factored(basis="p")) == "LowRank(shape=(6, 5), rank=3, dtype=float32, basis='p')"
+
+
+def test_factors_of_two_dtypes_have_that_of_their_product():
+    a = factored(dtype="bfloat16")
+    mixed = LowRank(a.left, a.right.astype("float32"))
+    assert mixed.dtype == mixed.dense().dtype == mixed.truncate(2).dtype == jnp.float32
+    assert mixed.norm().dtype == mixed.vdot(a).dtype == jnp.float32
+    np.testing.assert_array_equal(mixed.norm(), a.norm())
+
+
+def test_astype_rounds_both_factors_and_keeps_the_basis():
+    a = factored(basis="p")
+    got = a.astype("bfloat16")
+    assert (got.left.dtype, got.right.dtype, got.basis) == (jnp.bfloat16, jnp.bfloat16, "p")
+    np.testing.assert_array_equal(got.left, a.left.astype("bfloat16"))
+    np.testing.assert_array_equal(got.right, a.right.astype("bfloat16"))
+
+
+@dtypes
+@stacks
+def test_the_norm_is_that_of_the_dense_matrix(shape, lead, dtype, x64):
+    a = factored(shape=shape, lead=lead, dtype=dtype)
+    got = a.norm()
+    assert got.dtype == jnp.promote_types(dtype, "float32")
+    np.testing.assert_allclose(got, norms(dense(a)), rtol=norm_rounding(a))
+
+
+@scales
+def test_the_norm_squares_no_size(scale):
+    a = factored(scale=scale)
+    np.testing.assert_allclose(a.norm(), norms(dense(a)), rtol=norm_rounding(a))
+
+
+def test_each_matrix_of_a_stack_has_a_size_of_its_own():
+    stack = [factored(i, scale=scale) for i, scale in enumerate(SCALES.values())]
+    a = jax.tree.map(lambda *x: jnp.stack(x), *stack)
+    np.testing.assert_allclose(a.norm(), norms(dense(a)), rtol=norm_rounding(a))
+
+
+def test_a_norm_beyond_the_largest_number_is_infinite():
+    assert factored(scale=(1e20, 1e20)).norm() == jnp.inf
+
+
+@dtypes
+def test_a_norm_that_cancels_errs_as_its_docstring_says(dtype, x64):
+    a = factored(dtype=dtype)
+    difference = a - a
+    # The square has an error of `size² gram_rounding`, and is made no less than zero.
+    assert 0 <= difference.norm() <= size(difference) * math.sqrt(gram_rounding(difference))
+
+
+@dtypes
+@stacks
+def test_vdot_is_the_inner_product_of_dense_matrices(shape, lead, dtype, x64):
+    d, k, n = shape
+    a = factored(0, shape, lead, dtype)
+    b = factored(1, (d, k + 1, n), lead, dtype)
+    array = jnp.asarray(np.random.default_rng(2).normal(size=a.shape), dtype)
+    matrices = math.prod(lead)
+    for other, of_other, terms in [
+        (b, size(b), d + n + k * (k + 1)),
+        (array, norms(array), d + k * n),
+    ]:
+        got = a.vdot(other)
+        assert (got.shape, got.dtype) == ((), jnp.promote_types(dtype, "float32"))
+        wide = dense(other) if is_low_rank(other) else f64(other)
+        # By Cauchy and Schwarz, what is summed is at most this, and every term errs by half an eps.
+        bound = (terms + matrices) * epsilon(dtype) * np.sum(size(a) * of_other)
+        assert abs(float(got) - np.sum(dense(a) * wide)) <= bound
+
+
+def test_vdot_with_itself_is_the_square_of_the_norm(x64):
+    a = factored(dtype="float64")
+    np.testing.assert_allclose(a.vdot(a), a.norm() ** 2, rtol=4 * norm_rounding(a))
+
+
+ARITHMETIC = {
+    "+": lambda a, b: a + b,
+    "-": lambda a, b: a - b,
+    "times": lambda a, b: a * 2.5 + 3 * b,
+    "times a scalar of NumPy": lambda a, b: a * np.float64(2.5) + np.float32(3) * b,
+    "times an array of no axes": lambda a, b: a * jnp.asarray(2.5) + jnp.asarray(3) * b,
+    "divided": lambda a, b: a / 2.5 - b / jnp.asarray(3),
+    "negative": lambda a, b: -a + -b,
+    "transposed": lambda a, b: (a + b).mT,
+}
+
+
+@leads
+@pytest.mark.parametrize("expression", ARITHMETIC.values(), ids=ARITHMETIC)
+def test_arithmetic_is_that_of_dense_matrices(expression, lead, x64):
+    a = factored(0, (6, 3, 5), lead, "float64", basis="p")
+    b = factored(1, (6, 2, 5), lead, "float64")
+    got = expression(a, b)
+    if expression is ARITHMETIC["transposed"]:
+        want = (dense(a) + dense(b)).swapaxes(-2, -1)
+    else:
+        want = expression(dense(a), dense(b))
+    assert (got.shape, got.rank, got.dtype, got.basis) == (want.shape, 5, jnp.float64, None)
+    # Two roundings an entry and a sum of `rank` terms, here and in the oracle.
+    bound = 2 * (got.rank + 2) * 2**-52 * (abs(f64(got.left)) @ abs(f64(got.right)))
+    assert np.all(abs(dense(got) - want) <= bound)
+
+
+@pytest.mark.parametrize("combine", ["+", "-"])
+def test_sums_in_a_shared_basis_keep_their_rank(combine, x64):
+    a = factored(0, dtype="float64", basis="p")
+    b = LowRank(a.left, factored(1, dtype="float64").right, "p")
+    got = ARITHMETIC[combine](a, b)
+    assert (got.rank, got.basis) == (a.rank, "p")
+    assert got.left is a.left
+    want = ARITHMETIC[combine](dense(a), dense(b))
+    bound = 2 * (a.rank + 1) * 2**-52 * (abs(f64(a.left)) @ (abs(f64(a.right)) + abs(f64(b.right))))
+    assert np.all(abs(dense(got) - want) <= bound)
+
+
+@pytest.mark.parametrize("names", [("p", "q"), ("p", None), (None, None)], ids=str)
+def test_ranks_add_unless_both_name_one_basis(names):
+    got = factored(0, basis=names[0]) + factored(1, basis=names[1])
+    assert (got.rank, got.basis) == (6, None)
+
+
+def test_scalars_keep_the_basis_and_a_transpose_does_not():
+    a = factored(basis="p")
+    assert {(2 * a).basis, (a / 2).basis, (-a).basis} == {"p"}
+    assert a.mT.basis is None
+
+
+def test_a_wide_scalar_leaves_narrow_factors_narrow():
+    a = factored(dtype="bfloat16")
+    got = jnp.float32(1 / 3) * a
+    assert (got.left.dtype, got.right.dtype) == (jnp.bfloat16, jnp.bfloat16)
+    # Rounded once, by half an eps; the product in float32 before is as good as exact.
+    np.testing.assert_allclose(f64(got.right), f64(a.right) / 3, rtol=1.01 * 2**-8)
+
+
+def test_transposes_swap_the_factors():
+    a = factored(lead=(2,))
+    for got, want in [(a.mT.left, a.right.mT), (a.mT.right, a.left.mT), (a.mT.mT.left, a.left)]:
+        np.testing.assert_array_equal(got, want)
+    one = factored()
+    np.testing.assert_array_equal(one.T.left, one.mT.left)
+    np.testing.assert_array_equal(one.T.right, one.mT.right)
+
+
+@stacks
+def test_singular_values_are_those_of_the_dense_matrix(shape, lead, x64):
+    a = factored(shape=shape, lead=lead, dtype="float64")
+    got = singular_values(a)
+    want = np.linalg.svd(dense(a), compute_uv=False)[..., : min(shape)]
+    assert (got.shape, got.dtype) == ((*lead, min(shape)), jnp.float64)
+    np.testing.assert_allclose(got, want, rtol=0, atol=decomposition_rounding(a))
+    assert np.all(np.diff(got) <= 0)
+
+
+@scales
+def test_singular_values_square_no_size(scale):
+    a = factored(scale=scale)
+    want = np.linalg.svd(dense(a), compute_uv=False)[:3]
+    np.testing.assert_allclose(singular_values(a), want, rtol=0, atol=decomposition_rounding(a))
+
+
+@pytest.mark.parametrize("lead", [(), (3,)], ids=str)
+@pytest.mark.parametrize("rank", [1, 2, 4])
+def test_truncation_errs_least(rank, lead, x64):
+    a = factored(shape=(7, 4, 6), lead=lead, dtype="float64")
+    got = a.truncate(rank)
+    assert (got.shape, got.rank, got.dtype, got.basis) == (a.shape, rank, jnp.float64, None)
+    error = norms(dense(got) - dense(a)).ravel()
+    best = [oracles.best_rank_k_error(matrix, rank) for matrix in dense(a).reshape(-1, 7, 6)]
+    # No matrix of that rank errs less. The decomposition is that of a matrix this near.
+    tolerance = 2 * decomposition_rounding(a)
+    np.testing.assert_allclose(error, best, rtol=0, atol=tolerance)
+    dropped = norms(singular_values(a)[..., None, rank:]).ravel()
+    np.testing.assert_allclose(error, dropped, rtol=0, atol=tolerance)
+
+
+def orthonormal_to(tolerance, left):
+    grams = f64(left).swapaxes(-2, -1) @ f64(left)
+    np.testing.assert_allclose(
+        grams, np.broadcast_to(np.eye(left.shape[-1]), grams.shape), **tolerance
+    )
+
+
+@dtypes
+@pytest.mark.parametrize("lead", [(), (3,)], ids=str)
+def test_the_left_of_a_truncation_is_orthonormal(lead, dtype, x64):
+    left = factored(shape=(7, 4, 6), lead=lead, dtype=dtype).truncate(3).left
+    # In bfloat16 every entry is rounded by half an eps: by Cauchy and Schwarz the sums by twice it.
+    rounded = 1.01 * float(jnp.finfo(dtype).eps)
+    orthonormal_to({"rtol": 0, "atol": rounded + 2 * (7 + 4) * epsilon(dtype)}, left)
+
+
+def test_a_truncation_in_bfloat16_is_rounded_once_at_the_end():
+    a = factored(shape=(7, 4, 6), dtype="bfloat16")
+    got = a.truncate(2)
+    error, best = norms(dense(got) - dense(a)), oracles.best_rank_k_error(dense(a), 2)
+    # Half an eps of each factor; of their norms, that of `left` is the root of its rank.
+    rounded = 2.01 * 2**-8 * math.sqrt(2) * norms(dense(a))
+    assert best * (1 - 1e-6) <= error <= best + rounded
+
+
+@pytest.mark.parametrize("scale", [(1, 1), (1e20, 1e-20), (1e20, 1e17)], ids=str)
+def test_the_whole_rank_gives_the_matrix_back(scale):
+    for shape in SHAPES:
+        a = factored(shape=shape, scale=scale)
+        got = a.truncate(a.rank)
+        np.testing.assert_allclose(dense(got), dense(a), rtol=0, atol=decomposition_rounding(a))
+
+
+def test_a_sum_of_dependent_terms_is_truncated_to_what_it_is():
+    a = factored(shape=(7, 3, 6))
+    doubled = a + a + a
+    got = doubled.truncate(3)
+    orthonormal_to({"rtol": 0, "atol": 2 * (7 + 9) * 2**-23}, got.left)
+    tolerance = decomposition_rounding(doubled)
+    np.testing.assert_allclose(dense(got), 3 * dense(a), rtol=0, atol=tolerance)
+    np.testing.assert_allclose(singular_values(doubled)[3:], 0, atol=tolerance)
+
+
+@pytest.mark.parametrize("lead", [(), (3,)], ids=str)
+def test_zeros_have_norm_zero_and_a_truncation(lead):
+    zero = 0 * factored(lead=lead)
+    nothing = jax.tree.map(jnp.zeros_like, zero)
+    for a in (zero, nothing):
+        np.testing.assert_array_equal(a.norm(), np.zeros(lead))
+        np.testing.assert_array_equal(singular_values(a), np.zeros((*lead, 3)))
+        got = a.truncate(2)
+        np.testing.assert_array_equal(got.dense(), np.zeros(a.shape))
+        orthonormal_to({"rtol": 0, "atol": 2 * (6 + 3) * 2**-23}, got.left)
+        assert a.vdot(a) == 0
+
+
+def test_it_is_a_pytree_of_two_arrays_and_a_static_name():
+    a, b, c = factored(basis="p"), factored(basis="q"), factored(1, basis="p")
+    assert [leaf.shape for leaf in jax.tree.leaves(a)] == [(6, 3), (3, 5)]
+    assert jax.tree.structure(a) == jax.tree.structure(c) != jax.tree.structure(b)
+    assert is_low_rank(a)
+    assert not is_low_rank(a.left)
+    shapes = jax.eval_shape(lambda a: a.mT, a)
+    assert (type(shapes), shapes.shape, shapes.dtype) == (LowRank, (5, 6), jnp.float32)
+
+
+def test_jit_takes_and_returns_it(x64):
+    a, b = (factored(i, dtype="float64", basis="p") for i in range(2))
+    got = jax.jit(lambda a, b, s: s * (a + b))(a, b, 0.5)
+    assert (got.rank, got.basis) == (3, "p")
+    np.testing.assert_array_equal(got.right, (a.right + b.right) / 2)
+
+
+def test_vmap_maps_over_a_stack(x64):
+    a, b = (factored(i, lead=(4,), dtype="float64") for i in range(2))
+    np.testing.assert_allclose(jax.vmap(LowRank.norm)(a), a.norm(), rtol=1e-14)
+    together = jax.vmap(lambda a, b: a - 2 * b)(a, b)
+    assert together.shape == (4, 6, 5)
+    want = a - 2 * b
+    np.testing.assert_array_equal(together.left, want.left)
+    np.testing.assert_array_equal(together.right, want.right)
+    np.testing.assert_allclose(jnp.sum(jax.vmap(LowRank.vdot)(a, b)), a.vdot(b), rtol=1e-13)
+
+
+def test_scan_slices_a_stack_and_carries_a_sum(x64):
+    shared = factored(dtype="float64", basis="p")
+    rights = factored(1, lead=(4,), dtype="float64").right
+    stack = LowRank(jnp.broadcast_to(shared.left, (4, 6, 3)), rights, "p")
+    total, found = jax.lax.scan(lambda total, a: (total + a, a.norm()), 0 * shared, stack)
+    assert (total.rank, total.basis) == (3, "p")
+    np.testing.assert_allclose(dense(total), dense(stack).sum(0), rtol=0, atol=1e-13)
+    np.testing.assert_allclose(found, norms(dense(stack)), rtol=1e-13)
+
+
+def test_gradients_are_those_of_the_factors(x64):
+    a, b = factored(dtype="float64", basis="p"), factored(1, dtype="float64")
+    unit = dense(a) / norms(dense(a))
+    for fun, want in [(LowRank.norm, unit), (lambda a: a.vdot(b), dense(b))]:
+        got = jax.grad(fun)(a)
+        assert (type(got), got.basis) == (LowRank, "p")
+        np.testing.assert_allclose(got.left, want @ f64(a.right).T, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(got.right, f64(a.left).T @ want, rtol=0, atol=1e-12)
+
+
+def test_singular_values_have_a_gradient(x64):
+    a = factored(dtype="float64")
+    got = jax.grad(lambda a: jnp.sum(singular_values(a)))(a)
+    u, _, vt = np.linalg.svd(dense(a))
+    want = u[:, :3] @ vt[:3]
+    np.testing.assert_allclose(got.left, want @ f64(a.right).T, rtol=0, atol=1e-11)
+
+
+BIG = (1 << 12, 4, 1 << 13)
+
+
+def largest(jaxpr) -> int:
+    """Returns the elements of the largest array that a program computes."""
+    sizes = [v.aval.size for eqn in jaxpr.eqns for v in eqn.outvars]
+    params = [list(eqn.params.values()) for eqn in jaxpr.eqns]
+    bodies = jax.tree.leaves(params, is_leaf=lambda p: hasattr(p, "eqns"))
+    return max([*sizes, *(largest(body) for body in bodies if hasattr(body, "eqns"))], default=0)
+
+
+THIN = {
+    "norm": lambda a, b: a.norm(),
+    "gradient of the norm": lambda a, b: jax.grad(LowRank.norm)(a),
+    "vdot": lambda a, b: a.vdot(b),
+    "arithmetic": lambda a, b: 2 * a - b / 3,
+    "transpose": lambda a, b: a.mT,
+    "truncate": lambda a, b: a.truncate(2),
+    "singular values": lambda a, b: a.singular_values(),
+    "global norm": lambda a, b: global_norm([a, b]),
+    "clip": lambda a, b: clip_by_global_norm([a, b], 1.0),
+}
+
+
+@pytest.mark.parametrize("fun", THIN.values(), ids=THIN)
+def test_nothing_is_made_dense(fun):
+    d, k, n = BIG
+    left, right = jax.ShapeDtypeStruct((d, k), "float32"), jax.ShapeDtypeStruct((k, n), "float32")
+    shapes = LowRank(left, right), LowRank(left, right, "p")
+    program = jax.make_jaxpr(fun)(*shapes)
+    # Two factors of the longer side at most: ranks add.
+    assert largest(program) <= 2 * k * max(d, n)
+    assert largest(jax.make_jaxpr(lambda a, b: a.dense())(*shapes)) == d * n
+
+
+def test_vdot_with_an_array_makes_no_other():
+    d, k, n = BIG
+    a = jax.eval_shape(lambda: factored(shape=BIG))
+    assert (
+        largest(jax.make_jaxpr(LowRank.vdot)(a, jax.ShapeDtypeStruct((d, n), "float32"))) == k * n
+    )
+
+
+def tree(dtype="float32", lead=(2,)):
+    array = np.random.default_rng(3).normal(size=(3, 4))
+    return {
+        "factored": factored(0, dtype=dtype, basis="p"),
+        "stack": factored(1, lead=lead, dtype=dtype),
+        "others": [jnp.asarray(array, dtype), None, jnp.asarray(array[0], dtype)],
+    }
+
+
+def dense_tree(tree):
+    return jax.tree.map(lambda x: dense(x) if is_low_rank(x) else f64(x), tree, is_leaf=is_low_rank)
+
+
+def dense_norm(tree):
+    return math.sqrt(sum(np.sum(leaf**2) for leaf in jax.tree.leaves(dense_tree(tree))))
+
+
+@dtypes
+def test_the_global_norm_is_that_of_the_dense_tree(dtype, x64):
+    grads = tree(dtype)
+    # Factors err as said; a square is a square of a sum, and 15 and 30 entries are summed.
+    factors = [grads["factored"], grads["stack"]]
+    rounding = max(norm_rounding(a) for a in factors) + 50 * epsilon(dtype)
+    np.testing.assert_allclose(global_norm(grads), dense_norm(grads), rtol=rounding)
+
+
+def test_the_global_norm_of_narrow_arrays_is_summed_in_float32():
+    # In bfloat16 a sum of ones stops at 256.
+    ones = jnp.ones((64, 64), "bfloat16")
+    got = global_norm([ones, LowRank(ones, ones)])
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, math.sqrt(4096 + 64.0**4), rtol=1e-6)
+
+
+def test_the_global_norm_of_nothing_is_zero():
+    assert global_norm({}) == global_norm([None]) == 0
+    assert global_norm([0 * factored(), np.zeros(3, np.float32)]) == 0
+
+
+@pytest.mark.parametrize("share", [0.01, 0.5, 0.999, 1.001, 100])
+def test_clipping_is_that_of_optax_on_the_dense_tree(share, x64):
+    grads = tree("float64")
+    limit = share * dense_norm(grads)
+    got, norm = clip_by_global_norm(grads, limit)
+    clip = optax.clip_by_global_norm(limit)
+    want, _ = clip.update(dense_tree(grads), clip.init(grads))
+    np.testing.assert_allclose(norm, dense_norm(grads), rtol=1e-13)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-13),
+        dense_tree(got),
+        want,
+    )
+    np.testing.assert_allclose(dense_norm(got), min(limit, norm), rtol=1e-13)
+
+
+@dtypes
+def test_clipping_keeps_structure_and_dtypes(dtype, x64):
+    grads = tree(dtype)
+    got, _ = jax.jit(clip_by_global_norm)(grads, 0.25)
+    assert jax.tree.structure(got) == jax.tree.structure(grads)
+    assert {leaf.dtype for leaf in jax.tree.leaves(got)} == {jnp.dtype(dtype)}
+    # The root of a sum of squares that each are rounded, by half an eps.
+    rounded = float(jnp.finfo(dtype).eps) + 200 * epsilon(dtype)
+    np.testing.assert_allclose(dense_norm(got), 0.25, rtol=rounded)
+
+
+def test_a_tree_below_the_limit_is_left_as_it_is():
+    grads = tree()
+    got, norm = clip_by_global_norm(grads, 2 * dense_norm(grads))
+    jax.tree.map(np.testing.assert_array_equal, got, grads)
+    np.testing.assert_array_equal(norm, global_norm(grads))
+
+
+@pytest.mark.parametrize("limit", [0.0, 1.0])
+def test_clipping_zeros_gives_zeros(limit):
+    got, norm = clip_by_global_norm(jax.tree.map(jnp.zeros_like, tree()), limit)
+    assert norm == 0
+    for leaf in jax.tree.leaves(dense_tree(got)):
+        np.testing.assert_array_equal(leaf, np.zeros_like(leaf))
+
+
+def test_a_limit_of_zero_gives_zeros():
+    got, _ = clip_by_global_norm(tree(), 0.0)
+    assert dense_norm(got) == 0
+
+
+@scales
+def test_clipping_brings_any_size_to_the_limit(scale):
+    a = factored(scale=scale)
+    limit = norms(dense(a)) / 2
+    # By the norm itself: squares of norms fit into float32 between 1e-19 and 1e19 only.
+    got = scale_tree([a], clip_factor(a.norm(), limit))
+    np.testing.assert_allclose(dense_norm(got), limit, rtol=norm_rounding(a) + 4 * 2**-23)
+
+
+def test_a_tree_whose_squares_are_beyond_the_largest_number_becomes_zero():
+    grads = [factored(scale=(1e20, 1e17)), factored(1)]
+    got, norm = clip_by_global_norm(grads, 1.0)
+    assert norm == jnp.inf
+    assert dense_norm(got) == 0
+
+
+def test_a_factor_of_a_norm_is_one_up_to_the_limit():
+    found = [clip_factor(jnp.float32(norm), 2.0) for norm in (0, 1, 2, 4, jnp.inf)]
+    np.testing.assert_array_equal(found, [1, 1, 1, 0.5, 0])
+
+
+@dtypes
+def test_scaling_a_tree_scales_every_leaf(dtype, x64):
+    grads = tree(dtype)
+    got = scale_tree(grads, jnp.asarray(0.5))
+    assert jax.tree.structure(got) == jax.tree.structure(grads)
+    assert {leaf.dtype for leaf in jax.tree.leaves(got)} == {jnp.dtype(dtype)}
+    # A power of two rounds nothing.
+    halved = jax.tree.map(lambda x: x / 2, dense_tree(grads))
+    jax.tree.map(np.testing.assert_array_equal, dense_tree(got), halved)
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [((4, 2), (3, 5)), ((2, 4, 2), (2, 5)), ((2, 4, 3), (1, 3, 5)), ((2, 1, 4, 3), (1, 2, 3, 5))],
+    ids=str,
+)
+def test_factors_that_do_not_fit_are_refused(left, right):
+    expected = re.escape(
+        "LowRank takes `left` [..., d, k] and `right` [..., k, n] with equal leading axes:"
+        f" got left{left} and right{right}."
+    )
+    with pytest.raises(ValueError, match=f"^{expected}$"):
+        LowRank(jnp.ones(left), jnp.ones(right))
+    with pytest.raises(ValueError, match=f"^{expected}"):
+        jax.eval_shape(LowRank, jnp.ones(left), jnp.ones(right))
+
+
+def test_a_right_that_is_transposed_is_told_so():
+    expected = r"got left\(4, 2\) and right\(5, 2\)\. Pass `right` transposed\.$"
+    with pytest.raises(ValueError, match=expected):
+        LowRank(jnp.ones((4, 2)), jnp.ones((5, 2)))
+
+
+@pytest.mark.parametrize("rank", [-1, 0, 4])
+def test_a_rank_out_of_range_is_refused(rank):
+    expected = rf"`rank` must be within 1 and 3 for LowRank\(shape=\(6, 5\), .*\), got {rank}\."
+    with pytest.raises(ValueError, match=expected):
+        factored().truncate(rank)
+
+
+def test_the_transpose_of_a_stack_is_refused():
+    with pytest.raises(ValueError, match=r"`T` of LowRank\(shape=\(2, 6, 5\), .*: use `mT`\."):
+        factored(lead=(2,)).T  # noqa: B018
+
+
+@pytest.mark.parametrize("other", [factored(shape=(5, 3, 6)), factored(lead=(1,))], ids=repr)
+def test_other_shapes_are_refused(other):
+    shape = re.escape(str(other.shape))
+    with pytest.raises(ValueError, match=rf"`other` must have shape \(6, 5\), got {shape}\."):
+        factored().vdot(other)
+    with pytest.raises(ValueError, match=rf"`other` must have shape \(6, 5\), got {shape}\."):
+        factored().vdot(other.dense())
+    added = rf"cannot add LowRank\(shape={shape}.* to LowRank\(shape=\(6, 5\).*: shapes differ\."
+    with pytest.raises(ValueError, match=added):
+        _ = factored() + other
+    with pytest.raises(ValueError, match=added):
+        _ = factored() - other
+
+
+COERCIONS = {
+    "jnp.asarray": jnp.asarray,
+    "np.asarray": np.asarray,
+    "np.array": lambda a: np.array(a, np.float32),
+    "in a list": lambda a: jnp.array([a]),
+}
+
+
+@pytest.mark.parametrize("coerce", COERCIONS.values(), ids=COERCIONS)
+def test_it_becomes_no_array_unasked(coerce):
+    expected = r"LowRank\(shape=\(6, 5\), .*\) is no array: call `dense\(\)` to make one, \[d, n\]"
+    with pytest.raises(TypeError, match=expected):
+        coerce(factored())
+
+
+@pytest.mark.parametrize("module", [np, jnp])
+def test_functions_of_arrays_refuse_it(module):
+    for call in (module.sum, module.square, lambda a: module.add(a, module.ones((6, 5)))):
+        with pytest.raises(TypeError, match="LowRank"):
+            call(factored())
+
+
+MATRICES = {
+    "jnp": jnp.ones((6, 5)),
+    "np": np.ones((6, 5)),
+    "one entry": jnp.ones((1, 1)),
+    "a vector": np.ones(5),
+    "LowRank": factored(1),
+}
+
+
+@pytest.mark.parametrize("matrix", MATRICES.values(), ids=MATRICES)
+def test_a_product_with_more_than_a_scalar_is_refused(matrix):
+    expected = r"LowRank\(.*\) can be multiplied by a scalar only: use `dense\(\)` for more\."
+    for product in (lambda a, b: a * b, lambda a, b: b * a, jax.jit(lambda a, b: b * a)):
+        with pytest.raises(TypeError, match=expected):
+            product(factored(), matrix)
+
+
+@pytest.mark.parametrize("matrix", [jnp.ones((6, 5)), np.ones((6, 5)), 1.0], ids=["jnp", "np", "1"])
+def test_sums_with_what_is_dense_are_refused(matrix):
+    a = factored()
+    for combine in (lambda: a + matrix, lambda: matrix + a, lambda: a - matrix, lambda: matrix - a):
+        with pytest.raises(TypeError):
+            combine()
+
+
+# A few shapes and many values, since each new shape is compiled.
+drawn = given(
+    shape=st.sampled_from(SHAPES),
+    scale=st.sampled_from(list(SCALES.values())),
+    dtype=st.sampled_from(DTYPES[:2]),
+    seed=st.integers(0, 1000),
+)
+
+
+@settings(max_examples=25, deadline=None)
+@drawn
+def test_any_factors_have_the_norm_of_their_product(shape, scale, dtype, seed):
+    a = factored(seed, shape, (), dtype, scale)
+    np.testing.assert_allclose(a.norm(), norms(dense(a)), rtol=norm_rounding(a))
+    np.testing.assert_allclose(a.mT.norm(), a.norm(), rtol=2 * norm_rounding(a))
+
+
+@settings(max_examples=15, deadline=None)
+@drawn
+def test_any_truncation_errs_least(shape, scale, dtype, seed):
+    a = factored(seed, shape, (), dtype, scale)
+    rank = 1 + seed % min(shape)
+    wide = a.astype("float32")
+    error = norms(dense(wide.truncate(rank)) - dense(a))
+    best = oracles.best_rank_k_error(dense(a), rank)
+    assert abs(error - best) <= 2 * decomposition_rounding(wide)
+
+
+@settings(max_examples=15, deadline=None)
+@given(limit=st.floats(1e-3, 1e3), seed=st.integers(0, 1000))
+def test_any_tree_is_clipped_to_the_limit(limit, seed):
+    grads = [factored(seed), jnp.asarray(np.random.default_rng(seed).normal(size=4), "float32")]
+    got, norm = clip_by_global_norm(grads, limit)
+    rounding = norm_rounding(grads[0]) + 8 * 2**-23
+    np.testing.assert_allclose(norm, dense_norm(grads), rtol=rounding)
+    np.testing.assert_allclose(dense_norm(got), min(limit, dense_norm(grads)), rtol=2 * rounding)

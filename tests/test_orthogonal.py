@@ -1,0 +1,141 @@
+"""Tests of actjax/orthogonal.py: orthonormal bases, and functions of matrices applied to stacks.
+
+What `orthonormalize` makes of ill-conditioned and deficient matrices is in
+`tests/codecs/test_low_rank.py`, seen through the codec.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from actjax.orthogonal import for_each_matrix, householder_basis, orthonormalize
+
+LEADS = [(), (3,), (2, 2)]
+ROWS, COLUMNS = 24, 4
+
+leads = pytest.mark.parametrize("lead", LEADS, ids=str)
+
+
+def normal(seed, *shape, dtype="float32"):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def f64(x):
+    return np.asarray(x, np.float64)
+
+
+def shift(rows, columns, dtype):
+    """By how much of a squared column the Cholesky factorisation is shifted."""
+    return 2 * (columns + rows**0.5) * float(jnp.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("shape", [(24,), (2, 12), (2, 3, 4)], ids=str)
+def test_all_leading_axes_are_rows_of_one_matrix(shape, dtype, x64):
+    y = normal(0, ROWS, COLUMNS, dtype=dtype)
+    got = orthonormalize(y.reshape(*shape, COLUMNS))
+    assert (got.shape, got.dtype) == ((*shape, COLUMNS), dtype)
+    q, wide = f64(got).reshape(ROWS, COLUMNS), f64(y)
+    # Two factorisations are off by half the shift each, and by rounding of the same size.
+    tolerance = 2 * shift(ROWS, COLUMNS, dtype)
+    np.testing.assert_allclose(q.T @ q, np.eye(COLUMNS), rtol=0, atol=2 * tolerance)
+    lost = np.linalg.norm(wide - q @ (q.T @ wide))
+    assert lost <= 2 * tolerance * np.linalg.norm(wide)
+
+
+def test_the_lengths_of_columns_do_not_matter():
+    y = normal(0, ROWS, COLUMNS)
+    # The longest entry of each is what it is divided by: powers of two round nothing.
+    scaled = y * 2.0 ** jnp.asarray([-60, 0, 40, 100])
+    np.testing.assert_array_equal(orthonormalize(scaled), orthonormalize(y))
+
+
+def test_a_narrow_matrix_has_a_basis_in_float32():
+    q = orthonormalize(normal(0, ROWS, COLUMNS, dtype="bfloat16"))
+    assert q.dtype == jnp.float32
+    tolerance = 4 * shift(ROWS, COLUMNS, "float32")
+    np.testing.assert_allclose(f64(q).T @ f64(q), np.eye(COLUMNS), rtol=0, atol=tolerance)
+
+
+def test_a_column_of_zeros_leaves_the_others_a_basis():
+    q = f64(orthonormalize(normal(0, ROWS, COLUMNS).at[:, 1].set(0)))
+    tolerance = 4 * shift(ROWS, COLUMNS, "float32")
+    want = np.diag([1.0, 0, 1, 1])
+    np.testing.assert_allclose(q.T @ q, want, rtol=0, atol=tolerance)
+    np.testing.assert_array_equal(q[:, 1], 0)
+
+
+MATRICES = {
+    "normal": np.random.default_rng(0).normal(size=(7, 3)),
+    "square": np.random.default_rng(1).normal(size=(3, 3)),
+    "zero": np.zeros((7, 3)),
+    "rank one": np.outer(np.arange(7), np.arange(3)),
+    "columns repeated": np.tile(np.random.default_rng(2).normal(size=(7, 1)), 3),
+    "huge": 1e30 * np.random.default_rng(3).normal(size=(7, 3)),
+    "tiny": 1e-30 * np.random.default_rng(4).normal(size=(7, 3)),
+    "columns of many sizes": np.random.default_rng(5).normal(size=(7, 3)) * [1e-12, 1, 1e12],
+}
+
+
+@pytest.mark.parametrize("lead", [(), (2, 2)], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("matrix", MATRICES.values(), ids=MATRICES)
+def test_a_householder_basis_is_orthonormal_and_contains_the_columns(matrix, dtype, lead, x64):
+    signs = np.random.default_rng(6).choice([-1, 1], size=(*lead, 1, 3))
+    y = jnp.asarray(matrix * signs, dtype)
+    got = householder_basis(y)
+    assert (got.shape, got.dtype) == (y.shape, dtype)
+    q, wide = f64(got), f64(y)
+    d, k = matrix.shape
+    # k reflections of d entries each, whatever the matrix: Higham, Theorem 19.4, column by column.
+    tolerance = d * k * float(jnp.finfo(dtype).eps)
+    grams = q.swapaxes(-2, -1) @ q
+    np.testing.assert_allclose(grams, np.broadcast_to(np.eye(k), grams.shape), atol=tolerance)
+    lost = np.linalg.norm(wide - q @ (q.swapaxes(-2, -1) @ wide), axis=-2)
+    assert np.all(lost <= tolerance * np.linalg.norm(wide, axis=-2))
+
+
+@leads
+def test_a_function_is_applied_to_each_matrix_of_a_stack(lead, x64):
+    a, b = normal(0, *lead, 4, 3, dtype="float64"), normal(1, *lead, 3, 2, dtype="float64")
+    seen = []
+
+    def products(a, b):
+        seen.append((a.shape, b.shape))
+        return {"product": a @ b, "trace": jnp.sum(a), "column": a[:, 0]}
+
+    got = for_each_matrix(products, a, b)
+    # Never with a batch axis, which is what a factorisation must not see.
+    assert set(seen) == {((4, 3), (3, 2))}
+    assert {name: x.shape for name, x in got.items()} == {
+        "product": (*lead, 4, 2),
+        "trace": lead,
+        "column": (*lead, 4),
+    }
+    np.testing.assert_allclose(got["product"], f64(a) @ f64(b), rtol=0, atol=1e-14)
+    np.testing.assert_allclose(got["trace"], f64(a).sum((-2, -1)), rtol=0, atol=1e-14)
+    np.testing.assert_array_equal(got["column"], a[..., 0])
+
+
+def test_a_stack_is_factorised_one_matrix_at_a_time():
+    text = str(jax.make_jaxpr(householder_basis)(jnp.ones((2, 5, 4, 3))))
+    assert re.search(r"f32\[4,3\] \w+:f32\[3,3\] = qr\[", text)
+    assert "length=10" in text
+
+
+def test_a_stack_of_none_is_none():
+    assert householder_basis(jnp.ones((0, 4, 3))).shape == (0, 4, 3)
+
+
+def test_it_may_be_compiled_and_differentiated(x64):
+    y = normal(0, 2, 5, 3, dtype="float64")
+    np.testing.assert_allclose(jax.jit(householder_basis)(y), householder_basis(y), atol=1e-14)
+
+    def squares(y):
+        return jnp.sum(for_each_matrix(lambda m: m @ m.T, y) ** 2)
+
+    want = 4 * f64(y) @ (f64(y).swapaxes(-2, -1) @ f64(y))
+    np.testing.assert_allclose(jax.grad(squares)(y), want, rtol=0, atol=1e-12)
