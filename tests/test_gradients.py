@@ -41,6 +41,7 @@ KEY = jax.random.key(7)
 BOTH = actjax.value_and_grad, jax.value_and_grad
 FACTORED = {name: codec for name, codec in CODECS.items() if codec != Exact()}
 RP, SVD = RandomProjection(3), RandomizedSVD(3)
+KINDS = RP, SVD, PrincipalPlusRandom(2, 2), PointApproximation(1 / 4)
 
 
 def normal(seed: int, *shape: int, dtype=None) -> jax.Array:
@@ -103,8 +104,14 @@ def mlp(params, x, codec, key=KEY):
     return total(y * params["scale"])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("codec", FACTORED.values(), ids=FACTORED)
+@pytest.mark.parametrize(
+    ("codec", "dtype"),
+    [
+        *((codec, "float64") for codec in FACTORED.values()),
+        *((codec, "float32") for codec in KINDS),
+    ],
+    ids=str,
+)
 def test_factors_multiply_to_the_gradient_of_jax_and_the_rest_is_equal(codec, dtype, x64):
     params, x = mlp_params(dtype), normal(5, 2, 6, 8, dtype=dtype)
     fun = functools.partial(mlp, codec=codec)
@@ -181,9 +188,7 @@ def test_without_a_factored_codec_it_is_the_value_and_grad_of_jax():
 
 
 @pytest.mark.parametrize("weight_dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize(
-    "codec", [RP, SVD, PointApproximation(0.25), PrincipalPlusRandom(2, 1)], ids=repr
-)
+@pytest.mark.parametrize("codec", KINDS, ids=repr)
 def test_the_dtype_is_that_of_the_weight(codec, weight_dtype):
     x, params = normal(0, 12, 8, dtype=jnp.bfloat16), {"w": normal(1, 8, 5, dtype=weight_dtype)}
 
@@ -581,7 +586,7 @@ def test_every_weight_of_a_decoder_can_have_its_gradient_in_factors(x64):
     def loss(model, key):
         return model.loss(tokens, targets, storage=storage, key=key, compute_dtype="float64")
 
-    model = decoder(dtype="float64")
+    model = jax.jit(functools.partial(decoder, dtype="float64"))()
     both = jax.jit(lambda *args: [f(loss)(*args) for f in BOTH])
     (value, gradient), (want_value, want) = both(model, KEY)
     np.testing.assert_allclose(value, want_value, rtol=1e-13)
@@ -1310,7 +1315,7 @@ def test_explain_stacks_the_layers_of_a_scan():
 
 
 def test_explain_shows_the_bases_of_a_decoder():
-    model, (tokens, targets) = decoder(), batch()
+    model, (tokens, targets) = jax.eval_shape(decoder), batch()
 
     def loss(model):
         return model.loss(tokens, targets, compute_dtype="float32")

@@ -49,10 +49,11 @@ def init(
     count = count_layers(stacked)
     if isinstance(tx, SubspaceTransformation):
         # Layers draw from keys of their own: random bases of all layers would else be one.
-        own: Any = tx.init(rest)
-        keys = jax.random.split(jax.random.wrap_key_data(own.key), count)
+        tx.check_groups(params)
+        key = jax.random.key(tx.seed)
+        keys = jax.random.split(key, count)
         drawn = jax.lax.map(lambda layer: tx.init_from(*layer), (stacked, keys))
-        return LayerwiseState(drawn, own)
+        return LayerwiseState(drawn, tx.init_from(rest, key))
     return LayerwiseState(jax.vmap(tx.init)(stacked), tx.init(rest))
 
 

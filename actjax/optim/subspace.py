@@ -65,15 +65,20 @@ class SubspaceTransformation(optax.GradientTransformationExtraArgs):
     Attributes:
       refresh: `refresh(grads, state, params)` returns the state with new bases.
       bases: `bases(state)` returns them for `actjax.value_and_grad`.
-      init_from: `init_from(params, key)` is `init` with a key of one's own.
+      init_from: `init_from(params, key)` is `init` of a part of the parameters, with a key of its
+        own.
+      check_groups: `check_groups(params)` raises if `groups` names what is no parameter.
       gap: steps between two refreshes.
+      seed: of random bases and sketches.
       source: where bases come from.
     """
 
     refresh: Callable[..., SubspaceState]
     bases: Callable[[Any], Bases]
     init_from: Callable[[Any, jax.Array], SubspaceState]
+    check_groups: Callable[[Any], None]
     gap: int
+    seed: int
     source: Source
 
 
@@ -164,7 +169,16 @@ def subspace(
         return SubspaceState(step, words, bases, inner.init(small), after.init(params))
 
     def init(params: Any) -> SubspaceState:
+        check_groups(params)
         return init_from(params, jax.random.key(seed))
+
+    def check_groups(params: Any) -> None:
+        unknown = sorted(set(groups or ()) - set(_by_path(params)))
+        if unknown:
+            raise ValueError(
+                f"`groups` of subspace names {unknown}, but the parameters are:"
+                f" {', '.join(_by_path(params))}."
+            )
 
     def update(
         updates: Any, state: SubspaceState, params: Any = None, **extra: Any
@@ -234,8 +248,8 @@ def subspace(
 
     transformation = SubspaceTransformation(init, cast(Any, update))
     transformation.refresh, transformation.bases = refresh, bases
-    transformation.init_from, transformation.gap = init_from, gap
-    transformation.source = source
+    transformation.init_from, transformation.check_groups = init_from, check_groups
+    transformation.gap, transformation.seed, transformation.source = gap, seed, source
     return transformation
 
 
@@ -322,16 +336,21 @@ def _leading_basis(gradients: list[Any], rank: int, key: jax.Array, group: str) 
             )
     else:
         dense = [g.dense() if is_low_rank(g) else g for g in gradients]
-        gradients = dense
-        thin = _sketch(jnp.concatenate(dense, axis=-1), rank, key)
+        joined = _unit(jnp.concatenate(dense, axis=-1))
+        thin, gradients = _sketch(joined, rank, key), [joined]
     wide = accumulation_dtype(thin.dtype)
     q = householder_basis(thin.astype(wide))
-    core = jnp.concatenate([_in_columns(q, g) for g in gradients], axis=-1)
-    largest = jnp.max(jnp.abs(core), axis=(-2, -1), keepdims=True)
-    core = core / jnp.where(largest > 0, largest, 1)
+    core = _unit(jnp.concatenate([_in_columns(q, g) for g in gradients], axis=-1))
     vectors = for_each_matrix(lambda gram: jnp.linalg.eigh(gram)[1], _matmul(core, core.mT))
     # Eigenvalues ascend.
     return _matmul(q, vectors[..., ::-1][..., :rank])
+
+
+def _unit(matrix: jax.Array) -> jax.Array:
+    """Returns a matrix over its largest entry, so that squares are finite."""
+    matrix = matrix.astype(accumulation_dtype(matrix.dtype))
+    largest = jnp.max(jnp.abs(matrix), axis=(-2, -1), keepdims=True)
+    return matrix / jnp.where(largest > 0, largest, 1)
 
 
 def _in_columns(q: jax.Array, g: Any) -> jax.Array:
