@@ -71,7 +71,15 @@ def apply(
 
     What `optax.apply_updates(params, tx.update(grads, state, params)[0])` does for each layer by
     itself and for the rest, without an update or a second copy of all weights. Donate `state` and
-    `params` to the jitted function around it (`jax.jit(..., donate_argnums=...)`).
+    `params` to the jitted function around it, and let that take and return them in the same order:
+    JAX gives donated buffers to results of the same shape one after the other, and where the first
+    moment got the buffer of a weight, all would be copied.
+
+        @functools.partial(jax.jit, donate_argnums=(0, 1))
+        def step(params, state, batch):
+            loss, grads = actjax.value_and_grad(loss_function)(params, batch)
+            params, state = actjax.optim.apply(tx, grads, state, params)
+            return params, state, loss
 
     `LowRank` gradients are multiplied out a layer at a time (Wei et al., 2026, section 4, strategy
     (i)), but for `actjax.optim.subspace`, which takes the factors (strategy (ii)).
@@ -94,12 +102,10 @@ def apply(
     Raises:
       ValueError: a gradient of another structure, or `refresh` for a transform that has none.
     """
-    if not isinstance(tx, SubspaceTransformation) and refresh is not False:
-        raise ValueError(f"`refresh` is for actjax.optim.subspace, got tx={type(tx).__name__}.")
     stacked, rest = split(params, layers)
     stacked_grads, rest_grads = split_gradient(grads, params, layers)
     count = count_layers(stacked)
-    due_layers = refresh_by_layer(refresh, count)
+    due_layers = refresh_by_layer(tx, refresh, count)
 
     def body(i: jax.Array, carry: Any) -> Any:
         params, state, square = carry
@@ -136,7 +142,7 @@ def redraw(
     stacked, rest = split(params, layers)
 
     count = count_layers(stacked)
-    due_layers = refresh_by_layer(True if due is None else due, count)
+    due_layers = refresh_by_layer(tx, True if due is None else due, count)
 
     def body(i: jax.Array, layers_state: Any) -> Any:
         old, block = take(layers_state, i), take(stacked, i)
@@ -152,12 +158,16 @@ def redraw(
     )
 
 
-def refresh_by_layer(refresh: Any, count: int) -> jax.Array | None:
+def refresh_by_layer(
+    tx: optax.GradientTransformation, refresh: Any, count: int
+) -> jax.Array | None:
     """Returns which layers are refreshed, [count] of bool; None if `refresh` is one bool for all.
 
     Raises:
-      ValueError: it is neither.
+      ValueError: it is neither, or `tx` has nothing to refresh.
     """
+    if not isinstance(tx, SubspaceTransformation) and refresh is not False:
+        raise ValueError(f"`refresh` is for actjax.optim.subspace, got tx={type(tx).__name__}.")
     if isinstance(refresh, bool):
         return None
     due = jnp.asarray(refresh)

@@ -132,7 +132,13 @@ def in_backward(
           refresh: as for `actjax.optim.apply`.
         """
         stacked, rest = split(params, layers)
-        last_norm = state.grad_norm
+        count, last_norm = count_layers(stacked), state.grad_norm
+        due_layers = refresh_by_layer(tx, refresh, count)
+        lengths = sorted({x.shape[0] if x.ndim else 0 for x in jax.tree.leaves(per_layer)})
+        if lengths not in ([], [count]):
+            raise ValueError(
+                f"arrays of `per_layer` must have a leading axis of {count} layers, got {lengths}."
+            )
 
         def bases_of(optimizer: Any) -> Bases:
             if isinstance(tx, SubspaceTransformation) and refresh is False:
@@ -161,9 +167,6 @@ def in_backward(
         x, kept = jax.lax.scan(forward, x, xs)
         loss, after_vjp = jax.vjp(lambda p, x: after(p, x, inputs), rest, x)
         rest_grads, dx = after_vjp(jnp.ones_like(loss))
-
-        count = count_layers(stacked)
-        due_layers = refresh_by_layer(refresh, count)
 
         def backward(n: jax.Array, carry: Any) -> Any:
             dy, stacked, optimizer, squares = carry

@@ -1,0 +1,157 @@
+"""Updates of stacked layers, one at a time: the same values as optax, without its copies."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiny
+
+import actjax
+from actjax import optim
+
+ADAMW = optax.adamw(1e-2, weight_decay=0.1)
+
+
+def gradients(model, scale: float = 1.0):
+    leaves, treedef = jax.tree.flatten(model)
+    keys = jax.random.split(jax.random.key(7), len(leaves))
+    drawn = [
+        scale * jax.random.normal(k, w.shape, w.dtype) for w, k in zip(leaves, keys, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, drawn)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        ADAMW,
+        optax.sgd(0.1, momentum=0.9),
+        optax.lion(1e-3),
+        optax.adamw(optax.linear_schedule(1e-2, 0, 4), mask=lambda p: jax.tree.map(
+            lambda x: x.ndim > 1, p)),
+    ],
+    ids=["adamw", "momentum", "lion", "schedule and mask"],
+)  # fmt: skip
+def test_three_steps_are_those_of_optax(tx):
+    model, whole = tiny.decoder(), tiny.decoder()
+    state, whole_state = optim.init(tx, model), tx.init(whole)
+    step = jax.jit(functools.partial(optim.apply, tx))
+    for i in range(3):
+        grads = gradients(model, i + 1.0)
+        model, state = step(grads, state, model)
+        updates, whole_state = tx.update(grads, whole_state, whole)
+        whole = optax.apply_updates(whole, updates)
+    # In a stack even the scales of norms are matrices, so optax's mask takes them for such.
+    skip = (lambda m: m.layers.attention_norm, lambda m: m.layers.mlp_norm)
+    for get in skip:
+        np.testing.assert_allclose(get(model)[...], get(whole)[...], rtol=2e-2)
+    for a, b in zip(jax.tree.leaves(model), jax.tree.leaves(whole), strict=True):
+        if a.ndim > 2 or a.shape[0] > 3:
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_the_norm_is_that_of_what_was_added():
+    model = tiny.decoder()
+    state = optim.init(ADAMW, model)
+    new, _, norm = optim.apply(ADAMW, gradients(model), state, model, with_norm=True)
+    added = jax.tree.map(jnp.subtract, new, model)
+    np.testing.assert_allclose(norm, optax.global_norm(added), rtol=1e-4)
+
+
+def test_factored_gradients_are_made_dense_a_layer_at_a_time():
+    codec = actjax.RandomizedSVD(3)
+    w = 0.3 * jax.random.normal(jax.random.key(0), (5, 16, 16))
+
+    def loss(params, x):
+        def layer(x, w):
+            return x + jnp.tanh(actjax.linear(x, w, codec=codec, key=jax.random.key(1))), None
+
+        return jnp.sum(jax.lax.scan(layer, x, params["layers"])[0] ** 2)
+
+    params, x = {"layers": w}, jax.random.normal(jax.random.key(2), (64, 16))
+    _, factored = actjax.value_and_grad(loss)(params, x)
+    assert factored["layers"].shape == (5, 16, 16)
+    dense = {"layers": factored["layers"].dense()}
+    state = optim.init(ADAMW, params)
+    ours, _ = optim.apply(ADAMW, factored, state, params)
+    theirs, _ = optim.apply(ADAMW, dense, state, params)
+    np.testing.assert_allclose(ours["layers"], theirs["layers"], rtol=1e-6, atol=1e-7)
+
+
+def big_params(layers: int = 24, width: int = 256):
+    keys = jax.random.split(jax.random.key(0), layers)
+    return {"layers": jax.vmap(lambda k: jax.random.normal(k, (width, width)))(keys)}
+
+
+@pytest.mark.parametrize(
+    "tx", [ADAMW, optim.eight_bit(ADAMW)], ids=["float32 moments", "8-bit moments"]
+)
+def test_no_update_of_all_layers_and_no_second_copy_exists(tx):
+    params = big_params()
+    state = optim.init(tx, params)
+
+    def step(params, state, grads):
+        return optim.apply(tx, grads, state, params)
+
+    program = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, params).compile()
+    stats = program.memory_analysis()
+    # A layer's gradient, weight and moments, the new ones, the update, and what XLA makes between:
+    # a dozen of layers' worth, where one update or copy of all weights would be two dozen.
+    assert stats.temp_size_in_bytes < params["layers"].nbytes / 2
+    assert stats.alias_size_in_bytes >= sum(x.nbytes for x in jax.tree.leaves((state, params)))
+
+
+def test_a_second_update_is_not_compiled_again():
+    model = tiny.decoder()
+    tx = optim.subspace(optim.eight_bit(optax.scale_by_adam(), min_size=64), 4)
+    state = optim.init(tx, model)
+    step = jax.jit(functools.partial(optim.apply, tx))
+    for _ in range(3):
+        model, state = step(gradients(model), state, model)
+    assert step._cache_size() == 1
+
+
+def test_four_devices_update_as_one():
+    params = big_params(layers=4, width=64)
+    tx = optim.eight_bit(ADAMW)
+    grads, state = jax.tree.map(jnp.sin, params), optim.init(tx, params)
+    mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "fsdp"))
+
+    def place(x):
+        return jax.device_put(x, sharding) if x.ndim > 1 and x.shape[1] % 4 == 0 else x
+
+    step = jax.jit(functools.partial(optim.apply, tx))
+    one, _ = step(grads, state, params)
+    with jax.set_mesh(mesh):
+        four, _ = step(*(jax.tree.map(place, tree) for tree in (grads, state, params)))
+    np.testing.assert_allclose(four["layers"], one["layers"], rtol=1e-5, atol=1e-6)
+
+
+def test_layers_may_be_anywhere_and_parameters_absent():
+    params = {"blocks": {"w": jnp.ones((3, 4, 4)), "bias": None}, "head": jnp.ones((4, 2))}
+    where = lambda p: p["blocks"]  # noqa: E731
+    state = optim.init(ADAMW, params, layers=where)
+    new, _ = optim.apply(ADAMW, params, state, params, layers=where)
+    assert jax.tree.structure(new) == jax.tree.structure(params)
+    assert jax.tree.leaves(state.layers)[0].shape[0] == 3
+
+
+def test_bad_input_is_named():
+    params = {"layers": {"a": jnp.ones((3, 4)), "b": jnp.ones((2, 4))}}
+    with pytest.raises(ValueError, match=r"must share their leading axis.* are \[2, 3\]"):
+        optim.init(ADAMW, params)
+    with pytest.raises(ValueError, match=r"dict has no `layers`: pass `layers`, a function"):
+        optim.init(ADAMW, {"blocks": jnp.ones((3, 4))})
+    good = {"layers": jnp.ones((3, 4, 4)), "head": jnp.ones((4, 4))}
+    state = optim.init(ADAMW, good)
+    with pytest.raises(ValueError, match=r"`refresh` is for actjax.optim.subspace"):
+        optim.apply(ADAMW, good, state, good, refresh=True)
+    with pytest.raises(ValueError, match=r"`grads` must have the structure of `params`"):
+        optim.apply(ADAMW, {"layers": good["layers"]}, state, good)
+    tx = optim.subspace(optax.scale_by_adam(), 2)
+    with pytest.raises(ValueError, match=r"`refresh` must be a bool, or .* for the 3 layers: got"):
+        optim.apply(tx, good, optim.init(tx, good), good, refresh=np.ones(2, bool))
