@@ -43,7 +43,7 @@ from models.decoder import rope_tables
 from train.config import PretrainConfig
 from train.corpus import open_corpus
 from train.data import train_batches
-from train.step import init_state, make_train_step
+from train.step import init_state, make_recipe, make_train_step
 from train.tokenizer import default_tokenizer
 
 plt.rcParams.update({"figure.dpi": 80, "axes.grid": True, "grid.alpha": 0.3, "font.size": 9})
@@ -77,8 +77,9 @@ tokenizer = default_tokenizer(corpus, model_config.vocab_size, data_dir)
 batches = train_batches(
     corpus, tokenizer, batch_size=config.batch_size, seq_len=config.seq_len, seed=0
 )
-step = jax.jit(make_train_step(config, Storage()), donate_argnums=0)
-state = init_state(config, model_config)
+recipe = make_recipe(config, model_config)
+step = jax.jit(make_train_step(recipe), donate_argnums=0)
+state = init_state(recipe)
 losses = []
 for _ in range(config.steps):
     state, metrics = step(state, next(batches))

@@ -5,14 +5,14 @@ from tiny import CONFIG as MODEL
 
 from train.checkpoint import Checkpoints, identity_of
 from train.config import PretrainConfig
-from train.step import init_state
+from train.step import init_state, make_recipe
 
 IDENTITY = identity_of(model=MODEL, seed=0)
 
 
 @pytest.fixture(scope="module")
 def state():
-    return init_state(PretrainConfig(), MODEL)
+    return init_state(make_recipe(PretrainConfig(), MODEL))
 
 
 def like(state):

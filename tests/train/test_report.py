@@ -8,43 +8,120 @@ from tiny import CONFIG as MODEL
 
 from actjax import RandomizedSVD
 from models import Storage
-from train.config import PretrainConfig
-from train.report import explain_step, print_opening
-from train.step import init_state
+from train.config import OptimizerConfig, PretrainConfig
+from train.methods import MethodOptions
+from train.report import StepMemory, explain_step, gradient_bytes, print_opening, step_memory
+from train.step import init_state, make_recipe
 
-CONFIG = PretrainConfig(batch_size=4, seq_len=16)
+CONFIG = PretrainConfig(batch_size=4, seq_len=16, compute_dtype="float32")
 STORAGE = Storage(mlp_out=RandomizedSVD(4))
 
 
-@pytest.fixture(scope="module")
-def shapes():
-    return jax.eval_shape(lambda: init_state(CONFIG, MODEL))
+def recipe(storage: Storage = Storage(), **changes):
+    made = make_recipe(dataclasses.replace(CONFIG, **changes), MODEL)
+    return dataclasses.replace(made, storage=storage) if storage != Storage() else made
 
 
-def test_the_table_names_each_site_and_what_it_stores(shapes):
-    explanation = explain_step(CONFIG, shapes, STORAGE)
-    by_name = {residual.name: residual for residual in explanation.residuals}
+def shapes(one):
+    return jax.eval_shape(lambda: init_state(one))
+
+
+def explained(one):
+    return explain_step(one, shapes(one))
+
+
+def memory(one) -> StepMemory:
+    return step_memory(one, shapes(one), explained(one))
+
+
+def parameters() -> int:
+    return sum(x.size for x in jax.tree.leaves(shapes(recipe()).model))
+
+
+def test_the_table_names_each_site_and_what_it_stores():
+    by_name = {residual.name: residual for residual in explained(recipe(STORAGE)).residuals}
     assert by_name["mlp_out"].codec == "RandomizedSVD(rank=4)"
-    assert by_name["mlp_out"].stored_bytes == 3 * 2 * 4 * (4 * 16 + 44)
+    assert by_name["mlp_out"].stored_bytes == 3 * 4 * 4 * (4 * 16 + 44)
     assert by_name["mlp_in"].codec == "Exact()"
 
 
-def test_accumulation_keeps_a_micro_batch(shapes):
-    whole = explain_step(CONFIG, shapes, Storage())
-    half = explain_step(dataclasses.replace(CONFIG, accumulate=2), shapes, Storage())
-    row = {r.name: r.stored_bytes for r in half.residuals}["mlp_out"]
-    assert 2 * row == {r.name: r.stored_bytes for r in whole.residuals}["mlp_out"]
+def test_between_changes_of_a_subspace_inputs_are_stored_in_its_bases():
+    options = MethodOptions(rank=4, bits=8)
+    found = explained(recipe(method="subspace", options=options)).residuals
+    by_name = {residual.name: residual for residual in found}
+    assert by_name["mlp_out"].codec == "Basis(rank=4, bits=8)"
+    # A byte a coordinate, and a scale a token.
+    assert by_name["mlp_out"].stored_bytes == 3 * 4 * 16 * (4 + 4)
 
 
-def test_the_opening_says_where_memory_goes(shapes):
+def test_accumulation_keeps_a_micro_batch():
+    row = {r.name: r.stored_bytes for r in explained(recipe(accumulate=2)).residuals}["mlp_out"]
+    assert 2 * row == {r.name: r.stored_bytes for r in explained(recipe()).residuals}["mlp_out"]
+
+
+def test_memory_by_category_is_what_there_is():
+    one = memory(recipe())
+    assert one.weights == one.gradients == 4 * parameters()
+    # Two moments a weight, and a counter or three for each layer and the rest.
+    assert 0 <= one.optimizer - 8 * parameters() < 200
+    tokens = 4 * 16
+    # What the output projection reads is kept by attention, which needs it too.
+    linear = (24 + 24 + 44) * tokens * MODEL.num_layers * 4
+    assert one.linear_residuals == linear
+    assert one.other_residuals > linear
+    assert one.workspace is None
+    whole = one.with_workspace(one.gradients + linear + one.other_residuals + 1000)
+    assert whole.workspace == 1000
+    assert whole.total == one.total + 1000
+
+
+def test_factors_shared_by_weights_count_once_and_bases_not_at_all():
+    layers, rank = MODEL.num_layers, 4
+    kept = gradient_bytes(recipe(), shapes(recipe()))
+    low_rank = recipe(method="low_rank", options=MethodOptions(rank=rank))
+    sizes = gradient_bytes(low_rank, shapes(low_rank))
+    # k is the first of q, k and v: it counts the factor that they share.
+    assert sizes["layers.attention.k"] == layers * rank * (24 + 8) * 4
+    assert sizes["layers.attention.q"] == layers * rank * 24 * 4
+    subspace = recipe(method="subspace", options=MethodOptions(rank=rank))
+    sizes = gradient_bytes(subspace, shapes(subspace))
+    assert sizes["layers.attention.k"] == layers * rank * 8 * 4
+    assert sizes["embedding"] == kept["embedding"]
+
+
+def test_in_the_backward_pass_one_layer_has_a_gradient():
+    inside = recipe(in_backward=True)
+    sizes, whole = (
+        gradient_bytes(inside, shapes(inside)),
+        gradient_bytes(recipe(), shapes(recipe())),
+    )
+    for name, size in sizes.items():
+        assert size * (MODEL.num_layers if name.startswith("layers.") else 1) == whole[name]
+
+
+def test_8_bit_states_are_a_quarter():
+    # Wide enough that all matrices have the 4,096 entries to be compressed.
+    wide = dataclasses.replace(MODEL, hidden_size=96, num_kv_heads=6)
+    sizes = []
+    for dtype in ("float32", "8bit"):
+        config = dataclasses.replace(CONFIG, optimizer=OptimizerConfig(moment_dtype=dtype))
+        one = make_recipe(config, wide)
+        sizes.append(memory(one).optimizer)
+    # A byte for four, and a scale for each row, of which the shortest has 44 entries.
+    assert 0.25 < sizes[1] / sizes[0] < 0.25 * (1 + 4 / 44) + 0.01
+
+
+@pytest.mark.parametrize("method", ["exact", "subspace"])
+def test_the_opening_says_where_memory_goes(method):
     console = Console(file=io.StringIO(), width=140)
-    explanation = explain_step(CONFIG, shapes, STORAGE)
-    print_opening(console, CONFIG, MODEL, shapes, explanation)
+    one = recipe(method=method, options=MethodOptions(rank=4))
+    print_opening(console, one, shapes(one), explained(one), memory(one).with_workspace(10**9))
     text = console.file.getvalue()
-    for word in ("parameters", "weights", "gradients", "optimizer", "RandomizedSVD", "total"):
+    for word in ("parameters", "weights", "gradients", "optimizer", "linear residuals", "total",
+                 "other residuals", "workspace", "mlp_in"):  # fmt: skip
         assert word in text
 
 
-def test_a_rank_that_does_not_fit_is_found_before_the_first_step(shapes):
+def test_a_rank_that_does_not_fit_is_found_before_the_first_step():
     with pytest.raises(ValueError, match=r"`rank` 25 .* is above min\(T, d\) = 24"):
-        explain_step(CONFIG, shapes, Storage(mlp_in=RandomizedSVD(25)))
+        explained(recipe(Storage(mlp_in=RandomizedSVD(25))))

@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +10,21 @@ from tiny import batch as tokens_and_targets
 
 from actjax import RandomizedSVD
 from models import Storage
-from train.config import PretrainConfig
+from train.config import OptimizerConfig, PretrainConfig
+from train.methods import MethodOptions
 from train.sharding import batch_sharding, make_mesh, state_shardings
-from train.step import init_state, make_eval_step, make_train_step
+from train.step import (
+    Recipe,
+    init_state,
+    make_eval_step,
+    make_recipe,
+    make_refresh_step,
+    make_train_step,
+)
 
 CONFIG = PretrainConfig(batch_size=4, seq_len=16, compute_dtype="float32", steps=10)
 LOSSY = Storage(mlp_in=RandomizedSVD(4))
+OPTIONS = MethodOptions(rank=4, gap=2)
 
 
 def batch():
@@ -24,23 +34,35 @@ def batch():
     return {"inputs": tokens, "targets": targets, "mask": mask}
 
 
-def after(config: PretrainConfig, storage: Storage = Storage(), steps: int = 3):
-    step = jax.jit(make_train_step(config, storage))
-    state, losses = init_state(config, MODEL), []
-    for _ in range(steps):
-        state, metrics = step(state, batch())
+def recipe(config: PretrainConfig = CONFIG, storage: Storage | None = None) -> Recipe:
+    made = make_recipe(config, MODEL)
+    return made if storage is None else dataclasses.replace(made, storage=storage)
+
+
+def compiled(one: Recipe):
+    """What takes steps, and what takes those that change the subspace."""
+    return jax.jit(make_train_step(one)), jax.jit(make_refresh_step(one))
+
+
+def after(one: Recipe, steps: int = 3, programs=None):
+    """The state after some steps, and their losses, as a run takes them."""
+    step, refresh = programs or compiled(one)
+    state, losses = init_state(one), []
+    for i in range(steps):
+        due = one.due_layers(i)
+        state, metrics = step(state, batch()) if due is None else refresh(state, batch(), due)
         losses.append(float(metrics["loss"]))
     return state, losses
 
 
 def test_a_step_lowers_the_loss_and_counts():
-    state, losses = after(CONFIG, steps=6)
+    state, losses = after(recipe(), steps=6)
     assert losses[-1] < losses[0]
     assert int(state.step) == 6
 
 
 def test_the_same_run_gives_the_same_bits():
-    one, other = after(CONFIG, LOSSY)[0], after(CONFIG, LOSSY)[0]
+    one, other = after(recipe(storage=LOSSY))[0], after(recipe(storage=LOSSY))[0]
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
@@ -49,25 +71,98 @@ def test_keys_differ_from_step_to_step_and_from_seed_to_seed():
     still = dataclasses.replace(
         CONFIG, optimizer=dataclasses.replace(CONFIG.optimizer, learning_rate=0.0, warmup_steps=1)
     )
-    step = jax.jit(make_train_step(still, LOSSY))
-    state, first = step(init_state(still, MODEL), batch())
+    one = recipe(still, LOSSY)
+    step = jax.jit(make_train_step(one))
+    state, first = step(init_state(one), batch())
     _, second = step(state, batch())
     assert first["loss"] == second["loss"]
     assert first["grad_norm"] != second["grad_norm"]
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_accumulation_gives_the_gradient_of_the_whole_batch(count):
-    whole, losses = after(CONFIG)
-    parts, accumulated = after(dataclasses.replace(CONFIG, accumulate=count))
-    np.testing.assert_allclose(accumulated, losses, rtol=1e-5)
-    # Adam divides by the gradient's own size, so rounding shows relative to the learning rate.
-    for a, b in zip(jax.tree.leaves(parts.model), jax.tree.leaves(whole.model), strict=True):
+def test_subspaces_change_at_the_gap_all_at_once_or_one_after_the_other():
+    config = dataclasses.replace(CONFIG, method="subspace", options=MethodOptions(rank=4, gap=6))
+    due = [recipe(config).due_layers(i) for i in range(8)]
+    assert [None if d is None else d.tolist() for d in due] == [
+        [True] * 3, None, None, None, None, None, [True] * 3, None
+    ]  # fmt: skip
+    options = dataclasses.replace(config.options, stagger=True)
+    staggered = recipe(dataclasses.replace(config, options=options))
+    due = [staggered.due_layers(i) for i in range(7)]
+    assert [None if d is None else d.nonzero()[0].tolist() for d in due] == [
+        [0, 1, 2], None, [1], None, [2], None, [0]
+    ]  # fmt: skip
+    assert recipe().due_layers(0) is None
+
+
+def with_method(method: str, **changes) -> PretrainConfig:
+    return dataclasses.replace(CONFIG, method=method, options=OPTIONS, **changes)
+
+
+EIGHT_BIT = OptimizerConfig(moment_dtype="8bit")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        with_method("low_rank"),
+        with_method("subspace"),
+        with_method("galore"),
+        with_method("random_projection"),
+        with_method("subspace", in_backward=True),
+        with_method("exact", in_backward=True, optimizer=EIGHT_BIT),
+        with_method("remat", in_backward=True),
+    ],
+    ids=lambda c: f"{c.method}{' in backward' if c.in_backward else ''}",
+)
+def test_every_method_learns_and_repeats_itself(config):
+    fast = dataclasses.replace(config.optimizer, learning_rate=2e-2, warmup_steps=1)
+    one = recipe(dataclasses.replace(config, optimizer=fast))
+    programs = compiled(one)
+    state, losses = after(one, 5, programs)
+    assert losses[-1] < losses[0]
+    again, _ = after(one, 5, programs)
+    jax.tree.map(np.testing.assert_array_equal, state, again)
+
+
+def test_the_update_in_the_backward_pass_is_that_after_it():
+    # The first step is clipped by no norm, so neither may the other be.
+    free = OptimizerConfig(clip=float("inf"))
+    ordinary, losses = after(recipe(dataclasses.replace(CONFIG, optimizer=free)), 4)
+    config = dataclasses.replace(CONFIG, optimizer=free, in_backward=True)
+    inside, inside_losses = after(recipe(config), 4)
+    np.testing.assert_allclose(inside_losses, losses, rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(inside.model), jax.tree.leaves(ordinary.model), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-2 * CONFIG.optimizer.learning_rate)
 
 
+@pytest.mark.parametrize(
+    ("method", "count"), [("exact", 2), ("exact", 4), ("subspace", 4), ("random_projection", 4)]
+)
+def test_accumulation_gives_the_gradient_of_the_whole_batch(method, count):
+    # In a subspace too: the basis is the same in every micro-batch. But for the step that takes it
+    # from a gradient, whose factors are those of each micro-batch.
+    config = with_method(method)
+    one, parts = recipe(config), recipe(dataclasses.replace(config, accumulate=count))
+    programs = compiled(one)
+    state, data = after(one, 1, programs)[0], batch()
+    whole_state, whole = programs[0](state, data)
+    part_state, part = jax.jit(make_train_step(parts))(state, data)
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(part[name], whole[name], rtol=1e-5)
+    # Adam divides by the gradient's own size, so rounding shows relative to the learning rate.
+    for a, b in zip(
+        jax.tree.leaves(part_state.model), jax.tree.leaves(whole_state.model), strict=True
+    ):
+        np.testing.assert_allclose(a, b, atol=2e-2 * CONFIG.optimizer.learning_rate)
+
+
+def test_factors_of_micro_batches_are_put_side_by_side():
+    _, losses = after(recipe(with_method("low_rank", accumulate=2)))
+    assert losses[-1] < losses[0]
+
+
 def test_evaluation_sums_over_the_tokens_that_count():
-    state = init_state(CONFIG, MODEL)
+    state = init_state(recipe())
     data = batch()
     total = make_eval_step(dataclasses.replace(CONFIG, z_loss=1.0))(state.model, data)
     alone = [
@@ -77,18 +172,29 @@ def test_evaluation_sums_over_the_tokens_that_count():
     np.testing.assert_allclose(total, sum(alone), rtol=1e-5)
 
 
-def test_four_devices_give_the_loss_of_one():
-    mesh = make_mesh("fsdp=4")
-    state = init_state(CONFIG, MODEL)
+@pytest.mark.parametrize(
+    "config",
+    [
+        with_method("low_rank"),
+        with_method("subspace"),
+        with_method("subspace", in_backward=True, optimizer=EIGHT_BIT),
+    ],
+    ids=["low_rank", "subspace", "in backward"],
+)
+def test_four_devices_give_the_loss_of_one(config):
+    one, mesh = recipe(config), make_mesh("fsdp=4")
+    state = init_state(one)
     shardings = state_shardings(state, mesh)
     sharded = jax.device_put(state, shardings)
     data = jax.device_put(batch(), batch_sharding(mesh))
     losses = []
     with jax.set_mesh(mesh):
-        step = jax.jit(make_train_step(CONFIG, LOSSY), out_shardings=(shardings, None))
-        for _ in range(3):
-            sharded, metrics = step(sharded, data)
+        jit = functools.partial(jax.jit, out_shardings=(shardings, None))
+        step, refresh = jit(make_train_step(one)), jit(make_refresh_step(one))
+        for i in range(3):
+            due = one.due_layers(i)
+            sharded, metrics = step(sharded, data) if due is None else refresh(sharded, data, due)
             losses.append(float(metrics["loss"]))
-    np.testing.assert_allclose(losses, after(CONFIG, LOSSY)[1], rtol=1e-5)
+    np.testing.assert_allclose(losses, after(one)[1], rtol=1e-5)
     same = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), sharded, shardings)
     assert all(jax.tree.leaves(same))
