@@ -11,7 +11,7 @@ from actjax.precision import accumulation_dtype
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class LowRank:
     """The matrix `left @ right`, [..., d, n], of which only the factors exist.
 
@@ -42,6 +42,9 @@ class LowRank:
             )
 
     def __repr__(self) -> str:
+        # JAX makes trees of the same form that hold something else, such as shardings.
+        if not (hasattr(self.left, "shape") and hasattr(self.right, "shape")):
+            return f"LowRank(left={self.left!r}, right={self.right!r}, basis={self.basis!r})"
         shared = "" if self.basis is None else f", basis={self.basis!r}"
         return f"LowRank(shape={self.shape}, rank={self.rank}, dtype={self.dtype}{shared})"
 
@@ -100,12 +103,12 @@ class LowRank:
     def norm(self) -> jax.Array:
         """Returns the Frobenius norm, [...], in float32 at least, from two k by k Gram matrices.
 
-        Relative error: about `k eps (‖left‖ ‖right‖ / norm)²`, small unless the factors cancel.
+        Relative error: about `k eps (Σ ‖left_j‖ ‖right_j‖ / norm)²` over columns and rows, small
+        unless these cancel.
         """
-        left, left_size = _unit(self.left)
-        right, right_size = _unit(self.right)
+        left, right, exponent = self._balanced()
         square = jnp.sum(_gram(left.mT) * _gram(right), axis=(-2, -1))
-        return left_size * right_size * jnp.sqrt(jnp.maximum(square, 0))
+        return jnp.ldexp(jnp.sqrt(jnp.maximum(square, 0)), exponent)
 
     def vdot(self, other: "LowRank | jax.Array") -> jax.Array:
         """Returns the inner product `Σ self_ij other_ij`, over leading axes too, of the factors.
@@ -115,11 +118,26 @@ class LowRank:
         """
         if self.shape != other.shape:
             raise ValueError(f"`other` must have shape {self.shape}, got {other.shape}.")
+        left, right, exponent = self._balanced()
         if isinstance(other, LowRank):
-            return jnp.sum(
-                _product(self.left.mT, other.left) * _product(self.right, other.right.mT)
-            )
-        return jnp.sum(_product(self.left.mT, other) * self.right)
+            other_left, other_right, other_exponent = other._balanced()
+            terms = _product(left.mT, other_left) * _product(right, other_right.mT)
+            exponent += other_exponent
+        else:
+            terms = _product(left.mT, other) * right
+        return jnp.sum(jnp.ldexp(jnp.sum(terms, axis=(-2, -1)), exponent))
+
+    def _balanced(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns factors of entries within 1, and a power of two [...] to multiply them by.
+
+        So no square overflows, and no column that counts underflows because another is large.
+        """
+        dtype = accumulation_dtype(self.dtype)
+        left, left_powers = _unit_columns(self.left.astype(dtype))
+        right, right_powers = _unit_columns(self.right.astype(dtype).mT)
+        powers = left_powers + right_powers
+        largest = jnp.max(powers, axis=-1, initial=jnp.iinfo(powers.dtype).min // 2)
+        return jnp.ldexp(left, (powers - largest[..., None])[..., None, :]), right.mT, largest
 
     def singular_values(self) -> jax.Array:
         """Returns the singular values, [..., min(d, n, k)], descending, from small matrices."""
@@ -130,7 +148,8 @@ class LowRank:
 
         Error: in Frobenius norm the root of the sum of squares of the other `singular_values()`,
         the least that any matrix of that rank attains (Eckart and Young, 1936). By QR of both
-        factors and an SVD of k by k.
+        factors and an SVD of k by k. Of a matrix with fewer rows or columns than `rank`, the result
+        has no more than these.
 
         Raises:
           ValueError: `rank` is not within 1 and the present rank.
@@ -154,6 +173,8 @@ class LowRank:
         if self.shape != other.shape:
             raise ValueError(f"cannot add {other} to {self}: shapes differ.")
         if self.basis is not None and self.basis == other.basis:
+            if self.rank != other.rank:
+                raise ValueError(f"cannot add {other} to {self}: one basis has one rank.")
             return dataclasses.replace(self, right=self.right + other.right)
         return LowRank(
             jnp.concatenate([self.left, other.left], axis=-1),
@@ -175,7 +196,9 @@ class LowRank:
     __rmul__ = __mul__
 
     def __truediv__(self, scalar: jax.typing.ArrayLike) -> "LowRank":
-        return self * (1 / scalar)
+        if isinstance(scalar, LowRank) or jnp.ndim(scalar) != 0:
+            raise TypeError(f"{self} can be divided by a scalar only: use `dense()` for more.")
+        return dataclasses.replace(self, right=(self.right / scalar).astype(self.right.dtype))
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(f"{self} is no array: call `dense()` to make one, [d, n].")
@@ -193,6 +216,9 @@ def global_norm(tree: Any) -> jax.Array:
     """Returns the root of the sum of squares of all arrays and `LowRank` matrices of a tree.
 
     Nothing is made dense. Float32 at least; `optax.global_norm` would take factors for weights.
+
+    Args:
+      tree: a pytree of arrays and `LowRank`s, such as a gradient.
     """
     squares = [
         jnp.sum(leaf.norm() ** 2)
@@ -208,6 +234,10 @@ def clip_by_global_norm(tree: Any, max_norm: jax.typing.ArrayLike) -> tuple[Any,
 
     As `optax.clip_by_global_norm`, for trees that contain `LowRank` matrices, none made dense.
 
+    Args:
+      tree: a pytree of arrays and `LowRank`s, such as a gradient.
+      max_norm: the largest norm; infinite for no clipping.
+
     Returns:
       The scaled tree, and the norm before.
     """
@@ -217,7 +247,8 @@ def clip_by_global_norm(tree: Any, max_norm: jax.typing.ArrayLike) -> tuple[Any,
 
 def clip_factor(norm: jax.Array, max_norm: jax.typing.ArrayLike) -> jax.Array:
     """Returns what to multiply by so that something of norm `norm` has at most `max_norm`."""
-    return jnp.where(norm > max_norm, max_norm / jnp.where(norm > 0, norm, 1), 1.0)
+    # In this order NaN stays NaN: it must not look like a gradient that needs no clipping.
+    return jnp.where(norm <= max_norm, 1.0, max_norm / jnp.where(norm == 0, 1, norm))
 
 
 def scale_tree(tree: Any, factor: jax.Array) -> Any:
@@ -251,8 +282,11 @@ def _gram(rows: jax.Array) -> jax.Array:
     return _product(rows, rows.mT)
 
 
-def _unit(factor: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns a factor over its largest entry, and that, so that squares stay finite."""
-    factor = factor.astype(accumulation_dtype(factor.dtype))
-    largest = jnp.max(jnp.abs(factor), axis=(-2, -1), initial=0)
-    return factor / jnp.where(largest > 0, largest, 1)[..., None, None], largest
+def _unit_columns(factor: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns a factor [..., d, k] over powers of two, and these [..., k], which is exact."""
+    largest = jnp.max(jnp.abs(factor), axis=-2, initial=0)
+    powers = jnp.where(jnp.isfinite(largest), jnp.frexp(largest)[1], 0)
+    # Of a column of zeros the power is far below any other, but no sum of two overflows.
+    powers = jnp.where(largest > 0, powers, jnp.where(largest == 0, -(2**16), powers))
+    shift = jnp.where(powers == -(2**16), 0, powers)
+    return jnp.ldexp(factor, -shift[..., None, :]), powers

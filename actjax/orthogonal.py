@@ -5,13 +5,14 @@ Fukaya et al. (2020). Two matrix products and a k by k factorisation each: no Ho
 runs at matmul speed and partitions over rows.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from actjax.precision import contract_tokens, matmul
+from actjax.precision import accumulation_dtype, contract_tokens, matmul
 
 
 def orthonormalize(y: jax.Array) -> jax.Array:
@@ -23,6 +24,7 @@ def orthonormalize(y: jax.Array) -> jax.Array:
     rather than as NaN: the shift keeps the Gram matrix positive definite. A basis with such
     columns still spans the range of `y`.
     """
+    y = y.astype(accumulation_dtype(y.dtype))
     largest = jnp.max(jnp.abs(y), axis=tuple(range(y.ndim - 1)))
     y = y / jnp.where(largest > 0, largest, 1)
     return _cholesky_qr(_cholesky_qr(y))
@@ -53,15 +55,24 @@ def for_each_matrix(fun: Callable[..., Any], *stacks: jax.Array) -> Any:
     lead = stacks[0].shape[:-2]
     if not lead:
         return fun(*stacks)
-    flat = tuple(x.reshape(-1, *x.shape[-2:]) for x in stacks)
-    result = jax.lax.map(lambda matrices: fun(*matrices), flat)
+    result = _map_matrices(fun, *(x.reshape(-1, *x.shape[-2:]) for x in stacks))
     return jax.tree.map(lambda y: y.reshape(*lead, *y.shape[1:]), result)
+
+
+# Compiled once for a function, also where nobody else compiles.
+@functools.partial(jax.jit, static_argnums=0)
+def _map_matrices(fun: Callable[..., Any], *stacks: jax.Array) -> Any:
+    return jax.lax.map(lambda matrices: fun(*matrices), stacks)
 
 
 def householder_basis(y: jax.Array) -> jax.Array:
     """Returns an orthonormal basis, [..., d, k], that contains the columns of each `y` [..., d, k].
 
-    By Householder QR: orthonormal whatever the rank of `y`, where `orthonormalize` returns short
-    columns. For what is not hot.
+    By Householder QR, in the accumulation dtype: orthonormal whatever the rank of `y`, where
+    `orthonormalize` returns short columns. For what is not hot.
     """
-    return for_each_matrix(lambda matrix: jnp.linalg.qr(matrix)[0], y)
+    return for_each_matrix(_first_factor, y.astype(accumulation_dtype(y.dtype)))
+
+
+def _first_factor(matrix: jax.Array) -> jax.Array:
+    return jnp.linalg.qr(matrix)[0]

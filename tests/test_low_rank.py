@@ -695,3 +695,40 @@ def test_any_tree_is_clipped_to_the_limit(limit, seed):
     rounding = norm_rounding(grads[0]) + 8 * 2**-23
     np.testing.assert_allclose(norm, dense_norm(grads), rtol=rounding)
     np.testing.assert_allclose(dense_norm(got), min(limit, dense_norm(grads)), rtol=2 * rounding)
+
+
+def test_columns_of_very_different_sizes_count_all():
+    large = LowRank(jnp.array([[1e10], [0]]), jnp.array([[1e-10, 0]]))
+    small = LowRank(jnp.array([[0], [1e-10]]), jnp.array([[0, 1e10]]))
+    np.testing.assert_allclose((large + small).norm(), 2**0.5, rtol=1e-6)
+    np.testing.assert_allclose((large + small).vdot(large + small), 2, rtol=1e-6)
+    far = LowRank(jnp.array([[1e20, 0], [0, 1.0]]), jnp.array([[1.0, 0], [0, 1e20]]))
+    np.testing.assert_allclose(far.norm(), 2**0.5 * 1e20, rtol=1e-6)
+    flat = LowRank(jnp.full((2, 1), 1e20), jnp.full((1, 2), 1e-20))
+    np.testing.assert_allclose(flat.vdot(flat), 4, rtol=1e-6)
+
+
+def test_a_gradient_that_is_no_number_is_not_taken_for_a_small_one():
+    clipped, norm = clip_by_global_norm({"a": jnp.array([jnp.nan, 1]), "b": jnp.ones(2)}, 1.0)
+    assert np.isnan(norm)
+    assert all(np.isnan(x).all() for x in jax.tree.leaves(clipped))
+
+
+def test_a_scalar_divides_in_its_own_precision():
+    a = LowRank(jnp.ones((2, 1)), jnp.ones((1, 2)))
+    np.testing.assert_allclose((a / jnp.bfloat16(3)).dense(), 1 / 3, rtol=1e-6)
+    with pytest.raises(TypeError, match="can be divided by a scalar only"):
+        a / jnp.ones(2)
+
+
+def test_one_basis_has_one_rank():
+    one = LowRank(jnp.ones((4, 1)), jnp.ones((1, 5)), "p")
+    with pytest.raises(ValueError, match="one basis has one rank"):
+        LowRank(jnp.ones((4, 3)), jnp.ones((3, 5)), "p") + one
+
+
+def test_trees_of_its_form_can_be_printed_compared_and_hashed():
+    a = LowRank(jnp.ones((2, 1)), jnp.ones((1, 2)))
+    assert str(jax.tree.map(jnp.shape, a)) == "LowRank(left=(2, 1), right=(1, 2), basis=None)"
+    assert a == a and a != LowRank(a.left, a.right)  # noqa: PT018
+    assert hash(a) is not None

@@ -41,9 +41,9 @@ class MethodOptions:
 
     def __post_init__(self) -> None:
         if self.rank < 0:
-            raise ValueError(f"`--method.rank` must be at least 0, got {self.rank}.")
+            raise ValueError(f"`--rank` must be at least 0, got {self.rank}.")
         if self.gap < 1:
-            raise ValueError(f"`--method.gap` must be at least 1, got {self.gap}.")
+            raise ValueError(f"`--gap` must be at least 1, got {self.gap}.")
 
     def resolved(self, default_rank: int) -> "MethodOptions":
         """Returns these options with a rank."""

@@ -144,6 +144,7 @@ def prepare(config: PretrainConfig, console: Console) -> Run:
         tokenizer=tokenizer.fingerprint,
         weight_dtype=config.weight_dtype,
         seed=config.seed,
+        optimizer=recipe.optimizer_form,
         **sizes,
     )
     checkpoints = _open_checkpoints(config)

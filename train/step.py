@@ -59,6 +59,19 @@ class Recipe:
         tx = self.optimizer
         return tx if isinstance(tx, actjax.optim.SubspaceTransformation) else None
 
+    @property
+    def optimizer_form(self) -> dict[str, Any]:
+        """Settings that shape the optimizer's state: a checkpoint must agree with them."""
+        config, method = self.config, methods.method(self.config.method)
+        form = {
+            "moment_dtype": config.optimizer.moment_dtype,
+            "in_backward": config.in_backward,
+            "subspace": None,
+        }
+        if method.subspace is not None:
+            form["subspace"] = dataclasses.asdict(method.subspace) | {"rank": config.options.rank}
+        return form
+
     def due_layers(self, step: int) -> np.ndarray | None:
         """Returns the layers whose subspace changes at a step, [layers] of bool; None if none.
 

@@ -37,11 +37,13 @@ def encode(x: jax.Array, basis: jax.Array, bits: int = 16) -> BasisCode:
 
     Storage: `T k` values of the dtype of `x`; in 8 bits, `T k` bytes and T values.
     Error of `decode`: none; in 8 bits at most `max|u| / 254` within the k coordinates `u` of a
-    token, and the rounding of their scale.
+    token, and the rounding of their scale and of the result to the dtype of `x`.
 
     Raises:
-      ValueError: shapes that do not fit.
+      ValueError: shapes that do not fit, or bits that are not in `BITS`.
     """
+    if bits not in BITS:
+        raise ValueError(f"`bits` must be one of {BITS}, got {bits!r}.")
     if basis.ndim != 2 or basis.shape[0] != x.shape[-1]:
         raise ValueError(f"`basis` must be [{x.shape[-1]}, k] for x{x.shape}, got {basis.shape}.")
     coordinates = matmul(x, basis.astype(x.dtype))

@@ -341,9 +341,13 @@ def _leading_basis(gradients: list[Any], rank: int, key: jax.Array, group: str) 
     wide = accumulation_dtype(thin.dtype)
     q = householder_basis(thin.astype(wide))
     core = _unit(jnp.concatenate([_in_columns(q, g) for g in gradients], axis=-1))
-    vectors = for_each_matrix(lambda gram: jnp.linalg.eigh(gram)[1], _matmul(core, core.mT))
+    vectors = for_each_matrix(_eigenvectors, _matmul(core, core.mT))
     # Eigenvalues ascend.
     return _matmul(q, vectors[..., ::-1][..., :rank])
+
+
+def _eigenvectors(gram: jax.Array) -> jax.Array:
+    return jnp.linalg.eigh(gram)[1]
 
 
 def _unit(matrix: jax.Array) -> jax.Array:

@@ -114,6 +114,16 @@ def test_integers_use_their_range_and_leave_out_the_least(dtype, x64):
     np.testing.assert_array_equal(negated.scale, code.scale)
 
 
+@dtypes
+def test_integers_are_nearest_in_units_of_the_scale_that_is_stored(dtype, x64):
+    x = normal(0, 500, RANK, dtype=dtype)
+    code = in_basis.encode(x, jnp.eye(RANK, dtype=dtype), 8)
+    error = abs(f64(code.values) * f64(code.scale) - f64(x))
+    # Of quotients up to 127, rounded to float32 at least.
+    quotient = 128 * epsilon(jnp.promote_types(dtype, "float32"))
+    assert np.all(error <= f64(code.scale) * (0.5 + quotient))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @shapes
 def test_bytes_are_as_the_docstring_says(shape, dtype):
@@ -127,7 +137,8 @@ def test_bytes_are_as_the_docstring_says(shape, dtype):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @bits
 def test_zeros_come_back_as_zeros(bits, dtype):
-    got = round_trip(jnp.zeros((TOKENS, FEATURES), dtype), directions(), bits)
+    with jax.debug_nans(True):
+        got = round_trip(jnp.zeros((TOKENS, FEATURES), dtype), directions(), bits)
     np.testing.assert_array_equal(f64(got), np.zeros((TOKENS, RANK)))
 
 
@@ -201,3 +212,8 @@ def test_any_activation_survives(shape, scale, dtype, seed):
     got, exact = f64(round_trip(x, basis, 8)), f64(x) @ f64(basis)
     summed = (features + 1) * 2**-23 * (abs(f64(x)) @ abs(f64(basis)))
     assert np.all(abs(got - exact) <= in_eight_bits(x, basis) + summed.max(-1, keepdims=True))
+
+
+def test_bits_that_there_are_not_are_refused():
+    with pytest.raises(ValueError, match=r"`bits` must be one of \(8, 16\), got 4"):
+        encode(jnp.ones((3, 4)), jnp.ones((4, 2)), 4)

@@ -1,6 +1,7 @@
 """The program as a user runs it: begun, killed, gone on with, and told nonsense."""
 
 import dataclasses
+import functools
 import io
 import json
 import os
@@ -16,11 +17,11 @@ import pytest
 from rich.console import Console
 
 from train.checkpoint import Checkpoints
-from train.config import DataConfig, PretrainConfig
+from train.config import DataConfig, OptimizerConfig, PretrainConfig
 from train.methods import MethodOptions
 from train.metrics import read_metrics
 from train.pretrain import BadRunError, NonFiniteError, run
-from train.step import init_state
+from train.step import init_state, make_recipe
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
 STEPS = 12
@@ -61,11 +62,19 @@ def arguments(config: PretrainConfig) -> list[str]:
     flags = {name.replace("_", "-"): getattr(config, name) for name in names}
     flags |= {
         "rank": config.options.rank,
+        "gap": config.options.gap,
+        "moments": config.options.moments,
+        "bits": config.options.bits,
+        "moment-dtype": config.optimizer.moment_dtype,
         "data": config.data.data,
         "data-dir": config.data.data_dir,
         "vocab-size": config.data.vocab_size,
     }
-    return [f"--{name}={value}" for name, value in flags.items()]
+    switches = {"stagger": config.options.stagger, "in-backward": config.in_backward}
+    return [
+        *(f"--{name}={value}" for name, value in flags.items()),
+        *(f"--{name if on else f'no-{name}'}" for name, on in switches.items()),
+    ]
 
 
 def start(config: PretrainConfig, *more: str) -> subprocess.Popen:
@@ -91,7 +100,8 @@ def final_state(config: PretrainConfig):
     """The arrays of the last checkpoint."""
     from models import preset
 
-    state = jax.eval_shape(lambda: init_state(config, preset(config.model)))
+    recipe = make_recipe(config, preset(config.model))
+    state = jax.eval_shape(functools.partial(init_state, recipe))
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), state)
     folder = config.out / "checkpoints"
@@ -118,13 +128,51 @@ def test_a_run_leaves_all_it_promises(unbroken):
     lines = read_metrics(whole.out / "metrics.jsonl")
     training = [line for line in lines if "loss" in line]
     assert [line["step"] for line in training] == [*range(1, STEPS + 1)]
-    assert {"loss", "grad_norm", "learning_rate", "tokens_per_second"} <= training[0].keys()
+    columns = {"loss", "grad_norm", "update_norm", "learning_rate", "tokens_per_second"}
+    assert columns <= training[0].keys()
     assert training[-1]["loss"] < training[0]["loss"]
     assert [line["step"] for line in lines if "perplexity" in line] == [5, 10, STEPS]
     assert (whole.out / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert list((whole.out / "tensorboard").glob("events*"))
-    for word in ("RandomizedSVD(rank=4)", "optimizer", "held-out loss", f"done at step {STEPS}"):
+    for word in (
+        "RandomizedSVD(rank=4)",
+        "optimizer",
+        "linear residuals",
+        "workspace",
+        "held-out loss",
+        f"done at step {STEPS}",
+    ):
         assert word in text
+
+
+EIGHT_BIT = OptimizerConfig(moment_dtype="8bit")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"method": "random_projection", "options": MethodOptions(rank=4, gap=5)},
+        {
+            "method": "subspace",
+            "options": MethodOptions(rank=4, gap=4, bits=8, moments="rotate", stagger=True),
+            "optimizer": EIGHT_BIT,
+            "in_backward": True,
+        },
+    ],
+    ids=["random_projection", "subspace in backward, 8 bits"],
+)
+def test_bases_moments_and_keys_survive_a_kill(folder, changes):
+    # Killed after the step that changed the subspace, and before the next that does.
+    whole = config(folder, f"{changes['method']}-whole", **changes)
+    process = start(whole)
+    text = process.communicate()[0]
+    assert process.returncode == 0, text
+    broken = config(folder, f"{changes['method']}-killed", **changes)
+    process = start(broken)
+    wait_for_step(process, broken.out, 7)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert_ends_like((whole, text), broken)
 
 
 def assert_ends_like(unbroken, broken: PretrainConfig) -> None:
@@ -178,6 +226,9 @@ def test_the_same_in_one_process_and_a_second_time_is_refused(folder, unbroken):
         run(dataclasses.replace(whole, resume=True, steps=11), console)
     with pytest.raises(BadRunError, match=r"another run:\n  model.hidden_size: 128 there, 256 now"):
         run(dataclasses.replace(whole, model="llama_20m", resume=True), console)
+    message = r"another run:(?s:.*)subspace.side: None there, 'input' now"
+    with pytest.raises(BadRunError, match=message):
+        run(dataclasses.replace(whole, method="subspace", resume=True), console)
 
 
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_checkpoint(folder):
