@@ -216,4 +216,4 @@ def test_any_activation_survives(shape, scale, dtype, seed):
 
 def test_bits_that_there_are_not_are_refused():
     with pytest.raises(ValueError, match=r"`bits` must be one of \(8, 16\), got 4"):
-        encode(jnp.ones((3, 4)), jnp.ones((4, 2)), 4)
+        in_basis.encode(jnp.ones((3, 4)), jnp.ones((4, 2)), 4)
