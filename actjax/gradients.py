@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from actjax.codecs.basis import BITS
 from actjax.low_rank import LowRank, is_low_rank
 from actjax.precision import accumulation_dtype
-from actjax.taps import TappedWeight, Use, find_uses, path_name
+from actjax.taps import TappedWeight, Use, find_uses, path_name, plain_weights
 
 
 @jax.tree_util.register_dataclass
@@ -49,6 +49,7 @@ class _Tapped:
       rank: of its gradient.
       is_first: whether it is that first weight.
       in_basis: whether the rank is that of a given basis.
+      left_dtype: of the factor that the weights of the input share.
     """
 
     path: str
@@ -56,6 +57,7 @@ class _Tapped:
     rank: int
     is_first: bool
     in_basis: bool
+    left_dtype: Any
 
 
 def value_and_grad(
@@ -110,9 +112,13 @@ def value_and_grad(
         inner = (lambda p: of_parameters((p,))) if single else of_parameters
         tree = parameters[0] if single else parameters
         taps = plan_taps(inner, tree, given)
-        value, gradient = jax.value_and_grad(
-            lambda differentiated: inner(taps.merge(tree, differentiated, given)), has_aux=has_aux
-        )(taps.split(tree))
+
+        def of_taps(differentiated: Any) -> Any:
+            result = inner(taps.merge(tree, differentiated, given))
+            # A weight may come out again beside the value, as it went in.
+            return (result[0], plain_weights(result[1])) if has_aux else result
+
+        value, gradient = jax.value_and_grad(of_taps, has_aux=has_aux)(taps.split(tree))
         return value, taps.join(gradient, given)
 
     return value_and_gradient
@@ -190,7 +196,7 @@ def accumulate(
     if weights is None:
         weights = jnp.full((count,), 1 / count)
     first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches)
-    shapes = jax.eval_shape(loss_and_grad, params, first)[1]
+    loss, shapes = jax.eval_shape(loss_and_grad, params, first)
     leaves, treedef = jax.tree.flatten(shapes, is_leaf=is_low_rank)
     apart = [is_low_rank(g) and g.basis is None for g in leaves]
 
@@ -199,14 +205,14 @@ def accumulate(
         value, gradient = loss_and_grad(params, batch)
         parts = treedef.flatten_up_to(gradient)
         total = [
-            s if alone else _add(s, _wide(g) * weight)
+            s if alone else _add(s, _scaled(_wide(g), weight))
             for s, g, alone in zip(sums[1], parts, apart, strict=True)
         ]
         side_by_side = [g * weight for g, alone in zip(parts, apart, strict=True) if alone]
-        return (sums[0] + weight * value, total), side_by_side
+        return (_add(sums[0], _scaled(_wide(value), weight)), total), side_by_side
 
     zeros = [None if alone else _zeros(g) for g, alone in zip(leaves, apart, strict=True)]
-    (value, total), stacked = jax.lax.scan(add, (jnp.zeros(()), zeros), (batches, weights))
+    (value, total), stacked = jax.lax.scan(add, (_zeros(loss), zeros), (batches, weights))
     rest = iter(stacked)
     merged = [
         _side_by_side(next(rest), max_rank) if alone else s
@@ -219,6 +225,11 @@ def _wide(g: Any) -> Any:
     """Returns a gradient in the dtype it is summed in; a shared basis stays as it is."""
     wide = accumulation_dtype(g.dtype)
     return dataclasses.replace(g, right=g.right.astype(wide)) if is_low_rank(g) else g.astype(wide)
+
+
+def _scaled(g: Any, weight: jax.Array) -> Any:
+    """Returns a gradient times a weight, in its own dtype."""
+    return g * weight if is_low_rank(g) else (g * weight).astype(g.dtype)
 
 
 def _zeros(g: Any) -> Any:
@@ -282,7 +293,7 @@ class Taps:
                 left = bases.arrays[plan.group].astype(right.dtype)
                 leaves.append(LowRank(left, right, plan.group))
             else:
-                leaves.append(LowRank(lefts[plan.group], right))
+                leaves.append(LowRank(lefts[plan.group].astype(right.dtype), right))
         return jax.tree.unflatten(self.treedef, leaves)
 
 
@@ -293,7 +304,8 @@ def plan_taps(fun: Callable[[Any], Any], parameters: Any, bases: Bases) -> Taps:
       ValueError: one of them cannot have a factored gradient, or a basis fits none.
     """
     paths, uses = _uses_by_path(fun, parameters)
-    return Taps(jax.tree.structure(parameters), _plan(paths, uses, bases))
+    dtypes = [jnp.result_type(leaf) for leaf in jax.tree.leaves(parameters)]
+    return Taps(jax.tree.structure(parameters), _plan(paths, uses, dtypes, bases))
 
 
 def _uses_by_path(
@@ -306,7 +318,9 @@ def _uses_by_path(
     return [path_name(path) for path, _ in flat], find_uses(traced.jaxpr)[: len(flat)]
 
 
-def _plan(paths: list[str], uses: list[list[Use]], bases: Bases) -> dict[int, _Tapped]:
+def _plan(
+    paths: list[str], uses: list[list[Use]], dtypes: list[Any], bases: Bases
+) -> dict[int, _Tapped]:
     """Returns, by position, the parameters that get a factored gradient.
 
     Raises:
@@ -314,6 +328,7 @@ def _plan(paths: list[str], uses: list[list[Use]], bases: Bases) -> dict[int, _T
     """
     groups: dict[tuple[int, ...], str] = {}
     plans: dict[int, _Tapped] = {}
+    widest: dict[str, Any] = {}
     for i, (path, found) in enumerate(zip(paths, uses, strict=True)):
         linear = [use for use in found if use.operator == "linear"]
         if not linear:
@@ -325,12 +340,13 @@ def _plan(paths: list[str], uses: list[list[Use]], bases: Bases) -> dict[int, _T
         if not in_basis and all(use.rank == 0 for use in linear):
             continue
         _check_uses(path, found, in_basis)
-        plans[i] = _Tapped(path, group, rank, group == path, in_basis)
+        widest[group] = jnp.promote_types(widest.get(group, dtypes[i]), dtypes[i])
+        plans[i] = _Tapped(path, group, rank, group == path, in_basis, dtypes[i])
     unknown = sorted(set(bases.arrays) - {plan.group for plan in plans.values()})
     if unknown:
         known = ", ".join(dict.fromkeys(groups.values())) or "none"
         raise ValueError(f"`bases` has {unknown}, but the inputs of linear operators are: {known}.")
-    return plans
+    return {i: dataclasses.replace(p, left_dtype=widest[p.group]) for i, p in plans.items()}
 
 
 def _check_uses(path: str, uses: list[Use], in_basis: bool) -> None:
@@ -348,6 +364,11 @@ def _check_uses(path: str, uses: list[Use], in_basis: bool) -> None:
             f"the weight `{path}` is read by {calls} linear operators, whose factors cannot be"
             f" added up: {advice}"
         )
+    if not all(use.leading for use in uses):
+        raise ValueError(
+            f"the weight `{path}` has a factored gradient, so the axis of it that `vmap` maps must"
+            f" be its first: move it there, or {advice}"
+        )
     if times > 1 and not in_basis:
         raise ValueError(
             f"the weight `{path}` meets a factored codec {times} times, in a loop that does not"
@@ -359,7 +380,7 @@ def _check_uses(path: str, uses: list[Use], in_basis: bool) -> None:
 def _zero_taps(weight: jax.Array, plan: _Tapped) -> tuple[jax.Array | None, jax.Array]:
     *lead, d, n = weight.shape
     has_left = plan.is_first and not plan.in_basis
-    left = jnp.zeros((*lead, d, plan.rank), weight.dtype) if has_left else None
+    left = jnp.zeros((*lead, d, plan.rank), plan.left_dtype) if has_left else None
     return left, jnp.zeros((*lead, plan.rank, n), weight.dtype)
 
 

@@ -6,32 +6,38 @@ import pathlib
 import tyro
 from matplotlib.figure import Figure
 
+from benchmarks.loss import best_rows, last_loss
 from benchmarks.record import RESULTS
 
-_NAMES = {
-    "plain": "plain JAX",
-    "jax.checkpoint, dots": "jax.checkpoint, dots",
-    "jax.checkpoint, full": "jax.checkpoint, full",
-    "exact": "actjax exact",
-    "pamm": "actjax pamm",
-    "random_projection": "actjax random_projection",
-    "low_rank": "actjax low_rank",
-}
+_RIVALS = (
+    "plain",
+    "jax.checkpoint, dots",
+    "jax.checkpoint, full",
+    "optax.contrib.galore d/4",
+    "exact",
+    "low_rank 32",
+    "galore d/4",
+    "subspace d/4",
+    "subspace d/16",
+    "exact, 8-bit states, in backward",
+    "remat, 8-bit states, in backward",
+)
+_COLORS = ("#0072B2", "#56B4E9", "#009E73", "#D55E00", "#E69F00", "#BBBBBB")
 
 
 def draw(
-    memory: pathlib.Path = RESULTS / "memory.json",
+    memory: pathlib.Path = RESULTS / "memory_h100.json",
     loss: pathlib.Path = RESULTS / "loss.json",
     out: pathlib.Path = RESULTS / "overview.png",
 ) -> None:
-    """Draws memory against operations, and the loss that each method ends at.
+    """Draws the memory of a whole step by category, and the loss that each variant ends at.
 
     Args:
       memory: raw result of `benchmarks.memory`.
       loss: raw result of `benchmarks.loss`.
       out: the picture.
     """
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    figure = Figure(figsize=(13, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     _draw_memory(left, json.loads(memory.read_text()))
     _draw_loss(right, json.loads(loss.read_text()))
@@ -41,30 +47,40 @@ def draw(
 
 def _draw_memory(axes, result: dict) -> None:
     rows = {row["rival"]: row for row in result["rows"]}
-    settings = result["settings"]
-    for i, (key, name) in enumerate(_NAMES.items()):
-        size = rows[key]["temporaries"] / 2**20
-        flops = rows[key]["matmul_flops"] / rows["plain"]["matmul_flops"]
-        axes.barh(i, size, color="tab:blue" if "actjax" in name else "tab:gray")
-        axes.text(size, i, f" {size:,.0f} MiB, {flops:.2f} x FLOPs", va="center")
-    axes.set_yticks(range(len(_NAMES)), _NAMES.values())
+    train, plain = result["settings"]["train"], rows["plain"]
+    for i, name in enumerate(_RIVALS):
+        row, start = rows[name], 0.0
+        for (category, size), color in zip(row["categories"].items(), _COLORS, strict=True):
+            label = category.replace("_", " ") if i == 0 else None
+            axes.barh(i, size / 2**30, left=start, color=color, label=label)
+            start += size / 2**30
+        flops = row["matmul_flops"] / plain["matmul_flops"]
+        axes.text(start, i, f" {row['peak'] / 2**30:.1f} GiB, {flops:.2f} x FLOPs", va="center")
+    axes.set_yticks(range(len(_RIVALS)), _RIVALS)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.6 * rows["plain"]["temporaries"] / 2**20)
-    shape = f"{settings['batch_size']} x {settings['seq_len']} tokens, {settings['dtype']}"
-    axes.set(title=f"{settings['model']}, {shape}", xlabel="residuals and workspace, MiB")
+    axes.set_xlim(0, 1.3 * plain["peak"] / 2**30)
+    shape = f"{train['batch_size']} x {train['seq_len']} tokens"
+    title = f"a whole AdamW step of {train['model']}, {shape}, {train['weight_dtype']}"
+    axes.set(title=title, xlabel="GiB, compiled for an H100")
+    axes.legend(loc="lower right", fontsize=8)
 
 
 def _draw_loss(axes, result: dict) -> None:
     train = result["settings"]["train"]
-    for row in result["rows"]:
-        if row["seed"] == 0:
-            steps = [(line["step"], line["validation_loss"]) for line in row["evaluations"]]
-            label = f"{row['method']}: {steps[-1][1]:.3f}"
-            axes.plot(*zip(*steps, strict=True), "o-", markersize=3, label=label)
-    tokens = f"{train['batch_size']} x {train['seq_len']} tokens a step"
-    axes.set(title=f"{train['model']}, {tokens}", xlabel="step", ylabel="held-out loss, nats")
-    axes.legend()
-    axes.grid(alpha=0.3)
+    best = best_rows(result["rows"])
+    names = sorted(best, key=lambda name: last_loss(best[name][0]))
+    for i, name in enumerate(names):
+        others = [row for row in result["rows"] if row["variant"] == name]
+        axes.plot([last_loss(row) for row in others], [i] * len(others), ".", color="#BBBBBB")
+        row = best[name][0]
+        axes.plot(last_loss(row), i, "o", color="#0072B2")
+        label = f"{last_loss(row):.3f} at {row['learning_rate']:g}  "
+        axes.text(last_loss(row), i - 0.35, label, fontsize=8, ha="center")
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    tokens = f"{train['steps']} steps of {train['batch_size']} x {train['seq_len']} tokens"
+    axes.set(title=f"{train['model']}, {tokens}", xlabel="held-out loss, nats a token")
+    axes.grid(axis="x", alpha=0.3)
 
 
 if __name__ == "__main__":

@@ -121,7 +121,9 @@ def main() -> None:
     config = tyro.cli(Config, description=__doc__, config=(tyro.conf.OmitArgPrefixes,))
     rows = measure(config)
     show(config, rows)
-    record.write(config, rows)
+    # Where a description lies on this machine says nothing to others.
+    target_name = pathlib.Path(config.gpu_target.name) if config.gpu_target else None
+    record.write(dataclasses.replace(config, gpu_target=target_name), rows)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from rich.table import Table
 import actjax
 from actjax.low_rank import is_low_rank
 from actjax.taps import path_name
+from train.methods import METHODS
 from train.step import Recipe, TrainState, batch_shapes, gradient_function, loss_function
 
 
@@ -137,6 +138,7 @@ def print_opening(
         f" method [bold]{config.method}[/bold],"
         f" {config.batch_size} x {config.seq_len} tokens a step"
     )
+    console.print(f"{config.method}: {METHODS[config.method].summary}")
     console.print(explanation)
     console.print(memory_table(memory))
 

@@ -17,7 +17,7 @@ from actjax.codecs import basis as in_basis
 from actjax.ops.checks import check_codec, check_floating
 from actjax.precision import contract_tokens, matmul
 from actjax.tags import keep, name_code
-from actjax.taps import TappedWeight, mark_input, mark_weight, plain_weight
+from actjax.taps import TappedWeight, mark_weights, plain_weight
 
 _Weights = tuple[Any, ...]
 """Arrays or `TappedWeight`s."""
@@ -78,7 +78,7 @@ def linear(
       TypeError: `codec` is no codec, or `x` or a weight is not floating point.
     """
     single = not isinstance(w, (tuple, list))
-    weights = (w,) if single else tuple(w)
+    weights = tuple(_value(v) for v in ((w,) if single else w))
     given = (bias,) if single else bias
     biases = (None,) * len(weights) if given is None else tuple(given)
     _check(x, weights, biases, codec)
@@ -120,6 +120,11 @@ def qkv_projection(
     return q, k, v
 
 
+def _value(w: Any) -> Any:
+    """Returns what a Flax nnx variable holds, which may be a `TappedWeight`; else `w` itself."""
+    return w.get_value() if hasattr(w, "get_value") else w
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _linear(
     codec: Codec,
@@ -129,10 +134,9 @@ def _linear(
     biases: _Biases,
     key: jax.Array | None,
 ) -> tuple[jax.Array, ...]:
-    del name, key
-    rank = codec.gradient_rank(x.shape)
-    x = mark_input(x)
-    marked = [mark_weight(plain_weight(w), rank) for w in weights]
+    del name
+    plain = [plain_weight(w) for w in weights]
+    marked = mark_weights(plain, codec.gradient_rank(x.shape), x, key)
     return tuple(_apply(x, w, b) for w, b in zip(marked, biases, strict=True))
 
 
