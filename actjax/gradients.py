@@ -98,7 +98,8 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
-        numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+        single = not isinstance(argnums, Sequence)
+        numbers = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
         parameters = tuple(args[i] for i in numbers)
 
         def of_parameters(parameters: Any) -> Any:
@@ -108,7 +109,6 @@ def value_and_grad(
             return fun(*replaced, **kwargs)
 
         # A single argument's weights go by their path in it, without its number in front.
-        single = isinstance(argnums, int)
         inner = (lambda p: of_parameters((p,))) if single else of_parameters
         tree = parameters[0] if single else parameters
         taps = plan_taps(inner, tree, given)

@@ -18,3 +18,14 @@ def x64():
     """Float64 for one test, so that a formula is compared to 1e-12 and not to 1e-5."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture
+def quick_compile():
+    """Compiles without most optimisations: for tests of values, most of whose time is compilation.
+
+    Not for tests of memory, which is what the optimisations make it.
+    """
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

@@ -24,6 +24,7 @@ def gradients(model, scale: float = 1.0):
     return jax.tree.unflatten(treedef, drawn)
 
 
+@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize(
     "tx",
     [
@@ -53,6 +54,7 @@ def test_three_steps_are_those_of_optax(tx):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.usefixtures("quick_compile")
 def test_the_norm_is_that_of_what_was_added():
     model = tiny.decoder()
     state = optim.init(ADAMW, model)
@@ -61,6 +63,7 @@ def test_the_norm_is_that_of_what_was_added():
     np.testing.assert_allclose(norm, optax.global_norm(added), rtol=1e-4)
 
 
+@pytest.mark.usefixtures("quick_compile")
 def test_factored_gradients_are_made_dense_a_layer_at_a_time():
     codec = actjax.RandomizedSVD(3)
     w = 0.3 * jax.random.normal(jax.random.key(0), (5, 16, 16))
@@ -104,6 +107,7 @@ def test_no_update_of_all_layers_and_no_second_copy_exists(tx):
     assert stats.alias_size_in_bytes >= sum(x.nbytes for x in jax.tree.leaves((state, params)))
 
 
+@pytest.mark.usefixtures("quick_compile")
 def test_a_second_update_is_not_compiled_again():
     model = tiny.decoder()
     tx = optim.subspace(optim.eight_bit(optax.scale_by_adam(), min_size=64), 4)
@@ -114,6 +118,7 @@ def test_a_second_update_is_not_compiled_again():
     assert step._cache_size() == 1
 
 
+@pytest.mark.usefixtures("quick_compile")
 def test_four_devices_update_as_one():
     params = big_params(layers=4, width=64)
     tx = optim.eight_bit(ADAMW)

@@ -113,7 +113,7 @@ def assert_alike(ours, theirs, atol):
         np.testing.assert_allclose(a, b, atol=atol)
 
 
-@pytest.mark.usefixtures("x64")
+@pytest.mark.usefixtures("x64", "quick_compile")
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
     ("clip", "clip_by"), [(math.inf, "last_norm"), (0.1, "last_norm"), (0.1, "layer_norm")]
@@ -141,7 +141,7 @@ FORMS = {
 }  # fmt: skip
 
 
-@pytest.mark.usefixtures("x64")
+@pytest.mark.usefixtures("x64", "quick_compile")
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_factored_subspace_and_8_bit_steps_are_those_of_the_ordinary_step(form, checkpointed):
@@ -180,6 +180,7 @@ def test_codes_are_kept_and_no_gradient_of_all_weights():
     assert stats.alias_size_in_bytes > 2.9 * weights
 
 
+@pytest.mark.usefixtures("quick_compile")
 def test_four_devices_step_as_one():
     params = jax.tree.map(lambda x: x, parameters(width=32))
     update = optim.in_backward(before, layer_function(actjax.Exact()), after, ADAMW, clip=0.1)

@@ -15,6 +15,8 @@ import actjax
 from actjax import LowRank, optim
 from models import Storage
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 ADAM = {"b1": 0.9, "b2": 0.999, "eps": 1e-8}
 RATE = 0.1
 
