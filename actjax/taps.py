@@ -7,7 +7,8 @@ and is opened by `actjax.linear` alone, whose backward pass returns the factors 
 nothing for the weight.
 
 Which weights meet a linear operator, with what rank, and whether anything else reads them, is read
-from a trace of the function (`find_uses`): in it, `linear` marks its weights by name.
+from a trace of the function (`find_uses`). In it, `linear` leaves a primitive that computes nothing
+but is told by `vmap` what it maps (`mark_weights`).
 """
 
 import dataclasses
@@ -70,8 +71,8 @@ class TappedWeight:
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError(
             f"the weight `{self.path}` has a factored gradient, so only `actjax.linear` and"
-            " `actjax.qkv_projection` can read it: use one of these, give the operator"
-            " codec=Exact(), or differentiate with jax.value_and_grad."
+            " `actjax.qkv_projection` can read it, and only `.astype` cast it: use these, give the"
+            " operator codec=Exact(), or differentiate with jax.value_and_grad."
         )
 
     __array__ = __jax_array__ = __add__ = __radd__ = __mul__ = __rmul__ = __matmul__ = _refuse

@@ -27,3 +27,13 @@ def batch(
     """Returns tokens and targets, [rows, length] each."""
     tokens = jax.random.randint(jax.random.key(2), (rows, length + 1), 0, config.vocab_size)
     return tokens[:, :-1].astype(jnp.int32), tokens[:, 1:].astype(jnp.int32)
+
+
+def gradients(model: Decoder, scale: float = 1.0) -> Decoder:
+    """Returns random numbers in the place of the gradient of a model."""
+    leaves, treedef = jax.tree.flatten(model)
+    keys = jax.random.split(jax.random.key(7), len(leaves))
+    drawn = [
+        scale * jax.random.normal(k, w.shape, w.dtype) for w, k in zip(leaves, keys, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, drawn)

@@ -63,8 +63,9 @@ def linear(
 
     Args:
       x: activations, [..., d].
-      w: weight, [d, n], or a tuple of weights [d, n_i]. Under `actjax.value_and_grad` these may be
-        `TappedWeight`s, whose gradient comes in two factors.
+      w: weight, [d, n], or a tuple of weights [d, n_i]; a Flax nnx variable stands for its value.
+        Under `actjax.value_and_grad` these may be `TappedWeight`s, whose gradient comes in two
+        factors.
       bias: [n], or a tuple of biases (or None) as long as `w`. Its gradient is exact.
       codec: what is kept of `x`.
       key: randomness of the encoding; consumed. Needed if `codec.needs_key`.

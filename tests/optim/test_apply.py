@@ -15,15 +15,6 @@ from actjax import optim
 ADAMW = optax.adamw(1e-2, weight_decay=0.1)
 
 
-def gradients(model, scale: float = 1.0):
-    leaves, treedef = jax.tree.flatten(model)
-    keys = jax.random.split(jax.random.key(7), len(leaves))
-    drawn = [
-        scale * jax.random.normal(k, w.shape, w.dtype) for w, k in zip(leaves, keys, strict=True)
-    ]
-    return jax.tree.unflatten(treedef, drawn)
-
-
 @pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize(
     "tx",
@@ -41,7 +32,7 @@ def test_three_steps_are_those_of_optax(tx):
     state, whole_state = optim.init(tx, model), tx.init(whole)
     step = jax.jit(functools.partial(optim.apply, tx))
     for i in range(3):
-        grads = gradients(model, i + 1.0)
+        grads = tiny.gradients(model, i + 1.0)
         model, state = step(grads, state, model)
         updates, whole_state = tx.update(grads, whole_state, whole)
         whole = optax.apply_updates(whole, updates)
@@ -58,7 +49,7 @@ def test_three_steps_are_those_of_optax(tx):
 def test_the_norm_is_that_of_what_was_added():
     model = tiny.decoder()
     state = optim.init(ADAMW, model)
-    new, _, norm = optim.apply(ADAMW, gradients(model), state, model, with_norm=True)
+    new, _, norm = optim.apply(ADAMW, tiny.gradients(model), state, model, with_norm=True)
     added = jax.tree.map(jnp.subtract, new, model)
     np.testing.assert_allclose(norm, optax.global_norm(added), rtol=1e-4)
 
@@ -114,7 +105,7 @@ def test_a_second_update_is_not_compiled_again():
     state = optim.init(tx, model)
     step = jax.jit(functools.partial(optim.apply, tx))
     for _ in range(3):
-        model, state = step(gradients(model), state, model)
+        model, state = step(tiny.gradients(model), state, model)
     assert step._cache_size() == 1
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny import decoder
+from tiny import decoder, gradients
 
 import actjax
 from train.config import OptimizerConfig
@@ -14,15 +14,6 @@ from train.optimizer import learning_rate_schedule, make_optimizer
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 CONFIG = OptimizerConfig(learning_rate=1e-2, warmup_steps=4)
-
-
-def gradients(model, scale: float = 1.0):
-    leaves, treedef = jax.tree.flatten(model)
-    keys = jax.random.split(jax.random.key(7), len(leaves))
-    drawn = [
-        scale * jax.random.normal(k, w.shape, w.dtype) for w, k in zip(leaves, keys, strict=True)
-    ]
-    return jax.tree.unflatten(treedef, drawn)
 
 
 def trained(optimizer, model, steps: int = 5):
