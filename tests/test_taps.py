@@ -351,8 +351,8 @@ REFUSED = {
 def test_nothing_else_can_read_a_tapped_weight(operation, tapped):
     message = (
         "the weight `layers.w` has a factored gradient, so only `actjax.linear` and"
-        " `actjax.qkv_projection` can read it: use one of these, give the operator codec=Exact(),"
-        " or differentiate with jax.value_and_grad."
+        " `actjax.qkv_projection` can read it, and only `.astype` cast it: use these, give the"
+        " operator codec=Exact(), or differentiate with jax.value_and_grad."
     )
     with pytest.raises(TypeError, match=re.escape(message)):
         operation(tapped)
