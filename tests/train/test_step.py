@@ -4,6 +4,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from tiny import CONFIG as MODEL
 from tiny import batch as tokens_and_targets
@@ -12,14 +13,17 @@ from actjax import RandomizedSVD
 from models import Storage
 from train.config import OptimizerConfig, PretrainConfig
 from train.methods import MethodOptions
+from train.optimizer import learning_rate_schedule
 from train.sharding import batch_sharding, make_mesh, state_shardings
 from train.step import (
     Recipe,
     init_state,
+    loss_function,
     make_eval_step,
     make_recipe,
     make_refresh_step,
     make_train_step,
+    step_key,
 )
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -79,6 +83,35 @@ def test_keys_differ_from_step_to_step_and_from_seed_to_seed():
     _, second = step(state, batch())
     assert first["loss"] == second["loss"]
     assert first["grad_norm"] != second["grad_norm"]
+
+
+def test_a_step_is_that_of_optax_clipping_included():
+    # Below the norm of any gradient here, and Adam's second step shows by how much it was.
+    settings = OptimizerConfig(learning_rate=1e-2, warmup_steps=1, clip=0.05)
+    one = recipe(dataclasses.replace(CONFIG, optimizer=settings))
+    state, _ = after(one, 3)
+    tx = optax.chain(
+        optax.clip_by_global_norm(settings.clip),
+        optax.adamw(
+            learning_rate_schedule(settings, CONFIG.steps),
+            b1=settings.beta1,
+            b2=settings.beta2,
+            weight_decay=settings.weight_decay,
+            mask=lambda m: jax.tree_util.tree_map_with_path(
+                lambda path, _: "norm" not in jax.tree_util.keystr(path), m
+            ),
+        ),
+    )
+    model = init_state(one).model
+    moments, loss = tx.init(model), loss_function(one.config, one.storage)
+    for i in range(3):
+        grads = jax.grad(loss)(model, batch(), step_key(one.config, jnp.int32(i)))
+        assert optax.tree.norm(grads) > settings.clip
+        updates, moments = tx.update(grads, moments, model)
+        model = optax.apply_updates(model, updates)
+    # Adam divides by the gradient's own size, so rounding shows relative to the learning rate.
+    for a, b in zip(jax.tree.leaves(state.model), jax.tree.leaves(model), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-2 * settings.learning_rate)
 
 
 def test_subspaces_change_at_the_gap_all_at_once_or_one_after_the_other():
@@ -178,9 +211,10 @@ def test_evaluation_sums_over_the_tokens_that_count():
     "config",
     [
         with_method("low_rank"),
-        with_method("subspace", optimizer=EIGHT_BIT),
+        with_method("subspace"),
+        with_method("subspace", in_backward=True, optimizer=EIGHT_BIT),
     ],
-    ids=["low_rank", "subspace"],
+    ids=["low_rank", "subspace", "in backward"],
 )
 def test_four_devices_give_the_loss_of_one(config):
     one, mesh = recipe(config), make_mesh("fsdp=4")
