@@ -10,11 +10,11 @@ def accumulation_dtype(*dtypes: jax.typing.DTypeLike) -> jnp.dtype:
 
 
 def matmul(a: jax.Array, b: jax.Array, precision: jax.lax.PrecisionLike = None) -> jax.Array:
-    """Returns `a @ b`, [..., m] by [m, n], accumulated and returned in the accumulation dtype.
+    """Returns `a @ b`, accumulated and returned in the accumulation dtype of both.
 
     Args:
       a: [..., m].
-      b: [m, n].
+      b: [m, n], or a stack of them, [..., m, n].
       precision: as for `jax.numpy.matmul`; None lets a device round operands in float32.
     """
     dtype = accumulation_dtype(a.dtype, b.dtype)

@@ -19,11 +19,9 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 import jax
 import tyro
 from jax.sharding import NamedSharding, PartitionSpec
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks import record
+from benchmarks.report import print_table
 from benchmarks.rivals import RIVALS, rival
 from benchmarks.variants import check_names
 from train.config import PretrainConfig
@@ -114,22 +112,22 @@ def show(config: Config, rows: list[dict]) -> None:
     """Prints all-reduced bytes, those in the loop over layers apart, and other collectives."""
     train = config.train
     title = f"{train.model}, {train.batch_size} x {train.seq_len} over {len(jax.devices())} devices"
-    table = Table(title=title, box=box.SIMPLE_HEAD)
     headers = ("rival", "all-reduced MiB", "/ first", "in the layers", "/ first", "others MiB")
-    for header in headers:
-        table.add_column(header, justify="left" if header == "rival" else "right")
+    cells = []
     for row in rows:
         total, first = _all_reduced(row), _all_reduced(rows[0])
         others = sum(c["bytes"] * c["times"] for c in row["collectives"]) - total[0]
-        table.add_row(
-            row["rival"],
-            f"{total[0] / 2**20:,.1f}",
-            f"{total[0] / first[0]:.3f}",
-            f"{total[1] / 2**20:,.1f}",
-            f"{total[1] / first[1]:.3f}",
-            f"{others / 2**20:,.1f}",
+        cells.append(
+            (
+                row["rival"],
+                f"{total[0] / 2**20:,.1f}",
+                f"{total[0] / first[0]:.3f}",
+                f"{total[1] / 2**20:,.1f}",
+                f"{total[1] / first[1]:.3f}",
+                f"{others / 2**20:,.1f}",
+            )
         )
-    Console(width=110).print(table)
+    print_table(title, headers, cells)
 
 
 def _all_reduced(row: dict) -> tuple[int, int]:

@@ -14,11 +14,10 @@ import statistics
 import tempfile
 
 import tyro
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks import record
+from benchmarks.report import print_table
 from benchmarks.variants import VARIANTS, check_names
 from train.config import PretrainConfig
 from train.metrics import read_metrics
@@ -111,10 +110,8 @@ def show(config: Config, rows: list[dict]) -> None:
     """Prints the last held-out loss of each variant, and what it is above `exact`."""
     train = config.train
     title = f"{train.model}, {train.steps} steps of {train.batch_size} x {train.seq_len} tokens"
-    table = Table(title=title, box=box.SIMPLE_HEAD)
     headers = ("variant", "held-out loss", "above exact", "learning rate", "on the grid", "seeds")
-    for header in headers:
-        table.add_column(header, justify="left" if header == "variant" else "right")
+    cells = []
     best = best_rows(rows)
     for name in config.variants:
         losses = [last_loss(row) for row in best[name]]
@@ -124,15 +121,17 @@ def show(config: Config, rows: list[dict]) -> None:
             gap = f"{statistics.mean(losses) - exact:+.4f}"
         spread = f" ± {statistics.stdev(losses):.4f}" if config.seeds > 1 else ""
         grid = [last_loss(row) for row in rows if row["variant"] == name and row["seed"] == 0]
-        table.add_row(
-            name,
-            f"{statistics.mean(losses):.4f}{spread}",
-            gap,
-            f"{best[name][0]['learning_rate']:g}",
-            " ".join(f"{loss:.3f}" for loss in grid),
-            str(len(losses)),
+        cells.append(
+            (
+                name,
+                f"{statistics.mean(losses):.4f}{spread}",
+                gap,
+                f"{best[name][0]['learning_rate']:g}",
+                " ".join(f"{loss:.3f}" for loss in grid),
+                str(len(losses)),
+            )
         )
-    Console(width=140).print(table)
+    print_table(title, headers, cells)
 
 
 def main() -> None:

@@ -13,12 +13,10 @@ from typing import Any
 
 import jax
 import tyro
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks import record, target
 from benchmarks.flops import causal_loop_length, matmul_flops
+from benchmarks.report import print_table
 from benchmarks.rivals import RIVALS, compiled_memory, rival
 from benchmarks.variants import check_names
 from train.config import PretrainConfig
@@ -92,25 +90,25 @@ def show(config: Config, rows: list[dict]) -> None:
         f"{train.model}, {train.batch_size} x {train.seq_len}, weights {train.weight_dtype},"
         f" compute {train.compute_dtype}, compiled for {where}; GiB"
     )
-    table = Table(title=title, box=box.SIMPLE_HEAD)
     headers = ("rival", "peak", "/ first", "refresh", "weights", "gradients", "states",
                "linear res.", "other res.", "workspace", "fwd+bwd", "matmul TFLOP",
                "/ first")  # fmt: skip
-    for header in headers:
-        table.add_column(header, justify="left" if header == "rival" else "right")
+    cells = []
     gib = functools.partial(_scaled, unit=2**30)
     for row in rows:
-        table.add_row(
-            row["rival"],
-            gib(row["peak"]),
-            f"{row['peak'] / rows[0]['peak']:.3f}",
-            gib(row.get("refresh_peak")),
-            *(gib(size) for size in row["categories"].values()),
-            gib(row.get("forward_and_backward")),
-            _scaled(row["matmul_flops"], unit=1e12),
-            f"{row['matmul_flops'] / rows[0]['matmul_flops']:.3f}",
+        cells.append(
+            (
+                row["rival"],
+                gib(row["peak"]),
+                f"{row['peak'] / rows[0]['peak']:.3f}",
+                gib(row.get("refresh_peak")),
+                *(gib(size) for size in row["categories"].values()),
+                gib(row.get("forward_and_backward")),
+                _scaled(row["matmul_flops"], unit=1e12),
+                f"{row['matmul_flops'] / rows[0]['matmul_flops']:.3f}",
+            )
         )
-    Console(width=170).print(table)
+    print_table(title, headers, cells)
 
 
 def _scaled(size: int | None, unit: float) -> str:

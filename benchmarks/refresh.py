@@ -19,14 +19,13 @@ import jax
 import jax.numpy as jnp
 import optax
 import tyro
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 import actjax
-from actjax.optim.subspace import OVERSAMPLING, POWER_ITERATIONS, Side
+from actjax.optim.bases import OVERSAMPLING, POWER_ITERATIONS
+from actjax.optim.subspace import Side
 from benchmarks import record
 from benchmarks.flops import causal_loop_length, matmul_flops
+from benchmarks.report import print_table
 from benchmarks.rivals import rival
 from models import preset
 from train.config import PretrainConfig
@@ -160,11 +159,9 @@ def show(config: Config, rows: list[dict]) -> None:
     """Prints operations and time of a change, spread over the gap."""
     gap = config.train.options.gap
     title = f"{config.train.model}, a change of the subspace every {gap} steps"
-    table = Table(title=title, box=box.SIMPLE_HEAD)
     headers = ("what", "ms a layer", "/ svd", "s a step, all layers", "factorisations TFLOP",
                "TFLOP a step", "more in a refresh", "amortised share")  # fmt: skip
-    for header in headers:
-        table.add_column(header, justify="left" if header == "what" else "right")
+    cells = []
     svd = statistics.median(rows[0]["seconds_a_layer"])
     steps = [row["step_matmul_flops"] for row in rows if "step_matmul_flops" in row]
     for row in rows:
@@ -172,17 +169,19 @@ def show(config: Config, rows: list[dict]) -> None:
         factorisations = row["factorisation_flops"] * row["layers"]
         step = row.get("step_matmul_flops", max(steps))
         more = factorisations + row.get("refresh_matmul_flops", step) - step
-        table.add_row(
-            row["what"],
-            f"{median * 1e3:,.0f}",
-            f"{median / svd:.4f}",
-            f"{median * row['layers'] / gap:.3f}",
-            f"{factorisations / 1e12:,.2f}",
-            f"{step / 1e12:,.2f}",
-            f"{more / 1e12:,.2f}",
-            f"{more / gap / step:.5f}",
+        cells.append(
+            (
+                row["what"],
+                f"{median * 1e3:,.0f}",
+                f"{median / svd:.4f}",
+                f"{median * row['layers'] / gap:.3f}",
+                f"{factorisations / 1e12:,.2f}",
+                f"{step / 1e12:,.2f}",
+                f"{more / 1e12:,.2f}",
+                f"{more / gap / step:.5f}",
+            )
         )
-    Console(width=150).print(table)
+    print_table(title, headers, cells)
 
 
 def main() -> None:

@@ -18,12 +18,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import tyro
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks import record
 from benchmarks.flops import causal_loop_length, matmul_flops
+from benchmarks.report import print_table
 from benchmarks.rivals import RIVALS, compiled_memory, random_batch, rival
 from benchmarks.variants import check_names
 from models import preset
@@ -127,11 +125,9 @@ def show(config: Config, rows: list[dict], rate: float) -> None:
         f"{train.model}, {train.batch_size} x {train.seq_len}, weights {train.weight_dtype},"
         f" computed in {train.compute_dtype}, {device}, large product {rate / 1e12:.2f} TFLOP/s"
     )
-    table = Table(title=title, box=box.SIMPLE_HEAD)
     headers = ("rival", "ms (min to max)", "/ first", "tokens/s", "refresh ms", "bound ms", "of it",
                "peak GiB", "/ first")  # fmt: skip
-    for header in headers:
-        table.add_column(header, justify="left" if header == "rival" else "right")
+    cells = []
     tokens = train.batch_size * train.seq_len
     first = statistics.median(rows[0]["seconds"])
     for row in rows:
@@ -139,18 +135,20 @@ def show(config: Config, rows: list[dict], rate: float) -> None:
         spread = f"({min(row['seconds']) * 1e3:,.1f} to {max(row['seconds']) * 1e3:,.1f})"
         refresh = row["refresh_seconds"]
         bound = row["matmul_flops"] / rate
-        table.add_row(
-            row["rival"],
-            f"{median * 1e3:,.1f} {spread}",
-            f"{median / first:.3f}",
-            f"{tokens / median:,.0f}",
-            f"{statistics.median(refresh) * 1e3:,.1f}" if refresh else "",
-            f"{bound * 1e3:,.1f}",
-            f"{bound / median:.2f}",
-            f"{row['peak'] / 2**30:.2f}",
-            f"{row['peak'] / rows[0]['peak']:.3f}",
+        cells.append(
+            (
+                row["rival"],
+                f"{median * 1e3:,.1f} {spread}",
+                f"{median / first:.3f}",
+                f"{tokens / median:,.0f}",
+                f"{statistics.median(refresh) * 1e3:,.1f}" if refresh else "",
+                f"{bound * 1e3:,.1f}",
+                f"{bound / median:.2f}",
+                f"{row['peak'] / 2**30:.2f}",
+                f"{row['peak'] / rows[0]['peak']:.3f}",
+            )
         )
-    Console(width=150).print(table)
+    print_table(title, headers, cells)
 
 
 def main() -> None:

@@ -146,38 +146,19 @@ def in_backward(
             return Bases({})
 
         x, before_vjp = jax.vjp(lambda p: before(p, inputs), rest)
-        static: dict[str, Any] = {}
-
-        def forward(x: Any, xs: Any) -> tuple[Any, list[Any]]:
-            block, bases, slices = xs
-            taps = plan_taps(lambda p: layer(layers(p), x, inputs, slices), block, bases)
-            y, vjp = jax.vjp(
-                lambda d, x: layer(layers(taps.merge(block, d, bases)), x, inputs, slices),
-                taps.split(block),
-                x,
-            )
-            residuals, treedef = jax.tree.flatten(vjp)
-            # What a layer is given is there in the backward pass too, and is not kept twice.
-            given = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves((xs, inputs)))}
-            positions = [given.get(id(residual)) for residual in residuals]
-            static.update(taps=taps, treedef=treedef, positions=positions)
-            return y, [r for r, i in zip(residuals, positions, strict=True) if i is None]
-
-        xs = stacked, bases_of(state.optimizer.layers), per_layer
-        x, kept = jax.lax.scan(forward, x, xs)
+        one_layer = _LayerVjp(lambda p, x, own: layer(layers(p), x, inputs, own), inputs)
+        bases = bases_of(state.optimizer.layers)
+        x, kept = jax.lax.scan(one_layer.forward, x, (stacked, bases, per_layer))
         loss, after_vjp = jax.vjp(lambda p, x: after(p, x, inputs), rest, x)
         rest_grads, dx = after_vjp(jnp.ones_like(loss))
 
         def backward(n: jax.Array, carry: Any) -> Any:
-            dy, stacked, optimizer, squares = carry
+            dx, stacked, optimizer, squares = carry
             i = count - 1 - n
             block, layer_state = take(stacked, i), take(optimizer, i)
-            bases = bases_of(layer_state)
-            given = jax.tree.leaves((block, bases, take(per_layer, i))) + jax.tree.leaves(inputs)
-            own = iter(take(kept, i))
-            residuals = [next(own) if j is None else given[j] for j in static["positions"]]
-            gradient, dx = jax.tree.unflatten(static["treedef"], residuals)(dy)
-            grads, square = clipped(static["taps"].join(gradient, bases), last_norm)
+            given = block, bases_of(layer_state), take(per_layer, i)
+            grads, dx = one_layer.backward(given, take(kept, i), dx)
+            grads, square = clipped(grads, last_norm)
             due = refresh if due_layers is None else due_layers[i]
             block, layer_state, moved = update_one(tx, grads, layer_state, block, due)
             squares = squares[0] + square, squares[1] + moved
@@ -196,3 +177,41 @@ def in_backward(
         return merge(stacked, rest, params), state, loss, jnp.sqrt(squares[1] + moved)
 
     return InBackward(init, step)
+
+
+class _LayerVjp:
+    """The vector-Jacobian product of one layer, cut in two: one loop keeps what the other reads.
+
+    What the layer is given, its weights among it, is there in the backward loop too and is not kept
+    twice. `backward` reads what `forward` found out while it was traced.
+    """
+
+    def __init__(self, layer: Callable[[Any, Any, Any], Any], inputs: Any) -> None:
+        """Takes a function `layer(params, x, own)`, and what it closes over.
+
+        Args:
+          layer: from the parameters of one layer, in the structure of all, its input and its slice
+            of `per_layer` to its output.
+          inputs: arrays that it reads besides, the same in every layer.
+        """
+        self._layer = layer
+        self._inputs = inputs
+
+    def forward(self, x: Any, given: Any) -> tuple[Any, list[jax.Array]]:
+        """Returns the output and the residuals that are the layer's own; a body of `lax.scan`."""
+        block, bases, own = given
+        self._taps = taps = plan_taps(lambda p: self._layer(p, x, own), block, bases)
+        y, vjp = jax.vjp(
+            lambda d, x: self._layer(taps.merge(block, d, bases), x, own), taps.split(block), x
+        )
+        residuals, self._treedef = jax.tree.flatten(vjp)
+        places = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves((given, self._inputs)))}
+        self._places = [places.get(id(residual)) for residual in residuals]
+        return y, [r for r, i in zip(residuals, self._places, strict=True) if i is None]
+
+    def backward(self, given: Any, kept: list[jax.Array], dy: Any) -> tuple[Any, Any]:
+        """Returns the gradient of the layer's parameters, and the cotangent of its input."""
+        leaves, own = jax.tree.leaves((given, self._inputs)), iter(kept)
+        residuals = [next(own) if i is None else leaves[i] for i in self._places]
+        gradient, dx = jax.tree.unflatten(self._treedef, residuals)(dy)
+        return self._taps.join(gradient, given[1]), dx

@@ -23,21 +23,16 @@ import optax
 from actjax.codecs.base import check_positive_integer
 from actjax.gradients import Bases
 from actjax.low_rank import LowRank, is_low_rank
+from actjax.optim.bases import leading_basis, random_basis
 from actjax.optim.eight_bit import SECOND_MOMENTS, is_blockwise
 from actjax.optim.layers import LayerwiseState
 from actjax.optim.paths import split_path
-from actjax.orthogonal import for_each_matrix, householder_basis
-from actjax.precision import accumulation_dtype
+from actjax.precision import accumulation_dtype, matmul
 from actjax.taps import path_name
 
 Moments = Literal["keep", "reset", "rotate"]
 Source = Literal["gradient", "random"]
 Side = Literal["input", "output", "smaller"]
-
-OVERSAMPLING = 8
-"""Extra columns of the range finder (Halko et al., section 4.2, advise 5 to 10)."""
-POWER_ITERATIONS = 2
-"""Enough for gradients, whose singular values fall slowly (Halko et al., section 4.5)."""
 
 
 class SubspaceState(NamedTuple):
@@ -160,7 +155,9 @@ def subspace(
         for path, leaf in _by_path(params).items():
             if (p := projections.get(path)) is not None and p.group not in bases:
                 shape, drawn = (*leaf.shape[:-2], p.size(leaf), rank), _fold_name(key, p.group)
-                bases[p.group] = _random_basis(drawn, shape, source).astype(leaf.dtype)
+                # Orthonormal where it only waits for the first gradient.
+                basis = random_basis(drawn, shape, orthonormal=source == "gradient")
+                bases[p.group] = basis.astype(leaf.dtype)
         small = _map_by_path(
             lambda path, w: _projected_zeros(w, projections.get(path), rank), params
         )
@@ -229,9 +226,9 @@ def subspace(
         for group, old in state.bases.items():
             drawn = _fold_name(key, group)
             if source == "random":
-                new[group] = _random_basis(drawn, old.shape, source).astype(old.dtype)
+                new[group] = random_basis(drawn, old.shape).astype(old.dtype)
             else:
-                new[group] = _leading_basis(members[group], rank, drawn, group).astype(old.dtype)
+                new[group] = leading_basis(members[group], rank, drawn, group).astype(old.dtype)
         changed = {}
         for path, p in projections.items():
             changed[path] = (p, state.bases[p.group], new[p.group])
@@ -274,13 +271,13 @@ class _Projection(NamedTuple):
             if g.basis == self.group and self.on_input:
                 return g.right.astype(accumulation_dtype(g.dtype))
             if self.on_input:
-                return _matmul(_matmul(basis.mT, g.left), g.right)
-            return _matmul(g.left, _matmul(g.right, basis))
-        return _matmul(basis.mT, g) if self.on_input else _matmul(g, basis)
+                return matmul(matmul(basis.mT, g.left), g.right)
+            return matmul(g.left, matmul(g.right, basis))
+        return matmul(basis.mT, g) if self.on_input else matmul(g, basis)
 
     def project_back(self, n: jax.Array, basis: jax.Array) -> jax.Array:
         """Returns `P N`, or `N Pᵀ`, [..., d, n]."""
-        return _matmul(basis, n) if self.on_input else _matmul(n, basis.mT)
+        return matmul(basis, n) if self.on_input else matmul(n, basis.mT)
 
 
 def _plan(
@@ -315,63 +312,6 @@ def _projected_zeros(weight: Any, projection: _Projection | None, rank: int) -> 
     return jnp.zeros(shape, accumulation_dtype(weight.dtype))
 
 
-def _random_basis(key: jax.Array, shape: tuple[int, ...], source: Source) -> jax.Array:
-    """Returns `N(0, 1/k)`, [..., d, k]; orthonormal where it waits for the first gradient."""
-    normal = jax.random.normal(key, shape, jnp.float32)
-    return householder_basis(normal) if source == "gradient" else normal / shape[-1] ** 0.5
-
-
-def _leading_basis(gradients: list[Any], rank: int, key: jax.Array, group: str) -> jax.Array:
-    """Returns the leading left singular vectors, [..., d, rank], of the gradients side by side.
-
-    Orthonormal even if the gradients have a lower rank, or are zero.
-    """
-    lefts = list({id(g.left): g.left for g in gradients if is_low_rank(g)}.values())
-    if len([g for g in gradients if is_low_rank(g)]) == len(gradients):
-        thin = jnp.concatenate(lefts, axis=-1)
-        if thin.shape[-1] < rank:
-            raise ValueError(
-                f"a basis of rank {rank} for `{group}` cannot be taken from gradients of rank"
-                f" {thin.shape[-1]}: use a codec of rank {rank} or more in a refresh step."
-            )
-    else:
-        dense = [g.dense() if is_low_rank(g) else g for g in gradients]
-        joined = _unit(jnp.concatenate(dense, axis=-1))
-        thin, gradients = _sketch(joined, rank, key), [joined]
-    wide = accumulation_dtype(thin.dtype)
-    q = householder_basis(thin.astype(wide))
-    core = _unit(jnp.concatenate([_in_columns(q, g) for g in gradients], axis=-1))
-    vectors = for_each_matrix(_eigenvectors, _matmul(core, core.mT))
-    # Eigenvalues ascend.
-    return _matmul(q, vectors[..., ::-1][..., :rank])
-
-
-def _eigenvectors(gram: jax.Array) -> jax.Array:
-    return jnp.linalg.eigh(gram)[1]
-
-
-def _unit(matrix: jax.Array) -> jax.Array:
-    """Returns a matrix over its largest entry, so that squares are finite."""
-    matrix = matrix.astype(accumulation_dtype(matrix.dtype))
-    largest = jnp.max(jnp.abs(matrix), axis=(-2, -1), keepdims=True)
-    return matrix / jnp.where(largest > 0, largest, 1)
-
-
-def _in_columns(q: jax.Array, g: Any) -> jax.Array:
-    """Returns `qᵀ g`, [..., k, n]."""
-    return _matmul(_matmul(q.mT, g.left), g.right) if is_low_rank(g) else _matmul(q.mT, g)
-
-
-def _sketch(matrix: jax.Array, rank: int, key: jax.Array) -> jax.Array:
-    """Returns columns, [..., d, rank + oversampling], that span most of the range of `matrix`."""
-    d, n = matrix.shape[-2:]
-    width = min(rank + OVERSAMPLING, d)
-    y = _matmul(matrix, jax.random.normal(key, (n, width), accumulation_dtype(matrix.dtype)))
-    for _ in range(POWER_ITERATIONS):
-        y = _matmul(matrix, _matmul(matrix.mT, householder_basis(y)))
-    return y
-
-
 def _move_moments(
     policy: Moments, state: Any, changed: dict[str, tuple[_Projection, jax.Array, jax.Array]]
 ) -> Any:
@@ -391,20 +331,15 @@ def _move_moments(
         if policy == "reset":
             moved = jnp.zeros_like(moment)
         else:
-            rotation = _matmul(new.mT, old)
+            rotation = matmul(new.mT, old)
             if any(field in SECOND_MOMENTS for field in fields):
                 rotation = jnp.square(rotation)
             moved = (
-                _matmul(rotation, moment) if projection.on_input else _matmul(moment, rotation.mT)
+                matmul(rotation, moment) if projection.on_input else matmul(moment, rotation.mT)
             ).astype(moment.dtype)
         return leaf.encode(moved) if is_blockwise(leaf) else moved
 
     return jax.tree_util.tree_map_with_path(move, state, is_leaf=is_blockwise)
-
-
-def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns `a @ b` over leading axes, in the accumulation dtype of both."""
-    return jnp.matmul(a, b, preferred_element_type=accumulation_dtype(a.dtype, b.dtype))
 
 
 def _fold_name(key: jax.Array, name: str) -> jax.Array:

@@ -123,8 +123,8 @@ def test_activation_memory_falls_as_promised():
 )
 @pytest.mark.xfail(
     strict=True,
-    reason="met in bf16 on a GPU; in float32 nonlinear residuals alone are 0.24 of plain's peak, and"
-    " a CPU's workspace for one layer in 8 bits is 0.1",
+    reason="met in bf16 on a GPU; in float32 nonlinear residuals alone are 0.24 of plain's peak,"
+    " and a CPU's workspace for one layer in 8 bits is 0.1",
 )
 def test_the_bars_of_a_gpu_hold_in_float32_on_a_cpu(name, bar):
     assert step_peak(name) <= bar * step_peak("plain")

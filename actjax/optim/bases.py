@@ -1,0 +1,91 @@
+"""Bases for a subspace of the gradient: random, or the leading singular vectors of gradients.
+
+Of factored gradients by QR of their thin factor and eigenvectors of a small matrix; of dense ones
+by a randomised range finder (Halko et al., 2011). No decomposition of a dense matrix.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from actjax.low_rank import is_low_rank
+from actjax.orthogonal import for_each_matrix, householder_basis
+from actjax.precision import accumulation_dtype, matmul
+
+OVERSAMPLING = 8
+"""Extra columns of the range finder (Halko et al., section 4.2, advise 5 to 10)."""
+POWER_ITERATIONS = 2
+"""Enough for gradients, whose singular values fall slowly (Halko et al., section 4.5)."""
+
+
+def random_basis(key: jax.Array, shape: tuple[int, ...], orthonormal: bool = False) -> jax.Array:
+    """Returns `N(0, 1/k)`, [..., d, k], as CompAct draws it; or an orthonormal basis of its range.
+
+    Args:
+      key: a PRNG key.
+      shape: (..., d, k).
+      orthonormal: whether columns are.
+    """
+    normal = jax.random.normal(key, shape, jnp.float32)
+    return householder_basis(normal) if orthonormal else normal / shape[-1] ** 0.5
+
+
+def leading_basis(gradients: list[Any], rank: int, key: jax.Array, group: str) -> jax.Array:
+    """Returns the leading left singular vectors, [..., d, rank], of the gradients side by side.
+
+    Orthonormal even if the gradients have a lower rank, or are zero.
+
+    Args:
+      gradients: dense, [..., d, n], or `LowRank`; those of one input share their left factor.
+      rank: k.
+      key: of the sketch of dense gradients.
+      group: name of the basis, for messages.
+
+    Raises:
+      ValueError: factored gradients of a rank below `rank`.
+    """
+    lefts = list({id(g.left): g.left for g in gradients if is_low_rank(g)}.values())
+    if len([g for g in gradients if is_low_rank(g)]) == len(gradients):
+        thin = jnp.concatenate(lefts, axis=-1)
+        if thin.shape[-1] < rank:
+            raise ValueError(
+                f"a basis of rank {rank} for `{group}` cannot be taken from gradients of rank"
+                f" {thin.shape[-1]}: use a codec of rank {rank} or more in a refresh step."
+            )
+    else:
+        dense = [g.dense() if is_low_rank(g) else g for g in gradients]
+        joined = _unit(jnp.concatenate(dense, axis=-1))
+        thin, gradients = _sketch(joined, rank, key), [joined]
+    wide = accumulation_dtype(thin.dtype)
+    q = householder_basis(thin.astype(wide))
+    core = _unit(jnp.concatenate([_in_columns(q, g) for g in gradients], axis=-1))
+    vectors = for_each_matrix(_eigenvectors, matmul(core, core.mT))
+    # Eigenvalues ascend.
+    return matmul(q, vectors[..., ::-1][..., :rank])
+
+
+def _eigenvectors(gram: jax.Array) -> jax.Array:
+    return jnp.linalg.eigh(gram)[1]
+
+
+def _unit(matrix: jax.Array) -> jax.Array:
+    """Returns a matrix over its largest entry, so that squares are finite."""
+    matrix = matrix.astype(accumulation_dtype(matrix.dtype))
+    largest = jnp.max(jnp.abs(matrix), axis=(-2, -1), keepdims=True)
+    return matrix / jnp.where(largest > 0, largest, 1)
+
+
+def _in_columns(q: jax.Array, g: Any) -> jax.Array:
+    """Returns `qᵀ g`, [..., k, n]."""
+    return matmul(matmul(q.mT, g.left), g.right) if is_low_rank(g) else matmul(q.mT, g)
+
+
+def _sketch(matrix: jax.Array, rank: int, key: jax.Array) -> jax.Array:
+    """Returns columns, [..., d, rank + oversampling], that span most of the range of `matrix`."""
+    d, n = matrix.shape[-2:]
+    width = min(rank + OVERSAMPLING, d)
+    y = matmul(matrix, jax.random.normal(key, (n, width), accumulation_dtype(matrix.dtype)))
+    for _ in range(POWER_ITERATIONS):
+        y = matmul(matrix, matmul(matrix.mT, householder_basis(y)))
+    return y
