@@ -76,7 +76,9 @@ def value_and_grad(
 
     Works under `jit`, under `lax.scan` over stacked weights (the factors are stacked likewise),
     `vmap`, `jax.checkpoint`, and in Flax modules of both kinds. `fun` is traced once more than by
-    JAX, to find out which weights meet which operator.
+    JAX, to find out which weights meet which operator. A weight is known through casts, copies,
+    branches and slices of a scan. One that reaches the operator changed, as a transposed or scaled
+    one does, or out of a scan under `vmap`, is no longer the parameter: its gradient is dense.
 
     Args:
       fun: a scalar function, or of a scalar and an auxiliary output if `has_aux`.
