@@ -211,11 +211,8 @@ def train(run: Run, console: Console, stop: "_StopSignal") -> int:
         for step in range(start + 1, config.steps + 1):
             if stop.requested:
                 break
-            last, batch, due = (
-                metrics,
-                _put(run, next(run.batches)),
-                run.recipe.due_layers(step - 1),
-            )
+            last, batch = metrics, _put(run, next(run.batches))
+            due = run.recipe.due_layers(step - 1)
             if due is None:
                 state, metrics = run.train_step(state, batch)
             else:
