@@ -176,10 +176,8 @@ class Decoder(nnx.Module):
           key: randomness of the codecs of this step; needed if one of them draws.
         """
         _check_key(storage, key)
-        run_layer, tables = (
-            layer_function(self.config, storage),
-            rope_tables(self.config, x.shape[1]),
-        )
+        run_layer = layer_function(self.config, storage)
+        tables = rope_tables(self.config, x.shape[1])
 
         def body(x: jax.Array, layer: tuple[Block, jax.Array]) -> tuple[jax.Array, None]:
             block, layer_key = layer
