@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from actjax.codecs.basis import BITS
 from actjax.low_rank import LowRank, is_low_rank
 from actjax.precision import accumulation_dtype
-from actjax.taps import TappedWeight, Use, find_uses, path_name, plain_weights
+from actjax.taps import TappedWeight, Use, find_uses, named_leaves, plain_weights
 
 
 @jax.tree_util.register_dataclass
@@ -96,12 +96,19 @@ def value_and_grad(
       ValueError: when called: a weight with a factored gradient is read by two operators, more than
         once by one, or by something else; a basis that fits no input.
     """
-    given = bases if isinstance(bases, Bases) else Bases(dict(bases or {}))
+    given = _checked_bases(bases)
+    single = not isinstance(argnums, Sequence)
+    numbers: tuple[Any, ...] = (argnums,) if single else tuple(argnums)
+    if not all(isinstance(i, int) for i in numbers):
+        raise TypeError(f"`argnums` must be an integer, or a sequence of them, got {argnums!r}.")
 
     @functools.wraps(fun)
     def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
-        single = not isinstance(argnums, Sequence)
-        numbers = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
+        if not all(-len(args) <= i < len(args) for i in numbers):
+            raise TypeError(
+                f"`argnums` is {argnums}, but the function was called with {len(args)} positional"
+                " arguments: pass what is differentiated by position."
+            )
         parameters = tuple(args[i] for i in numbers)
 
         def of_parameters(parameters: Any) -> Any:
@@ -124,6 +131,19 @@ def value_and_grad(
         return value, taps.join(gradient, given)
 
     return value_and_gradient
+
+
+def _checked_bases(bases: Bases | Mapping[str, jax.Array] | None) -> Bases:
+    if isinstance(bases, Bases):
+        return bases
+    if not isinstance(bases, Mapping | None) or any(
+        jnp.ndim(x) < 2 for x in (bases or {}).values()
+    ):
+        raise TypeError(
+            "`bases` must map names of inputs to arrays [..., d, k], as `tx.bases(state)` of a"
+            f" subspace does, got {bases!r}."
+        )
+    return Bases(dict(bases or {}))
 
 
 def input_groups(fun: Callable[..., Any], *args: Any) -> dict[str, str]:
@@ -161,7 +181,7 @@ def with_bases(fun: Callable[..., Any], bases: Bases | Mapping[str, jax.Array]) 
       fun: a function whose first argument holds the weights.
       bases: as for `value_and_grad`.
     """
-    given = bases if isinstance(bases, Bases) else Bases(dict(bases))
+    given = _checked_bases(bases)
 
     @functools.wraps(fun)
     def stored_in_bases(parameters: Any, *args: Any) -> Any:
@@ -193,12 +213,30 @@ def accumulate(
       weights: of the micro-batches, [count]; `1 / count` each by default.
       max_rank: truncates summed factors to this rank. Error, in Frobenius norm: the root of the sum
         of squares of the dropped singular values, the least possible (`LowRank.truncate`).
+
+    Raises:
+      ValueError: `batches` do not share a leading axis of one at least, `weights` are not as many,
+        or the value is no scalar.
     """
-    count = jax.tree.leaves(batches)[0].shape[0]
-    if weights is None:
-        weights = jnp.full((count,), 1 / count)
+    lengths = {x.shape[0] if jnp.ndim(x) else 0 for x in jax.tree.leaves(batches)}
+    if len(lengths) != 1 or 0 in lengths:
+        raise ValueError(
+            "arrays of `batches` must share a leading axis, that of the micro-batches: its lengths"
+            f" are {sorted(lengths)}."
+        )
+    (count,) = lengths
+    weights = jnp.full((count,), 1 / count) if weights is None else jnp.asarray(weights)
+    if weights.shape != (count,):
+        raise ValueError(
+            f"`weights` must be [{count}], one for each micro-batch, got {list(weights.shape)}."
+        )
     first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches)
     loss, shapes = jax.eval_shape(loss_and_grad, params, first)
+    if getattr(loss, "shape", None) != ():
+        raise ValueError(
+            f"`loss_and_grad` must return a scalar and its gradient, got {loss} for the first. An"
+            " auxiliary output cannot be averaged: leave it out."
+        )
     leaves, treedef = jax.tree.flatten(shapes, is_leaf=is_low_rank)
     apart = [is_low_rank(g) and g.basis is None for g in leaves]
 
@@ -313,11 +351,11 @@ def plan_taps(fun: Callable[[Any], Any], parameters: Any, bases: Bases) -> Taps:
 def _uses_by_path(
     fun: Callable[..., Any], parameters: Any, *args: Any
 ) -> tuple[list[str], list[list[Use]]]:
-    flat, treedef = jax.tree_util.tree_flatten_with_path(parameters)
+    named, treedef = named_leaves(parameters), jax.tree.structure(parameters)
     traced = jax.make_jaxpr(lambda leaves, args: fun(jax.tree.unflatten(treedef, leaves), *args))(
-        [leaf for _, leaf in flat], args
+        list(named.values()), args
     )
-    return [path_name(path) for path, _ in flat], find_uses(traced.jaxpr)[: len(flat)]
+    return list(named), find_uses(traced.jaxpr)[: len(named)]
 
 
 def _plan(
@@ -347,7 +385,10 @@ def _plan(
     unknown = sorted(set(bases.arrays) - {plan.group for plan in plans.values()})
     if unknown:
         known = ", ".join(dict.fromkeys(groups.values())) or "none"
-        raise ValueError(f"`bases` has {unknown}, but the inputs of linear operators are: {known}.")
+        raise ValueError(
+            f"`bases` has {unknown}, but the inputs of linear operators are: {known}. A subspace"
+            " projects what its `groups` name: pass those of `actjax.input_groups`."
+        )
     return {i: dataclasses.replace(p, left_dtype=widest[p.group]) for i, p in plans.items()}
 
 

@@ -181,6 +181,10 @@ class LowRank:
             jnp.concatenate([self.right, other.right], axis=-2),
         )
 
+    def __radd__(self, other: Any) -> "LowRank":
+        # What `sum` starts from.
+        return self if isinstance(other, int) and other == 0 else NotImplemented
+
     def __neg__(self) -> "LowRank":
         return -1 * self
 
@@ -223,7 +227,7 @@ def global_norm(tree: Any) -> jax.Array:
     squares = [
         jnp.sum(leaf.norm() ** 2)
         if is_low_rank(leaf)
-        else jnp.sum(jnp.square(leaf.astype(accumulation_dtype(leaf.dtype))))
+        else jnp.sum(jnp.square(jnp.asarray(leaf, accumulation_dtype(jnp.result_type(leaf)))))
         for leaf in jax.tree.leaves(tree, is_leaf=is_low_rank)
     ]
     return jnp.sqrt(sum(squares, jnp.zeros(())))
@@ -240,7 +244,12 @@ def clip_by_global_norm(tree: Any, max_norm: jax.typing.ArrayLike) -> tuple[Any,
 
     Returns:
       The scaled tree, and the norm before.
+
+    Raises:
+      ValueError: `max_norm` is a number that is negative or NaN.
     """
+    if isinstance(max_norm, int | float) and not max_norm >= 0:
+        raise ValueError(f"`max_norm` of clip_by_global_norm must be at least 0, got {max_norm}.")
     norm = global_norm(tree)
     return scale_tree(tree, clip_factor(norm, max_norm)), norm
 
@@ -255,7 +264,9 @@ def scale_tree(tree: Any, factor: jax.Array) -> Any:
     """Multiplies every array and `LowRank` of a tree by a scalar; dtypes stay."""
 
     def scale(leaf: Any) -> Any:
-        return leaf * factor if is_low_rank(leaf) else (leaf * factor).astype(leaf.dtype)
+        if is_low_rank(leaf):
+            return leaf * factor
+        return (leaf * factor).astype(jnp.result_type(leaf))
 
     return jax.tree.map(scale, tree, is_leaf=is_low_rank)
 

@@ -12,7 +12,7 @@ but is told by `vmap` what it maps (`mark_weights`).
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -139,6 +139,21 @@ jax.interpreters.mlir.register_lowering(
 def path_name(path: Any) -> str:
     """Returns the name of a leaf by its path in a pytree, such as "layers.attention.q"."""
     return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+
+
+def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
+    """Returns the leaves of a pytree by the names of their paths, in their order.
+
+    Raises:
+      ValueError: two have the same, such as `{"a.b": x, "a": {"b": y}}`.
+    """
+    named: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]:
+        name = path_name(path)
+        if name in named:
+            raise ValueError(f"two parameters go by the path `{name}`: rename one of them.")
+        named[name] = leaf
+    return named
 
 
 @dataclasses.dataclass(frozen=True)

@@ -797,7 +797,7 @@ def test_bases_that_fit_no_input_are_refused(name):
 
 
 def test_bases_where_there_is_no_linear_operator_are_refused():
-    with pytest.raises(ValueError, match=r"`bases` has \['w'\], but .* are: none\.$"):
+    with pytest.raises(ValueError, match=r"`bases` has \['w'\], but .* are: none\. A subspace"):
         actjax.value_and_grad(lambda p: total(p["w"]), bases={"w": normal(0, 8, 3)})({"w": XS[0]})
 
 
@@ -1348,3 +1348,61 @@ def test_with_bases_is_the_function_and_has_no_gradient_of_the_weight(x64):
         np.testing.assert_array_equal(gradient[name], 0)
     np.testing.assert_allclose(gradient["o"], want["o"], rtol=1e-10, atol=1e-12)
     assert stored.__name__ == "qkv_loss"
+
+
+# What is called in another way than it should be.
+
+
+def test_two_parameters_of_one_name_are_refused():
+    params = {"a.b": normal(0, 8, 5), "a": {"b": normal(1, 8, 5)}}
+    fun = lambda p: total(XS[0] @ p["a.b"], XS[0] @ p["a"]["b"])  # noqa: E731
+    for call in (actjax.value_and_grad(fun), lambda p: actjax.input_groups(fun, p)):
+        with pytest.raises(ValueError, match=r"two parameters go by the path `a\.b`: rename one"):
+            call(params)
+
+
+def test_arguments_are_counted_by_position():
+    fun = lambda w: total(w)  # noqa: E731
+    with pytest.raises(TypeError, match=r"`argnums` is 0, but .* called with 0 positional"):
+        actjax.value_and_grad(fun)(w=XS[0])
+    with pytest.raises(TypeError, match=r"`argnums` is \(0, 5\), but .* with 1 positional"):
+        actjax.value_and_grad(fun, (0, 5))(XS[0])
+    with pytest.raises(TypeError, match=r"`argnums` must be an integer, .* got 'w'"):
+        actjax.value_and_grad(fun, "w")
+
+
+@pytest.mark.parametrize("bases", [[1], {"w": None}, {"w": 1.0}], ids=str)
+def test_bases_map_names_to_matrices(bases):
+    with pytest.raises(TypeError, match=r"`bases` must map names of inputs to arrays"):
+        actjax.value_and_grad(total, bases=bases)
+
+
+@pytest.mark.parametrize(
+    ("batches", "weights", "message"),
+    [
+        ({}, None, r"`batches` must share .* lengths are \[\]"),
+        (jnp.ones(()), None, r"`batches` must share .* lengths are \[0\]"),
+        (jnp.ones((0, 2)), None, r"`batches` must share .* lengths are \[0\]"),
+        ((jnp.ones(2), jnp.ones(3)), None, r"`batches` must share .* lengths are \[2, 3\]"),
+        (jnp.ones(3), jnp.ones(4), r"`weights` must be \[3\], .* got \[4\]"),
+    ],
+)
+def test_micro_batches_and_their_weights_are_as_many(batches, weights, message):
+    loss_and_grad = actjax.value_and_grad(lambda w, b: total(w))
+    with pytest.raises(ValueError, match=message):
+        actjax.accumulate(loss_and_grad, jnp.ones(2), batches, weights=weights)
+
+
+def test_weights_of_micro_batches_may_be_a_list():
+    loss_and_grad = actjax.value_and_grad(lambda w, b: b * jnp.sum(w))
+    value, grad = actjax.accumulate(
+        loss_and_grad, jnp.ones(2), jnp.asarray([1.0, 3.0]), weights=[0.25, 0.75]
+    )
+    assert value == 5
+    np.testing.assert_allclose(grad, [2.5, 2.5])
+
+
+def test_an_auxiliary_output_cannot_be_averaged():
+    loss_and_grad = actjax.value_and_grad(lambda w, b: (jnp.sum(w), b), has_aux=True)
+    with pytest.raises(ValueError, match=r"`loss_and_grad` must return a scalar and its gradient"):
+        actjax.accumulate(loss_and_grad, jnp.ones(2), jnp.ones(3))

@@ -732,3 +732,23 @@ def test_trees_of_its_form_can_be_printed_compared_and_hashed():
     assert str(jax.tree.map(jnp.shape, a)) == "LowRank(left=(2, 1), right=(1, 2), basis=None)"
     assert a == a and a != LowRank(a.left, a.right)  # noqa: PT018
     assert hash(a) is not None
+
+
+def test_a_sum_may_begin_with_nothing():
+    a = LowRank(jnp.ones((4, 1)), jnp.ones((1, 3)))
+    np.testing.assert_array_equal(sum([a, a]).dense(), 2 * np.ones((4, 3)))
+    with pytest.raises(TypeError):
+        1 + a
+
+
+@pytest.mark.parametrize("max_norm", [-1.0, float("nan"), -3])
+def test_a_largest_norm_is_no_less_than_zero(max_norm):
+    with pytest.raises(ValueError, match="`max_norm` of clip_by_global_norm must be at least 0"):
+        clip_by_global_norm({"w": jnp.ones(3)}, max_norm)
+
+
+def test_numbers_of_python_are_clipped_too():
+    clipped, norm = clip_by_global_norm({"a": 3.0, "b": jnp.asarray([4.0])}, 1.0)
+    assert norm == 5
+    np.testing.assert_allclose(clipped["a"], 0.6, rtol=1e-6)
+    np.testing.assert_allclose(clipped["b"], [0.8], rtol=1e-6)

@@ -120,7 +120,7 @@ def test_actjax_holds_its_public_names_and_nothing_else():
         *("optim", "value_and_grad", "with_bases"),
     }
     assert {name for name in vars(actjax.optim) if not name.startswith("_")} - {
-        *("bases", "layers", "paths"),
+        *("bases", "checks", "layers", "paths"),
     } == {
         *("Blockwise", "EightBitState", "InBackward", "InBackwardState", "LayerwiseState"),
         *("SubspaceState", "SubspaceTransformation", "apply", "eight_bit", "in_backward", "init"),

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from train.settings import flat
+
 
 class Checkpoints:
     """The checkpoints in a run's folder.
@@ -105,7 +107,7 @@ def _leaves(state: Any) -> dict[str, Any]:
 
 
 def _check_identity(saved: dict[str, Any], now: dict[str, Any], directory: Any) -> None:
-    saved, now = _flat(saved), _flat(now)
+    saved, now = flat(saved), flat(now)
     differing = [k for k in {**saved, **now} if saved.get(k) != now.get(k)]
     if differing:
         lines = [f"  {k}: {saved.get(k)!r} there, {now.get(k)!r} now" for k in differing]
@@ -114,13 +116,3 @@ def _check_identity(saved: dict[str, Any], now: dict[str, Any], directory: Any) 
             + "\n".join(lines)
             + "\nPass the settings it was made with, or another `--out`."
         )
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat

@@ -123,7 +123,9 @@ class PretrainConfig:
     """Folder of the run: checkpoints, metrics.jsonl, tensorboard, loss.png. runs/MODEL-METHOD by
     default."""
     resume: bool = False
-    """Go on from the last checkpoint in `--out`; from the start if there is none."""
+    """Go on from the last checkpoint in `--out`; from the start if there is none. To the same bits
+    with the same settings. Model, text, batch, seed, weights and the form of the optimizer's states
+    must be the same; what else changed is said."""
     log_every: int = 10
     """Steps between two lines of metrics."""
     eval_every: int = 100

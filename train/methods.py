@@ -63,6 +63,12 @@ class Subspace:
     source: Source = "gradient"
     side: Side = "input"
 
+    def largest_rank(self, model: ModelConfig) -> int:
+        """Returns the smallest dimension that is projected, over the weights of the layers."""
+        inputs = (model.hidden_size, model.num_heads * model.head_size, model.ffn_size)
+        keys_and_values = model.num_kv_heads * model.head_size
+        return min(inputs) if self.side == "input" else min(*inputs, keys_and_values)
+
 
 @dataclasses.dataclass(frozen=True)
 class Method:

@@ -26,6 +26,7 @@ from train.metrics import Recorder, perplexity
 from train.optimizer import learning_rate_schedule
 from train.progress import Progress
 from train.report import explain_step, print_opening, step_memory
+from train.settings import changed_settings, write_settings
 from train.sharding import batch_sharding, make_mesh, state_shardings
 from train.step import (
     Batch,
@@ -163,6 +164,9 @@ def prepare(config: PretrainConfig, console: Console) -> Run:
         state = jax.jit(functools.partial(init_state, recipe), out_shardings=shardings)()
     else:
         console.print(f"going on from step {int(state.step)} in {config.folder}")
+        if changed := changed_settings(config.folder, config):
+            console.print(f"[yellow]with other settings than before[/yellow]: {'; '.join(changed)}")
+    write_settings(config.folder, config)
     return Run(config, recipe, mesh, train_step, state, batches, validation, checkpoints, identity)
 
 

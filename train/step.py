@@ -62,15 +62,14 @@ class Recipe:
     @property
     def optimizer_form(self) -> dict[str, Any]:
         """Settings that shape the optimizer's state: a checkpoint must agree with them."""
-        config, method = self.config, methods.method(self.config.method)
-        form = {
+        config, is_full = self.config, self.subspace is None
+        return {
             "moment_dtype": config.optimizer.moment_dtype,
             "in_backward": config.in_backward,
-            "subspace": None,
+            # Methods with full moments may follow one another.
+            "method": "one of full rank" if is_full else config.method,
+            "rank": None if is_full else config.options.rank,
         }
-        if method.subspace is not None:
-            form["subspace"] = dataclasses.asdict(method.subspace) | {"rank": config.options.rank}
-        return form
 
     def due_layers(self, step: int) -> np.ndarray | None:
         """Returns the layers whose subspace changes at a step, [layers] of bool; None if none.
@@ -97,6 +96,12 @@ def make_recipe(config: PretrainConfig, model_config: ModelConfig) -> Recipe:
     storage = method.storage(options)
     subspace = None
     if method.subspace is not None:
+        largest = method.subspace.largest_rank(model_config)
+        if options.rank > largest:
+            raise ValueError(
+                f"`--rank` {options.rank} of {config.method} is above {largest}, the smallest side"
+                f" that it projects of a weight of {config.model}: lower it."
+            )
         subspace = functools.partial(
             actjax.optim.subspace,
             rank=options.rank,

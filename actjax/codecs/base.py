@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 import math
+import numbers
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -124,7 +125,7 @@ def token_count(shape: Sequence[int]) -> int:
 
 def check_positive_integer(codec: str, name: str, value: object, minimum: int = 1) -> None:
     """Raises a `ValueError` unless `value` is an integer of at least `minimum`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < minimum:
         raise ValueError(f"`{name}` of {codec} must be an integer >= {minimum}, got {value!r}.")
 
 

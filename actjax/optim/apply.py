@@ -10,9 +10,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from actjax.low_rank import LowRank, is_low_rank
+from actjax.optim.checks import check_callable, check_transform
 from actjax.optim.layers import (
     LayerwiseState,
     count_layers,
@@ -25,7 +27,7 @@ from actjax.optim.layers import (
     square_norm,
     take,
 )
-from actjax.optim.subspace import SubspaceTransformation
+from actjax.optim.subspace import SubspaceState, SubspaceTransformation
 
 
 def init(
@@ -43,8 +45,12 @@ def init(
         default the attribute or entry `layers`.
 
     Raises:
-      ValueError: the arrays of the layers do not share their leading axis.
+      TypeError: `tx` is no transform, or `layers` no function.
+      ValueError: the arrays of the layers do not share their leading axis; a `subspace` is within
+        another transform, or has a basis for a weight of the layers and another one.
     """
+    check_transform("tx", tx)
+    check_callable("layers", layers)
     stacked, rest = split(params, layers)
     count = count_layers(stacked)
     if isinstance(tx, SubspaceTransformation):
@@ -53,8 +59,22 @@ def init(
         key = jax.random.key(tx.seed)
         keys = jax.random.split(key, count)
         drawn = jax.lax.map(lambda layer: tx.init_from(*layer), (stacked, keys))
-        return LayerwiseState(drawn, tx.init_from(rest, key))
-    return LayerwiseState(jax.vmap(tx.init)(stacked), tx.init(rest))
+        state = LayerwiseState(drawn, tx.init_from(rest, key))
+        if shared := sorted(set(drawn.bases) & set(state.rest.bases)):
+            raise ValueError(
+                f"`groups` of subspace has {shared} for weights of the layers, each of which has a"
+                " basis of its own, and for others: name these differently."
+            )
+        return state
+    state = LayerwiseState(jax.vmap(tx.init)(stacked), tx.init(rest))
+    is_subspace = lambda x: isinstance(x, SubspaceState)  # noqa: E731
+    if any(map(is_subspace, jax.tree.leaves(state, is_leaf=is_subspace))):
+        raise ValueError(
+            "`tx` has a subspace within another transform, out of which it could not be refreshed:"
+            " pass what comes before it as its `inner`, such as subspace(eight_bit(adam), rank),"
+            " and what comes after as its `outer`."
+        )
+    return state
 
 
 def apply(
@@ -87,37 +107,40 @@ def apply(
     Args:
       tx: an optax transform. One that looks at several arrays at once, such as
         `optax.clip_by_global_norm`, sees one layer: clip with `actjax.clip_by_global_norm` before.
-        Masks must be callables. A transform chained behind `subspace` belongs in its `outer`.
+        A mask that is a function is given one layer, or what is in none. Not one that wants more
+        than gradients and parameters, such as the value of the loss.
       grads: gradient, in the structure of `params`, with `LowRank` where weights are factored.
       state: what `actjax.optim.init(tx, params)` returned, or the last `apply`.
       params: the parameters.
       layers: as for `init`.
       refresh: for a `subspace`, whether new bases are taken from this gradient, before it is
-        applied. An array [layers] of bool refreshes some layers only, and not the rest.
+        applied: static, under `jax.jit`. An array [layers] of bool refreshes some layers only, and
+        not the rest.
       with_norm: also return the norm of what was added to the parameters.
 
     Returns:
       The new parameters and state; the norm, float32, if asked for.
 
     Raises:
-      ValueError: a gradient of another structure, or `refresh` for a transform that has none.
+      ValueError: a gradient or state of another structure or shape than the parameters, or
+        `refresh` for a transform that has none.
     """
+    check_state(tx, state, params, layers)
     stacked, rest = split(params, layers)
     stacked_grads, rest_grads = split_gradient(grads, params, layers)
     count = count_layers(stacked)
-    due_layers = refresh_by_layer(tx, refresh, count)
+    whole, due_layers = refresh_by_layer(tx, refresh, count)
 
     def body(i: jax.Array, carry: Any) -> Any:
         params, state, square = carry
         layer = take(stacked_grads, i), take(state, i), take(params, i)
-        due = refresh if due_layers is None else due_layers[i]
+        due = whole if due_layers is None else due_layers[i]
         new, new_state, moved = update_one(tx, *layer, due)
         return put(params, new, i), put(state, new_state, i), square + moved
 
     zero = jnp.zeros((), jnp.float32)
     stacked, layers_state, square = jax.lax.fori_loop(0, count, body, (stacked, state.layers, zero))
-    rest_refresh = refresh if due_layers is None else False
-    rest, rest_state, moved = update_one(tx, rest_grads, state.rest, rest, rest_refresh)
+    rest, rest_state, moved = update_one(tx, rest_grads, state.rest, rest, whole)
     result = merge(stacked, rest, params), LayerwiseState(layers_state, rest_state)
     return (*result, jnp.sqrt(square + moved)) if with_norm else result
 
@@ -138,11 +161,14 @@ def redraw(
       params: the parameters.
       layers: as for `init`.
       due: which layers, [layers] of bool, and not the rest; everything if None.
-    """
-    stacked, rest = split(params, layers)
 
+    Raises:
+      ValueError: a state of another structure or shape, or bases that are not random.
+    """
+    check_state(tx, state, params, layers)
+    stacked, rest = split(params, layers)
     count = count_layers(stacked)
-    due_layers = refresh_by_layer(tx, True if due is None else due, count)
+    whole, due_layers = refresh_by_layer(tx, True if due is None else due, count)
 
     def body(i: jax.Array, layers_state: Any) -> Any:
         old, block = take(layers_state, i), take(stacked, i)
@@ -153,30 +179,57 @@ def redraw(
         return put(layers_state, new, i)
 
     drawn = jax.lax.fori_loop(0, count, body, state.layers)
-    return LayerwiseState(
-        drawn, state.rest if due is not None else tx.refresh(None, state.rest, rest)
+    return LayerwiseState(drawn, tx.refresh(None, state.rest, rest) if whole else state.rest)
+
+
+def check_state(
+    tx: optax.GradientTransformation, state: Any, params: Any, layers: Callable[[Any], Any]
+) -> None:
+    """Raises a `ValueError` unless a state has the arrays that `init` makes, of their shapes.
+
+    Layers are taken out of stacks by their number, and one that is not there is no error of JAX's.
+    """
+    expected = _shapes(jax.eval_shape(lambda p: init(tx, p, layers=layers), params))
+    got = _shapes(state)
+    if isinstance(state, LayerwiseState) and got == expected:
+        return
+    differing = [name for name in {**expected, **got} if got.get(name) != expected.get(name)]
+    shown = "".join(
+        f" `{name}` is {got.get(name, 'not there')}, expected {expected.get(name, 'nothing')}."
+        for name in differing[:1]
     )
+    raise ValueError(
+        "`state` must be what `actjax.optim.init(tx, params)` returned for this transform and these"
+        f" parameters, or the last `apply`: got {type(state).__name__}.{shown}"
+    )
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in leaves}
 
 
 def refresh_by_layer(
     tx: optax.GradientTransformation, refresh: Any, count: int
-) -> jax.Array | None:
-    """Returns which layers are refreshed, [count] of bool; None if `refresh` is one bool for all.
+) -> tuple[bool, jax.Array | None]:
+    """Returns whether all is refreshed and, if only some layers may be, which: [count] of bool.
 
     Raises:
-      ValueError: it is neither, or `tx` has nothing to refresh.
+      ValueError: `refresh` is neither, or `tx` has nothing to refresh.
     """
-    if not isinstance(tx, SubspaceTransformation) and refresh is not False:
+    if isinstance(refresh, bool | np.bool_):
+        whole, due = bool(refresh), None
+    else:
+        whole, due = False, jnp.asarray(refresh)
+        if due.shape != (count,) or due.dtype != jnp.bool_:
+            raise ValueError(
+                "`refresh` must be a bool that is known when the step is traced (under jax.jit,"
+                ' static_argnames="refresh"), or an array of bool for the'
+                f" {count} layers: got {due.dtype}{list(due.shape)}."
+            )
+    if not isinstance(tx, SubspaceTransformation) and (whole or due is not None):
         raise ValueError(f"`refresh` is for actjax.optim.subspace, got tx={type(tx).__name__}.")
-    if isinstance(refresh, bool):
-        return None
-    due = jnp.asarray(refresh)
-    if due.shape != (count,) or due.dtype != jnp.bool_:
-        raise ValueError(
-            f"`refresh` must be a bool, or an array of bool for the {count} layers: got"
-            f" {due.dtype}{list(due.shape)}."
-        )
-    return due
+    return whole, due
 
 
 def _without_basis(grads: Any) -> Any:
@@ -193,6 +246,7 @@ def update_one(
     if not isinstance(tx, SubspaceTransformation):
         grads = densify(grads)
     elif isinstance(refresh, jax.Array):
+        # One layer of several: which, is known when the step runs.
         state = jax.lax.cond(refresh, lambda: tx.refresh(grads, state, params), lambda: state)
     elif refresh:
         state = tx.refresh(grads, state, params)

@@ -14,13 +14,19 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from actjax.optim.paths import split_path
-from actjax.taps import path_name
+from actjax.codecs.base import check_positive_integer
+from actjax.optim.checks import check_transform
+from actjax.optim.paths import map_state
 
 Map = Literal["dynamic", "linear"]
 
-SECOND_MOMENTS = ("nu", "nu_max", "sum_of_squares")
-"""Fields of optax states that are never negative: the freed sign bit is one of precision."""
+FIRST_MOMENTS = ("mu", "trace", "m1", "m2")
+"""Fields of optax states that are means of gradients."""
+SECOND_MOMENTS = ("nu", "nu_max", "sum_of_squares", "e_g", "e_x")
+"""Fields that are means of squares, never negative: the freed sign bit is one of precision."""
+_KEPT = (optax.ScaleByRStdDevState, optax.ScaleBySM3State)
+"""States with fields of these names that are something else: the first takes the square of one
+from the other, and what is left is rounding; in the second `nu` is a momentum."""
 
 
 @jax.tree_util.register_dataclass
@@ -55,8 +61,8 @@ class Blockwise:
 
         Error of the dynamic map: half the distance between two levels, which is 0.70% of the
         largest magnitude of the block (0.35% if unsigned) in the top decade; in each decade below
-        a fifth of that above. A positive value of an unsigned array never gets the level of zero:
-        a second moment of zero would divide the first by nothing.
+        a fifth of that above. In an unsigned array what is negative becomes zero, and what is
+        positive never does: a second moment of zero would divide the first by nothing.
         """
         unsigned = self.codes.dtype == jnp.uint8
         x = x.astype(jnp.float32)
@@ -65,7 +71,8 @@ class Blockwise:
         index = _LEVELS[self.levels][0](jnp.abs(x) / divisor, unsigned)
         if unsigned and self.levels == "dynamic":
             index = jnp.where(x > 0, jnp.maximum(index, 1), index)
-        codes = (jnp.sign(x) * index).astype(self.codes.dtype)
+        signs = (x > 0).astype(index.dtype) if unsigned else jnp.sign(x)
+        codes = (signs * index).astype(self.codes.dtype)
         return dataclasses.replace(self, codes=codes, scales=scales)
 
     def _largest(self, x: jax.Array) -> jax.Array:
@@ -114,50 +121,56 @@ def eight_bit(
     *,
     block: int = 256,
     min_size: int = 4096,
+    signed: Sequence[str] = FIRST_MOMENTS,
     unsigned: Sequence[str] = SECOND_MOMENTS,
     levels: Map = "dynamic",
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps a transform so that its large moments are kept in 8 bits between steps.
 
     The update itself is computed in the dtype of the moments; only what lives between steps is
-    small: plain arrays that orbax saves and a mesh shards like the parameters. Applied to a whole
-    tree at once, decoded moments of a whole leaf may exist; with `actjax.optim.apply` those of one
-    layer.
+    small: plain arrays that orbax saves, into a state of the same transform, and a mesh shards like
+    the parameters. Applied to a whole tree at once, decoded moments of a whole leaf may exist; with
+    `actjax.optim.apply` those of one layer.
+
+    Moments are known by the names that optax gives them, as in Adam and what is built on it, Lion,
+    momentum, RMSProp, Adagrad, Adadelta, Muon, AdEMAMix. All else stays as it is, since 8 bits
+    cannot hold it: weights that a transform keeps (schedule-free, Prodigy), sums of gradients
+    (`optax.MultiSteps`), differences (Adan), the centred RMSProp, SM3.
 
     Args:
-      inner: any optax transform.
+      inner: any optax transform. With a subspace, that goes around: `subspace(eight_bit(...), k)`.
       block: values that share a scale.
       min_size: arrays of fewer elements stay as they are.
-      unsigned: fields of the state whose arrays are never negative, by name.
+      signed: names of the fields whose arrays are moments with a sign.
+      unsigned: names of those whose arrays are never negative.
       levels: "dynamic"; "linear" is there to be compared with, and diverges on second moments.
 
     Raises:
+      TypeError: `inner` is no transform.
       ValueError: a block or size below one, or unknown levels.
     """
-    for name, value in (("block", block), ("min_size", min_size)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"`{name}` of eight_bit must be an integer >= 1, got {value!r}.")
+    check_transform("inner", inner)
+    check_positive_integer("eight_bit", "block", block)
+    check_positive_integer("eight_bit", "min_size", min_size)
     if levels not in get_args(Map):
         raise ValueError(f"`levels` of eight_bit must be one of {get_args(Map)}, got {levels!r}.")
     inner = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> EightBitState:
-        weights = [path_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
-
-        def compress(path: Any, x: Any) -> Any:
-            if not jnp.issubdtype(x.dtype, jnp.floating) or x.ndim == 0 or x.size < min_size:
+        def compress(fields: list[str], _: str | None, x: Any) -> Any:
+            if isinstance(x, _KEPT) or x.ndim == 0 or x.size < min_size:
                 return x
-            fields, _ = split_path(path_name(path), weights)
+            is_unsigned = any(field in unsigned for field in fields)
+            is_moment = is_unsigned or any(field in signed for field in fields)
+            if not is_moment or not jnp.issubdtype(x.dtype, jnp.floating):
+                return x
             zeros = blockwise_zeros(
-                x.shape,
-                x.dtype,
-                unsigned=any(field in unsigned for field in fields),
-                block=block,
-                levels=levels,
+                x.shape, x.dtype, unsigned=is_unsigned, block=block, levels=levels
             )
             return zeros.encode(x)
 
-        return EightBitState(jax.tree_util.tree_map_with_path(compress, inner.init(params)))
+        state = inner.init(params)
+        return EightBitState(map_state(compress, state, params, lambda x: isinstance(x, _KEPT)))
 
     def update(
         updates: optax.Updates, state: EightBitState, params: Any = None, **extra: Any

@@ -16,8 +16,9 @@ import optax
 
 from actjax.gradients import Bases, plan_taps
 from actjax.low_rank import clip_factor, global_norm, scale_tree
+from actjax.optim.apply import check_state, refresh_by_layer, update_one
 from actjax.optim.apply import init as init_layerwise
-from actjax.optim.apply import refresh_by_layer, update_one
+from actjax.optim.checks import check_callable, check_transform
 from actjax.optim.layers import (
     LayerwiseState,
     count_layers,
@@ -77,6 +78,14 @@ def in_backward(
 
     `before` and `after` see the parameters without the layers (`None` there); what both read, such
     as a tied embedding, gets the sum of both gradients. `x` is any pytree of floating point arrays.
+    The step is for `jax.jit`, with `refresh` static where a `subspace` has one, and parameters and
+    state donated:
+
+        update = actjax.optim.in_backward(before, layer, after, tx)
+        state = update.init(params)
+        step = jax.jit(update.step, donate_argnums=(0, 1), static_argnames="refresh")
+        params, state, loss, update_norm = step(params, state, inputs, per_layer)
+
     Residuals are those that `jax.vjp(layer)` keeps, so codecs, and `jax.checkpoint(layer)`, work as
     ever; a layer's weights are not among them but sliced again. Weights that meet a factored codec
     get factored gradients, and under `subspace` those in its bases.
@@ -92,14 +101,19 @@ def in_backward(
       layers: from the parameters to the subtree of stacked layers, by default `layers`.
       clip: largest norm of a gradient.
       clip_by: which norm that is. "last_norm": the global norm of the step before, which scales
-        all of this step alike; the first step is not clipped. "layer_norm": that of each layer, and
-        of the rest, by itself.
+        all of this step alike; the first step, and one after a norm that was not finite, is not
+        clipped. "layer_norm": that of each layer, and of the rest, by itself.
 
     Raises:
+      TypeError: `tx` is no transform, or one of the functions none.
       ValueError: `clip` is not positive or `clip_by` unknown.
     """
-    if not clip > 0:
-        raise ValueError(f"`clip` of in_backward must be above 0, got {clip}.")
+    check_transform("tx", tx)
+    functions = {"before": before, "layer": layer, "after": after, "layers": layers}
+    for name, function in functions.items():
+        check_callable(name, function)
+    if not isinstance(clip, int | float) or not clip > 0:
+        raise ValueError(f"`clip` of in_backward must be a number above 0, got {clip!r}.")
     if clip_by not in get_args(ClipBy):
         raise ValueError(f"`clip_by` of in_backward must be one of {get_args(ClipBy)}: {clip_by!r}")
 
@@ -111,7 +125,9 @@ def in_backward(
         """Returns a part of the gradient, clipped, and its squared norm before."""
         norm = global_norm(grads).astype(jnp.float32)
         if math.isfinite(clip):
-            reference = norm if clip_by == "layer_norm" else last_norm
+            # Of a last norm that is no number nothing follows for this gradient.
+            known = jnp.where(jnp.isfinite(last_norm), last_norm, 0)
+            reference = norm if clip_by == "layer_norm" else known
             grads = scale_tree(grads, clip_factor(reference, clip))
         return grads, norm**2
 
@@ -130,18 +146,29 @@ def in_backward(
           inputs: what the three functions are given, such as a batch.
           per_layer: a pytree of arrays [layers, ...], such as keys, of which `layer` gets a slice.
           refresh: as for `actjax.optim.apply`.
+
+        Raises:
+          ValueError: a state that `init` did not make of these parameters, arrays of `per_layer`
+            of another length, or a loss that is no floating point scalar.
         """
+        if not isinstance(state, InBackwardState):
+            raise ValueError(
+                "`state` must be what `init`, or the last `step`, of this in_backward returned: got"
+                f" {type(state).__name__}."
+            )
+        check_state(tx, state.optimizer, params, layers)
         stacked, rest = split(params, layers)
         count, last_norm = count_layers(stacked), state.grad_norm
-        due_layers = refresh_by_layer(tx, refresh, count)
-        lengths = sorted({x.shape[0] if x.ndim else 0 for x in jax.tree.leaves(per_layer)})
-        if lengths not in ([], [count]):
-            raise ValueError(
-                f"arrays of `per_layer` must have a leading axis of {count} layers, got {lengths}."
-            )
+        whole, due_layers = refresh_by_layer(tx, refresh, count)
+        for x in jax.tree.leaves(per_layer):
+            if jnp.shape(x)[:1] != (count,):
+                raise ValueError(
+                    f"arrays of `per_layer` must have a leading axis of {count} layers, got one of"
+                    f" shape {jnp.shape(x)}."
+                )
 
         def bases_of(optimizer: Any) -> Bases:
-            if isinstance(tx, SubspaceTransformation) and refresh is False:
+            if isinstance(tx, SubspaceTransformation) and not whole and due_layers is None:
                 return tx.bases(optimizer)
             return Bases({})
 
@@ -150,6 +177,8 @@ def in_backward(
         bases = bases_of(state.optimizer.layers)
         x, kept = jax.lax.scan(one_layer.forward, x, (stacked, bases, per_layer))
         loss, after_vjp = jax.vjp(lambda p, x: after(p, x, inputs), rest, x)
+        if jnp.shape(loss) != () or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+            raise ValueError(f"`after` must return a floating point scalar, got {loss}.")
         rest_grads, dx = after_vjp(jnp.ones_like(loss))
 
         def backward(n: jax.Array, carry: Any) -> Any:
@@ -159,7 +188,7 @@ def in_backward(
             given = block, bases_of(layer_state), take(per_layer, i)
             grads, dx = one_layer.backward(given, take(kept, i), dx)
             grads, square = clipped(grads, last_norm)
-            due = refresh if due_layers is None else due_layers[i]
+            due = whole if due_layers is None else due_layers[i]
             block, layer_state, moved = update_one(tx, grads, layer_state, block, due)
             squares = squares[0] + square, squares[1] + moved
             return dx, put(stacked, block, i), put(optimizer, layer_state, i), squares
@@ -170,8 +199,7 @@ def in_backward(
 
         rest_grads = jax.tree.map(jnp.add, rest_grads, before_vjp(dx)[0])
         rest_grads, square = clipped(rest_grads, last_norm)
-        due = refresh if due_layers is None else False
-        rest, rest_state, moved = update_one(tx, rest_grads, state.optimizer.rest, rest, due)
+        rest, rest_state, moved = update_one(tx, rest_grads, state.optimizer.rest, rest, whole)
         optimizer = LayerwiseState(layers_state, rest_state)
         state = InBackwardState(optimizer, jnp.sqrt(squares[0] + square))
         return merge(stacked, rest, params), state, loss, jnp.sqrt(squares[1] + moved)

@@ -5,13 +5,14 @@ in the place of what is not its part: paths stay what they were. Masks must ther
 of the parameters, as optax allows, and not trees.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from actjax.low_rank import LowRank, is_low_rank
+from actjax.taps import named_leaves
 
 
 class LayerwiseState(NamedTuple):
@@ -30,17 +31,31 @@ def layers_of(params: Any) -> Any:
     """Returns the stacked layers of `params`: its attribute or its entry `layers`.
 
     Raises:
-      ValueError: it has neither.
+      ValueError: it has neither, or holds a tree for each layer and no stack.
     """
-    if isinstance(params, dict) and "layers" in params:
-        return params["layers"]
-    found = getattr(params, "layers", None)
+    if isinstance(params, Mapping) and "layers" in params:
+        found = params["layers"]
+    else:
+        found = getattr(params, "layers", None)
     if found is None:
         raise ValueError(
             f"{type(params).__name__} has no `layers`: pass `layers`, a function from the"
             " parameters to the subtree whose arrays have a leading axis of layers."
         )
+    if _is_list_of_trees(found):
+        raise ValueError(
+            f"`layers` of {type(params).__name__} holds {len(found)} trees, one a layer: stack"
+            " them, `jax.tree.map(lambda *x: jnp.stack(x), *layers)`, and run them by lax.scan."
+        )
     return found
+
+
+def _is_list_of_trees(tree: Any) -> bool:
+    if isinstance(tree, Mapping):
+        return bool(tree) and all(isinstance(key, int) for key in tree)
+    if not isinstance(tree, Sequence) or hasattr(tree, "_fields"):
+        return False
+    return not jax.tree_util.all_leaves(list(tree))
 
 
 def split(
@@ -63,13 +78,24 @@ def split(
 
 
 def split_gradient(gradient: Any, params: Any, layers: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """Splits a gradient, whose leaves may be `LowRank`, as `split` does the parameters."""
+    """Splits a gradient, whose leaves may be `LowRank`, as `split` does the parameters.
+
+    Raises:
+      ValueError: its structure, or the shape of one of its arrays, is not that of the parameters.
+    """
     leaves, treedef = jax.tree.flatten(gradient, is_leaf=is_low_rank)
     expected = jax.tree.structure(params)
     if treedef != expected:
         raise ValueError(
             f"`grads` must have the structure of `params`: got {treedef}, expected {expected}."
         )
+    for (name, weight), g in zip(named_leaves(params).items(), leaves, strict=True):
+        shape = g.shape if is_low_rank(g) else jnp.shape(g)
+        if shape != jnp.shape(weight):
+            raise ValueError(
+                f"the gradient of `{name}` in `grads` must have the shape of the parameter,"
+                f" {jnp.shape(weight)}, got {shape}."
+            )
     return split(params, layers, leaves)
 
 
@@ -94,13 +120,14 @@ def count_layers(stacked: Any) -> int:
     Raises:
       ValueError: there are none, or they differ.
     """
-    sizes = {x.shape[0] if x.ndim else 0 for x in jax.tree.leaves(stacked)}
-    if len(sizes) != 1 or 0 in sizes:
+    lengths = {x.shape[0] if x.ndim else "a scalar's" for x in jax.tree.leaves(stacked)}
+    count = next(iter(lengths), None)
+    if len(lengths) != 1 or not isinstance(count, int) or count < 1:
         raise ValueError(
-            "the arrays of `layers` must share their leading axis, that of the layers: its lengths"
-            f" are {sorted(sizes)}."
+            "the arrays of `layers` must share their leading axis, that of the layers, and there"
+            f" must be one at least: lengths are {', '.join(sorted(map(str, lengths))) or 'none'}."
         )
-    return sizes.pop()
+    return count
 
 
 def take(tree: Any, i: jax.typing.ArrayLike) -> Any:

@@ -12,6 +12,8 @@ and eigenvectors of a small matrix; of a dense gradient, by a randomised range f
 """
 
 import functools
+import math
+import numbers
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, cast, get_args
@@ -24,11 +26,12 @@ from actjax.codecs.base import check_positive_integer
 from actjax.gradients import Bases
 from actjax.low_rank import LowRank, is_low_rank
 from actjax.optim.bases import leading_basis, random_basis
+from actjax.optim.checks import check_transform
 from actjax.optim.eight_bit import SECOND_MOMENTS, is_blockwise
 from actjax.optim.layers import LayerwiseState
-from actjax.optim.paths import split_path
+from actjax.optim.paths import map_state
 from actjax.precision import accumulation_dtype, matmul
-from actjax.taps import path_name
+from actjax.taps import named_leaves, path_name
 
 Moments = Literal["keep", "reset", "rotate"]
 Source = Literal["gradient", "random"]
@@ -98,23 +101,23 @@ def subspace(
     full space: that is where weight decay and the learning rate belong. To hold no dense update of
     all weights at once, use `actjax.optim.apply`.
 
-    Between refreshes:
-
-        loss, grads = actjax.value_and_grad(fun, bases=tx.bases(state))(params, ...)
-        params, state = actjax.optim.apply(tx, grads, state, params)
-
-    and every `gap` steps, the first included, in a jitted function of its own, so that the hot one
-    has no room for it:
+    Every `gap` steps, the first included, in a jitted function of its own, so that the hot one has
+    no room for it; with a codec of rank k at least, for new bases to be taken from its factors:
 
         loss, grads = actjax.value_and_grad(fun)(params, ...)
         params, state = actjax.optim.apply(tx, grads, state, params, refresh=True)
 
-    or, with random bases, `state = actjax.optim.redraw(tx, state, params)` before an ordinary step.
+    and in between, where `groups` are those of `actjax.input_groups(fun, params, ...)`:
+
+        loss, grads = actjax.value_and_grad(fun, bases=tx.bases(state))(params, ...)
+        params, state = actjax.optim.apply(tx, grads, state, params)
+
+    Or, with random bases, `state = actjax.optim.redraw(tx, state, params)` before an ordinary step.
 
     Args:
-      inner: a transform of gradients alone, such as `optax.scale_by_adam()`. It sees float32 (or
-        float64) arrays, [..., k, n] for weights that are projected on the input side, and no
-        parameters.
+      inner: a transform of gradients alone, such as `optax.scale_by_adam()`, or
+        `eight_bit(optax.scale_by_adam())`. It sees float32 (or float64) arrays, [..., k, n] for
+        weights that are projected on the input side, and no parameters.
       rank: k.
       gap: steps between two refreshes (GaLore's T). Whoever runs the steps calls `refresh`.
       scale: α.
@@ -126,18 +129,34 @@ def subspace(
       side: which side of a weight [d, n] is projected. "input" shares a basis among the weights of
         one input, and is the side that activations can be stored in; "smaller" is GaLore's.
       groups: which weights are projected, by path, and the name of the basis of each: what
-        `actjax.input_groups` returns. None: every array of two axes, each on its own.
+        `actjax.input_groups` returns, for inputs to be stored in them. None: every array of two
+        axes that `init` sees, each on its own, for gradients that are dense.
       outer: a transform of the full-space updates, such as
         `optax.chain(optax.add_decayed_weights(0.1), optax.scale_by_learning_rate(1e-3))`.
       bits: what `x P` is stored in under `actjax.value_and_grad`: 16 for the dtype of `x`, or 8.
       seed: of random bases and sketches.
 
     Raises:
-      ValueError: an argument out of range; at `init`, a rank above a projected dimension or a name
-        of `groups` that is no parameter.
+      TypeError: `inner` or `outer` is no transform, or `groups` no mapping of names.
+      ValueError: an argument out of range; at `init`, a rank above a projected dimension, a name of
+        `groups` that is no parameter, or weights of different rows in one group; at a refresh, a
+        gradient that was taken in the bases that are to be replaced.
     """
+    check_transform("inner", inner)
+    if outer is not None:
+        check_transform("outer", outer)
     check_positive_integer("subspace", "rank", rank)
     check_positive_integer("subspace", "gap", gap)
+    check_positive_integer("subspace", "seed", seed, minimum=0)
+    if not isinstance(scale, numbers.Real) or not 0 < scale < math.inf:
+        raise ValueError(f"`scale` of subspace must be a finite number above 0, got {scale!r}.")
+    if groups is not None and not (
+        isinstance(groups, Mapping) and all(isinstance(name, str) for name in groups.values())
+    ):
+        raise TypeError(
+            "`groups` of subspace must map paths of weights to names of bases, as"
+            f" actjax.input_groups returns them, got {groups!r}."
+        )
     for name, value, known in (
         ("moments", moments, Moments),
         ("source", source, Source),
@@ -193,7 +212,15 @@ def subspace(
             p = projections.get(path)
             return n if p is None else scale * p.project_back(n, state.bases[p.group])
 
-        small, inner_state = inner.update(_map_by_path(project, updates), state.inner)
+        try:
+            small, inner_state = inner.update(_map_by_path(project, updates), state.inner)
+        except (TypeError, ValueError) as error:
+            if "params" in str(error):
+                error.add_note(
+                    "`inner` of subspace sees projected gradients and no parameters: what reads"
+                    " these, such as weight decay, belongs in `outer`."
+                )
+            raise
         full, outer_state = after.update(
             _map_by_path(project_back, small), state.outer, params, **extra
         )
@@ -220,6 +247,11 @@ def subspace(
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step + 1)
         members: dict[str, list[Any]] = {}
         for path, g in _by_path(grads).items():
+            if is_low_rank(g) and g.basis is not None:
+                raise ValueError(
+                    f"the gradient of `{path}` was taken in the basis that is to be replaced: take"
+                    " that of a refresh step without `bases`."
+                )
             if (p := projections.get(path)) is not None:
                 members.setdefault(p.group, []).append(g if p.on_input else g.mT)
         new = {}
@@ -228,11 +260,14 @@ def subspace(
             if source == "random":
                 new[group] = random_basis(drawn, old.shape).astype(old.dtype)
             else:
-                new[group] = leading_basis(members[group], rank, drawn, group).astype(old.dtype)
+                found = leading_basis(members[group], rank, drawn, group).astype(old.dtype)
+                # A gradient that is no number must not outlive its step, which may be skipped.
+                finite = jnp.all(jnp.isfinite(found), axis=(-2, -1), keepdims=True)
+                new[group] = jnp.where(finite, found, old)
         changed = {}
         for path, p in projections.items():
             changed[path] = (p, state.bases[p.group], new[p.group])
-        moved = _move_moments(moments, state.inner, changed)
+        moved = _move_moments(moments, state.inner, params, changed)
         return state._replace(bases=new, inner=moved)
 
     def bases(state: Any) -> Bases:
@@ -241,6 +276,11 @@ def subspace(
             return Bases({}, bits)
         if isinstance(state, LayerwiseState):
             return Bases({**state.layers.bases, **state.rest.bases}, bits)
+        if not isinstance(state, SubspaceState):
+            raise TypeError(
+                "`state` must be what `tx.init` or `actjax.optim.init` returned; of an"
+                f" InBackwardState it is `state.optimizer`: got {type(state).__name__}."
+            )
         return Bases(dict(state.bases), bits)
 
     transformation = SubspaceTransformation(init, cast(Any, update))
@@ -284,9 +324,9 @@ def _plan(
     params: Any, *, rank: int, side: Side, groups: Mapping[str, str] | None
 ) -> dict[str, _Projection]:
     """Returns how each weight is projected, by path; others are left out."""
-    leaves = _by_path(params)
-    plan = {}
-    for path, leaf in leaves.items():
+    plan: dict[str, _Projection] = {}
+    sizes: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for path, leaf in _by_path(params).items():
         group = (path if leaf.ndim == 2 else None) if groups is None else groups.get(path)
         if group is None:
             continue
@@ -301,6 +341,13 @@ def _plan(
                 f" `{path}`, of shape {leaf.shape}, that are projected: lower it, or leave this"
                 " weight out of `groups`."
             )
+        size = (*leaf.shape[:-2], projection.size(leaf))
+        first, expected = sizes.setdefault(projection.group, (path, size))
+        if size != expected:
+            raise ValueError(
+                f"`groups` of subspace gives `{first}` and `{path}` one basis, but what it would"
+                f" project, with leading axes, is {expected} and {size}."
+            )
     return plan
 
 
@@ -313,18 +360,17 @@ def _projected_zeros(weight: Any, projection: _Projection | None, rank: int) -> 
 
 
 def _move_moments(
-    policy: Moments, state: Any, changed: dict[str, tuple[_Projection, jax.Array, jax.Array]]
+    policy: Moments,
+    state: Any,
+    params: Any,
+    changed: dict[str, tuple[_Projection, jax.Array, jax.Array]],
 ) -> Any:
-    """Brings the moments of projected weights to their new basis, as `policy` says.
-
-    A moment is an array of the state whose path ends in that of a weight, as optax has it.
-    """
+    """Brings the moments of projected weights to their new basis, as `policy` says."""
     if policy == "keep":
         return state
 
-    def move(path: Any, leaf: Any) -> Any:
-        fields, weight = split_path(path_name(path), changed)
-        if weight is None:
+    def move(fields: list[str], weight: str | None, leaf: Any) -> Any:
+        if weight not in changed:
             return leaf
         projection, old, new = changed[weight]
         moment = leaf.decode() if is_blockwise(leaf) else leaf
@@ -339,7 +385,7 @@ def _move_moments(
             ).astype(moment.dtype)
         return leaf.encode(moved) if is_blockwise(leaf) else moved
 
-    return jax.tree_util.tree_map_with_path(move, state, is_leaf=is_blockwise)
+    return map_state(move, state, params, is_leaf=is_blockwise)
 
 
 def _fold_name(key: jax.Array, name: str) -> jax.Array:
@@ -348,8 +394,7 @@ def _fold_name(key: jax.Array, name: str) -> jax.Array:
 
 
 def _by_path(tree: Any) -> dict[str, Any]:
-    flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_low_rank)[0]
-    return {path_name(path): leaf for path, leaf in flat}
+    return named_leaves(tree, is_leaf=is_low_rank)
 
 
 def _map_by_path(fun: Callable[[str, Any], Any], tree: Any) -> Any:

@@ -147,7 +147,7 @@ def test_layers_may_be_anywhere_and_parameters_absent():
 
 def test_bad_input_is_named():
     params = {"layers": {"a": jnp.ones((3, 4)), "b": jnp.ones((2, 4))}}
-    with pytest.raises(ValueError, match=r"must share their leading axis.* are \[2, 3\]"):
+    with pytest.raises(ValueError, match=r"must share their leading axis.* are 2, 3\."):
         optim.init(ADAMW, params)
     with pytest.raises(ValueError, match=r"dict has no `layers`: pass `layers`, a function"):
         optim.init(ADAMW, {"blocks": jnp.ones((3, 4))})
@@ -158,5 +158,50 @@ def test_bad_input_is_named():
     with pytest.raises(ValueError, match=r"`grads` must have the structure of `params`"):
         optim.apply(ADAMW, {"layers": good["layers"]}, state, good)
     tx = optim.subspace(optax.scale_by_adam(), 2)
-    with pytest.raises(ValueError, match=r"`refresh` must be a bool, or .* for the 3 layers: got"):
+    with pytest.raises(ValueError, match=r"`refresh` must be a bool that.* for the 3 layers: got"):
         optim.apply(tx, good, optim.init(tx, good), good, refresh=np.ones(2, bool))
+    with pytest.raises(ValueError, match=r'static_argnames="refresh"'):
+        jax.jit(lambda r: optim.apply(tx, good, optim.init(tx, good), good, refresh=r))(True)
+    for bad in (optax.adam, None, 0.1):
+        with pytest.raises(TypeError, match=r"`tx` must be an optax transform"):
+            optim.init(bad, good)
+    with pytest.raises(TypeError, match=r"`layers` must be a function, got 'layers'"):
+        optim.init(ADAMW, good, layers="layers")
+
+
+@pytest.mark.parametrize("wrap", [optim.eight_bit, lambda tx: optax.chain(tx, optax.scale(-1.0))])
+def test_a_subspace_within_another_transform_is_refused(wrap):
+    tx = wrap(optim.subspace(optax.scale_by_adam(), 2))
+    with pytest.raises(ValueError, match=r"`tx` has a subspace within another transform.*`inner`"):
+        optim.init(tx, {"layers": jnp.ones((3, 4, 4)), "head": jnp.ones((4, 4))})
+
+
+def test_a_basis_is_not_for_layers_and_others():
+    params = {"layers": {"w": jnp.ones((3, 4, 4))}, "head": jnp.ones((4, 4))}
+    tx = optim.subspace(optax.scale_by_adam(), 2, groups={"layers.w": "g", "head": "g"})
+    with pytest.raises(ValueError, match=r"`groups` of subspace has \['g'\] for weights of the"):
+        optim.init(tx, params)
+
+
+def stacked_params(count):
+    return {"layers": {"w": jnp.ones((count, 4, 4))}, "head": jnp.ones((4, 4))}
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (lambda p: ADAMW.init(p), "got tuple"),
+        (lambda _: None, "got NoneType"),
+        (lambda p: optim.init(optax.sgd(1.0, 0.9), p), r"is not there, expected \(3,\)"),
+        (lambda _: optim.init(ADAMW, stacked_params(2)), r"is \(2,\), expected \(3,\)"),
+    ],
+    ids=["of optax", "none", "of another transform", "of two layers"],
+)
+def test_a_state_that_is_not_of_these_parameters_is_refused(state, message):
+    # JAX clamps an index: layers that are not there would share the moments of the last.
+    params = stacked_params(3)
+    with pytest.raises(ValueError, match=rf"`state` must be what `actjax.optim.init.*{message}"):
+        optim.apply(ADAMW, params, state(params), params)
+    tx = optim.subspace(optax.scale_by_adam(), 2, source="random")
+    with pytest.raises(ValueError, match=r"`state` must be what `actjax.optim.init"):
+        optim.redraw(tx, state(params), params)

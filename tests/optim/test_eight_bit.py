@@ -564,3 +564,67 @@ def test_unknown_levels_are_refused():
     message = "`levels` of eight_bit must be one of ('dynamic', 'linear'), got 'log'."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         eight_bit(optax.adam(1e-3), levels="log")
+
+
+@pytest.mark.parametrize("inner", [None, optax.adam, 1e-3])
+def test_what_is_no_transform_is_refused(inner):
+    with pytest.raises(TypeError, match="`inner` must be an optax transform"):
+        eight_bit(inner)
+
+
+# Which arrays of a state are moments.
+
+SHAPES = {"weight": (70, 64)}
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        optax.sm3(1e-2, 0.9),
+        optax.rmsprop(1e-2, centered=True),
+        optax.adan(1e-2),
+        optax.contrib.prodigy(),
+        optax.contrib.dadapt_adamw(),
+        optax.contrib.cocob(),
+        optax.adafactor(1e-2),
+    ],
+    ids=["sm3", "centred rmsprop", "adan", "prodigy", "dadapt", "cocob", "adafactor"],
+)
+def test_what_8_bits_cannot_hold_stays_as_it_is(inner):
+    # Weights, sums, and differences of nearly equal moments.
+    params = tree(0, shapes=SHAPES)
+    state = eight_bit(inner).init(params).inner
+    assert jax.tree.structure(state) == jax.tree.structure(inner.init(params))
+
+
+def test_weights_that_a_transform_keeps_stay_while_its_moments_do_not():
+    params = tree(0, shapes=SHAPES)
+    state = eight_bit(optax.contrib.schedule_free_adamw(1e-2)).init(params).inner
+    assert state.z["weight"].dtype == jnp.float32
+    moments = [x for x in jax.tree.leaves(state, is_leaf=is_blockwise) if is_blockwise(x)]
+    assert [x.codes.dtype for x in moments] == [jnp.uint8]
+
+
+def test_a_parameter_may_be_called_what_moments_are():
+    params = {"weight": tree(0, shapes=SHAPES)["weight"]}
+    params["nu"] = {"weight": params["weight"]}
+    state = eight_bit(optax.adam(1e-2)).init(params).inner[0]
+    assert {x.codes.dtype for x in (state.mu["weight"], state.mu["nu"]["weight"])} == {
+        jnp.dtype("int8")
+    }
+    assert {x.codes.dtype for x in (state.nu["weight"], state.nu["nu"]["weight"])} == {
+        jnp.dtype("uint8")
+    }
+
+
+def test_names_of_moments_can_be_given():
+    params = tree(0, shapes=SHAPES)
+    state = eight_bit(optax.adan(1e-2), signed=("m",), unsigned=("n",)).init(params).inner[0]
+    assert state.m["weight"].codes.dtype == jnp.int8
+    assert state.n["weight"].codes.dtype == jnp.uint8
+    assert state.v["weight"].dtype == jnp.float32
+
+
+def test_what_is_negative_is_zero_where_nothing_should_be():
+    code = stored(jnp.asarray([1.0, -0.5, -1e-9, 0.25]), unsigned=True)
+    np.testing.assert_allclose(decode(code), [1, 0, 0, 0.25], rtol=0.02)

@@ -208,7 +208,7 @@ def test_four_devices_step_as_one():
 
 def test_bad_input_is_named():
     three = before, layer_function(actjax.Exact()), after
-    with pytest.raises(ValueError, match=r"`clip` of in_backward must be above 0, got 0"):
+    with pytest.raises(ValueError, match=r"`clip` of in_backward must be a number above 0, got 0"):
         optim.in_backward(*three, ADAMW, clip=0)
     with pytest.raises(ValueError, match=r"`clip_by` of in_backward must be one of .*'global'"):
         optim.in_backward(*three, ADAMW, clip_by="global")
@@ -217,6 +217,35 @@ def test_bad_input_is_named():
     with pytest.raises(ValueError, match=r"`refresh` is for actjax.optim.subspace"):
         update.step(parameters(), state, data(0), jax.random.split(jax.random.key(0), DEPTH), True)
     with pytest.raises(
-        ValueError, match=r"`per_layer` must have a leading axis of 4 layers, got \[3\]"
+        ValueError, match=r"`per_layer` must have a leading axis of 4 layers, got one of shape \(3,"
     ):
         update.step(parameters(), state, data(0), jax.random.split(jax.random.key(0), 3))
+    with pytest.raises(TypeError, match=r"`tx` must be an optax transform, .* Call it"):
+        optim.in_backward(*three, optax.adamw)
+    with pytest.raises(TypeError, match=r"`before` must be a function, got None"):
+        optim.in_backward(None, *three[1:], ADAMW)
+    with pytest.raises(ValueError, match=r"`state` must be what `init`, .*got LayerwiseState"):
+        update.step(parameters(), state.optimizer, data(0))
+    other = optim.in_backward(*three, optax.sgd(1.0, 0.9)).init(parameters())
+    with pytest.raises(ValueError, match=r"`state` must be what `actjax.optim.init"):
+        update.step(parameters(), other, data(0))
+
+
+@pytest.mark.parametrize("change", [lambda x: x * jnp.ones(3), lambda x: x.astype(int)])
+def test_a_loss_that_is_no_floating_point_scalar_is_refused(change):
+    last = lambda *args: change(after(*args))  # noqa: E731
+    update = optim.in_backward(before, layer_function(actjax.Exact()), last, ADAMW)
+    keys = jax.random.split(jax.random.key(0), DEPTH)
+    with pytest.raises(ValueError, match="`after` must return a floating point scalar"):
+        update.step(parameters(), update.init(parameters()), data(0), keys)
+
+
+@pytest.mark.usefixtures("quick_compile")
+def test_a_norm_that_was_no_number_clips_nothing():
+    update = optim.in_backward(before, layer_function(actjax.Exact()), after, ADAMW, clip=1e-3)
+    params, keys = parameters(), jax.random.split(jax.random.key(0), DEPTH)
+    state = update.init(params)
+    step = jax.jit(update.step)
+    want = step(params, state, data(0), keys)
+    got = step(params, state._replace(grad_norm=jnp.float32(jnp.nan)), data(0), keys)
+    jax.tree.map(np.testing.assert_array_equal, got, want)

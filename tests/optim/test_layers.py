@@ -1,5 +1,6 @@
 """How parameters are taken apart into layers and put together again."""
 
+import types
 from typing import NamedTuple
 
 import jax
@@ -51,21 +52,42 @@ def test_a_gradient_of_another_structure_is_named():
         split_gradient({"w": jnp.ones(2)}, params(), layers_of)
 
 
+@pytest.mark.parametrize("shape", [(2, 2, 2), (3, 1, 2), ()])
+def test_a_gradient_of_another_shape_is_named(shape):
+    # JAX would broadcast it, or take the last layer's for those that are not there.
+    bad = params()._replace(layers=params().layers | {"w": jnp.ones(shape)})
+    with pytest.raises(ValueError, match=r"gradient of `layers.w` .* \(3, 2, 2\), got"):
+        split_gradient(bad, params(), layers_of)
+    thin = LowRank(jnp.ones((3, 2, 1)), jnp.ones((3, 1, 5)))
+    with pytest.raises(ValueError, match=r"gradient of `layers.w` .*got \(3, 2, 5\)"):
+        split_gradient(params()._replace(layers=params().layers | {"w": thin}), params(), layers_of)
+
+
 def test_layers_are_an_attribute_or_an_entry():
     assert layers_of({"layers": 1, "norm": 2}) == 1
     assert layers_of(params()) is not None
+    assert layers_of(types.MappingProxyType({"layers": [1, 2]})) == [1, 2]
     with pytest.raises(ValueError, match=r"dict has no `layers`: pass `layers`"):
         layers_of({"blocks": 1})
+
+
+@pytest.mark.parametrize(
+    "layers", [[{"w": 1}, {"w": 2}], ({"w": 1}, {"w": 2}), {0: {"w": 1}, 1: {"w": 2}}]
+)
+def test_a_tree_for_each_layer_is_no_stack(layers):
+    with pytest.raises(ValueError, match=r"`layers` of dict holds 2 trees, one a layer: stack"):
+        layers_of({"layers": layers})
 
 
 def test_stacks_must_share_their_leading_axis():
     assert count_layers(params(4).layers) == 4
     for bad, lengths in (
-        ({"a": jnp.ones((2, 3)), "b": jnp.ones((3, 3))}, r"\[2, 3\]"),
-        ({"a": jnp.ones(())}, r"\[0\]"),
-        ({}, r"\[\]"),
+        ({"a": jnp.ones((2, 3)), "b": jnp.ones((3, 3))}, "2, 3"),
+        ({"a": jnp.ones(())}, "a scalar's"),
+        ({"a": jnp.ones((0, 3))}, "0"),
+        ({}, "none"),
     ):
-        with pytest.raises(ValueError, match=rf"its lengths are {lengths}"):
+        with pytest.raises(ValueError, match=rf"lengths are {lengths}\.$"):
             count_layers(bad)
 
 

@@ -354,6 +354,10 @@ def test_no_square_matrix_is_decomposed_in_a_refresh():
         ({"source": "svd"}, r"`source` of subspace must be one of .*'svd'"),
         ({"side": "left"}, r"`side` of subspace must be one of .*'left'"),
         ({"bits": 4}, r"`bits` of Bases must be one of \(8, 16\), got 4"),
+        ({"scale": 0}, r"`scale` of subspace must be a finite number above 0, got 0"),
+        ({"scale": "a"}, r"`scale` of subspace must be a finite number above 0, got 'a'"),
+        ({"scale": float("nan")}, r"`scale` of subspace must be .* got nan"),
+        ({"seed": 1.5}, r"`seed` of subspace must be an integer >= 0, got 1.5"),
     ],
 )
 def test_bad_arguments_are_named(options, message):
@@ -384,6 +388,69 @@ def test_bad_ranks_groups_and_gradients_are_named():
     random = optim.subspace(adam, 4, source="random")
     with pytest.raises(ValueError, match="random bases are drawn before the gradient"):
         random.refresh(thin, random.init(params), params)
+
+
+def test_what_is_no_transform_or_no_groups_is_named():
+    for options in ({"inner": optax.adam}, {"inner": None}, {"outer": 0.1}):
+        (name,) = options
+        with pytest.raises(TypeError, match=rf"`{name}` must be an optax transform"):
+            optim.subspace(**{"inner": optax.scale_by_adam(), "rank": 4, **options})
+    for groups in (["w"], {"w": 3}):
+        with pytest.raises(TypeError, match=r"`groups` of subspace must map paths of weights"):
+            optim.subspace(optax.scale_by_adam(), 4, groups=groups)
+
+
+def test_weights_of_one_basis_have_as_many_rows():
+    tx = optim.subspace(optax.scale_by_adam(), 2, groups={"a": "g", "b": "g"})
+    with pytest.raises(ValueError, match=r"gives `a` and `b` one basis, but .* \(6,\) and \(7,\)"):
+        tx.init({"a": jnp.zeros((6, 5)), "b": jnp.zeros((7, 5))})
+
+
+def test_an_inner_transform_that_wants_parameters_is_told_where_it_belongs():
+    params = {"w": jnp.zeros((12, 8))}
+    tx = optim.subspace(optax.adamw(1e-3), 4)
+    with pytest.raises(ValueError, match="params") as caught:
+        tx.update(params, tx.init(params), params)
+    assert any("belongs in `outer`" in note for note in caught.value.__notes__)
+
+
+def test_a_gradient_in_the_old_basis_gives_no_new_one():
+    params = {"w": jnp.ones((12, 8))}
+    tx = optim.subspace(optax.scale_by_adam(), 4)
+    state = tx.init(params)
+    grads = {"w": LowRank(state.bases["w"], jnp.ones((4, 8)), "w")}
+    with pytest.raises(ValueError, match=r"gradient of `w` was taken in the basis that is to be"):
+        tx.refresh(grads, state, params)
+
+
+@pytest.mark.parametrize("moments", ["keep", "rotate"])
+def test_a_gradient_that_is_no_number_does_not_outlive_its_step(moments):
+    params = {"a": jnp.ones((3, 12, 8)), "b": jnp.ones((12, 8))}
+    groups = {"a": "a", "b": "b"}
+    tx = optim.subspace(
+        optax.apply_if_finite(optax.scale_by_adam(), 5), 4, groups=groups, moments=moments
+    )
+    state = tx.init(params)
+    grads = {"a": jax.random.normal(jax.random.key(0), (3, 12, 8))}
+    grads["b"] = jnp.full((12, 8), jnp.nan)
+    # One matrix of a stack, and one that is no stack.
+    grads["a"] = grads["a"].at[1, 2, 3].set(jnp.inf)
+    new = tx.refresh(grads, state, params)
+    np.testing.assert_array_equal(new.bases["b"], state.bases["b"])
+    np.testing.assert_array_equal(new.bases["a"][1], state.bases["a"][1])
+    assert np.abs(new.bases["a"][0] - state.bases["a"][0]).max() > 0.1
+    updates, after = tx.update(grads, new, params)
+    assert all(jnp.isfinite(x).all() for x in jax.tree.leaves((updates, after)))
+
+
+def test_bases_are_those_of_a_state():
+    params = {"layers": {"w": jnp.ones((3, 12, 8))}}
+    tx = optim.subspace(optax.scale_by_adam(), 4, groups={"layers.w": "layers.w"})
+    update = optim.in_backward(lambda p, x: x, lambda p, x, i, s: x, lambda p, x, i: x.sum(), tx)
+    state = update.init(params)
+    assert tx.bases(state.optimizer).arrays["layers.w"].shape == (3, 12, 4)
+    with pytest.raises(TypeError, match=r"InBackwardState it is `state.optimizer`: got InBackward"):
+        tx.bases(state)
 
 
 def test_a_state_is_plain_arrays():

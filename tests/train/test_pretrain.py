@@ -236,11 +236,14 @@ def test_the_same_in_one_process_and_a_second_time_is_refused(folder, unbroken):
         run(whole, console)
     run(dataclasses.replace(whole, resume=True), console)
     assert console.file.getvalue().rstrip().endswith(f"everything is in {whole.out}")
+    assert "with other settings" not in console.file.getvalue()
+    run(dataclasses.replace(whole, resume=True, z_loss=1e-4), console)
+    assert "with other settings than before: z_loss: 0.0, now 0.0001" in console.file.getvalue()
     with pytest.raises(BadRunError, match="`--steps` 11 is below the 12 steps that the run"):
         run(dataclasses.replace(whole, resume=True, steps=11), console)
     with pytest.raises(BadRunError, match=r"another run:\n  model.hidden_size: 128 there, 256 now"):
         run(dataclasses.replace(whole, model="llama_20m", resume=True), console)
-    message = r"another run:(?s:.*)subspace.side: None there, 'input' now"
+    message = r"another run:(?s:.*)optimizer.method: 'one of full rank' there, 'subspace' now"
     with pytest.raises(BadRunError, match=message):
         run(dataclasses.replace(whole, method="subspace", resume=True), console)
 
@@ -268,6 +271,10 @@ def test_weights_that_are_not_finite_are_never_saved(folder):
         ({"model": "lama_9m"}, "unknown `--model` 'lama_9m'. Did you mean llama_9m"),
         ({"method": "remmat"}, "unknown `--method` 'remmat'. Did you mean remat"),
         ({"options": MethodOptions(rank=4096)}, r"`rank` 4096 .* above min\(T, d\) = 128"),
+        (
+            {"method": "subspace", "options": MethodOptions(rank=129)},
+            "`--rank` 129 of subspace is above 128, the smallest side",
+        ),
         ({"data": DataConfig("missing.txt", pathlib.Path("nowhere"))}, r"`--data`.*missing\.txt"),
         ({"seq_len": 4096}, "`--seq-len` 4096 is above the 1024 positions of llama_9m"),
         ({"mesh": "fsdp=3"}, "4 sequences .* do not divide over the 3 devices"),
