@@ -1,8 +1,8 @@
 """Parameters as a stack of layers and the rest, and an optimizer state for each layer.
 
 A transform that runs on one layer at a time sees a tree of the structure of the whole, with `None`
-in the place of what is not its part: paths stay what they were. Masks must therefore be callables
-of the parameters, as optax allows, and not trees.
+in the place of what is not its part: paths stay what they were, and a mask that is a function of
+the parameters is called with such a part.
 """
 
 from collections.abc import Callable, Mapping, Sequence
