@@ -137,7 +137,7 @@ def _checked_bases(bases: Bases | Mapping[str, jax.Array] | None) -> Bases:
     if isinstance(bases, Bases):
         return bases
     if not isinstance(bases, Mapping | None) or any(
-        jnp.ndim(x) < 2 for x in (bases or {}).values()
+        getattr(x, "ndim", 0) < 2 for x in (bases or {}).values()
     ):
         raise TypeError(
             "`bases` must map names of inputs to arrays [..., d, k], as `tx.bases(state)` of a"

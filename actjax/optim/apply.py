@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from actjax.low_rank import LowRank, is_low_rank
 from actjax.optim.checks import check_callable, check_transform
 from actjax.optim.layers import (
     LayerwiseState,
@@ -232,13 +231,6 @@ def refresh_by_layer(
     return whole, due
 
 
-def _without_basis(grads: Any) -> Any:
-    """Returns a gradient whose factors are taken as they are, since bases have changed."""
-    return jax.tree.map(
-        lambda g: LowRank(g.left, g.right) if is_low_rank(g) else g, grads, is_leaf=is_low_rank
-    )
-
-
 def update_one(
     tx: optax.GradientTransformation, grads: Any, state: Any, params: Any, refresh: Any
 ) -> tuple[Any, Any, jax.Array]:
@@ -250,7 +242,5 @@ def update_one(
         state = jax.lax.cond(refresh, lambda: tx.refresh(grads, state, params), lambda: state)
     elif refresh:
         state = tx.refresh(grads, state, params)
-    if refresh is not False:
-        grads = _without_basis(grads)
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state, square_norm(updates)
