@@ -58,7 +58,7 @@ def _draw_memory(axes, result: dict) -> None:
         axes.text(start, i, f" {row['peak'] / 2**30:.1f} GiB, {flops:.2f} x FLOPs", va="center")
     axes.set_yticks(range(len(_RIVALS)), _RIVALS)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.3 * plain["peak"] / 2**30)
+    axes.set_xlim(0, 1.5 * plain["peak"] / 2**30)
     shape = f"{train['batch_size']} x {train['seq_len']} tokens"
     title = f"a whole AdamW step of {train['model']}, {shape}, {train['weight_dtype']}"
     axes.set(title=title, xlabel="GiB, compiled for an H100")
@@ -74,10 +74,12 @@ def _draw_loss(axes, result: dict) -> None:
         axes.plot([last_loss(row) for row in others], [i] * len(others), ".", color="#BBBBBB")
         row = best[name][0]
         axes.plot(last_loss(row), i, "o", color="#0072B2")
-        label = f"{last_loss(row):.3f} at {row['learning_rate']:g}  "
-        axes.text(last_loss(row), i - 0.35, label, fontsize=8, ha="center")
+        label = f"{last_loss(row):.3f} at {row['learning_rate']:g}"
+        axes.text(last_loss(row), i - 0.2, label, fontsize=8, ha="center")
     axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
+    # Room for the labels: above the first, and left of the least loss.
+    axes.set_ylim(len(names) - 0.6, -0.6)
+    axes.margins(x=0.17)
     tokens = f"{train['steps']} steps of {train['batch_size']} x {train['seq_len']} tokens"
     axes.set(title=f"{train['model']}, {tokens}", xlabel="held-out loss, nats a token")
     axes.grid(axis="x", alpha=0.3)
