@@ -1,6 +1,7 @@
 """actjax: train transformers that do not fit, by storing activations in a smaller form."""
 
 from actjax import optim as optim
+from actjax.accumulation import accumulate as accumulate
 from actjax.codecs import Codec as Codec
 from actjax.codecs import Exact as Exact
 from actjax.codecs import PointApproximation as PointApproximation
@@ -8,7 +9,6 @@ from actjax.codecs import PrincipalPlusRandom as PrincipalPlusRandom
 from actjax.codecs import RandomizedSVD as RandomizedSVD
 from actjax.codecs import RandomProjection as RandomProjection
 from actjax.gradients import Bases as Bases
-from actjax.gradients import accumulate as accumulate
 from actjax.gradients import input_groups as input_groups
 from actjax.gradients import value_and_grad as value_and_grad
 from actjax.gradients import with_bases as with_bases

@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from actjax.codecs.basis import BITS
-from actjax.low_rank import LowRank, is_low_rank
-from actjax.precision import accumulation_dtype
+from actjax.low_rank import LowRank
 from actjax.taps import TappedWeight, Use, find_uses, named_leaves, plain_weights
 
 
@@ -189,105 +188,6 @@ def with_bases(fun: Callable[..., Any], bases: Bases | Mapping[str, jax.Array]) 
         return fun(taps.merge(parameters, taps.split(parameters), given), *args)
 
     return stored_in_bases
-
-
-def accumulate(
-    loss_and_grad: Callable[[Any, Any], tuple[jax.Array, Any]],
-    params: Any,
-    batches: Any,
-    *,
-    weights: jax.Array | None = None,
-    max_rank: int | None = None,
-) -> tuple[jax.Array, Any]:
-    """Returns the weighted mean of value and gradient over micro-batches, run one after the other.
-
-    Dense gradients, and factored ones in a shared basis, are summed in float32: the mean is exact.
-    Factored gradients with factors of their own are put side by side, so that ranks add, which is
-    exact too; `max_rank` truncates the sum.
-
-    Args:
-      loss_and_grad: from parameters and a micro-batch to a value and its gradient, such as
-        `actjax.value_and_grad(loss)`.
-      params: the parameters.
-      batches: a pytree of arrays [count, ...], a micro-batch each.
-      weights: of the micro-batches, [count]; `1 / count` each by default.
-      max_rank: truncates summed factors to this rank. Error, in Frobenius norm: the root of the sum
-        of squares of the dropped singular values, the least possible (`LowRank.truncate`).
-
-    Raises:
-      ValueError: `batches` do not share a leading axis of one at least, `weights` are not as many,
-        or the value is no scalar.
-    """
-    lengths = {x.shape[0] if jnp.ndim(x) else 0 for x in jax.tree.leaves(batches)}
-    if len(lengths) != 1 or 0 in lengths:
-        raise ValueError(
-            "arrays of `batches` must share a leading axis, that of the micro-batches: its lengths"
-            f" are {sorted(lengths)}."
-        )
-    (count,) = lengths
-    weights = jnp.full((count,), 1 / count) if weights is None else jnp.asarray(weights)
-    if weights.shape != (count,):
-        raise ValueError(
-            f"`weights` must be [{count}], one for each micro-batch, got {list(weights.shape)}."
-        )
-    first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches)
-    loss, shapes = jax.eval_shape(loss_and_grad, params, first)
-    if getattr(loss, "shape", None) != ():
-        raise ValueError(
-            f"`loss_and_grad` must return a scalar and its gradient, got {loss} for the first. An"
-            " auxiliary output cannot be averaged: leave it out."
-        )
-    leaves, treedef = jax.tree.flatten(shapes, is_leaf=is_low_rank)
-    apart = [is_low_rank(g) and g.basis is None for g in leaves]
-
-    def add(sums: Any, slices: Any) -> tuple[Any, list[Any]]:
-        batch, weight = slices
-        value, gradient = loss_and_grad(params, batch)
-        parts = treedef.flatten_up_to(gradient)
-        total = [
-            s if alone else _add(s, _scaled(_wide(g), weight))
-            for s, g, alone in zip(sums[1], parts, apart, strict=True)
-        ]
-        side_by_side = [g * weight for g, alone in zip(parts, apart, strict=True) if alone]
-        return (_add(sums[0], _scaled(_wide(value), weight)), total), side_by_side
-
-    zeros = [None if alone else _zeros(g) for g, alone in zip(leaves, apart, strict=True)]
-    (value, total), stacked = jax.lax.scan(add, (_zeros(loss), zeros), (batches, weights))
-    rest = iter(stacked)
-    merged = [
-        _side_by_side(next(rest), max_rank) if alone else s
-        for s, alone in zip(total, apart, strict=True)
-    ]
-    return value, jax.tree.unflatten(treedef, merged)
-
-
-def _wide(g: Any) -> Any:
-    """Returns a gradient in the dtype it is summed in; a shared basis stays as it is."""
-    wide = accumulation_dtype(g.dtype)
-    return dataclasses.replace(g, right=g.right.astype(wide)) if is_low_rank(g) else g.astype(wide)
-
-
-def _scaled(g: Any, weight: jax.Array) -> Any:
-    """Returns a gradient times a weight, in its own dtype."""
-    return g * weight if is_low_rank(g) else (g * weight).astype(g.dtype)
-
-
-def _zeros(g: Any) -> Any:
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(_wide, g))
-
-
-def _add(total: Any, g: Any) -> Any:
-    # The basis is the same in every micro-batch, but not known before the first.
-    return LowRank(g.left, total.right + g.right, g.basis) if is_low_rank(g) else total + g
-
-
-def _side_by_side(stacked: LowRank, max_rank: int | None) -> LowRank:
-    """Returns the sum of a stack [count] of `LowRank`s, truncated if asked for."""
-    left, right = jnp.moveaxis(stacked.left, 0, -2), jnp.moveaxis(stacked.right, 0, -3)
-    total = LowRank(
-        left.reshape(*left.shape[:-2], -1), right.reshape(*right.shape[:-3], -1, right.shape[-1])
-    )
-    return total if max_rank is None or total.rank <= max_rank else total.truncate(max_rank)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ import tyro
 
 import actjax
 from actjax.optim.bases import OVERSAMPLING, POWER_ITERATIONS
-from actjax.optim.subspace import Side
+from actjax.optim.projections import Side
 from benchmarks import record
 from benchmarks.flops import causal_loop_length, matmul_flops
 from benchmarks.report import print_table

@@ -110,8 +110,8 @@ def test_every_module_says_what_it_is(module):
 
 def test_actjax_holds_its_public_names_and_nothing_else():
     names = {name for name in vars(actjax) if not name.startswith("_")}
-    submodules = {"codecs", "gradients", "low_rank", "ops", "orthogonal", "precision", "residuals",
-                  "tags", "taps"}  # fmt: skip
+    submodules = {"accumulation", "codecs", "gradients", "low_rank", "ops", "orthogonal",
+                  "precision", "residuals", "tags", "taps"}  # fmt: skip
     assert names - submodules == {
         *("Codec", "Exact", "PointApproximation", "PrincipalPlusRandom", "RandomProjection"),
         *("RandomizedSVD", "Explanation", "Residual", "attention", "cross_entropy", "explain"),
@@ -120,7 +120,7 @@ def test_actjax_holds_its_public_names_and_nothing_else():
         *("optim", "value_and_grad", "with_bases"),
     }
     assert {name for name in vars(actjax.optim) if not name.startswith("_")} - {
-        *("bases", "checks", "layers", "paths"),
+        *("bases", "checks", "layers", "paths", "projections"),
     } == {
         *("Blockwise", "EightBitState", "InBackward", "InBackwardState", "LayerwiseState"),
         *("SubspaceState", "SubspaceTransformation", "apply", "eight_bit", "in_backward", "init"),

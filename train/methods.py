@@ -7,7 +7,8 @@ from typing import Literal
 
 from actjax import Codec, PointApproximation, RandomizedSVD, RandomProjection
 from actjax.codecs.low_rank import Sketch
-from actjax.optim.subspace import Moments, Side, Source
+from actjax.optim.projections import Side
+from actjax.optim.subspace import Moments, Source
 from models import ModelConfig, Storage
 
 

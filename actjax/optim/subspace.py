@@ -24,18 +24,18 @@ import optax
 
 from actjax.codecs.base import check_positive_integer
 from actjax.gradients import Bases
-from actjax.low_rank import LowRank, is_low_rank
+from actjax.low_rank import is_low_rank
 from actjax.optim.bases import leading_basis, random_basis
 from actjax.optim.checks import check_transform
 from actjax.optim.eight_bit import SECOND_MOMENTS, is_blockwise
 from actjax.optim.layers import LayerwiseState
 from actjax.optim.paths import map_state
+from actjax.optim.projections import Projection, Side, plan_projections, projected_zeros
 from actjax.precision import accumulation_dtype, matmul
 from actjax.taps import named_leaves, path_name
 
 Moments = Literal["keep", "reset", "rotate"]
 Source = Literal["gradient", "random"]
-Side = Literal["input", "output", "smaller"]
 
 
 class SubspaceState(NamedTuple):
@@ -166,7 +166,7 @@ def subspace(
             raise ValueError(f"`{name}` of subspace must be one of {get_args(known)}: {value!r}.")
     Bases({}, bits)  # Refuses bits that there are not.
     after = optax.with_extra_args_support(outer or optax.identity())
-    plan = functools.partial(_plan, rank=rank, side=side, groups=groups)
+    plan = functools.partial(plan_projections, rank=rank, side=side, groups=groups)
 
     def init_from(params: Any, key: jax.Array) -> SubspaceState:
         projections = plan(params)
@@ -178,7 +178,7 @@ def subspace(
                 basis = random_basis(drawn, shape, orthonormal=source == "gradient")
                 bases[p.group] = basis.astype(leaf.dtype)
         small = _map_by_path(
-            lambda path, w: _projected_zeros(w, projections.get(path), rank), params
+            lambda path, w: projected_zeros(w, projections.get(path), rank), params
         )
         step = jnp.zeros((), jnp.int32)
         words = jax.random.key_data(key)
@@ -290,80 +290,11 @@ def subspace(
     return transformation
 
 
-class _Projection(NamedTuple):
-    """How one weight is projected.
-
-    Attributes:
-      group: name of its basis.
-      on_input: whether `P` is [d, k], else [n, k].
-    """
-
-    group: str
-    on_input: bool
-
-    def size(self, weight: Any) -> int:
-        """Returns the dimension that is projected."""
-        return weight.shape[-2 if self.on_input else -1]
-
-    def project(self, g: Any, basis: jax.Array) -> jax.Array:
-        """Returns `Pᵀ G` [..., k, n], or `G P` [..., d, k]."""
-        if isinstance(g, LowRank):
-            if g.basis == self.group and self.on_input:
-                return g.right.astype(accumulation_dtype(g.dtype))
-            if self.on_input:
-                return matmul(matmul(basis.mT, g.left), g.right)
-            return matmul(g.left, matmul(g.right, basis))
-        return matmul(basis.mT, g) if self.on_input else matmul(g, basis)
-
-    def project_back(self, n: jax.Array, basis: jax.Array) -> jax.Array:
-        """Returns `P N`, or `N Pᵀ`, [..., d, n]."""
-        return matmul(basis, n) if self.on_input else matmul(n, basis.mT)
-
-
-def _plan(
-    params: Any, *, rank: int, side: Side, groups: Mapping[str, str] | None
-) -> dict[str, _Projection]:
-    """Returns how each weight is projected, by path; others are left out."""
-    plan: dict[str, _Projection] = {}
-    sizes: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for path, leaf in _by_path(params).items():
-        group = (path if leaf.ndim == 2 else None) if groups is None else groups.get(path)
-        if group is None:
-            continue
-        if leaf.ndim < 2:
-            raise ValueError(f"`groups` names `{path}` of shape {leaf.shape}, which is no matrix.")
-        on_input = side == "input" or (side == "smaller" and leaf.shape[-2] <= leaf.shape[-1])
-        # Weights of one input share it on the side of the input alone.
-        plan[path] = projection = _Projection(group if side == "input" else path, on_input)
-        if rank > projection.size(leaf):
-            raise ValueError(
-                f"`rank` {rank} of subspace is above the {projection.size(leaf)} dimensions of"
-                f" `{path}`, of shape {leaf.shape}, that are projected: lower it, or leave this"
-                " weight out of `groups`."
-            )
-        size = (*leaf.shape[:-2], projection.size(leaf))
-        first, expected = sizes.setdefault(projection.group, (path, size))
-        if size != expected:
-            raise ValueError(
-                f"`groups` of subspace gives `{first}` and `{path}` one basis, but what it would"
-                f" project, with leading axes, is {expected} and {size}."
-            )
-    return plan
-
-
-def _projected_zeros(weight: Any, projection: _Projection | None, rank: int) -> jax.Array:
-    *lead, d, n = weight.shape if projection is not None else (0, 0)
-    shape = weight.shape
-    if projection is not None:
-        shape = (*lead, rank, n) if projection.on_input else (*lead, d, rank)
-    return jnp.zeros(shape, accumulation_dtype(weight.dtype))
-
-
 def _move_moments(
     policy: Moments,
     state: Any,
     params: Any,
-    changed: dict[str, tuple[_Projection, jax.Array, jax.Array]],
+    changed: dict[str, tuple[Projection, jax.Array, jax.Array]],
 ) -> Any:
     """Brings the moments of projected weights to their new basis, as `policy` says."""
     if policy == "keep":
