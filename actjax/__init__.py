@@ -2,10 +2,13 @@
 
 from actjax import optim as optim
 from actjax.accumulation import accumulate as accumulate
+from actjax.checkpoint import checkpoint as checkpoint
+from actjax.codecs import Calibrated as Calibrated
 from actjax.codecs import Codec as Codec
 from actjax.codecs import Exact as Exact
 from actjax.codecs import PointApproximation as PointApproximation
 from actjax.codecs import PrincipalPlusRandom as PrincipalPlusRandom
+from actjax.codecs import Quantized as Quantized
 from actjax.codecs import RandomizedSVD as RandomizedSVD
 from actjax.codecs import RandomProjection as RandomProjection
 from actjax.gradients import Bases as Bases
@@ -16,12 +19,15 @@ from actjax.low_rank import LowRank as LowRank
 from actjax.low_rank import clip_by_global_norm as clip_by_global_norm
 from actjax.low_rank import global_norm as global_norm
 from actjax.ops import attention as attention
+from actjax.ops import attention_linear as attention_linear
 from actjax.ops import cross_entropy as cross_entropy
 from actjax.ops import linear as linear
+from actjax.ops import norm_linear as norm_linear
 from actjax.ops import qkv_projection as qkv_projection
 from actjax.ops import rms_norm as rms_norm
 from actjax.ops import rope as rope
 from actjax.ops import swiglu as swiglu
+from actjax.ops import swiglu_linear as swiglu_linear
 from actjax.residuals import Explanation as Explanation
 from actjax.residuals import Residual as Residual
 from actjax.residuals import explain as explain

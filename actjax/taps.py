@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import jax
 import jax.interpreters.batching
 import jax.interpreters.mlir
+import jax.numpy as jnp
 from jax.extend import core
 
 
@@ -93,6 +94,66 @@ def plain_weights(tree: Any) -> Any:
     """Returns a tree with every tapped weight in it as its array."""
     is_tapped = lambda x: isinstance(x, TappedWeight)  # noqa: E731
     return jax.tree.map(plain_weight, tree, is_leaf=is_tapped)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HeldWeight:
+    """A `TappedWeight` between the passes, without its taps: their values are never read.
+
+    Attributes:
+      weight: [d, n].
+      basis: as there; None also where the backward pass does not read it.
+      left: shape and dtype of the tap; None if there is none. Static.
+      right: likewise. Static.
+      path: as there. Static.
+      bits: as there. Static.
+    """
+
+    weight: Any
+    basis: Any
+    left: jax.ShapeDtypeStruct | None = dataclasses.field(metadata={"static": True})
+    right: jax.ShapeDtypeStruct = dataclasses.field(metadata={"static": True})
+    path: str = dataclasses.field(metadata={"static": True})
+    bits: int = dataclasses.field(metadata={"static": True})
+
+    def zero_taps(self) -> TappedWeight:
+        """Returns the weight with its taps again."""
+        left = None if self.left is None else jnp.zeros(self.left.shape, self.left.dtype)
+        right = jnp.zeros(self.right.shape, self.right.dtype)
+        return TappedWeight(self.weight, left, right, self.basis, self.path, self.bits)
+
+    def cotangent(self, left: jax.Array | None, right: jax.Array) -> TappedWeight:
+        """Returns the factors of the gradient as what a custom backward pass gives back."""
+        assert self.left is None or left is not None
+        return TappedWeight(
+            None,
+            None if self.left is None or left is None else left.astype(self.left.dtype),
+            right.astype(self.right.dtype),
+            None,
+            self.path,
+            self.bits,
+        )
+
+
+def hold_weight(w: Any, keep_basis: bool = True) -> Any:
+    """Returns what to keep of a weight for the backward pass: a `HeldWeight` if it is tapped."""
+    if not isinstance(w, TappedWeight):
+        return w
+    left = None if w.left is None else jax.ShapeDtypeStruct(w.left.shape, w.left.dtype)
+    right = jax.ShapeDtypeStruct(w.right.shape, w.right.dtype)
+    return HeldWeight(w.weight, w.basis if keep_basis else None, left, right, w.path, w.bits)
+
+
+def hold_weights(tree: Any) -> Any:
+    """Returns a tree with every tapped weight in it as a `HeldWeight`."""
+    return jax.tree.map(hold_weight, tree, is_leaf=lambda x: isinstance(x, TappedWeight))
+
+
+def tap_again(tree: Any) -> Any:
+    """Inverse of `hold_weights`: taps are zeros, as they always are."""
+    is_held = lambda x: isinstance(x, HeldWeight)  # noqa: E731
+    return jax.tree.map(lambda x: x.zero_taps() if is_held(x) else x, tree, is_leaf=is_held)
 
 
 _mark_p = core.Primitive("actjax_linear")

@@ -22,7 +22,7 @@ class Variant:
     method: str
     width_over_rank: int = 0
     options: MethodOptions = dataclasses.field(default_factory=MethodOptions)
-    moment_dtype: MomentDtype = "float32"
+    moment_dtype: MomentDtype = "auto"
     in_backward: bool = False
 
     def configure(self, train: PretrainConfig) -> PretrainConfig:
@@ -63,6 +63,11 @@ VARIANTS = {
     "subspace d/8": Variant("subspace", 8),
     "subspace d/16": Variant("subspace", 16),
     "subspace d/16, in backward": Variant("subspace", 16, in_backward=True),
+    "quantized, 4 bits": Variant("quantized"),
+    "quantized, 2 bits": Variant("quantized", options=MethodOptions(bits=2)),
+    "compressed_remat": Variant("compressed_remat"),
+    "frugal": Variant("frugal"),
+    "frugal_subspace d/4": Variant("frugal_subspace", 4),
     "random_projection d/4": Variant("random_projection", 4),
 }
 

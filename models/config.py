@@ -74,26 +74,62 @@ class ModelConfig:
 class Storage:
     """What each site of a block stores for the backward pass.
 
-    A site is named as in Wei et al. (2026), Table 1: the inputs of a block's four linear
-    operators.
+    The inputs of a block's linear operators are named as in Wei et al. (2026), Table 1. Where one
+    is `None`, it is not stored, but rebuilt from what the operator before it keeps: the norm, q, k
+    and v, or gate and up.
 
     Raises:
       ValueError: an unknown `remat`.
+      TypeError: a site that is given no codec.
     """
 
-    attention_in: Codec = Exact()
+    attention_in: Codec | None = Exact()
     """Input of the query, key and value projections."""
-    attention_out: Codec = Exact()
-    """Input of the output projection. `Exact()` shares the array with attention; with a lossy codec
+    attention_out: Codec | None = Exact()
+    """Input of the output projection. `Exact()` shares the array with attention; with another codec
     attention runs its forward pass again in the backward pass, rather than keep the array alone."""
-    mlp_in: Codec = Exact()
+    mlp_in: Codec | None = Exact()
     """Input of the gate and up projections."""
-    mlp_out: Codec = Exact()
+    mlp_out: Codec | None = Exact()
     """Input of the down projection."""
+    attention_norm: Codec = Exact()
+    """Input of the norm before attention."""
+    q: Codec = Exact()
+    """Queries, before RoPE if stored as a code."""
+    k: Codec = Exact()
+    """Keys, likewise."""
+    v: Codec = Exact()
+    """Values."""
+    mlp_norm: Codec = Exact()
+    """Input of the norm before the feed-forward network."""
+    gate: Codec = Exact()
+    """What SiLU is taken of."""
+    up: Codec = Exact()
+    """What that is multiplied with."""
     remat: Remat = "none"
     """Rematerialise each block: "full" keeps its input alone, "dots" what `jax.checkpoint`'s policy
     `dots_with_no_batch_dims_saveable` keeps."""
+    block: Codec = Exact()
+    """What a block under remat="full" keeps of its input."""
 
     def __post_init__(self) -> None:
         if self.remat not in get_args(Remat):
             raise ValueError(f"`remat` must be one of {get_args(Remat)}, got {self.remat!r}.")
+        for site in (*SITES, "block"):
+            codec = getattr(self, site)
+            if not isinstance(codec, Codec) and not (codec is None and site in LINEAR_INPUTS):
+                raise TypeError(f"`storage.{site}` must be an actjax.Codec, got {codec!r}.")
+        if self.remat != "full" and not isinstance(self.block, Exact):
+            raise ValueError(f"`storage.block` {self.block} needs remat='full': {self.remat!r}.")
+
+    @property
+    def codecs(self) -> dict[str, Codec]:
+        """What is stored, by site; without sites that are rebuilt."""
+        sites = {site: getattr(self, site) for site in (*SITES, "block")}
+        return {site: codec for site, codec in sites.items() if codec is not None}
+
+
+LINEAR_INPUTS = ("attention_in", "attention_out", "mlp_in", "mlp_out")
+"""Sites that may be rebuilt."""
+SITES = (*LINEAR_INPUTS, "attention_norm", "q", "k", "v", "mlp_norm", "gate", "up")
+"""Order in which a layer's key is folded for its sites: part of what makes a run repeatable."""

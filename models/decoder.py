@@ -7,6 +7,7 @@ die after a layer's forward pass, where Python-unrolled layers would let XLA kee
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import actjax
-from models.config import ModelConfig, RopeScaling, Storage
-
-_SITES = ("attention_in", "attention_out", "mlp_in", "mlp_out")
-"""Order in which a layer's key is folded for its sites: part of what makes a run repeatable."""
+from models.config import SITES, ModelConfig, RopeScaling, Storage
 
 
 class Attention(nnx.Module):
@@ -75,51 +73,77 @@ class Block(nnx.Module):
         Returns:
           The residual stream after the layer, [B, S, d].
         """
-        keys = {site: jax.random.fold_in(key, i) for i, site in enumerate(_SITES)}
-        attention, mlp = self.attention, self.mlp
+        keys = {site: jax.random.fold_in(key, i) for i, site in enumerate(SITES)}
+        x = x + self._attend(x, tables, config, storage, keys)
+        return _over_batch(x + self._feed_forward(x, config, storage, keys))
 
-        h = actjax.rms_norm(
-            x, self.attention_norm[...], eps=config.norm_eps, name="attention norm input"
-        )
-        q, k, v = actjax.qkv_projection(
-            h,
-            attention.q[...],
-            attention.k[...],
-            attention.v[...],
-            codec=storage.attention_in,
-            key=keys["attention_in"],
-            name="attention_in",
+    def _attend(self, x, tables, config, storage, keys) -> jax.Array:
+        weights = self.attention
+        q, k, v = _norm_linear(
+            x,
+            self.attention_norm[...],
+            (weights.q[...], weights.k[...], weights.v[...]),
+            config,
+            (storage.attention_norm, storage.attention_in),
+            (keys["attention_norm"], keys["attention_in"]),
+            ("attention norm input", "attention_in"),
         )
         q, k, v = (_split_heads(_over_batch(y), config.head_size) for y in (q, k, v))
-        q, k = actjax.rope(q, *tables), actjax.rope(k, *tables)
+        given: dict[str, Any] = {
+            "rope": tables,
+            "codec": (storage.q, storage.k, storage.v),
+            "key": keys["q"],
+        }
+        if storage.attention_out is None:
+            return actjax.attention_linear(q, k, v, weights.o[...], **given, name="attention")
         # An output that its projection stores in full costs attention nothing to keep as well.
         kept = isinstance(storage.attention_out, actjax.Exact)
-        out = actjax.attention(q, k, v, recompute=not kept, merge_heads=True)
-        x = x + actjax.linear(
+        out = actjax.attention(q, k, v, recompute=not kept, merge_heads=True, **given)
+        return actjax.linear(
             out,
-            attention.o[...],
+            weights.o[...],
             codec=storage.attention_out,
             key=keys["attention_out"],
             name="attention_out",
         )
 
-        h = actjax.rms_norm(x, self.mlp_norm[...], eps=config.norm_eps, name="mlp norm input")
-        gate, up = actjax.linear(
-            h,
-            (mlp.gate[...], mlp.up[...]),
-            codec=storage.mlp_in,
-            key=keys["mlp_in"],
-            name="mlp_in",
+    def _feed_forward(self, x, config, storage, keys) -> jax.Array:
+        weights = self.mlp
+        gate, up = _norm_linear(
+            x,
+            self.mlp_norm[...],
+            (weights.gate[...], weights.up[...]),
+            config,
+            (storage.mlp_norm, storage.mlp_in),
+            (keys["mlp_norm"], keys["mlp_in"]),
+            ("mlp norm input", "mlp_in"),
         )
-        activated = actjax.swiglu(_over_batch(gate), _over_batch(up))
-        x = x + actjax.linear(
-            activated,
-            mlp.down[...],
+        gate, up = _over_batch(gate), _over_batch(up)
+        given: dict[str, Any] = {"codec": (storage.gate, storage.up), "key": keys["gate"]}
+        if storage.mlp_out is None:
+            return actjax.swiglu_linear(gate, up, weights.down[...], **given, name="mlp")
+        return actjax.linear(
+            actjax.swiglu(gate, up, **given),
+            weights.down[...],
             codec=storage.mlp_out,
             key=keys["mlp_out"],
             name="mlp_out",
         )
-        return _over_batch(x)
+
+
+def _norm_linear(x, scale, weights, config, codecs, keys, names) -> tuple[jax.Array, ...]:
+    """Returns linear maps of the normalised `x`, whose input is rebuilt if its codec is None."""
+    (norm_codec, codec), (norm_key, key), (norm_name, name) = codecs, keys, names
+    norm: dict[str, Any] = {
+        "eps": config.norm_eps,
+        "codec": norm_codec,
+        "key": norm_key,
+        "name": norm_name,
+    }
+    if codec is None:
+        return actjax.norm_linear(x, scale, weights, **norm)
+    h = actjax.rms_norm(x, scale, **norm)
+    return actjax.linear(h, weights, codec=codec, key=key, name=name)
 
 
 class Decoder(nnx.Module):
@@ -292,9 +316,23 @@ def layer_function(config: ModelConfig, storage: Storage) -> LayerFunction:
 
     if storage.remat == "none":
         return run
+    if not isinstance(storage.block, actjax.Exact):
+        return _compressed_checkpoint(run, storage.block)
     policies = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
     # Under scan nothing can be hoisted out of the loop, so the barrier against it is not needed.
     return jax.checkpoint(run, prevent_cse=False, policy=policies[storage.remat])
+
+
+def _compressed_checkpoint(run: LayerFunction, codec: actjax.Codec) -> LayerFunction:
+    """Returns the function of one layer, which keeps a code of its input and recomputes."""
+
+    def checkpointed(block, x, tables, key):
+        # After the keys of the sites.
+        own = jax.random.fold_in(key, len(SITES))
+        recomputed = actjax.checkpoint(run, codec, activations=1, key=own, name="block input")
+        return recomputed(block, x, tables, key)
+
+    return checkpointed
 
 
 def layer_keys(config: ModelConfig, key: jax.Array | None) -> jax.Array:
@@ -303,8 +341,7 @@ def layer_keys(config: ModelConfig, key: jax.Array | None) -> jax.Array:
 
 
 def _check_key(storage: Storage, key: jax.Array | None) -> None:
-    for site in _SITES:
-        codec = getattr(storage, site)
+    for site, codec in storage.codecs.items():
         if key is None and codec.needs_key:
             raise ValueError(
                 f"`storage.{site}` is {codec}, which draws random numbers, but got key=None:"

@@ -7,6 +7,7 @@ from actjax import (
     Exact,
     PointApproximation,
     PrincipalPlusRandom,
+    Quantized,
     RandomizedSVD,
     RandomProjection,
 )
@@ -21,6 +22,10 @@ CODECS = {
     "points, by ratio": PointApproximation(1 / 4),
     "points, one": PointApproximation(points=1),
     "points, by tolerance": PointApproximation(points=4, tolerance=0.8),
+    "four bits, ragged groups": Quantized(4, group=3),
+    "three bits, stochastic, rotated": Quantized(3, group=4, rounding="stochastic", rotate=True),
+    "two bits, dither, by channel": Quantized(2, rounding="dither", scaling="channel"),
+    "two bits, normal levels": Quantized(2, group=8, levels="normal", outlier_fraction=1 / 8),
 }
 
 SHAPES = [(24, 8), (2, 12, 8), (2, 3, 4, 8)]

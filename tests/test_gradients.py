@@ -33,6 +33,7 @@ from actjax import (
     qkv_projection,
     with_bases,
 )
+from actjax.codecs.base import FactoredCodec
 from actjax.low_rank import is_low_rank
 from actjax.precision import accumulation_dtype
 from actjax.taps import path_name
@@ -40,7 +41,7 @@ from models import Storage
 
 KEY = jax.random.key(7)
 BOTH = actjax.value_and_grad, jax.value_and_grad
-FACTORED = {name: codec for name, codec in CODECS.items() if codec != Exact()}
+FACTORED = {name: codec for name, codec in CODECS.items() if isinstance(codec, FactoredCodec)}
 RP, SVD = RandomProjection(3), RandomizedSVD(3)
 KINDS = RP, SVD, PrincipalPlusRandom(2, 2), PointApproximation(1 / 4)
 

@@ -10,7 +10,7 @@ import tyro
 from train.methods import MethodOptions
 
 Dtype = Literal["float32", "bfloat16"]
-MomentDtype = Literal["float32", "bfloat16", "8bit"]
+MomentDtype = Literal["auto", "float32", "bfloat16", "8bit"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,9 +50,9 @@ class OptimizerConfig:
     """Decay of the second moment."""
     clip: float = 1.0
     """Largest global norm of a gradient."""
-    moment_dtype: MomentDtype = "float32"
+    moment_dtype: MomentDtype = "auto"
     """What both moments are kept in between steps: float32, bfloat16, or 8bit (blockwise, dynamic
-    map)."""
+    map). auto: 8bit for the frugal methods, float32 for others."""
 
     def __post_init__(self) -> None:
         _check_range("learning-rate", self.learning_rate, 0, math.inf)
@@ -92,7 +92,9 @@ class PretrainConfig:
     """What is stored: exact (no compression), remat (jax.checkpoint), pamm (the input of q, k and v
     as a few tokens), low_rank (linear inputs and gradients in two factors), subspace (linear
     inputs, gradients and moments in a subspace), galore (moments alone), random_projection (as
-    subspace, but a random one)."""
+    subspace, but a random one), quantized (every kept value once, in a few bits), compressed_remat
+    (remat from a few bits), frugal (quantized, 8-bit moments, updates in the backward pass: our
+    advice), frugal_subspace (the smallest)."""
     options: Annotated[MethodOptions, tyro.conf.arg(name="method")] = dataclasses.field(
         default_factory=MethodOptions
     )
@@ -106,7 +108,7 @@ class PretrainConfig:
     """Micro-batches a step: `--batch-size` is cut into so many, one after the other."""
     in_backward: bool = False
     """Update each layer within the backward pass, so that no gradient of all weights exists. Clips
-    by the norm of the step before. Not with `--accumulate`."""
+    by the norm of the step before. Not with `--accumulate`. The frugal methods do so anyway."""
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     weight_dtype: Dtype = "float32"
@@ -153,8 +155,9 @@ class PretrainConfig:
         _check_range("z-loss", self.z_loss, 0, math.inf)
         if self.in_backward and self.accumulate > 1:
             raise ValueError(
-                "`--in-backward` updates the weights in each backward pass, so micro-batches cannot"
-                f" be accumulated: drop it, or `--accumulate` {self.accumulate}."
+                "`--in-backward`, which frugal methods set, updates the weights in each backward"
+                f" pass, so micro-batches cannot be accumulated: drop it, or"
+                f" `--accumulate` {self.accumulate}."
             )
         if self.batch_size % self.accumulate:
             raise ValueError(

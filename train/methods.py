@@ -3,13 +3,15 @@
 import dataclasses
 import difflib
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
-from actjax import Codec, PointApproximation, RandomizedSVD, RandomProjection
+from actjax import Codec, PointApproximation, Quantized, RandomizedSVD, RandomProjection
 from actjax.codecs.low_rank import Sketch
+from actjax.codecs.quantized import Levels, Rounding
 from actjax.optim.projections import Side
 from actjax.optim.subspace import Moments, Source
 from models import ModelConfig, Storage
+from models.config import LINEAR_INPUTS, SITES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +37,22 @@ class MethodOptions:
     """Factor of updates from the subspace (GaLore's alpha)."""
     moments: Moments = "keep"
     """What a change of the subspace does to its moments: keep, reset or rotate them."""
-    bits: Literal[8, 16] = 16
-    """What inputs in the subspace are stored in: 16 for the compute dtype, or 8."""
+    bits: Literal[0, 1, 2, 3, 4, 8, 16] = 0
+    """Bits of a number that `quantized`, `compressed_remat`, `frugal` and `frugal_subspace` store,
+    and of an input's coordinate in the subspace of `subspace` and `random_projection`: there 8, or
+    16 for the compute dtype. 0: 4 and 16."""
+    group: int = 128
+    """Neighbouring numbers that share a scale."""
+    rounding: Rounding = "nearest"
+    """To bits: nearest (least error, biased), stochastic (unbiased, twice the variance) or dither
+    (unbiased, with the variance of nearest)."""
+    levels: Levels = "uniform"
+    """What bits stand for: uniform levels, or those that suit normally distributed numbers, for up
+    to 4 bits rounded to the nearest."""
+    rotate: bool = False
+    """Rotate each group by a Hadamard matrix before it is rounded, which spreads outliers."""
+    outlier_fraction: float = 0.0
+    """Share of the channels, those with the largest norms, that are stored whole."""
     stagger: bool = False
     """Change the subspaces of layers one after the other within a gap, and not all at once."""
 
@@ -46,9 +62,10 @@ class MethodOptions:
         if self.gap < 1:
             raise ValueError(f"`--gap` must be at least 1, got {self.gap}.")
 
-    def resolved(self, default_rank: int) -> "MethodOptions":
-        """Returns these options with a rank."""
-        return dataclasses.replace(self, rank=self.rank or default_rank)
+    def resolved(self, default_rank: int, default_bits: int) -> "MethodOptions":
+        """Returns these options with a rank and bits."""
+        bits: Any = self.bits or default_bits
+        return dataclasses.replace(self, rank=self.rank or default_rank, bits=bits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,11 +96,16 @@ class Method:
       summary: one line for a user.
       storage: from options to what each site stores; under a subspace, in the steps that change it.
       subspace: how gradients are projected; None if optimizer states are full.
+      bits: of what it stores, where none are given.
+      frugal: whether the optimizer runs in the backward pass, its states in 8 bits unless another
+        dtype is asked for.
     """
 
     summary: str
     storage: Callable[[MethodOptions], Storage]
     subspace: Subspace | None = None
+    bits: int = 16
+    frugal: bool = False
 
     def rank(self, model: ModelConfig) -> int:
         """Returns the rank where none is given."""
@@ -96,6 +118,24 @@ def _linear_inputs(codec: Codec) -> Storage:
 
 def _randomized_svd(o: MethodOptions) -> Storage:
     return _linear_inputs(RandomizedSVD(o.rank, o.power_iterations, o.sketch))
+
+
+def _code(o: MethodOptions) -> Quantized:
+    return Quantized(
+        o.bits,
+        group=o.group,
+        rounding=o.rounding,
+        outlier_fraction=o.outlier_fraction,
+        levels=o.levels,
+        rotate=o.rotate,
+    )
+
+
+def _rebuilt(o: MethodOptions) -> Storage:
+    """Returns one code for each value that is kept, and linear inputs rebuilt from these."""
+    code = _code(o)
+    kept: dict[str, Any] = {site: code for site in SITES if site not in LINEAR_INPUTS}
+    return Storage(**kept, **dict.fromkeys(LINEAR_INPUTS))
 
 
 METHODS: dict[str, Method] = {
@@ -128,6 +168,27 @@ METHODS: dict[str, Method] = {
         "linear inputs, gradients and moments in a random subspace (CompAct)",
         lambda o: _linear_inputs(RandomProjection(o.rank)),
         Subspace(source="random"),
+    ),
+    "quantized": Method(
+        "every kept value once, in a few bits; linear inputs rebuilt from it", _rebuilt, bits=4
+    ),
+    "compressed_remat": Method(
+        "remat, the input of each block in a few bits: a third more compute",
+        lambda o: Storage(remat="full", block=_code(o)),
+        bits=4,
+    ),
+    "frugal": Method(
+        "quantized, full-rank 8-bit moments, updated in the backward pass: our advice",
+        _rebuilt,
+        bits=4,
+        frugal=True,
+    ),
+    "frugal_subspace": Method(
+        "frugal with gradients and moments in a subspace: the smallest",
+        _rebuilt,
+        Subspace(),
+        bits=4,
+        frugal=True,
     ),
 }
 

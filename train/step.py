@@ -91,8 +91,16 @@ def make_recipe(config: PretrainConfig, model_config: ModelConfig) -> Recipe:
       ValueError: an unknown method, or options out of range.
     """
     method = methods.method(config.method)
-    options = config.options.resolved(method.rank(model_config))
-    config = dataclasses.replace(config, options=options)
+    options = config.options.resolved(method.rank(model_config), method.bits)
+    dtype = config.optimizer.moment_dtype
+    if dtype == "auto":
+        dtype = "8bit" if method.frugal else "float32"
+    config = dataclasses.replace(
+        config,
+        options=options,
+        optimizer=dataclasses.replace(config.optimizer, moment_dtype=dtype),
+        in_backward=config.in_backward or method.frugal,
+    )
     storage = method.storage(options)
     subspace = None
     if method.subspace is not None:
@@ -111,7 +119,9 @@ def make_recipe(config: PretrainConfig, model_config: ModelConfig) -> Recipe:
             source=method.subspace.source,
             side=method.subspace.side,
             groups=_input_groups(config, model_config, storage),
-            bits=options.bits,
+            # Where inputs are rebuilt from codes, so are their coordinates, and nothing of these is
+            # stored.
+            bits=16 if storage.attention_in is None else options.bits,
             seed=config.seed,
         )
     optimizer = make_optimizer(config.optimizer, config.steps, subspace)

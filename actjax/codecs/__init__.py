@@ -1,15 +1,19 @@
 """What is stored of an activation between the forward and the backward pass."""
 
 from actjax.codecs.base import Codec
+from actjax.codecs.calibrated import Calibrated
 from actjax.codecs.exact import Exact
 from actjax.codecs.low_rank import PrincipalPlusRandom, RandomizedSVD, RandomProjection
 from actjax.codecs.point import PointApproximation
+from actjax.codecs.quantized import Quantized
 
 __all__ = [
+    "Calibrated",
     "Codec",
     "Exact",
     "PointApproximation",
     "PrincipalPlusRandom",
+    "Quantized",
     "RandomProjection",
     "RandomizedSVD",
 ]

@@ -20,8 +20,9 @@ Code = Any
 class Codec(abc.ABC):
     """Decides what is stored of an activation `x` of shape [..., d] (T tokens by d features).
 
-    A codec is hashable and compares by value, so it is a static argument under `jax.jit`. Its
-    methods are pure functions of arrays: they work under `jit`, `vmap` and `lax.scan`.
+    A codec is hashable and compares by value, so it is a static argument under `jax.jit`; it is
+    also a pytree without leaves, so it may be an ordinary one. Its methods are pure functions of
+    arrays: they work under `jit`, `vmap` and `lax.scan`.
 
     Subclasses state in their docstring: storage (bytes), error, bias, source. The tests in
     `tests/codecs` hold every codec to these four.
@@ -33,6 +34,17 @@ class Codec(abc.ABC):
 
     biased: ClassVar[bool]
     needs_key: ClassVar[bool]
+
+    def __init_subclass__(cls, *, holds_arrays: bool = False, **kwargs: Any) -> None:
+        """Makes a codec a pytree without leaves.
+
+        Args:
+          holds_arrays: whether it has arrays, and registers itself as a pytree with leaves.
+          **kwargs: of other base classes.
+        """
+        super().__init_subclass__(**kwargs)
+        if not holds_arrays:
+            jax.tree_util.register_static(cls)
 
     def __repr__(self) -> str:
         """The constructor call that makes this codec, defaults left out."""
@@ -142,3 +154,8 @@ def raw_key(key: jax.Array) -> tuple[jax.Array, Any]:
 def wrap_key(words: jax.Array, impl: Any) -> jax.Array:
     """Inverse of `raw_key`."""
     return words if impl is None else jax.random.wrap_key_data(words, impl=impl)
+
+
+def key_bytes() -> int:
+    """Returns the bytes of a key of JAX's default generator."""
+    return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).size * 4

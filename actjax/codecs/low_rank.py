@@ -18,6 +18,7 @@ from actjax.codecs.base import (
     Codec,
     FactoredCodec,
     check_positive_integer,
+    key_bytes,
     raw_key,
     token_count,
     wrap_key,
@@ -117,7 +118,7 @@ class RandomProjection(FactoredCodec):
 
     def stored_bytes(self, shape: Sequence[int], dtype: jax.typing.DTypeLike) -> int:
         _check_rank(self, self.rank, shape)
-        return token_count(shape) * self.rank * jnp.dtype(dtype).itemsize + _key_bytes()
+        return token_count(shape) * self.rank * jnp.dtype(dtype).itemsize + key_bytes()
 
     def _matrix(self, code: ProjectedCode) -> jax.Array:
         key = wrap_key(code.key, code.key_impl)
@@ -286,11 +287,6 @@ def _unit_rows(rows: jax.Array) -> jax.Array:
     """Scales each row to a largest entry of one, so that products neither over- nor underflow."""
     largest = jnp.max(jnp.abs(rows), axis=-1, keepdims=True)
     return rows / jnp.where(largest > 0, largest, 1)
-
-
-def _key_bytes() -> int:
-    """Bytes of a key of JAX's default generator."""
-    return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).size * 4
 
 
 def _check_rank(codec: Codec, rank: int, shape: Sequence[int]) -> None:

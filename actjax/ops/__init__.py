@@ -2,9 +2,21 @@
 
 from actjax.ops.attention import attention
 from actjax.ops.cross_entropy import cross_entropy
+from actjax.ops.fused import attention_linear, norm_linear, swiglu_linear
 from actjax.ops.glu import swiglu
 from actjax.ops.linear import linear, qkv_projection
 from actjax.ops.norm import rms_norm
 from actjax.ops.rope import rope
 
-__all__ = ["attention", "cross_entropy", "linear", "qkv_projection", "rms_norm", "rope", "swiglu"]
+__all__ = [
+    "attention",
+    "attention_linear",
+    "cross_entropy",
+    "linear",
+    "norm_linear",
+    "qkv_projection",
+    "rms_norm",
+    "rope",
+    "swiglu",
+    "swiglu_linear",
+]

@@ -9,13 +9,16 @@ skipped. Both hold q, k, v, the output and the log-sum-exp of the scores.
 import dataclasses
 import functools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
-from actjax.codecs import Exact
-from actjax.ops.checks import check_floating
+from actjax.checkpoint import coded_call
+from actjax.codecs import Codec, Exact
+from actjax.ops.checks import all_exact, check_codecs, check_floating
+from actjax.ops.rope import rope as rotate
 from actjax.precision import accumulation_dtype
 from actjax.tags import keep, keep_output
 
@@ -31,23 +34,34 @@ def attention(
     v: jax.Array,
     *,
     causal: bool = True,
+    rope: tuple[jax.Array, jax.Array] | None = None,
+    codec: Codec | Sequence[Codec] = Exact(),
+    key: jax.Array | None = None,
     implementation: Implementation | None = None,
     recompute: bool = False,
     merge_heads: bool = False,
     name: str = "",
 ) -> jax.Array:
-    """Returns `softmax(q kᵀ / sqrt(D)) v` for each head. Value and gradients are exact.
+    """Returns `softmax(q kᵀ / sqrt(D)) v` for each head.
+
+    The value is exact. With a lossy codec nothing but codes of q, k and v is held, as they are
+    before `rope` and with heads merged; the backward pass runs the forward pass again on what they
+    decode to, and its gradients are those at the decoded values: biased even where the codec is
+    not, and their error reaches all that is upstream (Wei et al., 2026, Theorems 3.2 and 3.3).
 
     Args:
       q: queries, [B, S, H, D].
       k: keys, [B, S, G, D], with H a multiple of G; query head h reads key head `h // (H / G)`.
       v: values, [B, S, G, D].
       causal: whether position i sees positions up to i alone.
+      rope: cosines and sines to rotate q and k by, as for `actjax.rope`; None for no rotation.
+      codec: what is kept of q, k and v, or three of such.
+      key: randomness of the encoding; consumed. Needed if a codec draws.
       implementation: "cudnn" (NVIDIA GPU, 16-bit inputs), "blockwise" (any backend), or None for
         cuDNN where the default backend is a GPU and the dtype allows it, else blockwise. A name
         that is asked for is used, or raises.
       recompute: whether to hold q, k and v alone and run the forward pass again in the backward
-        pass. Worth its two products where nothing else keeps the output.
+        pass. Worth its two products where nothing else keeps the output. Lossy codecs do so anyway.
       merge_heads: whether to return [B, S, H * D]. It is then the very array that attention
         keeps, so a `linear` that follows and keeps its input exactly costs no second copy.
       name: put before the names that `actjax.explain` gives what is kept.
@@ -56,24 +70,62 @@ def attention(
       [B, S, H, D], or [B, S, H * D], in the dtype of `q`.
 
     Raises:
-      ValueError: shapes or dtypes that do not fit, an unknown implementation.
-      TypeError: inputs that are not floating point.
+      ValueError: shapes or dtypes that do not fit, an unknown implementation, a missing key.
+      TypeError: inputs that are not floating point, or `codec` is no codec.
     """
-    _check(q, k, v)
+    check_attention(q, k, v)
+    codecs = check_codecs(codec, ("q", "k", "v"), key)
+    form = _form(implementation, q.dtype)
+    if all_exact(codecs):
+        if rope is not None:
+            q, k = rotate(q, *rope), rotate(k, *rope)
+        run = functools.partial(_recomputed, form) if recompute else form
+        merged = run(causal, name, q, k, v)
+    else:
+        run = from_merged(q, k, causal=causal, implementation=implementation)
+        names = [f"{name} {letter}".strip() for letter in "qkv"]
+        merged_inputs = tuple(_merge(x) for x in (q, k, v))
+        merged = coded_call(run, merged_inputs, rope, codecs, key, "attention", names)
+    return merged if merge_heads else merged.reshape(q.shape)
+
+
+def from_merged(
+    q: jax.Array, k: jax.Array, *, causal: bool, implementation: Implementation | None
+) -> Callable[[Any, Any], jax.Array]:
+    """Returns exact attention as a function of (q, k, v) with merged heads and of RoPE tables.
+
+    Args:
+      q: queries, of which shape and dtype are read.
+      k: keys, likewise.
+      causal: as for `attention`.
+      implementation: likewise.
+    """
+    form, shapes = _form(implementation, q.dtype), (q.shape, k.shape, k.shape)
+
+    def run(merged: tuple[jax.Array, jax.Array, jax.Array], tables: Any) -> jax.Array:
+        q, k, v = (x.reshape(shape) for x, shape in zip(merged, shapes, strict=True))
+        if tables is not None:
+            q, k = rotate(q, *tables), rotate(k, *tables)
+        return form(causal, "", q, k, v)
+
+    return run
+
+
+def _form(implementation: Implementation | None, dtype: jnp.dtype) -> Any:
+    """Returns the function of an implementation, by its name or the best for this device."""
     if implementation is None:
         gpu = jax.default_backend() == "gpu"
-        implementation = "cudnn" if gpu and q.dtype.itemsize == 2 else "blockwise"
+        implementation = "cudnn" if gpu and dtype.itemsize == 2 else "blockwise"
     if implementation not in get_args(Implementation):
         raise ValueError(
             f"`implementation` must be one of {get_args(Implementation)} or None,"
             f" got {implementation!r}."
         )
-    form: Any = _FORMS[implementation]
-    merged = (functools.partial(_recomputed, form) if recompute else form)(causal, name, q, k, v)
-    return merged if merge_heads else merged.reshape(q.shape)
+    return _FORMS[implementation]
 
 
-def _check(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+def check_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+    """Raises unless shapes and dtypes fit one another."""
     for name, array in (("q", q), ("k", k), ("v", v)):
         check_floating(name, array)
     shapes = f"q{q.shape}, k{k.shape}, v{v.shape}"

@@ -1,9 +1,12 @@
 """Argument checks that the operators share."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from actjax.codecs import Codec
+from actjax.codecs import Codec, Exact
 
 
 def check_floating(name: str, x: jax.Array) -> None:
@@ -23,3 +26,32 @@ def check_codec(codec: object) -> None:
         raise TypeError(
             f"`codec` must be an actjax.Codec{hint}, for example Exact(), got {codec!r}."
         )
+
+
+def check_codecs(codec: Any, names: Sequence[str], key: Any) -> tuple[Codec, ...]:
+    """Returns the codec of each input of an operator.
+
+    Args:
+      codec: one for all, or a sequence of one for each.
+      names: of the inputs.
+      key: randomness of the encoding, or None.
+
+    Raises:
+      TypeError: one is no codec.
+      ValueError: another number of codecs than of inputs, or a missing key.
+    """
+    codecs = tuple(codec) if isinstance(codec, tuple | list) else (codec,) * len(names)
+    if len(codecs) != len(names):
+        raise ValueError(
+            f"`codec` must be one codec, or one for each of {', '.join(names)}: got {len(codecs)}."
+        )
+    for one in codecs:
+        check_codec(one)
+        if one.needs_key:
+            one.required_key(key)
+    return codecs
+
+
+def all_exact(codecs: Sequence[Codec]) -> bool:
+    """Returns whether nothing is lost, so that an operator can keep what suits it."""
+    return all(isinstance(codec, Exact) for codec in codecs)

@@ -1,33 +1,55 @@
 """The gated linear unit of Llama (Shazeer, "GLU variants improve transformer", 2020)."""
 
 import functools
+from collections.abc import Sequence
 
 import jax
 
-from actjax.codecs import Exact
-from actjax.ops.checks import check_floating
+from actjax.checkpoint import coded_call
+from actjax.codecs import Codec, Exact
+from actjax.ops.checks import all_exact, check_codecs, check_floating
 from actjax.precision import accumulation_dtype
 from actjax.tags import keep
 
 
-def swiglu(gate: jax.Array, up: jax.Array, *, name: str = "") -> jax.Array:
+def swiglu(
+    gate: jax.Array,
+    up: jax.Array,
+    *,
+    codec: Codec | Sequence[Codec] = Exact(),
+    key: jax.Array | None = None,
+    name: str = "",
+) -> jax.Array:
     """Returns `silu(gate) * up`, computed in float32, and holds `gate` and `up` alone.
 
-    Value and gradients are exact. Autodiff would also keep the sigmoid, its derivative and the
-    activated gate.
+    The value is exact. The gradients are those at the decoded `gate` and `up`: biased even where
+    the codec is not, and their error reaches all that is upstream (Wei et al., 2026, Theorems 3.2
+    and 3.3). Autodiff would also keep the sigmoid, its derivative and the activated gate.
 
     Args:
       gate: [..., f].
       up: [..., f], of the same dtype.
+      codec: what is kept of `gate` and `up`, or a pair of such.
+      key: randomness of the encoding; consumed. Needed if a codec draws.
       name: put before the names that `actjax.explain` gives what is kept.
 
     Returns:
       [..., f] in the dtype of `gate`.
 
     Raises:
-      ValueError: the two differ in shape or dtype.
-      TypeError: they are not floating point.
+      ValueError: the two differ in shape or dtype, or a missing key.
+      TypeError: they are not floating point, or `codec` is no codec.
     """
+    check_gate(gate, up)
+    codecs = check_codecs(codec, ("gate", "up"), key)
+    if all_exact(codecs):
+        return _swiglu(name, gate, up)
+    names = f"{name} gate".strip(), f"{name} up".strip()
+    return coded_call(_coded_form, (gate, up), (), codecs, key, "swiglu", names)
+
+
+def check_gate(gate: jax.Array, up: jax.Array) -> None:
+    """Raises unless both are floating point arrays of one shape and dtype."""
     check_floating("gate", gate)
     check_floating("up", up)
     if gate.shape != up.shape or gate.dtype != up.dtype:
@@ -35,7 +57,10 @@ def swiglu(gate: jax.Array, up: jax.Array, *, name: str = "") -> jax.Array:
             "`gate` and `up` must agree in shape and dtype, got"
             f" gate {gate.dtype}{gate.shape} and up {up.dtype}{up.shape}."
         )
-    return _swiglu(name, gate, up)
+
+
+def _coded_form(activations: tuple[jax.Array, jax.Array], _: tuple[()]) -> jax.Array:
+    return _swiglu("", *activations)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

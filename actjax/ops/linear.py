@@ -5,7 +5,6 @@ stored input, so only `dw = x_hatᵀ dz` carries the codec's error, and it is un
 is.
 """
 
-import dataclasses
 import functools
 from typing import Any, overload
 
@@ -17,7 +16,7 @@ from actjax.codecs import basis as in_basis
 from actjax.ops.checks import check_codec, check_floating
 from actjax.precision import contract_tokens, matmul
 from actjax.tags import keep, name_code
-from actjax.taps import TappedWeight, mark_weights, plain_weight
+from actjax.taps import HeldWeight, TappedWeight, hold_weight, mark_weights, plain_weight
 
 _Weights = tuple[Any, ...]
 """Arrays or `TappedWeight`s."""
@@ -79,13 +78,13 @@ def linear(
       TypeError: `codec` is no codec, or `x` or a weight is not floating point.
     """
     single = not isinstance(w, (tuple, list))
-    weights = tuple(_value(v) for v in ((w,) if single else w))
+    weights = tuple(values_of((w,) if single else w))
     given = (bias,) if single else bias
     biases = (None,) * len(weights) if given is None else tuple(given)
     _check(x, weights, biases, codec)
     if codec.needs_key:
         codec.required_key(key)
-    outputs: Any = _linear(codec, name, x, weights, biases, key)
+    outputs: Any = _linear(name, x, weights, biases, key, codec)
     return outputs[0] if single else outputs
 
 
@@ -121,19 +120,21 @@ def qkv_projection(
     return q, k, v
 
 
-def _value(w: Any) -> Any:
-    """Returns what a Flax nnx variable holds, which may be a `TappedWeight`; else `w` itself."""
+def values_of(w: Any) -> Any:
+    """Returns a weight, or a tuple of such, with what Flax nnx variables hold in their place."""
+    if isinstance(w, tuple | list):
+        return tuple(values_of(v) for v in w)
     return w.get_value() if hasattr(w, "get_value") else w
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _linear(
-    codec: Codec,
     name: str,
     x: jax.Array,
     weights: _Weights,
     biases: _Biases,
     key: jax.Array | None,
+    codec: Codec,
 ) -> tuple[jax.Array, ...]:
     del name
     plain = [plain_weight(w) for w in weights]
@@ -146,34 +147,7 @@ def _apply(x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array:
     return (z if bias is None else z + bias.astype(z.dtype)).astype(x.dtype)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _Held:
-    """A weight as the backward pass needs it: the taps themselves are never read.
-
-    Attributes:
-      weight: [d, n].
-      tapped: the `TappedWeight` with dtypes of taps in place of arrays; None if it is not tapped.
-    """
-
-    weight: Any
-    tapped: TappedWeight | None = dataclasses.field(metadata={"static": True})
-
-
-def _hold(w: Any) -> _Held:
-    if not isinstance(w, TappedWeight):
-        return _Held(w, None)
-    dtypes = dataclasses.replace(
-        w,
-        weight=None,
-        left=None if w.left is None else w.left.dtype,
-        right=w.right.dtype,
-        basis=w.basis is not None,
-    )
-    return _Held(w.weight, dtypes)
-
-
-def _linear_fwd(codec, name, x, weights, biases, key):
+def _linear_fwd(name, x, weights, biases, key, codec):
     tapped = [w for w in weights if isinstance(w, TappedWeight) and w.basis is not None]
     with jax.named_scope("actjax.linear"):
         if tapped:
@@ -186,14 +160,15 @@ def _linear_fwd(codec, name, x, weights, biases, key):
         else:
             (x, code), basis = keep(x, codec, key, "linear", name), None
         outputs = tuple(_apply(x, plain_weight(w), b) for w, b in zip(weights, biases, strict=True))
-    return outputs, (code, basis, tuple(_hold(w) for w in weights), biases)
+        held = tuple(hold_weight(w, keep_basis=False) for w in weights)
+    return outputs, (code, basis, held, biases, codec)
 
 
-def _linear_bwd(codec, name, residuals, dzs):
+def _linear_bwd(name, residuals, dzs):
     del name
-    code, basis, held, biases = residuals
+    code, basis, held, biases, codec = residuals
     with jax.named_scope("actjax.linear"):
-        dx = _input_grad(tuple(h.weight for h in held), dzs)
+        dx = _input_grad(tuple(_array(h) for h in held), dzs)
         dws = tuple(
             _weight_grad(codec, code, basis, h, dz) for h, dz in zip(held, dzs, strict=True)
         )
@@ -201,22 +176,24 @@ def _linear_bwd(codec, name, residuals, dzs):
             None if b is None else jnp.sum(dz, range(dz.ndim - 1), dx.dtype).astype(b.dtype)
             for b, dz in zip(biases, dzs, strict=True)
         )
-    return dx.astype(dzs[0].dtype), dws, dbs, None
+    return dx.astype(dzs[0].dtype), dws, dbs, None, None
 
 
-def _weight_grad(codec, code, basis, held: _Held, dz: jax.Array) -> Any:
+def _array(held: Any) -> jax.Array:
+    return held.weight if isinstance(held, HeldWeight) else held
+
+
+def _weight_grad(codec, code, basis, held: Any, dz: jax.Array) -> Any:
     """Returns the gradient of a weight, or of the taps of one."""
-    tapped = held.tapped
     if isinstance(code, in_basis.BasisCode):
         right = contract_tokens(in_basis.decode(code), dz)
-        if tapped is None:
-            return matmul(basis.astype(right.dtype), right).astype(held.weight.dtype)
-    elif tapped is None:
-        return codec.weight_grad(code, dz).astype(held.weight.dtype)
-    else:
-        right = codec.right(code, dz)
-    left = None if tapped.left is None else codec.left(code).astype(tapped.left)
-    return dataclasses.replace(tapped, left=left, right=right.astype(tapped.right), basis=None)
+        if isinstance(held, HeldWeight):
+            return held.cotangent(None, right)
+        return matmul(basis.astype(right.dtype), right).astype(held.dtype)
+    if isinstance(held, HeldWeight):
+        left = None if held.left is None else codec.left(code)
+        return held.cotangent(left, codec.right(code, dz))
+    return codec.weight_grad(code, dz).astype(held.dtype)
 
 
 def _input_grad(weights: _Weights, dzs: tuple[jax.Array, ...]) -> jax.Array:

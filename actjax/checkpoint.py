@@ -1,0 +1,178 @@
+"""Running a function again in the backward pass, from a code of what it was given.
+
+`jax.checkpoint` keeps the arguments of a function and recomputes the rest. Kept as a code, an
+argument takes a fraction of that; the recomputation then starts from the decoded argument, as GACT
+(Liu et al., 2022, section 5.5) does with checkpointed segments. Where a function is cheap up to the
+products whose outputs its backward pass does not read, nothing but the cheap part is recomputed:
+that is how a linear operator's input is rebuilt from what the operator before it keeps.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from actjax.closures import close
+from actjax.codecs import Codec, Quantized
+from actjax.tags import keep
+from actjax.taps import hold_weights, tap_again
+
+
+def checkpoint(
+    fun: Callable[..., Any],
+    codec: Codec = Quantized(4),
+    *,
+    activations: int | Sequence[int] = 0,
+    key: jax.Array | None = None,
+    name: str = "checkpoint",
+) -> Callable[..., Any]:
+    """Returns `fun`, of which the backward pass keeps a code of its input and nothing else.
+
+    As `jax.checkpoint(fun)`, but that its activations are stored by `codec` and decoded again. The
+    value is exact. The gradient is that of `fun` at the decoded activations, in the accumulation of
+    JAX: an error of the codec reaches what `fun` was fed by, unlike that of a linear operator.
+
+        def layer(x, weights): ...
+        x = actjax.checkpoint(layer, Quantized(4))(x, weights)
+
+    Works under `jit`, `lax.scan` and `vmap`, may close over arrays, and may be nested.
+
+    Args:
+      fun: a function of arrays and pytrees of them.
+      codec: what is stored of each activation. `Exact()` gives what `jax.checkpoint` does.
+      activations: positions of the arguments of which all floating point arrays are stored as a
+        code. Other arguments, and what `fun` closes over, are kept as they are: weights that stay
+        alive anyway cost nothing.
+      key: randomness of the encoding; consumed. Needed if `codec.needs_key`.
+      name: what `actjax.explain` calls the stored activations.
+
+    Raises:
+      TypeError: `codec` is no codec, or `activations` are no positions.
+      ValueError: when called: a position that is not there, a missing key.
+    """
+    if not isinstance(codec, Codec):
+        raise TypeError(f"`codec` of checkpoint must be an actjax.Codec, got {codec!r}.")
+    positions = positions_of(activations, "checkpoint")
+
+    @functools.wraps(fun)
+    def checkpointed(*args: Any) -> Any:
+        check_positions(positions, args, "checkpoint")
+        closed = close(fun, args)
+        owners = [i for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
+        coded = [
+            i
+            for i, (owner, leaf) in enumerate(zip(owners, closed.arguments, strict=True))
+            if owner in positions and jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+        ]
+        given = [closed.arguments[i] for i in coded]
+        rest = [None if i in coded else x for i, x in enumerate(closed.arguments)]
+
+        def run(activations: Any, others: Any) -> Any:
+            constants, rest = others
+            filled = iter(activations)
+            return closed.run(constants, [next(filled) if x is None else x for x in rest])
+
+        names = [name if len(coded) == 1 else f"{name} {i}" for i in range(len(coded))]
+        outputs = coded_call(
+            run, given, (closed.constants, rest), [codec] * len(coded), key, "checkpoint", names
+        )
+        return closed.unflatten(outputs)
+
+    return checkpointed
+
+
+def positions_of(argnums: int | Sequence[int], caller: str) -> frozenset[int]:
+    """Returns positions of arguments as a set, or raises a `TypeError`."""
+    numbers = [argnums] if isinstance(argnums, int) else list(argnums)
+    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in numbers):
+        raise TypeError(
+            f"`activations` of {caller} must be positions of arguments, 0 or above: {argnums!r}."
+        )
+    return frozenset(numbers)
+
+
+def check_positions(positions: frozenset[int], args: Sequence[Any], caller: str) -> None:
+    """Raises a `ValueError` unless all positions are there."""
+    if max(positions, default=-1) >= len(args):
+        raise ValueError(
+            f"`activations` of {caller} has position {max(positions)}, but the function was called"
+            f" with {len(args)} positional arguments."
+        )
+
+
+def coded_call(
+    fun: Callable[[Any, Any], Any],
+    activations: Sequence[jax.Array],
+    others: Any,
+    codecs: Sequence[Codec],
+    key: jax.Array | None,
+    operator: str,
+    names: Sequence[str],
+) -> Any:
+    """Returns `fun(activations, others)`, and holds codes of the activations and `others`.
+
+    The backward pass differentiates `fun` at the decoded activations. `fun` closes over no arrays.
+
+    Args:
+      fun: what is computed; a pytree of arrays.
+      activations: floating point arrays.
+      others: a pytree of what else `fun` reads.
+      codecs: one for each activation.
+      key: randomness, folded with the number of the activation; None if no codec draws.
+      operator: what `actjax.explain` calls this.
+      names: one for each activation.
+
+    Raises:
+      ValueError: a codec draws random numbers and there is no key.
+    """
+    for codec in codecs:
+        if codec.needs_key:
+            codec.required_key(key)
+    return _coded_call(fun, operator, tuple(names), tuple(activations), others, tuple(codecs), key)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _coded_call(fun, operator, names, activations, others, codecs, key):
+    del operator, names, codecs, key
+    return fun(activations, others)
+
+
+def _coded_call_fwd(fun, operator, names, activations, others, codecs, key):
+    with jax.named_scope(f"actjax.{operator}"):
+        forward, codes = [], []
+        for i, (x, codec, name) in enumerate(zip(activations, codecs, names, strict=True)):
+            own = jax.random.fold_in(key, i) if codec.needs_key else None
+            x, code = keep(x, codec, own, operator, name)
+            forward.append(x)
+            codes.append(code)
+        return fun(tuple(forward), others), (codes, hold_weights(others), codecs)
+
+
+def _coded_call_bwd(fun, operator, names, residuals, cotangent):
+    del names
+    codes, others, codecs = residuals
+    # Without the barrier XLA could decode before the cotangent is there, or, where a code is the
+    # activation itself, merge this pass with the first one and keep all that it computed.
+    codes, cotangent = jax.lax.optimization_barrier((codes, cotangent))
+    with jax.named_scope(f"actjax.{operator}"):
+        decoded = tuple(c.decode(code) for c, code in zip(codecs, codes, strict=True))
+        leaves, treedef = jax.tree.flatten(tap_again(others))
+        smooth = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+        def of_smooth(activations: Any, floats: Any) -> Any:
+            merged = list(leaves)
+            for i, x in zip(smooth, floats, strict=True):
+                merged[i] = x
+            return fun(activations, jax.tree.unflatten(treedef, merged))
+
+        _, pullback = jax.vjp(of_smooth, decoded, [leaves[i] for i in smooth])
+        dactivations, dfloats = pullback(cotangent)
+        dleaves: list[Any] = [None] * len(leaves)
+        for i, dx in zip(smooth, dfloats, strict=True):
+            dleaves[i] = dx
+    return dactivations, jax.tree.unflatten(treedef, dleaves), None, None
+
+
+_coded_call.defvjp(_coded_call_fwd, _coded_call_bwd)

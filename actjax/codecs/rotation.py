@@ -1,0 +1,61 @@
+"""Rotating features by Hadamard matrices, which spreads a large one over all of its block.
+
+As in QuaRot (Ashkboos et al., 2024), with random signs before, so that what neighbouring features
+have in common does not gather in one coordinate.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from actjax.precision import accumulation_dtype
+
+
+def rotate(x: jax.Array) -> jax.Array:
+    """Returns `x` [..., g] with its last axis rotated, in blocks of the largest power of 2 in g.
+
+    An orthogonal map, so lengths and inner products stay. Returned in the accumulation dtype.
+    """
+    signs, matrix = _signs(x.shape[-1]), _hadamard(block_size(x.shape[-1]))
+    return _by_blocks(x * jnp.asarray(signs, x.dtype), matrix)
+
+
+def rotate_back(y: jax.Array) -> jax.Array:
+    """Inverse of `rotate`."""
+    signs, matrix = _signs(y.shape[-1]), _hadamard(block_size(y.shape[-1]))
+    x = _by_blocks(y, matrix.T)
+    return x * jnp.asarray(signs, x.dtype)
+
+
+def block_size(features: int) -> int:
+    """Returns the largest power of two that divides `features`."""
+    return features & -features
+
+
+def _by_blocks(x: jax.Array, matrix: np.ndarray) -> jax.Array:
+    size = len(matrix)
+    wide = accumulation_dtype(x.dtype)
+    blocks = x.reshape(*x.shape[:-1], -1, size)
+    # Entries of one are exact in any dtype; the root of the size comes after the sum.
+    product = jnp.matmul(
+        blocks, jnp.asarray(matrix, x.dtype), precision="highest", preferred_element_type=wide
+    )
+    return (product / np.sqrt(size)).astype(wide).reshape(x.shape)
+
+
+@functools.cache
+def _hadamard(size: int) -> np.ndarray:
+    """Sylvester's matrix, [size, size] of plus and minus one; symmetric."""
+    matrix = np.ones((1, 1))
+    while len(matrix) < size:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return matrix
+
+
+@functools.cache
+def _signs(features: int) -> np.ndarray:
+    """Returns `features` fixed signs, random in look: bits of multiples of the golden ratio."""
+    fractions = np.arange(1, features + 1) * ((np.sqrt(5) - 1) / 2) % 1
+    return np.where((fractions * 2**16).astype(int) >> 7 & 1, 1.0, -1.0)

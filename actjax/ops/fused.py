@@ -1,0 +1,159 @@
+"""Operators whose linear input is not stored, but rebuilt from what the operator before it keeps.
+
+The output of a norm, of SwiGLU and of attention is the input of a linear operator, and follows from
+values that are kept anyway: elementwise from the first two, by attention's own forward pass from q,
+k and v. So one code a value is enough: `dw` is as good as that code, without a low-rank truncation,
+and no product of a weight is computed twice.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from actjax.checkpoint import coded_call
+from actjax.codecs import Codec, Exact
+from actjax.ops.attention import Implementation, check_attention, from_merged
+from actjax.ops.checks import check_codecs
+from actjax.ops.glu import check_gate, swiglu
+from actjax.ops.linear import linear, values_of
+from actjax.ops.norm import check_norm, rms_norm
+
+
+def norm_linear(
+    x: jax.Array,
+    scale: jax.Array,
+    w: Any,
+    *,
+    eps: float = 1e-6,
+    bias: Any = None,
+    codec: Codec = Exact(),
+    key: jax.Array | None = None,
+    name: str = "norm input",
+) -> Any:
+    """Returns `linear(rms_norm(x, scale), w)`, and holds `codec.encode(x, key)` alone.
+
+    The value is exact. The gradients are those at the decoded `x`, `dw = n(x_hat)ᵀ dz` among them;
+    `linear`'s `dx`, which the norm's backward pass is given, is exact.
+
+    Args:
+      x: [..., d].
+      scale: of the norm, [d].
+      w: weight [d, n] or a tuple of such, as for `actjax.linear`.
+      eps: as for `actjax.rms_norm`.
+      bias: as for `actjax.linear`.
+      codec: what is kept of `x`.
+      key: randomness of the encoding; consumed. Needed if `codec.needs_key`.
+      name: what `actjax.explain` calls the kept input.
+
+    Returns:
+      [..., n] in the dtype of `x`, or a tuple of such.
+
+    Raises:
+      ValueError: shapes that do not fit, or a missing key.
+      TypeError: what is not floating point, or a `codec` that is none.
+    """
+    check_norm(x, scale)
+    codecs = check_codecs(codec, ("x",), key)
+
+    def run(activations: tuple[jax.Array], others: Any) -> Any:
+        scale, w, bias = others
+        return linear(rms_norm(*activations, scale, eps=eps), w, bias=bias)
+
+    return coded_call(run, (x,), (scale, values_of(w), bias), codecs, key, "norm_linear", (name,))
+
+
+def swiglu_linear(
+    gate: jax.Array,
+    up: jax.Array,
+    w: Any,
+    *,
+    bias: Any = None,
+    codec: Codec | Sequence[Codec] = Exact(),
+    key: jax.Array | None = None,
+    name: str = "",
+) -> Any:
+    """Returns `linear(swiglu(gate, up), w)`, and holds codes of `gate` and `up` alone.
+
+    The value is exact; the gradients are those at the decoded `gate` and `up`.
+
+    Args:
+      gate: [..., f].
+      up: [..., f], of the same dtype.
+      w: weight [f, n] or a tuple of such, as for `actjax.linear`.
+      bias: as for `actjax.linear`.
+      codec: what is kept of `gate` and `up`, or a pair of such.
+      key: randomness of the encoding; consumed. Needed if a codec draws.
+      name: put before the names that `actjax.explain` gives what is kept.
+
+    Returns:
+      [..., n] in the dtype of `gate`, or a tuple of such.
+
+    Raises:
+      ValueError: shapes that do not fit, or a missing key.
+      TypeError: what is not floating point, or a `codec` that is none.
+    """
+    check_gate(gate, up)
+    codecs = check_codecs(codec, ("gate", "up"), key)
+
+    def run(activations: tuple[jax.Array, jax.Array], others: Any) -> Any:
+        w, bias = others
+        return linear(swiglu(*activations), w, bias=bias)
+
+    names = f"{name} gate".strip(), f"{name} up".strip()
+    return coded_call(run, (gate, up), (values_of(w), bias), codecs, key, "swiglu_linear", names)
+
+
+def attention_linear(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    w: Any,
+    *,
+    causal: bool = True,
+    rope: tuple[jax.Array, jax.Array] | None = None,
+    bias: Any = None,
+    codec: Codec | Sequence[Codec] = Exact(),
+    key: jax.Array | None = None,
+    implementation: Implementation | None = None,
+    name: str = "",
+) -> Any:
+    """Returns `linear(attention(q, k, v), w)`, and holds codes of q, k and v alone.
+
+    The value is exact; the gradients are those at the decoded q, k and v. The backward pass runs
+    attention's forward pass again, which gives both what its own backward pass needs and the input
+    of the linear operator.
+
+    Args:
+      q: queries, [B, S, H, D], before `rope`.
+      k: keys, [B, S, G, D], likewise.
+      v: values, [B, S, G, D].
+      w: weight [H * D, n] or a tuple of such, as for `actjax.linear`.
+      causal: as for `actjax.attention`.
+      rope: likewise.
+      bias: as for `actjax.linear`.
+      codec: what is kept of q, k and v, or three of such.
+      key: randomness of the encoding; consumed. Needed if a codec draws.
+      implementation: as for `actjax.attention`.
+      name: put before the names that `actjax.explain` gives what is kept.
+
+    Returns:
+      [B, S, n] in the dtype of `q`, or a tuple of such.
+
+    Raises:
+      ValueError: shapes that do not fit, or a missing key.
+      TypeError: what is not floating point, or a `codec` that is none.
+    """
+    check_attention(q, k, v)
+    codecs = check_codecs(codec, ("q", "k", "v"), key)
+    attend = from_merged(q, k, causal=causal, implementation=implementation)
+
+    def run(activations: tuple[jax.Array, jax.Array, jax.Array], others: Any) -> Any:
+        tables, w, bias = others
+        return linear(attend(activations, tables), w, bias=bias)
+
+    merged = tuple(x.reshape(*x.shape[:2], -1) for x in (q, k, v))
+    names = [f"{name} {letter}".strip() for letter in "qkv"]
+    return coded_call(
+        run, merged, (rope, values_of(w), bias), codecs, key, "attention_linear", names
+    )
