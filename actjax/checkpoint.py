@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from actjax.closures import close
 from actjax.codecs import Codec, Quantized
+from actjax.codecs.base import Code
 from actjax.tags import keep
 from actjax.taps import hold_weights, tap_again
 
@@ -133,6 +134,32 @@ def coded_call(
     return _coded_call(fun, operator, tuple(names), tuple(activations), others, tuple(codecs), key)
 
 
+def encode_all(
+    activations: Sequence[jax.Array],
+    codecs: Sequence[Codec],
+    key: jax.Array | None,
+    operator: str,
+    names: Sequence[str],
+) -> tuple[tuple[jax.Array, ...], tuple[Code, ...]]:
+    """Returns activations to compute with, and their codes, named for `actjax.explain`."""
+    pairs = []
+    for i, (x, codec, name) in enumerate(zip(activations, codecs, names, strict=True)):
+        own = jax.random.fold_in(key, i) if codec.needs_key else None
+        pairs.append(keep(x, codec, own, operator, name))
+    forward, codes = zip(*pairs, strict=True)
+    return forward, codes
+
+
+def decode_late(
+    codes: Sequence[Code], codecs: Sequence[Codec], cotangent: Any
+) -> tuple[tuple[jax.Array, ...], Any]:
+    """Returns decoded activations, not before the cotangent is there, and the cotangent."""
+    # Without the barrier XLA could decode early, or, where a code is the activation itself, merge
+    # this pass with the forward pass and keep all that it computed.
+    codes, cotangent = jax.lax.optimization_barrier((codes, cotangent))
+    return tuple(c.decode(code) for c, code in zip(codecs, codes, strict=True)), cotangent
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _coded_call(fun, operator, names, activations, others, codecs, key):
     del operator, names, codecs, key
@@ -141,23 +168,15 @@ def _coded_call(fun, operator, names, activations, others, codecs, key):
 
 def _coded_call_fwd(fun, operator, names, activations, others, codecs, key):
     with jax.named_scope(f"actjax.{operator}"):
-        forward, codes = [], []
-        for i, (x, codec, name) in enumerate(zip(activations, codecs, names, strict=True)):
-            own = jax.random.fold_in(key, i) if codec.needs_key else None
-            x, code = keep(x, codec, own, operator, name)
-            forward.append(x)
-            codes.append(code)
-        return fun(tuple(forward), others), (codes, hold_weights(others), codecs)
+        activations, codes = encode_all(activations, codecs, key, operator, names)
+        return fun(activations, others), (codes, hold_weights(others), codecs)
 
 
 def _coded_call_bwd(fun, operator, names, residuals, cotangent):
     del names
     codes, others, codecs = residuals
-    # Without the barrier XLA could decode before the cotangent is there, or, where a code is the
-    # activation itself, merge this pass with the first one and keep all that it computed.
-    codes, cotangent = jax.lax.optimization_barrier((codes, cotangent))
     with jax.named_scope(f"actjax.{operator}"):
-        decoded = tuple(c.decode(code) for c, code in zip(codecs, codes, strict=True))
+        decoded, cotangent = decode_late(codes, codecs, cotangent)
         leaves, treedef = jax.tree.flatten(tap_again(others))
         smooth = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)]
 

@@ -111,7 +111,7 @@ def method_rival(variant: Variant, config: PretrainConfig, model_config: ModelCo
     return Rival(
         init,
         make_train_step(recipe),
-        None if variant.in_backward else gradient,
+        None if recipe.config.in_backward else gradient,
         None if due is None else lambda state, batch: refresh_step(state, batch, due),
         memory,
         of_layers,

@@ -6,18 +6,20 @@ k and v. So one code a value is enough: `dw` is as good as that code, without a 
 and no product of a weight is computed twice.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
-from actjax.checkpoint import coded_call
+from actjax.checkpoint import decode_late, encode_all
 from actjax.codecs import Codec, Exact
 from actjax.ops.attention import Implementation, check_attention, from_merged
 from actjax.ops.checks import check_codecs
 from actjax.ops.glu import check_gate, swiglu
-from actjax.ops.linear import linear, values_of
+from actjax.ops.linear import check_linear, linear, pull_back
 from actjax.ops.norm import check_norm, rms_norm
+from actjax.taps import hold_weights, plain_weights, tap_again
 
 
 def norm_linear(
@@ -56,11 +58,10 @@ def norm_linear(
     check_norm(x, scale)
     codecs = check_codecs(codec, ("x",), key)
 
-    def run(activations: tuple[jax.Array], others: Any) -> Any:
-        scale, w, bias = others
-        return linear(rms_norm(*activations, scale, eps=eps), w, bias=bias)
+    def normalize(activations: tuple[jax.Array], scale: jax.Array) -> jax.Array:
+        return rms_norm(*activations, scale, eps=eps)
 
-    return coded_call(run, (x,), (scale, values_of(w), bias), codecs, key, "norm_linear", (name,))
+    return _then_linear(normalize, (x,), scale, w, bias, codecs, key, "norm_linear", (name,))
 
 
 def swiglu_linear(
@@ -96,12 +97,11 @@ def swiglu_linear(
     check_gate(gate, up)
     codecs = check_codecs(codec, ("gate", "up"), key)
 
-    def run(activations: tuple[jax.Array, jax.Array], others: Any) -> Any:
-        w, bias = others
-        return linear(swiglu(*activations), w, bias=bias)
+    def activate(activations: tuple[jax.Array, jax.Array], _: tuple[()]) -> jax.Array:
+        return swiglu(*activations)
 
     names = f"{name} gate".strip(), f"{name} up".strip()
-    return coded_call(run, (gate, up), (values_of(w), bias), codecs, key, "swiglu_linear", names)
+    return _then_linear(activate, (gate, up), (), w, bias, codecs, key, "swiglu_linear", names)
 
 
 def attention_linear(
@@ -148,12 +148,65 @@ def attention_linear(
     codecs = check_codecs(codec, ("q", "k", "v"), key)
     attend = from_merged(q, k, causal=causal, implementation=implementation)
 
-    def run(activations: tuple[jax.Array, jax.Array, jax.Array], others: Any) -> Any:
-        tables, w, bias = others
-        return linear(attend(activations, tables), w, bias=bias)
-
     merged = tuple(x.reshape(*x.shape[:2], -1) for x in (q, k, v))
-    names = [f"{name} {letter}".strip() for letter in "qkv"]
-    return coded_call(
-        run, merged, (rope, values_of(w), bias), codecs, key, "attention_linear", names
+    names = tuple(f"{name} {letter}".strip() for letter in "qkv")
+    return _then_linear(attend, merged, rope, w, bias, codecs, key, "attention_linear", names)
+
+
+def _then_linear(
+    before: Callable[[Any, Any], jax.Array],
+    activations: tuple[jax.Array, ...],
+    others: Any,
+    w: Any,
+    bias: Any,
+    codecs: tuple[Codec, ...],
+    key: jax.Array | None,
+    operator: str,
+    names: tuple[str, ...],
+) -> Any:
+    """Returns `linear(before(activations, others), w, bias)`, and holds codes of the activations.
+
+    Args:
+      before: what rebuilds the linear input; closes over no arrays.
+      activations: what it is rebuilt from.
+      others: what else `before` reads: floating point arrays, kept as they are.
+      w: as for `linear`.
+      bias: likewise.
+      codecs: one for each activation.
+      key: randomness of the encoding, or None.
+      operator: what `actjax.explain` calls this.
+      names: one for each activation.
+    """
+    weights, biases = check_linear(jax.eval_shape(before, activations, others), w, bias)
+    outputs: Any = _fused(
+        before, operator, names, activations, others, weights, biases, codecs, key
     )
+    return outputs if isinstance(w, tuple | list) else outputs[0]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _fused(before, operator, names, activations, others, weights, biases, codecs, key):
+    del operator, names, codecs, key
+    return linear(before(activations, others), weights, bias=biases)
+
+
+def _fused_fwd(before, operator, names, activations, others, weights, biases, codecs, key):
+    with jax.named_scope(f"actjax.{operator}"):
+        activations, codes = encode_all(activations, codecs, key, operator, names)
+        outputs = linear(before(activations, others), plain_weights(weights), bias=biases)
+    return outputs, (codes, others, hold_weights(weights), biases, codecs)
+
+
+def _fused_bwd(before, operator, names, residuals, dzs):
+    del names
+    codes, others, held, biases, codecs = residuals
+    with jax.named_scope(f"actjax.{operator}"):
+        activations, dzs = decode_late(codes, codecs, dzs)
+        # The linear operator itself is not computed again: only its input is.
+        x, pullback = jax.vjp(before, activations, others)
+        dx, dweights, dbiases = pull_back(x, tap_again(held), biases, dzs)
+        dactivations, dothers = pullback(dx)
+    return dactivations, dothers, dweights, dbiases, None, None
+
+
+_fused.defvjp(_fused_fwd, _fused_bwd)

@@ -77,15 +77,12 @@ def linear(
       ValueError: shapes that do not fit, a missing key, a codec that does not fit `x`.
       TypeError: `codec` is no codec, or `x` or a weight is not floating point.
     """
-    single = not isinstance(w, (tuple, list))
-    weights = tuple(values_of((w,) if single else w))
-    given = (bias,) if single else bias
-    biases = (None,) * len(weights) if given is None else tuple(given)
-    _check(x, weights, biases, codec)
+    weights, biases = check_linear(x, w, bias)
+    check_codec(codec)
     if codec.needs_key:
         codec.required_key(key)
     outputs: Any = _linear(name, x, weights, biases, key, codec)
-    return outputs[0] if single else outputs
+    return outputs if isinstance(w, tuple | list) else outputs[0]
 
 
 def qkv_projection(
@@ -120,13 +117,6 @@ def qkv_projection(
     return q, k, v
 
 
-def values_of(w: Any) -> Any:
-    """Returns a weight, or a tuple of such, with what Flax nnx variables hold in their place."""
-    if isinstance(w, tuple | list):
-        return tuple(values_of(v) for v in w)
-    return w.get_value() if hasattr(w, "get_value") else w
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _linear(
     name: str,
@@ -148,20 +138,24 @@ def _apply(x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array:
 
 
 def _linear_fwd(name, x, weights, biases, key, codec):
-    tapped = [w for w in weights if isinstance(w, TappedWeight) and w.basis is not None]
     with jax.named_scope("actjax.linear"):
-        if tapped:
-            # One basis for all: they share it, as they share the stored input.
-            basis, bits = tapped[0].basis, tapped[0].bits
-            code = in_basis.encode(x, basis, bits)
-            code = name_code(code, x, in_basis.describe(basis, bits), "linear", name)
-            # Needed only where a weight that has no tap wants its gradient in full.
-            basis = basis if len(tapped) < len(weights) else None
-        else:
-            (x, code), basis = keep(x, codec, key, "linear", name), None
+        x, code, basis = _keep_input(name, x, weights, key, codec)
         outputs = tuple(_apply(x, plain_weight(w), b) for w, b in zip(weights, biases, strict=True))
         held = tuple(hold_weight(w, keep_basis=False) for w in weights)
     return outputs, (code, basis, held, biases, codec)
+
+
+def _keep_input(name, x, weights, key, codec) -> tuple[jax.Array, Any, jax.Array | None]:
+    """Returns `x` to compute with, its code, and the basis that this is in, if it is read again."""
+    tapped = [w for w in weights if isinstance(w, TappedWeight) and w.basis is not None]
+    if not tapped:
+        return *keep(x, codec, key, "linear", name), None
+    # One basis for all: they share it, as they share the stored input.
+    basis, bits = tapped[0].basis, tapped[0].bits
+    code = in_basis.encode(x, basis, bits)
+    code = name_code(code, x, in_basis.describe(basis, bits), "linear", name)
+    # Needed only where a weight that has no tap wants its gradient in full.
+    return x, code, basis if len(tapped) < len(weights) else None
 
 
 def _linear_bwd(name, residuals, dzs):
@@ -177,6 +171,23 @@ def _linear_bwd(name, residuals, dzs):
             for b, dz in zip(biases, dzs, strict=True)
         )
     return dx.astype(dzs[0].dtype), dws, dbs, None, None
+
+
+def pull_back(
+    x: jax.Array, weights: _Weights, biases: _Biases, dzs: tuple[jax.Array, ...]
+) -> tuple[jax.Array, tuple[Any, ...], tuple[jax.Array | None, ...]]:
+    """Returns the cotangents of `x`, weights and biases, without computing `linear` itself.
+
+    Args:
+      x: the input, rebuilt.
+      weights: as `linear` takes them, tapped or not; a tuple.
+      biases: as many.
+      dzs: cotangents of the outputs.
+    """
+    _, code, basis = _keep_input("rebuilt input", x, weights, None, Exact())
+    held = tuple(hold_weight(w, keep_basis=False) for w in weights)
+    dx, dws, dbs, _, _ = _linear_bwd("", (code, basis, held, biases, Exact()), dzs)
+    return dx, dws, dbs
 
 
 def _array(held: Any) -> jax.Array:
@@ -205,9 +216,25 @@ def _input_grad(weights: _Weights, dzs: tuple[jax.Array, ...]) -> jax.Array:
 _linear.defvjp(_linear_fwd, _linear_bwd)
 
 
-def _check(x: jax.Array, weights: _Weights, biases: _Biases, codec: Codec) -> None:
+def check_linear(x: Any, w: Any, bias: Any) -> tuple[_Weights, _Biases]:
+    """Returns weights and biases as tuples, or raises if they do not fit.
+
+    Args:
+      x: the input, or its shape and dtype.
+      w: as for `linear`; a Flax nnx variable stands for its value, which may be a `TappedWeight`.
+      bias: as for `linear`.
+
+    Raises:
+      ValueError: shapes that do not fit.
+      TypeError: what is not floating point.
+    """
+    single = not isinstance(w, tuple | list)
+    weights = tuple(
+        v.get_value() if hasattr(v, "get_value") else v for v in ((w,) if single else w)
+    )
+    given = (bias,) if single else bias
+    biases = (None,) * len(weights) if given is None else tuple(given)
     check_floating("x", x)
-    check_codec(codec)
     if not weights:
         raise ValueError("`w` is an empty tuple: pass at least one weight.")
     if len(biases) != len(weights):
@@ -230,3 +257,4 @@ def _check(x: jax.Array, weights: _Weights, biases: _Biases, codec: Codec) -> No
             raise ValueError(
                 f"the bias of `{name}`{w.shape} must be {w.shape[1:]}, got {bias.shape}."
             )
+    return weights, biases
