@@ -144,7 +144,7 @@ def encode_all(
     """Returns activations to compute with, and their codes, named for `actjax.explain`."""
     pairs = []
     for i, (x, codec, name) in enumerate(zip(activations, codecs, names, strict=True)):
-        own = jax.random.fold_in(key, i) if codec.needs_key else None
+        own = None if key is None else jax.random.fold_in(key, i)
         pairs.append(keep(x, codec, own, operator, name))
     forward, codes = zip(*pairs, strict=True)
     return forward, codes

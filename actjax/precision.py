@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 
 def accumulation_dtype(*dtypes: jax.typing.DTypeLike) -> jnp.dtype:
@@ -37,3 +38,12 @@ def contract_tokens(
     axes = tuple(range(a.ndim - 1))
     dtype = accumulation_dtype(a.dtype, b.dtype)
     return jnp.tensordot(a, b, axes=(axes, axes), precision=precision, preferred_element_type=dtype)
+
+
+def row_major(x: jax.Array) -> jax.Array:
+    """Returns `x`, whose last axis the compiled program has to lay out as the fastest.
+
+    XLA may else choose the transposed layout for a factor of a product, and with it for the stack
+    of layers that it is a slice of: which is then copied, whole, before the loop and after it.
+    """
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))

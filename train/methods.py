@@ -135,7 +135,8 @@ def _rebuilt(o: MethodOptions) -> Storage:
     """Returns one code for each value that is kept, and linear inputs rebuilt from these."""
     code = _code(o)
     kept: dict[str, Any] = {site: code for site in SITES if site not in LINEAR_INPUTS}
-    return Storage(**kept, **dict.fromkeys(LINEAR_INPUTS))
+    rebuilt: dict[str, Any] = dict.fromkeys(LINEAR_INPUTS)
+    return Storage(**kept, **rebuilt)
 
 
 METHODS: dict[str, Method] = {

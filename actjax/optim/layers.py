@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from actjax.low_rank import LowRank, is_low_rank
+from actjax.precision import row_major
 from actjax.taps import named_leaves
 
 
@@ -154,7 +155,9 @@ def _slice_apart(stacks: Any, i: jax.Array) -> Any:
 def put(tree: Any, layer: Any, i: jax.typing.ArrayLike) -> Any:
     """Returns a tree of stacked arrays with layer `i` replaced; in place in a loop under jit."""
     return jax.tree.map(
-        lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y.astype(x.dtype), i, 0), tree, layer
+        lambda x, y: row_major(jax.lax.dynamic_update_index_in_dim(x, y.astype(x.dtype), i, 0)),
+        tree,
+        layer,
     )
 
 
