@@ -11,6 +11,9 @@ from actjax.codecs import PrincipalPlusRandom as PrincipalPlusRandom
 from actjax.codecs import Quantized as Quantized
 from actjax.codecs import RandomizedSVD as RandomizedSVD
 from actjax.codecs import RandomProjection as RandomProjection
+from actjax.explanation import Explanation as Explanation
+from actjax.explanation import Residual as Residual
+from actjax.explanation import explain as explain
 from actjax.gradients import Bases as Bases
 from actjax.gradients import input_groups as input_groups
 from actjax.gradients import value_and_grad as value_and_grad
@@ -28,6 +31,5 @@ from actjax.ops import rms_norm as rms_norm
 from actjax.ops import rope as rope
 from actjax.ops import swiglu as swiglu
 from actjax.ops import swiglu_linear as swiglu_linear
-from actjax.residuals import Explanation as Explanation
-from actjax.residuals import Residual as Residual
-from actjax.residuals import explain as explain
+from actjax.residuals import Candidate as Candidate
+from actjax.residuals import compress_residuals as compress_residuals

@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from actjax.closures import close
 from actjax.codecs import Codec, Quantized
 from actjax.codecs.base import Code
+from actjax.programs import close
 from actjax.tags import keep
 from actjax.taps import hold_weights, tap_again
 

@@ -1,302 +1,514 @@
-"""Where does my memory go? A table of everything a function keeps for its backward pass."""
+"""Storing the residuals of any function in a smaller form, without rewriting it.
+
+GACT (Liu et al., 2022): what a function keeps for its backward pass is a list of tensors, whatever
+its operators are, and any of them may be stored as a code. In JAX the leaves of what `jax.vjp`
+returns *are* that list. GACT recognises parameters by their address and saves a tensor that three
+operators keep once; here both are read from the traced program.
+"""
 
 import dataclasses
-import io
+import functools
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core, source_info_util
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from jax.extend import core
 
-from actjax.codecs import Exact
-from actjax.tags import Tag
+from actjax.checkpoint import check_positions, decode_late, positions_of
+from actjax.codecs import Codec
+from actjax.explanation import origin_of
+from actjax.programs import close, run_equation, run_inlined
+from actjax.rebuilding import Graph
+from actjax.tags import Tag, name_code, tag_left
 
-_ALIVE = "alive without the backward pass"
+LARGEST_OVER_SMALL = 32
+"""Arrays that are so many times smaller than the largest are left alone where the rule is a codec:
+statistics and log-sum-exps, of which nothing is gained and much may depend."""
+LEFT_BY_RULE = "left by the rule"
+AT_HAND = 32
+"""Equations of a backward pass within which a decoded value is read again rather than decoded
+again: about one operator's."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Residual:
-    """One thing that is kept between the forward and the backward pass.
+class Candidate:
+    """An array that a function keeps for its backward pass, for a rule to decide on.
 
     Attributes:
-      operator: the actjax operator that keeps it, or the JAX primitive that made it.
-      name: what it is, for example "attention_in"; the path of an argument.
-      shape: its shape if it were kept exactly, stacked over layers under `scan`.
-      dtype: its dtype if it were kept exactly.
-      exact_bytes: what keeping it exactly would take.
-      stored_bytes: what is kept; 0 if it is alive without the backward pass.
-      codec: the codec, as text; empty if no actjax operator keeps it.
-      reason: why it was left alone; empty if a codec took it.
+      name: its `jax.ad_checkpoint.checkpoint_name` if it has one; else the path of the argument
+        that it is, or the line of the program that made it.
+      primitive: the JAX primitive that made it; "argument" if it was given.
+      shape: its shape; within a loop that of one iteration.
+      dtype: its dtype, as text.
     """
 
-    operator: str
     name: str
+    primitive: str
     shape: tuple[int, ...]
     dtype: str
-    exact_bytes: int
-    stored_bytes: int
-    codec: str
-    reason: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Explanation:
-    """What a function keeps for its backward pass. Prints as a table.
-
-    Attributes:
-      residuals: one entry for each thing kept, the largest first.
-    """
-
-    residuals: tuple[Residual, ...]
 
     @property
-    def exact_bytes(self) -> int:
-        """Bytes if everything were kept exactly, arguments not counted."""
-        return sum(r.exact_bytes for r in self.residuals if r.stored_bytes)
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
 
     @property
-    def stored_bytes(self) -> int:
-        """Bytes that are kept, arguments not counted."""
-        return sum(r.stored_bytes for r in self.residuals)
-
-    def as_dicts(self) -> list[dict[str, Any]]:
-        """Returns the table as plain data, for JSON or a data frame."""
-        return [dataclasses.asdict(r) for r in self.residuals]
-
-    def __str__(self) -> str:
-        text = io.StringIO()
-        Console(file=text, width=160).print(self.__rich__())
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
-
-    def __rich__(self) -> Table:
-        """The table; arguments, and arrays below a thousandth of the whole, make one line each."""
-        table = Table(box=box.SIMPLE_HEAD, show_footer=True)
-        table.add_column("kept for the backward pass", "total", no_wrap=True)
-        table.add_column("array", no_wrap=True)
-        table.add_column("exact", _bytes(self.exact_bytes), justify="right", no_wrap=True)
-        table.add_column("stored", _bytes(self.stored_bytes), justify="right", no_wrap=True)
-        table.add_column("codec, or why none")
-        alive = [r for r in self.residuals if r.reason == _ALIVE]
-        kept = [r for r in self.residuals if r.reason != _ALIVE]
-        coded = [r for r in kept if r.codec not in ("", repr(Exact()))]
-        small = [r for r in kept if r not in coded and r.exact_bytes < self.exact_bytes / 1000]
-        for r in kept:
-            if r not in small:
-                shape = f"{r.dtype}[{','.join(map(str, r.shape))}]"
-                sizes = _bytes(r.exact_bytes), _bytes(r.stored_bytes)
-                table.add_row(f"{r.operator}: {r.name}", shape, *sizes, r.codec or r.reason)
-        others = (
-            ("small arrays", small, "below a thousandth of the total each"),
-            ("arguments, constants", alive, _ALIVE),
-        )
-        for name, rows, reason in others:
-            if rows:
-                exact, stored = (
-                    sum(r.exact_bytes for r in rows),
-                    sum(r.stored_bytes for r in rows),
-                )
-                table.add_row(name, f"{len(rows)} arrays", _bytes(exact), _bytes(stored), reason)
-        return table
+    def nbytes(self) -> int:
+        """Bytes of it as it is."""
+        return self.size * jnp.dtype(self.dtype).itemsize
 
 
-def explain(fun: Callable[..., Any], *args: Any) -> Explanation:
-    """Returns what `fun(*args)` keeps for its backward pass, with respect to every float argument.
+Rule = Callable[[Candidate], Codec | Literal["leave"] | None]
+"""From a candidate to what stores it; None or "leave" to keep it as it is."""
 
-    Nothing is run: `fun` is traced, so arguments may be `jax.ShapeDtypeStruct`s, and a model that
-    does not fit this machine can be explained on it. Print the result, or read `.residuals`.
 
-    The table lists what JAX keeps. What the compiled program holds beyond that (workspace, and
-    floats that XLA keeps alive in Python-unrolled layers) stands in
-    `jax.jit(...).lower(...).compile().memory_analysis()`.
+def compress_residuals(
+    fun: Callable[..., Any],
+    rule: Rule | Codec,
+    *,
+    activations: int | Sequence[int] = (),
+    rebuild: bool = True,
+    key: jax.Array | None = None,
+) -> Callable[..., Any]:
+    """Returns `fun`, of which the backward pass keeps residuals as codes.
+
+    The value is exact. The gradient is that of `fun` with the decoded residuals in its backward
+    pass, so its error depends on what reads them (see `actjax.explain` and `actjax.sensitivity`).
+
+        fun = actjax.compress_residuals(model.apply, actjax.Quantized(4))
+        gradient = jax.grad(lambda params: loss(fun(params, x), y))(params)
+
+    What is decided on are floating point arrays that `fun` computes. Not decided on, and kept as
+    they are: arguments and what `fun` closes over, since these stay alive anyway (weights, a
+    batch), integers and booleans, and what is a code already. An array that several operators keep
+    is stored once, and so is one of which another is a view: a transposed, reshaped, broadcast or
+    wider copy.
+
+    A `lax.scan` in `fun` is entered: what one iteration keeps, its carry among it, is encoded
+    within the loop, so that no stack of floats ever exists. Works under `jit`, `vmap`, `lax.scan`,
+    with `jax.checkpoint` inside (what it saves is decided on) or outside, and with data that is
+    sharded over devices. In reverse mode only.
 
     Args:
       fun: any function of JAX that can be differentiated in reverse mode.
-      *args: its arguments: pytrees of arrays or of `jax.ShapeDtypeStruct`.
+      rule: what stores an array, a function of a `Candidate`; or a codec for all but those that
+        are small (32 times smaller than the largest).
+      activations: positions of arguments that are decided on too, because they die with the forward
+        pass: the input of a layer, such as what `jax.checkpoint(layer)` keeps.
+      rebuild: whether to compute cheap residuals again from the decoded values they follow from.
+      key: randomness of the encoding; consumed. Needed if a codec draws.
 
     Raises:
-      ValueError: no argument has a floating point leaf.
+      TypeError: `rule` is neither, or returned something else.
+      ValueError: when called: a position that is not there, a missing key, a codec that does not
+        fit an array.
     """
-    paths, treedef = jax.tree_util.tree_flatten_with_path(args)
-    leaves = [leaf for _, leaf in paths]
-    floating = [i for i, leaf in enumerate(leaves) if _is_floating(leaf)]
-    if not floating:
-        raise ValueError("no argument of `fun` has a floating point array: nothing to explain.")
+    if not isinstance(rule, Codec) and not callable(rule):
+        raise TypeError(
+            "`rule` of compress_residuals must be an actjax.Codec, or a function from a Candidate"
+            f" to one (or None to leave it), got {rule!r}."
+        )
+    positions = positions_of(activations, "compress_residuals")
 
-    def residuals(*leaves: Any) -> list[jax.Array]:
-        def of_floating(*floats: Any) -> list[jax.Array]:
-            merged = list(leaves)
-            for i, leaf in zip(floating, floats, strict=True):
-                merged[i] = leaf
-            outputs = fun(*jax.tree.unflatten(treedef, merged))
-            return [y for y in jax.tree.leaves(outputs) if _is_floating(y)]
+    @functools.wraps(fun)
+    def compressed(*args: Any) -> Any:
+        check_positions(positions, args, "compress_residuals")
+        closed = close(fun, args)
+        paths = jax.tree_util.tree_flatten_with_path(args)[0]
+        names = [*("",) * len(closed.constants), *(jax.tree_util.keystr(path) for path, _ in paths)]
+        dies = [path[0].idx in positions for path, _ in paths]
+        outputs = _compress(
+            core.ClosedJaxpr(closed.jaxpr, closed.constants),
+            closed.arguments,
+            names,
+            [False] * len(closed.constants) + dies,
+            _Settings(rule, rebuild),
+            key,
+        )
+        return closed.unflatten(outputs)
 
-        return jax.tree.leaves(jax.vjp(of_floating, *(leaves[i] for i in floating))[1])
-
-    jaxpr = jax.make_jaxpr(residuals)(*leaves).jaxpr
-    names = [jax.tree_util.keystr(path) for path, _ in paths]
-    arguments = dict(zip(jaxpr.invars, names, strict=True))
-    return Explanation(tuple(sorted(_rows(jaxpr, arguments), key=lambda r: -r.exact_bytes)))
-
-
-def _is_floating(x: Any) -> bool:
-    dtype = getattr(x, "dtype", None)
-    if dtype is None:
-        return isinstance(x, float)
-    return jnp.issubdtype(dtype, jnp.floating)
-
-
-def _rows(jaxpr: core.Jaxpr, arguments: dict[core.Var, str]) -> Iterator[Residual]:
-    """Yields a row for each residual; the arrays of one code make one row."""
-    codes: dict[Tag, list[tuple[Tag, int, int]]] = {}
-    for var in dict.fromkeys(v for v in jaxpr.outvars if isinstance(v, core.Var)):
-        origin = _origin(jaxpr, var)
-        if origin.tag is not None and not origin.tag.codec.startswith("Exact("):
-            code = dataclasses.replace(origin.tag, leaf=0, leaf_size=0)
-            codes.setdefault(code, []).append((origin.tag, _size(var), _nbytes(var)))
-        else:
-            yield _uncoded(var, origin, arguments)
-    for code, leaves in codes.items():
-        yield _coded(code, leaves)
-
-
-def _coded(code: Tag, leaves: list[tuple[Tag, int, int]]) -> Residual:
-    # How often the operator ran (layers of a scan, a vmapped axis), from the code's first array.
-    runs = sum(size // max(1, tag.leaf_size) for tag, size, _ in leaves if tag.leaf == 0)
-    shape = code.shape if runs == 1 else (runs, *code.shape)
-    return Residual(
-        operator=code.operator,
-        name=code.name,
-        shape=shape,
-        dtype=code.dtype,
-        exact_bytes=math.prod(shape) * jnp.dtype(code.dtype).itemsize,
-        stored_bytes=sum(nbytes for _, _, nbytes in leaves),
-        codec=code.codec,
-        reason="",
-    )
-
-
-def _uncoded(var: core.Var, origin: "_Origin", arguments: dict[core.Var, str]) -> Residual:
-    nbytes = _nbytes(var)
-    operator, name, codec, reason = origin.operator, origin.name, "", ""
-    tags = [tag for tag in (origin.tag, *origin.readers) if tag is not None]
-    if origin.outer in arguments:
-        operator, name = "argument", arguments[origin.outer]
-        reason = _ALIVE
-    elif tags:
-        operator, codec = tags[0].operator, tags[0].codec
-        name = ", ".join(dict.fromkeys(tag.name for tag in tags))
-    elif origin.operator == "constant":
-        operator, reason = "constant", _ALIVE
-    else:
-        reason = "no actjax operator"
-    return Residual(
-        operator=operator,
-        name=name,
-        shape=_shape(var),
-        dtype=str(_dtype(var)),
-        exact_bytes=nbytes,
-        stored_bytes=0 if reason == _ALIVE else nbytes,
-        codec=codec,
-        reason=reason,
-    )
+    return compressed
 
 
 @dataclasses.dataclass(frozen=True)
-class _Origin:
-    """Where a residual comes from.
+class _Settings:
+    """What holds in all loops of a function.
 
     Attributes:
-      operator: the primitive that made it; "constant" or "argument" if none did.
-      name: where in the user's program, as far as JAX knows.
-      tag: the tag it was made under, if one of our operators made it to keep it.
-      readers: tags of our operators that read it and keep it exactly.
-      outer: the variable of the whole program that it is, if it is passed through unchanged.
+      rule: what stores an array.
+      rebuild: whether cheap residuals are rebuilt.
     """
 
-    operator: str
-    name: str
-    tag: Tag | None
-    readers: tuple[Tag, ...]
-    outer: core.Var | None
+    rule: Rule | Codec
+    rebuild: bool
 
 
-def _origin(jaxpr: core.Jaxpr, var: core.Var) -> _Origin:
-    """Follows a variable to what made it, into the bodies of calls and loops."""
-    readers = tuple(_readers(jaxpr, var))
-    eqn = next((e for e in jaxpr.eqns if var in e.outvars), None)
-    if eqn is None:
-        known = "constant" if var in jaxpr.constvars else "argument"
-        return _Origin(known, "", None, readers, var)
-    body = _body(eqn)
-    inner = body.outvars[eqn.outvars.index(var)] if body is not None else None
-    if body is None or not isinstance(inner, core.Var):
-        tag = Tag.decode(eqn.params["name"]) if eqn.primitive.name == "name" else None
-        return _Origin(eqn.primitive.name, _where(eqn), tag, readers, None)
-    origin = _origin(body, inner)
-    readers = (*readers, *origin.readers)
-    if origin.outer not in body.invars:
-        return dataclasses.replace(origin, readers=readers, outer=None)
-    given = eqn.invars[body.invars.index(origin.outer)]
-    # What a loop stacks of its carry is another array than what it was given.
-    if isinstance(given, core.Var) and _shape(given) == _shape(var):
-        return dataclasses.replace(_origin(jaxpr, given), readers=readers)
-    return _Origin(eqn.primitive.name, _where(eqn), None, readers, None)
+def _compress(
+    program: core.ClosedJaxpr,
+    arguments: Sequence[Any],
+    names: Sequence[str],
+    dies: Sequence[bool],
+    settings: _Settings,
+    key: jax.Array | None,
+) -> list[Any]:
+    """Runs a program with its residuals compressed.
+
+    Args:
+      program: what to run.
+      arguments: its arguments.
+      names: of its constants and arguments.
+      dies: which of these are dead after the forward pass.
+      settings: what is done with residuals.
+      key: randomness of the encoding, or None.
+    """
+    inputs = [*program.consts, *arguments]
+    count = len(program.consts)
+
+    def run(*inputs: Any) -> list[Any]:
+        given = core.ClosedJaxpr(program.jaxpr, list(inputs[:count]))
+        return run_inlined(given, inputs[count:], functools.partial(_compress_loop, settings, key))
+
+    plan = _make_plan(run, inputs, names, dies, settings)
+    if not plan.kept:
+        return run(*inputs)
+    for codec in plan.codecs:
+        if codec is not None and codec.needs_key:
+            codec.required_key(key)
+    return _compressed(plan, run, inputs, plan.codecs, key)
 
 
-def _readers(jaxpr: core.Jaxpr, var: core.Var) -> Iterator[Tag]:
-    """Yields the tags under which `var` is read, calls included."""
+def _compress_loop(
+    settings: _Settings, key: jax.Array | None, eqn: core.JaxprEqn, inputs: list[Any]
+) -> list[Any] | None:
+    """Runs a `lax.scan` with the residuals of its body compressed; None for another equation."""
+    if eqn.primitive.name != "scan" or not any(_is_floating(x.aval) for x in eqn.outvars):
+        return None
+    body, params = eqn.params["jaxpr"], eqn.params
+    first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
+    constants, start, stacked = inputs[:first], inputs[first:last], inputs[last:]
+    names = [""] * (len(body.consts) + len(inputs))
+    # The carry is another array in the next iteration: nothing else keeps it alive.
+    dies = [False] * len(names)
+    for i in range(len(start)):
+        position = len(body.consts) + first + i
+        names[position], dies[position] = f"carry {i}" if len(start) > 1 else "carry", True
+    length = params["length"]
+    keys = None if key is None else jax.random.split(jax.random.fold_in(key, length), length)
+
+    def step(carry: Any, slices: Any) -> Any:
+        own, own_key = slices
+        outputs = _compress(body, [*constants, *carry, *own], names, dies, settings, own_key)
+        return outputs[: len(start)], outputs[len(start) :]
+
+    carry, ys = jax.lax.scan(
+        step, start, (stacked, keys), length, reverse=params["reverse"], unroll=params["unroll"]
+    )
+    return [*carry, *ys]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    """An array that is kept, as it is or as a code.
+
+    Attributes:
+      var: its variable in the forward program.
+      candidate: what the rule was told.
+      reason: why it is left as it is; empty if a codec stores it.
+    """
+
+    var: Any
+    candidate: Candidate
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Plan:
+    """What a function keeps, decided on before it runs.
+
+    Attributes:
+      forward: from inputs to outputs and what is kept, in the order of `kept`.
+      outputs: how many outputs there are.
+      kept: what is kept.
+      codecs: what stores it; None for as it is.
+      leaves: for each leaf of the pullback its variable in the forward program, or a literal.
+      graph: how they are rebuilt from what is kept.
+      backward: the pullback, from its leaves and the cotangents of the smooth outputs to those of
+        the smooth inputs.
+      smooth_inputs: which inputs are floating point arrays.
+      smooth_outputs: which outputs are.
+    """
+
+    forward: core.ClosedJaxpr
+    outputs: int
+    kept: tuple[_Kept, ...]
+    codecs: tuple[Codec | None, ...]
+    leaves: tuple[core.Var | core.Literal, ...]
+    graph: Graph
+    backward: core.ClosedJaxpr
+    smooth_inputs: tuple[int, ...]
+    smooth_outputs: tuple[int, ...]
+
+
+def _make_plan(
+    run: Callable[..., list[Any]],
+    inputs: Sequence[Any],
+    names: Sequence[str],
+    dies: Sequence[bool],
+    settings: _Settings,
+) -> _Plan:
+    """Traces a function with its pullback, and decides on what the pullback keeps."""
+    smooth = _smooth(inputs)
+    structures: list[Any] = []
+
+    def forward(*inputs: Any) -> list[Any]:
+        def of_smooth(*floats: Any) -> Any:
+            merged = list(inputs)
+            for i, x in zip(smooth, floats, strict=True):
+                merged[i] = x
+            outputs = run(*merged)
+            chosen = _smooth(outputs)
+            structures.append((len(outputs), chosen))
+            return [outputs[i] for i in chosen], outputs
+
+        floats = [inputs[i] for i in smooth]
+        _, pullback, outputs = jax.vjp(of_smooth, *floats, has_aux=True)
+        leaves, treedef = jax.tree.flatten(pullback)
+        structures.append(treedef)
+        return [*outputs, *leaves]
+
+    program = _inlined(forward, inputs)
+    (count, smooth_outputs), treedef = structures[-2:]
+    avals = [x.aval for x in program.jaxpr.outvars]
+    backward = _inlined(
+        lambda leaves, cotangents: jax.tree.unflatten(treedef, leaves)(cotangents),
+        (avals[count:], [avals[i] for i in smooth_outputs]),
+    )
+    leaves = program.jaxpr.outvars[count:]
+    graph = Graph(program.jaxpr, rebuild=settings.rebuild)
+    alive = {*program.jaxpr.constvars}
+    alive |= {x for x, dead in zip(program.jaxpr.invars, dies, strict=True) if not dead}
+    kept = graph.choose(
+        [x for x in leaves if isinstance(x, core.Var)], lambda x: 0 if x in alive else _nbytes(x)
+    )
+    found = [_describe(program.jaxpr, var, names, dies) for var in kept]
+    codecs = _decide(found, settings.rule)
+    settled = [
+        dataclasses.replace(k, reason="" if codec is not None else k.reason or LEFT_BY_RULE)
+        for k, codec in zip(found, codecs, strict=True)
+    ]
+    outvars = [*program.jaxpr.outvars[:count], *kept]
+    shortened = core.ClosedJaxpr(_with_outputs(program.jaxpr, outvars), program.consts)
+    return _Plan(
+        shortened,
+        count,
+        tuple(settled),
+        tuple(codecs),
+        tuple(leaves),
+        graph,
+        backward,
+        smooth,
+        smooth_outputs,
+    )
+
+
+def _smooth(values: Sequence[Any]) -> tuple[int, ...]:
+    """Returns the positions of floating point arrays."""
+    return tuple(i for i, x in enumerate(values) if _is_floating(jax.typeof(x)))
+
+
+def _inlined(fun: Callable[..., Any], args: Sequence[Any]) -> core.ClosedJaxpr:
+    """Returns the program of a function of arrays, or of their shapes, without calls."""
+    structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), list(args))
+    traced = jax.make_jaxpr(fun)(*structs)
+    leaves = jax.tree.leaves(structs)
+    return jax.make_jaxpr(lambda *x: run_inlined(traced, x))(*leaves)
+
+
+def _decide(found: list[_Kept], rule: Rule | Codec) -> list[Codec | None]:
+    """Returns what stores each array."""
+    open_ones = [k.candidate for k in found if not k.reason]
+    if isinstance(rule, Codec):
+        codec, largest = rule, max((c.size for c in open_ones), default=0)
+        rule = lambda c: codec if c.size * LARGEST_OVER_SMALL >= largest else None  # noqa: E731
+    codecs: list[Codec | None] = []
+    for k in found:
+        chosen = None if k.reason else rule(k.candidate)
+        if chosen is not None and chosen != "leave" and not isinstance(chosen, Codec):
+            raise TypeError(
+                f"`rule` returned {chosen!r} for {k.candidate}: return an actjax.Codec, or None to"
+                " leave it as it is."
+            )
+        codecs.append(chosen if isinstance(chosen, Codec) else None)
+    return codecs
+
+
+def _describe(
+    jaxpr: core.Jaxpr, var: core.Var, names: Sequence[str], dies: Sequence[bool]
+) -> _Kept:
+    """Returns what is known of an array that is kept."""
+    aval: Any = var.aval
+    origin, reason = origin_of(jaxpr, var), ""
+    name, primitive = _given_name(jaxpr, var) or origin.name, origin.operator
+    if var in jaxpr.invars:
+        position = jaxpr.invars.index(var)
+        name, primitive = name or names[position], "argument"
+        reason = "" if dies[position] else "an argument, alive anyway"
+    elif var in jaxpr.constvars:
+        reason = "a constant, alive anyway"
+    elif origin.tag is not None and origin.tag.is_code:
+        reason = "stored by an actjax operator"
+    elif origin.in_loop:
+        reason = "decided on in its loop"
+    if not reason and not _is_floating(aval):
+        reason = "no floating point numbers"
+    return _Kept(var, Candidate(name, primitive, tuple(aval.shape), str(aval.dtype)), reason)
+
+
+def _given_name(jaxpr: core.Jaxpr, var: core.Var) -> str:
+    """Returns the `checkpoint_name` of an array; empty if it has none."""
     for eqn in jaxpr.eqns:
-        for position, invar in enumerate(eqn.invars):
-            if invar is not var:
-                continue
-            body = _body(eqn)
-            if eqn.primitive.name == "name":
-                tag = Tag.decode(eqn.params["name"])
-                if tag is not None:
-                    yield tag
-            elif body is not None and eqn.primitive.name != "scan":
-                yield from _readers(body, body.invars[position])
+        if eqn.primitive.name == "name" and var in (*eqn.invars, *eqn.outvars):
+            tag = Tag.decode(eqn.params["name"])
+            return eqn.params["name"] if tag is None else tag.name
+    return ""
 
 
-def _body(eqn: core.JaxprEqn) -> core.Jaxpr | None:
-    """Returns the body of a call or a scan whose inputs and outputs match those of the equation."""
-    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        body = eqn.params.get(name)
-        body = getattr(body, "jaxpr", body)
-        if isinstance(body, core.Jaxpr) and len(body.outvars) == len(eqn.outvars):
-            return body if len(body.invars) == len(eqn.invars) else None
-    return None
+def _with_outputs(jaxpr: core.Jaxpr, outvars: list[Any]) -> core.Jaxpr:
+    return jaxpr.replace(outvars=outvars, debug_info=jaxpr.debug_info.with_unknown_names())
 
 
-def _where(eqn: core.JaxprEqn) -> str:
-    """Returns the line of the user's program that an equation comes from, its path shortened."""
-    return source_info_util.summarize(eqn.source_info).rsplit("/", 1)[-1]
+def _nbytes(var: Any) -> int:
+    return var.aval.size * var.aval.dtype.itemsize
 
 
-def _shape(var: core.Var) -> tuple[int, ...]:
-    aval: Any = var.aval
-    return tuple(aval.shape)
+def _is_floating(aval: Any) -> bool:
+    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.floating)
 
 
-def _dtype(var: core.Var) -> Any:
-    aval: Any = var.aval
-    return aval.dtype
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _compressed(plan: _Plan, run: Any, inputs: Any, codecs: Any, key: Any) -> list[Any]:
+    del plan, codecs, key
+    return run(*inputs)
 
 
-def _size(var: core.Var) -> int:
-    return math.prod(_shape(var))
+def _compressed_fwd(plan, run, inputs, codecs, key):
+    del run
+    results = core.jaxpr_as_fun(plan.forward)(*inputs)
+    outputs, values = results[: plan.outputs], results[plan.outputs :]
+    made = {}
+    for i, (x, codec) in enumerate(zip(values, codecs, strict=True)):
+        if codec is not None:
+            made[i] = codec.encode(x, jax.random.fold_in(key, i) if codec.needs_key else None)
+    # Codes are made before anything reads the outputs: outside a loop XLA might else put it off to
+    # the backward pass, and keep the floats until then.
+    outputs, made = jax.lax.optimization_barrier((outputs, made))
+    codes = []
+    for i, (x, kept, codec) in enumerate(zip(values, plan.kept, codecs, strict=True)):
+        what = kept.candidate
+        if codec is not None:
+            codes.append(name_code(made[i], x, repr(codec), what.primitive, what.name))
+        elif kept.reason == LEFT_BY_RULE:
+            codes.append(tag_left(x, kept.reason, what.primitive, what.name))
+        else:
+            codes.append(x)
+    return outputs, (codes, codecs)
 
 
-def _nbytes(var: core.Var) -> int:
-    return _size(var) * _dtype(var).itemsize
+def _compressed_bwd(plan, run, residuals, cotangents):
+    del run
+    codes, codecs = residuals
+    given = [cotangents[i] for i in plan.smooth_outputs]
+    gradients = _run_backward(plan, codes, codecs, given)
+    dinputs: list[Any] = [None] * len(plan.forward.jaxpr.invars)
+    for i, dx in zip(plan.smooth_inputs, gradients, strict=True):
+        dinputs[i] = dx
+    return dinputs, None, None
 
 
-def _bytes(count: int) -> str:
-    """Formats a number of bytes for a reader."""
-    power = min(3, max(0, int(math.log2(max(count, 1))) // 10))
-    return f"{count} B" if power == 0 else f"{count / 1024**power:.2f} {'KMG'[power - 1]}iB"
+def _run_backward(
+    plan: _Plan, codes: Sequence[Any], codecs: Sequence[Codec | None], cotangents: Sequence[Any]
+) -> list[Any]:
+    """Runs the pullback, and decodes and rebuilds each residual where it is first read.
+
+    Decoded all at once, the floats would be back. So the pullback is run an equation at a time:
+    those that do not depend on a cotangent wait until one that does reads them, and a code is let
+    through when the last cotangent before its use is there.
+    """
+    jaxpr = plan.backward.jaxpr
+    count = len(plan.leaves)
+    values = dict(zip(jaxpr.constvars, plan.backward.consts, strict=True))
+    values |= zip(jaxpr.invars[count:], cotangents, strict=True)
+    leaves = dict(zip(jaxpr.invars[:count], plan.leaves, strict=True))
+    downstream, waiting = set(jaxpr.invars[count:]), {}
+    store = _Store(plan, codes, codecs, cotangents[0])
+
+    def read(x: core.Var | core.Literal) -> Any:
+        if isinstance(x, core.Literal):
+            return x.val
+        if x not in values:
+            leaf = leaves.get(x)
+            if leaf is None:
+                eqn = waiting[x]
+                outputs = run_equation(eqn, [read(y) for y in eqn.invars])
+                values.update(zip(eqn.outvars, outputs, strict=True))
+            else:
+                values[x] = leaf.val if isinstance(leaf, core.Literal) else store.rebuild(leaf)
+        return values[x]
+
+    for eqn in jaxpr.eqns:
+        if any(x in downstream for x in eqn.invars if isinstance(x, core.Var)):
+            downstream.update(eqn.outvars)
+            outputs = run_equation(eqn, [read(x) for x in eqn.invars])
+            values |= zip(eqn.outvars, outputs, strict=True)
+            store.advance(outputs[0])
+        else:
+            waiting |= dict.fromkeys(eqn.outvars, eqn)
+    return [read(x) for x in jaxpr.outvars]
+
+
+class _Store:
+    """What is kept, and lately decoded values, in the course of a backward pass."""
+
+    def __init__(
+        self, plan: _Plan, codes: Sequence[Any], codecs: Sequence[Codec | None], clock: jax.Array
+    ) -> None:
+        """Takes what the forward pass kept, and the first cotangent.
+
+        Args:
+          plan: what is what.
+          codes: of what is kept, in its order.
+          codecs: likewise.
+          clock: before it is there, nothing is decoded.
+        """
+        self._graph = plan.graph
+        self._kept = {
+            k.var: (code, codec) for k, code, codec in zip(plan.kept, codes, codecs, strict=True)
+        }
+        self._clock = clock
+        self._time = 0
+        self._decoded: dict[core.Var, tuple[int, Any]] = {}
+
+    def advance(self, clock: jax.Array) -> None:
+        """Takes the latest cotangent."""
+        self._clock, self._time = clock, self._time + 1
+
+    def rebuild(self, var: core.Var) -> Any:
+        """Returns a residual."""
+        return self._graph.rebuild(var, self._value)
+
+    def _value(self, var: core.Var) -> Any:
+        if var not in self._kept:
+            return None
+        code, codec = self._kept[var]
+        if codec is None:
+            return code
+        decoded_at, x = self._decoded.get(var, (-AT_HAND, None))
+        if self._time - decoded_at >= AT_HAND:
+            ((x,), _) = decode_late([code], [codec], self._clock)
+            self._decoded[var] = self._time, x
+        return x
+
+
+_compressed.defvjp(_compressed_fwd, _compressed_bwd)

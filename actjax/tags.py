@@ -40,6 +40,16 @@ class Tag:
     leaf: int
     leaf_size: int
 
+    @property
+    def is_code(self) -> bool:
+        """Whether the array is part of a code, and not the activation itself."""
+        return not self.codec.startswith(("Exact(", _LEFT))
+
+    @property
+    def left(self) -> str:
+        """Why the array was left as it is; empty if that was not decided."""
+        return self.codec.removeprefix(_LEFT) if self.codec.startswith(_LEFT) else ""
+
     def encode(self) -> str:
         """Returns the tag as a `checkpoint_name`."""
         shape = ",".join(map(str, self.shape))
@@ -58,6 +68,7 @@ class Tag:
         return Tag(operator, name, codec, sizes, dtype, int(leaf), int(leaf_size))
 
 
+_LEFT = "left: "
 _PATTERN = re.compile(r"actjax\.(\w+)\|([^|]*)\|([^|]*)\|(\w+)\[([\d,]*)\]\|(\d+):(\d+)")
 
 
@@ -84,6 +95,11 @@ def name_code(code: Code, x: jax.Array, codec: str, operator: str, name: str) ->
 def keep_output(y: jax.Array, operator: str, name: str) -> jax.Array:
     """Tags an output that the operator also keeps: return it, and hold the same array."""
     return _tag(y, y, repr(Exact()), operator, name, 0)
+
+
+def tag_left(x: jax.Array, reason: str, operator: str, name: str) -> jax.Array:
+    """Tags an array that is kept as it is, with the reason."""
+    return _tag(x, x, _LEFT + reason, operator, name, 0)
 
 
 def _tag(

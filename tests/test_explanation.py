@@ -1,4 +1,4 @@
-"""Tests of actjax/residuals.py: `explain` says what JAX keeps, no more and no less."""
+"""Tests of actjax/explanation.py: `explain` says what JAX keeps, no more and no less."""
 
 import json
 
@@ -255,7 +255,7 @@ def test_plain_functions_of_jax_are_explained_too():
         ("exp", FOREIGN, ""),
         ("cos", FOREIGN, ""),
     }
-    assert all("test_residuals.py" in r.name for r in explanation.residuals)
+    assert all("test_explanation.py" in r.name for r in explanation.residuals)
     assert explanation.stored_bytes == 2 * x.nbytes
 
 

@@ -1,0 +1,106 @@
+"""Functions as programs: traced, with what they close over made explicit."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core, source_info_util
+
+
+@dataclasses.dataclass(frozen=True)
+class Closed:
+    """A traced function and the arrays that it reads.
+
+    Attributes:
+      jaxpr: the program, from constants and arguments to outputs.
+      constants: arrays that the function closes over: tracers of surrounding traces among them.
+      arguments: leaves of its arguments.
+      treedef: structure of its output.
+    """
+
+    jaxpr: core.Jaxpr
+    constants: list[Any]
+    arguments: list[Any]
+    treedef: Any
+
+    def run(self, constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+        """Returns the leaves of the output."""
+        return core.jaxpr_as_fun(core.ClosedJaxpr(self.jaxpr, list(constants)))(*arguments)
+
+    def unflatten(self, outputs: Sequence[Any]) -> Any:
+        """Returns the output from its leaves."""
+        return jax.tree.unflatten(self.treedef, outputs)
+
+
+def close(fun: Callable[..., Any], args: Sequence[Any]) -> Closed:
+    """Traces `fun(*args)`; custom differentiation rules stay what they are.
+
+    A custom rule that is traced later may not refer to tracers of today, as it does under a scan
+    that is differentiated: so all that a function reads is passed to it.
+    """
+    leaves, treedef = jax.tree.flatten(tuple(args))
+    found: list[Any] = []
+
+    def flat(*leaves: Any) -> list[Any]:
+        outputs, structure = jax.tree.flatten(fun(*jax.tree.unflatten(treedef, leaves)))
+        found.append(structure)
+        return outputs
+
+    traced = jax.make_jaxpr(flat)(*leaves)
+    return Closed(traced.jaxpr, list(traced.consts), leaves, found[-1])
+
+
+Handler = Callable[[core.JaxprEqn, list[Any]], list[Any] | None]
+"""From an equation and its inputs to its outputs, or None to run it as it is."""
+
+_CALLS = ("jit", "pjit", "closed_call", "core_call")
+"""Equations that only run a program. Other names of `jax.jit` are of other versions of JAX."""
+
+
+def run_inlined(
+    program: core.ClosedJaxpr, arguments: Sequence[Any], handle: Handler | None = None
+) -> list[Any]:
+    """Runs a program, calls within it as if they were written out.
+
+    Args:
+      program: what to run.
+      arguments: its arguments.
+      handle: is offered every equation that is no call.
+    """
+    values: dict[Any, Any] = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
+    values |= zip(program.jaxpr.invars, arguments, strict=True)
+
+    def read(x: core.Var | core.Literal) -> Any:
+        return x.val if isinstance(x, core.Literal) else values[x]
+
+    for eqn in program.jaxpr.eqns:
+        inputs = [read(x) for x in eqn.invars]
+        body = called(eqn)
+        outputs: Any = None
+        if body is not None:
+            outputs = run_inlined(body, inputs, handle)
+        elif handle is not None:
+            outputs = handle(eqn, inputs)
+        if outputs is None:
+            outputs = run_equation(eqn, inputs)
+        values |= zip(eqn.outvars, outputs, strict=True)
+    return [read(x) for x in program.jaxpr.outvars]
+
+
+def run_equation(eqn: core.JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
+    """Returns the outputs of one equation, which still come from the line that they came from."""
+    source = eqn.source_info
+    stack = source_info_util.current_name_stack() + source.name_stack
+    with source_info_util.user_context(source.traceback, name_stack=stack):
+        params = eqn.primitive.get_bind_params(eqn.params)
+        outputs = eqn.primitive.bind(*inputs, **params)
+    return outputs if eqn.primitive.multiple_results else [outputs]
+
+
+def called(eqn: core.JaxprEqn) -> core.ClosedJaxpr | None:
+    """Returns the program that an equation only calls; None if it does anything else."""
+    if eqn.primitive.name not in _CALLS:
+        return None
+    body: Any = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    return body if isinstance(body, core.ClosedJaxpr) else core.ClosedJaxpr(body, [])

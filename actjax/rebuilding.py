@@ -1,0 +1,144 @@
+"""Which values to keep so that all that a backward pass reads can be rebuilt from them.
+
+Autodiff keeps an array for almost every elementwise operation, though most of them follow from one
+value: four for a GELU, five for a layer norm. Here each is traced back, through operations that
+cost a pass over the data at most, to the values that it follows from: outputs of products, loops
+and the like, arguments, and sums of two such values, where a residual stream is joined.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend import core
+
+from actjax.programs import run_equation
+from actjax.tags import Tag
+
+_VIEWS = frozenset({"broadcast_in_dim", "copy", "copy_p", "name", "reshape", "rev", "squeeze",
+                    "transpose"})  # fmt: skip
+_ELEMENTWISE = frozenset({
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
+    "bitcast_convert_type", "cbrt", "ceil", "clamp", "convert_element_type", "cos", "cosh", "div",
+    "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow",
+    "iota", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg",
+    "nextafter", "not", "or", "pow", "random_bits", "random_unwrap", "random_wrap", "reduce_and",
+    "reduce_max", "reduce_min", "reduce_or", "reduce_precision", "reduce_sum", "rem", "round",
+    "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign",
+    "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "threefry2x32", "xor",
+})  # fmt: skip
+"""Operations of a pass over the data, reductions and random numbers among them."""
+
+
+class Graph:
+    """A program without calls, looked at from its results."""
+
+    def __init__(self, jaxpr: core.Jaxpr, *, rebuild: bool) -> None:
+        """Takes a program.
+
+        Args:
+          jaxpr: the program.
+          rebuild: whether elementwise operations are looked through, or views alone.
+        """
+        self._rebuild = rebuild
+        self._makers = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+        known = (*jaxpr.constvars, *jaxpr.invars, *self._makers)
+        self._order = {var: i for i, var in enumerate(known)}
+        self._roots = {var: frozenset({var}) for var in (*jaxpr.constvars, *jaxpr.invars)}
+        for eqn in jaxpr.eqns:
+            for out in eqn.outvars:
+                self._roots[out] = self._find_roots(eqn, out)
+
+    def choose(self, residuals: Sequence[core.Var], price: Callable[[core.Var], int]) -> list[Any]:
+        """Returns which variables to keep so that all residuals can be rebuilt.
+
+        Residuals that have a root in common are taken together: kept are their roots, or they
+        themselves where that is cheaper.
+
+        Args:
+          residuals: what a backward pass reads.
+          price: bytes of keeping a variable; 0 if it is alive anyway.
+        """
+        groups: list[tuple[set[core.Var], set[core.Var]]] = []
+        for var in dict.fromkeys(residuals):
+            members, roots = {var}, set(self._roots[var])
+            # A mask follows from numbers exactly, or it may be another one.
+            if not _is_floating(var) and any(price(x) and _is_floating(x) for x in roots):
+                roots = {var}
+            apart = []
+            for other_members, other_roots in groups:
+                # What is alive anyway does not tie residuals together.
+                if any(price(root) for root in roots & other_roots):
+                    members, roots = members | other_members, roots | other_roots
+                else:
+                    apart.append((other_members, other_roots))
+            groups = [*apart, (members, roots)]
+        kept: dict[core.Var, None] = {}
+        for members, roots in groups:
+            by_roots = sum(map(price, roots)) <= sum(map(price, members))
+            chosen = roots if by_roots else members
+            # In the order of the program, which a set does not have.
+            kept |= dict.fromkeys(sorted(chosen, key=self._order.__getitem__))
+        return list(kept)
+
+    def rebuild(self, var: core.Var, value: Callable[[core.Var], Any]) -> Any:
+        """Returns what `var` is, from what is kept.
+
+        Args:
+          var: a residual.
+          value: from a variable to its value; None if it is not kept.
+        """
+        done: dict[core.Var, Any] = {}
+        needed: dict[int, core.JaxprEqn] = {}
+        waiting = [var]
+        while waiting:
+            x = waiting.pop()
+            if x in done:
+                continue
+            done[x] = value(x)
+            if done[x] is None:
+                eqn = self._makers[x]
+                needed[self._order[eqn.outvars[0]]] = eqn
+                waiting += [y for y in eqn.invars if isinstance(y, core.Var)]
+        for _, eqn in sorted(needed.items()):
+            inputs = [x.val if isinstance(x, core.Literal) else done[x] for x in eqn.invars]
+            done.update(zip(eqn.outvars, run_equation(eqn, inputs), strict=True))
+        return done[var]
+
+    def _find_roots(self, eqn: core.JaxprEqn, var: core.Var) -> frozenset[core.Var]:
+        """Returns what the output `var` of an equation follows from by cheap operations."""
+        if not self._is_cheap(eqn):
+            return frozenset({var})
+        found = [self._roots[x] for x in eqn.invars if isinstance(x, core.Var)]
+        if eqn.primitive.name in ("add", "add_any", "sub") and len(found) == 2:
+            large = [{root for root in roots if 2 * _size(root) > _size(var)} for roots in found]
+            # A sum of two values that do not follow from one another, as where a residual stream
+            # is joined, is a value of its own: else errors of all before it would add up in it.
+            if all(large) and not large[0] & large[1]:
+                return frozenset({var})
+        return frozenset().union(*found)
+
+    def _is_cheap(self, eqn: core.JaxprEqn) -> bool:
+        name = eqn.primitive.name
+        if name == "name":
+            tag = Tag.decode(eqn.params["name"])
+            return tag is None or not tag.is_code
+        if name in _VIEWS:
+            return True
+        if name == "convert_element_type" and not self._rebuild:
+            before, after = (_dtype(x) for x in (eqn.invars[0], eqn.outvars[0]))
+            both = all(_is_floating(x) for x in (eqn.invars[0], eqn.outvars[0]))
+            return both and before.itemsize <= after.itemsize
+        return self._rebuild and name in _ELEMENTWISE
+
+
+def _size(var: Any) -> int:
+    return var.aval.size
+
+
+def _dtype(var: Any) -> Any:
+    return var.aval.dtype
+
+
+def _is_floating(var: Any) -> bool:
+    return jnp.issubdtype(_dtype(var), jnp.floating)
