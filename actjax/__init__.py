@@ -2,6 +2,10 @@
 
 from actjax import optim as optim
 from actjax.accumulation import accumulate as accumulate
+from actjax.bits import allocate_bits as allocate_bits
+from actjax.bits import compression_variance as compression_variance
+from actjax.bits import sampling_variance as sampling_variance
+from actjax.bits import sensitivity as sensitivity
 from actjax.checkpoint import checkpoint as checkpoint
 from actjax.codecs import Calibrated as Calibrated
 from actjax.codecs import Codec as Codec

@@ -108,7 +108,7 @@ def coded_call(
     activations: Sequence[jax.Array],
     others: Any,
     codecs: Sequence[Codec],
-    key: jax.Array | None,
+    key: Any,
     operator: str,
     names: Sequence[str],
 ) -> Any:
@@ -121,33 +121,40 @@ def coded_call(
       activations: floating point arrays.
       others: a pytree of what else `fun` reads.
       codecs: one for each activation.
-      key: randomness, folded with the number of the activation; None if no codec draws.
+      key: randomness, folded with the number of the activation, or a tuple of a key for each; None
+        if no codec draws.
       operator: what `actjax.explain` calls this.
       names: one for each activation.
 
     Raises:
       ValueError: a codec draws random numbers and there is no key.
     """
-    for codec in codecs:
+    for i, codec in enumerate(codecs):
         if codec.needs_key:
-            codec.required_key(key)
+            codec.required_key(key[i] if isinstance(key, tuple | list) else key)
     return _coded_call(fun, operator, tuple(names), tuple(activations), others, tuple(codecs), key)
 
 
 def encode_all(
     activations: Sequence[jax.Array],
     codecs: Sequence[Codec],
-    key: jax.Array | None,
+    key: Any,
     operator: str,
     names: Sequence[str],
 ) -> tuple[tuple[jax.Array, ...], tuple[Code, ...]]:
     """Returns activations to compute with, and their codes, named for `actjax.explain`."""
     pairs = []
     for i, (x, codec, name) in enumerate(zip(activations, codecs, names, strict=True)):
-        own = None if key is None else jax.random.fold_in(key, i)
-        pairs.append(keep(x, codec, own, operator, name))
+        pairs.append(keep(x, codec, key_of(key, i), operator, name))
     forward, codes = zip(*pairs, strict=True)
     return forward, codes
+
+
+def key_of(key: Any, i: int) -> jax.Array | None:
+    """Returns the key of the i-th input: of a sequence of keys its own, else a folded one."""
+    if key is None or isinstance(key, tuple | list):
+        return None if key is None else key[i]
+    return jax.random.fold_in(key, i)
 
 
 def decode_late(

@@ -218,7 +218,7 @@ class Origin:
       tag: the tag it was made under, if one of our operators made it to keep it.
       readers: tags of our operators that read it and keep it exactly.
       outer: the variable of the whole program that it is, if it is passed through unchanged.
-      in_loop: whether a loop stacked it, one slice an iteration.
+      is_slices: whether it is the slices of an argument that a loop runs over, stacked again.
     """
 
     operator: str
@@ -226,7 +226,7 @@ class Origin:
     tag: Tag | None
     readers: tuple[Tag, ...]
     outer: core.Var | None
-    in_loop: bool = False
+    is_slices: bool = False
 
 
 def origin_of(jaxpr: core.Jaxpr, var: core.Var) -> Origin:
@@ -243,15 +243,15 @@ def origin_of(jaxpr: core.Jaxpr, var: core.Var) -> Origin:
         return Origin(eqn.primitive.name, _where(eqn), tag, readers, None)
     origin = origin_of(body, inner)
     readers = (*readers, *origin.readers)
-    stacked = eqn.primitive.name == "scan" and _shape(inner) != _shape(var)
-    origin = dataclasses.replace(origin, in_loop=origin.in_loop or stacked)
     if origin.outer not in body.invars:
         return dataclasses.replace(origin, readers=readers, outer=None)
     given = eqn.invars[body.invars.index(origin.outer)]
     # What a loop stacks of its carry is another array than what it was given.
     if isinstance(given, core.Var) and _shape(given) == _shape(var):
         return dataclasses.replace(origin_of(jaxpr, given), readers=readers)
-    return Origin(eqn.primitive.name, _where(eqn), None, readers, None, stacked)
+    position = body.invars.index(origin.outer)
+    counts = (eqn.params.get(name, len(eqn.invars)) for name in ("num_consts", "num_carry"))
+    return Origin(eqn.primitive.name, _where(eqn), None, readers, None, position >= sum(counts))
 
 
 def _readers(jaxpr: core.Jaxpr, var: core.Var) -> Iterator[Tag]:

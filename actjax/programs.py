@@ -58,8 +58,15 @@ _CALLS = ("jit", "pjit", "closed_call", "core_call")
 """Equations that only run a program. Other names of `jax.jit` are of other versions of JAX."""
 
 
+_CUSTOM = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+
+
 def run_inlined(
-    program: core.ClosedJaxpr, arguments: Sequence[Any], handle: Handler | None = None
+    program: core.ClosedJaxpr,
+    arguments: Sequence[Any],
+    handle: Handler | None = None,
+    *,
+    custom: bool = False,
 ) -> list[Any]:
     """Runs a program, calls within it as if they were written out.
 
@@ -67,6 +74,8 @@ def run_inlined(
       program: what to run.
       arguments: its arguments.
       handle: is offered every equation that is no call.
+      custom: whether functions with differentiation rules of their own are written out too: for a
+        program that will not be differentiated.
     """
     values: dict[Any, Any] = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
     values |= zip(program.jaxpr.invars, arguments, strict=True)
@@ -76,10 +85,10 @@ def run_inlined(
 
     for eqn in program.jaxpr.eqns:
         inputs = [read(x) for x in eqn.invars]
-        body = called(eqn)
+        body = called(eqn, custom)
         outputs: Any = None
         if body is not None:
-            outputs = run_inlined(body, inputs, handle)
+            outputs = run_inlined(body, inputs, handle, custom=custom)
         elif handle is not None:
             outputs = handle(eqn, inputs)
         if outputs is None:
@@ -98,9 +107,10 @@ def run_equation(eqn: core.JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
     return outputs if eqn.primitive.multiple_results else [outputs]
 
 
-def called(eqn: core.JaxprEqn) -> core.ClosedJaxpr | None:
+def called(eqn: core.JaxprEqn, custom: bool = False) -> core.ClosedJaxpr | None:
     """Returns the program that an equation only calls; None if it does anything else."""
-    if eqn.primitive.name not in _CALLS:
+    if eqn.primitive.name not in (*_CALLS, *(_CUSTOM if custom else ())):
         return None
-    body: Any = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    names = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+    body: Any = next(eqn.params[name] for name in names if name in eqn.params)
     return body if isinstance(body, core.ClosedJaxpr) else core.ClosedJaxpr(body, [])

@@ -15,17 +15,20 @@ from jax.extend import core
 from actjax.programs import run_equation
 from actjax.tags import Tag
 
-_VIEWS = frozenset({"broadcast_in_dim", "copy", "copy_p", "name", "reshape", "rev", "squeeze",
-                    "transpose"})  # fmt: skip
+_VIEWS = frozenset({
+    "broadcast_in_dim", "copy", "copy_p", "name", "reshape", "rev", "slice", "split", "squeeze",
+    "transpose",
+})  # fmt: skip
 _ELEMENTWISE = frozenset({
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
-    "bitcast_convert_type", "cbrt", "ceil", "clamp", "convert_element_type", "cos", "cosh", "div",
-    "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow",
-    "iota", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg",
-    "nextafter", "not", "or", "pow", "random_bits", "random_unwrap", "random_wrap", "reduce_and",
-    "reduce_max", "reduce_min", "reduce_or", "reduce_precision", "reduce_sum", "rem", "round",
-    "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign",
-    "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "threefry2x32", "xor",
+    "bitcast_convert_type", "cbrt", "ceil", "clamp", "concatenate", "convert_element_type", "cos",
+    "cosh", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt",
+    "integer_pow", "iota", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul",
+    "ne", "neg", "nextafter", "not", "or", "pad", "pow", "random_bits", "random_unwrap",
+    "random_wrap", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_precision",
+    "reduce_sum", "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic",
+    "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan",
+    "tanh", "threefry2x32", "xor",
 })  # fmt: skip
 """Operations of a pass over the data, reductions and random numbers among them."""
 
@@ -81,6 +84,15 @@ class Graph:
             kept |= dict.fromkeys(sorted(chosen, key=self._order.__getitem__))
         return list(kept)
 
+    def is_view(self, var: Any, other: core.Var) -> bool:
+        """Returns whether `var` is `other` or a view of it."""
+        while var is not other:
+            eqn = self._makers.get(var)
+            if eqn is None or eqn.primitive.name not in _VIEWS:
+                return False
+            var = eqn.invars[0]
+        return True
+
     def rebuild(self, var: core.Var, value: Callable[[core.Var], Any]) -> Any:
         """Returns what `var` is, from what is kept.
 
@@ -125,10 +137,12 @@ class Graph:
             return tag is None or not tag.is_code
         if name in _VIEWS:
             return True
-        if name == "convert_element_type" and not self._rebuild:
+        if name == "convert_element_type" and all(
+            map(_is_floating, (eqn.invars[0], eqn.outvars[0]))
+        ):
+            # A narrower copy is a value of its own: it takes fewer bytes than what it is a copy of.
             before, after = (_dtype(x) for x in (eqn.invars[0], eqn.outvars[0]))
-            both = all(_is_floating(x) for x in (eqn.invars[0], eqn.outvars[0]))
-            return both and before.itemsize <= after.itemsize
+            return before.itemsize <= after.itemsize
         return self._rebuild and name in _ELEMENTWISE
 
 

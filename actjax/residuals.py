@@ -9,7 +9,7 @@ operators keep once; here both are read from the traced program.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -70,7 +70,7 @@ def compress_residuals(
     *,
     activations: int | Sequence[int] = (),
     rebuild: bool = True,
-    key: jax.Array | None = None,
+    key: jax.Array | Mapping[str, jax.Array] | None = None,
 ) -> Callable[..., Any]:
     """Returns `fun`, of which the backward pass keeps residuals as codes.
 
@@ -98,7 +98,8 @@ def compress_residuals(
       activations: positions of arguments that are decided on too, because they die with the forward
         pass: the input of a layer, such as what `jax.checkpoint(layer)` keeps.
       rebuild: whether to compute cheap residuals again from the decoded values they follow from.
-      key: randomness of the encoding; consumed. Needed if a codec draws.
+      key: randomness of the encoding, or a mapping from the name of an array to its own; consumed.
+        Needed if a codec draws.
 
     Raises:
       TypeError: `rule` is neither, or returned something else.
@@ -151,7 +152,7 @@ def _compress(
     names: Sequence[str],
     dies: Sequence[bool],
     settings: _Settings,
-    key: jax.Array | None,
+    key: Any,
 ) -> list[Any]:
     """Runs a program with its residuals compressed.
 
@@ -173,14 +174,14 @@ def _compress(
     plan = _make_plan(run, inputs, names, dies, settings)
     if not plan.kept:
         return run(*inputs)
-    for codec in plan.codecs:
+    for i, codec in enumerate(plan.codecs):
         if codec is not None and codec.needs_key:
-            codec.required_key(key)
+            codec.required_key(_key_of(key, plan, i))
     return _compressed(plan, run, inputs, plan.codecs, key)
 
 
 def _compress_loop(
-    settings: _Settings, key: jax.Array | None, eqn: core.JaxprEqn, inputs: list[Any]
+    settings: _Settings, key: Any, eqn: core.JaxprEqn, inputs: list[Any]
 ) -> list[Any] | None:
     """Runs a `lax.scan` with the residuals of its body compressed; None for another equation."""
     if eqn.primitive.name != "scan" or not any(_is_floating(x.aval) for x in eqn.outvars):
@@ -195,7 +196,7 @@ def _compress_loop(
         position = len(body.consts) + first + i
         names[position], dies[position] = f"carry {i}" if len(start) > 1 else "carry", True
     length = params["length"]
-    keys = None if key is None else jax.random.split(jax.random.fold_in(key, length), length)
+    keys = jax.tree.map(lambda k: jax.random.split(jax.random.fold_in(k, length), length), key)
 
     def step(carry: Any, slices: Any) -> Any:
         own, own_key = slices
@@ -292,7 +293,7 @@ def _make_plan(
     kept = graph.choose(
         [x for x in leaves if isinstance(x, core.Var)], lambda x: 0 if x in alive else _nbytes(x)
     )
-    found = [_describe(program.jaxpr, var, names, dies) for var in kept]
+    found = [_describe(program.jaxpr, graph, var, names, dies) for var in kept]
     codecs = _decide(found, settings.rule)
     settled = [
         dataclasses.replace(k, reason="" if codec is not None else k.reason or LEFT_BY_RULE)
@@ -323,7 +324,7 @@ def _inlined(fun: Callable[..., Any], args: Sequence[Any]) -> core.ClosedJaxpr:
     structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), list(args))
     traced = jax.make_jaxpr(fun)(*structs)
     leaves = jax.tree.leaves(structs)
-    return jax.make_jaxpr(lambda *x: run_inlined(traced, x))(*leaves)
+    return jax.make_jaxpr(lambda *x: run_inlined(traced, x, custom=True))(*leaves)
 
 
 def _decide(found: list[_Kept], rule: Rule | Codec) -> list[Codec | None]:
@@ -345,12 +346,12 @@ def _decide(found: list[_Kept], rule: Rule | Codec) -> list[Codec | None]:
 
 
 def _describe(
-    jaxpr: core.Jaxpr, var: core.Var, names: Sequence[str], dies: Sequence[bool]
+    jaxpr: core.Jaxpr, graph: Graph, var: core.Var, names: Sequence[str], dies: Sequence[bool]
 ) -> _Kept:
     """Returns what is known of an array that is kept."""
     aval: Any = var.aval
     origin, reason = origin_of(jaxpr, var), ""
-    name, primitive = _given_name(jaxpr, var) or origin.name, origin.operator
+    name, primitive = _given_name(jaxpr, graph, var) or origin.name, origin.operator
     if var in jaxpr.invars:
         position = jaxpr.invars.index(var)
         name, primitive = name or names[position], "argument"
@@ -359,20 +360,25 @@ def _describe(
         reason = "a constant, alive anyway"
     elif origin.tag is not None and origin.tag.is_code:
         reason = "stored by an actjax operator"
-    elif origin.in_loop:
+    elif origin.tag is not None and origin.tag.left:
         reason = "decided on in its loop"
+    elif origin.is_slices:
+        reason = "slices of an argument, alive anyway"
     if not reason and not _is_floating(aval):
         reason = "no floating point numbers"
     return _Kept(var, Candidate(name, primitive, tuple(aval.shape), str(aval.dtype)), reason)
 
 
-def _given_name(jaxpr: core.Jaxpr, var: core.Var) -> str:
-    """Returns the `checkpoint_name` of an array; empty if it has none."""
+def _given_name(jaxpr: core.Jaxpr, graph: Graph, var: core.Var) -> str:
+    """Returns the name of an array, or of a view of it: a user's, or else that of an operator."""
+    known = ""
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "name" and var in (*eqn.invars, *eqn.outvars):
+        if eqn.primitive.name == "name" and graph.is_view(eqn.outvars[0], var):
             tag = Tag.decode(eqn.params["name"])
-            return eqn.params["name"] if tag is None else tag.name
-    return ""
+            if tag is None:
+                return eqn.params["name"]
+            known = known or tag.name
+    return known
 
 
 def _with_outputs(jaxpr: core.Jaxpr, outvars: list[Any]) -> core.Jaxpr:
@@ -400,7 +406,7 @@ def _compressed_fwd(plan, run, inputs, codecs, key):
     made = {}
     for i, (x, codec) in enumerate(zip(values, codecs, strict=True)):
         if codec is not None:
-            made[i] = codec.encode(x, jax.random.fold_in(key, i) if codec.needs_key else None)
+            made[i] = codec.encode(x, _key_of(key, plan, i) if codec.needs_key else None)
     # Codes are made before anything reads the outputs: outside a loop XLA might else put it off to
     # the backward pass, and keep the floats until then.
     outputs, made = jax.lax.optimization_barrier((outputs, made))
@@ -414,6 +420,13 @@ def _compressed_fwd(plan, run, inputs, codecs, key):
         else:
             codes.append(x)
     return outputs, (codes, codecs)
+
+
+def _key_of(key: Any, plan: _Plan, i: int) -> jax.Array | None:
+    """Returns the key of what is kept as number `i`."""
+    if key is None or isinstance(key, Mapping):
+        return None if key is None else key.get(plan.kept[i].candidate.name)
+    return jax.random.fold_in(key, i)
 
 
 def _compressed_bwd(plan, run, residuals, cotangents):

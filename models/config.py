@@ -1,9 +1,13 @@
 """What a decoder is, and what it stores for its backward pass."""
 
 import dataclasses
+import functools
 from typing import Literal, get_args
 
+import jax
+
 from actjax import Codec, Exact
+from actjax.ops.attention import Implementation
 
 Remat = Literal["none", "full", "dots"]
 
@@ -45,6 +49,8 @@ class ModelConfig:
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     tie_embeddings: bool = False
+    attention: Implementation | None = None
+    """Implementation of attention, as for `actjax.attention`; the best for the device if None."""
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
@@ -70,9 +76,22 @@ class ModelConfig:
             raise ValueError(f"`head_size` must be even for RoPE, got {self.head_size}.")
 
 
+LINEAR_INPUTS = ("attention_in", "attention_out", "mlp_in", "mlp_out")
+"""Sites that may be rebuilt."""
+SITES = (*LINEAR_INPUTS, "attention_norm", "q", "k", "v", "mlp_norm", "gate", "up")
+"""Order in which a layer's key is folded for its sites: part of what makes a run repeatable."""
+_CODECS = [*SITES, "block"]
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, meta_fields=["remat", "residuals"], data_fields=_CODECS
+)
 @dataclasses.dataclass(frozen=True)
 class Storage:
     """What each site of a block stores for the backward pass.
+
+    A pytree of codecs: of those that hold arrays, such as `actjax.Calibrated`, the arrays have a
+    leading axis of layers.
 
     The inputs of a block's linear operators are named as in Wei et al. (2026), Table 1. Where one
     is `None`, it is not stored, but rebuilt from what the operator before it keeps: the norm, q, k
@@ -111,25 +130,25 @@ class Storage:
     `dots_with_no_batch_dims_saveable` keeps."""
     block: Codec = Exact()
     """What a block under remat="full" keeps of its input."""
+    residuals: bool = False
+    """Compress what JAX keeps of the block as a whole (`actjax.compress_residuals`) and not what
+    each operator keeps: linear inputs are rebuilt, and the codec of `attention_out` is of what
+    attention and its projection share."""
 
     def __post_init__(self) -> None:
         if self.remat not in get_args(Remat):
             raise ValueError(f"`remat` must be one of {get_args(Remat)}, got {self.remat!r}.")
-        for site in (*SITES, "block"):
+        for site in _CODECS:
             codec = getattr(self, site)
             if not isinstance(codec, Codec) and not (codec is None and site in LINEAR_INPUTS):
                 raise TypeError(f"`storage.{site}` must be an actjax.Codec, got {codec!r}.")
         if self.remat != "full" and not isinstance(self.block, Exact):
             raise ValueError(f"`storage.block` {self.block} needs remat='full': {self.remat!r}.")
+        if self.residuals and self.remat != "none":
+            raise ValueError(f"`storage.residuals` needs remat='none', got {self.remat!r}.")
 
     @property
     def codecs(self) -> dict[str, Codec]:
         """What is stored, by site; without sites that are rebuilt."""
-        sites = {site: getattr(self, site) for site in (*SITES, "block")}
+        sites = {site: getattr(self, site) for site in _CODECS}
         return {site: codec for site, codec in sites.items() if codec is not None}
-
-
-LINEAR_INPUTS = ("attention_in", "attention_out", "mlp_in", "mlp_out")
-"""Sites that may be rebuilt."""
-SITES = (*LINEAR_INPUTS, "attention_norm", "q", "k", "v", "mlp_norm", "gate", "up")
-"""Order in which a layer's key is folded for its sites: part of what makes a run repeatable."""

@@ -6,16 +6,20 @@ die after a layer's forward pass, where Python-unrolled layers would let XLA kee
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 import actjax
 from models.config import SITES, ModelConfig, RopeScaling, Storage
+
+Keys = jax.Array | Mapping[str, jax.Array]
+"""A key to fold for each site, or one for each site of `models.config.SITES`."""
 
 
 class Attention(nnx.Module):
@@ -59,7 +63,7 @@ class Block(nnx.Module):
         tables: tuple[jax.Array, jax.Array],
         config: ModelConfig,
         storage: Storage,
-        key: jax.Array,
+        key: Keys,
     ) -> jax.Array:
         """Runs the layer.
 
@@ -68,17 +72,18 @@ class Block(nnx.Module):
           tables: cosines and sines of RoPE, [S, D / 2] each.
           config: dimensions.
           storage: what each site stores.
-          key: randomness of the codecs of this layer and step.
+          key: randomness of the codecs of this layer and step; or a key for each site.
 
         Returns:
           The residual stream after the layer, [B, S, d].
         """
-        keys = {site: jax.random.fold_in(key, i) for i, site in enumerate(SITES)}
-        x = x + self._attend(x, tables, config, storage, keys)
-        return _over_batch(x + self._feed_forward(x, config, storage, keys))
+        if not isinstance(key, Mapping):
+            key = {site: jax.random.fold_in(key, i) for i, site in enumerate(SITES)}
+        x = x + self._attend(x, tables, config, storage, key)
+        return _over_batch(x + self._feed_forward(x, config, storage, key))
 
     def _attend(self, x, tables, config, storage, keys) -> jax.Array:
-        weights = self.attention
+        weights, x = self.attention, _named(storage, "attention_norm", x)
         q, k, v = _norm_linear(
             x,
             self.attention_norm[...],
@@ -88,17 +93,20 @@ class Block(nnx.Module):
             (keys["attention_norm"], keys["attention_in"]),
             ("attention norm input", "attention_in"),
         )
+        q, k, v = (_named(storage, site, y) for site, y in (("q", q), ("k", k), ("v", v)))
         q, k, v = (_split_heads(_over_batch(y), config.head_size) for y in (q, k, v))
         given: dict[str, Any] = {
             "rope": tables,
             "codec": (storage.q, storage.k, storage.v),
-            "key": keys["q"],
+            "key": (keys["q"], keys["k"], keys["v"]),
+            "implementation": config.attention,
         }
         if storage.attention_out is None:
             return actjax.attention_linear(q, k, v, weights.o[...], **given, name="attention")
         # An output that its projection stores in full costs attention nothing to keep as well.
         kept = isinstance(storage.attention_out, actjax.Exact)
         out = actjax.attention(q, k, v, recompute=not kept, merge_heads=True, **given)
+        out = _named(storage, "attention_out", out)
         return actjax.linear(
             out,
             weights.o[...],
@@ -108,7 +116,7 @@ class Block(nnx.Module):
         )
 
     def _feed_forward(self, x, config, storage, keys) -> jax.Array:
-        weights = self.mlp
+        weights, x = self.mlp, _named(storage, "mlp_norm", x)
         gate, up = _norm_linear(
             x,
             self.mlp_norm[...],
@@ -118,8 +126,12 @@ class Block(nnx.Module):
             (keys["mlp_norm"], keys["mlp_in"]),
             ("mlp norm input", "mlp_in"),
         )
+        gate, up = _named(storage, "gate", gate), _named(storage, "up", up)
         gate, up = _over_batch(gate), _over_batch(up)
-        given: dict[str, Any] = {"codec": (storage.gate, storage.up), "key": keys["gate"]}
+        given: dict[str, Any] = {
+            "codec": (storage.gate, storage.up),
+            "key": (keys["gate"], keys["up"]),
+        }
         if storage.mlp_out is None:
             return actjax.swiglu_linear(gate, up, weights.down[...], **given, name="mlp")
         return actjax.linear(
@@ -190,30 +202,29 @@ class Decoder(nnx.Module):
         return _over_batch(self.embedding[...][tokens].astype(compute_dtype))
 
     def run_layers(
-        self, x: jax.Array, storage: Storage = Storage(), key: jax.Array | None = None
+        self, x: jax.Array, storage: Storage = Storage(), key: Keys | None = None
     ) -> jax.Array:
         """Runs all layers on a residual stream, [B, S, d] to [B, S, d].
 
         Args:
           x: residual stream.
           storage: what each site stores.
-          key: randomness of the codecs of this step; needed if one of them draws.
+          key: randomness of the codecs of this step, or a key for each site; needed if one draws.
         """
         _check_key(storage, key)
-        run_layer = layer_function(self.config, storage)
         tables = rope_tables(self.config, x.shape[1])
 
-        def body(x: jax.Array, layer: tuple[Block, jax.Array]) -> tuple[jax.Array, None]:
-            block, layer_key = layer
-            return run_layer(block, x, tables, layer_key), None
+        def body(x: jax.Array, layer: tuple[Block, Keys, Storage]) -> tuple[jax.Array, None]:
+            block, layer_key, layer_storage = layer
+            return layer_function(self.config, layer_storage)(block, x, tables, layer_key), None
 
-        return jax.lax.scan(body, x, (self.layers, layer_keys(self.config, key)))[0]
+        return jax.lax.scan(body, x, (self.layers, layer_keys(self.config, key), storage))[0]
 
     def hidden(
         self,
         tokens: jax.Array,
         storage: Storage = Storage(),
-        key: jax.Array | None = None,
+        key: Keys | None = None,
         *,
         compute_dtype: str = "bfloat16",
     ) -> jax.Array:
@@ -231,7 +242,7 @@ class Decoder(nnx.Module):
         *,
         mask: jax.Array | None = None,
         storage: Storage = Storage(),
-        key: jax.Array | None = None,
+        key: Keys | None = None,
         compute_dtype: str = "bfloat16",
         z_loss: float = 0.0,
     ) -> jax.Array:
@@ -304,16 +315,23 @@ def _split_heads(x: jax.Array, head_size: int) -> jax.Array:
     return x.reshape(*x.shape[:2], -1, head_size)
 
 
-LayerFunction = Callable[[Block, jax.Array, tuple[jax.Array, jax.Array], jax.Array], jax.Array]
+LayerFunction = Callable[[Block, jax.Array, tuple[jax.Array, jax.Array], Keys], jax.Array]
 """From a layer's weights, the residual stream, RoPE tables and a key to the residual stream."""
 
 
 def layer_function(config: ModelConfig, storage: Storage) -> LayerFunction:
-    """Returns the function of one layer, under `jax.checkpoint` if `storage` says so."""
+    """Returns the function of one layer, and what it recomputes or compresses as a whole.
+
+    Args:
+      config: dimensions.
+      storage: what each site stores; arrays in it are those of one layer.
+    """
 
     def run(block, x, tables, key):
         return block(x, tables, config, storage, key)
 
+    if storage.residuals:
+        return _compressed_residuals(config, storage)
     if storage.remat == "none":
         return run
     if not isinstance(storage.block, actjax.Exact):
@@ -328,19 +346,40 @@ def _compressed_checkpoint(run: LayerFunction, codec: actjax.Codec) -> LayerFunc
 
     def checkpointed(block, x, tables, key):
         # After the keys of the sites.
-        own = jax.random.fold_in(key, len(SITES))
+        own = key["block"] if isinstance(key, Mapping) else jax.random.fold_in(key, len(SITES))
         recomputed = actjax.checkpoint(run, codec, activations=1, key=own, name="block input")
         return recomputed(block, x, tables, key)
 
     return checkpointed
 
 
-def layer_keys(config: ModelConfig, key: jax.Array | None) -> jax.Array:
-    """Returns a key for each layer; any will do if no codec draws and `key` is None."""
-    return jax.random.split(jax.random.key(0) if key is None else key, config.num_layers)
+def _compressed_residuals(config: ModelConfig, storage: Storage) -> LayerFunction:
+    """Returns the function of one layer of exact operators, its residuals compressed as a whole."""
+    exact = Storage(residuals=True)
+
+    def run(block, x, tables):
+        return block(x, tables, config, exact, jax.random.key(0))
+
+    def compressed(block, x, tables, key):
+        return actjax.compress_residuals(
+            run, lambda kept: storage.codecs.get(kept.name), activations=1, key=key
+        )(block, x, tables)
+
+    return compressed
 
 
-def _check_key(storage: Storage, key: jax.Array | None) -> None:
+def _named(storage: Storage, site: str, x: jax.Array) -> jax.Array:
+    """Names an activation for the rule that compresses the residuals of a block as a whole."""
+    return checkpoint_name(x, site) if storage.residuals else x
+
+
+def layer_keys(config: ModelConfig, key: Keys | None) -> Any:
+    """Returns keys with a leading axis of layers; any will do if no codec draws and it is None."""
+    key = jax.random.key(0) if key is None else key
+    return jax.tree.map(lambda k: jax.random.split(k, config.num_layers), key)
+
+
+def _check_key(storage: Storage, key: Keys | None) -> None:
     for site, codec in storage.codecs.items():
         if key is None and codec.needs_key:
             raise ValueError(

@@ -22,7 +22,7 @@ from actjax.ops.rope import rope as rotate
 from actjax.precision import accumulation_dtype
 from actjax.tags import keep, keep_output
 
-Implementation = Literal["blockwise", "cudnn"]
+Implementation = Literal["blockwise", "cudnn", "dense"]
 
 BLOCK = 256
 """Queries and keys per block of the plain JAX form: its score tile fits a CPU's cache."""
@@ -36,7 +36,7 @@ def attention(
     causal: bool = True,
     rope: tuple[jax.Array, jax.Array] | None = None,
     codec: Codec | Sequence[Codec] = Exact(),
-    key: jax.Array | None = None,
+    key: jax.Array | Sequence[jax.Array] | None = None,
     implementation: Implementation | None = None,
     recompute: bool = False,
     merge_heads: bool = False,
@@ -56,10 +56,12 @@ def attention(
       causal: whether position i sees positions up to i alone.
       rope: cosines and sines to rotate q and k by, as for `actjax.rope`; None for no rotation.
       codec: what is kept of q, k and v, or three of such.
-      key: randomness of the encoding; consumed. Needed if a codec draws.
-      implementation: "cudnn" (NVIDIA GPU, 16-bit inputs), "blockwise" (any backend), or None for
-        cuDNN where the default backend is a GPU and the dtype allows it, else blockwise. A name
-        that is asked for is used, or raises.
+      key: randomness of the encoding, or a tuple of a key for each; consumed. Needed if a codec
+        draws.
+      implementation: "cudnn" (NVIDIA GPU, 16-bit inputs), "blockwise" (any backend), "dense" (all
+        scores at once, and derivatives of any order, for which autodiff keeps what it will), or
+        None for cuDNN where the default backend is a GPU and the dtype allows it, else blockwise.
+        A name that is asked for is used, or raises.
       recompute: whether to hold q, k and v alone and run the forward pass again in the backward
         pass. Worth its two products where nothing else keeps the output. Lossy codecs do so anyway.
       merge_heads: whether to return [B, S, H * D]. It is then the very array that attention
@@ -380,4 +382,12 @@ def _blockwise_backward(
     return _unblocks(dqs, length).astype(q.dtype), _unblocks(dks, length), _unblocks(dvs, length)
 
 
-_FORMS = {"blockwise": _blockwise, "cudnn": _cudnn}
+# ----- plain JAX, all scores
+
+
+def _dense(causal: bool, name: str, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    del name
+    return _merge(jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="xla"))
+
+
+_FORMS = {"blockwise": _blockwise, "cudnn": _cudnn, "dense": _dense}

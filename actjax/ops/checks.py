@@ -34,21 +34,26 @@ def check_codecs(codec: Any, names: Sequence[str], key: Any) -> tuple[Codec, ...
     Args:
       codec: one for all, or a sequence of one for each.
       names: of the inputs.
-      key: randomness of the encoding, or None.
+      key: randomness of the encoding, or a sequence of keys, one for each; or None.
 
     Raises:
       TypeError: one is no codec.
-      ValueError: another number of codecs than of inputs, or a missing key.
+      ValueError: another number of codecs or keys than of inputs, or a missing key.
     """
     codecs = tuple(codec) if isinstance(codec, tuple | list) else (codec,) * len(names)
     if len(codecs) != len(names):
         raise ValueError(
             f"`codec` must be one codec, or one for each of {', '.join(names)}: got {len(codecs)}."
         )
-    for one in codecs:
+    several = isinstance(key, tuple | list)
+    if several and len(key) != len(names):
+        raise ValueError(
+            f"`key` must be one key, or one for each of {', '.join(names)}: got {len(key)}."
+        )
+    for i, one in enumerate(codecs):
         check_codec(one)
         if one.needs_key:
-            one.required_key(key)
+            one.required_key(key[i] if several else key)
     return codecs
 
 

@@ -71,7 +71,7 @@ def swiglu_linear(
     *,
     bias: Any = None,
     codec: Codec | Sequence[Codec] = Exact(),
-    key: jax.Array | None = None,
+    key: jax.Array | Sequence[jax.Array] | None = None,
     name: str = "",
 ) -> Any:
     """Returns `linear(swiglu(gate, up), w)`, and holds codes of `gate` and `up` alone.
@@ -84,7 +84,8 @@ def swiglu_linear(
       w: weight [f, n] or a tuple of such, as for `actjax.linear`.
       bias: as for `actjax.linear`.
       codec: what is kept of `gate` and `up`, or a pair of such.
-      key: randomness of the encoding; consumed. Needed if a codec draws.
+      key: randomness of the encoding, or a tuple of a key for each; consumed. Needed if a codec
+        draws.
       name: put before the names that `actjax.explain` gives what is kept.
 
     Returns:
@@ -114,7 +115,7 @@ def attention_linear(
     rope: tuple[jax.Array, jax.Array] | None = None,
     bias: Any = None,
     codec: Codec | Sequence[Codec] = Exact(),
-    key: jax.Array | None = None,
+    key: jax.Array | Sequence[jax.Array] | None = None,
     implementation: Implementation | None = None,
     name: str = "",
 ) -> Any:
@@ -133,7 +134,8 @@ def attention_linear(
       rope: likewise.
       bias: as for `actjax.linear`.
       codec: what is kept of q, k and v, or three of such.
-      key: randomness of the encoding; consumed. Needed if a codec draws.
+      key: randomness of the encoding, or a tuple of a key for each; consumed. Needed if a codec
+        draws.
       implementation: as for `actjax.attention`.
       name: put before the names that `actjax.explain` gives what is kept.
 
@@ -160,7 +162,7 @@ def _then_linear(
     w: Any,
     bias: Any,
     codecs: tuple[Codec, ...],
-    key: jax.Array | None,
+    key: Any,
     operator: str,
     names: tuple[str, ...],
 ) -> Any:

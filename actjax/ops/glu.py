@@ -17,7 +17,7 @@ def swiglu(
     up: jax.Array,
     *,
     codec: Codec | Sequence[Codec] = Exact(),
-    key: jax.Array | None = None,
+    key: jax.Array | Sequence[jax.Array] | None = None,
     name: str = "",
 ) -> jax.Array:
     """Returns `silu(gate) * up`, computed in float32, and holds `gate` and `up` alone.
@@ -30,7 +30,8 @@ def swiglu(
       gate: [..., f].
       up: [..., f], of the same dtype.
       codec: what is kept of `gate` and `up`, or a pair of such.
-      key: randomness of the encoding; consumed. Needed if a codec draws.
+      key: randomness of the encoding, or a tuple of a key for each; consumed. Needed if a codec
+        draws.
       name: put before the names that `actjax.explain` gives what is kept.
 
     Returns:

@@ -1,0 +1,853 @@
+"""Tests of actjax/ops/fused.py: exact values, and gradients at what was kept of the inputs."""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from flax import nnx
+from jax.extend import core
+from jax.test_util import check_grads
+
+import actjax
+from actjax import (
+    Exact,
+    Quantized,
+    attention,
+    attention_linear,
+    explain,
+    input_groups,
+    linear,
+    norm_linear,
+    rms_norm,
+    swiglu,
+    swiglu_linear,
+    with_bases,
+)
+
+BF16 = 2.0**-8
+"""Unit roundoff of bfloat16: the relative error of one rounding."""
+KEY = jax.random.key(7)
+NEAREST = Quantized(4, group=3)
+DITHER = Quantized(2, group=4, rounding="dither")
+BATCH, LENGTH, HEADS, GROUPS, SIZE = 2, 5, 4, 2, 2
+WIDTH = HEADS * SIZE
+"""Of the linear input, and of everything that is normalised or gated."""
+EPS, THETA = 1e-6, 100.0
+
+
+def normal(seed: int, *shape: int, dtype=None) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def tables() -> tuple[jax.Array, jax.Array]:
+    """Returns cosines and sines of RoPE."""
+    angles = np.arange(LENGTH)[:, None] * THETA ** (-2 * np.arange(SIZE // 2) / SIZE)
+    return jnp.asarray(np.cos(angles)), jnp.asarray(np.sin(angles))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A fused operator, and its first half by itself.
+
+    Attributes:
+      fused: from activations, the scale of the norm (or None) and weights to outputs.
+      first: from activations and scale to the linear input, by the operator of actjax.
+      oracle: the same, in NumPy.
+      vjp: from activations, scale and cotangent to cotangents of the first two, in NumPy.
+      inputs: names of the activations.
+      shapes: of the activations.
+    """
+
+    fused: Callable[..., Any]
+    first: Callable[..., Any]
+    oracle: Callable[..., Any]
+    vjp: Callable[..., Any]
+    inputs: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    has_scale: bool = False
+
+    def activations(self, dtype=None) -> tuple[jax.Array, ...]:
+        return tuple(normal(i, *shape, dtype=dtype) for i, shape in enumerate(self.shapes))
+
+    def scale(self) -> jax.Array | None:
+        return 1 + normal(9, WIDTH) / 4 if self.has_scale else None
+
+
+def norm_vjp(x, scale, dy):
+    dx, dscale = oracles.rms_norm_vjp(x, scale, EPS, dy)
+    return (dx,), dscale
+
+
+def attention_case(causal: bool, rotates: bool, groups: int = GROUPS) -> Case:
+    def rope():
+        return {"rope": tables()} if rotates else {}
+
+    def turn(x, sign=1):
+        return oracles.rope(x, sign * np.arange(LENGTH), THETA) if rotates else x
+
+    def oracle(q, k, v):
+        return oracles.attention(turn(q), turn(k), v, causal).reshape(BATCH, LENGTH, WIDTH)
+
+    def vjp(q, k, v, dy):
+        dy = np.reshape(dy, np.shape(q))
+        dq, dk, dv = oracles.attention_vjp(turn(q), turn(k), v, dy, causal)
+        return turn(dq, -1), turn(dk, -1), dv
+
+    shapes = [(BATCH, LENGTH, heads, SIZE) for heads in (HEADS, groups, groups)]
+    return Case(
+        lambda xs, _, w, **given: attention_linear(*xs, w, causal=causal, **rope(), **given),
+        lambda xs, _: attention(*xs, causal=causal, merge_heads=True, **rope()),
+        lambda xs, _: oracle(*xs),
+        lambda xs, _, dy: (vjp(*xs, dy), None),
+        ("q", "k", "v"),
+        tuple(shapes),
+    )
+
+
+CASES = {
+    "norm": Case(
+        lambda xs, scale, w, **given: norm_linear(*xs, scale, w, eps=EPS, **given),
+        lambda xs, scale: rms_norm(*xs, scale, eps=EPS),
+        lambda xs, scale: oracles.rms_norm(*xs, scale, EPS),
+        lambda xs, scale, dy: norm_vjp(*xs, scale, dy),
+        ("x",),
+        ((BATCH, LENGTH, WIDTH),),
+        has_scale=True,
+    ),
+    "swiglu": Case(
+        lambda xs, _, w, **given: swiglu_linear(*xs, w, **given),
+        lambda xs, _: swiglu(*xs),
+        lambda xs, _: oracles.swiglu(*xs),
+        lambda xs, _, dy: (oracles.swiglu_vjp(*xs, dy), None),
+        ("gate", "up"),
+        ((BATCH, LENGTH, WIDTH),) * 2,
+    ),
+    "attention": attention_case(causal=True, rotates=True),
+    "attention, full, one head for all": attention_case(causal=False, rotates=False, groups=1),
+}
+THREE = ("norm", "swiglu", "attention")
+three = pytest.mark.parametrize("name", THREE)
+
+MIXED = {
+    "norm": (DITHER,),
+    "swiglu": (Exact(), DITHER),
+    "attention": (DITHER, NEAREST, Exact()),
+}
+"""A codec for each input."""
+PAIRS = [
+    *((name, codec) for name in THREE for codec in (Exact(), NEAREST, MIXED[name])),
+    ("swiglu", DITHER),
+    ("attention", DITHER),
+    ("attention, full, one head for all", NEAREST),
+]
+pairs = pytest.mark.parametrize(("name", "codec"), PAIRS, ids=lambda x: str(x).replace(" ", ""))
+
+OUTPUTS = (3, 1, 4)
+
+
+def weights(dtype=None) -> tuple[jax.Array, ...]:
+    return tuple(normal(20 + n, WIDTH, n, dtype=dtype) for n in OUTPUTS)
+
+
+def biases(dtype=None) -> tuple[jax.Array | None, ...]:
+    return normal(30, 3, dtype=dtype), None, normal(31, 4, dtype=dtype)
+
+
+def cotangents(dtype=None) -> tuple[jax.Array, ...]:
+    return tuple(normal(40 + n, BATCH, LENGTH, n, dtype=dtype) for n in OUTPUTS)
+
+
+def one_each(name: str, codec: Any) -> tuple[Any, ...]:
+    return codec if isinstance(codec, tuple) else (codec,) * len(CASES[name].shapes)
+
+
+def merged(x: jax.Array) -> jax.Array:
+    """Returns an activation as it is encoded: heads are merged."""
+    return x.reshape(*x.shape[:2], -1) if x.ndim == 4 else x
+
+
+def decoded(name: str, activations: Any, codec: Any, key: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns what the backward pass is to see: each input coded with a key of its own."""
+    found = []
+    for i, (x, one) in enumerate(zip(activations, one_each(name, codec), strict=True)):
+        code = one.encode(merged(x), jax.random.fold_in(key, i))
+        found.append(one.decode(code).reshape(x.shape))
+    return tuple(found)
+
+
+@functools.partial(jax.jit, static_argnames=("name", "codec"))
+def run(name, codec, activations, scale, ws, bs, dzs, key=KEY):
+    """Returns outputs, cotangents, and what inputs are decoded to."""
+
+    def fun(activations, scale, ws, bs):
+        return CASES[name].fused(activations, scale, ws, bias=bs, codec=codec, key=key)
+
+    zs, pullback = jax.vjp(fun, activations, scale, ws, bs)
+    return zs, pullback(dzs), decoded(name, activations, codec, key)
+
+
+def run_oracle(name, exact, decoded, scale, ws, bs, dzs):
+    """Returns outputs at the exact inputs, cotangents at the decoded ones, in NumPy float64."""
+    case = CASES[name]
+    wide = functools.partial(jax.tree.map, lambda x: np.asarray(x, np.float64))
+    exact, decoded, ws, bs, dzs = map(wide, (exact, decoded, ws, bs, dzs))
+    scale = None if scale is None else np.asarray(scale, np.float64)
+    y, y_hat = case.oracle(exact, scale), case.oracle(decoded, scale)
+    zs = tuple(y @ w + (0 if b is None else b) for w, b in zip(ws, bs, strict=True))
+    dy = sum(dz @ w.T for w, dz in zip(ws, dzs, strict=True))
+    dws = tuple(np.einsum("bsd,bsn->dn", y_hat, dz) for dz in dzs)
+    dbs = tuple(None if b is None else dz.sum((0, 1)) for b, dz in zip(bs, dzs, strict=True))
+    return zs, (*case.vjp(decoded, scale, dy), dws, dbs)
+
+
+# Values and gradients.
+
+
+@pairs
+def test_value_is_exact_and_gradients_are_those_at_the_decoded_input(
+    name, codec, x64, quick_compile
+):
+    activations, scale = CASES[name].activations(), CASES[name].scale()
+    rest = scale, weights(), biases(), cotangents()
+    *got, hats = run(name, codec, activations, *rest)
+    if codec != Exact():
+        assert not np.array_equal(hats[0], activations[0]) or codec[0] == Exact()
+    want = run_oracle(name, activations, hats, *rest)
+
+    def assert_same(got, want):
+        assert got.dtype == jnp.float64
+        # Sums of up to 40 terms of size 1 to 10, in another order: some 1e-16 each.
+        np.testing.assert_allclose(got, want, rtol=1e-11, atol=1e-12)
+
+    jax.tree.map(assert_same, tuple(got), want)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@three
+def test_forward_value_is_that_of_the_two_operators_to_the_bit(name, dtype, quick_compile):
+    case, (w, *_), (b, *_) = CASES[name], weights(dtype), biases(dtype)
+
+    @jax.jit
+    def values(activations, scale, w, b):
+        def fused(codec, w=w):
+            return case.fused(activations, scale, w, bias=b, codec=codec, key=KEY)
+
+        want = linear(case.first(activations, scale), w, bias=b)
+        codecs = Exact(), NEAREST, MIXED[name]
+        plain = [fused(codec) for codec in codecs]
+        # With a backward pass to come, and without.
+        return want, plain, [jax.vjp(functools.partial(fused, codec), w)[0] for codec in codecs]
+
+    want, *got = values(case.activations(dtype), case.scale(), w, b)
+    assert want.dtype == dtype
+    for z in jax.tree.leaves(got):
+        np.testing.assert_array_equal(z, want)
+
+
+@pytest.mark.parametrize("codec", [Exact(), NEAREST], ids=str)
+@three
+def test_gradients_are_those_of_the_two_operators_at_the_decoded_input(
+    name, codec, x64, quick_compile
+):
+    case, rest = CASES[name], (CASES[name].scale(), *weights()[:1], *biases()[:1])
+
+    def fused(activations, scale, w, b):
+        return case.fused(activations, scale, w, bias=b, codec=codec)
+
+    def apart(activations, scale, w, b):
+        return linear(case.first(activations, scale), w, bias=b)
+
+    @jax.jit
+    def both(activations, *rest):
+        dz, hats = cotangents()[0], decoded(name, activations, codec, KEY)
+        return jax.vjp(fused, activations, *rest)[1](dz), jax.vjp(apart, hats, *rest)[1](dz)
+
+    same = functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-13)
+    jax.tree.map(same, *both(case.activations(), *rest))
+
+
+@three
+def test_exact_codec_passes_finite_differences(name, x64, quick_compile):
+    case = CASES[name]
+
+    def fun(activations, scale, ws, bs):
+        # Sines, so that the cotangent is not constant.
+        return [jnp.sin(z / 4) for z in case.fused(activations, scale, ws, bias=bs)]
+
+    # The defaults of check_grads would let an error of 0.1% pass. With steps of 1e-5 truncation and
+    # cancellation err by about 1e-10 each.
+    arguments = case.activations(), case.scale(), weights(), biases()
+    check_grads(jax.jit(fun), arguments, 1, ["rev"], 1e-8, 1e-8, 1e-5)
+
+
+@three
+def test_a_single_weight_gives_a_single_output_and_a_tuple_a_tuple(name):
+    case, (w, *_) = CASES[name], weights()
+    fused = functools.partial(case.fused, case.activations(), case.scale())
+    z, b = fused(w), biases()[0]
+    assert z.shape == (BATCH, LENGTH, 3)
+    assert isinstance(fused((w,)), tuple)
+    for again in (fused((w,))[0], fused([w, w])[1], fused(nnx.Param(w))):
+        np.testing.assert_array_equal(again, z)
+    np.testing.assert_allclose(fused(w, bias=b), z + b, rtol=1e-6, atol=1e-6)
+
+
+def test_eps_is_that_of_the_norm(quick_compile):
+    x, scale, w, dz = normal(0, 4, 8), jnp.ones(8), normal(1, 8, 3), normal(2, 4, 3)
+
+    @jax.jit
+    def run(x, w):
+        z, pullback = jax.vjp(lambda x, w: norm_linear(x, scale, w, eps=0.5), x, w)
+        return z, *pullback(dz)
+
+    normed = oracles.rms_norm(x, scale, 0.5)
+    want_dx = oracles.rms_norm_vjp(x, scale, 0.5, np.asarray(dz) @ np.asarray(w).T)[0]
+    want = normed @ np.asarray(w), want_dx, normed.T @ np.asarray(dz)
+    for got, exact in zip(run(x, w), want, strict=True):
+        np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-5)  # Float32.
+    default = norm_linear(1e-3 * x, scale, w)
+    np.testing.assert_array_equal(default, norm_linear(1e-3 * x, scale, w, eps=1e-6))
+    assert not np.allclose(default, norm_linear(1e-3 * x, scale, w, eps=1e-5))
+
+
+def test_rows_of_any_number_of_leading_axes(x64, quick_compile):
+    w = normal(1, 8, 3)
+    for lead in ((), (4,), (2, 3, 4)):
+        x, dz = normal(0, *lead, 8), normal(2, *lead, 3)
+        for fused, first in (
+            (lambda x, w: norm_linear(x, jnp.ones(8), w), lambda x: rms_norm(x, jnp.ones(8))),
+            (lambda x, w: swiglu_linear(x, x, w), lambda x: swiglu(x, x)),
+        ):
+            z, pullback = jax.vjp(fused, x, w)
+            want, dy = first(x).reshape(-1, 8), dz.reshape(-1, 3)
+            np.testing.assert_allclose(z, (want @ w).reshape(*lead, 3), rtol=1e-12, atol=1e-13)
+            dx, dw = pullback(dz)
+            assert dx.shape == x.shape
+            np.testing.assert_allclose(dw, want.T @ dy, rtol=1e-12, atol=1e-13)
+
+
+# The error of a code.
+
+
+def test_dither_errs_by_what_a_level_is(quick_compile):
+    # A level of b bits is 1 / (2^b - 1) of the range, and to first order the error follows it.
+    x, scale, w, dz = normal(0, 32, 16), jnp.ones(16), normal(1, 16, 4), normal(2, 32, 4)
+
+    def gradient(codec, key=None):
+        return jax.grad(lambda w: jnp.sum(dz * norm_linear(x, scale, w, codec=codec, key=key)))(w)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def errors(bits):
+        codec = Quantized(bits, group=16, rounding="dither", scale_dtype="float32")
+        keys = jax.random.split(KEY, 16)
+        return jax.vmap(functools.partial(gradient, codec))(keys) - gradient(Exact())
+
+    size = {bits: float(jnp.sqrt(jnp.mean(errors(bits) ** 2))) for bits in (2, 4, 8)}
+    assert 0 < size[8]
+    # Of second order is a share of Δ, which in 2 bits is a third of the range: a third either way.
+    for fewer, more in ((2, 4), (4, 8)):
+        ratio = (2**more - 1) / (2**fewer - 1)
+        assert ratio / 1.4 < size[fewer] / size[more] < ratio * 1.4
+
+
+@three
+def test_another_key_draws_other_numbers_and_the_same_key_the_same(name, quick_compile):
+    arguments = CASES[name].activations(), CASES[name].scale(), weights(), biases(), cotangents()
+    first, again, other = (run(name, DITHER, *arguments, jax.random.key(s)) for s in (1, 1, 2))
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+    jax.tree.map(np.testing.assert_array_equal, first[0], other[0])
+    for a, b in zip(jax.tree.leaves(first[1][0]), jax.tree.leaves(other[1][0]), strict=True):
+        assert not np.array_equal(a, b)
+    old = run(name, DITHER, *arguments, jax.random.PRNGKey(1))
+    jax.tree.map(np.testing.assert_array_equal, first[1], old[1])
+
+
+# Precision.
+
+
+@three
+def test_bfloat16_is_rounded_where_the_two_operators_round(name, quick_compile):
+    case, bf16 = CASES[name], jnp.bfloat16
+    activations, scale = case.activations(bf16), case.scale()
+    # Weights are wider, as master weights are; what is rounded in them is the operator's.
+    ws, bs, dzs = weights(), biases(), cotangents(bf16)
+    zs, grads, hats = run(name, NEAREST, activations, scale, ws, bs, dzs)
+    assert {x.dtype for x in (*zs, *grads[0], *hats)} == {jnp.dtype(bf16)}
+    assert {x.dtype for x in jax.tree.leaves(grads[1:])} == {jnp.dtype("float32")}
+    cast = tuple(w.astype(bf16) for w in ws)
+    want_zs, want = run_oracle(name, activations, hats, scale, cast, bs, dzs)
+    sizes = [np.linalg.norm(x) for x in (*want[0], *want[2])]
+    y_hat = case.oracle(*jax.tree.map(lambda x: np.asarray(x, np.float64), (hats, scale)))
+    terms = [np.abs(y_hat).reshape(-1, WIDTH).T @ np.abs(dz).reshape(-1, dz.shape[-1])
+             for dz in (np.asarray(dz, np.float64) for dz in dzs)]  # fmt: skip
+    for z, exact in zip(zs, want_zs, strict=True):
+        # The linear input and the output are rounded, and in attention the weights of values.
+        assert np.linalg.norm(np.float64(z) - exact) <= 3 * BF16 * np.linalg.norm(exact)
+    for dw, exact, term in zip(grads[2], want[2], terms, strict=True):
+        # Of `dw` the rebuilt input alone is rounded, in attention the weights of values besides.
+        roundings = 2 if name == "attention" else 1
+        assert np.all(np.abs(dw - exact) <= roundings * BF16 * term + 1e-5)
+    for dx, exact, size in zip(grads[0], want[0], sizes, strict=False):
+        # Its cotangent, what is taken from one another within, and the result.
+        assert np.linalg.norm(np.float64(dx) - exact) <= 4 * BF16 * size
+    for db, exact in zip(grads[3], want[3], strict=True):
+        assert (db is None) == (exact is None)
+        if db is not None:
+            np.testing.assert_allclose(db, exact, rtol=1e-6, atol=1e-5)  # Float32 sums.
+
+
+def test_sums_are_taken_in_float32():
+    # 4096 ones: a bfloat16 sum stops at 256, where adding one rounds back.
+    ones = functools.partial(jnp.ones, dtype=jnp.bfloat16)
+
+    def fun(scale, w, b):
+        return norm_linear(ones((4096, 2)), scale, w, eps=0.0, bias=b)
+
+    grads = jax.vjp(fun, ones(2), ones((2, 1)), ones(1))[1](ones((4096, 1)))
+    for grad in grads:
+        assert grad.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(grad.astype(jnp.float32), 4096)
+
+
+# What is held.
+
+
+def held(fun, *args) -> list[jax.Array]:
+    """Returns the arrays that the backward pass of `fun` holds, each once."""
+    return list({id(leaf): leaf for leaf in jax.tree.leaves(jax.vjp(fun, *args)[1])}.values())
+
+
+def nbytes(tree: Any) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("name", "codec"), [pair for pair in PAIRS if pair[0] in THREE], ids=lambda x: str(x)[:20]
+)
+def test_backward_holds_codes_weights_and_no_linear_input(name, codec, dtype):
+    case, ws, bs = CASES[name], weights(dtype), biases(dtype)
+    activations, scale = case.activations(dtype), case.scale()
+
+    def fun(activations, scale, ws, bs):
+        # Negated, so that inputs are no arguments.
+        negated = tuple(-x for x in activations)
+        return case.fused(negated, scale, ws, bias=bs, codec=codec, key=KEY)
+
+    stored = sum(
+        one.stored_bytes(merged(x).shape, x.dtype)
+        for one, x in zip(one_each(name, codec), activations, strict=True)
+    )
+    others = nbytes((scale, ws, bs)) + (nbytes(tables()) if name == "attention" else 0)
+    assert nbytes(held(fun, activations, scale, ws, bs)) == stored + others
+
+
+def test_exact_codec_holds_the_very_arrays():
+    x, up, scale, w = normal(0, 6, 8), normal(1, 6, 8), normal(2, 8), normal(3, 8, 3)
+    for fun, args in ((norm_linear, (x, scale, w)), (swiglu_linear, (x, up, w))):
+        assert {id(leaf) for leaf in held(fun, *args)} == {id(arg) for arg in args}
+
+
+LAYER = {
+    # A square weight each; what inputs are made of is not kept by what makes them.
+    "norm": lambda x, w, **given: norm_linear(x, jnp.ones(64), w, **given),
+    "swiglu": lambda x, w, **given: swiglu_linear(0.5 * x, -x, w, **given),
+    "attention": lambda x, w, **given: attention_linear(
+        *(y.reshape(1, 512, h, 16) for y, h in ((x, 4), (0.5 * x[:, :32], 2), (-x[:, 32:], 2))),
+        w,
+        **given,
+    )[0],
+}
+STORED_SHAPES = {
+    "norm": [(512, 64)],
+    "swiglu": [(512, 64)] * 2,
+    "attention": [(512, 64), (512, 32), (512, 32)],
+}
+
+
+@pytest.mark.parametrize("codec", [Exact(), Quantized(4, group=32, rounding="dither")], ids=str)
+@three
+def test_under_scan_a_layer_takes_the_bytes_of_its_codes_and_no_more(name, codec):
+    def temporaries(layers):
+        def loss(x, ws):
+            def body(x, w):
+                return x + LAYER[name](x, w, codec=codec, key=KEY), None
+
+            return jnp.sum(jax.lax.scan(body, x, ws)[0] ** 2)
+
+        x = jax.ShapeDtypeStruct((512, 64), "float32")
+        ws = jax.ShapeDtypeStruct((layers, 64, 64), "float32")
+        compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(x, ws).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    grown = temporaries(12) - temporaries(4)
+    stored = sum(codec.stored_bytes(shape, "float32") for shape in STORED_SHAPES[name])
+    # Buffers are aligned; besides them nothing depends on the number of layers. One float kept
+    # in a single one of the eight more layers would be 128 KiB.
+    assert abs(grown - 8 * stored) < 4096
+
+
+@three
+def test_explain_names_what_is_kept(name):
+    case, (w, *_), codec = CASES[name], weights(), MIXED[name]
+    arguments = case.activations(), case.scale(), w
+
+    def fun(xs, scale, w):
+        negated = tuple(-x for x in xs)
+        return jnp.sum(case.fused(negated, scale, w, codec=codec, key=KEY, name="mine"))
+
+    found = explain(fun, *arguments)
+    entries = {e.name: e for e in found.residuals if e.operator == f"{name}_linear"}
+    names = {
+        "norm": ["mine"],
+        "swiglu": ["mine gate", "mine up"],
+        "attention": ["mine q", "mine k", "mine v"],
+    }[name]
+    assert sorted(entries) == sorted(names)
+    for label, one, x in zip(names, codec, arguments[0], strict=True):
+        assert entries[label].stored_bytes == one.stored_bytes(merged(x).shape, x.dtype)
+
+
+# What is computed.
+
+
+def products(fun, *args) -> int:
+    """Returns how many products of matrices are in a function, bodies of loops once."""
+    return sum(e.primitive.name == "dot_general" for e in equations(jax.make_jaxpr(fun)(*args)))
+
+
+def equations(jaxpr: Any) -> list[core.JaxprEqn]:
+    found = []
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        found.append(eqn)
+        for value in jax.tree.leaves(
+            list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+        ):
+            if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
+                found += equations(value)
+    return found
+
+
+@pytest.mark.parametrize("codec", [Exact(), DITHER], ids=str)
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("name", ["norm", "swiglu"])
+def test_no_product_is_computed_again(name, count, codec):
+    case, ws = CASES[name], weights()[:count]
+    plain = {
+        "norm": lambda x, scale: x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True)) * scale,
+        "swiglu": lambda gate, up, _: jax.nn.silu(gate) * up,
+    }[name]
+
+    def fused(xs, scale, ws):
+        return sum(map(jnp.sum, case.fused(xs, scale, ws, codec=codec, key=KEY)))
+
+    def autodiff(xs, scale, ws):
+        y = plain(*xs, scale)
+        return sum(jnp.sum(y @ w) for w in ws)
+
+    gradients = [jax.grad(f, (0, 2)) for f in (fused, autodiff)]
+    arguments = case.activations(), case.scale(), ws
+    # Forward, and each of the two factors' gradients.
+    assert [products(g, *arguments) for g in gradients] == [3 * count] * 2
+
+
+@pytest.mark.parametrize("codec", [Exact(), DITHER], ids=str)
+def test_of_attention_nothing_but_attention_is_computed_again(codec):
+    case, ws = CASES["attention"], weights()
+
+    def fused(xs, ws):
+        return sum(map(jnp.sum, case.fused(xs, None, ws, codec=codec, key=KEY)))
+
+    def recomputed(xs, ws):
+        y = attention(*xs, rope=tables(), recompute=True, merge_heads=True)
+        return sum(jnp.sum(y @ w) for w in ws)
+
+    gradients = [jax.grad(f, (0, 1)) for f in (fused, recomputed)]
+    got, want = (products(g, case.activations(), ws) for g in gradients)
+    # Two in either forward pass of attention, five in the backward pass, and those of the linear.
+    assert got == want == 2 + 2 + 5 + 9
+
+
+@three
+def test_a_barrier_keeps_the_two_passes_apart(name):
+    # XLA could merge them, and keep what is to be rebuilt: the code of `Exact` is the input itself.
+    case = CASES[name]
+    fun = lambda *args: jnp.sum(case.fused(*args))  # noqa: E731
+    text = str(jax.make_jaxpr(jax.grad(fun))(case.activations(), case.scale(), weights()[0]))
+    assert "optimization_barrier" in text
+
+
+# Under transformations of JAX.
+
+TRANSFORMS = {
+    "eager": lambda f: f,
+    "jit": jax.jit,
+    "checkpoint": lambda f: jax.jit(jax.checkpoint(f)),
+    "scan": lambda f: lambda xs, *rest: jax.lax.scan(
+        lambda _, xs: (None, f(xs, *rest)), None, xs
+    )[1],
+    "vmap": lambda f: jax.vmap(f, in_axes=(0, None, None)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@three
+def test_gradients_are_the_same_under(transform, name, quick_compile):
+    case, (w, *_) = CASES[name], weights()
+    activations, scale, dz = case.activations(), case.scale(), cotangents()[0]
+    if transform in ("scan", "vmap"):
+        activations, dz = jax.tree.map(lambda x: x[:, None], (activations, dz))
+    fused = functools.partial(case.fused, codec=NEAREST)
+    got = jax.vjp(TRANSFORMS[transform](fused), activations, scale, w)[1](dz)
+    got = jax.tree.map(lambda x, y: x.reshape(y.shape), got[0], case.activations()), *got[1:]
+    # Groups lie within tokens: examples are coded alike, by themselves or in a batch.
+    hats = jax.jit(lambda xs: decoded(name, xs, NEAREST, KEY))(case.activations())
+    _, want = run_oracle(name, hats, hats, scale, (w,), (None,), (dz.reshape(BATCH, LENGTH, 3),))
+    # Float32, sums of at most 40 terms of size 1 to 10.
+    same = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=5e-5)
+    jax.tree.map(same, got, (*want[:2], want[2][0]))
+
+
+def test_under_vmap_each_example_has_its_own_key(quick_compile):
+    x, w, keys = normal(0, 3, 8), normal(1, 8, 4), jax.random.split(KEY, 2)
+
+    def gradient(w, key):
+        return jax.grad(lambda w: jnp.sum(norm_linear(x, jnp.ones(8), w, codec=DITHER, key=key)))(w)
+
+    mapped = jax.jit(jax.vmap(gradient, in_axes=(None, 0)))(w, keys)
+    one_by_one = [jax.jit(gradient)(w, key) for key in keys]
+    np.testing.assert_allclose(mapped, jnp.stack(one_by_one), rtol=1e-5, atol=1e-6)
+    assert not np.allclose(mapped[0], mapped[1])
+
+
+LAYERS = 3
+WEIGHTS = {"q": (8, 8), "k": (8, 4), "v": (8, 4), "o": (8, 8)} | {
+    "gate": (8, 12), "up": (8, 12), "down": (12, 8)
+}  # fmt: skip
+INPUTS = {"q": "k", "k": "k", "v": "k", "o": "o", "gate": "gate", "up": "gate", "down": "down"}
+"""Which weights share an input: named for the first, in the order of a dictionary's keys."""
+
+
+def block_params(*lead: int) -> dict[str, jax.Array]:
+    shapes = WEIGHTS | {"first": (8,), "second": (8,)}
+    return {name: normal(i, *lead, *shape) / 2 for i, (name, shape) in enumerate(shapes.items())}
+
+
+def block(x, p, codec, key):
+    """A layer of a decoder, of fused operators alone."""
+    keys = jax.random.split(key, 4)
+    given = [{"codec": codec, "key": key} for key in keys]
+    qkv = norm_linear(x, p["first"], (p["q"], p["k"], p["v"]), **given[0])
+    q, k, v = (y.reshape(*x.shape[:2], -1, SIZE) for y in qkv)
+    x += attention_linear(q, k, v, p["o"], rope=tables(), **given[1])
+    gate, up = norm_linear(x, p["second"], (p["gate"], p["up"]), **given[2])
+    return x + swiglu_linear(gate, up, p["down"], **given[3])
+
+
+def scanned(params, x, codec):
+    keys = jax.random.split(KEY, LAYERS)
+    body = lambda x, layer: (block(x, layer[0], codec, layer[1]), None)  # noqa: E731
+    return jnp.sum(jnp.sin(jax.lax.scan(body, x, (params, keys))[0]))
+
+
+def unrolled(params, x, codec):
+    keys = jax.random.split(KEY, LAYERS)
+    for i in range(LAYERS):
+        x = block(x, {name: p[i] for name, p in params.items()}, codec, keys[i])
+    return jnp.sum(jnp.sin(x))
+
+
+@pytest.mark.parametrize("codec", [DITHER], ids=str)
+def test_scan_over_stacked_layers(codec, x64, quick_compile):
+    params, x = block_params(LAYERS), normal(50, BATCH, LENGTH, 8)
+    got, want = (jax.jit(jax.grad(f, (0, 1)), static_argnums=2)(params, x, codec)
+                 for f in (scanned, unrolled))  # fmt: skip
+    # Three layers in another order of operations. Nothing lies so near the middle of two levels.
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9), got, want)
+
+
+# Subspaces.
+
+
+def test_inputs_are_found_and_named_for_their_first_weight():
+    for codec in (Exact(), DITHER):
+        for fun, params in ((scanned, block_params(LAYERS)), (unrolled, block_params())):
+            if fun is unrolled:
+                fun = lambda p, x, codec: jnp.sum(block(x, p, codec, KEY))  # noqa: E731
+            run = functools.partial(fun, codec=codec)
+            assert input_groups(run, params, normal(50, BATCH, LENGTH, 8)) == INPUTS
+
+
+@pytest.mark.parametrize("codec", [Exact(), DITHER], ids=str)
+def test_in_a_basis_weights_have_the_projected_gradient(codec, x64, quick_compile):
+    params, x = block_params(LAYERS), normal(50, BATCH, LENGTH, 8)
+    widths = {"k": 8, "o": 8, "down": 12}
+    bases = {name: normal(i, LAYERS, d, 3) for i, (name, d) in enumerate(widths.items())}
+
+    @jax.jit
+    def both(params, x):
+        fun = functools.partial(scanned, codec=codec)
+        return actjax.value_and_grad(fun, (0, 1), bases={f"0.{k}": v for k, v in bases.items()})(
+            params, x
+        ), jax.value_and_grad(fun, (0, 1))(params, x)
+
+    (value, (gradient, dx)), (want_value, (want, want_dx)) = both(params, x)
+    same = functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-10)
+    same(value, want_value)
+    same(dx, want_dx)
+    for name, exact in want.items():
+        group = INPUTS.get(name)
+        if group not in bases:
+            same(gradient[name], exact)
+            continue
+        assert gradient[name].basis == f"0.{group}"
+        np.testing.assert_array_equal(gradient[name].left, bases[group])
+        same(gradient[name].right, bases[group].mT @ exact)
+
+
+def test_beside_weights_in_a_basis_others_have_the_gradient_in_it_multiplied_out(x64):
+    x, w, other, basis = (normal(i, *s) for i, s in enumerate(((6, 8), (8, 5), (8, 4), (8, 3))))
+
+    def fun(params, other):
+        ys = norm_linear(x, jnp.ones(8), (params["w"], other))
+        return sum(jnp.sum(jnp.sin(y)) for y in ys)
+
+    want = jax.grad(fun, 1)({"w": w}, other)
+    got = jax.grad(with_bases(fun, {"w": basis}), 1)({"w": w}, other)
+    np.testing.assert_allclose(got, basis @ basis.T @ want, rtol=1e-10, atol=1e-10)
+
+
+def test_a_factored_codec_gives_a_dense_gradient_of_what_it_is_decoded_to(x64, quick_compile):
+    # The input of the linear operator is rebuilt, and has no low rank: nothing to factor.
+    x, params, codec = normal(0, 6, 8), {"w": normal(1, 8, 4)}, actjax.RandomizedSVD(3)
+
+    @jax.jit
+    def run(params):
+        def fun(params):
+            return jnp.sum(norm_linear(x, jnp.ones(8), params["w"], codec=codec, key=KEY))
+
+        x_hat = codec.decode(codec.encode(x, jax.random.fold_in(KEY, 0)))
+        return actjax.value_and_grad(fun)(params)[1]["w"], x_hat
+
+    dw, x_hat = run(params)
+    want = oracles.rms_norm(x_hat, np.ones(8), EPS).T @ np.ones((6, 4))
+    np.testing.assert_allclose(dw, want, rtol=1e-11, atol=1e-12)
+
+
+# Errors.
+
+X, W, Q, K = jnp.ones((6, 8)), jnp.ones((8, 5)), jnp.ones((2, 5, 4, 2)), jnp.ones((2, 5, 2, 2))
+SCALE, LIST = jnp.ones(8), (Exact(),) * 4
+NO_KEY = "`codec` Quantized(bits=2, group=4, rounding='dither') draws random numbers, but got key="
+COUNT = "`codec` must be one codec, or one for each of "
+
+ERRORS = {
+    "norm: scale": (
+        lambda: norm_linear(X, SCALE[:7], W), ValueError, "`scale` must be (8,) for x(6, 8)",
+    ),
+    "norm: weight": (
+        lambda: norm_linear(X, SCALE, W.T),
+        ValueError,
+        "`w` must be [d, n] with d = (8,) features of `x`: got x(6, 8) @ w(5, 8). Did you pass it",
+    ),
+    "norm: second weight": (
+        lambda: norm_linear(X, SCALE, (W, W[:7])), ValueError, "@ w[1](7, 5)",
+    ),
+    "norm: no weight": (lambda: norm_linear(X, SCALE, ()), ValueError, "`w` is an empty tuple"),
+    "norm: bias": (
+        lambda: norm_linear(X, SCALE, W, bias=SCALE),
+        ValueError,
+        "the bias of `w`(8, 5) must be (5,), got (8,).",
+    ),
+    "norm: bias count": (
+        lambda: norm_linear(X, SCALE, (W, W), bias=(None,)),
+        ValueError,
+        "`bias` has 1 entries for 2 weights",
+    ),
+    "norm: integers": (
+        lambda: norm_linear(X.astype(int), SCALE, W),
+        TypeError,
+        "`x` must be a floating point array, got int32",
+    ),
+    "norm: codec class": (
+        lambda: norm_linear(X, SCALE, W, codec=Exact),
+        TypeError,
+        "`codec` must be an actjax.Codec (an instance, not the class)",
+    ),
+    "norm: codec name": (
+        lambda: norm_linear(X, SCALE, W, codec="exact"), TypeError, "got 'exact'",
+    ),
+    "norm: codec count": (
+        lambda: norm_linear(X, SCALE, W, codec=LIST), ValueError, COUNT + "x: got 4.",
+    ),
+    "norm: no key": (
+        lambda: norm_linear(X, SCALE, W, codec=DITHER), ValueError, NO_KEY + "None: pass `key`",
+    ),
+    "norm: no key but a number": (
+        lambda: norm_linear(X, SCALE, W, codec=DITHER, key=0), ValueError, NO_KEY + "0: pass `key`",
+    ),
+    "swiglu: shapes": (
+        lambda: swiglu_linear(X, X[:5], W), ValueError, "`gate` and `up` must agree in shape",
+    ),
+    "swiglu: integers": (
+        lambda: swiglu_linear(X, X.astype(int), W), TypeError, "`up` must be a floating point",
+    ),
+    "swiglu: weight": (
+        lambda: swiglu_linear(X, X, W[:7]), ValueError, "got x(6, 8) @ w(7, 5)",
+    ),
+    "swiglu: no codec": (lambda: swiglu_linear(X, X, W, codec=None), TypeError, "got None"),
+    "swiglu: no codec in a pair": (
+        lambda: swiglu_linear(X, X, W, codec=(Exact(), "exact")), TypeError, "got 'exact'",
+    ),
+    "swiglu: codec count": (
+        lambda: swiglu_linear(X, X, W, codec=LIST), ValueError, COUNT + "gate, up: got 4.",
+    ),
+    "swiglu: no key": (
+        lambda: swiglu_linear(X, X, W, codec=(Exact(), DITHER)), ValueError, NO_KEY + "None",
+    ),
+    "attention: heads": (
+        lambda: attention_linear(Q, K[:, :4], K[:, :4], W),
+        ValueError,
+        "`q` and `k` must agree in batch, length and head size",
+    ),
+    "attention: weight": (
+        lambda: attention_linear(Q, K, K, W[:4]), ValueError, "got x(2, 5, 8) @ w(4, 5)",
+    ),
+    "attention: implementation": (
+        lambda: attention_linear(Q, K, K, W, implementation="triton"),
+        ValueError,
+        "`implementation` must be one of ('blockwise', 'cudnn') or None, got 'triton'.",
+    ),
+    "attention: tables": (
+        lambda: attention_linear(Q, K, K, W, rope=(jnp.ones((4, 1)),) * 2),
+        ValueError,
+        "`cos` and `sin` [S, D / 2]",
+    ),
+    "attention: codec count": (
+        lambda: attention_linear(Q, K, K, W, codec=[Exact()] * 2),
+        ValueError,
+        COUNT + "q, k, v: got 2.",
+    ),
+    "attention: no codec": (
+        lambda: attention_linear(Q, K, K, W, codec=(Exact(), Exact(), Exact)),
+        TypeError,
+        "`codec` must be an actjax.Codec (an instance, not the class)",
+    ),
+    "attention: no key": (
+        lambda: attention_linear(Q, K, K, W, codec=DITHER), ValueError, NO_KEY + "None",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors_name_the_argument_and_what_came(case):
+    call, kind, message = ERRORS[case]
+    with pytest.raises(kind, match=re.escape(message)):
+        call()
