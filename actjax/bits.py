@@ -17,8 +17,8 @@ from actjax.codecs import Codec, Quantized
 from actjax.codecs.packing import BITS
 from actjax.precision import accumulation_dtype, contract_tokens
 
-Gradient = Callable[[Mapping[str, Codec], Mapping[str, jax.Array]], Any]
-"""From a codec and a key for each stored tensor to a gradient, a pytree of arrays."""
+Gradient = Callable[..., Any]
+"""From `{name: codec}`, `{name: key}` and further arguments to a gradient, a pytree of arrays."""
 Estimate = Literal["probe", "algorithm 1"]
 
 
@@ -31,7 +31,7 @@ def sensitivity(
     gradient: Gradient,
     codecs: Mapping[str, Quantized],
     key: jax.Array,
-    *,
+    *args: Any,
     estimate: Estimate = "probe",
     samples: int = 4,
 ) -> dict[str, float]:
@@ -49,12 +49,13 @@ def sensitivity(
     implementation="dense" is.
 
     Args:
-      gradient: the gradient on some batch, a function of `{name: codec}` and `{name: key}`; it
-        passes both on to the operators, or to `compress_residuals`, that store these tensors. Will
-        be jitted.
+      gradient: the gradient on some batch, a function of `{name: codec}`, `{name: key}` and `args`;
+        it passes codecs and keys on to the operators, or to `compress_residuals`, that store these
+        tensors. Will be jitted.
       codecs: how each tensor is stored. Taken with uniform levels and stochastic rounding, which is
         what the theory is about, whatever they round by.
       key: randomness of the estimate; consumed.
+      *args: what `gradient` is given besides, such as parameters and a batch.
       estimate: "probe" or "algorithm 1".
       samples: what it is the mean of.
 
@@ -79,25 +80,29 @@ def sensitivity(
     totals = dict.fromkeys(codecs, 0.0)
     run = measure(gradient, random)
     for own in jax.random.split(key, samples):
-        for name, variance in run(own).items():
+        for name, variance in run(own, *args).items():
             totals[name] += float(variance) / error_of_bits(codecs[name].bits) / samples
     return totals
 
 
 def _algorithm_1(gradient: Gradient, codecs: dict[str, Quantized]) -> Callable[..., Any]:
-    run = jax.jit(lambda keys: gradient(codecs, keys))
+    run = jax.jit(lambda keys, *args: gradient(codecs, keys, *args))
 
-    def measure(key: jax.Array) -> dict[str, jax.Array]:
+    def measure(key: jax.Array, *args: Any) -> dict[str, jax.Array]:
         first, second = (_keys(codecs, k) for k in jax.random.split(key))
-        base = run(first)
-        return {name: _distance(base, run({**first, name: second[name]})) / 2 for name in codecs}
+        base = run(first, *args)
+        # One after the other: no more than two gradients exist at once.
+        return {
+            name: _distance(base, run({**first, name: second[name]}, *args)) / 2 for name in codecs
+        }
 
     return measure
 
 
 def _probe(gradient: Gradient, codecs: dict[str, Quantized]) -> Callable[..., Any]:
-    def along(taps: dict[str, jax.Array], keys: Any, signs_key: jax.Array) -> jax.Array:
-        grads = gradient({name: _Probed(codecs[name], taps[name]) for name in codecs}, keys)
+    def along(taps: dict[str, jax.Array], keys: Any, signs_key: jax.Array, *args: Any) -> jax.Array:
+        probed = {name: _Probed(codecs[name], taps[name]) for name in codecs}
+        grads = gradient(probed, keys, *args)
         leaves = jax.tree.leaves(grads)
         keys = jax.random.split(signs_key, len(leaves))
         signs = (
@@ -107,10 +112,10 @@ def _probe(gradient: Gradient, codecs: dict[str, Quantized]) -> Callable[..., An
         return sum(products, jnp.zeros(()))
 
     @jax.jit
-    def measure(key: jax.Array) -> dict[str, jax.Array]:
+    def measure(key: jax.Array, *args: Any) -> dict[str, jax.Array]:
         keys_key, signs_key = jax.random.split(key)
         taps = {name: jnp.zeros(()) for name in codecs}
-        return jax.grad(along)(taps, _keys(codecs, keys_key), signs_key)
+        return jax.grad(along)(taps, _keys(codecs, keys_key), signs_key, *args)
 
     return measure
 

@@ -122,6 +122,8 @@ class Graph:
         if not self._is_cheap(eqn):
             return frozenset({var})
         found = [self._roots[x] for x in eqn.invars if isinstance(x, core.Var)]
+        if self._is_narrower_copy(eqn, found):
+            return frozenset({var})
         if eqn.primitive.name in ("add", "add_any", "sub") and len(found) == 2:
             large = [{root for root in roots if 2 * _size(root) > _size(var)} for roots in found]
             # A sum of two values that do not follow from one another, as where a residual stream
@@ -130,6 +132,14 @@ class Graph:
                 return frozenset({var})
         return frozenset().union(*found)
 
+    def _is_narrower_copy(self, eqn: core.JaxprEqn, roots: list[frozenset[core.Var]]) -> bool:
+        """Returns whether an output of a product, say, is cast to fewer bytes: these are kept."""
+        if eqn.primitive.name != "convert_element_type" or not roots:
+            return False
+        before, after = eqn.invars[0], eqn.outvars[0]
+        narrower = _dtype(after).itemsize < _dtype(before).itemsize
+        return narrower and len(roots[0]) == 1 and self.is_view(before, *roots[0])
+
     def _is_cheap(self, eqn: core.JaxprEqn) -> bool:
         name = eqn.primitive.name
         if name == "name":
@@ -137,12 +147,10 @@ class Graph:
             return tag is None or not tag.is_code
         if name in _VIEWS:
             return True
-        if name == "convert_element_type" and all(
-            map(_is_floating, (eqn.invars[0], eqn.outvars[0]))
-        ):
-            # A narrower copy is a value of its own: it takes fewer bytes than what it is a copy of.
-            before, after = (_dtype(x) for x in (eqn.invars[0], eqn.outvars[0]))
-            return before.itemsize <= after.itemsize
+        if name == "convert_element_type" and not self._rebuild:
+            before, after = eqn.invars[0], eqn.outvars[0]
+            wider = _dtype(before).itemsize <= _dtype(after).itemsize
+            return wider and _is_floating(before) and _is_floating(after)
         return self._rebuild and name in _ELEMENTWISE
 
 

@@ -38,7 +38,7 @@ class Checkpoints:
         Args:
           step: steps done.
           state: a pytree of arrays.
-          data: position in the training data.
+          data: position in the training data, and what else is plain JSON.
           identity: what the run is, as `identity_of` gives it.
         """
         if step == self.latest_step():
@@ -53,7 +53,7 @@ class Checkpoints:
         )
 
     def restore(self, step: int, like: Any, identity: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Returns the state and the position in the data of a checkpoint.
+        """Returns the state of a checkpoint, and what was saved as `data`.
 
         Args:
           step: which checkpoint.

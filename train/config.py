@@ -92,9 +92,10 @@ class PretrainConfig:
     """What is stored: exact (no compression), remat (jax.checkpoint), pamm (the input of q, k and v
     as a few tokens), low_rank (linear inputs and gradients in two factors), subspace (linear
     inputs, gradients and moments in a subspace), galore (moments alone), random_projection (as
-    subspace, but a random one), quantized (every kept value once, in a few bits), compressed_remat
-    (remat from a few bits), frugal (quantized, 8-bit moments, updates in the backward pass: our
-    advice), frugal_subspace (the smallest)."""
+    subspace, but a random one), gact (what JAX keeps, in bits chosen for each array), quantized
+    (every kept value once, in a few bits), compressed_remat (remat from a few bits), frugal
+    (quantized, 8-bit moments, updates in the backward pass: our advice), frugal_subspace (the
+    smallest)."""
     options: Annotated[MethodOptions, tyro.conf.arg(name="method")] = dataclasses.field(
         default_factory=MethodOptions
     )

@@ -2,11 +2,12 @@
 
 import dataclasses
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from actjax import Codec, PointApproximation, Quantized, RandomizedSVD, RandomProjection
 from actjax.codecs.low_rank import Sketch
+from actjax.codecs.packing import BITS
 from actjax.codecs.quantized import Levels, Rounding
 from actjax.optim.projections import Side
 from actjax.optim.subspace import Moments, Source
@@ -53,6 +54,12 @@ class MethodOptions:
     """Rotate each group by a Hadamard matrix before it is rounded, which spreads outliers."""
     outlier_fraction: float = 0.0
     """Share of the channels, those with the largest norms, that are stored whole."""
+    average_bits: float = 0.0
+    """Bits of a number, on average over the sites: those of each site are chosen by how much the
+    gradient suffers (`gact`, `quantized`, `frugal`; room for two gradients is needed). 0: 4 for
+    `gact`, and `--bits` at every site for others."""
+    adapt_every: int = 1000
+    """Steps between two choices of bits; the first is before the first step."""
     stagger: bool = False
     """Change the subspaces of layers one after the other within a gap, and not all at once."""
 
@@ -61,11 +68,10 @@ class MethodOptions:
             raise ValueError(f"`--rank` must be at least 0, got {self.rank}.")
         if self.gap < 1:
             raise ValueError(f"`--gap` must be at least 1, got {self.gap}.")
-
-    def resolved(self, default_rank: int, default_bits: int) -> "MethodOptions":
-        """Returns these options with a rank and bits."""
-        bits: Any = self.bits or default_bits
-        return dataclasses.replace(self, rank=self.rank or default_rank, bits=bits)
+        if self.adapt_every < 1:
+            raise ValueError(f"`--adapt-every` must be at least 1, got {self.adapt_every}.")
+        if not (self.average_bits == 0 or 1 <= self.average_bits <= 8):
+            raise ValueError(f"`--average-bits` must be 0 or in [1, 8], got {self.average_bits}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +103,8 @@ class Method:
       storage: from options to what each site stores; under a subspace, in the steps that change it.
       subspace: how gradients are projected; None if optimizer states are full.
       bits: of what it stores, where none are given.
+      average_bits: likewise, 0 if all sites have the same.
+      adaptive: sites whose bits can be chosen one by one.
       frugal: whether the optimizer runs in the backward pass, its states in 8 bits unless another
         dtype is asked for.
     """
@@ -105,11 +113,45 @@ class Method:
     storage: Callable[[MethodOptions], Storage]
     subspace: Subspace | None = None
     bits: int = 16
+    average_bits: float = 0.0
+    adaptive: tuple[str, ...] = ()
     frugal: bool = False
 
     def rank(self, model: ModelConfig) -> int:
         """Returns the rank where none is given."""
         return 32 if self.subspace is None else max(1, model.hidden_size // 4)
+
+    def resolve(self, options: MethodOptions, model: ModelConfig) -> MethodOptions:
+        """Returns options with what was left to the method.
+
+        Raises:
+          ValueError: average bits for a method whose sites all have the same.
+        """
+        if options.average_bits and not self.adaptive:
+            able = ", ".join(name for name, one in METHODS.items() if one.adaptive)
+            raise ValueError(
+                f"`--average-bits` {options.average_bits} is for {able}: use `--bits`, or one of"
+                " these."
+            )
+        average = options.average_bits or (0.0 if options.bits else self.average_bits)
+        bits: Any = options.bits or self.bits
+        if average and not options.bits:
+            bits = max(b for b in BITS if b <= average)
+        rank = options.rank or self.rank(model)
+        return dataclasses.replace(options, rank=rank, bits=bits, average_bits=average)
+
+    def storage_of(self, options: MethodOptions, bits: Mapping[str, int]) -> Storage:
+        """Returns what each site stores, with the bits of some sites given."""
+        storage = self.storage(options)
+        return dataclasses.replace(
+            storage, **{site: with_bits(getattr(storage, site), n) for site, n in bits.items()}
+        )
+
+
+def with_bits(codec: Quantized, bits: int) -> Quantized:
+    """Returns a codec with other bits; levels that there are for few bits only become uniform."""
+    levels = codec.levels if bits <= 4 else "uniform"
+    return dataclasses.replace(codec, bits=bits, levels=levels)
 
 
 def _linear_inputs(codec: Codec) -> Storage:
@@ -126,17 +168,27 @@ def _code(o: MethodOptions) -> Quantized:
         group=o.group,
         rounding=o.rounding,
         outlier_fraction=o.outlier_fraction,
-        levels=o.levels,
+        levels=o.levels if o.bits <= 4 else "uniform",
         rotate=o.rotate,
     )
+
+
+_KEPT = tuple(site for site in SITES if site not in LINEAR_INPUTS)
+"""What is kept where linear inputs are rebuilt."""
 
 
 def _rebuilt(o: MethodOptions) -> Storage:
     """Returns one code for each value that is kept, and linear inputs rebuilt from these."""
     code = _code(o)
-    kept: dict[str, Any] = {site: code for site in SITES if site not in LINEAR_INPUTS}
+    kept: dict[str, Any] = dict.fromkeys(_KEPT, code)
     rebuilt: dict[str, Any] = dict.fromkeys(LINEAR_INPUTS)
     return Storage(**kept, **rebuilt)
+
+
+def _residuals(o: MethodOptions) -> Storage:
+    """Returns a block whose residuals are compressed as a whole."""
+    sites: dict[str, Any] = dict.fromkeys((*_KEPT, "attention_out"), _code(o))
+    return Storage(**sites, residuals=True)
 
 
 METHODS: dict[str, Method] = {
@@ -170,8 +222,18 @@ METHODS: dict[str, Method] = {
         lambda o: _linear_inputs(RandomProjection(o.rank)),
         Subspace(source="random"),
     ),
+    "gact": Method(
+        "what JAX keeps of a block in bits chosen for each array (GACT), cheap arrays rebuilt",
+        _residuals,
+        bits=4,
+        average_bits=4.0,
+        adaptive=(*_KEPT, "attention_out"),
+    ),
     "quantized": Method(
-        "every kept value once, in a few bits; linear inputs rebuilt from it", _rebuilt, bits=4
+        "every kept value once, in a few bits; linear inputs rebuilt from it",
+        _rebuilt,
+        bits=4,
+        adaptive=_KEPT,
     ),
     "compressed_remat": Method(
         "remat, the input of each block in a few bits: a third more compute",
@@ -182,6 +244,7 @@ METHODS: dict[str, Method] = {
         "quantized, full-rank 8-bit moments, updated in the backward pass: our advice",
         _rebuilt,
         bits=4,
+        adaptive=_KEPT,
         frugal=True,
     ),
     "frugal_subspace": Method(

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from models import ModelConfig, preset
+from train import adapt
 from train.checkpoint import Checkpoints, identity_of
 from train.config import PretrainConfig
 from train.corpus import open_corpus
@@ -150,7 +151,10 @@ def prepare(config: PretrainConfig, console: Console) -> Run:
     )
     checkpoints = _open_checkpoints(config)
     shardings = state_shardings(shapes, mesh)
-    state = _restored(checkpoints, batches, shapes, shardings, identity)
+    state, bits = _restored(checkpoints, batches, shapes, shardings, identity)
+    if bits:
+        recipe = make_recipe(config, model_config, bits)
+        explanation = explain_step(recipe, shapes)
     train_step = _compile(recipe, mesh, shapes, shardings)
     memory = step_memory(recipe, shapes, explanation)
     temporaries = train_step.memory_analysis().temp_size_in_bytes * mesh.size
@@ -216,6 +220,9 @@ def train(run: Run, console: Console, stop: "_StopSignal") -> int:
             if stop.requested:
                 break
             last, batch = metrics, _put(run, next(run.batches))
+            if adapt.is_due(run.recipe, step - 1):
+                with progress.paused():
+                    _choose_bits(run, batch, console)
             due = run.recipe.due_layers(step - 1)
             if due is None:
                 state, metrics = run.train_step(state, batch)
@@ -250,6 +257,18 @@ def train(run: Run, console: Console, stop: "_StopSignal") -> int:
     return done
 
 
+def _choose_bits(run: Run, batch: Batch, console: Console) -> None:
+    """Chooses the bits of each site, and compiles the step again if they are others."""
+    choice = adapt.choose_bits(run.recipe, run.state.model, batch, int(run.state.step))
+    console.print(f"step {int(run.state.step)}: {choice.describe()}")
+    if choice.bits == run.recipe.bits:
+        return
+    run.recipe = make_recipe(run.config, run.recipe.model_config, choice.bits)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), run.state)
+    shardings = jax.tree.map(lambda x: x.sharding, run.state)
+    run.train_step = _compile(run.recipe, run.mesh, shapes, shardings)
+
+
 def _evaluate(eval_step, run: Run, model: Any) -> dict[str, float]:
     """Returns loss, perplexity and bits per byte on the held-out text."""
     nats = sum(float(eval_step(model, _put(run, batch))) for batch in run.validation.batches)
@@ -281,20 +300,24 @@ def _check_finite(step: int, metrics: Mapping[str, float | jax.Array], run: Run)
 
 
 def _save(run: Run) -> None:
-    run.checkpoints.save(int(run.state.step), run.state, run.batches.get_state(), run.identity)
+    progress = {"position": run.batches.get_state(), "bits": dict(run.recipe.bits)}
+    run.checkpoints.save(int(run.state.step), run.state, progress, run.identity)
 
 
 def _restored(
     checkpoints: Checkpoints, batches: Any, shapes: Any, shardings: Any, identity: dict[str, Any]
-) -> TrainState | None:
-    """Returns the state of the last checkpoint, the data moved to its position; None if none."""
+) -> tuple[TrainState | None, dict[str, int]]:
+    """Returns the state of the last checkpoint, None if there is none, and bits that were chosen.
+
+    The data is moved to the position that belongs to it.
+    """
     step = checkpoints.latest_step()
     if step is None:
-        return None
+        return None, {}
     like = jax.tree.map(_with_sharding, shapes, shardings)
-    state, position = checkpoints.restore(step, like, identity)
-    batches.set_state(position)
-    return state
+    state, progress = checkpoints.restore(step, like, identity)
+    batches.set_state(progress["position"])
+    return state, progress["bits"]
 
 
 def _open_checkpoints(config: PretrainConfig) -> Checkpoints:

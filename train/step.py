@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -46,12 +46,14 @@ class Recipe:
       model_config: dimensions.
       storage: what each site stores.
       optimizer: the transform, for `actjax.optim.apply`.
+      bits: of the sites whose bits were chosen.
     """
 
     config: PretrainConfig
     model_config: ModelConfig
     storage: Storage
     optimizer: optax.GradientTransformation
+    bits: Mapping[str, int]
 
     @property
     def subspace(self) -> actjax.optim.SubspaceTransformation | None:
@@ -84,14 +86,21 @@ class Recipe:
         return due if due.any() else None
 
 
-def make_recipe(config: PretrainConfig, model_config: ModelConfig) -> Recipe:
+def make_recipe(
+    config: PretrainConfig, model_config: ModelConfig, bits: Mapping[str, int] | None = None
+) -> Recipe:
     """Returns what a run does.
+
+    Args:
+      config: its settings.
+      model_config: dimensions.
+      bits: of sites whose bits were chosen (`train.adapt`); those of the method if None.
 
     Raises:
       ValueError: an unknown method, or options out of range.
     """
     method = methods.method(config.method)
-    options = config.options.resolved(method.rank(model_config), method.bits)
+    options = method.resolve(config.options, model_config)
     dtype = config.optimizer.moment_dtype
     if dtype == "auto":
         dtype = "8bit" if method.frugal else "float32"
@@ -101,7 +110,7 @@ def make_recipe(config: PretrainConfig, model_config: ModelConfig) -> Recipe:
         optimizer=dataclasses.replace(config.optimizer, moment_dtype=dtype),
         in_backward=config.in_backward or method.frugal,
     )
-    storage = method.storage(options)
+    storage = method.storage_of(options, bits or {})
     subspace = None
     if method.subspace is not None:
         largest = method.subspace.largest_rank(model_config)
@@ -125,7 +134,7 @@ def make_recipe(config: PretrainConfig, model_config: ModelConfig) -> Recipe:
             seed=config.seed,
         )
     optimizer = make_optimizer(config.optimizer, config.steps, subspace)
-    return Recipe(config, model_config, storage, optimizer)
+    return Recipe(config, model_config, storage, optimizer, bits or {})
 
 
 def _input_groups(

@@ -53,7 +53,7 @@ def test_the_widths_are_those_documented():
 
 
 # Few lengths, since each shape is compiled: one, odd ones, whole bytes, and one more or less.
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     bits=st.sampled_from(sorted(PLANES)),
     features=st.sampled_from([1, 2, 5, 8, 9, 33]),
@@ -113,7 +113,9 @@ def test_of_eight_features_nothing_is_padded(bits):
 def test_every_bit_of_every_byte_is_used(bits):
     # Two rows that differ in one bit of one code differ in one bit of their bytes.
     codes = random_codes(bits, 16)
-    flipped = np.stack([codes ^ (np.arange(16) == f) * 2**b for f in range(16) for b in range(bits)])
+    flipped = np.stack(
+        [codes ^ (np.arange(16) == f) * 2**b for f in range(16) for b in range(bits)]
+    )
     rows = np.concatenate(packed(flipped.astype(np.uint8), bits), axis=-1)
     one = np.concatenate(packed(codes, bits), axis=-1)
     changed = np.unpackbits(rows ^ one, axis=-1)

@@ -137,17 +137,11 @@ three = pytest.mark.parametrize("name", THREE)
 
 MIXED = {
     "norm": (DITHER,),
-    "swiglu": (Exact(), DITHER),
-    "attention": (DITHER, NEAREST, Exact()),
+    "swiglu": (NEAREST, DITHER),
+    "attention": (DITHER, Exact(), NEAREST),
+    "attention, full, one head for all": (NEAREST,) * 3,
 }
 """A codec for each input."""
-PAIRS = [
-    *((name, codec) for name in THREE for codec in (Exact(), NEAREST, MIXED[name])),
-    ("swiglu", DITHER),
-    ("attention", DITHER),
-    ("attention, full, one head for all", NEAREST),
-]
-pairs = pytest.mark.parametrize(("name", "codec"), PAIRS, ids=lambda x: str(x).replace(" ", ""))
 
 OUTPUTS = (3, 1, 4)
 
@@ -210,15 +204,17 @@ def run_oracle(name, exact, decoded, scale, ws, bs, dzs):
 # Values and gradients.
 
 
-@pairs
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "mixed"])
+@pytest.mark.parametrize("name", CASES)
 def test_value_is_exact_and_gradients_are_those_at_the_decoded_input(
-    name, codec, x64, quick_compile
+    name, exact, x64, quick_compile
 ):
+    codec = Exact() if exact else MIXED[name]
     activations, scale = CASES[name].activations(), CASES[name].scale()
     rest = scale, weights(), biases(), cotangents()
     *got, hats = run(name, codec, activations, *rest)
-    if codec != Exact():
-        assert not np.array_equal(hats[0], activations[0]) or codec[0] == Exact()
+    for one, x, hat in zip(one_each(name, codec), activations, hats, strict=True):
+        assert np.array_equal(x, hat) == (one == Exact())
     want = run_oracle(name, activations, hats, *rest)
 
     def assert_same(got, want):
@@ -229,8 +225,9 @@ def test_value_is_exact_and_gradients_are_those_at_the_decoded_input(
     jax.tree.map(assert_same, tuple(got), want)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@three
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("norm", "float32"), ("swiglu", "bfloat16"), ("attention", "float32")]
+)
 def test_forward_value_is_that_of_the_two_operators_to_the_bit(name, dtype, quick_compile):
     case, (w, *_), (b, *_) = CASES[name], weights(dtype), biases(dtype)
 
@@ -251,26 +248,20 @@ def test_forward_value_is_that_of_the_two_operators_to_the_bit(name, dtype, quic
         np.testing.assert_array_equal(z, want)
 
 
-@pytest.mark.parametrize("codec", [Exact(), NEAREST], ids=str)
 @three
-def test_gradients_are_those_of_the_two_operators_at_the_decoded_input(
-    name, codec, x64, quick_compile
-):
-    case, rest = CASES[name], (CASES[name].scale(), *weights()[:1], *biases()[:1])
-
-    def fused(activations, scale, w, b):
-        return case.fused(activations, scale, w, bias=b, codec=codec)
+def test_gradients_of_the_exact_codec_are_those_of_the_two_operators(name, x64, quick_compile):
+    case, dz = CASES[name], cotangents()[0]
+    arguments = case.activations(), case.scale(), weights()[0], biases()[0]
 
     def apart(activations, scale, w, b):
         return linear(case.first(activations, scale), w, bias=b)
 
-    @jax.jit
-    def both(activations, *rest):
-        dz, hats = cotangents()[0], decoded(name, activations, codec, KEY)
-        return jax.vjp(fused, activations, *rest)[1](dz), jax.vjp(apart, hats, *rest)[1](dz)
+    def fused(activations, scale, w, b):
+        return case.fused(activations, scale, w, bias=b)
 
+    both = jax.jit(lambda *args: [jax.vjp(f, *args)[1](dz) for f in (fused, apart)])
     same = functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-13)
-    jax.tree.map(same, *both(case.activations(), *rest))
+    jax.tree.map(same, *both(*arguments))
 
 
 @three
@@ -289,14 +280,12 @@ def test_exact_codec_passes_finite_differences(name, x64, quick_compile):
 
 @three
 def test_a_single_weight_gives_a_single_output_and_a_tuple_a_tuple(name):
-    case, (w, *_) = CASES[name], weights()
-    fused = functools.partial(case.fused, case.activations(), case.scale())
-    z, b = fused(w), biases()[0]
-    assert z.shape == (BATCH, LENGTH, 3)
-    assert isinstance(fused((w,)), tuple)
-    for again in (fused((w,))[0], fused([w, w])[1], fused(nnx.Param(w))):
-        np.testing.assert_array_equal(again, z)
-    np.testing.assert_allclose(fused(w, bias=b), z + b, rtol=1e-6, atol=1e-6)
+    case, w = CASES[name], weights()[0]
+    given = case.activations(), case.scale()
+    for ws, count in ((w, None), (nnx.Param(w), None), ((w,), 1), ([w, w], 2)):
+        zs = jax.eval_shape(lambda ws: case.fused(*given, ws), ws)
+        assert (len(zs) if isinstance(zs, tuple) else None) == count
+        assert {z.shape for z in jax.tree.leaves(zs)} == {(BATCH, LENGTH, 3)}
 
 
 def test_eps_is_that_of_the_norm(quick_compile):
@@ -317,20 +306,22 @@ def test_eps_is_that_of_the_norm(quick_compile):
     assert not np.allclose(default, norm_linear(1e-3 * x, scale, w, eps=1e-5))
 
 
-def test_rows_of_any_number_of_leading_axes(x64, quick_compile):
-    w = normal(1, 8, 3)
-    for lead in ((), (4,), (2, 3, 4)):
-        x, dz = normal(0, *lead, 8), normal(2, *lead, 3)
-        for fused, first in (
-            (lambda x, w: norm_linear(x, jnp.ones(8), w), lambda x: rms_norm(x, jnp.ones(8))),
-            (lambda x, w: swiglu_linear(x, x, w), lambda x: swiglu(x, x)),
-        ):
-            z, pullback = jax.vjp(fused, x, w)
-            want, dy = first(x).reshape(-1, 8), dz.reshape(-1, 3)
-            np.testing.assert_allclose(z, (want @ w).reshape(*lead, 3), rtol=1e-12, atol=1e-13)
-            dx, dw = pullback(dz)
-            assert dx.shape == x.shape
-            np.testing.assert_allclose(dw, want.T @ dy, rtol=1e-12, atol=1e-13)
+@pytest.mark.parametrize("lead", [(), (2, 3, 4)], ids=str)
+def test_any_number_of_leading_axes(lead, x64, quick_compile):
+    x, w, dz = normal(0, *lead, 8), normal(1, 8, 3), normal(2, *lead, 3)
+
+    @jax.jit
+    def run(x, w):
+        z, pullback = jax.vjp(lambda x, w: swiglu_linear(x, x, w), x, w)
+        return z, *pullback(dz)
+
+    z, dx, dw = run(x, w)
+    y = oracles.swiglu(x, x)
+    np.testing.assert_allclose(z, y @ np.asarray(w), rtol=1e-12, atol=1e-13)
+    want_dx = sum(oracles.swiglu_vjp(x, x, np.asarray(dz) @ np.asarray(w).T))
+    np.testing.assert_allclose(dx, want_dx, rtol=1e-12, atol=1e-13)
+    want_dw = y.reshape(-1, 8).T @ np.asarray(dz).reshape(-1, 3)
+    np.testing.assert_allclose(dw, want_dw, rtol=1e-12, atol=1e-13)
 
 
 # The error of a code.
@@ -350,23 +341,45 @@ def test_dither_errs_by_what_a_level_is(quick_compile):
         return jax.vmap(functools.partial(gradient, codec))(keys) - gradient(Exact())
 
     size = {bits: float(jnp.sqrt(jnp.mean(errors(bits) ** 2))) for bits in (2, 4, 8)}
-    assert 0 < size[8]
+    assert size[8] > 0
     # Of second order is a share of Δ, which in 2 bits is a third of the range: a third either way.
     for fewer, more in ((2, 4), (4, 8)):
         ratio = (2**more - 1) / (2**fewer - 1)
         assert ratio / 1.4 < size[fewer] / size[more] < ratio * 1.4
 
 
-@three
-def test_another_key_draws_other_numbers_and_the_same_key_the_same(name, quick_compile):
-    arguments = CASES[name].activations(), CASES[name].scale(), weights(), biases(), cotangents()
-    first, again, other = (run(name, DITHER, *arguments, jax.random.key(s)) for s in (1, 1, 2))
-    jax.tree.map(np.testing.assert_array_equal, first, again)
-    jax.tree.map(np.testing.assert_array_equal, first[0], other[0])
-    for a, b in zip(jax.tree.leaves(first[1][0]), jax.tree.leaves(other[1][0]), strict=True):
-        assert not np.array_equal(a, b)
-    old = run(name, DITHER, *arguments, jax.random.PRNGKey(1))
-    jax.tree.map(np.testing.assert_array_equal, first[1], old[1])
+def test_another_key_draws_other_numbers_and_the_same_key_the_same(quick_compile):
+    x, w = normal(0, 6, 8), normal(1, 8, 3)
+
+    def fun(key, gate, up):
+        return jnp.sum(swiglu_linear(gate, up, w, codec=DITHER, key=key))
+
+    run = jax.jit(lambda key: jax.value_and_grad(fun, (1, 2))(key, x, x))
+    (first, first_grad), again, (other, other_grad) = (run(jax.random.key(s)) for s in (1, 1, 2))
+    jax.tree.map(np.testing.assert_array_equal, (first, first_grad), again)
+    assert first == other
+    assert not any(np.array_equal(a, b) for a, b in zip(first_grad, other_grad, strict=True))
+    old = run(jax.random.PRNGKey(1))
+    jax.tree.map(np.testing.assert_array_equal, (first, first_grad), old)
+
+
+def test_each_input_may_have_a_key_of_its_own(quick_compile):
+    x, w, keys = normal(0, 6, 8), normal(1, 8, 3), tuple(jax.random.split(KEY))
+
+    @jax.jit
+    def gradient(key, codec):
+        fun = lambda gate, up: jnp.sum(swiglu_linear(gate, up, w, codec=codec, key=key))  # noqa: E731
+        return jax.grad(fun, (0, 1))(x, x)
+
+    folded = tuple(jax.random.fold_in(KEY, i) for i in range(2))
+    jax.tree.map(np.testing.assert_array_equal, gradient(folded, DITHER), gradient(KEY, DITHER))
+    # One key for both gives both the same numbers: that they are equal then shows in the codes.
+    first, second = (DITHER.decode(DITHER.encode(x, key)) for key in keys)
+    want = oracles.swiglu_vjp(first, second, np.ones((6, 3)) @ np.asarray(w).T)
+    for got, exact in zip(gradient(keys, DITHER), want, strict=True):
+        np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-5)  # Float32.
+    # Where the codec does not draw, none is needed.
+    gradient((None, keys[1]), (NEAREST, DITHER))
 
 
 # Precision.
@@ -410,8 +423,9 @@ def test_sums_are_taken_in_float32():
     def fun(scale, w, b):
         return norm_linear(ones((4096, 2)), scale, w, eps=0.0, bias=b)
 
-    grads = jax.vjp(fun, ones(2), ones((2, 1)), ones(1))[1](ones((4096, 1)))
-    for grad in grads:
+    arguments = ones(2), ones((2, 1)), ones(1)
+    run = jax.jit(lambda *args: jax.vjp(fun, *args)[1](ones((4096, 1))))
+    for grad in run(*arguments):
         assert grad.dtype == jnp.bfloat16
         np.testing.assert_array_equal(grad.astype(jnp.float32), 4096)
 
@@ -425,28 +439,27 @@ def held(fun, *args) -> list[jax.Array]:
 
 
 def nbytes(tree: Any) -> int:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    ("name", "codec"), [pair for pair in PAIRS if pair[0] in THREE], ids=lambda x: str(x)[:20]
-)
-def test_backward_holds_codes_weights_and_no_linear_input(name, codec, dtype):
+@pytest.mark.parametrize("kind", ["exact", "mixed", "all drawn"])
+@three
+def test_backward_holds_codes_weights_and_no_linear_input(name, kind, dtype):
     case, ws, bs = CASES[name], weights(dtype), biases(dtype)
+    codec = {"exact": Exact(), "mixed": MIXED[name], "all drawn": DITHER}[kind]
     activations, scale = case.activations(dtype), case.scale()
 
     def fun(activations, scale, ws, bs):
-        # Negated, so that inputs are no arguments.
-        negated = tuple(-x for x in activations)
-        return case.fused(negated, scale, ws, bias=bs, codec=codec, key=KEY)
+        return case.fused(activations, scale, ws, bias=bs, codec=codec, key=KEY)
 
+    pullback = jax.eval_shape(lambda *args: jax.vjp(fun, *args)[1], activations, scale, ws, bs)
     stored = sum(
         one.stored_bytes(merged(x).shape, x.dtype)
         for one, x in zip(one_each(name, codec), activations, strict=True)
     )
     others = nbytes((scale, ws, bs)) + (nbytes(tables()) if name == "attention" else 0)
-    assert nbytes(held(fun, activations, scale, ws, bs)) == stored + others
+    assert nbytes(pullback) == stored + others
 
 
 def test_exact_codec_holds_the_very_arrays():
@@ -455,42 +468,26 @@ def test_exact_codec_holds_the_very_arrays():
         assert {id(leaf) for leaf in held(fun, *args)} == {id(arg) for arg in args}
 
 
-LAYER = {
-    # A square weight each; what inputs are made of is not kept by what makes them.
-    "norm": lambda x, w, **given: norm_linear(x, jnp.ones(64), w, **given),
-    "swiglu": lambda x, w, **given: swiglu_linear(0.5 * x, -x, w, **given),
-    "attention": lambda x, w, **given: attention_linear(
-        *(y.reshape(1, 512, h, 16) for y, h in ((x, 4), (0.5 * x[:, :32], 2), (-x[:, 32:], 2))),
-        w,
-        **given,
-    )[0],
-}
-STORED_SHAPES = {
-    "norm": [(512, 64)],
-    "swiglu": [(512, 64)] * 2,
-    "attention": [(512, 64), (512, 32), (512, 32)],
-}
+@pytest.mark.parametrize("codec", [Exact(), Quantized(4, group=32)], ids=str)
+def test_under_scan_a_layer_takes_the_bytes_of_its_codes_and_no_more(codec):
+    tokens = (1, 512)
 
-
-@pytest.mark.parametrize("codec", [Exact(), Quantized(4, group=32, rounding="dither")], ids=str)
-@three
-def test_under_scan_a_layer_takes_the_bytes_of_its_codes_and_no_more(name, codec):
     def temporaries(layers):
-        def loss(x, ws):
-            def body(x, w):
-                return x + LAYER[name](x, w, codec=codec, key=KEY), None
+        def loss(params, x):
+            body = lambda x, p: (block(x, p, codec, None), None)  # noqa: E731
+            return jnp.sum(jax.lax.scan(body, x, params)[0] ** 2)
 
-            return jnp.sum(jax.lax.scan(body, x, ws)[0] ** 2)
-
-        x = jax.ShapeDtypeStruct((512, 64), "float32")
-        ws = jax.ShapeDtypeStruct((layers, 64, 64), "float32")
-        compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(x, ws).compile()
+        params = jax.eval_shape(lambda: block_params(layers, factor=8))
+        x = jax.ShapeDtypeStruct((*tokens, 64), "float32")
+        compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(params, x).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     grown = temporaries(12) - temporaries(4)
-    stored = sum(codec.stored_bytes(shape, "float32") for shape in STORED_SHAPES[name])
-    # Buffers are aligned; besides them nothing depends on the number of layers. One float kept
-    # in a single one of the eight more layers would be 128 KiB.
+    # The inputs of two norms, q, k, v, gate and up.
+    widths = 64, 64, 32, 32, 64, 96, 96
+    stored = sum(codec.stored_bytes((*tokens, width), "float32") for width in widths)
+    # Buffers are aligned; besides them nothing depends on the number of layers. The narrowest float
+    # kept in a single one of the eight more layers would be 64 KiB.
     assert abs(grown - 8 * stored) < 4096
 
 
@@ -587,9 +584,7 @@ def test_a_barrier_keeps_the_two_passes_apart(name):
 # Under transformations of JAX.
 
 TRANSFORMS = {
-    "eager": lambda f: f,
-    "jit": jax.jit,
-    "checkpoint": lambda f: jax.jit(jax.checkpoint(f)),
+    "checkpoint": jax.checkpoint,
     "scan": lambda f: lambda xs, *rest: jax.lax.scan(
         lambda _, xs: (None, f(xs, *rest)), None, xs
     )[1],
@@ -602,32 +597,39 @@ TRANSFORMS = {
 def test_gradients_are_the_same_under(transform, name, quick_compile):
     case, (w, *_) = CASES[name], weights()
     activations, scale, dz = case.activations(), case.scale(), cotangents()[0]
-    if transform in ("scan", "vmap"):
+    if transform != "checkpoint":
         activations, dz = jax.tree.map(lambda x: x[:, None], (activations, dz))
-    fused = functools.partial(case.fused, codec=NEAREST)
-    got = jax.vjp(TRANSFORMS[transform](fused), activations, scale, w)[1](dz)
-    got = jax.tree.map(lambda x, y: x.reshape(y.shape), got[0], case.activations()), *got[1:]
+
+    @jax.jit
+    def run(*args):
+        fused = functools.partial(case.fused, codec=NEAREST)
+        grads = jax.vjp(TRANSFORMS[transform](fused), *args)[1](dz)
+        return grads, decoded(name, case.activations(), NEAREST, KEY)
+
+    (dxs, *got), hats = run(activations, scale, w)
+    dxs = jax.tree.map(lambda dx, x: dx.reshape(x.shape), dxs, case.activations())
     # Groups lie within tokens: examples are coded alike, by themselves or in a batch.
-    hats = jax.jit(lambda xs: decoded(name, xs, NEAREST, KEY))(case.activations())
     _, want = run_oracle(name, hats, hats, scale, (w,), (None,), (dz.reshape(BATCH, LENGTH, 3),))
     # Float32, sums of at most 40 terms of size 1 to 10.
     same = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=5e-5)
-    jax.tree.map(same, got, (*want[:2], want[2][0]))
+    jax.tree.map(same, (dxs, *got), (*want[:2], want[2][0]))
 
 
-def test_under_vmap_each_example_has_its_own_key(quick_compile):
+@pytest.mark.parametrize("transform", ["map", "vmap"])
+def test_each_example_has_its_own_key_under(transform, quick_compile):
     x, w, keys = normal(0, 3, 8), normal(1, 8, 4), jax.random.split(KEY, 2)
 
-    def gradient(w, key):
+    @jax.jit
+    def gradient(key):
         return jax.grad(lambda w: jnp.sum(norm_linear(x, jnp.ones(8), w, codec=DITHER, key=key)))(w)
 
-    mapped = jax.jit(jax.vmap(gradient, in_axes=(None, 0)))(w, keys)
-    one_by_one = [jax.jit(gradient)(w, key) for key in keys]
-    np.testing.assert_allclose(mapped, jnp.stack(one_by_one), rtol=1e-5, atol=1e-6)
+    over = {"map": jax.lax.map, "vmap": lambda f, keys: jax.vmap(f)(keys)}[transform]
+    mapped = jax.jit(lambda keys: over(gradient, keys))(keys)
+    np.testing.assert_allclose(mapped, [gradient(key) for key in keys], rtol=1e-5, atol=1e-6)
     assert not np.allclose(mapped[0], mapped[1])
 
 
-LAYERS = 3
+LAYERS = 2
 WEIGHTS = {"q": (8, 8), "k": (8, 4), "v": (8, 4), "o": (8, 8)} | {
     "gate": (8, 12), "up": (8, 12), "down": (12, 8)
 }  # fmt: skip
@@ -635,70 +637,77 @@ INPUTS = {"q": "k", "k": "k", "v": "k", "o": "o", "gate": "gate", "up": "gate", 
 """Which weights share an input: named for the first, in the order of a dictionary's keys."""
 
 
-def block_params(*lead: int) -> dict[str, jax.Array]:
+def block_params(*lead: int, factor: int = 1) -> dict[str, jax.Array]:
     shapes = WEIGHTS | {"first": (8,), "second": (8,)}
-    return {name: normal(i, *lead, *shape) / 2 for i, (name, shape) in enumerate(shapes.items())}
+    return {
+        name: normal(i, *lead, *(factor * n for n in shape)) / 2
+        for i, (name, shape) in enumerate(shapes.items())
+    }
 
 
 def block(x, p, codec, key):
     """A layer of a decoder, of fused operators alone."""
-    keys = jax.random.split(key, 4)
+    keys = [None] * 4 if key is None else jax.random.split(key, 4)
     given = [{"codec": codec, "key": key} for key in keys]
     qkv = norm_linear(x, p["first"], (p["q"], p["k"], p["v"]), **given[0])
-    q, k, v = (y.reshape(*x.shape[:2], -1, SIZE) for y in qkv)
-    x += attention_linear(q, k, v, p["o"], rope=tables(), **given[1])
+    q, k, v = (y.reshape(*x.shape[:2], n, -1) for y, n in zip(qkv, (4, 2, 2), strict=True))
+    x += attention_linear(q, k, v, p["o"], **given[1])
     gate, up = norm_linear(x, p["second"], (p["gate"], p["up"]), **given[2])
     return x + swiglu_linear(gate, up, p["down"], **given[3])
 
 
 def scanned(params, x, codec):
-    keys = jax.random.split(KEY, LAYERS)
-    body = lambda x, layer: (block(x, layer[0], codec, layer[1]), None)  # noqa: E731
-    return jnp.sum(jnp.sin(jax.lax.scan(body, x, (params, keys))[0]))
+    body = lambda x, p: (block(x, p, codec, KEY), None)  # noqa: E731
+    return jnp.sum(jnp.sin(jax.lax.scan(body, x, params)[0]))
 
 
-def unrolled(params, x, codec):
-    keys = jax.random.split(KEY, LAYERS)
-    for i in range(LAYERS):
-        x = block(x, {name: p[i] for name, p in params.items()}, codec, keys[i])
-    return jnp.sum(jnp.sin(x))
+scanned_value_and_grad = jax.jit(jax.value_and_grad(scanned, (0, 1)), static_argnums=2)
 
 
-@pytest.mark.parametrize("codec", [DITHER], ids=str)
-def test_scan_over_stacked_layers(codec, x64, quick_compile):
+def test_scan_over_stacked_layers(x64, quick_compile):
     params, x = block_params(LAYERS), normal(50, BATCH, LENGTH, 8)
-    got, want = (jax.jit(jax.grad(f, (0, 1)), static_argnums=2)(params, x, codec)
-                 for f in (scanned, unrolled))  # fmt: skip
-    # Three layers in another order of operations. Nothing lies so near the middle of two levels.
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9), got, want)
+    _, (got, got_dx) = scanned_value_and_grad(params, x, NEAREST)
+
+    @jax.jit
+    def layer(p, x, dy):
+        y, pullback = jax.vjp(lambda p, x: block(x, p, NEAREST, None), p, x)
+        return y, *pullback(dy)
+
+    # Layer by layer, and backwards again.
+    layers = [{name: p[i] for name, p in params.items()} for i in range(LAYERS)]
+    inputs = [x]
+    for p in layers:
+        inputs.append(layer(p, inputs[-1], x)[0])
+    dx = jnp.cos(inputs.pop())
+    for i in reversed(range(LAYERS)):
+        _, want, dx = layer(layers[i], inputs[i], dx)
+        for name, exact in want.items():
+            # Two layers in another order of operations. Nothing lies so near the middle of levels.
+            np.testing.assert_allclose(got[name][i], exact, rtol=1e-10, atol=1e-10)
+    np.testing.assert_allclose(got_dx, dx, rtol=1e-10, atol=1e-10)
 
 
 # Subspaces.
 
 
-def test_inputs_are_found_and_named_for_their_first_weight():
-    for codec in (Exact(), DITHER):
-        for fun, params in ((scanned, block_params(LAYERS)), (unrolled, block_params())):
-            if fun is unrolled:
-                fun = lambda p, x, codec: jnp.sum(block(x, p, codec, KEY))  # noqa: E731
-            run = functools.partial(fun, codec=codec)
-            assert input_groups(run, params, normal(50, BATCH, LENGTH, 8)) == INPUTS
-
-
 @pytest.mark.parametrize("codec", [Exact(), DITHER], ids=str)
+def test_inputs_are_found_and_named_for_their_first_weight(codec):
+    x = normal(50, BATCH, LENGTH, 8)
+    stacked = functools.partial(scanned, codec=codec)
+    assert input_groups(stacked, block_params(LAYERS), x) == INPUTS
+    single = lambda p, x: jnp.sum(block(x, p, codec, KEY))  # noqa: E731
+    assert input_groups(single, block_params(), x) == INPUTS
+
+
+@pytest.mark.parametrize("codec", [Exact(), NEAREST], ids=str)
 def test_in_a_basis_weights_have_the_projected_gradient(codec, x64, quick_compile):
     params, x = block_params(LAYERS), normal(50, BATCH, LENGTH, 8)
     widths = {"k": 8, "o": 8, "down": 12}
     bases = {name: normal(i, LAYERS, d, 3) for i, (name, d) in enumerate(widths.items())}
-
-    @jax.jit
-    def both(params, x):
-        fun = functools.partial(scanned, codec=codec)
-        return actjax.value_and_grad(fun, (0, 1), bases={f"0.{k}": v for k, v in bases.items()})(
-            params, x
-        ), jax.value_and_grad(fun, (0, 1))(params, x)
-
-    (value, (gradient, dx)), (want_value, (want, want_dx)) = both(params, x)
+    named = {f"0.{name}": basis for name, basis in bases.items()}
+    fun = functools.partial(scanned, codec=codec)
+    value, (gradient, dx) = jax.jit(actjax.value_and_grad(fun, (0, 1), bases=named))(params, x)
+    want_value, (want, want_dx) = scanned_value_and_grad(params, x, codec)
     same = functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-10)
     same(value, want_value)
     same(dx, want_dx)
@@ -712,15 +721,16 @@ def test_in_a_basis_weights_have_the_projected_gradient(codec, x64, quick_compil
         same(gradient[name].right, bases[group].mT @ exact)
 
 
-def test_beside_weights_in_a_basis_others_have_the_gradient_in_it_multiplied_out(x64):
+def test_weights_beside_those_in_a_basis_have_the_gradient_in_it_multiplied_out(x64, quick_compile):
     x, w, other, basis = (normal(i, *s) for i, s in enumerate(((6, 8), (8, 5), (8, 4), (8, 3))))
 
     def fun(params, other):
         ys = norm_linear(x, jnp.ones(8), (params["w"], other))
         return sum(jnp.sum(jnp.sin(y)) for y in ys)
 
-    want = jax.grad(fun, 1)({"w": w}, other)
-    got = jax.grad(with_bases(fun, {"w": basis}), 1)({"w": w}, other)
+    want, got = (
+        jax.jit(jax.grad(f, 1))({"w": w}, other) for f in (fun, with_bases(fun, {"w": basis}))
+    )
     np.testing.assert_allclose(got, basis @ basis.T @ want, rtol=1e-10, atol=1e-10)
 
 
@@ -823,7 +833,7 @@ ERRORS = {
     "attention: implementation": (
         lambda: attention_linear(Q, K, K, W, implementation="triton"),
         ValueError,
-        "`implementation` must be one of ('blockwise', 'cudnn') or None, got 'triton'.",
+        "or None, got 'triton'.",
     ),
     "attention: tables": (
         lambda: attention_linear(Q, K, K, W, rope=(jnp.ones((4, 1)),) * 2),
@@ -834,6 +844,16 @@ ERRORS = {
         lambda: attention_linear(Q, K, K, W, codec=[Exact()] * 2),
         ValueError,
         COUNT + "q, k, v: got 2.",
+    ),
+    "swiglu: key count": (
+        lambda: swiglu_linear(X, X, W, codec=DITHER, key=(KEY,)),
+        ValueError,
+        "`key` must be one key, or one for each of gate, up: got 1.",
+    ),
+    "attention: no key of one": (
+        lambda: attention_linear(Q, K, K, W, codec=DITHER, key=(KEY, None, KEY)),
+        ValueError,
+        NO_KEY + "None",
     ),
     "attention: no codec": (
         lambda: attention_linear(Q, K, K, W, codec=(Exact(), Exact(), Exact)),

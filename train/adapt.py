@@ -1,0 +1,114 @@
+"""Bits chosen for each site of a model, by how much its gradient suffers from their error.
+
+GACT (Liu et al., 2022): the sensitivity of the gradient to each stored tensor is measured on a
+batch, bits go where they lower the variance most, and the choice is made again at an interval.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import actjax
+from models import Decoder, ModelConfig, Storage
+from models.config import SITES
+from train.methods import METHODS
+from train.step import Batch, Recipe, loss_function, step_key
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Bits for each site, and what was measured.
+
+    Attributes:
+      bits: by site.
+      compression_variance: what they add to the variance of the gradient.
+      sampling_variance: that variance without them.
+    """
+
+    bits: dict[str, int]
+    compression_variance: float
+    sampling_variance: float
+
+    def describe(self) -> str:
+        """Returns a line for a reader, with an alarm where compression dominates."""
+        bits = ", ".join(f"{site} {n}" for site, n in self.bits.items())
+        share = self.compression_variance / max(self.sampling_variance, 1e-30)
+        line = f"bits chosen: {bits}; variance of compression {share:.2g} of that of sampling"
+        if not share > 1:
+            return line
+        return (
+            f"{line}. [bold yellow]Compression adds more noise to the gradient than the choice of"
+            " the batch does[/bold yellow]: raise `--average-bits`, or lower the learning rate."
+        )
+
+
+def is_adaptive(recipe: Recipe) -> bool:
+    """Returns whether bits are chosen for each site."""
+    return recipe.config.options.average_bits > 0
+
+
+def is_due(recipe: Recipe, step: int) -> bool:
+    """Returns whether bits are to be chosen before the step after `step`."""
+    return is_adaptive(recipe) and step % recipe.config.options.adapt_every == 0
+
+
+def choose_bits(recipe: Recipe, model: Decoder, batch: Batch, step: int) -> Choice:
+    """Returns bits for the sites of a model, chosen on a batch.
+
+    By GACT's Algorithm 1, which takes a gradient for each site and one more: none of them needs
+    more memory than a training step that has a gradient of all weights, and two such exist at once.
+
+    Args:
+      recipe: the run.
+      model: the weights.
+      batch: what the gradients are of.
+      step: steps done; the keys are folded from it.
+    """
+    config, options = recipe.config, recipe.config.options
+    method = METHODS[config.method]
+    uniform = method.storage(options)
+    codecs: Any = {site: getattr(uniform, site) for site in method.adaptive}
+    micro = {k: x[: len(x) // config.accumulate] for k, x in batch.items()}
+
+    def gradient(codecs: Any, keys: Mapping[str, jax.Array], model: Decoder, batch: Batch) -> Any:
+        # Sites that draw nothing read no key.
+        every = {**dict.fromkeys((*SITES, "block"), next(iter(keys.values()))), **keys}
+        storage = dataclasses.replace(uniform, **codecs)
+        return jax.grad(loss_function(config, storage))(model, batch, every)
+
+    key = step_key(config, jnp.asarray(step))
+    found = actjax.sensitivity(
+        gradient, codecs, key, model, micro, estimate="algorithm 1", samples=1
+    )
+    widths = {site: site_width(recipe.model_config, site) for site in method.adaptive}
+    bits = actjax.allocate_bits(found, widths, options.average_bits)
+    return Choice(
+        bits,
+        actjax.compression_variance(found, bits),
+        _sampling_variance(recipe, model, micro, key),
+    )
+
+
+def _sampling_variance(recipe: Recipe, model: Decoder, batch: Batch, key: jax.Array) -> float:
+    """Returns the variance of the gradient of a batch from those of its halves; NaN of one row."""
+    rows = len(batch["inputs"]) // 2
+    if rows == 0:
+        return math.nan
+    gradient = jax.jit(jax.grad(loss_function(recipe.config, Storage(remat="full"))))
+    halves = ({k: x[part] for k, x in batch.items()} for part in (slice(rows), slice(rows, None)))
+    return actjax.sampling_variance([gradient(model, half, key) for half in halves])
+
+
+def site_width(config: ModelConfig, site: str) -> int:
+    """Returns how many numbers a site of a block keeps of a token."""
+    if site in ("gate", "up", "mlp_out"):
+        return config.ffn_size
+    if site in ("k", "v"):
+        return config.num_kv_heads * config.head_size
+    if site in ("q", "attention_out"):
+        return config.num_heads * config.head_size
+    return config.hidden_size
