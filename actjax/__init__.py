@@ -10,6 +10,7 @@ from actjax.checkpoint import checkpoint as checkpoint
 from actjax.codecs import Calibrated as Calibrated
 from actjax.codecs import Codec as Codec
 from actjax.codecs import Exact as Exact
+from actjax.codecs import Offloaded as Offloaded
 from actjax.codecs import PointApproximation as PointApproximation
 from actjax.codecs import PrincipalPlusRandom as PrincipalPlusRandom
 from actjax.codecs import Quantized as Quantized

@@ -63,6 +63,8 @@ VARIANTS = {
     "subspace d/8": Variant("subspace", 8),
     "subspace d/16": Variant("subspace", 16),
     "subspace d/16, in backward": Variant("subspace", 16, in_backward=True),
+    "gact, 4 bits": Variant("gact", options=MethodOptions(bits=4)),
+    "gact, 2 bits": Variant("gact", options=MethodOptions(bits=2)),
     "quantized, 4 bits": Variant("quantized"),
     "quantized, 2 bits": Variant("quantized", options=MethodOptions(bits=2)),
     "compressed_remat": Variant("compressed_remat"),

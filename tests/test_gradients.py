@@ -811,9 +811,9 @@ def test_the_basis_of_stacked_weights_is_stacked():
         actjax.value_and_grad(fun, bases={"w": normal(3, 8, 2)})(stack(), normal(0, 12, 8))
 
 
-@pytest.mark.parametrize("bits", [4, 32, None])
-def test_bits_are_8_or_16(bits):
-    message = f"`bits` of Bases must be one of (8, 16), got {bits}."
+@pytest.mark.parametrize("bits", [5, 32, None])
+def test_bits_are_4_or_8_or_16(bits):
+    message = f"`bits` of Bases must be one of (4, 8, 16), got {bits}."
     with pytest.raises(ValueError, match=re.escape(message)):
         Bases({}, bits=bits)
 

@@ -70,7 +70,7 @@ def choose_bits(recipe: Recipe, model: Decoder, batch: Batch, step: int) -> Choi
     """
     config, options = recipe.config, recipe.config.options
     method = METHODS[config.method]
-    uniform = method.storage(options)
+    uniform = method.storage(dataclasses.replace(options, offload=False))
     codecs: Any = {site: getattr(uniform, site) for site in method.adaptive}
     micro = {k: x[: len(x) // config.accumulate] for k, x in batch.items()}
 

@@ -5,7 +5,15 @@ import difflib
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from actjax import Codec, PointApproximation, Quantized, RandomizedSVD, RandomProjection
+from actjax import (
+    Codec,
+    Exact,
+    Offloaded,
+    PointApproximation,
+    Quantized,
+    RandomizedSVD,
+    RandomProjection,
+)
 from actjax.codecs.low_rank import Sketch
 from actjax.codecs.packing import BITS
 from actjax.codecs.quantized import Levels, Rounding
@@ -39,9 +47,9 @@ class MethodOptions:
     moments: Moments = "keep"
     """What a change of the subspace does to its moments: keep, reset or rotate them."""
     bits: Literal[0, 1, 2, 3, 4, 8, 16] = 0
-    """Bits of a number that `quantized`, `compressed_remat`, `frugal` and `frugal_subspace` store,
-    and of an input's coordinate in the subspace of `subspace` and `random_projection`: there 8, or
-    16 for the compute dtype. 0: 4 and 16."""
+    """Bits of a number that `gact`, `quantized`, `compressed_remat` and the frugal methods store,
+    and of an input's coordinate in the subspace of `subspace` and `random_projection`: there 4, 8,
+    or 16 for the compute dtype. 0: 4 and 16."""
     group: int = 128
     """Neighbouring numbers that share a scale."""
     rounding: Rounding = "nearest"
@@ -60,6 +68,9 @@ class MethodOptions:
     `gact`, and `--bits` at every site for others."""
     adapt_every: int = 1000
     """Steps between two choices of bits; the first is before the first step."""
+    offload: bool = False
+    """Keep what is stored of activations in host memory between the passes; of `remat` the inputs
+    of the blocks."""
     stagger: bool = False
     """Change the subspaces of layers one after the other within a gap, and not all at once."""
 
@@ -125,7 +136,8 @@ class Method:
         """Returns options with what was left to the method.
 
         Raises:
-          ValueError: average bits for a method whose sites all have the same.
+          ValueError: average bits for a method whose sites all have the same, or offload for one
+            that stores nothing by itself.
         """
         if options.average_bits and not self.adaptive:
             able = ", ".join(name for name, one in METHODS.items() if one.adaptive)
@@ -138,7 +150,14 @@ class Method:
         if average and not options.bits:
             bits = max(b for b in BITS if b <= average)
         rank = options.rank or self.rank(model)
-        return dataclasses.replace(options, rank=rank, bits=bits, average_bits=average)
+        resolved = dataclasses.replace(options, rank=rank, bits=bits, average_bits=average)
+        in_bases = self.subspace is not None and not self.frugal
+        if options.offload and (in_bases or self.storage(resolved) == Storage()):
+            raise ValueError(
+                "`--offload` is not for this method, which stores arrays that operators share, or"
+                " coordinates in a subspace: use remat, compressed_remat, quantized or gact."
+            )
+        return resolved
 
     def storage_of(self, options: MethodOptions, bits: Mapping[str, int]) -> Storage:
         """Returns what each site stores, with the bits of some sites given."""
@@ -148,10 +167,16 @@ class Method:
         )
 
 
-def with_bits(codec: Quantized, bits: int) -> Quantized:
+def with_bits(codec: Any, bits: int) -> Codec:
     """Returns a codec with other bits; levels that there are for few bits only become uniform."""
+    if isinstance(codec, Offloaded):
+        return Offloaded(with_bits(codec.codec, bits))
     levels = codec.levels if bits <= 4 else "uniform"
     return dataclasses.replace(codec, bits=bits, levels=levels)
+
+
+def _placed(codec: Codec, o: MethodOptions) -> Codec:
+    return Offloaded(codec) if o.offload else codec
 
 
 def _linear_inputs(codec: Codec) -> Storage:
@@ -159,11 +184,11 @@ def _linear_inputs(codec: Codec) -> Storage:
 
 
 def _randomized_svd(o: MethodOptions) -> Storage:
-    return _linear_inputs(RandomizedSVD(o.rank, o.power_iterations, o.sketch))
+    return _linear_inputs(_placed(RandomizedSVD(o.rank, o.power_iterations, o.sketch), o))
 
 
-def _code(o: MethodOptions) -> Quantized:
-    return Quantized(
+def _code(o: MethodOptions) -> Codec:
+    code = Quantized(
         o.bits,
         group=o.group,
         rounding=o.rounding,
@@ -171,6 +196,7 @@ def _code(o: MethodOptions) -> Quantized:
         levels=o.levels if o.bits <= 4 else "uniform",
         rotate=o.rotate,
     )
+    return _placed(code, o)
 
 
 _KEPT = tuple(site for site in SITES if site not in LINEAR_INPUTS)
@@ -197,11 +223,13 @@ METHODS: dict[str, Method] = {
     ),
     "remat": Method(
         "jax.checkpoint around each block: exact gradients, a third more compute",
-        lambda _: Storage(remat="full"),
+        lambda o: Storage(remat="full", block=_placed(Exact(), o)),
     ),
     "pamm": Method(
         "the input of q, k and v as a few tokens, an index and a scale (PAMM): biased",
-        lambda o: Storage(attention_in=PointApproximation(o.ratio, tolerance=o.tolerance)),
+        lambda o: Storage(
+            attention_in=_placed(PointApproximation(o.ratio, tolerance=o.tolerance), o)
+        ),
     ),
     "low_rank": Method(
         "linear inputs and weight gradients in two factors (Wei et al., Ours): biased",
@@ -219,7 +247,7 @@ METHODS: dict[str, Method] = {
     ),
     "random_projection": Method(
         "linear inputs, gradients and moments in a random subspace (CompAct)",
-        lambda o: _linear_inputs(RandomProjection(o.rank)),
+        lambda o: _linear_inputs(_placed(RandomProjection(o.rank), o)),
         Subspace(source="random"),
     ),
     "gact": Method(

@@ -4,6 +4,7 @@ from actjax.codecs.base import Codec
 from actjax.codecs.calibrated import Calibrated
 from actjax.codecs.exact import Exact
 from actjax.codecs.low_rank import PrincipalPlusRandom, RandomizedSVD, RandomProjection
+from actjax.codecs.offloaded import Offloaded
 from actjax.codecs.point import PointApproximation
 from actjax.codecs.quantized import Quantized
 
@@ -11,6 +12,7 @@ __all__ = [
     "Calibrated",
     "Codec",
     "Exact",
+    "Offloaded",
     "PointApproximation",
     "PrincipalPlusRandom",
     "Quantized",

@@ -11,33 +11,39 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from actjax.codecs.packing import pack, unpack
 from actjax.precision import accumulation_dtype, matmul
 
-BITS = (8, 16)
+BITS = (4, 8, 16)
 """What coordinates can be stored in; 16 leaves them in the dtype of the activation."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BasisCode:
-    """`x P`, as it is or in 8 bits.
+    """`x P`, as it is or in 8 or 4 bits.
 
     Attributes:
-      values: [..., k], in the dtype of `x`; or int8.
-      scale: [..., 1], in the dtype of `x`, what a unit of the int8 stands for; None if `values` are
-        no int8.
+      values: [..., k], in the dtype of `x`; or int8; or two numbers of 4 bits a byte, 7 for zero,
+        as `actjax.codecs.packing.pack` returns them.
+      scale: [..., 1], in the dtype of `x`, what a unit of the integers stands for; None if `values`
+        are none.
+      rank: k. Static.
     """
 
     values: Any
     scale: Any
+    rank: int = dataclasses.field(metadata={"static": True})
 
 
 def encode(x: jax.Array, basis: jax.Array, bits: int = 16) -> BasisCode:
     """Returns the code of `x` [..., d] in `basis` [d, k].
 
-    Storage: `T k` values of the dtype of `x`; in 8 bits, `T k` bytes and T values.
+    Storage: `T k` values of the dtype of `x`; in 8 bits, `T k` bytes and T values; in 4 bits,
+    `T ceil(k / 2)` bytes and T values.
     Error of `decode`: none; in 8 bits at most `max|u| / 254` within the k coordinates `u` of a
-    token, and the rounding of their scale and of the result to the dtype of `x`.
+    token, in 4 bits `max|u| / 14`, and the rounding of their scale and of the result to the dtype
+    of `x`.
 
     Raises:
       ValueError: shapes that do not fit, or bits that are not in `BITS`.
@@ -48,12 +54,15 @@ def encode(x: jax.Array, basis: jax.Array, bits: int = 16) -> BasisCode:
         raise ValueError(f"`basis` must be [{x.shape[-1]}, k] for x{x.shape}, got {basis.shape}.")
     coordinates = matmul(x, basis.astype(x.dtype))
     if bits == 16:
-        return BasisCode(coordinates.astype(x.dtype), None)
+        return BasisCode(coordinates.astype(x.dtype), None, basis.shape[1])
     largest = jnp.max(jnp.abs(coordinates), axis=-1, keepdims=True)
-    scale = (largest / 127).astype(x.dtype)
+    end = 2 ** (bits - 1) - 1
+    scale = (largest / end).astype(x.dtype)
     wide = scale.astype(coordinates.dtype)
-    rounded = jnp.round(coordinates / jnp.where(wide > 0, wide, 1))
-    return BasisCode(jnp.clip(rounded, -127, 127).astype(jnp.int8), scale)
+    rounded = jnp.clip(jnp.round(coordinates / jnp.where(wide > 0, wide, 1)), -end, end)
+    if bits == 8:
+        return BasisCode(rounded.astype(jnp.int8), scale, basis.shape[1])
+    return BasisCode(pack((rounded + end).astype(jnp.uint8), 4), scale, basis.shape[1])
 
 
 def decode(code: BasisCode) -> jax.Array:
@@ -61,7 +70,11 @@ def decode(code: BasisCode) -> jax.Array:
     if code.scale is None:
         return code.values
     wide = accumulation_dtype(code.scale.dtype)
-    return (code.values.astype(wide) * code.scale.astype(wide)).astype(code.scale.dtype)
+    if isinstance(code.values, tuple):
+        integers = unpack(code.values, 4, code.rank).astype(wide) - 7
+    else:
+        integers = code.values.astype(wide)
+    return (integers * code.scale.astype(wide)).astype(code.scale.dtype)
 
 
 def describe(basis: jax.Array, bits: int) -> str:

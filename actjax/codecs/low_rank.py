@@ -23,6 +23,7 @@ from actjax.codecs.base import (
     token_count,
     wrap_key,
 )
+from actjax.codecs.exact import Exact
 from actjax.orthogonal import orthonormalize
 from actjax.precision import accumulation_dtype, contract_tokens, matmul
 
@@ -35,15 +36,17 @@ class ProjectedCode:
     """`x S` and the key that `S` is drawn from again.
 
     Attributes:
-      projected: `x S`, [..., k].
+      projected: the code of `x S` [..., k]: by default that array.
       key: the words of the key (threefry: two uint32).
       features: d. Static.
+      dtype: of `x`. Static.
       key_impl: generator of the key. Static.
     """
 
     projected: Any
     key: Any
     features: int = dataclasses.field(metadata={"static": True})
+    dtype: Any = dataclasses.field(metadata={"static": True})
     key_impl: Any = dataclasses.field(metadata={"static": True})
 
 
@@ -53,7 +56,7 @@ class FactoredCode:
     """`x_hat = left rightᵀ`.
 
     Attributes:
-      left: [..., k].
+      left: the code of [..., k]: by default that array.
       right: [d, k].
     """
 
@@ -79,32 +82,52 @@ class PrincipalPlusRandomCode:
 class RandomProjection(FactoredCodec):
     """Stores `x S`, `S ~ N(0, 1/k)` of shape [d, k], and the key of `S`; decodes to `x S Sᵀ`.
 
-    Storage: `T k` values of the dtype of `x`, and 8 bytes of key.
+    Storage: `T k` values of the dtype of `x`, or what `factor` stores of them, and 8 bytes of key.
     Error: `E‖x_hat − x‖² = ‖x‖² (d + 1) / k` (Frobenius): larger than `x` itself while `k <= d`.
-    Unbiased, since `E[S Sᵀ] = I`.
+    Unbiased, since `E[S Sᵀ] = I`, if `factor` is. Biased: if `factor` is.
     Source: CompAct (Shamshoum et al., 2025); "RP" in Wei et al. (2026), Table 5.
 
     Attributes:
       rank: k.
+      factor: how `x S` is stored, such as `Quantized(8)`.
     """
 
     rank: int
+    factor: Codec = Exact()
 
-    biased = False
     needs_key = True
 
     def __post_init__(self) -> None:
         check_positive_integer("RandomProjection", "rank", self.rank)
+        _check_factor("RandomProjection", self.factor)
+
+    @property
+    def biased(self) -> bool:
+        return self.factor.biased
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> ProjectedCode:
         key = self.required_key(key)
         _check_rank(self, self.rank, x.shape)
-        words, impl = raw_key(key)
         matrix = _projection(key, x.shape[-1], self.rank, x.dtype)
-        return ProjectedCode(matmul(x, matrix).astype(x.dtype), words, x.shape[-1], impl)
+        return self.code_of(matmul(x, matrix).astype(x.dtype), x, key)
+
+    def code_of(self, projected: jax.Array, x: jax.Array, key: jax.Array) -> ProjectedCode:
+        """Returns the code of `x`, of which what is projected is known.
+
+        Args:
+          projected: [..., k].
+          x: [..., d].
+          key: of the projection.
+        """
+        words, impl = raw_key(key)
+        stored = self.factor.encode(projected, jax.random.fold_in(key, 1))
+        return ProjectedCode(stored, words, x.shape[-1], x.dtype, impl)
 
     def decode(self, code: ProjectedCode) -> jax.Array:
-        return matmul(code.projected, self._matrix(code).T).astype(code.projected.dtype)
+        return matmul(self._projected(code), self._matrix(code).T).astype(code.dtype)
+
+    def _projected(self, code: ProjectedCode) -> jax.Array:
+        return self.factor.decode(code.projected)
 
     def gradient_rank(self, shape: Sequence[int]) -> int:
         del shape
@@ -114,22 +137,22 @@ class RandomProjection(FactoredCodec):
         return self._matrix(code)
 
     def right(self, code: ProjectedCode, dz: jax.Array) -> jax.Array:
-        return contract_tokens(code.projected, dz)
+        return contract_tokens(self._projected(code), dz)
 
     def stored_bytes(self, shape: Sequence[int], dtype: jax.typing.DTypeLike) -> int:
         _check_rank(self, self.rank, shape)
-        return token_count(shape) * self.rank * jnp.dtype(dtype).itemsize + key_bytes()
+        return self.factor.stored_bytes((*shape[:-1], self.rank), dtype) + key_bytes()
 
     def _matrix(self, code: ProjectedCode) -> jax.Array:
         key = wrap_key(code.key, code.key_impl)
-        return _projection(key, code.features, self.rank, code.projected.dtype)
+        return _projection(key, code.features, self.rank, code.dtype)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class RandomizedSVD(FactoredCodec):
     """Stores a basis `Q` [T, k] of the range of `x Ω` and `V = xᵀ Q` [d, k]; decodes to `Q Vᵀ`.
 
-    Storage: `k (T + d)` values of the dtype of `x`.
+    Storage: `k (T + d)` values of the dtype of `x`; of Q what `factor` stores.
     Error: near that of the best approximation of rank k: for Gaussian sketches and any
     `p in 2..k-2`, `E‖x_hat − x‖ <= sqrt(1 + (k − p) / (p − 1)) (Σ_{j > k − p} σ_j²)^½`
     (Halko et al., Theorem 10.5); each power iteration brings it closer to the best.
@@ -141,16 +164,19 @@ class RandomizedSVD(FactoredCodec):
       power_iterations: passes of `x xᵀ` over the sketch, orthonormalised after each.
       sketch: "gaussian" draws `Ω` normal; "rows" takes k random rows of `x` as `Ωᵀ`, which costs
         no random matrix and already weighs directions by their energy.
+      factor: how `Q` is stored, such as `Quantized(8)`.
     """
 
     rank: int
     power_iterations: int = 0
     sketch: Sketch = "gaussian"
+    factor: Codec = Exact()
 
     biased = True
     needs_key = True
 
     def __post_init__(self) -> None:
+        _check_factor("RandomizedSVD", self.factor)
         check_positive_integer("RandomizedSVD", "rank", self.rank)
         check_positive_integer("RandomizedSVD", "power_iterations", self.power_iterations, 0)
         _check_sketch("RandomizedSVD", self.sketch)
@@ -159,10 +185,15 @@ class RandomizedSVD(FactoredCodec):
         key = self.required_key(key)
         _check_rank(self, self.rank, x.shape)
         left = _range_basis(x, key, self.rank, self.power_iterations, self.sketch).astype(x.dtype)
-        return FactoredCode(left, contract_tokens(x, left).astype(x.dtype))
+        right = contract_tokens(x, left).astype(x.dtype)
+        return FactoredCode(self.factor.encode(left, jax.random.fold_in(key, 1)), right)
 
     def decode(self, code: FactoredCode) -> jax.Array:
-        return matmul(code.left, code.right.T).astype(code.left.dtype)
+        return matmul(self.basis(code), code.right.T).astype(code.right.dtype)
+
+    def basis(self, code: FactoredCode) -> jax.Array:
+        """Returns `Q`, [..., k], as it was stored."""
+        return self.factor.decode(code.left)
 
     def gradient_rank(self, shape: Sequence[int]) -> int:
         del shape
@@ -172,20 +203,23 @@ class RandomizedSVD(FactoredCodec):
         return code.right
 
     def right(self, code: FactoredCode, dz: jax.Array) -> jax.Array:
-        return contract_tokens(code.left, dz)
+        return contract_tokens(self.basis(code), dz)
 
     def stored_bytes(self, shape: Sequence[int], dtype: jax.typing.DTypeLike) -> int:
         _check_rank(self, self.rank, shape)
-        return (token_count(shape) + shape[-1]) * self.rank * jnp.dtype(dtype).itemsize
+        left = self.factor.stored_bytes((*shape[:-1], self.rank), dtype)
+        return left + shape[-1] * self.rank * jnp.dtype(dtype).itemsize
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class PrincipalPlusRandom(FactoredCodec):
     """A randomised SVD of rank `rank`, and a random projection of its remainder to rank `tail`.
 
-    Storage: `rank (T + d) + tail T` values of the dtype of `x`, and 8 bytes of key.
+    Storage: `rank (T + d) + tail T` values of the dtype of `x`, of which `factor` stores those of
+      tokens, and 8 bytes of key.
     Error: `E‖x_hat − x‖² = E‖r‖² (d + 1) / tail`, where `r` is what the randomised SVD leaves out.
-    Unbiased, since the projection of the remainder is, with the variance of the remainder alone.
+    Unbiased, since the projection of the remainder is, with the variance of the remainder alone, if
+      `factor` is. Biased: if `factor` is.
     Source: ours; none of the five systems has it.
 
     Attributes:
@@ -193,17 +227,23 @@ class PrincipalPlusRandom(FactoredCodec):
       tail: rank of the random projection.
       power_iterations: as in `RandomizedSVD`.
       sketch: as in `RandomizedSVD`.
+      factor: how what there is of each token is stored, such as `Quantized(8)`.
     """
 
     rank: int
     tail: int
     power_iterations: int = 0
     sketch: Sketch = "gaussian"
+    factor: Codec = Exact()
 
-    biased = False
     needs_key = True
 
+    @property
+    def biased(self) -> bool:
+        return self.factor.biased
+
     def __post_init__(self) -> None:
+        _check_factor("PrincipalPlusRandom", self.factor)
         check_positive_integer("PrincipalPlusRandom", "rank", self.rank)
         check_positive_integer("PrincipalPlusRandom", "tail", self.tail)
         check_positive_integer("PrincipalPlusRandom", "power_iterations", self.power_iterations, 0)
@@ -212,26 +252,26 @@ class PrincipalPlusRandom(FactoredCodec):
     @property
     def principal(self) -> RandomizedSVD:
         """The codec of the principal part."""
-        return RandomizedSVD(self.rank, self.power_iterations, self.sketch)
+        return RandomizedSVD(self.rank, self.power_iterations, self.sketch, self.factor)
 
     @property
     def random(self) -> RandomProjection:
         """The codec of the remainder."""
-        return RandomProjection(self.tail)
+        return RandomProjection(self.tail, self.factor)
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> PrincipalPlusRandomCode:
         key = self.required_key(key)
         _check_rank(self, self.rank + self.tail, x.shape)
         sketch_key, tail_key = jax.random.split(key)
         principal = self.principal.encode(x, sketch_key)
-        words, impl = raw_key(tail_key)
         matrix = _projection(tail_key, x.shape[-1], self.tail, x.dtype)
         # (x − left rightᵀ) S, from the factors as stored, so that their rounding is made up for;
         # the remainder itself, a second [T, d], never exists.
         outside = matmul(x, matrix) - matmul(
-            principal.left, contract_tokens(principal.right, matrix).astype(x.dtype)
+            self.principal.basis(principal),
+            contract_tokens(principal.right, matrix).astype(x.dtype),
         )
-        tail = ProjectedCode(outside.astype(x.dtype), words, x.shape[-1], impl)
+        tail = self.random.code_of(outside.astype(x.dtype), x, tail_key)
         return PrincipalPlusRandomCode(principal, tail)
 
     def decode(self, code: PrincipalPlusRandomCode) -> jax.Array:
@@ -253,6 +293,14 @@ class PrincipalPlusRandom(FactoredCodec):
         _check_rank(self, self.rank + self.tail, shape)
         principal = self.principal.stored_bytes(shape, dtype)
         return principal + self.random.stored_bytes(shape, dtype)
+
+
+def _check_factor(codec: str, factor: Any) -> None:
+    if not isinstance(factor, Codec) or isinstance(factor, FactoredCodec):
+        raise TypeError(
+            f"`factor` of {codec} must be an actjax.Codec that stores numbers, such as"
+            f" Quantized(8), got {factor!r}."
+        )
 
 
 def _projection(key: jax.Array, features: int, rank: int, dtype: jnp.dtype) -> jax.Array:

@@ -49,8 +49,8 @@ def product_rounding(x, basis):
     return (x.shape[-1] * epsilon(wide) + epsilon(x.dtype) / 2) * sums
 
 
-def test_sixteen_or_eight_bits():
-    assert in_basis.BITS == (8, 16)
+def test_sixteen_eight_or_four_bits():
+    assert in_basis.BITS == (4, 8, 16)
 
 
 @dtypes
@@ -65,25 +65,26 @@ def test_sixteen_bits_are_the_coordinates(shape, dtype, x64):
     assert np.all(abs(f64(got) - f64(x) @ f64(basis)) <= product_rounding(x, basis))
 
 
-def in_eight_bits(x, basis):
-    """What 8 bits may err by, a token: half a unit, and roundings that the dtype of `x` makes.
+def in_few_bits(x, basis, bits=8):
+    """What a few bits may err by, a token: half a unit, and roundings that the dtype of `x` makes.
 
     The scale is off by half an eps and so is what is decoded. Of a quotient up to 127, rounded
     before it is rounded to an integer, that of the sums is as much as an eps of the largest.
     """
     wide = epsilon(jnp.promote_types(x.dtype, "float32"))
     largest = abs(f64(x) @ f64(basis)).max(-1, keepdims=True)
-    return largest * (1 / 254 + epsilon(x.dtype) + wide)
+    return largest * (1 / (2**bits - 2) + epsilon(x.dtype) + wide)
 
 
+@pytest.mark.parametrize("bits", [8, 4])
 @dtypes
 @shapes
-def test_eight_bits_err_as_the_docstring_says(shape, dtype, x64):
+def test_a_few_bits_err_as_the_docstring_says(shape, dtype, bits, x64):
     x, basis = normal(0, *shape, dtype=dtype), directions(dtype)
-    got = round_trip(x, basis, 8)
+    got = round_trip(x, basis, bits)
     assert (got.shape, got.dtype) == ((*shape[:-1], RANK), dtype)
     summed = (FEATURES + 1) * epsilon(jnp.promote_types(dtype, "float32"))
-    bound = in_eight_bits(x, basis) + summed * (abs(f64(x)) @ abs(f64(basis)))
+    bound = in_few_bits(x, basis, bits) + summed * (abs(f64(x)) @ abs(f64(basis)))
     assert np.all(abs(f64(got) - f64(x) @ f64(basis)) <= bound)
 
 
@@ -159,7 +160,7 @@ def test_the_weight_gradient_of_the_code_is_that_of_the_input_projected(bits, x6
     if bits == 16:
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-12)
     else:
-        bound = in_eight_bits(x, basis).T @ abs(f64(dz)) + 1e-12
+        bound = in_few_bits(x, basis, bits).T @ abs(f64(dz)) + 1e-12
         assert np.all(abs(got - want) <= bound)
 
 
@@ -168,7 +169,8 @@ def test_a_basis_is_taken_in_the_dtype_of_the_activation(bits):
     x = normal(0, TOKENS, FEATURES, dtype="bfloat16")
     basis = jnp.asarray(np.random.default_rng(1).normal(size=(FEATURES, RANK)), "float32")
     got, want = (in_basis.encode(x, b, bits) for b in (basis, basis.astype("bfloat16")))
-    assert got.values.dtype == (jnp.int8 if bits == 8 else jnp.bfloat16)
+    values = jax.tree.leaves(got.values)[0]
+    assert values.dtype == {4: jnp.uint8, 8: jnp.int8, 16: jnp.bfloat16}[bits]
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -211,9 +213,9 @@ def test_any_activation_survives(shape, scale, dtype, seed):
     basis = normal(seed + 1, features, rank, dtype=dtype)
     got, exact = f64(round_trip(x, basis, 8)), f64(x) @ f64(basis)
     summed = (features + 1) * 2**-23 * (abs(f64(x)) @ abs(f64(basis)))
-    assert np.all(abs(got - exact) <= in_eight_bits(x, basis) + summed.max(-1, keepdims=True))
+    assert np.all(abs(got - exact) <= in_few_bits(x, basis) + summed.max(-1, keepdims=True))
 
 
 def test_bits_that_there_are_not_are_refused():
-    with pytest.raises(ValueError, match=r"`bits` must be one of \(8, 16\), got 4"):
-        in_basis.encode(jnp.ones((3, 4)), jnp.ones((4, 2)), 4)
+    with pytest.raises(ValueError, match=r"`bits` must be one of \(4, 8, 16\), got 5"):
+        in_basis.encode(jnp.ones((3, 4)), jnp.ones((4, 2)), 5)

@@ -49,7 +49,7 @@ def oracle(codes, bits):
 
 
 def test_the_widths_are_those_documented():
-    assert BITS == tuple(PLANES)
+    assert tuple(PLANES) == BITS
 
 
 # Few lengths, since each shape is compiled: one, odd ones, whole bytes, and one more or less.

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.test_util import check_grads
 
-from actjax import attention, linear
+from actjax import Exact, Quantized, attention, explain, linear
 
 BF16 = 2.0**-8
 """Unit roundoff of bfloat16: the relative error of one rounding."""
@@ -312,3 +312,222 @@ def test_no_positions_are_refused():
     q = jnp.ones((2, 0, 4, 8))
     with pytest.raises(ValueError, match="`q` must not be empty"):
         attention(q, q, q)
+
+
+# Rotation.
+
+
+def tables(length: int, size: int) -> tuple[jax.Array, jax.Array]:
+    """Returns cosines and sines of RoPE with the base 100."""
+    angles = np.arange(length)[:, None] * 100.0 ** (-2 * np.arange(size // 2) / size)
+    return jnp.asarray(np.cos(angles)), jnp.asarray(np.sin(angles))
+
+
+def rotated_oracle(q, k, v, dout, causal):
+    """Returns what `oracle` does, q and k rotated before: the gradients are rotated back."""
+    positions = np.arange(q.shape[1])
+    turn = functools.partial(oracles.rope, theta=100.0)
+    out, dq, dk, dv = oracle(turn(q, positions), turn(k, positions), v, dout, causal)
+    return out, turn(dq, -positions), turn(dk, -positions), dv
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def test_queries_and_keys_are_rotated_and_values_are_not(recompute, x64, quick_compile):
+    arguments = problem(2, 7, 4, 2, 4)
+
+    @jax.jit
+    def run(q, k, v, dout):
+        fun = functools.partial(attention, rope=tables(7, 4), recompute=recompute)
+        out, pullback = jax.vjp(fun, q, k, v)
+        return out, *pullback(dout)
+
+    for got, want in zip(run(*arguments), rotated_oracle(*arguments, True), strict=True):
+        # Sums of 7 terms of size 1.
+        np.testing.assert_allclose(got, want, rtol=1e-11, atol=1e-13)
+
+
+# All scores at once.
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_the_dense_form_agrees_with_the_oracle(causal, quick_compile):
+    arguments = problem(2, 7, 4, 2, 4)
+
+    @jax.jit
+    def run(q, k, v, dout):
+        fun = functools.partial(attention, causal=causal, implementation="dense")
+        out, pullback = jax.vjp(fun, q, k, v)
+        return out, *pullback(dout)
+
+    for got, want in zip(run(*arguments), oracle(*arguments, causal), strict=True):
+        assert got.dtype == jnp.float32
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)  # Float32.
+
+
+def test_the_dense_form_has_second_derivatives(x64, quick_compile):
+    q, k, v, _ = problem(1, 5, 2, 1, 4)
+    fun = lambda *args: jnp.sin(attention(*args, implementation="dense"))  # noqa: E731
+    # As for the first derivatives; the first are differentiated numerically for the second.
+    check_grads(jax.jit(fun), (q, k, v), 2, ["fwd", "rev"], 1e-7, 1e-7, 1e-5)
+
+
+# Codecs.
+
+KEY = jax.random.key(5)
+NEAREST = Quantized(4, group=3)
+DITHER = Quantized(2, group=4, rounding="dither")
+CODECS = {"one": DITHER, "three": (NEAREST, DITHER, NEAREST), "k exact": [DITHER, Exact(), NEAREST]}
+SHAPES = (2, 5, 4, 2, 4)
+"""Of the problem: batch, length, heads, groups, features of a head."""
+
+
+def triple(codec) -> list:
+    return list(codec) if isinstance(codec, tuple | list) else [codec] * 3
+
+
+def merge(x: jax.Array) -> jax.Array:
+    return x.reshape(*x.shape[:2], -1)
+
+
+def decoded(codec, *inputs: jax.Array, key=KEY) -> list[jax.Array]:
+    """Returns what the backward pass is to see: coded before rotation, with heads merged."""
+    keys = key if isinstance(key, tuple) else [jax.random.fold_in(key, i) for i in range(3)]
+    given = zip(triple(codec), inputs, keys, strict=True)
+    return [one.decode(one.encode(merge(x), key)).reshape(x.shape) for one, x, key in given]
+
+
+@pytest.mark.parametrize(
+    ("name", "causal", "rotates", "own"),
+    [
+        ("one", True, True, False),
+        ("three", False, False, False),
+        ("k exact", True, False, False),
+        ("one", False, True, True),
+    ],
+)
+def test_with_a_codec_gradients_are_those_at_the_decoded_inputs(
+    name, causal, rotates, own, x64, quick_compile
+):
+    codec, (*inputs, dout) = CODECS[name], problem(*SHAPES)
+    key = tuple(jax.random.split(KEY, 3)) if own else KEY
+
+    @jax.jit
+    def run(q, k, v):
+        rope = tables(5, 4) if rotates else None
+        exact = functools.partial(attention, causal=causal, rope=rope)
+        fun = functools.partial(exact, codec=codec, key=key)
+        out, pullback = jax.vjp(fun, q, k, v)
+        values = out, fun(q, k, v), fun(q, k, v, merge_heads=True).reshape(q.shape)
+        return values, exact(q, k, v), pullback(dout), decoded(codec, q, k, v, key=key)
+
+    values, exact, got, hats = run(*inputs)
+    for out in values:
+        np.testing.assert_array_equal(out, exact)
+    for one, x, x_hat in zip(triple(codec), inputs, hats, strict=True):
+        assert np.array_equal(x, x_hat) == (one == Exact())
+    find = rotated_oracle if rotates else oracle
+    for grad, want in zip(got, find(*map(np.asarray, (*hats, dout)), causal)[1:], strict=True):
+        # Sums of 10 terms of size 1.
+        np.testing.assert_allclose(grad, want, rtol=1e-11, atol=1e-13)
+
+
+def test_with_a_codec_bfloat16_accumulates_in_float32(quick_compile):
+    *inputs, dout = problem(1, 64, 4, 2, 16, jnp.bfloat16)
+
+    @jax.jit
+    def run(q, k, v):
+        out, pullback = jax.vjp(functools.partial(attention, codec=NEAREST), q, k, v)
+        return out, attention(q, k, v), pullback(dout), decoded(NEAREST, q, k, v)
+
+    out, exact, got, hats = run(*inputs)
+    np.testing.assert_array_equal(out, exact)
+    for grad, want in zip(got, oracle(*hats, dout)[1:], strict=True):
+        assert grad.dtype == jnp.bfloat16
+        # The output, weights or scores' gradients, and the result: three roundings, each of which
+        # is at most BF16 of what it rounds, and on average half of that.
+        assert np.linalg.norm(np.float64(grad) - want) <= 1.5 * BF16 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", CODECS)
+def test_with_a_codec_backward_holds_the_codes_and_no_output(name, dtype):
+    codec, (*inputs, _) = CODECS[name], problem(*SHAPES, dtype)
+    fun = functools.partial(attention, codec=codec, key=KEY, merge_heads=True)
+    leaves = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(fun, *args)[1], *inputs))
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    stored = zip(triple(codec), inputs, strict=True)
+    assert size == sum(one.stored_bytes(merge(x).shape, dtype) for one, x in stored)
+
+
+def test_with_a_codec_a_layer_of_a_scan_takes_the_bytes_of_its_codes_and_no_more():
+    codec = Quantized(4, group=32)
+
+    def temporaries(layers):
+        def loss(x):
+            def body(x, _):
+                q, k, v = x, 0.5 * x[:, :, :2], -x[:, :, 2:]
+                return attention(q, k, v, codec=codec), None
+
+            return jnp.sum(jax.lax.scan(body, x, None, layers)[0] ** 2)
+
+        x = jax.ShapeDtypeStruct((1, 512, 4, 16), jnp.float32)
+        return jax.jit(jax.grad(loss)).lower(x).compile().memory_analysis().temp_size_in_bytes
+
+    # Buffers are aligned. One float kept in one of the eight more layers would be 64 KiB at least.
+    stored = sum(codec.stored_bytes((512, width), "float32") for width in (64, 32, 32))
+    assert abs(temporaries(12) - temporaries(4) - 8 * stored) < 4096
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "scan", "vmap"])
+def test_with_a_codec_gradients_are_the_same_under(name, quick_compile):
+    *inputs, dout = problem(*SHAPES)
+    stacked = name in ("scan", "vmap")
+
+    @jax.jit
+    def run(*inputs):
+        fun = TRANSFORMS[name](functools.partial(attention, codec=NEAREST))
+        lead = [x[:, None] if stacked else x for x in (*inputs, dout)]
+        return jax.vjp(fun, *lead[:3])[1](lead[3]), decoded(NEAREST, *inputs)
+
+    # Groups lie within tokens: examples are coded alike, by themselves or in a batch.
+    got, hats = run(*inputs)
+    for grad, want in zip(got, oracle(*hats, dout)[1:], strict=True):
+        np.testing.assert_allclose(grad.reshape(want.shape), want, rtol=1e-5, atol=1e-5)  # Float32.
+
+
+def test_explain_names_the_codes():
+    codec = {"q": DITHER, "k": NEAREST, "v": DITHER}
+    inputs = problem(*SHAPES)[:3]
+
+    def fun(*inputs):
+        return jnp.sum(attention(*inputs, codec=tuple(codec.values()), key=KEY, name="mine"))
+
+    found = explain(fun, *inputs).residuals
+    stored = {e.name: (e.operator, e.codec, e.stored_bytes) for e in found if e.codec}
+    assert stored == {
+        f"mine {name}": ("attention", repr(one), one.stored_bytes(merge(x).shape, "float32"))
+        for (name, one), x in zip(codec.items(), inputs, strict=True)
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        ({"codec": Exact}, TypeError, "`codec` must be an actjax.Codec (an instance, not the"),
+        ({"codec": (NEAREST, "k", NEAREST)}, TypeError, "`codec` must be an actjax.Codec, for"),
+        ({"codec": (NEAREST,) * 2}, ValueError, "one codec, or one for each of q, k, v: got 2."),
+        ({"codec": DITHER}, ValueError, f"`codec` {DITHER} draws random numbers, but got key=None"),
+        ({"codec": DITHER, "key": 1}, ValueError, "but got key=1: pass `key`"),
+        (
+            {"codec": DITHER, "key": (KEY,) * 2},
+            ValueError,
+            "`key` must be one key, or one for each of q, k, v: got 2.",
+        ),
+        ({"codec": NEAREST, "implementation": "triton"}, ValueError, "got 'triton'."),
+        ({"rope": (jnp.ones((5, 3)),) * 2}, ValueError, "`cos` and `sin` [S, D / 2]"),
+        ({"codec": NEAREST, "rope": (jnp.ones((5, 3)),) * 2}, ValueError, "`cos` and `sin` [S, D"),
+    ],
+)
+def test_errors_of_codecs_name_the_argument(given, kind, message):
+    with pytest.raises(kind, match=re.escape(message)):
+        attention(*arrays(Q, K, K), **given)

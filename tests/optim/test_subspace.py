@@ -353,7 +353,7 @@ def test_no_square_matrix_is_decomposed_in_a_refresh():
         ({"moments": "drop"}, r"`moments` of subspace must be one of .*'rotate'.*'drop'"),
         ({"source": "svd"}, r"`source` of subspace must be one of .*'svd'"),
         ({"side": "left"}, r"`side` of subspace must be one of .*'left'"),
-        ({"bits": 4}, r"`bits` of Bases must be one of \(8, 16\), got 4"),
+        ({"bits": 5}, r"`bits` of Bases must be one of \(4, 8, 16\), got 5"),
         ({"scale": 0}, r"`scale` of subspace must be a finite number above 0, got 0"),
         ({"scale": "a"}, r"`scale` of subspace must be a finite number above 0, got 'a'"),
         ({"scale": float("nan")}, r"`scale` of subspace must be .* got nan"),

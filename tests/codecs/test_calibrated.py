@@ -1,0 +1,274 @@
+"""Tests of actjax/codecs/calibrated.py: scales that were measured before, as arrays."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import actjax
+from actjax import Calibrated, Quantized
+
+KEY = jax.random.key(3)
+BITS = (1, 2, 3, 4, 8)
+ROUNDINGS = ("nearest", "stochastic", "dither")
+quick = pytest.mark.usefixtures("quick_compile")
+
+CODECS = {
+    "plain": Quantized(4, scaling="channel"),
+    "outliers": Quantized(3, scaling="channel", outlier_fraction=0.2),
+    "dither, rotated": Quantized(2, group=8, scaling="channel", rounding="dither", rotate=True),
+    "stochastic, float32": Quantized(
+        1, scaling="channel", rounding="stochastic", scale_dtype="float32", outlier_fraction=0.1
+    ),
+    "normal": Quantized(2, scaling="channel", levels="normal"),
+}
+every = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+
+
+def normal(*shape, dtype="float32", seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def f64(x):
+    return np.asarray(x, np.float64)
+
+
+fit = jax.jit(Calibrated.fit, static_argnums=0)
+
+
+@jax.jit
+def round_trip(codec, x, key=KEY):
+    code = codec.encode(x, key)
+    return code, codec.decode(code)
+
+
+def step_of(calibrated):
+    return f64(np.asarray(calibrated.step).view(jnp.dtype(calibrated.codec.scale_dtype)))
+
+
+def nbytes(tree):
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+@quick
+@every
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_on_what_it_was_fitted_to_it_is_the_codec(codec, dtype):
+    x = normal(2, 15, 12, dtype=dtype)
+    calibrated = fit(codec, x)
+    assert calibrated.step.shape == (12,)
+    code, decoded = round_trip(calibrated, x)
+    plain, want = round_trip(codec, x)
+    np.testing.assert_array_equal(decoded, want)
+    assert decoded.dtype == dtype
+    for a, b in zip(code.planes, plain.planes, strict=True):
+        np.testing.assert_array_equal(a, b)
+    # Sums by token, in another order.
+    dz = normal(2, 15, 3, dtype=dtype, seed=1)
+    got, want = calibrated.weight_grad(code, dz), codec.weight_grad(plain, dz)
+    assert got.dtype == jnp.float32
+    np.testing.assert_array_equal(got, want)
+
+
+@every
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_it_stores_neither_scales_nor_indices(codec, dtype):
+    x = jax.ShapeDtypeStruct((2, 15, 12), dtype)
+    calibrated = jax.eval_shape(functools.partial(Calibrated.fit, codec), x)
+    code = jax.eval_shape(calibrated.encode, x, KEY)
+    assert (code.low, code.step, code.channels) == (None, None, None)
+    stored = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(code))
+    item, scale = jnp.dtype(dtype).itemsize, jnp.dtype(codec.scale_dtype).itemsize
+    planes = sum(-(-12 * p // 8) for p in {3: (2, 1)}.get(codec.bits, (codec.bits,)))
+    outliers = round(codec.outlier_fraction * 12)
+    key = 8 if codec.rounding == "dither" else 0
+    assert stored == 30 * (planes + outliers * item) + key
+    assert calibrated.stored_bytes(x.shape, dtype) == stored
+    assert codec.stored_bytes(x.shape, dtype) == stored + 12 * scale + 4 * outliers
+
+
+@quick
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_what_lies_outside_its_range_saturates(bits, rounding):
+    codec = Quantized(bits, scaling="channel", rounding=rounding)
+    calibrated = fit(codec, normal(200, 8))
+    step = step_of(calibrated)
+    reach = (2**bits - 1) / 2 * step
+    # Just above the range, and far: where a code would wrap, and where bytes would.
+    sizes = np.float32([0.51, 1.5, 2.0 ** (bits - 1) + 1, 2.0**bits, 300, 1e6])
+    x = (reach + sizes[:, None, None] * step) * np.sign(normal(6, 50, 8))
+    got = f64(round_trip(calibrated, x.astype("float32"))[1])
+    if rounding == "dither":
+        # The shift is taken off again: half a level to either side.
+        assert np.all(abs(got - np.sign(x) * reach) <= step / 2 * (1 + 2**-14))
+    else:
+        # Stochastic: at 0.51 levels above, and more, there is only the top. Rounded by float32.
+        np.testing.assert_allclose(got, np.sign(x) * reach, rtol=2**-23)
+
+
+@quick
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_within_its_range_another_activation_errs_by_a_level_at_most(rounding):
+    codec = Quantized(4, scaling="channel", rounding=rounding)
+    calibrated = fit(codec, normal(200, 8))
+    step = step_of(calibrated)
+    x = np.clip(normal(100, 8, seed=1), -7.5 * step, 7.5 * step).astype("float32")
+    error = abs(f64(round_trip(calibrated, x)[1]) - x)
+    # A few roundings of float32, of 16 levels.
+    assert np.all(error <= step * ((1 if rounding == "stochastic" else 0.5) + 2**-16))
+
+
+@quick
+def test_channels_that_it_was_given_come_back_whole_however_large():
+    x = normal(30, 20) * jnp.where(jnp.arange(20) % 7 == 3, 50, 1)
+    codec = Quantized(2, scaling="channel", outlier_fraction=0.15)
+    calibrated = fit(codec, x)
+    assert sorted(np.asarray(calibrated.channels).tolist()) == [3, 10, 17]
+    # Others are the largest now, and saturate.
+    other = normal(30, 20, seed=1) * jnp.where(jnp.arange(20) == 5, 1e6, 1)
+    _, decoded = round_trip(calibrated, other)
+    np.testing.assert_array_equal(decoded[:, 3::7], other[:, 3::7])
+    assert abs(f64(decoded[:, 5])).max() <= 1.5 * step_of(calibrated)[5]
+
+
+def gradients(x, w, dy, calibrated, key):
+    y, pullback = jax.vjp(lambda x, w: actjax.linear(x, w, codec=calibrated, key=key), x, w)
+    return y, *pullback(dy)
+
+
+@quick
+@every
+def test_a_linear_operator_takes_it_as_a_traced_argument(codec, x64):
+    x, w, dy = (normal(*shape, dtype="float64") for shape in [(2, 15, 12), (12, 5), (2, 15, 5)])
+    traced = []
+
+    @jax.jit
+    def step(x, calibrated):
+        traced.append(calibrated)
+        return gradients(x, w, dy, calibrated, KEY)
+
+    # The second with other scales: nothing is compiled again.
+    for scale in (1.0, 3.0):
+        calibrated = fit(codec, scale * x)
+        y, dx, dw = step(x, calibrated)
+        np.testing.assert_allclose(y, x @ w, rtol=1e-13)
+        np.testing.assert_allclose(dx, dy @ w.T, rtol=1e-13)
+        _, decoded = round_trip(calibrated, x)
+        # Sums of 30 terms in another order.
+        want = f64(decoded).reshape(30, 12).T @ f64(dy).reshape(30, 5)
+        np.testing.assert_allclose(dw, want, rtol=1e-12, atol=1e-12)
+    assert len(traced) == 1
+
+
+@quick
+@every
+def test_stacked_calibrations_go_through_scan_with_the_layers(codec, x64):
+    xs, ws = normal(3, 15, 12, dtype="float64"), normal(3, 12, 12, dtype="float64", seed=1)
+    calibrations = jax.vmap(functools.partial(Calibrated.fit, codec))(xs)
+    assert calibrations.step.shape == (3, 12)
+
+    def layer(x, layer):
+        w, calibrated = layer
+        return x + jnp.tanh(actjax.linear(x, w, codec=calibrated, key=KEY)), None
+
+    def scanned(ws):
+        return jnp.sum(jax.lax.scan(layer, xs[0], (ws, calibrations))[0] ** 2)
+
+    def unrolled(ws):
+        x = xs[0]
+        for i in range(3):
+            own = Calibrated.fit(codec, xs[i])
+            x, _ = layer(x, (ws[i], own))
+        return jnp.sum(x**2)
+
+    got, want = (jax.jit(jax.grad(f))(ws) for f in (scanned, unrolled))
+    # A last digit may turn the rounding of a number, of which there are 540: none is that close.
+    np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("outlier_fraction", [0, 0.05])
+def test_under_scan_a_layer_takes_its_bits_and_no_scales(outlier_fraction):
+    codec = Quantized(4, scaling="channel", outlier_fraction=outlier_fraction)
+    shape, width = (512, 64), 64
+
+    def temporaries(layers):
+        def loss(x, ws, calibrations):
+            def body(x, layer):
+                w, calibrated = layer
+                return x + actjax.linear(x, w, codec=calibrated), None
+
+            return jnp.sum(jax.lax.scan(body, x, (ws, calibrations))[0] ** 2)
+
+        x = jax.ShapeDtypeStruct(shape, "float32")
+        ws = jax.ShapeDtypeStruct((layers, width, width), "float32")
+        stack = jax.ShapeDtypeStruct((layers, *shape), "float32")
+        calibrations = jax.eval_shape(jax.vmap(functools.partial(Calibrated.fit, codec)), stack)
+        compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(x, ws, calibrations).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    grown = temporaries(12) - temporaries(4)
+    calibrated = jax.eval_shape(
+        functools.partial(Calibrated.fit, codec), jax.ShapeDtypeStruct(shape, "float32")
+    )
+    # Buffers are aligned. One activation would be 128 KiB.
+    assert abs(grown - 8 * calibrated.stored_bytes(shape, "float32")) < 4096
+
+
+@every
+def test_it_is_a_pytree_of_its_arrays(codec):
+    calibrated = jax.eval_shape(
+        functools.partial(Calibrated.fit, codec), jax.ShapeDtypeStruct((15, 12), "float32")
+    )
+    leaves, structure = jax.tree.flatten(calibrated)
+    assert len(leaves) == (2 if codec.outlier_fraction else 1)
+    again = jax.tree.unflatten(structure, leaves)
+    assert again.codec == codec
+    assert isinstance(again, actjax.Codec)
+
+
+@every
+def test_what_it_declares_is_of_its_codec(codec):
+    calibrated = Calibrated(codec, jnp.ones(12), None)
+    assert calibrated.biased == codec.biased
+    assert calibrated.needs_key == codec.needs_key
+    assert repr(calibrated) == f"Calibrated({codec!r})"
+    assert calibrated.gradient_rank((15, 12)) is None
+
+
+def test_a_codec_that_scales_by_group_is_refused():
+    codec = Quantized(4, group=8)
+    message = f"`codec` of Calibrated must have scaling='channel', got {codec}"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        Calibrated.fit(codec, jnp.ones((15, 12)))
+
+
+@pytest.mark.parametrize("shape", [(15, 11), (12, 13), (12,), ()])
+def test_another_number_of_channels_is_refused(shape):
+    codec = CODECS["plain"]
+    x, channels = jnp.ones((2, 12)), shape[-1:]
+    calibrated = Calibrated.fit(codec, x)
+    if channels == (12,):
+        calibrated = Calibrated.fit(codec, jnp.ones((2, 13)))
+    message = f"`x` has {channels} channels, but the calibration is of {calibrated.step.shape}."
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        calibrated.encode(jnp.ones(shape))
+
+
+def test_a_stack_of_calibrations_is_no_calibration():
+    stack = jax.vmap(functools.partial(Calibrated.fit, CODECS["plain"]))(jnp.ones((3, 15, 12)))
+    with pytest.raises(ValueError, match=re.escape("the calibration is of (3, 12).")):
+        actjax.linear(jnp.ones((15, 12)), jnp.ones((12, 5)), codec=stack)
+
+
+@pytest.mark.parametrize("name", ["dither, rotated", "stochastic, float32"])
+def test_a_missing_key_is_named(name):
+    x = jnp.ones((15, 12))
+    calibrated = Calibrated.fit(CODECS[name], x)
+    with pytest.raises(ValueError, match="got key=None: pass `key`"):
+        calibrated.encode(x)
+    with pytest.raises(ValueError, match="got key=None: pass `key`"):
+        actjax.linear(x, jnp.ones((12, 5)), codec=calibrated)
