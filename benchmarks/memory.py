@@ -1,7 +1,7 @@
 """Memory and operations of a whole training step, from the compiled program: nothing is run.
 
-`python -m benchmarks.memory` compiles for this machine, `--gpu-target FILE` for a GPU that need not
-be there. `peak` is all that exists at once: weights, states, gradients, residuals and workspace.
+`python -m benchmarks.memory` compiles for this machine, `--device h100` for a GPU that need not be
+there. `peak` is all that exists at once: weights, states, gradients, residuals and workspace.
 `forward and backward` are the temporaries of the gradient alone, without weights and gradients.
 Judge bf16 on a GPU only: on a CPU, XLA turns bf16 products into float32 copies.
 """
@@ -14,12 +14,13 @@ from typing import Any
 import jax
 import tyro
 
-from benchmarks import record, target
-from benchmarks.flops import causal_loop_length, matmul_flops
+from benchmarks import record
 from benchmarks.report import print_table
 from benchmarks.rivals import RIVALS, compiled_memory, rival
 from benchmarks.variants import check_names
 from train.config import PretrainConfig
+from train.devices import HERE, compile_for, description_of
+from train.flops import causal_loop_length, matmul_flops
 from train.step import batch_shapes
 
 
@@ -33,12 +34,13 @@ class Config:
     """Model, batch and dtypes; the method is set by this program."""
     only: tuple[str, ...] = RIVALS
     """Rivals to measure."""
-    gpu_target: pathlib.Path | None = None
-    """Description of a GPU to compile for (XLA's GpuTargetConfigProto as text)."""
+    device: str = HERE
+    """What to compile for: here, or a GPU by name: h100, h200, a100_80, a100_40, rtx_4090, ..."""
     results: pathlib.Path = record.RESULTS / "memory.json"
 
     def __post_init__(self) -> None:
         check_names(self.only, RIVALS)
+        description_of(self.device)
 
 
 def measure(config: Config) -> list[dict]:
@@ -58,7 +60,7 @@ def _measure(name: str, config: Config) -> dict:
         row["refresh_matmul_flops"] = _flops(one.refresh, config, state, batch)
     gradients, states = one.of_layers()
     row |= {"layer_gradients": gradients, "layer_states": states}
-    with target.device(config.gpu_target) as place:
+    with compile_for(description_of(config.device)) as place:
         placed = place(state), place(batch)
         known = one.memory()
         row |= compiled_memory(_compile(one.step, placed, donate=True))
@@ -85,7 +87,7 @@ def _compile(function: Any, arguments: Any, donate: bool) -> Any:
 def show(config: Config, rows: list[dict]) -> None:
     """Prints the rows as a table, ratios to the first beside."""
     train = config.train
-    where = "this CPU" if config.gpu_target is None else config.gpu_target.stem
+    where = "this CPU" if config.device == HERE else config.device
     title = (
         f"{train.model}, {train.batch_size} x {train.seq_len}, weights {train.weight_dtype},"
         f" compute {train.compute_dtype}, compiled for {where}; GiB"
@@ -119,9 +121,7 @@ def main() -> None:
     config = tyro.cli(Config, description=__doc__, config=(tyro.conf.OmitArgPrefixes,))
     rows = measure(config)
     show(config, rows)
-    # Where a description lies on this machine says nothing to others.
-    target_name = pathlib.Path(config.gpu_target.name) if config.gpu_target else None
-    record.write(dataclasses.replace(config, gpu_target=target_name), rows)
+    record.write(config, rows)
 
 
 if __name__ == "__main__":

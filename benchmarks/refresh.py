@@ -24,11 +24,11 @@ import actjax
 from actjax.optim.bases import OVERSAMPLING, POWER_ITERATIONS
 from actjax.optim.projections import Side
 from benchmarks import record
-from benchmarks.flops import causal_loop_length, matmul_flops
 from benchmarks.report import print_table
 from benchmarks.rivals import rival
 from models import preset
 from train.config import PretrainConfig
+from train.flops import causal_loop_length, matmul_flops
 from train.step import batch_shapes
 
 

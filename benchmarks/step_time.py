@@ -20,12 +20,12 @@ import jax.numpy as jnp
 import tyro
 
 from benchmarks import record
-from benchmarks.flops import causal_loop_length, matmul_flops
 from benchmarks.report import print_table
 from benchmarks.rivals import RIVALS, compiled_memory, random_batch, rival
 from benchmarks.variants import check_names
 from models import preset
 from train.config import PretrainConfig
+from train.flops import causal_loop_length, matmul_flops
 
 
 @dataclasses.dataclass(frozen=True)

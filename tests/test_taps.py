@@ -10,7 +10,7 @@ from cases import CODECS
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from actjax import Codec, Exact, RandomProjection, cross_entropy, linear, qkv_projection
+from actjax import Codec, Exact, Quantized, RandomProjection, cross_entropy, linear, qkv_projection
 from actjax.taps import TappedWeight, Use, find_uses, path_name, plain_weight
 
 KEY = jax.random.key(5)

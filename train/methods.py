@@ -22,6 +22,9 @@ from actjax.optim.subspace import Moments, Source
 from models import ModelConfig, Storage
 from models.config import LINEAR_INPUTS, SITES
 
+_KEPT = tuple(site for site in SITES if site not in LINEAR_INPUTS)
+"""What is kept where linear inputs are rebuilt."""
+
 
 @dataclasses.dataclass(frozen=True)
 class MethodOptions:
@@ -49,7 +52,10 @@ class MethodOptions:
     bits: Literal[0, 1, 2, 3, 4, 8, 16] = 0
     """Bits of a number that `gact`, `quantized`, `compressed_remat` and the frugal methods store,
     and of an input's coordinate in the subspace of `subspace` and `random_projection`: there 4, 8,
-    or 16 for the compute dtype. 0: 4 and 16."""
+    or 16. 16 is the compute dtype as it is. 0: 4, and 16 in a subspace."""
+    sites: tuple[str, ...] = ()
+    """Which of attention_norm, q, k, v, mlp_norm, gate, up (and attention_out for `gact`) are
+    stored in bits; the others as they are. All if none are named."""
     group: int = 128
     """Neighbouring numbers that share a scale."""
     rounding: Rounding = "nearest"
@@ -81,6 +87,9 @@ class MethodOptions:
             raise ValueError(f"`--gap` must be at least 1, got {self.gap}.")
         if self.adapt_every < 1:
             raise ValueError(f"`--adapt-every` must be at least 1, got {self.adapt_every}.")
+        unknown = [site for site in self.sites if site not in (*_KEPT, "attention_out")]
+        if unknown:
+            raise ValueError(f"`--sites` must be of {_KEPT}, got {', '.join(unknown)}.")
         if not (self.average_bits == 0 or 1 <= self.average_bits <= 8):
             raise ValueError(f"`--average-bits` must be 0 or in [1, 8], got {self.average_bits}.")
 
@@ -188,6 +197,8 @@ def _randomized_svd(o: MethodOptions) -> Storage:
 
 
 def _code(o: MethodOptions) -> Codec:
+    if o.bits == 16:
+        return _placed(Exact(), o)
     code = Quantized(
         o.bits,
         group=o.group,
@@ -199,21 +210,16 @@ def _code(o: MethodOptions) -> Codec:
     return _placed(code, o)
 
 
-_KEPT = tuple(site for site in SITES if site not in LINEAR_INPUTS)
-"""What is kept where linear inputs are rebuilt."""
-
-
 def _rebuilt(o: MethodOptions) -> Storage:
     """Returns one code for each value that is kept, and linear inputs rebuilt from these."""
-    code = _code(o)
-    kept: dict[str, Any] = dict.fromkeys(_KEPT, code)
+    kept: dict[str, Any] = dict.fromkeys(o.sites or _KEPT, _code(o))
     rebuilt: dict[str, Any] = dict.fromkeys(LINEAR_INPUTS)
     return Storage(**kept, **rebuilt)
 
 
 def _residuals(o: MethodOptions) -> Storage:
     """Returns a block whose residuals are compressed as a whole."""
-    sites: dict[str, Any] = dict.fromkeys((*_KEPT, "attention_out"), _code(o))
+    sites: dict[str, Any] = dict.fromkeys(o.sites or (*_KEPT, "attention_out"), _code(o))
     return Storage(**sites, residuals=True)
 
 

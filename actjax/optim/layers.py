@@ -134,11 +134,19 @@ def count_layers(stacked: Any) -> int:
 def take(tree: Any, i: jax.typing.ArrayLike) -> Any:
     """Returns layer `i` of a tree of stacked arrays. What is one array before is one after."""
     stacks = {id(x): x for x in jax.tree.leaves(tree)}
-    slices = jax.lax.platform_dependent(stacks, i, cpu=_slice_apart, default=_slice)
+    away = {name: x for name, x in stacks.items() if _is_on_host(x)}
+    near = {name: x for name, x in stacks.items() if name not in away}
+    slices = jax.lax.platform_dependent(near, i, cpu=_slice_apart, default=_slice)
+    slices |= _slice(away, i)
     return jax.tree.map(lambda x: slices[id(x)], tree)
 
 
-def _slice(stacks: Any, i: jax.Array) -> Any:
+def _is_on_host(x: Any) -> bool:
+    """Returns whether an array was put into the memory of the host within a program."""
+    return getattr(jax.typeof(x), "memory_space", None) == jax.memory.Space.Host
+
+
+def _slice(stacks: Any, i: jax.typing.ArrayLike) -> Any:
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), stacks)
 
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import tiny
 
-from benchmarks.flops import causal_loop_length, matmul_flops
 from benchmarks.rivals import RIVALS, Rival, compiled_memory, method_rival, random_batch, rival
 from benchmarks.variants import VARIANTS, Variant, check_names
 from models import ModelConfig
 from train.config import PretrainConfig
+from train.flops import causal_loop_length, matmul_flops
 from train.methods import MethodOptions
 from train.step import batch_shapes
 

@@ -55,22 +55,16 @@ def nbytes(tree):
 
 @quick
 @every
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_on_what_it_was_fitted_to_it_is_the_codec(codec, dtype):
-    x = normal(2, 15, 12, dtype=dtype)
+def test_on_what_it_was_fitted_to_it_is_the_codec(codec):
+    x = normal(2, 15, 12, dtype="bfloat16")
     calibrated = fit(codec, x)
     assert calibrated.step.shape == (12,)
     code, decoded = round_trip(calibrated, x)
     plain, want = round_trip(codec, x)
+    assert decoded.dtype == "bfloat16"
     np.testing.assert_array_equal(decoded, want)
-    assert decoded.dtype == dtype
     for a, b in zip(code.planes, plain.planes, strict=True):
         np.testing.assert_array_equal(a, b)
-    # Sums by token, in another order.
-    dz = normal(2, 15, 3, dtype=dtype, seed=1)
-    got, want = calibrated.weight_grad(code, dz), codec.weight_grad(plain, dz)
-    assert got.dtype == jnp.float32
-    np.testing.assert_array_equal(got, want)
 
 
 @every
@@ -78,7 +72,7 @@ def test_on_what_it_was_fitted_to_it_is_the_codec(codec, dtype):
 def test_it_stores_neither_scales_nor_indices(codec, dtype):
     x = jax.ShapeDtypeStruct((2, 15, 12), dtype)
     calibrated = jax.eval_shape(functools.partial(Calibrated.fit, codec), x)
-    code = jax.eval_shape(calibrated.encode, x, KEY)
+    code = jax.eval_shape(lambda codec, x: codec.encode(x, KEY), calibrated, x)
     assert (code.low, code.step, code.channels) == (None, None, None)
     stored = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(code))
     item, scale = jnp.dtype(dtype).itemsize, jnp.dtype(codec.scale_dtype).itemsize
@@ -155,39 +149,48 @@ def test_a_linear_operator_takes_it_as_a_traced_argument(codec, x64):
     for scale in (1.0, 3.0):
         calibrated = fit(codec, scale * x)
         y, dx, dw = step(x, calibrated)
-        np.testing.assert_allclose(y, x @ w, rtol=1e-13)
-        np.testing.assert_allclose(dx, dy @ w.T, rtol=1e-13)
+        np.testing.assert_allclose(y, x @ w, rtol=0, atol=1e-13)
+        np.testing.assert_allclose(dx, dy @ w.T, rtol=0, atol=1e-13)
         _, decoded = round_trip(calibrated, x)
         # Sums of 30 terms in another order.
         want = f64(decoded).reshape(30, 12).T @ f64(dy).reshape(30, 5)
-        np.testing.assert_allclose(dw, want, rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(dw, want, rtol=0, atol=1e-12)
     assert len(traced) == 1
 
 
 @quick
-@every
-def test_stacked_calibrations_go_through_scan_with_the_layers(codec, x64):
+@pytest.mark.parametrize("name", ["outliers", "dither, rotated"])
+def test_stacked_calibrations_go_through_scan_with_the_layers(name, x64):
     xs, ws = normal(3, 15, 12, dtype="float64"), normal(3, 12, 12, dtype="float64", seed=1)
-    calibrations = jax.vmap(functools.partial(Calibrated.fit, codec))(xs)
+    calibrations = jax.jit(jax.vmap(functools.partial(Calibrated.fit, CODECS[name])))(xs)
     assert calibrations.step.shape == (3, 12)
 
-    def layer(x, layer):
-        w, calibrated = layer
-        return x + jnp.tanh(actjax.linear(x, w, codec=calibrated, key=KEY)), None
+    def layer(x, w, calibrated):
+        return x + jnp.tanh(actjax.linear(x, w, codec=calibrated, key=KEY))
 
+    @jax.jit
+    @jax.grad
     def scanned(ws):
-        return jnp.sum(jax.lax.scan(layer, xs[0], (ws, calibrations))[0] ** 2)
+        stack = (ws, calibrations)
+        return jnp.sum(jax.lax.scan(lambda x, l: (layer(x, *l), None), xs[0], stack)[0] ** 2)
 
-    def unrolled(ws):
-        x = xs[0]
-        for i in range(3):
-            own = Calibrated.fit(codec, xs[i])
-            x, _ = layer(x, (ws[i], own))
-        return jnp.sum(x**2)
+    @jax.jit
+    def one(x, w, calibrated, dy):
+        y, pullback = jax.vjp(lambda x, w: layer(x, w, calibrated), x, w)
+        return y, *pullback(dy)
 
-    got, want = (jax.jit(jax.grad(f))(ws) for f in (scanned, unrolled))
-    # A last digit may turn the rounding of a number, of which there are 540: none is that close.
-    np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9)
+    # By hand: each layer with the calibration of its own.
+    own = [(w, fit(CODECS[name], x)) for w, x in zip(ws, xs, strict=True)]
+    inputs, want = [xs[0]], []
+    for l in own:
+        inputs.append(one(inputs[-1], *l, xs[0])[0])
+    dx = 2 * inputs.pop()
+    for x, l in zip(reversed(inputs), reversed(own), strict=True):
+        _, dx, dw = one(x, *l, dx)
+        want.insert(0, dw)
+    # Not in the last digits, which turn the rounding of a number that lies that near to half a
+    # level: none of these 540 does.
+    np.testing.assert_allclose(scanned(ws), jnp.stack(want), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("outlier_fraction", [0, 0.05])
@@ -246,28 +249,24 @@ def test_a_codec_that_scales_by_group_is_refused():
         Calibrated.fit(codec, jnp.ones((15, 12)))
 
 
-@pytest.mark.parametrize("shape", [(15, 11), (12, 13), (12,), ()])
-def test_another_number_of_channels_is_refused(shape):
-    codec = CODECS["plain"]
-    x, channels = jnp.ones((2, 12)), shape[-1:]
-    calibrated = Calibrated.fit(codec, x)
-    if channels == (12,):
-        calibrated = Calibrated.fit(codec, jnp.ones((2, 13)))
-    message = f"`x` has {channels} channels, but the calibration is of {calibrated.step.shape}."
+@pytest.mark.parametrize(
+    ("shape", "calibrated"), [((15, 11), (12,)), ((12, 13), (12,)), ((), (1,)), ((15, 12), (3, 12))]
+)
+def test_another_number_of_channels_is_refused(shape, calibrated):
+    # The last is a stack, of which a layer takes one.
+    codec = Calibrated(CODECS["plain"], np.ones(calibrated, "uint16"), None)
+    message = f"`x` has {shape[-1:]} channels, but the calibration is of {calibrated}."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        calibrated.encode(jnp.ones(shape))
-
-
-def test_a_stack_of_calibrations_is_no_calibration():
-    stack = jax.vmap(functools.partial(Calibrated.fit, CODECS["plain"]))(jnp.ones((3, 15, 12)))
-    with pytest.raises(ValueError, match=re.escape("the calibration is of (3, 12).")):
-        actjax.linear(jnp.ones((15, 12)), jnp.ones((12, 5)), codec=stack)
+        codec.encode(jnp.ones(shape))
+    if shape:
+        w, dy = jnp.ones((shape[-1], 5)), jnp.ones((*shape[:-1], 5))
+        with pytest.raises(ValueError, match=re.escape(message)):
+            jax.eval_shape(gradients, jnp.ones(shape), w, dy, codec, None)
 
 
 @pytest.mark.parametrize("name", ["dither, rotated", "stochastic, float32"])
 def test_a_missing_key_is_named(name):
-    x = jnp.ones((15, 12))
-    calibrated = Calibrated.fit(CODECS[name], x)
+    x, calibrated = jnp.ones((15, 12)), Calibrated(CODECS[name], jnp.ones(12), None)
     with pytest.raises(ValueError, match="got key=None: pass `key`"):
         calibrated.encode(x)
     with pytest.raises(ValueError, match="got key=None: pass `key`"):

@@ -123,7 +123,7 @@ def test_every_bit_of_every_byte_is_used(bits):
     np.testing.assert_array_equal(changed.sum(0), 1)
 
 
-@every
+@pytest.mark.parametrize("bits", [1, 3])
 def test_transformations_of_jax_change_nothing(bits):
     codes = jnp.asarray(random_codes(bits, 4, 3, 9))
     want = packed(codes, bits)

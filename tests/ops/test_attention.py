@@ -364,11 +364,24 @@ def test_the_dense_form_agrees_with_the_oracle(causal, quick_compile):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)  # Float32.
 
 
-def test_the_dense_form_has_second_derivatives(x64, quick_compile):
-    q, k, v, _ = problem(1, 5, 2, 1, 4)
-    fun = lambda *args: jnp.sin(attention(*args, implementation="dense"))  # noqa: E731
-    # As for the first derivatives; the first are differentiated numerically for the second.
-    check_grads(jax.jit(fun), (q, k, v), 2, ["fwd", "rev"], 1e-7, 1e-7, 1e-5)
+def test_the_dense_form_has_second_derivatives(quick_compile):
+    q, k, v, direction = problem(1, 5, 2, 2, 4)
+
+    def by_definition(q, k, v):
+        scores = jnp.einsum("bshd,bthd->bhst", q, k) / 2
+        seen = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))
+        return jnp.einsum("bhst,bthd->bshd", weights, v)
+
+    def curvature(fun, *inputs):
+        loss = lambda *args: jnp.sum(jnp.sin(fun(*args)))  # noqa: E731
+        along = lambda *args: jnp.vdot(jax.grad(loss)(*args), direction)  # noqa: E731
+        return jax.grad(along, (0, 1, 2))(*inputs)
+
+    dense = functools.partial(attention, implementation="dense")
+    run = jax.jit(lambda *args: [curvature(f, *args) for f in (dense, by_definition)])
+    # Float32, sums of at most 40 terms.
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), *run(q, k, v))
 
 
 # Codecs.
@@ -478,7 +491,7 @@ def test_with_a_codec_a_layer_of_a_scan_takes_the_bytes_of_its_codes_and_no_more
     assert abs(temporaries(12) - temporaries(4) - 8 * stored) < 4096
 
 
-@pytest.mark.parametrize("name", ["checkpoint", "scan", "vmap"])
+@pytest.mark.parametrize("name", ["checkpoint", "vmap"])
 def test_with_a_codec_gradients_are_the_same_under(name, quick_compile):
     *inputs, dout = problem(*SHAPES)
     stacked = name in ("scan", "vmap")

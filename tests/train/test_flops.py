@@ -1,7 +1,7 @@
 import jax
 import jax.numpy as jnp
 
-from benchmarks.flops import matmul_flops
+from train.flops import matmul_flops
 
 A, B = jnp.ones((3, 5)), jnp.ones((5, 7))
 
