@@ -6,7 +6,7 @@ from actjax.bits import allocate_bits as allocate_bits
 from actjax.bits import compression_variance as compression_variance
 from actjax.bits import sampling_variance as sampling_variance
 from actjax.bits import sensitivity as sensitivity
-from actjax.checkpoint import checkpoint as checkpoint
+from actjax.checkpointing import checkpoint as checkpoint
 from actjax.codecs import Calibrated as Calibrated
 from actjax.codecs import Codec as Codec
 from actjax.codecs import Exact as Exact

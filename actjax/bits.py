@@ -235,7 +235,12 @@ def allocate_bits(
 
 
 def compression_variance(sensitivity: Mapping[str, float], bits: Mapping[str, int]) -> float:
-    """Returns `Σ c_l S(b_l)`, what compression adds to the variance of the gradient (Theorem 2)."""
+    """Returns `Σ c_l S(b_l)`, what compression adds to the variance of the gradient (Theorem 2).
+
+    Args:
+      sensitivity: `c_l`, by name.
+      bits: by name.
+    """
     return sum(c * error_of_bits(bits[name]) for name, c in sensitivity.items())
 
 

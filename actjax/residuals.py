@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from actjax.checkpoint import check_positions, decode_late, positions_of
+from actjax.checkpointing import check_positions, decode_late, positions_of
 from actjax.codecs import Codec
 from actjax.explanation import origin_of
 from actjax.programs import close, run_equation, run_inlined

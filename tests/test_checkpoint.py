@@ -77,8 +77,8 @@ def test_an_exact_codec_is_what_jax_does(quick_compile):
         jax.value_and_grad(lambda *args: total(f(layer)(*args)), (0, 1))(x, w)
         for f in (functools.partial(checkpoint, codec=Exact()), jax.checkpoint)
     ])  # fmt: skip
-    # The same operations on the same numbers, in float32.
-    same = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
+    # Float32: sums of at most 8 terms of size 1 to 10, perhaps in another order.
+    same = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
     jax.tree.map(same, *run(x, w))
 
 
@@ -501,7 +501,7 @@ def test_no_positions_are_as_good_as_jax_checkpoint(quick_compile):
     x, w = normal(0, 6, 8), normal(1, 8, 5)
     got, want = (jax.jit(jax.grad(lambda w, f=f: total(f(x, w))))(w)
                  for f in (checkpoint(layer, activations=()), layer))  # fmt: skip
-    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("codec", [Exact(), NEAREST], ids=str)

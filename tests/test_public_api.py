@@ -110,12 +110,16 @@ def test_every_module_says_what_it_is(module):
 
 def test_actjax_holds_its_public_names_and_nothing_else():
     names = {name for name in vars(actjax) if not name.startswith("_")}
-    submodules = {"accumulation", "codecs", "gradients", "low_rank", "ops", "orthogonal",
-                  "precision", "residuals", "tags", "taps"}  # fmt: skip
+    submodules = {"accumulation", "bits", "checkpointing", "codecs", "explanation", "gradients",
+                  "low_rank", "ops", "orthogonal", "precision", "programs", "rebuilding",
+                  "residuals", "tags", "taps"}  # fmt: skip
     assert names - submodules == {
         *("Codec", "Exact", "PointApproximation", "PrincipalPlusRandom", "RandomProjection"),
-        *("RandomizedSVD", "Explanation", "Residual", "attention", "cross_entropy", "explain"),
-        *("linear", "qkv_projection", "rms_norm", "rope", "swiglu"),
+        *("RandomizedSVD", "Quantized", "Calibrated", "Offloaded"),
+        *("Explanation", "Residual", "Candidate", "explain", "compress_residuals", "checkpoint"),
+        *("attention", "cross_entropy", "linear", "qkv_projection", "rms_norm", "rope", "swiglu"),
+        *("attention_linear", "norm_linear", "swiglu_linear"),
+        *("allocate_bits", "compression_variance", "sampling_variance", "sensitivity"),
         *("Bases", "LowRank", "accumulate", "clip_by_global_norm", "global_norm", "input_groups"),
         *("optim", "value_and_grad", "with_bases"),
     }

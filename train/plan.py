@@ -20,12 +20,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+import actjax
 from models import ModelConfig, preset
 from train.config import PretrainConfig
 from train.devices import GIB, GPUS, HERE, compile_for, description_of, gpu
 from train.flops import causal_loop_length, matmul_flops
 from train.methods import METHODS
-from train.report import StepMemory, explain_step, step_memory
+from train.report import StepMemory, explain_step, step_memory, tree_bytes
 from train.step import (
     Recipe,
     TrainState,
@@ -55,7 +56,8 @@ class PlanConfig:
     """What to compile for: here, or h100, h200, a100_80, a100_40, rtx_4090, rtx_3090, l4, a10g."""
     budget: str = ""
     """Memory that a step may take, such as 24GiB. The fastest plan that fits is looked for, first
-    with full-rank updates and four bits or more, then with fewer bits, then in a subspace."""
+    with full-rank updates and four bits or more, then with fewer bits, then in a subspace, the
+    largest first."""
 
     def __post_init__(self) -> None:
         if self.device != HERE:
@@ -143,10 +145,12 @@ def search(config: PlanConfig, console: Console) -> bool:
     budget, model_config = parse_bytes(config.budget), preset(config.train.model)
     tried: list[Compiled] = []
     for title, configs in stages(config.train, model_config):
-        plans = [make_plan(one, config.device) for one in configs]
+        # Weights and states alone first: what is kept besides takes a trace to know.
+        near = [one for one in configs if _of_parameters(one) <= budget]
+        plans = [make_plan(one, config.device) for one in near]
         possible = [p for p in plans if p.memory.total <= budget]
         console.print(
-            f"{title}: {len(plans)} plans, of which {len(plans) - len(possible)} keep more than"
+            f"{title}: {len(configs)} plans, of which {len(configs) - len(possible)} keep more than"
             f" {config.budget} whatever their workspace",
             highlight=False,
         )
@@ -177,15 +181,25 @@ def stages(
 ) -> Iterator[tuple[str, list[PretrainConfig]]]:
     """Yields plans to choose among, by what they cost in quality."""
     names = None if train.method == ALL else {train.method}
-    for title, choices in (
+    shares = (4, 8, 16, 32)
+    levels = [
         ("full rank, four bits or more", _full_rank((16, 8, 4))),
         ("full rank, fewer bits", _full_rank((3, 2))),
-        ("in a subspace", _subspace(model_config)),
-    ):
+        *(
+            (f"in a subspace of rank d/{n}, four bits or more", _subspace(model_config, n, (8, 4)))
+            for n in shares
+        ),
+        *(
+            (f"in a subspace of rank d/{n}, two bits", _subspace(model_config, n, (2,)))
+            for n in shares
+        ),
+    ]
+    for title, choices in levels:
         configs = [
             _with(train, name, **changes) for name, changes in choices if not names or name in names
         ]
-        yield title, list(dict.fromkeys(configs))
+        if configs:
+            yield title, list(dict.fromkeys(configs))
 
 
 Choice = tuple[str, dict[str, Any]]
@@ -208,12 +222,11 @@ def _full_rank(bits: Iterable[int]) -> Iterator[Choice]:
         yield name, {**changes, "moment_dtype": "8bit", "in_backward": True}
 
 
-def _subspace(model_config: ModelConfig) -> Iterator[Choice]:
-    for share in (4, 8, 16, 32):
-        for n in (8, 4, 2):
-            changes = {"bits": n, "rank": max(1, model_config.hidden_size // share)}
-            yield "frugal_subspace", changes
-            yield "frugal_subspace", {**changes, "offload": True}
+def _subspace(model_config: ModelConfig, share: int, bits: Iterable[int]) -> Iterator[Choice]:
+    for n in bits:
+        changes = {"bits": n, "rank": max(1, model_config.hidden_size // share)}
+        yield "frugal_subspace", changes
+        yield "frugal_subspace", {**changes, "offload": True}
 
 
 def _with(train: PretrainConfig, method: str, **changes: Any) -> PretrainConfig:
@@ -234,16 +247,10 @@ def make_plan(config: PretrainConfig, device: str) -> Plan:
     Raises:
       ValueError: an unknown method, or settings that do not fit one another.
     """
-    recipe = make_recipe(config, preset(config.model))
-    state = _shapes(recipe)
-    explanation = explain_step(recipe, state)
-    memory = step_memory(recipe, state, explanation)
-    flops = matmul_flops(
-        make_train_step(recipe),
-        state,
-        batch_shapes(dataclasses.replace(config, accumulate=1)),
-        loop_length=causal_loop_length(config.seq_len),
-    )
+    memory = _memory(_without_moment_dtype(config))
+    optimizer = tree_bytes(_shapes(make_recipe(config, preset(config.model))).optimizer)
+    memory = dataclasses.replace(memory, optimizer=optimizer)
+    explanation, flops = _gradient(_of_gradient(config))
     coded = [r for r in explanation.residuals if r.codec not in ("", "Exact()")]
     # A code is made from its activation, and read again; the activation read, and written.
     traffic = sum(2 * r.exact_bytes + 2 * r.stored_bytes for r in coded)
@@ -252,6 +259,41 @@ def make_plan(config: PretrainConfig, device: str) -> Plan:
     rate, bandwidth = _HERE if device == HERE else (GPUS[device].flops, GPUS[device].bandwidth)
     bus = 2 * sum(r.stored_bytes for r in coded if r.codec.startswith("Offloaded"))
     return Plan(config, memory, flops, flops / rate + traffic / bandwidth + bus / _BUS)
+
+
+def _of_parameters(config: PretrainConfig) -> int:
+    """Returns the bytes of weights and states."""
+    state = _shapes(make_recipe(config, preset(config.model)))
+    return tree_bytes((state.model, state.optimizer))
+
+
+def _without_moment_dtype(config: PretrainConfig) -> PretrainConfig:
+    optimizer = dataclasses.replace(config.optimizer, moment_dtype="float32")
+    return dataclasses.replace(config, optimizer=optimizer)
+
+
+def _of_gradient(config: PretrainConfig) -> PretrainConfig:
+    """Returns settings without those that the gradient does not depend on."""
+    return dataclasses.replace(_without_moment_dtype(config), in_backward=False)
+
+
+# Plans differ in few things at a time, and a trace of a model takes a second or two.
+
+
+@functools.cache
+def _memory(config: PretrainConfig) -> StepMemory:
+    recipe = make_recipe(config, preset(config.model))
+    return step_memory(recipe, _shapes(recipe), _gradient(_of_gradient(config))[0])
+
+
+@functools.cache
+def _gradient(config: PretrainConfig) -> tuple[actjax.Explanation, int]:
+    """Returns what a step keeps for its backward pass, and the operations of its products."""
+    recipe = make_recipe(config, preset(config.model))
+    state, whole = _shapes(recipe), batch_shapes(dataclasses.replace(config, accumulate=1))
+    length = causal_loop_length(config.seq_len)
+    flops = matmul_flops(make_train_step(recipe), state, whole, loop_length=length)
+    return explain_step(recipe, state), flops
 
 
 def compile_plan(plan: Plan, device: str) -> Compiled:

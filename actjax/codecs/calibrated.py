@@ -53,10 +53,12 @@ class Calibrated(Codec, holds_arrays=True):
 
     @property
     def biased(self) -> bool:
+        """As in `Codec`."""
         return self.codec.biased
 
     @property
     def needs_key(self) -> bool:
+        """As in `Codec`."""
         return self.codec.needs_key
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> QuantizedCode:

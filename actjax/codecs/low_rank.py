@@ -103,6 +103,7 @@ class RandomProjection(FactoredCodec):
 
     @property
     def biased(self) -> bool:
+        """As in `Codec`."""
         return self.factor.biased
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> ProjectedCode:
@@ -240,6 +241,7 @@ class PrincipalPlusRandom(FactoredCodec):
 
     @property
     def biased(self) -> bool:
+        """As in `Codec`."""
         return self.factor.biased
 
     def __post_init__(self) -> None:

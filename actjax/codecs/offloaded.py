@@ -39,10 +39,12 @@ class Offloaded(Codec):
 
     @property
     def biased(self) -> bool:
+        """As in `Codec`."""
         return self.codec.biased
 
     @property
     def needs_key(self) -> bool:
+        """As in `Codec`."""
         return self.codec.needs_key
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> Code:

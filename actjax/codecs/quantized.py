@@ -132,10 +132,12 @@ class Quantized(Codec):
 
     @property
     def biased(self) -> bool:
+        """As in `Codec`."""
         return self.rounding == "nearest"
 
     @property
     def needs_key(self) -> bool:
+        """As in `Codec`."""
         return self.rounding != "nearest"
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> QuantizedCode:
@@ -177,22 +179,28 @@ class Quantized(Codec):
     def expected_error(self, x: jax.Array) -> jax.Array:
         """Returns the mean squared error of each number of `x` by theory, in the dtype of sums.
 
-        `Δ²/12` to the nearest and under dither, `Δ²/6` under stochastic rounding, Lloyd's error of
-        "normal" levels; rotated groups alike.
+        `Δ²/12` to the nearest and under dither, `Δ²/6` under stochastic rounding, but for the two
+        numbers of a group that its levels begin and end with; Lloyd's error of "normal" levels. The
+        mean over a group, rotated or not.
         """
         channels = self.outlier_channels(x)
         parts = []
         for segment in _segments(x.shape[-1], self.group):
             part = self._prepare(segment.take(_without(channels, x)))
             unit = self._fit(part)[1]
-            parts.append(segment.flatten(jnp.broadcast_to(unit * unit, part.shape)))
-        errors = jnp.concatenate(parts, axis=-1) * self._error_of_unit()
-        return errors if channels is None else errors.at[..., channels].set(0)
+            errors = self._error_of_unit(segment.size) * unit * unit
+            parts.append(segment.flatten(jnp.broadcast_to(errors, part.shape)))
+        joined = jnp.concatenate(parts, axis=-1)
+        return joined if channels is None else joined.at[..., channels].set(0)
 
-    def _error_of_unit(self) -> float:
+    def _error_of_unit(self, size: int) -> float:
+        """Returns the mean squared error over the squared scale, in a group of some size."""
         if self.levels == "normal":
             return normal_error(self.bits)
-        return 1 / 6 if self.rounding == "stochastic" else 1 / 12
+        if self.rounding == "dither":
+            return 1 / 12
+        inner = max(0, size - 2) / size if self.scaling == "group" else 1
+        return inner / (6 if self.rounding == "stochastic" else 12)
 
     def outlier_channels(self, x: jax.Array) -> jax.Array | None:
         """Returns the channels of `x` [..., d] with the largest norms, [m]; None for m = 0."""

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from actjax.checkpoint import coded_call
+from actjax.checkpointing import coded_call
 from actjax.codecs import Codec, Exact
 from actjax.ops.checks import all_exact, check_codecs, check_floating
 from actjax.ops.rope import rope as rotate

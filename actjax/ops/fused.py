@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from actjax.checkpoint import decode_late, encode_all
+from actjax.checkpointing import decode_late, encode_all
 from actjax.codecs import Codec, Exact
 from actjax.ops.attention import Implementation, check_attention, from_merged
 from actjax.ops.checks import check_codecs

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from actjax.checkpoint import coded_call
+from actjax.checkpointing import coded_call
 from actjax.codecs import Codec, Exact
 from actjax.ops.checks import all_exact, check_codecs, check_floating
 from actjax.precision import accumulation_dtype

@@ -123,7 +123,11 @@ def test_scales_are_the_least_that_hold_a_group_within_its_levels(scale_dtype, s
     sizes = np.float32([[1], [1000]]).repeat(250, 0) if scaling == "group" else np.float32(1)
     x = sizes * (normal(500, 16) + 3)
     codec = Quantized(4, group=8, scaling=scaling, scale_dtype=scale_dtype)
-    low, step = levels_of(codec, coded(codec, x)[0])
+    code, _, decoded = coded(codec, x)
+    stored = "uint16" if scale_dtype != "float32" else "float32"
+    assert code.step.dtype == stored
+    assert code.low is None if scaling == "channel" else code.low.dtype == stored
+    low, step = levels_of(codec, code)
     x, eps = f64(x), float(jnp.finfo(scale_dtype).eps)
     # Three operations of float32, on numbers up to the largest.
     slack = 4 * TINY * abs(x).max(-1, keepdims=True)
@@ -138,6 +142,7 @@ def test_scales_are_the_least_that_hold_a_group_within_its_levels(scale_dtype, s
         assert np.all(least - low <= eps * abs(least))
         exact = (by_group.max(-1).repeat(8, -1) - low) / 15
     assert np.all(step <= exact * (1 + eps) + slack)
+    assert np.all(abs(f64(decoded) - x) <= step / 2 + arithmetic(codec, low, step))
 
 
 @quick
@@ -194,7 +199,7 @@ def draws(codec, x, keys):
     ("bits", "scaling", "dtype"),
     [
         *((bits, "group", dtype) for bits in BITS for dtype in ("float32", "bfloat16")),
-        *((bits, "channel", "float32") for bits in (1, 4)),
+        (3, "channel", "float32"),
     ],
 )
 def test_it_is_unbiased_and_of_the_variance_that_the_docstring_says(bits, rounding, scaling, dtype):
@@ -244,6 +249,8 @@ def test_it_is_unbiased_and_of_the_variance_that_the_docstring_says(bits, roundi
         ordered, ranks = np.sort(errors, 0), (np.arange(KEYS)[:, None] + 0.5) / KEYS
         off = np.sqrt(np.log(2e7) / (2 * KEYS)) + 0.5 / KEYS
         assert np.all(abs(ordered + 0.5 - ranks) <= off + slack)
+        # And of shifts of their own: six standard errors, for ten thousand pairs.
+        assert abs(np.corrcoef(errors.T) - np.eye(len(share))).max() <= 6 / np.sqrt(KEYS)
     chance = 5 * np.sqrt(of_square / KEYS) + rare + 2 * slack
     assert np.all(abs(squares - variance) <= chance)
     assert np.all(squares <= 0.25 + chance)
@@ -519,7 +526,7 @@ def test_a_rotation_makes_an_outlier_hurt_the_others_less():
 
 
 @quick
-@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_errors_of_a_rotated_group_are_no_longer_than_of_one_that_is_not(rounding, x64):
     x = f64(normal(50, 20))
     codec = Quantized(4, group=8, rounding=rounding, rotate=True)
@@ -537,7 +544,6 @@ def test_errors_of_a_rotated_group_are_no_longer_than_of_one_that_is_not(roundin
     ("fraction", "count", "scaling", "rotate"),
     [
         (0.01, 1, "group", False),
-        (0.2, 3, "group", False),
         (0.2, 3, "group", True),
         (0.2, 3, "channel", False),
         (0.99, 15, "group", False),
@@ -619,9 +625,7 @@ def test_a_group_has_no_part_in_the_code_of_another(codec, changed):
 
 
 @quick
-@pytest.mark.parametrize(
-    ("levels", "rotate"), [("uniform", False), ("normal", False), ("uniform", True)]
-)
+@pytest.mark.parametrize(("levels", "rotate"), [("uniform", True), ("normal", False)])
 def test_a_last_group_that_is_smaller_is_encoded_as_by_itself(levels, rotate):
     x = normal(5, 12)
     codec = Quantized(3, group=8, levels=levels, rotate=rotate)
@@ -630,41 +634,21 @@ def test_a_last_group_that_is_smaller_is_encoded_as_by_itself(levels, rotate):
 
 
 @quick
-@variants
-def test_a_group_larger_than_a_token_is_the_token(codec):
+@pytest.mark.parametrize("name", ["affine", "dither, rotated"])
+def test_a_group_larger_than_a_token_is_the_token(name):
     x = normal(5, 12)
-    large, exact = (dataclasses.replace(codec, group=group) for group in (1000, 12))
+    large, exact = (dataclasses.replace(VARIANTS[name], group=group) for group in (1000, 12))
     for a, b in zip(*(jax.tree.leaves(coded(c, x)) for c in (large, exact)), strict=True):
         np.testing.assert_array_equal(a, b)
     assert large.stored_bytes((5, 12), "float32") == exact.stored_bytes((5, 12), "float32")
 
 
 @quick
-@pytest.mark.parametrize("rounding", ROUNDINGS)
-@pytest.mark.parametrize(("bits", "group"), [(1, 8), (8, 1)])
-def test_one_number_is_the_lowest_level_of_its_group(bits, group, rounding):
+@pytest.mark.parametrize(("bits", "rounding"), [*zip((1, 4, 8), ROUNDINGS, strict=True)])
+def test_one_number_is_the_lowest_level_of_its_group(bits, rounding):
     # The dtype of scales holds it as it is, and the range is none.
     x = np.asarray(jnp.asarray(normal(50, 1), "bfloat16"), "float32")
-    np.testing.assert_array_equal(round_trip(Quantized(bits, group, rounding), x), x)
-
-
-@quick
-@scale_dtypes
-@pytest.mark.parametrize("bits", [1, 4, 8])
-def test_scales_are_stored_in_their_dtype(bits, scale_dtype):
-    x = normal(6, 16)
-    codec = Quantized(bits, group=8, scale_dtype=scale_dtype)
-    code, _, decoded = coded(codec, x)
-    stored = "uint16" if scale_dtype != "float32" else "float32"
-    assert (code.low.dtype, code.step.dtype) == (stored, stored)
-    low, step = levels_of(codec, code)
-    slack = arithmetic(codec, low, step)
-    assert np.all(abs(f64(decoded) - x) <= step / 2 + slack)
-    # By all that is known of the scale: of the exact range, and a unit of its dtype for each end.
-    by_group, eps = f64(x).reshape(6, 2, 8), float(jnp.finfo(scale_dtype).eps)
-    reach = np.ptp(by_group, -1) + eps * abs(by_group.min(-1))
-    bound = reach.repeat(8, -1) * (1 + eps) / (2**bits - 1)
-    assert np.all(step <= bound + slack)
+    np.testing.assert_array_equal(round_trip(Quantized(bits, rounding=rounding), x), x)
 
 
 # Numbers that are none.

@@ -1,0 +1,74 @@
+"""Tests of actjax/codecs/offloaded.py: what is stored elsewhere is the same code."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import actjax
+from actjax import Exact, Offloaded, Quantized, RandomizedSVD, RandomProjection
+
+KEY = jax.random.key(0)
+
+
+def normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), "float32")
+
+
+X, W = normal(0, 24, 8), normal(1, 8, 5)
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [Exact(), Quantized(4, group=8, rounding="dither"), RandomProjection(3), RandomizedSVD(3)],
+    ids=repr,
+)
+def test_gradients_are_those_of_the_codec(codec):
+    def gradient(codec):
+        loss = lambda w: jnp.sum(actjax.linear(X, w, codec=codec, key=KEY) ** 2)  # noqa: E731
+        return jax.jit(actjax.value_and_grad(loss))(W)
+
+    for a, b in zip(
+        jax.tree.leaves(gradient(Offloaded(codec))), jax.tree.leaves(gradient(codec)), strict=True
+    ):
+        np.testing.assert_array_equal(a, b)
+    away = Offloaded(codec)
+    assert (away.biased, away.needs_key) == (codec.biased, codec.needs_key)
+    assert away.stored_bytes(X.shape, X.dtype) == codec.stored_bytes(X.shape, X.dtype)
+    assert away.gradient_rank(X.shape) == codec.gradient_rank(X.shape)
+
+
+def test_a_code_is_in_the_memory_of_the_host():
+    traced = jax.make_jaxpr(Offloaded(Quantized(4, group=8)).encode)(X)
+    spaces = {x.aval.memory_space for x in traced.jaxpr.outvars}
+    assert spaces == {jax.memory.Space.Host}
+
+
+def test_explain_says_so():
+    table = actjax.explain(
+        lambda x, w: actjax.linear(x * 2, w, codec=Offloaded(Quantized(4))), X, W
+    )
+    assert "Offloaded(codec=Quantized(bits=4))" in str(table)
+
+
+@pytest.mark.parametrize("codec", [None, Offloaded(Exact()), Quantized])
+def test_what_cannot_be_offloaded_is_named(codec):
+    with pytest.raises(TypeError, match=re.escape(f"got {codec!r}")):
+        Offloaded(codec)
+
+
+def test_a_layer_takes_its_code_from_the_host_in_a_loop_of_ours():
+    # As `actjax.optim.in_backward` slices it, where a scan would.
+    def loss(ws, x):
+        def body(x, w):
+            return x + actjax.checkpoint(lambda x: jnp.tanh(x @ w), Offloaded(Exact()))(x), None
+
+        return jnp.sum(jax.lax.scan(body, x, ws)[0] ** 2)
+
+    ws = normal(2, 3, 8, 8)
+    got = jax.jit(jax.grad(loss))(ws, X)
+    plain = lambda x, w: (x + jnp.tanh(x @ w), None)  # noqa: E731
+    want = jax.grad(lambda ws: jnp.sum(jax.lax.scan(plain, X, ws)[0] ** 2))(ws)
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-5)

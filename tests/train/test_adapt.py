@@ -1,0 +1,91 @@
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import CONFIG as MODEL
+from tiny import batch as tokens_and_targets
+
+from actjax import Quantized
+from train.adapt import Choice, choose_bits, is_due, site_width
+from train.config import PretrainConfig
+from train.methods import METHODS, MethodOptions
+from train.step import init_state, make_recipe, make_train_step
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+OPTIONS = MethodOptions(average_bits=3, adapt_every=5, group=8)
+CONFIG = PretrainConfig(
+    method="quantized", options=OPTIONS, batch_size=4, seq_len=16, compute_dtype="float32"
+)
+
+
+def batch(rows=4):
+    tokens, targets = tokens_and_targets(rows=rows, length=16)
+    return {"inputs": tokens, "targets": targets, "mask": jnp.ones(tokens.shape)}
+
+
+@pytest.fixture(scope="module")
+def chosen():
+    recipe = make_recipe(CONFIG, MODEL)
+    return choose_bits(recipe, init_state(recipe).model, batch(), 0)
+
+
+def test_bits_keep_to_the_budget_and_use_it(chosen):
+    assert set(chosen.bits) == set(METHODS["quantized"].adaptive)
+    widths = {site: site_width(MODEL, site) for site in chosen.bits}
+    average = sum(widths[s] * n for s, n in chosen.bits.items()) / sum(widths.values())
+    # No site could have its next bits within what is left.
+    assert 3 - max(widths.values()) * 4 / sum(widths.values()) < average <= 3
+    assert len(set(chosen.bits.values())) > 1
+
+
+def test_a_choice_can_be_made_again(chosen):
+    recipe = make_recipe(CONFIG, MODEL)
+    assert choose_bits(recipe, init_state(recipe).model, batch(), 0) == chosen
+
+
+def test_a_recipe_takes_the_bits(chosen):
+    recipe = make_recipe(CONFIG, MODEL, chosen.bits)
+    for site, bits in chosen.bits.items():
+        assert getattr(recipe.storage, site) == Quantized(bits, group=8)
+    step = jax.jit(make_train_step(recipe))
+    _, metrics = step(init_state(recipe), batch())
+    assert np.isfinite(float(metrics["loss"]))
+
+
+def test_widths_are_those_of_the_arrays_that_are_kept():
+    want = {"q": 24, "k": 8, "v": 8, "gate": 44, "up": 44, "attention_norm": 24, "mlp_norm": 24}
+    assert {site: site_width(MODEL, site) for site in want} == want
+
+
+def test_when_bits_are_chosen():
+    recipe = make_recipe(CONFIG, MODEL)
+    assert [step for step in range(11) if is_due(recipe, step)] == [0, 5, 10]
+    uniform = make_recipe(dataclasses.replace(CONFIG, options=MethodOptions(bits=4)), MODEL)
+    assert not is_due(uniform, 0)
+
+
+def test_noise_above_that_of_sampling_raises_an_alarm():
+    assert "Compression adds more noise" in Choice({"q": 1}, 3.0, 1.0).describe()
+    assert "Compression adds" not in Choice({"q": 4}, 0.5, 1.0).describe()
+    assert "Compression adds" not in Choice({"q": 4}, 0.5, math.nan).describe()
+
+
+def test_gact_chooses_bits_unless_told(chosen):
+    del chosen
+    model = MODEL
+    assert METHODS["gact"].resolve(MethodOptions(), model).average_bits == 4
+    assert METHODS["gact"].resolve(MethodOptions(bits=2), model).average_bits == 0
+    with pytest.raises(ValueError, match=r"`--average-bits` 3 is for gact, quantized, frugal"):
+        METHODS["remat"].resolve(MethodOptions(average_bits=3), model)
+    with pytest.raises(ValueError, match=r"`--average-bits` must be 0 or in \[1, 8\], got 9"):
+        MethodOptions(average_bits=9)
+    with pytest.raises(ValueError, match=r"`--adapt-every` must be at least 1, got 0"):
+        MethodOptions(adapt_every=0)
+    with pytest.raises(ValueError, match=r"`--offload` is not for this method"):
+        METHODS["exact"].resolve(MethodOptions(offload=True), model)
+    with pytest.raises(ValueError, match=r"`--sites` must be of .*, got nose"):
+        MethodOptions(sites=("nose",))
