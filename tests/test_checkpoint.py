@@ -1,4 +1,4 @@
-"""Tests of actjax/checkpoint.py: `jax.checkpoint`, from a code of what it was given."""
+"""Tests of actjax/checkpointing.py: `jax.checkpoint`, from a code of what it was given."""
 
 import functools
 import re

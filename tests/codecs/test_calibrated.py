@@ -19,7 +19,9 @@ quick = pytest.mark.usefixtures("quick_compile")
 CODECS = {
     "plain": Quantized(4, scaling="channel"),
     "outliers": Quantized(3, scaling="channel", outlier_fraction=0.2),
-    "dither, rotated": Quantized(2, group=8, scaling="channel", rounding="dither", rotate=True),
+    "dither, rotated": Quantized(
+        2, group=8, scaling="channel", rounding="dither", outlier_fraction=0.1, rotate=True
+    ),
     "stochastic, float32": Quantized(
         1, scaling="channel", rounding="stochastic", scale_dtype="float32", outlier_fraction=0.1
     ),

@@ -12,7 +12,7 @@ import pytest
 import actjax
 from actjax import Quantized
 from actjax.codecs.packing import unpack
-from actjax.codecs.quantized import normal_levels
+from actjax.codecs.quantized import normal_error, normal_levels
 
 KEY = jax.random.key(5)
 KEYS = 2000
@@ -271,6 +271,8 @@ def test_numbers_spread_evenly_err_as_the_docstring_says_on_average(rounding, sq
     # A scale that is rounded outwards leaves 2^-7 of the range unused, at the end of a level; no
     # square there is above 1/4.
     assert abs((errors**2).mean() - square) <= 5 * np.sqrt(of_square / 100_000) + 2**-9
+    # Of 100,000, but for the two at the ends; in float32.
+    np.testing.assert_allclose(codec.expected_error(x) / step**2, square, rtol=2.1e-5)
 
 
 @quick
@@ -446,6 +448,7 @@ def test_normal_levels_are_the_published_ones(bits):
         own = nearest == level
         assert np.average(x[own], weights=density[own]) == pytest.approx(level, abs=2e-5)
     assert np.average((x - nearest) ** 2, weights=density) == pytest.approx(error, rel=5e-4)
+    assert normal_error(bits) == pytest.approx(error, rel=5e-4)
 
 
 @quick

@@ -8,8 +8,16 @@ import oracles
 import pytest
 from tiny import CONFIG, batch, decoder
 
-from actjax import Exact, PointApproximation, RandomizedSVD, RandomProjection, explain
+from actjax import (
+    Exact,
+    PointApproximation,
+    Quantized,
+    RandomizedSVD,
+    RandomProjection,
+    explain,
+)
 from models import Decoder, RopeScaling, Storage
+from models.config import LINEAR_INPUTS, SITES
 from models.decoder import rope_tables
 
 TIED = dataclasses.replace(CONFIG, tie_embeddings=True)
@@ -196,6 +204,96 @@ def test_frequencies_are_stretched_as_published():
 
 
 def test_exact_is_the_default_everywhere():
-    assert all(
-        isinstance(value, Exact) for name, value in vars(Storage()).items() if name != "remat"
-    )
+    storage = Storage()
+    assert set(storage.codecs) == {*SITES, "block"}
+    assert set(storage.codecs.values()) == {Exact()}
+    assert (storage.remat, storage.residuals) == ("none", False)
+
+
+KEPT = [site for site in SITES if site not in LINEAR_INPUTS]
+
+
+def in_codes(codec, **changes):
+    """Every kept value stored by a codec, linear inputs rebuilt."""
+    return Storage(**{**dict.fromkeys(KEPT, codec), **dict.fromkeys(LINEAR_INPUTS), **changes})
+
+
+def as_residuals(codec):
+    return Storage(residuals=True, **dict.fromkeys((*KEPT, "attention_out"), codec))
+
+
+def loss_and_gradient(storage, dtype="float32"):
+    tokens, targets = batch(length=16)
+    key = jax.random.key(3)
+    loss = lambda m: m.loss(tokens, targets, storage=storage, key=key, compute_dtype=dtype)  # noqa: E731
+    return jax.jit(jax.value_and_grad(loss))(decoder())
+
+
+def distance(a, b):
+    pairs = list(zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+    error = sum(np.sum((np.float64(x) - np.float64(y)) ** 2) for x, y in pairs)
+    return float(np.sqrt(error / sum(np.sum(np.float64(y) ** 2) for _, y in pairs)))
+
+
+@pytest.mark.parametrize(
+    "storage",
+    [
+        in_codes(Exact()),
+        as_residuals(Exact()),
+        in_codes(Exact(), mlp_in=Exact(), attention_out=Exact()),
+    ],
+    ids=["rebuilt", "residuals", "some rebuilt"],
+)
+def test_what_is_rebuilt_from_exact_values_gives_the_exact_gradient(storage, quick_compile):
+    loss, gradient = loss_and_gradient(storage)
+    want_loss, want = loss_and_gradient(Storage())
+    assert loss == want_loss
+    # The same sums in float32, in another order.
+    assert distance(gradient, want) < 1e-5
+
+
+@pytest.mark.parametrize("make", [in_codes, as_residuals, lambda c: Storage(remat="full", block=c)])
+def test_more_bits_bring_the_gradient_closer_and_leave_the_loss_alone(make, quick_compile):
+    want_loss, want = loss_and_gradient(Storage())
+    errors = []
+    for bits in (2, 4, 8):
+        loss, gradient = loss_and_gradient(make(Quantized(bits, group=8)))
+        assert loss == want_loss
+        errors.append(distance(gradient, want))
+    # Levels are 5 and 17 times finer from one to the next.
+    assert errors[0] > 2 * errors[1] > 16 * errors[2] > 0
+
+
+def test_every_value_that_is_kept_is_in_the_table_once():
+    tokens, targets = batch()
+    for storage, more in ((in_codes(Quantized(4)), ()), (as_residuals(Quantized(4)), ("out",))):
+        loss = lambda m, storage=storage: m.loss(tokens, targets, storage=storage)  # noqa: E731
+        coded = [r for r in explain(loss, decoder()).residuals if "Quantized" in r.codec]
+        assert len(coded) == len(KEPT) + len(more)
+        assert all(r.shape[0] == CONFIG.num_layers for r in coded)
+
+
+def test_a_key_for_each_site_moves_that_site_alone(quick_compile):
+    codec = Quantized(2, group=8, rounding="stochastic")
+    tokens, targets = batch()
+    keys = dict.fromkeys((*SITES, "block"), jax.random.key(1))
+
+    @jax.jit
+    def gradient(keys):
+        return jax.grad(lambda m: m.loss(tokens, targets, storage=in_codes(codec), key=keys))(
+            decoder()
+        )
+
+    base, other = gradient(keys), gradient({**keys, "gate": jax.random.key(2)})
+    # Of the last layer, attention is upstream of its gate, and the output projection is not.
+    assert distance(base.output, other.output) == 0
+    assert distance(base.layers.mlp.down, other.layers.mlp.down) > 0
+
+
+def test_storage_names_what_does_not_fit():
+    with pytest.raises(TypeError, match=r"`storage.gate` must be an actjax.Codec, got None"):
+        Storage(gate=None)
+    with pytest.raises(ValueError, match=r"`storage.block` .* needs remat='full': 'none'"):
+        Storage(block=Quantized(4))
+    with pytest.raises(ValueError, match=r"`storage.residuals` needs remat='none', got 'full'"):
+        Storage(residuals=True, remat="full")

@@ -1,7 +1,17 @@
+import dataclasses
+
 import pytest
 
-from actjax import Exact, PointApproximation, RandomizedSVD, RandomProjection
+from actjax import (
+    Exact,
+    Offloaded,
+    PointApproximation,
+    Quantized,
+    RandomizedSVD,
+    RandomProjection,
+)
 from models import Storage
+from models.config import LINEAR_INPUTS, SITES
 from models.presets import preset
 from train.methods import METHODS, MethodOptions, Subspace, method
 
@@ -38,8 +48,48 @@ def test_ranks_have_the_defaults_of_their_papers():
     model = preset("llama_60m")
     assert method("low_rank").rank(model) == 32
     assert method("subspace").rank(model) == method("galore").rank(model) == 128
-    assert MethodOptions().resolved(128).rank == 128
-    assert MethodOptions(rank=9).resolved(128).rank == 9
+    assert method("subspace").resolve(MethodOptions(), model).rank == 128
+    assert method("subspace").resolve(MethodOptions(rank=9), model).rank == 9
+
+
+def test_bits_have_the_defaults_of_their_methods():
+    model = preset("llama_60m")
+    for name, bits in (("subspace", 16), ("quantized", 4), ("frugal_subspace", 4)):
+        assert method(name).resolve(MethodOptions(), model).bits == bits
+        assert method(name).resolve(MethodOptions(bits=8), model).bits == 8
+
+
+CODE = Quantized(3, group=32, rounding="dither")
+FEW = MethodOptions(bits=3, group=32, rounding="dither")
+
+
+def test_quantized_stores_one_code_a_value_and_rebuilds_linear_inputs():
+    storage = method("quantized").storage(FEW)
+    assert {site: getattr(storage, site) for site in SITES} == {
+        **dict.fromkeys(LINEAR_INPUTS),
+        **dict.fromkeys(("attention_norm", "q", "k", "v", "mlp_norm", "gate", "up"), CODE),
+    }
+    assert method("frugal").storage(FEW) == method("frugal_subspace").storage(FEW) == storage
+    some = method("quantized").storage(dataclasses.replace(FEW, sites=("gate",)))
+    assert (some.gate, some.up, some.mlp_out) == (CODE, Exact(), None)
+    whole = method("quantized").storage(dataclasses.replace(FEW, bits=16))
+    assert set(whole.codecs.values()) == {Exact()}
+
+
+def test_compressed_remat_stores_the_input_of_a_block():
+    assert method("compressed_remat").storage(FEW) == Storage(remat="full", block=CODE)
+    away = dataclasses.replace(FEW, offload=True)
+    assert method("compressed_remat").storage(away).block == Offloaded(CODE)
+    assert method("remat").storage(away).block == Offloaded(Exact())
+
+
+def test_bits_of_some_sites_can_be_given():
+    options = dataclasses.replace(FEW, rounding="nearest", levels="normal", offload=True)
+    storage = method("gact").storage_of(options, {"q": 2, "gate": 8})
+    # There are normal levels for up to four bits.
+    assert storage.gate == Offloaded(Quantized(8, group=32))
+    assert storage.q == Offloaded(Quantized(2, group=32, levels="normal"))
+    assert storage.residuals
 
 
 def test_an_unknown_method_gets_the_nearest():

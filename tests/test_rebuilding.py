@@ -1,0 +1,396 @@
+"""Tests of actjax/rebuilding.py: what is kept is least, and all else follows from it to the bit."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core
+
+from actjax import Quantized
+from actjax.programs import run_equation, run_inlined
+from actjax.rebuilding import Graph
+from actjax.tags import name_code
+
+X = jnp.asarray(np.random.default_rng(0).standard_normal((16, 8)), "float32")
+W = jnp.asarray(np.random.default_rng(1).standard_normal((8, 8)), "float32")
+
+
+class Program:
+    """A function whose outputs are the residuals, seen as a graph."""
+
+    def __init__(self, fun: Callable[..., Any], *args: Any, rebuild: bool = True) -> None:
+        traced = jax.make_jaxpr(lambda *args: jax.tree.leaves(fun(*args)))(*args)
+        closed = jax.make_jaxpr(lambda *args: run_inlined(traced, args, custom=True))(*args)
+        self.jaxpr, self.args = closed.jaxpr, args
+        self.graph = Graph(self.jaxpr, rebuild=rebuild)
+        self.residuals = list(self.jaxpr.outvars)
+        self.given = {*self.jaxpr.invars, *self.jaxpr.constvars}
+        self.values = dict(zip(self.jaxpr.constvars, closed.consts, strict=True))
+        self.values |= zip(self.jaxpr.invars, args, strict=True)
+        read = lambda x: x.val if isinstance(x, core.Literal) else self.values[x]  # noqa: E731
+        for eqn in self.jaxpr.eqns:
+            outputs = run_equation(eqn, [read(x) for x in eqn.invars])
+            self.values |= zip(eqn.outvars, outputs, strict=True)
+
+    def price(self, var: core.Var) -> int:
+        """Bytes; nothing for what is given."""
+        return 0 if var in self.given else var.aval.size * var.aval.dtype.itemsize
+
+    def choose(self, price=None) -> list[core.Var]:
+        return self.graph.choose(self.residuals, price or self.price)
+
+    def makers(self, price=None) -> list[str]:
+        """Returns the primitives that made what is kept; "given" for arguments."""
+        names = {out: eqn.primitive.name for eqn in self.jaxpr.eqns for out in eqn.outvars}
+        return [names.get(var, "given") for var in self.choose(price)]
+
+    def rebuilt(self, kept: dict[core.Var, Any]) -> list[Any]:
+        return [self.graph.rebuild(var, kept.get) for var in self.residuals]
+
+
+def kept_of(fun, *args, **options) -> list[str]:
+    return Program(fun, *(args or (X, W)), **options).makers()
+
+
+def check_rebuilt(program: Program) -> None:
+    """All residuals follow from what is kept, to the bit."""
+    kept = {var: program.values[var] for var in program.choose()}
+    for var, value in zip(program.residuals, program.rebuilt(kept), strict=True):
+        np.testing.assert_array_equal(value, program.values[var])
+
+
+# What is kept.
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda h: (jnp.exp(h), jnp.tanh(h), h),
+        lambda h: (h - h.mean(1, keepdims=True), h.var(1, keepdims=True), lax.rsqrt(h * h)),
+        lambda h: (jax.nn.gelu(h), jax.nn.softmax(h), jax.nn.silu(h) + h),
+        lambda h: (jnp.concatenate([h, -h]), jnp.pad(h, 1), h[2:], h[:, ::-1].T, *jnp.split(h, 2)),
+        lambda h: (jnp.where(jnp.arange(8) > 3, h, 0), h.at[...].get() * jnp.ones(8)),
+    ],
+    ids=["elementwise", "statistics", "activations", "pieces", "constants"],
+)
+def test_what_follows_from_one_product_keeps_that_product(fun):
+    program = Program(lambda x, w: (fun(x @ w), x @ w), X, W)
+    program.residuals = program.residuals[:-1]
+    # The last output is another product of the same, of which nothing is asked.
+    assert program.makers() == ["dot_general"]
+    check_rebuilt(program)
+
+
+def test_what_costs_more_than_a_pass_is_not_rebuilt():
+    assert kept_of(lambda x, w: jnp.exp(jnp.sin(x @ w) @ w)) == ["dot_general"]
+    assert kept_of(lambda x, w: jnp.sin(jnp.sort(jnp.exp(x @ w), 1))) == ["sort"]
+    assert kept_of(lambda x, w: jnp.sin(jnp.cumsum(x, 0))) == ["cumsum"]
+
+
+def test_residuals_are_kept_themselves_where_these_are_smaller():
+    assert kept_of(lambda x, w: jnp.sum(x @ w, 1)) == ["reduce_sum"]
+    assert kept_of(lambda x, w: (x @ w)[:3]) == ["slice"]
+    # Fourteen of 16 rows, one by one in two parts: less than the product. All of them: as much.
+    halves = lambda x, w: (lambda h: (jnp.sin(h[:7]), h[7:14]))(x @ w)  # noqa: E731
+    assert kept_of(halves) == ["sin", "slice"]
+    wholes = lambda x, w: (lambda h: (jnp.sin(h[:8]), h[8:]))(x @ w)  # noqa: E731
+    assert kept_of(wholes) == ["dot_general"]
+    # Of three that overlap two roots are less.
+    both = lambda x, w: (lambda a, b: (a * b, a * jnp.sin(b), b))(x @ w, jnp.cumsum(x, 0))  # noqa: E731
+    assert sorted(kept_of(both)) == ["cumsum", "dot_general"]
+
+
+def test_an_equal_price_keeps_the_root():
+    assert kept_of(lambda x, w: jnp.exp(x @ w)) == ["dot_general"]
+    assert kept_of(lambda x, w: (x @ w) * jnp.cumsum(x, 0)) == ["mul"]
+
+
+def test_what_is_alive_is_free():
+    assert kept_of(lambda x, w: (jnp.exp(x), jnp.tanh(x) * x)) == ["given"]
+    assert set(kept_of(lambda x, w: jnp.exp(x @ w) * jnp.sin(x))) == {"given", "dot_general"}
+    table = jnp.arange(8.0)
+    assert kept_of(lambda x: jnp.sin(x * table), X) == ["given", "given"]
+    program = Program(lambda x: jnp.exp(x), X)
+    assert program.choose() == list(program.jaxpr.invars)
+    # If it dies, it costs as much as what is made of it.
+    bytes_of = lambda var: var.aval.size * 4  # noqa: E731
+    assert program.makers(bytes_of) == ["given"]
+    assert Program(lambda x: jnp.sum(x, 0), X).makers(bytes_of) == ["reduce_sum"]
+
+
+def test_what_is_alive_does_not_tie_residuals_together():
+    def fun(x, w):
+        a, b = x @ w, jnp.cumsum(x, 0)
+        return a * x, jnp.exp(a), jnp.sum(b * x)
+
+    # Together the roots would be 1,024 bytes, and the residuals 1,028.
+    assert set(kept_of(fun)) == {"given", "dot_general", "reduce_sum"}
+
+
+def test_a_cast_of_what_is_alive_is_free_too():
+    assert kept_of(lambda x: x.astype("bfloat16"), X) == ["given"]
+    assert kept_of(lambda x: jnp.exp(x.astype("bfloat16")) * 2, X) == ["given"]
+
+
+def test_a_narrower_copy_of_a_product_is_kept_and_not_the_product():
+    def fun(x, w):
+        h = (x @ w).astype("bfloat16")
+        return jnp.exp(h), h.astype("float32")
+
+    for rebuild in (True, False):
+        kept = kept_of(fun, rebuild=rebuild)
+        assert "dot_general" not in kept
+        assert "convert_element_type" in kept
+
+
+@pytest.mark.parametrize(
+    ("fun", "want"),
+    [
+        (lambda a, b: a + b, ["add"]),
+        (lambda a, b: a - jnp.tanh(b), ["sub"]),
+        (lambda a, b: jnp.exp(a * 2 + b), ["add"]),
+        (lambda a, b: a + jnp.arange(8.0), ["dot_general"]),
+        (lambda a, b: a + jax.nn.gelu(a), ["dot_general"]),
+        (lambda a, b: a + a * b, ["cumsum", "dot_general"]),
+        (lambda a, b: a * b, ["cumsum", "dot_general"]),
+        (lambda a, b: (a + 1.5) - 2, ["dot_general"]),
+    ],
+    ids=["sum", "difference", "within", "bias", "of itself", "gated", "product", "constants"],
+)
+def test_a_sum_of_two_large_values_is_a_value_of_its_own(fun, want):
+    def residuals(x, w):
+        y = fun(x @ w, jnp.cumsum(x, 0))
+        return y, jnp.cos(y)  # Two, so that two roots are as cheap.
+
+    assert sorted(kept_of(residuals)) == want
+
+
+def test_a_long_stream_does_not_add_errors_up():
+    def fun(x, w):
+        h, found = x @ w, []
+        for _ in range(3):
+            h = h + jnp.tanh(h @ w)
+            found.append(jnp.exp(h))
+        return found
+
+    program = Program(fun, X, W)
+    assert program.makers() == ["add"] * 3
+    assert all(len(program.graph._roots[var]) == 1 for var in program.residuals)
+
+
+def test_the_choice_is_the_same_each_time():
+    def fun(x, w):
+        a, b, c, d = x @ w, jnp.cumsum(x, 0), jnp.sort(x, 1), jnp.cumprod(x, 1)
+        return a * b, b * c, c * d, d * a, a, b
+
+    want = ["dot_general", "cumsum", "sort", "cumprod"]  # In the order of the program.
+    for _ in range(5):  # Hashes of variables are their addresses.
+        program = Program(fun, X, W)
+        assert program.makers() == want
+        program.residuals = program.residuals[::-1] * 2
+        assert program.makers() == want
+
+
+def test_of_no_residuals_nothing_is_kept():
+    assert Program(lambda x: (), X).choose() == []
+
+
+def test_constants_are_made_again():
+    program = Program(lambda x: (jnp.arange(5) * 2, jnp.ones(3), jnp.zeros((2, 2)).T), X)
+    program.residuals = [x for x in program.residuals if isinstance(x, core.Var)]
+    assert program.choose() == []
+    check_rebuilt(program)
+
+
+def test_views_alone_without_rebuilding():
+    def views(x, w):
+        h = jnp.exp(x @ w)
+        return h, h.T, h.reshape(4, 32), h[None], h[::-1], h[3:], jnp.broadcast_to(h, (2, 16, 8))
+
+    assert kept_of(views, rebuild=False) == ["exp"]
+    both = lambda x, w: (lambda h: (h, jnp.sin(h), -h))(x @ w)  # noqa: E731
+    assert kept_of(both, rebuild=False) == ["dot_general", "sin", "neg"]
+    check_rebuilt(Program(views, X, W, rebuild=False))
+
+
+def test_a_wider_copy_is_a_view_and_an_integer_is_none(x64):
+    def fun(x, w):
+        h = jnp.exp(x @ w)
+        return h.astype("float64"), h
+
+    for rebuild in (True, False):
+        program = Program(fun, X, W, rebuild=rebuild)
+        assert len(program.choose()) == 1
+        check_rebuilt(program)
+    rounded = lambda x, w: (lambda h: (h.astype("int32"), h))(jnp.exp(x @ w))  # noqa: E731
+    assert len(kept_of(rounded, rebuild=False)) == 2
+
+
+# Masks.
+
+
+@pytest.mark.parametrize("rebuild", [True, False])
+def test_a_mask_from_lossy_values_is_kept_beside_them(rebuild):
+    def fun(x, w):
+        h = x @ w
+        return h > 0, jnp.sum(h, 1) < 1, (h * 8).astype("int32"), h
+
+    program = Program(fun, X, W, rebuild=rebuild)
+    kept = {var: program.values[var] for var in program.choose()}
+    assert len(kept) == 4
+    lossy = {v: -x if jnp.issubdtype(x.dtype, jnp.floating) else x for v, x in kept.items()}
+    for var, value in zip(program.residuals[:3], program.rebuilt(lossy)[:3], strict=True):
+        np.testing.assert_array_equal(value, program.values[var])
+
+
+def test_a_mask_as_a_float_is_a_mask():
+    def fun(x, w):
+        h = x @ w
+        return h, (h > 0).astype("float32"), jnp.sign(h)
+
+    program = Program(fun, X, W)
+    h, *masks = program.residuals
+    kept = {var: program.values[var] for var in program.choose()}
+    for var, value in zip(masks, program.rebuilt({**kept, h: -kept[h]})[1:], strict=True):
+        np.testing.assert_array_equal(value, program.values[var])
+
+
+def test_a_mask_from_what_is_alive_or_from_integers_is_rebuilt():
+    def fun(x, key, labels):
+        order = jnp.argsort(labels)
+        keep = jax.random.bernoulli(key, 0.5, x.shape)
+        return x > 0, keep, labels[:, None] == jnp.arange(16), order > 3
+
+    program = Program(fun, X, jax.random.key(3), jnp.arange(16)[::-1])
+    floats = [var for var in program.choose() if jnp.issubdtype(var.aval.dtype, jnp.floating)]
+    assert floats == [program.jaxpr.invars[0]]
+    # Of what is not given: the order alone, a byte each of the masks being more.
+    assert sum(map(program.price, program.choose())) <= 16 * 4
+    check_rebuilt(program)
+
+
+# Names.
+
+
+def test_a_name_is_a_view_unless_it_is_that_of_a_code():
+    named = lambda x, w: (lambda h: (checkpoint_name(h, "mine"), h))(x @ w)  # noqa: E731
+    for rebuild in (True, False):
+        assert kept_of(named, rebuild=rebuild) == ["dot_general"]
+
+    def coded(x, w):
+        codec = Quantized(4)
+        code = name_code(codec.encode(x @ w), x @ w, repr(codec), "linear", "input")
+        return jax.tree.leaves(code)
+
+    kept = kept_of(coded)
+    assert kept == ["name"] * len(kept)
+    assert len(kept) == 3
+
+
+def test_what_is_a_view_of_what():
+    def fun(x, w):
+        h = x @ w
+        constant = checkpoint_name(jnp.zeros(3), "constant")
+        return h, h.T.reshape(-1)[None], checkpoint_name(h, "mine"), jnp.exp(h), constant
+
+    program = Program(fun, X, W)
+    h, view, named, other, constant = program.residuals
+    assert [program.graph.is_view(v, h) for v in (h, view, named, other)] == [True] * 3 + [False]
+    assert not program.graph.is_view(h, view)
+    assert not program.graph.is_view(constant, h)
+
+
+# Rebuilding.
+
+
+def test_rebuilding_reads_what_is_kept_and_runs_what_is_needed(monkeypatch):
+    def fun(x, w):
+        h = jnp.exp(x @ w)
+        return jnp.sin(h) + 1, jnp.cos(h @ w)
+
+    program = Program(fun, X, W)
+    run = []
+    monkeypatch.setattr(
+        "actjax.rebuilding.run_equation",
+        lambda eqn, inputs: run.append(eqn.primitive.name) or run_equation(eqn, inputs),
+    )
+    exp = next(e.outvars[0] for e in program.jaxpr.eqns if e.primitive.name == "exp")
+    asked = []
+
+    def value(var):
+        asked.append(var)
+        return program.values[var] if var is exp else None
+
+    got = program.graph.rebuild(program.residuals[0], value)
+    np.testing.assert_array_equal(got, program.values[program.residuals[0]])
+    assert run == ["sin", "add"]
+    assert len(asked) == len(set(asked)) == 3
+
+
+def test_a_kept_residual_is_read_and_not_rebuilt():
+    program = Program(lambda x, w: jnp.exp(x @ w), X, W)
+    (var,) = program.residuals
+    assert program.graph.rebuild(var, lambda v: "stored" if v is var else None) == "stored"
+
+
+def test_what_is_kept_in_between_is_read():
+    program = Program(lambda x, w: jnp.exp(jnp.sin(x @ w)), X, W)
+    sin = next(e.outvars[0] for e in program.jaxpr.eqns if e.primitive.name == "sin")
+    got = program.rebuilt({sin: jnp.zeros_like(X), **dict.fromkeys(program.jaxpr.invars, 1.0)})
+    np.testing.assert_array_equal(got[0], 1)
+
+
+def random_program(seed: int) -> Callable[..., Any]:
+    """A few operations, cheap and not, and some of the values of these."""
+    draw = random.Random(seed)
+    one = [
+        jnp.exp, jnp.sin, jnp.transpose, lambda h: h[::-1], lambda h: h.astype("bfloat16") + 1,
+        lambda h: h - h.max(1, keepdims=True), lambda h: h / (1 + h * h), lambda h: h > 0.1,
+        lambda h: jnp.where(h > 0, h, -h), lambda h: jnp.cumsum(h, 0), lambda h: jnp.sort(h, 1),
+        lambda h: (h * 3).astype("int32"), lambda h: jnp.argsort(h, 1), lambda h: h @ h.T / 8,
+        lambda h: jnp.concatenate([h[4:], h[:4]]), lambda h: h.sum(1), lambda h: h[:3] * 2,
+    ]  # fmt: skip
+    two = [jnp.add, jnp.multiply, jnp.subtract, jnp.matmul, jnp.maximum]
+    steps = [(draw.choice(one) if draw.random() < 0.65 else draw.choice(two), draw.random(),
+              draw.random()) for _ in range(14)]  # fmt: skip
+    shares = [draw.random() < 0.5 for _ in range(14)]
+
+    def fun(*squares):
+        squares, found = list(squares), []
+        for (step, i, j), wanted in zip(steps, shares, strict=True):
+            a, b = squares[int(i * len(squares))], squares[int(j * len(squares))]
+            y = step(a, b) if step in two else step(a)
+            if wanted:
+                found.append(y)
+            if y.shape == a.shape and jnp.issubdtype(y.dtype, jnp.floating):
+                squares.append(jnp.tanh(y.astype("float32")))
+        return found
+
+    return fun
+
+
+@pytest.mark.parametrize("rebuild", [True, False])
+@pytest.mark.parametrize("seed", range(10))
+def test_of_random_programs_all_is_rebuilt_from_no_more(seed, rebuild):
+    draw = np.random.default_rng(seed)
+    args = [jnp.asarray(draw.standard_normal((8, 8)), "float32") for _ in range(3)]
+    program = Program(random_program(seed), *args, rebuild=rebuild)
+    program.given.discard(program.jaxpr.invars[seed % 3])  # Which dies.
+    kept = program.choose()
+    assert len(set(kept)) == len(kept)
+    least = sum(map(program.price, dict.fromkeys(program.residuals)))
+    assert sum(map(program.price, kept)) <= least
+    check_rebuilt(program)
+    # Masks and integers do not depend on how well the rest is stored.
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
+    lossy = {var: program.values[var] for var in kept}
+    lossy = {v: -x if is_float(x) and program.price(v) else x for v, x in lossy.items()}
+    for var, value in zip(program.residuals, program.rebuilt(lossy), strict=True):
+        if not is_float(value):
+            np.testing.assert_array_equal(value, program.values[var])
