@@ -9,6 +9,7 @@ that is how a linear operator's input is rebuilt from what the operator before i
 
 import functools
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -43,9 +44,9 @@ def checkpoint(
     Args:
       fun: a function of arrays and pytrees of them.
       codec: what is stored of each activation. `Exact()` gives what `jax.checkpoint` does.
-      activations: positions of the arguments of which all floating point arrays are stored as a
-        code. Other arguments, and what `fun` closes over, are kept as they are: weights that stay
-        alive anyway cost nothing.
+      activations: positions of the arguments of which all floating point arrays, but for scalars,
+        are stored as a code. Other arguments, and what `fun` closes over, are kept as they are:
+        weights that stay alive anyway cost nothing.
       key: randomness of the encoding; consumed. Needed if `codec.needs_key`.
       name: what `actjax.explain` calls the stored activations.
 
@@ -65,7 +66,7 @@ def checkpoint(
         coded = [
             i
             for i, (owner, leaf) in enumerate(zip(owners, closed.arguments, strict=True))
-            if owner in positions and jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+            if owner in positions and _can_be_coded(leaf)
         ]
         given = [closed.arguments[i] for i in coded]
         rest = [None if i in coded else x for i, x in enumerate(closed.arguments)]
@@ -84,14 +85,19 @@ def checkpoint(
     return checkpointed
 
 
+def _can_be_coded(x: Any) -> bool:
+    """Returns whether `x` is an array of floating point numbers with features, and not empty."""
+    return jnp.ndim(x) > 0 and jnp.size(x) > 0 and jnp.issubdtype(jnp.result_type(x), jnp.floating)
+
+
 def positions_of(argnums: int | Sequence[int], caller: str) -> frozenset[int]:
     """Returns positions of arguments as a set, or raises a `TypeError`."""
-    numbers = [argnums] if isinstance(argnums, int) else list(argnums)
-    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in numbers):
+    numbers = list(argnums) if isinstance(argnums, Sequence) else [argnums]
+    if not all(isinstance(i, Integral) and not isinstance(i, bool) and i >= 0 for i in numbers):
         raise TypeError(
             f"`activations` of {caller} must be positions of arguments, 0 or above: {argnums!r}."
         )
-    return frozenset(numbers)
+    return frozenset(int(i) for i in numbers)
 
 
 def check_positions(positions: frozenset[int], args: Sequence[Any], caller: str) -> None:
@@ -146,8 +152,7 @@ def encode_all(
     pairs = []
     for i, (x, codec, name) in enumerate(zip(activations, codecs, names, strict=True)):
         pairs.append(keep(x, codec, key_of(key, i), operator, name))
-    forward, codes = zip(*pairs, strict=True)
-    return forward, codes
+    return tuple(x for x, _ in pairs), tuple(code for _, code in pairs)
 
 
 def key_of(key: Any, i: int) -> jax.Array | None:
@@ -185,7 +190,7 @@ def _coded_call_bwd(fun, operator, names, residuals, cotangent):
     with jax.named_scope(f"actjax.{operator}"):
         decoded, cotangent = decode_late(codes, codecs, cotangent)
         leaves, treedef = jax.tree.flatten(tap_again(others))
-        smooth = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)]
+        smooth = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
         def of_smooth(activations: Any, floats: Any) -> Any:
             merged = list(leaves)

@@ -70,7 +70,7 @@ class Explanation:
 
     def __str__(self) -> str:
         text = io.StringIO()
-        Console(file=text, width=200).print(self.__rich__())
+        Console(file=text, width=400).print(self.__rich__())
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
     def __rich__(self) -> Table:

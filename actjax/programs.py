@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core, source_info_util
 
 
@@ -48,7 +49,9 @@ def close(fun: Callable[..., Any], args: Sequence[Any]) -> Closed:
         return outputs
 
     traced = jax.make_jaxpr(flat)(*leaves)
-    return Closed(traced.jaxpr, list(traced.consts), leaves, found[-1])
+    # Numbers of Python are arrays from here on; what was traced took them as they are.
+    arrays = [x if hasattr(x, "dtype") else jnp.asarray(x) for x in leaves]
+    return Closed(traced.jaxpr, list(traced.consts), arrays, found[-1])
 
 
 Handler = Callable[[core.JaxprEqn, list[Any]], list[Any] | None]

@@ -31,6 +31,10 @@ _ELEMENTWISE = frozenset({
     "tanh", "threefry2x32", "xor",
 })  # fmt: skip
 """Operations of a pass over the data, reductions and random numbers among them."""
+_JUMPS = frozenset({
+    "ceil", "eq", "floor", "ge", "gt", "is_finite", "le", "lt", "ne", "round", "sign",
+})  # fmt: skip
+"""Those among them whose result jumps where what they read moves."""
 
 
 class Graph:
@@ -87,7 +91,7 @@ class Graph:
     def is_view(self, var: Any, other: core.Var) -> bool:
         """Returns whether `var` is `other` or a view of it."""
         while var is not other:
-            eqn = self._makers.get(var)
+            eqn = None if isinstance(var, core.Literal) else self._makers.get(var)
             if eqn is None or eqn.primitive.name not in _VIEWS:
                 return False
             var = eqn.invars[0]
@@ -124,6 +128,11 @@ class Graph:
         found = [self._roots[x] for x in eqn.invars if isinstance(x, core.Var)]
         if self._is_narrower_copy(eqn, found):
             return frozenset({var})
+        if eqn.primitive.name in _JUMPS and any(
+            _is_floating(root) and root in self._makers for roots in found for root in roots
+        ):
+            # A mask of values that are decoded could be another one: it is a value of its own.
+            return frozenset({var})
         if eqn.primitive.name in ("add", "add_any", "sub") and len(found) == 2:
             large = [{root for root in roots if 2 * _size(root) > _size(var)} for roots in found]
             # A sum of two values that do not follow from one another, as where a residual stream
@@ -137,8 +146,11 @@ class Graph:
         if eqn.primitive.name != "convert_element_type" or not roots:
             return False
         before, after = eqn.invars[0], eqn.outvars[0]
-        narrower = _dtype(after).itemsize < _dtype(before).itemsize
-        return narrower and len(roots[0]) == 1 and self.is_view(before, *roots[0])
+        if _dtype(after).itemsize >= _dtype(before).itemsize or len(roots[0]) != 1:
+            return False
+        (root,) = roots[0]
+        # A cast of an argument, such as a weight, is made again from that.
+        return root in self._makers and self.is_view(before, root)
 
     def _is_cheap(self, eqn: core.JaxprEqn) -> bool:
         name = eqn.primitive.name

@@ -8,8 +8,9 @@ operators keep once; here both are read from the traced program.
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -27,6 +28,8 @@ LARGEST_OVER_SMALL = 32
 """Arrays that are so many times smaller than the largest are left alone where the rule is a codec:
 statistics and log-sum-exps, of which nothing is gained and much may depend."""
 LEFT_BY_RULE = "left by the rule"
+_FIRST_LOOP = 2**30
+"""What keys of loops are folded with, apart from the numbers of arrays."""
 AT_HAND = 32
 """Equations of a backward pass within which a decoded value is read again rather than decoded
 again: about one operator's."""
@@ -169,7 +172,11 @@ def _compress(
 
     def run(*inputs: Any) -> list[Any]:
         given = core.ClosedJaxpr(program.jaxpr, list(inputs[:count]))
-        return run_inlined(given, inputs[count:], functools.partial(_compress_loop, settings, key))
+        # Each loop has a key of its own, the same however often the function is traced.
+        numbers = itertools.count()
+        return run_inlined(
+            given, inputs[count:], lambda eqn, x: _compress_loop(settings, key, numbers, eqn, x)
+        )
 
     plan = _make_plan(run, inputs, names, dies, settings)
     if not plan.kept:
@@ -181,7 +188,11 @@ def _compress(
 
 
 def _compress_loop(
-    settings: _Settings, key: Any, eqn: core.JaxprEqn, inputs: list[Any]
+    settings: _Settings,
+    key: Any,
+    numbers: Iterator[int],
+    eqn: core.JaxprEqn,
+    inputs: list[Any],
 ) -> list[Any] | None:
     """Runs a `lax.scan` with the residuals of its body compressed; None for another equation."""
     if eqn.primitive.name != "scan" or not any(_is_floating(x.aval) for x in eqn.outvars):
@@ -196,7 +207,8 @@ def _compress_loop(
         position = len(body.consts) + first + i
         names[position], dies[position] = f"carry {i}" if len(start) > 1 else "carry", True
     length = params["length"]
-    keys = jax.tree.map(lambda k: jax.random.split(jax.random.fold_in(k, length), length), key)
+    number = _FIRST_LOOP + next(numbers)
+    keys = jax.tree.map(lambda k: jax.random.split(jax.random.fold_in(k, number), length), key)
 
     def step(carry: Any, slices: Any) -> Any:
         own, own_key = slices
@@ -237,7 +249,7 @@ class _Plan:
       graph: how they are rebuilt from what is kept.
       backward: the pullback, from its leaves and the cotangents of the smooth outputs to those of
         the smooth inputs.
-      smooth_inputs: which inputs are floating point arrays.
+      smooth_inputs: which inputs can be differentiated.
       smooth_outputs: which outputs are.
     """
 
@@ -315,8 +327,9 @@ def _make_plan(
 
 
 def _smooth(values: Sequence[Any]) -> tuple[int, ...]:
-    """Returns the positions of floating point arrays."""
-    return tuple(i for i, x in enumerate(values) if _is_floating(jax.typeof(x)))
+    """Returns the positions of arrays that can be differentiated: floating point and complex."""
+    inexact = (jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact) for x in values)
+    return tuple(i for i, yes in enumerate(inexact) if yes)
 
 
 def _inlined(fun: Callable[..., Any], args: Sequence[Any]) -> core.ClosedJaxpr:
@@ -332,11 +345,12 @@ def _decide(found: list[_Kept], rule: Rule | Codec) -> list[Codec | None]:
     open_ones = [k.candidate for k in found if not k.reason]
     if isinstance(rule, Codec):
         codec, largest = rule, max((c.size for c in open_ones), default=0)
-        rule = lambda c: codec if c.size * LARGEST_OVER_SMALL >= largest else None  # noqa: E731
+        rule = lambda c: codec if c.shape and 0 < largest <= c.size * LARGEST_OVER_SMALL else None  # noqa: E731
     codecs: list[Codec | None] = []
     for k in found:
         chosen = None if k.reason else rule(k.candidate)
-        if chosen is not None and chosen != "leave" and not isinstance(chosen, Codec):
+        leave = chosen is None or (isinstance(chosen, str) and chosen == "leave")
+        if not leave and not isinstance(chosen, Codec):
             raise TypeError(
                 f"`rule` returned {chosen!r} for {k.candidate}: return an actjax.Codec, or None to"
                 " leave it as it is."
@@ -460,14 +474,24 @@ def _run_backward(
     def read(x: core.Var | core.Literal) -> Any:
         if isinstance(x, core.Literal):
             return x.val
-        if x not in values:
-            leaf = leaves.get(x)
-            if leaf is None:
-                eqn = waiting[x]
-                outputs = run_equation(eqn, [read(y) for y in eqn.invars])
-                values.update(zip(eqn.outvars, outputs, strict=True))
+        # No recursion: a chain of equations that wait may be long.
+        needed = [x]
+        while needed:
+            y = needed[-1]
+            if y in values:
+                needed.pop()
+            elif y in leaves:
+                leaf = leaves[y]
+                values[y] = leaf.val if isinstance(leaf, core.Literal) else store.rebuild(leaf)
             else:
-                values[x] = leaf.val if isinstance(leaf, core.Literal) else store.rebuild(leaf)
+                eqn = waiting[y]
+                inputs = [z for z in eqn.invars if isinstance(z, core.Var)]
+                missing = [z for z in inputs if z not in values]
+                if missing:
+                    needed += missing
+                    continue
+                given = [z.val if isinstance(z, core.Literal) else values[z] for z in eqn.invars]
+                values.update(zip(eqn.outvars, run_equation(eqn, given), strict=True))
         return values[x]
 
     for eqn in jaxpr.eqns:

@@ -55,7 +55,8 @@ class Tag:
         shape = ",".join(map(str, self.shape))
         name = self.name.replace("|", "/")
         where = f"{self.leaf}:{self.leaf_size}"
-        return f"actjax.{self.operator}|{name}|{self.codec}|{self.dtype}[{shape}]|{where}"
+        operator = re.sub(r"\W", "_", self.operator)
+        return f"actjax.{operator}|{name}|{self.codec}|{self.dtype}[{shape}]|{where}"
 
     @staticmethod
     def decode(text: str) -> "Tag | None":

@@ -74,17 +74,19 @@ class Quantized(Codec):
     Storage: `bits` bits a number, each token filled up to a byte; for each group a scale and a
       lowest value, or for each channel a scale, in `scale_dtype`; outlier channels in the dtype of
       `x`, and a 4-byte index each; 8 bytes of key under dither.
-    Error: at most `Δ/2` where rounded to the nearest, of variance `Δ²/12` under dither and at most
-      `Δ²/4` under stochastic rounding (`Δ²/6` on average); then the result is rounded to the dtype
-      of `x`. Scales are rounded so that a group lies within its levels. A range above the largest
-      number of the dtype, or of float16 scales, overflows to NaN.
+    Error: at most `Δ/2` where rounded to the nearest (in rotated groups, on average over a group),
+      of variance `Δ²/12` under dither and at most `Δ²/4` under stochastic rounding (on average
+      `Δ²/6`); then the result is rounded to the dtype of `x`. Scales are rounded so that a group
+      lies within its levels. A range above the largest number of the dtype, or of float16 scales,
+      overflows to NaN.
     Unbiased under stochastic rounding and dither, but for that last rounding.
     Biased: rounding to the nearest, and "normal" levels, but with an error that is as small.
     Source: GACT (Liu et al., 2022), appendix A.4; HyC-LoRA (2025); DESIGN.md, section 4.
 
     Attributes:
       bits: of one number.
-      group: features that share a scale; the last of a token may be fewer. Not read by "channel".
+      group: features that share a scale; the last of a token may be fewer. Of "channel", what is
+        rotated together.
       rounding: "nearest"; "stochastic", up or down with probabilities that make it unbiased; or
         "dither", which adds a random shift before rounding to the nearest and takes it off again.
       outlier_fraction: share of the channels, those with the largest norms, that are stored whole.
@@ -155,7 +157,7 @@ class Quantized(Codec):
             low = None if code.low is None else self._scale_of(segment, code.low, wide)
             part = self._values(segment.take(codes), low, step, segment.take(shift))
             if self.rotate:
-                part = rotate_back(part.astype(code.dtype))
+                part = rotate_back(part)
             parts.append(segment.flatten(part).astype(code.dtype))
         x = jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
         return x if code.channels is None else x.at[..., code.channels].set(code.outliers)
@@ -207,7 +209,7 @@ class Quantized(Codec):
         count = self._outlier_count(x.shape[-1])
         if count == 0:
             return None
-        largest = jnp.max(jnp.abs(x))
+        largest = jnp.max(jnp.abs(x), initial=0)
         unit = x.astype(accumulation_dtype(x.dtype)) / jnp.where(largest > 0, largest, 1)
         norms = jnp.sum(unit * unit, axis=range(x.ndim - 1))
         return jax.lax.top_k(norms, count)[1].astype(jnp.int32)
@@ -223,6 +225,8 @@ class Quantized(Codec):
 
         What lies outside given scales becomes the nearest level: it saturates.
         """
+        if x.ndim < 1:
+            raise ValueError(f"`x` of {self} must have features, [..., d], got shape {x.shape}.")
         wide = accumulation_dtype(x.dtype)
         values, outliers = _without(channels, x), None if channels is None else x[..., channels]
         shift = jnp.zeros((), wide)
@@ -276,16 +280,19 @@ class Quantized(Codec):
         axes = (-1,) if self.scaling == "group" else tuple(range(part.ndim - 2))
         steps = 2**self.bits - 1
         if self.levels == "normal":
+            # Of numbers within one, so that no square overflows.
+            largest = jnp.max(jnp.abs(part), axes, keepdims=True, initial=0)
+            part = part / jnp.where(largest > 0, largest, 1)
             deviation = jnp.sqrt(jnp.mean(part * part, axes, keepdims=True))
             levels = self._levels(self._nearest_level(part, deviation), part.dtype)
             fitted = jnp.sum(part * levels, axes, keepdims=True) / jnp.sum(
                 levels * levels, axes, keepdims=True
             )
-            return None, self._rounded(fitted)
-        high = jnp.max(part, axes, keepdims=True)
+            return None, self._rounded(fitted * largest)
         if self.scaling == "channel":
-            largest = jnp.maximum(high, -jnp.min(part, axes, keepdims=True))
+            largest = jnp.max(jnp.abs(part), axes, keepdims=True, initial=0)
             return None, self._rounded(largest * (2 / steps), towards=1)
+        high = jnp.max(part, axes, keepdims=True)
         low = self._rounded(jnp.min(part, axes, keepdims=True), towards=-1)
         return low, self._rounded((high - low) / steps, towards=1)
 
@@ -295,13 +302,19 @@ class Quantized(Codec):
         if info.nmant >= jnp.finfo(scale.dtype).nmant:
             return scale
         # Not a cast there and back, which XLA may take for the identity.
-        nearest = jax.lax.reduce_precision(scale, info.nexp, info.nmant)
-        if towards == 0:
-            return nearest
-        # Half a unit of the last place, at least, and less than one and a half.
-        moved = scale + towards * jnp.abs(scale) * 2.0 ** -(info.nmant + 1)
-        next_one = jax.lax.reduce_precision(moved, info.nexp, info.nmant)
-        return jnp.where((nearest - scale) * towards < 0, next_one, nearest)
+        rounded = jax.lax.reduce_precision(scale, info.nexp, info.nmant)
+        if towards != 0:
+            # Half a unit of the last place, at least, and less than one and a half.
+            moved = scale + towards * jnp.abs(scale) * 2.0 ** -(info.nmant + 1)
+            next_one = jax.lax.reduce_precision(moved, info.nexp, info.nmant)
+            rounded = jnp.where((rounded - scale) * towards < 0, next_one, rounded)
+        if self.scale_dtype != "float16":
+            return rounded
+        # Which takes subnormal numbers for zero: those of float16 are not small.
+        units = scale / float(info.smallest_subnormal)
+        whole = {-1: jnp.floor, 0: jnp.round, 1: jnp.ceil}[towards](units)
+        subnormal = jnp.abs(scale) < float(info.smallest_normal)
+        return jnp.where(subnormal, whole * float(info.smallest_subnormal), rounded)
 
     def _round(
         self, part: jax.Array, low: jax.Array | None, step: jax.Array, shift: jax.Array
@@ -378,13 +391,13 @@ class _Segment(NamedTuple):
     @staticmethod
     def flatten(part: jax.Array) -> jax.Array:
         """Inverse of `take`."""
-        return part.reshape(*part.shape[:-2], -1)
+        return part.reshape(*part.shape[:-2], part.shape[-2] * part.shape[-1])
 
 
 def _segments(features: int, group: int) -> list[_Segment]:
     """Returns the whole groups, and the rest as one of its own."""
     groups, rest = divmod(features, group)
-    whole = [_Segment(0, 0, groups, group)] if groups else []
+    whole = [_Segment(0, 0, groups, group)] if groups or not rest else []
     return whole + ([_Segment(groups * group, groups, 1, rest)] if rest else [])
 
 

@@ -56,6 +56,5 @@ def _hadamard(size: int) -> np.ndarray:
 
 @functools.cache
 def _signs(features: int) -> np.ndarray:
-    """Returns `features` fixed signs, random in look: bits of multiples of the golden ratio."""
-    fractions = np.arange(1, features + 1) * ((np.sqrt(5) - 1) / 2) % 1
-    return np.where((fractions * 2**16).astype(int) >> 7 & 1, 1.0, -1.0)
+    """Returns `features` fixed random signs, the same in every process."""
+    return np.random.Generator(np.random.PCG64(features)).choice([-1.0, 1.0], features)

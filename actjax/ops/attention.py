@@ -387,7 +387,16 @@ def _blockwise_backward(
 
 def _dense(causal: bool, name: str, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     del name
-    return _merge(jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="xla"))
+    wide, groups = accumulation_dtype(q.dtype), k.shape[2]
+    queries = q.reshape(*q.shape[:2], groups, -1, q.shape[-1])
+    scores = jnp.einsum("bsghd,btgd->bghst", queries, k, preferred_element_type=wide)
+    scores /= math.sqrt(q.shape[-1])
+    if causal:
+        seen = jnp.tril(jnp.ones((q.shape[1], k.shape[1]), bool))
+        scores = jnp.where(seen, scores, -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    out = jnp.einsum("bghst,btgd->bsghd", weights, v, preferred_element_type=wide)
+    return out.astype(q.dtype).reshape(*q.shape[:2], -1)
 
 
 _FORMS = {"blockwise": _blockwise, "cudnn": _cudnn, "dense": _dense}

@@ -33,7 +33,7 @@ def norm_linear(
     key: jax.Array | None = None,
     name: str = "norm input",
 ) -> Any:
-    """Returns `linear(rms_norm(x, scale), w)`, and holds `codec.encode(x, key)` alone.
+    """Returns `linear(rms_norm(x, scale), w)`, and holds what `codec` stores of `x` alone.
 
     The value is exact. The gradients are those at the decoded `x`, `dw = n(x_hat)ᵀ dz` among them;
     `linear`'s `dx`, which the norm's backward pass is given, is exact.

@@ -5,6 +5,7 @@ stored input, so only `dw = x_hatᵀ dz` carries the codec's error, and it is un
 is.
 """
 
+import dataclasses
 import functools
 from typing import Any, overload
 
@@ -184,10 +185,16 @@ def pull_back(
       biases: as many.
       dzs: cotangents of the outputs.
     """
-    _, code, basis = _keep_input("rebuilt input", x, weights, None, Exact())
+    # Nothing is stored here, so coordinates in a basis need not be in few bits.
+    whole = tuple(_in_full(w) for w in weights)
+    _, code, basis = _keep_input("rebuilt input", x, whole, None, Exact())
     held = tuple(hold_weight(w, keep_basis=False) for w in weights)
     dx, dws, dbs, _, _ = _linear_bwd("", (code, basis, held, biases, Exact()), dzs)
     return dx, dws, dbs
+
+
+def _in_full(w: Any) -> Any:
+    return dataclasses.replace(w, bits=16) if isinstance(w, TappedWeight) else w
 
 
 def _array(held: Any) -> jax.Array:
