@@ -42,7 +42,7 @@ OPEN = {
     "test_a_setting_of_jax_within_the_function_holds": "contexts of JAX do not reach the re-run",
     "test_data_may_go_through_what_has_no_derivative[while]": "every float input is differentiated",
     "test_data_may_go_through_what_has_no_derivative[callback]": "likewise",
-    "test_side_effects_of_a_backward_pass_happen[residual]": "equations without results are dropped",
+    "test_side_effects_of_a_backward_pass_happen[residual]": "without results they are dropped",
     "test_side_effects_of_a_backward_pass_happen[cotangent]": "likewise",
     "test_elementwise_chains_are_not_rebuilt_from_their_beginning_each_time": "each from its root",
     "test_what_a_loop_stacks_is_decided_on_where_it_is_read[map]": "left as it is",
