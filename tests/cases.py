@@ -5,6 +5,7 @@ A new codec is one line here.
 
 from actjax import (
     Exact,
+    Offloaded,
     PointApproximation,
     PrincipalPlusRandom,
     Quantized,
@@ -24,8 +25,7 @@ CODECS = {
     "points, by tolerance": PointApproximation(points=4, tolerance=0.8),
     "four bits, ragged groups": Quantized(4, group=3),
     "three bits, stochastic, rotated": Quantized(3, group=4, rounding="stochastic", rotate=True),
-    "two bits, dither, by channel": Quantized(2, rounding="dither", scaling="channel"),
-    "two bits, normal levels": Quantized(2, group=8, levels="normal", outlier_fraction=1 / 8),
+    "offloaded": Offloaded(Quantized(4, group=4)),
 }
 
 SHAPES = [(24, 8), (2, 12, 8), (2, 3, 4, 8)]

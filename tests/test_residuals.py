@@ -839,6 +839,7 @@ KINKS = {
     "maximum": lambda x: jnp.maximum(x, 0.0),
     "clip": lambda x: jnp.clip(x, -0.5, 0.5),
     "product with a mask": lambda x: x * (x > 0),
+    "integer part": lambda x: x * lax.stop_gradient(x.astype(int).astype(x.dtype)),
     "maximum of a row": lambda x: jnp.max(x, 1),
 }
 
@@ -853,6 +854,26 @@ def test_the_gradient_is_zero_where_it_is_zero(quick_compile, name):
     np.testing.assert_array_equal(got == 0, want == 0)
     # Slopes of 0, 1 and -1 and shares of a tie: exact, or decoded with the 8 bits of a scale.
     np.testing.assert_allclose(got, want, atol=2 * 2**-8)
+
+
+def thrice(kink):
+    return lambda x: lax.scan(lambda c, _: (kink(c) - 0.3, None), x, None, 3)[0]
+
+
+DYING = {"activation": (lambda kink: kink, 0), "carry": (thrice, ())}
+
+
+@pytest.mark.parametrize("where", DYING)
+@pytest.mark.parametrize("name", ["relu", "maximum", "clip", "product with a mask"])
+def test_the_gradient_is_zero_where_it_is_zero_if_its_input_dies(quick_compile, name, where):
+    wrap, activations = DYING[where]
+    fun = wrap(KINKS[name])
+    variants = compress_residuals(fun, Quantized(2, group=16), activations=activations), fun
+    got, want = jax.jit(lambda x: [jax.grad(lambda x: f(x).sum())(x) for f in variants])(
+        normal(2, 40, 16)
+    )
+    np.testing.assert_array_equal(got == 0, want == 0)
+    np.testing.assert_allclose(got, want, atol=3 * 2 * 2**-8)  # As above, of three in a row.
 
 
 @pytest.mark.parametrize("rebuild", [True, False])

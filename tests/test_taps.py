@@ -10,7 +10,16 @@ from cases import CODECS
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from actjax import Codec, Exact, Quantized, RandomProjection, cross_entropy, linear, qkv_projection
+from actjax import (
+    Codec,
+    Exact,
+    Offloaded,
+    Quantized,
+    RandomProjection,
+    cross_entropy,
+    linear,
+    qkv_projection,
+)
 from actjax.taps import TappedWeight, Use, find_uses, path_name, plain_weight
 
 KEY = jax.random.key(5)
@@ -47,7 +56,7 @@ def test_a_linear_operator_is_found_with_the_rank_of_its_gradient(codec):
     found = use(lambda w: project(X, w, codec), W)
     rank = codec.gradient_rank(X.shape) or 0
     assert (found.operator, found.rank, found.times) == ("linear", rank, 1)
-    assert (rank == 0) == isinstance(codec, Exact | Quantized)
+    assert (rank == 0) == isinstance(codec, Exact | Offloaded | Quantized)
 
 
 def test_weights_of_one_call_have_the_call_in_common():

@@ -48,7 +48,7 @@ class Offloaded(Codec):
         return self.codec.needs_key
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> Code:
-        return jax.device_put(self.codec.encode(x, key), jax.memory.Space.Host)
+        return _move(self.codec.encode(x, key), jax.memory.Space.Host)
 
     def decode(self, code: Code) -> jax.Array:
         return self.codec.decode(_fetch(code))
@@ -77,4 +77,9 @@ class Offloaded(Codec):
 
 
 def _fetch(code: Any) -> Any:
-    return jax.device_put(code, jax.memory.Space.Device)
+    return _move(code, jax.memory.Space.Device)
+
+
+def _move(code: Any, space: Any) -> Any:
+    # One by one: together, `vmap` wants their mapped axes to be alike.
+    return jax.tree.map(lambda x: jax.device_put(x, space), code)
