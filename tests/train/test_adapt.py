@@ -44,7 +44,11 @@ def test_bits_keep_to_the_budget_and_use_it(chosen):
 
 def test_a_choice_can_be_made_again(chosen):
     recipe = make_recipe(CONFIG, MODEL)
-    assert choose_bits(recipe, init_state(recipe).model, batch(), 0) == chosen
+    again = choose_bits(recipe, init_state(recipe).model, batch(), 0)
+    assert again.bits == chosen.bits
+    # Compiled by itself, and for that with or without some optimisations: roundings differ.
+    assert again.compression_variance == pytest.approx(chosen.compression_variance, rel=0.05)
+    assert again.sampling_variance == pytest.approx(chosen.sampling_variance, rel=0.05)
 
 
 def test_a_recipe_takes_the_bits(chosen):
