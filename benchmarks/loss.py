@@ -110,15 +110,12 @@ def show(config: Config, rows: list[dict]) -> None:
     """Prints the last held-out loss of each variant, and what it is above `exact`."""
     train = config.train
     title = f"{train.model}, {train.steps} steps of {train.batch_size} x {train.seq_len} tokens"
-    headers = ("variant", "held-out loss", "above exact", "learning rate", "on the grid", "seeds")
+    headers = ("variant", "held-out loss", "above exact", "in %", "rate", "on the grid", "seeds")
     cells = []
     best = best_rows(rows)
     for name in config.variants:
         losses = [last_loss(row) for row in best[name]]
-        gap = ""
-        if "exact" in best:
-            exact = statistics.mean(map(last_loss, best["exact"]))
-            gap = f"{statistics.mean(losses) - exact:+.4f}"
+        gap, share = _gap(best[name], best["exact"]) if "exact" in best else ("", "")
         spread = f" ± {statistics.stdev(losses):.4f}" if config.seeds > 1 else ""
         grid = [last_loss(row) for row in rows if row["variant"] == name and row["seed"] == 0]
         cells.append(
@@ -126,12 +123,22 @@ def show(config: Config, rows: list[dict]) -> None:
                 name,
                 f"{statistics.mean(losses):.4f}{spread}",
                 gap,
+                share,
                 f"{best[name][0]['learning_rate']:g}",
                 " ".join(f"{loss:.3f}" for loss in grid),
                 str(len(losses)),
             )
         )
     print_table(title, headers, cells)
+
+
+def _gap(rows: list[dict], exact: list[dict]) -> tuple[str, str]:
+    """Returns by how much runs end above those of `exact` with the same seeds, and this in %."""
+    reference = {row["seed"]: last_loss(row) for row in exact}
+    gaps = [last_loss(row) - reference[row["seed"]] for row in rows if row["seed"] in reference]
+    mean = statistics.mean(gaps)
+    spread = f" ± {statistics.stdev(gaps):.4f}" if len(gaps) > 1 else ""
+    return f"{mean:+.4f}{spread}", f"{100 * mean / statistics.mean(reference.values()):+.2f}"
 
 
 def main() -> None:

@@ -1,7 +1,9 @@
 """What is compared: methods with their options, by name."""
 
 import dataclasses
+from typing import Literal
 
+from actjax.codecs.quantized import Rounding
 from models import preset
 from train.config import MomentDtype, PretrainConfig
 from train.methods import MethodOptions
@@ -40,6 +42,13 @@ class Variant:
         )
 
 
+_FEW_BITS: tuple[Literal[4, 3, 2], ...] = (4, 3, 2)
+_ROUNDINGS: dict[Rounding, str] = {
+    "nearest": "",
+    "stochastic": ", stochastic rounding",
+    "dither": ", dither",
+}
+
 VARIANTS = {
     "exact": Variant("exact"),
     "exact, 8-bit states": Variant("exact", moment_dtype="8bit"),
@@ -63,10 +72,37 @@ VARIANTS = {
     "subspace d/8": Variant("subspace", 8),
     "subspace d/16": Variant("subspace", 16),
     "subspace d/16, in backward": Variant("subspace", 16, in_backward=True),
-    "gact, 4 bits": Variant("gact", options=MethodOptions(bits=4)),
-    "gact, 2 bits": Variant("gact", options=MethodOptions(bits=2)),
-    "quantized, 4 bits": Variant("quantized"),
-    "quantized, 2 bits": Variant("quantized", options=MethodOptions(bits=2)),
+    **{
+        f"gact, {bits} bits": Variant("gact", options=MethodOptions(average_bits=bits))
+        for bits in (8, 4, 3, 2)
+    },
+    **{
+        f"quantized, {bits} bits{suffix}": Variant(
+            "quantized", options=MethodOptions(bits=bits, rounding=rounding)
+        )
+        for bits in _FEW_BITS
+        for rounding, suffix in _ROUNDINGS.items()
+    },
+    **{
+        f"quantized, {bits} bits allocated{suffix}": Variant(
+            "quantized", options=MethodOptions(average_bits=bits, rounding=rounding)
+        )
+        for bits in (3, 2)
+        for rounding, suffix in _ROUNDINGS.items()
+    },
+    **{
+        f"quantized, {bits} bits, normal levels{suffix}": Variant(
+            "quantized", options=MethodOptions(bits=bits, levels="normal", rotate=rotate)
+        )
+        for bits in _FEW_BITS
+        for rotate, suffix in ((False, ""), (True, ", rotated"))
+    },
+    **{
+        f"quantized, {bits} bits allocated, normal levels, rotated": Variant(
+            "quantized", options=MethodOptions(average_bits=bits, levels="normal", rotate=True)
+        )
+        for bits in (3, 2)
+    },
     "compressed_remat": Variant("compressed_remat"),
     "frugal": Variant("frugal"),
     "frugal_subspace d/4": Variant("frugal_subspace", 4),
