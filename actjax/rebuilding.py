@@ -34,19 +34,23 @@ _ELEMENTWISE = frozenset({
 _JUMPS = frozenset({
     "ceil", "eq", "floor", "ge", "gt", "is_finite", "le", "lt", "ne", "round", "sign",
 })  # fmt: skip
-"""Those among them whose result jumps where what they read moves."""
+"""Those among them whose result jumps where what they read moves; and casts to integers."""
 
 
 class Graph:
     """A program without calls, looked at from its results."""
 
-    def __init__(self, jaxpr: core.Jaxpr, *, rebuild: bool) -> None:
+    def __init__(
+        self, jaxpr: core.Jaxpr, price: Callable[[core.Var], int], *, rebuild: bool
+    ) -> None:
         """Takes a program.
 
         Args:
           jaxpr: the program.
+          price: bytes of keeping a variable; 0 if it is alive anyway, exact in any case.
           rebuild: whether elementwise operations are looked through, or views alone.
         """
+        self._price = price
         self._rebuild = rebuild
         self._makers = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
         known = (*jaxpr.constvars, *jaxpr.invars, *self._makers)
@@ -56,7 +60,7 @@ class Graph:
             for out in eqn.outvars:
                 self._roots[out] = self._find_roots(eqn, out)
 
-    def choose(self, residuals: Sequence[core.Var], price: Callable[[core.Var], int]) -> list[Any]:
+    def choose(self, residuals: Sequence[core.Var]) -> list[Any]:
         """Returns which variables to keep so that all residuals can be rebuilt.
 
         Residuals that have a root in common are taken together: kept are their roots, or they
@@ -64,8 +68,8 @@ class Graph:
 
         Args:
           residuals: what a backward pass reads.
-          price: bytes of keeping a variable; 0 if it is alive anyway.
         """
+        price = self._price
         groups: list[tuple[set[core.Var], set[core.Var]]] = []
         for var in dict.fromkeys(residuals):
             members, roots = {var}, set(self._roots[var])
@@ -128,8 +132,8 @@ class Graph:
         found = [self._roots[x] for x in eqn.invars if isinstance(x, core.Var)]
         if self._is_narrower_copy(eqn, found):
             return frozenset({var})
-        if eqn.primitive.name in _JUMPS and any(
-            _is_floating(root) and root in self._makers for roots in found for root in roots
+        if self._jumps(eqn) and any(
+            _is_floating(root) and self._price(root) for roots in found for root in roots
         ):
             # A mask of values that are decoded could be another one: it is a value of its own.
             return frozenset({var})
@@ -140,6 +144,12 @@ class Graph:
             if all(large) and not large[0] & large[1]:
                 return frozenset({var})
         return frozenset().union(*found)
+
+    def _jumps(self, eqn: core.JaxprEqn) -> bool:
+        """Returns whether a result jumps where what it is made of moves a little."""
+        if eqn.primitive.name == "convert_element_type":
+            return _is_floating(eqn.invars[0]) and not _is_inexact(eqn.outvars[0])
+        return eqn.primitive.name in _JUMPS
 
     def _is_narrower_copy(self, eqn: core.JaxprEqn, roots: list[frozenset[core.Var]]) -> bool:
         """Returns whether an output of a product, say, is cast to fewer bytes: these are kept."""
@@ -172,6 +182,10 @@ def _size(var: Any) -> int:
 
 def _dtype(var: Any) -> Any:
     return var.aval.dtype
+
+
+def _is_inexact(var: Any) -> bool:
+    return jnp.issubdtype(_dtype(var), jnp.inexact)
 
 
 def _is_floating(var: Any) -> bool:

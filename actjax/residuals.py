@@ -299,12 +299,12 @@ def _make_plan(
         (avals[count:], [avals[i] for i in smooth_outputs]),
     )
     leaves = program.jaxpr.outvars[count:]
-    graph = Graph(program.jaxpr, rebuild=settings.rebuild)
     alive = {*program.jaxpr.constvars}
     alive |= {x for x, dead in zip(program.jaxpr.invars, dies, strict=True) if not dead}
-    kept = graph.choose(
-        [x for x in leaves if isinstance(x, core.Var)], lambda x: 0 if x in alive else _nbytes(x)
+    graph = Graph(
+        program.jaxpr, lambda x: 0 if x in alive else _nbytes(x), rebuild=settings.rebuild
     )
+    kept = graph.choose([x for x in leaves if isinstance(x, core.Var)])
     found = [_describe(program.jaxpr, graph, var, names, dies) for var in kept]
     codecs = _decide(found, settings.rule)
     settled = [
