@@ -236,6 +236,11 @@ def origin_of(jaxpr: core.Jaxpr, var: core.Var) -> Origin:
     if eqn is None:
         known = "constant" if var in jaxpr.constvars else "argument"
         return Origin(known, "", None, readers, var)
+    if eqn.primitive.name == "optimization_barrier":
+        passed = eqn.invars[eqn.outvars.index(var)]
+        if isinstance(passed, core.Var):
+            origin = origin_of(jaxpr, passed)
+            return dataclasses.replace(origin, readers=(*readers, *origin.readers))
     body = _body(eqn)
     inner = body.outvars[eqn.outvars.index(var)] if body is not None else None
     if body is None or not isinstance(inner, core.Var):

@@ -101,10 +101,11 @@ def run_inlined(
 
 
 def run_equation(eqn: core.JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
-    """Returns the outputs of one equation, which still come from the line that they came from."""
+    """Returns the outputs of one equation, in the context and from the line that it came from."""
     source = eqn.source_info
     stack = source_info_util.current_name_stack() + source.name_stack
-    with source_info_util.user_context(source.traceback, name_stack=stack):
+    context: Any = eqn.ctx
+    with source_info_util.user_context(source.traceback, name_stack=stack), context.manager:
         params = eqn.primitive.get_bind_params(eqn.params)
         outputs = eqn.primitive.bind(*inputs, **params)
     return outputs if eqn.primitive.multiple_results else [outputs]

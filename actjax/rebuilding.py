@@ -101,8 +101,8 @@ class Graph:
             var = eqn.invars[0]
         return True
 
-    def rebuild(self, var: core.Var, value: Callable[[core.Var], Any]) -> Any:
-        """Returns what `var` is, from what is kept.
+    def rebuild(self, var: core.Var, value: Callable[[core.Var], Any]) -> dict[core.Var, Any]:
+        """Returns the value of `var` and of all that it was made of, from what is kept.
 
         Args:
           var: a residual.
@@ -123,7 +123,7 @@ class Graph:
         for _, eqn in sorted(needed.items()):
             inputs = [x.val if isinstance(x, core.Literal) else done[x] for x in eqn.invars]
             done.update(zip(eqn.outvars, run_equation(eqn, inputs), strict=True))
-        return done[var]
+        return done
 
     def _find_roots(self, eqn: core.JaxprEqn, var: core.Var) -> frozenset[core.Var]:
         """Returns what the output `var` of an equation follows from by cheap operations."""

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from actjax.checkpointing import check_positions, decode_late, positions_of
-from actjax.codecs import Codec
+from actjax.codecs import Codec, Exact
 from actjax.explanation import origin_of
 from actjax.programs import close, run_equation, run_inlined
 from actjax.rebuilding import Graph
@@ -30,9 +30,12 @@ statistics and log-sum-exps, of which nothing is gained and much may depend."""
 LEFT_BY_RULE = "left by the rule"
 _FIRST_LOOP = 2**30
 """What keys of loops are folded with, apart from the numbers of arrays."""
+_ONE_WAY = frozenset({"io_callback", "pure_callback", "while"})
+"""Operations without a derivative in reverse mode: data may pass through them, no gradient may."""
+_STOP = "stop_gradient"
 AT_HAND = 32
-"""Equations of a backward pass within which a decoded value is read again rather than decoded
-again: about one operator's."""
+"""Equations of a backward pass within which a decoded or rebuilt value is read again rather than
+made again: about one operator's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,16 +170,26 @@ def _compress(
       settings: what is done with residuals.
       key: randomness of the encoding, or None.
     """
-    inputs = [*program.consts, *arguments]
-    count = len(program.consts)
+    words, treedef = jax.tree.flatten(key)
+    inputs = [*program.consts, *arguments, *words]
+    names = [*names, *("",) * len(words)]
+    dies = [*dies, *(False,) * len(words)]
+    first, last = len(program.consts), len(inputs) - len(words)
 
+    # All that it reads is given to it: it is traced again where it is differentiated, which may be
+    # outside of the loop that a key is of.
     def run(*inputs: Any) -> list[Any]:
-        given = core.ClosedJaxpr(program.jaxpr, list(inputs[:count]))
+        given = core.ClosedJaxpr(program.jaxpr, list(inputs[:first]))
+        own_key = jax.tree.unflatten(treedef, inputs[last:])
         # Each loop has a key of its own, the same however often the function is traced.
         numbers = itertools.count()
-        return run_inlined(
-            given, inputs[count:], lambda eqn, x: _compress_loop(settings, key, numbers, eqn, x)
-        )
+
+        def handle(eqn: core.JaxprEqn, x: list[Any]) -> list[Any] | None:
+            if eqn.primitive.name in _ONE_WAY:
+                return run_equation(eqn, [jax.lax.stop_gradient(y) for y in x])
+            return _compress_loop(settings, own_key, numbers, eqn, x)
+
+        return run_inlined(given, inputs[first:last], handle)
 
     plan = _make_plan(run, inputs, names, dies, settings)
     if not plan.kept:
@@ -250,6 +263,8 @@ class _Plan:
       backward: the pullback, from its leaves and the cotangents of the smooth outputs to those of
         the smooth inputs.
       smooth_inputs: which inputs can be differentiated.
+      one_way: names of the operations without a derivative that an input passes through, for these
+        inputs.
       smooth_outputs: which outputs are.
     """
 
@@ -261,6 +276,7 @@ class _Plan:
     graph: Graph
     backward: core.ClosedJaxpr
     smooth_inputs: tuple[int, ...]
+    one_way: dict[int, str]
     smooth_outputs: tuple[int, ...]
 
 
@@ -322,8 +338,32 @@ def _make_plan(
         graph,
         backward,
         smooth,
+        _one_way(program.jaxpr),
         smooth_outputs,
     )
+
+
+def _one_way(jaxpr: core.Jaxpr) -> dict[int, str]:
+    """Returns the operations without a derivative that gradients of inputs would pass through."""
+    makers = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+    found: dict[int, str] = {}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name not in _ONE_WAY:
+            continue
+        # Behind what stops gradients before each of these.
+        stops = [makers[x] for x in eqn.invars if isinstance(x, core.Var) and x in makers]
+        waiting = [x for stop in stops for x in stop.invars if stop.primitive.name == _STOP]
+        seen = set()
+        while waiting:
+            x = waiting.pop()
+            if isinstance(x, core.Literal) or x in seen or not _is_floating(x.aval):
+                continue
+            seen.add(x)
+            if x in makers and makers[x].primitive.name != _STOP:
+                waiting += makers[x].invars
+        known = {i: eqn.primitive.name for i, x in enumerate(jaxpr.invars) if x in seen}
+        found = {**known, **found}
+    return found
 
 
 def _smooth(values: Sequence[Any]) -> tuple[int, ...]:
@@ -415,11 +455,21 @@ def _compressed(plan: _Plan, run: Any, inputs: Any, codecs: Any, key: Any) -> li
 
 def _compressed_fwd(plan, run, inputs, codecs, key):
     del run
+    for i, name in plan.one_way.items():
+        if inputs[i].perturbed:
+            raise ValueError(
+                "compress_residuals: a gradient would have to pass through"
+                f" `{name}`, which has no derivative in reverse mode: use lax.scan, or"
+                " jax.lax.stop_gradient where data enters it."
+            )
+    inputs, codecs, key = jax.tree.map(lambda x: x.value, (inputs, codecs, key))
     results = core.jaxpr_as_fun(plan.forward)(*inputs)
     outputs, values = results[: plan.outputs], results[plan.outputs :]
     made = {}
     for i, (x, codec) in enumerate(zip(values, codecs, strict=True)):
         if codec is not None:
+            if not isinstance(codec, Exact):
+                x = _differentiated_once(x)
             made[i] = codec.encode(x, _key_of(key, plan, i) if codec.needs_key else None)
     # Codes are made before anything reads the outputs: outside a loop XLA might else put it off to
     # the backward pass, and keep the floats until then.
@@ -436,6 +486,20 @@ def _compressed_fwd(plan, run, inputs, codecs, key):
     return outputs, (codes, codecs)
 
 
+@jax.custom_jvp
+def _differentiated_once(x: jax.Array) -> jax.Array:
+    """Is where a derivative of the code of `x` would begin: rounding has none."""
+    return x
+
+
+@_differentiated_once.defjvp
+def _(primals, tangents):
+    raise NotImplementedError(
+        "compress_residuals: its gradient is made of codes, and has no derivative of its own. Take"
+        " second derivatives of the function as it is, or with a rule that leaves everything."
+    )
+
+
 def _key_of(key: Any, plan: _Plan, i: int) -> jax.Array | None:
     """Returns the key of what is kept as number `i`."""
     if key is None or isinstance(key, Mapping):
@@ -446,7 +510,10 @@ def _key_of(key: Any, plan: _Plan, i: int) -> jax.Array | None:
 def _compressed_bwd(plan, run, residuals, cotangents):
     del run
     codes, codecs = residuals
-    given = [cotangents[i] for i in plan.smooth_outputs]
+    given = [
+        jnp.zeros(c.shape, c.dtype) if isinstance(c, jax.custom_derivatives.SymbolicZero) else c
+        for c in (cotangents[i] for i in plan.smooth_outputs)
+    ]
     gradients = _run_backward(plan, codes, codecs, given)
     dinputs: list[Any] = [None] * len(plan.forward.jaxpr.invars)
     for i, dx in zip(plan.smooth_inputs, gradients, strict=True):
@@ -495,18 +562,20 @@ def _run_backward(
         return values[x]
 
     for eqn in jaxpr.eqns:
-        if any(x in downstream for x in eqn.invars if isinstance(x, core.Var)):
+        # What has an effect, such as printing, happens though nothing reads it.
+        if eqn.effects or any(x in downstream for x in eqn.invars if isinstance(x, core.Var)):
             downstream.update(eqn.outvars)
             outputs = run_equation(eqn, [read(x) for x in eqn.invars])
             values |= zip(eqn.outvars, outputs, strict=True)
-            store.advance(outputs[0])
+            if outputs:
+                store.advance(outputs[0])
         else:
             waiting |= dict.fromkeys(eqn.outvars, eqn)
     return [read(x) for x in jaxpr.outvars]
 
 
 class _Store:
-    """What is kept, and lately decoded values, in the course of a backward pass."""
+    """What is kept, and values lately made of it, in the course of a backward pass."""
 
     def __init__(
         self, plan: _Plan, codes: Sequence[Any], codecs: Sequence[Codec | None], clock: jax.Array
@@ -525,7 +594,7 @@ class _Store:
         }
         self._clock = clock
         self._time = 0
-        self._decoded: dict[core.Var, tuple[int, Any]] = {}
+        self._at_hand: dict[core.Var, tuple[int, Any]] = {}
 
     def advance(self, clock: jax.Array) -> None:
         """Takes the latest cotangent."""
@@ -533,19 +602,27 @@ class _Store:
 
     def rebuild(self, var: core.Var) -> Any:
         """Returns a residual."""
-        return self._graph.rebuild(var, self._value)
+        rebuilt = self._graph.rebuild(var, self._value)
+        for made, x in rebuilt.items():
+            # What is decoded, or was at hand, is as old as it was.
+            if made not in self._kept:
+                self._at_hand.setdefault(made, (self._time, x))
+        return rebuilt[var]
 
     def _value(self, var: core.Var) -> Any:
+        made_at, x = self._at_hand.get(var, (-AT_HAND, None))
+        if self._time - made_at < AT_HAND:
+            return x
+        self._at_hand.pop(var, None)
         if var not in self._kept:
             return None
         code, codec = self._kept[var]
         if codec is None:
             return code
-        decoded_at, x = self._decoded.get(var, (-AT_HAND, None))
-        if self._time - decoded_at >= AT_HAND:
-            ((x,), _) = decode_late([code], [codec], self._clock)
-            self._decoded[var] = self._time, x
+        ((x,), _) = decode_late([code], [codec], self._clock)
+        self._at_hand[var] = self._time, x
         return x
 
 
-_compressed.defvjp(_compressed_fwd, _compressed_bwd)
+# Which inputs are differentiated is known with `symbolic_zeros` only.
+_compressed.defvjp(_compressed_fwd, _compressed_bwd, symbolic_zeros=True)

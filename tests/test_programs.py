@@ -198,7 +198,6 @@ def test_an_equation_keeps_its_scope_within_that_of_its_run():
     assert str(equation(outer, X).source_info.name_stack) == "outer/mine"
 
 
-@pytest.mark.xfail(reason="contexts of JAX do not reach the re-run", strict=True)
 def test_an_equation_keeps_the_settings_it_was_traced_under():
     def fun(key):
         with jax.threefry_partitionable(False):

@@ -39,20 +39,10 @@ RANDOM = Quantized(2, group=8, rounding="stochastic")
 ALIVE = "alive without the backward pass"
 
 OPEN = {
-    "test_a_setting_of_jax_within_the_function_holds": "contexts of JAX do not reach the re-run",
-    "test_data_may_go_through_what_has_no_derivative[while]": "every float input is differentiated",
-    "test_data_may_go_through_what_has_no_derivative[callback]": "likewise",
-    "test_side_effects_of_a_backward_pass_happen[residual]": "without results they are dropped",
-    "test_side_effects_of_a_backward_pass_happen[cotangent]": "likewise",
-    "test_elementwise_chains_are_not_rebuilt_from_their_beginning_each_time": "each from its root",
-    "test_what_a_loop_stacks_is_decided_on_where_it_is_read[map]": "left as it is",
-    "test_what_a_loop_stacks_is_decided_on_where_it_is_read[scan]": "left as it is",
-    "test_the_key_makes_the_gradient[loop in a loop]": "an inner loop has the key of the outer one",
     "test_data_may_be_sharded[explicit]": "shardings in types are lost",
     "test_shard_map[within]": "shard_map in the function is not entered",
     "test_shard_map[around]": "varying axes are lost",
     "test_second_derivatives_obey_rules_of_their_own": "custom rules are written out",
-    "test_second_derivatives_through_codes_are_right_or_refused": "neither yet",
 }
 """What is known not to work yet, and why: strict, so that a repair shows."""
 
@@ -545,6 +535,13 @@ def test_data_may_go_through_what_has_no_derivative(x64, quick_compile, prepare)
     w, x = normal(1, 8, 8), normal(0, 6, 8)
     want = jax.grad(loss_of(fun))(w, x)
     assert_close(jax.grad(loss_of(compress_residuals(fun, Exact())))(w, x), want)
+
+
+def test_a_gradient_through_what_has_no_derivative_is_refused():
+    fun = lambda x: lax.while_loop(lambda z: jnp.sum(z * z) > 1, lambda z: z / 2, jnp.sin(x))  # noqa: E731
+    wrapped = compress_residuals(lambda x, y: fun(x) + jnp.sin(x @ y), Q4)
+    with pytest.raises(ValueError, match=r"`while`, which has no derivative in reverse mode: use"):
+        jax.grad(loss_of(wrapped))(normal(0, 6, 6), normal(1, 6, 6))
 
 
 def printing(what):
