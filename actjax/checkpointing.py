@@ -163,7 +163,7 @@ def key_of(key: Any, i: int) -> jax.Array | None:
 
 
 def decode_late(
-    codes: Sequence[Code], codecs: Sequence[Codec], cotangent: Any
+    codes: Sequence[Code], codecs: Sequence[Any], cotangent: Any
 ) -> tuple[tuple[jax.Array, ...], Any]:
     """Returns decoded activations, not before the cotangent is there, and the cotangent."""
     # Without the barrier XLA could decode early, or, where a code is the activation itself, merge

@@ -19,6 +19,7 @@ from jax.extend import core
 
 from actjax.checkpointing import check_positions, decode_late, positions_of
 from actjax.codecs import Codec, Exact
+from actjax.codecs.packing import pack, unpack
 from actjax.explanation import origin_of
 from actjax.programs import close, run_equation, run_inlined
 from actjax.rebuilding import Graph
@@ -28,6 +29,7 @@ LARGEST_OVER_SMALL = 32
 """Arrays that are so many times smaller than the largest are left alone where the rule is a codec:
 statistics and log-sum-exps, of which nothing is gained and much may depend."""
 LEFT_BY_RULE = "left by the rule"
+_NOT_FLOATING = "no floating point numbers"
 _FIRST_LOOP = 2**30
 """What keys of loops are folded with, apart from the numbers of arrays."""
 _ONE_WAY = frozenset({"io_callback", "pure_callback", "while"})
@@ -88,14 +90,15 @@ def compress_residuals(
 
     What is decided on are floating point arrays that `fun` computes. Not decided on, and kept as
     they are: arguments and what `fun` closes over, since these stay alive anyway (weights, a
-    batch), integers and booleans, and what is a code already. An array that several operators keep
-    is stored once, and so is one of which another is a view: a transposed, reshaped, broadcast or
-    wider copy.
+    batch), integers, and what is a code already. Booleans, such as the mask of a ReLU or of
+    dropout, are kept in a bit each. An array that several operators keep is stored once, and so is
+    one of which another is a view: a transposed, reshaped, broadcast or wider copy.
 
     A `lax.scan` in `fun` is entered: what one iteration keeps, its carry among it, is encoded
     within the loop, so that no stack of floats ever exists. Works under `jit`, `vmap`, `lax.scan`,
     with `jax.checkpoint` inside (what it saves is decided on) or outside, and with data that is
-    sharded over devices. In reverse mode only.
+    sharded over devices by the compiler, not by `jax.shard_map` or with explicit axes. In reverse
+    mode only, and once: second derivatives of codes are refused.
 
     Args:
       fun: any function of JAX that can be differentiated in reverse mode.
@@ -195,7 +198,7 @@ def _compress(
     if not plan.kept:
         return run(*inputs)
     for i, codec in enumerate(plan.codecs):
-        if codec is not None and codec.needs_key:
+        if isinstance(codec, Codec) and codec.needs_key:
             codec.required_key(_key_of(key, plan, i))
     return _compressed(plan, run, inputs, plan.codecs, key)
 
@@ -232,6 +235,32 @@ def _compress_loop(
         step, start, (stacked, keys), length, reverse=params["reverse"], unroll=params["unroll"]
     )
     return [*carry, *ys]
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Mask:
+    """Stores booleans [..., d] in a bit each: exactly, so no rule is asked.
+
+    Attributes:
+      features: d.
+    """
+
+    features: int
+    needs_key = False
+
+    def __repr__(self) -> str:
+        return "a bit each"
+
+    def encode(self, x: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, ...]:
+        del key
+        return pack(x.astype(jnp.uint8), 1)
+
+    def decode(self, code: tuple[jax.Array, ...]) -> jax.Array:
+        return unpack(code, 1, self.features).astype(bool)
+
+
+_Storage = Codec | _Mask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,7 +300,7 @@ class _Plan:
     forward: core.ClosedJaxpr
     outputs: int
     kept: tuple[_Kept, ...]
-    codecs: tuple[Codec | None, ...]
+    codecs: tuple[_Storage | None, ...]
     leaves: tuple[core.Var | core.Literal, ...]
     graph: Graph
     backward: core.ClosedJaxpr
@@ -380,14 +409,17 @@ def _inlined(fun: Callable[..., Any], args: Sequence[Any]) -> core.ClosedJaxpr:
     return jax.make_jaxpr(lambda *x: run_inlined(traced, x, custom=True))(*leaves)
 
 
-def _decide(found: list[_Kept], rule: Rule | Codec) -> list[Codec | None]:
+def _decide(found: list[_Kept], rule: Rule | Codec) -> list[_Storage | None]:
     """Returns what stores each array."""
     open_ones = [k.candidate for k in found if not k.reason]
     if isinstance(rule, Codec):
         codec, largest = rule, max((c.size for c in open_ones), default=0)
         rule = lambda c: codec if c.shape and 0 < largest <= c.size * LARGEST_OVER_SMALL else None  # noqa: E731
-    codecs: list[Codec | None] = []
+    codecs: list[_Storage | None] = []
     for k in found:
+        if k.reason == _NOT_FLOATING and k.candidate.dtype == "bool" and k.candidate.shape:
+            codecs.append(_Mask(k.candidate.shape[-1]))
+            continue
         chosen = None if k.reason else rule(k.candidate)
         leave = chosen is None or (isinstance(chosen, str) and chosen == "leave")
         if not leave and not isinstance(chosen, Codec):
@@ -419,7 +451,7 @@ def _describe(
     elif origin.is_slices:
         reason = "slices of an argument, alive anyway"
     if not reason and not _is_floating(aval):
-        reason = "no floating point numbers"
+        reason = _NOT_FLOATING
     return _Kept(var, Candidate(name, primitive, tuple(aval.shape), str(aval.dtype)), reason)
 
 
@@ -468,7 +500,7 @@ def _compressed_fwd(plan, run, inputs, codecs, key):
     made = {}
     for i, (x, codec) in enumerate(zip(values, codecs, strict=True)):
         if codec is not None:
-            if not isinstance(codec, Exact):
+            if not isinstance(codec, Exact | _Mask):
                 x = _differentiated_once(x)
             made[i] = codec.encode(x, _key_of(key, plan, i) if codec.needs_key else None)
     # Codes are made before anything reads the outputs: outside a loop XLA might else put it off to
@@ -510,10 +542,7 @@ def _key_of(key: Any, plan: _Plan, i: int) -> jax.Array | None:
 def _compressed_bwd(plan, run, residuals, cotangents):
     del run
     codes, codecs = residuals
-    given = [
-        jnp.zeros(c.shape, c.dtype) if isinstance(c, jax.custom_derivatives.SymbolicZero) else c
-        for c in (cotangents[i] for i in plan.smooth_outputs)
-    ]
+    given = [_written_out(cotangents[i]) for i in plan.smooth_outputs]
     gradients = _run_backward(plan, codes, codecs, given)
     dinputs: list[Any] = [None] * len(plan.forward.jaxpr.invars)
     for i, dx in zip(plan.smooth_inputs, gradients, strict=True):
@@ -521,8 +550,15 @@ def _compressed_bwd(plan, run, residuals, cotangents):
     return dinputs, None, None
 
 
+def _written_out(cotangent: Any) -> jax.Array:
+    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+        zero: Any = cotangent
+        return jnp.zeros(zero.shape, zero.dtype)
+    return cotangent
+
+
 def _run_backward(
-    plan: _Plan, codes: Sequence[Any], codecs: Sequence[Codec | None], cotangents: Sequence[Any]
+    plan: _Plan, codes: Sequence[Any], codecs: Sequence[_Storage | None], cotangents: Sequence[Any]
 ) -> list[Any]:
     """Runs the pullback, and decodes and rebuilds each residual where it is first read.
 
@@ -578,7 +614,7 @@ class _Store:
     """What is kept, and values lately made of it, in the course of a backward pass."""
 
     def __init__(
-        self, plan: _Plan, codes: Sequence[Any], codecs: Sequence[Codec | None], clock: jax.Array
+        self, plan: _Plan, codes: Sequence[Any], codecs: Sequence[_Storage | None], clock: jax.Array
     ) -> None:
         """Takes what the forward pass kept, and the first cotangent.
 

@@ -10,10 +10,27 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 import actjax
 from models import Decoder
 from models.decoder import rope_tables
+
+_policies = jax.checkpoint_policies
+POLICIES = {
+    "full": _policies.nothing_saveable,
+    "dots_saveable": _policies.dots_saveable,
+    "dots": _policies.dots_with_no_batch_dims_saveable,
+    "names": _policies.save_only_these_names("q", "k", "v", "gate", "up"),
+    "offload_dots": _policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
+    "offload_inputs": _policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["block"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+}
+"""What `jax.checkpoint` around a block may save."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +38,7 @@ class PlainConfig:
     """Which plain form.
 
     Attributes:
-      remat: "none", "full" or "dots", as `jax.checkpoint` understands them.
+      remat: "none", or one of `POLICIES`.
       naive: the whole batch's logits, and attention that keeps its probabilities.
     """
 
@@ -40,11 +57,7 @@ def loss_function(config: PlainConfig, compute_dtype: str) -> Callable[..., jax.
             return _block(model.config, config, block, x, tables), None
 
         if config.remat != "none":
-            policies = {
-                "full": None,
-                "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-            }
-            body = jax.checkpoint(body, prevent_cse=False, policy=policies[config.remat])
+            body = jax.checkpoint(body, prevent_cse=False, policy=POLICIES[config.remat])
         x, _ = jax.lax.scan(body, x, model.layers)
         x = _rms_norm(x, model.norm[...], model.config.norm_eps)
         if not config.naive:
@@ -57,11 +70,11 @@ def loss_function(config: PlainConfig, compute_dtype: str) -> Callable[..., jax.
 
 
 def _block(dims, config, block, x, tables):
-    attention, mlp = block.attention, block.mlp
+    attention, mlp, x = block.attention, block.mlp, checkpoint_name(x, "block")
     h = _rms_norm(x, block.attention_norm[...], dims.norm_eps)
     q, k, v = (
-        (h @ w[...].astype(h.dtype)).reshape(*h.shape[:2], -1, dims.head_size)
-        for w in (attention.q, attention.k, attention.v)
+        checkpoint_name(h @ w[...].astype(h.dtype), name).reshape(*h.shape[:2], -1, dims.head_size)
+        for name, w in (("q", attention.q), ("k", attention.k), ("v", attention.v))
     )
     q, k = _rope(q, *tables), _rope(k, *tables)
     if config.naive:
@@ -70,7 +83,10 @@ def _block(dims, config, block, x, tables):
         out = actjax.attention(q, k, v)
     x = x + out.reshape(*x.shape[:2], -1) @ attention.o[...].astype(x.dtype)
     h = _rms_norm(x, block.mlp_norm[...], dims.norm_eps)
-    gate, up = (h @ w[...].astype(h.dtype) for w in (mlp.gate, mlp.up))
+    gate, up = (
+        checkpoint_name(h @ w[...].astype(h.dtype), name)
+        for name, w in (("gate", mlp.gate), ("up", mlp.up))
+    )
     return x + (jax.nn.silu(gate) * up) @ mlp.down[...].astype(x.dtype)
 
 

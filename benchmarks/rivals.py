@@ -63,7 +63,11 @@ PLAIN = {
     "plain": plain.PlainConfig(),
     "plain, naive loss and attention": plain.PlainConfig(naive=True),
     "jax.checkpoint, dots": plain.PlainConfig(remat="dots"),
+    "jax.checkpoint, dots_saveable": plain.PlainConfig(remat="dots_saveable"),
+    "jax.checkpoint, q, k, v, gate and up": plain.PlainConfig(remat="names"),
     "jax.checkpoint, full": plain.PlainConfig(remat="full"),
+    "jax.checkpoint, dots offloaded": plain.PlainConfig(remat="offload_dots"),
+    "jax.checkpoint, full, inputs offloaded": plain.PlainConfig(remat="offload_inputs"),
 }
 OPTAX_GALORE = {"optax.contrib.galore d/4": 4, "optax.contrib.galore d/16": 16}
 RIVALS = (*PLAIN, *OPTAX_GALORE, *VARIANTS)

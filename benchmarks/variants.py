@@ -104,7 +104,15 @@ VARIANTS = {
         for bits in (3, 2)
     },
     "compressed_remat": Variant("compressed_remat"),
+    "compressed_remat, offloaded": Variant("compressed_remat", options=MethodOptions(offload=True)),
+    "quantized, 4 bits, offloaded": Variant("quantized", options=MethodOptions(offload=True)),
     "frugal": Variant("frugal"),
+    "frugal, 3 bits, normal levels": Variant(
+        "frugal", options=MethodOptions(bits=3, levels="normal")
+    ),
+    "frugal, 2 bits, normal levels": Variant(
+        "frugal", options=MethodOptions(bits=2, levels="normal")
+    ),
     "frugal_subspace d/4": Variant("frugal_subspace", 4),
     "random_projection d/4": Variant("random_projection", 4),
 }

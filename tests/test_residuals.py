@@ -885,7 +885,8 @@ def test_the_mask_of_dropout_is_exact(quick_compile, rebuild):
     )(x)
     np.testing.assert_array_equal(got, want)
     # The mask follows from the key, which is alive: nothing is kept of it if it is rebuilt.
-    assert held_bytes(wrapped, x, eye, KEY) == (0 if rebuild else x.size)
+    # Else a bit a number.
+    assert held_bytes(wrapped, x, eye, KEY) == (0 if rebuild else x.size // 8)
 
 
 # What is kept.
@@ -1574,9 +1575,9 @@ def test_a_perceptron_of_flax(quick_compile):
     fs = [functools.partial(loss, f) for f in (wrapped, model.apply)]
     assert relative_error(*jax.jit(lambda params: [jax.grad(f)(params) for f in fs])(params)) < 0.25
     # Two hidden layers, an array each; autodiff keeps more than five.
-    # Beside the codes, of each norm two bytes a token: where its variance was clipped at zero.
+    # Beside the codes, of each norm two bits a token: where its variance was clipped at zero.
     codes = 2 * codec.stored_bytes((32, 64), "float32")
-    assert held_bytes(wrapped, params, x) == codes + 2 * 2 * 32
+    assert held_bytes(wrapped, params, x) == codes + 2 * 2 * 32 // 8
     assert held_bytes(model.apply, params, x) > 10 * 32 * 64 * 4
     assert repr(codec) in str(explain(wrapped, params, x))
 

@@ -1,0 +1,429 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Which operators bear a lossy copy?
+#
+# An operator that reads an inexact copy `x + Δ` of what it was given returns an inexact gradient.
+# Wei et al. (2026) say what then happens, if `E[Δ] = 0`:
+#
+# - **Theorem 3.2.** The gradient of a *linear* operator stays unbiased. That of a nonlinear one is
+#   biased by half of its second derivative in the direction of `Δ`, twice.
+# - **Theorem 3.3.** The gradient that a linear operator passes on is *exact*, whatever `Δ` is. A
+#   nonlinear one passes on an error, and every layer before it multiplies that by its Jacobian.
+#
+# This notebook measures both on a small Llama that was trained on real text, each kind of operator
+# by itself at equal bytes, and then trains on with each, as in their Table 1.
+
+# %%
+import dataclasses
+import functools
+import os
+import sys
+
+# Small matrices: on a busy machine threads would mostly wait for one another.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+sys.path[:0] = [".", ".."]  # `models` and `train` are used from a checkout, not installed.
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+import optax
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import actjax
+from models import ModelConfig
+from models.decoder import rope_tables
+from train.config import PretrainConfig
+from train.corpus import open_corpus
+from train.data import train_batches
+from train.step import init_state, make_recipe, make_train_step
+from train.tokenizer import default_tokenizer
+
+plt.rcParams.update({"figure.dpi": 80, "axes.grid": True, "grid.alpha": 0.3, "font.size": 9})
+console = Console(width=110, force_terminal=False, force_jupyter=False, color_system=None)
+# Many small programs, run seldom: compiled quickly, and for one thread.
+QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_multi_thread_eigen": False}
+
+# %% [markdown]
+# ## A trained model, and its blocks as in a textbook
+#
+# Four layers of 128, after 100 steps on the sources of Python's standard library; the next batches
+# are for what follows.
+
+# %%
+config = PretrainConfig(batch_size=4, seq_len=96, steps=100, compute_dtype="float32")
+model_config = ModelConfig(
+    vocab_size=2048, hidden_size=128, ffn_size=384, num_layers=4, num_heads=4
+)
+MORE_STEPS = 40
+data_dir = config.data.data_dir.expanduser()
+corpus = open_corpus("stdlib", data_dir)
+tokenizer = default_tokenizer(corpus, model_config.vocab_size, data_dir)
+shapes = {"batch_size": config.batch_size, "seq_len": config.seq_len}
+batches = train_batches(corpus, tokenizer, **shapes, seed=0)
+recipe = make_recipe(config, model_config)
+step = jax.jit(make_train_step(recipe), donate_argnums=0)
+state = init_state(recipe)
+for _ in range(config.steps):
+    state, metrics = step(state, next(batches))
+more = [next(batches) for _ in range(MORE_STEPS)]
+batches.close()
+del batches
+model = state.model
+print(f"loss {float(metrics['loss']):.2f} after {config.steps} steps")
+
+# %% [markdown]
+# A block of operators that are each given a codec, or none. `actjax.linear` stores its input with
+# one. `actjax.checkpoint` makes any operator one that stores a code of its input, and has the
+# gradient at the decoded input: that of the theorems.
+
+# %%
+tables = rope_tables(model_config, config.seq_len)
+causal = np.tril(np.ones((config.seq_len, config.seq_len), bool))
+HEADS, HEAD_SIZE = model_config.num_heads, model_config.head_size
+
+
+def rms_norm(x, scale):
+    return scale * x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6)
+
+
+def causal_softmax(scores):
+    return jax.nn.softmax(jnp.where(causal, scores, -jnp.inf))
+
+
+def run_block(weights, x, codecs, key):
+    """A layer. `codecs` maps kinds of operators to what they store; the others store all."""
+    keys = iter(jax.random.split(key, 8))
+
+    def nonlinear(kind, fun, *args):
+        codec, key = codecs.get(kind), next(keys)
+        return (fun if codec is None else actjax.checkpoint(fun, codec, key=key))(*args)
+
+    def linear(x, *matrices):
+        stored = {"codec": codecs.get("linear", actjax.Exact()), "key": next(keys)}
+        return [actjax.linear(x, w[...], **stored) for w in matrices]
+
+    def heads(x):
+        return x.reshape(*x.shape[:-1], HEADS, HEAD_SIZE)
+
+    attention, mlp = weights.attention, weights.mlp
+    normed = nonlinear("RMSNorm", rms_norm, x, weights.attention_norm[...])
+    q, k, v = map(heads, linear(normed, attention.q, attention.k, attention.v))
+    q, k = (actjax.rope(y, *tables) for y in (q, k))
+    scores = jnp.einsum("bshd,bthd->bhst", q, k) / np.sqrt(HEAD_SIZE)
+    shares = nonlinear("softmax", causal_softmax, scores)
+    out = jnp.einsum("bhst,bthd->bshd", shares, v).reshape(x.shape)
+    x = x + linear(out, attention.o)[0]
+    normed = nonlinear("RMSNorm", rms_norm, x, weights.mlp_norm[...])
+    gate, up = linear(normed, mlp.gate, mlp.up)
+    return x + linear(nonlinear("SiLU", jax.nn.silu, gate) * up, mlp.down)[0]
+
+
+d, f = model_config.hidden_size, model_config.ffn_size
+WIDTHS = {"linear": 3 * d + f, "SiLU": f, "RMSNorm": 2 * d, "softmax": HEADS * config.seq_len}
+COLORS = dict(zip(WIDTHS, ["#0072B2", "#D55E00", "#009E73", "#CC79A7"], strict=True))
+print("numbers that each kind of operator stores, a token and layer:", WIDTHS)
+
+# %% [markdown]
+# The gradients of a block are those of its weights and of its input, given the exact gradient of
+# its output. Here these are collected, layer by layer, for one batch.
+
+
+# %%
+@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+def pull(codecs, weights, x, dy, key):
+    """Gradients of a block: (of its weights as one vector, of its input)."""
+    _, pullback = jax.vjp(lambda w, x: run_block(w, x, dict(codecs), key), weights, x)
+    dweights, dx = pullback(dy)
+    return jnp.concatenate([jnp.ravel(g) for g in jax.tree.leaves(dweights)]), dx
+
+
+def last_loss(x, batch):
+    hidden = actjax.rms_norm(x, model.norm[...])
+    return actjax.cross_entropy(hidden, model.head, batch["targets"])
+
+
+LAYERS = range(model_config.num_layers)
+KEY = jax.random.key(0)
+layers = [jax.tree.map(lambda w, i=i: w[i], model.layers) for i in LAYERS]
+streams = [model.embed(more[0]["inputs"], "float32")]
+forward = jax.jit(lambda weights, x: run_block(weights, x, {}, KEY))
+for weights in layers:
+    streams.append(forward(weights, streams[-1]))
+cotangents = [jax.jit(jax.grad(last_loss))(streams[-1], more[0])]
+for i in reversed(LAYERS):
+    cotangents.insert(0, pull((), layers[i], streams[i], cotangents[0], KEY)[1])
+
+# %% [markdown]
+# ## Theorem 3.2: the bias
+#
+# First with noise whose size can be chosen: a codec that keeps `x + Δ`, `Δ` uniform. With `Δ` and
+# `−Δ` in turn, the mean of the two gradients has no term of first order left: what remains of it is
+# the bias. The theorem says that it grows with the square of the noise, or, for a linear operator,
+# is not there.
+
+
+# %%
+@dataclasses.dataclass(frozen=True, repr=False)
+class Noisy(actjax.Codec):
+    """Keeps `x` with uniform noise, whose standard deviation is `size` times that of `x`."""
+
+    size: float
+    sign: int
+
+    biased = False
+    needs_key = True
+
+    def encode(self, x, key=None):
+        uniform = jax.random.uniform(key, x.shape, x.dtype, -np.sqrt(3), np.sqrt(3))
+        return x + self.sign * self.size * jnp.std(x) * uniform
+
+    def decode(self, code):
+        return code
+
+    def weight_grad(self, code, dz):
+        return jnp.tensordot(code, dz, axes=((0, 1), (0, 1)))
+
+    def stored_bytes(self, shape, dtype):
+        return int(np.prod(shape)) * jnp.dtype(dtype).itemsize
+
+
+LAYER = 2
+given = layers[LAYER], streams[LAYER], cotangents[LAYER + 1]
+exact = pull((), *given, KEY)
+NAMES = ("of the weights", "of the input")
+SIZES = (0.02, 0.06, 0.2, 0.6)
+
+
+def norm(x):
+    return float(jnp.linalg.norm(x))
+
+
+def of_noise(kind, size, pairs=6):
+    """For both gradients: size of the error of first order, and of the bias, both relative."""
+    first, bias = np.zeros(2), [0.0, 0.0]
+    for i in range(pairs):
+        key = jax.random.key(i)
+        plus, minus = (pull(((kind, Noisy(size, sign)),), *given, key) for sign in (1, -1))
+        for j in range(2):
+            first[j] += norm(plus[j] - minus[j]) / 2 / pairs
+            bias[j] += (plus[j] + minus[j] - 2 * exact[j]) / (2 * pairs)
+    return [(first[j] / norm(exact[j]), norm(bias[j]) / norm(exact[j])) for j in range(2)]
+
+
+noise = {kind: [of_noise(kind, size) for size in SIZES] for kind in WIDTHS}
+figure, axes = plt.subplots(1, 2, figsize=(10, 3.4), layout="constrained", sharey=True)
+for j, axis in enumerate(axes):
+    for kind, color in COLORS.items():
+        first, bias = np.array([at_size[j] for at_size in noise[kind]]).T
+        if first.any():
+            axis.loglog(SIZES, first, ":o", ms=4, color=color, lw=1)
+        axis.loglog(SIZES, np.maximum(bias, 1e-8), "-o", ms=4, color=color, label=kind)
+    axis.set(xlabel="noise / standard deviation of x", title=f"gradient {NAMES[j]}")
+axes[0].set(ylabel="relative to the gradient", ylim=(5e-9, 3))
+axes[1].legend(title="bias (dotted: error)", loc="upper left", bbox_to_anchor=(1, 1))
+plt.show()
+for kind in WIDTHS:
+    for j, name in enumerate(NAMES):
+        (_, low), (_, high) = noise[kind][0][j], noise[kind][1][j]
+        slope = np.log(high / low) / np.log(SIZES[1] / SIZES[0]) if low > 1e-6 else np.nan
+        text = (
+            f"grows with the power {slope:.2f} of the noise" if low > 1e-6 else "that of rounding"
+        )
+        print(f"{kind:8s} bias of the gradient {name:15s} at {SIZES[1]}: {high:.1e}, {text}")
+
+# %% [markdown]
+# ## The same with codes, at equal bytes
+#
+# `Quantized(bits, rounding="dither")` is unbiased. Errors of the gradient of a layer's weights, and
+# of what it passes on, over 48 keys; the bias is that of the mean, less what the mean of so many
+# must deviate by. The four kinds of operators store different numbers of numbers, so they are
+# compared by bytes, scales and lowest values counted.
+
+# %%
+CODES = {bits: actjax.Quantized(bits, group=32, rounding="dither") for bits in (1, 2, 3, 4, 8)}
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+def of_code(codecs, count):
+    """For both gradients: root mean square error, and bias, both relative."""
+
+    def add(i, carry):
+        gradients = pull(codecs, *given, jax.random.key(i))
+        errors = [g - e for g, e in zip(gradients, exact, strict=True)]
+        return [(mean + e / count, square + jnp.sum(e**2) / count)
+                for (mean, square), e in zip(carry, errors, strict=True)]  # fmt: skip
+
+    start = [(jnp.zeros_like(e), 0.0) for e in exact]
+    found = jax.lax.fori_loop(0, count, add, start)
+    results = []
+    for (mean, square), e in zip(found, exact, strict=True):
+        bias = jnp.maximum(jnp.sum(mean**2) - (square - jnp.sum(mean**2)) / (count - 1), 0)
+        results.append((jnp.sqrt(square) / jnp.linalg.norm(e), jnp.sqrt(bias) / jnp.linalg.norm(e)))
+    return results
+
+
+def bytes_of(codec, kind):
+    """Of a token and layer."""
+    return codec.stored_bytes((1024, WIDTHS[kind]), "float32") / 1024
+
+
+codes = {
+    kind: {bits: np.array(of_code(((kind, codec),), 48)) for bits, codec in CODES.items()}
+    for kind in WIDTHS
+}
+figure, axes = plt.subplots(1, 2, figsize=(10, 3.4), layout="constrained", sharey=True)
+for j, axis in enumerate(axes):
+    for kind, color in COLORS.items():
+        sizes = [bytes_of(codec, kind) for codec in CODES.values()]
+        error, bias = np.array([codes[kind][bits][j] for bits in CODES]).T
+        if error.any():
+            axis.loglog(sizes, error, "-o", ms=4, color=color, label=kind)
+            axis.loglog(sizes, np.where(bias > 1e-5, bias, np.nan), ":s", ms=4, color=color, lw=1)
+    axis.set(xlabel="bytes a token and layer", title=f"gradient {NAMES[j]}")
+axes[0].set(ylabel="relative to the gradient")
+axes[0].legend(title="error (dotted: bias)")
+plt.show()
+table = Table(title="errors (biases) in % of the gradient", title_justify="left", box=box.SIMPLE)
+for column in ("", "bits", "bytes a token", *(f"gradient {name}" for name in NAMES)):
+    table.add_column(column, justify="right" if column else "left")
+for kind in WIDTHS:
+    for bits, codec in CODES.items():
+        cells = [f"{100 * error:.2f} ({100 * bias:.2f})" for error, bias in codes[kind][bits]]
+        table.add_row(kind, str(bits), f"{bytes_of(codec, kind):.0f}", *cells)
+console.print(table)
+
+# %% [markdown]
+# ## Theorem 3.3: upstream
+#
+# One operator of the *last* layer stores a code of two bits. What error have the gradients that
+# reach the layers before it, all of which are exact? Each is run with the gradient that it is
+# handed, as in training. On the right, the theorem's formula: the error at the last layer, pulled
+# back by the exact Jacobians alone, against the error that was measured.
+
+# %%
+LAST = LAYERS[-1]
+
+
+def upstream(kind):
+    """Relative errors of the gradient of each layer's input, last to first; and of the formula."""
+    code = ((kind, CODES[2]),)
+    dx = pull(code, layers[LAST], streams[LAST], cotangents[LAST + 1], KEY)[1]
+    difference = dx - cotangents[LAST]
+    errors, gaps = [], []
+    for i in reversed(LAYERS):
+        size = norm(dx - cotangents[i])
+        errors.append(size / norm(cotangents[i]))
+        gaps.append(norm(dx - cotangents[i] - difference) / size if size else 0.0)
+        if i:
+            dx, difference = (
+                pull((), layers[i - 1], streams[i - 1], dy, KEY)[1] for dy in (dx, difference)
+            )
+    return errors, gaps
+
+
+figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3), layout="constrained")
+depth = [i + 1 for i in reversed(LAYERS)]
+for kind, color in COLORS.items():
+    errors, gaps = upstream(kind)
+    left.plot(depth, errors, "-o", ms=4, color=color, label=kind)
+    right.plot(depth, gaps, "-o", ms=4, color=color)
+    print(f"{kind:8s} error of dx, last layer to first:", *(f"{e:.4f}" for e in errors))
+for axis in (left, right):
+    axis.set(xlabel="layer", xticks=depth)
+left.set(ylabel="relative error of dx")
+left.legend(title="two bits in layer 4")
+right.set(ylabel="formula − measured, relative", ylim=(-1e-4, 1e-3))
+plt.show()
+
+# %% [markdown]
+# An error neither dies nor stays where it is: relative to the gradient it is handed on. With every
+# layer compressed these add up. That of a linear operator is zero, to the bit.
+#
+# ## Table 1: training on
+#
+# Each kind of operator in all layers, at equal bytes, with the batches that come next; as in the
+# paper with low-rank codes, and with codes of few bits. `exact` is training without either.
+
+# %%
+RANKS = {"linear": 8, "SiLU": 32, "RMSNorm": 16, "softmax": 8}
+BITS = {"linear": 1, "SiLU": 2, "RMSNorm": 3, "softmax": 2}
+settings = {
+    "low rank": {kind: actjax.RandomizedSVD(rank) for kind, rank in RANKS.items()},
+    "few bits": {kind: CODES[bits] for kind, bits in BITS.items()},
+}
+optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, b2=0.95))
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+def train_step(codecs, model, moments, batch, key):
+    def loss_function(model):
+        def layer(x, slices):
+            return run_block(slices[0], x, dict(codecs), slices[1]), None
+
+        keys = jax.random.split(key, len(LAYERS))
+        x = model.embed(batch["inputs"], "float32")
+        x, _ = jax.lax.scan(layer, x, (model.layers, keys))
+        hidden = actjax.rms_norm(x, model.norm[...])
+        return actjax.cross_entropy(hidden, model.head, batch["targets"])
+
+    loss, gradient = jax.value_and_grad(loss_function)(model)
+    updates, moments = optimizer.update(gradient, moments, model)
+    return optax.apply_updates(model, updates), moments, loss
+
+
+def train_on(*codecs):
+    weights, moments, losses = model, optimizer.init(model), []
+    for i, batch in enumerate(more):
+        weights, moments, loss = train_step(codecs, weights, moments, batch, jax.random.key(i))
+        losses.append(loss)
+    return np.array(losses, float)
+
+
+runs = {"exact": train_on()}
+for family, codecs in settings.items():
+    runs |= {(family, kind): train_on((kind, codec)) for kind, codec in codecs.items()}
+
+# %%
+figure, axes = plt.subplots(1, 2, figsize=(10, 3.4), layout="constrained", sharey=True)
+table = Table(title="loss, mean of the last ten steps", title_justify="left", box=box.SIMPLE)
+for column in ("", "", "codec", "bytes a token and layer", "loss", "above exact"):
+    table.add_column(column, justify="right" if column not in ("", "codec") else "left")
+end = np.mean(runs["exact"][-10:])
+table.add_row("exact", "", "", "", f"{end:.3f}", "")
+for axis, (family, codecs) in zip(axes, settings.items(), strict=True):
+    axis.plot(runs["exact"], color="0.3", lw=2.5, label="exact")
+    for kind, codec in codecs.items():
+        losses = runs[family, kind]
+        axis.plot(losses, color=COLORS[kind], lw=1.2, label=kind)
+        loss = np.mean(losses[-10:])
+        if family == "low rank":
+            rows = HEADS if kind == "softmax" else 1
+            tokens = config.batch_size * config.seq_len
+            inputs = {"linear": [d, d, d, f], "SiLU": [f], "RMSNorm": [d, d]}
+            total = sum(
+                codec.stored_bytes((rows * tokens, width), "float32")
+                for width in inputs.get(kind, [config.seq_len])
+            )
+            size = total / tokens
+        else:
+            size = bytes_of(codec, kind)
+        table.add_row(family, kind, str(codec), f"{size:.0f}", f"{loss:.3f}", f"{loss - end:+.3f}")
+    axis.set(xlabel="step", title=family)
+axes[0].set(ylabel="training loss, nats a token")
+axes[0].legend()
+plt.show()
+console.print(table)
