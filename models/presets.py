@@ -1,7 +1,8 @@
 """Dimensions of published models, by name.
 
 `llama_9m` to `llama_7b` are those of GaLore's experiments (Zhao et al., 2024, Table 5 and the
-configurations released with it); `llama3_1b`, `llama3_3b` and `llama3_8b` those of Llama 3.2 1B,
+configurations released with it); `llama_3m` is the first with the 8,192 tokens of the tokenizer
+that a run trains for itself, for a CPU; `llama3_1b`, `llama3_3b` and `llama3_8b` those of Llama 3.2 1B,
 Llama 3.2 3B and Llama 3 8B.
 """
 
@@ -21,6 +22,7 @@ _LLAMA3_2 = RopeScaling(
 )
 
 PRESETS: dict[str, ModelConfig] = {
+    "llama_3m": _galore(128, 352, 4, 4, vocab=8192),
     "llama_9m": _galore(128, 352, 4, 4),
     "llama_20m": _galore(256, 688, 4, 4),
     "llama_35m": _galore(384, 1024, 6, 8),

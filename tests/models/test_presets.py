@@ -5,6 +5,7 @@ from models import PRESETS, Decoder, preset
 
 # Parameters, in millions, as the papers name the models: tied or not, embeddings counted.
 MILLIONS = {
+    "llama_3m": 2.9,
     "llama_9m": 9.0,
     "llama_20m": 19.5,
     "llama_35m": 35.2,
@@ -29,7 +30,7 @@ def test_presets_have_the_parameters_of_their_models(name, millions):
 def test_an_unknown_name_gets_the_nearest_ones():
     with pytest.raises(ValueError, match=r"unknown `--model` 'llama_60'\. Did you mean llama_60m"):
         preset("llama_60")
-    with pytest.raises(ValueError, match=r"'xyz'\. There are: llama_9m"):
+    with pytest.raises(ValueError, match=r"'xyz'\. There are: llama_3m"):
         preset("xyz")
 
 
