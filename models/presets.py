@@ -2,8 +2,8 @@
 
 `llama_9m` to `llama_7b` are those of GaLore's experiments (Zhao et al., 2024, Table 5 and the
 configurations released with it); `llama_3m` is the first with the 8,192 tokens of the tokenizer
-that a run trains for itself, for a CPU; `llama3_1b`, `llama3_3b` and `llama3_8b` those of Llama 3.2 1B,
-Llama 3.2 3B and Llama 3 8B.
+that a run trains for itself, for a CPU; `llama3_1b`, `llama3_3b` and `llama3_8b` are those of Llama
+3.2 1B, Llama 3.2 3B and Llama 3 8B.
 """
 
 import difflib

@@ -4,7 +4,11 @@ import os
 
 # Four devices, so that sharding is tested without a machine that has them.
 os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+    os.environ.get("XLA_FLAGS", "")
+    + " --xla_force_host_platform_device_count=4"
+    # Most of the time is compilation. These are of machine code alone: which arrays a program holds
+    # is decided before.
+    + " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 )
 # Tests run in several processes, one a core: threads inside each would fight for the same cores.
 os.environ.setdefault("JAX_PLATFORMS", "cpu" if not os.path.exists("/dev/nvidia0") else "")

@@ -87,8 +87,7 @@ class PretrainConfig:
 
     model: str = "llama_9m"
     """llama_3m, 9m, 20m, 35m, 40m, 60m, 71m, 100m, 130m, 250m, 350m, 1b, 3b, 7b (GaLore's
-    dimensions),
-    llama3_1b, llama3_3b or llama3_8b."""
+    dimensions), llama3_1b, llama3_3b or llama3_8b."""
     method: str = "exact"
     """What is stored: exact (no compression), remat (jax.checkpoint), pamm (the input of q, k and v
     as a few tokens), low_rank (linear inputs and gradients in two factors), subspace (linear

@@ -32,8 +32,6 @@ MODEL = ModelConfig(
 )
 SMALL = dataclasses.replace(TRAIN, seq_len=16)
 EXACT = [name for name in PLAIN if name != "plain"] + ["exact", "remat"]
-# One of each method: the others are the same program with other numbers.
-LOSSY = {(v.method, v.in_backward): name for name, v in reversed(VARIANTS.items())}
 
 
 def test_unknown_rivals_are_refused():
@@ -58,8 +56,11 @@ def small(name: str) -> Rival:
 
 
 @pytest.mark.usefixtures("quick_compile")
-@pytest.mark.parametrize("name", ["optax.contrib.galore d/4", *LOSSY.values()])
-def test_every_rival_computes_the_same_loss(name):
+# One of each kind of program: `tests/train/test_step.py` has the methods.
+@pytest.mark.parametrize(
+    "name", ["optax.contrib.galore d/4", "subspace d/4, 8-bit states and inputs", "frugal"]
+)
+def test_rivals_compute_the_same_loss(name):
     state, batch = small(name).init(), random_batch(SMALL, tiny.CONFIG.vocab_size)
     loss = jax.jit(small(name).step)(state, batch)[1]["loss"]
     # One loss in one order of sums or another: a few units in the last place of float32.
@@ -78,7 +79,7 @@ def losses(name: str) -> list[float]:
 
 
 @pytest.mark.usefixtures("quick_compile")
-@pytest.mark.parametrize("name", [*EXACT, "exact, 8-bit states, in backward"])
+@pytest.mark.parametrize("name", ["exact", "exact, 8-bit states, in backward"])
 def test_exact_rivals_have_the_same_losses_after_a_step_too(name):
     np.testing.assert_allclose(losses(name), losses("plain"), rtol=1e-5)
 
@@ -136,18 +137,6 @@ def test_activation_memory_falls_as_promised():
     assert gradient_temporaries("low_rank") <= 0.72 * exact
     assert gradient_temporaries("pamm") < exact
     assert gradient_temporaries("remat") <= gradient_temporaries("jax.checkpoint, full")
-
-
-@pytest.mark.parametrize(
-    ("name", "bar"), [("subspace d/16", 0.32), ("subspace d/4", 0.39), ("remat, in backward", 0.18)]
-)
-@pytest.mark.xfail(
-    strict=True,
-    reason="met in bf16 on a GPU; in float32 nonlinear residuals alone are 0.24 of plain's peak,"
-    " and a CPU's workspace for one layer in 8 bits is 0.1",
-)
-def test_the_bars_of_a_gpu_hold_in_float32_on_a_cpu(name, bar):
-    assert step_peak(name) <= bar * step_peak("plain")
 
 
 def test_the_peak_of_a_whole_step_falls():

@@ -285,7 +285,7 @@ def test_weights_of_one_input_share_a_basis_and_its_stored_copy():
     assert {r.name for r in linear} >= {"attention_in", "attention_out", "mlp_in", "mlp_out"}
 
 
-@pytest.mark.parametrize("options", [{}, {"moments": "rotate"}, {"source": "random"}, {"bits": 8}])
+@pytest.mark.parametrize("options", [{}, {"source": "random", "bits": 8}])
 def test_a_model_trains_through_changes_of_its_subspace(options):
     model = tiny.decoder()
     tx = optim.subspace(
