@@ -54,8 +54,8 @@ from train.tokenizer import default_tokenizer
 
 plt.rcParams.update({"figure.dpi": 80, "axes.grid": True, "grid.alpha": 0.3, "font.size": 9})
 console = Console(width=110, force_terminal=False, force_jupyter=False, color_system=None)
-# Many small programs, run seldom: compiled quickly, and for one thread.
-QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_multi_thread_eigen": False}
+# Many programs, each run seldom: compiled quickly.
+QUICK = {"xla_llvm_disable_expensive_passes": True}
 
 # %% [markdown]
 # ## A trained model, and its blocks as in a textbook
@@ -68,7 +68,7 @@ config = PretrainConfig(batch_size=4, seq_len=96, steps=100, compute_dtype="floa
 model_config = ModelConfig(
     vocab_size=2048, hidden_size=128, ffn_size=384, num_layers=4, num_heads=4
 )
-MORE_STEPS = 40
+MORE_STEPS = 30
 data_dir = config.data.data_dir.expanduser()
 corpus = open_corpus("stdlib", data_dir)
 tokenizer = default_tokenizer(corpus, model_config.vocab_size, data_dir)
@@ -88,7 +88,8 @@ print(f"loss {float(metrics['loss']):.2f} after {config.steps} steps")
 # %% [markdown]
 # A block of operators that are each given a codec, or none. `actjax.linear` stores its input with
 # one. `actjax.checkpoint` makes any operator one that stores a code of its input, and has the
-# gradient at the decoded input: that of the theorems.
+# gradient at the decoded input: that of the theorems. Softmax keeps its output instead, as
+# frameworks do.
 
 # %%
 tables = rope_tables(model_config, config.seq_len)
@@ -100,13 +101,28 @@ def rms_norm(x, scale):
     return scale * x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6)
 
 
-def causal_softmax(scores):
+@jax.custom_vjp
+def causal_softmax(codec, scores, key):
     return jax.nn.softmax(jnp.where(causal, scores, -jnp.inf))
+
+
+def softmax_forward(codec, scores, key):
+    shares = causal_softmax(codec, scores, key)
+    return shares, (codec, codec.encode(shares, key))
+
+
+def softmax_backward(kept, dshares):
+    shares = kept[0].decode(kept[1])
+    dscores = shares * (dshares - jnp.sum(shares * dshares, axis=-1, keepdims=True))
+    return None, dscores, None
+
+
+causal_softmax.defvjp(softmax_forward, softmax_backward)
 
 
 def run_block(weights, x, codecs, key):
     """A layer. `codecs` maps kinds of operators to what they store; the others store all."""
-    keys = iter(jax.random.split(key, 8))
+    keys = iter(jax.random.split(key, 9))
 
     def nonlinear(kind, fun, *args):
         codec, key = codecs.get(kind), next(keys)
@@ -124,7 +140,7 @@ def run_block(weights, x, codecs, key):
     q, k, v = map(heads, linear(normed, attention.q, attention.k, attention.v))
     q, k = (actjax.rope(y, *tables) for y in (q, k))
     scores = jnp.einsum("bshd,bthd->bhst", q, k) / np.sqrt(HEAD_SIZE)
-    shares = nonlinear("softmax", causal_softmax, scores)
+    shares = causal_softmax(codecs.get("softmax", actjax.Exact()), scores, next(keys))
     out = jnp.einsum("bhst,bthd->bshd", shares, v).reshape(x.shape)
     x = x + linear(out, attention.o)[0]
     normed = nonlinear("RMSNorm", rms_norm, x, weights.mlp_norm[...])
@@ -143,12 +159,14 @@ print("numbers that each kind of operator stores, a token and layer:", WIDTHS)
 
 
 # %%
-@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
-def pull(codecs, weights, x, dy, key):
-    """Gradients of a block: (of its weights as one vector, of its input)."""
+def gradients_of_block(codecs, weights, x, dy, key):
+    """(Of its weights as one vector, of its input), given that of its output."""
     _, pullback = jax.vjp(lambda w, x: run_block(w, x, dict(codecs), key), weights, x)
     dweights, dx = pullback(dy)
     return jnp.concatenate([jnp.ravel(g) for g in jax.tree.leaves(dweights)]), dx
+
+
+pull = jax.jit(gradients_of_block, static_argnums=0, compiler_options=QUICK)
 
 
 def last_loss(x, batch):
@@ -177,19 +195,19 @@ for i in reversed(LAYERS):
 
 
 # %%
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
-class Noisy(actjax.Codec):
+class Noisy(actjax.Codec, holds_arrays=True):
     """Keeps `x` with uniform noise, whose standard deviation is `size` times that of `x`."""
 
-    size: float
-    sign: int
+    size: jax.Array
 
     biased = False
     needs_key = True
 
     def encode(self, x, key=None):
         uniform = jax.random.uniform(key, x.shape, x.dtype, -np.sqrt(3), np.sqrt(3))
-        return x + self.sign * self.size * jnp.std(x) * uniform
+        return x + self.size * jnp.std(x) * uniform
 
     def decode(self, code):
         return code
@@ -212,12 +230,17 @@ def norm(x):
     return float(jnp.linalg.norm(x))
 
 
+@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+def pull_noisy(kind, size, key):
+    return gradients_of_block(((kind, Noisy(size)),), *given, key)
+
+
 def of_noise(kind, size, pairs=6):
     """For both gradients: size of the error of first order, and of the bias, both relative."""
     first, bias = np.zeros(2), [0.0, 0.0]
     for i in range(pairs):
         key = jax.random.key(i)
-        plus, minus = (pull(((kind, Noisy(size, sign)),), *given, key) for sign in (1, -1))
+        plus, minus = (pull_noisy(kind, signed, key) for signed in (size, -size))
         for j in range(2):
             first[j] += norm(plus[j] - minus[j]) / 2 / pairs
             bias[j] += (plus[j] + minus[j] - 2 * exact[j]) / (2 * pairs)
@@ -238,23 +261,23 @@ axes[1].legend(title="bias (dotted: error)", loc="upper left", bbox_to_anchor=(1
 plt.show()
 for kind in WIDTHS:
     for j, name in enumerate(NAMES):
-        (_, low), (_, high) = noise[kind][0][j], noise[kind][1][j]
-        slope = np.log(high / low) / np.log(SIZES[1] / SIZES[0]) if low > 1e-6 else np.nan
-        text = (
-            f"grows with the power {slope:.2f} of the noise" if low > 1e-6 else "that of rounding"
-        )
-        print(f"{kind:8s} bias of the gradient {name:15s} at {SIZES[1]}: {high:.1e}, {text}")
+        (_, low), (_, high) = noise[kind][1][j], noise[kind][2][j]
+        text = "that of rounding"
+        if low > 2e-6:
+            slope = np.log(high / low) / np.log(SIZES[2] / SIZES[1])
+            text = f"grows with the power {slope:.2f} of the noise"
+        print(f"{kind:8s} bias of the gradient {name:15s} at {SIZES[2]}: {high:.1e}, {text}")
 
 # %% [markdown]
 # ## The same with codes, at equal bytes
 #
 # `Quantized(bits, rounding="dither")` is unbiased. Errors of the gradient of a layer's weights, and
-# of what it passes on, over 48 keys; the bias is that of the mean, less what the mean of so many
+# of what it passes on, over 32 keys; the bias is that of the mean, less what the mean of so many
 # must deviate by. The four kinds of operators store different numbers of numbers, so they are
 # compared by bytes, scales and lowest values counted.
 
 # %%
-CODES = {bits: actjax.Quantized(bits, group=32, rounding="dither") for bits in (1, 2, 3, 4, 8)}
+CODES = {bits: actjax.Quantized(bits, group=32, rounding="dither") for bits in (1, 2, 3, 4)}
 
 
 @functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
@@ -262,7 +285,7 @@ def of_code(codecs, count):
     """For both gradients: root mean square error, and bias, both relative."""
 
     def add(i, carry):
-        gradients = pull(codecs, *given, jax.random.key(i))
+        gradients = gradients_of_block(codecs, *given, jax.random.key(i))
         errors = [g - e for g, e in zip(gradients, exact, strict=True)]
         return [(mean + e / count, square + jnp.sum(e**2) / count)
                 for (mean, square), e in zip(carry, errors, strict=True)]  # fmt: skip
@@ -282,7 +305,7 @@ def bytes_of(codec, kind):
 
 
 codes = {
-    kind: {bits: np.array(of_code(((kind, codec),), 48)) for bits, codec in CODES.items()}
+    kind: {bits: np.array(of_code(((kind, codec),), 32)) for bits, codec in CODES.items()}
     for kind in WIDTHS
 }
 figure, axes = plt.subplots(1, 2, figsize=(10, 3.4), layout="constrained", sharey=True)
@@ -350,8 +373,9 @@ right.set(ylabel="formula − measured, relative", ylim=(-1e-4, 1e-3))
 plt.show()
 
 # %% [markdown]
-# An error neither dies nor stays where it is: relative to the gradient it is handed on. With every
-# layer compressed these add up. That of a linear operator is zero, to the bit.
+# An error of a nonlinear operator is handed on by every layer before it, about as large as it was
+# beside the gradient: the skips carry both. With every layer compressed such errors add up. That of
+# a linear operator is zero, to the bit.
 #
 # ## Table 1: training on
 #
@@ -359,8 +383,8 @@ plt.show()
 # paper with low-rank codes, and with codes of few bits. `exact` is training without either.
 
 # %%
-RANKS = {"linear": 8, "SiLU": 32, "RMSNorm": 16, "softmax": 8}
-BITS = {"linear": 1, "SiLU": 2, "RMSNorm": 3, "softmax": 2}
+RANKS = {"linear": 8, "SiLU": 24, "RMSNorm": 18, "softmax": 11}
+BITS = {"linear": 1, "SiLU": 3, "RMSNorm": 4, "softmax": 3}
 settings = {
     "low rank": {kind: actjax.RandomizedSVD(rank) for kind, rank in RANKS.items()},
     "few bits": {kind: CODES[bits] for kind, bits in BITS.items()},
@@ -421,9 +445,21 @@ for axis, (family, codecs) in zip(axes, settings.items(), strict=True):
             size = total / tokens
         else:
             size = bytes_of(codec, kind)
-        table.add_row(family, kind, str(codec), f"{size:.0f}", f"{loss:.3f}", f"{loss - end:+.3f}")
+        name = f"rank {codec.rank}" if family == "low rank" else f"{codec.bits} bits"
+        table.add_row(family, kind, name, f"{size:.0f}", f"{loss:.3f}", f"{loss - end:+.3f}")
     axis.set(xlabel="step", title=family)
 axes[0].set(ylabel="training loss, nats a token")
 axes[0].legend()
 plt.show()
 console.print(table)
+
+# %% [markdown]
+# What this small model says. Both theorems hold as they are written: linear operators have no bias
+# and pass on an exact gradient, the others have a bias that grows with the square of the noise, and
+# it travels. Of the three the norm is the one to spare, since its input is the residual stream.
+#
+# Their Table 1, where nonlinear operators ruin a fine-tuning of Qwen3-4B, is *not* repeated: in 30
+# steps of a model this small and young, at as many bytes, the biases above are too small to be seen
+# in the loss, and what is seen is the *variance* of linear operators, whose inputs are two to three
+# times as many numbers, and so have the fewest bits of all. An unbiased gradient is no good one if
+# it is mostly noise. Hence bits where they count (`actjax.sensitivity`), rather than a rule.

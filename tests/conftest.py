@@ -33,3 +33,10 @@ def quick_compile():
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_programs():
+    """Frees compiled programs: thousands take gigabytes, and more memory maps than Linux allows."""
+    yield
+    jax.clear_caches()

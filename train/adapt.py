@@ -13,10 +13,15 @@ import jax
 import jax.numpy as jnp
 
 import actjax
+from actjax.codecs.packing import BITS
 from models import Decoder, ModelConfig, Storage
 from models.config import SITES
-from train.methods import METHODS
+from train.methods import METHODS, MethodOptions
 from train.step import Batch, Recipe, loss_function, step_key
+
+EARLY_CHOICES = (10, 100)
+"""Steps after which bits are chosen whatever the interval. Before the first, attention is nearly
+uniform, and queries and keys can bear any error: a choice made then ruins what follows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +58,9 @@ def is_adaptive(recipe: Recipe) -> bool:
 
 def is_due(recipe: Recipe, step: int) -> bool:
     """Returns whether bits are to be chosen before the step after `step`."""
-    return is_adaptive(recipe) and step % recipe.config.options.adapt_every == 0
+    return is_adaptive(recipe) and (
+        step in EARLY_CHOICES or step % recipe.config.options.adapt_every == 0
+    )
 
 
 def choose_bits(recipe: Recipe, model: Decoder, batch: Batch, step: int) -> Choice:
@@ -85,12 +92,22 @@ def choose_bits(recipe: Recipe, model: Decoder, batch: Batch, step: int) -> Choi
         gradient, codecs, key, model, micro, estimate="algorithm 1", samples=1
     )
     widths = {site: site_width(recipe.model_config, site) for site in method.adaptive}
-    bits = actjax.allocate_bits(found, widths, options.average_bits)
+    bits = actjax.allocate_bits(found, widths, options.average_bits, _choices(options))
     return Choice(
         bits,
         actjax.compression_variance(found, bits),
         _sampling_variance(recipe, model, micro, key),
     )
+
+
+def _choices(options: MethodOptions) -> tuple[int, ...]:
+    """Returns the numbers of bits that a site may have.
+
+    Uniform levels in one bit are the two ends of a group, of which the error of normally
+    distributed numbers is above three times their variance: to drop them would be better.
+    """
+    fewest = 1 if options.levels == "normal" or options.average_bits < 2 else 2
+    return tuple(bits for bits in BITS if bits >= fewest)
 
 
 def _sampling_variance(recipe: Recipe, model: Decoder, batch: Batch, key: jax.Array) -> float:

@@ -73,7 +73,8 @@ class MethodOptions:
     gradient suffers (`gact`, `quantized`, `frugal`; room for two gradients is needed). 0: 4 for
     `gact`, and `--bits` at every site for others."""
     adapt_every: int = 1000
-    """Steps between two choices of bits; the first is before the first step."""
+    """Steps between two choices of bits; there are more before the first step and after 10 and 100,
+    when what needs bits changes quickly."""
     offload: bool = False
     """Keep what is stored of activations in host memory between the passes; of `remat` the inputs
     of the blocks."""

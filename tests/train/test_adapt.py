@@ -40,6 +40,8 @@ def test_bits_keep_to_the_budget_and_use_it(chosen):
     # No site could have its next bits within what is left.
     assert 3 - max(widths.values()) * 4 / sum(widths.values()) < average <= 3
     assert len(set(chosen.bits.values())) > 1
+    # One bit of uniform levels is worse than none.
+    assert min(chosen.bits.values()) >= 2
 
 
 def test_a_choice_can_be_made_again(chosen):
@@ -67,7 +69,10 @@ def test_widths_are_those_of_the_arrays_that_are_kept():
 
 def test_when_bits_are_chosen():
     recipe = make_recipe(CONFIG, MODEL)
-    assert [step for step in range(11) if is_due(recipe, step)] == [0, 5, 10]
+    assert [step for step in range(103) if is_due(recipe, step)] == [*range(0, 101, 5)]
+    seldom = dataclasses.replace(OPTIONS, adapt_every=50)
+    recipe = make_recipe(dataclasses.replace(CONFIG, options=seldom), MODEL)
+    assert [step for step in range(103) if is_due(recipe, step)] == [0, 10, 50, 100]
     uniform = make_recipe(dataclasses.replace(CONFIG, options=MethodOptions(bits=4)), MODEL)
     assert not is_due(uniform, 0)
 
