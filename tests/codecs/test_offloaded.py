@@ -59,7 +59,7 @@ def test_what_cannot_be_offloaded_is_named(codec):
         Offloaded(codec)
 
 
-def test_a_layer_takes_its_code_from_the_host_in_a_loop_of_ours():
+def test_a_layer_takes_its_code_from_the_host_in_a_loop_of_ours(x64):
     # As `actjax.optim.in_backward` slices it, where a scan would.
     def loss(ws, x):
         def body(x, w):
@@ -67,8 +67,8 @@ def test_a_layer_takes_its_code_from_the_host_in_a_loop_of_ours():
 
         return jnp.sum(jax.lax.scan(body, x, ws)[0] ** 2)
 
-    ws = normal(2, 3, 8, 8)
-    got = jax.jit(jax.grad(loss))(ws, X)
+    ws, x = (y.astype(jnp.float64) for y in (normal(2, 3, 8, 8), X))
+    got = jax.jit(jax.grad(loss))(ws, x)
     plain = lambda x, w: (x + jnp.tanh(x @ w), None)  # noqa: E731
-    want = jax.grad(lambda ws: jnp.sum(jax.lax.scan(plain, X, ws)[0] ** 2))(ws)
-    np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-5)
+    want = jax.grad(lambda ws: jnp.sum(jax.lax.scan(plain, x, ws)[0] ** 2))(ws)
+    np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-12)
