@@ -96,7 +96,8 @@ def draw(
     for axes, (title, points, unit, scale) in zip(figure.subplots(1, 2), panels, strict=True):
         show(f"a whole step of {title}", points, unit, scale)
         _draw(axes, points, scale)
-        axes.set(title=title, xlabel="peak, GiB", ylabel=unit, xscale="log")
+        axes.set(title=title, xlabel="peak, GiB", ylabel=unit)
+        axes.margins(0.12)
     figure.savefig(out, dpi=130)
     print(f"wrote {out}")
 
@@ -122,12 +123,11 @@ def _draw(axes, points: list[Point], scale: float) -> None:
     for in_subspace in (False, True):
         of_it = [p for p in points if p.name not in beaten and p.is_in_subspace == in_subspace]
         front = sorted(of_it, key=lambda p: p.memory)
-        style = "0.8" if not in_subspace else ":"
         axes.step(
             [p.memory / 2**30 for p in front],
             [p.cost / scale for p in front],
-            style,
             color="0.8",
+            linestyle=":" if in_subspace else "-",
             where="post",
         )
     for p in points:
@@ -148,6 +148,7 @@ def _draw(axes, points: list[Point], scale: float) -> None:
                 xytext=(4, 4),
                 textcoords="offset points",
                 fontsize=7,
+                rotation=30,
                 color=color,
             )
     axes.grid(alpha=0.3)

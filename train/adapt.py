@@ -6,13 +6,14 @@ batch, bits go where they lower the variance most, and the choice is made again 
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import actjax
+from actjax.bits import Estimate
 from actjax.codecs.packing import BITS
 from models import Decoder, ModelConfig, Storage
 from models.config import SITES
@@ -75,29 +76,63 @@ def choose_bits(recipe: Recipe, model: Decoder, batch: Batch, step: int) -> Choi
       batch: what the gradients are of.
       step: steps done; the keys are folded from it.
     """
-    config, options = recipe.config, recipe.config.options
-    method = METHODS[config.method]
-    uniform = method.storage(dataclasses.replace(options, offload=False))
-    codecs: Any = {site: getattr(uniform, site) for site in method.adaptive}
-    micro = {k: x[: len(x) // config.accumulate] for k, x in batch.items()}
-
-    def gradient(codecs: Any, keys: Mapping[str, jax.Array], model: Decoder, batch: Batch) -> Any:
-        # Sites that draw nothing read no key.
-        every = {**dict.fromkeys((*SITES, "block"), next(iter(keys.values()))), **keys}
-        storage = dataclasses.replace(uniform, **codecs)
-        return jax.grad(loss_function(config, storage))(model, batch, every)
-
-    key = step_key(config, jnp.asarray(step))
-    found = actjax.sensitivity(
-        gradient, codecs, key, model, micro, estimate="algorithm 1", samples=1
-    )
-    widths = {site: site_width(recipe.model_config, site) for site in method.adaptive}
+    key = step_key(recipe.config, jnp.asarray(step))
+    found = measure_sensitivity(recipe, model, batch, key)
+    options = recipe.config.options
+    widths = {site: site_width(recipe.model_config, site) for site in found}
     bits = actjax.allocate_bits(found, widths, options.average_bits, _choices(options))
     return Choice(
         bits,
         actjax.compression_variance(found, bits),
-        _sampling_variance(recipe, model, micro, key),
+        _sampling_variance(recipe, model, _micro(recipe, batch), key),
     )
+
+
+def measure_sensitivity(
+    recipe: Recipe,
+    model: Decoder,
+    batch: Batch,
+    key: jax.Array,
+    estimate: Estimate = "algorithm 1",
+    samples: int = 1,
+) -> dict[str, float]:
+    """Returns how much the gradient suffers from the error of each adaptive site of a method.
+
+    Args:
+      recipe: the run.
+      model: the weights.
+      batch: what the gradients are of; one of its micro-batches is taken.
+      key: randomness, consumed.
+      estimate: as in `actjax.sensitivity`.
+      samples: likewise.
+    """
+    config, method = recipe.config, METHODS[recipe.config.method]
+    uniform = method.storage(dataclasses.replace(config.options, offload=False))
+    codecs: Any = {site: getattr(uniform, site) for site in method.adaptive}
+    gradient = gradient_by_codecs(recipe, uniform)
+    micro = _micro(recipe, batch)
+    return actjax.sensitivity(
+        gradient, codecs, key, model, micro, estimate=estimate, samples=samples
+    )
+
+
+def gradient_by_codecs(recipe: Recipe, storage: Storage) -> Callable[..., Any]:
+    """Returns the gradient as a function of the codecs of some sites, their keys, model, batch."""
+
+    def gradient(codecs: Any, keys: Mapping[str, jax.Array], model: Decoder, batch: Batch) -> Any:
+        # Sites that draw nothing read no key.
+        every = {**dict.fromkeys((*SITES, "block"), next(iter(keys.values()))), **keys}
+        # What a codec holds, as one of a probe does, is the same in all layers.
+        count = recipe.model_config.num_layers
+        stacked = jax.tree.map(lambda a: jnp.broadcast_to(a, (count, *a.shape)), codecs)
+        chosen = dataclasses.replace(storage, **stacked)
+        return jax.grad(loss_function(recipe.config, chosen))(model, batch, every)
+
+    return gradient
+
+
+def _micro(recipe: Recipe, batch: Batch) -> Batch:
+    return {k: x[: len(x) // recipe.config.accumulate] for k, x in batch.items()}
 
 
 def _choices(options: MethodOptions) -> tuple[int, ...]:

@@ -167,7 +167,8 @@ def eight_bit(
             zeros = blockwise_zeros(
                 x.shape, x.dtype, unsigned=is_unsigned, block=block, levels=levels
             )
-            return zeros.encode(x)
+            # Behind a barrier, or XLA computes the codes of all these zeros while it compiles.
+            return zeros.encode(jax.lax.optimization_barrier(x))
 
         state = inner.init(params)
         return EightBitState(map_state(compress, state, params, lambda x: isinstance(x, _KEPT)))

@@ -1,0 +1,183 @@
+"""Which site of a trained model gets which bits, and what that gains.
+
+`python -m benchmarks.bits --model llama_3m --steps 300` trains a model exactly, measures how much
+its gradient suffers from each stored value by GACT's Algorithm 1 and by the probe, chooses bits for
+average budgets, and compares the error of the gradient with that of uniform bits, over keys.
+"""
+
+import dataclasses
+import pathlib
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+import actjax
+from benchmarks import record
+from benchmarks.report import print_table
+from models import Decoder, ModelConfig, Storage, preset
+from train.adapt import gradient_by_codecs, measure_sensitivity, site_width
+from train.config import PretrainConfig
+from train.corpus import open_corpus
+from train.data import train_batches
+from train.methods import METHODS, MethodOptions
+from train.step import Batch, Recipe, init_state, make_recipe, make_train_step
+from train.tokenizer import default_tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What to measure."""
+
+    train: PretrainConfig = dataclasses.field(
+        default_factory=lambda: PretrainConfig(
+            model="llama_3m", steps=300, compute_dtype="float32", batch_size=4, seq_len=256
+        )
+    )
+    """The run that trains the model, without compression."""
+    sites_of: str = "gact"
+    """The method whose sites are measured."""
+    budgets: tuple[float, ...] = (4, 3, 2)
+    """Average bits of the choices."""
+    uniform_bits: tuple[int, ...] = (8, 4, 3, 2)
+    """What they are compared with."""
+    keys: int = 8
+    """Gradients for each error, rounded stochastically."""
+    results: pathlib.Path = record.RESULTS / "bits.json"
+
+
+def trained(config: PretrainConfig) -> tuple[Decoder, Batch]:
+    """Returns a model after its steps, and the next batch."""
+    recipe = make_recipe(config, _dimensions(config))
+    data_dir = config.data.data_dir.expanduser()
+    corpus = open_corpus(config.data.data, data_dir)
+    tokenizer = default_tokenizer(corpus, preset(config.model).vocab_size, data_dir)
+    batches = train_batches(
+        corpus, tokenizer, batch_size=config.batch_size, seq_len=config.seq_len, seed=config.seed
+    )
+    step, state = jax.jit(make_train_step(recipe), donate_argnums=0), init_state(recipe)
+    for _ in range(config.steps):
+        state, metrics = step(state, next(batches))
+    print(f"loss {float(metrics['loss']):.3f} after {config.steps} steps")
+    batch = {name: jnp.asarray(x) for name, x in next(batches).items()}
+    batches.close()
+    return state.model, batch
+
+
+def _dimensions(config: PretrainConfig) -> ModelConfig:
+    # The probe takes the gradient of a gradient, which other implementations have none of.
+    return dataclasses.replace(preset(config.model), attention="dense")
+
+
+def measure(config: Config) -> tuple[list[dict], dict[str, Any]]:
+    """Returns a row a choice of bits, and the sensitivities by both estimates."""
+    model, batch = trained(config.train)
+    method = METHODS[config.sites_of]
+    options = MethodOptions(average_bits=4, rounding="stochastic")
+    train = dataclasses.replace(config.train, method=config.sites_of, options=options)
+    recipe = make_recipe(train, _dimensions(train))
+    key = jax.random.key(0)
+    found = {
+        "algorithm 1": measure_sensitivity(recipe, model, batch, key, "algorithm 1", samples=8),
+        "algorithm 1, one sample": measure_sensitivity(recipe, model, batch, key, "algorithm 1"),
+        "probe": measure_sensitivity(recipe, model, batch, key, "probe", samples=8),
+    }
+    sites = list(method.adaptive)
+    reference = [found["algorithm 1"][site] for site in sites]
+    correlation = {
+        name: _rank_correlation(reference, [by[site] for site in sites])
+        for name, by in found.items()
+    }
+    widths = {site: site_width(recipe.model_config, site) for site in sites}
+    choices = {f"uniform {n}": dict.fromkeys(sites, n) for n in config.uniform_bits}
+    for average in config.budgets:
+        chosen = actjax.allocate_bits(found["algorithm 1"], widths, average, (2, 3, 4, 8))
+        choices[f"adaptive {average:g}"] = chosen
+    exact = _gradient(recipe, Storage(), {}, model, batch)
+    rows = []
+    for name, bits in choices.items():
+        uniform = method.storage(recipe.config.options)
+        codecs = {s: dataclasses.replace(getattr(uniform, s), bits=n) for s, n in bits.items()}
+        gradients = [
+            _gradient(recipe, uniform, codecs, model, batch, seed) for seed in range(config.keys)
+        ]
+        rows.append({"choice": name, "bits": bits, **_errors(gradients, exact)})
+        print(f"{name}: error {rows[-1]['error']:.4f}")
+    return rows, {"sensitivity": found, "rank_correlation": correlation}
+
+
+def _rank_correlation(one: list[float], other: list[float]) -> float:
+    """Returns Spearman's coefficient of numbers without ties."""
+    ranks = [np.argsort(np.argsort(values)) for values in (one, other)]
+    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
+
+
+def _gradient(
+    recipe: Recipe,
+    storage: Storage,
+    codecs: Mapping[str, Any],
+    model: Decoder,
+    batch: Batch,
+    seed: int = 0,
+) -> jax.Array:
+    """Returns the gradient as one vector."""
+    sites = codecs or {"q": storage.q}
+    keys = {site: jax.random.fold_in(jax.random.key(seed), i) for i, site in enumerate(sites)}
+    gradient = jax.jit(gradient_by_codecs(recipe, storage))(dict(sites), keys, model, batch)
+    return jnp.concatenate([jnp.ravel(g) for g in jax.tree.leaves(gradient)])
+
+
+def _errors(gradients: list[jax.Array], exact: jax.Array) -> dict[str, float]:
+    """Returns root mean square error, deviation and bias of gradients, over the norm of `exact`."""
+    size, count = jnp.linalg.norm(exact), len(gradients)
+    mean = sum(gradients) / count
+    variance = statistics.mean(float(jnp.sum((g - mean) ** 2)) for g in gradients)
+    variance *= count / (count - 1)
+    # The mean of a few keys deviates by itself.
+    bias = max(float(jnp.sum((mean - exact) ** 2)) - variance / count, 0.0)
+    return {
+        "error": float((variance + bias) ** 0.5 / size),
+        "deviation": float(variance**0.5 / size),
+        "bias": float(bias**0.5 / size),
+    }
+
+
+def show(config: Config, rows: list[dict], known: dict[str, Any]) -> None:
+    """Prints sensitivities with their rank correlation, and the error of each choice."""
+    sites = list(rows[0]["bits"])
+    correlation = known["rank_correlation"]
+    print_table(
+        f"sensitivity of the gradient of {config.train.model} to its sites ({config.sites_of})",
+        ("estimate", *sites, "rank correlation"),
+        [
+            (name, *(f"{by[site]:.3g}" for site in sites), f"{correlation[name]:.3f}")
+            for name, by in known["sensitivity"].items()
+        ],
+    )
+    print_table(
+        "bits of each site, and the gradient's error in %",
+        ("choice", *sites, "error", "deviation", "bias"),
+        [
+            (
+                row["choice"],
+                *(str(row["bits"][site]) for site in sites),
+                *(f"{100 * row[name]:.2f}" for name in ("error", "deviation", "bias")),
+            )
+            for row in rows
+        ],
+    )
+
+
+def main() -> None:
+    config = tyro.cli(Config, description=__doc__, config=(tyro.conf.OmitArgPrefixes,))
+    rows, known = measure(config)
+    show(config, rows, known)
+    record.write(config, rows, **known)
+
+
+if __name__ == "__main__":
+    main()
