@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from actjax.codecs import Exact
+from actjax.programs import scan_counts
 from actjax.tags import Tag
 
 _ALIVE = "alive without the backward pass"
@@ -255,8 +256,8 @@ def origin_of(jaxpr: core.Jaxpr, var: core.Var) -> Origin:
     if isinstance(given, core.Var) and _shape(given) == _shape(var):
         return dataclasses.replace(origin_of(jaxpr, given), readers=readers)
     position = body.invars.index(origin.outer)
-    counts = (eqn.params.get(name, len(eqn.invars)) for name in ("num_consts", "num_carry"))
-    return Origin(eqn.primitive.name, _where(eqn), None, readers, None, position >= sum(counts))
+    is_slices = eqn.primitive.name == "scan" and position >= sum(scan_counts(eqn))
+    return Origin(eqn.primitive.name, _where(eqn), None, readers, None, is_slices)
 
 
 def _readers(jaxpr: core.Jaxpr, var: core.Var) -> Iterator[Tag]:

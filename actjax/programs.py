@@ -111,6 +111,16 @@ def run_equation(eqn: core.JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
     return outputs if eqn.primitive.multiple_results else [outputs]
 
 
+def scan_counts(eqn: core.JaxprEqn) -> tuple[int, int]:
+    """Returns how many inputs of a `lax.scan` are constants of its body, and how many its carry."""
+    params = eqn.params
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    # From JAX 0.12 on they are told apart by a tree: constants, carry, and what is scanned over.
+    constants, carry, _ = params["ft_in"].unpack()
+    return len(constants), len(carry)
+
+
 def called(eqn: core.JaxprEqn, custom: bool = False) -> core.ClosedJaxpr | None:
     """Returns the program that an equation only calls; None if it does anything else."""
     if eqn.primitive.name not in (*_CALLS, *(_CUSTOM if custom else ())):

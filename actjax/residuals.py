@@ -21,7 +21,7 @@ from actjax.checkpointing import check_positions, decode_late, positions_of
 from actjax.codecs import Codec, Exact
 from actjax.codecs.packing import pack, unpack
 from actjax.explanation import origin_of
-from actjax.programs import close, run_equation, run_inlined
+from actjax.programs import close, run_equation, run_inlined, scan_counts
 from actjax.rebuilding import Graph
 from actjax.tags import Tag, name_code, tag_left
 
@@ -214,7 +214,8 @@ def _compress_loop(
     if eqn.primitive.name != "scan" or not any(_is_floating(x.aval) for x in eqn.outvars):
         return None
     body, params = eqn.params["jaxpr"], eqn.params
-    first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
+    first, carried = scan_counts(eqn)
+    last = first + carried
     constants, start, stacked = inputs[:first], inputs[first:last], inputs[last:]
     names = [""] * (len(body.consts) + len(inputs))
     # The carry is another array in the next iteration: nothing else keeps it alive.
