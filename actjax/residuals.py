@@ -23,7 +23,7 @@ from actjax.codecs.packing import pack, unpack
 from actjax.explanation import origin_of
 from actjax.programs import close, run_equation, run_inlined, scan_counts
 from actjax.rebuilding import Graph
-from actjax.tags import Tag, name_code, tag_left
+from actjax.tags import Tag, encoded_first, name_code, tag_left
 
 LARGEST_OVER_SMALL = 32
 """Arrays that are so many times smaller than the largest are left alone where the rule is a codec:
@@ -496,16 +496,27 @@ def _compressed_fwd(plan, run, inputs, codecs, key):
                 " jax.lax.stop_gradient where data enters it."
             )
     inputs, codecs, key = jax.tree.map(lambda x: x.value, (inputs, codecs, key))
-    results = core.jaxpr_as_fun(plan.forward)(*inputs)
-    outputs, values = results[: plan.outputs], results[plan.outputs :]
+    numbers = {k.var: i for i, k in enumerate(plan.kept)}
     made = {}
-    for i, (x, codec) in enumerate(zip(values, codecs, strict=True)):
-        if codec is not None:
-            if not isinstance(codec, Exact | _Mask):
-                x = _differentiated_once(x)
-            made[i] = codec.encode(x, _key_of(key, plan, i) if codec.needs_key else None)
-    # Codes are made before anything reads the outputs: outside a loop XLA might else put it off to
-    # the backward pass, and keep the floats until then.
+
+    def encode(var: core.Var, x: jax.Array) -> jax.Array:
+        i = numbers.get(var)
+        if i is None or codecs[i] is None:
+            return x
+        codec = codecs[i]
+        value = x if isinstance(codec, Exact | _Mask) else _differentiated_once(x)
+        code = codec.encode(value, _key_of(key, plan, i) if codec.needs_key else None)
+        x, made[i] = encoded_first(x, code)
+        return x
+
+    def handle(eqn: core.JaxprEqn, given: list[Any]) -> list[Any]:
+        return list(map(encode, eqn.outvars, run_equation(eqn, given)))
+
+    results = run_inlined(
+        plan.forward, list(map(encode, plan.forward.jaxpr.invars, inputs)), handle
+    )
+    outputs, values = results[: plan.outputs], results[plan.outputs :]
+    # So do the outputs: some of what is kept may be read by the backward pass alone.
     outputs, made = jax.lax.optimization_barrier((outputs, made))
     codes = []
     for i, (x, kept, codec) in enumerate(zip(values, plan.kept, codecs, strict=True)):

@@ -83,7 +83,17 @@ def keep(
     """
     if isinstance(codec, Exact):
         return _tag(x, x, repr(codec), operator, name, 0), x
-    return x, name_code(codec.encode(x, key), x, repr(codec), operator, name)
+    x, code = encoded_first(x, codec.encode(x, key))
+    return x, name_code(code, x, repr(codec), operator, name)
+
+
+def encoded_first(x: jax.Array, code: Code) -> tuple[jax.Array, Code]:
+    """Returns an array and its code, so that what reads the array waits for the code.
+
+    XLA might else put the encoding off, to the backward pass or until it can encode the arrays of
+    many layers in one go, and keep them as they are until then.
+    """
+    return jax.lax.optimization_barrier((x, code))
 
 
 def name_code(code: Code, x: jax.Array, codec: str, operator: str, name: str) -> Code:

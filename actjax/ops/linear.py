@@ -16,7 +16,7 @@ from actjax.codecs import Codec, Exact
 from actjax.codecs import basis as in_basis
 from actjax.ops.checks import check_codec, check_floating
 from actjax.precision import contract_tokens, matmul
-from actjax.tags import keep, name_code
+from actjax.tags import encoded_first, keep, name_code
 from actjax.taps import HeldWeight, TappedWeight, hold_weight, mark_weights, plain_weight
 
 _Weights = tuple[Any, ...]
@@ -153,7 +153,7 @@ def _keep_input(name, x, weights, key, codec) -> tuple[jax.Array, Any, jax.Array
         return *keep(x, codec, key, "linear", name), None
     # One basis for all: they share it, as they share the stored input.
     basis, bits = tapped[0].basis, tapped[0].bits
-    code = in_basis.encode(x, basis, bits)
+    x, code = encoded_first(x, in_basis.encode(x, basis, bits))
     code = name_code(code, x, in_basis.describe(basis, bits), "linear", name)
     # Needed only where a weight that has no tap wants its gradient in full.
     return x, code, basis if len(tapped) < len(weights) else None
@@ -163,6 +163,9 @@ def _linear_bwd(name, residuals, dzs):
     del name
     code, basis, held, biases, codec = residuals
     with jax.named_scope("actjax.linear"):
+        if not isinstance(codec, Exact):
+            # Without the barrier XLA could decode early, and the inputs of many layers in one go.
+            code, dzs = jax.lax.optimization_barrier((code, dzs))
         dx = _input_grad(tuple(_array(h) for h in held), dzs)
         dws = tuple(
             _weight_grad(codec, code, basis, h, dz) for h, dz in zip(held, dzs, strict=True)

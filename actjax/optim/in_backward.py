@@ -6,6 +6,7 @@ and states themselves. It finishes one layer's vector-Jacobian product, updates 
 it back in place and goes on. With it, full-rank AdamW fits where its gradients alone would not.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
@@ -30,7 +31,7 @@ from actjax.optim.layers import (
 )
 from actjax.optim.subspace import SubspaceTransformation
 
-ClipBy = Literal["last_norm", "layer_norm"]
+ClipBy = Literal["estimate", "last_norm", "layer_norm"]
 
 
 class InBackwardState(NamedTuple):
@@ -39,10 +40,13 @@ class InBackwardState(NamedTuple):
     Attributes:
       optimizer: a `LayerwiseState`.
       grad_norm: global norm of the last gradient, float32; 0 before the first.
+      squares: squared norms of its parts, in the order in which they become known: what the
+        parameters of `after` got there, then each layer from the last to the first, [layers + 1].
     """
 
     optimizer: LayerwiseState
     grad_norm: Any
+    squares: Any
 
 
 class InBackward(NamedTuple):
@@ -66,7 +70,7 @@ def in_backward(
     *,
     layers: Callable[[Any], Any] = layers_of,
     clip: float = math.inf,
-    clip_by: ClipBy = "last_norm",
+    clip_by: ClipBy = "estimate",
 ) -> InBackward:
     """Returns a training step that updates each layer within the backward pass.
 
@@ -90,7 +94,9 @@ def in_backward(
     ever; a layer's weights are not among them but sliced again. Weights that meet a factored codec
     get factored gradients, and under `subspace` those in its bases.
 
-    Clipping: the norm of the whole gradient is known only when the last layer has been updated.
+    Clipping: the norm of the whole gradient is known only when the last layer has been updated. But
+    norms of layers grow and fall together, so it can be estimated: it is the global norm of the
+    step before, times what the parts that are known so far have grown by since then.
 
     Args:
       before: from parameters and inputs to what the first layer reads.
@@ -100,9 +106,10 @@ def in_backward(
         weight decay and schedules; see `actjax.optim.apply`.
       layers: from the parameters to the subtree of stacked layers, by default `layers`.
       clip: largest norm of a gradient.
-      clip_by: which norm that is. "last_norm": the global norm of the step before, which scales
-        all of this step alike; the first step, and one after a norm that was not finite, is not
-        clipped. "layer_norm": that of each layer, and of the rest, by itself.
+      clip_by: which norm that is. "estimate": as above, never less than the norm of the parts that
+        are known; exact for what is no layer. "last_norm": the global norm of the step before,
+        which scales all of this step alike; the first step, and one after a norm that was not
+        finite, is not clipped. "layer_norm": that of each layer, and of the rest, by itself.
 
     Raises:
       TypeError: `tx` is no transform, or one of the functions none.
@@ -119,17 +126,16 @@ def in_backward(
 
     def init(params: Any) -> InBackwardState:
         optimizer = init_layerwise(tx, params, layers=layers)
-        return InBackwardState(optimizer, jnp.zeros((), jnp.float32))
+        count = count_layers(split(params, layers)[0])
+        zeros = functools.partial(jnp.zeros, dtype=jnp.float32)
+        return InBackwardState(optimizer, zeros(()), zeros(count + 1))
 
-    def clipped(grads: Any, last_norm: jax.Array) -> tuple[Any, jax.Array]:
-        """Returns a part of the gradient, clipped, and its squared norm before."""
-        norm = global_norm(grads).astype(jnp.float32)
-        if math.isfinite(clip):
-            # Of a last norm that is no number nothing follows for this gradient.
-            known = jnp.where(jnp.isfinite(last_norm), last_norm, 0)
-            reference = norm if clip_by == "layer_norm" else known
-            grads = scale_tree(grads, clip_factor(reference, clip))
-        return grads, norm**2
+    def clipped(grads: Any, square: jax.Array, last_norm: jax.Array, estimate: jax.Array) -> Any:
+        """Returns a part of the gradient, of this squared norm, clipped."""
+        if math.isinf(clip):
+            return grads
+        norms = {"estimate": estimate, "last_norm": last_norm, "layer_norm": jnp.sqrt(square)}
+        return scale_tree(grads, clip_factor(norms[clip_by], clip))
 
     def step(
         params: Any,
@@ -158,7 +164,11 @@ def in_backward(
             )
         check_state(tx, state.optimizer, params, layers)
         stacked, rest = split(params, layers)
-        count, last_norm = count_layers(stacked), state.grad_norm
+        count = count_layers(stacked)
+        # Of a last norm that is no number nothing follows for this gradient.
+        last_norm = jnp.where(jnp.isfinite(state.grad_norm), state.grad_norm, 0)
+        # What parts had of it when as many were known.
+        known_then = jnp.cumsum(state.squares)
         whole, due_layers = refresh_by_layer(tx, refresh, count)
         for x in jax.tree.leaves(per_layer):
             if jnp.shape(x)[:1] != (count,):
@@ -180,31 +190,50 @@ def in_backward(
         if jnp.shape(loss) != () or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
             raise ValueError(f"`after` must return a floating point scalar, got {loss}.")
         rest_grads, dx = after_vjp(jnp.ones_like(loss))
+        squares = jnp.zeros(count + 1, jnp.float32).at[0].set(_squared_norm(rest_grads))
 
         def backward(n: jax.Array, carry: Any) -> Any:
-            dx, stacked, optimizer, squares = carry
+            dx, stacked, optimizer, squares, moved = carry
             i = count - 1 - n
             block, layer_state = take(stacked, i), take(optimizer, i)
             given = block, bases_of(layer_state), take(per_layer, i)
             grads, dx = one_layer.backward(given, take(kept, i), dx)
-            grads, square = clipped(grads, last_norm)
+            square = _squared_norm(grads)
+            squares = squares.at[n + 1].set(square)
+            estimate = _estimated_norm(jnp.sum(squares), known_then[n + 1], last_norm)
+            grads = clipped(grads, square, last_norm, estimate)
             due = whole if due_layers is None else due_layers[i]
-            block, layer_state, moved = update_one(tx, grads, layer_state, block, due)
-            squares = squares[0] + square, squares[1] + moved
-            return dx, put(stacked, block, i), put(optimizer, layer_state, i), squares
+            block, layer_state, more = update_one(tx, grads, layer_state, block, due)
+            return dx, put(stacked, block, i), put(optimizer, layer_state, i), squares, moved + more
 
-        zero = jnp.zeros((), jnp.float32)
-        carry = dx, stacked, state.optimizer.layers, (zero, zero)
-        dx, stacked, layers_state, squares = jax.lax.fori_loop(0, count, backward, carry)
+        carry = dx, stacked, state.optimizer.layers, squares, jnp.zeros((), jnp.float32)
+        dx, stacked, layers_state, squares, moved = jax.lax.fori_loop(0, count, backward, carry)
 
         rest_grads = jax.tree.map(jnp.add, rest_grads, before_vjp(dx)[0])
-        rest_grads, square = clipped(rest_grads, last_norm)
-        rest, rest_state, moved = update_one(tx, rest_grads, state.optimizer.rest, rest, whole)
-        optimizer = LayerwiseState(layers_state, rest_state)
-        state = InBackwardState(optimizer, jnp.sqrt(squares[0] + square))
-        return merge(stacked, rest, params), state, loss, jnp.sqrt(squares[1] + moved)
+        square = _squared_norm(rest_grads)
+        norm = jnp.sqrt(jnp.sum(squares[1:]) + square)
+        rest_grads = clipped(rest_grads, square, last_norm, norm)
+        rest, rest_state, more = update_one(tx, rest_grads, state.optimizer.rest, rest, whole)
+        state = InBackwardState(LayerwiseState(layers_state, rest_state), norm, squares)
+        return merge(stacked, rest, params), state, loss, jnp.sqrt(moved + more)
 
     return InBackward(init, step)
+
+
+def _squared_norm(grads: Any) -> jax.Array:
+    return global_norm(grads).astype(jnp.float32) ** 2
+
+
+def _estimated_norm(known: jax.Array, then: jax.Array, last_norm: jax.Array) -> jax.Array:
+    """Returns what the norm of a gradient will be, of which some parts are known.
+
+    Args:
+      known: sum of the squared norms of these parts.
+      then: the same in the last step.
+      last_norm: that of the whole gradient in the last step; 0 if there was none.
+    """
+    growth = jnp.sqrt(known / jnp.where(then > 0, then, 1))
+    return jnp.maximum(jnp.sqrt(known), jnp.where(then > 0, last_norm * growth, 0))
 
 
 class _LayerVjp:

@@ -1,0 +1,126 @@
+"""Codes are made before what follows is computed, and decoded when their gradient is there.
+
+XLA may reorder all that does not depend on one another. It encodes, or decodes, the arrays of many
+layers in one fusion where it can, and keeps them all as floats until then: so data dependences are
+what holds memory down in layers that are written out one after the other.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend import core
+
+import actjax
+from actjax.programs import run_inlined
+
+CODEC = actjax.Quantized(4, group=8, rounding="stochastic")
+
+
+def by_linear(x, w, key):
+    return actjax.linear(x, w, codec=CODEC, key=key)
+
+
+def by_norm(x, w, key):
+    return actjax.rms_norm(x @ w, jnp.ones(8), codec=CODEC, key=key)
+
+
+def by_swiglu(x, w, key):
+    return actjax.swiglu(x @ w, x, codec=CODEC, key=key)
+
+
+def by_attention(x, w, key):
+    q = (x @ w).reshape(1, 16, 2, 4)
+    return actjax.attention(q, q, q, codec=CODEC, key=key, merge_heads=True)[0]
+
+
+def by_fused_operators(x, w, key):
+    (y,) = actjax.norm_linear(x, jnp.ones(8), (w,), codec=CODEC, key=key)
+    return y
+
+
+def by_checkpoint(x, w, key):
+    return actjax.checkpoint(lambda x, w: jnp.tanh(x @ w), CODEC, key=key)(x, w)
+
+
+def by_residuals(x, w, key):
+    return actjax.compress_residuals(lambda x, w: jnp.tanh(x @ w), CODEC, activations=0, key=key)(
+        x, w
+    )
+
+
+LAYERS = (
+    by_linear,
+    by_norm,
+    by_swiglu,
+    by_attention,
+    by_fused_operators,
+    by_checkpoint,
+    by_residuals,
+)
+
+
+def programs(layer):
+    """Returns two layers, written out, as programs: with what they keep, and the pullback of it."""
+    arguments = jnp.ones((16, 8)), (jnp.eye(8), jnp.eye(8)), jax.random.key(0)
+    structure = []
+
+    def forward(x, weights, key):
+        def layers(x, weights):
+            for i, w in enumerate(weights):
+                x = layer(x, w, jax.random.fold_in(key, i))
+            return x
+
+        y, pullback = jax.vjp(layers, x, weights)
+        leaves, treedef = jax.tree.flatten(pullback)
+        structure.append(treedef)
+        return y, leaves
+
+    def backward(leaves, dy):
+        return jax.tree.unflatten(structure[0], leaves)(dy)
+
+    y, leaves = jax.eval_shape(forward, *arguments)
+    return written_out(forward, *arguments), written_out(backward, leaves, y)
+
+
+def written_out(fun, *args):
+    leaves = jax.tree.leaves(args)
+    traced = jax.make_jaxpr(fun)(*args)
+    return jax.make_jaxpr(lambda *x: run_inlined(traced, x, custom=True))(*leaves).jaxpr
+
+
+def is_packed(x):
+    return isinstance(x, core.Var) and x.aval.dtype == jnp.uint8 and x.aval.size >= 32
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_the_output_waits_for_every_code(layer):
+    forward, _ = programs(layer)
+    makers = {out: eqn for eqn in forward.eqns for out in eqn.outvars}
+    y, *leaves = forward.outvars
+    needed, waiting = set(), [y]
+    while waiting:
+        x = waiting.pop()
+        if isinstance(x, core.Var) and x not in needed:
+            needed.add(x)
+            waiting += makers[x].invars if x in makers else []
+    codes = [x for x in leaves if is_packed(x)]
+    assert len(codes) >= 2
+    for code in codes:
+        maker = makers[code]
+        assert maker.primitive.name == "name"
+        maker = makers[maker.invars[0]]
+        assert maker.primitive.name == "optimization_barrier"
+        assert any(x in needed for x in maker.outvars)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_no_code_is_read_before_the_gradient_of_what_follows(layer):
+    _, backward = programs(layer)
+    *leaves, dy = backward.invars
+    assert any(map(is_packed, leaves))
+    behind = {dy}
+    for eqn in backward.eqns:
+        if any(isinstance(x, core.Var) and x in behind for x in eqn.invars):
+            behind.update(eqn.outvars)
+        else:
+            assert not any(map(is_packed, eqn.invars)), eqn
