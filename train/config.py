@@ -109,7 +109,7 @@ class PretrainConfig:
     """Micro-batches a step: `--batch-size` is cut into so many, one after the other."""
     in_backward: bool = False
     """Update each layer within the backward pass, so that no gradient of all weights exists. Clips
-    by the norm of the step before. Not with `--accumulate`. The frugal methods do so anyway."""
+    by an estimate of the norm. Not with `--accumulate`. The frugal methods do so anyway."""
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     weight_dtype: Dtype = "float32"
