@@ -21,7 +21,14 @@ from actjax.checkpointing import check_positions, decode_late, positions_of
 from actjax.codecs import Codec, Exact
 from actjax.codecs.packing import pack, unpack
 from actjax.explanation import origin_of
-from actjax.programs import close, run_equation, run_inlined, scan_counts
+from actjax.programs import (
+    ONE_WAY,
+    close,
+    passing_one_way,
+    run_equation,
+    run_inlined,
+    scan_counts,
+)
 from actjax.rebuilding import Graph
 from actjax.tags import Tag, encoded_first, name_code, tag_left
 
@@ -32,9 +39,6 @@ LEFT_BY_RULE = "left by the rule"
 _NOT_FLOATING = "no floating point numbers"
 _FIRST_LOOP = 2**30
 """What keys of loops are folded with, apart from the numbers of arrays."""
-_ONE_WAY = frozenset({"io_callback", "pure_callback", "while"})
-"""Operations without a derivative in reverse mode: data may pass through them, no gradient may."""
-_STOP = "stop_gradient"
 AT_HAND = 32
 """Equations of a backward pass within which a decoded or rebuilt value is read again rather than
 made again: about one operator's."""
@@ -136,6 +140,7 @@ def compress_residuals(
             [False] * len(closed.constants) + dies,
             _Settings(rule, rebuild),
             key,
+            passing_one_way(closed.jaxpr),
         )
         return closed.unflatten(outputs)
 
@@ -162,6 +167,7 @@ def _compress(
     dies: Sequence[bool],
     settings: _Settings,
     key: Any,
+    one_way: dict[int, str],
 ) -> list[Any]:
     """Runs a program with its residuals compressed.
 
@@ -172,6 +178,8 @@ def _compress(
       dies: which of these are dead after the forward pass.
       settings: what is done with residuals.
       key: randomness of the encoding, or None.
+      one_way: for constants and arguments that no gradient may be asked for, the operation without
+        a derivative that they pass through.
     """
     words, treedef = jax.tree.flatten(key)
     inputs = [*program.consts, *arguments, *words]
@@ -188,13 +196,13 @@ def _compress(
         numbers = itertools.count()
 
         def handle(eqn: core.JaxprEqn, x: list[Any]) -> list[Any] | None:
-            if eqn.primitive.name in _ONE_WAY:
+            if eqn.primitive.name in ONE_WAY:
                 return run_equation(eqn, [jax.lax.stop_gradient(y) for y in x])
             return _compress_loop(settings, own_key, numbers, eqn, x)
 
         return run_inlined(given, inputs[first:last], handle)
 
-    plan = _make_plan(run, inputs, names, dies, settings)
+    plan = _make_plan(run, inputs, names, dies, settings, one_way)
     if not plan.kept:
         return run(*inputs)
     for i, codec in enumerate(plan.codecs):
@@ -229,7 +237,8 @@ def _compress_loop(
 
     def step(carry: Any, slices: Any) -> Any:
         own, own_key = slices
-        outputs = _compress(body, [*constants, *carry, *own], names, dies, settings, own_key)
+        # Whoever differentiates the whole has been told of what may not be.
+        outputs = _compress(body, [*constants, *carry, *own], names, dies, settings, own_key, {})
         return outputs[: len(start)], outputs[len(start) :]
 
     carry, ys = jax.lax.scan(
@@ -316,6 +325,7 @@ def _make_plan(
     names: Sequence[str],
     dies: Sequence[bool],
     settings: _Settings,
+    one_way: dict[int, str],
 ) -> _Plan:
     """Traces a function with its pullback, and decides on what the pullback keeps."""
     smooth = _smooth(inputs)
@@ -368,32 +378,9 @@ def _make_plan(
         graph,
         backward,
         smooth,
-        _one_way(program.jaxpr),
+        one_way,
         smooth_outputs,
     )
-
-
-def _one_way(jaxpr: core.Jaxpr) -> dict[int, str]:
-    """Returns the operations without a derivative that gradients of inputs would pass through."""
-    makers = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
-    found: dict[int, str] = {}
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name not in _ONE_WAY:
-            continue
-        # Behind what stops gradients before each of these.
-        stops = [makers[x] for x in eqn.invars if isinstance(x, core.Var) and x in makers]
-        waiting = [x for stop in stops for x in stop.invars if stop.primitive.name == _STOP]
-        seen = set()
-        while waiting:
-            x = waiting.pop()
-            if isinstance(x, core.Literal) or x in seen or not _is_floating(x.aval):
-                continue
-            seen.add(x)
-            if x in makers and makers[x].primitive.name != _STOP:
-                waiting += makers[x].invars
-        known = {i: eqn.primitive.name for i, x in enumerate(jaxpr.invars) if x in seen}
-        found = {**known, **found}
-    return found
 
 
 def _smooth(values: Sequence[Any]) -> tuple[int, ...]:

@@ -16,11 +16,15 @@ _RIVALS = (
     "optax.contrib.galore d/4",
     "exact",
     "low_rank 32",
-    "galore d/4",
     "subspace d/4",
     "subspace d/16",
+    "gact, 4 bits",
+    "quantized, 4 bits",
+    "compressed_remat",
     "exact, 8-bit states, in backward",
     "remat, 8-bit states, in backward",
+    "frugal",
+    "frugal_subspace d/4",
 )
 _COLORS = ("#0072B2", "#56B4E9", "#009E73", "#D55E00", "#E69F00", "#BBBBBB")
 
@@ -37,7 +41,7 @@ def draw(
       loss: raw result of `benchmarks.loss`.
       out: the picture.
     """
-    figure = Figure(figsize=(13, 4.6), layout="constrained")
+    figure = Figure(figsize=(13, 5.2), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     _draw_memory(left, json.loads(memory.read_text()))
     _draw_loss(right, json.loads(loss.read_text()))

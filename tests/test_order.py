@@ -92,17 +92,24 @@ def is_packed(x):
     return isinstance(x, core.Var) and x.aval.dtype == jnp.uint8 and x.aval.size >= 32
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-def test_the_output_waits_for_every_code(layer):
-    forward, _ = programs(layer)
-    makers = {out: eqn for eqn in forward.eqns for out in eqn.outvars}
-    y, *leaves = forward.outvars
-    needed, waiting = set(), [y]
+def needed_by(jaxpr, variable):
+    """Returns all variables that one follows from."""
+    makers = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+    needed, waiting = set(), [variable]
     while waiting:
         x = waiting.pop()
         if isinstance(x, core.Var) and x not in needed:
             needed.add(x)
             waiting += makers[x].invars if x in makers else []
+    return needed
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_the_output_waits_for_every_code(layer):
+    forward, _ = programs(layer)
+    makers = {out: eqn for eqn in forward.eqns for out in eqn.outvars}
+    y, *leaves = forward.outvars
+    needed = needed_by(forward, y)
     codes = [x for x in leaves if is_packed(x)]
     assert len(codes) >= 2
     for code in codes:
@@ -124,3 +131,22 @@ def test_no_code_is_read_before_the_gradient_of_what_follows(layer):
             behind.update(eqn.outvars)
         else:
             assert not any(map(is_packed, eqn.invars)), eqn
+
+
+def test_within_a_function_a_layer_waits_for_the_codes_of_those_before():
+    def two(x, weights):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return x
+
+    def layers(x, weights, key):
+        return actjax.compress_residuals(two, CODEC, activations=0, key=key)(x, weights)
+
+    def forward(x, weights, key):
+        y, pullback = jax.vjp(lambda *a: layers(*a, key), x, weights)
+        return y, jax.tree.leaves(pullback)
+
+    jaxpr = written_out(forward, jnp.ones((16, 8)), (jnp.eye(8), jnp.eye(8)), jax.random.key(0))
+    first, second = (e for e in jaxpr.eqns if e.primitive.name == "dot_general")
+    assert any(is_packed(x) for x in needed_by(jaxpr, second.outvars[0]))
+    assert first.outvars[0] in needed_by(jaxpr, second.outvars[0])

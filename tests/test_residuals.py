@@ -530,16 +530,33 @@ def test_a_setting_of_jax_within_the_function_holds(quick_compile):
     ],
     ids=["while", "callback"],
 )
-def test_data_may_go_through_what_has_no_derivative(x64, quick_compile, prepare):
-    fun = lambda w, x: jnp.tanh(prepare(x) @ w)  # noqa: E731
+@pytest.mark.parametrize("looped", [False, True], ids=["", "looped"])
+def test_data_may_go_through_what_has_no_derivative(x64, quick_compile, prepare, looped):
+    def fun(w, x):
+        if not looped:
+            return jnp.tanh(prepare(x) @ w)
+        return lax.scan(lambda c, xi: (jnp.tanh((c + prepare(xi)) @ w), c), jnp.zeros(8), x)[0]
+
     w, x = normal(1, 8, 8), normal(0, 6, 8)
     want = jax.grad(loss_of(fun))(w, x)
     assert_close(jax.grad(loss_of(compress_residuals(fun, Exact())))(w, x), want)
 
 
-def test_a_gradient_through_what_has_no_derivative_is_refused():
-    fun = lambda x: lax.while_loop(lambda z: jnp.sum(z * z) > 1, lambda z: z / 2, jnp.sin(x))  # noqa: E731
-    wrapped = compress_residuals(lambda x, y: fun(x) + jnp.sin(x @ y), Q4)
+def _halved(x):
+    return lax.while_loop(lambda z: jnp.sum(z * z) > 1, lambda z: z / 2, jnp.sin(x))
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x, y: _halved(x) + jnp.sin(x @ y),
+        lambda x, y: lax.scan(lambda c, z: (jnp.sin(c @ y), _halved(z)), x, x)[1],
+        lambda x, y: lax.scan(lambda c, _: (jnp.sin(_halved(c) @ y), None), x, None, 3)[0],
+    ],
+    ids=["at once", "looped", "carried"],
+)
+def test_a_gradient_through_what_has_no_derivative_is_refused(fun):
+    wrapped = compress_residuals(fun, Q4)
     with pytest.raises(ValueError, match=r"`while`, which has no derivative in reverse mode: use"):
         jax.grad(loss_of(wrapped))(normal(0, 6, 6), normal(1, 6, 6))
 
