@@ -10,7 +10,7 @@ that is how a linear operator's input is rebuilt from what the operator before i
 import functools
 from collections.abc import Callable, Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -162,8 +162,14 @@ def key_of(key: Any, i: int) -> jax.Array | None:
     return jax.random.fold_in(key, i)
 
 
+class Decodes(Protocol):
+    """What makes an array of a code: a codec, above all."""
+
+    def decode(self, code: Code) -> jax.Array: ...
+
+
 def decode_late(
-    codes: Sequence[Code], codecs: Sequence[Any], cotangent: Any
+    codes: Sequence[Code], codecs: Sequence[Decodes], cotangent: Any
 ) -> tuple[tuple[jax.Array, ...], Any]:
     """Returns decoded activations, not before the cotangent is there, and the cotangent."""
     # Without the barrier XLA could decode early, or, where a code is the activation itself, merge
