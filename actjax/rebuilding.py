@@ -17,7 +17,7 @@ from actjax.tags import Tag
 
 _VIEWS = frozenset({
     "broadcast_in_dim", "copy", "copy_p", "name", "reshape", "rev", "slice", "split", "squeeze",
-    "transpose",
+    "transpose", "unstack",
 })  # fmt: skip
 _ELEMENTWISE = frozenset({
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",

@@ -2,8 +2,9 @@
 
 `python -m benchmarks.others` takes the gradient of modules of `flax.linen` and `flax.nnx`, of
 `jax.nn.dot_product_attention` and of a loss of `optax`, as they are, with `jax.checkpoint` around
-each layer, and with residuals in few bits. Temporaries are those of the compiled gradient, here or
-on `--device h100`; errors are measured here, over keys. `--explain` prints every decision.
+each layer, and with residuals in few bits. `kept` is what the backward pass is left with,
+temporaries are those of the compiled gradient, here or on `--device h100`; errors are measured
+here, over keys. `--explain` prints every decision.
 """
 
 import dataclasses
@@ -189,6 +190,7 @@ def measure(config: Config) -> list[dict]:
             row = {
                 "case": name,
                 "way": way,
+                "kept": actjax.explain(fun, params, x, jax.random.key(0)).stored_bytes,
                 "temporaries": _temporaries(config, gradient, params, x),
             }
             if exact is not None and way.endswith("bits"):
@@ -221,7 +223,8 @@ def show(config: Config, rows: list[dict]) -> None:
     """Prints the rows, and what each way keeps of the memory of autodiff."""
     where = "this CPU" if config.device == HERE else config.device
     shape = f"{config.batch_size} x {config.seq_len} x {config.width}, float32"
-    headers = ("function", "residuals", "temporaries, MiB", "of as it is", "gradient error")
+    headers = ("function", "residuals", "kept, MiB", "of as it is", "temporaries, MiB",
+               "of as it is", "gradient error")  # fmt: skip
     cells = []
     for row in rows:
         plain = next(r for r in rows if r["case"] == row["case"])
@@ -230,8 +233,11 @@ def show(config: Config, rows: list[dict]) -> None:
             (
                 row["case"] if row is plain else "",
                 row["way"],
-                f"{row['temporaries'] / 2**20:,.1f}",
-                f"{row['temporaries'] / plain['temporaries']:.2f}",
+                *(
+                    text
+                    for what in ("kept", "temporaries")
+                    for text in (f"{row[what] / 2**20:,.1f}", f"{row[what] / plain[what]:.2f}")
+                ),
                 "" if error is None else f"{100 * error:.2f}%",
             )
         )

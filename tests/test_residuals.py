@@ -38,9 +38,10 @@ Q4 = Quantized(4, group=8)
 RANDOM = Quantized(2, group=8, rounding="stochastic")
 ALIVE = "alive without the backward pass"
 
+NEW_JAX = jax.__version_info__ >= (0, 12, 0)
 OPEN = {
     "test_data_may_be_sharded[explicit]": "shardings in types are lost",
-    "test_shard_map[within]": "shard_map in the function is not entered",
+    **({} if NEW_JAX else {"test_shard_map[within]": "shard_map in the function is not entered"}),
     "test_shard_map[around]": "varying axes are lost",
     "test_second_derivatives_obey_rules_of_their_own": "custom rules are written out",
 }
