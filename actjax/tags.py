@@ -8,6 +8,7 @@ and both would then be stored.
 
 import dataclasses
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -93,7 +94,18 @@ def encoded_first(x: jax.Array, code: Code) -> tuple[jax.Array, Code]:
     XLA might else put the encoding off, to the backward pass or until it can encode the arrays of
     many layers in one go, and keep them as they are until then.
     """
-    return jax.lax.optimization_barrier((x, code))
+    leaves, treedef = jax.tree.flatten(code)
+    # XLA loses the memory space of what passes a barrier on its way to the host.
+    here = [i for i, leaf in enumerate(leaves) if not _is_on_host(leaf)]
+    x, passed = jax.lax.optimization_barrier((x, [leaves[i] for i in here]))
+    for i, leaf in zip(here, passed, strict=True):
+        leaves[i] = leaf
+    return x, jax.tree.unflatten(treedef, leaves)
+
+
+def _is_on_host(x: Any) -> bool:
+    aval: Any = jax.typeof(x)
+    return aval.memory_space == jax.memory.Space.Host
 
 
 def name_code(code: Code, x: jax.Array, codec: str, operator: str, name: str) -> Code:

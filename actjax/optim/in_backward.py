@@ -189,7 +189,8 @@ def in_backward(
         loss, after_vjp = jax.vjp(lambda p, x: after(p, x, inputs), rest, x)
         if jnp.shape(loss) != () or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
             raise ValueError(f"`after` must return a floating point scalar, got {loss}.")
-        rest_grads, dx = after_vjp(jnp.ones_like(loss))
+        # It is read here and in the end: without a barrier XLA might keep it in float32 till then.
+        rest_grads, dx = jax.lax.optimization_barrier(after_vjp(jnp.ones_like(loss)))
         squares = jnp.zeros(count + 1, jnp.float32).at[0].set(_squared_norm(rest_grads))
 
         def backward(n: jax.Array, carry: Any) -> Any:
