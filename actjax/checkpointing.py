@@ -42,7 +42,8 @@ def checkpoint(
     Works under `jit`, `lax.scan` and `vmap`, may close over arrays, and may be nested.
 
     Args:
-      fun: a function of arrays and pytrees of them.
+      fun: a function of arrays and pytrees of them. What is passed by name may be static, and its
+        arrays are closed over.
       codec: what is stored of each activation. `Exact()` gives what `jax.checkpoint` does.
       activations: positions of the arguments of which all floating point arrays, but for scalars,
         are stored as a code. Other arguments, and what `fun` closes over, are kept as they are:
@@ -54,14 +55,15 @@ def checkpoint(
       TypeError: `codec` is no codec, or `activations` are no positions.
       ValueError: when called: a position that is not there, a missing key.
     """
+    check_function(fun, "checkpoint")
     if not isinstance(codec, Codec):
         raise TypeError(f"`codec` of checkpoint must be an actjax.Codec, got {codec!r}.")
     positions = positions_of(activations, "checkpoint")
 
     @functools.wraps(fun)
-    def checkpointed(*args: Any) -> Any:
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
         check_positions(positions, args, "checkpoint")
-        closed = close(fun, args)
+        closed = close(functools.partial(fun, **kwargs), args)
         owners = [i for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
         coded = [
             i
@@ -88,6 +90,12 @@ def checkpoint(
 def _can_be_coded(x: Any) -> bool:
     """Returns whether `x` is an array of floating point numbers with features, and not empty."""
     return jnp.ndim(x) > 0 and jnp.size(x) > 0 and jnp.issubdtype(jnp.result_type(x), jnp.floating)
+
+
+def check_function(fun: Any, caller: str) -> None:
+    """Raises a `TypeError` unless `fun` is a function."""
+    if not callable(fun):
+        raise TypeError(f"`fun` of {caller} must be a function, got {fun!r}.")
 
 
 def positions_of(argnums: int | Sequence[int], caller: str) -> frozenset[int]:

@@ -42,6 +42,12 @@ def close(fun: Callable[..., Any], args: Sequence[Any]) -> Closed:
     """
     leaves, treedef = jax.tree.flatten(tuple(args))
     found: list[Any] = []
+    for leaf in leaves:
+        if not hasattr(leaf, "dtype") and not isinstance(leaf, int | float | complex):
+            raise TypeError(
+                f"an argument is {leaf!r}, which is no array: pass what is static by name, or close"
+                " over it."
+            )
 
     def flat(*leaves: Any) -> list[Any]:
         outputs, structure = jax.tree.flatten(fun(*jax.tree.unflatten(treedef, leaves)))

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from actjax.checkpointing import check_positions, decode_late, positions_of
+from actjax.checkpointing import check_function, check_positions, decode_late, positions_of
 from actjax.codecs import Codec, Exact
 from actjax.codecs.packing import pack, unpack
 from actjax.explanation import origin_of
@@ -105,7 +105,8 @@ def compress_residuals(
     mode only, and once: second derivatives of codes are refused.
 
     Args:
-      fun: any function of JAX that can be differentiated in reverse mode.
+      fun: any function of JAX that can be differentiated in reverse mode. Its positional arguments
+        are traced; what is passed by name may be static, and its arrays are closed over.
       rule: what stores an array, a function of a `Candidate`; or a codec for all but those that
         are small (32 times smaller than the largest).
       activations: positions of arguments that are decided on too, because they die with the forward
@@ -119,17 +120,23 @@ def compress_residuals(
       ValueError: when called: a position that is not there, a missing key, a codec that does not
         fit an array.
     """
+    check_function(fun, "compress_residuals")
     if not isinstance(rule, Codec) and not callable(rule):
         raise TypeError(
             "`rule` of compress_residuals must be an actjax.Codec, or a function from a Candidate"
             f" to one (or None to leave it), got {rule!r}."
         )
+    if not (key is None or isinstance(key, Mapping) or hasattr(key, "dtype")):
+        raise TypeError(
+            "`key` of compress_residuals must be a jax.random key, or a mapping from names to keys,"
+            f" got {key!r}."
+        )
     positions = positions_of(activations, "compress_residuals")
 
     @functools.wraps(fun)
-    def compressed(*args: Any) -> Any:
+    def compressed(*args: Any, **kwargs: Any) -> Any:
         check_positions(positions, args, "compress_residuals")
-        closed = close(fun, args)
+        closed = close(functools.partial(fun, **kwargs), args)
         paths = jax.tree_util.tree_flatten_with_path(args)[0]
         names = [*("",) * len(closed.constants), *(jax.tree_util.keystr(path) for path, _ in paths)]
         dies = [path[0].idx in positions for path, _ in paths]
@@ -207,6 +214,7 @@ def _compress(
         return run(*inputs)
     for i, codec in enumerate(plan.codecs):
         if isinstance(codec, Codec) and codec.needs_key:
+            _check_key(key, plan.kept[i].candidate.name)
             codec.required_key(_key_of(key, plan, i))
     return _compressed(plan, run, inputs, plan.codecs, key)
 
@@ -529,6 +537,15 @@ def _(primals, tangents):
         "compress_residuals: its gradient is made of codes, and has no derivative of its own. Take"
         " second derivatives of the function as it is, or with a rule that leaves everything."
     )
+
+
+def _check_key(key: Any, name: str) -> None:
+    """Raises unless there is a key for what is kept under this name."""
+    if isinstance(key, Mapping) and name not in key:
+        raise ValueError(
+            f"`key` of compress_residuals has no entry for {name!r}, whose codec draws random"
+            f" numbers: it has {sorted(key)}."
+        )
 
 
 def _key_of(key: Any, plan: _Plan, i: int) -> jax.Array | None:

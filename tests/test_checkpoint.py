@@ -544,7 +544,28 @@ def test_gradients_of_complex_weights_are_not_lost(closed_over, quick_compile):
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
+def test_what_is_passed_by_name_may_be_static_and_has_gradients(x64, quick_compile):
+    def fun(x, *, w, train):
+        return jnp.sum(jnp.sin(x @ w) if train else x)
+
+    x, w = jnp.ones((3, 4)), jnp.eye(4)
+    got = jax.grad(lambda w: checkpoint(fun, Exact())(x, w=w, train=True))(w)
+    np.testing.assert_allclose(got, jax.grad(lambda w: fun(x, w=w, train=True))(w), rtol=1e-12)
+
+
 # Errors.
+
+
+def test_what_is_no_function_is_refused_at_once():
+    with pytest.raises(TypeError, match="`fun` of checkpoint must be a function, got 3"):
+        checkpoint(3)
+
+
+def test_what_is_no_array_is_refused():
+    with pytest.raises(
+        TypeError, match="an argument is 'a', which is no array: pass what is static"
+    ):
+        checkpoint(lambda x, mode: x)(jnp.ones(3), "a")
 
 
 @pytest.mark.parametrize(

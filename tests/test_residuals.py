@@ -1166,6 +1166,11 @@ def test_what_is_no_decision_is_named(wrong):
         jax.eval_shape(wrapped, normal(0, 6, 8), normal(1, 8, 8))
 
 
+def test_what_is_no_function_is_named():
+    with pytest.raises(TypeError, match="`fun` of compress_residuals must be a function, got 3"):
+        compress_residuals(3, Q4)
+
+
 @pytest.mark.parametrize("wrong", [None, "leave", 4])
 def test_what_is_no_rule_is_named(wrong):
     with pytest.raises(TypeError, match=r"`rule` of compress_residuals must be an actjax\.Codec"):
@@ -1275,6 +1280,24 @@ def test_the_key_makes_the_gradient(quick_compile, fun, args):
 def test_a_missing_key_is_named(fun, args):
     with pytest.raises(ValueError, match=r"rounding='stochastic'\) draws random.*pass `key`"):
         random_gradient(None, fun, *args)
+
+
+def test_a_key_of_another_name_is_told():
+    with pytest.raises(
+        ValueError, match=r"`key` of compress_residuals has no entry for '.*'other'"
+    ):
+        random_gradient({"other": KEY}, two_products, *ONE)
+    with pytest.raises(TypeError, match=r"`key` of compress_residuals must be a jax.random key"):
+        compress_residuals(two_products, RANDOM, key=3)
+
+
+def test_what_is_passed_by_name_may_be_static_and_has_gradients(x64, quick_compile):
+    def fun(x, *, w, train):
+        return jnp.sin(x @ w) if train else x
+
+    x, w = normal(0, 6, 8), normal(1, 8, 8)
+    got = jax.grad(lambda w: total(compress_residuals(fun, Exact())(x, w=w, train=True)))(w)
+    assert_close(got, jax.grad(lambda w: total(fun(x, w=w, train=True)))(w))
 
 
 def codes_of(fun, *args) -> list[np.ndarray]:

@@ -90,7 +90,8 @@ class MethodOptions:
             raise ValueError(f"`--adapt-every` must be at least 1, got {self.adapt_every}.")
         unknown = [site for site in self.sites if site not in (*_KEPT, "attention_out")]
         if unknown:
-            raise ValueError(f"`--sites` must be of {_KEPT}, got {', '.join(unknown)}.")
+            known = ", ".join((*_KEPT, "attention_out"))
+            raise ValueError(f"`--sites` must be of {known}, got {', '.join(unknown)}.")
         if not (self.average_bits == 0 or 1 <= self.average_bits <= 8):
             raise ValueError(f"`--average-bits` must be 0 or in [1, 8], got {self.average_bits}.")
 
@@ -213,6 +214,10 @@ def _code(o: MethodOptions) -> Codec:
 
 def _rebuilt(o: MethodOptions) -> Storage:
     """Returns one code for each value that is kept, and linear inputs rebuilt from these."""
+    if "attention_out" in o.sites:
+        raise ValueError(
+            "`--sites` attention_out is kept by gact alone: other methods rebuild what it feeds."
+        )
     kept: dict[str, Any] = dict.fromkeys(o.sites or _KEPT, _code(o))
     rebuilt: dict[str, Any] = dict.fromkeys(LINEAR_INPUTS)
     return Storage(**kept, **rebuilt)

@@ -388,7 +388,7 @@ def _flags(config: Any, default: Any) -> Iterator[str]:
                 yield from map(str, value if isinstance(value, tuple) else (value,))
 
 
-_UNITS = {"": 1, "B": 1} | {
+_UNITS = {"B": 1} | {
     f"{prefix}{unit}": base**power
     for power, prefix in enumerate("KMGT", start=1)
     for unit, base in (("iB", 1024), ("B", 1000), ("", 1024))

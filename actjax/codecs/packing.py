@@ -72,4 +72,4 @@ def _lengthen(x: jax.Array, size: int) -> jax.Array:
 def _unpack_plane(plane: jax.Array, width: int, features: int) -> jax.Array:
     shifts = jnp.arange(0, 8, width, dtype=jnp.uint8)[:, None]
     slices = (plane[..., None, :] >> shifts) & (2**width - 1)
-    return slices.reshape(*plane.shape[:-1], -1)[..., :features]
+    return slices.reshape(*plane.shape[:-1], len(shifts) * plane.shape[-1])[..., :features]

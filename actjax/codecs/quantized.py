@@ -71,14 +71,15 @@ class Quantized(Codec):
     "channel", all tokens of a feature share a scale, which is symmetric about zero. With `Δ` the
     distance of two levels, `(max - min) / (2^bits - 1)`:
 
-    Storage: `bits` bits a number, each token filled up to a byte; for each group a scale and a
+    Storage: `bits` bits a number, each token filled up to a byte (3 bits are 2 and 1, each filled
+      up); for each group a scale and a
       lowest value, or for each channel a scale, in `scale_dtype`; outlier channels in the dtype of
       `x`, and a 4-byte index each; 8 bytes of key under dither.
     Error: at most `Δ/2` where rounded to the nearest (in rotated groups, on average over a group),
       of variance `Δ²/12` under dither and at most `Δ²/4` under stochastic rounding (on average
       `Δ²/6`); then the result is rounded to the dtype of `x`. Scales are rounded so that a group
       lies within its levels. A range above the largest number of the dtype, or of float16 scales,
-      overflows to NaN.
+      overflows to NaN; so do rotated values above that number over the root of the group.
     Unbiased under stochastic rounding and dither, but for that last rounding.
     Biased: rounding to the nearest, and "normal" levels, but with an error that is as small.
     Source: GACT (Liu et al., 2022), appendix A.4; HyC-LoRA (2025); DESIGN.md, section 4.
@@ -108,7 +109,8 @@ class Quantized(Codec):
     rotate: bool = False
 
     def __post_init__(self) -> None:
-        if self.bits not in BITS or isinstance(self.bits, bool):
+        check_positive_integer("Quantized", "bits", self.bits)
+        if self.bits not in BITS:
             raise ValueError(f"`bits` of Quantized must be one of {BITS}, got {self.bits!r}.")
         check_positive_integer("Quantized", "group", self.group)
         choices = {
@@ -123,6 +125,8 @@ class Quantized(Codec):
                 raise ValueError(
                     f"`{name}` of Quantized must be one of {get_args(known)}, got {value!r}."
                 )
+        if not isinstance(self.rotate, bool):
+            raise ValueError(f"`rotate` of Quantized must be True or False, got {self.rotate!r}.")
         share = self.outlier_fraction
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
             raise ValueError(f"`outlier_fraction` of Quantized must be in [0, 1), got {share!r}.")
@@ -143,6 +147,7 @@ class Quantized(Codec):
         return self.rounding != "nearest"
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> QuantizedCode:
+        self._check(x)
         return self.encode_with(x, key, self.outlier_channels(x), None)
 
     def decode(self, code: QuantizedCode) -> jax.Array:
@@ -204,6 +209,12 @@ class Quantized(Codec):
         inner = max(0, size - 2) / size if self.scaling == "group" else 1
         return inner / (6 if self.rounding == "stochastic" else 12)
 
+    def _check(self, x: jax.Array) -> None:
+        if x.ndim < 1:
+            raise ValueError(f"`x` of {self} must have features, [..., d], got shape {x.shape}.")
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"`x` of {self} must be floating point, got {x.dtype}: cast it.")
+
     def outlier_channels(self, x: jax.Array) -> jax.Array | None:
         """Returns the channels of `x` [..., d] with the largest norms, [m]; None for m = 0."""
         count = self._outlier_count(x.shape[-1])
@@ -225,8 +236,7 @@ class Quantized(Codec):
 
         What lies outside given scales becomes the nearest level: it saturates.
         """
-        if x.ndim < 1:
-            raise ValueError(f"`x` of {self} must have features, [..., d], got shape {x.shape}.")
+        self._check(x)
         wide = accumulation_dtype(x.dtype)
         values, outliers = _without(channels, x), None if channels is None else x[..., channels]
         shift = jnp.zeros((), wide)
@@ -270,7 +280,7 @@ class Quantized(Codec):
     def _outlier_count(self, features: int) -> int:
         if self.outlier_fraction == 0:
             return 0
-        return min(features - 1, max(1, round(self.outlier_fraction * features)))
+        return max(0, min(features - 1, round(self.outlier_fraction * features) or 1))
 
     def _fit(self, part: jax.Array) -> tuple[jax.Array | None, jax.Array]:
         """Returns the lowest value and the scale of each group of `part` [..., groups, size].
@@ -282,7 +292,7 @@ class Quantized(Codec):
         if self.levels == "normal":
             # Of numbers within one, so that no square overflows.
             largest = jnp.max(jnp.abs(part), axes, keepdims=True, initial=0)
-            part = part / jnp.where(largest > 0, largest, 1)
+            part = _over(part, largest)
             deviation = jnp.sqrt(jnp.mean(part * part, axes, keepdims=True))
             levels = self._levels(self._nearest_level(part, deviation), part.dtype)
             fitted = jnp.sum(part * levels, axes, keepdims=True) / jnp.sum(
@@ -322,9 +332,8 @@ class Quantized(Codec):
         """Returns the codes of `part`, uint8. `shift` is uniform within half a level."""
         if self.levels == "normal":
             return self._nearest_level(part, step)
-        unit = jnp.where(step > 0, step, 1)
         steps = 2**self.bits - 1
-        position = part / unit + steps / 2 if low is None else (part - low) / unit
+        position = _over(part, step) + steps / 2 if low is None else _over(part - low, step)
         return jnp.clip(jnp.round(position + shift), 0, steps).astype(jnp.uint8)
 
     def _values(
@@ -339,7 +348,7 @@ class Quantized(Codec):
         return position * step + low
 
     def _nearest_level(self, part: jax.Array, scale: jax.Array) -> jax.Array:
-        position = part / jnp.where(scale > 0, scale, 1)
+        position = _over(part, scale)
         levels = normal_levels(self.bits)
         above = (position > bound for bound in (levels[1:] + levels[:-1]) / 2)
         return functools.reduce(jnp.add, (b.astype(jnp.uint8) for b in above))
@@ -407,6 +416,13 @@ def _without(channels: jax.Array | None, x: jax.Array) -> jax.Array:
         return x
     whole = jnp.zeros(x.shape[-1], bool).at[channels].set(True)
     return jnp.where(whole, jnp.zeros((), x.dtype), x)
+
+
+def _over(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Returns `x / scale`, and `x` where that is zero."""
+    # XLA multiplies by the inverse instead, which of the largest numbers it takes for zero.
+    smaller = jnp.where(scale > 2.0**64, 2.0**-64, 1).astype(x.dtype)
+    return x * smaller / jnp.where(scale > 0, scale * smaller, 1)
 
 
 def _dither(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:

@@ -37,7 +37,7 @@ def block_size(features: int) -> int:
 def _by_blocks(x: jax.Array, matrix: np.ndarray) -> jax.Array:
     size = len(matrix)
     wide = accumulation_dtype(x.dtype)
-    blocks = x.reshape(*x.shape[:-1], -1, size)
+    blocks = x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
     # Entries of one are exact in any dtype; the root of the size comes after the sum.
     product = jnp.matmul(
         blocks, jnp.asarray(matrix, x.dtype), precision="highest", preferred_element_type=wide

@@ -731,3 +731,40 @@ def test_what_is_declared():
         assert codec.biased == (rounding == "nearest")
         assert codec.needs_key == (rounding != "nearest")
     assert Quantized(4, levels="normal").biased
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [Quantized(2), Quantized(4), Quantized(8, scaling="channel"), Quantized(4, levels="normal")],
+    ids=repr,
+)
+def test_a_scale_whose_inverse_is_no_normal_number(codec):
+    x = np.linspace(-1, 1, 128, dtype="float32")[None]
+    want = np.asarray(round_trip(codec, jnp.asarray(x)), np.float64)
+    got = np.asarray(round_trip(codec, jnp.asarray(x * np.float32(2.0**126))), np.float64)
+    # By a power of two: all that is rounded is the same.
+    np.testing.assert_array_equal(got / 2.0**126, want)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0)])
+@pytest.mark.parametrize(
+    "codec",
+    [Quantized(3, rotate=True), Quantized(4, outlier_fraction=0.1), Quantized(1, levels="normal")],
+    ids=repr,
+)
+def test_arrays_without_elements(codec, shape):
+    code = codec.encode(jnp.zeros(shape))
+    assert codec.decode(code).shape == shape
+
+
+def test_what_is_no_activation_is_refused():
+    with pytest.raises(ValueError, match=r"`x` of Quantized\(bits=4\) must have features"):
+        Quantized(4).encode(jnp.float32(1))
+    with pytest.raises(TypeError, match="must be floating point, got int32"):
+        Quantized(4).encode(jnp.ones((2, 3), "int32"))
+
+
+@pytest.mark.parametrize(("name", "value"), [("bits", 4.0), ("bits", True), ("rotate", "yes")])
+def test_settings_of_another_type_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"`{name}` of Quantized"):
+        Quantized(**{"bits": 4, name: value})

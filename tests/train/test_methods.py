@@ -83,6 +83,12 @@ def test_compressed_remat_stores_the_input_of_a_block():
     assert method("remat").storage(away).block == Offloaded(Exact())
 
 
+@pytest.mark.parametrize("name", ["quantized", "frugal", "frugal_subspace"])
+def test_what_is_rebuilt_is_no_site(name):
+    with pytest.raises(ValueError, match="attention_out is kept by gact alone"):
+        method(name).storage(dataclasses.replace(FEW, sites=("attention_out",)))
+
+
 def test_bits_of_some_sites_can_be_given():
     options = dataclasses.replace(FEW, rounding="nearest", levels="normal", offload=True)
     storage = method("gact").storage_of(options, {"q": 2, "gate": 8})
