@@ -114,6 +114,7 @@ VARIANTS = {
         "frugal", options=MethodOptions(bits=2, levels="normal")
     ),
     "frugal_subspace d/4": Variant("frugal_subspace", 4),
+    "frugal_subspace d/16": Variant("frugal_subspace", 16),
     "random_projection d/4": Variant("random_projection", 4),
 }
 
