@@ -173,7 +173,9 @@ def key_of(key: Any, i: int) -> jax.Array | None:
 class Decodes(Protocol):
     """What makes an array of a code: a codec, above all."""
 
-    def decode(self, code: Code) -> jax.Array: ...
+    def decode(self, code: Code) -> jax.Array:
+        """As `Codec.decode`."""
+        ...
 
 
 def decode_late(

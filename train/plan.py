@@ -388,7 +388,7 @@ def _flags(config: Any, default: Any) -> Iterator[str]:
                 yield from map(str, value if isinstance(value, tuple) else (value,))
 
 
-_UNITS = {"B": 1} | {
+_UNITS = {"": 1, "B": 1} | {
     f"{prefix}{unit}": base**power
     for power, prefix in enumerate("KMGT", start=1)
     for unit, base in (("iB", 1024), ("B", 1000), ("", 1024))
@@ -396,13 +396,15 @@ _UNITS = {"B": 1} | {
 
 
 def parse_bytes(text: str) -> int:
-    """Returns a number of bytes from text such as 24GiB.
+    """Returns a number of bytes from text such as 24GiB; without a unit, from a MiB on, of bytes.
 
     Raises:
       ValueError: text that is none.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
+    # Who writes 24 has not bytes in mind.
+    smallest = 0 if match is not None and match[2] else 2**20 - 1
+    if match is None or match[2] not in _UNITS or float(match[1]) <= smallest:
         raise ValueError(f"`--budget` must be a size such as 24GiB or 16GB, got {text!r}.")
     return int(float(match[1]) * _UNITS[match[2]])
 

@@ -109,8 +109,7 @@ class Quantized(Codec):
     rotate: bool = False
 
     def __post_init__(self) -> None:
-        check_positive_integer("Quantized", "bits", self.bits)
-        if self.bits not in BITS:
+        if self.bits not in BITS or isinstance(self.bits, bool | float):
             raise ValueError(f"`bits` of Quantized must be one of {BITS}, got {self.bits!r}.")
         check_positive_integer("Quantized", "group", self.group)
         choices = {

@@ -36,6 +36,7 @@ def test_sizes():
     assert parse_bytes("24GiB") == parse_bytes(" 24 G ") == 24 * 2**30
     assert parse_bytes("1.5MB") == 1_500_000
     assert parse_bytes("7B") == 7
+    assert parse_bytes(str(2**20)) == 2**20
     for text in ("", "GiB", "-1GiB", "0", "24", "12 bananas"):
         with pytest.raises(ValueError, match=re.escape(f"such as 24GiB or 16GB, got {text!r}")):
             parse_bytes(text)
