@@ -52,7 +52,8 @@ def checkpoint(
       name: what `actjax.explain` calls the stored activations.
 
     Raises:
-      TypeError: `codec` is no codec, or `activations` are no positions.
+      TypeError: `fun` is no function, `codec` no codec, `activations` are no positions; when
+        called: an argument that is no array.
       ValueError: when called: a position that is not there, a missing key.
     """
     check_function(fun, "checkpoint")

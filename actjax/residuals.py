@@ -116,7 +116,8 @@ def compress_residuals(
         Needed if a codec draws.
 
     Raises:
-      TypeError: `rule` is neither, or returned something else.
+      TypeError: `fun` is no function, `rule` is neither, or returned something else, or `key` is
+        none; when called: an argument that is no array.
       ValueError: when called: a position that is not there, a missing key, a codec that does not
         fit an array.
     """

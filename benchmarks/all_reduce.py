@@ -17,10 +17,9 @@ from collections.abc import Iterator
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 
 import jax
-import tyro
 from jax.sharding import NamedSharding, PartitionSpec
 
-from benchmarks import record
+from benchmarks import command, record
 from benchmarks.report import print_table
 from benchmarks.rivals import RIVALS, rival
 from benchmarks.variants import check_names
@@ -139,12 +138,5 @@ def _all_reduced(row: dict) -> tuple[int, int]:
     )
 
 
-def main() -> None:
-    config = tyro.cli(Config, description=__doc__, config=(tyro.conf.OmitArgPrefixes,))
-    rows = measure(config)
-    show(config, rows)
-    record.write(config, rows)
-
-
 if __name__ == "__main__":
-    main()
+    command.run(Config, __doc__, measure, show)

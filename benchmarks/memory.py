@@ -12,9 +12,8 @@ import pathlib
 from typing import Any
 
 import jax
-import tyro
 
-from benchmarks import record
+from benchmarks import command, record
 from benchmarks.report import print_table
 from benchmarks.rivals import RIVALS, compiled_memory, rival
 from benchmarks.variants import check_names
@@ -117,12 +116,5 @@ def _scaled(size: int | None, unit: float) -> str:
     return "" if size is None else f"{size / unit:,.2f}"
 
 
-def main() -> None:
-    config = tyro.cli(Config, description=__doc__, config=(tyro.conf.OmitArgPrefixes,))
-    rows = measure(config)
-    show(config, rows)
-    record.write(config, rows)
-
-
 if __name__ == "__main__":
-    main()
+    command.run(Config, __doc__, measure, show)

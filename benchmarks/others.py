@@ -16,11 +16,10 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-import tyro
 from flax import linen, nnx
 
 import actjax
-from benchmarks import record
+from benchmarks import command, record
 from benchmarks.report import print_table
 from train.devices import HERE, compile_for, description_of
 
@@ -198,7 +197,8 @@ def measure(config: Config) -> list[dict]:
             print(row, flush=True)
             rows.append(row)
         if config.explain:
-            print(actjax.explain(ways["4 bits"], params, x, jax.random.key(0)))
+            for bits in config.bits:
+                print(actjax.explain(ways[f"{bits} bits"], params, x, jax.random.key(0)))
     return rows
 
 
@@ -244,12 +244,5 @@ def show(config: Config, rows: list[dict]) -> None:
     print_table(f"Code of others, {shape}, compiled for {where}", headers, cells)
 
 
-def main() -> None:
-    config = tyro.cli(Config, description=__doc__, config=(tyro.conf.OmitArgPrefixes,))
-    rows = measure(config)
-    show(config, rows)
-    record.write(config, rows)
-
-
 if __name__ == "__main__":
-    main()
+    command.run(Config, __doc__, measure, show)

@@ -18,12 +18,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-import tyro
 
 import actjax
 from actjax.optim.bases import OVERSAMPLING, POWER_ITERATIONS
 from actjax.optim.projections import Side
-from benchmarks import record
+from benchmarks import command, record
 from benchmarks.report import print_table
 from benchmarks.rivals import rival
 from models import preset
@@ -184,12 +183,5 @@ def show(config: Config, rows: list[dict]) -> None:
     print_table(title, headers, cells)
 
 
-def main() -> None:
-    config = tyro.cli(Config, description=__doc__, config=(tyro.conf.OmitArgPrefixes,))
-    rows = measure(config)
-    show(config, rows)
-    record.write(config, rows)
-
-
 if __name__ == "__main__":
-    main()
+    command.run(Config, __doc__, measure, show)

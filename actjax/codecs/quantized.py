@@ -72,9 +72,8 @@ class Quantized(Codec):
     distance of two levels, `(max - min) / (2^bits - 1)`:
 
     Storage: `bits` bits a number, each token filled up to a byte (3 bits are 2 and 1, each filled
-      up); for each group a scale and a
-      lowest value, or for each channel a scale, in `scale_dtype`; outlier channels in the dtype of
-      `x`, and a 4-byte index each; 8 bytes of key under dither.
+      up); for each group a scale and a lowest value, or for each channel a scale, in `scale_dtype`;
+      outlier channels in the dtype of `x`, and a 4-byte index each; 8 bytes of key under dither.
     Error: at most `Δ/2` where rounded to the nearest (in rotated groups, on average over a group),
       of variance `Δ²/12` under dither and at most `Δ²/4` under stochastic rounding (on average
       `Δ²/6`); then the result is rounded to the dtype of `x`. Scales are rounded so that a group

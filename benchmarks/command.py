@@ -1,0 +1,28 @@
+"""A benchmark as a command: settings are read, rows measured, shown and written."""
+
+from collections.abc import Callable
+from typing import Any
+
+import tyro
+
+from benchmarks import record
+
+
+def run(
+    config_type: type,
+    description: str | None,
+    measure: Callable[[Any], list[dict[str, Any]]],
+    show: Callable[[Any, list[dict[str, Any]]], None],
+) -> None:
+    """Runs a benchmark with the settings of the command line.
+
+    Args:
+      config_type: a dataclass of settings, with the path `results`.
+      description: what `--help` begins with.
+      measure: from settings to one row a rival.
+      show: prints the rows.
+    """
+    config = tyro.cli(config_type, description=description, config=(tyro.conf.OmitArgPrefixes,))
+    rows = measure(config)
+    show(config, rows)
+    record.write(config, rows)
