@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from actjax.codecs import Codec, Quantized
-from actjax.codecs.packing import BITS
+from actjax.kernels.packing import BITS
 from actjax.precision import accumulation_dtype, contract_tokens
 
 Gradient = Callable[..., Any]

@@ -19,8 +19,8 @@ from jax.extend import core
 
 from actjax.checkpointing import check_function, check_positions, decode_late, positions_of
 from actjax.codecs import Codec, Exact
-from actjax.codecs.packing import pack, unpack
 from actjax.explanation import origin_of
+from actjax.kernels.packing import pack, unpack
 from actjax.programs import (
     ONE_WAY,
     close,

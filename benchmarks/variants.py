@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from actjax.codecs.quantized import Rounding
+from actjax.kernels.format import Rounding
 from models import preset
 from train.config import MomentDtype, PretrainConfig
 from train.methods import MethodOptions

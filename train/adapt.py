@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 import actjax
 from actjax.bits import Estimate
-from actjax.codecs.packing import BITS
+from actjax.kernels.packing import BITS
 from models import Decoder, ModelConfig, Storage
 from models.config import SITES
 from train.methods import METHODS, MethodOptions

@@ -15,8 +15,8 @@ from actjax import (
     RandomProjection,
 )
 from actjax.codecs.low_rank import Sketch
-from actjax.codecs.packing import BITS
-from actjax.codecs.quantized import Levels, Rounding
+from actjax.kernels.format import Levels, Rounding
+from actjax.kernels.packing import BITS
 from actjax.optim.projections import Side
 from actjax.optim.subspace import Moments, Source
 from models import ModelConfig, Storage

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from actjax.codecs.packing import pack, unpack
+from actjax.kernels.packing import pack, unpack
 from actjax.precision import accumulation_dtype, matmul
 
 BITS = (4, 8, 16)
@@ -25,7 +25,7 @@ class BasisCode:
 
     Attributes:
       values: [..., k], in the dtype of `x`; or int8; or two numbers of 4 bits a byte, 7 for zero,
-        as `actjax.codecs.packing.pack` returns them.
+        as `actjax.kernels.packing.pack` returns them.
       scale: [..., 1], in the dtype of `x`, what a unit of the integers stands for; None if `values`
         are none.
       rank: k. Static.

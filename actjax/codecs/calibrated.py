@@ -7,7 +7,8 @@ from typing import Any
 import jax
 
 from actjax.codecs.base import Codec
-from actjax.codecs.quantized import Quantized, QuantizedCode
+from actjax.codecs.quantized import Quantized
+from actjax.kernels.format import QuantizedCode
 
 
 @jax.tree_util.register_dataclass

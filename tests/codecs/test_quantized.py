@@ -11,8 +11,8 @@ import pytest
 
 import actjax
 from actjax import Quantized
-from actjax.codecs.packing import unpack
-from actjax.codecs.quantized import normal_error, normal_levels
+from actjax.kernels.format import normal_error, normal_levels
+from actjax.kernels.packing import unpack
 
 KEY = jax.random.key(5)
 KEYS = 2000
@@ -30,7 +30,7 @@ quick = pytest.mark.usefixtures("quick_compile")
 def coded(codec, x, key=KEY):
     """The code of `x`, its numbers one by one, and what it decodes to."""
     code = codec.encode(x, key)
-    return code, unpack(code.planes, codec.bits, code.features), codec.decode(code)
+    return code, unpack(code.planes, codec.bits, code.features, codec.group), codec.decode(code)
 
 
 def round_trip(codec, x):
@@ -188,7 +188,7 @@ def draws(codec, x, keys):
     def draw(key):
         code = codec.encode(x, key)
         decoded = codec.decode(dataclasses.replace(code, dtype=jnp.dtype("float32")))
-        return dataclasses.replace(code, planes=None, key=None), decoded
+        return dataclasses.replace(code, planes=None, seed=None), decoded
 
     return jax.vmap(draw, out_axes=(None, 0))(keys)
 

@@ -1,4 +1,4 @@
-"""Tests of actjax/codecs/packing.py: codes of a few bits side by side in bytes."""
+"""Tests of actjax/kernels/packing.py: codes of a few bits side by side in bytes."""
 
 import functools
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actjax.codecs.packing import BITS, pack, packed_bytes, unpack
+from actjax.kernels.packing import BITS, pack, packed_bytes, unpack
 
 PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
 """Widths by the docstring: of 3 bits, two and one lie in planes of their own, low bits first."""

@@ -1,11 +1,11 @@
-"""Tests of actjax/codecs/rotation.py: an orthogonal map that spreads what is large."""
+"""Tests of actjax/kernels/rotation.py: an orthogonal map that spreads what is large."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from actjax.codecs.rotation import block_size, rotate, rotate_back
+from actjax.kernels.rotation import block_size, rotate, rotate_back
 
 forth, back = jax.jit(rotate), jax.jit(rotate_back)
 

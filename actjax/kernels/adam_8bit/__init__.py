@@ -1,0 +1,1 @@
+"""The step of Adam on moments in 8 bits."""

@@ -1,0 +1,1 @@
+"""Few bits to numbers."""

@@ -1,0 +1,40 @@
+"""`dequantize` in one pass: bytes and scales are read, and numbers leave."""
+
+import math
+from typing import Any
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from actjax.kernels import tiles
+from actjax.kernels.format import QuantizedCode
+
+
+def dequantize(code: QuantizedCode, *, interpret: bool = False) -> jax.Array:
+    """As `actjax.kernels.dequantize.api.dequantize`."""
+    lead = code.planes[0].shape[:-1]
+    arrays, bind = tiles.code_operands(code)
+    grid = tiles.grid_of(math.prod(lead), code.features, code.format.group)
+
+    def kernel(*refs: Any) -> None:
+        *inputs, out = refs
+        coded = bind(*inputs)
+
+        def body(cut: Any) -> None:
+            part = cut(tiles.slice_count([code.format.bits]))
+            for number, value in enumerate(coded.decode(part)):
+                tiles.store(out, part.token, part.feature(number), value, part.exists(number))
+
+        grid.run(body)
+
+    shape = jax.ShapeDtypeStruct((math.prod(lead), code.features), code.dtype)
+    x = pl.pallas_call(
+        kernel,
+        grid=grid.programs,
+        out_shape=shape,
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="actjax_dequantize",
+    )(*arrays)
+    return x.reshape(*lead, code.features)

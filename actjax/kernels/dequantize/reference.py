@@ -1,0 +1,43 @@
+"""The definition of `dequantize`: plain JAX, never tuned."""
+
+import jax
+import jax.numpy as jnp
+
+from actjax.kernels import format as fmt
+from actjax.kernels.packing import unpack
+from actjax.kernels.quantize.reference import draw
+from actjax.kernels.rotation import rotate_back
+from actjax.precision import accumulation_dtype
+
+
+def dequantize(code: fmt.QuantizedCode) -> jax.Array:
+    """As `actjax.kernels.dequantize.api.dequantize`."""
+    format, wide = code.format, accumulation_dtype(code.dtype)
+    codes = unpack(code.planes, format.bits, code.features, format.group)
+    parts = []
+    for segment in fmt.segments(code.features, format.group):
+        step = fmt.scale_of(segment, code.step, format, wide)
+        low = None if code.low is None else fmt.scale_of(segment, code.low, format, wide)
+        shift = 0.0 if code.seed is None else draw(code.seed, segment, codes.shape, format, wide)
+        part = _values(segment.take(codes), low, step, shift, format)
+        if format.rotate:
+            part = rotate_back(part)
+        parts.append(segment.flatten(part).astype(code.dtype))
+    x = jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
+    return x if code.channels is None else x.at[..., code.channels].set(code.outliers)
+
+
+def _values(
+    codes: jax.Array,
+    low: jax.Array | None,
+    step: jax.Array,
+    shift: jax.Array | float,
+    format: fmt.Format,
+) -> jax.Array:
+    """Returns what codes stand for."""
+    if format.levels == "normal":
+        return fmt.level_values(codes, format.bits, step.dtype) * step
+    position = codes.astype(step.dtype) - shift
+    if low is None:
+        return (position - (2**format.bits - 1) / 2) * step
+    return position * step + low

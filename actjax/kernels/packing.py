@@ -1,0 +1,107 @@
+"""Small integers side by side in bytes: `bits` bits each, nothing padded to a byte."""
+
+import functools
+import math
+import operator
+
+import jax
+import jax.numpy as jnp
+
+PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
+"""Widths that a code is cut into, low bits first: all of them divide a byte."""
+
+BITS = tuple(PLANES)
+"""Widths of a code."""
+
+
+def pack(codes: jax.Array, bits: int, group: int | None = None) -> tuple[jax.Array, ...]:
+    """Returns `codes` [..., d], below `2^bits`, as arrays of bytes, one for each plane of bits.
+
+    Bytes hold slices of a run of features side by side, and not neighbours: byte `j` of a run of
+    `r` features, in a plane of 4 bits, is `codes[j] | codes[j + w] << 4`, with `w = ceil(r / 2)`.
+    So nothing moves between lanes, and with runs of a group a kernel that has a group has its
+    bytes.
+
+    Args:
+      codes: uint8.
+      bits: 1, 2, 3, 4 or 8; of 3, two and one lie in planes of their own.
+      group: features that are packed together: runs are the least multiple of it that fills whole
+        bytes, and what is left of the features. None is all of them.
+
+    Returns:
+      For each plane of `p` bits uint8 [..., ceil(d p / 8)].
+    """
+    planes, shift = [], 0
+    for width in PLANES[bits]:
+        part = (codes >> shift) & (2**width - 1)
+        parts = [_pack_runs(part[..., a:b], width, run) for a, b, run in _runs(part, group)]
+        planes.append(jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0])
+        shift += width
+    return tuple(planes)
+
+
+def unpack(
+    planes: tuple[jax.Array, ...], bits: int, features: int, group: int | None = None
+) -> jax.Array:
+    """Inverse of `pack`.
+
+    Args:
+      planes: what it returned.
+      bits: as there.
+      features: d.
+      group: as there.
+
+    Returns:
+      uint8 [..., d].
+    """
+    codes, shift = [], 0
+    for width, plane in zip(PLANES[bits], planes, strict=True):
+        shape = jax.ShapeDtypeStruct((features,), jnp.uint8)
+        parts = [
+            _unpack_runs(plane[..., a * width // 8 : -(-b * width // 8)], width, b - a, run)
+            for a, b, run in _runs(shape, group)
+        ]
+        whole = jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
+        codes.append(whole << shift)
+        shift += width
+    return functools.reduce(operator.or_, codes)
+
+
+def packed_bytes(bits: int, features: int) -> int:
+    """Returns the bytes of one row of `features` codes."""
+    return sum(-(-features * width // 8) for width in PLANES[bits])
+
+
+def _runs(codes: jax.Array | jax.ShapeDtypeStruct, group: int | None) -> list[tuple[int, int, int]]:
+    """Returns begin, end and the length of the runs of the whole ones, and of the rest."""
+    features = codes.shape[-1]
+    run = features if group is None else group * (8 // math.gcd(group, 8))
+    whole = features // run * run if run else 0
+    parts = [(0, whole, run), (whole, features, features - whole)]
+    return [part for part in parts if part[1] > part[0]] or [(0, 0, 0)]
+
+
+def _pack_runs(codes: jax.Array, width: int, run: int) -> jax.Array:
+    """Returns the bytes of features whose number is a multiple of `run`."""
+    count = 8 // width
+    size = -(-run // count)
+    number = codes.shape[-1] // max(run, 1)
+    runs = codes.reshape(*codes.shape[:-1], number, run)
+    slices = [runs[..., i * size : (i + 1) * size] for i in range(count)]
+    whole = [_lengthen(s, size) << (i * width) for i, s in enumerate(slices)]
+    return functools.reduce(operator.or_, whole).reshape(*codes.shape[:-1], number * size)
+
+
+def _lengthen(x: jax.Array, size: int) -> jax.Array:
+    missing = size - x.shape[-1]
+    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, missing),)) if missing else x
+
+
+def _unpack_runs(plane: jax.Array, width: int, features: int, run: int) -> jax.Array:
+    """Inverse of `_pack_runs`."""
+    runs = features // max(run, 1)
+    shifts = jnp.arange(0, 8, width, dtype=jnp.uint8)[:, None]
+    grouped = plane.reshape(*plane.shape[:-1], runs, 1, plane.shape[-1] // max(runs, 1))
+    slices = (grouped >> shifts) & (2**width - 1)
+    rows = slices.reshape(*plane.shape[:-1], runs, len(shifts) * grouped.shape[-1])
+    return rows[..., :run].reshape(*plane.shape[:-1], features)

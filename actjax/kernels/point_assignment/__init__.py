@@ -1,0 +1,1 @@
+"""To each token, the point it resembles most."""

@@ -1,0 +1,77 @@
+"""The definition of `quantize`: plain JAX, never tuned."""
+
+import jax
+import jax.numpy as jnp
+
+from actjax.kernels import format as fmt
+from actjax.kernels.noise import uniform
+from actjax.kernels.packing import pack
+from actjax.precision import accumulation_dtype
+
+
+def quantize(
+    x: jax.Array,
+    seed: jax.Array | None,
+    channels: jax.Array | None,
+    step: jax.Array | None,
+    *,
+    format: fmt.Format,
+) -> fmt.QuantizedCode:
+    """As `actjax.kernels.quantize.api.quantize`."""
+    wide = accumulation_dtype(x.dtype)
+    values, outliers = fmt.without(channels, x), None if channels is None else x[..., channels]
+    codes, lows, steps = [], [], []
+    for segment in fmt.segments(x.shape[-1], format.group):
+        part = fmt.prepare(segment.take(values), format)
+        if format.scaling == "group":
+            low, own = fmt.fit(part, format)
+            lows.append(low)
+            steps.append(own)
+        else:
+            low, own = None, fmt.scale_of(segment, step, format, wide)
+        shift = 0.0 if seed is None else draw(seed, segment, x.shape, format, wide)
+        codes.append(segment.flatten(_round(part, low, own, shift, format)))
+    return fmt.QuantizedCode(
+        planes=pack(jnp.concatenate(codes, axis=-1), format.bits, format.group),
+        low=fmt.stored_scales(lows, format) if format.affine else None,
+        step=fmt.stored_scales(steps, format) if step is None else None,
+        outliers=outliers,
+        channels=channels,
+        seed=seed if format.rounding == "dither" else None,
+        features=x.shape[-1],
+        dtype=jnp.dtype(x.dtype),
+        format=format,
+    )
+
+
+def draw(
+    seed: jax.Array, segment: fmt.Segment, shape: tuple[int, ...], format: fmt.Format, dtype: object
+) -> jax.Array:
+    """Returns the shifts of a segment of `x` of some shape [..., d], as `Segment.take` does."""
+    tokens = 1
+    for size in shape[:-1]:
+        tokens *= size
+    shift = uniform(
+        seed,
+        tokens,
+        segment.groups,
+        segment.size,
+        segment.first * -(-format.group // 2),
+        fmt.noise_words(shape[-1], format.group),
+    )
+    return shift.reshape(*shape[:-1], segment.groups, segment.size).astype(dtype)
+
+
+def _round(
+    part: jax.Array,
+    low: jax.Array | None,
+    step: jax.Array,
+    shift: jax.Array | float,
+    format: fmt.Format,
+) -> jax.Array:
+    """Returns the codes of `part`, uint8. `shift` is uniform within half a level."""
+    if format.levels == "normal":
+        return fmt.nearest_level(part, step, format.bits)
+    steps = 2**format.bits - 1
+    position = fmt.over(part, step) + steps / 2 if low is None else fmt.over(part - low, step)
+    return jnp.clip(jnp.round(position + shift), 0, steps).astype(jnp.uint8)

@@ -1,0 +1,1 @@
+"""The backward pass of RMS normalisation, from few bits."""

@@ -1,0 +1,1 @@
+"""Sums of scaled rows, by segment."""
