@@ -16,10 +16,8 @@ import jax.numpy as jnp
 
 from actjax.codecs.base import FactoredCodec, check_positive_integer, token_count
 from actjax.codecs.low_rank import sample_rows
-from actjax.precision import accumulation_dtype, contract_tokens, matmul
-
-_MAX_SCORES = 2**22
-"""Entries of the [tokens, points] score matrix that may exist at once; tokens are cut to fit."""
+from actjax.kernels.point_assignment.api import point_assignment
+from actjax.kernels.segment_sum.api import scaled_segment_sum
 
 
 @jax.tree_util.register_dataclass
@@ -104,13 +102,12 @@ class PointApproximation(FactoredCodec):
         key = self.required_key(key)
         count = self.count(x.shape)
         points = sample_rows(x, key, count)
-        index, scale, kept = _assign(x.reshape(-1, x.shape[-1]), points, self.tolerance)
+        index, scale, kept = point_assignment(x, points, tolerance=self.tolerance)
         beta = kept.size / jnp.maximum(kept.sum(dtype=scale.dtype), 1)
-        lead = x.shape[:-1]
         return PointCode(
             points,
-            index.astype(_index_dtype(count)).reshape(lead),
-            jnp.where(kept, beta * scale, 0).astype(x.dtype).reshape(lead),
+            index.astype(_index_dtype(count)),
+            jnp.where(kept, beta * scale, 0).astype(x.dtype),
         )
 
     def decode(self, code: PointCode) -> jax.Array:
@@ -123,7 +120,7 @@ class PointApproximation(FactoredCodec):
         return code.points.T
 
     def right(self, code: PointCode, dz: jax.Array) -> jax.Array:
-        return _scaled_segment_sum(code, dz)
+        return scaled_segment_sum(code.index, code.scale, dz, segments=code.points.shape[0])
 
     def stored_bytes(self, shape: Sequence[int], dtype: jax.typing.DTypeLike) -> int:
         count, tokens = self.count(shape), token_count(shape)
@@ -135,46 +132,3 @@ def _index_dtype(count: int) -> jnp.dtype:
     """Returns the narrowest unsigned integer that holds `count` indices."""
     types = (jnp.uint8, jnp.uint16, jnp.uint32)
     return jnp.dtype(next(t for t in types if count - 1 <= jnp.iinfo(t).max))
-
-
-def _assign(
-    x: jax.Array, points: jax.Array, tolerance: float
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns f [T], α [T] in the accumulation dtype, and which tokens are kept, [T]."""
-    dtype = accumulation_dtype(x.dtype)
-    # Points are brought to a largest entry in [0.5, 1) by powers of two, which is exact, so that
-    # norms of huge or tiny tokens stay finite.
-    largest = jnp.max(jnp.abs(points), axis=-1).astype(dtype)
-    exponent = jnp.where(largest > 0, jnp.frexp(largest)[1], 0)
-    scaled = jnp.ldexp(points.astype(dtype), -exponent[:, None])
-    square = jnp.sum(scaled**2, axis=-1)
-    inverse_norm = jnp.where(square > 0, jax.lax.rsqrt(jnp.where(square > 0, square, 1)), 0)
-    scaled = scaled.astype(x.dtype)
-
-    def assign_token(token: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        products = matmul(scaled, token)
-        index = jnp.argmax(jnp.abs(products) * inverse_norm)
-        alpha = products[index] * inverse_norm[index] ** 2
-        if math.isinf(tolerance):
-            kept = jnp.bool_(True)
-        else:
-            size = jnp.max(jnp.abs(token)).astype(dtype)
-            unit = token.astype(dtype) / jnp.where(size > 0, size, 1)
-            rest = unit - (alpha / jnp.where(size > 0, size, 1)) * scaled[index].astype(dtype)
-            kept = jnp.linalg.norm(rest) <= tolerance * jnp.linalg.norm(unit)
-        return index, jnp.ldexp(alpha, -exponent[index]), kept
-
-    block = max(1, _MAX_SCORES // points.shape[0])
-    return jax.lax.map(assign_token, x, batch_size=min(block, x.shape[0]))
-
-
-def _scaled_segment_sum(code: PointCode, dz: jax.Array) -> jax.Array:
-    """Returns `B̃`, [k, n]: per point, the sum of `scale_i dz_i` over the tokens assigned to it.
-
-    As a product with a sparse [T, k] matrix: unlike a scatter it adds in a fixed order, so two
-    runs give the same bits on every device, and it runs on the matrix units.
-    """
-    columns = jnp.arange(code.points.shape[0], dtype=code.index.dtype)
-    scale = code.scale[..., None].astype(dz.dtype)
-    selection = jnp.where(code.index[..., None] == columns, scale, 0)
-    return contract_tokens(selection, dz)

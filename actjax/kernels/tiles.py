@@ -240,6 +240,7 @@ class CodeRefs:
       position: of each feature, among outliers, or -1: [1, d], or None.
       seed: [2], or None.
       features: d.
+      dtype: of the activation.
       format: what the bits mean.
     """
 
@@ -250,6 +251,7 @@ class CodeRefs:
     position: Any
     seed: Any
     features: int
+    dtype: Any
     format: fmt.Format
 
     def decode(self, part: Part) -> list[jax.Array]:
@@ -267,7 +269,9 @@ class CodeRefs:
             if self.format.scaling == "channel":
                 step = self._scale(part, self.step, number)
             value = self._value(code, low, step, None if shift is None else shift(number))
-            values.append(self._with_outliers(part, number, value))
+            value = self._with_outliers(part, number, value)
+            # Rounded as in memory, so that what is computed from it is at what the code stands for.
+            values.append(value.astype(self.dtype).astype(jnp.float32))
         return values
 
     def _scale(self, part: Part, ref: Any, number: int) -> jax.Array:
@@ -344,7 +348,9 @@ def code_operands(code: fmt.QuantizedCode) -> tuple[list[jax.Array], Callable[..
         given = dict(zip(arrays, refs, strict=True))
         planes = tuple(given[f"plane{i}"] for i in range(len(code.planes)))
         others = (given.get(name) for name in ("low", "step", "outliers", "position", "seed"))
-        return CodeRefs(planes, *others, features=code.features, format=code.format)
+        return CodeRefs(
+            planes, *others, features=code.features, dtype=code.dtype, format=code.format
+        )
 
     return list(arrays.values()), bind
 

@@ -190,7 +190,9 @@ def draws(codec, x, keys):
         decoded = codec.decode(dataclasses.replace(code, dtype=jnp.dtype("float32")))
         return dataclasses.replace(code, planes=None, seed=None), decoded
 
-    return jax.vmap(draw, out_axes=(None, 0))(keys)
+    codes, decoded = jax.vmap(draw)(keys)
+    # The scales do not depend on the key.
+    return jax.tree.map(lambda leaf: leaf[0], codes), decoded
 
 
 @quick

@@ -1,0 +1,45 @@
+"""To each token, the point it resembles most (PAMM, arXiv 2506.02939, section 3)."""
+
+import jax
+import jax.numpy as jnp
+
+from actjax.kernels.dispatch import Implementation, Kernel
+from actjax.kernels.point_assignment import pallas, reference
+
+
+def point_assignment(
+    x: jax.Array,
+    points: jax.Array,
+    *,
+    tolerance: float = float("inf"),
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns `f(i) = argmax_j |cos(x_i, C_j)|`, `α_i = <x_i, C_f(i)> / |C_f(i)|²`, and what is kept.
+
+    Reads `x` once (twice with a tolerance), and makes no matrix of tokens by points.
+
+    Args:
+      x: tokens, [..., d].
+      points: `C`, [k, d], of the same dtype.
+      tolerance: ε: tokens with `|x_i - α_i C_f(i)| > ε |x_i|` are not kept.
+      implementation: what computes it; None for the best that applies.
+
+    Returns:
+      Indices, int32; scales, in the dtype of sums; booleans: each [...].
+
+    Raises:
+      ValueError: an implementation that cannot.
+    """
+    return _KERNEL(x, points, tolerance=tolerance, implementation=implementation)
+
+
+def _refuses(x: jax.Array, points: jax.Array, *, tolerance: float) -> str | None:
+    del tolerance
+    if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32) or x.dtype != points.dtype:
+        return f"takes tokens and points of 16 or 32 bits, got {x.dtype} and {points.dtype}"
+    if x.size == 0 or points.shape[0] > pallas.MOST_POINTS:
+        return f"takes up to {pallas.MOST_POINTS} points, got {points.shape[0]} for {x.shape}"
+    return None
+
+
+_KERNEL = Kernel("point_assignment", reference.point_assignment, pallas.point_assignment, _refuses)

@@ -1,0 +1,34 @@
+"""The definition of `rms_norm_backward`: plain JAX, never tuned."""
+
+import jax
+import jax.numpy as jnp
+
+from actjax.kernels.dequantize.reference import dequantize
+from actjax.kernels.format import QuantizedCode
+from actjax.precision import accumulation_dtype
+
+
+def rms_norm_backward(
+    x: QuantizedCode, scale: jax.Array, dy: jax.Array, *, eps: float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """As `actjax.kernels.rms_norm_backward.api.rms_norm_backward`."""
+    wide = accumulation_dtype(x.dtype)
+    unit, inverse = normalize(dequantize(x).astype(wide), eps)
+    dx, dscale = grads(unit, inverse, scale.astype(wide), dy.astype(wide))
+    value = unit * scale.astype(wide)
+    return value.astype(x.dtype), dx.astype(x.dtype), dscale.astype(scale.dtype)
+
+
+def normalize(x: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
+    """Returns `x` over its root mean square, and the inverse of that."""
+    inverse = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    return x * inverse, inverse
+
+
+def grads(
+    unit: jax.Array, inverse: jax.Array, scale: jax.Array, dy: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the gradients of the input and of the scale, from what `normalize` returns."""
+    dunit = dy * scale
+    dx = inverse * (dunit - unit * jnp.mean(dunit * unit, axis=-1, keepdims=True))
+    return dx, jnp.sum(dy * unit, axis=tuple(range(dy.ndim - 1)))

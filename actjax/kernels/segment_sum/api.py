@@ -1,0 +1,47 @@
+"""Sums of scaled rows by segment, in a fixed order (PAMM's `B̃`, arXiv 2506.02939, section 3)."""
+
+import jax
+import jax.numpy as jnp
+
+from actjax.kernels.dispatch import Implementation, Kernel
+from actjax.kernels.segment_sum import pallas, reference
+
+
+def scaled_segment_sum(
+    index: jax.Array,
+    scale: jax.Array,
+    values: jax.Array,
+    *,
+    segments: int,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Returns `B̃_j = Σ_{f(i)=j} α_i dz_i`: the same bits in every run, without atomic additions.
+
+    Args:
+      index: `f`, [...], unsigned or signed, below `segments`.
+      scale: `α`, [...]; rounded to the dtype of `values`.
+      values: `dz`, [..., n].
+      segments: k.
+      implementation: what computes it; None for the best that applies.
+
+    Returns:
+      [k, n], in the dtype of sums.
+
+    Raises:
+      ValueError: an implementation that cannot.
+    """
+    return _KERNEL(index, scale, values, segments=segments, implementation=implementation)
+
+
+def _refuses(index: jax.Array, scale: jax.Array, values: jax.Array, *, segments: int) -> str | None:
+    del index, scale
+    if values.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"takes values of 16 or 32 bits, got {values.dtype}"
+    if values.size == 0 or segments > pallas.MOST_SEGMENTS:
+        return f"takes up to {pallas.MOST_SEGMENTS} segments, got {segments} of {values.shape}"
+    return None
+
+
+_KERNEL = Kernel(
+    "scaled_segment_sum", reference.scaled_segment_sum, pallas.scaled_segment_sum, _refuses
+)

@@ -1,0 +1,20 @@
+"""The definition of `scaled_segment_sum`: plain JAX, never tuned."""
+
+import jax
+import jax.numpy as jnp
+
+from actjax.precision import contract_tokens
+
+
+def scaled_segment_sum(
+    index: jax.Array, scale: jax.Array, values: jax.Array, *, segments: int
+) -> jax.Array:
+    """As `actjax.kernels.segment_sum.api.scaled_segment_sum`.
+
+    As a product with a sparse [T, k] matrix: unlike a scatter it adds in a fixed order, so two runs
+    give the same bits on every device, and it runs on the matrix units.
+    """
+    columns = jnp.arange(segments, dtype=index.dtype)
+    factor = scale[..., None].astype(values.dtype)
+    selection = jnp.where(index[..., None] == columns, factor, 0)
+    return contract_tokens(selection, values)

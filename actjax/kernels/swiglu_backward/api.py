@@ -1,0 +1,46 @@
+"""The backward pass of SwiGLU from codes of its inputs, which no float of is ever in memory."""
+
+import jax
+
+from actjax.kernels import tiles
+from actjax.kernels.dispatch import Implementation, Kernel
+from actjax.kernels.format import QuantizedCode
+from actjax.kernels.swiglu_backward import pallas, reference
+
+
+def swiglu_backward(
+    gate: QuantizedCode,
+    up: QuantizedCode,
+    dy: jax.Array,
+    *,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns `silu(gate) * up` and the gradients of `gate` and `up`, at what the codes stand for.
+
+    Reads each code and `dy` once, and writes each result once. The value is what a linear operator
+    after it takes for its own gradient.
+
+    Args:
+      gate: code of [..., f].
+      up: code of the same shape and dtype, of as large groups.
+      dy: gradient of the value, [..., f].
+      implementation: what computes it; None for the best that applies.
+
+    Returns:
+      Three of [..., f], in the dtype of `gate`, computed in float32.
+
+    Raises:
+      ValueError: an implementation that cannot.
+    """
+    return _KERNEL(gate, up, dy, implementation=implementation)
+
+
+def _refuses(gate: QuantizedCode, up: QuantizedCode, dy: jax.Array) -> str | None:
+    if gate.format.group != up.format.group:
+        groups = f"{gate.format.group} and {up.format.group}"
+        return f"takes groups of one size for `gate` and `up`, got {groups}"
+    reasons = (tiles.refuses(code.format, code.dtype, dy.shape) for code in (gate, up))
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+_KERNEL = Kernel("swiglu_backward", reference.swiglu_backward, pallas.swiglu_backward, _refuses)

@@ -1,0 +1,52 @@
+"""`swiglu_backward` in one pass: inputs are decoded in registers."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from actjax.kernels import tiles
+from actjax.kernels.format import QuantizedCode
+from actjax.kernels.swiglu_backward.reference import value_and_grads
+
+
+def swiglu_backward(
+    gate: QuantizedCode, up: QuantizedCode, dy: jax.Array, *, interpret: bool = False
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """As `actjax.kernels.swiglu_backward.api.swiglu_backward`."""
+    features, tokens = dy.shape[-1], math.prod(dy.shape[:-1])
+    gate_arrays, bind_gate = tiles.code_operands(gate)
+    up_arrays, bind_up = tiles.code_operands(up)
+    grid = tiles.grid_of(tokens, features, gate.format.group, numbers=2048)
+    slices = tiles.slice_count([gate.format.bits, up.format.bits])
+
+    def kernel(*refs: Any) -> None:
+        coded_gate = bind_gate(*refs[: len(gate_arrays)])
+        coded_up = bind_up(*refs[len(gate_arrays) : len(gate_arrays) + len(up_arrays)])
+        dy_ref, *outputs = refs[len(gate_arrays) + len(up_arrays) :]
+
+        def body(cut: Any) -> None:
+            part = cut(slices)
+            decoded = zip(coded_gate.decode(part), coded_up.decode(part), strict=True)
+            for number, (g, u) in enumerate(decoded):
+                place = part.token, part.feature(number)
+                mask = part.exists(number)
+                cotangent = tiles.load(dy_ref, *place, mask).astype(jnp.float32)
+                for ref, value in zip(outputs, value_and_grads(g, u, cotangent), strict=True):
+                    tiles.store(ref, *place, value, mask)
+
+        grid.run(body)
+
+    shape = jax.ShapeDtypeStruct((tokens, features), gate.dtype)
+    results = pl.pallas_call(
+        kernel,
+        grid=grid.programs,
+        out_shape=(shape,) * 3,
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="actjax_swiglu_backward",
+    )(*gate_arrays, *up_arrays, tiles.rows(dy))
+    return tuple(x.reshape(dy.shape) for x in results)

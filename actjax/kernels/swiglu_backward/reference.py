@@ -1,0 +1,27 @@
+"""The definition of `swiglu_backward`: plain JAX, never tuned."""
+
+import jax
+
+from actjax.kernels.dequantize.reference import dequantize
+from actjax.kernels.format import QuantizedCode
+from actjax.precision import accumulation_dtype
+
+
+def swiglu_backward(
+    gate: QuantizedCode, up: QuantizedCode, dy: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """As `actjax.kernels.swiglu_backward.api.swiglu_backward`."""
+    wide = accumulation_dtype(gate.dtype)
+    g, u = dequantize(gate).astype(wide), dequantize(up).astype(wide)
+    results = value_and_grads(g, u, dy.astype(wide))
+    return tuple(x.astype(gate.dtype) for x in results)  # type: ignore[return-value]
+
+
+def value_and_grads(
+    gate: jax.Array, up: jax.Array, dy: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns `silu(gate) * up` and the gradients of both, in their dtype."""
+    sigmoid = jax.nn.sigmoid(gate)
+    activated = gate * sigmoid
+    dgate = dy * up * sigmoid * (1 + gate * (1 - sigmoid))
+    return activated * up, dgate, dy * activated
