@@ -178,7 +178,7 @@ def grid_of(rows: int, features: int, group: int, numbers: int = 4096) -> Grid:
     sizes = [size for size in (16, 8, 4, 2, 1) if size * group <= numbers] or [1]
     busy = [size for size in sizes if -(-whole // size) * size <= 1.15 * whole]
     tile_groups = busy[0] if busy else sizes[-1]
-    tile_rows = max(1, numbers // (tile_groups * group))
+    tile_rows = max(1, numbers // (tile_groups * pl.next_power_of_2(group)))
     return Grid(rows, features, group, min(tile_rows, pl.next_power_of_2(rows)), tile_groups)
 
 

@@ -1,9 +1,9 @@
 """Optimizers whose states stay small, and whose updates never exist for all weights at once."""
 
+from actjax.kernels.blockwise import Blockwise as Blockwise
 from actjax.optim.apply import apply as apply
 from actjax.optim.apply import init as init
 from actjax.optim.apply import redraw as redraw
-from actjax.optim.eight_bit import Blockwise as Blockwise
 from actjax.optim.eight_bit import EightBitState as EightBitState
 from actjax.optim.eight_bit import eight_bit as eight_bit
 from actjax.optim.in_backward import InBackward as InBackward

@@ -15,8 +15,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from optim.optim_oracles import blockwise_round_trip, dynamic_levels
 
 import actjax
+from actjax.kernels.blockwise import blockwise_zeros
 from actjax.optim import Blockwise, EightBitState, eight_bit
-from actjax.optim.eight_bit import blockwise_zeros, decoded, encoded_like, is_blockwise
+from actjax.optim.eight_bit import decoded, encoded_like, is_blockwise
 from train.checkpoint import Checkpoints
 from train.sharding import make_mesh, state_shardings
 

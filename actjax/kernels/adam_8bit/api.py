@@ -1,0 +1,75 @@
+"""A step of Adam on moments in 8 bits, which are floats in registers alone."""
+
+import jax
+import jax.numpy as jnp
+
+from actjax.kernels.adam_8bit import pallas, reference
+from actjax.kernels.blockwise import Blockwise
+from actjax.kernels.dispatch import Implementation, Kernel
+
+
+def adam_8bit(
+    grad: jax.Array,
+    mu: Blockwise,
+    nu: Blockwise,
+    corrections: jax.Array,
+    *,
+    b1: float,
+    b2: float,
+    eps: float,
+    eps_root: float = 0.0,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, Blockwise, Blockwise]:
+    """Returns `m / (1 - b1^t) / (sqrt(v / (1 - b2^t) + eps_root) + eps)` and both moments, moved on.
+
+    Kingma and Ba, "Adam" (2015), Algorithm 1, with `m <- b1 m + (1 - b1) g` and likewise `v` of
+    squares. Reads the gradient and the codes once, and writes the update and new codes once.
+
+    Args:
+      grad: `g`, [..., n].
+      mu: `m`, signed, of the same shape.
+      nu: `v`, unsigned, likewise, in as large blocks.
+      corrections: `1 - b1^t` and `1 - b2^t`, float32 [2].
+      b1: decay of the first moment.
+      b2: decay of the second.
+      eps: added to the root.
+      eps_root: added below the root.
+      implementation: what computes it; None for the best that applies.
+
+    Returns:
+      The update, float32 [..., n], before a learning rate; `mu` and `nu` after the step.
+
+    Raises:
+      ValueError: an implementation that cannot.
+    """
+    return _KERNEL(
+        grad,
+        mu,
+        nu,
+        corrections,
+        b1=b1,
+        b2=b2,
+        eps=eps,
+        eps_root=eps_root,
+        implementation=implementation,
+    )
+
+
+def _refuses(
+    grad: jax.Array, mu: Blockwise, nu: Blockwise, corrections: jax.Array, **hyper: float
+) -> str | None:
+    del corrections, hyper
+    if grad.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"takes gradients of 16 or 32 bits, got {grad.dtype}"
+    if mu.block != nu.block or mu.block > pallas.LARGEST_BLOCK:
+        return f"takes blocks of one size up to {pallas.LARGEST_BLOCK}, got {mu.block}, {nu.block}"
+    if (mu.levels, nu.levels) != ("dynamic", "dynamic"):
+        return f"takes dynamic levels, got {mu.levels} and {nu.levels}"
+    if (mu.codes.dtype, nu.codes.dtype) != (jnp.int8, jnp.uint8):
+        return f"takes `mu` in int8 and `nu` in uint8, got {mu.codes.dtype} and {nu.codes.dtype}"
+    if {jnp.dtype(mu.dtype), jnp.dtype(nu.dtype)} != {jnp.dtype(jnp.float32)}:
+        return f"takes moments of float32, got {mu.dtype} and {nu.dtype}"
+    return f"takes arrays that are not empty, got {grad.shape}" if grad.size == 0 else None
+
+
+_KERNEL = Kernel("adam_8bit", reference.adam_8bit, pallas.adam_8bit, _refuses)
