@@ -10,13 +10,14 @@ that is how a linear operator's input is rebuilt from what the operator before i
 import functools
 from collections.abc import Callable, Sequence
 from numbers import Integral
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 
 from actjax.codecs import Codec, Quantized
 from actjax.codecs.base import Code
+from actjax.kernels.format import QuantizedCode
 from actjax.programs import close
 from actjax.tags import keep
 from actjax.taps import hold_weights, tap_again
@@ -183,10 +184,55 @@ def decode_late(
     codes: Sequence[Code], codecs: Sequence[Decodes], cotangent: Any
 ) -> tuple[tuple[jax.Array, ...], Any]:
     """Returns decoded activations, not before the cotangent is there, and the cotangent."""
+    codes, cotangent = _late(codes, cotangent)
+    return tuple(c.decode(code) for c, code in zip(codecs, codes, strict=True)), cotangent
+
+
+def _late(codes: Sequence[Code], cotangent: Any) -> tuple[tuple[Code, ...], Any]:
     # Without the barrier XLA could decode early, or, where a code is the activation itself, merge
     # this pass with the forward pass and keep all that it computed.
-    codes, cotangent = jax.lax.optimization_barrier((codes, cotangent))
-    return tuple(c.decode(code) for c, code in zip(codecs, codes, strict=True)), cotangent
+    return jax.lax.optimization_barrier((tuple(codes), cotangent))
+
+
+@runtime_checkable
+class FromCodes(Protocol):
+    """A function whose backward pass can read codes, decoded in no memory."""
+
+    def from_codes(self, codes: tuple[QuantizedCode, ...], others: Any, cotangent: Any) -> Any:
+        """Returns the value, and the cotangents of activations and others, at what codes stand for.
+
+        Args:
+          codes: of the activations.
+          others: the other arguments.
+          cotangent: of the value.
+        """
+        ...
+
+
+def differentiate(
+    fun: Callable[[Any, Any], Any],
+    codes: Sequence[Code],
+    codecs: Sequence[Decodes],
+    others: Any,
+    cotangent: Any,
+) -> tuple[Any, Any, Any]:
+    """Returns `fun(activations, others)` and its cotangents, at what codes of activations stand for.
+
+    Not before the cotangent is there.
+
+    Args:
+      fun: a function, which may be `FromCodes`.
+      codes: one for each activation.
+      codecs: likewise.
+      others: a pytree of floating point arrays.
+      cotangent: of the value.
+    """
+    if isinstance(fun, FromCodes) and all(isinstance(codec, Quantized) for codec in codecs):
+        codes, cotangent = _late(codes, cotangent)
+        return fun.from_codes(codes, others, cotangent)
+    decoded, cotangent = decode_late(codes, codecs, cotangent)
+    value, pullback = jax.vjp(fun, decoded, others)
+    return value, *pullback(cotangent)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -205,9 +251,10 @@ def _coded_call_bwd(fun, operator, names, residuals, cotangent):
     del names
     codes, others, codecs = residuals
     with jax.named_scope(f"actjax.{operator}"):
-        decoded, cotangent = decode_late(codes, codecs, cotangent)
         leaves, treedef = jax.tree.flatten(tap_again(others))
         smooth = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
+        if len(smooth) == len(leaves):
+            return *differentiate(fun, codes, codecs, tap_again(others), cotangent)[1:], None, None
 
         def of_smooth(activations: Any, floats: Any) -> Any:
             merged = list(leaves)
@@ -215,8 +262,8 @@ def _coded_call_bwd(fun, operator, names, residuals, cotangent):
                 merged[i] = x
             return fun(activations, jax.tree.unflatten(treedef, merged))
 
-        _, pullback = jax.vjp(of_smooth, decoded, [leaves[i] for i in smooth])
-        dactivations, dfloats = pullback(cotangent)
+        floats = [leaves[i] for i in smooth]
+        _, dactivations, dfloats = differentiate(of_smooth, codes, codecs, floats, cotangent)
         dleaves: list[Any] = [None] * len(leaves)
         for i, dx in zip(smooth, dfloats, strict=True):
             dleaves[i] = dx

@@ -12,13 +12,13 @@ from typing import Any
 
 import jax
 
-from actjax.checkpointing import decode_late, encode_all
+from actjax.checkpointing import differentiate, encode_all
 from actjax.codecs import Codec, Exact
 from actjax.ops.attention import Implementation, check_attention, from_merged
 from actjax.ops.checks import check_codecs
-from actjax.ops.glu import check_gate, swiglu
-from actjax.ops.linear import check_linear, linear, pull_back
-from actjax.ops.norm import check_norm, rms_norm
+from actjax.ops.glu import Activate, check_gate
+from actjax.ops.linear import check_linear, input_grad, linear, parameter_grads
+from actjax.ops.norm import Normalize, check_norm
 from actjax.taps import hold_weights, plain_weights, tap_again
 
 
@@ -58,10 +58,7 @@ def norm_linear(
     check_norm(x, scale)
     codecs = check_codecs(codec, ("x",), key)
 
-    def normalize(activations: tuple[jax.Array], scale: jax.Array) -> jax.Array:
-        return rms_norm(*activations, scale, eps=eps)
-
-    return _then_linear(normalize, (x,), scale, w, bias, codecs, key, "norm_linear", (name,))
+    return _then_linear(Normalize(eps), (x,), scale, w, bias, codecs, key, "norm_linear", (name,))
 
 
 def swiglu_linear(
@@ -98,11 +95,8 @@ def swiglu_linear(
     check_gate(gate, up)
     codecs = check_codecs(codec, ("gate", "up"), key)
 
-    def activate(activations: tuple[jax.Array, jax.Array], _: tuple[()]) -> jax.Array:
-        return swiglu(*activations)
-
     names = f"{name} gate".strip(), f"{name} up".strip()
-    return _then_linear(activate, (gate, up), (), w, bias, codecs, key, "swiglu_linear", names)
+    return _then_linear(Activate(), (gate, up), (), w, bias, codecs, key, "swiglu_linear", names)
 
 
 def attention_linear(
@@ -203,11 +197,11 @@ def _fused_bwd(before, operator, names, residuals, dzs):
     del names
     codes, others, held, biases, codecs = residuals
     with jax.named_scope(f"actjax.{operator}"):
-        activations, dzs = decode_late(codes, codecs, dzs)
+        weights = tap_again(held)
         # The linear operator itself is not computed again: only its input is.
-        x, pullback = jax.vjp(before, activations, others)
-        dx, dweights, dbiases = pull_back(x, tap_again(held), biases, dzs)
-        dactivations, dothers = pullback(dx)
+        dx = input_grad(weights, dzs)
+        x, dactivations, dothers = differentiate(before, codes, codecs, others, dx)
+        dweights, dbiases = parameter_grads(x, weights, biases, dzs)
     return dactivations, dothers, dweights, dbiases, None, None
 
 

@@ -1,5 +1,6 @@
 """The gated linear unit of Llama (Shazeer, "GLU variants improve transformer", 2020)."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -7,6 +8,9 @@ import jax
 
 from actjax.checkpointing import coded_call
 from actjax.codecs import Codec, Exact
+from actjax.kernels.format import QuantizedCode
+from actjax.kernels.swiglu_backward.api import swiglu_backward
+from actjax.kernels.swiglu_backward.reference import value_and_grads
 from actjax.ops.checks import all_exact, check_codecs, check_floating
 from actjax.precision import accumulation_dtype
 from actjax.tags import keep
@@ -46,7 +50,7 @@ def swiglu(
     if all_exact(codecs):
         return _swiglu(name, gate, up)
     names = f"{name} gate".strip(), f"{name} up".strip()
-    return coded_call(_coded_form, (gate, up), (), codecs, key, "swiglu", names)
+    return coded_call(Activate(), (gate, up), (), codecs, key, "swiglu", names)
 
 
 def check_gate(gate: jax.Array, up: jax.Array) -> None:
@@ -60,8 +64,19 @@ def check_gate(gate: jax.Array, up: jax.Array) -> None:
         )
 
 
-def _coded_form(activations: tuple[jax.Array, jax.Array], _: tuple[()]) -> jax.Array:
-    return _swiglu("", *activations)
+@dataclasses.dataclass(frozen=True)
+class Activate:
+    """SwiGLU of a pair of activations, whose backward pass can read their codes."""
+
+    def __call__(self, activations: tuple[jax.Array, jax.Array], _: tuple[()]) -> jax.Array:
+        return _swiglu("", *activations)
+
+    def from_codes(
+        self, codes: tuple[QuantizedCode, QuantizedCode], _: tuple[()], cotangent: jax.Array
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array], tuple[()]]:
+        """As `actjax.checkpointing.FromCodes`."""
+        value, dgate, dup = swiglu_backward(*codes, cotangent)
+        return value, (dgate, dup), ()
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -84,9 +99,7 @@ def _swiglu_bwd(name, residuals, dy):
     with jax.named_scope("actjax.swiglu"):
         wide = accumulation_dtype(gate.dtype)
         g, u, dy = gate.astype(wide), up.astype(wide), dy.astype(wide)
-        sigmoid = jax.nn.sigmoid(g)
-        dgate = dy * u * sigmoid * (1 + g * (1 - sigmoid))
-        dup = dy * g * sigmoid
+        _, dgate, dup = value_and_grads(g, u, dy)
     return dgate.astype(gate.dtype), dup.astype(up.dtype)
 
 

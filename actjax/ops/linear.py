@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from actjax.codecs import Codec, Exact
 from actjax.codecs import basis as in_basis
 from actjax.ops.checks import check_codec, check_floating
-from actjax.precision import contract_tokens, matmul
+from actjax.precision import accumulation_dtype, contract_tokens, matmul
 from actjax.tags import encoded_first, keep, name_code
 from actjax.taps import HeldWeight, TappedWeight, hold_weight, mark_weights, plain_weight
 
@@ -167,20 +167,24 @@ def _linear_bwd(name, residuals, dzs):
             # Without the barrier XLA could decode early, and the inputs of many layers in one go.
             code, dzs = jax.lax.optimization_barrier((code, dzs))
         dx = _input_grad(tuple(_array(h) for h in held), dzs)
-        dws = tuple(
-            _weight_grad(codec, code, basis, h, dz) for h, dz in zip(held, dzs, strict=True)
-        )
-        dbs = tuple(
-            None if b is None else jnp.sum(dz, range(dz.ndim - 1), dx.dtype).astype(b.dtype)
-            for b, dz in zip(biases, dzs, strict=True)
-        )
+        dws, dbs = _parameter_grads(codec, code, basis, held, biases, dzs)
     return dx.astype(dzs[0].dtype), dws, dbs, None, None
 
 
-def pull_back(
+def input_grad(weights: _Weights, dzs: tuple[jax.Array, ...]) -> jax.Array:
+    """Returns the cotangent of the input of `linear`, without computing `linear` itself.
+
+    Args:
+      weights: as `linear` takes them, tapped or not; a tuple.
+      dzs: cotangents of the outputs.
+    """
+    return _input_grad(tuple(plain_weight(w) for w in weights), dzs).astype(dzs[0].dtype)
+
+
+def parameter_grads(
     x: jax.Array, weights: _Weights, biases: _Biases, dzs: tuple[jax.Array, ...]
-) -> tuple[jax.Array, tuple[Any, ...], tuple[jax.Array | None, ...]]:
-    """Returns the cotangents of `x`, weights and biases, without computing `linear` itself.
+) -> tuple[tuple[Any, ...], tuple[jax.Array | None, ...]]:
+    """Returns the cotangents of weights and biases, likewise.
 
     Args:
       x: the input, rebuilt.
@@ -192,8 +196,25 @@ def pull_back(
     whole = tuple(_in_full(w) for w in weights)
     _, code, basis = _keep_input("rebuilt input", x, whole, None, Exact())
     held = tuple(hold_weight(w, keep_basis=False) for w in weights)
-    dx, dws, dbs, _, _ = _linear_bwd("", (code, basis, held, biases, Exact()), dzs)
-    return dx, dws, dbs
+    return _parameter_grads(Exact(), code, basis, held, biases, dzs)
+
+
+def _parameter_grads(
+    codec: Codec,
+    code: Any,
+    basis: jax.Array | None,
+    held: tuple[Any, ...],
+    biases: _Biases,
+    dzs: tuple[jax.Array, ...],
+) -> tuple[tuple[Any, ...], tuple[jax.Array | None, ...]]:
+    dws = tuple(_weight_grad(codec, code, basis, h, dz) for h, dz in zip(held, dzs, strict=True))
+    dbs = tuple(
+        None
+        if b is None
+        else jnp.sum(dz, range(dz.ndim - 1), accumulation_dtype(dz.dtype)).astype(b.dtype)
+        for b, dz in zip(biases, dzs, strict=True)
+    )
+    return dws, dbs
 
 
 def _in_full(w: Any) -> Any:

@@ -1,13 +1,15 @@
 """RMS normalisation (Zhang and Sennrich, 2019) that keeps its input, or a code of it."""
 
+import dataclasses
 import functools
-from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 
 from actjax.checkpointing import coded_call
 from actjax.codecs import Codec, Exact
+from actjax.kernels.format import QuantizedCode
+from actjax.kernels.rms_norm_backward.api import rms_norm_backward
+from actjax.kernels.rms_norm_backward.reference import grads, normalize
 from actjax.ops.checks import all_exact, check_codecs, check_floating
 from actjax.precision import accumulation_dtype
 from actjax.tags import keep
@@ -49,7 +51,7 @@ def rms_norm(
     codecs = check_codecs(codec, ("x",), key)
     if all_exact(codecs):
         return _rms_norm(eps, name, x, scale)
-    return coded_call(_coded_form(eps, name), (x,), scale, codecs, key, "rms_norm", (name,))
+    return coded_call(Normalize(eps), (x,), scale, codecs, key, "rms_norm", (name,))
 
 
 def check_norm(x: jax.Array, scale: jax.Array) -> None:
@@ -59,22 +61,32 @@ def check_norm(x: jax.Array, scale: jax.Array) -> None:
         raise ValueError(f"`scale` must be {x.shape[-1:]} for x{x.shape}, got {scale.shape}.")
 
 
-def _coded_form(eps: float, name: str) -> Callable[[tuple[jax.Array], jax.Array], jax.Array]:
-    return lambda activations, scale: _rms_norm(eps, name, *activations, scale)
+@dataclasses.dataclass(frozen=True)
+class Normalize:
+    """The norm of an activation, whose backward pass can read its code.
+
+    Attributes:
+      eps: as for `rms_norm`.
+    """
+
+    eps: float
+
+    def __call__(self, activations: tuple[jax.Array], scale: jax.Array) -> jax.Array:
+        return _rms_norm(self.eps, "", *activations, scale)
+
+    def from_codes(
+        self, codes: tuple[QuantizedCode], scale: jax.Array, cotangent: jax.Array
+    ) -> tuple[jax.Array, tuple[jax.Array], jax.Array]:
+        """As `actjax.checkpointing.FromCodes`."""
+        value, dx, dscale = rms_norm_backward(*codes, scale, cotangent, eps=self.eps)
+        return value, (dx,), dscale
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _rms_norm(eps: float, name: str, x: jax.Array, scale: jax.Array) -> jax.Array:
     del name
-    unit, _ = _normalize(x, eps)
+    unit, _ = normalize(x.astype(accumulation_dtype(x.dtype)), eps)
     return (unit * scale.astype(unit.dtype)).astype(x.dtype)
-
-
-def _normalize(x: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
-    """Returns `x` over its root mean square, and the inverse of that, in the accumulation dtype."""
-    x = x.astype(accumulation_dtype(x.dtype))
-    inverse = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
-    return x * inverse, inverse
 
 
 def _rms_norm_fwd(eps, name, x, scale):
@@ -87,11 +99,9 @@ def _rms_norm_bwd(eps, name, residuals, dy):
     del name
     x, scale = residuals
     with jax.named_scope("actjax.rms_norm"):
-        unit, inverse = _normalize(x, eps)
-        dy = dy.astype(unit.dtype)
-        dunit = dy * scale.astype(unit.dtype)
-        dx = inverse * (dunit - unit * jnp.mean(dunit * unit, axis=-1, keepdims=True))
-        dscale = jnp.sum(dy * unit, axis=tuple(range(dy.ndim - 1)))
+        wide = accumulation_dtype(x.dtype)
+        unit, inverse = normalize(x.astype(wide), eps)
+        dx, dscale = grads(unit, inverse, scale.astype(wide), dy.astype(wide))
     return dx.astype(x.dtype), dscale.astype(scale.dtype)
 
 

@@ -1,6 +1,7 @@
 """Optimizers whose states stay small, and whose updates never exist for all weights at once."""
 
 from actjax.kernels.blockwise import Blockwise as Blockwise
+from actjax.optim.adam_8bit import scale_by_adam_8bit as scale_by_adam_8bit
 from actjax.optim.apply import apply as apply
 from actjax.optim.apply import init as init
 from actjax.optim.apply import redraw as redraw

@@ -116,7 +116,9 @@ def _index(size: jax.Array, unsigned: bool) -> jax.Array:
     scaled = jnp.where(above, scaled * np.float32(0.1), scaled)
     levels = jax.lax.bitcast_convert_type((127 + top - decade) << 23, jnp.float32)
     # The only level of the last decade is its head, and below that comes 0.
-    place = jnp.where(decade == top, scaled, (scaled - np.float32(0.1)) * np.float32(1 / 0.9) * levels)
+    place = jnp.where(
+        decade == top, scaled, (scaled - np.float32(0.1)) * np.float32(1 / 0.9) * levels
+    )
     return _nearest(place) + (1 << (top - decade)) - 1
 
 
