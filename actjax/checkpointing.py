@@ -216,7 +216,7 @@ def differentiate(
     others: Any,
     cotangent: Any,
 ) -> tuple[Any, Any, Any]:
-    """Returns `fun(activations, others)` and its cotangents, at what codes of activations stand for.
+    """Returns `fun(activations, others)` and its cotangents, at what codes stand for.
 
     Not before the cotangent is there.
 

@@ -35,8 +35,11 @@ def _count(jaxpr: Any, loop_length: float) -> float:
             (contracted, _), _ = eqn.params["dimension_numbers"]
             depth = math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
             total += 2 * depth * math.prod(eqn.outvars[0].aval.shape)
+        # Of branches by platform the default is counted: other ones compute the same.
+        by_platform = eqn.params.get("branches_platforms") is not None
+        bodies = _bodies(eqn.params)[-1:] if by_platform else _bodies(eqn.params)
         times = {"scan": eqn.params.get("length"), "while": loop_length}.get(eqn.primitive.name, 1)
-        total += times * sum(_count(body, loop_length) for body in _bodies(eqn.params))
+        total += times * sum(_count(body, loop_length) for body in bodies)
     return total
 
 

@@ -41,8 +41,8 @@ class Kernel:
 
     Called as `kernel(*args, implementation=None, **options)`: with pytrees of arrays, and hashable
     options by name. By default, and where the arguments allow it, the program for NVIDIA GPUs is
-    a branch of `jax.lax.platform_dependent`, so what is traced once can be lowered for any platform.
-    Derivatives are those of the definition.
+    a branch of `jax.lax.platform_dependent`, so that what is traced once can be lowered for any
+    platform. Derivatives are those of the definition.
 
     Under a mesh that XLA partitions programs over (`jax.set_mesh`, more than one device, not within
     `jax.shard_map`) the default is the definition: XLA would gather what a kernel reads.

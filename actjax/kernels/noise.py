@@ -1,10 +1,10 @@
 """Uniform random numbers that a kernel draws in registers, from where they are used and a seed.
 
-A counter-based generator, as in Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011),
-so that the numbers do not depend on who draws them, nor in which order. Its function is not theirs
-but shorter, since encoding has time for about ten integer operations a number: the counter is mixed
-with the seed by a product, and goes through the finaliser of MurmurHash3 (Appleby, 2011). That is
-enough for rounding, and not for cryptography.
+A counter-based generator, as in Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"
+(2011), so that the numbers do not depend on who draws them, nor in which order. Its function is not
+theirs but shorter, since encoding has time for about ten integer operations a number: the counter
+is mixed with the seed by a product, and goes through the finaliser of MurmurHash3 (Appleby, 2011).
+That is enough for rounding, and not for cryptography.
 """
 
 import jax

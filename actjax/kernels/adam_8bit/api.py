@@ -20,7 +20,7 @@ def adam_8bit(
     eps_root: float = 0.0,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, Blockwise, Blockwise]:
-    """Returns `m / (1 - b1^t) / (sqrt(v / (1 - b2^t) + eps_root) + eps)` and both moments, moved on.
+    """Returns `m / (1 - b1^t) / (sqrt(v / (1 - b2^t) + eps_root) + eps)`, and the moments moved on.
 
     Kingma and Ba, "Adam" (2015), Algorithm 1, with `m <- b1 m + (1 - b1) g` and likewise `v` of
     squares. Reads the gradient and the codes once, and writes the update and new codes once.
@@ -42,7 +42,7 @@ def adam_8bit(
     Raises:
       ValueError: an implementation that cannot.
     """
-    return _KERNEL(
+    return KERNEL(
         grad,
         mu,
         nu,
@@ -72,4 +72,4 @@ def _refuses(
     return f"takes arrays that are not empty, got {grad.shape}" if grad.size == 0 else None
 
 
-_KERNEL = Kernel("adam_8bit", reference.adam_8bit, pallas.adam_8bit, _refuses)
+KERNEL = Kernel("adam_8bit", reference.adam_8bit, pallas.adam_8bit, _refuses)

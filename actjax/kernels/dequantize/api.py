@@ -18,7 +18,7 @@ def dequantize(code: QuantizedCode, *, implementation: Implementation | None = N
     Raises:
       ValueError: an implementation that cannot.
     """
-    return _KERNEL(code, implementation=implementation)
+    return KERNEL(code, implementation=implementation)
 
 
 def _refuses(code: QuantizedCode) -> str | None:
@@ -26,4 +26,4 @@ def _refuses(code: QuantizedCode) -> str | None:
     return tiles.refuses(code.format, code.dtype, shape)
 
 
-_KERNEL = Kernel("dequantize", reference.dequantize, pallas.dequantize, _refuses)
+KERNEL = Kernel("dequantize", reference.dequantize, pallas.dequantize, _refuses)

@@ -14,7 +14,7 @@ def point_assignment(
     tolerance: float = float("inf"),
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns `f(i) = argmax_j |cos(x_i, C_j)|`, `α_i = <x_i, C_f(i)> / |C_f(i)|²`, and what is kept.
+    """Returns `f(i) = argmax_j |cos(x_i, C_j)|`, `α_i = <x_i, C_f(i)> / |C_f(i)|²`, who is kept.
 
     Reads `x` once (twice with a tolerance), and makes no matrix of tokens by points.
 
@@ -30,7 +30,7 @@ def point_assignment(
     Raises:
       ValueError: an implementation that cannot.
     """
-    return _KERNEL(x, points, tolerance=tolerance, implementation=implementation)
+    return KERNEL(x, points, tolerance=tolerance, implementation=implementation)
 
 
 def _refuses(x: jax.Array, points: jax.Array, *, tolerance: float) -> str | None:
@@ -42,4 +42,4 @@ def _refuses(x: jax.Array, points: jax.Array, *, tolerance: float) -> str | None
     return None
 
 
-_KERNEL = Kernel("point_assignment", reference.point_assignment, pallas.point_assignment, _refuses)
+KERNEL = Kernel("point_assignment", reference.point_assignment, pallas.point_assignment, _refuses)

@@ -1,4 +1,4 @@
-"""`point_assignment` in one pass: scores stay in registers, where the best of each token is taken."""
+"""`point_assignment` in one pass: scores stay in registers, and the best of each token leaves."""
 
 import functools
 import math

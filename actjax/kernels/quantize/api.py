@@ -31,7 +31,7 @@ def quantize(
     Raises:
       ValueError: an implementation that cannot.
     """
-    return _KERNEL(x, seed, channels, step, format=format, implementation=implementation)
+    return KERNEL(x, seed, channels, step, format=format, implementation=implementation)
 
 
 def _refuses(
@@ -46,4 +46,4 @@ def _refuses(
     return tiles.refuses(format, x.dtype, x.shape)
 
 
-_KERNEL = Kernel("quantize", reference.quantize, pallas.quantize, _refuses)
+KERNEL = Kernel("quantize", reference.quantize, pallas.quantize, _refuses)

@@ -35,7 +35,7 @@ def rms_norm_backward(
     Raises:
       ValueError: an implementation that cannot.
     """
-    return _KERNEL(x, scale, dy, eps=eps, implementation=implementation)
+    return KERNEL(x, scale, dy, eps=eps, implementation=implementation)
 
 
 def _refuses(x: QuantizedCode, scale: jax.Array, dy: jax.Array, *, eps: float) -> str | None:
@@ -47,6 +47,6 @@ def _refuses(x: QuantizedCode, scale: jax.Array, dy: jax.Array, *, eps: float) -
     return tiles.refuses(x.format, x.dtype, dy.shape)
 
 
-_KERNEL = Kernel(
+KERNEL = Kernel(
     "rms_norm_backward", reference.rms_norm_backward, pallas.rms_norm_backward, _refuses
 )

@@ -15,8 +15,9 @@ from actjax.kernels.format import QuantizedCode
 
 LARGEST = 16384
 """Features of a row that registers can hold."""
-_PROGRAMS = 1024
-"""At most so many, each for a run of rows: of each the gradient of the scale is written."""
+_PROGRAMS = 528
+"""At most so many, each for a run of rows: what a large GPU runs at once. Of each the gradient of the
+scale is written."""
 
 
 def rms_norm_backward(
@@ -52,7 +53,9 @@ def rms_norm_backward(
             values = coded.decode(part)
             masks = [part.exists(n) for n in range(slices)]
             # What does not exist decodes to something.
-            values = [v if m is None else jnp.where(m, v, 0.0) for v, m in zip(values, masks)]
+            values = [
+                v if m is None else jnp.where(m, v, 0.0) for v, m in zip(values, masks, strict=True)
+            ]
             cotangents = [
                 tiles.load(dy_ref, token, part.feature(n), masks[n]).astype(jnp.float32)
                 for n in range(slices)

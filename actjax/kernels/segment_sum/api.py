@@ -30,7 +30,7 @@ def scaled_segment_sum(
     Raises:
       ValueError: an implementation that cannot.
     """
-    return _KERNEL(index, scale, values, segments=segments, implementation=implementation)
+    return KERNEL(index, scale, values, segments=segments, implementation=implementation)
 
 
 def _refuses(index: jax.Array, scale: jax.Array, values: jax.Array, *, segments: int) -> str | None:
@@ -42,6 +42,6 @@ def _refuses(index: jax.Array, scale: jax.Array, values: jax.Array, *, segments:
     return None
 
 
-_KERNEL = Kernel(
+KERNEL = Kernel(
     "scaled_segment_sum", reference.scaled_segment_sum, pallas.scaled_segment_sum, _refuses
 )

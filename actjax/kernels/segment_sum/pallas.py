@@ -26,10 +26,12 @@ def scaled_segment_sum(
     """As `actjax.kernels.segment_sum.api.scaled_segment_sum`."""
     width, tokens = values.shape[-1], math.prod(values.shape[:-1])
     padded = max(16, pl.next_power_of_2(segments))
-    columns = min(64 if padded > 128 else 128, max(16, pl.next_power_of_2(width)))
+    columns = min(64 if padded >= 128 else 128, max(16, pl.next_power_of_2(width)))
     tile = 64
     blocks = pl.cdiv(width, columns)
-    runs = min(pl.cdiv(_PROGRAMS, blocks), pl.cdiv(tokens, tile))
+    # Of each run a sum is written and read again: a quarter of the bytes of the values, at most.
+    few = max(1, tokens * values.dtype.itemsize // (32 * padded))
+    runs = min(pl.cdiv(_PROGRAMS, blocks), pl.cdiv(tokens, tile), few)
     steps = pl.cdiv(pl.cdiv(tokens, tile), runs)
     runs = pl.cdiv(pl.cdiv(tokens, tile), steps)
     kernel = functools.partial(

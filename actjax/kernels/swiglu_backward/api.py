@@ -32,7 +32,7 @@ def swiglu_backward(
     Raises:
       ValueError: an implementation that cannot.
     """
-    return _KERNEL(gate, up, dy, implementation=implementation)
+    return KERNEL(gate, up, dy, implementation=implementation)
 
 
 def _refuses(gate: QuantizedCode, up: QuantizedCode, dy: jax.Array) -> str | None:
@@ -43,4 +43,4 @@ def _refuses(gate: QuantizedCode, up: QuantizedCode, dy: jax.Array) -> str | Non
     return next((reason for reason in reasons if reason is not None), None)
 
 
-_KERNEL = Kernel("swiglu_backward", reference.swiglu_backward, pallas.swiglu_backward, _refuses)
+KERNEL = Kernel("swiglu_backward", reference.swiglu_backward, pallas.swiglu_backward, _refuses)

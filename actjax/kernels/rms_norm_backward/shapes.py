@@ -1,0 +1,46 @@
+"""Arguments of `rms_norm_backward`."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from actjax.kernels.cases import TOKENS, Case, code, format_of, normal
+from actjax.kernels.format import Format
+
+
+def _make(key: jax.Array, shape: tuple[int, ...], format: Format, dtype: Any) -> tuple[Any, ...]:
+    keys = jax.random.split(key, 3)
+    return (
+        code(keys[0], shape, format, dtype),
+        normal(keys[1], shape[-1:], dtype),
+        normal(keys[2], shape, dtype),
+    )
+
+
+def _case(
+    name: str,
+    tokens: int,
+    features: int,
+    bits: int,
+    dtype: Any = jnp.bfloat16,
+    small: bool = False,
+    **changes: Any,
+) -> Case:
+    format = format_of(bits, **changes)
+    make = functools.partial(_make, shape=(tokens, features), format=format, dtype=dtype)
+    return Case(name, make, {"eps": 1e-6}, small)
+
+
+CASES = (
+    _case("whole groups", 9, 256, 4, small=True),
+    _case("three groups, dither", 5, 192, 2, jnp.float32, True, group=64, rounding="dither"),
+    _case("llama_60m, 4 bits", TOKENS, 512, 4),
+    _case("llama_350m, 4 bits", TOKENS, 1024, 4),
+    _case("llama_1b, 4 bits", TOKENS, 2048, 4),
+    _case("llama_1b, 4 bits, dither", TOKENS, 2048, 4, rounding="dither"),
+    _case("llama_1b, 2 bits, normal levels", TOKENS, 2048, 2, levels="normal"),
+    _case("llama_7b, 4 bits", TOKENS, 4096, 4),
+    _case("llama3_3b, 4 bits", TOKENS, 3072, 4),
+)
