@@ -22,19 +22,25 @@ class Case:
 
     Attributes:
       name: whose they are.
-      make: from a `jax.random` key to the arguments, all of them random.
+      make: from a `jax.random` key to the arguments, all of them random; `tokens` is one of its
+        keywords.
       options: static arguments by name.
       small: whether the interpreter takes a moment for it, and not minutes.
     """
 
     name: str
-    make: Callable[[jax.Array], tuple[Any, ...]]
+    make: functools.partial[tuple[Any, ...]]
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     small: bool = False
 
     def shapes(self) -> tuple[Any, ...]:
         """Returns the shapes and dtypes of the arguments."""
         return jax.eval_shape(self.make, jax.eval_shape(lambda: jax.random.key(0)))
+
+    def longer(self, times: int) -> "Case":
+        """Returns the case with so many times the tokens: a longer run of the same program."""
+        tokens = self.make.keywords["tokens"] * times
+        return dataclasses.replace(self, make=functools.partial(self.make, tokens=tokens))
 
     def least_bytes(self, reference: Callable[..., Any]) -> int:
         """Returns the bytes of all arguments and results, each read or written once.

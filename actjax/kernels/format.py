@@ -156,8 +156,15 @@ def fit(part: jax.Array, format: Format) -> tuple[jax.Array | None, jax.Array]:
     return low, rounded_scale((high - low) / steps, format.scale_dtype, towards=1)
 
 
+SLACK = 2.0**-20
+"""Part of a step that it may fall short of the range over its levels.
+
+Far less than decides a code, but more than what division is rounded by: a quotient that is exact,
+as it often is between numbers of bfloat16, stays so on every device."""
+
+
 def rounded_scale(scale: jax.Array, dtype: ScaleDtype, towards: int = 0) -> jax.Array:
-    """Rounds to what `dtype` can hold: to the nearest, or `towards` plus or minus infinity."""
+    """Rounds to what `dtype` can hold: to the nearest, down (-1), or up but for `SLACK` (1)."""
     info = jnp.finfo(dtype)
     if info.nmant >= jnp.finfo(scale.dtype).nmant:
         return scale
@@ -167,11 +174,12 @@ def rounded_scale(scale: jax.Array, dtype: ScaleDtype, towards: int = 0) -> jax.
         # Half a unit of the last place, at least, and less than one and a half.
         moved = scale + towards * jnp.abs(scale) * 2.0 ** -(info.nmant + 1)
         next_one = jax.lax.reduce_precision(moved, info.nexp, info.nmant)
-        rounded = jnp.where((rounded - scale) * towards < 0, next_one, rounded)
+        slack = SLACK * jnp.abs(scale) if towards > 0 else 0
+        rounded = jnp.where((rounded - scale) * towards < -slack, next_one, rounded)
     if dtype != "float16":
         return rounded
     # Which takes subnormal numbers for zero: those of float16 are not small.
-    units = scale / float(info.smallest_subnormal)
+    units = scale / float(info.smallest_subnormal) * (1 - SLACK if towards > 0 else 1)
     whole = {-1: jnp.floor, 0: jnp.round, 1: jnp.ceil}[towards](units)
     subnormal = jnp.abs(scale) < float(info.smallest_normal)
     return jnp.where(subnormal, whole * float(info.smallest_subnormal), rounded)

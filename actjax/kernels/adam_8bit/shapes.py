@@ -10,8 +10,8 @@ from actjax.kernels.blockwise import blockwise_zeros
 from actjax.kernels.cases import Case, normal
 
 
-def _make(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> tuple[Any, ...]:
-    keys = jax.random.split(key, 3)
+def _make(key: jax.Array, tokens: int, features: int, dtype: Any) -> tuple[Any, ...]:
+    keys, shape = jax.random.split(key, 3), (tokens, features)
     mu = blockwise_zeros(shape, jnp.float32, unsigned=False)
     nu = blockwise_zeros(shape, jnp.float32, unsigned=True)
     return (
@@ -23,20 +23,22 @@ def _make(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> tuple[Any, ...]
 
 
 def _case(
-    name: str, shape: tuple[int, ...], dtype: Any = jnp.bfloat16, small: bool = False
+    name: str, rows: int, features: int, dtype: Any = jnp.bfloat16, small: bool = False
 ) -> Case:
     options = {"b1": 0.9, "b2": 0.999, "eps": 1e-8, "eps_root": 0.0}
-    return Case(name, functools.partial(_make, shape=shape, dtype=dtype), options, small)
+    return Case(
+        name, functools.partial(_make, tokens=rows, features=features, dtype=dtype), options, small
+    )
 
 
 CASES = (
-    _case("whole blocks", (6, 512), small=True),
-    _case("a block left over", (3, 2, 300), jnp.float32, True),
-    _case("llama_60m query", (512, 512)),
-    _case("llama_350m gate", (1024, 2736)),
-    _case("llama_1b query", (2048, 2048)),
-    _case("llama_1b gate", (2048, 5461)),
-    _case("llama_1b down", (5461, 2048)),
-    _case("llama_7b gate", (4096, 11008)),
-    _case("llama_1b embedding, float32 gradient", (32000, 2048), jnp.float32),
+    _case("whole blocks", 6, 512, small=True),
+    _case("a block left over", 6, 300, jnp.float32, True),
+    _case("llama_60m query", 512, 512),
+    _case("llama_350m gate", 1024, 2736),
+    _case("llama_1b query", 2048, 2048),
+    _case("llama_1b gate", 2048, 5461),
+    _case("llama_1b down", 5461, 2048),
+    _case("llama_7b gate", 4096, 11008),
+    _case("llama_1b embedding, float32 gradient", 32000, 2048, jnp.float32),
 )

@@ -10,8 +10,8 @@ from actjax.kernels.cases import TOKENS, Case, code, format_of
 from actjax.kernels.format import Format
 
 
-def _make(key: jax.Array, shape: tuple[int, ...], format: Format, dtype: Any) -> tuple[Any]:
-    return (code(key, shape, format, dtype),)
+def _make(key: jax.Array, tokens: int, features: int, format: Format, dtype: Any) -> tuple[Any]:
+    return (code(key, (tokens, features), format, dtype),)
 
 
 def _case(
@@ -24,7 +24,7 @@ def _case(
     **changes: Any,
 ) -> Case:
     format = format_of(bits, **changes)
-    make = functools.partial(_make, shape=(tokens, features), format=format, dtype=dtype)
+    make = functools.partial(_make, tokens=tokens, features=features, format=format, dtype=dtype)
     return Case(name, make, small=small)
 
 

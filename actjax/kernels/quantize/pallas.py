@@ -183,7 +183,8 @@ def _rounded(scale: jax.Array, towards: int, format: fmt.Format) -> jax.Array:
     if towards == 0:
         return rounded
     moved = _to_bfloat16(scale + np.float32(towards * 2.0**-8) * jnp.abs(scale))
-    return jnp.where((rounded - scale) * np.float32(towards) < 0, moved, rounded)
+    slack = np.float32(fmt.SLACK if towards > 0 else 0) * jnp.abs(scale)
+    return jnp.where((rounded - scale) * np.float32(towards) < -slack, moved, rounded)
 
 
 def _to_bfloat16(x: jax.Array) -> jax.Array:

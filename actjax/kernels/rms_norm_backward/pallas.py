@@ -16,8 +16,9 @@ from actjax.kernels.format import QuantizedCode
 LARGEST = 16384
 """Features of a row that registers can hold."""
 _PROGRAMS = 528
-"""At most so many, each for a run of rows: what a large GPU runs at once. Of each the gradient of the
-scale is written."""
+"""At most so many, each for a run of rows: what a large GPU runs at once.
+
+Of each the gradient of the scale is written."""
 
 
 def rms_norm_backward(

@@ -10,12 +10,14 @@ from actjax.kernels.cases import TOKENS, Case, code, format_of, normal
 from actjax.kernels.format import Format
 
 
-def _make(key: jax.Array, shape: tuple[int, ...], format: Format, dtype: Any) -> tuple[Any, ...]:
+def _make(
+    key: jax.Array, tokens: int, features: int, format: Format, dtype: Any
+) -> tuple[Any, ...]:
     keys = jax.random.split(key, 3)
     return (
-        code(keys[0], shape, format, dtype),
-        normal(keys[1], shape[-1:], dtype),
-        normal(keys[2], shape, dtype),
+        code(keys[0], (tokens, features), format, dtype),
+        normal(keys[1], (features,), dtype),
+        normal(keys[2], (tokens, features), dtype),
     )
 
 
@@ -29,7 +31,7 @@ def _case(
     **changes: Any,
 ) -> Case:
     format = format_of(bits, **changes)
-    make = functools.partial(_make, shape=(tokens, features), format=format, dtype=dtype)
+    make = functools.partial(_make, tokens=tokens, features=features, format=format, dtype=dtype)
     return Case(name, make, {"eps": 1e-6}, small)
 
 

@@ -11,9 +11,9 @@ from actjax.kernels.format import Format
 
 
 def _make(
-    key: jax.Array, shape: tuple[int, ...], gate: Format, up: Format, dtype: Any
+    key: jax.Array, tokens: int, features: int, gate: Format, up: Format, dtype: Any
 ) -> tuple[Any, ...]:
-    keys = jax.random.split(key, 3)
+    keys, shape = jax.random.split(key, 3), (tokens, features)
     return (
         code(keys[0], shape, gate, dtype),
         code(keys[1], shape, up, dtype),
@@ -32,7 +32,7 @@ def _case(
     **changes: Any,
 ) -> Case:
     formats = {"gate": format_of(gate, **changes), "up": format_of(up, **changes)}
-    make = functools.partial(_make, shape=(tokens, features), dtype=dtype, **formats)
+    make = functools.partial(_make, tokens=tokens, features=features, dtype=dtype, **formats)
     return Case(name, make, small=small)
 
 

@@ -1,0 +1,103 @@
+"""Holds what a kernel computes to its definition in float64."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from actjax.kernels.blockwise import Blockwise
+from actjax.kernels.cases import Case
+from actjax.kernels.dispatch import Implementation, Kernel
+from actjax.kernels.format import QuantizedCode
+
+_HALF = 2.0**-8
+"""Largest relative error of a result of 16 bits: that of what was decoded, and its own."""
+_SINGLE = 1e-5
+"""Of a result of float32: sums of thousands of terms, of a few units of 2^-24 each."""
+_TIES = 0.005
+"""Largest share of bytes that differ: numbers on the coarse grid of bfloat16 are often between two
+levels, and rounding of float32 decides."""
+
+
+def check(
+    kernel: Kernel, case: Case, seed: int, implementation: Implementation | None
+) -> dict[str, Any]:
+    """Computes a case on random inputs, and compares every result with the definition.
+
+    The memory that results are written to is filled with NaN before, so that what a kernel forgets
+    to write shows.
+
+    Args:
+      kernel: what to check.
+      case: its arguments.
+      seed: of the inputs.
+      implementation: as for a call of the kernel.
+
+    Returns:
+      `error`, the largest relative error over results of floats; `differing`, the largest share of
+      differing bytes over those of integers; `ok`; and `repeats`, whether a second run gave the
+      same bits.
+    """
+    args = jax.jit(case.make)(jax.random.key(seed))
+    run = jax.jit(functools.partial(kernel, implementation=implementation, **case.options))
+    _poison(jax.eval_shape(run, *args))
+    results = jax.block_until_ready(run(*args))
+    again = run(*args)
+    with jax.enable_x64(True):
+        exact = jax.jit(functools.partial(kernel.reference, **case.options))(*_in_float64(args))
+        exact = jax.tree.map(np.asarray, exact)
+    errors, shares, fine = [0.0], [0.0], True
+    pairs = zip(jax.tree.leaves(results), jax.tree.leaves(exact), strict=True)
+    for result, want in pairs:
+        got = np.asarray(result)
+        if np.issubdtype(got.dtype, np.integer) or got.dtype == bool:
+            share = float(np.mean(got != want.astype(got.dtype)))
+            shares.append(share)
+            fine &= share <= _TIES
+        else:
+            error = _relative_error(got.astype(np.float64), want.astype(np.float64))
+            errors.append(error)
+            fine &= error <= (_HALF if got.dtype.itemsize == 2 else _SINGLE)
+    repeats = all(
+        np.array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+        for a, b in zip(jax.tree.leaves(results), jax.tree.leaves(again), strict=True)
+    )
+    return {
+        "error": max(errors),
+        "differing": max(shares),
+        "repeats": repeats,
+        "ok": bool(fine and repeats),
+    }
+
+
+def _relative_error(got: np.ndarray, want: np.ndarray) -> float:
+    """Returns `|got - want| / |want|`; infinite where something is not finite."""
+    if not np.isfinite(got).all():
+        return float("inf")
+    return float(np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30))
+
+
+def _in_float64(args: Any) -> Any:
+    """Returns arguments in float64, codes of what is to be decoded to it."""
+
+    def widen(x: Any) -> Any:
+        if isinstance(x, QuantizedCode | Blockwise):
+            return dataclasses.replace(x, dtype=jnp.dtype("float64"))
+        return x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    return jax.tree.map(widen, args, is_leaf=lambda x: isinstance(x, QuantizedCode | Blockwise))
+
+
+def _poison(shapes: Any) -> None:
+    """Fills as much memory as these arrays take with NaN, and frees it."""
+    arrays = [
+        jnp.full(x.shape, jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else 0xAB).astype(
+            x.dtype
+        )
+        for x in jax.tree.leaves(shapes)
+    ]
+    for array in jax.block_until_ready(arrays):
+        array.delete()

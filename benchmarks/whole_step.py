@@ -1,0 +1,105 @@
+"""One rival in a process of its own: time of its steps, and the peak of the device's memory.
+
+`benchmarks.gpu` runs it, once for each rival and round, and reads the line that it prints: a device
+tells the peak of a process, and not of a program.
+"""
+
+import dataclasses
+import json
+import pathlib
+import sys
+import sysconfig
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from actjax import kernels
+from benchmarks.rivals import compiled_memory, rival
+from models import preset
+from train.config import PretrainConfig
+from train.flops import causal_loop_length, matmul_flops
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What to run.
+
+    Attributes:
+      rival: its name, of `benchmarks.rivals`.
+      model: preset.
+      batch_size: sequences of a step.
+      seq_len: tokens of a sequence.
+      dtype: of weights and computation.
+      warmup: steps that are not timed.
+      steps: timed steps.
+      implementation: of the kernels, as `actjax.kernels.use` takes it.
+    """
+
+    rival: str
+    model: str
+    batch_size: int
+    seq_len: int
+    dtype: str
+    warmup: int
+    steps: int
+    implementation: kernels.Implementation | None
+
+
+def measure(job: Job) -> dict[str, Any]:
+    """Returns seconds of each step, the peak in bytes (None on a CPU), and losses."""
+    config: Any = PretrainConfig(
+        model=job.model,
+        batch_size=job.batch_size,
+        seq_len=job.seq_len,
+        weight_dtype=job.dtype,
+        compute_dtype=job.dtype,
+    )
+    with kernels.use(job.implementation):
+        one = rival(job.rival, config)
+        batches = real_batches(config, job.warmup + job.steps)
+        state = jax.jit(one.init)()
+        flops = matmul_flops(
+            one.step, state, batches[0], loop_length=causal_loop_length(job.seq_len)
+        )
+        if one.refresh is not None:
+            state, _ = jax.jit(one.refresh, donate_argnums=0)(state, batches[0])
+        step = jax.jit(one.step, donate_argnums=0).lower(state, batches[0]).compile()
+        seconds, losses = [], []
+        for batch in batches:
+            begin = time.perf_counter()
+            state, metrics = jax.block_until_ready(step(state, batch))
+            seconds.append(time.perf_counter() - begin)
+            losses.append(float(metrics["loss"]))
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return {
+        "seconds": seconds[job.warmup :],
+        "losses": losses,
+        "peak": stats.get("peak_bytes_in_use"),
+        "planned_peak": compiled_memory(step)["peak"],
+        "matmul_flops": flops,
+    }
+
+
+def real_batches(config: PretrainConfig, count: int) -> list[dict[str, jax.Array]]:
+    """Returns batches of text that every machine has: the bytes of Python's standard library."""
+    need = count * config.batch_size * (config.seq_len + 1)
+    text = b""
+    for path in sorted(pathlib.Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        text += path.read_bytes()
+        if len(text) >= need:
+            break
+    tokens = np.frombuffer(text, np.uint8)
+    tokens = np.resize(tokens, need).astype(np.int32) % preset(config.model).vocab_size
+    rows = tokens.reshape(count, config.batch_size, config.seq_len + 1)
+    mask = jnp.ones((config.batch_size, config.seq_len), jnp.float32)
+    return [
+        {"inputs": jnp.asarray(row[:, :-1]), "targets": jnp.asarray(row[:, 1:]), "mask": mask}
+        for row in rows
+    ]
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(Job(**json.loads(sys.argv[1])))))
