@@ -198,13 +198,16 @@ def _late(codes: Sequence[Code], cotangent: Any) -> tuple[tuple[Code, ...], Any]
 class FromCodes(Protocol):
     """A function whose backward pass can read codes, decoded in no memory."""
 
-    def from_codes(self, codes: tuple[QuantizedCode, ...], others: Any, cotangent: Any) -> Any:
+    def from_codes(
+        self, codes: tuple[QuantizedCode, ...], others: Any, cotangent: Any, with_value: bool
+    ) -> Any:
         """Returns the value, and the cotangents of activations and others, at what codes stand for.
 
         Args:
           codes: of the activations.
           others: the other arguments.
           cotangent: of the value.
+          with_value: whether the value is wanted, else it is None.
         """
         ...
 
@@ -215,6 +218,7 @@ def differentiate(
     codecs: Sequence[Decodes],
     others: Any,
     cotangent: Any,
+    with_value: bool,
 ) -> tuple[Any, Any, Any]:
     """Returns `fun(activations, others)` and its cotangents, at what codes stand for.
 
@@ -226,10 +230,11 @@ def differentiate(
       codecs: likewise.
       others: a pytree of floating point arrays.
       cotangent: of the value.
+      with_value: whether the value is wanted.
     """
     if isinstance(fun, FromCodes) and all(isinstance(codec, Quantized) for codec in codecs):
         codes, cotangent = _late(codes, cotangent)
-        return fun.from_codes(codes, others, cotangent)
+        return fun.from_codes(codes, others, cotangent, with_value)
     decoded, cotangent = decode_late(codes, codecs, cotangent)
     value, pullback = jax.vjp(fun, decoded, others)
     return value, *pullback(cotangent)
@@ -254,7 +259,9 @@ def _coded_call_bwd(fun, operator, names, residuals, cotangent):
         leaves, treedef = jax.tree.flatten(tap_again(others))
         smooth = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
         if len(smooth) == len(leaves):
-            return *differentiate(fun, codes, codecs, tap_again(others), cotangent)[1:], None, None
+            others = tap_again(others)
+            _, *grads = differentiate(fun, codes, codecs, others, cotangent, with_value=False)
+            return *grads, None, None
 
         def of_smooth(activations: Any, floats: Any) -> Any:
             merged = list(leaves)
@@ -263,7 +270,9 @@ def _coded_call_bwd(fun, operator, names, residuals, cotangent):
             return fun(activations, jax.tree.unflatten(treedef, merged))
 
         floats = [leaves[i] for i in smooth]
-        _, dactivations, dfloats = differentiate(of_smooth, codes, codecs, floats, cotangent)
+        _, dactivations, dfloats = differentiate(
+            of_smooth, codes, codecs, floats, cotangent, with_value=False
+        )
         dleaves: list[Any] = [None] * len(leaves)
         for i, dx in zip(smooth, dfloats, strict=True):
             dleaves[i] = dx

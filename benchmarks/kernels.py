@@ -17,7 +17,10 @@ import tempfile
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+import actjax
+from actjax.codecs import basis
 from actjax.kernels.cases import Case
 from actjax.kernels.dispatch import Kernel
 from actjax.kernels.registry import KERNELS
@@ -26,6 +29,60 @@ from benchmarks.hlo import traffic
 from benchmarks.report import print_table
 from benchmarks.variants import check_names
 from train.devices import compile_for, description_of, gpu
+
+_TOKENS, _WIDTH, _FFN, _RANK = 8192, 2048, 5461, 512
+
+
+def _array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _adamw(
+    grad: jax.Array, weight: jax.Array, mu: jax.Array, nu: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Returns a weight and moments after a step of AdamW."""
+    g = grad.astype(jnp.float32)
+    mu, nu = 0.9 * mu + 0.1 * g, 0.999 * nu + 0.001 * g * g
+    wide = weight.astype(jnp.float32)
+    update = mu / 0.1 / (jnp.sqrt(nu / 0.001) + 1e-8) + 0.1 * wide
+    return (wide - 1e-3 * update).astype(weight.dtype), mu, nu
+
+
+def _pull_back(fun: Any, count: int) -> Any:
+    """Returns the backward pass of a function of `count` arrays."""
+
+    def run(*args: jax.Array) -> Any:
+        return jax.vjp(fun, *args[:count])[1](args[count])
+
+    return run
+
+
+FUSED: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "SwiGLU": (actjax.swiglu, (_array(_TOKENS, _FFN),) * 2),
+    "SwiGLU backward, exact": (_pull_back(actjax.swiglu, 2), (_array(_TOKENS, _FFN),) * 3),
+    "RMSNorm": (actjax.rms_norm, (_array(_TOKENS, _WIDTH), _array(_WIDTH))),
+    "RMSNorm backward, exact": (
+        _pull_back(actjax.rms_norm, 2),
+        (_array(_TOKENS, _WIDTH), _array(_WIDTH), _array(_TOKENS, _WIDTH)),
+    ),
+    "RoPE": (
+        actjax.rope,
+        (_array(8, 1024, 32, 64), *(_array(1024, 32, dtype=jnp.float32),) * 2),
+    ),
+    "random projection of rank 512, its product too": (
+        functools.partial(actjax.RandomProjection(_RANK).encode, key=jax.random.key(0)),
+        (_array(_TOKENS, _WIDTH),),
+    ),
+    "coordinates in a basis, in 8 bits, their product too": (
+        functools.partial(basis.encode, bits=8),
+        (_array(_TOKENS, _WIDTH), _array(_WIDTH, _RANK)),
+    ),
+    "AdamW on float32 moments": (
+        _adamw,
+        tuple(_array(_WIDTH, _FFN, dtype=d) for d in (jnp.bfloat16,) * 2 + (jnp.float32,) * 2),
+    ),
+}
+"""Functions that have no kernel, since XLA fuses them well, at the shapes of `llama_1b`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +97,8 @@ class Config:
     """Kernels."""
     small: bool = False
     """Also the small cases of the tests."""
+    against_xla: bool = True
+    """Also what XLA makes of the definitions, and of functions that have no kernel."""
     results: pathlib.Path = record.RESULTS / "kernels.json"
 
     def __post_init__(self) -> None:
@@ -61,34 +120,42 @@ def measure(config: Config) -> list[dict[str, Any]]:
                 "case": case.name,
                 "bytes": least,
                 "bound_us": least / config.bandwidth * 1e6,
-                **_compiled(kernel, case, config.device),
+                **_compiled(kernel, case, config),
             }
             rows.append(row)
+    if config.against_xla:
+        for name, (fun, shapes) in FUSED.items():
+            least = _bytes((shapes, jax.eval_shape(fun, *shapes)))
+            text, _ = _compile(fun, shapes, config.device)
+            moved, kernels = traffic(text)
+            row = {"kernel": None, "case": name, "bytes": least, "moved": None}
+            rows.append(row | {"xla_moved": moved, "xla_kernels": kernels})
     return rows
 
 
-def _compiled(kernel: Kernel, case: Case, device: str) -> dict[str, Any]:
+def _compiled(kernel: Kernel, case: Case, config: Config) -> dict[str, Any]:
     """Returns resources of the program of a kernel, and what it and its definition move."""
-    ours, dumped = _compile(functools.partial(kernel, **case.options), case, device)
-    plain, _ = _compile(functools.partial(kernel.reference, **case.options), case, device)
-    moved, kernels = traffic(ours)
-    plain_moved, plain_kernels = traffic(plain)
-    return {
-        **dumped,
-        "moved": moved,
-        "kernels": kernels,
-        "xla_moved": plain_moved,
-        "xla_kernels": plain_kernels,
-    }
+    shapes = case.shapes()
+    ours, row = _compile(functools.partial(kernel, **case.options), shapes, config.device)
+    row["moved"], row["kernels"] = traffic(ours)
+    if config.against_xla:
+        reference = functools.partial(kernel.reference, **case.options)
+        plain, _ = _compile(reference, shapes, config.device)
+        row["xla_moved"], row["xla_kernels"] = traffic(plain)
+    return row
 
 
-def _compile(fun: Any, case: Case, device: str) -> tuple[str, dict[str, int]]:
+def _bytes(tree: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def _compile(fun: Any, shapes: Any, device: str) -> tuple[str, dict[str, int]]:
     """Returns the scheduled program, and the resources of the kernel of ours within, if any."""
     with (
         tempfile.TemporaryDirectory() as folder,
         compile_for(description_of(device)) as place,
     ):
-        lowered = jax.jit(lambda *args: fun(*args)).lower(*place(case.shapes()))
+        lowered = jax.jit(lambda *args: fun(*args)).lower(*place(shapes))
         options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
         text = lowered.compile(compiler_options=options).as_text()
         return text, resources(pathlib.Path(folder), gpu(device).capability)
@@ -158,13 +225,13 @@ def show(config: Config, rows: list[dict[str, Any]]) -> None:
     for row in rows:
         cells.append(
             (
-                f"{row['kernel']}, {row['case']}",
+                f"{row['kernel'] or 'no kernel'}, {row['case']}",
                 f"{row['bytes'] / 1e6:,.1f}",
-                f"{row['bound_us']:,.1f}",
-                *(str(row.get(name, "-")) for name in resources_of),
-                f"{row['moved'] / row['bytes']:.2f}",
-                f"{row['xla_moved'] / row['bytes']:.2f}",
-                str(row["xla_kernels"]),
+                f"{row['bytes'] / config.bandwidth * 1e6:,.1f}",
+                *(str(row.get(name, "")) for name in resources_of),
+                f"{row['moved'] / row['bytes']:.2f}" if row["moved"] else "",
+                f"{row['xla_moved'] / row['bytes']:.2f}" if "xla_moved" in row else "",
+                str(row.get("xla_kernels", "")),
             )
         )
     print_table(f"Kernels, compiled for {config.device}", headers, cells)

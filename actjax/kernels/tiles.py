@@ -187,7 +187,7 @@ def slice_count(bits: Sequence[int]) -> int:
 
     Those that share a byte of the narrowest plane, and two at least, which share random words.
     """
-    return max(2, *(8 // width for one in bits for width in PLANES[one]))
+    return max([2, *(8 // width for one in bits for width in PLANES[one])])
 
 
 def shifts(part: Part, seed: Any, features: int, group: int) -> Callable[[int], jax.Array]:
@@ -325,34 +325,61 @@ class CodeRefs:
         return codes
 
 
-def code_operands(code: fmt.QuantizedCode) -> tuple[list[jax.Array], Callable[..., CodeRefs]]:
-    """Returns the arrays of a code as a kernel takes them, and what makes `CodeRefs` of as many.
+@dataclasses.dataclass(frozen=True)
+class ArrayRef:
+    """A reference to an array of rows that is as it is, to be read like `CodeRefs`.
+
+    Attributes:
+      array: [T, d].
+    """
+
+    array: Any
+
+    def decode(self, part: Part) -> list[jax.Array]:
+        """Returns each slice of a part, float32."""
+        return [
+            load(self.array, part.token, part.feature(i), part.exists(i)).astype(jnp.float32)
+            for i in range(part.slices)
+        ]
+
+
+def operands(
+    x: fmt.QuantizedCode | jax.Array,
+) -> tuple[list[jax.Array], Callable[..., CodeRefs | ArrayRef]]:
+    """Returns the arrays of an operand as a kernel takes them, and what binds as many references.
 
     Args:
-      code: of an activation [..., d].
+      x: an activation [..., d], or a code of it.
     """
-    step = code.step[None] if code.format.scaling == "channel" else rows(code.step)
+    if not isinstance(x, fmt.QuantizedCode):
+        return [rows(x)], ArrayRef
     arrays = {
-        **{f"plane{i}": rows(plane) for i, plane in enumerate(code.planes)},
-        "step": step,
-        **({} if code.low is None else {"low": rows(code.low)}),
-        **({} if code.seed is None else {"seed": code.seed}),
+        **{f"plane{i}": rows(plane) for i, plane in enumerate(x.planes)},
+        "step": x.step[None] if x.format.scaling == "channel" else rows(x.step),
+        **({} if x.low is None else {"low": rows(x.low)}),
+        **({} if x.seed is None else {"seed": x.seed}),
     }
-    if code.channels is not None:
-        arrays |= {
-            "outliers": rows(code.outliers),
-            "position": positions(code.channels, code.features),
-        }
+    if x.channels is not None:
+        arrays["outliers"] = rows(x.outliers)
+        arrays["position"] = positions(x.channels, x.features)
 
     def bind(*refs: Any) -> CodeRefs:
         given = dict(zip(arrays, refs, strict=True))
-        planes = tuple(given[f"plane{i}"] for i in range(len(code.planes)))
+        planes = tuple(given[f"plane{i}"] for i in range(len(x.planes)))
         others = (given.get(name) for name in ("low", "step", "outliers", "position", "seed"))
-        return CodeRefs(
-            planes, *others, features=code.features, dtype=code.dtype, format=code.format
-        )
+        return CodeRefs(planes, *others, x.features, x.dtype, x.format)
 
     return list(arrays.values()), bind
+
+
+def group_of(x: fmt.QuantizedCode | jax.Array) -> int:
+    """Returns the features of a group of an operand: of an array, the most that fit a power of two.
+
+    Up to 128.
+    """
+    if isinstance(x, fmt.QuantizedCode):
+        return x.format.group
+    return min(128, x.shape[-1] & -x.shape[-1]) or 1
 
 
 def rows(x: jax.Array) -> jax.Array:
@@ -366,6 +393,15 @@ def positions(channels: jax.Array, features: int) -> jax.Array:
     return jnp.full((1, features), -1, jnp.int32).at[0, channels].set(count)
 
 
+def refuses_operand(x: fmt.QuantizedCode | jax.Array, shape: Sequence[int]) -> str | None:
+    """Returns why tiles cannot hold an operand of some shape; None if they can."""
+    if isinstance(x, fmt.QuantizedCode):
+        return refuses(x.format, x.dtype, shape)
+    if group_of(x) < 16:
+        return f"takes a multiple of 16 features, got {shape[-1]}"
+    return _refuses_array(x.dtype, shape)
+
+
 def refuses(format: fmt.Format, dtype: Any, shape: Sequence[int]) -> str | None:
     """Returns why tiles cannot hold activations of a shape, stored in a format; None if they can.
 
@@ -374,14 +410,16 @@ def refuses(format: fmt.Format, dtype: Any, shape: Sequence[int]) -> str | None:
       dtype: of the activation.
       shape: of the activation, [..., d].
     """
-    if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        return f"takes numbers of 16 or 32 bits, got {dtype}"
-    if 0 in shape:
-        return f"takes arrays that are not empty, got shape {tuple(shape)}"
     if format.group < 16 or format.group & (format.group - 1) or format.group > 1024:
         return f"takes groups of 16, 32, ... 1024 features, got group={format.group}"
     if format.scale_dtype == "float16":
         return "takes scales in bfloat16 or float32, got scale_dtype='float16'"
     if format.rotate:
         return "does not rotate, got rotate=True"
-    return None
+    return _refuses_array(dtype, shape)
+
+
+def _refuses_array(dtype: Any, shape: Sequence[int]) -> str | None:
+    if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"takes numbers of 16 or 32 bits, got {dtype}"
+    return f"takes arrays that are not empty, got shape {tuple(shape)}" if 0 in shape else None

@@ -200,7 +200,7 @@ def _fused_bwd(before, operator, names, residuals, dzs):
         weights = tap_again(held)
         # The linear operator itself is not computed again: only its input is.
         dx = input_grad(weights, dzs)
-        x, dactivations, dothers = differentiate(before, codes, codecs, others, dx)
+        x, dactivations, dothers = differentiate(before, codes, codecs, others, dx, with_value=True)
         dweights, dbiases = parameter_grads(x, weights, biases, dzs)
     return dactivations, dothers, dweights, dbiases, None, None
 

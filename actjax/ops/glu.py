@@ -72,10 +72,14 @@ class Activate:
         return _swiglu("", *activations)
 
     def from_codes(
-        self, codes: tuple[QuantizedCode, QuantizedCode], _: tuple[()], cotangent: jax.Array
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array], tuple[()]]:
+        self,
+        codes: tuple[QuantizedCode, QuantizedCode],
+        _: tuple[()],
+        cotangent: jax.Array,
+        with_value: bool,
+    ) -> tuple[jax.Array | None, tuple[jax.Array, jax.Array], tuple[()]]:
         """As `actjax.checkpointing.FromCodes`."""
-        value, dgate, dup = swiglu_backward(*codes, cotangent)
+        value, dgate, dup = swiglu_backward(*codes, cotangent, with_value=with_value)
         return value, (dgate, dup), ()
 
 

@@ -9,7 +9,7 @@ from actjax.checkpointing import coded_call
 from actjax.codecs import Codec, Exact
 from actjax.kernels.format import QuantizedCode
 from actjax.kernels.rms_norm_backward.api import rms_norm_backward
-from actjax.kernels.rms_norm_backward.reference import grads, normalize
+from actjax.kernels.rms_norm_backward.reference import normalize
 from actjax.ops.checks import all_exact, check_codecs, check_floating
 from actjax.precision import accumulation_dtype
 from actjax.tags import keep
@@ -75,10 +75,15 @@ class Normalize:
         return _rms_norm(self.eps, "", *activations, scale)
 
     def from_codes(
-        self, codes: tuple[QuantizedCode], scale: jax.Array, cotangent: jax.Array
-    ) -> tuple[jax.Array, tuple[jax.Array], jax.Array]:
+        self,
+        codes: tuple[QuantizedCode],
+        scale: jax.Array,
+        cotangent: jax.Array,
+        with_value: bool,
+    ) -> tuple[jax.Array | None, tuple[jax.Array], jax.Array]:
         """As `actjax.checkpointing.FromCodes`."""
-        value, dx, dscale = rms_norm_backward(*codes, scale, cotangent, eps=self.eps)
+        settings = {"eps": self.eps, "with_value": with_value}
+        value, dx, dscale = rms_norm_backward(*codes, scale, cotangent, **settings)
         return value, (dx,), dscale
 
 
@@ -99,10 +104,8 @@ def _rms_norm_bwd(eps, name, residuals, dy):
     del name
     x, scale = residuals
     with jax.named_scope("actjax.rms_norm"):
-        wide = accumulation_dtype(x.dtype)
-        unit, inverse = normalize(x.astype(wide), eps)
-        dx, dscale = grads(unit, inverse, scale.astype(wide), dy.astype(wide))
-    return dx.astype(x.dtype), dscale.astype(scale.dtype)
+        _, dx, dscale = rms_norm_backward(x, scale, dy, eps=eps, with_value=False)
+    return dx, dscale
 
 
 _rms_norm.defvjp(_rms_norm_fwd, _rms_norm_bwd)

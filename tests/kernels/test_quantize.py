@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.closeness import TINY, assert_near, assert_same, f64, normal
+from kernels.kernel_cases import PLANES, TINY, assert_near, assert_same, f64, normal
 
 from actjax import Quantized
 from actjax.kernels.dequantize.api import dequantize
@@ -19,7 +19,6 @@ from actjax.kernels.quantize.api import quantize
 
 IMPLEMENTATIONS = ("reference", "interpreted")
 SEED = np.array([0x1234567, 0x89ABCDEF], np.uint32)
-PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
 
 # Codec, dtype, shape, outlier channels. Features are whole groups, whole ones and a rest, or a rest
 # alone, even or odd; few rows have both, since it is compilation that takes the time.

@@ -14,7 +14,7 @@ from actjax.kernels.format import QuantizedCode
 def dequantize(code: QuantizedCode, *, interpret: bool = False) -> jax.Array:
     """As `actjax.kernels.dequantize.api.dequantize`."""
     lead = code.planes[0].shape[:-1]
-    arrays, bind = tiles.code_operands(code)
+    arrays, bind = tiles.operands(code)
     grid = tiles.grid_of(math.prod(lead), code.features, code.format.group)
 
     def kernel(*refs: Any) -> None:

@@ -1,4 +1,4 @@
-"""The backward pass of RMS normalisation from a code of its input."""
+"""The backward pass of RMS normalisation from its input, or a code of it."""
 
 import jax
 
@@ -9,42 +9,52 @@ from actjax.kernels.rms_norm_backward import pallas, reference
 
 
 def rms_norm_backward(
-    x: QuantizedCode,
+    x: QuantizedCode | jax.Array,
     scale: jax.Array,
     dy: jax.Array,
     *,
     eps: float = 1e-6,
+    with_value: bool = True,
     implementation: Implementation | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns `x / sqrt(mean(x²) + eps) * scale` and the gradients, at what the code stands for.
+) -> tuple[jax.Array | None, jax.Array, jax.Array]:
+    """Returns `x / sqrt(mean(x²) + eps) * scale` and the gradients, at what a code stands for.
 
-    Reads the code and `dy` once, and writes each result once; the gradient of `scale` is summed in
+    Reads `x` and `dy` once, and writes each result once; the gradient of `scale` is summed in
     a fixed order. The value is what a linear operator after it takes for its own gradient.
 
     Args:
-      x: code of [..., d].
+      x: [..., d], or a code of that.
       scale: [d].
       dy: gradient of the value, [..., d].
       eps: added to the mean square.
+      with_value: whether the value is wanted.
       implementation: what computes it; None for the best that applies.
 
     Returns:
-      The value and the gradient of `x`, [..., d] in the dtype of `x`, and the gradient of `scale`,
-      [d] in its dtype; computed in float32.
+      The value (None if not wanted) and the gradient of `x`, [..., d] in the dtype of `x`, and the
+      gradient of `scale`, [d] in its dtype; computed in float32.
 
     Raises:
       ValueError: an implementation that cannot.
     """
-    return KERNEL(x, scale, dy, eps=eps, implementation=implementation)
+    return KERNEL(x, scale, dy, eps=eps, with_value=with_value, implementation=implementation)
 
 
-def _refuses(x: QuantizedCode, scale: jax.Array, dy: jax.Array, *, eps: float) -> str | None:
-    del scale, eps
-    if dy.shape[-1] > pallas.LARGEST:
-        return f"holds whole rows, of up to {pallas.LARGEST} features, got {dy.shape[-1]}"
-    if dy.shape[-1] % x.format.group:
-        return f"takes whole groups, got {dy.shape[-1]} features in groups of {x.format.group}"
-    return tiles.refuses(x.format, x.dtype, dy.shape)
+def _refuses(
+    x: QuantizedCode | jax.Array,
+    scale: jax.Array,
+    dy: jax.Array,
+    *,
+    eps: float,
+    with_value: bool,
+) -> str | None:
+    del scale, eps, with_value
+    features, group = dy.shape[-1], tiles.group_of(x)
+    if features > pallas.LARGEST:
+        return f"holds whole rows, of up to {pallas.LARGEST} features, got {features}"
+    if features % group:
+        return f"takes whole groups, got {features} features in groups of {group}"
+    return tiles.refuses_operand(x, dy.shape)
 
 
 KERNEL = Kernel(

@@ -22,26 +22,33 @@ Of each the gradient of the scale is written."""
 
 
 def rms_norm_backward(
-    x: QuantizedCode, scale: jax.Array, dy: jax.Array, *, eps: float, interpret: bool = False
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    x: QuantizedCode | jax.Array,
+    scale: jax.Array,
+    dy: jax.Array,
+    *,
+    eps: float,
+    with_value: bool,
+    interpret: bool = False,
+) -> tuple[jax.Array | None, jax.Array, jax.Array]:
     """As `actjax.kernels.rms_norm_backward.api.rms_norm_backward`."""
     features, tokens = dy.shape[-1], math.prod(dy.shape[:-1])
-    arrays, bind = tiles.code_operands(x)
-    groups = features // x.format.group
+    arrays, bind = tiles.operands(x)
+    size = tiles.group_of(x)
+    groups = features // size
     tile_groups = pl.next_power_of_2(groups)
     rows = pl.cdiv(tokens, _PROGRAMS)
     programs = pl.cdiv(tokens, rows)
-    slices = tiles.slice_count([x.format.bits])
+    slices = tiles.slice_count([x.format.bits] if isinstance(x, QuantizedCode) else [])
 
     def kernel(*refs: Any) -> None:
         coded = bind(*refs[: len(arrays)])
-        scale_ref, dy_ref, value_ref, dx_ref, dscale_ref = refs[len(arrays) :]
+        scale_ref, dy_ref, *value_refs, dx_ref, dscale_ref = refs[len(arrays) :]
         group = jax.lax.broadcasted_iota(jnp.int32, (1, tile_groups, 1), 1)
         first = pl.program_id(0) * rows
 
         def part_of(token: Any, limit: int | None) -> tiles.Part:
             some = groups if tile_groups > groups else None
-            return tiles.Part(token, limit, group, some, x.format.group, 0, 0, slices)
+            return tiles.Part(token, limit, group, some, size, 0, 0, slices)
 
         row_part = part_of(jnp.zeros((1, 1, 1), jnp.int32), None)
         factors = [
@@ -69,7 +76,8 @@ def rms_norm_backward(
             along = along * np.float32(1 / features)
             for n, (unit, dunit) in enumerate(zip(units, dunits, strict=True)):
                 place = token, part.feature(n)
-                tiles.store(value_ref, *place, unit * factors[n], masks[n])
+                for value_ref in value_refs:
+                    tiles.store(value_ref, *place, unit * factors[n], masks[n])
                 tiles.store(dx_ref, *place, inverse * (dunit - unit * along), masks[n])
             return tuple(s + dy * u for s, dy, u in zip(sums, cotangents, units, strict=True))
 
@@ -81,16 +89,17 @@ def rms_norm_backward(
             tiles.store(dscale_ref, program, row_part.feature(n), total, row_part.exists(n))
 
     shape = jax.ShapeDtypeStruct((tokens, features), x.dtype)
-    value, dx, dscale = pl.pallas_call(
+    sums = jax.ShapeDtypeStruct((programs, features), jnp.float32)
+    *value, dx, dscale = pl.pallas_call(
         kernel,
         grid=(programs,),
-        out_shape=(shape, shape, jax.ShapeDtypeStruct((programs, features), jnp.float32)),
+        out_shape=(*[shape] * with_value, shape, sums),
         compiler_params=plgpu.CompilerParams(num_warps=_warps(features), num_stages=1),
         interpret=interpret,
         name="actjax_rms_norm_backward",
     )(*arrays, scale[None], tiles.rows(dy))
     dscale = jnp.sum(dscale, axis=0).astype(scale.dtype)
-    return value.reshape(dy.shape), dx.reshape(dy.shape), dscale
+    return value[0].reshape(dy.shape) if value else None, dx.reshape(dy.shape), dscale
 
 
 def _warps(features: int) -> int:

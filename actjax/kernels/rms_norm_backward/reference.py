@@ -9,14 +9,20 @@ from actjax.precision import accumulation_dtype
 
 
 def rms_norm_backward(
-    x: QuantizedCode, scale: jax.Array, dy: jax.Array, *, eps: float
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    x: QuantizedCode | jax.Array,
+    scale: jax.Array,
+    dy: jax.Array,
+    *,
+    eps: float,
+    with_value: bool,
+) -> tuple[jax.Array | None, jax.Array, jax.Array]:
     """As `actjax.kernels.rms_norm_backward.api.rms_norm_backward`."""
     wide = accumulation_dtype(x.dtype)
-    unit, inverse = normalize(dequantize(x).astype(wide), eps)
+    decoded = dequantize(x) if isinstance(x, QuantizedCode) else x
+    unit, inverse = normalize(decoded.astype(wide), eps)
     dx, dscale = grads(unit, inverse, scale.astype(wide), dy.astype(wide))
-    value = unit * scale.astype(wide)
-    return value.astype(x.dtype), dx.astype(x.dtype), dscale.astype(scale.dtype)
+    value = (unit * scale.astype(wide)).astype(x.dtype) if with_value else None
+    return value, dx.astype(x.dtype), dscale.astype(scale.dtype)
 
 
 def normalize(x: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:

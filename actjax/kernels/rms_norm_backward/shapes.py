@@ -11,13 +11,13 @@ from actjax.kernels.format import Format
 
 
 def _make(
-    key: jax.Array, tokens: int, features: int, format: Format, dtype: Any
+    key: jax.Array, tokens: int, features: int, format: Format | None, dtype: Any
 ) -> tuple[Any, ...]:
-    keys = jax.random.split(key, 3)
+    keys, shape = jax.random.split(key, 3), (tokens, features)
     return (
-        code(keys[0], (tokens, features), format, dtype),
+        normal(keys[0], shape, dtype) if format is None else code(keys[0], shape, format, dtype),
         normal(keys[1], (features,), dtype),
-        normal(keys[2], (tokens, features), dtype),
+        normal(keys[2], shape, dtype),
     )
 
 
@@ -25,19 +25,22 @@ def _case(
     name: str,
     tokens: int,
     features: int,
-    bits: int,
+    bits: int | None,
     dtype: Any = jnp.bfloat16,
     small: bool = False,
     **changes: Any,
 ) -> Case:
-    format = format_of(bits, **changes)
+    format = None if bits is None else format_of(bits, **changes)
     make = functools.partial(_make, tokens=tokens, features=features, format=format, dtype=dtype)
-    return Case(name, make, {"eps": 1e-6}, small)
+    return Case(name, make, {"eps": 1e-6, "with_value": bits is not None}, small)
 
 
 CASES = (
     _case("whole groups", 9, 256, 4, small=True),
     _case("three groups, dither", 5, 192, 2, jnp.float32, True, group=64, rounding="dither"),
+    _case("exact", 7, 48, None, small=True),
+    _case("llama_1b, exact", TOKENS, 2048, None),
+    _case("llama_7b, exact", TOKENS, 4096, None),
     _case("llama_60m, 4 bits", TOKENS, 512, 4),
     _case("llama_350m, 4 bits", TOKENS, 1024, 4),
     _case("llama_1b, 4 bits", TOKENS, 2048, 4),

@@ -13,8 +13,9 @@ def swiglu_backward(
     up: QuantizedCode,
     dy: jax.Array,
     *,
+    with_value: bool = True,
     implementation: Implementation | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array | None, jax.Array, jax.Array]:
     """Returns `silu(gate) * up` and the gradients of `gate` and `up`, at what the codes stand for.
 
     Reads each code and `dy` once, and writes each result once. The value is what a linear operator
@@ -24,18 +25,22 @@ def swiglu_backward(
       gate: code of [..., f].
       up: code of the same shape and dtype, of as large groups.
       dy: gradient of the value, [..., f].
+      with_value: whether the value is wanted.
       implementation: what computes it; None for the best that applies.
 
     Returns:
-      Three of [..., f], in the dtype of `gate`, computed in float32.
+      Three of [..., f], in the dtype of `gate`, computed in float32; the first None if not wanted.
 
     Raises:
       ValueError: an implementation that cannot.
     """
-    return KERNEL(gate, up, dy, implementation=implementation)
+    return KERNEL(gate, up, dy, with_value=with_value, implementation=implementation)
 
 
-def _refuses(gate: QuantizedCode, up: QuantizedCode, dy: jax.Array) -> str | None:
+def _refuses(
+    gate: QuantizedCode, up: QuantizedCode, dy: jax.Array, *, with_value: bool
+) -> str | None:
+    del with_value
     if gate.format.group != up.format.group:
         groups = f"{gate.format.group} and {up.format.group}"
         return f"takes groups of one size for `gate` and `up`, got {groups}"

@@ -14,12 +14,17 @@ from actjax.kernels.swiglu_backward.reference import value_and_grads
 
 
 def swiglu_backward(
-    gate: QuantizedCode, up: QuantizedCode, dy: jax.Array, *, interpret: bool = False
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    gate: QuantizedCode,
+    up: QuantizedCode,
+    dy: jax.Array,
+    *,
+    with_value: bool,
+    interpret: bool = False,
+) -> tuple[jax.Array | None, jax.Array, jax.Array]:
     """As `actjax.kernels.swiglu_backward.api.swiglu_backward`."""
     features, tokens = dy.shape[-1], math.prod(dy.shape[:-1])
-    gate_arrays, bind_gate = tiles.code_operands(gate)
-    up_arrays, bind_up = tiles.code_operands(up)
+    gate_arrays, bind_gate = tiles.operands(gate)
+    up_arrays, bind_up = tiles.operands(up)
     grid = tiles.grid_of(tokens, features, gate.format.group, numbers=2048)
     slices = tiles.slice_count([gate.format.bits, up.format.bits])
 
@@ -35,8 +40,10 @@ def swiglu_backward(
                 place = part.token, part.feature(number)
                 mask = part.exists(number)
                 cotangent = tiles.load(dy_ref, *place, mask).astype(jnp.float32)
-                for ref, value in zip(outputs, value_and_grads(g, u, cotangent), strict=True):
-                    tiles.store(ref, *place, value, mask)
+                results = value_and_grads(g, u, cotangent)
+                wanted = results if with_value else results[1:]
+                for ref, result in zip(outputs, wanted, strict=True):
+                    tiles.store(ref, *place, result, mask)
 
         grid.run(body)
 
@@ -44,9 +51,10 @@ def swiglu_backward(
     results = pl.pallas_call(
         kernel,
         grid=grid.programs,
-        out_shape=(shape,) * 3,
+        out_shape=(shape,) * (2 + with_value),
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="actjax_swiglu_backward",
     )(*gate_arrays, *up_arrays, tiles.rows(dy))
-    return tuple(x.reshape(dy.shape) for x in results)
+    *value, dgate, dup = (x.reshape(dy.shape) for x in results)
+    return value[0] if value else None, dgate, dup

@@ -8,13 +8,13 @@ from actjax.precision import accumulation_dtype
 
 
 def swiglu_backward(
-    gate: QuantizedCode, up: QuantizedCode, dy: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    gate: QuantizedCode, up: QuantizedCode, dy: jax.Array, *, with_value: bool
+) -> tuple[jax.Array | None, jax.Array, jax.Array]:
     """As `actjax.kernels.swiglu_backward.api.swiglu_backward`."""
     wide = accumulation_dtype(gate.dtype)
     g, u = dequantize(gate).astype(wide), dequantize(up).astype(wide)
-    results = value_and_grads(g, u, dy.astype(wide))
-    return tuple(x.astype(gate.dtype) for x in results)  # type: ignore[return-value]
+    value, dgate, dup = (x.astype(gate.dtype) for x in value_and_grads(g, u, dy.astype(wide)))
+    return value if with_value else None, dgate, dup
 
 
 def value_and_grads(

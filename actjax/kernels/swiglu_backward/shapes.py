@@ -33,7 +33,7 @@ def _case(
 ) -> Case:
     formats = {"gate": format_of(gate, **changes), "up": format_of(up, **changes)}
     make = functools.partial(_make, tokens=tokens, features=features, dtype=dtype, **formats)
-    return Case(name, make, small=small)
+    return Case(name, make, {"with_value": True}, small)
 
 
 CASES = (

@@ -1,0 +1,226 @@
+"""Tests of actjax/kernels/adam_8bit and the transform made of it: Adam on moments in 8 bits."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from kernels.kernel_cases import TINY, f64, normal
+from optim.optim_oracles import blockwise_round_trip
+
+import actjax
+from actjax.kernels.adam_8bit.api import adam_8bit
+from actjax.kernels.blockwise import Blockwise, blockwise_zeros
+from actjax.optim import eight_bit, scale_by_adam_8bit
+
+HYPER = {"b1": 0.9, "b2": 0.99, "eps": 1e-6, "eps_root": 1e-9}
+LEVEL = 4e-7
+"""What a decoded level is off by, of itself: tests/optim/test_eight_bit.py, and a product."""
+
+both = pytest.mark.parametrize("implementation", ["reference", "interpreted"])
+
+# Shape, block, dtype of gradients: blocks that are whole and not, rows of less than one, a scalar
+# block, and many.
+CASES = [
+    ((5, 70), 32, "float32"),
+    ((2, 3, 20), 64, "bfloat16"),
+    ((1100, 3), 256, "float16"),
+]
+
+every = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def stepped(implementation, grad, mu, nu, corrections):
+    return adam_8bit(grad, mu, nu, corrections, **HYPER, implementation=implementation)
+
+
+def moments(shape, block, seed=0):
+    """Moments of any codes, a block of zeros, and a row of second moments that are zero."""
+    rng = np.random.default_rng(seed)
+    mu, nu = (blockwise_zeros(shape, "float32", unsigned=u, block=block) for u in (False, True))
+    codes = rng.integers(-127, 128, shape), rng.integers(1, 256, shape)
+    scales = [10.0 ** rng.uniform(-3, 1, mu.scales.shape) for _ in range(2)]
+    # A second moment is at least the square of the first, but for what is forgotten.
+    scales[1] = scales[0] ** 2 * (1 + scales[1])
+    codes[1][..., -1, :] = 0
+    scales[0][..., 0, 0] = 0
+    return (
+        dataclasses.replace(old, codes=c.astype(old.codes.dtype), scales=s.astype("float32"))
+        for old, c, s in zip((mu, nu), codes, scales, strict=True)
+    )
+
+
+decoded = jax.jit(Blockwise.decode)
+
+
+@every
+def test_a_step_is_that_of_adam_at_the_decoded_moments(case):
+    shape, block, dtype = case
+    mu, nu = moments(shape, block)
+    grad = normal(*shape, seed=1).astype(dtype)
+    # Nothing has a gradient but some, or its moments are what they were.
+    grad[..., ::4] = 0
+    corrections = np.float32([0.19, 0.0199])
+    results = {
+        name: stepped(name, grad, mu, nu, corrections) for name in ("reference", "interpreted")
+    }
+
+    m, v, g = f64(decoded(mu)), f64(decoded(nu)), f64(grad)
+    first, second = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+    divisor = np.sqrt(second / f64(corrections)[1] + 1e-9) + 1e-6
+    want = first / f64(corrections)[0] / divisor
+    # A level, then a product and a sum for each moment; of the second half, by the root; a decay in
+    # float32; two quotients, a root and two sums.
+    scale = (0.9 * abs(m) + 0.1 * abs(g)) / f64(corrections)[0] / divisor
+    slack = (2 * LEVEL + 20 * TINY) * scale
+    for update, new_mu, new_nu in results.values():
+        assert update.dtype == "float32"
+        assert np.all(abs(f64(update) - want) <= slack)
+        for old, new, exact in ((mu, new_mu, first), (nu, new_nu, second)):
+            assert jax.tree.structure(old) == jax.tree.structure(new)
+            assert_nearest(new, exact, (0.9 * abs(m) + 0.1 * abs(g)) if old is mu else second)
+
+    # No number is so near to the middle of two levels that rounding decides.
+    for a, b in zip(results["interpreted"][1:], results["reference"][1:], strict=True):
+        np.testing.assert_array_equal(a.codes, b.codes)
+        np.testing.assert_allclose(a.scales, b.scales, rtol=8 * TINY)
+
+
+def assert_nearest(code, exact, terms):
+    """Holds codes to be no farther than the nearest levels, but for what `exact` is off by."""
+    unsigned = code.codes.dtype == np.uint8
+    want = blockwise_round_trip(exact, unsigned, code.block)
+    if unsigned:
+        # What is positive is never zero, so that nothing is divided by that.
+        np.testing.assert_array_equal(np.asarray(code.codes) > 0, exact > 0)
+    slack = (2 * LEVEL + 8 * TINY) * np.maximum(terms, abs(want))
+    assert np.all(abs(f64(decoded(code)) - exact) <= abs(want - exact) + slack)
+
+
+# As a transform.
+
+
+def trees(steps, scale=1.0):
+    """Parameters, of which some are small and some are none, and gradients of each step."""
+    shapes = {"w": (6, 40), "layers": [(3, 2, 17), (5,)], "scalar": ()}
+    params = jax.tree.map(lambda s: jnp.zeros(s), shapes, is_leaf=lambda s: isinstance(s, tuple))
+
+    def gradient(step):
+        flat, treedef = jax.tree.flatten(params)
+        drawn = [
+            jnp.asarray(scale * normal(*x.shape, seed=10 * step + i), x.dtype)
+            for i, x in enumerate(flat)
+        ]
+        return {**treedef.unflatten(drawn), "none": None}
+
+    return {**params, "none": None}, [gradient(step) for step in range(steps)]
+
+
+SETTINGS = {"block": 16, "min_size": 50}
+
+updates_of = {
+    "eight_bit": jax.jit(eight_bit(optax.scale_by_adam(), **SETTINGS).update),
+    "default": jax.jit(scale_by_adam_8bit(**SETTINGS).update),
+    "interpreted": jax.jit(lambda *args: scale_by_adam_8bit(**SETTINGS).update(*args)),
+}
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.0, 1e15, 1e-15])
+@pytest.mark.parametrize("name", ["default", "interpreted"])
+def test_it_is_eight_bit_adam(name, scale):
+    params, gradients = trees(5, scale)
+    state = scale_by_adam_8bit(**SETTINGS).init(params)
+    want_state = eight_bit(optax.scale_by_adam(), **SETTINGS).init(params)
+    jax.tree.map(np.testing.assert_array_equal, state, want_state)
+    for gradient in gradients:
+        with actjax.kernels.use("interpreted" if name == "interpreted" else None):
+            updates, state = updates_of[name](gradient, state)
+        want, want_state = updates_of["eight_bit"](gradient, want_state)
+        assert jax.tree.structure(updates) == jax.tree.structure(want)
+        assert jax.tree.structure(state) == jax.tree.structure(want_state)
+        for got, expected in zip(jax.tree.leaves(updates), jax.tree.leaves(want), strict=True):
+            assert np.isfinite(got).all()
+            # Decoded moments are floats of the same codes; of a sum of two terms some cancel.
+            np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+        for got, expected in zip(jax.tree.leaves(state), jax.tree.leaves(want_state), strict=True):
+            if jnp.issubdtype(got.dtype, jnp.integer):
+                np.testing.assert_array_equal(got, expected, strict=True)
+            else:
+                np.testing.assert_allclose(got, expected, rtol=1e-5, atol=0)
+
+
+def test_small_arrays_stay_in_float32():
+    params, _ = trees(0)
+    state = scale_by_adam_8bit(**SETTINGS).init(params).inner
+    for moment, dtype in ((state.mu, "int8"), (state.nu, "uint8")):
+        assert moment["w"].codes.dtype == dtype
+        assert moment["layers"][0].codes.dtype == dtype
+        assert moment["layers"][1].dtype == moment["scalar"].dtype == "float32"
+        assert moment["none"] is None
+
+
+def test_without_gradients_nothing_moves():
+    params, (gradient,) = trees(1, 0.0)
+    updates, state = updates_of["default"](gradient, scale_by_adam_8bit(**SETTINGS).init(params))
+    for leaf in jax.tree.leaves(updates) + jax.tree.leaves((state.inner.mu, state.inner.nu)):
+        np.testing.assert_array_equal(leaf, 0)
+    assert state.inner.count == 1
+
+
+def test_gradients_of_16_bits_are_taken_in_float32():
+    params, (gradient,) = trees(1)
+    rounded = jax.tree.map(lambda g: g.astype("bfloat16"), gradient)
+    transform = scale_by_adam_8bit(**SETTINGS)
+    state = transform.init(jax.tree.map(lambda x: x.astype("bfloat16"), params))
+    jax.tree.map(np.testing.assert_array_equal, state, transform.init(params))
+    got = jax.jit(transform.update)(rounded, state)
+    want = updates_of["default"](jax.tree.map(lambda g: g.astype("float32"), rounded), state)
+    assert {leaf.dtype for leaf in jax.tree.leaves(got[0])} == {jnp.dtype("float32")}
+    # One program in each case, of the same operations.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=0), got, want)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"b1": 1.0}, r"`b1` of scale_by_adam_8bit must be in \[0, 1\), got 1.0"),
+        ({"b1": -0.1}, r"`b1` of scale_by_adam_8bit must be in \[0, 1\), got -0.1"),
+        ({"b2": float("nan")}, r"`b2` of scale_by_adam_8bit must be in \[0, 1\), got nan"),
+        ({"eps": -1e-8}, "`eps` of scale_by_adam_8bit must be >= 0, got -1e-08"),
+        ({"eps_root": float("nan")}, "`eps_root` of scale_by_adam_8bit must be >= 0, got nan"),
+        ({"block": 0}, "`block` of .* must be"),
+        ({"min_size": 0}, "`min_size` of .* must be"),
+    ],
+)
+def test_wrong_settings_are_named_with_what_came(settings, message):
+    with pytest.raises(ValueError, match=message):
+        scale_by_adam_8bit(**settings)
+
+
+def refused():
+    mu, nu = (blockwise_zeros((2, 8), "float32", unsigned=u) for u in (False, True))
+    linear = dataclasses.replace(mu, levels="linear")
+    halved = dataclasses.replace(nu, dtype=jnp.dtype("bfloat16"))
+    grad, long = (
+        np.ones((2, 8), "float32"),
+        [blockwise_zeros((1, 5000), "float32", unsigned=u, block=5000) for u in (False, True)],
+    )
+    return [
+        (np.ones((2, 8), "int32"), mu, nu, "gradients of 16 or 32 bits, got int32"),
+        (grad, linear, nu, "dynamic levels, got linear and dynamic"),
+        (grad, nu, mu, "`mu` in int8 and `nu` in uint8, got uint8 and int8"),
+        (grad, mu, halved, "moments of float32, got float32 and bfloat16"),
+        (np.ones((1, 5000), "float32"), *long, "blocks of one size up to 4096, got 5000, 5000"),
+        (grad, mu, dataclasses.replace(nu, block=4), "blocks of one size up to 4096, got 8, 4"),
+    ]
+
+
+@pytest.mark.parametrize("arguments", refused(), ids=lambda arguments: arguments[-1])
+def test_what_the_program_cannot_take(arguments):
+    *args, reason = arguments
+    with pytest.raises(ValueError, match=f"'interpreted' of adam_8bit takes {reason}"):
+        stepped("interpreted", *args, np.ones(2, "float32"))

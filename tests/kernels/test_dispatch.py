@@ -1,0 +1,277 @@
+"""Tests of actjax/kernels/dispatch.py: what computes a kernel, and what that changes: nothing."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+from kernels.kernel_cases import TINY, normal, random_code
+
+import actjax
+from actjax import Quantized
+from actjax.kernels.adam_8bit.api import adam_8bit
+from actjax.kernels.blockwise import blockwise_zeros
+from actjax.kernels.dequantize.api import dequantize
+from actjax.kernels.point_assignment.api import point_assignment
+from actjax.kernels.quantize.api import quantize
+from actjax.kernels.rms_norm_backward.api import rms_norm_backward
+from actjax.kernels.segment_sum.api import scaled_segment_sum
+from actjax.kernels.swiglu_backward.api import swiglu_backward
+
+CODEC = Quantized(4, group=16, scale_dtype="float32")
+X = normal(4, 32)
+CODE = random_code(CODEC, "float32", X.shape)
+MU, NU = (blockwise_zeros(X.shape, "float32", unsigned=unsigned) for unsigned in (False, True))
+
+# Every kernel, with options and arguments.
+KERNELS = {
+    "quantize": (functools.partial(quantize, format=CODEC.format), (X,)),
+    "dequantize": (dequantize, (CODE,)),
+    "swiglu_backward": (swiglu_backward, (CODE, CODE, X)),
+    "rms_norm_backward": (rms_norm_backward, (CODE, X[0], X)),
+    "point_assignment": (functools.partial(point_assignment, tolerance=0.9), (X, X[:2])),
+    "scaled_segment_sum": (
+        functools.partial(scaled_segment_sum, segments=2),
+        (np.arange(4, dtype=np.int32) % 2, X[:, 0], X),
+    ),
+    "adam_8bit": (
+        functools.partial(adam_8bit, b1=0.9, b2=0.99, eps=1e-8),
+        (X, MU, NU, np.ones(2, np.float32)),
+    ),
+}
+
+# What each refuses, and why.
+ROTATED = dataclasses.replace(CODEC, rotate=True)
+SMALL = dataclasses.replace(CODEC, group=8)
+HALF = dataclasses.replace(CODEC, scale_dtype="float16")
+REFUSED = [
+    ("quantize", {"format": ROTATED.format}, (X,), "does not rotate, got rotate=True"),
+    (
+        "quantize",
+        {"format": SMALL.format},
+        (X,),
+        "groups of 16, 32, ... 1024 features, got group=8",
+    ),
+    ("quantize", {"format": HALF.format}, (X,), "bfloat16 or float32, got scale_dtype='float16'"),
+    ("quantize", {}, (X[:0],), "takes arrays that are not empty, got shape (0, 32)"),
+    (
+        "dequantize",
+        {},
+        (dataclasses.replace(CODE, format=ROTATED.format),),
+        "does not rotate, got rotate=True",
+    ),
+]
+
+every = pytest.mark.parametrize("name", KERNELS)
+
+
+def uses_pallas(function, *args):
+    """Whether a program for some device is in what is traced."""
+    return "pallas_call" in str(jax.make_jaxpr(function)(*args))
+
+
+def chooses(function, *args):
+    """Whether what is traced depends on the platform."""
+    return "platform_index" in str(jax.make_jaxpr(function)(*args))
+
+
+def assert_equal(got, want):
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+# Names.
+
+
+@pytest.mark.parametrize("unknown", ["triton", "", "Reference", 1, True])
+def test_an_unknown_implementation_is_named(unknown):
+    known = "('reference', 'pallas', 'interpreted')"
+    message = f"`implementation` must be None or one of {known}, got {unknown!r}."
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        dequantize(CODE, implementation=unknown)
+    within = actjax.kernels.use(unknown)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"), within:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "args", "reason"), REFUSED, ids=[f"{r[0]} {r[-1]}" for r in REFUSED]
+)
+@pytest.mark.parametrize("implementation", ["pallas", "interpreted"])
+def test_an_implementation_that_cannot_says_why(name, options, args, reason, implementation):
+    kernel = functools.partial(KERNELS[name][0], **options)
+    pattern = (
+        f"^`implementation` '{implementation}' of {name} .*{re.escape(reason)}: use 'reference'"
+    )
+    with pytest.raises(ValueError, match=pattern):
+        kernel(*args, implementation=implementation)
+    # Where it is wished for and not demanded, the definition is computed.
+    with actjax.kernels.use(implementation):
+        assert not uses_pallas(lambda *args: kernel(*args), *args)
+    assert not uses_pallas(lambda *args: kernel(*args), *args)
+
+
+def test_compiled_for_a_gpu_there_is_none_on_a_cpu():
+    if jax.default_backend() != "cpu":
+        pytest.skip("there is a GPU")
+    function, args = KERNELS["dequantize"]
+    with pytest.raises(ValueError, match="interpret"):
+        jax.jit(functools.partial(function, implementation="pallas"))(*args)
+
+
+# The choice.
+
+
+@every
+def test_by_default_the_device_decides(name):
+    function, args = KERNELS[name]
+    assert chooses(lambda *args: function(*args), *args)
+    # One traced program, lowered for all.
+    traced = jax.jit(lambda *args: function(*args)).trace(*args)
+    for platform in ("cpu", "cuda", "tpu"):
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert ("triton" in text) == (platform == "cuda"), platform
+
+
+@every
+def test_a_name_is_obeyed(name):
+    function, args = KERNELS[name]
+    for implementation in ("reference", "interpreted", "pallas"):
+        named = functools.partial(function, implementation=implementation)
+        assert uses_pallas(named, *args) == (implementation != "reference")
+        assert not chooses(named, *args)
+        # Around a call, and for whatever else is in it.
+        with actjax.kernels.use(implementation):
+            assert uses_pallas(lambda *args: function(*args), *args) == (
+                implementation != "reference"
+            )
+            # A name given to a call is nearer.
+            reference = functools.partial(function, implementation="reference")
+            assert not uses_pallas(reference, *args)
+
+
+def test_on_a_cpu_the_default_is_the_reference():
+    if jax.default_backend() != "cpu":
+        pytest.skip("there is a GPU")
+    for name in ("quantize", "dequantize"):
+        function, args = KERNELS[name]
+        want = jax.jit(functools.partial(function, implementation="reference"))(*args)
+        assert_equal(jax.jit(lambda *args, f=function: f(*args))(*args), want)
+
+
+def test_what_is_compiled_is_compiled_again_where_another_is_asked_for():
+    traces = []
+
+    @jax.jit
+    def decoded(code):
+        traces.append(None)
+        return dequantize(code)
+
+    want = decoded(CODE)
+    text = decoded.lower(CODE).as_text()
+    assert len(traces) == 1
+    with actjax.kernels.use("interpreted"):
+        assert decoded.lower(CODE).as_text() != text
+        assert uses_pallas(decoded, CODE)
+        # Of powers of two, which are exact in any order.
+        assert_equal(decoded(CODE), want)
+        with actjax.kernels.use(None):
+            assert chooses(decoded, CODE)
+        with actjax.kernels.use("reference"):
+            assert not chooses(decoded, CODE)
+            assert not uses_pallas(decoded, CODE)
+        assert uses_pallas(decoded, CODE)
+    # As before, and nothing is traced for it.
+    count = len(traces)
+    assert decoded.lower(CODE).as_text() == text
+    assert len(traces) == count
+
+
+def test_an_error_within_leaves_the_choice_as_it_was():
+    with pytest.raises(ZeroDivisionError), actjax.kernels.use("interpreted"):
+        _ = 1 / 0
+    assert chooses(lambda code: dequantize(code), CODE)
+
+
+# Meshes.
+
+
+def test_where_xla_partitions_a_program_it_is_the_reference():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    spec = PartitionSpec("data")
+    for name in ("quantize", "rms_norm_backward"):
+        function, args = KERNELS[name]
+        plain = lambda *args, f=function: f(*args)  # noqa: E731
+        with jax.set_mesh(mesh):
+            assert not uses_pallas(plain, *args)
+            # Unless a name is given.
+            assert uses_pallas(functools.partial(function, implementation="interpreted"), *args)
+    function, args = KERNELS["quantize"]
+    with jax.set_mesh(mesh):
+        # Each device has its own part here, and nothing is partitioned.
+        own = jax.shard_map(lambda x: function(x), in_specs=spec, out_specs=spec, check_vma=False)
+        assert uses_pallas(own, X)
+        got = jax.jit(own)(X)
+    # Of rows nothing depends on others.
+    assert_equal(got, jax.jit(functools.partial(function, implementation="reference"))(X))
+
+
+def test_a_mesh_of_one_device_partitions_nothing():
+    function, args = KERNELS["dequantize"]
+    with jax.set_mesh(jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))):
+        assert chooses(lambda *args: function(*args), *args)
+
+
+# Transformations.
+
+
+def with_step(step, implementation=None):
+    code = dataclasses.replace(CODE, step=step)
+    return dequantize(code, implementation=implementation)
+
+
+@pytest.mark.parametrize("use", [None, "interpreted"])
+def test_derivatives_are_those_of_the_definition(use):
+    tangent, step = normal(*CODE.step.shape, seed=1), CODE.step
+    jvp = lambda name: jax.jvp(lambda s: with_step(s, name), (step,), (tangent,))  # noqa: E731
+    grad = lambda name: jax.grad(lambda s: jnp.vdot(with_step(s, name), X))(step)  # noqa: E731
+    backward = lambda name: jax.grad(  # noqa: E731
+        lambda dy: jnp.sum(swiglu_backward(CODE, CODE, dy, implementation=name)[1])
+    )(X)
+    for derivative, rtol in ((jvp, 0), (grad, 16 * TINY), (backward, 16 * TINY)):
+        want = jax.jit(functools.partial(derivative, "reference"))()
+        assert any(np.any(leaf) for leaf in jax.tree.leaves(want))
+        with actjax.kernels.use(use):
+            got = jax.jit(functools.partial(derivative, None))()
+        jax.tree.map(lambda a, b, r=rtol: np.testing.assert_allclose(a, b, rtol=r), got, want)
+
+
+def test_outlier_channels_pass_derivatives_on():
+    channels = np.int32([3, 17])
+
+    def outliers(x, implementation):
+        code = quantize(x, None, channels, format=CODEC.format, implementation=implementation)
+        return jnp.vdot(dequantize(code, implementation=implementation)[:, channels], X[:, :2])
+
+    # These are copied, and nothing else comes into them.
+    want = np.zeros_like(X)
+    want[:, channels] = X[:, :2]
+    for implementation in ("reference", "interpreted", None):
+        got = jax.jit(jax.grad(functools.partial(outliers, implementation=implementation)))(X)
+        np.testing.assert_array_equal(got, want)
+
+
+def test_vmap_is_a_call_for_each():
+    function, _ = KERNELS["scaled_segment_sum"]
+    index = np.arange(12, dtype=np.int32).reshape(3, 4) % 2
+    scale, values = X[:3, :4], np.stack([X + i for i in range(3)])
+    for implementation in (None, "interpreted"):
+        one = functools.partial(function, implementation=implementation)
+        got = jax.jit(jax.vmap(one))(index, scale, values)
+        alone = jax.jit(one)
+        for i in range(3):
+            want = alone(index[i], scale[i], values[i])
+            np.testing.assert_allclose(got[i], want, rtol=8 * TINY, atol=8 * TINY)

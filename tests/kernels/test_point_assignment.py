@@ -1,0 +1,160 @@
+"""Tests of actjax/kernels/point_assignment: to each token the point of the largest cosine."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from kernels.kernel_cases import TINY, f64, normal
+
+from actjax.kernels.point_assignment.api import point_assignment
+
+# Points, features, tokens, tolerance, dtype. Neither is a multiple of any tile.
+CASES = [
+    (1, 7, (2, 3), 0.0, "float32"),
+    (5, 96, (18,), float("inf"), "bfloat16"),
+    (16, 200, (33,), 0.9, "float32"),
+    (40, 96, (3, 24), 0.9, "float16"),
+]
+
+every = pytest.mark.parametrize("case", CASES, ids=str)
+both = pytest.mark.parametrize("implementation", ["reference", "interpreted"])
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def assigned(implementation, tolerance, x, points):
+    return point_assignment(x, points, tolerance=tolerance, implementation=implementation)
+
+
+def problem(count, features, shape, dtype):
+    """Tokens near and far from points; points of which one is zero, and two are the same."""
+    size = {"float16": 1e3, "float64": 1e100}.get(dtype, 1e30)
+    points = f64(normal(count, features, seed=1))
+    if count >= 5:
+        points[1] *= size
+        points[2] = 0
+        points[3] = points[0]
+        points[4] /= size
+    # From about the tolerance of 0.9 to a tenth of it.
+    tokens = int(np.prod(shape))
+    nearby = np.random.default_rng(2).integers(count, size=tokens)
+    lengths = np.linalg.norm(points, axis=-1, keepdims=True)
+    units = points / np.where(lengths > 0, lengths, 1)
+    noise = f64(normal(tokens, features, seed=3)) / np.sqrt(features)
+    x = np.linspace(-3, 3, tokens)[:, None] * units[nearby] + noise
+    kinds = np.arange(tokens) % 6
+    x[kinds == 1] *= size
+    x[kinds == 2] /= size
+    x[kinds == 3] = 0
+    x[kinds == 4, 1:] = 0
+    return x.reshape(*shape, features).astype(dtype), points.astype(dtype)
+
+
+def cosines(x, points):
+    """`|cos|` of every token and point, up to the length of the token; of zero points 0."""
+    lengths = np.linalg.norm(points, axis=-1)
+    return abs(x @ points.T) / np.where(lengths > 0, lengths, np.inf)
+
+
+def check(results, x, points, tolerance, unit):
+    """Holds indices, scales and what is kept to the docstring; each operation errs by `unit`."""
+    index, alpha, kept = (np.asarray(result) for result in results)
+    assert (index.dtype, kept.dtype) == (np.int32, bool)
+    assert index.shape == alpha.shape == kept.shape == x.shape[:-1]
+    x, points, features = f64(x), f64(points), x.shape[-1]
+    lengths, sizes = np.linalg.norm(points, axis=-1), np.linalg.norm(x, axis=-1)
+    scores = cosines(x, points)
+    # A sum of products, and the inverse of a length, which is the root of a sum of squares.
+    off = (2 * features + 8) * unit
+    got = np.take_along_axis(scores, index[..., None], -1)[..., 0]
+    assert np.all(got >= scores.max(-1) - off * sizes)
+    ordered = np.sort(scores, -1)
+    second = ordered[..., -2] if len(points) > 1 else -1
+    clear = ordered[..., -1] - second > off * sizes
+    # Of points that are the same the first one.
+    first = np.argmax(scores, -1)
+    np.testing.assert_array_equal(index[clear], first[clear])
+
+    chosen, length = points[index], lengths[index]
+    want = np.sum(x * chosen, -1) / np.where(length > 0, length, np.inf) ** 2
+    slack = off * sizes / np.where(length > 0, length, np.inf)
+    info = np.finfo(alpha.dtype)
+    assert not np.isnan(alpha).any()
+    finite = abs(want) < info.max / 2
+    assert np.all(abs(f64(alpha) - want)[finite] <= slack[finite] + info.tiny)
+    assert np.all(abs(alpha[~finite]) > info.max / 4)
+
+    if tolerance == np.inf:
+        assert kept.all()
+        return clear
+    rest = np.linalg.norm(x - want[..., None] * chosen, axis=-1)
+    # And a difference for each feature, of which none is above the length.
+    sure = abs(rest - tolerance * sizes) > 3 * off * sizes
+    np.testing.assert_array_equal(kept[sure], (rest <= tolerance * sizes)[sure])
+    # Nothing is as far as nothing.
+    assert kept[sizes == 0].all()
+    assert np.mean(sure[sizes > 0]) > 0.9
+    return clear
+
+
+@every
+@both
+def test_it_is_the_point_of_the_largest_cosine(case, implementation):
+    count, features, shape, tolerance, dtype = case
+    x, points = problem(count, features, shape, dtype)
+    results = assigned(implementation, tolerance, x, points)
+    assert results[1].dtype == "float32"
+    # The reference keeps points of 16 bits in these, scaled by a power of two, which is exact.
+    clear = check(results, x, points, tolerance, TINY)
+    nonzero = x.any(-1)
+    assert clear[nonzero].mean() > 0.5
+    index, kept = np.asarray(results[0]), np.asarray(results[2])
+    if count >= 5:
+        # The points 0 and 3 are one.
+        assert (index != 3).all()
+        assert (index == 0).any()
+    if tolerance == 0.9:
+        assert 0.2 < kept[nonzero].mean() < 0.9
+    if count == 1:
+        np.testing.assert_array_equal(index, 0)
+
+
+def test_the_reference_in_float64(x64):
+    x, points = problem(16, 33, (40,), "float64")
+    results = assigned("reference", 0.9, x, points)
+    assert results[1].dtype == "float64"
+    check(results, x, points, 0.9, 2.0**-53)
+
+
+@both
+def test_ties_and_zeros(implementation):
+    count, features, shape, tolerance, _ = CASES[2]
+    x, points = problem(count, features, shape, "float32")
+    # All points alike, up to a sign and a power of two, which changes no bit of a cosine.
+    points[:] = points[0]
+    points[1::2] *= -4
+    index, alpha, _ = assigned(implementation, tolerance, x, points)
+    np.testing.assert_array_equal(index, 0)
+    zero = ~x.any(-1)
+    np.testing.assert_array_equal(np.asarray(alpha)[zero], 0)
+    # No point but zeros: nothing is taken off a token.
+    index, alpha, kept = assigned(implementation, tolerance, x, np.zeros_like(points))
+    np.testing.assert_array_equal(index, 0)
+    np.testing.assert_array_equal(alpha, 0)
+    np.testing.assert_array_equal(kept, zero)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "count", "reason"),
+    [
+        (("float64", "float64"), 2, "of 16 or 32 bits, got float64 and float64"),
+        (("float32", "bfloat16"), 2, "of 16 or 32 bits, got float32 and bfloat16"),
+        (("float32", "float32"), 513, r"up to 512 points, got 513 for \(3, 8\)"),
+    ],
+)
+def test_what_the_program_cannot_take(dtypes, count, reason, x64):
+    x, points = np.ones((3, 8), dtypes[0]), np.ones((count, 8), dtypes[1])
+    with pytest.raises(ValueError, match=f"'interpreted' of point_assignment takes .*{reason}"):
+        point_assignment(
+            jax.numpy.asarray(x), jax.numpy.asarray(points), implementation="interpreted"
+        )

@@ -1,0 +1,100 @@
+"""Tests of actjax/kernels/rms_norm_backward: the value and gradients at what a code stands for."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from kernels.kernel_cases import TINY, assert_near, assert_same, f64, normal, random_code
+
+from actjax import Quantized
+from actjax.kernels.dequantize.api import dequantize
+from actjax.kernels.rms_norm_backward.api import rms_norm_backward
+
+EPS = 1e-4
+
+# Codec, dtype, dtype of the scale, shape, outlier channels: many rows, so that a program has
+# several; groups and rows that are no power of two; a group that is a row.
+CASES = [
+    (Quantized(4, group=16), "float32", "float32", (1500, 32), 0),
+    (Quantized(3, group=32, rounding="dither"), "bfloat16", "bfloat16", (2, 3, 96), 3),
+    (Quantized(8, group=64, scaling="channel"), "float16", "float32", (5, 64), 2),
+]
+
+every = pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[1]}-{case[3]}")
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def backward(implementation, x, scale, dy):
+    return rms_norm_backward(x, scale, dy, eps=EPS, implementation=implementation)
+
+
+decoded = jax.jit(functools.partial(dequantize, implementation="reference"))
+
+
+def problem(codec, dtype, scale_dtype, shape, outliers):
+    x = random_code(codec, dtype, shape, outliers=outliers, zero_row=not outliers)
+    scale = 1 + 0.3 * normal(shape[-1], seed=1)
+    return x, scale.astype(scale_dtype), normal(*shape, seed=2).astype(dtype)
+
+
+def oracle(x, scale, dy):
+    """`y = s x / r` with `r = sqrt(mean(x²) + eps)`, so that `dr = mean(x dx) / r`; and then what
+    bounds the terms that each result is the sum of.
+    """
+    r = np.sqrt(np.mean(x * x, -1, keepdims=True) + EPS)
+    through_r = x / r**3 * np.mean(dy * scale * x, -1, keepdims=True)
+    terms = abs(x) / r**3 * np.mean(abs(dy * scale * x), -1, keepdims=True)
+    rows = tuple(range(x.ndim - 1))
+    values = (x / r * scale, dy * scale / r - through_r, np.sum(dy * x / r, rows))
+    return values, (abs(values[0]), abs(dy * scale / r) + terms, np.sum(abs(dy * x / r), rows))
+
+
+@every
+def test_the_reference_is_the_oracle(case, x64):
+    codec, _, _, *rest = case
+    x, scale, dy = problem(codec, "float64", "float64", *rest)
+    want, bounds = oracle(f64(decoded(x)), scale, dy)
+    for got, expected, bound in zip(backward("reference", x, scale, dy), want, bounds, strict=True):
+        assert got.dtype == "float64"
+        assert np.all(abs(got - expected) <= 1e-12 * bound)
+
+
+@every
+def test_implementations_agree(case):
+    x, scale, dy = problem(*case)
+    results = [backward(name, x, scale, dy) for name in ("interpreted", "reference")]
+    want, bounds = oracle(f64(decoded(x)), f64(scale), f64(dy))
+    # A mean of `d` terms, and its root; in the gradient twice, with a mean of its own; then a sum
+    # over rows. Each operation errs by 2^-24 of what bounds its terms.
+    d, rows = x.features, dy.size // x.features
+    counts = (d / 2 + 8, 2 * d + 16, rows + d / 2 + 8)
+    dtypes = (case[1], case[1], case[2])
+    for a, b, exact, bound, count, dtype in zip(
+        *results, want, bounds, counts, dtypes, strict=True
+    ):
+        assert a.dtype == dtype
+        assert_near(a, exact, count * TINY * bound)
+        assert_same(a, b, 2 * count * TINY * bound)
+
+
+def test_a_row_of_zeros_has_the_slope_of_the_root_of_eps():
+    x, scale, dy = problem(*CASES[0])
+    for name in ("reference", "interpreted"):
+        value, dx, _ = backward(name, x, scale, dy)
+        np.testing.assert_array_equal(value[0], 0)
+        np.testing.assert_allclose(dx[0], dy[0] * scale / np.sqrt(EPS), rtol=8 * TINY)
+
+
+@pytest.mark.parametrize(
+    ("codec", "dtype", "features", "reason"),
+    [
+        (Quantized(4, group=16), "float64", 32, "takes numbers of 16 or 32 bits, got float64"),
+        (Quantized(4, group=16), "float32", 40, "takes whole groups, got 40 features in groups"),
+        (Quantized(4, group=1024), "float32", 17 * 1024, "holds whole rows, of up to 16384"),
+    ],
+)
+def test_what_the_program_cannot_take(codec, dtype, features, reason, x64):
+    x, scale, dy = problem(codec, dtype, dtype, (2, features), 0)
+    with pytest.raises(ValueError, match=f"'interpreted' of rms_norm_backward {reason}"):
+        rms_norm_backward(x, scale, dy, implementation="interpreted")

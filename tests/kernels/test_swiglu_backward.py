@@ -1,0 +1,86 @@
+"""Tests of actjax/kernels/swiglu_backward: the value and gradients at what codes stand for."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from kernels.kernel_cases import TINY, assert_near, assert_same, f64, normal, random_code
+
+from actjax import Quantized
+from actjax.kernels.dequantize.api import dequantize
+from actjax.kernels.swiglu_backward.api import swiglu_backward
+
+# Gate, up, dtype, shape, outlier channels of each: whole groups in many rows, so that a program has
+# several; whole groups and a rest; a rest alone.
+CASES = [
+    (Quantized(4, group=16, rounding="dither"), Quantized(4, group=16), "float32", (1500, 32), 0),
+    (Quantized(2, group=32, rounding="dither"), Quantized(8, group=32), "bfloat16", (2, 3, 70), 3),
+    (
+        Quantized(8, group=32, scale_dtype="float32"),
+        Quantized(4, group=32, scaling="channel"),
+        "float16",
+        (5, 21),
+        2,
+    ),
+]
+
+every = pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[2]}-{case[3]}")
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def backward(implementation, gate, up, dy):
+    return swiglu_backward(gate, up, dy, implementation=implementation)
+
+
+decoded = jax.jit(functools.partial(dequantize, implementation="reference"))
+
+
+def problem(gate, up, dtype, shape, outliers):
+    codes = (
+        random_code(codec, dtype, shape, outliers=outliers, seed=seed)
+        for seed, codec in enumerate((gate, up))
+    )
+    return *codes, normal(*shape, seed=2).astype(dtype)
+
+
+def oracle(g, u, dy):
+    """`silu(g) u` with `silu(g) = g / (1 + exp(-g))`, and its two gradients."""
+    sigmoid = 1 / (1 + np.exp(-g))
+    slope = sigmoid + g * sigmoid * (1 - sigmoid)
+    return g * sigmoid * u, dy * u * slope, dy * g * sigmoid
+
+
+@every
+def test_the_reference_is_the_oracle(case, x64):
+    gate, up, dy = problem(*case[:2], "float64", *case[3:])
+    want = oracle(f64(decoded(gate)), f64(decoded(up)), f64(dy))
+    for got, expected in zip(backward("reference", gate, up, dy), want, strict=True):
+        assert got.dtype == "float64"
+        np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-12)
+
+
+@every
+def test_implementations_agree(case):
+    gate, up, dy = problem(*case)
+    reference, interpreted = (backward(name, gate, up, dy) for name in ("reference", "interpreted"))
+    g, u, dy = f64(decoded(gate)), f64(decoded(up)), f64(dy)
+    want = oracle(g, u, dy)
+    # The exponential of a number that is rounded, and a dozen operations. In the slope of `silu`
+    # terms of either sign are added, below one plus the gate.
+    off = TINY * (12 + 4 * abs(g))
+    scales = (abs(want[0]), abs(dy * u) / (1 + np.exp(-g)) * (1 + abs(g)), abs(want[2]))
+    for a, b, exact, scale in zip(interpreted, reference, want, scales, strict=True):
+        assert a.dtype == case[2]
+        assert_near(a, exact, off * scale)
+        assert_same(a, b, 2 * off * scale)
+
+
+def test_a_code_of_float64_is_for_the_reference(x64):
+    gate, up, dy = problem(*CASES[0][:2], "float64", (2, 32), 0)
+    with pytest.raises(ValueError, match="`implementation` 'interpreted' of swiglu_backward takes"):
+        backward("interpreted", gate, up, dy)
+    other = dataclasses.replace(up, format=dataclasses.replace(up.format, group=32))
+    with pytest.raises(ValueError, match="groups of one size for `gate` and `up`, got 16 and 32"):
+        backward("interpreted", gate, other, dy)
