@@ -156,7 +156,12 @@ def _compile(fun: Any, shapes: Any, device: str) -> tuple[str, dict[str, int]]:
         compile_for(description_of(device)) as place,
     ):
         lowered = jax.jit(lambda *args: fun(*args)).lower(*place(shapes))
-        options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        # Newer versions of XLA leave out what emitters make, unless they are asked.
+        options = {
+            "xla_dump_to": folder,
+            "xla_dump_hlo_as_text": True,
+            "xla_dump_emitter_re": "ptx",
+        }
         text = lowered.compile(compiler_options=options).as_text()
         return text, resources(pathlib.Path(folder), gpu(device).capability)
 

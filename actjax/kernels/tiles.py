@@ -112,6 +112,16 @@ def store(ref: Any, row: Any, column: Any, value: jax.Array, mask: Any) -> None:
     plgpu.store(place, value, mask=None if mask is None else jnp.broadcast_to(mask, shape))
 
 
+def dot_precision(dtype: Any, interpret: bool) -> Any:
+    """Returns how products of tiles of `dtype` keep all of its bits on the matrix units.
+
+    Those round float32 to 11 bits: three products of parts make up for that.
+    """
+    if dtype != jnp.float32 or interpret:
+        return jax.lax.Precision.HIGHEST
+    return jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+
+
 def _iota(size: int, axis: int) -> jax.Array:
     shape = [1, 1, 1]
     shape[axis] = size

@@ -26,8 +26,7 @@ both = pytest.mark.parametrize("implementation", ["reference", "interpreted"])
 # block, and many.
 CASES = [
     ((5, 70), 32, "float32"),
-    ((2, 3, 20), 64, "bfloat16"),
-    ((1100, 3), 256, "float16"),
+    ((2, 550, 3), 256, "bfloat16"),
 ]
 
 every = pytest.mark.parametrize("case", CASES, ids=str)
@@ -106,7 +105,7 @@ def assert_nearest(code, exact, terms):
 
 def trees(steps, scale=1.0):
     """Parameters, of which some are small and some are none, and gradients of each step."""
-    shapes = {"w": (6, 40), "layers": [(3, 2, 17), (5,)], "scalar": ()}
+    shapes = {"w": (6, 40), "layers": [(5,), (7, 2)], "scalar": ()}
     params = jax.tree.map(lambda s: jnp.zeros(s), shapes, is_leaf=lambda s: isinstance(s, tuple))
 
     def gradient(step):
@@ -158,8 +157,8 @@ def test_small_arrays_stay_in_float32():
     state = scale_by_adam_8bit(**SETTINGS).init(params).inner
     for moment, dtype in ((state.mu, "int8"), (state.nu, "uint8")):
         assert moment["w"].codes.dtype == dtype
-        assert moment["layers"][0].codes.dtype == dtype
-        assert moment["layers"][1].dtype == moment["scalar"].dtype == "float32"
+        small = [*moment["layers"], moment["scalar"]]
+        assert [leaf.dtype for leaf in small] == ["float32"] * 3
         assert moment["none"] is None
 
 
@@ -177,11 +176,16 @@ def test_gradients_of_16_bits_are_taken_in_float32():
     transform = scale_by_adam_8bit(**SETTINGS)
     state = transform.init(jax.tree.map(lambda x: x.astype("bfloat16"), params))
     jax.tree.map(np.testing.assert_array_equal, state, transform.init(params))
-    got = jax.jit(transform.update)(rounded, state)
-    want = updates_of["default"](jax.tree.map(lambda g: g.astype("float32"), rounded), state)
-    assert {leaf.dtype for leaf in jax.tree.leaves(got[0])} == {jnp.dtype("float32")}
-    # One program in each case, of the same operations.
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=0), got, want)
+    updates, new = jax.eval_shape(transform.update, rounded, state)
+    assert {leaf.dtype for leaf in jax.tree.leaves(updates)} == {jnp.dtype("float32")}
+    assert new == jax.eval_shape(lambda: state)
+    # Small arrays too, whose moments are no codes: the same operations one by one.
+    small = {"b": rounded["layers"][0]}
+    results = [
+        transform.update(grads, transform.init(small))
+        for grads in (small, {"b": small["b"].astype("float32")})
+    ]
+    jax.tree.map(np.testing.assert_array_equal, *results)
 
 
 @pytest.mark.parametrize(

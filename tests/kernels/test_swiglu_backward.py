@@ -26,8 +26,6 @@ CASES = [
     ),
 ]
 
-every = pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[2]}-{case[3]}")
-
 
 @functools.partial(jax.jit, static_argnums=0)
 def backward(implementation, gate, up, dy):
@@ -52,16 +50,16 @@ def oracle(g, u, dy):
     return g * sigmoid * u, dy * u * slope, dy * g * sigmoid
 
 
-@every
-def test_the_reference_is_the_oracle(case, x64):
-    gate, up, dy = problem(*case[:2], "float64", *case[3:])
+def test_the_reference_is_the_oracle(x64):
+    gate, up, _, *rest = CASES[1]
+    gate, up, dy = problem(gate, up, "float64", *rest)
     want = oracle(f64(decoded(gate)), f64(decoded(up)), f64(dy))
     for got, expected in zip(backward("reference", gate, up, dy), want, strict=True):
         assert got.dtype == "float64"
         np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-12)
 
 
-@every
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[2]}-{case[3]}")
 def test_implementations_agree(case):
     gate, up, dy = problem(*case)
     reference, interpreted = (backward(name, gate, up, dy) for name in ("reference", "interpreted"))

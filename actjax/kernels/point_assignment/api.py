@@ -37,8 +37,9 @@ def _refuses(x: jax.Array, points: jax.Array, *, tolerance: float) -> str | None
     del tolerance
     if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32) or x.dtype != points.dtype:
         return f"takes tokens and points of 16 or 32 bits, got {x.dtype} and {points.dtype}"
-    if x.size == 0 or points.shape[0] > pallas.MOST_POINTS:
-        return f"takes up to {pallas.MOST_POINTS} points, got {points.shape[0]} for {x.shape}"
+    most = pallas.MOST_POINTS[x.dtype.itemsize]
+    if x.size == 0 or points.shape[0] > most:
+        return f"takes up to {most} points of {x.dtype}, got {points.shape[0]} for {x.shape}"
     return None
 
 

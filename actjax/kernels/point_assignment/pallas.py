@@ -10,10 +10,11 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from actjax.kernels import tiles
 from actjax.kernels.point_assignment.reference import normalized
 
-MOST_POINTS = 512
-"""Scores of a tile of tokens with so many points fit the registers."""
+MOST_POINTS = {2: 512, 4: 128}
+"""Scores of a tile of tokens with so many points fit the registers, by the bytes of a number."""
 
 
 def point_assignment(
@@ -26,8 +27,10 @@ def point_assignment(
     # The matrix units take 16 points at least.
     padded = max(16, pl.next_power_of_2(count))
     inverse_norm = jnp.pad(inverse_norm, (0, padded - count))
-    tile = 32 if padded <= 32 else 64 if padded <= 128 else 128
-    block = min(128 if padded <= 64 else 64, max(16, pl.next_power_of_2(features)))
+    tile = {16: 32, 32: 32, 256: 128}.get(padded, 64)
+    # Three stages of both operands, of which the shared memory of a core holds so many bytes.
+    most = 160_000 // (3 * (tile + padded) * x.dtype.itemsize)
+    block = min(128, 2 ** (most.bit_length() - 1), max(16, pl.next_power_of_2(features)))
     kernel = functools.partial(
         _kernel,
         tokens=tokens,
@@ -36,6 +39,7 @@ def point_assignment(
         tile=tile,
         block=block,
         tolerance=tolerance,
+        precision=tiles.dot_precision(x.dtype, interpret),
     )
     index, alpha, kept = pl.pallas_call(
         kernel,
@@ -69,6 +73,7 @@ def _kernel(
     tile: int,
     block: int,
     tolerance: float,
+    precision: Any,
 ) -> None:
     padded = inverse_norm_ref.shape[0]
     row = pl.program_id(0) * tile + jnp.arange(tile)
@@ -86,8 +91,6 @@ def _kernel(
         ]
         return plgpu.load(place, mask=mask, other=0)
 
-    # Whole numbers of float32 are not rounded to fewer bits.
-    precision = jax.lax.Precision.HIGHEST if x_ref.dtype == jnp.float32 else None
     dot = functools.partial(plgpu.dot, precision=precision)
 
     def score(i: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

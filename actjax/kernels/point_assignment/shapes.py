@@ -35,5 +35,8 @@ CASES = (
     _case("llama_1b, 16 points", TOKENS, 2048, 16),
     _case("llama_1b, 128 points", TOKENS, 2048, 128),
     _case("llama_1b, 16 points, a tolerance", TOKENS, 2048, 16, tolerance=0.5),
+    _case("llama_1b, 16 points, float32", TOKENS, 2048, 16, jnp.float32),
+    _case("llama_1b, 128 points, float32", TOKENS, 2048, 128, jnp.float32),
+    _case("llama_1b, 512 points", TOKENS, 2048, 512),
     _case("llama_7b, 256 points of 131,072", 131072, 4096, 256),
 )

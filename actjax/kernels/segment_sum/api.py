@@ -37,8 +37,9 @@ def _refuses(index: jax.Array, scale: jax.Array, values: jax.Array, *, segments:
     del index, scale
     if values.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"takes values of 16 or 32 bits, got {values.dtype}"
-    if values.size == 0 or segments > pallas.MOST_SEGMENTS:
-        return f"takes up to {pallas.MOST_SEGMENTS} segments, got {segments} of {values.shape}"
+    most = pallas.MOST_SEGMENTS[values.dtype.itemsize]
+    if values.size == 0 or segments > most:
+        return f"takes up to {most} segments of {values.dtype}, got {segments} of {values.shape}"
     return None
 
 

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-MOST_SEGMENTS = 512
-"""Sums of so many segments fit the registers."""
+from actjax.kernels import tiles
+
+MOST_SEGMENTS = {2: 512, 4: 128}
+"""Sums of so many segments fit the registers, by the bytes of a number."""
 _PROGRAMS = 264
 """Enough to keep a large GPU busy: tokens are cut into runs until there are so many."""
 
@@ -27,7 +29,7 @@ def scaled_segment_sum(
     width, tokens = values.shape[-1], math.prod(values.shape[:-1])
     padded = max(16, pl.next_power_of_2(segments))
     columns = min(64 if padded >= 128 else 128, max(16, pl.next_power_of_2(width)))
-    tile = 64
+    tile = 64 if padded * values.dtype.itemsize <= 512 else 32
     blocks = pl.cdiv(width, columns)
     # Of each run a sum is written and read again: a quarter of the bytes of the values, at most.
     few = max(1, tokens * values.dtype.itemsize // (32 * padded))
@@ -35,7 +37,14 @@ def scaled_segment_sum(
     steps = pl.cdiv(pl.cdiv(tokens, tile), runs)
     runs = pl.cdiv(pl.cdiv(tokens, tile), steps)
     kernel = functools.partial(
-        _kernel, tokens=tokens, width=width, padded=padded, columns=columns, tile=tile, steps=steps
+        _kernel,
+        tokens=tokens,
+        width=width,
+        padded=padded,
+        columns=columns,
+        tile=tile,
+        steps=steps,
+        precision=tiles.dot_precision(values.dtype, interpret),
     )
     partial_sums = pl.pallas_call(
         kernel,
@@ -62,11 +71,11 @@ def _kernel(
     columns: int,
     tile: int,
     steps: int,
+    precision: Any,
 ) -> None:
     column = pl.program_id(0) * columns + jnp.arange(columns)
     run = pl.program_id(1)
     segment = jnp.arange(padded)
-    precision = jax.lax.Precision.HIGHEST if values_ref.dtype == jnp.float32 else None
 
     def add(i: Any, sums: jax.Array) -> jax.Array:
         row = (run * steps + i) * tile + jnp.arange(tile)

@@ -35,5 +35,8 @@ CASES = (
     _case("llama_350m, 16 segments", TOKENS, 1024, 16),
     _case("llama_1b, 16 segments", TOKENS, 2048, 16),
     _case("llama_1b, 128 segments", TOKENS, 2048, 128),
+    _case("llama_1b, 16 segments, float32", TOKENS, 2048, 16, jnp.float32),
+    _case("llama_1b, 128 segments, float32", TOKENS, 2048, 128, jnp.float32),
+    _case("llama_1b, 512 segments", TOKENS, 2048, 512),
     _case("llama_7b, 256 segments of 131,072", 131072, 4096, 256),
 )
