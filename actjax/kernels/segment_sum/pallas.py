@@ -51,7 +51,7 @@ def scaled_segment_sum(
         grid=(blocks, runs),
         out_shape=jax.ShapeDtypeStruct((runs, segments, width), jnp.float32),
         compiler_params=plgpu.CompilerParams(
-            num_warps=8 if padded * columns > 8192 else 4, num_stages=3
+            num_warps=8 if padded * columns * values.dtype.itemsize > 16384 else 4, num_stages=3
         ),
         interpret=interpret,
         name="actjax_scaled_segment_sum",
