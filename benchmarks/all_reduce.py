@@ -20,8 +20,8 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks import command, record
-from benchmarks.report import print_table
 from benchmarks.rivals import RIVALS, rival
+from benchmarks.tables import print_table
 from benchmarks.variants import check_names
 from train.config import PretrainConfig
 from train.step import batch_shapes

@@ -18,7 +18,7 @@ import tyro
 
 import actjax
 from benchmarks import record
-from benchmarks.report import print_table
+from benchmarks.tables import print_table
 from models import Decoder, ModelConfig, Storage, preset
 from train.adapt import gradient_by_codecs, measure_sensitivity, site_width
 from train.config import PretrainConfig

@@ -15,7 +15,6 @@ import json
 import os
 import pathlib
 import secrets
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -33,10 +32,10 @@ from actjax.kernels.registry import KERNELS
 from benchmarks import record
 from benchmarks.device_time import interleaved, medians
 from benchmarks.kernel_check import check
-from benchmarks.report import print_table
 from benchmarks.rivals import RIVALS, Rival, random_batch, rival
+from benchmarks.tables import print_table
 from benchmarks.variants import check_names
-from benchmarks.whole_step import Job
+from benchmarks.whole_step import Job, summary
 from models import preset
 from train.config import PretrainConfig
 
@@ -272,24 +271,23 @@ def _one(config: Config, model: str, name: str, cache: str) -> dict[str, Any]:
 
 
 def _show_steps(config: Config, rows: list[dict[str, Any]]) -> None:
-    first = _summary(rows[0])
+    first = summary(rows[0]["rounds"])
     tokens = config.batch_size * config.seq_len
     cells = []
     for row in rows:
-        one = _summary(row)
+        one = summary(row["rounds"])
         if one is None:
             cells.append((row["rival"], row["rounds"][-1].get("failure", "")[-60:], *[""] * 6))
             continue
         against = one if first is None else first
-        peak = one["peak"] or one["planned_peak"]
         cells.append(
             (
                 row["rival"],
                 f"{one['seconds'] * 1e3:,.1f}",
                 f"{tokens / one['seconds']:,.0f}",
                 f"{against['seconds'] / one['seconds']:.3f}",
-                f"{peak / 2**30:.2f}" + ("" if one["peak"] else " (planned)"),
-                f"{peak / (against['peak'] or against['planned_peak']):.3f}",
+                f"{one['memory'] / 2**30:.2f}" + ("" if one["peak"] else " (planned)"),
+                f"{one['memory'] / against['memory']:.3f}",
                 f"{one['matmul_flops'] / one['seconds'] / 1e12:,.2f}",
                 f"{one['loss']:.4f}",
             )
@@ -297,15 +295,6 @@ def _show_steps(config: Config, rows: list[dict[str, Any]]) -> None:
     headers = ("rival", "ms", "tokens/s", "/ first", "peak GiB", "/ first", "TFLOP/s", "last loss")
     title = f"{rows[0]['model']}, {config.batch_size} x {config.seq_len}, {jax.devices()[0]}"
     print_table(title, headers, cells)
-
-
-def _summary(row: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the median over all steps of all rounds; None if a round failed."""
-    if any("failure" in one for one in row["rounds"]):
-        return None
-    seconds = [s for one in row["rounds"] for s in one["seconds"]]
-    last = row["rounds"][-1]
-    return {**last, "seconds": statistics.median(seconds), "loss": last["losses"][-1]}
 
 
 _SECTIONS = {"kernels": _kernels, "determinism": _determinism, "steps": _steps}

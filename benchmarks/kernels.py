@@ -26,7 +26,7 @@ from actjax.kernels.dispatch import Kernel
 from actjax.kernels.registry import KERNELS
 from benchmarks import command, record
 from benchmarks.hlo import traffic
-from benchmarks.report import print_table
+from benchmarks.tables import print_table
 from benchmarks.variants import check_names
 from train.devices import compile_for, description_of, gpu
 
@@ -128,7 +128,8 @@ def measure(config: Config) -> list[dict[str, Any]]:
             least = _bytes((shapes, jax.eval_shape(fun, *shapes)))
             text, _ = _compile(fun, shapes, config.device)
             moved, kernels = traffic(text)
-            row = {"kernel": None, "case": name, "bytes": least, "moved": None}
+            bound = least / config.bandwidth * 1e6
+            row = {"kernel": None, "case": name, "bytes": least, "bound_us": bound, "moved": None}
             rows.append(row | {"xla_moved": moved, "xla_kernels": kernels})
     return rows
 
@@ -232,7 +233,7 @@ def show(config: Config, rows: list[dict[str, Any]]) -> None:
             (
                 f"{row['kernel'] or 'no kernel'}, {row['case']}",
                 f"{row['bytes'] / 1e6:,.1f}",
-                f"{row['bytes'] / config.bandwidth * 1e6:,.1f}",
+                f"{row['bound_us']:,.1f}",
                 *(str(row.get(name, "")) for name in resources_of),
                 f"{row['moved'] / row['bytes']:.2f}" if row["moved"] else "",
                 f"{row['xla_moved'] / row['bytes']:.2f}" if "xla_moved" in row else "",

@@ -17,7 +17,7 @@ import tyro
 from rich.console import Console
 
 from benchmarks import record
-from benchmarks.report import print_table
+from benchmarks.tables import print_table
 from benchmarks.variants import VARIANTS, check_names
 from train.config import PretrainConfig
 from train.metrics import read_metrics

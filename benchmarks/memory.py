@@ -14,8 +14,8 @@ from typing import Any
 import jax
 
 from benchmarks import command, record
-from benchmarks.report import print_table
 from benchmarks.rivals import RIVALS, compiled_memory, rival
+from benchmarks.tables import print_table
 from benchmarks.variants import check_names
 from train.config import PretrainConfig
 from train.devices import HERE, compile_for, description_of

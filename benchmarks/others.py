@@ -20,7 +20,7 @@ from flax import linen, nnx
 
 import actjax
 from benchmarks import command, record
-from benchmarks.report import print_table
+from benchmarks.tables import print_table
 from train.devices import HERE, compile_for, description_of
 
 

@@ -15,7 +15,7 @@ import tyro
 from matplotlib.figure import Figure
 
 from benchmarks.record import RESULTS
-from benchmarks.report import print_table
+from benchmarks.tables import print_table
 from benchmarks.variants import VARIANTS
 from train.methods import METHODS
 

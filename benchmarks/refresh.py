@@ -23,8 +23,8 @@ import actjax
 from actjax.optim.bases import OVERSAMPLING, POWER_ITERATIONS
 from actjax.optim.projections import Side
 from benchmarks import command, record
-from benchmarks.report import print_table
 from benchmarks.rivals import rival
+from benchmarks.tables import print_table
 from models import preset
 from train.config import PretrainConfig
 from train.flops import causal_loop_length, matmul_flops

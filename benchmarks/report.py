@@ -1,24 +1,148 @@
-"""Tables on a terminal, as all benchmarks print them."""
+"""Tables and a plot for a reader, out of raw results.
 
+`python -m benchmarks.report benchmarks/results/kernels.json benchmarks/results/gpu.json` prints
+Markdown: of kernels what the compiler says and, where a GPU measured them, their time and share of
+the bandwidth; of whole steps the ratios to the first rival. `--figure gpu.png` draws the latter.
+"""
+
+import dataclasses
+import json
+import pathlib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
+import matplotlib.pyplot as plt
+import tyro
+
+from benchmarks.whole_step import summary
 
 
-def print_table(title: str, headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Prints a table: names on the left, figures on the right.
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What to read."""
+
+    files: tyro.conf.Positional[tuple[pathlib.Path, ...]]
+    """Results of `benchmarks.kernels` and of `benchmarks.gpu`."""
+    figure: pathlib.Path | None = None
+    """Where to draw tokens a second against the peak of memory, if a GPU measured steps."""
+
+    def __post_init__(self) -> None:
+        for path in self.files:
+            if not path.is_file():
+                raise ValueError(f"`files` has {path}, which is no file.")
+
+
+def markdown(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Returns a table in Markdown."""
+    lines = [headers, ["---"] * len(headers), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def kernel_table(compiled: list[dict[str, Any]], measured: list[dict[str, Any]]) -> str:
+    """Returns the table of kernels, and of functions without one.
 
     Args:
-      title: what was measured, on what.
-      headers: of the columns; the first is that of the names.
-      rows: a text for each column.
+      compiled: rows of `benchmarks.kernels`.
+      measured: of `benchmarks.gpu`, or none.
     """
-    table = Table(title=title, box=box.SIMPLE_HEAD)
-    for i, header in enumerate(headers):
-        table.add_column(header, justify="right" if i else "left")
-    for row in rows:
-        table.add_row(*row)
-    # Wider than any of them: a row that is wrapped cannot be read, nor pasted.
-    Console(width=200).print(table)
+    times = {(row["kernel"], row["case"]): row for row in measured if "seconds" in row}
+    rows = []
+    for row in compiled:
+        one = times.get((row["kernel"], row["case"]))
+        rows.append(
+            (
+                f"`{row['kernel']}`" if row["kernel"] else "no kernel",
+                row["case"],
+                f"{row['bytes'] / 1e6:,.1f}",
+                f"{row['bound_us']:,.1f}",
+                *(str(row.get(name, "")) for name in ("registers", "spilled", "shared")),
+                f"{row['moved'] / row['bytes']:.2f}" if row["moved"] else "",
+                f"{row['xla_moved'] / row['bytes']:.2f}" if "xla_moved" in row else "",
+                f"{one['bandwidth'] / 1e12:.2f}" if one else "",
+                f"{one['share_of_copy']:.2f}" if one else "",
+                f"{one['of_xla']:.2f}" if one else "",
+            )
+        )
+    headers = (
+        "kernel",
+        "case",
+        "MB",
+        "bound, us",
+        "registers",
+        "spilled",
+        "shared",
+        "moved, of the least",
+        "moved by XLA's form",
+        "TB/s",
+        "of a copy",
+        "time, of XLA's form",
+    )
+    # What was not measured has no column.
+    used = [i for i in range(len(headers)) if any(row[i] for row in rows)]
+    return markdown([headers[i] for i in used], [[row[i] for i in used] for row in rows])
+
+
+def step_table(rows: list[dict[str, Any]], tokens: int) -> str:
+    """Returns the table of whole steps of one model.
+
+    Args:
+      rows: of `benchmarks.gpu`.
+      tokens: of a step.
+    """
+    found = [(row["rival"], summary(row["rounds"])) for row in rows]
+    first = next((one for _, one in found if one is not None), None)
+    cells = []
+    for name, one in found:
+        if one is None or first is None:
+            cells.append((name, "failed", *[""] * 4))
+            continue
+        cells.append(
+            (
+                name,
+                f"{tokens / one['seconds']:,.0f}",
+                f"{first['seconds'] / one['seconds']:.3f}",
+                f"{one['memory'] / 2**30:.2f}",
+                f"{one['memory'] / first['memory']:.3f}",
+                f"{one['loss']:.3f}",
+            )
+        )
+    headers = ("", "tokens/s", "of the first", "peak, GiB", "of the first", "last loss")
+    return markdown(headers, cells)
+
+
+def draw(steps: dict[str, list[dict[str, Any]]], tokens: int, path: pathlib.Path) -> None:
+    """Draws tokens a second against the peak, a plot a model."""
+    figure, axes = plt.subplots(1, len(steps), figsize=(6 * len(steps), 5), squeeze=False)
+    for axis, (model, rows) in zip(axes[0], steps.items(), strict=True):
+        for row in rows:
+            one = summary(row["rounds"])
+            if one is not None:
+                place = one["memory"] / 2**30, tokens / one["seconds"]
+                axis.plot(*place, "o")
+                axis.annotate(row["rival"], place, fontsize=7)
+        axis.set(title=model, xlabel="peak, GiB", ylabel="tokens/s")
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def main() -> None:
+    config = tyro.cli(Config, description=__doc__)
+    results = [json.loads(path.read_text()) for path in config.files]
+    measured = [row for result in results for row in result.get("kernels", [])]
+    for result in results:
+        if any("bound_us" in row for row in result["rows"]):
+            print(kernel_table(result["rows"], measured))
+        models: dict[str, list[dict[str, Any]]] = {}
+        for row in result["rows"]:
+            if "rounds" in row:
+                models.setdefault(row["model"], []).append(row)
+        tokens = result["settings"].get("batch_size", 0) * result["settings"].get("seq_len", 0)
+        for model, rows in models.items():
+            print(f"\n{model}\n\n{step_table(rows, tokens)}")
+        if models and config.figure is not None:
+            draw(models, tokens, config.figure)
+
+
+if __name__ == "__main__":
+    main()

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import tyro
 
 from benchmarks import record
-from benchmarks.report import print_table
 from benchmarks.rivals import RIVALS, compiled_memory, random_batch, rival
+from benchmarks.tables import print_table
 from benchmarks.variants import check_names
 from models import preset
 from train.config import PretrainConfig

@@ -7,6 +7,7 @@ tells the peak of a process, and not of a program.
 import dataclasses
 import json
 import pathlib
+import statistics
 import sys
 import sysconfig
 import time
@@ -80,6 +81,29 @@ def measure(job: Job) -> dict[str, Any]:
         "peak": stats.get("peak_bytes_in_use"),
         "planned_peak": compiled_memory(step)["peak"],
         "matmul_flops": flops,
+    }
+
+
+def summary(rounds: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Returns the last of several rounds of a rival, with medians; None if one failed.
+
+    Args:
+      rounds: what `measure` returned, or a `failure`.
+
+    Returns:
+      With `seconds` the median over all steps of all rounds, `memory` the peak, or where no device
+      tells it the planned one, and `loss` the last.
+    """
+    if not rounds or any("failure" in one for one in rounds):
+        return None
+    seconds = [s for one in rounds for s in one["seconds"]]
+    last = rounds[-1]
+    memory = last["peak"] or last["planned_peak"]
+    return {
+        **last,
+        "seconds": statistics.median(seconds),
+        "memory": memory,
+        "loss": last["losses"][-1],
     }
 
 
