@@ -1,12 +1,13 @@
 """Everything that only a GPU can show, on a machine that has nothing but JAX, flax, optax and tyro.
 
-`python -m benchmarks.gpu --sections kernels determinism` checks every kernel against its definition
-in float64, on fresh random inputs and with poisoned results, and times it against what XLA makes of
-its definition and against a copy of as many bytes; then it runs steps of every method twice and
-compares the bits. `--sections steps --models llama_1b` times whole steps of plain JAX and of every
-method, each in a process of its own, round after round, with the peak of the device's memory and
-the loss. Sections can be run one by one, and models and rivals in parts; each result is written as
-soon as it is there. Without a GPU kernels are interpreted, on small shapes, and nothing is timed.
+`python -m benchmarks.gpu --sections kernels operators determinism` checks every kernel against its
+definition in float64, on fresh random inputs and with poisoned results, and times it against what
+XLA makes of its definition and against a copy of as many bytes; then it checks the gradients of the
+operators, and runs steps of every method twice to compare the bits. `--sections steps --models
+llama_1b` times whole steps of plain JAX and of every method, each in a process of its own, round
+after round, with the peak of the device's memory and the loss. Sections can be run one by one, and
+models and rivals in parts; each result is written as soon as it is there. Without a GPU kernels are
+interpreted, on small shapes, and nothing is timed.
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ from actjax import kernels
 from actjax.kernels.cases import Case
 from actjax.kernels.dispatch import Kernel
 from actjax.kernels.registry import KERNELS
-from benchmarks import record
+from benchmarks import operator_check, record
 from benchmarks.device_time import interleaved, medians
 from benchmarks.kernel_check import check
 from benchmarks.rivals import RIVALS, Rival, random_batch, rival
@@ -39,14 +40,14 @@ from benchmarks.whole_step import Job, summary
 from models import preset
 from train.config import PretrainConfig
 
-Section = Literal["kernels", "determinism", "steps"]
+Section = Literal["kernels", "operators", "determinism", "steps"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """What to run."""
 
-    sections: tuple[Section, ...] = ("kernels", "determinism", "steps")
+    sections: tuple[Section, ...] = ("kernels", "operators", "determinism", "steps")
     """Parts, in this order."""
     only: tuple[str, ...] = tuple(KERNELS)
     """Kernels to check and to time."""
@@ -175,6 +176,29 @@ def _show_kernels(rows: list[dict[str, Any]]) -> None:
     print_table(f"Kernels, {how}, against float64", headers, cells)
 
 
+# Operators.
+
+
+def _operators(config: Config, found: dict[str, Any]) -> None:
+    seed = secrets.randbits(31)
+    rows = found["operators"] = []
+    for name, case in operator_check.CASES.items():
+        rows.append({"operator": name, "seed": seed})
+        try:
+            rows[-1] |= operator_check.check(case, seed, None if _on_gpu() else "interpreted")
+        except Exception as error:
+            rows[-1] |= {"ok": False, "failure": f"{type(error).__name__}: {error}"[:500]}
+    _write(config, found)
+    print_table(
+        "Gradients of operators in bfloat16, against float64",
+        ("operator", "ok", "error"),
+        [
+            (row["operator"], str(row["ok"]), row.get("failure") or f"{row['error']:.1e}")
+            for row in rows
+        ],
+    )
+
+
 # Determinism, and agreement of whole gradients.
 
 
@@ -297,7 +321,12 @@ def _show_steps(config: Config, rows: list[dict[str, Any]]) -> None:
     print_table(title, headers, cells)
 
 
-_SECTIONS = {"kernels": _kernels, "determinism": _determinism, "steps": _steps}
+_SECTIONS = {
+    "kernels": _kernels,
+    "operators": _operators,
+    "determinism": _determinism,
+    "steps": _steps,
+}
 
 
 def main() -> None:

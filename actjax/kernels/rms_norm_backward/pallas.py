@@ -61,16 +61,15 @@ def rms_norm_backward(
             values = coded.decode(part)
             masks = [part.exists(n) for n in range(slices)]
             # What does not exist decodes to something.
-            values = [
-                v if m is None else jnp.where(m, v, 0.0) for v, m in zip(values, masks, strict=True)
-            ]
+            values = _where_exists(values, masks)
             cotangents = [
                 tiles.load(dy_ref, token, part.feature(n), masks[n]).astype(jnp.float32)
                 for n in range(slices)
             ]
             mean = _total([v * v for v in values]) * np.float32(1 / features)
             inverse = jax.lax.rsqrt(mean + np.float32(eps))
-            units = [v * inverse for v in values]
+            # Of a row that does not exist this is no number where `eps` is zero.
+            units = _where_exists([v * inverse for v in values], masks)
             dunits = [dy * factor for dy, factor in zip(cotangents, factors, strict=True)]
             along = _total([d * u for d, u in zip(dunits, units, strict=True)])
             along = along * np.float32(1 / features)
@@ -100,6 +99,11 @@ def rms_norm_backward(
     )(*arrays, scale[None], tiles.rows(dy))
     dscale = jnp.sum(dscale, axis=0).astype(scale.dtype)
     return value[0].reshape(dy.shape) if value else None, dx.reshape(dy.shape), dscale
+
+
+def _where_exists(values: list[jax.Array], masks: list[jax.Array | None]) -> list[jax.Array]:
+    pairs = zip(values, masks, strict=True)
+    return [value if mask is None else jnp.where(mask, value, 0.0) for value, mask in pairs]
 
 
 def _warps(features: int) -> int:

@@ -1,0 +1,97 @@
+"""Tests of benchmarks/kernel_check.py and of the parts of benchmarks/gpu.py that need no GPU."""
+
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import pytest
+
+from actjax.kernels.registry import KERNELS
+from benchmarks import gpu, report
+from benchmarks.kernel_check import check
+from benchmarks.whole_step import summary
+
+SMALL = [(name, case) for name, (_, cases) in KERNELS.items() for case in cases if case.small]
+
+
+@pytest.mark.parametrize(("name", "case"), SMALL, ids=lambda x: getattr(x, "name", x))
+def test_every_kernel_is_its_definition_in_float64(name, case):
+    found = check(KERNELS[name].kernel, case, seed=3, implementation="interpreted")
+    assert found["ok"], found
+
+
+PLANTED = {
+    "a result that is not written": lambda x: jnp.full_like(x, jnp.nan),
+    "a tenth of a percent too large": lambda x: x * 1.001,
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_fault_is_found(fault):
+    kernel, cases = KERNELS["scaled_segment_sum"]
+    case = next(case for case in cases if case.name == "ragged")
+
+    def wrong(*args, interpret, **options):
+        del interpret
+        return PLANTED[fault](kernel.reference(*args, **options))
+
+    broken = dataclasses.replace(kernel, pallas=wrong)
+    assert not check(broken, case, seed=3, implementation="interpreted")["ok"]
+
+
+def test_sections_run_and_are_written(tmp_path, capsys):
+    path = tmp_path / "gpu.json"
+    config = gpu.Config(sections=("kernels",), only=("adam_8bit",), results=path)
+    gpu.run(config)
+    rows = json.loads(path.read_text())["kernels"]
+    assert [row["ok"] for row in rows] == [True, True]
+    assert "interpreted, without a GPU" in capsys.readouterr().out
+
+
+def test_a_kernel_that_fails_does_not_take_the_others_with_it(tmp_path, monkeypatch):
+    def fail(*args, **options):
+        raise RuntimeError("out of registers")
+
+    kernel, cases = KERNELS["adam_8bit"]
+    broken = KERNELS | {"adam_8bit": (dataclasses.replace(kernel, pallas=fail), cases)}
+    monkeypatch.setattr(gpu, "KERNELS", broken)
+    config = gpu.Config(only=("adam_8bit", "scaled_segment_sum"), results=tmp_path / "gpu.json")
+    found = {}
+    gpu._kernels(config, found)
+    assert [row["ok"] for row in found["kernels"]] == [False, False, True, True]
+    assert "out of registers" in found["kernels"][0]["failure"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [({"only": ("quantise",)}, "quantise"), ({"rivals": ("fast",)}, "fast")],
+)
+def test_an_unknown_name_is_refused(setting, message):
+    with pytest.raises(ValueError, match=message):
+        gpu.Config(**setting)
+
+
+ROUND = {"seconds": [1.0, 3.0], "peak": None, "planned_peak": 2**30, "losses": [5.0, 4.0]}
+
+
+def test_a_summary_takes_medians_and_says_where_a_round_failed():
+    one = summary([ROUND, {**ROUND, "seconds": [2.0]}])
+    assert (one["seconds"], one["memory"], one["loss"]) == (2.0, 2**30, 4.0)
+    assert summary([ROUND, {"failure": "no memory"}]) is None
+    assert summary([]) is None
+
+
+def test_the_report_leaves_out_what_was_not_measured():
+    row = {
+        "kernel": "quantize", "case": "c", "bytes": 2e6, "bound_us": 0.5, "registers": 48,
+        "spilled": 0, "shared": 64, "moved": 2e6, "xla_moved": 4e6,
+    }  # fmt: skip
+    table = report.kernel_table([row], [])
+    assert "| `quantize` | c | 2.0 | 0.5 | 48 | 0 | 64 | 1.00 | 2.00 |" in table
+    assert "TB/s" not in table
+    measured = {**row, "seconds": {}, "bandwidth": 4e12, "share_of_copy": 0.9, "of_xla": 0.5}
+    assert "| 4.00 | 0.90 | 0.50 |" in report.kernel_table([row], [measured])
+    rows = [{"rival": "plain", "rounds": [ROUND]}, {"rival": "x", "rounds": [{"failure": "f"}]}]
+    steps = report.step_table(rows, 100)
+    assert "| plain | 50 | 1.000 | 1.00 | 1.000 | 4.000 |" in steps
+    assert "| x | failed |" in steps
