@@ -198,6 +198,10 @@ def _late(codes: Sequence[Code], cotangent: Any) -> tuple[tuple[Code, ...], Any]
 class FromCodes(Protocol):
     """A function whose backward pass can read codes, decoded in no memory."""
 
+    def __call__(self, activations: Any, others: Any) -> Any:
+        """Returns the value."""
+        ...
+
     def from_codes(
         self, codes: tuple[QuantizedCode, ...], others: Any, cotangent: Any, with_value: bool
     ) -> Any:

@@ -376,8 +376,17 @@ def operands(
     def bind(*refs: Any) -> CodeRefs:
         given = dict(zip(arrays, refs, strict=True))
         planes = tuple(given[f"plane{i}"] for i in range(len(x.planes)))
-        others = (given.get(name) for name in ("low", "step", "outliers", "position", "seed"))
-        return CodeRefs(planes, *others, x.features, x.dtype, x.format)
+        return CodeRefs(
+            planes,
+            given.get("low"),
+            given["step"],
+            given.get("outliers"),
+            given.get("position"),
+            given.get("seed"),
+            x.features,
+            x.dtype,
+            x.format,
+        )
 
     return list(arrays.values()), bind
 

@@ -46,7 +46,8 @@ def scale_by_adam_8bit(
     stored = eight_bit(adam, block=block, min_size=min_size)
 
     def init(params: optax.Params) -> EightBitState:
-        return stored.init(jax.tree.map(lambda x: x.astype(jnp.float32), params))
+        wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+        return cast(EightBitState, stored.init(wide))
 
     def update(
         updates: optax.Updates, state: EightBitState, params: Any = None, **extra: Any
@@ -58,8 +59,9 @@ def scale_by_adam_8bit(
 
         def step(mu: Any, nu: Any, grad: jax.Array) -> tuple[Any, Any, Any]:
             if is_blockwise(mu):
-                settings = {"b1": b1, "b2": b2, "eps": eps, "eps_root": eps_root}
-                return adam_8bit(grad, mu, nu, corrections, **settings)
+                return adam_8bit(
+                    grad, mu, nu, corrections, b1=b1, b2=b2, eps=eps, eps_root=eps_root
+                )
             grad = grad.astype(jnp.float32)
             mu = b1 * mu + (1 - b1) * grad
             nu = b2 * nu + (1 - b2) * (grad * grad)

@@ -20,7 +20,7 @@ def quantize(
     """Returns `x` in few bits: reads it once, and writes its bytes and scales once.
 
     Args:
-      x: [..., d], floating point.
+      x: [..., d], floating point. What is not finite makes its group meaningless.
       seed: of the random numbers, uint32 [2], if `format.rounding` draws.
       channels: those that are kept whole, int32 [m]; None for none.
       step: scales by channel [d], as they are stored, if `format.scaling` is "channel". Not in the
@@ -29,8 +29,17 @@ def quantize(
       implementation: what computes it; None for the best that applies.
 
     Raises:
-      ValueError: an implementation that cannot.
+      ValueError: a seed or scales where `format` has no use for them, or none where it has; an
+        implementation that cannot.
     """
+    for name, given, used in (
+        ("seed", seed, format.rounding != "nearest"),
+        ("step", step, format.scaling == "channel"),
+    ):
+        if (given is not None) != used:
+            raise ValueError(
+                f"`{name}` of quantize must {'' if used else 'not '}be given: {format}."
+            )
     return KERNEL(x, seed, channels, step, format=format, implementation=implementation)
 
 

@@ -1,5 +1,8 @@
 """The definition of `quantize`: plain JAX, never tuned."""
 
+import math
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -23,7 +26,7 @@ def quantize(
     codes, lows, steps = [], [], []
     for segment in fmt.segments(x.shape[-1], format.group):
         part = fmt.prepare(segment.take(values), format)
-        if format.scaling == "group":
+        if step is None:
             low, own = fmt.fit(part, format)
             lows.append(low)
             steps.append(own)
@@ -45,15 +48,12 @@ def quantize(
 
 
 def draw(
-    seed: jax.Array, segment: fmt.Segment, shape: tuple[int, ...], format: fmt.Format, dtype: object
+    seed: jax.Array, segment: fmt.Segment, shape: tuple[int, ...], format: fmt.Format, dtype: Any
 ) -> jax.Array:
     """Returns the shifts of a segment of `x` of some shape [..., d], as `Segment.take` does."""
-    tokens = 1
-    for size in shape[:-1]:
-        tokens *= size
     shift = uniform(
         seed,
-        tokens,
+        math.prod(shape[:-1]),
         segment.groups,
         segment.size,
         segment.first * -(-format.group // 2),
