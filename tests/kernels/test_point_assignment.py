@@ -150,7 +150,8 @@ def test_ties_and_zeros(implementation):
     [
         (("float64", "float64"), 2, "of 16 or 32 bits, got float64 and float64"),
         (("float32", "bfloat16"), 2, "of 16 or 32 bits, got float32 and bfloat16"),
-        (("float32", "float32"), 513, r"up to 512 points, got 513 for \(3, 8\)"),
+        (("float32", "float32"), 129, r"up to 128 points of float32, got 129 for \(3, 8\)"),
+        (("bfloat16", "bfloat16"), 513, r"up to 512 points of bfloat16, got 513 for \(3, 8\)"),
     ],
 )
 def test_what_the_program_cannot_take(dtypes, count, reason, x64):

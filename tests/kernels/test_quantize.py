@@ -26,7 +26,7 @@ CASES = [
     (Quantized(1, group=16, rounding="stochastic"), "float32", (2, 5, 48), 0),
     (Quantized(3, group=32, rounding="dither"), "float32", (3, 3, 21), 0),
     (Quantized(4, group=128, rounding="dither"), "bfloat16", (10, 256), 0),
-    (Quantized(8, group=16, rounding="dither"), "float32", (37,), 4),
+    (Quantized(8, group=16, rounding="dither"), "float32", (33,), 4),
     (Quantized(8, group=128, scale_dtype="float32"), "float32", (9, 100), 5),
     (Quantized(1, group=16, levels="normal"), "bfloat16", (9, 7), 0),
     (Quantized(4, group=16, levels="normal", scale_dtype="float32"), "float16", (9, 32), 3),

@@ -1,4 +1,4 @@
-"""Tests of actjax/kernels/rms_norm_backward: the value and gradients at what a code stands for."""
+"""Tests of actjax/kernels/rms_norm_backward: the value and gradients, at what a code stands for."""
 
 import functools
 
@@ -13,25 +13,35 @@ from actjax.kernels.rms_norm_backward.api import rms_norm_backward
 
 EPS = 1e-4
 
-# Codec, dtype, dtype of the scale, shape, outlier channels: many rows, so that a program has
-# several; groups and rows that are no power of two; a group that is a row.
+# Codec, or none for an array, dtype, dtype of the scale, shape, outlier channels: many rows, so that
+# a program has several; groups and rows that are no power of two; a group that is a row.
 CASES = [
     (Quantized(4, group=16), "float32", "float32", (1500, 32), 0),
     (Quantized(3, group=32, rounding="dither"), "bfloat16", "bfloat16", (2, 3, 96), 3),
     (Quantized(8, group=64, scaling="channel"), "float16", "float32", (5, 64), 2),
+    (None, "bfloat16", "float32", (2, 3, 48), 0),
 ]
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def backward(implementation, x, scale, dy):
-    return rms_norm_backward(x, scale, dy, eps=EPS, implementation=implementation)
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def backward(implementation, x, scale, dy, with_value=True):
+    return rms_norm_backward(
+        x, scale, dy, eps=EPS, with_value=with_value, implementation=implementation
+    )
 
 
-decoded = jax.jit(functools.partial(dequantize, implementation="reference"))
+_decoded = jax.jit(functools.partial(dequantize, implementation="reference"))
+
+
+def decoded(x):
+    return f64(x if isinstance(x, np.ndarray) else _decoded(x))
 
 
 def problem(codec, dtype, scale_dtype, shape, outliers):
-    x = random_code(codec, dtype, shape, outliers=outliers, zero_row=not outliers)
+    if codec is None:
+        x = 3 * normal(*shape).astype(dtype)
+    else:
+        x = random_code(codec, dtype, shape, outliers=outliers, zero_row=not outliers)
     scale = 1 + 0.3 * normal(shape[-1], seed=1)
     return x, scale.astype(scale_dtype), normal(*shape, seed=2).astype(dtype)
 
@@ -51,7 +61,7 @@ def oracle(x, scale, dy):
 def test_the_reference_is_the_oracle(x64):
     codec, _, _, *rest = CASES[1]
     x, scale, dy = problem(codec, "float64", "float64", *rest)
-    want, bounds = oracle(f64(decoded(x)), scale, dy)
+    want, bounds = oracle(decoded(x), scale, dy)
     for got, expected, bound in zip(backward("reference", x, scale, dy), want, bounds, strict=True):
         assert got.dtype == "float64"
         assert np.all(abs(got - expected) <= 1e-12 * bound)
@@ -61,10 +71,10 @@ def test_the_reference_is_the_oracle(x64):
 def test_implementations_agree(case):
     x, scale, dy = problem(*case)
     results = [backward(name, x, scale, dy) for name in ("interpreted", "reference")]
-    want, bounds = oracle(f64(decoded(x)), f64(scale), f64(dy))
+    want, bounds = oracle(decoded(x), f64(scale), f64(dy))
     # A mean of `d` terms, and its root; in the gradient twice, with a mean of its own; then a sum
     # over rows. Each operation errs by 2^-24 of what bounds its terms.
-    d, rows = x.features, dy.size // x.features
+    d, rows = dy.shape[-1], dy.size // dy.shape[-1]
     counts = (d / 2 + 8, 2 * d + 16, rows + d / 2 + 8)
     dtypes = (case[1], case[1], case[2])
     for a, b, exact, bound, count, dtype in zip(
@@ -73,6 +83,14 @@ def test_implementations_agree(case):
         assert a.dtype == dtype
         assert_near(a, exact, count * TINY * bound)
         assert_same(a, b, 2 * count * TINY * bound)
+
+
+def test_a_value_that_is_not_wanted_is_none():
+    args = problem(*CASES[-1])
+    for name in ("reference", "interpreted"):
+        value, *gradients = backward(name, *args, False)
+        assert value is None
+        jax.tree.map(np.testing.assert_array_equal, gradients, list(backward(name, *args)[1:]))
 
 
 def test_a_row_of_zeros_has_the_slope_of_the_root_of_eps():
@@ -89,6 +107,8 @@ def test_a_row_of_zeros_has_the_slope_of_the_root_of_eps():
         (Quantized(4, group=16), "float64", 32, "takes numbers of 16 or 32 bits, got float64"),
         (Quantized(4, group=16), "float32", 40, "takes whole groups, got 40 features in groups"),
         (Quantized(4, group=1024), "float32", 17 * 1024, "holds whole rows, of up to 16384"),
+        (None, "float32", 40, "takes a multiple of 16 features, got 40"),
+        (None, "float64", 32, "takes numbers of 16 or 32 bits, got float64"),
     ],
 )
 def test_what_the_program_cannot_take(codec, dtype, features, reason, x64):

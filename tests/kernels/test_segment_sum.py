@@ -15,7 +15,7 @@ CASES = [
     ((300, 130), 7, "float32", "int32"),
     ((2, 3, 1), 1, "bfloat16", "uint8"),
     ((2, 333, 50), 40, "float16", "uint8"),
-    ((9, 16), 300, "float32", "uint8"),
+    ((9, 16), 300, "bfloat16", "uint8"),
 ]
 
 every = pytest.mark.parametrize("case", CASES, ids=str)
@@ -76,7 +76,8 @@ def test_the_reference_in_float64(x64):
     ("dtype", "shape", "segments", "reason"),
     [
         ("float64", (3, 8), 2, "values of 16 or 32 bits, got float64"),
-        ("float32", (3, 8), 513, r"up to 512 segments, got 513 of \(3, 8\)"),
+        ("float32", (3, 8), 129, r"up to 128 segments of float32, got 129 of \(3, 8\)"),
+        ("bfloat16", (3, 8), 513, r"up to 512 segments of bfloat16, got 513 of \(3, 8\)"),
         ("float32", (0, 8), 2, r"got 2 of \(0, 8\)"),
     ],
 )

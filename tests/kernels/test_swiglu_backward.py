@@ -27,9 +27,9 @@ CASES = [
 ]
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def backward(implementation, gate, up, dy):
-    return swiglu_backward(gate, up, dy, implementation=implementation)
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def backward(implementation, gate, up, dy, with_value=True):
+    return swiglu_backward(gate, up, dy, with_value=with_value, implementation=implementation)
 
 
 decoded = jax.jit(functools.partial(dequantize, implementation="reference"))
@@ -73,6 +73,16 @@ def test_implementations_agree(case):
         assert a.dtype == case[2]
         assert_near(a, exact, off * scale)
         assert_same(a, b, 2 * off * scale)
+
+
+def test_a_value_that_is_not_wanted_is_none():
+    args = problem(*CASES[-1])
+    for name in ("reference", "interpreted"):
+        value, *gradients = backward(name, *args, False)
+        assert value is None
+        # Another program of the same operations, fused otherwise.
+        for got, want in zip(gradients, backward(name, *args)[1:], strict=True):
+            assert_same(got, want, 4 * TINY * abs(f64(want)))
 
 
 def test_a_code_of_float64_is_for_the_reference(x64):
