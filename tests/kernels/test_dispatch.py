@@ -139,18 +139,17 @@ def test_by_default_the_device_decides(name):
 @every
 def test_a_name_is_obeyed(name):
     function, args = KERNELS[name]
+    traced = {}
     for implementation in ("reference", "interpreted", "pallas"):
         named = functools.partial(function, implementation=implementation)
-        assert uses_pallas(named, *args) == (implementation != "reference")
-        assert not chooses(named, *args)
-        # Around a call, and for whatever else is in it.
-        with actjax.kernels.use(implementation):
-            assert uses_pallas(lambda *args: function(*args), *args) == (
-                implementation != "reference"
-            )
-            # A name given to a call is nearer.
-            reference = functools.partial(function, implementation="reference")
-            assert not uses_pallas(reference, *args)
+        traced[implementation] = text = str(jax.make_jaxpr(named)(*args))
+        assert ("pallas_call" in text) == (implementation != "reference")
+        assert "platform_index" not in text
+    with actjax.kernels.use("interpreted"):
+        assert str(jax.make_jaxpr(lambda *args: function(*args))(*args)) == traced["interpreted"]
+        # A name given to a call is nearer.
+        reference = functools.partial(function, implementation="reference")
+        assert str(jax.make_jaxpr(reference)(*args)) == traced["reference"]
 
 
 def test_on_a_cpu_the_default_is_the_reference():

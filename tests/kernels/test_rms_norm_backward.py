@@ -13,7 +13,7 @@ from actjax.kernels.rms_norm_backward.api import rms_norm_backward
 
 EPS = 1e-4
 
-# Codec, or none for an array, dtype, dtype of the scale, shape, outlier channels: many rows, so that
+# Codec (none for an array), dtype, dtype of the scale, shape, outlier channels: many rows, so that
 # a program has several; groups and rows that are no power of two; a group that is a row.
 CASES = [
     (Quantized(4, group=16), "float32", "float32", (1500, 32), 0),
