@@ -14,7 +14,7 @@ def scaled_segment_sum(
     As a product with a sparse [T, k] matrix: unlike a scatter it adds in a fixed order, so two runs
     give the same bits on every device, and it runs on the matrix units.
     """
-    columns = jnp.arange(segments, dtype=index.dtype)
+    columns = jnp.arange(segments, dtype=jnp.int32)
     factor = scale[..., None].astype(values.dtype)
-    selection = jnp.where(index[..., None] == columns, factor, 0)
+    selection = jnp.where(index[..., None].astype(jnp.int32) == columns, factor, 0)
     return contract_tokens(selection, values)
