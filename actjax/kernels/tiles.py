@@ -147,18 +147,19 @@ class Grid:
     tile_groups: int
 
     @property
-    def programs(self) -> tuple[int, int]:
-        """Programs along tokens, and along groups: the last takes what is no whole group."""
-        whole, rest = divmod(self.features, self.group)
-        return pl.cdiv(self.rows, self.tile_rows), pl.cdiv(whole, self.tile_groups) + (rest > 0)
+    def programs(self) -> tuple[int]:
+        """Number of programs: of whole groups, neighbours in memory in a row, and of the rest."""
+        rest = pl.cdiv(self.rows, self._rest_rows) if self.features % self.group else 0
+        return (self._whole + rest,)
 
     def run(self, body: Callable[[Callable[[int], Part]], None]) -> None:
         """Runs a program: `body` is given what makes its `Part` from a number of slices."""
-        block, last = pl.program_id(1), self.programs[1] - 1
+        program = pl.program_id(0)
         groups, rest = divmod(self.features, self.group)
+        row, block = program // max(1, self._blocks), program % max(1, self._blocks)
         whole = functools.partial(
             Part,
-            *self._tokens(),
+            *self._tokens(row, self.tile_rows),
             block * self.tile_groups + _iota(self.tile_groups, 1),
             groups if groups % self.tile_groups else None,
             self.group,
@@ -166,19 +167,38 @@ class Grid:
             0,
         )
         left = functools.partial(
-            Part, *self._tokens(), _iota(1, 1), None, rest, groups * self.group, groups
+            Part,
+            *self._tokens(program - self._whole, self._rest_rows),
+            _iota(1, 1),
+            None,
+            rest,
+            groups * self.group,
+            groups,
         )
         if not rest:
             body(whole)
         elif not groups:
             body(left)
         else:
-            pl.when(block < last)(lambda: body(whole))
-            pl.when(block == last)(lambda: body(left))
+            pl.when(program < self._whole)(lambda: body(whole))
+            pl.when(program >= self._whole)(lambda: body(left))
 
-    def _tokens(self) -> tuple[jax.Array, int | None]:
-        token = pl.program_id(0) * self.tile_rows + _iota(self.tile_rows, 0)
-        return token, self.rows if self.rows % self.tile_rows else None
+    @property
+    def _blocks(self) -> int:
+        return pl.cdiv(self.features // self.group, self.tile_groups)
+
+    @property
+    def _whole(self) -> int:
+        return self._blocks * pl.cdiv(self.rows, self.tile_rows)
+
+    @property
+    def _rest_rows(self) -> int:
+        """Tokens of a program for the rest: of as many numbers as one for whole groups."""
+        return min(self.tile_rows * self.tile_groups, pl.next_power_of_2(self.rows))
+
+    def _tokens(self, program: Any, tile: int) -> tuple[jax.Array, int | None]:
+        token = program * tile + _iota(tile, 0)
+        return token, self.rows if self.rows % tile else None
 
 
 def grid_of(rows: int, features: int, group: int, numbers: int = 4096) -> Grid:

@@ -219,9 +219,9 @@ def _round(
         position = fmt.over(value - low, step)
     if shift is not None:
         position = position + shift
+    # Not shifted, it is within the levels already, but for what the last line rounds off.
     if shift is not None or low is None:
         position = jnp.minimum(jnp.maximum(position, np.float32(0)), np.float32(steps))
-    # Without, it is within the levels already, but for what the next line rounds off.
     return jax.lax.bitcast_convert_type(position + _INTEGERS, jnp.int32) & steps
 
 
