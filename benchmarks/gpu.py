@@ -290,18 +290,19 @@ def _one(config: Config, model: str, name: str, cache: str) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         return {"failure": f"took more than {config.seconds:g} seconds"}
     if done.returncode != 0:
-        return {"failure": done.stderr[-500:]}
+        return {"failure": done.stderr[-500:] or f"ended with {done.returncode}"}
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def _show_steps(config: Config, rows: list[dict[str, Any]]) -> None:
-    first = summary(rows[0]["rounds"])
+    first = next((one for row in rows if (one := summary(row["rounds"])) is not None), None)
     tokens = config.batch_size * config.seq_len
     cells = []
     for row in rows:
         one = summary(row["rounds"])
         if one is None:
-            cells.append((row["rival"], row["rounds"][-1].get("failure", "")[-60:], *[""] * 6))
+            why = next(one["failure"] for one in row["rounds"] if "failure" in one)
+            cells.append((row["rival"], why[-60:], *[""] * 6))
             continue
         against = one if first is None else first
         cells.append(

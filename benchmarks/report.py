@@ -2,7 +2,8 @@
 
 `python -m benchmarks.report benchmarks/results/kernels.json benchmarks/results/gpu.json` prints
 Markdown: of kernels what the compiler says and, where a GPU measured them, their time and share of
-the bandwidth; of whole steps the ratios to the first rival. `--figure gpu.png` draws the latter.
+the bandwidth; what was checked, and what failed; of whole steps the ratios to the first rival.
+`--figure gpu.png` draws the latter.
 """
 
 import dataclasses
@@ -82,6 +83,44 @@ def kernel_table(compiled: list[dict[str, Any]], measured: list[dict[str, Any]])
     return markdown([headers[i] for i in used], [[row[i] for i in used] for row in rows])
 
 
+def check_table(kernels: list[dict[str, Any]], operators: list[dict[str, Any]]) -> str:
+    """Returns the table of what was held to its definition, what failed first.
+
+    Args:
+      kernels: of `benchmarks.gpu`.
+      operators: likewise.
+    """
+    rows = []
+    for row in sorted([*kernels, *operators], key=lambda row: row["ok"]):
+        name = f"`{row['kernel']}`, {row['case']}" if "kernel" in row else row["operator"]
+        says = row.get("failure") or ("yes" if row["ok"] else "NO")
+        timed = "bandwidth" in row
+        rows.append(
+            (
+                name,
+                says,
+                f"{row['error']:.1e}" if "error" in row else "",
+                f"{row['bandwidth'] / 1e12:.2f}" if timed else "",
+                f"{row['share_of_copy']:.2f}" if timed else "",
+                f"{row['of_xla']:.2f}" if timed else "",
+            )
+        )
+    headers = ("", "as in float64", "error", "TB/s", "of a copy", "time, of XLA's form")
+    return markdown(headers, rows)
+
+
+def determinism_table(rows: list[dict[str, Any]]) -> str:
+    """Returns the table of steps that were run twice.
+
+    Args:
+      rows: of `benchmarks.gpu`.
+    """
+    cells = [
+        (row["rival"], "yes" if row["same_bits"] else "NO", f"{row['apart']:.1e}") for row in rows
+    ]
+    return markdown(("", "same bits twice", "from the step without kernels"), cells)
+
+
 def step_table(rows: list[dict[str, Any]], tokens: int) -> str:
     """Returns the table of whole steps of one model.
 
@@ -133,6 +172,11 @@ def main() -> None:
     for result in results:
         if any("bound_us" in row for row in result["rows"]):
             print(kernel_table(result["rows"], measured))
+        kernels, operators = result.get("kernels", []), result.get("operators", [])
+        if kernels or operators:
+            print(f"\n{check_table(kernels, operators)}")
+        if result.get("determinism"):
+            print(f"\n{determinism_table(result['determinism'])}")
         models: dict[str, list[dict[str, Any]]] = {}
         for row in result["rows"]:
             if "rounds" in row:

@@ -20,9 +20,9 @@ _asked: Any = jax.make_user_context(None)
 def use(implementation: Implementation | None) -> Iterator[None]:
     """Makes every kernel within that can be computed so be computed so.
 
-    Functions that are traced within keep to it; a function that `jax.jit` has compiled before is
-    compiled again. Kernels that cannot take their arguments fall back to the reference, unlike
-    where an implementation is given to a call.
+    Functions that are traced within, by this thread, keep to it; a function that `jax.jit` has
+    compiled before is compiled again. Kernels that cannot take their arguments fall back to the
+    reference, unlike where an implementation is given to a call.
 
     Args:
       implementation: one of `Implementation`; None for the best that applies, as without this.
@@ -44,8 +44,10 @@ class Kernel:
     a branch of `jax.lax.platform_dependent`, so that what is traced once can be lowered for any
     platform. Derivatives are those of the definition.
 
-    Under a mesh that XLA partitions programs over (`jax.set_mesh`, more than one device, not within
-    `jax.shard_map`) the default is the definition: XLA would gather what a kernel reads.
+    Where XLA partitions the program over devices the default is the definition, since XLA would
+    gather what a kernel reads: under `jax.set_mesh`, and for arrays with explicit shardings. (What
+    is sharded over automatic axes, without `jax.set_mesh`, is not known while a program is traced.)
+    So it is within a `jax.shard_map`, unless that has `check_vma=False`.
 
     Attributes:
       name: for messages.
@@ -75,7 +77,7 @@ class Kernel:
         _check(implementation)
         reference = functools.partial(self.reference, **options)
         asked = implementation or _asked.value
-        if asked == "reference" or (asked is None and _is_partitioned()):
+        if asked == "reference" or (asked is None and _is_partitioned(args)):
             return reference(*args)
         reason = self.refuses(*args, **options)
         if reason is not None:
@@ -83,6 +85,11 @@ class Kernel:
                 return reference(*args)
             raise ValueError(
                 f"`implementation` {implementation!r} of {self.name} {reason}: use 'reference'."
+            )
+        if asked == "pallas" and jax.default_backend() == "cpu" and not _traced(args):
+            raise ValueError(
+                f"`implementation` 'pallas' of {self.name} is compiled for NVIDIA GPUs, and this"
+                " runs on a CPU: use 'interpreted' or 'reference'."
             )
         run = functools.partial(_traced_once, self.pallas, tuple(sorted(options.items())))
         if asked is None:
@@ -104,6 +111,11 @@ def _traced_once(pallas: Callable, options: tuple, interpret: bool, *args: Any) 
     return pallas(*args, interpret=interpret, **dict(options))
 
 
+def _traced(args: Any) -> bool:
+    """Returns whether a program is being traced, which may be for another device."""
+    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args))
+
+
 def _check(implementation: object) -> None:
     if implementation is not None and implementation not in get_args(Implementation):
         raise ValueError(
@@ -112,10 +124,25 @@ def _check(implementation: object) -> None:
         )
 
 
-def _is_partitioned() -> bool:
-    """Returns whether XLA, and not the program, spreads arrays over devices here."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return any(
+def _is_partitioned(args: Any) -> bool:
+    """Returns whether XLA, and not the program, spreads arrays over devices here.
+
+    Also within a `jax.shard_map` that checks how results vary over devices, which no kernel says.
+    """
+    context = jax.sharding.get_abstract_mesh()
+    shardings = (getattr(jax.typeof(x), "sharding", None) for x in jax.tree.leaves(args))
+    meshes = [context, *(sharding.mesh for sharding in shardings if sharding is not None)]
+    if any(
         size > 1 and kind != AxisType.Manual
+        for mesh in meshes
         for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
-    )
+    ):
+        return True
+    kinds = zip(context.axis_names, context.axis_types, strict=True)
+    manual = next((name for name, kind in kinds if kind == AxisType.Manual), None)
+    if manual is None:
+        return False
+    # What is known to vary along the axis varies in name only if that is checked.
+    index = jax.typeof(jax.lax.axis_index(manual))
+    kind = getattr(index, "manual_axis_type", None)
+    return bool(kind.varying if kind is not None else getattr(index, "vma", ()))

@@ -460,5 +460,5 @@ def refuses(format: fmt.Format, dtype: Any, shape: Sequence[int]) -> str | None:
 
 def _refuses_array(dtype: Any, shape: Sequence[int]) -> str | None:
     if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        return f"takes numbers of 16 or 32 bits, got {dtype}"
+        return f"takes floating point numbers of 16 or 32 bits, got {dtype}"
     return f"takes arrays that are not empty, got shape {tuple(shape)}" if 0 in shape else None

@@ -36,6 +36,8 @@ def scale_by_adam_8bit(
     Raises:
       ValueError: a decay outside [0, 1), a negative `eps`, a block or size below one.
     """
+    # Plain numbers, which a compiled step is told once; arrays could not be compared.
+    b1, b2, eps, eps_root = float(b1), float(b2), float(eps), float(eps_root)
     for name, decay in (("b1", b1), ("b2", b2)):
         if not 0 <= decay < 1:
             raise ValueError(f"`{name}` of scale_by_adam_8bit must be in [0, 1), got {decay!r}.")

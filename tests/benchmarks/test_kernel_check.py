@@ -95,3 +95,17 @@ def test_the_report_leaves_out_what_was_not_measured():
     steps = report.step_table(rows, 100)
     assert "| plain | 50 | 1.000 | 1.00 | 1.000 | 4.000 |" in steps
     assert "| x | failed |" in steps
+
+
+def test_the_report_shows_what_failed_first():
+    kernels = [
+        {"kernel": "quantize", "case": "a", "ok": True, "error": 1e-7},
+        {"kernel": "quantize", "case": "b", "ok": False, "failure": "out of registers"},
+    ]
+    lines = report.check_table(kernels, [{"operator": "rms_norm", "ok": False, "error": 0.1}])
+    shown = lines.splitlines()[2:]
+    assert "out of registers" in shown[0]
+    assert "| rms_norm | NO | 1.0e-01 |" in shown[1]
+    assert "| yes | 1.0e-07 |" in shown[2]
+    steps = report.determinism_table([{"rival": "pamm", "same_bits": False, "apart": 0.0}])
+    assert "| pamm | NO | 0.0e+00 |" in steps

@@ -274,3 +274,28 @@ def test_vmap_is_a_call_for_each():
         for i in range(3):
             want = alone(index[i], scale[i], values[i])
             np.testing.assert_allclose(got[i], want, rtol=8 * TINY, atol=8 * TINY)
+
+
+def test_what_is_sharded_explicitly_is_left_to_xla():
+    mesh = jax.make_mesh((2,), ("tokens",), axis_types=(jax.sharding.AxisType.Explicit,))
+    x = jax.device_put(
+        jnp.ones((4, 128)), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("tokens"))
+    )
+    fun = jax.grad(lambda x: actjax.rms_norm(x, jnp.ones(128), codec=actjax.Quantized(4)).sum())
+    assert "pallas_call" not in str(jax.make_jaxpr(fun)(x))
+    assert jax.jit(fun)(x).shape == x.shape
+
+
+def test_a_shard_map_that_checks_what_varies_gets_the_definition():
+    mesh = jax.make_mesh((2,), ("tokens",), axis_types=(jax.sharding.AxisType.Auto,))
+    by_tokens = jax.sharding.PartitionSpec("tokens")
+    x = jax.random.normal(jax.random.key(0), (4, 128))
+    results = []
+    for checks in (True, False):
+        run = jax.shard_map(
+            lambda x: actjax.Quantized(4).decode(actjax.Quantized(4).encode(x)),
+            mesh=mesh, in_specs=by_tokens, out_specs=by_tokens, check_vma=checks,
+        )  # fmt: skip
+        assert ("pallas_call" in str(jax.make_jaxpr(run)(x))) != checks
+        results.append(jax.jit(run)(x))
+    assert (results[0] == results[1]).all()

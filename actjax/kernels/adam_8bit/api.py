@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from actjax.kernels.adam_8bit import pallas, reference
 from actjax.kernels.blockwise import Blockwise
+from actjax.kernels.checks import check_floating, check_shape
 from actjax.kernels.dispatch import Implementation, Kernel
 
 
@@ -40,8 +41,13 @@ def adam_8bit(
       The update, float32 [..., n], before a learning rate; `mu` and `nu` after the step.
 
     Raises:
-      ValueError: an implementation that cannot.
+      TypeError: `grad` is not floating point.
+      ValueError: shapes that differ; an implementation that cannot.
     """
+    check_floating("adam_8bit", "grad", grad)
+    check_shape("adam_8bit", "grad", grad, mu.codes.shape)
+    check_shape("adam_8bit", "nu", nu.codes, mu.codes.shape)
+    check_shape("adam_8bit", "corrections", corrections, (2,))
     return KERNEL(
         grad,
         mu,

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from actjax.kernels.checks import check_floating
 from actjax.kernels.dispatch import Implementation, Kernel
 from actjax.kernels.point_assignment import pallas, reference
 
@@ -28,15 +29,23 @@ def point_assignment(
       Indices, int32; scales, in the dtype of sums; booleans: each [...].
 
     Raises:
-      ValueError: an implementation that cannot.
+      TypeError: what is not floating point.
+      ValueError: shapes that do not fit; an implementation that cannot.
     """
+    check_floating("point_assignment", "x", x)
+    check_floating("point_assignment", "points", points)
+    if points.ndim != 2 or points.shape[0] == 0 or points.shape[1:] != x.shape[-1:]:
+        raise ValueError(
+            f"`points` of point_assignment must be [k, {x.shape[-1:]}] with at least one point, got"
+            f" {points.shape}."
+        )
     return KERNEL(x, points, tolerance=tolerance, implementation=implementation)
 
 
 def _refuses(x: jax.Array, points: jax.Array, *, tolerance: float) -> str | None:
     del tolerance
     if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32) or x.dtype != points.dtype:
-        return f"takes tokens and points of 16 or 32 bits, got {x.dtype} and {points.dtype}"
+        return f"takes tokens and points of one dtype, not float64: {x.dtype} and {points.dtype}"
     most = pallas.MOST_POINTS[x.dtype.itemsize]
     if x.size == 0 or points.shape[0] > most:
         return f"takes up to {most} points of {x.dtype}, got {points.shape[0]} for {x.shape}"

@@ -1,8 +1,10 @@
 """Numbers to few bits: scales fitted, rounded and packed, in one pass."""
 
 import jax
+import jax.numpy as jnp
 
 from actjax.kernels import tiles
+from actjax.kernels.checks import check_floating, check_shape
 from actjax.kernels.dispatch import Implementation, Kernel
 from actjax.kernels.format import Format, QuantizedCode
 from actjax.kernels.quantize import pallas, reference
@@ -22,16 +24,20 @@ def quantize(
     Args:
       x: [..., d], floating point. What is not finite makes its group meaningless.
       seed: of the random numbers, uint32 [2], if `format.rounding` draws.
-      channels: those that are kept whole, int32 [m]; None for none.
+      channels: those that are kept whole, int32 [m], distinct, of [0, d); None for none.
       step: scales by channel [d], as they are stored, if `format.scaling` is "channel". Not in the
         result.
       format: how numbers are stored.
       implementation: what computes it; None for the best that applies.
 
     Raises:
-      ValueError: a seed or scales where `format` has no use for them, or none where it has; an
-        implementation that cannot.
+      TypeError: `x` is not floating point, or `step` not as it is stored.
+      ValueError: wrong shapes; a seed or scales where `format` has no use for them, or none where
+        it has; an implementation that cannot.
     """
+    check_floating("quantize", "x", x)
+    if x.ndim < 1:
+        raise ValueError(f"`x` of quantize must have features, [..., d], got shape {x.shape}.")
     for name, given, used in (
         ("seed", seed, format.rounding != "nearest"),
         ("step", step, format.scaling == "channel"),
@@ -40,6 +46,13 @@ def quantize(
             raise ValueError(
                 f"`{name}` of quantize must {'' if used else 'not '}be given: {format}."
             )
+    if seed is not None:
+        check_shape("quantize", "seed", seed, (2,))
+    if step is not None:
+        check_shape("quantize", "step", step, x.shape[-1:])
+        stored = jnp.dtype(jnp.float32 if format.scale_dtype == "float32" else jnp.uint16)
+        if step.dtype != stored:
+            raise TypeError(f"`step` of quantize must be {stored}, as stored, got {step.dtype}.")
     return KERNEL(x, seed, channels, step, format=format, implementation=implementation)
 
 

@@ -3,6 +3,7 @@
 import jax
 
 from actjax.kernels import tiles
+from actjax.kernels.checks import check_code, check_floating, check_shape
 from actjax.kernels.dispatch import Implementation, Kernel
 from actjax.kernels.format import QuantizedCode
 from actjax.kernels.rms_norm_backward import pallas, reference
@@ -35,8 +36,15 @@ def rms_norm_backward(
       gradient of `scale`, [d] in its dtype; computed in float32.
 
     Raises:
-      ValueError: an implementation that cannot.
+      TypeError: `dy` is not floating point.
+      ValueError: shapes that differ; an implementation that cannot.
     """
+    check_floating("rms_norm_backward", "dy", dy)
+    if isinstance(x, QuantizedCode):
+        check_code("rms_norm_backward", "x", x, dy.shape)
+    else:
+        check_shape("rms_norm_backward", "x", x, dy.shape)
+    check_shape("rms_norm_backward", "scale", scale, dy.shape[-1:])
     return KERNEL(x, scale, dy, eps=eps, with_value=with_value, implementation=implementation)
 
 

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from actjax.kernels.checks import check_floating, check_shape
 from actjax.kernels.dispatch import Implementation, Kernel
 from actjax.kernels.segment_sum import pallas, reference
 
@@ -28,8 +29,14 @@ def scaled_segment_sum(
       [k, n], in the dtype of sums.
 
     Raises:
-      ValueError: an implementation that cannot.
+      TypeError: `values` is not floating point.
+      ValueError: shapes that differ, no segments; an implementation that cannot.
     """
+    check_floating("scaled_segment_sum", "values", values)
+    check_shape("scaled_segment_sum", "index", index, values.shape[:-1])
+    check_shape("scaled_segment_sum", "scale", scale, values.shape[:-1])
+    if segments < 1:
+        raise ValueError(f"`segments` of scaled_segment_sum must be at least 1, got {segments}.")
     return KERNEL(index, scale, values, segments=segments, implementation=implementation)
 
 

@@ -3,6 +3,7 @@
 import jax
 
 from actjax.kernels import tiles
+from actjax.kernels.checks import check_code, check_floating
 from actjax.kernels.dispatch import Implementation, Kernel
 from actjax.kernels.format import QuantizedCode
 from actjax.kernels.swiglu_backward import pallas, reference
@@ -32,8 +33,12 @@ def swiglu_backward(
       Three of [..., f], in the dtype of `gate`, computed in float32; the first None if not wanted.
 
     Raises:
-      ValueError: an implementation that cannot.
+      TypeError: what is no code, or not floating point.
+      ValueError: shapes that differ; an implementation that cannot.
     """
+    check_floating("swiglu_backward", "dy", dy)
+    check_code("swiglu_backward", "gate", gate, dy.shape)
+    check_code("swiglu_backward", "up", up, dy.shape)
     return KERNEL(gate, up, dy, with_value=with_value, implementation=implementation)
 
 

@@ -1,0 +1,69 @@
+"""Tests of actjax/kernels/checks.py: a kernel is not given what it would read beyond its end."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import actjax
+from actjax.kernels.adam_8bit.api import adam_8bit
+from actjax.kernels.blockwise import blockwise_zeros
+from actjax.kernels.cases import format_of
+from actjax.kernels.point_assignment.api import point_assignment
+from actjax.kernels.quantize.api import quantize
+from actjax.kernels.rms_norm_backward.api import rms_norm_backward
+from actjax.kernels.segment_sum.api import scaled_segment_sum
+from actjax.kernels.swiglu_backward.api import swiglu_backward
+
+X = jnp.ones((4, 256))
+CODE = actjax.Quantized(4).encode(X)
+NARROW = actjax.Quantized(4).encode(X[:, :128])
+MU, NU = (blockwise_zeros((4, 256), jnp.float32, unsigned=u) for u in (False, True))
+ADAM = {"b1": 0.9, "b2": 0.999, "eps": 1e-8}
+CHANNEL = format_of(4, scaling="channel")
+DITHER = format_of(4, rounding="dither")
+SEED = jnp.zeros(2, jnp.uint32)
+SCALES = jnp.ones(256, jnp.uint16)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: quantize(jnp.ones((4, 8), jnp.int32), format=format_of(4)), "`x` of quantize"),
+        (lambda: quantize(jnp.float32(1), format=format_of(4)), "[..., d], got shape ()"),
+        (lambda: quantize(X, format=DITHER), "`seed` of quantize must be given"),
+        (lambda: quantize(X, SEED, format=format_of(4)), "`seed` of quantize must not be given"),
+        (lambda: quantize(X, jnp.zeros(3, jnp.uint32), format=DITHER), "(2,), got (3,)"),
+        (lambda: quantize(X, None, None, SCALES[:128], format=CHANNEL), "(256,), got (128,)"),
+        (lambda: quantize(X, None, None, X[0], format=CHANNEL), "uint16, as stored, got float32"),
+        (lambda: swiglu_backward(CODE, NARROW, X), "`up` of swiglu_backward"),
+        (lambda: swiglu_backward(CODE, CODE, X[:1]), "code of (1, 256), got one of (4, 256)"),
+        (lambda: swiglu_backward(X, X, X), "must be a QuantizedCode, got"),
+        (lambda: rms_norm_backward(CODE, X[0, :128], X), "`scale` of rms_norm_backward"),
+        (lambda: rms_norm_backward(CODE, X[0, :1], X), "(256,), got (1,)"),
+        (lambda: rms_norm_backward(X, X[0], X[:1]), "`x` of rms_norm_backward"),
+        (lambda: point_assignment(X, X[:2, :128]), "`points` of point_assignment"),
+        (lambda: point_assignment(X, X[:0]), "at least one point"),
+        (lambda: scaled_segment_sum(jnp.zeros(3, int), X[:, 0], X, segments=2), "`index` of"),
+        (lambda: scaled_segment_sum(jnp.zeros(4, int), X[:, 0], X, segments=0), "`segments` of"),
+        (lambda: adam_8bit(X[:, :128], MU, NU, jnp.ones(2), **ADAM), "`grad` of adam_8bit"),
+        (lambda: adam_8bit(X, MU, NU, jnp.ones(1), **ADAM), "`corrections` of adam_8bit"),
+    ],
+)
+def test_wrong_arguments_are_named(call, message):
+    with pytest.raises((ValueError, TypeError), match=re.escape(message)):
+        call()
+
+
+def test_an_update_of_another_shape_than_its_parameter_is_refused():
+    tx = actjax.optim.scale_by_adam_8bit()
+    state = tx.init({"w": jnp.ones((64, 256))})
+    with pytest.raises(ValueError, match="`grad` of adam_8bit"):
+        tx.update({"w": jnp.ones((1, 256))}, state)
+
+
+def test_decays_may_be_arrays_under_jit():
+    tx = actjax.optim.scale_by_adam_8bit(b1=jnp.float32(0.9))
+    params = jnp.ones((64, 256))
+    assert jax.jit(tx.update)(params, tx.init(params))[0].shape == params.shape
