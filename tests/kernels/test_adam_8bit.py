@@ -214,7 +214,6 @@ def refused():
         [blockwise_zeros((1, 5000), "float32", unsigned=u, block=5000) for u in (False, True)],
     )
     return [
-        (np.ones((2, 8), "int32"), mu, nu, "gradients of 16 or 32 bits, got int32"),
         (grad, linear, nu, "dynamic levels, got linear and dynamic"),
         (grad, nu, mu, "`mu` in int8 and `nu` in uint8, got uint8 and int8"),
         (grad, mu, halved, "moments of float32, got float32 and bfloat16"),

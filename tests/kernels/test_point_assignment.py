@@ -148,8 +148,8 @@ def test_ties_and_zeros(implementation):
 @pytest.mark.parametrize(
     ("dtypes", "count", "reason"),
     [
-        (("float64", "float64"), 2, "of 16 or 32 bits, got float64 and float64"),
-        (("float32", "bfloat16"), 2, "of 16 or 32 bits, got float32 and bfloat16"),
+        (("float64", "float64"), 2, "of one dtype, not float64: float64 and float64"),
+        (("float32", "bfloat16"), 2, "of one dtype, not float64: float32 and bfloat16"),
         (("float32", "float32"), 129, r"up to 128 points of float32, got 129 for \(3, 8\)"),
         (("bfloat16", "bfloat16"), 513, r"up to 512 points of bfloat16, got 513 for \(3, 8\)"),
     ],

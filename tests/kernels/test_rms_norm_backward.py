@@ -104,11 +104,16 @@ def test_a_row_of_zeros_has_the_slope_of_the_root_of_eps():
 @pytest.mark.parametrize(
     ("codec", "dtype", "features", "reason"),
     [
-        (Quantized(4, group=16), "float64", 32, "takes numbers of 16 or 32 bits, got float64"),
+        (
+            Quantized(4, group=16),
+            "float64",
+            32,
+            "takes floating point numbers of 16 or 32 bits, got float64",
+        ),
         (Quantized(4, group=16), "float32", 40, "takes whole groups, got 40 features in groups"),
         (Quantized(4, group=1024), "float32", 17 * 1024, "holds whole rows, of up to 16384"),
         (None, "float32", 40, "takes a multiple of 16 features, got 40"),
-        (None, "float64", 32, "takes numbers of 16 or 32 bits, got float64"),
+        (None, "float64", 32, "takes floating point numbers of 16 or 32 bits, got float64"),
     ],
 )
 def test_what_the_program_cannot_take(codec, dtype, features, reason, x64):
