@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 
@@ -44,7 +45,12 @@ def compiled(tmp_path_factory):
     # In a process of its own: some mistakes in a kernel end it, and others compile for minutes.
     command = [sys.executable, "-m", "benchmarks.kernels", "--results", str(results)]
     command += ["--small", "--no-against-xla"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    # Not with the flags of this process, which leave optimisations out.
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment["JAX_PLATFORMS"] = "cpu"
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=900, check=False, env=environment
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return {(row["kernel"], row["case"]): row for row in json.loads(results.read_text())["rows"]}
 
@@ -65,9 +71,15 @@ def test_every_kernel_reads_and_writes_once(compiled):
     for row in compiled.values():
         if row["bytes"] < 1e6:
             continue  # Of small arrays what is made beside counts: sums of programs, and seeds.
-        # Sums by program, which are added up afterwards, are what is beyond.
+        # Sums by program, which are added up afterwards, and points, which are normalised before,
+        # are what is beyond.
         summed = row["kernel"] in ("rms_norm_backward", "scaled_segment_sum")
-        assert row["moved"] < (1.27 if summed else 1.12) * row["bytes"], row
+        beside = 0
+        if row["kernel"] == "point_assignment":
+            cases = {case.name: case for case in KERNELS["point_assignment"].cases}
+            points = cases[row["case"]].shapes()[1]
+            beside = 8 * points.size * points.dtype.itemsize
+        assert row["moved"] <= (1.27 if summed else 1.03) * row["bytes"] + beside, row
 
 
 def test_traffic_counts_operands_results_and_loops():
