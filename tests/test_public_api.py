@@ -111,7 +111,7 @@ def test_every_module_says_what_it_is(module):
 def test_actjax_holds_its_public_names_and_nothing_else():
     names = {name for name in vars(actjax) if not name.startswith("_")}
     submodules = {"accumulation", "bits", "checkpointing", "codecs", "explanation", "gradients",
-                  "low_rank", "ops", "orthogonal", "precision", "programs", "rebuilding",
+                  "kernels", "low_rank", "ops", "orthogonal", "precision", "programs", "rebuilding",
                   "residuals", "tags", "taps"}  # fmt: skip
     assert names - submodules == {
         *("Codec", "Exact", "PointApproximation", "PrincipalPlusRandom", "RandomProjection"),

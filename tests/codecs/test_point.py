@@ -202,7 +202,7 @@ def test_a_ratio_is_rounded_and_at_least_one_point(ratio, count):
 @pytest.mark.parametrize("block", [1, 7, 1000])
 def test_cutting_the_tokens_changes_nothing(block, monkeypatch, x64):
     want = PointApproximation(points=4).encode(tokens(), KEY)
-    monkeypatch.setattr("actjax.codecs.point._MAX_SCORES", 4 * block)
+    monkeypatch.setattr("actjax.kernels.point_assignment.reference._MAX_SCORES", 4 * block)
     got = PointApproximation(points=4).encode(tokens(), KEY)
     np.testing.assert_array_equal(got.index, want.index)
     np.testing.assert_allclose(got.scale, want.scale, rtol=1e-14)
