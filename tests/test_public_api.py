@@ -124,11 +124,11 @@ def test_actjax_holds_its_public_names_and_nothing_else():
         *("optim", "value_and_grad", "with_bases"),
     }
     assert {name for name in vars(actjax.optim) if not name.startswith("_")} - {
-        *("bases", "checks", "layers", "paths", "projections"),
+        *("adam_8bit", "bases", "checks", "layers", "paths", "projections"),
     } == {
         *("Blockwise", "EightBitState", "InBackward", "InBackwardState", "LayerwiseState"),
         *("SubspaceState", "SubspaceTransformation", "apply", "eight_bit", "in_backward", "init"),
-        *("redraw", "subspace"),
+        *("redraw", "scale_by_adam_8bit", "subspace"),
     }
 
 

@@ -39,8 +39,9 @@ class Quantized(Codec):
     Error: at most `Δ/2` where rounded to the nearest (in rotated groups, on average over a group),
       of variance `Δ²/12` under dither and at most `Δ²/4` under stochastic rounding (on average
       `Δ²/6`); then the result is rounded to the dtype of `x`. Scales are rounded so that a group
-      lies within its levels, but for 2^-20 of its range. A range above the largest number of the dtype, or of float16 scales,
-      overflows to NaN; so do rotated values above that number over the root of the group.
+      lies within its levels, but for 2^-20 of its range. A range above the largest number of the
+      dtype, or of float16 scales, overflows to NaN; so do rotated values above that number over the
+      root of the group.
     Unbiased under stochastic rounding and dither, but for that last rounding.
     Biased: rounding to the nearest, and "normal" levels, but with an error that is as small.
     Source: GACT (Liu et al., 2022), appendix A.4; HyC-LoRA (2025); DESIGN.md, section 4.
