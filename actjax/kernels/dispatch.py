@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal, get_args
 
 import jax
+from jax.core import Tracer
 from jax.sharding import AxisType
 
 Implementation = Literal["reference", "pallas", "interpreted"]
@@ -113,7 +114,7 @@ def _traced_once(pallas: Callable, options: tuple, interpret: bool, *args: Any) 
 
 def _traced(args: Any) -> bool:
     """Returns whether a program is being traced, which may be for another device."""
-    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args))
+    return any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
 
 
 def _check(implementation: object) -> None:
