@@ -285,9 +285,7 @@ class CodeRefs:
     format: fmt.Format
 
     def decode(self, part: Part) -> list[jax.Array]:
-        """Returns what each slice of a part stands for, float32, as it is before rounding to the
-        dtype of the activation.
-        """
+        """Returns what each slice of a part stands for: of the dtype of the activation, in float32."""
         codes = self._codes(part)
         low = None if self.low is None else self._scale(part, self.low, 0)
         step = self._scale(part, self.step, 0)
@@ -412,9 +410,9 @@ def operands(
 
 
 def group_of(x: fmt.QuantizedCode | jax.Array) -> int:
-    """Returns the features of a group of an operand: of an array, the most that fit a power of two.
+    """Returns the features of a group of an operand: of an array, the most up to 128 that divide d.
 
-    Up to 128.
+    A power of two.
     """
     if isinstance(x, fmt.QuantizedCode):
         return x.format.group
