@@ -285,7 +285,7 @@ class CodeRefs:
     format: fmt.Format
 
     def decode(self, part: Part) -> list[jax.Array]:
-        """Returns what each slice of a part stands for: of the dtype of the activation, in float32."""
+        """Returns what each slice of a part stands for, rounded as the activation, in float32."""
         codes = self._codes(part)
         low = None if self.low is None else self._scale(part, self.low, 0)
         step = self._scale(part, self.step, 0)
