@@ -10,7 +10,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from actjax.kernels import tiles
+from actjax.kernels import coded, tiles
 from actjax.kernels.blockwise import Blockwise, decades
 from actjax.kernels.format import over
 
@@ -74,7 +74,7 @@ def adam_8bit(
 
         grid.run(body)
 
-    arrays = [tiles.rows(x) for x in (grad, mu.codes, mu.scales, nu.codes, nu.scales)]
+    arrays = [coded.rows(x) for x in (grad, mu.codes, mu.scales, nu.codes, nu.scales)]
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
     shapes[0] = jax.ShapeDtypeStruct(arrays[0].shape, jnp.float32)
     update, *moved = pl.pallas_call(

@@ -7,23 +7,23 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from actjax.kernels import tiles
+from actjax.kernels import coded, tiles
 from actjax.kernels.format import QuantizedCode
 
 
 def dequantize(code: QuantizedCode, *, interpret: bool = False) -> jax.Array:
     """As `actjax.kernels.dequantize.api.dequantize`."""
     lead = code.planes[0].shape[:-1]
-    arrays, bind = tiles.operands(code)
+    arrays, bind = coded.operands(code)
     grid = tiles.grid_of(math.prod(lead), code.features, code.format.group)
 
     def kernel(*refs: Any) -> None:
         *inputs, out = refs
-        coded = bind(*inputs)
+        read = bind(*inputs)
 
         def body(cut: Any) -> None:
-            part = cut(tiles.slice_count([code.format.bits]))
-            for number, value in enumerate(coded.decode(part)):
+            part = cut(coded.slice_count([code.format.bits]))
+            for number, value in enumerate(read.decode(part)):
                 tiles.store(out, part.token, part.feature(number), value, part.exists(number))
 
         grid.run(body)

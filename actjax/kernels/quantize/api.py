@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from actjax.kernels import tiles
+from actjax.kernels import coded
 from actjax.kernels.checks import check_floating, check_shape
 from actjax.kernels.dispatch import Implementation, Kernel
 from actjax.kernels.format import Format, QuantizedCode
@@ -65,7 +65,7 @@ def _refuses(
     format: Format,
 ) -> str | None:
     del seed, channels, step
-    return tiles.refuses(format, x.dtype, x.shape)
+    return coded.refuses(format, x.dtype, x.shape)
 
 
 KERNEL = Kernel("quantize", reference.quantize, pallas.quantize, _refuses)

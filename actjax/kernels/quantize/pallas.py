@@ -12,8 +12,8 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from actjax.kernels import coded, tiles
 from actjax.kernels import format as fmt
-from actjax.kernels import tiles
 from actjax.kernels.packing import PLANES
 from actjax.kernels.tiles import Part, load, store
 
@@ -33,7 +33,7 @@ def quantize(
     """As `actjax.kernels.quantize.api.quantize`."""
     features, lead = x.shape[-1], x.shape[:-1]
     tokens = math.prod(lead)
-    given = {"x": tiles.rows(x)}
+    given = {"x": coded.rows(x)}
     if seed is not None:
         given["seed"] = seed
     if step is not None:
@@ -51,7 +51,7 @@ def quantize(
         if format.levels == "uniform":
             made["low"] = scale
     if channels is not None:
-        given["position"] = tiles.positions(channels, features)
+        given["position"] = coded.positions(channels, features)
         made["outliers"] = jax.ShapeDtypeStruct((tokens, channels.shape[0]), x.dtype)
     grid = tiles.grid_of(tokens, features, format.group)
 
@@ -97,7 +97,7 @@ def _encode(
             _store_scales(refs, part, low, step, format)
         shift = None
         if "seed" in refs:
-            shift = tiles.shifts(part, refs["seed"], features, format.group)
+            shift = coded.shifts(part, refs["seed"], features, format.group)
         codes = []
         for i, value in enumerate(values):
             own = step
@@ -150,7 +150,7 @@ def _fit(
     largest = _largest([jnp.abs(v) for v in values])
     units = [fmt.over(v, largest) for v in values]
     deviation = jnp.sqrt(_total([u * u for u in units]) * np.float32(1 / part.size))
-    levels = [tiles.normal_values(_nearest_level(u, deviation, format), format.bits) for u in units]
+    levels = [coded.normal_values(_nearest_level(u, deviation, format), format.bits) for u in units]
     squares = [_where_exists(part, i, level * level, 0) for i, level in enumerate(levels)]
     fitted = _total([u * level for u, level in zip(units, levels, strict=True)]) / _total(squares)
     return None, _rounded(fitted * largest, 0, format)

@@ -2,7 +2,7 @@
 
 import jax
 
-from actjax.kernels import tiles
+from actjax.kernels import coded
 from actjax.kernels.checks import check_code, check_floating, check_shape
 from actjax.kernels.dispatch import Implementation, Kernel
 from actjax.kernels.format import QuantizedCode
@@ -57,12 +57,12 @@ def _refuses(
     with_value: bool,
 ) -> str | None:
     del scale, eps, with_value
-    features, group = dy.shape[-1], tiles.group_of(x)
+    features, group = dy.shape[-1], coded.group_of(x)
     if features > pallas.LARGEST:
         return f"holds whole rows, of up to {pallas.LARGEST} features, got {features}"
     if features % group:
         return f"takes whole groups, got {features} features in groups of {group}"
-    return tiles.refuses_operand(x, dy.shape)
+    return coded.refuses_operand(x, dy.shape)
 
 
 KERNEL = Kernel(

@@ -10,7 +10,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from actjax.kernels import tiles
+from actjax.kernels import coded, tiles
 from actjax.kernels.format import QuantizedCode
 
 LARGEST = 16384
@@ -32,16 +32,16 @@ def rms_norm_backward(
 ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
     """As `actjax.kernels.rms_norm_backward.api.rms_norm_backward`."""
     features, tokens = dy.shape[-1], math.prod(dy.shape[:-1])
-    arrays, bind = tiles.operands(x)
-    size = tiles.group_of(x)
+    arrays, bind = coded.operands(x)
+    size = coded.group_of(x)
     groups = features // size
     tile_groups = pl.next_power_of_2(groups)
     rows = pl.cdiv(tokens, _PROGRAMS)
     programs = pl.cdiv(tokens, rows)
-    slices = tiles.slice_count([x.format.bits] if isinstance(x, QuantizedCode) else [])
+    slices = coded.slice_count([x.format.bits] if isinstance(x, QuantizedCode) else [])
 
     def kernel(*refs: Any) -> None:
-        coded = bind(*refs[: len(arrays)])
+        read = bind(*refs[: len(arrays)])
         scale_ref, dy_ref, *value_refs, dx_ref, dscale_ref = refs[len(arrays) :]
         group = jax.lax.broadcasted_iota(jnp.int32, (1, tile_groups, 1), 1)
         first = pl.program_id(0) * rows
@@ -58,7 +58,7 @@ def rms_norm_backward(
         def one_row(i: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             token = jnp.full((1, 1, 1), first + i, jnp.int32)
             part = part_of(token, tokens if tokens % rows else None)
-            values = coded.decode(part)
+            values = read.decode(part)
             masks = [part.exists(n) for n in range(slices)]
             # What does not exist decodes to something.
             values = _where_exists(values, masks)
@@ -96,7 +96,7 @@ def rms_norm_backward(
         compiler_params=plgpu.CompilerParams(num_warps=_warps(features), num_stages=1),
         interpret=interpret,
         name="actjax_rms_norm_backward",
-    )(*arrays, scale[None], tiles.rows(dy))
+    )(*arrays, scale[None], coded.rows(dy))
     dscale = jnp.sum(dscale, axis=0).astype(scale.dtype)
     return value[0].reshape(dy.shape) if value else None, dx.reshape(dy.shape), dscale
 

@@ -2,7 +2,7 @@
 
 import jax
 
-from actjax.kernels import tiles
+from actjax.kernels import coded
 from actjax.kernels.checks import check_code, check_floating
 from actjax.kernels.dispatch import Implementation, Kernel
 from actjax.kernels.format import QuantizedCode
@@ -49,7 +49,7 @@ def _refuses(
     if gate.format.group != up.format.group:
         groups = f"{gate.format.group} and {up.format.group}"
         return f"takes groups of one size for `gate` and `up`, got {groups}"
-    reasons = (tiles.refuses(code.format, code.dtype, dy.shape) for code in (gate, up))
+    reasons = (coded.refuses(code.format, code.dtype, dy.shape) for code in (gate, up))
     return next((reason for reason in reasons if reason is not None), None)
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from actjax.kernels import tiles
+from actjax.kernels import coded, tiles
 from actjax.kernels.format import QuantizedCode
 from actjax.kernels.swiglu_backward.reference import value_and_grads
 
@@ -23,10 +23,10 @@ def swiglu_backward(
 ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
     """As `actjax.kernels.swiglu_backward.api.swiglu_backward`."""
     features, tokens = dy.shape[-1], math.prod(dy.shape[:-1])
-    gate_arrays, bind_gate = tiles.operands(gate)
-    up_arrays, bind_up = tiles.operands(up)
+    gate_arrays, bind_gate = coded.operands(gate)
+    up_arrays, bind_up = coded.operands(up)
     grid = tiles.grid_of(tokens, features, gate.format.group, numbers=2048)
-    slices = tiles.slice_count([gate.format.bits, up.format.bits])
+    slices = coded.slice_count([gate.format.bits, up.format.bits])
 
     def kernel(*refs: Any) -> None:
         coded_gate = bind_gate(*refs[: len(gate_arrays)])
@@ -55,6 +55,6 @@ def swiglu_backward(
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="actjax_swiglu_backward",
-    )(*gate_arrays, *up_arrays, tiles.rows(dy))
+    )(*gate_arrays, *up_arrays, coded.rows(dy))
     *value, dgate, dup = (x.reshape(dy.shape) for x in results)
     return value[0] if value else None, dgate, dup

@@ -1,0 +1,268 @@
+"""What kernels read: activations as they are, or codes of them, decoded in registers.
+
+In the tiles of `actjax.kernels.tiles`: slices of a group that share bytes share a load.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from actjax.kernels import format as fmt
+from actjax.kernels.noise import halves, random_words
+from actjax.kernels.packing import PLANES
+from actjax.kernels.tiles import Part, as_float, both, load, load_row
+
+
+def slice_count(bits: Sequence[int]) -> int:
+    """Returns the number of slices of a group that suits codes of such bits.
+
+    Those that share a byte of the narrowest plane, and two at least, which share random words.
+    """
+    return max([2, *(8 // width for one in bits for width in PLANES[one])])
+
+
+def shifts(part: Part, seed: Any, features: int, group: int) -> Callable[[int], jax.Array]:
+    """Returns a function from a slice to its random shifts: `actjax.kernels.noise.uniform`.
+
+    Args:
+      part: which numbers.
+      seed: reference to the seed.
+      features: d.
+      group: features of a whole group.
+    """
+    words, per_group = fmt.noise_words(features, group), -(-group // 2)
+    begin = part.token * words + (part.first + part.group) * per_group
+    half, pairs = -(-part.size // 2), part.slices // 2
+
+    def draw(place: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return halves(random_words((begin + place).astype(jnp.uint32), seed[0], seed[1]))
+
+    drawn = functools.cache(lambda number: draw(part.place(number)))
+
+    def shift(number: int) -> jax.Array:
+        if part.slices % 2 == 0 and part.slices * part.width == part.size:
+            # A slice of the first half, and the one as far into the second, share their words.
+            return drawn(number % pairs)[number // pairs]
+        place = part.place(number)
+        low, high = draw(jnp.where(place < half, place, place - half))
+        return jnp.where(place < half, low, high)
+
+    return shift
+
+
+def normal_values(codes: jax.Array, bits: int) -> jax.Array:
+    """Returns the "normal" levels of codes, of scale 1, float32."""
+    table = fmt.normal_levels(bits).astype(np.float32)
+    value = jnp.full(codes.shape, table[0], jnp.float32)
+    for code, level in enumerate(table[1:]):
+        value = jnp.where(codes > code, level, value)
+    return value
+
+
+@dataclasses.dataclass(frozen=True)
+class CodeRefs:
+    """References to the arrays of a `QuantizedCode`, each of rows.
+
+    Attributes:
+      planes: [T, bytes] each.
+      low: [T, groups], or None.
+      step: [T, groups], or [1, d] by channel.
+      outliers: [T, m], or None.
+      position: of each feature, among outliers, or -1: [1, d], or None.
+      seed: [2], or None.
+      features: d.
+      dtype: of the activation.
+      format: what the bits mean.
+    """
+
+    planes: Any
+    low: Any
+    step: Any
+    outliers: Any
+    position: Any
+    seed: Any
+    features: int
+    dtype: Any
+    format: fmt.Format
+
+    def decode(self, part: Part) -> list[jax.Array]:
+        """Returns what each slice of a part stands for, rounded as the activation, in float32."""
+        codes = self._codes(part)
+        low = None if self.low is None else self._scale(part, self.low, 0)
+        step = self._scale(part, self.step, 0)
+        shift = None
+        if self.seed is not None:
+            shift = shifts(part, self.seed, self.features, self.format.group)
+        values = []
+        for number, code in enumerate(codes):
+            if self.format.scaling == "channel":
+                step = self._scale(part, self.step, number)
+            value = self._value(code, low, step, None if shift is None else shift(number))
+            value = self._with_outliers(part, number, value)
+            # Rounded as in memory, so that what is computed from it is at what the code stands for.
+            values.append(value.astype(self.dtype).astype(jnp.float32))
+        return values
+
+    def _scale(self, part: Part, ref: Any, number: int) -> jax.Array:
+        """Returns the scales of a slice, float32, to broadcast against it."""
+        if self.format.scaling == "channel":
+            return as_float(load_row(ref, part, number))
+        return as_float(load(ref, part.token, part.first + part.group, part.groups_exist()))
+
+    def _value(self, code: jax.Array, low: Any, step: Any, shift: Any) -> jax.Array:
+        if self.format.levels == "normal":
+            return normal_values(code, self.format.bits) * step
+        position = code.astype(jnp.float32)
+        if shift is not None:
+            position = position - shift
+        if low is None:
+            return (position - np.float32((2**self.format.bits - 1) / 2)) * step
+        return position * step + low
+
+    def _with_outliers(self, part: Part, number: int, value: jax.Array) -> jax.Array:
+        if self.outliers is None:
+            return value
+        position = load_row(self.position, part, number, -1)
+        mask = both(part.exists(number), position >= 0)
+        whole = load(self.outliers, part.token, jnp.maximum(position, 0), mask)
+        return jnp.where(position >= 0, whole.astype(jnp.float32), value)
+
+    def _codes(self, part: Part) -> list[jax.Array]:
+        """Returns the codes of each slice, int32."""
+        codes: list[Any] = [0] * part.slices
+        shift = 0
+        for width, ref in zip(PLANES[self.format.bits], self.planes, strict=True):
+            size = -(-part.size * width // 8)
+            start = part.start * width // 8 + part.group * size
+            aligned = size % part.width == 0
+
+            @functools.cache
+            def bytes_at(first: int, ref: Any = ref, start: Any = start) -> jax.Array:
+                column = start + first + part.lane
+                return load(ref, part.token, column, part.exists(0)).astype(jnp.int32)
+
+            for number in range(part.slices):
+                first = number * part.width
+                if aligned:
+                    byte, place = bytes_at(first % size), first // size * width
+                else:
+                    at = part.place(number)
+                    byte = load(ref, part.token, start + at % size, part.exists(number))
+                    byte, place = byte.astype(jnp.int32), at // size * width
+                codes[number] = codes[number] | ((byte >> place) & (2**width - 1)) << shift
+            shift += width
+        return codes
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayRef:
+    """A reference to an array of rows that is as it is, to be read like `CodeRefs`.
+
+    Attributes:
+      array: [T, d].
+    """
+
+    array: Any
+
+    def decode(self, part: Part) -> list[jax.Array]:
+        """Returns each slice of a part, float32."""
+        return [
+            load(self.array, part.token, part.feature(i), part.exists(i)).astype(jnp.float32)
+            for i in range(part.slices)
+        ]
+
+
+def operands(
+    x: fmt.QuantizedCode | jax.Array,
+) -> tuple[list[jax.Array], Callable[..., CodeRefs | ArrayRef]]:
+    """Returns the arrays of an operand as a kernel takes them, and what binds as many references.
+
+    Args:
+      x: an activation [..., d], or a code of it.
+    """
+    if not isinstance(x, fmt.QuantizedCode):
+        return [rows(x)], ArrayRef
+    arrays = {
+        **{f"plane{i}": rows(plane) for i, plane in enumerate(x.planes)},
+        "step": x.step[None] if x.format.scaling == "channel" else rows(x.step),
+        **({} if x.low is None else {"low": rows(x.low)}),
+        **({} if x.seed is None else {"seed": x.seed}),
+    }
+    if x.channels is not None:
+        arrays["outliers"] = rows(x.outliers)
+        arrays["position"] = positions(x.channels, x.features)
+
+    def bind(*refs: Any) -> CodeRefs:
+        given = dict(zip(arrays, refs, strict=True))
+        planes = tuple(given[f"plane{i}"] for i in range(len(x.planes)))
+        return CodeRefs(
+            planes,
+            given.get("low"),
+            given["step"],
+            given.get("outliers"),
+            given.get("position"),
+            given.get("seed"),
+            x.features,
+            x.dtype,
+            x.format,
+        )
+
+    return list(arrays.values()), bind
+
+
+def group_of(x: fmt.QuantizedCode | jax.Array) -> int:
+    """Returns the features of a group of an operand: of an array, the most up to 128 that divide d.
+
+    A power of two.
+    """
+    if isinstance(x, fmt.QuantizedCode):
+        return x.format.group
+    return min(128, x.shape[-1] & -x.shape[-1]) or 1
+
+
+def rows(x: jax.Array) -> jax.Array:
+    """Returns `x` [..., d] as [T, d]."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def positions(channels: jax.Array, features: int) -> jax.Array:
+    """Returns the place of each feature among `channels`, -1 if it is none of them: [1, d]."""
+    count = jnp.arange(channels.shape[0], dtype=jnp.int32)
+    return jnp.full((1, features), -1, jnp.int32).at[0, channels].set(count)
+
+
+def refuses_operand(x: fmt.QuantizedCode | jax.Array, shape: Sequence[int]) -> str | None:
+    """Returns why tiles cannot hold an operand of some shape; None if they can."""
+    if isinstance(x, fmt.QuantizedCode):
+        return refuses(x.format, x.dtype, shape)
+    if group_of(x) < 16:
+        return f"takes a multiple of 16 features, got {shape[-1]}"
+    return _refuses_array(x.dtype, shape)
+
+
+def refuses(format: fmt.Format, dtype: Any, shape: Sequence[int]) -> str | None:
+    """Returns why tiles cannot hold activations of a shape, stored in a format; None if they can.
+
+    Args:
+      format: how numbers are stored.
+      dtype: of the activation.
+      shape: of the activation, [..., d].
+    """
+    if format.group < 16 or format.group & (format.group - 1) or format.group > 1024:
+        return f"takes groups of 16, 32, ... 1024 features, got group={format.group}"
+    if format.scale_dtype == "float16":
+        return "takes scales in bfloat16 or float32, got scale_dtype='float16'"
+    if format.rotate:
+        return "does not rotate, got rotate=True"
+    return _refuses_array(dtype, shape)
+
+
+def _refuses_array(dtype: Any, shape: Sequence[int]) -> str | None:
+    if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"takes floating point numbers of 16 or 32 bits, got {dtype}"
+    return f"takes arrays that are not empty, got shape {tuple(shape)}" if 0 in shape else None
