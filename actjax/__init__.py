@@ -26,6 +26,7 @@ from actjax.gradients import with_bases as with_bases
 from actjax.low_rank import LowRank as LowRank
 from actjax.low_rank import clip_by_global_norm as clip_by_global_norm
 from actjax.low_rank import global_norm as global_norm
+from actjax.ops import HeadNorm as HeadNorm
 from actjax.ops import attention as attention
 from actjax.ops import attention_linear as attention_linear
 from actjax.ops import cross_entropy as cross_entropy

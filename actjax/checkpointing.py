@@ -232,7 +232,8 @@ def differentiate(
       fun: a function, which may be `FromCodes`.
       codes: one for each activation.
       codecs: likewise.
-      others: a pytree of floating point arrays.
+      others: a pytree of arrays; of those without derivatives, such as integers, the cotangent is
+        None.
       cotangent: of the value.
       with_value: whether the value is wanted.
     """
@@ -240,8 +241,25 @@ def differentiate(
         codes, cotangent = _late(codes, cotangent)
         return fun.from_codes(codes, others, cotangent, with_value)
     decoded, cotangent = decode_late(codes, codecs, cotangent)
-    value, pullback = jax.vjp(fun, decoded, others)
-    return value, *pullback(cotangent)
+    smooth, merge = _split_smooth(others)
+    run = lambda activations, floats: fun(activations, merge(floats))  # noqa: E731
+    value, pullback = jax.vjp(run, decoded, smooth)
+    dactivations, dfloats = pullback(cotangent)
+    return value, dactivations, merge(dfloats, rest=None)
+
+
+def _split_smooth(tree: Any) -> tuple[list[jax.Array], Callable[..., Any]]:
+    """Returns what of a tree has derivatives, and how to put it, or its like, back in its place."""
+    leaves, treedef = jax.tree.flatten(tree)
+    places = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+    def merge(floats: Sequence[Any], rest: Any = leaves) -> Any:
+        merged = [None] * len(leaves) if rest is None else list(rest)
+        for i, x in zip(places, floats, strict=True):
+            merged[i] = x
+        return jax.tree.unflatten(treedef, merged)
+
+    return [leaves[i] for i in places], merge
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -260,27 +278,10 @@ def _coded_call_bwd(fun, operator, names, residuals, cotangent):
     del names
     codes, others, codecs = residuals
     with jax.named_scope(f"actjax.{operator}"):
-        leaves, treedef = jax.tree.flatten(tap_again(others))
-        smooth = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
-        if len(smooth) == len(leaves):
-            others = tap_again(others)
-            _, *grads = differentiate(fun, codes, codecs, others, cotangent, with_value=False)
-            return *grads, None, None
-
-        def of_smooth(activations: Any, floats: Any) -> Any:
-            merged = list(leaves)
-            for i, x in zip(smooth, floats, strict=True):
-                merged[i] = x
-            return fun(activations, jax.tree.unflatten(treedef, merged))
-
-        floats = [leaves[i] for i in smooth]
-        _, dactivations, dfloats = differentiate(
-            of_smooth, codes, codecs, floats, cotangent, with_value=False
+        _, dactivations, dothers = differentiate(
+            fun, codes, codecs, tap_again(others), cotangent, with_value=False
         )
-        dleaves: list[Any] = [None] * len(leaves)
-        for i, dx in zip(smooth, dfloats, strict=True):
-            dleaves[i] = dx
-    return dactivations, jax.tree.unflatten(treedef, dleaves), None, None
+    return dactivations, dothers, None, None
 
 
 _coded_call.defvjp(_coded_call_fwd, _coded_call_bwd)

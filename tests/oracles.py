@@ -356,17 +356,25 @@ def rope(
     return out
 
 
-def _attention_weights(q: Array, k: Array, causal: bool) -> Array:
+def _attention_weights(q: Array, k: Array, causal: bool, window: int | None = None) -> Array:
     """Returns the softmax weights [S, S] of one head, from its `q` and `k` [S, D]."""
     scores = q @ k.T / math.sqrt(q.shape[-1])
-    if causal:
-        for i in range(len(scores)):
+    for i in range(len(scores)):
+        if causal:
             scores[i, i + 1 :] = -math.inf
+        if window is not None:
+            scores[i, : max(0, i - window + 1)] = -math.inf
     weights = np.exp(scores - scores.max(axis=1, keepdims=True))
     return weights / weights.sum(axis=1, keepdims=True)
 
 
-def attention(q: npt.ArrayLike, k: npt.ArrayLike, v: npt.ArrayLike, causal: bool) -> Array:
+def attention(
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    v: npt.ArrayLike,
+    causal: bool,
+    window: int | None = None,
+) -> Array:
     """Returns `softmax(q kᵀ / sqrt(D)) v` [B, S, Hq, D] head by head.
 
     Query head `h` reads key and value head `h // (Hq / Hkv)`.
@@ -377,19 +385,25 @@ def attention(q: npt.ArrayLike, k: npt.ArrayLike, v: npt.ArrayLike, causal: bool
       k: [B, S, Hkv, D].
       v: [B, S, Hkv, D].
       causal: whether position `i` reads only positions up to `i`.
+      window: how many positions up to itself it reads at most (Jiang et al., arXiv:2310.06825).
     """
     q, k, v = _f64(q), _f64(k), _f64(v)
     group = q.shape[2] // k.shape[2]
     out = np.empty_like(q)
     for b in range(q.shape[0]):
         for h in range(q.shape[2]):
-            weights = _attention_weights(q[b, :, h], k[b, :, h // group], causal)
+            weights = _attention_weights(q[b, :, h], k[b, :, h // group], causal, window)
             out[b, :, h] = weights @ v[b, :, h // group]
     return out
 
 
 def attention_vjp(
-    q: npt.ArrayLike, k: npt.ArrayLike, v: npt.ArrayLike, do: npt.ArrayLike, causal: bool
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    v: npt.ArrayLike,
+    do: npt.ArrayLike,
+    causal: bool,
+    window: int | None = None,
 ) -> tuple[Array, Array, Array]:
     """Returns `dq` [B, S, Hq, D], `dk` and `dv` [B, S, Hkv, D] of `attention`.
 
@@ -402,6 +416,7 @@ def attention_vjp(
       v: [B, S, Hkv, D].
       do: [B, S, Hq, D].
       causal: as for `attention`.
+      window: likewise.
     """
     q, k, v, do = _f64(q), _f64(k), _f64(v), _f64(do)
     group, root = q.shape[2] // k.shape[2], math.sqrt(q.shape[3])
@@ -409,7 +424,7 @@ def attention_vjp(
     for b in range(q.shape[0]):
         for h in range(q.shape[2]):
             g = h // group
-            p = _attention_weights(q[b, :, h], k[b, :, g], causal)
+            p = _attention_weights(q[b, :, h], k[b, :, g], causal, window)
             dp = do[b, :, h] @ v[b, :, g].T
             ds = p * (dp - np.sum(p * dp, axis=1, keepdims=True))
             dq[b, :, h] = ds @ k[b, :, g] / root

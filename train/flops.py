@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from actjax.ops.attention import BLOCK
+from actjax.ops.attention_forms import BLOCK
 
 
 def matmul_flops(fun: Any, *args: Any, loop_length: float = 1) -> int:

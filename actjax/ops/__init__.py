@@ -1,6 +1,6 @@
 """Operators with backward passes of their own, each usable alone inside any function of JAX."""
 
-from actjax.ops.attention import attention
+from actjax.ops.attention import HeadNorm, attention
 from actjax.ops.cross_entropy import cross_entropy
 from actjax.ops.fused import attention_linear, norm_linear, swiglu_linear
 from actjax.ops.glu import swiglu
@@ -9,6 +9,7 @@ from actjax.ops.norm import rms_norm
 from actjax.ops.rope import rope
 
 __all__ = [
+    "HeadNorm",
     "attention",
     "attention_linear",
     "cross_entropy",

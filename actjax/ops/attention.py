@@ -1,14 +1,7 @@
-"""Causal grouped-query attention whose memory is linear in the sequence length.
-
-On a GPU this is cuDNN's flash attention. Elsewhere it is the same algorithm (Dao et al.,
-"FlashAttention", 2022; backward pass as in Dao, "FlashAttention-2", 2023, Algorithm 2) in plain
-JAX: blocks of queries against blocks of keys with a running maximum, blocks above the diagonal
-skipped. Both hold q, k, v, the output and the log-sum-exp of the scores.
-"""
+"""Grouped-query attention whose memory is linear in the sequence length."""
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
@@ -17,15 +10,28 @@ import jax.numpy as jnp
 
 from actjax.checkpointing import coded_call
 from actjax.codecs import Codec, Exact
+from actjax.ops.attention_forms import FORMS, Sight, keep_inputs
+from actjax.ops.attention_forms import merge_heads as merge
 from actjax.ops.checks import all_exact, check_codecs, check_floating
+from actjax.ops.norm import rms_norm
 from actjax.ops.rope import rope as rotate
-from actjax.precision import accumulation_dtype
-from actjax.tags import keep, keep_output
 
 Implementation = Literal["blockwise", "cudnn", "dense"]
 
-BLOCK = 256
-"""Queries and keys per block of the plain JAX form: its score tile fits a CPU's cache."""
+
+@dataclasses.dataclass(frozen=True)
+class HeadNorm:
+    """Norms of queries and keys by head (Dehghani et al., 2023; Qwen 3).
+
+    Attributes:
+      q: scale of the queries' norm, [D].
+      k: scale of the keys', [D].
+      eps: as for `actjax.rms_norm`.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    eps: float = 1e-6
 
 
 def attention(
@@ -34,7 +40,10 @@ def attention(
     v: jax.Array,
     *,
     causal: bool = True,
+    window: int | None = None,
+    segments: jax.Array | None = None,
     rope: tuple[jax.Array, jax.Array] | None = None,
+    norm: HeadNorm | None = None,
     codec: Codec | Sequence[Codec] = Exact(),
     key: jax.Array | Sequence[jax.Array] | None = None,
     implementation: Implementation | None = None,
@@ -45,16 +54,23 @@ def attention(
     """Returns `softmax(q kᵀ / sqrt(D)) v` for each head.
 
     The value is exact. With a lossy codec nothing but codes of q, k and v is held, as they are
-    before `rope` and with heads merged; the backward pass runs the forward pass again on what they
-    decode to, and its gradients are those at the decoded values: biased even where the codec is
-    not, and their error reaches all that is upstream (Wei et al., 2026, Theorems 3.2 and 3.3).
+    before `norm` and `rope` and with heads merged; the backward pass runs the forward pass again on
+    what they decode to, and its gradients are those at the decoded values: biased even where the
+    codec is not, and their error reaches all that is upstream (Wei et al., 2026, Theorems 3.2 and
+    3.3).
 
     Args:
       q: queries, [B, S, H, D].
       k: keys, [B, S, G, D], with H a multiple of G; query head h reads key head `h // (H / G)`.
       v: values, [B, S, G, D].
       causal: whether position i sees positions up to i alone.
+      window: how many positions one sees at most, itself among them (Jiang et al., "Mistral 7B",
+        2023); needs `causal`. None for no limit.
+      segments: [B, S] integers; a position sees those of its own number alone. That is how several
+        documents share a sequence. None if all see all.
       rope: cosines and sines to rotate q and k by, as for `actjax.rope`; None for no rotation.
+      norm: scales to normalise the heads of q and k by, before they are rotated (Qwen 3); None for
+        no norm.
       codec: what is kept of q, k and v, or three of such.
       key: randomness of the encoding, or a tuple of a key for each; consumed. Needed if a codec
         draws.
@@ -75,42 +91,69 @@ def attention(
       ValueError: shapes or dtypes that do not fit, an unknown implementation, a missing key.
       TypeError: inputs that are not floating point, or `codec` is no codec.
     """
-    check_attention(q, k, v)
+    sight = check_attention(q, k, v, causal, window, segments)
     codecs = check_codecs(codec, ("q", "k", "v"), key)
     form = _form(implementation, q.dtype)
     if all_exact(codecs):
-        if rope is not None:
-            q, k = rotate(q, *rope), rotate(k, *rope)
+        q, k = _prepare(q, k, rope, norm, name)
         run = functools.partial(_recomputed, form) if recompute else form
-        merged = run(causal, name, q, k, v)
+        merged = run(sight, name, q, k, v, segments)
     else:
-        run = from_merged(q, k, causal=causal, implementation=implementation)
+        run, more = from_merged(q, k, sight, norm, implementation), beside(segments, rope, norm)
         names = [f"{name} {letter}".strip() for letter in "qkv"]
-        merged_inputs = tuple(_merge(x) for x in (q, k, v))
-        merged = coded_call(run, merged_inputs, rope, codecs, key, "attention", names)
+        merged_inputs = tuple(merge(x) for x in (q, k, v))
+        merged = coded_call(run, merged_inputs, more, codecs, key, "attention", names)
     return merged if merge_heads else merged.reshape(q.shape)
 
 
+Beside = tuple[Any, Any, Any]
+"""What attention reads beside q, k and v: segments, RoPE tables, and scales of norms; each may be
+None."""
+
+
+def beside(segments: Any, rope: Any, norm: HeadNorm | None) -> Beside:
+    """Returns arguments of `attention` as data."""
+    return segments, rope, None if norm is None else (norm.q, norm.k)
+
+
 def from_merged(
-    q: jax.Array, k: jax.Array, *, causal: bool, implementation: Implementation | None
-) -> Callable[[Any, Any], jax.Array]:
-    """Returns exact attention as a function of (q, k, v) with merged heads and of RoPE tables.
+    q: jax.Array,
+    k: jax.Array,
+    sight: Sight,
+    norm: HeadNorm | None,
+    implementation: Implementation | None,
+) -> Callable[[Any, Beside], jax.Array]:
+    """Returns exact attention as a function of (q, k, v) with merged heads and of `Beside`.
+
+    It closes over no arrays.
 
     Args:
       q: queries, of which shape and dtype are read.
       k: keys, likewise.
-      causal: as for `attention`.
-      implementation: likewise.
+      sight: which positions see which.
+      norm: of which `eps` is read.
+      implementation: as for `attention`.
     """
     form, shapes = _form(implementation, q.dtype), (q.shape, k.shape, k.shape)
+    eps = None if norm is None else norm.eps
 
-    def run(merged: tuple[jax.Array, jax.Array, jax.Array], tables: Any) -> jax.Array:
+    def run(merged: tuple[jax.Array, jax.Array, jax.Array], more: Beside) -> jax.Array:
         q, k, v = (x.reshape(shape) for x, shape in zip(merged, shapes, strict=True))
-        if tables is not None:
-            q, k = rotate(q, *tables), rotate(k, *tables)
-        return form(causal, "", q, k, v)
+        segments, rope, scales = more
+        norm = None if eps is None else HeadNorm(scales[0], scales[1], eps)
+        return form(sight, "", *_prepare(q, k, rope, norm, ""), v, segments)
 
     return run
+
+
+def _prepare(
+    q: jax.Array, k: jax.Array, rope: Any, norm: HeadNorm | None, name: str
+) -> tuple[jax.Array, jax.Array]:
+    """Returns queries and keys, normalised and rotated."""
+    if norm is not None:
+        q = rms_norm(q, norm.q, eps=norm.eps, name=f"{name} q norm input".strip())
+        k = rms_norm(k, norm.k, eps=norm.eps, name=f"{name} k norm input".strip())
+    return (q, k) if rope is None else (rotate(q, *rope), rotate(k, *rope))
 
 
 def _form(implementation: Implementation | None, dtype: jnp.dtype) -> Any:
@@ -123,11 +166,18 @@ def _form(implementation: Implementation | None, dtype: jnp.dtype) -> Any:
             f"`implementation` must be one of {get_args(Implementation)} or None,"
             f" got {implementation!r}."
         )
-    return _FORMS[implementation]
+    return FORMS[implementation]
 
 
-def check_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
-    """Raises unless shapes and dtypes fit one another."""
+def check_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    causal: bool,
+    window: int | None,
+    segments: jax.Array | None,
+) -> Sight:
+    """Returns which positions see which; raises unless shapes and dtypes fit one another."""
     for name, array in (("q", q), ("k", k), ("v", v)):
         check_floating(name, array)
     shapes = f"q{q.shape}, k{k.shape}, v{v.shape}"
@@ -145,258 +195,35 @@ def check_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
         raise ValueError(
             f"`q`, `k` and `v` must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}."
         )
-
-
-def _keep_inputs(
-    name: str, q: jax.Array, k: jax.Array, v: jax.Array
-) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """Returns q, k, v to compute with, and to hold."""
-    pairs = [
-        keep(array, Exact(), None, "attention", f"{name} {letter}".strip())
-        for letter, array in (("q", q), ("k", k), ("v", v))
-    ]
-    forward, kept = zip(*pairs, strict=True)
-    return forward, kept
+    if window is not None and (not causal or window < 1):
+        raise ValueError(f"`window` must be at least 1, and needs causal=True: got {window}.")
+    if segments is not None and (
+        segments.shape != q.shape[:2] or not jnp.issubdtype(segments.dtype, jnp.integer)
+    ):
+        raise ValueError(
+            f"`segments` must be integers {q.shape[:2]}, got {segments.dtype}{segments.shape}."
+        )
+    return Sight(causal, window)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _recomputed(form, causal: bool, name: str, q: jax.Array, k: jax.Array, v: jax.Array):
-    return form(causal, name, q, k, v)
+def _recomputed(form, sight: Sight, name: str, q, k, v, segments):
+    return form(sight, name, q, k, v, segments)
 
 
-def _recomputed_fwd(form, causal, name, q, k, v):
+def _recomputed_fwd(form, sight, name, q, k, v, segments):
     with jax.named_scope("actjax.attention"):
-        inputs, kept = _keep_inputs(name, q, k, v)
-        return form(causal, name, *inputs), kept
+        inputs, kept = keep_inputs(name, q, k, v)
+        return form(sight, name, *inputs, segments), (kept, segments)
 
 
-def _recomputed_bwd(form, causal, name, kept, dout):
+def _recomputed_bwd(form, sight, name, residuals, dout):
+    kept, segments = residuals
     # Without the barrier XLA could merge this forward pass with the first, and keep its output.
-    (q, k, v), dout = jax.lax.optimization_barrier((kept, dout))
+    inputs, dout = jax.lax.optimization_barrier((kept, dout))
     with jax.named_scope("actjax.attention"):
-        return jax.vjp(functools.partial(form, causal, name), q, k, v)[1](dout)
+        run = lambda q, k, v: form(sight, name, q, k, v, segments)  # noqa: E731
+        return *jax.vjp(run, *inputs)[1](dout), None
 
 
 _recomputed.defvjp(_recomputed_fwd, _recomputed_bwd)
-
-
-# ----- cuDNN
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _cudnn(causal: bool, name: str, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    del name
-    return _merge(_cudnn_call(causal, q, k, v))
-
-
-def _cudnn_call(causal: bool, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="cudnn")
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _CudnnResiduals:
-    """The leaves of the pullback of cuDNN's attention, its output among them merged.
-
-    Attributes:
-      leaves: arrays.
-      treedef: how they form the pullback again. Static.
-      outputs: positions of the output among the leaves. Static.
-      shape: shape of the output, [B, S, H, D]. Static.
-    """
-
-    leaves: Any
-    treedef: Any = dataclasses.field(metadata={"static": True})
-    outputs: Any = dataclasses.field(metadata={"static": True})
-    shape: Any = dataclasses.field(metadata={"static": True})
-
-
-def _cudnn_fwd(causal, name, q, k, v):
-    with jax.named_scope("actjax.attention"):
-        inputs, _ = _keep_inputs(name, q, k, v)
-        # The leaves of the pullback are what cuDNN's own backward pass needs. The output is one
-        # of them, known by identity; it is held as the merged array that is returned.
-        out, pullback = jax.vjp(functools.partial(_cudnn_call, causal), *inputs)
-        merged = keep_output(_merge(out), "attention", f"{name} output".strip())
-        leaves, treedef = jax.tree.flatten(pullback)
-        outputs = tuple(i for i, leaf in enumerate(leaves) if leaf is out)
-        leaves = [merged if leaf is out else leaf for leaf in leaves]
-    return merged, _CudnnResiduals(leaves, treedef, outputs, out.shape)
-
-
-def _cudnn_bwd(causal, name, residuals, dout):
-    del causal, name
-    shape = residuals.shape
-    leaves = list(residuals.leaves)
-    for i in residuals.outputs:
-        leaves[i] = leaves[i].reshape(shape)
-    with jax.named_scope("actjax.attention"):
-        return jax.tree.unflatten(residuals.treedef, leaves)(dout.reshape(shape))
-
-
-_cudnn.defvjp(_cudnn_fwd, _cudnn_bwd)
-
-
-# ----- plain JAX, in blocks
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _blockwise(causal: bool, name: str, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    del name
-    return _merge(_blockwise_forward(causal, q, k, v)[0])
-
-
-def _blockwise_fwd(causal, name, q, k, v):
-    with jax.named_scope("actjax.attention"):
-        inputs, kept = _keep_inputs(name, q, k, v)
-        out, lse = _blockwise_forward(causal, *inputs)
-        merged = keep_output(_merge(out), "attention", f"{name} output".strip())
-        lse = keep_output(lse, "attention", f"{name} log-sum-exp".strip())
-    return merged, (kept, merged, lse)
-
-
-def _blockwise_bwd(causal, name, residuals, dout):
-    del name
-    (q, k, v), out, lse = residuals
-    with jax.named_scope("actjax.attention"):
-        wide = accumulation_dtype(q.dtype)
-        shape = q.shape
-        product = dout.reshape(shape).astype(wide) * out.reshape(shape).astype(wide)
-        delta = _heads_first(product.sum(-1, keepdims=True))[..., 0]
-        return _blockwise_backward(causal, q, k, v, dout.reshape(shape), lse, delta)
-
-
-_blockwise.defvjp(_blockwise_fwd, _blockwise_bwd)
-
-
-def _merge(x: jax.Array) -> jax.Array:
-    return x.reshape(*x.shape[:2], -1)
-
-
-def _heads_first(x: jax.Array) -> jax.Array:
-    """[B, S, H, D] to [B, H, S, D]."""
-    return jnp.swapaxes(x, 1, 2)
-
-
-def _blocks(x: jax.Array, groups: int) -> jax.Array:
-    """[B, S, H, D] to [blocks, B, groups, H / groups, block, D], padded with zeros."""
-    batch, length, heads, size = x.shape
-    block = min(BLOCK, length)
-    x = jnp.pad(x, ((0, 0), (0, -length % block), (0, 0), (0, 0)))
-    x = x.reshape(batch, -1, block, groups, heads // groups, size)
-    return x.transpose(1, 0, 3, 4, 2, 5)
-
-
-def _unblocks(x: jax.Array, length: int) -> jax.Array:
-    """Inverse of `_blocks`."""
-    count, batch, groups, shared, block, size = x.shape
-    x = x.transpose(1, 0, 4, 2, 3, 5).reshape(batch, count * block, groups * shared, size)
-    return x[:, :length]
-
-
-def _scores(
-    causal: bool, length: int, q: jax.Array, k: jax.Array, i: jax.Array, j: jax.Array
-) -> jax.Array:
-    """Scores of query block i [b, g, h, s, d] on key block j [b, g, 1, t, d]: [b, g, h, s, t]."""
-    wide = accumulation_dtype(q.dtype)
-    scores = jnp.einsum("bghsd,bgtd->bghst", q, k[:, :, 0], preferred_element_type=wide)
-    rows = i * q.shape[-2] + jnp.arange(q.shape[-2])[:, None]
-    columns = j * k.shape[-2] + jnp.arange(k.shape[-2])
-    seen = (columns <= rows) & (columns < length) if causal else columns < length
-    return jnp.where(seen, scores / math.sqrt(q.shape[-1]), -jnp.inf)
-
-
-def _blockwise_forward(
-    causal: bool, q: jax.Array, k: jax.Array, v: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the output [B, S, H, D] and the log-sum-exp of the scores [B, H, S]."""
-    length, groups, wide = q.shape[1], k.shape[2], accumulation_dtype(q.dtype)
-    qs, ks, vs = (_blocks(x, groups) for x in (q, k, v))
-
-    def one_query_block(i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        def add_key_block(j, carry):
-            largest, total, out = carry
-            scores = _scores(causal, length, qs[i], ks[j], i, j)
-            new_largest = jnp.maximum(largest, scores.max(-1))
-            weights = jnp.exp(scores - new_largest[..., None])
-            shrink = jnp.exp(largest - new_largest)
-            product = jnp.einsum(
-                "bghst,bgtd->bghsd", weights.astype(v.dtype), vs[j][:, :, 0],
-                preferred_element_type=wide,
-            )  # fmt: skip
-            return (
-                new_largest,
-                total * shrink + weights.sum(-1),
-                out * shrink[..., None] + product,
-            )
-
-        shape = qs.shape[1:]
-        # A finite start: every query sees a key of its first block, and -inf - -inf is NaN.
-        start = jnp.full(shape[:-1], jnp.finfo(wide).min)
-        carry = (start, jnp.zeros(shape[:-1], wide), jnp.zeros(shape, wide))
-        stop = i + 1 if causal else len(ks)
-        largest, total, out = jax.lax.fori_loop(0, stop, add_key_block, carry)
-        return (out / total[..., None]).astype(q.dtype), largest + jnp.log(total)
-
-    out, lse = jax.lax.map(one_query_block, jnp.arange(len(qs)))
-    lse = _heads_first(_unblocks(lse[..., None], length))[..., 0]
-    return _unblocks(out, length), lse
-
-
-def _blockwise_backward(
-    causal: bool,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    dout: jax.Array,
-    lse: jax.Array,
-    delta: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns dq, dk, dv; `lse` and `delta = Σ out dout` are [B, H, S] in the wide dtype."""
-    length, groups, wide = q.shape[1], k.shape[2], accumulation_dtype(q.dtype)
-    scale = 1 / math.sqrt(q.shape[-1])
-    qs, ks, vs, douts = (_blocks(x, groups) for x in (q, k, v, dout))
-    lses, deltas = (_blocks(_heads_first(x[..., None]), groups) for x in (lse, delta))
-
-    def one_key_block(dqs: jax.Array, j: jax.Array) -> tuple[jax.Array, tuple]:
-        k_j, v_j = ks[j][:, :, 0], vs[j][:, :, 0]
-
-        def add_query_block(i, carry):
-            dqs, dk, dv = carry
-            weights = jnp.exp(_scores(causal, length, qs[i], ks[j], i, j) - lses[i])
-            dv += jnp.einsum(
-                "bghst,bghsd->bgtd", weights.astype(q.dtype), douts[i], preferred_element_type=wide
-            )
-            dweights = jnp.einsum("bghsd,bgtd->bghst", douts[i], v_j, preferred_element_type=wide)
-            dscores = (weights * (dweights - deltas[i]) * scale).astype(q.dtype)
-            dk += jnp.einsum("bghst,bghsd->bgtd", dscores, qs[i], preferred_element_type=wide)
-            dq = jnp.einsum("bghst,bgtd->bghsd", dscores, k_j, preferred_element_type=wide)
-            return dqs.at[i].add(dq), dk, dv
-
-        zeros = jnp.zeros(k_j.shape, wide)
-        start = j if causal else 0
-        dqs, dk, dv = jax.lax.fori_loop(start, len(qs), add_query_block, (dqs, zeros, zeros))
-        return dqs, (dk[:, :, None].astype(k.dtype), dv[:, :, None].astype(v.dtype))
-
-    dqs, (dks, dvs) = jax.lax.scan(one_key_block, jnp.zeros(qs.shape, wide), jnp.arange(len(ks)))
-    return _unblocks(dqs, length).astype(q.dtype), _unblocks(dks, length), _unblocks(dvs, length)
-
-
-# ----- plain JAX, all scores
-
-
-def _dense(causal: bool, name: str, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    del name
-    wide, groups = accumulation_dtype(q.dtype), k.shape[2]
-    queries = q.reshape(*q.shape[:2], groups, -1, q.shape[-1])
-    scores = jnp.einsum("bsghd,btgd->bghst", queries, k, preferred_element_type=wide)
-    scores /= math.sqrt(q.shape[-1])
-    if causal:
-        seen = jnp.tril(jnp.ones((q.shape[1], k.shape[1]), bool))
-        scores = jnp.where(seen, scores, -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    out = jnp.einsum("bghst,btgd->bsghd", weights, v, preferred_element_type=wide)
-    return out.astype(q.dtype).reshape(*q.shape[:2], -1)
-
-
-_FORMS = {"blockwise": _blockwise, "cudnn": _cudnn, "dense": _dense}

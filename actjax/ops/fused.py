@@ -14,7 +14,7 @@ import jax
 
 from actjax.checkpointing import differentiate, encode_all
 from actjax.codecs import Codec, Exact
-from actjax.ops.attention import Implementation, check_attention, from_merged
+from actjax.ops.attention import HeadNorm, Implementation, beside, check_attention, from_merged
 from actjax.ops.checks import check_codecs
 from actjax.ops.glu import Activate, check_gate
 from actjax.ops.linear import check_linear, input_grad, linear, parameter_grads
@@ -106,7 +106,10 @@ def attention_linear(
     w: Any,
     *,
     causal: bool = True,
+    window: int | None = None,
+    segments: jax.Array | None = None,
     rope: tuple[jax.Array, jax.Array] | None = None,
+    norm: HeadNorm | None = None,
     bias: Any = None,
     codec: Codec | Sequence[Codec] = Exact(),
     key: jax.Array | Sequence[jax.Array] | None = None,
@@ -120,12 +123,15 @@ def attention_linear(
     of the linear operator.
 
     Args:
-      q: queries, [B, S, H, D], before `rope`.
+      q: queries, [B, S, H, D], before `norm` and `rope`.
       k: keys, [B, S, G, D], likewise.
       v: values, [B, S, G, D].
       w: weight [H * D, n] or a tuple of such, as for `actjax.linear`.
       causal: as for `actjax.attention`.
+      window: likewise.
+      segments: likewise.
       rope: likewise.
+      norm: likewise.
       bias: as for `actjax.linear`.
       codec: what is kept of q, k and v, or three of such.
       key: randomness of the encoding, or a tuple of a key for each; consumed. Needed if a codec
@@ -140,13 +146,14 @@ def attention_linear(
       ValueError: shapes that do not fit, or a missing key.
       TypeError: what is not floating point, or a `codec` that is none.
     """
-    check_attention(q, k, v)
+    sight = check_attention(q, k, v, causal, window, segments)
     codecs = check_codecs(codec, ("q", "k", "v"), key)
-    attend = from_merged(q, k, causal=causal, implementation=implementation)
+    attend, more = from_merged(q, k, sight, norm, implementation), beside(segments, rope, norm)
 
     merged = tuple(x.reshape(*x.shape[:2], -1) for x in (q, k, v))
     names = tuple(f"{name} {letter}".strip() for letter in "qkv")
-    return _then_linear(attend, merged, rope, w, bias, codecs, key, "attention_linear", names)
+    operator = "attention_linear"
+    return _then_linear(attend, merged, more, w, bias, codecs, key, operator, names)
 
 
 def _then_linear(
@@ -165,7 +172,7 @@ def _then_linear(
     Args:
       before: what rebuilds the linear input; closes over no arrays.
       activations: what it is rebuilt from.
-      others: what else `before` reads: floating point arrays, kept as they are.
+      others: what else `before` reads, kept as it is.
       w: as for `linear`.
       bias: likewise.
       codecs: one for each activation.

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.test_util import check_grads
 
-from actjax import Exact, Quantized, attention, explain, linear
+from actjax import Codec, Exact, HeadNorm, Quantized, attention, attention_linear, explain, linear
 
 BF16 = 2.0**-8
 """Unit roundoff of bfloat16: the relative error of one rounding."""
@@ -546,3 +546,144 @@ def test_explain_names_the_codes():
 def test_errors_of_codecs_name_the_argument(given, kind, message):
     with pytest.raises(kind, match=re.escape(message)):
         attention(*arrays(Q, K, K), **given)
+
+
+# What a position sees.
+
+
+class Same(Codec):
+    """Stores an array as it is, by the road of codecs that do not."""
+
+    biased, needs_key = False, False
+
+    def encode(self, x, key=None):
+        return x
+
+    def decode(self, code):
+        return code
+
+    def weight_grad(self, code, dz):
+        return Exact().weight_grad(code, dz)
+
+    def stored_bytes(self, shape, dtype):
+        return Exact().stored_bytes(shape, dtype)
+
+
+FORMS = [
+    {"implementation": "blockwise"},
+    {"implementation": "blockwise", "recompute": True},
+    {"implementation": "dense"},
+    {"implementation": "blockwise", "codec": Same()},
+]
+FORM_NAMES = ["blockwise", "recomputed", "dense", "coded"]
+
+
+def with_gradients(arguments, **options):
+    @jax.jit
+    def run(q, k, v, dout):
+        out, pullback = jax.vjp(functools.partial(attention, **options), q, k, v)
+        return out, *pullback(dout)
+
+    return run(*arguments)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=FORM_NAMES)
+@pytest.mark.parametrize(("length", "window"), [(7, 1), (7, 3), (7, 9), (600, 100), (520, 300)])
+def test_a_window_ends_where_it_should(length, window, form, x64):
+    if length > 7 and form["implementation"] == "dense":
+        pytest.skip("the blocks are what a long sequence is for")
+    arguments = problem(1, length, 2, 1, 4)
+    got = with_gradients(arguments, window=window, **form)
+    q, k, v, dout = arguments
+    want = (
+        oracles.attention(q, k, v, True, window),
+        *oracles.attention_vjp(q, k, v, dout, True, window),
+    )
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=FORM_NAMES)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("ends", [(3, 4, 9), (1, 300, 520)], ids=str)
+def test_documents_that_share_a_sequence_see_themselves_alone(ends, causal, form, x64):
+    if ends[-1] > 9 and form["implementation"] == "dense":
+        pytest.skip("the blocks are what a long sequence is for")
+    arguments = problem(1, ends[-1], 2, 1, 4)
+    starts = (0, *ends[:-1])
+    # Numbers that come again, elsewhere, in another order: what counts is that they are equal.
+    segments = np.concatenate(
+        [
+            np.full(end - start, 7 - i)
+            for i, (start, end) in enumerate(zip(starts, ends, strict=True))
+        ]
+    )
+    got = with_gradients(arguments, segments=jnp.asarray(segments)[None], causal=causal, **form)
+    for start, end in zip(starts, ends, strict=True):
+        alone = oracle(*(x[:, start:end] for x in arguments), causal)
+        for one, other in zip(got, alone, strict=True):
+            np.testing.assert_allclose(one[:, start:end], other, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=FORM_NAMES)
+def test_heads_are_normalised_before_they_are_rotated(form, x64):
+    arguments = problem(2, 7, 4, 2, 4)
+    rng = np.random.default_rng(0)
+    scales = [jnp.asarray(rng.standard_normal(4)) for _ in "qk"]
+
+    @jax.jit
+    def run(q, k, v, q_scale, k_scale, dout):
+        def fun(q, k, v, q_scale, k_scale):
+            norm = HeadNorm(q_scale, k_scale, 1e-5)
+            return attention(q, k, v, rope=tables(7, 4), norm=norm, **form)
+
+        out, pullback = jax.vjp(fun, q, k, v, q_scale, k_scale)
+        return out, *pullback(dout)
+
+    q, k, v, dout = arguments
+    got = run(q, k, v, *scales, dout)
+    normal = [oracles.rms_norm(x, scale, 1e-5) for x, scale in zip((q, k), scales, strict=True)]
+    out, dq, dk, dv = rotated_oracle(*normal, v, dout, True)
+    dq, dq_scale = oracles.rms_norm_vjp(q, scales[0], 1e-5, dq)
+    dk, dk_scale = oracles.rms_norm_vjp(k, scales[1], 1e-5, dk)
+    for one, other in zip(got, (out, dq, dk, dv, dq_scale, dk_scale), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_a_fused_projection_takes_windows_segments_and_norms(x64, quick_compile):
+    q, k, v, _ = problem(2, 7, 4, 2, 4)
+    w = jnp.asarray(np.random.default_rng(1).standard_normal((16, 3)))
+    norm = HeadNorm(jnp.full(4, 0.5), jnp.full(4, 2.0))
+    segments = jnp.asarray([[0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 2]])
+    options = {"window": 2, "segments": segments, "norm": norm, "rope": tables(7, 4)}
+
+    def apart(q, k, v, w):
+        return linear(attention(q, k, v, merge_heads=True, **options), w)
+
+    def together(q, k, v, w):
+        return attention_linear(q, k, v, w, codec=Same(), **options)
+
+    for fun in (apart, together):
+        out, pullback = jax.vjp(fun, q, k, v, w)
+        results = out, *pullback(jnp.cos(out))
+        if fun is apart:
+            want = results
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-11, atol=1e-13), results, want
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 0}, "`window` must be at least 1"),
+        ({"window": 3, "causal": False}, "needs causal=True"),
+        ({"segments": jnp.zeros((2, 6), int)}, r"`segments` must be integers \(2, 7\)"),
+        ({"segments": jnp.zeros((2, 7))}, r"must be integers \(2, 7\), got float32\(2, 7\)"),
+    ],
+    ids=str,
+)
+def test_what_a_position_sees_is_checked(options, message):
+    q, k, v, _ = problem(2, 7, 4, 2, 4)
+    with pytest.raises(ValueError, match=message):
+        attention(q, k, v, **options)

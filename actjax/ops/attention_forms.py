@@ -1,0 +1,348 @@
+"""Three forms of exact attention: cuDNN's, one in blocks, and one of all scores at once.
+
+On a GPU cuDNN's is the best. Elsewhere it is the same algorithm in plain JAX (Dao et al.,
+"FlashAttention", 2022; backward pass as in Dao, "FlashAttention-2", 2023, Algorithm 2): blocks of
+queries against blocks of keys with a running maximum, blocks that see nothing skipped. Both hold q,
+k, v, the output and the log-sum-exp of the scores.
+
+A form takes which positions see which, a name, q, k and v, normalised and rotated, and segments or
+None, and returns the output with merged heads, [B, S, H * D].
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from actjax.codecs import Exact
+from actjax.precision import accumulation_dtype
+from actjax.tags import keep, keep_output
+
+BLOCK = 256
+"""Queries and keys per block of the plain JAX form: its score tile fits a CPU's cache."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sight:
+    """Which positions a position sees.
+
+    Attributes:
+      causal: as for `attention`.
+      window: likewise.
+    """
+
+    causal: bool
+    window: int | None
+
+    def sees(self, rows: jax.Array, columns: jax.Array) -> jax.Array:
+        """Returns whether positions `rows` see positions `columns`, of broadcast shapes."""
+        seen = columns <= rows if self.causal else jnp.ones((), bool)
+        return seen if self.window is None else seen & (rows - columns < self.window)
+
+    def first_key_block(self, i: jax.Array, block: int) -> jax.Array | int:
+        """Returns the first block of keys that block i of queries sees."""
+        if self.window is None:
+            return 0
+        return jnp.maximum(0, i * block - self.window + 1) // block
+
+    def query_blocks(self, j: jax.Array, block: int, count: int) -> tuple[Any, Any]:
+        """Returns the first of `count` blocks of queries that see block j of keys, and the end."""
+        first = j if self.causal else 0
+        if self.window is None:
+            return first, count
+        return first, jnp.minimum(count, ((j + 1) * block + self.window - 2) // block + 1)
+
+
+def keep_inputs(
+    name: str, q: jax.Array, k: jax.Array, v: jax.Array
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """Returns q, k, v to compute with, and to hold."""
+    pairs = [
+        keep(array, Exact(), None, "attention", f"{name} {letter}".strip())
+        for letter, array in (("q", q), ("k", k), ("v", v))
+    ]
+    forward, kept = zip(*pairs, strict=True)
+    return forward, kept
+
+
+def merge_heads(x: jax.Array) -> jax.Array:
+    """[B, S, H, D] to [B, S, H * D]."""
+    return x.reshape(*x.shape[:2], -1)
+
+
+# ----- cuDNN
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _cudnn(sight: Sight, name: str, q, k, v, segments) -> jax.Array:
+    del name
+    return merge_heads(_cudnn_call(sight, _segment_bias(segments, q.dtype), q, k, v))
+
+
+def _cudnn_call(sight: Sight, bias: jax.Array | None, q, k, v) -> jax.Array:
+    window = None if sight.window is None else (sight.window - 1, 0)
+    return jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
+        bias=bias,
+        is_causal=sight.causal,
+        local_window_size=window,
+        implementation="cudnn",
+    )
+
+
+def _segment_bias(segments: jax.Array | None, dtype: jnp.dtype) -> jax.Array | None:
+    """Returns what cuDNN adds to the scores, [B, 1, S, S]: it knows no segments of its own."""
+    if segments is None:
+        return None
+    same = segments[:, None, :, None] == segments[:, None, None, :]
+    return jnp.where(same, 0, jnp.finfo(dtype).min / 2).astype(dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _CudnnResiduals:
+    """The leaves of the pullback of cuDNN's attention, its output among them merged.
+
+    Attributes:
+      leaves: arrays, without the bias of segments.
+      segments: as for `attention`.
+      treedef: how the leaves form the pullback again. Static.
+      outputs: positions of the output among the leaves. Static.
+      biases: positions of the bias of segments. Static.
+      shape: shape of the output, [B, S, H, D]. Static.
+    """
+
+    leaves: Any
+    segments: Any
+    treedef: Any = dataclasses.field(metadata={"static": True})
+    outputs: Any = dataclasses.field(metadata={"static": True})
+    biases: Any = dataclasses.field(metadata={"static": True})
+    shape: Any = dataclasses.field(metadata={"static": True})
+
+
+def _cudnn_fwd(sight, name, q, k, v, segments):
+    with jax.named_scope("actjax.attention"):
+        inputs, _ = keep_inputs(name, q, k, v)
+        bias = _segment_bias(segments, q.dtype)
+        # The leaves of the pullback are what cuDNN's own backward pass needs. The output is one
+        # of them, known by identity; it is held as the merged array that is returned.
+        out, pullback = jax.vjp(functools.partial(_cudnn_call, sight, bias), *inputs)
+        merged = keep_output(merge_heads(out), "attention", f"{name} output".strip())
+        leaves, treedef = jax.tree.flatten(pullback)
+        outputs = tuple(i for i, leaf in enumerate(leaves) if leaf is out)
+        biases = tuple(i for i, leaf in enumerate(leaves) if bias is not None and leaf is bias)
+        leaves = [
+            merged if i in outputs else None if i in biases else leaf
+            for i, leaf in enumerate(leaves)
+        ]
+    return merged, _CudnnResiduals(leaves, segments, treedef, outputs, biases, out.shape)
+
+
+def _cudnn_bwd(sight, name, residuals, dout):
+    del sight, name
+    shape, leaves = residuals.shape, list(residuals.leaves)
+    for i in residuals.outputs:
+        leaves[i] = leaves[i].reshape(shape)
+    for i in residuals.biases:
+        leaves[i] = _segment_bias(residuals.segments, dout.dtype)
+    with jax.named_scope("actjax.attention"):
+        return *jax.tree.unflatten(residuals.treedef, leaves)(dout.reshape(shape)), None
+
+
+_cudnn.defvjp(_cudnn_fwd, _cudnn_bwd)
+
+
+# ----- plain JAX, in blocks
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _blockwise(sight: Sight, name: str, q, k, v, segments) -> jax.Array:
+    del name
+    return merge_heads(_blockwise_forward(sight, q, k, v, segments)[0])
+
+
+def _blockwise_fwd(sight, name, q, k, v, segments):
+    with jax.named_scope("actjax.attention"):
+        (q, k, v), kept = keep_inputs(name, q, k, v)
+        out, lse = _blockwise_forward(sight, q, k, v, segments)
+        merged = keep_output(merge_heads(out), "attention", f"{name} output".strip())
+        lse = keep_output(lse, "attention", f"{name} log-sum-exp".strip())
+    return merged, (kept, segments, merged, lse)
+
+
+def _blockwise_bwd(sight, name, residuals, dout):
+    del name
+    (q, k, v), segments, out, lse = residuals
+    with jax.named_scope("actjax.attention"):
+        wide = accumulation_dtype(q.dtype)
+        shape = q.shape
+        product = dout.reshape(shape).astype(wide) * out.reshape(shape).astype(wide)
+        delta = _heads_first(product.sum(-1, keepdims=True))[..., 0]
+        dout = dout.reshape(shape)
+        return *_blockwise_backward(sight, q, k, v, segments, dout, lse, delta), None
+
+
+_blockwise.defvjp(_blockwise_fwd, _blockwise_bwd)
+
+
+def _heads_first(x: jax.Array) -> jax.Array:
+    """[B, S, H, D] to [B, H, S, D]."""
+    return jnp.swapaxes(x, 1, 2)
+
+
+def _blocks(x: jax.Array, groups: int) -> jax.Array:
+    """[B, S, H, D] to [blocks, B, groups, H / groups, block, D], padded with zeros."""
+    batch, length, heads, size = x.shape
+    block = min(BLOCK, length)
+    x = jnp.pad(x, ((0, 0), (0, -length % block), (0, 0), (0, 0)))
+    x = x.reshape(batch, -1, block, groups, heads // groups, size)
+    return x.transpose(1, 0, 3, 4, 2, 5)
+
+
+def _unblocks(x: jax.Array, length: int) -> jax.Array:
+    """Inverse of `_blocks`."""
+    count, batch, groups, shared, block, size = x.shape
+    x = x.transpose(1, 0, 4, 2, 3, 5).reshape(batch, count * block, groups * shared, size)
+    return x[:, :length]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tile:
+    """Makes the scores of a block of queries on a block of keys.
+
+    Attributes:
+      sight: which positions see which.
+      length: S.
+      segments: by block, [blocks, B, block]; None if there are none.
+    """
+
+    sight: Sight
+    length: int
+    segments: jax.Array | None
+
+    @classmethod
+    def of(cls, sight: Sight, segments: jax.Array | None, length: int) -> "_Tile":
+        if segments is not None:
+            segments = _blocks(segments[..., None, None], 1)[:, :, 0, 0, :, 0]
+        return cls(sight, length, segments)
+
+    def scores(self, q: jax.Array, k: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
+        """Of query block i [b, g, h, s, d] on key block j [b, g, 1, t, d]: [b, g, h, s, t]."""
+        wide = accumulation_dtype(q.dtype)
+        scores = jnp.einsum("bghsd,bgtd->bghst", q, k[:, :, 0], preferred_element_type=wide)
+        rows = i * q.shape[-2] + jnp.arange(q.shape[-2])[:, None]
+        columns = j * k.shape[-2] + jnp.arange(k.shape[-2])
+        seen = self.sight.sees(rows, columns) & (columns < self.length)
+        if self.segments is not None:
+            same = self.segments[i][:, :, None] == self.segments[j][:, None, :]
+            seen = seen & same[:, None, None]
+        return jnp.where(seen, scores / math.sqrt(q.shape[-1]), -jnp.inf)
+
+
+def _blockwise_forward(
+    sight: Sight, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the output [B, S, H, D] and the log-sum-exp of the scores [B, H, S]."""
+    length, groups, wide = q.shape[1], k.shape[2], accumulation_dtype(q.dtype)
+    qs, ks, vs = (_blocks(x, groups) for x in (q, k, v))
+    tile = _Tile.of(sight, segments, length)
+
+    def one_query_block(i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def add_key_block(j, carry):
+            largest, total, out = carry
+            scores = tile.scores(qs[i], ks[j], i, j)
+            new_largest = jnp.maximum(largest, scores.max(-1))
+            weights = jnp.exp(scores - new_largest[..., None])
+            shrink = jnp.exp(largest - new_largest)
+            product = jnp.einsum(
+                "bghst,bgtd->bghsd", weights.astype(v.dtype), vs[j][:, :, 0],
+                preferred_element_type=wide,
+            )  # fmt: skip
+            return (
+                new_largest,
+                total * shrink + weights.sum(-1),
+                out * shrink[..., None] + product,
+            )
+
+        shape = qs.shape[1:]
+        # A finite start: where a query sees no key of a block, -inf - -inf would be NaN.
+        start = jnp.full(shape[:-1], jnp.finfo(wide).min)
+        carry = (start, jnp.zeros(shape[:-1], wide), jnp.zeros(shape, wide))
+        first = sight.first_key_block(i, shape[-2])
+        stop = i + 1 if sight.causal else len(ks)
+        largest, total, out = jax.lax.fori_loop(first, stop, add_key_block, carry)
+        # Every query sees itself; what a block is filled up with may see nothing.
+        total = jnp.where(total == 0, 1, total)
+        return (out / total[..., None]).astype(q.dtype), largest + jnp.log(total)
+
+    out, lse = jax.lax.map(one_query_block, jnp.arange(len(qs)))
+    lse = _heads_first(_unblocks(lse[..., None], length))[..., 0]
+    return _unblocks(out, length), lse
+
+
+def _blockwise_backward(
+    sight: Sight,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None,
+    dout: jax.Array,
+    lse: jax.Array,
+    delta: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns dq, dk, dv; `lse` and `delta = Σ out dout` are [B, H, S] in the wide dtype."""
+    length, groups, wide = q.shape[1], k.shape[2], accumulation_dtype(q.dtype)
+    scale = 1 / math.sqrt(q.shape[-1])
+    qs, ks, vs, douts = (_blocks(x, groups) for x in (q, k, v, dout))
+    lses, deltas = (_blocks(_heads_first(x[..., None]), groups) for x in (lse, delta))
+    tile = _Tile.of(sight, segments, length)
+
+    def one_key_block(dqs: jax.Array, j: jax.Array) -> tuple[jax.Array, tuple]:
+        k_j, v_j = ks[j][:, :, 0], vs[j][:, :, 0]
+
+        def add_query_block(i, carry):
+            dqs, dk, dv = carry
+            weights = jnp.exp(tile.scores(qs[i], ks[j], i, j) - lses[i])
+            dv += jnp.einsum(
+                "bghst,bghsd->bgtd", weights.astype(q.dtype), douts[i], preferred_element_type=wide
+            )
+            dweights = jnp.einsum("bghsd,bgtd->bghst", douts[i], v_j, preferred_element_type=wide)
+            dscores = (weights * (dweights - deltas[i]) * scale).astype(q.dtype)
+            dk += jnp.einsum("bghst,bghsd->bgtd", dscores, qs[i], preferred_element_type=wide)
+            dq = jnp.einsum("bghst,bgtd->bghsd", dscores, k_j, preferred_element_type=wide)
+            return dqs.at[i].add(dq), dk, dv
+
+        zeros = jnp.zeros(k_j.shape, wide)
+        start, stop = sight.query_blocks(j, qs.shape[-2], len(qs))
+        dqs, dk, dv = jax.lax.fori_loop(start, stop, add_query_block, (dqs, zeros, zeros))
+        return dqs, (dk[:, :, None].astype(k.dtype), dv[:, :, None].astype(v.dtype))
+
+    dqs, (dks, dvs) = jax.lax.scan(one_key_block, jnp.zeros(qs.shape, wide), jnp.arange(len(ks)))
+    return _unblocks(dqs, length).astype(q.dtype), _unblocks(dks, length), _unblocks(dvs, length)
+
+
+# ----- plain JAX, all scores
+
+
+def _dense(sight: Sight, name: str, q, k, v, segments) -> jax.Array:
+    del name
+    wide, groups = accumulation_dtype(q.dtype), k.shape[2]
+    queries = q.reshape(*q.shape[:2], groups, -1, q.shape[-1])
+    scores = jnp.einsum("bsghd,btgd->bghst", queries, k, preferred_element_type=wide)
+    scores /= math.sqrt(q.shape[-1])
+    positions = jnp.arange(q.shape[1])
+    seen = sight.sees(positions[:, None], positions)
+    if segments is not None:
+        seen = seen & (segments[:, :, None] == segments[:, None, :])[:, None, None]
+    scores = jnp.where(seen, scores, -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    out = jnp.einsum("bghst,btgd->bsghd", weights, v, preferred_element_type=wide)
+    return out.astype(q.dtype).reshape(*q.shape[:2], -1)
+
+
+FORMS = {"blockwise": _blockwise, "cudnn": _cudnn, "dense": _dense}
