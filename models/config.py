@@ -28,8 +28,15 @@ class RopeScaling:
 
 
 @dataclasses.dataclass(frozen=True)
+class LinearRopeScaling:
+    """Positions divided by `factor` (Chen et al., 2023, position interpolation)."""
+
+    factor: float
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Dimensions of a Llama-like decoder.
+    """Dimensions of a Llama-like decoder: Llama 2 and 3, Mistral, Qwen 2.5 and 3.
 
     Raises:
       ValueError: dimensions that do not fit one another.
@@ -47,8 +54,14 @@ class ModelConfig:
     max_seq_len: int = 1024
     norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | LinearRopeScaling | None = None
     tie_embeddings: bool = False
+    attention_bias: bool = False
+    """Biases of the query, key and value projections (Qwen 2.5)."""
+    qk_norm: bool = False
+    """Norms of the heads of queries and keys, before RoPE (Qwen 3)."""
+    sliding_window: int | None = None
+    """Positions that a position sees at most, itself among them (Mistral); all if None."""
     attention: Implementation | None = None
     """Implementation of attention, as for `actjax.attention`; the best for the device if None."""
     init_std: float = 0.02
@@ -72,6 +85,8 @@ class ModelConfig:
                 f"`num_heads` {self.num_heads} must be a multiple of"
                 f" `num_kv_heads` {self.num_kv_heads}."
             )
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ValueError(f"`sliding_window` must be at least 1, got {self.sliding_window}.")
         if self.head_size % 2:
             raise ValueError(f"`head_size` must be even for RoPE, got {self.head_size}.")
 

@@ -1,10 +1,11 @@
-"""The Llama decoder (Touvron et al., 2023), its layers stacked and scanned.
+"""The decoder of Llama (Touvron et al., 2023), Mistral and Qwen, its layers stacked and scanned.
 
 A block is a short list of actjax operators, each of which owns what it keeps for the backward
 pass. Layers are stacked along a leading axis and run by `lax.scan`: that is what makes the floats
 die after a layer's forward pass, where Python-unrolled layers would let XLA keep them.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,14 +17,17 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 import actjax
-from models.config import SITES, ModelConfig, RopeScaling, Storage
+from models.config import SITES, LinearRopeScaling, ModelConfig, RopeScaling, Storage
 
 Keys = jax.Array | Mapping[str, jax.Array]
 """A key to fold for each site, or one for each site of `models.config.SITES`."""
 
 
 class Attention(nnx.Module):
-    """Weights of causal grouped-query attention, [in, out] each."""
+    """Weights of causal grouped-query attention, [in, out] each.
+
+    Biases of q, k and v, and scales of the heads' norms, are None where a model has none.
+    """
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype, key: jax.Array):
         queries = config.num_heads * config.head_size
@@ -34,6 +38,44 @@ class Attention(nnx.Module):
         self.k = _normal(k_key, (d, keys), config.init_std, dtype)
         self.v = _normal(v_key, (d, keys), config.init_std, dtype)
         self.o = _normal(o_key, (queries, d), config.init_std, dtype)
+        biased, normed, size = config.attention_bias, config.qk_norm, config.head_size
+        self.q_bias = nnx.Param(jnp.zeros(queries, dtype)) if biased else None
+        self.k_bias = nnx.Param(jnp.zeros(keys, dtype)) if biased else None
+        self.v_bias = nnx.Param(jnp.zeros(keys, dtype)) if biased else None
+        self.q_norm = nnx.Param(jnp.ones(size, dtype)) if normed else None
+        self.k_norm = nnx.Param(jnp.ones(size, dtype)) if normed else None
+
+    @property
+    def biases(self) -> tuple[jax.Array, jax.Array, jax.Array] | None:
+        """Biases of q, k and v, if there are any."""
+        if self.q_bias is None or self.k_bias is None or self.v_bias is None:
+            return None
+        return self.q_bias[...], self.k_bias[...], self.v_bias[...]
+
+    def head_norm(self, eps: float) -> actjax.HeadNorm | None:
+        """The norms of heads, if there are any."""
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return actjax.HeadNorm(self.q_norm[...], self.k_norm[...], eps)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Positions:
+    """What attention knows of positions, the same in all layers.
+
+    Attributes:
+      rope: cosines and sines of RoPE, [S, D / 2] each.
+      segments: numbers of documents, [B, S] integers; None if a sequence is one.
+    """
+
+    rope: tuple[jax.Array, jax.Array]
+    segments: jax.Array | None = None
+
+    @classmethod
+    def of(cls, config: ModelConfig, length: int, segments: jax.Array | None = None) -> "Positions":
+        """Returns those of sequences of a length."""
+        return cls(rope_tables(config, length), segments)
 
 
 class MLP(nnx.Module):
@@ -60,7 +102,7 @@ class Block(nnx.Module):
     def __call__(
         self,
         x: jax.Array,
-        tables: tuple[jax.Array, jax.Array],
+        positions: Positions,
         config: ModelConfig,
         storage: Storage,
         key: Keys,
@@ -69,7 +111,7 @@ class Block(nnx.Module):
 
         Args:
           x: residual stream, [B, S, d].
-          tables: cosines and sines of RoPE, [S, D / 2] each.
+          positions: what attention knows of them.
           config: dimensions.
           storage: what each site stores.
           key: randomness of the codecs of this layer and step; or a key for each site.
@@ -79,10 +121,10 @@ class Block(nnx.Module):
         """
         if not isinstance(key, Mapping):
             key = {site: jax.random.fold_in(key, i) for i, site in enumerate(SITES)}
-        x = x + self._attend(x, tables, config, storage, key)
+        x = x + self._attend(x, positions, config, storage, key)
         return _over_batch(x + self._feed_forward(x, config, storage, key))
 
-    def _attend(self, x, tables, config, storage, keys) -> jax.Array:
+    def _attend(self, x, positions, config, storage, keys) -> jax.Array:
         weights, x = self.attention, _named(storage, "attention_norm", x)
         q, k, v = _norm_linear(
             x,
@@ -92,11 +134,15 @@ class Block(nnx.Module):
             (storage.attention_norm, storage.attention_in),
             (keys["attention_norm"], keys["attention_in"]),
             ("attention norm input", "attention_in"),
+            weights.biases,
         )
         q, k, v = (_named(storage, site, y) for site, y in (("q", q), ("k", k), ("v", v)))
         q, k, v = (_split_heads(_over_batch(y), config.head_size) for y in (q, k, v))
         given: dict[str, Any] = {
-            "rope": tables,
+            "rope": positions.rope,
+            "segments": positions.segments,
+            "window": config.sliding_window,
+            "norm": weights.head_norm(config.norm_eps),
             "codec": (storage.q, storage.k, storage.v),
             "key": (keys["q"], keys["k"], keys["v"]),
             "implementation": config.attention,
@@ -143,7 +189,9 @@ class Block(nnx.Module):
         )
 
 
-def _norm_linear(x, scale, weights, config, codecs, keys, names) -> tuple[jax.Array, ...]:
+def _norm_linear(
+    x, scale, weights, config, codecs, keys, names, biases=None
+) -> tuple[jax.Array, ...]:
     """Returns linear maps of the normalised `x`, whose input is rebuilt if its codec is None."""
     (norm_codec, codec), (norm_key, key), (norm_name, name) = codecs, keys, names
     norm: dict[str, Any] = {
@@ -153,9 +201,9 @@ def _norm_linear(x, scale, weights, config, codecs, keys, names) -> tuple[jax.Ar
         "name": norm_name,
     }
     if codec is None:
-        return actjax.norm_linear(x, scale, weights, **norm)
+        return actjax.norm_linear(x, scale, weights, bias=biases, **norm)
     h = actjax.rms_norm(x, scale, **norm)
-    return actjax.linear(h, weights, codec=codec, key=key, name=name)
+    return actjax.linear(h, weights, bias=biases, codec=codec, key=key, name=name)
 
 
 class Decoder(nnx.Module):
@@ -202,7 +250,12 @@ class Decoder(nnx.Module):
         return _over_batch(self.embedding[...][tokens].astype(compute_dtype))
 
     def run_layers(
-        self, x: jax.Array, storage: Storage = Storage(), key: Keys | None = None
+        self,
+        x: jax.Array,
+        storage: Storage = Storage(),
+        key: Keys | None = None,
+        *,
+        segments: jax.Array | None = None,
     ) -> jax.Array:
         """Runs all layers on a residual stream, [B, S, d] to [B, S, d].
 
@@ -210,13 +263,14 @@ class Decoder(nnx.Module):
           x: residual stream.
           storage: what each site stores.
           key: randomness of the codecs of this step, or a key for each site; needed if one draws.
+          segments: numbers of documents that share a sequence, [B, S] integers: none sees another.
         """
         _check_key(storage, key)
-        tables = rope_tables(self.config, x.shape[1])
+        positions = Positions.of(self.config, x.shape[1], segments)
 
         def body(x: jax.Array, layer: tuple[Block, Keys, Storage]) -> tuple[jax.Array, None]:
             block, layer_key, layer_storage = layer
-            return layer_function(self.config, layer_storage)(block, x, tables, layer_key), None
+            return layer_function(self.config, layer_storage)(block, x, positions, layer_key), None
 
         return jax.lax.scan(body, x, (self.layers, layer_keys(self.config, key), storage))[0]
 
@@ -241,6 +295,7 @@ class Decoder(nnx.Module):
         targets: jax.Array,
         *,
         mask: jax.Array | None = None,
+        segments: jax.Array | None = None,
         storage: Storage = Storage(),
         key: Keys | None = None,
         compute_dtype: str = "bfloat16",
@@ -252,12 +307,14 @@ class Decoder(nnx.Module):
           tokens: [B, S] integers.
           targets: [B, S] integers.
           mask: weights of the targets, [B, S]; all one if None.
+          segments: as for `run_layers`.
           storage: what each site stores for the backward pass.
           key: randomness of the codecs of this step.
           compute_dtype: dtype of activations and products.
           z_loss: weight of the squared log-sum-exp.
         """
-        x = self.run_layers(self.embed(tokens, compute_dtype), storage, key)
+        x = self.embed(tokens, compute_dtype)
+        x = self.run_layers(x, storage, key, segments=segments)
         return self.loss_after(x, targets, mask=mask, z_loss=z_loss)
 
     def loss_after(
@@ -288,7 +345,11 @@ def rope_tables(config: ModelConfig, length: int) -> tuple[jax.Array, jax.Array]
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def _scale_frequencies(frequencies: jax.Array, scaling: RopeScaling) -> jax.Array:
+def _scale_frequencies(
+    frequencies: jax.Array, scaling: RopeScaling | LinearRopeScaling
+) -> jax.Array:
+    if isinstance(scaling, LinearRopeScaling):
+        return frequencies / scaling.factor
     turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept = jnp.clip((turns - low) / (high - low), 0, 1)
@@ -315,8 +376,8 @@ def _split_heads(x: jax.Array, head_size: int) -> jax.Array:
     return x.reshape(*x.shape[:2], -1, head_size)
 
 
-LayerFunction = Callable[[Block, jax.Array, tuple[jax.Array, jax.Array], Keys], jax.Array]
-"""From a layer's weights, the residual stream, RoPE tables and a key to the residual stream."""
+LayerFunction = Callable[[Block, jax.Array, Positions, Keys], jax.Array]
+"""From a layer's weights, the residual stream, positions and a key to the residual stream."""
 
 
 def layer_function(config: ModelConfig, storage: Storage) -> LayerFunction:
@@ -327,8 +388,8 @@ def layer_function(config: ModelConfig, storage: Storage) -> LayerFunction:
       storage: what each site stores; arrays in it are those of one layer.
     """
 
-    def run(block, x, tables, key):
-        return block(x, tables, config, storage, key)
+    def run(block, x, positions, key):
+        return block(x, positions, config, storage, key)
 
     if storage.residuals:
         return _compressed_residuals(config, storage)
@@ -344,11 +405,11 @@ def layer_function(config: ModelConfig, storage: Storage) -> LayerFunction:
 def _compressed_checkpoint(run: LayerFunction, codec: actjax.Codec) -> LayerFunction:
     """Returns the function of one layer, which keeps a code of its input and recomputes."""
 
-    def checkpointed(block, x, tables, key):
+    def checkpointed(block, x, positions, key):
         # After the keys of the sites.
         own = key["block"] if isinstance(key, Mapping) else jax.random.fold_in(key, len(SITES))
         recomputed = actjax.checkpoint(run, codec, activations=1, key=own, name="block input")
-        return recomputed(block, x, tables, key)
+        return recomputed(block, x, positions, key)
 
     return checkpointed
 
@@ -357,13 +418,13 @@ def _compressed_residuals(config: ModelConfig, storage: Storage) -> LayerFunctio
     """Returns the function of one layer of exact operators, its residuals compressed as a whole."""
     exact = Storage(residuals=True)
 
-    def run(block, x, tables):
-        return block(x, tables, config, exact, jax.random.key(0))
+    def run(block, x, positions):
+        return block(x, positions, config, exact, jax.random.key(0))
 
-    def compressed(block, x, tables, key):
+    def compressed(block, x, positions, key):
         return actjax.compress_residuals(
             run, lambda kept: storage.codecs.get(kept.name), activations=1, key=key
-        )(block, x, tables)
+        )(block, x, positions)
 
     return compressed
 

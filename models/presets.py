@@ -3,7 +3,7 @@
 `llama_9m` to `llama_7b` are those of GaLore's experiments (Zhao et al., 2024, Table 5 and the
 configurations released with it); `llama_3m` is the first with the 8,192 tokens of the tokenizer
 that a run trains for itself, for a CPU; `llama3_1b`, `llama3_3b` and `llama3_8b` are those of Llama
-3.2 1B, Llama 3.2 3B and Llama 3 8B.
+3.2 1B, Llama 3.2 3B and Llama 3 8B; `qwen2_5_0_5b`, `qwen3_0_6b` and `qwen3_4b` are Qwen's.
 """
 
 import difflib
@@ -15,6 +15,22 @@ def _galore(
     hidden: int, ffn: int, layers: int, heads: int, vocab: int = 32_000, max_seq_len: int = 1024
 ) -> ModelConfig:
     return ModelConfig(vocab, hidden, ffn, layers, heads, max_seq_len=max_seq_len)
+
+
+def _qwen3(hidden: int, ffn: int, layers: int, heads: int) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=151_936,
+        hidden_size=hidden,
+        ffn_size=ffn,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=8,
+        head_size=128,
+        max_seq_len=40_960,
+        rope_theta=1_000_000.0,
+        tie_embeddings=True,
+        qk_norm=True,
+    )
 
 
 _LLAMA3_2 = RopeScaling(
@@ -75,6 +91,20 @@ PRESETS: dict[str, ModelConfig] = {
         norm_eps=1e-5,
         rope_theta=500_000.0,
     ),
+    "qwen2_5_0_5b": ModelConfig(
+        vocab_size=151_936,
+        hidden_size=896,
+        ffn_size=4864,
+        num_layers=24,
+        num_heads=14,
+        num_kv_heads=2,
+        max_seq_len=32_768,
+        rope_theta=1_000_000.0,
+        tie_embeddings=True,
+        attention_bias=True,
+    ),
+    "qwen3_0_6b": _qwen3(1024, 3072, 28, 16),
+    "qwen3_4b": _qwen3(2560, 9728, 36, 32),
 }
 
 

@@ -12,7 +12,7 @@ import optax
 
 import actjax
 from models import Decoder, ModelConfig, Storage
-from models.decoder import layer_function, layer_keys, rope_tables
+from models.decoder import Positions, layer_function, layer_keys
 from train import methods
 from train.config import PretrainConfig
 from train.optimizer import make_optimizer
@@ -271,7 +271,7 @@ def _in_backward(recipe: Recipe) -> actjax.optim.InBackward:
         return model.embed(inputs["batch"]["inputs"], config.compute_dtype)
 
     def layer(block: Any, x: jax.Array, inputs: dict[str, Any], key: jax.Array) -> jax.Array:
-        return run_layer(block, x, inputs["tables"], key)
+        return run_layer(block, x, inputs["positions"], key)
 
     def after(model: Decoder, x: jax.Array, inputs: dict[str, Any]) -> jax.Array:
         batch = inputs["batch"]
@@ -286,7 +286,8 @@ def _in_backward_step(recipe: Recipe) -> Callable:
     update = _in_backward(recipe)
 
     def step(state: TrainState, batch: Batch, due: jax.Array | None):
-        inputs = {"batch": batch, "tables": rope_tables(model_config, config.seq_len)}
+        positions = Positions.of(model_config, config.seq_len)
+        inputs = {"batch": batch, "positions": positions}
         keys = layer_keys(model_config, step_key(config, state.step))
         refresh = False if due is None else due
         model, optimizer_state, loss, update_norm = update.step(

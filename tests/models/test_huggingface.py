@@ -1,0 +1,339 @@
+"""Tests of models/huggingface.py: the same numbers as `transformers`, the same bytes back."""
+
+import functools
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+import tiny
+
+from models import Decoder, ModelConfig, RopeScaling, huggingface
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 500.0,
+}
+FAMILIES = {
+    "llama2": ("LlamaConfig", {"rms_norm_eps": 1e-5}),
+    "llama3": (
+        "LlamaConfig",
+        {"num_key_value_heads": 2, "rope_parameters": LLAMA3, "tie_word_embeddings": True},
+    ),
+    "linear": ("LlamaConfig", {"rope_parameters": {"rope_type": "linear", "factor": 4.0}}),
+    "mistral": ("MistralConfig", {"num_key_value_heads": 2, "sliding_window": None}),
+    "mistral_window": ("MistralConfig", {"num_key_value_heads": 2, "sliding_window": 5}),
+    "qwen2_5": ("Qwen2Config", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", {"num_key_value_heads": 2, "head_dim": 16}),
+}
+REFERENCE = "needs transformers and torch: pip install -e '.[reference]'"
+
+
+@functools.cache
+def reference(family):
+    """Returns a random model of `transformers`, or skips."""
+    transformers = pytest.importorskip("transformers", reason=REFERENCE)
+    torch = pytest.importorskip("torch", reason=REFERENCE)
+    name, fields = FAMILIES[family]
+    config = getattr(transformers, name)(**SIZES, **fields)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Not the initial one, of which biases are zero, norms one and scores nearly alike.
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+@pytest.fixture(params=FAMILIES)
+def checkpoint(request, tmp_path):
+    model = reference(request.param)
+    model.save_pretrained(tmp_path / "checkpoint")
+    return model, tmp_path / "checkpoint"
+
+
+def test_logits_and_gradients_are_those_of_transformers(checkpoint):
+    import torch
+
+    theirs, folder = checkpoint
+    ours = huggingface.load(folder)
+    tokens = np.random.default_rng(0).integers(0, 61, (2, 23))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+
+    logits = ours(jnp.asarray(inputs), compute_dtype="float32")
+    output = theirs(torch.asarray(inputs)).logits
+    assert np.abs(logits - output.detach().numpy()).max() <= 1e-4
+
+    def loss(model):
+        return model.loss(jnp.asarray(inputs), jnp.asarray(targets), compute_dtype="float32")
+
+    value, gradient = jax.jit(jax.value_and_grad(loss))(ours)
+    theirs.zero_grad()
+    cross_entropy = torch.nn.functional.cross_entropy(
+        output.flatten(0, 1), torch.asarray(targets).flatten()
+    )
+    cross_entropy.backward()
+    assert abs(value - cross_entropy.item()) <= 1e-5 * cross_entropy.item()
+    wanted = dict(theirs.named_parameters())
+    for row in huggingface.table(ours.config):
+        got = functools.reduce(getattr, row.parameter.split("."), gradient)[...]
+        for layer in range(2 if row.stacked else 1):
+            one = np.asarray(got[layer] if row.stacked else got)
+            want = wanted.pop(row.tensor.format(layer)).grad.numpy()
+            one = one.T if row.transposed else one
+            assert np.abs(one - want).max() <= 1e-3 * np.abs(want).max(), row
+    assert not wanted
+
+
+def test_what_is_saved_is_what_transformers_loads(checkpoint, tmp_path):
+    import torch
+    import transformers
+
+    theirs, folder = checkpoint
+    huggingface.save(huggingface.load(folder), tmp_path / "saved", like=folder)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    wanted, got = theirs.state_dict(), again.state_dict()
+    assert got.keys() == wanted.keys()
+    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+def test_a_model_of_ours_is_one_of_transformers(checkpoint, tmp_path):
+    """Without a folder that it came from: `config.json` is written from the dimensions."""
+    import torch
+    import transformers
+
+    theirs, folder = checkpoint
+    huggingface.save(huggingface.load(folder), tmp_path / "saved")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert again.config.model_type in (theirs.config.model_type, "llama")
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        difference = (again(tokens).logits - theirs(tokens).logits).abs().max()
+    assert difference == 0
+
+
+# Without transformers.
+
+
+def tensors(folder) -> dict[str, np.ndarray]:
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        found |= safetensors.numpy.load_file(path)
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with a small model in bfloat16."""
+    model = Decoder(tiny.CONFIG, jax.random.key(0), dtype="bfloat16")
+    huggingface.save(model, tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("shard", [1, 5000, 10**9])
+def test_bytes_come_back(folder, tmp_path, shard):
+    model = huggingface.load(folder)
+    assert model.layers.attention.q[...].dtype == jnp.bfloat16
+    huggingface.save(model, tmp_path / "again", max_shard_bytes=shard)
+    before, after = tensors(folder), tensors(tmp_path / "again")
+    assert {k: (v.dtype, v.shape, v.tobytes()) for k, v in before.items()} == {
+        k: (v.dtype, v.shape, v.tobytes()) for k, v in after.items()
+    }
+    files = list((tmp_path / "again").glob("*.safetensors"))
+    assert (len(files) == 1) == (shard == 10**9)
+    if len(files) > 1:
+        index = json.loads((tmp_path / "again/model.safetensors.index.json").read_text())
+        assert index["metadata"]["total_size"] == sum(x.nbytes for x in before.values())
+    once_more = huggingface.load(tmp_path / "again")
+    jax.tree.map(np.testing.assert_array_equal, once_more, model)
+
+
+def test_one_file_is_equal_byte_for_byte(folder, tmp_path):
+    huggingface.save(huggingface.load(folder), tmp_path / "again", like=folder)
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_what_lies_beside_the_weights_is_taken_over(folder, tmp_path):
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "pytorch_model.bin").write_bytes(b"a pickle")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "license": "kept"}))
+    huggingface.save(huggingface.load(folder), tmp_path / "again", like=folder)
+    names = {p.name for p in (tmp_path / "again").iterdir()}
+    assert names == {"config.json", "model.safetensors", "tokenizer.json"}
+    assert json.loads((tmp_path / "again/config.json").read_text())["license"] == "kept"
+
+
+def test_weights_are_cast_converted_and_put(folder):
+    model = huggingface.load(folder, dtype="float32")
+    assert {x.dtype for x in jax.tree.leaves(model)} == {jnp.dtype("float32")}
+    seen = []
+
+    def convert(path, array):
+        seen.append((path, array.shape))
+        return {"half": array[..., ::2]} if path == "layers.mlp.up" else array
+
+    def put(path, value):
+        return jax.tree.map(lambda x: -x, value)
+
+    changed = huggingface.load(folder, convert=convert, put=put)
+    up = model.layers.mlp.up[...]
+    half = changed.layers.mlp.up.get_value()["half"]
+    np.testing.assert_array_equal(half.astype("float32"), -up[..., ::2])
+    assert seen.count(("layers.mlp.up", up.shape[1:])) == tiny.CONFIG.num_layers
+
+
+def test_no_second_copy_is_in_memory(tmp_path):
+    """Numpy's memory is traced: what is read at a time is a parameter, and a layer of it."""
+    import tracemalloc
+
+    config = ModelConfig(64, 64, 512, num_layers=16, num_heads=2)
+    model = Decoder(config, jax.random.key(0))
+    huggingface.save(model, tmp_path / "model", max_shard_bytes=400_000)
+    whole = sum(x.nbytes for x in jax.tree.leaves(model))
+    largest = model.layers.mlp.up[...].nbytes
+    tracemalloc.start()
+    try:
+        # To devices of their own at once: arrays of NumPy may be shared with those of JAX.
+        huggingface.load(tmp_path / "model", put=lambda _, value: jax.tree.map(np.shape, value))
+        _, loading = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        huggingface.save(model, tmp_path / "again", max_shard_bytes=400_000)
+        _, saving = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert loading < largest * (1 + 2 / 16) + 500_000 < whole / 2
+    assert saving < 2 * 400_000 + 500_000 < whole / 2
+
+
+def edited(folder, **changes):
+    path = folder / "config.json"
+    fields = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({k: v for k, v in fields.items() if v is not ...}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, "`model_type` is 'gpt2': supported are llama, mistral, qwen2"),
+        ({"hidden_act": "gelu"}, "`hidden_act` is 'gelu': only 'silu' is supported"),
+        ({"quantization_config": {"bits": 4}}, "Take the checkpoint that is not quantized"),
+        ({"attention_bias": True}, "`attention_bias` is true"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "RoPE scaling 'yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2}}, "lacks low_freq_factor, high"),
+        ({"hidden_size": ...}, "`hidden_size` is missing"),
+        ({"num_hidden_layers": 1}, r"no parameter takes the tensor 'model.layers.1.\S+ \(and 17"),
+        ({"num_hidden_layers": 4}, r"no tensor fills `layers.attention_norm`: 'model.layers.3."),
+        ({"intermediate_size": 8}, r"'model.layers.0.mlp.gate_proj.weight' is \[\d+, \d+\], but"),
+        ({"tie_word_embeddings": False, "model_type": "qwen3"}, "no tensor fills"),
+        ({"model_type": "mistral", "sliding_window": 4,
+          "layer_types": ["full_attention", "sliding_attention"]}, "1 of 3 layers have"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)  # fmt: skip
+def test_a_folder_that_does_not_fit_is_refused(folder, changes, message):
+    edited(folder, **changes)
+    with pytest.raises(ValueError, match=message):
+        huggingface.load(folder)
+
+
+def test_damaged_files_are_named(folder, tmp_path):
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    for length in (len(whole) - 1, len(whole) // 2, 20, 4, 0):
+        file.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match=r"model.safetensors cannot be read .* cut off"):
+            huggingface.load(folder)
+    file.unlink()
+    with pytest.raises(FileNotFoundError, match=r"holds neither model.safetensors nor"):
+        huggingface.load(folder)
+    (folder / "pytorch_model.bin").write_bytes(whole)
+    with pytest.raises(ValueError, match=r"pytorch_model.bin, a pickle, and to read one is to run"):
+        huggingface.load(folder)
+    with pytest.raises(FileNotFoundError, match="no such folder"):
+        huggingface.load(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"no config.json in it"):
+        huggingface.load(tmp_path)
+
+
+def test_an_index_that_does_not_fit_is_refused(folder, tmp_path):
+    huggingface.save(huggingface.load(folder), tmp_path / "several", max_shard_bytes=5000)
+    path = tmp_path / "several/model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    first, second = sorted(set(index["weight_map"].values()))[:2]
+    moved = next(name for name, file in index["weight_map"].items() if file == second)
+    path.write_text(json.dumps({"weight_map": {**index["weight_map"], moved: first}}))
+    with pytest.raises(ValueError, match=f"has no '{moved}'"):
+        huggingface.load(tmp_path / "several")
+    path.write_text(json.dumps(index))
+    (tmp_path / "several" / second).unlink()
+    with pytest.raises(FileNotFoundError, match=r"is not there, but \S+ names it"):
+        huggingface.load(tmp_path / "several")
+
+
+def test_tied_embeddings_that_differ_are_refused(folder):
+    given = tensors(folder)
+    edited(folder, tie_word_embeddings=True)
+    with pytest.raises(ValueError, match=r"ties lm_head.weight to the embeddings, but .* differ"):
+        huggingface.load(folder)
+    given["lm_head.weight"] = given["model.embed_tokens.weight"]
+    safetensors.numpy.save_file(given, folder / "model.safetensors")
+    assert huggingface.load(folder).output is None
+
+
+def test_frequencies_of_old_files_are_read_over(folder):
+    given = tensors(folder)
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    safetensors.numpy.save_file({**given, name: np.ones(4)}, folder / "model.safetensors")
+    huggingface.load(folder)
+
+
+def test_nothing_is_written_over(folder):
+    model = huggingface.load(folder)
+    with pytest.raises(FileExistsError, match="is there and not empty"):
+        huggingface.save(model, folder)
+    assert not list(folder.parent.glob(".*"))
+    model.layers.mlp.up.set_value({"no": "array"})
+    with pytest.raises(TypeError, match=r"`layers.mlp.up` is .* and no array"):
+        huggingface.save(model, folder.parent / "other")
+    assert [p.name for p in folder.parent.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("name", ["llama3_1b", "qwen2_5_0_5b", "qwen3_0_6b", "llama_60m"])
+def test_dimensions_come_back(name):
+    from models import preset
+    from models.huggingface_config import config_of, fields_of
+
+    config = preset(name)
+    assert config_of(json.loads(json.dumps(fields_of(config, "bfloat16")))) == config
+
+
+def test_scaled_frequencies_are_those_of_the_formula():
+    from models.decoder import rope_tables
+
+    scaling = RopeScaling(8.0, 1.0, 4.0, 16)
+    config = ModelConfig(8, 16, 16, 1, 1, rope_theta=500.0, rope_scaling=scaling)
+    cos, _ = rope_tables(config, 3)
+    # Of wavelength 2 pi 500^(2i/16): shorter than 16 / 4, longer than 16 / 1, and between.
+    wave = 2 * math.pi * 500 ** (np.arange(8) / 8)
+    smooth = (16 / wave - 1) / 3
+    factor = np.where(wave < 4, 1, np.where(wave > 16, 1 / 8, (1 - smooth) / 8 + smooth))
+    np.testing.assert_allclose(
+        cos[2], np.cos(2 * 2 * math.pi / wave * factor), rtol=1e-5, atol=1e-6
+    )
