@@ -26,7 +26,10 @@ from actjax.gradients import with_bases as with_bases
 from actjax.low_rank import LowRank as LowRank
 from actjax.low_rank import clip_by_global_norm as clip_by_global_norm
 from actjax.low_rank import global_norm as global_norm
+from actjax.nf4 import NF4Weight as NF4Weight
 from actjax.ops import HeadNorm as HeadNorm
+from actjax.ops import LoRA as LoRA
+from actjax.ops import LowRankSum as LowRankSum
 from actjax.ops import attention as attention
 from actjax.ops import attention_linear as attention_linear
 from actjax.ops import cross_entropy as cross_entropy
@@ -39,3 +42,4 @@ from actjax.ops import swiglu as swiglu
 from actjax.ops import swiglu_linear as swiglu_linear
 from actjax.residuals import Candidate as Candidate
 from actjax.residuals import compress_residuals as compress_residuals
+from actjax.weights import FrozenWeight as FrozenWeight

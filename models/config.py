@@ -99,7 +99,9 @@ _CODECS = [*SITES, "block"]
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, meta_fields=["remat", "residuals"], data_fields=_CODECS
+    jax.tree_util.register_dataclass,
+    meta_fields=["remat", "residuals", "compensate"],
+    data_fields=_CODECS,
 )
 @dataclasses.dataclass(frozen=True)
 class Storage:
@@ -149,6 +151,9 @@ class Storage:
     """Compress what JAX keeps of the block as a whole (`actjax.compress_residuals`) and not what
     each operator keeps: linear inputs are rebuilt, and the codec of `attention_out` is of what
     attention and its projection share."""
+    compensate: bool = False
+    """Where a weight has an adapter, store of q, k, v, gate and up what the frozen weight gives,
+    and add the adapter's part again in the backward pass (HyC-LoRA, 2025, Algorithm 2)."""
 
     def __post_init__(self) -> None:
         if self.remat not in get_args(Remat):
@@ -161,6 +166,11 @@ class Storage:
             raise ValueError(f"`storage.block` {self.block} needs remat='full': {self.remat!r}.")
         if self.residuals and self.remat != "none":
             raise ValueError(f"`storage.residuals` needs remat='none', got {self.remat!r}.")
+        if self.residuals and self.compensate:
+            raise ValueError(
+                "`storage.compensate` is for operators that store each for itself: it needs"
+                " residuals=False."
+            )
 
     @property
     def codecs(self) -> dict[str, Codec]:

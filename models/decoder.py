@@ -6,6 +6,7 @@ die after a layer's forward pass, where Python-unrolled layers would let XLA kee
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,6 +22,10 @@ from models.config import SITES, LinearRopeScaling, ModelConfig, RopeScaling, St
 
 Keys = jax.Array | Mapping[str, jax.Array]
 """A key to fold for each site, or one for each site of `models.config.SITES`."""
+
+
+Observe = Callable[[str, jax.Array], None]
+"""Is told the name of a site and what it is to store, [B, S, n]."""
 
 
 class Attention(nnx.Module):
@@ -106,6 +111,7 @@ class Block(nnx.Module):
         config: ModelConfig,
         storage: Storage,
         key: Keys,
+        observe: Observe = lambda site, x: None,
     ) -> jax.Array:
         """Runs the layer.
 
@@ -115,17 +121,19 @@ class Block(nnx.Module):
           config: dimensions.
           storage: what each site stores.
           key: randomness of the codecs of this layer and step; or a key for each site.
+          observe: told what each site has to store, by its name.
 
         Returns:
           The residual stream after the layer, [B, S, d].
         """
         if not isinstance(key, Mapping):
             key = {site: jax.random.fold_in(key, i) for i, site in enumerate(SITES)}
-        x = x + self._attend(x, positions, config, storage, key)
-        return _over_batch(x + self._feed_forward(x, config, storage, key))
+        site = functools.partial(_site, storage, observe)
+        x = x + self._attend(x, positions, config, storage, key, site)
+        return _over_batch(x + self._feed_forward(x, config, storage, key, site))
 
-    def _attend(self, x, positions, config, storage, keys) -> jax.Array:
-        weights, x = self.attention, _named(storage, "attention_norm", x)
+    def _attend(self, x, positions, config, storage, keys, site) -> jax.Array:
+        weights, x = self.attention, site("attention_norm", x)
         q, k, v = _norm_linear(
             x,
             self.attention_norm[...],
@@ -134,10 +142,12 @@ class Block(nnx.Module):
             (storage.attention_norm, storage.attention_in),
             (keys["attention_norm"], keys["attention_in"]),
             ("attention norm input", "attention_in"),
-            weights.biases,
+            functools.partial(site, "attention_in"),
+            split=storage.compensate,
+            biases=weights.biases,
         )
-        q, k, v = (_named(storage, site, y) for site, y in (("q", q), ("k", k), ("v", v)))
-        q, k, v = (_split_heads(_over_batch(y), config.head_size) for y in (q, k, v))
+        q, k, v = (site(name, _over_batch(y)) for name, y in (("q", q), ("k", k), ("v", v)))
+        q, k, v = (_split_heads(y, config.head_size) for y in (q, k, v))
         given: dict[str, Any] = {
             "rope": positions.rope,
             "segments": positions.segments,
@@ -152,7 +162,7 @@ class Block(nnx.Module):
         # An output that its projection stores in full costs attention nothing to keep as well.
         kept = isinstance(storage.attention_out, actjax.Exact)
         out = actjax.attention(q, k, v, recompute=not kept, merge_heads=True, **given)
-        out = _named(storage, "attention_out", out)
+        out = site("attention_out", out)
         return actjax.linear(
             out,
             weights.o[...],
@@ -161,8 +171,8 @@ class Block(nnx.Module):
             name="attention_out",
         )
 
-    def _feed_forward(self, x, config, storage, keys) -> jax.Array:
-        weights, x = self.mlp, _named(storage, "mlp_norm", x)
+    def _feed_forward(self, x, config, storage, keys, site) -> jax.Array:
+        weights, x = self.mlp, site("mlp_norm", x)
         gate, up = _norm_linear(
             x,
             self.mlp_norm[...],
@@ -171,9 +181,10 @@ class Block(nnx.Module):
             (storage.mlp_norm, storage.mlp_in),
             (keys["mlp_norm"], keys["mlp_in"]),
             ("mlp norm input", "mlp_in"),
+            functools.partial(site, "mlp_in"),
+            split=storage.compensate,
         )
-        gate, up = _named(storage, "gate", gate), _named(storage, "up", up)
-        gate, up = _over_batch(gate), _over_batch(up)
+        gate, up = site("gate", _over_batch(gate)), site("up", _over_batch(up))
         given: dict[str, Any] = {
             "codec": (storage.gate, storage.up),
             "key": (keys["gate"], keys["up"]),
@@ -181,7 +192,7 @@ class Block(nnx.Module):
         if storage.mlp_out is None:
             return actjax.swiglu_linear(gate, up, weights.down[...], **given, name="mlp")
         return actjax.linear(
-            actjax.swiglu(gate, up, **given),
+            site("mlp_out", actjax.swiglu(gate, up, **given)),
             weights.down[...],
             codec=storage.mlp_out,
             key=keys["mlp_out"],
@@ -190,8 +201,8 @@ class Block(nnx.Module):
 
 
 def _norm_linear(
-    x, scale, weights, config, codecs, keys, names, biases=None
-) -> tuple[jax.Array, ...]:
+    x, scale, weights, config, codecs, keys, names, site, *, split, biases=None
+) -> tuple[Any, ...]:
     """Returns linear maps of the normalised `x`, whose input is rebuilt if its codec is None."""
     (norm_codec, codec), (norm_key, key), (norm_name, name) = codecs, keys, names
     norm: dict[str, Any] = {
@@ -201,9 +212,9 @@ def _norm_linear(
         "name": norm_name,
     }
     if codec is None:
-        return actjax.norm_linear(x, scale, weights, bias=biases, **norm)
-    h = actjax.rms_norm(x, scale, **norm)
-    return actjax.linear(h, weights, bias=biases, codec=codec, key=key, name=name)
+        return actjax.norm_linear(x, scale, weights, bias=biases, split=split, **norm)
+    h = site(actjax.rms_norm(x, scale, **norm))
+    return actjax.linear(h, weights, bias=biases, codec=codec, key=key, split=split, name=name)
 
 
 class Decoder(nnx.Module):
@@ -273,6 +284,38 @@ class Decoder(nnx.Module):
             return layer_function(self.config, layer_storage)(block, x, positions, layer_key), None
 
         return jax.lax.scan(body, x, (self.layers, layer_keys(self.config, key), storage))[0]
+
+    def observe(
+        self,
+        tokens: jax.Array,
+        statistic: Callable[[jax.Array], Any],
+        *,
+        compensate: bool = False,
+        segments: jax.Array | None = None,
+        compute_dtype: str = "bfloat16",
+    ) -> dict[str, Any]:
+        """Returns a statistic of what each site would store, with a leading axis of layers.
+
+        Args:
+          tokens: [B, S] integers.
+          statistic: a function of an activation [B, S, n] to arrays.
+          compensate: as in `Storage`.
+          segments: as for `run_layers`.
+          compute_dtype: dtype of activations and products.
+        """
+        positions = Positions.of(self.config, tokens.shape[1], segments)
+        storage = Storage(compensate=compensate)
+
+        def body(x: jax.Array, block: Block) -> tuple[jax.Array, dict[str, Any]]:
+            seen: dict[str, Any] = {}
+            key = jax.random.key(0)  # Nothing is encoded.
+
+            def observe(site: str, x: jax.Array) -> None:
+                seen[site] = statistic(x)
+
+            return block(x, positions, self.config, storage, key, observe), seen
+
+        return jax.lax.scan(body, self.embed(tokens, compute_dtype), self.layers)[1]
 
     def hidden(
         self,
@@ -360,7 +403,7 @@ def _normal(key: jax.Array, shape: tuple[int, ...], std: float, dtype: jnp.dtype
     return nnx.Param((std * jax.random.normal(key, shape, jnp.float32)).astype(dtype))
 
 
-def _over_batch(x: jax.Array) -> jax.Array:
+def _over_batch(x: Any) -> Any:
     """Keeps an activation, [B, ...], cut over sequences under a mesh with an axis `fsdp`.
 
     Weights are cut over the same axis, and XLA could as well gather activations and leave weights
@@ -369,10 +412,13 @@ def _over_batch(x: jax.Array) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or "fsdp" not in mesh.axis_names:
         return x
-    return jax.lax.with_sharding_constraint(x, PartitionSpec("fsdp"))
+    cut = functools.partial(jax.lax.with_sharding_constraint, shardings=PartitionSpec("fsdp"))
+    if isinstance(x, actjax.LowRankSum):
+        return dataclasses.replace(x, base=cut(x.base), left=cut(x.left))
+    return cut(x)
 
 
-def _split_heads(x: jax.Array, head_size: int) -> jax.Array:
+def _split_heads(x: Any, head_size: int) -> Any:
     return x.reshape(*x.shape[:2], -1, head_size)
 
 
@@ -429,9 +475,14 @@ def _compressed_residuals(config: ModelConfig, storage: Storage) -> LayerFunctio
     return compressed
 
 
-def _named(storage: Storage, site: str, x: jax.Array) -> jax.Array:
-    """Names an activation for the rule that compresses the residuals of a block as a whole."""
-    return checkpoint_name(x, site) if storage.residuals else x
+def _site(storage: Storage, observe: Observe, site: str, x: Any) -> Any:
+    """Returns an activation that a site stores, seen and named.
+
+    Named for the rule that compresses the residuals of a block as a whole.
+    """
+    observe(site, x.base if isinstance(x, actjax.LowRankSum) else x)
+    named = storage.residuals and site not in ("attention_in", "mlp_in", "mlp_out")
+    return checkpoint_name(x, site) if named else x
 
 
 def layer_keys(config: ModelConfig, key: Keys | None) -> Any:

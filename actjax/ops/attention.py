@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from actjax.checkpointing import coded_call
 from actjax.codecs import Codec, Exact
 from actjax.ops.attention_forms import FORMS, Sight, keep_inputs
-from actjax.ops.attention_forms import merge_heads as merge
 from actjax.ops.checks import all_exact, check_codecs, check_floating
+from actjax.ops.lora import Activation, LowRankSum, of_sums, split_sums
 from actjax.ops.norm import rms_norm
 from actjax.ops.rope import rope as rotate
 
@@ -35,9 +35,9 @@ class HeadNorm:
 
 
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Activation,
+    k: Activation,
+    v: Activation,
     *,
     causal: bool = True,
     window: int | None = None,
@@ -60,7 +60,8 @@ def attention(
     3.3).
 
     Args:
-      q: queries, [B, S, H, D].
+      q: queries, [B, S, H, D]; an array, or an `actjax.LowRankSum`, of which a lossy codec stores
+        one part, and the other is held as it is.
       k: keys, [B, S, G, D], with H a multiple of G; query head h reads key head `h // (H / G)`.
       v: values, [B, S, G, D].
       causal: whether position i sees positions up to i alone.
@@ -95,14 +96,17 @@ def attention(
     codecs = check_codecs(codec, ("q", "k", "v"), key)
     form = _form(implementation, q.dtype)
     if all_exact(codecs):
+        q, k, v = (x.value() if isinstance(x, LowRankSum) else x for x in (q, k, v))
         q, k = _prepare(q, k, rope, norm, name)
         run = functools.partial(_recomputed, form) if recompute else form
         merged = run(sight, name, q, k, v, segments)
     else:
         run, more = from_merged(q, k, sight, norm, implementation), beside(segments, rope, norm)
         names = [f"{name} {letter}".strip() for letter in "qkv"]
-        merged_inputs = tuple(merge(x) for x in (q, k, v))
-        merged = coded_call(run, merged_inputs, more, codecs, key, "attention", names)
+        inputs, lows = split_sums([x.reshape(*x.shape[:2], -1) for x in (q, k, v)])
+        if any(isinstance(x, LowRankSum) for x in (q, k, v)):
+            run, more = of_sums(run), (more, lows)
+        merged = coded_call(run, inputs, more, codecs, key, "attention", names)
     return merged if merge_heads else merged.reshape(q.shape)
 
 
@@ -117,8 +121,8 @@ def beside(segments: Any, rope: Any, norm: HeadNorm | None) -> Beside:
 
 
 def from_merged(
-    q: jax.Array,
-    k: jax.Array,
+    q: Activation,
+    k: Activation,
     sight: Sight,
     norm: HeadNorm | None,
     implementation: Implementation | None,
@@ -170,9 +174,9 @@ def _form(implementation: Implementation | None, dtype: jnp.dtype) -> Any:
 
 
 def check_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Activation,
+    k: Activation,
+    v: Activation,
     causal: bool,
     window: int | None,
     segments: jax.Array | None,

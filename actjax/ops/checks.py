@@ -3,14 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from actjax.codecs import Codec, Exact
 
 
-def check_floating(name: str, x: jax.Array) -> None:
-    """Raises a `TypeError` unless `x` is an array of floating point numbers of 16 bits or more."""
+def check_floating(name: str, x: Any) -> None:
+    """Raises a `TypeError` unless `x` has floating point numbers of 16 bits or more."""
     dtype = getattr(x, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
         raise TypeError(

@@ -5,6 +5,7 @@ gradients are taken while its logits are there, in the forward pass, as in Liger
 al., 2024): each product with the head runs once a direction, none twice, and no logits are kept.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from actjax.ops.checks import check_floating
 from actjax.precision import accumulation_dtype, contract_tokens, matmul
 from actjax.tags import keep_output
+from actjax.weights import FrozenWeight
 
 _MIN_CHUNK = 256
 """Fewest tokens of a chunk where none is asked for. Each chunk reads and writes the gradient of the
@@ -22,7 +24,7 @@ head once, which costs less than its products from about `d / 8` tokens on."""
 
 def cross_entropy(
     hidden: jax.Array,
-    head: jax.Array,
+    head: jax.Array | FrozenWeight,
     labels: jax.Array,
     *,
     mask: jax.Array | None = None,
@@ -38,7 +40,7 @@ def cross_entropy(
 
     Args:
       hidden: [..., d].
-      head: output projection, [d, V].
+      head: output projection, [d, V]. Of an `actjax.FrozenWeight` no gradient is computed.
       labels: integers in [0, V), [...]. Where `mask` is 0 they may be anything.
       mask: weights of the tokens, [...], 0 for padding; the mean is over their sum. None: all 1.
         No gradient reaches it.
@@ -61,28 +63,44 @@ def cross_entropy(
         chunk = max(_MIN_CHUNK, head.shape[0] // 4)
     weights = jnp.ones(labels.shape, jnp.float32) if mask is None else mask
     weights = weights.astype(accumulation_dtype(hidden.dtype))
-    return _cross_entropy(z_loss, min(chunk, tokens), name, hidden, head, labels, weights)
+    frozen = isinstance(head, FrozenWeight)
+    numbers = head.weight.astype(hidden.dtype) if frozen else head
+    options = _Options(z_loss, min(chunk, tokens), name, not frozen)
+    return _cross_entropy(options, hidden, numbers, labels, weights)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """What of a call is static.
+
+    Attributes:
+      z_loss: as for `cross_entropy`.
+      chunk: tokens of a chunk.
+      name: as there.
+      with_head: whether the head has a gradient.
+    """
+
+    z_loss: float
+    chunk: int
+    name: str
+    with_head: bool
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _cross_entropy(
-    z_loss: float,
-    chunk: int,
-    name: str,
+    options: _Options,
     hidden: jax.Array,
     head: jax.Array,
     labels: jax.Array,
     weights: jax.Array,
 ) -> jax.Array:
-    del name
-
     def add_chunk(total, slices):
         h, label, weight = slices
-        loss, _, _ = _chunk_loss(z_loss, h, head, label, weight)
+        loss, _, _ = _chunk_loss(options.z_loss, h, head, label, weight)
         return total + loss, None
 
     zero = jnp.zeros((), weights.dtype)
-    total = _over_chunks(add_chunk, zero, chunk, hidden, labels, weights)[0]
+    total = _over_chunks(add_chunk, zero, options.chunk, hidden, labels, weights)[0]
     return total * _inverse_sum(weights)
 
 
@@ -120,7 +138,9 @@ def _chunk_loss(z_loss, h, head, label, weight):
     return jnp.sum(jnp.where(weight > 0, weight * per_token, 0)), logits, lse
 
 
-def _cross_entropy_fwd(z_loss, chunk, name, hidden, head, labels, weights):
+def _cross_entropy_fwd(options, hidden, head, labels, weights):
+    z_loss, name = options.z_loss, options.name
+
     def add_chunk(carry, slices):
         total, dhead = carry
         h, label, weight = slices
@@ -130,28 +150,34 @@ def _cross_entropy_fwd(z_loss, chunk, name, hidden, head, labels, weights):
         dlogits = (1 + 2 * z_loss * lse[:, None]) * softmax - is_label
         dlogits = (weight[:, None] * dlogits).astype(h.dtype)
         dh = matmul(dlogits, head.astype(h.dtype).T).astype(h.dtype)
-        return (total + loss, dhead + contract_tokens(h, dlogits)), dh
+        if dhead is not None:
+            dhead += contract_tokens(h, dlogits)
+        return (total + loss, dhead), dh
 
     with jax.named_scope("actjax.cross_entropy"):
         wide = accumulation_dtype(hidden.dtype)
-        carry = (jnp.zeros((), weights.dtype), jnp.zeros(head.shape, wide))
-        (total, dhead), dhidden = _over_chunks(add_chunk, carry, chunk, hidden, labels, weights)
+        dhead = jnp.zeros(head.shape, wide) if options.with_head else None
+        carry = (jnp.zeros((), weights.dtype), dhead)
+        (total, dhead), dhidden = _over_chunks(
+            add_chunk, carry, options.chunk, hidden, labels, weights
+        )
         inverse = _inverse_sum(weights)
         inverse = keep_output(inverse, "cross_entropy", f"{name} inverse sum of mask".strip())
         dhidden = keep_output(dhidden, "cross_entropy", f"{name} gradient of hidden".strip())
-        dhead = (dhead * inverse).astype(head.dtype)
-        dhead = keep_output(dhead, "cross_entropy", f"{name} gradient of head".strip())
+        if dhead is not None:
+            dhead = (dhead * inverse).astype(head.dtype)
+            dhead = keep_output(dhead, "cross_entropy", f"{name} gradient of head".strip())
     # `dhidden` is that of the sum over tokens, whose entries are not small: that of the mean would
     # underflow in float16, where no scaling of the loss could bring it back.
     return total * inverse, (dhidden, dhead, inverse)
 
 
-def _cross_entropy_bwd(z_loss, chunk, name, residuals, dloss):
-    del z_loss, chunk, name
+def _cross_entropy_bwd(options, residuals, dloss):
+    del options
     dhidden, dhead, inverse = residuals
     scales = (dloss * inverse, dloss)
     scaled = tuple(
-        (scale * x.astype(dloss.dtype)).astype(x.dtype)
+        None if x is None else (scale * x.astype(dloss.dtype)).astype(x.dtype)
         for scale, x in zip(scales, (dhidden, dhead), strict=True)
     )
     return *scaled, None, None

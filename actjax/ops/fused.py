@@ -17,7 +17,9 @@ from actjax.codecs import Codec, Exact
 from actjax.ops.attention import HeadNorm, Implementation, beside, check_attention, from_merged
 from actjax.ops.checks import check_codecs
 from actjax.ops.glu import Activate, check_gate
-from actjax.ops.linear import check_linear, input_grad, linear, parameter_grads
+from actjax.ops.linear import check_linear
+from actjax.ops.linear_vjp import input_grad, linear_vjp, parameter_grads
+from actjax.ops.lora import Activation, LowRankSum, call_adapted, of_sums, split_sums
 from actjax.ops.norm import Normalize, check_norm
 from actjax.taps import hold_weights, plain_weights, tap_again
 
@@ -31,6 +33,7 @@ def norm_linear(
     bias: Any = None,
     codec: Codec = Exact(),
     key: jax.Array | None = None,
+    split: bool = False,
     name: str = "norm input",
 ) -> Any:
     """Returns `linear(rms_norm(x, scale), w)`, and holds what `codec` stores of `x` alone.
@@ -46,6 +49,7 @@ def norm_linear(
       bias: as for `actjax.linear`.
       codec: what is kept of `x`.
       key: randomness of the encoding; consumed. Needed if `codec.needs_key`.
+      split: as for `actjax.linear`.
       name: what `actjax.explain` calls the kept input.
 
     Returns:
@@ -58,12 +62,14 @@ def norm_linear(
     check_norm(x, scale)
     codecs = check_codecs(codec, ("x",), key)
 
-    return _then_linear(Normalize(eps), (x,), scale, w, bias, codecs, key, "norm_linear", (name,))
+    return _then_linear(
+        Normalize(eps), (x,), scale, w, bias, codecs, key, "norm_linear", (name,), split
+    )
 
 
 def swiglu_linear(
-    gate: jax.Array,
-    up: jax.Array,
+    gate: Activation,
+    up: Activation,
     w: Any,
     *,
     bias: Any = None,
@@ -76,8 +82,8 @@ def swiglu_linear(
     The value is exact; the gradients are those at the decoded `gate` and `up`.
 
     Args:
-      gate: [..., f].
-      up: [..., f], of the same dtype.
+      gate: [..., f]; of an `actjax.LowRankSum` a code of one part is held, and the other exactly.
+      up: [..., f], of the same dtype; likewise.
       w: weight [f, n] or a tuple of such, as for `actjax.linear`.
       bias: as for `actjax.linear`.
       codec: what is kept of `gate` and `up`, or a pair of such.
@@ -100,9 +106,9 @@ def swiglu_linear(
 
 
 def attention_linear(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Activation,
+    k: Activation,
+    v: Activation,
     w: Any,
     *,
     causal: bool = True,
@@ -123,7 +129,8 @@ def attention_linear(
     of the linear operator.
 
     Args:
-      q: queries, [B, S, H, D], before `norm` and `rope`.
+      q: queries, [B, S, H, D], before `norm` and `rope`; an array, or an `actjax.LowRankSum`, of
+        which a code of one part is held, and the other exactly.
       k: keys, [B, S, G, D], likewise.
       v: values, [B, S, G, D].
       w: weight [H * D, n] or a tuple of such, as for `actjax.linear`.
@@ -158,7 +165,7 @@ def attention_linear(
 
 def _then_linear(
     before: Callable[[Any, Any], jax.Array],
-    activations: tuple[jax.Array, ...],
+    activations: tuple[Activation, ...],
     others: Any,
     w: Any,
     bias: Any,
@@ -166,6 +173,7 @@ def _then_linear(
     key: Any,
     operator: str,
     names: tuple[str, ...],
+    split: bool = False,
 ) -> Any:
     """Returns `linear(before(activations, others), w, bias)`, and holds codes of the activations.
 
@@ -179,24 +187,34 @@ def _then_linear(
       key: randomness of the encoding, or None.
       operator: what `actjax.explain` calls this.
       names: one for each activation.
+      split: as for `linear`.
     """
-    weights, biases = check_linear(jax.eval_shape(before, activations, others), w, bias)
-    outputs: Any = _fused(
-        before, operator, names, activations, others, weights, biases, codecs, key
-    )
+    bases, lows = split_sums(activations)
+    if any(isinstance(x, LowRankSum) for x in activations):
+        before, others = of_sums(before), (others, lows)
+    weights, biases = check_linear(jax.eval_shape(before, bases, others), w, bias)
+
+    def run(weights: Any, biases: Any) -> tuple[jax.Array, ...]:
+        return _fused(before, operator, names, bases, others, weights, biases, codecs, key)
+
+    outputs: Any = call_adapted(run, weights, biases, split, f"{operator} input")
     return outputs if isinstance(w, tuple | list) else outputs[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _fused(before, operator, names, activations, others, weights, biases, codecs, key):
     del operator, names, codecs, key
-    return linear(before(activations, others), weights, bias=biases)
+    return _apply(before(activations, others), weights, biases)
+
+
+def _apply(x: jax.Array, weights: Any, biases: Any) -> tuple[jax.Array, ...]:
+    return linear_vjp("rebuilt input", x, weights, biases, None, Exact())
 
 
 def _fused_fwd(before, operator, names, activations, others, weights, biases, codecs, key):
     with jax.named_scope(f"actjax.{operator}"):
         activations, codes = encode_all(activations, codecs, key, operator, names)
-        outputs = linear(before(activations, others), plain_weights(weights), bias=biases)
+        outputs = _apply(before(activations, others), plain_weights(weights), biases)
     return outputs, (codes, others, hold_weights(weights), biases, codecs)
 
 

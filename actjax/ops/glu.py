@@ -12,13 +12,14 @@ from actjax.kernels.format import QuantizedCode
 from actjax.kernels.swiglu_backward.api import swiglu_backward
 from actjax.kernels.swiglu_backward.reference import value_and_grads
 from actjax.ops.checks import all_exact, check_codecs, check_floating
+from actjax.ops.lora import Activation, LowRankSum, of_sums, split_sums
 from actjax.precision import accumulation_dtype
 from actjax.tags import keep
 
 
 def swiglu(
-    gate: jax.Array,
-    up: jax.Array,
+    gate: Activation,
+    up: Activation,
     *,
     codec: Codec | Sequence[Codec] = Exact(),
     key: jax.Array | Sequence[jax.Array] | None = None,
@@ -31,8 +32,9 @@ def swiglu(
     and 3.3). Autodiff would also keep the sigmoid, its derivative and the activated gate.
 
     Args:
-      gate: [..., f].
-      up: [..., f], of the same dtype.
+      gate: [..., f]; an array, or an `actjax.LowRankSum`, of which a lossy codec stores one part,
+        and the other is held as it is.
+      up: [..., f], of the same dtype; likewise.
       codec: what is kept of `gate` and `up`, or a pair of such.
       key: randomness of the encoding, or a tuple of a key for each; consumed. Needed if a codec
         draws.
@@ -48,12 +50,15 @@ def swiglu(
     check_gate(gate, up)
     codecs = check_codecs(codec, ("gate", "up"), key)
     if all_exact(codecs):
-        return _swiglu(name, gate, up)
+        return _swiglu(name, *(x.value() if isinstance(x, LowRankSum) else x for x in (gate, up)))
     names = f"{name} gate".strip(), f"{name} up".strip()
-    return coded_call(Activate(), (gate, up), (), codecs, key, "swiglu", names)
+    inputs, lows = split_sums((gate, up))
+    if any(isinstance(x, LowRankSum) for x in (gate, up)):
+        return coded_call(of_sums(Activate()), inputs, ((), lows), codecs, key, "swiglu", names)
+    return coded_call(Activate(), inputs, (), codecs, key, "swiglu", names)
 
 
-def check_gate(gate: jax.Array, up: jax.Array) -> None:
+def check_gate(gate: Activation, up: Activation) -> None:
     """Raises unless both are floating point arrays of one shape and dtype."""
     check_floating("gate", gate)
     check_floating("up", up)

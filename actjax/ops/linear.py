@@ -5,23 +5,16 @@ stored input, so only `dw = x_hatᵀ dz` carries the codec's error, and it is un
 is.
 """
 
-import dataclasses
-import functools
 from typing import Any, overload
 
 import jax
-import jax.numpy as jnp
 
 from actjax.codecs import Codec, Exact
-from actjax.codecs import basis as in_basis
+from actjax.nf4 import NF4Weight
 from actjax.ops.checks import check_codec, check_floating
-from actjax.precision import accumulation_dtype, contract_tokens, matmul
-from actjax.tags import encoded_first, keep, name_code
-from actjax.taps import HeldWeight, TappedWeight, hold_weight, mark_weights, plain_weight
-
-_Weights = tuple[Any, ...]
-"""Arrays or `TappedWeight`s."""
-_Biases = tuple[jax.Array | None, ...]
+from actjax.ops.linear_vjp import Biases, Weights, linear_vjp
+from actjax.ops.lora import LoRA, call_adapted
+from actjax.weights import FrozenWeight
 
 
 @overload
@@ -44,6 +37,7 @@ def linear(
     key: jax.Array | None = None,
     name: str = "input",
 ) -> tuple[jax.Array, ...]: ...
+@overload
 def linear(
     x: jax.Array,
     w: Any,
@@ -51,6 +45,17 @@ def linear(
     bias: Any = None,
     codec: Codec = Exact(),
     key: jax.Array | None = None,
+    split: bool = False,
+    name: str = "input",
+) -> Any: ...
+def linear(
+    x: jax.Array,
+    w: Any,
+    *,
+    bias: Any = None,
+    codec: Codec = Exact(),
+    key: jax.Array | None = None,
+    split: bool = False,
     name: str = "input",
 ) -> Any:
     """Returns `x @ w + bias`, and holds `codec.encode(x, key)` rather than `x`.
@@ -65,10 +70,12 @@ def linear(
       x: activations, [..., d].
       w: weight, [d, n], or a tuple of weights [d, n_i]; a Flax nnx variable stands for its value.
         Under `actjax.value_and_grad` these may be `TappedWeight`s, whose gradient comes in two
-        factors.
+        factors. An `actjax.LoRA` is a weight with an adapter; of an `actjax.FrozenWeight` there is
+        no gradient, and if there is nothing else, nothing of `x` is kept.
       bias: [n], or a tuple of biases (or None) as long as `w`. Its gradient is exact.
       codec: what is kept of `x`.
       key: randomness of the encoding; consumed. Needed if `codec.needs_key`.
+      split: whether to return what a `LoRA` gives as an `actjax.LowRankSum`, its two parts apart.
       name: what `actjax.explain` calls the stored input.
 
     Returns:
@@ -82,7 +89,11 @@ def linear(
     check_codec(codec)
     if codec.needs_key:
         codec.required_key(key)
-    outputs: Any = _linear(name, x, weights, biases, key, codec)
+
+    def run(weights: Weights, biases: Biases) -> tuple[jax.Array, ...]:
+        return linear_vjp(name, x, weights, biases, key, codec)
+
+    outputs: Any = call_adapted(run, weights, biases, split, name)
     return outputs if isinstance(w, tuple | list) else outputs[0]
 
 
@@ -118,136 +129,7 @@ def qkv_projection(
     return q, k, v
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linear(
-    name: str,
-    x: jax.Array,
-    weights: _Weights,
-    biases: _Biases,
-    key: jax.Array | None,
-    codec: Codec,
-) -> tuple[jax.Array, ...]:
-    del name
-    plain = [plain_weight(w) for w in weights]
-    marked = mark_weights(plain, codec.gradient_rank(x.shape), x, key)
-    return tuple(_apply(x, w, b) for w, b in zip(marked, biases, strict=True))
-
-
-def _apply(x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array:
-    z = matmul(x, w.astype(x.dtype))
-    return (z if bias is None else z + bias.astype(z.dtype)).astype(x.dtype)
-
-
-def _linear_fwd(name, x, weights, biases, key, codec):
-    with jax.named_scope("actjax.linear"):
-        x, code, basis = _keep_input(name, x, weights, key, codec)
-        outputs = tuple(_apply(x, plain_weight(w), b) for w, b in zip(weights, biases, strict=True))
-        held = tuple(hold_weight(w, keep_basis=False) for w in weights)
-    return outputs, (code, basis, held, biases, codec)
-
-
-def _keep_input(name, x, weights, key, codec) -> tuple[jax.Array, Any, jax.Array | None]:
-    """Returns `x` to compute with, its code, and the basis that this is in, if it is read again."""
-    tapped = [w for w in weights if isinstance(w, TappedWeight) and w.basis is not None]
-    if not tapped:
-        return *keep(x, codec, key, "linear", name), None
-    # One basis for all: they share it, as they share the stored input.
-    basis, bits = tapped[0].basis, tapped[0].bits
-    x, code = encoded_first(x, in_basis.encode(x, basis, bits))
-    code = name_code(code, x, in_basis.describe(basis, bits), "linear", name)
-    # Needed only where a weight that has no tap wants its gradient in full.
-    return x, code, basis if len(tapped) < len(weights) else None
-
-
-def _linear_bwd(name, residuals, dzs):
-    del name
-    code, basis, held, biases, codec = residuals
-    with jax.named_scope("actjax.linear"):
-        if not isinstance(codec, Exact):
-            # Without the barrier XLA could decode early, and the inputs of many layers in one go.
-            code, dzs = jax.lax.optimization_barrier((code, dzs))
-        dx = _input_grad(tuple(_array(h) for h in held), dzs)
-        dws, dbs = _parameter_grads(codec, code, basis, held, biases, dzs)
-    return dx.astype(dzs[0].dtype), dws, dbs, None, None
-
-
-def input_grad(weights: _Weights, dzs: tuple[jax.Array, ...]) -> jax.Array:
-    """Returns the cotangent of the input of `linear`, without computing `linear` itself.
-
-    Args:
-      weights: as `linear` takes them, tapped or not; a tuple.
-      dzs: cotangents of the outputs.
-    """
-    return _input_grad(tuple(plain_weight(w) for w in weights), dzs).astype(dzs[0].dtype)
-
-
-def parameter_grads(
-    x: jax.Array, weights: _Weights, biases: _Biases, dzs: tuple[jax.Array, ...]
-) -> tuple[tuple[Any, ...], tuple[jax.Array | None, ...]]:
-    """Returns the cotangents of weights and biases, likewise.
-
-    Args:
-      x: the input, rebuilt.
-      weights: as `linear` takes them, tapped or not; a tuple.
-      biases: as many.
-      dzs: cotangents of the outputs.
-    """
-    # Nothing is stored here, so coordinates in a basis need not be in few bits.
-    whole = tuple(_in_full(w) for w in weights)
-    _, code, basis = _keep_input("rebuilt input", x, whole, None, Exact())
-    held = tuple(hold_weight(w, keep_basis=False) for w in weights)
-    return _parameter_grads(Exact(), code, basis, held, biases, dzs)
-
-
-def _parameter_grads(
-    codec: Codec,
-    code: Any,
-    basis: jax.Array | None,
-    held: tuple[Any, ...],
-    biases: _Biases,
-    dzs: tuple[jax.Array, ...],
-) -> tuple[tuple[Any, ...], tuple[jax.Array | None, ...]]:
-    dws = tuple(_weight_grad(codec, code, basis, h, dz) for h, dz in zip(held, dzs, strict=True))
-    dbs = tuple(
-        None
-        if b is None
-        else jnp.sum(dz, range(dz.ndim - 1), accumulation_dtype(dz.dtype)).astype(b.dtype)
-        for b, dz in zip(biases, dzs, strict=True)
-    )
-    return dws, dbs
-
-
-def _in_full(w: Any) -> Any:
-    return dataclasses.replace(w, bits=16) if isinstance(w, TappedWeight) else w
-
-
-def _array(held: Any) -> jax.Array:
-    return held.weight if isinstance(held, HeldWeight) else held
-
-
-def _weight_grad(codec, code, basis, held: Any, dz: jax.Array) -> Any:
-    """Returns the gradient of a weight, or of the taps of one."""
-    if isinstance(code, in_basis.BasisCode):
-        right = contract_tokens(in_basis.decode(code), dz)
-        if isinstance(held, HeldWeight):
-            return held.cotangent(None, right)
-        return matmul(basis.astype(right.dtype), right).astype(held.dtype)
-    if isinstance(held, HeldWeight):
-        left = None if held.left is None else codec.left(code)
-        return held.cotangent(left, codec.right(code, dz))
-    return codec.weight_grad(code, dz).astype(held.dtype)
-
-
-def _input_grad(weights: _Weights, dzs: tuple[jax.Array, ...]) -> jax.Array:
-    """Returns `Σ dz_i w_iᵀ`, in the accumulation dtype."""
-    terms = [matmul(dz, w.astype(dz.dtype).T) for w, dz in zip(weights, dzs, strict=True)]
-    return functools.reduce(jnp.add, terms)
-
-
-_linear.defvjp(_linear_fwd, _linear_bwd)
-
-
-def check_linear(x: Any, w: Any, bias: Any) -> tuple[_Weights, _Biases]:
+def check_linear(x: Any, w: Any, bias: Any) -> tuple[Weights, Biases]:
     """Returns weights and biases as tuples, or raises if they do not fit.
 
     Args:
@@ -281,6 +163,8 @@ def check_linear(x: Any, w: Any, bias: Any) -> tuple[_Weights, _Biases]:
                 f"`{name}` must be [d, n] with d = {x.shape[-1:]} features of `x`:"
                 f" got x{x.shape} @ {name}{w.shape}.{hint}"
             )
+        if isinstance(w, LoRA):
+            w.check(name)
         if bias is None:
             continue
         check_floating("bias" if len(weights) == 1 else f"bias[{i}]", bias)
@@ -288,4 +172,4 @@ def check_linear(x: Any, w: Any, bias: Any) -> tuple[_Weights, _Biases]:
             raise ValueError(
                 f"the bias of `{name}`{w.shape} must be {w.shape[1:]}, got {bias.shape}."
             )
-    return weights, biases
+    return tuple(FrozenWeight(w) if isinstance(w, NF4Weight) else w for w in weights), biases
