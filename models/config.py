@@ -177,3 +177,14 @@ class Storage:
         """What is stored, by site; without sites that are rebuilt."""
         sites = {site: getattr(self, site) for site in _CODECS}
         return {site: codec for site, codec in sites.items() if codec is not None}
+
+
+def site_width(config: ModelConfig, site: str) -> int:
+    """Returns how many numbers a site of a block keeps of a token."""
+    if site in ("gate", "up", "mlp_out"):
+        return config.ffn_size
+    if site in ("k", "v"):
+        return config.num_kv_heads * config.head_size
+    if site in ("q", "attention_out"):
+        return config.num_heads * config.head_size
+    return config.hidden_size

@@ -213,7 +213,8 @@ def extend(
       tables: of all positions of the cache.
     """
     config = model.config
-    own = tuple(table[positions] for table in tables)
+    cos, sin = tables
+    own = cos[positions], sin[positions]
 
     def body(x: jax.Array, layer: tuple[Block, Cache]) -> tuple[jax.Array, Cache]:
         block, before = layer

@@ -127,46 +127,62 @@ def load(
         rows = table(config)
         tensors.check_names(config, rows)
         for row in rows:
-            parameter = _parameter(model, row.parameter)
-            value = _read(tensors, row, parameter.get_value().shape, dtype, convert)
-            parameter.set_value(_on_device(value) if put is None else put(row.parameter, value))
-            del value
+            shape = parameter_of(model, row.parameter).get_value().shape
+            layers = (
+                tensors.read(row.tensor.format(layer), shape[1:], row.transposed, dtype)
+                for layer in range(shape[0])
+            )
+            if row.stacked:
+                fill(model, row.parameter, layers, convert, put)
+            else:
+                whole = tensors.read(row.tensor, shape, row.transposed, dtype)
+                fill(model, row.parameter, whole, convert, put)
     return model
 
 
-def _on_device(value: Any) -> Any:
-    return jax.tree.map(jnp.asarray, value)
-
-
-def _read(
-    tensors: "_Tensors",
-    row: Row,
-    shape: tuple[int, ...],
-    dtype: str | None,
+def fill(
+    model: Decoder,
+    path: str,
+    arrays: np.ndarray | Iterator[np.ndarray],
     convert: Convert | None,
-) -> Any:
-    """Returns a parameter of a shape on the host."""
+    put: Put | None,
+) -> None:
+    """Sets a parameter of a decoder from arrays on the host.
+
+    Args:
+      model: the decoder.
+      path: of the parameter.
+      arrays: its array; or those of its layers, made one after the other.
+      convert: as for `load`.
+      put: likewise.
+    """
     convert = convert or (lambda _, array: array)
-    if not row.stacked:
-        return convert(row.parameter, tensors.read(row.tensor, shape, row.transposed, dtype))
+    if isinstance(arrays, np.ndarray):
+        value = convert(path, arrays)
+    else:
+        value = _stack(path, (convert(path, array) for array in arrays), model.config.num_layers)
+    put = put or (lambda _, value: jax.tree.map(jnp.asarray, value))
+    parameter_of(model, path).set_value(put(path, value))
+
+
+def _stack(path: str, layers: Iterator[Any], count: int) -> Any:
+    """Returns the layers of a parameter in arrays with a leading axis."""
     stacked: Any = None
-    for layer in range(shape[0]):
-        name = row.tensor.format(layer)
-        array = tensors.read(name, shape[1:], row.transposed, dtype)
-        one = convert(row.parameter, array)
+    for layer, one in enumerate(layers):
         if stacked is None:
-            stacked = jax.tree.map(lambda x: np.empty((shape[0], *x.shape), x.dtype), one)
+            stacked = jax.tree.map(lambda x: np.empty((count, *x.shape), x.dtype), one)
         for whole, part in zip(jax.tree.leaves(stacked), jax.tree.leaves(one), strict=True):
             if whole.dtype != part.dtype:
                 raise ValueError(
-                    f"tensor {name!r} is {part.dtype}, and that of layer 0 {whole.dtype}: pass a"
-                    " `dtype` to cast them to."
+                    f"`{path}` is {part.dtype} in layer {layer}, and {whole.dtype} in layer 0: pass"
+                    " a `dtype` to cast them to."
                 )
             whole[layer] = part
     return stacked
 
 
-def _parameter(model: Decoder, path: str) -> Any:
+def parameter_of(model: Decoder, path: str) -> Any:
+    """Returns the parameter at a path, such as "layers.attention.q"."""
     return functools.reduce(getattr, path.split("."), model)
 
 
@@ -358,7 +374,7 @@ def _shards(model: Decoder, max_bytes: int) -> Iterator[Mapping[str, tuple[Row, 
     shard: dict[str, tuple[Row, int]] = {}
     size = 0
     for row, layer in _in_order(model.config):
-        value = _parameter(model, row.parameter).get_value()
+        value = parameter_of(model, row.parameter).get_value()
         if not hasattr(value, "dtype") or not hasattr(value, "nbytes"):
             raise TypeError(
                 f"`{row.parameter}` is {value!r} and no array: merge adapters, and decode quantized"
@@ -385,6 +401,6 @@ def _in_order(config: ModelConfig) -> Iterator[tuple[Row, int]]:
 
 
 def _tensor(model: Decoder, row: Row, layer: int) -> np.ndarray:
-    value = _parameter(model, row.parameter).get_value()
+    value = parameter_of(model, row.parameter).get_value()
     array = np.asarray(jax.device_get(value[layer] if row.stacked else value))
     return np.ascontiguousarray(array.T if row.transposed else array)

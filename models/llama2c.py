@@ -9,7 +9,7 @@ import functools
 import math
 import pathlib
 import struct
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ import numpy as np
 
 from models.config import ModelConfig
 from models.decoder import Decoder
+from models.huggingface import Convert, Put, fill, parameter_of
 
 _MAGIC = 0x616B3432
 _HEADER = struct.Struct("<7i")
@@ -38,8 +39,30 @@ class _Entry(NamedTuple):
     heads: int = 0
 
 
-def load(path: pathlib.Path | str) -> Decoder:
+def read_config(path: pathlib.Path | str) -> ModelConfig:
+    """Returns the dimensions of the model in a file.
+
+    Raises:
+      ValueError: no such file.
+    """
+    with pathlib.Path(path).open("rb") as file:
+        return _read_header(pathlib.Path(path), file.read(_HEADER_BYTES))[1]
+
+
+def load(
+    path: pathlib.Path | str,
+    *,
+    dtype: str | None = None,
+    convert: Convert | None = None,
+    put: Put | None = None,
+) -> Decoder:
     """Returns the model in a file of the legacy format, or of version 1.
+
+    Args:
+      path: the file.
+      dtype: of the weights; float32 if None.
+      convert: as for `models.huggingface.load`.
+      put: likewise.
 
     Raises:
       FileNotFoundError: it is not there.
@@ -66,7 +89,9 @@ def load(path: pathlib.Path | str) -> Decoder:
                 array = _halves(array, entry.heads)
             if _is_matrix(entry):
                 array = np.swapaxes(array, -1, -2)
-            _parameter(model, entry.parameter).set_value(jnp.asarray(array))
+            array = array if dtype is None else array.astype(jnp.dtype(dtype))
+            arrays = iter(array) if entry.parameter.startswith("layers.") else array
+            fill(model, entry.parameter, arrays, convert, put)
     return model
 
 
@@ -112,7 +137,7 @@ def save(model: Decoder, path: pathlib.Path | str) -> None:
             if entry.parameter is None:
                 file.write(bytes(4 * math.prod(entry.shape)))
                 continue
-            array = np.asarray(_parameter(model, entry.parameter).get_value(), "<f4")
+            array = np.asarray(parameter_of(model, entry.parameter).get_value(), "<f4")
             if _is_matrix(entry):
                 array = np.swapaxes(array, -1, -2)
             if entry.heads:
@@ -192,7 +217,3 @@ def _pairs(array: np.ndarray, heads: int) -> np.ndarray:
     """Inverse of `_halves`."""
     apart = array.reshape(len(array), heads, 2, -1, array.shape[-1])
     return apart.swapaxes(2, 3).reshape(array.shape)
-
-
-def _parameter(model: Decoder, path: str) -> Any:
-    return functools.reduce(getattr, path.split("."), model)

@@ -24,7 +24,7 @@ import safetensors.numpy
 import actjax
 from models.config import ModelConfig
 from models.decoder import Decoder
-from models.huggingface import check_free
+from models.huggingface import check_free, parameter_of
 
 TARGETS = {
     "q": "attention.q",
@@ -126,7 +126,7 @@ def attach(
     """
     attached, factors = _copy(model), adapters["layers"]
     for i, (target, path) in enumerate(TARGETS.items()):
-        weight = parameter(attached, path)
+        weight = _parameter(attached, path)
         if target not in factors:
             weight.set_value(actjax.FrozenWeight(weight.get_value()))
             continue
@@ -152,7 +152,7 @@ def merge(model: Decoder, adapters: Adapters, lora: LoRAConfig, dtype: Any = Non
     """
     merged, factors = _copy(model), adapters["layers"]
     for target, path in TARGETS.items():
-        weight = parameter(merged, path)
+        weight = _parameter(merged, path)
         value = weight.get_value()
         if target in factors:
             ab = factors[target]
@@ -185,14 +185,22 @@ def quantize(path: str, array: Any) -> Any:
     return jax.device_get(_quantize(jnp.asarray(array)))
 
 
+def quantize_layers(model: Decoder) -> Decoder:
+    """Returns the decoder with the linear weights of its layers in NF4."""
+    quantized = _copy(model)
+    for path in TARGETS.values():
+        weight = _parameter(quantized, path)
+        weight.set_value(jax.lax.map(actjax.NF4Weight.quantize, weight.get_value()))
+    return quantized
+
+
 @jax.jit
 def _quantize(array: jax.Array) -> actjax.NF4Weight:
     return actjax.NF4Weight.quantize(array)
 
 
-def parameter(model: Decoder, path: str) -> Any:
-    """Returns the parameter of the layers at a path of `TARGETS`."""
-    return functools.reduce(getattr, path.split("."), model.layers)
+def _parameter(model: Decoder, path: str) -> Any:
+    return parameter_of(model, f"layers.{path}")
 
 
 def _copy(model: Decoder) -> Decoder:

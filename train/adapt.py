@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import actjax
 from actjax.bits import Estimate
 from actjax.kernels.packing import BITS
-from models import Decoder, ModelConfig, Storage
-from models.config import SITES
+from models import Decoder, Storage
+from models.config import SITES, site_width
 from train.methods import METHODS, MethodOptions
 from train.step import Batch, Recipe, loss_function, step_key
 
@@ -153,14 +153,3 @@ def _sampling_variance(recipe: Recipe, model: Decoder, batch: Batch, key: jax.Ar
     gradient = jax.jit(jax.grad(loss_function(recipe.config, Storage(remat="full"))))
     halves = ({k: x[part] for k, x in batch.items()} for part in (slice(rows), slice(rows, None)))
     return actjax.sampling_variance([gradient(model, half, key) for half in halves])
-
-
-def site_width(config: ModelConfig, site: str) -> int:
-    """Returns how many numbers a site of a block keeps of a token."""
-    if site in ("gate", "up", "mlp_out"):
-        return config.ffn_size
-    if site in ("k", "v"):
-        return config.num_kv_heads * config.head_size
-    if site in ("q", "attention_out"):
-        return config.num_heads * config.head_size
-    return config.hidden_size

@@ -1,4 +1,4 @@
-"""Everything a pretraining run can be told."""
+"""Everything a run can be told."""
 
 import dataclasses
 import math
@@ -7,9 +7,12 @@ from typing import Annotated, Literal
 
 import tyro
 
+from models.lora import TARGETS, LoRAConfig
+from train.examples import ExampleConfig
 from train.methods import MethodOptions
 
 Dtype = Literal["float32", "bfloat16"]
+WeightDtype = Literal["auto", "float32", "bfloat16"]
 MomentDtype = Literal["auto", "float32", "bfloat16", "8bit"]
 
 
@@ -76,18 +79,13 @@ def _check_range(flag: str, value: float, low: float, end: float) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class PretrainConfig:
-    """Pretrain a Llama on text, with activations stored in a smaller form.
-
-    The defaults train on the sources of Python's standard library: no download is needed.
+class RunConfig:
+    """What every training run can be told.
 
     Raises:
       ValueError: settings that contradict one another.
     """
 
-    model: str = "llama_9m"
-    """llama_3m, 9m, 20m, 35m, 40m, 60m, 71m, 100m, 130m, 250m, 350m, 1b, 3b, 7b (GaLore's
-    dimensions), llama3_1b, llama3_3b or llama3_8b."""
     method: str = "exact"
     """What is stored: exact (no compression), remat (jax.checkpoint), pamm (the input of q, k and v
     as a few tokens), low_rank (linear inputs and gradients in two factors), subspace (linear
@@ -110,9 +108,8 @@ class PretrainConfig:
     in_backward: bool = False
     """Update each layer within the backward pass, so that no gradient of all weights exists. Clips
     by an estimate of the norm. Not with `--accumulate`. The frugal methods do so anyway."""
-    data: DataConfig = dataclasses.field(default_factory=DataConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
-    weight_dtype: Dtype = "float32"
+    weight_dtype: WeightDtype = "float32"
     """Dtype that weights and gradients are stored in."""
     compute_dtype: Dtype = "bfloat16"
     """Dtype of activations and products; sums are in float32."""
@@ -141,9 +138,29 @@ class PretrainConfig:
     """Checkpoints that are kept."""
 
     @property
+    def title(self) -> str:
+        """What the model is called."""
+        raise NotImplementedError
+
+    @property
+    def adapters(self) -> LoRAConfig | None:
+        """The adapters that a method may train; None if a run has no place for any."""
+        return None
+
+    @property
+    def recalibrate_every(self) -> int:
+        """Steps between two measurements of scales of channels; 0 for none."""
+        return 0
+
+    @property
+    def packed(self) -> bool:
+        """Whether several examples share a sequence without seeing one another."""
+        return False
+
+    @property
     def folder(self) -> pathlib.Path:
         """Folder of the run."""
-        return self.out or pathlib.Path("runs") / f"{self.model}-{self.method}"
+        return self.out or pathlib.Path("runs") / f"{self.title}-{self.method}"
 
     def __post_init__(self) -> None:
         positive = ("steps", "batch_size", "seq_len", "accumulate", "log_every", "eval_every",
@@ -165,3 +182,111 @@ class PretrainConfig:
                 f"`--batch-size` {self.batch_size} must be a multiple of"
                 f" `--accumulate` {self.accumulate}."
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class PretrainConfig(RunConfig):
+    """Pretrain a Llama on text, with activations stored in a smaller form.
+
+    The defaults train on the sources of Python's standard library: no download is needed.
+
+    Raises:
+      ValueError: settings that contradict one another.
+    """
+
+    model: str = "llama_9m"
+    """llama_3m, 9m, 20m, 35m, 40m, 60m, 71m, 100m, 130m, 250m, 350m, 1b, 3b, 7b (GaLore's
+    dimensions), llama3_1b, llama3_3b, llama3_8b, qwen2_5_0_5b, qwen3_0_6b or qwen3_4b."""
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+
+    @property
+    def title(self) -> str:
+        """What the model is called."""
+        return self.model
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterConfig:
+    """Low-rank adapters, which lora, qlora and hyc_lora train."""
+
+    lora_rank: int = 16
+    """Rank r of the adapters."""
+    lora_alpha: float = 16.0
+    """What an adapter gives is multiplied by alpha / rank."""
+    lora_dropout: float = 0.0
+    """Share of an adapter's inputs that are set to zero in training."""
+    targets: tuple[str, ...] = tuple(TARGETS)
+    """Weights that have an adapter."""
+    calibration_batches: int = 5
+    """Batches that hyc_lora measures the scales of channels on, before the first step."""
+    recalibrate_every: int = 0
+    """Steps between two measurements of these scales, on the batch at hand; 0 for none."""
+    merge: bool = False
+    """Write the model with its adapters merged, too, when the run is done."""
+
+    def __post_init__(self) -> None:
+        if self.calibration_batches < 1:
+            raise ValueError(
+                f"`--calibration-batches` must be at least 1, got {self.calibration_batches}."
+            )
+        _check_range("recalibrate-every", self.recalibrate_every, 0, math.inf)
+
+
+@dataclasses.dataclass(frozen=True)
+class FinetuneConfig(RunConfig):
+    """Fine-tune a checkpoint on examples, with activations stored in a smaller form.
+
+    Raises:
+      ValueError: settings that contradict one another.
+    """
+
+    checkpoint: str = ""
+    """Folder of a Hugging Face checkpoint (Llama, Mistral, Qwen 2.5 or 3) with its tokenizer, or a
+    llama2.c file."""
+    tokenizer: pathlib.Path | None = None
+    """tokenizer.json, a sentencepiece .model, a folder with one, or llama2.c's .bin; that of the
+    checkpoint by default."""
+    method: str = "lora"
+    """What is trained, and what is stored. Adapters: lora, qlora (of weights in 4 bits), hyc_lora
+    (activations in a few bits too). All weights: exact, remat, pamm, low_rank, subspace, galore,
+    random_projection, gact, quantized, compressed_remat, frugal (our advice), frugal_subspace; see
+    train.pretrain."""
+    adapter: AdapterConfig = dataclasses.field(default_factory=AdapterConfig)
+    data: ExampleConfig = dataclasses.field(default_factory=ExampleConfig)
+    optimizer: OptimizerConfig = dataclasses.field(
+        default_factory=lambda: OptimizerConfig(
+            learning_rate=3e-4, weight_decay=0.0, warmup_steps=20
+        )
+    )
+    steps: int = 300
+    """Optimizer steps of the whole run."""
+    weight_dtype: WeightDtype = "auto"
+    """Dtype that weights are held in; auto: that of the checkpoint (bfloat16 for float16). Adapters
+    are in float32."""
+
+    @property
+    def title(self) -> str:
+        """What the model is called."""
+        return pathlib.Path(self.checkpoint).stem
+
+    @property
+    def adapters(self) -> LoRAConfig | None:
+        """The adapters that a method may train."""
+        one = self.adapter
+        return LoRAConfig(one.lora_rank, one.lora_alpha, one.lora_dropout, one.targets)
+
+    @property
+    def recalibrate_every(self) -> int:
+        """Steps between two measurements of scales of channels; 0 for none."""
+        return self.adapter.recalibrate_every
+
+    @property
+    def packed(self) -> bool:
+        """Whether several examples share a sequence without seeing one another."""
+        return True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert self.adapters is not None  # Raises where they are out of range.
+        if not self.checkpoint:
+            raise ValueError("`--checkpoint` is missing: name the folder of a checkpoint.")

@@ -26,6 +26,9 @@ _KEPT = tuple(site for site in SITES if site not in LINEAR_INPUTS)
 """What is kept where linear inputs are rebuilt."""
 
 
+Level = Literal["none", "intra", "intra+inter"]
+
+
 @dataclasses.dataclass(frozen=True)
 class MethodOptions:
     """What a method can be told. A method ignores what is not its own."""
@@ -50,9 +53,10 @@ class MethodOptions:
     moments: Moments = "keep"
     """What a change of the subspace does to its moments: keep, reset or rotate them."""
     bits: Literal[0, 1, 2, 3, 4, 8, 16] = 0
-    """Bits of a number that `gact`, `quantized`, `compressed_remat` and the frugal methods store,
-    and of an input's coordinate in the subspace of `subspace` and `random_projection`: there 4, 8,
-    or 16. 16 is the compute dtype as it is. 0: 4, and 16 in a subspace."""
+    """Bits of a number that `gact`, `quantized`, `compressed_remat`, `hyc_lora` and the frugal
+    methods store, and of an input's coordinate in the subspace of `subspace` and
+    `random_projection`: there 4, 8, or 16. 16 is the compute dtype as it is. 0: 4, but 16 in a
+    subspace and 2 for `hyc_lora`."""
     sites: tuple[str, ...] = ()
     """Which of attention_norm, q, k, v, mlp_norm, gate, up (and attention_out for `gact`) are
     stored in bits; the others as they are. All if none are named."""
@@ -67,7 +71,12 @@ class MethodOptions:
     rotate: bool = False
     """Rotate each group by a Hadamard matrix before it is rounded, which spreads outliers."""
     outlier_fraction: float = 0.0
-    """Share of the channels, those with the largest norms, that are stored whole."""
+    """Share of the channels, those with the largest norms, that are stored whole. Of `hyc_lora` the
+    inputs of norms have 0.005 by default."""
+    level: Level = "intra+inter"
+    """What `hyc_lora` does beside quantizing by channel: none; intra, store the outlier channels of
+    the inputs of norms whole; intra+inter, also store of q, k, v, gate and up what frozen weights
+    give, keep the adapters' part exactly, and rebuild the inputs of linear operators."""
     average_bits: float = 0.0
     """Bits of a number, on average over the sites: those of each site are chosen by how much the
     gradient suffers (`gact`, `quantized`, `frugal`; room for two gradients is needed). 0: 4 for
@@ -129,6 +138,8 @@ class Method:
       adaptive: sites whose bits can be chosen one by one.
       frugal: whether the optimizer runs in the backward pass, its states in 8 bits unless another
         dtype is asked for.
+      adapters: whether low-rank adapters are trained, and the model itself is not.
+      four_bit: whether the weights of its layers are then held in NF4.
     """
 
     summary: str
@@ -138,6 +149,8 @@ class Method:
     average_bits: float = 0.0
     adaptive: tuple[str, ...] = ()
     frugal: bool = False
+    adapters: bool = False
+    four_bit: bool = False
 
     def rank(self, model: ModelConfig) -> int:
         """Returns the rank where none is given."""
@@ -229,6 +242,20 @@ def _residuals(o: MethodOptions) -> Storage:
     return Storage(**sites, residuals=True)
 
 
+def _by_channel(o: MethodOptions) -> Storage:
+    """Returns HyC-LoRA's codes: scales of channels, measured once (`train.calibration`)."""
+    code = Quantized(
+        8 if o.bits == 16 else o.bits, scaling="channel", rounding=o.rounding, levels=o.levels
+    )
+    norm: Codec = code
+    if o.level != "none":
+        norm = dataclasses.replace(code, outlier_fraction=o.outlier_fraction or 0.005)
+    sites: dict[str, Any] = {**dict.fromkeys(_KEPT, code), "attention_norm": norm, "mlp_norm": norm}
+    inter = o.level == "intra+inter"
+    inputs: dict[str, Any] = dict.fromkeys(LINEAR_INPUTS, None if inter else code)
+    return Storage(**sites, **inputs, compensate=inter)
+
+
 METHODS: dict[str, Method] = {
     "exact": Method(
         "our operators, every linear input stored as it is: exact gradients", lambda _: Storage()
@@ -293,6 +320,24 @@ METHODS: dict[str, Method] = {
         Subspace(),
         bits=4,
         frugal=True,
+    ),
+    "lora": Method(
+        "low-rank adapters of frozen weights: exact gradients",
+        lambda _: Storage(),
+        adapters=True,
+    ),
+    "qlora": Method(
+        "low-rank adapters of frozen weights in 4 bits (NF4): exact gradients",
+        lambda _: Storage(),
+        adapters=True,
+        four_bit=True,
+    ),
+    "hyc_lora": Method(
+        "qlora, activations in a few bits by channel, what adapters add kept exactly (HyC-LoRA)",
+        _by_channel,
+        bits=2,
+        adapters=True,
+        four_bit=True,
     ),
 }
 

@@ -1,101 +1,30 @@
 """Pretrains a Llama on text: `python -m train.pretrain --model llama_9m --steps 300`."""
 
-import dataclasses
 import functools
-import math
-import os
 import pathlib
-import signal
-import sys
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import tyro
-from jax.sharding import Mesh
 from rich.console import Console
 
-from models import ModelConfig, preset
-from train import adapt
-from train.checkpoint import Checkpoints, identity_of
+from models import preset
+from train.checkpoint import identity_of
 from train.config import PretrainConfig
 from train.corpus import open_corpus
-from train.data import ValidationSet, train_batches, validation_batches
-from train.metrics import Recorder, perplexity
-from train.optimizer import learning_rate_schedule
-from train.progress import Progress
-from train.report import explain_step, print_opening, step_memory
-from train.settings import changed_settings, write_settings
-from train.sharding import batch_sharding, make_mesh, state_shardings
-from train.step import (
-    Batch,
-    Recipe,
-    TrainState,
-    batch_shapes,
-    init_state,
-    make_eval_step,
-    make_recipe,
-    make_refresh_step,
-    make_train_step,
-)
+from train.data import train_batches, validation_batches
+from train.loop import Run, begin, check_sizes, make_console, prepare_and_train, run_program
+from train.sharding import make_mesh
+from train.step import init_state, make_recipe
 from train.tokenizer import Tokenizer, default_tokenizer, load_tokenizer
-
-
-@dataclasses.dataclass
-class Run:
-    """A run that is ready to begin or to go on.
-
-    Attributes:
-      config: its settings.
-      recipe: what each step does.
-      mesh: the devices.
-      train_step: the compiled step.
-      state: the training state.
-      batches: the training data, at the position that belongs to `state`.
-      validation: the held-out data.
-      checkpoints: where it is saved.
-      identity: what a checkpoint must agree with.
-    """
-
-    config: PretrainConfig
-    recipe: Recipe
-    mesh: Mesh
-    train_step: Callable[..., Any]
-    state: TrainState
-    batches: Any
-    validation: ValidationSet
-    checkpoints: Checkpoints
-    identity: dict[str, Any]
-
-
-class BadRunError(ValueError):
-    """A run cannot begin: bad settings, text or checkpoint."""
-
-    exit_code = 2
-
-
-class NonFiniteError(ArithmeticError):
-    """The loss or the gradient of a step is NaN or infinite."""
-
-    exit_code = 1
 
 
 def main() -> None:
     """Reads the command line and trains. Exits with 2 if it cannot begin, with 1 on a NaN."""
-    # Wide enough for the tables where nobody watches; else as wide as the terminal.
-    console = Console(width=None if sys.stdout.isatty() else 140)
     config = tyro.cli(
         PretrainConfig, prog="python -m train.pretrain", config=(tyro.conf.OmitArgPrefixes,)
     )
-    try:
-        run(config, console)
-    except (BadRunError, NonFiniteError) as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        # At once: threads that still read a damaged checkpoint would bury the message.
-        os._exit(error.exit_code)
+    run_program(lambda: run(config, make_console()))
 
 
 def run(config: PretrainConfig, console: Console) -> int:
@@ -108,12 +37,7 @@ def run(config: PretrainConfig, console: Console) -> int:
       BadRunError: something is wrong with the settings, the text or the checkpoint.
       NonFiniteError: the loss or gradient of a step is not finite.
     """
-    with _StopSignal() as stop:
-        try:
-            ready = prepare(config, console)
-        except (ValueError, OSError) as error:
-            raise BadRunError(str(error)) from error
-        return train(ready, console, stop)
+    return prepare_and_train(lambda: prepare(config, console), console)
 
 
 def prepare(config: PretrainConfig, console: Console) -> Run:
@@ -125,11 +49,8 @@ def prepare(config: PretrainConfig, console: Console) -> Run:
     """
     model_config = preset(config.model)
     mesh = make_mesh(config.mesh)
-    _check_sizes(config, model_config, mesh)
+    check_sizes(config, model_config, mesh)
     recipe = make_recipe(config, model_config)
-    shapes = jax.eval_shape(functools.partial(init_state, recipe))
-    explanation = explain_step(recipe, shapes)
-
     corpus = open_corpus(config.data.data, _data_dir(config), text_field=config.data.text_field)
     tokenizer = _tokenizer(config, corpus)
     if tokenizer.vocab_size > model_config.vocab_size:
@@ -138,221 +59,32 @@ def prepare(config: PretrainConfig, console: Console) -> Run:
             f" {model_config.vocab_size}: lower `--vocab-size`, or pick another model."
         )
     sizes = {"batch_size": config.batch_size, "seq_len": config.seq_len}
-    batches = train_batches(corpus, tokenizer, seed=config.seed, **sizes)
-    validation = validation_batches(corpus, tokenizer, max_batches=config.eval_batches, **sizes)
     identity = identity_of(
         model=model_config,
         data=corpus.fingerprint,
         tokenizer=tokenizer.fingerprint,
-        weight_dtype=config.weight_dtype,
+        weight_dtype=recipe.config.weight_dtype,
         seed=config.seed,
         optimizer=recipe.optimizer_form,
         **sizes,
     )
-    checkpoints = _open_checkpoints(config)
-    shardings = state_shardings(shapes, mesh)
-    state, bits = _restored(checkpoints, batches, shapes, shardings, identity)
-    if bits:
-        recipe = make_recipe(config, model_config, bits)
-        explanation = explain_step(recipe, shapes)
-    train_step = _compile(recipe, mesh, shapes, shardings)
-    memory = step_memory(recipe, shapes, explanation)
-    temporaries = train_step.memory_analysis().temp_size_in_bytes * mesh.size
-    memory = memory.with_workspace(temporaries)
-    print_opening(console, recipe, shapes, explanation, memory)
-    console.print(
-        f"text: {corpus.name}, {len(corpus.train):,} documents and {len(corpus.validation):,} held"
-        f" out; tokenizer of {tokenizer.vocab_size:,}"
+    return begin(
+        config,
+        recipe,
+        mesh,
+        train_batches(corpus, tokenizer, seed=config.seed, **sizes),
+        validation_batches(corpus, tokenizer, max_batches=config.eval_batches, **sizes),
+        identity,
+        first_state=lambda shardings: jax.jit(
+            functools.partial(init_state, recipe), out_shardings=shardings
+        )(),
+        frozen=lambda _: None,
+        console=console,
+        text=(
+            f"text: {corpus.name}, {len(corpus.train):,} documents and"
+            f" {len(corpus.validation):,} held out; tokenizer of {tokenizer.vocab_size:,}"
+        ),
     )
-    if state is None:
-        state = jax.jit(functools.partial(init_state, recipe), out_shardings=shardings)()
-    else:
-        console.print(f"going on from step {int(state.step)} in {config.folder}")
-        if changed := changed_settings(config.folder, config):
-            console.print(f"[yellow]with other settings than before[/yellow]: {'; '.join(changed)}")
-    write_settings(config.folder, config)
-    return Run(config, recipe, mesh, train_step, state, batches, validation, checkpoints, identity)
-
-
-def _compile(recipe: Recipe, mesh: Mesh, shapes: TrainState, shardings: Any) -> Any:
-    """Returns the compiled training step, before any array exists."""
-    config = recipe.config
-    whole = batch_shapes(dataclasses.replace(config, accumulate=1))
-    state = jax.tree.map(_with_sharding, shapes, shardings)
-    batch = {name: _with_sharding(x, batch_sharding(mesh)) for name, x in whole.items()}
-    step = jax.jit(make_train_step(recipe), donate_argnums=0, out_shardings=(shardings, None))
-    with jax.set_mesh(mesh):
-        return step.lower(state, batch).compile()
-
-
-def _with_sharding(x: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-
-def train(run: Run, console: Console, stop: "_StopSignal") -> int:
-    """Trains to the last step, or until a signal asks to stop; either way the run is saved.
-
-    Returns:
-      The step it came to.
-
-    Raises:
-      NonFiniteError: the loss or gradient is not finite. What was saved stays.
-    """
-    config, state = run.config, run.state
-    start = int(state.step)
-    # Compiled when the first refresh step comes, if one does.
-    refresh_step = jax.jit(
-        make_refresh_step(run.recipe),
-        donate_argnums=0,
-        out_shardings=(jax.tree.map(lambda x: x.sharding, state), None),
-    )
-    evaluate = functools.partial(_evaluate, jax.jit(make_eval_step(config)), run)
-    learning_rate = learning_rate_schedule(config.optimizer, config.steps)
-    title = f"{config.model}, {config.method}"
-    tokens = config.batch_size * config.seq_len
-    with (
-        jax.set_mesh(run.mesh),
-        Recorder(config.folder, title, start) as recorder,
-        Progress(console, start, config.steps, tokens) as progress,
-    ):
-        metrics: dict[str, jax.Array] = {}
-        for step in range(start + 1, config.steps + 1):
-            if stop.requested:
-                break
-            last, batch = metrics, _put(run, next(run.batches))
-            if adapt.is_due(run.recipe, step - 1):
-                with progress.paused():
-                    _choose_bits(run, batch, console)
-            due = run.recipe.due_layers(step - 1)
-            if due is None:
-                state, metrics = run.train_step(state, batch)
-            else:
-                state, metrics = refresh_step(state, batch, due)
-            # The step before has ended by now: looking at it keeps the device busy.
-            _check_finite(step - 1, last, run)
-            run.state = state
-            if step % config.log_every == 0 or step == config.steps:
-                _check_finite(step, metrics, run)
-                values = {name: float(value) for name, value in metrics.items()}
-                values["learning_rate"] = float(jnp.asarray(learning_rate(step - 1)))
-                speed = progress.log(step, values["loss"])
-                recorder.record(step, **values, tokens_per_second=speed)
-            with progress.paused():
-                if step % config.eval_every == 0 or step == config.steps:
-                    report = evaluate(state.model)
-                    _check_finite(step, report, run)
-                    recorder.record(step, **report)
-                    recorder.draw()
-                    progress.say(step, report)
-                if step % config.save_every == 0:
-                    _check_finite(step, metrics, run)
-                    _save(run)
-        _check_finite(int(state.step), metrics, run)
-        _save(run)
-    run.checkpoints.close()
-    run.batches.close()
-    done = int(state.step)
-    ending = "done" if done == config.steps else f"stopped by {stop.name}, saved"
-    console.print(f"{ending} at step {done} of {config.steps}; everything is in {config.folder}")
-    return done
-
-
-def _choose_bits(run: Run, batch: Batch, console: Console) -> None:
-    """Chooses the bits of each site, and compiles the step again if they are others."""
-    choice = adapt.choose_bits(run.recipe, run.state.model, batch, int(run.state.step))
-    console.print(f"step {int(run.state.step)}: {choice.describe()}")
-    if choice.bits == run.recipe.bits:
-        return
-    run.recipe = make_recipe(run.config, run.recipe.model_config, choice.bits)
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), run.state)
-    shardings = jax.tree.map(lambda x: x.sharding, run.state)
-    run.train_step = _compile(run.recipe, run.mesh, shapes, shardings)
-
-
-def _evaluate(eval_step, run: Run, model: Any) -> dict[str, float]:
-    """Returns loss, perplexity and bits per byte on the held-out text."""
-    nats = sum(float(eval_step(model, _put(run, batch))) for batch in run.validation.batches)
-    loss = nats / run.validation.num_tokens
-    return {
-        "validation_loss": loss,
-        "perplexity": perplexity(loss),
-        "bits_per_byte": nats / math.log(2) / run.validation.num_bytes,
-    }
-
-
-def _put(run: Run, batch: dict[str, np.ndarray]) -> Batch:
-    return jax.device_put(batch, batch_sharding(run.mesh))
-
-
-def _check_finite(step: int, metrics: Mapping[str, float | jax.Array], run: Run) -> None:
-    values = {name: float(value) for name, value in metrics.items()}
-    if all(math.isfinite(value) for value in values.values()):
-        return
-    run.checkpoints.close()
-    latest = run.checkpoints.latest_step()
-    where = "there is none yet" if latest is None else f"it is that of step {latest}"
-    shown = ", ".join(f"{name} {value}" for name, value in values.items())
-    raise NonFiniteError(
-        f"step {step} is not finite ({shown}): stopped. The last good checkpoint in"
-        f" {run.config.folder} was kept: {where}. Lower `--learning-rate`, or look at the"
-        " text around that step."
-    )
-
-
-def _save(run: Run) -> None:
-    progress = {"position": run.batches.get_state(), "bits": dict(run.recipe.bits)}
-    run.checkpoints.save(int(run.state.step), run.state, progress, run.identity)
-
-
-def _restored(
-    checkpoints: Checkpoints, batches: Any, shapes: Any, shardings: Any, identity: dict[str, Any]
-) -> tuple[TrainState | None, dict[str, int]]:
-    """Returns the state of the last checkpoint, None if there is none, and bits that were chosen.
-
-    The data is moved to the position that belongs to it.
-    """
-    step = checkpoints.latest_step()
-    if step is None:
-        return None, {}
-    like = jax.tree.map(_with_sharding, shapes, shardings)
-    state, progress = checkpoints.restore(step, like, identity)
-    batches.set_state(progress["position"])
-    return state, progress["bits"]
-
-
-def _open_checkpoints(config: PretrainConfig) -> Checkpoints:
-    try:
-        config.folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"`--out` {config.folder} cannot be made a folder: {error}.") from error
-    checkpoints = Checkpoints(config.folder / "checkpoints", config.keep)
-    latest = checkpoints.latest_step()
-    if latest is not None and not config.resume:
-        raise ValueError(
-            f"`--out` {config.folder} holds a run at step {latest}: pass `--resume` to go on with"
-            " it, or another `--out` to leave it alone."
-        )
-    if latest is not None and latest > config.steps:
-        raise ValueError(
-            f"`--steps` {config.steps} is below the {latest} steps that the run in `--out`"
-            f" {config.folder} has done: pass at least {latest}."
-        )
-    return checkpoints
-
-
-def _check_sizes(config: PretrainConfig, model_config: ModelConfig, mesh: Mesh) -> None:
-    if config.seq_len > model_config.max_seq_len:
-        raise ValueError(
-            f"`--seq-len` {config.seq_len} is above the {model_config.max_seq_len} positions of"
-            f" {config.model}."
-        )
-    rows = config.batch_size // config.accumulate
-    if rows % mesh.size:
-        raise ValueError(
-            f"{rows} sequences of a micro-batch (`--batch-size` {config.batch_size} /"
-            f" `--accumulate` {config.accumulate}) do not divide over the {mesh.size} devices of"
-            f" `--mesh` {config.mesh}."
-        )
 
 
 def _data_dir(config: PretrainConfig) -> pathlib.Path:
@@ -363,33 +95,6 @@ def _tokenizer(config: PretrainConfig, corpus: Any) -> Tokenizer:
     if config.data.tokenizer is not None:
         return load_tokenizer(config.data.tokenizer)
     return default_tokenizer(corpus, config.data.vocab_size, _data_dir(config))
-
-
-class _StopSignal:
-    """Notes SIGTERM and SIGINT instead of dying of them. A second one kills as usual.
-
-    Attributes:
-      requested: whether one came.
-      name: its name.
-    """
-
-    def __init__(self) -> None:
-        self.requested, self.name = False, ""
-
-    def __enter__(self) -> "_StopSignal":
-        self._before = {s: signal.signal(s, self._note) for s in (signal.SIGTERM, signal.SIGINT)}
-        return self
-
-    def _note(self, number: int, _: object) -> None:
-        self.requested, self.name = True, signal.Signals(number).name
-        self._restore()
-
-    def _restore(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def __exit__(self, *_: object) -> None:
-        self._restore()
 
 
 if __name__ == "__main__":

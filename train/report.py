@@ -12,6 +12,7 @@ from rich.table import Table
 import actjax
 from actjax.low_rank import is_low_rank
 from actjax.taps import path_name
+from models import Decoder
 from train.methods import METHODS
 from train.step import Recipe, TrainState, batch_shapes, gradient_function, loss_function
 
@@ -26,15 +27,17 @@ def explain_step(recipe: Recipe, state: TrainState) -> actjax.Explanation:
     Raises:
       ValueError: a codec does not fit the activations, such as a rank above their dimension.
     """
-    loss = loss_function(recipe.config, recipe.storage)
+    loss = loss_function(recipe.config, recipe.storage, recipe.lora)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    arguments = (state.model, batch_shapes(recipe.config), key)
+    arguments = (state.model, batch_shapes(recipe.config), key, state.context)
     if recipe.subspace is None:
         return actjax.explain(loss, *arguments)
     bases = jax.eval_shape(recipe.subspace.bases, layerwise_state(state.optimizer))
 
-    def stored_in_bases(model: Any, batch: Any, key: Any, bases: actjax.Bases) -> jax.Array:
-        return actjax.with_bases(loss, bases)(model, batch, key)
+    def stored_in_bases(
+        model: Any, batch: Any, key: Any, context: Any, bases: actjax.Bases
+    ) -> jax.Array:
+        return actjax.with_bases(loss, bases)(model, batch, key, context)
 
     return actjax.explain(stored_in_bases, *arguments, bases)
 
@@ -44,7 +47,7 @@ class StepMemory:
     """Bytes of a training step by category, as Wei et al. (2026) print them in Table 4.
 
     Attributes:
-      weights: all parameters.
+      weights: all parameters, and scales that were measured.
       gradients: what of them exists at once; factors that several weights share count once.
       optimizer: moments, bases, counters.
       linear_residuals: inputs of linear operators, kept for the backward pass.
@@ -80,7 +83,7 @@ def step_memory(recipe: Recipe, state: TrainState, explanation: actjax.Explanati
     """
     linear = sum(r.stored_bytes for r in explanation.residuals if r.operator == "linear")
     return StepMemory(
-        weights=tree_bytes(state.model),
+        weights=tree_bytes((state.model, state.context)),
         gradients=sum(gradient_bytes(recipe, state).values()),
         optimizer=tree_bytes(state.optimizer),
         linear_residuals=linear,
@@ -103,13 +106,15 @@ def gradient_bytes(recipe: Recipe, state: TrainState) -> dict[str, int]:
     config = dataclasses.replace(recipe.config, accumulate=1)
     whole = dataclasses.replace(recipe, config=config)
     inner = dataclasses.replace(state, optimizer=layerwise_state(state.optimizer))
-    arguments = batch_shapes(config), jax.eval_shape(lambda: jax.random.key(0))
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    arguments = batch_shapes(config), key, state.context
 
-    def gradient(state: TrainState, batch: Any, key: Any) -> Any:
-        return gradient_function(whole, state, refresh=False)(state.model, batch, key)[1]
+    def gradient(state: TrainState, *arguments: Any) -> Any:
+        return gradient_function(whole, state, refresh=False)(state.model, *arguments)[1]
 
     grads = jax.eval_shape(gradient, inner, *arguments)
-    groups = actjax.input_groups(loss_function(config, recipe.storage), state.model, *arguments)
+    loss = loss_function(config, recipe.storage, recipe.lora)
+    groups = actjax.input_groups(loss, state.model, *arguments)
     sizes, counted = {}, set()
     for path, g in jax.tree_util.tree_flatten_with_path(grads, is_leaf=is_low_rank)[0]:
         name, parts = path_name(path), [g]
@@ -131,9 +136,12 @@ def print_opening(
 ) -> None:
     """Prints what is trained, what each site stores, and the memory of a step by category."""
     config, model_config = recipe.config, recipe.model_config
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(state.model))
+    shapes = jax.eval_shape(lambda: Decoder(model_config, jax.random.key(0)))
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    trained = sum(leaf.size for leaf in jax.tree.leaves(state.model))
+    share = "" if recipe.lora is None else f" ({trained / 1e6:,.2f} M in adapters are trained)"
     console.print(
-        f"[bold]{config.model}[/bold]: {parameters / 1e6:,.1f} M parameters,"
+        f"[bold]{config.title}[/bold]: {parameters / 1e6:,.1f} M parameters{share},"
         f" {model_config.num_layers} layers of {model_config.hidden_size},"
         f" method [bold]{config.method}[/bold],"
         f" {config.batch_size} x {config.seq_len} tokens a step"

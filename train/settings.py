@@ -5,18 +5,18 @@ import json
 import pathlib
 from typing import Any
 
-from train.config import PretrainConfig
+from train.config import RunConfig
 
 _OF_NO_CONSEQUENCE = ("out", "resume")
 
 
-def write_settings(folder: pathlib.Path, config: PretrainConfig) -> None:
+def write_settings(folder: pathlib.Path, config: RunConfig) -> None:
     """Writes the settings of a run into its folder."""
     text = json.dumps(dataclasses.asdict(config), indent=2, default=str)
     (folder / "settings.json").write_text(text + "\n")
 
 
-def changed_settings(folder: pathlib.Path, config: PretrainConfig) -> list[str]:
+def changed_settings(folder: pathlib.Path, config: RunConfig) -> list[str]:
     """Returns what differs from the settings that were written, such as "steps: 300, now 600".
 
     Nothing if there are none, or they cannot be read.

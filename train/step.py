@@ -13,12 +13,15 @@ import optax
 import actjax
 from models import Decoder, ModelConfig, Storage
 from models.decoder import Positions, layer_function, layer_keys
+from models.lora import LoRAConfig, attach, init_adapters, quantize_layers
 from train import methods
-from train.config import PretrainConfig
+from train.calibration import calibrated, calibrated_sites, calibration_zeros
+from train.config import RunConfig
 from train.optimizer import make_optimizer
 
 Batch = dict[str, jax.Array]
-"""`inputs` and `targets`, [B, S] int32, and `mask`, [B, S]."""
+"""`inputs` and `targets`, [B, S] int32, and `mask`, [B, S]. Where examples share a sequence, also
+`segments`, [B, S] int32: which of them a token is of."""
 
 
 @jax.tree_util.register_dataclass
@@ -28,13 +31,32 @@ class TrainState:
 
     Attributes:
       step: steps done, int32 scalar; also what the keys of the next step are folded from.
-      model: a `Decoder`.
+      model: what is trained: a `Decoder`, or the adapters of one.
       optimizer: the state of the optax transform.
+      frozen: the `Decoder` that adapters belong to, which no step changes; None without adapters.
+        Not saved: it is read where the run found it.
+      calibration: scales of channels that `train.calibration` measured; None if none are needed.
     """
 
     step: Any
     model: Any
     optimizer: Any
+    frozen: Any = None
+    calibration: Any = None
+
+    @property
+    def context(self) -> "Context":
+        """What a loss reads beside what is trained."""
+        return Context(self.frozen, self.calibration)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What a loss reads beside what is trained; as in `TrainState`."""
+
+    frozen: Any = None
+    calibration: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,13 +69,22 @@ class Recipe:
       storage: what each site stores.
       optimizer: the transform, for `actjax.optim.apply`.
       bits: of the sites whose bits were chosen.
+      lora: the adapters; None if the model itself is trained.
+      recalibrate_every: steps between two measurements of what is calibrated; 0 for none.
     """
 
-    config: PretrainConfig
+    config: RunConfig
     model_config: ModelConfig
     storage: Storage
     optimizer: optax.GradientTransformation
     bits: Mapping[str, int]
+    lora: LoRAConfig | None = None
+    recalibrate_every: int = 0
+
+    @property
+    def method(self) -> methods.Method:
+        """The method by its name."""
+        return methods.method(self.config.method)
 
     @property
     def subspace(self) -> actjax.optim.SubspaceTransformation | None:
@@ -71,6 +102,7 @@ class Recipe:
             # Methods with full moments may follow one another.
             "method": "one of full rank" if is_full else config.method,
             "rank": None if is_full else config.options.rank,
+            **({} if self.lora is None else {"adapters": dataclasses.asdict(self.lora)}),
         }
 
     def due_layers(self, step: int) -> np.ndarray | None:
@@ -87,7 +119,7 @@ class Recipe:
 
 
 def make_recipe(
-    config: PretrainConfig, model_config: ModelConfig, bits: Mapping[str, int] | None = None
+    config: RunConfig, model_config: ModelConfig, bits: Mapping[str, int] | None = None
 ) -> Recipe:
     """Returns what a run does.
 
@@ -100,6 +132,10 @@ def make_recipe(
       ValueError: an unknown method, or options out of range.
     """
     method = methods.method(config.method)
+    if method.adapters and config.adapters is None:
+        raise ValueError(
+            f"`--method` {config.method} trains adapters of a checkpoint: use train.finetune."
+        )
     options = method.resolve(config.options, model_config)
     dtype = config.optimizer.moment_dtype
     if dtype == "auto":
@@ -108,6 +144,7 @@ def make_recipe(
         config,
         options=options,
         optimizer=dataclasses.replace(config.optimizer, moment_dtype=dtype),
+        weight_dtype="float32" if config.weight_dtype == "auto" else config.weight_dtype,
         in_backward=config.in_backward or method.frugal,
     )
     storage = method.storage_of(options, bits or {})
@@ -117,7 +154,7 @@ def make_recipe(
         if options.rank > largest:
             raise ValueError(
                 f"`--rank` {options.rank} of {config.method} is above {largest}, the smallest side"
-                f" that it projects of a weight of {config.model}: lower it."
+                f" that it projects of a weight of {config.title}: lower it."
             )
         subspace = functools.partial(
             actjax.optim.subspace,
@@ -134,12 +171,12 @@ def make_recipe(
             seed=config.seed,
         )
     optimizer = make_optimizer(config.optimizer, config.steps, subspace)
-    return Recipe(config, model_config, storage, optimizer, bits or {})
+    lora = config.adapters if method.adapters else None
+    every = config.recalibrate_every if calibrated_sites(storage) else 0
+    return Recipe(config, model_config, storage, optimizer, bits or {}, lora, every)
 
 
-def _input_groups(
-    config: PretrainConfig, model_config: ModelConfig, storage: Storage
-) -> dict[str, str]:
+def _input_groups(config: RunConfig, model_config: ModelConfig, storage: Storage) -> dict[str, str]:
     """Returns which of the layers' weights share an input."""
     make = functools.partial(Decoder, model_config, dtype=config.weight_dtype)
     model = jax.eval_shape(make, jax.random.key(0))
@@ -147,36 +184,84 @@ def _input_groups(
     return actjax.input_groups(loss_function(config, storage), model, batch_shapes(config), key)
 
 
-def batch_shapes(config: PretrainConfig) -> dict[str, jax.ShapeDtypeStruct]:
+def batch_shapes(config: RunConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the shapes of one micro-batch."""
     shape = (config.batch_size // config.accumulate, config.seq_len)
     tokens = jax.ShapeDtypeStruct(shape, "int32")
-    return {"inputs": tokens, "targets": tokens, "mask": jax.ShapeDtypeStruct(shape, "float32")}
+    batch = {"inputs": tokens, "targets": tokens, "mask": jax.ShapeDtypeStruct(shape, "float32")}
+    return {**batch, "segments": tokens} if config.packed else batch
 
 
-def init_state(recipe: Recipe) -> TrainState:
-    """Returns the state before the first step."""
+def init_state(recipe: Recipe, model: Decoder | None = None) -> TrainState:
+    """Returns the state before the first step.
+
+    Args:
+      recipe: the run.
+      model: what is trained, or what adapters are trained of; drawn at random if None.
+    """
     config = recipe.config
     key = jax.random.fold_in(jax.random.key(config.seed), 0)
-    model = Decoder(recipe.model_config, key, dtype=config.weight_dtype)
+    if model is None:
+        model = Decoder(recipe.model_config, key, dtype=config.weight_dtype)
+        if recipe.method.four_bit:
+            model = quantize_layers(model)
+    trained: Any = model
+    if recipe.lora is not None:
+        trained = init_adapters(recipe.model_config, recipe.lora, key)
     if config.in_backward:
-        optimizer = _in_backward(recipe).init(model)
+        optimizer = _in_backward(recipe).init(trained)
     else:
-        optimizer = actjax.optim.init(recipe.optimizer, model)
-    return TrainState(jnp.zeros((), jnp.int32), model, optimizer)
+        optimizer = actjax.optim.init(recipe.optimizer, trained)
+    frozen = None if recipe.lora is None else model
+    calibration = calibration_zeros(recipe.model_config, recipe.storage)
+    return TrainState(jnp.zeros((), jnp.int32), trained, optimizer, frozen, calibration)
+
+
+def model_of(recipe: Recipe, state: TrainState, key: jax.Array | None = None) -> Decoder:
+    """Returns the decoder that is trained, or whose adapters are.
+
+    Args:
+      recipe: the run.
+      state: the training state.
+      key: randomness of the adapters' dropout; None for none.
+    """
+    if recipe.lora is None:
+        return state.model
+    return attach(state.frozen, state.model, recipe.lora, key)
+
+
+Loss = Callable[..., jax.Array]
+"""From what is trained, a batch, a key and a `Context`, which may be left out where it is empty, to
+a float32 scalar."""
 
 
 def loss_function(
-    config: PretrainConfig, storage: Storage
-) -> Callable[[Decoder, Batch, jax.Array], jax.Array]:
-    """Returns the loss of a batch as a function of model, batch and key."""
+    config: RunConfig,
+    storage: Storage,
+    lora: LoRAConfig | None = None,
+    *,
+    dropout: bool = True,
+) -> Loss:
+    """Returns the loss of a batch.
 
-    def loss(model: Decoder, batch: Batch, key: jax.Array) -> jax.Array:
+    Args:
+      config: the settings.
+      storage: what each site stores.
+      lora: the adapters, if these are trained.
+      dropout: whether their inputs are partly set to zero, if they are to be.
+    """
+
+    def loss(trained: Any, batch: Batch, key: jax.Array, context: Context = Context()) -> jax.Array:
+        model: Decoder = trained
+        if lora is not None:
+            dropout_key = jax.random.fold_in(key, _DROPOUT) if dropout else None
+            model = attach(context.frozen, trained, lora, dropout_key)
         return model.loss(
             batch["inputs"],
             batch["targets"],
             mask=batch["mask"],
-            storage=storage,
+            segments=batch.get("segments"),
+            storage=calibrated(storage, context.calibration),
             key=key,
             compute_dtype=config.compute_dtype,
             z_loss=config.z_loss,
@@ -184,6 +269,9 @@ def loss_function(
 
     return loss
 
+
+_DROPOUT = 2**30
+"""Folded into the key of a step for the dropout of adapters: no number of a site or layer."""
 
 TrainStep = Callable[..., tuple[TrainState, dict[str, jax.Array]]]
 
@@ -221,7 +309,7 @@ def make_refresh_step(recipe: Recipe) -> TrainStep:
     return redraw_and_step
 
 
-def step_key(config: PretrainConfig, step: jax.Array) -> jax.Array:
+def step_key(config: RunConfig, step: jax.Array) -> jax.Array:
     """Returns the key of a step's codecs: the same in a run that was resumed."""
     run_key = jax.random.fold_in(jax.random.key(config.seed), 1)
     return jax.random.fold_in(run_key, step)
@@ -232,7 +320,8 @@ def _ordinary_step(recipe: Recipe) -> Callable:
 
     def step(state: TrainState, batch: Batch, due: jax.Array | None):
         loss_and_grad = gradient_function(recipe, state, refresh=due is not None)
-        loss, grads = loss_and_grad(state.model, batch, step_key(config, state.step))
+        key = step_key(config, state.step)
+        loss, grads = loss_and_grad(state.model, batch, key, state.context)
         grads, grad_norm = actjax.clip_by_global_norm(grads, config.optimizer.clip)
         model, optimizer_state, update_norm = actjax.optim.apply(
             optimizer,
@@ -243,13 +332,16 @@ def _ordinary_step(recipe: Recipe) -> Callable:
             with_norm=True,
         )
         metrics = {"loss": loss, "grad_norm": grad_norm, "update_norm": update_norm}
-        return TrainState(state.step + 1, model, optimizer_state), metrics
+        state = dataclasses.replace(
+            state, step=state.step + 1, model=model, optimizer=optimizer_state
+        )
+        return state, metrics
 
     return step
 
 
 def gradient_function(recipe: Recipe, state: TrainState, refresh: bool) -> Callable:
-    """Returns loss and gradient as a function of model, batch and key.
+    """Returns loss and gradient as a function of what a `Loss` takes.
 
     Args:
       recipe: the run.
@@ -259,7 +351,7 @@ def gradient_function(recipe: Recipe, state: TrainState, refresh: bool) -> Calla
     bases = None
     if recipe.subspace is not None and not refresh:
         bases = recipe.subspace.bases(state.optimizer)
-    loss = loss_function(recipe.config, recipe.storage)
+    loss = loss_function(recipe.config, recipe.storage, recipe.lora)
     return _accumulated(actjax.value_and_grad(loss, bases=bases), recipe.config.accumulate)
 
 
@@ -286,7 +378,7 @@ def _in_backward_step(recipe: Recipe) -> Callable:
     update = _in_backward(recipe)
 
     def step(state: TrainState, batch: Batch, due: jax.Array | None):
-        positions = Positions.of(model_config, config.seq_len)
+        positions = Positions.of(model_config, config.seq_len, batch.get("segments"))
         inputs = {"batch": batch, "positions": positions}
         keys = layer_keys(model_config, step_key(config, state.step))
         refresh = False if due is None else due
@@ -295,7 +387,10 @@ def _in_backward_step(recipe: Recipe) -> Callable:
         )
         grad_norm = optimizer_state.grad_norm
         metrics = {"loss": loss, "grad_norm": grad_norm, "update_norm": update_norm}
-        return TrainState(state.step + 1, model, optimizer_state), metrics
+        state = dataclasses.replace(
+            state, step=state.step + 1, model=model, optimizer=optimizer_state
+        )
+        return state, metrics
 
     return step
 
@@ -309,13 +404,13 @@ def _accumulated(loss_and_grad: Callable, count: int) -> Callable:
     if count == 1:
         return loss_and_grad
 
-    def run(model: Decoder, batch: Batch, key: jax.Array):
+    def run(model: Any, batch: Batch, key: jax.Array, context: Context = Context()):
         micro = jax.tree.map(lambda x: _split_interleaved(x, count), batch)
         keys = jax.random.split(key, count)
         tokens = micro["mask"].astype(jnp.float32).sum((1, 2))
         weights = tokens / jnp.maximum(tokens.sum(), 1)
         return actjax.accumulate(
-            lambda model, slices: loss_and_grad(model, *slices),
+            lambda model, slices: loss_and_grad(model, *slices, context),
             model,
             (micro, keys),
             weights=weights,
@@ -329,12 +424,16 @@ def _split_interleaved(x: jax.Array, count: int) -> jax.Array:
     return jnp.swapaxes(x.reshape(-1, count, *x.shape[1:]), 0, 1)
 
 
-def make_eval_step(config: PretrainConfig) -> Callable[[Decoder, Batch], jax.Array]:
-    """Returns a function of model and batch to the summed loss of its unmasked tokens, in nats."""
-    exact = dataclasses.replace(config, z_loss=0.0)
-    loss = loss_function(exact, Storage())
+def make_eval_step(recipe: Recipe) -> Callable[[Any, Batch, Context], jax.Array]:
+    """Returns a function from what is trained, a batch and a context to its loss.
 
-    def eval_step(model: Decoder, batch: Batch) -> jax.Array:
-        return loss(model, batch, jax.random.key(0)) * batch["mask"].astype(jnp.float32).sum()
+    The summed loss of unmasked tokens, in nats.
+    """
+    exact = dataclasses.replace(recipe.config, z_loss=0.0)
+    loss = loss_function(exact, Storage(), recipe.lora, dropout=False)
+
+    def eval_step(model: Any, batch: Batch, context: Context) -> jax.Array:
+        mean = loss(model, batch, jax.random.key(0), dataclasses.replace(context, calibration=None))
+        return mean * batch["mask"].astype(jnp.float32).sum()
 
     return eval_step

@@ -1,16 +1,20 @@
 """Text to token ids and back: one small interface over `tokenizers` and `sentencepiece`.
 
 Special tokens never come from text: a document that mentions `<|endoftext|>` is encoded letter by
-letter, and only the caller puts `eos_id` and `bos_id` where they belong.
+letter, and only the caller puts `eos_id` and `bos_id` where they belong. What a chat template wrote
+is another matter: `encode_with_special` is for that.
 """
 
 import abc
 import contextlib
+import copy
+import functools
 import hashlib
 import json
 import math
 import os
 import pathlib
+import re
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -49,17 +53,28 @@ class Tokenizer(abc.ABC):
       vocab_size: every id is below it. (Ids may have gaps: this is the largest id plus one.)
       bos_id: put in front of each document, or `None` where the vocabulary has no such token.
       eos_id: put after each document.
+      bos_token: the name of `bos_id`, which templates write; or `None`.
+      eos_token: the name of `eos_id`.
       fingerprint: hexadecimal; the same vocabulary and rules give the same one.
     """
 
     vocab_size: int
     bos_id: int | None
     eos_id: int
+    bos_token: str | None
+    eos_token: str
     fingerprint: str
 
     @abc.abstractmethod
     def encode(self, text: str) -> list[int]:
         """Returns the ids of `text`, without `bos_id` and `eos_id`."""
+
+    def encode_with_special(self, text: str) -> list[int]:
+        """Returns the ids of `text`, in which the name of a special token stands for that token.
+
+        Only for text whose author means them so, such as a chat template.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no names for special tokens.")
 
     @abc.abstractmethod
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -82,7 +97,7 @@ class HuggingFaceTokenizer(Tokenizer):
         inner.no_truncation()
         inner.no_padding()
         vocabulary = inner.get_vocab(with_added_tokens=True)
-        self._inner, self._eos, self._bos = inner, eos, bos
+        self._inner, self.eos_token, self.bos_token = inner, eos, bos
         self.vocab_size = max(vocabulary.values()) + 1
         self.eos_id = vocabulary[eos]
         self.bos_id = None if bos is None else vocabulary[bos]
@@ -91,13 +106,23 @@ class HuggingFaceTokenizer(Tokenizer):
     def encode(self, text: str) -> list[int]:
         return self._inner.encode(text, add_special_tokens=False).ids
 
+    def encode_with_special(self, text: str) -> list[int]:
+        return self._with_special.encode(text, add_special_tokens=False).ids
+
+    @functools.cached_property
+    def _with_special(self) -> tokenizers.Tokenizer:
+        # A copy: to change the setting for a call would change it for other threads.
+        inner = copy.deepcopy(self._inner)
+        inner.encode_special_tokens = False
+        return inner
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self._inner.decode(list(map(int, ids)), skip_special_tokens=True)
 
     def save(self, directory: pathlib.Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._inner.save(str(directory / "tokenizer.json"))
-        config = {"bos_token": self._bos, "eos_token": self._eos}
+        config = {"bos_token": self.bos_token, "eos_token": self.eos_token}
         (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
 
 
@@ -114,10 +139,30 @@ class SentencePieceTokenizer(Tokenizer):
         self.vocab_size = self._inner.vocab_size()
         self.bos_id = self._inner.bos_id() if self._inner.bos_id() >= 0 else None
         self.eos_id = self._inner.eos_id()
+        self.bos_token = None if self.bos_id is None else self._inner.id_to_piece(self.bos_id)
+        # Without one it is refused where it is loaded.
+        self.eos_token = "" if self.eos_id < 0 else self._inner.id_to_piece(self.eos_id)
         self.fingerprint = _sha256(model)
 
     def encode(self, text: str) -> list[int]:
         return self._inner.encode(text, out_type=int)
+
+    def encode_with_special(self, text: str) -> list[int]:
+        # What is between two of them is encoded as a text of its own, as Llama 2's own code does.
+        ids = []
+        for part in self._special_pattern.split(text):
+            index = self._special.get(part)
+            ids += self.encode(part) if index is None else [index]
+        return ids
+
+    @functools.cached_property
+    def _special(self) -> dict[str, int]:
+        indices = filter(self._inner.is_control, range(self.vocab_size))
+        return {self._inner.id_to_piece(index): index for index in indices}
+
+    @functools.cached_property
+    def _special_pattern(self) -> re.Pattern[str]:
+        return re.compile(f"({'|'.join(map(re.escape, self._special))})")
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self._inner.decode(list(map(int, ids)))

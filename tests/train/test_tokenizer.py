@@ -86,6 +86,19 @@ def test_special_tokens_in_the_text_are_letters(tokenizer):
     assert tokenizer.bos_id not in ids
 
 
+def test_special_tokens_are_encoded_where_they_are_meant(tokenizer):
+    text = f"fox{tokenizer.eos_token}dog"
+    ids = tokenizer.encode_with_special(text)
+    assert ids == [*tokenizer.encode("fox"), tokenizer.eos_id, *tokenizer.encode("dog")]
+    assert tokenizer.eos_id not in tokenizer.encode(text)
+    assert tokenizer.encode_with_special("") == []
+
+
+def test_special_tokens_have_names(bpe, pieces):
+    assert (bpe.bos_token, bpe.eos_token) == (None, END_OF_TEXT)
+    assert (pieces.bos_token, pieces.eos_token) == ("<s>", "</s>")
+
+
 def test_special_ids_decode_to_nothing(tokenizer):
     ids = [*tokenizer.encode("fox"), tokenizer.eos_id]
     assert tokenizer.decode(ids) == "fox"
@@ -100,7 +113,7 @@ def test_saved_is_loaded_the_same(tokenizer, tmp_path):
     tokenizer.save(tmp_path / "new" / "folder")
     loaded = load_tokenizer(tmp_path / "new" / "folder")
     assert loaded.encode(AWKWARD) == tokenizer.encode(AWKWARD)
-    for name in ("vocab_size", "bos_id", "eos_id", "fingerprint"):
+    for name in ("vocab_size", "bos_id", "eos_id", "bos_token", "eos_token", "fingerprint"):
         assert getattr(loaded, name) == getattr(tokenizer, name)
 
 

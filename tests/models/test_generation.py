@@ -1,0 +1,361 @@
+"""Tests of models/generation.py: cached decoding is the forward pass, and sampling is fair."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+import tiny
+
+import actjax
+from models import Decoder, LinearRopeScaling, RopeScaling, generation, huggingface
+from models.decoder import rope_tables
+from models.generation import extend, generate, log_likelihoods, prefill
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+CONFIG = dataclasses.replace(tiny.CONFIG, max_seq_len=40)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama3": {"rope_scaling": RopeScaling(8.0, 1.0, 4.0, 32), "tie_embeddings": True},
+    "mistral": {"sliding_window": 5, "rope_scaling": LinearRopeScaling(2.0)},
+    "qwen2_5": {"attention_bias": True, "num_kv_heads": 1, "tie_embeddings": True},
+    "qwen3": {"qk_norm": True, "head_size": 8},
+}
+PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5, 8], [9]]
+NEW = 12
+
+
+@functools.cache
+def model_of(family: str = "llama") -> Decoder:
+    return tiny.decoder(dataclasses.replace(CONFIG, **FAMILIES[family]))
+
+
+@functools.cache
+def forward():
+    """The ordinary forward pass of one sequence, [S] to [S, V]."""
+    return jax.jit(lambda model, ids: model(ids[None], compute_dtype="float32")[0])
+
+
+def logits_after(model: Decoder, ids: list[int]) -> np.ndarray:
+    """Those of a token after `ids`. What follows in the row is not seen."""
+    row = jnp.array([*ids, *[0] * (model.config.max_seq_len - len(ids))])
+    return np.asarray(forward()(model, row))[len(ids) - 1]
+
+
+def slowly(model: Decoder, prompt: list[int], count: int) -> list[int]:
+    """Greedy ids by a whole forward pass for each."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(logits_after(model, ids).argmax()))
+    return ids[len(prompt) :]
+
+
+def greedy(model: Decoder, prompts=PROMPTS, **options) -> list[list[int]]:
+    options = {"max_new_tokens": NEW, "compute_dtype": "float32"} | options
+    return generate(model, prompts, **options)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_from_the_cache_are_those_of_the_forward_pass(family):
+    model = model_of(family)
+    tokens = np.asarray(tiny.batch(length=20)[0])
+    lengths = np.array([3, 9])
+    whole = np.stack([np.asarray(forward()(model, row)) for row in tokens])
+    tables = rope_tables(model.config, 20)
+    rows = np.arange(2)
+
+    @jax.jit
+    def all_steps(model):
+        # What a prompt is filled up with is another text, and must not be seen.
+        padded = np.where(np.arange(9) < lengths[:, None], tokens[:, :9], 60)
+        logits, cache = prefill(model, jnp.array(padded), jnp.array(lengths), 20, "float32")
+        found = [logits]
+        for step in range(8):
+            token = jnp.array(tokens[rows, lengths + step])
+            logits, cache = extend(model, token, jnp.array(lengths + step), cache, tables)
+            found.append(logits)
+        return found
+
+    for step, logits in enumerate(all_steps(model)):
+        # Logits of about one. Sums of up to 44 terms in another order, a hundred roundings of 6e-8.
+        np.testing.assert_allclose(logits, whole[rows, lengths + step - 1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_batch_writes_what_each_prompt_alone_and_a_forward_pass_a_token_do(family):
+    model = model_of(family)
+    together = greedy(model)
+    assert together == [slowly(model, prompt, NEW) for prompt in PROMPTS]
+    assert together == [greedy(model, [prompt])[0] for prompt in PROMPTS]
+
+
+def test_a_text_may_fill_all_positions():
+    model, longest = model_of(), CONFIG.max_seq_len
+    prompts = [[7, 8], [5] * (longest - 20)]
+    want = [slowly(model, prompt, 20) for prompt in prompts]
+    assert greedy(model, prompts, max_new_tokens=20) == want
+
+
+def test_each_text_ends_before_its_own_stop():
+    model, whole = model_of(), greedy(model_of())
+    stop = {whole[0][4], whole[1][0]}
+    ends = [next((i for i, x in enumerate(row) if x in stop), NEW) for row in whole]
+    assert ends[1] == 0 < ends[0] <= 4
+    want = [row[:end] for row, end in zip(whole, ends, strict=True)]
+    assert greedy(model, stop=stop) == want
+    assert greedy(model, stop=range(CONFIG.vocab_size)) == [[], [], []]
+
+
+def test_nothing_is_computed_after_all_have_stopped(monkeypatch):
+    model, prompts = model_of(), [[3, 1, 4], [9]]
+    whole, steps = greedy(model, prompts), []
+
+    def counted(*args):
+        jax.debug.callback(lambda: steps.append(1))
+        return extend(*args)
+
+    monkeypatch.setattr(generation, "extend", counted)
+    jax.clear_caches()
+    stop = {whole[0][3], whole[1][5]}
+    got = greedy(model, prompts, stop=stop)
+    jax.effects_barrier()
+    # The step that finds the stop of the longest text is the last; its first token is the prompts'.
+    assert len(steps) == max(map(len, got)) < NEW - 1
+    jax.clear_caches()
+
+
+def test_lengths_share_programs():
+    model = model_of()
+    greedy(model)
+    before = generation._generate._cache_size()
+    for length, count in ((2, 11), (7, 8), (11, 4)):
+        greedy(model, [[1] * length] * 3, max_new_tokens=count, stop=(count,))
+    assert generation._generate._cache_size() == before
+    sizes = sorted({generation._rounded(n) for n in range(1, 10_000)})
+    assert len(sizes) < 20
+    assert all(b <= 1.5 * a for a, b in zip(sizes, sizes[1:], strict=False))
+    assert all(generation._rounded(n) >= n for n in range(1, 10_000))
+
+
+# ----- sampling
+
+
+def draw(**options) -> list[list[int]]:
+    options = {"temperature": 1.0, "key": jax.random.key(0)} | options
+    return greedy(model_of(), **options)
+
+
+def test_the_same_key_draws_the_same_and_another_does_not():
+    assert draw() == draw()
+    assert draw() != draw(key=jax.random.key(1))
+    assert draw() != greedy(model_of())
+
+
+def test_with_a_key_for_each_prompt_none_depends_on_the_others():
+    keys = jax.random.split(jax.random.key(3), 3)
+    together = draw(key=keys)
+    alone = [draw(prompts=[PROMPTS[i]], key=keys[i : i + 1])[0] for i in range(3)]
+    assert together == alone
+    folded = jnp.stack([jax.random.fold_in(jax.random.key(0), i) for i in range(3)])
+    assert draw() == draw(key=folded)
+
+
+def test_one_token_to_draw_from_is_the_greedy_one():
+    want = greedy(model_of())
+    assert draw(top_k=1) == want
+    assert draw(top_p=1e-6) == want
+    assert draw(temperature=1e-6) == want
+
+
+def kept(probabilities: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
+    """What is drawn from, token by token from the likeliest on."""
+    order = np.argsort(-probabilities)[: top_k or None]
+    within, mass = np.zeros_like(probabilities), 0.0
+    for token in order:
+        if mass < top_p * probabilities[order].sum():
+            within[token] = probabilities[token]
+        mass += probabilities[token]
+    return within / within.sum()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"top_p": 0.6}, {"top_k": 7}, {"top_k": 20, "top_p": 0.8}], ids=str
+)
+def test_tokens_are_drawn_with_their_probabilities(options):
+    model, prompt, count = model_of(), [4, 2], 4000
+    temperature = 0.4
+    logits = np.float64(logits_after(model, prompt)) / temperature
+    probabilities = np.exp(logits - logits.max())
+    probabilities /= probabilities.sum()
+    want = count * kept(probabilities, options.get("top_k", 0), options.get("top_p", 1.0))
+    drawn = draw(prompts=[prompt] * count, max_new_tokens=1, temperature=temperature, **options)
+    got = np.bincount(np.ravel(drawn), minlength=len(want))
+    assert not got[want == 0].any()
+    often = want >= 5
+    assert often.sum() >= 5
+    rest = want[~often].sum()
+    pairs = [(got[often], want[often]), ([got[~often].sum()], [rest])][: 2 if rest else 1]
+    statistic = sum(float(np.sum((np.subtract(g, w)) ** 2 / w)) for g, w in pairs)
+    freedom = sum(len(w) for _, w in pairs) - 1
+    # One fair draw in ten thousand is further off; the seed is one of the others.
+    assert statistic < scipy.stats.chi2.ppf(1 - 1e-4, freedom)
+
+
+def test_of_equal_logits_no_more_than_asked_for_are_drawn_from():
+    logits = jnp.zeros((500, 11)).at[:, 3].set(-1.0)
+    keys = jax.random.split(jax.random.key(0), 500)
+    sampling = jnp.float32(1), jnp.float32(1), jnp.int32(4)
+    drawn = generation._draw(logits, keys, sampling, limited=True)
+    assert set(drawn.tolist()) == {0, 1, 2, 4}
+
+
+# ----- likelihoods
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_likelihoods_are_sums_of_log_softmax(family):
+    model = model_of(family)
+    continuations = [[2, 7, 1, 8], [2], [8, 1, 8, 2, 8, 4, 5, 9]]
+    want = []
+    for prompt, continuation in zip(PROMPTS, continuations, strict=True):
+        row = jnp.array([*prompt, *continuation])
+        logs = jax.nn.log_softmax(forward()(model, row))[len(prompt) - 1 : -1]
+        want.append(float(np.take_along_axis(np.asarray(logs), row[len(prompt) :, None], 1).sum()))
+    got = log_likelihoods(model, PROMPTS, continuations, compute_dtype="float32")
+    # Sums of up to eight numbers of about four, each a few roundings of 6e-8 off.
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    alone = [
+        log_likelihoods(model, [p], [c], compute_dtype="float32")[0]
+        for p, c in zip(PROMPTS, continuations, strict=True)
+    ]
+    np.testing.assert_allclose(got, alone, rtol=1e-5)
+
+
+def test_a_continuation_may_fill_all_positions():
+    model, longest = model_of(), CONFIG.max_seq_len
+    got = log_likelihoods(model, [[1]], [[2] * longest])
+    assert np.isfinite(got).all()
+    with pytest.raises(ValueError, match=r"`prompts\[0\]` has 2 tokens .*more than the 40 pos"):
+        log_likelihoods(model, [[1, 1]], [[2] * longest])
+
+
+# ----- weights that are more than arrays, and dtypes
+
+
+def with_adapters() -> tuple[Decoder, Decoder]:
+    """A decoder of weights of all kinds, and one of plain arrays that computes the same."""
+    mixed, plain = (tiny.decoder(dataclasses.replace(CONFIG, tie_embeddings=True)) for _ in "ab")
+    layers, count, rank = mixed.layers, CONFIG.num_layers, 3
+    keys = jax.random.split(jax.random.key(9), 4)
+    for i, (owner, name) in enumerate(
+        ((layers.attention, "q"), (layers.attention, "v"), (layers.mlp, "gate"))
+    ):
+        weight = getattr(owner, name)
+        _, d, n = weight.get_value().shape
+        a = jax.random.normal(keys[i], (count, d, rank)) / d**0.5
+        b = 0.1 * jax.random.normal(keys[3], (count, rank, n))
+        dropout = jax.random.split(keys[i], count)
+        lora = actjax.LoRA(weight.get_value(), a, b, dropout, scale=2.0, dropout=0.5)
+        mine = getattr(getattr(plain.layers, "mlp" if name == "gate" else "attention"), name)
+        mine.set_value(jax.vmap(lambda w, a, b: w + 2 * a @ b)(weight.get_value(), a, b))
+        weight.set_value(lora)
+    quantized = jax.vmap(actjax.NF4Weight.quantize)(layers.mlp.up.get_value())
+    layers.mlp.up.set_value(quantized)
+    plain.layers.mlp.up.set_value(jax.vmap(lambda w: w.astype("float32"))(quantized))
+    for weight in (layers.attention.o, mixed.embedding):
+        weight.set_value(actjax.FrozenWeight(weight.get_value()))
+    return mixed, plain
+
+
+def test_adapters_and_quantized_weights_write_what_their_arrays_do():
+    mixed, plain = with_adapters()
+    assert greedy(mixed) == greedy(plain)
+    assert greedy(plain) != greedy(tiny.decoder(plain.config))
+    got, want = (
+        log_likelihoods(model, PROMPTS, [[1, 2]] * 3, compute_dtype="float32")
+        for model in (mixed, plain)
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    # Generation leaves the dropout of the model that it was given alone.
+    assert mixed.layers.attention.q.get_value().dropout == 0.5
+
+
+def test_the_cache_is_of_the_compute_dtype():
+    model = model_of()
+    tokens = tiny.batch(length=9)[0]
+    logits, cache = jax.jit(
+        lambda model: prefill(model, tokens[:, :8], jnp.array([8, 8]), 9, "bfloat16")
+    )(model)
+    assert cache.k.dtype == cache.v.dtype == jnp.bfloat16
+    assert cache.k.shape == (3, 2, 9, 2, 4)
+    assert logits.dtype == jnp.float32
+    logits, _ = jax.jit(extend)(
+        model, tokens[:, 8], jnp.array([8, 8]), cache, rope_tables(CONFIG, 9)
+    )
+    want = model(tokens, compute_dtype="float32")[:, -1]
+    # Logits of about one; three layers of some ten roundings of 2e-3 each.
+    np.testing.assert_allclose(logits, want, atol=3e-2)
+
+
+# ----- another implementation
+
+
+def test_texts_are_those_of_transformers(tmp_path):
+    reason = "needs transformers and torch: pip install -e '.[reference]'"
+    transformers = pytest.importorskip("transformers", reason=reason)
+    torch = pytest.importorskip("torch", reason=reason)
+    model = model_of()
+    huggingface.save(model, tmp_path / "llama")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "llama").float().eval()
+    longest = max(map(len, PROMPTS))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in PROMPTS])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in PROMPTS])
+    theirs.generation_config.eos_token_id = None
+    out = theirs.generate(
+        ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, pad_token_id=0
+    )
+    assert greedy(model) == out[:, longest:].tolist()
+
+
+# ----- errors
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ([[1], []], {}, r"`prompts\[1\]` is empty: give at least one token"),
+        ([[1, 61]], {}, r"`prompts\[0\]` has the id 61, but those of the model are 0 to 60"),
+        ([[-1, 2]], {}, r"`prompts\[0\]` has the id -1"),
+        ([[1]], {"stop": [99]}, "`stop` has the id 99"),
+        ([[1]], {"max_new_tokens": 0}, "`max_new_tokens` must be at least 1, got 0"),
+        ([[1] * 30], {}, r"`prompts\[0\]` has 30 tokens, and `max_new_tokens` 12 more .* the 40 p"),
+        ([[1]], {"temperature": -1}, "`temperature` must be 0, .* or above, got -1"),
+        ([[1]], {"temperature": float("nan")}, "`temperature` must be 0"),
+        ([[1]], {"top_p": 0.0}, r"`top_p` must be above 0 and at most 1, got 0\.0"),
+        ([[1]], {"top_p": 1.5}, r"`top_p` must be above 0 and at most 1, got 1\.5"),
+        ([[1]], {"top_k": -1}, "`top_k` must be at least 0, which is no limit, got -1"),
+        ([[1]], {"temperature": 1.0}, "draws random numbers, but got key=None: pass `key`"),
+        (
+            [[1]],
+            {"temperature": 1.0, "key": jax.random.split(jax.random.key(0), 2)},
+            r"`key` must be one, or one for each of 1 `prompts`: got \(2,\)",
+        ),
+    ],
+)
+def test_errors_say_what_is_wrong(prompts, options, message):
+    with pytest.raises(ValueError, match=message):
+        greedy(model_of(), prompts, **options)
+
+
+def test_nothing_is_written_after_no_prompts():
+    assert greedy(model_of(), []) == []
+    assert log_likelihoods(model_of(), [], []).shape == (0,)
+    with pytest.raises(ValueError, match="`continuations` are 2 for 1 `prompts`"):
+        log_likelihoods(model_of(), [[1]], [[1], [2]])
+    with pytest.raises(ValueError, match=r"`continuations\[0\]` is empty"):
+        log_likelihoods(model_of(), [[1]], [[]])

@@ -1,0 +1,329 @@
+"""Tests of actjax/nf4.py: the 4 bits of QLoRA, and the 8 of their scales."""
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from optim.optim_oracles import blockwise_round_trip
+
+from actjax import NF4Weight
+from actjax.nf4 import levels
+
+PUBLISHED = np.array([
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022833, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+    0.7229568362236023, 1.0,
+])  # fmt: skip
+"""Dettmers et al., "QLoRA" (2023), appendix E."""
+LEVEL_ERROR = 2.5e-7
+"""Of the published levels, which are made in float32: half its step at the outermost probability,
+3e-8, times the slope of the quantile there, 14, divided by the quantile, 1.85."""
+BLOCK, SCALES = 64, 256
+HALF_GAP = 0.9 / 64 / 2
+"""Error of the 8-bit map: half the gap of the top decade's 64 levels."""
+MAP_ERROR = 4e-6
+"""By how much of the largest value float32 moves one in 8 bits: a logarithm, a power, a sum."""
+
+
+def normal(seed: int, *shape: int, dtype=None) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+quantize = jax.jit(NF4Weight.quantize)
+read = jax.jit(lambda q, dtype: q.astype(dtype), static_argnums=1)
+
+
+@jax.jit
+def round_trip(w):
+    return NF4Weight.quantize(w).astype(w.dtype)
+
+
+def per_weight(scales, w):
+    """Returns the scale [d, n] of each weight."""
+    return np.repeat(scales, BLOCK, axis=0)[: len(w)]
+
+
+def scales_of(w):
+    """Returns the largest magnitudes of blocks [blocks, n], exact and as 8 bits hold them.
+
+    And by how much float32 may miss the latter.
+    """
+    w = np.asarray(w, np.float64)
+    starts = range(0, len(w), BLOCK)
+    exact = np.stack([np.abs(w[i : i + BLOCK]).max(0) for i in starts])
+    rest = (exact - exact.mean()).ravel()
+    # A row whose last block may be shorter.
+    coded = blockwise_round_trip(rest, False, SCALES).reshape(exact.shape) + exact.mean()
+    return exact, coded, MAP_ERROR * (largest_in_blocks(exact) + exact.mean())
+
+
+def largest_in_blocks(scales):
+    """Returns for each scale the largest distance from the mean in its block of 256."""
+    rest = np.abs(scales - scales.mean()).ravel()
+    largest = [rest[i : i + SCALES].max() for i in range(0, rest.size, SCALES)]
+    return np.repeat(largest, SCALES)[: rest.size].reshape(scales.shape)
+
+
+def nearest(unit):
+    """Returns the level nearest to each number."""
+    return PUBLISHED[np.argmin(np.abs(np.asarray(unit)[..., None] - PUBLISHED), axis=-1)]
+
+
+def assert_the_papers(w, got):
+    """Holds a decoded weight to section 3 of the paper, or to what is nearer yet.
+
+    There weights are divided by the exact scale. Divided by the one that they are read with, a few
+    take the level next to it; both are right.
+    """
+    w, got = np.asarray(w, np.float64), np.asarray(got, np.float64)
+    exact, coded, slack = (per_weight(x, w) for x in scales_of(w))
+    want = nearest(w / exact) * coded
+    slack = slack + 2 * LEVEL_ERROR * exact
+    assert np.all(np.abs(got - nearest(got / coded) * coded) <= slack)
+    assert np.all(np.abs(got - w) <= np.abs(want - w) + slack)
+
+
+def assert_within_the_error(w, got):
+    """Holds a decoded weight to the errors of its level and of its scale.
+
+    With the scale `s` read as `t`, the level `l` that is nearest to `w / s` errs by
+    `|l t - w| <= |l s - w| + |l| |t - s|`, and the nearest to `w / t` by no more.
+    """
+    w, got = np.asarray(w, np.float64), np.asarray(got, np.float64)
+    exact, _, slack = scales_of(w)
+    of_scale = per_weight(HALF_GAP * largest_in_blocks(exact) + slack, w)
+    exact = per_weight(exact, w)
+    level = nearest(w / np.where(exact > 0, exact, 1))
+    # Near the middle of two levels their last digits decide. Below 1e-37 float32 loses bits.
+    slack = 4 * LEVEL_ERROR * exact + 1e-37
+    assert np.all(np.abs(got - w) <= np.abs(level * exact - w) + np.abs(level) * of_scale + slack)
+
+
+# The levels.
+
+
+def test_the_levels_are_the_published_ones():
+    got = levels()
+    assert got.dtype == np.float32
+    assert got.shape == (16,)
+    np.testing.assert_allclose(got, PUBLISHED, rtol=0, atol=LEVEL_ERROR)
+    # Where a weight is zero or the largest, no error is allowed.
+    assert {-1.0, 0.0, 1.0} <= set(got.tolist())
+
+
+def test_half_the_widest_gap_is_what_the_docstring_says():
+    assert np.diff(levels()).max() / 2 == pytest.approx(0.152, abs=5e-4)
+
+
+def test_levels_come_back_exactly():
+    # All scales are alike, so that nothing of them is lost: what is left is the code book.
+    index = np.random.default_rng(0).integers(0, 16, (130, 7))
+    index[[0, 64, 129]] = 15
+    w = jnp.asarray(levels()[index] * np.float32(0.75))
+    np.testing.assert_allclose(round_trip(w), w, rtol=2e-7, atol=0)
+
+
+# The error.
+
+SHAPES = [(1, 1), (63, 2), (64, 3), (65, 4), (172, 5), (200, 300)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_weight_is_what_the_paper_makes_of_it(shape):
+    w = normal(0, *shape, dtype="float32")
+    got = round_trip(w)
+    assert got.dtype == jnp.float32
+    assert_the_papers(w, got)
+    assert_within_the_error(w, got)
+
+
+def test_scales_in_8_bits_are_in_blocks_of_256():
+    # 600 scales, of which the last 88 are large, and in a block of their own: they blur no others.
+    w = np.array(normal(0, 128, 300, dtype="float32"))
+    w[64:, 212:] *= 10
+    got = round_trip(jnp.asarray(w))
+    assert_the_papers(w, got)
+    assert_within_the_error(w, got)
+
+
+def test_a_block_is_of_inputs_of_one_output():
+    # All scales are as far from their mean, which 8 bits hold exactly. In blocks that lie otherwise
+    # the smaller ones would not be found.
+    scales = np.array([[1.25, 0.75, 1.25], [0.75, 1.25, 0.75]])
+    w = np.array(normal(0, 128, 3, dtype="float32"))
+    for i, row in enumerate(scales):
+        part = w[64 * i : 64 * (i + 1)]
+        part *= row / np.abs(part).max(0)
+    exact = per_weight(scales, w)
+    np.testing.assert_allclose(round_trip(jnp.asarray(w)), nearest(w / exact) * exact, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+def test_a_weight_of_another_dtype(dtype, x64, quick_compile):
+    w = normal(0, 172, 5, dtype=dtype)
+    q = quantize(w)
+    assert q.dtype == dtype
+    got, wide = read(q, dtype), read(q, "float32")
+    assert (got.dtype, wide.dtype) == (dtype, "float32")
+    # Scales are float32 in any case.
+    assert_the_papers(w, wide)
+    # A rounding of the level, of the scale, and of their product.
+    unit = float(jnp.finfo(dtype).eps) / 2 + 2.0**-23
+    np.testing.assert_allclose(np.float64(got), np.float64(wide), rtol=3 * unit)
+
+
+FINITE = st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_the_error_holds_for_any_weight(data):
+    shape = data.draw(st.sampled_from([(1, 1), (65, 2), (130, 3)]))
+    w = data.draw(arrays.arrays(np.float32, shape, elements=FINITE))
+    got = np.asarray(round_trip(jnp.asarray(w)))
+    assert_within_the_error(w, got)
+    assert np.all(got[w == 0] == 0)
+    # No sign is turned, whatever 8 bits make of a scale.
+    assert np.all(np.sign(got) * np.sign(w) >= 0)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(-90, 90), st.integers(0, 2**32 - 1))
+def test_a_power_of_two_changes_nothing_but_the_scale(power, seed):
+    w = normal(seed, 65, 2, dtype="float32")
+    factor = jnp.float32(2.0**power)
+    np.testing.assert_array_equal(round_trip(w * factor), round_trip(w) * factor)
+
+
+# Special weights.
+
+
+@pytest.mark.parametrize("value", [0.0, 2.5, -2.5, 1e-30, 1e30])
+def test_a_constant_weight_comes_back(value):
+    w = jnp.full((130, 3), value, jnp.float32)
+    # The mean of equal scales is summed, and may err by a few units in the last place.
+    np.testing.assert_allclose(round_trip(w), w, rtol=1e-6, atol=0)
+
+
+def test_tiny_weights_are_as_good_as_others():
+    w = normal(0, 172, 5, dtype="float32")
+    got = round_trip(w * jnp.float32(1e-30)) / jnp.float32(1e-30)
+    # But for those that the factor's rounding moves over the middle of two levels: none.
+    np.testing.assert_allclose(got, round_trip(w), rtol=1e-5)
+
+
+def test_blocks_of_zeros_stay_zeros_among_others():
+    w = np.array(normal(0, 192, 4, dtype="float32"))
+    w[64:128, 1] = 0
+    w[:, 3] = 0
+    got = np.asarray(round_trip(jnp.asarray(w)))
+    np.testing.assert_array_equal(got[w == 0], 0)
+    assert np.all(np.isfinite(got))
+
+
+@pytest.mark.parametrize("huge", [1e3, -1e6, 1e30])
+def test_one_huge_value_costs_others_what_the_error_says(huge):
+    w = np.array(normal(0, 128, 3, dtype="float32"))
+    w[5, 1] = huge
+    got = np.asarray(round_trip(jnp.asarray(w)))
+    assert_within_the_error(w, got)
+    # Itself is off by its scale's error alone.
+    assert got[5, 1] == pytest.approx(huge, rel=0.008)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
+def test_what_is_not_finite_does_not_come_back_finite(value):
+    w = normal(0, 64, 2, dtype="float32").at[3, 1].set(value)
+    assert not np.isfinite(round_trip(w)[3, 1])
+
+
+# What it is made of.
+
+
+def nbytes(tree) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_weight_takes_4_13_bits(dtype):
+    w = jax.ShapeDtypeStruct((4096, 4096), dtype)
+    size = nbytes(jax.eval_shape(NF4Weight.quantize, w))
+    # A code, a scale for 64 of them, a scale for 256 of those, and a mean.
+    assert size * 8 == 4096**2 * (4 + 8 / 64 + 32 / (64 * 256)) + 32
+    assert round(size * 8 / 4096**2, 2) == 4.13
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bytes_of_ragged_weights(shape):
+    d, n = shape
+    blocks = -(-d // 64)
+    want = blocks * 32 * n + blocks * n + 4 * -(-blocks * n // 256) + 4
+    assert nbytes(jax.eval_shape(NF4Weight.quantize, normal(0, d, n))) == want
+
+
+def test_it_has_the_shape_of_the_weight():
+    q = quantize(normal(0, 172, 5, dtype=jnp.bfloat16))
+    assert (q.shape, q.ndim, q.dtype) == ((172, 5), 2, jnp.bfloat16)
+    assert "172, 5" in repr(q)
+    assert len(repr(q)) < 100  # Not its numbers.
+    again = jax.tree.map(lambda x: x, q)
+    assert (again.shape, again.ndim, again.dtype) == ((172, 5), 2, jnp.bfloat16)
+
+
+# Under transformations of JAX.
+
+
+def test_with_and_without_jit_it_is_the_same():
+    w = normal(0, 172, 5, dtype="float32")
+    q, jitted = NF4Weight.quantize(w), quantize(w)
+    # Compiled otherwise, the mean of the scales may be off in its last place.
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), q, jitted)
+    np.testing.assert_allclose(q.astype("float32"), read(jitted, "float32"), rtol=1e-6)
+
+
+def test_stacked_layers_are_quantized_each_by_itself():
+    # Of very different sizes: a mean over layers would be seen.
+    w = normal(0, 3, 70, 4, dtype="float32") * jnp.array([1, 1e-6, 1e6])[:, None, None]
+    stacked = jax.jit(jax.vmap(NF4Weight.quantize))(w)
+    assert (stacked.shape, stacked.ndim, stacked.dtype) == ((3, 70, 4), 3, "float32")
+    mapped = jax.jit(jax.vmap(lambda q: q.astype("float32")))(stacked)
+    scan = jax.jit(lambda q: jax.lax.scan(lambda _, q: (None, q.astype("float32")), None, q)[1])
+    scanned = scan(stacked)
+    np.testing.assert_array_equal(mapped, scanned)
+    for got, one in zip(scanned, w, strict=True):
+        np.testing.assert_allclose(got, round_trip(one), rtol=1e-6)
+
+
+def test_within_a_scan_a_layer_has_the_shape_of_one():
+    stacked = jax.eval_shape(jax.vmap(NF4Weight.quantize), normal(0, 3, 70, 4))
+    seen = []
+
+    def body(carry, q):
+        seen.append((q.shape, q.ndim))
+        return carry, None
+
+    jax.eval_shape(lambda q: jax.lax.scan(body, None, q), stacked)
+    assert set(seen) == {((70, 4), 2)}
+
+
+# Errors.
+
+
+@pytest.mark.parametrize("shape", [(), (64,), (2, 64, 3)], ids=str)
+def test_a_weight_of_other_axes_is_refused(shape):
+    with pytest.raises(ValueError, match=re.escape(f"must be [d, n], got {shape}")):
+        NF4Weight.quantize(jnp.ones(shape))
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "bool"])
+def test_a_weight_of_integers_is_refused(dtype):
+    with pytest.raises(TypeError, match=f"must be floating point, got {dtype}"):
+        NF4Weight.quantize(jnp.ones((64, 2), dtype))
