@@ -73,7 +73,7 @@ def _block(dims, config, block, x, tables):
     attention, mlp, x = block.attention, block.mlp, checkpoint_name(x, "block")
     h = _rms_norm(x, block.attention_norm[...], dims.norm_eps)
     q, k, v = (
-        checkpoint_name(h @ w[...].astype(h.dtype), name).reshape(*h.shape[:2], -1, dims.head_size)
+        checkpoint_name(_times(h, w), name).reshape(*h.shape[:2], -1, dims.head_size)
         for name, w in (("q", attention.q), ("k", attention.k), ("v", attention.v))
     )
     q, k = _rope(q, *tables), _rope(k, *tables)
@@ -81,13 +81,23 @@ def _block(dims, config, block, x, tables):
         out = jax.nn.dot_product_attention(q, k, v, is_causal=True)
     else:
         out = actjax.attention(q, k, v)
-    x = x + out.reshape(*x.shape[:2], -1) @ attention.o[...].astype(x.dtype)
+    x = x + _times(out.reshape(*x.shape[:2], -1), attention.o)
     h = _rms_norm(x, block.mlp_norm[...], dims.norm_eps)
     gate, up = (
-        checkpoint_name(h @ w[...].astype(h.dtype), name)
-        for name, w in (("gate", mlp.gate), ("up", mlp.up))
+        checkpoint_name(_times(h, w), name) for name, w in (("gate", mlp.gate), ("up", mlp.up))
     )
-    return x + (jax.nn.silu(gate) * up) @ mlp.down[...].astype(x.dtype)
+    return x + _times(jax.nn.silu(gate) * up, mlp.down)
+
+
+def _times(x, parameter):
+    """Returns `x` times a weight; of one with an adapter, as QLoRA's authors have it."""
+    w = parameter[...]
+    if not isinstance(w, actjax.LoRA):
+        return x @ w.astype(x.dtype)
+    # Weights in 4 bits are decoded again in the backward pass, as in bitsandbytes: JAX alone would
+    # keep the decoded ones of all layers.
+    base = actjax.linear(x, actjax.FrozenWeight(w.weight))
+    return base + w.scale * ((x @ w.a.astype(x.dtype)) @ w.b.astype(x.dtype))
 
 
 def _rms_norm(x, scale, eps):

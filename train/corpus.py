@@ -143,7 +143,7 @@ class PythonStandardLibrary(tfds.core.GeneratorBasedBuilder, skip_registration=T
         for path in sorted(root.rglob("*.py")):
             name = path.relative_to(root).as_posix()
             if self._NOT_THE_LIBRARY.isdisjoint(path.parts[len(root.parts) :]) and held_out == (
-                _unit_hash(name.encode()) < self._HELD_OUT
+                unit_hash(name.encode()) < self._HELD_OUT
             ):
                 with contextlib.suppress(UnicodeDecodeError):
                     text = path.read_bytes().decode().replace("\r\n", "\n")
@@ -299,7 +299,7 @@ def _open_path(path: pathlib.Path, fraction: float, field: str) -> Corpus:
         files = [p for p in sorted(path.rglob("*")) if _is_accepted(p.relative_to(path))]
         documents = [text for file in files for text in _read_documents(file, field)]
     elif _is_text(path):
-        documents = _group_paragraphs(_read_text(path))
+        documents = _group_paragraphs(read_text(path))
     else:
         documents = list(_read_documents(path, field))
     documents = [text for text in documents if text.strip()]
@@ -310,22 +310,22 @@ def _open_path(path: pathlib.Path, fraction: float, field: str) -> Corpus:
     return Corpus(path.name, train, validation, fingerprint)
 
 
-def _suffix(path: pathlib.Path) -> str:
+def suffix_of(path: pathlib.Path) -> str:
     """Returns the suffix that says how to read `path`: `.jsonl` for `a.jsonl.gz`."""
     return (path.with_suffix("") if path.suffix == ".gz" else path).suffix
 
 
 def _is_text(path: pathlib.Path) -> bool:
-    return _suffix(path) not in (".json", ".jsonl", ".parquet")
+    return suffix_of(path) not in (".json", ".jsonl", ".parquet")
 
 
 def _is_accepted(path: pathlib.Path) -> bool:
     hidden = any(part.startswith(".") for part in path.parts)
-    return not hidden and _suffix(path) in (*TEXT_SUFFIXES, ".jsonl", ".parquet")
+    return not hidden and suffix_of(path) in (*TEXT_SUFFIXES, ".jsonl", ".parquet")
 
 
 def _read_documents(path: pathlib.Path, field: str) -> Iterable[str]:
-    match _suffix(path):
+    match suffix_of(path):
         case ".jsonl":
             return _read_jsonl(path, field)
         case ".parquet":
@@ -336,10 +336,10 @@ def _read_documents(path: pathlib.Path, field: str) -> Iterable[str]:
                 ".jsonl file."
             )
         case _:
-            return [_read_text(path)]
+            return [read_text(path)]
 
 
-def _read_text(path: pathlib.Path) -> str:
+def read_text(path: pathlib.Path) -> str:
     """Returns the UTF-8 text of `path`, unpacked if need be, without BOM and carriage return."""
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
@@ -360,7 +360,7 @@ def _read_text(path: pathlib.Path) -> str:
 
 def _read_jsonl(path: pathlib.Path, field: str) -> Iterator[str]:
     # Not `splitlines`: JSON strings may hold line separators such as U+2028.
-    for number, line in enumerate(_read_text(path).split("\n"), 1):
+    for number, line in enumerate(read_text(path).split("\n"), 1):
         if line.strip():
             try:
                 yield _field_of(line, field)
@@ -420,7 +420,7 @@ def _hold_out(
     """
     if len(documents) == 1:
         return _hold_out_tail(documents[0], fraction, path)
-    hashes = [_unit_hash(text.encode()) for text in documents]
+    hashes = [unit_hash(text.encode()) for text in documents]
     bound = min(max(fraction, min(hashes)), sorted(hashes)[-2])
     held_out = [value <= bound for value in hashes]
     if all(held_out):  # Copies of one document left none on the other side.
@@ -441,7 +441,7 @@ def _hold_out_tail(text: str, fraction: float, path: pathlib.Path) -> tuple[list
     return [text[:cut]], [text[cut:]]
 
 
-def _unit_hash(data: bytes) -> float:
+def unit_hash(data: bytes) -> float:
     """Returns a number in [0, 1) that depends on nothing but `data`."""
     return int.from_bytes(hashlib.sha256(data).digest()[:6], "big") / 2**48
 

@@ -24,7 +24,7 @@ import jinja2.parser
 import jinja2.sandbox
 import numpy as np
 
-from train.corpus import _read_text, _suffix, _unit_hash
+from train.corpus import read_text, suffix_of, unit_hash
 from train.tokenizer import Tokenizer
 
 Format = Literal["completion", "chat", "text"]
@@ -35,6 +35,8 @@ ACCEPTED = (
 )
 _SUFFIXES = (".json", ".jsonl")
 ROLES = ("system", "developer", "user", "assistant", "tool")
+_CONTEXT = 64
+"""Characters before a text that are encoded along with it: the name of any special token fits."""
 _TODAY = datetime.date(2024, 7, 26)
 """What templates are told that today is: Llama 3's take this day where they are told none. Another
 each day would make other tokens, and no run could be resumed on the next."""
@@ -72,8 +74,8 @@ class ExampleConfig:
     validation: str | None = None
     """Records to validate on, as for `--data`. By default a share of those is held out."""
     held_out: float = 0.05
-    """Share of the records to hold out where there is no `--validation`; 0 for none. A hash of the
-    record decides, so that others that are added move none."""
+    """Share of the records to hold out where there is no `--validation`. A hash of the record
+    decides, so that others that are added move none."""
     count_prompts: bool = False
     """Learn prompts, too, and in a chat what others than the assistant say. By default the loss
     counts completions, and what the assistant says."""
@@ -82,8 +84,8 @@ class ExampleConfig:
     whole."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.held_out < 1:
-            raise ValueError(f"`--held-out` must be in [0, 1), got {self.held_out}.")
+        if not 0 < self.held_out < 1:
+            raise ValueError(f"`--held-out` must be in (0, 1), got {self.held_out}.")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -102,13 +104,12 @@ class Example:
 
 @dataclasses.dataclass(frozen=True)
 class Examples:
-    """Examples to train on and examples held out. Each has a token that counts."""
+    """Examples to train on and examples held out: some of both, and in each a token counts."""
 
     name: str
     """What to call them in a log."""
     train: Sequence[Example]
     validation: Sequence[Example]
-    """Empty where nothing was to be held out."""
     cut: int
     """How many of both were longer than a sequence, and lost their end."""
     dropped: int
@@ -155,7 +156,7 @@ def open_examples(
     )
     if not train.examples:
         _raise_nothing_left("--data", config.data, "train on", len(records), seq_len)
-    if held_out and not validation.examples:
+    if not validation.examples:
         _raise_nothing_left(flag, source, "validate on", len(held_out), seq_len)
     return Examples(
         name=pathlib.Path(config.data).name,
@@ -243,28 +244,33 @@ def _encode(
     after: list[int],
     count_all: bool,
 ) -> Example:
-    """Encodes each piece by itself: a prompt gets the tokens that it has where nothing follows."""
-    tokens, counted, started = [*before], [False] * len(before), False
+    """Encodes piece after piece: a prompt has the tokens that it has where nothing follows it."""
+    tokens, counted, previous = [*before], [False] * len(before), ""
     for text, counts in pieces:
         text.encode()  # Raises where the text is none, which tokenizers do not all say.
-        new = _encode_rest(text, encode) if started else encode(text)
+        new = _encode_rest(text, previous, encode)
         tokens += new
         counted += [counts or count_all] * len(new)
-        started = started or bool(text)
+        previous = text or previous
     tokens += after
     counted += [True] * len(after)
     counted[:1] = [False] * len(tokens[:1])
     return Example(np.asarray(tokens, np.int32), np.asarray(counted, np.bool_))
 
 
-def _encode_rest(text: str, encode: Callable[[str], list[int]]) -> list[int]:
-    """Returns the ids of `text` where something stands before it.
+def _encode_rest(text: str, previous: str, encode: Callable[[str], list[int]]) -> list[int]:
+    """Returns the ids of `text` where `previous` stands before it, whose own ids stay as they are.
 
-    sentencepiece puts a space in front of all that it encodes. Here it falls to a line break, which
-    is taken off again, unless a token would hold the line break and more.
+    The end of a text may matter to the next: sentencepiece puts a space in front of all that it
+    encodes, and so do some tokenizers after each special token. So the two are encoded together, or
+    where a token would then cross from one into the other, as after a space, the second behind a
+    line break.
     """
-    line, both = encode("\n"), encode("\n" + text)
-    return both[len(line) :] if both[: len(line)] == line else encode(text)
+    for end in (previous[-_CONTEXT:], "\n") if previous else ():
+        known, both = encode(end), encode(end + text)
+        if both[: len(known)] == known:
+            return both[len(known) :]
+    return encode(text)
 
 
 class _Fitted(NamedTuple):
@@ -279,10 +285,10 @@ def _fit(examples: list[Example], longest: int, long: Literal["cut", "drop"]) ->
     for example in examples:
         is_long = len(example.tokens) > longest
         if not (is_long and long == "drop") and example.counted[:longest].any():
-            # Copies: of a slice, all that was cut off would stay in memory.
-            short = Example(example.tokens[:longest].copy(), example.counted[:longest].copy())
-            kept.append(short if is_long else example)
-            cut += is_long
+            if is_long:  # Copies: of a slice, all that was cut off would stay in memory.
+                example = Example(example.tokens[:longest].copy(), example.counted[:longest].copy())
+                cut += 1
+            kept.append(example)
     return _Fitted(kept, cut, len(examples) - len(kept))
 
 
@@ -301,15 +307,12 @@ def _hold_out(
     records: list["_Record"], config: ExampleConfig
 ) -> tuple[list["_Record"], list["_Record"]]:
     """Splits records by a hash of what is in them: copies stay together, and both sides get one."""
-    if not config.held_out:
-        return records, []
-    hashes = [_unit_hash(json.dumps(x.fields, sort_keys=True).encode()) for x in records]
+    hashes = [unit_hash(json.dumps(x.fields, sort_keys=True).encode()) for x in records]
     values = sorted(set(hashes))
     if len(values) < 2:
         raise ValueError(
             f"`--data` is '{config.data}': it has {len(records)} record(s), all the same, and one "
-            "is to be held out. Give others, name a file to validate on by `--validation`, or hold "
-            "none out by `--held-out 0`."
+            "is to be held out. Give others, or name a file to validate on by `--validation`."
         )
     bound = min(max(config.held_out, values[0]), values[-2])
     return (
@@ -612,8 +615,8 @@ def _read(data: str, flag: str) -> list[_Record]:
     files = [path]
     if path.is_dir():
         files = [p for p in sorted(path.rglob("*")) if _is_shown(p.relative_to(path))]
-        files = [p for p in files if p.is_file() and _suffix(p) in _SUFFIXES]
-    elif _suffix(path) not in _SUFFIXES:
+        files = [p for p in files if p.is_file() and suffix_of(p) in _SUFFIXES]
+    elif suffix_of(path) not in _SUFFIXES:
         raise ValueError(f"`{flag}` is '{data}', which is not read. Give {ACCEPTED}.")
     records = [record for file in files for record in _read_file(file, flag)]
     if not records:
@@ -626,8 +629,8 @@ def _is_shown(path: pathlib.Path) -> bool:
 
 
 def _read_file(path: pathlib.Path, flag: str) -> Iterator[_Record]:
-    text = _read_text(path)
-    if _suffix(path) == ".json" and text.lstrip().startswith("["):
+    text = read_text(path)
+    if suffix_of(path) == ".json" and text.lstrip().startswith("["):
         for number, value in enumerate(_parse(text, 1, path, flag), 1):
             yield _as_record(value, f"`{flag}`: record {number} of '{path}'")
         return

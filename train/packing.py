@@ -99,7 +99,7 @@ def validation_set(
       pad_id: as for `packed_batches`.
 
     Raises:
-      ValueError: an argument is out of range, or examples are not as said.
+      ValueError: an argument is out of range, examples are not as said, or no text of them counts.
     """
     _check(examples, batch_size, seq_len)
     if max_batches < 1:
@@ -112,6 +112,11 @@ def validation_set(
     ]
     num_tokens = sum(int(example.counted[1:].sum()) for row in shown for example in row)
     num_bytes = sum(_counted_bytes(example, tokenizer) for row in shown for example in row)
+    if not num_bytes:
+        raise ValueError(
+            "`examples`: what counts in those to validate on has no text, but for the tokens that "
+            "end it. Give others."
+        )
     return ValidationSet(batches, num_tokens, num_bytes)
 
 

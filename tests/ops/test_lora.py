@@ -43,8 +43,6 @@ BATCH, LENGTH, HEADS, GROUPS, SIZE = 2, 5, 4, 2, 2
 WIDTH = HEADS * SIZE
 """Of the linear input."""
 THETA = 100.0
-SCALE = 1 + np.random.default_rng(9).standard_normal(WIDTH) / 4
-"""Of the norm."""
 
 
 def normal(seed: int, *shape: int, dtype=None) -> jax.Array:
@@ -84,6 +82,11 @@ def products(fun, *args) -> list[tuple[int, ...]]:
 
 
 # The operators.
+
+
+def scale_of_norm() -> np.ndarray:
+    # A new array each time: of one that it has seen in float32, JAX 0.10 keeps that in float64.
+    return 1 + np.random.default_rng(9).standard_normal(WIDTH) / 4
 
 
 def tables() -> tuple[jax.Array, jax.Array]:
@@ -130,9 +133,9 @@ TOKENS = (BATCH, LENGTH, WIDTH)
 OPERATORS = {
     "linear": Operator(linear, lambda x: x, lambda x, dy: (dy,), (TOKENS,)),
     "norm": Operator(
-        lambda x, w, **given: norm_linear(x, jnp.asarray(SCALE), w, eps=1e-6, **given),
-        lambda x: oracles.rms_norm(x, SCALE, 1e-6),
-        lambda x, dy: (oracles.rms_norm_vjp(x, SCALE, 1e-6, dy)[0],),
+        lambda x, w, **given: norm_linear(x, jnp.asarray(scale_of_norm()), w, eps=1e-6, **given),
+        lambda x: oracles.rms_norm(x, scale_of_norm(), 1e-6),
+        lambda x, dy: (oracles.rms_norm_vjp(x, scale_of_norm(), 1e-6, dy)[0],),
         (TOKENS,),
     ),
     "swiglu": Operator(swiglu_linear, oracles.swiglu, oracles.swiglu_vjp, (TOKENS,) * 2),
@@ -202,8 +205,10 @@ def run_oracle(name, exact, hats, weights, biases, dzs):
 # Values and gradients.
 
 EACH = [
-    *(("linear", codec) for codec in (RandomProjection(3), RandomizedSVD(3))),
-    *(("linear", codec) for codec in (PointApproximation(points=4), NEAREST)),
+    ("linear", RandomProjection(3)),
+    ("linear", RandomizedSVD(3)),
+    ("linear", PointApproximation(points=4)),
+    ("linear", NEAREST),
     ("norm", DITHER),
     ("swiglu", (NEAREST, DITHER)),
     ("attention", (DITHER, Exact(), NEAREST)),
@@ -281,7 +286,7 @@ def test_any_number_of_leading_axes(lead, x64, quick_compile):
     )
 
 
-@operators
+@pytest.mark.parametrize("name", ["linear", "swiglu"])
 def test_exact_codec_passes_finite_differences(name, x64, quick_compile):
     operator, (ws, adapters, biases, _) = OPERATORS[name], problem()
     # As one vector: all arguments at once. With dropout, of which the mask is no function of them.
@@ -408,12 +413,12 @@ def recovered(name, xs, key, rate):
 
 @pytest.mark.parametrize(
     ("name", "codec"),
-    [*((name, Exact()) for name in OPERATORS), *(each for each in EACH if each[0] != "swiglu")],
+    [*((name, Exact()) for name in ("linear", "swiglu", "attention")), *EACH[2:5], EACH[0]],
     ids=str,
 )
 def test_dropout_is_the_same_in_both_passes_and_spares_the_weight(name, codec, x64, quick_compile):
     operator, (ws, adapters, biases, dzs) = OPERATORS[name], problem()
-    xs, keys, rate = operator.activations(), jax.random.split(KEY), 0.25
+    xs, keys, rate = operator.activations(), tuple(jax.random.split(KEY)), 0.25
 
     @jax.jit
     def run(xs, plain, adapters):
@@ -489,7 +494,7 @@ def test_merged_is_the_sum(coded, x64, quick_compile):
         w = weight.astype("float64")
     else:
         weight = w
-    got = LoRA(weight, a, b, KEY, 3.0, 0.5).merged()
+    got = jax.jit(LoRA.merged)(LoRA(weight, a, b, KEY, 3.0, 0.5))
     assert_close(got, np.asarray(w) + 3 * np.asarray(a) @ np.asarray(b))
 
 
@@ -586,11 +591,9 @@ def temporaries(layers: int, codec, dropout: float, coded: bool) -> int:
 @pytest.mark.parametrize(
     ("codec", "dropout", "coded"),
     [
-        (Exact(), 0.0, False),
+        (Exact(), 0.1, False),
         (RandomProjection(4), 0.0, False),
-        (Quantized(4, group=32), 0.0, True),
-        (Quantized(4, group=32), 0.1, False),
-        (PointApproximation(points=4), 0.1, True),
+        (Quantized(4, group=32), 0.1, True),
     ],
     ids=str,
 )
@@ -617,13 +620,12 @@ def test_backward_holds_codes_and_thin_products_and_no_linear_input(name):
         return jax.vjp(fun, *args)[1]
 
     stored = sum(codec.stored_bytes(merged(x).shape, "float32") for x in xs)
-    # Ranks of 2 and of 3.
-    thin = BATCH * LENGTH * (2 + 3) * 4
-    others = {"norm": SCALE.astype("float32"), "attention": tables()}.get(name, ())
-    alive = nbytes((ws, adapters, others))
+    # Ranks of 2 and of 3, and a number to scale each.
+    thin = BATCH * LENGTH * (2 + 3) * 4 + 2 * 4
+    others = {"norm": scale_of_norm().astype("float32"), "attention": tables()}.get(name, ())
     held = nbytes(jax.eval_shape(pullback, xs, ws, adapters, biases))
-    # Biases are held for their dtype by some, and by others not.
-    assert held - stored - thin - alive in (0, nbytes(biases))
+    # What is alive anyway is named by the pullback too.
+    assert held == stored + thin + nbytes((ws, adapters, biases, others))
 
 
 def test_explain_names_the_thin_product():
@@ -701,7 +703,7 @@ def stack():
     return [*(normal(i, 3, *shape) for i, shape in enumerate(shapes)), keys]
 
 
-@pytest.mark.parametrize("mapped", [(0,), (2, 3), (4,), (0, 1, 2, 3, 4)], ids=str)
+@pytest.mark.parametrize("mapped", [(0,), (2, 3), (0, 1, 2, 3, 4)], ids=str)
 def test_vmap_is_a_loop(mapped, stack, quick_compile):
     axes = tuple(0 if i in mapped else None for i in range(5))
     lone = [x if i in mapped else x[0] for i, x in enumerate(stack)]
@@ -728,34 +730,40 @@ def test_checkpoint_drops_the_same_numbers_again(stack, quick_compile):
     assert_close(got, GRADIENT(*arguments), 1e-5, 1e-5)
 
 
-def test_scan_over_stacked_adapters(stack, x64, quick_compile):
-    x, w, a, b, keys = stack
-    coded = jax.jit(jax.vmap(NF4Weight.quantize))(w)
+def test_scan_over_stacked_adapters(x64, quick_compile):
+    x, w, a, b = (normal(i, 2, *s) for i, s in enumerate(((6, 8), (8, 8), (8, 2), (2, 8))))
+    keys = tuple(jax.random.split(KEY))
+    stacked = LoRA(jax.jit(jax.vmap(NF4Weight.quantize))(w), a, b, jnp.stack(keys), 0.5, 0.3)
 
     def step(x, lora):
-        # The key of the code is another than that of the dropout.
-        key = jax.random.fold_in(lora.key, 1)
-        return jnp.tanh(linear(x, lora, codec=RandomProjection(3), key=key)), None
+        return jnp.tanh(linear(x, lora, codec=NEAREST)), None
 
-    def scanned(a, b):
-        return jnp.sum(jax.lax.scan(step, x[0], LoRA(coded, a, b, keys, 0.5, 0.3))[0])
+    def loss(x, stacked):
+        return jnp.sum(jnp.sin(jax.lax.scan(step, x, stacked)[0]))
 
-    def unrolled(a, b):
-        y = x[0]
-        for i in range(3):
-            weight = jax.tree.map(lambda leaf: leaf[i], coded)
-            y, _ = step(y, LoRA(weight, a[i], b[i], keys[i], 0.5, 0.3))
-        return jnp.sum(y)
+    @jax.jit
+    def run(x, stacked):
+        def of_adapters(a, b):
+            return loss(x, dataclasses.replace(stacked, a=a, b=b))
 
-    got, want = (jax.jit(jax.grad(f, (0, 1)))(a, b) for f in (scanned, unrolled))
-    assert_close(got, want)
+        def layer(i, x, a, b):
+            weight = jax.tree.map(lambda leaf: leaf[i], stacked.weight)
+            return step(x, LoRA(weight, a, b, keys[i], 0.5, 0.3))[0]
+
+        # Layer by layer, and backwards again.
+        y, first = jax.vjp(functools.partial(layer, 0), x, a[0], b[0])
+        z, second = jax.vjp(functools.partial(layer, 1), y, a[1], b[1])
+        dy, *last = second(jnp.cos(z))
+        want = [jnp.stack(pair) for pair in zip(first(dy)[1:], last, strict=True)]
+        return jax.grad(of_adapters, (0, 1))(a, b), tuple(want)
+
+    assert_close(*run(x[0], stacked))
 
 
 # An activation in two parts.
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("name", ["linear", "norm"])
+@pytest.mark.parametrize(("name", "dropout"), [("linear", 0.3), ("norm", 0.0)])
 def test_the_parts_add_up_to_the_output(name, dropout, x64, quick_compile):
     operator, (ws, adapters, biases, dzs) = OPERATORS[name], problem()
     xs, keys = operator.activations(), jax.random.split(KEY)
@@ -833,20 +841,16 @@ def sums(shapes):
     return tuple(found)
 
 
-WHICH = {"swiglu": [(True, True), (False, True)], "attention": [(True,) * 3, (True, False, True)]}
-LOSSY = {
-    "swiglu": [NEAREST, (DITHER, Exact())],
-    "attention": [DITHER, (Exact(), NEAREST, DITHER)],
-}
 CASES = [
-    (name, codec, which)
-    for name in NONLINEAR
-    for codec, which in zip(
-        (Exact(), *LOSSY[name.split()[0]]),
-        (WHICH[name.split()[0]][1], *WHICH[name.split()[0]]),
-        strict=True,
-    )
+    ("swiglu", Exact(), (True, True)),
+    ("swiglu", NEAREST, (False, True)),
+    ("swiglu linear", Exact(), (False, True)),
+    ("swiglu linear", (DITHER, Exact()), (True, True)),
+    ("attention", Exact(), (True, False, True)),
+    ("attention", DITHER, (True, True, True)),
+    ("attention linear", (Exact(), NEAREST, DITHER), (True, True, False)),
 ]
+"""Operator, codecs, and which inputs are in two parts."""
 
 
 @pytest.mark.parametrize(("name", "codec", "which"), CASES, ids=str)
@@ -903,7 +907,7 @@ def test_what_an_adapter_has_learned_is_not_lost_to_the_code(fused, x64, quick_c
     (x,), (ws, *_) = OPERATORS["linear"].activations(), problem()
     w = ws[0], normal(70, WIDTH, 5)
     adapters = tuple((normal(71 + i, WIDTH, 2), normal(73 + i, 2, 5)) for i in range(2))
-    down, keys = normal(75, 5, 3), jax.random.split(KEY, 2)
+    down, keys = normal(75, 5, 3), tuple(jax.random.split(KEY))
     codec = Quantized(2, group=5, rounding="dither")
 
     @jax.jit
@@ -940,49 +944,81 @@ def test_what_an_adapter_has_learned_is_not_lost_to_the_code(fused, x64, quick_c
     assert_close(dx, want_dx)
 
 
-def block(x, layer, codec):
-    """A layer of a decoder, of fused operators and adapted weights alone."""
-    q, k, v = norm_linear(x, jnp.ones(64), layer[:3], codec=codec, split=True)
-    q, k, v = (y.reshape(*x.shape[:2], n, 16) for y, n in zip((q, k, v), (4, 2, 2), strict=True))
-    x = x + attention_linear(q, k, v, layer[3], codec=codec)
-    gate, up = norm_linear(x, jnp.ones(64), layer[4:6], codec=codec, split=True)
-    return x + swiglu_linear(gate, up, layer[6], codec=codec)
+def nbytes_of_codes(codec, tokens, widths):
+    return sum(codec.stored_bytes((*tokens, width), "float32") for width in widths)
 
 
-def test_a_layer_of_a_scan_takes_its_codes_and_one_thin_product_a_weight():
+def test_a_layer_of_a_scan_takes_codes_of_the_bases_and_one_thin_product_a_weight():
     codec, rank = Quantized(4, group=32), 4
-    shapes = [(64, 64), (64, 32), (64, 32), (64, 64), (64, 96), (64, 96), (96, 64)]
+    shapes = [(64, 96), (64, 96), (96, 64)]
 
     def size(layers):
         def loss(adapters, ws, x):
             def body(x, layer):
-                ws, adapters = layer
-                loras = [LoRA(w, *ab, scale=2.0) for w, ab in zip(ws, adapters, strict=True)]
-                return block(x, tuple(loras), codec), None
+                loras = [LoRA(w, *ab, scale=2.0) for w, ab in zip(*layer, strict=True)]
+                two = tuple(loras[:2])
+                gate, up = norm_linear(x, jnp.ones(64), two, codec=codec, split=True)
+                return swiglu_linear(gate, up, loras[2], codec=codec), None
 
             return jnp.sum(jax.lax.scan(body, x, (ws, adapters))[0] ** 2)
 
         def shape(*lead):
             return jax.ShapeDtypeStruct(lead, jnp.float32)
 
-        ws = [jax.eval_shape(jax.vmap(NF4Weight.quantize), shape(layers, *s)) for s in shapes]
+        ws = [shape(layers, *s) for s in shapes]
         adapters = [(shape(layers, d, rank), shape(layers, rank, n)) for d, n in shapes]
-        compiled = jax.jit(jax.grad(loss)).lower(adapters, ws, shape(1, 512, 64)).compile()
+        compiled = jax.jit(jax.grad(loss)).lower(adapters, ws, shape(512, 64)).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    # The inputs of two norms; q, k and v; gate and up: their bases.
-    widths = 64, 64, 64, 32, 32, 96, 96
-    stored = sum(codec.stored_bytes((1, 512, width), "float32") for width in widths)
-    stored += len(shapes) * 512 * rank * 4
+    # The input of the norm, and the bases of gate and up.
+    stored = nbytes_of_codes(codec, (512,), (64, 96, 96)) + 3 * 512 * rank * 4
     # Buffers are aligned. A second copy of one thin product in each of the eight more layers would
     # be 64 KiB.
-    assert abs(size(12) - size(4) - 8 * stored) < 8192
+    assert abs(size(12) - size(4) - 8 * stored) < 4096
+
+
+def test_of_adapted_heads_codes_of_the_bases_and_the_thin_products_are_held():
+    codec, rank, tokens = DITHER, 3, (BATCH, LENGTH)
+    widths = [WIDTH, GROUPS * SIZE, GROUPS * SIZE]
+    loras = tuple(
+        LoRA(*(normal(i, *s) for s in ((WIDTH, n), (WIDTH, rank), (rank, n))))
+        for i, n in enumerate(widths)
+    )
+    out = LoRA(*(normal(9, *s) for s in ((WIDTH, WIDTH), (WIDTH, rank), (rank, WIDTH))))
+
+    def fun(x, loras, out):
+        qkv = linear(-x, loras, codec=codec, key=KEY, split=True)
+        q, k, v = (y.reshape(*tokens, -1, SIZE) for y in qkv)
+        return attention_linear(q, k, v, out, codec=codec, key=KEY)
+
+    held = jax.eval_shape(lambda *args: jax.vjp(fun, *args)[1], normal(0, *TOKENS), loras, out)
+    wide = [leaf for leaf in jax.tree.leaves(held) if leaf.shape[:2] == tokens]
+    thin = 4 * BATCH * LENGTH * rank * 4
+    # Of `left` JAX lists those that two operators keep twice; the program holds one, as above.
+    codes = nbytes_of_codes(codec, tokens, (WIDTH, *widths)) - 4 * nbytes(jax.random.key_data(KEY))
+    assert nbytes(wide) in (codes + thin, codes + thin + 3 * BATCH * LENGTH * rank * 4)
+
+
+def test_sums_of_the_adapter_are_taken_in_float32(quick_compile):
+    # 4096 ones: a bfloat16 sum stops at 256, where adding one rounds back.
+    ones = functools.partial(jnp.ones, dtype=jnp.bfloat16)
+    codec = Quantized(4, group=2)
+
+    def fun(left, right):
+        up = LowRankSum(ones((4096, 2)), left, right)
+        return swiglu(100 * ones((4096, 2)), up, codec=codec)
+
+    # The gate of 100 is open.
+    run = jax.jit(lambda *args: jax.vjp(fun, *args)[1](ones((4096, 2)) / 100))
+    _, dright = run(ones((4096, 1)), ones((1, 2)))
+    np.testing.assert_allclose(dright.astype("float32"), 4096, rtol=2 * BF16)
 
 
 # Errors.
 
 X, W, A, B = jnp.ones((6, 8)), jnp.ones((8, 5)), jnp.ones((8, 2)), jnp.ones((2, 5))
 PARTS = "`w` is a LoRA of a weight (8, 5), so `a` must be [8, r] and `b` [r, 5]: got "
+CODED = jax.eval_shape(NF4Weight.quantize, W)
 SUM = LowRankSum(jnp.ones((6, 5)), jnp.ones((6, 2)), B)
 
 ERRORS = {
@@ -998,7 +1034,7 @@ ERRORS = {
         lambda: linear(X, (W, LoRA(W, A.T, B))), ValueError, "`w[1]` is a LoRA of a weight",
     ),
     "4 bits": (
-        lambda: linear(X, LoRA(NF4Weight.quantize(W), A.T, B)), ValueError, PARTS + "a(2, 8)",
+        lambda: linear(X, LoRA(CODED, A.T, B)), ValueError, PARTS + "a(2, 8)",
     ),
     "stacked": (
         lambda: linear(X, LoRA(W[None], A[None], B[None])), ValueError, "`w` must be [d, n]",

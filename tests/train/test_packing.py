@@ -254,7 +254,7 @@ def test_validation_holds_each_example_once_in_the_order_of_rows():
     held_out = validate()
     rows = [row for row in rows_of(held_out.batches) if row["segments"].any()]
     found = [firsts_in(row, EXAMPLES) for row in rows]
-    assert sorted(sum(found, [])) == [int(example.tokens[0]) for example in EXAMPLES]
+    assert sorted(itertools.chain(*found)) == [int(example.tokens[0]) for example in EXAMPLES]
     assert [x[0] for x in found] == sorted(x[0] for x in found)
     assert held_out.num_tokens == sum(int(example.counted.sum()) for example in EXAMPLES)
     assert held_out.num_tokens == sum(batch["mask"].sum() for batch in held_out.batches)
@@ -287,6 +287,11 @@ def test_bytes_are_those_of_each_turn_that_counts():
     example = Example(np.asarray(tokens, np.int32), np.asarray(counted, bool))
     held_out = validate([example])
     assert (held_out.num_tokens, held_out.num_bytes) == (7, 6)
+
+
+def test_validation_without_text_that_counts_is_refused():
+    with pytest.raises(ValueError, match="what counts in those to validate on has no text"):
+        validate([spoken("prompt", "")])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,156 @@
+"""Fine-tuning with every method: held-out loss, memory and time, on a checkpoint and data of yours.
+
+`python -m benchmarks.finetune --checkpoint DIR --data FILE`. Every method takes the same steps on
+the same batches. Memory is the peak of the compiled step, time the median of its steps. With
+several seeds, order of the data, adapters and codecs differ, and a loss has a deviation beside it.
+"""
+
+import dataclasses
+import json
+import pathlib
+import shutil
+import statistics
+import tempfile
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks import command, record
+from benchmarks.rivals import compiled_memory
+from benchmarks.tables import print_table
+from benchmarks.variants import check_names
+from train import finetune
+from train.config import FinetuneConfig
+from train.loop import NonFiniteError, StopSignal, train
+from train.methods import MethodOptions
+from train.metrics import read_metrics
+
+_LEVELS: Any = ("none", "intra", "intra+inter")
+METHODS: dict[str, tuple[str, MethodOptions]] = {
+    "exact": ("exact", MethodOptions()),
+    "remat": ("remat", MethodOptions()),
+    "pamm, one point": ("pamm", MethodOptions(ratio=1e-9)),
+    "pamm": ("pamm", MethodOptions(ratio=1 / 64)),
+    "low_rank": ("low_rank", MethodOptions(rank=16)),
+    "subspace": ("subspace", MethodOptions(rank=16)),
+    "gact": ("gact", MethodOptions()),
+    "frugal": ("frugal", MethodOptions()),
+    "lora": ("lora", MethodOptions()),
+    "qlora": ("qlora", MethodOptions()),
+    **{
+        f"hyc_lora, {bits} bits, {level}": ("hyc_lora", MethodOptions(bits=bits, level=level))
+        for bits in (4, 2)
+        for level in _LEVELS
+    },
+}
+"""By name: method and its options."""
+ADAPTERS = ("lora", "qlora", "hyc_lora")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What to compare."""
+
+    train: FinetuneConfig
+    """The run; method, learning rate, seed and folder are set by this program."""
+    only: tuple[str, ...] = tuple(METHODS)
+    """Methods to run."""
+    learning_rate: float = 1e-3
+    """Of all weights."""
+    adapter_learning_rate: float = 5e-3
+    """Of adapters."""
+    seeds: int = 1
+    """Runs of each."""
+    add: bool = False
+    """Keep the rows that `--results` holds, and run only what is missing."""
+    results: pathlib.Path = record.RESULTS / "finetune.json"
+
+    def __post_init__(self) -> None:
+        check_names(self.only, tuple(METHODS))
+
+
+def measure(config: Config) -> list[dict]:
+    """Returns one row a method and seed."""
+    rows = json.loads(config.results.read_text())["rows"] if config.add else []
+    known = {(row["name"], row["seed"]) for row in rows}
+    for seed in range(config.seeds):
+        for name in config.only:
+            if (name, seed) not in known:
+                rows.append(_trained(config, name, seed))
+                record.write(config, rows)
+    return rows
+
+
+def _trained(config: Config, name: str, seed: int) -> dict:
+    method, options = METHODS[name]
+    rate = config.adapter_learning_rate if method in ADAPTERS else config.learning_rate
+    folder = pathlib.Path(tempfile.mkdtemp())
+    settings = dataclasses.replace(
+        config.train,
+        method=method,
+        options=options,
+        optimizer=dataclasses.replace(config.train.optimizer, learning_rate=rate),
+        seed=seed,
+        out=folder,
+        save_every=config.train.steps,
+    )
+    console = Console(width=140)
+    run = finetune.prepare(settings, console)
+    row = {"name": name, "seed": seed, "learning_rate": rate, **compiled_memory(run.train_step)}
+    try:
+        with StopSignal() as stop:
+            if train(run, console, stop) < settings.steps:
+                raise SystemExit("stopped by a signal: `--add` goes on with the rows that are done")
+        lines = read_metrics(folder / "metrics.jsonl")
+    except NonFiniteError:
+        # A result of the learning rate, and no failure of the program.
+        lines = []
+    shutil.rmtree(folder)
+    speeds = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
+    tokens = settings.batch_size * settings.seq_len
+    return row | {
+        "losses": [line["validation_loss"] for line in lines if "validation_loss" in line],
+        "training": [line["loss"] for line in lines if "loss" in line],
+        # The first interval has compilation in it.
+        "step_seconds": tokens / statistics.median(speeds[1:]) if len(speeds) > 1 else None,
+    }
+
+
+def show(config: Config, rows: list[dict]) -> None:
+    """Prints the rows as a table."""
+    train = config.train
+    title = f"{train.title}, {train.steps} steps of {train.batch_size} x {train.seq_len} tokens"
+    headers = ("method", "held-out loss", "above qlora", "peak, MiB", "s a step", "rate", "seeds")
+    groups: dict[str, list[dict]] = {}
+    for row in rows:
+        groups.setdefault(row["name"], []).append(row)
+    base = {row["seed"]: _last(row) for row in groups.get("qlora", [])}
+    cells = []
+    for name, group in groups.items():
+        gaps = [_last(row) - base[row["seed"]] for row in group if row["seed"] in base]
+        times = [row["step_seconds"] for row in group if row["step_seconds"]]
+        cells.append(
+            (
+                name,
+                _spread([_last(row) for row in group]),
+                _spread(gaps, "+") if gaps else "",
+                f"{group[0]['peak'] / 2**20:.1f}",
+                f"{statistics.median(times):.3f}" if times else "",
+                f"{group[0]['learning_rate']:g}",
+                str(len(group)),
+            )
+        )
+    print_table(title, headers, cells)
+
+
+def _last(row: dict) -> float:
+    return row["losses"][-1] if row["losses"] else float("inf")
+
+
+def _spread(values: list[float], sign: str = "") -> str:
+    mean = f"{statistics.mean(values):{sign}.4f}"
+    return f"{mean} ± {statistics.stdev(values):.4f}" if len(values) > 1 else mean
+
+
+if __name__ == "__main__":
+    command.run(Config, __doc__, measure, show)

@@ -1,0 +1,205 @@
+"""Memory of fine-tuning adapters, from compiled programs: nothing is run.
+
+`python -m benchmarks.finetune_memory --device h100` compiles for a GPU that need not be there.
+`buffered` is what one more layer adds to the temporaries of the gradient, which are the activations
+kept for the backward pass: the difference of two depths, over the layers between them. `peak` is
+all that exists at once in a whole step. Rivals are QLoRA in ordinary JAX, differentiated by JAX,
+with `jax.checkpoint` and without.
+"""
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from benchmarks import command, plain, record
+from benchmarks.rivals import compiled_memory
+from benchmarks.tables import print_table
+from benchmarks.variants import check_names
+from models import ModelConfig, preset
+from models.lora import attach
+from train.config import AdapterConfig, FinetuneConfig
+from train.devices import HERE, compile_for, description_of
+from train.flops import causal_loop_length, matmul_flops
+from train.methods import Level, MethodOptions
+from train.step import (
+    TrainState,
+    batch_shapes,
+    gradient_function,
+    init_state,
+    make_recipe,
+    make_train_step,
+    step_key,
+)
+
+
+def _hyc(bits: Any, level: Level = "intra+inter") -> MethodOptions:
+    return MethodOptions(bits=bits, level=level)
+
+
+ROWS: dict[str, tuple[str, MethodOptions, str | None]] = {
+    "qlora, autodiff": ("qlora", MethodOptions(), "none"),
+    "qlora, jax.checkpoint": ("qlora", MethodOptions(), "full"),
+    "lora": ("lora", MethodOptions(), None),
+    "qlora": ("qlora", MethodOptions(), None),
+    "hyc_lora, 4 bits, none": ("hyc_lora", _hyc(4, "none"), None),
+    "hyc_lora, 4 bits, intra": ("hyc_lora", _hyc(4, "intra"), None),
+    "hyc_lora, 4 bits": ("hyc_lora", _hyc(4), None),
+    "hyc_lora, 2 bits, none": ("hyc_lora", _hyc(2, "none"), None),
+    "hyc_lora, 2 bits, intra": ("hyc_lora", _hyc(2, "intra"), None),
+    "hyc_lora, 2 bits": ("hyc_lora", _hyc(2), None),
+}
+"""By name: method, its options, and for a rival in ordinary JAX what it rematerialises."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What to measure."""
+
+    model: str = "llama_7b"
+    """Dimensions; llama_7b is Llama 2 7B."""
+    batch_size: int = 4
+    """Sequences a step."""
+    seq_len: int = 1024
+    """Tokens a sequence."""
+    adapter: AdapterConfig = dataclasses.field(default_factory=AdapterConfig)
+    dtype: Any = "bfloat16"
+    """Of weights, where they are not in 4 bits, and activations."""
+    only: tuple[str, ...] = tuple(ROWS)
+    """Rows to measure."""
+    whole: bool = True
+    """Compile the whole step of the whole model, too."""
+    device: str = HERE
+    """What to compile for: here, or a GPU by name: h100, h200, a100_80, a100_40, rtx_4090, ..."""
+    results: pathlib.Path = record.RESULTS / "finetune_memory.json"
+
+    def __post_init__(self) -> None:
+        check_names(self.only, tuple(ROWS))
+        description_of(self.device)
+
+
+Functions = tuple[Callable[[], TrainState], Callable[..., Any], Callable[..., Any]]
+"""Makes a state; gradient and step of state and batch."""
+
+
+def functions(name: str, config: Config, dims: ModelConfig) -> tuple[Functions, Any]:
+    """Returns the functions of a row, and the shapes of a batch."""
+    method, options, remat = ROWS[name]
+    settings = FinetuneConfig(
+        checkpoint="none",
+        method=method,
+        options=options,
+        adapter=config.adapter,
+        batch_size=config.batch_size,
+        seq_len=config.seq_len,
+        weight_dtype=config.dtype,
+        compute_dtype=config.dtype,
+    )
+    recipe = make_recipe(settings, dims)
+    init = functools.partial(init_state, recipe)
+    batch = {k: v for k, v in batch_shapes(recipe.config).items() if k != "segments"}
+
+    def gradient(state: TrainState, batch: Any) -> Any:
+        key = step_key(recipe.config, state.step)
+        value_and_grad = gradient_function(recipe, state, refresh=False)
+        return value_and_grad(state.model, batch, key, state.context)
+
+    if remat is None:
+        return (init, gradient, make_train_step(recipe)), batch
+    whole_loss = plain.loss_function(plain.PlainConfig(remat), config.dtype)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
+
+    def plain_init() -> TrainState:
+        state = init()
+        return dataclasses.replace(state, optimizer=tx.init(state.model))
+
+    def plain_gradient(state: TrainState, batch: Any) -> Any:
+        def loss(adapters: Any) -> jax.Array:
+            model = attach(state.frozen, adapters, recipe.lora)
+            return whole_loss(model, batch["inputs"], batch["targets"])
+
+        return jax.value_and_grad(loss)(state.model)
+
+    def plain_step(state: TrainState, batch: Any) -> Any:
+        value, grads = plain_gradient(state, batch)
+        updates, optimizer = tx.update(grads, state.optimizer, state.model)
+        model = optax.apply_updates(state.model, updates)
+        state = dataclasses.replace(state, step=state.step + 1, model=model, optimizer=optimizer)
+        return state, {"loss": jnp.asarray(value)}
+
+    return (plain_init, plain_gradient, plain_step), batch
+
+
+def measure(config: Config) -> list[dict]:
+    """Returns one row a method."""
+    rows = []
+    for name in config.only:
+        rows.append(_measure(name, config))
+        print(name, {k: v for k, v in rows[-1].items() if k != "name"}, flush=True)
+    return rows
+
+
+def _measure(name: str, config: Config) -> dict:
+    dims = preset(config.model)
+    row: dict[str, Any] = {"name": name}
+    temporaries = {}
+    depths = (4, 8)
+    for depth in depths:
+        (init, gradient, _), batch = functions(
+            name, config, dataclasses.replace(dims, num_layers=depth)
+        )
+        state = jax.eval_shape(init)
+        if depth == depths[0]:
+            # Counted in the form that a CPU runs: cuDNN's attention is no product in a trace.
+            length = causal_loop_length(config.seq_len)
+            row["block_matmul_flops"] = -matmul_flops(gradient, state, batch, loop_length=length)
+        else:
+            length = causal_loop_length(config.seq_len)
+            row["block_matmul_flops"] += matmul_flops(gradient, state, batch, loop_length=length)
+            row["block_matmul_flops"] //= depths[1] - depths[0]
+        with compile_for(description_of(config.device)) as place:
+            program = jax.jit(gradient).lower(place(state), place(batch)).compile()
+            temporaries[depth] = compiled_memory(program)["temporaries"]
+    row["buffered"] = (temporaries[8] - temporaries[4]) // 4
+    if config.whole:
+        (init, _, step), batch = functions(name, config, dims)
+        state = jax.eval_shape(init)
+        with compile_for(description_of(config.device)) as place:
+            lowered = jax.jit(step, donate_argnums=0).lower(place(state), place(batch))
+            row |= compiled_memory(lowered.compile())
+    return row
+
+
+def show(config: Config, rows: list[dict]) -> None:
+    """Prints the rows as a table, ratios of the first to each beside."""
+    where = "this CPU" if config.device == HERE else config.device
+    title = (
+        f"{config.model}, {config.batch_size} x {config.seq_len}, rank {config.adapter.lora_rank},"
+        f" {config.dtype}, compiled for {where}"
+    )
+    headers = ("method", "buffered a layer, MiB", "first /", "peak, GiB", "first /",
+               "block TFLOP", "/ first")  # fmt: skip
+    cells = []
+    for row in rows:
+        peak = row.get("peak")
+        cells.append(
+            (
+                row["name"],
+                f"{row['buffered'] / 2**20:,.1f}",
+                f"{rows[0]['buffered'] / row['buffered']:.2f}",
+                "" if peak is None else f"{peak / 2**30:.2f}",
+                "" if peak is None else f"{rows[0]['peak'] / peak:.2f}",
+                f"{row['block_matmul_flops'] / 1e12:.3f}",
+                f"{row['block_matmul_flops'] / rows[0]['block_matmul_flops']:.3f}",
+            )
+        )
+    print_table(title, headers, cells)
+
+
+if __name__ == "__main__":
+    command.run(Config, __doc__, measure, show)
