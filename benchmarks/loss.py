@@ -20,8 +20,9 @@ from benchmarks import record
 from benchmarks.tables import print_table
 from benchmarks.variants import VARIANTS, check_names
 from train.config import PretrainConfig
+from train.loop import NonFiniteError
 from train.metrics import read_metrics
-from train.pretrain import NonFiniteError, run
+from train.pretrain import run
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,8 @@ import pytest
 import actjax
 import models
 import train
-from train.config import PretrainConfig
+from train.config import FinetuneConfig, PretrainConfig
+from train.evaluate import EvaluateConfig
 
 ROOT = pathlib.Path(actjax.__file__).parents[1]
 
@@ -111,14 +112,15 @@ def test_every_module_says_what_it_is(module):
 def test_actjax_holds_its_public_names_and_nothing_else():
     names = {name for name in vars(actjax) if not name.startswith("_")}
     submodules = {"accumulation", "bits", "checkpointing", "codecs", "explanation", "gradients",
-                  "kernels", "low_rank", "ops", "orthogonal", "precision", "programs", "rebuilding",
-                  "residuals", "tags", "taps"}  # fmt: skip
+                  "kernels", "low_rank", "nf4", "ops", "orthogonal", "precision", "programs",
+                  "rebuilding", "residuals", "tags", "taps", "weights"}  # fmt: skip
     assert names - submodules == {
         *("Codec", "Exact", "PointApproximation", "PrincipalPlusRandom", "RandomProjection"),
         *("RandomizedSVD", "Quantized", "Calibrated", "Offloaded"),
         *("Explanation", "Residual", "Candidate", "explain", "compress_residuals", "checkpoint"),
         *("attention", "cross_entropy", "linear", "qkv_projection", "rms_norm", "rope", "swiglu"),
-        *("attention_linear", "norm_linear", "swiglu_linear"),
+        *("attention_linear", "norm_linear", "swiglu_linear", "HeadNorm"),
+        *("FrozenWeight", "LoRA", "LowRankSum", "NF4Weight"),
         *("allocate_bits", "compression_variance", "sampling_variance", "sensitivity"),
         *("Bases", "LowRank", "accumulate", "clip_by_global_norm", "global_norm", "input_groups"),
         *("optim", "value_and_grad", "with_bases"),
@@ -134,12 +136,12 @@ def test_actjax_holds_its_public_names_and_nothing_else():
 
 def undescribed_fields(config: type) -> list[str]:
     """Returns the fields of a dataclass, and of those in it, that no text follows or names."""
-    body = ast.parse(inspect.getsource(config)).body[0].body
     described = set(re.findall(r"^\s*(\w+): ", inspect.getdoc(config) or "", re.MULTILINE))
-    for node, after in itertools.pairwise(body):
-        is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-        if isinstance(node, ast.AnnAssign) and is_text:
-            described.add(node.target.id)
+    for base in filter(dataclasses.is_dataclass, config.__mro__):
+        for node, after in itertools.pairwise(ast.parse(inspect.getsource(base)).body[0].body):
+            is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            if isinstance(node, ast.AnnAssign) and is_text:
+                described.add(node.target.id)
     missing = []
     for name, kind in typing.get_type_hints(config).items():
         if dataclasses.is_dataclass(kind):
@@ -149,8 +151,12 @@ def undescribed_fields(config: type) -> list[str]:
     return missing
 
 
-def test_every_field_of_a_run_is_described():
-    assert undescribed_fields(PretrainConfig) == []
+@pytest.mark.parametrize("config", [PretrainConfig, FinetuneConfig, EvaluateConfig])
+def test_every_field_of_a_program_is_described(config):
+    assert undescribed_fields(config) == []
+
+
+def test_a_field_without_a_text_is_found():
     assert undescribed_fields(Bare) == ["Bare.x"]
 
 

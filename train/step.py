@@ -424,16 +424,17 @@ def _split_interleaved(x: jax.Array, count: int) -> jax.Array:
     return jnp.swapaxes(x.reshape(-1, count, *x.shape[1:]), 0, 1)
 
 
-def make_eval_step(recipe: Recipe) -> Callable[[Any, Batch, Context], jax.Array]:
-    """Returns a function from what is trained, a batch and a context to its loss.
+def make_eval_step(recipe: Recipe) -> Callable[..., jax.Array]:
+    """Returns a function of what is trained, a batch and a `Context` to the loss of its tokens.
 
-    The summed loss of unmasked tokens, in nats.
+    Summed over those that are not masked, in nats. Adapters drop nothing out.
     """
     exact = dataclasses.replace(recipe.config, z_loss=0.0)
     loss = loss_function(exact, Storage(), recipe.lora, dropout=False)
 
-    def eval_step(model: Any, batch: Batch, context: Context) -> jax.Array:
-        mean = loss(model, batch, jax.random.key(0), dataclasses.replace(context, calibration=None))
+    def eval_step(model: Any, batch: Batch, context: Context = Context()) -> jax.Array:
+        exact = dataclasses.replace(context, calibration=None)
+        mean = loss(model, batch, jax.random.key(0), exact)
         return mean * batch["mask"].astype(jnp.float32).sum()
 
     return eval_step

@@ -14,7 +14,7 @@ import scipy.stats
 import tiny
 
 import actjax
-from models import Decoder, LinearRopeScaling, RopeScaling, generation, huggingface
+from models import Decoder, LinearRopeScaling, ModelConfig, RopeScaling, generation, huggingface
 from models.decoder import rope_tables
 from models.generation import extend, generate, log_likelihoods, prefill
 
@@ -23,20 +23,39 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 CONFIG = dataclasses.replace(tiny.CONFIG, max_seq_len=40)
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
-    "llama3": {"rope_scaling": RopeScaling(8.0, 1.0, 4.0, 32), "tie_embeddings": True},
     "mistral": {"sliding_window": 5, "rope_scaling": LinearRopeScaling(2.0)},
-    "qwen2_5": {"attention_bias": True, "num_kv_heads": 1, "tie_embeddings": True},
-    "qwen3": {"qk_norm": True, "head_size": 8},
+    # What Qwen 2.5 and 3 have, and Llama 3.
+    "qwen": {
+        "attention_bias": True,
+        "qk_norm": True,
+        "head_size": 8,
+        "num_kv_heads": 1,
+        "tie_embeddings": True,
+        "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 32),
+    },
 }
-EVERYTHING = functools.reduce(dict.__or__, FAMILIES.values())
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5, 8], [9]]
 NEW = 12
 
 
+def decoder(config: ModelConfig) -> Decoder:
+    """Random weights of NumPy: JAX would compile a program for each of their shapes.
+
+    Larger than initial ones, so that attention is not nearly uniform.
+    """
+    rng = np.random.default_rng(0)
+
+    def drawn(path: tuple, x: jax.ShapeDtypeStruct) -> jax.Array:
+        middle = float("norm" in jax.tree_util.keystr(path))
+        return jnp.asarray(middle + 0.2 * rng.standard_normal(x.shape, np.float32))
+
+    shapes = jax.eval_shape(functools.partial(Decoder, config), jax.random.key(0))
+    return jax.tree_util.tree_map_with_path(drawn, shapes)
+
+
 @functools.cache
 def model_of(family: str = "llama") -> Decoder:
-    changes = EVERYTHING if family == "everything" else FAMILIES[family]
-    return tiny.decoder(dataclasses.replace(CONFIG, **changes))
+    return decoder(dataclasses.replace(CONFIG, **FAMILIES[family]))
 
 
 @functools.cache
@@ -64,7 +83,7 @@ def greedy(model: Decoder, prompts=PROMPTS, **options) -> list[list[int]]:
     return generate(model, prompts, **options)
 
 
-@pytest.mark.parametrize("family", ["llama", "everything"])
+@pytest.mark.parametrize("family", ["mistral", "qwen"])
 def test_logits_from_the_cache_are_those_of_the_forward_pass(family):
     model = model_of(family)
     tokens = np.asarray(tiny.batch(length=20)[0])
@@ -104,9 +123,9 @@ def test_a_text_may_fill_all_positions():
 
 def test_each_text_ends_before_its_own_stop():
     model, whole = model_of(), greedy(model_of())
-    stop = {whole[0][4], whole[1][0]}
+    stop = {whole[1][3], whole[2][1]}
     ends = [next((i for i, x in enumerate(row) if x in stop), NEW) for row in whole]
-    assert ends[1] == 0 < ends[0] <= 4
+    assert sorted(ends) == [1, 3, 9]
     want = [row[:end] for row, end in zip(whole, ends, strict=True)]
     assert greedy(model, stop=stop) == want
     assert greedy(model, stop=range(CONFIG.vocab_size)) == [[], [], []]
@@ -185,8 +204,8 @@ def kept(probabilities: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
     "options", [{}, {"top_p": 0.6}, {"top_k": 7}, {"top_k": 20, "top_p": 0.8}], ids=str
 )
 def test_tokens_are_drawn_with_their_probabilities(options):
-    model, prompt, count = model_of(), [4, 2], 4000
-    temperature = 0.4
+    model, prompt, count = model_of(), [4, 2], 1000
+    temperature = 0.8
     logits = np.float64(all_logits(model, prompt)[-1]) / temperature
     probabilities = np.exp(logits - logits.max())
     probabilities /= probabilities.sum()
@@ -208,7 +227,7 @@ def test_of_equal_logits_no_more_than_asked_for_are_drawn_from():
     logits = jnp.zeros((500, 11)).at[:, 3].set(-1.0)
     keys = jax.random.split(jax.random.key(0), 500)
     sampling = jnp.float32(1), jnp.float32(1), jnp.int32(4)
-    drawn = generation._draw(logits, keys, sampling, limited=True)
+    drawn = jax.jit(functools.partial(generation._draw, limited=True))(logits, keys, sampling)
     assert set(drawn.tolist()) == {0, 1, 2, 4}
 
 
@@ -246,25 +265,22 @@ def test_a_continuation_may_fill_all_positions():
 
 def with_adapters() -> tuple[Decoder, Decoder]:
     """A decoder of weights of all kinds, and one of plain arrays that computes the same."""
-    mixed, plain = tiny.decoder(CONFIG), tiny.decoder(CONFIG)
-    layers, count, rank = mixed.layers, CONFIG.num_layers, 3
-    keys = jax.random.split(jax.random.key(9), 4)
-    for i, (owner, name) in enumerate(
-        ((layers.attention, "q"), (layers.attention, "v"), (layers.mlp, "gate"))
-    ):
-        weight = getattr(owner, name)
-        _, d, n = weight.get_value().shape
-        a = jax.random.normal(keys[i], (count, d, rank)) / d**0.5
-        b = 0.1 * jax.random.normal(keys[3], (count, rank, n))
-        dropout = jax.random.split(keys[i], count)
-        lora = actjax.LoRA(weight.get_value(), a, b, dropout, scale=2.0, dropout=0.5)
-        mine = getattr(getattr(plain.layers, "mlp" if name == "gate" else "attention"), name)
-        mine.set_value(jax.vmap(lambda w, a, b: w + 2 * a @ b)(weight.get_value(), a, b))
-        weight.set_value(lora)
-    quantized = jax.vmap(actjax.NF4Weight.quantize)(layers.mlp.up.get_value())
-    layers.mlp.up.set_value(quantized)
-    plain.layers.mlp.up.set_value(jax.vmap(lambda w: w.astype("float32"))(quantized))
-    for weight in (layers.attention.o, mixed.embedding, mixed.output):
+    mixed, plain = decoder(CONFIG), decoder(CONFIG)
+    rng = np.random.default_rng(1)
+    for owner, name in (("attention", "q"), ("attention", "v"), ("mlp", "gate")):
+        adapted, merged = (getattr(getattr(m.layers, owner), name) for m in (mixed, plain))
+        weight = np.asarray(merged.get_value())
+        count, d, n = weight.shape
+        a, b = (rng.normal(0, 0.2, s).astype(np.float32) for s in ((count, d, 3), (count, 3, n)))
+        dropout = jax.random.split(jax.random.key(0), count)
+        adapters = jnp.asarray(a), jnp.asarray(b)
+        adapted.set_value(actjax.LoRA(jnp.asarray(weight), *adapters, dropout, 2.0, 0.5))
+        merged.set_value(jnp.asarray(weight + 2 * a @ b))
+    quantized = jax.jit(jax.vmap(actjax.NF4Weight.quantize))(mixed.layers.mlp.up.get_value())
+    mixed.layers.mlp.up.set_value(quantized)
+    decoded = jax.jit(jax.vmap(lambda w: w.astype("float32")))(quantized)
+    plain.layers.mlp.up.set_value(decoded)
+    for weight in (mixed.layers.attention.o, mixed.embedding, mixed.output):
         weight.set_value(actjax.FrozenWeight(weight.get_value()))
     return mixed, plain
 
@@ -294,8 +310,9 @@ def test_the_cache_is_of_the_compute_dtype():
     tables = rope_tables(CONFIG, 9)
     logits, _ = jax.jit(extend)(model, tokens[:, 8], lengths, cache, tables)
     want = [all_logits(model, row.tolist())[-1] for row in tokens]
-    # Logits of about one; three layers of some ten roundings of 2e-3 each.
-    np.testing.assert_allclose(logits, want, atol=3e-2)
+    # Logits of about one; in three layers some thirty roundings of 2e-3, so 1e-2, and the largest
+    # of a hundred is five times that.
+    np.testing.assert_allclose(logits, want, atol=5e-2)
 
 
 # ----- another implementation

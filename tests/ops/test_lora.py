@@ -286,9 +286,8 @@ def test_any_number_of_leading_axes(lead, x64, quick_compile):
     )
 
 
-@pytest.mark.parametrize("name", ["linear", "swiglu"])
-def test_exact_codec_passes_finite_differences(name, x64, quick_compile):
-    operator, (ws, adapters, biases, _) = OPERATORS[name], problem()
+def test_exact_codec_passes_finite_differences(x64, quick_compile):
+    operator, (ws, adapters, biases, _) = OPERATORS["linear"], problem()
     # As one vector: all arguments at once. With dropout, of which the mask is no function of them.
     flat, split = ravel_pytree((operator.activations(), ws[1], adapters, biases))
     keys = jax.random.split(KEY)
@@ -413,7 +412,7 @@ def recovered(name, xs, key, rate):
 
 @pytest.mark.parametrize(
     ("name", "codec"),
-    [*((name, Exact()) for name in ("linear", "swiglu", "attention")), *EACH[2:5], EACH[0]],
+    [*((name, Exact()) for name in ("linear", "swiglu")), EACH[2], EACH[4]],
     ids=str,
 )
 def test_dropout_is_the_same_in_both_passes_and_spares_the_weight(name, codec, x64, quick_compile):
@@ -445,13 +444,13 @@ def test_dropout_is_the_same_in_both_passes_and_spares_the_weight(name, codec, x
     assert_close((dadapters[0], dplain, dadapters[1]), tuple(grads))
 
 
-def test_dropout_sets_each_number_to_zero_at_its_rate():
+def test_dropout_sets_each_number_to_zero_at_its_rate(quick_compile):
     x, one = jnp.ones((4000, 8)), jnp.eye(8)
     for rate in (0.1, 0.6):
-        mask = linear(x, LoRA(0 * one, one, one, KEY, 1.0, rate)) == 0
+        mask = jax.jit(linear)(x, LoRA(0 * one, one, one, KEY, 1.0, rate)) == 0
         # Of independent coins, by features and by tokens: five standard errors.
         for axis, count in ((0, 4000), (1, 8), (None, 32000)):
-            error = np.abs(np.mean(mask, axis) - rate)
+            error = np.abs(np.asarray(mask).mean(axis) - rate)
             assert np.all(error <= 5 * np.sqrt(rate * (1 - rate) / count))
 
 
@@ -459,20 +458,19 @@ def test_dropout_is_unbiased_over_keys(x64, quick_compile):
     x, w, a, b, dz = (normal(i, *s) for i, s in enumerate(((4, 6), (6, 5), (6, 2), (2, 5), (4, 5))))
 
     @jax.jit
-    @functools.partial(jax.vmap, in_axes=(0, None))
-    def sample(key, rate_is_zero):
-        def fun(x, a, b):
-            return linear(x, LoRA(w, a, b, key, 2.0, 0.0 if rate_is_zero is None else 0.4))
-
-        z, pullback = jax.vjp(fun, x, a, b)
+    @jax.vmap
+    def sample(key):
+        z, pullback = jax.vjp(lambda x, a, b: linear(x, LoRA(w, a, b, key, 2.0, 0.4)), x, a, b)
         return z, *pullback(dz)
 
-    keys = jax.random.split(KEY, 2000)
-    exact = sample(keys[:1], None)
-    for samples, want in zip(sample(keys, 1.0), exact, strict=True):
+    found = sample(jax.random.split(KEY, 2000))
+    x, w, a, b, dz = map(np.asarray, (x, w, a, b, dz))
+    low, dlow = 2 * x @ a, 2 * dz @ b.T
+    exact = x @ w + low @ b, dz @ w.T + dlow @ a.T, x.T @ dlow, low.T @ dz
+    for samples, want in zip(found, exact, strict=True):
         standard_error = np.std(samples, 0) / np.sqrt(2000)
         assert standard_error.min() > 0
-        assert np.all(np.abs(np.mean(samples, 0) - want[0]) <= 5 * standard_error)
+        assert np.all(np.abs(np.mean(samples, 0) - want) <= 5 * standard_error)
 
 
 def test_without_a_key_or_a_rate_nothing_is_dropped():
@@ -488,7 +486,7 @@ def test_without_a_key_or_a_rate_nothing_is_dropped():
 
 @pytest.mark.parametrize("coded", [False, True], ids=["array", "4 bits"])
 def test_merged_is_the_sum(coded, x64, quick_compile):
-    w, a, b = normal(0, 70, 5), normal(1, 70, 2), normal(2, 2, 5)
+    w, a, b = normal(0, WIDTH, 4), normal(1, WIDTH, 2), normal(2, 2, 4)
     if coded:
         weight = quantize(w)
         w = weight.astype("float64")
@@ -647,11 +645,15 @@ def test_explain_names_the_thin_product():
 # What is computed.
 
 
-@pytest.mark.parametrize("codec", [Exact(), DITHER, RandomProjection(3)], ids=str)
-@operators
+@pytest.mark.parametrize(
+    ("name", "codec"),
+    [
+        *(("linear", codec) for codec in (Exact(), RandomProjection(3), NEAREST)),
+        *((name, DITHER) for name in ("norm", "swiglu", "attention")),
+    ],
+    ids=str,
+)
 def test_no_product_is_made_for_a_gradient_of_the_weight(name, codec):
-    if name != "linear" and isinstance(codec, RandomProjection):
-        pytest.skip("of what is rebuilt after, no code is multiplied")
     operator = OPERATORS[name]
     xs, w, a, b = operator.activations(), normal(1, WIDTH, 7), normal(2, WIDTH, 3), normal(3, 3, 7)
 
@@ -703,7 +705,7 @@ def stack():
     return [*(normal(i, 3, *shape) for i, shape in enumerate(shapes)), keys]
 
 
-@pytest.mark.parametrize("mapped", [(0,), (2, 3), (0, 1, 2, 3, 4)], ids=str)
+@pytest.mark.parametrize("mapped", [(2, 3), (0, 1, 2, 3, 4)], ids=str)
 def test_vmap_is_a_loop(mapped, stack, quick_compile):
     axes = tuple(0 if i in mapped else None for i in range(5))
     lone = [x if i in mapped else x[0] for i, x in enumerate(stack)]
@@ -733,7 +735,7 @@ def test_checkpoint_drops_the_same_numbers_again(stack, quick_compile):
 def test_scan_over_stacked_adapters(x64, quick_compile):
     x, w, a, b = (normal(i, 2, *s) for i, s in enumerate(((6, 8), (8, 8), (8, 2), (2, 8))))
     keys = tuple(jax.random.split(KEY))
-    stacked = LoRA(jax.jit(jax.vmap(NF4Weight.quantize))(w), a, b, jnp.stack(keys), 0.5, 0.3)
+    stacked = LoRA(w, a, b, jnp.stack(keys), 0.5, 0.3)
 
     def step(x, lora):
         return jnp.tanh(linear(x, lora, codec=NEAREST)), None
@@ -747,8 +749,7 @@ def test_scan_over_stacked_adapters(x64, quick_compile):
             return loss(x, dataclasses.replace(stacked, a=a, b=b))
 
         def layer(i, x, a, b):
-            weight = jax.tree.map(lambda leaf: leaf[i], stacked.weight)
-            return step(x, LoRA(weight, a, b, keys[i], 0.5, 0.3))[0]
+            return step(x, LoRA(w[i], a, b, keys[i], 0.5, 0.3))[0]
 
         # Layer by layer, and backwards again.
         y, first = jax.vjp(functools.partial(layer, 0), x, a[0], b[0])
@@ -901,8 +902,7 @@ def test_gradients_are_those_at_the_decoded_base_and_the_exact_rest(
         assert_close(got[1:], want if two else tuple(0 * one for one in want))
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["swiglu", "swiglu linear"])
-def test_what_an_adapter_has_learned_is_not_lost_to_the_code(fused, x64, quick_compile):
+def test_what_an_adapter_has_learned_is_not_lost_to_the_code(x64, quick_compile):
     # HyC-LoRA (2025), Algorithm 2, from the input of the adapters to that of the gate.
     (x,), (ws, *_) = OPERATORS["linear"].activations(), problem()
     w = ws[0], normal(70, WIDTH, 5)
@@ -917,9 +917,7 @@ def test_what_an_adapter_has_learned_is_not_lost_to_the_code(fused, x64, quick_c
                 LoRA(w, *adapter, scale=0.5) for w, adapter in zip(w, adapters, strict=True)
             )
             gate, up = linear(x, loras, codec=NEAREST, split=True)
-            if fused:
-                return swiglu_linear(gate, up, down, codec=codec, key=keys)
-            return swiglu(gate, up, codec=codec, key=keys) @ down
+            return swiglu_linear(gate, up, down, codec=codec, key=keys)
 
         y, pullback = jax.vjp(fun, x, adapters)
         hats = tuple(

@@ -19,9 +19,10 @@ from rich.console import Console
 
 from train.checkpoint import Checkpoints
 from train.config import DataConfig, OptimizerConfig, PretrainConfig
+from train.loop import BadRunError, NonFiniteError
 from train.methods import MethodOptions
 from train.metrics import read_metrics
-from train.pretrain import BadRunError, NonFiniteError, run
+from train.pretrain import run
 from train.step import init_state, make_recipe
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

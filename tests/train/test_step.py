@@ -197,9 +197,9 @@ def test_factors_of_micro_batches_are_put_side_by_side():
 def test_evaluation_sums_over_the_tokens_that_count():
     state = init_state(recipe())
     data = batch()
-    total = make_eval_step(dataclasses.replace(CONFIG, z_loss=1.0))(state.model, data)
+    total = make_eval_step(recipe(dataclasses.replace(CONFIG, z_loss=1.0)))(state.model, data)
     alone = [
-        make_eval_step(CONFIG)(state.model, {k: v[i : i + 1] for k, v in data.items()})
+        make_eval_step(recipe())(state.model, {k: v[i : i + 1] for k, v in data.items()})
         for i in range(4)
     ]
     np.testing.assert_allclose(total, sum(alone), rtol=1e-5)
