@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+import math
 import pathlib
 import re
+import string
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -15,12 +17,13 @@ import tyro
 from rich.console import Console
 
 from models import Decoder, lora
-from models.checkpoints import load_checkpoint, stop_ids
+from models.checkpoints import load_checkpoint, read_dimensions, stop_ids
 from models.generation import generate, log_likelihoods
 from train.config import Dtype
-from train.corpus import Corpus, open_corpus
+from train.corpus import Corpus, open_corpus, read_text
 from train.data import ValidationSet, validation_batches
-from train.llama2c_tokenizer import load_llama2c_tokenizer
+from train.finetune import tokenizer_of
+from train.loop import BadRunError, make_console, run_program
 from train.scoring import (
     Options,
     TextCost,
@@ -31,7 +34,7 @@ from train.scoring import (
     most_likely,
     read_options,
 )
-from train.tokenizer import Tokenizer, load_tokenizer
+from train.tokenizer import Tokenizer
 
 Task = Literal["gsm8k", "choice"]
 AttachAdapter = Callable[[Decoder, pathlib.Path], Decoder]
@@ -89,10 +92,11 @@ class EvaluateConfig:
     label, a number from 0 or the text of the option."""
     options_field: str = "options"
     """Field of the options: a list, or a dict with `text` and `label`."""
-    prompt: str | None = None
-    """What the model is given: {question}, {options} (one a line, with letters) or any other field
-    of the record in braces are put in; \\n is a new line. By default "Question: {question}\\n
-    Answer:", with the options between the two for `--choose letter`."""
+    prompt_template: str | None = None
+    r"""What the model is given: a Python format string over the fields of the record, as for
+    train.finetune. {question} and {answer} stand for the fields named above, {options} for all
+    options, one a line and with letters, and \n for a new line. By default
+    "Question: {question}\nAnswer:", with the options between the two for `--choose letter`."""
     shots: int = 0
     """Examples with their answers before each question."""
     examples: pathlib.Path | None = None
@@ -101,8 +105,8 @@ class EvaluateConfig:
     """Questions that are asked; all by default."""
     choose: Literal["letter", "likelihood"] = "letter"
     """Of choice: the first letter of what the model writes, or the likeliest option."""
-    continuation: str = " {option}"
-    """Of `--choose likelihood`: what is to be likely. {option} or {letter}, as for `--prompt`."""
+    option_template: str = " {option}"
+    """Of `--choose likelihood`, what is to be likely after the prompt: {option} or its {letter}."""
     normalize: Literal["none", "tokens", "bytes"] = "none"
     """What log-likelihoods are divided by, so that long options are not worse for their length."""
     out: pathlib.Path | None = None
@@ -137,8 +141,8 @@ class EvaluateConfig:
                 raise ValueError(
                     f"`--{_flag(name)}` must be at least 0, got {getattr(self, name)}."
                 )
-        if not self.temperature >= 0:
-            raise ValueError(f"`--temperature` must be at least 0, got {self.temperature}.")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"`--temperature` must be in [0, inf), got {self.temperature}.")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"`--top-p` must be above 0 and at most 1, got {self.top_p}.")
         if (self.task is None) != (self.questions is None):
@@ -154,20 +158,22 @@ class EvaluateConfig:
         return self.task == "choice" and self.choose == "likelihood"
 
     @property
-    def template(self) -> str:
-        """What the model is given, with names in braces."""
+    def templates(self) -> tuple[str, str]:
+        """What the model is given, and what follows it in an example."""
         kind = "gsm8k" if self.task == "gsm8k" else self.choose
-        return _PROMPTS[kind] if self.prompt is None else self.prompt.replace("\\n", "\n")
+        prompt = self.prompt_template or _PROMPTS[kind]
+        answers = {"gsm8k": " {answer}", "letter": " {letter}", "likelihood": self.option_template}
+        return _unescaped(prompt), _unescaped(answers[kind])
+
+
+def _unescaped(template: str) -> str:
+    # A shell hands on \n as two characters.
+    escapes = {"n": "\n", "t": "\t", "\\": "\\"}
+    return re.sub(r"\\([nt\\])", lambda match: escapes[match[1]], template)
 
 
 def _flag(name: str) -> str:
     return name.replace("_", "-")
-
-
-class BadEvaluationError(ValueError):
-    """An evaluation cannot begin: bad settings, checkpoint, text or questions."""
-
-    exit_code = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,16 +224,10 @@ class Evaluation:
 
 def main() -> None:
     """Reads the command line and evaluates. Exits with 2 if it cannot begin."""
-    # Wide enough where nobody watches; else as wide as the terminal.
-    console = Console(width=None if sys.stdout.isatty() else 140)
     config = tyro.cli(
         EvaluateConfig, prog="python -m train.evaluate", config=(tyro.conf.OmitArgPrefixes,)
     )
-    try:
-        run(config, console)
-    except BadEvaluationError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(error.exit_code)
+    run_program(lambda: run(config, make_console()))
 
 
 def attach_lora(model: Decoder, folder: pathlib.Path) -> Decoder:
@@ -251,12 +251,12 @@ def run(
       what was asked for of these.
 
     Raises:
-      BadEvaluationError: something is wrong with the settings, the checkpoint or what is read.
+      BadRunError: something is wrong with the settings, the checkpoint or what is read.
     """
     try:
         ready = prepare(config, attach_adapter)
     except (ValueError, OSError) as error:
-        raise BadEvaluationError(str(error)) from error
+        raise BadRunError(str(error)) from error
     report: dict[str, Any] = {}
     if ready.text is not None:
         report["text"] = _score_text(ready, ready.text, console)
@@ -279,74 +279,62 @@ def prepare(config: EvaluateConfig, attach_adapter: AttachAdapter = attach_lora)
     if config.out is not None and config.out.exists():
         raise ValueError(f"`--out` '{config.out}' is there already: name another file.")
     checkpoint = config.checkpoint.expanduser()
-    tokenizer = _tokenizer(checkpoint, config.tokenizer)
-    questions = [] if config.questions is None else _questions(config, tokenizer)
-    beginning = None if config.generate is None else _start(tokenizer, config.generate)
-    corpus = None if config.data is None else _corpus(config, config.data)
-
-    model = load_checkpoint(checkpoint)
-    if tokenizer.vocab_size > model.config.vocab_size:
+    model_config, _ = read_dimensions(checkpoint)
+    longest = model_config.max_seq_len
+    tokenizer = tokenizer_of(checkpoint, config.tokenizer)
+    if tokenizer.vocab_size > model_config.vocab_size:
         raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, but the model in"
-            f" '{config.checkpoint}' {model.config.vocab_size}: they do not belong together."
+            f"the tokenizer has {tokenizer.vocab_size} tokens, but the model in '{checkpoint}'"
+            f" {model_config.vocab_size}: `--tokenizer` is that of another model."
         )
-    if config.adapter is not None:
-        model = attach_adapter(model, config.adapter.expanduser())
-    longest = model.config.max_seq_len
+    questions = [] if config.questions is None else _questions(config, tokenizer)
     for question in questions:
         _check_length(config, question, longest)
+    beginning = None if config.generate is None else _start(tokenizer, config.generate)
     if beginning is not None and len(beginning) + config.max_new_tokens > longest:
         raise ValueError(
             f"`--generate` has {len(beginning)} tokens, and `--max-new-tokens`"
             f" {config.max_new_tokens} more are above the {longest} positions of the model."
         )
-    text = None if corpus is None else _rows(config, corpus, tokenizer, longest)
+    text = None if config.data is None else _rows(config, config.data, tokenizer, longest)
+    model = load_checkpoint(checkpoint)
+    if config.adapter is not None:
+        model = attach_adapter(model, config.adapter.expanduser())
     ends = {tokenizer.eos_id, *stop_ids(checkpoint)}
     # Of models that never saw an end, such as llama2.c's, the next beginning is one.
     ends |= set() if tokenizer.bos_id is None else {tokenizer.bos_id}
-    stop = tuple(sorted(index for index in ends if index < model.config.vocab_size))
+    stop = tuple(sorted(index for index in ends if index < model_config.vocab_size))
     return Evaluation(config, model, tokenizer, stop, text, questions, beginning)
-
-
-def _tokenizer(checkpoint: pathlib.Path, path: pathlib.Path | None) -> Tokenizer:
-    if not checkpoint.exists():
-        raise ValueError(f"`--checkpoint` is '{checkpoint}': there is nothing there.")
-    if path is None:
-        if checkpoint.is_file():
-            raise ValueError(
-                f"`--checkpoint` '{checkpoint}' is a file, which holds no tokenizer: give"
-                " `--tokenizer`, such as llama2.c's tokenizer.bin."
-            )
-        path = checkpoint
-    return load_llama2c_tokenizer(path) if path.suffix == ".bin" else load_tokenizer(path)
 
 
 # ----- what a text costs
 
 
-def _corpus(config: EvaluateConfig, data: str) -> Corpus:
-    if not config.whole:
-        return open_corpus(data, config.data_dir.expanduser(), text_field=config.text_field)
-    path = pathlib.Path(data).expanduser()
-    if not path.is_file() or path.suffix in (".jsonl", ".parquet", ".gz"):
-        raise ValueError(f"`--whole` is for a file of plain text, and `--data` is '{data}'.")
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"`--data` is '{data}', which is not UTF-8 ({error}).") from error
-    return Corpus(path.name, [], [text], fingerprint="")
-
-
-def _rows(
-    config: EvaluateConfig, corpus: Corpus, tokenizer: Tokenizer, longest: int
-) -> ValidationSet:
+def _rows(config: EvaluateConfig, data: str, tokenizer: Tokenizer, longest: int) -> ValidationSet:
     seq_len = config.seq_len or min(_LONGEST_ROW, longest)
     if seq_len > longest:
         raise ValueError(f"`--seq-len` {seq_len} is above the {longest} positions of the model.")
-    batches = config.eval_batches or (sys.maxsize if config.whole else _HELD_OUT_BATCHES)
+    if config.whole:
+        corpus, batches = _whole(data), sys.maxsize
+    else:
+        folder = config.data_dir.expanduser()
+        corpus = open_corpus(data, folder, text_field=config.text_field)
+        batches = _HELD_OUT_BATCHES
     return validation_batches(
-        corpus, tokenizer, batch_size=config.batch_size, seq_len=seq_len, max_batches=batches
+        corpus,
+        tokenizer,
+        batch_size=config.batch_size,
+        seq_len=seq_len,
+        max_batches=config.eval_batches or batches,
     )
+
+
+def _whole(data: str) -> Corpus:
+    """Returns a text file as one document that is held out."""
+    path = pathlib.Path(data).expanduser()
+    if not path.is_file() or set(path.suffixes) & {".json", ".jsonl", ".parquet"}:
+        raise ValueError(f"`--whole` is for a file of plain text, and `--data` is '{data}'.")
+    return Corpus(path.name, [], [read_text(path)], fingerprint="")
 
 
 def _score_text(ready: Evaluation, text: ValidationSet, console: Console) -> dict[str, float]:
@@ -434,12 +422,10 @@ def _numbered(path: pathlib.Path, number: int, make: Callable[..., Any], *args: 
 def _example(config: EvaluateConfig, record: dict[str, Any]) -> str:
     """Returns a record with its answer, as it stands before a question."""
     values, _, options = _read(config, record)
-    if options is None:
-        ending = " {answer}"
-    else:
-        ending = config.continuation if config.by_likelihood else " {letter}"
-        values |= _option_values(options, options.gold)
-    return _filled(config.template + ending + "\n\n", values)
+    if options is not None:
+        values |= options.named(options.gold)
+    prompt, answer = config.templates
+    return _filled(prompt, values) + _filled(answer, values) + "\n\n"
 
 
 def _question(
@@ -450,27 +436,25 @@ def _question(
     tokenizer: Tokenizer,
 ) -> Question:
     values, gold, options = _read(config, record)
-    prompt = before + _filled(config.template, values)
-    ids = _start(tokenizer, prompt)
-    text = values["question"]
+    prompt, ending = config.templates
+    prompt = before + _filled(prompt, values)
+    ids, text = _start(tokenizer, prompt), str(values["question"])
+    letters = "" if options is None else options.letters
     if options is None or not config.by_likelihood:
-        return Question(number, text, ids, gold, "" if options is None else options.letters)
-    endings = [
-        _filled(config.continuation, values | _option_values(options, i))
-        for i in range(len(options.texts))
-    ]
+        return Question(number, text, ids, gold, letters)
+    endings = [_filled(ending, values | options.named(i)) for i in range(len(letters))]
     whole = [_start(tokenizer, prompt + ending) for ending in endings]
     # A token may reach over the end of the prompt: all options begin where none does.
     common = min(_common(ids, other) for other in whole)
     common = min(common, *(len(other) - 1 for other in whole))
     if common < 1:
-        raise ValueError("there is no token before the options: give a longer `--prompt`.")
+        raise ValueError("there is no token before the options: give a `--prompt-template`.")
     return Question(
         number,
         text,
         ids[:common],
         gold,
-        options.letters,
+        letters,
         tuple(other[common:] for other in whole),
         tuple(max(1, len(ending.encode())) for ending in endings),
     )
@@ -478,8 +462,8 @@ def _question(
 
 def _read(
     config: EvaluateConfig, record: dict[str, Any]
-) -> tuple[dict[str, str], str, Options | None]:
-    """Returns what can be put into templates, the right answer, and the options if there are."""
+) -> tuple[dict[str, Any], str, Options | None]:
+    """Returns what templates may name, the right answer, and the options if there are."""
     assert config.task is not None
     answer_field = config.answer_field or _ANSWER_FIELDS[config.task]
     needed = [config.question_field, answer_field]
@@ -487,27 +471,42 @@ def _read(
     for field in needed:
         if field not in record:
             raise ValueError(f"there is no field '{field}', only {', '.join(record)}.")
-    values = {name: str(value) for name, value in record.items()}
-    values |= {"question": values[config.question_field], "answer": values[answer_field]}
+    answer = record[answer_field]
+    values = {**record, "question": record[config.question_field], "answer": answer}
     if config.task == "gsm8k":
-        return values, gsm8k_gold(values["answer"]), None
-    options = read_options(record[config.options_field], record[answer_field])
-    return values | {"options": options.listed}, options.letters[options.gold], options
+        return values, gsm8k_gold(str(answer)), None
+    raw = record[config.options_field]
+    options = read_options(raw, answer)
+    return (
+        {**values, "options": _Listed(raw, options.listed)},
+        options.letters[options.gold],
+        options,
+    )
 
 
-def _option_values(options: Options, index: int) -> dict[str, str]:
-    return {"option": options.texts[index], "letter": options.letters[index]}
+@dataclasses.dataclass(frozen=True)
+class _Listed:
+    """What {options} stands for: all of them, where {options[0]} is a field as any other."""
+
+    raw: Any
+    text: str
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.raw[index]
+
+    def __format__(self, spec: str) -> str:
+        return format(self.text, spec)
 
 
-def _filled(template: str, values: dict[str, str]) -> str:
-    """Returns a template with the names in braces replaced; other braces stay."""
-
-    def value(match: re.Match[str]) -> str:
-        if match[1] not in values:
-            raise ValueError(f"the template has {match[0]}, but there is: {', '.join(values)}.")
-        return values[match[1]]
-
-    return re.sub(r"\{(\w+)\}", value, template)
+def _filled(template: str, values: Mapping[str, Any]) -> str:
+    """Returns a template with the fields of a record put in."""
+    try:
+        return string.Formatter().vformat(template, (), values)
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"the template {template!r} does not fit ({error}): there is {', '.join(values)}. Write"
+            " {{ and }} for braces that are meant."
+        ) from error
 
 
 def _start(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -6,6 +6,7 @@ It merges by scores over the whole text, where sentencepiece has rules of its ow
 import hashlib
 import heapq
 import pathlib
+import re
 import struct
 from collections.abc import Sequence
 
@@ -46,6 +47,8 @@ class Llama2cTokenizer(Tokenizer):
             raise ValueError("it has no piece for a space, which is put before each text.")
         self.vocab_size = len(self._pieces)
         self.bos_id, self.eos_id = _BOS, _EOS
+        # As sentencepiece names them: the file has line breaks around them.
+        self.bos_token, self.eos_token = "<s>", "</s>"
         self.fingerprint = hashlib.sha256(data).hexdigest()
 
     def encode(self, text: str) -> list[int]:
@@ -58,6 +61,13 @@ class Llama2cTokenizer(Tokenizer):
             known = self._ids.get(piece)
             ids += [byte + _FIRST_BYTE for byte in piece] if known is None else [known]
         return self._merged(ids)
+
+    def encode_with_special(self, text: str) -> list[int]:
+        # What is between two of them is encoded as a text of its own, as Llama 2's own code does.
+        ids = []
+        for part in re.split("(</?s>)", text):
+            ids += {"<s>": [_BOS], "</s>": [_EOS]}.get(part) or self.encode(part)
+        return ids
 
     def _merged(self, ids: list[int]) -> list[int]:
         """Returns ids after all merges, in n log n steps where `run.c` looks at all pairs anew."""

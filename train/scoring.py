@@ -182,6 +182,10 @@ class Options:
         pairs = zip(self.letters, self.texts, strict=True)
         return "\n".join(f"{letter}) {text}" for letter, text in pairs)
 
+    def named(self, index: int) -> dict[str, str]:
+        """Returns one of them by the names that templates know."""
+        return {"option": self.texts[index], "letter": self.letters[index]}
+
 
 def read_options(given: Any, correct: Any) -> Options:
     """Returns the options of a question.

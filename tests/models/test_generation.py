@@ -14,7 +14,7 @@ import scipy.stats
 import tiny
 
 import actjax
-from models import Decoder, LinearRopeScaling, ModelConfig, RopeScaling, generation, huggingface
+from models import Decoder, ModelConfig, RopeScaling, generation, huggingface
 from models.decoder import rope_tables
 from models.generation import extend, generate, log_likelihoods, prefill
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 CONFIG = dataclasses.replace(tiny.CONFIG, max_seq_len=40)
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
-    "mistral": {"sliding_window": 5, "rope_scaling": LinearRopeScaling(2.0)},
+    "mistral": {"sliding_window": 5},
     # What Qwen 2.5 and 3 have, and Llama 3.
     "qwen": {
         "attention_bias": True,
@@ -83,13 +83,13 @@ def greedy(model: Decoder, prompts=PROMPTS, **options) -> list[list[int]]:
     return generate(model, prompts, **options)
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen"])
-def test_logits_from_the_cache_are_those_of_the_forward_pass(family):
-    model = model_of(family)
+def test_logits_from_the_cache_are_those_of_the_forward_pass():
+    config = dataclasses.replace(CONFIG, **FAMILIES["mistral"], **FAMILIES["qwen"])
+    model = decoder(config)
     tokens = np.asarray(tiny.batch(length=20)[0])
     lengths, rows = np.array([3, 9]), np.arange(2)
     whole = np.stack([all_logits(model, row.tolist()) for row in tokens])
-    tables = rope_tables(model.config, 20)
+    tables = rope_tables(config, 20)
     # What a prompt is filled up with is another text, and must not be seen.
     padded = jnp.array(np.where(np.arange(9) < lengths[:, None], tokens[:, :9], 60))
     logits, cache = jax.jit(prefill, static_argnums=(3, 4))(
@@ -100,7 +100,16 @@ def test_logits_from_the_cache_are_those_of_the_forward_pass(family):
         # Logits of about one. Sums of up to 44 terms in another order, a hundred roundings of 6e-8.
         np.testing.assert_allclose(logits, whole[rows, lengths + step - 1], atol=1e-5, rtol=1e-5)
         at = lengths + step
+        before = cache
         logits, cache = step_on(model, jnp.array(tokens[rows, at]), jnp.array(at), cache, tables)
+
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), before)
+    rounded, half = step_on(model, jnp.array(tokens[rows, at]), jnp.array(at), half, tables)
+    assert half.k.dtype == half.v.dtype == jnp.bfloat16
+    assert rounded.dtype == jnp.float32
+    # In three layers some thirty roundings of 2e-3, so 1e-2, and the largest of a hundred is five
+    # times that.
+    np.testing.assert_allclose(rounded, logits, atol=5e-2)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -174,12 +183,10 @@ def test_the_same_key_draws_the_same_and_another_does_not():
 
 
 def test_with_a_key_for_each_prompt_none_depends_on_the_others():
-    keys = jax.random.split(jax.random.key(3), 3)
-    together = draw(key=keys)
-    alone = [draw(prompts=[PROMPTS[i]], key=keys[i : i + 1])[0] for i in range(3)]
-    assert together == alone
-    folded = jnp.stack([jax.random.fold_in(jax.random.key(0), i) for i in range(3)])
-    assert draw() == draw(key=folded)
+    folded = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(0), i))(jnp.arange(3))
+    together = draw(key=folded)
+    assert together == draw()
+    assert draw(prompts=PROMPTS[1:2], key=folded[1:2]) == together[1:2]
 
 
 def test_one_token_to_draw_from_is_the_greedy_one():
@@ -200,34 +207,61 @@ def kept(probabilities: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
     return within / within.sum()
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"top_p": 0.6}, {"top_k": 7}, {"top_k": 20, "top_p": 0.8}], ids=str
-)
-def test_tokens_are_drawn_with_their_probabilities(options):
-    model, prompt, count = model_of(), [4, 2], 1000
-    temperature = 0.8
-    logits = np.float64(all_logits(model, prompt)[-1]) / temperature
-    probabilities = np.exp(logits - logits.max())
-    probabilities /= probabilities.sum()
-    want = count * kept(probabilities, options.get("top_k", 0), options.get("top_p", 1.0))
-    drawn = draw(prompts=[prompt] * count, max_new_tokens=1, temperature=temperature, **options)
-    got = np.bincount(np.ravel(drawn), minlength=len(want))
+def assert_drawn(tokens: np.ndarray, probabilities: np.ndarray) -> None:
+    """Raises unless as many tokens of each kind were drawn as there should be (chi-square)."""
+    want = len(tokens) * probabilities
+    got = np.bincount(tokens, minlength=len(want))
     assert not got[want == 0].any()
+    # Rare ones are counted together: the statistic is not theirs below some five.
     often = want >= 5
-    assert often.sum() >= 5
-    rest = want[~often].sum()
-    pairs = [(got[often], want[often]), ([got[~often].sum()], [rest])][: 2 if rest else 1]
-    statistic = sum(float(np.sum((np.subtract(g, w)) ** 2 / w)) for g, w in pairs)
-    freedom = sum(len(w) for _, w in pairs) - 1
+    assert often.sum() >= 3
+    want, got = (np.array([*x[often], x[~often].sum()]) for x in (want, got))
+    present = want > 0
+    statistic = np.sum((got - want)[present] ** 2 / want[present])
     # One fair draw in ten thousand is further off; the seed is one of the others.
-    assert statistic < scipy.stats.chi2.ppf(1 - 1e-4, freedom)
+    assert statistic < scipy.stats.chi2.ppf(1 - 1e-4, present.sum() - 1)
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    weights = np.exp(np.float64(logits) - logits.max())
+    return weights / weights.sum()
+
+
+def test_first_tokens_are_drawn_with_their_probabilities():
+    prompt, temperature = [4, 2], 0.8
+    drawn = draw(prompts=[prompt] * 1000, max_new_tokens=1, temperature=temperature)
+    probabilities = softmax(all_logits(model_of(), prompt)[-1] / temperature)
+    assert_drawn(np.ravel(drawn), probabilities)
+
+
+@functools.cache
+def draw_limited():
+    return jax.jit(functools.partial(generation._draw, limited=True))
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p"), [(0, 0.6), (7, 1.0), (20, 0.8), (0, 1.0), (3, 0.99), (61, 0.2)]
+)
+def test_of_the_likeliest_tokens_they_are_kept(top_k, top_p):
+    logits, temperature = all_logits(model_of(), [4, 2])[-1], 0.8
+    probabilities = softmax(logits / temperature)
+    order = np.argsort(-probabilities)[: top_k or None]
+    kept, mass = np.zeros_like(probabilities), 0.0
+    for token in order:
+        # Until those before have the mass; of what `top_k` leaves.
+        if mass < top_p * probabilities[order].sum():
+            kept[token] = probabilities[token]
+        mass += probabilities[token]
+    sampling = jnp.float32(temperature), jnp.float32(top_p), jnp.int32(top_k)
+    keys = jax.random.split(jax.random.key(0), 1000)
+    drawn = draw_limited()(jnp.tile(logits, (1000, 1)), keys, sampling)
+    assert_drawn(np.asarray(drawn), kept / kept.sum())
 
 
 def test_of_equal_logits_no_more_than_asked_for_are_drawn_from():
-    logits = jnp.zeros((500, 11)).at[:, 3].set(-1.0)
-    keys = jax.random.split(jax.random.key(0), 500)
-    sampling = jnp.float32(1), jnp.float32(1), jnp.int32(4)
-    drawn = jax.jit(functools.partial(generation._draw, limited=True))(logits, keys, sampling)
+    logits = jnp.zeros((1000, 61)).at[:, 3].set(-1.0)
+    keys = jax.random.split(jax.random.key(0), 1000)
+    drawn = draw_limited()(logits, keys, (jnp.float32(1), jnp.float32(1), jnp.int32(4)))
     assert set(drawn.tolist()) == {0, 1, 2, 4}
 
 
@@ -299,20 +333,15 @@ def test_adapters_and_quantized_weights_write_what_their_arrays_do():
 
 
 def test_the_cache_is_of_the_compute_dtype():
-    model, tokens = model_of(), tiny.batch(length=9)[0]
-    lengths = jnp.array([8, 8])
-    logits, cache = jax.jit(prefill, static_argnums=(3, 4))(
-        model, tokens[:, :8], lengths, 9, "bfloat16"
+    model, tokens = model_of(), jnp.zeros((2, 8), jnp.int32)
+    logits, cache = jax.eval_shape(
+        lambda model, tokens: prefill(model, tokens, jnp.array([8, 3]), 9, "bfloat16"),
+        model,
+        tokens,
     )
     assert cache.k.dtype == cache.v.dtype == jnp.bfloat16
     assert cache.k.shape == (3, 2, 9, 2, 4)
-    assert logits.dtype == jnp.float32
-    tables = rope_tables(CONFIG, 9)
-    logits, _ = jax.jit(extend)(model, tokens[:, 8], lengths, cache, tables)
-    want = [all_logits(model, row.tolist())[-1] for row in tokens]
-    # Logits of about one; in three layers some thirty roundings of 2e-3, so 1e-2, and the largest
-    # of a hundred is five times that.
-    np.testing.assert_allclose(logits, want, atol=5e-2)
+    assert (logits.shape, logits.dtype) == ((2, 61), jnp.float32)
 
 
 # ----- another implementation

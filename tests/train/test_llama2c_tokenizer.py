@@ -29,7 +29,7 @@ def slowly(text: str) -> list[int]:
     """Looks at all pairs for each merge, as `run.c`."""
     lookup = {piece: i for i, piece in enumerate(PIECES)}
     ids = [lookup[b" "]] if text else []
-    for character in text.encode().decode():
+    for character in text:
         piece = character.encode()
         ids += [lookup[piece]] if piece in lookup else [3 + byte for byte in piece]
     while True:
@@ -71,6 +71,9 @@ def test_special_tokens_give_no_text_and_none_comes_from_text():
     assert tokenizer.decode([1, *ids, 2, 1, *ids, 0]) == "thethe"
     assert tokenizer.decode([*ids, *ids]) == "the the"
     assert min(tokenizer.encode("\n<s>\n</s><unk><0x41>")) > 2
+    named = tokenizer.encode_with_special("<s>the</s><s>")
+    assert named == [1, *ids, 2, 1]
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<s>", "</s>")
     # The first two of three bytes of a character.
     assert tokenizer.decode([3 + 0xE6, 3 + 0x97]) == "\ufffd"
 

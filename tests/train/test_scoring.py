@@ -155,7 +155,9 @@ def test_options_are_read_in_every_form(given, correct, options):
 
 
 def test_options_are_listed_behind_their_letters():
-    assert read_options(["A)10", "B)20"], "A").listed == "A) 10\nB) 20"
+    options = read_options(["A)10", "B)20"], "A")
+    assert options.listed == "A) 10\nB) 20"
+    assert options.named(1) == {"option": "20", "letter": "B"}
 
 
 def test_options_that_make_no_sense_are_refused():
