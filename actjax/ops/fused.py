@@ -197,7 +197,7 @@ def _then_linear(
     def run(weights: Any, biases: Any) -> tuple[jax.Array, ...]:
         return _fused(before, operator, names, bases, others, weights, biases, codecs, key)
 
-    outputs: Any = call_adapted(run, weights, biases, split, f"{operator} input")
+    outputs: Any = call_adapted(run, weights, biases, split, names[0])
     return outputs if isinstance(w, tuple | list) else outputs[0]
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from actjax.codecs import Exact
 from actjax.ops.linear_vjp import Biases, Weights, linear_vjp
 from actjax.precision import matmul
+from actjax.tags import keep_output
 from actjax.weights import DroppedInput, FrozenWeight
 
 
@@ -130,10 +131,9 @@ class LowRankSum:
         """Returns it with the axis of features cut into several, or put together again."""
         return dataclasses.replace(self, base=self.base.reshape(*shape))
 
-    def value(self, name: str = "sum") -> jax.Array:
-        """Returns the activation; of it `left` is held."""
-        adapter = f"{name} adapter"
-        lows: Any = linear_vjp(adapter, self.left, (self.right,), (None,), None, Exact())
+    def value(self, name: str = "adapter") -> jax.Array:
+        """Returns the activation; of it `left` is held, and `actjax.explain` calls it `name`."""
+        lows: Any = linear_vjp(name, self.left, (self.right,), (None,), None, Exact())
         return self.base + lows[0].reshape(self.base.shape)
 
 
@@ -164,15 +164,24 @@ def call_adapted(
     downs = tuple(w.down for w in adapted)
     outputs = run((*bases, *downs), (*biases, *(None for _ in downs)))
     lows = iter(outputs[len(weights) :])
+    labels = iter([f"{name} adapter"] if len(adapted) == 1 else _numbered(name, len(adapted)))
     results: list[Any] = []
     for w, output in zip(weights, outputs, strict=False):
         if not isinstance(w, LoRA):
             results.append(output)
             continue
         low = next(lows)
-        one = LowRankSum(output, (w.scale * low).astype(low.dtype), w.b)
-        results.append(one if split else one.value(name))
+        left = (w.scale * low).astype(low.dtype)
+        if split:
+            left = keep_output(left, "lora", next(labels))
+            results.append(LowRankSum(output, left, w.b))
+        else:
+            results.append(LowRankSum(output, left, w.b).value(next(labels)))
     return tuple(results)
+
+
+def _numbered(name: str, count: int) -> list[str]:
+    return [f"{name} adapter {i}" for i in range(count)]
 
 
 Lows = tuple[tuple[jax.Array, jax.Array] | None, ...]
