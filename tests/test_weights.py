@@ -310,6 +310,13 @@ def test_beside_a_plain_weight_one_code_is_held():
     assert size == w.nbytes + other.nbytes + codec.stored_bytes(x.shape, x.dtype)
 
 
+def test_a_barrier_keeps_the_decoded_weight_of_the_two_passes_apart():
+    # XLA could merge them, and keep what is to be decoded again. (On CPUs it does so even then.)
+    q = jax.eval_shape(NF4Weight.quantize, normal(1, 8, 5))
+    fun = lambda x, q: jnp.sum(linear(x, q))  # noqa: E731
+    assert "optimization_barrier" in str(jax.make_jaxpr(jax.grad(fun))(normal(0, 6, 8), q))
+
+
 def test_explain_names_nothing_of_its_input():
     w = normal(1, 8, 5)
     found = explain(lambda x: jnp.sum(linear(-x, FrozenWeight(w))), normal(0, 16, 8))

@@ -1,6 +1,7 @@
 """Evaluates a model: `python -m train.evaluate --checkpoint DIR --task gsm8k --questions FILE`."""
 
 import dataclasses
+import functools
 import json
 import math
 import pathlib
@@ -264,9 +265,14 @@ def run(
         report[config.task] = _score_questions(ready, console)
     if ready.beginning is not None:
         report["generated"] = text = _write(ready, [ready.beginning], [0], 1)[0]
-        console.print(config.generate, style="dim", end="", markup=False, highlight=False)
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        _say(console, config.generate or "", end="", style="dim")
+        _say(console, text)
     return report
+
+
+def _say(console: Console, text: str, **options: Any) -> None:
+    """Prints a text as it is."""
+    console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True, **options)
 
 
 def prepare(config: EvaluateConfig, attach_adapter: AttachAdapter = attach_lora) -> Evaluation:
@@ -337,16 +343,19 @@ def _whole(data: str) -> Corpus:
     return Corpus(path.name, [], [read_text(path)], fingerprint="")
 
 
+@functools.partial(jax.jit, static_argnums=2)
+def _nats(model: Decoder, batch: dict[str, jax.Array], compute_dtype: str) -> jax.Array:
+    """Returns the sum of the cross-entropy over the targets that count."""
+    mask = batch["mask"]
+    loss = model.loss(batch["inputs"], batch["targets"], mask=mask, compute_dtype=compute_dtype)
+    return loss * mask.sum()
+
+
 def _score_text(ready: Evaluation, text: ValidationSet, console: Console) -> dict[str, float]:
     dtype = ready.config.compute_dtype
-
-    @jax.jit
-    def nats(model: Decoder, batch: dict[str, jax.Array]) -> jax.Array:
-        mask = batch["mask"]
-        loss = model.loss(batch["inputs"], batch["targets"], mask=mask, compute_dtype=dtype)
-        return loss * mask.sum()
-
-    total = sum(float(nats(ready.model, batch)) for batch in _track(text.batches, "text", console))
+    total = sum(
+        float(_nats(ready.model, batch, dtype)) for batch in _track(text.batches, "text", console)
+    )
     cost = TextCost(total, text.num_tokens, text.num_bytes)
     report = {
         "nats_per_token": cost.nats_per_token,
@@ -396,9 +405,10 @@ def _records(flag: str, path: pathlib.Path) -> list[dict[str, Any]]:
         raise ValueError(f"`{flag}`: '{path}' is not UTF-8 ({error}).") from error
     whole = text.lstrip().startswith("[")
     # Not `splitlines`: JSON strings may hold line separators such as U+2028.
-    pieces = [text] if whole else [line for line in text.split("\n") if line.strip()]
     records = []
-    for number, piece in enumerate(pieces, 1):
+    for number, piece in enumerate([text] if whole else text.split("\n"), 1):
+        if not piece.strip():
+            continue
         try:
             one = json.loads(piece)
         except json.JSONDecodeError as error:

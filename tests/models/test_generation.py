@@ -20,7 +20,9 @@ from models.generation import extend, generate, log_likelihoods, prefill
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-CONFIG = dataclasses.replace(tiny.CONFIG, max_seq_len=40)
+NEW = 12
+# As many positions as the longest prompt and what follows it take.
+CONFIG = dataclasses.replace(tiny.CONFIG, max_seq_len=9 + NEW)
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 5},
@@ -35,7 +37,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5, 8], [9]]
-NEW = 12
 
 
 def decoder(config: ModelConfig) -> Decoder:
@@ -123,13 +124,6 @@ def test_a_batch_writes_what_each_prompt_alone_does():
     assert greedy(model) == [greedy(model, [prompt])[0] for prompt in PROMPTS]
 
 
-def test_a_text_may_fill_all_positions():
-    model, longest = model_of(), CONFIG.max_seq_len
-    prompts = [[7, 8], [5] * (longest - 20)]
-    want = [slowly(model, prompt, 20) for prompt in prompts]
-    assert greedy(model, prompts, max_new_tokens=20) == want
-
-
 def test_each_text_ends_before_its_own_stop():
     model, whole = model_of(), greedy(model_of())
     stop = {whole[1][3], whole[2][1]}
@@ -137,7 +131,7 @@ def test_each_text_ends_before_its_own_stop():
     assert sorted(ends) == [1, 3, 9]
     want = [row[:end] for row, end in zip(whole, ends, strict=True)]
     assert greedy(model, stop=stop) == want
-    assert greedy(model, stop=range(CONFIG.vocab_size)) == [[], [], []]
+    assert greedy(model, stop={row[0] for row in whole}) == [[], [], []]
 
 
 def test_nothing_is_computed_after_all_have_stopped(monkeypatch):
@@ -159,7 +153,7 @@ def test_lengths_share_programs():
     model = model_of()
     greedy(model)
     before = generation._generate._cache_size()
-    for length, count in ((7, 12), (9, 15), (11, 8)):
+    for length, count in ((7, 12), (9, 10), (13, 8)):
         greedy(model, [[1] * length] * 3, max_new_tokens=count, stop=(count,))
     assert generation._generate._cache_size() == before
     sizes = sorted({generation._rounded(n) for n in range(1, 10_000)})
@@ -229,7 +223,7 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 def test_first_tokens_are_drawn_with_their_probabilities():
     prompt, temperature = [4, 2], 0.8
-    drawn = draw(prompts=[prompt] * 1000, max_new_tokens=1, temperature=temperature)
+    drawn = draw(prompts=[prompt] * 400, max_new_tokens=1, temperature=temperature)
     probabilities = softmax(all_logits(model_of(), prompt)[-1] / temperature)
     assert_drawn(np.ravel(drawn), probabilities)
 
@@ -240,7 +234,7 @@ def draw_limited():
 
 
 @pytest.mark.parametrize(
-    ("top_k", "top_p"), [(0, 0.6), (7, 1.0), (20, 0.8), (0, 1.0), (3, 0.99), (61, 0.2)]
+    ("top_k", "top_p"), [(0, 0.6), (7, 1.0), (20, 0.8), (0, 1.0), (3, 0.99), (61, 0.4)]
 )
 def test_of_the_likeliest_tokens_they_are_kept(top_k, top_p):
     logits, temperature = all_logits(model_of(), [4, 2])[-1], 0.8
@@ -290,7 +284,7 @@ def test_a_continuation_may_fill_all_positions():
     model, longest = model_of(), CONFIG.max_seq_len
     got = log_likelihoods(model, [[1]], [[2] * longest])
     assert np.isfinite(got).all()
-    with pytest.raises(ValueError, match=r"`prompts\[0\]` has 2 tokens .*more than the 40 pos"):
+    with pytest.raises(ValueError, match=r"`prompts\[0\]` has 2 tokens .*more than the 21 pos"):
         log_likelihoods(model, [[1, 1]], [[2] * longest])
 
 
@@ -375,7 +369,7 @@ def test_texts_are_those_of_transformers(tmp_path):
         ([[-1, 2]], {}, r"`prompts\[0\]` has the id -1"),
         ([[1]], {"stop": [99]}, "`stop` has the id 99"),
         ([[1]], {"max_new_tokens": 0}, "`max_new_tokens` must be at least 1, got 0"),
-        ([[1] * 30], {}, r"`prompts\[0\]` has 30 tokens, and `max_new_tokens` 12 more .* the 40 p"),
+        ([[1] * 30], {}, r"`prompts\[0\]` has 30 tokens, and `max_new_tokens` 12 more .* the 21 p"),
         ([[1]], {"temperature": -1}, "`temperature` must be 0, .* or above, got -1"),
         ([[1]], {"temperature": float("nan")}, "`temperature` must be 0"),
         ([[1]], {"top_p": 0.0}, r"`top_p` must be above 0 and at most 1, got 0\.0"),

@@ -1,6 +1,7 @@
 """The program as a user runs it, on a model that knows nothing."""
 
 import dataclasses
+import functools
 import io
 import json
 import os
@@ -14,7 +15,7 @@ import pytest
 import tiny
 from rich.console import Console
 
-from models import huggingface, llama2c, lora
+from models import Decoder, huggingface, llama2c, lora
 from models.checkpoints import load_checkpoint, stop_ids
 from train import evaluate
 from train.evaluate import EvaluateConfig, run, text_after
@@ -43,7 +44,10 @@ CHOICES = [
 def folder(tmp_path_factory):
     """A folder with a checkpoint, its tokenizer, a text and questions."""
     folder = tmp_path_factory.mktemp("evaluate")
-    model = jax.jit(tiny.decoder, static_argnums=0)(MODEL)
+    # Weights of NumPy: JAX would compile a program for each of their shapes.
+    shapes = jax.eval_shape(functools.partial(Decoder, MODEL), jax.random.key(0))
+    rng = np.random.default_rng(0)
+    model = jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.3, x.shape), "float32"), shapes)
     huggingface.save(model, folder / "model")
     llama2c.save(model, folder / "model.bin")
     train_bpe([TEXT], 290).save(folder / "model")
@@ -93,6 +97,11 @@ def says(monkeypatch):
     return put
 
 
+@functools.cache
+def log_softmax():
+    return jax.jit(lambda m, x: jax.nn.log_softmax(m(x, compute_dtype="float32")))
+
+
 # ----- text
 
 
@@ -105,8 +114,7 @@ def test_the_cost_of_a_text_is_that_of_its_tokens(folder):
     rows = -(-count // 32)
     filled = np.pad(ids, (0, rows * 32 - count), constant_values=tokenizer.eos_id)
     inputs, targets = filled[:-1].reshape(rows, 32), filled[1:].reshape(rows, 32)
-    logits = jax.jit(lambda m, x: m(x, compute_dtype="float32"))(model, jnp.asarray(inputs))
-    logs = np.asarray(jax.nn.log_softmax(logits))
+    logs = np.asarray(log_softmax()(model, jnp.asarray(inputs)))
     nats = -np.take_along_axis(logs, targets[..., None], 2).ravel()[:count].sum()
     got = report["text"]
     assert got["tokens"] == count
@@ -175,7 +183,6 @@ def test_letters_are_read_in_what_the_model_writes(folder, says):
 @pytest.mark.parametrize("normalize", ["none", "tokens", "bytes"])
 def test_the_likeliest_option_is_that_of_the_forward_pass(folder, normalize, tmp_path):
     tokenizer, model = load_tokenizer(folder / "model"), huggingface.load(folder / "model")
-    forward = jax.jit(lambda m, x: jax.nn.log_softmax(m(x[None], compute_dtype="float32")[0]))
     likelihoods, predictions = [], []
     for record in CHOICES:
         prompt = tokenizer.encode(f"Q: {record['question']}\nA:")
@@ -184,9 +191,9 @@ def test_the_likeliest_option_is_that_of_the_forward_pass(folder, normalize, tmp
             ending = " " + option[2:]
             whole = tokenizer.encode(f"Q: {record['question']}\nA:{ending}")
             assert whole[: len(prompt)] == prompt
-            logs = np.asarray(forward(model, jnp.array(whole + [0] * (64 - len(whole)))))
+            logs = log_softmax()(model, jnp.array([whole + [0] * (64 - len(whole))]))[0]
             places = range(len(prompt), len(whole))
-            own.append(float(sum(logs[i - 1, whole[i]] for i in places)))
+            own.append(sum(np.asarray(logs)[i - 1, whole[i]] for i in places))
             lengths.append({"none": 1, "tokens": len(places), "bytes": len(ending)}[normalize])
         likelihoods += own
         predictions.append("ABC"[int(np.argmax(np.array(own) / lengths))])
@@ -220,14 +227,21 @@ def test_options_begin_where_none_changes_the_tokens_before(folder):
 # ----- what a model writes
 
 
-def test_what_is_drawn_does_not_depend_on_the_batch(folder, tmp_path):
-    texts = []
-    for size in (4, 3):
-        out = tmp_path / f"{size}.jsonl"
-        quietly(asked(folder, "sums", temperature=1.0, batch_size=size, limit=4, out=out))
-        texts.append([line["answer"] for line in lines(out)])
-    assert texts[0] == texts[1]
-    assert len(set(texts[0])) == 4
+def test_what_is_drawn_depends_on_the_question_and_not_on_its_batch(folder, monkeypatch):
+    found: list[dict[tuple, np.ndarray]] = []
+
+    def fake(model, prompts, *, key, temperature, **options):
+        assert temperature == 0.5
+        assert len(prompts) == len(key)
+        found[-1] |= zip(map(tuple, prompts), jax.random.key_data(key).tolist(), strict=True)
+        return [[]] * len(prompts)
+
+    monkeypatch.setattr(evaluate, "generate", fake)
+    for size, seed in ((4, 0), (3, 0), (3, 1)):
+        found.append({})
+        quietly(asked(folder, "sums", temperature=0.5, batch_size=size, seed=seed))
+    assert found[0] == found[1] != found[2]
+    assert len(set(map(tuple, found[0].values()))) == len(SUMS)
 
 
 def test_a_beginning_is_gone_on_from(folder, capsys, monkeypatch):
@@ -301,7 +315,7 @@ def test_an_adapter_is_attached(folder):
     rng = np.random.default_rng(0)
     adapters = jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 1, x.shape), x.dtype), shapes)
     lora.save_adapters(adapters, settings, folder / "adapter")
-    base = config(folder, data=str(folder / "text.txt"), seq_len=8, eval_batches=1)
+    base = config(folder, data=str(folder / "text.txt"), seq_len=8)
     adapted = dataclasses.replace(base, adapter=folder / "adapter")
     got = quietly(adapted)["text"]["nats_per_token"]
     merged = lora.merge(huggingface.load(folder / "model"), adapters, settings)
@@ -380,7 +394,7 @@ def test_nonsense_is_refused_in_one_line(folder, changes, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"question": 1}\n{', "'.*' line 2 is no JSON"),
+        ('{"question": 1}\n\n{', "'.*' line 3 is no JSON"),
         ("[1, 2]", "record 0 of '.*' is no JSON object: 1"),
         ("[{}, \n{]", "'.*' line 2 is no JSON"),
         ("", "`--shots` is 0, but .* 0 questions beside them"),
