@@ -67,8 +67,11 @@ class NF4Weight:
           ValueError: another shape.
           TypeError: no floating point numbers.
         """
-        if weight.ndim != 2:
-            raise ValueError(f"`weight` of NF4Weight must be [d, n], got {weight.shape}.")
+        shape = jnp.shape(weight)
+        if len(shape) != 2:
+            raise ValueError(f"`weight` of NF4Weight must be [d, n], got {shape}.")
+        if 0 in shape:
+            raise ValueError(f"`weight` of NF4Weight must not be empty, got {shape}.")
         if not jnp.issubdtype(weight.dtype, jnp.floating):
             raise TypeError(f"`weight` of NF4Weight must be floating point, got {weight.dtype}.")
         d, n = weight.shape
@@ -87,7 +90,8 @@ class NF4Weight:
         return cls(first | second << 4, scales, mean, d, jnp.dtype(weight.dtype))
 
     def __repr__(self) -> str:
-        return f"NF4Weight{list(self.shape)}"
+        # Of a tree of something else than arrays there is no shape.
+        return f"NF4Weight{list(self.shape) if hasattr(self.codes, 'shape') else ''}"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -98,6 +102,11 @@ class NF4Weight:
     def ndim(self) -> int:
         """Axes of the weight."""
         return len(self.shape)
+
+    @property
+    def T(self) -> jax.Array:  # noqa: N802
+        """The transpose, as an array."""
+        return self.astype(self.dtype).T
 
     def __getitem__(self, index: Any) -> "NF4Weight":
         # `param[...]` is how nnx reads the value of a variable.

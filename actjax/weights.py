@@ -21,7 +21,7 @@ class FrozenWeight:
     weight: Any
 
     def __repr__(self) -> str:
-        return f"FrozenWeight({self.weight!r})"
+        return f"FrozenWeight({shape_text(self.weight)})"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -72,3 +72,20 @@ class DroppedInput:
         """Returns an input, or the cotangent of one, with some entries zero."""
         kept = jax.random.bernoulli(self.key, 1 - self.rate, x.shape)
         return jnp.where(kept, x / (1 - self.rate), 0).astype(x.dtype)
+
+
+def frozen(weight: Any) -> FrozenWeight:
+    """Returns a weight that has no gradient, whether it was frozen before or not."""
+    return weight if isinstance(weight, FrozenWeight) else FrozenWeight(weight)
+
+
+def array_of(weight: Any, dtype: Any) -> jax.Array:
+    """Returns the numbers of a weight; what is in few bits is decoded here, next to its use."""
+    return (weight.weight if isinstance(weight, FrozenWeight) else weight).astype(dtype)
+
+
+def shape_text(x: Any) -> str:
+    """Returns what an array is, for a reader: its dtype and shape, and none of its numbers."""
+    if not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
+        return repr(x)
+    return f"{x.dtype}{list(x.shape)}"

@@ -125,15 +125,16 @@ def test_half_the_widest_gap_is_what_the_docstring_says():
 
 def test_levels_come_back_exactly():
     # All scales are alike, so that nothing of them is lost: what is left is the code book.
-    index = np.random.default_rng(0).integers(0, 16, (130, 7))
-    index[[0, 64, 129]] = 15
+    index = np.random.default_rng(0).integers(0, 16, (172, 5))
+    index[[0, 64, 171]] = 15
     w = jnp.asarray(levels()[index] * np.float32(0.75))
     np.testing.assert_allclose(round_trip(w), w, rtol=2e-7, atol=0)
 
 
 # The error.
 
-SHAPES = [(1, 1), (63, 2), (64, 3), (65, 4), (172, 5), (200, 300)]
+SHAPES = [(1, 1), (63, 2), (64, 3), (65, 4), (172, 5), (128, 300)]
+"""The same in all tests, for each is compiled."""
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -186,7 +187,7 @@ FINITE = st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False)
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_the_error_holds_for_any_weight(data):
-    shape = data.draw(st.sampled_from([(1, 1), (65, 2), (130, 3)]))
+    shape = data.draw(st.sampled_from([(1, 1), (63, 2), (65, 4)]))
     w = data.draw(arrays.arrays(np.float32, shape, elements=FINITE))
     got = np.asarray(round_trip(jnp.asarray(w)))
     assert_within_the_error(w, got)
@@ -198,7 +199,7 @@ def test_the_error_holds_for_any_weight(data):
 @settings(max_examples=20, deadline=None)
 @given(st.integers(-90, 90), st.integers(0, 2**32 - 1))
 def test_a_power_of_two_changes_nothing_but_the_scale(power, seed):
-    w = normal(seed, 65, 2, dtype="float32")
+    w = normal(seed, 65, 4, dtype="float32")
     factor = jnp.float32(2.0**power)
     np.testing.assert_array_equal(round_trip(w * factor), round_trip(w) * factor)
 
@@ -208,7 +209,7 @@ def test_a_power_of_two_changes_nothing_but_the_scale(power, seed):
 
 @pytest.mark.parametrize("value", [0.0, 2.5, -2.5, 1e-30, 1e30])
 def test_a_constant_weight_comes_back(value):
-    w = jnp.full((130, 3), value, jnp.float32)
+    w = jnp.full((172, 5), value, jnp.float32)
     # The mean of equal scales is summed, and may err by a few units in the last place.
     np.testing.assert_allclose(round_trip(w), w, rtol=1e-6, atol=0)
 
@@ -221,7 +222,7 @@ def test_tiny_weights_are_as_good_as_others():
 
 
 def test_blocks_of_zeros_stay_zeros_among_others():
-    w = np.array(normal(0, 192, 4, dtype="float32"))
+    w = np.array(normal(0, 172, 5, dtype="float32"))
     w[64:128, 1] = 0
     w[:, 3] = 0
     got = np.asarray(round_trip(jnp.asarray(w)))
@@ -241,7 +242,7 @@ def test_one_huge_value_costs_others_what_the_error_says(huge):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
 def test_what_is_not_finite_does_not_come_back_finite(value):
-    w = normal(0, 64, 2, dtype="float32").at[3, 1].set(value)
+    w = normal(0, 64, 3, dtype="float32").at[3, 1].set(value)
     assert not np.isfinite(round_trip(w)[3, 1])
 
 

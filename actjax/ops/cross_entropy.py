@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from actjax.ops.checks import check_floating
+from actjax.ops.lora import LoRA
 from actjax.precision import accumulation_dtype, contract_tokens, matmul
 from actjax.tags import keep_output
-from actjax.weights import FrozenWeight
+from actjax.weights import FrozenWeight, array_of
 
 _MIN_CHUNK = 256
 """Fewest tokens of a chunk where none is asked for. Each chunk reads and writes the gradient of the
@@ -57,6 +58,8 @@ def cross_entropy(
       ValueError: shapes that do not fit, or a chunk below one.
       TypeError: `hidden` is not floating point or `labels` are not integers.
     """
+    if isinstance(head, LoRA):
+        raise TypeError("`head` is a LoRA, which linear operators take: pass `head.merged()`.")
     _check(hidden, head, labels, mask, chunk)
     tokens = labels.size
     if chunk is None:
@@ -64,7 +67,7 @@ def cross_entropy(
     weights = jnp.ones(labels.shape, jnp.float32) if mask is None else mask
     weights = weights.astype(accumulation_dtype(hidden.dtype))
     frozen = isinstance(head, FrozenWeight)
-    numbers = head.weight.astype(hidden.dtype) if frozen else head
+    numbers = array_of(head, hidden.dtype) if frozen else head
     options = _Options(z_loss, min(chunk, tokens), name, not frozen)
     return _cross_entropy(options, hidden, numbers, labels, weights)
 

@@ -13,8 +13,8 @@ from actjax.codecs import Codec, Exact
 from actjax.nf4 import NF4Weight
 from actjax.ops.checks import check_codec, check_floating
 from actjax.ops.linear_vjp import Biases, Weights, linear_vjp
-from actjax.ops.lora import LoRA, call_adapted
-from actjax.weights import FrozenWeight
+from actjax.ops.lora import LoRA, LowRankSum, call_adapted
+from actjax.weights import FrozenWeight, frozen
 
 
 @overload
@@ -147,7 +147,10 @@ def check_linear(x: Any, w: Any, bias: Any) -> tuple[Weights, Biases]:
     )
     given = (bias,) if single else bias
     biases = (None,) * len(weights) if given is None else tuple(given)
+    if isinstance(x, LowRankSum):
+        raise TypeError("`x` is a LowRankSum, which nonlinear operators take: pass `x.value()`.")
     check_floating("x", x)
+    weights = tuple(_opened(w) for w in weights)
     if not weights:
         raise ValueError("`w` is an empty tuple: pass at least one weight.")
     if len(biases) != len(weights):
@@ -172,4 +175,18 @@ def check_linear(x: Any, w: Any, bias: Any) -> tuple[Weights, Biases]:
             raise ValueError(
                 f"the bias of `{name}`{w.shape} must be {w.shape[1:]}, got {bias.shape}."
             )
-    return tuple(FrozenWeight(w) if isinstance(w, NF4Weight) else w for w in weights), biases
+    return weights, biases
+
+
+def _opened(w: Any) -> Any:
+    """Returns a weight as the operators take it, or raises a `TypeError`."""
+    if isinstance(w, LoRA):
+        return w.opened()
+    if isinstance(w, NF4Weight):
+        return FrozenWeight(w)
+    if not isinstance(w, FrozenWeight):
+        return w
+    inner = w.weight.get_value() if hasattr(w.weight, "get_value") else w.weight
+    if isinstance(inner, LoRA):
+        raise TypeError("a LoRA in a FrozenWeight: the weight of a LoRA is frozen as it is.")
+    return frozen(inner)

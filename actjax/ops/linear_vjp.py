@@ -15,7 +15,7 @@ from actjax.codecs import basis as in_basis
 from actjax.precision import accumulation_dtype, contract_tokens, matmul
 from actjax.tags import encoded_first, keep, name_code
 from actjax.taps import HeldWeight, TappedWeight, hold_weight, mark_weights, plain_weight
-from actjax.weights import DroppedInput, FrozenWeight
+from actjax.weights import DroppedInput, FrozenWeight, array_of
 
 Weights = tuple[Any, ...]
 """Arrays, `TappedWeight`s, `FrozenWeight`s or `DroppedInput`s."""
@@ -44,7 +44,7 @@ def linear_vjp(
 def _apply(x: jax.Array, w: Any, bias: jax.Array | None) -> jax.Array:
     if isinstance(w, DroppedInput):
         x, w = w.drop(x), w.weight
-    z = matmul(x, _array_of(w, x.dtype))
+    z = matmul(x, array_of(w, x.dtype))
     return (z if bias is None else z + bias.astype(z.dtype)).astype(x.dtype)
 
 
@@ -139,17 +139,17 @@ def _unheld(held: Any) -> Any:
     return held.weight if isinstance(held, HeldWeight) else held
 
 
-def _array_of(w: Any, dtype: jnp.dtype) -> jax.Array:
-    """Returns the numbers of a weight; what is in few bits is decoded here, next to its use."""
-    return (w.weight if isinstance(w, FrozenWeight) else w).astype(dtype)
-
-
 def _weight_grad(codec, code, basis, held: Any, dz: jax.Array) -> Any:
     """Returns the gradient of a weight, or of the taps of one; None of one that has none."""
     if isinstance(held, FrozenWeight):
         return None
     if isinstance(held, DroppedInput):
-        gradient = contract_tokens(held.drop(codec.decode(code)), dz)
+        if isinstance(code, in_basis.BasisCode):
+            coordinates = in_basis.decode(code)
+            x = matmul(coordinates, basis.astype(coordinates.dtype).T).astype(dz.dtype)
+        else:
+            x = codec.decode(code)
+        gradient = contract_tokens(held.drop(x), dz)
         return dataclasses.replace(held, weight=gradient.astype(held.dtype), key=None)
     if isinstance(code, in_basis.BasisCode):
         right = contract_tokens(in_basis.decode(code), dz)
@@ -174,7 +174,7 @@ def _input_term(w: Any, dz: jax.Array) -> jax.Array:
         w, dz = jax.lax.optimization_barrier((w, dz))
     if isinstance(w, DroppedInput):
         return w.drop(matmul(dz, w.weight.astype(dz.dtype).T))
-    return matmul(dz, _array_of(w, dz.dtype).T)
+    return matmul(dz, array_of(w, dz.dtype).T)
 
 
 linear_vjp.defvjp(_linear_fwd, _linear_bwd)

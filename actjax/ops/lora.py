@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from actjax.codecs import Exact
+from actjax.ops.checks import check_floating
 from actjax.ops.linear_vjp import Biases, Weights, linear_vjp
-from actjax.precision import matmul
+from actjax.precision import accumulation_dtype, matmul
 from actjax.tags import keep_output
-from actjax.weights import DroppedInput, FrozenWeight
+from actjax.weights import DroppedInput, array_of, frozen, shape_text
 
 
 @jax.tree_util.register_dataclass
@@ -44,7 +44,7 @@ class LoRA:
     dropout: float = dataclasses.field(default=0.0, metadata={"static": True})
 
     def __repr__(self) -> str:
-        return f"LoRA({self.weight!r}, rank={self.a.shape[-1]}, scale={self.scale})"
+        return f"LoRA({shape_text(self.weight)}, a={shape_text(self.a)}, scale={self.scale})"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -69,12 +69,25 @@ class LoRA:
 
     def merged(self, dtype: Any = None) -> jax.Array:
         """Returns `W + scale A B` as an array [d, n], of the dtype of the weight by default."""
-        dtype = dtype or self.dtype
-        product = matmul(self.a.astype(jnp.float32), self.b.astype(jnp.float32), "highest")
-        return (self.weight.astype(jnp.float32) + self.scale * product).astype(dtype)
+        weight = array_of(self.weight, accumulation_dtype(self.dtype))
+        a, b = self.a.astype(weight.dtype), self.b.astype(weight.dtype)
+        return (weight + self.scale * matmul(a, b, "highest")).astype(dtype or self.dtype)
+
+    def opened(self) -> "LoRA":
+        """Returns it with the values of Flax variables in their place."""
+        value = lambda x: x.get_value() if hasattr(x, "get_value") else x  # noqa: E731
+        parts = {name: value(getattr(self, name)) for name in ("weight", "a", "b")}
+        return dataclasses.replace(self, **parts)
 
     def check(self, name: str) -> None:
-        """Raises a `ValueError` unless the parts fit one another."""
+        """Raises unless the parts fit one another.
+
+        Raises:
+          ValueError: shapes that do not fit, or a dropout out of range.
+          TypeError: factors that are not floating point.
+        """
+        check_floating(f"{name}.a", self.a)
+        check_floating(f"{name}.b", self.b)
         d, n = self.shape
         a, b = tuple(self.a.shape), tuple(self.b.shape)
         if len(a) != 2 or len(b) != 2 or (a[0], b[1]) != (d, n) or a[1] != b[0]:
@@ -160,7 +173,7 @@ def call_adapted(
     adapted = [w for w in weights if isinstance(w, LoRA)]
     if not adapted:
         return run(weights, biases)
-    bases = tuple(FrozenWeight(w.weight) if isinstance(w, LoRA) else w for w in weights)
+    bases = tuple(frozen(w.weight) if isinstance(w, LoRA) else w for w in weights)
     downs = tuple(w.down for w in adapted)
     outputs = run((*bases, *downs), (*biases, *(None for _ in downs)))
     lows = iter(outputs[len(weights) :])

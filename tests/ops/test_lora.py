@@ -23,7 +23,6 @@ from actjax import (
     NF4Weight,
     PointApproximation,
     Quantized,
-    RandomizedSVD,
     RandomProjection,
     attention,
     attention_linear,
@@ -207,7 +206,6 @@ def run_oracle(name, exact, hats, weights, biases, dzs):
 
 EACH = [
     ("linear", RandomProjection(3)),
-    ("linear", RandomizedSVD(3)),
     ("linear", PointApproximation(points=4)),
     ("linear", NEAREST),
     ("norm", DITHER),
@@ -236,7 +234,9 @@ def with_adapters(first, plain, last, adapters, keys=(None, None), dropout=0.0):
     )
 
 
-@pytest.mark.parametrize(("name", "codec"), [*((n, Exact()) for n in OPERATORS), *EACH], ids=str)
+@pytest.mark.parametrize(
+    ("name", "codec"), [*((n, Exact()) for n in ("linear", "swiglu")), *EACH], ids=str
+)
 def test_value_is_exact_and_gradients_are_those_at_the_decoded_input(
     name, codec, x64, quick_compile
 ):
@@ -262,7 +262,7 @@ def test_value_is_exact_and_gradients_are_those_at_the_decoded_input(
     assert_close(dbs, tuple(want_dbs))
 
 
-@pytest.mark.parametrize("lead", [(), (4,), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize("lead", [(), (2, 3, 4)], ids=str)
 def test_any_number_of_leading_axes(lead, x64, quick_compile):
     x, w, a, b, dz = (
         normal(i, *s) for i, s in enumerate(((*lead, 6), (6, 5), (6, 2), (2, 5), (*lead, 5)))
@@ -413,7 +413,7 @@ def recovered(name, xs, key, rate):
 
 @pytest.mark.parametrize(
     ("name", "codec"),
-    [*((name, Exact()) for name in ("linear", "swiglu")), EACH[2], EACH[4]],
+    [("linear", Exact()), ("linear", PointApproximation(points=4)), ("norm", DITHER)],
     ids=str,
 )
 def test_dropout_is_the_same_in_both_passes_and_spares_the_weight(name, codec, x64, quick_compile):
@@ -596,44 +596,34 @@ def test_sums_are_taken_in_float32():
 # What is held.
 
 
-def temporaries(layers: int, codec, dropout: float, coded: bool) -> int:
+def temporaries(layers: int, codec) -> int:
     """Returns the bytes of temporaries of the gradient of a scan over adapted layers."""
 
     def loss(adapters, x, weights, keys):
         def body(x, layer):
             weight, (a, b), key = layer
-            w = LoRA(weight, a, b, key if dropout else None, 2.0, dropout)
-            return linear(x, w, codec=codec, key=key), None
+            return linear(x, LoRA(weight, a, b, key, 2.0, 0.1), codec=codec), None
 
         return jnp.sum(jax.lax.scan(body, x, (weights, adapters, keys))[0] ** 2)
 
     def shape(*lead):
         return jax.ShapeDtypeStruct(lead, jnp.float32)
 
-    weights = shape(layers, 32, 32)
-    if coded:
-        weights = jax.eval_shape(jax.vmap(NF4Weight.quantize), weights)
+    weights = jax.eval_shape(jax.vmap(NF4Weight.quantize), shape(layers, 32, 32))
     keys = jax.eval_shape(lambda: jax.random.split(KEY, layers))
     adapters = shape(layers, 32, 4), shape(layers, 4, 32)
     lowered = jax.jit(jax.grad(loss)).lower(adapters, shape(1024, 32), weights, keys)
     return lowered.compile().memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize(
-    ("codec", "dropout", "coded"),
-    [
-        (Exact(), 0.1, False),
-        (RandomProjection(4), 0.0, False),
-        (Quantized(4, group=32), 0.1, True),
-    ],
-    ids=str,
-)
-def test_a_layer_of_a_scan_takes_its_code_and_one_thin_product(codec, dropout, coded):
-    per_layer = (temporaries(12, codec, dropout, coded) - temporaries(4, codec, dropout, coded)) / 8
+def test_a_layer_of_a_scan_takes_its_code_and_one_thin_product():
+    codec = Quantized(4, group=32)
+    # With dropout, and weights of 4 bits.
+    few, many = (temporaries(layers, codec) for layers in (4, 12))
     stored = codec.stored_bytes((1024, 32), "float32") + 1024 * 4 * 4
     # Buffers are padded to 64 bytes. The input is 128 KiB, a mask of its bits 4 KiB, and a weight
     # of 4 bits decoded 4 KiB.
-    assert stored <= per_layer < stored + 1024
+    assert stored <= (many - few) / 8 < stored + 1024
 
 
 @operators
@@ -830,7 +820,7 @@ def test_the_base_is_what_the_weight_alone_gives(quick_compile):
     np.testing.assert_array_equal(linear(x, parts[0], split=True), linear(x, parts[0]))
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 4), (6, 2, 2), (6, 2, -1)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 3, 4), (6, 2, -1)], ids=str)
 def test_features_are_cut_into_heads_and_put_together_again(shape, x64):
     found = LowRankSum(normal(0, 6, 4), normal(1, 6, 2), normal(2, 2, 4))
     want = np.asarray(found.base) + np.asarray(found.left) @ np.asarray(found.right)
