@@ -257,10 +257,10 @@ def test_a_record_of_no_format_is_refused(open_rows):
         ("a.jsonl", b'{"text": "one"}\n{"text": "two"}\n'),
         ("a.jsonl", b'{"text": "one"}\n\n{"text": "two"}'),
         ("a.jsonl", b'\xef\xbb\xbf{"text": "one"}\r\n{"text": "two"}\r\n'),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "one"}\n{"text": "two"}\n')),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "one"}\n{"text": "two"}\n', mtime=0)),
         ("a.json", b'\xef\xbb\xbf [{"text": "one"},\r\n {"text": "two"}]'),
         ("a.json", b'{"text": "one"}\n{"text": "two"}\n'),
-        ("a.json.gz", gzip.compress(b'[{"text": "one"}, {"text": "two"}]')),
+        ("a.json.gz", gzip.compress(b'[{"text": "one"}, {"text": "two"}]', mtime=0)),
     ],
 )
 def test_files_are_read_as_they_come(tmp_path, name, data):
@@ -300,7 +300,7 @@ def test_a_folder_is_read_in_the_order_of_names(tmp_path):
         ("a.json", "[]", r"there is no record in it"),
         ("a.parquet", "PAR1", r"`--data` is '.*a.parquet', which is not read. Give a .jsonl"),
         ("a.jsonl", b"\xff", r"'.*a.jsonl' is not UTF-8"),
-        ("a.jsonl.gz", gzip.compress(b"{}")[:-3], r"is not a whole gzip file"),
+        ("a.jsonl.gz", gzip.compress(b"{}", mtime=0)[:-3], r"is not a whole gzip file"),
     ],
 )
 def test_files_that_cannot_be_read_are_refused(tmp_path, name, data, match):
