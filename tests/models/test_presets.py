@@ -17,6 +17,9 @@ MILLIONS = {
     "llama3_1b": 1235.8,
     "llama3_3b": 3212.7,
     "llama3_8b": 8030.3,
+    "qwen2_5_0_5b": 494.0,
+    "qwen3_0_6b": 596.0,
+    "qwen3_4b": 4022.5,
 }
 
 
@@ -35,4 +38,5 @@ def test_an_unknown_name_gets_the_nearest_ones():
 
 
 def test_every_preset_has_a_name_of_the_documented_form():
-    assert all(name.startswith(("llama_", "llama3_")) for name in PRESETS)
+    families = ("llama_", "llama3_", "qwen2_5_", "qwen3_")
+    assert all(name.startswith(families) for name in PRESETS)
