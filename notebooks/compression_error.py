@@ -39,7 +39,7 @@ from rich.table import Table
 
 import actjax
 from models import ModelConfig, Storage
-from models.decoder import rope_tables
+from models.decoder import Positions
 from train.config import PretrainConfig
 from train.corpus import open_corpus
 from train.data import train_batches
@@ -133,7 +133,7 @@ class Capture(actjax.Codec):
 
 SITES = ("attention_in", "attention_out", "mlp_in", "mlp_out")
 LAYERS = range(model_config.num_layers)
-tables = rope_tables(model_config, config.seq_len)
+positions = Positions.of(model_config, config.seq_len)
 blocks = [jax.tree.map(lambda w, i=i: w[i], model.layers) for i in LAYERS]
 
 
@@ -143,7 +143,7 @@ def run_block(block, x, dy):
     seen = {}
     storage = Storage(**{site: Capture(site, seen) for site in SITES})
     y, pullback = jax.vjp(
-        lambda block, x: block(x, tables, model_config, storage, jax.random.key(0)), block, x
+        lambda block, x: block(x, positions, model_config, storage, jax.random.key(0)), block, x
     )
     return y, pullback(dy)[1], seen
 
@@ -476,7 +476,7 @@ def operator_cases(i):
     gate, up, down = (np.asarray(w[...]) for w in (mlp.gate, mlp.up, mlp.down))
     h, dqkv = inputs["attention_in"][i], gradients["attention_in"][i]
     shape = (config.batch_size, config.seq_len, model_config.num_heads, -1)
-    q, k = (actjax.rope((h @ w).reshape(shape), *tables) for w in (wq, wk))
+    q, k = (actjax.rope((h @ w).reshape(shape), *positions.rope) for w in (wq, wk))
     q, k = (heads(np.asarray(y).reshape(h.shape)) for y in (q, k))
     scores = np.where(CAUSAL, q @ np.swapaxes(k, 1, 2) / np.sqrt(q.shape[-1]), -np.inf)
     p = np.asarray(jax.nn.softmax(scores))
