@@ -108,6 +108,9 @@ def _leaves(state: Any) -> dict[str, Any]:
 
 def _check_identity(saved: dict[str, Any], now: dict[str, Any], directory: Any) -> None:
     saved, now = flat(saved), flat(now)
+    # A setting that is newer than the checkpoint was off when that was made.
+    off = {k: False if value is True else value for k, value in now.items()}
+    saved = {**{k: value for k, value in off.items() if not value}, **saved}
     differing = [k for k in {**saved, **now} if saved.get(k) != now.get(k)]
     if differing:
         lines = [f"  {k}: {saved.get(k)!r} there, {now.get(k)!r} now" for k in differing]

@@ -44,6 +44,18 @@ def test_a_step_is_saved_once(tmp_path, state):
     checkpoints.close()
 
 
+def test_a_setting_newer_than_the_checkpoint_was_off_when_it_was_made(tmp_path, state):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    model = IDENTITY["model"]
+    newer = ("qk_norm", "sliding_window")
+    before = {**IDENTITY, "model": {k: v for k, v in model.items() if k not in newer}}
+    checkpoints.save(1, state, {}, before)
+    checkpoints.restore(1, like(state), IDENTITY)
+    with pytest.raises(ValueError, match=r"model.qk_norm: False there, True now"):
+        checkpoints.restore(1, like(state), {**IDENTITY, "model": model | {"qk_norm": True}})
+    checkpoints.close()
+
+
 def test_a_checkpoint_of_another_run_is_refused_with_what_differs(tmp_path, state):
     checkpoints = Checkpoints(tmp_path, keep=2)
     checkpoints.save(1, state, {}, IDENTITY)
