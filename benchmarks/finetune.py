@@ -55,10 +55,10 @@ class Config:
     """The run; method, learning rate, seed and folder are set by this program."""
     only: tuple[str, ...] = tuple(METHODS)
     """Methods to run."""
-    learning_rate: float = 1e-3
-    """Of all weights."""
-    adapter_learning_rate: float = 5e-3
-    """Of adapters."""
+    full_rate: float = 1e-3
+    """Learning rate where all weights are trained."""
+    adapter_rate: float = 5e-3
+    """Learning rate of adapters."""
     seeds: int = 1
     """Runs of each."""
     add: bool = False
@@ -83,7 +83,7 @@ def measure(config: Config) -> list[dict]:
 
 def _trained(config: Config, name: str, seed: int) -> dict:
     method, options = METHODS[name]
-    rate = config.adapter_learning_rate if method in ADAPTERS else config.learning_rate
+    rate = config.adapter_rate if method in ADAPTERS else config.full_rate
     folder = pathlib.Path(tempfile.mkdtemp())
     settings = dataclasses.replace(
         config.train,
