@@ -339,20 +339,28 @@ def _read_documents(path: pathlib.Path, field: str) -> Iterable[str]:
             return [read_text(path)]
 
 
-def read_text(path: pathlib.Path) -> str:
-    """Returns the UTF-8 text of `path`, unpacked if need be, without BOM and carriage return."""
+def read_text(path: pathlib.Path, flag: str = "--data") -> str:
+    """Returns the UTF-8 text of a file, unpacked if need be, without BOM and carriage return.
+
+    Args:
+      path: the file; what ends in .gz is unpacked.
+      flag: option that it was given by, for messages.
+
+    Raises:
+      ValueError: it is not UTF-8, or cut off.
+    """
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(
-            f"`--data`: '{path}' is not a whole gzip file ({error}). Fetch it again."
+            f"`{flag}`: '{path}' is not a whole gzip file ({error}). Fetch it again."
         ) from error
     start = len(codecs.BOM_UTF8) if data.startswith(codecs.BOM_UTF8) else 0
     try:
         text = data[start:].decode()
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"`--data`: '{path}' is not UTF-8 at byte {start + error.start} ({error.reason}). "
+            f"`{flag}`: '{path}' is not UTF-8 at byte {start + error.start} ({error.reason}). "
             "Convert it to UTF-8, or leave it out."
         ) from error
     return text.replace("\r\n", "\n").replace("\r", "\n")

@@ -6,40 +6,26 @@ at once and held in memory, so whatever is wrong with a record is found before t
 """
 
 import dataclasses
-import datetime
 import functools
 import hashlib
 import itertools
 import json
 import pathlib
-import re
-import string
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, NoReturn
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
 import numpy as np
 
-from train.corpus import read_text, suffix_of, unit_hash
+from train.chat import ChatTemplate, open_chat_template
+from train.corpus import unit_hash
+from train.records import FieldTemplate, Record, field_of, quoted, read_records
 from train.tokenizer import Tokenizer
 
 Format = Literal["completion", "chat", "text"]
 
-ACCEPTED = (
-    "a .jsonl file with a JSON object a line, a .json file with an array of them or with one a "
-    "line, each of them also as .gz, or a folder of such files"
-)
-_SUFFIXES = (".json", ".jsonl")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _CONTEXT = 64
 """Characters before a text that are encoded along with it: the name of any special token fits."""
-_TODAY = datetime.date(2024, 7, 26)
-"""What templates are told that today is: Llama 3's take this day where they are told none. Another
-each day would make other tokens, and no run could be resumed on the next."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,14 +128,14 @@ def open_examples(
     """
     if seq_len < 1:
         raise ValueError(f"`--seq-len` is {seq_len}: give at least 1.")
-    records = _read(config.data, "--data")
+    records = read_records(config.data, "--data")
     encode = _make_encoder(config, tokenizer, tokenizer_path, records[0])
     if config.validation is None:
         flag, source = "--data", config.data
         records, held_out = _hold_out(records, config)
     else:
         flag, source = "--validation", config.validation
-        held_out = _read(source, flag)
+        held_out = read_records(source, flag)
     train, validation = (
         _fit([example for record in part for example in encode(record)], seq_len + 1, config.long)
         for part in (records, held_out)
@@ -187,11 +173,12 @@ def _make_encoder(
     config: ExampleConfig,
     tokenizer: Tokenizer,
     tokenizer_path: pathlib.Path | None,
-    first: "_Record",
-) -> Callable[["_Record"], list[Example]]:
+    first: Record,
+) -> Callable[[Record], list[Example]]:
     """Returns what makes the examples of a record: one, but for conversations that need several."""
-    prompt = _FieldTemplate("--prompt-template", config.prompt_template, config)
-    completion = _FieldTemplate("--completion-template", config.completion_template, config)
+    aliases = {"prompt": config.prompt_field, "completion": config.completion_field}
+    prompt = FieldTemplate("--prompt-template", config.prompt_template, aliases)
+    completion = FieldTemplate("--completion-template", config.completion_template, aliases)
     encode, after = tokenizer.encode, [tokenizer.eos_id]
     before = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     write: Callable[[dict[str, Any]], list[Pieces]]
@@ -206,19 +193,16 @@ def _make_encoder(
             # The template writes special tokens, also at both ends.
             encode, before, after = tokenizer.encode_with_special, [], []
 
-    def examples_of(record: _Record) -> list[Example]:
-        try:
-            return [
-                _encode(pieces, encode, before, after, config.count_prompts)
-                for pieces in write(record.fields)
-            ]
-        except ValueError as error:  # Of which UnicodeEncodeError is one: half a surrogate pair.
-            raise ValueError(f"{record.where}: {error}. Correct it, or leave it out.") from error
+    def examples_of(record: Record) -> list[Example]:
+        return [
+            _encode(pieces, encode, before, after, config.count_prompts)
+            for pieces in write(record.fields)
+        ]
 
-    return examples_of
+    return lambda record: record.apply(examples_of)
 
 
-def _format_of(config: ExampleConfig, first: "_Record", fields: set[str]) -> Format:
+def _format_of(config: ExampleConfig, first: Record, fields: set[str]) -> Format:
     """Returns what the first record is, unless `config` says so; templates need `fields`."""
     if config.format != "auto":
         return config.format
@@ -229,8 +213,8 @@ def _format_of(config: ExampleConfig, first: "_Record", fields: set[str]) -> For
     if config.text_field in first.fields:
         return "text"
     raise ValueError(
-        f"{first.where} has the fields {_names(first.fields)}: neither '{config.messages_field}', a"
-        f" conversation, nor {_names(sorted(fields))}, a prompt and its completion, nor "
+        f"{first.where} has the fields {quoted(first.fields)}: neither '{config.messages_field}',"
+        f" a conversation, nor {quoted(sorted(fields))}, a prompt and its completion, nor "
         f"'{config.text_field}', a text. Name them by `--messages-field`, `--prompt-field` and "
         "`--completion-field`, or `--text-field`; or give `--prompt-template` and "
         "`--completion-template`."
@@ -303,9 +287,7 @@ def _fingerprint(*splits: list[Example]) -> str:
     return digest.hexdigest()
 
 
-def _hold_out(
-    records: list["_Record"], config: ExampleConfig
-) -> tuple[list["_Record"], list["_Record"]]:
+def _hold_out(records: list[Record], config: ExampleConfig) -> tuple[list[Record], list[Record]]:
     """Splits records by a hash of what is in them: copies stay together, and both sides get one."""
     hashes = [unit_hash(json.dumps(x.fields, sort_keys=True).encode()) for x in records]
     values = sorted(set(hashes))
@@ -321,189 +303,17 @@ def _hold_out(
     )
 
 
-# --- Fields. ---
-
-
-class _FieldTemplate(string.Formatter):
-    """A Python format string over the fields of a record.
-
-    Attributes:
-      fields: names of those that it needs.
-    """
-
-    def __init__(self, flag: str, template: str, config: ExampleConfig) -> None:
-        self._flag, self._template = flag, template
-        # A shell hands on \n as two characters.
-        escapes = {"n": "\n", "t": "\t", "\\": "\\"}
-        self._format = re.sub(r"\\([nt\\])", lambda match: escapes[match[1]], template)
-        self._aliases = {"prompt": config.prompt_field, "completion": config.completion_field}
-        try:
-            names = [
-                _first_name(name) for _, name, *_ in self.parse(self._format) if name is not None
-            ]
-            if not all(names) or any(name.isdigit() for name in names):
-                raise ValueError("each {} needs the name of a field in it")
-        except ValueError as error:
-            raise ValueError(
-                f"`{flag}` is {template!r}: {error}. Write {{{{ and }}}} for braces that are meant."
-            ) from error
-        self.fields = {self._aliases.get(name, name) for name in names}
-
-    def fill(self, fields: Mapping[str, Any]) -> str:
-        """Returns the text of a record."""
-        try:
-            return self.vformat(self._format, (), fields)
-        except (LookupError, TypeError, AttributeError) as error:
-            raise ValueError(f"`{self._flag}` does not fit it ({error})") from error
-
-    def get_field(
-        self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Any, Any]:
-        name = _first_name(field_name)
-        field = self._aliases.get(name, name)
-        value, used = super().get_field(field_name, args, {name: _field_of(kwargs, field)})
-        if not isinstance(value, str | int | float):
-            path = field + field_name.removeprefix(name)
-            raise ValueError(f"field '{path}' is {type(value).__name__}, not text or a number")
-        return value, used
-
-
 def _write_completion(
-    fields: Mapping[str, Any], prompt: _FieldTemplate, completion: _FieldTemplate
+    fields: Mapping[str, Any], prompt: FieldTemplate, completion: FieldTemplate
 ) -> list[Pieces]:
     return [[(prompt.fill(fields), False), (completion.fill(fields), True)]]
 
 
 def _write_text(fields: Mapping[str, Any], field: str) -> list[Pieces]:
-    text = _field_of(fields, field)
+    text = field_of(fields, field)
     if not isinstance(text, str):
         raise ValueError(f"field '{field}' is {type(text).__name__}, not text")
     return [[(text, True)]]
-
-
-def _first_name(field_name: str) -> str:
-    """Returns `a` for `a`, `a[0]` and `a.b`."""
-    return re.split(r"[.\[]", field_name, maxsplit=1)[0]
-
-
-def _field_of(fields: Mapping[str, Any], name: str) -> Any:
-    if name not in fields:
-        raise ValueError(
-            f"there is no field '{name}', only {_names(fields)} (options such as `--prompt-field` "
-            "and `--prompt-template` name others)"
-        )
-    return fields[name]
-
-
-def _names(fields: Iterable[str]) -> str:
-    return ", ".join(f"'{name}'" for name in fields) or "none"
-
-
-# --- Conversations. ---
-
-
-class ChatTemplate:
-    """A template of Hugging Face's, which writes a conversation as text.
-
-    Templates come with models: they run in a sandbox, and reach nothing but what they are given.
-    """
-
-    def __init__(self, source: str, tokenizer: Tokenizer) -> None:
-        """Reads the template.
-
-        Args:
-          source: in Jinja.
-          tokenizer: whose special tokens it may name.
-
-        Raises:
-          ValueError: it is no Jinja.
-        """
-        try:
-            self._template = _chat_environment().from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise ValueError(f"line {error.lineno} of the template: {error.message}") from error
-        names = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
-        self._tokens = {name: token for name, token in names.items() if token is not None}
-
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = False,
-        tools: Any = None,
-    ) -> str:
-        """Returns a conversation as text.
-
-        Args:
-          messages: each with `role` and `content`.
-          add_generation_prompt: whether to end with what an answer of the assistant begins with.
-          tools: descriptions of functions that the assistant may call.
-
-        Raises:
-          ValueError: the template refuses the conversation, or fails at it.
-        """
-        try:
-            return self._template.render(
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._tokens,
-            )
-        except Exception as error:  # A template is a program: it may raise anything.
-            reason = f"{type(error).__name__}: {error}"
-            raise ValueError(f"the chat template fails at it ({reason})") from error
-
-
-def open_chat_template(
-    path: pathlib.Path | None, tokenizer_path: pathlib.Path | None, tokenizer: Tokenizer
-) -> ChatTemplate:
-    """Reads a template from `path`, or else from where the tokenizer is.
-
-    Args:
-      path: a file with the template alone, or a .json file whose "chat_template" it is.
-      tokenizer_path: a folder, or a file in it, with a chat_template.jinja or a
-        tokenizer_config.json.
-      tokenizer: as for `ChatTemplate`.
-
-    Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: there is no template in it, or it is none.
-    """
-    if path is None:
-        path = _template_beside(tokenizer_path)
-    elif not path.expanduser().is_file():
-        raise FileNotFoundError(f"`--chat-template` is '{path}': there is no such file.")
-    try:
-        source = path.expanduser().read_text(encoding="utf-8")
-        if path.suffix == ".json":
-            source = _template_in(json.loads(source))
-        return ChatTemplate(source, tokenizer)
-    except ValueError as error:
-        raise ValueError(f"`--chat-template`: '{path}': {error}. Give another one.") from error
-
-
-def _template_beside(tokenizer_path: pathlib.Path | None) -> pathlib.Path:
-    if tokenizer_path is not None:
-        path = tokenizer_path.expanduser()
-        folder = path if path.is_dir() else path.parent
-        for name in ("chat_template.jinja", "tokenizer_config.json"):
-            if (folder / name).is_file():
-                return folder / name
-    raise ValueError(
-        f"`--data` holds conversations, but there is no chat template in '{tokenizer_path}': "
-        "neither a chat_template.jinja nor a tokenizer_config.json. Give `--chat-template FILE`."
-    )
-
-
-def _template_in(config: Any) -> str:
-    """Returns the template of a tokenizer_config.json; where there are several, the default one."""
-    found = config.get("chat_template") if isinstance(config, dict) else None
-    if isinstance(found, list):
-        found = {x["name"]: x["template"] for x in found}.get("default")
-    if not isinstance(found, str):
-        raise ValueError("there is no 'chat_template' in it")
-    return found
 
 
 def _write_chat(fields: Mapping[str, Any], field: str, template: ChatTemplate) -> list[Pieces]:
@@ -513,7 +323,7 @@ def _write_chat(fields: Mapping[str, Any], field: str, template: ChatTemplate) -
     otherwise once others follow, such as Qwen 3's, which drops what was thought. Then each turn
     gets an example of its own, with all that stands before it as it is there when it is asked for.
     """
-    messages, tools = _field_of(fields, field), fields.get("tools")
+    messages, tools = field_of(fields, field), fields.get("tools")
     _check_messages(messages, field)
     turns = []
     for index, message in enumerate(messages):
@@ -549,114 +359,10 @@ def _check_messages(messages: Any, field: str) -> None:
             raise ValueError(f"message {number} is {type(message).__name__}, not an object")
         if message.get("role") not in ROLES:
             raise ValueError(
-                f"message {number} has the role {message.get('role')!r}, not one of {_names(ROLES)}"
+                f"message {number} has the role {message.get('role')!r}, not one of {quoted(ROLES)}"
             )
         content = message.get("content")
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             raise ValueError(
                 f"the 'content' of message {number} is {type(content).__name__}, not text"
             )
-
-
-class _Generation(jinja2.ext.Extension):
-    """Passes over `{% generation %}`, which in some templates marks what the assistant says."""
-
-    tags: ClassVar = {"generation"}
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-@functools.cache
-def _chat_environment() -> jinja2.Environment:
-    """Returns what templates of Hugging Face's expect, as `apply_chat_template` has it."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _TODAY.strftime
-    return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Jinja's own escapes what HTML would."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-# --- Files. ---
-
-
-class _Record(NamedTuple):
-    """What a record holds, and where it stands, for messages."""
-
-    where: str
-    fields: dict[str, Any]
-
-
-def _read(data: str, flag: str) -> list[_Record]:
-    """Returns the records of a file, or of every such file under a folder in the order of names."""
-    path = pathlib.Path(data).expanduser()
-    if not data or not path.exists():
-        raise FileNotFoundError(f"`{flag}` is '{data}': there is no such path. Give {ACCEPTED}.")
-    files = [path]
-    if path.is_dir():
-        files = [p for p in sorted(path.rglob("*")) if _is_shown(p.relative_to(path))]
-        files = [p for p in files if p.is_file() and suffix_of(p) in _SUFFIXES]
-    elif suffix_of(path) not in _SUFFIXES:
-        raise ValueError(f"`{flag}` is '{data}', which is not read. Give {ACCEPTED}.")
-    records = [record for file in files for record in _read_file(file, flag)]
-    if not records:
-        raise ValueError(f"`{flag}` is '{data}': there is no record in it. Give {ACCEPTED}.")
-    return records
-
-
-def _is_shown(path: pathlib.Path) -> bool:
-    return not any(part.startswith(".") for part in path.parts)
-
-
-def _read_file(path: pathlib.Path, flag: str) -> Iterator[_Record]:
-    text = read_text(path)
-    if suffix_of(path) == ".json" and text.lstrip().startswith("["):
-        for number, value in enumerate(_parse(text, 1, path, flag), 1):
-            yield _as_record(value, f"`{flag}`: record {number} of '{path}'")
-        return
-    # Not `splitlines`: JSON strings may hold line separators such as U+2028.
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            value = _parse(line, number, path, flag)
-            yield _as_record(value, f"`{flag}`: line {number} of '{path}'")
-
-
-def _parse(text: str, line: int, path: pathlib.Path, flag: str) -> Any:
-    """Returns the JSON that `text` is, which begins in line `line`."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        reason = str(error)
-        if isinstance(error, json.JSONDecodeError):
-            line, reason = line + error.lineno - 1, f"{error.msg} at column {error.colno}"
-        raise ValueError(
-            f"`{flag}`: line {line} of '{path}' is no JSON: {reason}. Correct it, or leave it out."
-        ) from error
-
-
-def _as_record(value: Any, where: str) -> _Record:
-    if not isinstance(value, dict):
-        raise ValueError(
-            f"{where} is {type(value).__name__}, not an object. Correct it, or leave it out."
-        )
-    return _Record(where, value)

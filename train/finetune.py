@@ -21,12 +21,11 @@ from train.calibration import calibrate, calibrated_sites
 from train.checkpoint import identity_of
 from train.config import FinetuneConfig
 from train.examples import Examples, open_examples
-from train.llama2c_tokenizer import load_llama2c_tokenizer
 from train.loop import Run, begin, check_sizes, make_console, prepare_and_train, run_program
 from train.packing import packed_batches, validation_set
 from train.sharding import batch_sharding, make_mesh
 from train.step import Recipe, TrainState, init_state, make_recipe, model_of
-from train.tokenizer import Tokenizer, load_tokenizer
+from train.tokenizer import Tokenizer, tokenizer_of
 
 
 def main() -> None:
@@ -135,19 +134,6 @@ def _describe(examples: Examples, tokenizer: Tokenizer) -> str:
         f"{lost if examples.cut or examples.dropped else ''}; tokenizer of"
         f" {tokenizer.vocab_size:,}"
     )
-
-
-def tokenizer_of(checkpoint: pathlib.Path, given: pathlib.Path | None) -> Tokenizer:
-    """Returns the tokenizer that was asked for, or that of the checkpoint.
-
-    Raises:
-      ValueError: none was named for a file that holds none.
-      OSError: a file that cannot be read.
-    """
-    if given is None and not checkpoint.is_dir():
-        raise ValueError(f"`--checkpoint` {checkpoint} has no tokenizer: pass `--tokenizer`.")
-    path = given or checkpoint
-    return load_llama2c_tokenizer(path) if path.suffix == ".bin" else load_tokenizer(path)
 
 
 def read_model(checkpoint: pathlib.Path, recipe: Recipe, places: Any) -> Decoder:

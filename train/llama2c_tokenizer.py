@@ -119,24 +119,6 @@ class Llama2cTokenizer(Tokenizer):
         (directory / "tokenizer.bin").write_bytes(self._data)
 
 
-def load_llama2c_tokenizer(path: pathlib.Path | str) -> Llama2cTokenizer:
-    """Reads a `tokenizer.bin` of llama2.c.
-
-    Raises:
-      FileNotFoundError: it is not there.
-      ValueError: no such file, or one that is cut off.
-    """
-    path = pathlib.Path(path).expanduser()
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"`--tokenizer` is '{path}': no such file. Give a tokenizer.bin of llama2.c."
-        )
-    try:
-        return Llama2cTokenizer(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"`--tokenizer` is '{path}': {error}") from error
-
-
 def _read(data: bytes) -> tuple[list[bytes], list[float]]:
     """Returns the pieces, in the order of their ids, and their scores."""
     if len(data) < 4:

@@ -30,8 +30,8 @@ END_OF_TEXT = "<|endoftext|>"
 KNOWN_EOS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>")
 KNOWN_BOS = ("<s>", "<|begin_of_text|>", "<bos>")
 ACCEPTED = (
-    "a tokenizer.json, a sentencepiece .model file, or a folder with tokenizer.json, "
-    "tokenizer.model, or vocab.json and merges.txt"
+    "a tokenizer.json, a sentencepiece .model file, a tokenizer.bin of llama2.c, or a folder with "
+    "one of these, or with vocab.json and merges.txt"
 )
 TRAINING_CHARS = 10_000_000
 """Text that `default_tokenizer` trains on. On the standard library, three times as much makes the
@@ -173,7 +173,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def load_tokenizer(path: pathlib.Path | str) -> Tokenizer:
-    """Reads a tokenizer: a `tokenizer.json`, a sentencepiece `.model`, or a folder with one.
+    """Reads a tokenizer: tokenizer.json, a sentencepiece .model, llama2.c's .bin, or their folder.
 
     A folder may instead hold `vocab.json` and `merges.txt`, the latter with or without its
     `#version` line. A `tokenizer_config.json` next to the file says which tokens begin and end a
@@ -191,6 +191,8 @@ def load_tokenizer(path: pathlib.Path | str) -> Tokenizer:
     try:
         if path.suffix == ".model":
             return _load_sentencepiece(path)
+        if path.suffix == ".bin":
+            return _load_llama2c(path)
         if path.name in ("vocab.json", "merges.txt"):
             return _load_vocab_and_merges(path.parent)
         return _with_special_tokens(tokenizers.Tokenizer.from_file(str(path)), path.parent)
@@ -201,6 +203,18 @@ def load_tokenizer(path: pathlib.Path | str) -> Tokenizer:
             f"`--tokenizer` is '{path}': it cannot be read ({error}). It may be cut off, or of "
             f"another kind. Give {ACCEPTED}."
         ) from error
+
+
+def tokenizer_of(checkpoint: pathlib.Path, given: pathlib.Path | None) -> Tokenizer:
+    """Returns the tokenizer that was asked for, or that of the checkpoint.
+
+    Raises:
+      ValueError: none was named for a file that holds none.
+      OSError: a file that cannot be read.
+    """
+    if given is None and not checkpoint.is_dir():
+        raise ValueError(f"`--checkpoint` {checkpoint} has no tokenizer: pass `--tokenizer`.")
+    return load_tokenizer(given or checkpoint)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -281,7 +295,7 @@ def _byte_level(model: models.BPE) -> tokenizers.Tokenizer:
 
 
 def _file_in(directory: pathlib.Path) -> pathlib.Path:
-    for name in ("tokenizer.json", "tokenizer.model", "vocab.json"):
+    for name in ("tokenizer.json", "tokenizer.model", "tokenizer.bin", "vocab.json"):
         if (directory / name).exists():
             return directory / name
     there = ", ".join(sorted(p.name for p in directory.iterdir())) or "nothing"
@@ -293,6 +307,13 @@ def _load_sentencepiece(path: pathlib.Path) -> Tokenizer:
     if tokenizer.eos_id < 0:
         raise ValueError("its model has no end-of-sentence piece. Train it with one (eos_id).")
     return tokenizer
+
+
+def _load_llama2c(path: pathlib.Path) -> Tokenizer:
+    # Here, since that module needs this one.
+    from train.llama2c_tokenizer import Llama2cTokenizer
+
+    return Llama2cTokenizer(path.read_bytes())
 
 
 def _load_vocab_and_merges(directory: pathlib.Path) -> Tokenizer:

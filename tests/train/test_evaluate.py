@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pathlib
+import shutil
 import sys
 
 import jax
@@ -18,8 +19,9 @@ from rich.console import Console
 from models import Decoder, huggingface, llama2c, lora
 from models.checkpoints import load_checkpoint, stop_ids
 from train import evaluate
-from train.evaluate import EvaluateConfig, run, text_after
+from train.evaluate import EvaluateConfig, TextConfig, WritingConfig, run, text_after
 from train.loop import BadRunError
+from train.questions import QuestionConfig
 from train.tokenizer import load_tokenizer, train_bpe
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -58,9 +60,18 @@ def folder(tmp_path_factory):
     return folder
 
 
+PARTS = {"text": TextConfig, "asked": QuestionConfig, "writing": WritingConfig}
+
+
 def config(folder, **changes) -> EvaluateConfig:
+    """Settings by name, whichever part they belong to."""
     defaults = {"checkpoint": folder / "model", "compute_dtype": "float32", "batch_size": 4}
-    return EvaluateConfig(**{**defaults, "max_new_tokens": 8, **changes})
+    values = {**defaults, "max_new_tokens": 8, **changes}
+    parts = {}
+    for part, kind in PARTS.items():
+        names = [field.name for field in dataclasses.fields(kind) if field.name in values]
+        parts[part] = kind(**{name: values.pop(name) for name in names})
+    return EvaluateConfig(**values, **parts)
 
 
 def asked(folder, name: str, **changes) -> EvaluateConfig:
@@ -266,6 +277,29 @@ def test_the_text_after_a_prompt_keeps_its_space_and_leaves_unknown_ids_out(fold
     assert text_after(tokenizer, prompt, [*more, 299]) == " two"
 
 
+CHAT = """\
+{%- for message in messages %}{{ '<' + message.role + '>' + message.content }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"""
+
+
+def test_a_chat_template_asks(folder, says, tmp_path):
+    (tmp_path / "chat.jinja").write_text(CHAT)
+    chat = {"chat": True, "chat_template": tmp_path / "chat.jinja", "prompt_template": "{question}"}
+    ready = evaluate.prepare(asked(folder, "sums", shots=1, generate="Two?", **chat))
+    before = "<user>What is 1 + 1? It is 2.\n#### 2\n\nWhat is 1 + 2?<assistant>"
+    assert ready.tokenizer.decode(ready.questions[0].prompt) == before
+    assert ready.tokenizer.decode(ready.beginning) == "<user>Two?<assistant>"
+    options = asked(folder, "choices", choose="likelihood", option_template="{letter}", **chat)
+    (question, *_) = evaluate.prepare(options).questions
+    asked_for = ready.tokenizer.encode("<user>Two and two?<assistant>A")
+    assert [*question.prompt, *question.continuations[0]] == asked_for
+    # A tokenizer that says nothing of chats.
+    (tmp_path / "plain").mkdir()
+    shutil.copy(folder / "model" / "tokenizer.json", tmp_path / "plain")
+    with pytest.raises(BadRunError, match=r"no chat template .*Give `--chat-template FILE`"):
+        quietly(config(folder, generate="a", chat=True, tokenizer=tmp_path / "plain"))
+
+
 # ----- checkpoints
 
 
@@ -334,6 +368,7 @@ def test_an_adapter_is_attached(folder):
         ({"task": "gsm8k"}, "`--task` and `--questions` need each other"),
         ({"generate": "a", "out": pathlib.Path("out")}, "`--out` is for answers"),
         ({"generate": "a", "whole": True}, "`--whole` is of the text in `--data`"),
+        ({"generate": "a", "chat_template": pathlib.Path("a")}, "`--chat-template` is of `--chat`"),
         ({"generate": "a", "batch_size": 0}, "`--batch-size` must be at least 1, got 0"),
         ({"generate": "a", "seed": -1}, "`--seed` must be at least 0, got -1"),
         ({"generate": "a", "temperature": -1.0}, r"`--temperature` must be in \[0, inf\), got -1"),
@@ -360,17 +395,14 @@ def test_settings_that_contradict_one_another_are_refused(folder, changes, messa
         ({"adapter": "none"}, "adapter.*none"),
         ({"limit": 9, "shots": 9}, "`--shots` is 9, but .* has 9 examples and .* 0 questions"),
         ({"examples": "choices.jsonl", "shots": 4}, "`--shots` is 4, but .* has 3 examples"),
-        ({"shots": 8}, r"record 8 of .* tokens, and with `--max-new-tokens` 8 more than the 256"),
-        ({"questions": "none.jsonl"}, "No such file or directory: .*none.jsonl"),
-        ({"question_field": "ask"}, "record 0 of .*: there is no field 'ask', only question, answ"),
-        (
-            {"prompt_template": "{ask}"},
-            r"record 0 of .* '\{ask\}' does not fit \('ask'\): there is que",
-        ),
-        ({"prompt_template": "{0}"}, r"record 0 of .*: the template '\{0\}' does not fit"),
-        ({"prompt_template": "{"}, r"record 0 of .*: the template '\{' does not fit .*Write \{\{"),
-        ({"answer_field": "question"}, "record 0 of .* has no number after ####"),
-        ({"task": "choice"}, "record 0 of .*: there is no field 'correct', only question, answer"),
+        ({"shots": 8}, r"line 9 of .* tokens, and with `--max-new-tokens` 8 more than the 256"),
+        ({"questions": "none.jsonl"}, "`--questions` is '.*none.jsonl': there is no such path"),
+        ({"question_field": "ask"}, "line 1 of .*: there is no field 'ask', only 'question', 'a"),
+        ({"prompt_template": "{ask}"}, "`--questions`: line 1 of .*: there is no field 'ask', on"),
+        ({"prompt_template": "{0}"}, r"`--prompt-template` is '\{0\}': each \{\} needs the name"),
+        ({"prompt_template": "{"}, r"`--prompt-template` is '\{': .* Write \{\{ and"),
+        ({"answer_field": "question"}, "line 1 of .* has no number after ####. Correct it"),
+        ({"task": "choice"}, "line 1 of .*: there is no field 'correct', only 'question', 'answ"),
     ],
 )
 def test_nonsense_is_refused_in_one_line(folder, changes, message):
@@ -394,11 +426,10 @@ def test_nonsense_is_refused_in_one_line(folder, changes, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"question": 1}\n\n{', "'.*' line 3 is no JSON"),
-        ("[1, 2]", "record 0 of '.*' is no JSON object: 1"),
-        ("[{}, \n{]", "'.*' line 2 is no JSON"),
-        ("", "`--shots` is 0, but .* 0 questions beside them"),
-        (b"\xff", "is not UTF-8"),
+        ('{"question": 1}\n\n{', "`--questions`: line 3 of '.*' is no JSON"),
+        ("[1, 2]", "`--questions`: line 1 of '.*' is list, not an object"),
+        ("", "`--questions` is '.*': there is no record in it"),
+        (b"\xff", "`--questions`: .* is not UTF-8"),
     ],
 )
 def test_questions_that_cannot_be_read_are_named(folder, text, message, tmp_path):
@@ -419,7 +450,7 @@ def test_templates_are_python_format_strings(folder):
 def test_a_list_of_questions_is_read(folder, says, tmp_path):
     (tmp_path / "sums.json").write_text(json.dumps(SUMS[:2], indent=1))
     says(folder, {f"{r['question']}\nAnswer:": r["answer"] for r in SUMS})
-    given = dataclasses.replace(asked(folder, "sums"), questions=tmp_path / "sums.json")
+    given = asked(folder, "sums", questions=tmp_path / "sums.json")
     assert quietly(given)["gsm8k"]["correct"] == 2
 
 

@@ -13,7 +13,8 @@ import pytest
 import sentencepiece
 from hypothesis import strategies as st
 
-from train.examples import ChatTemplate, Example, ExampleConfig, Examples, open_examples
+from train.chat import ChatTemplate
+from train.examples import Example, ExampleConfig, Examples, open_examples
 from train.tokenizer import (
     END_OF_TEXT,
     HuggingFaceTokenizer,
@@ -325,7 +326,7 @@ def test_a_missing_validation_file_is_refused(open_rows):
 @pytest.mark.parametrize(
     ("row", "options", "match"),
     [
-        ({"completion": "b"}, {}, r"there is no field 'prompt', only 'completion' \(options"),
+        ({"completion": "b"}, {}, r"there is no field 'prompt', only 'completion' \(the options"),
         ({}, {"format": "text"}, r"there is no field 'text', only none"),
         ({"text": 3}, {"format": "text"}, r"field 'text' is int, not text\. Correct it, or leave"),
         ({"prompt": None, "completion": ""}, {}, r"field 'prompt' is NoneType, not text or a num"),

@@ -1,0 +1,182 @@
+"""Records: JSON objects that files hold, and the texts that templates make of their fields."""
+
+import json
+import pathlib
+import re
+import string
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from train.corpus import read_text, suffix_of
+
+T = TypeVar("T")
+
+ACCEPTED = (
+    "a .jsonl file with a JSON object a line, a .json file with an array of them or with one a "
+    "line, each of them also as .gz, or a folder of such files"
+)
+_SUFFIXES = (".json", ".jsonl")
+
+
+class Record(NamedTuple):
+    """What a record holds, and where it stands, for messages."""
+
+    where: str
+    fields: dict[str, Any]
+
+    def apply(self, make: Callable[..., T], *args: Any) -> T:
+        """Returns what is made of it and `args`. A ValueError on the way says of which record."""
+        try:
+            return make(self, *args)
+        except ValueError as error:  # Of which UnicodeEncodeError is one: half a surrogate pair.
+            reason = str(error).removesuffix(".")
+            raise ValueError(f"{self.where}: {reason}. Correct it, or leave it out.") from error
+
+
+def read_records(data: str | pathlib.Path, flag: str) -> list[Record]:
+    """Returns the records of a file, or of every such file under a folder in the order of names.
+
+    Args:
+      data: the path.
+      flag: option that it was given by, for messages.
+
+    Raises:
+      FileNotFoundError: there is no such path.
+      ValueError: a line is no JSON object, or there is none at all.
+    """
+    path = pathlib.Path(data).expanduser()
+    if not str(data) or not path.exists():
+        raise FileNotFoundError(f"`{flag}` is '{data}': there is no such path. Give {ACCEPTED}.")
+    files = [path]
+    if path.is_dir():
+        files = [p for p in sorted(path.rglob("*")) if _is_shown(p.relative_to(path))]
+        files = [p for p in files if p.is_file() and suffix_of(p) in _SUFFIXES]
+    elif suffix_of(path) not in _SUFFIXES:
+        raise ValueError(f"`{flag}` is '{data}', which is not read. Give {ACCEPTED}.")
+    records = [record for file in files for record in _read_file(file, flag)]
+    if not records:
+        raise ValueError(f"`{flag}` is '{data}': there is no record in it. Give {ACCEPTED}.")
+    return records
+
+
+class FieldTemplate(string.Formatter):
+    r"""A Python format string over the fields of a record, where \n stands for a new line.
+
+    Attributes:
+      fields: names of those that it needs.
+    """
+
+    def __init__(self, flag: str, template: str, aliases: Mapping[str, str]) -> None:
+        """Reads the template.
+
+        Args:
+          flag: option that it was given by, for messages.
+          template: the format string.
+          aliases: by names that it may use, the fields that these stand for.
+
+        Raises:
+          ValueError: it is no format string, or a field in it has no name.
+        """
+        self._flag, self._template, self._aliases = flag, template, aliases
+        # A shell hands on \n as two characters.
+        escapes = {"n": "\n", "t": "\t", "\\": "\\"}
+        self._format = re.sub(r"\\([nt\\])", lambda match: escapes[match[1]], template)
+        try:
+            names = [
+                _first_name(name) for _, name, *_ in self.parse(self._format) if name is not None
+            ]
+            if not all(names) or any(name.isdigit() for name in names):
+                raise ValueError("each {} needs the name of a field in it")
+        except ValueError as error:
+            raise ValueError(
+                f"`{flag}` is {template!r}: {error}. Write {{{{ and }}}} for braces that are meant."
+            ) from error
+        self.fields = {aliases.get(name, name) for name in names}
+
+    def fill(self, fields: Mapping[str, Any], texts: Mapping[str, str] | None = None) -> str:
+        """Returns the text of a record.
+
+        Args:
+          fields: of the record.
+          texts: what else a name may stand for, before the record is asked. {options} may be one of
+            them where {options[0]} is of the record.
+
+        Raises:
+          ValueError: the record lacks a field, or has no text or number in it.
+        """
+        try:
+            return self.vformat(self._format, [texts or {}], fields)
+        except (LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"`{self._flag}` does not fit it ({error})") from error
+
+    def get_field(
+        self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Any, Any]:
+        (texts,) = args
+        if field_name in texts:
+            return texts[field_name], field_name
+        name = _first_name(field_name)
+        field = self._aliases.get(name, name)
+        value, used = super().get_field(field_name, (), {name: field_of(kwargs, field)})
+        if not isinstance(value, str | int | float):
+            path = field + field_name.removeprefix(name)
+            raise ValueError(f"field '{path}' is {type(value).__name__}, not text or a number")
+        return value, used
+
+
+def field_of(fields: Mapping[str, Any], name: str) -> Any:
+    """Returns a field. Raises ValueError if there is none of this name."""
+    if name not in fields:
+        raise ValueError(
+            f"there is no field '{name}', only {quoted(fields)} (the options that end in `-field`"
+            " or `-template` name others)"
+        )
+    return fields[name]
+
+
+def quoted(names: Iterable[str]) -> str:
+    """Returns names in quotes, for messages."""
+    return ", ".join(f"'{name}'" for name in names) or "none"
+
+
+def _first_name(field_name: str) -> str:
+    """Returns `a` for `a`, `a[0]` and `a.b`."""
+    return re.split(r"[.\[]", field_name, maxsplit=1)[0]
+
+
+def _is_shown(path: pathlib.Path) -> bool:
+    return not any(part.startswith(".") for part in path.parts)
+
+
+def _read_file(path: pathlib.Path, flag: str) -> Iterator[Record]:
+    text = read_text(path, flag)
+    if suffix_of(path) == ".json" and text.lstrip().startswith("["):
+        for number, value in enumerate(_parse(text, 1, path, flag), 1):
+            yield _as_record(value, f"`{flag}`: record {number} of '{path}'")
+        return
+    # Not `splitlines`: JSON strings may hold line separators such as U+2028.
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            value = _parse(line, number, path, flag)
+            yield _as_record(value, f"`{flag}`: line {number} of '{path}'")
+
+
+def _parse(text: str, line: int, path: pathlib.Path, flag: str) -> Any:
+    """Returns the JSON that `text` is, which begins in line `line`."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        reason = str(error)
+        if isinstance(error, json.JSONDecodeError):
+            line, reason = line + error.lineno - 1, f"{error.msg} at column {error.colno}"
+        raise ValueError(
+            f"`{flag}`: line {line} of '{path}' is no JSON: {reason}. Correct it, or leave it out."
+        ) from error
+
+
+def _as_record(value: Any, where: str) -> Record:
+    if not isinstance(value, dict):
+        raise ValueError(
+            f"{where} is {type(value).__name__}, not an object. Correct it, or leave it out."
+        )
+    return Record(where, value)
