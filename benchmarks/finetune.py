@@ -1,8 +1,9 @@
 """Fine-tuning with every method: held-out loss, memory and time, on a checkpoint and data of yours.
 
 `python -m benchmarks.finetune --checkpoint DIR --data FILE`. Every method takes the same steps on
-the same batches. Memory is the peak of the compiled step, time the median of its steps. With
-several seeds, order of the data, adapters and codecs differ, and a loss has a deviation beside it.
+the same batches. `stored` is what the forward pass keeps for the backward pass, the peak that of
+the compiled step, weights and workspace included, and time the median of the steps. With several
+seeds, order of the data, adapters and codecs differ, and a loss has a deviation beside it.
 """
 
 import dataclasses
@@ -24,6 +25,7 @@ from train.config import FinetuneConfig
 from train.loop import NonFiniteError, StopSignal, train
 from train.methods import MethodOptions
 from train.metrics import read_metrics
+from train.report import explain_step
 
 _LEVELS: Any = ("none", "intra", "intra+inter")
 METHODS: dict[str, tuple[str, MethodOptions]] = {
@@ -55,9 +57,9 @@ class Config:
     """The run; method, learning rate, seed and folder are set by this program."""
     only: tuple[str, ...] = tuple(METHODS)
     """Methods to run."""
-    full_rate: float = 1e-3
+    full_rate: float = 3e-3
     """Learning rate where all weights are trained."""
-    adapter_rate: float = 5e-3
+    adapter_rate: float = 1e-2
     """Learning rate of adapters."""
     seeds: int = 1
     """Runs of each."""
@@ -96,7 +98,13 @@ def _trained(config: Config, name: str, seed: int) -> dict:
     )
     console = Console(width=140)
     run = finetune.prepare(settings, console)
-    row = {"name": name, "seed": seed, "learning_rate": rate, **compiled_memory(run.train_step)}
+    row = {
+        "name": name,
+        "seed": seed,
+        "learning_rate": rate,
+        "stored": explain_step(run.recipe, run.state).stored_bytes,
+        **compiled_memory(run.train_step),
+    }
     try:
         with StopSignal() as stop:
             if train(run, console, stop) < settings.steps:
@@ -120,7 +128,16 @@ def show(config: Config, rows: list[dict]) -> None:
     """Prints the rows as a table."""
     train = config.train
     title = f"{train.title}, {train.steps} steps of {train.batch_size} x {train.seq_len} tokens"
-    headers = ("method", "held-out loss", "above qlora", "peak, MiB", "s a step", "rate", "seeds")
+    headers = (
+        "method",
+        "held-out loss",
+        "above qlora",
+        "stored, MiB",
+        "peak, MiB",
+        "s a step",
+        "rate",
+        "seeds",
+    )
     groups: dict[str, list[dict]] = {}
     for row in rows:
         groups.setdefault(row["name"], []).append(row)
@@ -134,6 +151,7 @@ def show(config: Config, rows: list[dict]) -> None:
                 name,
                 _spread([_last(row) for row in group]),
                 _spread(gaps, "+") if gaps else "",
+                f"{group[0]['stored'] / 2**20:.2f}",
                 f"{group[0]['peak'] / 2**20:.1f}",
                 f"{statistics.median(times):.3f}" if times else "",
                 f"{group[0]['learning_rate']:g}",
