@@ -2,18 +2,21 @@
 
 `python -m benchmarks.finetune --checkpoint DIR --data FILE`. Every method takes the same steps on
 the same batches. `stored` is what the forward pass keeps for the backward pass, the peak that of
-the compiled step, weights and workspace included, and time the median of the steps. With several
-seeds, order of the data, adapters and codecs differ, and a loss has a deviation beside it.
+the compiled step, weights and workspace included, and time the median of steps taken in turn. With
+several seeds, order of the data, adapters and codecs differ, and a loss has a deviation beside it.
 """
 
+import contextlib
 import dataclasses
 import json
 import pathlib
 import shutil
 import statistics
 import tempfile
+import time
 from typing import Any
 
+import jax
 from rich.console import Console
 
 from benchmarks import command, record
@@ -63,6 +66,8 @@ class Config:
     """Learning rate of adapters."""
     seeds: int = 1
     """Runs of each."""
+    rounds: int = 10
+    """Steps that are timed, the methods in turn: all models are in memory at once. 0 times none."""
     add: bool = False
     """Keep the rows that `--results` holds, and run only what is missing."""
     results: pathlib.Path = record.RESULTS / "finetune.json"
@@ -80,14 +85,17 @@ def measure(config: Config) -> list[dict]:
             if (name, seed) not in known:
                 rows.append(_trained(config, name, seed))
                 record.write(config, rows)
+    if config.rounds:
+        untimed = {row["name"]: row for row in reversed(rows) if row["name"] in config.only}
+        for name, seconds in _timed(config, list(untimed)).items():
+            untimed[name]["seconds"] = seconds
     return rows
 
 
-def _trained(config: Config, name: str, seed: int) -> dict:
+def _settings(config: Config, name: str, seed: int, folder: pathlib.Path) -> FinetuneConfig:
     method, options = METHODS[name]
     rate = config.adapter_rate if method in ADAPTERS else config.full_rate
-    folder = pathlib.Path(tempfile.mkdtemp())
-    settings = dataclasses.replace(
+    return dataclasses.replace(
         config.train,
         method=method,
         options=options,
@@ -96,12 +104,35 @@ def _trained(config: Config, name: str, seed: int) -> dict:
         out=folder,
         save_every=config.train.steps,
     )
+
+
+def _timed(config: Config, names: list[str]) -> dict[str, list[float]]:
+    """Returns seconds of each step but the first, by method."""
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as open_data:
+        runs = {}
+        for name in names:
+            settings = _settings(config, name, 0, pathlib.Path(folder, str(len(runs))))
+            runs[name] = run = finetune.prepare(settings, Console(quiet=True))
+            open_data.callback(run.batches.close)
+        batches = {name: jax.device_put(next(run.batches)) for name, run in runs.items()}
+        for _ in range(1 + config.rounds):
+            for name, run in runs.items():
+                begin = time.perf_counter()
+                run.state, _ = jax.block_until_ready(run.train_step(run.state, batches[name]))
+                seconds[name].append(time.perf_counter() - begin)
+    return {name: times[1:] for name, times in seconds.items()}
+
+
+def _trained(config: Config, name: str, seed: int) -> dict:
+    folder = pathlib.Path(tempfile.mkdtemp())
+    settings = _settings(config, name, seed, folder)
     console = Console(width=140)
     run = finetune.prepare(settings, console)
     row = {
         "name": name,
         "seed": seed,
-        "learning_rate": rate,
+        "learning_rate": settings.optimizer.learning_rate,
         "stored": explain_step(run.recipe, run.state).stored_bytes,
         **compiled_memory(run.train_step),
     }
@@ -114,13 +145,9 @@ def _trained(config: Config, name: str, seed: int) -> dict:
         # A result of the learning rate, and no failure of the program.
         lines = []
     shutil.rmtree(folder)
-    speeds = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
-    tokens = settings.batch_size * settings.seq_len
     return row | {
         "losses": [line["validation_loss"] for line in lines if "validation_loss" in line],
         "training": [line["loss"] for line in lines if "loss" in line],
-        # The first interval has compilation in it.
-        "step_seconds": tokens / statistics.median(speeds[1:]) if len(speeds) > 1 else None,
     }
 
 
@@ -134,7 +161,7 @@ def show(config: Config, rows: list[dict]) -> None:
         "above qlora",
         "stored, MiB",
         "peak, MiB",
-        "s a step",
+        "ms a step",
         "rate",
         "seeds",
     )
@@ -145,7 +172,7 @@ def show(config: Config, rows: list[dict]) -> None:
     cells = []
     for name, group in groups.items():
         gaps = [_last(row) - base[row["seed"]] for row in group if row["seed"] in base]
-        times = [row["step_seconds"] for row in group if row["step_seconds"]]
+        times = [second for row in group for second in row.get("seconds", ())]
         cells.append(
             (
                 name,
@@ -153,7 +180,7 @@ def show(config: Config, rows: list[dict]) -> None:
                 _spread(gaps, "+") if gaps else "",
                 f"{group[0]['stored'] / 2**20:.2f}",
                 f"{group[0]['peak'] / 2**20:.1f}",
-                f"{statistics.median(times):.3f}" if times else "",
+                f"{statistics.median(times) * 1e3:.0f}" if times else "",
                 f"{group[0]['learning_rate']:g}",
                 str(len(group)),
             )

@@ -110,6 +110,8 @@ def functions(name: str, config: Config, dims: ModelConfig) -> tuple[Functions, 
 
     if remat is None:
         return (init, gradient, make_train_step(recipe)), batch
+    lora = recipe.lora
+    assert lora is not None
     whole_loss = plain.loss_function(plain.PlainConfig(remat), config.dtype)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
 
@@ -119,7 +121,7 @@ def functions(name: str, config: Config, dims: ModelConfig) -> tuple[Functions, 
 
     def plain_gradient(state: TrainState, batch: Any) -> Any:
         def loss(adapters: Any) -> jax.Array:
-            model = attach(state.frozen, adapters, recipe.lora)
+            model = attach(state.frozen, adapters, lora)
             return whole_loss(model, batch["inputs"], batch["targets"])
 
         return jax.value_and_grad(loss)(state.model)

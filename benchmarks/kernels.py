@@ -159,7 +159,7 @@ def _compile(fun: Any, shapes: Any, device: str) -> tuple[str, dict[str, int]]:
             "xla_dump_hlo_as_text": True,
             "xla_dump_emitter_re": "ptx",
         }
-        text = lowered.compile(compiler_options=options).as_text()
+        text = lowered.compile(compiler_options=options).as_text() or ""
         return text, resources(pathlib.Path(folder), gpu(device).capability)
 
 

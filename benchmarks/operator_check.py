@@ -128,7 +128,7 @@ def check(case: Case, seed: int, implementation: kernels.Implementation | None) 
 
 
 def _relative_error(got: jax.Array, want: jax.Array) -> float:
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    if not np.isfinite(got).all():
+    a, b = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    if not np.isfinite(a).all():
         return float("inf")
-    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))

@@ -20,6 +20,7 @@ from flax import linen, nnx
 
 import actjax
 from benchmarks import command, record
+from benchmarks.rivals import compiled_memory
 from benchmarks.tables import print_table
 from train.devices import HERE, compile_for, description_of
 
@@ -206,7 +207,7 @@ def _temporaries(config: Config, gradient: Callable, params: Any, x: jax.Array) 
     shapes = jax.eval_shape(lambda *y: y, params, x, jax.random.key(0))
     with compile_for(description_of(config.device)) as place:
         program = jax.jit(gradient).lower(*map(place, shapes)).compile()
-    return program.memory_analysis().temp_size_in_bytes
+    return compiled_memory(program)["temporaries"]
 
 
 def _error(config: Config, gradient: Callable, exact: Any, params: Any, x: jax.Array) -> float:

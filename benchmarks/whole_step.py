@@ -20,7 +20,7 @@ import numpy as np
 from actjax import kernels
 from benchmarks.rivals import compiled_memory, rival
 from models import preset
-from train.config import PretrainConfig
+from train.config import Dtype, PretrainConfig
 from train.flops import causal_loop_length, matmul_flops
 
 
@@ -43,7 +43,7 @@ class Job:
     model: str
     batch_size: int
     seq_len: int
-    dtype: str
+    dtype: Dtype
     warmup: int
     steps: int
     implementation: kernels.Implementation | None
