@@ -21,10 +21,12 @@ import jax.interpreters.mlir
 import jax.numpy as jnp
 from jax.extend import core
 
+from actjax.weights import WrappedWeight
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
-class TappedWeight:
+class TappedWeight(WrappedWeight):
     """A weight [d, n] on its way to `actjax.linear`, and where its gradient will appear.
 
     Attributes:
@@ -45,21 +47,6 @@ class TappedWeight:
 
     def __repr__(self) -> str:
         return f"TappedWeight({self.path})"
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the weight."""
-        return self.weight.shape
-
-    @property
-    def ndim(self) -> int:
-        """Axes of the weight."""
-        return self.weight.ndim
-
-    @property
-    def dtype(self) -> Any:
-        """Dtype of the weight."""
-        return self.weight.dtype
 
     def astype(self, dtype: Any) -> "TappedWeight":
         """Returns it with the weight cast. Its gradient keeps the dtype of the parameter."""

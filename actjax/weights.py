@@ -7,21 +7,14 @@ import jax
 import jax.numpy as jnp
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, repr=False)
-class FrozenWeight:
-    """A weight [d, n] that has no gradient, and none is computed.
-
-    With plain arrays, whether a gradient is wanted is known to nobody but the compiler.
+class WrappedWeight:
+    """What is asked of a weight, answered by the one that is wrapped.
 
     Attributes:
-      weight: an array, or an `actjax.NF4Weight`, which is decoded next to each of its uses.
+      weight: [d, n].
     """
 
     weight: Any
-
-    def __repr__(self) -> str:
-        return f"FrozenWeight({shape_text(self.weight)})"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -38,6 +31,23 @@ class FrozenWeight:
         """Dtype of the weight."""
         return self.weight.dtype
 
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, repr=False)
+class FrozenWeight(WrappedWeight):
+    """A weight [d, n] that has no gradient, and none is computed.
+
+    With plain arrays, whether a gradient is wanted is known to nobody but the compiler.
+
+    Attributes:
+      weight: an array, or an `actjax.NF4Weight`, which is decoded next to each of its uses.
+    """
+
+    weight: Any
+
+    def __repr__(self) -> str:
+        return f"FrozenWeight({shape_text(self.weight)})"
+
     @property
     def T(self) -> "FrozenWeight":  # noqa: N802
         """The transpose, frozen too."""
@@ -50,7 +60,7 @@ class FrozenWeight:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class DroppedInput:
+class DroppedInput(WrappedWeight):
     """A weight [d, n] before which its input, and no other's, is partly set to zero (dropout).
 
     Attributes:
@@ -62,11 +72,6 @@ class DroppedInput:
     weight: Any
     key: Any
     rate: float = dataclasses.field(metadata={"static": True})
-
-    @property
-    def dtype(self) -> Any:
-        """Dtype of the weight."""
-        return self.weight.dtype
 
     def drop(self, x: jax.Array) -> jax.Array:
         """Returns an input, or the cotangent of one, with some entries zero."""

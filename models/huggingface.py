@@ -9,10 +9,8 @@ import contextlib
 import dataclasses
 import functools
 import json
-import os
 import pathlib
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -24,6 +22,7 @@ import safetensors.numpy
 
 from models.config import ModelConfig
 from models.decoder import Decoder
+from models.folders import written_whole
 from models.huggingface_config import config_of, fields_of
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -316,26 +315,10 @@ def save(
       TypeError: a parameter that is no array: merge adapters before.
     """
     folder = pathlib.Path(folder)
-    check_free(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = pathlib.Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
-    try:
+    with written_whole(folder) as scratch:
         config = _write_beside(model, scratch, None if like is None else pathlib.Path(like))
         (scratch / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         _write_tensors(model, scratch, max_shard_bytes)
-        scratch.chmod(0o755)
-        if folder.exists():
-            folder.rmdir()
-        os.rename(scratch, folder)
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
-
-
-def check_free(folder: pathlib.Path) -> None:
-    """Raises a `FileExistsError` if there is something in a folder that is to be written."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"'{folder}' is there and not empty: name another folder.")
 
 
 def _write_beside(model: Decoder, scratch: pathlib.Path, like: pathlib.Path | None) -> Any:

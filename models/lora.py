@@ -8,10 +8,7 @@ import dataclasses
 import difflib
 import functools
 import json
-import os
 import pathlib
-import shutil
-import tempfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,7 +21,8 @@ import safetensors.numpy
 import actjax
 from models.config import ModelConfig
 from models.decoder import Decoder
-from models.huggingface import check_free, parameter_of
+from models.folders import written_whole
+from models.huggingface import parameter_of
 
 TARGETS = {
     "q": "attention.q",
@@ -238,7 +236,6 @@ def save_adapters(
       FileExistsError: there is such a folder, and something in it.
     """
     folder = pathlib.Path(folder)
-    check_free(folder)
     tensors: dict[str, np.ndarray] = {}
     for target, factors in adapters["layers"].items():
         for letter, stacked in factors.items():
@@ -258,19 +255,10 @@ def save_adapters(
         "init_lora_weights": True,
         "modules_to_save": None,
     }
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = pathlib.Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
-    try:
+    with written_whole(folder) as scratch:
         (scratch / _CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         safetensors.numpy.save_file(tensors, scratch / _WEIGHTS, metadata={"format": "pt"})
         (scratch / _WEIGHTS).chmod(0o644)
-        scratch.chmod(0o755)
-        if folder.exists():
-            folder.rmdir()
-        os.rename(scratch, folder)
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
 
 
 def load_adapters(folder: pathlib.Path | str, config: ModelConfig) -> tuple[Adapters, LoRAConfig]:

@@ -58,22 +58,13 @@ def train_batches(
       ValueError: an argument is out of range, or this process's documents do not fill one row.
     """
     _check_sizes(batch_size, seq_len)
-    if not 0 <= process_index < process_count:
-        raise ValueError(
-            f"`process_index` is {process_index} of `process_count` {process_count}: give one of "
-            f"0 to {process_count - 1}."
-        )
-    if batch_size % process_count:
-        raise ValueError(
-            f"`--batch-size` is {batch_size}, which {process_count} processes cannot share evenly. "
-            f"Take a multiple of {process_count}."
-        )
+    mine = rows_of_process(batch_size, process_index, process_count)
     # `Any`: grain's protocols name the index, which a list does not, and allow missing elements.
     source: Any = corpus.train
     documents: Any = grain.MapDataset.source(source)[process_index::process_count]
     _check_fills_a_row(documents, tokenizer, seq_len)
     tokens = documents.seed(seed).shuffle().repeat().map(lambda text: _encode(tokenizer, text))
-    count = batch_size // process_count
+    count = mine.stop - mine.start
     rows = PackIterDataset(tokens, length=seq_len + 1, streams=count)
     batches = rows.batch(count, drop_remainder=True).map(_as_batch)
     return iter(
@@ -93,6 +84,26 @@ class ValidationSet:
     num_bytes: int
     """UTF-8 bytes of the text of those targets, so that `sum of nats / ln 2 / num_bytes` is bits
     per byte. Exact, but for a few bytes where the first or last target is part of a character."""
+
+
+def rows_of_process(batch_size: int, process_index: int, process_count: int) -> slice:
+    """Returns the rows of a batch that a process makes.
+
+    Raises:
+      ValueError: there is no such process, or the rows cannot be shared evenly.
+    """
+    if not 0 <= process_index < process_count:
+        raise ValueError(
+            f"`process_index` is {process_index} of `process_count` {process_count}: give one of "
+            f"0 to {process_count - 1}."
+        )
+    if batch_size % process_count:
+        raise ValueError(
+            f"`--batch-size` is {batch_size}, which {process_count} processes cannot share evenly. "
+            f"Take a multiple of {process_count}."
+        )
+    count = batch_size // process_count
+    return slice(process_index * count, (process_index + 1) * count)
 
 
 def validation_batches(

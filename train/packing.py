@@ -11,7 +11,7 @@ from typing import Any
 import grain
 import numpy as np
 
-from train.data import Batch, ValidationSet
+from train.data import Batch, ValidationSet, rows_of_process
 from train.examples import Example
 from train.tokenizer import Tokenizer
 
@@ -57,18 +57,7 @@ def packed_batches(
       ValueError: an argument is out of range, or examples are not as said.
     """
     _check(examples, batch_size, seq_len)
-    if not 0 <= process_index < process_count:
-        raise ValueError(
-            f"`process_index` is {process_index} of `process_count` {process_count}: give one of "
-            f"0 to {process_count - 1}."
-        )
-    if batch_size % process_count:
-        raise ValueError(
-            f"`--batch-size` is {batch_size}, which {process_count} processes cannot share evenly. "
-            f"Take a multiple of {process_count}."
-        )
-    count = batch_size // process_count
-    mine = slice(process_index * count, (process_index + 1) * count)
+    mine = rows_of_process(batch_size, process_index, process_count)
     batches = _PackedIterDataset(examples, batch_size, seq_len, seed, pad_id, mine)
     return iter(
         grain.experimental.ThreadPrefetchIterDataset(

@@ -16,12 +16,12 @@ from actjax.ops.checks import check_floating
 from actjax.ops.linear_vjp import Biases, Weights, linear_vjp
 from actjax.precision import accumulation_dtype, matmul
 from actjax.tags import keep_output
-from actjax.weights import DroppedInput, array_of, frozen, shape_text
+from actjax.weights import DroppedInput, WrappedWeight, array_of, frozen, shape_text
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
-class LoRA:
+class LoRA(WrappedWeight):
     """A frozen weight [d, n] with an adapter of rank r: `W + scale A B` (Hu et al., 2022).
 
     A pytree, for `actjax.linear` and the operators that end in one, wherever a weight may stand.
@@ -45,21 +45,6 @@ class LoRA:
 
     def __repr__(self) -> str:
         return f"LoRA({shape_text(self.weight)}, a={shape_text(self.a)}, scale={self.scale})"
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the weight."""
-        return self.weight.shape
-
-    @property
-    def ndim(self) -> int:
-        """Axes of the weight."""
-        return self.weight.ndim
-
-    @property
-    def dtype(self) -> Any:
-        """Dtype of the weight."""
-        return self.weight.dtype
 
     def __getitem__(self, index: Any) -> "LoRA":
         # `param[...]` is how nnx reads the value of a variable.
