@@ -98,6 +98,11 @@ def compress_residuals(
     dropout, are kept in a bit each. An array that several operators keep is stored once, and so is
     one of which another is a view: a transposed, reshaped, broadcast or wider copy.
 
+    What an operator keeps beside an array may hold for the exact values alone. Attention that keeps
+    a log-sum-exp is such a one: where scores are large, weights made of codes of q and k and of
+    that are off by orders of magnitude. Use `actjax.attention(..., recompute=True)`, or one that
+    keeps its weights, as `jax.nn.dot_product_attention` does without cuDNN.
+
     A `lax.scan` in `fun` is entered: what one iteration keeps, its carry among it, is encoded
     within the loop, so that no stack of floats ever exists. Works under `jit`, `vmap`, `lax.scan`,
     with `jax.checkpoint` inside (what it saves is decided on) or outside, and with data that is

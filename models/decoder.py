@@ -159,8 +159,10 @@ class Block(nnx.Module):
         }
         if storage.attention_out is None:
             return actjax.attention_linear(q, k, v, weights.o[...], **given, name="attention")
-        # An output that its projection stores in full costs attention nothing to keep as well.
-        kept = isinstance(storage.attention_out, actjax.Exact)
+        # An output that its projection stores in full costs attention nothing to keep as well. But
+        # a log-sum-exp beside it is that of exact scores: made of residuals in few bits, scores
+        # must be normalised anew, or the largest weights of a trained model come out as exp(50).
+        kept = isinstance(storage.attention_out, actjax.Exact) and not storage.residuals
         out = actjax.attention(q, k, v, recompute=not kept, merge_heads=True, **given)
         out = site("attention_out", out)
         return actjax.linear(

@@ -80,7 +80,10 @@ def attention(
         None for cuDNN where the default backend is a GPU and the dtype allows it, else blockwise.
         A name that is asked for is used, or raises.
       recompute: whether to hold q, k and v alone and run the forward pass again in the backward
-        pass. Worth its two products where nothing else keeps the output. Lossy codecs do so anyway.
+        pass. Worth its two products where nothing else keeps the output, and needed where q and k
+        are to be compressed by `actjax.compress_residuals`: the log-sum-exp that is held otherwise
+        is that of exact scores, and weights of others would not add up to one. Lossy codecs do so
+        anyway.
       merge_heads: whether to return [B, S, H * D]. It is then the very array that attention
         keeps, so a `linear` that follows and keeps its input exactly costs no second copy.
       name: put before the names that `actjax.explain` gives what is kept.

@@ -264,6 +264,27 @@ def test_more_bits_bring_the_gradient_closer_and_leave_the_loss_alone(make, quic
     assert errors[0] > 2 * errors[1] > 16 * errors[2] > 0
 
 
+@pytest.mark.parametrize("make", [in_codes, as_residuals])
+def test_gradients_keep_their_size_where_scores_are_large(make, quick_compile):
+    """Weights of attention must add up to one for the decoded scores, too."""
+    tokens, targets = batch(length=16)
+    model = decoder()
+    # Scores of trained models reach tens; a step of 2 bits is as large as some of them.
+    model.layers.attention.q[...] *= 40
+    model.layers.attention.k[...] *= 40
+    codes = {site: Exact() for site in (*KEPT, "attention_out")} | {
+        site: Quantized(2, group=8) for site in ("q", "k")
+    }
+    storage = dataclasses.replace(make(Exact()), **codes)
+    seen = []
+    for chosen in (Storage(), storage):
+        loss = lambda m, chosen=chosen: m.loss(tokens, targets, storage=chosen)  # noqa: E731
+        seen.append(jax.jit(jax.grad(loss))(model))
+    exact, got = (gradient.layers.attention.v[...][-1] for gradient in seen)
+    assert np.linalg.norm(exact - got) > 1e-3 * np.linalg.norm(exact)
+    assert np.linalg.norm(got) < 2 * np.linalg.norm(exact)
+
+
 def test_every_value_that_is_kept_is_in_the_table_once():
     tokens, targets = batch()
     for storage, more in ((in_codes(Quantized(4)), ()), (as_residuals(Quantized(4)), ("out",))):
