@@ -290,17 +290,19 @@ class Decoder(nnx.Module):
     def observe(
         self,
         tokens: jax.Array,
-        statistic: Callable[[jax.Array], Any],
+        statistic: Callable[[jax.Array, Any], Any],
+        known: Mapping[str, Any],
         *,
         compensate: bool = False,
         segments: jax.Array | None = None,
         compute_dtype: str = "bfloat16",
     ) -> dict[str, Any]:
-        """Returns a statistic of what each site would store, with a leading axis of layers.
+        """Returns a statistic of what sites would store, with a leading axis of layers.
 
         Args:
           tokens: [B, S] integers.
-          statistic: a function of an activation [B, S, n] to arrays.
+          statistic: a function of an activation [B, S, n] and what is known of its site to arrays.
+          known: by site, arrays with a leading axis of layers, or None. Others are passed over.
           compensate: as in `Storage`.
           segments: as for `run_layers`.
           compute_dtype: dtype of activations and products.
@@ -308,16 +310,19 @@ class Decoder(nnx.Module):
         positions = Positions.of(self.config, tokens.shape[1], segments)
         storage = Storage(compensate=compensate)
 
-        def body(x: jax.Array, block: Block) -> tuple[jax.Array, dict[str, Any]]:
+        def body(x: jax.Array, layer: tuple[Block, Any]) -> tuple[jax.Array, dict[str, Any]]:
+            block, own = layer
             seen: dict[str, Any] = {}
             key = jax.random.key(0)  # Nothing is encoded.
 
             def observe(site: str, x: jax.Array) -> None:
-                seen[site] = statistic(x)
+                if site in own:
+                    seen[site] = statistic(x, own[site])
 
             return block(x, positions, self.config, storage, key, observe), seen
 
-        return jax.lax.scan(body, self.embed(tokens, compute_dtype), self.layers)[1]
+        stack = (self.layers, dict(known))
+        return jax.lax.scan(body, self.embed(tokens, compute_dtype), stack)[1]
 
     def hidden(
         self,

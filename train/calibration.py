@@ -1,8 +1,10 @@
 """Scales of channels, measured once and used for many steps (HyC-LoRA, 2025, section 4.1).
 
-Of each site the largest magnitude and the norm of every channel are taken over a few batches; the
-first give its scale, the second the channels that are stored whole. Both are data in the training
-state: saved, restored, and measured again when asked for.
+Over a few batches the range, mean and norm of every channel of each site are taken. The norms give
+the channels that are stored whole, the means the middles of the levels, and the ranges how far
+these reach at most. Then, on the same batches, each channel gets the reach of the least error
+(`actjax.Calibrated.least_error`). All of it is data in the training state: saved, restored, and
+measured again when asked for.
 """
 
 import dataclasses
@@ -14,11 +16,12 @@ import jax
 import jax.numpy as jnp
 
 import actjax
+from actjax.codecs import ChannelRange
 from models import Decoder, ModelConfig, Storage
 from models.config import site_width
 
 Calibration = dict[str, dict[str, Any]]
-"""By site, `step` [L, n], and `channels` [L, m] if some are stored whole."""
+"""By site, `step` and `centre` [L, n], and `channels` [L, m] if some are stored whole."""
 
 
 def calibrated_sites(storage: Storage) -> dict[str, actjax.Quantized]:
@@ -41,7 +44,7 @@ def calibrated(storage: Storage, calibration: Calibration | None) -> Storage:
         return storage
     sites = calibrated_sites(storage)
     given: dict[str, Any] = {
-        site: actjax.Calibrated(sites[site], one["step"], one.get("channels"))
+        site: actjax.Calibrated(sites[site], one["step"], one.get("channels"), one["centre"])
         for site, one in calibration.items()
     }
     return dataclasses.replace(storage, **given)
@@ -52,9 +55,12 @@ def calibration_zeros(config: ModelConfig, storage: Storage) -> Calibration | No
     sites = calibrated_sites(storage)
     if not sites:
         return None
-    count = config.num_layers
-    channels = {site: jnp.zeros((count, site_width(config, site))) for site in sites}
-    return {site: _fit(sites[site], x, x) for site, x in channels.items()}
+
+    def one(site: str) -> Any:
+        channels = jnp.zeros((config.num_layers, 1, site_width(config, site)))
+        return _over_range(sites[site], jax.vmap(ChannelRange.of)(channels))
+
+    return _as_data({site: one(site) for site in sites})
 
 
 def calibrate(
@@ -63,59 +69,64 @@ def calibrate(
     batches: Iterable[Mapping[str, jax.Array]],
     compute_dtype: str,
 ) -> Calibration:
-    """Returns the scales and outlier channels of every site, over some batches.
+    """Returns centres, scales and outlier channels of every site, over some batches.
 
     Args:
       storage: whose codecs by channel are calibrated.
       model: the decoder, with its adapters as they are now.
-      batches: `inputs`, and `segments` if there are any.
+      batches: `inputs`, and `segments` if there are any. All are held, and run through twice.
       compute_dtype: dtype of activations.
     """
-    run = jax.jit(
-        functools.partial(_measure, compensate=storage.compensate, compute_dtype=compute_dtype)
-    )
-    largest, squares = None, None
-    for batch in batches:
-        seen = run(model, batch["inputs"], batch.get("segments"))
-        tops = {site: one["largest"] for site, one in seen.items()}
-        sums = {site: one["squares"] for site, one in seen.items()}
-        largest = tops if largest is None else jax.tree.map(jnp.maximum, largest, tops)
-        squares = sums if squares is None else jax.tree.map(jnp.add, squares, sums)
-    if largest is None or squares is None:
+    batches, sites = list(batches), calibrated_sites(storage)
+    if not batches:
         raise ValueError("`batches` to calibrate on are none: give at least one.")
-    return {
-        site: _fit(codec, largest[site], jnp.sqrt(squares[site]))
-        for site, codec in calibrated_sites(storage).items()
-    }
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def observe(statistic: Any, model: Decoder, batch: Any, known: Any) -> Any:
+        return model.observe(
+            batch["inputs"],
+            statistic,
+            known,
+            compensate=storage.compensate,
+            segments=batch.get("segments"),
+            compute_dtype=compute_dtype,
+        )
+
+    ranges = [observe(_range, model, batch, dict.fromkeys(sites)) for batch in batches]
+    known = functools.reduce(_merged, ranges)
+    codecs = {site: _over_range(sites[site], one) for site, one in known.items()}
+    narrow = {site: codec for site, codec in codecs.items() if codec.narrows}
+    if narrow:
+        errors = [observe(_errors, model, batch, narrow) for batch in batches]
+        total = functools.reduce(functools.partial(jax.tree.map, jnp.add), errors)
+        codecs |= {site: _narrowed(narrow[site], total[site]) for site in narrow}
+    return _as_data(codecs)
 
 
-def _measure(
-    model: Decoder,
-    tokens: jax.Array,
-    segments: jax.Array | None,
-    *,
-    compensate: bool,
-    compute_dtype: str,
-) -> dict[str, Any]:
-    def statistic(x: jax.Array) -> dict[str, jax.Array]:
-        wide, axes = x.astype(jnp.float32), tuple(range(x.ndim - 1))
-        return {"largest": jnp.abs(wide).max(axes), "squares": jnp.square(wide).sum(axes)}
-
-    return model.observe(
-        tokens, statistic, compensate=compensate, segments=segments, compute_dtype=compute_dtype
-    )
+def _range(x: jax.Array, known: None) -> ChannelRange:
+    del known
+    return ChannelRange.of(x)
 
 
-def _fit(codec: actjax.Quantized, largest: jax.Array, norms: jax.Array) -> dict[str, Any]:
-    """Returns the calibration of a site from the largest magnitudes and norms of channels [L, n].
+def _errors(x: jax.Array, codec: actjax.Calibrated) -> jax.Array:
+    return codec.errors(x)
 
-    One token whose channels have these magnitudes has their scales.
-    """
 
-    def one(layer: tuple[jax.Array, jax.Array]) -> dict[str, Any]:
-        largest, norms = layer
-        channels = codec.outlier_channels(norms[None])
-        step = codec.fit_channels(largest[None], channels)
-        return {"step": step} if channels is None else {"step": step, "channels": channels}
+def _merged(a: Mapping[str, ChannelRange], b: Mapping[str, ChannelRange]) -> dict[str, Any]:
+    return {site: jax.vmap(ChannelRange.merged)(a[site], b[site]) for site in a}
 
-    return jax.lax.map(one, (largest, norms))
+
+def _over_range(codec: actjax.Quantized, known: ChannelRange) -> actjax.Calibrated:
+    """Returns `Calibrated.over_range` of each layer."""
+    return jax.lax.map(functools.partial(actjax.Calibrated.over_range, codec), known)
+
+
+_narrowed = jax.vmap(actjax.Calibrated.narrowed)
+
+
+def _as_data(codecs: Mapping[str, actjax.Calibrated]) -> Calibration:
+    def one(codec: actjax.Calibrated) -> dict[str, Any]:
+        data = {"step": codec.step, "centre": codec.centre, "channels": codec.channels}
+        return {name: array for name, array in data.items() if array is not None}
+
+    return {site: one(codec) for site, codec in codecs.items()}

@@ -1,7 +1,7 @@
 """What is stored of an activation between the forward and the backward pass."""
 
 from actjax.codecs.base import Codec
-from actjax.codecs.calibrated import Calibrated
+from actjax.codecs.calibrated import Calibrated, ChannelRange
 from actjax.codecs.exact import Exact
 from actjax.codecs.low_rank import PrincipalPlusRandom, RandomizedSVD, RandomProjection
 from actjax.codecs.offloaded import Offloaded
@@ -10,6 +10,7 @@ from actjax.codecs.quantized import Quantized
 
 __all__ = [
     "Calibrated",
+    "ChannelRange",
     "Codec",
     "Exact",
     "Offloaded",

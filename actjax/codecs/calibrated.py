@@ -5,10 +5,58 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from actjax.codecs.base import Codec
 from actjax.codecs.quantized import Quantized
+from actjax.kernels import format as fmt
 from actjax.kernels.format import QuantizedCode
+
+REACHES = tuple(2 ** (-i / 3) for i in range(25))
+"""Parts of the range of a channel that its levels may be laid over: from all of it to 1/256, for
+first tokens may be hundreds of times larger than others. Each is a fifth narrower than the one
+before: the best has within some per cent of the least error."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ChannelRange:
+    """What is known of the channels of activations, over any number of tokens.
+
+    Attributes:
+      low: the least number of each channel, float32 [d].
+      high: the largest, [d].
+      mean: [d].
+      squares: sum of the squares, [d].
+      tokens: how many, a scalar.
+    """
+
+    low: jax.Array
+    high: jax.Array
+    mean: jax.Array
+    squares: jax.Array
+    tokens: jax.Array
+
+    @classmethod
+    def of(cls, x: jax.Array) -> "ChannelRange":
+        """Returns that of an activation [..., d]."""
+        wide = x.astype(jnp.float32).reshape(-1, x.shape[-1])
+        low, high = wide.min(0), wide.max(0)
+        # A sum of the largest numbers would overflow.
+        mean = jnp.sum(wide / len(wide), 0)
+        squares = jnp.square(wide).sum(0)
+        return cls(low, high, jnp.clip(mean, low, high), squares, jnp.float32(len(wide)))
+
+    def merged(self, other: "ChannelRange") -> "ChannelRange":
+        """Returns that of both activations together."""
+        tokens = self.tokens + other.tokens
+        return ChannelRange(
+            low=jnp.minimum(self.low, other.low),
+            high=jnp.maximum(self.high, other.high),
+            mean=self.mean * (self.tokens / tokens) + other.mean * (other.tokens / tokens),
+            squares=self.squares + other.squares,
+            tokens=tokens,
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -22,35 +70,71 @@ class Calibrated(Codec, holds_arrays=True):
     Storage: that of `codec` without its scales and the indices of outlier channels.
     Error: that of `codec`; what lies outside the range it was calibrated on saturates.
     Unbiased within that range if `codec` is.
-    Source: HyC-LoRA (2025), section on the calibration of intra-operator scales.
+    Source: HyC-LoRA (2025), section on the calibration of intra-operator scales, whose scales and
+      zero points lie over the whole range; those of `least_error` are better at few bits.
 
     Attributes:
       codec: how numbers are stored. Static.
       step: scales of the channels, [d].
       channels: which are stored whole, [m]; None if none are.
+      centre: middles of the channels' levels, [d]; None for zero.
     """
 
     codec: Quantized = dataclasses.field(metadata={"static": True})
     step: Any
     channels: Any
+    centre: Any = None
 
     @classmethod
     def fit(cls, codec: Quantized, x: jax.Array) -> "Calibrated":
-        """Returns `codec` with the scales and outlier channels of `x` [..., d].
+        """Returns `codec` with the scales and outlier channels of `x` [..., d], as it has itself.
 
         Raises:
           ValueError: `codec` does not scale by channel.
         """
-        if codec.scaling != "channel":
-            raise ValueError(
-                f"`codec` of Calibrated must have scaling='channel', got {codec}: scales of groups"
-                " belong to one token."
-            )
+        _check_channels(codec)
         channels = codec.outlier_channels(x)
         return cls(codec, codec.fit_channels(x, channels), channels)
 
+    @classmethod
+    def over_range(cls, codec: Quantized, known: ChannelRange) -> "Calibrated":
+        """Returns `codec` with levels about the mean of each channel, over all of its range.
+
+        Raises:
+          ValueError: `codec` does not scale by channel, or rotates.
+        """
+        _check_channels(codec)
+        if codec.rotate:
+            raise ValueError(f"`codec` has rotate=True, {codec}: channels are not known rotated.")
+        scale = codec.scale_dtype
+        # One token whose channels have these norms has their outliers.
+        channels = codec.outlier_channels(jnp.sqrt(known.squares)[None])
+        centre = fmt.rounded_scale(known.mean, scale)
+        reach = jnp.maximum(known.high - centre, centre - known.low)
+        step = codec.fit_channels(reach[None], None)
+        return cls(codec, step, channels, fmt.stored_scales([centre[None]], codec.format))
+
+    @classmethod
+    def least_error(cls, codec: Quantized, x: jax.Array) -> "Calibrated":
+        """Returns `codec` with centres and scales of about the least squared error on `x` [..., d].
+
+        Levels over all of the range of a channel are far apart where a few numbers are large; at 2
+        bits most others then share the two in the middle. Under rounding at random, which is
+        unbiased within the range alone, they stay over all of it.
+
+        Raises:
+          ValueError: `codec` does not scale by channel, or rotates.
+        """
+        whole = cls.over_range(codec, ChannelRange.of(x))
+        return whole.narrowed(whole.errors(x)) if whole.narrows else whole
+
     def __repr__(self) -> str:
         return f"Calibrated({self.codec!r})"
+
+    @property
+    def narrows(self) -> bool:
+        """Whether a narrower range than all of it may be better."""
+        return self.codec.rounding == "nearest"
 
     @property
     def biased(self) -> bool:
@@ -62,23 +146,56 @@ class Calibrated(Codec, holds_arrays=True):
         """As in `Codec`."""
         return self.codec.needs_key
 
+    def errors(self, x: jax.Array) -> jax.Array:
+        """Returns the sum of the squared errors of each channel of `x` [..., d], in float32.
+
+        One row for each of `REACHES`, parts of the scales that there are. Sums over several
+        activations add up.
+        """
+
+        def one(reach: jax.Array) -> jax.Array:
+            codec = self._scaled(reach)
+            error = (codec.decode(codec.encode(x)) - x).astype(jnp.float32)
+            return jnp.square(error).sum(range(x.ndim - 1))
+
+        return jax.lax.map(one, jnp.asarray(REACHES, jnp.float32))
+
+    def narrowed(self, errors: jax.Array) -> "Calibrated":
+        """Returns it with the part of each scale whose error is the least; see `errors`."""
+        return self._scaled(jnp.asarray(REACHES, jnp.float32)[jnp.argmin(errors, 0)])
+
+    def _scaled(self, factor: jax.Array) -> "Calibrated":
+        scale = self.codec.scale_dtype
+        step = fmt.rounded_scale(self.step.view(scale).astype(jnp.float32) * factor, scale)
+        return dataclasses.replace(self, step=fmt.stored_scales([step[None]], self.codec.format))
+
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> QuantizedCode:
         if x.shape[-1:] != self.step.shape:
             raise ValueError(
                 f"`x` has {x.shape[-1:]} channels, but the calibration is of {self.step.shape}."
             )
-        code = self.codec.encode_with(x, key, self.channels, self.step)
+        code = self.codec.encode_with(x, key, self.channels, self.step, self.centre)
         return dataclasses.replace(code, channels=None)
 
     def decode(self, code: QuantizedCode) -> jax.Array:
-        return self.codec.decode(dataclasses.replace(code, step=self.step, channels=self.channels))
+        return self.codec.decode(self._whole(code))
 
     def weight_grad(self, code: QuantizedCode, dz: jax.Array) -> jax.Array:
-        return self.codec.weight_grad(
-            dataclasses.replace(code, step=self.step, channels=self.channels), dz
-        )
+        return self.codec.weight_grad(self._whole(code), dz)
+
+    def _whole(self, code: QuantizedCode) -> QuantizedCode:
+        """Returns a code with what it does not hold."""
+        return dataclasses.replace(code, step=self.step, centre=self.centre, channels=self.channels)
 
     def stored_bytes(self, shape: Sequence[int], dtype: jax.typing.DTypeLike) -> int:
         scales = self.step.size * self.step.dtype.itemsize
         indices = 0 if self.channels is None else self.channels.size * self.channels.dtype.itemsize
         return self.codec.stored_bytes(shape, dtype) - scales - indices
+
+
+def _check_channels(codec: Quantized) -> None:
+    if codec.scaling != "channel":
+        raise ValueError(
+            f"`codec` of Calibrated must have scaling='channel', got {codec}: scales of groups"
+            " belong to one token."
+        )

@@ -195,14 +195,16 @@ class Quantized(Codec):
         key: jax.Array | None,
         channels: jax.Array | None,
         step: jax.Array | None,
+        centre: jax.Array | None = None,
     ) -> QuantizedCode:
         """Returns the code of `x` with given outlier channels and, by channel, given scales [d].
 
-        These are not in the code. What lies outside them becomes the nearest level: it saturates.
+        And with given middles of the levels [d]. These are not in the code. What lies outside them
+        becomes the nearest level: it saturates.
         """
         self._check(x)
         seed = noise.seed_of(self.required_key(key)) if self.needs_key else None
-        return quantize(x, seed, channels, step, format=self.format)
+        return quantize(x, seed, channels, step, centre, format=self.format)
 
     def fit_channels(self, x: jax.Array, channels: jax.Array | None) -> jax.Array:
         """Returns the scales [d] of the channels of `x` [..., d], outlier channels apart."""

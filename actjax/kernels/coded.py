@@ -72,6 +72,7 @@ class CodeRefs:
       planes: [T, bytes] each.
       low: [T, groups], or None.
       step: [T, groups], or [1, d] by channel.
+      centre: [1, d], or None.
       outliers: [T, m], or None.
       position: of each feature, among outliers, or -1: [1, d], or None.
       seed: [2], or None.
@@ -83,6 +84,7 @@ class CodeRefs:
     planes: Any
     low: Any
     step: Any
+    centre: Any
     outliers: Any
     position: Any
     seed: Any
@@ -103,6 +105,8 @@ class CodeRefs:
             if self.format.scaling == "channel":
                 step = self._scale(part, self.step, number)
             value = self._value(code, low, step, None if shift is None else shift(number))
+            if self.centre is not None:
+                value = value + self._scale(part, self.centre, number)
             value = self._with_outliers(part, number, value)
             # Rounded as in memory, so that what is computed from it is at what the code stands for.
             values.append(value.astype(self.dtype).astype(jnp.float32))
@@ -191,6 +195,7 @@ def operands(
         **{f"plane{i}": rows(plane) for i, plane in enumerate(x.planes)},
         "step": x.step[None] if x.format.scaling == "channel" else rows(x.step),
         **({} if x.low is None else {"low": rows(x.low)}),
+        **({} if x.centre is None else {"centre": x.centre[None]}),
         **({} if x.seed is None else {"seed": x.seed}),
     }
     if x.channels is not None:
@@ -204,6 +209,7 @@ def operands(
             planes,
             given.get("low"),
             given["step"],
+            given.get("centre"),
             given.get("outliers"),
             given.get("position"),
             given.get("seed"),

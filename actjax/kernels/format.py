@@ -59,6 +59,8 @@ class QuantizedCode:
       low: what the code 0 stands for, by group [..., groups]; None where that follows from `step`.
       step: distance of two levels, or unit of uneven ones: [..., groups], or [d] by channel. Both
         as the bits of their dtype if that has 16.
+      centre: what the middle of the levels stands for, by channel [d], likewise as bits; None where
+        that is zero, or follows from `low`.
       outliers: channels that are kept whole, [..., m]; None if there are none.
       channels: which channels these are, int32 [m].
       seed: of the dither, uint32 [2]; None without.
@@ -70,6 +72,7 @@ class QuantizedCode:
     planes: Any
     low: Any
     step: Any
+    centre: Any
     outliers: Any
     channels: Any
     seed: Any

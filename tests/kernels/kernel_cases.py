@@ -53,7 +53,7 @@ def assert_same(got, want, slack):
         assert np.mean(f64(got) != f64(want)) <= 0.01
 
 
-def random_code(codec, dtype, shape, *, outliers=0, zero_row=False, seed=0):
+def random_code(codec, dtype, shape, *, outliers=0, centred=False, zero_row=False, seed=0):
     """A code of any bytes, that decodes to the same floats in whatever order that is computed.
 
     For scales are powers of two, and lowest values a whole number of steps: up to 4 bits, or
@@ -64,6 +64,7 @@ def random_code(codec, dtype, shape, *, outliers=0, zero_row=False, seed=0):
       dtype: of what it decodes to.
       shape: likewise.
       outliers: number of channels that are kept whole.
+      centred: whether levels by channel lie about numbers other than zero.
       zero_row: whether the first row is zero.
       seed: of the bytes.
     """
@@ -87,6 +88,7 @@ def random_code(codec, dtype, shape, *, outliers=0, zero_row=False, seed=0):
         ),
         low=_stored(np.where(step > 0, low, 0), codec) if codec.format.affine else None,
         step=_stored(step, codec),
+        centre=_stored(step * rng.integers(-3, 4, scales), codec) if centred else None,
         outliers=rng.normal(size=(*leading, outliers)).astype(jnp.dtype(dtype))
         if outliers
         else None,

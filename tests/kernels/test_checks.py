@@ -36,6 +36,14 @@ SCALES = jnp.ones(256, jnp.uint16)
         (lambda: quantize(X, SEED, format=format_of(4)), "`seed` of quantize must not be given"),
         (lambda: quantize(X, jnp.zeros(3, jnp.uint32), format=DITHER), "(2,), got (3,)"),
         (lambda: quantize(X, None, None, SCALES[:128], format=CHANNEL), "(256,), got (128,)"),
+        (
+            lambda: quantize(X, None, None, None, SCALES, format=format_of(4)),
+            "`centre` of quantize",
+        ),
+        (
+            lambda: quantize(X, None, None, SCALES, X[0], format=CHANNEL),
+            "`centre` of quantize must be",
+        ),
         (lambda: quantize(X, None, None, X[0], format=CHANNEL), "uint16, as stored, got float32"),
         (lambda: swiglu_backward(CODE, NARROW, X), "`up` of swiglu_backward"),
         (lambda: swiglu_backward(CODE, CODE, X[:1]), "code of (1, 256), got one of (4, 256)"),

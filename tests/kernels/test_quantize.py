@@ -33,12 +33,13 @@ CASES = [
     (Quantized(2, group=32, scaling="channel", rounding="stochastic"), "bfloat16", (10, 64), 3),
     (Quantized(3, group=16, scaling="channel", scale_dtype="float32"), "bfloat16", (10, 38), 0),
     (Quantized(8, group=16, scaling="channel", rounding="dither"), "float32", (2, 5, 9), 0),
+    (Quantized(4, group=16, scaling="channel", levels="normal"), "bfloat16", (10, 20), 2),
 ]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def encoded(implementation, codec, x, seed, channels, step):
-    return quantize(x, seed, channels, step, format=codec.format, implementation=implementation)
+def encoded(implementation, codec, *arguments):
+    return quantize(*arguments, format=codec.format, implementation=implementation)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -78,13 +79,21 @@ def problem(codec, dtype, shape, outliers):
         # In no order, and the last one of all.
         others = np.random.default_rng(1).permutation(shape[-1] - 1)[: outliers - 1]
         channels = np.int32([shape[-1] - 1, *others])
-    step = None
+    step = centre = None
     if codec.scaling == "channel":
         # Of some tokens alone, so that others reach beyond.
-        step = f64(abs(x[: tokens // 2])).max(0) * 2 / (2**codec.bits - 1)
-        step = step.astype(jnp.dtype(codec.scale_dtype))
-        step = step if codec.scale_dtype == "float32" else step.view(np.uint16)
-    return x.reshape(shape), SEED if codec.needs_key else None, channels, step
+        some = f64(x[: tokens // 2])
+        step = abs(some).max(0) * 2 / (2**codec.bits - 1)
+        # Under stochastic rounding about zero; else not where constants lie between two levels.
+        if codec.rounding != "stochastic":
+            centre = stored(some.mean(0) + 0.3 * step, codec)
+        step = stored(step, codec)
+    return x.reshape(shape), SEED if codec.needs_key else None, channels, step, centre
+
+
+def stored(scale, codec):
+    scale = scale.astype(jnp.dtype(codec.scale_dtype))
+    return scale if codec.scale_dtype == "float32" else scale.view(np.uint16)
 
 
 # What is documented, in float64 NumPy.
@@ -164,7 +173,7 @@ def nearest(codec, x, low, step, seed):
 def values_of(codec, numbers, low, step, seed):
     """What codes stand for."""
     if codec.levels == "normal":
-        return normal_levels(codec.bits)[numbers] * step
+        return normal_levels(codec.bits)[numbers] * step + low
     shift = shifts(codec, numbers.shape, seed) if codec.rounding == "dither" else 0
     middle = (2**codec.bits - 1) / 2 if codec.scaling == "channel" else 0
     return (numbers - shift - middle) * step + low
@@ -187,13 +196,14 @@ def assert_scales_agree(codec, got, want):
             np.testing.assert_array_equal(a, b, strict=True)
 
 
-def check_encoding(codec, x, seed, channels, step):
+def check_encoding(codec, x, seed, channels, step, centre):
     """Holds codes to the oracle, and scales to the reference, which test_quantized.py is about.
 
     Returns:
       The code by the reference, and the share of numbers that lay between two levels.
     """
-    codes = [encoded(name, codec, x, seed, channels, step) for name in IMPLEMENTATIONS]
+    arguments = (x, seed, channels, step, centre)
+    codes = [encoded(name, codec, *arguments) for name in IMPLEMENTATIONS]
     assert jax.tree.structure(codes[0]) == jax.tree.structure(codes[1])
     assert_scales_agree(codec, codes[1], codes[0])
     inner = np.ones(x.shape[-1], bool)
@@ -203,7 +213,7 @@ def check_encoding(codec, x, seed, channels, step):
             np.testing.assert_array_equal(code.outliers, x[..., channels], strict=True)
             inner[channels] = False
         assert (code.step is None) == (codec.scaling == "channel")
-        low = by_feature(code.low, codec, code.features)
+        low = by_feature(code.low if centre is None else centre, codec, code.features)
         unit = by_feature(code.step if step is None else step, codec, code.features)
         numbers = numbers_of(code, codec)
         want, tie = nearest(codec, x, low, unit, seed)
@@ -216,7 +226,8 @@ def check_encoding(codec, x, seed, channels, step):
 def check_decoding(codec, x, code):
     """Holds decoded values to the oracle, and the implementations to each other."""
     values = [np.asarray(decoded(name, code)) for name in IMPLEMENTATIONS]
-    low, unit = (by_feature(s, codec, code.features) for s in (code.low, code.step))
+    low = code.low if code.centre is None else code.centre
+    low, unit = (by_feature(s, codec, code.features) for s in (low, code.step))
     want = values_of(codec, numbers_of(code, codec), low, unit, code.seed)
     # A difference, a product and a sum, of up to `2^bits` steps and the lowest value.
     slack = TINY * (4 * 2**codec.bits * unit + 2 * abs(low)) * np.ones(x.shape)
@@ -234,11 +245,13 @@ def check_decoding(codec, x, code):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[1:])))
 def test_numbers_take_the_nearest_level_and_come_back(case):
     codec, *rest = case
-    x, seed, channels, step = problem(codec, *rest)
-    code, ties = check_encoding(codec, x, seed, channels, step)
+    x, seed, channels, step, centre = problem(codec, *rest)
+    code, ties = check_encoding(codec, x, seed, channels, step, centre)
     # Of levels on both sides of zero, zero itself.
     assert ties < 0.25
-    check_decoding(codec, x, code if step is None else dataclasses.replace(code, step=step))
+    check_decoding(
+        codec, x, code if step is None else dataclasses.replace(code, step=step, centre=centre)
+    )
 
 
 PARTS = st.tuples(
@@ -270,12 +283,12 @@ def drawn(kind, exponent, seed, size):
 )
 def test_whatever_the_numbers(case, parts):
     codec, dtype, shape, _ = case
-    _, seed, channels, step = problem(*case)
+    _, *given = problem(*case)
     size, width = int(np.prod(shape)), codec.group // 2 + 3
     # Runs that end within groups, and within rows.
     runs = [drawn(*parts[i % len(parts)], width) for i in range(-(-size // width))]
     x = np.concatenate(runs)[:size].reshape(shape).astype(dtype)
-    check_decoding(codec, x, check_encoding(codec, x, seed, channels, step)[0])
+    check_decoding(codec, x, check_encoding(codec, x, *given)[0])
 
 
 # Transformations.

@@ -37,7 +37,9 @@ decoded = jax.jit(functools.partial(dequantize, implementation="reference"))
 
 def problem(gate, up, dtype, shape, outliers):
     codes = (
-        random_code(codec, dtype, shape, outliers=outliers, seed=seed)
+        random_code(
+            codec, dtype, shape, outliers=outliers, centred=codec.scaling == "channel", seed=seed
+        )
         for seed, codec in enumerate((gate, up))
     )
     return *codes, normal(*shape, seed=2).astype(dtype)

@@ -199,8 +199,8 @@ def test_calibration_is_of_data_and_saved(folder):
     ready.checkpoints.close()
     saved = jax.tree.map(np.asarray, ready.state.calibration)
     assert set(saved) == {"attention_norm", "q", "k", "v", "mlp_norm", "gate", "up"}
-    assert set(saved["attention_norm"]) == {"step", "channels"}
-    assert set(saved["gate"]) == {"step"}
+    assert set(saved["attention_norm"]) == {"step", "centre", "channels"}
+    assert set(saved["gate"]) == {"step", "centre"}
     # Of the first batches, before any step, when adapters add nothing.
     ready.batches.set_state({"epoch": 0, "row": 0})
     first = [next(ready.batches) for _ in range(one.adapter.calibration_batches)]

@@ -20,6 +20,8 @@ def dequantize(code: fmt.QuantizedCode) -> jax.Array:
         low = None if code.low is None else fmt.scale_of(segment, code.low, format, wide)
         shift = 0.0 if code.seed is None else draw(code.seed, segment, codes.shape, format, wide)
         part = _values(segment.take(codes), low, step, shift, format)
+        if code.centre is not None:
+            part = part + fmt.scale_of(segment, code.centre, format, wide)
         if format.rotate:
             part = rotate_back(part)
         parts.append(segment.flatten(part).astype(code.dtype))

@@ -15,6 +15,7 @@ def quantize(
     seed: jax.Array | None = None,
     channels: jax.Array | None = None,
     step: jax.Array | None = None,
+    centre: jax.Array | None = None,
     *,
     format: Format,
     implementation: Implementation | None = None,
@@ -27,11 +28,13 @@ def quantize(
       channels: those that are kept whole, int32 [m], distinct, of [0, d); None for none.
       step: scales by channel [d], as they are stored, if `format.scaling` is "channel". Not in the
         result.
+      centre: middles of the levels by channel [d], as they are stored; None where they are zero. Of
+        what `format.rotate` makes of a group. Not in the result either.
       format: how numbers are stored.
       implementation: what computes it; None for the best that applies.
 
     Raises:
-      TypeError: `x` is not floating point, or `step` not as it is stored.
+      TypeError: `x` is not floating point, or `step` or `centre` not as it is stored.
       ValueError: wrong shapes; a seed or scales where `format` has no use for them, or none where
         it has; an implementation that cannot.
     """
@@ -48,12 +51,16 @@ def quantize(
             )
     if seed is not None:
         check_shape("quantize", "seed", seed, (2,))
-    if step is not None:
-        check_shape("quantize", "step", step, x.shape[-1:])
-        stored = jnp.dtype(jnp.float32 if format.scale_dtype == "float32" else jnp.uint16)
-        if step.dtype != stored:
-            raise TypeError(f"`step` of quantize must be {stored}, as stored, got {step.dtype}.")
-    return KERNEL(x, seed, channels, step, format=format, implementation=implementation)
+    if centre is not None and format.scaling != "channel":
+        raise ValueError(f"`centre` of quantize must not be given: {format}.")
+    stored = jnp.dtype(jnp.float32 if format.scale_dtype == "float32" else jnp.uint16)
+    for name, given in (("step", step), ("centre", centre)):
+        if given is None:
+            continue
+        check_shape("quantize", name, given, x.shape[-1:])
+        if given.dtype != stored:
+            raise TypeError(f"`{name}` of quantize must be {stored}, as stored, got {given.dtype}.")
+    return KERNEL(x, seed, channels, step, centre, format=format, implementation=implementation)
 
 
 def _refuses(
@@ -61,10 +68,11 @@ def _refuses(
     seed: jax.Array | None,
     channels: jax.Array | None,
     step: jax.Array | None,
+    centre: jax.Array | None,
     *,
     format: Format,
 ) -> str | None:
-    del seed, channels, step
+    del seed, channels, step, centre
     return coded.refuses(format, x.dtype, x.shape)
 
 

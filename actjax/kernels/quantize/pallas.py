@@ -26,6 +26,7 @@ def quantize(
     seed: jax.Array | None,
     channels: jax.Array | None,
     step: jax.Array | None,
+    centre: jax.Array | None,
     *,
     format: fmt.Format,
     interpret: bool = False,
@@ -38,6 +39,8 @@ def quantize(
         given["seed"] = seed
     if step is not None:
         given["step"] = step[None]
+    if centre is not None:
+        given["centre"] = centre[None]
     scale = jax.ShapeDtypeStruct(
         (tokens, fmt.group_count(features, format.group)),
         jnp.float32 if format.scale_dtype == "float32" else jnp.uint16,
@@ -73,6 +76,7 @@ def quantize(
         planes=tuple(named[f"plane{i}"] for i in range(len(PLANES[format.bits]))),
         low=named.get("low"),
         step=named.get("step"),
+        centre=None,
         outliers=named.get("outliers"),
         channels=channels,
         seed=seed if format.rounding == "dither" else None,
@@ -103,6 +107,8 @@ def _encode(
             own = step
             if own is None:
                 own = tiles.as_float(tiles.load_row(refs["step"], part, i))
+            if "centre" in refs:
+                value = value - tiles.as_float(tiles.load_row(refs["centre"], part, i))
             codes.append(_round(value, low, own, None if shift is None else shift(i), format))
         _store_plane(refs[f"plane{number}"], part, width, [code >> below for code in codes])
         below += width

@@ -17,6 +17,7 @@ def quantize(
     seed: jax.Array | None,
     channels: jax.Array | None,
     step: jax.Array | None,
+    centre: jax.Array | None,
     *,
     format: fmt.Format,
 ) -> fmt.QuantizedCode:
@@ -32,12 +33,15 @@ def quantize(
             steps.append(own)
         else:
             low, own = None, fmt.scale_of(segment, step, format, wide)
+        if centre is not None:
+            part = part - fmt.scale_of(segment, centre, format, wide)
         shift = 0.0 if seed is None else draw(seed, segment, x.shape, format, wide)
         codes.append(segment.flatten(_round(part, low, own, shift, format)))
     return fmt.QuantizedCode(
         planes=pack(jnp.concatenate(codes, axis=-1), format.bits, format.group),
         low=fmt.stored_scales(lows, format) if format.affine else None,
         step=fmt.stored_scales(steps, format) if step is None else None,
+        centre=None,
         outliers=outliers,
         channels=channels,
         seed=seed if format.rounding == "dither" else None,
