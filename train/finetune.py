@@ -127,7 +127,7 @@ def prepare(config: FinetuneConfig, console: Console) -> Run:
 def _describe(examples: Examples, tokenizer: Tokenizer) -> str:
     counted = sum(int(one.counted.sum()) for one in examples.train)
     tokens = sum(len(one.tokens) for one in examples.train)
-    lost = f"; {examples.cut:,} were cut, {examples.dropped:,} dropped as too long"
+    lost = f"; {examples.cut:,} were cut, {examples.dropped:,} dropped"
     return (
         f"examples: {examples.name}, {len(examples.train):,} of {tokens:,} tokens, {counted:,} of"
         f" which count, and {len(examples.validation):,} held out"

@@ -112,6 +112,7 @@ class FieldTemplate(string.Formatter):
     def get_field(
         self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Any, Any]:
+        """Returns what a name in braces stands for, and which of `kwargs` it was."""
         (texts,) = args
         if field_name in texts:
             return texts[field_name], field_name

@@ -99,15 +99,16 @@ def linear(
 
 def qkv_projection(
     x: jax.Array,
-    wq: jax.Array,
-    wk: jax.Array,
-    wv: jax.Array,
+    wq: Any,
+    wk: Any,
+    wv: Any,
     *,
     bias: tuple[jax.Array | None, jax.Array | None, jax.Array | None] | None = None,
     codec: Codec = Exact(),
     key: jax.Array | None = None,
+    split: bool = False,
     name: str = "qkv input",
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[Any, Any, Any]:
     """Returns the query, key and value projections of `x`, which share one stored copy of it.
 
     `linear(x, (wq, wk, wv), ...)` by its name in attention; see there for what is exact.
@@ -120,12 +121,14 @@ def qkv_projection(
       bias: the three biases, or None.
       codec: what is kept of `x`; `PointApproximation` here is PAMM.
       key: randomness of the encoding; consumed.
+      split: as for `linear`.
       name: what `actjax.explain` calls the stored input.
 
     Returns:
-      q, k and v, [..., n_i] in the dtype of `x`.
+      q, k and v, [..., n_i] in the dtype of `x`; with `split`, an `actjax.LowRankSum` of those
+      whose weight is an `actjax.LoRA`.
     """
-    q, k, v = linear(x, (wq, wk, wv), bias=bias, codec=codec, key=key, name=name)
+    q, k, v = linear(x, (wq, wk, wv), bias=bias, codec=codec, key=key, split=split, name=name)
     return q, k, v
 
 

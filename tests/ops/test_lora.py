@@ -818,6 +818,8 @@ def test_the_base_is_what_the_weight_alone_gives(quick_compile):
     assert (found.left.shape, found.right.shape) == ((6, 2), (2, 5))
     np.testing.assert_array_equal(found.base, linear(x, parts[0], bias=bias))
     np.testing.assert_array_equal(linear(x, parts[0], split=True), linear(x, parts[0]))
+    q, k, _ = qkv_projection(x, LoRA(*parts), parts[0], parts[0], split=True)
+    np.testing.assert_array_equal(q.base, k)
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 4), (6, 2, -1)], ids=str)
