@@ -81,7 +81,7 @@ class Explanation:
         table.add_column("array", no_wrap=True)
         table.add_column("exact", _bytes(self.exact_bytes), justify="right", no_wrap=True)
         table.add_column("stored", _bytes(self.stored_bytes), justify="right", no_wrap=True)
-        table.add_column("codec, or why none")
+        table.add_column("codec, or why none", overflow="fold")
         alive = [r for r in self.residuals if r.reason == _ALIVE]
         kept = [r for r in self.residuals if r.reason != _ALIVE]
         coded = [r for r in kept if r.codec not in ("", repr(Exact()))]

@@ -61,7 +61,7 @@ class NF4Weight:
 
     @classmethod
     def quantize(cls, weight: jax.Array) -> "NF4Weight":
-        """Returns a weight [d, n] in 4 bits.
+        """Returns a weight [d, n] in 4 bits; all NaN where a number in it is not finite.
 
         Raises:
           ValueError: another shape.
@@ -78,7 +78,8 @@ class NF4Weight:
         blocks = jnp.pad(weight.astype(jnp.float32), ((0, -d % BLOCK), (0, 0)))
         blocks = blocks.reshape(-1, BLOCK, n)
         largest = jnp.abs(blocks).max(1)
-        mean = largest.mean()
+        # XLA's maximum may pass over a NaN, and where there is one no code is of anything.
+        mean = jnp.where(jnp.isfinite(weight).all(), largest.mean(), jnp.nan)
         like = blockwise_zeros((largest.size,), "float32", unsigned=False, block=_SCALE_BLOCK)
         scales = like.encode((largest - mean).reshape(-1))
         # By the scales as they will be read: what was largest is then not at the last level, but

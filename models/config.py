@@ -80,6 +80,8 @@ class ModelConfig:
             value = getattr(self, field.name)
             if field.type is int and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"`{field.name}` must be an integer >= 1, got {value!r}.")
+        if not 0 <= self.norm_eps < 1:
+            raise ValueError(f"`norm_eps` must be in [0, 1), got {self.norm_eps!r}.")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"`num_heads` {self.num_heads} must be a multiple of"

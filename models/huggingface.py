@@ -94,7 +94,10 @@ def read_config(folder: pathlib.Path | str) -> ModelConfig:
         there = "no such folder" if not path.parent.exists() else "no config.json in it"
         raise FileNotFoundError(f"the checkpoint '{folder}' cannot be read: {there}.")
     try:
-        return config_of(json.loads(path.read_text(encoding="utf-8")))
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(fields, dict):
+            raise ValueError(f"it holds {type(fields).__name__}, and no JSON object.")
+        return config_of(fields)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -173,8 +176,8 @@ def _stack(path: str, layers: Iterator[Any], count: int) -> Any:
         for whole, part in zip(jax.tree.leaves(stacked), jax.tree.leaves(one), strict=True):
             if whole.dtype != part.dtype:
                 raise ValueError(
-                    f"`{path}` is {part.dtype} in layer {layer}, and {whole.dtype} in layer 0: pass"
-                    " a `dtype` to cast them to."
+                    f"`{path}` is {part.dtype} in layer {layer}, and {whole.dtype} in layer 0: name"
+                    " the `dtype` to read both in, or write the file again in one."
                 )
             whole[layer] = part
     return stacked
@@ -198,6 +201,9 @@ class _Tensors:
         index = self._folder / _INDEX
         if index.exists():
             files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            outside = sorted(file for file in files.values() if pathlib.Path(file).name != file)
+            if outside:
+                raise ValueError(f"{index} names {outside[0]!r}, which is not in this folder.")
             for file in sorted(set(files.values())):
                 absent = [name for name in files if files[name] == file]
                 absent = sorted(set(absent) - set(self._open(file).keys()))
@@ -283,8 +289,21 @@ class _Tensors:
             raise ValueError(
                 f"{self._folder / file}: {name!r} is {array.dtype}, and no floating point numbers."
             )
+        if not _is_finite(array):
+            raise ValueError(
+                f"{self._folder / file}: {name!r} has numbers that are infinite or NaN: training"
+                " that went wrong, or a damaged file."
+            )
         array = array if dtype is None else array.astype(jnp.dtype(dtype))
         return array.T if transposed else array
+
+
+def _is_finite(array: np.ndarray) -> bool:
+    if array.dtype != jnp.bfloat16:
+        return bool(np.isfinite(array).all())
+    # By its bits: ten times as fast.
+    exponent = np.uint16(0x7F80)
+    return not bool(((array.view(np.uint16) & exponent) == exponent).any())
 
 
 def _some(names: list[str]) -> str:

@@ -62,7 +62,7 @@ def config_of(fields: Mapping[str, Any]) -> ModelConfig:
         num_kv_heads=fields.get("num_key_value_heads") or heads,
         head_size=fields.get("head_dim") or (128 if kind == "qwen3" else 0),
         max_seq_len=fields.get("max_position_embeddings", 2048),
-        norm_eps=fields.get("rms_norm_eps", 1e-6),
+        norm_eps=_number(fields, "rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
         tie_embeddings=bool(fields.get("tie_word_embeddings", False)),
@@ -141,20 +141,27 @@ def _required(fields: Mapping[str, Any], name: str) -> int:
 def _rope(fields: Mapping[str, Any]) -> tuple[float, RopeScaling | LinearRopeScaling | None]:
     """Returns the base of the frequencies, and how these are scaled."""
     rope = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
-    theta = float(rope.get("rope_theta") or fields.get("rope_theta") or 10_000.0)
+    theta = _number({**fields, **rope}, "rope_theta", 10_000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return theta, None
     if kind == "linear":
-        return theta, LinearRopeScaling(float(rope["factor"]))
+        return theta, LinearRopeScaling(_number(rope, "factor"))
     if kind != "llama3":
         raise ValueError(f"the RoPE scaling {kind!r} is not supported: llama3 and linear are.")
     names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     missing = [name for name in names if name not in rope]
     if missing:
         raise ValueError(f"the RoPE scaling 'llama3' lacks {', '.join(missing)}.")
-    factor, low, high = (float(rope[name]) for name in names[:3])
-    return theta, RopeScaling(factor, low, high, int(rope[names[3]]))
+    factor, low, high = (_number(rope, name) for name in names[:3])
+    return theta, RopeScaling(factor, low, high, int(_number(rope, names[3])))
+
+
+def _number(fields: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    value = fields.get(name) or default
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"`{name}` must be a number, got {value!r}.")
+    return float(value)
 
 
 def _window(fields: Mapping[str, Any], kind: str) -> int | None:

@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import math
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -59,8 +60,8 @@ class LoRAConfig:
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise ValueError(f"`rank` of the adapters must be at least 1, got {self.rank}.")
-        if not self.alpha > 0:
-            raise ValueError(f"`alpha` of the adapters must be above 0, got {self.alpha}.")
+        if not 0 < self.alpha < math.inf:
+            raise ValueError(f"`alpha` of the adapters must be in (0, inf), got {self.alpha}.")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"`dropout` of the adapters must be in [0, 1), got {self.dropout}.")
         if not self.targets:

@@ -153,6 +153,11 @@ class RunConfig:
         return 0
 
     @property
+    def begins_trained(self) -> bool:
+        """Whether the weights that it begins with are worth an evaluation."""
+        return False
+
+    @property
     def packed(self) -> bool:
         """Whether several examples share a sequence without seeing one another."""
         return False
@@ -241,8 +246,8 @@ class FinetuneConfig(RunConfig):
     """
 
     checkpoint: str = ""
-    """Folder of a Hugging Face checkpoint (Llama, Mistral, Qwen 2.5 or 3) with its tokenizer, or a
-    llama2.c file."""
+    """To begin with, and needed: the folder of a Hugging Face checkpoint (Llama, Mistral, Qwen 2.5
+    or 3) with its tokenizer, or a llama2.c file."""
     tokenizer: pathlib.Path | None = None
     """tokenizer.json, a sentencepiece .model, a folder with one, or llama2.c's .bin; that of the
     checkpoint by default."""
@@ -279,6 +284,11 @@ class FinetuneConfig(RunConfig):
     def recalibrate_every(self) -> int:
         """Steps between two measurements of scales of channels; 0 for none."""
         return self.adapter.recalibrate_every
+
+    @property
+    def begins_trained(self) -> bool:
+        """Whether the weights that it begins with are worth an evaluation."""
+        return True
 
     @property
     def packed(self) -> bool:

@@ -104,6 +104,26 @@ def open_corpus(
     return _open_prepared(directory, data, text_field, validation_fraction)
 
 
+def open_whole(data: str, *, text_field: str = "text") -> Corpus:
+    """Returns all documents of local files as held out, and none to train on.
+
+    A text file is one document.
+
+    Args:
+      data: a path, as for `open_corpus`.
+      text_field: likewise.
+
+    Raises:
+      FileNotFoundError: there is no such path.
+      ValueError: there is no text in it, or what there is cannot be read.
+    """
+    path = pathlib.Path(data).expanduser()
+    if not data or not path.exists():
+        raise FileNotFoundError(f"`--whole` is of local files, and `--data` is '{data}'.")
+    documents = _with_text(_documents_in(path, text_field), path)
+    return Corpus(path.name, [], documents, _digest(documents))
+
+
 # --- The embedded default: the standard library of the Python that runs. ---
 
 
@@ -295,19 +315,29 @@ def _open_path(path: pathlib.Path, fraction: float, field: str) -> Corpus:
     A text file by itself is cut into documents, so that some can be held out. Other files in a
     folder, and hidden ones, are passed over. Documents without text are dropped.
     """
-    if path.is_dir():
-        files = [p for p in sorted(path.rglob("*")) if _is_accepted(p.relative_to(path))]
-        documents = [text for file in files for text in _read_documents(file, field)]
-    elif _is_text(path):
-        documents = _group_paragraphs(read_text(path))
+    if path.is_dir() or not _is_text(path):
+        documents = _documents_in(path, field)
     else:
-        documents = list(_read_documents(path, field))
-    documents = [text for text in documents if text.strip()]
-    if not documents:
-        raise ValueError(f"`--data` is '{path}': there is no text in it. Accepted: {ACCEPTED}.")
+        documents = _group_paragraphs(read_text(path))
+    documents = _with_text(documents, path)
     train, validation = _hold_out(documents, fraction, path)
     fingerprint = _digest([str(len(train)), *train, *validation])
     return Corpus(path.name, train, validation, fingerprint)
+
+
+def _documents_in(path: pathlib.Path, field: str) -> list[str]:
+    """Returns the documents of a file, or of every accepted file under a folder."""
+    if not path.is_dir():
+        return list(_read_documents(path, field))
+    files = [p for p in sorted(path.rglob("*")) if _is_accepted(p.relative_to(path))]
+    return [text for file in files for text in _read_documents(file, field)]
+
+
+def _with_text(documents: list[str], path: pathlib.Path) -> list[str]:
+    documents = [text for text in documents if text.strip()]
+    if not documents:
+        raise ValueError(f"`--data` is '{path}': there is no text in it. Accepted: {ACCEPTED}.")
+    return documents
 
 
 def suffix_of(path: pathlib.Path) -> str:

@@ -20,7 +20,7 @@ from models.checkpoints import load_checkpoint, read_dimensions, stop_ids
 from models.generation import generate, log_likelihoods
 from train.chat import open_chat_template
 from train.config import Dtype
-from train.corpus import Corpus, open_corpus, read_text
+from train.corpus import open_corpus, open_whole
 from train.data import ValidationSet, validation_batches
 from train.loop import BadRunError, make_console, run_program
 from train.questions import Encode, Question, QuestionConfig, read_questions
@@ -49,11 +49,11 @@ class TextConfig:
     text_field: str = "text"
     """Field of jsonl records, or column of parquet tables, that holds the text."""
     whole: bool = False
-    """All of a text file as one document, rather than what training holds out of it."""
+    """All of the text in local files, rather than the part that training holds out of it."""
     seq_len: int | None = None
     """Tokens a row of text: 1024, or what the model has positions for. A row sees no other."""
     eval_batches: int | None = None
-    """Batches of text at most. By default 20 of held-out text, and all of a `--whole` file."""
+    """Batches of text at most. By default 20 of held-out text, and all where it is `--whole`."""
 
     def __post_init__(self) -> None:
         _check_positive(self, "seq_len", "eval_batches")
@@ -120,6 +120,9 @@ class EvaluateConfig:
     default that in the folder of the checkpoint."""
     adapter: pathlib.Path | None = None
     """Folder of a LoRA adapter, as PEFT writes it."""
+    four_bit: bool = False
+    """Hold the weights of the layers in NF4, as qlora and hyc_lora train their adapters with. In
+    full they are another model, which such adapters fit less well."""
     batch_size: int = 8
     """Rows of text, or questions, at a time."""
     compute_dtype: Dtype = "bfloat16"
@@ -251,7 +254,7 @@ def prepare(config: EvaluateConfig, attach_adapter: AttachAdapter = attach_lora)
             f" {writing.max_new_tokens} more are above the {longest} positions of the model."
         )
     text = None if data is None else _rows(config, data, tokenizer, longest)
-    model = load_checkpoint(checkpoint)
+    model = load_checkpoint(checkpoint, convert=lora.quantize if config.four_bit else None)
     if config.adapter is not None:
         model = attach_adapter(model, config.adapter.expanduser())
     ends = {tokenizer.eos_id, *stop_ids(checkpoint)}
@@ -270,7 +273,7 @@ def _rows(config: EvaluateConfig, data: str, tokenizer: Tokenizer, longest: int)
     if seq_len > longest:
         raise ValueError(f"`--seq-len` {seq_len} is above the {longest} positions of the model.")
     if given.whole:
-        corpus, batches = _whole(data), sys.maxsize
+        corpus, batches = open_whole(data, text_field=given.text_field), sys.maxsize
     else:
         folder = given.data_dir.expanduser()
         corpus = open_corpus(data, folder, text_field=given.text_field)
@@ -282,14 +285,6 @@ def _rows(config: EvaluateConfig, data: str, tokenizer: Tokenizer, longest: int)
         seq_len=seq_len,
         max_batches=given.eval_batches or batches,
     )
-
-
-def _whole(data: str) -> Corpus:
-    """Returns a text file as one document that is held out."""
-    path = pathlib.Path(data).expanduser()
-    if not path.is_file() or set(path.suffixes) & {".json", ".jsonl", ".parquet"}:
-        raise ValueError(f"`--whole` is for a file of plain text, and `--data` is '{data}'.")
-    return Corpus(path.name, [], [read_text(path)], fingerprint="")
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -312,10 +307,11 @@ def _score_text(ready: Evaluation, text: ValidationSet, console: Console) -> dic
         "bits_per_byte": cost.bits_per_byte,
         "tokens": cost.tokens,
     }
+    part = "all" if ready.config.text.whole else "a held-out part"
     console.print(
-        f"text: {cost.nats_per_token:.4f} nats a token, perplexity {cost.perplexity:,.3f},"
-        f" {cost.bits_per_byte:.4f} bits a byte ({cost.tokens:,} tokens,"
-        f" {cost.num_bytes:,} bytes)",
+        f"text ({part} of it): {cost.nats_per_token:.4f} nats a token,"
+        f" perplexity {cost.perplexity:,.3f}, {cost.bits_per_byte:.4f} bits a byte"
+        f" ({cost.tokens:,} tokens, {cost.num_bytes:,} bytes)",
         highlight=False,
     )
     return report

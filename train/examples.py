@@ -33,8 +33,8 @@ class ExampleConfig:
     """What is learnt from, and how records become examples."""
 
     data: str = ""
-    """Records: a .jsonl file with a JSON object a line, a .json file with an array of them (or one
-    a line), each of them also as .gz, or a folder of such files."""
+    """Records, and needed: a .jsonl file with a JSON object a line, a .json file with an array of
+    them (or one a line), each of them also as .gz, or a folder of such files."""
     format: Literal["auto", "completion", "chat", "text"] = "auto"
     """completion (a prompt and what is to follow it), chat (messages, written out by the chat
     template), text (all of it is learnt), or auto: the first of chat, completion and text whose
@@ -156,9 +156,9 @@ def open_examples(
 
 def _raise_nothing_left(flag: str, data: str, use: str, count: int, seq_len: int) -> NoReturn:
     raise ValueError(
-        f"`{flag}` is '{data}': of {count} record(s) to {use}, all were dropped, since no token "
-        f"that counts is within `--seq-len` {seq_len}, or by `--long drop`. Raise `--seq-len`, or "
-        "give other records."
+        f"`{flag}` is '{data}': of {count} record(s) to {use}, all were dropped: no token that "
+        f"counts (of a completion, or of what an assistant says) is within `--seq-len` {seq_len}, "
+        "or `--long drop` took them. Raise `--seq-len`, or give other records."
     )
 
 

@@ -190,6 +190,11 @@ def export(run: Run, console: Console) -> None:
         return
     write = functools.partial(save_adapters, state.model, recipe.lora, base=str(checkpoint))
     _replace(config.folder / "adapter", write, console)
+    if recipe.method.four_bit:
+        console.print(
+            "the adapter was trained with the layers in 4 bits: in full they are another model"
+            " (train.evaluate --four-bit; a merged model has them as they were trained with)"
+        )
     if config.adapter.merge:
         merged = merge(state.frozen, state.model, recipe.lora)
         _replace(config.folder / "model", functools.partial(write_model, merged), console)

@@ -169,6 +169,12 @@ def train(run: Run, console: Console, stop: "StopSignal") -> int:
         Recorder(config.folder, title, start) as recorder,
         Progress(console, start, config.steps, tokens) as progress,
     ):
+        if start == 0 and config.begins_trained:
+            with progress.paused():
+                report = evaluate(state)
+                _check_finite(0, report, run)
+                recorder.record(0, **report)
+                progress.say(0, report)
         metrics: dict[str, jax.Array] = {}
         for step in range(start + 1, config.steps + 1):
             if stop.requested:
@@ -264,10 +270,12 @@ def _check_finite(step: int, metrics: Mapping[str, float | jax.Array], run: Run)
     latest = run.checkpoints.latest_step()
     where = "there is none yet" if latest is None else f"it is that of step {latest}"
     shown = ", ".join(f"{name} {value}" for name, value in values.items())
+    hint = "Lower `--learning-rate`, or look at the text around that step."
+    if step <= 1:
+        hint = "No step was taken before: look at the weights it began with, and at the text."
     raise NonFiniteError(
         f"step {step} is not finite ({shown}): stopped. The last good checkpoint in"
-        f" {run.config.folder} was kept: {where}. Lower `--learning-rate`, or look at the"
-        " text around that step."
+        f" {run.config.folder} was kept: {where}. {hint}"
     )
 
 

@@ -244,9 +244,9 @@ def _residuals(o: MethodOptions) -> Storage:
 
 def _by_channel(o: MethodOptions) -> Storage:
     """Returns HyC-LoRA's codes: scales of channels, measured once (`train.calibration`)."""
-    code = Quantized(
-        8 if o.bits == 16 else o.bits, scaling="channel", rounding=o.rounding, levels=o.levels
-    )
+    if o.bits == 16:
+        raise ValueError("`--bits` 16 stores nothing in few bits: take `--method qlora` for that.")
+    code = Quantized(o.bits, scaling="channel", rounding=o.rounding, levels=o.levels)
     norm: Codec = code
     if o.level != "none":
         norm = dataclasses.replace(code, outlier_fraction=o.outlier_fraction or 0.005)

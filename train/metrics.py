@@ -26,11 +26,13 @@ class Recorder:
         """
         directory.mkdir(parents=True, exist_ok=True)
         self._directory, self._title = directory, title
-        self._lines = [r for r in read_metrics(directory / "metrics.jsonl") if r["step"] <= start]
+        # Of a run that begins anew, step 0 is still to come.
+        done = start if start > 0 else -1
+        self._lines = [r for r in read_metrics(directory / "metrics.jsonl") if r["step"] <= done]
         _write_lines(directory / "metrics.jsonl", self._lines)
         self._file = (directory / "metrics.jsonl").open("a", encoding="utf-8")
         self._board = tensorboardX.SummaryWriter(
-            str(directory / "tensorboard"), purge_step=start + 1
+            str(directory / "tensorboard"), purge_step=done + 1
         )
 
     def record(self, step: int, **metrics: float) -> None:
@@ -86,6 +88,7 @@ def draw_loss(lines: list[dict[str, Any]], path: pathlib.Path, title: str) -> No
     """
     # A figure of its own rather than pyplot's: no global state, no display needed.
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     training = [(r["step"], r["loss"]) for r in lines if "loss" in r]
     heldout = [(r["step"], r["validation_loss"]) for r in lines if "validation_loss" in r]
@@ -94,11 +97,16 @@ def draw_loss(lines: list[dict[str, Any]], path: pathlib.Path, title: str) -> No
     if training:
         axes.plot(*zip(*training, strict=True), color="tab:blue", alpha=0.35, label="training")
         steps, losses = zip(*training, strict=True)
-        axes.plot(steps, _smooth(losses), color="tab:blue", label="training, smoothed")
+        # A line needs two points to be seen.
+        marker = "o" if len(steps) == 1 else ""
+        axes.plot(
+            steps, _smooth(losses), marker, ls="-", color="tab:blue", label="training, smoothed"
+        )
     if heldout:
         label = f"held out (last: {heldout[-1][1]:.3f})"
         axes.plot(*zip(*heldout, strict=True), "o-", color="tab:orange", label=label)
     axes.set(xlabel="step", ylabel="loss, nats a token", title=title)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     if training or heldout:
         axes.legend()

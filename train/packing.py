@@ -103,8 +103,8 @@ def validation_set(
     num_bytes = sum(_counted_bytes(example, tokenizer) for row in shown for example in row)
     if not num_bytes:
         raise ValueError(
-            "`examples`: what counts in those to validate on has no text, but for the tokens that "
-            "end it. Give others."
+            "`--data` or `--validation`: what counts in the examples to validate on has no text,"
+            " but for the tokens that end it. Give others."
         )
     return ValidationSet(batches, num_tokens, num_bytes)
 

@@ -109,6 +109,13 @@ class FieldTemplate(string.Formatter):
         except (LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"`{self._flag}` does not fit it ({error})") from error
 
+    def format_field(self, value: Any, format_spec: str) -> str:
+        """Returns a field as text."""
+        try:
+            return super().format_field(value, format_spec)
+        except ValueError as error:
+            raise ValueError(f"`{self._flag}` does not fit it ({error})") from error
+
     def get_field(
         self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Any, Any]:

@@ -147,6 +147,11 @@ def make_recipe(
         weight_dtype="float32" if config.weight_dtype == "auto" else config.weight_dtype,
         in_backward=config.in_backward or method.frugal,
     )
+    if method.adapters and config.in_backward:
+        raise ValueError(
+            f"`--in-backward` is for methods that train all weights, and {config.method} trains"
+            " adapters, whose gradients take next to nothing: leave it out."
+        )
     storage = method.storage_of(options, bits or {})
     subspace = None
     if method.subspace is not None:

@@ -212,9 +212,16 @@ def tokenizer_of(checkpoint: pathlib.Path, given: pathlib.Path | None) -> Tokeni
       ValueError: none was named for a file that holds none.
       OSError: a file that cannot be read.
     """
-    if given is None and not checkpoint.is_dir():
+    if given is not None:
+        return load_tokenizer(given)
+    if not checkpoint.is_dir():
         raise ValueError(f"`--checkpoint` {checkpoint} has no tokenizer: pass `--tokenizer`.")
-    return load_tokenizer(given or checkpoint)
+    try:
+        return load_tokenizer(checkpoint)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"`--checkpoint` {checkpoint} has no tokenizer: pass `--tokenizer`: {ACCEPTED}."
+        ) from error
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:

@@ -6,6 +6,7 @@ thin matrices, `dB = (s x A)ᵀ dy` and `dA = xᵀ (s dy Bᵀ)`: of `x` what the
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -80,6 +81,10 @@ class LoRA(WrappedWeight):
                 f"`{name}` is a LoRA of a weight {(d, n)}, so `a` must be [{d}, r] and `b`"
                 f" [r, {n}]: got a{a}, b{b}."
             )
+        if 0 in (*a, *b):
+            raise ValueError(f"the factors of `{name}` must not be empty: got a{a}, b{b}.")
+        if not math.isfinite(self.scale):
+            raise ValueError(f"`scale` of `{name}` must be finite, got {self.scale}.")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"`dropout` of `{name}` must be in [0, 1), got {self.dropout}.")
 

@@ -141,7 +141,32 @@ def test_held_out_text_is_a_part(folder):
     given = config(folder, data=str(folder / "text.txt"), seq_len=8)
     report = run(given, console)
     assert 8 < report["text"]["tokens"] < len(TEXT)
-    assert f"text: {report['text']['nats_per_token']:.4f} nats a token" in console.file.getvalue()
+    assert (
+        f"text (a held-out part of it): {report['text']['nats_per_token']:.4f} nats a token"
+        in console.file.getvalue()
+    )
+
+
+def test_all_records_can_be_measured(folder, tmp_path):
+    texts = [TEXT[:40], TEXT, TEXT[5:]]
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps({"said": text}) + "\n" for text in texts))
+    given = {"data": str(path), "whole": True, "seq_len": 32, "text_field": "said"}
+    tokenizer = load_tokenizer(folder / "model")
+    count = sum(len(tokenizer.encode(text)) + 1 for text in texts)
+    assert quietly(config(folder, **given))["text"]["tokens"] == count - 1
+
+
+def test_weights_may_be_held_in_four_bits(folder):
+    base = config(
+        folder, data=str(folder / "text.txt"), seq_len=8, generate="One", max_new_tokens=4
+    )
+    got = quietly(dataclasses.replace(base, four_bit=True))
+    four_bit = load_checkpoint(folder / "model", convert=lora.quantize)
+    want = quietly(base, lambda model, path: four_bit)
+    assert got["text"] != want["text"]
+    given = dataclasses.replace(base, adapter=folder)
+    assert got == quietly(given, lambda model, path: four_bit)
 
 
 # ----- questions
@@ -391,7 +416,7 @@ def test_settings_that_contradict_one_another_are_refused(folder, changes, messa
             r"`--generate` has \d+ tokens, and `--max-new-tokens` 256 more",
         ),
         ({"data": "text.txt", "seq_len": 257}, "`--seq-len` 257 is above the 256 positions"),
-        ({"data": "sums.jsonl", "whole": True}, "`--whole` is for a file of plain text"),
+        ({"data": "nothing", "whole": True}, "`--whole` is of local files, and `--data` is"),
         ({"adapter": "none"}, "adapter.*none"),
         ({"limit": 9, "shots": 9}, "`--shots` is 9, but .* has 9 examples and .* 0 questions"),
         ({"examples": "choices.jsonl", "shots": 4}, "`--shots` is 4, but .* has 3 examples"),

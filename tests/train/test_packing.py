@@ -290,7 +290,7 @@ def test_bytes_are_those_of_each_turn_that_counts():
 
 
 def test_validation_without_text_that_counts_is_refused():
-    with pytest.raises(ValueError, match="what counts in those to validate on has no text"):
+    with pytest.raises(ValueError, match="what counts in the examples to validate on has no text"):
         validate([spoken("prompt", "")])
 
 
