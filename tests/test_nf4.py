@@ -315,6 +315,14 @@ def test_within_a_scan_a_layer_has_the_shape_of_one():
     assert set(seen) == {((70, 4), 2)}
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("shape", [(40, 66), (64, 64), (40, 40)], ids=str)
+def test_what_is_not_finite_is_not_hidden(value, shape):
+    assert np.isnan(
+        NF4Weight.quantize(normal(0, *shape).at[3, 5].set(value)).astype("float32")
+    ).all()
+
+
 # Errors.
 
 

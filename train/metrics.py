@@ -98,10 +98,9 @@ def draw_loss(lines: list[dict[str, Any]], path: pathlib.Path, title: str) -> No
         axes.plot(*zip(*training, strict=True), color="tab:blue", alpha=0.35, label="training")
         steps, losses = zip(*training, strict=True)
         # A line needs two points to be seen.
-        marker = "o" if len(steps) == 1 else ""
-        axes.plot(
-            steps, _smooth(losses), marker, ls="-", color="tab:blue", label="training, smoothed"
-        )
+        marker = "o" if len(steps) == 1 else None
+        label = "training, smoothed"
+        axes.plot(steps, _smooth(losses), marker=marker, color="tab:blue", label=label)
     if heldout:
         label = f"held out (last: {heldout[-1][1]:.3f})"
         axes.plot(*zip(*heldout, strict=True), "o-", color="tab:orange", label=label)

@@ -238,6 +238,8 @@ def edited(folder, **changes):
         ({"rope_scaling": {"rope_type": "yarn"}}, "RoPE scaling 'yarn' is not supported"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2}}, "lacks low_freq_factor, high"),
         ({"hidden_size": ...}, "`hidden_size` is missing"),
+        ({"rope_theta": "x"}, r"config.json: `rope_theta` must be a number, got 'x'"),
+        ({"rms_norm_eps": -1}, r"`norm_eps` must be in \[0, 1\), got -1"),
         ({"num_hidden_layers": 1}, r"no parameter takes the tensor 'model.layers.1.\S+ \(and 17"),
         ({"num_hidden_layers": 4}, r"no tensor fills `layers.attention_norm`: 'model.layers.3."),
         ({"intermediate_size": 8}, r"'model.layers.0.mlp.gate_proj.weight' is \[\d+, \d+\], but"),
@@ -272,6 +274,22 @@ def test_damaged_files_are_named(folder, tmp_path):
         huggingface.load(tmp_path)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_numbers_that_are_not_finite_are_named(folder, value, dtype):
+    given = {name: np.asarray(x, jnp.dtype(dtype)) for name, x in tensors(folder).items()}
+    given["model.norm.weight"].flat[-1] = value
+    safetensors.numpy.save_file(given, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"'model.norm.weight' has numbers that are infinite or"):
+        huggingface.load(folder)
+
+
+def test_a_config_of_something_else_is_named(folder):
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"config.json: it holds list, and no JSON object"):
+        huggingface.load(folder)
+
+
 def test_an_index_that_does_not_fit_is_refused(folder, tmp_path):
     huggingface.save(huggingface.load(folder), tmp_path / "several", max_shard_bytes=5000)
     path = tmp_path / "several/model.safetensors.index.json"
@@ -280,6 +298,10 @@ def test_an_index_that_does_not_fit_is_refused(folder, tmp_path):
     moved = next(name for name, file in index["weight_map"].items() if file == second)
     path.write_text(json.dumps({"weight_map": {**index["weight_map"], moved: first}}))
     with pytest.raises(ValueError, match=f"has no '{moved}'"):
+        huggingface.load(tmp_path / "several")
+    outside = {**index["weight_map"], moved: f"../several/{second}"}
+    path.write_text(json.dumps({"weight_map": outside}))
+    with pytest.raises(ValueError, match=r"names '../several/\S+', which is not in this folder"):
         huggingface.load(tmp_path / "several")
     path.write_text(json.dumps(index))
     (tmp_path / "several" / second).unlink()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -339,7 +340,8 @@ def test_damaged_adapters_are_named(problem, tmp_path):
     ("changes", "message"),
     [
         ({"rank": 0}, "`rank` of the adapters must be at least 1, got 0"),
-        ({"alpha": 0.0}, "`alpha` of the adapters must be above 0"),
+        ({"alpha": 0.0}, r"`alpha` of the adapters must be in \(0, inf\), got 0"),
+        ({"alpha": math.inf}, r"`alpha` of the adapters must be in \(0, inf\), got inf"),
         ({"dropout": 1.0}, r"`dropout` of the adapters must be in \[0, 1\)"),
         ({"targets": ()}, "are none: name at least one"),
         ({"targets": ("q", "q")}, "has one twice"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -1073,6 +1074,12 @@ ERRORS = {
         lambda: linear(X, LoRA(W, A, B, KEY, dropout=1.0)),
         ValueError,
         "`dropout` of `w` must be in [0, 1), got 1.0",
+    ),
+    "no rank": (
+        lambda: linear(X, LoRA(W, A[:, :0], B[:0])), ValueError, "factors of `w` must not be empty",
+    ),
+    "a scale": (
+        lambda: linear(X, LoRA(W, A, B, scale=math.nan)), ValueError, "`scale` of `w` must be fini",
     ),
     "less than none dropped": (
         lambda: linear(X, LoRA(W, A, B, KEY, dropout=-0.1)), ValueError, "[0, 1), got -0.1",

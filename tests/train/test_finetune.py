@@ -98,7 +98,8 @@ def test_every_method_learns_and_leaves_a_checkpoint(method, folder):
     found = losses(one)
     assert np.mean(found[-2:]) < found[0]
     text = console.file.getvalue()
-    assert "held-out loss" in text
+    # Before the first step, too.
+    assert "step 0: held-out loss" in text
     assert "of which count" in text
     if METHODS[method].adapters:
         adapters, lora = load_adapters(one.out / "adapter", DIMS)
@@ -248,6 +249,8 @@ def test_a_file_of_llama2c_is_a_checkpoint(folder):
         ({"seq_len": 65}, "`--seq-len` 65 is above the 64 positions of checkpoint"),
         ({"data": ExampleConfig(data="nowhere.jsonl")}, "nowhere.jsonl"),
         ({"method": "hyc"}, "unknown `--method` 'hyc'"),
+        ({"method": "hyc_lora", "options": MethodOptions(bits=16)}, "`--bits` 16 stores nothing"),
+        ({"method": "qlora", "in_backward": True}, "`--in-backward` is for methods that train all"),
     ],
     ids=str,
 )

@@ -37,6 +37,13 @@ def test_a_resumed_run_drops_what_was_written_after_its_checkpoint(tmp_path):
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["loss"] == 0.5
 
 
+def test_a_run_that_begins_anew_writes_its_beginning_anew(tmp_path):
+    for _ in range(2):
+        with Recorder(tmp_path, "title", 0) as recorder:
+            recorder.record(0, validation_loss=1.0)
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 0, "validation_loss": 1.0}]
+
+
 def test_a_broken_line_in_the_middle_is_an_error_with_its_number(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\noops\n{"step": 2}\n')
     with pytest.raises(ValueError, match=r"metrics.jsonl, line 2 is no JSON: 'oops'"):
