@@ -2,7 +2,6 @@
 
 import functools
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ import numpy as np
 import oracles
 import pytest
 from flax import nnx
-from jax.extend import core
+from jaxprs import nbytes, products
 
 from actjax import (
     Exact,
@@ -37,29 +36,6 @@ def normal(seed: int, *shape: int, dtype=None) -> jax.Array:
 
 
 quantize = jax.jit(NF4Weight.quantize)  # Step by step most of the time would be compilation.
-
-
-def nbytes(tree: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def equations(jaxpr: Any) -> list[core.JaxprEqn]:
-    """Returns all equations of a program, bodies of loops once."""
-    found = []
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        found.append(eqn)
-        for value in jax.tree.leaves(
-            list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
-        ):
-            if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
-                found += equations(value)
-    return found
-
-
-def products(fun, *args) -> list[tuple[int, ...]]:
-    """Returns the shapes of all products of matrices in a function."""
-    found = equations(jax.make_jaxpr(fun)(*args))
-    return [e.outvars[0].aval.shape for e in found if e.primitive.name == "dot_general"]
 
 
 def assert_close(got, want, rtol=1e-12, atol=1e-13):

@@ -12,9 +12,9 @@ import numpy as np
 import oracles
 import pytest
 from flax import nnx
-from jax.extend import core
 from jax.flatten_util import ravel_pytree
 from jax.test_util import check_grads
+from jaxprs import nbytes, products
 
 import actjax
 from actjax import (
@@ -422,10 +422,6 @@ def held(fun, *args) -> list[jax.Array]:
     return list({id(leaf): leaf for leaf in jax.tree.leaves(jax.vjp(fun, *args)[1])}.values())
 
 
-def nbytes(tree: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["exact", "mixed", "all drawn"])
 @three
@@ -501,23 +497,6 @@ def test_explain_names_what_is_kept(name):
 # What is computed.
 
 
-def products(fun, *args) -> int:
-    """Returns how many products of matrices are in a function, bodies of loops once."""
-    return sum(e.primitive.name == "dot_general" for e in equations(jax.make_jaxpr(fun)(*args)))
-
-
-def equations(jaxpr: Any) -> list[core.JaxprEqn]:
-    found = []
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        found.append(eqn)
-        for value in jax.tree.leaves(
-            list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
-        ):
-            if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
-                found += equations(value)
-    return found
-
-
 @pytest.mark.parametrize("codec", [Exact(), DITHER], ids=str)
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("name", ["norm", "swiglu"])
@@ -538,7 +517,7 @@ def test_no_product_is_computed_again(name, count, codec):
     gradients = [jax.grad(f, (0, 2)) for f in (fused, autodiff)]
     arguments = case.activations(), case.scale(), ws
     # Forward, and each of the two factors' gradients.
-    assert [products(g, *arguments) for g in gradients] == [3 * count] * 2
+    assert [len(products(g, *arguments)) for g in gradients] == [3 * count] * 2
 
 
 @pytest.mark.parametrize("codec", [Exact(), DITHER], ids=str)
@@ -553,7 +532,7 @@ def test_of_attention_nothing_but_attention_is_computed_again(codec):
         return sum(jnp.sum(y @ w) for w in ws)
 
     gradients = [jax.grad(f, (0, 1)) for f in (fused, recomputed)]
-    got, want = (products(g, case.activations(), ws) for g in gradients)
+    got, want = (len(products(g, case.activations(), ws)) for g in gradients)
     # Two in either forward pass of attention, five in the backward pass, and those of the linear.
     assert got == want == 2 + 2 + 5 + 9
 

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
-from jax.extend import core
 from jax.flatten_util import ravel_pytree
 from jax.test_util import check_grads
+from jaxprs import nbytes, products
 
 import actjax
 from actjax import (
@@ -57,29 +57,6 @@ def assert_close(got, want, rtol=1e-11, atol=1e-12):
     """By default to float64: sums of up to 40 terms of size 1 to 10, some 1e-16 each."""
     same = functools.partial(np.testing.assert_allclose, rtol=rtol, atol=atol)
     jax.tree.map(same, got, want)
-
-
-def nbytes(tree: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def equations(jaxpr: Any) -> list[core.JaxprEqn]:
-    """Returns all equations of a program, bodies of loops once."""
-    found = []
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        found.append(eqn)
-        for value in jax.tree.leaves(
-            list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
-        ):
-            if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
-                found += equations(value)
-    return found
-
-
-def products(fun, *args) -> list[tuple[int, ...]]:
-    """Returns the shapes of all products of matrices in a function."""
-    found = equations(jax.make_jaxpr(fun)(*args))
-    return [e.outvars[0].aval.shape for e in found if e.primitive.name == "dot_general"]
 
 
 # The operators.

@@ -8,6 +8,7 @@ import grain
 import hypothesis
 import numpy as np
 import pytest
+from bytes_tokenizer import Bytes
 from hypothesis import strategies as st
 
 from train.corpus import Corpus
@@ -17,21 +18,6 @@ from train.tokenizer import Tokenizer, train_bpe
 DOCUMENTS = [f"document {i}: " + "words é " * (i % 7) for i in range(40)]
 HELD_OUT = ["held out ünë " * 3, "", "another one"]
 CORPUS = Corpus("test", train=DOCUMENTS, validation=HELD_OUT, fingerprint="0")
-
-
-class WithBos(Tokenizer):
-    """A tokenizer of bytes whose documents begin with a token of their own."""
-
-    vocab_size, bos_id, eos_id, fingerprint = 258, 256, 257, "bytes"
-
-    def encode(self, text):
-        return list(text.encode())
-
-    def decode(self, ids):
-        return bytes(i for i in ids if i < 256).decode(errors="replace")
-
-    def save(self, directory):
-        raise NotImplementedError
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +112,7 @@ def test_rows_of_a_batch_come_from_different_documents():
     corpus = Corpus(
         "letters", train=[c * 100 for c in "abcdefgh"], validation=["x"], fingerprint="2"
     )
-    (batch,) = batches_of(WithBos(), 1, corpus)
+    (batch,) = batches_of(Bytes(), 1, corpus)
     assert len(set(batch["inputs"][:, 1])) == 4
 
 
@@ -152,7 +138,7 @@ def test_epochs_are_shuffled_differently(tokenizer):
 
 
 def test_documents_begin_with_bos_where_there_is_one():
-    tokens = rows_of(batches_of(WithBos(), 20)).ravel()
+    tokens = rows_of(batches_of(Bytes(), 20)).ravel()
     assert tokens[0] == 256
     ends = np.flatnonzero(tokens[:-1] == 257)
     assert len(ends) > 5
@@ -221,10 +207,10 @@ def test_arguments_that_do_not_fit_are_refused(tokenizer, changes, match):
 
 def test_a_text_of_exactly_one_row_is_enough():
     corpus = Corpus("one", train=["abc"], validation=["abc"], fingerprint="1")
-    (batch,) = batches_of(WithBos(), 1, corpus, batch_size=1, seq_len=4)
+    (batch,) = batches_of(Bytes(), 1, corpus, batch_size=1, seq_len=4)
     assert [*batch["inputs"][0], batch["targets"][0, -1]] == [256, *b"abc", 257]
     with pytest.raises(ValueError, match="has 5 tokens in 1 document"):
-        make(WithBos(), corpus, batch_size=1, seq_len=5)
+        make(Bytes(), corpus, batch_size=1, seq_len=5)
 
 
 # --- Validation. ---
@@ -246,7 +232,7 @@ def unpadded(batches: list[dict], name: str) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", ["bpe", "bos"])
 def test_every_token_but_the_first_is_a_target_once(tokenizer, kind):
-    tokenizer = tokenizer if kind == "bpe" else WithBos()
+    tokenizer = tokenizer if kind == "bpe" else Bytes()
     tokens = held_out_tokens(tokenizer)
     held_out = validate(tokenizer)
     np.testing.assert_array_equal(unpadded(held_out.batches, "targets"), tokens[1:])
@@ -270,7 +256,7 @@ def test_validation_is_the_same_at_every_call(tokenizer):
 
 
 def test_no_more_batches_than_asked_and_their_bytes_alone():
-    held_out = validate(WithBos(), max_batches=2)
+    held_out = validate(Bytes(), max_batches=2)
     assert len(held_out.batches) == 2
     assert held_out.num_tokens == 20
     # The first token is BOS, which no input precedes: 20 targets are 20 bytes of the text.
@@ -282,18 +268,18 @@ def test_a_long_document_does_not_crowd_out_the_others():
     letters = "abc"
     corpus = Corpus("long", train=["x"], validation=[c * 5000 for c in letters], fingerprint="3")
     sizes = {"batch_size": 4, "seq_len": 1000, "max_batches": 10}
-    held_out = validation_batches(corpus, WithBos(), **sizes)
+    held_out = validation_batches(corpus, Bytes(), **sizes)
     targets = unpadded(held_out.batches, "targets")
     assert [int((targets == ord(c)).sum()) for c in letters] == [2047] * 3
     assert held_out.num_bytes == 3 * 2047
     alone = dataclasses.replace(corpus, validation=["a" * 5000])
-    assert validation_batches(alone, WithBos(), **sizes).num_bytes == 5000
+    assert validation_batches(alone, Bytes(), **sizes).num_bytes == 5000
 
 
 @hypothesis.given(seq_len=st.integers(1, 40), max_batches=st.integers(1, 5))
 @hypothesis.settings(deadline=None)
 def test_bytes_are_those_of_the_targets(seq_len, max_batches):
-    held_out = validate(WithBos(), seq_len=seq_len, max_batches=max_batches)
+    held_out = validate(Bytes(), seq_len=seq_len, max_batches=max_batches)
     targets = unpadded(held_out.batches, "targets")
     # A character cut off at the end may count as U+FFFD, which has three bytes.
     assert abs(held_out.num_bytes - int((targets < 256).sum())) <= 2

@@ -11,6 +11,7 @@ import hypothesis
 import numpy as np
 import pytest
 import sentencepiece
+from bytes_tokenizer import Bytes
 from hypothesis import strategies as st
 
 from train.chat import ChatTemplate
@@ -55,21 +56,6 @@ THINKING = CHATML.replace(
 )
 
 
-class WithBos(Tokenizer):
-    """A tokenizer of bytes whose documents begin with a token of their own."""
-
-    vocab_size, bos_id, eos_id, fingerprint = 258, 256, 257, "bytes"
-
-    def encode(self, text):
-        return list(text.encode())
-
-    def decode(self, ids):
-        return bytes(i for i in ids if i < 256).decode(errors="replace")
-
-    def save(self, directory):
-        raise NotImplementedError
-
-
 @pytest.fixture(scope="module")
 def bpe() -> Tokenizer:
     inner = copy.deepcopy(train_bpe(TEXTS, 300)._inner)
@@ -95,7 +81,7 @@ def pieces() -> Tokenizer:
 
 @pytest.fixture(params=["bytes", "bpe", "pieces"])
 def tokenizer(request) -> Tokenizer:
-    return WithBos() if request.param == "bytes" else request.getfixturevalue(request.param)
+    return Bytes() if request.param == "bytes" else request.getfixturevalue(request.param)
 
 
 def write(path: pathlib.Path, data: bytes | str) -> pathlib.Path:
@@ -113,7 +99,7 @@ def open_path(path, tokenizer=None, seq_len=1000, folder=None, **options) -> Exa
     if "held_out" not in options:
         options = {"validation": str(path)} | options
     config = ExampleConfig(data=str(path), **options)
-    return open_examples(config, tokenizer or WithBos(), seq_len, folder)
+    return open_examples(config, tokenizer or Bytes(), seq_len, folder)
 
 
 @pytest.fixture
@@ -128,7 +114,7 @@ def open_rows(tmp_path):
 
 def learnt(example: Example, tokenizer=None) -> list[tuple[str, bool]]:
     """Returns runs of what does not count and what does, as text; special tokens are nothing."""
-    tokenizer, runs, end = tokenizer or WithBos(), [], 0
+    tokenizer, runs, end = tokenizer or Bytes(), [], 0
     for counts, group in itertools.groupby(example.counted.tolist()):
         before = tokenizer.decode(example.tokens[:end])
         end += len(list(group))
@@ -141,7 +127,7 @@ def numbered(count: int) -> list[dict]:
 
 
 def texts_of(examples, tokenizer=None) -> list[str]:
-    return [(tokenizer or WithBos()).decode(example.tokens) for example in examples]
+    return [(tokenizer or Bytes()).decode(example.tokens) for example in examples]
 
 
 # --- Prompts and completions, texts. ---

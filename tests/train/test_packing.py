@@ -6,29 +6,14 @@ import json
 import hypothesis
 import numpy as np
 import pytest
+from bytes_tokenizer import Bytes
 from hypothesis import strategies as st
 
 from train.examples import Example
 from train.packing import packed_batches, validation_set
-from train.tokenizer import Tokenizer
 
 PAD = 0
 LENGTHS = [2, 9, 17, 5, 5, 3, 12, 2, 8, 16, 4, 7, 11]
-
-
-class Bytes(Tokenizer):
-    """A tokenizer of bytes whose documents begin with a token of their own."""
-
-    vocab_size, bos_id, eos_id, fingerprint = 258, 256, 257, "bytes"
-
-    def encode(self, text):
-        return list(text.encode())
-
-    def decode(self, ids):
-        return bytes(i for i in ids if i < 256).decode(errors="replace")
-
-    def save(self, directory):
-        raise NotImplementedError
 
 
 def examples_of(lengths: list[int]) -> list[Example]:

@@ -16,11 +16,12 @@ def _make(
     seed = seed_of(jax.random.fold_in(key, 1)) if draws else None
     order = jax.random.permutation(jax.random.fold_in(key, 2), features)
     channels = order[:outliers].astype(jnp.int32) if outliers else None
-    step = None
+    step = centre = None
     if given:
         scales = jax.random.uniform(jax.random.fold_in(key, 3), (features,), minval=0.1, maxval=1)
         step = scales.astype(jnp.bfloat16).view(jnp.uint16)
-    return normal(key, (tokens, features), dtype), seed, channels, step
+        centre = normal(jax.random.fold_in(key, 4), (features,)).view(jnp.uint16)
+    return normal(key, (tokens, features), dtype), seed, channels, step, centre
 
 
 def _case(
