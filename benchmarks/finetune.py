@@ -132,6 +132,8 @@ def _trained(config: Config, name: str, seed: int) -> dict:
     row = {
         "name": name,
         "seed": seed,
+        # With `add`, rows may be of several.
+        "commit": record.environment()["commit"],
         "learning_rate": settings.optimizer.learning_rate,
         "stored": explain_step(run.recipe, run.state).stored_bytes,
         **compiled_memory(run.train_step),
