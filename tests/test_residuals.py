@@ -1654,6 +1654,25 @@ def test_a_transformer_block_of_nnx(quick_compile):
     assert held_bytes(compress_residuals(block, codec), x) < held_bytes(block, x) / 10
 
 
+@pytest.mark.parametrize("segments", [False, True])
+def test_weights_of_attention_made_of_codes_add_up_to_one(segments, quick_compile):
+    """Of any weights that do, the gradients of v add up over keys to those of the output."""
+    x, w, v = normal(0, 1, 12, 16), normal(1, 2, 16, 16), normal(2, 1, 12, 2, 8)
+    dout = normal(3, 1, 12, 2, 8)
+    options = {"segments": jnp.arange(12)[None] // 5} if segments else {}
+
+    def fun(w, v):
+        q, k = (checkpoint_name(x @ w[i], "qk"[i]).reshape(v.shape) for i in range(2))
+        # Scores of tens, as those of trained models: levels of 2 bits are that far apart, too.
+        return actjax.attention(q, k, v, recompute=True, **options)
+
+    rule = lambda kept: Quantized(2, group=8) if kept.name in ("q", "k") else None  # noqa: E731
+    got = jax.vjp(compress_residuals(fun, rule), w, v)[1](dout)[1]
+    # Codes are read at all; sums of 12 terms of size 1 in float32.
+    assert np.abs(got - jax.vjp(fun, w, v)[1](dout)[1]).max() > 0.1
+    np.testing.assert_allclose(got.sum(1), dout.sum(1), rtol=0, atol=1e-5)
+
+
 def test_attention_of_jax(quick_compile):
     def fun(x, w):
         q, k, v = (x @ part for part in w)
