@@ -1,12 +1,6 @@
 """actjax: train transformers that do not fit, by storing activations in a smaller form."""
 
 from actjax import optim as optim
-from actjax.accumulation import accumulate as accumulate
-from actjax.bits import allocate_bits as allocate_bits
-from actjax.bits import compression_variance as compression_variance
-from actjax.bits import sampling_variance as sampling_variance
-from actjax.bits import sensitivity as sensitivity
-from actjax.checkpointing import checkpoint as checkpoint
 from actjax.codecs import Calibrated as Calibrated
 from actjax.codecs import Codec as Codec
 from actjax.codecs import Exact as Exact
@@ -16,17 +10,9 @@ from actjax.codecs import PrincipalPlusRandom as PrincipalPlusRandom
 from actjax.codecs import Quantized as Quantized
 from actjax.codecs import RandomizedSVD as RandomizedSVD
 from actjax.codecs import RandomProjection as RandomProjection
-from actjax.explanation import Explanation as Explanation
-from actjax.explanation import Residual as Residual
-from actjax.explanation import explain as explain
-from actjax.gradients import Bases as Bases
-from actjax.gradients import input_groups as input_groups
-from actjax.gradients import value_and_grad as value_and_grad
-from actjax.gradients import with_bases as with_bases
 from actjax.low_rank import LowRank as LowRank
 from actjax.low_rank import clip_by_global_norm as clip_by_global_norm
 from actjax.low_rank import global_norm as global_norm
-from actjax.nf4 import NF4Weight as NF4Weight
 from actjax.ops import HeadNorm as HeadNorm
 from actjax.ops import LoRA as LoRA
 from actjax.ops import LowRankSum as LowRankSum
@@ -40,6 +26,20 @@ from actjax.ops import rms_norm as rms_norm
 from actjax.ops import rope as rope
 from actjax.ops import swiglu as swiglu
 from actjax.ops import swiglu_linear as swiglu_linear
-from actjax.residuals import Candidate as Candidate
-from actjax.residuals import compress_residuals as compress_residuals
-from actjax.weights import FrozenWeight as FrozenWeight
+from actjax.transforms.accumulate import accumulate as accumulate
+from actjax.transforms.bits import allocate_bits as allocate_bits
+from actjax.transforms.bits import compression_variance as compression_variance
+from actjax.transforms.bits import sampling_variance as sampling_variance
+from actjax.transforms.bits import sensitivity as sensitivity
+from actjax.transforms.checkpoint import checkpoint as checkpoint
+from actjax.transforms.explain import Explanation as Explanation
+from actjax.transforms.explain import Residual as Residual
+from actjax.transforms.explain import explain as explain
+from actjax.transforms.residuals import Candidate as Candidate
+from actjax.transforms.residuals import compress_residuals as compress_residuals
+from actjax.transforms.value_and_grad import Bases as Bases
+from actjax.transforms.value_and_grad import input_groups as input_groups
+from actjax.transforms.value_and_grad import value_and_grad as value_and_grad
+from actjax.transforms.value_and_grad import with_bases as with_bases
+from actjax.weights.frozen import FrozenWeight as FrozenWeight
+from actjax.weights.nf4 import NF4Weight as NF4Weight

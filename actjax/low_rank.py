@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from actjax.orthogonal import for_each_matrix
-from actjax.precision import accumulation_dtype
+from actjax._math.orthogonal import for_each_matrix
+from actjax._math.precision import accumulation_dtype
 
 
 @jax.tree_util.register_dataclass

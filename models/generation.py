@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import actjax
-from actjax.precision import accumulation_dtype
+from actjax._math.precision import accumulation_dtype
 from models.config import ModelConfig
 from models.decoder import Block, Decoder, rope_tables
 

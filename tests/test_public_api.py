@@ -76,8 +76,8 @@ def test_the_list_of_public_objects_is_complete():
         "actjax.codecs.base.Codec.encode",
         "actjax.codecs.low_rank.RandomizedSVD.right",
         "actjax.ops.linear.linear",
-        "actjax.explanation.Explanation.stored_bytes",
-        "actjax.tags.Tag.decode",
+        "actjax.transforms.explain.Explanation.stored_bytes",
+        "actjax._core.tags.Tag.decode",
         "models.decoder.Decoder.loss",
         "train.config.PretrainConfig",
     } <= set(OBJECTS)

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 import actjax
-from actjax.bits import Estimate
 from actjax.kernels.packing import BITS
+from actjax.transforms.bits import Estimate
 from models import Decoder, Storage
 from models.config import SITES, site_width
 from train.methods import METHODS, MethodOptions

@@ -11,7 +11,7 @@ from rich.table import Table
 
 import actjax
 from actjax.low_rank import is_low_rank
-from actjax.taps import path_name
+from actjax.weights.tapped import path_name
 from models import Decoder
 from train.methods import METHODS
 from train.step import Recipe, TrainState, batch_shapes, gradient_function, loss_function

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from actjax.precision import matmul
+from actjax._math.precision import matmul
 
 Code = Any
 """What a codec stores: a pytree of arrays. What is not in it is dead after the forward pass."""

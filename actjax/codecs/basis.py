@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from actjax._math.precision import accumulation_dtype, matmul
 from actjax.kernels.packing import pack, unpack
-from actjax.precision import accumulation_dtype, matmul
 
 BITS = (4, 8, 16)
 """What coordinates can be stored in; 16 leaves them in the dtype of the activation."""

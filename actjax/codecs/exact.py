@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from actjax._math.precision import contract_tokens
 from actjax.codecs.base import Codec
-from actjax.precision import contract_tokens
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -3,8 +3,8 @@
 Wei et al. (2026), section 4, store `x ≈ U Vᵀ`; the weight gradient `V (Uᵀ dz)` then costs
 `2 k (T + d) n` operations instead of `2 T d n`. Halko, Martinsson and Tropp, "Finding structure
 with randomness" (2011), is followed for the randomised range finder, with one change: the sketch
-is orthonormalised by Cholesky factors of its Gram matrix (`actjax.orthogonal`), which runs at the
-speed of matrix products and partitions over tokens.
+is orthonormalised by Cholesky factors of its Gram matrix (`actjax._math.orthogonal`), which runs
+at the speed of matrix products and partitions over tokens.
 """
 
 import dataclasses
@@ -14,6 +14,8 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
+from actjax._math.orthogonal import orthonormalize
+from actjax._math.precision import accumulation_dtype, contract_tokens, matmul
 from actjax.codecs.base import (
     Codec,
     FactoredCodec,
@@ -24,8 +26,6 @@ from actjax.codecs.base import (
     wrap_key,
 )
 from actjax.codecs.exact import Exact
-from actjax.orthogonal import orthonormalize
-from actjax.precision import accumulation_dtype, contract_tokens, matmul
 
 Sketch = Literal["gaussian", "rows"]
 

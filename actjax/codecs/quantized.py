@@ -13,6 +13,7 @@ from typing import get_args
 import jax
 import jax.numpy as jnp
 
+from actjax._math.precision import accumulation_dtype, contract_tokens
 from actjax.codecs.base import Codec, check_positive_integer, token_count
 from actjax.kernels import format as fmt
 from actjax.kernels import noise
@@ -20,7 +21,6 @@ from actjax.kernels.dequantize.api import dequantize
 from actjax.kernels.format import Format, Levels, QuantizedCode, Rounding, ScaleDtype, Scaling
 from actjax.kernels.packing import BITS, packed_bytes
 from actjax.kernels.quantize.api import quantize
-from actjax.precision import accumulation_dtype, contract_tokens
 
 _SEED_BYTES = 8
 

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from actjax._math.precision import accumulation_dtype
 from actjax.kernels.rotation import rotate
-from actjax.precision import accumulation_dtype
 
 Rounding = Literal["nearest", "stochastic", "dither"]
 Scaling = Literal["group", "channel"]

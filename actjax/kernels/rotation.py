@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from actjax.precision import accumulation_dtype
+from actjax._math.precision import accumulation_dtype
 
 
 def rotate(x: jax.Array) -> jax.Array:

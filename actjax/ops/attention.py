@@ -8,13 +8,13 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from actjax.checkpointing import coded_call
 from actjax.codecs import Codec, Exact
 from actjax.ops.attention_forms import FORMS, Sight, keep_inputs
 from actjax.ops.checks import all_exact, check_codecs, check_floating
 from actjax.ops.lora import Activation, LowRankSum, of_sums, split_sums
 from actjax.ops.norm import rms_norm
 from actjax.ops.rope import rope as rotate
+from actjax.transforms.checkpoint import coded_call
 
 Implementation = Literal["blockwise", "cudnn", "dense"]
 

@@ -17,9 +17,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from actjax._core.tags import keep, keep_output
+from actjax._math.precision import accumulation_dtype
 from actjax.codecs import Exact
-from actjax.precision import accumulation_dtype
-from actjax.tags import keep, keep_output
 
 BLOCK = 256
 """Queries and keys per block of the plain JAX form: its score tile fits a CPU's cache."""

@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from actjax._core.tags import keep_output
+from actjax._math.precision import accumulation_dtype, contract_tokens, matmul
 from actjax.ops.checks import check_floating
 from actjax.ops.lora import LoRA
-from actjax.precision import accumulation_dtype, contract_tokens, matmul
-from actjax.tags import keep_output
-from actjax.weights import FrozenWeight, array_of
+from actjax.weights.frozen import FrozenWeight, array_of
 
 _MIN_CHUNK = 256
 """Fewest tokens of a chunk where none is asked for. Each chunk reads and writes the gradient of the

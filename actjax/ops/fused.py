@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 
-from actjax.checkpointing import differentiate, encode_all
 from actjax.codecs import Codec, Exact
 from actjax.ops.attention import HeadNorm, Implementation, beside, check_attention, from_merged
 from actjax.ops.checks import check_codecs
@@ -21,7 +20,8 @@ from actjax.ops.linear import check_linear
 from actjax.ops.linear_vjp import input_grad, linear_vjp, parameter_grads
 from actjax.ops.lora import Activation, LowRankSum, call_adapted, of_sums, split_sums
 from actjax.ops.norm import Normalize, check_norm
-from actjax.taps import hold_weights, plain_weights, tap_again
+from actjax.transforms.checkpoint import differentiate, encode_all
+from actjax.weights.tapped import hold_weights, plain_weights, tap_again
 
 
 def norm_linear(

@@ -10,11 +10,11 @@ from typing import Any, overload
 import jax
 
 from actjax.codecs import Codec, Exact
-from actjax.nf4 import NF4Weight
 from actjax.ops.checks import check_codec, check_floating
 from actjax.ops.linear_vjp import Biases, Weights, linear_vjp
 from actjax.ops.lora import LoRA, LowRankSum, call_adapted
-from actjax.weights import FrozenWeight, frozen
+from actjax.weights.frozen import FrozenWeight, frozen
+from actjax.weights.nf4 import NF4Weight
 
 
 @overload

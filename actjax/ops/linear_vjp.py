@@ -10,12 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from actjax._core.tags import encoded_first, keep, name_code
+from actjax._math.precision import accumulation_dtype, contract_tokens, matmul
 from actjax.codecs import Codec, Exact
 from actjax.codecs import basis as in_basis
-from actjax.precision import accumulation_dtype, contract_tokens, matmul
-from actjax.tags import encoded_first, keep, name_code
-from actjax.taps import HeldWeight, TappedWeight, hold_weight, mark_weights, plain_weight
-from actjax.weights import DroppedInput, FrozenWeight, array_of
+from actjax.weights.frozen import DroppedInput, FrozenWeight, array_of
+from actjax.weights.tapped import HeldWeight, TappedWeight, hold_weight, mark_weights, plain_weight
 
 Weights = tuple[Any, ...]
 """Arrays, `TappedWeight`s, `FrozenWeight`s or `DroppedInput`s."""

@@ -12,12 +12,12 @@ from typing import Any
 
 import jax
 
+from actjax._core.tags import keep_output
+from actjax._math.precision import accumulation_dtype, matmul
 from actjax.codecs import Exact
 from actjax.ops.checks import check_floating
 from actjax.ops.linear_vjp import Biases, Weights, linear_vjp
-from actjax.precision import accumulation_dtype, matmul
-from actjax.tags import keep_output
-from actjax.weights import DroppedInput, WrappedWeight, array_of, frozen, shape_text
+from actjax.weights.frozen import DroppedInput, WrappedWeight, array_of, frozen, shape_text
 
 
 @jax.tree_util.register_dataclass

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from actjax._math.orthogonal import for_each_matrix, householder_basis
+from actjax._math.precision import accumulation_dtype, matmul
 from actjax.low_rank import is_low_rank
-from actjax.orthogonal import for_each_matrix, householder_basis
-from actjax.precision import accumulation_dtype, matmul
 
 OVERSAMPLING = 8
 """Extra columns of the range finder (Halko et al., section 4.2, advise 5 to 10)."""

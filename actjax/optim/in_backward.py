@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from actjax.gradients import Bases, plan_taps
 from actjax.low_rank import clip_factor, global_norm, scale_tree
 from actjax.optim.apply import check_state, refresh_by_layer, update_one
 from actjax.optim.apply import init as init_layerwise
@@ -30,6 +29,7 @@ from actjax.optim.layers import (
     take,
 )
 from actjax.optim.subspace import SubspaceTransformation
+from actjax.transforms.value_and_grad import Bases, plan_taps
 
 ClipBy = Literal["estimate", "last_norm", "layer_norm"]
 

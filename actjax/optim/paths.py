@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from actjax.taps import named_leaves, path_name
+from actjax.weights.tapped import named_leaves, path_name
 
 
 def map_state(

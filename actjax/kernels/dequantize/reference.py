@@ -3,11 +3,11 @@
 import jax
 import jax.numpy as jnp
 
+from actjax._math.precision import accumulation_dtype
 from actjax.kernels import format as fmt
 from actjax.kernels.packing import unpack
 from actjax.kernels.quantize.reference import draw
 from actjax.kernels.rotation import rotate_back
-from actjax.precision import accumulation_dtype
 
 
 def dequantize(code: fmt.QuantizedCode) -> jax.Array:

@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from actjax.precision import accumulation_dtype, matmul
+from actjax._math.precision import accumulation_dtype, matmul
 
 _MAX_SCORES = 2**22
 """Entries of the [tokens, points] score matrix that may exist at once; tokens are cut to fit."""

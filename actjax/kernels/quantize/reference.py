@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from actjax._math.precision import accumulation_dtype
 from actjax.kernels import format as fmt
 from actjax.kernels.noise import uniform
 from actjax.kernels.packing import pack
-from actjax.precision import accumulation_dtype
 
 
 def quantize(

@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 
+from actjax._math.precision import accumulation_dtype
 from actjax.kernels.dequantize.reference import dequantize
 from actjax.kernels.format import QuantizedCode
-from actjax.precision import accumulation_dtype
 
 
 def rms_norm_backward(

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from actjax.precision import contract_tokens
+from actjax._math.precision import contract_tokens
 
 
 def scaled_segment_sum(

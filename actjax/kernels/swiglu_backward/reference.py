@@ -2,9 +2,9 @@
 
 import jax
 
+from actjax._math.precision import accumulation_dtype
 from actjax.kernels.dequantize.reference import dequantize
 from actjax.kernels.format import QuantizedCode
-from actjax.precision import accumulation_dtype
 
 
 def swiglu_backward(

@@ -20,7 +20,7 @@ from actjax import (
     linear,
     qkv_projection,
 )
-from actjax.taps import TappedWeight, Use, find_uses, path_name, plain_weight
+from actjax.weights.tapped import TappedWeight, Use, find_uses, path_name, plain_weight
 
 KEY = jax.random.key(5)
 RP = RandomProjection(3)

@@ -17,11 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from actjax.checkpointing import check_function, check_positions, decode_late, positions_of
-from actjax.codecs import Codec, Exact
-from actjax.explanation import origin_of
-from actjax.kernels.packing import pack, unpack
-from actjax.programs import (
+from actjax._core.tags import Tag, encoded_first, name_code, tag_left
+from actjax._jaxpr.programs import (
     ONE_WAY,
     close,
     passing_one_way,
@@ -29,8 +26,11 @@ from actjax.programs import (
     run_inlined,
     scan_counts,
 )
-from actjax.rebuilding import Graph
-from actjax.tags import Tag, encoded_first, name_code, tag_left
+from actjax._jaxpr.rebuilding import Graph
+from actjax.codecs import Codec, Exact
+from actjax.kernels.packing import pack, unpack
+from actjax.transforms.checkpoint import check_function, check_positions, decode_late, positions_of
+from actjax.transforms.explain import origin_of
 
 LARGEST_OVER_SMALL = 32
 """Arrays that are so many times smaller than the largest are left alone where the rule is a codec:

@@ -11,7 +11,7 @@ import pytest
 from jax.extend import core
 
 import actjax
-from actjax.programs import run_inlined
+from actjax._jaxpr.programs import run_inlined
 
 CODEC = actjax.Quantized(4, group=8, rounding="stochastic")
 

@@ -15,12 +15,12 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 
+from actjax._core.tags import keep
+from actjax._jaxpr.programs import close
 from actjax.codecs import Codec, Quantized
 from actjax.codecs.base import Code
 from actjax.kernels.format import QuantizedCode
-from actjax.programs import close
-from actjax.tags import keep
-from actjax.taps import hold_weights, tap_again
+from actjax.weights.tapped import hold_weights, tap_again
 
 
 def checkpoint(

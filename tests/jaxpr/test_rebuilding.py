@@ -13,9 +13,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 from actjax import Quantized
-from actjax.programs import run_equation, run_inlined
-from actjax.rebuilding import Graph
-from actjax.tags import name_code
+from actjax._core.tags import name_code
+from actjax._jaxpr.programs import run_equation, run_inlined
+from actjax._jaxpr.rebuilding import Graph
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((16, 8)), "float32")
 W = jnp.asarray(np.random.default_rng(1).standard_normal((8, 8)), "float32")
@@ -321,7 +321,7 @@ def test_rebuilding_reads_what_is_kept_and_runs_what_is_needed(monkeypatch):
     program = Program(fun, X, W)
     run = []
     monkeypatch.setattr(
-        "actjax.rebuilding.run_equation",
+        "actjax._jaxpr.rebuilding.run_equation",
         lambda eqn, inputs: run.append(eqn.primitive.name) or run_equation(eqn, inputs),
     )
     exp = next(e.outvars[0] for e in program.jaxpr.eqns if e.primitive.name == "exp")

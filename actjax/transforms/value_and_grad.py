@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from actjax.codecs.basis import BITS
 from actjax.low_rank import LowRank
-from actjax.taps import TappedWeight, Use, find_uses, named_leaves, plain_weights
+from actjax.weights.tapped import TappedWeight, Use, find_uses, named_leaves, plain_weights
 
 
 @jax.tree_util.register_dataclass

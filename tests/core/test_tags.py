@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actjax import Exact, RandomizedSVD, RandomProjection
-from actjax.tags import Tag, keep, keep_output
+from actjax._core.tags import Tag, keep, keep_output
 
 sizes = st.integers(0, 2**40)
 tags = st.builds(

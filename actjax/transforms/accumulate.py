@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from actjax._math.precision import accumulation_dtype
 from actjax.low_rank import LowRank, is_low_rank
-from actjax.precision import accumulation_dtype
 
 
 def accumulate(

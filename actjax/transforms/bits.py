@@ -13,9 +13,9 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
+from actjax._math.precision import accumulation_dtype, contract_tokens
 from actjax.codecs import Codec, Quantized
 from actjax.kernels.packing import BITS
-from actjax.precision import accumulation_dtype, contract_tokens
 
 Gradient = Callable[..., Any]
 """From `{name: codec}`, `{name: key}` and further arguments to a gradient, a pytree of arrays."""

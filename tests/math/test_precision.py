@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from actjax.precision import accumulation_dtype, contract_tokens, matmul
+from actjax._math.precision import accumulation_dtype, contract_tokens, matmul
 
 NARROW = ("float16", "bfloat16", "float32")
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from actjax.orthogonal import for_each_matrix, householder_basis, orthonormalize
+from actjax._math.orthogonal import for_each_matrix, householder_basis, orthonormalize
 
 LEADS = [(), (3,), (2, 2)]
 ROWS, COLUMNS = 24, 4

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from actjax.precision import accumulation_dtype, contract_tokens, matmul
+from actjax._math.precision import accumulation_dtype, contract_tokens, matmul
 
 
 def orthonormalize(y: jax.Array) -> jax.Array:

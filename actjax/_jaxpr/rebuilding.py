@@ -12,8 +12,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core
 
-from actjax.programs import run_equation
-from actjax.tags import Tag
+from actjax._core.tags import Tag
+from actjax._jaxpr.programs import run_equation
 
 _VIEWS = frozenset({
     "broadcast_in_dim", "copy", "copy_p", "name", "reshape", "rev", "slice", "split", "squeeze",

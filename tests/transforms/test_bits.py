@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import actjax
 from actjax import Exact, Quantized, allocate_bits, compression_variance, sampling_variance
-from actjax.bits import error_of_bits, sensitivity
+from actjax.transforms.bits import error_of_bits, sensitivity
 
 KEY = jax.random.key(5)
 TOKENS, FEATURES = 48, 16

@@ -21,7 +21,7 @@ import jax.interpreters.mlir
 import jax.numpy as jnp
 from jax.extend import core
 
-from actjax.weights import WrappedWeight
+from actjax.weights.frozen import WrappedWeight
 
 
 @jax.tree_util.register_dataclass

@@ -13,9 +13,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from actjax._core.tags import Tag
+from actjax._jaxpr.programs import scan_counts
 from actjax.codecs import Exact
-from actjax.programs import scan_counts
-from actjax.tags import Tag
 
 _ALIVE = "alive without the backward pass"
 

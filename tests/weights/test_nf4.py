@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as arrays
 from optim.optim_oracles import blockwise_round_trip
 
 from actjax import NF4Weight
-from actjax.nf4 import levels
+from actjax.weights.nf4 import levels
 
 PUBLISHED = np.array([
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,

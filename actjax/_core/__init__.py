@@ -1,0 +1,1 @@
+"""What all operators share: tags in the program, and how codes are kept between the passes."""

@@ -1,0 +1,1 @@
+"""Everything that reads JAX's programs (jaxprs)."""

@@ -1,0 +1,1 @@
+"""Numerical building blocks: how products are accumulated, and orthonormal bases."""
