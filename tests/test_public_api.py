@@ -116,7 +116,8 @@ def test_actjax_holds_its_public_names_and_nothing_else():
                   "rebuilding", "residuals", "tags", "taps", "weights"}  # fmt: skip
     assert names - submodules == {
         *("Codec", "Exact", "PointApproximation", "PrincipalPlusRandom", "RandomProjection"),
-        *("RandomizedSVD", "Quantized", "Calibrated", "Offloaded"),
+        *("RandomizedSVD", "Quantized", "Calibrated", "Offloaded", "ChannelRange"),
+        *("Estimate", "Levels", "Rounding", "Sketch"),
         *("Explanation", "Residual", "Candidate", "explain", "compress_residuals", "checkpoint"),
         *("attention", "cross_entropy", "linear", "qkv_projection", "rms_norm", "rope", "swiglu"),
         *("attention_linear", "norm_linear", "swiglu_linear", "HeadNorm"),
@@ -130,7 +131,7 @@ def test_actjax_holds_its_public_names_and_nothing_else():
     } == {
         *("Blockwise", "EightBitState", "InBackward", "InBackwardState", "LayerwiseState"),
         *("SubspaceState", "SubspaceTransformation", "apply", "eight_bit", "in_backward", "init"),
-        *("redraw", "scale_by_adam_8bit", "subspace"),
+        *("redraw", "scale_by_adam_8bit", "subspace", "Moments", "Side", "Source"),
     }
 
 
