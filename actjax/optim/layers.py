@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from actjax._core.paths import named_leaves
 from actjax._math.precision import row_major
 from actjax.low_rank import LowRank, is_low_rank
-from actjax.weights.tapped import named_leaves
 
 
 class LayerwiseState(NamedTuple):

@@ -17,7 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from actjax._core.coded_call import decode_late
 from actjax._core.tags import Tag, encoded_first, name_code, tag_left
+from actjax._jaxpr.origins import origin_of
 from actjax._jaxpr.programs import (
     ONE_WAY,
     close,
@@ -29,8 +31,7 @@ from actjax._jaxpr.programs import (
 from actjax._jaxpr.rebuilding import Graph
 from actjax.codecs import Codec, Exact
 from actjax.kernels.packing import pack, unpack
-from actjax.transforms.checkpoint import check_function, check_positions, decode_late, positions_of
-from actjax.transforms.explain import origin_of
+from actjax.transforms.checks import check_function, check_positions, positions_of
 
 LARGEST_OVER_SMALL = 32
 """Arrays that are so many times smaller than the largest are left alone where the rule is a codec:

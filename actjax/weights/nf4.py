@@ -15,6 +15,8 @@ import numpy as np
 from scipy.special import ndtri
 
 from actjax.kernels.blockwise import Blockwise, blockwise_zeros
+from actjax.weights.base import Weight
+from actjax.weights.frozen import FrozenWeight
 
 BLOCK = 64
 """Weights that share a scale: inputs of one output."""
@@ -37,7 +39,7 @@ def levels() -> np.ndarray:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
-class NF4Weight:
+class NF4Weight(Weight):
     """A weight [d, n] in 4-bit NormalFloat. Has no gradient.
 
     Storage: half a byte a weight, each column filled up to 64; a byte for each of the
@@ -114,6 +116,9 @@ class NF4Weight:
         if index is not Ellipsis:
             raise TypeError(f"{self!r} has no items: use `.astype(dtype)` for the array.")
         return self
+
+    def opened(self) -> FrozenWeight:
+        return FrozenWeight(self)
 
     def astype(self, dtype: Any) -> jax.Array:
         """Returns the weight as an array [d, n]."""
