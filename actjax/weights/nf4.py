@@ -7,12 +7,12 @@ themselves in 8 bits, a scale for 256 of them: 4.13 bits a weight.
 
 import dataclasses
 import functools
+import statistics
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from scipy.special import ndtri
 
 from actjax.kernels.blockwise import Blockwise, blockwise_zeros
 from actjax.weights.base import Weight
@@ -31,9 +31,10 @@ def levels() -> np.ndarray:
     zero in both, divided by the largest. The outermost is between those of 15 and of 16 values.
     """
     offset = 1 - (1 / 30 + 1 / 32) / 2
-    above = ndtri(np.linspace(offset, 0.5, 9))[:-1]
-    below = -ndtri(np.linspace(offset, 0.5, 8))[:-1]
-    values = np.sort(np.concatenate([above, below, [0.0]]))
+    quantile = statistics.NormalDist().inv_cdf
+    above = [quantile(p) for p in np.linspace(offset, 0.5, 9)[:-1]]
+    below = [-quantile(p) for p in np.linspace(offset, 0.5, 8)[:-1]]
+    values = np.sort([*above, *below, 0.0])
     return (values / values.max()).astype(np.float32)
 
 
