@@ -7,7 +7,7 @@ from typing import Any
 from jax.extend import core, source_info_util
 
 from actjax._core.tags import Tag
-from actjax._jaxpr.programs import scan_counts
+from actjax._jaxpr.equations import body_of, scan_counts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,12 +78,10 @@ def _readers(jaxpr: core.Jaxpr, var: core.Var) -> Iterator[Tag]:
 
 def _body(eqn: core.JaxprEqn) -> core.Jaxpr | None:
     """Returns the body of a call or a scan whose inputs and outputs match those of the equation."""
-    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        body = eqn.params.get(name)
-        body = getattr(body, "jaxpr", body)
-        if isinstance(body, core.Jaxpr) and len(body.outvars) == len(eqn.outvars):
-            return body if len(body.invars) == len(eqn.invars) else None
-    return None
+    body = body_of(eqn)
+    if body is None or len(body.jaxpr.outvars) != len(eqn.outvars):
+        return None
+    return body.jaxpr if len(body.jaxpr.invars) == len(eqn.invars) else None
 
 
 def _where(eqn: core.JaxprEqn) -> str:

@@ -14,6 +14,8 @@ import jax.interpreters.batching
 import jax.interpreters.mlir
 from jax.extend import core
 
+from actjax._jaxpr.equations import body_of, branches_of
+
 _mark_p = core.Primitive("actjax_linear")
 _mark_p.multiple_results = True
 
@@ -175,15 +177,11 @@ def _follow_body(
 
 
 def _bodies(eqn: core.JaxprEqn) -> list[tuple[core.Jaxpr, int]]:
-    """Returns the bodies that an equation runs, and how many of its inputs they do not have."""
-    if eqn.primitive.name == "cond":
-        return [(branch.jaxpr, 1) for branch in eqn.params["branches"]]
-    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        body = eqn.params.get(name)
-        body = getattr(body, "jaxpr", body)
-        if isinstance(body, core.Jaxpr) and len(body.invars) == len(eqn.invars):
-            return [(body, 0)]
-    return []
+    """Returns the bodies that an equation runs, and how many of its inputs they do not get."""
+    if branches := branches_of(eqn):
+        return [(branch.jaxpr, 1) for branch in branches]
+    body = body_of(eqn)
+    return [] if body is None or len(body.jaxpr.invars) != len(eqn.invars) else [(body.jaxpr, 0)]
 
 
 def _shape(var: Any) -> Sequence[int]:

@@ -19,15 +19,10 @@ from jax.extend import core
 
 from actjax._core.coded_call import decode_late
 from actjax._core.tags import Tag, encoded_first, name_code, tag_left
+from actjax._jaxpr.equations import run_equation, scan_counts
+from actjax._jaxpr.one_way import ONE_WAY, passing_one_way
 from actjax._jaxpr.origins import origin_of
-from actjax._jaxpr.programs import (
-    ONE_WAY,
-    close,
-    passing_one_way,
-    run_equation,
-    run_inlined,
-    scan_counts,
-)
+from actjax._jaxpr.programs import close, run_inlined
 from actjax._jaxpr.rebuilding import Graph
 from actjax.codecs import Codec, Exact
 from actjax.kernels.packing import pack, unpack
