@@ -23,6 +23,7 @@ MANY_MAPS = 30_000
 MUCH_MEMORY = 4 * 2**30  # bytes
 
 
+@pytest.hookimpl(tryfirst=True)  # Before a plugin imports JAX.
 def pytest_configure(config):
     """Sets the environment that JAX reads, before any test imports it.
 
