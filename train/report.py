@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 import actjax
+from actjax._core.paths import path_name
 from actjax.low_rank import is_low_rank
-from actjax.weights.tapped import path_name
 from models import Decoder
 from train.methods import METHODS
 from train.step import Recipe, TrainState, batch_shapes, gradient_function, loss_function

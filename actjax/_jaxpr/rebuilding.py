@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from actjax._core.tags import Tag
-from actjax._jaxpr.programs import run_equation
+from actjax._jaxpr.equations import run_equation
 
 _VIEWS = frozenset({
     "broadcast_in_dim", "copy", "copy_p", "name", "reshape", "rev", "slice", "split", "squeeze",

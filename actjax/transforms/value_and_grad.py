@@ -14,9 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from actjax._core.paths import named_leaves
+from actjax._jaxpr.uses import Use, find_uses
 from actjax.codecs.basis import BITS
 from actjax.low_rank import LowRank
-from actjax.weights.tapped import TappedWeight, Use, find_uses, named_leaves, plain_weights
+from actjax.weights.tapped import TappedWeight, plain_weights
 
 
 @jax.tree_util.register_dataclass
