@@ -18,8 +18,6 @@ from actjax.low_rank import LowRank as LowRank
 from actjax.low_rank import clip_by_global_norm as clip_by_global_norm
 from actjax.low_rank import global_norm as global_norm
 from actjax.ops import HeadNorm as HeadNorm
-from actjax.ops import LoRA as LoRA
-from actjax.ops import LowRankSum as LowRankSum
 from actjax.ops import attention as attention
 from actjax.ops import attention_linear as attention_linear
 from actjax.ops import cross_entropy as cross_entropy
@@ -40,11 +38,13 @@ from actjax.transforms.checkpoint import checkpoint as checkpoint
 from actjax.transforms.explain import Explanation as Explanation
 from actjax.transforms.explain import Residual as Residual
 from actjax.transforms.explain import explain as explain
-from actjax.transforms.residuals import Candidate as Candidate
+from actjax.transforms.residual_plan import Candidate as Candidate
 from actjax.transforms.residuals import compress_residuals as compress_residuals
-from actjax.transforms.value_and_grad import Bases as Bases
+from actjax.transforms.taps import Bases as Bases
 from actjax.transforms.value_and_grad import input_groups as input_groups
 from actjax.transforms.value_and_grad import value_and_grad as value_and_grad
 from actjax.transforms.value_and_grad import with_bases as with_bases
 from actjax.weights.frozen import FrozenWeight as FrozenWeight
+from actjax.weights.lora import LoRA as LoRA
+from actjax.weights.lora import LowRankSum as LowRankSum
 from actjax.weights.nf4 import NF4Weight as NF4Weight

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from actjax import Levels, Rounding, Sketch
 from actjax.optim import Moments
-from models.config import LINEAR_INPUTS, SITES
+from models.storage import LINEAR_INPUTS, SITES
 
 KEPT_SITES = tuple(site for site in SITES if site not in LINEAR_INPUTS)
 """Sites that are stored where the inputs of linear operators are rebuilt."""

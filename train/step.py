@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 import actjax
-from models import Decoder, ModelConfig, Storage
+from models import Decoder, ModelConfig, Storage, StorageChoice
 from models.decoder import Positions, layer_function, layer_keys
 from models.lora import LoRAConfig, attach, init_adapters, quantize_layers
 from train.calibration import calibrated, calibration_zeros
@@ -73,7 +73,7 @@ class Recipe:
     """
 
     config: ResolvedConfig
-    storage: Storage
+    storage: StorageChoice
     optimizer: optax.GradientTransformation
     bits: Mapping[str, int]
 
@@ -159,14 +159,14 @@ def build_recipe(config: ResolvedConfig, bits: Mapping[str, int] | None = None) 
 
 
 def _subspace(
-    config: ResolvedConfig, storage: Storage
+    config: ResolvedConfig, storage: StorageChoice
 ) -> Callable[..., actjax.optim.SubspaceTransformation] | None:
     """Returns `actjax.optim.subspace` without its transforms; None for full-rank methods."""
     options, subspace = config.options, config.info.subspace
     if subspace is None:
         return None
     # Where inputs are rebuilt from codes, so are their coordinates, and none are stored.
-    bits = 16 if storage.attention_in is None else options.bits
+    is_rebuilt = isinstance(storage, Storage) and storage.attention_in is None
     return functools.partial(
         actjax.optim.subspace,
         rank=options.rank,
@@ -176,12 +176,12 @@ def _subspace(
         source=subspace.source,
         side=subspace.side,
         groups=_input_groups(config, storage),
-        bits=bits,
+        bits=16 if is_rebuilt else options.bits,
         seed=config.seed,
     )
 
 
-def _input_groups(config: ResolvedConfig, storage: Storage) -> dict[str, str]:
+def _input_groups(config: ResolvedConfig, storage: StorageChoice) -> dict[str, str]:
     """Returns the input group of each weight of the layers."""
     make = functools.partial(Decoder, config.model_config, dtype=config.weight_dtype)
     model = jax.eval_shape(make, jax.random.key(0))
@@ -252,7 +252,7 @@ Loss = Callable[..., jax.Array]
 
 def loss_function(
     config: RunConfig,
-    storage: Storage,
+    storage: StorageChoice,
     lora: LoRAConfig | None = None,
     *,
     dropout: bool = True,

@@ -8,13 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core, source_info_util
+from jax.extend import core
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from actjax._core.tags import Tag
-from actjax._jaxpr.programs import scan_counts
+from actjax._jaxpr.origins import Origin, origin_of
 from actjax.codecs import Exact
 
 _ALIVE = "alive without the backward pass"
@@ -181,7 +181,7 @@ def _coded(code: Tag, leaves: list[tuple[Tag, int, int]]) -> Residual:
     )
 
 
-def _uncoded(var: core.Var, origin: "Origin", arguments: dict[core.Var, str]) -> Residual:
+def _uncoded(var: core.Var, origin: Origin, arguments: dict[core.Var, str]) -> Residual:
     nbytes = _nbytes(var)
     operator, name, codec, reason = origin.operator, origin.name, "", ""
     tags = [tag for tag in (origin.tag, *origin.readers) if tag is not None]
@@ -207,87 +207,6 @@ def _uncoded(var: core.Var, origin: "Origin", arguments: dict[core.Var, str]) ->
         codec=codec,
         reason=reason,
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class Origin:
-    """Where a residual comes from.
-
-    Attributes:
-      operator: the primitive that made it; "constant" or "argument" if none did.
-      name: where in the user's program, as far as JAX knows.
-      tag: the tag it was made under, if one of our operators made it to keep it.
-      readers: tags of our operators that read it and keep it exactly.
-      outer: the variable of the whole program that it is, if it is passed through unchanged.
-      is_slices: whether it is the slices of an argument that a loop runs over, stacked again.
-    """
-
-    operator: str
-    name: str
-    tag: Tag | None
-    readers: tuple[Tag, ...]
-    outer: core.Var | None
-    is_slices: bool = False
-
-
-def origin_of(jaxpr: core.Jaxpr, var: core.Var) -> Origin:
-    """Follows a variable to what made it, into the bodies of calls and loops."""
-    readers = tuple(_readers(jaxpr, var))
-    eqn = next((e for e in jaxpr.eqns if var in e.outvars), None)
-    if eqn is None:
-        known = "constant" if var in jaxpr.constvars else "argument"
-        return Origin(known, "", None, readers, var)
-    if eqn.primitive.name == "optimization_barrier":
-        passed = eqn.invars[eqn.outvars.index(var)]
-        if isinstance(passed, core.Var):
-            origin = origin_of(jaxpr, passed)
-            return dataclasses.replace(origin, readers=(*readers, *origin.readers))
-    body = _body(eqn)
-    inner = body.outvars[eqn.outvars.index(var)] if body is not None else None
-    if body is None or not isinstance(inner, core.Var):
-        tag = Tag.decode(eqn.params["name"]) if eqn.primitive.name == "name" else None
-        return Origin(eqn.primitive.name, _where(eqn), tag, readers, None)
-    origin = origin_of(body, inner)
-    readers = (*readers, *origin.readers)
-    if origin.outer not in body.invars:
-        return dataclasses.replace(origin, readers=readers, outer=None)
-    given = eqn.invars[body.invars.index(origin.outer)]
-    # What a loop stacks of its carry is another array than what it was given.
-    if isinstance(given, core.Var) and _shape(given) == _shape(var):
-        return dataclasses.replace(origin_of(jaxpr, given), readers=readers)
-    position = body.invars.index(origin.outer)
-    is_slices = eqn.primitive.name == "scan" and position >= sum(scan_counts(eqn))
-    return Origin(eqn.primitive.name, _where(eqn), None, readers, None, is_slices)
-
-
-def _readers(jaxpr: core.Jaxpr, var: core.Var) -> Iterator[Tag]:
-    """Yields the tags under which `var` is read, calls included."""
-    for eqn in jaxpr.eqns:
-        for position, invar in enumerate(eqn.invars):
-            if invar is not var:
-                continue
-            body = _body(eqn)
-            if eqn.primitive.name == "name":
-                tag = Tag.decode(eqn.params["name"])
-                if tag is not None:
-                    yield tag
-            elif body is not None and eqn.primitive.name != "scan":
-                yield from _readers(body, body.invars[position])
-
-
-def _body(eqn: core.JaxprEqn) -> core.Jaxpr | None:
-    """Returns the body of a call or a scan whose inputs and outputs match those of the equation."""
-    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        body = eqn.params.get(name)
-        body = getattr(body, "jaxpr", body)
-        if isinstance(body, core.Jaxpr) and len(body.outvars) == len(eqn.outvars):
-            return body if len(body.invars) == len(eqn.invars) else None
-    return None
-
-
-def _where(eqn: core.JaxprEqn) -> str:
-    """Returns the line of the user's program that an equation comes from, its path shortened."""
-    return source_info_util.summarize(eqn.source_info).rsplit("/", 1)[-1]
 
 
 def _shape(var: core.Var) -> tuple[int, ...]:
