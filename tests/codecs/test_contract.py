@@ -1,8 +1,8 @@
 """The battery: every codec of `cases.CODECS` keeps the contract and what its docstring promises.
 
 A codec compiles one program for all checks in float64 and one for those in float32 and bfloat16:
-compilation takes most of the time here. This module compiles about 150 programs for 12 codecs, 70 of
-them in the one test without `jit`.
+compilation takes most of the time here. This module compiles about
+150 programs for 12 codecs, 70 of them in the one test without `jit`.
 """
 
 import dataclasses
@@ -70,7 +70,9 @@ def in_float64(name):
             "shapes": shapes,
             "linear": linear_vjp(codec, x, w, dy),
             "exact": (x @ w, dy @ w.T),
-            "plain": jnp.stack([round_trip(codec, x, key) for x, key in zip(xs, keys, strict=True)]),
+            "plain": jnp.stack(
+                [round_trip(codec, x, key) for x, key in zip(xs, keys, strict=True)]
+            ),
             "vmap": jax.vmap(functools.partial(round_trip, codec))(xs, keys),
             "scan": scanned,
         }

@@ -9,7 +9,6 @@ import pytest
 import actjax
 from actjax.kernels.adam_8bit.api import adam_8bit
 from actjax.kernels.blockwise import blockwise_zeros
-from actjax.kernels.cases import format_of
 from actjax.kernels.point_assignment.api import point_assignment
 from actjax.kernels.quantize.api import quantize
 from actjax.kernels.rms_norm_backward.api import rms_norm_backward
@@ -21,8 +20,8 @@ CODE = actjax.Quantized(4).encode(X)
 NARROW = actjax.Quantized(4).encode(X[:, :128])
 MU, NU = (blockwise_zeros((4, 256), jnp.float32, unsigned=u) for u in (False, True))
 ADAM = {"b1": 0.9, "b2": 0.999, "eps": 1e-8}
-CHANNEL = format_of(4, scaling="channel")
-DITHER = format_of(4, rounding="dither")
+CHANNEL = actjax.Quantized(4, scaling="channel").format
+DITHER = actjax.Quantized(4, rounding="dither").format
 SEED = jnp.zeros(2, jnp.uint32)
 SCALES = jnp.ones(256, jnp.uint16)
 
@@ -30,14 +29,23 @@ SCALES = jnp.ones(256, jnp.uint16)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: quantize(jnp.ones((4, 8), jnp.int32), format=format_of(4)), "`x` of quantize"),
-        (lambda: quantize(jnp.float32(1), format=format_of(4)), "[..., d], got shape ()"),
+        (
+            lambda: quantize(jnp.ones((4, 8), jnp.int32), format=actjax.Quantized(4).format),
+            "`x` of quantize",
+        ),
+        (
+            lambda: quantize(jnp.float32(1), format=actjax.Quantized(4).format),
+            "[..., d], got shape ()",
+        ),
         (lambda: quantize(X, format=DITHER), "`seed` of quantize must be given"),
-        (lambda: quantize(X, SEED, format=format_of(4)), "`seed` of quantize must not be given"),
+        (
+            lambda: quantize(X, SEED, format=actjax.Quantized(4).format),
+            "`seed` of quantize must not be given",
+        ),
         (lambda: quantize(X, jnp.zeros(3, jnp.uint32), format=DITHER), "(2,), got (3,)"),
         (lambda: quantize(X, None, None, SCALES[:128], format=CHANNEL), "(256,), got (128,)"),
         (
-            lambda: quantize(X, None, None, None, SCALES, format=format_of(4)),
+            lambda: quantize(X, None, None, None, SCALES, format=actjax.Quantized(4).format),
             "`centre` of quantize",
         ),
         (
