@@ -40,8 +40,8 @@ def value_and_grad(
       fun: returns a scalar, or a scalar and an auxiliary output if `has_aux`.
       argnums: the arguments to differentiate, as in JAX.
       has_aux: as in JAX.
-      bases: from the name of an input (see `input_groups`) to a basis. Operators store this input in
-        the basis instead of encoding it with their codec, and the gradient is
+      bases: from the name of an input (see `input_groups`) to a basis. Operators store this input
+        in the basis instead of encoding it with their codec, and the gradient is
         `LowRank(basis, (x basis)ᵀ dz, name)`.
 
     Returns:
