@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 import actjax
-from actjax.codecs import ChannelRange
+from actjax import ChannelRange
 from models import Decoder, ModelConfig, Storage, StorageChoice
 from models.config import site_width
 
