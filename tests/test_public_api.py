@@ -18,7 +18,6 @@ from train.config import FinetuneConfig, PretrainConfig
 from train.evaluate import EvaluateConfig
 
 
-
 def modules() -> list:
     """Returns every module of the three packages."""
     found = []
