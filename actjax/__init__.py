@@ -33,9 +33,9 @@ from actjax.transforms.checkpoint import checkpoint as checkpoint
 from actjax.transforms.explain import Explanation as Explanation
 from actjax.transforms.explain import Residual as Residual
 from actjax.transforms.explain import explain as explain
-from actjax.transforms.residuals import Candidate as Candidate
+from actjax.transforms.residual_plan import Candidate as Candidate
 from actjax.transforms.residuals import compress_residuals as compress_residuals
-from actjax.transforms.value_and_grad import Bases as Bases
+from actjax.transforms.taps import Bases as Bases
 from actjax.transforms.value_and_grad import input_groups as input_groups
 from actjax.transforms.value_and_grad import value_and_grad as value_and_grad
 from actjax.transforms.value_and_grad import with_bases as with_bases

@@ -10,9 +10,12 @@ import pytest
 XLA_FLAGS = (
     "--xla_force_host_platform_device_count=4",
     # Compilation takes most of the time. These flags change the machine code alone: XLA decides
-    # which arrays a program holds before it generates code.
+    # which arrays a program holds before it generates code. The step of a small model compiles in
+    # 0.41 s of processor time with all of them, in 2.2 s with the first two, in 4.7 s with none.
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
+    "--xla_cpu_use_fusion_emitters=false",
+    "--xla_cpu_parallel_codegen_split_count=1",
 )
 PROCESS = pathlib.Path("/proc/self")
 # Linux allows a process 65,530 memory maps; a compiled program takes several.
@@ -20,6 +23,7 @@ MANY_MAPS = 30_000
 MUCH_MEMORY = 4 * 2**30  # bytes
 
 
+@pytest.hookimpl(tryfirst=True)  # Before a plugin imports JAX.
 def pytest_configure(config):
     """Sets the environment that JAX reads, before any test imports it.
 

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import actjax
 from actjax.kernels.packing import BITS
 from actjax.transforms.bits import Estimate
-from models import Decoder, Storage
-from models.config import SITES, site_width
+from models import Decoder, Remat, StorageChoice
+from models.config import site_width
+from models.storage import SITES
 from train.methods import METHODS, MethodOptions
 from train.step import Batch, Recipe, loss_function, step_key
 
@@ -116,12 +117,12 @@ def measure_sensitivity(
     )
 
 
-def gradient_by_codecs(recipe: Recipe, storage: Storage) -> Callable[..., Any]:
+def gradient_by_codecs(recipe: Recipe, storage: StorageChoice) -> Callable[..., Any]:
     """Returns the gradient as a function of the codecs of some sites, their keys, model, batch."""
 
     def gradient(codecs: Any, keys: Mapping[str, jax.Array], model: Decoder, batch: Batch) -> Any:
         # Sites that draw nothing read no key.
-        every = {**dict.fromkeys((*SITES, "block"), next(iter(keys.values()))), **keys}
+        every = {**dict.fromkeys(SITES, next(iter(keys.values()))), **keys}
         # What a codec holds, as one of a probe does, is the same in all layers.
         count = recipe.model_config.num_layers
         stacked = jax.tree.map(lambda a: jnp.broadcast_to(a, (count, *a.shape)), codecs)
@@ -150,6 +151,6 @@ def _sampling_variance(recipe: Recipe, model: Decoder, batch: Batch, key: jax.Ar
     rows = len(batch["inputs"]) // 2
     if rows == 0:
         return math.nan
-    gradient = jax.jit(jax.grad(loss_function(recipe.config, Storage(remat="full"))))
+    gradient = jax.jit(jax.grad(loss_function(recipe.config, Remat())))
     halves = ({k: x[part] for k, x in batch.items()} for part in (slice(rows), slice(rows, None)))
     return actjax.sampling_variance([gradient(model, half, key) for half in halves])

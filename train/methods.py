@@ -19,8 +19,8 @@ from actjax.kernels.format import Levels, Rounding
 from actjax.kernels.packing import BITS
 from actjax.optim.projections import Side
 from actjax.optim.subspace import Moments, Source
-from models import ModelConfig, Storage
-from models.config import LINEAR_INPUTS, SITES
+from models import CompressedResiduals, ModelConfig, Remat, Storage, StorageChoice
+from models.storage import LINEAR_INPUTS, SITES
 
 _KEPT = tuple(site for site in SITES if site not in LINEAR_INPUTS)
 """What is kept where linear inputs are rebuilt."""
@@ -143,7 +143,7 @@ class Method:
     """
 
     summary: str
-    storage: Callable[[MethodOptions], Storage]
+    storage: Callable[[MethodOptions], StorageChoice]
     subspace: Subspace | None = None
     bits: int = 16
     average_bits: float = 0.0
@@ -183,7 +183,7 @@ class Method:
             )
         return resolved
 
-    def storage_of(self, options: MethodOptions, bits: Mapping[str, int]) -> Storage:
+    def storage_of(self, options: MethodOptions, bits: Mapping[str, int]) -> StorageChoice:
         """Returns what each site stores, with the bits of some sites given."""
         storage = self.storage(options)
         return dataclasses.replace(
@@ -236,10 +236,10 @@ def _rebuilt(o: MethodOptions) -> Storage:
     return Storage(**kept, **rebuilt)
 
 
-def _residuals(o: MethodOptions) -> Storage:
+def _residuals(o: MethodOptions) -> CompressedResiduals:
     """Returns a block whose residuals are compressed as a whole."""
     sites: dict[str, Any] = dict.fromkeys(o.sites or (*_KEPT, "attention_out"), _code(o))
-    return Storage(**sites, residuals=True)
+    return CompressedResiduals(**sites)
 
 
 def _by_channel(o: MethodOptions) -> Storage:
@@ -253,7 +253,7 @@ def _by_channel(o: MethodOptions) -> Storage:
     sites: dict[str, Any] = {**dict.fromkeys(_KEPT, code), "attention_norm": norm, "mlp_norm": norm}
     inter = o.level == "intra+inter"
     inputs: dict[str, Any] = dict.fromkeys(LINEAR_INPUTS, None if inter else code)
-    return Storage(**sites, **inputs, compensate=inter)
+    return Storage(**sites, **inputs, split_adapters=inter)
 
 
 METHODS: dict[str, Method] = {
@@ -262,7 +262,7 @@ METHODS: dict[str, Method] = {
     ),
     "remat": Method(
         "jax.checkpoint around each block: exact gradients, a third more compute",
-        lambda o: Storage(remat="full", block=_placed(Exact(), o)),
+        lambda o: Remat(codec=_placed(Exact(), o)),
     ),
     "pamm": Method(
         "the input of q, k and v as a few tokens, an index and a scale (PAMM): biased",
@@ -304,7 +304,7 @@ METHODS: dict[str, Method] = {
     ),
     "compressed_remat": Method(
         "remat, the input of each block in a few bits: a third more compute",
-        lambda o: Storage(remat="full", block=_code(o)),
+        lambda o: Remat(codec=_code(o)),
         bits=4,
     ),
     "frugal": Method(

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 import actjax
-from models import Decoder, ModelConfig, Storage
+from models import Decoder, ModelConfig, Storage, StorageChoice
 from models.decoder import Positions, layer_function, layer_keys
 from models.lora import LoRAConfig, attach, init_adapters, quantize_layers
 from train import methods
@@ -75,7 +75,7 @@ class Recipe:
 
     config: RunConfig
     model_config: ModelConfig
-    storage: Storage
+    storage: StorageChoice
     optimizer: optax.GradientTransformation
     bits: Mapping[str, int]
     lora: LoRAConfig | None = None
@@ -172,7 +172,9 @@ def make_recipe(
             groups=_input_groups(config, model_config, storage),
             # Where inputs are rebuilt from codes, so are their coordinates, and nothing of these is
             # stored.
-            bits=16 if storage.attention_in is None else options.bits,
+            bits=16
+            if isinstance(storage, Storage) and storage.attention_in is None
+            else options.bits,
             seed=config.seed,
         )
     optimizer = make_optimizer(config.optimizer, config.steps, subspace)
@@ -181,7 +183,9 @@ def make_recipe(
     return Recipe(config, model_config, storage, optimizer, bits or {}, lora, every)
 
 
-def _input_groups(config: RunConfig, model_config: ModelConfig, storage: Storage) -> dict[str, str]:
+def _input_groups(
+    config: RunConfig, model_config: ModelConfig, storage: StorageChoice
+) -> dict[str, str]:
     """Returns which of the layers' weights share an input."""
     make = functools.partial(Decoder, model_config, dtype=config.weight_dtype)
     model = jax.eval_shape(make, jax.random.key(0))
@@ -242,7 +246,7 @@ a float32 scalar."""
 
 def loss_function(
     config: RunConfig,
-    storage: Storage,
+    storage: StorageChoice,
     lora: LoRAConfig | None = None,
     *,
     dropout: bool = True,

@@ -70,7 +70,9 @@ def in_float64(name):
             "shapes": shapes,
             "linear": linear_vjp(codec, x, w, dy),
             "exact": (x @ w, dy @ w.T),
-            "plain": jnp.stack([round_trip(codec, x, key) for x, key in zip(xs, keys, strict=True)]),
+            "plain": jnp.stack(
+                [round_trip(codec, x, key) for x, key in zip(xs, keys, strict=True)]
+            ),
             "vmap": jax.vmap(functools.partial(round_trip, codec))(xs, keys),
             "scan": scanned,
         }
