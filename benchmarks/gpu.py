@@ -66,8 +66,8 @@ class Config:
         "gact, 4 bits",
         "quantized, 4 bits",
         "compressed_remat",
-        "frugal",
-        "frugal_subspace d/4",
+        "lean",
+        "lean_subspace d/4",
     )
     """What steps are timed of, out of `benchmarks.rivals`; ratios are to the first."""
     batch_size: int = 8

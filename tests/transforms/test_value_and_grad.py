@@ -33,10 +33,10 @@ from actjax import (
     qkv_projection,
     with_bases,
 )
+from actjax._core.paths import path_name
 from actjax._math.precision import accumulation_dtype
 from actjax.codecs.base import FactoredCodec
 from actjax.low_rank import is_low_rank
-from actjax.weights.tapped import path_name
 from models import Storage
 
 KEY = jax.random.key(7)
