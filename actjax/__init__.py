@@ -2,6 +2,7 @@
 
 from actjax import optim as optim
 from actjax.codecs import Calibrated as Calibrated
+from actjax.codecs import ChannelRange as ChannelRange
 from actjax.codecs import Codec as Codec
 from actjax.codecs import Exact as Exact
 from actjax.codecs import Offloaded as Offloaded
@@ -10,6 +11,9 @@ from actjax.codecs import PrincipalPlusRandom as PrincipalPlusRandom
 from actjax.codecs import Quantized as Quantized
 from actjax.codecs import RandomizedSVD as RandomizedSVD
 from actjax.codecs import RandomProjection as RandomProjection
+from actjax.codecs.low_rank import Sketch as Sketch
+from actjax.kernels.format import Levels as Levels
+from actjax.kernels.format import Rounding as Rounding
 from actjax.low_rank import LowRank as LowRank
 from actjax.low_rank import clip_by_global_norm as clip_by_global_norm
 from actjax.low_rank import global_norm as global_norm
@@ -25,6 +29,7 @@ from actjax.ops import rope as rope
 from actjax.ops import swiglu as swiglu
 from actjax.ops import swiglu_linear as swiglu_linear
 from actjax.transforms.accumulate import accumulate as accumulate
+from actjax.transforms.bits import Estimate as Estimate
 from actjax.transforms.bits import allocate_bits as allocate_bits
 from actjax.transforms.bits import compression_variance as compression_variance
 from actjax.transforms.bits import sampling_variance as sampling_variance

@@ -110,7 +110,8 @@ def test_actjax_exports_its_public_names_and_no_others():
     submodules = {"codecs", "kernels", "low_rank", "ops", "transforms", "weights"}
     assert names - submodules == {
         *("Codec", "Exact", "PointApproximation", "PrincipalPlusRandom", "RandomProjection"),
-        *("RandomizedSVD", "Quantized", "Calibrated", "Offloaded"),
+        *("RandomizedSVD", "Quantized", "Calibrated", "Offloaded", "ChannelRange"),
+        *("Estimate", "Levels", "Rounding", "Sketch"),
         *("Explanation", "Residual", "Candidate", "explain", "compress_residuals", "checkpoint"),
         *("attention", "cross_entropy", "linear", "qkv_projection", "rms_norm", "rope", "swiglu"),
         *("attention_linear", "norm_linear", "swiglu_linear", "HeadNorm"),
@@ -124,7 +125,7 @@ def test_actjax_exports_its_public_names_and_no_others():
     } == {
         *("Blockwise", "EightBitState", "InBackward", "InBackwardState", "LayerwiseState"),
         *("SubspaceState", "SubspaceTransformation", "apply", "eight_bit", "in_backward", "init"),
-        *("redraw", "scale_by_adam_8bit", "subspace"),
+        *("redraw", "scale_by_adam_8bit", "subspace", "Moments", "Side", "Source"),
     }
 
 

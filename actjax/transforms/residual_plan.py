@@ -21,8 +21,8 @@ from actjax.codecs import Codec
 from actjax.kernels.packing import pack, unpack
 
 LARGEST_OVER_SMALL = 32
-"""If the rule is a codec, arrays that are smaller than the largest by more than this factor are kept
-exactly: statistics and log-sum-exps, which save nothing and on which much may depend."""
+"""If the rule is a codec, arrays smaller than the largest by more than this factor stay exact:
+statistics and log-sum-exps, which save nothing and on which much may depend."""
 LEFT_BY_RULE = "left by the rule"
 _NOT_FLOATING = "no floating point numbers"
 
