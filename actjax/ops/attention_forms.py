@@ -1,12 +1,12 @@
-"""Three forms of exact attention: cuDNN's, one in blocks, and one of all scores at once.
+"""Three implementations of exact attention: cuDNN, blockwise, and dense.
 
-On a GPU cuDNN's is the best. Elsewhere it is the same algorithm in plain JAX (Dao et al.,
+cuDNN is the default on a GPU. Blockwise is the same algorithm in plain JAX (Dao et al.,
 "FlashAttention", 2022; backward pass as in Dao, "FlashAttention-2", 2023, Algorithm 2): blocks of
-queries against blocks of keys with a running maximum, blocks that see nothing skipped. Both hold q,
-k, v, the output and the log-sum-exp of the scores.
+queries against blocks of keys with a running maximum; blocks that see nothing are skipped. Both
+keep q, k, v, the output and the log-sum-exp of the scores. Dense computes all scores at once.
 
-A form takes which positions see which, a name, q, k and v, normalised and rotated, and segments or
-None, and returns the output with merged heads, [B, S, H * D].
+Each takes a `Sight`, a name, q, k and v (normalised and rotated), and segments or None, and returns
+the output with merged heads, [B, S, H * D].
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ class Sight:
 
     Attributes:
       causal: as for `attention`.
-      window: likewise.
+      window: as for `attention`.
     """
 
     causal: bool
@@ -59,7 +59,7 @@ class Sight:
 def keep_inputs(
     name: str, q: jax.Array, k: jax.Array, v: jax.Array
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """Returns q, k, v to compute with, and to hold."""
+    """Returns q, k, v to compute with, and q, k, v to keep."""
     pairs = [
         keep(array, Exact(), None, "attention", f"{name} {letter}".strip())
         for letter, array in (("q", q), ("k", k), ("v", v))
@@ -213,7 +213,7 @@ def _unblocks(x: jax.Array, length: int) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Tile:
-    """Makes the scores of a block of queries on a block of keys.
+    """Computes the scores of a block of queries and a block of keys.
 
     Attributes:
       sight: which positions see which.
@@ -232,7 +232,7 @@ class _Tile:
         return cls(sight, length, segments)
 
     def scores(self, q: jax.Array, k: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
-        """Of query block i [b, g, h, s, d] on key block j [b, g, 1, t, d]: [b, g, h, s, t]."""
+        """Returns the scores [b, g, h, s, t] of query block i [b, g, h, s, d] and key block j."""
         wide = accumulation_dtype(q.dtype)
         scores = jnp.einsum("bghsd,bgtd->bghst", q, k[:, :, 0], preferred_element_type=wide)
         rows = i * q.shape[-2] + jnp.arange(q.shape[-2])[:, None]
@@ -270,13 +270,13 @@ def _blockwise_forward(
             )
 
         shape = qs.shape[1:]
-        # A finite start: where a query sees no key of a block, -inf - -inf would be NaN.
+        # Start from a finite number: if a query sees no key of a block, -inf - -inf would be NaN.
         start = jnp.full(shape[:-1], jnp.finfo(wide).min)
         carry = (start, jnp.zeros(shape[:-1], wide), jnp.zeros(shape, wide))
         first = sight.first_key_block(i, shape[-2])
         stop = i + 1 if sight.causal else len(ks)
         largest, total, out = jax.lax.fori_loop(first, stop, add_key_block, carry)
-        # Every query sees itself; what a block is filled up with may see nothing.
+        # Every query sees itself, but padding may see nothing.
         total = jnp.where(total == 0, 1, total)
         return (out / total[..., None]).astype(q.dtype), largest + jnp.log(total)
 
