@@ -13,6 +13,8 @@ import actjax
 from models.presets import PRESETS
 from train.config import FinetuneConfig, PretrainConfig
 from train.evaluate import EvaluateConfig
+from train.methods import METHODS
+from train.options import FLAG_METHODS, MethodOptions, flag_name
 from train.plan import PlanConfig
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -94,6 +96,20 @@ def test_every_flag_that_the_pages_name_exists():
 
 def test_every_model_is_described():
     assert [name for name in PRESETS if f"`{name}`" not in PAGES["docs/pretraining.md"]] == []
+
+
+def table_rows(text: str, flag: str) -> list[str]:
+    """Returns the methods that the row of a flag names."""
+    (row,) = re.findall(rf"^\| `{flag}` \|.*\|(.*)\|$", text, re.MULTILINE)
+    return re.findall(r"`(\w+)`", row)
+
+
+def test_every_method_and_its_flags_are_described():
+    pages = PAGES["docs/pretraining.md"] + PAGES["docs/fine-tuning.md"]
+    assert [name for name in METHODS if f"| `{name}` |" not in pages] == []
+    for field in dataclasses.fields(MethodOptions):
+        described = table_rows(PAGES["docs/pretraining.md"], flag_name(field.name))
+        assert described == list(FLAG_METHODS[field.name]), field.name
 
 
 def resolve(dotted: str) -> object:
