@@ -170,6 +170,7 @@ def test_the_gradient_of_a_is_unbiased_if_the_codec_is(x64):
     assert np.all(error <= 5 * standard_error)
 
 
+@pytest.mark.slow  # The imports take seconds.
 def test_the_adapters_of_peft_have_the_same_values_and_gradients():
     torch = pytest.importorskip("torch", reason="the reference of adapters")
     peft = pytest.importorskip("peft", reason="the reference of adapters")
