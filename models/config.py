@@ -1,15 +1,8 @@
-"""What a decoder is, and what it stores for its backward pass."""
+"""Dimensions of a decoder."""
 
 import dataclasses
-import functools
-from typing import Literal, get_args
 
-import jax
-
-from actjax import Codec, Exact
 from actjax.ops.attention import Implementation
-
-Remat = Literal["none", "full", "dots"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,94 +84,6 @@ class ModelConfig:
             raise ValueError(f"`sliding_window` must be at least 1, got {self.sliding_window}.")
         if self.head_size % 2:
             raise ValueError(f"`head_size` must be even for RoPE, got {self.head_size}.")
-
-
-LINEAR_INPUTS = ("attention_in", "attention_out", "mlp_in", "mlp_out")
-"""Sites that may be rebuilt."""
-SITES = (*LINEAR_INPUTS, "attention_norm", "q", "k", "v", "mlp_norm", "gate", "up")
-"""Order in which a layer's key is folded for its sites: part of what makes a run repeatable."""
-_CODECS = [*SITES, "block"]
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    meta_fields=["remat", "residuals", "compensate"],
-    data_fields=_CODECS,
-)
-@dataclasses.dataclass(frozen=True)
-class Storage:
-    """What each site of a block stores for the backward pass.
-
-    A pytree of codecs: of those that hold arrays, such as `actjax.Calibrated`, the arrays have a
-    leading axis of layers.
-
-    The inputs of a block's linear operators are named as in Wei et al. (2026), Table 1. Where one
-    is `None`, it is not stored, but rebuilt from what the operator before it keeps: the norm, q, k
-    and v, or gate and up.
-
-    Raises:
-      ValueError: an unknown `remat`.
-      TypeError: a site that is given no codec.
-    """
-
-    attention_in: Codec | None = Exact()
-    """Input of the query, key and value projections."""
-    attention_out: Codec | None = Exact()
-    """Input of the output projection. `Exact()` shares the array with attention; with another codec
-    attention runs its forward pass again in the backward pass, rather than keep the array alone."""
-    mlp_in: Codec | None = Exact()
-    """Input of the gate and up projections."""
-    mlp_out: Codec | None = Exact()
-    """Input of the down projection."""
-    attention_norm: Codec = Exact()
-    """Input of the norm before attention."""
-    q: Codec = Exact()
-    """Queries, before RoPE if stored as a code."""
-    k: Codec = Exact()
-    """Keys, likewise."""
-    v: Codec = Exact()
-    """Values."""
-    mlp_norm: Codec = Exact()
-    """Input of the norm before the feed-forward network."""
-    gate: Codec = Exact()
-    """What SiLU is taken of."""
-    up: Codec = Exact()
-    """What that is multiplied with."""
-    remat: Remat = "none"
-    """Rematerialise each block: "full" keeps its input alone, "dots" what `jax.checkpoint`'s policy
-    `dots_with_no_batch_dims_saveable` keeps."""
-    block: Codec = Exact()
-    """What a block under remat="full" keeps of its input."""
-    residuals: bool = False
-    """Compress what JAX keeps of the block as a whole (`actjax.compress_residuals`) and not what
-    each operator keeps: linear inputs are rebuilt, and the codec of `attention_out` is of what
-    attention and its projection share."""
-    compensate: bool = False
-    """Where a weight has an adapter, store of q, k, v, gate and up what the frozen weight gives,
-    and add the adapter's part again in the backward pass (HyC-LoRA, 2025, Algorithm 2)."""
-
-    def __post_init__(self) -> None:
-        if self.remat not in get_args(Remat):
-            raise ValueError(f"`remat` must be one of {get_args(Remat)}, got {self.remat!r}.")
-        for site in _CODECS:
-            codec = getattr(self, site)
-            if not isinstance(codec, Codec) and not (codec is None and site in LINEAR_INPUTS):
-                raise TypeError(f"`storage.{site}` must be an actjax.Codec, got {codec!r}.")
-        if self.remat != "full" and not isinstance(self.block, Exact):
-            raise ValueError(f"`storage.block` {self.block} needs remat='full': {self.remat!r}.")
-        if self.residuals and self.remat != "none":
-            raise ValueError(f"`storage.residuals` needs remat='none', got {self.remat!r}.")
-        if self.residuals and self.compensate:
-            raise ValueError(
-                "`storage.compensate` is for operators that store each for itself: it needs"
-                " residuals=False."
-            )
-
-    @property
-    def codecs(self) -> dict[str, Codec]:
-        """What is stored, by site; without sites that are rebuilt."""
-        sites = {site: getattr(self, site) for site in _CODECS}
-        return {site: codec for site, codec in sites.items() if codec is not None}
 
 
 def site_width(config: ModelConfig, site: str) -> int:

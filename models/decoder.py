@@ -18,14 +18,22 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 import actjax
-from models.config import SITES, LinearRopeScaling, ModelConfig, RopeScaling, Storage
+from models.config import LinearRopeScaling, ModelConfig, RopeScaling
+from models.storage import (
+    BLOCK_INPUT,
+    SITES,
+    CompressedResiduals,
+    Remat,
+    Storage,
+    StorageChoice,
+)
 
 Keys = jax.Array | Mapping[str, jax.Array]
-"""A key to fold for each site, or one for each site of `models.config.SITES`."""
+"""A key to fold for each site, or a key for each of `models.storage.SITES` and, for `Remat`,
+`models.storage.BLOCK_INPUT`."""
 
-
-Observe = Callable[[str, jax.Array], None]
-"""Is told the name of a site and what it is to store, [B, S, n]."""
+Visit = Callable[[str, Any], Any]
+"""From the name of a site and the activation that it stores, [B, S, n], to the activation."""
 
 
 class Attention(nnx.Module):
@@ -111,7 +119,9 @@ class Block(nnx.Module):
         config: ModelConfig,
         storage: Storage,
         key: Keys,
-        observe: Observe = lambda site, x: None,
+        *,
+        visit: Visit = lambda site, x: x,
+        recompute_scores: bool = False,
     ) -> jax.Array:
         """Runs the layer.
 
@@ -121,18 +131,20 @@ class Block(nnx.Module):
           config: dimensions.
           storage: what each site stores.
           key: randomness of the codecs of this layer and step; or a key for each site.
-          observe: told what each site has to store, by its name.
+          visit: called with what each site stores; its result takes the place of the activation.
+          recompute_scores: whether attention stores no log-sum-exp, even where its output is exact.
 
         Returns:
           The residual stream after the layer, [B, S, d].
         """
         if not isinstance(key, Mapping):
             key = {site: jax.random.fold_in(key, i) for i, site in enumerate(SITES)}
-        site = functools.partial(_site, storage, observe)
-        x = x + self._attend(x, positions, config, storage, key, site)
-        return _over_batch(x + self._feed_forward(x, config, storage, key, site))
+        x = x + self._attend(x, positions, config, storage, key, visit, recompute_scores)
+        return _over_batch(x + self._feed_forward(x, config, storage, key, visit))
 
-    def _attend(self, x, positions, config, storage, keys, site) -> jax.Array:
+    def _attend(
+        self, x, positions, config, storage, keys, site, recompute_scores: bool
+    ) -> jax.Array:
         weights, x = self.attention, site("attention_norm", x)
         q, k, v = _norm_linear(
             x,
@@ -143,7 +155,7 @@ class Block(nnx.Module):
             (keys["attention_norm"], keys["attention_in"]),
             ("attention norm input", "attention_in"),
             functools.partial(site, "attention_in"),
-            split=storage.compensate,
+            split=storage.split_adapters,
             biases=weights.biases,
         )
         q, k, v = (site(name, _over_batch(y)) for name, y in (("q", q), ("k", k), ("v", v)))
@@ -162,7 +174,7 @@ class Block(nnx.Module):
         # An output that its projection stores in full costs attention nothing to keep as well. But
         # a log-sum-exp beside it is that of exact scores: made of residuals in few bits, scores
         # must be normalised anew, or the largest weights of a trained model come out as exp(50).
-        kept = isinstance(storage.attention_out, actjax.Exact) and not storage.residuals
+        kept = isinstance(storage.attention_out, actjax.Exact) and not recompute_scores
         out = actjax.attention(q, k, v, recompute=not kept, merge_heads=True, **given)
         out = site("attention_out", out)
         return actjax.linear(
@@ -184,7 +196,7 @@ class Block(nnx.Module):
             (keys["mlp_norm"], keys["mlp_in"]),
             ("mlp norm input", "mlp_in"),
             functools.partial(site, "mlp_in"),
-            split=storage.compensate,
+            split=storage.split_adapters,
         )
         gate, up = site("gate", _over_batch(gate)), site("up", _over_batch(up))
         given: dict[str, Any] = {
@@ -265,7 +277,7 @@ class Decoder(nnx.Module):
     def run_layers(
         self,
         x: jax.Array,
-        storage: Storage = Storage(),
+        storage: StorageChoice = Storage(),
         key: Keys | None = None,
         *,
         segments: jax.Array | None = None,
@@ -281,7 +293,7 @@ class Decoder(nnx.Module):
         _check_key(storage, key)
         positions = Positions.of(self.config, x.shape[1], segments)
 
-        def body(x: jax.Array, layer: tuple[Block, Keys, Storage]) -> tuple[jax.Array, None]:
+        def body(x: jax.Array, layer: tuple[Block, Keys, StorageChoice]) -> tuple[jax.Array, None]:
             block, layer_key, layer_storage = layer
             return layer_function(self.config, layer_storage)(block, x, positions, layer_key), None
 
@@ -293,7 +305,7 @@ class Decoder(nnx.Module):
         statistic: Callable[[jax.Array, Any], Any],
         known: Mapping[str, Any],
         *,
-        compensate: bool = False,
+        split_adapters: bool = False,
         segments: jax.Array | None = None,
         compute_dtype: str = "bfloat16",
     ) -> dict[str, Any]:
@@ -303,23 +315,25 @@ class Decoder(nnx.Module):
           tokens: [B, S] integers.
           statistic: a function of an activation [B, S, n] and what is known of its site to arrays.
           known: by site, arrays with a leading axis of layers, or None. Others are passed over.
-          compensate: as in `Storage`.
+          split_adapters: as in `Storage`.
           segments: as for `run_layers`.
           compute_dtype: dtype of activations and products.
         """
         positions = Positions.of(self.config, tokens.shape[1], segments)
-        storage = Storage(compensate=compensate)
+        storage = Storage(split_adapters=split_adapters)
 
         def body(x: jax.Array, layer: tuple[Block, Any]) -> tuple[jax.Array, dict[str, Any]]:
             block, own = layer
             seen: dict[str, Any] = {}
             key = jax.random.key(0)  # Nothing is encoded.
 
-            def observe(site: str, x: jax.Array) -> None:
+            def visit(site: str, x: Any) -> Any:
                 if site in own:
-                    seen[site] = statistic(x, own[site])
+                    encoded = x.base if isinstance(x, actjax.LowRankSum) else x
+                    seen[site] = statistic(encoded, own[site])
+                return x
 
-            return block(x, positions, self.config, storage, key, observe), seen
+            return block(x, positions, self.config, storage, key, visit=visit), seen
 
         stack = (self.layers, dict(known))
         return jax.lax.scan(body, self.embed(tokens, compute_dtype), stack)[1]
@@ -327,7 +341,7 @@ class Decoder(nnx.Module):
     def hidden(
         self,
         tokens: jax.Array,
-        storage: Storage = Storage(),
+        storage: StorageChoice = Storage(),
         key: Keys | None = None,
         *,
         compute_dtype: str = "bfloat16",
@@ -346,7 +360,7 @@ class Decoder(nnx.Module):
         *,
         mask: jax.Array | None = None,
         segments: jax.Array | None = None,
-        storage: Storage = Storage(),
+        storage: StorageChoice = Storage(),
         key: Keys | None = None,
         compute_dtype: str = "bfloat16",
         z_loss: float = 0.0,
@@ -433,63 +447,68 @@ LayerFunction = Callable[[Block, jax.Array, Positions, Keys], jax.Array]
 """From a layer's weights, the residual stream, positions and a key to the residual stream."""
 
 
-def layer_function(config: ModelConfig, storage: Storage) -> LayerFunction:
-    """Returns the function of one layer, and what it recomputes or compresses as a whole.
+def layer_function(config: ModelConfig, storage: StorageChoice) -> LayerFunction:
+    """Returns the function of one layer.
 
     Args:
       config: dimensions.
-      storage: what each site stores; arrays in it are those of one layer.
+      storage: what a layer stores; its arrays are those of one layer.
     """
+    match storage:
+        case Storage():
+            return _plain(config, storage)
+        case Remat():
+            return _rematerialized(config, storage)
+        case CompressedResiduals():
+            return _compressed_residuals(config, storage)
 
+
+def _plain(config: ModelConfig, storage: Storage) -> LayerFunction:
     def run(block, x, positions, key):
         return block(x, positions, config, storage, key)
 
-    if storage.residuals:
-        return _compressed_residuals(config, storage)
-    if storage.remat == "none":
-        return run
-    if not isinstance(storage.block, actjax.Exact):
-        return _compressed_checkpoint(run, storage.block)
-    policies = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
-    # Under scan nothing can be hoisted out of the loop, so the barrier against it is not needed.
-    return jax.checkpoint(run, prevent_cse=False, policy=policies[storage.remat])
+    return run
 
 
-def _compressed_checkpoint(run: LayerFunction, codec: actjax.Codec) -> LayerFunction:
-    """Returns the function of one layer, which keeps a code of its input and recomputes."""
+def _rematerialized(config: ModelConfig, storage: Remat) -> LayerFunction:
+    """Returns the function of one layer that runs again in the backward pass."""
+    run = _plain(config, Storage())
+    if isinstance(storage.codec, actjax.Exact):
+        dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        policy = dots if storage.policy == "dots" else None
+        # Nothing can be hoisted out of a scan, so the barrier against common subexpressions is
+        # not needed.
+        return jax.checkpoint(run, prevent_cse=False, policy=policy)
 
     def checkpointed(block, x, positions, key):
-        # After the keys of the sites.
-        own = key["block"] if isinstance(key, Mapping) else jax.random.fold_in(key, len(SITES))
-        recomputed = actjax.checkpoint(run, codec, activations=1, key=own, name="block input")
+        named = isinstance(key, Mapping)
+        own = key[BLOCK_INPUT] if named else jax.random.fold_in(key, len(SITES))
+        recomputed = actjax.checkpoint(
+            run, storage.codec, activations=1, key=own, name="block input"
+        )
         return recomputed(block, x, positions, key)
 
     return checkpointed
 
 
-def _compressed_residuals(config: ModelConfig, storage: Storage) -> LayerFunction:
-    """Returns the function of one layer of exact operators, its residuals compressed as a whole."""
-    exact = Storage(residuals=True)
+def _compressed_residuals(config: ModelConfig, storage: CompressedResiduals) -> LayerFunction:
+    """Returns the function of one layer of exact operators, whose residuals are compressed."""
+    codecs = storage.codecs
+
+    def name_site(site: str, x: jax.Array) -> jax.Array:
+        return checkpoint_name(x, site) if site in codecs else x
 
     def run(block, x, positions):
-        return block(x, positions, config, exact, jax.random.key(0))
+        # No operator draws from the key.
+        key = jax.random.key(0)
+        return block(x, positions, config, Storage(), key, visit=name_site, recompute_scores=True)
 
     def compressed(block, x, positions, key):
         return actjax.compress_residuals(
-            run, lambda kept: storage.codecs.get(kept.name), activations=1, key=key
+            run, lambda kept: codecs.get(kept.name), activations=1, key=key
         )(block, x, positions)
 
     return compressed
-
-
-def _site(storage: Storage, observe: Observe, site: str, x: Any) -> Any:
-    """Returns an activation that a site stores, seen and named.
-
-    Named for the rule that compresses the residuals of a block as a whole.
-    """
-    observe(site, x.base if isinstance(x, actjax.LowRankSum) else x)
-    named = storage.residuals and site not in ("attention_in", "mlp_in", "mlp_out")
-    return checkpoint_name(x, site) if named else x
 
 
 def layer_keys(config: ModelConfig, key: Keys | None) -> Any:
@@ -498,10 +517,10 @@ def layer_keys(config: ModelConfig, key: Keys | None) -> Any:
     return jax.tree.map(lambda k: jax.random.split(k, config.num_layers), key)
 
 
-def _check_key(storage: Storage, key: Keys | None) -> None:
+def _check_key(storage: StorageChoice, key: Keys | None) -> None:
     for site, codec in storage.codecs.items():
         if key is None and codec.needs_key:
             raise ValueError(
-                f"`storage.{site}` is {codec}, which draws random numbers, but got key=None:"
-                " pass `key`."
+                f"`{type(storage).__name__}.{site}` is {codec}, which draws random numbers, but got"
+                " key=None: pass `key`."
             )

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 
 import actjax
-from actjax.kernels.packing import BITS
-from actjax.transforms.bits import Estimate
-from models import Decoder, Storage
-from models.config import SITES, site_width
-from train.methods import METHODS, MethodOptions
+from actjax import Estimate
+from models import Decoder, Remat, StorageChoice
+from models.config import site_width
+from models.storage import SITES
+from train.options import CODE_BITS, MethodOptions
 from train.step import Batch, Recipe, loss_function, step_key
 
 EARLY_CHOICES = (10, 100)
@@ -106,7 +106,7 @@ def measure_sensitivity(
       estimate: as in `actjax.sensitivity`.
       samples: likewise.
     """
-    config, method = recipe.config, METHODS[recipe.config.method]
+    config, method = recipe.config, recipe.method
     uniform = method.storage(dataclasses.replace(config.options, offload=False))
     codecs: Any = {site: getattr(uniform, site) for site in method.adaptive}
     gradient = gradient_by_codecs(recipe, uniform)
@@ -116,12 +116,12 @@ def measure_sensitivity(
     )
 
 
-def gradient_by_codecs(recipe: Recipe, storage: Storage) -> Callable[..., Any]:
+def gradient_by_codecs(recipe: Recipe, storage: StorageChoice) -> Callable[..., Any]:
     """Returns the gradient as a function of the codecs of some sites, their keys, model, batch."""
 
     def gradient(codecs: Any, keys: Mapping[str, jax.Array], model: Decoder, batch: Batch) -> Any:
         # Sites that draw nothing read no key.
-        every = {**dict.fromkeys((*SITES, "block"), next(iter(keys.values()))), **keys}
+        every = {**dict.fromkeys(SITES, next(iter(keys.values()))), **keys}
         # What a codec holds, as one of a probe does, is the same in all layers.
         count = recipe.model_config.num_layers
         stacked = jax.tree.map(lambda a: jnp.broadcast_to(a, (count, *a.shape)), codecs)
@@ -142,7 +142,7 @@ def _choices(options: MethodOptions) -> tuple[int, ...]:
     distributed numbers is above three times their variance: to drop them would be better.
     """
     fewest = 1 if options.levels == "normal" or options.average_bits < 2 else 2
-    return tuple(bits for bits in BITS if bits >= fewest)
+    return tuple(bits for bits in CODE_BITS if bits >= fewest)
 
 
 def _sampling_variance(recipe: Recipe, model: Decoder, batch: Batch, key: jax.Array) -> float:
@@ -150,6 +150,6 @@ def _sampling_variance(recipe: Recipe, model: Decoder, batch: Batch, key: jax.Ar
     rows = len(batch["inputs"]) // 2
     if rows == 0:
         return math.nan
-    gradient = jax.jit(jax.grad(loss_function(recipe.config, Storage(remat="full"))))
+    gradient = jax.jit(jax.grad(loss_function(recipe.config, Remat())))
     halves = ({k: x[part] for k, x in batch.items()} for part in (slice(rows), slice(rows, None)))
     return actjax.sampling_variance([gradient(model, half, key) for half in halves])

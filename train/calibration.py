@@ -16,15 +16,15 @@ import jax
 import jax.numpy as jnp
 
 import actjax
-from actjax.codecs import ChannelRange
-from models import Decoder, ModelConfig, Storage
+from actjax import ChannelRange
+from models import Decoder, ModelConfig, Storage, StorageChoice
 from models.config import site_width
 
 Calibration = dict[str, dict[str, Any]]
 """By site, `step` and `centre` [L, n], and `channels` [L, m] if some are stored whole."""
 
 
-def calibrated_sites(storage: Storage) -> dict[str, actjax.Quantized]:
+def calibrated_sites(storage: StorageChoice) -> dict[str, actjax.Quantized]:
     """Returns the codecs whose scales are to be measured, by site."""
     return {
         site: codec
@@ -33,7 +33,7 @@ def calibrated_sites(storage: Storage) -> dict[str, actjax.Quantized]:
     }
 
 
-def calibrated(storage: Storage, calibration: Calibration | None) -> Storage:
+def calibrated(storage: StorageChoice, calibration: Calibration | None) -> StorageChoice:
     """Returns a storage whose codecs by channel have measured scales.
 
     Args:
@@ -50,7 +50,7 @@ def calibrated(storage: Storage, calibration: Calibration | None) -> Storage:
     return dataclasses.replace(storage, **given)
 
 
-def calibration_zeros(config: ModelConfig, storage: Storage) -> Calibration | None:
+def calibration_zeros(config: ModelConfig, storage: StorageChoice) -> Calibration | None:
     """Returns a calibration of the right shapes; None if nothing is to be calibrated."""
     sites = calibrated_sites(storage)
     if not sites:
@@ -64,7 +64,7 @@ def calibration_zeros(config: ModelConfig, storage: Storage) -> Calibration | No
 
 
 def calibrate(
-    storage: Storage,
+    storage: StorageChoice,
     model: Decoder,
     batches: Iterable[Mapping[str, jax.Array]],
     compute_dtype: str,
@@ -87,7 +87,7 @@ def calibrate(
             batch["inputs"],
             statistic,
             known,
-            compensate=storage.compensate,
+            split_adapters=isinstance(storage, Storage) and storage.split_adapters,
             segments=batch.get("segments"),
             compute_dtype=compute_dtype,
         )
@@ -126,7 +126,7 @@ _narrowed = jax.vmap(actjax.Calibrated.narrowed)
 
 def _as_data(codecs: Mapping[str, actjax.Calibrated]) -> Calibration:
     def one(codec: actjax.Calibrated) -> dict[str, Any]:
-        data = {"step": codec.step, "centre": codec.centre, "channels": codec.channels}
+        data = {"step": codec.scale, "centre": codec.centre, "channels": codec.channels}
         return {name: array for name, array in data.items() if array is not None}
 
     return {site: one(codec) for site, codec in codecs.items()}

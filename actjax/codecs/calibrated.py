@@ -1,4 +1,4 @@
-"""Quantising with scales that were measured before, once for many steps."""
+"""Quantising with scales that were measured before, once for many training steps."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -75,13 +75,13 @@ class Calibrated(Codec, holds_arrays=True):
 
     Attributes:
       codec: how numbers are stored. Static.
-      step: scales of the channels, [d].
+      scale: scales of the channels, [d].
       channels: which are stored whole, [m]; None if none are.
       centre: middles of the channels' levels, [d]; None for zero.
     """
 
     codec: Quantized = dataclasses.field(metadata={"static": True})
-    step: Any
+    scale: Any
     channels: Any
     centre: Any = None
 
@@ -106,13 +106,13 @@ class Calibrated(Codec, holds_arrays=True):
         _check_channels(codec)
         if codec.rotate:
             raise ValueError(f"`codec` has rotate=True, {codec}: channels are not known rotated.")
-        scale = codec.scale_dtype
+        dtype = codec.scale_dtype
         # One token whose channels have these norms has their outliers.
         channels = codec.outlier_channels(jnp.sqrt(known.squares)[None])
-        centre = fmt.rounded_scale(known.mean, scale)
+        centre = fmt.rounded_scale(known.mean, dtype)
         reach = jnp.maximum(known.high - centre, centre - known.low)
-        step = codec.fit_channels(reach[None], None)
-        return cls(codec, step, channels, fmt.stored_scales([centre[None]], codec.format))
+        scale = codec.fit_channels(reach[None], None)
+        return cls(codec, scale, channels, fmt.stored_scales([centre[None]], codec.format))
 
     @classmethod
     def least_error(cls, codec: Quantized, x: jax.Array) -> "Calibrated":
@@ -165,16 +165,16 @@ class Calibrated(Codec, holds_arrays=True):
         return self._scaled(jnp.asarray(REACHES, jnp.float32)[jnp.argmin(errors, 0)])
 
     def _scaled(self, factor: jax.Array) -> "Calibrated":
-        scale = self.codec.scale_dtype
-        step = fmt.rounded_scale(self.step.view(scale).astype(jnp.float32) * factor, scale)
-        return dataclasses.replace(self, step=fmt.stored_scales([step[None]], self.codec.format))
+        dtype = self.codec.scale_dtype
+        scale = fmt.rounded_scale(self.scale.view(dtype).astype(jnp.float32) * factor, dtype)
+        return dataclasses.replace(self, scale=fmt.stored_scales([scale[None]], self.codec.format))
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> QuantizedCode:
-        if x.shape[-1:] != self.step.shape:
+        if x.shape[-1:] != self.scale.shape:
             raise ValueError(
-                f"`x` has {x.shape[-1:]} channels, but the calibration is of {self.step.shape}."
+                f"`x` has {x.shape[-1:]} channels, but the calibration is of {self.scale.shape}."
             )
-        code = self.codec.encode_with(x, key, self.channels, self.step, self.centre)
+        code = self.codec.encode_with(x, key, self.channels, self.scale, self.centre)
         return dataclasses.replace(code, channels=None)
 
     def decode(self, code: QuantizedCode) -> jax.Array:
@@ -184,11 +184,13 @@ class Calibrated(Codec, holds_arrays=True):
         return self.codec.weight_grad(self._whole(code), dz)
 
     def _whole(self, code: QuantizedCode) -> QuantizedCode:
-        """Returns a code with what it does not hold."""
-        return dataclasses.replace(code, step=self.step, centre=self.centre, channels=self.channels)
+        """Returns the code completed with the arrays of this codec."""
+        return dataclasses.replace(
+            code, scale=self.scale, centre=self.centre, channels=self.channels
+        )
 
     def stored_bytes(self, shape: Sequence[int], dtype: jax.typing.DTypeLike) -> int:
-        scales = self.step.size * self.step.dtype.itemsize
+        scales = self.scale.size * self.scale.dtype.itemsize
         indices = 0 if self.channels is None else self.channels.size * self.channels.dtype.itemsize
         return self.codec.stored_bytes(shape, dtype) - scales - indices
 

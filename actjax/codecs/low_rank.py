@@ -53,15 +53,15 @@ class ProjectedCode:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FactoredCode:
-    """`x_hat = left rightᵀ`.
+    """`x_hat = u vᵀ`.
 
     Attributes:
-      left: the code of [..., k]: by default that array.
-      right: [d, k].
+      u: the code of the factor of the tokens, [..., k]; by default that array.
+      v: factor of the features, [d, k].
     """
 
-    left: Any
-    right: Any
+    u: Any
+    v: Any
 
 
 @jax.tree_util.register_dataclass
@@ -185,31 +185,31 @@ class RandomizedSVD(FactoredCodec):
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> FactoredCode:
         key = self.required_key(key)
         _check_rank(self, self.rank, x.shape)
-        left = _range_basis(x, key, self.rank, self.power_iterations, self.sketch).astype(x.dtype)
-        right = contract_tokens(x, left).astype(x.dtype)
-        return FactoredCode(self.factor.encode(left, jax.random.fold_in(key, 1)), right)
+        u = _range_basis(x, key, self.rank, self.power_iterations, self.sketch).astype(x.dtype)
+        v = contract_tokens(x, u).astype(x.dtype)
+        return FactoredCode(self.factor.encode(u, jax.random.fold_in(key, 1)), v)
 
     def decode(self, code: FactoredCode) -> jax.Array:
-        return matmul(self.basis(code), code.right.T).astype(code.right.dtype)
+        return matmul(self.decode_u(code), code.v.T).astype(code.v.dtype)
 
-    def basis(self, code: FactoredCode) -> jax.Array:
-        """Returns `Q`, [..., k], as it was stored."""
-        return self.factor.decode(code.left)
+    def decode_u(self, code: FactoredCode) -> jax.Array:
+        """Returns the factor of the tokens, [..., k], as stored."""
+        return self.factor.decode(code.u)
 
     def gradient_rank(self, shape: Sequence[int]) -> int:
         del shape
         return self.rank
 
     def left(self, code: FactoredCode) -> jax.Array:
-        return code.right
+        return code.v
 
     def right(self, code: FactoredCode, dz: jax.Array) -> jax.Array:
-        return contract_tokens(self.basis(code), dz)
+        return contract_tokens(self.decode_u(code), dz)
 
     def stored_bytes(self, shape: Sequence[int], dtype: jax.typing.DTypeLike) -> int:
         _check_rank(self, self.rank, shape)
-        left = self.factor.stored_bytes((*shape[:-1], self.rank), dtype)
-        return left + shape[-1] * self.rank * jnp.dtype(dtype).itemsize
+        u = self.factor.stored_bytes((*shape[:-1], self.rank), dtype)
+        return u + shape[-1] * self.rank * jnp.dtype(dtype).itemsize
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -267,13 +267,13 @@ class PrincipalPlusRandom(FactoredCodec):
         sketch_key, tail_key = jax.random.split(key)
         principal = self.principal.encode(x, sketch_key)
         matrix = _projection(tail_key, x.shape[-1], self.tail, x.dtype)
-        # (x − left rightᵀ) S, from the factors as stored, so that their rounding is made up for;
-        # the remainder itself, a second [T, d], never exists.
-        outside = matmul(x, matrix) - matmul(
-            self.principal.basis(principal),
-            contract_tokens(principal.right, matrix).astype(x.dtype),
+        # (x − u vᵀ) S from the factors as stored, so that the tail corrects their rounding. The
+        # remainder itself, a second [T, d], never exists.
+        remainder = matmul(x, matrix) - matmul(
+            self.principal.decode_u(principal),
+            contract_tokens(principal.v, matrix).astype(x.dtype),
         )
-        tail = self.random.code_of(outside.astype(x.dtype), x, tail_key)
+        tail = self.random.code_of(remainder.astype(x.dtype), x, tail_key)
         return PrincipalPlusRandomCode(principal, tail)
 
     def decode(self, code: PrincipalPlusRandomCode) -> jax.Array:

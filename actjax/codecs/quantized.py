@@ -125,8 +125,8 @@ class Quantized(Codec):
         channels = self.outlier_channels(x)
         if self.scaling == "group":
             return self.encode_with(x, key, channels, None)
-        step = self.fit_channels(x, channels)
-        return dataclasses.replace(self.encode_with(x, key, channels, step), step=step)
+        scale = self.fit_channels(x, channels)
+        return dataclasses.replace(self.encode_with(x, key, channels, scale), scale=scale)
 
     def decode(self, code: QuantizedCode) -> jax.Array:
         return dequantize(code)
@@ -194,7 +194,7 @@ class Quantized(Codec):
         x: jax.Array,
         key: jax.Array | None,
         channels: jax.Array | None,
-        step: jax.Array | None,
+        scale: jax.Array | None,
         centre: jax.Array | None = None,
     ) -> QuantizedCode:
         """Returns the code of `x` with given outlier channels and, by channel, given scales [d].
@@ -204,7 +204,7 @@ class Quantized(Codec):
         """
         self._check(x)
         seed = noise.seed_of(self.required_key(key)) if self.needs_key else None
-        return quantize(x, seed, channels, step, centre, format=self.format)
+        return quantize(x, seed, channels, scale, centre, format=self.format)
 
     def fit_channels(self, x: jax.Array, channels: jax.Array | None) -> jax.Array:
         """Returns the scales [d] of the channels of `x` [..., d], outlier channels apart."""

@@ -1,20 +1,20 @@
 """Grouped-query attention whose memory is linear in the sequence length."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
+from actjax._core.checks import all_exact, check_codecs, check_floating
+from actjax._core.coded_call import coded_call
 from actjax.codecs import Codec, Exact
-from actjax.ops.attention_forms import FORMS, Sight, keep_inputs
-from actjax.ops.checks import all_exact, check_codecs, check_floating
-from actjax.ops.lora import Activation, LowRankSum, of_sums, split_sums
+from actjax.ops.activations import Activation, of_sums, split_sums
+from actjax.ops.attention_forms import FORMS, Sight
 from actjax.ops.norm import rms_norm
 from actjax.ops.rope import rope as rotate
-from actjax.transforms.checkpoint import coded_call
+from actjax.weights.lora import LowRankSum
 
 Implementation = Literal["blockwise", "cudnn", "dense"]
 
@@ -98,14 +98,17 @@ def attention(
     sight = check_attention(q, k, v, causal, window, segments)
     codecs = check_codecs(codec, ("q", "k", "v"), key)
     form = _form(implementation, q.dtype)
+    names = [f"{name} {letter}".strip() for letter in "qkv"]
     if all_exact(codecs):
         q, k, v = (x.value() if isinstance(x, LowRankSum) else x for x in (q, k, v))
         q, k = _prepare(q, k, rope, norm, name)
-        run = functools.partial(_recomputed, form) if recompute else form
-        merged = run(sight, name, q, k, v, segments)
+        run: Any = _Form(form, sight, name)
+        if not recompute:
+            merged = run((q, k, v), segments)
+        else:
+            merged = coded_call(run, (q, k, v), segments, codecs, key, "attention", names)
     else:
         run, more = from_merged(q, k, sight, norm, implementation), beside(segments, rope, norm)
-        names = [f"{name} {letter}".strip() for letter in "qkv"]
         inputs, lows = split_sums([x.reshape(*x.shape[:2], -1) for x in (q, k, v)])
         if any(isinstance(x, LowRankSum) for x in (q, k, v)):
             run, more = of_sums(run), (more, lows)
@@ -213,24 +216,13 @@ def check_attention(
     return Sight(causal, window)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _recomputed(form, sight: Sight, name: str, q, k, v, segments):
-    return form(sight, name, q, k, v, segments)
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """An implementation of attention as a function for `coded_call`."""
 
+    form: Any
+    sight: Sight
+    name: str
 
-def _recomputed_fwd(form, sight, name, q, k, v, segments):
-    with jax.named_scope("actjax.attention"):
-        inputs, kept = keep_inputs(name, q, k, v)
-        return form(sight, name, *inputs, segments), (kept, segments)
-
-
-def _recomputed_bwd(form, sight, name, residuals, dout):
-    kept, segments = residuals
-    # Without the barrier XLA could merge this forward pass with the first, and keep its output.
-    inputs, dout = jax.lax.optimization_barrier((kept, dout))
-    with jax.named_scope("actjax.attention"):
-        run = lambda q, k, v: form(sight, name, q, k, v, segments)  # noqa: E731
-        return *jax.vjp(run, *inputs)[1](dout), None
-
-
-_recomputed.defvjp(_recomputed_fwd, _recomputed_bwd)
+    def __call__(self, qkv: Any, segments: jax.Array | None) -> jax.Array:
+        return self.form(self.sight, self.name, *qkv, segments)

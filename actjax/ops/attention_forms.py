@@ -195,19 +195,19 @@ def _heads_first(x: jax.Array) -> jax.Array:
     return jnp.swapaxes(x, 1, 2)
 
 
-def _blocks(x: jax.Array, groups: int) -> jax.Array:
-    """[B, S, H, D] to [blocks, B, groups, H / groups, block, D], padded with zeros."""
+def _blocks(x: jax.Array, kv_heads: int) -> jax.Array:
+    """[B, S, H, D] to [blocks, B, kv_heads, H / kv_heads, block, D], padded with zeros."""
     batch, length, heads, size = x.shape
     block = min(BLOCK, length)
     x = jnp.pad(x, ((0, 0), (0, -length % block), (0, 0), (0, 0)))
-    x = x.reshape(batch, -1, block, groups, heads // groups, size)
+    x = x.reshape(batch, -1, block, kv_heads, heads // kv_heads, size)
     return x.transpose(1, 0, 3, 4, 2, 5)
 
 
 def _unblocks(x: jax.Array, length: int) -> jax.Array:
     """Inverse of `_blocks`."""
-    count, batch, groups, shared, block, size = x.shape
-    x = x.transpose(1, 0, 4, 2, 3, 5).reshape(batch, count * block, groups * shared, size)
+    count, batch, kv_heads, shared, block, size = x.shape
+    x = x.transpose(1, 0, 4, 2, 3, 5).reshape(batch, count * block, kv_heads * shared, size)
     return x[:, :length]
 
 
@@ -248,8 +248,8 @@ def _blockwise_forward(
     sight: Sight, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the output [B, S, H, D] and the log-sum-exp of the scores [B, H, S]."""
-    length, groups, wide = q.shape[1], k.shape[2], accumulation_dtype(q.dtype)
-    qs, ks, vs = (_blocks(x, groups) for x in (q, k, v))
+    length, kv_heads, wide = q.shape[1], k.shape[2], accumulation_dtype(q.dtype)
+    qs, ks, vs = (_blocks(x, kv_heads) for x in (q, k, v))
     tile = _Tile.of(sight, segments, length)
 
     def one_query_block(i: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -296,10 +296,10 @@ def _blockwise_backward(
     delta: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns dq, dk, dv; `lse` and `delta = Σ out dout` are [B, H, S] in the wide dtype."""
-    length, groups, wide = q.shape[1], k.shape[2], accumulation_dtype(q.dtype)
+    length, kv_heads, wide = q.shape[1], k.shape[2], accumulation_dtype(q.dtype)
     scale = 1 / math.sqrt(q.shape[-1])
-    qs, ks, vs, douts = (_blocks(x, groups) for x in (q, k, v, dout))
-    lses, deltas = (_blocks(_heads_first(x[..., None]), groups) for x in (lse, delta))
+    qs, ks, vs, douts = (_blocks(x, kv_heads) for x in (q, k, v, dout))
+    lses, deltas = (_blocks(_heads_first(x[..., None]), kv_heads) for x in (lse, delta))
     tile = _Tile.of(sight, segments, length)
 
     def one_key_block(dqs: jax.Array, j: jax.Array) -> tuple[jax.Array, tuple]:
@@ -331,8 +331,8 @@ def _blockwise_backward(
 
 def _dense(sight: Sight, name: str, q, k, v, segments) -> jax.Array:
     del name
-    wide, groups = accumulation_dtype(q.dtype), k.shape[2]
-    queries = q.reshape(*q.shape[:2], groups, -1, q.shape[-1])
+    wide, kv_heads = accumulation_dtype(q.dtype), k.shape[2]
+    queries = q.reshape(*q.shape[:2], kv_heads, -1, q.shape[-1])
     scores = jnp.einsum("bsghd,btgd->bghst", queries, k, preferred_element_type=wide)
     scores /= math.sqrt(q.shape[-1])
     positions = jnp.arange(q.shape[1])

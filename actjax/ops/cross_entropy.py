@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from actjax._core.checks import check_floating
 from actjax._core.tags import keep_output
 from actjax._math.precision import accumulation_dtype, contract_tokens, matmul
-from actjax.ops.checks import check_floating
-from actjax.ops.lora import LoRA
-from actjax.weights.frozen import FrozenWeight, array_of
+from actjax.weights.frozen import FrozenWeight
+from actjax.weights.lora import LoRA
 
 _MIN_CHUNK = 256
 """Fewest tokens of a chunk where none is asked for. Each chunk reads and writes the gradient of the
@@ -67,7 +67,7 @@ def cross_entropy(
     weights = jnp.ones(labels.shape, jnp.float32) if mask is None else mask
     weights = weights.astype(accumulation_dtype(hidden.dtype))
     frozen = isinstance(head, FrozenWeight)
-    numbers = array_of(head, hidden.dtype) if frozen else head
+    numbers = head.astype(hidden.dtype) if frozen else head
     options = _Options(z_loss, min(chunk, tokens), name, not frozen)
     return _cross_entropy(options, hidden, numbers, labels, weights)
 

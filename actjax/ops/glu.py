@@ -6,15 +6,16 @@ from collections.abc import Sequence
 
 import jax
 
+from actjax._core.checks import all_exact, check_codecs, check_floating
+from actjax._core.coded_call import coded_call
 from actjax._core.tags import keep
 from actjax._math.precision import accumulation_dtype
 from actjax.codecs import Codec, Exact
 from actjax.kernels.format import QuantizedCode
 from actjax.kernels.swiglu_backward.api import swiglu_backward
 from actjax.kernels.swiglu_backward.reference import value_and_grads
-from actjax.ops.checks import all_exact, check_codecs, check_floating
-from actjax.ops.lora import Activation, LowRankSum, of_sums, split_sums
-from actjax.transforms.checkpoint import coded_call
+from actjax.ops.activations import Activation, of_sums, split_sums
+from actjax.weights.lora import LowRankSum
 
 
 def swiglu(
@@ -83,7 +84,7 @@ class Activate:
         cotangent: jax.Array,
         with_value: bool,
     ) -> tuple[jax.Array | None, tuple[jax.Array, jax.Array], tuple[()]]:
-        """As `actjax.transforms.checkpoint.FromCodes`."""
+        """As `actjax._core.coded_call.FromCodes`."""
         value, dgate, dup = swiglu_backward(*codes, cotangent, with_value=with_value)
         return value, (dgate, dup), ()
 

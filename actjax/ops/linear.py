@@ -9,12 +9,11 @@ from typing import Any, overload
 
 import jax
 
+from actjax._core.checks import check_codec, check_floating
 from actjax.codecs import Codec, Exact
-from actjax.ops.checks import check_codec, check_floating
-from actjax.ops.linear_vjp import Biases, Weights, linear_vjp
-from actjax.ops.lora import LoRA, LowRankSum, call_adapted
-from actjax.weights.frozen import FrozenWeight, frozen
-from actjax.weights.nf4 import NF4Weight
+from actjax.weights.base import ArrayWeight, as_weight
+from actjax.weights.lora import LowRankSum
+from actjax.weights.product import Biases, Weights, joined_products, product
 
 
 @overload
@@ -91,9 +90,9 @@ def linear(
         codec.required_key(key)
 
     def run(weights: Weights, biases: Biases) -> tuple[jax.Array, ...]:
-        return linear_vjp(name, x, weights, biases, key, codec)
+        return product(name, x, weights, biases, key, codec)
 
-    outputs: Any = call_adapted(run, weights, biases, split, name)
+    outputs: Any = joined_products(run, weights, biases, split, name)
     return outputs if isinstance(w, tuple | list) else outputs[0]
 
 
@@ -145,15 +144,13 @@ def check_linear(x: Any, w: Any, bias: Any) -> tuple[Weights, Biases]:
       TypeError: what is not floating point.
     """
     single = not isinstance(w, tuple | list)
-    weights = tuple(
-        v.get_value() if hasattr(v, "get_value") else v for v in ((w,) if single else w)
-    )
     given = (bias,) if single else bias
-    biases = (None,) * len(weights) if given is None else tuple(given)
+    given_weights = (w,) if single else tuple(w)
+    biases = (None,) * len(given_weights) if given is None else tuple(given)
     if isinstance(x, LowRankSum):
         raise TypeError("`x` is a LowRankSum, which nonlinear operators take: pass `x.value()`.")
     check_floating("x", x)
-    weights = tuple(_opened(w) for w in weights)
+    weights = tuple(as_weight(w) for w in given_weights)
     if not weights:
         raise ValueError("`w` is an empty tuple: pass at least one weight.")
     if len(biases) != len(weights):
@@ -162,15 +159,14 @@ def check_linear(x: Any, w: Any, bias: Any) -> tuple[Weights, Biases]:
         )
     for i, (w, bias) in enumerate(zip(weights, biases, strict=True)):
         name = "w" if len(weights) == 1 else f"w[{i}]"
-        check_floating(name, w)
+        check_floating(name, w.weight if isinstance(w, ArrayWeight) else w)
         if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[0]:
             hint = " Did you pass it transposed?" if x.shape[-1:] == w.shape[-1:] else ""
             raise ValueError(
                 f"`{name}` must be [d, n] with d = {x.shape[-1:]} features of `x`:"
                 f" got x{x.shape} @ {name}{w.shape}.{hint}"
             )
-        if isinstance(w, LoRA):
-            w.check(name)
+        w.check(name)
         if bias is None:
             continue
         check_floating("bias" if len(weights) == 1 else f"bias[{i}]", bias)
@@ -179,17 +175,3 @@ def check_linear(x: Any, w: Any, bias: Any) -> tuple[Weights, Biases]:
                 f"the bias of `{name}`{w.shape} must be {w.shape[1:]}, got {bias.shape}."
             )
     return weights, biases
-
-
-def _opened(w: Any) -> Any:
-    """Returns a weight as the operators take it, or raises a `TypeError`."""
-    if isinstance(w, LoRA):
-        return w.opened()
-    if isinstance(w, NF4Weight):
-        return FrozenWeight(w)
-    if not isinstance(w, FrozenWeight):
-        return w
-    inner = w.weight.get_value() if hasattr(w.weight, "get_value") else w.weight
-    if isinstance(inner, LoRA):
-        raise TypeError("a LoRA in a FrozenWeight: the weight of a LoRA is frozen as it is.")
-    return frozen(inner)

@@ -5,14 +5,14 @@ import functools
 
 import jax
 
+from actjax._core.checks import all_exact, check_codecs, check_floating
+from actjax._core.coded_call import coded_call
 from actjax._core.tags import keep
 from actjax._math.precision import accumulation_dtype
 from actjax.codecs import Codec, Exact
 from actjax.kernels.format import QuantizedCode
 from actjax.kernels.rms_norm_backward.api import rms_norm_backward
 from actjax.kernels.rms_norm_backward.reference import normalize
-from actjax.ops.checks import all_exact, check_codecs, check_floating
-from actjax.transforms.checkpoint import coded_call
 
 
 def rms_norm(
@@ -81,7 +81,7 @@ class Normalize:
         cotangent: jax.Array,
         with_value: bool,
     ) -> tuple[jax.Array | None, tuple[jax.Array], jax.Array]:
-        """As `actjax.transforms.checkpoint.FromCodes`."""
+        """As `actjax._core.coded_call.FromCodes`."""
         settings = {"eps": self.eps, "with_value": with_value}
         value, dx, dscale = rms_norm_backward(*codes, scale, cotangent, **settings)
         return value, (dx,), dscale

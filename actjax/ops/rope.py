@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from actjax._core.checks import check_floating
 from actjax._math.precision import accumulation_dtype
-from actjax.ops.checks import check_floating
 
 
 def rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

@@ -1,6 +1,6 @@
 import pytest
 
-from models import ModelConfig, Storage
+from models import ModelConfig
 
 GOOD = {"vocab_size": 8, "hidden_size": 8, "ffn_size": 8, "num_layers": 1, "num_heads": 2}
 
@@ -25,8 +25,3 @@ def test_defaults_follow_from_the_rest():
 def test_dimensions_that_do_not_fit_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         ModelConfig(**GOOD | changes)
-
-
-def test_unknown_remat_is_refused():
-    with pytest.raises(ValueError, match=r"`remat` must be one of .*, got 'half'"):
-        Storage(remat="half")  # pyright: ignore[reportArgumentType]

@@ -1,5 +1,6 @@
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +17,9 @@ from actjax import (
     RandomProjection,
     explain,
 )
-from models import Decoder, RopeScaling, Storage
-from models.config import LINEAR_INPUTS, SITES
+from models import CompressedResiduals, Decoder, Remat, RopeScaling, Storage, StorageChoice
 from models.decoder import rope_tables
+from models.storage import LINEAR_INPUTS, SITES
 
 TIED = dataclasses.replace(CONFIG, tie_embeddings=True)
 STRETCHED = dataclasses.replace(
@@ -73,7 +74,7 @@ def test_logits_and_loss_agree_with_the_oracle(config):
     np.testing.assert_allclose(loss, want, rtol=1e-5)
 
 
-def gradient(model: Decoder, storage: Storage, key=None, **options):
+def gradient(model: Decoder, storage: StorageChoice, key=None, **options):
     tokens, targets = batch(model.config)
     options = {"compute_dtype": "float32"} | options
     return jax.jit(
@@ -86,16 +87,10 @@ def assert_close(got, want, tolerance: float) -> None:
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("remat", ["full", "dots"])
-def test_rematerialisation_changes_no_gradient(remat):
+@pytest.mark.parametrize("policy", ["full", "dots"])
+def test_rematerialization_changes_no_gradient(policy):
     model = decoder()
-    assert_close(gradient(model, Storage(remat=remat)), gradient(model, Storage()), 1e-6)
-
-
-def test_rematerialisation_draws_the_same_random_numbers():
-    model, key = decoder(), jax.random.key(5)
-    remat = dataclasses.replace(LOSSY, remat="full")
-    assert_close(gradient(model, remat, key), gradient(model, LOSSY, key), 1e-5)
+    assert_close(gradient(model, Remat(policy)), gradient(model, Storage()), 1e-6)
 
 
 def test_gradients_agree_with_finite_differences():
@@ -147,7 +142,7 @@ def test_lossy_storage_leaves_the_loss_and_what_is_above_it_exact():
 
 
 def test_random_storage_needs_a_key():
-    with pytest.raises(ValueError, match=r"`storage.mlp_in` is PointApproximation\(points=3\)"):
+    with pytest.raises(ValueError, match=r"`Storage.mlp_in` is PointApproximation\(points=3\)"):
         gradient(decoder(), Storage(mlp_in=PointApproximation(points=3)))
 
 
@@ -204,10 +199,9 @@ def test_frequencies_are_stretched_as_published():
 
 
 def test_exact_is_the_default_everywhere():
-    storage = Storage()
-    assert set(storage.codecs) == {*SITES, "block"}
-    assert set(storage.codecs.values()) == {Exact()}
-    assert (storage.remat, storage.residuals) == ("none", False)
+    for storage in (Storage(), Remat(), CompressedResiduals()):
+        assert set(storage.codecs.values()) == {Exact()}
+    assert set(Storage().codecs) == set(SITES)
 
 
 KEPT = [site for site in SITES if site not in LINEAR_INPUTS]
@@ -215,11 +209,12 @@ KEPT = [site for site in SITES if site not in LINEAR_INPUTS]
 
 def in_codes(codec, **changes):
     """Every kept value stored by a codec, linear inputs rebuilt."""
-    return Storage(**{**dict.fromkeys(KEPT, codec), **dict.fromkeys(LINEAR_INPUTS), **changes})
+    rebuilt: dict[str, Any] = dict.fromkeys(LINEAR_INPUTS)
+    return Storage(**{**dict.fromkeys(KEPT, codec), **rebuilt, **changes})
 
 
 def as_residuals(codec):
-    return Storage(residuals=True, **dict.fromkeys((*KEPT, "attention_out"), codec))
+    return CompressedResiduals(**dict.fromkeys((*KEPT, "attention_out"), codec))
 
 
 def loss_and_gradient(storage, dtype="float32"):
@@ -252,7 +247,7 @@ def test_what_is_rebuilt_from_exact_values_gives_the_exact_gradient(storage, qui
     assert distance(gradient, want) < 1e-5
 
 
-@pytest.mark.parametrize("make", [in_codes, as_residuals, lambda c: Storage(remat="full", block=c)])
+@pytest.mark.parametrize("make", [in_codes, as_residuals, lambda c: Remat(codec=c)])
 def test_more_bits_bring_the_gradient_closer_and_leave_the_loss_alone(make, quick_compile):
     want_loss, want = loss_and_gradient(Storage())
     errors = []
@@ -297,7 +292,7 @@ def test_every_value_that_is_kept_is_in_the_table_once():
 def test_a_key_for_each_site_moves_that_site_alone(quick_compile):
     codec = Quantized(2, group=8, rounding="stochastic")
     tokens, targets = batch()
-    keys = dict.fromkeys((*SITES, "block"), jax.random.key(1))
+    keys = dict.fromkeys(SITES, jax.random.key(1))
 
     @jax.jit
     def gradient(keys):
@@ -309,12 +304,3 @@ def test_a_key_for_each_site_moves_that_site_alone(quick_compile):
     # Of the last layer, attention is upstream of its gate, and the output projection is not.
     assert distance(base.output, other.output) == 0
     assert distance(base.layers.mlp.down, other.layers.mlp.down) > 0
-
-
-def test_storage_names_what_does_not_fit():
-    with pytest.raises(TypeError, match=r"`storage.gate` must be an actjax.Codec, got None"):
-        Storage(gate=None)
-    with pytest.raises(ValueError, match=r"`storage.block` .* needs remat='full': 'none'"):
-        Storage(block=Quantized(4))
-    with pytest.raises(ValueError, match=r"`storage.residuals` needs remat='none', got 'full'"):
-        Storage(residuals=True, remat="full")

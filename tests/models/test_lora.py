@@ -13,8 +13,7 @@ import tiny
 
 import actjax
 from actjax import NF4Weight, Quantized
-from models import Storage, huggingface
-from models.config import LINEAR_INPUTS
+from models import CompressedResiduals, Remat, Storage, huggingface
 from models.lora import (
     TARGETS,
     LoRAConfig,
@@ -27,6 +26,7 @@ from models.lora import (
     save_adapters,
     weight_shape,
 )
+from models.storage import LINEAR_INPUTS
 
 LORA = LoRAConfig(rank=3, alpha=5.0)
 REFERENCE = "needs peft, transformers and torch: pip install -e '.[reference]'"
@@ -59,10 +59,10 @@ REBUILT = dict.fromkeys(LINEAR_INPUTS)
     [
         Storage(),
         Storage(**REBUILT),
-        Storage(**REBUILT, compensate=True),
-        Storage(compensate=True),
-        Storage(remat="full"),
-        Storage(residuals=True),
+        Storage(**REBUILT, split_adapters=True),
+        Storage(split_adapters=True),
+        Remat(),
+        CompressedResiduals(),
     ],
     ids=["kept", "rebuilt", "split and rebuilt", "split", "remat", "residuals"],
 )
@@ -175,17 +175,17 @@ def test_a_model_is_quantized_while_it_is_read(problem, tmp_path):
 
 
 def test_codes_are_of_what_frozen_weights_give(problem, quick_compile):
-    """With compensation the error is that of the frozen part, however large the adapters are."""
+    """With split adapters the error is that of the frozen part, however large the adapters are."""
     model, adapters, batch = problem
     large = jax.tree.map(lambda x: 30 * x, adapters)
     sites = dict.fromkeys(("q", "k", "v", "gate", "up"), Quantized(4, group=8))
     _, exact = gradient(model, large, batch)
     errors = {}
-    for compensate in (False, True):
-        storage = Storage(**REBUILT, **sites, compensate=compensate)
+    for split in (False, True):
+        storage = Storage(**REBUILT, **sites, split_adapters=split)
         _, got = gradient(model, large, batch, storage=storage)
         flat, want = (np.concatenate([x.ravel() for x in jax.tree.leaves(t)]) for t in (got, exact))
-        errors[compensate] = np.linalg.norm(flat - want) / np.linalg.norm(want)
+        errors[split] = np.linalg.norm(flat - want) / np.linalg.norm(want)
     assert errors[True] < errors[False] / 3
 
 

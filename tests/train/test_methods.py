@@ -10,9 +10,9 @@ from actjax import (
     RandomizedSVD,
     RandomProjection,
 )
-from models import Storage
-from models.config import LINEAR_INPUTS, SITES
+from models import CompressedResiduals, Remat, Storage
 from models.presets import preset
+from models.storage import LINEAR_INPUTS, SITES
 from train.methods import METHODS, MethodOptions, Subspace, method
 
 OPTIONS = MethodOptions(rank=7, ratio=0.25, tolerance=0.5, power_iterations=2, sketch="rows")
@@ -23,7 +23,7 @@ SVD, PROJECTION = RandomizedSVD(7, 2, "rows"), RandomProjection(7)
     ("name", "storage", "subspace"),
     [
         ("exact", Storage(), None),
-        ("remat", Storage(remat="full"), None),
+        ("remat", Remat(), None),
         ("pamm", Storage(PointApproximation(0.25, tolerance=0.5), Exact(), Exact(), Exact()), None),
         ("low_rank", Storage(SVD, SVD, SVD, SVD), None),
         ("subspace", Storage(SVD, SVD, SVD, SVD), Subspace("gradient", "input")),
@@ -71,16 +71,18 @@ def test_quantized_stores_one_code_a_value_and_rebuilds_linear_inputs():
     }
     assert method("frugal").storage(FEW) == method("frugal_subspace").storage(FEW) == storage
     some = method("quantized").storage(dataclasses.replace(FEW, sites=("gate",)))
-    assert (some.gate, some.up, some.mlp_out) == (CODE, Exact(), None)
+    assert some.codecs["gate"] == CODE
+    assert some.codecs["up"] == Exact()
+    assert "mlp_out" not in some.codecs
     whole = method("quantized").storage(dataclasses.replace(FEW, bits=16))
     assert set(whole.codecs.values()) == {Exact()}
 
 
 def test_compressed_remat_stores_the_input_of_a_block():
-    assert method("compressed_remat").storage(FEW) == Storage(remat="full", block=CODE)
+    assert method("compressed_remat").storage(FEW) == Remat(codec=CODE)
     away = dataclasses.replace(FEW, offload=True)
-    assert method("compressed_remat").storage(away).block == Offloaded(CODE)
-    assert method("remat").storage(away).block == Offloaded(Exact())
+    assert method("compressed_remat").storage(away).codecs["codec"] == Offloaded(CODE)
+    assert method("remat").storage(away).codecs["codec"] == Offloaded(Exact())
 
 
 @pytest.mark.parametrize("name", ["quantized", "frugal", "frugal_subspace"])
@@ -93,9 +95,9 @@ def test_bits_of_some_sites_can_be_given():
     options = dataclasses.replace(FEW, rounding="nearest", levels="normal", offload=True)
     storage = method("gact").storage_of(options, {"q": 2, "gate": 8})
     # There are normal levels for up to four bits.
-    assert storage.gate == Offloaded(Quantized(8, group=32))
-    assert storage.q == Offloaded(Quantized(2, group=32, levels="normal"))
-    assert storage.residuals
+    assert storage.codecs["gate"] == Offloaded(Quantized(8, group=32))
+    assert storage.codecs["q"] == Offloaded(Quantized(2, group=32, levels="normal"))
+    assert isinstance(storage, CompressedResiduals)
 
 
 def test_an_unknown_method_gets_the_nearest():

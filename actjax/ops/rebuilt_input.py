@@ -6,22 +6,22 @@ k and v. So one code a value is enough: `dw` is as good as that code, without a 
 and no product of a weight is computed twice.
 """
 
-import functools
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
+from actjax._core.checks import check_codecs
+from actjax._core.coded_call import Operator, coded_call, differentiate, restore
 from actjax.codecs import Codec, Exact
+from actjax.ops.activations import Activation, of_sums, split_sums
 from actjax.ops.attention import HeadNorm, Implementation, beside, check_attention, from_merged
-from actjax.ops.checks import check_codecs
 from actjax.ops.glu import Activate, check_gate
 from actjax.ops.linear import check_linear
-from actjax.ops.linear_vjp import input_grad, linear_vjp, parameter_grads
-from actjax.ops.lora import Activation, LowRankSum, call_adapted, of_sums, split_sums
 from actjax.ops.norm import Normalize, check_norm
-from actjax.transforms.checkpoint import differentiate, encode_all
-from actjax.weights.tapped import hold_weights, plain_weights, tap_again
+from actjax.weights.lora import LowRankSum
+from actjax.weights.product import input_grad, joined_products, parameter_grads, product
 
 
 def norm_linear(
@@ -195,39 +195,36 @@ def _then_linear(
     weights, biases = check_linear(jax.eval_shape(before, bases, others), w, bias)
 
     def run(weights: Any, biases: Any) -> tuple[jax.Array, ...]:
-        return _fused(before, operator, names, bases, others, weights, biases, codecs, key)
+        then = _ThenLinear(before)
+        return coded_call(then, bases, (others, weights, biases), codecs, key, operator, names)
 
-    outputs: Any = call_adapted(run, weights, biases, split, names[0])
+    outputs: Any = joined_products(run, weights, biases, split, names[0])
     return outputs if isinstance(w, tuple | list) else outputs[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _fused(before, operator, names, activations, others, weights, biases, codecs, key):
-    del operator, names, codecs, key
-    return _apply(before(activations, others), weights, biases)
+@dataclasses.dataclass(frozen=True)
+class _ThenLinear(Operator):
+    """`linear(before(activations, others), weights, biases)`; `others` holds the last three.
 
+    Attributes:
+      before: what rebuilds the linear input; closes over no arrays.
+    """
 
-def _apply(x: jax.Array, weights: Any, biases: Any) -> tuple[jax.Array, ...]:
-    return linear_vjp("rebuilt input", x, weights, biases, None, Exact())
+    before: Callable[[Any, Any], jax.Array]
 
+    def __call__(self, activations: Any, others: Any) -> tuple[jax.Array, ...]:
+        rest, weights, biases = others
+        return product("rebuilt input", self.before(activations, rest), weights, biases)
 
-def _fused_fwd(before, operator, names, activations, others, weights, biases, codecs, key):
-    with jax.named_scope(f"actjax.{operator}"):
-        activations, codes = encode_all(activations, codecs, key, operator, names)
-        outputs = _apply(before(activations, others), plain_weights(weights), biases)
-    return outputs, (codes, others, hold_weights(weights), biases, codecs)
+    def forward(self, activations: Any, others: Any) -> tuple[jax.Array, ...]:
+        rest, weights, biases = others
+        return self(activations, (rest, tuple(w.plain() for w in weights), biases))
 
-
-def _fused_bwd(before, operator, names, residuals, dzs):
-    del names
-    codes, others, held, biases, codecs = residuals
-    with jax.named_scope(f"actjax.{operator}"):
-        weights = tap_again(held)
-        # The linear operator itself is not computed again: only its input is.
-        dx = input_grad(weights, dzs)
-        x, dactivations, dothers = differentiate(before, codes, codecs, others, dx, with_value=True)
-        dweights, dbiases = parameter_grads(x, weights, biases, dzs)
-    return dactivations, dothers, dweights, dbiases, None, None
-
-
-_fused.defvjp(_fused_fwd, _fused_bwd)
+    def backward(self, codes, codecs, held, cotangent):
+        others, weights, biases = restore(held)
+        # The linear operator is not computed again: only its input is.
+        dx = input_grad(weights, cotangent)
+        x, dactivations, dothers = differentiate(
+            self.before, codes, codecs, others, dx, with_value=True
+        )
+        return dactivations, (dothers, *parameter_grads(x, weights, biases, cotangent))

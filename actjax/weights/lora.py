@@ -1,23 +1,24 @@
 """Low-rank adapters of frozen weights, and their outputs in two parts.
 
 LoRA (Hu et al., 2022): `y = x W + s (x A) B`, with `W` frozen. The gradients are those of the two
-thin matrices, `dB = (s x A)ᵀ dy` and `dA = xᵀ (s dy Bᵀ)`: of `x` what the codec stores is read, and
-`x A` is kept as it is. `W` has none, so a third of its products falls away.
+thin matrices, `dB = (s x A)ᵀ dy` and `dA = xᵀ (s dy Bᵀ)`: `dA` reads the input as the codec stores
+it, and `x A` is kept as it is. `W` has no gradient, which saves a third of its products.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
+from actjax._core.checks import check_floating
 from actjax._core.tags import keep_output
 from actjax._math.precision import accumulation_dtype, matmul
-from actjax.codecs import Exact
-from actjax.ops.checks import check_floating
-from actjax.ops.linear_vjp import Biases, Weights, linear_vjp
-from actjax.weights.frozen import DroppedInput, WrappedWeight, array_of, frozen, shape_text
+from actjax.weights.base import Weight, WrappedWeight, as_weight, shape_text, value_of
+from actjax.weights.dropped import DroppedInput
+from actjax.weights.frozen import frozen
+from actjax.weights.product import single_product
 
 
 @jax.tree_util.register_dataclass
@@ -55,15 +56,13 @@ class LoRA(WrappedWeight):
 
     def merged(self, dtype: Any = None) -> jax.Array:
         """Returns `W + scale A B` as an array [d, n], of the dtype of the weight by default."""
-        weight = array_of(self.weight, accumulation_dtype(self.dtype))
+        weight = frozen(self.weight).astype(accumulation_dtype(self.dtype))
         a, b = self.a.astype(weight.dtype), self.b.astype(weight.dtype)
         return (weight + self.scale * matmul(a, b, "highest")).astype(dtype or self.dtype)
 
     def opened(self) -> "LoRA":
-        """Returns it with the values of Flax variables in their place."""
-        value = lambda x: x.get_value() if hasattr(x, "get_value") else x  # noqa: E731
-        parts = {name: value(getattr(self, name)) for name in ("weight", "a", "b")}
-        return dataclasses.replace(self, **parts)
+        values = {name: value_of(getattr(self, name)) for name in ("weight", "a", "b")}
+        return dataclasses.replace(self, **values)
 
     def check(self, name: str) -> None:
         """Raises unless the parts fit one another.
@@ -88,12 +87,17 @@ class LoRA(WrappedWeight):
         if not 0 <= self.dropout < 1:
             raise ValueError(f"`dropout` of `{name}` must be in [0, 1), got {self.dropout}.")
 
-    @property
-    def down(self) -> Any:
-        """What multiplies the input first."""
-        if self.dropout == 0 or self.key is None:
-            return self.a
-        return DroppedInput(self.a, self.key, self.dropout)
+    def parts(self) -> tuple[Weight, ...]:
+        dropped = self.dropout > 0 and self.key is not None
+        down = DroppedInput(self.a, self.key, self.dropout) if dropped else as_weight(self.a)
+        return frozen(self.weight), down
+
+    def join(self, products: Sequence[jax.Array], split: bool, name: str) -> Any:
+        base, low = products
+        left = (self.scale * low).astype(low.dtype)
+        if not split:
+            return LowRankSum(base, left, self.b).value(name)
+        return LowRankSum(base, keep_output(left, "lora", name), self.b)
 
 
 @jax.tree_util.register_dataclass
@@ -136,77 +140,4 @@ class LowRankSum:
 
     def value(self, name: str = "adapter") -> jax.Array:
         """Returns the activation; of it `left` is held, and `actjax.explain` calls it `name`."""
-        lows: Any = linear_vjp(name, self.left, (self.right,), (None,), None, Exact())
-        return self.base + lows[0].reshape(self.base.shape)
-
-
-Activation = jax.Array | LowRankSum
-
-
-def call_adapted(
-    run: Callable[[Weights, Biases], tuple[jax.Array, ...]],
-    weights: Weights,
-    biases: Biases,
-    split: bool,
-    name: str,
-) -> tuple[Any, ...]:
-    """Returns a linear operator's outputs, where some weights may be `LoRA`s.
-
-    Args:
-      run: the operator, for weights without adapters. The adapters' first factors are given to it
-        beside the weights, so that all of them share what it stores of its input.
-      weights: what may have adapters.
-      biases: one each, or None.
-      split: whether to return a `LowRankSum` where there is an adapter.
-      name: what `actjax.explain` calls the input.
-    """
-    adapted = [w for w in weights if isinstance(w, LoRA)]
-    if not adapted:
-        return run(weights, biases)
-    bases = tuple(frozen(w.weight) if isinstance(w, LoRA) else w for w in weights)
-    downs = tuple(w.down for w in adapted)
-    outputs = run((*bases, *downs), (*biases, *(None for _ in downs)))
-    lows = iter(outputs[len(weights) :])
-    labels = iter([f"{name} adapter"] if len(adapted) == 1 else _numbered(name, len(adapted)))
-    results: list[Any] = []
-    for w, output in zip(weights, outputs, strict=False):
-        if not isinstance(w, LoRA):
-            results.append(output)
-            continue
-        low = next(lows)
-        left = (w.scale * low).astype(low.dtype)
-        if split:
-            left = keep_output(left, "lora", next(labels))
-            results.append(LowRankSum(output, left, w.b))
-        else:
-            results.append(LowRankSum(output, left, w.b).value(next(labels)))
-    return tuple(results)
-
-
-def _numbered(name: str, count: int) -> list[str]:
-    return [f"{name} adapter {i}" for i in range(count)]
-
-
-Lows = tuple[tuple[jax.Array, jax.Array] | None, ...]
-"""Of each activation the parts `left` and `right`, if it is a sum."""
-
-
-def split_sums(activations: Sequence[Activation]) -> tuple[tuple[jax.Array, ...], Lows]:
-    """Returns what of activations is to be stored as a code, and what is kept as it is."""
-    bases = tuple(x.base if isinstance(x, LowRankSum) else x for x in activations)
-    lows = tuple((x.left, x.right) if isinstance(x, LowRankSum) else None for x in activations)
-    return bases, lows
-
-
-def of_sums(fun: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Returns a function of activations and others as one of their bases and of (others, lows)."""
-
-    def run(bases: Sequence[jax.Array], others: tuple[Any, Lows]) -> Any:
-        rest, lows = others
-        activations = tuple(
-            base if low is None else base + matmul(*low).astype(base.dtype)
-            for base, low in zip(bases, lows, strict=True)
-        )
-        return fun(activations, rest)
-
-    return run
+        return self.base + single_product(name, self.left, self.right).reshape(self.base.shape)
