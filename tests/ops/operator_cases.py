@@ -55,7 +55,8 @@ class Operator:
         return tuple(normal(i, *shape, dtype=dtype) for i, shape in enumerate(self.shapes))
 
     def scale(self) -> np.ndarray | None:
-        return 1 + np.asarray(normal(9, WIDTH)) / 4 if self.has_scale else None
+        numbers = 1 + np.random.default_rng(9).standard_normal(WIDTH) / 4
+        return numbers.astype(jax.dtypes.canonicalize_dtype(float)) if self.has_scale else None
 
     def codecs(self, codec: Any) -> tuple[Any, ...]:
         """Returns a codec for each activation."""
