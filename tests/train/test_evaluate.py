@@ -24,8 +24,6 @@ from train.loop import BadRunError
 from train.questions import QuestionConfig
 from train.tokenizer import load_tokenizer, train_bpe
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 MODEL = dataclasses.replace(
     tiny.CONFIG, vocab_size=300, num_layers=2, max_seq_len=256, norm_eps=1e-5, tie_embeddings=True
 )
