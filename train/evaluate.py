@@ -17,7 +17,8 @@ from rich.console import Console
 
 from models import Decoder, lora
 from models.checkpoints import load_checkpoint, read_dimensions, stop_ids
-from models.generation import generate, log_likelihoods
+from models.generation import generate
+from models.likelihoods import log_likelihoods
 from train.chat import open_chat_template
 from train.config import Dtype
 from train.corpus import open_corpus, open_whole

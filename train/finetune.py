@@ -16,7 +16,8 @@ from rich.console import Console
 
 from models import Decoder, huggingface
 from models.checkpoints import load_checkpoint, read_dimensions
-from models.lora import merge, quantize, save_adapters
+from models.lora import merge, quantize
+from models.peft import save_adapters
 from train.calibration import calibrate, calibrated_sites
 from train.checkpoint import identity_of
 from train.config import FinetuneConfig

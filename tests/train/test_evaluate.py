@@ -356,7 +356,7 @@ def test_a_file_of_llama2c_is_a_checkpoint_too(folder):
         quietly(dataclasses.replace(given, tokenizer=None))
     with pytest.raises(ValueError, match=r"neither a folder with a config\.json nor a \.bin"):
         load_checkpoint(folder / "text.txt")
-    with pytest.raises(FileNotFoundError, match=r"'none\.bin' cannot be read: there is nothing"):
+    with pytest.raises(FileNotFoundError, match=r"'none\.bin' cannot be read: no such file"):
         load_checkpoint("none.bin")
 
 
@@ -408,7 +408,7 @@ def test_settings_that_contradict_one_another_are_refused(folder, changes, messa
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"checkpoint": "none"}, "the checkpoint 'none' cannot be read: there is nothing there"),
+        ({"checkpoint": "none"}, "the checkpoint 'none' cannot be read: no such file or folder"),
         ({"tokenizer": "none"}, "`--tokenizer` is 'none': no such path"),
         ({"generate": ""}, "the prompt is empty, and no token begins a document"),
         (
@@ -495,4 +495,4 @@ def test_the_command_line_says_what_is_wrong_in_one_line(monkeypatch, capsys):
         evaluate.main()
     assert ending.value.code == 2
     said = capsys.readouterr().err
-    assert said == "error: the checkpoint 'none' cannot be read: there is nothing there.\n"
+    assert said == "error: the checkpoint 'none' cannot be read: no such file or folder.\n"

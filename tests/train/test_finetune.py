@@ -15,7 +15,8 @@ import pytest
 from rich.console import Console
 
 from models import Decoder, ModelConfig, huggingface, llama2c
-from models.lora import attach, load_adapters
+from models.lora import attach
+from models.peft import load_adapters
 from train.calibration import calibrate
 from train.config import AdapterConfig, FinetuneConfig, OptimizerConfig
 from train.examples import ExampleConfig
@@ -245,7 +246,7 @@ def test_a_file_of_llama2c_is_a_checkpoint(folder):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"checkpoint": "nowhere"}, "'nowhere' cannot be read: there is nothing there"),
+        ({"checkpoint": "nowhere"}, "'nowhere' cannot be read: no such file or folder"),
         ({"seq_len": 65}, "`--seq-len` 65 is above the 64 positions of checkpoint"),
         ({"data": ExampleConfig(data="nowhere.jsonl")}, "nowhere.jsonl"),
         ({"method": "hyc"}, "unknown `--method` 'hyc'"),
