@@ -50,6 +50,7 @@ def test_the_outputs_are_small_and_tell_nothing_of_a_machine(text):
         assert not ABSOLUTE_PATH.search(printed), printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", TEXTS, ids=lambda path: path.stem)
 def test_the_notebook_runs(text):
     client = nbclient.NotebookClient(

@@ -2,17 +2,14 @@
 
 from actjax.ops.attention import HeadNorm, attention
 from actjax.ops.cross_entropy import cross_entropy
-from actjax.ops.fused import attention_linear, norm_linear, swiglu_linear
 from actjax.ops.glu import swiglu
 from actjax.ops.linear import linear, qkv_projection
-from actjax.ops.lora import LoRA, LowRankSum
 from actjax.ops.norm import rms_norm
+from actjax.ops.rebuilt_input import attention_linear, norm_linear, swiglu_linear
 from actjax.ops.rope import rope
 
 __all__ = [
     "HeadNorm",
-    "LoRA",
-    "LowRankSum",
     "attention",
     "attention_linear",
     "cross_entropy",

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from actjax._core.paths import named_leaves
 from actjax._math.precision import row_major
 from actjax.low_rank import LowRank, is_low_rank
-from actjax.weights.tapped import named_leaves
 
 
 class LayerwiseState(NamedTuple):
@@ -162,11 +162,23 @@ def _slice_apart(stacks: Any, i: jax.Array) -> Any:
 
 def put(tree: Any, layer: Any, i: jax.typing.ArrayLike) -> Any:
     """Returns a tree of stacked arrays with layer `i` replaced; in place in a loop under jit."""
-    return jax.tree.map(
-        lambda x, y: row_major(jax.lax.dynamic_update_index_in_dim(x, y.astype(x.dtype), i, 0)),
-        tree,
-        layer,
-    )
+
+    def write(stack: jax.Array, y: jax.Array) -> jax.Array:
+        written = jax.lax.dynamic_update_index_in_dim(stack, y.astype(stack.dtype), i, 0)
+        return written if _is_sharded(stack) else row_major(written)
+
+    return jax.tree.map(write, tree, layer)
+
+
+def _is_sharded(x: Any) -> bool:
+    """Returns whether the program that `x` is in may be partitioned over several devices.
+
+    XLA's partitioner replicates the operand of a layout constraint, so that every device would
+    gather each stack whole, once for each layer. On one device the constraint saves copies of the
+    stacks. A mesh is visible here if `x` was placed on it before the call, or if it was set with
+    `jax.set_mesh`; a mesh that only `in_shardings` of `jax.jit` name is not.
+    """
+    return max(jax.typeof(x).sharding.mesh.size, jax.sharding.get_abstract_mesh().size) > 1
 
 
 def densify(gradient: Any) -> Any:

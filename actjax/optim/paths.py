@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from actjax.weights.tapped import named_leaves, path_name
+from actjax._core.paths import named_leaves, path_name
 
 
 def map_state(

@@ -6,9 +6,9 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from actjax._core.paths import named_leaves
 from actjax._math.precision import accumulation_dtype, matmul
 from actjax.low_rank import LowRank, is_low_rank
-from actjax.weights.tapped import named_leaves
 
 Side = Literal["input", "output", "smaller"]
 

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from actjax._core.paths import named_leaves, path_name
 from actjax._math.precision import accumulation_dtype, matmul
 from actjax.codecs.base import check_positive_integer
 from actjax.low_rank import is_low_rank
@@ -31,8 +32,7 @@ from actjax.optim.eight_bit import SECOND_MOMENTS, is_blockwise
 from actjax.optim.layers import LayerwiseState
 from actjax.optim.paths import map_state
 from actjax.optim.projections import Projection, Side, plan_projections, projected_zeros
-from actjax.transforms.value_and_grad import Bases
-from actjax.weights.tapped import named_leaves, path_name
+from actjax.transforms.taps import Bases
 
 Moments = Literal["keep", "reset", "rotate"]
 Source = Literal["gradient", "random"]

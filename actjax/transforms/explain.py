@@ -8,13 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core, source_info_util
+from jax.extend import core
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from actjax._core.tags import Tag
-from actjax._jaxpr.programs import scan_counts
+from actjax._jaxpr.origins import Origin, origin_of
 from actjax.codecs import Exact
 
 _ALIVE = "alive without the backward pass"
@@ -22,17 +22,17 @@ _ALIVE = "alive without the backward pass"
 
 @dataclasses.dataclass(frozen=True)
 class Residual:
-    """One thing that is kept between the forward and the backward pass.
+    """An array, or a code, that is kept between the forward and the backward pass.
 
     Attributes:
       operator: the actjax operator that keeps it, or the JAX primitive that made it.
       name: what it is, for example "attention_in"; the path of an argument.
       shape: its shape if it were kept exactly, stacked over layers under `scan`.
       dtype: its dtype if it were kept exactly.
-      exact_bytes: what keeping it exactly would take.
-      stored_bytes: what is kept; 0 if it is alive without the backward pass.
+      exact_bytes: bytes if it were kept exactly.
+      stored_bytes: bytes that are kept; 0 if it is alive without the backward pass.
       codec: the codec, as text; empty if no actjax operator keeps it.
-      reason: why it was left alone; empty if a codec took it.
+      reason: why no codec stores it; empty if a codec does.
     """
 
     operator: str
@@ -47,22 +47,22 @@ class Residual:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What a function keeps for its backward pass. Prints as a table.
+    """The arrays that a function keeps for its backward pass. Prints as a table.
 
     Attributes:
-      residuals: one entry for each thing kept, the largest first.
+      residuals: one entry for each array or code, the largest first.
     """
 
     residuals: tuple[Residual, ...]
 
     @property
     def exact_bytes(self) -> int:
-        """Bytes if everything were kept exactly, arguments not counted."""
+        """Bytes if everything were kept exactly, without arguments."""
         return sum(r.exact_bytes for r in self.residuals if r.stored_bytes)
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes that are kept, arguments not counted."""
+        """Bytes that are kept, without arguments."""
         return sum(r.stored_bytes for r in self.residuals)
 
     def as_dicts(self) -> list[dict[str, Any]]:
@@ -75,7 +75,7 @@ class Explanation:
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
     def __rich__(self) -> Table:
-        """The table; arguments, and arrays below a thousandth of the whole, make one line each."""
+        """The table. One line sums up all arguments, and one all arrays below 0.1% of the total."""
         table = Table(box=box.SIMPLE_HEAD, show_footer=True)
         table.add_column("kept for the backward pass", "total", no_wrap=True)
         table.add_column("array", no_wrap=True)
@@ -106,14 +106,13 @@ class Explanation:
 
 
 def explain(fun: Callable[..., Any], *args: Any) -> Explanation:
-    """Returns what `fun(*args)` keeps for its backward pass, with respect to every float argument.
+    """Returns what `fun(*args)` keeps for its backward pass, for gradients of all float arguments.
 
-    Nothing is run: `fun` is traced, so arguments may be `jax.ShapeDtypeStruct`s, and a model that
-    does not fit this machine can be explained on it. Print the result, or read `.residuals`.
+    Nothing runs: `fun` is traced, so arguments may be `jax.ShapeDtypeStruct`s, and the model may be
+    larger than this machine. Print the result, or read `.residuals`.
 
-    The table lists what JAX keeps. What the compiled program holds beyond that (workspace, and
-    floats that XLA keeps alive in Python-unrolled layers) stands in
-    `jax.jit(...).lower(...).compile().memory_analysis()`.
+    The table lists what JAX keeps. The compiled program may hold more: workspace, and, on a CPU,
+    floats of Python-unrolled layers. See `jax.jit(...).lower(...).compile().memory_analysis()`.
 
     Args:
       fun: any function of JAX that can be differentiated in reverse mode.
@@ -152,7 +151,7 @@ def _is_floating(x: Any) -> bool:
 
 
 def _rows(jaxpr: core.Jaxpr, arguments: dict[core.Var, str]) -> Iterator[Residual]:
-    """Yields a row for each residual; the arrays of one code make one row."""
+    """Yields one row for each residual; all arrays of a code share a row."""
     codes: dict[Tag, list[tuple[Tag, int, int]]] = {}
     for var in dict.fromkeys(v for v in jaxpr.outvars if isinstance(v, core.Var)):
         origin = origin_of(jaxpr, var)
@@ -166,7 +165,7 @@ def _rows(jaxpr: core.Jaxpr, arguments: dict[core.Var, str]) -> Iterator[Residua
 
 
 def _coded(code: Tag, leaves: list[tuple[Tag, int, int]]) -> Residual:
-    # How often the operator ran (layers of a scan, a vmapped axis), from the code's first array.
+    # The first array of a code tells how often the operator ran (layers of a scan, a vmapped axis).
     runs = sum(size // max(1, tag.leaf_size) for tag, size, _ in leaves if tag.leaf == 0)
     shape = code.shape if runs == 1 else (runs, *code.shape)
     return Residual(
@@ -181,7 +180,7 @@ def _coded(code: Tag, leaves: list[tuple[Tag, int, int]]) -> Residual:
     )
 
 
-def _uncoded(var: core.Var, origin: "Origin", arguments: dict[core.Var, str]) -> Residual:
+def _uncoded(var: core.Var, origin: Origin, arguments: dict[core.Var, str]) -> Residual:
     nbytes = _nbytes(var)
     operator, name, codec, reason = origin.operator, origin.name, "", ""
     tags = [tag for tag in (origin.tag, *origin.readers) if tag is not None]
@@ -207,87 +206,6 @@ def _uncoded(var: core.Var, origin: "Origin", arguments: dict[core.Var, str]) ->
         codec=codec,
         reason=reason,
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class Origin:
-    """Where a residual comes from.
-
-    Attributes:
-      operator: the primitive that made it; "constant" or "argument" if none did.
-      name: where in the user's program, as far as JAX knows.
-      tag: the tag it was made under, if one of our operators made it to keep it.
-      readers: tags of our operators that read it and keep it exactly.
-      outer: the variable of the whole program that it is, if it is passed through unchanged.
-      is_slices: whether it is the slices of an argument that a loop runs over, stacked again.
-    """
-
-    operator: str
-    name: str
-    tag: Tag | None
-    readers: tuple[Tag, ...]
-    outer: core.Var | None
-    is_slices: bool = False
-
-
-def origin_of(jaxpr: core.Jaxpr, var: core.Var) -> Origin:
-    """Follows a variable to what made it, into the bodies of calls and loops."""
-    readers = tuple(_readers(jaxpr, var))
-    eqn = next((e for e in jaxpr.eqns if var in e.outvars), None)
-    if eqn is None:
-        known = "constant" if var in jaxpr.constvars else "argument"
-        return Origin(known, "", None, readers, var)
-    if eqn.primitive.name == "optimization_barrier":
-        passed = eqn.invars[eqn.outvars.index(var)]
-        if isinstance(passed, core.Var):
-            origin = origin_of(jaxpr, passed)
-            return dataclasses.replace(origin, readers=(*readers, *origin.readers))
-    body = _body(eqn)
-    inner = body.outvars[eqn.outvars.index(var)] if body is not None else None
-    if body is None or not isinstance(inner, core.Var):
-        tag = Tag.decode(eqn.params["name"]) if eqn.primitive.name == "name" else None
-        return Origin(eqn.primitive.name, _where(eqn), tag, readers, None)
-    origin = origin_of(body, inner)
-    readers = (*readers, *origin.readers)
-    if origin.outer not in body.invars:
-        return dataclasses.replace(origin, readers=readers, outer=None)
-    given = eqn.invars[body.invars.index(origin.outer)]
-    # What a loop stacks of its carry is another array than what it was given.
-    if isinstance(given, core.Var) and _shape(given) == _shape(var):
-        return dataclasses.replace(origin_of(jaxpr, given), readers=readers)
-    position = body.invars.index(origin.outer)
-    is_slices = eqn.primitive.name == "scan" and position >= sum(scan_counts(eqn))
-    return Origin(eqn.primitive.name, _where(eqn), None, readers, None, is_slices)
-
-
-def _readers(jaxpr: core.Jaxpr, var: core.Var) -> Iterator[Tag]:
-    """Yields the tags under which `var` is read, calls included."""
-    for eqn in jaxpr.eqns:
-        for position, invar in enumerate(eqn.invars):
-            if invar is not var:
-                continue
-            body = _body(eqn)
-            if eqn.primitive.name == "name":
-                tag = Tag.decode(eqn.params["name"])
-                if tag is not None:
-                    yield tag
-            elif body is not None and eqn.primitive.name != "scan":
-                yield from _readers(body, body.invars[position])
-
-
-def _body(eqn: core.JaxprEqn) -> core.Jaxpr | None:
-    """Returns the body of a call or a scan whose inputs and outputs match those of the equation."""
-    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        body = eqn.params.get(name)
-        body = getattr(body, "jaxpr", body)
-        if isinstance(body, core.Jaxpr) and len(body.outvars) == len(eqn.outvars):
-            return body if len(body.invars) == len(eqn.invars) else None
-    return None
-
-
-def _where(eqn: core.JaxprEqn) -> str:
-    """Returns the line of the user's program that an equation comes from, its path shortened."""
-    return source_info_util.summarize(eqn.source_info).rsplit("/", 1)[-1]
 
 
 def _shape(var: core.Var) -> tuple[int, ...]:

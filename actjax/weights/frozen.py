@@ -1,49 +1,28 @@
-"""Weights on their way to `actjax.linear` that are more than an array: pytrees around one."""
+"""Weights without a gradient."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 
-
-class WrappedWeight:
-    """What is asked of a weight, answered by the one that is wrapped.
-
-    Attributes:
-      weight: [d, n].
-    """
-
-    weight: Any
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the weight."""
-        return self.weight.shape
-
-    @property
-    def ndim(self) -> int:
-        """Axes of the weight."""
-        return self.weight.ndim
-
-    @property
-    def dtype(self) -> Any:
-        """Dtype of the weight."""
-        return self.weight.dtype
+from actjax._math.precision import matmul
+from actjax.weights.base import StoredInput, Weight, WrappedWeight, shape_text, value_of
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class FrozenWeight(WrappedWeight):
-    """A weight [d, n] that has no gradient, and none is computed.
+    """A weight [d, n] that has no gradient; none is computed.
 
-    With plain arrays, whether a gradient is wanted is known to nobody but the compiler.
+    With a plain array only the compiler knows whether a gradient is wanted. If all weights of an
+    operator are frozen, it keeps nothing of its input.
 
     Attributes:
       weight: an array, or an `actjax.NF4Weight`, which is decoded next to each of its uses.
     """
 
     weight: Any
+    needs_input: ClassVar[bool] = False
 
     def __repr__(self) -> str:
         return f"FrozenWeight({shape_text(self.weight)})"
@@ -54,43 +33,35 @@ class FrozenWeight(WrappedWeight):
         return FrozenWeight(self.weight.T)
 
     def __getitem__(self, index: Any) -> Any:
-        # `param[...]` is how nnx reads the value of a variable; else these are rows of embeddings.
+        # `param[...]` is how nnx reads the value of a variable. Other indices are rows of an
+        # embedding.
         return self if index is Ellipsis else self.weight[index]
 
+    def opened(self) -> Weight:
+        inner = value_of(self.weight)
+        if isinstance(inner, Weight) and len(inner.parts()) > 1:
+            raise TypeError(
+                f"a {type(inner).__name__} in a FrozenWeight: its weight is frozen already:"
+                f" pass the {type(inner).__name__} itself."
+            )
+        return frozen(inner)
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class DroppedInput(WrappedWeight):
-    """A weight [d, n] before which its input, and no other's, is partly set to zero (dropout).
+    def astype(self, dtype: Any) -> jax.Array:
+        """Returns the weight as an array [d, n]; a quantized weight is decoded here."""
+        return self.weight.astype(dtype)
 
-    Attributes:
-      weight: the array.
-      key: which entries of the input; the same in both passes.
-      rate: share of the entries that are zero; the others are divided by `1 - rate`. Static.
-    """
+    def times(self, x: jax.Array) -> jax.Array:
+        return matmul(x, self.astype(x.dtype))
 
-    weight: Any
-    key: Any
-    rate: float = dataclasses.field(metadata={"static": True})
+    def transposed_times(self, dz: jax.Array) -> jax.Array:
+        # Without the barrier XLA could keep what the forward pass decoded.
+        weight, dz = jax.lax.optimization_barrier((self.weight, dz))
+        return matmul(dz, weight.astype(dz.dtype).T)
 
-    def drop(self, x: jax.Array) -> jax.Array:
-        """Returns an input, or the cotangent of one, with some entries zero."""
-        kept = jax.random.bernoulli(self.key, 1 - self.rate, x.shape)
-        return jnp.where(kept, x / (1 - self.rate), 0).astype(x.dtype)
+    def gradient(self, stored: StoredInput, dz: jax.Array) -> None:
+        del stored, dz
 
 
 def frozen(weight: Any) -> FrozenWeight:
-    """Returns a weight that has no gradient, whether it was frozen before or not."""
+    """Returns a weight as a `FrozenWeight`, which it may be already."""
     return weight if isinstance(weight, FrozenWeight) else FrozenWeight(weight)
-
-
-def array_of(weight: Any, dtype: Any) -> jax.Array:
-    """Returns the numbers of a weight; what is in few bits is decoded here, next to its use."""
-    return (weight.weight if isinstance(weight, FrozenWeight) else weight).astype(dtype)
-
-
-def shape_text(x: Any) -> str:
-    """Returns what an array is, for a reader: its dtype and shape, and none of its numbers."""
-    if not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
-        return repr(x)
-    return f"{x.dtype}{list(x.shape)}"

@@ -7,14 +7,16 @@ themselves in 8 bits, a scale for 256 of them: 4.13 bits a weight.
 
 import dataclasses
 import functools
+import statistics
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from scipy.special import ndtri
 
 from actjax.kernels.blockwise import Blockwise, blockwise_zeros
+from actjax.weights.base import Weight
+from actjax.weights.frozen import FrozenWeight
 
 BLOCK = 64
 """Weights that share a scale: inputs of one output."""
@@ -29,15 +31,16 @@ def levels() -> np.ndarray:
     zero in both, divided by the largest. The outermost is between those of 15 and of 16 values.
     """
     offset = 1 - (1 / 30 + 1 / 32) / 2
-    above = ndtri(np.linspace(offset, 0.5, 9))[:-1]
-    below = -ndtri(np.linspace(offset, 0.5, 8))[:-1]
-    values = np.sort(np.concatenate([above, below, [0.0]]))
+    quantile = statistics.NormalDist().inv_cdf
+    above = [quantile(p) for p in np.linspace(offset, 0.5, 9)[:-1]]
+    below = [-quantile(p) for p in np.linspace(offset, 0.5, 8)[:-1]]
+    values = np.sort([*above, *below, 0.0])
     return (values / values.max()).astype(np.float32)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
-class NF4Weight:
+class NF4Weight(Weight):
     """A weight [d, n] in 4-bit NormalFloat. Has no gradient.
 
     Storage: half a byte a weight, each column filled up to 64; a byte for each of the
@@ -114,6 +117,9 @@ class NF4Weight:
         if index is not Ellipsis:
             raise TypeError(f"{self!r} has no items: use `.astype(dtype)` for the array.")
         return self
+
+    def opened(self) -> FrozenWeight:
+        return FrozenWeight(self)
 
     def astype(self, dtype: Any) -> jax.Array:
         """Returns the weight as an array [d, n]."""

@@ -7,7 +7,9 @@ import pytest
 from jax import lax
 from jax.extend import core, source_info_util
 
-from actjax._jaxpr.programs import called, close, passing_one_way, run_equation, run_inlined
+from actjax._jaxpr.equations import called, run_equation
+from actjax._jaxpr.one_way import passing_one_way
+from actjax._jaxpr.programs import close, run_inlined
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((4, 3)), "float32")
 C = jnp.asarray(np.random.default_rng(1).standard_normal(3), "float32")

@@ -14,7 +14,8 @@ from jax.extend import core
 
 from actjax import Quantized
 from actjax._core.tags import name_code
-from actjax._jaxpr.programs import run_equation, run_inlined
+from actjax._jaxpr.equations import run_equation
+from actjax._jaxpr.programs import run_inlined
 from actjax._jaxpr.rebuilding import Graph
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((16, 8)), "float32")

@@ -118,24 +118,6 @@ def test_a_second_update_is_not_compiled_again():
     assert step._cache_size() == 1
 
 
-@pytest.mark.usefixtures("quick_compile")
-def test_four_devices_update_as_one():
-    params = big_params(layers=4, width=64)
-    tx = optim.eight_bit(ADAMW)
-    grads, state = jax.tree.map(jnp.sin, params), optim.init(tx, params)
-    mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "fsdp"))
-
-    def place(x):
-        return jax.device_put(x, sharding) if x.ndim > 1 and x.shape[1] % 4 == 0 else x
-
-    step = jax.jit(functools.partial(optim.apply, tx))
-    one, _ = step(grads, state, params)
-    with jax.set_mesh(mesh):
-        four, _ = step(*(jax.tree.map(place, tree) for tree in (grads, state, params)))
-    np.testing.assert_allclose(four["layers"], one["layers"], rtol=1e-5, atol=1e-6)
-
-
 def test_layers_may_be_anywhere_and_parameters_absent():
     params = {"blocks": {"w": jnp.ones((3, 4, 4)), "bias": None}, "head": jnp.ones((4, 2))}
     where = lambda p: p["blocks"]  # noqa: E731

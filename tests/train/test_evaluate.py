@@ -16,7 +16,7 @@ import pytest
 import tiny
 from rich.console import Console
 
-from models import Decoder, huggingface, llama2c, lora
+from models import Decoder, huggingface, llama2c, lora, peft
 from models.checkpoints import load_checkpoint, stop_ids
 from train import evaluate
 from train.evaluate import EvaluateConfig, TextConfig, WritingConfig, run, text_after
@@ -373,7 +373,7 @@ def test_an_adapter_is_attached(folder):
     shapes = jax.eval_shape(lambda: lora.init_adapters(MODEL, settings, jax.random.key(0)))
     rng = np.random.default_rng(0)
     adapters = jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 1, x.shape), x.dtype), shapes)
-    lora.save_adapters(adapters, settings, folder / "adapter")
+    peft.save_adapters(adapters, settings, folder / "adapter")
     base = config(folder, data=str(folder / "text.txt"), seq_len=8)
     adapted = dataclasses.replace(base, adapter=folder / "adapter")
     got = quietly(adapted)["text"]["nats_per_token"]

@@ -1,0 +1,273 @@
+"""The one `custom_vjp` behind all operators that keep codes between the passes.
+
+`coded_call` runs a function of activations, keeps codes of these activations instead of the
+activations, and differentiates the function at the decoded activations in the backward pass. An
+`Operator` replaces single steps of that, for example a linear operator, which never decodes.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+
+from actjax._core.tags import keep
+from actjax.codecs import Codec, Quantized
+from actjax.codecs.base import Code
+from actjax.kernels.format import QuantizedCode
+
+
+class Holdable:
+    """A pytree node that is kept between the passes in another form, such as a tapped weight."""
+
+    def hold(self) -> Any:
+        """Returns what to keep of it."""
+        raise NotImplementedError
+
+
+class Held:
+    """What is kept of a `Holdable`."""
+
+    def restore(self) -> Any:
+        """Returns the `Holdable`."""
+        raise NotImplementedError
+
+
+def hold(tree: Any) -> Any:
+    """Returns a pytree with every `Holdable` in it replaced by what is kept of it."""
+    return _map_nodes(Holdable, lambda x: x.hold(), tree)
+
+
+def restore(tree: Any) -> Any:
+    """Inverse of `hold`."""
+    return _map_nodes(Held, lambda x: x.restore(), tree)
+
+
+def _map_nodes(kind: type, fun: Callable[[Any], Any], tree: Any) -> Any:
+    is_one = lambda x: isinstance(x, kind)  # noqa: E731
+    return jax.tree.map(lambda x: fun(x) if is_one(x) else x, tree, is_leaf=is_one)
+
+
+def encode_all(
+    activations: Sequence[jax.Array],
+    codecs: Sequence[Codec],
+    key: Any,
+    operator: str,
+    names: Sequence[str],
+) -> tuple[tuple[jax.Array, ...], tuple[Code, ...]]:
+    """Returns the activations to compute with, and their codes with tags for `actjax.explain`."""
+    pairs = []
+    for i, (x, codec, name) in enumerate(zip(activations, codecs, names, strict=True)):
+        pairs.append(keep(x, codec, key_of(key, i), operator, name))
+    return tuple(x for x, _ in pairs), tuple(code for _, code in pairs)
+
+
+def key_of(key: Any, i: int) -> jax.Array | None:
+    """Returns the key of activation `i`: entry `i` of a sequence, or one key folded with `i`."""
+    if key is None or isinstance(key, tuple | list):
+        return None if key is None else key[i]
+    return jax.random.fold_in(key, i)
+
+
+class Decodes(Protocol):
+    """Anything that decodes: a codec above all."""
+
+    def decode(self, code: Code) -> jax.Array:
+        """As `Codec.decode`."""
+        ...
+
+
+def decode_late(
+    codes: Sequence[Code], codecs: Sequence[Decodes], cotangent: Any
+) -> tuple[tuple[jax.Array, ...], Any]:
+    """Returns the cotangent, and activations that are decoded once the cotangent exists."""
+    codes, cotangent = wait_for(codes, cotangent)
+    return tuple(c.decode(code) for c, code in zip(codecs, codes, strict=True)), cotangent
+
+
+def wait_for(codes: Sequence[Code], cotangent: Any) -> tuple[tuple[Code, ...], Any]:
+    """Returns both; what reads the codes waits for the cotangent."""
+    # Without the barrier XLA could decode early. Where a code is the activation itself, it could
+    # merge the backward pass with the forward pass and keep all intermediate values.
+    return jax.lax.optimization_barrier((tuple(codes), cotangent))
+
+
+@runtime_checkable
+class FromCodes(Protocol):
+    """A function whose backward pass reads codes directly, so that no decoded array exists."""
+
+    def __call__(self, activations: Any, others: Any) -> Any:
+        """Returns the value."""
+        ...
+
+    def from_codes(
+        self, codes: tuple[QuantizedCode, ...], others: Any, cotangent: Any, with_value: bool
+    ) -> Any:
+        """Returns the value and the cotangents of activations and others, at the decoded codes.
+
+        Args:
+          codes: of the activations.
+          others: the other arguments.
+          cotangent: of the value.
+          with_value: whether to compute the value; it is None otherwise.
+        """
+        ...
+
+
+def differentiate(
+    fun: Callable[[Any, Any], Any],
+    codes: Sequence[Code],
+    codecs: Sequence[Decodes],
+    others: Any,
+    cotangent: Any,
+    with_value: bool,
+) -> tuple[Any, Any, Any]:
+    """Returns `fun(activations, others)` and its cotangents, at the decoded activations.
+
+    Codes are decoded once the cotangent exists.
+
+    Args:
+      fun: a function, possibly `FromCodes`.
+      codes: one for each activation.
+      codecs: one for each activation.
+      others: a pytree of arrays. Arrays without derivatives, such as integers, get None.
+      cotangent: of the value.
+      with_value: whether the caller reads the value.
+    """
+    if isinstance(fun, FromCodes) and all(isinstance(codec, Quantized) for codec in codecs):
+        codes, cotangent = wait_for(codes, cotangent)
+        return fun.from_codes(codes, others, cotangent, with_value)
+    decoded, cotangent = decode_late(codes, codecs, cotangent)
+    smooth, merge = _split_smooth(others)
+    run = lambda activations, floats: fun(activations, merge(floats))  # noqa: E731
+    value, pullback = jax.vjp(run, decoded, smooth)
+    dactivations, dfloats = pullback(cotangent)
+    return value, dactivations, merge(dfloats, rest=None)
+
+
+def _split_smooth(tree: Any) -> tuple[list[jax.Array], Callable[..., Any]]:
+    """Returns the leaves that have derivatives, and a function that puts such leaves back."""
+    leaves, treedef = jax.tree.flatten(tree)
+    places = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+    def merge(floats: Sequence[Any], rest: Any = leaves) -> Any:
+        merged = [None] * len(leaves) if rest is None else list(rest)
+        for i, x in zip(places, floats, strict=True):
+            merged[i] = x
+        return jax.tree.unflatten(treedef, merged)
+
+    return [leaves[i] for i in places], merge
+
+
+class Operator:
+    """A function for `coded_call` that may replace the steps of its two passes.
+
+    Subclasses are hashable and hold no arrays.
+    """
+
+    def __call__(self, activations: Any, others: Any) -> Any:
+        """Returns the value where it is not differentiated."""
+        raise NotImplementedError
+
+    def forward(self, activations: Any, others: Any) -> Any:
+        """Returns the value in the forward pass of a gradient."""
+        return self(activations, others)
+
+    def encode(
+        self,
+        activations: Sequence[jax.Array],
+        others: Any,
+        codecs: Sequence[Codec],
+        key: Any,
+        operator: str,
+        names: Sequence[str],
+    ) -> tuple[Sequence[jax.Array], Any]:
+        """Returns the activations to compute with, and what `backward` gets as `codes`."""
+        del others
+        return encode_all(activations, codecs, key, operator, names)
+
+    def hold(self, others: Any) -> Any:
+        """Returns what is kept of `others`, which `backward` gets."""
+        return hold(others)
+
+    def backward(
+        self, codes: Any, codecs: Sequence[Codec], held: Any, cotangent: Any
+    ) -> tuple[Any, Any]:
+        """Returns the cotangents of activations and others."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class _Differentiated(Operator):
+    """A plain function, differentiated at the decoded activations."""
+
+    fun: Callable[[Any, Any], Any]
+
+    def __call__(self, activations, others):
+        return self.fun(activations, others)
+
+    def backward(self, codes, codecs, held, cotangent):
+        others = restore(held)
+        _, dactivations, dothers = differentiate(
+            self.fun, codes, codecs, others, cotangent, with_value=False
+        )
+        return dactivations, dothers
+
+
+def coded_call(
+    fun: Operator | Callable[[Any, Any], Any],
+    activations: Sequence[jax.Array],
+    others: Any,
+    codecs: Sequence[Codec],
+    key: Any,
+    operator: str,
+    names: Sequence[str],
+) -> Any:
+    """Returns `fun(activations, others)`, and keeps codes of the activations and `others`.
+
+    The value is exact. The backward pass differentiates `fun` at the decoded activations, unless
+    `fun` is an `Operator`, which has a backward pass of its own.
+
+    Args:
+      fun: what to compute; returns a pytree of arrays and closes over no arrays.
+      activations: floating point arrays.
+      others: a pytree of everything else that `fun` reads.
+      codecs: one for each activation.
+      key: randomness, folded with the number of the activation, or a tuple with a key for each
+        activation; None if no codec draws.
+      operator: name of the operator for `actjax.explain`.
+      names: one for each activation, for `actjax.explain`.
+
+    Raises:
+      ValueError: a codec draws random numbers and there is no key.
+    """
+    for i, codec in enumerate(codecs):
+        if codec.needs_key:
+            codec.required_key(key[i] if isinstance(key, tuple | list) else key)
+    fun = fun if isinstance(fun, Operator) else _Differentiated(fun)
+    return _coded_call(fun, operator, tuple(names), tuple(activations), others, tuple(codecs), key)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _coded_call(fun, operator, names, activations, others, codecs, key):
+    del operator, names, codecs, key
+    return fun(activations, others)
+
+
+def _coded_call_fwd(fun, operator, names, activations, others, codecs, key):
+    with jax.named_scope(f"actjax.{operator}"):
+        activations, codes = fun.encode(activations, others, codecs, key, operator, names)
+        return fun.forward(activations, others), (codes, fun.hold(others), codecs)
+
+
+def _coded_call_bwd(fun, operator, names, residuals, cotangent):
+    del names
+    codes, held, codecs = residuals
+    with jax.named_scope(f"actjax.{operator}"):
+        dactivations, dothers = fun.backward(codes, codecs, held, cotangent)
+    return dactivations, dothers, None, None
+
+
+_coded_call.defvjp(_coded_call_fwd, _coded_call_bwd)

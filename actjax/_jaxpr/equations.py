@@ -1,0 +1,69 @@
+"""Single equations of a program: their bodies, and how to run them.
+
+This module holds everything that depends on how a version of JAX writes its equations.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend import core, source_info_util
+
+_CALLS = ("jit", "pjit", "closed_call", "core_call")
+"""Equations that only run a program. `jax.jit` has different names in different versions of JAX."""
+_CUSTOM = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+_BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+
+
+def body_of(eqn: core.JaxprEqn) -> core.ClosedJaxpr | None:
+    """Returns the program that a call, a loop or a custom rule runs; None if there is none.
+
+    The branches of a `cond` are several programs: see `branches_of`.
+    """
+    for name in _BODIES:
+        body: Any = eqn.params.get(name)
+        if isinstance(body, core.ClosedJaxpr):
+            return body
+        if isinstance(body, core.Jaxpr):
+            return core.ClosedJaxpr(body, [])
+    return None
+
+
+def branches_of(eqn: core.JaxprEqn) -> tuple[core.ClosedJaxpr, ...]:
+    """Returns the branches of a `cond`; an empty tuple for other equations.
+
+    A branch gets all inputs of the `cond` but the first, which selects it.
+    """
+    return tuple(eqn.params["branches"]) if eqn.primitive.name == "cond" else ()
+
+
+def called(eqn: core.JaxprEqn, custom: bool = False) -> core.ClosedJaxpr | None:
+    """Returns the program that an equation only calls; None if the equation does anything else.
+
+    Args:
+      eqn: the equation.
+      custom: whether functions with custom differentiation rules count as calls.
+    """
+    if eqn.primitive.name not in (*_CALLS, *(_CUSTOM if custom else ())):
+        return None
+    return body_of(eqn)
+
+
+def scan_counts(eqn: core.JaxprEqn) -> tuple[int, int]:
+    """Returns how many inputs of a `lax.scan` are constants of its body, and how many its carry."""
+    params = eqn.params
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    # From JAX 0.12 on a tree tells them apart: constants, carry, and what is scanned over.
+    constants, carry, _ = params["ft_in"].unpack()
+    return len(constants), len(carry)
+
+
+def run_equation(eqn: core.JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
+    """Returns the outputs of one equation, in its original context and with its source line."""
+    source = eqn.source_info
+    stack = source_info_util.current_name_stack() + source.name_stack
+    context: Any = eqn.ctx
+    with source_info_util.user_context(source.traceback, name_stack=stack), context.manager:
+        params = eqn.primitive.get_bind_params(eqn.params)
+        outputs = eqn.primitive.bind(*inputs, **params)
+    return outputs if eqn.primitive.multiple_results else [outputs]

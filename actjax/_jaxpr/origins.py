@@ -1,0 +1,95 @@
+"""Which operation makes a variable of a program, and which actjax operators keep it."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from jax.extend import core, source_info_util
+
+from actjax._core.tags import Tag
+from actjax._jaxpr.equations import body_of, scan_counts
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """The origin of a residual.
+
+    Attributes:
+      operator: the primitive that made it; "constant" or "argument" if none did.
+      name: the line of the user's program, as far as JAX knows it.
+      tag: its tag, if an actjax operator made it in order to keep it.
+      readers: tags of the actjax operators that read it and keep it exactly.
+      outer: the variable of the whole program that it equals, if it is passed through unchanged.
+      is_slices: whether it consists of the slices of an argument that a loop runs over, stacked
+        again.
+    """
+
+    operator: str
+    name: str
+    tag: Tag | None
+    readers: tuple[Tag, ...]
+    outer: core.Var | None
+    is_slices: bool = False
+
+
+def origin_of(jaxpr: core.Jaxpr, var: core.Var) -> Origin:
+    """Follows a variable to the operation that made it, into the bodies of calls and loops."""
+    readers = tuple(_readers(jaxpr, var))
+    eqn = next((e for e in jaxpr.eqns if var in e.outvars), None)
+    if eqn is None:
+        known = "constant" if var in jaxpr.constvars else "argument"
+        return Origin(known, "", None, readers, var)
+    if eqn.primitive.name == "optimization_barrier":
+        passed = eqn.invars[eqn.outvars.index(var)]
+        if isinstance(passed, core.Var):
+            origin = origin_of(jaxpr, passed)
+            return dataclasses.replace(origin, readers=(*readers, *origin.readers))
+    body = _body(eqn)
+    inner = body.outvars[eqn.outvars.index(var)] if body is not None else None
+    if body is None or not isinstance(inner, core.Var):
+        tag = Tag.decode(eqn.params["name"]) if eqn.primitive.name == "name" else None
+        return Origin(eqn.primitive.name, _where(eqn), tag, readers, None)
+    origin = origin_of(body, inner)
+    readers = (*readers, *origin.readers)
+    if origin.outer not in body.invars:
+        return dataclasses.replace(origin, readers=readers, outer=None)
+    given = eqn.invars[body.invars.index(origin.outer)]
+    # The stack of the carries of a loop is not the array that the loop was given.
+    if isinstance(given, core.Var) and _shape(given) == _shape(var):
+        return dataclasses.replace(origin_of(jaxpr, given), readers=readers)
+    position = body.invars.index(origin.outer)
+    is_slices = eqn.primitive.name == "scan" and position >= sum(scan_counts(eqn))
+    return Origin(eqn.primitive.name, _where(eqn), None, readers, None, is_slices)
+
+
+def _readers(jaxpr: core.Jaxpr, var: core.Var) -> Iterator[Tag]:
+    """Yields the tags under which `var` is read, also inside calls."""
+    for eqn in jaxpr.eqns:
+        for position, invar in enumerate(eqn.invars):
+            if invar is not var:
+                continue
+            body = _body(eqn)
+            if eqn.primitive.name == "name":
+                tag = Tag.decode(eqn.params["name"])
+                if tag is not None:
+                    yield tag
+            elif body is not None and eqn.primitive.name != "scan":
+                yield from _readers(body, body.invars[position])
+
+
+def _body(eqn: core.JaxprEqn) -> core.Jaxpr | None:
+    """Returns the body of a call or a scan whose inputs and outputs match those of the equation."""
+    body = body_of(eqn)
+    if body is None or len(body.jaxpr.outvars) != len(eqn.outvars):
+        return None
+    return body.jaxpr if len(body.jaxpr.invars) == len(eqn.invars) else None
+
+
+def _where(eqn: core.JaxprEqn) -> str:
+    """Returns the line of the user's program that an equation comes from, without its folder."""
+    return source_info_util.summarize(eqn.source_info).rsplit("/", 1)[-1]
+
+
+def _shape(var: core.Var) -> tuple[int, ...]:
+    aval: Any = var.aval
+    return tuple(aval.shape)

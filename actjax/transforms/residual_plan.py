@@ -1,0 +1,324 @@
+"""Which arrays a function keeps for its backward pass, and what stores them.
+
+GACT recognises parameters by their address, and stores a tensor that three operators keep only
+once. Here both follow from the traced program.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from actjax._core.tags import Tag
+from actjax._jaxpr.origins import origin_of
+from actjax._jaxpr.programs import run_inlined
+from actjax._jaxpr.rebuilding import Graph
+from actjax.codecs import Codec
+from actjax.kernels.packing import pack, unpack
+
+LARGEST_OVER_SMALL = 32
+"""If the rule is a codec, arrays smaller than the largest by more than this factor stay exact:
+statistics and log-sum-exps, which save nothing and on which much may depend."""
+LEFT_BY_RULE = "left by the rule"
+_NOT_FLOATING = "no floating point numbers"
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """An array that a function keeps for its backward pass; the input of a rule.
+
+    Attributes:
+      name: its `jax.ad_checkpoint.checkpoint_name` if it has one; otherwise the path of the
+        argument that it is, or the line of the program that made it.
+      primitive: the JAX primitive that made it; "argument" for an argument.
+      shape: its shape; within a loop the shape in one iteration.
+      dtype: its dtype, as text.
+    """
+
+    name: str
+    primitive: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes without encoding."""
+        return self.size * jnp.dtype(self.dtype).itemsize
+
+
+Rule = Callable[[Candidate], Codec | Literal["leave"] | None]
+"""From a candidate to the codec that stores it, or to None or "leave" to keep it exactly."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Settings that all loops of a function share.
+
+    Attributes:
+      rule: selects the codec of an array.
+      rebuild: whether cheap residuals are rebuilt.
+    """
+
+    rule: Rule | Codec
+    rebuild: bool
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class BitMask:
+    """Stores booleans [..., d] in one bit each. This is exact, so no rule decides on it.
+
+    Attributes:
+      features: d.
+    """
+
+    features: int
+    needs_key = False
+
+    def __repr__(self) -> str:
+        return "a bit each"
+
+    def encode(self, x: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, ...]:
+        del key
+        return pack(x.astype(jnp.uint8), 1)
+
+    def decode(self, code: tuple[jax.Array, ...]) -> jax.Array:
+        return unpack(code, 1, self.features).astype(bool)
+
+
+StoredBy = Codec | BitMask
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """An array that is kept, exactly or as a code.
+
+    Attributes:
+      var: its variable in the forward program.
+      candidate: its description for the rule.
+      reason: why it is kept exactly; empty if a codec stores it.
+    """
+
+    var: Any
+    candidate: Candidate
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """What a function keeps for its backward pass. Made before the function runs.
+
+    Attributes:
+      forward: from inputs to outputs and kept arrays, in the order of `kept`.
+      outputs: number of outputs.
+      kept: the kept arrays.
+      codecs: the codec of each kept array; None if it is kept exactly.
+      leaves: for each leaf of the pullback its variable in the forward program, or a literal.
+      graph: how the leaves are rebuilt from the kept arrays.
+      backward: the pullback, from its leaves and the cotangents of the smooth outputs to the
+        cotangents of the smooth inputs.
+      smooth_inputs: positions of the inputs that can be differentiated.
+      one_way: for inputs that no gradient may pass, the operation without a derivative.
+      smooth_outputs: positions of the outputs that can be differentiated.
+    """
+
+    forward: core.ClosedJaxpr
+    outputs: int
+    kept: tuple[Kept, ...]
+    codecs: tuple[StoredBy | None, ...]
+    leaves: tuple[core.Var | core.Literal, ...]
+    graph: Graph
+    backward: core.ClosedJaxpr
+    smooth_inputs: tuple[int, ...]
+    one_way: dict[int, str]
+    smooth_outputs: tuple[int, ...]
+
+
+def make_plan(
+    run: Callable[..., list[Any]],
+    inputs: Sequence[Any],
+    names: Sequence[str],
+    dies: Sequence[bool],
+    settings: Settings,
+    one_way: dict[int, str],
+) -> Plan:
+    """Traces a function with its pullback, and decides what to keep for the pullback.
+
+    Args:
+      run: from inputs to outputs.
+      inputs: arrays.
+      names: of the inputs.
+      dies: which inputs are dead after the forward pass.
+      settings: what is done with residuals.
+      one_way: for the inputs that no gradient may pass, the operation without a derivative.
+    """
+    traced = _trace(run, inputs)
+    jaxpr, count = traced.forward.jaxpr, traced.outputs
+    alive = {*jaxpr.constvars}
+    alive |= {x for x, dead in zip(jaxpr.invars, dies, strict=True) if not dead}
+    graph = Graph(jaxpr, lambda x: 0 if x in alive else _nbytes(x), rebuild=settings.rebuild)
+    leaves = jaxpr.outvars[count:]
+    kept = graph.choose([x for x in leaves if isinstance(x, core.Var)])
+    found = [_describe(jaxpr, graph, var, names, dies) for var in kept]
+    codecs = _decide(found, settings.rule)
+    settled = [
+        dataclasses.replace(k, reason="" if codec is not None else k.reason or LEFT_BY_RULE)
+        for k, codec in zip(found, codecs, strict=True)
+    ]
+    shortened = _with_outputs(jaxpr, [*jaxpr.outvars[:count], *kept])
+    return Plan(
+        forward=core.ClosedJaxpr(shortened, traced.forward.consts),
+        outputs=count,
+        kept=tuple(settled),
+        codecs=tuple(codecs),
+        leaves=tuple(leaves),
+        graph=graph,
+        backward=traced.backward,
+        smooth_inputs=traced.smooth_inputs,
+        one_way=one_way,
+        smooth_outputs=traced.smooth_outputs,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Traced:
+    """A function and its pullback as programs.
+
+    Attributes:
+      forward: from inputs to outputs and the leaves of the pullback.
+      outputs: number of outputs.
+      backward: from the leaves and the cotangents of the smooth outputs to those of the smooth
+        inputs.
+      smooth_inputs: positions of the inputs that can be differentiated.
+      smooth_outputs: positions of the outputs that can be differentiated.
+    """
+
+    forward: core.ClosedJaxpr
+    outputs: int
+    backward: core.ClosedJaxpr
+    smooth_inputs: tuple[int, ...]
+    smooth_outputs: tuple[int, ...]
+
+
+def _trace(run: Callable[..., list[Any]], inputs: Sequence[Any]) -> _Traced:
+    smooth = _smooth(inputs)
+    structures: list[Any] = []
+
+    def forward(*inputs: Any) -> list[Any]:
+        def of_smooth(*floats: Any) -> Any:
+            merged = list(inputs)
+            for i, x in zip(smooth, floats, strict=True):
+                merged[i] = x
+            outputs = run(*merged)
+            chosen = _smooth(outputs)
+            structures.append((len(outputs), chosen))
+            return [outputs[i] for i in chosen], outputs
+
+        floats = [inputs[i] for i in smooth]
+        _, pullback, outputs = jax.vjp(of_smooth, *floats, has_aux=True)
+        leaves, treedef = jax.tree.flatten(pullback)
+        structures.append(treedef)
+        return [*outputs, *leaves]
+
+    program = _inlined(forward, inputs)
+    (count, smooth_outputs), treedef = structures[-2:]
+    avals = [x.aval for x in program.jaxpr.outvars]
+    backward = _inlined(
+        lambda leaves, cotangents: jax.tree.unflatten(treedef, leaves)(cotangents),
+        (avals[count:], [avals[i] for i in smooth_outputs]),
+    )
+    return _Traced(program, count, backward, smooth, smooth_outputs)
+
+
+def _smooth(values: Sequence[Any]) -> tuple[int, ...]:
+    """Returns the positions of the arrays that can be differentiated: floating point or complex."""
+    inexact = (jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact) for x in values)
+    return tuple(i for i, yes in enumerate(inexact) if yes)
+
+
+def _inlined(fun: Callable[..., Any], args: Sequence[Any]) -> core.ClosedJaxpr:
+    """Returns the program of a function of arrays (or shapes) with all calls inlined."""
+    structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), list(args))
+    traced = jax.make_jaxpr(fun)(*structs)
+    leaves = jax.tree.leaves(structs)
+    return jax.make_jaxpr(lambda *x: run_inlined(traced, x, custom=True))(*leaves)
+
+
+def _decide(found: list[Kept], rule: Rule | Codec) -> list[StoredBy | None]:
+    """Returns what stores each array."""
+    open_ones = [k.candidate for k in found if not k.reason]
+    if isinstance(rule, Codec):
+        codec, largest = rule, max((c.size for c in open_ones), default=0)
+        rule = lambda c: codec if c.shape and 0 < largest <= c.size * LARGEST_OVER_SMALL else None  # noqa: E731
+    codecs: list[StoredBy | None] = []
+    for k in found:
+        if k.reason == _NOT_FLOATING and k.candidate.dtype == "bool" and k.candidate.shape:
+            codecs.append(BitMask(k.candidate.shape[-1]))
+            continue
+        chosen = None if k.reason else rule(k.candidate)
+        leave = chosen is None or (isinstance(chosen, str) and chosen == "leave")
+        if not leave and not isinstance(chosen, Codec):
+            raise TypeError(
+                f"`rule` returned {chosen!r} for {k.candidate}: return an actjax.Codec, or None to"
+                " leave it as it is."
+            )
+        codecs.append(chosen if isinstance(chosen, Codec) else None)
+    return codecs
+
+
+def _describe(
+    jaxpr: core.Jaxpr, graph: Graph, var: core.Var, names: Sequence[str], dies: Sequence[bool]
+) -> Kept:
+    """Returns the description of a kept array."""
+    aval: Any = var.aval
+    origin, reason = origin_of(jaxpr, var), ""
+    name, primitive = _given_name(jaxpr, graph, var) or origin.name, origin.operator
+    if var in jaxpr.invars:
+        position = jaxpr.invars.index(var)
+        name, primitive = name or names[position], "argument"
+        reason = "" if dies[position] else "an argument, alive anyway"
+    elif var in jaxpr.constvars:
+        reason = "a constant, alive anyway"
+    elif origin.tag is not None and origin.tag.is_code:
+        reason = "stored by an actjax operator"
+    elif origin.tag is not None and origin.tag.left:
+        reason = "decided on in its loop"
+    elif origin.is_slices:
+        reason = "slices of an argument, alive anyway"
+    if not reason and not is_floating(aval):
+        reason = _NOT_FLOATING
+    return Kept(var, Candidate(name, primitive, tuple(aval.shape), str(aval.dtype)), reason)
+
+
+def _given_name(jaxpr: core.Jaxpr, graph: Graph, var: core.Var) -> str:
+    """Returns the name of an array or of a view of it: the user's, otherwise an operator's."""
+    known = ""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "name" and graph.is_view(eqn.outvars[0], var):
+            tag = Tag.decode(eqn.params["name"])
+            if tag is None:
+                return eqn.params["name"]
+            known = known or tag.name
+    return known
+
+
+def _with_outputs(jaxpr: core.Jaxpr, outvars: list[Any]) -> core.Jaxpr:
+    return jaxpr.replace(outvars=outvars, debug_info=jaxpr.debug_info.with_unknown_names())
+
+
+def _nbytes(var: Any) -> int:
+    return var.aval.size * var.aval.dtype.itemsize
+
+
+def is_floating(aval: Any) -> bool:
+    """Returns whether an abstract value has floating point numbers."""
+    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.floating)

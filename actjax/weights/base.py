@@ -1,0 +1,194 @@
+"""What a linear operator asks of a weight, whatever the weight is made of.
+
+A weight [d, n] is an array, or a pytree around one: frozen, in 4 bits, adapted, tapped. Each kind
+is a `Weight` in a separate file. The operators call its methods and know no kind by name.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+
+from actjax._math.precision import contract_tokens, matmul
+from actjax.codecs import Codec
+from actjax.codecs import basis as in_basis
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredInput:
+    """The input `x` [..., d] of a linear operator, as the backward pass finds it.
+
+    Attributes:
+      codec: how `x` is stored, unless it is stored in a basis.
+      code: the code of `x`; a `BasisCode` if it is stored in a basis.
+      basis: the basis [d, k] of that code, if a weight needs its gradient in full; else None.
+    """
+
+    codec: Codec
+    code: Any
+    basis: jax.Array | None = None
+
+    @property
+    def is_in_basis(self) -> bool:
+        """Whether coordinates in a basis are stored."""
+        return isinstance(self.code, in_basis.BasisCode)
+
+    def value(self) -> jax.Array:
+        """Returns the decoded input `x_hat`, [..., d]."""
+        if not self.is_in_basis:
+            return self.codec.decode(self.code)
+        coordinates = in_basis.decode(self.code)
+        return matmul(coordinates, self._basis.astype(coordinates.dtype).T)
+
+    def weight_grad(self, dz: jax.Array) -> jax.Array:
+        """Returns `x_hatᵀ dz`, [d, n]."""
+        if not self.is_in_basis:
+            return self.codec.weight_grad(self.code, dz)
+        right = self.right(dz)
+        return matmul(self._basis.astype(right.dtype), right)
+
+    def left(self) -> jax.Array:
+        """Returns the factor [d, k] of `x_hatᵀ dz` that all weights of this input share."""
+        codec: Any = self.codec
+        return codec.left(self.code)
+
+    def right(self, dz: jax.Array) -> jax.Array:
+        """Returns the factor [k, n] of `x_hatᵀ dz`; in a basis `P` it is `(x P)ᵀ dz`."""
+        if self.is_in_basis:
+            return contract_tokens(in_basis.decode(self.code), dz)
+        codec: Any = self.codec
+        return codec.right(self.code, dz)
+
+    @property
+    def _basis(self) -> jax.Array:
+        assert self.basis is not None
+        return self.basis
+
+
+class Weight:
+    """A weight [d, n] as linear operators read it.
+
+    Subclasses are pytrees with `shape`, `ndim` and `dtype`.
+
+    Attributes:
+      needs_input: whether the gradient reads the input of the operator.
+    """
+
+    needs_input: ClassVar[bool] = True
+
+    def opened(self) -> "Weight":
+        """Returns the weight with the values of Flax variables in place of these variables."""
+        return self
+
+    def check(self, name: str) -> None:
+        """Raises unless the parts of the weight fit one another; `name` is for the message."""
+        del name
+
+    def parts(self) -> tuple["Weight", ...]:
+        """Returns the weights that the operator multiplies its input by."""
+        return (self,)
+
+    def join(self, products: Sequence[jax.Array], split: bool, name: str) -> Any:
+        """Returns the output of the operator from the products with `parts()`.
+
+        Args:
+          products: one for each part.
+          split: whether to return an `actjax.LowRankSum` if there is an adapter.
+          name: of an adapter, for `actjax.explain`.
+        """
+        del split, name
+        (product,) = products
+        return product
+
+    def input_basis(self) -> tuple[jax.Array, int] | None:
+        """Returns the basis [d, k] to store the input in and the bits of a coordinate, or None."""
+        return None
+
+    def plain(self) -> "Weight":
+        """Returns the weight without what is only for its gradient."""
+        return self
+
+    def with_unquantized_input(self) -> "Weight":
+        """Returns the weight, whose `input_basis` does not quantize coordinates."""
+        return self
+
+    def times(self, x: jax.Array) -> jax.Array:
+        """Returns `x w`, [..., n], in the accumulation dtype."""
+        raise NotImplementedError
+
+    def transposed_times(self, dz: jax.Array) -> jax.Array:
+        """Returns `dz wᵀ`, [..., d], in the accumulation dtype."""
+        raise NotImplementedError
+
+    def hold_for_linear(self) -> "Weight":
+        """Returns what a linear operator keeps of the weight between its passes."""
+        return self
+
+    def gradient(self, stored: StoredInput, dz: jax.Array) -> Any:
+        """Returns the cotangent of the weight, a pytree like it; None if it has no gradient."""
+        raise NotImplementedError
+
+
+class WrappedWeight(Weight):
+    """A weight around an array or another weight.
+
+    Attributes:
+      weight: what it wraps, [d, n].
+    """
+
+    weight: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weight."""
+        return self.weight.shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes of the weight."""
+        return self.weight.ndim
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the weight."""
+        return self.weight.dtype
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ArrayWeight(WrappedWeight):
+    """A plain array.
+
+    Attributes:
+      weight: [d, n].
+    """
+
+    weight: Any
+
+    def times(self, x: jax.Array) -> jax.Array:
+        return matmul(x, self.weight.astype(x.dtype))
+
+    def transposed_times(self, dz: jax.Array) -> jax.Array:
+        return matmul(dz, self.weight.astype(dz.dtype).T)
+
+    def gradient(self, stored: StoredInput, dz: jax.Array) -> "ArrayWeight":
+        return ArrayWeight(stored.weight_grad(dz).astype(self.dtype))
+
+
+def value_of(x: Any) -> Any:
+    """Returns the value of a Flax nnx variable; anything else as it is."""
+    return x.get_value() if hasattr(x, "get_value") else x
+
+
+def as_weight(w: Any) -> Weight:
+    """Returns an array, a Flax variable or a weight as a `Weight`."""
+    w = value_of(w)
+    return w.opened() if isinstance(w, Weight) else ArrayWeight(w)
+
+
+def shape_text(x: Any) -> str:
+    """Returns the dtype and shape of an array as text, without its numbers."""
+    if not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
+        return repr(x)
+    return f"{x.dtype}{list(x.shape)}"

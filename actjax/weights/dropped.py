@@ -1,0 +1,46 @@
+"""Weights whose input has dropout."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from actjax._math.precision import contract_tokens, matmul
+from actjax.weights.base import StoredInput, WrappedWeight
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DroppedInput(WrappedWeight):
+    """A weight [d, n] whose input is partly set to zero (dropout).
+
+    Other weights of the same operator read the whole input.
+
+    Attributes:
+      weight: an array.
+      key: selects the entries that are set to zero; both passes select the same.
+      rate: share of the entries that are set to zero. The others are divided by `1 - rate`. Static.
+    """
+
+    weight: Any
+    key: Any
+    rate: float = dataclasses.field(metadata={"static": True})
+
+    def drop(self, x: jax.Array) -> jax.Array:
+        """Returns an input, or the cotangent of an input, with dropout applied."""
+        kept = jax.random.bernoulli(self.key, 1 - self.rate, x.shape)
+        return jnp.where(kept, x / (1 - self.rate), 0).astype(x.dtype)
+
+    def times(self, x: jax.Array) -> jax.Array:
+        return matmul(self.drop(x), self.weight.astype(x.dtype))
+
+    def transposed_times(self, dz: jax.Array) -> jax.Array:
+        return self.drop(matmul(dz, self.weight.astype(dz.dtype).T))
+
+    def gradient(self, stored: StoredInput, dz: jax.Array) -> "DroppedInput":
+        x = stored.value()
+        if stored.is_in_basis:
+            x = x.astype(dz.dtype)
+        gradient = contract_tokens(self.drop(x), dz)
+        return dataclasses.replace(self, weight=gradient.astype(self.dtype), key=None)

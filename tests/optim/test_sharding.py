@@ -1,0 +1,112 @@
+"""Optimizers on four devices: the same values as on one, and few bytes gathered."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from actjax import optim
+from benchmarks.all_reduce import collectives
+from train.sharding import state_shardings
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+ADAMW = optax.adamw(1e-2, weight_decay=0.1)
+LAYERS, WIDTH, TOKENS = 4, 64, 8
+
+
+def parameters():
+    """Returns two stacks of weights, and one weight that is read before and after the layers."""
+    rng = np.random.default_rng(0)
+    w1, w2 = rng.normal(size=(2, LAYERS, WIDTH, WIDTH)) / WIDTH**0.5
+    tied = rng.normal(size=(WIDTH, WIDTH)) / WIDTH**0.5
+    return jax.tree.map(jnp.asarray, {"tied": tied, "layers": {"w1": w1, "w2": w2}})
+
+
+def before(params, x):
+    return x @ params["tied"]
+
+
+def layer(block, x, _inputs=None, _slice=None):
+    return x + jnp.tanh(x @ block["w1"]) @ block["w2"]
+
+
+def after(params, x, _inputs=None):
+    return jnp.sum((x @ params["tied"].T) ** 2)
+
+
+def whole_loss(params, x):
+    x, _ = jax.lax.scan(lambda x, w: (layer(w, x), None), before(params, x), params["layers"])
+    return after(params, x)
+
+
+def apply_step():
+    tx = optim.eight_bit(ADAMW, min_size=64)
+
+    def step(params, state, x):
+        return optim.apply(tx, jax.grad(whole_loss)(params, x), state, params)
+
+    return functools.partial(optim.init, tx), step
+
+
+def in_backward_step():
+    update = optim.in_backward(before, layer, after, ADAMW, clip=0.1)
+    return update.init, lambda *args: update.step(*args)[:2]
+
+
+STEPS = {"apply": apply_step, "in_backward": in_backward_step}
+
+
+@functools.cache
+def mesh():
+    return jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,))
+
+
+def placed(tree):
+    return jax.device_put(tree, state_shardings(tree, mesh()))
+
+
+@pytest.mark.usefixtures("quick_compile")
+@pytest.mark.parametrize("name", STEPS)
+def test_four_devices_step_as_one_and_gather_no_stack_of_layers(name):
+    init, step = STEPS[name]()
+    params = parameters()
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(TOKENS, WIDTH)))
+    one = params, jax.jit(init)(params)
+    four = placed(one)
+    rows = jax.device_put(x, NamedSharding(mesh(), PartitionSpec("fsdp")))
+    with jax.set_mesh(mesh()):
+        shardings = jax.tree.map(lambda a: a.sharding, four)
+        program = jax.jit(step, out_shardings=shardings).lower(*four, rows).compile()
+    step = jax.jit(step)
+    for _ in range(2):
+        one, four = step(*one, x), program(*four, rows)
+    for a, b in zip(jax.tree.leaves(four[0]), jax.tree.leaves(one[0]), strict=True):
+        # In float64, except for the norm that decides how far `in_backward` clips.
+        np.testing.assert_allclose(a, b, atol=1e-7)
+    gathered = sum(
+        found["bytes"] * found["times"]
+        for found in collectives(program.as_text())
+        if found["kind"] == "all-gather"
+    )
+    # Forward pass, backward pass and update may gather each weight once. With a layout pinned, each
+    # stack of weights and moments is gathered once for each layer.
+    assert gathered <= 3 * sum(w.nbytes for w in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_layouts_are_pinned_on_one_device_only(name):
+    init, step = STEPS[name]()
+    params = parameters()
+    arguments = params, jax.jit(init)(params), jnp.ones((TOKENS, WIDTH))
+    lower = jax.jit(step).lower
+    pinned = "LayoutConstraint"
+    assert pinned in lower(*arguments).as_text()
+    # The mesh is that of the arguments, or of `jax.set_mesh`.
+    assert pinned not in lower(*placed(arguments)).as_text()
+    with jax.set_mesh(mesh()):
+        assert pinned not in lower(*arguments).as_text()
