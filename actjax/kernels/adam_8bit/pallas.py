@@ -10,9 +10,9 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from actjax._math.division import over
 from actjax.kernels import coded, tiles
 from actjax.kernels.blockwise import Blockwise, decades
-from actjax.kernels.format import over
 
 LARGEST_BLOCK = 4096
 """Values that share a scale: registers have to hold all of them."""

@@ -12,8 +12,10 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from actjax.kernels import coded, tiles
+from actjax._math.division import over
+from actjax.kernels import coded, group_scales, tiles
 from actjax.kernels import format as fmt
+from actjax.kernels.levels import normal_levels
 from actjax.kernels.packing import PLANES
 from actjax.kernels.tiles import Part, load, store
 
@@ -146,7 +148,7 @@ def _fit(
 ) -> tuple[jax.Array | None, jax.Array]:
     """Returns the lowest value and the scale of each group, [tokens, groups, 1], float32.
 
-    As `actjax.kernels.format.fit`.
+    As `actjax.kernels.group_scales.fit`.
     """
     if format.levels == "uniform":
         offset = _least([_where_exists(part, i, v, np.inf) for i, v in enumerate(values)])
@@ -154,7 +156,7 @@ def _fit(
         offset = _rounded(offset, -1, format)
         return offset, _rounded((high - offset) / np.float32(2**format.bits - 1), 1, format)
     largest = _largest([jnp.abs(v) for v in values])
-    units = [fmt.over(v, largest) for v in values]
+    units = [over(v, largest) for v in values]
     deviation = jnp.sqrt(_total([u * u for u in units]) * np.float32(1 / part.size))
     levels = [coded.normal_values(_nearest_level(u, deviation, format), format.bits) for u in units]
     squares = [_where_exists(part, i, level * level, 0) for i, level in enumerate(levels)]
@@ -182,14 +184,14 @@ def _total(values: list[jax.Array]) -> jax.Array:
 
 
 def _rounded(scale: jax.Array, towards: int, format: fmt.Format) -> jax.Array:
-    """As `actjax.kernels.format.rounded_scale`, for bfloat16 and float32."""
+    """As `actjax.kernels.group_scales.rounded_scale`, for bfloat16 and float32."""
     if format.scale_dtype == "float32":
         return scale
     rounded = _to_bfloat16(scale)
     if towards == 0:
         return rounded
     moved = _to_bfloat16(scale + np.float32(towards * 2.0**-8) * jnp.abs(scale))
-    slack = np.float32(fmt.SLACK if towards > 0 else 0) * jnp.abs(scale)
+    slack = np.float32(group_scales.SLACK if towards > 0 else 0) * jnp.abs(scale)
     return jnp.where((rounded - scale) * np.float32(towards) < -slack, moved, rounded)
 
 
@@ -220,9 +222,9 @@ def _round(
         return _nearest_level(value, scale, format)
     top = 2**format.bits - 1
     if offset is None:
-        position = fmt.over(value, scale) + np.float32(top / 2)
+        position = over(value, scale) + np.float32(top / 2)
     else:
-        position = fmt.over(value - offset, scale)
+        position = over(value - offset, scale)
     if shift is not None:
         position = position + shift
     # Not shifted, it is within the levels already, but for what the last line rounds off.
@@ -232,8 +234,8 @@ def _round(
 
 
 def _nearest_level(value: jax.Array, scale: jax.Array, format: fmt.Format) -> jax.Array:
-    position = fmt.over(value, scale)
-    levels = fmt.normal_levels(format.bits)
+    position = over(value, scale)
+    levels = normal_levels(format.bits)
     bounds = ((levels[1:] + levels[:-1]) / 2).astype(np.float32)
     return functools.reduce(operator.add, ((position > b).astype(jnp.int32) for b in bounds))
 
