@@ -361,7 +361,7 @@ REFUSED = {
 def test_nothing_else_can_read_a_tapped_weight(operation, tapped):
     message = (
         "the weight `layers.w` has a factored gradient, so only `actjax.linear` and"
-        " `actjax.qkv_projection` can read it, and only `.astype` cast it: use these, give the"
+        " `actjax.qkv_projection` can read it, and only `.astype` can cast it: use these, give the"
         " operator codec=Exact(), or differentiate with jax.value_and_grad."
     )
     with pytest.raises(TypeError, match=re.escape(message)):
