@@ -2,6 +2,7 @@
 
 from actjax import optim as optim
 from actjax.codecs import Calibrated as Calibrated
+from actjax.codecs import ChannelRange as ChannelRange
 from actjax.codecs import Codec as Codec
 from actjax.codecs import Exact as Exact
 from actjax.codecs import Offloaded as Offloaded
@@ -10,6 +11,9 @@ from actjax.codecs import PrincipalPlusRandom as PrincipalPlusRandom
 from actjax.codecs import Quantized as Quantized
 from actjax.codecs import RandomizedSVD as RandomizedSVD
 from actjax.codecs import RandomProjection as RandomProjection
+from actjax.codecs.low_rank import Sketch as Sketch
+from actjax.kernels.format import Levels as Levels
+from actjax.kernels.format import Rounding as Rounding
 from actjax.low_rank import LowRank as LowRank
 from actjax.low_rank import clip_by_global_norm as clip_by_global_norm
 from actjax.low_rank import global_norm as global_norm
@@ -25,6 +29,7 @@ from actjax.ops import rope as rope
 from actjax.ops import swiglu as swiglu
 from actjax.ops import swiglu_linear as swiglu_linear
 from actjax.transforms.accumulate import accumulate as accumulate
+from actjax.transforms.bits import Estimate as Estimate
 from actjax.transforms.bits import allocate_bits as allocate_bits
 from actjax.transforms.bits import compression_variance as compression_variance
 from actjax.transforms.bits import sampling_variance as sampling_variance
@@ -35,7 +40,7 @@ from actjax.transforms.explain import Residual as Residual
 from actjax.transforms.explain import explain as explain
 from actjax.transforms.residual_plan import Candidate as Candidate
 from actjax.transforms.residuals import compress_residuals as compress_residuals
-from actjax.transforms.value_and_grad import Bases as Bases
+from actjax.transforms.taps import Bases as Bases
 from actjax.transforms.value_and_grad import input_groups as input_groups
 from actjax.transforms.value_and_grad import value_and_grad as value_and_grad
 from actjax.transforms.value_and_grad import with_bases as with_bases

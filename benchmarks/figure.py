@@ -1,13 +1,12 @@
 """Draws the figure of the README from the results of `benchmarks.memory` and `benchmarks.loss`."""
 
-import json
 import pathlib
 
 import tyro
 from matplotlib.figure import Figure
 
 from benchmarks.loss import best_rows, last_loss
-from benchmarks.record import RESULTS
+from benchmarks.record import RESULTS, read
 
 _RIVALS = (
     "plain",
@@ -23,8 +22,8 @@ _RIVALS = (
     "compressed_remat",
     "exact, 8-bit states, in backward",
     "remat, 8-bit states, in backward",
-    "frugal",
-    "frugal_subspace d/4",
+    "lean",
+    "lean_subspace d/4",
 )
 _COLORS = ("#0072B2", "#56B4E9", "#009E73", "#D55E00", "#E69F00", "#BBBBBB")
 
@@ -43,8 +42,8 @@ def draw(
     """
     figure = Figure(figsize=(13, 5.2), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-    _draw_memory(left, json.loads(memory.read_text()))
-    _draw_loss(right, json.loads(loss.read_text()))
+    _draw_memory(left, read(memory))
+    _draw_loss(right, read(loss))
     figure.savefig(out, dpi=130)
     print(f"wrote {out}")
 
@@ -64,7 +63,7 @@ def _draw_memory(axes, result: dict) -> None:
     axes.invert_yaxis()
     axes.set_xlim(0, 1.5 * plain["peak"] / 2**30)
     shape = f"{train['batch_size']} x {train['seq_len']} tokens"
-    title = f"a whole AdamW step of {train['model']}, {shape}, {train['weight_dtype']}"
+    title = f"a whole AdamW step of {train['model']},\n{shape}, {train['weight_dtype']} weights"
     axes.set(title=title, xlabel="GiB, compiled for an H100")
     axes.legend(loc="lower right", fontsize=8)
 
@@ -85,7 +84,8 @@ def _draw_loss(axes, result: dict) -> None:
     axes.set_ylim(len(names) - 0.6, -0.6)
     axes.margins(x=0.17)
     tokens = f"{train['steps']} steps of {train['batch_size']} x {train['seq_len']} tokens"
-    axes.set(title=f"{train['model']}, {tokens}", xlabel="held-out loss, nats a token")
+    title = f"{train['model']}, {tokens},\n{train['weight_dtype']} weights, one seed"
+    axes.set(title=title, xlabel="held-out loss, nats a token")
     axes.grid(axis="x", alpha=0.3)
 
 

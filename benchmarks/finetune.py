@@ -8,7 +8,6 @@ several seeds, order of the data, adapters and codecs differ, and a loss has a d
 
 import contextlib
 import dataclasses
-import json
 import pathlib
 import shutil
 import statistics
@@ -39,7 +38,7 @@ METHODS: dict[str, tuple[str, MethodOptions]] = {
     "low_rank": ("low_rank", MethodOptions(rank=16)),
     "subspace": ("subspace", MethodOptions(rank=16)),
     "gact": ("gact", MethodOptions()),
-    "frugal": ("frugal", MethodOptions()),
+    "lean": ("lean", MethodOptions()),
     "lora": ("lora", MethodOptions()),
     "qlora": ("qlora", MethodOptions()),
     **{
@@ -78,7 +77,7 @@ class Config:
 
 def measure(config: Config) -> list[dict]:
     """Returns one row a method and seed."""
-    rows = json.loads(config.results.read_text())["rows"] if config.add else []
+    rows = record.read(config.results)["rows"] if config.add else []
     known = {(row["name"], row["seed"]) for row in rows}
     for seed in range(config.seeds):
         for name in config.only:

@@ -6,7 +6,6 @@ each run, and with `--add` those that are there are not run again.
 """
 
 import dataclasses
-import json
 import math
 import pathlib
 import shutil
@@ -56,7 +55,7 @@ class Config:
 
 def measure(config: Config) -> list[dict]:
     """Returns one row a variant, learning rate and seed: metrics of every evaluation."""
-    rows = json.loads(config.results.read_text())["rows"] if config.add else []
+    rows = record.read(config.results)["rows"] if config.add else []
     known = {(row["variant"], row["learning_rate"], row["seed"]) for row in rows}
     for seed in range(config.seeds):
         for rate in config.learning_rates:

@@ -7,14 +7,13 @@ trains every weight by a gradient in full.
 """
 
 import dataclasses
-import json
 import pathlib
 import statistics
 
 import tyro
 from matplotlib.figure import Figure
 
-from benchmarks.record import RESULTS
+from benchmarks.record import RESULTS, read
 from benchmarks.tables import print_table
 from benchmarks.variants import VARIANTS
 from train.methods import METHODS
@@ -87,7 +86,7 @@ def draw(
       step_time: raw result of `benchmarks.step_time`.
       out: the picture.
     """
-    compiled, timed = (json.loads(path.read_text()) for path in (memory, step_time))
+    compiled, timed = (read(path) for path in (memory, step_time))
     panels = [
         (_where(compiled, "compiled for an H100"), _counted(compiled), "matmul TFLOP", 1e12),
         (_where(timed, "run on a CPU"), _timed(timed), "s a step, median", 1.0),

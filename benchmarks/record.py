@@ -14,6 +14,9 @@ from typing import Any
 import jax
 
 RESULTS = pathlib.Path(__file__).parent / "results"
+_FORMER_NAMES = {"frugal": "lean"}
+"""Methods that were renamed after results had been written. The new name replaces the old one where
+a string begins with it, as in "frugal_subspace d/4"."""
 
 
 def environment() -> dict[str, Any]:
@@ -54,6 +57,23 @@ def write(config: Any, rows: list[dict[str, Any]], **extra: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text + "\n")
     print(f"wrote {path}")
+
+
+def read(path: pathlib.Path) -> dict[str, Any]:
+    """Returns the content of a result file, with the present names of what it compares."""
+    return _renamed(json.loads(path.read_text()))
+
+
+def _renamed(x: Any) -> Any:
+    if isinstance(x, dict):
+        return {key: _renamed(value) for key, value in x.items()}
+    if isinstance(x, list):
+        return [_renamed(value) for value in x]
+    if isinstance(x, str):
+        for former, present in _FORMER_NAMES.items():
+            if x.startswith(former):
+                return present + x.removeprefix(former)
+    return x
 
 
 def _finite(x: Any) -> Any:

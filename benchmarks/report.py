@@ -7,7 +7,6 @@ the bandwidth; what was checked, and what failed; of whole steps the ratios to t
 """
 
 import dataclasses
-import json
 import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import tyro
 
+from benchmarks import record
 from benchmarks.whole_step import summary
 
 
@@ -167,7 +167,7 @@ def draw(steps: dict[str, list[dict[str, Any]]], tokens: int, path: pathlib.Path
 
 def main() -> None:
     config = tyro.cli(Config, description=__doc__)
-    results = [json.loads(path.read_text()) for path in config.files]
+    results = [record.read(path) for path in config.files]
     measured = [row for result in results for row in result.get("kernels", [])]
     for result in results:
         if any("bound_us" in row for row in result["rows"]):

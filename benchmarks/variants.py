@@ -106,15 +106,11 @@ VARIANTS = {
     "compressed_remat": Variant("compressed_remat"),
     "compressed_remat, offloaded": Variant("compressed_remat", options=MethodOptions(offload=True)),
     "quantized, 4 bits, offloaded": Variant("quantized", options=MethodOptions(offload=True)),
-    "frugal": Variant("frugal"),
-    "frugal, 3 bits, normal levels": Variant(
-        "frugal", options=MethodOptions(bits=3, levels="normal")
-    ),
-    "frugal, 2 bits, normal levels": Variant(
-        "frugal", options=MethodOptions(bits=2, levels="normal")
-    ),
-    "frugal_subspace d/4": Variant("frugal_subspace", 4),
-    "frugal_subspace d/16": Variant("frugal_subspace", 16),
+    "lean": Variant("lean"),
+    "lean, 3 bits, normal levels": Variant("lean", options=MethodOptions(bits=3, levels="normal")),
+    "lean, 2 bits, normal levels": Variant("lean", options=MethodOptions(bits=2, levels="normal")),
+    "lean_subspace d/4": Variant("lean_subspace", 4),
+    "lean_subspace d/16": Variant("lean_subspace", 16),
     "random_projection d/4": Variant("random_projection", 4),
 }
 

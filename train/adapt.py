@@ -13,12 +13,11 @@ import jax
 import jax.numpy as jnp
 
 import actjax
-from actjax.kernels.packing import BITS
-from actjax.transforms.bits import Estimate
+from actjax import Estimate
 from models import Decoder, Remat, StorageChoice
 from models.config import site_width
 from models.storage import SITES
-from train.methods import METHODS, MethodOptions
+from train.options import CODE_BITS, MethodOptions
 from train.step import Batch, Recipe, loss_function, step_key
 
 EARLY_CHOICES = (10, 100)
@@ -107,7 +106,7 @@ def measure_sensitivity(
       estimate: as in `actjax.sensitivity`.
       samples: likewise.
     """
-    config, method = recipe.config, METHODS[recipe.config.method]
+    config, method = recipe.config, recipe.method
     uniform = method.storage(dataclasses.replace(config.options, offload=False))
     codecs: Any = {site: getattr(uniform, site) for site in method.adaptive}
     gradient = gradient_by_codecs(recipe, uniform)
@@ -143,7 +142,7 @@ def _choices(options: MethodOptions) -> tuple[int, ...]:
     distributed numbers is above three times their variance: to drop them would be better.
     """
     fewest = 1 if options.levels == "normal" or options.average_bits < 2 else 2
-    return tuple(bits for bits in BITS if bits >= fewest)
+    return tuple(bits for bits in CODE_BITS if bits >= fewest)
 
 
 def _sampling_variance(recipe: Recipe, model: Decoder, batch: Batch, key: jax.Array) -> float:

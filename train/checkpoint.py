@@ -1,4 +1,4 @@
-"""Checkpoints by orbax: arrays, position in the data and what the run is, written as one."""
+"""Checkpoints by orbax: arrays, position in the data and identity of the run, written together."""
 
 import dataclasses
 import json
@@ -8,22 +8,26 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from train.options import ANY_FULL_RANK, RENAMED
 from train.settings import flat
+
+_FORMER = {**RENAMED, "one of full rank": ANY_FULL_RANK}
+"""Values of `optimizer.method` in the identity of older checkpoints, and their present form."""
 
 
 class Checkpoints:
-    """The checkpoints in a run's folder.
+    """The checkpoints in the folder of a run.
 
     Orbax writes into a temporary folder and renames it, so a killed run leaves the last complete
-    checkpoint as it was.
+    checkpoint unchanged.
     """
 
     def __init__(self, directory: pathlib.Path, keep: int):
-        """Opens the folder, which is made if need be.
+        """Opens the folder, and makes it if it is missing.
 
         Args:
-          directory: where the checkpoints are.
-          keep: how many of the last are kept.
+          directory: folder of the checkpoints.
+          keep: number of latest checkpoints to keep.
         """
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
         self._manager = ocp.CheckpointManager(directory.absolute(), options=options)
@@ -33,13 +37,13 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def save(self, step: int, state: Any, data: dict[str, Any], identity: dict[str, Any]) -> None:
-        """Saves a checkpoint; returns when the arrays may be changed again.
+        """Saves a checkpoint, and returns when the arrays may be changed again.
 
         Args:
           step: steps done.
           state: a pytree of arrays.
-          data: position in the training data, and what else is plain JSON.
-          identity: what the run is, as `identity_of` gives it.
+          data: position in the training data and other plain JSON.
+          identity: identity of the run, from `identity_of`.
         """
         if step == self.latest_step():
             return
@@ -53,16 +57,16 @@ class Checkpoints:
         )
 
     def restore(self, step: int, like: Any, identity: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Returns the state of a checkpoint, and what was saved as `data`.
+        """Returns the state of a checkpoint and its `data`.
 
         Args:
-          step: which checkpoint.
+          step: the checkpoint.
           like: the state as `jax.ShapeDtypeStruct`s with shardings.
-          identity: what this run is.
+          identity: identity of this run.
 
         Raises:
-          ValueError: the checkpoint is that of another run, and the message names what differs; or
-            it is damaged.
+          ValueError: the checkpoint is damaged, or belongs to another run; then the message names
+            what differs.
         """
         saved = self._read(step, identity=ocp.args.JsonRestore())["identity"]
         _check_identity(saved, identity, self._manager.directory)
@@ -74,23 +78,23 @@ class Checkpoints:
     def _read(self, step: int, **items: Any) -> Any:
         try:
             return self._manager.restore(step, args=ocp.args.Composite(**items))
-        except Exception as error:  # Whatever the layers below orbax raise on a torn file.
+        except Exception as error:  # The layers below orbax raise various errors on a torn file.
             folder = self._manager.directory / str(step)
             others = [n for n in self._manager.all_steps() if n != step]
             raise ValueError(
                 f"the checkpoint in {folder} cannot be read: it is damaged"
-                f" ({type(error).__name__}). Remove that folder to go on from"
+                f" ({type(error).__name__}). Remove that folder to resume from"
                 f" {f'step {max(others)}' if others else 'the start'}."
             ) from error
 
     def close(self) -> None:
-        """Waits until what was saved is on disk."""
+        """Waits until all checkpoints are on disk."""
         self._manager.wait_until_finished()
         self._manager.close()
 
 
 def identity_of(**parts: Any) -> dict[str, Any]:
-    """Returns what a run is as plain JSON: dataclasses become dictionaries, the rest text."""
+    """Returns the identity of a run as plain JSON: dataclasses become dictionaries, others text."""
 
     def plain(value: Any) -> Any:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -101,21 +105,24 @@ def identity_of(**parts: Any) -> dict[str, Any]:
 
 
 def _leaves(state: Any) -> dict[str, Any]:
-    """Returns the arrays of a pytree by path: independent of the classes that hold them."""
+    """Returns the arrays of a pytree by path, independent of the classes that hold them."""
     paths = jax.tree_util.tree_flatten_with_path(state)[0]
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in paths}
 
 
 def _check_identity(saved: dict[str, Any], now: dict[str, Any], directory: Any) -> None:
     saved, now = flat(saved), flat(now)
-    # A setting that is newer than the checkpoint was off when that was made.
+    method = saved.get("optimizer.method")
+    if method in _FORMER:
+        saved["optimizer.method"] = _FORMER[method]
+    # A setting that is newer than the checkpoint was off when the checkpoint was made.
     off = {k: False if value is True else value for k, value in now.items()}
     saved = {**{k: value for k, value in off.items() if not value}, **saved}
     differing = [k for k in {**saved, **now} if saved.get(k) != now.get(k)]
     if differing:
         lines = [f"  {k}: {saved.get(k)!r} there, {now.get(k)!r} now" for k in differing]
         raise ValueError(
-            f"the checkpoint in {directory} is that of another run:\n"
+            f"the checkpoint in {directory} belongs to another run:\n"
             + "\n".join(lines)
             + "\nPass the settings it was made with, or another `--out`."
         )

@@ -1,15 +1,18 @@
-"""Everything a run can be told."""
+"""Settings of the training programs, as the command line takes them."""
 
 import dataclasses
 import math
 import pathlib
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import tyro
 
 from models.lora import TARGETS, LoRAConfig
+from models.presets import PRESETS
+from train.cli import Headings
 from train.examples import ExampleConfig
-from train.methods import MethodOptions
+from train.methods import METHODS
+from train.options import ADAPTERS, FULL_WEIGHTS, MethodOptions, flag_name
 
 Dtype = Literal["float32", "bfloat16"]
 WeightDtype = Literal["auto", "float32", "bfloat16"]
@@ -18,50 +21,65 @@ MomentDtype = Literal["auto", "float32", "bfloat16", "8bit"]
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """What is read."""
+    """Text to train on, and its tokenizer.
+
+    Raises:
+      ValueError: settings that exclude each other.
+    """
 
     data: str = "stdlib"
-    """`stdlib` (the sources of Python's standard library, which every machine has), a path to text,
+    """stdlib (the sources of Python's standard library, present on every machine), a path to text,
     jsonl or parquet (a file or a folder), or the name of a TFDS data set prepared in `--data-dir`,
     such as c4/en."""
     data_dir: pathlib.Path = pathlib.Path("~/.cache/actjax")
-    """Where data sets and trained tokenizers are prepared, once."""
+    """Folder of prepared data sets and trained tokenizers."""
     text_field: str = "text"
     """Field of jsonl records, or column of parquet tables, that holds the text."""
     tokenizer: pathlib.Path | None = None
-    """tokenizer.json, a sentencepiece .model, or a folder with vocab.json and merges.txt. By
-    default a byte-level BPE is trained on the text, once."""
+    """tokenizer.json, a sentencepiece .model, or a folder with vocab.json and merges.txt. Default:
+    a byte-level BPE that is trained on the text and kept in `--data-dir`."""
     vocab_size: int = 8192
-    """Size of the tokenizer that is trained where none is given."""
+    """Vocabulary size of the tokenizer that is trained when `--tokenizer` is not given."""
+
+    def __post_init__(self) -> None:
+        if self.tokenizer is not None and self.vocab_size != DataConfig.vocab_size:
+            raise ValueError(
+                f"`--vocab-size {self.vocab_size}` has no effect with `--tokenizer`, which has a"
+                " vocabulary: drop one."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW, with a linear warm-up and a cosine decay of the learning rate."""
+    """AdamW with linear warm-up and cosine decay of the learning rate.
+
+    Raises:
+      ValueError: a setting is out of range.
+    """
 
     learning_rate: float = 2e-3
     """Peak learning rate."""
     warmup_steps: int = 50
     """Steps of linear warm-up from zero."""
     final_learning_rate: float = 0.1
-    """Share of the peak that the cosine ends at."""
+    """Learning rate of the last step, as a share of the peak."""
     weight_decay: float = 0.1
-    """Decoupled weight decay of matrices; norms have none."""
+    """Decoupled weight decay of matrices; scales of norms have none."""
     beta1: float = 0.9
     """Decay of the first moment."""
     beta2: float = 0.95
     """Decay of the second moment."""
     clip: float = 1.0
-    """Largest global norm of a gradient."""
+    """Largest global norm of a gradient; inf for no clipping."""
     moment_dtype: MomentDtype = "auto"
-    """What both moments are kept in between steps: float32, bfloat16, or 8bit (blockwise, dynamic
-    map). auto: 8bit for the frugal methods, float32 for others."""
+    """Dtype of both moments between steps: float32, bfloat16, or 8bit (blockwise, dynamic map).
+    auto: 8bit for lean and lean_subspace, float32 for the others."""
 
     def __post_init__(self) -> None:
-        _check_range("learning-rate", self.learning_rate, 0, math.inf)
-        _check_range("warmup-steps", self.warmup_steps, 0, math.inf)
-        _check_range("weight-decay", self.weight_decay, 0, math.inf)
-        # A decay of one would never take up a gradient, and its bias correction divides by zero.
+        _check_range("learning_rate", self.learning_rate, 0, math.inf)
+        _check_range("warmup_steps", self.warmup_steps, 0, math.inf)
+        _check_range("weight_decay", self.weight_decay, 0, math.inf)
+        # A decay of 1 ignores every gradient, and its bias correction divides by zero.
         _check_range("beta1", self.beta1, 0, 1)
         _check_range("beta2", self.beta2, 0, 1)
         if not 0 <= self.final_learning_rate <= 1:
@@ -72,115 +90,83 @@ class OptimizerConfig:
             raise ValueError(f"`--clip` must be above 0 (inf for no clipping), got {self.clip}.")
 
 
-def _check_range(flag: str, value: float, low: float, end: float) -> None:
+def _check_range(field: str, value: float, low: float, end: float) -> None:
     """Raises a `ValueError` unless `low <= value < end`."""
     if not low <= value < end:
-        raise ValueError(f"`--{flag}` must be in [{low}, {end}), got {value}.")
+        raise ValueError(f"`{flag_name(field)}` must be in [{low}, {end}), got {value}.")
 
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """What every training run can be told.
+    """Settings that all training programs share.
 
     Raises:
-      ValueError: settings that contradict one another.
+      ValueError: a setting is out of range, or two exclude each other.
     """
 
     method: str = "exact"
-    """What is stored: exact (no compression), remat (jax.checkpoint), pamm (the input of q, k and v
-    as a few tokens), low_rank (linear inputs and gradients in two factors), subspace (linear
-    inputs, gradients and moments in a subspace), galore (moments alone), random_projection (as
-    subspace, but a random one), gact (what JAX keeps, in bits chosen for each array), quantized
-    (every kept value once, in a few bits), compressed_remat (remat from a few bits), frugal
-    (quantized, 8-bit moments, updates in the backward pass: our advice), frugal_subspace (the
-    smallest)."""
+    """What is stored for the backward pass."""
     options: Annotated[MethodOptions, tyro.conf.arg(name="method")] = dataclasses.field(
         default_factory=MethodOptions
     )
     steps: int = 1000
     """Optimizer steps of the whole run."""
     batch_size: int = 8
-    """Sequences a step, over all devices."""
+    """Sequences of a step, over all devices."""
     seq_len: int = 256
-    """Tokens a sequence."""
+    """Tokens of a sequence."""
     accumulate: int = 1
-    """Micro-batches a step: `--batch-size` is cut into so many, one after the other."""
+    """Micro-batches of a step: `--batch-size` is split into this many parts, which run one after
+    the other."""
     in_backward: bool = False
-    """Update each layer within the backward pass, so that no gradient of all weights exists. Clips
-    by an estimate of the norm. Not with `--accumulate`. The frugal methods do so anyway."""
+    """Update each layer within the backward pass, so that the gradients of all layers never exist
+    at once. Clips by an estimate of the norm. Excludes `--accumulate`. lean and lean_subspace
+    always do this."""
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     weight_dtype: WeightDtype = "float32"
-    """Dtype that weights and gradients are stored in."""
+    """Dtype of weights and gradients. bfloat16 weights are rounded to nearest, which loses small
+    updates."""
     compute_dtype: Dtype = "bfloat16"
-    """Dtype of activations and products; sums are in float32."""
+    """Dtype of activations and matrix products; products are summed in float32."""
     z_loss: float = 0.0
-    """Weight of the squared log-sum-exp of the logits."""
+    """Weight of the squared log-sum-exp of the logits in the loss."""
     seed: int = 0
-    """Of weights, order of the data and codecs."""
+    """Seed of the initial weights, the order of the data and the codecs."""
     mesh: str = ""
-    """Devices to shard over, for example fsdp=4: weights, states and batch. One device if empty."""
+    """Devices that weights, optimizer states and batches are sharded over, for example fsdp=4.
+    Default: one device."""
     out: pathlib.Path | None = None
-    """Folder of the run: checkpoints, metrics.jsonl, tensorboard, loss.png. runs/MODEL-METHOD by
-    default."""
+    """Folder of the run: checkpoints, metrics.jsonl, tensorboard, loss.png. Default:
+    runs/MODEL-METHOD."""
     resume: bool = False
-    """Go on from the last checkpoint in `--out`; from the start if there is none. To the same bits
-    with the same settings. Model, text, batch, seed, weights and the form of the optimizer's states
-    must be the same; what else changed is said."""
+    """Continue from the last checkpoint in `--out`, or from the start if there is none. The same
+    settings give the same bits as an unbroken run. Model, text, batch, seed, weights and the form
+    of the optimizer state must be the same; other changed settings are printed."""
     log_every: int = 10
     """Steps between two lines of metrics."""
     eval_every: int = 100
-    """Steps between two evaluations on held-out text; there is one at the end in any case."""
+    """Steps between two evaluations on held-out text. The last step is always evaluated."""
     eval_batches: int = 20
     """Batches of an evaluation."""
     save_every: int = 100
-    """Steps between two checkpoints; there is one at the end in any case."""
+    """Steps between two checkpoints. The last step is always saved."""
     keep: int = 2
-    """Checkpoints that are kept."""
-
-    @property
-    def title(self) -> str:
-        """What the model is called."""
-        raise NotImplementedError
-
-    @property
-    def adapters(self) -> LoRAConfig | None:
-        """The adapters that a method may train; None if a run has no place for any."""
-        return None
-
-    @property
-    def recalibrate_every(self) -> int:
-        """Steps between two measurements of scales of channels; 0 for none."""
-        return 0
-
-    @property
-    def begins_trained(self) -> bool:
-        """Whether the weights that it begins with are worth an evaluation."""
-        return False
-
-    @property
-    def packed(self) -> bool:
-        """Whether several examples share a sequence without seeing one another."""
-        return False
-
-    @property
-    def folder(self) -> pathlib.Path:
-        """Folder of the run."""
-        return self.out or pathlib.Path("runs") / f"{self.title}-{self.method}"
+    """Number of latest checkpoints to keep."""
 
     def __post_init__(self) -> None:
         positive = ("steps", "batch_size", "seq_len", "accumulate", "log_every", "eval_every",
                     "eval_batches", "save_every", "keep")  # fmt: skip
         for name in positive:
             if getattr(self, name) < 1:
-                flag = name.replace("_", "-")
-                raise ValueError(f"`--{flag}` must be at least 1, got {getattr(self, name)}.")
+                raise ValueError(
+                    f"`{flag_name(name)}` must be at least 1, got {getattr(self, name)}."
+                )
         _check_range("seed", self.seed, 0, 2**32)
-        _check_range("z-loss", self.z_loss, 0, math.inf)
+        _check_range("z_loss", self.z_loss, 0, math.inf)
         if self.in_backward and self.accumulate > 1:
             raise ValueError(
-                "`--in-backward`, which frugal methods set, updates the weights in each backward"
-                f" pass, so micro-batches cannot be accumulated: drop it, or"
-                f" `--accumulate` {self.accumulate}."
+                f"`--accumulate {self.accumulate}` has no place beside `--in-backward` (which lean"
+                " and lean_subspace set): weights are updated in each backward pass. Drop one."
             )
         if self.batch_size % self.accumulate:
             raise ValueError(
@@ -189,52 +175,101 @@ class RunConfig:
             )
 
 
+def _method_choices(names: tuple[str, ...]) -> dict[str, str]:
+    """Returns the summary of each method."""
+    return {name: METHODS[name].summary for name in names}
+
+
+def _model_choices() -> dict[str, str]:
+    """Returns the size of each preset."""
+    return {
+        name: f"{one.num_layers} layers of {one.hidden_size}, vocabulary of {one.vocab_size:,}"
+        for name, one in PRESETS.items()
+    }
+
+
+_TRAINING: Headings = {
+    "Memory": ("accumulate", "in_backward", "moment_dtype", "compute_dtype", "mesh"),
+    "Method options": ("options",),
+}
+_OUTPUT: Headings = {
+    "Optimizer": ("optimizer", "z_loss", "seed"),
+    "Logging, evaluation and checkpoints": (
+        *("log_every", "eval_every", "eval_batches", "save_every", "keep"),
+    ),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class PretrainConfig(RunConfig):
     """Pretrain a Llama on text, with activations stored in a smaller form.
 
-    The defaults train on the sources of Python's standard library: no download is needed.
+    The defaults train on the sources of Python's standard library and need no download.
 
     Raises:
-      ValueError: settings that contradict one another.
+      ValueError: a setting is out of range, or two exclude each other.
     """
 
     model: str = "llama_9m"
-    """llama_3m, 9m, 20m, 35m, 40m, 60m, 71m, 100m, 130m, 250m, 350m, 1b, 3b, 7b (GaLore's
-    dimensions), llama3_1b, llama3_3b, llama3_8b, qwen2_5_0_5b, qwen3_0_6b or qwen3_4b."""
+    """Dimensions of the model."""
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
+
+    HEADINGS: ClassVar[Headings] = {
+        "Common flags": (
+            *("model", "method", "data.data", "steps", "batch_size", "seq_len", "learning_rate"),
+            *("weight_dtype", "out", "resume"),
+        ),
+        **_TRAINING,
+        "Text and tokenizer": ("data",),
+        **_OUTPUT,
+    }
+
+    @staticmethod
+    def choices() -> dict[str, dict[str, str]]:
+        """Returns the names that flags take, and a line about each."""
+        return {"--model": _model_choices(), "--method": _method_choices(FULL_WEIGHTS)}
 
     @property
     def title(self) -> str:
-        """What the model is called."""
+        """Name of the model."""
         return self.model
 
 
 @dataclasses.dataclass(frozen=True)
 class AdapterConfig:
-    """Low-rank adapters, which lora, qlora and hyc_lora train."""
+    """Low-rank adapters, for lora, qlora and hyc_lora.
+
+    Raises:
+      ValueError: a setting is out of range.
+    """
 
     lora_rank: int = 16
     """Rank r of the adapters."""
     lora_alpha: float = 16.0
-    """What an adapter gives is multiplied by alpha / rank."""
+    """The output of an adapter is multiplied by alpha / rank."""
     lora_dropout: float = 0.0
-    """Share of an adapter's inputs that are set to zero in training."""
+    """Share of an adapter's inputs that is set to zero in training."""
     targets: tuple[str, ...] = tuple(TARGETS)
     """Weights that have an adapter."""
     calibration_batches: int = 5
-    """Batches that hyc_lora measures the scales of channels on, before the first step."""
+    """Batches on which the scales of the channels are measured before the first step."""
     recalibrate_every: int = 0
-    """Steps between two measurements of these scales, on the batch at hand; 0 for none."""
+    """Steps between two measurements of these scales, each on the current batch; 0 for none."""
     merge: bool = False
-    """Write the model with its adapters merged, too, when the run is done."""
+    """Also write the model with its adapters merged when the run is done."""
 
     def __post_init__(self) -> None:
         if self.calibration_batches < 1:
             raise ValueError(
                 f"`--calibration-batches` must be at least 1, got {self.calibration_batches}."
             )
-        _check_range("recalibrate-every", self.recalibrate_every, 0, math.inf)
+        _check_range("recalibrate_every", self.recalibrate_every, 0, math.inf)
+        assert self.lora is not None  # Raises for values out of range.
+
+    @property
+    def lora(self) -> LoRAConfig:
+        """The adapters."""
+        return LoRAConfig(self.lora_rank, self.lora_alpha, self.lora_dropout, self.targets)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,20 +277,17 @@ class FinetuneConfig(RunConfig):
     """Fine-tune a checkpoint on examples, with activations stored in a smaller form.
 
     Raises:
-      ValueError: settings that contradict one another.
+      ValueError: a setting is out of range or missing, or two exclude each other.
     """
 
     checkpoint: str = ""
-    """To begin with, and needed: the folder of a Hugging Face checkpoint (Llama, Mistral, Qwen 2.5
-    or 3) with its tokenizer, or a llama2.c file."""
+    """Required: the folder of a Hugging Face checkpoint (Llama, Mistral, Qwen 2.5 or 3) with its
+    tokenizer, or a llama2.c file."""
     tokenizer: pathlib.Path | None = None
-    """tokenizer.json, a sentencepiece .model, a folder with one, or llama2.c's .bin; that of the
-    checkpoint by default."""
+    """tokenizer.json, a sentencepiece .model, a folder with one of them, or llama2.c's .bin.
+    Default: the tokenizer of the checkpoint."""
     method: str = "lora"
-    """What is trained, and what is stored. Adapters: lora, qlora (of weights in 4 bits), hyc_lora
-    (activations in a few bits too). All weights: exact, remat, pamm, low_rank, subspace, galore,
-    random_projection, gact, quantized, compressed_remat, frugal (our advice), frugal_subspace; see
-    train.pretrain."""
+    """What is trained, and what is stored for the backward pass."""
     adapter: AdapterConfig = dataclasses.field(default_factory=AdapterConfig)
     data: ExampleConfig = dataclasses.field(default_factory=ExampleConfig)
     optimizer: OptimizerConfig = dataclasses.field(
@@ -266,37 +298,32 @@ class FinetuneConfig(RunConfig):
     steps: int = 300
     """Optimizer steps of the whole run."""
     weight_dtype: WeightDtype = "auto"
-    """Dtype that weights are held in; auto: that of the checkpoint (bfloat16 for float16). Adapters
-    are in float32."""
+    """Dtype of the weights. auto: float32 where all weights are trained; with adapters, whose
+    weights are frozen, the dtype of the checkpoint (bfloat16 for float16). Adapters are in
+    float32. Trained bfloat16 weights are rounded to nearest, which loses small updates."""
+
+    HEADINGS: ClassVar[Headings] = {
+        "Common flags": (
+            *("checkpoint", "data.data", "method", "steps", "batch_size", "seq_len"),
+            *("learning_rate", "lora_rank", "weight_dtype", "out", "resume"),
+        ),
+        "Examples": ("tokenizer", "data"),
+        "Adapters": ("adapter",),
+        **_TRAINING,
+        **_OUTPUT,
+    }
+
+    @staticmethod
+    def choices() -> dict[str, dict[str, str]]:
+        """Returns the names that flags take, and a line about each."""
+        return {"--method": _method_choices((*ADAPTERS, *FULL_WEIGHTS))}
 
     @property
     def title(self) -> str:
-        """What the model is called."""
+        """Name of the checkpoint."""
         return pathlib.Path(self.checkpoint).stem
-
-    @property
-    def adapters(self) -> LoRAConfig | None:
-        """The adapters that a method may train."""
-        one = self.adapter
-        return LoRAConfig(one.lora_rank, one.lora_alpha, one.lora_dropout, one.targets)
-
-    @property
-    def recalibrate_every(self) -> int:
-        """Steps between two measurements of scales of channels; 0 for none."""
-        return self.adapter.recalibrate_every
-
-    @property
-    def begins_trained(self) -> bool:
-        """Whether the weights that it begins with are worth an evaluation."""
-        return True
-
-    @property
-    def packed(self) -> bool:
-        """Whether several examples share a sequence without seeing one another."""
-        return True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        assert self.adapters is not None  # Raises where they are out of range.
         if not self.checkpoint:
             raise ValueError("`--checkpoint` is missing: name the folder of a checkpoint.")

@@ -1,11 +1,7 @@
-"""Compiling for a device that need not be there: XLA decides a program's memory when it compiles.
-
-Descriptions are what XLA asks of a GPU (`GpuTargetConfigProto`), from the vendors' data sheets.
-"""
+"""Compiling for a GPU that is not there: XLA decides a program's memory when it compiles."""
 
 import contextlib
-import dataclasses
-import difflib
+import importlib
 import importlib.util
 from collections.abc import Iterator
 from typing import Any
@@ -16,114 +12,10 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-_CUDNN = "jax._src.cudnn.fused_attention_stablehlo"
-GIB = 2**30
-
-
-@dataclasses.dataclass(frozen=True)
-class Gpu:
-    """A GPU as XLA needs to know it.
-
-    Attributes:
-      name: the vendor's.
-      capability: compute capability, major and minor.
-      memory: bytes.
-      bandwidth: of the memory, bytes a second.
-      flops: of matrix products in bfloat16 with float32 sums, dense, a second.
-      cores: streaming multiprocessors.
-      clock_ghz: boost clock.
-      l2_cache: bytes.
-      shared_memory: of a core, bytes.
-      threads: that a core runs at once.
-      fpus: float32 units of a core.
-    """
-
-    name: str
-    capability: tuple[int, int]
-    memory: int
-    bandwidth: float
-    flops: float
-    cores: int
-    clock_ghz: float
-    l2_cache: int
-    shared_memory: int
-    threads: int
-    fpus: int
-
-    def describe(self) -> str:
-        """Returns XLA's `GpuTargetConfigProto` as text."""
-        major, minor = self.capability
-        accelerated = " feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
-        versions = 'driver_version: "13.0.0" runtime_version: "12.9.0"'
-        return f"""
-gpu_device_info {{
-  name: "{self.name}"
-  device_vendor: "NVIDIA Corporation"
-  cuda_compute_capability {{ major: {major} minor: {minor}{accelerated} }}
-  platform_version: "Compute Capability {major}.{minor}"
-  device_memory_size: {self.memory}
-  memory_bandwidth: {int(self.bandwidth)}
-  clock_rate_ghz: {self.clock_ghz}
-  l2_cache_size: {self.l2_cache}
-  core_count: {self.cores}
-  fpus_per_core: {self.fpus}
-  threads_per_core_limit: {self.threads}
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  shared_memory_per_core: {self.shared_memory}
-  shared_memory_per_block: 49152
-  shared_memory_per_block_optin: {self.shared_memory - 1024}
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  thread_dim_limit_x: 1024
-  thread_dim_limit_y: 1024
-  thread_dim_limit_z: 64
-  device_address_bits: 64
-  ecc_enabled: true
-  {versions} compile_time_toolkit_version: "12.9.0" dnn_version: "9.10.0"
-}}
-platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
-device_description_str: "{self.name}"
-"""
-
-
-_HOPPER: dict[str, Any] = {
-    "capability": (9, 0), "cores": 132, "fpus": 128, "clock_ghz": 1.98, "l2_cache": 50 << 20,
-    "shared_memory": 228 << 10, "threads": 2048, "flops": 989e12,
-}  # fmt: skip
-_A100: dict[str, Any] = {
-    "capability": (8, 0), "cores": 108, "fpus": 64, "clock_ghz": 1.41, "l2_cache": 40 << 20,
-    "shared_memory": 164 << 10, "threads": 2048, "flops": 312e12,
-}  # fmt: skip
-_SMALL: dict[str, Any] = {"shared_memory": 100 << 10, "threads": 1536, "fpus": 128}
-
-GPUS: dict[str, Gpu] = {
-    "h100": Gpu("NVIDIA H100 80GB HBM3", memory=79 * GIB, bandwidth=3.35e12, **_HOPPER),
-    "h200": Gpu("NVIDIA H200", memory=139 * GIB, bandwidth=4.8e12, **_HOPPER),
-    "a100_80": Gpu("NVIDIA A100-SXM4-80GB", memory=79 * GIB, bandwidth=2.04e12, **_A100),
-    "a100_40": Gpu("NVIDIA A100-SXM4-40GB", memory=39 * GIB, bandwidth=1.56e12, **_A100),
-    "rtx_4090": Gpu(
-        "NVIDIA GeForce RTX 4090", (8, 9), 23 * GIB, 1.01e12, 165e12, cores=128, clock_ghz=2.52,
-        l2_cache=72 << 20, **_SMALL,
-    ),
-    "rtx_3090": Gpu(
-        "NVIDIA GeForce RTX 3090", (8, 6), 23 * GIB, 0.936e12, 71e12, cores=82, clock_ghz=1.7,
-        l2_cache=6 << 20, **_SMALL,
-    ),
-    "l4": Gpu(
-        "NVIDIA L4", (8, 9), 22 * GIB, 0.3e12, 121e12, cores=58, clock_ghz=2.04,
-        l2_cache=48 << 20, **_SMALL,
-    ),
-    "a10g": Gpu(
-        "NVIDIA A10G", (8, 6), 22 * GIB, 0.6e12, 70e12, cores=80, clock_ghz=1.71,
-        l2_cache=6 << 20, **_SMALL,
-    ),
-}  # fmt: skip
-"""GPUs by name; memory is what a program can have of it."""
+from train.gpus import GIB as GIB
+from train.gpus import GPUS as GPUS
+from train.gpus import Gpu
+from train.options import near_hint
 
 HERE = "here"
 """The devices of this machine."""
@@ -136,8 +28,7 @@ def gpu(name: str) -> Gpu:
       ValueError: an unknown name.
     """
     if name not in GPUS:
-        near = difflib.get_close_matches(name, GPUS, n=1, cutoff=0.3)
-        hint = f" Did you mean {near[0]}?" if near else ""
+        hint = near_hint(name, GPUS, cutoff=0.3)
         raise ValueError(f"unknown device {name!r}.{hint} There are: {', '.join((HERE, *GPUS))}.")
     return GPUS[name]
 
@@ -153,13 +44,14 @@ def description_of(name: str) -> str | None:
 
 @contextlib.contextmanager
 def compile_for(description: str | None) -> Iterator[Any]:
-    """Gives a function that places shapes on the device to compile for, for programs within.
+    """Gives a function that places shapes on the device to compile for.
 
     Args:
-      description: of a GPU, as `Gpu.describe` returns it; None for the devices of this machine.
+      description: of a GPU, from `Gpu.describe`; None for the devices of this machine.
 
     Raises:
       ValueError: the compiler for GPUs is not installed.
+      RuntimeError: this version of JAX lacks a function that must be replaced.
     """
     if description is None:
         yield lambda tree: tree
@@ -179,12 +71,36 @@ def compile_for(description: str | None) -> Iterator[Any]:
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
         )
 
-    with (
-        # The choice between cuDNN's attention and ours is made while tracing.
-        mock.patch("jax.default_backend", return_value="gpu"),
-        # These two ask the driver, which is as absent as the GPU.
-        mock.patch(f"{_CUDNN}.check_cudnn_version", return_value=91000),
-        mock.patch(f"{_CUDNN}.check_compute_capability"),
-        jax.set_mesh(mesh),
-    ):
+    with _tracing_as_on_a_gpu(), jax.set_mesh(mesh):
         yield place
+
+
+_CUDNN = "jax._src.cudnn.fused_attention_stablehlo"
+_REPLACED: tuple[tuple[str, str, Any], ...] = (
+    # JAX chooses cuDNN's attention while tracing, by the backend of this process.
+    ("jax", "default_backend", "gpu"),
+    # cuDNN's attention asks the driver for its version and for the compute capability of the GPU.
+    # Neither exists here; `jax.experimental.topologies` has no setting that answers instead.
+    (_CUDNN, "check_cudnn_version", 91000),
+    (_CUDNN, "check_compute_capability", None),
+)
+"""Functions of JAX that ask for a GPU while tracing: module, name, and what they return instead."""
+
+
+@contextlib.contextmanager
+def _tracing_as_on_a_gpu() -> Iterator[None]:
+    """Replaces the functions of JAX that ask for a GPU. The only place that touches them."""
+    with contextlib.ExitStack() as stack:
+        for module, name, value in _REPLACED:
+            try:
+                replaced = mock.patch.object(
+                    importlib.import_module(module), name, return_value=value
+                )
+                stack.enter_context(replaced)
+            except (ImportError, AttributeError) as error:
+                raise RuntimeError(
+                    f"JAX {jax.__version__} has no `{module}.{name}`, which `train.devices`"
+                    " replaces to compile for a GPU that is not there: put its successor into"
+                    " `_REPLACED`, or compile on a machine with the GPU (`--device here`)."
+                ) from error
+        yield

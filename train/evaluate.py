@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-import math
 import pathlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -12,140 +11,29 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import rich.progress
-import tyro
 from rich.console import Console
 
 from models import Decoder, lora
 from models.checkpoints import load_checkpoint, read_dimensions, stop_ids
 from models.generation import generate, log_likelihoods
+from train import cli
 from train.chat import open_chat_template
-from train.config import Dtype
 from train.corpus import open_corpus, open_whole
 from train.data import ValidationSet, validation_batches
+from train.evaluate_config import EvaluateConfig as EvaluateConfig
+from train.evaluate_config import TextConfig as TextConfig
+from train.evaluate_config import WritingConfig as WritingConfig
 from train.loop import BadRunError, make_console, run_program
-from train.questions import Encode, Question, QuestionConfig, read_questions
+from train.questions import Encode, Question, read_questions
 from train.scoring import TextCost, exact_match, most_likely
 from train.tokenizer import Tokenizer, tokenizer_of
 
 AttachAdapter = Callable[[Decoder, pathlib.Path], Decoder]
-"""From a decoder and the folder of an adapter to both together."""
+"""From a decoder and the folder of an adapter to the decoder with the adapter."""
 
+PROG = "python -m train.evaluate"
 _HELD_OUT_BATCHES = 20
 _LONGEST_ROW = 1024
-
-
-@dataclasses.dataclass(frozen=True)
-class TextConfig:
-    """What a text costs: its perplexity.
-
-    Raises:
-      ValueError: settings that contradict one another.
-    """
-
-    data: str | None = None
-    """Text of which to measure the perplexity: a path, or a data set, as for train.pretrain."""
-    data_dir: pathlib.Path = pathlib.Path("~/.cache/actjax")
-    """Where data sets are prepared."""
-    text_field: str = "text"
-    """Field of jsonl records, or column of parquet tables, that holds the text."""
-    whole: bool = False
-    """All of the text in local files, rather than the part that training holds out of it."""
-    seq_len: int | None = None
-    """Tokens a row of text: 1024, or what the model has positions for. A row sees no other."""
-    eval_batches: int | None = None
-    """Batches of text at most. By default 20 of held-out text, and all where it is `--whole`."""
-
-    def __post_init__(self) -> None:
-        _check_positive(self, "seq_len", "eval_batches")
-        if self.whole and self.data is None:
-            raise ValueError("`--whole` is of the text in `--data`: give one.")
-
-
-@dataclasses.dataclass(frozen=True)
-class WritingConfig:
-    """What the model writes: after a beginning of yours, and as answers to questions.
-
-    Raises:
-      ValueError: a setting is out of range.
-    """
-
-    generate: str | None = None
-    """A beginning, for the model to go on from."""
-    max_new_tokens: int = 256
-    """Tokens that are written, at most."""
-    temperature: float = 0.0
-    """Of what is drawn; 0 takes the likeliest token."""
-    top_p: float = 1.0
-    """Draw from the likeliest tokens that have this probability together."""
-    top_k: int = 0
-    """Draw from so many of the likeliest tokens; 0 for all."""
-    seed: int = 0
-    """Of what is drawn."""
-    chat: bool = False
-    """Ask as the user of a chat does: `--generate`, or all that a question is asked with, becomes a
-    message, and the chat template writes out what the model goes on from."""
-    chat_template: pathlib.Path | None = None
-    """Jinja template of `--chat`, as Hugging Face has them, or a tokenizer_config.json with one. By
-    default that of the tokenizer's folder."""
-
-    def __post_init__(self) -> None:
-        _check_positive(self, "max_new_tokens")
-        for name in ("top_k", "seed"):
-            if getattr(self, name) < 0:
-                raise ValueError(
-                    f"`--{_flag(name)}` must be at least 0, got {getattr(self, name)}."
-                )
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"`--temperature` must be in [0, inf), got {self.temperature}.")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"`--top-p` must be above 0 and at most 1, got {self.top_p}.")
-        if self.chat_template is not None and not self.chat:
-            raise ValueError("`--chat-template` is of `--chat`: give both.")
-
-
-@dataclasses.dataclass(frozen=True)
-class EvaluateConfig:
-    """Evaluate a model: what a text costs it, how many questions it answers, or what it writes.
-
-    Any of `--data`, `--task` and `--generate` may be asked for at once.
-
-    Raises:
-      ValueError: settings that contradict one another.
-    """
-
-    checkpoint: pathlib.Path
-    """A folder of Hugging Face (config.json and safetensors), or a .bin file of llama2.c."""
-    tokenizer: pathlib.Path | None = None
-    """tokenizer.json, a sentencepiece .model, a folder with one, or a tokenizer.bin of llama2.c. By
-    default that in the folder of the checkpoint."""
-    adapter: pathlib.Path | None = None
-    """Folder of a LoRA adapter, as PEFT writes it."""
-    four_bit: bool = False
-    """Hold the weights of the layers in NF4, as qlora and hyc_lora train their adapters with. In
-    full they are another model, which such adapters fit less well."""
-    batch_size: int = 8
-    """Rows of text, or questions, at a time."""
-    compute_dtype: Dtype = "bfloat16"
-    """Dtype of activations and products; sums are in float32."""
-    text: TextConfig = dataclasses.field(default_factory=TextConfig)
-    asked: QuestionConfig = dataclasses.field(default_factory=QuestionConfig)
-    writing: WritingConfig = dataclasses.field(default_factory=WritingConfig)
-
-    def __post_init__(self) -> None:
-        _check_positive(self, "batch_size")
-        if self.text.data is None and self.asked.task is None and self.writing.generate is None:
-            raise ValueError("nothing to do: give `--data`, `--task` or `--generate`.")
-
-
-def _check_positive(config: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            raise ValueError(f"`--{_flag(name)}` must be at least 1, got {value}.")
-
-
-def _flag(name: str) -> str:
-    return name.replace("_", "-")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,12 +42,12 @@ class Evaluation:
 
     Attributes:
       config: its settings.
-      model: what is evaluated, with its adapter.
-      tokenizer: of its text.
-      stop: ids that end what it writes.
-      text: what is to be predicted, if anything.
-      questions: what is asked.
-      beginning: ids to go on from, if any.
+      model: the model, with its adapter.
+      tokenizer: its tokenizer.
+      stop: ids that end a text.
+      text: the text whose perplexity is measured, or None.
+      questions: the questions.
+      beginning: ids that the model continues, or None.
     """
 
     config: EvaluateConfig
@@ -173,9 +61,7 @@ class Evaluation:
 
 def main() -> None:
     """Reads the command line and evaluates. Exits with 2 if it cannot begin."""
-    config = tyro.cli(
-        EvaluateConfig, prog="python -m train.evaluate", config=(tyro.conf.OmitArgPrefixes,)
-    )
+    config = cli.parse(EvaluateConfig, PROG)
     run_program(lambda: run(config, make_console()))
 
 
@@ -187,20 +73,19 @@ def attach_lora(model: Decoder, folder: pathlib.Path) -> Decoder:
 def run(
     config: EvaluateConfig, console: Console, attach_adapter: AttachAdapter = attach_lora
 ) -> dict[str, Any]:
-    """Evaluates as `config` says: the whole program behind the command line.
+    """Evaluates with the given settings: the program behind the command line.
 
     Args:
       config: settings.
       console: where to print.
-      attach_adapter: what `--adapter` is read by.
+      attach_adapter: reads `--adapter`.
 
     Returns:
-      `text` with what it costs (`nats_per_token`, `perplexity`, `bits_per_byte`, `tokens`), `gsm8k`
-      or `choice` with `accuracy`, `standard_error`, `correct` and `questions`, and `generated`:
-      what was asked for of these.
+      The requested results: `text` (`nats_per_token`, `perplexity`, `bits_per_byte`, `tokens`),
+      `gsm8k` or `choice` (`accuracy`, `standard_error`, `correct`, `questions`), and `generated`.
 
     Raises:
-      BadRunError: something is wrong with the settings, the checkpoint or what is read.
+      BadRunError: something is wrong with the settings, the checkpoint or an input file.
     """
     try:
         ready = prepare(config, attach_adapter)
@@ -219,28 +104,28 @@ def run(
 
 
 def _say(console: Console, text: str, **options: Any) -> None:
-    """Prints a text as it is."""
+    """Prints a text without markup."""
     console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True, **options)
 
 
 def prepare(config: EvaluateConfig, attach_adapter: AttachAdapter = attach_lora) -> Evaluation:
-    """Returns an evaluation ready to go: what can be wrong is found here, the quickest first.
+    """Returns an evaluation that is ready to begin. Everything that can be wrong is found here.
 
     Raises:
-      ValueError: settings that do not fit one another, the checkpoint, the text or the questions.
+      ValueError: settings that do not fit each other, the checkpoint, the text or the questions.
       OSError: a file that cannot be read.
     """
     out = config.asked.out
     if out is not None and out.exists():
-        raise ValueError(f"`--out` '{out}' is there already: name another file.")
+        raise ValueError(f"`--out` '{out}' exists already: name another file.")
     checkpoint = config.checkpoint.expanduser()
     model_config, _ = read_dimensions(checkpoint)
     longest = model_config.max_seq_len
     tokenizer = tokenizer_of(checkpoint, config.tokenizer)
     if tokenizer.vocab_size > model_config.vocab_size:
         raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, but the model in '{checkpoint}'"
-            f" {model_config.vocab_size}: `--tokenizer` is that of another model."
+            f"the tokenizer has {tokenizer.vocab_size} tokens, but the model in '{checkpoint}' has"
+            f" {model_config.vocab_size}: `--tokenizer` belongs to another model."
         )
     asked, writing, data = config.asked, config.writing, config.text.data
     encode = _encoder(config, tokenizer)
@@ -250,21 +135,22 @@ def prepare(config: EvaluateConfig, attach_adapter: AttachAdapter = attach_lora)
     beginning = None if writing.generate is None else encode(writing.generate, "")
     if beginning is not None and len(beginning) + writing.max_new_tokens > longest:
         raise ValueError(
-            f"`--generate` has {len(beginning)} tokens, and `--max-new-tokens`"
-            f" {writing.max_new_tokens} more are above the {longest} positions of the model."
+            f"`--generate` has {len(beginning)} tokens; with `--max-new-tokens`"
+            f" {writing.max_new_tokens} that exceeds the {longest} positions of the model: lower"
+            " one of them."
         )
     text = None if data is None else _rows(config, data, tokenizer, longest)
     model = load_checkpoint(checkpoint, convert=lora.quantize if config.four_bit else None)
     if config.adapter is not None:
         model = attach_adapter(model, config.adapter.expanduser())
     ends = {tokenizer.eos_id, *stop_ids(checkpoint)}
-    # Of models that never saw an end, such as llama2.c's, the next beginning is one.
+    # Models that never saw an end of text, such as llama2.c's, write the next beginning.
     ends |= set() if tokenizer.bos_id is None else {tokenizer.bos_id}
     stop = tuple(sorted(index for index in ends if index < model_config.vocab_size))
     return Evaluation(config, model, tokenizer, stop, text, questions, beginning)
 
 
-# ----- what a text costs
+# ----- perplexity of a text
 
 
 def _rows(config: EvaluateConfig, data: str, tokenizer: Tokenizer, longest: int) -> ValidationSet:
@@ -289,7 +175,7 @@ def _rows(config: EvaluateConfig, data: str, tokenizer: Tokenizer, longest: int)
 
 @functools.partial(jax.jit, static_argnums=2)
 def _nats(model: Decoder, batch: dict[str, jax.Array], compute_dtype: str) -> jax.Array:
-    """Returns the sum of the cross-entropy over the targets that count."""
+    """Returns the sum of the cross-entropy over the unmasked targets."""
     mask = batch["mask"]
     loss = model.loss(batch["inputs"], batch["targets"], mask=mask, compute_dtype=compute_dtype)
     return loss * mask.sum()
@@ -309,8 +195,8 @@ def _score_text(ready: Evaluation, text: ValidationSet, console: Console) -> dic
     }
     part = "all" if ready.config.text.whole else "a held-out part"
     console.print(
-        f"text ({part} of it): {cost.nats_per_token:.4f} nats a token,"
-        f" perplexity {cost.perplexity:,.3f}, {cost.bits_per_byte:.4f} bits a byte"
+        f"text ({part} of it): {cost.nats_per_token:.4f} nats per token,"
+        f" perplexity {cost.perplexity:,.3f}, {cost.bits_per_byte:.4f} bits per byte"
         f" ({cost.tokens:,} tokens, {cost.num_bytes:,} bytes)",
         highlight=False,
     )
@@ -321,7 +207,7 @@ def _score_text(ready: Evaluation, text: ValidationSet, console: Console) -> dic
 
 
 def _encoder(config: EvaluateConfig, tokenizer: Tokenizer) -> Encode:
-    """Returns what makes ids of a prompt, and of what follows it if it is known."""
+    """Returns a function from a prompt and a known ending to ids."""
     writing = config.writing
     if not writing.chat:
         begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
@@ -338,7 +224,9 @@ def _encoder(config: EvaluateConfig, tokenizer: Tokenizer) -> Encode:
 
 def _not_empty(ids: list[int]) -> list[int]:
     if not ids:
-        raise ValueError("the prompt is empty, and no token begins a document: give some text.")
+        raise ValueError(
+            "the prompt is empty, and the tokenizer has no start token: give some text."
+        )
     return ids
 
 
@@ -348,8 +236,8 @@ def _check_length(question: Question, max_new_tokens: int, longest: int) -> None
     if len(question.prompt) + more > longest:
         kind = "an option" if question.continuations else f"`--max-new-tokens` {more}"
         raise ValueError(
-            f"{question.where} has {len(question.prompt)} tokens, and with {kind} more than the"
-            f" {longest} positions of the model: lower `--shots`, or what is written."
+            f"{question.where} has {len(question.prompt)} tokens; with {kind} that exceeds the"
+            f" {longest} positions of the model: lower `--shots` or `--max-new-tokens`."
         )
 
 
@@ -383,14 +271,14 @@ def _score_questions(ready: Evaluation, console: Console) -> dict[str, float]:
 
 
 def _line(question: Question, prediction: str | None, **more: Any) -> dict[str, Any]:
-    """Returns what is written of an answer."""
+    """Returns the line of an answer for `--out`."""
     correct = prediction == question.gold
     head = {"number": question.number, "question": question.text, **more}
     return {**head, "prediction": prediction, "gold": question.gold, "correct": correct}
 
 
 def _written(ready: Evaluation, questions: list[Question]) -> Iterator[dict[str, Any]]:
-    """Yields answers that are read in what the model writes."""
+    """Yields answers that the model writes."""
     prompts, numbers = [q.prompt for q in questions], [q.number for q in questions]
     texts = _write(ready, prompts, numbers, ready.config.batch_size)
     for question, text in zip(questions, texts, strict=True):
@@ -398,7 +286,7 @@ def _written(ready: Evaluation, questions: list[Question]) -> Iterator[dict[str,
 
 
 def _likeliest(ready: Evaluation, questions: list[Question]) -> Iterator[dict[str, Any]]:
-    """Yields the options that the model finds the likeliest."""
+    """Yields the option of each question that is likeliest under the model."""
     config, normalize = ready.config, ready.config.asked.normalize
     most = max(len(question.letters) for question in ready.questions)
     prompts = [q.prompt for q in questions for _ in q.continuations]
@@ -418,17 +306,17 @@ def _likeliest(ready: Evaluation, questions: list[Question]) -> Iterator[dict[st
         yield _line(question, question.letters[most_likely(own, lengths)], log_likelihoods=own)
 
 
-# ----- what a model writes
+# ----- writing
 
 
 def _write(ready: Evaluation, prompts: list[list[int]], numbers: list[int], rows: int) -> list[str]:
-    """Returns what follows each prompt.
+    """Returns the text that follows each prompt.
 
     Args:
       ready: the evaluation.
       prompts: ids.
-      numbers: of the prompts. What is drawn depends on them, and not on the others of a batch.
-      rows: prompts that a program is compiled for.
+      numbers: of the prompts. Samples depend on them, and not on the other prompts of a batch.
+      rows: batch size of the compiled program.
     """
     config = ready.config.writing
     seed = jax.random.key(config.seed)
@@ -450,19 +338,19 @@ def _write(ready: Evaluation, prompts: list[list[int]], numbers: list[int], rows
 
 
 def text_after(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> str:
-    """Returns the text that ids add to that of a prompt: a space between the two is kept."""
+    """Returns the text that ids add to the text of a prompt, with any space between the two."""
     # A model may have more ids than its tokenizer.
     known = [index for index in ids if index < tokenizer.vocab_size]
     return tokenizer.decode([*prompt, *known])[len(tokenizer.decode(prompt)) :]
 
 
 def _filled_up(items: list[Any], size: int) -> list[Any]:
-    """Returns items and copies of the last: no program is compiled for a shorter last batch."""
+    """Returns items padded with copies of the last, so that all batches share a program."""
     return items + items[-1:] * (size - len(items))
 
 
 def _track(items: Sequence[Any], name: str, console: Console) -> Any:
-    """Returns an iterator over items that draws a progress bar where somebody watches."""
+    """Returns an iterator over items that draws a progress bar on a terminal."""
     return rich.progress.track(
         items, name, console=console, transient=True, disable=not console.is_terminal
     )

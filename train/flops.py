@@ -5,7 +5,8 @@ from typing import Any
 
 import jax
 
-from actjax.ops.attention_forms import BLOCK
+ATTENTION_BLOCK = 256
+"""Queries, and keys, of a block of `actjax.attention` in its blockwise form."""
 
 
 def matmul_flops(fun: Any, *args: Any, loop_length: float = 1) -> int:
@@ -25,7 +26,7 @@ def matmul_flops(fun: Any, *args: Any, loop_length: float = 1) -> int:
 
 def causal_loop_length(seq_len: int) -> float:
     """Returns how many blocks of keys a block of queries meets in causal attention, on average."""
-    return (1 + -(-seq_len // BLOCK)) / 2
+    return (1 + -(-seq_len // ATTENTION_BLOCK)) / 2
 
 
 def _count(jaxpr: Any, loop_length: float) -> float:

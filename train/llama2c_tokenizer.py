@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from train.tokenizer import Tokenizer
+from train.tokenizer_base import Tokenizer
 
 _BOS, _EOS = 1, 2
 _FIRST_BYTE = 3

@@ -1,7 +1,7 @@
-"""A training run from its first step to its last, whatever is trained on.
+"""A training run from its first step to its last, for every program.
 
-A program prepares a `Run`: all that can be wrong is found there. `train` then takes steps, logs,
-evaluates and saves, until the last step or a signal; what is saved goes on with the same bits.
+A program prepares a `Run`, which checks everything that can be wrong. `train` then takes steps,
+logs, evaluates and saves until the last step or a signal. A saved run continues with equal bits.
 """
 
 import dataclasses
@@ -19,49 +19,43 @@ import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
 
-from models import ModelConfig
 from train import adapt
 from train.calibration import calibrate
 from train.checkpoint import Checkpoints
-from train.config import RunConfig
 from train.data import ValidationSet
 from train.metrics import Recorder, perplexity
 from train.optimizer import learning_rate_schedule
 from train.progress import Progress
-from train.report import explain_step, print_opening, step_memory
-from train.settings import changed_settings, write_settings
-from train.sharding import batch_sharding, state_shardings
+from train.resolve import ResolvedConfig
+from train.sharding import batch_sharding
 from train.step import (
     Batch,
     Recipe,
     TrainState,
-    batch_shapes,
-    init_state,
+    build_recipe,
     make_eval_step,
-    make_recipe,
     make_refresh_step,
     make_train_step,
     model_of,
+    whole_batch_shapes,
 )
 
 
 @dataclasses.dataclass
 class Run:
-    """A run that is ready to begin or to go on.
+    """A run that is ready to begin or to continue.
 
     Attributes:
-      config: its settings.
       recipe: what each step does.
       mesh: the devices.
       train_step: the compiled step.
       state: the training state.
       batches: the training data, at the position that belongs to `state`.
       validation: the held-out data.
-      checkpoints: where it is saved.
+      checkpoints: where the run is saved.
       identity: what a checkpoint must agree with.
     """
 
-    config: RunConfig
     recipe: Recipe
     mesh: Mesh
     train_step: Callable[..., Any]
@@ -70,6 +64,11 @@ class Run:
     validation: ValidationSet
     checkpoints: Checkpoints
     identity: dict[str, Any]
+
+    @property
+    def config(self) -> ResolvedConfig:
+        """The settings."""
+        return self.recipe.config
 
 
 class BadRunError(ValueError):
@@ -85,33 +84,33 @@ class NonFiniteError(ArithmeticError):
 
 
 def make_console() -> Console:
-    """Returns one as wide as the terminal, or wide enough for the tables where nobody watches."""
+    """Returns a console as wide as the terminal, or wide enough for the tables without one."""
     return Console(width=None if sys.stdout.isatty() else 140)
 
 
 def run_program(program: Callable[[], Any]) -> None:
-    """Runs a program. Exits with 2 if it cannot begin, with 1 on a NaN, and says why in a line."""
+    """Runs a program. On an error prints one line and exits: 2 for bad settings, 1 for a NaN."""
     try:
         program()
     except (BadRunError, NonFiniteError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.stdout.flush()
-        # At once: threads that still read a damaged checkpoint would bury the message.
+        # Exits at once: threads that still read a damaged checkpoint would bury the message.
         os._exit(error.exit_code)
 
 
 def prepare_and_train(
-    prepare: Callable[[], "Run"], console: Console, finish: Callable[["Run"], None] | None = None
+    prepare: Callable[[], Run], console: Console, finish: Callable[[Run], None] | None = None
 ) -> int:
     """Prepares a run and trains.
 
     Args:
       prepare: makes the run.
       console: where to print.
-      finish: called with the run when its last step is done and saved.
+      finish: called with the run after its last step is saved.
 
     Returns:
-      The step it came to: less than `config.steps` if a signal stopped it.
+      The last step done: less than `steps` if a signal stopped the run.
 
     Raises:
       BadRunError: something is wrong with the settings, the text or the checkpoint.
@@ -128,127 +127,149 @@ def prepare_and_train(
         return done
 
 
-def _compile(recipe: Recipe, mesh: Mesh, shapes: TrainState, shardings: Any) -> Any:
-    """Returns the compiled training step, before any array exists."""
-    config = recipe.config
-    whole = batch_shapes(dataclasses.replace(config, accumulate=1))
-    state = jax.tree.map(_with_sharding, shapes, shardings)
-    batch = {name: _with_sharding(x, batch_sharding(mesh)) for name, x in whole.items()}
+def compile_step(recipe: Recipe, mesh: Mesh, shapes: TrainState, shardings: Any) -> Any:
+    """Returns the compiled training step. Needs shapes only, no arrays."""
+    state = jax.tree.map(with_sharding, shapes, shardings)
+    whole = whole_batch_shapes(recipe.config)
+    batch = {name: with_sharding(x, batch_sharding(mesh)) for name, x in whole.items()}
     step = jax.jit(make_train_step(recipe), donate_argnums=0, out_shardings=(shardings, None))
     with jax.set_mesh(mesh):
         return step.lower(state, batch).compile()
 
 
-def _with_sharding(x: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
+def with_sharding(x: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
+    """Returns a shape with a sharding."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def train(run: Run, console: Console, stop: "StopSignal") -> int:
-    """Trains to the last step, or until a signal asks to stop; either way the run is saved.
+    """Trains to the last step, or until a signal asks to stop. Saves the run in both cases.
 
     Returns:
-      The step it came to.
+      The last step done.
 
     Raises:
-      NonFiniteError: the loss or gradient is not finite. What was saved stays.
+      NonFiniteError: the loss or gradient is not finite. Earlier checkpoints stay.
     """
-    config, state = run.config, run.state
-    start = int(state.step)
-    # Compiled when the first refresh step comes, if one does.
-    refresh_step = jax.jit(
-        make_refresh_step(run.recipe),
-        donate_argnums=0,
-        out_shardings=(jax.tree.map(lambda x: x.sharding, state), None),
-    )
-    evaluate = functools.partial(_evaluate, jax.jit(make_eval_step(run.recipe)), run)
-    learning_rate = learning_rate_schedule(config.optimizer, config.steps)
-    title = f"{config.title}, {config.method}"
-    tokens = config.batch_size * config.seq_len
+    config, start = run.config, int(run.state.step)
+    title, tokens = f"{config.title}, {config.method}", config.batch_size * config.seq_len
     with (
         jax.set_mesh(run.mesh),
         Recorder(config.folder, title, start) as recorder,
         Progress(console, start, config.steps, tokens) as progress,
     ):
-        if start == 0 and config.begins_trained:
+        trainer = _Trainer(run, console, recorder, progress)
+        if start == 0 and config.pretrained:
             with progress.paused():
-                report = evaluate(state)
-                _check_finite(0, report, run)
-                recorder.record(0, **report)
-                progress.say(0, report)
-        metrics: dict[str, jax.Array] = {}
+                trainer.evaluate(0)
         for step in range(start + 1, config.steps + 1):
             if stop.requested:
                 break
-            last, batch = metrics, _put(run, next(run.batches))
-            if adapt.is_due(run.recipe, step - 1):
-                with progress.paused():
-                    _choose_bits(run, batch, console)
-            if _is_calibration_due(run, step - 1):
-                state = _calibrate_again(run, batch)
-            due = run.recipe.due_layers(step - 1)
-            if due is None:
-                state, metrics = run.train_step(state, batch)
-            else:
-                state, metrics = refresh_step(state, batch, due)
-            # The step before has ended by now: looking at it keeps the device busy.
-            _check_finite(step - 1, last, run)
-            run.state = state
-            if step % config.log_every == 0 or step == config.steps:
-                _check_finite(step, metrics, run)
-                values = {name: float(value) for name, value in metrics.items()}
-                values["learning_rate"] = float(jnp.asarray(learning_rate(step - 1)))
-                speed = progress.log(step, values["loss"])
-                recorder.record(step, **values, tokens_per_second=speed)
-            with progress.paused():
-                if step % config.eval_every == 0 or step == config.steps:
-                    report = evaluate(state)
-                    _check_finite(step, report, run)
-                    recorder.record(step, **report)
-                    recorder.draw()
-                    progress.say(step, report)
-                if step % config.save_every == 0:
-                    _check_finite(step, metrics, run)
-                    _save(run)
-        _check_finite(int(state.step), metrics, run)
-        _save(run)
+            trainer.take(step)
+        trainer.save()
     run.checkpoints.close()
     run.batches.close()
-    done = int(state.step)
+    done = int(run.state.step)
     ending = "done" if done == config.steps else f"stopped by {stop.name}, saved"
     console.print(f"{ending} at step {done} of {config.steps}; everything is in {config.folder}")
     return done
 
 
+class _Trainer:
+    """Takes the steps of a run, and logs, evaluates and saves when they are due."""
+
+    def __init__(self, run: Run, console: Console, recorder: Recorder, progress: Progress) -> None:
+        self._run, self._console = run, console
+        self._recorder, self._progress = recorder, progress
+        self._metrics: dict[str, jax.Array] = {}
+        self._learning_rate = learning_rate_schedule(run.config.optimizer, run.config.steps)
+        self._eval_step = jax.jit(make_eval_step(run.recipe))
+        # Compiled at the first refresh step, if there is one.
+        self._refresh_step = jax.jit(
+            make_refresh_step(run.recipe),
+            donate_argnums=0,
+            out_shardings=(jax.tree.map(lambda x: x.sharding, run.state), None),
+        )
+
+    def take(self, step: int) -> None:
+        """Takes a step, and does what is due after it."""
+        run, last = self._run, self._metrics
+        batch = _put(run, next(run.batches))
+        self._adapt(step - 1, batch)
+        due = run.recipe.due_layers(step - 1)
+        if due is None:
+            state, self._metrics = run.train_step(run.state, batch)
+        else:
+            state, self._metrics = self._refresh_step(run.state, batch, due)
+        # The previous step has ended by now, so that looking at it keeps the device busy.
+        check_finite(run, step - 1, last)
+        run.state = state
+        config = run.config
+        is_last = step == config.steps
+        if is_last or step % config.log_every == 0:
+            self._log(step)
+        with self._progress.paused():
+            if is_last or step % config.eval_every == 0:
+                self.evaluate(step)
+                self._recorder.draw()
+            if step % config.save_every == 0:
+                self.save()
+
+    def evaluate(self, step: int) -> None:
+        """Records and prints the loss on the held-out data."""
+        report = _evaluate(self._eval_step, self._run)
+        check_finite(self._run, step, report)
+        self._recorder.record(step, **report)
+        self._progress.say(step, report)
+
+    def save(self) -> None:
+        """Saves the run, if its last step is finite."""
+        check_finite(self._run, int(self._run.state.step), self._metrics)
+        _save(self._run)
+
+    def _adapt(self, step: int, batch: Batch) -> None:
+        """Chooses bits and measures scales of channels when that is due after a step."""
+        run = self._run
+        if adapt.is_due(run.recipe, step):
+            with self._progress.paused():
+                _choose_bits(run, batch, self._console)
+        every = run.config.recalibrate_every
+        if every and step > 0 and step % every == 0:
+            run.state = _recalibrated(run, batch)
+
+    def _log(self, step: int) -> None:
+        check_finite(self._run, step, self._metrics)
+        values = {name: float(value) for name, value in self._metrics.items()}
+        values["learning_rate"] = float(jnp.asarray(self._learning_rate(step - 1)))
+        speed = self._progress.log(step, values["loss"])
+        self._recorder.record(step, **values, tokens_per_second=speed)
+
+
 def _choose_bits(run: Run, batch: Batch, console: Console) -> None:
-    """Chooses the bits of each site, and compiles the step again if they are others."""
+    """Chooses the bits of each site, and compiles the step again if any of them changed."""
     choice = adapt.choose_bits(run.recipe, run.state.model, batch, int(run.state.step))
     console.print(f"step {int(run.state.step)}: {choice.describe()}")
     if choice.bits == run.recipe.bits:
         return
-    run.recipe = make_recipe(run.config, run.recipe.model_config, choice.bits)
+    run.recipe = build_recipe(run.config, choice.bits)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), run.state)
     shardings = jax.tree.map(lambda x: x.sharding, run.state)
-    run.train_step = _compile(run.recipe, run.mesh, shapes, shardings)
+    run.train_step = compile_step(run.recipe, run.mesh, shapes, shardings)
 
 
-def _is_calibration_due(run: Run, step: int) -> bool:
-    every = run.recipe.recalibrate_every
-    return every > 0 and step > 0 and step % every == 0
-
-
-def _calibrate_again(run: Run, batch: Batch) -> TrainState:
-    """Measures the scales of channels on a batch, with the adapters as they are now."""
+def _recalibrated(run: Run, batch: Batch) -> TrainState:
+    """Returns the state with scales of channels measured on a batch with the current adapters."""
     recipe, state = run.recipe, run.state
     model = model_of(recipe, state)
     calibration = calibrate(recipe.storage, model, [batch], run.config.compute_dtype)
     shardings = jax.tree.map(lambda x: x.sharding, state.calibration)
-    run.state = dataclasses.replace(state, calibration=jax.device_put(calibration, shardings))
-    return run.state
+    return dataclasses.replace(state, calibration=jax.device_put(calibration, shardings))
 
 
-def _evaluate(eval_step, run: Run, state: TrainState) -> dict[str, float]:
-    """Returns loss, perplexity and bits per byte on the held-out text."""
-    put, batches = functools.partial(_put, run), run.validation.batches
+def _evaluate(eval_step: Callable[..., jax.Array], run: Run) -> dict[str, float]:
+    """Returns loss, perplexity and bits per byte on the held-out data."""
+    state, put = run.state, functools.partial(_put, run)
+    batches = run.validation.batches
     nats = sum(float(eval_step(state.model, put(batch), state.context)) for batch in batches)
     loss = nats / run.validation.num_tokens
     return {
@@ -262,7 +283,8 @@ def _put(run: Run, batch: dict[str, np.ndarray]) -> Batch:
     return jax.device_put(batch, batch_sharding(run.mesh))
 
 
-def _check_finite(step: int, metrics: Mapping[str, float | jax.Array], run: Run) -> None:
+def check_finite(run: Run, step: int, metrics: Mapping[str, float | jax.Array]) -> None:
+    """Raises a `NonFiniteError` if a metric of a step is NaN or infinite."""
     values = {name: float(value) for name, value in metrics.items()}
     if all(math.isfinite(value) for value in values.values()):
         return
@@ -272,7 +294,7 @@ def _check_finite(step: int, metrics: Mapping[str, float | jax.Array], run: Run)
     shown = ", ".join(f"{name} {value}" for name, value in values.items())
     hint = "Lower `--learning-rate`, or look at the text around that step."
     if step <= 1:
-        hint = "No step was taken before: look at the weights it began with, and at the text."
+        hint = "No step was taken before: look at the initial weights and at the text."
     raise NonFiniteError(
         f"step {step} is not finite ({shown}): stopped. The last good checkpoint in"
         f" {run.config.folder} was kept: {where}. {hint}"
@@ -285,118 +307,11 @@ def _save(run: Run) -> None:
     run.checkpoints.save(int(state.step), state, progress, run.identity)
 
 
-def begin(
-    config: RunConfig,
-    recipe: Recipe,
-    mesh: Mesh,
-    batches: Any,
-    validation: ValidationSet,
-    identity: dict[str, Any],
-    *,
-    first_state: Callable[[Any], TrainState],
-    frozen: Callable[[Any], Any],
-    console: Console,
-    text: str,
-) -> Run:
-    """Returns a run at its first step, or at its last checkpoint; prints what it is.
-
-    Args:
-      config: the settings.
-      recipe: what each step does.
-      mesh: the devices.
-      batches: the training data, at its beginning.
-      validation: the held-out data.
-      identity: what a checkpoint must agree with.
-      first_state: from shardings to the state before the first step.
-      frozen: from shardings to `TrainState.frozen`, which no checkpoint holds.
-      console: where to print.
-      text: a line about the data.
-
-    Raises:
-      ValueError: settings that fit neither one another nor the checkpoint.
-    """
-    shapes = jax.eval_shape(functools.partial(init_state, recipe))
-    explanation = explain_step(recipe, shapes)
-    checkpoints = _open_checkpoints(config)
-    shardings = state_shardings(shapes, mesh)
-    state, bits = _restored(checkpoints, batches, shapes, shardings, identity)
-    if bits:
-        recipe = make_recipe(config, recipe.model_config, bits)
-        explanation = explain_step(recipe, shapes)
-    train_step = _compile(recipe, mesh, shapes, shardings)
-    memory = step_memory(recipe, shapes, explanation)
-    temporaries = train_step.memory_analysis().temp_size_in_bytes * mesh.size
-    print_opening(console, recipe, shapes, explanation, memory.with_workspace(temporaries))
-    console.print(text)
-    if state is None:
-        state = first_state(shardings)
-    else:
-        state = dataclasses.replace(state, frozen=frozen(shardings.frozen))
-        console.print(f"going on from step {int(state.step)} in {config.folder}")
-        if changed := changed_settings(config.folder, config):
-            console.print(f"[yellow]with other settings than before[/yellow]: {'; '.join(changed)}")
-    write_settings(config.folder, config)
-    return Run(config, recipe, mesh, train_step, state, batches, validation, checkpoints, identity)
-
-
-def _restored(
-    checkpoints: Checkpoints, batches: Any, shapes: Any, shardings: Any, identity: dict[str, Any]
-) -> tuple[TrainState | None, dict[str, int]]:
-    """Returns the state of the last checkpoint, None if there is none, and bits that were chosen.
-
-    The data is moved to the position that belongs to it.
-    """
-    step = checkpoints.latest_step()
-    if step is None:
-        return None, {}
-    saved, places = (dataclasses.replace(x, frozen=None) for x in (shapes, shardings))
-    like = jax.tree.map(_with_sharding, saved, places)
-    state, progress = checkpoints.restore(step, like, identity)
-    batches.set_state(progress["position"])
-    return state, progress["bits"]
-
-
-def _open_checkpoints(config: RunConfig) -> Checkpoints:
-    try:
-        config.folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"`--out` {config.folder} cannot be made a folder: {error}.") from error
-    checkpoints = Checkpoints(config.folder / "checkpoints", config.keep)
-    latest = checkpoints.latest_step()
-    if latest is not None and not config.resume:
-        raise ValueError(
-            f"`--out` {config.folder} holds a run at step {latest}: pass `--resume` to go on with"
-            " it, or another `--out` to leave it alone."
-        )
-    if latest is not None and latest > config.steps:
-        raise ValueError(
-            f"`--steps` {config.steps} is below the {latest} steps that the run in `--out`"
-            f" {config.folder} has done: pass at least {latest}."
-        )
-    return checkpoints
-
-
-def check_sizes(config: RunConfig, model_config: ModelConfig, mesh: Mesh) -> None:
-    """Raises a `ValueError` unless sequences fit the model, and batches the devices."""
-    if config.seq_len > model_config.max_seq_len:
-        raise ValueError(
-            f"`--seq-len` {config.seq_len} is above the {model_config.max_seq_len} positions of"
-            f" {config.title}."
-        )
-    rows = config.batch_size // config.accumulate
-    if rows % mesh.size:
-        raise ValueError(
-            f"{rows} sequences of a micro-batch (`--batch-size` {config.batch_size} /"
-            f" `--accumulate` {config.accumulate}) do not divide over the {mesh.size} devices of"
-            f" `--mesh` {config.mesh}."
-        )
-
-
 class StopSignal:
-    """Notes SIGTERM and SIGINT instead of dying of them. A second one kills as usual.
+    """Records SIGTERM and SIGINT, so that the run can be saved. A second one kills as usual.
 
     Attributes:
-      requested: whether one came.
+      requested: whether a signal came.
       name: its name.
     """
 

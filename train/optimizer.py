@@ -42,7 +42,7 @@ def make_optimizer(
         "float32": store_states_as(adam, jnp.dtype("float32")),
         "bfloat16": store_states_as(adam, jnp.dtype("bfloat16")),
         "8bit": actjax.optim.scale_by_adam_8bit(b1=config.beta1, b2=config.beta2),
-    }["float32" if config.moment_dtype == "auto" else config.moment_dtype]
+    }[config.moment_dtype]
     outer = full_space_updates(config, steps)
     return optax.chain(moments, outer) if subspace is None else subspace(moments, outer=outer)
 

@@ -1,113 +1,109 @@
-"""Says what memory a training step takes, and how to make it fit: `python -m train.plan --help`.
+"""Prints the memory of a training step, and finds settings that fit: `python -m train.plan`.
 
-The real step is compiled, for this machine or for a GPU that need not be there, and the figures
-are those of the compiled program. Nothing is trained. With `--budget`, it looks for the fastest
-step that fits and prints the command that runs it.
+The real step is compiled, for this machine or for a GPU that need not be there, and the figures are
+those of the compiled program. Nothing is trained.
+
+With `--budget`, the fastest step that fits is found, and the command that runs it is printed. Other
+settings, such as `--data`, go into that command.
 """
 
 import dataclasses
-import functools
 import re
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import jax
-import tyro
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-import actjax
-from models import ModelConfig, preset
+from models import preset
+from train import cli
+from train.cli import Headings
 from train.config import PretrainConfig
-from train.devices import GIB, GPUS, HERE, compile_for, description_of, gpu
-from train.flops import causal_loop_length, matmul_flops
-from train.methods import METHODS
-from train.report import StepMemory, explain_step, step_memory, tree_bytes
-from train.step import (
-    Recipe,
-    TrainState,
-    batch_shapes,
-    init_state,
-    make_recipe,
-    make_refresh_step,
-    make_train_step,
-)
+from train.devices import HERE, gpu
+from train.estimate import Compiled, compile_plan, make_plan, parameter_bytes
+from train.gpus import GIB, GPUS
+from train.options import FULL_WEIGHTS, flag_name, given_fields, used_options
+from train.resolve import resolve
+from train.stages import METHODS, OPTIONS, stages
 
+PROG = "python -m train.plan"
 ALL = "all"
-_BUS = 25e9
-"""Bytes a second between host and device: 16 lanes of PCIe 4."""
-_HERE = 2e11, 2e10
-"""Operations and bytes a second that this machine is taken to have: only ratios matter."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanConfig:
-    """What to plan."""
+    """What to plan.
+
+    Raises:
+      ValueError: an unknown device, a size that cannot be read, or a setting without effect here.
+    """
 
     train: PretrainConfig = dataclasses.field(
         default_factory=lambda: PretrainConfig(method=ALL, weight_dtype="bfloat16")
     )
     """The run. Here `--method` is `all` by default, and `--weight-dtype` bfloat16."""
     device: str = HERE
-    """What to compile for: here, or h100, h200, a100_80, a100_40, rtx_4090, rtx_3090, l4, a10g."""
+    """Device to compile for."""
     budget: str = ""
-    """Memory that a step may take, such as 24GiB. The fastest plan that fits is looked for, first
-    with full-rank updates and four bits or more, then with fewer bits, then in a subspace, the
-    largest first."""
+    """Memory that a step may take, such as 24GiB. The search tries full-rank updates with four bits
+    or more first, then fewer bits, then subspaces, the largest first."""
+
+    HEADINGS: ClassVar[Headings] = {
+        "Common flags": (
+            *("model", "device", "budget", "method", "batch_size", "seq_len", "weight_dtype"),
+        ),
+        **{k: v for k, v in PretrainConfig.HEADINGS.items() if k != "Common flags"},
+        "For the printed command": ("train",),
+    }
 
     def __post_init__(self) -> None:
         if self.device != HERE:
             gpu(self.device)
+        train = self.train
+        if train.mesh:
+            raise ValueError(
+                f"`--mesh {train.mesh}` has no effect: train.plan plans for one device. Drop it."
+            )
+        if train.resume:
+            raise ValueError("`--resume` has no effect: train.plan trains nothing. Drop it.")
         if self.budget:
             parse_bytes(self.budget)
+            self._check_searched()
 
+    def _check_searched(self) -> None:
+        """Raises a `ValueError` for settings that the search would overwrite or never try."""
+        train = self.train
+        given = {name for name in given_fields(train.options) if name in OPTIONS}
+        given |= {"in_backward"} if train.in_backward else set()
+        given |= {"moment_dtype"} if train.optimizer.moment_dtype != "auto" else set()
+        if given:
+            shown = ", ".join(f"`{flag_name(name)}`" for name in sorted(given))
+            raise ValueError(f"{shown}: the search of `--budget` chooses it. Drop it.")
+        if train.method not in (ALL, *METHODS):
+            raise ValueError(
+                f"`--method {train.method}` is not part of the search of `--budget`, which tries"
+                f" {', '.join(METHODS)}: choose one of them, or drop `--budget`."
+            )
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """A way to train, and what is known of it before it is compiled.
-
-    Attributes:
-      config: the run.
-      memory: by category, without workspace.
-      flops: of all products of a step.
-      seconds: how long a step should take at the device's best, by operations and bytes.
-    """
-
-    config: PretrainConfig
-    memory: StepMemory
-    flops: int
-    seconds: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Compiled:
-    """A plan, compiled.
-
-    Attributes:
-      plan: what was known before.
-      peak: bytes that exist at once: of the step, or of one that changes the subspace if larger.
-      temporaries: those of the step that are neither weights nor states.
-    """
-
-    plan: Plan
-    peak: int
-    temporaries: int
+    @staticmethod
+    def choices() -> dict[str, dict[str, str]]:
+        """Returns the names that flags take, and a line about each."""
+        methods = {ALL: "every method", **PretrainConfig.choices()["--method"]}
+        cards = {name: f"{one.name}, {one.memory // GIB} GiB" for name, one in GPUS.items()}
+        devices = {HERE: "the devices of this machine", **cards}
+        return {**PretrainConfig.choices(), "--method": methods, "--device": devices}
 
 
 def main() -> None:
     """Reads the command line, and prints a table or a plan. Exits with 1 if nothing fits."""
     console = Console(width=None if sys.stdout.isatty() else 140)
+    config = cli.parse(PlanConfig, PROG, description=__doc__, choices=PlanConfig.choices())
     try:
-        config = tyro.cli(
-            PlanConfig,
-            prog="python -m train.plan",
-            description=__doc__,
-            config=(tyro.conf.OmitArgPrefixes,),
-        )
         fits = run(config, console)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -116,23 +112,27 @@ def main() -> None:
 
 
 def run(config: PlanConfig, console: Console) -> bool:
-    """Does what the command line says.
+    """Plans with the given settings: the program behind the command line.
 
     Returns:
       False if a budget was given and nothing fits it.
 
     Raises:
-      ValueError: settings that do not fit one another, an unknown model, method or device.
+      ValueError: settings that do not fit each other, an unknown model, method or device.
     """
     if config.device != HERE:
-        # The plugin would ask for a driver that is not there.
+        # The CUDA plugin would ask for a driver, which is not there.
         jax.config.update("jax_platforms", "cpu")
+    train = config.train
+    if train.method != ALL:
+        resolve(train, preset(train.model))  # Raises for flags that the method does not use.
     if config.budget:
         return search(config, console)
-    names = list(METHODS) if config.train.method == ALL else [config.train.method]
+    names = FULL_WEIGHTS if train.method == ALL else (train.method,)
     rows = []
     for name in names:
-        plan = make_plan(dataclasses.replace(config.train, method=name), config.device)
+        options = used_options(name, train.options)
+        plan = make_plan(dataclasses.replace(train, method=name, options=options), config.device)
         rows.append(compile_plan(plan, config.device))
         console.print(f"{name}: {rows[-1].peak / GIB:.2f} GiB", highlight=False)
     console.print(table_of(rows, config))
@@ -140,33 +140,22 @@ def run(config: PlanConfig, console: Console) -> bool:
 
 
 def search(config: PlanConfig, console: Console) -> bool:
-    """Looks for the fastest plan within the budget, prints it, and returns whether there is one."""
-    began = time.time()
-    budget, model_config = parse_bytes(config.budget), preset(config.train.model)
+    """Prints the fastest plan within the budget, and returns whether there is one."""
+    began, budget = time.time(), parse_bytes(config.budget)
+    methods = METHODS if config.train.method == ALL else (config.train.method,)
     tried: list[Compiled] = []
-    for title, configs in stages(config.train, model_config):
-        # Weights and states alone first: what is kept besides takes a trace to know.
-        near = [one for one in configs if _of_parameters(one) <= budget]
-        plans = [make_plan(one, config.device) for one in near]
-        possible = [p for p in plans if p.memory.total <= budget]
-        console.print(
-            f"{title}: {len(configs)} plans, of which {len(configs) - len(possible)} keep more than"
-            f" {config.budget} whatever their workspace",
-            highlight=False,
-        )
-        for plan in sorted(possible, key=lambda p: p.seconds):
-            tried.append(compile_plan(plan, config.device))
+    for title, configs in stages(config.train, preset(config.train.model), methods):
+        for one in _by_speed(title, configs, config, console):
+            tried.append(one)
+            if one.peak > budget:
+                continue
+            console.print(table_of(tried, config))
             console.print(
-                f"  {flags(plan.config)}: {tried[-1].peak / GIB:.2f} GiB", highlight=False
+                f"found in {time.time() - began:.0f} s; leave 0.5 GiB for the driver:\n",
+                highlight=False,
             )
-            if tried[-1].peak <= budget:
-                console.print(table_of(tried, config))
-                console.print(
-                    f"found in {time.time() - began:.0f} s; leave half a GiB for the driver:\n",
-                    highlight=False,
-                )
-                print(f"python -m train.pretrain {flags(plan.config)}")
-                return True
+            print(f"python -m train.pretrain {flags(one.plan.config)}")
+            return True
     if tried:
         console.print(table_of(tried, config))
     console.print(
@@ -176,154 +165,24 @@ def search(config: PlanConfig, console: Console) -> bool:
     return False
 
 
-def stages(
-    train: PretrainConfig, model_config: ModelConfig
-) -> Iterator[tuple[str, list[PretrainConfig]]]:
-    """Yields plans to choose among, by what they cost in quality."""
-    names = None if train.method == ALL else {train.method}
-    shares = (4, 8, 16, 32)
-    levels = [
-        ("full rank, four bits or more", _full_rank((16, 8, 4))),
-        ("full rank, fewer bits", _full_rank((3, 2))),
-        *(
-            (f"in a subspace of rank d/{n}, four bits or more", _subspace(model_config, n, (8, 4)))
-            for n in shares
-        ),
-        *(
-            (f"in a subspace of rank d/{n}, two bits", _subspace(model_config, n, (2,)))
-            for n in shares
-        ),
-    ]
-    for title, choices in levels:
-        configs = [
-            _with(train, name, **changes) for name, changes in choices if not names or name in names
-        ]
-        if configs:
-            yield title, list(dict.fromkeys(configs))
-
-
-Choice = tuple[str, dict[str, Any]]
-
-
-def _full_rank(bits: Iterable[int]) -> Iterator[Choice]:
-    """Yields methods and what they are told: storage, each with every way to update."""
-    storage: list[Choice] = []
-    for n in bits:
-        if n == 16:
-            storage += [("exact", {}), ("quantized", {"bits": 16}), ("remat", {})]
-            storage += [("remat", {"offload": True})]
-            continue
-        storage += [("quantized", {"bits": n, "sites": ("gate", "up")}), ("quantized", {"bits": n})]
-        storage += [("gact", {"bits": n}), ("compressed_remat", {"bits": n})]
-        storage += [("quantized", {"bits": n, "offload": True})]
-    for name, changes in storage:
-        yield name, changes
-        yield name, {**changes, "moment_dtype": "8bit"}
-        yield name, {**changes, "moment_dtype": "8bit", "in_backward": True}
-
-
-def _subspace(model_config: ModelConfig, share: int, bits: Iterable[int]) -> Iterator[Choice]:
-    for n in bits:
-        changes = {"bits": n, "rank": max(1, model_config.hidden_size // share)}
-        yield "frugal_subspace", changes
-        yield "frugal_subspace", {**changes, "offload": True}
-
-
-def _with(train: PretrainConfig, method: str, **changes: Any) -> PretrainConfig:
-    of_optimizer = {k: changes.pop(k) for k in ("moment_dtype",) if k in changes}
-    of_run = {k: changes.pop(k) for k in ("in_backward",) if k in changes}
-    return dataclasses.replace(
-        train,
-        method=method,
-        options=dataclasses.replace(train.options, **changes),
-        optimizer=dataclasses.replace(train.optimizer, **of_optimizer),
-        **of_run,
+def _by_speed(
+    title: str, configs: list[PretrainConfig], config: PlanConfig, console: Console
+) -> Iterator[Compiled]:
+    """Yields the compiled plans of a stage, the fastest first, without those that cannot fit."""
+    budget = parse_bytes(config.budget)
+    # Weights and optimizer states first: estimating the rest takes a trace.
+    near = [one for one in configs if parameter_bytes(one) <= budget]
+    plans = [make_plan(one, config.device) for one in near]
+    possible = [plan for plan in plans if plan.memory.total <= budget]
+    console.print(
+        f"{title}: {len(configs)} plans, {len(configs) - len(possible)} of them above"
+        f" {config.budget} without workspace",
+        highlight=False,
     )
-
-
-def make_plan(config: PretrainConfig, device: str) -> Plan:
-    """Returns what is known of a run without compiling it.
-
-    Raises:
-      ValueError: an unknown method, or settings that do not fit one another.
-    """
-    memory = _memory(_without_moment_dtype(config))
-    optimizer = tree_bytes(_shapes(make_recipe(config, preset(config.model))).optimizer)
-    memory = dataclasses.replace(memory, optimizer=optimizer)
-    explanation, flops = _gradient(_of_gradient(config))
-    coded = [r for r in explanation.residuals if r.codec not in ("", "Exact()")]
-    # A code is made from its activation, and read again; the activation read, and written.
-    traffic = sum(2 * r.exact_bytes + 2 * r.stored_bytes for r in coded)
-    traffic += 2 * (explanation.stored_bytes - sum(r.stored_bytes for r in coded))
-    traffic += 3 * memory.weights + 2 * memory.optimizer + 2 * memory.gradients
-    rate, bandwidth = _HERE if device == HERE else (GPUS[device].flops, GPUS[device].bandwidth)
-    bus = 2 * sum(r.stored_bytes for r in coded if r.codec.startswith("Offloaded"))
-    return Plan(config, memory, flops, flops / rate + traffic / bandwidth + bus / _BUS)
-
-
-def _of_parameters(config: PretrainConfig) -> int:
-    """Returns the bytes of weights and states."""
-    state = _shapes(make_recipe(config, preset(config.model)))
-    return tree_bytes((state.model, state.optimizer))
-
-
-def _without_moment_dtype(config: PretrainConfig) -> PretrainConfig:
-    optimizer = dataclasses.replace(config.optimizer, moment_dtype="float32")
-    return dataclasses.replace(config, optimizer=optimizer)
-
-
-def _of_gradient(config: PretrainConfig) -> PretrainConfig:
-    """Returns settings without those that the gradient does not depend on."""
-    return dataclasses.replace(_without_moment_dtype(config), in_backward=False)
-
-
-# Plans differ in few things at a time, and a trace of a model takes a second or two.
-
-
-@functools.cache
-def _memory(config: PretrainConfig) -> StepMemory:
-    recipe = make_recipe(config, preset(config.model))
-    return step_memory(recipe, _shapes(recipe), _gradient(_of_gradient(config))[0])
-
-
-@functools.cache
-def _gradient(config: PretrainConfig) -> tuple[actjax.Explanation, int]:
-    """Returns what a step keeps for its backward pass, and the operations of its products."""
-    recipe = make_recipe(config, preset(config.model))
-    state, whole = _shapes(recipe), batch_shapes(dataclasses.replace(config, accumulate=1))
-    length = causal_loop_length(config.seq_len)
-    flops = matmul_flops(make_train_step(recipe), state, whole, loop_length=length)
-    return explain_step(recipe, state), flops
-
-
-def compile_plan(plan: Plan, device: str) -> Compiled:
-    """Compiles the steps of a plan.
-
-    Raises:
-      ValueError: the compiler for the device is not installed.
-    """
-    recipe = make_recipe(plan.config, preset(plan.config.model))
-    state = _shapes(recipe)
-    batch = batch_shapes(dataclasses.replace(plan.config, accumulate=1))
-    peak, temporaries = _peak(make_train_step(recipe), state, batch, device)
-    due = recipe.due_layers(0)
-    if due is not None:
-        refresh = make_refresh_step(recipe)
-        refresh_peak, _ = _peak(lambda s, b: refresh(s, b, due), state, batch, device)
-        peak = max(peak, refresh_peak)
-    return Compiled(plan, peak, temporaries)
-
-
-def _shapes(recipe: Recipe) -> TrainState:
-    return jax.eval_shape(functools.partial(init_state, recipe))
-
-
-def _peak(step: Any, state: Any, batch: Any, device: str) -> tuple[int, int]:
-    with compile_for(description_of(device)) as place:
-        program = jax.jit(step, donate_argnums=0).lower(place(state), place(batch)).compile()
-    stats: Any = program.memory_analysis()
-    live = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-    return live + stats.temp_size_in_bytes, stats.temp_size_in_bytes
+    for plan in sorted(possible, key=lambda p: p.seconds):
+        one = compile_plan(plan, config.device)
+        console.print(f"  {flags(plan.config)}: {one.peak / GIB:.2f} GiB", highlight=False)
+        yield one
 
 
 def table_of(rows: list[Compiled], config: PlanConfig) -> Table:
@@ -340,14 +199,8 @@ def table_of(rows: list[Compiled], config: PlanConfig) -> Table:
     for row in rows:
         memory = row.plan.memory.with_workspace(row.temporaries)
         residuals = memory.linear_residuals + memory.other_residuals
-        sizes = (
-            row.peak,
-            memory.weights,
-            memory.gradients,
-            memory.optimizer,
-            residuals,
-            memory.workspace or 0,
-        )
+        sizes = (row.peak, memory.weights, memory.gradients, memory.optimizer, residuals,
+                 memory.workspace or 0)  # fmt: skip
         cells = [f"{size / GIB:.2f}" for size in sizes]
         table.add_row(_choice(row.plan.config), *cells, f"{row.plan.flops / 1e12:.2f}")
     return table
@@ -375,9 +228,10 @@ def _choice(config: PretrainConfig) -> str:
 
 
 def _flags(config: Any, default: Any) -> Iterator[str]:
+    """Yields the flags and values of the fields that differ from their defaults."""
     for field in dataclasses.fields(config):
         value, usual = getattr(config, field.name), getattr(default, field.name)
-        flag = f"--{field.name.replace('_', '-')}"
+        flag = flag_name(field.name)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             yield from _flags(value, usual)
         elif value != usual:
@@ -396,13 +250,13 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def parse_bytes(text: str) -> int:
-    """Returns a number of bytes from text such as 24GiB; without a unit, from a MiB on, of bytes.
+    """Returns a number of bytes from text such as 24GiB. Without a unit, at least a MiB of bytes.
 
     Raises:
-      ValueError: text that is none.
+      ValueError: text that is not a size.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    # Who writes 24 has not bytes in mind.
+    # A bare 24 does not mean 24 bytes.
     smallest = 0 if match is not None and match[2] else 2**20 - 1
     if match is None or match[2] not in _UNITS or float(match[1]) <= smallest:
         raise ValueError(f"`--budget` must be a size such as 24GiB or 16GB, got {text!r}.")

@@ -10,11 +10,15 @@ from rich.console import Console
 from rich.table import Table
 
 import actjax
-from actjax._core.paths import path_name
-from actjax.low_rank import is_low_rank
 from models import Decoder
-from train.methods import METHODS
-from train.step import Recipe, TrainState, batch_shapes, gradient_function, loss_function
+from train.step import (
+    Recipe,
+    TrainState,
+    batch_shapes,
+    gradient_function,
+    loss_function,
+    whole_batch_shapes,
+)
 
 
 def explain_step(recipe: Recipe, state: TrainState) -> actjax.Explanation:
@@ -29,7 +33,8 @@ def explain_step(recipe: Recipe, state: TrainState) -> actjax.Explanation:
     """
     loss = loss_function(recipe.config, recipe.storage, recipe.lora)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    arguments = (state.model, batch_shapes(recipe.config), key, state.context)
+    batch = batch_shapes(recipe.config, packed=recipe.config.packed)
+    arguments = (state.model, batch, key, state.context)
     if recipe.subspace is None:
         return actjax.explain(loss, *arguments)
     bases = jax.eval_shape(recipe.subspace.bases, layerwise_state(state.optimizer))
@@ -107,7 +112,7 @@ def gradient_bytes(recipe: Recipe, state: TrainState) -> dict[str, int]:
     whole = dataclasses.replace(recipe, config=config)
     inner = dataclasses.replace(state, optimizer=layerwise_state(state.optimizer))
     key = jax.eval_shape(lambda: jax.random.key(0))
-    arguments = batch_shapes(config), key, state.context
+    arguments = whole_batch_shapes(config), key, state.context
 
     def gradient(state: TrainState, *arguments: Any) -> Any:
         return gradient_function(whole, state, refresh=False)(state.model, *arguments)[1]
@@ -116,15 +121,24 @@ def gradient_bytes(recipe: Recipe, state: TrainState) -> dict[str, int]:
     loss = loss_function(config, recipe.storage, recipe.lora)
     groups = actjax.input_groups(loss, state.model, *arguments)
     sizes, counted = {}, set()
-    for path, g in jax.tree_util.tree_flatten_with_path(grads, is_leaf=is_low_rank)[0]:
-        name, parts = path_name(path), [g]
-        if is_low_rank(g):
+    for path, g in jax.tree_util.tree_flatten_with_path(grads, is_leaf=_is_low_rank)[0]:
+        name, parts = _name(path), [g]
+        if _is_low_rank(g):
             first = g.basis is None and groups[name] not in counted
             parts = [g.left, g.right] if first else [g.right]
             counted.add(groups[name])
         one_layer = config.in_backward and name.startswith("layers.")
         sizes[name] = tree_bytes(parts) // (recipe.model_config.num_layers if one_layer else 1)
     return sizes
+
+
+def _is_low_rank(x: Any) -> bool:
+    return isinstance(x, actjax.LowRank)
+
+
+def _name(path: Any) -> str:
+    """Returns the name of a parameter as `actjax.input_groups` has it."""
+    return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
 
 
 def print_opening(
@@ -146,7 +160,7 @@ def print_opening(
         f" method [bold]{config.method}[/bold],"
         f" {config.batch_size} x {config.seq_len} tokens a step"
     )
-    console.print(f"{config.method}: {METHODS[config.method].summary}")
+    console.print(f"{config.method}: {recipe.method.summary}")
     console.print(explanation)
     console.print(memory_table(memory))
 

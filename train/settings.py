@@ -6,8 +6,10 @@ import pathlib
 from typing import Any
 
 from train.config import RunConfig
+from train.options import RENAMED
 
-_OF_NO_CONSEQUENCE = ("out", "resume")
+_NOT_COMPARED = ("out", "resume", "weight_dtype")
+"""Settings whose change is not reported. The identity of a checkpoint covers `weight_dtype`."""
 
 
 def write_settings(folder: pathlib.Path, config: RunConfig) -> None:
@@ -17,24 +19,25 @@ def write_settings(folder: pathlib.Path, config: RunConfig) -> None:
 
 
 def changed_settings(folder: pathlib.Path, config: RunConfig) -> list[str]:
-    """Returns what differs from the settings that were written, such as "steps: 300, now 600".
+    """Returns what differs from the written settings, such as "steps: 300, now 600".
 
-    Nothing if there are none, or they cannot be read.
+    Returns nothing if no settings were written or they cannot be read.
     """
     try:
         before = flat(json.loads((folder / "settings.json").read_text()))
     except (OSError, ValueError):
         return []
+    before["method"] = RENAMED.get(before.get("method", ""), before.get("method"))
     now = flat(json.loads(json.dumps(dataclasses.asdict(config), default=str)))
     return [
         f"{name}: {before.get(name)}, now {now.get(name)}"
         for name in {**before, **now}
-        if name not in _OF_NO_CONSEQUENCE and before.get(name) != now.get(name)
+        if name not in _NOT_COMPARED and before.get(name) != now.get(name)
     ]
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns nested dictionaries as one, its names joined by dots."""
+    """Returns nested dictionaries as one dictionary, with names joined by dots."""
     joined: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):

@@ -14,28 +14,30 @@ import actjax
 from models import Decoder, ModelConfig, Storage, StorageChoice
 from models.decoder import Positions, layer_function, layer_keys
 from models.lora import LoRAConfig, attach, init_adapters, quantize_layers
-from train import methods
-from train.calibration import calibrated, calibrated_sites, calibration_zeros
-from train.config import RunConfig
+from train.calibration import calibrated, calibration_zeros
+from train.config import FinetuneConfig, PretrainConfig, RunConfig
+from train.methods import Method
 from train.optimizer import make_optimizer
+from train.options import ANY_FULL_RANK
+from train.resolve import ResolvedConfig, resolve
 
 Batch = dict[str, jax.Array]
-"""`inputs` and `targets`, [B, S] int32, and `mask`, [B, S]. Where examples share a sequence, also
-`segments`, [B, S] int32: which of them a token is of."""
+"""`inputs` and `targets` [B, S] int32, and `mask` [B, S] float32. With packed examples also
+`segments` [B, S] int32: the example that each token belongs to."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """All that a step changes. Plain arrays: what a checkpoint holds.
+    """All that a step changes. Plain arrays: the contents of a checkpoint.
 
     Attributes:
-      step: steps done, int32 scalar; also what the keys of the next step are folded from.
-      model: what is trained: a `Decoder`, or the adapters of one.
+      step: steps done, int32 scalar. The keys of the next step are folded from it.
+      model: what is trained: a `Decoder`, or its adapters.
       optimizer: the state of the optax transform.
-      frozen: the `Decoder` that adapters belong to, which no step changes; None without adapters.
-        Not saved: it is read where the run found it.
-      calibration: scales of channels that `train.calibration` measured; None if none are needed.
+      frozen: the `Decoder` that the adapters belong to; None without adapters. It never changes and
+        is not saved: a resumed run reads it from the pretrained checkpoint.
+      calibration: measured scales of channels (`train.calibration`); None if none are needed.
     """
 
     step: Any
@@ -61,30 +63,34 @@ class Context:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A run's settings, with all that follows from its model and method.
+    """The resolved settings of a run, with the storage and the optimizer that follow from them.
 
     Attributes:
       config: the settings.
-      model_config: dimensions.
       storage: what each site stores.
       optimizer: the transform, for `actjax.optim.apply`.
-      bits: of the sites whose bits were chosen.
-      lora: the adapters; None if the model itself is trained.
-      recalibrate_every: steps between two measurements of what is calibrated; 0 for none.
+      bits: of the sites whose bits were chosen by `train.adapt`.
     """
 
-    config: RunConfig
-    model_config: ModelConfig
+    config: ResolvedConfig
     storage: StorageChoice
     optimizer: optax.GradientTransformation
     bits: Mapping[str, int]
-    lora: LoRAConfig | None = None
-    recalibrate_every: int = 0
 
     @property
-    def method(self) -> methods.Method:
-        """The method by its name."""
-        return methods.method(self.config.method)
+    def model_config(self) -> ModelConfig:
+        """Dimensions of the model."""
+        return self.config.model_config
+
+    @property
+    def lora(self) -> LoRAConfig | None:
+        """The adapters; None if all weights are trained."""
+        return self.config.lora
+
+    @property
+    def method(self) -> Method:
+        """The method."""
+        return self.config.info
 
     @property
     def subspace(self) -> actjax.optim.SubspaceTransformation | None:
@@ -94,21 +100,22 @@ class Recipe:
 
     @property
     def optimizer_form(self) -> dict[str, Any]:
-        """Settings that shape the optimizer's state: a checkpoint must agree with them."""
+        """Settings that shape the optimizer state: a checkpoint must agree with them."""
         config, is_full = self.config, self.subspace is None
         return {
             "moment_dtype": config.optimizer.moment_dtype,
             "in_backward": config.in_backward,
-            # Methods with full moments may follow one another.
-            "method": "one of full rank" if is_full else config.method,
+            # A run may change from one full-rank method to another.
+            "method": ANY_FULL_RANK if is_full else config.method,
             "rank": None if is_full else config.options.rank,
             **({} if self.lora is None else {"adapters": dataclasses.asdict(self.lora)}),
         }
 
     def due_layers(self, step: int) -> np.ndarray | None:
-        """Returns the layers whose subspace changes at a step, [layers] of bool; None if none.
+        """Returns the layers whose subspace is refreshed at a step, [layers] of bool, or None.
 
-        All do at the first step. Staggered, layer `i` of `L` does so again `i gap / L` steps later.
+        The first step refreshes all layers. Staggered, layer `i` of `L` is refreshed again
+        `i gap / L` steps later.
         """
         if self.subspace is None:
             return None
@@ -119,86 +126,86 @@ class Recipe:
 
 
 def make_recipe(
-    config: RunConfig, model_config: ModelConfig, bits: Mapping[str, int] | None = None
+    config: PretrainConfig | FinetuneConfig,
+    model_config: ModelConfig,
+    bits: Mapping[str, int] | None = None,
 ) -> Recipe:
-    """Returns what a run does.
+    """Resolves settings and returns their recipe.
 
     Args:
-      config: its settings.
+      config: settings as the user gave them.
       model_config: dimensions.
-      bits: of sites whose bits were chosen (`train.adapt`); those of the method if None.
+      bits: as for `build_recipe`.
 
     Raises:
       ValueError: an unknown method, or options out of range.
     """
-    method = methods.method(config.method)
-    if method.adapters and config.adapters is None:
-        raise ValueError(
-            f"`--method` {config.method} trains adapters of a checkpoint: use train.finetune."
-        )
-    options = method.resolve(config.options, model_config)
-    dtype = config.optimizer.moment_dtype
-    if dtype == "auto":
-        dtype = "8bit" if method.frugal else "float32"
-    config = dataclasses.replace(
-        config,
-        options=options,
-        optimizer=dataclasses.replace(config.optimizer, moment_dtype=dtype),
-        weight_dtype="float32" if config.weight_dtype == "auto" else config.weight_dtype,
-        in_backward=config.in_backward or method.frugal,
+    return build_recipe(resolve(config, model_config), bits)
+
+
+def build_recipe(config: ResolvedConfig, bits: Mapping[str, int] | None = None) -> Recipe:
+    """Returns the recipe of resolved settings.
+
+    Args:
+      config: the settings.
+      bits: of sites whose bits were chosen (`train.adapt`); None for those of the method.
+
+    Raises:
+      ValueError: options out of range.
+    """
+    storage = config.info.storage_of(config.options, bits or {})
+    optimizer = make_optimizer(config.optimizer, config.steps, _subspace(config, storage))
+    return Recipe(config, storage, optimizer, bits or {})
+
+
+def _subspace(
+    config: ResolvedConfig, storage: StorageChoice
+) -> Callable[..., actjax.optim.SubspaceTransformation] | None:
+    """Returns `actjax.optim.subspace` without its transforms; None for full-rank methods."""
+    options, subspace = config.options, config.info.subspace
+    if subspace is None:
+        return None
+    # Where inputs are rebuilt from codes, so are their coordinates, and none are stored.
+    is_rebuilt = isinstance(storage, Storage) and storage.attention_in is None
+    return functools.partial(
+        actjax.optim.subspace,
+        rank=options.rank,
+        gap=options.gap,
+        scale=options.scale,
+        moments=options.moments,
+        source=subspace.source,
+        side=subspace.side,
+        groups=_input_groups(config, storage),
+        bits=16 if is_rebuilt else options.bits,
+        seed=config.seed,
     )
-    if method.adapters and config.in_backward:
-        raise ValueError(
-            f"`--in-backward` is for methods that train all weights, and {config.method} trains"
-            " adapters, whose gradients take next to nothing: leave it out."
-        )
-    storage = method.storage_of(options, bits or {})
-    subspace = None
-    if method.subspace is not None:
-        largest = method.subspace.largest_rank(model_config)
-        if options.rank > largest:
-            raise ValueError(
-                f"`--rank` {options.rank} of {config.method} is above {largest}, the smallest side"
-                f" that it projects of a weight of {config.title}: lower it."
-            )
-        subspace = functools.partial(
-            actjax.optim.subspace,
-            rank=options.rank,
-            gap=options.gap,
-            scale=options.scale,
-            moments=options.moments,
-            source=method.subspace.source,
-            side=method.subspace.side,
-            groups=_input_groups(config, model_config, storage),
-            # Where inputs are rebuilt from codes, so are their coordinates, and nothing of these is
-            # stored.
-            bits=16
-            if isinstance(storage, Storage) and storage.attention_in is None
-            else options.bits,
-            seed=config.seed,
-        )
-    optimizer = make_optimizer(config.optimizer, config.steps, subspace)
-    lora = config.adapters if method.adapters else None
-    every = config.recalibrate_every if calibrated_sites(storage) else 0
-    return Recipe(config, model_config, storage, optimizer, bits or {}, lora, every)
 
 
-def _input_groups(
-    config: RunConfig, model_config: ModelConfig, storage: StorageChoice
-) -> dict[str, str]:
-    """Returns which of the layers' weights share an input."""
-    make = functools.partial(Decoder, model_config, dtype=config.weight_dtype)
+def _input_groups(config: ResolvedConfig, storage: StorageChoice) -> dict[str, str]:
+    """Returns the input group of each weight of the layers."""
+    make = functools.partial(Decoder, config.model_config, dtype=config.weight_dtype)
     model = jax.eval_shape(make, jax.random.key(0))
     key = jax.eval_shape(lambda: jax.random.key(0))
-    return actjax.input_groups(loss_function(config, storage), model, batch_shapes(config), key)
+    batch = batch_shapes(config, packed=config.packed)
+    return actjax.input_groups(loss_function(config, storage), model, batch, key)
 
 
-def batch_shapes(config: RunConfig) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes of one micro-batch."""
+def batch_shapes(config: RunConfig, *, packed: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shapes of one micro-batch.
+
+    Args:
+      config: the settings.
+      packed: whether several examples share a sequence.
+    """
     shape = (config.batch_size // config.accumulate, config.seq_len)
     tokens = jax.ShapeDtypeStruct(shape, "int32")
     batch = {"inputs": tokens, "targets": tokens, "mask": jax.ShapeDtypeStruct(shape, "float32")}
-    return {**batch, "segments": tokens} if config.packed else batch
+    return {**batch, "segments": tokens} if packed else batch
+
+
+def whole_batch_shapes(config: ResolvedConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shapes of the batch of a step, over all micro-batches."""
+    return batch_shapes(dataclasses.replace(config, accumulate=1), packed=config.packed)
 
 
 def init_state(recipe: Recipe, model: Decoder | None = None) -> TrainState:
@@ -206,7 +213,7 @@ def init_state(recipe: Recipe, model: Decoder | None = None) -> TrainState:
 
     Args:
       recipe: the run.
-      model: what is trained, or what adapters are trained of; drawn at random if None.
+      model: the pretrained decoder, which is trained or whose adapters are; None draws one.
     """
     config = recipe.config
     key = jax.random.fold_in(jax.random.key(config.seed), 0)
@@ -227,12 +234,12 @@ def init_state(recipe: Recipe, model: Decoder | None = None) -> TrainState:
 
 
 def model_of(recipe: Recipe, state: TrainState, key: jax.Array | None = None) -> Decoder:
-    """Returns the decoder that is trained, or whose adapters are.
+    """Returns the decoder that is trained, with its adapters if there are any.
 
     Args:
       recipe: the run.
       state: the training state.
-      key: randomness of the adapters' dropout; None for none.
+      key: randomness of the adapters' dropout; None for no dropout.
     """
     if recipe.lora is None:
         return state.model
@@ -240,8 +247,7 @@ def model_of(recipe: Recipe, state: TrainState, key: jax.Array | None = None) ->
 
 
 Loss = Callable[..., jax.Array]
-"""From what is trained, a batch, a key and a `Context`, which may be left out where it is empty, to
-a float32 scalar."""
+"""From what is trained, a batch, a key and a `Context` (optional if empty) to a float32 scalar."""
 
 
 def loss_function(
@@ -256,8 +262,8 @@ def loss_function(
     Args:
       config: the settings.
       storage: what each site stores.
-      lora: the adapters, if these are trained.
-      dropout: whether their inputs are partly set to zero, if they are to be.
+      lora: the adapters; None if all weights are trained.
+      dropout: whether the adapters' dropout is applied.
     """
 
     def loss(trained: Any, batch: Batch, key: jax.Array, context: Context = Context()) -> jax.Array:
@@ -280,29 +286,28 @@ def loss_function(
 
 
 _DROPOUT = 2**30
-"""Folded into the key of a step for the dropout of adapters: no number of a site or layer."""
+"""Folded into the key of a step for the adapters' dropout; above every site and layer number."""
 
 TrainStep = Callable[..., tuple[TrainState, dict[str, jax.Array]]]
 
 
 def make_train_step(recipe: Recipe) -> TrainStep:
-    """Returns a function of state and batch to the next state and metrics.
+    """Returns a function from state and batch to the next state and metrics.
 
-    Metrics are `loss` (nats a token), `grad_norm` (before clipping) and `update_norm` (of what is
-    added to the weights), float32 scalars. If all are finite, so is the next state.
+    Metrics are float32 scalars: `loss` (nats per token), `grad_norm` (before clipping) and
+    `update_norm` (norm of the change of the weights). If all are finite, so is the next state.
     """
-    step = _in_backward_step(recipe) if recipe.config.in_backward else _ordinary_step(recipe)
+    step = _step(recipe)
     return lambda state, batch: step(state, batch, None)
 
 
 def make_refresh_step(recipe: Recipe) -> TrainStep:
-    """Returns a function of state, batch and the layers that are due, as `make_train_step`.
+    """Returns a function from state, batch and due layers to the next state and metrics.
 
-    It changes the subspace of these layers (`Recipe.due_layers`), then takes a step: a program of
-    its own, so that the other has no room for what only this one needs.
+    It refreshes the subspace of the due layers (`Recipe.due_layers`) and takes a step. It is a
+    separate program, so that the workspace of a refresh is not part of every step's.
     """
-    step = _in_backward_step(recipe) if recipe.config.in_backward else _ordinary_step(recipe)
-    subspace = recipe.subspace
+    step, subspace = _step(recipe), recipe.subspace
     if subspace is None or subspace.source != "random":
         return step
 
@@ -319,9 +324,14 @@ def make_refresh_step(recipe: Recipe) -> TrainStep:
 
 
 def step_key(config: RunConfig, step: jax.Array) -> jax.Array:
-    """Returns the key of a step's codecs: the same in a run that was resumed."""
+    """Returns the key of a step's codecs. A resumed run gets the same keys."""
     run_key = jax.random.fold_in(jax.random.key(config.seed), 1)
     return jax.random.fold_in(run_key, step)
+
+
+def _step(recipe: Recipe) -> Callable:
+    """Returns a function from state, batch and due layers (None: no refresh) to state, metrics."""
+    return _in_backward_step(recipe) if recipe.config.in_backward else _ordinary_step(recipe)
 
 
 def _ordinary_step(recipe: Recipe) -> Callable:
@@ -341,21 +351,22 @@ def _ordinary_step(recipe: Recipe) -> Callable:
             with_norm=True,
         )
         metrics = {"loss": loss, "grad_norm": grad_norm, "update_norm": update_norm}
-        state = dataclasses.replace(
-            state, step=state.step + 1, model=model, optimizer=optimizer_state
-        )
-        return state, metrics
+        return _advanced(state, model, optimizer_state), metrics
 
     return step
 
 
+def _advanced(state: TrainState, model: Any, optimizer: Any) -> TrainState:
+    return dataclasses.replace(state, step=state.step + 1, model=model, optimizer=optimizer)
+
+
 def gradient_function(recipe: Recipe, state: TrainState, refresh: bool) -> Callable:
-    """Returns loss and gradient as a function of what a `Loss` takes.
+    """Returns a function from the arguments of a `Loss` to loss and gradient.
 
     Args:
       recipe: the run.
-      state: where the bases are that inputs are stored in between refreshes.
-      refresh: whether inputs are stored for new bases to be taken from the gradient.
+      state: holds the bases in which inputs are stored between refreshes.
+      refresh: whether inputs are stored so that new bases can be taken from the gradient.
     """
     bases = None
     if recipe.subspace is not None and not refresh:
@@ -394,12 +405,12 @@ def _in_backward_step(recipe: Recipe) -> Callable:
         model, optimizer_state, loss, update_norm = update.step(
             state.model, state.optimizer, inputs, keys, refresh
         )
-        grad_norm = optimizer_state.grad_norm
-        metrics = {"loss": loss, "grad_norm": grad_norm, "update_norm": update_norm}
-        state = dataclasses.replace(
-            state, step=state.step + 1, model=model, optimizer=optimizer_state
-        )
-        return state, metrics
+        metrics = {
+            "loss": loss,
+            "grad_norm": optimizer_state.grad_norm,
+            "update_norm": update_norm,
+        }
+        return _advanced(state, model, optimizer_state), metrics
 
     return step
 
@@ -407,8 +418,7 @@ def _in_backward_step(recipe: Recipe) -> Callable:
 def _accumulated(loss_and_grad: Callable, count: int) -> Callable:
     """Returns `loss_and_grad` as the mean over `count` micro-batches, run one after the other.
 
-    Each micro-batch is weighted by its unmasked tokens, so that the result is that of the whole
-    batch.
+    Micro-batches are weighted by their unmasked tokens, which gives the result of the whole batch.
     """
     if count == 1:
         return loss_and_grad
@@ -429,14 +439,14 @@ def _accumulated(loss_and_grad: Callable, count: int) -> Callable:
 
 
 def _split_interleaved(x: jax.Array, count: int) -> jax.Array:
-    """[B, ...] to [count, B / count, ...], each part with rows of every device's shard."""
+    """Splits [B, ...] into [count, B / count, ...]; each part has rows of every device's shard."""
     return jnp.swapaxes(x.reshape(-1, count, *x.shape[1:]), 0, 1)
 
 
 def make_eval_step(recipe: Recipe) -> Callable[..., jax.Array]:
-    """Returns a function of what is trained, a batch and a `Context` to the loss of its tokens.
+    """Returns a function from what is trained, a batch and a `Context` to the loss in nats.
 
-    Summed over those that are not masked, in nats. Adapters drop nothing out.
+    The loss is exact, without dropout, and summed over the unmasked tokens.
     """
     exact = dataclasses.replace(recipe.config, z_loss=0.0)
     loss = loss_function(exact, Storage(), recipe.lora, dropout=False)

@@ -5,7 +5,6 @@ letter, and only the caller puts `eos_id` and `bos_id` where they belong. What a
 is another matter: `encode_with_special` is for that.
 """
 
-import abc
 import contextlib
 import copy
 import functools
@@ -25,6 +24,8 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from train.corpus import Corpus, RandomAccess
+from train.llama2c_tokenizer import Llama2cTokenizer
+from train.tokenizer_base import Tokenizer as Tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 KNOWN_EOS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>")
@@ -44,45 +45,6 @@ _QWEN2_PATTERN = (
 # `tokenizers` warns at each fork once its threads ran and this is unset. One document at a time
 # needs no threads; training turns them on for itself.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-
-class Tokenizer(abc.ABC):
-    """What every tokenizer does. Calls are safe from several threads.
-
-    Attributes:
-      vocab_size: every id is below it. (Ids may have gaps: this is the largest id plus one.)
-      bos_id: put in front of each document, or `None` where the vocabulary has no such token.
-      eos_id: put after each document.
-      bos_token: the name of `bos_id`, which templates write; or `None`.
-      eos_token: the name of `eos_id`.
-      fingerprint: hexadecimal; the same vocabulary and rules give the same one.
-    """
-
-    vocab_size: int
-    bos_id: int | None
-    eos_id: int
-    bos_token: str | None
-    eos_token: str
-    fingerprint: str
-
-    @abc.abstractmethod
-    def encode(self, text: str) -> list[int]:
-        """Returns the ids of `text`, without `bos_id` and `eos_id`."""
-
-    def encode_with_special(self, text: str) -> list[int]:
-        """Returns the ids of `text`, in which the name of a special token stands for that token.
-
-        Only for text whose author means them so, such as a chat template.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has no names for special tokens.")
-
-    @abc.abstractmethod
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Returns the text of `ids`. Special tokens give nothing, half a character gives U+FFFD."""
-
-    @abc.abstractmethod
-    def save(self, directory: pathlib.Path) -> None:
-        """Writes what `load_tokenizer(directory)` needs."""
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -192,7 +154,7 @@ def load_tokenizer(path: pathlib.Path | str) -> Tokenizer:
         if path.suffix == ".model":
             return _load_sentencepiece(path)
         if path.suffix == ".bin":
-            return _load_llama2c(path)
+            return Llama2cTokenizer(path.read_bytes())
         if path.name in ("vocab.json", "merges.txt"):
             return _load_vocab_and_merges(path.parent)
         return _with_special_tokens(tokenizers.Tokenizer.from_file(str(path)), path.parent)
@@ -314,13 +276,6 @@ def _load_sentencepiece(path: pathlib.Path) -> Tokenizer:
     if tokenizer.eos_id < 0:
         raise ValueError("its model has no end-of-sentence piece. Train it with one (eos_id).")
     return tokenizer
-
-
-def _load_llama2c(path: pathlib.Path) -> Tokenizer:
-    # Here, since that module needs this one.
-    from train.llama2c_tokenizer import Llama2cTokenizer
-
-    return Llama2cTokenizer(path.read_bytes())
 
 
 def _load_vocab_and_merges(directory: pathlib.Path) -> Tokenizer:

@@ -1,9 +1,9 @@
-"""Names for what operators keep, written into the program so that `actjax.explain` can read them.
+"""Names of what operators keep, written into the program for `actjax.explain` to read.
 
-A tag is a `checkpoint_name`: an identity that costs nothing in the compiled program. What is
-stored as a code is tagged where it is produced. What is stored exactly is tagged where it is
-*read*: tagging the kept array itself would make it another array than the one a neighbour keeps,
-and both would then be stored.
+A tag is a `checkpoint_name`: an identity that costs nothing in the compiled program. A code is
+tagged where it is made. An array that is stored exactly is tagged where it is *read*: a tag on the
+kept array would make it a different array from the one that a neighbouring operator keeps, and both
+would be stored.
 """
 
 import dataclasses
@@ -20,17 +20,17 @@ from actjax.codecs.base import Code
 
 @dataclasses.dataclass(frozen=True)
 class Tag:
-    """What one array of a code is.
+    """Describes one array of a code.
 
     Attributes:
       operator: the operator that keeps it, for example "linear".
-      name: what it keeps, for example "qkv input".
+      name: what the operator keeps, for example "qkv input".
       codec: `repr` of the codec.
       shape: shape of the exact activation, as the operator saw it.
       dtype: dtype of the exact activation.
-      leaf: position of the array in the code; the code's first array is 0.
-      leaf_size: elements of the array as the operator saw it. It is held apart from the array's
-        own size, which grows under `vmap` and `scan`: their ratio is how often the operator ran.
+      leaf: position of the array in the code, from 0.
+      leaf_size: elements of the array as the operator saw it. `vmap` and `scan` make the array
+        itself larger; the ratio says how often the operator ran.
     """
 
     operator: str
@@ -43,12 +43,12 @@ class Tag:
 
     @property
     def is_code(self) -> bool:
-        """Whether the array is part of a code, and not the activation itself."""
+        """Whether the array is part of a code; False for the activation itself."""
         return not self.codec.startswith(("Exact(", _LEFT))
 
     @property
     def left(self) -> str:
-        """Why the array was left as it is; empty if that was not decided."""
+        """Why the array is not encoded; empty if no rule decided on it."""
         return self.codec.removeprefix(_LEFT) if self.codec.startswith(_LEFT) else ""
 
     def encode(self) -> str:
@@ -61,7 +61,7 @@ class Tag:
 
     @staticmethod
     def decode(text: str) -> "Tag | None":
-        """Inverse of `encode`; None for a name that is none of ours."""
+        """Inverse of `encode`; None if the name is not a tag."""
         match = _PATTERN.fullmatch(text)
         if match is None:
             return None
@@ -77,10 +77,10 @@ _PATTERN = re.compile(r"actjax\.(\w+)\|([^|]*)\|([^|]*)\|(\w+)\[([\d,]*)\]\|(\d+
 def keep(
     x: jax.Array, codec: Codec, key: jax.Array | None, operator: str, name: str
 ) -> tuple[jax.Array, Code]:
-    """Encodes `x` for the backward pass, with its name.
+    """Encodes `x` for the backward pass and tags the code.
 
     Returns:
-      `x` for the forward pass to compute with, and the code for the backward pass to hold.
+      `x` for the forward pass to compute with, and the code for the backward pass to keep.
     """
     if isinstance(codec, Exact):
         return _tag(x, x, repr(codec), operator, name, 0), x
@@ -89,13 +89,13 @@ def keep(
 
 
 def encoded_first(x: jax.Array, code: Code) -> tuple[jax.Array, Code]:
-    """Returns an array and its code, so that what reads the array waits for the code.
+    """Returns an array and its code; everything that reads the array waits for the code.
 
-    XLA might else put the encoding off, to the backward pass or until it can encode the arrays of
-    many layers in one go, and keep them as they are until then.
+    Otherwise XLA may postpone the encoding to the backward pass, or until it can encode the arrays
+    of many layers at once, and keep the arrays until then.
     """
     leaves, treedef = jax.tree.flatten(code)
-    # XLA loses the memory space of what passes a barrier on its way to the host.
+    # An array on its way to the host loses its memory space in an optimization barrier.
     here = [i for i, leaf in enumerate(leaves) if not _is_on_host(leaf)]
     x, passed = jax.lax.optimization_barrier((x, [leaves[i] for i in here]))
     for i, leaf in zip(here, passed, strict=True):
@@ -109,19 +109,19 @@ def _is_on_host(x: Any) -> bool:
 
 
 def name_code(code: Code, x: jax.Array, codec: str, operator: str, name: str) -> Code:
-    """Returns a code of `x` with its name; `codec` is how it was made, as text."""
+    """Returns a code of `x` with tags; `codec` describes the codec as text."""
     leaves, treedef = jax.tree.flatten(code)
     tagged = [_tag(leaf, x, codec, operator, name, i) for i, leaf in enumerate(leaves)]
     return jax.tree.unflatten(treedef, tagged)
 
 
 def keep_output(y: jax.Array, operator: str, name: str) -> jax.Array:
-    """Tags an output that the operator also keeps: return it, and hold the same array."""
+    """Tags an output that the operator also keeps: return the result, and keep the same array."""
     return _tag(y, y, repr(Exact()), operator, name, 0)
 
 
 def tag_left(x: jax.Array, reason: str, operator: str, name: str) -> jax.Array:
-    """Tags an array that is kept as it is, with the reason."""
+    """Tags an array that is kept without encoding, with the reason."""
     return _tag(x, x, _LEFT + reason, operator, name, 0)
 
 

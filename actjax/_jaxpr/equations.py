@@ -1,6 +1,6 @@
 """Single equations of a program: their bodies, and how to run them.
 
-All that depends on how a version of JAX writes its equations is here.
+This module holds everything that depends on how a version of JAX writes its equations.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,10 @@ def body_of(eqn: core.JaxprEqn) -> core.ClosedJaxpr | None:
 
 
 def branches_of(eqn: core.JaxprEqn) -> tuple[core.ClosedJaxpr, ...]:
-    """Returns the branches of a `cond`, which do not get its first input; none of others."""
+    """Returns the branches of a `cond`; an empty tuple for other equations.
+
+    A branch gets all inputs of the `cond` but the first, which selects it.
+    """
     return tuple(eqn.params["branches"]) if eqn.primitive.name == "cond" else ()
 
 
@@ -56,7 +59,7 @@ def scan_counts(eqn: core.JaxprEqn) -> tuple[int, int]:
 
 
 def run_equation(eqn: core.JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
-    """Returns the outputs of one equation, in the context and from the line that it came from."""
+    """Returns the outputs of one equation, in its original context and with its source line."""
     source = eqn.source_info
     stack = source_info_util.current_name_stack() + source.name_stack
     context: Any = eqn.ctx

@@ -1,4 +1,4 @@
-"""Inputs of a program that no gradient can pass through."""
+"""Inputs of a program that reach an operation without a derivative."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,19 +9,20 @@ from jax.extend import core
 from actjax._jaxpr.equations import branches_of, called, scan_counts
 
 ONE_WAY = frozenset({"io_callback", "pure_callback", "while"})
-"""Operations without a derivative in reverse mode: data may pass through them, no gradient may."""
+"""Operations without a reverse-mode derivative: data passes through them, gradients do not."""
 
 
 def passing_one_way(jaxpr: core.Jaxpr, outputs: dict[int, str] | None = None) -> dict[int, str]:
-    """Returns which inputs pass through an operation without a derivative, with its name.
+    """Returns the inputs that pass through an operation without a derivative, with its name.
 
     Args:
-      jaxpr: a program. What it calls, and the bodies of its loops and branches, are looked into;
-        functions with differentiation rules of their own are not.
-      outputs: positions of outputs that pass through one later on.
+      jaxpr: a program. Calls and the bodies of loops and branches are followed; functions with
+        custom differentiation rules are not.
+      outputs: positions of outputs that pass through such an operation later.
 
     Returns:
-      By position of its floating point constants and inputs, the former first.
+      From the position of a floating point constant or input (constants come first) to the name of
+      the operation.
     """
     found: dict[core.Var, str] = {}
 
@@ -66,7 +67,7 @@ def _through_scan(eqn: core.JaxprEqn, outputs: dict[int, str]) -> dict[int, str]
     first, carried = scan_counts(eqn)
     while True:
         names = _without_constants(eqn.params["jaxpr"], outputs)
-        # What enters an iteration is what the one before gave.
+        # The carry of an iteration is an output of the iteration before.
         carry = {i - first: name for i, name in names.items() if first <= i < first + carried}
         if carry.keys() <= outputs.keys():
             return names

@@ -1,4 +1,4 @@
-"""Where a variable of a program comes from."""
+"""Which operation makes a variable of a program, and which actjax operators keep it."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -12,15 +12,16 @@ from actjax._jaxpr.equations import body_of, scan_counts
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Where a residual comes from.
+    """The origin of a residual.
 
     Attributes:
       operator: the primitive that made it; "constant" or "argument" if none did.
-      name: where in the user's program, as far as JAX knows.
-      tag: the tag it was made under, if one of our operators made it to keep it.
-      readers: tags of our operators that read it and keep it exactly.
-      outer: the variable of the whole program that it is, if it is passed through unchanged.
-      is_slices: whether it is the slices of an argument that a loop runs over, stacked again.
+      name: the line of the user's program, as far as JAX knows it.
+      tag: its tag, if an actjax operator made it in order to keep it.
+      readers: tags of the actjax operators that read it and keep it exactly.
+      outer: the variable of the whole program that it equals, if it is passed through unchanged.
+      is_slices: whether it consists of the slices of an argument that a loop runs over, stacked
+        again.
     """
 
     operator: str
@@ -32,7 +33,7 @@ class Origin:
 
 
 def origin_of(jaxpr: core.Jaxpr, var: core.Var) -> Origin:
-    """Follows a variable to what made it, into the bodies of calls and loops."""
+    """Follows a variable to the operation that made it, into the bodies of calls and loops."""
     readers = tuple(_readers(jaxpr, var))
     eqn = next((e for e in jaxpr.eqns if var in e.outvars), None)
     if eqn is None:
@@ -53,7 +54,7 @@ def origin_of(jaxpr: core.Jaxpr, var: core.Var) -> Origin:
     if origin.outer not in body.invars:
         return dataclasses.replace(origin, readers=readers, outer=None)
     given = eqn.invars[body.invars.index(origin.outer)]
-    # What a loop stacks of its carry is another array than what it was given.
+    # The stack of the carries of a loop is not the array that the loop was given.
     if isinstance(given, core.Var) and _shape(given) == _shape(var):
         return dataclasses.replace(origin_of(jaxpr, given), readers=readers)
     position = body.invars.index(origin.outer)
@@ -62,7 +63,7 @@ def origin_of(jaxpr: core.Jaxpr, var: core.Var) -> Origin:
 
 
 def _readers(jaxpr: core.Jaxpr, var: core.Var) -> Iterator[Tag]:
-    """Yields the tags under which `var` is read, calls included."""
+    """Yields the tags under which `var` is read, also inside calls."""
     for eqn in jaxpr.eqns:
         for position, invar in enumerate(eqn.invars):
             if invar is not var:
@@ -85,7 +86,7 @@ def _body(eqn: core.JaxprEqn) -> core.Jaxpr | None:
 
 
 def _where(eqn: core.JaxprEqn) -> str:
-    """Returns the line of the user's program that an equation comes from, its path shortened."""
+    """Returns the line of the user's program that an equation comes from, without its folder."""
     return source_info_util.summarize(eqn.source_info).rsplit("/", 1)[-1]
 
 

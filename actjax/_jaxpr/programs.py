@@ -1,4 +1,4 @@
-"""Functions as programs: traced, with what they close over made explicit."""
+"""Functions as programs (jaxprs) whose closed-over arrays are explicit inputs."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ class Closed:
 
     Attributes:
       jaxpr: the program, from constants and arguments to outputs.
-      constants: arrays that the function closes over: tracers of surrounding traces among them.
+      constants: arrays that the function closes over, including tracers of surrounding traces.
       arguments: leaves of its arguments.
       treedef: structure of its output.
     """
@@ -37,10 +37,10 @@ class Closed:
 
 
 def close(fun: Callable[..., Any], args: Sequence[Any]) -> Closed:
-    """Traces `fun(*args)`; custom differentiation rules stay what they are.
+    """Traces `fun(*args)` and keeps custom differentiation rules.
 
-    A custom rule that is traced later may not refer to tracers of today, as it does under a scan
-    that is differentiated: so all that a function reads is passed to it.
+    A custom rule may be traced later, for example when a scan is differentiated. It must not refer
+    to tracers that exist now, so everything that the function reads becomes an input.
     """
     leaves, treedef = jax.tree.flatten(tuple(args))
     found: list[Any] = []
@@ -57,13 +57,13 @@ def close(fun: Callable[..., Any], args: Sequence[Any]) -> Closed:
         return outputs
 
     traced = jax.make_jaxpr(flat)(*leaves)
-    # Numbers of Python are arrays from here on; what was traced took them as they are.
+    # The trace took Python numbers as they are; from here on they are arrays.
     arrays = [x if hasattr(x, "dtype") else jnp.asarray(x) for x in leaves]
     return Closed(traced.jaxpr, list(traced.consts), arrays, found[-1])
 
 
 Handler = Callable[[core.JaxprEqn, list[Any]], list[Any] | None]
-"""From an equation and its inputs to its outputs, or None to run it as it is."""
+"""From an equation and its inputs to its outputs, or to None, which runs the equation unchanged."""
 
 
 def run_inlined(
@@ -73,14 +73,14 @@ def run_inlined(
     *,
     custom: bool = False,
 ) -> list[Any]:
-    """Runs a program, calls within it as if they were written out.
+    """Runs a program with all calls in it inlined.
 
     Args:
       program: what to run.
       arguments: its arguments.
-      handle: is offered every equation that is no call.
-      custom: whether functions with differentiation rules of their own are written out too: for a
-        program that will not be differentiated.
+      handle: gets every equation that is not a call.
+      custom: whether to inline functions with custom differentiation rules too. Only for a program
+        that is not differentiated afterwards.
     """
     values: dict[Any, Any] = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
     values |= zip(program.jaxpr.invars, arguments, strict=True)

@@ -1,9 +1,9 @@
-"""Which values to keep so that all that a backward pass reads can be rebuilt from them.
+"""Which values to keep so that everything a backward pass reads can be rebuilt from them.
 
-Autodiff keeps an array for almost every elementwise operation, though most of them follow from one
-value: four for a GELU, five for a layer norm. Here each is traced back, through operations that
-cost a pass over the data at most, to the values that it follows from: outputs of products, loops
-and the like, arguments, and sums of two such values, where a residual stream is joined.
+Autodiff keeps an array for almost every elementwise operation, although most of these arrays follow
+from one value: four for a GELU, five for a layer norm. This module traces each array back, through
+operations that cost at most one pass over the data, to the values that it follows from: outputs of
+matrix products and loops, arguments, and the sums that join a residual stream.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,15 +31,15 @@ _ELEMENTWISE = frozenset({
     "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan",
     "tanh", "threefry2x32", "xor",
 })  # fmt: skip
-"""Operations of a pass over the data, reductions and random numbers among them."""
+"""Operations that take one pass over the data, including reductions and random numbers."""
 _JUMPS = frozenset({
     "ceil", "eq", "floor", "ge", "gt", "is_finite", "le", "lt", "ne", "round", "sign",
 })  # fmt: skip
-"""Those among them whose result jumps where what they read moves; and casts to integers."""
+"""Operations among them whose result is discontinuous. Casts to integers are too."""
 
 
 class Graph:
-    """A program without calls, looked at from its results."""
+    """How the values of a program without calls follow from one another."""
 
     def __init__(
         self, jaxpr: core.Jaxpr, price: Callable[[core.Var], int], *, rebuild: bool
@@ -48,8 +48,8 @@ class Graph:
 
         Args:
           jaxpr: the program.
-          price: bytes of keeping a variable; 0 if it is alive anyway, exact in any case.
-          rebuild: whether elementwise operations are looked through, or views alone.
+          price: bytes of keeping a variable; 0 if it is alive anyway, and then it is exact.
+          rebuild: whether elementwise operations are followed, or only views.
         """
         self._price = price
         self._rebuild = rebuild
@@ -62,34 +62,34 @@ class Graph:
                 self._roots[out] = self._find_roots(eqn, out)
 
     def choose(self, residuals: Sequence[core.Var]) -> list[Any]:
-        """Returns which variables to keep so that all residuals can be rebuilt.
+        """Returns the variables to keep so that all residuals can be rebuilt.
 
-        Residuals that have a root in common are taken together: kept are their roots, or they
-        themselves where that is cheaper.
+        Residuals with a common root form a cluster. Of a cluster either the roots are kept or the
+        residuals, whichever is cheaper.
 
         Args:
-          residuals: what a backward pass reads.
+          residuals: the variables that a backward pass reads.
         """
         price = self._price
-        groups: list[tuple[set[core.Var], set[core.Var]]] = []
+        clusters: list[tuple[set[core.Var], set[core.Var]]] = []
         for var in dict.fromkeys(residuals):
             members, roots = {var}, set(self._roots[var])
-            # A mask follows from numbers exactly, or it may be another one.
+            # A mask that is rebuilt from decoded numbers could differ from the exact mask.
             if not _is_floating(var) and any(price(x) and _is_floating(x) for x in roots):
                 roots = {var}
             apart = []
-            for other_members, other_roots in groups:
-                # What is alive anyway does not tie residuals together.
+            for other_members, other_roots in clusters:
+                # A root that is alive anyway does not connect residuals.
                 if any(price(root) for root in roots & other_roots):
                     members, roots = members | other_members, roots | other_roots
                 else:
                     apart.append((other_members, other_roots))
-            groups = [*apart, (members, roots)]
+            clusters = [*apart, (members, roots)]
         kept: dict[core.Var, None] = {}
-        for members, roots in groups:
+        for members, roots in clusters:
             by_roots = sum(map(price, roots)) <= sum(map(price, members))
             chosen = roots if by_roots else members
-            # In the order of the program, which a set does not have.
+            # A set has no order: sort by the order of the program.
             kept |= dict.fromkeys(sorted(chosen, key=self._order.__getitem__))
         return list(kept)
 
@@ -103,11 +103,11 @@ class Graph:
         return True
 
     def rebuild(self, var: core.Var, value: Callable[[core.Var], Any]) -> dict[core.Var, Any]:
-        """Returns the value of `var` and of all that it was made of, from what is kept.
+        """Returns the values of `var` and of everything it is computed from.
 
         Args:
           var: a residual.
-          value: from a variable to its value; None if it is not kept.
+          value: from a variable to its value if it is kept, else to None.
         """
         done: dict[core.Var, Any] = {}
         needed: dict[int, core.JaxprEqn] = {}
@@ -127,7 +127,7 @@ class Graph:
         return done
 
     def _find_roots(self, eqn: core.JaxprEqn, var: core.Var) -> frozenset[core.Var]:
-        """Returns what the output `var` of an equation follows from by cheap operations."""
+        """Returns the variables that the output `var` of an equation follows from cheaply."""
         if not self._is_cheap(eqn):
             return frozenset({var})
         found = [self._roots[x] for x in eqn.invars if isinstance(x, core.Var)]
@@ -136,31 +136,31 @@ class Graph:
         if self._jumps(eqn) and any(
             _is_floating(root) and self._price(root) for roots in found for root in roots
         ):
-            # A mask of values that are decoded could be another one: it is a value of its own.
+            # A mask of decoded values could differ from the exact mask: keep it as a value.
             return frozenset({var})
         if eqn.primitive.name in ("add", "add_any", "sub") and len(found) == 2:
             large = [{root for root in roots if 2 * _size(root) > _size(var)} for roots in found]
-            # A sum of two values that do not follow from one another, as where a residual stream
-            # is joined, is a value of its own: else errors of all before it would add up in it.
+            # Where a residual stream is joined, the sum of two independent values is kept as a
+            # value. Rebuilt from its terms, it would collect the errors of all layers before.
             if all(large) and not large[0] & large[1]:
                 return frozenset({var})
         return frozenset().union(*found)
 
     def _jumps(self, eqn: core.JaxprEqn) -> bool:
-        """Returns whether a result jumps where what it is made of moves a little."""
+        """Returns whether a small change of the inputs can change the result by a jump."""
         if eqn.primitive.name == "convert_element_type":
             return _is_floating(eqn.invars[0]) and not _is_inexact(eqn.outvars[0])
         return eqn.primitive.name in _JUMPS
 
     def _is_narrower_copy(self, eqn: core.JaxprEqn, roots: list[frozenset[core.Var]]) -> bool:
-        """Returns whether an output of a product, say, is cast to fewer bytes: these are kept."""
+        """Returns whether a value, such as a matrix product, is cast to fewer bytes: keep these."""
         if eqn.primitive.name != "convert_element_type" or not roots:
             return False
         before, after = eqn.invars[0], eqn.outvars[0]
         if _dtype(after).itemsize >= _dtype(before).itemsize or len(roots[0]) != 1:
             return False
         (root,) = roots[0]
-        # A cast of an argument, such as a weight, is made again from that.
+        # The cast of an argument, such as a weight, is repeated from the argument.
         return root in self._makers and self.is_view(before, root)
 
     def _is_cheap(self, eqn: core.JaxprEqn) -> bool:

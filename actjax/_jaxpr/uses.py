@@ -23,12 +23,12 @@ _mark_p.multiple_results = True
 def mark_weights(
     weights: Sequence[jax.Array], rank: int | None, *others: jax.Array | None
 ) -> list[jax.Array]:
-    """Returns the weights [d, n] of one operator, marked in the trace. Computes nothing.
+    """Returns the weights [d, n] of one operator with a mark in the trace. Computes nothing.
 
     Args:
-      weights: what the operator multiplies by.
+      weights: the weights of the operator.
       rank: of their gradients; None if these are dense.
-      *others: what the factors of the gradients depend on besides: under a `vmap` that maps one of
+      *others: arrays that the factors of the gradients depend on as well. If `vmap` maps one of
         these and not a weight, the weight is read once for each example.
     """
     times, leading = (1,) * len(weights), (True,) * len(weights)
@@ -41,7 +41,7 @@ def _marked(*args: Any, times: tuple[int, ...], **_: Any) -> list[Any]:
 
 
 def _mark_batched(args: Any, dims: Any, *, rank: int, times: Any, leading: Any) -> Any:
-    """Says of each weight how often it is read now, and whether mapped axes come before [d, n]."""
+    """Records how often each weight is read, and whether mapped axes come before [d, n]."""
     size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
     weights = dims[: len(times)]
     times = tuple(n * size if d is None else n for n, d in zip(times, weights, strict=True))
@@ -59,14 +59,14 @@ jax.interpreters.mlir.register_lowering(
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """One place where a parameter is read.
+    """One place where a program reads a parameter.
 
     Attributes:
       operator: "linear", or the JAX primitive that reads it.
-      rank: of its gradient there; 0 if that is dense.
-      call: which call of the operator, equal for weights of the same call.
-      times: how often that place runs with the same parameter.
-      leading: whether the axes that `vmap` maps are the first of the parameter.
+      rank: of its gradient there; 0 if the gradient is dense.
+      call: identifies the call of the operator; equal for weights of the same call.
+      times: how often this place runs with the same parameter.
+      leading: whether the axes that `vmap` maps are the first axes of the parameter.
       alone: whether the call reads no other weight.
     """
 
@@ -79,12 +79,12 @@ class Use:
 
 
 def find_uses(jaxpr: core.Jaxpr) -> list[list[Use]]:
-    """Returns, for each input of a traced function, where it is read.
+    """Returns, for each input of a traced function, the places that read it.
 
-    Casts are looked through, and bodies looked into: those of `scan` count as often as they run
-    with the same parameter, once for what is sliced over layers, `length` times for what is not;
-    all branches of a `cond` count, but for branches that each read the parameter alike, of which
-    one does. That a parameter is an auxiliary output is no use.
+    Casts, and the bodies of calls, loops and branches, are followed. The body of a `scan` counts
+    once for a parameter that is sliced over layers, and `length` times for one that is not. All
+    branches of a `cond` count, except that branches which read the parameter in the same way count
+    as one. Returning a parameter as an auxiliary output is not a use.
     """
     found = []
     for var in jaxpr.invars:
@@ -98,14 +98,15 @@ def find_uses(jaxpr: core.Jaxpr) -> list[list[Use]]:
 _LOOKED_THROUGH = ("convert_element_type", "sharding_constraint", "copy", "copy_p", "name")
 
 _Names = dict[Any, bool]
-"""Variables, or positions of outputs, that are a parameter; True if only a copy, such as a stack of
-slices, through which no factor finds its way back: to read it is a use of another kind."""
+"""Variables, or positions of outputs, that hold the parameter. True for a copy, such as a stack of
+slices: the factors of a gradient cannot pass through it, so a linear operator that reads the copy
+counts as another operation."""
 
 
 def _follow(
     jaxpr: core.Jaxpr, names: _Names, call: tuple[int, ...], times: int
 ) -> tuple[list[Use], _Names]:
-    """Returns the uses of what goes by `names`, and which outputs of the jaxpr it is."""
+    """Returns the uses of the variables in `names`, and the outputs that hold the parameter."""
     uses: list[Use] = []
     for number, eqn in enumerate(jaxpr.eqns):
         read = {i: names[x] for i, x in enumerate(eqn.invars) if _is_named(x, names)}
@@ -148,7 +149,7 @@ def _is_named(x: core.Var | core.Literal, names: _Names) -> bool:
 
 
 def _of_branches(branches: list[list[Use]]) -> list[Use]:
-    """Returns the uses in all branches; in one, if each reads the parameter once and alike."""
+    """Returns the uses in all branches; those in one branch if all use the parameter equally."""
     reading = [uses for uses in branches if uses]
     alike = {(len(uses), dataclasses.replace(uses[0], call=())) for uses in reading}
     if len(alike) == 1 and len(reading[0]) == 1 and reading[0][0].alone:
@@ -159,15 +160,15 @@ def _of_branches(branches: list[list[Use]]) -> list[Use]:
 def _follow_body(
     eqn: core.JaxprEqn, body: core.Jaxpr, names: _Names, call: tuple[int, ...], times: int
 ) -> tuple[list[Use], _Names]:
-    """Follows into one body of an equation, and out of it again."""
+    """Follows the parameter into one body of an equation, and out of it again."""
     if eqn.primitive.name != "scan":
         return _follow(body, names, call, times)
-    # A loop slices what it runs over, and passes on as a whole what it only reads.
+    # A loop slices the arrays that it runs over and passes constants on as a whole.
     pairs = list(zip(eqn.invars, body.invars, strict=True))
     whole = all(_shape(x) == _shape(y) for x, y in pairs if y in names)
     uses, outputs = _follow(body, names, call, times * (eqn.params["length"] if whole else 1))
-    # What a loop carries unchanged is the same outside. What it stacks, or carries on in the place
-    # of something else, is a copy.
+    # A carry that the body returns unchanged is the same array outside. A stacked output, or a
+    # carry that takes the place of another, is a copy.
     carried = [i for i, x in enumerate(eqn.outvars) if _shape(x) == _shape(body.outvars[i])]
     constants = len(pairs) - len(carried) - sum(_shape(x) != _shape(y) for x, y in pairs)
     return uses, {

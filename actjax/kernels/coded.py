@@ -70,8 +70,8 @@ class CodeRefs:
 
     Attributes:
       planes: [T, bytes] each.
-      low: [T, groups], or None.
-      step: [T, groups], or [1, d] by channel.
+      offset: [T, groups], or None.
+      scale: [T, groups], or [1, d] by channel.
       centre: [1, d], or None.
       outliers: [T, m], or None.
       position: of each feature, among outliers, or -1: [1, d], or None.
@@ -82,8 +82,8 @@ class CodeRefs:
     """
 
     planes: Any
-    low: Any
-    step: Any
+    offset: Any
+    scale: Any
     centre: Any
     outliers: Any
     position: Any
@@ -95,16 +95,16 @@ class CodeRefs:
     def decode(self, part: Part) -> list[jax.Array]:
         """Returns what each slice of a part stands for, rounded as the activation, in float32."""
         codes = self._codes(part)
-        low = None if self.low is None else self._scale(part, self.low, 0)
-        step = self._scale(part, self.step, 0)
+        offset = None if self.offset is None else self._scale(part, self.offset, 0)
+        scale = self._scale(part, self.scale, 0)
         shift = None
         if self.seed is not None:
             shift = shifts(part, self.seed, self.features, self.format.group)
         values = []
         for number, code in enumerate(codes):
             if self.format.scaling == "channel":
-                step = self._scale(part, self.step, number)
-            value = self._value(code, low, step, None if shift is None else shift(number))
+                scale = self._scale(part, self.scale, number)
+            value = self._value(code, offset, scale, None if shift is None else shift(number))
             if self.centre is not None:
                 value = value + self._scale(part, self.centre, number)
             value = self._with_outliers(part, number, value)
@@ -118,15 +118,15 @@ class CodeRefs:
             return as_float(load_row(ref, part, number))
         return as_float(load(ref, part.token, part.first + part.group, part.groups_exist()))
 
-    def _value(self, code: jax.Array, low: Any, step: Any, shift: Any) -> jax.Array:
+    def _value(self, code: jax.Array, offset: Any, scale: Any, shift: Any) -> jax.Array:
         if self.format.levels == "normal":
-            return normal_values(code, self.format.bits) * step
+            return normal_values(code, self.format.bits) * scale
         position = code.astype(jnp.float32)
         if shift is not None:
             position = position - shift
-        if low is None:
-            return (position - np.float32((2**self.format.bits - 1) / 2)) * step
-        return position * step + low
+        if offset is None:
+            return (position - np.float32((2**self.format.bits - 1) / 2)) * scale
+        return position * scale + offset
 
     def _with_outliers(self, part: Part, number: int, value: jax.Array) -> jax.Array:
         if self.outliers is None:
@@ -193,8 +193,8 @@ def operands(
         return [rows(x)], ArrayRef
     arrays = {
         **{f"plane{i}": rows(plane) for i, plane in enumerate(x.planes)},
-        "step": x.step[None] if x.format.scaling == "channel" else rows(x.step),
-        **({} if x.low is None else {"low": rows(x.low)}),
+        "scale": x.scale[None] if x.format.scaling == "channel" else rows(x.scale),
+        **({} if x.offset is None else {"offset": rows(x.offset)}),
         **({} if x.centre is None else {"centre": x.centre[None]}),
         **({} if x.seed is None else {"seed": x.seed}),
     }
@@ -207,8 +207,8 @@ def operands(
         planes = tuple(given[f"plane{i}"] for i in range(len(x.planes)))
         return CodeRefs(
             planes,
-            given.get("low"),
-            given["step"],
+            given.get("offset"),
+            given["scale"],
             given.get("centre"),
             given.get("outliers"),
             given.get("position"),
@@ -261,8 +261,6 @@ def refuses(format: fmt.Format, dtype: Any, shape: Sequence[int]) -> str | None:
     """
     if format.group < 16 or format.group & (format.group - 1) or format.group > 1024:
         return f"takes groups of 16, 32, ... 1024 features, got group={format.group}"
-    if format.scale_dtype == "float16":
-        return "takes scales in bfloat16 or float32, got scale_dtype='float16'"
     if format.rotate:
         return "does not rotate, got rotate=True"
     return _refuses_array(dtype, shape)

@@ -18,7 +18,7 @@ from actjax.kernels.rotation import rotate
 Rounding = Literal["nearest", "stochastic", "dither"]
 Scaling = Literal["group", "channel"]
 Levels = Literal["uniform", "normal"]
-ScaleDtype = Literal["bfloat16", "float16", "float32"]
+ScaleDtype = Literal["bfloat16", "float32"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,11 +56,11 @@ class QuantizedCode:
 
     Attributes:
       planes: bytes, as `actjax.kernels.packing.pack` returns them, by group.
-      low: what the code 0 stands for, by group [..., groups]; None where that follows from `step`.
-      step: distance of two levels, or unit of uneven ones: [..., groups], or [d] by channel. Both
+      offset: what the code 0 stands for, by group [..., groups]; None where that follows from `scale`.
+      scale: distance of two levels, or unit of uneven ones: [..., groups], or [d] by channel. Both
         as the bits of their dtype if that has 16.
       centre: what the middle of the levels stands for, by channel [d], likewise as bits; None where
-        that is zero, or follows from `low`.
+        that is zero, or follows from `offset`.
       outliers: channels that are kept whole, [..., m]; None if there are none.
       channels: which channels these are, int32 [m].
       seed: of the dither, uint32 [2]; None without.
@@ -70,8 +70,8 @@ class QuantizedCode:
     """
 
     planes: Any
-    low: Any
-    step: Any
+    offset: Any
+    scale: Any
     centre: Any
     outliers: Any
     channels: Any
@@ -140,7 +140,7 @@ def fit(part: jax.Array, format: Format) -> tuple[jax.Array | None, jax.Array]:
     As they will be stored, but in the dtype of `part`, with axes for it to broadcast against.
     """
     axes = (-1,) if format.scaling == "group" else tuple(range(part.ndim - 2))
-    steps = 2**format.bits - 1
+    top = 2**format.bits - 1
     if format.levels == "normal":
         # Of numbers within one, so that no square overflows.
         largest = jnp.max(jnp.abs(part), axes, keepdims=True, initial=0)
@@ -153,14 +153,14 @@ def fit(part: jax.Array, format: Format) -> tuple[jax.Array | None, jax.Array]:
         return None, rounded_scale(fitted * largest, format.scale_dtype)
     if format.scaling == "channel":
         largest = jnp.max(jnp.abs(part), axes, keepdims=True, initial=0)
-        return None, rounded_scale(largest * (2 / steps), format.scale_dtype, towards=1)
+        return None, rounded_scale(largest * (2 / top), format.scale_dtype, towards=1)
     high = jnp.max(part, axes, keepdims=True)
-    low = rounded_scale(jnp.min(part, axes, keepdims=True), format.scale_dtype, towards=-1)
-    return low, rounded_scale((high - low) / steps, format.scale_dtype, towards=1)
+    offset = rounded_scale(jnp.min(part, axes, keepdims=True), format.scale_dtype, towards=-1)
+    return offset, rounded_scale((high - offset) / top, format.scale_dtype, towards=1)
 
 
 SLACK = 2.0**-20
-"""Part of a step that it may fall short of the range over its levels.
+"""Part of a scale that it may fall short of the range over its levels.
 
 Far less than decides a code, but more than what division is rounded by: a quotient that is exact,
 as it often is between numbers of bfloat16, stays so on every device."""
@@ -179,13 +179,7 @@ def rounded_scale(scale: jax.Array, dtype: ScaleDtype, towards: int = 0) -> jax.
         next_one = jax.lax.reduce_precision(moved, info.nexp, info.nmant)
         slack = SLACK * jnp.abs(scale) if towards > 0 else 0
         rounded = jnp.where((rounded - scale) * towards < -slack, next_one, rounded)
-    if dtype != "float16":
-        return rounded
-    # Which takes subnormal numbers for zero: those of float16 are not small.
-    units = scale / float(info.smallest_subnormal) * (1 - SLACK if towards > 0 else 1)
-    whole = {-1: jnp.floor, 0: jnp.round, 1: jnp.ceil}[towards](units)
-    subnormal = jnp.abs(scale) < float(info.smallest_normal)
-    return jnp.where(subnormal, whole * float(info.smallest_subnormal), rounded)
+    return rounded
 
 
 def stored_scales(scales: list[jax.Array], format: Format) -> jax.Array:

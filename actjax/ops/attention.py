@@ -25,7 +25,7 @@ class HeadNorm:
 
     Attributes:
       q: scale of the queries' norm, [D].
-      k: scale of the keys', [D].
+      k: scale of the keys' norm, [D].
       eps: as for `actjax.rms_norm`.
     """
 
@@ -53,47 +53,47 @@ def attention(
 ) -> jax.Array:
     """Returns `softmax(q kᵀ / sqrt(D)) v` for each head.
 
-    The value is exact. With a lossy codec nothing but codes of q, k and v is held, as they are
-    before `norm` and `rope` and with heads merged; the backward pass runs the forward pass again on
-    what they decode to, and its gradients are those at the decoded values: biased even where the
-    codec is not, and their error reaches all that is upstream (Wei et al., 2026, Theorems 3.2 and
-    3.3).
+    The value is exact. With a lossy codec the backward pass keeps only codes of q, k and v, taken
+    before `norm` and `rope` and with heads merged. It runs the forward pass again on the decoded
+    values. The gradients are exact at the decoded values. They are biased even if the codec is not,
+    and their error reaches all earlier layers (Wei et al., 2026, Theorems 3.2 and 3.3).
 
     Args:
-      q: queries, [B, S, H, D]; an array, or an `actjax.LowRankSum`, of which a lossy codec stores
-        one part, and the other is held as it is.
-      k: keys, [B, S, G, D], with H a multiple of G; query head h reads key head `h // (H / G)`.
-      v: values, [B, S, G, D].
-      causal: whether position i sees positions up to i alone.
-      window: how many positions one sees at most, itself among them (Jiang et al., "Mistral 7B",
-        2023); needs `causal`. None for no limit.
-      segments: [B, S] integers; a position sees those of its own number alone. That is how several
-        documents share a sequence. None if all see all.
+      q: queries, [B, S, H, D]; an array or an `actjax.LowRankSum`. A lossy codec stores the `base`
+        of a `LowRankSum`; its low-rank part is kept exactly.
+      k: keys, [B, S, G, D] with G key/value heads, likewise. H is a multiple of G; query head h
+        reads key/value head `h // (H / G)`.
+      v: values, [B, S, G, D], likewise.
+      causal: whether position i sees only positions up to i.
+      window: the number of positions that a position sees at most, including itself (Jiang et al.,
+        "Mistral 7B", 2023); needs `causal`. None for no limit.
+      segments: [B, S] integers. A position sees only positions with the same integer, so several
+        documents can share a sequence. None: every position sees all.
       rope: cosines and sines to rotate q and k by, as for `actjax.rope`; None for no rotation.
-      norm: scales to normalise the heads of q and k by, before they are rotated (Qwen 3); None for
-        no norm.
-      codec: what is kept of q, k and v, or three of such.
-      key: randomness of the encoding, or a tuple of a key for each; consumed. Needed if a codec
-        draws.
+      norm: scales of the norms of the heads of q and k, applied before the rotation (Qwen 3); None
+        for no norm.
+      codec: how q, k and v are kept; one codec or three.
+      key: randomness of the encoding; one key or three; consumed. Required if a codec draws random
+        numbers.
       implementation: "cudnn" (NVIDIA GPU, 16-bit inputs), "blockwise" (any backend), "dense" (all
-        scores at once, and derivatives of any order, for which autodiff keeps what it will), or
-        None for cuDNN where the default backend is a GPU and the dtype allows it, else blockwise.
-        A name that is asked for is used, or raises.
-      recompute: whether to hold q, k and v alone and run the forward pass again in the backward
-        pass. Worth its two products where nothing else keeps the output, and needed where q and k
-        are to be compressed by `actjax.compress_residuals`: the log-sum-exp that is held otherwise
-        is that of exact scores, and weights of others would not add up to one. Lossy codecs do so
-        anyway.
-      merge_heads: whether to return [B, S, H * D]. It is then the very array that attention
-        keeps, so a `linear` that follows and keeps its input exactly costs no second copy.
-      name: put before the names that `actjax.explain` gives what is kept.
+        scores at once, derivatives of any order, plain autodiff), or None: cuDNN if the default
+        backend is a GPU and the dtype allows it, otherwise blockwise. A name that was asked for is
+        used or raises.
+      recompute: whether to keep only q, k and v, and run the forward pass again in the backward
+        pass. This is worth its two products if nothing else keeps the output. It is required if
+        `actjax.compress_residuals` compresses q and k: otherwise attention keeps the log-sum-exp of
+        the exact scores, and the weights of decoded scores would not add up to one. Lossy codecs
+        always recompute.
+      merge_heads: whether to return [B, S, H * D]. This is the array that attention keeps, so a
+        `linear` that follows and keeps its input exactly needs no second copy.
+      name: prefix of the names in `actjax.explain`.
 
     Returns:
       [B, S, H, D], or [B, S, H * D], in the dtype of `q`.
 
     Raises:
-      ValueError: shapes or dtypes that do not fit, an unknown implementation, a missing key.
-      TypeError: inputs that are not floating point, or `codec` is no codec.
+      ValueError: shapes or dtypes do not fit, the implementation is unknown, or the key is missing.
+      TypeError: an input is not floating point, or `codec` is not a codec.
     """
     sight = check_attention(q, k, v, causal, window, segments)
     codecs = check_codecs(codec, ("q", "k", "v"), key)
@@ -117,12 +117,11 @@ def attention(
 
 
 Beside = tuple[Any, Any, Any]
-"""What attention reads beside q, k and v: segments, RoPE tables, and scales of norms; each may be
-None."""
+"""What attention reads besides q, k and v: segments, RoPE tables and scales of norms, or None."""
 
 
 def beside(segments: Any, rope: Any, norm: HeadNorm | None) -> Beside:
-    """Returns arguments of `attention` as data."""
+    """Returns the array arguments of `attention` besides q, k and v."""
     return segments, rope, None if norm is None else (norm.q, norm.k)
 
 
@@ -135,13 +134,13 @@ def from_merged(
 ) -> Callable[[Any, Beside], jax.Array]:
     """Returns exact attention as a function of (q, k, v) with merged heads and of `Beside`.
 
-    It closes over no arrays.
+    The function closes over no arrays.
 
     Args:
-      q: queries, of which shape and dtype are read.
-      k: keys, likewise.
+      q: queries; only shape and dtype are read.
+      k: keys; only the shape is read.
       sight: which positions see which.
-      norm: of which `eps` is read.
+      norm: only `eps` is read.
       implementation: as for `attention`.
     """
     form, shapes = _form(implementation, q.dtype), (q.shape, k.shape, k.shape)
@@ -167,7 +166,7 @@ def _prepare(
 
 
 def _form(implementation: Implementation | None, dtype: jnp.dtype) -> Any:
-    """Returns the function of an implementation, by its name or the best for this device."""
+    """Returns the function of an implementation: by its name, or the default of this device."""
     if implementation is None:
         gpu = jax.default_backend() == "gpu"
         implementation = "cudnn" if gpu and dtype.itemsize == 2 else "blockwise"

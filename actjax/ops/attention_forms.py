@@ -1,12 +1,12 @@
-"""Three forms of exact attention: cuDNN's, one in blocks, and one of all scores at once.
+"""Three implementations of exact attention: cuDNN, blockwise, and dense.
 
-On a GPU cuDNN's is the best. Elsewhere it is the same algorithm in plain JAX (Dao et al.,
+cuDNN is the default on a GPU. Blockwise is the same algorithm in plain JAX (Dao et al.,
 "FlashAttention", 2022; backward pass as in Dao, "FlashAttention-2", 2023, Algorithm 2): blocks of
-queries against blocks of keys with a running maximum, blocks that see nothing skipped. Both hold q,
-k, v, the output and the log-sum-exp of the scores.
+queries against blocks of keys with a running maximum; blocks that see nothing are skipped. Both
+keep q, k, v, the output and the log-sum-exp of the scores. Dense computes all scores at once.
 
-A form takes which positions see which, a name, q, k and v, normalised and rotated, and segments or
-None, and returns the output with merged heads, [B, S, H * D].
+Each takes a `Sight`, a name, q, k and v (normalised and rotated), and segments or None, and returns
+the output with merged heads, [B, S, H * D].
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ class Sight:
 
     Attributes:
       causal: as for `attention`.
-      window: likewise.
+      window: as for `attention`.
     """
 
     causal: bool
@@ -59,7 +59,7 @@ class Sight:
 def keep_inputs(
     name: str, q: jax.Array, k: jax.Array, v: jax.Array
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """Returns q, k, v to compute with, and to hold."""
+    """Returns q, k, v to compute with, and q, k, v to keep."""
     pairs = [
         keep(array, Exact(), None, "attention", f"{name} {letter}".strip())
         for letter, array in (("q", q), ("k", k), ("v", v))
@@ -195,25 +195,25 @@ def _heads_first(x: jax.Array) -> jax.Array:
     return jnp.swapaxes(x, 1, 2)
 
 
-def _blocks(x: jax.Array, groups: int) -> jax.Array:
-    """[B, S, H, D] to [blocks, B, groups, H / groups, block, D], padded with zeros."""
+def _blocks(x: jax.Array, kv_heads: int) -> jax.Array:
+    """[B, S, H, D] to [blocks, B, kv_heads, H / kv_heads, block, D], padded with zeros."""
     batch, length, heads, size = x.shape
     block = min(BLOCK, length)
     x = jnp.pad(x, ((0, 0), (0, -length % block), (0, 0), (0, 0)))
-    x = x.reshape(batch, -1, block, groups, heads // groups, size)
+    x = x.reshape(batch, -1, block, kv_heads, heads // kv_heads, size)
     return x.transpose(1, 0, 3, 4, 2, 5)
 
 
 def _unblocks(x: jax.Array, length: int) -> jax.Array:
     """Inverse of `_blocks`."""
-    count, batch, groups, shared, block, size = x.shape
-    x = x.transpose(1, 0, 4, 2, 3, 5).reshape(batch, count * block, groups * shared, size)
+    count, batch, kv_heads, shared, block, size = x.shape
+    x = x.transpose(1, 0, 4, 2, 3, 5).reshape(batch, count * block, kv_heads * shared, size)
     return x[:, :length]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Tile:
-    """Makes the scores of a block of queries on a block of keys.
+    """Computes the scores of a block of queries and a block of keys.
 
     Attributes:
       sight: which positions see which.
@@ -232,7 +232,7 @@ class _Tile:
         return cls(sight, length, segments)
 
     def scores(self, q: jax.Array, k: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
-        """Of query block i [b, g, h, s, d] on key block j [b, g, 1, t, d]: [b, g, h, s, t]."""
+        """Returns the scores [b, g, h, s, t] of query block i [b, g, h, s, d] and key block j."""
         wide = accumulation_dtype(q.dtype)
         scores = jnp.einsum("bghsd,bgtd->bghst", q, k[:, :, 0], preferred_element_type=wide)
         rows = i * q.shape[-2] + jnp.arange(q.shape[-2])[:, None]
@@ -248,8 +248,8 @@ def _blockwise_forward(
     sight: Sight, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the output [B, S, H, D] and the log-sum-exp of the scores [B, H, S]."""
-    length, groups, wide = q.shape[1], k.shape[2], accumulation_dtype(q.dtype)
-    qs, ks, vs = (_blocks(x, groups) for x in (q, k, v))
+    length, kv_heads, wide = q.shape[1], k.shape[2], accumulation_dtype(q.dtype)
+    qs, ks, vs = (_blocks(x, kv_heads) for x in (q, k, v))
     tile = _Tile.of(sight, segments, length)
 
     def one_query_block(i: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -270,13 +270,13 @@ def _blockwise_forward(
             )
 
         shape = qs.shape[1:]
-        # A finite start: where a query sees no key of a block, -inf - -inf would be NaN.
+        # Start from a finite number: if a query sees no key of a block, -inf - -inf would be NaN.
         start = jnp.full(shape[:-1], jnp.finfo(wide).min)
         carry = (start, jnp.zeros(shape[:-1], wide), jnp.zeros(shape, wide))
         first = sight.first_key_block(i, shape[-2])
         stop = i + 1 if sight.causal else len(ks)
         largest, total, out = jax.lax.fori_loop(first, stop, add_key_block, carry)
-        # Every query sees itself; what a block is filled up with may see nothing.
+        # Every query sees itself, but padding may see nothing.
         total = jnp.where(total == 0, 1, total)
         return (out / total[..., None]).astype(q.dtype), largest + jnp.log(total)
 
@@ -296,10 +296,10 @@ def _blockwise_backward(
     delta: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns dq, dk, dv; `lse` and `delta = Σ out dout` are [B, H, S] in the wide dtype."""
-    length, groups, wide = q.shape[1], k.shape[2], accumulation_dtype(q.dtype)
+    length, kv_heads, wide = q.shape[1], k.shape[2], accumulation_dtype(q.dtype)
     scale = 1 / math.sqrt(q.shape[-1])
-    qs, ks, vs, douts = (_blocks(x, groups) for x in (q, k, v, dout))
-    lses, deltas = (_blocks(_heads_first(x[..., None]), groups) for x in (lse, delta))
+    qs, ks, vs, douts = (_blocks(x, kv_heads) for x in (q, k, v, dout))
+    lses, deltas = (_blocks(_heads_first(x[..., None]), kv_heads) for x in (lse, delta))
     tile = _Tile.of(sight, segments, length)
 
     def one_key_block(dqs: jax.Array, j: jax.Array) -> tuple[jax.Array, tuple]:
@@ -331,8 +331,8 @@ def _blockwise_backward(
 
 def _dense(sight: Sight, name: str, q, k, v, segments) -> jax.Array:
     del name
-    wide, groups = accumulation_dtype(q.dtype), k.shape[2]
-    queries = q.reshape(*q.shape[:2], groups, -1, q.shape[-1])
+    wide, kv_heads = accumulation_dtype(q.dtype), k.shape[2]
+    queries = q.reshape(*q.shape[:2], kv_heads, -1, q.shape[-1])
     scores = jnp.einsum("bsghd,btgd->bghst", queries, k, preferred_element_type=wide)
     scores /= math.sqrt(q.shape[-1])
     positions = jnp.arange(q.shape[1])

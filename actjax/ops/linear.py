@@ -1,8 +1,7 @@
-"""Linear operators that hold a code of their input instead of the input.
+"""Linear operators that keep a code of their input instead of the input.
 
-Wei et al. (2026), Theorems 3.2 and 3.3: for `z = x w` the value and `dx = dz wᵀ` do not read the
-stored input, so only `dw = x_hatᵀ dz` carries the codec's error, and it is unbiased if the codec
-is.
+Wei et al. (2026), Theorems 3.2 and 3.3: for `z = x w` neither the value nor `dx = dz wᵀ` reads the
+stored input. Only `dw = x_hatᵀ dz` has the error of the codec, and it is unbiased if the codec is.
 """
 
 from typing import Any, overload
@@ -57,32 +56,33 @@ def linear(
     split: bool = False,
     name: str = "input",
 ) -> Any:
-    """Returns `x @ w + bias`, and holds `codec.encode(x, key)` rather than `x`.
+    """Returns `x @ w + bias`, and keeps `codec.encode(x, key)` instead of `x`.
 
     With a tuple of weights, returns a tuple of outputs that share one stored copy of `x`.
 
-    The values and `dx` are exact. `dw = x_hatᵀ dz` carries the codec's error; it is unbiased if
-    the codec is, since it is linear in `x`. Computed in the dtype of `x`, with sums in float32 at
-    least; a weight of another dtype is cast on the fly, in both passes, and no cast copy is kept.
+    The values and `dx` are exact. `dw = x_hatᵀ dz` has the error of the codec. It is unbiased if
+    the codec is, since it is linear in `x`. Products are computed in the dtype of `x` and
+    accumulated in at least float32. A weight of another dtype is cast in both passes; no cast copy
+    is kept.
 
     Args:
       x: activations, [..., d].
-      w: weight, [d, n], or a tuple of weights [d, n_i]; a Flax nnx variable stands for its value.
-        Under `actjax.value_and_grad` these may be `TappedWeight`s, whose gradient comes in two
-        factors. An `actjax.LoRA` is a weight with an adapter; of an `actjax.FrozenWeight` there is
-        no gradient, and if there is nothing else, nothing of `x` is kept.
+      w: weight, [d, n], or a tuple of weights [d, n_i]. A Flax nnx variable stands for its value.
+        Under `actjax.value_and_grad` a weight may be a `TappedWeight`, which gets its gradient in
+        two factors. An `actjax.LoRA` is a weight with an adapter. An `actjax.FrozenWeight` gets no
+        gradient; if all weights are frozen, nothing of `x` is kept.
       bias: [n], or a tuple of biases (or None) as long as `w`. Its gradient is exact.
-      codec: what is kept of `x`.
-      key: randomness of the encoding; consumed. Needed if `codec.needs_key`.
-      split: whether to return what a `LoRA` gives as an `actjax.LowRankSum`, its two parts apart.
-      name: what `actjax.explain` calls the stored input.
+      codec: how `x` is kept.
+      key: randomness of the encoding; consumed. Required if `codec.needs_key`.
+      split: whether to return the output of a `LoRA` as an `actjax.LowRankSum` of two parts.
+      name: name of the stored input in `actjax.explain`.
 
     Returns:
-      [..., n] in the dtype of `x`, or a tuple of such.
+      [..., n] in the dtype of `x`, or a tuple of these.
 
     Raises:
-      ValueError: shapes that do not fit, a missing key, a codec that does not fit `x`.
-      TypeError: `codec` is no codec, or `x` or a weight is not floating point.
+      ValueError: shapes do not fit, the key is missing, or the codec does not fit `x`.
+      TypeError: `codec` is not a codec, or `x` or a weight is not floating point.
     """
     weights, biases = check_linear(x, w, bias)
     check_codec(codec)
@@ -108,9 +108,9 @@ def qkv_projection(
     split: bool = False,
     name: str = "qkv input",
 ) -> tuple[Any, Any, Any]:
-    """Returns the query, key and value projections of `x`, which share one stored copy of it.
+    """Returns the query, key and value projections of `x`, which share one stored copy of `x`.
 
-    `linear(x, (wq, wk, wv), ...)` by its name in attention; see there for what is exact.
+    This is `linear(x, (wq, wk, wv), ...)`; see `actjax.linear` for what is exact.
 
     Args:
       x: activations, [..., d].
@@ -118,30 +118,30 @@ def qkv_projection(
       wk: [d, kv_heads * head_dim].
       wv: [d, kv_heads * head_dim].
       bias: the three biases, or None.
-      codec: what is kept of `x`; `PointApproximation` here is PAMM.
+      codec: how `x` is kept; with `PointApproximation` this is PAMM.
       key: randomness of the encoding; consumed.
       split: as for `linear`.
-      name: what `actjax.explain` calls the stored input.
+      name: name of the stored input in `actjax.explain`.
 
     Returns:
-      q, k and v, [..., n_i] in the dtype of `x`; with `split`, an `actjax.LowRankSum` of those
-      whose weight is an `actjax.LoRA`.
+      q, k and v, [..., n_i] in the dtype of `x`; with `split`, an `actjax.LowRankSum` where the
+      weight is an `actjax.LoRA`.
     """
     q, k, v = linear(x, (wq, wk, wv), bias=bias, codec=codec, key=key, split=split, name=name)
     return q, k, v
 
 
 def check_linear(x: Any, w: Any, bias: Any) -> tuple[Weights, Biases]:
-    """Returns weights and biases as tuples, or raises if they do not fit.
+    """Returns weights and biases as tuples; raises if they do not fit.
 
     Args:
       x: the input, or its shape and dtype.
-      w: as for `linear`; a Flax nnx variable stands for its value, which may be a `TappedWeight`.
+      w: as for `linear`.
       bias: as for `linear`.
 
     Raises:
-      ValueError: shapes that do not fit.
-      TypeError: what is not floating point.
+      ValueError: shapes do not fit.
+      TypeError: an array is not floating point.
     """
     single = not isinstance(w, tuple | list)
     given = (bias,) if single else bias

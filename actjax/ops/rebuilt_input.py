@@ -1,9 +1,9 @@
-"""Operators whose linear input is not stored, but rebuilt from what the operator before it keeps.
+"""Linear operators with a rebuilt input: it is recomputed from codes of the operator before.
 
-The output of a norm, of SwiGLU and of attention is the input of a linear operator, and follows from
-values that are kept anyway: elementwise from the first two, by attention's own forward pass from q,
-k and v. So one code a value is enough: `dw` is as good as that code, without a low-rank truncation,
-and no product of a weight is computed twice.
+The output of a norm, of SwiGLU or of attention is the input of a linear operator. It follows from
+values that are kept anyway: elementwise for norm and SwiGLU, and by the forward pass of attention
+from q, k and v. The linear input therefore needs no bytes. The error of `dw` is that of the codes,
+without a low-rank truncation, and no product with a weight is computed twice.
 """
 
 import dataclasses
@@ -36,28 +36,28 @@ def norm_linear(
     split: bool = False,
     name: str = "norm input",
 ) -> Any:
-    """Returns `linear(rms_norm(x, scale), w)`, and holds what `codec` stores of `x` alone.
+    """Returns `linear(rms_norm(x, scale), w)`, and keeps only a code of `x`.
 
-    The value is exact. The gradients are those at the decoded `x`, `dw = n(x_hat)ᵀ dz` among them;
-    `linear`'s `dx`, which the norm's backward pass is given, is exact.
+    The value is exact. The gradients are exact at the decoded `x`; for example
+    `dw = n(x_hat)ᵀ dz`. The cotangent that the norm's backward pass gets from `linear` is exact.
 
     Args:
       x: [..., d].
       scale: of the norm, [d].
-      w: weight [d, n] or a tuple of such, as for `actjax.linear`.
+      w: weight [d, n] or a tuple of weights, as for `actjax.linear`.
       eps: as for `actjax.rms_norm`.
       bias: as for `actjax.linear`.
-      codec: what is kept of `x`.
-      key: randomness of the encoding; consumed. Needed if `codec.needs_key`.
+      codec: how `x` is kept.
+      key: randomness of the encoding; consumed. Required if `codec.needs_key`.
       split: as for `actjax.linear`.
-      name: what `actjax.explain` calls the kept input.
+      name: name of the kept input in `actjax.explain`.
 
     Returns:
-      [..., n] in the dtype of `x`, or a tuple of such.
+      [..., n] in the dtype of `x`, or a tuple of these.
 
     Raises:
-      ValueError: shapes that do not fit, or a missing key.
-      TypeError: what is not floating point, or a `codec` that is none.
+      ValueError: shapes do not fit, or the key is missing.
+      TypeError: an array is not floating point, or `codec` is not a codec.
     """
     check_norm(x, scale)
     codecs = check_codecs(codec, ("x",), key)
@@ -77,26 +77,26 @@ def swiglu_linear(
     key: jax.Array | Sequence[jax.Array] | None = None,
     name: str = "",
 ) -> Any:
-    """Returns `linear(swiglu(gate, up), w)`, and holds codes of `gate` and `up` alone.
+    """Returns `linear(swiglu(gate, up), w)`, and keeps only codes of `gate` and `up`.
 
-    The value is exact; the gradients are those at the decoded `gate` and `up`.
+    The value is exact. The gradients are exact at the decoded `gate` and `up`.
 
     Args:
-      gate: [..., f]; of an `actjax.LowRankSum` a code of one part is held, and the other exactly.
-      up: [..., f], of the same dtype; likewise.
-      w: weight [f, n] or a tuple of such, as for `actjax.linear`.
+      gate: [..., f]; an array or an `actjax.LowRankSum`, whose low-rank part is kept exactly.
+      up: [..., f], of the same dtype, likewise.
+      w: weight [f, n] or a tuple of weights, as for `actjax.linear`.
       bias: as for `actjax.linear`.
-      codec: what is kept of `gate` and `up`, or a pair of such.
-      key: randomness of the encoding, or a tuple of a key for each; consumed. Needed if a codec
-        draws.
-      name: put before the names that `actjax.explain` gives what is kept.
+      codec: how `gate` and `up` are kept; one codec or a pair.
+      key: randomness of the encoding; one key or a pair; consumed. Required if a codec draws random
+        numbers.
+      name: prefix of the names in `actjax.explain`.
 
     Returns:
-      [..., n] in the dtype of `gate`, or a tuple of such.
+      [..., n] in the dtype of `gate`, or a tuple of these.
 
     Raises:
-      ValueError: shapes that do not fit, or a missing key.
-      TypeError: what is not floating point, or a `codec` that is none.
+      ValueError: shapes do not fit, or the key is missing.
+      TypeError: an array is not floating point, or `codec` is not a codec.
     """
     check_gate(gate, up)
     codecs = check_codecs(codec, ("gate", "up"), key)
@@ -122,36 +122,36 @@ def attention_linear(
     implementation: Implementation | None = None,
     name: str = "",
 ) -> Any:
-    """Returns `linear(attention(q, k, v), w)`, and holds codes of q, k and v alone.
+    """Returns `linear(attention(q, k, v), w)`, and keeps only codes of q, k and v.
 
-    The value is exact; the gradients are those at the decoded q, k and v. The backward pass runs
-    attention's forward pass again, which gives both what its own backward pass needs and the input
-    of the linear operator.
+    The value is exact. The gradients are exact at the decoded q, k and v. The backward pass runs
+    the forward pass of attention again. This gives the input of the linear operator and everything
+    that the backward pass of attention needs.
 
     Args:
-      q: queries, [B, S, H, D], before `norm` and `rope`; an array, or an `actjax.LowRankSum`, of
-        which a code of one part is held, and the other exactly.
-      k: keys, [B, S, G, D], likewise.
-      v: values, [B, S, G, D].
-      w: weight [H * D, n] or a tuple of such, as for `actjax.linear`.
+      q: queries, [B, S, H, D], before `norm` and `rope`; an array or an `actjax.LowRankSum`, whose
+        low-rank part is kept exactly.
+      k: keys, [B, S, G, D] with G key/value heads, likewise.
+      v: values, [B, S, G, D], likewise.
+      w: weight [H * D, n] or a tuple of weights, as for `actjax.linear`.
       causal: as for `actjax.attention`.
-      window: likewise.
-      segments: likewise.
-      rope: likewise.
-      norm: likewise.
+      window: as for `actjax.attention`.
+      segments: as for `actjax.attention`.
+      rope: as for `actjax.attention`.
+      norm: as for `actjax.attention`.
       bias: as for `actjax.linear`.
-      codec: what is kept of q, k and v, or three of such.
-      key: randomness of the encoding, or a tuple of a key for each; consumed. Needed if a codec
-        draws.
+      codec: how q, k and v are kept; one codec or three.
+      key: randomness of the encoding; one key or three; consumed. Required if a codec draws random
+        numbers.
       implementation: as for `actjax.attention`.
-      name: put before the names that `actjax.explain` gives what is kept.
+      name: prefix of the names in `actjax.explain`.
 
     Returns:
-      [B, S, n] in the dtype of `q`, or a tuple of such.
+      [B, S, n] in the dtype of `q`, or a tuple of these.
 
     Raises:
-      ValueError: shapes that do not fit, or a missing key.
-      TypeError: what is not floating point, or a `codec` that is none.
+      ValueError: shapes do not fit, or the key is missing.
+      TypeError: an array is not floating point, or `codec` is not a codec.
     """
     sight = check_attention(q, k, v, causal, window, segments)
     codecs = check_codecs(codec, ("q", "k", "v"), key)
@@ -175,17 +175,17 @@ def _then_linear(
     names: tuple[str, ...],
     split: bool = False,
 ) -> Any:
-    """Returns `linear(before(activations, others), w, bias)`, and holds codes of the activations.
+    """Returns `linear(before(activations, others), w, bias)`, and keeps codes of the activations.
 
     Args:
-      before: what rebuilds the linear input; closes over no arrays.
-      activations: what it is rebuilt from.
-      others: what else `before` reads, kept as it is.
+      before: computes the linear input; closes over no arrays.
+      activations: the first argument of `before`.
+      others: the second argument of `before`, kept as it is.
       w: as for `linear`.
-      bias: likewise.
+      bias: as for `linear`.
       codecs: one for each activation.
       key: randomness of the encoding, or None.
-      operator: what `actjax.explain` calls this.
+      operator: name of the operator in `actjax.explain`.
       names: one for each activation.
       split: as for `linear`.
     """
@@ -207,7 +207,7 @@ class _ThenLinear(Operator):
     """`linear(before(activations, others), weights, biases)`; `others` holds the last three.
 
     Attributes:
-      before: what rebuilds the linear input; closes over no arrays.
+      before: computes the linear input; closes over no arrays.
     """
 
     before: Callable[[Any, Any], jax.Array]
@@ -222,7 +222,7 @@ class _ThenLinear(Operator):
 
     def backward(self, codes, codecs, held, cotangent):
         others, weights, biases = restore(held)
-        # The linear operator is not computed again: only its input is.
+        # The linear operator itself is not computed again, only its input.
         dx = input_grad(weights, cotangent)
         x, dactivations, dothers = differentiate(
             self.before, codes, codecs, others, dx, with_value=True

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., "RoFormer", 2021), whose backward pass keeps two tables."""
+"""Rotary position embedding (Su et al., "RoFormer", 2021) that keeps only its two tables."""
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +10,13 @@ from actjax._math.precision import accumulation_dtype
 def rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Returns `x` with each head's pairs (i, i + D/2) rotated by the angles of their position.
 
-    Value and gradient are exact. A rotation is linear, and its transpose the opposite rotation, so
-    nothing of `x` is kept, and of the tables no copy broadcast to the shape of `x`.
+    Value and gradient are exact. A rotation is linear, and its transpose is the opposite rotation.
+    The backward pass therefore keeps the tables, without broadcasting them, and nothing of `x`.
 
     Args:
       x: [B, S, H, D].
-      cos: cosines of the angles, [S, D / 2]. No gradient reaches them.
-      sin: sines, likewise.
+      cos: cosines of the angles, [S, D / 2]. They get no gradient.
+      sin: sines of the angles, [S, D / 2]. They get no gradient.
 
     Returns:
       [B, S, H, D] in the dtype of `x`, rotated in float32.

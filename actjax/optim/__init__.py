@@ -11,6 +11,9 @@ from actjax.optim.in_backward import InBackward as InBackward
 from actjax.optim.in_backward import InBackwardState as InBackwardState
 from actjax.optim.in_backward import in_backward as in_backward
 from actjax.optim.layers import LayerwiseState as LayerwiseState
+from actjax.optim.projections import Side as Side
+from actjax.optim.subspace import Moments as Moments
+from actjax.optim.subspace import Source as Source
 from actjax.optim.subspace import SubspaceState as SubspaceState
 from actjax.optim.subspace import SubspaceTransformation as SubspaceTransformation
 from actjax.optim.subspace import subspace as subspace

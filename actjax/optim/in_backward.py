@@ -29,7 +29,7 @@ from actjax.optim.layers import (
     take,
 )
 from actjax.optim.subspace import SubspaceTransformation
-from actjax.transforms.value_and_grad import Bases, plan_taps
+from actjax.transforms.taps import Bases, plan_taps
 
 ClipBy = Literal["estimate", "last_norm", "layer_norm"]
 

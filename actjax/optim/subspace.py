@@ -32,7 +32,7 @@ from actjax.optim.eight_bit import SECOND_MOMENTS, is_blockwise
 from actjax.optim.layers import LayerwiseState
 from actjax.optim.paths import map_state
 from actjax.optim.projections import Projection, Side, plan_projections, projected_zeros
-from actjax.transforms.value_and_grad import Bases
+from actjax.transforms.taps import Bases
 
 Moments = Literal["keep", "reset", "rotate"]
 Source = Literal["gradient", "random"]

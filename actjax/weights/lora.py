@@ -15,10 +15,10 @@ import jax
 from actjax._core.checks import check_floating
 from actjax._core.tags import keep_output
 from actjax._math.precision import accumulation_dtype, matmul
-from actjax.weights.base import ArrayWeight, Weight, WrappedWeight, shape_text, value_of
+from actjax.weights.base import Weight, WrappedWeight, as_weight, shape_text, value_of
 from actjax.weights.dropped import DroppedInput
 from actjax.weights.frozen import frozen
-from actjax.weights.product import product_of_array
+from actjax.weights.product import single_product
 
 
 @jax.tree_util.register_dataclass
@@ -89,7 +89,7 @@ class LoRA(WrappedWeight):
 
     def parts(self) -> tuple[Weight, ...]:
         dropped = self.dropout > 0 and self.key is not None
-        down = DroppedInput(self.a, self.key, self.dropout) if dropped else ArrayWeight(self.a)
+        down = DroppedInput(self.a, self.key, self.dropout) if dropped else as_weight(self.a)
         return frozen(self.weight), down
 
     def join(self, products: Sequence[jax.Array], split: bool, name: str) -> Any:
@@ -140,4 +140,4 @@ class LowRankSum:
 
     def value(self, name: str = "adapter") -> jax.Array:
         """Returns the activation; of it `left` is held, and `actjax.explain` calls it `name`."""
-        return self.base + product_of_array(name, self.left, self.right).reshape(self.base.shape)
+        return self.base + single_product(name, self.left, self.right).reshape(self.base.shape)

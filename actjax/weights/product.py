@@ -17,7 +17,7 @@ from actjax._jaxpr.uses import mark_weights
 from actjax._math.precision import accumulation_dtype
 from actjax.codecs import Codec, Exact
 from actjax.codecs import basis as in_basis
-from actjax.weights.base import ArrayWeight, StoredInput, Weight
+from actjax.weights.base import ArrayWeight, StoredInput, Weight, as_weight
 
 Weights = tuple[Weight, ...]
 Biases = tuple[jax.Array | None, ...]
@@ -49,9 +49,9 @@ def product(
     return coded_call(operator, (x,), others, (codec,), keys, "linear", (name,))
 
 
-def product_of_array(name: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """Returns `x w`, [..., n], for one array [d, n], and keeps `x`."""
-    return product(name, x, (ArrayWeight(w),), (None,))[0]
+def single_product(name: str, x: jax.Array, w: Any) -> jax.Array:
+    """Returns `x w`, [..., n], for one array or `Weight` [d, n], and keeps `x`."""
+    return product(name, x, (as_weight(w),), (None,))[0]
 
 
 @dataclasses.dataclass(frozen=True)

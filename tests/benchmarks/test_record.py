@@ -19,4 +19,15 @@ def test_results_are_json_with_where_they_come_from(tmp_path):
     assert content["settings"] == {"tolerance": "inf"}
     assert content["rows"] == [{"rival": "plain", "seconds": [1.0, "nan"]}]
     assert content["rate"] == 3.0
+    assert record.read(path) == content
     assert {"commit", "cores", "device", "python", "versions"} <= set(content["environment"])
+
+
+def test_former_names_of_methods_are_read_as_the_present_ones(tmp_path):
+    path = tmp_path / "old.json"
+    rows = [{"rival": "frugal_subspace d/4"}, {"rival": "exact"}]
+    path.write_text(json.dumps({"rows": rows, "settings": {"train": {"method": "frugal"}}}))
+    assert record.read(path) == {
+        "rows": [{"rival": "lean_subspace d/4"}, {"rival": "exact"}],
+        "settings": {"train": {"method": "lean"}},
+    }

@@ -58,7 +58,7 @@ def small(name: str) -> Rival:
 @pytest.mark.usefixtures("quick_compile")
 # One of each kind of program: `tests/train/test_step.py` has the methods.
 @pytest.mark.parametrize(
-    "name", ["optax.contrib.galore d/4", "subspace d/4, 8-bit states and inputs", "frugal"]
+    "name", ["optax.contrib.galore d/4", "subspace d/4, 8-bit states and inputs", "lean"]
 )
 def test_rivals_compute_the_same_loss(name):
     state, batch = small(name).init(), random_batch(SMALL, tiny.CONFIG.vocab_size)

@@ -12,7 +12,7 @@ def dequantize(code: QuantizedCode, *, implementation: Implementation | None = N
     """Returns what a code of `quantize` stands for, [..., d], in the dtype of what was encoded.
 
     Args:
-      code: with `step`, also by channel.
+      code: with `scale`, also by channel.
       implementation: what computes it; None for the best that applies.
 
     Raises:

@@ -25,7 +25,7 @@ def quantize(
     x: jax.Array,
     seed: jax.Array | None,
     channels: jax.Array | None,
-    step: jax.Array | None,
+    scale: jax.Array | None,
     centre: jax.Array | None,
     *,
     format: fmt.Format,
@@ -37,11 +37,11 @@ def quantize(
     given = {"x": coded.rows(x)}
     if seed is not None:
         given["seed"] = seed
-    if step is not None:
-        given["step"] = step[None]
+    if scale is not None:
+        given["scale"] = scale[None]
     if centre is not None:
         given["centre"] = centre[None]
-    scale = jax.ShapeDtypeStruct(
+    by_group = jax.ShapeDtypeStruct(
         (tokens, fmt.group_count(features, format.group)),
         jnp.float32 if format.scale_dtype == "float32" else jnp.uint16,
     )
@@ -49,10 +49,10 @@ def quantize(
         f"plane{i}": jax.ShapeDtypeStruct((tokens, -(-features * width // 8)), jnp.uint8)
         for i, width in enumerate(PLANES[format.bits])
     }
-    if step is None:
-        made["step"] = scale
+    if scale is None:
+        made["scale"] = by_group
         if format.levels == "uniform":
-            made["low"] = scale
+            made["offset"] = by_group
     if channels is not None:
         given["position"] = coded.positions(channels, features)
         made["outliers"] = jax.ShapeDtypeStruct((tokens, channels.shape[0]), x.dtype)
@@ -74,8 +74,8 @@ def quantize(
     named = {name: x.reshape(*lead, x.shape[-1]) for name, x in named.items()}
     return fmt.QuantizedCode(
         planes=tuple(named[f"plane{i}"] for i in range(len(PLANES[format.bits]))),
-        low=named.get("low"),
-        step=named.get("step"),
+        offset=named.get("offset"),
+        scale=named.get("scale"),
         centre=None,
         outliers=named.get("outliers"),
         channels=channels,
@@ -90,26 +90,26 @@ def _encode(
     refs: dict[str, Any], features: int, format: fmt.Format, cut: Callable[[int], Part]
 ) -> None:
     """Encodes the groups of a program, plane by plane, in the slices that suit each."""
-    low = step = None
+    offset = scale = None
     below = 0
     aligned = features * refs["x"].dtype.itemsize % 16 == 0
     for number, width in enumerate(PLANES[format.bits]):
         part = _cut(cut, width, aligned)
         values = [_value(refs, part, i, keep_whole=number == 0) for i in range(part.slices)]
         if number == 0 and format.scaling == "group":
-            low, step = _fit(part, values, format)
-            _store_scales(refs, part, low, step, format)
+            offset, scale = _fit(part, values, format)
+            _store_scales(refs, part, offset, scale, format)
         shift = None
         if "seed" in refs:
             shift = coded.shifts(part, refs["seed"], features, format.group)
         codes = []
         for i, value in enumerate(values):
-            own = step
+            own = scale
             if own is None:
-                own = tiles.as_float(tiles.load_row(refs["step"], part, i))
+                own = tiles.as_float(tiles.load_row(refs["scale"], part, i))
             if "centre" in refs:
                 value = value - tiles.as_float(tiles.load_row(refs["centre"], part, i))
-            codes.append(_round(value, low, own, None if shift is None else shift(i), format))
+            codes.append(_round(value, offset, own, None if shift is None else shift(i), format))
         _store_plane(refs[f"plane{number}"], part, width, [code >> below for code in codes])
         below += width
 
@@ -149,10 +149,10 @@ def _fit(
     As `actjax.kernels.format.fit`.
     """
     if format.levels == "uniform":
-        low = _least([_where_exists(part, i, v, np.inf) for i, v in enumerate(values)])
+        offset = _least([_where_exists(part, i, v, np.inf) for i, v in enumerate(values)])
         high = _largest([_where_exists(part, i, v, -np.inf) for i, v in enumerate(values)])
-        low = _rounded(low, -1, format)
-        return low, _rounded((high - low) / np.float32(2**format.bits - 1), 1, format)
+        offset = _rounded(offset, -1, format)
+        return offset, _rounded((high - offset) / np.float32(2**format.bits - 1), 1, format)
     largest = _largest([jnp.abs(v) for v in values])
     units = [fmt.over(v, largest) for v in values]
     deviation = jnp.sqrt(_total([u * u for u in units]) * np.float32(1 / part.size))
@@ -201,34 +201,34 @@ def _to_bfloat16(x: jax.Array) -> jax.Array:
 
 
 def _store_scales(
-    refs: dict[str, Any], part: Part, low: jax.Array | None, step: jax.Array, format: fmt.Format
+    refs: dict[str, Any], part: Part, offset: jax.Array | None, scale: jax.Array, format: fmt.Format
 ) -> None:
-    for name, scale in (("low", low), ("step", step)):
-        if scale is None:
+    for name, value in (("offset", offset), ("scale", scale)):
+        if value is None:
             continue
         if format.scale_dtype == "bfloat16":
-            bits = jax.lax.bitcast_convert_type(scale, jnp.uint32) >> np.uint32(16)
-            scale = bits.astype(jnp.uint16)
-        store(refs[name], part.token, part.first + part.group, scale, part.groups_exist())
+            bits = jax.lax.bitcast_convert_type(value, jnp.uint32) >> np.uint32(16)
+            value = bits.astype(jnp.uint16)
+        store(refs[name], part.token, part.first + part.group, value, part.groups_exist())
 
 
 def _round(
-    value: jax.Array, low: Any, step: jax.Array, shift: jax.Array | None, format: fmt.Format
+    value: jax.Array, offset: Any, scale: jax.Array, shift: jax.Array | None, format: fmt.Format
 ) -> jax.Array:
     """Returns the codes of numbers, int32."""
     if format.levels == "normal":
-        return _nearest_level(value, step, format)
-    steps = 2**format.bits - 1
-    if low is None:
-        position = fmt.over(value, step) + np.float32(steps / 2)
+        return _nearest_level(value, scale, format)
+    top = 2**format.bits - 1
+    if offset is None:
+        position = fmt.over(value, scale) + np.float32(top / 2)
     else:
-        position = fmt.over(value - low, step)
+        position = fmt.over(value - offset, scale)
     if shift is not None:
         position = position + shift
     # Not shifted, it is within the levels already, but for what the last line rounds off.
-    if shift is not None or low is None:
-        position = jnp.minimum(jnp.maximum(position, np.float32(0)), np.float32(steps))
-    return jax.lax.bitcast_convert_type(position + _INTEGERS, jnp.int32) & steps
+    if shift is not None or offset is None:
+        position = jnp.minimum(jnp.maximum(position, np.float32(0)), np.float32(top))
+    return jax.lax.bitcast_convert_type(position + _INTEGERS, jnp.int32) & top
 
 
 def _nearest_level(value: jax.Array, scale: jax.Array, format: fmt.Format) -> jax.Array:

@@ -16,7 +16,7 @@ def quantize(
     x: jax.Array,
     seed: jax.Array | None,
     channels: jax.Array | None,
-    step: jax.Array | None,
+    scale: jax.Array | None,
     centre: jax.Array | None,
     *,
     format: fmt.Format,
@@ -24,23 +24,23 @@ def quantize(
     """As `actjax.kernels.quantize.api.quantize`."""
     wide = accumulation_dtype(x.dtype)
     values, outliers = fmt.without(channels, x), None if channels is None else x[..., channels]
-    codes, lows, steps = [], [], []
+    codes, offsets, scales = [], [], []
     for segment in fmt.segments(x.shape[-1], format.group):
         part = fmt.prepare(segment.take(values), format)
-        if step is None:
-            low, own = fmt.fit(part, format)
-            lows.append(low)
-            steps.append(own)
+        if scale is None:
+            offset, own = fmt.fit(part, format)
+            offsets.append(offset)
+            scales.append(own)
         else:
-            low, own = None, fmt.scale_of(segment, step, format, wide)
+            offset, own = None, fmt.scale_of(segment, scale, format, wide)
         if centre is not None:
             part = part - fmt.scale_of(segment, centre, format, wide)
         shift = 0.0 if seed is None else draw(seed, segment, x.shape, format, wide)
-        codes.append(segment.flatten(_round(part, low, own, shift, format)))
+        codes.append(segment.flatten(_round(part, offset, own, shift, format)))
     return fmt.QuantizedCode(
         planes=pack(jnp.concatenate(codes, axis=-1), format.bits, format.group),
-        low=fmt.stored_scales(lows, format) if format.affine else None,
-        step=fmt.stored_scales(steps, format) if step is None else None,
+        offset=fmt.stored_scales(offsets, format) if format.affine else None,
+        scale=fmt.stored_scales(scales, format) if scale is None else None,
         centre=None,
         outliers=outliers,
         channels=channels,
@@ -68,14 +68,14 @@ def draw(
 
 def _round(
     part: jax.Array,
-    low: jax.Array | None,
-    step: jax.Array,
+    offset: jax.Array | None,
+    scale: jax.Array,
     shift: jax.Array | float,
     format: fmt.Format,
 ) -> jax.Array:
     """Returns the codes of `part`, uint8. `shift` is uniform within half a level."""
     if format.levels == "normal":
-        return fmt.nearest_level(part, step, format.bits)
-    steps = 2**format.bits - 1
-    position = fmt.over(part, step) + steps / 2 if low is None else fmt.over(part - low, step)
-    return jnp.clip(jnp.round(position + shift), 0, steps).astype(jnp.uint8)
+        return fmt.nearest_level(part, scale, format.bits)
+    top = 2**format.bits - 1
+    position = fmt.over(part, scale) + top / 2 if offset is None else fmt.over(part - offset, scale)
+    return jnp.clip(jnp.round(position + shift), 0, top).astype(jnp.uint8)

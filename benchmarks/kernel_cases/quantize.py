@@ -6,22 +6,29 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from actjax.kernels.cases import TOKENS, Case, format_of, normal
+from actjax import Quantized
 from actjax.kernels.noise import seed_of
+from benchmarks.kernel_cases.case import TOKENS, Case, normal
 
 
 def _make(
-    key: jax.Array, tokens: int, features: int, dtype: Any, draws: bool, outliers: int, given: bool
+    key: jax.Array,
+    tokens: int,
+    features: int,
+    dtype: Any,
+    draws: bool,
+    outliers: int,
+    by_channel: bool,
 ) -> tuple[Any, ...]:
     seed = seed_of(jax.random.fold_in(key, 1)) if draws else None
     order = jax.random.permutation(jax.random.fold_in(key, 2), features)
     channels = order[:outliers].astype(jnp.int32) if outliers else None
-    step = centre = None
-    if given:
+    scale = centre = None
+    if by_channel:
         scales = jax.random.uniform(jax.random.fold_in(key, 3), (features,), minval=0.1, maxval=1)
-        step = scales.astype(jnp.bfloat16).view(jnp.uint16)
+        scale = scales.astype(jnp.bfloat16).view(jnp.uint16)
         centre = normal(jax.random.fold_in(key, 4), (features,)).view(jnp.uint16)
-    return normal(key, (tokens, features), dtype), seed, channels, step, centre
+    return normal(key, (tokens, features), dtype), seed, channels, scale, centre
 
 
 def _case(
@@ -35,7 +42,7 @@ def _case(
     small: bool = False,
     **changes: Any,
 ) -> Case:
-    format = format_of(bits, **changes)
+    format = Quantized(bits, **changes).format
     make = functools.partial(
         _make,
         tokens=tokens,
@@ -43,7 +50,7 @@ def _case(
         dtype=dtype,
         draws=format.rounding != "nearest",
         outliers=outliers,
-        given=format.scaling == "channel",
+        by_channel=format.scaling == "channel",
     )
     return Case(name, make, {"format": format}, small)
 

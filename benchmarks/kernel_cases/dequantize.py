@@ -6,8 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from actjax.kernels.cases import TOKENS, Case, code, format_of
+from actjax import Quantized
 from actjax.kernels.format import Format
+from benchmarks.kernel_cases.case import TOKENS, Case, code
 
 
 def _make(key: jax.Array, tokens: int, features: int, format: Format, dtype: Any) -> tuple[Any]:
@@ -23,7 +24,7 @@ def _case(
     small: bool = False,
     **changes: Any,
 ) -> Case:
-    format = format_of(bits, **changes)
+    format = Quantized(bits, **changes).format
     make = functools.partial(_make, tokens=tokens, features=features, format=format, dtype=dtype)
     return Case(name, make, small=small)
 

@@ -6,8 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from actjax.kernels.cases import TOKENS, Case, code, format_of, normal
+from actjax import Quantized
 from actjax.kernels.format import Format
+from benchmarks.kernel_cases.case import TOKENS, Case, code, normal
 
 
 def _make(
@@ -31,7 +32,7 @@ def _case(
     small: bool = False,
     **changes: Any,
 ) -> Case:
-    formats = {"gate": format_of(gate, **changes), "up": format_of(up, **changes)}
+    formats = {"gate": Quantized(gate, **changes).format, "up": Quantized(up, **changes).format}
     make = functools.partial(_make, tokens=tokens, features=features, dtype=dtype, **formats)
     return Case(name, make, {"with_value": True}, small)
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from actjax.kernels.cases import TOKENS, Case, normal
+from benchmarks.kernel_cases.case import TOKENS, Case, normal
 
 
 def _make(key: jax.Array, tokens: int, width: int, segments: int, dtype: Any) -> tuple[Any, ...]:

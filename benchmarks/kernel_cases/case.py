@@ -1,4 +1,4 @@
-"""Arguments to try kernels on: small ones, for tests, and those of real models, for benchmarks."""
+"""A case: the arguments and options that a kernel is tested or timed with."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ from actjax.kernels.noise import seed_of
 from actjax.kernels.quantize.reference import quantize
 
 TOKENS = 8192
-"""Of a batch of 8 sequences of 1,024."""
+"""Tokens of a batch of 8 sequences of 1,024."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,11 +21,10 @@ class Case:
     """Arguments of a kernel.
 
     Attributes:
-      name: whose they are.
-      make: from a `jax.random` key to the arguments, all of them random; `tokens` is one of its
-        keywords.
+      name: what the arguments belong to, such as "llama_1b gate, 4 bits".
+      make: returns random arguments for a `jax.random` key; `tokens` is one of its keywords.
       options: static arguments by name.
-      small: whether the interpreter takes a moment for it, and not minutes.
+      small: whether the interpreter needs seconds for it, not minutes.
     """
 
     name: str
@@ -38,7 +37,7 @@ class Case:
         return jax.eval_shape(self.make, jax.eval_shape(lambda: jax.random.key(0)))
 
     def longer(self, times: int) -> "Case":
-        """Returns the case with so many times the tokens: a longer run of the same program."""
+        """Returns the case with `times` as many tokens: a longer run of the same program."""
         tokens = self.make.keywords["tokens"] * times
         return dataclasses.replace(self, make=functools.partial(self.make, tokens=tokens))
 
@@ -48,22 +47,9 @@ class Case:
         Args:
           reference: the definition of the kernel.
         """
-        given = self.shapes()
-        made = jax.eval_shape(functools.partial(reference, **self.options), *given)
-        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((given, made)))
-
-
-def format_of(bits: int, **changes: Any) -> Format:
-    """Returns the format of `actjax.Quantized(bits)`, or one that differs in what is given."""
-    usual: dict[str, Any] = {
-        "group": 128,
-        "rounding": "nearest",
-        "scaling": "group",
-        "scale_dtype": "bfloat16",
-        "levels": "uniform",
-        "rotate": False,
-    }
-    return Format(bits=bits, **{**usual, **changes})
+        arguments = self.shapes()
+        results = jax.eval_shape(functools.partial(reference, **self.options), *arguments)
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((arguments, results)))
 
 
 def normal(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> jax.Array:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from actjax.kernels.blockwise import blockwise_zeros
-from actjax.kernels.cases import Case, normal
+from benchmarks.kernel_cases.case import Case, normal
 
 
 def _make(key: jax.Array, tokens: int, features: int, dtype: Any) -> tuple[Any, ...]:

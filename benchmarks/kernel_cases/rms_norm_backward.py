@@ -6,8 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from actjax.kernels.cases import TOKENS, Case, code, format_of, normal
+from actjax import Quantized
 from actjax.kernels.format import Format
+from benchmarks.kernel_cases.case import TOKENS, Case, code, normal
 
 
 def _make(
@@ -30,7 +31,7 @@ def _case(
     small: bool = False,
     **changes: Any,
 ) -> Case:
-    format = None if bits is None else format_of(bits, **changes)
+    format = None if bits is None else Quantized(bits, **changes).format
     make = functools.partial(_make, tokens=tokens, features=features, format=format, dtype=dtype)
     return Case(name, make, {"eps": 1e-6, "with_value": bits is not None}, small)
 

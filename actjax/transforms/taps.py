@@ -1,0 +1,206 @@
+"""Which weights of a function get a factored gradient, and the taps that carry it."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from actjax._core.paths import named_leaves
+from actjax._jaxpr.uses import Use, find_uses
+from actjax.codecs.basis import BITS
+from actjax.low_rank import LowRank
+from actjax.weights.tapped import TappedWeight
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Bases:
+    """Bases that linear operators store their inputs in.
+
+    Attributes:
+      arrays: from the name of an input (`input_groups`) to its basis, [..., d, k], with the leading
+        axes of the weights of this input.
+      bits: bits of a coordinate in `x P`: 16 for the dtype of `x`, 8 or 4. Static.
+    """
+
+    arrays: dict[str, Any]
+    bits: int = dataclasses.field(default=16, metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        if self.bits not in BITS:
+            raise ValueError(f"`bits` of Bases must be one of {BITS}, got {self.bits!r}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tapped:
+    """Describes a parameter that gets a factored gradient.
+
+    Attributes:
+      path: its path in the parameters.
+      input_name: name of its input: the path of the first weight that reads this input.
+      rank: of its gradient.
+      is_first: whether it is that first weight.
+      in_basis: whether the rank is that of a given basis.
+      left_dtype: of the factor that the weights of the input share.
+    """
+
+    path: str
+    input_name: str
+    rank: int
+    is_first: bool
+    in_basis: bool
+    left_dtype: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Taps:
+    """Says which parameters of a function are tapped. Holds no arrays.
+
+    Attributes:
+      treedef: structure of the parameters.
+      tapped: from the position of a leaf to its description.
+    """
+
+    treedef: Any
+    tapped: dict[int, _Tapped]
+
+    def split(self, parameters: Any) -> Any:
+        """Returns the arrays to differentiate: leaves with a dense gradient, and zero taps."""
+        leaves = enumerate(jax.tree.leaves(parameters))
+        pairs = [(i, leaf, self.tapped.get(i)) for i, leaf in leaves]
+        dense = {i: leaf for i, leaf, plan in pairs if plan is None}
+        return dense, {i: _zero_taps(leaf, plan) for i, leaf, plan in pairs if plan is not None}
+
+    def merge(self, parameters: Any, differentiated: Any, bases: Bases) -> Any:
+        """Returns the parameters, with tapped weights, to call the function with."""
+        dense, taps = differentiated
+        leaves = [
+            dense[i] if i in dense else _wrap(leaf, taps[i], self.tapped[i], bases)
+            for i, leaf in enumerate(jax.tree.leaves(parameters))
+        ]
+        return jax.tree.unflatten(self.treedef, leaves)
+
+    def join(self, gradient: Any, bases: Bases) -> Any:
+        """Returns the gradient of the parameters from the gradient of the result of `split`."""
+        dense, taps = gradient
+        lefts = {
+            self.tapped[i].input_name: left for i, (left, _) in taps.items() if left is not None
+        }
+        leaves: list[Any] = []
+        for i in range(len(dense) + len(taps)):
+            plan = self.tapped.get(i)
+            if plan is None:
+                leaves.append(dense[i])
+                continue
+            right = taps[i][1]
+            if plan.in_basis:
+                left = bases.arrays[plan.input_name].astype(right.dtype)
+                leaves.append(LowRank(left, right, plan.input_name))
+            else:
+                leaves.append(LowRank(lefts[plan.input_name].astype(right.dtype), right))
+        return jax.tree.unflatten(self.treedef, leaves)
+
+
+def plan_taps(fun: Callable[[Any], Any], parameters: Any, bases: Bases) -> Taps:
+    """Finds the weights of `parameters` that `fun` uses with a factored codec or a given basis.
+
+    Raises:
+      ValueError: such a weight cannot have a factored gradient, or a basis fits no input.
+    """
+    paths, uses = uses_by_path(fun, parameters)
+    dtypes = [jnp.result_type(leaf) for leaf in jax.tree.leaves(parameters)]
+    return Taps(jax.tree.structure(parameters), _plan(paths, uses, dtypes, bases))
+
+
+def uses_by_path(
+    fun: Callable[..., Any], parameters: Any, *args: Any
+) -> tuple[list[str], list[list[Use]]]:
+    """Returns the paths of the leaves of `parameters`, and where `fun` reads each of them."""
+    named, treedef = named_leaves(parameters), jax.tree.structure(parameters)
+    traced = jax.make_jaxpr(lambda leaves, args: fun(jax.tree.unflatten(treedef, leaves), *args))(
+        list(named.values()), args
+    )
+    return list(named), find_uses(traced.jaxpr)[: len(named)]
+
+
+def _plan(
+    paths: list[str], uses: list[list[Use]], dtypes: list[Any], bases: Bases
+) -> dict[int, _Tapped]:
+    """Returns, by position, the parameters that get a factored gradient.
+
+    Raises:
+      ValueError: such a parameter cannot have one, or a basis fits no input.
+    """
+    names: dict[tuple[int, ...], str] = {}
+    plans: dict[int, _Tapped] = {}
+    widest: dict[str, Any] = {}
+    for i, (path, found) in enumerate(zip(paths, uses, strict=True)):
+        linear = [use for use in found if use.operator == "linear"]
+        if not linear:
+            continue
+        name = names.setdefault(linear[0].call, path)
+        rank, in_basis = linear[0].rank, name in bases.arrays
+        if in_basis:
+            rank = bases.arrays[name].shape[-1]
+        if not in_basis and all(use.rank == 0 for use in linear):
+            continue
+        _check_uses(path, found, in_basis)
+        widest[name] = jnp.promote_types(widest.get(name, dtypes[i]), dtypes[i])
+        plans[i] = _Tapped(path, name, rank, name == path, in_basis, dtypes[i])
+    unknown = sorted(set(bases.arrays) - {plan.input_name for plan in plans.values()})
+    if unknown:
+        known = ", ".join(dict.fromkeys(names.values())) or "none"
+        raise ValueError(
+            f"`bases` has {unknown}, but the inputs of linear operators are: {known}. A subspace"
+            " projects what its `groups` name: pass those of `actjax.input_groups`."
+        )
+    return {i: dataclasses.replace(p, left_dtype=widest[p.input_name]) for i, p in plans.items()}
+
+
+def _check_uses(path: str, uses: list[Use], in_basis: bool) -> None:
+    """Raises a `ValueError` if factors of several places would have to be added."""
+    others = [use.operator for use in uses if use.operator != "linear"]
+    advice = "give the operator codec=Exact(), or differentiate with jax.value_and_grad."
+    if others:
+        raise ValueError(
+            f"the weight `{path}` has a factored gradient, so only actjax's linear operators may"
+            f" read it, but `{others[0]}` does too: {advice}"
+        )
+    calls, times = len(uses), uses[0].times
+    if calls > 1 and not (in_basis and len({use.call for use in uses}) == 1):
+        raise ValueError(
+            f"the weight `{path}` is read by {calls} linear operators, whose factors cannot be"
+            f" added up: {advice}"
+        )
+    if not all(use.leading for use in uses):
+        raise ValueError(
+            f"the weight `{path}` has a factored gradient, so the axis of it that `vmap` maps must"
+            f" be its first: move it there, or {advice}"
+        )
+    if times > 1 and not in_basis:
+        raise ValueError(
+            f"the weight `{path}` meets a factored codec {times} times, in a loop that does not"
+            " slice it or under a vmap that does not map it, and the factors cannot be added up:"
+            f" let the operator see all tokens at once, or {advice}"
+        )
+
+
+def _zero_taps(weight: jax.Array, plan: _Tapped) -> tuple[jax.Array | None, jax.Array]:
+    *lead, d, n = weight.shape
+    has_left = plan.is_first and not plan.in_basis
+    left = jnp.zeros((*lead, d, plan.rank), plan.left_dtype) if has_left else None
+    return left, jnp.zeros((*lead, plan.rank, n), weight.dtype)
+
+
+def _wrap(weight: jax.Array, taps: Any, plan: _Tapped, bases: Bases) -> TappedWeight:
+    basis = bases.arrays[plan.input_name] if plan.in_basis else None
+    if basis is not None and basis.shape[:-1] != weight.shape[:-1]:
+        expected = (*weight.shape[:-1], basis.shape[-1])
+        raise ValueError(
+            f"the basis of `{plan.input_name}` must have shape {expected}, for the weight"
+            f" `{plan.path}` of {weight.shape}, got {basis.shape}."
+        )
+    left, right = taps
+    return TappedWeight(weight, left, right, basis, plan.path, bases.bits)

@@ -1,0 +1,164 @@
+"""How a run begins: its checks, its compiled step, its opening table and its first state."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from rich.console import Console
+
+from train.checkpoint import Checkpoints
+from train.config import RunConfig
+from train.data import ValidationSet
+from train.loop import Run, compile_step, with_sharding
+from train.report import explain_step, print_opening, step_memory
+from train.resolve import ResolvedConfig
+from train.settings import changed_settings, write_settings
+from train.sharding import state_shardings
+from train.step import Recipe, TrainState, build_recipe, init_state
+from train.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """The data of a run.
+
+    Attributes:
+      batches: the training data, at its beginning.
+      validation: the held-out data.
+      summary: a line for the user.
+    """
+
+    batches: Any
+    validation: ValidationSet
+    summary: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """Where the weights of a run come from.
+
+    Attributes:
+      first_state: from shardings to the state before the first step.
+      frozen: from shardings to `TrainState.frozen`, which is in no checkpoint of a run.
+    """
+
+    first_state: Callable[[TrainState], TrainState]
+    frozen: Callable[[Any], Any]
+
+
+def begin(
+    given: RunConfig,
+    recipe: Recipe,
+    mesh: Mesh,
+    data: Data,
+    weights: Weights,
+    identity: dict[str, Any],
+    console: Console,
+) -> Run:
+    """Returns a run at its first step or at its last checkpoint, and prints what it is.
+
+    Args:
+      given: the settings as the user gave them, for `settings.json`.
+      recipe: what each step does.
+      mesh: the devices.
+      data: what to train on.
+      weights: where the weights come from.
+      identity: what a checkpoint must agree with.
+      console: where to print.
+
+    Raises:
+      ValueError: settings that do not fit each other or the checkpoint.
+    """
+    config = recipe.config
+    shapes = jax.eval_shape(functools.partial(init_state, recipe))
+    explanation = explain_step(recipe, shapes)
+    checkpoints = _open_checkpoints(config)
+    shardings = state_shardings(shapes, mesh)
+    state, bits = _restored(checkpoints, data.batches, shapes, shardings, identity)
+    if bits:
+        recipe = build_recipe(config, bits)
+        explanation = explain_step(recipe, shapes)
+    train_step = compile_step(recipe, mesh, shapes, shardings)
+    memory = step_memory(recipe, shapes, explanation)
+    temporaries = train_step.memory_analysis().temp_size_in_bytes * mesh.size
+    print_opening(console, recipe, shapes, explanation, memory.with_workspace(temporaries))
+    for warning in config.warnings:
+        console.print(f"[bold yellow]warning[/bold yellow]: {warning}")
+    console.print(data.summary)
+    if state is None:
+        state = weights.first_state(shardings)
+    else:
+        state = dataclasses.replace(state, frozen=weights.frozen(shardings.frozen))
+        console.print(f"resuming from step {int(state.step)} in {config.folder}")
+        if changed := changed_settings(config.folder, given):
+            console.print(f"[yellow]with other settings than before[/yellow]: {'; '.join(changed)}")
+    write_settings(config.folder, given)
+    return Run(
+        recipe, mesh, train_step, state, data.batches, data.validation, checkpoints, identity
+    )
+
+
+def _open_checkpoints(config: ResolvedConfig) -> Checkpoints:
+    try:
+        config.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"`--out` {config.folder} cannot be made a folder: {error}.") from error
+    checkpoints = Checkpoints(config.folder / "checkpoints", config.keep)
+    latest = checkpoints.latest_step()
+    if latest is not None and not config.resume:
+        raise ValueError(
+            f"`--out` {config.folder} holds a run at step {latest}: pass `--resume` to continue it,"
+            " or another `--out`."
+        )
+    if latest is not None and latest > config.steps:
+        raise ValueError(
+            f"`--steps` {config.steps} is below the {latest} steps that the run in `--out`"
+            f" {config.folder} has done: pass at least {latest}."
+        )
+    return checkpoints
+
+
+def _restored(
+    checkpoints: Checkpoints, batches: Any, shapes: Any, shardings: Any, identity: dict[str, Any]
+) -> tuple[TrainState | None, dict[str, int]]:
+    """Returns the state of the last checkpoint (None without one) and the bits that were chosen.
+
+    Moves the data to the position that belongs to the state.
+    """
+    step = checkpoints.latest_step()
+    if step is None:
+        return None, {}
+    saved, places = (dataclasses.replace(x, frozen=None) for x in (shapes, shardings))
+    like = jax.tree.map(with_sharding, saved, places)
+    state, progress = checkpoints.restore(step, like, identity)
+    batches.set_state(progress["position"])
+    return state, progress["bits"]
+
+
+def check_sizes(config: ResolvedConfig, mesh: Mesh) -> None:
+    """Raises a `ValueError` unless sequences fit the model, and batches the devices."""
+    longest = config.model_config.max_seq_len
+    if config.seq_len > longest:
+        raise ValueError(
+            f"`--seq-len` {config.seq_len} is above the {longest} positions of {config.title}."
+        )
+    rows = config.batch_size // config.accumulate
+    if rows % mesh.size:
+        raise ValueError(
+            f"{rows} sequences of a micro-batch (`--batch-size` {config.batch_size} /"
+            f" `--accumulate` {config.accumulate}) do not divide over the {mesh.size} devices of"
+            f" `--mesh` {config.mesh}."
+        )
+
+
+def check_vocabulary(config: ResolvedConfig, tokenizer: Tokenizer, remedy: str) -> None:
+    """Raises a `ValueError` with a remedy unless the model has an embedding for every token."""
+    known = config.model_config.vocab_size
+    if tokenizer.vocab_size > known:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, but {config.title} has {known}:"
+            f" {remedy}."
+        )

@@ -1,0 +1,154 @@
+"""What a training step costs, before and after it is compiled."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+
+import actjax
+from models import preset
+from train.config import PretrainConfig
+from train.devices import HERE, compile_for, description_of
+from train.flops import causal_loop_length, matmul_flops
+from train.gpus import GPUS
+from train.report import StepMemory, explain_step, step_memory, tree_bytes
+from train.step import (
+    Recipe,
+    TrainState,
+    init_state,
+    make_recipe,
+    make_refresh_step,
+    make_train_step,
+    whole_batch_shapes,
+)
+
+_BUS = 25e9
+"""Bytes per second between host and device: 16 lanes of PCIe 4."""
+_HERE = 2e11, 2e10
+"""Assumed operations and bytes per second of this machine; only ratios of times matter."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A way to train, and its estimated cost.
+
+    Attributes:
+      config: the run.
+      memory: by category, without workspace.
+      flops: of all matrix products of a step.
+      seconds: lower bound on the time of a step, from operations and bytes moved.
+    """
+
+    config: PretrainConfig
+    memory: StepMemory
+    flops: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A compiled plan.
+
+    Attributes:
+      plan: the plan.
+      peak: bytes that exist at once in a step, or in a refresh step if that takes more.
+      temporaries: bytes of the step that are neither weights nor optimizer states.
+    """
+
+    plan: Plan
+    peak: int
+    temporaries: int
+
+
+def make_plan(config: PretrainConfig, device: str) -> Plan:
+    """Returns the estimated cost of a run, without compiling it.
+
+    Raises:
+      ValueError: an unknown method, or settings that do not fit each other.
+    """
+    memory = _memory(_without_moment_dtype(config))
+    memory = dataclasses.replace(memory, optimizer=tree_bytes(_shapes(_recipe(config)).optimizer))
+    explanation, flops = _gradient(_of_gradient(config))
+    return Plan(config, memory, flops, _seconds(memory, explanation, flops, device))
+
+
+def _seconds(memory: StepMemory, explanation: actjax.Explanation, flops: int, device: str) -> float:
+    """Returns the time of a step at the device's peak operations and bandwidth."""
+    coded = [r for r in explanation.residuals if r.codec not in ("", "Exact()")]
+    # Activations are read and their codes written; later codes are read and activations written.
+    traffic = sum(2 * r.exact_bytes + 2 * r.stored_bytes for r in coded)
+    traffic += 2 * (explanation.stored_bytes - sum(r.stored_bytes for r in coded))
+    traffic += 3 * memory.weights + 2 * memory.optimizer + 2 * memory.gradients
+    rate, bandwidth = _HERE if device == HERE else (GPUS[device].flops, GPUS[device].bandwidth)
+    bus = 2 * sum(r.stored_bytes for r in coded if r.codec.startswith("Offloaded"))
+    return flops / rate + traffic / bandwidth + bus / _BUS
+
+
+def parameter_bytes(config: PretrainConfig) -> int:
+    """Returns the bytes of weights and optimizer states."""
+    state = _shapes(_recipe(config))
+    return tree_bytes((state.model, state.optimizer))
+
+
+def _without_moment_dtype(config: PretrainConfig) -> PretrainConfig:
+    optimizer = dataclasses.replace(config.optimizer, moment_dtype="float32")
+    return dataclasses.replace(config, optimizer=optimizer)
+
+
+def _of_gradient(config: PretrainConfig) -> PretrainConfig:
+    """Returns settings without those that the gradient does not depend on."""
+    return dataclasses.replace(_without_moment_dtype(config), in_backward=False)
+
+
+# Neighbouring plans of a search differ in few settings, and tracing a model takes 1 to 2 seconds.
+
+
+@functools.cache
+def _memory(config: PretrainConfig) -> StepMemory:
+    recipe = _recipe(config)
+    return step_memory(recipe, _shapes(recipe), _gradient(_of_gradient(config))[0])
+
+
+@functools.cache
+def _gradient(config: PretrainConfig) -> tuple[actjax.Explanation, int]:
+    """Returns what a step stores for its backward pass, and the operations of its products."""
+    recipe = _recipe(config)
+    state, whole = _shapes(recipe), whole_batch_shapes(recipe.config)
+    length = causal_loop_length(config.seq_len)
+    flops = matmul_flops(make_train_step(recipe), state, whole, loop_length=length)
+    return explain_step(recipe, state), flops
+
+
+def compile_plan(plan: Plan, device: str) -> Compiled:
+    """Compiles the steps of a plan.
+
+    Raises:
+      ValueError: the compiler for the device is not installed.
+    """
+    recipe = _recipe(plan.config)
+    state, batch = _shapes(recipe), whole_batch_shapes(recipe.config)
+    peak, temporaries = _peak(make_train_step(recipe), state, batch, device)
+    due = recipe.due_layers(0)
+    if due is not None:
+        refresh = make_refresh_step(recipe)
+        refresh_peak, _ = _peak(lambda s, b: refresh(s, b, due), state, batch, device)
+        peak = max(peak, refresh_peak)
+    return Compiled(plan, peak, temporaries)
+
+
+def _recipe(config: PretrainConfig) -> Recipe:
+    return make_recipe(config, preset(config.model))
+
+
+def _shapes(recipe: Recipe) -> TrainState:
+    return jax.eval_shape(functools.partial(init_state, recipe))
+
+
+def _peak(step: Any, state: Any, batch: Any, device: str) -> tuple[int, int]:
+    """Returns the peak and the temporaries of a compiled step, in bytes."""
+    with compile_for(description_of(device)) as place:
+        program = jax.jit(step, donate_argnums=0).lower(place(state), place(batch)).compile()
+    stats: Any = program.memory_analysis()
+    live = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return live + stats.temp_size_in_bytes, stats.temp_size_in_bytes

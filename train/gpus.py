@@ -1,0 +1,112 @@
+"""Data sheets of GPUs, as XLA's compiler takes them (`GpuTargetConfigProto`)."""
+
+import dataclasses
+from typing import Any
+
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """The properties of a GPU that XLA's compiler reads.
+
+    Attributes:
+      name: the vendor's name.
+      capability: compute capability, major and minor.
+      memory: bytes that a program can use.
+      bandwidth: memory bandwidth, bytes per second.
+      flops: dense bfloat16 matrix products with float32 sums, operations per second.
+      cores: number of streaming multiprocessors.
+      clock_ghz: boost clock.
+      l2_cache: bytes.
+      shared_memory: bytes per core.
+      threads: most threads per core.
+      fpus: float32 units per core.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    memory: int
+    bandwidth: float
+    flops: float
+    cores: int
+    clock_ghz: float
+    l2_cache: int
+    shared_memory: int
+    threads: int
+    fpus: int
+
+    def describe(self) -> str:
+        """Returns XLA's `GpuTargetConfigProto` as text."""
+        major, minor = self.capability
+        accelerated = " feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
+        versions = 'driver_version: "13.0.0" runtime_version: "12.9.0"'
+        return f"""
+gpu_device_info {{
+  name: "{self.name}"
+  device_vendor: "NVIDIA Corporation"
+  cuda_compute_capability {{ major: {major} minor: {minor}{accelerated} }}
+  platform_version: "Compute Capability {major}.{minor}"
+  device_memory_size: {self.memory}
+  memory_bandwidth: {int(self.bandwidth)}
+  clock_rate_ghz: {self.clock_ghz}
+  l2_cache_size: {self.l2_cache}
+  core_count: {self.cores}
+  fpus_per_core: {self.fpus}
+  threads_per_core_limit: {self.threads}
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_core: {self.shared_memory}
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: {self.shared_memory - 1024}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  device_address_bits: 64
+  ecc_enabled: true
+  {versions} compile_time_toolkit_version: "12.9.0" dnn_version: "9.10.0"
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+device_description_str: "{self.name}"
+"""
+
+
+_HOPPER: dict[str, Any] = {
+    "capability": (9, 0), "cores": 132, "fpus": 128, "clock_ghz": 1.98, "l2_cache": 50 << 20,
+    "shared_memory": 228 << 10, "threads": 2048, "flops": 989e12,
+}  # fmt: skip
+_A100: dict[str, Any] = {
+    "capability": (8, 0), "cores": 108, "fpus": 64, "clock_ghz": 1.41, "l2_cache": 40 << 20,
+    "shared_memory": 164 << 10, "threads": 2048, "flops": 312e12,
+}  # fmt: skip
+_SMALL: dict[str, Any] = {"shared_memory": 100 << 10, "threads": 1536, "fpus": 128}
+
+GPUS: dict[str, Gpu] = {
+    "h100": Gpu("NVIDIA H100 80GB HBM3", memory=79 * GIB, bandwidth=3.35e12, **_HOPPER),
+    "h200": Gpu("NVIDIA H200", memory=139 * GIB, bandwidth=4.8e12, **_HOPPER),
+    "a100_80": Gpu("NVIDIA A100-SXM4-80GB", memory=79 * GIB, bandwidth=2.04e12, **_A100),
+    "a100_40": Gpu("NVIDIA A100-SXM4-40GB", memory=39 * GIB, bandwidth=1.56e12, **_A100),
+    "rtx_4090": Gpu(
+        "NVIDIA GeForce RTX 4090", (8, 9), 23 * GIB, 1.01e12, 165e12, cores=128, clock_ghz=2.52,
+        l2_cache=72 << 20, **_SMALL,
+    ),
+    "rtx_3090": Gpu(
+        "NVIDIA GeForce RTX 3090", (8, 6), 23 * GIB, 0.936e12, 71e12, cores=82, clock_ghz=1.7,
+        l2_cache=6 << 20, **_SMALL,
+    ),
+    "l4": Gpu(
+        "NVIDIA L4", (8, 9), 22 * GIB, 0.3e12, 121e12, cores=58, clock_ghz=2.04,
+        l2_cache=48 << 20, **_SMALL,
+    ),
+    "a10g": Gpu(
+        "NVIDIA A10G", (8, 6), 22 * GIB, 0.6e12, 70e12, cores=80, clock_ghz=1.71,
+        l2_cache=6 << 20, **_SMALL,
+    ),
+}  # fmt: skip
+"""GPUs by name."""

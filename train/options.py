@@ -1,0 +1,211 @@
+"""Flags of the methods, and the methods that each flag is for."""
+
+import dataclasses
+import difflib
+from collections.abc import Iterable
+from typing import Any, Literal, get_args
+
+from actjax import Levels, Rounding, Sketch
+from actjax.optim import Moments
+from models.storage import LINEAR_INPUTS, SITES
+
+KEPT_SITES = tuple(site for site in SITES if site not in LINEAR_INPUTS)
+"""Sites that are stored where the inputs of linear operators are rebuilt."""
+
+Bits = Literal[0, 1, 2, 3, 4, 8, 16]
+CODE_BITS = tuple(bits for bits in get_args(Bits) if 0 < bits < 16)
+"""Bits that a quantized number can have."""
+
+Level = Literal["none", "intra", "intra+inter"]
+
+
+@dataclasses.dataclass(frozen=True)
+class MethodOptions:
+    """Options of the methods. A flag that the chosen method does not use is an error.
+
+    Raises:
+      ValueError: an option is out of range.
+    """
+
+    rank: int = 0
+    """Rank of the factors or of the subspace. 0: 32 for low_rank, a quarter of the model's width
+    for the others."""
+    ratio: float = 1 / 512
+    """Share of the tokens that is stored."""
+    tolerance: float = float("inf")
+    """Drop tokens whose relative error is above this; inf keeps all."""
+    power_iterations: int = 0
+    """Power iterations of the randomized SVD. Each costs two thin products and lowers the error."""
+    sketch: Sketch = "gaussian"
+    """Sketch of the randomized SVD: a Gaussian matrix, or random rows of the activation."""
+    gap: int = 200
+    """Steps between two refreshes of the subspace."""
+    scale: float = 0.25
+    """Factor of the updates from the subspace (GaLore's alpha)."""
+    moments: Moments = "keep"
+    """What a refresh does to the moments in the subspace: keep, reset or rotate them."""
+    bits: Bits = 0
+    """Bits of each stored number; 16 stores it in the compute dtype. subspace and random_projection
+    store coordinates in 4, 8 or 16 bits. 0: 16 for subspace and random_projection, 2 for hyc_lora,
+    4 for the others."""
+    sites: tuple[str, ...] = ()
+    """Sites to quantize: attention_norm, q, k, v, mlp_norm, gate, up, and for gact also
+    attention_out. The other sites are stored exactly. Default: all."""
+    group: int = 128
+    """Neighbouring numbers that share a scale."""
+    rounding: Rounding = "nearest"
+    """nearest (least error, biased), stochastic (unbiased, twice the variance) or dither (unbiased,
+    with the variance of nearest)."""
+    levels: Levels = "uniform"
+    """Quantization levels: uniform, or normal for normally distributed numbers. normal is for up to
+    4 bits and for rounding to nearest; sites with more bits get uniform levels."""
+    rotate: bool = False
+    """Rotate each group by a Hadamard matrix before quantization, which spreads outliers."""
+    outlier_fraction: float = 0.0
+    """Share of the channels, those with the largest norms, that is stored exactly. hyc_lora uses
+    0.005 for the inputs of norms unless another value is given."""
+    level: Level = "intra+inter"
+    """Parts of HyC-LoRA beside quantization per channel. intra: the outlier channels of the inputs
+    of norms are stored exactly. intra+inter: also, q, k, v, gate and up are stored without the
+    adapters' part, which is recomputed exactly, and linear inputs are rebuilt."""
+    average_bits: float = 0.0
+    """Mean bits of the stored numbers: the bits of each site are chosen by the sensitivity of the
+    gradient, which takes memory for two gradients. 0: 4 for gact; other methods then use the same
+    bits at every site."""
+    adapt_every: int = 1000
+    """Steps between two choices of bits. There are further choices before the first step and after
+    10 and 100 steps, when sensitivities change quickly."""
+    offload: bool = False
+    """Keep the stored activations in host memory between the passes; remat keeps the inputs of the
+    blocks there."""
+    stagger: bool = False
+    """Refresh the subspaces of the layers one after the other within a gap instead of all at
+    once."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 0:
+            raise ValueError(f"`--rank` must be at least 0, got {self.rank}.")
+        if self.gap < 1:
+            raise ValueError(f"`--gap` must be at least 1, got {self.gap}.")
+        if self.adapt_every < 1:
+            raise ValueError(f"`--adapt-every` must be at least 1, got {self.adapt_every}.")
+        known = (*KEPT_SITES, "attention_out")
+        unknown = [site for site in self.sites if site not in known]
+        if unknown:
+            raise ValueError(f"`--sites` must be of {', '.join(known)}, got {', '.join(unknown)}.")
+        if not (self.average_bits == 0 or 1 <= self.average_bits <= 8):
+            raise ValueError(f"`--average-bits` must be 0 or in [1, 8], got {self.average_bits}.")
+
+
+FULL_WEIGHTS = ("exact", "remat", "pamm", "low_rank", "subspace", "galore", "random_projection",
+                "gact", "quantized", "compressed_remat", "lean", "lean_subspace")  # fmt: skip
+"""Methods that train all weights."""
+ADAPTERS = ("lora", "qlora", "hyc_lora")
+"""Methods that train adapters."""
+_SUBSPACE = ("subspace", "galore", "random_projection", "lean_subspace")
+_CODES = ("gact", "quantized", "compressed_remat", "lean", "lean_subspace")
+_PER_SITE = ("gact", "quantized", "lean", "lean_subspace")
+_ADAPTIVE = ("gact", "quantized", "lean")
+
+FLAG_METHODS: dict[str, tuple[str, ...]] = {
+    "rank": ("low_rank", *_SUBSPACE),
+    "ratio": ("pamm",),
+    "tolerance": ("pamm",),
+    "power_iterations": ("low_rank", "subspace"),
+    "sketch": ("low_rank", "subspace"),
+    "gap": _SUBSPACE,
+    "scale": _SUBSPACE,
+    "moments": _SUBSPACE,
+    "stagger": _SUBSPACE,
+    "bits": ("subspace", "random_projection", *_CODES, "hyc_lora"),
+    "sites": _PER_SITE,
+    "group": _CODES,
+    "rounding": (*_CODES, "hyc_lora"),
+    "levels": (*_CODES, "hyc_lora"),
+    "rotate": _CODES,
+    "outlier_fraction": (*_CODES, "hyc_lora"),
+    "level": ("hyc_lora",),
+    "average_bits": _ADAPTIVE,
+    "adapt_every": _ADAPTIVE,
+    "offload": ("remat", "pamm", "low_rank", *_CODES),
+    "in_backward": FULL_WEIGHTS,
+    "lora_rank": ADAPTERS,
+    "lora_alpha": ADAPTERS,
+    "lora_dropout": ADAPTERS,
+    "targets": ADAPTERS,
+    "merge": ADAPTERS,
+    "calibration_batches": ("hyc_lora",),
+    "recalibrate_every": ("hyc_lora",),
+}
+"""The methods that use a flag. Flags that are not listed are for all methods."""
+
+
+RENAMED = {"frugal": "lean", "frugal_subspace": "lean_subspace"}
+"""Former names of methods. FRUGAL is another, published method (ICML 2025)."""
+ANY_FULL_RANK = "any full-rank method"
+"""Stands for the method in the identity of a run with full-rank optimizer states."""
+
+
+def flag_name(field: str) -> str:
+    """Returns the flag of a field: "--lora-rank" for "lora_rank"."""
+    return "--" + field.replace("_", "-")
+
+
+def given_fields(config: Any) -> dict[str, Any]:
+    """Returns the fields of a dataclass that have a default and another value."""
+    found = {}
+    for field in dataclasses.fields(config):
+        default = field.default
+        if default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            continue
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        if getattr(config, field.name) != default:
+            found[field.name] = getattr(config, field.name)
+    return found
+
+
+def check_flags(method: str, *configs: Any) -> None:
+    """Checks that a method uses every given flag. A value that equals the default is not given.
+
+    Args:
+      method: name of the method.
+      *configs: dataclasses with the flags' fields.
+
+    Raises:
+      ValueError: a flag that the method does not use, or two that exclude each other.
+    """
+    for config in configs:
+        for field, value in given_fields(config).items():
+            methods = FLAG_METHODS.get(field)
+            if methods is not None and method not in methods:
+                raise ValueError(
+                    f"`{shown_flag(field, value)}` has no effect with `--method {method}`: it is"
+                    f" for {', '.join(methods)}. Drop it, or choose another method."
+                )
+            if field == "average_bits" and config.bits:
+                raise ValueError(
+                    f"`--bits {config.bits}` and `--average-bits {value}` exclude each other: drop"
+                    " one."
+                )
+
+
+def used_options(method: str, options: MethodOptions) -> MethodOptions:
+    """Returns options with the defaults in place of those that a method does not use."""
+    given = given_fields(options)
+    return MethodOptions(**{k: v for k, v in given.items() if method in FLAG_METHODS[k]})
+
+
+def shown_flag(field: str, value: Any) -> str:
+    """Returns a flag as it was given: "--offload", "--rank 8"."""
+    if value is True:
+        return flag_name(field)
+    if isinstance(value, tuple):
+        value = " ".join(value)
+    return f"{flag_name(field)} {value}"
+
+
+def near_hint(name: str, known: Iterable[str], cutoff: float = 0.4) -> str:
+    """Returns " Did you mean X?" for the nearest known name; "" if none is near."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f" Did you mean {near[0]}?" if near else ""

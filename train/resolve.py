@@ -1,0 +1,131 @@
+"""Settings with every default filled in: made once, before anything else reads them."""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+from models import ModelConfig
+from models.lora import LoRAConfig
+from train import methods
+from train.config import FinetuneConfig, PretrainConfig, RunConfig
+from train.options import check_flags
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResolvedConfig(RunConfig):
+    """Settings of a run without "auto" and without a 0 that stands for a default.
+
+    Everything after the start of a program reads this object and not what the user gave.
+
+    Attributes:
+      title: name of the model.
+      model_config: its dimensions.
+      folder: folder of the run.
+      lora: the adapters; None if all weights are trained.
+      calibration_batches: batches that scales of channels are measured on before the first step.
+      recalibrate_every: steps between two measurements of these scales; 0 for none.
+      packed: whether several examples share a sequence without seeing each other.
+      pretrained: whether the run begins with trained weights, which are evaluated first.
+    """
+
+    title: str
+    model_config: ModelConfig
+    folder: pathlib.Path
+    lora: LoRAConfig | None = None
+    calibration_batches: int = 0
+    recalibrate_every: int = 0
+    packed: bool = False
+    pretrained: bool = False
+
+    @property
+    def info(self) -> methods.Method:
+        """The method."""
+        return methods.METHODS[self.method]
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the user should know before the first step."""
+        if self.weight_dtype != "bfloat16" or self.lora is not None:
+            return []
+        return [
+            "bfloat16 weights are rounded to nearest after each step: updates below 1/256 of a"
+            " weight are lost. Use `--weight-dtype float32` if it fits."
+        ]
+
+
+def resolve(
+    config: PretrainConfig | FinetuneConfig, model: ModelConfig, checkpoint_dtype: str = "float32"
+) -> ResolvedConfig:
+    """Returns the settings of a run with every default filled in.
+
+    Args:
+      config: what the user gave.
+      model: dimensions of the model.
+      checkpoint_dtype: dtype of the pretrained weights, if there are any.
+
+    Raises:
+      ValueError: an unknown method, flags that it does not use, or settings that exclude each
+        other.
+    """
+    method = methods.method(config.method)
+    adapter = config.adapter if isinstance(config, FinetuneConfig) else None
+    if method.adapters and adapter is None:
+        raise ValueError(
+            f"`--method {config.method}` trains adapters of a checkpoint: use train.finetune."
+        )
+    check_flags(config.method, config, config.options, *([] if adapter is None else [adapter]))
+    options = method.resolve(config.options, model)
+    if config.options.adapt_every != type(options).adapt_every and not options.average_bits:
+        raise ValueError(
+            f"`--adapt-every {options.adapt_every}` has no effect without `--average-bits`: give"
+            " both, or neither."
+        )
+    _check_rank(config, method, options.rank, model)
+    given = {field.name: getattr(config, field.name) for field in dataclasses.fields(RunConfig)}
+    resolved: dict[str, Any] = {
+        "options": options,
+        "optimizer": dataclasses.replace(config.optimizer, moment_dtype=_moments(config, method)),
+        "weight_dtype": _weight_dtype(config, method, checkpoint_dtype),
+        "in_backward": config.in_backward or method.lean,
+        "title": config.title,
+        "model_config": model,
+        "folder": config.out or pathlib.Path("runs") / f"{config.title}-{config.method}",
+    }
+    if adapter is not None:
+        resolved |= {"packed": True, "pretrained": True}
+    if adapter is not None and method.adapters:
+        resolved |= {
+            "lora": adapter.lora,
+            "calibration_batches": adapter.calibration_batches,
+            "recalibrate_every": adapter.recalibrate_every,
+        }
+    return ResolvedConfig(**{**given, **resolved})
+
+
+def _check_rank(
+    config: PretrainConfig | FinetuneConfig, method: methods.Method, rank: int, model: ModelConfig
+) -> None:
+    if method.subspace is None:
+        return
+    largest = method.subspace.largest_rank(model)
+    if rank > largest:
+        raise ValueError(
+            f"`--rank` {rank} is above {largest}, the smallest dimension of a weight of"
+            f" {config.title} that {config.method} projects: lower it."
+        )
+
+
+def _moments(config: RunConfig, method: methods.Method) -> str:
+    if config.optimizer.moment_dtype != "auto":
+        return config.optimizer.moment_dtype
+    return "8bit" if method.lean else "float32"
+
+
+def _weight_dtype(config: RunConfig, method: methods.Method, checkpoint_dtype: str) -> str:
+    if config.weight_dtype != "auto":
+        return config.weight_dtype
+    if not method.adapters:
+        # Small updates would be lost in bfloat16 weights, whatever the checkpoint holds.
+        return "float32"
+    # Of the 16-bit dtypes, bfloat16 has the range of float32.
+    return "bfloat16" if checkpoint_dtype == "float16" else checkpoint_dtype
