@@ -268,7 +268,7 @@ def test_a_codec_that_scales_by_group_is_refused():
 def test_another_number_of_channels_is_refused(shape, calibrated):
     # The last is a stack, of which a layer takes one.
     codec = Calibrated(CODECS["plain"], np.ones(calibrated, "uint16"), None)
-    message = f"`x` has {shape[-1:]} channels, but the calibration is of {calibrated}."
+    message = f"`x` has {shape[-1:]} channels, but the calibration has {calibrated}."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         codec.encode(jnp.ones(shape))
     if shape:
