@@ -252,7 +252,7 @@ def test_bases_that_do_not_fit_an_input_are_refused(name):
 
 
 def test_bases_without_a_linear_operator_are_refused():
-    with pytest.raises(ValueError, match=r"`bases` has \['w'\], but .* are: none\. A subspace"):
+    with pytest.raises(ValueError, match=r"`bases` has \['w'\], but .* are: none\. If a subspace"):
         actjax.value_and_grad(lambda p: total(p["w"]), bases={"w": normal(0, 8, 3)})({"w": XS[0]})
 
 

@@ -302,7 +302,7 @@ def test_fun_must_be_a_function():
 
 def test_arguments_must_be_arrays():
     with pytest.raises(
-        TypeError, match="an argument is 'a', which is no array: pass what is static"
+        TypeError, match="an argument is 'a', which is not an array: pass static values"
     ):
         checkpoint(lambda x, mode: x)(jnp.ones(3), "a")
 

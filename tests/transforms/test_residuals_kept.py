@@ -227,7 +227,7 @@ def test_a_codec_as_rule_does_not_encode_small_arrays():
     rows = rows_kept(compress_residuals(fun, Q4, rebuild=False), *args)
     assert {r.shape: (r.codec, r.reason) for r in rows} == {
         (33, 16): (repr(Q4), ""),
-        (2, 8): ("", "left by the rule"),
+        (2, 8): ("", "not encoded by the rule"),
         (4, 8): (repr(Q4), ""),
     }
 
@@ -259,9 +259,15 @@ def test_explain_reports_each_decision():
     wrapped = compress_residuals(fun, rule, rebuild=False)
     rows, table = {r.name: r for r in rows_kept(wrapped, *args)}, str(explain(wrapped, *args))
     assert (rows["first"].codec, rows["first"].exact_bytes) == (repr(Q4), 512)
-    assert (rows["second"].codec, rows["second"].reason) == ("", "left by the rule")
+    assert (rows["second"].codec, rows["second"].reason) == ("", "not encoded by the rule")
     assert (rows["carry"].codec, rows["carry"].shape) == ("Quantized(bits=8, group=8)", (2, 16, 8))
-    for text in (repr(Q4), "Quantized(bits=8, group=8)", "left by the rule", "first", "second"):
+    for text in (
+        repr(Q4),
+        "Quantized(bits=8, group=8)",
+        "not encoded by the rule",
+        "first",
+        "second",
+    ):
         assert text in table
     assert explain(wrapped, *args).stored_bytes == held_bytes(wrapped, *args)
 

@@ -33,15 +33,14 @@ FOREIGN = (
 
 
 TWICE = (
-    "the weight `layer.w` is read by 2 linear operators, whose factors cannot be added up: "
-    + ADVICE
+    "the weight `layer.w` is read by 2 linear operators, whose factors cannot be added: " + ADVICE
 )
 
 
 OFTEN = (
-    "the weight `layer.w` meets a factored codec {} times, in a loop that does not slice it or"
-    " under a vmap that does not map it, and the factors cannot be added up: let the operator see"
-    " all tokens at once, or " + ADVICE
+    "the weight `layer.w` is read with a factored codec {} times, in a loop that does not slice it"
+    " or under a vmap that does not map it, and the factors cannot be added: pass all tokens to the"
+    " operator at once, or " + ADVICE
 )
 
 
