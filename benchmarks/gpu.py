@@ -27,11 +27,11 @@ import numpy as np
 import tyro
 
 from actjax import kernels
-from actjax.kernels.cases import Case
 from actjax.kernels.dispatch import Kernel
-from actjax.kernels.registry import KERNELS
 from benchmarks import operator_check, record
 from benchmarks.device_time import interleaved, medians
+from benchmarks.kernel_cases import KERNELS
+from benchmarks.kernel_cases.case import Case
 from benchmarks.kernel_check import check
 from benchmarks.rivals import RIVALS, Rival, random_batch, rival
 from benchmarks.tables import print_table

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from actjax.kernels.blockwise import Blockwise
-from actjax.kernels.cases import Case
 from actjax.kernels.dispatch import Implementation, Kernel
 from actjax.kernels.format import QuantizedCode
+from benchmarks.kernel_cases.case import Case
 
 _HALF = 2.0**-8
 """Largest relative error of a result of 16 bits: that of what was decoded, and its own."""

@@ -21,11 +21,11 @@ import jax.numpy as jnp
 
 import actjax
 from actjax.codecs import basis
-from actjax.kernels.cases import Case
 from actjax.kernels.dispatch import Kernel
-from actjax.kernels.registry import KERNELS
 from benchmarks import command, record
 from benchmarks.hlo import traffic
+from benchmarks.kernel_cases import KERNELS
+from benchmarks.kernel_cases.case import Case
 from benchmarks.tables import print_table
 from benchmarks.variants import check_names
 from train.devices import compile_for, description_of, gpu
@@ -93,6 +93,8 @@ class Config:
     """Kernels."""
     small: bool = False
     """Also the small cases of the tests."""
+    one_each: bool = False
+    """Only the first case of each kernel that is of a real model: for a quick check."""
     against_xla: bool = True
     """Also what XLA makes of the definitions, and of functions that have no kernel."""
     results: pathlib.Path = record.RESULTS / "kernels.json"
@@ -107,9 +109,8 @@ def measure(config: Config) -> list[dict[str, Any]]:
     rows = []
     for name in config.only:
         kernel, cases = KERNELS[name]
-        for case in cases:
-            if case.small and not config.small:
-                continue
+        chosen = [case for case in cases if config.small or not case.small]
+        for case in chosen[:1] if config.one_each else chosen:
             least = case.least_bytes(kernel.reference)
             row = {
                 "kernel": name,

@@ -13,14 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actjax.low_rank import (
-    LowRank,
-    clip_by_global_norm,
-    clip_factor,
-    global_norm,
-    is_low_rank,
-    scale_tree,
-)
+from actjax import low_rank
+from actjax.low_rank import LowRank, is_low_rank
 
 LEADS = [(), (3,), (2, 2)]
 DTYPES = ("bfloat16", "float32", "float64")
@@ -36,7 +30,12 @@ SCALES = {
 }
 """Of the factors: the squares of some are beyond float32, their product is within."""
 
+norm, vdot, to_dense = jax.jit(LowRank.norm), jax.jit(LowRank.vdot), jax.jit(LowRank.dense)
 singular_values = jax.jit(LowRank.singular_values)
+truncate = jax.jit(LowRank.truncate, static_argnums=1)
+global_norm = jax.jit(low_rank.global_norm)
+clip_by_global_norm = jax.jit(low_rank.clip_by_global_norm)
+scale_tree, clip_factor = jax.jit(low_rank.scale_tree), jax.jit(low_rank.clip_factor)
 
 leads = pytest.mark.parametrize("lead", LEADS, ids=str)
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
@@ -47,8 +46,8 @@ scales = pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
 def factored(seed=0, shape=(6, 3, 5), lead=(), dtype="float32", scale=(1, 1), basis=None):
     (d, k, n), rng = shape, np.random.default_rng(seed)
     left, right = rng.normal(size=(*lead, d, k)), rng.normal(size=(*lead, k, n))
-    factors = jnp.asarray(scale[0] * left, dtype), jnp.asarray(scale[1] * right, dtype)
-    return LowRank(*factors, basis)
+    dtype = jnp.dtype(dtype)
+    return LowRank((scale[0] * left).astype(dtype), (scale[1] * right).astype(dtype), basis)
 
 
 def f64(x):
@@ -97,7 +96,7 @@ def decomposition_rounding(a):
 def test_dense_is_the_product(lead, dtype, x64):
     # Values of 8 bits, so that a device that rounds its operands does not.
     a = factored(lead=lead, dtype="bfloat16").astype(dtype)
-    got = a.dense()
+    got = to_dense(a)
     assert (got.shape, got.dtype) == (a.shape, dtype)
     rounding = a.rank * epsilon(dtype) * (abs(f64(a.left)) @ abs(f64(a.right)))
     once = float(jnp.finfo(dtype).eps) / 2 * (abs(dense(a)) + rounding)
@@ -119,9 +118,9 @@ def test_its_name_tells_shape_rank_dtype_and_basis():
 def test_factors_of_two_dtypes_have_that_of_their_product():
     a = factored(dtype="bfloat16")
     mixed = LowRank(a.left, a.right.astype("float32"))
-    assert mixed.dtype == mixed.dense().dtype == mixed.truncate(2).dtype == jnp.float32
-    assert mixed.norm().dtype == mixed.vdot(a).dtype == jnp.float32
-    np.testing.assert_array_equal(mixed.norm(), a.norm())
+    assert mixed.dtype == to_dense(mixed).dtype == truncate(mixed, 2).dtype == jnp.float32
+    assert norm(mixed).dtype == vdot(mixed, a).dtype == jnp.float32
+    np.testing.assert_array_equal(norm(mixed), norm(a))
 
 
 def test_astype_rounds_both_factors_and_keeps_the_basis():
@@ -136,7 +135,7 @@ def test_astype_rounds_both_factors_and_keeps_the_basis():
 @stacks
 def test_the_norm_is_that_of_the_dense_matrix(shape, lead, dtype, x64):
     a = factored(shape=shape, lead=lead, dtype=dtype)
-    got = a.norm()
+    got = norm(a)
     assert got.dtype == jnp.promote_types(dtype, "float32")
     np.testing.assert_allclose(got, norms(dense(a)), rtol=norm_rounding(a))
 
@@ -144,17 +143,17 @@ def test_the_norm_is_that_of_the_dense_matrix(shape, lead, dtype, x64):
 @scales
 def test_the_norm_squares_no_size(scale):
     a = factored(scale=scale)
-    np.testing.assert_allclose(a.norm(), norms(dense(a)), rtol=norm_rounding(a))
+    np.testing.assert_allclose(norm(a), norms(dense(a)), rtol=norm_rounding(a))
 
 
 def test_each_matrix_of_a_stack_has_a_size_of_its_own():
     stack = [factored(i, scale=scale) for i, scale in enumerate(SCALES.values())]
-    a = jax.tree.map(lambda *x: jnp.stack(x), *stack)
-    np.testing.assert_allclose(a.norm(), norms(dense(a)), rtol=norm_rounding(a))
+    a = jax.tree.map(lambda *x: np.stack(x), *stack)
+    np.testing.assert_allclose(norm(a), norms(dense(a)), rtol=norm_rounding(a))
 
 
 def test_a_norm_beyond_the_largest_number_is_infinite():
-    assert factored(scale=(1e20, 1e20)).norm() == jnp.inf
+    assert norm(factored(scale=(1e20, 1e20))) == jnp.inf
 
 
 @dtypes
@@ -162,7 +161,7 @@ def test_a_norm_that_cancels_errs_as_its_docstring_says(dtype, x64):
     a = factored(dtype=dtype)
     difference = a - a
     # The square has an error of `size² gram_rounding`, and is made no less than zero.
-    assert 0 <= difference.norm() <= size(difference) * math.sqrt(gram_rounding(difference))
+    assert 0 <= norm(difference) <= size(difference) * math.sqrt(gram_rounding(difference))
 
 
 @dtypes
@@ -171,13 +170,13 @@ def test_vdot_is_the_inner_product_of_dense_matrices(shape, lead, dtype, x64):
     d, k, n = shape
     a = factored(0, shape, lead, dtype)
     b = factored(1, (d, k + 1, n), lead, dtype)
-    array = jnp.asarray(np.random.default_rng(2).normal(size=a.shape), dtype)
+    array = np.random.default_rng(2).normal(size=a.shape).astype(jnp.dtype(dtype))
     matrices = math.prod(lead)
     for other, of_other, terms in [
         (b, size(b), d + n + k * (k + 1)),
         (array, norms(array), d + k * n),
     ]:
-        got = a.vdot(other)
+        got = vdot(a, other)
         assert (got.shape, got.dtype) == ((), jnp.promote_types(dtype, "float32"))
         wide = dense(other) if is_low_rank(other) else f64(other)
         # By Cauchy and Schwarz, what is summed is at most this, and every term errs by half an eps.
@@ -187,7 +186,7 @@ def test_vdot_is_the_inner_product_of_dense_matrices(shape, lead, dtype, x64):
 
 def test_vdot_with_itself_is_the_square_of_the_norm(x64):
     a = factored(dtype="float64")
-    np.testing.assert_allclose(a.vdot(a), a.norm() ** 2, rtol=4 * norm_rounding(a))
+    np.testing.assert_allclose(vdot(a, a), norm(a) ** 2, rtol=4 * norm_rounding(a))
 
 
 ARITHMETIC = {
@@ -207,7 +206,7 @@ ARITHMETIC = {
 def test_arithmetic_is_that_of_dense_matrices(expression, lead, x64):
     a = factored(0, (6, 3, 5), lead, "float64", basis="p")
     b = factored(1, (6, 2, 5), lead, "float64")
-    got = expression(a, b)
+    got = jax.jit(expression)(a, b)
     if expression is ARITHMETIC["transposed"]:
         want = (dense(a) + dense(b)).swapaxes(-2, -1)
     else:
@@ -280,7 +279,7 @@ def test_singular_values_square_no_size(scale):
 @pytest.mark.parametrize("rank", [1, 2, 4])
 def test_truncation_errs_least(rank, lead, x64):
     a = factored(shape=(7, 4, 6), lead=lead, dtype="float64")
-    got = a.truncate(rank)
+    got = truncate(a, rank)
     assert (got.shape, got.rank, got.dtype, got.basis) == (a.shape, rank, jnp.float64, None)
     error = norms(dense(got) - dense(a)).ravel()
     best = [oracles.best_rank_k_error(matrix, rank) for matrix in dense(a).reshape(-1, 7, 6)]
@@ -301,7 +300,7 @@ def orthonormal_to(tolerance, left):
 @dtypes
 @pytest.mark.parametrize("lead", [(), (3,)], ids=str)
 def test_the_left_of_a_truncation_is_orthonormal(lead, dtype, x64):
-    left = factored(shape=(7, 4, 6), lead=lead, dtype=dtype).truncate(3).left
+    left = truncate(factored(shape=(7, 4, 6), lead=lead, dtype=dtype), 3).left
     # In bfloat16 every entry is rounded by half an eps: by Cauchy and Schwarz the sums by twice it.
     rounded = 1.01 * float(jnp.finfo(dtype).eps)
     orthonormal_to({"rtol": 0, "atol": rounded + 2 * (7 + 4) * epsilon(dtype)}, left)
@@ -309,7 +308,7 @@ def test_the_left_of_a_truncation_is_orthonormal(lead, dtype, x64):
 
 def test_a_truncation_in_bfloat16_is_rounded_once_at_the_end():
     a = factored(shape=(7, 4, 6), dtype="bfloat16")
-    got = a.truncate(2)
+    got = truncate(a, 2)
     error, best = norms(dense(got) - dense(a)), oracles.best_rank_k_error(dense(a), 2)
     # Half an eps of each factor; of their norms, that of `left` is the root of its rank.
     rounded = 2.01 * 2**-8 * math.sqrt(2) * norms(dense(a))
@@ -320,14 +319,14 @@ def test_a_truncation_in_bfloat16_is_rounded_once_at_the_end():
 def test_the_whole_rank_gives_the_matrix_back(scale):
     for shape in SHAPES:
         a = factored(shape=shape, scale=scale)
-        got = a.truncate(a.rank)
+        got = truncate(a, a.rank)
         np.testing.assert_allclose(dense(got), dense(a), rtol=0, atol=decomposition_rounding(a))
 
 
 def test_a_sum_of_dependent_terms_is_truncated_to_what_it_is():
     a = factored(shape=(7, 3, 6))
     doubled = a + a + a
-    got = doubled.truncate(3)
+    got = truncate(doubled, 3)
     orthonormal_to({"rtol": 0, "atol": 2 * (7 + 9) * 2**-23}, got.left)
     tolerance = decomposition_rounding(doubled)
     np.testing.assert_allclose(dense(got), 3 * dense(a), rtol=0, atol=tolerance)
@@ -337,14 +336,14 @@ def test_a_sum_of_dependent_terms_is_truncated_to_what_it_is():
 @pytest.mark.parametrize("lead", [(), (3,)], ids=str)
 def test_zeros_have_norm_zero_and_a_truncation(lead):
     zero = 0 * factored(lead=lead)
-    nothing = jax.tree.map(jnp.zeros_like, zero)
+    nothing = jax.tree.map(np.zeros_like, zero)
     for a in (zero, nothing):
-        np.testing.assert_array_equal(a.norm(), np.zeros(lead))
+        np.testing.assert_array_equal(norm(a), np.zeros(lead))
         np.testing.assert_array_equal(singular_values(a), np.zeros((*lead, 3)))
-        got = a.truncate(2)
-        np.testing.assert_array_equal(got.dense(), np.zeros(a.shape))
+        got = truncate(a, 2)
+        np.testing.assert_array_equal(to_dense(got), np.zeros(a.shape))
         orthonormal_to({"rtol": 0, "atol": 2 * (6 + 3) * 2**-23}, got.left)
-        assert a.vdot(a) == 0
+        assert vdot(a, a) == 0
 
 
 def test_it_is_a_pytree_of_two_arrays_and_a_static_name():
@@ -366,20 +365,25 @@ def test_jit_takes_and_returns_it(x64):
 
 def test_vmap_maps_over_a_stack(x64):
     a, b = (factored(i, lead=(4,), dtype="float64") for i in range(2))
-    np.testing.assert_allclose(jax.vmap(LowRank.norm)(a), a.norm(), rtol=1e-14)
-    together = jax.vmap(lambda a, b: a - 2 * b)(a, b)
+    np.testing.assert_allclose(jax.jit(jax.vmap(LowRank.norm))(a), norm(a), rtol=1e-14)
+    combine = lambda a, b: a - 2 * b  # noqa: E731
+    together, want = jax.jit(lambda a, b: (jax.vmap(combine)(a, b), combine(a, b)))(a, b)
     assert together.shape == (4, 6, 5)
-    want = a - 2 * b
     np.testing.assert_array_equal(together.left, want.left)
     np.testing.assert_array_equal(together.right, want.right)
-    np.testing.assert_allclose(jnp.sum(jax.vmap(LowRank.vdot)(a, b)), a.vdot(b), rtol=1e-13)
+    np.testing.assert_allclose(
+        np.sum(jax.jit(jax.vmap(LowRank.vdot))(a, b)), vdot(a, b), rtol=1e-13
+    )
 
 
 def test_scan_slices_a_stack_and_carries_a_sum(x64):
     shared = factored(dtype="float64", basis="p")
     rights = factored(1, lead=(4,), dtype="float64").right
-    stack = LowRank(jnp.broadcast_to(shared.left, (4, 6, 3)), rights, "p")
-    total, found = jax.lax.scan(lambda total, a: (total + a, a.norm()), 0 * shared, stack)
+    stack = LowRank(np.broadcast_to(shared.left, (4, 6, 3)), rights, "p")
+    scan = jax.jit(
+        lambda start, stack: jax.lax.scan(lambda total, a: (total + a, a.norm()), start, stack)
+    )
+    total, found = scan(0 * shared, stack)
     assert (total.rank, total.basis) == (3, "p")
     np.testing.assert_allclose(dense(total), dense(stack).sum(0), rtol=0, atol=1e-13)
     np.testing.assert_allclose(found, norms(dense(stack)), rtol=1e-13)
@@ -388,8 +392,8 @@ def test_scan_slices_a_stack_and_carries_a_sum(x64):
 def test_gradients_are_those_of_the_factors(x64):
     a, b = factored(dtype="float64", basis="p"), factored(1, dtype="float64")
     unit = dense(a) / norms(dense(a))
-    for fun, want in [(LowRank.norm, unit), (lambda a: a.vdot(b), dense(b))]:
-        got = jax.grad(fun)(a)
+    for fun, want in [(LowRank.norm, unit), (lambda a: vdot(a, b), dense(b))]:
+        got = jax.jit(jax.grad(fun))(a)
         assert (type(got), got.basis) == (LowRank, "p")
         np.testing.assert_allclose(got.left, want @ f64(a.right).T, rtol=0, atol=1e-12)
         np.testing.assert_allclose(got.right, f64(a.left).T @ want, rtol=0, atol=1e-12)
@@ -397,7 +401,7 @@ def test_gradients_are_those_of_the_factors(x64):
 
 def test_singular_values_have_a_gradient(x64):
     a = factored(dtype="float64")
-    got = jax.grad(lambda a: jnp.sum(singular_values(a)))(a)
+    got = jax.jit(jax.grad(lambda a: jnp.sum(singular_values(a))))(a)
     u, _, vt = np.linalg.svd(dense(a))
     want = u[:, :3] @ vt[:3]
     np.testing.assert_allclose(got.left, want @ f64(a.right).T, rtol=0, atol=1e-11)
@@ -435,7 +439,7 @@ def test_nothing_is_made_dense(fun):
     program = jax.make_jaxpr(fun)(*shapes)
     # Two factors of the longer side at most: ranks add.
     assert largest(program) <= 2 * k * max(d, n)
-    assert largest(jax.make_jaxpr(lambda a, b: a.dense())(*shapes)) == d * n
+    assert largest(jax.make_jaxpr(lambda a, b: to_dense(a))(*shapes)) == d * n
 
 
 def test_vdot_with_an_array_makes_no_other():
@@ -447,11 +451,11 @@ def test_vdot_with_an_array_makes_no_other():
 
 
 def tree(dtype="float32", lead=(2,)):
-    array = np.random.default_rng(3).normal(size=(3, 4))
+    array = np.random.default_rng(3).normal(size=(3, 4)).astype(jnp.dtype(dtype))
     return {
         "factored": factored(0, dtype=dtype, basis="p"),
         "stack": factored(1, lead=lead, dtype=dtype),
-        "others": [jnp.asarray(array, dtype), None, jnp.asarray(array[0], dtype)],
+        "others": [array, None, array[0]],
     }
 
 
@@ -474,7 +478,7 @@ def test_the_global_norm_is_that_of_the_dense_tree(dtype, x64):
 
 def test_the_global_norm_of_narrow_arrays_is_summed_in_float32():
     # In bfloat16 a sum of ones stops at 256.
-    ones = jnp.ones((64, 64), "bfloat16")
+    ones = np.ones((64, 64), jnp.bfloat16)
     got = global_norm([ones, LowRank(ones, ones)])
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, math.sqrt(4096 + 64.0**4), rtol=1e-6)
@@ -521,7 +525,7 @@ def test_a_tree_below_the_limit_is_left_as_it_is():
 
 @pytest.mark.parametrize("limit", [0.0, 1.0])
 def test_clipping_zeros_gives_zeros(limit):
-    got, norm = clip_by_global_norm(jax.tree.map(jnp.zeros_like, tree()), limit)
+    got, norm = clip_by_global_norm(jax.tree.map(np.zeros_like, tree()), limit)
     assert norm == 0
     for leaf in jax.tree.leaves(dense_tree(got)):
         np.testing.assert_array_equal(leaf, np.zeros_like(leaf))
@@ -537,7 +541,7 @@ def test_clipping_brings_any_size_to_the_limit(scale):
     a = factored(scale=scale)
     limit = norms(dense(a)) / 2
     # By the norm itself: squares of norms fit into float32 between 1e-19 and 1e19 only.
-    got = scale_tree([a], clip_factor(a.norm(), limit))
+    got = scale_tree([a], clip_factor(norm(a), limit))
     np.testing.assert_allclose(dense_norm(got), limit, rtol=norm_rounding(a) + 4 * 2**-23)
 
 
@@ -590,7 +594,7 @@ def test_a_right_that_is_transposed_is_told_so():
 def test_a_rank_out_of_range_is_refused(rank):
     expected = rf"`rank` must be within 1 and 3 for LowRank\(shape=\(6, 5\), .*\), got {rank}\."
     with pytest.raises(ValueError, match=expected):
-        factored().truncate(rank)
+        truncate(factored(), rank)
 
 
 def test_the_transpose_of_a_stack_is_refused():
@@ -602,9 +606,9 @@ def test_the_transpose_of_a_stack_is_refused():
 def test_other_shapes_are_refused(other):
     shape = re.escape(str(other.shape))
     with pytest.raises(ValueError, match=rf"`other` must have shape \(6, 5\), got {shape}\."):
-        factored().vdot(other)
+        vdot(factored(), other)
     with pytest.raises(ValueError, match=rf"`other` must have shape \(6, 5\), got {shape}\."):
-        factored().vdot(other.dense())
+        factored().vdot(to_dense(other))
     added = rf"cannot add LowRank\(shape={shape}.* to LowRank\(shape=\(6, 5\).*: shapes differ\."
     with pytest.raises(ValueError, match=added):
         _ = factored() + other
@@ -622,7 +626,7 @@ COERCIONS = {
 
 @pytest.mark.parametrize("coerce", COERCIONS.values(), ids=COERCIONS)
 def test_it_becomes_no_array_unasked(coerce):
-    expected = r"LowRank\(shape=\(6, 5\), .*\) is no array: call `dense\(\)` to make one, \[d, n\]"
+    expected = r"LowRank\(.*\) is not an array: call `dense\(\)` to get one, \[d, n\]"
     with pytest.raises(TypeError, match=expected):
         coerce(factored())
 
@@ -672,8 +676,8 @@ drawn = given(
 @drawn
 def test_any_factors_have_the_norm_of_their_product(shape, scale, dtype, seed):
     a = factored(seed, shape, (), dtype, scale)
-    np.testing.assert_allclose(a.norm(), norms(dense(a)), rtol=norm_rounding(a))
-    np.testing.assert_allclose(a.mT.norm(), a.norm(), rtol=2 * norm_rounding(a))
+    np.testing.assert_allclose(norm(a), norms(dense(a)), rtol=norm_rounding(a))
+    np.testing.assert_allclose(norm(a.mT), norm(a), rtol=2 * norm_rounding(a))
 
 
 @settings(max_examples=15, deadline=None)
@@ -682,7 +686,7 @@ def test_any_truncation_errs_least(shape, scale, dtype, seed):
     a = factored(seed, shape, (), dtype, scale)
     rank = 1 + seed % min(shape)
     wide = a.astype("float32")
-    error = norms(dense(wide.truncate(rank)) - dense(a))
+    error = norms(dense(truncate(wide, rank)) - dense(a))
     best = oracles.best_rank_k_error(dense(a), rank)
     assert abs(error - best) <= 2 * decomposition_rounding(wide)
 
@@ -690,7 +694,7 @@ def test_any_truncation_errs_least(shape, scale, dtype, seed):
 @settings(max_examples=15, deadline=None)
 @given(limit=st.floats(1e-3, 1e3), seed=st.integers(0, 1000))
 def test_any_tree_is_clipped_to_the_limit(limit, seed):
-    grads = [factored(seed), jnp.asarray(np.random.default_rng(seed).normal(size=4), "float32")]
+    grads = [factored(seed), np.random.default_rng(seed).normal(size=4).astype("float32")]
     got, norm = clip_by_global_norm(grads, limit)
     rounding = norm_rounding(grads[0]) + 8 * 2**-23
     np.testing.assert_allclose(norm, dense_norm(grads), rtol=rounding)
@@ -703,9 +707,9 @@ def test_columns_of_very_different_sizes_count_all():
     np.testing.assert_allclose((large + small).norm(), 2**0.5, rtol=1e-6)
     np.testing.assert_allclose((large + small).vdot(large + small), 2, rtol=1e-6)
     far = LowRank(jnp.array([[1e20, 0], [0, 1.0]]), jnp.array([[1.0, 0], [0, 1e20]]))
-    np.testing.assert_allclose(far.norm(), 2**0.5 * 1e20, rtol=1e-6)
+    np.testing.assert_allclose(norm(far), 2**0.5 * 1e20, rtol=1e-6)
     flat = LowRank(jnp.full((2, 1), 1e20), jnp.full((1, 2), 1e-20))
-    np.testing.assert_allclose(flat.vdot(flat), 4, rtol=1e-6)
+    np.testing.assert_allclose(vdot(flat, flat), 4, rtol=1e-6)
 
 
 def test_a_gradient_that_is_no_number_is_not_taken_for_a_small_one():
@@ -744,11 +748,11 @@ def test_a_sum_may_begin_with_nothing():
 @pytest.mark.parametrize("max_norm", [-1.0, float("nan"), -3])
 def test_a_largest_norm_is_no_less_than_zero(max_norm):
     with pytest.raises(ValueError, match="`max_norm` of clip_by_global_norm must be at least 0"):
-        clip_by_global_norm({"w": jnp.ones(3)}, max_norm)
+        low_rank.clip_by_global_norm({"w": np.ones(3)}, max_norm)
 
 
 def test_numbers_of_python_are_clipped_too():
-    clipped, norm = clip_by_global_norm({"a": 3.0, "b": jnp.asarray([4.0])}, 1.0)
+    clipped, norm = low_rank.clip_by_global_norm({"a": 3.0, "b": jnp.asarray([4.0])}, 1.0)
     assert norm == 5
     np.testing.assert_allclose(clipped["a"], 0.6, rtol=1e-6)
     np.testing.assert_allclose(clipped["b"], [0.8], rtol=1e-6)

@@ -127,7 +127,7 @@ _narrowed = jax.vmap(actjax.Calibrated.narrowed)
 
 def _as_data(codecs: Mapping[str, actjax.Calibrated]) -> Calibration:
     def one(codec: actjax.Calibrated) -> dict[str, Any]:
-        data = {"step": codec.step, "centre": codec.centre, "channels": codec.channels}
+        data = {"step": codec.scale, "centre": codec.centre, "channels": codec.channels}
         return {name: array for name, array in data.items() if array is not None}
 
     return {site: one(codec) for site, codec in codecs.items()}

@@ -1,4 +1,4 @@
-"""What is stored of an activation between the forward and the backward pass."""
+"""Codecs: what is stored of an activation between the forward and the backward pass."""
 
 from actjax.codecs.base import Codec
 from actjax.codecs.calibrated import Calibrated, ChannelRange

@@ -13,19 +13,19 @@ import jax.numpy as jnp
 from actjax._math.precision import matmul
 
 Code = Any
-"""What a codec stores: a pytree of arrays. What is not in it is dead after the forward pass."""
+"""What a codec stores: a pytree of arrays. Everything else is freed after the forward pass."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Codec(abc.ABC):
     """Decides what is stored of an activation `x` of shape [..., d] (T tokens by d features).
 
-    A codec is hashable and compares by value, so it is a static argument under `jax.jit`; it is
-    also a pytree without leaves, so it may be an ordinary one. Its methods are pure functions of
-    arrays: they work under `jit`, `vmap` and `lax.scan`.
+    A codec is hashable and compares by value, so it can be a static argument under `jax.jit`. It is
+    also a pytree without leaves, so it can be an ordinary argument. Its methods are pure functions
+    of arrays: they work under `jit`, `vmap` and `lax.scan`.
 
-    Subclasses state in their docstring: storage (bytes), error, bias, source. The tests in
-    `tests/codecs` hold every codec to these four.
+    The docstring of a subclass states its storage (bytes), error, bias and source. The tests in
+    `tests/codecs` check all four.
 
     Attributes:
       biased: whether `E[decode(encode(x, key))]` over keys differs from `x`.
@@ -40,14 +40,14 @@ class Codec(abc.ABC):
 
         Args:
           holds_arrays: whether it has arrays, and registers itself as a pytree with leaves.
-          **kwargs: of other base classes.
+          **kwargs: passed to other base classes.
         """
         super().__init_subclass__(**kwargs)
         if not holds_arrays:
             jax.tree_util.register_static(cls)
 
     def __repr__(self) -> str:
-        """The constructor call that makes this codec, defaults left out."""
+        """The constructor call that makes this codec, without defaults."""
         given = [
             f"{field.name}={getattr(self, field.name)!r}"
             for field in dataclasses.fields(self)
@@ -57,14 +57,14 @@ class Codec(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> Code:
-        """Returns what to store of `x`.
+        """Returns what is stored of `x`.
 
         Args:
           x: activations, [..., d], floating point.
           key: a `jax.random` key; consumed. Required if and only if `needs_key`.
 
         Raises:
-          ValueError: if the codec does not fit the shape of `x`, or the key is missing.
+          ValueError: the codec does not fit the shape of `x`, or the key is missing.
         """
 
     @abc.abstractmethod
@@ -73,25 +73,29 @@ class Codec(abc.ABC):
 
     @abc.abstractmethod
     def weight_grad(self, code: Code, dz: jax.Array) -> jax.Array:
-        """Returns `x_hatᵀ dz`, [..., n] to [d, n], without forming `x_hat` if algebra allows.
+        """Returns the weight gradient `x_hatᵀ dz`, [d, n], without forming `x_hat` where possible.
 
-        Accumulated, and returned, in float32 (float64 if `dz` or the code is).
+        It is accumulated and returned in float32, or in float64 if `dz` or the code has it.
+
+        Args:
+          code: what `encode` returned.
+          dz: gradient of the output of the linear operator, [..., n].
         """
 
     @abc.abstractmethod
     def stored_bytes(self, shape: Sequence[int], dtype: jax.typing.DTypeLike) -> int:
-        """Returns the bytes of `encode(x)`, everything counted.
+        """Returns the bytes of `encode(x)`, with scales, indices and keys.
 
         Args:
-          shape: of `x`, [..., d].
-          dtype: of `x`.
+          shape: shape of `x`, [..., d].
+          dtype: dtype of `x`.
         """
 
     def gradient_rank(self, shape: Sequence[int]) -> int | None:
-        """Returns the rank of the weight gradient that comes in two factors, None if it is dense.
+        """Returns the rank of a weight gradient in two factors; None if the gradient is dense.
 
         Args:
-          shape: of `x`, [..., d].
+          shape: shape of `x`, [..., d].
         """
         del shape
         return None
@@ -110,7 +114,7 @@ class Codec(abc.ABC):
 class FactoredCodec(Codec):
     """A codec whose weight gradient is a product of two thin factors, `left right`.
 
-    Subclasses give the factors instead of `weight_grad`.
+    Subclasses define the factors instead of `weight_grad`.
     """
 
     @abc.abstractmethod
@@ -119,11 +123,11 @@ class FactoredCodec(Codec):
 
     @abc.abstractmethod
     def left(self, code: Code) -> jax.Array:
-        """Returns the factor [d, k] that all weights of one input share."""
+        """Returns the factor [d, k], which all weights with this input share."""
 
     @abc.abstractmethod
     def right(self, code: Code, dz: jax.Array) -> jax.Array:
-        """Returns the factor [k, n], which costs `2 T k n` operations, accumulated in float32."""
+        """Returns the factor [k, n], accumulated in float32; it costs `2 T k n` operations."""
 
     def weight_grad(self, code: Code, dz: jax.Array) -> jax.Array:
         right = self.right(code, dz)
@@ -142,9 +146,9 @@ def check_positive_integer(codec: str, name: str, value: object, minimum: int = 
 
 
 def raw_key(key: jax.Array) -> tuple[jax.Array, Any]:
-    """Returns a key as plain words, which are countable and storable, and how to wrap them again.
+    """Returns the words of a key, which a code can hold, and the generator to wrap them with.
 
-    Old-style keys (`jax.random.PRNGKey`) are words already.
+    Old-style keys (`jax.random.PRNGKey`) are words already: their generator is None.
     """
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         return jax.random.key_data(key), jax.random.key_impl(key)
@@ -152,10 +156,10 @@ def raw_key(key: jax.Array) -> tuple[jax.Array, Any]:
 
 
 def wrap_key(words: jax.Array, impl: Any) -> jax.Array:
-    """Inverse of `raw_key`."""
+    """Returns the key of the words; the inverse of `raw_key`."""
     return words if impl is None else jax.random.wrap_key_data(words, impl=impl)
 
 
 def key_bytes() -> int:
-    """Returns the bytes of a key of JAX's default generator."""
+    """Returns the bytes of a key of the default generator of JAX."""
     return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).size * 4

@@ -1,8 +1,8 @@
 """Storing the coordinates of an activation in a given basis.
 
-Not a `Codec`: the basis is an array that an optimizer owns and changes, not a setting. With `P`
-[d, k] on the input side of a weight, `(x P)ᵀ dz = Pᵀ dw` exactly: the gradient that GaLore projects
-(Zhao et al., 2024), from an activation of k numbers a token (CompAct, Shamshoum et al., 2025).
+With a basis `P` [d, k] on the input side of a weight, `(x P)ᵀ dz = Pᵀ dw` exactly: the projected
+gradient of GaLore (Zhao et al., 2024) from k stored numbers per token (CompAct, Shamshoum et al.,
+2025). This is not a `Codec`, because the basis is an array that an optimizer owns and changes.
 """
 
 import dataclasses
@@ -15,19 +15,19 @@ from actjax._math.precision import accumulation_dtype, matmul
 from actjax.kernels.packing import pack, unpack
 
 BITS = (4, 8, 16)
-"""What coordinates can be stored in; 16 leaves them in the dtype of the activation."""
+"""Bits that a coordinate can be stored in; 16 keeps the dtype of the activation."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BasisCode:
-    """`x P`, as it is or in 8 or 4 bits.
+    """`x P` in the dtype of `x`, or in 8 or 4 bits.
 
     Attributes:
-      values: [..., k], in the dtype of `x`; or int8; or two numbers of 4 bits a byte, 7 for zero,
-        as `actjax.kernels.packing.pack` returns them.
-      scale: [..., 1], in the dtype of `x`, what a unit of the integers stands for; None if `values`
-        are none.
+      values: [..., k], in the dtype of `x`; or int8; or two numbers of 4 bits per byte, with 7 for
+        zero, as returned by `actjax.kernels.packing.pack`.
+      scale: distance between two integers, [..., 1], in the dtype of `x`; None if `values` are
+        floating point.
       rank: k. Static.
     """
 
@@ -41,12 +41,12 @@ def encode(x: jax.Array, basis: jax.Array, bits: int = 16) -> BasisCode:
 
     Storage: `T k` values of the dtype of `x`; in 8 bits, `T k` bytes and T values; in 4 bits,
     `T ceil(k / 2)` bytes and T values.
-    Error of `decode`: none; in 8 bits at most `max|u| / 254` within the k coordinates `u` of a
-    token, in 4 bits `max|u| / 14`, and the rounding of their scale and of the result to the dtype
-    of `x`.
+    Error of `decode`: none in 16 bits. With `u` the k coordinates of a token, at most `max|u| /
+    254` in 8 bits and `max|u| / 14` in 4 bits, plus the rounding of the scale and of the result to
+    the dtype of `x`.
 
     Raises:
-      ValueError: shapes that do not fit, or bits that are not in `BITS`.
+      ValueError: the shapes do not fit, or `bits` is not in `BITS`.
     """
     if bits not in BITS:
         raise ValueError(f"`bits` must be one of {BITS}, got {bits!r}.")
@@ -78,5 +78,5 @@ def decode(code: BasisCode) -> jax.Array:
 
 
 def describe(basis: jax.Array, bits: int) -> str:
-    """Returns what `actjax.explain` calls the code."""
+    """Returns the name of the code in the table of `actjax.explain`."""
     return f"Basis(rank={basis.shape[-1]}{'' if bits == 16 else f', bits={bits}'})"

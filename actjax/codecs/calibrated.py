@@ -1,4 +1,4 @@
-"""Quantising with scales that were measured before, once for many steps."""
+"""Quantizing with scales that were measured once, for many training steps."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,26 +9,26 @@ import jax.numpy as jnp
 
 from actjax.codecs.base import Codec
 from actjax.codecs.quantized import Quantized
-from actjax.kernels import format as fmt
+from actjax.kernels import group_scales
 from actjax.kernels.format import QuantizedCode
 
 REACHES = tuple(2 ** (-i / 3) for i in range(25))
-"""Parts of the range of a channel that its levels may be laid over: from all of it to 1/256, for
-first tokens may be hundreds of times larger than others. Each is a fifth narrower than the one
-before: the best has within some per cent of the least error."""
+"""Parts of the range of a channel that its levels may cover: from all of it to 1/256, because first
+tokens may be hundreds of times larger than others. Each part is a fifth smaller than the one
+before, which comes within a few per cent of the least error."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ChannelRange:
-    """What is known of the channels of activations, over any number of tokens.
+    """Statistics of the channels of activations, over any number of tokens.
 
     Attributes:
-      low: the least number of each channel, float32 [d].
-      high: the largest, [d].
-      mean: [d].
+      low: least number of each channel, float32 [d].
+      high: largest number, [d].
+      mean: mean, [d].
       squares: sum of the squares, [d].
-      tokens: how many, a scalar.
+      tokens: number of tokens, a scalar.
     """
 
     low: jax.Array
@@ -39,16 +39,16 @@ class ChannelRange:
 
     @classmethod
     def of(cls, x: jax.Array) -> "ChannelRange":
-        """Returns that of an activation [..., d]."""
+        """Returns the statistics of an activation [..., d]."""
         wide = x.astype(jnp.float32).reshape(-1, x.shape[-1])
         low, high = wide.min(0), wide.max(0)
-        # A sum of the largest numbers would overflow.
+        # Divided first, because the sum of large numbers would overflow.
         mean = jnp.sum(wide / len(wide), 0)
         squares = jnp.square(wide).sum(0)
         return cls(low, high, jnp.clip(mean, low, high), squares, jnp.float32(len(wide)))
 
     def merged(self, other: "ChannelRange") -> "ChannelRange":
-        """Returns that of both activations together."""
+        """Returns the statistics of both activations together."""
         tokens = self.tokens + other.tokens
         return ChannelRange(
             low=jnp.minimum(self.low, other.low),
@@ -64,33 +64,33 @@ class ChannelRange:
 class Calibrated(Codec, holds_arrays=True):
     """A `Quantized` by channel whose scales and outlier channels are given as arrays.
 
-    A pytree, and not static: scales are data that a training state holds and refreshes. No pass
-    over `x` is needed to find them, and no reduction over the devices that its tokens lie on.
+    It is a pytree and not static: the scales are data that a training state holds and refreshes.
+    Encoding needs no pass over `x` to find them, and no reduction over the devices of its tokens.
 
     Storage: that of `codec` without its scales and the indices of outlier channels.
-    Error: that of `codec`; what lies outside the range it was calibrated on saturates.
+    Error: that of `codec`; numbers outside the calibrated range saturate.
     Unbiased within that range if `codec` is.
-    Source: HyC-LoRA (2025), section on the calibration of intra-operator scales, whose scales and
-      zero points lie over the whole range; those of `least_error` are better at few bits.
+    Source: HyC-LoRA (2025), section on the calibration of intra-operator scales. Its scales and
+      zero points cover the whole range; those of `least_error` are better at few bits.
 
     Attributes:
       codec: how numbers are stored. Static.
-      step: scales of the channels, [d].
-      channels: which are stored whole, [m]; None if none are.
-      centre: middles of the channels' levels, [d]; None for zero.
+      scale: scales of the channels, [d].
+      channels: outlier channels, which are stored whole, [m]; None if there are none.
+      centre: middles of the levels of the channels, [d]; None for zero.
     """
 
     codec: Quantized = dataclasses.field(metadata={"static": True})
-    step: Any
+    scale: Any
     channels: Any
     centre: Any = None
 
     @classmethod
     def fit(cls, codec: Quantized, x: jax.Array) -> "Calibrated":
-        """Returns `codec` with the scales and outlier channels of `x` [..., d], as it has itself.
+        """Returns `codec` with the scales and outlier channels that it finds for `x` [..., d].
 
         Raises:
-          ValueError: `codec` does not scale by channel.
+          ValueError: `codec` does not have scaling="channel".
         """
         _check_channels(codec)
         channels = codec.outlier_channels(x)
@@ -98,32 +98,34 @@ class Calibrated(Codec, holds_arrays=True):
 
     @classmethod
     def over_range(cls, codec: Quantized, known: ChannelRange) -> "Calibrated":
-        """Returns `codec` with levels about the mean of each channel, over all of its range.
+        """Returns `codec` with levels around the mean of each channel, over its whole range.
 
         Raises:
-          ValueError: `codec` does not scale by channel, or rotates.
+          ValueError: `codec` does not have scaling="channel", or it rotates.
         """
         _check_channels(codec)
         if codec.rotate:
-            raise ValueError(f"`codec` has rotate=True, {codec}: channels are not known rotated.")
-        scale = codec.scale_dtype
-        # One token whose channels have these norms has their outliers.
+            raise ValueError(
+                f"`codec` has rotate=True, {codec}: the range of rotated channels is not known."
+            )
+        dtype = codec.scale_dtype
+        # A single token with the norms of the channels has the same outlier channels.
         channels = codec.outlier_channels(jnp.sqrt(known.squares)[None])
-        centre = fmt.rounded_scale(known.mean, scale)
+        centre = group_scales.rounded_scale(known.mean, dtype)
         reach = jnp.maximum(known.high - centre, centre - known.low)
-        step = codec.fit_channels(reach[None], None)
-        return cls(codec, step, channels, fmt.stored_scales([centre[None]], codec.format))
+        scale = codec.fit_channels(reach[None], None)
+        return cls(codec, scale, channels, group_scales.stored_scales([centre[None]], codec.format))
 
     @classmethod
     def least_error(cls, codec: Quantized, x: jax.Array) -> "Calibrated":
         """Returns `codec` with centres and scales of about the least squared error on `x` [..., d].
 
-        Levels over all of the range of a channel are far apart where a few numbers are large; at 2
-        bits most others then share the two in the middle. Under rounding at random, which is
-        unbiased within the range alone, they stay over all of it.
+        Levels over the whole range of a channel are far apart if a few numbers are large: at 2 bits
+        most other numbers then share the two levels in the middle. Random rounding is unbiased only
+        within the range, so for it the levels still cover the whole range.
 
         Raises:
-          ValueError: `codec` does not scale by channel, or rotates.
+          ValueError: `codec` does not have scaling="channel", or it rotates.
         """
         whole = cls.over_range(codec, ChannelRange.of(x))
         return whole.narrowed(whole.errors(x)) if whole.narrows else whole
@@ -133,7 +135,7 @@ class Calibrated(Codec, holds_arrays=True):
 
     @property
     def narrows(self) -> bool:
-        """Whether a narrower range than all of it may be better."""
+        """Whether a part of the range may be better than the whole range."""
         return self.codec.rounding == "nearest"
 
     @property
@@ -147,10 +149,9 @@ class Calibrated(Codec, holds_arrays=True):
         return self.codec.needs_key
 
     def errors(self, x: jax.Array) -> jax.Array:
-        """Returns the sum of the squared errors of each channel of `x` [..., d], in float32.
+        """Returns the sum of squared errors of each channel of `x` [..., d], float32 [reaches, d].
 
-        One row for each of `REACHES`, parts of the scales that there are. Sums over several
-        activations add up.
+        Row i multiplies the scales by `REACHES[i]`. Sums of several activations may be added.
         """
 
         def one(reach: jax.Array) -> jax.Array:
@@ -161,20 +162,22 @@ class Calibrated(Codec, holds_arrays=True):
         return jax.lax.map(one, jnp.asarray(REACHES, jnp.float32))
 
     def narrowed(self, errors: jax.Array) -> "Calibrated":
-        """Returns it with the part of each scale whose error is the least; see `errors`."""
+        """Returns this codec with each scale multiplied by the reach of the least of `errors`."""
         return self._scaled(jnp.asarray(REACHES, jnp.float32)[jnp.argmin(errors, 0)])
 
     def _scaled(self, factor: jax.Array) -> "Calibrated":
-        scale = self.codec.scale_dtype
-        step = fmt.rounded_scale(self.step.view(scale).astype(jnp.float32) * factor, scale)
-        return dataclasses.replace(self, step=fmt.stored_scales([step[None]], self.codec.format))
+        dtype = self.codec.scale_dtype
+        scale = self.scale.view(dtype).astype(jnp.float32) * factor
+        rounded = group_scales.rounded_scale(scale, dtype)[None]
+        stored = group_scales.stored_scales([rounded], self.codec.format)
+        return dataclasses.replace(self, scale=stored)
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> QuantizedCode:
-        if x.shape[-1:] != self.step.shape:
+        if x.shape[-1:] != self.scale.shape:
             raise ValueError(
-                f"`x` has {x.shape[-1:]} channels, but the calibration is of {self.step.shape}."
+                f"`x` has {x.shape[-1:]} channels, but the calibration has {self.scale.shape}."
             )
-        code = self.codec.encode_with(x, key, self.channels, self.step, self.centre)
+        code = self.codec.encode_with(x, key, self.channels, self.scale, self.centre)
         return dataclasses.replace(code, channels=None)
 
     def decode(self, code: QuantizedCode) -> jax.Array:
@@ -184,11 +187,13 @@ class Calibrated(Codec, holds_arrays=True):
         return self.codec.weight_grad(self._whole(code), dz)
 
     def _whole(self, code: QuantizedCode) -> QuantizedCode:
-        """Returns a code with what it does not hold."""
-        return dataclasses.replace(code, step=self.step, centre=self.centre, channels=self.channels)
+        """Returns the code completed with the arrays of this codec."""
+        return dataclasses.replace(
+            code, scale=self.scale, centre=self.centre, channels=self.channels
+        )
 
     def stored_bytes(self, shape: Sequence[int], dtype: jax.typing.DTypeLike) -> int:
-        scales = self.step.size * self.step.dtype.itemsize
+        scales = self.scale.size * self.scale.dtype.itemsize
         indices = 0 if self.channels is None else self.channels.size * self.channels.dtype.itemsize
         return self.codec.stored_bytes(shape, dtype) - scales - indices
 
@@ -196,6 +201,6 @@ class Calibrated(Codec, holds_arrays=True):
 def _check_channels(codec: Quantized) -> None:
     if codec.scaling != "channel":
         raise ValueError(
-            f"`codec` of Calibrated must have scaling='channel', got {codec}: scales of groups"
-            " belong to one token."
+            f"`codec` of Calibrated must have scaling='channel', got {codec}: the scale of a group"
+            " is measured for one token."
         )

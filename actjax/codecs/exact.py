@@ -1,4 +1,4 @@
-"""Storing the activation itself: the zero of every comparison."""
+"""Storing the activation itself: the baseline of every comparison."""
 
 import dataclasses
 import math
@@ -13,9 +13,9 @@ from actjax.codecs.base import Codec
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Exact(Codec):
-    """Stores `x` as it is.
+    """Stores `x` unchanged.
 
-    Storage: `T d` values of the dtype of `x`; nothing if something else keeps the same array.
+    Storage: `T d` values of the dtype of `x`; nothing more if the same array is already kept.
     Error: none. Unbiased.
     Source: ordinary reverse-mode differentiation.
     """

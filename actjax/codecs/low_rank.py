@@ -1,10 +1,10 @@
 """Codecs that store `x` of shape [T, d] as a product of two thin factors.
 
-Wei et al. (2026), section 4, store `x ≈ U Vᵀ`; the weight gradient `V (Uᵀ dz)` then costs
-`2 k (T + d) n` operations instead of `2 T d n`. Halko, Martinsson and Tropp, "Finding structure
-with randomness" (2011), is followed for the randomised range finder, with one change: the sketch
-is orthonormalised by Cholesky factors of its Gram matrix (`actjax._math.orthogonal`), which runs
-at the speed of matrix products and partitions over tokens.
+Wei et al. (2026), section 4, store `x ≈ u vᵀ` with `u` [T, k] and `v` [d, k]; the weight gradient
+`v (uᵀ dz)` then costs `2 k (T + d) n` operations instead of `2 T d n`. The randomised range finder
+follows Halko, Martinsson and Tropp, "Finding structure with randomness" (2011), with one change:
+the sketch is orthonormalised with Cholesky factors of its Gram matrix (`actjax._math.orthogonal`),
+which runs at the speed of matrix products and partitions over tokens.
 """
 
 import dataclasses
@@ -33,13 +33,13 @@ Sketch = Literal["gaussian", "rows"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ProjectedCode:
-    """`x S` and the key that `S` is drawn from again.
+    """`x S` and the key that `S` is drawn from.
 
     Attributes:
-      projected: the code of `x S` [..., k]: by default that array.
+      projected: the code of `x S` [..., k]; by default that array.
       key: the words of the key (threefry: two uint32).
       features: d. Static.
-      dtype: of `x`. Static.
+      dtype: dtype of `x`. Static.
       key_impl: generator of the key. Static.
     """
 
@@ -53,21 +53,21 @@ class ProjectedCode:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FactoredCode:
-    """`x_hat = left rightᵀ`.
+    """`x_hat = u vᵀ`.
 
     Attributes:
-      left: the code of [..., k]: by default that array.
-      right: [d, k].
+      u: the code of the factor of the tokens, [..., k]; by default that array.
+      v: factor of the features, [d, k].
     """
 
-    left: Any
-    right: Any
+    u: Any
+    v: Any
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PrincipalPlusRandomCode:
-    """A low-rank part, and a random projection of what it leaves out.
+    """A low-rank part and a random projection of the remainder.
 
     Attributes:
       principal: a `FactoredCode`.
@@ -80,16 +80,16 @@ class PrincipalPlusRandomCode:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class RandomProjection(FactoredCodec):
-    """Stores `x S`, `S ~ N(0, 1/k)` of shape [d, k], and the key of `S`; decodes to `x S Sᵀ`.
+    """Stores `x S`, with `S ~ N(0, 1/k)` of shape [d, k], and the key of `S`; decodes to `x S Sᵀ`.
 
-    Storage: `T k` values of the dtype of `x`, or what `factor` stores of them, and 8 bytes of key.
+    Storage: `T k` values of the dtype of `x`, as stored by `factor`, and 8 bytes of key.
     Error: `E‖x_hat − x‖² = ‖x‖² (d + 1) / k` (Frobenius): larger than `x` itself while `k <= d`.
     Unbiased, since `E[S Sᵀ] = I`, if `factor` is. Biased: if `factor` is.
     Source: CompAct (Shamshoum et al., 2025); "RP" in Wei et al. (2026), Table 5.
 
     Attributes:
       rank: k.
-      factor: how `x S` is stored, such as `Quantized(8)`.
+      factor: codec of `x S`, such as `Quantized(8)`.
     """
 
     rank: int
@@ -113,12 +113,12 @@ class RandomProjection(FactoredCodec):
         return self.code_of(matmul(x, matrix).astype(x.dtype), x, key)
 
     def code_of(self, projected: jax.Array, x: jax.Array, key: jax.Array) -> ProjectedCode:
-        """Returns the code of `x`, of which what is projected is known.
+        """Returns the code of `x` from its projection.
 
         Args:
           projected: [..., k].
-          x: [..., d].
-          key: of the projection.
+          x: [..., d]; only its shape and dtype are read.
+          key: key of the projection.
         """
         words, impl = raw_key(key)
         stored = self.factor.encode(projected, jax.random.fold_in(key, 1))
@@ -151,21 +151,22 @@ class RandomProjection(FactoredCodec):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class RandomizedSVD(FactoredCodec):
-    """Stores a basis `Q` [T, k] of the range of `x Ω` and `V = xᵀ Q` [d, k]; decodes to `Q Vᵀ`.
+    """Stores an orthonormal `u` [T, k] that spans `x Ω`, and `v = xᵀ u` [d, k]; decodes to `u vᵀ`.
 
-    Storage: `k (T + d)` values of the dtype of `x`; of Q what `factor` stores.
-    Error: near that of the best approximation of rank k: for Gaussian sketches and any
+    Storage: `k (T + d)` values of the dtype of `x`, those of `u` as stored by `factor`.
+    Error: close to that of the best approximation of rank k: for Gaussian sketches and any
     `p in 2..k-2`, `E‖x_hat − x‖ <= sqrt(1 + (k − p) / (p − 1)) (Σ_{j > k − p} σ_j²)^½`
     (Halko et al., Theorem 10.5); each power iteration brings it closer to the best.
-    Biased: a projection of `x`, so energy outside the basis is lost, not averaged out.
+    Biased: `x_hat` is a projection of `x`, so what lies outside the span of `u` is lost.
     Source: Wei et al. (2026), section 4, "RSVD"; Halko et al. (2011), algorithms 4.3 and 4.4.
 
     Attributes:
       rank: k.
-      power_iterations: passes of `x xᵀ` over the sketch, orthonormalised after each.
-      sketch: "gaussian" draws `Ω` normal; "rows" takes k random rows of `x` as `Ωᵀ`, which costs
-        no random matrix and already weighs directions by their energy.
-      factor: how `Q` is stored, such as `Quantized(8)`.
+      power_iterations: how often `x xᵀ` is applied to the sketch, which is orthonormalised after
+        each time.
+      sketch: "gaussian" draws a normal `Ω`; "rows" takes k random rows of `x` as `Ωᵀ`, which needs
+        no random matrix and weighs directions by their energy.
+      factor: codec of `u`, such as `Quantized(8)`.
     """
 
     rank: int
@@ -185,50 +186,50 @@ class RandomizedSVD(FactoredCodec):
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> FactoredCode:
         key = self.required_key(key)
         _check_rank(self, self.rank, x.shape)
-        left = _range_basis(x, key, self.rank, self.power_iterations, self.sketch).astype(x.dtype)
-        right = contract_tokens(x, left).astype(x.dtype)
-        return FactoredCode(self.factor.encode(left, jax.random.fold_in(key, 1)), right)
+        u = _range_basis(x, key, self.rank, self.power_iterations, self.sketch).astype(x.dtype)
+        v = contract_tokens(x, u).astype(x.dtype)
+        return FactoredCode(self.factor.encode(u, jax.random.fold_in(key, 1)), v)
 
     def decode(self, code: FactoredCode) -> jax.Array:
-        return matmul(self.basis(code), code.right.T).astype(code.right.dtype)
+        return matmul(self.decode_u(code), code.v.T).astype(code.v.dtype)
 
-    def basis(self, code: FactoredCode) -> jax.Array:
-        """Returns `Q`, [..., k], as it was stored."""
-        return self.factor.decode(code.left)
+    def decode_u(self, code: FactoredCode) -> jax.Array:
+        """Returns the factor of the tokens, [..., k], as stored."""
+        return self.factor.decode(code.u)
 
     def gradient_rank(self, shape: Sequence[int]) -> int:
         del shape
         return self.rank
 
     def left(self, code: FactoredCode) -> jax.Array:
-        return code.right
+        return code.v
 
     def right(self, code: FactoredCode, dz: jax.Array) -> jax.Array:
-        return contract_tokens(self.basis(code), dz)
+        return contract_tokens(self.decode_u(code), dz)
 
     def stored_bytes(self, shape: Sequence[int], dtype: jax.typing.DTypeLike) -> int:
         _check_rank(self, self.rank, shape)
-        left = self.factor.stored_bytes((*shape[:-1], self.rank), dtype)
-        return left + shape[-1] * self.rank * jnp.dtype(dtype).itemsize
+        u = self.factor.stored_bytes((*shape[:-1], self.rank), dtype)
+        return u + shape[-1] * self.rank * jnp.dtype(dtype).itemsize
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class PrincipalPlusRandom(FactoredCodec):
-    """A randomised SVD of rank `rank`, and a random projection of its remainder to rank `tail`.
+    """A randomised SVD of rank `rank` plus a random projection of the remainder to rank `tail`.
 
-    Storage: `rank (T + d) + tail T` values of the dtype of `x`, of which `factor` stores those of
-      tokens, and 8 bytes of key.
-    Error: `E‖x_hat − x‖² = E‖r‖² (d + 1) / tail`, where `r` is what the randomised SVD leaves out.
-    Unbiased, since the projection of the remainder is, with the variance of the remainder alone, if
-      `factor` is. Biased: if `factor` is.
-    Source: ours; none of the five systems has it.
+    Storage: `rank (T + d) + tail T` values of the dtype of `x`, those of tokens as stored by
+      `factor`, and 8 bytes of key.
+    Error: `E‖x_hat − x‖² = E‖r‖² (d + 1) / tail`, where `r` is the remainder of the randomised SVD.
+    Unbiased if `factor` is, since the projection of the remainder is unbiased; only the remainder
+      adds variance. Biased: if `factor` is.
+    Source: this library.
 
     Attributes:
       rank: rank of the principal part.
       tail: rank of the random projection.
       power_iterations: as in `RandomizedSVD`.
       sketch: as in `RandomizedSVD`.
-      factor: how what there is of each token is stored, such as `Quantized(8)`.
+      factor: codec of the factors [T, k] of both parts, such as `Quantized(8)`.
     """
 
     rank: int
@@ -267,13 +268,13 @@ class PrincipalPlusRandom(FactoredCodec):
         sketch_key, tail_key = jax.random.split(key)
         principal = self.principal.encode(x, sketch_key)
         matrix = _projection(tail_key, x.shape[-1], self.tail, x.dtype)
-        # (x − left rightᵀ) S, from the factors as stored, so that their rounding is made up for;
-        # the remainder itself, a second [T, d], never exists.
-        outside = matmul(x, matrix) - matmul(
-            self.principal.basis(principal),
-            contract_tokens(principal.right, matrix).astype(x.dtype),
+        # (x − u vᵀ) S from the factors as stored, so that the tail corrects their rounding. The
+        # remainder itself, a second [T, d], never exists.
+        remainder = matmul(x, matrix) - matmul(
+            self.principal.decode_u(principal),
+            contract_tokens(principal.v, matrix).astype(x.dtype),
         )
-        tail = self.random.code_of(outside.astype(x.dtype), x, tail_key)
+        tail = self.random.code_of(remainder.astype(x.dtype), x, tail_key)
         return PrincipalPlusRandomCode(principal, tail)
 
     def decode(self, code: PrincipalPlusRandomCode) -> jax.Array:
@@ -306,7 +307,7 @@ def _check_factor(codec: str, factor: Any) -> None:
 
 
 def _projection(key: jax.Array, features: int, rank: int, dtype: jnp.dtype) -> jax.Array:
-    """Returns `S ~ N(0, 1 / rank)`, [features, rank], the same for the same arguments."""
+    """Returns `S ~ N(0, 1 / rank)`, [features, rank], a function of its arguments alone."""
     normal = jax.random.normal(key, (features, rank), accumulation_dtype(dtype))
     return (normal / jnp.sqrt(rank).astype(normal.dtype)).astype(dtype)
 
@@ -328,13 +329,13 @@ def _range_basis(
 
 
 def sample_rows(x: jax.Array, key: jax.Array, count: int) -> jax.Array:
-    """Returns `count` of the tokens of `x` [..., d] without replacement, [count, d]."""
+    """Returns `count` tokens of `x` [..., d], drawn without replacement, [count, d]."""
     rows = jax.random.choice(key, token_count(x.shape), (count,), replace=False)
     return x.reshape(-1, x.shape[-1])[rows]
 
 
 def _unit_rows(rows: jax.Array) -> jax.Array:
-    """Scales each row to a largest entry of one, so that products neither over- nor underflow."""
+    """Scales the largest entry of each row to one, so that products neither over- nor underflow."""
     largest = jnp.max(jnp.abs(rows), axis=-1, keepdims=True)
     return rows / jnp.where(largest > 0, largest, 1)
 

@@ -1,4 +1,4 @@
-"""Storing a code in the memory of the host, so that no byte of it is on the device."""
+"""Storing a code in the memory of the host, so that it takes no memory of the device."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,20 +12,20 @@ from actjax.codecs.exact import Exact
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Offloaded(Codec):
-    """Stores what another codec stores, in host memory between the passes.
+    """Keeps the code of another codec in host memory between the passes.
 
-    A code crosses the bus instead of the activation: with four bits a quarter of the bytes that
-    offloading bfloat16 moves. XLA copies while the device computes, if it is told to (on GPUs
+    The code crosses the bus instead of the activation: four bits move a quarter of the bytes of
+    bfloat16. XLA copies while the device computes if its scheduler is set to (on GPUs
     `--xla_gpu_enable_latency_hiding_scheduler=true`). Where host and device share one memory, as on
-    a CPU, nothing is gained.
+    a CPU, it saves nothing.
 
     Storage: that of `codec`, on the host.
     Error: that of `codec`.
-    Biased: if `codec` is. Unbiased if it is.
+    Biased: if `codec` is. Unbiased if `codec` is.
     Source: GACT (Liu et al., 2022), section 5.4.
 
     Attributes:
-      codec: what is stored.
+      codec: the codec whose code is kept.
     """
 
     codec: Codec = Exact()
@@ -60,11 +60,11 @@ class Offloaded(Codec):
         return self.codec.gradient_rank(shape)
 
     def left(self, code: Code) -> jax.Array:
-        """As `FactoredCodec.left`, where `codec` is one."""
+        """As `FactoredCodec.left`, if `codec` is a `FactoredCodec`."""
         return self._factored.left(_fetch(code))
 
     def right(self, code: Code, dz: jax.Array) -> jax.Array:
-        """As `FactoredCodec.right`, where `codec` is one."""
+        """As `FactoredCodec.right`, if `codec` is a `FactoredCodec`."""
         return self._factored.right(_fetch(code), dz)
 
     @property
@@ -81,5 +81,5 @@ def _fetch(code: Any) -> Any:
 
 
 def _move(code: Any, space: Any) -> Any:
-    # One by one: together, `vmap` wants their mapped axes to be alike.
+    # One array at a time: for several, `device_put` requires equal mapped axes under `vmap`.
     return jax.tree.map(lambda x: jax.device_put(x, space), code)

@@ -1,9 +1,9 @@
-"""Storing a few representative tokens, and for each token which of them it resembles.
+"""Storing a few representative tokens, and for each token the one that it resembles.
 
 Follows PAMM ("QKV Projections Require a Fraction of Their Memory", arXiv 2506.02939): random
 rows of `x` as generating points, assignment by absolute cosine, aggregation of `dz` before the
-product. What it leaves out: nothing. What it changes: the normalisation β is folded into the
-scales when they are stored, and the assignment takes the narrowest unsigned integer that fits.
+product. Two details differ: the normalisation β is multiplied into the stored coefficients, and the
+assignment has the narrowest unsigned integer dtype that fits.
 """
 
 import dataclasses
@@ -27,8 +27,8 @@ class PointCode:
 
     Attributes:
       points: `C`, the generating tokens, [k, d].
-      index: `f`, [...], uint8, uint16 or uint32. Whatever stands there where `scale` is zero.
-      scale: `β α`, [...], in the dtype of `points`; zero for dropped and for zero tokens.
+      index: `f`, [...], uint8, uint16 or uint32; arbitrary where `scale` is zero.
+      scale: `β α`, [...], in the dtype of `points`; zero for dropped tokens and for zero tokens.
     """
 
     points: Any
@@ -38,7 +38,7 @@ class PointCode:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class PointApproximation(FactoredCodec):
-    """Stores k of the T tokens; per token, the index of the one it resembles most, and a scale.
+    """Stores k of the T tokens, and per token the index of the most similar one and a coefficient.
 
     `f(i) = argmax_j |cos(x_i, C_j)|`, `α_i = <x_i, C_f(i)> / |C_f(i)|²`. Tokens with
     `|x_i − α_i C_f(i)| > tolerance |x_i|` are dropped and the rest is scaled by
@@ -46,15 +46,15 @@ class PointApproximation(FactoredCodec):
 
     Storage: `k d + T` values of the dtype of `x`, and T indices of 1 byte (k <= 256), 2 bytes
     (k <= 65,536) or 4 bytes.
-    Error: `|x_hat_i − x_i| = |x_i| sin(x_i, C_f(i))` without a tolerance, so 0 for the sampled.
-    Biased: the part of a token orthogonal to its generator is lost. (The paper calls the
-    estimate unbiased; that holds for what dropping takes away, not for this part.)
+    Error: `|x_hat_i − x_i| = |x_i| sin(x_i, C_f(i))` without a tolerance: 0 for generating points.
+    Biased: the part of a token orthogonal to its generating point is lost. (The paper calls the
+    estimate unbiased. That holds for dropped tokens, not for this part.)
     Source: PAMM, arXiv 2506.02939.
 
     Attributes:
       ratio: r; `k = max(1, round(r T))`. Give this or `points`.
-      points: k, whatever T is.
-      tolerance: ε, infinite by default, which the paper finds best.
+      points: k, independent of T.
+      tolerance: ε; infinite by default, which the paper finds best.
     """
 
     ratio: float | None = None
@@ -83,7 +83,7 @@ class PointApproximation(FactoredCodec):
         """Returns k for an activation of this shape.
 
         Raises:
-          ValueError: `points` is above the number of tokens, or there are none.
+          ValueError: `points` is above the number of tokens, or there are no tokens.
         """
         tokens = token_count(shape)
         if tokens == 0:
@@ -129,6 +129,6 @@ class PointApproximation(FactoredCodec):
 
 
 def _index_dtype(count: int) -> jnp.dtype:
-    """Returns the narrowest unsigned integer that holds `count` indices."""
+    """Returns the narrowest unsigned integer dtype that holds `count` indices."""
     types = (jnp.uint8, jnp.uint16, jnp.uint32)
     return jnp.dtype(next(t for t in types if count - 1 <= jnp.iinfo(t).max))

@@ -1,9 +1,9 @@
 """Storing each number in a few bits.
 
-ActNN (Chen et al., 2021) and GACT (Liu et al., 2022, appendix A.4) are followed for affine groups
-with stochastic rounding, HyC-LoRA (2025) for symmetric channels and outliers kept whole. To these
-come subtractive dither (Schuchman, 1964), which is unbiased with the variance of rounding to the
-nearest, rotated groups, and levels for values that are normally distributed (Lloyd, 1982).
+Affine groups with stochastic rounding follow ActNN (Chen et al., 2021) and GACT (Liu et al., 2022,
+appendix A.4); symmetric channels and outlier channels follow HyC-LoRA (2025). Further options are
+subtractive dither (Schuchman, 1964), which is unbiased with the variance of rounding to the
+nearest, rotated groups, and levels for normally distributed values (Lloyd, 1982).
 """
 
 import dataclasses
@@ -16,49 +16,53 @@ import jax.numpy as jnp
 from actjax._math.precision import accumulation_dtype, contract_tokens
 from actjax.codecs.base import Codec, check_positive_integer, token_count
 from actjax.kernels import format as fmt
-from actjax.kernels import noise
+from actjax.kernels import group_scales, noise
 from actjax.kernels.dequantize.api import dequantize
 from actjax.kernels.format import Format, Levels, QuantizedCode, Rounding, ScaleDtype, Scaling
+from actjax.kernels.levels import normal_error
 from actjax.kernels.packing import BITS, packed_bytes
 from actjax.kernels.quantize.api import quantize
 
 _SEED_BYTES = 8
+_CHOICES = {"rounding": Rounding, "scaling": Scaling, "scale_dtype": ScaleDtype, "levels": Levels}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Quantized(Codec):
     """Stores each number of `x` in 1, 2, 3, 4 or 8 bits.
 
-    By "group", `group` neighbouring features of a token share a scale and a lowest value; by
-    "channel", all tokens of a feature share a scale, which is symmetric about zero. With `Δ` the
-    distance of two levels, `(max - min) / (2^bits - 1)`:
+    With scaling="group", `group` neighbouring features of a token share a scale and an offset
+    (their lowest value). With scaling="channel", all tokens of a feature share a scale, and the
+    levels are symmetric about zero. `Δ`, the scale, is the distance between two levels:
+    `(max - min) / (2^bits - 1)`.
 
-    Storage: `bits` bits a number, each token filled up to a byte (3 bits are 2 and 1, each filled
-      up); for each group a scale and a lowest value, or for each channel a scale, in `scale_dtype`;
-      outlier channels in the dtype of `x`, and a 4-byte index each; 8 bytes of seed under dither.
-    Error: at most `Δ/2` where rounded to the nearest (in rotated groups, on average over a group),
-      of variance `Δ²/12` under dither and at most `Δ²/4` under stochastic rounding (on average
-      `Δ²/6`); then the result is rounded to the dtype of `x`. Scales are rounded so that a group
-      lies within its levels, but for 2^-20 of its range. A range above the largest number of the
-      dtype, or of float16 scales, overflows to NaN; so do rotated values above that number over the
-      root of the group.
-    Unbiased under stochastic rounding and dither, but for that last rounding.
-    Biased: rounding to the nearest, and "normal" levels, but with an error that is as small.
-    Source: GACT (Liu et al., 2022), appendix A.4; HyC-LoRA (2025); DESIGN.md, section 4.
+    Storage: `bits` bits per number, each token padded to whole bytes (3 bits are a plane of 2 and a
+      plane of 1, each padded); a scale and an offset per group, or a scale per channel, in
+      `scale_dtype`; outlier channels in the dtype of `x`, with a 4-byte index each; 8 bytes of seed
+      for dither.
+    Error: at most `Δ/2` for rounding to the nearest (in rotated groups on average over a group);
+      variance `Δ²/12` for dither, and at most `Δ²/4` for stochastic rounding (`Δ²/6` on average).
+      The result is then rounded to the dtype of `x`. Scales are rounded so that a group lies within
+      its levels, up to 2^-20 of its range. A range above the largest number of the dtype overflows
+      to NaN; so do rotated values above that number over the square root of the group.
+    Unbiased for stochastic rounding and dither, except for the rounding to the dtype of `x`.
+    Biased: rounding to the nearest, and "normal" levels.
+    Source: GACT (Liu et al., 2022), appendix A.4; HyC-LoRA (2025); dither, rotation and normal
+      levels as in the module docstring.
 
     Attributes:
-      bits: of one number.
-      group: features that share a scale; the last of a token may be fewer. Of "channel", what is
-        rotated together.
+      bits: bits of a number.
+      group: features that share a scale; the last group of a token may be smaller. With
+        scaling="channel", the features that are rotated together.
       rounding: "nearest"; "stochastic", up or down with probabilities that make it unbiased; or
-        "dither", which adds a random shift before rounding to the nearest and takes it off again.
+        "dither", which adds a random shift before rounding and subtracts it again in `decode`.
       outlier_fraction: share of the channels, those with the largest norms, that are stored whole.
       scaling: "group" or "channel".
-      scale_dtype: of scales and lowest values.
+      scale_dtype: dtype of scales and offsets.
       levels: "uniform", or "normal": the levels of least mean square error for normally distributed
-        values, about zero, times a scale by least squares. For up to 4 bits, to the nearest.
-      rotate: whether to rotate each group by a Hadamard matrix, and back when decoding, which
-        spreads what is large over its group and makes its values look normal.
+        values, about zero, times a least-squares scale. For up to 4 bits, rounded to the nearest.
+      rotate: whether to rotate each group by a Hadamard matrix before encoding, and back in
+        `decode`. It spreads outliers over their group and makes its values look normal.
     """
 
     bits: int
@@ -74,13 +78,7 @@ class Quantized(Codec):
         if self.bits not in BITS or isinstance(self.bits, bool | float):
             raise ValueError(f"`bits` of Quantized must be one of {BITS}, got {self.bits!r}.")
         check_positive_integer("Quantized", "group", self.group)
-        choices = {
-            "rounding": Rounding,
-            "scaling": Scaling,
-            "scale_dtype": ScaleDtype,
-            "levels": Levels,
-        }
-        for name, known in choices.items():
+        for name, known in _CHOICES.items():
             value = getattr(self, name)
             if value not in get_args(known):
                 raise ValueError(
@@ -99,16 +97,9 @@ class Quantized(Codec):
 
     @property
     def format(self) -> Format:
-        """What the bits mean, as the kernels are told."""
-        return Format(
-            bits=self.bits,
-            group=self.group,
-            rounding=self.rounding,
-            scaling=self.scaling,
-            scale_dtype=self.scale_dtype,
-            levels=self.levels,
-            rotate=self.rotate,
-        )
+        """The meaning of the stored bits, as the kernels take it: all settings but outliers."""
+        names = (field.name for field in dataclasses.fields(Format))
+        return Format(**{name: getattr(self, name) for name in names})
 
     @property
     def biased(self) -> bool:
@@ -125,8 +116,8 @@ class Quantized(Codec):
         channels = self.outlier_channels(x)
         if self.scaling == "group":
             return self.encode_with(x, key, channels, None)
-        step = self.fit_channels(x, channels)
-        return dataclasses.replace(self.encode_with(x, key, channels, step), step=step)
+        scale = self.fit_channels(x, channels)
+        return dataclasses.replace(self.encode_with(x, key, channels, scale), scale=scale)
 
     def decode(self, code: QuantizedCode) -> jax.Array:
         return dequantize(code)
@@ -148,26 +139,27 @@ class Quantized(Codec):
         )
 
     def expected_error(self, x: jax.Array) -> jax.Array:
-        """Returns the mean squared error of each number of `x` by theory, in the dtype of sums.
+        """Returns the theoretical mean squared error of each number of `x`, [..., d].
 
-        `Δ²/12` to the nearest and under dither, `Δ²/6` under stochastic rounding, but for the two
-        numbers of a group that its levels begin and end with; Lloyd's error of "normal" levels. The
-        mean over a group, rotated or not.
+        It is averaged over a group, rotated or not: `Δ²/12` for the nearest and for dither, `Δ²/6`
+        for stochastic rounding, and Lloyd's error for "normal" levels. The least and the largest
+        number of a group are exact, except under dither.
         """
         channels = self.outlier_channels(x)
+        values = group_scales.without(channels, x)
         parts = []
         for segment in fmt.segments(x.shape[-1], self.group):
-            part = fmt.prepare(segment.take(fmt.without(channels, x)), self.format)
-            unit = fmt.fit(part, self.format)[1]
+            part = group_scales.prepare(segment.take(values), self.format)
+            unit = group_scales.fit(part, self.format)[1]
             errors = self._error_of_unit(segment.size) * unit * unit
             parts.append(segment.flatten(jnp.broadcast_to(errors, part.shape)))
         joined = jnp.concatenate(parts, axis=-1)
         return joined if channels is None else joined.at[..., channels].set(0)
 
     def _error_of_unit(self, size: int) -> float:
-        """Returns the mean squared error over the squared scale, in a group of some size."""
+        """Returns the mean squared error divided by the squared scale, in a group of `size`."""
         if self.levels == "normal":
-            return fmt.normal_error(self.bits)
+            return normal_error(self.bits)
         if self.rounding == "dither":
             return 1 / 12
         inner = max(0, size - 2) / size if self.scaling == "group" else 1
@@ -194,26 +186,32 @@ class Quantized(Codec):
         x: jax.Array,
         key: jax.Array | None,
         channels: jax.Array | None,
-        step: jax.Array | None,
+        scale: jax.Array | None,
         centre: jax.Array | None = None,
     ) -> QuantizedCode:
-        """Returns the code of `x` with given outlier channels and, by channel, given scales [d].
+        """Returns the code of `x` for given outlier channels, and for given scales by channel.
 
-        And with given middles of the levels [d]. These are not in the code. What lies outside them
-        becomes the nearest level: it saturates.
+        Numbers outside the levels saturate. The code does not hold `scale` and `centre`.
+
+        Args:
+          x: [..., d].
+          key: as for `encode`.
+          channels: outlier channels, [m]; None for none.
+          scale: stored scales of the channels, [d]; None with scaling="group".
+          centre: stored middles of the levels of the channels, [d]; None for zero.
         """
         self._check(x)
         seed = noise.seed_of(self.required_key(key)) if self.needs_key else None
-        return quantize(x, seed, channels, step, centre, format=self.format)
+        return quantize(x, seed, channels, scale, centre, format=self.format)
 
     def fit_channels(self, x: jax.Array, channels: jax.Array | None) -> jax.Array:
-        """Returns the scales [d] of the channels of `x` [..., d], outlier channels apart."""
-        values = fmt.without(channels, x)
-        parts = [
-            fmt.fit(fmt.prepare(segment.take(values), self.format), self.format)[1]
-            for segment in fmt.segments(x.shape[-1], self.group)
-        ]
-        return fmt.stored_scales(parts, self.format)
+        """Returns the stored scales [d] of the channels of `x` [..., d], without outliers."""
+        values, format = group_scales.without(channels, x), self.format
+        scales = []
+        for segment in fmt.segments(x.shape[-1], self.group):
+            part = group_scales.prepare(segment.take(values), format)
+            scales.append(group_scales.fit(part, format)[1])
+        return group_scales.stored_scales(scales, format)
 
     def _outlier_count(self, features: int) -> int:
         if self.outlier_fraction == 0:

@@ -1,7 +1,7 @@
-"""Functions that XLA computes in several passes over memory, in one.
+"""Kernels: functions in one pass over memory, for which XLA needs several.
 
-A kernel is a folder: `api.py`, what to call; `reference.py`, what it means, in plain JAX;
-`pallas.py`, the program; `shapes.py`, arguments of real models, for tests and benchmarks.
+A kernel is a folder: `api.py`, the function to call; `reference.py`, its definition in plain JAX;
+`pallas.py`, the program. Arguments of real models are in `benchmarks/kernel_cases`.
 """
 
 from actjax.kernels.dispatch import Implementation as Implementation

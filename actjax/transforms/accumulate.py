@@ -1,4 +1,4 @@
-"""Gradients of a large batch from micro-batches, run one after the other."""
+"""Gradients of a large batch from micro-batches that run in sequence."""
 
 import dataclasses
 from collections.abc import Callable
@@ -19,30 +19,30 @@ def accumulate(
     weights: jax.Array | None = None,
     max_rank: int | None = None,
 ) -> tuple[jax.Array, Any]:
-    """Returns the weighted mean of value and gradient over micro-batches, run one after the other.
+    """Returns the weighted mean of value and gradient over micro-batches, which run in sequence.
 
-    Dense gradients, and factored ones in a shared basis, are summed in float32: the mean is exact.
-    Factored gradients with factors of their own are put side by side, so that ranks add, which is
-    exact too; `max_rank` truncates the sum.
+    Dense gradients, and factored gradients in a shared basis, are summed in float32: the mean is
+    exact. Other factored gradients are concatenated, so ranks add; this is exact too unless
+    `max_rank` truncates the sum.
 
     Args:
       loss_and_grad: from parameters and a micro-batch to a value and its gradient, such as
         `actjax.value_and_grad(loss)`.
       params: the parameters.
-      batches: a pytree of arrays [count, ...], a micro-batch each.
-      weights: of the micro-batches, [count]; `1 / count` each by default.
-      max_rank: truncates summed factors to this rank. Error, in Frobenius norm: the root of the sum
-        of squares of the dropped singular values, the least possible (`LowRank.truncate`).
+      batches: a pytree of arrays [count, ...], one micro-batch for each index.
+      weights: weights of the micro-batches, [count]; by default `1 / count` each.
+      max_rank: truncates summed factors to this rank. The error in Frobenius norm is the root of
+        the sum of squares of the dropped singular values, the least possible (`LowRank.truncate`).
 
     Raises:
-      ValueError: `batches` do not share a leading axis of one at least, `weights` are not as many,
-        or the value is no scalar.
+      ValueError: the arrays of `batches` have no common leading axis of at least 1, `weights` has
+        another length, or the value is not a scalar.
     """
     lengths = {x.shape[0] if jnp.ndim(x) else 0 for x in jax.tree.leaves(batches)}
     if len(lengths) != 1 or 0 in lengths:
         raise ValueError(
-            "arrays of `batches` must share a leading axis, that of the micro-batches: its lengths"
-            f" are {sorted(lengths)}."
+            "arrays of `batches` must share a leading axis of micro-batches, but its lengths are"
+            f" {sorted(lengths)}."
         )
     (count,) = lengths
     weights = jnp.full((count,), 1 / count) if weights is None else jnp.asarray(weights)
@@ -54,8 +54,8 @@ def accumulate(
     loss, shapes = jax.eval_shape(loss_and_grad, params, first)
     if getattr(loss, "shape", None) != ():
         raise ValueError(
-            f"`loss_and_grad` must return a scalar and its gradient, got {loss} for the first. An"
-            " auxiliary output cannot be averaged: leave it out."
+            f"`loss_and_grad` must return a scalar and its gradient, but returned {loss} first."
+            " Drop the auxiliary output: it cannot be averaged."
         )
     leaves, treedef = jax.tree.flatten(shapes, is_leaf=is_low_rank)
     apart = [is_low_rank(g) and g.basis is None for g in leaves]
@@ -82,13 +82,13 @@ def accumulate(
 
 
 def _wide(g: Any) -> Any:
-    """Returns a gradient in the dtype it is summed in; a shared basis stays as it is."""
+    """Returns a gradient in the dtype of the sum; a shared basis keeps its dtype."""
     wide = accumulation_dtype(g.dtype)
     return dataclasses.replace(g, right=g.right.astype(wide)) if is_low_rank(g) else g.astype(wide)
 
 
 def _scaled(g: Any, weight: jax.Array) -> Any:
-    """Returns a gradient times a weight, in its own dtype."""
+    """Returns a gradient times a weight, in the dtype of the gradient."""
     return g * weight if is_low_rank(g) else (g * weight).astype(g.dtype)
 
 
@@ -97,12 +97,12 @@ def _zeros(g: Any) -> Any:
 
 
 def _add(total: Any, g: Any) -> Any:
-    # The basis is the same in every micro-batch, but not known before the first.
+    # All micro-batches have the same basis, which is unknown before the first one.
     return LowRank(g.left, total.right + g.right, g.basis) if is_low_rank(g) else total + g
 
 
 def _side_by_side(stacked: LowRank, max_rank: int | None) -> LowRank:
-    """Returns the sum of a stack [count] of `LowRank`s, truncated if asked for."""
+    """Returns the sum of a stack [count] of `LowRank`s, truncated to `max_rank`."""
     left, right = jnp.moveaxis(stacked.left, 0, -2), jnp.moveaxis(stacked.right, 0, -3)
     total = LowRank(
         left.reshape(*left.shape[:-2], -1), right.reshape(*right.shape[:-3], -1, right.shape[-1])

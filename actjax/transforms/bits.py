@@ -1,8 +1,8 @@
-"""How many bits each stored value gets: measured sensitivity, and the best use of a budget.
+"""Bits for each stored tensor: measured sensitivities, and allocation within a budget.
 
 GACT (Liu et al., 2022): to first order the variance that compression adds to the gradient is a sum
 over the stored tensors, `Σ_l c_l S(b_l)` with `S(b) = (2^b - 1)^-2` (Theorem 2), so `c_l`, the
-sensitivity of the gradient to tensor l, is all that must be measured.
+sensitivity of the gradient to tensor l, is the only quantity to measure.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ Estimate = Literal["probe", "algorithm 1"]
 
 
 def error_of_bits(bits: int) -> float:
-    """Returns `S(b) = (2^b - 1)^-2`, what the error of uniform levels is proportional to."""
+    """Returns `S(b) = (2^b - 1)^-2`, proportional to the squared error of uniform levels."""
     return (2.0**bits - 1) ** -2
 
 
@@ -37,37 +37,37 @@ def sensitivity(
 ) -> dict[str, float]:
     """Returns `c_l` for each stored tensor: the variance it adds to the gradient, over `S(b_l)`.
 
-    "algorithm 1" is GACT's: `½ ‖g_0 - g_1‖² / S(b_l)` for two gradients that differ in the random
-    rounding of tensor l alone. It takes `samples (L + 1)` gradients for L tensors, and sees all
-    that the function does with the error.
+    "algorithm 1" is GACT's Algorithm 1: `½ ‖g_0 - g_1‖² / S(b_l)` for two gradients that differ
+    only in the random rounding of tensor l. It takes `samples (L + 1)` gradients for L tensors and
+    includes every effect of the error.
 
-    "probe" takes `samples` gradients of gradients, whatever L is. With `v` of random signs, the
-    derivative of `<v, g>` by a stored tensor is `u = J_lᵀ v`, and
-    `E_v Σ_j u_j² Var(Δ_j) = Σ_j ‖J_l,j‖² Var(Δ_j)`, GACT's own bound (appendix A.4), where the
-    variance of rounding is known from the scales. To first order it is what the other estimates,
-    and its own noise is smaller. The function must be differentiable twice: of attention, only
-    implementation="dense" is.
+    "probe" takes `samples` gradients of gradients; its cost does not grow with L. With random signs
+    `v`, the derivative of `<v, g>` with respect to a stored tensor is `u = J_lᵀ v`, and
+    `E_v Σ_j u_j² Var(Δ_j) = Σ_j ‖J_l,j‖² Var(Δ_j)`, GACT's bound (appendix A.4). The variance of
+    rounding is known from the scales. To first order both estimates have the same mean, and the
+    probe has less noise. The function must be twice differentiable; attention is only with
+    implementation="dense".
 
     Args:
-      gradient: the gradient on some batch, a function of `{name: codec}`, `{name: key}` and `args`;
-        it passes codecs and keys on to the operators, or to `compress_residuals`, that store these
-        tensors. Will be jitted.
-      codecs: how each tensor is stored. Taken with uniform levels and stochastic rounding, which is
-        what the theory is about, whatever they round by.
+      gradient: the gradient on a batch, a function of `{name: codec}`, `{name: key}` and `args`. It
+        passes codecs and keys to the operators, or to `compress_residuals`, that store these
+        tensors. It is jitted here.
+      codecs: how each tensor is stored. The measurement uses uniform levels and stochastic
+        rounding, which the theory assumes, instead of those of the codec.
       key: randomness of the estimate; consumed.
-      *args: what `gradient` is given besides, such as parameters and a batch.
+      *args: further arguments of `gradient`, such as parameters and a batch.
       estimate: "probe" or "algorithm 1".
-      samples: what it is the mean of.
+      samples: number of estimates to average.
 
     Raises:
       ValueError: an unknown estimate, no samples, or no codecs.
-      TypeError: a codec that is no `Quantized`.
+      TypeError: a codec that is not a `Quantized`.
     """
     if estimate not in get_args(Estimate):
         raise ValueError(f"`estimate` must be one of {get_args(Estimate)}, got {estimate!r}.")
     if samples < 1 or not codecs:
         raise ValueError(
-            f"`samples` must be at least 1 and `codecs` not empty: {samples}, {codecs}."
+            f"`samples` must be at least 1 and `codecs` not empty, got {samples} and {codecs}."
         )
     for name, codec in codecs.items():
         if not isinstance(codec, Quantized):
@@ -91,7 +91,7 @@ def _algorithm_1(gradient: Gradient, codecs: dict[str, Quantized]) -> Callable[.
     def measure(key: jax.Array, *args: Any) -> dict[str, jax.Array]:
         first, second = (_keys(codecs, k) for k in jax.random.split(key))
         base = run(first, *args)
-        # One after the other: no more than two gradients exist at once.
+        # In sequence: at most two gradients exist at once.
         return {
             name: _distance(base, run({**first, name: second[name]}, *args)) / 2 for name in codecs
         }
@@ -134,12 +134,12 @@ def _distance(a: Any, b: Any) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class _Probed(Codec, holds_arrays=True):
-    """Stores the tensor itself; its tap is given what `codec` would add to the gradient.
+    """Stores the tensor itself; the cotangent of its tap is the variance that `codec` would add.
 
     Attributes:
-      codec: whose error is asked for. Static.
-      tap: zero, whose cotangent is `Σ_j u_j² Var(Δ_j)` for a cotangent `u` of the tensor, summed
-        over all that read it, layers among them.
+      codec: the codec to measure. Static.
+      tap: zero. Its cotangent is `Σ_j u_j² Var(Δ_j)` for a cotangent `u` of the tensor, summed over
+        all operators and layers that read it.
     """
 
     codec: Quantized = dataclasses.field(metadata={"static": True})
@@ -188,15 +188,15 @@ def allocate_bits(
 ) -> dict[str, int]:
     """Returns bits for each tensor that make `Σ c_l S(b_l)` small within a budget.
 
-    Greedy, as in GACT and ActNN (Chen et al., 2021): all tensors begin with the fewest bits, and
-    the next bits go where they lower the sum the most for what they take. Within one step of the
-    best sum there is, since that is convex in the bits.
+    Greedy, as in GACT and ActNN (Chen et al., 2021): all tensors begin with the fewest bits; the
+    next bits go to the tensor where they lower the sum most per bit. The result is at most one
+    increment away from the optimum, since the sum is convex in the bits.
 
     Args:
       sensitivity: `c_l`, by name.
       sizes: number of elements, by name.
-      average_bits: the budget, in bits of an element, scales not counted.
-      choices: numbers of bits there are.
+      average_bits: the budget in bits per element, without scales.
+      choices: the allowed numbers of bits.
 
     Raises:
       ValueError: names that differ, or a budget below the fewest bits.
@@ -209,7 +209,7 @@ def allocate_bits(
         )
     if average_bits < steps[0]:
         raise ValueError(
-            f"`average_bits` must be at least {steps[0]}, the fewest of {steps}: {average_bits}."
+            f"`average_bits` must be at least {steps[0]}, the least of {steps}, got {average_bits}."
         )
     level = dict.fromkeys(sizes, 0)
     left = average_bits * sum(sizes.values()) - steps[0] * sum(sizes.values())
@@ -224,7 +224,7 @@ def allocate_bits(
     while queue:
         _, name = heapq.heappop(queue)
         cost = sizes[name] * (steps[level[name] + 1] - steps[level[name]])
-        # What does not fit is passed over: something smaller may.
+        # Skip a tensor that does not fit: a smaller one may.
         if cost > left:
             continue
         left -= cost
@@ -235,23 +235,23 @@ def allocate_bits(
 
 
 def compression_variance(sensitivity: Mapping[str, float], bits: Mapping[str, int]) -> float:
-    """Returns `Σ c_l S(b_l)`, what compression adds to the variance of the gradient (Theorem 2).
+    """Returns `Σ c_l S(b_l)`, the variance that compression adds to the gradient (Theorem 2).
 
     Args:
       sensitivity: `c_l`, by name.
-      bits: by name.
+      bits: bits of each tensor, by name.
     """
     return sum(c * error_of_bits(bits[name]) for name, c in sensitivity.items())
 
 
 def sampling_variance(gradients: Sequence[Any]) -> float:
-    """Returns the variance of the mean of gradients that were taken on independent batches.
+    """Returns the variance of the mean of gradients of independent batches.
 
     Args:
       gradients: two or more pytrees of arrays.
 
     Raises:
-      ValueError: there is but one.
+      ValueError: fewer than two gradients.
     """
     count = len(gradients)
     if count < 2:

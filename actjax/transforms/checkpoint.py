@@ -1,10 +1,8 @@
-"""Running a function again in the backward pass, from a code of what it was given.
+"""Rematerialization from codes: a function runs again in the backward pass on decoded arguments.
 
-`jax.checkpoint` keeps the arguments of a function and recomputes the rest. Kept as a code, an
-argument takes a fraction of that; the recomputation then starts from the decoded argument, as GACT
-(Liu et al., 2022, section 5.5) does with checkpointed segments. Where a function is cheap up to the
-products whose outputs its backward pass does not read, nothing but the cheap part is recomputed:
-that is how a linear operator's input is rebuilt from what the operator before it keeps.
+`jax.checkpoint` stores the arguments of a function and recomputes the rest. A code of an argument
+takes a fraction of that memory; the recomputation then starts from the decoded argument, as GACT
+(Liu et al., 2022, section 5.5) does with checkpointed segments.
 """
 
 import functools
@@ -28,11 +26,11 @@ def checkpoint(
     key: jax.Array | None = None,
     name: str = "checkpoint",
 ) -> Callable[..., Any]:
-    """Returns `fun`, of which the backward pass keeps a code of its input and nothing else.
+    """Returns `fun` with a backward pass that stores only codes of its activations.
 
-    As `jax.checkpoint(fun)`, but that its activations are stored by `codec` and decoded again. The
-    value is exact. The gradient is that of `fun` at the decoded activations, in the accumulation of
-    JAX: an error of the codec reaches what `fun` was fed by, unlike that of a linear operator.
+    Like `jax.checkpoint(fun)`, but `codec` stores the activations, and the backward pass decodes
+    them. The value is exact. The gradient is the gradient of `fun` at the decoded activations.
+    Unlike with a linear operator, the error of the codec also reaches the layers before `fun`.
 
         def layer(x, weights): ...
         x = actjax.checkpoint(layer, Quantized(4))(x, weights)
@@ -40,19 +38,19 @@ def checkpoint(
     Works under `jit`, `lax.scan` and `vmap`, may close over arrays, and may be nested.
 
     Args:
-      fun: a function of arrays and pytrees of them. What is passed by name may be static, and its
-        arrays are closed over.
-      codec: what is stored of each activation. `Exact()` gives what `jax.checkpoint` does.
-      activations: positions of the arguments of which all floating point arrays, but for scalars,
-        are stored as a code. Other arguments, and what `fun` closes over, are kept as they are:
+      fun: a function of arrays and pytrees of arrays. Keyword arguments may be static; their arrays
+        are closed over.
+      codec: how each activation is stored. With `Exact()` this is `jax.checkpoint`.
+      activations: positions of the arguments whose floating point arrays, except scalars, are
+        stored as codes. Other arguments, and arrays that `fun` closes over, are stored unchanged;
         weights that stay alive anyway cost nothing.
-      key: randomness of the encoding; consumed. Needed if `codec.needs_key`.
-      name: what `actjax.explain` calls the stored activations.
+      key: randomness of the encoding; consumed. Required if `codec.needs_key`.
+      name: name of the stored activations in `actjax.explain`.
 
     Raises:
-      TypeError: `fun` is no function, `codec` no codec, `activations` are no positions; when
-        called: an argument that is no array.
-      ValueError: when called: a position that is not there, a missing key.
+      TypeError: `fun` is not a function, `codec` is not a codec, or `activations` are not
+        positions; when called: an argument is not an array.
+      ValueError: when called: a position without an argument, or a missing key.
     """
     check_function(fun, "checkpoint")
     if not isinstance(codec, Codec):
@@ -87,5 +85,5 @@ def checkpoint(
 
 
 def _can_be_coded(x: Any) -> bool:
-    """Returns whether `x` is an array of floating point numbers with features, and not empty."""
+    """Returns whether `x` is a non-empty floating point array with at least one axis."""
     return jnp.ndim(x) > 0 and jnp.size(x) > 0 and jnp.issubdtype(jnp.result_type(x), jnp.floating)

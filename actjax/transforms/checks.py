@@ -22,7 +22,7 @@ def positions_of(argnums: int | Sequence[int], caller: str) -> frozenset[int]:
 
 
 def check_positions(positions: frozenset[int], args: Sequence[Any], caller: str) -> None:
-    """Raises a `ValueError` unless all positions are there."""
+    """Raises a `ValueError` unless the function was called with an argument at every position."""
     if max(positions, default=-1) >= len(args):
         raise ValueError(
             f"`activations` of {caller} has position {max(positions)}, but the function was called"

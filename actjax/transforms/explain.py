@@ -1,4 +1,4 @@
-"""Where does my memory go? A table of everything a function keeps for its backward pass."""
+"""Where does my memory go? A table of all arrays that a function stores for its backward pass."""
 
 import dataclasses
 import io
@@ -22,17 +22,17 @@ _ALIVE = "alive without the backward pass"
 
 @dataclasses.dataclass(frozen=True)
 class Residual:
-    """One thing that is kept between the forward and the backward pass.
+    """An array, or a code, that is stored between the forward and the backward pass.
 
     Attributes:
-      operator: the actjax operator that keeps it, or the JAX primitive that made it.
-      name: what it is, for example "attention_in"; the path of an argument.
-      shape: its shape if it were kept exactly, stacked over layers under `scan`.
-      dtype: its dtype if it were kept exactly.
-      exact_bytes: what keeping it exactly would take.
-      stored_bytes: what is kept; 0 if it is alive without the backward pass.
-      codec: the codec, as text; empty if no actjax operator keeps it.
-      reason: why it was left alone; empty if a codec took it.
+      operator: the actjax operator that stores it, or the JAX primitive that made it.
+      name: its name, for example "attention_in", or the path of an argument.
+      shape: shape of the exact array, stacked over layers under `scan`.
+      dtype: dtype of the exact array.
+      exact_bytes: bytes of the exact array.
+      stored_bytes: bytes that are stored; 0 if it is alive without the backward pass.
+      codec: the codec, as text; empty if no actjax operator stores it.
+      reason: why no codec stores it; empty if a codec does.
     """
 
     operator: str
@@ -47,22 +47,22 @@ class Residual:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What a function keeps for its backward pass. Prints as a table.
+    """The arrays that a function stores for its backward pass. Prints as a table.
 
     Attributes:
-      residuals: one entry for each thing kept, the largest first.
+      residuals: one entry for each array or code, the largest first.
     """
 
     residuals: tuple[Residual, ...]
 
     @property
     def exact_bytes(self) -> int:
-        """Bytes if everything were kept exactly, arguments not counted."""
+        """Bytes of all exact arrays, without arguments."""
         return sum(r.exact_bytes for r in self.residuals if r.stored_bytes)
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes that are kept, arguments not counted."""
+        """Bytes that are stored, without arguments."""
         return sum(r.stored_bytes for r in self.residuals)
 
     def as_dicts(self) -> list[dict[str, Any]]:
@@ -75,13 +75,13 @@ class Explanation:
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
     def __rich__(self) -> Table:
-        """The table; arguments, and arrays below a thousandth of the whole, make one line each."""
+        """Returns the table. Arguments share a row, and so do arrays below 0.1% of the total."""
         table = Table(box=box.SIMPLE_HEAD, show_footer=True)
-        table.add_column("kept for the backward pass", "total", no_wrap=True)
+        table.add_column("stored for the backward pass", "total", no_wrap=True)
         table.add_column("array", no_wrap=True)
         table.add_column("exact", _bytes(self.exact_bytes), justify="right", no_wrap=True)
         table.add_column("stored", _bytes(self.stored_bytes), justify="right", no_wrap=True)
-        table.add_column("codec, or why none", overflow="fold")
+        table.add_column("codec or reason", overflow="fold")
         alive = [r for r in self.residuals if r.reason == _ALIVE]
         kept = [r for r in self.residuals if r.reason != _ALIVE]
         coded = [r for r in kept if r.codec not in ("", repr(Exact()))]
@@ -106,14 +106,13 @@ class Explanation:
 
 
 def explain(fun: Callable[..., Any], *args: Any) -> Explanation:
-    """Returns what `fun(*args)` keeps for its backward pass, with respect to every float argument.
+    """Returns what `fun(*args)` stores for the gradient in all floating point arguments.
 
-    Nothing is run: `fun` is traced, so arguments may be `jax.ShapeDtypeStruct`s, and a model that
-    does not fit this machine can be explained on it. Print the result, or read `.residuals`.
+    Nothing runs: `fun` is traced, so arguments may be `jax.ShapeDtypeStruct`s, and the model may be
+    larger than this machine. Print the result, or read `.residuals`.
 
-    The table lists what JAX keeps. What the compiled program holds beyond that (workspace, and
-    floats that XLA keeps alive in Python-unrolled layers) stands in
-    `jax.jit(...).lower(...).compile().memory_analysis()`.
+    The table lists what JAX stores. The compiled program may hold more: workspace, and, on a CPU,
+    floats of Python-unrolled layers. See `jax.jit(...).lower(...).compile().memory_analysis()`.
 
     Args:
       fun: any function of JAX that can be differentiated in reverse mode.
@@ -152,7 +151,7 @@ def _is_floating(x: Any) -> bool:
 
 
 def _rows(jaxpr: core.Jaxpr, arguments: dict[core.Var, str]) -> Iterator[Residual]:
-    """Yields a row for each residual; the arrays of one code make one row."""
+    """Yields one row for each residual; all arrays of a code share a row."""
     codes: dict[Tag, list[tuple[Tag, int, int]]] = {}
     for var in dict.fromkeys(v for v in jaxpr.outvars if isinstance(v, core.Var)):
         origin = origin_of(jaxpr, var)
@@ -166,7 +165,7 @@ def _rows(jaxpr: core.Jaxpr, arguments: dict[core.Var, str]) -> Iterator[Residua
 
 
 def _coded(code: Tag, leaves: list[tuple[Tag, int, int]]) -> Residual:
-    # How often the operator ran (layers of a scan, a vmapped axis), from the code's first array.
+    # The first array of a code tells how often the operator ran (layers of a scan, a vmapped axis).
     runs = sum(size // max(1, tag.leaf_size) for tag, size, _ in leaves if tag.leaf == 0)
     shape = code.shape if runs == 1 else (runs, *code.shape)
     return Residual(

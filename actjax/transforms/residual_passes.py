@@ -1,4 +1,4 @@
-"""The two passes of a function whose residuals are compressed, as planned."""
+"""The forward and backward pass of a function with compressed residuals."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -15,20 +15,20 @@ from actjax._jaxpr.programs import run_inlined
 from actjax.codecs import Exact
 from actjax.transforms.residual_plan import LEFT_BY_RULE, BitMask, Plan, StoredBy
 
-AT_HAND = 32
-"""Equations of a backward pass within which a decoded or rebuilt value is read again rather than
-made again: about one operator's."""
+LIFETIME = 32
+"""Number of backward equations for which a decoded or rebuilt value is reused; after that it is
+decoded again. About the length of one operator."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def run_compressed(plan: Plan, run: Any, inputs: Any, codecs: Any, key: Any) -> list[Any]:
-    """Returns the outputs of a function; keeps codes of its residuals for its backward pass.
+    """Returns the outputs of a function; stores codes of its residuals for its backward pass.
 
     Args:
-      plan: what is kept, and how the rest is rebuilt.
+      plan: which arrays are stored, and how the others are rebuilt.
       run: the function, from inputs to outputs.
       inputs: its inputs.
-      codecs: what stores each array that is kept; None for as it is.
+      codecs: the codec of each stored array; None if it is stored unchanged.
       key: randomness of the encoding, or None.
     """
     del plan, codecs, key
@@ -65,7 +65,7 @@ def _compressed_fwd(plan, run, inputs, codecs, key):
         plan.forward, list(map(encode, plan.forward.jaxpr.invars, inputs)), handle
     )
     outputs, values = results[: plan.outputs], results[plan.outputs :]
-    # So do the outputs: some of what is kept may be read by the backward pass alone.
+    # The outputs wait for the codes as well: only the backward pass reads some encoded values.
     outputs, made = jax.lax.optimization_barrier((outputs, made))
     codes = []
     for i, (x, kept, codec) in enumerate(zip(values, plan.kept, codecs, strict=True)):
@@ -81,15 +81,15 @@ def _compressed_fwd(plan, run, inputs, codecs, key):
 
 @jax.custom_jvp
 def _differentiated_once(x: jax.Array) -> jax.Array:
-    """Is where a derivative of the code of `x` would begin: rounding has none."""
+    """Returns `x`, and refuses to be differentiated: rounding has no derivative."""
     return x
 
 
 @_differentiated_once.defjvp
 def _(primals, tangents):
     raise NotImplementedError(
-        "compress_residuals: its gradient is made of codes, and has no derivative of its own. Take"
-        " second derivatives of the function as it is, or with a rule that leaves everything."
+        "compress_residuals: the gradient is computed from codes, so it has no derivative. For"
+        " second derivatives use the function itself, or a rule that returns None for all arrays."
     )
 
 
@@ -114,11 +114,11 @@ def _written_out(cotangent: Any) -> jax.Array:
 def _run_backward(
     plan: Plan, codes: Sequence[Any], codecs: Sequence[StoredBy | None], cotangents: Sequence[Any]
 ) -> list[Any]:
-    """Runs the pullback, and decodes and rebuilds each residual where it is first read.
+    """Runs the pullback; decodes or rebuilds each residual just before it is first read.
 
-    Decoded all at once, the floats would be back. So the pullback is run an equation at a time:
-    those that do not depend on a cotangent wait until one that does reads them, and a code is let
-    through when the last cotangent before its use is there.
+    Decoding everything at once would bring all floats back. The pullback therefore runs equation by
+    equation. Equations that do not depend on a cotangent wait until a dependent equation reads
+    them, and a code is decoded once the last cotangent before its use exists.
     """
     jaxpr = plan.backward.jaxpr
     count = len(plan.leaves)
@@ -131,7 +131,7 @@ def _run_backward(
     def read(x: core.Var | core.Literal) -> Any:
         if isinstance(x, core.Literal):
             return x.val
-        # No recursion: a chain of equations that wait may be long.
+        # A loop instead of recursion: a chain of waiting equations can be long.
         needed = [x]
         while needed:
             y = needed[-1]
@@ -152,7 +152,7 @@ def _run_backward(
         return values[x]
 
     for eqn in jaxpr.eqns:
-        # What has an effect, such as printing, happens though nothing reads it.
+        # An effect, such as printing, happens although nothing reads its result.
         if eqn.effects or any(x in downstream for x in eqn.invars if isinstance(x, core.Var)):
             downstream.update(eqn.outvars)
             outputs = run_equation(eqn, [read(x) for x in eqn.invars])
@@ -165,18 +165,18 @@ def _run_backward(
 
 
 class _Store:
-    """What is kept, and values lately made of it, in the course of a backward pass."""
+    """The codes, and the values recently decoded or rebuilt from them, during a backward pass."""
 
     def __init__(
         self, plan: Plan, codes: Sequence[Any], codecs: Sequence[StoredBy | None], clock: jax.Array
     ) -> None:
-        """Takes what the forward pass kept, and the first cotangent.
+        """Takes the codes of the forward pass and the first cotangent.
 
         Args:
-          plan: what is what.
-          codes: of what is kept, in its order.
-          codecs: likewise.
-          clock: before it is there, nothing is decoded.
+          plan: describes the codes.
+          codes: codes of the stored arrays, in the order of the plan.
+          codecs: codecs of the stored arrays.
+          clock: the first cotangent; nothing is decoded before it exists.
         """
         self._graph = plan.graph
         self._kept = {
@@ -184,7 +184,7 @@ class _Store:
         }
         self._clock = clock
         self._time = 0
-        self._at_hand: dict[core.Var, tuple[int, Any]] = {}
+        self._recent: dict[core.Var, tuple[int, Any]] = {}
 
     def advance(self, clock: jax.Array) -> None:
         """Takes the latest cotangent."""
@@ -194,32 +194,32 @@ class _Store:
         """Returns a residual."""
         rebuilt = self._graph.rebuild(var, self._value)
         for made, x in rebuilt.items():
-            # What is decoded, or was at hand, is as old as it was.
+            # A value that was decoded or reused keeps its age.
             if made not in self._kept:
-                self._at_hand.setdefault(made, (self._time, x))
+                self._recent.setdefault(made, (self._time, x))
         return rebuilt[var]
 
     def _value(self, var: core.Var) -> Any:
-        made_at, x = self._at_hand.get(var, (-AT_HAND, None))
-        if self._time - made_at < AT_HAND:
+        made_at, x = self._recent.get(var, (-LIFETIME, None))
+        if self._time - made_at < LIFETIME:
             return x
-        self._at_hand.pop(var, None)
+        self._recent.pop(var, None)
         if var not in self._kept:
             return None
         code, codec = self._kept[var]
         if codec is None:
             return code
         ((x,), _) = decode_late([code], [codec], self._clock)
-        self._at_hand[var] = self._time, x
+        self._recent[var] = self._time, x
         return x
 
 
-# Which inputs are differentiated is known with `symbolic_zeros` only.
+# `symbolic_zeros` tells which inputs are differentiated.
 run_compressed.defvjp(_compressed_fwd, _compressed_bwd, symbolic_zeros=True)
 
 
 def key_of(key: Any, plan: Plan, i: int) -> jax.Array | None:
-    """Returns the key of what is kept as number `i`."""
+    """Returns the key for stored array `i`."""
     if key is None or isinstance(key, Mapping):
         return None if key is None else key.get(plan.kept[i].candidate.name)
     return jax.random.fold_in(key, i)

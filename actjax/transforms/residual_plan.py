@@ -1,7 +1,7 @@
-"""What the backward pass of a function reads, and what is kept of it.
+"""Which arrays a function stores for its backward pass, and with which codecs.
 
-GACT recognises parameters by their address and saves a tensor that three operators keep once; here
-both are read from the traced program.
+GACT recognises parameters by their address, and stores a tensor that several operators need only
+once. Here both follow from the traced program.
 """
 
 import dataclasses
@@ -21,21 +21,21 @@ from actjax.codecs import Codec
 from actjax.kernels.packing import pack, unpack
 
 LARGEST_OVER_SMALL = 32
-"""Arrays that are so many times smaller than the largest are left alone where the rule is a codec:
-statistics and log-sum-exps, of which nothing is gained and much may depend."""
-LEFT_BY_RULE = "left by the rule"
-_NOT_FLOATING = "no floating point numbers"
+"""If the rule is a codec, arrays smaller than the largest by more than this factor stay exact:
+statistics and log-sum-exps, for example, which take few bytes and must be accurate."""
+LEFT_BY_RULE = "not encoded by the rule"
+_NOT_FLOATING = "not floating point"
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """An array that a function keeps for its backward pass, for a rule to decide on.
+    """An array that a function stores for its backward pass; the input of a rule.
 
     Attributes:
-      name: its `jax.ad_checkpoint.checkpoint_name` if it has one; else the path of the argument
-        that it is, or the line of the program that made it.
-      primitive: the JAX primitive that made it; "argument" if it was given.
-      shape: its shape; within a loop that of one iteration.
+      name: its `jax.ad_checkpoint.checkpoint_name` if it has one; otherwise the path of the
+        argument that it is, or the line of the program that made it.
+      primitive: the JAX primitive that made it; "argument" for an argument.
+      shape: its shape; within a loop the shape in one iteration.
       dtype: its dtype, as text.
     """
 
@@ -51,20 +51,20 @@ class Candidate:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of it as it is."""
+        """Bytes without encoding."""
         return self.size * jnp.dtype(self.dtype).itemsize
 
 
 Rule = Callable[[Candidate], Codec | Literal["leave"] | None]
-"""From a candidate to what stores it; None or "leave" to keep it as it is."""
+"""From a candidate to its codec; None or "leave" stores the array exactly."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What holds in all loops of a function.
+    """Settings that all loops of a function share.
 
     Attributes:
-      rule: what stores an array.
+      rule: selects the codec of an array.
       rebuild: whether cheap residuals are rebuilt.
     """
 
@@ -75,7 +75,7 @@ class Settings:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class BitMask:
-    """Stores booleans [..., d] in a bit each: exactly, so no rule is asked.
+    """Stores booleans [..., d] in one bit each. This is exact, so no rule decides on it.
 
     Attributes:
       features: d.
@@ -88,10 +88,12 @@ class BitMask:
         return "a bit each"
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, ...]:
+        """Returns bytes with eight booleans each."""
         del key
         return pack(x.astype(jnp.uint8), 1)
 
     def decode(self, code: tuple[jax.Array, ...]) -> jax.Array:
+        """Inverse of `encode`."""
         return unpack(code, 1, self.features).astype(bool)
 
 
@@ -100,12 +102,12 @@ StoredBy = Codec | BitMask
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """An array that is kept, as it is or as a code.
+    """An array that is stored, exactly or as a code.
 
     Attributes:
       var: its variable in the forward program.
-      candidate: what the rule was told.
-      reason: why it is left as it is; empty if a codec stores it.
+      candidate: its description for the rule.
+      reason: why it is stored exactly; empty if a codec stores it.
     """
 
     var: Any
@@ -115,21 +117,20 @@ class Kept:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """What a function keeps, decided on before it runs.
+    """What a function stores for its backward pass. Made before the function runs.
 
     Attributes:
-      forward: from inputs to outputs and what is kept, in the order of `kept`.
-      outputs: how many outputs there are.
-      kept: what is kept.
-      codecs: what stores it; None for as it is.
+      forward: from inputs to outputs and stored arrays, in the order of `kept`.
+      outputs: number of outputs.
+      kept: the stored arrays.
+      codecs: the codec of each stored array; None if it is stored exactly.
       leaves: for each leaf of the pullback its variable in the forward program, or a literal.
-      graph: how they are rebuilt from what is kept.
-      backward: the pullback, from its leaves and the cotangents of the smooth outputs to those of
-        the smooth inputs.
-      smooth_inputs: which inputs can be differentiated.
-      one_way: names of the operations without a derivative that an input passes through, for these
-        inputs.
-      smooth_outputs: which outputs are.
+      graph: how the leaves are rebuilt from the stored arrays.
+      backward: the pullback, from its leaves and the cotangents of the smooth outputs to the
+        cotangents of the smooth inputs.
+      smooth_inputs: positions of the inputs that can be differentiated.
+      one_way: for inputs that no gradient may pass, the operation without a derivative.
+      smooth_outputs: positions of the outputs that can be differentiated.
     """
 
     forward: core.ClosedJaxpr
@@ -152,12 +153,12 @@ def make_plan(
     settings: Settings,
     one_way: dict[int, str],
 ) -> Plan:
-    """Traces a function with its pullback, and decides what to keep for the pullback.
+    """Traces a function with its pullback, and decides what to store for the pullback.
 
     Args:
       run: from inputs to outputs.
       inputs: arrays.
-      names: of the inputs.
+      names: names of the inputs.
       dies: which inputs are dead after the forward pass.
       settings: what is done with residuals.
       one_way: for the inputs that no gradient may pass, the operation without a derivative.
@@ -241,13 +242,13 @@ def _trace(run: Callable[..., list[Any]], inputs: Sequence[Any]) -> _Traced:
 
 
 def _smooth(values: Sequence[Any]) -> tuple[int, ...]:
-    """Returns the positions of arrays that can be differentiated: floating point and complex."""
+    """Returns the positions of the arrays that can be differentiated: floating point or complex."""
     inexact = (jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact) for x in values)
     return tuple(i for i, yes in enumerate(inexact) if yes)
 
 
 def _inlined(fun: Callable[..., Any], args: Sequence[Any]) -> core.ClosedJaxpr:
-    """Returns the program of a function of arrays, or of their shapes, without calls."""
+    """Returns the program of a function of arrays (or shapes) with all calls inlined."""
     structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), list(args))
     traced = jax.make_jaxpr(fun)(*structs)
     leaves = jax.tree.leaves(structs)
@@ -270,7 +271,7 @@ def _decide(found: list[Kept], rule: Rule | Codec) -> list[StoredBy | None]:
         if not leave and not isinstance(chosen, Codec):
             raise TypeError(
                 f"`rule` returned {chosen!r} for {k.candidate}: return an actjax.Codec, or None to"
-                " leave it as it is."
+                " store it unchanged."
             )
         codecs.append(chosen if isinstance(chosen, Codec) else None)
     return codecs
@@ -279,7 +280,7 @@ def _decide(found: list[Kept], rule: Rule | Codec) -> list[StoredBy | None]:
 def _describe(
     jaxpr: core.Jaxpr, graph: Graph, var: core.Var, names: Sequence[str], dies: Sequence[bool]
 ) -> Kept:
-    """Returns what is known of an array that is kept."""
+    """Returns the description of a stored array."""
     aval: Any = var.aval
     origin, reason = origin_of(jaxpr, var), ""
     name, primitive = _given_name(jaxpr, graph, var) or origin.name, origin.operator
@@ -292,7 +293,7 @@ def _describe(
     elif origin.tag is not None and origin.tag.is_code:
         reason = "stored by an actjax operator"
     elif origin.tag is not None and origin.tag.left:
-        reason = "decided on in its loop"
+        reason = "handled inside its loop"
     elif origin.is_slices:
         reason = "slices of an argument, alive anyway"
     if not reason and not is_floating(aval):
@@ -301,7 +302,7 @@ def _describe(
 
 
 def _given_name(jaxpr: core.Jaxpr, graph: Graph, var: core.Var) -> str:
-    """Returns the name of an array, or of a view of it: a user's, or else that of an operator."""
+    """Returns the name that the user, or else an operator, gave an array or a view of it."""
     known = ""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "name" and graph.is_view(eqn.outvars[0], var):

@@ -1,9 +1,7 @@
-"""Storing the residuals of any function in a smaller form, without rewriting it.
+"""Compressed residuals for any function, without rewriting it.
 
-GACT (Liu et al., 2022): what a function keeps for its backward pass is a list of tensors, whatever
-its operators are, and any of them may be stored as a code. In JAX the leaves of what `jax.vjp`
-returns *are* that list. GACT recognises parameters by their address and saves a tensor that three
-operators keep once; here both are read from the traced program.
+GACT (Liu et al., 2022): any function stores a list of tensors for its backward pass, and each of
+them may be replaced by a code. In JAX the leaves of the pullback of `jax.vjp` are this list.
 """
 
 import functools
@@ -23,7 +21,7 @@ from actjax.transforms.residual_passes import key_of, run_compressed
 from actjax.transforms.residual_plan import Rule, Settings, is_floating, make_plan
 
 _FIRST_LOOP = 2**30
-"""What keys of loops are folded with, apart from the numbers of arrays."""
+"""First number that the keys of loops are folded with. Arrays use smaller numbers."""
 
 
 def compress_residuals(
@@ -34,53 +32,55 @@ def compress_residuals(
     rebuild: bool = True,
     key: jax.Array | Mapping[str, jax.Array] | None = None,
 ) -> Callable[..., Any]:
-    """Returns `fun`, of which the backward pass keeps residuals as codes.
+    """Returns `fun` with a backward pass that stores its residuals as codes.
 
-    The value is exact. The gradient is that of `fun` with the decoded residuals in its backward
-    pass, so its error depends on what reads them (see `actjax.explain` and `actjax.sensitivity`).
+    The value is exact. The backward pass of `fun` reads decoded residuals, so the error of the
+    gradient depends on the operations that read them (see `actjax.explain` and
+    `actjax.sensitivity`).
 
         fun = actjax.compress_residuals(model.apply, actjax.Quantized(4))
         gradient = jax.grad(lambda params: loss(fun(params, x), y))(params)
 
-    What is decided on are floating point arrays that `fun` computes. Not decided on, and kept as
-    they are: arguments and what `fun` closes over, since these stay alive anyway (weights, a
-    batch), integers, and what is a code already. Booleans, such as the mask of a ReLU or of
-    dropout, are kept in a bit each. An array that several operators keep is stored once, and so is
-    one of which another is a view: a transposed, reshaped, broadcast or wider copy.
+    The rule decides on the floating point arrays that `fun` computes. Arguments and closed-over
+    arrays (weights, a batch) stay alive anyway and are stored unchanged, and so are integers and
+    arrays that are already codes. Booleans, such as the mask of a ReLU or of dropout, take one bit
+    each. An array that several operators need is stored once, together with its views: transposed,
+    reshaped, broadcast or wider copies.
 
-    What an operator keeps beside an array may hold for the exact values alone. Attention that keeps
-    a log-sum-exp is such a one: where scores are large, weights made of codes of q and k and of
-    that are off by orders of magnitude. Use `actjax.attention(..., recompute=True)`, or one that
-    keeps its weights, as `jax.nn.dot_product_attention` does without cuDNN.
+    An operator may store a second array that fits only the exact values. Attention with a stored
+    log-sum-exp is an example: where scores are large, attention weights computed from decoded q and
+    k and the exact log-sum-exp are wrong by orders of magnitude. Use
+    `actjax.attention(..., recompute=True)`, or an attention that stores its weights, such as
+    `jax.nn.dot_product_attention` without cuDNN.
 
-    A `lax.scan` in `fun` is entered: what one iteration keeps, its carry among it, is encoded
-    within the loop, so that no stack of floats ever exists. Works under `jit`, `vmap`, `lax.scan`,
-    with `jax.checkpoint` inside (what it saves is decided on) or outside, and with data that is
-    sharded over devices by the compiler, not by `jax.shard_map` or with explicit axes. In reverse
-    mode only, and once: second derivatives of codes are refused.
+    A `lax.scan` in `fun` is transformed as well: the residuals of an iteration, including its
+    carry, are encoded within the loop, so that no stack of floats exists. Works under `jit`,
+    `vmap` and `lax.scan`, with `jax.checkpoint` inside (the rule decides on what it saves) or
+    outside, and with data that the compiler shards over devices; not under `jax.shard_map` or with
+    explicit axes. Reverse mode only, and first derivatives only: second derivatives of codes raise.
 
     Args:
-      fun: any function of JAX that can be differentiated in reverse mode. Its positional arguments
-        are traced; what is passed by name may be static, and its arrays are closed over.
-      rule: what stores an array, a function of a `Candidate`; or a codec for all but those that
-        are small (32 times smaller than the largest).
-      activations: positions of arguments that are decided on too, because they die with the forward
-        pass: the input of a layer, such as what `jax.checkpoint(layer)` keeps.
-      rebuild: whether to compute cheap residuals again from the decoded values they follow from.
-      key: randomness of the encoding, or a mapping from the name of an array to its own; consumed.
-        Needed if a codec draws.
+      fun: any JAX function that can be differentiated in reverse mode. Its positional arguments are
+        traced. Keyword arguments may be static; their arrays are closed over.
+      rule: a function from a `Candidate` to its codec; or one codec for all arrays except small
+        ones (32 times smaller than the largest).
+      activations: positions of arguments that the rule decides on too, because they are dead after
+        the forward pass, such as the input of a layer.
+      rebuild: whether to recompute cheap residuals from the decoded values that they follow from.
+      key: randomness of the encoding, or a mapping from the name of an array to its key; consumed.
+        Required if a codec draws random numbers.
 
     Raises:
-      TypeError: `fun` is no function, `rule` is neither, or returned something else, or `key` is
-        none; when called: an argument that is no array.
-      ValueError: when called: a position that is not there, a missing key, a codec that does not
-        fit an array.
+      TypeError: `fun` is not a function, `rule` is neither a codec nor a function or returned
+        something else, or `key` is not a key; when called: an argument is not an array.
+      ValueError: when called: a position without an argument, a missing key, or a codec that does
+        not fit an array.
     """
     check_function(fun, "compress_residuals")
     if not isinstance(rule, Codec) and not callable(rule):
         raise TypeError(
             "`rule` of compress_residuals must be an actjax.Codec, or a function from a Candidate"
-            f" to one (or None to leave it), got {rule!r}."
+            f" to a codec or None, got {rule!r}."
         )
     if not (key is None or isinstance(key, Mapping) or hasattr(key, "dtype")):
         raise TypeError(
@@ -122,14 +122,14 @@ def _compress(
     """Runs a program with its residuals compressed.
 
     Args:
-      program: what to run.
+      program: the program.
       arguments: its arguments.
-      names: of its constants and arguments.
+      names: names of its constants and arguments.
       dies: which of these are dead after the forward pass.
-      settings: what is done with residuals.
+      settings: settings of the whole function.
       key: randomness of the encoding, or None.
-      one_way: for constants and arguments that no gradient may be asked for, the operation without
-        a derivative that they pass through.
+      one_way: for constants and arguments that no gradient may pass, the operation without a
+        derivative.
     """
     words, treedef = jax.tree.flatten(key)
     inputs = [*program.consts, *arguments, *words]
@@ -137,12 +137,12 @@ def _compress(
     dies = [*dies, *(False,) * len(words)]
     first, last = len(program.consts), len(inputs) - len(words)
 
-    # All that it reads is given to it: it is traced again where it is differentiated, which may be
-    # outside of the loop that a key is of.
+    # All arrays that `run` reads are inputs: it is traced again where it is differentiated, perhaps
+    # outside of the loop that a key belongs to.
     def run(*inputs: Any) -> list[Any]:
         given = core.ClosedJaxpr(program.jaxpr, list(inputs[:first]))
         own_key = jax.tree.unflatten(treedef, inputs[last:])
-        # Each loop has a key of its own, the same however often the function is traced.
+        # Each loop has its own key, the same each time the function is traced.
         numbers = itertools.count()
 
         def handle(eqn: core.JaxprEqn, x: list[Any]) -> list[Any] | None:
@@ -169,7 +169,7 @@ def _compress_loop(
     eqn: core.JaxprEqn,
     inputs: list[Any],
 ) -> list[Any] | None:
-    """Runs a `lax.scan` with the residuals of its body compressed; None for another equation."""
+    """Runs a `lax.scan` with the residuals of its body compressed; returns None for the rest."""
     if eqn.primitive.name != "scan" or not any(is_floating(x.aval) for x in eqn.outvars):
         return None
     body, params = eqn.params["jaxpr"], eqn.params
@@ -177,7 +177,7 @@ def _compress_loop(
     last = first + carried
     constants, start, stacked = inputs[:first], inputs[first:last], inputs[last:]
     names = [""] * (len(body.consts) + len(inputs))
-    # The carry is another array in the next iteration: nothing else keeps it alive.
+    # The next iteration has another carry, so this one is not alive otherwise.
     dies = [False] * len(names)
     for i in range(len(start)):
         position = len(body.consts) + first + i
@@ -188,7 +188,7 @@ def _compress_loop(
 
     def step(carry: Any, slices: Any) -> Any:
         own, own_key = slices
-        # Whoever differentiates the whole has been told of what may not be.
+        # The outer call already checked for operations without a derivative.
         outputs = _compress(body, [*constants, *carry, *own], names, dies, settings, own_key, {})
         return outputs[: len(start)], outputs[len(start) :]
 
@@ -199,7 +199,7 @@ def _compress_loop(
 
 
 def _check_key(key: Any, name: str) -> None:
-    """Raises unless there is a key for what is kept under this name."""
+    """Raises unless there is a key for the array of this name."""
     if isinstance(key, Mapping) and name not in key:
         raise ValueError(
             f"`key` of compress_residuals has no entry for {name!r}, whose codec draws random"

@@ -17,12 +17,12 @@ from actjax.weights.tapped import TappedWeight
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Bases:
-    """Bases for the inputs of linear operators, to differentiate in.
+    """Bases that linear operators store their inputs in.
 
     Attributes:
       arrays: from the name of an input (`input_groups`) to its basis, [..., d, k], with the leading
-        axes of the weights that it belongs to.
-      bits: what `x P` is stored in: 16 for the dtype of `x`, or 8. Static.
+        axes of the weights of this input.
+      bits: bits of a coordinate of `x P`: 8, 4, or 16 for the dtype of `x`. Static.
     """
 
     arrays: dict[str, Any]
@@ -35,15 +35,15 @@ class Bases:
 
 @dataclasses.dataclass(frozen=True)
 class _Tapped:
-    """What is known of a parameter that will have a factored gradient.
+    """Describes a parameter that gets a factored gradient.
 
     Attributes:
-      path: where it stands.
+      path: its path in the parameters.
       input_name: name of its input: the path of the first weight that reads this input.
-      rank: of its gradient.
+      rank: rank of its gradient.
       is_first: whether it is that first weight.
-      in_basis: whether the rank is that of a given basis.
-      left_dtype: of the factor that the weights of the input share.
+      in_basis: whether its input has a given basis.
+      left_dtype: dtype of the factor that the weights of the input share.
     """
 
     path: str
@@ -56,25 +56,25 @@ class _Tapped:
 
 @dataclasses.dataclass(frozen=True)
 class Taps:
-    """Which weights of a function's parameters are tapped. Holds no arrays.
+    """Which parameters of a function are tapped. Holds no arrays.
 
     Attributes:
       treedef: structure of the parameters.
-      tapped: by position among their leaves.
+      tapped: from the position of a leaf to its description.
     """
 
     treedef: Any
     tapped: dict[int, _Tapped]
 
     def split(self, parameters: Any) -> Any:
-        """Returns what to differentiate: leaves with a dense gradient, and zero taps."""
+        """Returns the arrays to differentiate: leaves with a dense gradient, and zero taps."""
         leaves = enumerate(jax.tree.leaves(parameters))
         pairs = [(i, leaf, self.tapped.get(i)) for i, leaf in leaves]
         dense = {i: leaf for i, leaf, plan in pairs if plan is None}
         return dense, {i: _zero_taps(leaf, plan) for i, leaf, plan in pairs if plan is not None}
 
     def merge(self, parameters: Any, differentiated: Any, bases: Bases) -> Any:
-        """Returns the parameters for the function to be called with."""
+        """Returns the parameters, with tapped weights, to call the function with."""
         dense, taps = differentiated
         leaves = [
             dense[i] if i in dense else _wrap(leaf, taps[i], self.tapped[i], bases)
@@ -83,7 +83,7 @@ class Taps:
         return jax.tree.unflatten(self.treedef, leaves)
 
     def join(self, gradient: Any, bases: Bases) -> Any:
-        """Returns the gradient of the parameters from that of what `split` gave."""
+        """Returns the gradient of the parameters from the gradient of the result of `split`."""
         dense, taps = gradient
         lefts = {
             self.tapped[i].input_name: left for i, (left, _) in taps.items() if left is not None
@@ -104,10 +104,10 @@ class Taps:
 
 
 def plan_taps(fun: Callable[[Any], Any], parameters: Any, bases: Bases) -> Taps:
-    """Finds the weights of `parameters` that meet a factored codec, or a given basis, in `fun`.
+    """Finds the weights of `parameters` that `fun` uses with a factored codec or a given basis.
 
     Raises:
-      ValueError: one of them cannot have a factored gradient, or a basis fits none.
+      ValueError: such a weight cannot have a factored gradient, or a basis fits no input.
     """
     paths, uses = uses_by_path(fun, parameters)
     dtypes = [jnp.result_type(leaf) for leaf in jax.tree.leaves(parameters)]
@@ -131,7 +131,7 @@ def _plan(
     """Returns, by position, the parameters that get a factored gradient.
 
     Raises:
-      ValueError: one of them cannot, or a basis fits none.
+      ValueError: such a parameter cannot have one, or a basis fits no input.
     """
     names: dict[tuple[int, ...], str] = {}
     plans: dict[int, _Tapped] = {}
@@ -153,14 +153,14 @@ def _plan(
     if unknown:
         known = ", ".join(dict.fromkeys(names.values())) or "none"
         raise ValueError(
-            f"`bases` has {unknown}, but the inputs of linear operators are: {known}. A subspace"
-            " projects what its `groups` name: pass those of `actjax.input_groups`."
+            f"`bases` has {unknown}, but the inputs of linear operators are: {known}. If a"
+            " subspace made the bases, pass it `groups=actjax.input_groups(...)`."
         )
     return {i: dataclasses.replace(p, left_dtype=widest[p.input_name]) for i, p in plans.items()}
 
 
 def _check_uses(path: str, uses: list[Use], in_basis: bool) -> None:
-    """Raises a `ValueError` if the factors of several places would have to be added up."""
+    """Raises a `ValueError` if factors of several places would have to be added."""
     others = [use.operator for use in uses if use.operator != "linear"]
     advice = "give the operator codec=Exact(), or differentiate with jax.value_and_grad."
     if others:
@@ -172,18 +172,18 @@ def _check_uses(path: str, uses: list[Use], in_basis: bool) -> None:
     if calls > 1 and not (in_basis and len({use.call for use in uses}) == 1):
         raise ValueError(
             f"the weight `{path}` is read by {calls} linear operators, whose factors cannot be"
-            f" added up: {advice}"
+            f" added: {advice}"
         )
     if not all(use.leading for use in uses):
         raise ValueError(
-            f"the weight `{path}` has a factored gradient, so the axis of it that `vmap` maps must"
-            f" be its first: move it there, or {advice}"
+            f"the weight `{path}` has a factored gradient, so `vmap` must map its first axis: move"
+            f" the mapped axis to the front, or {advice}"
         )
     if times > 1 and not in_basis:
         raise ValueError(
-            f"the weight `{path}` meets a factored codec {times} times, in a loop that does not"
-            " slice it or under a vmap that does not map it, and the factors cannot be added up:"
-            f" let the operator see all tokens at once, or {advice}"
+            f"the weight `{path}` is read with a factored codec {times} times, in a loop that does"
+            " not slice it or under a vmap that does not map it, and the factors cannot be added:"
+            f" pass all tokens to the operator at once, or {advice}"
         )
 
 

@@ -1,9 +1,9 @@
-"""Gradients in which a weight that meets a factored codec has a `LowRank`, never a dense matrix.
+"""Factored gradients of weights that are used with a factored codec.
 
-Wei et al. (2026), section 4: once an activation is stored as `U Vᵀ`, the weight gradient is
-`V (Uᵀ dz)`, and need not be multiplied out. With a basis `P` on the input side of a weight, an
-operator that stores `x P` alone gives `Pᵀ dw = (x P)ᵀ dz` exactly: the gradient as GaLore (Zhao et
-al., 2024) projects it.
+Wei et al. (2026), section 4: if an activation is stored as `U Vᵀ`, the weight gradient is
+`V (Uᵀ dz)` and need not be multiplied out. With a basis `P` on the input side of a weight, an
+operator that stores only `x P` gives `Pᵀ dw = (x P)ᵀ dz` exactly: the projected gradient of GaLore
+(Zhao et al., 2024).
 """
 
 import functools
@@ -23,34 +23,34 @@ def value_and_grad(
     *,
     bases: Bases | Mapping[str, jax.Array] | None = None,
 ) -> Callable[..., Any]:
-    """Like `jax.value_and_grad`, but weights that meet a factored codec get a `LowRank` gradient.
+    """Like `jax.value_and_grad`, but weights used with a factored codec get a `LowRank` gradient.
 
-    A weight that `actjax.linear` or `actjax.qkv_projection` reads with such a codec (all but
-    `Exact`) gets the factors, in its own dtype; everything else a dense gradient, as from JAX. No
-    dense gradient of a factored weight ever exists, and its product is not computed: about a third
-    of the operations of a linear layer.
+    A weight that `actjax.linear` or `actjax.qkv_projection` reads with a factored codec gets the
+    factors of its gradient, in the dtype of the weight. All other parameters get the dense gradient
+    of JAX. The dense gradient of a factored weight never exists, and its product is not computed,
+    which saves about a third of the operations of a linear layer.
 
-    Works under `jit`, under `lax.scan` over stacked weights (the factors are stacked likewise),
-    `vmap`, `jax.checkpoint`, and in Flax modules of both kinds. `fun` is traced once more than by
-    JAX, to find out which weights meet which operator. A weight is known through casts, copies,
-    branches and slices of a scan. One that reaches the operator changed, as a transposed or scaled
-    one does, or out of a scan under `vmap`, is no longer the parameter: its gradient is dense.
+    Works under `jit`, under `lax.scan` over stacked weights (which stacks the factors), `vmap`,
+    `jax.checkpoint`, and in Flax modules of both kinds. `fun` is traced once more than by JAX, to
+    find out which operator reads which weight. A weight is followed through casts, copies, branches
+    and slices of a scan. A weight that is transposed or scaled before the operator reads it, or
+    that comes out of a scan under `vmap`, is not followed: its gradient is dense.
 
     Args:
-      fun: a scalar function, or of a scalar and an auxiliary output if `has_aux`.
-      argnums: which arguments to differentiate, as in JAX.
+      fun: returns a scalar, or a scalar and an auxiliary output if `has_aux`.
+      argnums: the arguments to differentiate, as in JAX.
       has_aux: as in JAX.
-      bases: where a basis is given for an input, by name (see `input_groups`), its operators store
-        the input in that basis instead of encoding it, whatever their codec. The gradient is then
+      bases: from the name of an input (see `input_groups`) to a basis. Operators store this input
+        in the basis instead of encoding it with their codec, and the gradient is
         `LowRank(basis, (x basis)ᵀ dz, name)`.
 
     Returns:
-      A function of the arguments of `fun` to the value, or the value and the auxiliary output, and
-      the gradient, shaped like the argument with `LowRank` in the place of weights.
+      A function of the arguments of `fun` that returns the value (or the value and the auxiliary
+      output) and the gradient, a pytree like the argument with `LowRank` in place of some arrays.
 
     Raises:
-      ValueError: when called: a weight with a factored gradient is read by two operators, more than
-        once by one, or by something else; a basis that fits no input.
+      ValueError: when called: two operators, or one operator twice, or another operation read a
+        weight with a factored gradient; or a basis fits no input.
     """
     given = _checked_bases(bases)
     single = not isinstance(argnums, Sequence)
@@ -63,7 +63,7 @@ def value_and_grad(
         if not all(-len(args) <= i < len(args) for i in numbers):
             raise TypeError(
                 f"`argnums` is {argnums}, but the function was called with {len(args)} positional"
-                " arguments: pass what is differentiated by position."
+                " arguments: pass differentiated arguments by position."
             )
         parameters = tuple(args[i] for i in numbers)
 
@@ -73,14 +73,14 @@ def value_and_grad(
                 replaced[i] = value
             return fun(*replaced, **kwargs)
 
-        # A single argument's weights go by their path in it, without its number in front.
+        # Paths of a single argument do not begin with its position.
         inner = (lambda p: of_parameters((p,))) if single else of_parameters
         tree = parameters[0] if single else parameters
         taps = plan_taps(inner, tree, given)
 
         def of_taps(differentiated: Any) -> Any:
             result = inner(taps.merge(tree, differentiated, given))
-            # A weight may come out again beside the value, as it went in.
+            # The auxiliary output may contain a weight.
             return (result[0], plain_weights(result[1])) if has_aux else result
 
         value, gradient = jax.value_and_grad(of_taps, has_aux=has_aux)(taps.split(tree))
@@ -103,19 +103,19 @@ def _checked_bases(bases: Bases | Mapping[str, jax.Array] | None) -> Bases:
 
 
 def input_groups(fun: Callable[..., Any], *args: Any) -> dict[str, str]:
-    """Returns which weights are fed by which input of an `actjax.linear`, in the first argument.
+    """Returns the input group of each weight in the first argument that `actjax.linear` reads.
 
-    Weights of one call, such as query, key and value, share their input, and so its stored copy
-    and its basis. Nothing is run; arguments may be shapes.
+    The weights of one call, such as query, key and value, share an input, and therefore its stored
+    copy and its basis. Nothing runs; arguments may be shapes.
 
     Args:
       fun: a function whose first argument holds the weights, such as a loss.
       *args: its arguments.
 
     Returns:
-      From the path of a weight, such as "layers.attention.q", to the name of its input, which is
-      the path of the first weight that it meets. Weights that cannot have a factored gradient,
-      because something else reads them too, are left out.
+      From the path of a weight, such as "layers.attention.q", to the name of its input: the path of
+      the first weight that reads this input. Weights that cannot have a factored gradient, because
+      another operation reads them too, are left out.
     """
     parameters, *rest = args
     paths, uses = uses_by_path(fun, parameters, *rest)
@@ -128,10 +128,10 @@ def input_groups(fun: Callable[..., Any], *args: Any) -> dict[str, str]:
 
 
 def with_bases(fun: Callable[..., Any], bases: Bases | Mapping[str, jax.Array]) -> Any:
-    """Returns `fun` with its linear operators storing their inputs in `bases`.
+    """Returns `fun` with linear operators that store their inputs in `bases`.
 
-    What `value_and_grad(fun, bases=bases)` differentiates, for `actjax.explain` to look at. Under
-    `jax.grad` its weights that have a basis get no gradient.
+    This is the function that `value_and_grad(fun, bases=bases)` differentiates, for
+    `actjax.explain`. Under `jax.grad`, weights with a basis get no gradient.
 
     Args:
       fun: a function whose first argument holds the weights.

@@ -6,8 +6,8 @@ import json
 import jax.numpy as jnp
 import pytest
 
-from actjax.kernels.registry import KERNELS
 from benchmarks import gpu, report
+from benchmarks.kernel_cases import KERNELS
 from benchmarks.kernel_check import check
 from benchmarks.whole_step import summary
 

@@ -1,8 +1,8 @@
 """The battery: every codec of `cases.CODECS` keeps the contract and what its docstring promises.
 
 A codec compiles one program for all checks in float64 and one for those in float32 and bfloat16:
-compilation takes most of the time here. This module compiles about 150 programs for 12 codecs, 70 of
-them in the one test without `jit`.
+compilation takes most of the time here. This module compiles about
+150 programs for 12 codecs, 70 of them in the one test without `jit`.
 """
 
 import dataclasses

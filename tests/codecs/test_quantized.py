@@ -11,7 +11,8 @@ import pytest
 
 import actjax
 from actjax import Quantized
-from actjax.kernels.format import SLACK, normal_error, normal_levels
+from actjax.kernels.group_scales import SLACK
+from actjax.kernels.levels import normal_error, normal_levels
 from actjax.kernels.packing import unpack
 
 KEY = jax.random.key(5)
@@ -22,7 +23,7 @@ TINY = 2.0**-24
 """What an operation of float32 rounds by, of its result."""
 
 drawing = pytest.mark.parametrize("rounding", ["stochastic", "dither"])
-scale_dtypes = pytest.mark.parametrize("scale_dtype", ["bfloat16", "float16", "float32"])
+scale_dtypes = pytest.mark.parametrize("scale_dtype", ["bfloat16", "float32"])
 quick = pytest.mark.usefixtures("quick_compile")
 
 
@@ -47,26 +48,26 @@ def f64(x):
 
 def scales(codec, code):
     """The lowest values, or None, and the scales as they are stored, [..., groups] or [d]."""
-    stored = (None if s is None else np.asarray(s) for s in (code.low, code.step))
+    stored = (None if s is None else np.asarray(s) for s in (code.offset, code.scale))
     return tuple(None if s is None else f64(s.view(jnp.dtype(codec.scale_dtype))) for s in stored)
 
 
 def levels_of(codec, code):
     """For each number, the lowest level of its group or channel, and the distance of two."""
-    low, step = scales(codec, code)
+    low, scale = scales(codec, code)
     if codec.scaling == "channel":
-        return -step * (2**codec.bits - 1) / 2, step
-    return tuple(np.repeat(s, codec.group, -1)[..., : code.features] for s in (low, step))
+        return -scale * (2**codec.bits - 1) / 2, scale
+    return tuple(np.repeat(s, codec.group, -1)[..., : code.features] for s in (low, scale))
 
 
-def arithmetic(codec, low, step):
+def arithmetic(codec, low, scale):
     """What float32 adds to an error.
 
     Encoding rounds a difference, a quotient, the half range of a channel, and the sum with a
     shift that itself is a multiple of 2^-23; decoding a difference, a product and a sum. Each is
     of at most `2^bits` levels, the last also of the lowest level.
     """
-    return TINY * (8 * 2**codec.bits * step + abs(low))
+    return TINY * (8 * 2**codec.bits * scale + abs(low))
 
 
 # Codes in float64 NumPy.
@@ -82,16 +83,16 @@ def outwards(value, dtype, towards):
 
 def oracle(codec, x):
     """Low values, scales and codes of `x` [T, d], to the nearest."""
-    steps = 2**codec.bits - 1
+    top = 2**codec.bits - 1
     if codec.scaling == "channel":
-        step = outwards(abs(x).max(0) * 2 / steps, codec.scale_dtype, 1)
-        return None, step, np.clip(np.rint(x / step + steps / 2), 0, steps)
+        scale = outwards(abs(x).max(0) * 2 / top, codec.scale_dtype, 1)
+        return None, scale, np.clip(np.rint(x / scale + top / 2), 0, top)
     groups = [x[:, cut : cut + codec.group] for cut in range(0, x.shape[-1], codec.group)]
     low = outwards(np.stack([g.min(-1) for g in groups], -1), codec.scale_dtype, -1)
     high = np.stack([g.max(-1) for g in groups], -1)
-    step = outwards((high - low) / steps, codec.scale_dtype, 1)
-    spread = [np.repeat(s, codec.group, -1)[:, : x.shape[-1]] for s in (low, step)]
-    return low, step, np.clip(np.rint((x - spread[0]) / spread[1]), 0, steps)
+    scale = outwards((high - low) / top, codec.scale_dtype, 1)
+    spread = [np.repeat(s, codec.group, -1)[:, : x.shape[-1]] for s in (low, scale)]
+    return low, scale, np.clip(np.rint((x - spread[0]) / spread[1]), 0, top)
 
 
 @quick
@@ -103,14 +104,14 @@ def test_to_the_nearest_it_is_the_oracle(bits, scaling, features, x64):
     x = f64(normal(30, features)) + 0.5
     codec = Quantized(bits, group=8, scaling=scaling)
     code, numbers, decoded = coded(codec, x)
-    low, step, want = oracle(codec, x)
-    got_low, got_step = scales(codec, code)
-    np.testing.assert_array_equal(got_step, step)
+    low, scale, want = oracle(codec, x)
+    got_low, got_scale = scales(codec, code)
+    np.testing.assert_array_equal(got_scale, scale)
     if scaling == "group":
-        assert got_step.shape == (30, -(-features // 8))
+        assert got_scale.shape == (30, -(-features // 8))
         np.testing.assert_array_equal(got_low, low)
     else:
-        assert got_step.shape == (features,)
+        assert got_scale.shape == (features,)
         assert got_low is None
     np.testing.assert_array_equal(numbers, want)
     lowest, distance = levels_of(codec, code)
@@ -125,15 +126,15 @@ def test_scales_are_the_least_that_hold_a_group_within_its_levels(scale_dtype, s
     codec = Quantized(4, group=8, scaling=scaling, scale_dtype=scale_dtype)
     code, _, decoded = coded(codec, x)
     stored = "uint16" if scale_dtype != "float32" else "float32"
-    assert code.step.dtype == stored
-    assert code.low is None if scaling == "channel" else code.low.dtype == stored
-    low, step = levels_of(codec, code)
+    assert code.scale.dtype == stored
+    assert code.offset is None if scaling == "channel" else code.offset.dtype == stored
+    low, scale = levels_of(codec, code)
     x, eps = f64(x), float(jnp.finfo(scale_dtype).eps)
     # Three operations of float32, on numbers up to the largest.
     slack = 4 * TINY * abs(x).max(-1, keepdims=True)
     assert np.all(low <= x + slack)
-    # A step may fall short of the range by `SLACK`, as `Quantized` says.
-    assert np.all(x <= low + 15 * step * (1 + SLACK) + slack)
+    # A scale may fall short of the range by `SLACK`, as `Quantized` says.
+    assert np.all(x <= low + 15 * scale * (1 + SLACK) + slack)
     if scaling == "channel":
         exact = np.broadcast_to(abs(x).max(0) * 2 / 15, x.shape)
     else:
@@ -142,22 +143,8 @@ def test_scales_are_the_least_that_hold_a_group_within_its_levels(scale_dtype, s
         # A unit of the last place at most, and so of the scale.
         assert np.all(least - low <= eps * abs(least))
         exact = (by_group.max(-1).repeat(8, -1) - low) / 15
-    assert np.all(step <= exact * (1 + eps) + slack)
-    assert np.all(abs(f64(decoded) - x) <= step / 2 + arithmetic(codec, low, step))
-
-
-@quick
-@pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_float16_scales_hold_small_groups_within_their_levels_too(rounding):
-    x = normal(60, 16) * np.float32([[1e-2], [1e-4], [1e-6], [1e-30]]).repeat(15, 0)
-    codec = Quantized(8, group=8, rounding=rounding, scale_dtype="float16")
-    code, _, decoded = coded(codec, x)
-    low, step = levels_of(codec, code)
-    slack = arithmetic(codec, low, step)
-    assert np.all(low <= x)
-    assert np.all(x <= low + 255 * step + slack)
-    most = 1.0 if rounding == "stochastic" else 0.5
-    assert np.all(abs(f64(decoded) - x) <= most * step + slack)
+    assert np.all(scale <= exact * (1 + eps) + slack)
+    assert np.all(abs(f64(decoded) - x) <= scale / 2 + arithmetic(codec, low, scale))
 
 
 # What each number errs by, over keys.
@@ -201,27 +188,28 @@ def draws(codec, x, keys):
 @pytest.mark.parametrize(
     ("bits", "scaling", "dtype"),
     [
-        *((bits, "group", dtype) for bits in BITS for dtype in ("float32", "bfloat16")),
+        *((bits, "group", "float32") for bits in BITS),
+        (4, "group", "bfloat16"),
         (3, "channel", "float32"),
     ],
 )
 def test_it_is_unbiased_and_of_the_variance_that_the_docstring_says(bits, rounding, scaling, dtype):
     x = groups_of_all_kinds()
     # By channel these are columns: an outlier in a channel, a constant, zeros.
-    x = jnp.asarray(x if scaling == "group" else x.T, dtype)
+    x = (x if scaling == "group" else x.T).astype(jnp.dtype(dtype))
     codec = Quantized(bits, group=8, rounding=rounding, scaling=scaling)
     code, samples = draws(codec, x, many_keys())
     x, samples = f64(x), f64(samples)
-    low, step = (np.broadcast_to(a, x.shape) for a in levels_of(codec, code))
+    low, scale = (np.broadcast_to(a, x.shape) for a in levels_of(codec, code))
 
     # Of a constant that the dtype of scales holds there is nothing to round.
-    flat = step == 0
+    flat = scale == 0
     np.testing.assert_array_equal(samples[:, flat], np.tile(x[flat], (KEYS, 1)))
 
     # In levels from here on.
-    position = ((x - low) / np.where(flat, 1, step))[~flat]
-    errors = (samples - x)[:, ~flat] / step[~flat]
-    slack = (arithmetic(codec, low, step) / np.where(flat, 1, step))[~flat]
+    position = ((x - low) / np.where(flat, 1, scale))[~flat]
+    errors = (samples - x)[:, ~flat] / scale[~flat]
+    slack = (arithmetic(codec, low, scale) / np.where(flat, 1, scale))[~flat]
     top = 2**bits - 1
     assert np.all(position >= -slack)
     assert np.all(position <= top + slack)
@@ -269,13 +257,13 @@ def test_numbers_spread_evenly_err_as_the_docstring_says_on_average(rounding, sq
     x = np.random.default_rng(0).uniform(-1, 1, (1, 100_000)).astype("float32")
     codec = Quantized(4, group=100_000, rounding=rounding)
     code, _, decoded = coded(codec, x)
-    step = scales(codec, code)[1]
-    errors = (f64(decoded) - x) / step
+    scale = scales(codec, code)[1]
+    errors = (f64(decoded) - x) / scale
     # A scale that is rounded outwards leaves 2^-7 of the range unused, at the end of a level; no
     # square there is above 1/4.
     assert abs((errors**2).mean() - square) <= 5 * np.sqrt(of_square / 100_000) + 2**-9
     # Of 100,000, but for the two at the ends; in float32.
-    np.testing.assert_allclose(codec.expected_error(x) / step**2, square, rtol=2.1e-5)
+    np.testing.assert_allclose(jax.jit(codec.expected_error)(x) / scale**2, square, rtol=2.1e-5)
 
 
 @quick
@@ -299,14 +287,14 @@ def test_the_shift_of_the_dither_does_not_depend_on_the_values(x64):
 )
 def test_to_the_nearest_it_errs_by_half_a_level_at_most(bits, scaling, dtype):
     x = groups_of_all_kinds()
-    x = jnp.asarray(x if scaling == "group" else x.T, dtype)
+    x = (x if scaling == "group" else x.T).astype(jnp.dtype(dtype))
     codec = Quantized(bits, group=8, scaling=scaling)
     code, _, decoded = coded(codec, x)
-    low, step = levels_of(codec, code)
+    low, scale = levels_of(codec, code)
     assert decoded.dtype == dtype
     # "Then the result is rounded to the dtype of `x`".
     rounded = float(jnp.finfo(dtype).eps) / 2 * abs(f64(decoded))
-    assert np.all(abs(f64(decoded) - f64(x)) <= step / 2 + arithmetic(codec, low, step) + rounded)
+    assert np.all(abs(f64(decoded) - f64(x)) <= scale / 2 + arithmetic(codec, low, scale) + rounded)
 
 
 @quick
@@ -315,7 +303,7 @@ def test_the_result_is_rounded_to_the_dtype_once(rotate):
     x = np.ones((8, 64), "float32")
     x[:, 5] = 1e4
     codec = Quantized(8, group=64, rotate=rotate)
-    code, _, decoded = coded(codec, jnp.asarray(x, "bfloat16"))
+    code, _, decoded = coded(codec, x.astype(jnp.bfloat16))
     exact = f64(jax.jit(codec.decode)(dataclasses.replace(code, dtype=jnp.dtype("float32"))))
     # Half a unit of 2^-7. A rotation sums 64 terms, of no more than 2e4 / 8 each, over 8.
     once = 2**-8 * abs(exact) + (66 * TINY * 64 * 2e4 / 64 if rotate else 0)
@@ -355,7 +343,6 @@ CHANNELS = 20 * (16 / WIDTH + 32 / (TOKENS * WIDTH))
         (Quantized(4, group=2048), 4 + 2 * 16 / 2048),
         (Quantized(4, group=4096), 4 + 2 * 16 / 2048),
         (Quantized(4, group=100), 4 + 21 * 2 * 16 / 2048),
-        (Quantized(4, scale_dtype="float16"), 4 + AFFINE),
         (Quantized(4, scale_dtype="float32"), 4 + 2 * AFFINE),
         (Quantized(4, levels="normal"), 4.125),
         (Quantized(2, levels="normal", group=64, rotate=True), 2 + 16 / 64),
@@ -393,9 +380,11 @@ def test_odd_tokens_are_filled_up_to_bytes_and_no_more(scaling):
 @pytest.mark.parametrize(
     "codec",
     [
-        Quantized(4),
         Quantized(2, levels="normal", outlier_fraction=0.02),
-        Quantized(1, scaling="channel", rounding="stochastic"),
+        pytest.param(Quantized(4), marks=pytest.mark.slow),
+        pytest.param(
+            Quantized(1, scaling="channel", rounding="stochastic"), marks=pytest.mark.slow
+        ),
     ],
     ids=repr,
 )
@@ -478,10 +467,10 @@ def test_the_scale_of_normal_levels_is_by_least_squares(bits, x64):
     deviation = np.sqrt((x**2).mean(-1, keepdims=True))
     levels = nearest_level(bits, x / deviation)
     fitted = (x * levels).sum(-1, keepdims=True) / (levels**2).sum(-1, keepdims=True)
-    step = scales(codec, code)[1]
+    scale = scales(codec, code)[1]
     # In 24 bits.
-    np.testing.assert_allclose(step, fitted, rtol=2**-24)
-    np.testing.assert_allclose(decoded, step * nearest_level(bits, x / step), rtol=1e-12)
+    np.testing.assert_allclose(scale, fitted, rtol=2**-24)
+    np.testing.assert_allclose(decoded, scale * nearest_level(bits, x / scale), rtol=1e-12)
     errors, plain = (((y - x) ** 2).sum(-1) for y in (f64(decoded), deviation * levels))
     assert np.all(errors <= plain * (1 + 1e-6))
 
@@ -496,12 +485,13 @@ def test_the_scale_of_normal_levels_is_by_least_squares(bits, x64):
     ],
     ids=repr,
 )
-@pytest.mark.parametrize("power", [-90, -40, 40, 90])
-def test_a_power_of_two_changes_nothing_but_the_scale(codec, power):
+def test_a_power_of_two_changes_nothing_but_the_scale(codec):
     x = normal(30, 16)
-    # It changes no rounding of any operation.
-    want = np.ldexp(round_trip(codec, x), power)
-    np.testing.assert_array_equal(round_trip(codec, np.ldexp(x, power)), want)
+    plain = round_trip(codec, x)
+    for power in (-90, -40, 40, 90):
+        # A power of two changes no rounding of any operation.
+        got = round_trip(codec, np.ldexp(x, power))
+        np.testing.assert_array_equal(got, np.ldexp(plain, power))
 
 
 # Rotated groups and outlier channels.
@@ -515,15 +505,15 @@ def test_a_rotation_makes_an_outlier_hurt_the_others_less():
     for rotate in (False, True):
         codec = Quantized(4, group=64, rounding="dither", rotate=rotate)
         code, samples = draws(codec, x, many_keys())
-        step = scales(codec, code)[1]
-        errors = (f64(samples) - f64(x))[:, 0, others] / step
+        scale = scales(codec, code)[1]
+        errors = (f64(samples) - f64(x))[:, 0, others] / scale
         # Errors before an orthogonal map are independent, of variance 1/12 levels: and so after.
         # Of sums of such, the fourth moment is no more than a normal's, 3 / 144. In float32, two
         # sums of 64 terms of the outlier's size at most, which is 60 levels.
         slack = 2 * 66 * 60 * TINY
         assert np.all(abs(errors.mean(0)) <= 5 * np.sqrt(1 / 12 / KEYS) + slack)
         assert np.all(abs((errors**2).mean(0) - 1 / 12) <= 5 * np.sqrt(2 / 144 / KEYS) + slack)
-        squares[rotate] = float(step[0, 0] ** 2 / 12)
+        squares[rotate] = float(scale[0, 0] ** 2 / 12)
     # The outlier is an eighth as large in each coordinate, but on both sides of zero; the others
     # add the sum of their sizes at most. Both ends are rounded outwards by 2^-7.
     largest = (1e4 + abs(x[0, others]).sum()) / 8
@@ -537,12 +527,12 @@ def test_errors_of_a_rotated_group_are_no_longer_than_of_one_that_is_not(roundin
     x = f64(normal(50, 20))
     codec = Quantized(4, group=8, rounding=rounding, rotate=True)
     code, _, decoded = coded(codec, x)
-    step = levels_of(codec, code)[1]
+    scale = levels_of(codec, code)[1]
     most = 1.0 if rounding == "stochastic" else 0.5
     # An orthogonal map keeps the length of the errors of each group.
     for part in (slice(0, 8), slice(8, 16), slice(16, 20)):
         lengths = np.linalg.norm((f64(decoded) - x)[:, part], axis=-1)
-        assert np.all(lengths <= most * np.linalg.norm(step[:, part], axis=-1) * (1 + 1e-12))
+        assert np.all(lengths <= most * np.linalg.norm(scale[:, part], axis=-1) * (1 + 1e-12))
 
 
 @quick
@@ -561,7 +551,7 @@ def test_channels_with_the_largest_norms_come_back_whole(fraction, count, scalin
     x = np.sign(normal(3, 40, 16)) * sizes
     x[..., sizes == 1] = 0
     x[1, 7, sizes == 1] = sizes.max() * 1.1
-    x = jnp.asarray(x, "bfloat16")
+    x = x.astype(jnp.bfloat16)
     codec = Quantized(2, group=8, outlier_fraction=fraction, rotate=rotate, scaling=scaling)
     code, _, decoded = coded(codec, x)
     assert (code.outliers.shape, code.outliers.dtype) == ((3, 40, count), "bfloat16")
@@ -569,11 +559,13 @@ def test_channels_with_the_largest_norms_come_back_whole(fraction, count, scalin
     largest = np.argsort(norms)[::-1][:count]
     assert np.argmax(abs(f64(x)).max((0, 1))) not in largest[:3]
     assert {*np.asarray(code.channels).tolist()} == {*largest.tolist()}
+    decoded = np.asarray(decoded)
     np.testing.assert_array_equal(decoded[..., largest], x[..., largest])
     # The others have a range of their own, as if zeros were in those places.
     plain = dataclasses.replace(codec, outlier_fraction=0)
     rest = np.setdiff1d(np.arange(16), largest)
-    want = round_trip(plain, x.at[..., largest].set(0))
+    x[..., largest] = 0
+    want = round_trip(plain, x)
     np.testing.assert_array_equal(f64(decoded)[..., rest], want[..., rest])
 
 
@@ -614,7 +606,7 @@ variants = pytest.mark.parametrize("codec", VARIANTS.values(), ids=VARIANTS)
 @quick
 @variants
 @pytest.mark.parametrize("changed", [0, 1, 2])
-def test_a_group_has_no_part_in_the_code_of_another(codec, changed):
+def test_a_group_does_not_affect_the_code_of_another(codec, changed):
     # The last group is of four.
     x = normal(5, 20)
     other = x.copy()
@@ -653,7 +645,7 @@ def test_a_group_larger_than_a_token_is_the_token(name):
 @pytest.mark.parametrize(("bits", "rounding"), [*zip((1, 4, 8), ROUNDINGS, strict=True)])
 def test_one_number_is_the_lowest_level_of_its_group(bits, rounding):
     # The dtype of scales holds it as it is, and the range is none.
-    x = np.asarray(jnp.asarray(normal(50, 1), "bfloat16"), "float32")
+    x = normal(50, 1).astype(jnp.bfloat16).astype("float32")
     np.testing.assert_array_equal(round_trip(Quantized(bits, rounding=rounding), x), x)
 
 
@@ -680,9 +672,7 @@ def test_what_is_no_number_spoils_its_own_group_alone(codec):
 
 
 @quick
-@pytest.mark.parametrize(
-    ("scale_dtype", "value"), [("bfloat16", 3e38), ("float32", 3e38), ("float16", 3e6)]
-)
+@pytest.mark.parametrize(("scale_dtype", "value"), [("bfloat16", 3e38), ("float32", 3e38)])
 @pytest.mark.parametrize("scaling", ["group", "channel"])
 def test_a_range_too_large_overflows_to_what_is_no_number(scale_dtype, value, scaling):
     # One bit: by channel, the distance of two levels is twice the largest number.
@@ -706,7 +696,7 @@ def test_a_range_too_large_overflows_to_what_is_no_number(scale_dtype, value, sc
         ("group", (0, -1, 2.5, True, None, "8"), "must be an integer >= 1"),
         ("rounding", ("up", "", None), "must be one of ('nearest', 'stochastic', 'dither')"),
         ("scaling", ("token", None), "must be one of ('group', 'channel')"),
-        ("scale_dtype", ("float64", None), "must be one of ('bfloat16', 'float16', 'float32')"),
+        ("scale_dtype", ("float16", "float64", None), "must be one of ('bfloat16', 'float32')"),
         ("levels", ("nf4", None), "must be one of ('uniform', 'normal')"),
         ("outlier_fraction", (-0.1, 1, float("nan"), True, None, "0.1"), "must be in [0, 1)"),
     ],
@@ -743,8 +733,8 @@ def test_what_is_declared():
 )
 def test_a_scale_whose_inverse_is_no_normal_number(codec):
     x = np.linspace(-1, 1, 128, dtype="float32")[None]
-    want = np.asarray(round_trip(codec, jnp.asarray(x)), np.float64)
-    got = np.asarray(round_trip(codec, jnp.asarray(x * np.float32(2.0**126))), np.float64)
+    want = np.asarray(round_trip(codec, x), np.float64)
+    got = np.asarray(round_trip(codec, x * np.float32(2.0**126)), np.float64)
     # By a power of two: all that is rounded is the same.
     np.testing.assert_array_equal(got / 2.0**126, want)
 
@@ -756,8 +746,8 @@ def test_a_scale_whose_inverse_is_no_normal_number(codec):
     ids=repr,
 )
 def test_arrays_without_elements(codec, shape):
-    code = codec.encode(jnp.zeros(shape))
-    assert codec.decode(code).shape == shape
+    decoded = jax.jit(lambda x: codec.decode(codec.encode(x)))(np.zeros(shape, "float32"))
+    assert decoded.shape == shape
 
 
 def test_what_is_no_activation_is_refused():

@@ -56,7 +56,7 @@ def assert_same(got, want, slack):
 def random_code(codec, dtype, shape, *, outliers=0, centred=False, zero_row=False, seed=0):
     """A code of any bytes, that decodes to the same floats in whatever order that is computed.
 
-    For scales are powers of two, and lowest values a whole number of steps: up to 4 bits, or
+    For scales are powers of two, and lowest values a whole number of scales: up to 4 bits, or
     without dither, all that is added is exact in float32. Numbers are up to 8, on both sides of 0.
 
     Args:
@@ -72,10 +72,10 @@ def random_code(codec, dtype, shape, *, outliers=0, centred=False, zero_row=Fals
     half = 2 ** (codec.bits - 1)
     by_channel = codec.scaling == "channel"
     scales = (features,) if by_channel else (*leading, -(-features // codec.group))
-    step = 2.0 ** rng.integers(-2, 3, scales) / half
-    low = -step * rng.integers(half, half + 2, scales)
+    scale = 2.0 ** rng.integers(-2, 3, scales) / half
+    low = -scale * rng.integers(half, half + 2, scales)
     if zero_row:
-        step.reshape(-1, scales[-1])[0] = 0
+        scale.reshape(-1, scales[-1])[0] = 0
     channels, seeds = None, None
     if outliers:
         channels = rng.permutation(features)[:outliers].astype(np.int32)
@@ -86,9 +86,9 @@ def random_code(codec, dtype, shape, *, outliers=0, centred=False, zero_row=Fals
             rng.integers(0, 256, (*leading, -(-features * width // 8))).astype(np.uint8)
             for width in PLANES[codec.bits]
         ),
-        low=_stored(np.where(step > 0, low, 0), codec) if codec.format.affine else None,
-        step=_stored(step, codec),
-        centre=_stored(step * rng.integers(-3, 4, scales), codec) if centred else None,
+        offset=_stored(np.where(scale > 0, low, 0), codec) if codec.format.affine else None,
+        scale=_stored(scale, codec),
+        centre=_stored(scale * rng.integers(-3, 4, scales), codec) if centred else None,
         outliers=rng.normal(size=(*leading, outliers)).astype(jnp.dtype(dtype))
         if outliers
         else None,

@@ -10,24 +10,32 @@ import sys
 import jax
 import pytest
 
-from actjax.kernels.registry import KERNELS
 from benchmarks.hlo import traffic
-
-EVERY = [(name, case) for name, (_, cases) in KERNELS.items() for case in cases]
-
-
-@pytest.mark.parametrize(("name", "case"), EVERY, ids=lambda x: getattr(x, "name", x))
-def test_it_lowers_for_cuda(name, case):
-    kernel = KERNELS[name].kernel
-    assert kernel.refuses(*case.shapes(), **case.options) is None
-    assert triton_kernels(kernel, case, "cuda") == 1
+from benchmarks.kernel_cases import KERNELS
 
 
-@pytest.mark.parametrize("platform", ["cpu", "tpu"])
 @pytest.mark.parametrize("name", KERNELS)
-def test_the_definition_lowers_for_the_rest(name, platform):
+def test_it_lowers_for_cuda(name):
     kernel, cases = KERNELS[name]
-    assert triton_kernels(kernel, cases[0], platform) == 0
+    for case in cases:
+        assert kernel.refuses(*case.shapes(), **case.options) is None, case.name
+    for case in cases[:2]:
+        assert triton_kernels(kernel, case, "cuda") == 1, case.name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KERNELS)
+def test_every_case_lowers_for_cuda(name):
+    kernel, cases = KERNELS[name]
+    for case in cases[2:]:
+        assert triton_kernels(kernel, case, "cuda") == 1, case.name
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_definition_lowers_for_other_platforms(name):
+    kernel, cases = KERNELS[name]
+    for platform in ("cpu", "tpu"):
+        assert triton_kernels(kernel, cases[0], platform) == 0, platform
 
 
 def triton_kernels(kernel, case, platform) -> int:
@@ -36,31 +44,40 @@ def triton_kernels(kernel, case, platform) -> int:
     return text.count("__gpu$xla.gpu.triton")
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    """What the compiler for an H100 says of every kernel, by kernel and case."""
+@pytest.fixture(
+    scope="module", params=["--one-each", pytest.param("--small", marks=pytest.mark.slow)]
+)
+def compiled(request, tmp_path_factory):
+    """What the compiler for an H100 reports: the chosen option, and a row for a kernel and case.
+
+    The default run compiles one case of each kernel, the slow one all 90, which takes minutes.
+    """
     if importlib.util.find_spec("jax_cuda12_plugin") is None:
         pytest.skip("needs the compiler for GPUs: pip install -e '.[compile]'")
     results = tmp_path_factory.mktemp("kernels") / "kernels.json"
-    # In a process of its own: some mistakes in a kernel end it, and others compile for minutes.
+    # In its own process: some mistakes in a kernel end the process, others compile for minutes.
     command = [sys.executable, "-m", "benchmarks.kernels", "--results", str(results)]
-    command += ["--small", "--no-against-xla"]
-    # Not with the flags of this process, which leave optimisations out.
+    command += [request.param, "--no-against-xla"]
+    # Without the flags of this process, which turn optimisations off.
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     environment["JAX_PLATFORMS"] = "cpu"
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=900, check=False, env=environment
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    return {(row["kernel"], row["case"]): row for row in json.loads(results.read_text())["rows"]}
+    return request.param, json.loads(results.read_text())["rows"]
 
 
 def test_no_kernel_spills_registers_or_takes_more_than_a_core_has(compiled):
-    assert compiled.keys() == {(name, case.name) for name, case in EVERY}
-    for row in compiled.values():
+    option, rows = compiled
+    cases = {(row["kernel"], row["case"]) for row in rows}
+    assert {name for name, _ in cases} == KERNELS.keys()
+    if option == "--small":
+        assert cases == {(name, case.name) for name, entry in KERNELS.items() for case in entry[1]}
+    for row in rows:
         assert row["spilled"] == 0, row
-        # A core has 65,536 registers and 227 KiB of shared memory: room for a program at least, and
-        # for two, whose loads and arithmetic overlap, where its tiles are not products'.
+        # A core has 65,536 registers and 227 KiB of shared memory: room for at least one program.
+        # Without matrix products there is room for two, whose loads and arithmetic overlap.
         assert row["registers"] * row["threads"] <= 65536, row
         assert row["shared"] <= 232448, row
         if row["kernel"] not in ("point_assignment", "scaled_segment_sum"):
@@ -68,18 +85,18 @@ def test_no_kernel_spills_registers_or_takes_more_than_a_core_has(compiled):
 
 
 def test_every_kernel_reads_and_writes_once(compiled):
-    for row in compiled.values():
+    for row in compiled[1]:
         if row["bytes"] < 1e6:
-            continue  # Of small arrays what is made beside counts: sums of programs, and seeds.
-        # Sums by program, which are added up afterwards, and points, which are normalised before,
-        # are what is beyond.
+            continue  # For small arrays, sums of programs and seeds count too.
+        # Sums of each program, which are added up afterwards, and points, which are normalised
+        # before, come on top.
         summed = row["kernel"] in ("rms_norm_backward", "scaled_segment_sum")
-        beside = 0
+        extra = 0
         if row["kernel"] == "point_assignment":
             cases = {case.name: case for case in KERNELS["point_assignment"].cases}
             points = cases[row["case"]].shapes()[1]
-            beside = 8 * points.size * points.dtype.itemsize
-        assert row["moved"] <= (1.27 if summed else 1.03) * row["bytes"] + beside, row
+            extra = 8 * points.size * points.dtype.itemsize
+        assert row["moved"] <= (1.27 if summed else 1.03) * row["bytes"] + extra, row
 
 
 def test_traffic_counts_operands_results_and_loops():

@@ -13,7 +13,7 @@ from kernels.kernel_cases import PLANES, TINY, assert_near, assert_same, f64, no
 
 from actjax import Quantized
 from actjax.kernels.dequantize.api import dequantize
-from actjax.kernels.format import normal_levels
+from actjax.kernels.levels import normal_levels
 from actjax.kernels.noise import halves, random_words
 from actjax.kernels.quantize.api import quantize
 
@@ -79,16 +79,16 @@ def problem(codec, dtype, shape, outliers):
         # In no order, and the last one of all.
         others = np.random.default_rng(1).permutation(shape[-1] - 1)[: outliers - 1]
         channels = np.int32([shape[-1] - 1, *others])
-    step = centre = None
+    scale = centre = None
     if codec.scaling == "channel":
         # Of some tokens alone, so that others reach beyond.
         some = f64(x[: tokens // 2])
-        step = abs(some).max(0) * 2 / (2**codec.bits - 1)
+        scale = abs(some).max(0) * 2 / (2**codec.bits - 1)
         # Under stochastic rounding about zero; else not where constants lie between two levels.
         if codec.rounding != "stochastic":
-            centre = stored(some.mean(0) + 0.3 * step, codec)
-        step = stored(step, codec)
-    return x.reshape(shape), SEED if codec.needs_key else None, channels, step, centre
+            centre = stored(some.mean(0) + 0.3 * scale, codec)
+        scale = stored(scale, codec)
+    return x.reshape(shape), SEED if codec.needs_key else None, channels, scale, centre
 
 
 def stored(scale, codec):
@@ -150,14 +150,14 @@ def shifts(codec, shape, seed):
     return f64(np.concatenate(parts, -1)).reshape(shape)
 
 
-def nearest(codec, x, low, step, seed):
+def nearest(codec, x, low, scale, seed):
     """Codes of the nearest levels, and where another one is as near but for 1e-4 of a level.
 
     Below 256 levels a position is off by less: by 2^-24 each for the difference, inverse, product
     and sum with a shift.
     """
     top = 2**codec.bits - 1
-    position = (f64(x) - low) / np.where(step > 0, step, 1)
+    position = (f64(x) - low) / np.where(scale > 0, scale, 1)
     if codec.levels == "normal":
         levels = normal_levels(codec.bits)
         ties = (levels[1:] + levels[:-1]) / 2
@@ -170,20 +170,20 @@ def nearest(codec, x, low, step, seed):
     return want, (abs(position[..., None] - ties) < 1e-4).any(-1)
 
 
-def values_of(codec, numbers, low, step, seed):
+def values_of(codec, numbers, low, scale, seed):
     """What codes stand for."""
     if codec.levels == "normal":
-        return normal_levels(codec.bits)[numbers] * step + low
+        return normal_levels(codec.bits)[numbers] * scale + low
     shift = shifts(codec, numbers.shape, seed) if codec.rounding == "dither" else 0
     middle = (2**codec.bits - 1) / 2 if codec.scaling == "channel" else 0
-    return (numbers - shift - middle) * step + low
+    return (numbers - shift - middle) * scale + low
 
 
 # Encoding and decoding.
 
 
 def assert_scales_agree(codec, got, want):
-    for a, b in ((got.low, want.low), (got.step, want.step)):
+    for a, b in ((got.offset, want.offset), (got.scale, want.scale)):
         if b is None:
             assert a is None
         elif codec.levels == "normal":
@@ -196,13 +196,13 @@ def assert_scales_agree(codec, got, want):
             np.testing.assert_array_equal(a, b, strict=True)
 
 
-def check_encoding(codec, x, seed, channels, step, centre):
+def check_encoding(codec, x, seed, channels, scale, centre):
     """Holds codes to the oracle, and scales to the reference, which test_quantized.py is about.
 
     Returns:
       The code by the reference, and the share of numbers that lay between two levels.
     """
-    arguments = (x, seed, channels, step, centre)
+    arguments = (x, seed, channels, scale, centre)
     codes = [encoded(name, codec, *arguments) for name in IMPLEMENTATIONS]
     assert jax.tree.structure(codes[0]) == jax.tree.structure(codes[1])
     assert_scales_agree(codec, codes[1], codes[0])
@@ -212,9 +212,9 @@ def check_encoding(codec, x, seed, channels, step, centre):
             np.testing.assert_array_equal(code.channels, channels)
             np.testing.assert_array_equal(code.outliers, x[..., channels], strict=True)
             inner[channels] = False
-        assert (code.step is None) == (codec.scaling == "channel")
-        low = by_feature(code.low if centre is None else centre, codec, code.features)
-        unit = by_feature(code.step if step is None else step, codec, code.features)
+        assert (code.scale is None) == (codec.scaling == "channel")
+        low = by_feature(code.offset if centre is None else centre, codec, code.features)
+        unit = by_feature(code.scale if scale is None else scale, codec, code.features)
         numbers = numbers_of(code, codec)
         want, tie = nearest(codec, x, low, unit, seed)
         exact = inner & ~tie
@@ -226,8 +226,8 @@ def check_encoding(codec, x, seed, channels, step, centre):
 def check_decoding(codec, x, code):
     """Holds decoded values to the oracle, and the implementations to each other."""
     values = [np.asarray(decoded(name, code)) for name in IMPLEMENTATIONS]
-    low = code.low if code.centre is None else code.centre
-    low, unit = (by_feature(s, codec, code.features) for s in (low, code.step))
+    low = code.offset if code.centre is None else code.centre
+    low, unit = (by_feature(s, codec, code.features) for s in (low, code.scale))
     want = values_of(codec, numbers_of(code, codec), low, unit, code.seed)
     # A difference, a product and a sum, of up to `2^bits` steps and the lowest value.
     slack = TINY * (4 * 2**codec.bits * unit + 2 * abs(low)) * np.ones(x.shape)
@@ -245,12 +245,12 @@ def check_decoding(codec, x, code):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[1:])))
 def test_numbers_take_the_nearest_level_and_come_back(case):
     codec, *rest = case
-    x, seed, channels, step, centre = problem(codec, *rest)
-    code, ties = check_encoding(codec, x, seed, channels, step, centre)
+    x, seed, channels, scale, centre = problem(codec, *rest)
+    code, ties = check_encoding(codec, x, seed, channels, scale, centre)
     # Of levels on both sides of zero, zero itself.
     assert ties < 0.25
     check_decoding(
-        codec, x, code if step is None else dataclasses.replace(code, step=step, centre=centre)
+        codec, x, code if scale is None else dataclasses.replace(code, scale=scale, centre=centre)
     )
 
 
@@ -306,10 +306,10 @@ def test_transformations_of_jax_change_nothing(how):
             x, seeds
         )[1]
     for i in range(3):
-        planes, low, step, values = _jitted_round_trip("reference", codec, x[i], seeds[i])
+        planes, low, scale, values = _jitted_round_trip("reference", codec, x[i], seeds[i])
         # No number is as near to another level that rounding decides.
         jax.tree.map(
-            lambda a, b, i=i: np.testing.assert_array_equal(a[i], b), got[:3], (planes, low, step)
+            lambda a, b, i=i: np.testing.assert_array_equal(a[i], b), got[:3], (planes, low, scale)
         )
         assert_same(got[3][i], values, 4 * TINY * (abs(f64(values)) + 16))
 
@@ -317,7 +317,7 @@ def test_transformations_of_jax_change_nothing(how):
 def _round_trip(implementation, codec, x, seed):
     code = quantize(x, seed, format=codec.format, implementation=implementation)
     values = dequantize(code, implementation=implementation)
-    return code.planes, code.low, code.step, values
+    return code.planes, code.offset, code.scale, values
 
 
 _jitted_round_trip = jax.jit(_round_trip, static_argnums=(0, 1))

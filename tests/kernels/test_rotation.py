@@ -66,7 +66,7 @@ def test_rotating_back_is_the_inverse(features, x64):
 @pytest.mark.parametrize("turn", [forth, back], ids=["rotate", "rotate back"])
 @pytest.mark.parametrize("features", [7, 12, 64])
 def test_bfloat16_is_summed_in_float32(turn, features):
-    x = jnp.asarray(normal(50, features), "bfloat16")
+    x = normal(50, features).astype(jnp.bfloat16)
     got = turn(x)
     assert got.dtype == jnp.float32
     with jax.enable_x64(True):
@@ -85,7 +85,7 @@ def test_the_dtype_is_that_of_accumulation(features, x64):
             assert jax.eval_shape(turn, x) == jax.ShapeDtypeStruct(x.shape, want)
 
 
-@pytest.mark.parametrize("features", [32, 64, 128, 256, 512, 1024])
+@pytest.mark.parametrize("features", [32, 128, 1024])
 @pytest.mark.parametrize("slope", [0, 1], ids=["constant", "slope"])
 def test_what_neighbours_have_in_common_does_not_gather(features, slope):
     x = 1 + slope * np.arange(features) / features
@@ -105,9 +105,16 @@ def test_signs_are_as_many_of_one_as_of_the_other():
 
 
 def test_transformations_of_jax_change_nothing():
-    x = jnp.asarray(normal(4, 3, 12), "float32")
-    for turn in (rotate, rotate_back):
-        _, scanned = jax.lax.scan(lambda _, row, turn=turn: (None, turn(row)), None, x)
-        for got in (turn(x), jax.vmap(turn)(x), scanned):
+    x = normal(4, 3, 12).astype("float32")
+
+    @jax.jit
+    def transformed(x):
+        return [
+            (turn(x), jax.vmap(turn)(x), jax.lax.scan(lambda _, y: (None, turn(y)), None, x)[1])
+            for turn in (rotate, rotate_back)
+        ]
+
+    for want, mapped, scanned in transformed(x):
+        for got in (mapped, scanned):
             # Blocks of 4 terms below 10 in another order: a few roundings.
-            np.testing.assert_allclose(got, jax.jit(turn)(x), rtol=0, atol=10 * 4 * 2**-23)
+            np.testing.assert_allclose(got, want, rtol=0, atol=10 * 4 * 2**-23)

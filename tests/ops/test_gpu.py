@@ -1,4 +1,4 @@
-"""What only a GPU can show. Skipped without one."""
+"""Tests that need a GPU: cuDNN's attention, and equal bits of two runs. Skipped without one."""
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,10 @@ SHAPES = [(2, 128, 4, 4, 64), (2, 257, 8, 2, 64), (1, 1024, 4, 4, 128), (2, 96, 
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize(("batch", "length", "heads", "groups", "size"), SHAPES)
-def test_cudnn_attention_agrees_with_the_oracle(batch, length, heads, groups, size, recompute):
+@pytest.mark.parametrize(("batch", "length", "heads", "kv_heads", "size"), SHAPES)
+def test_cudnn_attention_agrees_with_the_oracle(batch, length, heads, kv_heads, size, recompute):
     keys = jax.random.split(jax.random.key(0), 4)
-    shapes = [(batch, length, h, size) for h in (heads, groups, groups, heads)]
+    shapes = [(batch, length, h, size) for h in (heads, kv_heads, kv_heads, heads)]
     q, k, v, dout = (
         jax.random.normal(key, shape, jnp.float32).astype(jnp.bfloat16)
         for key, shape in zip(keys, shapes, strict=True)

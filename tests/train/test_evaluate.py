@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from models import huggingface, lora
+from models import huggingface, lora, peft
 from models.checkpoints import load_checkpoint, stop_ids
 from tests.train.evaluations import (
     MODEL,
@@ -186,7 +186,7 @@ def test_a_llama2c_file_is_a_checkpoint(folder):
         quietly(dataclasses.replace(given, tokenizer=None))
     with pytest.raises(ValueError, match=r"neither a folder with a config\.json nor a \.bin"):
         load_checkpoint(folder / "text.txt")
-    with pytest.raises(FileNotFoundError, match=r"'none\.bin' cannot be read: there is nothing"):
+    with pytest.raises(FileNotFoundError, match=r"'none\.bin' cannot be read: no such file"):
         load_checkpoint("none.bin")
 
 
@@ -203,7 +203,7 @@ def test_an_adapter_is_attached(folder):
     shapes = jax.eval_shape(lambda: lora.init_adapters(MODEL, settings, jax.random.key(0)))
     rng = np.random.default_rng(0)
     adapters = jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 1, x.shape), x.dtype), shapes)
-    lora.save_adapters(adapters, settings, folder / "adapter")
+    peft.save_adapters(adapters, settings, folder / "adapter")
     base = config(folder, data=str(folder / "text.txt"), seq_len=8)
     adapted = dataclasses.replace(base, adapter=folder / "adapter")
     got = quietly(adapted)["text"]["nats_per_token"]

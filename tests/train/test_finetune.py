@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from models import Decoder, ModelConfig, huggingface, llama2c
-from models.lora import attach, load_adapters
+from models.lora import attach
+from models.peft import load_adapters
 from tests.train.runs import forget_last_checkpoint, losses, quiet, start, wait_for_step
 from train.calibration import calibrate
 from train.config import AdapterConfig, FinetuneConfig, OptimizerConfig
@@ -266,7 +267,7 @@ def test_weights_of_a_bfloat16_checkpoint_are_trained_in_float32(folder):
 
 def test_bad_settings_are_refused_in_one_line(folder):
     for changes, message in (
-        ({"checkpoint": "nowhere"}, "'nowhere'"),
+        ({"checkpoint": "nowhere"}, "'nowhere' cannot be read: no such file or folder"),
         ({"seq_len": 65}, "`--seq-len` 65 is above the 64 positions of checkpoint"),
         ({"data": ExampleConfig(data="nowhere.jsonl")}, "nowhere.jsonl"),
         ({"method": "hyc"}, "unknown `--method` 'hyc'"),

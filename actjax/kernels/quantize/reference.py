@@ -6,8 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from actjax._math.division import over
 from actjax._math.precision import accumulation_dtype
 from actjax.kernels import format as fmt
+from actjax.kernels import group_scales
+from actjax.kernels.levels import nearest_level
 from actjax.kernels.noise import uniform
 from actjax.kernels.packing import pack
 
@@ -16,31 +19,32 @@ def quantize(
     x: jax.Array,
     seed: jax.Array | None,
     channels: jax.Array | None,
-    step: jax.Array | None,
+    scale: jax.Array | None,
     centre: jax.Array | None,
     *,
     format: fmt.Format,
 ) -> fmt.QuantizedCode:
     """As `actjax.kernels.quantize.api.quantize`."""
     wide = accumulation_dtype(x.dtype)
-    values, outliers = fmt.without(channels, x), None if channels is None else x[..., channels]
-    codes, lows, steps = [], [], []
+    values = group_scales.without(channels, x)
+    outliers = None if channels is None else x[..., channels]
+    codes, offsets, scales = [], [], []
     for segment in fmt.segments(x.shape[-1], format.group):
-        part = fmt.prepare(segment.take(values), format)
-        if step is None:
-            low, own = fmt.fit(part, format)
-            lows.append(low)
-            steps.append(own)
+        part = group_scales.prepare(segment.take(values), format)
+        if scale is None:
+            offset, group_scale = group_scales.fit(part, format)
+            offsets.append(offset)
+            scales.append(group_scale)
         else:
-            low, own = None, fmt.scale_of(segment, step, format, wide)
+            offset, group_scale = None, group_scales.scale_of(segment, scale, format, wide)
         if centre is not None:
-            part = part - fmt.scale_of(segment, centre, format, wide)
+            part = part - group_scales.scale_of(segment, centre, format, wide)
         shift = 0.0 if seed is None else draw(seed, segment, x.shape, format, wide)
-        codes.append(segment.flatten(_round(part, low, own, shift, format)))
+        codes.append(segment.flatten(_round(part, offset, group_scale, shift, format)))
     return fmt.QuantizedCode(
         planes=pack(jnp.concatenate(codes, axis=-1), format.bits, format.group),
-        low=fmt.stored_scales(lows, format) if format.affine else None,
-        step=fmt.stored_scales(steps, format) if step is None else None,
+        offset=group_scales.stored_scales(offsets, format) if format.affine else None,
+        scale=group_scales.stored_scales(scales, format) if scale is None else None,
         centre=None,
         outliers=outliers,
         channels=channels,
@@ -54,7 +58,15 @@ def quantize(
 def draw(
     seed: jax.Array, segment: fmt.Segment, shape: tuple[int, ...], format: fmt.Format, dtype: Any
 ) -> jax.Array:
-    """Returns the shifts of a segment of `x` of some shape [..., d], as `Segment.take` does."""
+    """Returns the random shifts of a segment of `x`, [..., groups, size].
+
+    Args:
+      seed: uint32 [2].
+      segment: which groups.
+      shape: shape of `x`, [..., d].
+      format: format of the code.
+      dtype: dtype of the result.
+    """
     shift = uniform(
         seed,
         math.prod(shape[:-1]),
@@ -68,14 +80,14 @@ def draw(
 
 def _round(
     part: jax.Array,
-    low: jax.Array | None,
-    step: jax.Array,
+    offset: jax.Array | None,
+    scale: jax.Array,
     shift: jax.Array | float,
     format: fmt.Format,
 ) -> jax.Array:
-    """Returns the codes of `part`, uint8. `shift` is uniform within half a level."""
+    """Returns the codes of `part`, uint8; `shift` is uniform in (-1/2, 1/2) levels, or 0."""
     if format.levels == "normal":
-        return fmt.nearest_level(part, step, format.bits)
-    steps = 2**format.bits - 1
-    position = fmt.over(part, step) + steps / 2 if low is None else fmt.over(part - low, step)
-    return jnp.clip(jnp.round(position + shift), 0, steps).astype(jnp.uint8)
+        return nearest_level(part, scale, format.bits)
+    top = 2**format.bits - 1
+    position = over(part, scale) + top / 2 if offset is None else over(part - offset, scale)
+    return jnp.clip(jnp.round(position + shift), 0, top).astype(jnp.uint8)

@@ -1,0 +1,61 @@
+"""Builds the wheel, checks what is in it, and runs the documentation's code against it alone.
+
+The wheel is installed with nothing but its dependencies in an empty environment, so this fails if
+the library imports a package that it does not declare, or if an example in `README.md` or `docs/`
+does not run.
+"""
+
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import venv
+import zipfile
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+def build(folder: pathlib.Path) -> pathlib.Path:
+    """Returns the wheel, built from a copy: setuptools leaves files in the tree that it builds."""
+    source = folder / "source"
+    shutil.copytree(ROOT / "actjax", source / "actjax")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
+    subprocess.run([*pip, "--wheel-dir", folder, source], check=True)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def superfluous(wheel: pathlib.Path) -> list[str]:
+    """Returns the files of a wheel that are neither code of actjax nor metadata."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    return [
+        name
+        for name in names
+        if not name.split("/")[0].endswith(".dist-info")
+        and name != "actjax/py.typed"
+        and not (name.startswith("actjax/") and name.endswith(".py"))
+    ]
+
+
+def main() -> None:
+    """Builds, checks, installs and runs."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        wheel = build(folder)
+        if extra := superfluous(wheel):
+            sys.exit(f"{wheel.name} has files that no user needs: {', '.join(extra)}.")
+        venv.create(folder / "empty", with_pip=True)
+        python = folder / "empty" / "bin" / "python"
+        subprocess.run([python, "-m", "pip", "install", "--quiet", wheel], check=True)
+        pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+        # Isolated from PYTHONPATH and from the checkout.
+        script = ROOT / ".ci" / "snippets.py"
+        subprocess.run([python, "-I", script, *pages], check=True, cwd=folder)
+
+
+if __name__ == "__main__":
+    main()

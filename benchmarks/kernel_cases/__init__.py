@@ -1,0 +1,43 @@
+"""Arguments of every kernel: small ones for tests, and those of real models for benchmarks.
+
+One file a kernel, and `case.py` with what they share.
+"""
+
+from typing import NamedTuple
+
+from actjax.kernels.adam_8bit.api import KERNEL as ADAM_8BIT
+from actjax.kernels.dequantize.api import KERNEL as DEQUANTIZE
+from actjax.kernels.dispatch import Kernel
+from actjax.kernels.point_assignment.api import KERNEL as POINT_ASSIGNMENT
+from actjax.kernels.quantize.api import KERNEL as QUANTIZE
+from actjax.kernels.rms_norm_backward.api import KERNEL as RMS_NORM_BACKWARD
+from actjax.kernels.segment_sum.api import KERNEL as SEGMENT_SUM
+from actjax.kernels.swiglu_backward.api import KERNEL as SWIGLU_BACKWARD
+from benchmarks.kernel_cases import (
+    adam_8bit,
+    dequantize,
+    point_assignment,
+    quantize,
+    rms_norm_backward,
+    segment_sum,
+    swiglu_backward,
+)
+from benchmarks.kernel_cases.case import Case
+
+
+class Entry(NamedTuple):
+    """A kernel and its cases."""
+
+    kernel: Kernel
+    cases: tuple[Case, ...]
+
+
+KERNELS: dict[str, Entry] = {
+    "quantize": Entry(QUANTIZE, quantize.CASES),
+    "dequantize": Entry(DEQUANTIZE, dequantize.CASES),
+    "swiglu_backward": Entry(SWIGLU_BACKWARD, swiglu_backward.CASES),
+    "rms_norm_backward": Entry(RMS_NORM_BACKWARD, rms_norm_backward.CASES),
+    "point_assignment": Entry(POINT_ASSIGNMENT, point_assignment.CASES),
+    "scaled_segment_sum": Entry(SEGMENT_SUM, segment_sum.CASES),
+    "adam_8bit": Entry(ADAM_8BIT, adam_8bit.CASES),
+}

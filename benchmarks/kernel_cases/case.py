@@ -1,0 +1,65 @@
+"""A case: the arguments and options that a kernel is tested or timed with."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from actjax.kernels.format import Format, QuantizedCode
+from actjax.kernels.noise import seed_of
+from actjax.kernels.quantize.reference import quantize
+
+TOKENS = 8192
+"""Tokens of a batch of 8 sequences of 1,024."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Arguments of a kernel.
+
+    Attributes:
+      name: what the arguments belong to, such as "llama_1b gate, 4 bits".
+      make: returns random arguments for a `jax.random` key; `tokens` is one of its keywords.
+      options: static arguments by name.
+      small: whether the interpreter needs seconds for it, not minutes.
+    """
+
+    name: str
+    make: functools.partial[tuple[Any, ...]]
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    small: bool = False
+
+    def shapes(self) -> tuple[Any, ...]:
+        """Returns the shapes and dtypes of the arguments."""
+        return jax.eval_shape(self.make, jax.eval_shape(lambda: jax.random.key(0)))
+
+    def longer(self, times: int) -> "Case":
+        """Returns the case with `times` as many tokens: a longer run of the same program."""
+        tokens = self.make.keywords["tokens"] * times
+        return dataclasses.replace(self, make=functools.partial(self.make, tokens=tokens))
+
+    def least_bytes(self, reference: Callable[..., Any]) -> int:
+        """Returns the bytes of all arguments and results, each read or written once.
+
+        Args:
+          reference: the definition of the kernel.
+        """
+        arguments = self.shapes()
+        results = jax.eval_shape(functools.partial(reference, **self.options), *arguments)
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((arguments, results)))
+
+
+def normal(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> jax.Array:
+    """Returns normally distributed numbers."""
+    return jax.random.normal(key, shape, jnp.float32).astype(dtype)
+
+
+def code(
+    key: jax.Array, shape: tuple[int, ...], format: Format, dtype: Any = jnp.bfloat16
+) -> QuantizedCode:
+    """Returns a code of normally distributed numbers."""
+    seed = None if format.rounding == "nearest" else seed_of(jax.random.fold_in(key, 1))
+    return quantize(normal(key, shape, dtype), seed, None, None, None, format=format)

@@ -1,0 +1,84 @@
+"""Arguments of `quantize`."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from actjax import Quantized
+from actjax.kernels.noise import seed_of
+from benchmarks.kernel_cases.case import TOKENS, Case, normal
+
+
+def _make(
+    key: jax.Array,
+    tokens: int,
+    features: int,
+    dtype: Any,
+    draws: bool,
+    outliers: int,
+    by_channel: bool,
+) -> tuple[Any, ...]:
+    seed = seed_of(jax.random.fold_in(key, 1)) if draws else None
+    order = jax.random.permutation(jax.random.fold_in(key, 2), features)
+    channels = order[:outliers].astype(jnp.int32) if outliers else None
+    scale = centre = None
+    if by_channel:
+        scales = jax.random.uniform(jax.random.fold_in(key, 3), (features,), minval=0.1, maxval=1)
+        scale = scales.astype(jnp.bfloat16).view(jnp.uint16)
+        centre = normal(jax.random.fold_in(key, 4), (features,)).view(jnp.uint16)
+    return normal(key, (tokens, features), dtype), seed, channels, scale, centre
+
+
+def _case(
+    name: str,
+    tokens: int,
+    features: int,
+    bits: int,
+    *,
+    dtype: Any = jnp.bfloat16,
+    outliers: int = 0,
+    small: bool = False,
+    **changes: Any,
+) -> Case:
+    format = Quantized(bits, **changes).format
+    make = functools.partial(
+        _make,
+        tokens=tokens,
+        features=features,
+        dtype=dtype,
+        draws=format.rounding != "nearest",
+        outliers=outliers,
+        by_channel=format.scaling == "channel",
+    )
+    return Case(name, make, {"format": format}, small)
+
+
+CASES = (
+    _case("whole groups", 9, 256, 4, small=True),
+    _case("groups left over, dither", 5, 341, 2, rounding="dither", dtype=jnp.float32, small=True),
+    _case("outliers, 8 bits", 6, 300, 8, rounding="stochastic", outliers=5, small=True),
+    _case("by channel, 3 bits", 7, 200, 3, scaling="channel", outliers=2, small=True),
+    _case("normal levels", 4, 192, 2, levels="normal", group=64, small=True),
+    *(
+        _case(
+            f"llama_1b block input, {bits} bits, {rounding}", TOKENS, 2048, bits, rounding=rounding
+        )
+        for bits in (1, 2, 4, 8)
+        for rounding in ("nearest", "dither")
+    ),
+    _case("llama_1b block input, 4 bits, stochastic", TOKENS, 2048, 4, rounding="stochastic"),
+    _case("llama_1b block input, 2 bits, normal levels", TOKENS, 2048, 2, levels="normal"),
+    _case("llama_1b block input, float32, 4 bits", TOKENS, 2048, 4, dtype=jnp.float32),
+    _case(
+        "llama_1b block input, 4 bits by channel, 1% whole", TOKENS, 2048, 4,
+        scaling="channel", outliers=20,
+    ),
+    _case("llama_350m gate, 4 bits", TOKENS, 2736, 4),
+    _case("llama_1b gate, 4 bits", TOKENS, 5461, 4),
+    _case("llama_1b gate, 4 bits, dither", TOKENS, 5461, 4, rounding="dither"),
+    _case("llama_7b gate, 4 bits", TOKENS, 11008, 4),
+    _case("llama3_8b gate, 4 bits", TOKENS, 14336, 4),
+    _case("qwen3_0_6b gate, 4 bits", TOKENS, 3072, 4),
+)  # fmt: skip

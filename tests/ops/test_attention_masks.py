@@ -1,0 +1,118 @@
+"""Tests of what a position sees in attention: windows, documents, and norms of heads.
+
+Every form runs on short sequences; long ones, of three blocks, are for the blockwise form.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from ops.attention_cases import FORMS, Same, oracle, problem, rotated_oracle, run_each
+from ops.helpers import assert_close, assert_raises, tables
+
+from actjax import HeadNorm, attention, attention_linear, linear
+
+
+def test_a_window_ends_where_it_should(x64):
+    arguments = problem(1, 7, 2, 1, 4)
+    cases = [form | {"window": 3} for form in FORMS.values()]
+    # The narrowest, and one that is longer than the sequence.
+    cases += [FORMS[name] | {"window": w} for name in ("blockwise", "dense") for w in (1, 9)]
+    for case, got in zip(cases, run_each(arguments, cases), strict=True):
+        assert_close(got, oracle(*arguments, window=case["window"]), 1e-11, 1e-13)
+
+
+# Windows that are shorter and longer than a block of 256.
+def test_a_window_skips_the_blocks_that_nothing_sees(x64):
+    arguments = problem(1, 600, 2, 1, 4)
+    cases = [FORMS["blockwise"] | {"window": window} for window in (100, 300)]
+    for case, got in zip(cases, run_each(arguments, cases), strict=True):
+        assert_close(got, oracle(*arguments, window=case["window"]), 1e-11, 1e-13)
+
+
+@pytest.mark.parametrize(
+    ("ends", "forms"), [((3, 4, 9), tuple(FORMS)), ((1, 300, 520), ("blockwise",))], ids=str
+)
+def test_documents_that_share_a_sequence_see_only_themselves(ends, forms, x64):
+    arguments = problem(1, ends[-1], 2, 1, 4)
+    starts = (0, *ends[:-1])
+    # Segment numbers in no order: only their equality counts.
+    segments = np.concatenate(
+        [np.full(end - start, 7 - i) for i, (start, end) in enumerate(zip(starts, ends))]  # noqa: B905
+    )
+    common = {"segments": segments[None]}
+    cases = [FORMS[form] | common | {"causal": c} for form in forms for c in (True, False)]
+    for case, got in zip(cases, run_each(arguments, cases), strict=True):
+        for start, end in zip(starts, ends, strict=True):
+            alone = oracle(*(x[:, start:end] for x in map(np.asarray, arguments)), case["causal"])
+            assert_close([np.asarray(x)[:, start:end] for x in got], list(alone), 1e-11, 1e-13)
+
+
+def test_heads_are_normalised_before_they_are_rotated(x64):
+    q, k, v, dout = problem(2, 7, 4, 2, 4)
+    rng = np.random.default_rng(0)
+    scales = tuple(rng.standard_normal(4) for _ in "qk")
+
+    @jax.jit
+    def run(q, k, v, q_scale, k_scale, dout):
+        found = []
+        for form in FORMS.values():
+
+            def fun(q, k, v, q_scale, k_scale, form=form):
+                norm = HeadNorm(q_scale, k_scale, 1e-5)
+                return attention(q, k, v, rope=tables(7, 4), norm=norm, **form)
+
+            out, pullback = jax.vjp(fun, q, k, v, q_scale, k_scale)
+            found.append((out, *pullback(dout)))
+        return found
+
+    normal = [oracles.rms_norm(x, scale, 1e-5) for x, scale in zip((q, k), scales, strict=True)]
+    out, dq, dk, dv = rotated_oracle(*normal, v, dout)
+    dq, dq_scale = oracles.rms_norm_vjp(q, scales[0], 1e-5, dq)
+    dk, dk_scale = oracles.rms_norm_vjp(k, scales[1], 1e-5, dk)
+    for got in run(q, k, v, *scales, dout):
+        assert_close(got, (out, dq, dk, dv, dq_scale, dk_scale), 1e-10, 1e-12)
+
+
+def test_attention_linear_takes_windows_segments_and_norms(x64):
+    q, k, v, _ = problem(2, 7, 4, 2, 4)
+    w = np.random.default_rng(1).standard_normal((16, 3))
+    norm = HeadNorm(np.full(4, 0.5), np.full(4, 2.0))
+    segments = np.asarray([[0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 2]])
+    options = {"window": 2, "segments": segments, "norm": norm, "rope": tables(7, 4)}
+
+    def apart(q, k, v, w):
+        return linear(attention(q, k, v, merge_heads=True, **options), w)
+
+    def together(q, k, v, w):
+        return attention_linear(q, k, v, w, codec=Same(), **options)
+
+    @jax.jit
+    def run(*arguments):
+        results = []
+        for fun in (apart, together):
+            out, pullback = jax.vjp(fun, *arguments)
+            results.append((out, *pullback(jnp.cos(out))))
+        return results
+
+    assert_close(*run(q, k, v, w), 1e-11, 1e-13)
+
+
+def test_errors_of_windows_and_segments():
+    q, k, v, _ = problem(2, 7, 4, 2, 4)
+    cases = {
+        "empty window": ({"window": 0}, "`window` must be at least 1"),
+        "window of full attention": ({"window": 3, "causal": False}, "needs causal=True"),
+        "length": ({"segments": np.zeros((2, 6), int)}, "`segments` must be integers (2, 7)"),
+        "dtype": (
+            {"segments": np.zeros((2, 7), np.float32)},
+            "must be integers (2, 7), got float32(2, 7)",
+        ),
+    }
+    assert_raises(
+        {
+            case: (lambda options=options: attention(q, k, v, **options), ValueError, message)
+            for case, (options, message) in cases.items()
+        }
+    )

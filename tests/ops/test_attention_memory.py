@@ -1,0 +1,85 @@
+"""Tests of what exact attention holds for its backward pass, and of its workspace."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from ops.attention_cases import problem, value_and_gradients
+from ops.helpers import compiled_temporaries, ones, shaped
+
+from actjax import attention, linear
+
+
+def held(fun, *args) -> list[jax.Array]:
+    """Returns the arrays that the backward pass of `fun` holds, each once."""
+    return list({id(leaf): leaf for leaf in jax.tree.leaves(jax.vjp(fun, *args)[1])}.values())
+
+
+# One length and float32 or bfloat16: the eager operations compile once.
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_backward_holds_inputs_output_and_log_sum_exp(dtype):
+    q, k, v, _ = problem(2, 16, 4, 2, 8, dtype)
+    leaves = held(attention, q, k, v)
+    assert all(any(leaf is x for leaf in leaves) for x in (q, k, v))
+    # The log-sum-exp is a float32 for each head and query.
+    assert sum(x.nbytes for x in leaves) == 2 * q.nbytes + 2 * k.nbytes + 2 * 16 * 4 * 4
+
+
+def test_recomputation_holds_only_the_inputs():
+    q, k, v, _ = problem(2, 16, 4, 2, 8)
+    leaves = held(functools.partial(attention, recompute=True), q, k, v)
+    assert {id(x) for x in leaves} == {id(q), id(k), id(v)}
+
+
+def test_a_linear_operator_that_follows_stores_no_second_copy_of_the_output():
+    q, k, v, _ = problem(2, 16, 4, 2, 8)
+    w = ones(32, 5)
+
+    def fun(q, k, v, w):
+        return linear(attention(q, k, v, merge_heads=True), w)
+
+    together = sum(x.nbytes for x in held(fun, q, k, v, w))
+    assert together == sum(x.nbytes for x in held(attention, q, k, v)) + w.nbytes
+
+
+def test_memory_is_linear_in_the_length():
+    def both(*arguments):
+        return [value_and_gradients(*arguments, recompute=again) for again in (False, True)]
+
+    inputs = [shaped(1, 4096, h, 8) for h in (2, 1, 1, 2)]
+    # The scores of 4096 tokens take 128 MiB, a byte for each 16 MiB; inputs, outputs, gradients and
+    # their float32 sums in both forms take less than 32 arrays as large as q, of 256 KiB.
+    assert compiled_temporaries(both, *inputs) < 32 * 2**18
+
+
+@pytest.mark.slow
+def test_recomputation_keeps_no_output_across_a_scan():
+    def temporaries(layers: int) -> int:
+        def loss(scales, q):
+            def body(q, scale):
+                # What reads the output keeps no copy of it.
+                return q + scale * attention(q, q, q, recompute=True), None
+
+            return jnp.sum(jax.lax.scan(body, q, scales)[0])
+
+        return compiled_temporaries(
+            jax.grad(loss, argnums=1), shaped(layers), shaped(1, 512, 2, 16)
+        )
+
+    size = 512 * 2 * 16 * 4
+    # A layer more keeps q, which is k and v too; its output would be as large again.
+    assert size <= (temporaries(8) - temporaries(4)) / 4 < 1.1 * size
+
+
+def test_a_barrier_keeps_the_two_forward_passes_apart():
+    # XLA could merge two equal forward passes and keep the output. It does not merge loops on a
+    # CPU, so this test reads the traced program.
+    q, k, v, _ = problem(1, 4, 1, 1, 4)
+
+    def has_barrier(recompute: bool) -> bool:
+        fun = lambda *args: jnp.sum(attention(*args, recompute=recompute))  # noqa: E731
+        return "optimization_barrier" in str(jax.make_jaxpr(jax.grad(fun, (0, 1, 2)))(q, k, v))
+
+    assert has_barrier(recompute=True)
+    assert not has_barrier(recompute=False)

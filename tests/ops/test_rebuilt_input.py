@@ -1,0 +1,418 @@
+"""Tests of actjax/ops/rebuilt_input.py: exact values, and gradients at the decoded activations."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from flax import nnx
+from ops.helpers import (
+    BF16,
+    KEY,
+    assert_close,
+    assert_equal,
+    assert_raises,
+    normal,
+    ones,
+)
+from ops.operator_cases import (
+    BATCH,
+    DITHER,
+    LENGTH,
+    MIXED,
+    NEAREST,
+    REBUILT,
+    WIDTH,
+    attention_case,
+    decoded,
+)
+
+from actjax import (
+    Exact,
+    Quantized,
+    attention_linear,
+    linear,
+    norm_linear,
+    swiglu_linear,
+)
+
+OUTPUTS = (3, 1, 4)
+
+
+def weights(dtype=None) -> tuple[jax.Array, ...]:
+    return tuple(normal(20 + n, WIDTH, n, dtype=dtype) for n in OUTPUTS)
+
+
+def biases(dtype=None) -> tuple[jax.Array | None, ...]:
+    return normal(30, 3, dtype=dtype), None, normal(31, 4, dtype=dtype)
+
+
+def cotangents(dtype=None) -> tuple[jax.Array, ...]:
+    return tuple(normal(40 + n, BATCH, LENGTH, n, dtype=dtype) for n in OUTPUTS)
+
+
+def run_each(operator, codecs, arguments, dzs):
+    """Returns for each codec outputs and cotangents; and outputs without a backward pass to come.
+
+    And those of the two operators that make up the one. All in one program.
+    """
+
+    def call(codec, activations, scale, ws, bs):
+        return operator.call(activations, scale, ws, bias=bs, codec=codec, key=KEY)
+
+    @jax.jit
+    def run(*arguments):
+        found = []
+        for codec in codecs:
+            zs, pullback = jax.vjp(functools.partial(call, codec), *arguments)
+            found.append((zs, pullback(dzs)))
+        activations, scale, ws, bs = arguments
+        apart = linear(operator.first(activations, scale), ws, bias=bs)
+        return found, call(codecs[-1], *arguments), apart
+
+    return run(*arguments)
+
+
+def run_oracle(operator, exact, hats, scale, ws, bs, dzs):
+    """Returns outputs at the exact inputs, cotangents at the decoded ones, in NumPy float64."""
+    wide = functools.partial(jax.tree.map, lambda x: np.asarray(x, np.float64))
+    exact, hats, scale, ws, bs, dzs = map(wide, (exact, hats, scale, ws, bs, dzs))
+    y, y_hat = operator.oracle(exact, scale), operator.oracle(hats, scale)
+    zs = tuple(y @ w + (0 if b is None else b) for w, b in zip(ws, bs, strict=True))
+    dy = sum(dz @ w.T for w, dz in zip(ws, dzs, strict=True))
+    dws = tuple(np.einsum("bsd,bsn->dn", y_hat, dz) for dz in dzs)
+    dbs = tuple(None if b is None else dz.sum((0, 1)) for b, dz in zip(bs, dzs, strict=True))
+    return zs, (*operator.vjp(hats, scale, dy), dws, dbs)
+
+
+# Values and gradients.
+
+
+@pytest.mark.parametrize("name", REBUILT)
+def test_value_is_exact_and_gradients_are_those_at_the_decoded_input(name, x64):
+    operator, codecs = REBUILT[name], (Exact(), MIXED[name])
+    activations, dzs = operator.activations(), cotangents()
+    rest = operator.scale(), weights(), biases()
+    found, value, apart = run_each(operator, codecs, (activations, *rest), dzs)
+    # Bit for bit, with a backward pass to come and without.
+    for zs in (*(zs for zs, _ in found), value):
+        assert_equal(zs, apart)
+    hats = jax.jit(lambda xs: decoded(name, xs, MIXED[name]))(activations)
+    for one, x, hat in zip(MIXED[name], activations, hats, strict=True):
+        assert np.array_equal(x, hat) == (one == Exact())
+    for got, seen in zip(found, (activations, hats), strict=True):
+        assert {x.dtype for x in jax.tree.leaves(got)} == {jnp.dtype("float64")}
+        # Sums of up to 40 terms of size 1 to 10, in another order: some 1e-16 each.
+        assert_close(got, run_oracle(operator, activations, seen, *rest, dzs), 1e-11, 1e-12)
+
+
+def test_full_attention_without_rotation_and_one_kv_head(x64):
+    operator = attention_case(causal=False, rotates=False, kv_heads=1)
+    activations, w, dz = operator.activations(), weights()[0], cotangents()[0]
+
+    @jax.jit
+    def run(xs, w):
+        z, pullback = jax.vjp(lambda *args: operator.call(args[0], None, args[1]), xs, w)
+        return z, *pullback(dz)
+
+    z, dxs, dw = run(activations, w)
+    (want,), (want_dxs, _, (want_dw,), _) = run_oracle(
+        operator, activations, activations, None, (w,), (None,), (dz,)
+    )
+    assert_close((z, dxs, dw), (want, want_dxs, want_dw), 1e-11, 1e-12)
+
+
+def test_a_single_weight_gives_a_single_output_and_a_tuple_a_tuple():
+    w = weights()[0]
+    for operator in REBUILT.values():
+        given = operator.activations(), operator.scale()
+        for ws, count in ((w, None), (nnx.Param(w), None), ((w,), 1), ([w, w], 2)):
+            zs = jax.eval_shape(lambda ws: operator.call(*given, ws), ws)
+            assert (len(zs) if isinstance(zs, tuple) else None) == count
+            assert {z.shape for z in jax.tree.leaves(zs)} == {(BATCH, LENGTH, 3)}
+
+
+def test_eps_is_that_of_the_norm():
+    x, scale, w, dz = normal(0, 4, 8), ones(8), normal(1, 8, 3), normal(2, 4, 3)
+
+    @jax.jit
+    def run(x, w):
+        z, pullback = jax.vjp(lambda x, w: norm_linear(x, scale, w, eps=0.5), x, w)
+        given = ({}, {"eps": 1e-6}, {"eps": 1e-5})
+        small = [norm_linear(1e-3 * x, scale, w, **options) for options in given]
+        return (z, *pullback(dz)), small
+
+    got, (default, same, other) = run(x, w)
+    normed = oracles.rms_norm(x, scale, 0.5)
+    want_dx = oracles.rms_norm_vjp(x, scale, 0.5, np.asarray(dz) @ np.asarray(w).T)[0]
+    want = normed @ np.asarray(w), want_dx, normed.T @ np.asarray(dz)
+    assert_close(got, want, 1e-5, 1e-5)  # Float32.
+    np.testing.assert_array_equal(default, same)
+    assert not np.allclose(default, other)
+
+
+def test_any_number_of_leading_axes(x64):
+    w, leads = normal(1, 8, 3), ((), (2, 3, 4))
+    inputs = [(normal(0, *lead, 8), normal(2, *lead, 3)) for lead in leads]
+
+    @jax.jit
+    def run(inputs, w):
+        found = []
+        for x, dz in inputs:
+            z, pullback = jax.vjp(lambda x, w: swiglu_linear(x, x, w), x, w)
+            found.append((z, *pullback(dz)))
+        return found
+
+    found, w = run(inputs, w), np.asarray(w)
+    for got, (x, dz) in zip(found, jax.tree.map(np.asarray, inputs), strict=True):
+        y = oracles.swiglu(x, x)
+        want = (
+            y @ w,
+            sum(oracles.swiglu_vjp(x, x, dz @ w.T)),
+            y.reshape(-1, 8).T @ dz.reshape(-1, 3),
+        )
+        assert_close(got, want, 1e-12, 1e-13)
+
+
+# The error of a code.
+
+
+def test_the_error_of_dither_is_proportional_to_the_distance_of_its_levels():
+    # With b bits the distance is 1 / (2^b - 1) of the range. To first order the error follows it.
+    x, w, dz = normal(0, 32, 16), normal(1, 16, 4), normal(2, 32, 4)
+
+    def gradient(codec, key=None):
+        fun = lambda w: jnp.sum(dz * norm_linear(x, jnp.ones(16), w, codec=codec, key=key))  # noqa: E731
+        return jax.grad(fun)(w)
+
+    @jax.jit
+    def errors():
+        keys = jax.random.split(KEY, 16)
+        sizes = []
+        for bits in (3, 8):
+            codec = Quantized(bits, group=16, rounding="dither", scale_dtype="float32")
+            error = jax.lax.map(functools.partial(gradient, codec), keys) - gradient(Exact())
+            sizes.append(jnp.sqrt(jnp.mean(error**2)))
+        return sizes
+
+    coarse, fine = map(float, errors())
+    # The second order is a share of the distance, with 3 bits a seventh of the range: with its
+    # sign, a fifth.
+    assert coarse / fine == pytest.approx((2**8 - 1) / (2**3 - 1), rel=0.2)
+
+
+def test_another_key_draws_other_numbers_and_the_same_key_the_same():
+    x, w = normal(0, 6, 8), normal(1, 8, 3)
+
+    def run(key):
+        fun = lambda *args: jnp.sum(swiglu_linear(*args, w, codec=DITHER, key=key))  # noqa: E731
+        return jax.value_and_grad(fun, (0, 1))(x, x)
+
+    @jax.jit
+    def all_keys(seeds):
+        # Keys of the old style, and one for each input as the operator folds them.
+        key = jax.random.key(1)
+        folded = tuple(jax.random.fold_in(key, i) for i in range(2))
+        typed = jax.lax.map(lambda seed: run(jax.random.key(seed)), seeds)
+        return typed, run(jax.random.PRNGKey(1)), run(folded)
+
+    typed, *same = all_keys(np.asarray([1, 1, 2]))
+    first, again, other = (jax.tree.map(lambda x, i=i: np.asarray(x)[i], typed) for i in range(3))
+    for one in (again, *same):
+        assert_equal(one, first)
+    assert first[0] == other[0]
+    assert not any(np.array_equal(a, b) for a, b in zip(first[1], other[1], strict=True))
+
+
+# Precision.
+
+
+@pytest.mark.parametrize("name", ["norm", "attention"])
+def test_bfloat16_is_rounded_where_the_two_operators_round(name):
+    operator, bf16 = REBUILT[name], jnp.bfloat16
+    activations, scale = operator.activations(bf16), operator.scale()
+    # Weights are wider, as master weights are; the operator rounds them.
+    ws, bs, dzs = weights(), biases(), cotangents(bf16)
+    arguments = activations, scale, ws, bs
+    [(zs, grads)], _, apart = run_each(operator, (NEAREST,), arguments, dzs)
+    hats = jax.jit(lambda xs: decoded(name, xs, NEAREST))(activations)
+    assert_equal(zs, apart)
+    assert {x.dtype for x in (*zs, *grads[0], *hats)} == {jnp.dtype(bf16)}
+    assert {x.dtype for x in jax.tree.leaves(grads[1:])} == {jnp.dtype("float32")}
+    cast = tuple(np.asarray(w).astype(bf16) for w in ws)
+    want_zs, want = run_oracle(operator, activations, hats, scale, cast, bs, dzs)
+    sizes = [np.linalg.norm(x) for x in (*want[0], *want[2])]
+    y_hat = operator.oracle(*jax.tree.map(lambda x: np.asarray(x, np.float64), (hats, scale)))
+    terms = [np.abs(y_hat).reshape(-1, WIDTH).T @ np.abs(dz).reshape(-1, dz.shape[-1])
+             for dz in (np.asarray(dz, np.float64) for dz in dzs)]  # fmt: skip
+    for z, exact in zip(zs, want_zs, strict=True):
+        # The linear input and the output are rounded, and in attention the weights of values.
+        assert np.linalg.norm(np.float64(z) - exact) <= 3 * BF16 * np.linalg.norm(exact)
+    for dw, exact, term in zip(grads[2], want[2], terms, strict=True):
+        # In `dw` only the rebuilt input is rounded, in attention the weights of values besides.
+        roundings = 2 if name == "attention" else 1
+        assert np.all(np.abs(dw - exact) <= roundings * BF16 * term + 1e-5)
+    for dx, exact, size in zip(grads[0], want[0], sizes, strict=False):
+        # Its cotangent, terms that are subtracted from one another, and the result.
+        assert np.linalg.norm(np.float64(dx) - exact) <= 4 * BF16 * size
+    for db, exact in zip(grads[3], want[3], strict=True):
+        assert (db is None) == (exact is None)
+        if db is not None:
+            np.testing.assert_allclose(db, exact, rtol=1e-6, atol=1e-5)  # Float32 sums.
+
+
+def test_the_value_of_swiglu_in_bfloat16_is_that_of_the_two_operators_to_the_bit():
+    operator, bf16 = REBUILT["swiglu"], "bfloat16"
+    (w, *_), (b, *_) = weights(bf16), biases(bf16)
+
+    @jax.jit
+    def values(xs, w, b):
+        call = functools.partial(operator.call, bias=b, codec=MIXED["swiglu"], key=KEY)
+        apart = linear(operator.first(xs, None), w, bias=b)
+        return call(xs, None, w), jax.vjp(lambda w: call(xs, None, w), w)[0], apart
+
+    *found, apart = values(operator.activations(bf16), w, b)
+    assert apart.dtype == jnp.bfloat16
+    for z in found:
+        np.testing.assert_array_equal(z, apart)
+
+
+def test_sums_are_taken_in_float32():
+    # 4096 ones: a bfloat16 sum stops at 256, where adding one rounds back.
+    bf16 = functools.partial(ones, dtype=jnp.bfloat16)
+
+    def fun(x, scale, w, b):
+        return norm_linear(x, scale, w, eps=0.0, bias=b)
+
+    arguments = bf16(4096, 2), bf16(2), bf16(2, 1), bf16(1)
+    run = jax.jit(lambda dz, *args: jax.vjp(fun, *args)[1](dz))
+    for grad in run(bf16(4096, 1), *arguments)[1:]:
+        assert grad.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(np.float32(grad), 4096)
+
+
+# Errors.
+
+X, W, Q, K = ones(6, 8), ones(8, 5), ones(2, 5, 4, 2), ones(2, 5, 2, 2)
+SCALE, LIST, INTEGERS = ones(8), (Exact(),) * 4, ones(6, 8, dtype=np.int32)
+WT, W7, W4, X5 = ones(5, 8), ones(7, 5), ones(4, 5), ones(5, 8)
+NO_KEY = "`codec` Quantized(bits=2, group=4, rounding='dither') draws random numbers, but got key="
+COUNT = "`codec` must be one codec, or one for each of "
+
+
+def test_errors_of_norm_linear():
+    assert_raises({
+        "scale": (
+            lambda: norm_linear(X, ones(7), W), ValueError, "`scale` must be (8,) for x(6, 8)",
+        ),
+        "weight": (
+            lambda: norm_linear(X, SCALE, WT),
+            ValueError,
+            "`w` must be [d, n] with d = (8,) features of `x`: got x(6, 8) @ w(5, 8). Did you pass",
+        ),
+        "second weight": (lambda: norm_linear(X, SCALE, (W, W7)), ValueError, "@ w[1](7, 5)"),
+        "no weight": (lambda: norm_linear(X, SCALE, ()), ValueError, "`w` is an empty tuple"),
+        "bias": (
+            lambda: norm_linear(X, SCALE, W, bias=SCALE),
+            ValueError,
+            "the bias of `w`(8, 5) must be (5,), got (8,).",
+        ),
+        "bias count": (
+            lambda: norm_linear(X, SCALE, (W, W), bias=(None,)),
+            ValueError,
+            "`bias` has 1 entries for 2 weights",
+        ),
+        "integers": (
+            lambda: norm_linear(INTEGERS, SCALE, W),
+            TypeError,
+            "`x` must be a floating point array, got int32",
+        ),
+        "codec class": (
+            lambda: norm_linear(X, SCALE, W, codec=Exact),
+            TypeError,
+            "`codec` must be an actjax.Codec (an instance, not the class)",
+        ),
+        "codec name": (lambda: norm_linear(X, SCALE, W, codec="exact"), TypeError, "got 'exact'"),
+        "codec count": (
+            lambda: norm_linear(X, SCALE, W, codec=LIST), ValueError, COUNT + "x: got 4.",
+        ),
+        "no key": (
+            lambda: norm_linear(X, SCALE, W, codec=DITHER), ValueError, NO_KEY + "None: pass `key`",
+        ),
+        "a number as key": (
+            lambda: norm_linear(X, SCALE, W, codec=DITHER, key=0),
+            ValueError,
+            NO_KEY + "0: pass `key`",
+        ),
+    })  # fmt: skip
+
+
+def test_errors_of_swiglu_linear():
+    assert_raises({
+        "shapes": (
+            lambda: swiglu_linear(X, X5, W), ValueError, "`gate` and `up` must agree in shape",
+        ),
+        "integers": (
+            lambda: swiglu_linear(X, INTEGERS, W), TypeError, "`up` must be a floating point",
+        ),
+        "weight": (lambda: swiglu_linear(X, X, W7), ValueError, "got x(6, 8) @ w(7, 5)"),
+        "no codec": (lambda: swiglu_linear(X, X, W, codec=None), TypeError, "got None"),
+        "no codec in a pair": (
+            lambda: swiglu_linear(X, X, W, codec=(Exact(), "exact")), TypeError, "got 'exact'",
+        ),
+        "codec count": (
+            lambda: swiglu_linear(X, X, W, codec=LIST), ValueError, COUNT + "gate, up: got 4.",
+        ),
+        "no key": (
+            lambda: swiglu_linear(X, X, W, codec=(Exact(), DITHER)), ValueError, NO_KEY + "None",
+        ),
+        "key count": (
+            lambda: swiglu_linear(X, X, W, codec=DITHER, key=(KEY,)),
+            ValueError,
+            "`key` must be one key, or one for each of gate, up: got 1.",
+        ),
+    })  # fmt: skip
+
+
+def test_errors_of_attention_linear():
+    k = ones(2, 4, 2, 2)
+    assert_raises({
+        "length": (
+            lambda: attention_linear(Q, k, k, W),
+            ValueError,
+            "`q` and `k` must agree in batch, length and head size",
+        ),
+        "weight": (
+            lambda: attention_linear(Q, K, K, W4), ValueError, "got x(2, 5, 8) @ w(4, 5)",
+        ),
+        "implementation": (
+            lambda: attention_linear(Q, K, K, W, implementation="triton"),
+            ValueError,
+            "or None, got 'triton'.",
+        ),
+        "tables": (
+            lambda: attention_linear(Q, K, K, W, rope=(ones(4, 1),) * 2),
+            ValueError,
+            "`cos` and `sin` [S, D / 2]",
+        ),
+        "codec count": (
+            lambda: attention_linear(Q, K, K, W, codec=[Exact()] * 2),
+            ValueError,
+            COUNT + "q, k, v: got 2.",
+        ),
+        "no codec": (
+            lambda: attention_linear(Q, K, K, W, codec=(Exact(), Exact(), Exact)),
+            TypeError,
+            "`codec` must be an actjax.Codec (an instance, not the class)",
+        ),
+        "no key": (
+            lambda: attention_linear(Q, K, K, W, codec=DITHER), ValueError, NO_KEY + "None",
+        ),
+        "no key of one": (
+            lambda: attention_linear(Q, K, K, W, codec=DITHER, key=(KEY, None, KEY)),
+            ValueError,
+            NO_KEY + "None",
+        ),
+    })  # fmt: skip

@@ -1,0 +1,173 @@
+"""Tests of README.md and docs/: what they name exists, and what exists is described."""
+
+import ast
+import dataclasses
+import functools
+import inspect
+import pathlib
+import re
+import types
+import typing
+
+import actjax
+from models.presets import PRESETS
+from train.config import FinetuneConfig, PretrainConfig
+from train.evaluate import EvaluateConfig
+from train.methods import METHODS
+from train.options import FLAG_METHODS, MethodOptions, flag_name
+from train.plan import PlanConfig
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+    for path in (ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")))
+}
+# Flags of other programs: of pip and of `benchmarks`.
+OTHER_FLAGS = {"--add", "--help", "--constraint", "--extra-index-url", "--strict"}
+
+
+def prose(text: str) -> str:
+    """Returns a page without its Python blocks."""
+    return re.sub(r"^```python\n.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def flags(config: type) -> set[str]:
+    """Returns the flags of a program, without the prefixes of nested settings."""
+    hints, found = typing.get_type_hints(config), set()
+    for field in dataclasses.fields(config):
+        nested = dataclasses.is_dataclass(hints[field.name])
+        found |= flags(hints[field.name]) if nested else {flag_name(field.name)}
+    return found
+
+
+def public_names(module: types.ModuleType) -> set[str]:
+    """Returns the dotted public names of a module, without its modules."""
+    return {
+        f"{module.__name__}.{name}"
+        for name, value in vars(module).items()
+        if not name.startswith("_") and not inspect.ismodule(value)
+    }
+
+
+def broken_links(page: str, text: str) -> list[str]:
+    """Returns the relative links of a page that lead to no file or to no heading."""
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        headings = re.findall(r"^#+ (.*)$", target.read_text(), re.M) if anchor else []
+        slugs = {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
+        if not target.exists() or (anchor and anchor not in slugs):
+            broken.append(link)
+    return broken
+
+
+def test_the_readme_has_at_most_150_lines():
+    assert len(PAGES["README.md"].splitlines()) <= 150
+
+
+def test_links_lead_somewhere():
+    assert {
+        page: links for page, text in PAGES.items() if (links := broken_links(page, text))
+    } == {}
+
+
+def test_a_broken_link_is_found():
+    text = "[a](LICENSE) [b](docs/none.md) [c](docs/glossary.md#none) [d](#what-is-exact)"
+    assert broken_links("README.md", text) == ["docs/none.md", "docs/glossary.md#none"]
+
+
+def test_every_flag_that_the_pages_name_exists():
+    known = {flag for c in (PretrainConfig, FinetuneConfig, EvaluateConfig, PlanConfig)
+             for flag in flags(c)}  # fmt: skip
+    named = {
+        (page, flag)
+        for page, text in PAGES.items()
+        if page != "CHANGELOG.md"  # It names flags that are gone.
+        for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", prose(text))
+    }
+    own = {*known, *OTHER_FLAGS}
+    assert {(page, flag) for page, flag in named if flag not in own} == set()
+
+
+def test_every_model_is_described():
+    assert [name for name in PRESETS if f"`{name}`" not in PAGES["docs/pretraining.md"]] == []
+
+
+def table_rows(text: str, flag: str) -> list[str]:
+    """Returns the methods that the row of a flag names."""
+    (row,) = re.findall(rf"^\| `{flag}` \|.*\|(.*)\|$", text, re.MULTILINE)
+    return re.findall(r"`(\w+)`", row)
+
+
+def test_every_method_and_its_flags_are_described():
+    pages = PAGES["docs/pretraining.md"] + PAGES["docs/fine-tuning.md"]
+    assert [name for name in METHODS if f"| `{name}` |" not in pages] == []
+    for field in dataclasses.fields(MethodOptions):
+        described = table_rows(PAGES["docs/pretraining.md"], flag_name(field.name))
+        assert described == list(FLAG_METHODS[field.name]), field.name
+
+
+def resolve(dotted: str) -> object:
+    """Returns what a name such as "actjax.optim.apply" stands for."""
+    return functools.reduce(getattr, dotted.split(".")[1:], actjax)
+
+
+def test_code_names_what_exists_and_calls_fit_the_signature():
+    blocks = [
+        block
+        for text in PAGES.values()
+        for block in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    ]
+    assert len(blocks) > 10
+    for node in (node for block in blocks for node in ast.walk(ast.parse(block))):
+        if re.fullmatch(r"actjax(\.\w+)+", ast.unparse(node)):
+            resolve(ast.unparse(node))
+        named = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        if named and ast.unparse(node.func).startswith("actjax."):
+            options = {keyword.arg: None for keyword in node.keywords}
+            inspect.signature(resolve(ast.unparse(node.func))).bind(*node.args, **options)
+
+
+def test_programs_that_the_pages_name_exist():
+    modules = {
+        module
+        for text in PAGES.values()
+        for module in re.findall(r"python -m ((?:train|benchmarks)[\w.]*\w)", text)
+    }
+    assert [m for m in modules if not (ROOT / (m.replace(".", "/") + ".py")).exists()] == []
+
+
+def test_every_public_name_is_in_the_api_reference():
+    named = set(re.findall(r"^::: (\S+)$", PAGES["docs/api.md"], re.MULTILINE))
+    public = public_names(actjax) | public_names(actjax.optim)
+    assert named - {"actjax.kernels.use"} == public
+
+
+def test_every_codec_is_described():
+    codecs = {
+        name
+        for name, value in vars(actjax).items()
+        if isinstance(value, type) and issubclass(value, actjax.Codec) and value != actjax.Codec
+    }
+    assert {name for name in codecs if f"| `{name}(" not in PAGES["docs/codecs.md"]} == set()
+
+
+def test_every_page_is_in_the_navigation():
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
+    assert {page for page in pages if not re.search(rf": {page}$", navigation, re.M)} == set()
+
+
+def test_files_that_the_glossary_names_exist():
+    paths = re.findall(r"`((?:actjax|models|train)/[\w/*.]+)`", PAGES["docs/glossary.md"])
+    assert paths
+    assert [path for path in paths if not list(ROOT.glob(path))] == []
+
+
+def test_all_five_papers_are_cited():
+    section = PAGES["README.md"].split("## Papers")[1]
+    papers = "Activation Compression in LLMs", "2506.02939", "2206.11357", "HyC-LoRA", "2403.03507"
+    assert [paper for paper in papers if paper not in section] == []
