@@ -9,7 +9,7 @@ def test_counts_below_one_are_refused(name):
         PretrainConfig(**{name: 0})
 
 
-def test_batches_that_cannot_be_cut_are_refused():
+def test_batches_that_micro_batches_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="`--batch-size` 8 must be a multiple of `--accumulate` 3"):
         PretrainConfig(accumulate=3)
 

@@ -6,7 +6,7 @@ from train.flops import matmul_flops
 A, B = jnp.ones((3, 5)), jnp.ones((5, 7))
 
 
-def test_a_product_costs_two_operations_a_multiply_add():
+def test_a_product_costs_two_operations_per_multiply_add():
     assert matmul_flops(jnp.matmul, A, B) == 2 * 3 * 5 * 7
 
 
@@ -24,7 +24,7 @@ def test_the_body_of_a_scan_counts_as_often_as_it_runs():
     assert matmul_flops(scanned, A, jnp.stack([square] * 6)) == 6 * 2 * 3 * 5 * 5
 
 
-def test_a_gradient_costs_two_more_products_and_a_checkpoint_a_third():
+def test_a_gradient_costs_two_more_products_and_rematerialization_another():
     def loss(a, b):
         return jnp.sum(jnp.sin(a @ b))
 

@@ -66,7 +66,7 @@ def test_float32_moments_are_those_of_optax():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_bfloat16_moments_are_stored_so_and_computed_in_float32():
+def test_bfloat16_moments_are_updated_in_float32():
     model = decoder()
     wide, _ = trained(make_optimizer(CONFIG, 10), model)
     config = OptimizerConfig(1e-2, 4, moment_dtype="bfloat16")
@@ -74,12 +74,12 @@ def test_bfloat16_moments_are_stored_so_and_computed_in_float32():
     moments = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
     assert {x.dtype for x in moments} == {jnp.dtype(jnp.bfloat16)}
     moved = jnp.abs(wide.output[...] - model.output[...]).max()
-    # Each step rounds the moments once, by 2^-9 of themselves.
+    # Each step rounds the moments once, with relative error 2^-9.
     assert jnp.abs(wide.output[...] - narrow.output[...]).max() < 0.05 * moved
 
 
-def test_8_bit_moments_are_a_byte_and_stay_close():
-    # Four layers of 64 x 64 weights: as many as a moment must have to be compressed.
+def test_8_bit_moments_take_a_byte_and_stay_close():
+    # 64 x 64 weights per layer: the least size that is compressed.
     params = {"layers": jnp.ones((2, 64, 64)), "norm": jnp.ones(8)}
     wide, _ = trained(make_optimizer(CONFIG, 10), params)
     config = OptimizerConfig(1e-2, 4, moment_dtype="8bit")
@@ -87,11 +87,11 @@ def test_8_bit_moments_are_a_byte_and_stay_close():
     sizes = {x.dtype.name: x.size for x in jax.tree.leaves(state) if x.shape[-2:] == (64, 64)}
     assert sizes == {"int8": 2 * 64 * 64, "uint8": 2 * 64 * 64}
     moved = jnp.abs(wide["layers"] - 1).max()
-    # An entry far below the largest of its block errs by more, the average by the map's percent.
+    # Entries far below the largest of their block have larger errors; the mean error is 1%.
     assert jnp.abs(wide["layers"] - narrow["layers"]).mean() < 0.02 * moved
 
 
-def test_a_subspace_is_put_around_the_moments_and_not_around_decay():
+def test_a_subspace_wraps_the_moments_and_not_the_decay():
     made = {}
 
     def subspace(inner, outer):
@@ -101,6 +101,6 @@ def test_a_subspace_is_put_around_the_moments_and_not_around_decay():
     params = {"w": jnp.ones((16, 8))}
     tx = make_optimizer(OptimizerConfig(1e-2, 1, weight_decay=0.5), 10, subspace)
     updates, _ = tx.update({"w": jnp.zeros((16, 8))}, tx.init(params), params)
-    # A gradient of zero moves nothing but by decay, and that in full space.
+    # With a zero gradient only decay changes the weights, in the full space.
     np.testing.assert_allclose(updates["w"], -1e-2 * 0.5, rtol=1e-6)
     assert set(made) == {"inner", "outer"}
