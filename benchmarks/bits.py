@@ -19,7 +19,7 @@ import tyro
 import actjax
 from benchmarks import record
 from benchmarks.tables import print_table
-from models import Decoder, ModelConfig, Storage, preset
+from models import Decoder, ModelConfig, Storage, StorageChoice, preset
 from train.adapt import gradient_by_codecs, measure_sensitivity, site_width
 from train.config import PretrainConfig
 from train.corpus import open_corpus
@@ -118,14 +118,14 @@ def _rank_correlation(one: list[float], other: list[float]) -> float:
 
 def _gradient(
     recipe: Recipe,
-    storage: Storage,
+    storage: StorageChoice,
     codecs: Mapping[str, Any],
     model: Decoder,
     batch: Batch,
     seed: int = 0,
 ) -> jax.Array:
     """Returns the gradient as one vector."""
-    sites = codecs or {"q": storage.q}
+    sites = codecs or {"q": storage.codecs["q"]}
     keys = {site: jax.random.fold_in(jax.random.key(seed), i) for i, site in enumerate(sites)}
     gradient = jax.jit(gradient_by_codecs(recipe, storage))(dict(sites), keys, model, batch)
     return jnp.concatenate([jnp.ravel(g) for g in jax.tree.leaves(gradient)])
