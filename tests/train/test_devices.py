@@ -1,8 +1,10 @@
 import importlib.util
 import re
 
+import jax
 import pytest
 
+from train import devices
 from train.devices import GPUS, HERE, compile_for, description_of, gpu
 
 
@@ -39,4 +41,14 @@ def test_a_missing_compiler_is_named():
         pytest.raises(ValueError, match=re.escape("pip install 'jax[cuda12]'")),
         compile_for(description_of("h100")),
     ):
+        pass
+
+
+def test_the_replaced_functions_of_jax_exist_and_a_missing_one_is_named(monkeypatch):
+    with devices._tracing_as_on_a_gpu():
+        assert jax.default_backend() == "gpu"
+    assert jax.default_backend() != "gpu"
+    monkeypatch.setattr(devices, "_REPLACED", (("jax", "no_such_function", None),))
+    message = re.escape(f"JAX {jax.__version__} has no `jax.no_such_function`")
+    with pytest.raises(RuntimeError, match=message), devices._tracing_as_on_a_gpu():
         pass
