@@ -69,8 +69,6 @@ def _refuses(
         return f"takes gradients of 16 or 32 bits, got {grad.dtype}"
     if mu.block != nu.block or mu.block > pallas.LARGEST_BLOCK:
         return f"takes blocks of one size up to {pallas.LARGEST_BLOCK}, got {mu.block}, {nu.block}"
-    if (mu.levels, nu.levels) != ("dynamic", "dynamic"):
-        return f"takes dynamic levels, got {mu.levels} and {nu.levels}"
     if (mu.codes.dtype, nu.codes.dtype) != (jnp.int8, jnp.uint8):
         return f"takes `mu` in int8 and `nu` in uint8, got {mu.codes.dtype} and {nu.codes.dtype}"
     if {jnp.dtype(mu.dtype), jnp.dtype(nu.dtype)} != {jnp.dtype(jnp.float32)}:
