@@ -88,10 +88,12 @@ class BitMask:
         return "a bit each"
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, ...]:
+        """Returns the bits of `x` as bytes."""
         del key
         return pack(x.astype(jnp.uint8), 1)
 
     def decode(self, code: tuple[jax.Array, ...]) -> jax.Array:
+        """Returns the booleans."""
         return unpack(code, 1, self.features).astype(bool)
 
 

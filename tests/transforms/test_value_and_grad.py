@@ -246,7 +246,9 @@ def test_two_parameters_with_the_same_path_are_refused():
     params = {"a.b": normal(0, 8, 5), "a": {"b": normal(1, 8, 5)}}
     fun = lambda p: total(XS[0] @ p["a.b"], XS[0] @ p["a"]["b"])  # noqa: E731
     for call in (actjax.value_and_grad(fun), lambda p: actjax.input_groups(fun, p)):
-        with pytest.raises(ValueError, match=r"two parameters have the same path `a\.b`: rename one"):
+        with pytest.raises(
+            ValueError, match=r"two parameters have the same path `a\.b`: rename one"
+        ):
             call(params)
 
 
