@@ -43,11 +43,11 @@ stacks = pytest.mark.parametrize(("shape", "lead"), STACKS, ids=str)
 scales = pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
 
 
-def factored(seed=0, shape=(6, 3, 5), lead=(), dtype="float32", scale=(1, 1), basis=None):
+def factored(seed=0, shape=(6, 3, 5), lead=(), dtype="float32", scale=(1, 1), basis_name=None):
     (d, k, n), rng = shape, np.random.default_rng(seed)
     left, right = rng.normal(size=(*lead, d, k)), rng.normal(size=(*lead, k, n))
     dtype = jnp.dtype(dtype)
-    return LowRank((scale[0] * left).astype(dtype), (scale[1] * right).astype(dtype), basis)
+    return LowRank((scale[0] * left).astype(dtype), (scale[1] * right).astype(dtype), basis_name)
 
 
 def f64(x):
@@ -112,7 +112,10 @@ def test_it_knows_its_shape_rank_and_bytes(lead):
 
 def test_its_name_tells_shape_rank_dtype_and_basis():
     assert repr(factored()) == "LowRank(shape=(6, 5), rank=3, dtype=float32)"
-    assert repr(factored(basis="p")) == "LowRank(shape=(6, 5), rank=3, dtype=float32, basis='p')"
+    assert (
+        repr(factored(basis_name="p"))
+        == "LowRank(shape=(6, 5), rank=3, dtype=float32, basis_name='p')"
+    )
 
 
 def test_factors_of_two_dtypes_have_that_of_their_product():
@@ -124,9 +127,9 @@ def test_factors_of_two_dtypes_have_that_of_their_product():
 
 
 def test_astype_rounds_both_factors_and_keeps_the_basis():
-    a = factored(basis="p")
+    a = factored(basis_name="p")
     got = a.astype("bfloat16")
-    assert (got.left.dtype, got.right.dtype, got.basis) == (jnp.bfloat16, jnp.bfloat16, "p")
+    assert (got.left.dtype, got.right.dtype, got.basis_name) == (jnp.bfloat16, jnp.bfloat16, "p")
     np.testing.assert_array_equal(got.left, a.left.astype("bfloat16"))
     np.testing.assert_array_equal(got.right, a.right.astype("bfloat16"))
 
@@ -204,14 +207,14 @@ ARITHMETIC = {
 @leads
 @pytest.mark.parametrize("expression", ARITHMETIC.values(), ids=ARITHMETIC)
 def test_arithmetic_is_that_of_dense_matrices(expression, lead, x64):
-    a = factored(0, (6, 3, 5), lead, "float64", basis="p")
+    a = factored(0, (6, 3, 5), lead, "float64", basis_name="p")
     b = factored(1, (6, 2, 5), lead, "float64")
     got = jax.jit(expression)(a, b)
     if expression is ARITHMETIC["transposed"]:
         want = (dense(a) + dense(b)).swapaxes(-2, -1)
     else:
         want = expression(dense(a), dense(b))
-    assert (got.shape, got.rank, got.dtype, got.basis) == (want.shape, 5, jnp.float64, None)
+    assert (got.shape, got.rank, got.dtype, got.basis_name) == (want.shape, 5, jnp.float64, None)
     # Two roundings an entry and a sum of `rank` terms, here and in the oracle.
     bound = 2 * (got.rank + 2) * 2**-52 * (abs(f64(got.left)) @ abs(f64(got.right)))
     assert np.all(abs(dense(got) - want) <= bound)
@@ -219,10 +222,10 @@ def test_arithmetic_is_that_of_dense_matrices(expression, lead, x64):
 
 @pytest.mark.parametrize("combine", ["+", "-"])
 def test_sums_in_a_shared_basis_keep_their_rank(combine, x64):
-    a = factored(0, dtype="float64", basis="p")
+    a = factored(0, dtype="float64", basis_name="p")
     b = LowRank(a.left, factored(1, dtype="float64").right, "p")
     got = ARITHMETIC[combine](a, b)
-    assert (got.rank, got.basis) == (a.rank, "p")
+    assert (got.rank, got.basis_name) == (a.rank, "p")
     assert got.left is a.left
     want = ARITHMETIC[combine](dense(a), dense(b))
     bound = 2 * (a.rank + 1) * 2**-52 * (abs(f64(a.left)) @ (abs(f64(a.right)) + abs(f64(b.right))))
@@ -231,14 +234,14 @@ def test_sums_in_a_shared_basis_keep_their_rank(combine, x64):
 
 @pytest.mark.parametrize("names", [("p", "q"), ("p", None), (None, None)], ids=str)
 def test_ranks_add_unless_both_name_one_basis(names):
-    got = factored(0, basis=names[0]) + factored(1, basis=names[1])
-    assert (got.rank, got.basis) == (6, None)
+    got = factored(0, basis_name=names[0]) + factored(1, basis_name=names[1])
+    assert (got.rank, got.basis_name) == (6, None)
 
 
 def test_scalars_keep_the_basis_and_a_transpose_does_not():
-    a = factored(basis="p")
-    assert {(2 * a).basis, (a / 2).basis, (-a).basis} == {"p"}
-    assert a.mT.basis is None
+    a = factored(basis_name="p")
+    assert {(2 * a).basis_name, (a / 2).basis_name, (-a).basis_name} == {"p"}
+    assert a.mT.basis_name is None
 
 
 def test_a_wide_scalar_leaves_narrow_factors_narrow():
@@ -280,7 +283,7 @@ def test_singular_values_square_no_size(scale):
 def test_truncation_errs_least(rank, lead, x64):
     a = factored(shape=(7, 4, 6), lead=lead, dtype="float64")
     got = truncate(a, rank)
-    assert (got.shape, got.rank, got.dtype, got.basis) == (a.shape, rank, jnp.float64, None)
+    assert (got.shape, got.rank, got.dtype, got.basis_name) == (a.shape, rank, jnp.float64, None)
     error = norms(dense(got) - dense(a)).ravel()
     best = [oracles.best_rank_k_error(matrix, rank) for matrix in dense(a).reshape(-1, 7, 6)]
     # No matrix of that rank errs less. The decomposition is that of a matrix this near.
@@ -347,7 +350,7 @@ def test_zeros_have_norm_zero_and_a_truncation(lead):
 
 
 def test_it_is_a_pytree_of_two_arrays_and_a_static_name():
-    a, b, c = factored(basis="p"), factored(basis="q"), factored(1, basis="p")
+    a, b, c = factored(basis_name="p"), factored(basis_name="q"), factored(1, basis_name="p")
     assert [leaf.shape for leaf in jax.tree.leaves(a)] == [(6, 3), (3, 5)]
     assert jax.tree.structure(a) == jax.tree.structure(c) != jax.tree.structure(b)
     assert is_low_rank(a)
@@ -357,9 +360,9 @@ def test_it_is_a_pytree_of_two_arrays_and_a_static_name():
 
 
 def test_jit_takes_and_returns_it(x64):
-    a, b = (factored(i, dtype="float64", basis="p") for i in range(2))
+    a, b = (factored(i, dtype="float64", basis_name="p") for i in range(2))
     got = jax.jit(lambda a, b, s: s * (a + b))(a, b, 0.5)
-    assert (got.rank, got.basis) == (3, "p")
+    assert (got.rank, got.basis_name) == (3, "p")
     np.testing.assert_array_equal(got.right, (a.right + b.right) / 2)
 
 
@@ -377,24 +380,24 @@ def test_vmap_maps_over_a_stack(x64):
 
 
 def test_scan_slices_a_stack_and_carries_a_sum(x64):
-    shared = factored(dtype="float64", basis="p")
+    shared = factored(dtype="float64", basis_name="p")
     rights = factored(1, lead=(4,), dtype="float64").right
     stack = LowRank(np.broadcast_to(shared.left, (4, 6, 3)), rights, "p")
     scan = jax.jit(
         lambda start, stack: jax.lax.scan(lambda total, a: (total + a, a.norm()), start, stack)
     )
     total, found = scan(0 * shared, stack)
-    assert (total.rank, total.basis) == (3, "p")
+    assert (total.rank, total.basis_name) == (3, "p")
     np.testing.assert_allclose(dense(total), dense(stack).sum(0), rtol=0, atol=1e-13)
     np.testing.assert_allclose(found, norms(dense(stack)), rtol=1e-13)
 
 
 def test_gradients_are_those_of_the_factors(x64):
-    a, b = factored(dtype="float64", basis="p"), factored(1, dtype="float64")
+    a, b = factored(dtype="float64", basis_name="p"), factored(1, dtype="float64")
     unit = dense(a) / norms(dense(a))
     for fun, want in [(LowRank.norm, unit), (lambda a: vdot(a, b), dense(b))]:
         got = jax.jit(jax.grad(fun))(a)
-        assert (type(got), got.basis) == (LowRank, "p")
+        assert (type(got), got.basis_name) == (LowRank, "p")
         np.testing.assert_allclose(got.left, want @ f64(a.right).T, rtol=0, atol=1e-12)
         np.testing.assert_allclose(got.right, f64(a.left).T @ want, rtol=0, atol=1e-12)
 
@@ -453,7 +456,7 @@ def test_vdot_with_an_array_makes_no_other():
 def tree(dtype="float32", lead=(2,)):
     array = np.random.default_rng(3).normal(size=(3, 4)).astype(jnp.dtype(dtype))
     return {
-        "factored": factored(0, dtype=dtype, basis="p"),
+        "factored": factored(0, dtype=dtype, basis_name="p"),
         "stack": factored(1, lead=lead, dtype=dtype),
         "others": [array, None, array[0]],
     }
@@ -733,7 +736,7 @@ def test_one_basis_has_one_rank():
 
 def test_trees_of_its_form_can_be_printed_compared_and_hashed():
     a = LowRank(jnp.ones((2, 1)), jnp.ones((1, 2)))
-    assert str(jax.tree.map(jnp.shape, a)) == "LowRank(left=(2, 1), right=(1, 2), basis=None)"
+    assert str(jax.tree.map(jnp.shape, a)) == "LowRank(left=(2, 1), right=(1, 2), basis_name=None)"
     assert a == a and a != LowRank(a.left, a.right)  # noqa: PT018
     assert hash(a) is not None
 

@@ -31,7 +31,7 @@ class Projection(NamedTuple):
     def project(self, g: Any, basis: jax.Array) -> jax.Array:
         """Returns `Pᵀ G` [..., k, n], or `G P` [..., d, k]."""
         if isinstance(g, LowRank):
-            if g.basis == self.basis_name and self.on_input:
+            if g.basis_name == self.basis_name and self.on_input:
                 return g.right.astype(accumulation_dtype(g.dtype))
             if self.on_input:
                 return matmul(matmul(basis.mT, g.left), g.right)

@@ -232,7 +232,7 @@ class Subspace:
         """Returns the leading singular vectors of the gradients of each input group."""
         members: dict[str, list[Any]] = {}
         for path, g in _by_path(grads).items():
-            if is_low_rank(g) and g.basis is not None:
+            if is_low_rank(g) and g.basis_name is not None:
                 raise ValueError(
                     f"the gradient of `{path}` was taken in the basis that is to be replaced: take"
                     " the gradient of a refresh step without `bases`."
