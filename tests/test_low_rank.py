@@ -626,7 +626,7 @@ COERCIONS = {
 
 @pytest.mark.parametrize("coerce", COERCIONS.values(), ids=COERCIONS)
 def test_it_becomes_no_array_unasked(coerce):
-    expected = r"LowRank\(shape=\(6, 5\), .*\) is no array: call `dense\(\)` to make one, \[d, n\]"
+    expected = r"LowRank\(.*\) is not an array: call `dense\(\)` to get one, \[d, n\]"
     with pytest.raises(TypeError, match=expected):
         coerce(factored())
 

@@ -11,7 +11,7 @@ import pytest
 import actjax
 from actjax import Calibrated, Quantized
 from actjax.codecs import ChannelRange
-from actjax.kernels.format import normal_levels
+from actjax.kernels.levels import normal_levels
 
 KEY = jax.random.key(3)
 BITS = (1, 2, 3, 4, 8)

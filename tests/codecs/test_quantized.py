@@ -11,7 +11,8 @@ import pytest
 
 import actjax
 from actjax import Quantized
-from actjax.kernels.format import SLACK, normal_error, normal_levels
+from actjax.kernels.group_scales import SLACK
+from actjax.kernels.levels import normal_error, normal_levels
 from actjax.kernels.packing import unpack
 
 KEY = jax.random.key(5)

@@ -210,14 +210,12 @@ def test_wrong_settings_are_named_with_what_came(settings, message):
 
 def refused():
     mu, nu = (blockwise_zeros((2, 8), "float32", unsigned=u) for u in (False, True))
-    linear = dataclasses.replace(mu, levels="linear")
     halved = dataclasses.replace(nu, dtype=jnp.dtype("bfloat16"))
     grad, long = (
         np.ones((2, 8), "float32"),
         [blockwise_zeros((1, 5000), "float32", unsigned=u, block=5000) for u in (False, True)],
     )
     return [
-        (grad, linear, nu, "dynamic levels, got linear and dynamic"),
         (grad, nu, mu, "`mu` in int8 and `nu` in uint8, got uint8 and int8"),
         (grad, mu, halved, "moments of float32, got float32 and bfloat16"),
         (np.ones((1, 5000), "float32"), *long, "blocks of one size up to 4096, got 5000, 5000"),

@@ -13,7 +13,7 @@ from kernels.kernel_cases import PLANES, TINY, assert_near, assert_same, f64, no
 
 from actjax import Quantized
 from actjax.kernels.dequantize.api import dequantize
-from actjax.kernels.format import normal_levels
+from actjax.kernels.levels import normal_levels
 from actjax.kernels.noise import halves, random_words
 from actjax.kernels.quantize.api import quantize
 

@@ -155,7 +155,7 @@ def test_a_cast_other_than_astype_raises_an_error_that_names_the_weight():
     fun = lambda p: total(project(XS[0], jnp.asarray(p["layer"]["w"], jnp.bfloat16), RP))  # noqa: E731
     message = (
         "the weight `layer.w` has a factored gradient, so only `actjax.linear` and"
-        " `actjax.qkv_projection` can read it, and only `.astype` cast it: use these, " + ADVICE
+        " `actjax.qkv_projection` can read it, and only `.astype` can cast it: use these, " + ADVICE
     )
     with pytest.raises(TypeError, match=re.escape(message)):
         actjax.value_and_grad(fun)({"layer": {"w": normal(1, 8, 5)}})

@@ -63,8 +63,8 @@ REFUSED = {
 def test_other_operations_on_a_tapped_weight_are_refused(operation, tapped):
     message = (
         "the weight `layers.w` has a factored gradient, so only `actjax.linear` and"
-        " `actjax.qkv_projection` can read it, and only `.astype` cast it: use these, give the"
-        " operator codec=Exact(), or differentiate with jax.value_and_grad."
+        " `actjax.qkv_projection` can read it, and only `.astype` can cast it: use these, give"
+        " the operator codec=Exact(), or differentiate with jax.value_and_grad."
     )
     with pytest.raises(TypeError, match=re.escape(message)):
         operation(tapped)
