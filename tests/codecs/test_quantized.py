@@ -1,4 +1,4 @@
-"""Tests of actjax/codecs/quantized.py: what each number errs by, and the bytes that it takes."""
+"""Tests of actjax/codecs/quantized.py: the error of each number and the bytes it takes."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ KEYS = 2000
 BITS = (1, 2, 3, 4, 8)
 ROUNDINGS = ("nearest", "stochastic", "dither")
 TINY = 2.0**-24
-"""What an operation of float32 rounds by, of its result."""
+"""Relative rounding of an operation in float32."""
 
 drawing = pytest.mark.parametrize("rounding", ["stochastic", "dither"])
 scale_dtypes = pytest.mark.parametrize("scale_dtype", ["bfloat16", "float32"])
@@ -29,7 +29,7 @@ quick = pytest.mark.usefixtures("quick_compile")
 
 @functools.partial(jax.jit, static_argnums=0)
 def coded(codec, x, key=KEY):
-    """The code of `x`, its numbers one by one, and what it decodes to."""
+    """Returns the code of `x`, its integers, and the decoded numbers."""
     code = codec.encode(x, key)
     return code, unpack(code.planes, codec.bits, code.features, codec.group), codec.decode(code)
 
@@ -47,13 +47,13 @@ def f64(x):
 
 
 def scales(codec, code):
-    """The lowest values, or None, and the scales as they are stored, [..., groups] or [d]."""
+    """Returns the stored offsets, or None, and the stored scales, [..., groups] or [d]."""
     stored = (None if s is None else np.asarray(s) for s in (code.offset, code.scale))
     return tuple(None if s is None else f64(s.view(jnp.dtype(codec.scale_dtype))) for s in stored)
 
 
 def levels_of(codec, code):
-    """For each number, the lowest level of its group or channel, and the distance of two."""
+    """Returns for each number the lowest level of its group or channel, and the scale."""
     low, scale = scales(codec, code)
     if codec.scaling == "channel":
         return -scale * (2**codec.bits - 1) / 2, scale
@@ -61,20 +61,20 @@ def levels_of(codec, code):
 
 
 def arithmetic(codec, low, scale):
-    """What float32 adds to an error.
+    """Returns the error that float32 arithmetic adds.
 
-    Encoding rounds a difference, a quotient, the half range of a channel, and the sum with a
-    shift that itself is a multiple of 2^-23; decoding a difference, a product and a sum. Each is
-    of at most `2^bits` levels, the last also of the lowest level.
+    Encoding rounds a difference, a quotient, half the range of a channel, and the sum with a shift,
+    which is a multiple of 2^-23. Decoding rounds a difference, a product and a sum. Each operand is
+    at most `2^bits` levels, the last also the lowest level.
     """
     return TINY * (8 * 2**codec.bits * scale + abs(low))
 
 
-# Codes in float64 NumPy.
+# The oracle, in float64 NumPy.
 
 
 def outwards(value, dtype, towards):
-    """Rounds to `dtype`, away from what lies between: down (-1) or up (1)."""
+    """Rounds to `dtype`, down (-1) or up (1)."""
     nearest = value.astype(jnp.dtype(dtype))
     wrong = (f64(nearest) - value) * towards < 0
     end = np.full_like(nearest, towards * np.inf)
@@ -82,7 +82,7 @@ def outwards(value, dtype, towards):
 
 
 def oracle(codec, x):
-    """Low values, scales and codes of `x` [T, d], to the nearest."""
+    """Returns offsets, scales and codes of `x` [T, d], rounded to the nearest."""
     top = 2**codec.bits - 1
     if codec.scaling == "channel":
         scale = outwards(abs(x).max(0) * 2 / top, codec.scale_dtype, 1)
@@ -100,7 +100,7 @@ def oracle(codec, x):
     ("bits", "scaling", "features"),
     [(3, "group", 3), *((bits, s, d) for bits in BITS for s, d in [("group", 20), ("channel", 5)])],
 )
-def test_to_the_nearest_it_is_the_oracle(bits, scaling, features, x64):
+def test_rounding_to_the_nearest_equals_the_oracle(bits, scaling, features, x64):
     x = f64(normal(30, features)) + 0.5
     codec = Quantized(bits, group=8, scaling=scaling)
     code, numbers, decoded = coded(codec, x)
@@ -130,24 +130,24 @@ def test_scales_are_the_least_that_hold_a_group_within_its_levels(scale_dtype, s
     assert code.offset is None if scaling == "channel" else code.offset.dtype == stored
     low, scale = levels_of(codec, code)
     x, eps = f64(x), float(jnp.finfo(scale_dtype).eps)
-    # Three operations of float32, on numbers up to the largest.
+    # Three operations in float32, on numbers up to the largest one.
     slack = 4 * TINY * abs(x).max(-1, keepdims=True)
     assert np.all(low <= x + slack)
-    # A scale may fall short of the range by `SLACK`, as `Quantized` says.
+    # The levels may fall short of the range by `SLACK`, as `Quantized` documents.
     assert np.all(x <= low + 15 * scale * (1 + SLACK) + slack)
     if scaling == "channel":
         exact = np.broadcast_to(abs(x).max(0) * 2 / 15, x.shape)
     else:
         by_group = x.reshape(500, 2, 8)
         least = by_group.min(-1).repeat(8, -1)
-        # A unit of the last place at most, and so of the scale.
+        # At most a unit in the last place, for the offset and for the scale.
         assert np.all(least - low <= eps * abs(least))
         exact = (by_group.max(-1).repeat(8, -1) - low) / 15
     assert np.all(scale <= exact * (1 + eps) + slack)
     assert np.all(abs(f64(decoded) - x) <= scale / 2 + arithmetic(codec, low, scale))
 
 
-# What each number errs by, over keys.
+# The error of each number over keys.
 
 
 def groups_of_all_kinds():
@@ -159,7 +159,7 @@ def groups_of_all_kinds():
     rows[5] = 0.1
     rows[6] = -2.5
     rows[7] = 0
-    # Far from zero, where the lowest value rounds by as much as a level.
+    # Far from zero, where the rounding of the offset is as large as a level.
     rows[8] += 1000
     return rows
 
@@ -171,7 +171,8 @@ def many_keys():
 
 @functools.partial(jax.jit, static_argnums=0)
 def draws(codec, x, keys):
-    """The scales, and what is decoded under each key, before it is rounded to bfloat16."""
+    """Returns the scales, and the decoded numbers for each key before they are rounded to
+    bfloat16."""
 
     def draw(key):
         code = codec.encode(x, key)
@@ -193,20 +194,20 @@ def draws(codec, x, keys):
         (3, "channel", "float32"),
     ],
 )
-def test_it_is_unbiased_and_of_the_variance_that_the_docstring_says(bits, rounding, scaling, dtype):
+def test_it_is_unbiased_with_the_documented_variance(bits, rounding, scaling, dtype):
     x = groups_of_all_kinds()
-    # By channel these are columns: an outlier in a channel, a constant, zeros.
+    # By channel, the rows become columns: a channel with an outlier, a constant, zeros.
     x = (x if scaling == "group" else x.T).astype(jnp.dtype(dtype))
     codec = Quantized(bits, group=8, rounding=rounding, scaling=scaling)
     code, samples = draws(codec, x, many_keys())
     x, samples = f64(x), f64(samples)
     low, scale = (np.broadcast_to(a, x.shape) for a in levels_of(codec, code))
 
-    # Of a constant that the dtype of scales holds there is nothing to round.
+    # A constant that the dtype of scales represents is not rounded.
     flat = scale == 0
     np.testing.assert_array_equal(samples[:, flat], np.tile(x[flat], (KEYS, 1)))
 
-    # In levels from here on.
+    # In units of levels from here on.
     position = ((x - low) / np.where(flat, 1, scale))[~flat]
     errors = (samples - x)[:, ~flat] / scale[~flat]
     slack = (arithmetic(codec, low, scale) / np.where(flat, 1, scale))[~flat]
@@ -216,31 +217,31 @@ def test_it_is_unbiased_and_of_the_variance_that_the_docstring_says(bits, roundi
     share = np.clip(position - np.floor(position), 0, 1)
     variance = share * (1 - share) if rounding == "stochastic" else np.full(share.shape, 1 / 12)
 
-    # Under every key: nothing wraps at the ends of the range.
+    # For every key: nothing wraps around at the ends of the range.
     most, beyond = (1, 0) if rounding == "stochastic" else (0.5, 0.5)
     assert np.all(abs(errors) <= most + slack)
     assert np.all(abs(position + errors - top / 2) <= top / 2 + beyond + slack)
 
-    # Bernstein's inequality, for what errs by one level at most: 5 standard errors, and 25 / (3 n)
-    # for rare events, are exceeded with a probability below 2 e^-12.5.
+    # Bernstein's inequality for errors of at most one level: 5 standard errors plus 25 / (3 n) for
+    # rare events are exceeded with a probability below 2 e^-12.5.
     rare = 25 / (3 * KEYS)
     assert np.all(abs(errors.mean(0)) <= 5 * np.sqrt(variance / KEYS) + rare + slack)
-    # All together: a hundred numbers with draws of their own.
+    # All together: a hundred numbers with independent draws.
     pooled = 5 * np.sqrt(variance.sum() / KEYS) + rare
     assert abs(errors.mean(0).sum()) <= pooled + slack.sum()
 
     squares = (errors**2).mean(0)
     if rounding == "stochastic":
-        # `1 - t` with a probability of `t`, else `-t`: the square has this variance.
+        # The error is `1 - t` with probability `t`, else `-t`: its square has this variance.
         of_square = variance * (1 - 2 * share) ** 2
     else:
         of_square = 1 / 180
-        # Uniform, wherever a number lies between two levels. Dvoretzky-Kiefer-Wolfowitz:
-        # exceeded with a probability below 1e-7.
+        # The error is uniform for every position between two levels. The bound of Dvoretzky, Kiefer
+        # and Wolfowitz is exceeded with a probability below 1e-7.
         ordered, ranks = np.sort(errors, 0), (np.arange(KEYS)[:, None] + 0.5) / KEYS
         off = np.sqrt(np.log(2e7) / (2 * KEYS)) + 0.5 / KEYS
         assert np.all(abs(ordered + 0.5 - ranks) <= off + slack)
-        # And of shifts of their own: six standard errors, for ten thousand pairs.
+        # The shifts are independent: six standard errors, for ten thousand pairs.
         assert abs(np.corrcoef(errors.T) - np.eye(len(share))).max() <= 6 / np.sqrt(KEYS)
     chance = 5 * np.sqrt(of_square / KEYS) + rare + 2 * slack
     assert np.all(abs(squares - variance) <= chance)
@@ -250,25 +251,26 @@ def test_it_is_unbiased_and_of_the_variance_that_the_docstring_says(bits, roundi
 @quick
 @pytest.mark.parametrize(
     ("rounding", "square", "of_square"),
-    # Variances of the square: of what is uniform within half a level; 1/15 - 1/36 for two levels.
+    # Variances of the square: of a uniform error within half a level, and 1/15 - 1/36 for two
+    # levels.
     [("nearest", 1 / 12, 1 / 180), ("dither", 1 / 12, 1 / 180), ("stochastic", 1 / 6, 7 / 180)],
 )
-def test_numbers_spread_evenly_err_as_the_docstring_says_on_average(rounding, square, of_square):
+def test_uniform_numbers_have_the_documented_average_error(rounding, square, of_square):
     x = np.random.default_rng(0).uniform(-1, 1, (1, 100_000)).astype("float32")
     codec = Quantized(4, group=100_000, rounding=rounding)
     code, _, decoded = coded(codec, x)
     scale = scales(codec, code)[1]
     errors = (f64(decoded) - x) / scale
-    # A scale that is rounded outwards leaves 2^-7 of the range unused, at the end of a level; no
-    # square there is above 1/4.
+    # A scale that is rounded up leaves 2^-7 of the range unused, at the end of a level, where no
+    # square is above 1/4.
     assert abs((errors**2).mean() - square) <= 5 * np.sqrt(of_square / 100_000) + 2**-9
-    # Of 100,000, but for the two at the ends; in float32.
+    # All of 100,000 numbers but the two at the ends, in float32.
     np.testing.assert_allclose(jax.jit(codec.expected_error)(x) / scale**2, square, rtol=2.1e-5)
 
 
 @quick
 def test_the_shift_of_the_dither_does_not_depend_on_the_values(x64):
-    # Of one key, the same error in levels of one, but for whole ones: 0 and 15 fix the range.
+    # 0 and 15 fix the range to levels of one. With one key, the errors agree up to whole levels.
     codec = Quantized(4, group=32, rounding="dither")
     xs = np.random.default_rng(0).uniform(0, 15, (2, 4, 32))
     xs[..., :2] = 0, 15
@@ -285,14 +287,14 @@ def test_the_shift_of_the_dither_does_not_depend_on_the_values(x64):
         *((bits, s, "float32") for bits in (1, 8) for s in ("group", "channel")),
     ],
 )
-def test_to_the_nearest_it_errs_by_half_a_level_at_most(bits, scaling, dtype):
+def test_rounding_to_the_nearest_errs_by_at_most_half_a_level(bits, scaling, dtype):
     x = groups_of_all_kinds()
     x = (x if scaling == "group" else x.T).astype(jnp.dtype(dtype))
     codec = Quantized(bits, group=8, scaling=scaling)
     code, _, decoded = coded(codec, x)
     low, scale = levels_of(codec, code)
     assert decoded.dtype == dtype
-    # "Then the result is rounded to the dtype of `x`".
+    # The result is then rounded to the dtype of `x`.
     rounded = float(jnp.finfo(dtype).eps) / 2 * abs(f64(decoded))
     assert np.all(abs(f64(decoded) - f64(x)) <= scale / 2 + arithmetic(codec, low, scale) + rounded)
 
@@ -305,15 +307,15 @@ def test_the_result_is_rounded_to_the_dtype_once(rotate):
     codec = Quantized(8, group=64, rotate=rotate)
     code, _, decoded = coded(codec, x.astype(jnp.bfloat16))
     exact = f64(jax.jit(codec.decode)(dataclasses.replace(code, dtype=jnp.dtype("float32"))))
-    # Half a unit of 2^-7. A rotation sums 64 terms, of no more than 2e4 / 8 each, over 8.
+    # Half a unit of 2^-7. A rotation sums 64 terms of at most 2e4 / 8 each, divided by 8.
     once = 2**-8 * abs(exact) + (66 * TINY * 64 * 2e4 / 64 if rotate else 0)
     assert np.all(abs(f64(decoded) - exact) <= once)
 
 
 @drawing
 def test_the_top_of_the_range_never_wraps(rounding):
-    # All at the ends: 0, and 255 levels above it. In float32 the top level and a shift just below
-    # a half round to 255.5, for one draw in 2^17, which is rounded to 256: there are a million.
+    # All numbers are at the ends, 0 or 255 levels. For one draw in 2^17, the top level and a shift
+    # just below a half add up to 255.5 in float32, which rounds to 256. There are a million draws.
     x = np.tile(np.float32([0, 255]), (2048, 512))
     codec = Quantized(8, group=1024, rounding=rounding)
     got = round_trip(codec, x)
@@ -326,9 +328,9 @@ def test_the_top_of_the_range_never_wraps(rounding):
 
 TOKENS, WIDTH = 16384, 2048
 AFFINE = 2 * 16 / 128
-"""A scale and a lowest value of 16 bits, of 128 numbers."""
+"""A scale and an offset of 16 bits each, for 128 numbers."""
 CHANNELS = 20 * (16 / WIDTH + 32 / (TOKENS * WIDTH))
-"""20 whole channels of 16 bits, and an index of 32 each."""
+"""20 outlier channels of 16 bits, with an index of 32 bits each."""
 
 
 @pytest.mark.parametrize(
@@ -358,19 +360,19 @@ CHANNELS = 20 * (16 / WIDTH + 32 / (TOKENS * WIDTH))
     ],
     ids=repr,
 )
-def test_a_number_takes_these_bits_with_all_that_goes_with_it(codec, bits):
+def test_a_number_takes_these_bits_with_its_scales_and_indices(codec, bits):
     x = jax.ShapeDtypeStruct((TOKENS, WIDTH), "bfloat16")
     code = jax.eval_shape(codec.encode, x, KEY)
     total = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(code))
-    # To the byte: there are 2^26.
+    # Exact to a byte, of 2^26.
     assert total * 8 / x.size == pytest.approx(bits, rel=1e-12)
     assert codec.stored_bytes(x.shape, x.dtype) == total
 
 
 @pytest.mark.parametrize("scaling", ["group", "channel"])
-def test_odd_tokens_are_filled_up_to_bytes_and_no_more(scaling):
+def test_odd_tokens_are_padded_to_whole_bytes_and_no_more(scaling):
     codec = Quantized(3, group=5, scaling=scaling)
-    # 13 numbers are 26 bits in 4 bytes and 13 in 2; three groups of a scale and a lowest value.
+    # 13 numbers are 26 bits in 4 bytes and 13 bits in 2; three groups have a scale and an offset.
     want = 10 * (4 + 2) + (10 * 3 * 2 * 2 if scaling == "group" else 13 * 2)
     code = jax.eval_shape(codec.encode, jax.ShapeDtypeStruct((2, 5, 13), "float32"))
     assert sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(code)) == want
@@ -404,8 +406,8 @@ def test_under_scan_a_layer_takes_its_bits_and_no_more(codec):
         return compiled.memory_analysis().temp_size_in_bytes
 
     grown = temporaries(12) - temporaries(4)
-    # Buffers are aligned. Of the eight more layers, the activation of one would be 256 KiB, and
-    # scales by group 2 KiB more each if they took 32 bits rather than 16.
+    # Buffers are aligned. In the eight more layers, one activation would be 256 KiB, and scales by
+    # group in 32 bits instead of 16 would add 2 KiB each.
     assert abs(grown - 8 * codec.stored_bytes(shape, "bfloat16")) < 4096
 
 
@@ -429,11 +431,11 @@ def nearest_level(bits, x):
 def test_normal_levels_are_the_published_ones(bits):
     levels, (published, error) = normal_levels(bits), LLOYD_MAX[bits]
     assert levels.shape == (2**bits,)
-    # Half a unit of the fourth digit.
+    # Half a unit in the fourth digit.
     np.testing.assert_allclose(levels[2 ** (bits - 1) :], published, rtol=5e-4, atol=5e-5)
     np.testing.assert_allclose(levels, -levels[::-1], rtol=0, atol=1e-12)
-    # By quadrature: each is the mean of what is nearest to it, and the error is the published one.
-    # A cell of 1e-5 is on one side of a bound or the other.
+    # By quadrature with cells of 1e-5: each level is the mean of the numbers nearest to it, and the
+    # error is the published one.
     x = np.linspace(-9, 9, 1_800_001)
     density, nearest = np.exp(-(x**2) / 2), nearest_level(bits, x)
     for level in levels:
@@ -451,16 +453,16 @@ def test_normal_numbers_err_as_published(bits, scaling):
     x = 3 * (normal(64, 8192) if scaling == "group" else normal(8192, 64))
     codec = Quantized(bits, group=8192, scaling=scaling, levels="normal")
     squares = (round_trip(codec, x) - f64(x)) ** 2 / 9
-    # A scale that is rounded to bfloat16 is off by 2^-8, the square of which is added. One that is
-    # fitted to 8192 numbers moves the error by the order of one in as many.
+    # A scale in bfloat16 is off by 2^-8, whose square adds to the error. Fitting a scale to 8192
+    # numbers changes the error by about one part in 8192.
     off = 5 * squares.std() / np.sqrt(x.size) + 2**-16 + 4 / 8192
     assert abs(squares.mean() - LLOYD_MAX[bits][1]) <= off
 
 
 @quick
 @pytest.mark.parametrize("bits", LLOYD_MAX)
-def test_the_scale_of_normal_levels_is_by_least_squares(bits, x64):
-    # Numbers that are anything but normal.
+def test_the_scale_of_normal_levels_is_a_least_squares_fit(bits, x64):
+    # Numbers that are far from normally distributed.
     x = f64(normal(40, 16)) ** 3 + 0.2
     codec = Quantized(bits, group=16, levels="normal", scale_dtype="float32")
     code, _, decoded = coded(codec, x)
@@ -468,7 +470,7 @@ def test_the_scale_of_normal_levels_is_by_least_squares(bits, x64):
     levels = nearest_level(bits, x / deviation)
     fitted = (x * levels).sum(-1, keepdims=True) / (levels**2).sum(-1, keepdims=True)
     scale = scales(codec, code)[1]
-    # In 24 bits.
+    # Rounding to 24 bits.
     np.testing.assert_allclose(scale, fitted, rtol=2**-24)
     np.testing.assert_allclose(decoded, scale * nearest_level(bits, x / scale), rtol=1e-12)
     errors, plain = (((y - x) ** 2).sum(-1) for y in (f64(decoded), deviation * levels))
@@ -507,15 +509,15 @@ def test_a_rotation_makes_an_outlier_hurt_the_others_less():
         code, samples = draws(codec, x, many_keys())
         scale = scales(codec, code)[1]
         errors = (f64(samples) - f64(x))[:, 0, others] / scale
-        # Errors before an orthogonal map are independent, of variance 1/12 levels: and so after.
-        # Of sums of such, the fourth moment is no more than a normal's, 3 / 144. In float32, two
-        # sums of 64 terms of the outlier's size at most, which is 60 levels.
+        # Before the orthogonal map, errors are independent with variance 1/12 of a level, and so
+        # they are after it. The fourth moment of their sums is at most that of a normal, 3 / 144.
+        # In float32 there are two sums of 64 terms, each at most the outlier, which is 60 levels.
         slack = 2 * 66 * 60 * TINY
         assert np.all(abs(errors.mean(0)) <= 5 * np.sqrt(1 / 12 / KEYS) + slack)
         assert np.all(abs((errors**2).mean(0) - 1 / 12) <= 5 * np.sqrt(2 / 144 / KEYS) + slack)
         squares[rotate] = float(scale[0, 0] ** 2 / 12)
-    # The outlier is an eighth as large in each coordinate, but on both sides of zero; the others
-    # add the sum of their sizes at most. Both ends are rounded outwards by 2^-7.
+    # The outlier becomes an eighth as large in each coordinate, with both signs; the others add at
+    # most the sum of their sizes. Both ends are rounded outwards by 2^-7.
     largest = (1e4 + abs(x[0, others]).sum()) / 8
     bound = (2 * largest * (1 + 2**-7) ** 2 / 15) ** 2 / 12
     assert squares[True] <= bound < 0.1 * squares[False]
@@ -523,7 +525,7 @@ def test_a_rotation_makes_an_outlier_hurt_the_others_less():
 
 @quick
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_errors_of_a_rotated_group_are_no_longer_than_of_one_that_is_not(rounding, x64):
+def test_rotation_does_not_lengthen_the_error_of_a_group(rounding, x64):
     x = f64(normal(50, 20))
     codec = Quantized(4, group=8, rounding=rounding, rotate=True)
     code, _, decoded = coded(codec, x)
@@ -546,7 +548,8 @@ def test_errors_of_a_rotated_group_are_no_longer_than_of_one_that_is_not(roundin
     ],
 )
 def test_channels_with_the_largest_norms_come_back_whole(fraction, count, scaling, rotate):
-    # Of norms in no order. The channel of the least has the largest number: of one token in 120.
+    # Norms are in random order. The channel of the least norm has the largest number, in one token
+    # of 120.
     sizes = np.random.default_rng(1).permutation(1.5 ** np.arange(16))
     x = np.sign(normal(3, 40, 16)) * sizes
     x[..., sizes == 1] = 0
@@ -561,7 +564,7 @@ def test_channels_with_the_largest_norms_come_back_whole(fraction, count, scalin
     assert {*np.asarray(code.channels).tolist()} == {*largest.tolist()}
     decoded = np.asarray(decoded)
     np.testing.assert_array_equal(decoded[..., largest], x[..., largest])
-    # The others have a range of their own, as if zeros were in those places.
+    # The other channels are encoded as if the outlier channels were zero.
     plain = dataclasses.replace(codec, outlier_fraction=0)
     rest = np.setdiff1d(np.arange(16), largest)
     x[..., largest] = 0
@@ -573,7 +576,7 @@ def test_channels_with_the_largest_norms_come_back_whole(fraction, count, scalin
     ("fraction", "features", "count"),
     [(0, 100, 0), (0.0, 8, 0), (0.001, 100, 1), (0.01, 128, 1), (0.02, 128, 3), (0.5, 7, 4)],
 )
-def test_outliers_are_a_share_of_the_channels_and_one_at_least(fraction, features, count):
+def test_outliers_are_a_share_of_the_channels_and_at_least_one(fraction, features, count):
     codec = Quantized(4, group=8, outlier_fraction=fraction)
     code = jax.eval_shape(codec.encode, jax.ShapeDtypeStruct((6, features), "float32"))
     if count == 0:
@@ -607,7 +610,7 @@ variants = pytest.mark.parametrize("codec", VARIANTS.values(), ids=VARIANTS)
 @variants
 @pytest.mark.parametrize("changed", [0, 1, 2])
 def test_a_group_does_not_affect_the_code_of_another(codec, changed):
-    # The last group is of four.
+    # The last group has four features.
     x = normal(5, 20)
     other = x.copy()
     own = slice(8 * changed, 8 * changed + 8)
@@ -624,7 +627,7 @@ def test_a_group_does_not_affect_the_code_of_another(codec, changed):
 
 @quick
 @pytest.mark.parametrize(("levels", "rotate"), [("uniform", True), ("normal", False)])
-def test_a_last_group_that_is_smaller_is_encoded_as_by_itself(levels, rotate):
+def test_a_smaller_last_group_is_encoded_as_by_itself(levels, rotate):
     x = normal(5, 12)
     codec = Quantized(3, group=8, levels=levels, rotate=rotate)
     parts = [round_trip(codec, part) for part in (x[:, :8], x[:, 8:])]
@@ -644,12 +647,12 @@ def test_a_group_larger_than_a_token_is_the_token(name):
 @quick
 @pytest.mark.parametrize(("bits", "rounding"), [*zip((1, 4, 8), ROUNDINGS, strict=True)])
 def test_one_number_is_the_lowest_level_of_its_group(bits, rounding):
-    # The dtype of scales holds it as it is, and the range is none.
+    # The dtype of scales represents it, and the range is zero.
     x = normal(50, 1).astype(jnp.bfloat16).astype("float32")
     np.testing.assert_array_equal(round_trip(Quantized(bits, rounding=rounding), x), x)
 
 
-# Numbers that are none.
+# NaN and overflow.
 
 WITH_CHANNELS = {
     **VARIANTS,
@@ -660,7 +663,7 @@ WITH_CHANNELS = {
 
 @quick
 @pytest.mark.parametrize("codec", WITH_CHANNELS.values(), ids=WITH_CHANNELS)
-def test_what_is_no_number_spoils_its_own_group_alone(codec):
+def test_nan_spoils_only_its_own_group(codec):
     x = normal(5, 20)
     spoilt, group = x.copy(), np.zeros(x.shape, bool)
     spoilt[2, 10] = np.nan
@@ -674,8 +677,8 @@ def test_what_is_no_number_spoils_its_own_group_alone(codec):
 @quick
 @pytest.mark.parametrize(("scale_dtype", "value"), [("bfloat16", 3e38), ("float32", 3e38)])
 @pytest.mark.parametrize("scaling", ["group", "channel"])
-def test_a_range_too_large_overflows_to_what_is_no_number(scale_dtype, value, scaling):
-    # One bit: by channel, the distance of two levels is twice the largest number.
+def test_a_range_that_is_too_large_overflows(scale_dtype, value, scaling):
+    # With one bit by channel, the scale is twice the largest number.
     x = normal(4, 16)
     x[1, :2] = value, -value
     codec = Quantized(1, group=8, scale_dtype=scale_dtype, scaling=scaling)
@@ -701,7 +704,7 @@ def test_a_range_too_large_overflows_to_what_is_no_number(scale_dtype, value, sc
         ("outlier_fraction", (-0.1, 1, float("nan"), True, None, "0.1"), "must be in [0, 1)"),
     ],
 )
-def test_wrong_settings_are_named_with_what_came(name, values, expected):
+def test_wrong_settings_are_named_with_their_value(name, values, expected):
     for value in values:
         message = f"`{name}` of Quantized {expected}, got {value!r}."
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
@@ -718,7 +721,7 @@ def test_normal_levels_are_for_few_bits_to_the_nearest(bits, rounding):
         Quantized(bits, rounding=rounding, levels="normal")
 
 
-def test_what_is_declared():
+def test_bias_and_keys_are_declared():
     for rounding in ROUNDINGS:
         codec = Quantized(4, rounding=rounding)
         assert codec.biased == (rounding == "nearest")
@@ -731,11 +734,11 @@ def test_what_is_declared():
     [Quantized(2), Quantized(4), Quantized(8, scaling="channel"), Quantized(4, levels="normal")],
     ids=repr,
 )
-def test_a_scale_whose_inverse_is_no_normal_number(codec):
+def test_a_scale_whose_inverse_is_subnormal(codec):
     x = np.linspace(-1, 1, 128, dtype="float32")[None]
     want = np.asarray(round_trip(codec, x), np.float64)
     got = np.asarray(round_trip(codec, x * np.float32(2.0**126)), np.float64)
-    # By a power of two: all that is rounded is the same.
+    # A power of two changes no rounding.
     np.testing.assert_array_equal(got / 2.0**126, want)
 
 
@@ -750,7 +753,7 @@ def test_arrays_without_elements(codec, shape):
     assert decoded.shape == shape
 
 
-def test_what_is_no_activation_is_refused():
+def test_an_array_that_is_not_an_activation_is_refused():
     with pytest.raises(ValueError, match=r"`x` of Quantized\(bits=4\) must have features"):
         Quantized(4).encode(jnp.float32(1))
     with pytest.raises(TypeError, match="must be floating point, got int32"):
