@@ -4,6 +4,8 @@ The blocks of a file share a namespace. `.ci/preamble.py` runs before the first 
 arrays and functions that the text takes for granted.
 """
 
+import contextlib
+import io
 import pathlib
 import re
 import runpy
@@ -22,7 +24,8 @@ def run(page: pathlib.Path) -> int:
     for block in blocks:
         # Empty lines in front, so that a traceback names the line of the page.
         lines = text.count("\n", 0, block.start(1))
-        exec(compile("\n" * lines + block[1], str(page), "exec"), namespace)
+        with contextlib.redirect_stdout(io.StringIO()):
+            exec(compile("\n" * lines + block[1], str(page), "exec"), namespace)
     return len(blocks)
 
 

@@ -140,7 +140,7 @@ class LowRank:
         return jnp.ldexp(left, (powers - largest[..., None])[..., None, :]), right.mT, largest
 
     def singular_values(self) -> jax.Array:
-        """Returns the singular values, [..., min(d, n, k)], descending, from small matrices."""
+        """Returns the singular values, [..., min(d, n, k)], descending; needs no dense matrix."""
         return self._decompose()[1]
 
     def truncate(self, rank: int) -> "LowRank":

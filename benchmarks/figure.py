@@ -63,7 +63,7 @@ def _draw_memory(axes, result: dict) -> None:
     axes.invert_yaxis()
     axes.set_xlim(0, 1.5 * plain["peak"] / 2**30)
     shape = f"{train['batch_size']} x {train['seq_len']} tokens"
-    title = f"a whole AdamW step of {train['model']}, {shape}, {train['weight_dtype']}"
+    title = f"a whole AdamW step of {train['model']},\n{shape}, {train['weight_dtype']} weights"
     axes.set(title=title, xlabel="GiB, compiled for an H100")
     axes.legend(loc="lower right", fontsize=8)
 
@@ -84,7 +84,8 @@ def _draw_loss(axes, result: dict) -> None:
     axes.set_ylim(len(names) - 0.6, -0.6)
     axes.margins(x=0.17)
     tokens = f"{train['steps']} steps of {train['batch_size']} x {train['seq_len']} tokens"
-    axes.set(title=f"{train['model']}, {tokens}", xlabel="held-out loss, nats a token")
+    title = f"{train['model']}, {tokens},\n{train['weight_dtype']} weights, one seed"
+    axes.set(title=title, xlabel="held-out loss, nats a token")
     axes.grid(axis="x", alpha=0.3)
 
 

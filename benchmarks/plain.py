@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import actjax
 from models import Decoder
-from models.decoder import rope_tables
+from models.rope import rope_tables
 
 _policies = jax.checkpoint_policies
 POLICIES = {

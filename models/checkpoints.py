@@ -1,4 +1,4 @@
-"""Checkpoints of every kind that is read: a folder of Hugging Face, or a file of llama2.c."""
+"""Pretrained checkpoints of every supported kind: Hugging Face folders and llama2.c files."""
 
 import json
 import pathlib
@@ -15,19 +15,19 @@ def load_checkpoint(
     convert: huggingface.Convert | None = None,
     put: huggingface.Put | None = None,
 ) -> Decoder:
-    """Returns the model in a folder of Hugging Face, or in a `.bin` file of llama2.c.
+    """Returns the model in a Hugging Face folder, or in a `.bin` file of llama2.c.
 
     Args:
       path: the folder or file.
-      dtype: of the weights; as they are stored if None.
+      dtype: dtype of the weights; that of the stored weights if None.
       convert: as for `models.huggingface.load`.
-      put: likewise.
+      put: as for `models.huggingface.load`.
 
     Raises:
-      FileNotFoundError: there is nothing, or something is missing from it.
-      ValueError: another kind of file, or a model that is not supported, or is damaged.
+      FileNotFoundError: the path does not exist, or a file of the checkpoint is missing.
+      ValueError: an unsupported kind of file or model, or a damaged file.
     """
-    path = _check(path)
+    path = _existing(path)
     read = huggingface.load if path.is_dir() else llama2c.load
     return read(path, dtype=dtype, convert=convert, put=put)
 
@@ -37,9 +37,9 @@ def read_dimensions(path: pathlib.Path | str) -> tuple[ModelConfig, str]:
 
     Raises:
       FileNotFoundError: as for `load_checkpoint`.
-      ValueError: likewise.
+      ValueError: as for `load_checkpoint`.
     """
-    path = _check(path)
+    path = _existing(path)
     if not path.is_dir():
         return llama2c.read_config(path), "float32"
     config = huggingface.read_config(path)
@@ -47,10 +47,10 @@ def read_dimensions(path: pathlib.Path | str) -> tuple[ModelConfig, str]:
     return config, str(fields.get("dtype") or fields.get("torch_dtype") or "float32")
 
 
-def _check(path: pathlib.Path | str) -> pathlib.Path:
+def _existing(path: pathlib.Path | str) -> pathlib.Path:
     path = pathlib.Path(path).expanduser()
     if not path.exists():
-        raise FileNotFoundError(f"the checkpoint '{path}' cannot be read: there is nothing there.")
+        raise FileNotFoundError(f"the checkpoint '{path}' cannot be read: no such file or folder.")
     if not path.is_dir() and path.suffix != ".bin":
         raise ValueError(
             f"the checkpoint '{path}' is neither a folder with a config.json nor a .bin file of"
@@ -60,10 +60,9 @@ def _check(path: pathlib.Path | str) -> pathlib.Path:
 
 
 def stop_ids(path: pathlib.Path | str) -> tuple[int, ...]:
-    """Returns ids that end a text as the checkpoint says: none if it says nothing.
+    """Returns the ids that end a text, from `generation_config.json` or else `config.json`.
 
-    Models that chat have several, such as one that ends a turn. `generation_config.json` says
-    which, else `config.json`.
+    Chat models have several, such as one that ends a turn. Without either file there are none.
     """
     for name in ("generation_config.json", "config.json"):
         file = pathlib.Path(path, name)

@@ -7,11 +7,11 @@ from actjax.ops.attention import Implementation
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's stretching of rotary frequencies to longer contexts.
+    """Scaling of rotary frequencies to longer contexts, as in Llama 3.1.
 
-    Frequencies with a wavelength above `original_max_seq_len / low_freq_factor` are divided by
-    `factor`, those below `original_max_seq_len / high_freq_factor` stay, and those between are
-    interpolated.
+    A frequency whose wavelength is above `original_max_seq_len / low_freq_factor` is divided by
+    `factor`. Below `original_max_seq_len / high_freq_factor` it is unchanged. In between, the two
+    are interpolated.
     """
 
     factor: float
@@ -22,7 +22,7 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class LinearRopeScaling:
-    """Positions divided by `factor` (Chen et al., 2023, position interpolation)."""
+    """Division of positions by `factor` (position interpolation; Chen et al., 2023)."""
 
     factor: float
 
@@ -32,7 +32,7 @@ class ModelConfig:
     """Dimensions of a Llama-like decoder: Llama 2 and 3, Mistral, Qwen 2.5 and 3.
 
     Raises:
-      ValueError: dimensions that do not fit one another.
+      ValueError: dimensions that contradict each other.
     """
 
     vocab_size: int
@@ -41,7 +41,7 @@ class ModelConfig:
     num_layers: int
     num_heads: int
     num_kv_heads: int = 0
-    """Heads of keys and values; as many as `num_heads` if 0."""
+    """Number of key/value heads; `num_heads` if 0."""
     head_size: int = 0
     """`hidden_size / num_heads` if 0."""
     max_seq_len: int = 1024
@@ -54,7 +54,7 @@ class ModelConfig:
     qk_norm: bool = False
     """Norms of the heads of queries and keys, before RoPE (Qwen 3)."""
     sliding_window: int | None = None
-    """Positions that a position sees at most, itself among them (Mistral); all if None."""
+    """Number of positions that a token attends to, including itself (Mistral); all if None."""
     attention: Implementation | None = None
     """Implementation of attention, as for `actjax.attention`; the best for the device if None."""
     init_std: float = 0.02
@@ -65,8 +65,8 @@ class ModelConfig:
         if self.head_size == 0 and self.num_heads > 0:
             if self.hidden_size % self.num_heads:
                 raise ValueError(
-                    f"`hidden_size` {self.hidden_size} is no multiple of `num_heads`"
-                    f" {self.num_heads}: give `head_size`."
+                    f"`hidden_size` {self.hidden_size} is not a multiple of `num_heads`"
+                    f" {self.num_heads}: pass `head_size`."
                 )
             object.__setattr__(self, "head_size", self.hidden_size // self.num_heads)
         for field in dataclasses.fields(self):
@@ -87,7 +87,7 @@ class ModelConfig:
 
 
 def site_width(config: ModelConfig, site: str) -> int:
-    """Returns how many numbers a site of a block keeps of a token."""
+    """Returns the number of features of a site, which is what it stores of a token."""
     if site in ("gate", "up", "mlp_out"):
         return config.ffn_size
     if site in ("k", "v"):

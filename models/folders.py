@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all."""
+"""Writing a folder completely or not at all."""
 
 import contextlib
 import os
@@ -9,17 +9,19 @@ from collections.abc import Iterator
 
 
 def check_free(folder: pathlib.Path) -> None:
-    """Raises a `FileExistsError` if there is something in a folder that is to be written."""
+    """Raises a `FileExistsError` if a folder to be written exists and is not empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"'{folder}' is there and not empty: name another folder.")
+        raise FileExistsError(f"'{folder}' exists and is not empty: name another folder.")
 
 
 @contextlib.contextmanager
 def written_whole(folder: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yields a folder to write into, which then takes its place; after an error nothing is left.
+    """Yields a temporary folder to write into, and renames it to `folder` at the end.
+
+    After an error nothing is left.
 
     Raises:
-      FileExistsError: `folder` is there and not empty.
+      FileExistsError: `folder` exists and is not empty.
     """
     check_free(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)

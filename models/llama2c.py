@@ -1,8 +1,8 @@
-"""Checkpoints of llama2.c (Karpathy, 2023), in and out: a header and float32 arrays in one file.
+"""Checkpoints of llama2.c (Karpathy, 2023), read and written: a header and float32 arrays.
 
-The legacy format has seven integers as its header; version 1 begins with a magic number and pads
-its header to 256 bytes. Both rotate neighbouring features by RoPE, where this decoder, as Hugging
-Face's checkpoints, rotates the two halves of a head: rows of q and k change places.
+The header of the legacy format is seven integers. Version 1 begins with a magic number and pads its
+header to 256 bytes. In both, RoPE rotates neighbouring features. This decoder and Hugging Face
+rotate the two halves of a head, so rows of q and k are permuted.
 """
 
 import functools
@@ -17,7 +17,7 @@ import numpy as np
 
 from models.config import ModelConfig
 from models.decoder import Decoder
-from models.huggingface import Convert, Put, fill, parameter_of
+from models.parameters import Convert, Put, fill, parameter_of
 
 _MAGIC = 0x616B3432
 _HEADER = struct.Struct("<7i")
@@ -29,9 +29,9 @@ class _Entry(NamedTuple):
     """An array in a file.
 
     Attributes:
-      parameter: path in the `Decoder`; None for what is read over.
-      shape: as in the file, layers first.
-      heads: of the rows, where those of a head change places; 0 where none do.
+      parameter: path in the `Decoder`; None for an array that is skipped.
+      shape: shape in the file, layers first.
+      heads: number of heads whose rows are permuted; 0 if no rows are.
     """
 
     parameter: str | None
@@ -43,7 +43,7 @@ def read_config(path: pathlib.Path | str) -> ModelConfig:
     """Returns the dimensions of the model in a file.
 
     Raises:
-      ValueError: no such file.
+      ValueError: not a checkpoint of llama2.c.
     """
     with pathlib.Path(path).open("rb") as file:
         return _read_header(pathlib.Path(path), file.read(_HEADER_BYTES))[1]
@@ -60,13 +60,13 @@ def load(
 
     Args:
       path: the file.
-      dtype: of the weights; float32 if None.
+      dtype: dtype of the weights; float32 if None.
       convert: as for `models.huggingface.load`.
-      put: likewise.
+      put: as for `models.huggingface.load`.
 
     Raises:
-      FileNotFoundError: it is not there.
-      ValueError: no such file, or one that is cut off.
+      FileNotFoundError: there is no such file.
+      ValueError: not a checkpoint of llama2.c, or a truncated file.
     """
     path = pathlib.Path(path)
     data = path.read_bytes()
@@ -76,8 +76,8 @@ def load(
     begin = _HEADER.size if version == 0 else _HEADER_BYTES
     if len(data) != begin + 4 * numbers:
         raise ValueError(
-            f"{path} has {len(data):,} bytes, but its header makes it {begin + 4 * numbers:,}: it"
-            " is cut off, or no checkpoint of llama2.c."
+            f"{path} has {len(data):,} bytes, but its header requires {begin + 4 * numbers:,}:"
+            " it is truncated, or not a checkpoint of llama2.c."
         )
     model = jax.eval_shape(functools.partial(Decoder, config), jax.random.key(0))
     for entry in entries:
@@ -99,8 +99,8 @@ def save(model: Decoder, path: pathlib.Path | str) -> None:
     """Writes a model in the legacy format, in float32.
 
     Raises:
-      FileExistsError: there is such a file.
-      ValueError: a model that the format has no place for.
+      FileExistsError: the file exists.
+      ValueError: a model that the format cannot describe.
     """
     config = model.config
     plain = ModelConfig(
@@ -118,7 +118,8 @@ def save(model: Decoder, path: pathlib.Path | str) -> None:
     )
     if config != plain:
         raise ValueError(
-            f"llama2.c's format holds a plain Llama 2 of norm_eps {_NORM_EPS} alone: {config}."
+            f"the format of llama2.c describes only a Llama 2 with norm_eps={_NORM_EPS}, got"
+            f" {config}."
         )
     sign = 1 if config.tie_embeddings else -1
     with open(path, "xb") as file:
@@ -151,9 +152,9 @@ def _read_header(path: pathlib.Path, data: bytes) -> tuple[int, ModelConfig]:
     if len(data) >= _HEADER_BYTES and struct.unpack_from("<I", data)[0] == _MAGIC:
         version, begin = struct.unpack_from("<i", data, 4)[0], 8
         if version != 1:
-            raise ValueError(f"{path} is of version {version} of llama2.c: 0 and 1 are supported.")
+            raise ValueError(f"{path} has version {version} of llama2.c: supported are 0 and 1.")
     if len(data) < begin + _HEADER.size:
-        raise ValueError(f"{path} has {len(data)} bytes: no checkpoint of llama2.c.")
+        raise ValueError(f"{path} has {len(data)} bytes: not a checkpoint of llama2.c.")
     d, f, layers, heads, kv_heads, vocabulary, length = _HEADER.unpack_from(data, begin)
     tied = vocabulary > 0
     if version == 1:
@@ -171,12 +172,12 @@ def _read_header(path: pathlib.Path, data: bytes) -> tuple[int, ModelConfig]:
             tie_embeddings=tied,
         )
     except ValueError as error:
-        raise ValueError(f"{path} is no checkpoint of llama2.c: {error}") from error
+        raise ValueError(f"{path} is not a checkpoint of llama2.c: {error}") from error
     return version, config
 
 
 def _entries(config: ModelConfig, version: int) -> list[_Entry]:
-    """Returns the arrays of a file in their order."""
+    """Returns the arrays of a file, in order."""
     d, f, count = config.hidden_size, config.ffn_size, config.num_layers
     queries, keys = config.num_heads, config.num_kv_heads
     size = config.head_size
@@ -197,18 +198,18 @@ def _entries(config: ModelConfig, version: int) -> list[_Entry]:
     output = [] if config.tie_embeddings else [_Entry("output", (config.vocab_size, d))]
     if version == 1:
         return [attention_norm, mlp_norm, norm, embedding, *attention, *mlp, *output]
-    # Cosines and sines of RoPE, which nobody reads any more.
+    # Cosines and sines of RoPE, which llama2.c no longer reads.
     tables = [_Entry(None, (config.max_seq_len, size // 2))] * 2
     return [embedding, attention_norm, *attention, mlp_norm, *mlp, norm, *tables, *output]
 
 
 def _is_matrix(entry: _Entry) -> bool:
-    """Returns whether an array is [out, in], to be transposed; the embedding is none."""
+    """Returns whether an array is a linear weight, [out, in], to be transposed."""
     return "norm" not in str(entry.parameter) and entry.parameter != "embedding"
 
 
 def _halves(array: np.ndarray, heads: int) -> np.ndarray:
-    """Returns rows [L, heads * D, d] of neighbouring pairs as those of two halves."""
+    """Permutes rows, [L, heads * D, d], from neighbouring pairs to two halves."""
     apart = array.reshape(len(array), heads, -1, 2, array.shape[-1])
     return apart.swapaxes(2, 3).reshape(array.shape)
 

@@ -1,9 +1,9 @@
 """Dimensions of published models, by name.
 
-`llama_9m` to `llama_7b` are those of GaLore's experiments (Zhao et al., 2024, Table 5 and the
-configurations released with it); `llama_3m` is the first with the 8,192 tokens of the tokenizer
-that a run trains for itself, for a CPU; `llama3_1b`, `llama3_3b` and `llama3_8b` are those of Llama
-3.2 1B, Llama 3.2 3B and Llama 3 8B; `qwen2_5_0_5b`, `qwen3_0_6b` and `qwen3_4b` are Qwen's.
+`llama_9m` to `llama_7b` are the models of GaLore (Zhao et al., 2024, Table 5 and the configurations
+released with it). `llama_3m` is `llama_9m` with the 8,192 tokens of the tokenizer that a run trains
+by default; it suits a CPU. `llama3_1b`, `llama3_3b` and `llama3_8b` are Llama 3.2 1B, Llama 3.2 3B
+and Llama 3 8B. `qwen2_5_0_5b`, `qwen3_0_6b` and `qwen3_4b` are Qwen 2.5 and Qwen 3 models.
 """
 
 import difflib
@@ -112,7 +112,7 @@ def preset(name: str) -> ModelConfig:
     """Returns the dimensions of a published model.
 
     Raises:
-      ValueError: an unknown name; the message gives the nearest ones.
+      ValueError: an unknown name; the message suggests similar names.
     """
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, n=3, cutoff=0.4)

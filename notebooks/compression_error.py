@@ -39,7 +39,7 @@ from rich.table import Table
 
 import actjax
 from models import ModelConfig, Storage
-from models.decoder import Positions
+from models.block import Positions
 from train.config import PretrainConfig
 from train.corpus import open_corpus
 from train.data import train_batches

@@ -45,7 +45,7 @@ from rich.table import Table
 
 import actjax
 from models import ModelConfig
-from models.decoder import rope_tables
+from models.rope import rope_tables
 from train.config import PretrainConfig
 from train.corpus import open_corpus
 from train.data import train_batches

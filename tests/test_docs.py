@@ -13,6 +13,8 @@ import actjax
 from models.presets import PRESETS
 from train.config import FinetuneConfig, PretrainConfig
 from train.evaluate import EvaluateConfig
+from train.methods import METHODS
+from train.options import FLAG_METHODS, MethodOptions, flag_name
 from train.plan import PlanConfig
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -31,12 +33,10 @@ def prose(text: str) -> str:
 
 def flags(config: type) -> set[str]:
     """Returns the flags of a program, without the prefixes of nested settings."""
-    found = set()
-    for name, hint in typing.get_type_hints(config).items():
-        if dataclasses.is_dataclass(hint):
-            found |= flags(hint)
-        else:
-            found.add("--" + name.replace("_", "-"))
+    hints, found = typing.get_type_hints(config), set()
+    for field in dataclasses.fields(config):
+        nested = dataclasses.is_dataclass(hints[field.name])
+        found |= flags(hints[field.name]) if nested else {flag_name(field.name)}
     return found
 
 
@@ -94,6 +94,20 @@ def test_every_flag_that_the_pages_name_exists():
 
 def test_every_model_is_described():
     assert [name for name in PRESETS if f"`{name}`" not in PAGES["docs/pretraining.md"]] == []
+
+
+def table_rows(text: str, flag: str) -> list[str]:
+    """Returns the methods that the row of a flag names."""
+    (row,) = re.findall(rf"^\| `{flag}` \|.*\|(.*)\|$", text, re.MULTILINE)
+    return re.findall(r"`(\w+)`", row)
+
+
+def test_every_method_and_its_flags_are_described():
+    pages = PAGES["docs/pretraining.md"] + PAGES["docs/fine-tuning.md"]
+    assert [name for name in METHODS if f"| `{name}` |" not in pages] == []
+    for field in dataclasses.fields(MethodOptions):
+        described = table_rows(PAGES["docs/pretraining.md"], flag_name(field.name))
+        assert described == list(FLAG_METHODS[field.name]), field.name
 
 
 def resolve(dotted: str) -> object:

@@ -457,7 +457,7 @@ COERCIONS = {
 
 @pytest.mark.parametrize("coerce", COERCIONS.values(), ids=COERCIONS)
 def test_it_is_never_converted_to_an_array_implicitly(coerce):
-    expected = r"LowRank\(shape=\(6, 5\), .*\) is not an array: call `dense\(\)` to get one, \[d, n"
+    expected = r"LowRank\(.*\) is not an array: call `dense\(\)` to get one, \[d, n\]"
     with pytest.raises(TypeError, match=expected):
         coerce(factored())
 

@@ -141,7 +141,9 @@ def undescribed_fields(config: type) -> list[str]:
             if isinstance(node, ast.AnnAssign) and is_text:
                 described.add(node.target.id)
     missing = []
-    for name, kind in typing.get_type_hints(config).items():
+    hints = typing.get_type_hints(config)
+    for name in (field.name for field in dataclasses.fields(config)):
+        kind = hints[name]
         if dataclasses.is_dataclass(kind):
             missing += undescribed_fields(kind)
         elif name not in described:

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import rich.progress
 from rich.console import Console
 
-from models import Decoder, lora
+from models import Decoder, lora, peft
 from models.checkpoints import load_checkpoint, read_dimensions, stop_ids
-from models.generation import generate, log_likelihoods
+from models.generation import generate
+from models.likelihoods import log_likelihoods
 from train import cli
 from train.chat import open_chat_template
 from train.corpus import open_corpus, open_whole
@@ -67,7 +68,7 @@ def main() -> None:
 
 def attach_lora(model: Decoder, folder: pathlib.Path) -> Decoder:
     """Returns a decoder with the LoRA adapter in a folder."""
-    return lora.attach(model, *lora.load_adapters(folder, model.config))
+    return lora.attach(model, *peft.load_adapters(folder, model.config))
 
 
 def run(

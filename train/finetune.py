@@ -15,7 +15,8 @@ from rich.console import Console
 
 from models import Decoder, huggingface
 from models.checkpoints import load_checkpoint, read_dimensions
-from models.lora import merge, quantize, save_adapters
+from models.lora import merge, quantize
+from models.peft import save_adapters
 from train import cli
 from train.begin import Data, Weights, begin, check_sizes, check_vocabulary
 from train.calibration import calibrate, calibrated_sites

@@ -12,7 +12,8 @@ import optax
 
 import actjax
 from models import Decoder, ModelConfig, Storage, StorageChoice
-from models.decoder import Positions, layer_function, layer_keys
+from models.block import Positions
+from models.layers import layer_function, layer_keys
 from models.lora import LoRAConfig, attach, init_adapters, quantize_layers
 from train.calibration import calibrated, calibration_zeros
 from train.config import FinetuneConfig, PretrainConfig, RunConfig

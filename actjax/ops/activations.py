@@ -11,18 +11,18 @@ from actjax.weights.lora import LowRankSum
 Activation = jax.Array | LowRankSum
 
 Lows = tuple[tuple[jax.Array, jax.Array] | None, ...]
-"""Of each activation the parts `left` and `right`, if it is a sum."""
+"""For each activation its parts `left` and `right` if it is a `LowRankSum`, else None."""
 
 
 def split_sums(activations: Sequence[Activation]) -> tuple[tuple[jax.Array, ...], Lows]:
-    """Returns what of activations is to be stored as a code, and what is kept as it is."""
+    """Returns the arrays that a codec stores, and the low-rank parts that are kept as they are."""
     bases = tuple(x.base if isinstance(x, LowRankSum) else x for x in activations)
     lows = tuple((x.left, x.right) if isinstance(x, LowRankSum) else None for x in activations)
     return bases, lows
 
 
 def of_sums(fun: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Returns a function of activations and others as one of their bases and of (others, lows)."""
+    """Turns a function of (activations, others) into a function of (bases, (others, lows))."""
 
     def run(bases: Sequence[jax.Array], others: tuple[Any, Lows]) -> Any:
         rest, lows = others

@@ -26,27 +26,27 @@ def swiglu(
     key: jax.Array | Sequence[jax.Array] | None = None,
     name: str = "",
 ) -> jax.Array:
-    """Returns `silu(gate) * up`, computed in float32, and holds `gate` and `up` alone.
+    """Returns `silu(gate) * up`, computed in float32, and holds only `gate` and `up`.
 
-    The value is exact. The gradients are those at the decoded `gate` and `up`: biased even where
-    the codec is not, and their error reaches all that is upstream (Wei et al., 2026, Theorems 3.2
-    and 3.3). Autodiff would also keep the sigmoid, its derivative and the activated gate.
+    The value is exact. The gradients are those at the decoded `gate` and `up`. They are biased even
+    if the codec is not, and their error propagates upstream (Wei et al., 2026, Theorems 3.2 and
+    3.3). Autodiff would also keep the sigmoid, its derivative and the activated gate.
 
     Args:
-      gate: [..., f]; an array, or an `actjax.LowRankSum`, of which a lossy codec stores one part,
-        and the other is held as it is.
-      up: [..., f], of the same dtype; likewise.
-      codec: what is kept of `gate` and `up`, or a pair of such.
-      key: randomness of the encoding, or a tuple of a key for each; consumed. Needed if a codec
-        draws.
-      name: put before the names that `actjax.explain` gives what is kept.
+      gate: [..., f]; an array, or an `actjax.LowRankSum`, whose low-rank part is kept as it is
+        beside the code of its base.
+      up: [..., f], of the same dtype; an array or a `LowRankSum`.
+      codec: stores `gate` and `up`, or a pair of codecs.
+      key: randomness of the encoding, or a pair of keys; consumed. Needed if a codec draws random
+        numbers.
+      name: prefix of the names that `actjax.explain` gives the kept arrays.
 
     Returns:
       [..., f] in the dtype of `gate`.
 
     Raises:
       ValueError: the two differ in shape or dtype, or a missing key.
-      TypeError: they are not floating point, or `codec` is no codec.
+      TypeError: an input that is not floating point, or a `codec` that is not a codec.
     """
     check_gate(gate, up)
     codecs = check_codecs(codec, ("gate", "up"), key)
@@ -60,7 +60,7 @@ def swiglu(
 
 
 def check_gate(gate: Activation, up: Activation) -> None:
-    """Raises unless both are floating point arrays of one shape and dtype."""
+    """Raises unless both are floating point arrays of the same shape and dtype."""
     check_floating("gate", gate)
     check_floating("up", up)
     if gate.shape != up.shape or gate.dtype != up.dtype:

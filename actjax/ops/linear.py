@@ -1,8 +1,8 @@
 """Linear operators that hold a code of their input instead of the input.
 
-Wei et al. (2026), Theorems 3.2 and 3.3: for `z = x w` the value and `dx = dz wᵀ` do not read the
-stored input, so only `dw = x_hatᵀ dz` carries the codec's error, and it is unbiased if the codec
-is.
+For `z = x w` the value and `dx = dz wᵀ` do not read the stored input, so only `dw = x_hatᵀ dz`
+carries the error of the codec; it is unbiased if the codec is (Wei et al., 2026, Theorems 3.2 and
+3.3).
 """
 
 from typing import Any, overload
@@ -57,32 +57,32 @@ def linear(
     split: bool = False,
     name: str = "input",
 ) -> Any:
-    """Returns `x @ w + bias`, and holds `codec.encode(x, key)` rather than `x`.
+    """Returns `x @ w + bias`, and holds `codec.encode(x, key)` instead of `x`.
 
     With a tuple of weights, returns a tuple of outputs that share one stored copy of `x`.
 
-    The values and `dx` are exact. `dw = x_hatᵀ dz` carries the codec's error; it is unbiased if
-    the codec is, since it is linear in `x`. Computed in the dtype of `x`, with sums in float32 at
-    least; a weight of another dtype is cast on the fly, in both passes, and no cast copy is kept.
+    The values and `dx` are exact. `dw = x_hatᵀ dz` carries the error of the codec; it is unbiased
+    if the codec is, since it is linear in `x`. Products are computed in the dtype of `x`, with sums
+    in float32 at least. A weight of another dtype is cast in both passes, and no cast copy is kept.
 
     Args:
       x: activations, [..., d].
-      w: weight, [d, n], or a tuple of weights [d, n_i]; a Flax nnx variable stands for its value.
-        Under `actjax.value_and_grad` these may be `TappedWeight`s, whose gradient comes in two
-        factors. An `actjax.LoRA` is a weight with an adapter; of an `actjax.FrozenWeight` there is
-        no gradient, and if there is nothing else, nothing of `x` is kept.
+      w: weight, [d, n], or a tuple of weights [d, n_i]; arrays, or Flax nnx variables of them.
+        Under `actjax.value_and_grad` they may be `TappedWeight`s, whose gradient has two factors.
+        An `actjax.LoRA` is a weight with an adapter. An `actjax.FrozenWeight` has no gradient; if
+        all weights are frozen, nothing of `x` is held.
       bias: [n], or a tuple of biases (or None) as long as `w`. Its gradient is exact.
-      codec: what is kept of `x`.
+      codec: stores `x`.
       key: randomness of the encoding; consumed. Needed if `codec.needs_key`.
-      split: whether to return what a `LoRA` gives as an `actjax.LowRankSum`, its two parts apart.
-      name: what `actjax.explain` calls the stored input.
+      split: whether a `LoRA` gives an `actjax.LowRankSum`: frozen part and adapter part apart.
+      name: the name of the stored input in `actjax.explain`.
 
     Returns:
-      [..., n] in the dtype of `x`, or a tuple of such.
+      [..., n] in the dtype of `x`, or a tuple of such arrays.
 
     Raises:
       ValueError: shapes that do not fit, a missing key, a codec that does not fit `x`.
-      TypeError: `codec` is no codec, or `x` or a weight is not floating point.
+      TypeError: `codec` is not a codec, or `x` or a weight is not floating point.
     """
     weights, biases = check_linear(x, w, bias)
     check_codec(codec)
@@ -110,7 +110,7 @@ def qkv_projection(
 ) -> tuple[Any, Any, Any]:
     """Returns the query, key and value projections of `x`, which share one stored copy of it.
 
-    `linear(x, (wq, wk, wv), ...)` by its name in attention; see there for what is exact.
+    The same as `linear(x, (wq, wk, wv), ...)`, which says what is exact.
 
     Args:
       x: activations, [..., d].
@@ -118,14 +118,14 @@ def qkv_projection(
       wk: [d, kv_heads * head_dim].
       wv: [d, kv_heads * head_dim].
       bias: the three biases, or None.
-      codec: what is kept of `x`; `PointApproximation` here is PAMM.
+      codec: stores `x`; with a `PointApproximation` this is PAMM.
       key: randomness of the encoding; consumed.
       split: as for `linear`.
-      name: what `actjax.explain` calls the stored input.
+      name: the name of the stored input in `actjax.explain`.
 
     Returns:
-      q, k and v, [..., n_i] in the dtype of `x`; with `split`, an `actjax.LowRankSum` of those
-      whose weight is an `actjax.LoRA`.
+      q, k and v, [..., n_i] in the dtype of `x`; with `split`, an `actjax.LowRankSum` where the
+      weight is an `actjax.LoRA`.
     """
     q, k, v = linear(x, (wq, wk, wv), bias=bias, codec=codec, key=key, split=split, name=name)
     return q, k, v
@@ -136,19 +136,21 @@ def check_linear(x: Any, w: Any, bias: Any) -> tuple[Weights, Biases]:
 
     Args:
       x: the input, or its shape and dtype.
-      w: as for `linear`; a Flax nnx variable stands for its value, which may be a `TappedWeight`.
+      w: as for `linear`.
       bias: as for `linear`.
 
     Raises:
       ValueError: shapes that do not fit.
-      TypeError: what is not floating point.
+      TypeError: an array that is not floating point, or a `LowRankSum` as input.
     """
     single = not isinstance(w, tuple | list)
     given = (bias,) if single else bias
     given_weights = (w,) if single else tuple(w)
     biases = (None,) * len(given_weights) if given is None else tuple(given)
     if isinstance(x, LowRankSum):
-        raise TypeError("`x` is a LowRankSum, which nonlinear operators take: pass `x.value()`.")
+        raise TypeError(
+            "`x` is a LowRankSum, which only nonlinear operators accept: pass `x.value()`."
+        )
     check_floating("x", x)
     weights = tuple(as_weight(w) for w in given_weights)
     if not weights:

@@ -26,26 +26,26 @@ def rms_norm(
 ) -> jax.Array:
     """Returns `x / sqrt(mean(x²) + eps) * scale` over the last axis, computed in float32.
 
-    The value is exact. Holds `x`, in its own dtype or as `codec` stores it, and nothing else: the
-    inverse root mean square is taken again in the backward pass (a pass over `x`, no product),
-    where autodiff would keep the normalised copy and float32 copies of both. The gradients are
-    those at the decoded `x`: biased even where the codec is not, and the error of `dx` reaches all
-    that is upstream (Wei et al., 2026, Theorems 3.2 and 3.3).
+    The value is exact. The backward pass holds only `x`, in its dtype or as `codec` stores it. It
+    computes the inverse root mean square again (a pass over `x`, no product); autodiff would keep
+    the normalised copy and float32 copies of both. The gradients are those at the decoded `x`. They
+    are biased even if the codec is not, and the error of `dx` propagates upstream (Wei et al.,
+    2026, Theorems 3.2 and 3.3).
 
     Args:
       x: [..., d].
       scale: [d].
       eps: added to the mean square.
-      codec: what is kept of `x`.
+      codec: stores `x`.
       key: randomness of the encoding; consumed. Needed if `codec.needs_key`.
-      name: what `actjax.explain` calls the kept input.
+      name: the name of the kept input in `actjax.explain`.
 
     Returns:
       [..., d] in the dtype of `x`.
 
     Raises:
       ValueError: `scale` does not fit `x`, or a missing key.
-      TypeError: `x` is not floating point, or `codec` no codec.
+      TypeError: `x` is not floating point, or `codec` is not a codec.
     """
     check_norm(x, scale)
     codecs = check_codecs(codec, ("x",), key)

@@ -18,7 +18,7 @@ def test_defaults_follow_from_the_rest():
         ({"num_heads": 0}, "`num_kv_heads` must be an integer >= 1|`num_heads` must be"),
         ({"ffn_size": 2.5}, "`ffn_size` must be an integer"),
         ({"num_heads": 4, "num_kv_heads": 3}, "`num_heads` 4 must be a multiple of"),
-        ({"num_heads": 3}, "`hidden_size` 8 is no multiple of `num_heads` 3: give `head_size`"),
+        ({"num_heads": 3}, "`hidden_size` 8 is not a multiple of `num_heads` 3: pass `head_size`"),
         ({"head_size": 3}, "`head_size` must be even for RoPE, got 3"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Tests of models/generation.py: cached decoding is the forward pass, and sampling is fair."""
+"""Tests of models/generation.py and models/cache.py: cached decoding equals the forward pass."""
 
 import dataclasses
 import functools
@@ -14,19 +14,22 @@ import scipy.stats
 import tiny
 
 import actjax
-from models import Decoder, ModelConfig, RopeScaling, generation, huggingface
-from models.decoder import rope_tables
-from models.generation import extend, generate, log_likelihoods, prefill
+from models import Decoder, ModelConfig, RopeScaling, generation, huggingface, sampling
+from models.cache import extend, prefill
+from models.generation import generate
+from models.likelihoods import log_likelihoods
+from models.prompts import rounded_length
+from models.rope import rope_tables
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 NEW = 12
-# As many positions as the longest prompt and what follows it take.
+# The positions of the longest prompt and its continuation.
 CONFIG = dataclasses.replace(tiny.CONFIG, max_seq_len=9 + NEW)
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 5},
-    # What Qwen 2.5 and 3 have, and Llama 3.
+    # Features of Qwen 2.5, Qwen 3 and Llama 3.
     "qwen": {
         "attention_bias": True,
         "qk_norm": True,
@@ -40,9 +43,9 @@ PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5, 8], [9]]
 
 
 def decoder(config: ModelConfig) -> Decoder:
-    """Random weights of NumPy: JAX would compile a program for each of their shapes.
+    """Random weights from NumPy: JAX would compile a program for each shape.
 
-    Larger than initial ones, so that attention is not nearly uniform.
+    They are larger than initial weights, so that attention is far from uniform.
     """
     rng = np.random.default_rng(0)
 
@@ -66,13 +69,13 @@ def forward():
 
 
 def all_logits(model: Decoder, ids: Sequence[int]) -> np.ndarray:
-    """Those after each of some tokens. What fills the row up is not seen."""
-    row = jnp.array([*ids, *[0] * (CONFIG.max_seq_len - len(ids))])
+    """The logits after each token. The padding of the row has no effect on them."""
+    row = np.array([*ids, *[0] * (CONFIG.max_seq_len - len(ids))])
     return np.asarray(forward()(model, row))[: len(ids)]
 
 
 def slowly(model: Decoder, prompt: list[int], count: int) -> list[int]:
-    """Greedy ids by a whole forward pass for each."""
+    """Greedy ids, with a whole forward pass for each."""
     ids = list(prompt)
     for _ in range(count):
         ids.append(int(all_logits(model, ids)[-1].argmax()))
@@ -84,47 +87,45 @@ def greedy(model: Decoder, prompts=PROMPTS, **options) -> list[list[int]]:
     return generate(model, prompts, **options)
 
 
-def test_logits_from_the_cache_are_those_of_the_forward_pass():
+def test_logits_from_the_cache_equal_those_of_the_forward_pass():
     config = dataclasses.replace(CONFIG, **FAMILIES["mistral"], **FAMILIES["qwen"])
     model = decoder(config)
     tokens = np.asarray(tiny.batch(length=20)[0])
-    lengths, rows = np.array([3, 9]), np.arange(2)
+    lengths, rows = np.array([3, 9], np.int32), np.arange(2)
     whole = np.stack([all_logits(model, row.tolist()) for row in tokens])
-    tables = rope_tables(config, 20)
-    # What a prompt is filled up with is another text, and must not be seen.
-    padded = jnp.array(np.where(np.arange(9) < lengths[:, None], tokens[:, :9], 60))
-    logits, cache = jax.jit(prefill, static_argnums=(3, 4))(
-        model, padded, jnp.array(lengths), 20, "float32"
-    )
+    tables = jax.jit(functools.partial(rope_tables, config, 20))()
+    # The padding of a prompt must have no effect: it is another token.
+    padded = np.int32(np.where(np.arange(9) < lengths[:, None], tokens[:, :9], 60))
+    logits, cache = jax.jit(prefill, static_argnums=(3, 4))(model, padded, lengths, 20, "float32")
     step_on = jax.jit(extend)
     for step in range(9):
         # Logits of about one. Sums of up to 44 terms in another order, a hundred roundings of 6e-8.
         np.testing.assert_allclose(logits, whole[rows, lengths + step - 1], atol=1e-5, rtol=1e-5)
         at = lengths + step
         before = cache
-        logits, cache = step_on(model, jnp.array(tokens[rows, at]), jnp.array(at), cache, tables)
+        logits, cache = step_on(model, tokens[rows, at], at, cache, tables)
 
-    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), before)
-    rounded, half = step_on(model, jnp.array(tokens[rows, at]), jnp.array(at), half, tables)
+    half = jax.tree.map(lambda x: np.asarray(x).astype(jnp.bfloat16), before)
+    rounded, half = step_on(model, tokens[rows, at], at, half, tables)
     assert half.k.dtype == half.v.dtype == jnp.bfloat16
     assert rounded.dtype == jnp.float32
-    # In three layers some thirty roundings of 2e-3, so 1e-2, and the largest of a hundred is five
-    # times that.
+    # Three layers make some thirty roundings of 2e-3, which is 1e-2 together; the largest of a
+    # hundred errors is five times that.
     np.testing.assert_allclose(rounded, logits, atol=5e-2)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_batch_writes_what_a_forward_pass_a_token_does(family):
+def test_a_batch_writes_the_same_as_a_forward_pass_for_each_token(family):
     model = model_of(family)
     assert greedy(model) == [slowly(model, prompt, NEW) for prompt in PROMPTS]
 
 
-def test_a_batch_writes_what_each_prompt_alone_does():
+def test_a_batch_writes_the_same_as_each_prompt_alone():
     model = model_of()
     assert greedy(model) == [greedy(model, [prompt])[0] for prompt in PROMPTS]
 
 
-def test_each_text_ends_before_its_own_stop():
+def test_each_text_ends_before_its_stop():
     model, whole = model_of(), greedy(model_of())
     stop = {whole[1][3], whole[2][1]}
     ends = [next((i for i, x in enumerate(row) if x in stop), NEW) for row in whole]
@@ -142,10 +143,10 @@ def test_nothing_is_computed_after_all_have_stopped(monkeypatch):
         return extend(*args)
 
     monkeypatch.setattr(generation, "extend", counted)
-    # Two prompts, of which no other test has a program.
+    # No other test has a program for two prompts, so this one is traced.
     got = greedy(model, [PROMPTS[0], PROMPTS[2]], stop={whole[0][3], whole[2][5]})
     jax.effects_barrier()
-    # The first token is the prompts', and the step that finds the last stop is the last.
+    # The prefill writes the first token. The step that finds the last stop is the last.
     assert len(steps) == max(map(len, got)) < NEW - 1
 
 
@@ -156,10 +157,10 @@ def test_lengths_share_programs():
     for length, count in ((7, 12), (9, 10), (13, 8)):
         greedy(model, [[1] * length] * 3, max_new_tokens=count, stop=(count,))
     assert generation._generate._cache_size() == before
-    sizes = sorted({generation._rounded(n) for n in range(1, 10_000)})
+    sizes = sorted({rounded_length(n) for n in range(1, 10_000)})
     assert len(sizes) <= 20
     assert all(b <= 1.5 * a for a, b in itertools.pairwise(sizes))
-    assert all(generation._rounded(n) >= n for n in range(1, 10_000))
+    assert all(rounded_length(n) >= n for n in range(1, 10_000))
 
 
 # ----- sampling
@@ -176,49 +177,38 @@ def test_the_same_key_draws_the_same_and_another_does_not():
     assert draw() != greedy(model_of())
 
 
-def test_with_a_key_for_each_prompt_none_depends_on_the_others():
+def test_with_a_key_for_each_prompt_the_texts_are_independent():
     folded = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(0), i))(jnp.arange(3))
     together = draw(key=folded)
     assert together == draw()
     assert draw(prompts=PROMPTS[1:2], key=folded[1:2]) == together[1:2]
 
 
-def test_one_token_to_draw_from_is_the_greedy_one():
+def test_drawing_from_one_token_is_greedy():
     want = greedy(model_of())
     assert draw(top_k=1) == want
     assert draw(top_p=1e-6) == want
     assert draw(temperature=1e-6) == want
 
 
-def kept(probabilities: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
-    """What is drawn from, token by token from the likeliest on."""
-    order = np.argsort(-probabilities)[: top_k or None]
-    within, mass = np.zeros_like(probabilities), 0.0
-    for token in order:
-        if mass < top_p * probabilities[order].sum():
-            within[token] = probabilities[token]
-        mass += probabilities[token]
-    return within / within.sum()
-
-
 def assert_drawn(tokens: np.ndarray, probabilities: np.ndarray) -> None:
-    """Raises unless as many tokens of each kind were drawn as there should be (chi-square)."""
+    """Raises unless tokens were drawn with the given probabilities (chi-square test)."""
     want = len(tokens) * probabilities
     got = np.bincount(tokens, minlength=len(want))
     assert not got[want == 0].any()
-    # Rare ones are counted together: the statistic is not theirs below some five.
+    # Rare tokens are counted together: the statistic needs at least about five of each.
     often = want >= 5
     assert often.sum() >= 3
     want, got = (np.array([*x[often], x[~often].sum()]) for x in (want, got))
     present = want > 0
     statistic = np.sum((got - want)[present] ** 2 / want[present])
-    # One fair draw in ten thousand is further off; the seed is one of the others.
+    # One fair draw in ten thousand has a larger statistic; this seed does not.
     assert statistic < scipy.stats.chi2.ppf(1 - 1e-4, present.sum() - 1)
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
-    weights = np.exp(np.float64(logits) - logits.max())
-    return weights / weights.sum()
+    weights = np.exp(np.float64(logits) - logits.max(axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True)
 
 
 def test_first_tokens_are_drawn_with_their_probabilities():
@@ -229,33 +219,38 @@ def test_first_tokens_are_drawn_with_their_probabilities():
 
 
 @functools.cache
+def thousand_keys():
+    return jax.jit(lambda: jax.random.split(jax.random.key(0), 1000))()
+
+
+@functools.cache
 def draw_limited():
-    return jax.jit(functools.partial(generation._draw, limited=True))
+    return jax.jit(functools.partial(sampling.draw, limited=True))
 
 
 @pytest.mark.parametrize(
     ("top_k", "top_p"), [(0, 0.6), (7, 1.0), (20, 0.8), (0, 1.0), (3, 0.99), (61, 0.4)]
 )
-def test_of_the_likeliest_tokens_they_are_kept(top_k, top_p):
+def test_tokens_are_drawn_from_the_likeliest(top_k, top_p):
     logits, temperature = all_logits(model_of(), [4, 2])[-1], 0.8
     probabilities = softmax(logits / temperature)
     order = np.argsort(-probabilities)[: top_k or None]
     kept, mass = np.zeros_like(probabilities), 0.0
     for token in order:
-        # Until those before have the mass; of what `top_k` leaves.
+        # Tokens are kept until those before have the mass, relative to what `top_k` leaves.
         if mass < top_p * probabilities[order].sum():
             kept[token] = probabilities[token]
         mass += probabilities[token]
-    sampling = jnp.float32(temperature), jnp.float32(top_p), jnp.int32(top_k)
-    keys = jax.random.split(jax.random.key(0), 1000)
-    drawn = draw_limited()(jnp.tile(logits, (1000, 1)), keys, sampling)
+    settings = np.float32(temperature), np.float32(top_p), np.int32(top_k)
+    keys = thousand_keys()
+    drawn = draw_limited()(np.tile(logits, (1000, 1)), keys, settings)
     assert_drawn(np.asarray(drawn), kept / kept.sum())
 
 
-def test_of_equal_logits_no_more_than_asked_for_are_drawn_from():
-    logits = jnp.zeros((1000, 61)).at[:, 3].set(-1.0)
-    keys = jax.random.split(jax.random.key(0), 1000)
-    drawn = draw_limited()(logits, keys, (jnp.float32(1), jnp.float32(1), jnp.int32(4)))
+def test_top_k_keeps_exactly_k_of_equal_logits():
+    logits = np.zeros((1000, 61), np.float32)
+    logits[:, 3] = -1
+    drawn = draw_limited()(logits, thousand_keys(), (np.float32(1), np.float32(1), np.int32(4)))
     assert set(drawn.tolist()) == {0, 1, 2, 4}
 
 
@@ -268,10 +263,10 @@ def test_likelihoods_are_sums_of_log_softmax():
     want = []
     for prompt, continuation in zip(PROMPTS, continuations, strict=True):
         logits = all_logits(model, [*prompt, *continuation])[len(prompt) - 1 : -1]
-        logs = np.asarray(jax.nn.log_softmax(logits))
+        logs = np.log(softmax(logits))
         want.append(sum(logs[range(len(continuation)), continuation]))
     got = log_likelihoods(model, PROMPTS, continuations, compute_dtype="float32")
-    # Sums of up to eight numbers of about four, each a few roundings of 6e-8 off.
+    # Sums of up to eight numbers of about four, each with a few roundings of 6e-8.
     np.testing.assert_allclose(got, want, rtol=1e-5)
     alone = [
         log_likelihoods(model, [p], [c], compute_dtype="float32")[0]
@@ -288,11 +283,11 @@ def test_a_continuation_may_fill_all_positions():
         log_likelihoods(model, [[1, 1]], [[2] * longest])
 
 
-# ----- weights that are more than arrays, and dtypes
+# ----- wrapped weights, and dtypes
 
 
 def with_adapters() -> tuple[Decoder, Decoder]:
-    """A decoder of weights of all kinds, and one of plain arrays that computes the same."""
+    """A decoder of weights of all kinds, and an equivalent one of plain arrays."""
     mixed, plain = decoder(CONFIG), decoder(CONFIG)
     rng = np.random.default_rng(1)
     for owner, name in (("attention", "q"), ("attention", "v"), ("mlp", "gate")):
@@ -301,8 +296,7 @@ def with_adapters() -> tuple[Decoder, Decoder]:
         count, d, n = weight.shape
         a, b = (rng.normal(0, 0.2, s).astype(np.float32) for s in ((count, d, 3), (count, 3, n)))
         dropout = jax.random.split(jax.random.key(0), count)
-        adapters = jnp.asarray(a), jnp.asarray(b)
-        adapted.set_value(actjax.LoRA(jnp.asarray(weight), *adapters, dropout, 2.0, 0.5))
+        adapted.set_value(actjax.LoRA(weight, a, b, dropout, 2.0, 0.5))
         merged.set_value(jnp.asarray(weight + 2 * a @ b))
     quantized = jax.jit(jax.vmap(actjax.NF4Weight.quantize))(mixed.layers.mlp.up.get_value())
     mixed.layers.mlp.up.set_value(quantized)
@@ -313,7 +307,7 @@ def with_adapters() -> tuple[Decoder, Decoder]:
     return mixed, plain
 
 
-def test_adapters_and_quantized_weights_write_what_their_arrays_do():
+def test_adapters_and_quantized_weights_write_the_same_as_plain_arrays():
     mixed, plain = with_adapters()
     assert greedy(mixed) == greedy(plain)
     assert greedy(plain) != greedy(model_of())
@@ -322,11 +316,11 @@ def test_adapters_and_quantized_weights_write_what_their_arrays_do():
         for model in (mixed, plain)
     )
     np.testing.assert_allclose(got, want, rtol=1e-5)
-    # Generation leaves the dropout of the model that it was given alone.
+    # Generation does not change the dropout of the model that it is given.
     assert mixed.layers.attention.q.get_value().dropout == 0.5
 
 
-def test_the_cache_is_of_the_compute_dtype():
+def test_the_cache_has_the_compute_dtype():
     model, tokens = model_of(), jnp.zeros((2, 8), jnp.int32)
     logits, cache = jax.eval_shape(
         lambda model, tokens: prefill(model, tokens, jnp.array([8, 3]), 9, "bfloat16"),
@@ -341,7 +335,7 @@ def test_the_cache_is_of_the_compute_dtype():
 # ----- another implementation
 
 
-def test_texts_are_those_of_transformers(tmp_path):
+def test_texts_equal_those_of_transformers(tmp_path):
     reason = "needs transformers and torch: pip install -e '.[reference]'"
     transformers = pytest.importorskip("transformers", reason=reason)
     torch = pytest.importorskip("torch", reason=reason)
@@ -365,21 +359,29 @@ def test_texts_are_those_of_transformers(tmp_path):
     ("prompts", "options", "message"),
     [
         ([[1], []], {}, r"`prompts\[1\]` is empty: give at least one token"),
-        ([[1, 61]], {}, r"`prompts\[0\]` has the id 61, but those of the model are 0 to 60"),
+        (
+            [[1, 61]],
+            {},
+            r"`prompts\[0\]` has the id 61, but the vocabulary .* 0 to 60",
+        ),
         ([[-1, 2]], {}, r"`prompts\[0\]` has the id -1"),
         ([[1]], {"stop": [99]}, "`stop` has the id 99"),
         ([[1]], {"max_new_tokens": 0}, "`max_new_tokens` must be at least 1, got 0"),
-        ([[1] * 30], {}, r"`prompts\[0\]` has 30 tokens, and `max_new_tokens` 12 more .* the 21 p"),
-        ([[1]], {"temperature": -1}, "`temperature` must be 0, .* or above, got -1"),
-        ([[1]], {"temperature": float("nan")}, "`temperature` must be 0"),
+        (
+            [[1] * 30],
+            {},
+            r"`prompts\[0\]` has 30 tokens, and with .* 12 more .* the 21 p",
+        ),
+        ([[1]], {"temperature": -1}, "`temperature` must be at least 0 .*, got -1"),
+        ([[1]], {"temperature": float("nan")}, "`temperature` must be at least 0 and finite"),
         ([[1]], {"top_p": 0.0}, r"`top_p` must be above 0 and at most 1, got 0\.0"),
         ([[1]], {"top_p": 1.5}, r"`top_p` must be above 0 and at most 1, got 1\.5"),
-        ([[1]], {"top_k": -1}, "`top_k` must be at least 0, which is no limit, got -1"),
+        ([[1]], {"top_k": -1}, "`top_k` must be at least 0 .*, got -1"),
         ([[1]], {"temperature": 1.0}, "draws random numbers, but got key=None: pass `key`"),
         (
             [[1]],
             {"temperature": 1.0, "key": jax.random.split(jax.random.key(0), 2)},
-            r"`key` must be one, or one for each of 1 `prompts`: got \(2,\)",
+            r"`key` must be one key, or one for each of the 1 `prompts`, got keys of shape \(2,\)",
         ),
     ],
 )
@@ -391,7 +393,7 @@ def test_errors_say_what_is_wrong(prompts, options, message):
 def test_nothing_is_written_after_no_prompts():
     assert greedy(model_of(), []) == []
     assert log_likelihoods(model_of(), [], []).shape == (0,)
-    with pytest.raises(ValueError, match="`continuations` are 2 for 1 `prompts`"):
+    with pytest.raises(ValueError, match="`continuations` has 2 entries and `prompts` 1"):
         log_likelihoods(model_of(), [[1]], [[1], [2]])
     with pytest.raises(ValueError, match=r"`continuations\[0\]` is empty"):
         log_likelihoods(model_of(), [[1]], [[]])

@@ -1,4 +1,4 @@
-"""Tests of models/huggingface.py: the same numbers as `transformers`, the same bytes back."""
+"""Tests of models/huggingface: the numbers of `transformers`, and the bytes of saved files."""
 
 import functools
 import json
@@ -11,7 +11,8 @@ import pytest
 import safetensors.numpy
 import tiny
 
-from models import Decoder, ModelConfig, RopeScaling, huggingface
+from models import Decoder, ModelConfig, RopeScaling, huggingface, preset
+from models.rope import rope_tables
 
 SIZES = {
     "vocab_size": 61,
@@ -55,7 +56,7 @@ def reference(family):
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            # Not the initial one, of which biases are zero, norms one and scores nearly alike.
+            # Initial biases are zero, norms one and scores nearly equal.
             parameter.add_(torch.randn_like(parameter) * 0.2)
     return model
 
@@ -67,7 +68,7 @@ def checkpoint(request, tmp_path):
     return model, tmp_path / "checkpoint"
 
 
-def test_logits_and_gradients_are_those_of_transformers(checkpoint):
+def test_logits_and_gradients_equal_those_of_transformers(checkpoint):
     import torch
 
     theirs, folder = checkpoint
@@ -75,7 +76,7 @@ def test_logits_and_gradients_are_those_of_transformers(checkpoint):
     tokens = np.random.default_rng(0).integers(0, 61, (2, 23))
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
 
-    logits = ours(jnp.asarray(inputs), compute_dtype="float32")
+    logits = jax.jit(lambda m, x: m(x, compute_dtype="float32"))(ours, inputs)
     output = theirs(torch.asarray(inputs)).logits
     assert np.abs(logits - output.detach().numpy()).max() <= 1e-4
 
@@ -100,7 +101,7 @@ def test_logits_and_gradients_are_those_of_transformers(checkpoint):
     assert not wanted
 
 
-def test_what_is_saved_is_what_transformers_loads(checkpoint, tmp_path):
+def test_transformers_loads_what_is_saved(checkpoint, tmp_path):
     import torch
     import transformers
 
@@ -112,8 +113,8 @@ def test_what_is_saved_is_what_transformers_loads(checkpoint, tmp_path):
     assert all(torch.equal(got[name], wanted[name]) for name in wanted)
 
 
-def test_a_model_of_ours_is_one_of_transformers(checkpoint, tmp_path):
-    """Without a folder that it came from: `config.json` is written from the dimensions."""
+def test_transformers_loads_a_model_saved_without_its_origin(checkpoint, tmp_path):
+    """`config.json` is then written from the dimensions."""
     import torch
     import transformers
 
@@ -140,15 +141,14 @@ def tensors(folder) -> dict[str, np.ndarray]:
 @pytest.fixture
 def folder(tmp_path):
     """A folder with a small model in bfloat16."""
-    model = Decoder(tiny.CONFIG, jax.random.key(0), dtype="bfloat16")
-    huggingface.save(model, tmp_path / "model")
+    huggingface.save(tiny.decoder(dtype="bfloat16"), tmp_path / "model")
     return tmp_path / "model"
 
 
 @pytest.mark.parametrize("shard", [1, 5000, 10**9])
 def test_bytes_come_back(folder, tmp_path, shard):
     model = huggingface.load(folder)
-    assert model.layers.attention.q[...].dtype == jnp.bfloat16
+    assert model.layers.attention.q.get_value().dtype == jnp.bfloat16
     huggingface.save(model, tmp_path / "again", max_shard_bytes=shard)
     before, after = tensors(folder), tensors(tmp_path / "again")
     assert {k: (v.dtype, v.shape, v.tobytes()) for k, v in before.items()} == {
@@ -169,7 +169,7 @@ def test_one_file_is_equal_byte_for_byte(folder, tmp_path):
         assert (tmp_path / "again" / name).read_bytes() == (folder / name).read_bytes()
 
 
-def test_what_lies_beside_the_weights_is_taken_over(folder, tmp_path):
+def test_other_files_are_copied(folder, tmp_path):
     (folder / "tokenizer.json").write_text("{}")
     (folder / "pytorch_model.bin").write_bytes(b"a pickle")
     config = json.loads((folder / "config.json").read_text())
@@ -190,27 +190,27 @@ def test_weights_are_cast_converted_and_put(folder):
         return {"half": array[..., ::2]} if path == "layers.mlp.up" else array
 
     def put(path, value):
-        return jax.tree.map(lambda x: -x, value)
+        return jax.tree.map(np.negative, value)
 
     changed = huggingface.load(folder, convert=convert, put=put)
-    up = model.layers.mlp.up[...]
+    up = model.layers.mlp.up.get_value()
     half = changed.layers.mlp.up.get_value()["half"]
-    np.testing.assert_array_equal(half.astype("float32"), -up[..., ::2])
+    np.testing.assert_array_equal(np.float32(half), -np.asarray(up)[..., ::2])
     assert seen.count(("layers.mlp.up", up.shape[1:])) == tiny.CONFIG.num_layers
 
 
 def test_no_second_copy_is_in_memory(tmp_path):
-    """Numpy's memory is traced: what is read at a time is a parameter, and a layer of it."""
+    """NumPy's memory holds one parameter at a time, and one layer of it."""
     import tracemalloc
 
     config = ModelConfig(64, 64, 512, num_layers=16, num_heads=2)
-    model = Decoder(config, jax.random.key(0))
+    model = jax.jit(functools.partial(Decoder, config))(jax.random.key(0))
     huggingface.save(model, tmp_path / "model", max_shard_bytes=400_000)
     whole = sum(x.nbytes for x in jax.tree.leaves(model))
-    largest = model.layers.mlp.up[...].nbytes
+    largest = model.layers.mlp.up.get_value().nbytes
     tracemalloc.start()
     try:
-        # To devices of their own at once: arrays of NumPy may be shared with those of JAX.
+        # Nothing is kept: arrays of NumPy may share memory with those of JAX.
         huggingface.load(tmp_path / "model", put=lambda _, value: jax.tree.map(np.shape, value))
         _, loading = tracemalloc.get_traced_memory()
         tracemalloc.reset_peak()
@@ -231,19 +231,19 @@ def edited(folder, **changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "`model_type` is 'gpt2': supported are llama, mistral, qwen2"),
+        ({"model_type": "gpt2"}, "unsupported `model_type` 'gpt2': supported are llama"),
         ({"hidden_act": "gelu"}, "`hidden_act` is 'gelu': only 'silu' is supported"),
-        ({"quantization_config": {"bits": 4}}, "Take the checkpoint that is not quantized"),
+        ({"quantization_config": {"bits": 4}}, "Use the checkpoint that is not quantized"),
         ({"attention_bias": True}, "`attention_bias` is true"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "RoPE scaling 'yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "unsupported RoPE scaling 'yarn'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2}}, "lacks low_freq_factor, high"),
         ({"hidden_size": ...}, "`hidden_size` is missing"),
         ({"rope_theta": "x"}, r"config.json: `rope_theta` must be a number, got 'x'"),
         ({"rms_norm_eps": -1}, r"`norm_eps` must be in \[0, 1\), got -1"),
-        ({"num_hidden_layers": 1}, r"no parameter takes the tensor 'model.layers.1.\S+ \(and 17"),
-        ({"num_hidden_layers": 4}, r"no tensor fills `layers.attention_norm`: 'model.layers.3."),
-        ({"intermediate_size": 8}, r"'model.layers.0.mlp.gate_proj.weight' is \[\d+, \d+\], but"),
-        ({"tie_word_embeddings": False, "model_type": "qwen3"}, "no tensor fills"),
+        ({"num_hidden_layers": 1}, r"no parameter for the tensor 'model.layers.1.\S+ \(and 17"),
+        ({"num_hidden_layers": 4}, r"no tensor for `layers.attention_norm`: 'model.layers.3."),
+        ({"intermediate_size": 8}, r"gate_proj.weight' has the shape \[\d+, \d+\], but"),
+        ({"tie_word_embeddings": False, "model_type": "qwen3"}, "no tensor for"),
         ({"model_type": "mistral", "sliding_window": 4,
           "layer_types": ["full_attention", "sliding_attention"]}, "1 of 3 layers have"),
     ],
@@ -260,13 +260,13 @@ def test_damaged_files_are_named(folder, tmp_path):
     whole = file.read_bytes()
     for length in (len(whole) - 1, len(whole) // 2, 20, 4, 0):
         file.write_bytes(whole[:length])
-        with pytest.raises(ValueError, match=r"model.safetensors cannot be read .* cut off"):
+        with pytest.raises(ValueError, match=r"model.safetensors cannot be read .* truncated"):
             huggingface.load(folder)
     file.unlink()
     with pytest.raises(FileNotFoundError, match=r"holds neither model.safetensors nor"):
         huggingface.load(folder)
     (folder / "pytorch_model.bin").write_bytes(whole)
-    with pytest.raises(ValueError, match=r"pytorch_model.bin, a pickle, and to read one is to run"):
+    with pytest.raises(ValueError, match=r"pytorch_model.bin, a pickle, and reading a pickle can"):
         huggingface.load(folder)
     with pytest.raises(FileNotFoundError, match="no such folder"):
         huggingface.load(tmp_path / "nowhere")
@@ -280,13 +280,13 @@ def test_numbers_that_are_not_finite_are_named(folder, value, dtype):
     given = {name: np.asarray(x, jnp.dtype(dtype)) for name, x in tensors(folder).items()}
     given["model.norm.weight"].flat[-1] = value
     safetensors.numpy.save_file(given, folder / "model.safetensors")
-    with pytest.raises(ValueError, match=r"'model.norm.weight' has numbers that are infinite or"):
+    with pytest.raises(ValueError, match=r"'model.norm.weight' has infinities or NaN"):
         huggingface.load(folder)
 
 
 def test_a_config_of_something_else_is_named(folder):
     (folder / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"config.json: it holds list, and no JSON object"):
+    with pytest.raises(ValueError, match=r"config.json: expected a JSON object, got list"):
         huggingface.load(folder)
 
 
@@ -305,7 +305,7 @@ def test_an_index_that_does_not_fit_is_refused(folder, tmp_path):
         huggingface.load(tmp_path / "several")
     path.write_text(json.dumps(index))
     (tmp_path / "several" / second).unlink()
-    with pytest.raises(FileNotFoundError, match=r"is not there, but \S+ names it"):
+    with pytest.raises(FileNotFoundError, match=r"does not exist, but \S+ names it"):
         huggingface.load(tmp_path / "several")
 
 
@@ -319,43 +319,39 @@ def test_tied_embeddings_that_differ_are_refused(folder):
     assert huggingface.load(folder).output is None
 
 
-def test_frequencies_of_old_files_are_read_over(folder):
+def test_frequencies_in_old_files_are_ignored(folder):
     given = tensors(folder)
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     safetensors.numpy.save_file({**given, name: np.ones(4)}, folder / "model.safetensors")
     huggingface.load(folder)
 
 
-def test_nothing_is_written_over(folder):
+def test_existing_folders_are_not_overwritten(folder):
     model = huggingface.load(folder)
-    with pytest.raises(FileExistsError, match="is there and not empty"):
+    with pytest.raises(FileExistsError, match="exists and is not empty"):
         huggingface.save(model, folder)
     assert not list(folder.parent.glob(".*"))
     model.layers.mlp.up.set_value({"no": "array"})
-    with pytest.raises(TypeError, match=r"`layers.mlp.up` is .* and no array"):
+    with pytest.raises(TypeError, match=r"`layers.mlp.up` must be an array"):
         huggingface.save(model, folder.parent / "other")
     assert [p.name for p in folder.parent.iterdir()] == ["model"]
 
 
 @pytest.mark.parametrize("name", ["llama3_1b", "qwen2_5_0_5b", "qwen3_0_6b", "llama_60m"])
 def test_dimensions_come_back(name):
-    from models import preset
-    from models.huggingface_config import config_of, fields_of
-
     config = preset(name)
-    assert config_of(json.loads(json.dumps(fields_of(config, "bfloat16")))) == config
+    fields = huggingface.fields_of(config, "bfloat16")
+    assert huggingface.config_of(json.loads(json.dumps(fields))) == config
 
 
 def test_scaled_frequencies_are_those_of_the_formula():
-    from models.decoder import rope_tables
-
     scaling = RopeScaling(8.0, 1.0, 4.0, 16)
     config = ModelConfig(8, 16, 16, 1, 1, rope_theta=500.0, rope_scaling=scaling)
-    cos, _ = rope_tables(config, 3)
-    # Of wavelength 2 pi 500^(2i/16): shorter than 16 / 4, longer than 16 / 1, and between.
+    cos, _ = jax.jit(functools.partial(rope_tables, config, 3))()
+    # Wavelengths 2 pi 500^(2i/16): shorter than 16 / 4, longer than 16 / 1, and in between.
     wave = 2 * math.pi * 500 ** (np.arange(8) / 8)
     smooth = (16 / wave - 1) / 3
     factor = np.where(wave < 4, 1, np.where(wave > 16, 1 / 8, (1 - smooth) / 8 + smooth))
     np.testing.assert_allclose(
-        cos[2], np.cos(2 * 2 * math.pi / wave * factor), rtol=1e-5, atol=1e-6
+        np.asarray(cos)[2], np.cos(2 * 2 * math.pi / wave * factor), rtol=1e-5, atol=1e-6
     )

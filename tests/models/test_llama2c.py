@@ -1,14 +1,15 @@
-"""Tests of models/llama2c.py: what is written comes back, and damage is named."""
+"""Tests of models/llama2c.py: files are read back, and damaged files are named."""
 
 import struct
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
 
+import actjax
 from models import Decoder, ModelConfig, llama2c
+from models.rope import rope_tables
 
 
 def config(**changes) -> ModelConfig:
@@ -18,7 +19,7 @@ def config(**changes) -> ModelConfig:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_model_comes_back(tied, tmp_path):
+def test_a_saved_model_is_read_back(tied, tmp_path):
     model = tiny.decoder(config(tie_embeddings=tied))
     llama2c.save(model, tmp_path / "model.bin")
     again = llama2c.load(tmp_path / "model.bin")
@@ -27,7 +28,7 @@ def test_a_model_comes_back(tied, tmp_path):
 
 
 def interleaved(x, positions):
-    """RoPE as llama2.c has it: feature 2i with 2i + 1. x: [S, H, D]."""
+    """RoPE of llama2.c, which rotates feature 2i with 2i + 1. x: [S, H, D]."""
     half = x.shape[-1] // 2
     angles = positions[:, None] * 10_000.0 ** (-np.arange(half) / half)
     a, b = x[..., 0::2], x[..., 1::2]
@@ -37,7 +38,7 @@ def interleaved(x, positions):
 
 @pytest.mark.parametrize("version", [0, 1])
 def test_the_file_is_read_as_it_is_laid_out(version, tmp_path):
-    """Attention scores from the numbers in the file are those of the model."""
+    """Attention scores computed from the file equal those of the model."""
     sizes = config()
     d, f, kv = 16, 20, 8
     rng = np.random.default_rng(0)
@@ -69,35 +70,29 @@ def test_the_file_is_read_as_it_is_laid_out(version, tmp_path):
             got = getattr(owner, name)[...]
             np.testing.assert_array_equal(got, arrays[name].swapaxes(1, 2))
 
-    from models.decoder import rope_tables
-
     x, positions = rng.standard_normal((9, d)), np.arange(9)
+    rotate = jax.jit(lambda y: actjax.rope(y, *rope_tables(sizes, 9)))
     for layer in range(2):
         rotated = [interleaved((x @ arrays[n][layer].T).reshape(9, -1, 4), positions) for n in "qk"]
-        import actjax
-
-        tables = rope_tables(sizes, 9)
         ours = [
-            actjax.rope(
-                jnp.asarray((x @ getattr(layers.attention, n)[layer]).reshape(1, 9, -1, 4)), *tables
-            )[0]
-            for n in "qk"
+            np.asarray(rotate((x @ weight[layer]).reshape(1, 9, -1, 4)))[0]
+            for weight in (layers.attention.q.get_value(), layers.attention.k.get_value())
         ]
         wanted = np.einsum("shd,td->sht", rotated[0], rotated[1][:, 0])
         got = np.einsum("shd,td->sht", ours[0], ours[1][:, 0])
         np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_damaged_files_and_strange_models_are_refused(tmp_path):
+def test_damaged_files_and_unsupported_models_are_refused(tmp_path):
     path = tmp_path / "model.bin"
     llama2c.save(tiny.decoder(config()), path)
     whole = path.read_bytes()
     for data, message in (
-        (whole[:-1], "is cut off, or no checkpoint"),
-        (whole[:5], "has 5 bytes: no checkpoint"),
-        (whole + b"more", "is cut off, or no checkpoint"),
-        (struct.pack("<7i", 0, 1, 1, 1, 1, 1, 1) + whole[28:], "no checkpoint of llama2.c"),
-        (struct.pack("<Ii", 0x616B3432, 2) + whole, "is of version 2"),
+        (whole[:-1], "is truncated, or not a checkpoint"),
+        (whole[:5], "has 5 bytes: not a checkpoint"),
+        (whole + b"more", "is truncated, or not a checkpoint"),
+        (struct.pack("<7i", 0, 1, 1, 1, 1, 1, 1) + whole[28:], "not a checkpoint of llama2.c"),
+        (struct.pack("<Ii", 0x616B3432, 2) + whole, "has version 2"),
     ):
         path.write_bytes(data)
         with pytest.raises(ValueError, match=message):
@@ -105,7 +100,8 @@ def test_damaged_files_and_strange_models_are_refused(tmp_path):
     with pytest.raises(FileExistsError):
         llama2c.save(tiny.decoder(config()), path)
     for changes in ({"norm_eps": 1e-6}, {"attention_bias": True}, {"rope_theta": 500.0}):
-        model = Decoder(config(**changes), jax.random.key(0))
-        with pytest.raises(ValueError, match="holds a plain Llama 2"):
+        unfit = config(**changes)
+        model = jax.eval_shape(lambda c=unfit: Decoder(c, jax.random.key(0)))
+        with pytest.raises(ValueError, match="describes only a Llama 2"):
             llama2c.save(model, tmp_path / "other.bin")
     assert not (tmp_path / "other.bin").exists()

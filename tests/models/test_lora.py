@@ -1,11 +1,11 @@
-"""Tests of models/lora.py: gradients as of merged weights and of PEFT, files that PEFT reads."""
+"""Tests of models/lora.py and models/peft.py: gradients of merged weights and of PEFT; files."""
 
 import dataclasses
+import functools
 import json
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -13,42 +13,68 @@ import tiny
 
 import actjax
 from actjax import NF4Weight, Quantized
-from models import CompressedResiduals, Remat, Storage, huggingface
+from models import CompressedResiduals, Remat, Storage, StorageChoice, huggingface
 from models.lora import (
     TARGETS,
     LoRAConfig,
     attach,
     init_adapters,
-    load_adapters,
     merge,
     quantize,
     quantize_layers,
-    save_adapters,
     weight_shape,
 )
+from models.peft import load_adapters, save_adapters
 from models.storage import LINEAR_INPUTS
 
 LORA = LoRAConfig(rank=3, alpha=5.0)
 REFERENCE = "needs peft, transformers and torch: pip install -e '.[reference]'"
 
 
-def noisy(adapters):
-    """Returns adapters of which `b` is not zero."""
-    key = jax.random.key(7)
-    return jax.tree.map(lambda x: x + 0.1 * jax.random.normal(key, x.shape), adapters)
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+@functools.cache
+def initial(lora=LORA):
+    return jax.jit(lambda key: init_adapters(tiny.CONFIG, lora, key))(jax.random.key(0))
+
+
+def noisy(lora=LORA):
+    """Returns adapters whose `b` is not zero."""
+    rng = np.random.default_rng(7)
+    return jax.tree.map(
+        lambda x: np.asarray(x) + 0.1 * rng.standard_normal(x.shape, np.float32), initial(lora)
+    )
 
 
 @pytest.fixture
 def problem():
-    model = tiny.decoder()
-    return model, noisy(init_adapters(model.config, LORA, jax.random.key(0))), tiny.batch()
+    return tiny.decoder(), noisy(), tiny.batch()
 
 
-def gradient(model, adapters, batch, lora=LORA, **options):
-    def loss(adapters):
-        return attach(model, adapters, lora).loss(*batch, compute_dtype="float32", **options)
+# About 20 programs, each of another storage or of weights of another kind.
+@functools.cache
+def loss_and_gradient(lora, storage):
+    def loss(adapters, model, batch):
+        attached = attach(model, adapters, lora)
+        return attached.loss(*batch, storage=storage, compute_dtype="float32")
 
-    return jax.jit(jax.value_and_grad(loss))(adapters)
+    return jax.jit(jax.value_and_grad(loss))
+
+
+def gradient(model, adapters, batch, lora=LORA, storage: StorageChoice = Storage()):
+    return loss_and_gradient(lora, storage)(adapters, model, batch)
+
+
+@functools.cache
+def merged_gradient():
+    def loss(adapters, model, batch):
+        return merge(model, adapters, LORA).loss(*batch, compute_dtype="float32")
+
+    return jax.jit(jax.value_and_grad(loss))
+
+
+plain_loss = jax.jit(lambda model, batch: model.loss(*batch, compute_dtype="float32"))
 
 
 REBUILT = dict.fromkeys(LINEAR_INPUTS)
@@ -66,13 +92,10 @@ REBUILT = dict.fromkeys(LINEAR_INPUTS)
     ],
     ids=["kept", "rebuilt", "split and rebuilt", "split", "remat", "residuals"],
 )
-def test_gradients_are_those_of_merged_weights(storage, problem, quick_compile):
+def test_gradients_equal_those_of_merged_weights(storage, problem):
     model, adapters, batch = problem
 
-    def merged_loss(adapters):
-        return merge(model, adapters, LORA).loss(*batch, compute_dtype="float32")
-
-    value, want = jax.jit(jax.value_and_grad(merged_loss))(adapters)
+    value, want = merged_gradient()(adapters, model, batch)
     loss, got = gradient(model, adapters, batch, storage=storage)
     np.testing.assert_allclose(loss, value, rtol=1e-6)
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -80,30 +103,32 @@ def test_gradients_are_those_of_merged_weights(storage, problem, quick_compile):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5 * np.abs(other).max())
 
 
-def test_adapters_change_nothing_at_first(problem, quick_compile):
+def test_initial_adapters_leave_the_loss_unchanged(problem):
     model, _, batch = problem
-    adapters = init_adapters(model.config, LORA, jax.random.key(0))
-    loss, grads = gradient(model, adapters, batch)
-    np.testing.assert_allclose(loss, model.loss(*batch, compute_dtype="float32"), rtol=1e-6)
+    loss, grads = gradient(model, initial(), batch)
+    np.testing.assert_allclose(loss, plain_loss(model, batch), rtol=1e-6)
     for factors in grads["layers"].values():
-        assert not np.any(factors["a"])
-        assert np.all(np.any(factors["b"], axis=(1, 2)))
+        a, b = np.asarray(factors["a"]), np.asarray(factors["b"])
+        assert not a.any()
+        assert b.any(axis=(1, 2)).all()
 
 
-def test_targets_alone_have_adapters(problem, quick_compile):
+def test_only_targets_have_adapters(problem):
     model, _, batch = problem
     lora = dataclasses.replace(LORA, targets=("v", "down"))
-    adapters = noisy(init_adapters(model.config, lora, jax.random.key(0)))
+    adapters = noisy(lora)
     assert set(adapters["layers"]) == {"v", "down"}
     attached = attach(model, adapters, lora)
     assert isinstance(attached.layers.attention.q.get_value(), actjax.FrozenWeight)
     loss, _ = gradient(model, adapters, batch, lora)
     merged = merge(model, adapters, lora)
-    np.testing.assert_allclose(loss, merged.loss(*batch, compute_dtype="float32"), rtol=1e-6)
-    np.testing.assert_array_equal(merged.layers.attention.q[...], model.layers.attention.q[...])
+    np.testing.assert_allclose(loss, plain_loss(merged, batch), rtol=1e-6)
+    np.testing.assert_array_equal(
+        merged.layers.attention.q.get_value(), model.layers.attention.q.get_value()
+    )
 
 
-def test_attaching_leaves_the_model_alone(problem):
+def test_attaching_and_merging_do_not_change_the_model(problem):
     model, adapters, _ = problem
     before = jax.tree.map(np.asarray, model)
     attach(model, adapters, LORA)
@@ -112,12 +137,12 @@ def test_attaching_leaves_the_model_alone(problem):
 
 
 def test_no_product_gives_the_gradient_of_a_frozen_weight(problem):
-    """Forward, and of each product one more for the input: two thirds of what all weights take."""
+    """The backward pass has one product for each input and none for the weights."""
     from train.flops import matmul_flops
 
     model, adapters, batch = problem
     lora = dataclasses.replace(LORA, rank=1)
-    adapters = init_adapters(model.config, lora, jax.random.key(0))
+    adapters = initial(lora)
 
     def loss_of(model):
         return model.loss(*batch, compute_dtype="float32")
@@ -139,7 +164,12 @@ def test_no_product_gives_the_gradient_of_a_frozen_weight(problem):
     assert whole - ours == dense + head - 3 * thin
 
 
-def test_dropout_is_of_the_key_and_of_no_evaluation(problem, quick_compile):
+@functools.cache
+def quantized():
+    return jax.jit(quantize_layers)
+
+
+def test_dropout_follows_the_key_and_is_off_without_one(problem):
     model, adapters, batch = problem
     lora = dataclasses.replace(LORA, dropout=0.5)
 
@@ -149,17 +179,15 @@ def test_dropout_is_of_the_key_and_of_no_evaluation(problem, quick_compile):
 
     first, again, other = (float(loss(jax.random.key(i))) for i in (0, 0, 1))
     assert first == again != other
-    exact = attach(model, adapters, lora).loss(*batch, compute_dtype="float32")
-    assert float(exact) == float(
-        attach(model, adapters, LORA).loss(*batch, compute_dtype="float32")
-    )
+    exact, want = (plain_loss(attach(model, adapters, one), batch) for one in (lora, LORA))
+    assert float(exact) == float(want)
 
 
-def test_weights_in_four_bits_are_those_they_decode_to(problem, quick_compile):
+def test_weights_in_four_bits_equal_the_decoded_weights(problem):
     model, adapters, batch = problem
-    four = quantize_layers(model)
+    four = quantized()(model)
     assert isinstance(four.layers.mlp.up.get_value(), NF4Weight)
-    decoded = merge(four, jax.tree.map(jnp.zeros_like, adapters), LORA)
+    decoded = merge(four, jax.tree.map(np.zeros_like, adapters), LORA)
     loss, got = gradient(four, adapters, batch)
     value, want = gradient(decoded, adapters, batch)
     np.testing.assert_allclose(loss, value, rtol=1e-6)
@@ -171,11 +199,11 @@ def test_a_model_is_quantized_while_it_is_read(problem, tmp_path):
     model, _, _ = problem
     huggingface.save(model, tmp_path / "model")
     read = huggingface.load(tmp_path / "model", convert=quantize)
-    jax.tree.map(np.testing.assert_array_equal, read, quantize_layers(model))
+    jax.tree.map(np.testing.assert_array_equal, read, quantized()(model))
 
 
-def test_codes_are_of_what_frozen_weights_give(problem, quick_compile):
-    """With split adapters the error is that of the frozen part, however large the adapters are."""
+def test_split_adapters_encode_only_the_frozen_part(problem):
+    """The error does not grow with the adapters."""
     model, adapters, batch = problem
     large = jax.tree.map(lambda x: 30 * x, adapters)
     sites = dict.fromkeys(("q", "k", "v", "gate", "up"), Quantized(4, group=8))
@@ -184,7 +212,9 @@ def test_codes_are_of_what_frozen_weights_give(problem, quick_compile):
     for split in (False, True):
         storage = Storage(**REBUILT, **sites, split_adapters=split)
         _, got = gradient(model, large, batch, storage=storage)
-        flat, want = (np.concatenate([x.ravel() for x in jax.tree.leaves(t)]) for t in (got, exact))
+        flat, want = (
+            np.concatenate([np.ravel(x) for x in jax.tree.leaves(t)]) for t in (got, exact)
+        )
         errors[split] = np.linalg.norm(flat - want) / np.linalg.norm(want)
     assert errors[True] < errors[False] / 3
 
@@ -219,7 +249,7 @@ def reference(tmp_path_factory):
     return model, folder
 
 
-def test_gradients_are_those_of_peft(reference):
+def test_gradients_equal_those_of_peft(reference):
     import torch
 
     theirs, folder = reference
@@ -227,7 +257,7 @@ def test_gradients_are_those_of_peft(reference):
     adapters, lora = load_adapters(folder / "adapter", model.config)
     assert (lora.rank, lora.alpha, lora.targets) == (3, 5.0, tuple(TARGETS))
     tokens = np.random.default_rng(0).integers(0, 61, (2, 18))
-    inputs, targets = jnp.asarray(tokens[:, :-1]), jnp.asarray(tokens[:, 1:])
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
     loss, got = gradient(model, adapters, (inputs, targets), lora)
     output = theirs(torch.asarray(tokens[:, :-1])).logits
     wanted = torch.nn.functional.cross_entropy(
@@ -248,22 +278,23 @@ def test_gradients_are_those_of_peft(reference):
     assert found == 2 * 2 * len(TARGETS)
 
 
-def test_merged_weights_give_the_same_logits(reference):
+def test_logits_of_merged_weights_equal_those_of_peft(reference):
     import torch
 
     theirs, folder = reference
     model = huggingface.load(folder / "base")
     adapters, lora = load_adapters(folder / "adapter", model.config)
     tokens = np.random.default_rng(1).integers(0, 61, (2, 18))
-    apart = attach(model, adapters, lora)(jnp.asarray(tokens), compute_dtype="float32")
-    merged = merge(model, adapters, lora)(jnp.asarray(tokens), compute_dtype="float32")
+    logits = jax.jit(lambda model, tokens: model(tokens, compute_dtype="float32"))
+    apart = logits(attach(model, adapters, lora), tokens)
+    merged = logits(merge(model, adapters, lora), tokens)
     with torch.no_grad():
         want = theirs(torch.asarray(tokens)).logits.numpy()
     assert np.abs(apart - want).max() <= 1e-4
     assert np.abs(merged - want).max() <= 1e-4
 
 
-def test_peft_reads_what_is_written(reference, tmp_path):
+def test_peft_loads_what_is_saved(reference, tmp_path):
     import peft
     import torch
     import transformers
@@ -282,14 +313,14 @@ def test_peft_reads_what_is_written(reference, tmp_path):
 # Files.
 
 
-def test_adapters_come_back(problem, tmp_path):
+def test_saved_adapters_are_read_back(problem, tmp_path):
     model, adapters, _ = problem
     lora = dataclasses.replace(LORA, dropout=0.25)
     save_adapters(adapters, lora, tmp_path / "adapter", base="somewhere")
     again, settings = load_adapters(tmp_path / "adapter", model.config)
     assert settings == lora
     jax.tree.map(np.testing.assert_array_equal, again, adapters)
-    with pytest.raises(FileExistsError, match="is there and not empty"):
+    with pytest.raises(FileExistsError, match="exists and is not empty"):
         save_adapters(adapters, lora, tmp_path / "adapter")
 
 
@@ -304,10 +335,10 @@ def edit(folder, **changes):
         ({"peft_type": "LOHA"}, "`peft_type` is 'LOHA': only 'LORA' is supported"),
         ({"use_dora": True}, "`use_dora` is True"),
         ({"bias": "all"}, "`bias` is 'all'"),
-        ({"r": 4}, r"is \[3, 24\], but the model and the rank make it \[4, 24\]"),
-        ({"target_modules": "all-linear"}, "a list of names is needed"),
-        ({"target_modules": ["q_proj", "lm_head"]}, "has 'lm_head', which is no weight of a layer"),
-        ({"target_modules": ["q_proj"]}, "no adapter takes"),
+        ({"r": 4}, r"shape \[3, 24\], but the model and the rank require \[4, 24\]"),
+        ({"target_modules": "all-linear"}, "`target_modules` must be a list of names"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "unknown adapter target 'lm_head'"),
+        ({"target_modules": ["q_proj"]}, "no adapter for the tensor"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
@@ -325,7 +356,7 @@ def test_damaged_adapters_are_named(problem, tmp_path):
     path = tmp_path / "adapter/adapter_model.safetensors"
     whole, given = path.read_bytes(), safetensors.numpy.load_file(path)
     path.write_bytes(whole[:-1])
-    with pytest.raises(ValueError, match="cut off or damaged"):
+    with pytest.raises(ValueError, match="truncated or damaged"):
         load_adapters(tmp_path / "adapter", model.config)
     given.pop(min(given))
     safetensors.numpy.save_file(given, path)
@@ -343,10 +374,10 @@ def test_damaged_adapters_are_named(problem, tmp_path):
         ({"alpha": 0.0}, r"`alpha` of the adapters must be in \(0, inf\), got 0"),
         ({"alpha": math.inf}, r"`alpha` of the adapters must be in \(0, inf\), got inf"),
         ({"dropout": 1.0}, r"`dropout` of the adapters must be in \[0, 1\)"),
-        ({"targets": ()}, "are none: name at least one"),
-        ({"targets": ("q", "q")}, "has one twice"),
-        ({"targets": ("gat",)}, "has 'gat', which is no weight of a layer. Did you mean 'gate'"),
-        ({"targets": ("embed",)}, "There are: q, k, v, o, gate, up, down"),
+        ({"targets": ()}, "is empty: name at least one"),
+        ({"targets": ("q", "q")}, "has duplicates"),
+        ({"targets": ("gat",)}, "unknown adapter target 'gat' in `targets`. Did you mean 'gate'"),
+        ({"targets": ("embed",)}, "Targets are: q, k, v, o, gate, up, down"),
     ],
     ids=str,
 )

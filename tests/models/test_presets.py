@@ -3,7 +3,7 @@ import pytest
 
 from models import PRESETS, Decoder, preset
 
-# Parameters, in millions, as the papers name the models: tied or not, embeddings counted.
+# Millions of parameters, embeddings included: tied or not, as the papers name the models.
 MILLIONS = {
     "llama_3m": 2.9,
     "llama_9m": 9.0,

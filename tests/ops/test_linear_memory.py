@@ -63,7 +63,11 @@ def test_a_wider_weight_is_cast_on_the_fly():
             np.testing.assert_allclose(dw, np.float64(x).T @ wide, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("codec", [RandomProjection(4), PointApproximation(points=4)], ids=repr)
+@pytest.mark.parametrize(
+    "codec",
+    [RandomProjection(4), pytest.param(PointApproximation(points=4), marks=pytest.mark.slow)],
+    ids=repr,
+)
 def test_the_compiled_program_keeps_codes_across_a_scan(codec):
     tokens, features = 1024, 32
 

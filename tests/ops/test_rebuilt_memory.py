@@ -42,7 +42,9 @@ def test_the_exact_codec_holds_the_arguments_themselves():
 
 
 @pytest.mark.parametrize(
-    ("codec", "with_attention"), [(Exact(), False), (Quantized(4, group=32), True)], ids=str
+    ("codec", "with_attention"),
+    [(Quantized(4, group=32), True), pytest.param(Exact(), False, marks=pytest.mark.slow)],
+    ids=str,
 )
 def test_under_scan_a_layer_takes_the_bytes_of_its_codes_and_no_more(codec, with_attention):
     tokens, half = (1, 512), block if with_attention else mlp_block

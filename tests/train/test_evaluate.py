@@ -16,15 +16,13 @@ import pytest
 import tiny
 from rich.console import Console
 
-from models import Decoder, huggingface, llama2c, lora
+from models import Decoder, huggingface, llama2c, lora, peft
 from models.checkpoints import load_checkpoint, stop_ids
 from train import evaluate
 from train.evaluate import EvaluateConfig, TextConfig, WritingConfig, run, text_after
 from train.loop import BadRunError
 from train.questions import QuestionConfig
 from train.tokenizer import load_tokenizer, train_bpe
-
-pytestmark = pytest.mark.usefixtures("quick_compile")
 
 MODEL = dataclasses.replace(
     tiny.CONFIG, vocab_size=300, num_layers=2, max_seq_len=256, norm_eps=1e-5, tie_embeddings=True
@@ -356,7 +354,7 @@ def test_a_file_of_llama2c_is_a_checkpoint_too(folder):
         quietly(dataclasses.replace(given, tokenizer=None))
     with pytest.raises(ValueError, match=r"neither a folder with a config\.json nor a \.bin"):
         load_checkpoint(folder / "text.txt")
-    with pytest.raises(FileNotFoundError, match=r"'none\.bin' cannot be read: there is nothing"):
+    with pytest.raises(FileNotFoundError, match=r"'none\.bin' cannot be read: no such file"):
         load_checkpoint("none.bin")
 
 
@@ -373,7 +371,7 @@ def test_an_adapter_is_attached(folder):
     shapes = jax.eval_shape(lambda: lora.init_adapters(MODEL, settings, jax.random.key(0)))
     rng = np.random.default_rng(0)
     adapters = jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 1, x.shape), x.dtype), shapes)
-    lora.save_adapters(adapters, settings, folder / "adapter")
+    peft.save_adapters(adapters, settings, folder / "adapter")
     base = config(folder, data=str(folder / "text.txt"), seq_len=8)
     adapted = dataclasses.replace(base, adapter=folder / "adapter")
     got = quietly(adapted)["text"]["nats_per_token"]
@@ -408,7 +406,7 @@ def test_settings_that_contradict_one_another_are_refused(folder, changes, messa
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"checkpoint": "none"}, "the checkpoint 'none' cannot be read: there is nothing there"),
+        ({"checkpoint": "none"}, "the checkpoint 'none' cannot be read: no such file or folder"),
         ({"tokenizer": "none"}, "`--tokenizer` is 'none': no such path"),
         ({"generate": ""}, "the prompt is empty, and no token begins a document"),
         (
@@ -495,4 +493,4 @@ def test_the_command_line_says_what_is_wrong_in_one_line(monkeypatch, capsys):
         evaluate.main()
     assert ending.value.code == 2
     said = capsys.readouterr().err
-    assert said == "error: the checkpoint 'none' cannot be read: there is nothing there.\n"
+    assert said == "error: the checkpoint 'none' cannot be read: no such file or folder.\n"

@@ -11,8 +11,6 @@ import actjax
 from train.config import OptimizerConfig
 from train.optimizer import learning_rate_schedule, make_optimizer
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 CONFIG = OptimizerConfig(learning_rate=1e-2, warmup_steps=4)
 
 

@@ -1,4 +1,4 @@
-"""`config.json` of Hugging Face folders, from and to the dimensions of a decoder."""
+"""`config.json` of Hugging Face folders, converted to and from the dimensions of a decoder."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-"""Kinds of model that can be read and written, and what `transformers` calls their class."""
+"""Supported kinds of model, and their classes in `transformers`."""
 
 _FIXED = {
     "hidden_act": "silu",
@@ -20,35 +20,34 @@ _FIXED = {
     "quantization_config": None,
     "use_mrope": False,
 }
-"""Fields that change what is computed, and the one value that this decoder computes."""
+"""Fields that change the computation, with the only supported value of each."""
 
 
 def config_of(fields: Mapping[str, Any]) -> ModelConfig:
     """Returns the dimensions that a `config.json` describes.
 
-    Written by any version of `transformers`: RoPE may stand in `rope_theta` and `rope_scaling`, or
-    in `rope_parameters`.
+    Files of all versions of `transformers` are read: RoPE is described by `rope_theta` and
+    `rope_scaling`, or by `rope_parameters`.
 
     Args:
-      fields: its content.
+      fields: content of the file.
 
     Raises:
-      ValueError: another kind of model, a field that is missing, or one that asks for what is not
-        supported; the message names it.
+      ValueError: an unsupported kind of model, a missing field, or an unsupported value; the
+        message names the field.
     """
     kind = fields.get("model_type")
     if kind not in ARCHITECTURES:
         raise ValueError(
-            f"`model_type` is {kind!r}: supported are {', '.join(ARCHITECTURES)}, whose layers are"
-            " those of this decoder."
+            f"unsupported `model_type` {kind!r}: supported are {', '.join(ARCHITECTURES)}."
         )
     for name, value in _FIXED.items():
         if fields.get(name, value) not in (value, None):
-            hint = " Take the checkpoint that is not quantized." if "quant" in name else ""
+            hint = " Use the checkpoint that is not quantized." if "quant" in name else ""
             raise ValueError(f"`{name}` is {fields[name]!r}: only {value!r} is supported.{hint}")
     if fields.get("attention_bias") and kind != "qwen2":
         raise ValueError(
-            "`attention_bias` is true, which gives the output projection a bias too: only the q, k"
+            "`attention_bias` is true, which also gives the output projection a bias: only the q, k"
             " and v biases of model_type qwen2 are supported."
         )
     theta, scaling = _rope(fields)
@@ -74,17 +73,19 @@ def config_of(fields: Mapping[str, Any]) -> ModelConfig:
 
 
 def fields_of(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """Returns the content of a `config.json`, which every version of `transformers` reads.
+    """Returns the content of a `config.json` that every version of `transformers` reads.
 
     Args:
       config: dimensions.
-      dtype: of the weights.
+      dtype: dtype of the weights.
 
     Raises:
-      ValueError: biases of q, k and v together with norms of heads, which no such model has.
+      ValueError: biases of q, k and v together with head norms; no supported kind has both.
     """
     if config.attention_bias and config.qk_norm:
-        raise ValueError("no model type has both `attention_bias` and `qk_norm`.")
+        raise ValueError(
+            "`attention_bias` and `qk_norm` are both set: no supported model type has both."
+        )
     windowed = config.sliding_window is not None
     kind = "qwen3" if config.qk_norm else "qwen2" if config.attention_bias else "llama"
     fields: dict[str, Any] = {}
@@ -139,7 +140,7 @@ def _required(fields: Mapping[str, Any], name: str) -> int:
 
 
 def _rope(fields: Mapping[str, Any]) -> tuple[float, RopeScaling | LinearRopeScaling | None]:
-    """Returns the base of the frequencies, and how these are scaled."""
+    """Returns the base of the frequencies, and their scaling."""
     rope = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
     theta = _number({**fields, **rope}, "rope_theta", 10_000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"
@@ -148,7 +149,7 @@ def _rope(fields: Mapping[str, Any]) -> tuple[float, RopeScaling | LinearRopeSca
     if kind == "linear":
         return theta, LinearRopeScaling(_number(rope, "factor"))
     if kind != "llama3":
-        raise ValueError(f"the RoPE scaling {kind!r} is not supported: llama3 and linear are.")
+        raise ValueError(f"unsupported RoPE scaling {kind!r}: supported are llama3 and linear.")
     names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     missing = [name for name in names if name not in rope]
     if missing:
@@ -181,7 +182,7 @@ def _window(fields: Mapping[str, Any], kind: str) -> int | None:
         windowed = max(0, layers - fields.get("max_window_layers", layers))
     if windowed not in (0, layers):
         raise ValueError(
-            f"{windowed} of {layers} layers have a `sliding_window`: it is supported for all layers"
-            " or none."
+            f"{windowed} of {layers} layers have a `sliding_window`: only all layers or none are"
+            " supported."
         )
     return int(window) if windowed else None

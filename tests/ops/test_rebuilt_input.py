@@ -1,4 +1,4 @@
-"""Tests of actjax/ops/fused.py: exact values, and gradients at the decoded activations."""
+"""Tests of actjax/ops/rebuilt_input.py: exact values, and gradients at the decoded activations."""
 
 import functools
 

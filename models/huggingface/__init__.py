@@ -1,0 +1,26 @@
+"""Hugging Face checkpoint folders, read and written: `config.json` and safetensors.
+
+One table maps tensors to parameters. Tensors are read one at a time into the stacked array of their
+parameter, and written one file at a time, so that no second copy of a model is ever in memory.
+Pickle files are refused, because reading a pickle can run any program.
+"""
+
+from models.huggingface.config import config_of, fields_of
+from models.huggingface.loading import load, read_config
+from models.huggingface.saving import save
+from models.huggingface.table import Row, table
+from models.parameters import Convert, Put, fill, parameter_of
+
+__all__ = [
+    "Convert",
+    "Put",
+    "Row",
+    "config_of",
+    "fields_of",
+    "fill",
+    "load",
+    "parameter_of",
+    "read_config",
+    "save",
+    "table",
+]

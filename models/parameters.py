@@ -1,0 +1,62 @@
+"""Parameters of a decoder by their paths, and setting them from arrays on the host."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models.decoder import Decoder
+
+Convert = Callable[[str, np.ndarray], Any]
+"""From the path of a parameter and the array of one layer to what the model holds instead."""
+Put = Callable[[str, Any], Any]
+"""From the path of a parameter and its stacked arrays on the host to arrays on devices."""
+
+
+def parameter_of(model: Decoder, path: str) -> Any:
+    """Returns the parameter at a path, such as "layers.attention.q"."""
+    return functools.reduce(getattr, path.split("."), model)
+
+
+def fill(
+    model: Decoder,
+    path: str,
+    arrays: np.ndarray | Iterator[np.ndarray],
+    convert: Convert | None,
+    put: Put | None,
+) -> None:
+    """Sets a parameter of a decoder from arrays on the host.
+
+    Args:
+      model: the decoder; changed.
+      path: path of the parameter.
+      arrays: the array of the parameter, or an iterator over the arrays of its layers.
+      convert: what to hold in place of an array, called for each layer; the array itself if None.
+      put: where to hold it; on the default device if None.
+    """
+    convert = convert or (lambda _, array: array)
+    if isinstance(arrays, np.ndarray):
+        value = convert(path, arrays)
+    else:
+        value = _stack(path, (convert(path, array) for array in arrays), model.config.num_layers)
+    put = put or (lambda _, value: jax.tree.map(jnp.asarray, value))
+    parameter_of(model, path).set_value(put(path, value))
+
+
+def _stack(path: str, layers: Iterator[Any], count: int) -> Any:
+    """Returns the layers of a parameter in arrays with a leading axis."""
+    stacked: Any = None
+    for layer, values in enumerate(layers):
+        if stacked is None:
+            stacked = jax.tree.map(lambda x: np.empty((count, *x.shape), x.dtype), values)
+        for whole, part in zip(jax.tree.leaves(stacked), jax.tree.leaves(values), strict=True):
+            if whole.dtype != part.dtype:
+                raise ValueError(
+                    f"`{path}` is {part.dtype} in layer {layer} and {whole.dtype} in layer 0: pass"
+                    " `dtype` to read both as one dtype."
+                )
+            whole[layer] = part
+    return stacked

@@ -1,0 +1,139 @@
+"""Tests of a frozen output projection: `cross_entropy` computes and holds no gradient of it."""
+
+import jax
+import numpy as np
+import oracles
+from jaxprs import products
+from ops.helpers import (
+    assert_close,
+    assert_equal,
+    assert_raises,
+    compiled_temporaries,
+    normal,
+    ones,
+    shaped,
+)
+
+from actjax import FrozenWeight, NF4Weight, cross_entropy
+
+
+def problem(dtype=None):
+    labels = np.random.default_rng(3).integers(0, 11, (2, 6))
+    mask = np.random.default_rng(4).integers(0, 2, (2, 6))
+    return normal(0, 2, 6, 8, dtype=dtype), normal(1, 8, 11, dtype=dtype), labels, mask
+
+
+def test_a_frozen_head_gives_the_loss_and_dhidden(x64):
+    hidden, head, labels, mask = problem()
+    cases = [
+        {"mask": mask, "z_loss": 0.1},
+        {"mask": mask, "chunk": 5},
+        {"z_loss": 0.1, "chunk": 5},
+        {},
+    ]
+
+    @jax.jit
+    def run(hidden, head):
+        found = []
+        for case in cases:
+            given = case
+
+            def fun(hidden, given=given):
+                return 3 * cross_entropy(hidden, FrozenWeight(head), labels, **given)
+
+            found.append((fun(hidden), jax.value_and_grad(fun)(hidden)))
+        return found
+
+    flat = np.reshape(hidden, (12, 8)), head, labels.reshape(12)
+    for case, (alone, (loss, dhidden)) in zip(cases, run(hidden, head), strict=True):
+        given = case.get("mask"), case.get("z_loss", 0.0)
+        arguments = *flat, None if given[0] is None else given[0].reshape(12), given[1]
+        # Sums of 12 tokens, with exponentials: some 1e-16 each.
+        want = 3 * oracles.cross_entropy(*arguments)
+        assert_close((alone, loss), (want, want), 1e-12, 1e-13)
+        want = 3 * oracles.cross_entropy_vjp(*arguments)[0]
+        assert_close(dhidden, want.reshape(hidden.shape), 1e-12, 1e-13)
+
+
+def test_a_frozen_head_gives_the_bits_of_a_plain_one():
+    @jax.jit
+    def run(hidden, head, labels, mask):
+        found = []
+        for wrap in (FrozenWeight, lambda w: w):
+
+            def fun(hidden, wrap=wrap):
+                return cross_entropy(hidden, wrap(head), labels, mask=mask, z_loss=1e-2)
+
+            found.append(jax.value_and_grad(fun)(hidden))
+        return found
+
+    for dtype in ("float32", "bfloat16"):
+        assert_equal(*run(*problem(dtype)))
+
+
+def test_a_frozen_head_may_be_an_embedding_or_in_4_bits(x64):
+    hidden, _, labels, _ = problem()
+    table = normal(5, 11, 8)
+
+    @jax.jit
+    def run(hidden, table):
+        q = NF4Weight.quantize(table.T)
+        heads = {"embedding": FrozenWeight(table).T, "4 bits": FrozenWeight(q)}
+        found = {
+            name: jax.value_and_grad(lambda h, w=w: cross_entropy(h, w, labels))(hidden)
+            for name, w in heads.items()
+        }
+        return found, q.astype("float64")
+
+    found, decoded = run(hidden, table)
+    hidden, labels = np.reshape(hidden, (12, 8)), np.reshape(labels, 12)
+    for name, head in (("embedding", np.transpose(table)), ("4 bits", decoded)):
+        loss, dhidden = found[name]
+        assert_close(loss, oracles.cross_entropy(hidden, head, labels), 1e-12, 1e-13)
+        want = oracles.cross_entropy_vjp(hidden, head, labels)[0]
+        assert_close(dhidden, want.reshape(2, 6, 8), 1e-12, 1e-13)
+
+
+def test_no_product_is_computed_for_the_gradient_of_a_frozen_head():
+    hidden, head, labels, _ = problem()
+
+    def made(wrap, chunk):
+        def fun(hidden, head):
+            return cross_entropy(hidden, wrap(head), labels, chunk=chunk)
+
+        return products(jax.grad(fun, (0, 1)), hidden, head)
+
+    # In a loop over whole chunks, and in a shorter last one.
+    for chunk, count in ((12, 1), (5, 2)):
+        assert len(made(FrozenWeight, chunk)) == 2 * count
+        assert len(made(lambda w: w, chunk)) == 3 * count
+        assert (8, 11) not in made(FrozenWeight, chunk)
+
+
+def test_no_gradient_of_a_frozen_head_is_held():
+    # A head of 4 MiB: for a plain one its gradient is held, and the running sum of it.
+    labels = np.zeros(256, np.int32)
+
+    def size(wrap):
+        fun = lambda h, w: cross_entropy(h, wrap(w), labels, chunk=16)  # noqa: E731
+        return compiled_temporaries(jax.grad(fun, (0, 1)), shaped(256, 128), shaped(128, 8192))
+
+    # Where both gradients are asked for, the zeros for the frozen head are no temporary. Buffers
+    # are aligned.
+    assert size(lambda w: w) - size(FrozenWeight) > 2**22 - 1024
+
+
+def test_errors_name_the_argument_and_its_value():
+    x, labels = ones(6, 8), np.zeros(6, np.int32)
+    assert_raises({
+        "head": (
+            lambda: cross_entropy(x, FrozenWeight(ones(5, 8)), labels),
+            ValueError,
+            "got hidden(6, 8) @ head(5, 8)",
+        ),
+        "head of integers": (
+            lambda: cross_entropy(x, FrozenWeight(ones(8, 5, dtype=np.int32)), labels),
+            TypeError,
+            "`head` must be",
+        ),
+    })  # fmt: skip
