@@ -125,7 +125,7 @@ def gradient_bytes(recipe: Recipe, state: TrainState) -> dict[str, int]:
     for path, g in jax.tree_util.tree_flatten_with_path(grads, is_leaf=_is_low_rank)[0]:
         name, parts = _name(path), [g]
         if _is_low_rank(g):
-            first = g.basis is None and groups[name] not in counted
+            first = g.basis_name is None and groups[name] not in counted
             parts = [g.left, g.right] if first else [g.right]
             counted.add(groups[name])
         one_layer = config.in_backward and name.startswith("layers.")

@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 
 import jax
@@ -11,7 +12,8 @@ import actjax
 from train.config import OptimizerConfig
 from train.optimizer import learning_rate_schedule, make_optimizer
 
-CONFIG = OptimizerConfig(learning_rate=1e-2, warmup_steps=4)
+FLOAT32 = OptimizerConfig(moment_dtype="float32")
+CONFIG = dataclasses.replace(FLOAT32, learning_rate=1e-2, warmup_steps=4)
 
 
 def trained(optimizer, model, steps: int = 5):
@@ -46,8 +48,8 @@ def test_the_schedule_of_a_short_run_is_finite_and_positive(steps, warmup):
 
 def test_matrices_decay_and_norms_do_not():
     model = decoder()
-    plain, _ = trained(make_optimizer(OptimizerConfig(weight_decay=0.0), 10), model)
-    decayed, _ = trained(make_optimizer(OptimizerConfig(weight_decay=0.5), 10), model)
+    plain, _ = trained(make_optimizer(dataclasses.replace(FLOAT32, weight_decay=0.0), 10), model)
+    decayed, _ = trained(make_optimizer(dataclasses.replace(FLOAT32, weight_decay=0.5), 10), model)
     for get in (lambda m: m.norm, lambda m: m.layers.attention_norm, lambda m: m.layers.mlp_norm):
         np.testing.assert_array_equal(get(plain)[...], get(decayed)[...])
     for get in (lambda m: m.embedding, lambda m: m.layers.attention.q, lambda m: m.output):
@@ -57,7 +59,7 @@ def test_matrices_decay_and_norms_do_not():
 def test_float32_moments_are_those_of_optax():
     model = decoder()
     rival = optax.adamw(learning_rate_schedule(CONFIG, 10), b1=0.9, b2=0.95, weight_decay=0.0)
-    ours, _ = trained(make_optimizer(OptimizerConfig(1e-2, 4, weight_decay=0.0), 10), model)
+    ours, _ = trained(make_optimizer(dataclasses.replace(CONFIG, weight_decay=0.0), 10), model)
     state = rival.init(model)
     for _ in range(5):
         updates, state = rival.update(gradients(model), state, model)
@@ -99,8 +101,10 @@ def test_a_subspace_wraps_the_moments_and_not_the_decay():
         return actjax.optim.subspace(inner, 4, outer=outer)
 
     params = {"w": jnp.ones((16, 8))}
-    tx = make_optimizer(OptimizerConfig(1e-2, 1, weight_decay=0.5), 10, subspace)
-    updates, _ = tx.update({"w": jnp.zeros((16, 8))}, tx.init(params), params)
+    config = dataclasses.replace(FLOAT32, learning_rate=1e-2, warmup_steps=1, weight_decay=0.5)
+    tx = make_optimizer(config, 10, subspace)
+    zeros = {"w": jnp.zeros((16, 8))}
+    updates, _ = tx.update(zeros, tx.refresh(zeros, tx.init(params), params), params)
     # With a zero gradient only decay changes the weights, in the full space.
     np.testing.assert_allclose(updates["w"], -1e-2 * 0.5, rtol=1e-6)
     assert set(made) == {"inner", "outer"}
