@@ -1,4 +1,4 @@
-"""Matrices held as a product of two thin factors, and sums over trees that contain them."""
+"""Matrices held as a product of two thin factors, and norms of trees that contain them."""
 
 import dataclasses
 from typing import Any
@@ -13,24 +13,24 @@ from actjax._math.precision import accumulation_dtype
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class LowRank:
-    """The matrix `left @ right`, [..., d, n], of which only the factors exist.
+    """The matrix `left @ right`, [..., d, n], held as its two factors.
 
-    A pytree, so that it passes through `jit`, `scan` and `vmap`, and a stack of matrices is one
-    `LowRank` with leading axes. It is no array: what needs one calls `dense()`.
+    It is a pytree, so it passes through `jit`, `scan` and `vmap`. A stack of matrices is one
+    `LowRank` with leading axes. It is not an array: call `dense()` to get one.
 
     Attributes:
       left: [..., d, k].
       right: [..., k, n].
-      basis: name of the basis that `left` is, if it is one that several gradients share: the sum of
-        two such keeps its rank. Static.
+      basis_name: name of the basis that `left` is, if several gradients share it; the sum of two
+        such gradients keeps its rank. None otherwise. Static.
     """
 
     left: Any
     right: Any
-    basis: str | None = dataclasses.field(default=None, metadata={"static": True})
+    basis_name: str | None = dataclasses.field(default=None, metadata={"static": True})
 
     def __post_init__(self) -> None:
-        # Leaves may be anything while JAX takes trees apart and puts them together.
+        # While JAX flattens and unflattens trees, leaves may be any object.
         left, right = getattr(self.left, "shape", None), getattr(self.right, "shape", None)
         if left is None or right is None or min(len(left), len(right)) < 2:
             return
@@ -42,10 +42,12 @@ class LowRank:
             )
 
     def __repr__(self) -> str:
-        # JAX makes trees of the same form that hold something else, such as shardings.
+        # JAX also makes trees of this structure with other leaves, such as shardings.
         if not (hasattr(self.left, "shape") and hasattr(self.right, "shape")):
-            return f"LowRank(left={self.left!r}, right={self.right!r}, basis={self.basis!r})"
-        shared = "" if self.basis is None else f", basis={self.basis!r}"
+            return (
+                f"LowRank(left={self.left!r}, right={self.right!r}, basis_name={self.basis_name!r})"
+            )
+        shared = "" if self.basis_name is None else f", basis_name={self.basis_name!r}"
         return f"LowRank(shape={self.shape}, rank={self.rank}, dtype={self.dtype}{shared})"
 
     @property
@@ -55,12 +57,12 @@ class LowRank:
 
     @property
     def ndim(self) -> int:
-        """Axes of the matrix, leading ones included."""
+        """Number of axes, with leading ones."""
         return self.left.ndim
 
     @property
     def rank(self) -> int:
-        """k, the number of columns of `left`: an upper bound of the mathematical rank."""
+        """k, the number of columns of `left`: an upper bound of the rank of the matrix."""
         return self.left.shape[-1]
 
     @property
@@ -90,28 +92,28 @@ class LowRank:
         return self.mT
 
     def dense(self) -> jax.Array:
-        """Returns the matrix, [..., d, n], accumulated in float32 at least."""
+        """Returns the matrix, [..., d, n], accumulated at least in float32."""
         dtype = accumulation_dtype(self.dtype)
         return jnp.matmul(self.left, self.right, preferred_element_type=dtype).astype(self.dtype)
 
     def astype(self, dtype: jax.typing.DTypeLike) -> "LowRank":
-        """Returns it with factors of another dtype."""
+        """Returns the matrix with factors of another dtype."""
         return dataclasses.replace(
             self, left=self.left.astype(dtype), right=self.right.astype(dtype)
         )
 
     def norm(self) -> jax.Array:
-        """Returns the Frobenius norm, [...], in float32 at least, from two k by k Gram matrices.
+        """Returns the Frobenius norm, [...], at least in float32, from two k by k Gram matrices.
 
-        Relative error: about `k eps (Σ ‖left_j‖ ‖right_j‖ / norm)²` over columns and rows, small
-        unless these cancel.
+        Relative error: about `k eps (Σ ‖left_j‖ ‖right_j‖ / norm)²`, with a sum over columns of
+        `left` and rows of `right`. It is small unless these cancel.
         """
         left, right, exponent = self._balanced()
         square = jnp.sum(_gram(left.mT) * _gram(right), axis=(-2, -1))
         return jnp.ldexp(jnp.sqrt(jnp.maximum(square, 0)), exponent)
 
     def vdot(self, other: "LowRank | jax.Array") -> jax.Array:
-        """Returns the inner product `Σ self_ij other_ij`, over leading axes too, of the factors.
+        """Returns the inner product `Σ self_ij other_ij`, over leading axes too.
 
         Args:
           other: a `LowRank` or an array of the same shape.
@@ -128,9 +130,9 @@ class LowRank:
         return jnp.sum(jnp.ldexp(jnp.sum(terms, axis=(-2, -1)), exponent))
 
     def _balanced(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns factors of entries within 1, and a power of two [...] to multiply them by.
+        """Returns factors with entries within 1, and the exponent [...] of their common scale.
 
-        So no square overflows, and no column that counts underflows because another is large.
+        So no square overflows, and no relevant column underflows because another one is large.
         """
         dtype = accumulation_dtype(self.dtype)
         left, left_powers = _unit_columns(self.left.astype(dtype))
@@ -140,16 +142,16 @@ class LowRank:
         return jnp.ldexp(left, (powers - largest[..., None])[..., None, :]), right.mT, largest
 
     def singular_values(self) -> jax.Array:
-        """Returns the singular values, [..., min(d, n, k)], descending, from small matrices."""
+        """Returns the singular values, [..., min(d, n, k)], descending; needs no dense matrix."""
         return self._decompose()[1]
 
     def truncate(self, rank: int) -> "LowRank":
         """Returns the best approximation of rank `rank`; `left` becomes orthonormal.
 
-        Error: in Frobenius norm the root of the sum of squares of the other `singular_values()`,
-        the least that any matrix of that rank attains (Eckart and Young, 1936). By QR of both
-        factors and an SVD of k by k. Of a matrix with fewer rows or columns than `rank`, the result
-        has no more than these.
+        Error: the Frobenius norm of the error is the root of the sum of squares of the dropped
+        `singular_values()`, the least for any matrix of that rank (Eckart and Young, 1936). It is
+        computed by QR of both factors and an SVD of k by k. The rank of the result is at most the
+        number of rows or columns.
 
         Raises:
           ValueError: `rank` is not within 1 and the present rank.
@@ -161,18 +163,18 @@ class LowRank:
         return LowRank(left[..., :rank].astype(self.dtype), kept.astype(self.dtype))
 
     def _decompose(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns the singular value decomposition, in float32 at least."""
+        """Returns the singular value decomposition, at least in float32."""
         dtype = accumulation_dtype(self.dtype)
         factors = self.left.astype(dtype), self.right.mT.astype(dtype)
         return for_each_matrix(_singular_value_decomposition, *factors)
 
     def __add__(self, other: "LowRank") -> "LowRank":
-        """Returns the sum. Ranks add, unless both have the same basis."""
+        """Returns the sum. Its rank is the sum of both ranks, unless both have the same basis."""
         if not isinstance(other, LowRank):
             return NotImplemented
         if self.shape != other.shape:
             raise ValueError(f"cannot add {other} to {self}: shapes differ.")
-        if self.basis is not None and self.basis == other.basis:
+        if self.basis_name is not None and self.basis_name == other.basis_name:
             if self.rank != other.rank:
                 raise ValueError(f"cannot add {other} to {self}: one basis has one rank.")
             return dataclasses.replace(self, right=self.right + other.right)
@@ -182,7 +184,7 @@ class LowRank:
         )
 
     def __radd__(self, other: Any) -> "LowRank":
-        # What `sum` starts from.
+        # `sum` starts from 0.
         return self if isinstance(other, int) and other == 0 else NotImplemented
 
     def __neg__(self) -> "LowRank":
@@ -192,7 +194,7 @@ class LowRank:
         return self + (-other) if isinstance(other, LowRank) else NotImplemented
 
     def __mul__(self, scalar: jax.typing.ArrayLike) -> "LowRank":
-        """Returns it times a scalar, which goes into `right`."""
+        """Returns the matrix times a scalar, which multiplies `right`."""
         if isinstance(scalar, LowRank) or jnp.ndim(scalar) != 0:
             raise TypeError(f"{self} can be multiplied by a scalar only: use `dense()` for more.")
         return dataclasses.replace(self, right=(self.right * scalar).astype(self.right.dtype))
@@ -205,21 +207,22 @@ class LowRank:
         return dataclasses.replace(self, right=(self.right / scalar).astype(self.right.dtype))
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError(f"{self} is no array: call `dense()` to make one, [d, n].")
+        raise TypeError(f"{self} is not an array: call `dense()` to get one, [d, n].")
 
     # Lets an array on the left defer to `__rmul__`.
     __array_ufunc__ = None
 
 
 def is_low_rank(x: Any) -> bool:
-    """Returns whether `x` is a `LowRank`: for `is_leaf` of `jax.tree` functions."""
+    """Returns whether `x` is a `LowRank`; an `is_leaf` for functions of `jax.tree`."""
     return isinstance(x, LowRank)
 
 
 def global_norm(tree: Any) -> jax.Array:
     """Returns the root of the sum of squares of all arrays and `LowRank` matrices of a tree.
 
-    Nothing is made dense. Float32 at least; `optax.global_norm` would take factors for weights.
+    It forms no dense matrix and sums at least in float32. (`optax.global_norm` would treat the
+    factors as weights.)
 
     Args:
       tree: a pytree of arrays and `LowRank`s, such as a gradient.
@@ -236,14 +239,15 @@ def global_norm(tree: Any) -> jax.Array:
 def clip_by_global_norm(tree: Any, max_norm: jax.typing.ArrayLike) -> tuple[Any, jax.Array]:
     """Scales a tree of gradients so that its global norm is at most `max_norm`.
 
-    As `optax.clip_by_global_norm`, for trees that contain `LowRank` matrices, none made dense.
+    As `optax.clip_by_global_norm`, for trees that contain `LowRank` matrices. It forms no dense
+    matrix.
 
     Args:
       tree: a pytree of arrays and `LowRank`s, such as a gradient.
       max_norm: the largest norm; infinite for no clipping.
 
     Returns:
-      The scaled tree, and the norm before.
+      The scaled tree, and its norm before scaling.
 
     Raises:
       ValueError: `max_norm` is a number that is negative or NaN.
@@ -255,13 +259,13 @@ def clip_by_global_norm(tree: Any, max_norm: jax.typing.ArrayLike) -> tuple[Any,
 
 
 def clip_factor(norm: jax.Array, max_norm: jax.typing.ArrayLike) -> jax.Array:
-    """Returns what to multiply by so that something of norm `norm` has at most `max_norm`."""
-    # In this order NaN stays NaN: it must not look like a gradient that needs no clipping.
+    """Returns the factor that brings a norm `norm` to at most `max_norm`."""
+    # Compared this way, NaN stays NaN: it must not pass for a gradient that needs no clipping.
     return jnp.where(norm <= max_norm, 1.0, max_norm / jnp.where(norm == 0, 1, norm))
 
 
 def scale_tree(tree: Any, factor: jax.Array) -> Any:
-    """Multiplies every array and `LowRank` of a tree by a scalar; dtypes stay."""
+    """Multiplies every array and `LowRank` of a tree by a scalar; keeps dtypes."""
 
     def scale(leaf: Any) -> Any:
         if is_low_rank(leaf):
@@ -272,7 +276,7 @@ def scale_tree(tree: Any, factor: jax.Array) -> Any:
 
 
 def _singular_value_decomposition(left: jax.Array, right: jax.Array) -> Any:
-    """Returns the decomposition of `left rightᵀ`, [d, k] and [n, k]."""
+    """Returns the singular value decomposition of `left rightᵀ`, of factors [d, k] and [n, k]."""
     left, left_triangle = jnp.linalg.qr(left)
     right, right_triangle = jnp.linalg.qr(right)
     core = jnp.matmul(left_triangle, right_triangle.T, precision="highest")
@@ -294,10 +298,10 @@ def _gram(rows: jax.Array) -> jax.Array:
 
 
 def _unit_columns(factor: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns a factor [..., d, k] over powers of two, and these [..., k], which is exact."""
+    """Returns a factor [..., d, k] divided by powers of two, and the exponents [..., k]; exact."""
     largest = jnp.max(jnp.abs(factor), axis=-2, initial=0)
     powers = jnp.where(jnp.isfinite(largest), jnp.frexp(largest)[1], 0)
-    # Of a column of zeros the power is far below any other, but no sum of two overflows.
+    # A column of zeros gets an exponent far below all others; the sum of two does not overflow.
     powers = jnp.where(largest > 0, powers, jnp.where(largest == 0, -(2**16), powers))
     shift = jnp.where(powers == -(2**16), 0, powers)
     return jnp.ldexp(factor, -shift[..., None, :]), powers

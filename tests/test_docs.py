@@ -33,12 +33,10 @@ def prose(text: str) -> str:
 
 def flags(config: type) -> set[str]:
     """Returns the flags of a program, without the prefixes of nested settings."""
-    found = set()
-    for name, hint in typing.get_type_hints(config).items():
-        if dataclasses.is_dataclass(hint):
-            found |= flags(hint)
-        else:
-            found.add("--" + name.replace("_", "-"))
+    hints, found = typing.get_type_hints(config), set()
+    for field in dataclasses.fields(config):
+        nested = dataclasses.is_dataclass(hints[field.name])
+        found |= flags(hints[field.name]) if nested else {flag_name(field.name)}
     return found
 
 

@@ -223,6 +223,7 @@ class PretrainConfig(RunConfig):
         "Text and tokenizer": ("data",),
         **_OUTPUT,
     }
+    """Order of the help page."""
 
     @staticmethod
     def choices() -> dict[str, dict[str, str]]:
@@ -312,6 +313,7 @@ class FinetuneConfig(RunConfig):
         **_TRAINING,
         **_OUTPUT,
     }
+    """Order of the help page."""
 
     @staticmethod
     def choices() -> dict[str, dict[str, str]]:

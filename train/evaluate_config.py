@@ -120,6 +120,7 @@ class EvaluateConfig:
         "Questions (--task)": ("asked",),
         "Writing": ("writing",),
     }
+    """Order of the help page."""
 
     def __post_init__(self) -> None:
         _check_positive(self, "batch_size")

@@ -16,8 +16,7 @@ from actjax import (
 from actjax.optim import Side, Source
 from models import CompressedResiduals, ModelConfig, Remat, Storage, StorageChoice
 from models.storage import LINEAR_INPUTS
-from train.options import CODE_BITS, RENAMED, MethodOptions, near_hint
-from train.options import KEPT_SITES as _KEPT
+from train.options import CODE_BITS, KEPT_SITES, RENAMED, MethodOptions, near_hint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,129 +107,126 @@ def _randomized_svd(o: MethodOptions) -> Storage:
     return _linear_inputs(_placed(RandomizedSVD(o.rank, o.power_iterations, o.sketch), o))
 
 
+_QUANTIZER = ("group", "rounding", "levels", "rotate", "outlier_fraction")
+"""Options that are fields of `actjax.Quantized`."""
+
+
 def _code(o: MethodOptions) -> Codec:
     if o.bits == 16:
         return _placed(Exact(), o)
-    code = Quantized(
-        o.bits,
-        group=o.group,
-        rounding=o.rounding,
-        outlier_fraction=o.outlier_fraction,
-        levels=o.levels if o.bits <= 4 else "uniform",
-        rotate=o.rotate,
-    )
-    return _placed(code, o)
+    settings = {name: getattr(o, name) for name in _QUANTIZER}
+    return _placed(with_bits(Quantized(4, **settings), o.bits), o)
 
 
 def _rebuilt(o: MethodOptions) -> Storage:
-    """Returns one code for each value that is kept, and linear inputs rebuilt from these."""
+    """Returns a storage of one code per value, with linear inputs rebuilt from the codes."""
     if "attention_out" in o.sites:
         raise ValueError(
-            "`--sites` attention_out is kept by gact alone: other methods rebuild what it feeds."
+            "`--sites attention_out` is for gact: the other methods rebuild the input of the output"
+            " projection. Drop it."
         )
-    kept: dict[str, Any] = dict.fromkeys(o.sites or _KEPT, _code(o))
+    kept: dict[str, Any] = dict.fromkeys(o.sites or KEPT_SITES, _code(o))
     rebuilt: dict[str, Any] = dict.fromkeys(LINEAR_INPUTS)
     return Storage(**kept, **rebuilt)
 
 
 def _residuals(o: MethodOptions) -> CompressedResiduals:
-    """Returns a block whose residuals are compressed as a whole."""
-    sites: dict[str, Any] = dict.fromkeys(o.sites or (*_KEPT, "attention_out"), _code(o))
+    """Returns the compressed residuals of a whole block (GACT)."""
+    sites: dict[str, Any] = dict.fromkeys(o.sites or (*KEPT_SITES, "attention_out"), _code(o))
     return CompressedResiduals(**sites)
 
 
 def _by_channel(o: MethodOptions) -> Storage:
-    """Returns HyC-LoRA's codes: scales of channels, measured once (`train.calibration`)."""
+    """Returns HyC-LoRA's codes, whose scales per channel are calibrated (`train.calibration`)."""
     if o.bits == 16:
-        raise ValueError("`--bits` 16 stores nothing in few bits: take `--method qlora` for that.")
+        raise ValueError("`--bits 16` quantizes nothing: use `--method qlora` instead.")
     code = Quantized(o.bits, scaling="channel", rounding=o.rounding, levels=o.levels)
     norm: Codec = code
     if o.level != "none":
         norm = dataclasses.replace(code, outlier_fraction=o.outlier_fraction or 0.005)
-    sites: dict[str, Any] = {**dict.fromkeys(_KEPT, code), "attention_norm": norm, "mlp_norm": norm}
+    sites: dict[str, Any] = dict.fromkeys(KEPT_SITES, code)
+    sites |= {"attention_norm": norm, "mlp_norm": norm}
     inter = o.level == "intra+inter"
     inputs: dict[str, Any] = dict.fromkeys(LINEAR_INPUTS, None if inter else code)
     return Storage(**sites, **inputs, split_adapters=inter)
 
 
 METHODS: dict[str, Method] = {
-    "exact": Method(
-        "our operators, every linear input stored as it is: exact gradients", lambda _: Storage()
-    ),
+    "exact": Method("every input stored exactly: exact gradients", lambda _: Storage()),
     "remat": Method(
-        "jax.checkpoint around each block: exact gradients, a third more compute",
+        "jax.checkpoint on each block: exact gradients, a third more compute",
         lambda o: Remat(codec=_placed(Exact(), o)),
     ),
     "pamm": Method(
-        "the input of q, k and v as a few tokens, an index and a scale (PAMM): biased",
+        "input of q, k and v as a few tokens (PAMM): biased",
         lambda o: Storage(
             attention_in=_placed(PointApproximation(o.ratio, tolerance=o.tolerance), o)
         ),
     ),
     "low_rank": Method(
-        "linear inputs and weight gradients in two factors (Wei et al., Ours): biased",
+        "linear inputs and weight gradients as factors (Wei et al., Ours): biased",
         _randomized_svd,
     ),
     "subspace": Method(
-        "linear inputs, gradients and moments in a subspace (Wei et al., Ours+)",
+        "inputs, gradients and moments in a subspace (Wei et al., Ours+)",
         _randomized_svd,
         Subspace(),
     ),
     "galore": Method(
-        "moments in a subspace, exact and dense gradients (GaLore)",
+        "moments in a subspace, dense exact gradients (GaLore)",
         lambda _: Storage(),
         Subspace(side="smaller"),
     ),
     "random_projection": Method(
-        "linear inputs, gradients and moments in a random subspace (CompAct)",
+        "inputs, gradients and moments in a random subspace (CompAct)",
         lambda o: _linear_inputs(_placed(RandomProjection(o.rank), o)),
         Subspace(source="random"),
     ),
     "gact": Method(
-        "what JAX keeps of a block in bits chosen for each array (GACT), cheap arrays rebuilt",
+        "residuals of each block, in bits chosen per site (GACT)",
         _residuals,
         bits=4,
         average_bits=4.0,
-        adaptive=(*_KEPT, "attention_out"),
+        adaptive=(*KEPT_SITES, "attention_out"),
     ),
     "quantized": Method(
-        "every kept value once, in a few bits; linear inputs rebuilt from it",
+        "one code per value in a few bits, linear inputs rebuilt",
         _rebuilt,
         bits=4,
-        adaptive=_KEPT,
+        adaptive=KEPT_SITES,
     ),
     "compressed_remat": Method(
-        "remat, the input of each block in a few bits: a third more compute",
+        "remat with each block's input in a few bits",
         lambda o: Remat(codec=_code(o)),
         bits=4,
     ),
     "lean": Method(
-        "quantized with full-rank 8-bit moments and in-backward updates: recommended",
+        "quantized, full-rank 8-bit moments, in-backward updates: recommended",
         _rebuilt,
         bits=4,
-        adaptive=_KEPT,
+        adaptive=KEPT_SITES,
         lean=True,
     ),
     "lean_subspace": Method(
-        "lean with gradients and moments in a subspace: the least memory",
+        "lean with gradients and moments in a subspace: least memory",
         _rebuilt,
         Subspace(),
         bits=4,
         lean=True,
     ),
     "lora": Method(
-        "low-rank adapters of frozen weights: exact gradients",
+        "adapters of frozen weights: exact gradients",
         lambda _: Storage(),
         adapters=True,
     ),
     "qlora": Method(
-        "low-rank adapters of frozen weights in 4 bits (NF4): exact gradients",
+        "adapters of frozen 4-bit weights (NF4): exact gradients",
         lambda _: Storage(),
         adapters=True,
         four_bit=True,
     ),
     "hyc_lora": Method(
-        "qlora, activations in a few bits by channel, what adapters add kept exactly (HyC-LoRA)",
+        "qlora with activations in a few bits per channel (HyC-LoRA)",
         _by_channel,
         bits=2,
         adapters=True,

@@ -60,6 +60,7 @@ class PlanConfig:
         **{k: v for k, v in PretrainConfig.HEADINGS.items() if k != "Common flags"},
         "For the printed command": ("train",),
     }
+    """Order of the help page."""
 
     def __post_init__(self) -> None:
         if self.device != HERE:

@@ -1,1 +1,1 @@
-"""What all operators share: tags in the program, and how codes are kept between the passes."""
+"""Shared by all operators: argument checks, tags in the program, codes between the passes."""

@@ -31,13 +31,13 @@ def check_codecs(codec: Any, names: Sequence[str], key: Any) -> tuple[Codec, ...
     """Returns the codec of each input of an operator.
 
     Args:
-      codec: one for all, or a sequence of one for each.
-      names: of the inputs.
-      key: randomness of the encoding, or a sequence of keys, one for each; or None.
+      codec: one codec for all inputs, or a sequence with a codec for each.
+      names: names of the inputs.
+      key: randomness of the encoding: one key, a sequence with a key for each input, or None.
 
     Raises:
-      TypeError: one is no codec.
-      ValueError: another number of codecs or keys than of inputs, or a missing key.
+      TypeError: an entry is not a codec.
+      ValueError: the number of codecs or keys is not the number of inputs, or a key is missing.
     """
     codecs = tuple(codec) if isinstance(codec, tuple | list) else (codec,) * len(names)
     if len(codecs) != len(names):
@@ -57,5 +57,5 @@ def check_codecs(codec: Any, names: Sequence[str], key: Any) -> tuple[Codec, ...
 
 
 def all_exact(codecs: Sequence[Codec]) -> bool:
-    """Returns whether nothing is lost, so that an operator can keep what suits it."""
+    """Returns whether all codecs are `Exact`, so that an operator may store other exact values."""
     return all(isinstance(codec, Exact) for codec in codecs)

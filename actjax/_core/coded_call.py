@@ -1,8 +1,8 @@
-"""The one `custom_vjp` behind all operators that keep codes between the passes.
+"""The `custom_vjp` of all operators that store codes between the passes.
 
-`coded_call` runs a function of activations, keeps codes of these activations instead of the
-activations, and differentiates the function at the decoded activations in the backward pass. An
-`Operator` replaces single steps of that, for example a linear operator, which never decodes.
+`coded_call` runs a function of activations, stores codes of these activations, and differentiates
+the function at the decoded activations in the backward pass. An `Operator` replaces single steps of
+this: a linear operator, for example, never decodes.
 """
 
 import dataclasses
@@ -20,15 +20,15 @@ from actjax.kernels.format import QuantizedCode
 
 
 class Holdable:
-    """A pytree node that is kept between the passes in another form, such as a tapped weight."""
+    """A pytree node that is stored between the passes in another form, such as a tapped weight."""
 
     def hold(self) -> Any:
-        """Returns what to keep of it."""
+        """Returns the form to store."""
         raise NotImplementedError
 
 
 class Held:
-    """What is kept of a `Holdable`."""
+    """The stored form of a `Holdable`."""
 
     def restore(self) -> Any:
         """Returns the `Holdable`."""
@@ -36,7 +36,7 @@ class Held:
 
 
 def hold(tree: Any) -> Any:
-    """Returns a pytree with every `Holdable` in it replaced by what is kept of it."""
+    """Returns a pytree with every `Holdable` replaced by its stored form."""
     return _map_nodes(Holdable, lambda x: x.hold(), tree)
 
 
@@ -72,10 +72,10 @@ def key_of(key: Any, i: int) -> jax.Array | None:
 
 
 class Decodes(Protocol):
-    """Anything that decodes: a codec above all."""
+    """An object that decodes, such as a codec."""
 
     def decode(self, code: Code) -> jax.Array:
-        """As `Codec.decode`."""
+        """Returns the decoded activation, like `Codec.decode`."""
         ...
 
 
@@ -88,9 +88,9 @@ def decode_late(
 
 
 def wait_for(codes: Sequence[Code], cotangent: Any) -> tuple[tuple[Code, ...], Any]:
-    """Returns both; what reads the codes waits for the cotangent."""
+    """Returns codes and cotangent; operations that read the codes wait for the cotangent."""
     # Without the barrier XLA could decode early. Where a code is the activation itself, it could
-    # merge the backward pass with the forward pass and keep all intermediate values.
+    # merge the backward pass with the forward pass and store all intermediate values.
     return jax.lax.optimization_barrier((tuple(codes), cotangent))
 
 
@@ -108,9 +108,9 @@ class FromCodes(Protocol):
         """Returns the value and the cotangents of activations and others, at the decoded codes.
 
         Args:
-          codes: of the activations.
+          codes: codes of the activations.
           others: the other arguments.
-          cotangent: of the value.
+          cotangent: cotangent of the value.
           with_value: whether to compute the value; it is None otherwise.
         """
         ...
@@ -130,10 +130,10 @@ def differentiate(
 
     Args:
       fun: a function, possibly `FromCodes`.
-      codes: one for each activation.
-      codecs: one for each activation.
+      codes: codes of the activations.
+      codecs: codecs of the activations.
       others: a pytree of arrays. Arrays without derivatives, such as integers, get None.
-      cotangent: of the value.
+      cotangent: cotangent of the value.
       with_value: whether the caller reads the value.
     """
     if isinstance(fun, FromCodes) and all(isinstance(codec, Quantized) for codec in codecs):
@@ -168,7 +168,7 @@ class Operator:
     """
 
     def __call__(self, activations: Any, others: Any) -> Any:
-        """Returns the value where it is not differentiated."""
+        """Returns the value, without a gradient."""
         raise NotImplementedError
 
     def forward(self, activations: Any, others: Any) -> Any:
@@ -184,12 +184,12 @@ class Operator:
         operator: str,
         names: Sequence[str],
     ) -> tuple[Sequence[jax.Array], Any]:
-        """Returns the activations to compute with, and what `backward` gets as `codes`."""
+        """Returns the activations to compute with, and the `codes` for `backward`."""
         del others
         return encode_all(activations, codecs, key, operator, names)
 
     def hold(self, others: Any) -> Any:
-        """Returns what is kept of `others`, which `backward` gets."""
+        """Returns the stored form of `others` for `backward`."""
         return hold(others)
 
     def backward(
@@ -225,20 +225,20 @@ def coded_call(
     operator: str,
     names: Sequence[str],
 ) -> Any:
-    """Returns `fun(activations, others)`, and keeps codes of the activations and `others`.
+    """Returns `fun(activations, others)`, and stores codes of the activations, and `others`.
 
     The value is exact. The backward pass differentiates `fun` at the decoded activations, unless
-    `fun` is an `Operator`, which has a backward pass of its own.
+    `fun` is an `Operator` that defines another backward pass.
 
     Args:
-      fun: what to compute; returns a pytree of arrays and closes over no arrays.
+      fun: the function; returns a pytree of arrays and closes over no arrays.
       activations: floating point arrays.
-      others: a pytree of everything else that `fun` reads.
-      codecs: one for each activation.
+      others: a pytree of all other arrays that `fun` reads.
+      codecs: codecs of the activations.
       key: randomness, folded with the number of the activation, or a tuple with a key for each
         activation; None if no codec draws.
       operator: name of the operator for `actjax.explain`.
-      names: one for each activation, for `actjax.explain`.
+      names: names of the activations for `actjax.explain`.
 
     Raises:
       ValueError: a codec draws random numbers and there is no key.

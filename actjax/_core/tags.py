@@ -1,9 +1,9 @@
-"""Names of what operators keep, written into the program for `actjax.explain` to read.
+"""Names of stored arrays, written into the traced program for `actjax.explain`.
 
 A tag is a `checkpoint_name`: an identity that costs nothing in the compiled program. A code is
 tagged where it is made. An array that is stored exactly is tagged where it is *read*: a tag on the
-kept array would make it a different array from the one that a neighbouring operator keeps, and both
-would be stored.
+stored array would make it differ from the array that a neighbouring operator stores, and both would
+be stored.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ class Tag:
     """Describes one array of a code.
 
     Attributes:
-      operator: the operator that keeps it, for example "linear".
-      name: what the operator keeps, for example "qkv input".
+      operator: the operator that stores it, for example "linear".
+      name: name of the activation, for example "qkv input".
       codec: `repr` of the codec.
       shape: shape of the exact activation, as the operator saw it.
       dtype: dtype of the exact activation.
@@ -80,7 +80,7 @@ def keep(
     """Encodes `x` for the backward pass and tags the code.
 
     Returns:
-      `x` for the forward pass to compute with, and the code for the backward pass to keep.
+      `x` for the forward pass to compute with, and the code to store for the backward pass.
     """
     if isinstance(codec, Exact):
         return _tag(x, x, repr(codec), operator, name, 0), x
@@ -89,10 +89,10 @@ def keep(
 
 
 def encoded_first(x: jax.Array, code: Code) -> tuple[jax.Array, Code]:
-    """Returns an array and its code; everything that reads the array waits for the code.
+    """Returns an array and its code; operations that read the array wait for the code.
 
     Otherwise XLA may postpone the encoding to the backward pass, or until it can encode the arrays
-    of many layers at once, and keep the arrays until then.
+    of many layers at once, and hold the arrays until then.
     """
     leaves, treedef = jax.tree.flatten(code)
     # An array on its way to the host loses its memory space in an optimization barrier.
@@ -116,12 +116,12 @@ def name_code(code: Code, x: jax.Array, codec: str, operator: str, name: str) ->
 
 
 def keep_output(y: jax.Array, operator: str, name: str) -> jax.Array:
-    """Tags an output that the operator also keeps: return the result, and keep the same array."""
+    """Tags an output that the operator also stores: the caller returns and stores the result."""
     return _tag(y, y, repr(Exact()), operator, name, 0)
 
 
 def tag_left(x: jax.Array, reason: str, operator: str, name: str) -> jax.Array:
-    """Tags an array that is kept without encoding, with the reason."""
+    """Tags an array that is stored without encoding, with the reason."""
     return _tag(x, x, _LEFT + reason, operator, name, 0)
 
 

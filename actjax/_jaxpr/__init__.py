@@ -1,1 +1,1 @@
-"""Everything that reads JAX's programs (jaxprs)."""
+"""Analysis of traced programs (jaxprs) of JAX."""

@@ -49,11 +49,11 @@ def called(eqn: core.JaxprEqn, custom: bool = False) -> core.ClosedJaxpr | None:
 
 
 def scan_counts(eqn: core.JaxprEqn) -> tuple[int, int]:
-    """Returns how many inputs of a `lax.scan` are constants of its body, and how many its carry."""
+    """Returns the numbers of constants and of carried inputs of a `lax.scan`."""
     params = eqn.params
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
-    # From JAX 0.12 on a tree tells them apart: constants, carry, and what is scanned over.
+    # Since JAX 0.12 a tree separates constants, carry and scanned inputs.
     constants, carry, _ = params["ft_in"].unpack()
     return len(constants), len(carry)
 

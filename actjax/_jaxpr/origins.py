@@ -1,4 +1,4 @@
-"""Which operation makes a variable of a program, and which actjax operators keep it."""
+"""Which operation makes a variable of a program, and which actjax operators store it."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -17,8 +17,8 @@ class Origin:
     Attributes:
       operator: the primitive that made it; "constant" or "argument" if none did.
       name: the line of the user's program, as far as JAX knows it.
-      tag: its tag, if an actjax operator made it in order to keep it.
-      readers: tags of the actjax operators that read it and keep it exactly.
+      tag: its tag, if an actjax operator made it to store it.
+      readers: tags of the actjax operators that read it and store it exactly.
       outer: the variable of the whole program that it equals, if it is passed through unchanged.
       is_slices: whether it consists of the slices of an argument that a loop runs over, stacked
         again.

@@ -47,8 +47,8 @@ def close(fun: Callable[..., Any], args: Sequence[Any]) -> Closed:
     for leaf in leaves:
         if not hasattr(leaf, "dtype") and not isinstance(leaf, int | float | complex):
             raise TypeError(
-                f"an argument is {leaf!r}, which is no array: pass what is static by name, or close"
-                " over it."
+                f"an argument is {leaf!r}, which is not an array: pass static values by keyword, or"
+                " close over them."
             )
 
     def flat(*leaves: Any) -> list[Any]:
@@ -57,7 +57,7 @@ def close(fun: Callable[..., Any], args: Sequence[Any]) -> Closed:
         return outputs
 
     traced = jax.make_jaxpr(flat)(*leaves)
-    # The trace took Python numbers as they are; from here on they are arrays.
+    # Python numbers were traced as numbers; from here on they are arrays.
     arrays = [x if hasattr(x, "dtype") else jnp.asarray(x) for x in leaves]
     return Closed(traced.jaxpr, list(traced.consts), arrays, found[-1])
 
@@ -76,9 +76,9 @@ def run_inlined(
     """Runs a program with all calls in it inlined.
 
     Args:
-      program: what to run.
+      program: the program.
       arguments: its arguments.
-      handle: gets every equation that is not a call.
+      handle: called with every equation that is not a call.
       custom: whether to inline functions with custom differentiation rules too. Only for a program
         that is not differentiated afterwards.
     """

@@ -1,7 +1,7 @@
-"""Which values to keep so that everything a backward pass reads can be rebuilt from them.
+"""Which values to store so that all residuals of a backward pass can be rebuilt from them.
 
-Autodiff keeps an array for almost every elementwise operation, although most of these arrays follow
-from one value: four for a GELU, five for a layer norm. This module traces each array back, through
+Autodiff stores an array for almost every elementwise operation, although most of these follow from
+one value: four for a GELU, five for a layer norm. This module traces each array back, through
 operations that cost at most one pass over the data, to the values that it follows from: outputs of
 matrix products and loops, arguments, and the sums that join a residual stream.
 """
@@ -35,21 +35,21 @@ _ELEMENTWISE = frozenset({
 _JUMPS = frozenset({
     "ceil", "eq", "floor", "ge", "gt", "is_finite", "le", "lt", "ne", "round", "sign",
 })  # fmt: skip
-"""Operations among them whose result is discontinuous. Casts to integers are too."""
+"""The discontinuous operations among these. Casts to integers are discontinuous too."""
 
 
 class Graph:
-    """How the values of a program without calls follow from one another."""
+    """The dependences between the values of a program without calls."""
 
     def __init__(
         self, jaxpr: core.Jaxpr, price: Callable[[core.Var], int], *, rebuild: bool
     ) -> None:
-        """Takes a program.
+        """Finds the values that each variable follows from.
 
         Args:
           jaxpr: the program.
-          price: bytes of keeping a variable; 0 if it is alive anyway, and then it is exact.
-          rebuild: whether elementwise operations are followed, or only views.
+          price: bytes that storing a variable takes; 0 if it is alive anyway and hence exact.
+          rebuild: whether to follow elementwise operations, or views only.
         """
         self._price = price
         self._rebuild = rebuild
@@ -62,10 +62,10 @@ class Graph:
                 self._roots[out] = self._find_roots(eqn, out)
 
     def choose(self, residuals: Sequence[core.Var]) -> list[Any]:
-        """Returns the variables to keep so that all residuals can be rebuilt.
+        """Returns the variables to store so that all residuals can be rebuilt.
 
-        Residuals with a common root form a cluster. Of a cluster either the roots are kept or the
-        residuals, whichever is cheaper.
+        Residuals with a common root form a cluster. Either the roots or the residuals of a cluster
+        are stored, whichever takes fewer bytes.
 
         Args:
           residuals: the variables that a backward pass reads.
@@ -107,7 +107,7 @@ class Graph:
 
         Args:
           var: a residual.
-          value: from a variable to its value if it is kept, else to None.
+          value: returns the value of a stored variable, and None for other variables.
         """
         done: dict[core.Var, Any] = {}
         needed: dict[int, core.JaxprEqn] = {}
@@ -136,24 +136,24 @@ class Graph:
         if self._jumps(eqn) and any(
             _is_floating(root) and self._price(root) for roots in found for root in roots
         ):
-            # A mask of decoded values could differ from the exact mask: keep it as a value.
+            # A mask of decoded values could differ from the exact mask, so the mask is stored.
             return frozenset({var})
         if eqn.primitive.name in ("add", "add_any", "sub") and len(found) == 2:
             large = [{root for root in roots if 2 * _size(root) > _size(var)} for roots in found]
-            # Where a residual stream is joined, the sum of two independent values is kept as a
-            # value. Rebuilt from its terms, it would collect the errors of all layers before.
+            # The sum of two independent values, as in a residual stream, is a value to store.
+            # Rebuilt from its terms it would accumulate the errors of all earlier layers.
             if all(large) and not large[0] & large[1]:
                 return frozenset({var})
         return frozenset().union(*found)
 
     def _jumps(self, eqn: core.JaxprEqn) -> bool:
-        """Returns whether a small change of the inputs can change the result by a jump."""
+        """Returns whether the result is a discontinuous function of the inputs."""
         if eqn.primitive.name == "convert_element_type":
             return _is_floating(eqn.invars[0]) and not _is_inexact(eqn.outvars[0])
         return eqn.primitive.name in _JUMPS
 
     def _is_narrower_copy(self, eqn: core.JaxprEqn, roots: list[frozenset[core.Var]]) -> bool:
-        """Returns whether a value, such as a matrix product, is cast to fewer bytes: keep these."""
+        """Returns whether a root is cast to fewer bytes: then the cast is stored instead."""
         if eqn.primitive.name != "convert_element_type" or not roots:
             return False
         before, after = eqn.invars[0], eqn.outvars[0]

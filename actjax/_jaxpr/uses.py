@@ -27,7 +27,7 @@ def mark_weights(
 
     Args:
       weights: the weights of the operator.
-      rank: of their gradients; None if these are dense.
+      rank: rank of their gradients; None if the gradients are dense.
       *others: arrays that the factors of the gradients depend on as well. If `vmap` maps one of
         these and not a weight, the weight is read once for each example.
     """
@@ -63,7 +63,7 @@ class Use:
 
     Attributes:
       operator: "linear", or the JAX primitive that reads it.
-      rank: of its gradient there; 0 if the gradient is dense.
+      rank: rank of its gradient at this place; 0 if the gradient is dense.
       call: identifies the call of the operator; equal for weights of the same call.
       times: how often this place runs with the same parameter.
       leading: whether the axes that `vmap` maps are the first axes of the parameter.
@@ -149,7 +149,7 @@ def _is_named(x: core.Var | core.Literal, names: _Names) -> bool:
 
 
 def _of_branches(branches: list[list[Use]]) -> list[Use]:
-    """Returns the uses in all branches; those in one branch if all use the parameter equally."""
+    """Returns the uses in all branches, or in one of them if they use the parameter equally."""
     reading = [uses for uses in branches if uses]
     alike = {(len(uses), dataclasses.replace(uses[0], call=())) for uses in reading}
     if len(alike) == 1 and len(reading[0]) == 1 and reading[0][0].alone:
@@ -160,7 +160,7 @@ def _of_branches(branches: list[list[Use]]) -> list[Use]:
 def _follow_body(
     eqn: core.JaxprEqn, body: core.Jaxpr, names: _Names, call: tuple[int, ...], times: int
 ) -> tuple[list[Use], _Names]:
-    """Follows the parameter into one body of an equation, and out of it again."""
+    """Follows the parameter through one body of an equation to its outputs."""
     if eqn.primitive.name != "scan":
         return _follow(body, names, call, times)
     # A loop slices the arrays that it runs over and passes constants on as a whole.
@@ -178,7 +178,7 @@ def _follow_body(
 
 
 def _bodies(eqn: core.JaxprEqn) -> list[tuple[core.Jaxpr, int]]:
-    """Returns the bodies that an equation runs, and how many of its inputs they do not get."""
+    """Returns the bodies of an equation, and how many of its first inputs they do not get."""
     if branches := branches_of(eqn):
         return [(branch.jaxpr, 1) for branch in branches]
     body = body_of(eqn)

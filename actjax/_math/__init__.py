@@ -1,1 +1,1 @@
-"""Numerical building blocks: how products are accumulated, and orthonormal bases."""
+"""Numerical building blocks: accumulation of products, safe division, orthonormal bases."""

@@ -1,4 +1,4 @@
-"""How products are accumulated: in float32 at least, whatever the operands are stored in."""
+"""Products that accumulate at least in float32, whatever the dtype of their operands."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 
 def accumulation_dtype(*dtypes: jax.typing.DTypeLike) -> jnp.dtype:
-    """Returns the dtype that sums over `dtypes` are taken in: float32, or float64 if one is."""
+    """Returns the accumulation dtype: float64 if one of `dtypes` is float64, else float32."""
     return jnp.dtype(jnp.result_type(*dtypes, jnp.float32))
 
 
@@ -16,7 +16,7 @@ def matmul(a: jax.Array, b: jax.Array, precision: jax.lax.PrecisionLike = None) 
     Args:
       a: [..., m].
       b: [m, n], or a stack of them, [..., m, n].
-      precision: as for `jax.numpy.matmul`; None lets a device round operands in float32.
+      precision: as for `jax.numpy.matmul`; None lets a device round float32 operands.
     """
     dtype = accumulation_dtype(a.dtype, b.dtype)
     return jnp.matmul(a, b, precision=precision, preferred_element_type=dtype)
@@ -25,15 +25,14 @@ def matmul(a: jax.Array, b: jax.Array, precision: jax.lax.PrecisionLike = None) 
 def contract_tokens(
     a: jax.Array, b: jax.Array, precision: jax.lax.PrecisionLike = None
 ) -> jax.Array:
-    """Returns `aᵀ b` over all leading axes, [..., m] and [..., n] to [m, n], accumulated likewise.
+    """Returns `aᵀ b`, [m, n], summed over all leading axes in the accumulation dtype.
 
-    Leading axes are contracted as they are, not flattened first, so that a batch that is
-    sharded over devices is reduced in place.
+    Leading axes are not flattened first, so that a batch sharded over devices is reduced in place.
 
     Args:
       a: [..., m].
       b: [..., n].
-      precision: as for `jax.numpy.matmul`; None lets a device round operands in float32.
+      precision: as for `jax.numpy.matmul`; None lets a device round float32 operands.
     """
     axes = tuple(range(a.ndim - 1))
     dtype = accumulation_dtype(a.dtype, b.dtype)
@@ -41,9 +40,9 @@ def contract_tokens(
 
 
 def row_major(x: jax.Array) -> jax.Array:
-    """Returns `x`, whose last axis the compiled program has to lay out as the fastest.
+    """Returns `x` with a row-major layout in the compiled program.
 
-    XLA may else choose the transposed layout for a factor of a product, and with it for the stack
-    of layers that it is a slice of: which is then copied, whole, before the loop and after it.
+    Otherwise XLA may choose the transposed layout for a factor of a product, and for the stack of
+    layers that it is sliced from. It then copies the whole stack before and after the loop.
     """
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))

@@ -41,9 +41,9 @@ def encode(x: jax.Array, basis: jax.Array, bits: int = 16) -> BasisCode:
 
     Storage: `T k` values of the dtype of `x`; in 8 bits, `T k` bytes and T values; in 4 bits,
     `T ceil(k / 2)` bytes and T values.
-    Error of `decode`: none in 16 bits. With `u` the k coordinates of a token, at most `max|u| / 254`
-    in 8 bits and `max|u| / 14` in 4 bits, plus the rounding of the scale and of the result to the
-    dtype of `x`.
+    Error of `decode`: none in 16 bits. With `u` the k coordinates of a token, at most `max|u| /
+    254` in 8 bits and `max|u| / 14` in 4 bits, plus the rounding of the scale and of the result to
+    the dtype of `x`.
 
     Raises:
       ValueError: the shapes do not fit, or `bits` is not in `BITS`.

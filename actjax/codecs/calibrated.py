@@ -9,13 +9,13 @@ import jax.numpy as jnp
 
 from actjax.codecs.base import Codec
 from actjax.codecs.quantized import Quantized
-from actjax.kernels import format as fmt
+from actjax.kernels import group_scales
 from actjax.kernels.format import QuantizedCode
 
 REACHES = tuple(2 ** (-i / 3) for i in range(25))
 """Parts of the range of a channel that its levels may cover: from all of it to 1/256, because first
-tokens may be hundreds of times larger than others. Each part is a fifth smaller than the one before,
-which comes within a few per cent of the least error."""
+tokens may be hundreds of times larger than others. Each part is a fifth smaller than the one
+before, which comes within a few per cent of the least error."""
 
 
 @jax.tree_util.register_dataclass
@@ -70,8 +70,8 @@ class Calibrated(Codec, holds_arrays=True):
     Storage: that of `codec` without its scales and the indices of outlier channels.
     Error: that of `codec`; numbers outside the calibrated range saturate.
     Unbiased within that range if `codec` is.
-    Source: HyC-LoRA (2025), section on the calibration of intra-operator scales. Its scales and zero
-      points cover the whole range; those of `least_error` are better at few bits.
+    Source: HyC-LoRA (2025), section on the calibration of intra-operator scales. Its scales and
+      zero points cover the whole range; those of `least_error` are better at few bits.
 
     Attributes:
       codec: how numbers are stored. Static.
@@ -111,10 +111,10 @@ class Calibrated(Codec, holds_arrays=True):
         dtype = codec.scale_dtype
         # A single token with the norms of the channels has the same outlier channels.
         channels = codec.outlier_channels(jnp.sqrt(known.squares)[None])
-        centre = fmt.rounded_scale(known.mean, dtype)
+        centre = group_scales.rounded_scale(known.mean, dtype)
         reach = jnp.maximum(known.high - centre, centre - known.low)
         scale = codec.fit_channels(reach[None], None)
-        return cls(codec, scale, channels, fmt.stored_scales([centre[None]], codec.format))
+        return cls(codec, scale, channels, group_scales.stored_scales([centre[None]], codec.format))
 
     @classmethod
     def least_error(cls, codec: Quantized, x: jax.Array) -> "Calibrated":
@@ -167,8 +167,10 @@ class Calibrated(Codec, holds_arrays=True):
 
     def _scaled(self, factor: jax.Array) -> "Calibrated":
         dtype = self.codec.scale_dtype
-        scale = fmt.rounded_scale(self.scale.view(dtype).astype(jnp.float32) * factor, dtype)
-        return dataclasses.replace(self, scale=fmt.stored_scales([scale[None]], self.codec.format))
+        scale = self.scale.view(dtype).astype(jnp.float32) * factor
+        rounded = group_scales.rounded_scale(scale, dtype)[None]
+        stored = group_scales.stored_scales([rounded], self.codec.format)
+        return dataclasses.replace(self, scale=stored)
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> QuantizedCode:
         if x.shape[-1:] != self.scale.shape:

@@ -2,8 +2,8 @@
 
 Affine groups with stochastic rounding follow ActNN (Chen et al., 2021) and GACT (Liu et al., 2022,
 appendix A.4); symmetric channels and outlier channels follow HyC-LoRA (2025). Further options are
-subtractive dither (Schuchman, 1964), which is unbiased with the variance of rounding to the nearest,
-rotated groups, and levels for normally distributed values (Lloyd, 1982).
+subtractive dither (Schuchman, 1964), which is unbiased with the variance of rounding to the
+nearest, rotated groups, and levels for normally distributed values (Lloyd, 1982).
 """
 
 import dataclasses
@@ -16,9 +16,10 @@ import jax.numpy as jnp
 from actjax._math.precision import accumulation_dtype, contract_tokens
 from actjax.codecs.base import Codec, check_positive_integer, token_count
 from actjax.kernels import format as fmt
-from actjax.kernels import noise
+from actjax.kernels import group_scales, noise
 from actjax.kernels.dequantize.api import dequantize
 from actjax.kernels.format import Format, Levels, QuantizedCode, Rounding, ScaleDtype, Scaling
+from actjax.kernels.levels import normal_error
 from actjax.kernels.packing import BITS, packed_bytes
 from actjax.kernels.quantize.api import quantize
 
@@ -30,9 +31,9 @@ _CHOICES = {"rounding": Rounding, "scaling": Scaling, "scale_dtype": ScaleDtype,
 class Quantized(Codec):
     """Stores each number of `x` in 1, 2, 3, 4 or 8 bits.
 
-    With scaling="group", `group` neighbouring features of a token share a scale and an offset (their
-    lowest value). With scaling="channel", all tokens of a feature share a scale, and the levels are
-    symmetric about zero. `Δ`, the scale, is the distance between two levels:
+    With scaling="group", `group` neighbouring features of a token share a scale and an offset
+    (their lowest value). With scaling="channel", all tokens of a feature share a scale, and the
+    levels are symmetric about zero. `Δ`, the scale, is the distance between two levels:
     `(max - min) / (2^bits - 1)`.
 
     Storage: `bits` bits per number, each token padded to whole bytes (3 bits are a plane of 2 and a
@@ -145,10 +146,11 @@ class Quantized(Codec):
         number of a group are exact, except under dither.
         """
         channels = self.outlier_channels(x)
+        values = group_scales.without(channels, x)
         parts = []
         for segment in fmt.segments(x.shape[-1], self.group):
-            part = fmt.prepare(segment.take(fmt.without(channels, x)), self.format)
-            unit = fmt.fit(part, self.format)[1]
+            part = group_scales.prepare(segment.take(values), self.format)
+            unit = group_scales.fit(part, self.format)[1]
             errors = self._error_of_unit(segment.size) * unit * unit
             parts.append(segment.flatten(jnp.broadcast_to(errors, part.shape)))
         joined = jnp.concatenate(parts, axis=-1)
@@ -157,7 +159,7 @@ class Quantized(Codec):
     def _error_of_unit(self, size: int) -> float:
         """Returns the mean squared error divided by the squared scale, in a group of `size`."""
         if self.levels == "normal":
-            return fmt.normal_error(self.bits)
+            return normal_error(self.bits)
         if self.rounding == "dither":
             return 1 / 12
         inner = max(0, size - 2) / size if self.scaling == "group" else 1
@@ -203,13 +205,13 @@ class Quantized(Codec):
         return quantize(x, seed, channels, scale, centre, format=self.format)
 
     def fit_channels(self, x: jax.Array, channels: jax.Array | None) -> jax.Array:
-        """Returns the stored scales [d] of the channels of `x` [..., d], without outlier channels."""
-        values = fmt.without(channels, x)
-        parts = [
-            fmt.fit(fmt.prepare(segment.take(values), self.format), self.format)[1]
-            for segment in fmt.segments(x.shape[-1], self.group)
-        ]
-        return fmt.stored_scales(parts, self.format)
+        """Returns the stored scales [d] of the channels of `x` [..., d], without outliers."""
+        values, format = group_scales.without(channels, x), self.format
+        scales = []
+        for segment in fmt.segments(x.shape[-1], self.group):
+            part = group_scales.prepare(segment.take(values), format)
+            scales.append(group_scales.fit(part, format)[1])
+        return group_scales.stored_scales(scales, format)
 
     def _outlier_count(self, features: int) -> int:
         if self.outlier_fraction == 0:

@@ -1,6 +1,6 @@
-"""Functions that XLA computes in several passes over memory, in one.
+"""Kernels: functions in one pass over memory, for which XLA needs several.
 
-A kernel is a folder: `api.py`, what to call; `reference.py`, what it means, in plain JAX;
+A kernel is a folder: `api.py`, the function to call; `reference.py`, its definition in plain JAX;
 `pallas.py`, the program. Arguments of real models are in `benchmarks/kernel_cases`.
 """
 

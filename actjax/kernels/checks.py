@@ -1,4 +1,4 @@
-"""Argument checks that the kernels share: a wrong shape would be read beyond its end."""
+"""Argument checks of all kernels: with a wrong shape a kernel would read out of bounds."""
 
 from typing import Any
 
@@ -26,8 +26,8 @@ def check_code(kernel: str, name: str, x: Any, shape: tuple[int, ...]) -> None:
     """Raises unless `x` is a code of an activation of this shape.
 
     Raises:
-      TypeError: it is no code.
-      ValueError: it is of another shape.
+      TypeError: `x` is not a code.
+      ValueError: it is a code of another shape.
     """
     if not hasattr(x, "planes"):
         raise TypeError(f"`{name}` of {kernel} must be a QuantizedCode, got {type(x).__name__}.")

@@ -1,6 +1,7 @@
-"""What kernels read: activations as they are, or codes of them, decoded in registers.
+"""Operands of kernels: activations, or codes that are decoded in registers.
 
-In the tiles of `actjax.kernels.tiles`: slices of a group that share bytes share a load.
+They are read in the tiles of `actjax.kernels.tiles`. Slices of a group that share bytes share a
+load.
 """
 
 import dataclasses
@@ -13,25 +14,27 @@ import jax.numpy as jnp
 import numpy as np
 
 from actjax.kernels import format as fmt
+from actjax.kernels.levels import normal_levels
 from actjax.kernels.noise import halves, random_words
 from actjax.kernels.packing import PLANES
 from actjax.kernels.tiles import Part, as_float, both, load, load_row
 
 
 def slice_count(bits: Sequence[int]) -> int:
-    """Returns the number of slices of a group that suits codes of such bits.
+    """Returns the number of slices that a group is read in, for codes of these bits.
 
-    Those that share a byte of the narrowest plane, and two at least, which share random words.
+    The slices that share a byte of the narrowest plane; at least two, which share random words.
     """
-    return max([2, *(8 // width for one in bits for width in PLANES[one])])
+    return max([2, *(8 // width for count in bits for width in PLANES[count])])
 
 
 def shifts(part: Part, seed: Any, features: int, group: int) -> Callable[[int], jax.Array]:
-    """Returns a function from a slice to its random shifts: `actjax.kernels.noise.uniform`.
+    """Returns a function from a slice to its random shifts, those of
+    `actjax.kernels.noise.uniform`.
 
     Args:
-      part: which numbers.
-      seed: reference to the seed.
+      part: the numbers to shift.
+      seed: reference to the seed, uint32 [2].
       features: d.
       group: features of a whole group.
     """
@@ -46,7 +49,8 @@ def shifts(part: Part, seed: Any, features: int, group: int) -> Callable[[int], 
 
     def shift(number: int) -> jax.Array:
         if part.slices % 2 == 0 and part.slices * part.width == part.size:
-            # A slice of the first half, and the one as far into the second, share their words.
+            # A slice of the first half shares its words with the slice at the same place of the
+            # second half.
             return drawn(number % pairs)[number // pairs]
         place = part.place(number)
         low, high = draw(jnp.where(place < half, place, place - half))
@@ -56,8 +60,8 @@ def shifts(part: Part, seed: Any, features: int, group: int) -> Callable[[int], 
 
 
 def normal_values(codes: jax.Array, bits: int) -> jax.Array:
-    """Returns the "normal" levels of codes, of scale 1, float32."""
-    table = fmt.normal_levels(bits).astype(np.float32)
+    """Returns the "normal" levels of codes for a scale of 1, float32."""
+    table = normal_levels(bits).astype(np.float32)
     value = jnp.full(codes.shape, table[0], jnp.float32)
     for code, level in enumerate(table[1:]):
         value = jnp.where(codes > code, level, value)
@@ -66,7 +70,7 @@ def normal_values(codes: jax.Array, bits: int) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class CodeRefs:
-    """References to the arrays of a `QuantizedCode`, each of rows.
+    """References to the arrays of a `QuantizedCode`, as arrays of rows.
 
     Attributes:
       planes: [T, bytes] each.
@@ -74,11 +78,11 @@ class CodeRefs:
       scale: [T, groups], or [1, d] by channel.
       centre: [1, d], or None.
       outliers: [T, m], or None.
-      position: of each feature, among outliers, or -1: [1, d], or None.
+      position: index of each feature among the outliers, -1 for other features, [1, d]; or None.
       seed: [2], or None.
       features: d.
-      dtype: of the activation.
-      format: what the bits mean.
+      dtype: dtype of the activation.
+      format: meaning of the bits.
     """
 
     planes: Any
@@ -93,7 +97,7 @@ class CodeRefs:
     format: fmt.Format
 
     def decode(self, part: Part) -> list[jax.Array]:
-        """Returns what each slice of a part stands for, rounded as the activation, in float32."""
+        """Returns the values of each slice of a part, rounded to the dtype of `x`, in float32."""
         codes = self._codes(part)
         offset = None if self.offset is None else self._scale(part, self.offset, 0)
         scale = self._scale(part, self.scale, 0)
@@ -108,12 +112,12 @@ class CodeRefs:
             if self.centre is not None:
                 value = value + self._scale(part, self.centre, number)
             value = self._with_outliers(part, number, value)
-            # Rounded as in memory, so that what is computed from it is at what the code stands for.
+            # Rounded as in memory, so that gradients are those at the decoded activation.
             values.append(value.astype(self.dtype).astype(jnp.float32))
         return values
 
     def _scale(self, part: Part, ref: Any, number: int) -> jax.Array:
-        """Returns the scales of a slice, float32, to broadcast against it."""
+        """Returns the scales of a slice, float32, which broadcast against it."""
         if self.format.scaling == "channel":
             return as_float(load_row(ref, part, number))
         return as_float(load(ref, part.token, part.first + part.group, part.groups_exist()))
@@ -165,7 +169,7 @@ class CodeRefs:
 
 @dataclasses.dataclass(frozen=True)
 class ArrayRef:
-    """A reference to an array of rows that is as it is, to be read like `CodeRefs`.
+    """A reference to an array of rows that is not encoded, with the methods of `CodeRefs`.
 
     Attributes:
       array: [T, d].
@@ -184,7 +188,7 @@ class ArrayRef:
 def operands(
     x: fmt.QuantizedCode | jax.Array,
 ) -> tuple[list[jax.Array], Callable[..., CodeRefs | ArrayRef]]:
-    """Returns the arrays of an operand as a kernel takes them, and what binds as many references.
+    """Returns the arrays of an operand, and a function from their references to an object to read.
 
     Args:
       x: an activation [..., d], or a code of it.
@@ -222,9 +226,9 @@ def operands(
 
 
 def group_of(x: fmt.QuantizedCode | jax.Array) -> int:
-    """Returns the features of a group of an operand: of an array, the most up to 128 that divide d.
+    """Returns the features of a group of an operand.
 
-    A power of two.
+    For an array it is the largest power of two that divides d, up to 128.
     """
     if isinstance(x, fmt.QuantizedCode):
         return x.format.group
@@ -237,13 +241,13 @@ def rows(x: jax.Array) -> jax.Array:
 
 
 def positions(channels: jax.Array, features: int) -> jax.Array:
-    """Returns the place of each feature among `channels`, -1 if it is none of them: [1, d]."""
+    """Returns the index of each feature in `channels`, -1 if it is not there, int32 [1, d]."""
     count = jnp.arange(channels.shape[0], dtype=jnp.int32)
     return jnp.full((1, features), -1, jnp.int32).at[0, channels].set(count)
 
 
 def refuses_operand(x: fmt.QuantizedCode | jax.Array, shape: Sequence[int]) -> str | None:
-    """Returns why tiles cannot hold an operand of some shape; None if they can."""
+    """Returns why tiles cannot hold an operand of this shape; None if they can."""
     if isinstance(x, fmt.QuantizedCode):
         return refuses(x.format, x.dtype, shape)
     if group_of(x) < 16:
@@ -252,12 +256,12 @@ def refuses_operand(x: fmt.QuantizedCode | jax.Array, shape: Sequence[int]) -> s
 
 
 def refuses(format: fmt.Format, dtype: Any, shape: Sequence[int]) -> str | None:
-    """Returns why tiles cannot hold activations of a shape, stored in a format; None if they can.
+    """Returns why tiles cannot hold a code of this format, dtype and shape; None if they can.
 
     Args:
-      format: how numbers are stored.
-      dtype: of the activation.
-      shape: of the activation, [..., d].
+      format: format of the code.
+      dtype: dtype of the activation.
+      shape: shape of the activation, [..., d].
     """
     if format.group < 16 or format.group & (format.group - 1) or format.group > 1024:
         return f"takes groups of 16, 32, ... 1024 features, got group={format.group}"

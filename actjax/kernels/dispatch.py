@@ -1,4 +1,4 @@
-"""The choice of what computes a kernel, made in one place for all of them."""
+"""The choice of the implementation of a kernel, in one place for all kernels."""
 
 import contextlib
 import dataclasses
@@ -12,21 +12,21 @@ from jax.sharding import AxisType
 
 Implementation = Literal["reference", "pallas", "interpreted"]
 """`reference` is plain JAX, fused by XLA; `pallas` is compiled by Triton for an NVIDIA GPU;
-`interpreted` is the same program as `pallas`, run by XLA on any device, slowly: for tests."""
+`interpreted` is the same program as `pallas`, run slowly by XLA on any device, for tests."""
 
 _asked: Any = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
 def use(implementation: Implementation | None) -> Iterator[None]:
-    """Makes every kernel within that can be computed so be computed so.
+    """Context in which kernels use one implementation where they can.
 
-    Functions that are traced within, by this thread, keep to it; a function that `jax.jit` has
-    compiled before is compiled again. Kernels that cannot take their arguments fall back to the
-    reference, unlike where an implementation is given to a call.
+    It applies to functions that this thread traces within the context. A function that `jax.jit`
+    has compiled before is compiled again. A kernel that cannot take its arguments falls back to the
+    reference; an implementation that is passed to a call raises instead.
 
     Args:
-      implementation: one of `Implementation`; None for the best that applies, as without this.
+      implementation: one of `Implementation`; None for the best one that applies, the default.
 
     Raises:
       ValueError: an unknown name.
@@ -40,21 +40,21 @@ def use(implementation: Implementation | None) -> Iterator[None]:
 class Kernel:
     """A function with a definition, and a faster program for some arguments and devices.
 
-    Called as `kernel(*args, implementation=None, **options)`: with pytrees of arrays, and hashable
-    options by name. By default, and where the arguments allow it, the program for NVIDIA GPUs is
-    a branch of `jax.lax.platform_dependent`, so that what is traced once can be lowered for any
-    platform. Derivatives are those of the definition.
+    It is called as `kernel(*args, implementation=None, **options)`, with pytrees of arrays and
+    hashable options by name. By default, if the arguments allow it, the program for NVIDIA GPUs is
+    a branch of `jax.lax.platform_dependent`, so that one trace can be lowered for any platform.
+    Derivatives are those of the definition.
 
-    Where XLA partitions the program over devices the default is the definition, since XLA would
-    gather what a kernel reads: under `jax.set_mesh`, and for arrays with explicit shardings. (What
-    is sharded over automatic axes, without `jax.set_mesh`, is not known while a program is traced.)
-    So it is within a `jax.shard_map`, unless that has `check_vma=False`.
+    Where XLA partitions the program over devices, the default is the definition, because XLA would
+    gather the operands of a kernel: under `jax.set_mesh`, and for arrays with explicit shardings.
+    (Shardings over automatic axes without `jax.set_mesh` are not known during tracing.) The
+    definition is also the default within a `jax.shard_map` without `check_vma=False`.
 
     Attributes:
-      name: for messages.
+      name: name in messages.
       reference: the definition.
       pallas: the program: `pallas(*args, interpret, **options)`.
-      refuses: from the same arguments to why the program cannot take them; None if it can.
+      refuses: returns why the program cannot take the arguments; None if it can.
     """
 
     name: str
@@ -65,15 +65,15 @@ class Kernel:
     def __call__(
         self, *args: Any, implementation: Implementation | None = None, **options: Any
     ) -> Any:
-        """Computes it.
+        """Computes the function.
 
         Args:
           *args: pytrees of arrays.
-          implementation: what is to compute it, and nothing else; None for the best that applies.
-          **options: static.
+          implementation: the implementation to use; None for the best one that applies.
+          **options: static arguments.
 
         Raises:
-          ValueError: an unknown implementation, or one that cannot take these arguments.
+          ValueError: the implementation is unknown or cannot take these arguments.
         """
         _check(implementation)
         reference = functools.partial(self.reference, **options)
@@ -108,12 +108,12 @@ class Kernel:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
 def _traced_once(pallas: Callable, options: tuple, interpret: bool, *args: Any) -> Any:
-    """Calls a kernel; as a jitted function, so that equal calls share one trace."""
+    """Calls a kernel. It is jitted, so that equal calls share one trace."""
     return pallas(*args, interpret=interpret, **dict(options))
 
 
 def _traced(args: Any) -> bool:
-    """Returns whether a program is being traced, which may be for another device."""
+    """Returns whether a program is being traced, possibly for another device."""
     return any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
 
 
@@ -126,9 +126,10 @@ def _check(implementation: object) -> None:
 
 
 def _is_partitioned(args: Any) -> bool:
-    """Returns whether XLA, and not the program, spreads arrays over devices here.
+    """Returns whether XLA, and not the program, distributes the arrays over devices.
 
-    Also within a `jax.shard_map` that checks how results vary over devices, which no kernel says.
+    Also true within a `jax.shard_map` with `check_vma`, since kernels do not declare how their
+    results vary over devices.
     """
     context = jax.sharding.get_abstract_mesh()
     shardings = (getattr(jax.typeof(x), "sharding", None) for x in jax.tree.leaves(args))
@@ -143,7 +144,7 @@ def _is_partitioned(args: Any) -> bool:
     manual = next((name for name, kind in kinds if kind == AxisType.Manual), None)
     if manual is None:
         return False
-    # What is known to vary along the axis varies in name only if that is checked.
+    # The index varies along the axis; its type says so only if `check_vma` is set.
     index = jax.typeof(jax.lax.axis_index(manual))
     kind = getattr(index, "manual_axis_type", None)
     return bool(kind.varying if kind is not None else getattr(index, "vma", ()))

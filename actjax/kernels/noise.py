@@ -1,10 +1,10 @@
-"""Uniform random numbers that a kernel draws in registers, from where they are used and a seed.
+"""Uniform random numbers that a kernel draws in registers, from a seed and their position.
 
-A counter-based generator, as in Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"
-(2011), so that the numbers do not depend on who draws them, nor in which order. Its function is not
-theirs but shorter, since encoding has time for about ten integer operations a number: the counter
-is mixed with the seed by a product, and goes through the finaliser of MurmurHash3 (Appleby, 2011).
-That is enough for rounding, and not for cryptography.
+They come from a counter-based generator, as in Salmon et al., "Parallel random numbers: as easy as
+1, 2, 3" (2011): the numbers do not depend on the order in which they are drawn. The function is
+shorter than those of the paper, since encoding has time for about ten integer operations per
+number: a product mixes the counter with the seed, then follows the finaliser of MurmurHash3
+(Appleby, 2011). This is enough for rounding, but not for cryptography.
 """
 
 import jax
@@ -13,7 +13,7 @@ import numpy as np
 
 
 def seed_of(key: jax.Array) -> jax.Array:
-    """Returns the seed of the numbers that belong to a `jax.random` key: uint32, [2]."""
+    """Returns the seed that belongs to a `jax.random` key, uint32 [2]."""
     return jax.random.bits(key, (2,), jnp.uint32)
 
 
@@ -25,7 +25,7 @@ def random_words(counter: jax.Array, first: jax.Array, second: jax.Array) -> jax
       first: a word of the seed, uint32.
       second: the other word.
     """
-    # NumPy scalars, for inside a kernel a constant has to be one.
+    # NumPy scalars, since a kernel cannot capture constants that are JAX arrays.
     x = ((counter ^ first) * np.uint32(0x9E3779B1)) ^ second
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
     x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
@@ -33,16 +33,16 @@ def random_words(counter: jax.Array, first: jax.Array, second: jax.Array) -> jax
 
 
 def halves(words: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns two uniform numbers of (-1/2, 1/2) of each word, float32.
+    """Returns two uniform numbers in (-1/2, 1/2) for each word, float32.
 
-    Each of 16 bits, in the middle of its interval, so that their mean is zero.
+    Each has 16 bits and is the middle of its interval, so that the mean is zero.
     """
     low, high = words & np.uint32(0xFFFF), words >> np.uint32(16)
     return _centred(low), _centred(high)
 
 
 def _centred(sixteen_bits: jax.Array) -> jax.Array:
-    # Through a signed integer, which GPUs convert faster.
+    # GPUs convert signed integers to floats faster than unsigned ones.
     number = sixteen_bits.astype(jnp.int32).astype(jnp.float32)
     return number * np.float32(2**-16) + np.float32(2**-17 - 0.5)
 
@@ -50,17 +50,17 @@ def _centred(sixteen_bits: jax.Array) -> jax.Array:
 def uniform(
     seed: jax.Array, tokens: int, groups: int, size: int, first: int, words: int
 ) -> jax.Array:
-    """Returns numbers of (-1/2, 1/2) for groups of features: [tokens, groups, size].
+    """Returns uniform numbers in (-1/2, 1/2) for groups of features, [tokens, groups, size].
 
     The two halves of a group share words: features `j` and `j + ceil(size / 2)`.
 
     Args:
-      seed: uint32, [2].
+      seed: uint32 [2].
       tokens: T.
       groups: number of groups.
-      size: features of each.
-      first: word of the first group of a token.
-      words: of a token.
+      size: features of a group.
+      first: index of the first word of the first group within a token.
+      words: number of words of a token.
     """
     half = -(-size // 2)
     shape = (tokens, groups, half)

@@ -1,4 +1,4 @@
-"""Small integers side by side in bytes: `bits` bits each, nothing padded to a byte."""
+"""Packing integers of a few bits into bytes."""
 
 import functools
 import math
@@ -8,28 +8,27 @@ import jax
 import jax.numpy as jnp
 
 PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
-"""Widths that a code is cut into, low bits first: all of them divide a byte."""
+"""Widths of the planes that a code is cut into, low bits first; each divides a byte."""
 
 BITS = tuple(PLANES)
 """Widths of a code."""
 
 
 def pack(codes: jax.Array, bits: int, group: int | None = None) -> tuple[jax.Array, ...]:
-    """Returns `codes` [..., d], below `2^bits`, as arrays of bytes, one for each plane of bits.
+    """Returns `codes` [..., d] as arrays of bytes, one array for each plane of bits.
 
-    Bytes hold slices of a run of features side by side, and not neighbours: byte `j` of a run of
-    `r` features, in a plane of 4 bits, is `codes[j] | codes[j + w] << 4`, with `w = ceil(r / 2)`.
-    So nothing moves between lanes, and with runs of a group a kernel that has a group has its
-    bytes.
+    A byte holds features that are far apart, not neighbours: in a plane of 4 bits, byte `j` of a
+    run of `r` features is `codes[j] | codes[j + w] << 4`, with `w = ceil(r / 2)`. So nothing moves
+    between lanes, and a kernel that loads a group loads whole bytes.
 
     Args:
-      codes: uint8.
-      bits: 1, 2, 3, 4 or 8; of 3, two and one lie in planes of their own.
-      group: features that are packed together: runs are the least multiple of it that fills whole
-        bytes, and what is left of the features. None is all of them.
+      codes: uint8, below `2^bits`.
+      bits: 1, 2, 3, 4 or 8; 3 bits are a plane of two and a plane of one.
+      group: features that are packed together. A run is the least multiple of it that fills whole
+        bytes; the remaining features are one more run. None packs all features together.
 
     Returns:
-      For each plane of `p` bits uint8 [..., ceil(d p / 8)].
+      For each plane of `p` bits, uint8 [..., ceil(d p / 8)].
     """
     planes, shift = [], 0
     for width in PLANES[bits]:
@@ -43,16 +42,13 @@ def pack(codes: jax.Array, bits: int, group: int | None = None) -> tuple[jax.Arr
 def unpack(
     planes: tuple[jax.Array, ...], bits: int, features: int, group: int | None = None
 ) -> jax.Array:
-    """Inverse of `pack`.
+    """Returns the codes of packed planes, uint8 [..., d]; the inverse of `pack`.
 
     Args:
-      planes: what it returned.
-      bits: as there.
+      planes: result of `pack`.
+      bits: as for `pack`.
       features: d.
-      group: as there.
-
-    Returns:
-      uint8 [..., d].
+      group: as for `pack`.
     """
     codes, shift = [], 0
     for width, plane in zip(PLANES[bits], planes, strict=True):
@@ -73,7 +69,7 @@ def packed_bytes(bits: int, features: int) -> int:
 
 
 def _runs(codes: jax.Array | jax.ShapeDtypeStruct, group: int | None) -> list[tuple[int, int, int]]:
-    """Returns begin, end and the length of the runs of the whole ones, and of the rest."""
+    """Returns begin, end and run length of the features in whole runs, and of those that remain."""
     features = codes.shape[-1]
     run = features if group is None else group * (8 // math.gcd(group, 8))
     whole = features // run * run if run else 0
@@ -82,7 +78,7 @@ def _runs(codes: jax.Array | jax.ShapeDtypeStruct, group: int | None) -> list[tu
 
 
 def _pack_runs(codes: jax.Array, width: int, run: int) -> jax.Array:
-    """Returns the bytes of features whose number is a multiple of `run`."""
+    """Returns the bytes of features in whole runs."""
     count = 8 // width
     size = -(-run // count)
     number = codes.shape[-1] // max(run, 1)

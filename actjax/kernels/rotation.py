@@ -1,7 +1,7 @@
-"""Rotating features by Hadamard matrices, which spreads a large one over all of its block.
+"""Rotating features by Hadamard matrices, which spreads a large feature over its whole block.
 
-As in QuaRot (Ashkboos et al., 2024), with random signs before, so that what neighbouring features
-have in common does not gather in one coordinate.
+As in QuaRot (Ashkboos et al., 2024), with random signs before the rotation. Without the signs, the
+common part of neighbouring features would all go into one coordinate.
 """
 
 import functools
@@ -14,16 +14,17 @@ from actjax._math.precision import accumulation_dtype
 
 
 def rotate(x: jax.Array) -> jax.Array:
-    """Returns `x` [..., g] with its last axis rotated, in blocks of the largest power of 2 in g.
+    """Returns `x` [..., g] with its last axis rotated, in the accumulation dtype.
 
-    An orthogonal map, so lengths and inner products stay. Returned in the accumulation dtype.
+    A block has the largest power of two that divides g. The map is orthogonal, so it keeps lengths
+    and inner products.
     """
     signs, matrix = _signs(x.shape[-1]), _hadamard(block_size(x.shape[-1]))
     return _by_blocks(x * jnp.asarray(signs, x.dtype), matrix)
 
 
 def rotate_back(y: jax.Array) -> jax.Array:
-    """Inverse of `rotate`."""
+    """Returns the argument of `rotate`; its inverse."""
     signs, matrix = _signs(y.shape[-1]), _hadamard(block_size(y.shape[-1]))
     x = _by_blocks(y, matrix.T)
     return x * jnp.asarray(signs, x.dtype)
@@ -38,7 +39,7 @@ def _by_blocks(x: jax.Array, matrix: np.ndarray) -> jax.Array:
     size = len(matrix)
     wide = accumulation_dtype(x.dtype)
     blocks = x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
-    # Entries of one are exact in any dtype; the root of the size comes after the sum.
+    # The entries are plus and minus one, exact in any dtype; the scale follows after the sum.
     product = jnp.matmul(
         blocks, jnp.asarray(matrix, x.dtype), precision="highest", preferred_element_type=wide
     )
@@ -47,7 +48,7 @@ def _by_blocks(x: jax.Array, matrix: np.ndarray) -> jax.Array:
 
 @functools.cache
 def _hadamard(size: int) -> np.ndarray:
-    """Sylvester's matrix, [size, size] of plus and minus one; symmetric."""
+    """Returns Sylvester's matrix, [size, size], symmetric, of plus and minus one."""
     matrix = np.ones((1, 1))
     while len(matrix) < size:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])

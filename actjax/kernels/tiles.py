@@ -1,8 +1,8 @@
-"""How kernels over rows of grouped features are cut into programs, and what those load and store.
+"""The division of rows of grouped features into programs of a kernel, with their loads and stores.
 
-A tile is [tokens, groups, lanes]: a group is handled as slices of it that lie side by side in its
-bytes (see `actjax.kernels.packing`), so nothing ever moves between lanes. All blocks are powers of
-two, as Triton wants them.
+A tile is [tokens, groups, lanes]. A group is processed in slices that lie side by side in its bytes
+(see `actjax.kernels.packing`), so nothing moves between lanes. All blocks are powers of two, as
+Triton requires.
 """
 
 import dataclasses
@@ -19,16 +19,16 @@ from jax.experimental.pallas import triton as plgpu
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Some groups of some tokens, each group cut into slices.
+    """Some groups of some tokens, with each group cut into slices.
 
     Attributes:
-      token: which tokens, [tokens, 1, 1].
-      tokens: of the array, if a tile reaches beyond them.
-      group: which groups, [1, groups, 1].
-      groups: of this part, if a tile reaches beyond them.
+      token: indices of the tokens, [tokens, 1, 1].
+      tokens: number of tokens of the array, if a tile may exceed it; else None.
+      group: indices of the groups, [1, groups, 1].
+      groups: number of groups of the segment, if a tile may exceed it; else None.
       size: features of a group.
-      start: first feature of this part.
-      first: groups before this part.
+      start: first feature of the segment.
+      first: number of groups before the segment.
       slices: number of slices of a group.
     """
 
@@ -43,16 +43,16 @@ class Part:
 
     @property
     def width(self) -> int:
-        """Features of a slice; the last of a group may have fewer."""
+        """Features of a slice; the last slice of a group may have fewer."""
         return -(-self.size // self.slices)
 
     @property
     def lane(self) -> jax.Array:
-        """Place within a slice, [1, 1, lanes]."""
+        """Index within a slice, [1, 1, lanes]."""
         return _iota(pl.next_power_of_2(self.width), 2)
 
     def place(self, number: int) -> jax.Array:
-        """Returns the places of a slice within its group, [1, 1, lanes]."""
+        """Returns the indices of a slice within its group, [1, 1, lanes]."""
         return number * self.width + self.lane
 
     def feature(self, number: int) -> jax.Array:
@@ -60,38 +60,38 @@ class Part:
         return self.start + self.group * self.size + self.place(number)
 
     def groups_exist(self) -> jax.Array | None:
-        """Returns which tokens and groups of a tile there are; None for all."""
+        """Returns which tokens and groups of a tile exist; None for all."""
         tokens = None if self.tokens is None else self.token < self.tokens
         return both(tokens, None if self.groups is None else self.group < self.groups)
 
     def exists(self, number: int) -> jax.Array | None:
-        """Returns which numbers of a slice there are; None for all."""
+        """Returns which numbers of a slice exist; None for all."""
         end = min(self.width, self.size - number * self.width)
         whole = end == pl.next_power_of_2(self.width)
         return both(self.groups_exist(), None if whole else self.lane < end)
 
 
 def load_row(ref: Any, part: Part, number: int, fill: float = 0) -> jax.Array:
-    """Returns what an array [1, d] has for the features of a slice, [1, groups, lanes]."""
+    """Returns the entries of an array [1, d] for the features of a slice, [1, groups, lanes]."""
     mask = dataclasses.replace(part, tokens=None).exists(number)
     return load(ref, jnp.zeros((1, 1, 1), jnp.int32), part.feature(number), mask, fill)
 
 
 def as_float(scale: jax.Array) -> jax.Array:
-    """Returns scales as they are stored, in bits if of 16, as float32."""
+    """Returns stored scales, float32 or the bits of bfloat16, as float32."""
     if scale.dtype != jnp.uint16:
         return scale
     return jax.lax.bitcast_convert_type(scale.astype(jnp.int32) << 16, jnp.float32)
 
 
 def both(*masks: jax.Array | None) -> jax.Array | None:
-    """Returns where all masks are true; None is true everywhere."""
+    """Returns where all masks are true; a mask of None is true everywhere."""
     given = [mask for mask in masks if mask is not None]
     return functools.reduce(operator.and_, given) if given else None
 
 
 def load(ref: Any, row: Any, column: Any, mask: Any, fill: float = 0) -> jax.Array:
-    """Returns what stands at these places of an array of rows, `fill` where the mask is false."""
+    """Returns the entries of an array of rows, and `fill` where the mask is false."""
     shape = jnp.broadcast_shapes(row.shape, column.shape, () if mask is None else mask.shape)
     place = ref.at[jnp.broadcast_to(row, shape), jnp.broadcast_to(column, shape)]
     if mask is None:
@@ -100,7 +100,7 @@ def load(ref: Any, row: Any, column: Any, mask: Any, fill: float = 0) -> jax.Arr
 
 
 def store(ref: Any, row: Any, column: Any, value: jax.Array, mask: Any) -> None:
-    """Writes to these places of an array of rows, where the mask is true."""
+    """Writes entries of an array of rows where the mask is true."""
     shape = jnp.broadcast_shapes(row.shape, column.shape, () if mask is None else mask.shape)
     place = ref.at[jnp.broadcast_to(row, shape), jnp.broadcast_to(column, shape)]
     value = jnp.broadcast_to(value, shape).astype(ref.dtype)
@@ -108,9 +108,9 @@ def store(ref: Any, row: Any, column: Any, value: jax.Array, mask: Any) -> None:
 
 
 def dot_precision(dtype: Any, interpret: bool) -> Any:
-    """Returns how products of tiles of `dtype` keep all of its bits on the matrix units.
+    """Returns the precision with which the matrix units keep all bits of `dtype`.
 
-    Those round float32 to 11 bits: three products of parts make up for that.
+    They round float32 to 11 bits, so it takes three products of parts of a number.
     """
     if dtype != jnp.float32 or interpret:
         return jax.lax.Precision.HIGHEST
@@ -125,7 +125,7 @@ def _iota(size: int, axis: int) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """How an array of grouped features is spread over programs.
+    """The division of an array of grouped features into programs.
 
     Attributes:
       rows: T.
@@ -143,12 +143,12 @@ class Grid:
 
     @property
     def programs(self) -> tuple[int]:
-        """Number of programs: of whole groups, neighbours in memory in a row, and of the rest."""
+        """Number of programs: those for whole groups first, then those for smaller last groups."""
         rest = pl.cdiv(self.rows, self._rest_rows) if self.features % self.group else 0
         return (self._whole + rest,)
 
     def run(self, body: Callable[[Callable[[int], Part]], None]) -> None:
-        """Runs a program: `body` is given what makes its `Part` from a number of slices."""
+        """Runs `body` for a program, with a function from a number of slices to its `Part`."""
         program = pl.program_id(0)
         groups, rest = divmod(self.features, self.group)
         row, block = program // max(1, self._blocks), program % max(1, self._blocks)
@@ -188,7 +188,7 @@ class Grid:
 
     @property
     def _rest_rows(self) -> int:
-        """Tokens of a program for the rest: of as many numbers as one for whole groups."""
+        """Tokens of a program for last groups, about as many numbers as for whole groups."""
         return min(self.tile_rows * self.tile_groups, pl.next_power_of_2(self.rows))
 
     def _tokens(self, program: Any, tile: int) -> tuple[jax.Array, int | None]:
@@ -197,9 +197,9 @@ class Grid:
 
 
 def grid_of(rows: int, features: int, group: int, numbers: int = 4096) -> Grid:
-    """Returns a grid of programs for about so many numbers each."""
+    """Returns a grid whose programs process about `numbers` numbers each."""
     whole = max(1, features // group)
-    # Many groups, whose scales are written side by side, but few idle ones.
+    # As many groups as possible, since their scales are written together, but few idle ones.
     sizes = [size for size in (16, 8, 4, 2, 1) if size * group <= numbers] or [1]
     busy = [size for size in sizes if -(-whole // size) * size <= 1.15 * whole]
     tile_groups = busy[0] if busy else sizes[-1]

@@ -1,4 +1,4 @@
-"""Operators with backward passes of their own, each usable alone inside any function of JAX."""
+"""Operators with custom backward passes, each usable alone inside any JAX function."""
 
 from actjax.ops.attention import HeadNorm, attention
 from actjax.ops.cross_entropy import cross_entropy

@@ -15,14 +15,14 @@ Lows = tuple[tuple[jax.Array, jax.Array] | None, ...]
 
 
 def split_sums(activations: Sequence[Activation]) -> tuple[tuple[jax.Array, ...], Lows]:
-    """Returns the parts of activations that are encoded, and the parts that are kept exactly."""
+    """Returns the arrays that a codec stores, and the low-rank parts that are kept as they are."""
     bases = tuple(x.base if isinstance(x, LowRankSum) else x for x in activations)
     lows = tuple((x.left, x.right) if isinstance(x, LowRankSum) else None for x in activations)
     return bases, lows
 
 
 def of_sums(fun: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Returns `fun(activations, others)` as a function of the parts: (bases, (others, lows))."""
+    """Turns a function of (activations, others) into a function of (bases, (others, lows))."""
 
     def run(bases: Sequence[jax.Array], others: tuple[Any, Lows]) -> Any:
         rest, lows = others

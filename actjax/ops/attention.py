@@ -21,11 +21,11 @@ Implementation = Literal["blockwise", "cudnn", "dense"]
 
 @dataclasses.dataclass(frozen=True)
 class HeadNorm:
-    """Norms of queries and keys by head (Dehghani et al., 2023; Qwen 3).
+    """RMS norms of each head of queries and keys (Dehghani et al., 2023; Qwen 3).
 
     Attributes:
-      q: scale of the queries' norm, [D].
-      k: scale of the keys' norm, [D].
+      q: scale of the norm of queries, [D].
+      k: scale of the norm of keys, [D].
       eps: as for `actjax.rms_norm`.
     """
 
@@ -53,75 +53,73 @@ def attention(
 ) -> jax.Array:
     """Returns `softmax(q kᵀ / sqrt(D)) v` for each head.
 
-    The value is exact. With a lossy codec the backward pass keeps only codes of q, k and v, taken
-    before `norm` and `rope` and with heads merged. It runs the forward pass again on the decoded
-    values. The gradients are exact at the decoded values. They are biased even if the codec is not,
-    and their error reaches all earlier layers (Wei et al., 2026, Theorems 3.2 and 3.3).
+    The value is exact. With a lossy codec the backward pass holds only codes of q, k and v, taken
+    before `norm` and `rope` with merged heads. It runs the forward pass again on the decoded
+    values, and the gradients are those at these values. They are biased even if the codec is not,
+    and their error propagates upstream (Wei et al., 2026, Theorems 3.2 and 3.3).
 
     Args:
-      q: queries, [B, S, H, D]; an array or an `actjax.LowRankSum`. A lossy codec stores the `base`
-        of a `LowRankSum`; its low-rank part is kept exactly.
-      k: keys, [B, S, G, D] with G key/value heads, likewise. H is a multiple of G; query head h
-        reads key/value head `h // (H / G)`.
-      v: values, [B, S, G, D], likewise.
+      q: queries, [B, S, H, D]; an array, or an `actjax.LowRankSum`, whose low-rank part is kept as
+        it is beside the code of its base.
+      k: keys, [B, S, G, D], with H a multiple of G; query head h reads key head `h // (H / G)`.
+      v: values, [B, S, G, D].
       causal: whether position i sees only positions up to i.
-      window: the number of positions that a position sees at most, including itself (Jiang et al.,
+      window: number of positions that a position sees at most, itself included (Jiang et al.,
         "Mistral 7B", 2023); needs `causal`. None for no limit.
-      segments: [B, S] integers. A position sees only positions with the same integer, so several
-        documents can share a sequence. None: every position sees all.
-      rope: cosines and sines to rotate q and k by, as for `actjax.rope`; None for no rotation.
+      segments: [B, S] integers; a position sees only positions with its number, so that several
+        documents can share a sequence. None for a single document.
+      rope: cosines and sines that rotate q and k, as for `actjax.rope`; None for no rotation.
       norm: scales of the norms of the heads of q and k, applied before the rotation (Qwen 3); None
         for no norm.
-      codec: how q, k and v are kept; one codec or three.
-      key: randomness of the encoding; one key or three; consumed. Required if a codec draws random
-        numbers.
-      implementation: "cudnn" (NVIDIA GPU, 16-bit inputs), "blockwise" (any backend), "dense" (all
-        scores at once, derivatives of any order, plain autodiff), or None: cuDNN if the default
-        backend is a GPU and the dtype allows it, otherwise blockwise. A name that was asked for is
-        used or raises.
-      recompute: whether to keep only q, k and v, and run the forward pass again in the backward
-        pass. This is worth its two products if nothing else keeps the output. It is required if
-        `actjax.compress_residuals` compresses q and k: otherwise attention keeps the log-sum-exp of
-        the exact scores, and the weights of decoded scores would not add up to one. Lossy codecs
-        always recompute.
+      codec: stores q, k and v, or a sequence of three codecs.
+      key: randomness of the encoding, or a sequence of three keys; consumed. Needed if a codec
+        draws random numbers.
+      implementation: "cudnn" (NVIDIA GPU, 16-bit inputs); "blockwise" (any backend); "dense" (all
+        scores at once; has derivatives of any order, and autodiff decides what it keeps); or None:
+        cuDNN where the default backend is a GPU and the dtype is of 16 bits, else blockwise. An
+        implementation that is given is used, or raises.
+      recompute: whether to hold only q, k and v, and run the forward pass again in the backward
+        pass. This costs two products; it pays where nothing else keeps the output. It is needed
+        where `actjax.compress_residuals` compresses q and k: the log-sum-exp that is held otherwise
+        belongs to exact scores, and the weights of decoded scores would not add up to one. Lossy
+        codecs always recompute.
       merge_heads: whether to return [B, S, H * D]. This is the array that attention keeps, so a
-        `linear` that follows and keeps its input exactly needs no second copy.
-      name: prefix of the names in `actjax.explain`.
+        `linear` that follows and stores its input exactly costs no second copy.
+      name: prefix of the names that `actjax.explain` gives the kept arrays.
 
     Returns:
       [B, S, H, D], or [B, S, H * D], in the dtype of `q`.
 
     Raises:
-      ValueError: shapes or dtypes do not fit, the implementation is unknown, or the key is missing.
-      TypeError: an input is not floating point, or `codec` is not a codec.
+      ValueError: shapes or dtypes that do not fit, an unknown implementation, a missing key.
+      TypeError: an input that is not floating point, or a `codec` that is not a codec.
     """
     sight = check_attention(q, k, v, causal, window, segments)
     codecs = check_codecs(codec, ("q", "k", "v"), key)
-    form = _form(implementation, q.dtype)
-    names = [f"{name} {letter}".strip() for letter in "qkv"]
     if all_exact(codecs):
         q, k, v = (x.value() if isinstance(x, LowRankSum) else x for x in (q, k, v))
         q, k = _prepare(q, k, rope, norm, name)
-        run: Any = _Form(form, sight, name)
+        run: Any = _Form(_form(implementation, q.dtype), sight, name)
+        inputs, more = (q, k, v), segments
         if not recompute:
-            merged = run((q, k, v), segments)
-        else:
-            merged = coded_call(run, (q, k, v), segments, codecs, key, "attention", names)
+            merged = run(inputs, more)
+            return merged if merge_heads else merged.reshape(q.shape)
     else:
         run, more = from_merged(q, k, sight, norm, implementation), beside(segments, rope, norm)
         inputs, lows = split_sums([x.reshape(*x.shape[:2], -1) for x in (q, k, v)])
         if any(isinstance(x, LowRankSum) for x in (q, k, v)):
             run, more = of_sums(run), (more, lows)
-        merged = coded_call(run, inputs, more, codecs, key, "attention", names)
+    names = [f"{name} {letter}".strip() for letter in "qkv"]
+    merged = coded_call(run, inputs, more, codecs, key, "attention", names)
     return merged if merge_heads else merged.reshape(q.shape)
 
 
 Beside = tuple[Any, Any, Any]
-"""What attention reads besides q, k and v: segments, RoPE tables and scales of norms, or None."""
+"""What attention reads besides q, k and v: segments, RoPE tables, scales of norms, or None each."""
 
 
 def beside(segments: Any, rope: Any, norm: HeadNorm | None) -> Beside:
-    """Returns the array arguments of `attention` besides q, k and v."""
+    """Returns these arguments of `attention` as a pytree of arrays."""
     return segments, rope, None if norm is None else (norm.q, norm.k)
 
 
@@ -132,15 +130,15 @@ def from_merged(
     norm: HeadNorm | None,
     implementation: Implementation | None,
 ) -> Callable[[Any, Beside], jax.Array]:
-    """Returns exact attention as a function of (q, k, v) with merged heads and of `Beside`.
+    """Returns exact attention as a function of (q, k, v), with merged heads, and of `Beside`.
 
     The function closes over no arrays.
 
     Args:
-      q: queries; only shape and dtype are read.
-      k: keys; only the shape is read.
+      q: queries; only their shape and dtype are read.
+      k: keys; only their shape is read.
       sight: which positions see which.
-      norm: only `eps` is read.
+      norm: only its `eps` is read.
       implementation: as for `attention`.
     """
     form, shapes = _form(implementation, q.dtype), (q.shape, k.shape, k.shape)
@@ -158,7 +156,7 @@ def from_merged(
 def _prepare(
     q: jax.Array, k: jax.Array, rope: Any, norm: HeadNorm | None, name: str
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns queries and keys, normalised and rotated."""
+    """Returns normalised and rotated queries and keys."""
     if norm is not None:
         q = rms_norm(q, norm.q, eps=norm.eps, name=f"{name} q norm input".strip())
         k = rms_norm(k, norm.k, eps=norm.eps, name=f"{name} k norm input".strip())
@@ -166,7 +164,7 @@ def _prepare(
 
 
 def _form(implementation: Implementation | None, dtype: jnp.dtype) -> Any:
-    """Returns the function of an implementation: by its name, or the default of this device."""
+    """Returns the function of an implementation; for None, the best for the default backend."""
     if implementation is None:
         gpu = jax.default_backend() == "gpu"
         implementation = "cudnn" if gpu and dtype.itemsize == 2 else "blockwise"
@@ -186,7 +184,7 @@ def check_attention(
     window: int | None,
     segments: jax.Array | None,
 ) -> Sight:
-    """Returns which positions see which; raises unless shapes and dtypes fit one another."""
+    """Returns which positions see which, or raises if shapes or dtypes do not fit."""
     for name, array in (("q", q), ("k", k), ("v", v)):
         check_floating(name, array)
     shapes = f"q{q.shape}, k{k.shape}, v{v.shape}"

@@ -1,12 +1,12 @@
-"""Three implementations of exact attention: cuDNN, blockwise, and dense.
+"""Three forms of exact attention: by cuDNN, in blocks, and with all scores at once.
 
-cuDNN is the default on a GPU. Blockwise is the same algorithm in plain JAX (Dao et al.,
-"FlashAttention", 2022; backward pass as in Dao, "FlashAttention-2", 2023, Algorithm 2): blocks of
-queries against blocks of keys with a running maximum; blocks that see nothing are skipped. Both
-keep q, k, v, the output and the log-sum-exp of the scores. Dense computes all scores at once.
+cuDNN is fastest on a GPU. The blockwise form is the same algorithm in plain JAX (Dao et al.,
+"FlashAttention", 2022; backward pass as in Dao, "FlashAttention-2", 2023, Algorithm 2): it visits
+blocks of queries and blocks of keys with a running maximum, and skips blocks that see nothing. Both
+hold q, k, v, the output and the log-sum-exp of the scores.
 
-Each takes a `Sight`, a name, q, k and v (normalised and rotated), and segments or None, and returns
-the output with merged heads, [B, S, H * D].
+A form is a function of a `Sight`, a name, normalised and rotated q, k and v, and segments or None.
+It returns the output with merged heads, [B, S, H * D].
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from actjax._math.precision import accumulation_dtype
 from actjax.codecs import Exact
 
 BLOCK = 256
-"""Queries and keys per block of the plain JAX form: its score tile fits a CPU's cache."""
+"""Queries and keys per block of the blockwise form: a tile of scores fits the cache of a CPU."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Sight:
     window: int | None
 
     def sees(self, rows: jax.Array, columns: jax.Array) -> jax.Array:
-        """Returns whether positions `rows` see positions `columns`, of broadcast shapes."""
+        """Returns whether positions `rows` see positions `columns`; their shapes broadcast."""
         seen = columns <= rows if self.causal else jnp.ones((), bool)
         return seen if self.window is None else seen & (rows - columns < self.window)
 
@@ -49,7 +49,7 @@ class Sight:
         return jnp.maximum(0, i * block - self.window + 1) // block
 
     def query_blocks(self, j: jax.Array, block: int, count: int) -> tuple[Any, Any]:
-        """Returns the first of `count` blocks of queries that see block j of keys, and the end."""
+        """Returns which of `count` blocks of queries see block j of keys: first and end."""
         first = j if self.causal else 0
         if self.window is None:
             return first, count
@@ -59,7 +59,7 @@ class Sight:
 def keep_inputs(
     name: str, q: jax.Array, k: jax.Array, v: jax.Array
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """Returns q, k, v to compute with, and q, k, v to keep."""
+    """Returns q, k and v for the forward pass, and those that the backward pass holds."""
     pairs = [
         keep(array, Exact(), None, "attention", f"{name} {letter}".strip())
         for letter, array in (("q", q), ("k", k), ("v", v))
@@ -96,7 +96,7 @@ def _cudnn_call(sight: Sight, bias: jax.Array | None, q, k, v) -> jax.Array:
 
 
 def _segment_bias(segments: jax.Array | None, dtype: jnp.dtype) -> jax.Array | None:
-    """Returns what cuDNN adds to the scores, [B, 1, S, S]: it knows no segments of its own."""
+    """Returns a bias [B, 1, S, S] of the scores that hides other segments, which cuDNN lacks."""
     if segments is None:
         return None
     same = segments[:, None, :, None] == segments[:, None, None, :]
@@ -106,14 +106,14 @@ def _segment_bias(segments: jax.Array | None, dtype: jnp.dtype) -> jax.Array | N
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _CudnnResiduals:
-    """The leaves of the pullback of cuDNN's attention, its output among them merged.
+    """The leaves of the pullback of cuDNN's attention.
 
     Attributes:
-      leaves: arrays, without the bias of segments.
+      leaves: arrays. The output has merged heads; the bias of segments is left out.
       segments: as for `attention`.
-      treedef: how the leaves form the pullback again. Static.
+      treedef: the structure of the pullback. Static.
       outputs: positions of the output among the leaves. Static.
-      biases: positions of the bias of segments. Static.
+      biases: positions of the bias of segments among the leaves. Static.
       shape: shape of the output, [B, S, H, D]. Static.
     """
 
@@ -129,8 +129,8 @@ def _cudnn_fwd(sight, name, q, k, v, segments):
     with jax.named_scope("actjax.attention"):
         inputs, _ = keep_inputs(name, q, k, v)
         bias = _segment_bias(segments, q.dtype)
-        # The leaves of the pullback are what cuDNN's own backward pass needs. The output is one
-        # of them, known by identity; it is held as the merged array that is returned.
+        # The leaves of the pullback are what the backward pass of cuDNN needs. The output is one
+        # of them, recognised by identity; the merged array that is returned is held in its place.
         out, pullback = jax.vjp(functools.partial(_cudnn_call, sight, bias), *inputs)
         merged = keep_output(merge_heads(out), "attention", f"{name} output".strip())
         leaves, treedef = jax.tree.flatten(pullback)
@@ -213,12 +213,12 @@ def _unblocks(x: jax.Array, length: int) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Tile:
-    """Computes the scores of a block of queries and a block of keys.
+    """Computes the scores of a block of queries on a block of keys.
 
     Attributes:
       sight: which positions see which.
       length: S.
-      segments: by block, [blocks, B, block]; None if there are none.
+      segments: [blocks, B, block], or None.
     """
 
     sight: Sight
@@ -232,7 +232,17 @@ class _Tile:
         return cls(sight, length, segments)
 
     def scores(self, q: jax.Array, k: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
-        """Returns the scores [b, g, h, s, t] of query block i [b, g, h, s, d] and key block j."""
+        """Returns the scores of query block i on key block j, -inf where nothing is seen.
+
+        Args:
+          q: query block, [b, g, h, s, d].
+          k: key block, [b, g, 1, t, d].
+          i: number of the query block.
+          j: number of the key block.
+
+        Returns:
+          [b, g, h, s, t] in the accumulation dtype.
+        """
         wide = accumulation_dtype(q.dtype)
         scores = jnp.einsum("bghsd,bgtd->bghst", q, k[:, :, 0], preferred_element_type=wide)
         rows = i * q.shape[-2] + jnp.arange(q.shape[-2])[:, None]
@@ -270,13 +280,13 @@ def _blockwise_forward(
             )
 
         shape = qs.shape[1:]
-        # Start from a finite number: if a query sees no key of a block, -inf - -inf would be NaN.
+        # The start is finite: where a query sees no key of a block, -inf - -inf would be NaN.
         start = jnp.full(shape[:-1], jnp.finfo(wide).min)
         carry = (start, jnp.zeros(shape[:-1], wide), jnp.zeros(shape, wide))
         first = sight.first_key_block(i, shape[-2])
         stop = i + 1 if sight.causal else len(ks)
         largest, total, out = jax.lax.fori_loop(first, stop, add_key_block, carry)
-        # Every query sees itself, but padding may see nothing.
+        # Every query sees itself, but the padding of a block may see nothing.
         total = jnp.where(total == 0, 1, total)
         return (out / total[..., None]).astype(q.dtype), largest + jnp.log(total)
 
@@ -295,7 +305,7 @@ def _blockwise_backward(
     lse: jax.Array,
     delta: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns dq, dk, dv; `lse` and `delta = Σ out dout` are [B, H, S] in the wide dtype."""
+    """Returns dq, dk, dv. `lse` and `delta = Σ out dout` [B, H, S] are in the wide dtype."""
     length, kv_heads, wide = q.shape[1], k.shape[2], accumulation_dtype(q.dtype)
     scale = 1 / math.sqrt(q.shape[-1])
     qs, ks, vs, douts = (_blocks(x, kv_heads) for x in (q, k, v, dout))

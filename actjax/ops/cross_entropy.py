@@ -1,8 +1,8 @@
-"""Cross-entropy from hidden states, in chunks of tokens.
+"""Cross-entropy from hidden states, a chunk of tokens at a time.
 
-The logits of a batch, [T, V], are often the largest array of a training step. As in Liger Kernel
-(Hsu et al., 2024), the forward pass computes the gradients of a chunk while its logits exist. No
-product with the head is computed twice, and no logits are kept.
+The logits of a batch, [T, V], are often the largest array of a training step. The forward pass
+computes the gradients of a chunk while its logits exist, as in Liger Kernel (Hsu et al., 2024): no
+product is computed twice, and no logits are kept.
 """
 
 import dataclasses
@@ -19,8 +19,8 @@ from actjax.weights.frozen import FrozenWeight
 from actjax.weights.lora import LoRA
 
 _MIN_CHUNK = 256
-"""Smallest default chunk, in tokens. Each chunk reads and writes the gradient of the head once,
-which costs less than the products of the chunk from about `d / 8` tokens on."""
+"""Least number of tokens of a chunk by default. Each chunk reads and writes the gradient of the
+head once, which costs less than the products of the chunk from about `d / 8` tokens on."""
 
 
 def cross_entropy(
@@ -35,31 +35,34 @@ def cross_entropy(
 ) -> jax.Array:
     """Returns the mean over tokens of `lse − logit[label] + z_loss lse²`.
 
-    `lse` is the log-sum-exp of the logits `hidden @ head`, which exist for `chunk` tokens at a
-    time, in float32. Value and gradients are exact. Under differentiation the forward pass keeps
-    `dhidden` and `dhead`, each as large as its primal, and one number; otherwise it keeps nothing.
+    `lse` is the log-sum-exp of the logits. The logits, `hidden @ head`, exist for `chunk` tokens at
+    a time, in float32. Value and gradients are exact. The backward pass holds `dhidden` and
+    `dhead`, each as large as its primal, and one number. Without differentiation nothing is held.
 
     Args:
       hidden: [..., d].
-      head: output projection, [d, V]. An `actjax.FrozenWeight` gets no gradient.
-      labels: integers in [0, V), [...]. Where `mask` is 0 any integer is allowed.
-      mask: weights of the tokens, [...], 0 for padding; the mean divides by their sum. None: all 1.
-        It gets no gradient.
+      head: output projection, [d, V]. For an `actjax.FrozenWeight` no gradient is computed.
+      labels: integers in [0, V), [...]. Where `mask` is 0 they may have any value.
+      mask: weights of the tokens, [...], 0 for padding; the mean divides by their sum. None for
+        weights of 1. Has no gradient.
       z_loss: weight of the squared log-sum-exp (PaLM, Chowdhery et al., 2022, section 5), which
         keeps logits from drifting.
-      chunk: tokens per chunk. If None, d / 4 and at least 256, so that the logits of a chunk are
-        small compared with the gradient of the head.
-      name: prefix of the names in `actjax.explain`.
+      chunk: tokens per chunk. None for d / 4, at least 256: the logits of a chunk are then a
+        fraction of the gradient of the head.
+      name: prefix of the names that `actjax.explain` gives the kept arrays.
 
     Returns:
       A scalar in float32 (float64 if `hidden` is); 0 if every token is masked.
 
     Raises:
       ValueError: shapes that do not fit, or a chunk below one.
-      TypeError: `hidden` is not floating point or `labels` are not integers.
+      TypeError: `hidden` or `head` is not floating point, `labels` are not integers, or `head` is a
+        LoRA.
     """
     if isinstance(head, LoRA):
-        raise TypeError("`head` is a LoRA, which linear operators take: pass `head.merged()`.")
+        raise TypeError(
+            "`head` is a LoRA, which only linear operators accept: pass `head.merged()`."
+        )
     _check(hidden, head, labels, mask, chunk)
     tokens = labels.size
     if chunk is None:
@@ -78,7 +81,7 @@ class _Options:
 
     Attributes:
       z_loss: as for `cross_entropy`.
-      chunk: tokens per chunk.
+      chunk: tokens per chunk, at most all of them.
       name: as for `cross_entropy`.
       with_head: whether the head has a gradient.
     """
@@ -108,14 +111,14 @@ def _cross_entropy(
 
 
 def _inverse_sum(weights: jax.Array) -> jax.Array:
-    """Returns 1 over the sum of the weights, or a finite number if that sum is zero."""
+    """Returns 1 over the sum of the weights, finite if the sum (and with it the loss) is zero."""
     return 1 / jnp.maximum(weights.sum(), jnp.finfo(weights.dtype).tiny)
 
 
 def _over_chunks(body, carry, chunk, hidden, labels, weights) -> tuple[Any, Any]:
     """Scans `body` over chunks of tokens, and calls it once more for a shorter last chunk.
 
-    Padding would need only one call but would copy `hidden`.
+    Padding the last chunk instead would copy `hidden`.
     """
     features = hidden.shape[-1]
     arrays = (hidden.reshape(-1, features), labels.reshape(-1), weights.reshape(-1))
@@ -134,7 +137,7 @@ def _chunk_loss(z_loss, h, head, label, weight):
     """Returns the weighted loss of a chunk, its logits [c, V] and their log-sum-exp [c]."""
     logits = matmul(h, head.astype(h.dtype))
     lse = jax.nn.logsumexp(logits, axis=-1)
-    # Labels of masked tokens may lie outside the vocabulary.
+    # Labels of masked tokens may be outside the vocabulary.
     label = jnp.clip(label, 0, logits.shape[-1] - 1)
     picked = jnp.take_along_axis(logits, label[:, None], axis=-1)[:, 0]
     per_token = lse - picked + z_loss * lse**2
@@ -170,8 +173,8 @@ def _cross_entropy_fwd(options, hidden, head, labels, weights):
         if dhead is not None:
             dhead = (dhead * inverse).astype(head.dtype)
             dhead = keep_output(dhead, "cross_entropy", f"{name} gradient of head".strip())
-    # `dhidden` is the gradient of the sum over tokens. The gradient of the mean would underflow in
-    # float16, and no scaling of the loss could bring it back.
+    # `dhidden` is the gradient of the sum over tokens, whose entries are not small. The gradient of
+    # the mean would underflow in float16, and no scaling of the loss could restore it.
     return total * inverse, (dhidden, dhead, inverse)
 
 

@@ -26,27 +26,27 @@ def swiglu(
     key: jax.Array | Sequence[jax.Array] | None = None,
     name: str = "",
 ) -> jax.Array:
-    """Returns `silu(gate) * up`, computed in float32; keeps only `gate` and `up`.
+    """Returns `silu(gate) * up`, computed in float32, and holds only `gate` and `up`.
 
-    The value is exact. The gradients are exact at the decoded `gate` and `up`. They are biased even
-    if the codec is not, and their error reaches all earlier layers (Wei et al., 2026, Theorems 3.2
-    and 3.3). Autodiff would also keep the sigmoid, its derivative and the activated gate.
+    The value is exact. The gradients are those at the decoded `gate` and `up`. They are biased even
+    if the codec is not, and their error propagates upstream (Wei et al., 2026, Theorems 3.2 and
+    3.3). Autodiff would also keep the sigmoid, its derivative and the activated gate.
 
     Args:
-      gate: [..., f]; an array or an `actjax.LowRankSum`. A lossy codec stores the `base` of a
-        `LowRankSum`; its low-rank part is kept exactly.
-      up: [..., f], of the same dtype, likewise.
-      codec: how `gate` and `up` are kept; one codec or a pair.
-      key: randomness of the encoding; one key or a pair; consumed. Required if a codec draws random
+      gate: [..., f]; an array, or an `actjax.LowRankSum`, whose low-rank part is kept as it is
+        beside the code of its base.
+      up: [..., f], of the same dtype; an array or a `LowRankSum`.
+      codec: stores `gate` and `up`, or a pair of codecs.
+      key: randomness of the encoding, or a pair of keys; consumed. Needed if a codec draws random
         numbers.
-      name: prefix of the names in `actjax.explain`.
+      name: prefix of the names that `actjax.explain` gives the kept arrays.
 
     Returns:
       [..., f] in the dtype of `gate`.
 
     Raises:
-      ValueError: `gate` and `up` differ in shape or dtype, or the key is missing.
-      TypeError: `gate` or `up` is not floating point, or `codec` is not a codec.
+      ValueError: the two differ in shape or dtype, or a missing key.
+      TypeError: an input that is not floating point, or a `codec` that is not a codec.
     """
     check_gate(gate, up)
     codecs = check_codecs(codec, ("gate", "up"), key)
@@ -60,7 +60,7 @@ def swiglu(
 
 
 def check_gate(gate: Activation, up: Activation) -> None:
-    """Raises unless both are floating point arrays of one shape and dtype."""
+    """Raises unless both are floating point arrays of the same shape and dtype."""
     check_floating("gate", gate)
     check_floating("up", up)
     if gate.shape != up.shape or gate.dtype != up.dtype:
@@ -72,7 +72,7 @@ def check_gate(gate: Activation, up: Activation) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Activate:
-    """SwiGLU of a pair of activations, with a backward pass that can read their codes."""
+    """SwiGLU of a pair of activations, whose backward pass can read their codes."""
 
     def __call__(self, activations: tuple[jax.Array, jax.Array], _: tuple[()]) -> jax.Array:
         return _swiglu("", *activations)

@@ -1,7 +1,8 @@
-"""Linear operators that keep a code of their input instead of the input.
+"""Linear operators that hold a code of their input instead of the input.
 
-Wei et al. (2026), Theorems 3.2 and 3.3: for `z = x w` neither the value nor `dx = dz wᵀ` reads the
-stored input. Only `dw = x_hatᵀ dz` has the error of the codec, and it is unbiased if the codec is.
+For `z = x w` the value and `dx = dz wᵀ` do not read the stored input, so only `dw = x_hatᵀ dz`
+carries the error of the codec; it is unbiased if the codec is (Wei et al., 2026, Theorems 3.2 and
+3.3).
 """
 
 from typing import Any, overload
@@ -56,32 +57,31 @@ def linear(
     split: bool = False,
     name: str = "input",
 ) -> Any:
-    """Returns `x @ w + bias`, and keeps `codec.encode(x, key)` instead of `x`.
+    """Returns `x @ w + bias`, and holds `codec.encode(x, key)` instead of `x`.
 
     With a tuple of weights, returns a tuple of outputs that share one stored copy of `x`.
 
-    The values and `dx` are exact. `dw = x_hatᵀ dz` has the error of the codec. It is unbiased if
-    the codec is, since it is linear in `x`. Products are computed in the dtype of `x` and
-    accumulated in at least float32. A weight of another dtype is cast in both passes; no cast copy
-    is kept.
+    The values and `dx` are exact. `dw = x_hatᵀ dz` carries the error of the codec; it is unbiased
+    if the codec is, since it is linear in `x`. Products are computed in the dtype of `x`, with sums
+    in float32 at least. A weight of another dtype is cast in both passes, and no cast copy is kept.
 
     Args:
       x: activations, [..., d].
-      w: weight, [d, n], or a tuple of weights [d, n_i]. A Flax nnx variable stands for its value.
-        Under `actjax.value_and_grad` a weight may be a `TappedWeight`, which gets its gradient in
-        two factors. An `actjax.LoRA` is a weight with an adapter. An `actjax.FrozenWeight` gets no
-        gradient; if all weights are frozen, nothing of `x` is kept.
+      w: weight, [d, n], or a tuple of weights [d, n_i]; arrays, or Flax nnx variables of them.
+        Under `actjax.value_and_grad` they may be `TappedWeight`s, whose gradient has two factors.
+        An `actjax.LoRA` is a weight with an adapter. An `actjax.FrozenWeight` has no gradient; if
+        all weights are frozen, nothing of `x` is held.
       bias: [n], or a tuple of biases (or None) as long as `w`. Its gradient is exact.
-      codec: how `x` is kept.
-      key: randomness of the encoding; consumed. Required if `codec.needs_key`.
-      split: whether to return the output of a `LoRA` as an `actjax.LowRankSum` of two parts.
-      name: name of the stored input in `actjax.explain`.
+      codec: stores `x`.
+      key: randomness of the encoding; consumed. Needed if `codec.needs_key`.
+      split: whether a `LoRA` gives an `actjax.LowRankSum`: frozen part and adapter part apart.
+      name: the name of the stored input in `actjax.explain`.
 
     Returns:
-      [..., n] in the dtype of `x`, or a tuple of these.
+      [..., n] in the dtype of `x`, or a tuple of such arrays.
 
     Raises:
-      ValueError: shapes do not fit, the key is missing, or the codec does not fit `x`.
+      ValueError: shapes that do not fit, a missing key, a codec that does not fit `x`.
       TypeError: `codec` is not a codec, or `x` or a weight is not floating point.
     """
     weights, biases = check_linear(x, w, bias)
@@ -108,9 +108,9 @@ def qkv_projection(
     split: bool = False,
     name: str = "qkv input",
 ) -> tuple[Any, Any, Any]:
-    """Returns the query, key and value projections of `x`, which share one stored copy of `x`.
+    """Returns the query, key and value projections of `x`, which share one stored copy of it.
 
-    This is `linear(x, (wq, wk, wv), ...)`; see `actjax.linear` for what is exact.
+    The same as `linear(x, (wq, wk, wv), ...)`, which says what is exact.
 
     Args:
       x: activations, [..., d].
@@ -118,10 +118,10 @@ def qkv_projection(
       wk: [d, kv_heads * head_dim].
       wv: [d, kv_heads * head_dim].
       bias: the three biases, or None.
-      codec: how `x` is kept; with `PointApproximation` this is PAMM.
+      codec: stores `x`; with a `PointApproximation` this is PAMM.
       key: randomness of the encoding; consumed.
       split: as for `linear`.
-      name: name of the stored input in `actjax.explain`.
+      name: the name of the stored input in `actjax.explain`.
 
     Returns:
       q, k and v, [..., n_i] in the dtype of `x`; with `split`, an `actjax.LowRankSum` where the
@@ -132,7 +132,7 @@ def qkv_projection(
 
 
 def check_linear(x: Any, w: Any, bias: Any) -> tuple[Weights, Biases]:
-    """Returns weights and biases as tuples; raises if they do not fit.
+    """Returns weights and biases as tuples, or raises if they do not fit.
 
     Args:
       x: the input, or its shape and dtype.
@@ -140,15 +140,17 @@ def check_linear(x: Any, w: Any, bias: Any) -> tuple[Weights, Biases]:
       bias: as for `linear`.
 
     Raises:
-      ValueError: shapes do not fit.
-      TypeError: an array is not floating point.
+      ValueError: shapes that do not fit.
+      TypeError: an array that is not floating point, or a `LowRankSum` as input.
     """
     single = not isinstance(w, tuple | list)
     given = (bias,) if single else bias
     given_weights = (w,) if single else tuple(w)
     biases = (None,) * len(given_weights) if given is None else tuple(given)
     if isinstance(x, LowRankSum):
-        raise TypeError("`x` is a LowRankSum, which nonlinear operators take: pass `x.value()`.")
+        raise TypeError(
+            "`x` is a LowRankSum, which only nonlinear operators accept: pass `x.value()`."
+        )
     check_floating("x", x)
     weights = tuple(as_weight(w) for w in given_weights)
     if not weights:

@@ -1,4 +1,4 @@
-"""RMS normalisation (Zhang and Sennrich, 2019) that keeps only its input, or a code of it."""
+"""RMS normalisation (Zhang and Sennrich, 2019) that keeps its input, or a code of it."""
 
 import dataclasses
 import functools
@@ -26,25 +26,25 @@ def rms_norm(
 ) -> jax.Array:
     """Returns `x / sqrt(mean(x²) + eps) * scale` over the last axis, computed in float32.
 
-    The value is exact. The backward pass keeps only `x`, in its dtype or as `codec` stores it, and
-    recomputes the inverse root mean square in one pass over `x`. Autodiff would keep the normalised
-    copy and float32 copies of both. The gradients are exact at the decoded `x`. They are biased
-    even if the codec is not, and the error of `dx` reaches all earlier layers (Wei et al., 2026,
-    Theorems 3.2 and 3.3).
+    The value is exact. The backward pass holds only `x`, in its dtype or as `codec` stores it. It
+    computes the inverse root mean square again (a pass over `x`, no product); autodiff would keep
+    the normalised copy and float32 copies of both. The gradients are those at the decoded `x`. They
+    are biased even if the codec is not, and the error of `dx` propagates upstream (Wei et al.,
+    2026, Theorems 3.2 and 3.3).
 
     Args:
       x: [..., d].
       scale: [d].
       eps: added to the mean square.
-      codec: how `x` is kept.
-      key: randomness of the encoding; consumed. Required if `codec.needs_key`.
-      name: name of the kept input in `actjax.explain`.
+      codec: stores `x`.
+      key: randomness of the encoding; consumed. Needed if `codec.needs_key`.
+      name: the name of the kept input in `actjax.explain`.
 
     Returns:
       [..., d] in the dtype of `x`.
 
     Raises:
-      ValueError: `scale` does not fit `x`, or the key is missing.
+      ValueError: `scale` does not fit `x`, or a missing key.
       TypeError: `x` is not floating point, or `codec` is not a codec.
     """
     check_norm(x, scale)
@@ -63,7 +63,7 @@ def check_norm(x: jax.Array, scale: jax.Array) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Normalize:
-    """The norm of an activation, with a backward pass that can read a code of it.
+    """The norm of an activation, whose backward pass can read its code.
 
     Attributes:
       eps: as for `rms_norm`.

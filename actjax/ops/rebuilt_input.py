@@ -1,8 +1,8 @@
-"""Linear operators with a rebuilt input: it is recomputed from codes of the operator before.
+"""Operators with a rebuilt input: the linear input is recomputed from codes instead of stored.
 
-The output of a norm, of SwiGLU or of attention is the input of a linear operator. It follows from
-values that are kept anyway: elementwise for norm and SwiGLU, and by the forward pass of attention
-from q, k and v. The linear input therefore needs no bytes. The error of `dw` is that of the codes,
+The outputs of a norm, of SwiGLU and of attention are inputs of linear operators. They follow from
+values that are kept anyway: elementwise for the norm and SwiGLU, by another forward pass for
+attention. One code for each of these values is enough, then: `dw` is as accurate as this code,
 without a low-rank truncation, and no product with a weight is computed twice.
 """
 
@@ -36,32 +36,31 @@ def norm_linear(
     split: bool = False,
     name: str = "norm input",
 ) -> Any:
-    """Returns `linear(rms_norm(x, scale), w)`, and keeps only a code of `x`.
+    """Returns `linear(rms_norm(x, scale), w)`, and holds only the code of `x`.
 
-    The value is exact. The gradients are exact at the decoded `x`; for example
-    `dw = n(x_hat)ᵀ dz`. The cotangent that the norm's backward pass gets from `linear` is exact.
+    The value is exact. The gradients are those at the decoded `x`, for example
+    `dw = n(x_hat)ᵀ dz`. The cotangent that the linear operator passes to the norm is exact.
 
     Args:
       x: [..., d].
-      scale: of the norm, [d].
+      scale: scale of the norm, [d].
       w: weight [d, n] or a tuple of weights, as for `actjax.linear`.
       eps: as for `actjax.rms_norm`.
       bias: as for `actjax.linear`.
-      codec: how `x` is kept.
-      key: randomness of the encoding; consumed. Required if `codec.needs_key`.
+      codec: stores `x`.
+      key: randomness of the encoding; consumed. Needed if `codec.needs_key`.
       split: as for `actjax.linear`.
-      name: name of the kept input in `actjax.explain`.
+      name: the name of the kept input in `actjax.explain`.
 
     Returns:
-      [..., n] in the dtype of `x`, or a tuple of these.
+      [..., n] in the dtype of `x`, or a tuple of such arrays.
 
     Raises:
-      ValueError: shapes do not fit, or the key is missing.
-      TypeError: an array is not floating point, or `codec` is not a codec.
+      ValueError: shapes that do not fit, or a missing key.
+      TypeError: an array that is not floating point, or a `codec` that is not a codec.
     """
     check_norm(x, scale)
     codecs = check_codecs(codec, ("x",), key)
-
     return _then_linear(
         Normalize(eps), (x,), scale, w, bias, codecs, key, "norm_linear", (name,), split
     )
@@ -77,30 +76,29 @@ def swiglu_linear(
     key: jax.Array | Sequence[jax.Array] | None = None,
     name: str = "",
 ) -> Any:
-    """Returns `linear(swiglu(gate, up), w)`, and keeps only codes of `gate` and `up`.
+    """Returns `linear(swiglu(gate, up), w)`, and holds only codes of `gate` and `up`.
 
-    The value is exact. The gradients are exact at the decoded `gate` and `up`.
+    The value is exact. The gradients are those at the decoded `gate` and `up`.
 
     Args:
-      gate: [..., f]; an array or an `actjax.LowRankSum`, whose low-rank part is kept exactly.
-      up: [..., f], of the same dtype, likewise.
+      gate: [..., f]; as for `actjax.swiglu`.
+      up: [..., f], of the same dtype; as for `actjax.swiglu`.
       w: weight [f, n] or a tuple of weights, as for `actjax.linear`.
       bias: as for `actjax.linear`.
-      codec: how `gate` and `up` are kept; one codec or a pair.
-      key: randomness of the encoding; one key or a pair; consumed. Required if a codec draws random
+      codec: stores `gate` and `up`, or a pair of codecs.
+      key: randomness of the encoding, or a pair of keys; consumed. Needed if a codec draws random
         numbers.
-      name: prefix of the names in `actjax.explain`.
+      name: prefix of the names that `actjax.explain` gives the kept arrays.
 
     Returns:
-      [..., n] in the dtype of `gate`, or a tuple of these.
+      [..., n] in the dtype of `gate`, or a tuple of such arrays.
 
     Raises:
-      ValueError: shapes do not fit, or the key is missing.
-      TypeError: an array is not floating point, or `codec` is not a codec.
+      ValueError: shapes that do not fit, or a missing key.
+      TypeError: an array that is not floating point, or a `codec` that is not a codec.
     """
     check_gate(gate, up)
     codecs = check_codecs(codec, ("gate", "up"), key)
-
     names = f"{name} gate".strip(), f"{name} up".strip()
     return _then_linear(Activate(), (gate, up), (), w, bias, codecs, key, "swiglu_linear", names)
 
@@ -122,41 +120,39 @@ def attention_linear(
     implementation: Implementation | None = None,
     name: str = "",
 ) -> Any:
-    """Returns `linear(attention(q, k, v), w)`, and keeps only codes of q, k and v.
+    """Returns `linear(attention(q, k, v), w)`, and holds only codes of q, k and v.
 
-    The value is exact. The gradients are exact at the decoded q, k and v. The backward pass runs
-    the forward pass of attention again. This gives the input of the linear operator and everything
-    that the backward pass of attention needs.
+    The value is exact. The gradients are those at the decoded q, k and v. The backward pass runs
+    the forward pass of attention again, which gives the input of the linear operator and what the
+    backward pass of attention needs.
 
     Args:
-      q: queries, [B, S, H, D], before `norm` and `rope`; an array or an `actjax.LowRankSum`, whose
-        low-rank part is kept exactly.
-      k: keys, [B, S, G, D] with G key/value heads, likewise.
-      v: values, [B, S, G, D], likewise.
+      q: queries, [B, S, H, D], before `norm` and `rope`; as for `actjax.attention`.
+      k: keys, [B, S, G, D], before `norm` and `rope`.
+      v: values, [B, S, G, D].
       w: weight [H * D, n] or a tuple of weights, as for `actjax.linear`.
-      causal: as for `actjax.attention`.
-      window: as for `actjax.attention`.
-      segments: as for `actjax.attention`.
-      rope: as for `actjax.attention`.
-      norm: as for `actjax.attention`.
+      causal: this and the next four are as for `actjax.attention`.
+      window: number of positions that a position sees at most.
+      segments: [B, S] integers; a position sees only positions with its number.
+      rope: cosines and sines of the rotation.
+      norm: scales of the norms of the heads of q and k.
       bias: as for `actjax.linear`.
-      codec: how q, k and v are kept; one codec or three.
-      key: randomness of the encoding; one key or three; consumed. Required if a codec draws random
-        numbers.
+      codec: stores q, k and v, or a sequence of three codecs.
+      key: randomness of the encoding, or a sequence of three keys; consumed. Needed if a codec
+        draws random numbers.
       implementation: as for `actjax.attention`.
-      name: prefix of the names in `actjax.explain`.
+      name: prefix of the names that `actjax.explain` gives the kept arrays.
 
     Returns:
-      [B, S, n] in the dtype of `q`, or a tuple of these.
+      [B, S, n] in the dtype of `q`, or a tuple of such arrays.
 
     Raises:
-      ValueError: shapes do not fit, or the key is missing.
-      TypeError: an array is not floating point, or `codec` is not a codec.
+      ValueError: shapes that do not fit, or a missing key.
+      TypeError: an array that is not floating point, or a `codec` that is not a codec.
     """
     sight = check_attention(q, k, v, causal, window, segments)
     codecs = check_codecs(codec, ("q", "k", "v"), key)
     attend, more = from_merged(q, k, sight, norm, implementation), beside(segments, rope, norm)
-
     merged = tuple(x.reshape(*x.shape[:2], -1) for x in (q, k, v))
     names = tuple(f"{name} {letter}".strip() for letter in "qkv")
     operator = "attention_linear"
@@ -175,18 +171,18 @@ def _then_linear(
     names: tuple[str, ...],
     split: bool = False,
 ) -> Any:
-    """Returns `linear(before(activations, others), w, bias)`, and keeps codes of the activations.
+    """Returns `linear(before(activations, others), w, bias)`, and holds codes of the activations.
 
     Args:
-      before: computes the linear input; closes over no arrays.
-      activations: the first argument of `before`.
-      others: the second argument of `before`, kept as it is.
+      before: computes the linear input, in both passes; closes over no arrays.
+      activations: what the codecs store.
+      others: a pytree that `before` also reads; kept as it is.
       w: as for `linear`.
       bias: as for `linear`.
       codecs: one for each activation.
       key: randomness of the encoding, or None.
-      operator: name of the operator in `actjax.explain`.
-      names: one for each activation.
+      operator: the name of this operator in `actjax.explain`.
+      names: the name of each activation in `actjax.explain`.
       split: as for `linear`.
     """
     bases, lows = split_sums(activations)
@@ -204,7 +200,7 @@ def _then_linear(
 
 @dataclasses.dataclass(frozen=True)
 class _ThenLinear(Operator):
-    """`linear(before(activations, others), weights, biases)`; `others` holds the last three.
+    """`linear(before(activations, rest), weights, biases)`; `others` is (rest, weights, biases).
 
     Attributes:
       before: computes the linear input; closes over no arrays.
@@ -222,7 +218,7 @@ class _ThenLinear(Operator):
 
     def backward(self, codes, codecs, held, cotangent):
         others, weights, biases = restore(held)
-        # The linear operator itself is not computed again, only its input.
+        # Only the input of the linear operator is computed again, not its output.
         dx = input_grad(weights, cotangent)
         x, dactivations, dothers = differentiate(
             self.before, codes, codecs, others, dx, with_value=True

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., "RoFormer", 2021) that keeps only its two tables."""
+"""Rotary position embedding (Su et al., "RoFormer", 2021); its backward pass holds two tables."""
 
 import jax
 import jax.numpy as jnp
@@ -8,15 +8,15 @@ from actjax._math.precision import accumulation_dtype
 
 
 def rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Returns `x` with each head's pairs (i, i + D/2) rotated by the angles of their position.
+    """Returns `x` with the pairs (i, i + D/2) of each head rotated by the angles of its position.
 
-    Value and gradient are exact. A rotation is linear, and its transpose is the opposite rotation.
-    The backward pass therefore keeps the tables, without broadcasting them, and nothing of `x`.
+    Value and gradient are exact. A rotation is linear and its transpose is the opposite rotation,
+    so the backward pass holds the tables, not broadcast to the shape of `x`, and nothing of `x`.
 
     Args:
       x: [B, S, H, D].
-      cos: cosines of the angles, [S, D / 2]. They get no gradient.
-      sin: sines of the angles, [S, D / 2]. They get no gradient.
+      cos: cosines of the angles, [S, D / 2]. They have no gradient.
+      sin: sines of the angles, [S, D / 2]. They have no gradient.
 
     Returns:
       [B, S, H, D] in the dtype of `x`, rotated in float32.

@@ -1,1 +1,1 @@
-"""Functions of functions: gradients, rematerialization, compressed residuals, explanations."""
+"""Transforms of functions: gradients, rematerialization, compressed residuals, explanations."""

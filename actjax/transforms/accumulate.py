@@ -30,7 +30,7 @@ def accumulate(
         `actjax.value_and_grad(loss)`.
       params: the parameters.
       batches: a pytree of arrays [count, ...], one micro-batch for each index.
-      weights: of the micro-batches, [count]; `1 / count` each by default.
+      weights: weights of the micro-batches, [count]; by default `1 / count` each.
       max_rank: truncates summed factors to this rank. The error in Frobenius norm is the root of
         the sum of squares of the dropped singular values, the least possible (`LowRank.truncate`).
 
@@ -41,8 +41,8 @@ def accumulate(
     lengths = {x.shape[0] if jnp.ndim(x) else 0 for x in jax.tree.leaves(batches)}
     if len(lengths) != 1 or 0 in lengths:
         raise ValueError(
-            "arrays of `batches` must share a leading axis, that of the micro-batches: its lengths"
-            f" are {sorted(lengths)}."
+            "arrays of `batches` must share a leading axis of micro-batches, but its lengths are"
+            f" {sorted(lengths)}."
         )
     (count,) = lengths
     weights = jnp.full((count,), 1 / count) if weights is None else jnp.asarray(weights)
@@ -54,11 +54,11 @@ def accumulate(
     loss, shapes = jax.eval_shape(loss_and_grad, params, first)
     if getattr(loss, "shape", None) != ():
         raise ValueError(
-            f"`loss_and_grad` must return a scalar and its gradient, got {loss} for the first. An"
-            " auxiliary output cannot be averaged: leave it out."
+            f"`loss_and_grad` must return a scalar and its gradient, but returned {loss} first."
+            " Drop the auxiliary output: it cannot be averaged."
         )
     leaves, treedef = jax.tree.flatten(shapes, is_leaf=is_low_rank)
-    apart = [is_low_rank(g) and g.basis is None for g in leaves]
+    apart = [is_low_rank(g) and g.basis_name is None for g in leaves]
 
     def add(sums: Any, slices: Any) -> tuple[Any, list[Any]]:
         batch, weight = slices
@@ -98,7 +98,7 @@ def _zeros(g: Any) -> Any:
 
 def _add(total: Any, g: Any) -> Any:
     # All micro-batches have the same basis, which is unknown before the first one.
-    return LowRank(g.left, total.right + g.right, g.basis) if is_low_rank(g) else total + g
+    return LowRank(g.left, total.right + g.right, g.basis_name) if is_low_rank(g) else total + g
 
 
 def _side_by_side(stacked: LowRank, max_rank: int | None) -> LowRank:

@@ -1,4 +1,4 @@
-"""How many bits each stored value gets: measured sensitivity, and the best use of a budget.
+"""Bits for each stored tensor: measured sensitivities, and allocation within a budget.
 
 GACT (Liu et al., 2022): to first order the variance that compression adds to the gradient is a sum
 over the stored tensors, `Σ_l c_l S(b_l)` with `S(b) = (2^b - 1)^-2` (Theorem 2), so `c_l`, the
@@ -67,7 +67,7 @@ def sensitivity(
         raise ValueError(f"`estimate` must be one of {get_args(Estimate)}, got {estimate!r}.")
     if samples < 1 or not codecs:
         raise ValueError(
-            f"`samples` must be at least 1 and `codecs` not empty: {samples}, {codecs}."
+            f"`samples` must be at least 1 and `codecs` not empty, got {samples} and {codecs}."
         )
     for name, codec in codecs.items():
         if not isinstance(codec, Quantized):
@@ -209,7 +209,7 @@ def allocate_bits(
         )
     if average_bits < steps[0]:
         raise ValueError(
-            f"`average_bits` must be at least {steps[0]}, the fewest of {steps}: {average_bits}."
+            f"`average_bits` must be at least {steps[0]}, the least of {steps}, got {average_bits}."
         )
     level = dict.fromkeys(sizes, 0)
     left = average_bits * sum(sizes.values()) - steps[0] * sum(sizes.values())
@@ -224,7 +224,7 @@ def allocate_bits(
     while queue:
         _, name = heapq.heappop(queue)
         cost = sizes[name] * (steps[level[name] + 1] - steps[level[name]])
-        # Skip what does not fit: a smaller tensor may.
+        # Skip a tensor that does not fit: a smaller one may.
         if cost > left:
             continue
         left -= cost
@@ -239,7 +239,7 @@ def compression_variance(sensitivity: Mapping[str, float], bits: Mapping[str, in
 
     Args:
       sensitivity: `c_l`, by name.
-      bits: by name.
+      bits: bits of each tensor, by name.
     """
     return sum(c * error_of_bits(bits[name]) for name, c in sensitivity.items())
 

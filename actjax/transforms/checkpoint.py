@@ -1,6 +1,6 @@
 """Rematerialization from codes: a function runs again in the backward pass on decoded arguments.
 
-`jax.checkpoint` keeps the arguments of a function and recomputes the rest. A code of an argument
+`jax.checkpoint` stores the arguments of a function and recomputes the rest. A code of an argument
 takes a fraction of that memory; the recomputation then starts from the decoded argument, as GACT
 (Liu et al., 2022, section 5.5) does with checkpointed segments.
 """
@@ -26,7 +26,7 @@ def checkpoint(
     key: jax.Array | None = None,
     name: str = "checkpoint",
 ) -> Callable[..., Any]:
-    """Returns `fun` with a backward pass that keeps only codes of its activations.
+    """Returns `fun` with a backward pass that stores only codes of its activations.
 
     Like `jax.checkpoint(fun)`, but `codec` stores the activations, and the backward pass decodes
     them. The value is exact. The gradient is the gradient of `fun` at the decoded activations.
@@ -42,7 +42,7 @@ def checkpoint(
         are closed over.
       codec: how each activation is stored. With `Exact()` this is `jax.checkpoint`.
       activations: positions of the arguments whose floating point arrays, except scalars, are
-        stored as codes. Other arguments, and arrays that `fun` closes over, are kept as they are;
+        stored as codes. Other arguments, and arrays that `fun` closes over, are stored unchanged;
         weights that stay alive anyway cost nothing.
       key: randomness of the encoding; consumed. Required if `codec.needs_key`.
       name: name of the stored activations in `actjax.explain`.

@@ -1,4 +1,4 @@
-"""Where does my memory go? A table of everything a function keeps for its backward pass."""
+"""Where does my memory go? A table of all arrays that a function stores for its backward pass."""
 
 import dataclasses
 import io
@@ -22,16 +22,16 @@ _ALIVE = "alive without the backward pass"
 
 @dataclasses.dataclass(frozen=True)
 class Residual:
-    """An array, or a code, that is kept between the forward and the backward pass.
+    """An array, or a code, that is stored between the forward and the backward pass.
 
     Attributes:
-      operator: the actjax operator that keeps it, or the JAX primitive that made it.
-      name: what it is, for example "attention_in"; the path of an argument.
-      shape: its shape if it were kept exactly, stacked over layers under `scan`.
-      dtype: its dtype if it were kept exactly.
-      exact_bytes: bytes if it were kept exactly.
-      stored_bytes: bytes that are kept; 0 if it is alive without the backward pass.
-      codec: the codec, as text; empty if no actjax operator keeps it.
+      operator: the actjax operator that stores it, or the JAX primitive that made it.
+      name: its name, for example "attention_in", or the path of an argument.
+      shape: shape of the exact array, stacked over layers under `scan`.
+      dtype: dtype of the exact array.
+      exact_bytes: bytes of the exact array.
+      stored_bytes: bytes that are stored; 0 if it is alive without the backward pass.
+      codec: the codec, as text; empty if no actjax operator stores it.
       reason: why no codec stores it; empty if a codec does.
     """
 
@@ -47,7 +47,7 @@ class Residual:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """The arrays that a function keeps for its backward pass. Prints as a table.
+    """The arrays that a function stores for its backward pass. Prints as a table.
 
     Attributes:
       residuals: one entry for each array or code, the largest first.
@@ -57,12 +57,12 @@ class Explanation:
 
     @property
     def exact_bytes(self) -> int:
-        """Bytes if everything were kept exactly, without arguments."""
+        """Bytes of all exact arrays, without arguments."""
         return sum(r.exact_bytes for r in self.residuals if r.stored_bytes)
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes that are kept, without arguments."""
+        """Bytes that are stored, without arguments."""
         return sum(r.stored_bytes for r in self.residuals)
 
     def as_dicts(self) -> list[dict[str, Any]]:
@@ -75,13 +75,13 @@ class Explanation:
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
     def __rich__(self) -> Table:
-        """The table. One line sums up all arguments, and one all arrays below 0.1% of the total."""
+        """Returns the table. Arguments share a row, and so do arrays below 0.1% of the total."""
         table = Table(box=box.SIMPLE_HEAD, show_footer=True)
-        table.add_column("kept for the backward pass", "total", no_wrap=True)
+        table.add_column("stored for the backward pass", "total", no_wrap=True)
         table.add_column("array", no_wrap=True)
         table.add_column("exact", _bytes(self.exact_bytes), justify="right", no_wrap=True)
         table.add_column("stored", _bytes(self.stored_bytes), justify="right", no_wrap=True)
-        table.add_column("codec, or why none", overflow="fold")
+        table.add_column("codec or reason", overflow="fold")
         alive = [r for r in self.residuals if r.reason == _ALIVE]
         kept = [r for r in self.residuals if r.reason != _ALIVE]
         coded = [r for r in kept if r.codec not in ("", repr(Exact()))]
@@ -106,12 +106,12 @@ class Explanation:
 
 
 def explain(fun: Callable[..., Any], *args: Any) -> Explanation:
-    """Returns what `fun(*args)` keeps for its backward pass, for gradients of all float arguments.
+    """Returns what `fun(*args)` stores for the gradient in all floating point arguments.
 
     Nothing runs: `fun` is traced, so arguments may be `jax.ShapeDtypeStruct`s, and the model may be
     larger than this machine. Print the result, or read `.residuals`.
 
-    The table lists what JAX keeps. The compiled program may hold more: workspace, and, on a CPU,
+    The table lists what JAX stores. The compiled program may hold more: workspace, and, on a CPU,
     floats of Python-unrolled layers. See `jax.jit(...).lower(...).compile().memory_analysis()`.
 
     Args:

@@ -22,13 +22,13 @@ decoded again. About the length of one operator."""
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def run_compressed(plan: Plan, run: Any, inputs: Any, codecs: Any, key: Any) -> list[Any]:
-    """Returns the outputs of a function; keeps codes of its residuals for its backward pass.
+    """Returns the outputs of a function; stores codes of its residuals for its backward pass.
 
     Args:
-      plan: what is kept, and how the rest is rebuilt.
+      plan: which arrays are stored, and how the others are rebuilt.
       run: the function, from inputs to outputs.
       inputs: its inputs.
-      codecs: what stores each array that is kept; None for as it is.
+      codecs: the codec of each stored array; None if it is stored unchanged.
       key: randomness of the encoding, or None.
     """
     del plan, codecs, key
@@ -65,8 +65,7 @@ def _compressed_fwd(plan, run, inputs, codecs, key):
         plan.forward, list(map(encode, plan.forward.jaxpr.invars, inputs)), handle
     )
     outputs, values = results[: plan.outputs], results[plan.outputs :]
-    # The outputs wait for the codes as well: some codes are of values that only the backward pass
-    # reads.
+    # The outputs wait for the codes as well: only the backward pass reads some encoded values.
     outputs, made = jax.lax.optimization_barrier((outputs, made))
     codes = []
     for i, (x, kept, codec) in enumerate(zip(values, plan.kept, codecs, strict=True)):
@@ -89,8 +88,8 @@ def _differentiated_once(x: jax.Array) -> jax.Array:
 @_differentiated_once.defjvp
 def _(primals, tangents):
     raise NotImplementedError(
-        "compress_residuals: its gradient is made of codes, and has no derivative of its own. Take"
-        " second derivatives of the function as it is, or with a rule that leaves everything."
+        "compress_residuals: the gradient is computed from codes, so it has no derivative. For"
+        " second derivatives use the function itself, or a rule that returns None for all arrays."
     )
 
 
@@ -175,8 +174,8 @@ class _Store:
 
         Args:
           plan: describes the codes.
-          codes: one for each kept array, in the order of the plan.
-          codecs: one for each kept array.
+          codes: codes of the stored arrays, in the order of the plan.
+          codecs: codecs of the stored arrays.
           clock: the first cotangent; nothing is decoded before it exists.
         """
         self._graph = plan.graph
@@ -215,12 +214,12 @@ class _Store:
         return x
 
 
-# Only with `symbolic_zeros` is it known which inputs are differentiated.
+# `symbolic_zeros` tells which inputs are differentiated.
 run_compressed.defvjp(_compressed_fwd, _compressed_bwd, symbolic_zeros=True)
 
 
 def key_of(key: Any, plan: Plan, i: int) -> jax.Array | None:
-    """Returns the key for kept array `i`."""
+    """Returns the key for stored array `i`."""
     if key is None or isinstance(key, Mapping):
         return None if key is None else key.get(plan.kept[i].candidate.name)
     return jax.random.fold_in(key, i)

@@ -1,6 +1,6 @@
-"""Which arrays a function keeps for its backward pass, and what stores them.
+"""Which arrays a function stores for its backward pass, and with which codecs.
 
-GACT recognises parameters by their address, and stores a tensor that three operators keep only
+GACT recognises parameters by their address, and stores a tensor that several operators need only
 once. Here both follow from the traced program.
 """
 
@@ -22,14 +22,14 @@ from actjax.kernels.packing import pack, unpack
 
 LARGEST_OVER_SMALL = 32
 """If the rule is a codec, arrays smaller than the largest by more than this factor stay exact:
-statistics and log-sum-exps, which save nothing and on which much may depend."""
-LEFT_BY_RULE = "left by the rule"
-_NOT_FLOATING = "no floating point numbers"
+statistics and log-sum-exps, for example, which take few bytes and must be accurate."""
+LEFT_BY_RULE = "not encoded by the rule"
+_NOT_FLOATING = "not floating point"
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """An array that a function keeps for its backward pass; the input of a rule.
+    """An array that a function stores for its backward pass; the input of a rule.
 
     Attributes:
       name: its `jax.ad_checkpoint.checkpoint_name` if it has one; otherwise the path of the
@@ -56,7 +56,7 @@ class Candidate:
 
 
 Rule = Callable[[Candidate], Codec | Literal["leave"] | None]
-"""From a candidate to the codec that stores it, or to None or "leave" to keep it exactly."""
+"""From a candidate to its codec; None or "leave" stores the array exactly."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,10 +88,12 @@ class BitMask:
         return "a bit each"
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, ...]:
+        """Returns bytes with eight booleans each."""
         del key
         return pack(x.astype(jnp.uint8), 1)
 
     def decode(self, code: tuple[jax.Array, ...]) -> jax.Array:
+        """Inverse of `encode`."""
         return unpack(code, 1, self.features).astype(bool)
 
 
@@ -100,12 +102,12 @@ StoredBy = Codec | BitMask
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """An array that is kept, exactly or as a code.
+    """An array that is stored, exactly or as a code.
 
     Attributes:
       var: its variable in the forward program.
       candidate: its description for the rule.
-      reason: why it is kept exactly; empty if a codec stores it.
+      reason: why it is stored exactly; empty if a codec stores it.
     """
 
     var: Any
@@ -115,15 +117,15 @@ class Kept:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """What a function keeps for its backward pass. Made before the function runs.
+    """What a function stores for its backward pass. Made before the function runs.
 
     Attributes:
-      forward: from inputs to outputs and kept arrays, in the order of `kept`.
+      forward: from inputs to outputs and stored arrays, in the order of `kept`.
       outputs: number of outputs.
-      kept: the kept arrays.
-      codecs: the codec of each kept array; None if it is kept exactly.
+      kept: the stored arrays.
+      codecs: the codec of each stored array; None if it is stored exactly.
       leaves: for each leaf of the pullback its variable in the forward program, or a literal.
-      graph: how the leaves are rebuilt from the kept arrays.
+      graph: how the leaves are rebuilt from the stored arrays.
       backward: the pullback, from its leaves and the cotangents of the smooth outputs to the
         cotangents of the smooth inputs.
       smooth_inputs: positions of the inputs that can be differentiated.
@@ -151,12 +153,12 @@ def make_plan(
     settings: Settings,
     one_way: dict[int, str],
 ) -> Plan:
-    """Traces a function with its pullback, and decides what to keep for the pullback.
+    """Traces a function with its pullback, and decides what to store for the pullback.
 
     Args:
       run: from inputs to outputs.
       inputs: arrays.
-      names: of the inputs.
+      names: names of the inputs.
       dies: which inputs are dead after the forward pass.
       settings: what is done with residuals.
       one_way: for the inputs that no gradient may pass, the operation without a derivative.
@@ -269,7 +271,7 @@ def _decide(found: list[Kept], rule: Rule | Codec) -> list[StoredBy | None]:
         if not leave and not isinstance(chosen, Codec):
             raise TypeError(
                 f"`rule` returned {chosen!r} for {k.candidate}: return an actjax.Codec, or None to"
-                " leave it as it is."
+                " store it unchanged."
             )
         codecs.append(chosen if isinstance(chosen, Codec) else None)
     return codecs
@@ -278,7 +280,7 @@ def _decide(found: list[Kept], rule: Rule | Codec) -> list[StoredBy | None]:
 def _describe(
     jaxpr: core.Jaxpr, graph: Graph, var: core.Var, names: Sequence[str], dies: Sequence[bool]
 ) -> Kept:
-    """Returns the description of a kept array."""
+    """Returns the description of a stored array."""
     aval: Any = var.aval
     origin, reason = origin_of(jaxpr, var), ""
     name, primitive = _given_name(jaxpr, graph, var) or origin.name, origin.operator
@@ -291,7 +293,7 @@ def _describe(
     elif origin.tag is not None and origin.tag.is_code:
         reason = "stored by an actjax operator"
     elif origin.tag is not None and origin.tag.left:
-        reason = "decided on in its loop"
+        reason = "handled inside its loop"
     elif origin.is_slices:
         reason = "slices of an argument, alive anyway"
     if not reason and not is_floating(aval):
@@ -300,7 +302,7 @@ def _describe(
 
 
 def _given_name(jaxpr: core.Jaxpr, graph: Graph, var: core.Var) -> str:
-    """Returns the name of an array or of a view of it: the user's, otherwise an operator's."""
+    """Returns the name that the user, or else an operator, gave an array or a view of it."""
     known = ""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "name" and graph.is_view(eqn.outvars[0], var):

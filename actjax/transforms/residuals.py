@@ -1,8 +1,7 @@
 """Compressed residuals for any function, without rewriting it.
 
-GACT (Liu et al., 2022): a function keeps a list of tensors for its backward pass, whatever its
-operators are, and each of them may be stored as a code. In JAX the leaves of the pullback that
-`jax.vjp` returns *are* this list.
+GACT (Liu et al., 2022): any function stores a list of tensors for its backward pass, and each of
+them may be replaced by a code. In JAX the leaves of the pullback of `jax.vjp` are this list.
 """
 
 import functools
@@ -33,7 +32,7 @@ def compress_residuals(
     rebuild: bool = True,
     key: jax.Array | Mapping[str, jax.Array] | None = None,
 ) -> Callable[..., Any]:
-    """Returns `fun` with a backward pass that keeps its residuals as codes.
+    """Returns `fun` with a backward pass that stores its residuals as codes.
 
     The value is exact. The backward pass of `fun` reads decoded residuals, so the error of the
     gradient depends on the operations that read them (see `actjax.explain` and
@@ -43,18 +42,18 @@ def compress_residuals(
         gradient = jax.grad(lambda params: loss(fun(params, x), y))(params)
 
     The rule decides on the floating point arrays that `fun` computes. Arguments and closed-over
-    arrays (weights, a batch) stay alive anyway and are kept as they are, and so are integers and
-    arrays that are codes already. Booleans, such as the mask of a ReLU or of dropout, are kept in
-    one bit each. An array that several operators keep is stored once. So is an array together with
-    its views: transposed, reshaped, broadcast or wider copies.
+    arrays (weights, a batch) stay alive anyway and are stored unchanged, and so are integers and
+    arrays that are already codes. Booleans, such as the mask of a ReLU or of dropout, take one bit
+    each. An array that several operators need is stored once, together with its views: transposed,
+    reshaped, broadcast or wider copies.
 
-    An operator may keep a second array that fits only the exact values. Attention that keeps a
+    An operator may store a second array that fits only the exact values. Attention with a stored
     log-sum-exp is an example: where scores are large, attention weights computed from decoded q and
     k and the exact log-sum-exp are wrong by orders of magnitude. Use
-    `actjax.attention(..., recompute=True)`, or an attention that keeps its weights, such as
+    `actjax.attention(..., recompute=True)`, or an attention that stores its weights, such as
     `jax.nn.dot_product_attention` without cuDNN.
 
-    A `lax.scan` in `fun` is transformed as well: the arrays that an iteration keeps, including its
+    A `lax.scan` in `fun` is transformed as well: the residuals of an iteration, including its
     carry, are encoded within the loop, so that no stack of floats exists. Works under `jit`,
     `vmap` and `lax.scan`, with `jax.checkpoint` inside (the rule decides on what it saves) or
     outside, and with data that the compiler shards over devices; not under `jax.shard_map` or with
@@ -81,7 +80,7 @@ def compress_residuals(
     if not isinstance(rule, Codec) and not callable(rule):
         raise TypeError(
             "`rule` of compress_residuals must be an actjax.Codec, or a function from a Candidate"
-            f" to one (or None to leave it), got {rule!r}."
+            f" to a codec or None, got {rule!r}."
         )
     if not (key is None or isinstance(key, Mapping) or hasattr(key, "dtype")):
         raise TypeError(
@@ -123,11 +122,11 @@ def _compress(
     """Runs a program with its residuals compressed.
 
     Args:
-      program: what to run.
+      program: the program.
       arguments: its arguments.
-      names: of its constants and arguments.
+      names: names of its constants and arguments.
       dies: which of these are dead after the forward pass.
-      settings: of the whole function.
+      settings: settings of the whole function.
       key: randomness of the encoding, or None.
       one_way: for constants and arguments that no gradient may pass, the operation without a
         derivative.
@@ -138,8 +137,8 @@ def _compress(
     dies = [*dies, *(False,) * len(words)]
     first, last = len(program.consts), len(inputs) - len(words)
 
-    # Everything that it reads is an input: it is traced again where it is differentiated, which may
-    # be outside of the loop that a key belongs to.
+    # All arrays that `run` reads are inputs: it is traced again where it is differentiated, perhaps
+    # outside of the loop that a key belongs to.
     def run(*inputs: Any) -> list[Any]:
         given = core.ClosedJaxpr(program.jaxpr, list(inputs[:first]))
         own_key = jax.tree.unflatten(treedef, inputs[last:])
@@ -170,7 +169,7 @@ def _compress_loop(
     eqn: core.JaxprEqn,
     inputs: list[Any],
 ) -> list[Any] | None:
-    """Runs a `lax.scan` with the residuals of its body compressed; None for another equation."""
+    """Runs a `lax.scan` with the residuals of its body compressed; returns None for the rest."""
     if eqn.primitive.name != "scan" or not any(is_floating(x.aval) for x in eqn.outvars):
         return None
     body, params = eqn.params["jaxpr"], eqn.params
@@ -178,7 +177,7 @@ def _compress_loop(
     last = first + carried
     constants, start, stacked = inputs[:first], inputs[first:last], inputs[last:]
     names = [""] * (len(body.consts) + len(inputs))
-    # The next iteration has another carry, so nothing else keeps this one alive.
+    # The next iteration has another carry, so this one is not alive otherwise.
     dies = [False] * len(names)
     for i in range(len(start)):
         position = len(body.consts) + first + i

@@ -22,7 +22,7 @@ class Bases:
     Attributes:
       arrays: from the name of an input (`input_groups`) to its basis, [..., d, k], with the leading
         axes of the weights of this input.
-      bits: bits of a coordinate in `x P`: 16 for the dtype of `x`, 8 or 4. Static.
+      bits: bits of a coordinate of `x P`: 8, 4, or 16 for the dtype of `x`. Static.
     """
 
     arrays: dict[str, Any]
@@ -40,10 +40,10 @@ class _Tapped:
     Attributes:
       path: its path in the parameters.
       input_name: name of its input: the path of the first weight that reads this input.
-      rank: of its gradient.
+      rank: rank of its gradient.
       is_first: whether it is that first weight.
-      in_basis: whether the rank is that of a given basis.
-      left_dtype: of the factor that the weights of the input share.
+      in_basis: whether its input has a given basis.
+      left_dtype: dtype of the factor that the weights of the input share.
     """
 
     path: str
@@ -56,7 +56,7 @@ class _Tapped:
 
 @dataclasses.dataclass(frozen=True)
 class Taps:
-    """Says which parameters of a function are tapped. Holds no arrays.
+    """Which parameters of a function are tapped. Holds no arrays.
 
     Attributes:
       treedef: structure of the parameters.
@@ -153,8 +153,8 @@ def _plan(
     if unknown:
         known = ", ".join(dict.fromkeys(names.values())) or "none"
         raise ValueError(
-            f"`bases` has {unknown}, but the inputs of linear operators are: {known}. A subspace"
-            " projects what its `groups` name: pass those of `actjax.input_groups`."
+            f"`bases` has {unknown}, but the inputs of linear operators are: {known}. If a"
+            " subspace made the bases, pass it `groups=actjax.input_groups(...)`."
         )
     return {i: dataclasses.replace(p, left_dtype=widest[p.input_name]) for i, p in plans.items()}
 
@@ -172,18 +172,18 @@ def _check_uses(path: str, uses: list[Use], in_basis: bool) -> None:
     if calls > 1 and not (in_basis and len({use.call for use in uses}) == 1):
         raise ValueError(
             f"the weight `{path}` is read by {calls} linear operators, whose factors cannot be"
-            f" added up: {advice}"
+            f" added: {advice}"
         )
     if not all(use.leading for use in uses):
         raise ValueError(
-            f"the weight `{path}` has a factored gradient, so the axis of it that `vmap` maps must"
-            f" be its first: move it there, or {advice}"
+            f"the weight `{path}` has a factored gradient, so `vmap` must map its first axis: move"
+            f" the mapped axis to the front, or {advice}"
         )
     if times > 1 and not in_basis:
         raise ValueError(
-            f"the weight `{path}` meets a factored codec {times} times, in a loop that does not"
-            " slice it or under a vmap that does not map it, and the factors cannot be added up:"
-            f" let the operator see all tokens at once, or {advice}"
+            f"the weight `{path}` is read with a factored codec {times} times, in a loop that does"
+            " not slice it or under a vmap that does not map it, and the factors cannot be added:"
+            f" pass all tokens to the operator at once, or {advice}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Gradients in two factors for weights that are used with a factored codec.
+"""Factored gradients of weights that are used with a factored codec.
 
 Wei et al. (2026), section 4: if an activation is stored as `U Vᵀ`, the weight gradient is
 `V (Uᵀ dz)` and need not be multiplied out. With a basis `P` on the input side of a weight, an
@@ -26,8 +26,8 @@ def value_and_grad(
     """Like `jax.value_and_grad`, but weights used with a factored codec get a `LowRank` gradient.
 
     A weight that `actjax.linear` or `actjax.qkv_projection` reads with a factored codec gets the
-    factors of its gradient, in the dtype of the weight. Everything else gets a dense gradient, as
-    from JAX. The dense gradient of a factored weight never exists, and its product is not computed,
+    factors of its gradient, in the dtype of the weight. All other parameters get the dense gradient
+    of JAX. The dense gradient of a factored weight never exists, and its product is not computed,
     which saves about a third of the operations of a linear layer.
 
     Works under `jit`, under `lax.scan` over stacked weights (which stacks the factors), `vmap`,
@@ -63,7 +63,7 @@ def value_and_grad(
         if not all(-len(args) <= i < len(args) for i in numbers):
             raise TypeError(
                 f"`argnums` is {argnums}, but the function was called with {len(args)} positional"
-                " arguments: pass what is differentiated by position."
+                " arguments: pass differentiated arguments by position."
             )
         parameters = tuple(args[i] for i in numbers)
 

@@ -1,1 +1,1 @@
-"""Weights that are more than an array: frozen, in 4 bits, adapted, tapped."""
+"""Weights that are not plain arrays: frozen, in 4 bits, with an adapter, tapped."""

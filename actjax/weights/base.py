@@ -1,7 +1,8 @@
-"""What a linear operator asks of a weight, whatever the weight is made of.
+"""The interface between linear operators and the kinds of weights.
 
-A weight [d, n] is an array, or a pytree around one: frozen, in 4 bits, adapted, tapped. Each kind
-is a `Weight` in a separate file. The operators call its methods and know no kind by name.
+A weight [d, n] is an array, or a pytree around one: frozen, in 4 bits, with an adapter, tapped.
+Each kind is a subclass of `Weight` in a separate file. The operators only call the methods of
+`Weight`.
 """
 
 import dataclasses
@@ -21,8 +22,8 @@ class StoredInput:
 
     Attributes:
       codec: how `x` is stored, unless it is stored in a basis.
-      code: the code of `x`; a `BasisCode` if it is stored in a basis.
-      basis: the basis [d, k] of that code, if a weight needs its gradient in full; else None.
+      code: the code of `x`; a `BasisCode` if `x` is stored in a basis.
+      basis: the basis [d, k] of this code, if a weight needs its gradient in full, else None.
     """
 
     codec: Codec
@@ -82,7 +83,7 @@ class Weight:
         return self
 
     def check(self, name: str) -> None:
-        """Raises unless the parts of the weight fit one another; `name` is for the message."""
+        """Raises unless the parts of the weight fit together; messages call the weight `name`."""
         del name
 
     def parts(self) -> tuple["Weight", ...]:
@@ -95,7 +96,7 @@ class Weight:
         Args:
           products: one for each part.
           split: whether to return an `actjax.LowRankSum` if there is an adapter.
-          name: of an adapter, for `actjax.explain`.
+          name: the name of an adapter in `actjax.explain`.
         """
         del split, name
         (product,) = products
@@ -106,7 +107,7 @@ class Weight:
         return None
 
     def plain(self) -> "Weight":
-        """Returns the weight without what is only for its gradient."""
+        """Returns the weight without the parts that only its gradient uses."""
         return self
 
     def with_unquantized_input(self) -> "Weight":
@@ -122,7 +123,7 @@ class Weight:
         raise NotImplementedError
 
     def hold_for_linear(self) -> "Weight":
-        """Returns what a linear operator keeps of the weight between its passes."""
+        """Returns the form in which a linear operator keeps the weight for its backward pass."""
         return self
 
     def gradient(self, stored: StoredInput, dz: jax.Array) -> Any:
@@ -177,7 +178,7 @@ class ArrayWeight(WrappedWeight):
 
 
 def value_of(x: Any) -> Any:
-    """Returns the value of a Flax nnx variable; anything else as it is."""
+    """Returns the value of a Flax nnx variable, and any other object unchanged."""
     return x.get_value() if hasattr(x, "get_value") else x
 
 

@@ -13,9 +13,9 @@ from actjax.weights.base import StoredInput, WrappedWeight
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DroppedInput(WrappedWeight):
-    """A weight [d, n] whose input is partly set to zero (dropout).
+    """A weight [d, n] whose input has dropout: some entries are set to zero.
 
-    Other weights of the same operator read the whole input.
+    The other weights of the same operator read the whole input.
 
     Attributes:
       weight: an array.

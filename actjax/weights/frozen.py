@@ -41,8 +41,8 @@ class FrozenWeight(WrappedWeight):
         inner = value_of(self.weight)
         if isinstance(inner, Weight) and len(inner.parts()) > 1:
             raise TypeError(
-                f"a {type(inner).__name__} in a FrozenWeight: its weight is frozen already:"
-                f" pass the {type(inner).__name__} itself."
+                f"the weight of a {type(inner).__name__} is frozen already:"
+                f" pass the {type(inner).__name__} itself, not in a FrozenWeight."
             )
         return frozen(inner)
 
@@ -54,7 +54,7 @@ class FrozenWeight(WrappedWeight):
         return matmul(x, self.astype(x.dtype))
 
     def transposed_times(self, dz: jax.Array) -> jax.Array:
-        # Without the barrier XLA could keep what the forward pass decoded.
+        # Without the barrier XLA could keep the array that the forward pass decoded.
         weight, dz = jax.lax.optimization_barrier((self.weight, dz))
         return matmul(dz, weight.astype(dz.dtype).T)
 
@@ -63,5 +63,5 @@ class FrozenWeight(WrappedWeight):
 
 
 def frozen(weight: Any) -> FrozenWeight:
-    """Returns a weight as a `FrozenWeight`, which it may be already."""
+    """Returns a weight as a `FrozenWeight`; a `FrozenWeight` unchanged."""
     return weight if isinstance(weight, FrozenWeight) else FrozenWeight(weight)

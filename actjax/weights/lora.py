@@ -1,8 +1,8 @@
 """Low-rank adapters of frozen weights, and their outputs in two parts.
 
-LoRA (Hu et al., 2022): `y = x W + s (x A) B`, with `W` frozen. The gradients are those of the two
-thin matrices, `dB = (s x A)ᵀ dy` and `dA = xᵀ (s dy Bᵀ)`: `dA` reads the input as the codec stores
-it, and `x A` is kept as it is. `W` has no gradient, which saves a third of its products.
+LoRA (Hu et al., 2022): `y = x W + s (x A) B`, with `W` frozen. Only the two thin matrices have
+gradients, `dB = (s x A)ᵀ dy` and `dA = xᵀ (s dy Bᵀ)`. `dA` reads the decoded input; `x A` is kept
+as it is. That `W` has no gradient saves a third of its products.
 """
 
 import dataclasses
@@ -26,16 +26,15 @@ from actjax.weights.product import single_product
 class LoRA(WrappedWeight):
     """A frozen weight [d, n] with an adapter of rank r: `W + scale A B` (Hu et al., 2022).
 
-    A pytree, for `actjax.linear` and the operators that end in one, wherever a weight may stand.
-    Differentiate with respect to `a` and `b`.
+    A pytree that linear operators accept as a weight. Differentiate with respect to `a` and `b`.
 
     Attributes:
       weight: [d, n]; an array, or an `actjax.NF4Weight` (QLoRA, Dettmers et al., 2023).
       a: [d, r].
       b: [r, n].
-      key: randomness of the dropout; None for none.
+      key: randomness of the dropout; None for no dropout.
       scale: `alpha / r`. Static.
-      dropout: share of the adapter's inputs that are set to zero. Static.
+      dropout: share of the inputs of the adapter that are set to zero. Static.
     """
 
     weight: Any
@@ -51,7 +50,9 @@ class LoRA(WrappedWeight):
     def __getitem__(self, index: Any) -> "LoRA":
         # `param[...]` is how nnx reads the value of a variable.
         if index is not Ellipsis:
-            raise TypeError(f"only actjax operators read {self!r}: use `merged()` for the array.")
+            raise TypeError(
+                f"only linear operators of actjax read {self!r}: call `merged()` for the array."
+            )
         return self
 
     def merged(self, dtype: Any = None) -> jax.Array:
@@ -65,10 +66,10 @@ class LoRA(WrappedWeight):
         return dataclasses.replace(self, **values)
 
     def check(self, name: str) -> None:
-        """Raises unless the parts fit one another.
+        """Raises unless the parts fit together.
 
         Raises:
-          ValueError: shapes that do not fit, or a dropout out of range.
+          ValueError: shapes that do not fit, a dropout out of range, or a scale that is not finite.
           TypeError: factors that are not floating point.
         """
         check_floating(f"{name}.a", self.a)
@@ -103,11 +104,11 @@ class LoRA(WrappedWeight):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LowRankSum:
-    """An activation in two parts, `base + left right`: what an adapted weight gives.
+    """An activation in two parts, `base + left right`: the split output of an adapted weight.
 
-    A nonlinear operator that is given one stores a code of `base` alone: `left`, a few numbers a
-    token, is kept as it is, and the sum is made again in the backward pass (HyC-LoRA, 2025,
-    Algorithm 2). What the adapter has learned is then not lost to quantization.
+    A nonlinear operator stores a code of `base` only. It keeps `left`, a few numbers per token, as
+    it is, and computes the sum again in the backward pass (HyC-LoRA, 2025, Algorithm 2).
+    Quantization then does not touch what the adapter has learned.
 
     Attributes:
       base: [..., n].
@@ -126,7 +127,7 @@ class LowRankSum:
 
     @property
     def ndim(self) -> int:
-        """Axes of the activation."""
+        """Number of axes of the activation."""
         return self.base.ndim
 
     @property
@@ -135,9 +136,9 @@ class LowRankSum:
         return self.base.dtype
 
     def reshape(self, *shape: int) -> "LowRankSum":
-        """Returns it with the axis of features cut into several, or put together again."""
+        """Returns the sum with its axis of features split into several axes, or merged again."""
         return dataclasses.replace(self, base=self.base.reshape(*shape))
 
     def value(self, name: str = "adapter") -> jax.Array:
-        """Returns the activation; of it `left` is held, and `actjax.explain` calls it `name`."""
+        """Returns the activation, and holds `left`, which has this name in `actjax.explain`."""
         return self.base + single_product(name, self.left, self.right).reshape(self.base.shape)

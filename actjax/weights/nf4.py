@@ -1,8 +1,8 @@
 """Frozen weights in 4-bit NormalFloat with double-quantized scales (QLoRA).
 
-Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs" (2023), section 3: 16 levels that
-are quantiles of the normal distribution, a scale for each block of 64 weights, and these scales
-themselves in 8 bits, a scale for 256 of them: 4.13 bits a weight.
+Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs" (2023), section 3: 16 levels, which
+are quantiles of the normal distribution; a scale for each block of 64 weights; the scales in 8
+bits, with a scale for each 256 of them. Together 4.13 bits per weight.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from actjax.weights.base import Weight
 from actjax.weights.frozen import FrozenWeight
 
 BLOCK = 64
-"""Weights that share a scale: inputs of one output."""
+"""Number of weights that share a scale; they belong to inputs of one output."""
 _SCALE_BLOCK = 256
 
 
@@ -27,8 +27,9 @@ _SCALE_BLOCK = 256
 def levels() -> np.ndarray:
     """Returns the 16 levels of NF4 in [-1, 1], ascending, float32 (QLoRA, appendix E).
 
-    Quantiles of the normal distribution at even distances, eight below zero and nine above with
-    zero in both, divided by the largest. The outermost is between those of 15 and of 16 values.
+    They are quantiles of the normal distribution at equally spaced probabilities, eight up to zero
+    and nine from zero on, divided by the largest. The outermost probability is the mean of those
+    for 15 and for 16 levels.
     """
     offset = 1 - (1 / 30 + 1 / 32) / 2
     quantile = statistics.NormalDist().inv_cdf
@@ -41,19 +42,19 @@ def levels() -> np.ndarray:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class NF4Weight(Weight):
-    """A weight [d, n] in 4-bit NormalFloat. Has no gradient.
+    """A weight [d, n] in 4-bit NormalFloat. It has no gradient.
 
-    Storage: half a byte a weight, each column filled up to 64; a byte for each of the
-    ceil(d / 64) n scales, 4 bytes for 256 of them, and 4 bytes.
-    Error: at most 0.152 of the largest weight of a block, half the widest gap, and the 8-bit error
-    of that scale.
+    Storage: half a byte per weight, with each column padded to a multiple of 64; a byte for each of
+    the ceil(d / 64) n scales, 4 bytes for each 256 of them, and 4 bytes.
+    Error: at most 0.152 of the largest weight of a block, half the widest gap between levels, plus
+    the 8-bit error of its scale.
 
     Attributes:
-      codes: two to a byte, [blocks, 32, n] uint8: rows i and i + 32 of a block.
-      scales: largest magnitudes of the blocks less their mean, in 8 bits, [blocks * n].
-      mean: of the largest magnitudes, float32.
+      codes: [blocks, 32, n] uint8; a byte holds rows i and i + 32 of a block.
+      scales: largest magnitudes of the blocks minus their mean, in 8 bits, [blocks * n].
+      mean: mean of the largest magnitudes, float32.
       features: d. Static.
-      dtype: of the weight when it is read. Static.
+      dtype: dtype of the decoded weight. Static.
     """
 
     codes: Any
@@ -64,11 +65,11 @@ class NF4Weight(Weight):
 
     @classmethod
     def quantize(cls, weight: jax.Array) -> "NF4Weight":
-        """Returns a weight [d, n] in 4 bits; all NaN where a number in it is not finite.
+        """Returns a weight [d, n] in 4 bits. If a number is not finite, all of it decodes to NaN.
 
         Raises:
-          ValueError: another shape.
-          TypeError: no floating point numbers.
+          ValueError: the weight is empty, or not a matrix.
+          TypeError: the weight is not floating point.
         """
         shape = jnp.shape(weight)
         if len(shape) != 2:
@@ -81,12 +82,12 @@ class NF4Weight(Weight):
         blocks = jnp.pad(weight.astype(jnp.float32), ((0, -d % BLOCK), (0, 0)))
         blocks = blocks.reshape(-1, BLOCK, n)
         largest = jnp.abs(blocks).max(1)
-        # XLA's maximum may pass over a NaN, and where there is one no code is of anything.
+        # The maximum of XLA may ignore a NaN. With one, every code would be meaningless.
         mean = jnp.where(jnp.isfinite(weight).all(), largest.mean(), jnp.nan)
         like = blockwise_zeros((largest.size,), "float32", unsigned=False, block=_SCALE_BLOCK)
         scales = like.encode((largest - mean).reshape(-1))
-        # By the scales as they will be read: what was largest is then not at the last level, but
-        # the error of all others is less.
+        # Weights are divided by the decoded scales: the largest weight is then not at the last
+        # level, but the error of all others is smaller.
         unit = blocks / _nonzero(_largest(scales, mean, n))[:, None]
         middles = (levels()[1:] + levels()[:-1]) / 2
         codes = jnp.searchsorted(jnp.asarray(middles), unit).astype(jnp.uint8)
@@ -94,17 +95,17 @@ class NF4Weight(Weight):
         return cls(first | second << 4, scales, mean, d, jnp.dtype(weight.dtype))
 
     def __repr__(self) -> str:
-        # Of a tree of something else than arrays there is no shape.
+        # In a tree of other leaves than arrays there is no shape.
         return f"NF4Weight{list(self.shape) if hasattr(self.codes, 'shape') else ''}"
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the weight, with axes that were stacked before [d, n]."""
+        """Shape of the weight: stacked axes, if any, before [d, n]."""
         return (*self.codes.shape[:-3], self.features, self.codes.shape[-1])
 
     @property
     def ndim(self) -> int:
-        """Axes of the weight."""
+        """Number of axes of the weight."""
         return len(self.shape)
 
     @property
@@ -115,7 +116,7 @@ class NF4Weight(Weight):
     def __getitem__(self, index: Any) -> "NF4Weight":
         # `param[...]` is how nnx reads the value of a variable.
         if index is not Ellipsis:
-            raise TypeError(f"{self!r} has no items: use `.astype(dtype)` for the array.")
+            raise TypeError(f"{self!r} cannot be indexed: call `.astype(dtype)` for the array.")
         return self
 
     def opened(self) -> FrozenWeight:

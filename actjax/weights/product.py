@@ -34,12 +34,12 @@ def product(
     """Returns `x w + b` for each weight and bias, and keeps one code of `x`.
 
     Args:
-      name: what `actjax.explain` calls the input.
+      name: the name of the input in `actjax.explain`.
       x: [..., d].
       weights: [d, n_i] each.
       biases: [n_i] or None each.
       key: randomness of the encoding; None if the codec draws none.
-      codec: what is kept of `x`.
+      codec: stores `x`.
 
     Returns:
       [..., n_i] in the dtype of `x` each.
@@ -56,10 +56,10 @@ def single_product(name: str, x: jax.Array, w: Any) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Product(Operator):
-    """The products as an operator of one activation, `others` being (weights, biases, key).
+    """The products as an operator of one activation, with (weights, biases, key) as `others`.
 
     Attributes:
-      rank: of the factored gradients of the weights; None if these are dense.
+      rank: rank of the factored gradients of the weights; None if they are dense.
     """
 
     rank: int | None
@@ -91,7 +91,7 @@ class _Product(Operator):
     def backward(self, codes, codecs, held, cotangent):
         (code, basis), (codec,), (weights, biases), dzs = codes, codecs, held, cotangent
         if not isinstance(codec, Exact):
-            # XLA could else decode early, and the inputs of many layers at once.
+            # Without the barrier XLA could decode early, and the inputs of many layers at once.
             code, dzs = jax.lax.optimization_barrier((code, dzs))
         dx = input_grad(weights, dzs)
         stored = StoredInput(codec, code, basis)
@@ -109,7 +109,7 @@ def _biased(z: jax.Array, bias: jax.Array | None, dtype: Any) -> jax.Array:
 def _keep_input(
     name: str, x: jax.Array, weights: Weights, key: jax.Array | None, codec: Codec
 ) -> tuple[jax.Array, Any, jax.Array | None]:
-    """Returns `x` to compute with, its code, and the basis of this code if a gradient reads it."""
+    """Returns `x` for the forward pass, its code, and the basis if a gradient reads it."""
     given = [found for w in weights if (found := w.input_basis()) is not None]
     if not given:
         return *keep(x, codec, key, "linear", name), None
@@ -117,7 +117,7 @@ def _keep_input(
     basis, bits = given[0]
     x, code = encoded_first(x, in_basis.encode(x, basis, bits))
     code = name_code(code, x, in_basis.describe(basis, bits), "linear", name)
-    # Only a weight that is not tapped needs the basis, for its gradient in full.
+    # Only the full gradient of a weight that is not tapped needs the basis.
     return x, code, basis if len(given) < len(weights) else None
 
 
@@ -131,11 +131,11 @@ def joined_products(
     """Returns the outputs of a linear operator whose weights may have several parts.
 
     Args:
-      run: the operator. It gets the parts of all weights, which share what it stores of its input.
+      run: the operator. It gets the parts of all weights, which share its stored input.
       weights: [d, n_i] each.
       biases: [n_i] or None each.
       split: whether an adapted weight gives an `actjax.LowRankSum`.
-      name: what `actjax.explain` calls the input.
+      name: the name of the input in `actjax.explain`.
     """
     first = tuple(w.parts()[0] for w in weights)
     more = tuple(w.parts()[1:] for w in weights)

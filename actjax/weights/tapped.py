@@ -1,4 +1,4 @@
-"""Weights on their way to a linear operator that returns their gradient in two factors.
+"""Weights whose gradient comes in two factors.
 
 JAX wants a cotangent shaped like its primal, so a factored gradient cannot be the cotangent of a
 weight. It can be the cotangent of two zero arrays shaped like its factors, *taps*, that travel with
@@ -25,12 +25,12 @@ class TappedWeight(WrappedWeight, Holdable):
 
     Attributes:
       weight: [d, n]. Its cotangent is zero.
-      left: zeros, [d, k]; None if another weight of the same operator has it, or `basis` is given.
+      left: zeros, [d, k]; None if another weight of the same operator has this tap, or if `basis`
+        is given.
       right: zeros, [k, n].
-      basis: [d, k] if the operator is to store its input in that basis, else None.
-      path: where the weight is in the parameters, for messages. Static.
-      bits: what the coordinates in the basis are stored in: 16 for the dtype of the input, or 8.
-        Static.
+      basis: [d, k] if the operator stores its input in this basis, else None.
+      path: path of the weight in the parameters, for messages. Static.
+      bits: bits of a stored coordinate in the basis: 16 for the dtype of the input, or 8. Static.
     """
 
     weight: Any
@@ -44,7 +44,7 @@ class TappedWeight(WrappedWeight, Holdable):
         return f"TappedWeight({self.path})"
 
     def astype(self, dtype: Any) -> "TappedWeight":
-        """Returns it with the weight cast. Its gradient keeps the dtype of the parameter."""
+        """Returns the weight cast to a dtype. The gradient keeps the dtype of the parameter."""
         return dataclasses.replace(self, weight=self.weight.astype(dtype))
 
     def __getitem__(self, index: Any) -> "TappedWeight":
@@ -54,8 +54,8 @@ class TappedWeight(WrappedWeight, Holdable):
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError(
             f"the weight `{self.path}` has a factored gradient, so only `actjax.linear` and"
-            " `actjax.qkv_projection` can read it, and only `.astype` cast it: use these, give the"
-            " operator codec=Exact(), or differentiate with jax.value_and_grad."
+            " `actjax.qkv_projection` can read it, and only `.astype` can cast it: use these, give"
+            " the operator codec=Exact(), or differentiate with jax.value_and_grad."
         )
 
     __array__ = __jax_array__ = __add__ = __radd__ = __mul__ = __rmul__ = __matmul__ = _refuse
@@ -63,7 +63,7 @@ class TappedWeight(WrappedWeight, Holdable):
 
     @property
     def T(self) -> NoReturn:  # noqa: N802
-        """No transpose: no operator could give it a gradient."""
+        """Raises: no operator could return a gradient of the transpose."""
         self._refuse()
 
     def input_basis(self) -> tuple[jax.Array, int] | None:
@@ -103,7 +103,7 @@ class HeldWeight(WrappedWeight, Held):
       weight: [d, n].
       basis: as in `TappedWeight`; None also where the backward pass does not read it.
       left: shape and dtype of the tap; None if there is none. Static.
-      right: likewise. Static.
+      right: shape and dtype of the tap. Static.
       path: as in `TappedWeight`. Static.
       bits: as in `TappedWeight`. Static.
     """

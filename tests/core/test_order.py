@@ -1,8 +1,8 @@
-"""Codes are made before what follows is computed, and decoded when their gradient is there.
+"""Tests of the order of operations: encode before the next layer, decode when its gradient arrives.
 
-XLA may reorder all that does not depend on one another. It encodes, or decodes, the arrays of many
-layers in one fusion where it can, and keeps them all as floats until then: so data dependences are
-what holds memory down in layers that are written out one after the other.
+XLA may reorder independent operations. Where it can, it encodes or decodes the arrays of many
+layers in one fusion, and holds all of them as floats until then. In layers that are written out one
+after the other, data dependences keep the memory low.
 """
 
 import jax
@@ -60,7 +60,7 @@ LAYERS = (
 
 
 def programs(layer):
-    """Returns two layers, written out, as programs: with what they keep, and the pullback of it."""
+    """Returns the forward program of two layers, with its residuals, and the backward program."""
     arguments = jnp.ones((16, 8)), (jnp.eye(8), jnp.eye(8)), jax.random.key(0)
     structure = []
 
@@ -79,10 +79,10 @@ def programs(layer):
         return jax.tree.unflatten(structure[0], leaves)(dy)
 
     y, leaves = jax.eval_shape(forward, *arguments)
-    return written_out(forward, *arguments), written_out(backward, leaves, y)
+    return inlined(forward, *arguments), inlined(backward, leaves, y)
 
 
-def written_out(fun, *args):
+def inlined(fun, *args):
     leaves = jax.tree.leaves(args)
     traced = jax.make_jaxpr(fun)(*args)
     return jax.make_jaxpr(lambda *x: run_inlined(traced, x, custom=True))(*leaves).jaxpr
@@ -93,7 +93,7 @@ def is_packed(x):
 
 
 def needed_by(jaxpr, variable):
-    """Returns all variables that one follows from."""
+    """Returns all variables that a variable depends on."""
     makers = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
     needed, waiting = set(), [variable]
     while waiting:
@@ -121,7 +121,7 @@ def test_the_output_waits_for_every_code(layer):
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_no_code_is_read_before_the_gradient_of_what_follows(layer):
+def test_no_code_is_read_before_the_gradient_of_the_next_layer(layer):
     _, backward = programs(layer)
     *leaves, dy = backward.invars
     assert any(map(is_packed, leaves))
@@ -133,7 +133,7 @@ def test_no_code_is_read_before_the_gradient_of_what_follows(layer):
             assert not any(map(is_packed, eqn.invars)), eqn
 
 
-def test_within_a_function_a_layer_waits_for_the_codes_of_those_before():
+def test_inside_a_function_a_layer_waits_for_the_codes_of_earlier_layers():
     def two(x, weights):
         for w in weights:
             x = jnp.tanh(x @ w)
@@ -146,6 +146,6 @@ def test_within_a_function_a_layer_waits_for_the_codes_of_those_before():
         y, pullback = jax.vjp(lambda *a: layers(*a, key), x, weights)
         return y, jax.tree.leaves(pullback)
 
-    jaxpr = written_out(forward, jnp.ones((16, 8)), (jnp.eye(8), jnp.eye(8)), jax.random.key(0))
+    jaxpr = inlined(forward, jnp.ones((16, 8)), (jnp.eye(8), jnp.eye(8)), jax.random.key(0))
     _, second = (e for e in jaxpr.eqns if e.primitive.name == "dot_general")
     assert any(is_packed(x) for x in needed_by(jaxpr, second.outvars[0]))

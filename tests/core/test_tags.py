@@ -1,4 +1,4 @@
-"""Tests of actjax/tags.py: a tag survives being a name, and changes nothing else."""
+"""Tests of actjax/_core/tags.py: tags are names of arrays, and change nothing else."""
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ def test_foreign_names_give_none(text):
 
 
 @pytest.mark.parametrize("change", [lambda s: "x" + s, lambda s: s + "x", lambda s: s[1:]])
-def test_nearly_a_tag_is_foreign(change):
+def test_malformed_tags_give_none(change):
     name = Tag("linear", "input", "Exact()", (2,), "float32", 0, 2).encode()
     assert Tag.decode(name) is not None
     assert Tag.decode(change(name)) is None
@@ -54,7 +54,7 @@ def names(fun, *args) -> list[Tag | None]:
     return [Tag.decode(eqn.params["name"]) for eqn in eqns if eqn.primitive.name == "name"]
 
 
-def test_an_exact_input_is_tagged_where_it_is_read_and_held_untagged():
+def test_an_exact_input_is_tagged_for_the_forward_pass_only():
     x = jnp.ones((2, 3))
     for array in keep(x, Exact(), None, "linear", "input"):
         np.testing.assert_array_equal(array, x)
@@ -65,7 +65,7 @@ def test_an_exact_input_is_tagged_where_it_is_read_and_held_untagged():
     assert found == [Tag("linear", "input", "Exact()", (2, 3), "float32", 0, 6)]
 
 
-def test_each_array_of_a_code_is_tagged_with_the_shape_it_stands_for():
+def test_each_array_of_a_code_is_tagged_with_the_encoded_shape():
     x, codec, key = jnp.ones((4, 3), jnp.bfloat16), RandomProjection(2), jax.random.key(0)
     forward, code = keep(x, codec, key, "linear", "qkv input")
     np.testing.assert_array_equal(forward, x)
@@ -75,7 +75,7 @@ def test_each_array_of_a_code_is_tagged_with_the_shape_it_stands_for():
     assert found == [tag, Tag(**{**vars(tag), "leaf": 1, "leaf_size": 2})]
 
 
-def test_an_output_is_returned_and_held_as_one_array():
+def test_an_output_is_returned_and_stored_as_one_array():
     assert names(lambda y: keep_output(y, "attention", "output"), jnp.ones(3)) == [
         Tag("attention", "output", "Exact()", (3,), "float32", 0, 3)
     ]

@@ -1,17 +1,16 @@
-"""Tests of actjax/programs.py: a function as a program is the same function."""
+"""Tests of actjax/_jaxpr/programs.py: a traced function computes what the function computes."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.extend import core, source_info_util
 
-from actjax._jaxpr.equations import called, run_equation
-from actjax._jaxpr.one_way import passing_one_way
 from actjax._jaxpr.programs import close, run_inlined
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((4, 3)), "float32")
+
+
 C = jnp.asarray(np.random.default_rng(1).standard_normal(3), "float32")
 
 
@@ -25,10 +24,7 @@ def same(got, want) -> None:
         np.testing.assert_array_equal(a, b)
 
 
-# Closing.
-
-
-def test_what_is_read_is_passed():
+def test_a_closed_program_takes_its_constants_as_inputs():
     closed = close(lambda tree: {"y": jnp.sin(tree["x"]) * C, "none": None}, ({"x": X},))
     assert [c.shape for c in closed.constants] == [C.shape]
     assert [a.shape for a in closed.arguments] == [X.shape]
@@ -61,11 +57,11 @@ def test_a_function_is_traced_once():
 def test_odd_functions_are_closed(fun, args):
     closed = close(fun, args)
     got = closed.unflatten(closed.run(closed.constants, closed.arguments))
-    # Op by op or fused: a rounding or two.
+    # The function runs operation by operation, the program fused: they may differ by a rounding.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, fun(*args))
 
 
-def test_tracers_of_all_kinds_are_constants():
+def test_tracers_may_be_constants():
     def outer(c, x):
         closed = close(lambda y: jnp.sin(y) * c, (x,))
         assert any(constant is c for constant in closed.constants)
@@ -86,7 +82,7 @@ def tripled(x):
 tripled.defvjp(lambda x: (jnp.sin(x), jnp.cos(x)), lambda cos, g: (3 * g * cos,))
 
 
-def test_rules_of_differentiation_stay_under_a_scan():
+def test_custom_rules_stay_under_a_scan():
     def layer(x, w):
         def fun(x):
             return tripled(x * w)
@@ -99,9 +95,6 @@ def test_rules_of_differentiation_stay_under_a_scan():
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
-# Running.
-
-
 def nested(x):
     inner = jax.jit(lambda y: jnp.sin(y) * C)
     table = np.arange(3.0, dtype="float32")
@@ -109,7 +102,7 @@ def nested(x):
     return [*y, lax.cond(x[0, 0] > 0, jnp.cos, jnp.exp, x), lax.sort_key_val(x, x)[1]]
 
 
-def test_calls_are_written_out():
+def test_calls_are_inlined():
     program = jax.make_jaxpr(nested)(X)
     assert "jit" in primitives(nested, X)
     for custom in (False, True):
@@ -119,7 +112,7 @@ def test_calls_are_written_out():
         assert ("custom_jvp_call" in names) == (not custom)
         assert "cond" in names
         jax.tree.map(
-            # Op by op or fused.
+            # Operation by operation or fused.
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), run(X), nested(X)
         )  # fmt: skip
 
@@ -129,14 +122,14 @@ def test_constants_of_a_program_are_read():
     np.testing.assert_allclose(run_inlined(program, [X])[0], X * C + 1, rtol=1e-6)
 
 
-def test_rules_of_their_own_are_kept_for_differentiation():
+def test_custom_rules_are_kept_for_differentiation():
     program = jax.make_jaxpr(lambda x: jax.jit(tripled)(x))(X)
     for custom, factor in ((False, 3), (True, 1)):
         run = lambda x: run_inlined(program, [x], custom=custom)[0].sum()  # noqa: E731
         np.testing.assert_allclose(jax.grad(run)(X), factor * jnp.cos(X), rtol=1e-6)
 
 
-def test_a_handler_is_offered_all_but_calls_and_may_decline():
+def test_a_handler_gets_all_equations_but_calls_and_may_decline():
     program = jax.make_jaxpr(lambda x: jax.jit(lambda y: jnp.sin(jax.jit(jnp.tanh)(y)) * 2)(x))(X)
     offered = []
 
@@ -149,7 +142,7 @@ def test_a_handler_is_offered_all_but_calls_and_may_decline():
     np.testing.assert_allclose(got, (jnp.tanh(X) + 1) * 2, rtol=1e-6)
 
 
-def test_a_handler_reaches_into_rules_of_their_own_if_these_are_written_out():
+def test_a_handler_gets_equations_of_inlined_custom_rules():
     program = jax.make_jaxpr(lambda x: tripled(x) + jax.nn.relu(x))(X)
     for custom in (False, True):
         offered = []
@@ -162,97 +155,3 @@ def test_an_output_may_be_an_argument_or_a_number():
     y, two, x, z, one = run_inlined(program, [X, C])
     assert (y is C, x is X, z is X) == (True, True, True)
     assert (two, one) == (2.0, 1)
-
-
-# Equations.
-
-
-def equation(fun, *args) -> core.JaxprEqn:
-    return jax.make_jaxpr(fun)(*args).eqns[0]
-
-
-def test_an_equation_returns_a_list():
-    (got,) = run_equation(equation(jnp.sin, X), [X])
-    np.testing.assert_array_equal(got, jnp.sin(X))
-    values, indices = run_equation(equation(lambda x: lax.top_k(x, 2), X), [X])
-    same([values, indices], list(lax.top_k(X, 2)))
-
-
-def test_an_equation_comes_from_its_line():
-    eqn = equation(lambda x: jnp.sin(x), X)
-    again = jax.make_jaxpr(lambda x: run_equation(eqn, [x]))(X).eqns[0]
-    where = source_info_util.summarize(eqn.source_info)
-    assert "test_programs.py" in where
-    assert source_info_util.summarize(again.source_info) == where
-
-
-def test_an_equation_keeps_its_scope_within_that_of_its_run():
-    def fun(x):
-        with jax.named_scope("mine"):
-            return jnp.sin(x)
-
-    eqn = equation(fun, X)
-
-    def outer(x):
-        with jax.named_scope("outer"):
-            return run_equation(eqn, [x])
-
-    assert str(equation(outer, X).source_info.name_stack) == "outer/mine"
-
-
-def test_an_equation_keeps_the_settings_it_was_traced_under():
-    def fun(key):
-        with jax.threefry_partitionable(False):
-            return jax.random.bits(key, (2, 3))
-
-    key = jax.random.key(0)
-    with jax.threefry_partitionable(True):
-        program = jax.make_jaxpr(fun)(key)
-        np.testing.assert_array_equal(run_inlined(program, [key])[0], fun(key))
-
-
-def test_what_is_a_call():
-    jitted = equation(jax.jit(jnp.sin), X)
-    body = called(jitted)
-    assert [eqn.primitive.name for eqn in body.eqns] == ["sin"]
-    custom = equation(tripled, X)
-    assert called(custom) is None
-    assert [eqn.primitive.name for eqn in called(custom, custom=True).eqns] == ["sin"]
-    others = equation(jnp.sin, X), equation(jax.checkpoint(jnp.sin), X)
-    loop = equation(lambda x: lax.scan(lambda c, _: (c, c), x, None, 2), X)
-    for eqn in (*others, loop):
-        assert called(eqn) is None
-        assert called(eqn, custom=True) is None
-
-
-# Operations without a derivative.
-
-
-def _loop(x):
-    return lax.while_loop(lambda z: jnp.sum(z) > 1, lambda z: z / 2, x)
-
-
-@pytest.mark.parametrize(
-    ("fun", "want"),
-    [
-        (lambda a, b: _loop(a) + b, {0: "while"}),
-        (lambda a, b: jax.jit(lambda b, a: _loop(a) + b)(b, jnp.sin(a)), {0: "while"}),
-        (lambda a, b: lax.cond(b.sum() > 0, lambda a, b: _loop(b), jnp.add, a, b), {1: "while"}),
-        (lambda a, b: _loop(lax.stop_gradient(a)) + b, {}),
-        (lambda a, b: lax.scan(lambda c, b: (c + b, _loop(b)), a, b[None]), {1: "while"}),
-        # What enters the loop in one iteration was made of all the others.
-        (
-            lambda a, b: lax.scan(lambda c, _: (c[::-1] * b, _loop(c)), a, None, 3),
-            dict.fromkeys((0, 1), "while"),
-        ),
-        # The first of a pair becomes the second, and that the third: only this enters the loop.
-        (
-            lambda a, b: lax.scan(lambda c, _: ((*c[:1], *c[:2]), _loop(c[2])), (a, b, b), None, 3),
-            dict.fromkeys((0, 1), "while"),
-        ),
-        (lambda a, b: jnp.sin(a) + b, {}),
-    ],
-)  # fmt: skip
-def test_what_passes_an_operation_without_a_derivative(fun, want):
-    jaxpr = jax.make_jaxpr(fun)(X, X).jaxpr
-    assert passing_one_way(jaxpr) == want

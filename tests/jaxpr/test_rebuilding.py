@@ -1,4 +1,4 @@
-"""Tests of actjax/rebuilding.py: what is kept is least, and all else follows from it to the bit."""
+"""Tests of actjax/_jaxpr/rebuilding.py: few arrays are stored, the others are rebuilt exactly."""
 
 import random
 from collections.abc import Callable
@@ -23,7 +23,7 @@ W = jnp.asarray(np.random.default_rng(1).standard_normal((8, 8)), "float32")
 
 
 class Program:
-    """A function whose outputs are the residuals, seen as a graph."""
+    """A function whose outputs are the residuals, as a graph."""
 
     def __init__(self, fun: Callable[..., Any], *args: Any, rebuild: bool = True) -> None:
         traced = jax.make_jaxpr(lambda *args: jax.tree.leaves(fun(*args)))(*args)
@@ -40,7 +40,7 @@ class Program:
             self.values |= zip(eqn.outvars, outputs, strict=True)
 
     def price(self, var: core.Var) -> int:
-        """Bytes; nothing for what is given."""
+        """Returns bytes, and 0 for arguments and constants."""
         return 0 if var in self.given else var.aval.size * var.aval.dtype.itemsize
 
     def choose(self, price=None) -> list[core.Var]:
@@ -50,7 +50,7 @@ class Program:
         return Graph(self.jaxpr, price or self.price, rebuild=self.rebuild)
 
     def makers(self, price=None) -> list[str]:
-        """Returns the primitives that made what is kept; "given" for arguments."""
+        """Returns the primitives that make the stored arrays, "given" for arguments."""
         names = {out: eqn.primitive.name for eqn in self.jaxpr.eqns for out in eqn.outvars}
         return [names.get(var, "given") for var in self.choose(price)]
 
@@ -64,7 +64,7 @@ def kept_of(fun, *args, **options) -> list[str]:
 
 
 def check_rebuilt(program: Program) -> None:
-    """All residuals follow from what is kept, to the bit."""
+    """Checks that all residuals follow from the stored arrays to the bit."""
     kept = {var: program.values[var] for var in program.choose()}
     for var, value in zip(program.residuals, program.rebuilt(kept), strict=True):
         np.testing.assert_array_equal(value, program.values[var])
@@ -84,66 +84,66 @@ def check_rebuilt(program: Program) -> None:
     ],
     ids=["elementwise", "statistics", "activations", "pieces", "constants"],
 )
-def test_what_follows_from_one_product_keeps_that_product(fun):
+def test_one_product_is_stored_if_all_residuals_follow_from_it(fun):
     program = Program(lambda x, w: (fun(x @ w), x @ w), X, W)
     program.residuals = program.residuals[:-1]
-    # The last output is another product of the same, of which nothing is asked.
+    # The last output is another product with the same inputs and not a residual.
     assert program.makers() == ["dot_general"]
     check_rebuilt(program)
 
 
-def test_what_costs_more_than_a_pass_is_not_rebuilt():
+def test_expensive_operations_are_not_rebuilt():
     assert kept_of(lambda x, w: jnp.exp(jnp.sin(x @ w) @ w)) == ["dot_general"]
     assert kept_of(lambda x, w: jnp.sin(jnp.sort(jnp.exp(x @ w), 1))) == ["sort"]
     assert kept_of(lambda x, w: jnp.sin(jnp.cumsum(x, 0))) == ["cumsum"]
 
 
-def test_residuals_are_kept_themselves_where_these_are_smaller():
+def test_residuals_are_stored_if_they_are_smaller_than_their_roots():
     assert kept_of(lambda x, w: jnp.sum(x @ w, 1)) == ["reduce_sum"]
     assert kept_of(lambda x, w: (x @ w)[:3]) == ["slice"]
-    # Fourteen of 16 rows, one by one in two parts: less than the product. All of them: as much.
+    # Two parts with 14 of 16 rows take less than the product; with all rows they take as much.
     halves = lambda x, w: (lambda h: (jnp.sin(h[:7]), h[7:14]))(x @ w)  # noqa: E731
     assert kept_of(halves) == ["sin", "slice"]
     wholes = lambda x, w: (lambda h: (jnp.sin(h[:8]), h[8:]))(x @ w)  # noqa: E731
     assert kept_of(wholes) == ["dot_general"]
-    # Of three that overlap two roots are less.
+    # Two roots take less than three residuals that follow from them.
     both = lambda x, w: (lambda a, b: (a * b, a * jnp.sin(b), b))(x @ w, jnp.cumsum(x, 0))  # noqa: E731
     assert sorted(kept_of(both)) == ["cumsum", "dot_general"]
 
 
-def test_an_equal_price_keeps_the_root():
+def test_at_equal_price_the_root_is_stored():
     assert kept_of(lambda x, w: jnp.exp(x @ w)) == ["dot_general"]
     assert kept_of(lambda x, w: (x @ w) * jnp.cumsum(x, 0)) == ["mul"]
 
 
-def test_what_is_alive_is_free():
+def test_arrays_that_are_alive_are_free():
     assert kept_of(lambda x, w: (jnp.exp(x), jnp.tanh(x) * x)) == ["given"]
     assert set(kept_of(lambda x, w: jnp.exp(x @ w) * jnp.sin(x))) == {"given", "dot_general"}
     table = jnp.arange(8.0)
     assert kept_of(lambda x: jnp.sin(x * table), X) == ["given", "given"]
     program = Program(lambda x: jnp.exp(x), X)
     assert program.choose() == list(program.jaxpr.invars)
-    # If it dies, it costs as much as what is made of it.
+    # Where the argument is not alive it costs as much as a residual of its size.
     bytes_of = lambda var: var.aval.size * 4  # noqa: E731
     assert program.makers(bytes_of) == ["given"]
     assert Program(lambda x: jnp.sum(x, 0), X).makers(bytes_of) == ["reduce_sum"]
 
 
-def test_what_is_alive_does_not_tie_residuals_together():
+def test_arrays_that_are_alive_do_not_connect_residuals():
     def fun(x, w):
         a, b = x @ w, jnp.cumsum(x, 0)
         return a * x, jnp.exp(a), jnp.sum(b * x)
 
-    # Together the roots would be 1,024 bytes, and the residuals 1,028.
+    # Together the roots would take 1,024 bytes and the residuals 1,028.
     assert set(kept_of(fun)) == {"given", "dot_general", "reduce_sum"}
 
 
-def test_a_cast_of_what_is_alive_is_free_too():
+def test_a_cast_of_an_array_that_is_alive_is_free():
     assert kept_of(lambda x: x.astype("bfloat16"), X) == ["given"]
     assert kept_of(lambda x: jnp.exp(x.astype("bfloat16")) * 2, X) == ["given"]
 
 
-def test_a_narrower_copy_of_a_product_is_kept_and_not_the_product():
+def test_a_narrower_copy_is_stored_instead_of_the_product():
     def fun(x, w):
         h = (x @ w).astype("bfloat16")
         return jnp.exp(h), h.astype("float32")
@@ -168,15 +168,15 @@ def test_a_narrower_copy_of_a_product_is_kept_and_not_the_product():
     ],
     ids=["sum", "difference", "within", "bias", "of itself", "gated", "product", "constants"],
 )
-def test_a_sum_of_two_large_values_is_a_value_of_its_own(fun, want):
+def test_a_sum_of_two_large_values_is_a_root(fun, want):
     def residuals(x, w):
         y = fun(x @ w, jnp.cumsum(x, 0))
-        return y, jnp.cos(y)  # Two, so that two roots are as cheap.
+        return y, jnp.cos(y)  # Two residuals cost as much as two roots.
 
     assert sorted(kept_of(residuals)) == want
 
 
-def test_a_long_stream_does_not_add_errors_up():
+def test_errors_do_not_accumulate_along_a_residual_stream():
     def fun(x, w):
         h, found = x @ w, []
         for _ in range(3):
@@ -189,31 +189,31 @@ def test_a_long_stream_does_not_add_errors_up():
     assert all(len(program.graph()._roots[var]) == 1 for var in program.residuals)
 
 
-def test_the_choice_is_the_same_each_time():
+def test_the_choice_is_deterministic():
     def fun(x, w):
         a, b, c, d = x @ w, jnp.cumsum(x, 0), jnp.sort(x, 1), jnp.cumprod(x, 1)
         return a * b, b * c, c * d, d * a, a, b
 
     want = ["dot_general", "cumsum", "sort", "cumprod"]  # In the order of the program.
-    for _ in range(5):  # Hashes of variables are their addresses.
+    for _ in range(5):  # Variables hash by address, so sets have another order each time.
         program = Program(fun, X, W)
         assert program.makers() == want
         program.residuals = program.residuals[::-1] * 2
         assert program.makers() == want
 
 
-def test_of_no_residuals_nothing_is_kept():
+def test_without_residuals_nothing_is_stored():
     assert Program(lambda x: (), X).choose() == []
 
 
-def test_constants_are_made_again():
+def test_constants_are_rebuilt():
     program = Program(lambda x: (jnp.arange(5) * 2, jnp.ones(3), jnp.zeros((2, 2)).T), X)
     program.residuals = [x for x in program.residuals if isinstance(x, core.Var)]
     assert program.choose() == []
     check_rebuilt(program)
 
 
-def test_views_alone_without_rebuilding():
+def test_without_rebuilding_views_are_stored_once():
     def views(x, w):
         h = jnp.exp(x @ w)
         return h, h.T, h.reshape(4, 32), h[None], h[::-1], h[3:], jnp.broadcast_to(h, (2, 16, 8))
@@ -224,7 +224,7 @@ def test_views_alone_without_rebuilding():
     check_rebuilt(Program(views, X, W, rebuild=False))
 
 
-def test_a_wider_copy_is_a_view_and_an_integer_is_none(x64):
+def test_a_wider_copy_is_a_view_and_an_integer_is_not(x64):
     def fun(x, w):
         h = jnp.exp(x @ w)
         return h.astype("float64"), h
@@ -241,7 +241,7 @@ def test_a_wider_copy_is_a_view_and_an_integer_is_none(x64):
 
 
 @pytest.mark.parametrize("rebuild", [True, False])
-def test_a_mask_from_lossy_values_is_kept_beside_them(rebuild):
+def test_a_mask_of_lossy_values_is_stored_beside_them(rebuild):
     def fun(x, w):
         h = x @ w
         return h > 0, jnp.sum(h, 1) < 1, (h * 8).astype("int32"), h
@@ -254,7 +254,7 @@ def test_a_mask_from_lossy_values_is_kept_beside_them(rebuild):
         np.testing.assert_array_equal(value, program.values[var])
 
 
-def test_a_mask_as_a_float_is_a_mask():
+def test_a_mask_of_floats_is_a_mask():
     def fun(x, w):
         h = x @ w
         return h, (h > 0).astype("float32"), jnp.sign(h)
@@ -266,7 +266,7 @@ def test_a_mask_as_a_float_is_a_mask():
         np.testing.assert_array_equal(value, program.values[var])
 
 
-def test_a_mask_from_what_is_alive_or_from_integers_is_rebuilt():
+def test_a_mask_of_arrays_that_are_alive_or_of_integers_is_rebuilt():
     def fun(x, key, labels):
         order = jnp.argsort(labels)
         keep = jax.random.bernoulli(key, 0.5, x.shape)
@@ -275,7 +275,7 @@ def test_a_mask_from_what_is_alive_or_from_integers_is_rebuilt():
     program = Program(fun, X, jax.random.key(3), jnp.arange(16)[::-1])
     floats = [var for var in program.choose() if jnp.issubdtype(var.aval.dtype, jnp.floating)]
     assert floats == [program.jaxpr.invars[0]]
-    # Of what is not given: the order alone, a byte each of the masks being more.
+    # Of the rest only the order is stored: the masks would take more, a byte each.
     assert sum(map(program.price, program.choose())) <= 16 * 4
     check_rebuilt(program)
 
@@ -283,7 +283,7 @@ def test_a_mask_from_what_is_alive_or_from_integers_is_rebuilt():
 # Names.
 
 
-def test_a_name_is_a_view_unless_it_is_that_of_a_code():
+def test_a_named_array_is_a_view_unless_it_is_a_code():
     named = lambda x, w: (lambda h: (checkpoint_name(h, "mine"), h))(x @ w)  # noqa: E731
     for rebuild in (True, False):
         assert kept_of(named, rebuild=rebuild) == ["dot_general"]
@@ -298,7 +298,7 @@ def test_a_name_is_a_view_unless_it_is_that_of_a_code():
     assert len(kept) == 3
 
 
-def test_what_is_a_view_of_what():
+def test_views():
     def fun(x, w):
         h = x @ w
         constant = checkpoint_name(jnp.zeros(3), "constant")
@@ -314,7 +314,7 @@ def test_what_is_a_view_of_what():
 # Rebuilding.
 
 
-def test_rebuilding_reads_what_is_kept_and_runs_what_is_needed(monkeypatch):
+def test_rebuilding_runs_only_the_equations_it_needs(monkeypatch):
     def fun(x, w):
         h = jnp.exp(x @ w)
         return jnp.sin(h) + 1, jnp.cos(h @ w)
@@ -338,14 +338,14 @@ def test_rebuilding_reads_what_is_kept_and_runs_what_is_needed(monkeypatch):
     assert len(asked) == len(set(asked)) == 3
 
 
-def test_a_kept_residual_is_read_and_not_rebuilt():
+def test_a_stored_residual_is_read_and_not_rebuilt():
     program = Program(lambda x, w: jnp.exp(x @ w), X, W)
     (var,) = program.residuals
     stored = program.graph().rebuild(var, lambda v: "stored" if v is var else None)
     assert stored == {var: "stored"}
 
 
-def test_what_is_kept_in_between_is_read():
+def test_stored_intermediate_values_are_read():
     program = Program(lambda x, w: jnp.exp(jnp.sin(x @ w)), X, W)
     sin = next(e.outvars[0] for e in program.jaxpr.eqns if e.primitive.name == "sin")
     got = program.rebuilt({sin: jnp.zeros_like(X), **dict.fromkeys(program.jaxpr.invars, 1.0)})
@@ -353,7 +353,7 @@ def test_what_is_kept_in_between_is_read():
 
 
 def random_program(seed: int) -> Callable[..., Any]:
-    """A few operations, cheap and not, and some of the values of these."""
+    """Returns a function of a few cheap and expensive operations and some of their values."""
     draw = random.Random(seed)
     one = [
         jnp.exp, jnp.sin, jnp.transpose, lambda h: h[::-1], lambda h: h.astype("bfloat16") + 1,
@@ -383,17 +383,17 @@ def random_program(seed: int) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("rebuild", [True, False])
 @pytest.mark.parametrize("seed", range(10))
-def test_of_random_programs_all_is_rebuilt_from_no_more(seed, rebuild):
+def test_random_programs_are_rebuilt_from_no_more_bytes(seed, rebuild):
     draw = np.random.default_rng(seed)
     args = [jnp.asarray(draw.standard_normal((8, 8)), "float32") for _ in range(3)]
     program = Program(random_program(seed), *args, rebuild=rebuild)
-    program.given.discard(program.jaxpr.invars[seed % 3])  # Which dies.
+    program.given.discard(program.jaxpr.invars[seed % 3])  # One argument is not alive.
     kept = program.choose()
     assert len(set(kept)) == len(kept)
     least = sum(map(program.price, dict.fromkeys(program.residuals)))
     assert sum(map(program.price, kept)) <= least
     check_rebuilt(program)
-    # Masks and integers do not depend on how well the rest is stored.
+    # Masks and integers do not depend on errors of stored floats.
     is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
     lossy = {var: program.values[var] for var in kept}
     lossy = {v: -x if is_float(x) and program.price(v) else x for v, x in lossy.items()}

@@ -1,4 +1,4 @@
-"""What the tests of operators share: inputs, RoPE tables, comparisons, and bytes that are held."""
+"""Helpers of the tests of operators: inputs, RoPE tables, comparisons, and sizes."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -47,7 +47,7 @@ def assert_equal(got: Any, want: Any) -> None:
 
 
 def assert_raises(errors: Mapping[str, Error]) -> None:
-    """Checks that each call raises its exception, with its message."""
+    """Checks that each call raises its exception with its message."""
     for case, (call, kind, message) in errors.items():
         with pytest.raises(kind) as raised:
             call()
@@ -55,25 +55,25 @@ def assert_raises(errors: Mapping[str, Error]) -> None:
 
 
 def pullback(fun: Callable[..., Any], *args: Any) -> Any:
-    """Returns shapes and dtypes of what the backward pass of `fun` holds. Compiles nothing."""
+    """Returns the shapes and dtypes that the backward pass of `fun` holds. Compiles nothing."""
     return jax.eval_shape(lambda *args: jax.vjp(fun, *args)[1], *args)
 
 
 def compiled_temporaries(fun: Callable[..., Any], *args: Any) -> int:
-    """Returns the bytes of temporaries of a compiled function of arrays or their shapes."""
+    """Returns the bytes of temporaries of a compiled function; `args` are arrays or shapes."""
     return jax.jit(fun).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
 def shaped(*shape: int, dtype: Any = "float32") -> jax.ShapeDtypeStruct:
-    """Returns the shape and dtype of an array that is not there."""
+    """Returns a shape and dtype in place of an array."""
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def assert_gradients_are_differences(fun: Callable[..., Any], *arguments: Any) -> None:
-    """Compares the gradient of each argument by itself with central differences. In float64.
+    """Compares the gradient of each argument with central differences, in float64.
 
-    With steps of 1e-5 truncation and cancellation err by about 1e-10 each. One program computes
-    everything: the function is compiled once for all its differences.
+    With steps of 1e-5 truncation and cancellation err by about 1e-10 each. One program computes all
+    differences.
     """
     step, rng = 1e-5, np.random.default_rng(0)
     leaves, treedef = jax.tree.flatten(jax.tree.map(np.asarray, arguments))

@@ -1,4 +1,4 @@
-"""The operators that end in a linear one, and their oracles, as a table."""
+"""Linear operators and operators with a rebuilt input, with their oracles, as a table."""
 
 import dataclasses
 import math
@@ -26,28 +26,27 @@ NEAREST = Quantized(4, group=3)  # The last group of 8 features is shorter.
 DITHER = Quantized(2, group=4, rounding="dither")
 BATCH, LENGTH, HEADS, KV_HEADS, SIZE = 2, 5, 4, 2, 2
 WIDTH = HEADS * SIZE
-"""Of the linear input, and of everything that is normalised or gated."""
+"""Features of the linear input, and of everything that is normalised or gated."""
 EPS = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
 class Operator:
-    """An operator that ends in a linear one.
+    """An operator that ends in a linear operator.
 
     Attributes:
       call: from activations, the scale of the norm (or None) and weights to outputs.
       first: from activations and scale to the linear input, by operators of actjax.
-      oracle: the same, in NumPy.
-      vjp: from activations, scale and cotangent to cotangents of the first two, in NumPy.
-      inputs: names of the activations.
-      shapes: of the activations.
+      oracle: from activations and scale to the linear input, in NumPy.
+      vjp: from activations, scale and cotangent to the cotangents of the first two, in NumPy.
+      shapes: shapes of the activations.
+      has_scale: whether the operator has a norm.
     """
 
     call: Callable[..., Any]
     first: Callable[..., Any]
     oracle: Callable[..., Any]
     vjp: Callable[..., Any]
-    inputs: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     has_scale: bool = False
 
@@ -100,7 +99,6 @@ def attention_case(causal: bool, rotates: bool, kv_heads: int = KV_HEADS) -> Ope
         lambda xs, _: attention(*xs, causal=causal, merge_heads=True, **rope()),
         lambda xs, _: oracle(*xs),
         lambda xs, _, dy: (vjp(*xs, dy), None),
-        ("q", "k", "v"),
         tuple((BATCH, LENGTH, heads, SIZE) for heads in (HEADS, kv_heads, kv_heads)),
     )
 
@@ -111,7 +109,6 @@ LINEAR = Operator(
     lambda xs, _: xs[0],
     lambda xs, _: xs[0],
     lambda xs, _, dy: ((dy,), None),
-    ("x",),
     (TOKENS,),
 )
 REBUILT = {
@@ -120,7 +117,6 @@ REBUILT = {
         lambda xs, scale: rms_norm(*xs, scale, eps=EPS),
         lambda xs, scale: oracles.rms_norm(*xs, scale, EPS),
         lambda xs, scale, dy: norm_vjp(*xs, scale, dy),
-        ("x",),
         (TOKENS,),
         has_scale=True,
     ),
@@ -129,7 +125,6 @@ REBUILT = {
         lambda xs, _: swiglu(*xs),
         lambda xs, _: oracles.swiglu(*xs),
         lambda xs, _, dy: (oracles.swiglu_vjp(*xs, dy), None),
-        ("gate", "up"),
         (TOKENS,) * 2,
     ),
     "attention": attention_case(causal=True, rotates=True),

@@ -326,7 +326,7 @@ def test_gradients_are_the_same_under_transformations():
 # Errors.
 
 
-def test_errors_name_the_argument_and_what_came():
+def test_errors_name_the_argument_and_its_value():
     h, w, y = problem()
     call = functools.partial(functools.partial, cross_entropy)
     assert_raises({

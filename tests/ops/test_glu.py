@@ -117,7 +117,7 @@ def test_gradients_are_the_same_under_transformations():
         assert_close(got, oracles.swiglu_vjp(gate, up, dy), 1e-5, 2e-5)
 
 
-def test_errors_name_the_argument_and_what_came():
+def test_errors_name_the_argument_and_its_value():
     x, integers = ones(3), ones(3, dtype=np.int32)
     floating = "must be a floating point array"
     assert_raises({

@@ -206,7 +206,7 @@ def test_bias_is_added_before_rounding():
 X, W = ones(6, 8), ones(8, 5)
 
 
-def test_errors_name_the_argument_and_what_came():
+def test_errors_name_the_argument_and_its_value():
     transposed, short, integers = ones(5, 8), ones(7, 5), ones(6, 8, dtype=np.int32)
     assert_raises({
         "transposed weight": (

@@ -150,7 +150,7 @@ def test_gradients_are_the_same_under_transformations():
         assert_close(got, oracles.rms_norm_vjp(x, scale, 1e-6, dy), 1e-5, 1e-5)
 
 
-def test_errors_name_the_argument_and_what_came():
+def test_errors_name_the_argument_and_its_value():
     assert_raises({
         "scale": (
             lambda: rms_norm(ones(2, 8), ones(7)),

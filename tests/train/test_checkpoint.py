@@ -1,3 +1,8 @@
+"""Checkpoints: equal bits after a restore, identities, damaged files."""
+
+import functools
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -12,7 +17,7 @@ IDENTITY = identity_of(model=MODEL, seed=0)
 
 @pytest.fixture(scope="module")
 def state():
-    return init_state(make_recipe(PretrainConfig(), MODEL))
+    return jax.jit(functools.partial(init_state, make_recipe(PretrainConfig(), MODEL)))()
 
 
 def like(state):
@@ -21,7 +26,7 @@ def like(state):
     )
 
 
-def test_what_is_saved_comes_back_bit_for_bit(tmp_path, state):
+def test_a_restored_state_has_equal_bits(tmp_path, state):
     first = Checkpoints(tmp_path, keep=2)
     assert first.latest_step() is None
     for step in (1, 2, 3):
@@ -44,7 +49,7 @@ def test_a_step_is_saved_once(tmp_path, state):
     checkpoints.close()
 
 
-def test_a_setting_newer_than_the_checkpoint_was_off_when_it_was_made(tmp_path, state):
+def test_a_setting_that_is_newer_than_the_checkpoint_counts_as_off(tmp_path, state):
     checkpoints = Checkpoints(tmp_path, keep=2)
     model = IDENTITY["model"]
     newer = ("qk_norm", "sliding_window")
@@ -56,7 +61,7 @@ def test_a_setting_newer_than_the_checkpoint_was_off_when_it_was_made(tmp_path, 
     checkpoints.close()
 
 
-def test_a_checkpoint_of_another_run_is_refused_with_what_differs(tmp_path, state):
+def test_a_checkpoint_of_another_run_is_refused_with_the_differences(tmp_path, state):
     checkpoints = Checkpoints(tmp_path, keep=2)
     checkpoints.save(1, state, {}, IDENTITY)
     other = {"model": IDENTITY["model"] | {"hidden_size": 48}, "seed": 0}
@@ -65,15 +70,26 @@ def test_a_checkpoint_of_another_run_is_refused_with_what_differs(tmp_path, stat
     checkpoints.close()
 
 
-def test_identity_is_plain_json():
-    import json
+def test_former_names_of_methods_in_an_identity_are_understood(tmp_path, state):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step, (former, now) in enumerate(
+        (("one of full rank", "any full-rank method"), ("frugal_subspace", "lean_subspace"))
+    ):
+        checkpoints.save(step, state, {}, {**IDENTITY, "optimizer": {"method": former}})
+        checkpoints.restore(step, like(state), {**IDENTITY, "optimizer": {"method": now}})
+        other = {**IDENTITY, "optimizer": {"method": "galore"}}
+        with pytest.raises(ValueError, match=f"optimizer.method: '{now}' there, 'galore' now"):
+            checkpoints.restore(step, like(state), other)
+    checkpoints.close()
 
+
+def test_identity_is_plain_json():
     assert json.loads(json.dumps(IDENTITY)) == IDENTITY
     assert IDENTITY["model"]["num_heads"] == 6
 
 
 @pytest.mark.parametrize("item", ["state", "data", "identity"])
-def test_a_truncated_checkpoint_is_named_and_what_is_left(tmp_path, state, item):
+def test_a_damaged_checkpoint_is_named_with_the_one_before_it(tmp_path, state, item):
     checkpoints = Checkpoints(tmp_path, keep=2)
     for step in (1, 2):
         checkpoints.save(step, state, {"next": step}, IDENTITY)
@@ -82,6 +98,6 @@ def test_a_truncated_checkpoint_is_named_and_what_is_left(tmp_path, state, item)
         if file.is_file() and file.stat().st_size:
             file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     again = Checkpoints(tmp_path, keep=2)
-    with pytest.raises(ValueError, match=r"checkpoints?.*2 cannot be read.*to go on from step 1\."):
+    with pytest.raises(ValueError, match=r"2 cannot be read.*to resume from step 1\."):
         again.restore(2, like(state), IDENTITY)
     again.close()

@@ -1,3 +1,5 @@
+"""What the methods store."""
+
 import dataclasses
 
 import pytest
@@ -13,7 +15,8 @@ from actjax import (
 from models import CompressedResiduals, Remat, Storage
 from models.presets import preset
 from models.storage import LINEAR_INPUTS, SITES
-from train.methods import METHODS, MethodOptions, Subspace, method
+from train.methods import METHODS, Subspace, method
+from train.options import MethodOptions
 
 OPTIONS = MethodOptions(rank=7, ratio=0.25, tolerance=0.5, power_iterations=2, sketch="rows")
 SVD, PROJECTION = RandomizedSVD(7, 2, "rows"), RandomProjection(7)
@@ -35,12 +38,12 @@ SVD, PROJECTION = RandomizedSVD(7, 2, "rows"), RandomProjection(7)
         ),
     ],
 )
-def test_a_method_is_what_each_site_stores_and_how_gradients_are_projected(name, storage, subspace):
+def test_storage_and_subspace_of_a_method(name, storage, subspace):
     assert method(name).storage(OPTIONS) == storage
     assert method(name).subspace == subspace
 
 
-def test_every_method_says_what_it_is():
+def test_every_method_has_a_summary():
     assert all(one.summary for one in METHODS.values())
 
 
@@ -54,7 +57,7 @@ def test_ranks_have_the_defaults_of_their_papers():
 
 def test_bits_have_the_defaults_of_their_methods():
     model = preset("llama_60m")
-    for name, bits in (("subspace", 16), ("quantized", 4), ("frugal_subspace", 4)):
+    for name, bits in (("subspace", 16), ("quantized", 4), ("lean_subspace", 4)):
         assert method(name).resolve(MethodOptions(), model).bits == bits
         assert method(name).resolve(MethodOptions(bits=8), model).bits == 8
 
@@ -63,13 +66,13 @@ CODE = Quantized(3, group=32, rounding="dither")
 FEW = MethodOptions(bits=3, group=32, rounding="dither")
 
 
-def test_quantized_stores_one_code_a_value_and_rebuilds_linear_inputs():
+def test_quantized_stores_one_code_per_value_and_rebuilds_linear_inputs():
     storage = method("quantized").storage(FEW)
     assert {site: getattr(storage, site) for site in SITES} == {
         **dict.fromkeys(LINEAR_INPUTS),
         **dict.fromkeys(("attention_norm", "q", "k", "v", "mlp_norm", "gate", "up"), CODE),
     }
-    assert method("frugal").storage(FEW) == method("frugal_subspace").storage(FEW) == storage
+    assert method("lean").storage(FEW) == method("lean_subspace").storage(FEW) == storage
     some = method("quantized").storage(dataclasses.replace(FEW, sites=("gate",)))
     assert some.codecs["gate"] == CODE
     assert some.codecs["up"] == Exact()
@@ -85,28 +88,24 @@ def test_compressed_remat_stores_the_input_of_a_block():
     assert method("remat").storage(away).codecs["codec"] == Offloaded(Exact())
 
 
-@pytest.mark.parametrize("name", ["quantized", "frugal", "frugal_subspace"])
-def test_what_is_rebuilt_is_no_site(name):
-    with pytest.raises(ValueError, match="attention_out is kept by gact alone"):
+@pytest.mark.parametrize("name", ["quantized", "lean", "lean_subspace"])
+def test_the_rebuilt_input_of_the_output_projection_is_not_a_site(name):
+    with pytest.raises(ValueError, match="`--sites attention_out` is for gact"):
         method(name).storage(dataclasses.replace(FEW, sites=("attention_out",)))
 
 
 def test_bits_of_some_sites_can_be_given():
     options = dataclasses.replace(FEW, rounding="nearest", levels="normal", offload=True)
     storage = method("gact").storage_of(options, {"q": 2, "gate": 8})
-    # There are normal levels for up to four bits.
+    # Normal levels exist for up to four bits.
     assert storage.codecs["gate"] == Offloaded(Quantized(8, group=32))
     assert storage.codecs["q"] == Offloaded(Quantized(2, group=32, levels="normal"))
     assert isinstance(storage, CompressedResiduals)
 
 
-def test_an_unknown_method_gets_the_nearest():
+def test_unknown_and_former_names_are_refused():
     with pytest.raises(ValueError, match=r"unknown `--method` 'lowrank'\. Did you mean low_rank\?"):
         method("lowrank")
-
-
-def test_options_out_of_range_are_named():
-    with pytest.raises(ValueError, match=r"`--rank` must be at least 0, got -1"):
-        MethodOptions(rank=-1)
-    with pytest.raises(ValueError, match=r"`--gap` must be at least 1, got 0"):
-        MethodOptions(gap=0)
+    for former, now in (("frugal", "lean"), ("frugal_subspace", "lean_subspace")):
+        with pytest.raises(ValueError, match=f"`--method {former}` is now `--method {now}`"):
+            method(former)

@@ -1,33 +1,35 @@
-"""The planner as a user runs it, on a model that this machine compiles in a second."""
+"""The planner, on models that this machine compiles in a second."""
 
 import dataclasses
-import io
 import re
 import shlex
 
 import pytest
-import tyro
-from rich.console import Console
+from tiny import CONFIG as TINY
 
 from models import preset
+from models.presets import PRESETS
+from tests.train.runs import quiet
+from train import cli, plan
 from train.config import OptimizerConfig, PretrainConfig
-from train.methods import METHODS, MethodOptions
-from train.plan import (
-    ALL,
-    PlanConfig,
-    compile_plan,
-    flags,
-    make_plan,
-    parse_bytes,
-    run,
-    stages,
-)
+from train.estimate import compile_plan
+from train.methods import METHODS
+from train.options import FULL_WEIGHTS, MethodOptions
+from train.plan import ALL, PlanConfig, flags, parse_bytes, run
+from train.stages import stages
 
 TRAIN = PretrainConfig(method=ALL, batch_size=2, seq_len=32, compute_dtype="float32")
 
 
+@pytest.fixture
+def tiny(monkeypatch):
+    """Settings of a tiny model, which is a preset for one test."""
+    monkeypatch.setitem(PRESETS, "tiny", TINY)
+    return dataclasses.replace(TRAIN, model="tiny", seq_len=16)
+
+
 def printed(config: PlanConfig) -> tuple[bool, str]:
-    console = Console(file=io.StringIO(), width=160)
+    console = quiet()
     done = run(config, console)
     return done, console.file.getvalue()
 
@@ -42,11 +44,10 @@ def test_sizes():
             parse_bytes(text)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
+def test_flags_give_the_settings_back():
+    for config in (
         PretrainConfig(),
-        PretrainConfig(method="frugal", options=MethodOptions(bits=2, sites=("gate", "up"))),
+        PretrainConfig(method="lean", options=MethodOptions(bits=2, sites=("gate", "up"))),
         PretrainConfig(
             model="llama_7b",
             options=MethodOptions(offload=True, average_bits=3.5),
@@ -54,63 +55,102 @@ def test_sizes():
             in_backward=True,
             weight_dtype="bfloat16",
         ),
-    ],
-    ids=lambda c: flags(c) or "defaults",
-)
-def test_flags_say_what_the_settings_are(config):
-    read = tyro.cli(
-        PretrainConfig, args=shlex.split(flags(config)), config=(tyro.conf.OmitArgPrefixes,)
-    )
-    assert read == config
+    ):
+        assert cli.from_arguments(PretrainConfig, shlex.split(flags(config))) == config
 
 
-def test_plans_begin_with_what_costs_no_quality():
+def test_plans_begin_with_those_that_cost_no_quality():
     titles, found = zip(*stages(TRAIN, preset("llama_9m")), strict=True)
-    assert titles[:2] == ("full rank, four bits or more", "full rank, fewer bits")
+    assert titles[:2] == ("full-rank, four bits or more", "full-rank, fewer bits")
     first, fewer, *subspace = found
     assert {c.options.bits for c in first} <= {0, 4, 8, 16}
     assert {c.options.bits for c in fewer} == {2, 3}
-    assert {c.method for stage in subspace for c in stage} == {"frugal_subspace"}
+    assert {c.method for stage in subspace for c in stage} == {"lean_subspace"}
     assert [stage[0].options.rank for stage in subspace[:4]] == [32, 16, 8, 4]
     every = [c for stage in found for c in stage]
     assert len(every) == len(set(every))
-    assert {c.method for c in every} < set(METHODS)
+    assert {c.method for c in every} == set(plan.METHODS) < set(METHODS)
 
 
-def test_the_fastest_plan_that_fits_is_printed_and_holds(capsys):
-    # Room for the first choice, which is the fastest, and the only one to be compiled.
+def test_options_of_other_methods_are_left_out_of_a_plan():
+    given = dataclasses.replace(TRAIN, options=MethodOptions(gap=5, group=64))
+    for config in (c for _, stage in stages(given, preset("llama_9m")) for c in stage):
+        assert config.options.gap == (5 if config.method == "lean_subspace" else 200)
+        assert config.options.group == (128 if config.method in ("exact", "remat") else 64)
+
+
+def test_the_command_of_the_fastest_plan_that_fits_is_printed(tiny, capsys, monkeypatch):
+    # The first plan fits and is the fastest, so only that one is compiled.
+    compiled = []
+
+    def record(*args):
+        compiled.append(compile_plan(*args))
+        return compiled[-1]
+
+    monkeypatch.setattr(plan, "compile_plan", record)
     limit = 2**30
-    train = dataclasses.replace(TRAIN, method="compressed_remat")
+    train = dataclasses.replace(tiny, method="compressed_remat")
     done, text = printed(PlanConfig(train, budget=str(limit)))
     assert done, text
     command = capsys.readouterr().out.strip().splitlines()[-1]
     assert command.startswith("python -m train.pretrain ")
-    read = tyro.cli(
-        PretrainConfig,
-        args=shlex.split(command.removeprefix("python -m train.pretrain")),
-        config=(tyro.conf.OmitArgPrefixes,),
-    )
-    assert compile_plan(make_plan(read, "here"), "here").peak <= limit
+    arguments = shlex.split(command.removeprefix("python -m train.pretrain"))
+    (one,) = compiled
+    assert one.peak <= limit
+    assert cli.from_arguments(PretrainConfig, arguments) == one.plan.config
 
 
-def test_what_fits_nowhere_is_said():
-    train = dataclasses.replace(TRAIN, method="remat")
-    done, text = printed(PlanConfig(train, budget="1MiB"))
+def test_a_budget_that_nothing_fits_is_reported(tiny):
+    done, text = printed(PlanConfig(dataclasses.replace(tiny, method="remat"), budget="1KiB"))
     assert not done
-    assert "nothing fits 1MiB" in text
+    assert "nothing fits 1KiB" in text
 
 
-def test_without_a_budget_every_category_of_a_method_is_shown():
-    done, text = printed(PlanConfig(dataclasses.replace(TRAIN, method="quantized")))
+def test_a_plan_shows_every_category_of_memory(tiny):
+    done, text = printed(PlanConfig(dataclasses.replace(tiny, method="quantized")))
     assert done
     for word in ("peak", "weights", "gradients", "states", "residuals", "workspace", "quantized"):
         assert word in text
 
 
-def test_nonsense_is_refused():
-    with pytest.raises(ValueError, match="unknown device 'abacus'"):
-        PlanConfig(TRAIN, device="abacus")
-    with pytest.raises(ValueError, match="such as 24GiB"):
-        PlanConfig(TRAIN, budget="plenty")
-    with pytest.raises(ValueError, match="unknown `--method`"):
-        printed(PlanConfig(dataclasses.replace(TRAIN, method="magic")))
+def test_all_methods_that_train_weights_are_planned_with_their_options(monkeypatch):
+    planned = []
+
+    def stop(config, device):
+        planned.append(config)
+        raise LookupError
+
+    monkeypatch.setattr(plan, "make_plan", stop)
+    for name in FULL_WEIGHTS:
+        monkeypatch.setattr(plan, "FULL_WEIGHTS", (name,))
+        with pytest.raises(LookupError):
+            run(PlanConfig(dataclasses.replace(TRAIN, options=MethodOptions(gap=5))), quiet())
+    assert [config.method for config in planned] == list(FULL_WEIGHTS)
+    subspaces = [config.method for config in planned if config.options.gap == 5]
+    assert subspaces == ["subspace", "galore", "random_projection", "lean_subspace"]
+
+
+def test_bad_settings_and_settings_without_effect_are_refused():
+    def replaced(**changes) -> PretrainConfig:
+        return dataclasses.replace(TRAIN, **changes)
+
+    eight_bit = OptimizerConfig(moment_dtype="8bit")
+    for train, device, budget, message in (
+        (TRAIN, "abacus", "", "unknown device 'abacus'"),
+        (TRAIN, "here", "plenty", "such as 24GiB"),
+        (replaced(mesh="fsdp=2"), "here", "", "`--mesh fsdp=2` .* plans for one device"),
+        (replaced(resume=True), "here", "", "`--resume` has no effect"),
+        (replaced(options=MethodOptions(bits=2)), "here", "1GiB", "`--bits`: the search"),
+        (replaced(options=MethodOptions(rank=2)), "here", "1GiB", "`--rank`: the search"),
+        (replaced(optimizer=eight_bit), "here", "1GiB", "`--moment-dtype`: the search"),
+        (replaced(method="pamm"), "here", "1GiB", "`--method pamm` is not part of the search"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            PlanConfig(train, device, budget)
+    for changes, message in (
+        ({"method": "magic"}, "unknown `--method`"),
+        ({"method": "lora"}, "use train.finetune"),
+        ({"method": "exact", "options": MethodOptions(rank=4)}, "`--rank 4` has no effect"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            printed(PlanConfig(replaced(**changes)))

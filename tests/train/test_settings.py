@@ -1,14 +1,15 @@
-"""What a run was told, and what it was told anew."""
+"""The settings of a run in its folder, and which of them changed."""
 
 import dataclasses
+import json
 
 from train.config import PretrainConfig
-from train.methods import MethodOptions
+from train.options import MethodOptions
 from train.settings import changed_settings, write_settings
 
 
-def test_what_changed_is_named_and_what_does_not_matter_is_not(tmp_path):
-    before = PretrainConfig(steps=3, out=tmp_path)
+def test_changed_settings_are_named(tmp_path):
+    before = PretrainConfig(method="subspace", steps=3, out=tmp_path)
     write_settings(tmp_path, before)
     assert changed_settings(tmp_path, before) == []
     after = dataclasses.replace(
@@ -17,7 +18,15 @@ def test_what_changed_is_named_and_what_does_not_matter_is_not(tmp_path):
     assert changed_settings(tmp_path, after) == ["options.gap: 200, now 7", "steps: 3, now 5"]
 
 
-def test_settings_that_are_not_there_or_torn_have_not_changed(tmp_path):
+def test_a_former_name_of_the_method_is_no_change(tmp_path):
+    write_settings(tmp_path, PretrainConfig(method="lean"))
+    path = tmp_path / "settings.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "method": "frugal"}))
+    assert changed_settings(tmp_path, PretrainConfig(method="lean")) == []
+    assert changed_settings(tmp_path, PretrainConfig()) == ["method: lean, now exact"]
+
+
+def test_missing_and_torn_settings_have_not_changed(tmp_path):
     assert changed_settings(tmp_path, PretrainConfig()) == []
     (tmp_path / "settings.json").write_text("{")
     assert changed_settings(tmp_path, PretrainConfig()) == []

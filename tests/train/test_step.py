@@ -26,8 +26,6 @@ from train.step import (
     step_key,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 CONFIG = PretrainConfig(batch_size=4, seq_len=16, compute_dtype="float32", steps=10)
 LOSSY = Storage(mlp_in=RandomizedSVD(4))
 OPTIONS = MethodOptions(rank=4, gap=2)

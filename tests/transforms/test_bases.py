@@ -42,7 +42,7 @@ def exact_gradient(fun, *args):
 
 def assert_in_basis(g: LowRank, name: str, basis: jax.Array, exact: jax.Array) -> None:
     """Checks that the left factor is the basis and the right one the projected exact gradient."""
-    assert g.basis == name
+    assert g.basis_name == name
     np.testing.assert_array_equal(g.left, basis)
     np.testing.assert_allclose(g.right, basis.mT @ exact, rtol=1e-10, atol=1e-10)
 
@@ -252,7 +252,7 @@ def test_bases_that_do_not_fit_an_input_are_refused(name):
 
 
 def test_bases_without_a_linear_operator_are_refused():
-    with pytest.raises(ValueError, match=r"`bases` has \['w'\], but .* are: none\. A subspace"):
+    with pytest.raises(ValueError, match=r"`bases` has \['w'\], but .* are: none\. If a subspace"):
         actjax.value_and_grad(lambda p: total(p["w"]), bases={"w": normal(0, 8, 3)})({"w": XS[0]})
 
 

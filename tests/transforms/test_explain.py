@@ -1,4 +1,4 @@
-"""Tests of actjax/explanation.py: `explain` says what JAX keeps, no more and no less."""
+"""Tests of `actjax.explain`: it lists exactly what JAX stores for the backward pass."""
 
 import json
 
@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend import core
 from tiny import CONFIG, batch, decoder
 
 import actjax
@@ -28,18 +29,20 @@ FOREIGN = "no actjax operator"
 
 
 def ones(*shape: int, dtype="float32") -> jax.Array:
-    return jnp.ones(shape, dtype)
+    return jnp.asarray(np.ones(shape), dtype)
 
 
 def held_bytes(fun, *args) -> int:
-    """Returns the bytes that `fun` holds for its backward pass, what `args` hold left out."""
-    leaves = {id(leaf): leaf for leaf in jax.tree.leaves(jax.vjp(fun, *args)[1])}
-    arguments = {id(leaf) for leaf in jax.tree.leaves(args)}
-    return sum(leaf.nbytes for name, leaf in leaves.items() if name not in arguments)
+    """Returns the bytes that `fun` holds for its backward pass, without its arguments."""
+    pullback = lambda *args: jax.tree.leaves(jax.vjp(fun, *args)[1])  # noqa: E731
+    jaxpr = jax.make_jaxpr(pullback)(*args).jaxpr
+    given = {*jaxpr.invars, *jaxpr.constvars}
+    held = {x for x in jaxpr.outvars if not isinstance(x, core.Literal)} - given
+    return sum(x.aval.size * x.aval.dtype.itemsize for x in held)
 
 
 def kept(explanation: Explanation) -> dict[str, Residual]:
-    """Returns the rows of what is kept, by operator and name."""
+    """Returns the rows of stored arrays by operator and name."""
     rows = [r for r in explanation.residuals if r.reason != ALIVE]
     found = {f"{r.operator}: {r.name}": r for r in rows}
     assert len(found) == len(rows)
@@ -57,7 +60,7 @@ def argument(name: str, *shape: int, dtype="float32") -> Residual:
 
 
 def neg(x):
-    """A value that is no argument, and of which autodiff keeps nothing."""
+    """Returns a value that is not an argument and needs no residual."""
     return jax.tree.map(jnp.negative, x)
 
 
@@ -67,7 +70,7 @@ def attention(x, **options):
 
 X = ones(2, 5, 4, 8)
 
-# A call of each operator on values that are no arguments, the arguments, and what it keeps.
+# For each operator: a call on values that are not arguments, the arguments, the expected rows.
 OPERATORS = {
     "linear": (
         lambda x, w, b: actjax.linear(neg(x), w, bias=b, name="mine"),
@@ -132,11 +135,11 @@ OPERATORS = {
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_each_operator_keeps_what_it_says(name):
+def test_each_operator_stores_what_it_documents(name):
     fun, args, want = OPERATORS[name]
     explanation = explain(fun, *args)
     rows = set(explanation.residuals)
-    if name == "attention":  # Here q is the argument itself.
+    if name == "attention":  # Here q is an argument.
         want = want - {exactly("attention", "self q", 2, 5, 4, 8)} | {argument("[0]", 2, 5, 4, 8)}
     assert len(rows) == len(explanation.residuals)
     assert rows == want
@@ -144,7 +147,7 @@ def test_each_operator_keeps_what_it_says(name):
 
 
 @pytest.mark.parametrize("codec", LOSSY, ids=repr)
-def test_a_code_is_one_row_whatever_it_is_made_of(codec):
+def test_a_code_of_several_arrays_is_one_row(codec):
     def fun(x, w):
         return actjax.linear(neg(x), (w, w), codec=codec, key=KEY)
 
@@ -157,7 +160,7 @@ def test_a_code_is_one_row_whatever_it_is_made_of(codec):
     assert explanation.exact_bytes == x.nbytes
 
 
-def test_an_array_that_two_operators_keep_counts_once():
+def test_an_array_that_two_operators_store_counts_once():
     def fun(x, w):
         return actjax.linear(attention(x, merge_heads=True), w, name="attention_out")
 
@@ -168,7 +171,7 @@ def test_an_array_that_two_operators_keep_counts_once():
     assert explanation.stored_bytes == held_bytes(fun, *args)
 
 
-def test_a_second_code_of_what_is_kept_anyway_shows():
+def test_a_second_code_of_a_stored_array_is_shown():
     def fun(x, w):
         return actjax.linear(attention(x, merge_heads=True), w, codec=RandomProjection(2), key=KEY)
 
@@ -183,7 +186,7 @@ def test_a_second_code_of_what_is_kept_anyway_shows():
 
 
 @pytest.mark.parametrize("codec", [Exact(), *LOSSY], ids=repr)
-def test_a_scan_stacks_what_each_layer_keeps(codec):
+def test_a_scan_stacks_the_residuals_of_its_layers(codec):
     def fun(x, ws):
         def layer(x, layer):
             w, key = layer
@@ -200,7 +203,7 @@ def test_a_scan_stacks_what_each_layer_keeps(codec):
 
 
 @pytest.mark.parametrize("codec", [Exact(), *LOSSY], ids=repr)
-def test_vmap_keeps_one_of_each(codec):
+def test_vmap_stacks_the_residuals_of_its_examples(codec):
     def fun(xs, w):
         one = lambda x: actjax.linear(neg(x), w, codec=codec, key=KEY)  # noqa: E731
         return jax.vmap(one)(xs)
@@ -214,7 +217,7 @@ def test_vmap_keeps_one_of_each(codec):
 
 
 @pytest.mark.parametrize("codec", [Exact(), RandomizedSVD(2)], ids=repr)
-def test_a_jitted_function_is_looked_into(codec):
+def test_residuals_inside_jitted_functions_are_found(codec):
     @jax.jit
     def inner(x, w):
         return actjax.linear(neg(x), w, codec=codec, key=KEY)
@@ -226,7 +229,7 @@ def test_a_jitted_function_is_looked_into(codec):
         assert explain(fun, x, w).residuals == (want, argument("[1]", 8, 5))
 
 
-def test_checkpoint_keeps_the_arguments_alone():
+def test_checkpoint_stores_only_arguments():
     fun = jax.checkpoint(lambda x, w: actjax.linear(neg(x), w, codec=RandomProjection(2), key=KEY))
     explanation = explain(fun, ones(6, 8), ones(8, 5))
     rows = {r for r in explanation.residuals if r.operator == "argument"}
@@ -234,7 +237,7 @@ def test_checkpoint_keeps_the_arguments_alone():
     assert explanation.stored_bytes == 0
 
 
-def test_a_checkpointed_layer_of_a_scan_keeps_its_input():
+def test_a_checkpointed_layer_of_a_scan_stores_its_input():
     @jax.checkpoint
     def layer(x, w):
         return jnp.tanh(actjax.linear(x, w)), None
@@ -247,19 +250,19 @@ def test_a_checkpointed_layer_of_a_scan_keeps_its_input():
     assert explanation.stored_bytes == 5 * x.nbytes == held_bytes(fun, x, ws)
 
 
-def test_plain_functions_of_jax_are_explained_too():
+def test_functions_of_jax_are_explained():
     x = ones(6, 8)
     explanation = explain(lambda x: jnp.sin(jnp.exp(x)), x)
-    # exp keeps its value, sin its cosine, both of which are new arrays.
+    # exp stores its value and sin its cosine; both are new arrays.
     assert {(r.operator, r.reason, r.codec) for r in explanation.residuals} == {
         ("exp", FOREIGN, ""),
         ("cos", FOREIGN, ""),
     }
-    assert all("test_explanation.py" in r.name for r in explanation.residuals)
+    assert all("test_explain.py" in r.name for r in explanation.residuals)
     assert explanation.stored_bytes == 2 * x.nbytes
 
 
-def test_names_of_checkpoint_policies_are_no_tags():
+def test_names_of_checkpoint_policies_are_not_tags():
     fun = lambda x: jnp.sin(jax.ad_checkpoint.checkpoint_name(x * 2, "theirs"))  # noqa: E731
     (row,) = kept(explain(fun, ones(3))).values()
     assert (row.operator, row.codec, row.reason) == ("cos", "", FOREIGN)
@@ -268,13 +271,13 @@ def test_names_of_checkpoint_policies_are_no_tags():
 # Arguments.
 
 
-def test_shapes_are_enough():
+def test_shapes_may_replace_arrays():
     fun, args, _ = OPERATORS["cross_entropy"]
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
     assert explain(fun, *shapes) == explain(fun, *args)
 
 
-def test_a_model_that_does_not_fit_is_explained():
+def test_models_larger_than_memory_are_explained():
     fun = lambda x, w: actjax.linear(neg(x), w, codec=RandomizedSVD(32), key=KEY)  # noqa: E731
     x = jax.ShapeDtypeStruct((2**22, 2**14), jnp.bfloat16)
     row = kept(explain(fun, x, jax.ShapeDtypeStruct((2**14, 2**14), jnp.bfloat16)))["linear: input"]
@@ -282,7 +285,7 @@ def test_a_model_that_does_not_fit_is_explained():
     assert row.stored_bytes == (2**22 + 2**14) * 32 * 2
 
 
-def test_arguments_of_other_types_pass_through():
+def test_arguments_may_be_integers_keys_and_numbers():
     tree = {"x": ones(6, 8), "labels": jnp.zeros(6, int), "none": None, "key": KEY, "scale": 2.0}
 
     def fun(tree, count):
@@ -296,7 +299,7 @@ def test_arguments_of_other_types_pass_through():
 
 
 @pytest.mark.parametrize("args", [(), (3,), (jnp.arange(3), None), (KEY,)], ids=str)
-def test_nothing_to_differentiate_is_an_error(args):
+def test_arguments_without_floating_point_arrays_are_refused(args):
     with pytest.raises(ValueError, match="no argument of `fun` has a floating point array"):
         explain(lambda *args: jnp.ones(3), *args)
 
@@ -307,7 +310,7 @@ STORED = Storage(RandomizedSVD(4), RandomProjection(4), PointApproximation(point
 
 
 @pytest.mark.parametrize("storage", [Storage(), STORED], ids=["exact", "lossy"])
-def test_a_decoder_keeps_what_its_table_says(storage):
+def test_a_decoder_stores_what_its_table_lists(storage):
     model, (tokens, targets) = decoder(), batch()
 
     def loss(model):
@@ -338,9 +341,9 @@ def test_a_decoder_keeps_what_its_table_says(storage):
         "cross_entropy: inverse sum of mask": (),
     }
     assert {name: rows[name].shape for name in stacked} == stacked
-    # An output that is stored as a code by its projection is computed again by attention.
+    # Attention recomputes its output if the projection stores a code of it.
     assert ("attention: log-sum-exp" in rows) == (storage == Storage())
-    # What is left is small: cosines, sines and the tokens.
+    # The other arrays are small: cosines, sines and the tokens.
     assert sum(r.stored_bytes for r in rows.values() if r.reason == FOREIGN) < 500
 
 
@@ -375,7 +378,7 @@ def test_the_table_prints_every_row_and_the_total():
     assert all(line == line.rstrip() for line in text.splitlines())
 
 
-def test_the_largest_comes_first():
+def test_rows_are_sorted_by_size():
     explanation = explain(OPERATORS["attention"][0], X)
     sizes = [r.exact_bytes for r in explanation.residuals]
     assert sizes == sorted(sizes, reverse=True)

@@ -52,7 +52,7 @@ def test_factors_multiply_to_the_gradient_of_jax_and_the_rest_is_equal(codec, dt
         np.testing.assert_array_equal(got[path], want[path])
     for path in factored(gradient):
         g = got[path]
-        assert (g.shape, g.dtype, g.basis) == (want[path].shape, want[path].dtype, None)
+        assert (g.shape, g.dtype, g.basis_name) == (want[path].shape, want[path].dtype, None)
         assert g.rank == codec.gradient_rank(x.shape)
         # Two products of the same factors, each with k roundings a term.
         scale = np.abs(g.left) @ np.abs(g.right)
@@ -246,7 +246,9 @@ def test_two_parameters_with_the_same_path_are_refused():
     params = {"a.b": normal(0, 8, 5), "a": {"b": normal(1, 8, 5)}}
     fun = lambda p: total(XS[0] @ p["a.b"], XS[0] @ p["a"]["b"])  # noqa: E731
     for call in (actjax.value_and_grad(fun), lambda p: actjax.input_groups(fun, p)):
-        with pytest.raises(ValueError, match=r"two parameters have the same path `a\.b`: rename one"):
+        with pytest.raises(
+            ValueError, match=r"two parameters have the same path `a\.b`: rename one"
+        ):
             call(params)
 
 

@@ -33,15 +33,14 @@ FOREIGN = (
 
 
 TWICE = (
-    "the weight `layer.w` is read by 2 linear operators, whose factors cannot be added up: "
-    + ADVICE
+    "the weight `layer.w` is read by 2 linear operators, whose factors cannot be added: " + ADVICE
 )
 
 
 OFTEN = (
-    "the weight `layer.w` meets a factored codec {} times, in a loop that does not slice it or"
-    " under a vmap that does not map it, and the factors cannot be added up: let the operator see"
-    " all tokens at once, or " + ADVICE
+    "the weight `layer.w` is read with a factored codec {} times, in a loop that does not slice it"
+    " or under a vmap that does not map it, and the factors cannot be added: pass all tokens to the"
+    " operator at once, or " + ADVICE
 )
 
 
@@ -156,7 +155,7 @@ def test_a_cast_other_than_astype_raises_an_error_that_names_the_weight():
     fun = lambda p: total(project(XS[0], jnp.asarray(p["layer"]["w"], jnp.bfloat16), RP))  # noqa: E731
     message = (
         "the weight `layer.w` has a factored gradient, so only `actjax.linear` and"
-        " `actjax.qkv_projection` can read it, and only `.astype` cast it: use these, " + ADVICE
+        " `actjax.qkv_projection` can read it, and only `.astype` can cast it: use these, " + ADVICE
     )
     with pytest.raises(TypeError, match=re.escape(message)):
         actjax.value_and_grad(fun)({"layer": {"w": normal(1, 8, 5)}})

@@ -89,14 +89,14 @@ def test_value_and_dx_are_those_of_the_plain_weight_to_the_bit():
     assert_equal(found[0::2], found[1::2])
 
 
-def test_its_gradient_is_zero_where_one_is_asked_for():
+def test_the_gradient_of_a_frozen_weight_is_zero():
     x, w = normal(0, 6, 8), normal(1, 8, 5)
     grads = jax.jit(jax.grad(lambda f: jnp.sum(linear(x, f) ** 2)))(FrozenWeight(w))
     assert isinstance(grads, FrozenWeight)
     np.testing.assert_array_equal(grads.weight, np.zeros((8, 5)))
 
 
-def test_beside_it_others_have_their_gradients(x64):
+def test_other_weights_of_the_operator_have_their_gradients(x64):
     x, ws, dz = normal(0, 6, 8), [normal(i, 8, 5) for i in (1, 2, 3)], normal(4, 6, 5)
 
     @jax.jit
@@ -117,7 +117,7 @@ def test_beside_it_others_have_their_gradients(x64):
 
 
 @pytest.mark.parametrize("name", REBUILT)
-def test_operators_with_a_rebuilt_input_take_it(name, x64):
+def test_operators_with_a_rebuilt_input_accept_frozen_weights(name, x64):
     operator = REBUILT[name]
     xs, scale = operator.activations(), operator.scale()
     shapes = (WIDTH, 3), (WIDTH, 4), (BATCH, LENGTH, 3), (BATCH, LENGTH, 4)
@@ -142,7 +142,7 @@ def test_operators_with_a_rebuilt_input_take_it(name, x64):
 # Weights of 4 bits.
 
 
-def test_a_weight_of_4_bits_is_what_it_is_decoded_to(x64):
+def test_a_4_bit_weight_acts_as_its_decoded_array(x64):
     x, w, dz = normal(0, 6, 70), normal(1, 70, 5), normal(2, 6, 5)
 
     @jax.jit
@@ -161,7 +161,7 @@ def test_a_weight_of_4_bits_is_what_it_is_decoded_to(x64):
         assert_close(got, (np.asarray(x) @ w, np.asarray(dz) @ w.T), 1e-11, 1e-12)
 
 
-def test_a_weight_of_4_bits_is_decoded_in_the_dtype_of_the_input():
+def test_a_4_bit_weight_is_decoded_in_the_dtype_of_the_input():
     x, dz = normal(0, 6, 70, dtype="bfloat16"), normal(2, 6, 5, dtype="bfloat16")
 
     @jax.jit
@@ -253,7 +253,7 @@ def test_a_barrier_keeps_the_decoded_weight_of_the_two_passes_apart():
     assert "optimization_barrier" in str(jax.make_jaxpr(jax.grad(fun))(normal(0, 6, 8), q))
 
 
-def test_explain_does_not_list_its_input():
+def test_explain_does_not_list_the_input():
     w = normal(1, 8, 5)
     found = explain(lambda x: jnp.sum(linear(-x, FrozenWeight(w))), normal(0, 16, 8))
     assert not any(entry.operator == "linear" for entry in found.residuals)
@@ -262,7 +262,7 @@ def test_explain_does_not_list_its_input():
 # What is computed.
 
 
-def test_no_product_is_made_for_its_gradient():
+def test_no_product_is_computed_for_the_gradient():
     x, w = normal(0, 16, 8), normal(1, 8, 5)
     for codec in (Exact(), RandomProjection(3)):
         for argnums in (0, (0, 1)):
@@ -278,7 +278,7 @@ def test_no_product_is_made_for_its_gradient():
             assert (8, 5) in shapes(lambda w: w)
 
 
-def test_operators_with_a_rebuilt_input_make_no_product_for_its_gradient():
+def test_operators_with_a_rebuilt_input_compute_no_product_for_the_gradient():
     for operator in REBUILT.values():
         xs, scale = operator.activations(), operator.scale()
 
@@ -294,7 +294,7 @@ def test_operators_with_a_rebuilt_input_make_no_product_for_its_gradient():
 # As a value.
 
 
-def test_it_has_the_shape_of_its_weight():
+def test_a_frozen_weight_has_the_shape_of_its_array():
     w = normal(0, 8, 5, dtype=jnp.bfloat16)
     for frozen in (FrozenWeight(w), FrozenWeight(quantize(w))):
         assert (frozen.shape, frozen.ndim, frozen.dtype) == ((8, 5), 2, jnp.bfloat16)
@@ -302,7 +302,7 @@ def test_it_has_the_shape_of_its_weight():
     assert "FrozenWeight" in repr(FrozenWeight(w))
 
 
-def test_it_may_wrap_a_flax_variable():
+def test_a_frozen_weight_may_wrap_a_flax_variable():
     x, w = normal(0, 6, 8), normal(1, 8, 5)
     run = jax.jit(lambda x, w: (linear(x, FrozenWeight(nnx.Param(w))), linear(x, w)))
     assert_equal(*run(x, w))
@@ -339,7 +339,7 @@ def test_gradients_are_the_same_under_transformations(x64):
 # Errors.
 
 
-def test_errors_name_the_argument_and_what_came():
+def test_errors_name_the_argument_and_its_value():
     x, w = ones(6, 8), ones(8, 5)
     integers = ones(8, 5, dtype=np.int32)
     short = jax.eval_shape(NF4Weight.quantize, shaped(7, 5))

@@ -94,7 +94,7 @@ def test_a_frozen_head_may_be_an_embedding_or_in_4_bits(x64):
         assert_close(dhidden, want.reshape(2, 6, 8), 1e-12, 1e-13)
 
 
-def test_no_product_is_made_for_the_gradient_of_a_frozen_head():
+def test_no_product_is_computed_for_the_gradient_of_a_frozen_head():
     hidden, head, labels, _ = problem()
 
     def made(wrap, chunk):
@@ -123,7 +123,7 @@ def test_no_gradient_of_a_frozen_head_is_held():
     assert size(lambda w: w) - size(FrozenWeight) > 2**22 - 1024
 
 
-def test_errors_name_the_argument_and_what_came():
+def test_errors_name_the_argument_and_its_value():
     x, labels = ones(6, 8), np.zeros(6, np.int32)
     assert_raises({
         "head": (

@@ -281,7 +281,7 @@ def test_stacked_layers_are_merged_each_by_itself():
 # Precision.
 
 
-def test_bfloat16_is_rounded_where_it_must_be():
+def test_bfloat16_errs_by_its_roundings_only():
     bf16 = "bfloat16"
     x, w, dz = (normal(i, *s, dtype=bf16) for i, s in enumerate(((6, 32), (32, 5), (6, 5))))
     # Adapters are wider, as master weights are.
@@ -398,7 +398,7 @@ def test_scan_over_stacked_adapters(x64):
 PARTS = "`w` is a LoRA of a weight (8, 5), so `a` must be [8, r] and `b` [r, 5]: got "
 
 
-def test_errors_name_the_argument_and_what_came():
+def test_errors_name_the_argument_and_its_value():
     x, w, a, b = ones(6, 8), ones(8, 5), ones(8, 2), ones(2, 5)
     at, bt, wt = ones(2, 8), ones(5, 2), ones(5, 8)
     coded = jax.eval_shape(NF4Weight.quantize, shaped(8, 5))

@@ -82,7 +82,7 @@ def test_explain_names_the_thin_product():
 # What is computed.
 
 
-def test_no_product_is_made_for_a_gradient_of_the_weight():
+def test_no_product_is_computed_for_a_gradient_of_the_weight():
     w, a, b = normal(1, WIDTH, 7), normal(2, WIDTH, 3), normal(3, 3, 7)
     cases = [("linear", codec) for codec in (Exact(), RandomProjection(3), NEAREST)]
     for name, codec in (*cases, *((name, DITHER) for name in ("norm", "swiglu", "attention"))):

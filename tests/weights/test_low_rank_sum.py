@@ -97,7 +97,7 @@ def test_the_base_is_the_output_of_the_weight_alone():
     assert_equal(got, want)
 
 
-def test_features_are_cut_into_heads_and_put_together_again(x64):
+def test_features_are_split_into_heads_and_merged_again(x64):
     found = LowRankSum(normal(0, 6, 4), normal(1, 6, 2), normal(2, 2, 4))
     want = np.asarray(found.base) + np.asarray(found.left) @ np.asarray(found.right)
     shapes = (2, 3, 4), (6, 2, -1)

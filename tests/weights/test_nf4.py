@@ -117,7 +117,7 @@ def test_the_levels_are_the_published_ones():
     assert {-1.0, 0.0, 1.0} <= set(got.tolist())
 
 
-def test_half_the_widest_gap_is_what_the_docstring_says():
+def test_half_the_widest_gap_is_0_152():
     assert np.diff(levels()).max() / 2 == pytest.approx(0.152, abs=5e-4)
 
 
@@ -273,7 +273,7 @@ def test_bytes_of_ragged_weights():
         assert nbytes(jax.eval_shape(NF4Weight.quantize, normal(0, d, n))) == want
 
 
-def test_it_has_the_shape_of_the_weight():
+def test_a_quantized_weight_has_the_shape_of_the_weight():
     q = quantize(normal(0, 172, 5, dtype=jnp.bfloat16))
     assert (q.shape, q.ndim, q.dtype) == ((172, 5), 2, jnp.bfloat16)
     assert "172, 5" in repr(q)

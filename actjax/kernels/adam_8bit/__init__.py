@@ -1,1 +1,1 @@
-"""The step of Adam on moments in 8 bits."""
+"""The update of Adam on moments in 8 bits."""

@@ -1,4 +1,4 @@
-"""A step of Adam on moments in 8 bits, which are floats in registers alone."""
+"""An update of Adam on moments in 8 bits, which are decoded in registers only."""
 
 import jax
 import jax.numpy as jnp
@@ -21,44 +21,36 @@ def adam_8bit(
     eps_root: float = 0.0,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, Blockwise, Blockwise]:
-    """Returns `m / (1 - b1^t) / (sqrt(v / (1 - b2^t) + eps_root) + eps)`, and the moments moved on.
+    """Returns `m / (1 - b1^t) / (sqrt(v / (1 - b2^t) + eps_root) + eps)` and the new moments.
 
-    Kingma and Ba, "Adam" (2015), Algorithm 1, with `m <- b1 m + (1 - b1) g` and likewise `v` of
-    squares. Reads the gradient and the codes once, and writes the update and new codes once.
+    Kingma and Ba, "Adam" (2015), Algorithm 1, with `m <- b1 m + (1 - b1) g` and
+    `v <- b2 v + (1 - b2) g²`. It reads the gradient and the codes once, and writes the update and
+    the new codes once.
 
     Args:
       grad: `g`, [..., n].
       mu: `m`, signed, of the same shape.
-      nu: `v`, unsigned, likewise, in as large blocks.
+      nu: `v`, unsigned, of the same shape and block.
       corrections: `1 - b1^t` and `1 - b2^t`, float32 [2].
       b1: decay of the first moment.
       b2: decay of the second.
       eps: added to the root.
-      eps_root: added below the root.
-      implementation: what computes it; None for the best that applies.
+      eps_root: added under the root.
+      implementation: what computes it; None for the best one that applies.
 
     Returns:
-      The update, float32 [..., n], before a learning rate; `mu` and `nu` after the step.
+      The update, float32 [..., n], without a learning rate, and the new `mu` and `nu`.
 
     Raises:
       TypeError: `grad` is not floating point.
-      ValueError: shapes that differ; an implementation that cannot.
+      ValueError: shapes differ; an implementation that cannot take the arguments.
     """
     check_floating("adam_8bit", "grad", grad)
     check_shape("adam_8bit", "grad", grad, mu.codes.shape)
     check_shape("adam_8bit", "nu", nu.codes, mu.codes.shape)
     check_shape("adam_8bit", "corrections", corrections, (2,))
-    return KERNEL(
-        grad,
-        mu,
-        nu,
-        corrections,
-        b1=b1,
-        b2=b2,
-        eps=eps,
-        eps_root=eps_root,
-        implementation=implementation,
-    )
+    hyper = {"b1": b1, "b2": b2, "eps": eps, "eps_root": eps_root}
+    return KERNEL(grad, mu, nu, corrections, implementation=implementation, **hyper)
 
 
 def _refuses(
@@ -69,8 +61,6 @@ def _refuses(
         return f"takes gradients of 16 or 32 bits, got {grad.dtype}"
     if mu.block != nu.block or mu.block > pallas.LARGEST_BLOCK:
         return f"takes blocks of one size up to {pallas.LARGEST_BLOCK}, got {mu.block}, {nu.block}"
-    if (mu.levels, nu.levels) != ("dynamic", "dynamic"):
-        return f"takes dynamic levels, got {mu.levels} and {nu.levels}"
     if (mu.codes.dtype, nu.codes.dtype) != (jnp.int8, jnp.uint8):
         return f"takes `mu` in int8 and `nu` in uint8, got {mu.codes.dtype} and {nu.codes.dtype}"
     if {jnp.dtype(mu.dtype), jnp.dtype(nu.dtype)} != {jnp.dtype(jnp.float32)}:

@@ -1,7 +1,9 @@
-"""`adam_8bit` in one pass: blocks of moments are decoded, moved on and encoded in registers."""
+"""`adam_8bit` in one pass: moments are decoded, updated and encoded in registers."""
 
 import dataclasses
+import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,12 +12,12 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from actjax._math.division import over
 from actjax.kernels import coded, tiles
 from actjax.kernels.blockwise import Blockwise, decades
-from actjax.kernels.format import over
 
 LARGEST_BLOCK = 4096
-"""Values that share a scale: registers have to hold all of them."""
+"""Values that share a scale at most: registers hold all of them."""
 _LOG2_OF_10 = np.float32(math.log2(10))
 
 
@@ -32,52 +34,18 @@ def adam_8bit(
     interpret: bool = False,
 ) -> tuple[jax.Array, Blockwise, Blockwise]:
     """As `actjax.kernels.adam_8bit.api.adam_8bit`."""
-    features = grad.shape[-1]
     tokens = math.prod(grad.shape[:-1])
-    # A block ends with its row: the last, if shorter, is handled as one of its own.
-    grid = tiles.grid_of(tokens, features, mu.block, numbers=2048)
+    # A block ends with its row; a shorter last block is processed by itself.
+    grid = tiles.grid_of(tokens, grad.shape[-1], mu.block, numbers=2048)
 
     def kernel(*refs: Any) -> None:
-        grad_ref, mu_ref, mu_scale_ref, nu_ref, nu_scale_ref, corrections_ref, *outputs = refs
-        update_ref, *new_refs = outputs
-
-        def body(cut: Any) -> None:
-            part = cut(1)
-            place, mask = (part.token, part.feature(0)), part.exists(0)
-            block, blocks_exist = (part.token, part.first + part.group), part.groups_exist()
-
-            def moment(codes: Any, scales: Any, unsigned: bool) -> jax.Array:
-                index = tiles.load(codes, *place, mask).astype(jnp.int32)
-                return _value(index, unsigned) * tiles.load(scales, *block, blocks_exist)
-
-            g = tiles.load(grad_ref, *place, mask).astype(jnp.float32)
-            first = np.float32(b1) * moment(mu_ref, mu_scale_ref, False) + np.float32(1 - b1) * g
-            second = np.float32(b2) * moment(nu_ref, nu_scale_ref, True)
-            second = second + np.float32(1 - b2) * (g * g)
-            root = jnp.sqrt(second * (1 / corrections_ref[1]) + np.float32(eps_root))
-            update = first * (1 / corrections_ref[0]) / (root + np.float32(eps))
-            tiles.store(update_ref, *place, update, mask)
-            for value, unsigned, codes, scales in (
-                (first, False, *new_refs[:2]),
-                (second, True, *new_refs[2:]),
-            ):
-                size = jnp.abs(value) if mask is None else jnp.where(mask, jnp.abs(value), 0.0)
-                scale = jnp.max(size, axis=2, keepdims=True)
-                index = _index(over(size, scale), unsigned)
-                if unsigned:
-                    # What is positive never becomes zero: it divides the first moment.
-                    index = jnp.where(value > 0, jnp.maximum(index, 1), 0)
-                else:
-                    index = jnp.where(value < 0, -index, index)
-                tiles.store(codes, *place, index, mask)
-                tiles.store(scales, *block, scale, blocks_exist)
-
-        grid.run(body)
+        body = functools.partial(_update, refs, b1=b1, b2=b2, eps=eps, eps_root=eps_root)
+        grid.run(lambda cut: body(cut(1)))
 
     arrays = [coded.rows(x) for x in (grad, mu.codes, mu.scales, nu.codes, nu.scales)]
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
     shapes[0] = jax.ShapeDtypeStruct(arrays[0].shape, jnp.float32)
-    update, *moved = pl.pallas_call(
+    update, *moments = pl.pallas_call(
         kernel,
         grid=grid.programs,
         out_shape=tuple(shapes),
@@ -85,16 +53,52 @@ def adam_8bit(
         interpret=interpret,
         name="actjax_adam_8bit",
     )(*arrays, corrections)
-    shaped = [x.reshape(*grad.shape[:-1], x.shape[-1]) for x in moved]
+    shaped = [x.reshape(*grad.shape[:-1], x.shape[-1]) for x in moments]
     new_mu = dataclasses.replace(mu, codes=shaped[0], scales=shaped[1])
     new_nu = dataclasses.replace(nu, codes=shaped[2], scales=shaped[3])
     return update.reshape(grad.shape), new_mu, new_nu
 
 
+def _update(
+    refs: Sequence[Any], part: tiles.Part, *, b1: float, b2: float, eps: float, eps_root: float
+) -> None:
+    """Updates the moments of a part, and writes its update."""
+    grad_ref, mu_ref, mu_scale_ref, nu_ref, nu_scale_ref, corrections_ref, *outputs = refs
+    update_ref, *new_refs = outputs
+    place, mask = (part.token, part.feature(0)), part.exists(0)
+    block, blocks_exist = (part.token, part.first + part.group), part.groups_exist()
+
+    def moment(codes: Any, scales: Any, unsigned: bool) -> jax.Array:
+        index = tiles.load(codes, *place, mask).astype(jnp.int32)
+        return _value(index, unsigned) * tiles.load(scales, *block, blocks_exist)
+
+    g = tiles.load(grad_ref, *place, mask).astype(jnp.float32)
+    first = np.float32(b1) * moment(mu_ref, mu_scale_ref, False) + np.float32(1 - b1) * g
+    second = np.float32(b2) * moment(nu_ref, nu_scale_ref, True)
+    second = second + np.float32(1 - b2) * (g * g)
+    root = jnp.sqrt(second * (1 / corrections_ref[1]) + np.float32(eps_root))
+    update = first * (1 / corrections_ref[0]) / (root + np.float32(eps))
+    tiles.store(update_ref, *place, update, mask)
+    for value, unsigned, codes, scales in (
+        (first, False, *new_refs[:2]),
+        (second, True, *new_refs[2:]),
+    ):
+        size = jnp.abs(value) if mask is None else jnp.where(mask, jnp.abs(value), 0.0)
+        scale = jnp.max(size, axis=2, keepdims=True)
+        index = _index(over(size, scale), unsigned)
+        if unsigned:
+            # A positive value never becomes zero: it divides the first moment.
+            index = jnp.where(value > 0, jnp.maximum(index, 1), 0)
+        else:
+            index = jnp.where(value < 0, -index, index)
+        tiles.store(codes, *place, index, mask)
+        tiles.store(scales, *block, scale, blocks_exist)
+
+
 def _value(codes: jax.Array, unsigned: bool) -> jax.Array:
-    """Returns what codes stand for, of scale 1: `actjax.kernels.blockwise.Blockwise.decode`."""
+    """Returns the values of codes for a scale of 1, as `blockwise.Blockwise.decode`."""
     size = codes.astype(jnp.float32) if unsigned else jnp.abs(codes).astype(jnp.float32)
-    # The exponent of a whole number is the power of two that it begins with.
+    # The exponent of an integer is the power of two of its leading bit.
     bits = jax.lax.bitcast_convert_type(size, jnp.int32)
     power = (bits >> 23) - 127
     inverse = jax.lax.bitcast_convert_type((127 - power) << 23, jnp.float32)
@@ -105,17 +109,17 @@ def _value(codes: jax.Array, unsigned: bool) -> jax.Array:
 
 
 def _index(size: jax.Array, unsigned: bool) -> jax.Array:
-    """Returns the nearest level of magnitudes in [0, 1], int32: `blockwise.dynamic_index`."""
+    """Returns the nearest level of magnitudes in [0, 1], int32, as `blockwise.dynamic_index`."""
     top = int(decades(unsigned))
     exponent = jax.lax.bitcast_convert_type(size, jnp.int32) >> 23
-    # By the exponent, with log10(2) as a fraction, the decade is this one or the one above.
+    # The exponent times log10(2), as a fraction, gives this decade or the one above.
     decade = jnp.minimum(((127 - exponent) * 1233) >> 12, top)
     scaled = size * jnp.exp2(decade.astype(jnp.float32) * _LOG2_OF_10)
     above = scaled >= 1
     decade = jnp.where(above, decade - 1, decade)
     scaled = jnp.where(above, scaled * np.float32(0.1), scaled)
     levels = jax.lax.bitcast_convert_type((127 + top - decade) << 23, jnp.float32)
-    # The only level of the last decade is its head, and below that comes 0.
+    # The last decade has one level, its upper end; the next level below is 0.
     place = jnp.where(
         decade == top, scaled, (scaled - np.float32(0.1)) * np.float32(1 / 0.9) * levels
     )
@@ -124,6 +128,6 @@ def _index(size: jax.Array, unsigned: bool) -> jax.Array:
 
 def _nearest(x: jax.Array) -> jax.Array:
     """Rounds numbers of [-1, 2^22) to the nearest integer, int32."""
-    # Not by a difference, which XLA would take for no change at all.
+    # Through the bits: XLA would simplify adding and subtracting a constant.
     bits = jax.lax.bitcast_convert_type(x + np.float32(1.5 * 2**23), jnp.int32)
     return bits - np.int32(0x4B400000)

@@ -1,1 +1,1 @@
-"""Few bits to numbers."""
+"""Dequantization: few bits to numbers."""

@@ -1,4 +1,4 @@
-"""Few bits to numbers, in one pass."""
+"""Dequantization in one pass."""
 
 import jax
 
@@ -9,14 +9,14 @@ from actjax.kernels.format import QuantizedCode
 
 
 def dequantize(code: QuantizedCode, *, implementation: Implementation | None = None) -> jax.Array:
-    """Returns what a code of `quantize` stands for, [..., d], in the dtype of what was encoded.
+    """Returns the decoded numbers of a code, [..., d], in the dtype of the encoded array.
 
     Args:
-      code: with `scale`, also by channel.
-      implementation: what computes it; None for the best that applies.
+      code: result of `quantize`, completed with `scale` (and `centre`) if it scales by channel.
+      implementation: what computes it; None for the best one that applies.
 
     Raises:
-      ValueError: an implementation that cannot.
+      ValueError: an implementation that cannot take the code.
     """
     return KERNEL(code, implementation=implementation)
 

@@ -1,4 +1,4 @@
-"""`dequantize` in one pass: bytes and scales are read, and numbers leave."""
+"""`dequantize` in one pass: a program reads bytes and scales, and writes numbers."""
 
 import math
 from typing import Any

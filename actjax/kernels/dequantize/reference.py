@@ -5,6 +5,8 @@ import jax.numpy as jnp
 
 from actjax._math.precision import accumulation_dtype
 from actjax.kernels import format as fmt
+from actjax.kernels.group_scales import scale_of
+from actjax.kernels.levels import level_values
 from actjax.kernels.packing import unpack
 from actjax.kernels.quantize.reference import draw
 from actjax.kernels.rotation import rotate_back
@@ -16,12 +18,12 @@ def dequantize(code: fmt.QuantizedCode) -> jax.Array:
     codes = unpack(code.planes, format.bits, code.features, format.group)
     parts = []
     for segment in fmt.segments(code.features, format.group):
-        scale = fmt.scale_of(segment, code.scale, format, wide)
-        offset = None if code.offset is None else fmt.scale_of(segment, code.offset, format, wide)
+        scale = scale_of(segment, code.scale, format, wide)
+        offset = None if code.offset is None else scale_of(segment, code.offset, format, wide)
         shift = 0.0 if code.seed is None else draw(code.seed, segment, codes.shape, format, wide)
         part = _values(segment.take(codes), offset, scale, shift, format)
         if code.centre is not None:
-            part = part + fmt.scale_of(segment, code.centre, format, wide)
+            part = part + scale_of(segment, code.centre, format, wide)
         if format.rotate:
             part = rotate_back(part)
         parts.append(segment.flatten(part).astype(code.dtype))
@@ -36,9 +38,9 @@ def _values(
     shift: jax.Array | float,
     format: fmt.Format,
 ) -> jax.Array:
-    """Returns what codes stand for."""
+    """Returns the values of codes."""
     if format.levels == "normal":
-        return fmt.level_values(codes, format.bits, scale.dtype) * scale
+        return level_values(codes, format.bits, scale.dtype) * scale
     position = codes.astype(scale.dtype) - shift
     if offset is None:
         return (position - (2**format.bits - 1) / 2) * scale

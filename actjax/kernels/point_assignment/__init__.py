@@ -1,1 +1,1 @@
-"""To each token, the point it resembles most."""
+"""The assignment of each token to the most similar point."""

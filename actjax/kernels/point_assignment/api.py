@@ -1,4 +1,4 @@
-"""To each token, the point it resembles most (PAMM, arXiv 2506.02939, section 3)."""
+"""The assignment of each token to the most similar point (PAMM, arXiv 2506.02939, section 3)."""
 
 import jax
 import jax.numpy as jnp
@@ -15,22 +15,23 @@ def point_assignment(
     tolerance: float = float("inf"),
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns `f(i) = argmax_j |cos(x_i, C_j)|`, `α_i = <x_i, C_f(i)> / |C_f(i)|²`, who is kept.
+    """Returns `f(i) = argmax_j |cos(x_i, C_j)|`, `α_i = <x_i, C_f(i)> / |C_f(i)|²`, and a mask.
 
-    Reads `x` once (twice with a tolerance), and makes no matrix of tokens by points.
+    It reads `x` once (twice with a tolerance), and forms no matrix of tokens by points.
 
     Args:
       x: tokens, [..., d].
       points: `C`, [k, d], of the same dtype.
-      tolerance: ε: tokens with `|x_i - α_i C_f(i)| > ε |x_i|` are not kept.
-      implementation: what computes it; None for the best that applies.
+      tolerance: ε; tokens with `|x_i - α_i C_f(i)| > ε |x_i|` are dropped.
+      implementation: what computes it; None for the best one that applies.
 
     Returns:
-      Indices, int32; scales, in the dtype of sums; booleans: each [...].
+      Indices, int32; coefficients, in the accumulation dtype; whether a token is kept, bool. Each
+      is [...].
 
     Raises:
-      TypeError: what is not floating point.
-      ValueError: shapes that do not fit; an implementation that cannot.
+      TypeError: an argument is not floating point.
+      ValueError: shapes do not fit; an implementation that cannot take the arguments.
     """
     check_floating("point_assignment", "x", x)
     check_floating("point_assignment", "points", points)

@@ -1,5 +1,6 @@
-"""`point_assignment` in one pass: scores stay in registers, and the best of each token leaves."""
+"""`point_assignment` in one pass: scores stay in registers, and only the best is written."""
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -14,7 +15,44 @@ from actjax.kernels import tiles
 from actjax.kernels.point_assignment.reference import normalized
 
 MOST_POINTS = {2: 512, 4: 128}
-"""Scores of a tile of tokens with so many points fit the registers, by the bytes of a number."""
+"""Largest number of points whose scores fit the registers, by the bytes of a number."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tiling:
+    """The blocks in which a program reads tokens and points.
+
+    Attributes:
+      tokens: T.
+      count: number of points.
+      features: d.
+      tile: tokens of a program.
+      block: features that are read at once.
+      padded: number of points, padded to a power of two.
+      precision: precision of the products.
+    """
+
+    tokens: int
+    count: int
+    features: int
+    tile: int
+    block: int
+    padded: int
+    precision: Any
+
+    def load(self, ref: Any, rows: jax.Array, limit: int, number: Any) -> jax.Array:
+        """Returns a block of features of some rows, zero beyond `limit` rows."""
+        column = number * self.block + jnp.arange(self.block)
+        mask = (rows < limit)[:, None] & (column < self.features)[None, :]
+        shape = (rows.shape[0], column.shape[0])
+        place = ref.at[
+            jnp.broadcast_to(rows[:, None], shape), jnp.broadcast_to(column[None, :], shape)
+        ]
+        return plgpu.load(place, mask=mask, other=0)
+
+    def sum_blocks(self, body: Any, initial: Any) -> Any:
+        """Runs `body(block, carry)` over all blocks of features."""
+        return jax.lax.fori_loop(0, pl.cdiv(self.features, self.block), body, initial)
 
 
 def point_assignment(
@@ -28,19 +66,12 @@ def point_assignment(
     padded = max(16, pl.next_power_of_2(count))
     inverse_norm = jnp.pad(inverse_norm, (0, padded - count))
     tile = {16: 32, 32: 32, 256: 128}.get(padded, 64)
-    # Three stages of both operands, of which the shared memory of a core holds so many bytes.
+    # The shared memory of a core holds three stages of both operands.
     most = 160_000 // (3 * (tile + padded) * x.dtype.itemsize)
     block = min(128, 2 ** (most.bit_length() - 1), max(16, pl.next_power_of_2(features)))
-    kernel = functools.partial(
-        _kernel,
-        tokens=tokens,
-        count=count,
-        features=features,
-        tile=tile,
-        block=block,
-        tolerance=tolerance,
-        precision=tiles.dot_precision(x.dtype, interpret),
-    )
+    precision = tiles.dot_precision(x.dtype, interpret)
+    tiling = _Tiling(tokens, count, features, tile, block, padded, precision)
+    kernel = functools.partial(_kernel, tiling=tiling, tolerance=tolerance)
     index, alpha, kept = pl.pallas_call(
         kernel,
         grid=(pl.cdiv(tokens, tile),),
@@ -67,64 +98,64 @@ def _kernel(
     alpha_ref: Any,
     kept_ref: Any,
     *,
-    tokens: int,
-    count: int,
-    features: int,
-    tile: int,
-    block: int,
+    tiling: _Tiling,
     tolerance: float,
-    precision: Any,
 ) -> None:
-    padded = inverse_norm_ref.shape[0]
-    row = pl.program_id(0) * tile + jnp.arange(tile)
-    point = jnp.arange(padded)
-    blocks = pl.cdiv(features, block)
-
-    def columns(i: Any) -> jax.Array:
-        return i * block + jnp.arange(block)
-
-    def tile_of(ref: Any, rows: jax.Array, limit: int, column: jax.Array) -> jax.Array:
-        mask = (rows < limit)[:, None] & (column < features)[None, :]
-        shape = (rows.shape[0], column.shape[0])
-        place = ref.at[
-            jnp.broadcast_to(rows[:, None], shape), jnp.broadcast_to(column[None, :], shape)
-        ]
-        return plgpu.load(place, mask=mask, other=0)
-
-    dot = functools.partial(plgpu.dot, precision=precision)
-
-    def score(i: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        products, largest = carry
-        part = tile_of(x_ref, row, tokens, columns(i))
-        points = tile_of(points_ref, point, count, columns(i))
-        if not math.isinf(tolerance):
-            largest = jnp.maximum(largest, jnp.max(jnp.abs(part).astype(jnp.float32), axis=1))
-        return products + dot(part, points, trans_b=True), largest
-
-    zeros = jnp.zeros((tile,), jnp.float32)
-    products, largest = jax.lax.fori_loop(
-        0, blocks, score, (jnp.zeros((tile, padded), jnp.float32), zeros)
-    )
+    row = pl.program_id(0) * tiling.tile + jnp.arange(tiling.tile)
+    products, largest = _scores(x_ref, points_ref, row, tiling, with_largest=tolerance < math.inf)
     inverse_norm = inverse_norm_ref[...]
     index = jnp.argmax(jnp.abs(products) * inverse_norm[None, :], axis=1).astype(jnp.int32)
-    chosen = index[:, None] == point[None, :]
+    chosen = index[:, None] == jnp.arange(tiling.padded)[None, :]
     alpha = jnp.sum(
         jnp.where(chosen, products * (inverse_norm * inverse_norm)[None, :], 0.0), axis=1
     )
     if math.isinf(tolerance):
-        kept = jnp.full((tile,), 1, jnp.int8)
+        kept = jnp.full((tiling.tile,), 1, jnp.int8)
     else:
-        size = jnp.where(largest > 0, largest, 1)
-
-        def measure(i: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            unit = tile_of(x_ref, row, tokens, columns(i)).astype(jnp.float32) / size[:, None]
-            points = tile_of(points_ref, point, count, columns(i))
-            # A product with ones and zeros takes the chosen rows, exactly.
-            nearest = dot(chosen.astype(points.dtype), points)
-            rest = unit - (alpha / size)[:, None] * nearest
-            return sums[0] + jnp.sum(rest * rest, axis=1), sums[1] + jnp.sum(unit * unit, axis=1)
-
-        rest, whole = jax.lax.fori_loop(0, blocks, measure, (zeros, zeros))
+        rest, whole = _squares(x_ref, points_ref, row, tiling, chosen, alpha, largest)
         kept = (jnp.sqrt(rest) <= np.float32(tolerance) * jnp.sqrt(whole)).astype(jnp.int8)
     for ref, value in ((index_ref, index), (alpha_ref, alpha), (kept_ref, kept)):
-        plgpu.store(ref.at[row], value, mask=row < tokens)
+        plgpu.store(ref.at[row], value, mask=row < tiling.tokens)
+
+
+def _scores(
+    x_ref: Any, points_ref: Any, row: jax.Array, tiling: _Tiling, *, with_largest: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the products of tokens and points, and the largest magnitude of each token."""
+    point = jnp.arange(tiling.padded)
+
+    def add(i: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        products, largest = carry
+        part = tiling.load(x_ref, row, tiling.tokens, i)
+        points = tiling.load(points_ref, point, tiling.count, i)
+        if with_largest:
+            largest = jnp.maximum(largest, jnp.max(jnp.abs(part).astype(jnp.float32), axis=1))
+        product = plgpu.dot(part, points, trans_b=True, precision=tiling.precision)
+        return products + product, largest
+
+    zeros = jnp.zeros((tiling.tile, tiling.padded), jnp.float32)
+    return tiling.sum_blocks(add, (zeros, jnp.zeros((tiling.tile,), jnp.float32)))
+
+
+def _squares(
+    x_ref: Any,
+    points_ref: Any,
+    row: jax.Array,
+    tiling: _Tiling,
+    chosen: jax.Array,
+    alpha: jax.Array,
+    largest: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the squared norms of the residual and of the token, divided by `largest²`."""
+    point, size = jnp.arange(tiling.padded), jnp.where(largest > 0, largest, 1)
+
+    def add(i: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        unit = tiling.load(x_ref, row, tiling.tokens, i).astype(jnp.float32) / size[:, None]
+        points = tiling.load(points_ref, point, tiling.count, i)
+        # A product with ones and zeros selects the chosen rows exactly.
+        nearest = plgpu.dot(chosen.astype(points.dtype), points, precision=tiling.precision)
+        rest = unit - (alpha / size)[:, None] * nearest
+        return sums[0] + jnp.sum(rest * rest, axis=1), sums[1] + jnp.sum(unit * unit, axis=1)
+
+    zeros = jnp.zeros((tiling.tile,), jnp.float32)
+    return tiling.sum_blocks(add, (zeros, zeros))

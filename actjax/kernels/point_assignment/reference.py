@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from actjax._math.precision import accumulation_dtype, matmul
 
 _MAX_SCORES = 2**22
-"""Entries of the [tokens, points] score matrix that may exist at once; tokens are cut to fit."""
+"""Largest number of entries of the [tokens, points] score matrix; tokens are cut into blocks."""
 
 
 def point_assignment(
@@ -38,13 +38,13 @@ def point_assignment(
 
 
 def normalized(points: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns points with a largest entry in [0.5, 1), their exponents, and inverse norms.
+    """Returns points scaled to a largest entry in [0.5, 1), their exponents, and inverse norms.
 
-    By powers of two, which is exact, so that norms of huge or tiny tokens stay finite.
+    The scale is a power of two, so it is exact; the norms of huge or tiny points stay finite.
 
     Args:
       points: [k, d].
-      dtype: of the first result.
+      dtype: dtype of the first result.
 
     Returns:
       [k, d], [k] and [k]; the inverse norm of a point of zeros is zero.

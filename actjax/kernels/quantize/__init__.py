@@ -1,1 +1,1 @@
-"""Numbers to few bits."""
+"""Quantization: numbers to few bits."""

@@ -1,4 +1,4 @@
-"""Numbers to few bits: scales fitted, rounded and packed, in one pass."""
+"""Quantization in one pass: scales are fitted, numbers are rounded and packed."""
 
 import jax
 import jax.numpy as jnp
@@ -23,21 +23,31 @@ def quantize(
     """Returns `x` in few bits: reads it once, and writes its bytes and scales once.
 
     Args:
-      x: [..., d], floating point. What is not finite makes its group meaningless.
-      seed: of the random numbers, uint32 [2], if `format.rounding` draws.
-      channels: those that are kept whole, int32 [m], distinct, of [0, d); None for none.
-      scale: scales by channel [d], as they are stored, if `format.scaling` is "channel". Not in the
-        result.
-      centre: middles of the levels by channel [d], as they are stored; None where they are zero. Of
-        what `format.rotate` makes of a group. Not in the result either.
+      x: [..., d], floating point. A number that is not finite spoils its group.
+      seed: seed of the random numbers, uint32 [2], if `format.rounding` needs them.
+      channels: channels to store whole, int32 [m], distinct, in [0, d); None for none.
+      scale: stored scales by channel [d], if `format.scaling` is "channel". Not in the result.
+      centre: stored middles of the levels by channel [d], of the rotated group if `format.rotate`;
+        None where they are zero. Not in the result.
       format: how numbers are stored.
-      implementation: what computes it; None for the best that applies.
+      implementation: what computes it; None for the best one that applies.
 
     Raises:
-      TypeError: `x` is not floating point, or `scale` or `centre` not as it is stored.
-      ValueError: wrong shapes; a seed or scales where `format` has no use for them, or none where
-        it has; an implementation that cannot.
+      TypeError: `x` is not floating point, or `scale` or `centre` do not have the stored dtype.
+      ValueError: wrong shapes; a seed or scales that `format` does not use, or missing ones; an
+        implementation that cannot take the arguments.
     """
+    _check(x, seed, scale, centre, format)
+    return KERNEL(x, seed, channels, scale, centre, format=format, implementation=implementation)
+
+
+def _check(
+    x: jax.Array,
+    seed: jax.Array | None,
+    scale: jax.Array | None,
+    centre: jax.Array | None,
+    format: Format,
+) -> None:
     check_floating("quantize", "x", x)
     if x.ndim < 1:
         raise ValueError(f"`x` of quantize must have features, [..., d], got shape {x.shape}.")
@@ -60,7 +70,6 @@ def quantize(
         check_shape("quantize", name, given, x.shape[-1:])
         if given.dtype != stored:
             raise TypeError(f"`{name}` of quantize must be {stored}, as stored, got {given.dtype}.")
-    return KERNEL(x, seed, channels, scale, centre, format=format, implementation=implementation)
 
 
 def _refuses(

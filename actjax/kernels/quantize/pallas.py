@@ -1,4 +1,4 @@
-"""`quantize` in one pass: a tile is read, its scales are fitted, and bytes leave."""
+"""`quantize` in one pass: a program reads a tile, fits its scales, and writes bytes."""
 
 import functools
 import math
@@ -12,13 +12,15 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from actjax.kernels import coded, tiles
+from actjax._math.division import over
+from actjax.kernels import coded, group_scales, tiles
 from actjax.kernels import format as fmt
+from actjax.kernels.levels import normal_levels
 from actjax.kernels.packing import PLANES
 from actjax.kernels.tiles import Part, load, store
 
 _INTEGERS = np.float32(2**23)
-"""A number below it, added to it, is rounded to an integer, to an even one at ties."""
+"""Adding it to a smaller number rounds that number to an integer, and ties to an even one."""
 
 
 def quantize(
@@ -33,45 +35,24 @@ def quantize(
 ) -> fmt.QuantizedCode:
     """As `actjax.kernels.quantize.api.quantize`."""
     features, lead = x.shape[-1], x.shape[:-1]
-    tokens = math.prod(lead)
-    given = {"x": coded.rows(x)}
-    if seed is not None:
-        given["seed"] = seed
-    if scale is not None:
-        given["scale"] = scale[None]
-    if centre is not None:
-        given["centre"] = centre[None]
-    by_group = jax.ShapeDtypeStruct(
-        (tokens, fmt.group_count(features, format.group)),
-        jnp.float32 if format.scale_dtype == "float32" else jnp.uint16,
-    )
-    made = {
-        f"plane{i}": jax.ShapeDtypeStruct((tokens, -(-features * width // 8)), jnp.uint8)
-        for i, width in enumerate(PLANES[format.bits])
-    }
-    if scale is None:
-        made["scale"] = by_group
-        if format.levels == "uniform":
-            made["offset"] = by_group
-    if channels is not None:
-        given["position"] = coded.positions(channels, features)
-        made["outliers"] = jax.ShapeDtypeStruct((tokens, channels.shape[0]), x.dtype)
-    grid = tiles.grid_of(tokens, features, format.group)
+    arguments = _arguments(x, seed, channels, scale, centre)
+    outputs = _outputs(x, channels, scale, format)
+    grid = tiles.grid_of(math.prod(lead), features, format.group)
 
     def kernel(*refs: Any) -> None:
-        named = dict(zip((*given, *made), refs, strict=True))
+        named = dict(zip((*arguments, *outputs), refs, strict=True))
         grid.run(functools.partial(_encode, named, features, format))
 
     results = pl.pallas_call(
         kernel,
         grid=grid.programs,
-        out_shape=tuple(made.values()),
+        out_shape=tuple(outputs.values()),
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="actjax_quantize",
-    )(*given.values())
-    named = dict(zip(made, results, strict=True))
-    named = {name: x.reshape(*lead, x.shape[-1]) for name, x in named.items()}
+    )(*arguments.values())
+    named = dict(zip(outputs, results, strict=True))
+    named = {name: y.reshape(*lead, y.shape[-1]) for name, y in named.items()}
     return fmt.QuantizedCode(
         planes=tuple(named[f"plane{i}"] for i in range(len(PLANES[format.bits]))),
         offset=named.get("offset"),
@@ -86,10 +67,52 @@ def quantize(
     )
 
 
+def _arguments(
+    x: jax.Array,
+    seed: jax.Array | None,
+    channels: jax.Array | None,
+    scale: jax.Array | None,
+    centre: jax.Array | None,
+) -> dict[str, jax.Array]:
+    """Returns the arrays that the kernel reads, by name."""
+    arrays = {"x": coded.rows(x)}
+    if seed is not None:
+        arrays["seed"] = seed
+    if scale is not None:
+        arrays["scale"] = scale[None]
+    if centre is not None:
+        arrays["centre"] = centre[None]
+    if channels is not None:
+        arrays["position"] = coded.positions(channels, x.shape[-1])
+    return arrays
+
+
+def _outputs(
+    x: jax.Array, channels: jax.Array | None, scale: jax.Array | None, format: fmt.Format
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shapes of the arrays that the kernel writes, by name."""
+    tokens, features = math.prod(x.shape[:-1]), x.shape[-1]
+    shapes = {
+        f"plane{i}": jax.ShapeDtypeStruct((tokens, -(-features * width // 8)), jnp.uint8)
+        for i, width in enumerate(PLANES[format.bits])
+    }
+    if scale is None:
+        by_group = jax.ShapeDtypeStruct(
+            (tokens, fmt.group_count(features, format.group)),
+            jnp.float32 if format.scale_dtype == "float32" else jnp.uint16,
+        )
+        shapes["scale"] = by_group
+        if format.levels == "uniform":
+            shapes["offset"] = by_group
+    if channels is not None:
+        shapes["outliers"] = jax.ShapeDtypeStruct((tokens, channels.shape[0]), x.dtype)
+    return shapes
+
+
 def _encode(
     refs: dict[str, Any], features: int, format: fmt.Format, cut: Callable[[int], Part]
 ) -> None:
-    """Encodes the groups of a program, plane by plane, in the slices that suit each."""
+    """Encodes the groups of a program, plane by plane, each in its own number of slices."""
     offset = scale = None
     below = 0
     aligned = features * refs["x"].dtype.itemsize % 16 == 0
@@ -104,29 +127,30 @@ def _encode(
             shift = coded.shifts(part, refs["seed"], features, format.group)
         codes = []
         for i, value in enumerate(values):
-            own = scale
-            if own is None:
-                own = tiles.as_float(tiles.load_row(refs["scale"], part, i))
+            unit = scale
+            if unit is None:
+                unit = tiles.as_float(tiles.load_row(refs["scale"], part, i))
             if "centre" in refs:
                 value = value - tiles.as_float(tiles.load_row(refs["centre"], part, i))
-            codes.append(_round(value, offset, own, None if shift is None else shift(i), format))
+            codes.append(_round(value, offset, unit, None if shift is None else shift(i), format))
         _store_plane(refs[f"plane{number}"], part, width, [code >> below for code in codes])
         below += width
 
 
 def _cut(cut: Callable[[int], Part], width: int, aligned: bool) -> Part:
-    """Returns the slices to handle a plane in: those of a byte, or some times as many.
+    """Returns the part in the slices for a plane: those that share a byte, or a multiple of them.
 
-    Whole bytes too in two, which share random words. Where rows begin anywhere, a thread can read
-    only one number at once: more slices leave it more of a group, and less to exchange.
+    There are at least two slices, which share random words. Where rows are not aligned, a thread
+    reads one number at a time; more slices then give a thread more of a group, and less to
+    exchange.
     """
-    own = 8 // width
-    several = own if aligned else 8
-    return cut(max(2, several)) if cut(own).size % 8 == 0 else cut(own)
+    per_byte = 8 // width
+    several = per_byte if aligned else 8
+    return cut(max(2, several)) if cut(per_byte).size % 8 == 0 else cut(per_byte)
 
 
 def _value(refs: dict[str, Any], part: Part, number: int, *, keep_whole: bool) -> jax.Array:
-    """Returns the numbers of a slice, float32; zero where they are kept whole or do not exist."""
+    """Returns the numbers of a slice, float32; zero where they are outliers or do not exist."""
     mask = part.exists(number)
     stored = load(refs["x"], part.token, part.feature(number), mask)
     value = stored.astype(jnp.float32)
@@ -135,7 +159,7 @@ def _value(refs: dict[str, Any], part: Part, number: int, *, keep_whole: bool) -
     position = tiles.load_row(refs["position"], part, number, -1)
     if keep_whole:
         whole = tiles.both(mask, position >= 0)
-        # Beyond the end where masked: the interpreter writes there what it read.
+        # Out of bounds where masked: the interpreter writes masked entries back.
         place = jnp.where(position >= 0, position, refs["outliers"].shape[-1])
         store(refs["outliers"], part.token, place, stored, whole)
     return jnp.where(position >= 0, np.float32(0), value)
@@ -144,9 +168,9 @@ def _value(refs: dict[str, Any], part: Part, number: int, *, keep_whole: bool) -
 def _fit(
     part: Part, values: list[jax.Array], format: fmt.Format
 ) -> tuple[jax.Array | None, jax.Array]:
-    """Returns the lowest value and the scale of each group, [tokens, groups, 1], float32.
+    """Returns the offset (or None) and the scale of each group, [tokens, groups, 1], float32.
 
-    As `actjax.kernels.format.fit`.
+    As `actjax.kernels.group_scales.fit`.
     """
     if format.levels == "uniform":
         offset = _least([_where_exists(part, i, v, np.inf) for i, v in enumerate(values)])
@@ -154,7 +178,7 @@ def _fit(
         offset = _rounded(offset, -1, format)
         return offset, _rounded((high - offset) / np.float32(2**format.bits - 1), 1, format)
     largest = _largest([jnp.abs(v) for v in values])
-    units = [fmt.over(v, largest) for v in values]
+    units = [over(v, largest) for v in values]
     deviation = jnp.sqrt(_total([u * u for u in units]) * np.float32(1 / part.size))
     levels = [coded.normal_values(_nearest_level(u, deviation, format), format.bits) for u in units]
     squares = [_where_exists(part, i, level * level, 0) for i, level in enumerate(levels)]
@@ -182,19 +206,19 @@ def _total(values: list[jax.Array]) -> jax.Array:
 
 
 def _rounded(scale: jax.Array, towards: int, format: fmt.Format) -> jax.Array:
-    """As `actjax.kernels.format.rounded_scale`, for bfloat16 and float32."""
+    """As `actjax.kernels.group_scales.rounded_scale`, for bfloat16 and float32."""
     if format.scale_dtype == "float32":
         return scale
     rounded = _to_bfloat16(scale)
     if towards == 0:
         return rounded
     moved = _to_bfloat16(scale + np.float32(towards * 2.0**-8) * jnp.abs(scale))
-    slack = np.float32(fmt.SLACK if towards > 0 else 0) * jnp.abs(scale)
+    slack = np.float32(group_scales.SLACK if towards > 0 else 0) * jnp.abs(scale)
     return jnp.where((rounded - scale) * np.float32(towards) < -slack, moved, rounded)
 
 
 def _to_bfloat16(x: jax.Array) -> jax.Array:
-    """Rounds to the nearest number with the upper half of the bits, to an even one at ties."""
+    """Rounds to the nearest number with the upper half of the bits, and ties to an even one."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     half = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
     return jax.lax.bitcast_convert_type((bits + half) & np.uint32(0xFFFF0000), jnp.float32)
@@ -220,26 +244,26 @@ def _round(
         return _nearest_level(value, scale, format)
     top = 2**format.bits - 1
     if offset is None:
-        position = fmt.over(value, scale) + np.float32(top / 2)
+        position = over(value, scale) + np.float32(top / 2)
     else:
-        position = fmt.over(value - offset, scale)
+        position = over(value - offset, scale)
     if shift is not None:
         position = position + shift
-    # Not shifted, it is within the levels already, but for what the last line rounds off.
+    # Without a shift it is already within the levels, up to the rounding of the last line.
     if shift is not None or offset is None:
         position = jnp.minimum(jnp.maximum(position, np.float32(0)), np.float32(top))
     return jax.lax.bitcast_convert_type(position + _INTEGERS, jnp.int32) & top
 
 
 def _nearest_level(value: jax.Array, scale: jax.Array, format: fmt.Format) -> jax.Array:
-    position = fmt.over(value, scale)
-    levels = fmt.normal_levels(format.bits)
+    position = over(value, scale)
+    levels = normal_levels(format.bits)
     bounds = ((levels[1:] + levels[:-1]) / 2).astype(np.float32)
     return functools.reduce(operator.add, ((position > b).astype(jnp.int32) for b in bounds))
 
 
 def _store_plane(ref: Any, part: Part, width: int, codes: list[jax.Array]) -> None:
-    """Writes `width` bits of each code: slices that are one byte's above each other."""
+    """Writes `width` bits of each code; the slices of a byte are above each other."""
     if width == 8:
         for number, code in enumerate(codes):
             store(ref, part.token, part.feature(number), code, part.exists(number))
@@ -248,7 +272,7 @@ def _store_plane(ref: Any, part: Part, width: int, codes: list[jax.Array]) -> No
     count = len(codes) * width // 8
     for first in range(count):
         column = start + first * part.width + part.lane
-        # What does not exist was loaded as zero, but has a code, which must not show.
+        # Numbers that do not exist were loaded as zero and have a code, which must not be stored.
         above = [
             (_code_where_exists(part, i, codes[i]) & (2**width - 1)) << (i // count * width)
             for i in range(first, len(codes), count)

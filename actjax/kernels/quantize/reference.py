@@ -6,8 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from actjax._math.division import over
 from actjax._math.precision import accumulation_dtype
 from actjax.kernels import format as fmt
+from actjax.kernels import group_scales
+from actjax.kernels.levels import nearest_level
 from actjax.kernels.noise import uniform
 from actjax.kernels.packing import pack
 
@@ -23,24 +26,25 @@ def quantize(
 ) -> fmt.QuantizedCode:
     """As `actjax.kernels.quantize.api.quantize`."""
     wide = accumulation_dtype(x.dtype)
-    values, outliers = fmt.without(channels, x), None if channels is None else x[..., channels]
+    values = group_scales.without(channels, x)
+    outliers = None if channels is None else x[..., channels]
     codes, offsets, scales = [], [], []
     for segment in fmt.segments(x.shape[-1], format.group):
-        part = fmt.prepare(segment.take(values), format)
+        part = group_scales.prepare(segment.take(values), format)
         if scale is None:
-            offset, own = fmt.fit(part, format)
+            offset, group_scale = group_scales.fit(part, format)
             offsets.append(offset)
-            scales.append(own)
+            scales.append(group_scale)
         else:
-            offset, own = None, fmt.scale_of(segment, scale, format, wide)
+            offset, group_scale = None, group_scales.scale_of(segment, scale, format, wide)
         if centre is not None:
-            part = part - fmt.scale_of(segment, centre, format, wide)
+            part = part - group_scales.scale_of(segment, centre, format, wide)
         shift = 0.0 if seed is None else draw(seed, segment, x.shape, format, wide)
-        codes.append(segment.flatten(_round(part, offset, own, shift, format)))
+        codes.append(segment.flatten(_round(part, offset, group_scale, shift, format)))
     return fmt.QuantizedCode(
         planes=pack(jnp.concatenate(codes, axis=-1), format.bits, format.group),
-        offset=fmt.stored_scales(offsets, format) if format.affine else None,
-        scale=fmt.stored_scales(scales, format) if scale is None else None,
+        offset=group_scales.stored_scales(offsets, format) if format.affine else None,
+        scale=group_scales.stored_scales(scales, format) if scale is None else None,
         centre=None,
         outliers=outliers,
         channels=channels,
@@ -54,7 +58,15 @@ def quantize(
 def draw(
     seed: jax.Array, segment: fmt.Segment, shape: tuple[int, ...], format: fmt.Format, dtype: Any
 ) -> jax.Array:
-    """Returns the shifts of a segment of `x` of some shape [..., d], as `Segment.take` does."""
+    """Returns the random shifts of a segment of `x`, [..., groups, size].
+
+    Args:
+      seed: uint32 [2].
+      segment: which groups.
+      shape: shape of `x`, [..., d].
+      format: format of the code.
+      dtype: dtype of the result.
+    """
     shift = uniform(
         seed,
         math.prod(shape[:-1]),
@@ -73,9 +85,9 @@ def _round(
     shift: jax.Array | float,
     format: fmt.Format,
 ) -> jax.Array:
-    """Returns the codes of `part`, uint8. `shift` is uniform within half a level."""
+    """Returns the codes of `part`, uint8; `shift` is uniform in (-1/2, 1/2) levels, or 0."""
     if format.levels == "normal":
-        return fmt.nearest_level(part, scale, format.bits)
+        return nearest_level(part, scale, format.bits)
     top = 2**format.bits - 1
-    position = fmt.over(part, scale) + top / 2 if offset is None else fmt.over(part - offset, scale)
+    position = over(part, scale) + top / 2 if offset is None else over(part - offset, scale)
     return jnp.clip(jnp.round(position + shift), 0, top).astype(jnp.uint8)

@@ -1,4 +1,4 @@
-"""The backward pass of RMS normalisation from its input, or a code of it."""
+"""The backward pass of RMS normalisation from its input or a code of it."""
 
 import jax
 
@@ -18,26 +18,26 @@ def rms_norm_backward(
     with_value: bool = True,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
-    """Returns `x / sqrt(mean(x²) + eps) * scale` and the gradients, at what a code stands for.
+    """Returns `x / sqrt(mean(x²) + eps) * scale` and the gradients, at the decoded input.
 
-    Reads `x` and `dy` once, and writes each result once; the gradient of `scale` is summed in
-    a fixed order. The value is what a linear operator after it takes for its own gradient.
+    It reads `x` and `dy` once, and writes each result once. The gradient of `scale` is summed in a
+    fixed order. A linear operator that follows needs the value for its weight gradient.
 
     Args:
-      x: [..., d], or a code of that.
+      x: [..., d], or a code of it.
       scale: [d].
       dy: gradient of the value, [..., d].
       eps: added to the mean square.
-      with_value: whether the value is wanted.
-      implementation: what computes it; None for the best that applies.
+      with_value: whether to return the value.
+      implementation: what computes it; None for the best one that applies.
 
     Returns:
-      The value (None if not wanted) and the gradient of `x`, [..., d] in the dtype of `x`, and the
-      gradient of `scale`, [d] in its dtype; computed in float32.
+      The value (None without `with_value`) and the gradient of `x`, [..., d] in the dtype of `x`,
+      and the gradient of `scale`, [d] in its dtype; computed in float32.
 
     Raises:
       TypeError: `dy` is not floating point.
-      ValueError: shapes that differ; an implementation that cannot.
+      ValueError: shapes differ; an implementation that cannot take the arguments.
     """
     check_floating("rms_norm_backward", "dy", dy)
     if isinstance(x, QuantizedCode):

@@ -1,7 +1,9 @@
 """`rms_norm_backward` in one pass: rows are decoded in registers, and stay there."""
 
+import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,9 +18,40 @@ from actjax.kernels.format import QuantizedCode
 LARGEST = 16384
 """Features of a row that registers can hold."""
 _PROGRAMS = 528
-"""At most so many, each for a run of rows: what a large GPU runs at once.
+"""Largest number of programs, which a large GPU runs at once; each processes a run of rows.
 
-Of each the gradient of the scale is written."""
+Each program writes a gradient of the scale."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """The rows of an array, and how a program reads them.
+
+    Attributes:
+      tokens: T.
+      features: d.
+      size: features of a group.
+      slices: number of slices of a group.
+      count: rows of a program.
+    """
+
+    tokens: int
+    features: int
+    size: int
+    slices: int
+    count: int
+
+    @property
+    def groups(self) -> int:
+        """Groups of a row."""
+        return self.features // self.size
+
+    def part(self, token: Any, tokens: int | None = None) -> tiles.Part:
+        """Returns the part of one row."""
+        padded = pl.next_power_of_2(self.groups)
+        group = jax.lax.broadcasted_iota(jnp.int32, (1, padded, 1), 1)
+        groups = self.groups if padded > self.groups else None
+        return tiles.Part(token, tokens, group, groups, self.size, 0, 0, self.slices)
 
 
 def rms_norm_backward(
@@ -33,59 +66,12 @@ def rms_norm_backward(
     """As `actjax.kernels.rms_norm_backward.api.rms_norm_backward`."""
     features, tokens = dy.shape[-1], math.prod(dy.shape[:-1])
     arrays, bind = coded.operands(x)
-    size = coded.group_of(x)
-    groups = features // size
-    tile_groups = pl.next_power_of_2(groups)
-    rows = pl.cdiv(tokens, _PROGRAMS)
-    programs = pl.cdiv(tokens, rows)
     slices = coded.slice_count([x.format.bits] if isinstance(x, QuantizedCode) else [])
+    rows = _Rows(tokens, features, coded.group_of(x), slices, pl.cdiv(tokens, _PROGRAMS))
+    programs = pl.cdiv(tokens, rows.count)
 
     def kernel(*refs: Any) -> None:
-        read = bind(*refs[: len(arrays)])
-        scale_ref, dy_ref, *value_refs, dx_ref, dscale_ref = refs[len(arrays) :]
-        group = jax.lax.broadcasted_iota(jnp.int32, (1, tile_groups, 1), 1)
-        first = pl.program_id(0) * rows
-
-        def part_of(token: Any, limit: int | None) -> tiles.Part:
-            some = groups if tile_groups > groups else None
-            return tiles.Part(token, limit, group, some, size, 0, 0, slices)
-
-        row_part = part_of(jnp.zeros((1, 1, 1), jnp.int32), None)
-        factors = [
-            tiles.load_row(scale_ref, row_part, i).astype(jnp.float32) for i in range(slices)
-        ]
-
-        def one_row(i: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            token = jnp.full((1, 1, 1), first + i, jnp.int32)
-            part = part_of(token, tokens if tokens % rows else None)
-            values = read.decode(part)
-            masks = [part.exists(n) for n in range(slices)]
-            # What does not exist decodes to something.
-            values = _where_exists(values, masks)
-            cotangents = [
-                tiles.load(dy_ref, token, part.feature(n), masks[n]).astype(jnp.float32)
-                for n in range(slices)
-            ]
-            mean = _total([v * v for v in values]) * np.float32(1 / features)
-            inverse = jax.lax.rsqrt(mean + np.float32(eps))
-            # Of a row that does not exist this is no number where `eps` is zero.
-            units = _where_exists([v * inverse for v in values], masks)
-            dunits = [dy * factor for dy, factor in zip(cotangents, factors, strict=True)]
-            along = _total([d * u for d, u in zip(dunits, units, strict=True)])
-            along = along * np.float32(1 / features)
-            for n, (unit, dunit) in enumerate(zip(units, dunits, strict=True)):
-                place = token, part.feature(n)
-                for value_ref in value_refs:
-                    tiles.store(value_ref, *place, unit * factors[n], masks[n])
-                tiles.store(dx_ref, *place, inverse * (dunit - unit * along), masks[n])
-            return tuple(s + dy * u for s, dy, u in zip(sums, cotangents, units, strict=True))
-
-        lanes = row_part.lane.shape[-1]
-        zeros = tuple(jnp.zeros((1, tile_groups, lanes), jnp.float32) for _ in range(slices))
-        sums = jax.lax.fori_loop(0, rows, one_row, zeros)
-        program = jnp.full((1, 1, 1), pl.program_id(0), jnp.int32)
-        for n, total in enumerate(sums):
-            tiles.store(dscale_ref, program, row_part.feature(n), total, row_part.exists(n))
+        _run(rows, bind(*refs[: len(arrays)]), refs[len(arrays) :], eps)
 
     shape = jax.ShapeDtypeStruct((tokens, features), x.dtype)
     sums = jax.ShapeDtypeStruct((programs, features), jnp.float32)
@@ -101,13 +87,62 @@ def rms_norm_backward(
     return value[0].reshape(dy.shape) if value else None, dx.reshape(dy.shape), dscale
 
 
+def _run(rows: _Rows, read: Any, refs: Sequence[Any], eps: float) -> None:
+    """Computes the rows of a program, and the sum of their gradients of the scale."""
+    scale_ref, dy_ref, *value_refs, dx_ref, dscale_ref = refs
+    first = pl.program_id(0) * rows.count
+    row = rows.part(jnp.zeros((1, 1, 1), jnp.int32))
+    numbers = range(rows.slices)
+    factors = [tiles.load_row(scale_ref, row, n).astype(jnp.float32) for n in numbers]
+
+    def one_row(i: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        token = jnp.full((1, 1, 1), first + i, jnp.int32)
+        part = rows.part(token, rows.tokens if rows.tokens % rows.count else None)
+        units, cotangents, dxs = _row_gradients(part, read, dy_ref, factors, eps, rows.features)
+        for n in numbers:
+            place, mask = (token, part.feature(n)), part.exists(n)
+            for value_ref in value_refs:
+                tiles.store(value_ref, *place, units[n] * factors[n], mask)
+            tiles.store(dx_ref, *place, dxs[n], mask)
+        return tuple(s + dy * u for s, dy, u in zip(sums, cotangents, units, strict=True))
+
+    shape = (1, *row.group.shape[1:2], row.lane.shape[-1])
+    zeros = tuple(jnp.zeros(shape, jnp.float32) for _ in numbers)
+    sums = jax.lax.fori_loop(0, rows.count, one_row, zeros)
+    program = jnp.full((1, 1, 1), pl.program_id(0), jnp.int32)
+    for n, total in enumerate(sums):
+        tiles.store(dscale_ref, program, row.feature(n), total, row.exists(n))
+
+
+def _row_gradients(
+    part: tiles.Part, read: Any, dy_ref: Any, factors: list[jax.Array], eps: float, features: int
+) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
+    """Returns the normalised values, `dy` and `dx` of a row, as a list of slices each."""
+    masks = [part.exists(n) for n in range(part.slices)]
+    # Numbers that do not exist decode to arbitrary values.
+    values = _where_exists(read.decode(part), masks)
+    cotangents = [
+        tiles.load(dy_ref, part.token, part.feature(n), mask).astype(jnp.float32)
+        for n, mask in enumerate(masks)
+    ]
+    mean = _total([v * v for v in values]) * np.float32(1 / features)
+    inverse = jax.lax.rsqrt(mean + np.float32(eps))
+    # In a row that does not exist this is NaN if `eps` is zero.
+    units = _where_exists([v * inverse for v in values], masks)
+    dunits = [dy * factor for dy, factor in zip(cotangents, factors, strict=True)]
+    along = _total([d * u for d, u in zip(dunits, units, strict=True)])
+    along = along * np.float32(1 / features)
+    dxs = [inverse * (d - u * along) for d, u in zip(dunits, units, strict=True)]
+    return units, cotangents, dxs
+
+
 def _where_exists(values: list[jax.Array], masks: list[jax.Array | None]) -> list[jax.Array]:
     pairs = zip(values, masks, strict=True)
     return [value if mask is None else jnp.where(mask, value, 0.0) for value, mask in pairs]
 
 
 def _warps(features: int) -> int:
-    """Returns warps for about sixteen numbers of a row a thread."""
+    """Returns the warps of a program, so that a thread has about sixteen numbers of a row."""
     return min(16, max(4, pl.next_power_of_2(features) // 512))
 
 

@@ -34,7 +34,7 @@ def normalize(x: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
 def grads(
     unit: jax.Array, inverse: jax.Array, scale: jax.Array, dy: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the gradients of the input and of the scale, from what `normalize` returns."""
+    """Returns the gradients of the input and of the scale, from the results of `normalize`."""
     dunit = dy * scale
     dx = inverse * (dunit - unit * jnp.mean(dunit * unit, axis=-1, keepdims=True))
     return dx, jnp.sum(dy * unit, axis=tuple(range(dy.ndim - 1)))

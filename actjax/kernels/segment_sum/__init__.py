@@ -1,1 +1,1 @@
-"""Sums of scaled rows, by segment."""
+"""Sums of scaled rows by segment."""

@@ -16,21 +16,21 @@ def scaled_segment_sum(
     segments: int,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """Returns `B̃_j = Σ_{f(i)=j} α_i dz_i`: the same bits in every run, without atomic additions.
+    """Returns `B̃_j = Σ_{f(i)=j} α_i dz_i`, with equal bits in every run: no atomic additions.
 
     Args:
       index: `f`, [...], unsigned or signed, below `segments`.
       scale: `α`, [...]; rounded to the dtype of `values`.
       values: `dz`, [..., n].
       segments: k.
-      implementation: what computes it; None for the best that applies.
+      implementation: what computes it; None for the best one that applies.
 
     Returns:
-      [k, n], in the dtype of sums.
+      [k, n], in the accumulation dtype.
 
     Raises:
       TypeError: `values` is not floating point.
-      ValueError: shapes that differ, no segments; an implementation that cannot.
+      ValueError: shapes differ; no segments; an implementation that cannot take the arguments.
     """
     check_floating("scaled_segment_sum", "values", values)
     check_shape("scaled_segment_sum", "index", index, values.shape[:-1])

@@ -1,4 +1,4 @@
-"""`scaled_segment_sum` in one pass: columns of the sum stay in registers while tokens go by."""
+"""`scaled_segment_sum` in one pass over tokens, with columns of the sum in registers."""
 
 import functools
 import math
@@ -12,9 +12,9 @@ from jax.experimental.pallas import triton as plgpu
 from actjax.kernels import tiles
 
 MOST_SEGMENTS = {2: 512, 4: 128}
-"""Sums of so many segments fit the registers, by the bytes of a number."""
+"""Largest number of segments whose sums fit the registers, by the bytes of a number."""
 _PROGRAMS = 264
-"""Enough to keep a large GPU busy: tokens are cut into runs until there are so many."""
+"""Programs that keep a large GPU busy: tokens are cut into runs until there are as many."""
 
 
 def scaled_segment_sum(
@@ -31,7 +31,7 @@ def scaled_segment_sum(
     columns = min(64 if padded >= 128 else 128, max(16, pl.next_power_of_2(width)))
     tile = 64 if padded * values.dtype.itemsize <= 512 else 32
     blocks = pl.cdiv(width, columns)
-    # Of each run a sum is written and read again: a quarter of the bytes of the values, at most.
+    # Each run writes a sum that is read again: at most a quarter of the bytes of the values.
     few = max(1, tokens * values.dtype.itemsize // (32 * padded))
     runs = min(pl.cdiv(_PROGRAMS, blocks), pl.cdiv(tokens, tile), few)
     steps = pl.cdiv(pl.cdiv(tokens, tile), runs)

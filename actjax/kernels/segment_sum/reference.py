@@ -11,8 +11,8 @@ def scaled_segment_sum(
 ) -> jax.Array:
     """As `actjax.kernels.segment_sum.api.scaled_segment_sum`.
 
-    As a product with a sparse [T, k] matrix: unlike a scatter it adds in a fixed order, so two runs
-    give the same bits on every device, and it runs on the matrix units.
+    It is a product with a sparse [T, k] matrix. Unlike a scatter, a product adds in a fixed order,
+    so two runs give equal bits on every device, and it runs on the matrix units.
     """
     columns = jnp.arange(segments, dtype=jnp.int32)
     factor = scale[..., None].astype(values.dtype)

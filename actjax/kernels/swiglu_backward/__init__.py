@@ -1,1 +1,1 @@
-"""The backward pass of SwiGLU, from few bits."""
+"""The backward pass of SwiGLU from codes of its inputs."""

@@ -1,4 +1,4 @@
-"""The backward pass of SwiGLU from codes of its inputs, which no float of is ever in memory."""
+"""The backward pass of SwiGLU from codes of its inputs, which are decoded in registers only."""
 
 import jax
 
@@ -17,24 +17,25 @@ def swiglu_backward(
     with_value: bool = True,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
-    """Returns `silu(gate) * up` and the gradients of `gate` and `up`, at what the codes stand for.
+    """Returns `silu(gate) * up` and the gradients of `gate` and `up`, at the decoded inputs.
 
-    Reads each code and `dy` once, and writes each result once. The value is what a linear operator
-    after it takes for its own gradient.
+    It reads each code and `dy` once, and writes each result once. A linear operator that follows
+    needs the value for its weight gradient.
 
     Args:
       gate: code of [..., f].
-      up: code of the same shape and dtype, of as large groups.
+      up: code with the same shape, dtype and group.
       dy: gradient of the value, [..., f].
-      with_value: whether the value is wanted.
-      implementation: what computes it; None for the best that applies.
+      with_value: whether to return the value.
+      implementation: what computes it; None for the best one that applies.
 
     Returns:
-      Three of [..., f], in the dtype of `gate`, computed in float32; the first None if not wanted.
+      The value (None without `with_value`) and both gradients, [..., f] in the dtype of `gate`,
+      computed in float32.
 
     Raises:
-      TypeError: what is no code, or not floating point.
-      ValueError: shapes that differ; an implementation that cannot.
+      TypeError: `gate` or `up` is not a code, or `dy` is not floating point.
+      ValueError: shapes differ; an implementation that cannot take the arguments.
     """
     check_floating("swiglu_backward", "dy", dy)
     check_code("swiglu_backward", "gate", gate, dy.shape)

@@ -1,0 +1,90 @@
+"""Scales and offsets of groups: fitting them, rounding them, and dividing by them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from actjax._math.division import over
+from actjax._math.precision import accumulation_dtype
+from actjax.kernels.format import Format, ScaleDtype, Segment
+from actjax.kernels.levels import level_values, nearest_level
+from actjax.kernels.rotation import rotate
+
+
+def prepare(part: jax.Array, format: Format) -> jax.Array:
+    """Returns `part` [..., groups, size] in the accumulation dtype, rotated if `format` says so."""
+    return rotate(part) if format.rotate else part.astype(accumulation_dtype(part.dtype))
+
+
+def fit(part: jax.Array, format: Format) -> tuple[jax.Array | None, jax.Array]:
+    """Returns the offset (or None) and the scale of each group of `part` [..., groups, size].
+
+    They have the values that will be stored, in the dtype of `part`, and broadcast against it.
+    """
+    axes = (-1,) if format.scaling == "group" else tuple(range(part.ndim - 2))
+    top = 2**format.bits - 1
+    if format.levels == "normal":
+        # Numbers within one, so that no square overflows.
+        largest = jnp.max(jnp.abs(part), axes, keepdims=True, initial=0)
+        part = over(part, largest)
+        deviation = jnp.sqrt(jnp.mean(part * part, axes, keepdims=True))
+        levels = level_values(nearest_level(part, deviation, format.bits), format.bits, part.dtype)
+        fitted = jnp.sum(part * levels, axes, keepdims=True) / jnp.sum(
+            levels * levels, axes, keepdims=True
+        )
+        return None, rounded_scale(fitted * largest, format.scale_dtype)
+    if format.scaling == "channel":
+        largest = jnp.max(jnp.abs(part), axes, keepdims=True, initial=0)
+        return None, rounded_scale(largest * (2 / top), format.scale_dtype, towards=1)
+    high = jnp.max(part, axes, keepdims=True)
+    offset = rounded_scale(jnp.min(part, axes, keepdims=True), format.scale_dtype, towards=-1)
+    return offset, rounded_scale((high - offset) / top, format.scale_dtype, towards=1)
+
+
+SLACK = 2.0**-20
+"""Part of a scale by which the levels may fall short of the range of a group.
+
+It never changes a code, but it exceeds the rounding of a division. A quotient that is exact, as it
+often is between bfloat16 numbers, therefore stays exact on every device."""
+
+
+def rounded_scale(scale: jax.Array, dtype: ScaleDtype, towards: int = 0) -> jax.Array:
+    """Rounds to `dtype`: to the nearest (0), down (-1), or up except for `SLACK` (1)."""
+    info = jnp.finfo(dtype)
+    if info.nmant >= jnp.finfo(scale.dtype).nmant:
+        return scale
+    # XLA may simplify a cast there and back to the identity.
+    rounded = jax.lax.reduce_precision(scale, info.nexp, info.nmant)
+    if towards != 0:
+        # Between half a unit in the last place and one and a half.
+        moved = scale + towards * jnp.abs(scale) * 2.0 ** -(info.nmant + 1)
+        next_one = jax.lax.reduce_precision(moved, info.nexp, info.nmant)
+        slack = SLACK * jnp.abs(scale) if towards > 0 else 0
+        rounded = jnp.where((rounded - scale) * towards < -slack, next_one, rounded)
+    return rounded
+
+
+def stored_scales(scales: list[jax.Array], format: Format) -> jax.Array:
+    """Returns the scales of all segments side by side, as stored."""
+    if format.scaling == "channel":
+        flat = [scale.reshape(-1) for scale in scales]
+    else:
+        flat = [scale[..., 0] for scale in scales]
+    joined = jnp.concatenate(flat, axis=-1).astype(format.scale_dtype)
+    # As bits, because XLA for CPUs holds stacks of 16-bit floats in 32 bits.
+    return joined if format.scale_dtype == "float32" else joined.view(jnp.uint16)
+
+
+def scale_of(segment: Segment, scale: jax.Array, format: Format, dtype: Any) -> jax.Array:
+    """Returns the stored scales of a segment, which broadcast against its [..., groups, size]."""
+    scale = scale.view(format.scale_dtype).astype(dtype)
+    return segment.take(scale) if format.scaling == "channel" else segment.of_groups(scale)
+
+
+def without(channels: jax.Array | None, x: jax.Array) -> jax.Array:
+    """Returns `x` [..., d] with zeros in the given channels."""
+    if channels is None:
+        return x
+    whole = jnp.zeros(x.shape[-1], bool).at[channels].set(True)
+    return jnp.where(whole, jnp.zeros((), x.dtype), x)

@@ -1,0 +1,104 @@
+"""Settings with every default filled in."""
+
+import dataclasses
+import pathlib
+
+import pytest
+from tiny import CONFIG as MODEL
+
+from train.config import AdapterConfig, FinetuneConfig, OptimizerConfig, PretrainConfig
+from train.methods import METHODS
+from train.options import MethodOptions
+from train.resolve import ResolvedConfig, resolve
+
+FINETUNE = FinetuneConfig(checkpoint="some/model", adapter=AdapterConfig(lora_rank=4))
+
+
+def pretrain(**changes) -> ResolvedConfig:
+    return resolve(PretrainConfig(**changes), MODEL)
+
+
+def test_nothing_is_left_to_choose():
+    for name, method in METHODS.items():
+        given = FinetuneConfig(checkpoint="x", method=name)
+        found = resolve(given, MODEL, "bfloat16")
+        assert found.optimizer.moment_dtype == ("8bit" if method.lean else "float32")
+        assert found.in_backward == method.lean
+        assert found.options.bits > 0
+        assert found.options.rank > 0
+        assert found.folder == pathlib.Path(f"runs/x-{name}")
+        assert (found.lora is not None) == method.adapters
+        assert found.packed
+        assert found.pretrained
+
+
+def test_given_settings_are_kept():
+    found = pretrain(
+        method="lean", optimizer=OptimizerConfig(moment_dtype="bfloat16"), steps=7,
+        out=pathlib.Path("here"),
+    )  # fmt: skip
+    assert (found.optimizer.moment_dtype, found.steps) == ("bfloat16", 7)
+    assert found.folder == pathlib.Path("here")
+    assert (found.title, found.packed, found.pretrained) == ("llama_9m", False, False)
+    assert found.lora is None
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "checkpoint", "want"),
+    [
+        ("lean", "auto", "bfloat16", "float32"),
+        ("exact", "auto", "float16", "float32"),
+        ("lora", "auto", "bfloat16", "bfloat16"),
+        ("qlora", "auto", "float16", "bfloat16"),
+        ("lora", "auto", "float32", "float32"),
+        ("exact", "bfloat16", "float32", "bfloat16"),
+    ],
+)
+def test_trained_weights_are_in_float32_unless_another_dtype_is_given(
+    method, given, checkpoint, want
+):
+    config = FinetuneConfig(checkpoint="x", method=method, weight_dtype=given)
+    assert resolve(config, MODEL, checkpoint).weight_dtype == want
+
+
+def test_trained_bfloat16_weights_are_warned_about():
+    (warning,) = pretrain(weight_dtype="bfloat16").warnings
+    assert "updates below 1/256 of a weight are lost" in warning
+    assert "--weight-dtype float32" in warning
+    assert pretrain().warnings == []
+    frozen = dataclasses.replace(FINETUNE, weight_dtype="bfloat16")
+    assert resolve(frozen, MODEL).warnings == []
+    full = FinetuneConfig(checkpoint="x", method="lean", weight_dtype="bfloat16")
+    assert resolve(full, MODEL).warnings
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"method": "remmat"}, "unknown `--method` 'remmat'. Did you mean remat"),
+        ({"method": "frugal"}, "`--method frugal` is now `--method lean`"),
+        ({"method": "frugal_subspace"}, "is now `--method lean_subspace`"),
+        ({"method": "lora"}, "`--method lora` trains adapters of a checkpoint: use train.finetune"),
+        ({"options": MethodOptions(rank=8)}, "`--rank 8` has no effect with `--method exact`"),
+        (
+            {"method": "quantized", "options": MethodOptions(adapt_every=5)},
+            "`--adapt-every 5` has no effect without `--average-bits`",
+        ),
+        (
+            {"method": "subspace", "options": MethodOptions(rank=25)},
+            "`--rank` 25 is above 24, the smallest dimension of a weight of llama_9m",
+        ),
+        ({"method": "lean", "accumulate": 2}, "`--accumulate 2` has no place beside `--in-backw"),
+    ],
+    ids=str,
+)
+def test_settings_that_do_not_fit_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        pretrain(**changes)
+
+
+def test_flags_of_adapters_are_checked_too():
+    with pytest.raises(ValueError, match="`--lora-rank 4` has no effect with `--method exact`"):
+        resolve(dataclasses.replace(FINETUNE, method="exact"), MODEL)
+    with pytest.raises(ValueError, match="`--in-backward` has no effect with `--method lora`"):
+        resolve(dataclasses.replace(FINETUNE, in_backward=True), MODEL)
