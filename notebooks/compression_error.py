@@ -349,8 +349,8 @@ plt.show()
 #
 # ## Error of the weight gradient
 #
-# Training does not use the decoded activation itself, only the weight gradient `dw = x_hatᵀ dz`. The
-# figure uses the real `dz` of this batch and one key, as in one training step.
+# Training does not use the decoded activation itself, only the weight gradient `dw = x_hatᵀ dz`.
+# The figure uses the real `dz` of this batch and one key, as in one training step.
 
 # %%
 figure, axes = plt.subplots(1, 4, figsize=(12, 3.8), layout="constrained", sharey=True)
@@ -362,10 +362,10 @@ plt.show()
 # %% [markdown]
 # ## Bias and variance
 #
-# An unbiased codec has a large error in one step, but not in the mean. The squared error of the mean
-# gradient over `n` keys is `bias² + variance / n`. Markers show the error of such means, for codecs
-# of rank 32 (principal + random: 16 and 16; 128 points). Lines show the formula, with bias and
-# variance from all 64 keys.
+# An unbiased codec has a large error in one step, but not in the mean. The squared error of the
+# mean gradient over `n` keys is `bias² + variance / n`. Markers show the error of such means, for
+# codecs of rank 32 (principal + random: 16 and 16; 128 points). Lines show the formula, with bias
+# and variance from all 64 keys.
 
 # %%
 AVERAGED = (SVD, POWER, RP, BOTH, PAMM)
@@ -398,10 +398,10 @@ draw_legend(figure, axes[0])
 plt.show()
 
 # %% [markdown]
-# The last two columns of the table separate bias from variance: if the error of the mean over 64 keys
-# is at most an eighth of the standard deviation, no bias is visible. "Keys to match" is the number of
-# gradients that an unbiased codec must average to have the error of *one* gradient of the randomized
-# SVD.
+# The last two columns of the table separate bias from variance: if the error of the mean over 64
+# keys is at most an eighth of the standard deviation, no bias is visible. "Keys to match" is the
+# number of gradients that an unbiased codec must average to have the error of *one* gradient of the
+# randomized SVD.
 
 # %%
 body = []
@@ -430,10 +430,10 @@ show_table("Relative error of dw", columns, body, text_columns=2)
 # Wei et al. compare a randomized SVD and a random projection at ranks 8 and 32, on the activations
 # that four kinds of operators store. They report `‖ΔX‖_F`, the Frobenius norm of the error, not
 # relative to `‖X‖_F`, over 100 matrices sampled while LLaMA3-3B is fine-tuned on GSM8K. We measure
-# the same four operators in our model: the inputs of linear operators (`attention_in` and `mlp_in`),
-# the input of the attention norm (the residual stream), the input of SiLU (the gate), and the
-# attention weights of a head, since a softmax stores its output (the paper does not say which
-# array they took).
+# the same four operators in our model: the inputs of linear operators (`attention_in` and
+# `mlp_in`), the input of the attention norm (the residual stream), the input of SiLU (the gate),
+# and the attention weights of a head, since a softmax stores its output (the paper does not say
+# which array they took).
 #
 # Norms of another model's activations cannot be compared with ours, but ratios can. The closed form
 # `E‖ΔX‖² = ‖X‖² (d + 1) / k` of the random projection gives the `‖X‖` that they do not report, and
@@ -467,7 +467,7 @@ def softmax_backward(codec, code, dy):
 
 
 def operator_cases(i):
-    """The array that each nonlinear operator of layer i stores, and other inputs of its backward."""
+    """What each nonlinear operator of layer i stores, and what else its backward pass reads."""
     attention, mlp = blocks[i].attention, blocks[i].mlp
     wq, wk, wv, wo = (
         np.asarray(w[...]) for w in (attention.q, attention.k, attention.v, attention.o)
@@ -542,24 +542,24 @@ show_table("Ours: ‖ΔX‖ / ‖X‖. Paper: ‖ΔX‖ as printed", columns, bo
 
 # %% [markdown]
 # Agreement: a random projection is many times worse than a randomized SVD; its error halves from
-# rank 8 to 32, as `1 / sqrt(k)` predicts; and activations are not low-rank: at rank 8 the error of a
-# randomized SVD is a large part of the norm for all four operators. (These are means over layers. As
-# the spectra show, the first layer is far from low-rank, the last is much closer.)
+# rank 8 to 32, as `1 / sqrt(k)` predicts; and activations are not low-rank: at rank 8 the error of
+# a randomized SVD is a large part of the norm for all four operators. (These are means over layers.
+# As the spectra show, the first layer is far from low-rank, the last is much closer.)
 #
 # Differences: our ratios are smaller, and our SVD gains more from rank 8 to 32. The first follows
 # from the width: the error of a random projection grows with `sqrt(d)`, and our `d` is 128, theirs
 # 3,072. The second is expected too, as rank 32 is a quarter of our `d` and a hundredth of theirs.
-# Also, our matrices come from one batch of a small model early in training from scratch, theirs from
-# fine-tuning a large one.
+# Also, our matrices come from one batch of a small model early in training from scratch, theirs
+# from fine-tuning a large one.
 #
 # ## From activations to gradients
 #
-# Theorem 3.2 of the paper says: if the decoded activation is unbiased, so is the gradient of a linear
-# operator, but not that of a nonlinear operator. Theorem 3.3 says that the error of a nonlinear
-# operator propagates upstream. The table shows the relative error of the gradient, with real incoming
-# gradients: `dw` of linear operators (their `dx` does not read the decoded activation, so it is
-# exact), and `dx` of the others. Without bias, the error of the mean over 32 keys is smaller by a
-# factor of 5.7, the square root of 32. The paper reports no figures for this.
+# Theorem 3.2 of the paper says: if the decoded activation is unbiased, so is the gradient of a
+# linear operator, but not that of a nonlinear operator. Theorem 3.3 says that the error of a
+# nonlinear operator propagates upstream. The table shows the relative error of the gradient, with
+# real incoming gradients: `dw` of linear operators (their `dx` does not read the decoded
+# activation, so it is exact), and `dx` of the others. Without bias, the error of the mean over 32
+# keys is smaller by a factor of 5.7, the square root of 32. The paper reports no figures for this.
 
 # %%
 body = []
@@ -578,14 +578,14 @@ show_table("Relative error of the operator's gradient", columns, body)
 
 # %% [markdown]
 # For linear operators the theorem is visible: the whole error of a random projection averages out.
-# For RMSNorm nothing averages out. Its `dx` is inversely proportional to the norm of the input, and a
-# random projection is longer than `x` by the square root of `1 + (d + 1) / k`, so `dx` is too short
-# by this factor for every key. SiLU is in between. The softmax multiplies two decoded arrays: its
-# error in one step is the largest.
+# For RMSNorm nothing averages out. Its `dx` is inversely proportional to the norm of the input, and
+# a random projection is longer than `x` by the square root of `1 + (d + 1) / k`, so `dx` is too
+# short by this factor for every key. SiLU is in between. The softmax multiplies two decoded arrays:
+# its error in one step is the largest.
 #
 # A relative error below one is not small: each operator is measured alone here, and the `dx` of a
-# nonlinear operator enters all gradients upstream. This is why actjax stores these inputs exactly by
-# default.
+# nonlinear operator enters all gradients upstream. This is why actjax stores these inputs exactly
+# by default.
 #
 # ## Summary
 #
@@ -604,7 +604,9 @@ def fell_by(name, codec):
 projections = [actjax.RandomProjection(rank) for rank in (8, 32)]
 rank_8 = [ours[name, actjax.RandomizedSVD(8)][0] for name in OPERATORS]
 assert all(0.15 < error < 0.8 for error in rank_8)
-print(f"- Activations are not of low rank: SVD at rank 8 is off by {span(rank_8, 2)} of the norm.")
+print(
+    f"- Activations are not low-rank: the relative error of an SVD at rank 8 is {span(rank_8, 2)}."
+)
 
 assert all((of_copy[site, RP] > 1).all() for site in SITES)
 for (name, rank), value in formula.items():
@@ -620,23 +622,26 @@ for name, (printed, _) in PAPER.items():
 ratios = [one_key[site, RP] / one_key[site, SVD] for site in SITES]
 assert min(ratios) > 3
 assert all(one_key[site, POWER] < one_key[site, SVD] for site in SITES)
-print("- The copy of a random projection is worse than zeros at each rank here, as its formula has")
-print(f"  it. At rank 32, in one step, its dw is off by {span(ratios)} times that of a randomised")
-print("  SVD. A power iteration makes the SVD better still, at each site, for two thin products.")
+print("- The decoded activation of a random projection is worse than zeros at every rank, as its")
+print(f"  formula says. At rank 32, in one step, the error of its dw is {span(ratios)} times")
+print("  that of a randomized SVD. A power iteration, two thin products, lowers the error of the")
+print("  SVD at each site.")
 
 unbiased = [one_key[site, name] / of_mean[site, name][-1] for site in SITES for name in (RP, BOTH)]
 biased = [one_key[at] / of_mean[at][-1] for at in one_key if at[1] not in (RP, BOTH)]
 keys = [variance[site, RP] / one_key[site, SVD] ** 2 for site in SITES]
 assert min(unbiased) > 5 > 3 > max(biased)
 print(f"- Averaged over 64 keys, the error of unbiased codecs falls by {span(unbiased)},")
-print(f"  of biased ones by {span(biased)}. Yet it takes {span(keys, 0)} gradients of a random")
-print("  projection to be as near as one of a randomised SVD.")
+print(f"  of biased codecs by {span(biased)}. Yet it takes {span(keys, 0)} gradients of a random")
+print("  projection to reach the error of one gradient of a randomized SVD.")
 
 assert all(one_key[site, BOTH] < one_key[site, RP] for site in SITES)
 assert all(of_gradient[site, PAMM][0] < of_gradient[site, RP][-1] for site in SITES)
-print("- No bias is cheaper with a principal part in front: less variance at each site, rank 32.")
-print(f"  And {POINTS[0]} points of {inputs['mlp_in'][0].shape[0]} do better in one step than a")
-print(f"  random projection of rank {RANKS[-1]}, at each site.")
+print("- With a principal part, an unbiased codec of rank 32 has less variance at each site.")
+print(
+    f"  {POINTS[0]} points out of {inputs['mlp_in'][0].shape[0]} have a smaller error in one step"
+)
+print(f"  than a random projection of rank {RANKS[-1]}, at each site.")
 
 linear, norm = ([fell_by(name, codec) for codec in projections] for name in ("Linear", "RMSNorm"))
 silu = [fell_by("SiLU", codec) for codec in projections]
@@ -646,7 +651,5 @@ assert all(ours["Softmax", codec][1] > ours["Linear", codec][1] for codec in pro
 for codec in projections:
     too_short = 1 - 1 / np.sqrt(1 + formula["RMSNorm", codec.rank] ** 2)
     assert abs(ours["RMSNorm", codec][2][SOME_KEYS - 1] / too_short - 1) < 0.1
-print(
-    f"- Unbiased copies give unbiased gradients for linears alone: over {SOME_KEYS} keys the error"
-)
+print(f"- Only linear operators have unbiased gradients: over {SOME_KEYS} keys their error")
 print(f"  falls by {span(linear)}, but for RMSNorm by {span(norm)}.")

@@ -13,8 +13,8 @@
 # %% [markdown]
 # # Which operators tolerate lossy activations?
 #
-# An operator whose backward pass reads `x + Δ` instead of its input `x` returns an inexact gradient.
-# Wei et al. (2026) prove, for `E[Δ] = 0`:
+# An operator whose backward pass reads `x + Δ` instead of its input `x` returns an inexact
+# gradient. Wei et al. (2026) prove, for `E[Δ] = 0`:
 #
 # - **Theorem 3.2.** The gradient of a *linear* operator is unbiased. The gradient of a nonlinear
 #   operator has a bias of half its second derivative, applied twice to `Δ`.
@@ -87,10 +87,10 @@ model = state.model
 print(f"loss {float(metrics['loss']):.2f} after {config.steps} steps")
 
 # %% [markdown]
-# In this block each kind of operator may have a codec. `actjax.linear` stores its input with a codec.
-# `actjax.checkpoint` turns any operator into one that stores a code of its input and computes its
-# gradient at the decoded input, as in the theorems. Softmax stores its output instead, as frameworks
-# do.
+# In this block each kind of operator may have a codec. `actjax.linear` stores its input with a
+# codec. `actjax.checkpoint` turns any operator into one that stores a code of its input and
+# computes its gradient at the decoded input, as in the theorems. Softmax stores its output instead,
+# as frameworks do.
 
 # %%
 tables = rope_tables(model_config, config.seq_len)
@@ -122,7 +122,7 @@ causal_softmax.defvjp(softmax_forward, softmax_backward)
 
 
 def run_block(weights, x, codecs, key):
-    """A layer. `codecs` maps kinds of operators to codecs; the others store their inputs exactly."""
+    """A layer. `codecs` maps kinds of operators to codecs; others store their inputs exactly."""
     keys = iter(jax.random.split(key, 9))
 
     def nonlinear(kind, fun, *args):
@@ -155,8 +155,8 @@ COLORS = dict(zip(WIDTHS, ["#0072B2", "#D55E00", "#009E73", "#CC79A7"], strict=T
 print("numbers that each kind of operator stores, a token and layer:", WIDTHS)
 
 # %% [markdown]
-# A block has gradients of its weights and of its input, given the exact gradient of its output.
-# The next cell collects these, layer by layer, for one batch.
+# A block has gradients of its weights and of its input, given the exact gradient of its output. The
+# next cell collects these, layer by layer, for one batch.
 
 
 # %%
@@ -189,9 +189,9 @@ for i in reversed(LAYERS):
 # %% [markdown]
 # ## Theorem 3.2: the bias
 #
-# The first codec adds noise of a chosen size: it stores `x + Δ` with a uniform `Δ`. In the mean of the
-# gradients for `Δ` and `−Δ`, terms of first order cancel, and the remaining error is the bias. The
-# theorem says that it grows with the square of the noise, and that a linear operator has none.
+# The first codec adds noise of a chosen size: it stores `x + Δ` with a uniform `Δ`. In the mean of
+# the gradients for `Δ` and `−Δ`, terms of first order cancel, and the remaining error is the bias.
+# The theorem says that it grows with the square of the noise, and that a linear operator has none.
 
 
 # %%
@@ -339,8 +339,8 @@ console.print(table)
 #
 # One kind of operator of the *last* layer stores a code of two bits, and all layers before it are
 # exact. Each layer runs with the gradient that it receives, as in training. The left figure shows
-# the error of the gradients that reach each layer. The right figure compares the measured error with
-# the theorem's formula: the error at the last layer, pulled back by the exact Jacobians.
+# the error of the gradients that reach each layer. The right figure compares the measured error
+# with the theorem's formula: the error at the last layer, pulled back by the exact Jacobians.
 
 # %%
 LAST = LAYERS[-1]
@@ -384,8 +384,9 @@ plt.show()
 #
 # ## Table 1: continued training
 #
-# Training continues on the next batches with one kind of operator compressed in all layers, at equal
-# bytes: with low-rank codecs, as in the paper, and with few bits. `exact` is training without codecs.
+# Training continues on the next batches with one kind of operator compressed in all layers, at
+# equal bytes: with low-rank codecs, as in the paper, and with few bits. `exact` is training without
+# codecs.
 
 # %%
 RANKS = {"linear": 8, "SiLU": 24, "RMSNorm": 18, "softmax": 11}
@@ -459,13 +460,14 @@ plt.show()
 console.print(table)
 
 # %% [markdown]
-# In this small model both theorems hold as stated: linear operators have no bias and pass on an exact
-# gradient; the others have a bias that grows with the square of the noise, and it propagates
-# upstream. Of the three, the norm should be compressed least, since its input is the residual stream.
+# In this small model both theorems hold as stated: linear operators have no bias and pass on an
+# exact gradient; the others have a bias that grows with the square of the noise, and it propagates
+# upstream. Of the three, the norm should be compressed least, since its input is the residual
+# stream.
 #
-# Table 1 of the paper, where nonlinear operators ruin a fine-tuning of Qwen3-4B, is *not* reproduced.
-# In 16 steps of a model this small and this early in training, at equal bytes, the biases above are
-# too small to affect the loss. What does affect it is the *variance* of linear operators: their
-# inputs have two to three times as many numbers, so they get the fewest bits. An unbiased gradient
-# does not help if it is mostly noise. Hence it is better to choose bits by `actjax.sensitivity` than
-# by a rule.
+# Table 1 of the paper, where nonlinear operators ruin a fine-tuning of Qwen3-4B, is *not*
+# reproduced. In 16 steps of a model this small and this early in training, at equal bytes, the
+# biases above are too small to affect the loss. What does affect it is the *variance* of linear
+# operators: their inputs have two to three times as many numbers, so they get the fewest bits. An
+# unbiased gradient does not help if it is mostly noise. Hence it is better to choose bits by
+# `actjax.sensitivity` than by a rule.
