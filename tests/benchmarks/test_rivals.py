@@ -21,7 +21,7 @@ from benchmarks.variants import VARIANTS, Variant, check_names
 from models import ModelConfig
 from train.config import PretrainConfig
 from train.flops import causal_loop_length, matmul_flops
-from train.methods import MethodOptions
+from train.options import MethodOptions
 from train.step import batch_shapes
 
 TRAIN = PretrainConfig(batch_size=4, seq_len=256, compute_dtype="float32")
