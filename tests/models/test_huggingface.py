@@ -159,7 +159,7 @@ def folder(tmp_path):
 
 
 @pytest.mark.parametrize("shard", [1, 5000, 10**9])
-def test_bytes_come_back(folder, tmp_path, shard):
+def test_saved_bytes_are_read_back(folder, tmp_path, shard):
     model = huggingface.load(folder)
     assert model.layers.attention.q.get_value().dtype == jnp.bfloat16
     huggingface.save(model, tmp_path / "again", max_shard_bytes=shard)
@@ -176,7 +176,7 @@ def test_bytes_come_back(folder, tmp_path, shard):
     jax.tree.map(np.testing.assert_array_equal, once_more, model)
 
 
-def test_one_file_is_equal_byte_for_byte(folder, tmp_path):
+def test_saving_again_gives_the_same_files(folder, tmp_path):
     huggingface.save(huggingface.load(folder), tmp_path / "again", like=folder)
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "again" / name).read_bytes() == (folder / name).read_bytes()
@@ -289,7 +289,7 @@ def test_damaged_files_are_named(folder, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
-def test_numbers_that_are_not_finite_are_named(folder, value, dtype):
+def test_numbers_that_are_not_finite_are_refused(folder, value, dtype):
     given = {name: np.asarray(x, jnp.dtype(dtype)) for name, x in tensors(folder).items()}
     given["model.norm.weight"].flat[-1] = value
     safetensors.numpy.save_file(given, folder / "model.safetensors")
@@ -297,7 +297,7 @@ def test_numbers_that_are_not_finite_are_named(folder, value, dtype):
         huggingface.load(folder)
 
 
-def test_a_config_of_something_else_is_named(folder):
+def test_a_config_that_is_not_an_object_is_refused(folder):
     (folder / "config.json").write_text("[]")
     with pytest.raises(ValueError, match=r"config.json: expected a JSON object, got list"):
         huggingface.load(folder)
@@ -351,13 +351,13 @@ def test_existing_folders_are_not_overwritten(folder):
 
 
 @pytest.mark.parametrize("name", ["llama3_1b", "qwen2_5_0_5b", "qwen3_0_6b", "llama_60m"])
-def test_dimensions_come_back(name):
+def test_dimensions_are_read_back(name):
     config = preset(name)
     fields = huggingface.fields_of(config, "bfloat16")
     assert huggingface.config_of(json.loads(json.dumps(fields))) == config
 
 
-def test_scaled_frequencies_are_those_of_the_formula():
+def test_scaled_frequencies_follow_the_formula():
     scaling = RopeScaling(8.0, 1.0, 4.0, 16)
     config = ModelConfig(8, 16, 16, 1, 1, rope_theta=500.0, rope_scaling=scaling)
     cos, _ = jax.jit(functools.partial(rope_tables, config, 3))()

@@ -1,4 +1,4 @@
-"""Tests of models/layers.py: the gradient of a decoder under each choice of what is stored."""
+"""Tests of models/layers.py: gradients of a decoder with each choice of storage."""
 
 import dataclasses
 import functools
