@@ -26,8 +26,8 @@ from benchmarks.variants import check_names
 from train import finetune
 from train.config import AdapterConfig, FinetuneConfig
 from train.loop import NonFiniteError, StopSignal, train
-from train.methods import MethodOptions
 from train.metrics import read_metrics
+from train.options import MethodOptions
 from train.report import explain_step
 
 _LEVELS: Any = ("none", "intra", "intra+inter")

@@ -1,4 +1,4 @@
-"""Tests of models/decoder.py: a NumPy oracle, finite differences, dtypes, and what is stored."""
+"""Tests of models/decoder.py: a NumPy oracle, finite differences, dtypes and stored bytes."""
 
 import dataclasses
 import functools

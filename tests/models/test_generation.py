@@ -390,7 +390,7 @@ def test_errors_say_what_is_wrong(prompts, options, message):
         greedy(model_of(), prompts, **options)
 
 
-def test_nothing_is_written_after_no_prompts():
+def test_no_prompts_give_no_texts():
     assert greedy(model_of(), []) == []
     assert log_likelihoods(model_of(), [], []).shape == (0,)
     with pytest.raises(ValueError, match="`continuations` has 2 entries and `prompts` 1"):
