@@ -1,4 +1,4 @@
-"""The rivals compute the same thing, and the memory that the project promises really falls."""
+"""Rivals compute the same numbers, and their compiled memory is as small as documented."""
 
 import dataclasses
 import functools
@@ -25,8 +25,8 @@ from train.methods import MethodOptions
 from train.step import batch_shapes
 
 TRAIN = PretrainConfig(batch_size=4, seq_len=256, compute_dtype="float32")
-# llama_130m at a third of its width: heads of 64, ffn 2.67 d, and as many layers, so that what is
-# kept outweighs the workspace of one layer.
+# llama_130m at a third of its width, with heads of 64, ffn 2.67 d, and its twelve layers, so that
+# residuals outweigh the workspace of one layer.
 MODEL = ModelConfig(
     vocab_size=512, hidden_size=256, ffn_size=680, num_layers=12, num_heads=4, num_kv_heads=4
 )
@@ -56,14 +56,14 @@ def small(name: str) -> Rival:
 
 
 @pytest.mark.usefixtures("quick_compile")
-# One of each kind of program: `tests/train/test_step.py` has the methods.
+# One of each kind of program: `tests/train/test_step.py` tests the methods.
 @pytest.mark.parametrize(
     "name", ["optax.contrib.galore d/4", "subspace d/4, 8-bit states and inputs", "lean"]
 )
 def test_rivals_compute_the_same_loss(name):
     state, batch = small(name).init(), random_batch(SMALL, tiny.CONFIG.vocab_size)
     loss = jax.jit(small(name).step)(state, batch)[1]["loss"]
-    # One loss in one order of sums or another: a few units in the last place of float32.
+    # The same loss with sums in another order: a few units in the last place of float32.
     expected = state.model.loss(batch["inputs"], batch["targets"], compute_dtype="float32")
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
 
@@ -88,7 +88,7 @@ def test_exact_rivals_have_the_same_losses_after_a_step_too(name):
 @pytest.mark.parametrize("name", EXACT)
 def test_exact_rivals_have_the_same_gradient(name):
     state, batch = small("plain").init(), random_batch(SMALL, tiny.CONFIG.vocab_size)
-    # At initialisation norms are all one, and a forgotten scale would not show.
+    # Initial norms are all one, where a missing scale would not show.
     state = dataclasses.replace(state, model=tiny.decoder())
     got, want = (jax.jit(small(n).gradient)(state, batch)[1] for n in (name, "plain"))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -151,7 +151,7 @@ def test_the_peak_of_a_whole_step_falls():
 
 @pytest.mark.parametrize("name", ["subspace d/16", "subspace d/4", "low_rank"])
 def test_the_peak_is_what_the_table_counts_and_little_more(name):
-    # A fifth for one layer's backward pass, out of twelve, and the chunk of logits.
+    # A fifth for the backward pass of one of twelve layers, and the chunk of logits.
     assert step_peak(name) <= 1.2 * middle(name).memory().total
 
 
@@ -161,14 +161,14 @@ def test_gradients_and_states_of_compressed_weights_are_a_seventh():
 
 @functools.cache
 def flops_at_1b(name: str) -> int:
-    """Operations of the products of a whole step, 8 x 1024 tokens. It is traced, not compiled."""
+    """Operations of the products of a whole step of 8 x 1024 tokens, from its trace."""
     config = PretrainConfig(model="llama_1b", batch_size=8, seq_len=1024, weight_dtype="bfloat16")
     one, length = rival(name, config), causal_loop_length(config.seq_len)
     state = jax.eval_shape(one.init)
     return matmul_flops(one.step, state, batch_shapes(config), loop_length=length)
 
 
-def test_compression_costs_fewer_operations_and_rematerialisation_more():
+def test_compression_costs_fewer_operations_and_rematerialization_more():
     plain, full_remat = flops_at_1b("plain"), flops_at_1b("jax.checkpoint, full")
     assert flops_at_1b("exact") == plain
     assert flops_at_1b("pamm") < plain

@@ -75,7 +75,7 @@ def test_help_of_the_other_programs():
         ("--no-resum", "unknown flag `--no-resum`. Did you mean --no-resume?"),
         (
             "--compute-dtype=float",
-            "`--compute-dtype` must be one of float32, bfloat16, got 'float'",
+            "must be one of float32, bfloat16, got 'float'. Did you mean float32?",
         ),
         ("--rounding=dithr", "got 'dithr'. Did you mean dither?"),
     ],

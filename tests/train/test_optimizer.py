@@ -100,7 +100,8 @@ def test_a_subspace_is_put_around_the_moments_and_not_around_decay():
 
     params = {"w": jnp.ones((16, 8))}
     tx = make_optimizer(OptimizerConfig(1e-2, 1, weight_decay=0.5), 10, subspace)
-    updates, _ = tx.update({"w": jnp.zeros((16, 8))}, tx.init(params), params)
+    zeros = {"w": jnp.zeros((16, 8))}
+    updates, _ = tx.update(zeros, tx.refresh(zeros, tx.init(params), params), params)
     # A gradient of zero moves nothing but by decay, and that in full space.
     np.testing.assert_allclose(updates["w"], -1e-2 * 0.5, rtol=1e-6)
     assert set(made) == {"inner", "outer"}
