@@ -25,7 +25,7 @@ from models.lora import attach
 from train.config import AdapterConfig, FinetuneConfig
 from train.devices import HERE, compile_for, description_of
 from train.flops import causal_loop_length, matmul_flops
-from train.methods import Level, MethodOptions
+from train.options import Level, MethodOptions
 from train.step import (
     TrainState,
     batch_shapes,
