@@ -55,7 +55,6 @@ def small(name: str) -> Rival:
     return method_rival(variant, SMALL, tiny.CONFIG)
 
 
-@pytest.mark.usefixtures("quick_compile")
 # One of each kind of program: `tests/train/test_step.py` tests the methods.
 @pytest.mark.parametrize(
     "name", ["optax.contrib.galore d/4", "subspace d/4, 8-bit states and inputs", "lean"]
@@ -78,13 +77,11 @@ def losses(name: str) -> list[float]:
     return found
 
 
-@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("name", ["exact", "exact, 8-bit states, in backward"])
 def test_exact_rivals_have_the_same_losses_after_a_step_too(name):
     np.testing.assert_allclose(losses(name), losses("plain"), rtol=1e-5)
 
 
-@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("name", EXACT)
 def test_exact_rivals_have_the_same_gradient(name):
     state, batch = small("plain").init(), random_batch(SMALL, tiny.CONFIG.vocab_size)
