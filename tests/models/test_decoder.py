@@ -14,8 +14,6 @@ from actjax import explain
 from models import Decoder, RopeScaling
 from models.rope import rope_tables
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 SCALING = RopeScaling(8.0, 1.0, 4.0, original_max_seq_len=32)
 SCALING_FIELDS = {
     "factor": 8.0,

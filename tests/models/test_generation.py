@@ -21,8 +21,6 @@ from models.likelihoods import log_likelihoods
 from models.prompts import rounded_length
 from models.rope import rope_tables
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 NEW = 12
 # The positions of the longest prompt and its continuation.
 CONFIG = dataclasses.replace(tiny.CONFIG, max_seq_len=9 + NEW)

@@ -20,8 +20,6 @@ from actjax import (
 from models import CompressedResiduals, Remat, Storage, StorageChoice
 from models.storage import LINEAR_INPUTS, SITES
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 LOSSY = Storage(
     RandomizedSVD(4), RandomProjection(4), PointApproximation(points=3), RandomizedSVD(4)
 )

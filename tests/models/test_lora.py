@@ -31,9 +31,6 @@ LORA = LoRAConfig(rank=3, alpha=5.0)
 REFERENCE = "needs peft, transformers and torch: pip install -e '.[reference]'"
 
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
-
 @functools.cache
 def initial(lora=LORA):
     return jax.jit(lambda key: init_adapters(tiny.CONFIG, lora, key))(jax.random.key(0))
