@@ -67,7 +67,6 @@ def gradient_of(name: str):
     return jax.jit(small(name).gradient)
 
 
-@pytest.mark.usefixtures("quick_compile")
 # One of each kind of program: `tests/train/test_step.py` tests the methods.
 @pytest.mark.parametrize(
     "name", ["optax.contrib.galore d/4", "subspace d/4, 8-bit states and inputs", "lean"]
@@ -97,13 +96,11 @@ def losses_of_plain() -> list[float]:
     return losses("plain")
 
 
-@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("name", ["exact", "exact, 8-bit states, in backward"])
 def test_exact_rivals_have_the_same_losses_after_a_step_too(name):
     np.testing.assert_allclose(losses(name), losses_of_plain(), rtol=1e-5)
 
 
-@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize(
     "name", [*EXACT, *(pytest.param(name, marks=pytest.mark.slow) for name in REMATERIALIZED)]
 )
