@@ -198,6 +198,17 @@ def test_the_error_holds_for_any_weight(data):
     assert np.all(np.sign(got) * np.sign(w) >= 0)
 
 
+def test_no_sign_changes_where_a_scale_is_below_the_error_of_8_bits():
+    # Half of the scales are a millionth of the others. Some of them decode to negative numbers.
+    w = np.array(normal(0, 65, 4, dtype="float32"))
+    w[:, :2] *= 1e-6
+    for factor in range(1, 9):
+        w[:, 3] *= factor
+        got = round_trip(w)
+        assert_within_the_error(w, got)
+        assert np.all(np.sign(got) * np.sign(w) >= 0)
+
+
 @settings(max_examples=20, deadline=None)
 @given(st.integers(-90, 90), st.integers(0, 2**32 - 1))
 def test_a_power_of_two_changes_only_the_scale(power, seed):
