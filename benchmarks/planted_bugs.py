@@ -168,7 +168,7 @@ def measure(config: Config) -> list[dict[str, Any]]:
     for bug in bugs:
         find(bug, config.root)
     tasks = list(_tasks(bugs, areas, config))
-    known = {bug.name for bug in table} | {f"{_CLEAN} {area}" for area in areas}
+    known = [*(bug.name for bug in table), *(f"{_CLEAN} {area}" for area in areas)]
     done = {row["name"]: row for row in _read_rows(config.results) if row["name"] in known}
     waiting = [task for task in tasks if not _is_of(done.get(task["name"]), task, config)]
     with tempfile.TemporaryDirectory(prefix="planted-bugs-") as scratch:
@@ -184,11 +184,15 @@ def measure(config: Config) -> list[dict[str, Any]]:
                     row = future.result()
                     done[row["name"]] = row
                     print(f"{row['verdict']:9} {row['seconds']:6.1f} s  {row['name']}", flush=True)
-                    record.write(config, list(done.values()))
+                    record.write(config, _in_order(done, known))
             finally:
                 for future in futures:
                     future.cancel()
-    return list(done.values())
+    return _in_order(done, known)
+
+
+def _in_order(rows: dict[str, dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
+    return [rows[name] for name in names if name in rows]
 
 
 def _is_of(row: dict[str, Any] | None, task: dict[str, Any], config: Config) -> bool:
