@@ -21,13 +21,13 @@ class LowRank:
     Attributes:
       left: [..., d, k].
       right: [..., k, n].
-      basis: name of the basis that `left` is, if it is one that several gradients share: the sum of
-        two such keeps its rank. Static.
+      basis_name: name of the basis that `left` is, if several gradients share it; the sum of two
+        such gradients keeps its rank. None otherwise. Static.
     """
 
     left: Any
     right: Any
-    basis: str | None = dataclasses.field(default=None, metadata={"static": True})
+    basis_name: str | None = dataclasses.field(default=None, metadata={"static": True})
 
     def __post_init__(self) -> None:
         # While JAX flattens and unflattens trees, leaves may be any object.
@@ -44,8 +44,10 @@ class LowRank:
     def __repr__(self) -> str:
         # JAX also makes trees of this structure with other leaves, such as shardings.
         if not (hasattr(self.left, "shape") and hasattr(self.right, "shape")):
-            return f"LowRank(left={self.left!r}, right={self.right!r}, basis={self.basis!r})"
-        shared = "" if self.basis is None else f", basis={self.basis!r}"
+            return (
+                f"LowRank(left={self.left!r}, right={self.right!r}, basis_name={self.basis_name!r})"
+            )
+        shared = "" if self.basis_name is None else f", basis_name={self.basis_name!r}"
         return f"LowRank(shape={self.shape}, rank={self.rank}, dtype={self.dtype}{shared})"
 
     @property
@@ -172,7 +174,7 @@ class LowRank:
             return NotImplemented
         if self.shape != other.shape:
             raise ValueError(f"cannot add {other} to {self}: shapes differ.")
-        if self.basis is not None and self.basis == other.basis:
+        if self.basis_name is not None and self.basis_name == other.basis_name:
             if self.rank != other.rank:
                 raise ValueError(f"cannot add {other} to {self}: one basis has one rank.")
             return dataclasses.replace(self, right=self.right + other.right)

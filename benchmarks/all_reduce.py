@@ -1,8 +1,9 @@
 """Bytes that data-parallel devices exchange in a step, read from the compiled program.
 
 `python -m benchmarks.all_reduce` compiles steps for simulated devices, each with a copy of the
-weights and its share of the batch, and adds up the results of all all-reduces, those in a loop as
-often as it runs. Dense gradients are as large as the weights; factored ones are not.
+weights and a share of the batch, and adds up the sizes of all all-reduced arrays. An all-reduce in
+a loop counts once for each iteration. Dense gradients are as large as the weights; factored
+gradients are smaller.
 """
 
 import dataclasses
@@ -36,7 +37,7 @@ class Config:
     train: PretrainConfig = dataclasses.field(
         default_factory=lambda: PretrainConfig(model="llama_130m", compute_dtype="float32")
     )
-    """Model, batch and dtypes; the method is set by this program."""
+    """Model, batch and dtypes. This program sets the method."""
     only: tuple[str, ...] = (
         "plain",
         "exact",
@@ -45,7 +46,7 @@ class Config:
         "subspace d/16",
         "random_projection d/4",
     )
-    """Rivals to measure, out of `benchmarks.rivals`."""
+    """Rivals to measure, from `benchmarks.rivals`."""
     results: pathlib.Path = record.RESULTS / "all_reduce.json"
 
     def __post_init__(self) -> None:
@@ -53,10 +54,10 @@ class Config:
 
 
 def collectives(program: str) -> list[dict]:
-    """Returns the collective operations of a program: kind, bytes of the result, how often it runs.
+    """Returns the collective operations of a program: kind, bytes of the result, and executions.
 
     Args:
-      program: text of an optimised HLO module.
+      program: text of an optimized HLO module.
     """
     bodies, name, entry = {}, "", ""
     for line in program.splitlines():
@@ -84,7 +85,7 @@ def _collectives(bodies: dict[str, list[str]], name: str, times: int) -> Iterato
 
 
 def measure(config: Config) -> list[dict]:
-    """Returns one row a rival."""
+    """Returns one row for each rival."""
     devices = jax.devices()
     mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     whole, cut = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("data",)))
@@ -108,7 +109,7 @@ def _with_sharding(x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.Shap
 
 
 def show(config: Config, rows: list[dict]) -> None:
-    """Prints all-reduced bytes, those in the loop over layers apart, and other collectives."""
+    """Prints the all-reduced bytes, their part in the loop over layers, and other collectives."""
     train = config.train
     title = f"{train.model}, {train.batch_size} x {train.seq_len} over {len(jax.devices())} devices"
     headers = ("rival", "all-reduced MiB", "/ first", "in the layers", "/ first", "others MiB")
@@ -130,7 +131,7 @@ def show(config: Config, rows: list[dict]) -> None:
 
 
 def _all_reduced(row: dict) -> tuple[int, int]:
-    """Returns all-reduced bytes, and how many of them in a loop."""
+    """Returns all-reduced bytes: all, and those in a loop."""
     found = [c for c in row["collectives"] if c["kind"] == "all-reduce"]
     return (
         sum(c["bytes"] * c["times"] for c in found),

@@ -1,8 +1,8 @@
-"""Which site of a trained model gets which bits, and what that gains.
+"""Bits chosen for each site of a trained model, compared with uniform bits.
 
-`python -m benchmarks.bits --model llama_3m --steps 300` trains a model exactly, measures how much
-its gradient suffers from each stored value by GACT's Algorithm 1 and by the probe, chooses bits for
-average budgets, and compares the error of the gradient with that of uniform bits, over keys.
+`python -m benchmarks.bits --model llama_3m --steps 300` trains a model exactly and measures the
+sensitivity of its gradient to each site, by GACT's Algorithm 1 and by the probe. It chooses bits
+for average budgets, and compares the error of the gradient over keys with that of uniform bits.
 """
 
 import dataclasses
@@ -19,12 +19,13 @@ import tyro
 import actjax
 from benchmarks import record
 from benchmarks.tables import print_table
-from models import Decoder, ModelConfig, Storage, preset
+from models import Decoder, ModelConfig, Storage, StorageChoice, preset
 from train.adapt import gradient_by_codecs, measure_sensitivity, site_width
 from train.config import PretrainConfig
 from train.corpus import open_corpus
 from train.data import train_batches
-from train.methods import METHODS, MethodOptions
+from train.methods import METHODS
+from train.options import MethodOptions
 from train.step import Batch, Recipe, init_state, make_recipe, make_train_step
 from train.tokenizer import default_tokenizer
 
@@ -40,18 +41,18 @@ class Config:
     )
     """The run that trains the model, without compression."""
     sites_of: str = "gact"
-    """The method whose sites are measured."""
+    """Method whose sites are measured."""
     budgets: tuple[float, ...] = (4, 3, 2)
     """Average bits of the choices."""
     uniform_bits: tuple[int, ...] = (8, 4, 3, 2)
-    """What they are compared with."""
+    """Uniform bits to compare with."""
     keys: int = 8
-    """Gradients for each error, rounded stochastically."""
+    """Number of gradients, rounded stochastically, for each error."""
     results: pathlib.Path = record.RESULTS / "bits.json"
 
 
 def trained(config: PretrainConfig) -> tuple[Decoder, Batch]:
-    """Returns a model after its steps, and the next batch."""
+    """Returns a trained model, and the batch after its last step."""
     recipe = make_recipe(config, _dimensions(config))
     data_dir = config.data.data_dir.expanduser()
     corpus = open_corpus(config.data.data, data_dir)
@@ -69,12 +70,12 @@ def trained(config: PretrainConfig) -> tuple[Decoder, Batch]:
 
 
 def _dimensions(config: PretrainConfig) -> ModelConfig:
-    # The probe takes the gradient of a gradient, which other implementations have none of.
+    # The probe needs second derivatives, and only this implementation of attention has them.
     return dataclasses.replace(preset(config.model), attention="dense")
 
 
 def measure(config: Config) -> tuple[list[dict], dict[str, Any]]:
-    """Returns a row a choice of bits, and the sensitivities by both estimates."""
+    """Returns one row for each choice of bits, and the sensitivities by all estimates."""
     model, batch = trained(config.train)
     method = METHODS[config.sites_of]
     options = MethodOptions(average_bits=4, rounding="stochastic")
@@ -111,33 +112,33 @@ def measure(config: Config) -> tuple[list[dict], dict[str, Any]]:
 
 
 def _rank_correlation(one: list[float], other: list[float]) -> float:
-    """Returns Spearman's coefficient of numbers without ties."""
+    """Returns Spearman's rank correlation of numbers without ties."""
     ranks = [np.argsort(np.argsort(values)) for values in (one, other)]
     return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
 
 
 def _gradient(
     recipe: Recipe,
-    storage: Storage,
+    storage: StorageChoice,
     codecs: Mapping[str, Any],
     model: Decoder,
     batch: Batch,
     seed: int = 0,
 ) -> jax.Array:
     """Returns the gradient as one vector."""
-    sites = codecs or {"q": storage.q}
+    sites = codecs or {"q": storage.codecs["q"]}
     keys = {site: jax.random.fold_in(jax.random.key(seed), i) for i, site in enumerate(sites)}
     gradient = jax.jit(gradient_by_codecs(recipe, storage))(dict(sites), keys, model, batch)
     return jnp.concatenate([jnp.ravel(g) for g in jax.tree.leaves(gradient)])
 
 
 def _errors(gradients: list[jax.Array], exact: jax.Array) -> dict[str, float]:
-    """Returns root mean square error, deviation and bias of gradients, over the norm of `exact`."""
+    """Returns root mean square error, deviation and bias of gradients, relative to `exact`."""
     size, count = jnp.linalg.norm(exact), len(gradients)
     mean = sum(gradients) / count
     variance = statistics.mean(float(jnp.sum((g - mean) ** 2)) for g in gradients)
     variance *= count / (count - 1)
-    # The mean of a few keys deviates by itself.
+    # The mean over a few keys has a variance, which is not bias.
     bias = max(float(jnp.sum((mean - exact) ** 2)) - variance / count, 0.0)
     return {
         "error": float((variance + bias) ** 0.5 / size),
@@ -147,7 +148,7 @@ def _errors(gradients: list[jax.Array], exact: jax.Array) -> dict[str, float]:
 
 
 def show(config: Config, rows: list[dict], known: dict[str, Any]) -> None:
-    """Prints sensitivities with their rank correlation, and the error of each choice."""
+    """Prints sensitivities with their rank correlations, and the error of each choice."""
     sites = list(rows[0]["bits"])
     correlation = known["rank_correlation"]
     print_table(

@@ -1,4 +1,4 @@
-"""A benchmark as a command: settings are read, rows measured, shown and written."""
+"""A benchmark as a command: reads settings, then measures, prints and writes rows."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,8 +18,8 @@ def run(
 
     Args:
       config_type: a dataclass of settings, with the path `results`.
-      description: what `--help` begins with.
-      measure: from settings to one row a rival.
+      description: first lines of `--help`.
+      measure: a function from settings to rows.
       show: prints the rows.
     """
     config = tyro.cli(config_type, description=description, config=(tyro.conf.OmitArgPrefixes,))

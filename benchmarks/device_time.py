@@ -1,4 +1,4 @@
-"""Time that a device takes for a call, launches hidden behind one another."""
+"""Time of a call on a device, without the time of launching it."""
 
 import statistics
 import time
@@ -8,20 +8,20 @@ from typing import Any
 import jax
 
 _CALLS = 20
-"""Calls in flight at once: a device that is busy does not wait for the next to be launched."""
+"""Calls in flight at once: a busy device does not wait for the next launch."""
 
 
 def interleaved(
     programs: Mapping[str, Callable[[], Any]], rounds: int = 7
 ) -> dict[str, list[float]]:
-    """Times programs in turn, so that a drift of the device meets all alike.
+    """Times programs in turn, so that a drift of the device affects all of them equally.
 
     Args:
       programs: by name, functions without arguments that return arrays.
-      rounds: how often each is timed, after one round that is not counted.
+      rounds: number of timed rounds, after one round that is not counted.
 
     Returns:
-      Seconds of a call, a number a round, by name.
+      By name, the seconds of a call in each round.
     """
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(1 + rounds):
@@ -36,5 +36,5 @@ def interleaved(
 
 
 def medians(seconds: Mapping[str, list[float]]) -> dict[str, float]:
-    """Returns the median of each."""
+    """Returns the median of each program."""
     return {name: statistics.median(times) for name, times in seconds.items()}

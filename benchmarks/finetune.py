@@ -1,9 +1,10 @@
-"""Fine-tuning with every method: held-out loss, memory and time, on a checkpoint and data of yours.
+"""Fine-tuning of a pretrained checkpoint with every method: held-out loss, memory and time.
 
 `python -m benchmarks.finetune --checkpoint DIR --data FILE`. Every method takes the same steps on
-the same batches. `stored` is what the forward pass keeps for the backward pass, the peak that of
-the compiled step, weights and workspace included, and time the median of steps taken in turn. With
-several seeds, order of the data, adapters and codecs differ, and a loss has a deviation beside it.
+the same batches. `stored` counts the bytes that the forward pass stores for the backward pass. The
+peak is that of the compiled step, with weights and workspace. The time is the median over steps,
+with the methods in turn. Seeds change the order of the data, the adapters and the codecs; with
+several seeds each loss has a standard deviation.
 """
 
 import contextlib
@@ -23,10 +24,10 @@ from benchmarks.rivals import compiled_memory
 from benchmarks.tables import print_table
 from benchmarks.variants import check_names
 from train import finetune
-from train.config import FinetuneConfig
+from train.config import AdapterConfig, FinetuneConfig
 from train.loop import NonFiniteError, StopSignal, train
-from train.methods import MethodOptions
 from train.metrics import read_metrics
+from train.options import MethodOptions
 from train.report import explain_step
 
 _LEVELS: Any = ("none", "intra", "intra+inter")
@@ -47,7 +48,7 @@ METHODS: dict[str, tuple[str, MethodOptions]] = {
         for level in _LEVELS
     },
 }
-"""By name: method and its options."""
+"""By name: the method and its options."""
 ADAPTERS = ("lora", "qlora", "hyc_lora")
 
 
@@ -56,7 +57,7 @@ class Config:
     """What to compare."""
 
     train: FinetuneConfig
-    """The run; method, learning rate, seed and folder are set by this program."""
+    """The run. This program sets method, learning rate, seed and folder."""
     only: tuple[str, ...] = tuple(METHODS)
     """Methods to run."""
     full_rate: float = 3e-3
@@ -64,11 +65,11 @@ class Config:
     adapter_rate: float = 1e-2
     """Learning rate of adapters."""
     seeds: int = 1
-    """Runs of each."""
+    """Runs of each method."""
     rounds: int = 10
-    """Steps that are timed, the methods in turn: all models are in memory at once. 0 times none."""
+    """Timed steps, with the methods in turn: all models are in memory at once. 0: no timing."""
     add: bool = False
-    """Keep the rows that `--results` holds, and run only what is missing."""
+    """Keep the rows in `--results`, and run only those that are missing."""
     results: pathlib.Path = record.RESULTS / "finetune.json"
 
     def __post_init__(self) -> None:
@@ -76,7 +77,7 @@ class Config:
 
 
 def measure(config: Config) -> list[dict]:
-    """Returns one row a method and seed."""
+    """Returns one row for each method and seed."""
     rows = record.read(config.results)["rows"] if config.add else []
     known = {(row["name"], row["seed"]) for row in rows}
     for seed in range(config.seeds):
@@ -98,6 +99,7 @@ def _settings(config: Config, name: str, seed: int, folder: pathlib.Path) -> Fin
         config.train,
         method=method,
         options=options,
+        adapter=config.train.adapter if method in ADAPTERS else AdapterConfig(),
         optimizer=dataclasses.replace(config.train.optimizer, learning_rate=rate),
         seed=seed,
         out=folder,
@@ -106,7 +108,7 @@ def _settings(config: Config, name: str, seed: int, folder: pathlib.Path) -> Fin
 
 
 def _timed(config: Config, names: list[str]) -> dict[str, list[float]]:
-    """Returns seconds of each step but the first, by method."""
+    """Returns the seconds of each step after the first, by method."""
     seconds: dict[str, list[float]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as open_data:
         runs = {}
@@ -131,7 +133,7 @@ def _trained(config: Config, name: str, seed: int) -> dict:
     row = {
         "name": name,
         "seed": seed,
-        # With `add`, rows may be of several.
+        # With `add`, rows can come from several commits.
         "commit": record.environment()["commit"],
         "learning_rate": settings.optimizer.learning_rate,
         "stored": explain_step(run.recipe, run.state).stored_bytes,
@@ -140,10 +142,12 @@ def _trained(config: Config, name: str, seed: int) -> dict:
     try:
         with StopSignal() as stop:
             if train(run, console, stop) < settings.steps:
-                raise SystemExit("stopped by a signal: `--add` goes on with the rows that are done")
+                raise SystemExit(
+                    "stopped by a signal: continue with `--add`, which keeps the finished rows"
+                )
         lines = read_metrics(folder / "metrics.jsonl")
     except NonFiniteError:
-        # A result of the learning rate, and no failure of the program.
+        # A learning rate that is too high is a result, not a failure of the program.
         lines = []
     shutil.rmtree(folder)
     return row | {

@@ -1,10 +1,10 @@
-"""Memory of fine-tuning adapters, from compiled programs: nothing is run.
+"""Memory of fine-tuning adapters, from compiled programs that are not run.
 
-`python -m benchmarks.finetune_memory --device h100` compiles for a GPU that need not be there.
-`buffered` is what one more layer adds to the temporaries of the gradient, which are the activations
-kept for the backward pass: the difference of two depths, over the layers between them. `peak` is
-all that exists at once in a whole step. Rivals are QLoRA in ordinary JAX, differentiated by JAX,
-with `jax.checkpoint` and without.
+`python -m benchmarks.finetune_memory --device h100` compiles for a GPU, which this machine need not
+have. `buffered` is the memory that one more layer adds to the temporaries of the gradient, which
+are the activations stored for the backward pass: the difference between two depths, divided by the
+number of layers between them. `peak` is the largest memory of a whole step. The rivals are QLoRA in
+ordinary JAX with autodiff, with and without `jax.checkpoint`.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from models.lora import attach
 from train.config import AdapterConfig, FinetuneConfig
 from train.devices import HERE, compile_for, description_of
 from train.flops import causal_loop_length, matmul_flops
-from train.methods import Level, MethodOptions
+from train.options import Level, MethodOptions
 from train.step import (
     TrainState,
     batch_shapes,
@@ -53,7 +53,7 @@ ROWS: dict[str, tuple[str, MethodOptions, str | None]] = {
     "hyc_lora, 2 bits, intra": ("hyc_lora", _hyc(2, "intra"), None),
     "hyc_lora, 2 bits": ("hyc_lora", _hyc(2), None),
 }
-"""By name: method, its options, and for a rival in ordinary JAX what it rematerialises."""
+"""By name: method, options, and for a rival in ordinary JAX its rematerialization policy."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,18 +63,18 @@ class Config:
     model: str = "llama_7b"
     """Dimensions; llama_7b is Llama 2 7B."""
     batch_size: int = 4
-    """Sequences a step."""
+    """Sequences in a step."""
     seq_len: int = 1024
-    """Tokens a sequence."""
+    """Tokens in a sequence."""
     adapter: AdapterConfig = dataclasses.field(default_factory=AdapterConfig)
     dtype: Any = "bfloat16"
-    """Of weights, where they are not in 4 bits, and activations."""
+    """Dtype of activations, and of weights that are not in 4 bits."""
     only: tuple[str, ...] = tuple(ROWS)
     """Rows to measure."""
     whole: bool = True
-    """Compile the whole step of the whole model, too."""
+    """Also compile the whole step of the whole model."""
     device: str = HERE
-    """What to compile for: here, or a GPU by name: h100, h200, a100_80, a100_40, rtx_4090, ..."""
+    """Device to compile for: here, or a GPU by name: h100, h200, a100_80, a100_40, rtx_4090, ..."""
     results: pathlib.Path = record.RESULTS / "finetune_memory.json"
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ class Config:
 
 
 Functions = tuple[Callable[[], TrainState], Callable[..., Any], Callable[..., Any]]
-"""Makes a state; gradient and step of state and batch."""
+"""Functions that return a state; the gradient, of state and batch; and a step, of both."""
 
 
 def functions(name: str, config: Config, dims: ModelConfig) -> tuple[Functions, Any]:
@@ -137,7 +137,7 @@ def functions(name: str, config: Config, dims: ModelConfig) -> tuple[Functions, 
 
 
 def measure(config: Config) -> list[dict]:
-    """Returns one row a method."""
+    """Returns one row for each method."""
     rows = []
     for name in config.only:
         rows.append(_measure(name, config))
@@ -150,7 +150,7 @@ _DEPTHS = (4, 8)
 
 def _measure(name: str, config: Config) -> dict:
     dims = preset(config.model)
-    # Counted in the form that a CPU runs: what cuDNN's attention does is no product in the trace.
+    # Counted in the form that a CPU runs: the trace of cuDNN's attention has no products.
     length = causal_loop_length(config.seq_len)
     flops, temporaries = [], []
     for depth in _DEPTHS:
@@ -177,7 +177,7 @@ def _measure(name: str, config: Config) -> dict:
 
 
 def show(config: Config, rows: list[dict]) -> None:
-    """Prints the rows as a table, ratios of the first to each beside."""
+    """Prints the rows as a table, with ratios to the first row."""
     where = "this CPU" if config.device == HERE else config.device
     title = (
         f"{config.model}, {config.batch_size} x {config.seq_len}, rank {config.adapter.lora_rank},"

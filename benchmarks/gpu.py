@@ -1,13 +1,13 @@
-"""Everything that only a GPU can show, on a machine that has nothing but JAX, flax, optax and tyro.
+"""Checks and timings on a GPU; needs only JAX, flax, optax and tyro.
 
 `python -m benchmarks.gpu --sections kernels operators determinism` checks every kernel against its
-definition in float64, on fresh random inputs and with poisoned results, and times it against what
-XLA makes of its definition and against a copy of as many bytes; then it checks the gradients of the
-operators, and runs steps of every method twice to compare the bits. `--sections steps --models
-llama_1b` times whole steps of plain JAX and of every method, each in a process of its own, round
-after round, with the peak of the device's memory and the loss. Sections can be run one by one, and
-models and rivals in parts; each result is written as soon as it is there. Without a GPU kernels are
-interpreted, on small shapes, and nothing is timed.
+definition in float64, on random inputs and with poisoned results. It times each kernel beside XLA's
+program for the definition and beside a copy of the same number of bytes. Then it checks the
+gradients of the operators, and runs steps of every method twice to compare the bits. `--sections
+steps --models llama_1b` times whole steps of plain JAX and of every method, each in a separate
+process, round after round, with the peak of the device's memory and the loss. Sections, models and
+rivals can be run in parts; each result is written as soon as it exists. Without a GPU, kernels are
+interpreted on small shapes and nothing is timed.
 """
 
 import dataclasses
@@ -48,9 +48,9 @@ class Config:
     """What to run."""
 
     sections: tuple[Section, ...] = ("kernels", "operators", "determinism", "steps")
-    """Parts, in this order."""
+    """Sections to run, in this order."""
     only: tuple[str, ...] = tuple(KERNELS)
-    """Kernels to check and to time."""
+    """Kernels to check and time."""
     models: tuple[str, ...] = ("llama_60m", "llama_350m", "llama_1b")
     """Models whose whole steps are timed."""
     rivals: tuple[str, ...] = (
@@ -69,11 +69,11 @@ class Config:
         "lean",
         "lean_subspace d/4",
     )
-    """What steps are timed of, out of `benchmarks.rivals`; ratios are to the first."""
+    """Rivals to time, from `benchmarks.rivals`; ratios are to the first."""
     batch_size: int = 8
-    """Sequences of a step."""
+    """Sequences in a step."""
     seq_len: int = 1024
-    """Tokens of a sequence."""
+    """Tokens in a sequence."""
     warmup: int = 3
     """Steps that are not timed."""
     steps: int = 12
@@ -81,7 +81,7 @@ class Config:
     rounds: int = 2
     """Rounds over all rivals."""
     seconds: float = 180
-    """Longest time of a rival in a round."""
+    """Longest time of a rival in a round, in seconds."""
     results: pathlib.Path = record.RESULTS / "gpu.json"
 
     def __post_init__(self) -> None:
@@ -92,7 +92,7 @@ class Config:
 
 
 def run(config: Config) -> dict[str, Any]:
-    """Runs the sections, and writes what each found as soon as it is there."""
+    """Runs the sections, and writes the result of each as soon as it exists."""
     found: dict[str, Any] = {}
     for section in config.sections:
         _SECTIONS[section](config, found)
@@ -124,16 +124,16 @@ def _kernels(config: Config, found: dict[str, Any]) -> None:
                 if _on_gpu() and not case.small:
                     rows[-1] |= _timed(kernel, case)
             except Exception as error:
-                # One kernel that fails must not take the others' figures with it.
+                # A kernel that fails must not lose the results of the others.
                 rows[-1] |= {"ok": False, "failure": f"{type(error).__name__}: {error}"[:500]}
     _write(config, found)
     _show_kernels(rows)
 
 
 def _timed(kernel: Kernel, case: Case) -> dict[str, Any]:
-    """Returns times of a kernel, of XLA's form and of a copy of as many bytes, in seconds."""
+    """Returns times of a kernel, of XLA's program and of a copy of as many bytes, in seconds."""
     least = case.least_bytes(kernel.reference)
-    # So many that a call takes longer than its launch, and far more than a cache holds.
+    # Enough tokens that a call takes longer than its launch and does not fit into a cache.
     longer = case.longer(-(-600_000_000 // least))
     least = longer.least_bytes(kernel.reference)
     args = jax.jit(longer.make)(jax.random.key(0))
@@ -237,7 +237,7 @@ def _determinism(config: Config, found: dict[str, Any]) -> None:
 
 
 def _step_by(one: Rival, implementation: kernels.Implementation) -> Any:
-    """Returns a compiled step whose kernels are computed so."""
+    """Returns a jitted step that computes kernels by an implementation."""
 
     def step(state: Any, batch: Any) -> Any:
         with kernels.use(implementation):
@@ -268,7 +268,7 @@ def _steps(config: Config, found: dict[str, Any]) -> None:
 
 
 def _one(config: Config, model: str, name: str, cache: str) -> dict[str, Any]:
-    """Runs one rival in a process of its own; what it printed, or why it failed."""
+    """Runs a rival in a separate process; returns what it printed, or why it failed."""
     job = Job(
         rival=name,
         model=model,
@@ -280,7 +280,7 @@ def _one(config: Config, model: str, name: str, cache: str) -> dict[str, Any]:
         implementation=None if _on_gpu() else "interpreted",
     )
     command = [sys.executable, "-m", "benchmarks.whole_step", json.dumps(dataclasses.asdict(job))]
-    # The memory is the child's to take: this process must hold as little as it can.
+    # The child needs the device's memory, so this process holds little.
     environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": cache}
     try:
         done = subprocess.run(
@@ -331,7 +331,7 @@ _SECTIONS = {
 
 
 def main() -> None:
-    # Memory is to be shared with the processes that steps run in.
+    # The processes that run steps need the memory of the device.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     run(tyro.cli(Config, description=__doc__, config=(tyro.conf.OmitArgPrefixes,)))
 

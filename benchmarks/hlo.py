@@ -1,4 +1,4 @@
-"""What a compiled program moves through memory, read from its text."""
+"""Memory traffic of a compiled program, read from its text."""
 
 import math
 import re
@@ -14,11 +14,10 @@ _FREE = ("parameter", "constant", "bitcast", "tuple", "get-tuple-element", "afte
 
 
 def traffic(text: str) -> tuple[int, int]:
-    """Returns the bytes of what the kernels of a program read and write, and their number.
+    """Returns the bytes that the kernels of a program read and write, and the number of kernels.
 
-    Each kernel is taken to read all of its operands once and to write its results once: what it
-    reads several times from a cache, or only a part of, is not known here. Loops count as often as
-    they run.
+    Each kernel counts as reading all of its operands once and writing its results once: repeated
+    and partial reads are not known here. The body of a loop counts once for each iteration.
 
     Args:
       text: a scheduled program, `compiled.as_text()`.

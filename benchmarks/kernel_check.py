@@ -1,4 +1,4 @@
-"""Holds what a kernel computes to its definition in float64."""
+"""Comparison of a kernel with its definition in float64."""
 
 import dataclasses
 import functools
@@ -14,12 +14,12 @@ from actjax.kernels.format import QuantizedCode
 from benchmarks.kernel_cases.case import Case
 
 _HALF = 2.0**-8
-"""Largest relative error of a result of 16 bits: that of what was decoded, and its own."""
+"""Largest relative error of a result in 16 bits: roundings of the decoded input and itself."""
 _SINGLE = 1e-5
-"""Of a result of float32: sums of thousands of terms, of a few units of 2^-24 each."""
+"""The same in float32: sums of thousands of terms, each with a few roundings of 2^-24."""
 _TIES = 0.005
-"""Largest share of bytes that differ: numbers on the coarse grid of bfloat16 are often between two
-levels, and rounding of float32 decides."""
+"""Largest share of bytes that may differ: numbers on the coarse grid of bfloat16 are often halfway
+between two levels, where the rounding of float32 decides."""
 
 
 def check(
@@ -27,19 +27,18 @@ def check(
 ) -> dict[str, Any]:
     """Computes a case on random inputs, and compares every result with the definition.
 
-    The memory that results are written to is filled with NaN before, so that what a kernel forgets
-    to write shows.
+    The memory of the results is filled with NaN before, so that missing writes show.
 
     Args:
       kernel: what to check.
       case: its arguments.
-      seed: of the inputs.
+      seed: seed of the inputs.
       implementation: as for a call of the kernel.
 
     Returns:
-      `error`, the largest relative error over results of floats; `differing`, the largest share of
-      differing bytes over those of integers; `ok`; and `repeats`, whether a second run gave the
-      same bits.
+      `error`, the largest relative error of a result in floating point; `differing`, the largest
+      share of differing bytes of an integer result; `repeats`, whether a second run gave the same
+      bits; and `ok`.
     """
     args = jax.jit(case.make)(jax.random.key(seed))
     run = jax.jit(functools.partial(kernel, implementation=implementation, **case.options))
@@ -81,7 +80,7 @@ def _relative_error(got: np.ndarray, want: np.ndarray) -> float:
 
 
 def _in_float64(args: Any) -> Any:
-    """Returns arguments in float64, codes of what is to be decoded to it."""
+    """Returns arguments in float64; codes are changed to decode to float64."""
 
     def widen(x: Any) -> Any:
         if isinstance(x, QuantizedCode | Blockwise):

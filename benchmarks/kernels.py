@@ -1,9 +1,9 @@
-"""What each kernel takes of a GPU, by the compiler alone: no GPU is needed.
+"""Resources of each kernel on a GPU, as reported by the compiler. No GPU is needed.
 
-`python -m benchmarks.kernels --device h100`: registers, spills and shared memory of every kernel
-at the shapes of real models, the time that its bytes take at the bandwidth of the memory, and what
-XLA moves for the same result by plain JAX. Needs JAX's CUDA plugin and ptxas: `pip install -e
-'.[compile]'`. How long they take in fact is `benchmarks.gpu`'s to measure.
+`python -m benchmarks.kernels --device h100` prints registers, spills and shared memory of every
+kernel at the shapes of real models, the time that its bytes take at the bandwidth of the memory,
+and the bytes that XLA moves for the same result of plain JAX. It needs JAX's CUDA plugin and ptxas:
+`pip install -e '.[compile]'`. `benchmarks.gpu` measures times.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ def _array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
 def _adamw(
     grad: jax.Array, weight: jax.Array, mu: jax.Array, nu: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Returns a weight and moments after a step of AdamW."""
+    """Returns a weight and its moments after a step of AdamW."""
     g = grad.astype(jnp.float32)
     mu, nu = 0.9 * mu + 0.1 * g, 0.999 * nu + 0.001 * g * g
     wide = weight.astype(jnp.float32)
@@ -78,7 +78,7 @@ WITHOUT_KERNEL: dict[str, tuple[Any, tuple[Any, ...]]] = {
         tuple(_array(_WIDTH, _FFN, dtype=d) for d in (jnp.bfloat16,) * 2 + (jnp.float32,) * 2),
     ),
 }
-"""Functions that have no kernel, at the shapes of `llama_1b`: XLA fuses most of them well."""
+"""Functions without a kernel, at the shapes of `llama_1b`: XLA fuses most of them well."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,17 +86,17 @@ class Config:
     """What to compile."""
 
     device: str = "h100"
-    """GPU to compile for; as for `train.plan`."""
+    """GPU to compile for, as for `train.plan`."""
     bandwidth: float = 4.3e12
-    """Bytes a second that the bound is stated at: what a copy reaches on an H200."""
+    """Bytes per second of the bound: what a copy reaches on an H200."""
     only: tuple[str, ...] = tuple(KERNELS)
-    """Kernels."""
+    """Kernels to compile."""
     small: bool = False
     """Also the small cases of the tests."""
     one_each: bool = False
-    """Only the first case of each kernel that is of a real model: for a quick check."""
+    """Only the first case of a real model for each kernel: a quick check."""
     against_xla: bool = True
-    """Also what XLA makes of the definitions, and of functions that have no kernel."""
+    """Also compile the definitions, and functions without a kernel, by XLA alone."""
     results: pathlib.Path = record.RESULTS / "kernels.json"
 
     def __post_init__(self) -> None:
@@ -105,7 +105,7 @@ class Config:
 
 
 def measure(config: Config) -> list[dict[str, Any]]:
-    """Returns one row a kernel and case."""
+    """Returns one row for each kernel and case."""
     rows = []
     for name in config.only:
         kernel, cases = KERNELS[name]
@@ -132,7 +132,7 @@ def measure(config: Config) -> list[dict[str, Any]]:
 
 
 def _compiled(kernel: Kernel, case: Case, config: Config) -> dict[str, Any]:
-    """Returns resources of the program of a kernel, and what it and its definition move."""
+    """Returns the resources of a kernel, and the bytes that it and its definition move."""
     shapes = case.shapes()
     ours, row = _compile(functools.partial(kernel, **case.options), shapes, config.device)
     row["moved"], row["kernels"] = traffic(ours)
@@ -148,13 +148,13 @@ def _bytes(tree: Any) -> int:
 
 
 def _compile(fun: Any, shapes: Any, device: str) -> tuple[str, dict[str, int]]:
-    """Returns the scheduled program, and the resources of the kernel of ours within, if any."""
+    """Returns the scheduled program, and the resources of the actjax kernel in it, if any."""
     with (
         tempfile.TemporaryDirectory() as folder,
         compile_for(description_of(device)) as place,
     ):
         lowered = jax.jit(lambda *args: fun(*args)).lower(*place(shapes))
-        # Newer versions of XLA leave out what emitters make, unless they are asked.
+        # Newer versions of XLA dump the PTX of emitters only on request.
         options = {
             "xla_dump_to": folder,
             "xla_dump_hlo_as_text": True,
@@ -165,7 +165,7 @@ def _compile(fun: Any, shapes: Any, device: str) -> tuple[str, dict[str, int]]:
 
 
 def resources(folder: pathlib.Path, capability: tuple[int, int]) -> dict[str, int]:
-    """Returns registers, spilled bytes and shared memory of the kernel of ours in a dump of XLA."""
+    """Returns registers, spilled bytes and shared memory of the actjax kernel in a dump of XLA."""
     accelerated = "a" if capability[0] >= 9 else ""
     target = f"-arch=sm_{capability[0]}{capability[1]}{accelerated}"
     found: dict[str, int] = {}
@@ -213,7 +213,7 @@ def _ptxas() -> str:
 
 
 def show(config: Config, rows: list[dict[str, Any]]) -> None:
-    """Prints a line a kernel and case."""
+    """Prints one line for each kernel and case."""
     resources_of = ("registers", "spilled", "shared", "threads")
     headers = (
         "kernel, case",

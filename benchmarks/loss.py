@@ -1,8 +1,8 @@
-"""What each method costs in loss: the same tokens and weights, trained with every method.
+"""Held-out loss of every method, trained on the same tokens from the same weights.
 
 `python -m benchmarks.loss --model llama_9m --steps 500` trains every variant at each learning rate
-of a grid, and prints held-out loss after the last step at the best of them. Rows are written after
-each run, and with `--add` those that are there are not run again.
+of a grid, and prints the held-out loss after the last step at the best rate. Rows are written after
+each run; `--add` keeps the rows that exist.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ class Config:
     """What to compare."""
 
     train: PretrainConfig = dataclasses.field(default_factory=lambda: PretrainConfig(steps=500))
-    """The run; what a variant sets, its learning rate, seed and folder are set by this program."""
+    """The run. This program sets the settings of a variant, learning rate, seed and folder."""
     variants: tuple[str, ...] = (
         "exact",
         "exact, 8-bit states",
@@ -40,13 +40,13 @@ class Config:
         "subspace d/8",
         "random_projection d/4",
     )
-    """Names out of `benchmarks.variants`."""
+    """Names from `benchmarks.variants`."""
     learning_rates: tuple[float, ...] = (2e-3, 4e-3, 8e-3, 16e-3)
-    """The grid, the same for all."""
+    """The grid, the same for all variants."""
     seeds: int = 1
-    """Runs of each with other weights, data order and codecs."""
+    """Runs of each variant, with other weights, data order and keys of codecs."""
     add: bool = False
-    """Keep the rows that `--results` holds, and run only what is missing."""
+    """Keep the rows in `--results`, and run only those that are missing."""
     results: pathlib.Path = record.RESULTS / "loss.json"
 
     def __post_init__(self) -> None:
@@ -54,7 +54,7 @@ class Config:
 
 
 def measure(config: Config) -> list[dict]:
-    """Returns one row a variant, learning rate and seed: metrics of every evaluation."""
+    """Returns one row for each variant, learning rate and seed: metrics of every evaluation."""
     rows = record.read(config.results)["rows"] if config.add else []
     known = {(row["variant"], row["learning_rate"], row["seed"]) for row in rows}
     for seed in range(config.seeds):
@@ -79,10 +79,12 @@ def _trained(config: Config, name: str, learning_rate: float, seed: int) -> dict
     row = {"variant": name, "learning_rate": learning_rate, "seed": seed}
     try:
         if run(settings, Console(width=140)) < settings.steps:
-            raise SystemExit("stopped by a signal: `--add` goes on with the rows that are done")
+            raise SystemExit(
+                "stopped by a signal: continue with `--add`, which keeps the finished rows"
+            )
         lines = read_metrics(folder / "metrics.jsonl")
     except NonFiniteError:
-        # A learning rate that is too high is a result of the grid, and no failure of the program.
+        # A learning rate that is too high is a result, not a failure of the program.
         lines = []
     shutil.rmtree(folder)
     evaluations = [line for line in lines if "validation_loss" in line]
@@ -102,12 +104,12 @@ def best_rows(rows: list[dict]) -> dict[str, list[dict]]:
 
 
 def last_loss(row: dict) -> float:
-    """Returns the held-out loss a run ended at; infinite if it diverged."""
+    """Returns the last held-out loss of a run; infinite if it diverged."""
     return row["evaluations"][-1]["validation_loss"] if row["evaluations"] else math.inf
 
 
 def show(config: Config, rows: list[dict]) -> None:
-    """Prints the last held-out loss of each variant, and what it is above `exact`."""
+    """Prints the last held-out loss of each variant, and its difference to `exact`."""
     train = config.train
     title = f"{train.model}, {train.steps} steps of {train.batch_size} x {train.seq_len} tokens"
     headers = ("variant", "held-out loss", "above exact", "in %", "rate", "on the grid", "seeds")
@@ -133,7 +135,7 @@ def show(config: Config, rows: list[dict]) -> None:
 
 
 def _gap(rows: list[dict], exact: list[dict]) -> tuple[str, str]:
-    """Returns by how much runs end above those of `exact` with the same seeds, and this in %."""
+    """Returns the mean difference to the runs of `exact` with the same seeds, also in %."""
     reference = {row["seed"]: last_loss(row) for row in exact}
     gaps = [last_loss(row) - reference[row["seed"]] for row in rows if row["seed"] in reference]
     mean = statistics.mean(gaps)

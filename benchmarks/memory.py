@@ -1,9 +1,9 @@
-"""Memory and operations of a whole training step, from the compiled program: nothing is run.
+"""Memory and operations of a whole training step, from the compiled program, which is not run.
 
-`python -m benchmarks.memory` compiles for this machine, `--device h100` for a GPU that need not be
-there. `peak` is all that exists at once: weights, states, gradients, residuals and workspace.
-`forward and backward` are the temporaries of the gradient alone, without weights and gradients.
-Judge bf16 on a GPU only: on a CPU, XLA turns bf16 products into float32 copies.
+`python -m benchmarks.memory` compiles for this machine, and with `--device h100` for a GPU, which
+this machine need not have. `peak` is the largest memory in use: weights, states, gradients,
+residuals and workspace. `fwd+bwd` are the temporaries of the gradient, without weights and
+gradients. For bf16, compile for a GPU: on a CPU, XLA turns bf16 products into float32 copies.
 """
 
 import dataclasses
@@ -30,11 +30,11 @@ class Config:
     train: PretrainConfig = dataclasses.field(
         default_factory=lambda: PretrainConfig(model="llama_130m", compute_dtype="float32")
     )
-    """Model, batch and dtypes; the method is set by this program."""
+    """Model, batch and dtypes. This program sets the method."""
     only: tuple[str, ...] = RIVALS
     """Rivals to measure."""
     device: str = HERE
-    """What to compile for: here, or a GPU by name: h100, h200, a100_80, a100_40, rtx_4090, ..."""
+    """Device to compile for: here, or a GPU by name: h100, h200, a100_80, a100_40, rtx_4090, ..."""
     results: pathlib.Path = record.RESULTS / "memory.json"
 
     def __post_init__(self) -> None:
@@ -43,7 +43,7 @@ class Config:
 
 
 def measure(config: Config) -> list[dict]:
-    """Returns one row a rival: bytes of the compiled programs, by category, and operations."""
+    """Returns one row for each rival: bytes of the programs by category, and operations."""
     rows = []
     for name in config.only:
         rows.append(_measure(name, config))
@@ -73,7 +73,7 @@ def _measure(name: str, config: Config) -> dict:
 
 
 def _flops(step: Any, config: Config, state: Any, batch: Any) -> int:
-    # Counted in the form that a CPU runs: what cuDNN's attention does is no product in the trace.
+    # Counted in the form that a CPU runs: the trace of cuDNN's attention has no products.
     length = causal_loop_length(config.train.seq_len)
     return matmul_flops(step, state, batch, loop_length=length)
 
@@ -84,7 +84,7 @@ def _compile(function: Any, arguments: Any, donate: bool) -> Any:
 
 
 def show(config: Config, rows: list[dict]) -> None:
-    """Prints the rows as a table, ratios to the first beside."""
+    """Prints the rows as a table, with ratios to the first row."""
     train = config.train
     where = "this CPU" if config.device == HERE else config.device
     title = (

@@ -1,4 +1,4 @@
-"""Holds the gradients of operators on this device to those in float64, at what codes stand for."""
+"""Comparison of operators' gradients on this device with those in float64 at the decoded inputs."""
 
 import functools
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import actjax
 from actjax import kernels
 
 _HALF = 2.0**-7
-"""Largest relative error of a gradient in bfloat16: a few roundings of 2^-9 in a row."""
+"""Largest relative error of a gradient in bfloat16: a few successive roundings of 2^-9."""
 _TOKENS, _WIDTH, _FFN, _HEAD = 512, 256, 341, 64
 
 
@@ -20,9 +20,9 @@ class Case(NamedTuple):
     """An operator to check.
 
     Attributes:
-      run: from a codec (or several), a key, and arrays to the value.
-      codecs: what is stored of the first arrays, as many; the gradient is that at what they decode.
-      shapes: of the arrays.
+      run: a function from codecs, a key (or several), and arrays to the value.
+      codecs: codecs of the first arrays; the gradient is compared at the decoded arrays.
+      shapes: shapes of the arrays.
     """
 
     run: Callable[..., Any]
@@ -49,7 +49,7 @@ def _norm(codec: Any, key: Any, x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def _norm_linear(codec: Any, key: Any, x: jax.Array, scale: jax.Array, w: jax.Array) -> jax.Array:
-    # As one of several: the key of a single input is folded first.
+    # In a tuple: a single key would be folded first.
     return actjax.norm_linear(x, scale, w, codec=codec[0], key=(key,))  # type: ignore[arg-type]
 
 
@@ -91,8 +91,8 @@ def check(case: Case, seed: int, implementation: kernels.Implementation | None) 
 
     Args:
       case: what to check.
-      seed: of the inputs.
-      implementation: of the kernels.
+      seed: seed of the inputs.
+      implementation: implementation of the kernels.
 
     Returns:
       `error`, the largest relative error of a gradient, and `ok`.
@@ -102,7 +102,7 @@ def check(case: Case, seed: int, implementation: kernels.Implementation | None) 
         jax.random.normal(key, shape, jnp.float32).astype(jnp.bfloat16)
         for key, shape in zip(keys[2:], case.shapes, strict=True)
     ]
-    # A key for each, so that what is decoded here is what the operator decodes.
+    # One key for each codec, so that the operator decodes the same numbers.
     several = tuple(jax.random.split(keys[0], max(1, len(case.codecs))))
     key = several if len(case.codecs) > 1 else several[0]
 

@@ -1,10 +1,10 @@
-"""`compress_residuals` on code that nobody here wrote: memory and gradient error.
+"""`compress_residuals` on code of other libraries: memory and gradient error.
 
-`python -m benchmarks.others` takes the gradient of modules of `flax.linen` and `flax.nnx`, of
-`jax.nn.dot_product_attention` and of a loss of `optax`, as they are, with `jax.checkpoint` around
-each layer, and with residuals in few bits. `kept` is what the backward pass is left with,
-temporaries are those of the compiled gradient, here or on `--device h100`; errors are measured
-here, over keys. `--explain` prints every decision.
+`python -m benchmarks.others` differentiates modules of `flax.linen` and `flax.nnx`,
+`jax.nn.dot_product_attention` and a loss of `optax`: unchanged, with `jax.checkpoint` around each
+layer, and with residuals in few bits. `kept` counts the bytes stored for the backward pass.
+`temporaries` are those of the compiled gradient, for this machine or `--device h100`. Errors are
+measured on this machine, over keys. `--explain` prints what is stored of each array.
 """
 
 import dataclasses
@@ -30,21 +30,21 @@ class Config:
     """What to measure."""
 
     layers: int = 6
-    """Of the stacks of layers."""
+    """Number of layers in a stack."""
     width: int = 512
-    """Features, in heads of 64."""
+    """Number of features, in heads of 64."""
     batch_size: int = 8
-    """Sequences."""
+    """Sequences in a batch."""
     seq_len: int = 512
-    """Tokens of each."""
+    """Tokens in a sequence."""
     bits: tuple[Literal[8, 4, 3, 2], ...] = (8, 4, 2)
-    """Of the codes, with stochastic rounding."""
+    """Bits of the codes, with stochastic rounding."""
     keys: int = 4
-    """Gradients of which the error is the mean; 0 for none."""
+    """Number of gradients whose errors are averaged; 0 measures no error."""
     explain: bool = False
-    """Print what is stored of each."""
+    """Print what is stored of each array."""
     device: str = HERE
-    """What to compile for: here, or a GPU by name: h100, h200, a100_80, a100_40, rtx_4090, ..."""
+    """Device to compile for: here, or a GPU by name: h100, h200, a100_80, a100_40, rtx_4090, ..."""
     results: pathlib.Path = record.RESULTS / "others.json"
 
     def __post_init__(self) -> None:
@@ -54,11 +54,11 @@ class Config:
 
 
 class Case(NamedTuple):
-    """A function of someone else.
+    """A function of another library.
 
     Attributes:
-      loss: from parameters, input and a wrapper of each layer to a scalar.
-      init: from a key to parameters.
+      loss: a function of parameters, input and a wrapper of each layer, to a scalar.
+      init: a function from a key to parameters.
     """
 
     loss: Callable[[Any, jax.Array, Callable], jax.Array]
@@ -86,7 +86,7 @@ class _Block(nnx.Module):
 
 
 def cases(config: Config) -> dict[str, Case]:
-    """Returns what is measured, by name."""
+    """Returns the cases, by name."""
     width, count = config.width, config.layers
     layer = _LinenLayer(width)
     one_input = jnp.zeros((1, width))
@@ -152,7 +152,7 @@ def cases(config: Config) -> dict[str, Case]:
 
 
 def _normal(width: int, *shapes: tuple[int, ...]) -> Callable[[jax.Array], list[jax.Array]]:
-    """Returns an initialiser of weights that keep the scale of their input."""
+    """Returns an initializer of weights that preserve the scale of their input."""
     return lambda key: [
         jax.random.normal(k, shape) / width**0.5
         for k, shape in zip(jax.random.split(key, len(shapes)), shapes, strict=True)
@@ -164,7 +164,7 @@ def _mean_square(x: jax.Array) -> jax.Array:
 
 
 def measure(config: Config) -> list[dict]:
-    """Returns a row a case and way of storing."""
+    """Returns one row for each case and way of storing."""
     rows = []
     x = jax.random.normal(jax.random.key(1), (config.batch_size, config.seq_len, config.width))
     for name, case in cases(config).items():
@@ -176,7 +176,7 @@ def measure(config: Config) -> list[dict]:
 
         def compressed(bits, params, x, key, loss=loss):
             codec = actjax.Quantized(bits, rounding="stochastic")
-            # The input is not counted: it stays alive anyway.
+            # The input is not decided on: it stays alive anyway.
             return actjax.compress_residuals(loss, codec, key=key)(params, x, key)
 
         ways = {
@@ -211,7 +211,7 @@ def _temporaries(config: Config, gradient: Callable, params: Any, x: jax.Array) 
 
 
 def _error(config: Config, gradient: Callable, exact: Any, params: Any, x: jax.Array) -> float:
-    """Returns |gradient - exact| / |exact|, a mean over keys."""
+    """Returns `|gradient - exact| / |exact|`, averaged over keys."""
     total = 0.0
     for seed in range(config.keys):
         got = gradient(params, x, jax.random.key(seed))
@@ -221,7 +221,7 @@ def _error(config: Config, gradient: Callable, exact: Any, params: Any, x: jax.A
 
 
 def show(config: Config, rows: list[dict]) -> None:
-    """Prints the rows, and what each way keeps of the memory of autodiff."""
+    """Prints the rows, with ratios to autodiff without compression."""
     where = "this CPU" if config.device == HERE else config.device
     shape = f"{config.batch_size} x {config.seq_len} x {config.width}, float32"
     headers = ("function", "residuals", "kept, MiB", "of as it is", "temporaries, MiB",
@@ -242,7 +242,7 @@ def show(config: Config, rows: list[dict]) -> None:
                 "" if error is None else f"{100 * error:.2f}%",
             )
         )
-    print_table(f"Code of others, {shape}, compiled for {where}", headers, cells)
+    print_table(f"Code of other libraries, {shape}, compiled for {where}", headers, cells)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Which rivals no other beats: memory against operations, and against measured time.
+"""Rivals that no other beats: memory against operations, and memory against measured time.
 
-`python -m benchmarks.pareto` reads what `benchmarks.memory --device h100` and
-`benchmarks.step_time` measured, prints a table of each with what beats a rival in both, and draws
-them. Rivals that train in a subspace are drawn hollow: they beat each other, but no rival that
-trains every weight by a gradient in full.
+`python -m benchmarks.pareto` reads the results of `benchmarks.memory --device h100` and
+`benchmarks.step_time`. It prints a table of each, with the rivals that beat another in both costs,
+and draws them. Rivals that train in a subspace are drawn hollow: they may beat each other, but not
+rivals that train with full gradients.
 """
 
 import dataclasses
@@ -21,11 +21,11 @@ from train.methods import METHODS
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A rival of which both costs are known.
+    """A rival with both of its costs.
 
     Attributes:
-      name: of the rival.
-      memory: bytes.
+      name: name of the rival.
+      memory: peak in bytes.
       cost: operations, or seconds.
     """
 
@@ -40,7 +40,7 @@ class Point:
 
     @property
     def is_in_subspace(self) -> bool:
-        """Whether its optimizer sees gradients of most weights in a subspace only."""
+        """Whether its optimizer reads most gradients in a subspace only."""
         ours = self.is_ours and METHODS[VARIANTS[self.name].method].subspace is not None
         return ours or self.name.startswith("optax.contrib.galore")
 
@@ -52,7 +52,7 @@ class Point:
 
 
 def dominators(points: list[Point]) -> dict[str, str]:
-    """Returns for each rival that is beaten one that beats it."""
+    """Returns, for each beaten rival, a rival that beats it."""
     found = {}
     for p in points:
         better = [q for q in points if q.beats(p)]
@@ -62,7 +62,7 @@ def dominators(points: list[Point]) -> dict[str, str]:
 
 
 def show(title: str, points: list[Point], unit: str, scale: float) -> None:
-    """Prints rivals by memory, and what beats each."""
+    """Prints rivals by memory, each with a rival that beats it."""
     beaten = dominators(points)
     print_table(
         title,
@@ -79,7 +79,7 @@ def draw(
     step_time: pathlib.Path = RESULTS / "step_time.json",
     out: pathlib.Path = RESULTS / "pareto.png",
 ) -> None:
-    """Prints and draws which rivals no other beats.
+    """Prints and draws the rivals that no other beats.
 
     Args:
       memory: raw result of `benchmarks.memory`.

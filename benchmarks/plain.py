@@ -1,8 +1,8 @@
-"""The rival: the same decoder in ordinary JAX, differentiated by JAX.
+"""The same decoder in ordinary JAX, differentiated by JAX.
 
-What a good user would write without actjax: layers stacked and scanned, and, so that the comparison
-is of blocks alone, the same attention and the same chunked cross-entropy. `naive` replaces these
-two by what textbooks have.
+It is what a good user would write without actjax: layers are stacked and scanned. Attention and the
+chunked cross-entropy are those of actjax, so that only blocks are compared. `naive`
+replaces these two by their textbook forms.
 """
 
 import dataclasses
@@ -30,16 +30,16 @@ POLICIES = {
         offload_dst="pinned_host",
     ),
 }
-"""What `jax.checkpoint` around a block may save."""
+"""Policies of `jax.checkpoint` around a block."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PlainConfig:
-    """Which plain form.
+    """Options of the plain decoder.
 
     Attributes:
       remat: "none", or one of `POLICIES`.
-      naive: the whole batch's logits, and attention that keeps its probabilities.
+      naive: whether to compute all logits at once, and to store attention weights.
     """
 
     remat: str = "none"
@@ -90,12 +90,12 @@ def _block(dims, config, block, x, tables):
 
 
 def _times(x, parameter):
-    """Returns `x` times a weight; of one with an adapter, as QLoRA's authors have it."""
+    """Returns `x` times a weight; with an adapter, as in the code of QLoRA's authors."""
     w = parameter[...]
     if not isinstance(w, actjax.LoRA):
         return x @ w.astype(x.dtype)
-    # Weights in 4 bits are decoded again in the backward pass, as in bitsandbytes: JAX alone would
-    # keep the decoded ones of all layers.
+    # Weights in 4 bits are decoded again in the backward pass, as in bitsandbytes. JAX alone would
+    # store the decoded weights of all layers.
     base = actjax.linear(x, actjax.FrozenWeight(w.weight))
     return base + w.scale * ((x @ w.a.astype(x.dtype)) @ w.b.astype(x.dtype))
 

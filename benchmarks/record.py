@@ -1,4 +1,4 @@
-"""Raw results: a JSON file with the machine, the versions and the commit beside the figures."""
+"""Raw results: JSON files with figures, machine, versions and commit."""
 
 import dataclasses
 import datetime
@@ -20,7 +20,7 @@ a string begins with it, as in "frugal_subspace d/4"."""
 
 
 def environment() -> dict[str, Any]:
-    """Returns what the figures were measured on and with."""
+    """Returns the machine, versions and commit of a measurement."""
     device = jax.devices()[0]
     packages = ("jax", "jaxlib", "flax", "optax", "numpy")
     return {
@@ -43,12 +43,12 @@ def _commit() -> str:
 
 
 def write(config: Any, rows: list[dict[str, Any]], **extra: Any) -> None:
-    """Writes one result file, to `config.results`.
+    """Writes a result file to `config.results`.
 
     Args:
       config: settings of the measurement, a dataclass.
-      rows: one entry a rival.
-      **extra: what else was measured.
+      rows: one entry for each rival.
+      **extra: other results.
     """
     settings = dataclasses.asdict(config)
     path = settings.pop("results")
@@ -60,7 +60,7 @@ def write(config: Any, rows: list[dict[str, Any]], **extra: Any) -> None:
 
 
 def read(path: pathlib.Path) -> dict[str, Any]:
-    """Returns the content of a result file, with the present names of what it compares."""
+    """Returns the content of a result file, with former names of methods replaced."""
     return _renamed(json.loads(path.read_text()))
 
 
@@ -77,7 +77,7 @@ def _renamed(x: Any) -> Any:
 
 
 def _finite(x: Any) -> Any:
-    """Returns plain data whose infinities and NaN, which JSON does not have, are strings."""
+    """Returns plain data with infinities and NaN as strings, since JSON has neither."""
     if isinstance(x, dict):
         return {key: _finite(value) for key, value in x.items()}
     if isinstance(x, list | tuple):

@@ -1,10 +1,10 @@
-"""What a change of the subspace costs, against one singular value decomposition of every weight.
+"""Cost of a refresh of the subspace, beside a singular value decomposition of every weight.
 
-`python -m benchmarks.refresh --model llama_1b` counts the operations of a refresh step beyond an
-ordinary one: products in the trace; factorisations by the counts of Golub and Van Loan, "Matrix
-Computations", 5.2, 8.3 and 8.6. It times the change of one layer's bases, from factored gradients
-as `subspace` has them and from dense ones as `galore` has, beside `jnp.linalg.svd` of the same
-dense gradients (GaLore, Algorithm 2). Costs are spread over `--method.gap` steps.
+`python -m benchmarks.refresh --model llama_1b` counts the operations that a refresh step has beyond
+an ordinary step: products in the trace, and factorizations by the counts of Golub and Van Loan,
+"Matrix Computations", 5.2, 8.3 and 8.6. It times the refresh of one layer's bases, from factored
+gradients as in `subspace` and from dense gradients as in `galore`, beside `jnp.linalg.svd` of the
+same dense gradients (GaLore, Algorithm 2). Costs are spread over `--method.gap` steps.
 """
 
 import dataclasses
@@ -40,14 +40,14 @@ class Config:
     )
     """Model and batch."""
     divisors: tuple[int, ...] = (16, 4)
-    """Ranks, as the width of the model over these."""
+    """The ranks are the width of the model divided by these."""
     rounds: int = 3
-    """Timed changes, after one that is not counted."""
+    """Timed refreshes, after one that is not counted."""
     results: pathlib.Path = record.RESULTS / "refresh.json"
 
 
 def measure(config: Config) -> list[dict]:
-    """Returns one row a rank, and one for the decompositions."""
+    """Returns one row for each rank, and one for the decompositions."""
     weights = _weights(config)
     width, layers = weights["q"][0], preset(config.train.model).num_layers
     keys = jax.random.split(jax.random.key(0), len(weights))
@@ -97,16 +97,16 @@ def _svd_flops(d: int, n: int) -> float:
 
 
 def _basis_flops(shape: tuple[int, int], rank: int, side: Side) -> float:
-    """Returns operations of the factorisations that make one basis: QR, and eigenvectors."""
+    """Returns operations of the factorizations for one basis: QR, and eigenvectors."""
     if side == "input":
         return _qr_flops(shape[0], rank) + 9 * rank**3
-    # Of a dense gradient: a sketch with room for oversampling, once more a power iteration.
+    # For a dense gradient: a sketch with oversampling, and QR again for each power iteration.
     columns = rank + OVERSAMPLING
     return (1 + POWER_ITERATIONS) * _qr_flops(min(shape), columns) + 9 * columns**3
 
 
 def _qr_flops(d: int, k: int) -> float:
-    """Returns operations of a Householder QR of [d, k], its first factor formed."""
+    """Returns operations of a Householder QR of [d, k] that forms the first factor."""
     return 4 * d * k**2 - 4 * k**3 / 3
 
 
@@ -144,7 +144,7 @@ def _factored(weights: dict[str, tuple[int, int]], rank: int) -> dict[str, actja
 
 
 def _flops(config: Config, name: str) -> dict[str, int]:
-    """Returns operations of the whole model's step, and of one that changes the subspace."""
+    """Returns operations of a step of the whole model, and of a refresh step."""
     one = rival(name, config.train)
     state, batch = jax.eval_shape(one.init), batch_shapes(config.train)
     count = functools.partial(matmul_flops, loop_length=causal_loop_length(config.train.seq_len))
@@ -155,10 +155,10 @@ def _flops(config: Config, name: str) -> dict[str, int]:
 
 
 def show(config: Config, rows: list[dict]) -> None:
-    """Prints operations and time of a change, spread over the gap."""
+    """Prints operations and time of a refresh, spread over the gap."""
     gap = config.train.options.gap
-    title = f"{config.train.model}, a change of the subspace every {gap} steps"
-    headers = ("what", "ms a layer", "/ svd", "s a step, all layers", "factorisations TFLOP",
+    title = f"{config.train.model}, a refresh of the subspace every {gap} steps"
+    headers = ("what", "ms a layer", "/ svd", "s a step, all layers", "factorizations TFLOP",
                "TFLOP a step", "more in a refresh", "amortised share")  # fmt: skip
     cells = []
     svd = statistics.median(rows[0]["seconds_a_layer"])

@@ -1,9 +1,9 @@
-"""Tables and a plot for a reader, out of raw results.
+"""Tables in Markdown and a plot, from raw results.
 
-`python -m benchmarks.report benchmarks/results/kernels.json benchmarks/results/gpu.json` prints
-Markdown: of kernels what the compiler says and, where a GPU measured them, their time and share of
-the bandwidth; what was checked, and what failed; of whole steps the ratios to the first rival.
-`--figure gpu.png` draws the latter.
+`python -m benchmarks.report benchmarks/results/kernels.json benchmarks/results/gpu.json` prints the
+resources of kernels as the compiler reports them, with time and share of the bandwidth where a GPU
+measured them; the checks, failures first; and whole steps with ratios to the first rival. `--figure
+gpu.png` draws the whole steps.
 """
 
 import dataclasses
@@ -20,17 +20,17 @@ from benchmarks.whole_step import summary
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to read."""
+    """Results to read."""
 
     files: tyro.conf.Positional[tuple[pathlib.Path, ...]]
     """Results of `benchmarks.kernels` and of `benchmarks.gpu`."""
     figure: pathlib.Path | None = None
-    """Where to draw tokens a second against the peak of memory, if a GPU measured steps."""
+    """File for a plot of tokens per second against peak memory, if a GPU measured steps."""
 
     def __post_init__(self) -> None:
         for path in self.files:
             if not path.is_file():
-                raise ValueError(f"`files` has {path}, which is no file.")
+                raise ValueError(f"`files`: {path} is not a file.")
 
 
 def markdown(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -40,11 +40,11 @@ def markdown(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def kernel_table(compiled: list[dict[str, Any]], measured: list[dict[str, Any]]) -> str:
-    """Returns the table of kernels, and of functions without one.
+    """Returns the table of kernels, and of functions without a kernel.
 
     Args:
       compiled: rows of `benchmarks.kernels`.
-      measured: of `benchmarks.gpu`, or none.
+      measured: kernel rows of `benchmarks.gpu`; may be empty.
     """
     times = {(row["kernel"], row["case"]): row for row in measured if "seconds" in row}
     rows = []
@@ -78,17 +78,17 @@ def kernel_table(compiled: list[dict[str, Any]], measured: list[dict[str, Any]])
         "of a copy",
         "time, of XLA's form",
     )
-    # What was not measured has no column.
+    # A figure that was not measured has no column.
     used = [i for i in range(len(headers)) if any(row[i] for row in rows)]
     return markdown([headers[i] for i in used], [[row[i] for i in used] for row in rows])
 
 
 def check_table(kernels: list[dict[str, Any]], operators: list[dict[str, Any]]) -> str:
-    """Returns the table of what was held to its definition, what failed first.
+    """Returns the table of comparisons with definitions, failures first.
 
     Args:
-      kernels: of `benchmarks.gpu`.
-      operators: likewise.
+      kernels: kernel rows of `benchmarks.gpu`.
+      operators: operator rows of `benchmarks.gpu`.
     """
     rows = []
     for row in sorted([*kernels, *operators], key=lambda row: row["ok"]):
@@ -113,7 +113,7 @@ def determinism_table(rows: list[dict[str, Any]]) -> str:
     """Returns the table of steps that were run twice.
 
     Args:
-      rows: of `benchmarks.gpu`.
+      rows: determinism rows of `benchmarks.gpu`.
     """
     cells = [
         (row["rival"], "yes" if row["same_bits"] else "NO", f"{row['apart']:.1e}") for row in rows
@@ -125,8 +125,8 @@ def step_table(rows: list[dict[str, Any]], tokens: int) -> str:
     """Returns the table of whole steps of one model.
 
     Args:
-      rows: of `benchmarks.gpu`.
-      tokens: of a step.
+      rows: step rows of `benchmarks.gpu`.
+      tokens: number of tokens in a step.
     """
     found = [(row["rival"], summary(row["rounds"])) for row in rows]
     first = next((one for _, one in found if one is not None), None)
@@ -150,7 +150,7 @@ def step_table(rows: list[dict[str, Any]], tokens: int) -> str:
 
 
 def draw(steps: dict[str, list[dict[str, Any]]], tokens: int, path: pathlib.Path) -> None:
-    """Draws tokens a second against the peak, a plot a model."""
+    """Draws tokens per second against the peak, one plot for each model."""
     figure, axes = plt.subplots(1, len(steps), figsize=(6 * len(steps), 5), squeeze=False)
     for axis, (model, rows) in zip(axes[0], steps.items(), strict=True):
         for row in rows:

@@ -1,4 +1,4 @@
-"""What is compared: whole training steps, of plain JAX and of every method."""
+"""Whole training steps to compare: plain JAX, optax and every method."""
 
 import dataclasses
 import functools
@@ -44,10 +44,10 @@ class Rival:
 
     Attributes:
       init: returns the state before the first step.
-      step: from state and batch to state and metrics, of which one is `loss`.
-      gradient: from state and batch to loss and gradient alone; None if it does not exist alone.
-      refresh: as `step`, when the subspace changes; None if there is none.
-      memory: returns what of the step's memory is known before it is compiled.
+      step: from state and batch to state and metrics; `loss` is one of the metrics.
+      gradient: from state and batch to loss and gradient; None if there is no separate gradient.
+      refresh: as `step`, for refresh steps; None if there are none.
+      memory: returns the part of the step's memory that is known before compilation.
       of_layers: returns the bytes of the gradients and of the optimizer states of all layers.
     """
 
@@ -71,11 +71,11 @@ PLAIN = {
 }
 OPTAX_GALORE = {"optax.contrib.galore d/4": 4, "optax.contrib.galore d/16": 16}
 RIVALS = (*PLAIN, *OPTAX_GALORE, *VARIANTS)
-"""Names of all rivals; `plain` is what ratios are taken to."""
+"""Names of all rivals; ratios are to `plain`."""
 
 
 def rival(name: str, config: PretrainConfig, model_config: ModelConfig | None = None) -> Rival:
-    """Returns one rival.
+    """Returns a rival.
 
     Args:
       name: one of `RIVALS`.
@@ -85,7 +85,11 @@ def rival(name: str, config: PretrainConfig, model_config: ModelConfig | None = 
     model_config = model_config or preset(config.model)
     if name in VARIANTS:
         return method_rival(VARIANTS[name], config, model_config)
-    adamw = make_optimizer(config.optimizer, config.steps)
+    moment_dtype = config.optimizer.moment_dtype
+    optimizer = dataclasses.replace(
+        config.optimizer, moment_dtype="float32" if moment_dtype == "auto" else moment_dtype
+    )
+    adamw = make_optimizer(optimizer, config.steps)
     if name in PLAIN:
         return _plain(PLAIN[name], config, model_config, adamw)
     rank = model_config.hidden_size // OPTAX_GALORE[name]
@@ -93,7 +97,7 @@ def rival(name: str, config: PretrainConfig, model_config: ModelConfig | None = 
 
 
 def method_rival(variant: Variant, config: PretrainConfig, model_config: ModelConfig) -> Rival:
-    """Returns a method of `train.pretrain`, as it trains there."""
+    """Returns a method as `train.pretrain` runs it."""
     recipe = make_recipe(variant.configure(config), model_config)
     refresh_step, due = make_refresh_step(recipe), recipe.due_layers(0)
     init = functools.partial(init_state, recipe)
@@ -128,7 +132,7 @@ def _plain(
     model_config: ModelConfig,
     transform: optax.GradientTransformation,
 ) -> Rival:
-    """Returns what a user would write: a gradient of all weights, then one optax update."""
+    """Returns what a user would write: the gradient of all weights, then one optax update."""
     whole_loss = plain.loss_function(form, config.compute_dtype)
     tx: Any = optax.chain(optax.clip_by_global_norm(config.optimizer.clip), transform)
 
@@ -167,8 +171,8 @@ def _optax_galore(
 ) -> optax.GradientTransformation:
     """Returns `optax.contrib.galore` on the matrices of the layers, AdamW on the rest.
 
-    It takes no stacked weights, so it runs over them one layer after the other, which also keeps
-    the workspace of its singular value decompositions to one layer's.
+    It does not support stacked weights, so it runs on one layer after the other. That also limits
+    the workspace of its singular value decompositions to that of one layer.
     """
     settings = config.optimizer
     adam = store_states_as(
@@ -186,7 +190,7 @@ def _optax_galore(
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         stacked, rest = split(params, layers_of)
         stacked_grads, rest_grads = split(updates, layers_of)
-        # It takes no `None` in a tree, and so none of our halves, but the list of its arrays.
+        # It does not support `None` in a tree, so it gets lists of arrays.
         leaves = jax.tree.leaves(stacked_grads), state[0], jax.tree.leaves(stacked)
         layers, layers_state = jax.lax.map(lambda layer: galore.update(*layer), leaves)
         layers = jax.tree.unflatten(jax.tree.structure(stacked), layers)
@@ -209,7 +213,7 @@ def compiled_memory(program: Any) -> dict[str, int]:
 
 
 def random_batch(config: PretrainConfig, vocab_size: int) -> Batch:
-    """Returns a batch of random tokens, all of which count."""
+    """Returns a batch of random tokens without a mask."""
     shape = (config.batch_size, config.seq_len + 1)
     rows = jax.random.randint(jax.random.key(0), shape, 0, vocab_size)
     mask = jnp.ones((config.batch_size, config.seq_len), jnp.float32)

@@ -1,11 +1,11 @@
-"""Time of a whole training step, all rivals interleaved in one run.
+"""Time of a whole training step, with all rivals interleaved in one run.
 
 `python -m benchmarks.step_time --model llama_60m --compute-dtype float32` on a CPU; on a GPU
 `... --model llama_1b --batch-size 8 --seq-len 1024 --weight-dtype bfloat16`.
 
-Each round runs every rival once, so that a drift of the machine meets all alike; the median over
-rounds counts. Every rival trains weights of its own. Beside the time stands its bound: the step's
-matrix products at the rate that a large product reaches on the same machine in the same run.
+Each round runs every rival once, so that a drift of the machine affects all of them equally. The
+result is the median over rounds. Every rival trains separate weights. The bound of a time is the
+time of the step's matrix products at the rate of a large product in the same run.
 """
 
 import dataclasses
@@ -33,9 +33,9 @@ class Config:
     """What to measure."""
 
     train: PretrainConfig = dataclasses.field(default_factory=PretrainConfig)
-    """Model, batch and dtypes; the method is set by this program."""
+    """Model, batch and dtypes. This program sets the method."""
     rounds: int = 10
-    """Timed steps of each rival, after two that are not counted."""
+    """Timed steps of each rival, after two steps that are not counted."""
     only: tuple[str, ...] = (
         "plain",
         "jax.checkpoint, dots",
@@ -49,7 +49,7 @@ class Config:
         "subspace d/16",
         "random_projection d/4",
     )
-    """Rivals to measure, out of `benchmarks.rivals`."""
+    """Rivals to measure, from `benchmarks.rivals`."""
     results: pathlib.Path = record.RESULTS / "step_time.json"
 
     def __post_init__(self) -> None:
@@ -68,7 +68,7 @@ class _Running:
 
 
 def measure(config: Config) -> tuple[list[dict], float]:
-    """Returns one row a rival, and the rate of a large product in FLOP/s."""
+    """Returns one row for each rival, and the rate of a large product in FLOP/s."""
     batch = random_batch(config.train, preset(config.train.model).vocab_size)
     rows, running = [], {}
     for name in config.only:
@@ -105,7 +105,7 @@ def _compile(step: Any, state: Any, batch: Any) -> Any:
 
 
 def _matmul_rate(dtype: jnp.dtype) -> float:
-    """Returns FLOP/s of a large square product of random numbers, the best of five."""
+    """Returns the FLOP/s of a large square product of random numbers, the best of five runs."""
     size = 8192 if jax.default_backend() == "gpu" else 2048
     a = jax.random.normal(jax.random.key(0), (size, size), jnp.float32).astype(dtype)
     product = jax.jit(lambda a: jnp.matmul(a, a, preferred_element_type=jnp.float32).astype(dtype))
@@ -119,7 +119,7 @@ def _matmul_rate(dtype: jnp.dtype) -> float:
 
 
 def show(config: Config, rows: list[dict], rate: float) -> None:
-    """Prints medians, ratios to the first rival, and the bound beside them."""
+    """Prints medians, ratios to the first rival, and bounds."""
     train, device = config.train, jax.devices()[0].device_kind
     title = (
         f"{train.model}, {train.batch_size} x {train.seq_len}, weights {train.weight_dtype},"

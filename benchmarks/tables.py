@@ -1,4 +1,4 @@
-"""Tables on a terminal, as all benchmarks print them."""
+"""Tables on a terminal."""
 
 from collections.abc import Iterable, Sequence
 
@@ -11,14 +11,14 @@ def print_table(title: str, headers: Sequence[str], rows: Iterable[Sequence[str]
     """Prints a table: names on the left, figures on the right.
 
     Args:
-      title: what was measured, on what.
-      headers: of the columns; the first is that of the names.
-      rows: a text for each column.
+      title: title of the table.
+      headers: headers of the columns; the first column has the names.
+      rows: rows of one text for each column.
     """
     table = Table(title=title, box=box.SIMPLE_HEAD)
     for i, header in enumerate(headers):
         table.add_column(header, justify="right" if i else "left")
     for row in rows:
         table.add_row(*row)
-    # Wider than any of them: a row that is wrapped cannot be read, nor pasted.
+    # Wider than any table: a wrapped row can be neither read nor pasted.
     Console(width=200).print(table)

@@ -1,4 +1,4 @@
-"""What is compared: methods with their options, by name."""
+"""Methods with options, by name."""
 
 import dataclasses
 from typing import Literal
@@ -6,7 +6,7 @@ from typing import Literal
 from actjax.kernels.format import Rounding
 from models import preset
 from train.config import MomentDtype, PretrainConfig
-from train.methods import MethodOptions
+from train.options import MethodOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,10 +14,10 @@ class Variant:
     """A method with its options.
 
     Attributes:
-      method: what `--method` takes.
-      width_over_rank: the width of the model over the rank; 0 for the rank of `options`.
-      options: of the method.
-      moment_dtype: of the optimizer.
+      method: name of the method, as for `--method`.
+      width_over_rank: the width of the model divided by the rank; 0 for the rank of `options`.
+      options: options of the method.
+      moment_dtype: dtype of the optimizer's moments.
       in_backward: whether the optimizer runs in the backward pass.
     """
 

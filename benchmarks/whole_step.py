@@ -1,7 +1,7 @@
-"""One rival in a process of its own: time of its steps, and the peak of the device's memory.
+"""One rival in a separate process: time of its steps, and the peak of the device's memory.
 
-`benchmarks.gpu` runs it, once for each rival and round, and reads the line that it prints: a device
-tells the peak of a process, and not of a program.
+`benchmarks.gpu` runs it once for each rival and round, and reads the line that it prints. A device
+reports the peak of a process, not of a program.
 """
 
 import dataclasses
@@ -29,14 +29,14 @@ class Job:
     """What to run.
 
     Attributes:
-      rival: its name, of `benchmarks.rivals`.
-      model: preset.
-      batch_size: sequences of a step.
-      seq_len: tokens of a sequence.
-      dtype: of weights and computation.
+      rival: its name in `benchmarks.rivals`.
+      model: name of the preset.
+      batch_size: sequences in a step.
+      seq_len: tokens in a sequence.
+      dtype: dtype of weights and computation.
       warmup: steps that are not timed.
       steps: timed steps.
-      implementation: of the kernels, as `actjax.kernels.use` takes it.
+      implementation: implementation of the kernels, as for `actjax.kernels.use`.
     """
 
     rival: str
@@ -50,7 +50,7 @@ class Job:
 
 
 def measure(job: Job) -> dict[str, Any]:
-    """Returns seconds of each step, the peak in bytes (None on a CPU), and losses."""
+    """Returns the seconds of each step, the peak in bytes (None on a CPU), and the losses."""
     config: Any = PretrainConfig(
         model=job.model,
         batch_size=job.batch_size,
@@ -85,14 +85,14 @@ def measure(job: Job) -> dict[str, Any]:
 
 
 def summary(rounds: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Returns the last of several rounds of a rival, with medians; None if one failed.
+    """Returns the last of several rounds of a rival, with medians; None if a round failed.
 
     Args:
-      rounds: what `measure` returned, or a `failure`.
+      rounds: results of `measure`, or dictionaries with `failure`.
 
     Returns:
-      With `seconds` the median over all steps of all rounds, `memory` the peak, or where no device
-      tells it the planned one, and `loss` the last.
+      The last result, where `seconds` is the median over all steps of all rounds, `memory` is the
+      peak (the planned peak if the device reports none), and `loss` is the last loss.
     """
     if not rounds or any("failure" in one for one in rounds):
         return None
@@ -108,7 +108,7 @@ def summary(rounds: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def real_batches(config: PretrainConfig, count: int) -> list[dict[str, jax.Array]]:
-    """Returns batches of text that every machine has: the bytes of Python's standard library."""
+    """Returns batches of the bytes of Python's standard library, which every machine has."""
     need = count * config.batch_size * (config.seq_len + 1)
     text = b""
     for path in sorted(pathlib.Path(sysconfig.get_path("stdlib")).glob("*.py")):

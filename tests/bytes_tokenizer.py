@@ -1,10 +1,10 @@
-"""The simplest tokenizer there is."""
+"""A tokenizer for tests: one token a byte."""
 
 from train.tokenizer import Tokenizer
 
 
 class Bytes(Tokenizer):
-    """A tokenizer of bytes whose documents begin with a token of their own."""
+    """A tokenizer of bytes with a separate token at the beginning of a document."""
 
     vocab_size, bos_id, eos_id, fingerprint = 258, 256, 257, "bytes"
 

@@ -1,4 +1,4 @@
-"""The table of codecs that the battery in `tests/codecs/test_contract.py` holds to the contract.
+"""The table of codecs that `tests/codecs/test_contract.py` tests.
 
 A new codec is one line here.
 """
@@ -32,4 +32,4 @@ SHAPES = [(24, 8), (2, 12, 8), (2, 3, 4, 8)]
 """24 tokens of 8 features, in one, two and three leading dimensions."""
 
 DTYPES = ("float32", "bfloat16")
-"""What activations are stored in."""
+"""Dtypes of activations."""

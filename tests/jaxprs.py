@@ -1,4 +1,4 @@
-"""What programs are made of, as JAX traces them."""
+"""Equations and products of traced programs."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from jax.extend import core
 
 
 def equations(jaxpr: Any) -> list[core.JaxprEqn]:
-    """Returns all equations of a program, bodies of loops once."""
+    """Returns all equations of a program; bodies of loops count once."""
     found = []
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         found.append(eqn)
@@ -20,7 +20,7 @@ def equations(jaxpr: Any) -> list[core.JaxprEqn]:
 
 
 def products(fun, *args) -> list[tuple[int, ...]]:
-    """Returns the shapes of all products of matrices in a function, bodies of loops once."""
+    """Returns the shapes of all matrix products in a function; bodies of loops count once."""
     found = equations(jax.make_jaxpr(fun)(*args))
     return [e.outvars[0].aval.shape for e in found if e.primitive.name == "dot_general"]
 

@@ -1,7 +1,7 @@
-"""Oracles: what the library must compute, again, in NumPy float64 and as the definitions read.
+"""Oracles: what the library must compute, in NumPy float64, written as the definitions read.
 
-Written from the papers and from calculus, not from the library: a shared mistake is unlikely.
-Nothing here is fast; `test_oracles.py` holds every function against brute force.
+They are written from the papers and from calculus and not from the library, so a common mistake is
+unlikely. They are slow; `test_oracles.py` compares every function with brute force.
 
 Sources:
   Wei et al., "Activation Compression in LLMs" (2026): low-rank inputs of linear layers (Section 4).
@@ -11,8 +11,8 @@ Sources:
   Hugging Face transformers, `modeling_rope_utils.py`: the rotation of Llama 3.
 
 Letters: `T` tokens, `d` features, `n` outputs, `k` rank or generators, `V` vocabulary, `B` batch,
-`S` sequence, `H` heads (`Hq` of queries, `Hkv` of keys and values), `D` features of a head.
-Every argument is read as float64, whatever its type was, and every result is float64.
+`S` sequence, `H` heads (`Hq` query heads, `Hkv` key/value heads), `D` features of a head.
+Every argument is converted to float64, and every result is float64.
 """
 
 import math
@@ -33,7 +33,7 @@ def _f64(a: npt.ArrayLike) -> Array:
 
 
 def random_projection(x: npt.ArrayLike, s: npt.ArrayLike) -> Array:
-    """Returns the decoded `x s sᵀ` [T, d]: the projection `x s` [T, k] is what would be stored.
+    """Returns the decoded `x s sᵀ` [T, d]: a codec stores the projection `x s` [T, k].
 
     Unbiased when the entries of `s` are independent with mean 0 and variance `1 / k`.
     Source: random projection (CompAct), as used in Wei et al., Section 5.
@@ -51,7 +51,7 @@ def expected_rp_squared_error(x: npt.ArrayLike, k: int) -> float:
 
     With `M = S Sᵀ = Σ_c s_c s_cᵀ`: `E M = I`, and `E M²` sums `k (k - 1)` pairs of distinct
     columns, each `I / k²`, and `k` terms `E[|s|² s sᵀ] = (d + 2) I / k²`. So
-    `E M² = (d + k + 1) / k · I`, and `E (M - I)² = E M² - I = (d + 1) / k · I`. Own derivation.
+    `E M² = (d + k + 1) / k · I`, and `E (M - I)² = E M² - I = (d + 1) / k · I`. Derived here.
 
     Args:
       x: [T, d].
@@ -81,13 +81,13 @@ def randomized_svd(x: npt.ArrayLike, omega: npt.ArrayLike, power_iterations: int
 
 
 def best_rank_k_error(x: npt.ArrayLike, k: int) -> float:
-    """Returns `(Σ_{j>k} σ_j²)^½`, the least Frobenius error any matrix of rank `k` can have.
+    """Returns `(Σ_{j>k} σ_j²)^½`, the least Frobenius error of a matrix of rank `k`.
 
     Source: Eckart and Young; Mirsky. The norm, not its square.
 
     Args:
       x: [T, d].
-      k: rank. From `min(T, d)` on, the error is 0.
+      k: rank. The error is 0 for `k >= min(T, d)`.
     """
     sigma = np.linalg.svd(_f64(x), compute_uv=False)
     return math.sqrt(float(np.sum(sigma[k:] ** 2)))
@@ -119,7 +119,7 @@ def principal_plus_random(
 ) -> Array:
     """Returns `l + (x - l) s sᵀ` [T, d], with `l = randomized_svd(x, omega, power_iterations)`.
 
-    Unbiased over `s` as `random_projection` is; its error given `l` is that of projecting `x - l`.
+    Unbiased over `s`, like `random_projection`. Given `l`, its error is that of projecting `x - l`.
 
     Args:
       x: [T, d].
@@ -139,15 +139,15 @@ class PointApproximation(NamedTuple):
     """What `point_approximation` returns.
 
     Attributes:
-      assignment: `f` [T], int64: the generator of each token, an index into `rows`. Any would do
-        where several are equally near: compare through `cosines` when ties are possible.
+      assignment: `f` [T], int64: the generator of each token, an index into `rows`. With ties,
+        several generators are right: then compare `cosines`.
       alpha: [T], the coefficient of each token, whether dropped or not; 0 for a zero token.
       beta: `T / (T - dropped)`; 1 when every token is dropped.
       dropped: [T], bool.
       decoded: [T, d]: `beta alpha_i C_f(i)`, and zeros for dropped tokens.
       cosines: [T, k], `|cos(x_i, C_j)|`: 0 for a zero token, -1 for a zero generator (never the
         best unless all are). Where neither is zero, the token's relative residual is
-        `sqrt(1 - cosines[i, f(i)]²)`: which tokens lie too near the tolerance can be read off.
+        `sqrt(1 - cosines[i, f(i)]²)`, which shows the tokens that are close to the tolerance.
     """
 
     assignment: npt.NDArray[np.int64]
@@ -159,19 +159,19 @@ class PointApproximation(NamedTuple):
 
 
 def _absolute_cosine(a: Array, c: Array) -> float:
-    """Returns `|cos(a, c)|`; -1 when `c` is zero, and else 0 when `a` is."""
+    """Returns `|cos(a, c)|`; -1 if `c` is zero, otherwise 0 if `a` is zero."""
     if not np.any(c):
         return -1.0
     if not np.any(a):
         return 0.0
     cosine = abs(float(np.dot(a, c))) / float(np.linalg.norm(a) * np.linalg.norm(c))
-    return min(cosine, 1.0)  # Rounding can pass 1 by an ulp.
+    return min(cosine, 1.0)  # Rounding can exceed 1 by an ulp.
 
 
 def point_approximation(
     x: npt.ArrayLike, rows: npt.ArrayLike, tolerance: float
 ) -> PointApproximation:
-    """Approximates each token by a multiple of the generator that is nearest in angle.
+    """Approximates each token by a multiple of the generator with the smallest angle to it.
 
     Generators `C = x[rows]`; `f(i) = argmax_j |cos(x_i, C_j)|`;
     `alpha_i = cos(x_i, C_f) |x_i| / |C_f| = <x_i, C_f> / |C_f|²`; a token is dropped when
@@ -247,7 +247,7 @@ def rms_norm(x: npt.ArrayLike, scale: npt.ArrayLike, eps: float) -> Array:
 
     Args:
       x: [..., d].
-      scale: [d], multiplies as it is (not `1 + scale`).
+      scale: [d], the factor itself (not `1 + scale`).
       eps: added to the mean square.
     """
     x = _f64(x)
@@ -308,7 +308,7 @@ def swiglu_vjp(gate: npt.ArrayLike, up: npt.ArrayLike, dy: npt.ArrayLike) -> tup
 
 
 def _llama3_frequency(frequency: float, scaling: Mapping[str, float]) -> float:
-    """Returns one frequency as Llama 3.1 stretches it: kept, divided by `factor`, or in between."""
+    """Returns a frequency scaled as in Llama 3.1: unchanged, divided by `factor`, or in between."""
     factor = scaling["factor"]
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     original = scaling["original_max_position_embeddings"]
@@ -377,15 +377,17 @@ def attention(
 ) -> Array:
     """Returns `softmax(q kᵀ / sqrt(D)) v` [B, S, Hq, D] head by head.
 
-    Query head `h` reads key and value head `h // (Hq / Hkv)`.
-    Source: Vaswani et al., arXiv:1706.03762, equation 1; groups: Ainslie et al., arXiv:2305.13245.
+    Query head `h` reads key/value head `h // (Hq / Hkv)`.
+    Source: Vaswani et al., arXiv:1706.03762, equation 1; key/value heads: Ainslie et al.,
+    arXiv:2305.13245.
 
     Args:
       q: [B, S, Hq, D], `Hq` a multiple of `Hkv`.
       k: [B, S, Hkv, D].
       v: [B, S, Hkv, D].
       causal: whether position `i` reads only positions up to `i`.
-      window: how many positions up to itself it reads at most (Jiang et al., arXiv:2310.06825).
+      window: largest number of positions, including `i`, that it reads (Jiang et al.,
+        arXiv:2310.06825).
     """
     q, k, v = _f64(q), _f64(k), _f64(v)
     group = q.shape[2] // k.shape[2]
@@ -416,7 +418,7 @@ def attention_vjp(
       v: [B, S, Hkv, D].
       do: [B, S, Hq, D].
       causal: as for `attention`.
-      window: likewise.
+      window: as for `attention`.
     """
     q, k, v, do = _f64(q), _f64(k), _f64(v), _f64(do)
     group, root = q.shape[2] // k.shape[2], math.sqrt(q.shape[3])
@@ -442,7 +444,7 @@ def _log_sum_exp(logits: Array) -> float:
 
 
 def _counted(tokens: int, mask: npt.ArrayLike | None) -> list[int]:
-    """Returns the tokens that count: all of them, or those where `mask` is not zero."""
+    """Returns the counted tokens: all, or those where `mask` is not zero."""
     if mask is None:
         return list(range(tokens))
     mask = np.asarray(mask)

@@ -1,4 +1,4 @@
-"""Notebooks run, and what is committed as executed is what stands in their text."""
+"""Tests that notebooks run, and that their committed outputs belong to their text."""
 
 import os
 import pathlib
@@ -12,7 +12,7 @@ import pytest
 FOLDER = pathlib.Path(__file__).parents[1] / "notebooks"
 TEXTS = sorted(FOLDER.glob("*.py"))
 LARGEST_FILE = 1_000_000
-# Folders of somebody's machine; neither closing tags nor relative paths.
+# Absolute paths of a machine; closing tags and relative paths do not match.
 ABSOLUTE_PATH = re.compile(r"(?<![\w.<])/(home|root|tmp|usr|Users|opt|mnt|var)/")
 
 
@@ -30,7 +30,7 @@ def test_every_notebook_has_its_text():
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=lambda path: path.stem)
-def test_the_executed_notebook_is_that_of_the_text(text):
+def test_the_executed_notebook_belongs_to_the_text(text):
     notebook = executed(text)
     assert sources(notebook) == sources(jupytext.read(text))
     counts = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
@@ -39,7 +39,7 @@ def test_the_executed_notebook_is_that_of_the_text(text):
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=lambda path: path.stem)
-def test_the_outputs_are_small_and_tell_nothing_of_a_machine(text):
+def test_the_outputs_are_small_and_contain_no_paths_of_a_machine(text):
     assert text.with_suffix(".ipynb").stat().st_size < LARGEST_FILE
     outputs = [output for cell in executed(text).cells for output in cell.get("outputs", [])]
     assert outputs
@@ -59,5 +59,5 @@ def test_the_notebook_runs(text):
         kernel_name="python3",
         resources={"metadata": {"path": str(FOLDER)}},
     )
-    # As it was committed: on the CPU, and without the devices that conftest.py asks for.
+    # As for the committed outputs: on the CPU, with one device.
     client.execute(env={**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"})

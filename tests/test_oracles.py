@@ -1,4 +1,4 @@
-"""Tests of tests/oracles.py: each oracle against brute force, and nothing of the library."""
+"""Tests of tests/oracles.py: each oracle against brute force, without the library."""
 
 import math
 
@@ -6,7 +6,7 @@ import numpy as np
 import oracles
 import pytest
 
-LLAMA3 = {  # Of Llama 3.1, whose head has 128 features and whose theta is 500,000.
+LLAMA3 = {  # Llama 3.1 has heads of 128 features and a theta of 500,000.
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -19,18 +19,18 @@ def rng():
     return np.random.default_rng(0)
 
 
-def numeric_gradients(f, *args, step=1e-3):
-    """Returns the gradient of the scalar `f` for each argument, entry by entry, to fourth order."""
+def numeric_gradients(f, *args, delta=1e-3):
+    """Returns fourth-order finite differences of the scalar `f` for each entry of its arguments."""
     gradients = []
     for a in args:
         gradient = np.zeros_like(a)
         for index in np.ndindex(a.shape):
             value, at = a[index], {}
             for shift in (-2, -1, 1, 2):
-                a[index] = value + shift * step
+                a[index] = value + shift * delta
                 at[shift] = f(*args)
             a[index] = value
-            gradient[index] = (at[-2] - 8 * at[-1] + 8 * at[1] - at[2]) / (12 * step)
+            gradient[index] = (at[-2] - 8 * at[-1] + 8 * at[1] - at[2]) / (12 * delta)
         gradients.append(gradient)
     return gradients
 
@@ -42,7 +42,7 @@ def assert_gradients_close(got, want):
 
 
 def assert_mean_is(samples, expected):
-    """Holds each mean over the first axis to five standard errors of what it should be."""
+    """Checks that means over the first axis are within five standard errors of the expectation."""
     standard_error = samples.std(0) / math.sqrt(len(samples))
     assert np.all(np.abs(samples.mean(0) - expected) <= 5 * standard_error)
 
@@ -72,7 +72,7 @@ def test_random_projection_is_unbiased_with_the_expected_error(rng, k):
     assert_mean_is(decoded, x)
     squared = np.sum((decoded - x) ** 2, axis=(1, 2))
     assert_mean_is(squared, oracles.expected_rp_squared_error(x, k))
-    # The test can tell `d + 1` from `d`.
+    # The test can distinguish `d + 1` from `d`.
     assert 5 * squared.std() / 200 < np.sum(x**2) / k
 
 
@@ -111,7 +111,7 @@ def test_best_rank_k_error_is_that_of_the_truncated_svd(rng):
         )
 
 
-def test_halko_bound_holds_and_is_not_idle(rng):
+def test_halko_bound_holds_and_is_tight(rng):
     x, k, p = decaying(rng, 20, 12), 3, 2
     errors = [
         np.linalg.norm(x - oracles.randomized_svd(x, rng.normal(size=(12, k + p)), 0))
@@ -124,7 +124,7 @@ def test_halko_bound_holds_and_is_not_idle(rng):
 
 
 def test_halko_factor_is_the_expected_pseudoinverse(rng):
-    # The proof's `k / (p - 1)` is `E‖G†‖²_F` for Gaussian `G` [k, k + p].
+    # In the proof `k / (p - 1)` is `E‖G†‖²_F` for Gaussian `G` [k, k + p].
     x, k, p = decaying(rng, 20, 12), 3, 7
     samples = np.array(
         [np.sum(np.linalg.pinv(rng.normal(size=(k, k + p))) ** 2) for _ in range(20000)]
@@ -134,7 +134,7 @@ def test_halko_factor_is_the_expected_pseudoinverse(rng):
 
 
 @pytest.mark.parametrize(("k", "p"), [(1, 4), (4, 1), (4, 5)])
-def test_halko_bound_refuses_what_the_theorem_does_not_cover(k, p):
+def test_halko_bound_refuses_ranks_outside_the_theorem(k, p):
     with pytest.raises(ValueError, match=r"Theorem 10\.5"):
         oracles.halko_expected_bound(np.ones((10, 8)), k, p)
 
@@ -147,7 +147,7 @@ def test_principal_plus_random_projects_only_the_remainder(rng):
     want = low_rank + (x - low_rank) @ (s @ s.T)
     got = oracles.principal_plus_random(x, omega, s, 1)
     np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9)
-    # An orthogonal `s` loses nothing, and none at all leaves the low rank.
+    # An orthogonal `s` is exact; with `s = 0` only the low-rank part is left.
     full = oracles.principal_plus_random(x, omega, np.eye(5), 1)
     np.testing.assert_allclose(full, x, rtol=1e-12, atol=1e-12)
     none = oracles.principal_plus_random(x, omega, np.zeros((5, 3)), 1)
@@ -158,7 +158,7 @@ def test_principal_plus_random_projects_only_the_remainder(rng):
 
 
 @pytest.mark.parametrize("tolerance", [math.inf, 0.8, 0.5])
-def test_point_approximation_is_the_nearest_multiple_of_any_generator(rng, tolerance):
+def test_point_approximation_is_the_nearest_multiple_of_a_generator(rng, tolerance):
     x, rows = rng.normal(size=(30, 3)), np.array([4, 11, 0, 25])
     code = oracles.point_approximation(x, rows, tolerance)
     dropped = 0
@@ -182,7 +182,7 @@ def test_point_approximation_is_the_nearest_multiple_of_any_generator(rng, toler
     np.testing.assert_allclose(code.decoded, want, rtol=1e-14)
 
 
-def test_point_approximation_keeps_generators_and_their_multiples_whole(rng):
+def test_point_approximation_of_multiples_of_generators_is_exact(rng):
     points = rng.normal(size=(3, 4))
     x = np.concatenate([points, -2 * points, 1e-100 * points, 1e100 * points])
     code = oracles.point_approximation(x, np.arange(3), 1e-6)
@@ -219,7 +219,7 @@ def test_point_approximation_drops_everything_with_beta_one():
 
 
 @pytest.mark.parametrize("tolerance", [math.inf, 0.7])
-def test_point_weight_gradient_is_the_product_with_the_decoded(rng, tolerance):
+def test_point_weight_gradient_is_the_product_with_the_decoded_input(rng, tolerance):
     x, dz, rows = rng.normal(size=(20, 4)), rng.normal(size=(20, 3)), np.array([3, 17, 8])
     decoded = oracles.point_approximation(x, rows, tolerance).decoded
     got = oracles.point_weight_gradient(x, rows, tolerance, dz)
@@ -231,7 +231,7 @@ def test_point_weight_gradient_is_the_product_with_the_decoded(rng, tolerance):
 # Layers.
 
 
-def test_rms_norm_is_the_loop(rng):
+def test_rms_norm_equals_a_loop(rng):
     x, scale, eps = rng.normal(size=(2, 3, 5)), rng.normal(size=5), 0.1
     got = oracles.rms_norm(x, scale, eps)
     for b, t in np.ndindex(2, 3):
@@ -240,13 +240,13 @@ def test_rms_norm_is_the_loop(rng):
         np.testing.assert_allclose(got[b, t], want, rtol=1e-14)
 
 
-def test_rms_norm_vjp_is_the_finite_difference(rng):
+def test_rms_norm_vjp_equals_finite_differences(rng):
     x, scale, dy = rng.normal(size=(2, 3, 4)), rng.normal(size=4), rng.normal(size=(2, 3, 4))
     want = numeric_gradients(lambda x, s: np.sum(dy * oracles.rms_norm(x, s, 0.1)), x, scale)
     assert_gradients_close(oracles.rms_norm_vjp(x, scale, 0.1, dy), want)
 
 
-def test_swiglu_is_the_loop_and_does_not_overflow():
+def test_swiglu_equals_a_loop_and_does_not_overflow():
     gate = np.array([-2.0, 0.0, 0.5, 3.0])
     want = [7 * a / (1 + math.exp(-a)) for a in gate]
     np.testing.assert_allclose(oracles.swiglu(gate, np.full(4, 7.0)), want, rtol=1e-14)
@@ -256,7 +256,7 @@ def test_swiglu_is_the_loop_and_does_not_overflow():
         np.testing.assert_array_equal(oracles.swiglu_vjp(far, np.ones(2), np.ones(2))[0], [0, 1])
 
 
-def test_swiglu_vjp_is_the_finite_difference(rng):
+def test_swiglu_vjp_equals_finite_differences(rng):
     gate, up, dy = rng.normal(size=(3, 3, 4))
     want = numeric_gradients(lambda g, u: np.sum(dy * oracles.swiglu(g, u)), gate, up)
     assert_gradients_close(oracles.swiglu_vjp(gate, up, dy), want)
@@ -271,13 +271,13 @@ def test_rope_is_a_product_of_complex_numbers(rng):
             z = complex(x[b, s, h, i], x[b, s, h, i + 3]) * turn
             assert got[b, s, h, i] == pytest.approx(z.real, rel=1e-12)
             assert got[b, s, h, i + 3] == pytest.approx(z.imag, rel=1e-12)
-    # One row of positions serves the whole batch.
+    # One row of positions applies to the whole batch.
     shared = oracles.rope(x, positions[0], theta)
     np.testing.assert_array_equal(shared, oracles.rope(x, positions[[0, 0]], theta))
 
 
 @pytest.mark.parametrize("scaling", [None, LLAMA3])
-def test_rope_sees_only_relative_positions_and_is_undone_by_its_vjp(rng, scaling):
+def test_rope_depends_on_relative_positions_and_its_vjp_is_its_inverse(rng, scaling):
     q, k = rng.normal(size=(2, 1, 4, 1, 8))
     positions = np.array([0, 3, 10, 700])
 
@@ -290,18 +290,18 @@ def test_rope_sees_only_relative_positions_and_is_undone_by_its_vjp(rng, scaling
     np.testing.assert_allclose(oracles.rope(turned, -positions, 1e4, scaling), q, atol=1e-13)
 
 
-def test_rope_vjp_is_the_finite_difference_at_minus_the_positions(rng):
+def test_rope_vjp_equals_finite_differences(rng):
     x, dy = rng.normal(size=(2, 1, 3, 1, 4))
     positions = np.array([1, 2, 9])
     want = numeric_gradients(lambda x: np.sum(dy * oracles.rope(x, positions, 10.0)), x)
     assert_gradients_close([oracles.rope(dy, -positions, 10.0)], want)
 
 
-def test_llama3_scaling_is_that_of_hugging_face():
-    # In turns rather than wavelengths, and as one clipped ramp rather than three cases.
+def test_llama3_scaling_equals_that_of_hugging_face():
+    # With cycles instead of wavelengths, and one clipped ramp instead of three cases.
     features, theta, length = 128, 500_000.0, LLAMA3["original_max_position_embeddings"]
     frequency = theta ** (-np.arange(0, features, 2) / features)
-    cycles = length * frequency / (2 * np.pi)  # Turns within the original context.
+    cycles = length * frequency / (2 * np.pi)  # Cycles within the original context.
     smooth = np.clip((cycles - 1) / (4 - 1), 0, 1)
     want = smooth * frequency + (1 - smooth) * frequency / 8
     assert all(((smooth == 0).any(), (smooth == 1).any(), ((smooth > 0) & (smooth < 1)).any()))
@@ -313,7 +313,7 @@ def test_llama3_scaling_is_that_of_hugging_face():
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_attention_is_the_loop(rng, causal):
+def test_attention_equals_a_loop(rng, causal):
     q = rng.normal(size=(2, 4, 6, 3))
     k, v = rng.normal(size=(2, 2, 4, 2, 3))
     got = oracles.attention(q, k, v, causal)
@@ -327,7 +327,7 @@ def test_attention_is_the_loop(rng, causal):
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("heads", [(4, 2), (3, 3), (2, 1)])
-def test_attention_vjp_is_the_finite_difference(rng, heads, causal):
+def test_attention_vjp_equals_finite_differences(rng, heads, causal):
     q, do = rng.normal(size=(2, 2, 3, heads[0], 2))
     k, v = rng.normal(size=(2, 2, 3, heads[1], 2))
     want = numeric_gradients(
@@ -343,7 +343,7 @@ MASKS = (None, np.array([1, 0, 1, 1, 0]), np.array([False, False, True, False, F
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.3])
 @pytest.mark.parametrize("mask", MASKS, ids=["none", "some", "one", "nothing"])
-def test_cross_entropy_is_the_loop_and_its_gradient_the_finite_difference(rng, mask, z_loss):
+def test_cross_entropy_equals_a_loop_and_finite_differences(rng, mask, z_loss):
     hidden, head = rng.normal(size=(5, 3)), rng.normal(size=(3, 4))
     labels = np.array([2, 0, 3, 3, 1])
     losses = []
@@ -362,7 +362,7 @@ def test_cross_entropy_is_the_loop_and_its_gradient_the_finite_difference(rng, m
     assert_gradients_close(oracles.cross_entropy_vjp(hidden, head, labels, mask, z_loss), gradients)
 
 
-def test_cross_entropy_does_not_read_masked_labels_nor_overflow(rng):
+def test_cross_entropy_ignores_masked_labels_and_does_not_overflow(rng):
     hidden, head = 1e4 * rng.normal(size=(3, 2)), rng.normal(size=(2, 4))
     mask, valid = np.array([1, 0, 1]), np.array([0, 1, 2])
     ignored = np.array([0, -100, 2])
@@ -375,7 +375,7 @@ def test_cross_entropy_does_not_read_masked_labels_nor_overflow(rng):
     assert not gradients[0][1].any()
 
 
-def test_every_result_is_float64_whatever_came(rng):
+def test_every_result_is_float64(rng):
     x = rng.normal(size=(6, 4)).astype(np.float32)
     assert oracles.random_projection(x, x[:4]).dtype == np.float64
     assert oracles.point_approximation(x, np.array([0]), math.inf).decoded.dtype == np.float64

@@ -121,10 +121,19 @@ def test_actjax_exports_its_public_names_and_no_others():
         *("optim", "value_and_grad", "with_bases"),
     }
     assert {name for name in vars(actjax.optim) if not name.startswith("_")} - {
-        *("adam_8bit", "bases", "checks", "layers", "paths", "projections"),
+        *("adam_8bit", "bases", "checks", "layer_vjp", "layers", "moments", "paths"),
+        "projections",
     } == {
         *("Blockwise", "EightBitState", "InBackward", "InBackwardState", "LayerwiseState"),
-        *("SubspaceState", "SubspaceTransformation", "apply", "eight_bit", "in_backward", "init"),
+        *(
+            "Subspace",
+            "SubspaceState",
+            "SubspaceTransformation",
+            "apply",
+            "eight_bit",
+            "in_backward",
+            "init",
+        ),
         *("redraw", "scale_by_adam_8bit", "subspace", "Moments", "Side", "Source"),
     }
 

@@ -1,1 +1,1 @@
-"""Programs that train the models: run them with `python -m`, from a checkout."""
+"""Programs that train the models: run them with `python -m` from a checkout."""

@@ -1,7 +1,7 @@
-"""Bits chosen for each site of a model, by how much its gradient suffers from their error.
+"""Chooses the bits of each site by the sensitivity of the gradient to the site's error.
 
 GACT (Liu et al., 2022): the sensitivity of the gradient to each stored tensor is measured on a
-batch, bits go where they lower the variance most, and the choice is made again at an interval.
+batch, bits go where they reduce the variance most, and the choice is repeated at an interval.
 """
 
 import dataclasses
@@ -21,18 +21,19 @@ from train.options import CODE_BITS, MethodOptions
 from train.step import Batch, Recipe, loss_function, step_key
 
 EARLY_CHOICES = (10, 100)
-"""Steps after which bits are chosen whatever the interval. Before the first, attention is nearly
-uniform, and queries and keys can bear any error: a choice made then ruins what follows."""
+"""Steps after which bits are chosen whatever the interval is. Before the first step attention is
+nearly uniform and insensitive to errors of queries and keys, so that a choice made then would give
+them too few bits for the later steps."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Bits for each site, and what was measured.
+    """Bits of each site, and the measured variances.
 
     Attributes:
       bits: by site.
-      compression_variance: what they add to the variance of the gradient.
-      sampling_variance: that variance without them.
+      compression_variance: variance that the bits add to the gradient.
+      sampling_variance: variance of the gradient from the choice of the batch.
     """
 
     bits: dict[str, int]
@@ -40,7 +41,7 @@ class Choice:
     sampling_variance: float
 
     def describe(self) -> str:
-        """Returns a line for a reader, with an alarm where compression dominates."""
+        """Returns a line for the user, with a warning if compression dominates."""
         bits = ", ".join(f"{site} {n}" for site, n in self.bits.items())
         share = self.compression_variance / max(self.sampling_variance, 1e-30)
         line = f"bits chosen: {bits}; variance of compression {share:.2g} of that of sampling"
@@ -48,7 +49,7 @@ class Choice:
             return line
         return (
             f"{line}. [bold yellow]Compression adds more noise to the gradient than the choice of"
-            " the batch does[/bold yellow]: raise `--average-bits`, or lower the learning rate."
+            " the batch[/bold yellow]: raise `--average-bits`, or lower the learning rate."
         )
 
 
@@ -58,22 +59,22 @@ def is_adaptive(recipe: Recipe) -> bool:
 
 
 def is_due(recipe: Recipe, step: int) -> bool:
-    """Returns whether bits are to be chosen before the step after `step`."""
+    """Returns whether bits are chosen before the step after `step`."""
     return is_adaptive(recipe) and (
         step in EARLY_CHOICES or step % recipe.config.options.adapt_every == 0
     )
 
 
 def choose_bits(recipe: Recipe, model: Decoder, batch: Batch, step: int) -> Choice:
-    """Returns bits for the sites of a model, chosen on a batch.
+    """Returns bits for the sites of a model, chosen on a batch by GACT's Algorithm 1.
 
-    By GACT's Algorithm 1, which takes a gradient for each site and one more: none of them needs
-    more memory than a training step that has a gradient of all weights, and two such exist at once.
+    Takes one gradient per site and one more. Two gradients of all weights exist at once; none
+    needs more memory than a training step with a gradient of all weights.
 
     Args:
       recipe: the run.
       model: the weights.
-      batch: what the gradients are of.
+      batch: batch of the gradients.
       step: steps done; the keys are folded from it.
     """
     key = step_key(recipe.config, jnp.asarray(step))
@@ -96,15 +97,15 @@ def measure_sensitivity(
     estimate: Estimate = "algorithm 1",
     samples: int = 1,
 ) -> dict[str, float]:
-    """Returns how much the gradient suffers from the error of each adaptive site of a method.
+    """Returns the sensitivity of the gradient to the error of each adaptive site of a method.
 
     Args:
       recipe: the run.
       model: the weights.
-      batch: what the gradients are of; one of its micro-batches is taken.
+      batch: batch of the gradients; its first micro-batch is used.
       key: randomness, consumed.
       estimate: as in `actjax.sensitivity`.
-      samples: likewise.
+      samples: as in `actjax.sensitivity`.
     """
     config, method = recipe.config, recipe.method
     uniform = method.storage(dataclasses.replace(config.options, offload=False))
@@ -117,12 +118,12 @@ def measure_sensitivity(
 
 
 def gradient_by_codecs(recipe: Recipe, storage: StorageChoice) -> Callable[..., Any]:
-    """Returns the gradient as a function of the codecs of some sites, their keys, model, batch."""
+    """Returns a function from codecs of some sites, their keys, model and batch to the gradient."""
 
     def gradient(codecs: Any, keys: Mapping[str, jax.Array], model: Decoder, batch: Batch) -> Any:
-        # Sites that draw nothing read no key.
+        # The other sites take any key: their codecs are not random.
         every = {**dict.fromkeys(SITES, next(iter(keys.values()))), **keys}
-        # What a codec holds, as one of a probe does, is the same in all layers.
+        # A codec's arrays, such as a probe's, are the same in all layers.
         count = recipe.model_config.num_layers
         stacked = jax.tree.map(lambda a: jnp.broadcast_to(a, (count, *a.shape)), codecs)
         chosen = dataclasses.replace(storage, **stacked)
@@ -138,15 +139,15 @@ def _micro(recipe: Recipe, batch: Batch) -> Batch:
 def _choices(options: MethodOptions) -> tuple[int, ...]:
     """Returns the numbers of bits that a site may have.
 
-    Uniform levels in one bit are the two ends of a group, of which the error of normally
-    distributed numbers is above three times their variance: to drop them would be better.
+    The two uniform levels of one bit are the ends of a group's range. For normally distributed
+    numbers their squared error is above three times the variance: worse than storing nothing.
     """
     fewest = 1 if options.levels == "normal" or options.average_bits < 2 else 2
     return tuple(bits for bits in CODE_BITS if bits >= fewest)
 
 
 def _sampling_variance(recipe: Recipe, model: Decoder, batch: Batch, key: jax.Array) -> float:
-    """Returns the variance of the gradient of a batch from those of its halves; NaN of one row."""
+    """Returns the gradient's variance, estimated from the halves of a batch; NaN for one row."""
     rows = len(batch["inputs"]) // 2
     if rows == 0:
         return math.nan

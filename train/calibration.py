@@ -1,10 +1,10 @@
 """Scales of channels, measured once and used for many steps (HyC-LoRA, 2025, section 4.1).
 
-Over a few batches the range, mean and norm of every channel of each site are taken. The norms give
-the channels that are stored whole, the means the middles of the levels, and the ranges how far
-these reach at most. Then, on the same batches, each channel gets the reach of the least error
-(`actjax.Calibrated.least_error`). All of it is data in the training state: saved, restored, and
-measured again when asked for.
+A first pass over a few batches takes the range, mean and norm of every channel of each site. The
+norms give the outlier channels, which are stored exactly; the means give the centres of the
+levels; the ranges give the largest reach of the levels. A second pass over the same batches gives
+each channel the reach with the least error (`actjax.Calibrated.least_error`). The result is data in
+the training state: it is saved and restored, and measured again every `--recalibrate-every` steps.
 """
 
 import dataclasses
@@ -21,11 +21,12 @@ from models import Decoder, ModelConfig, Storage, StorageChoice
 from models.config import site_width
 
 Calibration = dict[str, dict[str, Any]]
-"""By site, `step` and `centre` [L, n], and `channels` [L, m] if some are stored whole."""
+"""By site: `step` (distance between levels) and `centre` [L, n], and `channels` [L, m] if there are
+outlier channels."""
 
 
 def calibrated_sites(storage: StorageChoice) -> dict[str, actjax.Quantized]:
-    """Returns the codecs whose scales are to be measured, by site."""
+    """Returns the codecs whose scales are calibrated, by site."""
     return {
         site: codec
         for site, codec in storage.codecs.items()
@@ -34,11 +35,11 @@ def calibrated_sites(storage: StorageChoice) -> dict[str, actjax.Quantized]:
 
 
 def calibrated(storage: StorageChoice, calibration: Calibration | None) -> StorageChoice:
-    """Returns a storage whose codecs by channel have measured scales.
+    """Returns a storage whose codecs per channel have measured scales.
 
     Args:
       storage: what each site stores.
-      calibration: of all sites that need one; None to have each array measured as it comes.
+      calibration: of all calibrated sites; None measures each array when it is encoded.
     """
     if calibration is None:
         return storage
@@ -51,7 +52,7 @@ def calibrated(storage: StorageChoice, calibration: Calibration | None) -> Stora
 
 
 def calibration_zeros(config: ModelConfig, storage: StorageChoice) -> Calibration | None:
-    """Returns a calibration of the right shapes; None if nothing is to be calibrated."""
+    """Returns a calibration of zeros with the right shapes; None if no site is calibrated."""
     sites = calibrated_sites(storage)
     if not sites:
         return None
@@ -72,14 +73,14 @@ def calibrate(
     """Returns centres, scales and outlier channels of every site, over some batches.
 
     Args:
-      storage: whose codecs by channel are calibrated.
-      model: the decoder, with its adapters as they are now.
-      batches: `inputs`, and `segments` if there are any. All are held, and run through twice.
+      storage: its codecs per channel are calibrated.
+      model: the decoder with its current adapters.
+      batches: `inputs`, and `segments` if examples are packed. All are kept and used twice.
       compute_dtype: dtype of activations.
     """
     batches, sites = list(batches), calibrated_sites(storage)
     if not batches:
-        raise ValueError("`batches` to calibrate on are none: give at least one.")
+        raise ValueError("`batches` is empty: give at least one batch to calibrate on.")
 
     @functools.partial(jax.jit, static_argnums=0)
     def observe(statistic: Any, model: Decoder, batch: Any, known: Any) -> Any:

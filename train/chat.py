@@ -1,4 +1,4 @@
-"""Chat templates: what turns a conversation into text, in Jinja, as Hugging Face has them."""
+"""Chat templates of Hugging Face, in Jinja: they turn a conversation into text."""
 
 import datetime
 import functools
@@ -16,25 +16,25 @@ import jinja2.sandbox
 from train.tokenizer import Tokenizer
 
 _TODAY = datetime.date(2024, 7, 26)
-"""What templates are told that today is: Llama 3's take this day where they are told none. Another
-each day would make other tokens, and no run could be resumed on the next."""
+"""The date that templates get, Llama 3's default. With the present date the tokens would change
+from day to day, and a run could not be resumed on the next day."""
 
 
 class ChatTemplate:
-    """A template of Hugging Face's, which writes a conversation as text.
+    """A template that writes a conversation as text.
 
-    Templates come with models: they run in a sandbox, and reach nothing but what they are given.
+    Templates come with models, so they run in a sandbox and see only their arguments.
     """
 
     def __init__(self, source: str, tokenizer: Tokenizer) -> None:
         """Reads the template.
 
         Args:
-          source: in Jinja.
-          tokenizer: whose special tokens it may name.
+          source: the template, in Jinja.
+          tokenizer: gives the names of the special tokens.
 
         Raises:
-          ValueError: it is no Jinja.
+          ValueError: the source is not Jinja.
         """
         try:
             self._template = _chat_environment().from_string(source)
@@ -54,11 +54,11 @@ class ChatTemplate:
 
         Args:
           messages: each with `role` and `content`.
-          add_generation_prompt: whether to end with what an answer of the assistant begins with.
+          add_generation_prompt: whether to end with the beginning of an answer of the assistant.
           tools: descriptions of functions that the assistant may call.
 
         Raises:
-          ValueError: the template refuses the conversation, or fails at it.
+          ValueError: the template refuses the conversation, or fails.
         """
         try:
             return self._template.render(
@@ -70,23 +70,23 @@ class ChatTemplate:
             )
         except Exception as error:  # A template is a program: it may raise anything.
             reason = f"{type(error).__name__}: {error}"
-            raise ValueError(f"the chat template fails at it ({reason})") from error
+            raise ValueError(f"the chat template fails ({reason})") from error
 
 
 def open_chat_template(
     path: pathlib.Path | None, tokenizer_path: pathlib.Path | None, tokenizer: Tokenizer
 ) -> ChatTemplate:
-    """Reads a template from `path`, or else from where the tokenizer is.
+    """Reads a template from `path`, or from the folder of the tokenizer if `path` is None.
 
     Args:
-      path: a file with the template alone, or a .json file whose "chat_template" it is.
-      tokenizer_path: a folder, or a file in it, with a chat_template.jinja or a
-        tokenizer_config.json.
+      path: a file with the template, or a .json file with a "chat_template".
+      tokenizer_path: a folder with a chat_template.jinja or a tokenizer_config.json, or a file in
+        that folder.
       tokenizer: as for `ChatTemplate`.
 
     Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: there is no template in it, or it is none.
+      FileNotFoundError: the file does not exist.
+      ValueError: there is no template, or it is not Jinja.
     """
     if path is None:
         path = _template_beside(tokenizer_path)
@@ -98,7 +98,7 @@ def open_chat_template(
             source = _template_in(json.loads(source))
         return ChatTemplate(source, tokenizer)
     except ValueError as error:
-        raise ValueError(f"`--chat-template`: '{path}': {error}. Give another one.") from error
+        raise ValueError(f"`--chat-template`: '{path}': {error}. Give another template.") from error
 
 
 def _template_beside(tokenizer_path: pathlib.Path | None) -> pathlib.Path:
@@ -109,23 +109,23 @@ def _template_beside(tokenizer_path: pathlib.Path | None) -> pathlib.Path:
             if (folder / name).is_file():
                 return folder / name
     raise ValueError(
-        f"there is no chat template in '{tokenizer_path}', for conversations: neither a"
-        " chat_template.jinja nor a tokenizer_config.json. Give `--chat-template FILE`."
+        f"there is no chat template in '{tokenizer_path}': neither a chat_template.jinja nor a"
+        " tokenizer_config.json. Give `--chat-template FILE`."
     )
 
 
 def _template_in(config: Any) -> str:
-    """Returns the template of a tokenizer_config.json; where there are several, the default one."""
+    """Returns the template of a tokenizer_config.json; of several, the one named "default"."""
     found = config.get("chat_template") if isinstance(config, dict) else None
     if isinstance(found, list):
         found = {x["name"]: x["template"] for x in found}.get("default")
     if not isinstance(found, str):
-        raise ValueError("there is no 'chat_template' in it")
+        raise ValueError("it has no 'chat_template'")
     return found
 
 
 class _Generation(jinja2.ext.Extension):
-    """Passes over `{% generation %}`, which in some templates marks what the assistant says."""
+    """Ignores `{% generation %}`, which marks the assistant's text in some templates."""
 
     tags: ClassVar = {"generation"}
 
@@ -136,7 +136,7 @@ class _Generation(jinja2.ext.Extension):
 
 @functools.cache
 def _chat_environment() -> jinja2.Environment:
-    """Returns what templates of Hugging Face's expect, as `apply_chat_template` has it."""
+    """Returns the environment that `transformers.apply_chat_template` gives to templates."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
@@ -153,7 +153,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own escapes what HTML would."""
+    """Returns JSON without the HTML escapes of Jinja's filter."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

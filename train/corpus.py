@@ -1,7 +1,6 @@
-"""Where documents come from: the standard library, a prepared TFDS data set, or local files.
+"""Documents from the standard library, a prepared TFDS data set, or local files.
 
-`open_corpus` is the way in. Every source ends as the same thing, two random-access columns of text
-that share no document, so that what reads them need not know where they came from.
+`open_corpus` returns two random-access columns of text without common documents, for every source.
 
 TensorFlow is never imported: TFDS data sets are read as ArrayRecord through `tfds.data_source`.
 """
@@ -32,16 +31,16 @@ T_co = TypeVar("T_co", covariant=True)
 
 TEXT_SUFFIXES = (".txt", ".md")
 ACCEPTED = (
-    "a .txt or .md file (or any other UTF-8 text), a .jsonl file, each of them also as .gz, a "
+    "a .txt or .md file (or any other UTF-8 text), a .jsonl file, either of them also as .gz, a "
     ".parquet file, a folder of such files, the name of a TFDS data set prepared in `--data-dir` "
     "(such as 'c4/en'), or 'stdlib'"
 )
 DOCUMENT_CHARS = 4096
-"""Paragraphs of a single text file are grouped into documents of at least this many characters."""
+"""Least characters of a document that is made of the paragraphs of a single text file."""
 
 
 class RandomAccess(Protocol[T_co]):
-    """A finite sequence that is read by index, from any thread."""
+    """A finite sequence, read by index from any thread."""
 
     def __len__(self) -> int: ...
 
@@ -50,15 +49,15 @@ class RandomAccess(Protocol[T_co]):
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Text to train on and text held out. Both parts pickle, and neither is empty."""
+    """Text to train on and held-out text. Both can be pickled, and neither is empty."""
 
     name: str
-    """What to call it in a log."""
+    """Name for logs."""
     train: RandomAccess[str]
     validation: RandomAccess[str]
     fingerprint: str
-    """Hexadecimal, kept in checkpoints so that a resume on other data is refused. Of local files it
-    is a hash of the text; of a prepared data set, of its name, version, sizes and splits."""
+    """Hexadecimal. Checkpoints keep it, so that resuming on other data is refused. A hash of the
+    text of local files, or of a prepared data set's name, version, sizes and splits."""
 
 
 def open_corpus(
@@ -68,32 +67,29 @@ def open_corpus(
     validation_fraction: float = 0.02,
     text_field: str = "text",
 ) -> Corpus:
-    """Returns the documents that `data` names, opened but not read ahead.
+    """Opens the documents that `data` names.
 
     Args:
       data: one of
         - `None` or `"stdlib"`: the sources of this Python's standard library. Prepared in
-          `data_dir` the first time (seconds), with a fixed fiftieth of the files held out.
-        - a path: a text file, cut at blank lines into documents of about 4 KB; a .jsonl or
-          .parquet file, each row a document; or a folder of these, each text file a document.
-          All of it is held in memory: prepare with TFDS what does not fit there.
+          `data_dir` on first use (seconds), with a fixed fiftieth of the files held out.
+        - a path: a text file, split at blank lines into documents of about 4 KB; a .jsonl or
+          .parquet file with one document per row; or a folder of such files, where each text file
+          is one document. All text is held in memory; prepare larger data with TFDS.
         - `"name"`, `"name/config"`, either with `":version"`: a TFDS data set, already prepared
-          in `data_dir` as ArrayRecord. An existing path of the same name comes first.
-      data_dir: where prepared data sets stand.
+          in `data_dir` as ArrayRecord. An existing path of the same name takes precedence.
+      data_dir: folder of prepared data sets.
       validation_fraction: share of the documents to hold out of a source without a validation
-        split, in (0, 1). At least one document is held out and at least one is not; where there
-        is but one, its end is held out.
+        split, in (0, 1). At least one document is held out and at least one is not. Of a single
+        document, the end is held out.
       text_field: the JSON field, parquet column or TFDS feature that holds the text.
 
     Raises:
       FileNotFoundError: `data` is neither a path nor a data set prepared in `data_dir`.
-      ValueError: there is no text in it, or what there is cannot be read.
+      ValueError: the source has no text, or cannot be read.
     """
     if not 0 < validation_fraction < 1:
-        raise ValueError(
-            f"`validation_fraction` is {validation_fraction}: give a share between 0 and 1, "
-            "both excluded."
-        )
+        raise ValueError(f"`validation_fraction` must be in (0, 1), got {validation_fraction}.")
     if data is None or data == "stdlib":
         directory = _prepare_standard_library(data_dir)
         return _open_prepared(directory, "stdlib", "text", validation_fraction)
@@ -105,33 +101,35 @@ def open_corpus(
 
 
 def open_whole(data: str, *, text_field: str = "text") -> Corpus:
-    """Returns all documents of local files as held out, and none to train on.
+    """Returns a corpus with all documents of local files held out, and none to train on.
 
     A text file is one document.
 
     Args:
       data: a path, as for `open_corpus`.
-      text_field: likewise.
+      text_field: as for `open_corpus`.
 
     Raises:
-      FileNotFoundError: there is no such path.
-      ValueError: there is no text in it, or what there is cannot be read.
+      FileNotFoundError: the path does not exist.
+      ValueError: the files have no text, or cannot be read.
     """
     path = pathlib.Path(data).expanduser()
     if not data or not path.exists():
-        raise FileNotFoundError(f"`--whole` is of local files, and `--data` is '{data}'.")
+        raise FileNotFoundError(
+            f"`--whole` is for local files, and `--data` is '{data}': no such path."
+        )
     documents = _with_text(_documents_in(path, text_field), path)
     return Corpus(path.name, [], documents, _digest(documents))
 
 
-# --- The embedded default: the standard library of the Python that runs. ---
+# --- The default: the standard library of the running Python. ---
 
 
 class PythonStandardLibrary(tfds.core.GeneratorBasedBuilder, skip_registration=True):
     """The `.py` files of this Python's standard library, as TFDS stores documents.
 
-    The configuration carries the Python version, so that two Pythons keep two data sets. Files that
-    are not UTF-8 (a handful, there to test encodings) and empty ones are left out.
+    The configuration has the Python version, so that two Pythons have two data sets. Empty files
+    and files that are not UTF-8 (a few, for tests of encodings) are left out.
     """
 
     VERSION = tfds.core.Version("1.0.0")
@@ -141,7 +139,7 @@ class PythonStandardLibrary(tfds.core.GeneratorBasedBuilder, skip_registration=T
             description="The version of Python whose sources these are.",
         )
     ]
-    # TFDS would search for this file with `importlib_resources`, which it does not require.
+    # Otherwise TFDS searches for this file with `importlib_resources`, which may be missing.
     code_path = tfds.core.Path(__file__)
     _HELD_OUT = 0.02
     _NOT_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__"})
@@ -152,7 +150,7 @@ class PythonStandardLibrary(tfds.core.GeneratorBasedBuilder, skip_registration=T
         return tfds.core.DatasetInfo(builder=self, features=features, license="PSF-2.0")
 
     def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict[str, Any]:
-        del dl_manager  # The text is here already.
+        del dl_manager  # Nothing is downloaded.
         return {
             "train": self._generate_examples(held_out=False),
             "validation": self._generate_examples(held_out=True),
@@ -172,11 +170,10 @@ class PythonStandardLibrary(tfds.core.GeneratorBasedBuilder, skip_registration=T
 
 
 def _prepare_standard_library(data_dir: pathlib.Path) -> pathlib.Path:
-    """Returns the folder of the prepared `PythonStandardLibrary`, preparing it if it is missing.
+    """Returns the folder of the prepared `PythonStandardLibrary`, and prepares it if it is missing.
 
-    It is written elsewhere in `data_dir` and moved into place whole: a process killed half-way
-    leaves nothing that could be taken for the data set, and of two that start at once the later
-    one discards its copy.
+    It is written to another folder in `data_dir` and then renamed: a killed process leaves no
+    partial data set. If two processes prepare it at once, the later one discards its copy.
     """
     config = PythonStandardLibrary.BUILDER_CONFIGS[0].name
     relative = pathlib.Path(PythonStandardLibrary.name, config, str(PythonStandardLibrary.VERSION))
@@ -187,10 +184,10 @@ def _prepare_standard_library(data_dir: pathlib.Path) -> pathlib.Path:
     final.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=data_dir, prefix=".preparing-") as scratch:
         _build_standard_library(scratch)
-        with contextlib.suppress(OSError):  # Moved there by another process in the meantime.
+        with contextlib.suppress(OSError):  # Another process was faster.
             os.rename(pathlib.Path(scratch, relative), final)
     if not final.exists():
-        raise OSError(f"`--data-dir` is '{data_dir}': nothing can be moved to '{final}' in it.")
+        raise OSError(f"`--data-dir` is '{data_dir}': cannot write '{final}' in it.")
     return final
 
 
@@ -198,21 +195,21 @@ def _build_standard_library(data_dir: str) -> None:
     root = pathlib.Path(sysconfig.get_path("stdlib"))
     if not any(root.glob("*.py")):
         raise ValueError(
-            f"`--data` is 'stdlib', but '{root}' holds no .py files: this Python came without its "
+            f"`--data` is 'stdlib', but '{root}' has no .py files: this Python came without its "
             "sources. Give `--data PATH` instead."
         )
     tfds.disable_progress_bar()
     builder = PythonStandardLibrary(data_dir=data_dir, file_format="array_record")
-    with contextlib.redirect_stdout(io.StringIO()):  # It would announce a download.
+    with contextlib.redirect_stdout(io.StringIO()):  # Hides "Downloading".
         builder.download_and_prepare()
 
 
-# --- TFDS data sets that are prepared already. ---
+# --- Prepared TFDS data sets. ---
 
 
 @dataclasses.dataclass(frozen=True)
 class _TextColumn:
-    """The text of each record of a TFDS data source. Reads one record a call."""
+    """The text of each record of a TFDS data source. Each call reads one record."""
 
     records: Sequence[dict[str, Any]]
     field: str
@@ -225,7 +222,7 @@ class _TextColumn:
 
 
 def _prepared_directory(data: str, data_dir: pathlib.Path) -> pathlib.Path:
-    """Returns the folder of the data set called `data`: its newest version unless one is named."""
+    """Returns the folder of the data set `data`: the named version, or the newest."""
     name, _, version = data.partition(":")
     found = [p.parent for p in (data_dir / name).glob("*/dataset_info.json")]
     found = [p for p in found if version in ("", p.name) and tfds.core.Version.is_valid(p.name)]
@@ -235,20 +232,21 @@ def _prepared_directory(data: str, data_dir: pathlib.Path) -> pathlib.Path:
         raise FileNotFoundError(
             f"`--data` is '{data}': there is no such file or folder, and no TFDS data set of that "
             f"name is prepared in `--data-dir` '{data_dir}' (found there: "
-            f"{', '.join(names) or 'none'}). Correct the path, or prepare the data set first, with "
+            f"{', '.join(names) or 'none'}). Correct the path, or prepare the data set first with "
             f"`tfds build --data_dir={data_dir} --file_format=array_record`. Accepted: {ACCEPTED}."
         )
     return max(found, key=lambda p: tfds.core.Version(p.name))
 
 
 def _open_prepared(directory: pathlib.Path, data: str, field: str, fraction: float) -> Corpus:
-    """Opens the ArrayRecord data set in `directory`, holding out the end of train if it must.
+    """Opens the ArrayRecord data set in `directory`.
 
-    TFDS writes documents in the order of a hash of their keys, so the end is as good as a draw.
+    Without a validation split the end of train is held out. TFDS writes documents in the order of a
+    hash of their keys, so the end is a random sample.
     """
     try:
         builder = tfds.builder_from_directory(directory)
-    except Exception as error:  # Whatever JSON and protobuf raise.
+    except Exception as error:  # JSON and protobuf raise various errors.
         raise _damaged(data, directory, error) from error
     features: Any = builder.info.features
     splits = builder.info.splits
@@ -269,7 +267,7 @@ def _open_prepared(directory: pathlib.Path, data: str, field: str, fraction: flo
 
 
 def _column(builder: tfds.core.DatasetBuilder, split: str, field: str, data: str) -> _TextColumn:
-    """Returns the text of `split`, once its files are there and its two ends can be read."""
+    """Returns the text of `split` after a check of its files and of its first and last record."""
     try:
         source: Any = builder.as_data_source  # Its decorator hides its parameters.
         column = _TextColumn(source(split=split), field)
@@ -291,16 +289,16 @@ def _column(builder: tfds.core.DatasetBuilder, split: str, field: str, data: str
 
 def _damaged(data: str, directory: os.PathLike[str], error: Exception) -> ValueError:
     return ValueError(
-        f"`--data` is '{data}', but what is prepared of it in '{directory}' is damaged ({error}). "
+        f"`--data` is '{data}', but its prepared copy in '{directory}' is damaged ({error}). "
         "Delete that folder and prepare it again."
     )
 
 
 def _kept(count: int, fraction: float, data: str) -> int:
-    """Returns how many of `count` documents stay for training: at least one, and not all."""
+    """Returns how many of `count` documents are for training: at least one, and not all."""
     if count < 2:
         raise ValueError(
-            f"`--data` is '{data}': it has {count} document(s), and one is to be held out. "
+            f"`--data` is '{data}': it has {count} document(s), and one must be held out. "
             "Give at least two."
         )
     return min(max(1, round(count * (1 - fraction))), count - 1)
@@ -312,8 +310,8 @@ def _kept(count: int, fraction: float, data: str) -> int:
 def _open_path(path: pathlib.Path, fraction: float, field: str) -> Corpus:
     """Reads a file, or every accepted file under a folder in the order of their names.
 
-    A text file by itself is cut into documents, so that some can be held out. Other files in a
-    folder, and hidden ones, are passed over. Documents without text are dropped.
+    A single text file is split into documents, so that some can be held out. Other files in a
+    folder and hidden files are skipped. Documents without text are dropped.
     """
     if path.is_dir() or not _is_text(path):
         documents = _documents_in(path, field)
@@ -336,12 +334,12 @@ def _documents_in(path: pathlib.Path, field: str) -> list[str]:
 def _with_text(documents: list[str], path: pathlib.Path) -> list[str]:
     documents = [text for text in documents if text.strip()]
     if not documents:
-        raise ValueError(f"`--data` is '{path}': there is no text in it. Accepted: {ACCEPTED}.")
+        raise ValueError(f"`--data` is '{path}': it has no text. Accepted: {ACCEPTED}.")
     return documents
 
 
 def suffix_of(path: pathlib.Path) -> str:
-    """Returns the suffix that says how to read `path`: `.jsonl` for `a.jsonl.gz`."""
+    """Returns the suffix of the contents: `.jsonl` for `a.jsonl.gz`."""
     return (path.with_suffix("") if path.suffix == ".gz" else path).suffix
 
 
@@ -362,28 +360,28 @@ def _read_documents(path: pathlib.Path, field: str) -> Iterable[str]:
             return _read_parquet(path, field)
         case ".json":
             raise ValueError(
-                f"`--data` is '{path}': .json is not read. Write one JSON object a line into a "
-                ".jsonl file."
+                f"`--data` is '{path}': .json files are not read. Write one JSON object per line "
+                "into a .jsonl file."
             )
         case _:
             return [read_text(path)]
 
 
 def read_text(path: pathlib.Path, flag: str = "--data") -> str:
-    """Returns the UTF-8 text of a file, unpacked if need be, without BOM and carriage return.
+    """Returns the UTF-8 text of a file, without BOM and carriage returns.
 
     Args:
-      path: the file; what ends in .gz is unpacked.
-      flag: option that it was given by, for messages.
+      path: the file; a .gz file is decompressed.
+      flag: flag of the file, for messages.
 
     Raises:
-      ValueError: it is not UTF-8, or cut off.
+      ValueError: the file is not UTF-8, or is truncated.
     """
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(
-            f"`{flag}`: '{path}' is not a whole gzip file ({error}). Fetch it again."
+            f"`{flag}`: '{path}' is not a complete gzip file ({error}). Download it again."
         ) from error
     start = len(codecs.BOM_UTF8) if data.startswith(codecs.BOM_UTF8) else 0
     try:
@@ -391,7 +389,7 @@ def read_text(path: pathlib.Path, flag: str = "--data") -> str:
     except UnicodeDecodeError as error:
         raise ValueError(
             f"`{flag}`: '{path}' is not UTF-8 at byte {start + error.start} ({error.reason}). "
-            "Convert it to UTF-8, or leave it out."
+            "Convert it to UTF-8, or remove it."
         ) from error
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
@@ -404,7 +402,7 @@ def _read_jsonl(path: pathlib.Path, field: str) -> Iterator[str]:
                 yield _field_of(line, field)
             except ValueError as error:
                 raise ValueError(
-                    f"`--data`: '{path}' line {number}: {error}. Correct the line, or leave it out."
+                    f"`--data`: '{path}' line {number}: {error}. Correct or remove the line."
                 ) from error
 
 
@@ -414,12 +412,12 @@ def _field_of(line: str, field: str) -> str:
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from error
     if not isinstance(row, dict):
-        raise ValueError(f"a JSON object is needed, not {type(row).__name__}")
+        raise ValueError(f"a JSON object is required, not {type(row).__name__}")
     if field not in row:
         raise ValueError(f"there is no field '{field}', only {', '.join(row) or 'an empty object'}")
     if not isinstance(row[field], str):
         raise ValueError(f"field '{field}' is {type(row[field]).__name__}, not text")
-    row[field].encode()  # A lone surrogate passes as JSON but is no text: UnicodeEncodeError.
+    row[field].encode()  # Raises for a lone surrogate, which JSON allows.
     return row[field]
 
 
@@ -433,13 +431,11 @@ def _read_parquet(path: pathlib.Path, field: str) -> Iterator[str]:
             raise ValueError(f"column '{field}' is {columns[field]}, not text")
         yield from filter(None, table.read([field]).column(field).to_pylist())
     except (ValueError, OSError) as error:  # pyarrow.ArrowInvalid is a ValueError.
-        raise ValueError(
-            f"`--data`: '{path}': {error}. Correct the file, or leave it out."
-        ) from error
+        raise ValueError(f"`--data`: '{path}': {error}. Correct or remove the file.") from error
 
 
 def _group_paragraphs(text: str) -> list[str]:
-    """Cuts `text` after blank lines into pieces of `DOCUMENT_CHARS` or more, which join to it."""
+    """Splits `text` after blank lines into pieces of at least `DOCUMENT_CHARS` characters."""
     documents, start = [], 0
     for blank in re.finditer(r"\n(?:[ \t]*\n)+", text):
         if blank.end() - start >= DOCUMENT_CHARS:
@@ -453,15 +449,15 @@ def _hold_out(
 ) -> tuple[list[str], list[str]]:
     """Splits documents by a hash of their text, so that copies of a document stay together.
 
-    Adding documents does not move the others. Both sides get at least one; a single document is
-    cut, and its last `fraction` held out.
+    Adding documents does not move the others. Both sides get at least one. Of a single document,
+    the last `fraction` is held out.
     """
     if len(documents) == 1:
         return _hold_out_tail(documents[0], fraction, path)
     hashes = [unit_hash(text.encode()) for text in documents]
     bound = min(max(fraction, min(hashes)), sorted(hashes)[-2])
     held_out = [value <= bound for value in hashes]
-    if all(held_out):  # Copies of one document left none on the other side.
+    if all(held_out):  # All documents are copies of one.
         held_out[0] = False
     return (
         [text for text, out in zip(documents, held_out, strict=True) if not out],
@@ -480,12 +476,12 @@ def _hold_out_tail(text: str, fraction: float, path: pathlib.Path) -> tuple[list
 
 
 def unit_hash(data: bytes) -> float:
-    """Returns a number in [0, 1) that depends on nothing but `data`."""
+    """Returns a number in [0, 1) that depends only on `data`."""
     return int.from_bytes(hashlib.sha256(data).digest()[:6], "big") / 2**48
 
 
 def _digest(texts: Iterable[str]) -> str:
-    """Returns a hash of the sequence `texts`; lengths are hashed too, so boundaries count."""
+    """Returns a hash of the texts and their lengths."""
     digest = hashlib.sha256()
     for text in texts:
         data = text.encode()

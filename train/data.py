@@ -1,8 +1,8 @@
-"""Documents to batches of tokens, while training runs: nothing tokenised is written to disk.
+"""Documents to batches of tokens during training, without tokenized files on disk.
 
-A grain pipeline shuffles documents, encodes them, lays them end to end and cuts the stream into
-rows. Its whole state is a few integers, and restoring it continues with exactly the batches that
-would have followed. Threads read ahead; no process is started.
+A grain pipeline shuffles documents, encodes them, concatenates them and splits the stream into
+rows. Its state is a few integers; a restored pipeline continues with exactly the batches that would
+have followed. Threads read ahead; no processes are started.
 """
 
 import dataclasses
@@ -16,14 +16,14 @@ from train.corpus import Corpus, RandomAccess
 from train.tokenizer import Tokenizer
 
 Batch = dict[str, np.ndarray]
-"""`inputs` and `targets` int32 [batch, seq_len], the second a token ahead of the first; `mask`
-float32 of the same shape, 1 where the target counts and 0 where it is padding."""
+"""`inputs` and `targets` int32 [batch, seq_len], where targets are one token ahead; `mask` float32
+of the same shape, 1 where the target counts and 0 where it is padding."""
 
 _READ_AHEAD_BATCHES = 2
 
 _LONGEST_HELD_OUT = 2048
-"""Tokens of a held-out document that are looked at: an evaluation of some ten thousand tokens would
-else be of a few long documents."""
+"""Most tokens of a held-out document, so that an evaluation of some ten thousand tokens covers more
+than a few long documents."""
 
 
 def train_batches(
@@ -36,30 +36,29 @@ def train_batches(
     process_index: int = 0,
     process_count: int = 1,
 ) -> grain.DatasetIterator[Batch]:
-    """Returns this process's batches, without end, each of `batch_size / process_count` rows.
+    """Returns an endless iterator over this process's batches of `batch_size / process_count` rows.
 
-    Each process reads its own share of the documents, every `process_count`-th, shuffled anew in
-    each epoch. Rows are cut from the stream every `seq_len + 1` tokens, so they never overlap.
+    Each process reads every `process_count`-th document, shuffled again in each epoch. Rows of
+    `seq_len + 1` tokens are taken from the stream without overlap.
 
-    `get_state()` is a JSON-serialisable dict, before or after any batch; `set_state()` of it, on
-    an iterator made with the same arguments, continues with the same batches. `close()` stops the
-    threads.
+    `get_state()` returns a JSON-serializable dict. `set_state()`, on an iterator made with the same
+    arguments, continues with the same batches. `close()` stops the threads.
 
     Args:
-      corpus: where the train split is read.
-      tokenizer: its `eos_id` follows each document, and its `bos_id`, if any, leads it.
+      corpus: its train split is read.
+      tokenizer: its `bos_id`, if any, comes before each document and its `eos_id` after it.
       batch_size: rows of all processes together.
-      seq_len: length of a row, in tokens.
-      seed: of the shuffles.
-      process_index: which process this is, from 0.
-      process_count: how many there are.
+      seq_len: tokens of a row.
+      seed: seed of the shuffles.
+      process_index: number of this process, from 0.
+      process_count: number of processes.
 
     Raises:
       ValueError: an argument is out of range, or this process's documents do not fill one row.
     """
     _check_sizes(batch_size, seq_len)
     mine = rows_of_process(batch_size, process_index, process_count)
-    # `Any`: grain's protocols name the index, which a list does not, and allow missing elements.
+    # `Any`: grain's protocols name the index argument, unlike a list, and allow missing elements.
     source: Any = corpus.train
     documents: Any = grain.MapDataset.source(source)[process_index::process_count]
     _check_fills_a_row(documents, tokenizer, seq_len)
@@ -76,31 +75,29 @@ def train_batches(
 
 @dataclasses.dataclass(frozen=True)
 class ValidationSet:
-    """Held-out batches and what a loss over them is divided by."""
+    """Held-out batches, and the numbers of tokens and bytes that losses are divided by."""
 
     batches: list[Batch]
     num_tokens: int
-    """Targets whose mask is 1. The tokens that end documents are among them."""
+    """Targets whose mask is 1, including the tokens that end documents."""
     num_bytes: int
-    """UTF-8 bytes of the text of those targets, so that `sum of nats / ln 2 / num_bytes` is bits
-    per byte. Exact, but for a few bytes where the first or last target is part of a character."""
+    """UTF-8 bytes of the text of those targets: `sum of nats / ln 2 / num_bytes` is bits per byte.
+    Exact except for a few bytes where the first or last target is part of a character."""
 
 
 def rows_of_process(batch_size: int, process_index: int, process_count: int) -> slice:
-    """Returns the rows of a batch that a process makes.
+    """Returns the rows of a batch that belong to a process.
 
     Raises:
-      ValueError: there is no such process, or the rows cannot be shared evenly.
+      ValueError: there is no such process, or the rows do not divide evenly.
     """
     if not 0 <= process_index < process_count:
         raise ValueError(
-            f"`process_index` is {process_index} of `process_count` {process_count}: give one of "
-            f"0 to {process_count - 1}."
+            f"`process_index` must be from 0 to {process_count - 1}, got {process_index}."
         )
     if batch_size % process_count:
         raise ValueError(
-            f"`--batch-size` is {batch_size}, which {process_count} processes cannot share evenly. "
-            f"Take a multiple of {process_count}."
+            f"`--batch-size` must be a multiple of the {process_count} processes, got {batch_size}."
         )
     count = batch_size // process_count
     return slice(process_index * count, (process_index + 1) * count)
@@ -109,31 +106,31 @@ def rows_of_process(batch_size: int, process_index: int, process_count: int) -> 
 def validation_batches(
     corpus: Corpus, tokenizer: Tokenizer, *, batch_size: int, seq_len: int, max_batches: int
 ) -> ValidationSet:
-    """Returns the first `max_batches` batches of the validation split: the same at every call.
+    """Returns the first `max_batches` batches of the validation split, the same at every call.
 
-    The documents stand in order, cut to 2048 tokens if there are several, and every token but the
-    very first is a target once: a row's last target is the next row's first input. Where the text
-    ends, rows are padded with `eos_id` and masked.
+    Documents come in order, truncated to 2048 tokens if there are several. Every token except the
+    first is a target once: the last target of a row is the first input of the next. After the end
+    of the text, rows are padded with `eos_id` and masked.
 
     Args:
-      corpus: where the validation split is read, only as far as is needed.
+      corpus: its validation split is read as far as necessary.
       tokenizer: as for `train_batches`.
       batch_size: rows of a batch.
-      seq_len: length of a row, in tokens.
-      max_batches: how many batches at most.
+      seq_len: tokens of a row.
+      max_batches: largest number of batches.
 
     Raises:
-      ValueError: a size is below 1, or the split has no two tokens.
+      ValueError: a size is below 1, or the split has fewer than two tokens.
     """
     _check_sizes(batch_size, seq_len)
     if max_batches < 1:
-        raise ValueError(f"`max_batches` is {max_batches}: give at least 1.")
+        raise ValueError(f"`max_batches` must be at least 1, got {max_batches}.")
     per_batch = batch_size * seq_len
     tokens, num_bytes = _first_tokens(corpus.validation, tokenizer, per_batch * max_batches + 1)
     if len(tokens) < 2:
         raise ValueError(
-            f"`--data` is '{corpus.name}': {len(tokens)} token(s) are held out, and two are needed "
-            "to predict one from the other. Give more text."
+            f"`--data` is '{corpus.name}': {len(tokens)} token(s) are held out, and two are needed."
+            " Give more text."
         )
     num_tokens = len(tokens) - 1
     count = -(-num_tokens // per_batch)
@@ -149,15 +146,15 @@ def validation_batches(
 
 
 class PackIterDataset(grain.IterDataset[np.ndarray]):
-    """Lays documents end to end and cuts them into rows of `length` tokens; a rest is dropped.
+    """Concatenates documents and splits them into rows of `length` tokens; a rest is dropped.
 
-    Several streams are filled side by side, and rows are taken from them in turn: rows that follow
-    one another, a batch, come from as many documents. A document goes, whole, to the first stream
-    that runs out, so every one is read once before any is read again.
+    Several streams are filled in parallel, and rows are taken from them in turn, so that the rows
+    of a batch come from different documents. Each document goes to the first stream that runs out,
+    so that every document is read once per epoch.
 
-    grain's own `ConcatThenSplitIterDataset` has one stream, and keeps tuples in its state that it
-    compares with tuples: after JSON, as which grain itself stores states, they are lists, and the
-    stream that follows is another one (grain 0.2.18).
+    grain's `ConcatThenSplitIterDataset` has one stream. Its state has tuples that it compares with
+    tuples; after a round trip through JSON, which grain uses for states, they are lists, and the
+    stream continues differently (grain 0.2.18).
     """
 
     def __init__(
@@ -171,7 +168,7 @@ class PackIterDataset(grain.IterDataset[np.ndarray]):
 
 
 class _PackIterator(grain.DatasetIterator[np.ndarray]):
-    """State: the next document, whose turn it is, and each stream's document and place in it."""
+    """State: the next document, the next stream, and each stream's document and offset."""
 
     def __init__(self, documents: grain.MapDataset[np.ndarray], length: int, streams: int) -> None:
         super().__init__()
@@ -198,7 +195,7 @@ class _PackIterator(grain.DatasetIterator[np.ndarray]):
             self._next_document += 1
         index, offset = place
         document = self._open.get(index)
-        if document is None:  # Newly begun, or restored.
+        if document is None:  # A new document, or a restored state.
             document = self._open[index] = np.asarray(self._documents[index])
         piece = document[offset : offset + at_most]
         place[1] += len(piece)
@@ -220,20 +217,20 @@ class _PackIterator(grain.DatasetIterator[np.ndarray]):
 def _check_sizes(batch_size: int, seq_len: int) -> None:
     for name, value in (("--batch-size", batch_size), ("--seq-len", seq_len)):
         if value < 1:
-            raise ValueError(f"`{name}` is {value}: give at least 1.")
+            raise ValueError(f"`{name}` must be at least 1, got {value}.")
 
 
 def _check_fills_a_row(documents: RandomAccess[str], tokenizer: Tokenizer, seq_len: int) -> None:
-    """Reads no further than the first row."""
+    """Raises a `ValueError` if the documents do not fill a row. Reads only the first row."""
     count = 0
     for index in range(len(documents)):
         count += len(_encode(tokenizer, documents[index]))
         if count > seq_len:
             return
     raise ValueError(
-        f"`--seq-len` is {seq_len}, so a row takes {seq_len + 1} tokens, but the text to train on "
-        f"has {count} tokens in {len(documents)} document(s) of this process. Lower `--seq-len`, "
-        "or give more text in `--data`."
+        f"`--seq-len` is {seq_len}, so a row takes {seq_len + 1} tokens, but the training text of "
+        f"this process has {count} tokens in {len(documents)} document(s). Lower `--seq-len`, or "
+        "give more text in `--data`."
     )
 
 
@@ -244,7 +241,7 @@ def _encode(tokenizer: Tokenizer, text: str) -> np.ndarray:
 
 
 def _as_batch(rows: np.ndarray) -> Batch:
-    """Splits rows [batch, seq_len + 1] into what goes in and what is to come out."""
+    """Splits rows [batch, seq_len + 1] into inputs and targets."""
     inputs, targets = rows[:, :-1], rows[:, 1:]
     return {"inputs": inputs, "targets": targets, "mask": np.ones(targets.shape, np.float32)}
 
@@ -252,7 +249,7 @@ def _as_batch(rows: np.ndarray) -> Batch:
 def _first_tokens(
     texts: RandomAccess[str], tokenizer: Tokenizer, wanted: int
 ) -> tuple[np.ndarray, int]:
-    """Returns up to `wanted` tokens, int32, and the UTF-8 bytes of all of them but the first."""
+    """Returns up to `wanted` tokens, int32, and the UTF-8 bytes of all but the first."""
     pieces, num_bytes = [], 0
     longest = wanted if len(texts) == 1 else _LONGEST_HELD_OUT
     for text in _iterate(texts):

@@ -1,8 +1,8 @@
-"""Examples to fine-tune on: records of JSON become tokens, and which of them the loss counts.
+"""Examples to fine-tune on: JSON records become tokens, with a mask of those that the loss counts.
 
-`open_examples` is the way in. A record is a prompt and its completion, a conversation that a chat
-template writes out, or plain text; all end as the same thing, an `Example`. Everything is encoded
-at once and held in memory, so whatever is wrong with a record is found before the first step.
+`open_examples` makes an `Example` of each record: a prompt and its completion, a conversation for a
+chat template, or plain text. All records are encoded at once and held in memory, so that errors in
+records are found before the first step.
 """
 
 import dataclasses
@@ -25,63 +25,72 @@ Format = Literal["completion", "chat", "text"]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _CONTEXT = 64
-"""Characters before a text that are encoded along with it: the name of any special token fits."""
+"""Characters before a text that are encoded with it; enough for any special token's name."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ExampleConfig:
-    """What is learnt from, and how records become examples."""
+    """The records to learn from, and how they become examples.
+
+    Raises:
+      ValueError: a setting is out of range, or has no effect.
+    """
 
     data: str = ""
-    """Records, and needed: a .jsonl file with a JSON object a line, a .json file with an array of
-    them (or one a line), each of them also as .gz, or a folder of such files."""
+    """Required: the records. A .jsonl file with one JSON object per line, a .json file with an
+    array of objects (or one object per line), either of them also as .gz, or a folder of such
+    files."""
     format: Literal["auto", "completion", "chat", "text"] = "auto"
-    """completion (a prompt and what is to follow it), chat (messages, written out by the chat
-    template), text (all of it is learnt), or auto: the first of chat, completion and text whose
-    fields the first record has."""
+    """completion (a prompt and its completion), chat (messages, for the chat template) or text (all
+    of it is learnt). auto: the first of chat, completion and text whose fields the first record
+    has."""
     prompt_field: str = "prompt"
-    """Field that {prompt} stands for in templates."""
+    """Field of the prompt; {prompt} in templates."""
     completion_field: str = "completion"
-    """Field that {completion} stands for in templates."""
+    """Field of the completion; {completion} in templates."""
     messages_field: str = "messages"
     """Field of a conversation: a list of objects with `role` and `content`."""
     text_field: str = "text"
     """Field of plain text."""
     prompt_template: str = "{prompt}"
-    r"""What a prompt is made of: a Python format string over the fields of the record, such as
-    "Question: {question}\nAnswer:". \n stands for a new line, {{ for a brace, {options[0]} for the
-    first of a list, {price:.2f} for two digits."""
+    r"""The prompt: a Python format string over the fields of the record, for example
+    "Question: {question}\nAnswer:". \n is a new line, {{ a brace, {options[0]} the first element
+    of a list, and {price:.2f} has two digits."""
     completion_template: str = "{completion}"
-    """What a completion is made of, likewise. Nothing is put between the two: where the prompt ends
-    without a space, begin with one, as in " {answer}". The end-of-text token follows."""
+    """The completion, in the same form. Prompt and completion are joined without a space: if the
+    prompt ends without one, begin with one, as in " {answer}". The end-of-text token follows."""
     chat_template: pathlib.Path | None = None
-    """Jinja template of conversations, as Hugging Face has them, or a tokenizer_config.json with
-    one. By default that of the tokenizer's folder."""
+    """Jinja template of conversations in Hugging Face's form, or a tokenizer_config.json with one.
+    Default: the template in the folder of the tokenizer."""
     validation: str | None = None
-    """Records to validate on, as for `--data`. By default a share of those is held out."""
+    """Records to validate on, as for `--data`. Default: a share of `--data` is held out."""
     held_out: float = 0.05
-    """Share of the records to hold out where there is no `--validation`. A hash of the record
-    decides, so that others that are added move none."""
+    """Share of the records to hold out without `--validation`. A hash of each record decides, so
+    that adding records does not move others."""
     count_prompts: bool = False
-    """Learn prompts, too, and in a chat what others than the assistant say. By default the loss
-    counts completions, and what the assistant says."""
+    """Also learn prompts and, in a chat, messages of other roles. By default the loss counts
+    completions and messages of the assistant."""
     long: Literal["cut", "drop"] = "cut"
-    """What becomes of examples longer than a sequence: their end is cut off, or they are dropped
-    whole."""
+    """What happens to examples longer than a sequence: cut removes their end, drop removes
+    them."""
 
     def __post_init__(self) -> None:
         if not 0 < self.held_out < 1:
             raise ValueError(f"`--held-out` must be in (0, 1), got {self.held_out}.")
+        if self.validation is not None and self.held_out != ExampleConfig.held_out:
+            raise ValueError(
+                f"`--held-out {self.held_out}` has no effect with `--validation`: drop one."
+            )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Example:
-    """Tokens that are learnt together.
+    """The tokens of one example.
 
     Attributes:
       tokens: ids, int32 [n].
-      counted: whether the loss counts a token as a target, bool [n]. Never the first, which nothing
-        predicts.
+      counted: whether the loss counts a token as a target, bool [n]. False for the first token,
+        which nothing predicts.
     """
 
     tokens: np.ndarray
@@ -90,20 +99,19 @@ class Example:
 
 @dataclasses.dataclass(frozen=True)
 class Examples:
-    """Examples to train on and examples held out: some of both, and in each a token counts."""
+    """Training and held-out examples: at least one of both, each with a counted token."""
 
     name: str
-    """What to call them in a log."""
+    """Name for logs."""
     train: Sequence[Example]
     validation: Sequence[Example]
     cut: int
-    """How many of both were longer than a sequence, and lost their end."""
+    """Number of examples, of both kinds, that lost their end for being longer than a sequence."""
     dropped: int
-    """How many were left out: for their length, or because nothing in them counted, be it that the
-    end that did was cut off."""
+    """Number of examples that were dropped: for their length, or because no token counts, possibly
+    after their end was cut off."""
     fingerprint: str
-    """Hexadecimal: a hash of all tokens, of what counts and of what is held out. Whatever shapes
-    the examples shapes it, and nothing else does."""
+    """Hexadecimal: a hash of all tokens, of which count and of which are held out."""
 
 
 def open_examples(
@@ -116,18 +124,18 @@ def open_examples(
 
     Args:
       config: what to read, and how.
-      tokenizer: of prompts and texts, which its `bos_id`, if any, leads and its `eos_id` ends. Of a
-        conversation it encodes what the template wrote and puts nothing around it.
-      seq_len: an example has at most a token more, since the last one is only a target.
-      tokenizer_path: where the tokenizer was read, a folder or a file in it. A chat template is
-        looked for there, unless `config` names one.
+      tokenizer: adds its `bos_id`, if any, and its `eos_id` to prompts and texts, but not to
+        conversations, whose template writes special tokens.
+      seq_len: largest number of tokens of an example minus one; the last token is only a target.
+      tokenizer_path: folder of the tokenizer, or a file in it. The chat template is read there
+        unless `config` names one.
 
     Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: a record or a template is not as it should be, or no example is left.
+      FileNotFoundError: a file does not exist.
+      ValueError: a record or a template is malformed, or no example is left.
     """
     if seq_len < 1:
-        raise ValueError(f"`--seq-len` is {seq_len}: give at least 1.")
+        raise ValueError(f"`--seq-len` must be at least 1, got {seq_len}.")
     records = read_records(config.data, "--data")
     encode = _make_encoder(config, tokenizer, tokenizer_path, records[0])
     if config.validation is None:
@@ -156,9 +164,9 @@ def open_examples(
 
 def _raise_nothing_left(flag: str, data: str, use: str, count: int, seq_len: int) -> NoReturn:
     raise ValueError(
-        f"`{flag}` is '{data}': of {count} record(s) to {use}, all were dropped: no token that "
-        f"counts (of a completion, or of what an assistant says) is within `--seq-len` {seq_len}, "
-        "or `--long drop` took them. Raise `--seq-len`, or give other records."
+        f"`{flag}` is '{data}': all {count} record(s) to {use} were dropped. No counted token (of "
+        f"a completion or of the assistant) is within `--seq-len` {seq_len}, or `--long drop` "
+        "removed them. Raise `--seq-len`, or give other records."
     )
 
 
@@ -166,7 +174,7 @@ def _raise_nothing_left(flag: str, data: str, use: str, count: int, seq_len: int
 
 
 Pieces = list[tuple[str, bool]]
-"""Texts that follow one another, and whether each is something to learn."""
+"""Consecutive texts, and whether each is learnt."""
 
 
 def _make_encoder(
@@ -175,7 +183,7 @@ def _make_encoder(
     tokenizer_path: pathlib.Path | None,
     first: Record,
 ) -> Callable[[Record], list[Example]]:
-    """Returns what makes the examples of a record: one, but for conversations that need several."""
+    """Returns a function from a record to its examples: one, or several for some conversations."""
     aliases = {"prompt": config.prompt_field, "completion": config.completion_field}
     prompt = FieldTemplate("--prompt-template", config.prompt_template, aliases)
     completion = FieldTemplate("--completion-template", config.completion_template, aliases)
@@ -190,7 +198,7 @@ def _make_encoder(
         case "chat":
             template = open_chat_template(config.chat_template, tokenizer_path, tokenizer)
             write = functools.partial(_write_chat, field=config.messages_field, template=template)
-            # The template writes special tokens, also at both ends.
+            # The template writes special tokens, at both ends too.
             encode, before, after = tokenizer.encode_with_special, [], []
 
     def examples_of(record: Record) -> list[Example]:
@@ -203,7 +211,7 @@ def _make_encoder(
 
 
 def _format_of(config: ExampleConfig, first: Record, fields: set[str]) -> Format:
-    """Returns what the first record is, unless `config` says so; templates need `fields`."""
+    """Returns the given format, or that of the first record; templates need `fields`."""
     if config.format != "auto":
         return config.format
     if config.messages_field in first.fields:
@@ -213,10 +221,10 @@ def _format_of(config: ExampleConfig, first: Record, fields: set[str]) -> Format
     if config.text_field in first.fields:
         return "text"
     raise ValueError(
-        f"{first.where} has the fields {quoted(first.fields)}: neither '{config.messages_field}',"
-        f" a conversation, nor {quoted(sorted(fields))}, a prompt and its completion, nor "
-        f"'{config.text_field}', a text. Name them by `--messages-field`, `--prompt-field` and "
-        "`--completion-field`, or `--text-field`; or give `--prompt-template` and "
+        f"{first.where} has the fields {quoted(first.fields)}: neither '{config.messages_field}'"
+        f" (a conversation), nor {quoted(sorted(fields))} (a prompt and its completion), nor "
+        f"'{config.text_field}' (a text). Name the fields by `--messages-field`, `--prompt-field` "
+        "and `--completion-field`, or `--text-field`; or give `--prompt-template` and "
         "`--completion-template`."
     )
 
@@ -228,10 +236,10 @@ def _encode(
     after: list[int],
     count_all: bool,
 ) -> Example:
-    """Encodes piece after piece: a prompt has the tokens that it has where nothing follows it."""
+    """Encodes piece by piece, so that a prompt has the same tokens without its completion."""
     tokens, counted, previous = [*before], [False] * len(before), ""
     for text, counts in pieces:
-        text.encode()  # Raises where the text is none, which tokenizers do not all say.
+        text.encode()  # Raises for lone surrogates, which some tokenizers accept.
         new = _encode_rest(text, previous, encode)
         tokens += new
         counted += [counts or count_all] * len(new)
@@ -243,12 +251,11 @@ def _encode(
 
 
 def _encode_rest(text: str, previous: str, encode: Callable[[str], list[int]]) -> list[int]:
-    """Returns the ids of `text` where `previous` stands before it, whose own ids stay as they are.
+    """Returns the ids of `text` after `previous`, whose ids do not change.
 
-    The end of a text may matter to the next: sentencepiece puts a space in front of all that it
-    encodes, and so do some tokenizers after each special token. So the two are encoded together, or
-    where a token would then cross from one into the other, as after a space, the second behind a
-    line break.
+    The text before can matter: sentencepiece adds a space before everything that it encodes, and
+    some tokenizers after each special token. So both texts are encoded together. If a token would
+    then cross their border, as after a space, `text` is encoded after a line break instead.
     """
     for end in (previous[-_CONTEXT:], "\n") if previous else ():
         known, both = encode(end), encode(end + text)
@@ -264,12 +271,12 @@ class _Fitted(NamedTuple):
 
 
 def _fit(examples: list[Example], longest: int, long: Literal["cut", "drop"]) -> _Fitted:
-    """Returns the examples of at most `longest` tokens in which a token counts."""
+    """Returns the examples with a counted token among their first `longest` tokens."""
     kept, cut = [], 0
     for example in examples:
         is_long = len(example.tokens) > longest
         if not (is_long and long == "drop") and example.counted[:longest].any():
-            if is_long:  # Copies: of a slice, all that was cut off would stay in memory.
+            if is_long:  # Copies, because a slice would keep the whole array in memory.
                 example = Example(example.tokens[:longest].copy(), example.counted[:longest].copy())
                 cut += 1
             kept.append(example)
@@ -288,13 +295,13 @@ def _fingerprint(*splits: list[Example]) -> str:
 
 
 def _hold_out(records: list[Record], config: ExampleConfig) -> tuple[list[Record], list[Record]]:
-    """Splits records by a hash of what is in them: copies stay together, and both sides get one."""
+    """Splits records by a hash of their fields. Copies stay together; both sides get one."""
     hashes = [unit_hash(json.dumps(x.fields, sort_keys=True).encode()) for x in records]
     values = sorted(set(hashes))
     if len(values) < 2:
         raise ValueError(
-            f"`--data` is '{config.data}': it has {len(records)} record(s), all the same, and one "
-            "is to be held out. Give others, or name a file to validate on by `--validation`."
+            f"`--data` is '{config.data}': it has {len(records)} record(s), all equal, and one "
+            "must be held out. Give other records, or a file to validate on by `--validation`."
         )
     bound = min(max(config.held_out, values[0]), values[-2])
     return (
@@ -317,11 +324,11 @@ def _write_text(fields: Mapping[str, Any], field: str) -> list[Pieces]:
 
 
 def _write_chat(fields: Mapping[str, Any], field: str, template: ChatTemplate) -> list[Pieces]:
-    """Returns a conversation up to the last turn of the assistant, whose turns are to be learnt.
+    """Returns a conversation up to the assistant's last turn; the assistant's turns are learnt.
 
-    A turn is what its message adds to the text that asks for it. Some templates write earlier turns
-    otherwise once others follow, such as Qwen 3's, which drops what was thought. Then each turn
-    gets an example of its own, with all that stands before it as it is there when it is asked for.
+    A turn is the text that its message adds to the text that asks for it. Some templates change
+    earlier turns when others follow: Qwen 3's drops their thoughts. Then each turn becomes a
+    separate example, after the text that asks for it.
     """
     messages, tools = field_of(fields, field), fields.get("tools")
     _check_messages(messages, field)
@@ -332,10 +339,9 @@ def _write_chat(fields: Mapping[str, Any], field: str, template: ChatTemplate) -
             said = template.render(messages[: index + 1], tools=tools)
             if not said.startswith(asked):
                 raise ValueError(
-                    f"the chat template does not go on from {_ending(asked)!r}, which asks for "
+                    f"the chat template does not continue {_ending(asked)!r}, which asks for "
                     f"message {index + 1}, but writes it after {_ending(said[: len(asked)])!r}: "
-                    "what the assistant says cannot be told from the rest. Another "
-                    "`--chat-template` may not do so"
+                    "the text of the assistant cannot be separated. Try another `--chat-template`"
                 )
             turns.append((asked, said))
     if not turns:

@@ -6,26 +6,26 @@ from typing import Any
 import jax
 
 ATTENTION_BLOCK = 256
-"""Queries, and keys, of a block of `actjax.attention` in its blockwise form."""
+"""Queries, and keys, of a block in the blockwise form of `actjax.attention`."""
 
 
 def matmul_flops(fun: Any, *args: Any, loop_length: float = 1) -> int:
-    """Returns the operations (two a multiply-add) of every product in `fun(*args)`.
+    """Returns the operations of all matrix products in `fun(*args)`; two per multiply-add.
 
-    Bodies of `scan` count as often as they run; `compiled.cost_analysis()` counts them once. What
-    XLA runs inside a custom call, such as cuDNN's attention, is not seen, nor are factorisations.
+    Counts the body of a `scan` as often as it runs; `compiled.cost_analysis()` counts it once.
+    Does not count factorizations, nor products in custom calls such as cuDNN's attention.
 
     Args:
       fun: a function that JAX can trace.
       *args: its arguments, or their shapes.
-      loop_length: how often a `while_loop` whose length is data runs on average, such as that of
-        causal attention over the blocks of keys: see `causal_loop_length`.
+      loop_length: mean number of iterations of a `while_loop`, whose length is data. For causal
+        attention over blocks of keys, see `causal_loop_length`.
     """
     return round(_count(jax.make_jaxpr(fun)(*args).jaxpr, loop_length))
 
 
 def causal_loop_length(seq_len: int) -> float:
-    """Returns how many blocks of keys a block of queries meets in causal attention, on average."""
+    """Returns the mean number of key blocks that a query block attends to in causal attention."""
     return (1 + -(-seq_len // ATTENTION_BLOCK)) / 2
 
 
@@ -36,7 +36,7 @@ def _count(jaxpr: Any, loop_length: float) -> float:
             (contracted, _), _ = eqn.params["dimension_numbers"]
             depth = math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
             total += 2 * depth * math.prod(eqn.outvars[0].aval.shape)
-        # Of branches by platform the default is counted: other ones compute the same.
+        # Branches by platform compute the same: only the default is counted.
         by_platform = eqn.params.get("branches_platforms") is not None
         bodies = _bodies(eqn.params)[-1:] if by_platform else _bodies(eqn.params)
         times = {"scan": eqn.params.get("length"), "while": loop_length}.get(eqn.primitive.name, 1)

@@ -1,6 +1,6 @@
-"""The tokenizer of llama2.c (Karpathy, 2023): pieces and scores of sentencepiece, in one file.
+"""The tokenizer of llama2.c (Karpathy, 2023): pieces and scores of sentencepiece in one file.
 
-It merges by scores over the whole text, where sentencepiece has rules of its own about words.
+It merges over the whole text; sentencepiece has further rules about words.
 """
 
 import hashlib
@@ -24,30 +24,30 @@ _RECORD = struct.Struct("<fi")
 class Llama2cTokenizer(Tokenizer):
     """Byte-pair encoding of llama2.c's `run.c`.
 
-    A space is put before the text, characters that are no piece become their bytes, and of all
-    neighbours that are a piece together the pair of the highest score is merged, the first of
-    equals, until there is none.
+    Adds a space before the text, and replaces characters outside the vocabulary by their bytes.
+    Then it merges, until no merge is possible, the two neighbouring pieces whose union is the piece
+    with the highest score; the first of equal pairs.
     """
 
     def __init__(self, data: bytes) -> None:
         """Reads a file.
 
         Args:
-          data: a `tokenizer.bin`.
+          data: contents of a `tokenizer.bin`.
 
         Raises:
-          ValueError: no such file, or one that is cut off.
+          ValueError: another format, or a truncated file.
         """
         self._data = data
         self._pieces, self._scores = _read(data)
-        # What text can become: no special piece, nor a byte by its name. Of equals the first.
+        # Text never becomes a special piece, nor a byte by its name. The first of equals counts.
         ordinary = range(_FIRST_PIECE, len(self._pieces))
         self._ids = {self._pieces[i]: i for i in reversed(ordinary)}
         if b" " not in self._ids:
-            raise ValueError("it has no piece for a space, which is put before each text.")
+            raise ValueError("it has no piece for a space, which comes before each text.")
         self.vocab_size = len(self._pieces)
         self.bos_id, self.eos_id = _BOS, _EOS
-        # As sentencepiece names them: the file has line breaks around them.
+        # The names of sentencepiece. In the file they have line breaks around them.
         self.bos_token, self.eos_token = "<s>", "</s>"
         self.fingerprint = hashlib.sha256(data).hexdigest()
 
@@ -57,26 +57,26 @@ class Llama2cTokenizer(Tokenizer):
         ids = [self._ids[b" "]]
         for character in text:
             piece = character.encode()
-            # A C string ends at a zero byte: as a byte it is kept.
+            # In C a string ends at a zero byte. Here it becomes a byte like others.
             known = self._ids.get(piece)
             ids += [byte + _FIRST_BYTE for byte in piece] if known is None else [known]
         return self._merged(ids)
 
     def encode_with_special(self, text: str) -> list[int]:
-        # What is between two of them is encoded as a text of its own, as Llama 2's own code does.
+        # The parts between special tokens are encoded one by one, as in Llama 2's code.
         ids = []
         for part in re.split("(</?s>)", text):
             ids += {"<s>": [_BOS], "</s>": [_EOS]}.get(part) or self.encode(part)
         return ids
 
     def _merged(self, ids: list[int]) -> list[int]:
-        """Returns ids after all merges, in n log n steps where `run.c` looks at all pairs anew."""
+        """Returns ids after all merges, in O(n log n); `run.c` scans all pairs for each merge."""
         end = len(ids)
         before, after = list(range(-1, end - 1)), list(range(1, end + 1))
         waiting: list[tuple[float, int, int, int, int]] = []
 
         def consider(i: int) -> None:
-            """Puts the pair that begins at a place in line, if it is a piece together."""
+            """Queues the pair that begins at a place, if their union is a piece."""
             if i < 0 or after[i] == end:
                 return
             left, right = ids[i], ids[after[i]]
@@ -89,7 +89,7 @@ class Llama2cTokenizer(Tokenizer):
         while waiting:
             _, i, left, right, merged = heapq.heappop(waiting)
             j = after[i]
-            # One of the two may have been merged in the meantime: -1 is what is gone.
+            # One of the two may have been merged since; -1 marks a piece that is gone.
             if ids[i] != left or j == end or ids[j] != right:
                 continue
             ids[i], ids[j] = merged, -1
@@ -109,7 +109,7 @@ class Llama2cTokenizer(Tokenizer):
             piece = self._pieces[index]
             if index < _FIRST_PIECE:
                 piece = bytes([index - _FIRST_BYTE])
-            # The space that was put before the text.
+            # Remove the space before the text.
             text += piece.removeprefix(b" ") if begins else piece
             begins = False
         return text.decode(errors="replace")
@@ -122,7 +122,7 @@ class Llama2cTokenizer(Tokenizer):
 def _read(data: bytes) -> tuple[list[bytes], list[float]]:
     """Returns the pieces, in the order of their ids, and their scores."""
     if len(data) < 4:
-        raise ValueError(f"it has {len(data)} bytes: no tokenizer of llama2.c.")
+        raise ValueError(f"it has {len(data)} bytes: not a tokenizer of llama2.c.")
     longest = struct.unpack_from("<i", data)[0]
     pieces, scores, offset = [], [], 4
     while offset < len(data):
@@ -133,14 +133,15 @@ def _read(data: bytes) -> tuple[list[bytes], list[float]]:
         offset += _RECORD.size
         if not 0 <= size <= longest or offset + size > len(data):
             raise ValueError(
-                f"it is cut off at piece {len(pieces)}, or no tokenizer of llama2.c: copy it again."
+                f"it ends within piece {len(pieces)}, or is not a tokenizer of llama2.c: copy it"
+                " again."
             )
         pieces.append(data[offset : offset + size])
         offset += size
     names = [b"<0x%02X>" % byte for byte in range(256)]
     if pieces[_FIRST_BYTE:_FIRST_PIECE] != names:
         raise ValueError(
-            f"its pieces {_FIRST_BYTE} to {_FIRST_PIECE - 1} are not the 256 bytes: no tokenizer of"
-            " llama2.c."
+            f"its pieces {_FIRST_BYTE} to {_FIRST_PIECE - 1} are not the 256 bytes: not a tokenizer"
+            " of llama2.c."
         )
     return pieces, scores

@@ -1,4 +1,4 @@
-"""What a run writes down: metrics.jsonl, TensorBoard files and a picture of the loss."""
+"""Records of a run: metrics.jsonl, TensorBoard files and a picture of the loss."""
 
 import json
 import math
@@ -9,24 +9,24 @@ import tensorboardX
 
 
 class Recorder:
-    """Appends metrics to the files of a run. A context manager: closing draws the picture.
+    """Appends metrics to the files of a run. A context manager that draws the picture on exit.
 
-    `metrics.jsonl` holds one JSON object a line, each with `step`. Lines of training have `loss`
-    (nats a token), `grad_norm`, `update_norm`, `learning_rate` and `tokens_per_second`; lines of
+    `metrics.jsonl` holds one JSON object per line, each with `step`. Lines of training have `loss`
+    (nats per token), `grad_norm`, `update_norm`, `learning_rate` and `tokens_per_second`; lines of
     evaluation have `validation_loss`, `perplexity` and `bits_per_byte`.
     """
 
     def __init__(self, directory: pathlib.Path, title: str, start: int = 0):
-        """Opens the files; what a killed run wrote after step `start` is dropped from them.
+        """Opens the files, and removes lines that a killed run wrote after step `start`.
 
         Args:
           directory: folder of the run.
-          title: of the picture.
-          start: step that the run begins or goes on from.
+          title: title of the picture.
+          start: last step done.
         """
         directory.mkdir(parents=True, exist_ok=True)
         self._directory, self._title = directory, title
-        # Of a run that begins anew, step 0 is still to come.
+        # A run that starts over records step 0 again.
         done = start if start > 0 else -1
         self._lines = [r for r in read_metrics(directory / "metrics.jsonl") if r["step"] <= done]
         _write_lines(directory / "metrics.jsonl", self._lines)
@@ -36,7 +36,7 @@ class Recorder:
         )
 
     def record(self, step: int, **metrics: float) -> None:
-        """Writes one line. Values must be finite: NaN is no JSON."""
+        """Writes one line. Values must be finite: JSON has no NaN."""
         line = {"step": step, **metrics}
         self._lines.append(line)
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
@@ -58,7 +58,7 @@ class Recorder:
 
 
 def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the lines of a metrics file, a torn last one left out; none if there is no file."""
+    """Returns the lines of a metrics file without a torn last line; none if there is no file."""
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").splitlines()
@@ -67,8 +67,8 @@ def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
         try:
             complete.append(json.loads(line))
         except json.JSONDecodeError:
-            if i < len(lines) - 1:  # A kill can tear the last line alone.
-                raise ValueError(f"{path}, line {i + 1} is no JSON: {line[:80]!r}.") from None
+            if i < len(lines) - 1:  # A kill can tear only the last line.
+                raise ValueError(f"{path}, line {i + 1} is not JSON: {line[:80]!r}.") from None
     return complete
 
 
@@ -84,9 +84,9 @@ def draw_loss(lines: list[dict[str, Any]], path: pathlib.Path, title: str) -> No
     Args:
       lines: as `read_metrics` returns them.
       path: a PNG file.
-      title: of the picture.
+      title: title of the picture.
     """
-    # A figure of its own rather than pyplot's: no global state, no display needed.
+    # Without pyplot, which has global state and may need a display.
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -97,14 +97,14 @@ def draw_loss(lines: list[dict[str, Any]], path: pathlib.Path, title: str) -> No
     if training:
         axes.plot(*zip(*training, strict=True), color="tab:blue", alpha=0.35, label="training")
         steps, losses = zip(*training, strict=True)
-        # A line needs two points to be seen.
+        # A line with one point is invisible.
         marker = "o" if len(steps) == 1 else None
         label = "training, smoothed"
         axes.plot(steps, _smooth(losses), marker=marker, color="tab:blue", label=label)
     if heldout:
         label = f"held out (last: {heldout[-1][1]:.3f})"
         axes.plot(*zip(*heldout, strict=True), "o-", color="tab:orange", label=label)
-    axes.set(xlabel="step", ylabel="loss, nats a token", title=title)
+    axes.set(xlabel="step", ylabel="loss, nats per token", title=title)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     if training or heldout:
@@ -113,9 +113,9 @@ def draw_loss(lines: list[dict[str, Any]], path: pathlib.Path, title: str) -> No
 
 
 def _smooth(values: tuple[float, ...]) -> list[float]:
-    """Returns the exponential moving average over some twentieth of the values, and at least two.
+    """Returns the exponential moving average over a twentieth of the values, but at least two.
 
-    The weights of the first values are scaled up, so that it starts where they do.
+    It is corrected for its start, so that its first value is the first of the values.
     """
     span = max(2, len(values) // 20)
     decay, total, weight, smooth = 1 - 1 / span, 0.0, 0.0, []

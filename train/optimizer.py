@@ -1,4 +1,4 @@
-"""AdamW through optax, its moments in a dtype, and in a subspace, of the user's choice."""
+"""AdamW through optax, with moments in a chosen dtype and, if chosen, in a subspace."""
 
 from collections.abc import Callable
 
@@ -28,14 +28,14 @@ def make_optimizer(
     steps: int,
     subspace: Callable[..., SubspaceTransformation] | None = None,
 ) -> optax.GradientTransformation:
-    """Returns AdamW, with decay on matrices alone, for `actjax.optim.apply`.
+    """Returns AdamW with weight decay of matrices, for `actjax.optim.apply`.
 
-    Gradients are clipped before, by their global norm, which no layer knows.
+    It does not clip: the global norm takes all layers, and the transform sees one at a time.
 
     Args:
-      config: its settings.
+      config: its settings, with a resolved `moment_dtype`.
       steps: length of the run.
-      subspace: `actjax.optim.subspace` with all but the transforms; None for full-rank moments.
+      subspace: `actjax.optim.subspace` without its transforms; None for full-rank moments.
     """
     adam = optax.scale_by_adam(b1=config.beta1, b2=config.beta2)
     moments = {
@@ -48,7 +48,7 @@ def make_optimizer(
 
 
 def full_space_updates(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """Returns what follows Adam's moments: weight decay of matrices, and the learning rate."""
+    """Returns the transform after Adam's moments: weight decay of matrices, and learning rate."""
     return optax.chain(
         optax.add_decayed_weights(config.weight_decay, mask=_is_matrix),
         optax.scale_by_learning_rate(learning_rate_schedule(config, steps)),
@@ -60,9 +60,9 @@ def store_states_as(
 ) -> optax.GradientTransformation:
     """Wraps a transform so that its floating point arrays are stored in `dtype` between steps.
 
-    The update itself is computed in float32, whatever the dtype of gradients and weights: optax
-    would take the second moment of a bfloat16 gradient in bfloat16, whose 8 bits of precision
-    cannot hold a decay of 0.999.
+    The update is computed in float32 for all dtypes of gradients and weights: optax would compute
+    the second moment of a bfloat16 gradient in bfloat16, whose 8 bits of precision cannot represent
+    a decay of 0.999.
 
     Args:
       inner: the transform.
@@ -88,5 +88,5 @@ def _cast(tree, dtype: jnp.dtype):
 
 
 def _is_matrix(params: optax.Params):
-    """Marks what decays, in one layer or in what is no layer: not the scales of norms."""
+    """Returns a mask of the matrices of a layer or of the other parameters."""
     return jax.tree.map(lambda leaf: leaf.ndim >= 2, params)

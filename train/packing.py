@@ -1,7 +1,7 @@
-"""Examples to batches: several share a row, and `segments` tells attention which is which.
+"""Examples to batches: several examples share a row, separated for attention by `segments`.
 
-All examples are in memory, so each epoch is laid out as a whole before its first row. The state of
-the iterator is then an epoch and a row in it, and it is the same in every process.
+All examples are in memory, and each epoch is packed before its first row. The state of the iterator
+is an epoch and a row, and is equal in all processes.
 """
 
 import bisect
@@ -28,33 +28,32 @@ def packed_batches(
     process_index: int = 0,
     process_count: int = 1,
 ) -> grain.DatasetIterator[Batch]:
-    """Returns this process's batches, without end, each of `batch_size / process_count` rows.
+    """Returns an endless iterator over this process's batches of `batch_size / process_count` rows.
 
-    An example of n tokens takes n - 1 places of a row, and is never cut: its last token is a target
-    alone. Each epoch, examples are shuffled, each is put into the fullest row that has room for it,
-    and the rows are shuffled. Rows follow one another over the ends of epochs and of batches, so
-    each example is there once an epoch. Batches of all processes together do not depend on how many
-    there are.
+    An example of n tokens takes n - 1 places of a row (its last token is only a target) and is
+    never split. Each epoch, examples are shuffled, each goes into the fullest row with room for it,
+    and the rows are shuffled. Rows continue over the ends of epochs and batches, so that each
+    example occurs once per epoch. The batches of all processes together do not depend on the number
+    of processes.
 
-    A batch holds `inputs`, `targets` and `segments`, int32, and `mask`, float32, all of them
+    A batch has `inputs`, `targets` and `segments` int32, and `mask` float32, each
     [batch_size / process_count, seq_len]. The mask is 1 where the target counts. Segments number
-    the examples of a row from 1, and are 0 where there is padding.
+    the examples of a row from 1; padding is 0.
 
-    `get_state()` is a JSON-serialisable dict, before or after any batch; `set_state()` of it, on
-    an iterator made with the same arguments, continues with the same batches. `close()` stops the
-    thread that reads ahead.
+    `get_state()` returns a JSON-serializable dict. `set_state()`, on an iterator made with the same
+    arguments, continues with the same batches. `close()` stops the thread that reads ahead.
 
     Args:
-      examples: each of at least one counted token, and at most `seq_len + 1` tokens.
+      examples: each with a counted token after the first, and at most `seq_len + 1` tokens.
       batch_size: rows of all processes together.
-      seq_len: length of a row, in tokens.
-      seed: of the shuffles.
-      pad_id: what inputs and targets are where there is padding.
-      process_index: which process this is, from 0.
-      process_count: how many there are.
+      seq_len: tokens of a row.
+      seed: seed of the shuffles.
+      pad_id: id of padding in inputs and targets.
+      process_index: number of this process, from 0.
+      process_count: number of processes.
 
     Raises:
-      ValueError: an argument is out of range, or examples are not as said.
+      ValueError: an argument is out of range, or an example is too long or has no counted token.
     """
     _check(examples, batch_size, seq_len)
     mine = rows_of_process(batch_size, process_index, process_count)
@@ -75,24 +74,24 @@ def validation_set(
     max_batches: int,
     pad_id: int,
 ) -> ValidationSet:
-    """Returns the first `max_batches` batches of the examples, packed in order: always the same.
+    """Returns the first `max_batches` batches of the examples, packed in order.
 
-    The last batch is filled up with rows of padding. `num_bytes` is of the text that counts.
+    The last batch is padded with empty rows. `num_bytes` is that of the counted text.
 
     Args:
       examples: as for `packed_batches`.
-      tokenizer: what made them.
+      tokenizer: tokenizer of the examples.
       batch_size: rows of a batch.
-      seq_len: length of a row, in tokens.
-      max_batches: how many batches at most.
+      seq_len: tokens of a row.
+      max_batches: largest number of batches.
       pad_id: as for `packed_batches`.
 
     Raises:
-      ValueError: an argument is out of range, examples are not as said, or no text of them counts.
+      ValueError: as for `packed_batches`, or the counted tokens have no text.
     """
     _check(examples, batch_size, seq_len)
     if max_batches < 1:
-        raise ValueError(f"`max_batches` is {max_batches}: give at least 1.")
+        raise ValueError(f"`max_batches` must be at least 1, got {max_batches}.")
     rows = _pack(examples, range(len(examples)), seq_len)[: max_batches * batch_size]
     shown = [[examples[index] for index in row] for row in rows]
     batches = [
@@ -103,14 +102,14 @@ def validation_set(
     num_bytes = sum(_counted_bytes(example, tokenizer) for row in shown for example in row)
     if not num_bytes:
         raise ValueError(
-            "`--data` or `--validation`: what counts in the examples to validate on has no text,"
-            " but for the tokens that end it. Give others."
+            "`--data` or `--validation`: the counted tokens of the validation examples have no text"
+            " except for end tokens. Give other examples."
         )
     return ValidationSet(batches, num_tokens, num_bytes)
 
 
 class _PackedIterDataset(grain.IterDataset[Batch]):
-    """Batches without end; `mine` are the rows of each that are wanted."""
+    """Endless batches; `mine` selects the rows of this process."""
 
     def __init__(
         self,
@@ -129,15 +128,15 @@ class _PackedIterDataset(grain.IterDataset[Batch]):
         return _PackedIterator(self)
 
     def rows_of(self, epoch: int) -> list[list[int]]:
-        """Returns the rows of an epoch: the examples in each."""
+        """Returns the rows of an epoch, each a list of examples."""
         generator = np.random.default_rng([self._seed, epoch])
         rows = _pack(self.examples, generator.permutation(len(self.examples)), self.seq_len)
-        # The last rows to be begun are the emptiest.
+        # Without this, the emptiest rows would come last.
         return [rows[index] for index in generator.permutation(len(rows))]
 
 
 class _PackedIterator(grain.DatasetIterator[Batch]):
-    """State: an epoch, and the next row in it."""
+    """State: an epoch and its next row."""
 
     def __init__(self, dataset: _PackedIterDataset) -> None:
         super().__init__()
@@ -152,7 +151,7 @@ class _PackedIterator(grain.DatasetIterator[Batch]):
         return _as_batch(shown, len(shown), data.seq_len, data.pad_id)
 
     def _take(self) -> list[int]:
-        if self._rows is None:  # Newly begun, or restored.
+        if self._rows is None:  # A new epoch, or a restored state.
             self._rows = self._dataset.rows_of(self._epoch)
         row = self._rows[self._row]
         self._row += 1
@@ -169,13 +168,13 @@ class _PackedIterator(grain.DatasetIterator[Batch]):
 
 
 def _pack(examples: Sequence[Example], order: Iterable[int], seq_len: int) -> list[list[int]]:
-    """Puts examples, as they come, into the fullest row that has room for them: "best fit".
+    """Packs examples in the given order, each into the fullest row with room ("best fit").
 
     Returns:
-      For each row, which examples are in it. Rows are in the order of their first example.
+      The examples of each row. Rows are in the order of their first example.
     """
     rows: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # Places that are left in a row, and which it is; sorted.
+    room: list[tuple[int, int]] = []  # Free places of a row and its number, sorted.
     for index in order:
         needed = len(examples[index].tokens) - 1
         found = bisect.bisect_left(room, (needed, 0))
@@ -191,7 +190,7 @@ def _pack(examples: Sequence[Example], order: Iterable[int], seq_len: int) -> li
 
 
 def _as_batch(rows: list[list[Example]], count: int, seq_len: int, pad_id: int) -> Batch:
-    """Returns `count` rows, of which those that are missing are padding."""
+    """Returns a batch of `count` rows; missing rows are padding."""
     shape = (count, seq_len)
     batch = {
         "inputs": np.full(shape, pad_id, np.int32),
@@ -212,12 +211,12 @@ def _as_batch(rows: list[list[Example]], count: int, seq_len: int, pad_id: int) 
 
 
 def _counted_bytes(example: Example, tokenizer: Tokenizer) -> int:
-    """Returns the UTF-8 bytes of the text that counts.
+    """Returns the UTF-8 bytes of the counted text.
 
-    What stands before a token is decoded with it, for it may say how: a character in several
-    tokens, or the space of sentencepiece that the first word loses.
+    Counted tokens are decoded together with the tokens before them, which can change their text: a
+    character of several tokens, or the space that sentencepiece removes from the first word.
     """
-    # Where what counts begins and ends, in turn.
+    # Starts and ends of the counted spans, in turn.
     changes = np.flatnonzero(np.diff(example.counted, prepend=False, append=False))
     bytes_until = [len(tokenizer.decode(example.tokens[:end]).encode()) for end in changes]
     return sum(bytes_until[1::2]) - sum(bytes_until[::2])
@@ -226,16 +225,17 @@ def _counted_bytes(example: Example, tokenizer: Tokenizer) -> int:
 def _check(examples: Sequence[Example], batch_size: int, seq_len: int) -> None:
     for name, value in (("--batch-size", batch_size), ("--seq-len", seq_len)):
         if value < 1:
-            raise ValueError(f"`{name}` is {value}: give at least 1.")
+            raise ValueError(f"`{name}` must be at least 1, got {value}.")
     if not len(examples):
         raise ValueError("`examples` is empty: give at least one.")
     for index, example in enumerate(examples):
         if len(example.tokens) > seq_len + 1:
             raise ValueError(
                 f"`examples`: number {index} has {len(example.tokens)} tokens, and a row of "
-                f"`--seq-len` {seq_len} has room for {seq_len + 1}. Cut it, or raise `--seq-len`."
+                f"`--seq-len` {seq_len} has room for {seq_len + 1}. Shorten it, or raise"
+                " `--seq-len`."
             )
         if not example.counted[1:].any():
             raise ValueError(
-                f"`examples`: number {index} has no token that counts after its first. Drop it."
+                f"`examples`: number {index} has no counted token after its first. Drop it."
             )

@@ -1,4 +1,4 @@
-"""How a run looks while it goes on."""
+"""Progress of a run on the terminal."""
 
 import contextlib
 import time
@@ -10,14 +10,14 @@ from rich.console import Console
 
 
 class Progress:
-    """A progress bar with loss, tokens/s and time left; lines of text where nobody watches."""
+    """A progress bar with loss, tokens/s and time left; lines of text without a terminal."""
 
     def __init__(self, console: Console, start: int, steps: int, tokens: int):
         """Args:
         console: where to draw.
-        start: step the run goes on from.
+        start: last step done.
         steps: last step of the run.
-        tokens: tokens a step.
+        tokens: tokens of a step.
         """
         self._console, self._tokens = console, tokens
         self._bar = rich.progress.Progress(
@@ -34,7 +34,7 @@ class Progress:
         self._logged, self._since, self._pause = start, time.perf_counter(), 0.0
 
     def log(self, step: int, loss: float) -> float:
-        """Shows a loss; returns tokens a second since the last one, pauses not counted."""
+        """Shows a loss, and returns the tokens per second since the last call without pauses."""
         now = time.perf_counter()
         speed = (step - self._logged) * self._tokens / (now - self._since - self._pause)
         self._logged, self._since, self._pause = step, now, 0.0
@@ -46,7 +46,7 @@ class Progress:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leaves what happens inside out of the speed."""
+        """Excludes the time inside from the speed."""
         begin = time.perf_counter()
         yield
         self._pause += time.perf_counter() - begin
@@ -55,7 +55,7 @@ class Progress:
         """Prints an evaluation above the bar."""
         self._bar.console.print(
             f"step {step}: held-out loss {report['validation_loss']:.4f},"
-            f" perplexity {report['perplexity']:,.2f}, {report['bits_per_byte']:.3f} bits a byte",
+            f" perplexity {report['perplexity']:,.2f}, {report['bits_per_byte']:.3f} bits per byte",
             highlight=False,
         )
 

@@ -1,7 +1,7 @@
-"""Questions with known answers: records become prompts, and what a model answers is judged.
+"""Questions with known answers: records become prompts, and answers are read and judged.
 
-`read_questions` is the way in. Numbers are read by GSM8K's rule; of options one is chosen by its
-letter, or the likeliest is taken. No model is here: a program gets the answers (`train.evaluate`).
+`read_questions` makes the questions. Numbers are read by GSM8K's rule; an option is chosen by its
+letter, or by its likelihood. `train.evaluate` gets the answers from a model.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from train.scoring import Options, choice_letter, gsm8k_answer, gsm8k_gold, read
 
 Task = Literal["gsm8k", "choice"]
 Encode = Callable[[str, str], list[int]]
-"""From a prompt and what follows it to ids, those of the beginning of a text included."""
+"""From a prompt and the text after it to ids, including those that begin a text."""
 
 _PROMPTS = {
     "gsm8k": "Question: {question}\nAnswer:",
@@ -26,42 +26,46 @@ _ANSWER_FIELDS = {"gsm8k": "answer", "choice": "correct"}
 
 @dataclasses.dataclass(frozen=True)
 class QuestionConfig:
-    """Questions with known answers: how many of them the model answers.
+    """Questions with known answers, and how they are asked.
 
     Raises:
-      ValueError: settings that contradict one another.
+      ValueError: settings that contradict each other.
     """
 
     task: Task | None = None
     """Questions to answer: gsm8k (a number after ####), or choice (one of several options)."""
     questions: pathlib.Path | None = None
-    """They: a .jsonl file with a JSON object a line, or a .json file with an array of them."""
+    """File of questions: a .jsonl file with one JSON object per line, or a .json file with an array
+    of objects."""
     question_field: str = "question"
     """Field of the question."""
     answer_field: str | None = None
-    """Field of the right answer: `answer` of gsm8k, `correct` of choice, where it is a letter, a
-    label, a number from 0 or the text of the option."""
+    """Field of the right answer. For choice: a letter, a label, a number from 0 or the text of the
+    option. Default: `answer` for gsm8k, `correct` for choice."""
     options_field: str = "options"
     """Field of the options: a list, or a dict with `text` and `label`."""
     prompt_template: str | None = None
-    r"""What the model is given: a Python format string over the fields of the record, as for
-    train.finetune. {question} and {answer} stand for the fields named above, {options} for all
-    options, one a line and with letters, and \n for a new line. By default
-    "Question: {question}\nAnswer:", with the options between the two for `--choose letter`."""
+    r"""The prompt: a Python format string over the fields of the record, as for train.finetune.
+    {question} and {answer} are the fields named above, {options} all options, one per line and with
+    letters, and \n is a new line. Default: "Question: {question}\nAnswer:", with the options
+    between the two for `--choose letter`."""
     shots: int = 0
-    """Examples with their answers before each question."""
+    """Number of examples with answers before each question."""
     examples: pathlib.Path | None = None
-    """Where they are from. By default the first of the questions, which are then not asked."""
+    """File of the examples for `--shots`. Default: the first questions, which are not asked."""
     limit: int | None = None
-    """Questions that are asked; all by default."""
+    """Largest number of questions to ask. Default: all."""
     choose: Literal["letter", "likelihood"] = "letter"
-    """Of choice: the first letter of what the model writes, or the likeliest option."""
+    """How choice reads an answer: the first letter that the model writes, or the likeliest
+    option."""
     option_template: str = " {option}"
-    """Of `--choose likelihood`, what is to be likely after the prompt: {option} or its {letter}."""
+    """For `--choose likelihood`: the text after the prompt whose likelihood is measured, made of
+    {option} or its {letter}."""
     normalize: Literal["none", "tokens", "bytes"] = "none"
-    """What log-likelihoods are divided by, so that long options are not worse for their length."""
+    """For `--choose likelihood`: divisor of the log-likelihoods, so that long options are not at a
+    disadvantage."""
     out: pathlib.Path | None = None
-    """File for the answers, one JSON object a line."""
+    """File for the answers, one JSON object per line."""
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
@@ -71,27 +75,27 @@ class QuestionConfig:
         if (self.task is None) != (self.questions is None):
             raise ValueError("`--task` and `--questions` need each other: give both.")
         if self.out is not None and self.task is None:
-            raise ValueError("`--out` is for answers to the questions of a `--task`: give one.")
+            raise ValueError("`--out` has no effect without `--task`: give both.")
 
     @property
     def by_likelihood(self) -> bool:
-        """Whether options are compared, and nothing is written."""
+        """Whether options are compared by likelihood instead of a written answer."""
         return self.task == "choice" and self.choose == "likelihood"
 
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A question as it is asked.
+    """A question, ready to be asked.
 
     Attributes:
-      where: its record, for messages.
-      number: of the record, from 0.
+      where: place of its record, for messages.
+      number: number of the record, from 0.
       text: the question alone.
-      prompt: ids of all that the model is given.
+      prompt: ids of the whole prompt.
       gold: the right number, or the right letter.
-      letters: of the options; none without options.
-      continuations: of each option ids that are to be likely after the prompt.
-      num_bytes: of each option, of the text that is to be likely.
+      letters: letters of the options; empty without options.
+      continuations: ids of each option, whose likelihood after the prompt is measured.
+      num_bytes: UTF-8 bytes of the text of each continuation.
     """
 
     where: str
@@ -104,20 +108,20 @@ class Question:
     num_bytes: tuple[int, ...] = ()
 
     def read_answer(self, text: str) -> str | None:
-        """Returns the number or letter that an answer comes to, or None."""
+        """Returns the number or letter of an answer, or None."""
         return choice_letter(text, self.letters) if self.letters else gsm8k_answer(text)
 
 
 def read_questions(config: QuestionConfig, encode: Encode) -> list[Question]:
-    """Returns what is asked, with the examples before it.
+    """Returns the questions, with the examples in their prompts.
 
     Args:
-      config: what to ask, and how. It has a task.
-      encode: what makes ids of prompts.
+      config: what to ask, and how, with a task.
+      encode: from prompts to ids.
 
     Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: a record or a template is not as it should be, or there are too few.
+      FileNotFoundError: a file does not exist.
+      ValueError: a record or a template is malformed, or there are too few records.
     """
     assert config.questions is not None
     reader = _Reader(config)
@@ -131,8 +135,8 @@ def read_questions(config: QuestionConfig, encode: Encode) -> list[Question]:
     if len(examples) < config.shots or not asked:
         raise ValueError(
             f"`--shots` is {config.shots}, but '{config.examples or config.questions}' has"
-            f" {len(examples)} examples and '{config.questions}' {len(asked)} questions beside"
-            " them."
+            f" {len(examples)} examples and '{config.questions}' {len(asked)} further questions:"
+            " lower it, or give more records."
         )
     before = "".join(record.apply(reader.example) for record in examples)
     return [
@@ -142,7 +146,7 @@ def read_questions(config: QuestionConfig, encode: Encode) -> list[Question]:
 
 
 class _Reader:
-    """What makes prompts, examples and answers of records."""
+    """Makes prompts, examples and answers of records."""
 
     def __init__(self, config: QuestionConfig) -> None:
         assert config.task is not None
@@ -156,7 +160,7 @@ class _Reader:
         self._ending = FieldTemplate("--option-template", ending[kind], aliases)
 
     def example(self, record: Record) -> str:
-        """Returns a record with its answer, as it stands before a question."""
+        """Returns a record with its answer, as an example before a question."""
         _, options = self._answer(record)
         texts = {} if options is None else _texts(options, options.gold)
         return (
@@ -166,7 +170,7 @@ class _Reader:
         )
 
     def question(self, record: Record, number: int, before: str, encode: Encode) -> Question:
-        """Returns a record as it is asked after examples."""
+        """Returns the question of a record, after examples."""
         gold, options = self._answer(record)
         listed = {} if options is None else {"options": options.listed}
         prompt = before + self._prompt.fill(record.fields, listed)
@@ -192,16 +196,16 @@ class _Reader:
 
 
 def _texts(options: Options, index: int) -> dict[str, str]:
-    """Returns what templates call the options, and one of them."""
+    """Returns the texts for templates: all options, and one of them."""
     return {"options": options.listed, **options.named(index)}
 
 
 def _continuations(
     prompt: list[int], whole: Sequence[list[int]]
 ) -> tuple[list[int], tuple[list[int], ...]]:
-    """Returns where a prompt ends and its continuations begin, in tokens.
+    """Splits prompts with options into the common prompt and the continuations, in tokens.
 
-    A token may reach over the end of the prompt: all options begin where none does.
+    A token can cross the end of the prompt. All continuations begin before the first such token.
 
     Args:
       prompt: ids of the prompt alone.
@@ -215,6 +219,6 @@ def _continuations(
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Returns how many ids two sequences begin with in common."""
+    """Returns the length of the common prefix of two sequences."""
     pairs = enumerate(zip(a, b, strict=False))
     return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))

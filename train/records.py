@@ -1,4 +1,4 @@
-"""Records: JSON objects that files hold, and the texts that templates make of their fields."""
+"""Records: JSON objects from files, and templates that make texts of their fields."""
 
 import json
 import pathlib
@@ -12,37 +12,37 @@ from train.corpus import read_text, suffix_of
 T = TypeVar("T")
 
 ACCEPTED = (
-    "a .jsonl file with a JSON object a line, a .json file with an array of them or with one a "
-    "line, each of them also as .gz, or a folder of such files"
+    "a .jsonl file with one JSON object per line, a .json file with an array of objects or one "
+    "object per line, either of them also as .gz, or a folder of such files"
 )
 _SUFFIXES = (".json", ".jsonl")
 
 
 class Record(NamedTuple):
-    """What a record holds, and where it stands, for messages."""
+    """The fields of a record, and its place for messages."""
 
     where: str
     fields: dict[str, Any]
 
     def apply(self, make: Callable[..., T], *args: Any) -> T:
-        """Returns what is made of it and `args`. A ValueError on the way says of which record."""
+        """Returns `make(self, *args)`; a ValueError from it gets the place of the record."""
         try:
             return make(self, *args)
-        except ValueError as error:  # Of which UnicodeEncodeError is one: half a surrogate pair.
+        except ValueError as error:  # Also UnicodeEncodeError, from half a surrogate pair.
             reason = str(error).removesuffix(".")
-            raise ValueError(f"{self.where}: {reason}. Correct it, or leave it out.") from error
+            raise ValueError(f"{self.where}: {reason}. Correct or remove it.") from error
 
 
 def read_records(data: str | pathlib.Path, flag: str) -> list[Record]:
-    """Returns the records of a file, or of every such file under a folder in the order of names.
+    """Returns the records of a file, or of all such files under a folder in the order of names.
 
     Args:
       data: the path.
-      flag: option that it was given by, for messages.
+      flag: flag of the path, for messages.
 
     Raises:
-      FileNotFoundError: there is no such path.
-      ValueError: a line is no JSON object, or there is none at all.
+      FileNotFoundError: the path does not exist.
+      ValueError: a line is not a JSON object, or there are no records.
     """
     path = pathlib.Path(data).expanduser()
     if not str(data) or not path.exists():
@@ -52,33 +52,33 @@ def read_records(data: str | pathlib.Path, flag: str) -> list[Record]:
         files = [p for p in sorted(path.rglob("*")) if _is_shown(p.relative_to(path))]
         files = [p for p in files if p.is_file() and suffix_of(p) in _SUFFIXES]
     elif suffix_of(path) not in _SUFFIXES:
-        raise ValueError(f"`{flag}` is '{data}', which is not read. Give {ACCEPTED}.")
+        raise ValueError(f"`{flag}` is '{data}', which is not a file of records. Give {ACCEPTED}.")
     records = [record for file in files for record in _read_file(file, flag)]
     if not records:
-        raise ValueError(f"`{flag}` is '{data}': there is no record in it. Give {ACCEPTED}.")
+        raise ValueError(f"`{flag}` is '{data}': it has no records. Give {ACCEPTED}.")
     return records
 
 
 class FieldTemplate(string.Formatter):
-    r"""A Python format string over the fields of a record, where \n stands for a new line.
+    r"""A Python format string over the fields of a record, in which \n is a new line.
 
     Attributes:
-      fields: names of those that it needs.
+      fields: names of the fields that it needs.
     """
 
     def __init__(self, flag: str, template: str, aliases: Mapping[str, str]) -> None:
         """Reads the template.
 
         Args:
-          flag: option that it was given by, for messages.
+          flag: flag of the template, for messages.
           template: the format string.
-          aliases: by names that it may use, the fields that these stand for.
+          aliases: fields by the names that stand for them in the template.
 
         Raises:
-          ValueError: it is no format string, or a field in it has no name.
+          ValueError: it is not a format string, or a field in it has no name.
         """
         self._flag, self._template, self._aliases = flag, template, aliases
-        # A shell hands on \n as two characters.
+        # A shell passes \n as two characters.
         escapes = {"n": "\n", "t": "\t", "\\": "\\"}
         self._format = re.sub(r"\\([nt\\])", lambda match: escapes[match[1]], template)
         try:
@@ -86,10 +86,10 @@ class FieldTemplate(string.Formatter):
                 _first_name(name) for _, name, *_ in self.parse(self._format) if name is not None
             ]
             if not all(names) or any(name.isdigit() for name in names):
-                raise ValueError("each {} needs the name of a field in it")
+                raise ValueError("each {} needs the name of a field")
         except ValueError as error:
             raise ValueError(
-                f"`{flag}` is {template!r}: {error}. Write {{{{ and }}}} for braces that are meant."
+                f"`{flag}` is {template!r}: {error}. Write {{{{ and }}}} for literal braces."
             ) from error
         self.fields = {aliases.get(name, name) for name in names}
 
@@ -98,11 +98,11 @@ class FieldTemplate(string.Formatter):
 
         Args:
           fields: of the record.
-          texts: what else a name may stand for, before the record is asked. {options} may be one of
-            them where {options[0]} is of the record.
+          texts: texts by names that come before the fields. {options} can be a text here while
+            {options[0]} is a field of the record.
 
         Raises:
-          ValueError: the record lacks a field, or has no text or number in it.
+          ValueError: a field is missing, or is neither text nor a number.
         """
         try:
             return self.vformat(self._format, [texts or {}], fields)
@@ -119,7 +119,7 @@ class FieldTemplate(string.Formatter):
     def get_field(
         self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Any, Any]:
-        """Returns what a name in braces stands for, and which of `kwargs` it was."""
+        """Returns the value of a name in braces, and the name."""
         (texts,) = args
         if field_name in texts:
             return texts[field_name], field_name
@@ -133,11 +133,11 @@ class FieldTemplate(string.Formatter):
 
 
 def field_of(fields: Mapping[str, Any], name: str) -> Any:
-    """Returns a field. Raises ValueError if there is none of this name."""
+    """Returns a field. Raises a ValueError if it is missing."""
     if name not in fields:
         raise ValueError(
-            f"there is no field '{name}', only {quoted(fields)} (the options that end in `-field`"
-            " or `-template` name others)"
+            f"there is no field '{name}', only {quoted(fields)} (flags that end in `-field` or"
+            " `-template` choose other fields)"
         )
     return fields[name]
 
@@ -170,7 +170,7 @@ def _read_file(path: pathlib.Path, flag: str) -> Iterator[Record]:
 
 
 def _parse(text: str, line: int, path: pathlib.Path, flag: str) -> Any:
-    """Returns the JSON that `text` is, which begins in line `line`."""
+    """Returns the JSON value of `text`, which begins in line `line`."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -178,13 +178,11 @@ def _parse(text: str, line: int, path: pathlib.Path, flag: str) -> Any:
         if isinstance(error, json.JSONDecodeError):
             line, reason = line + error.lineno - 1, f"{error.msg} at column {error.colno}"
         raise ValueError(
-            f"`{flag}`: line {line} of '{path}' is no JSON: {reason}. Correct it, or leave it out."
+            f"`{flag}`: line {line} of '{path}' is not JSON: {reason}. Correct or remove it."
         ) from error
 
 
 def _as_record(value: Any, where: str) -> Record:
     if not isinstance(value, dict):
-        raise ValueError(
-            f"{where} is {type(value).__name__}, not an object. Correct it, or leave it out."
-        )
+        raise ValueError(f"{where} is {type(value).__name__}, not an object. Correct or remove it.")
     return Record(where, value)

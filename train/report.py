@@ -1,4 +1,4 @@
-"""What a run says before its first step: what will be stored, and where memory goes."""
+"""The opening of a run: what each site stores, and the memory of a step by category."""
 
 import dataclasses
 import math
@@ -22,14 +22,14 @@ from train.step import (
 
 
 def explain_step(recipe: Recipe, state: TrainState) -> actjax.Explanation:
-    """Returns what the backward pass of one micro-batch will keep, between changes of a subspace.
+    """Returns what is stored for the backward pass of one micro-batch, between refreshes.
 
     Args:
       recipe: the run.
       state: the training state, or its shapes.
 
     Raises:
-      ValueError: a codec does not fit the activations, such as a rank above their dimension.
+      ValueError: a codec does not fit the activations, for example a rank above their dimension.
     """
     loss = loss_function(recipe.config, recipe.storage, recipe.lora)
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -49,15 +49,15 @@ def explain_step(recipe: Recipe, state: TrainState) -> actjax.Explanation:
 
 @dataclasses.dataclass(frozen=True)
 class StepMemory:
-    """Bytes of a training step by category, as Wei et al. (2026) print them in Table 4.
+    """Bytes of a training step by category, as in Wei et al. (2026), Table 4.
 
     Attributes:
-      weights: all parameters, and scales that were measured.
-      gradients: what of them exists at once; factors that several weights share count once.
+      weights: all parameters, and calibrated scales.
+      gradients: gradients that exist at once; factors that several weights share count once.
       optimizer: moments, bases, counters.
-      linear_residuals: inputs of linear operators, kept for the backward pass.
-      other_residuals: what else is kept for it.
-      workspace: what the compiled program needs besides, over all devices; None if not known.
+      linear_residuals: inputs of linear operators, stored for the backward pass.
+      other_residuals: everything else that is stored for the backward pass.
+      workspace: further memory of the compiled program, over all devices; None if unknown.
     """
 
     weights: int
@@ -73,7 +73,7 @@ class StepMemory:
         return sum(size or 0 for size in dataclasses.asdict(self).values())
 
     def with_workspace(self, temporaries: int) -> "StepMemory":
-        """Returns it with what is left of the temporaries of the compiled step."""
+        """Returns a copy whose workspace is the rest of the compiled step's temporaries."""
         known = self.gradients + self.linear_residuals + self.other_residuals
         return dataclasses.replace(self, workspace=max(0, temporaries - known))
 
@@ -97,16 +97,17 @@ def step_memory(recipe: Recipe, state: TrainState, explanation: actjax.Explanati
 
 
 def layerwise_state(optimizer: Any) -> Any:
-    """Returns the state of the transform, whichever way it is applied."""
+    """Returns the state of the transform, for updates in or after the backward pass."""
     in_backward = isinstance(optimizer, actjax.optim.InBackwardState)
     return optimizer.optimizer if in_backward else optimizer
 
 
 def gradient_bytes(recipe: Recipe, state: TrainState) -> dict[str, int]:
-    """Returns, by the path of a parameter, the bytes of its gradient that exist at once.
+    """Returns, by path of the parameter, the bytes of its gradient that exist at once.
 
-    Of layers whose update is in the backward pass, that is one layer's. What the weights of one
-    input share counts for the first of them, a basis for none: it is the optimizer's.
+    With in-backward updates, the gradient of one layer exists at a time. A factor that the weights
+    of an input group share counts for the first of them. A basis belongs to the optimizer state
+    and is not counted.
     """
     config = dataclasses.replace(recipe.config, accumulate=1)
     whole = dataclasses.replace(recipe, config=config)
@@ -124,7 +125,7 @@ def gradient_bytes(recipe: Recipe, state: TrainState) -> dict[str, int]:
     for path, g in jax.tree_util.tree_flatten_with_path(grads, is_leaf=_is_low_rank)[0]:
         name, parts = _name(path), [g]
         if _is_low_rank(g):
-            first = g.basis is None and groups[name] not in counted
+            first = g.basis_name is None and groups[name] not in counted
             parts = [g.left, g.right] if first else [g.right]
             counted.add(groups[name])
         one_layer = config.in_backward and name.startswith("layers.")
@@ -148,7 +149,7 @@ def print_opening(
     explanation: actjax.Explanation,
     memory: StepMemory,
 ) -> None:
-    """Prints what is trained, what each site stores, and the memory of a step by category."""
+    """Prints the model, what each site stores, and the memory of a step by category."""
     config, model_config = recipe.config, recipe.model_config
     shapes = jax.eval_shape(lambda: Decoder(model_config, jax.random.key(0)))
     parameters = sum(leaf.size for leaf in jax.tree.leaves(shapes))
@@ -158,7 +159,7 @@ def print_opening(
         f"[bold]{config.title}[/bold]: {parameters / 1e6:,.1f} M parameters{share},"
         f" {model_config.num_layers} layers of {model_config.hidden_size},"
         f" method [bold]{config.method}[/bold],"
-        f" {config.batch_size} x {config.seq_len} tokens a step"
+        f" {config.batch_size} x {config.seq_len} tokens per step"
     )
     console.print(f"{config.method}: {recipe.method.summary}")
     console.print(explanation)
@@ -166,7 +167,7 @@ def print_opening(
 
 
 def memory_table(memory: StepMemory) -> Table:
-    """Returns the categories as a table in MiB."""
+    """Returns the categories as a table, in MiB."""
     table = Table(box=box.SIMPLE_HEAD, show_footer=True)
     table.add_column("memory of a step", "total")
     table.add_column("MiB", f"{memory.total / 2**20:,.1f}", justify="right")
@@ -177,5 +178,5 @@ def memory_table(memory: StepMemory) -> Table:
 
 
 def tree_bytes(tree: Any) -> int:
-    """Returns the bytes of all arrays of a tree."""
+    """Returns the bytes of all arrays of a pytree."""
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))

@@ -1,4 +1,4 @@
-"""What counts as a right answer, and what a text costs: rules without a model."""
+"""Rules of evaluation: right answers, accuracy, and the cost of a text."""
 
 import dataclasses
 import math
@@ -16,11 +16,11 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 @dataclasses.dataclass(frozen=True)
 class Accuracy:
-    """How many answers are right.
+    """The share of right answers.
 
     Attributes:
-      correct: answers that are.
-      total: all answers.
+      correct: number of right answers.
+      total: number of answers.
     """
 
     correct: int
@@ -28,12 +28,12 @@ class Accuracy:
 
     @property
     def value(self) -> float:
-        """Share of right answers; NaN of none."""
+        """Share of right answers; NaN without answers."""
         return self.correct / self.total if self.total else math.nan
 
     @property
     def standard_error(self) -> float:
-        """Standard error of the share as a mean over questions; NaN of fewer than two."""
+        """Standard error of the share as a mean over questions; NaN for fewer than two."""
         if self.total < 2:
             return math.nan
         return math.sqrt(self.value * (1 - self.value) / (self.total - 1))
@@ -41,11 +41,11 @@ class Accuracy:
 
 @dataclasses.dataclass(frozen=True)
 class TextCost:
-    """What it costs to predict a text. Costs of several texts add up.
+    """The cost of predicting a text. Costs of several texts can be added.
 
     Attributes:
-      nats: sum over tokens of the cross-entropy.
-      tokens: how many were predicted.
+      nats: sum of the cross-entropy over tokens.
+      tokens: number of predicted tokens.
       num_bytes: UTF-8 bytes of their text.
     """
 
@@ -60,29 +60,29 @@ class TextCost:
 
     @property
     def nats_per_token(self) -> float:
-        """Mean cross-entropy; NaN of no tokens."""
+        """Mean cross-entropy; NaN without tokens."""
         return self.nats / self.tokens if self.tokens else math.nan
 
     @property
     def perplexity(self) -> float:
-        """Its exponential."""
+        """Exponential of the mean cross-entropy."""
         return perplexity(self.nats_per_token)
 
     @property
     def bits_per_byte(self) -> float:
-        """What does not depend on the tokenizer; NaN of no bytes."""
+        """Bits per byte, which do not depend on the tokenizer; NaN without bytes."""
         return self.nats / math.log(2) / self.num_bytes if self.num_bytes else math.nan
 
 
 def exact_match(predictions: Sequence[Any], golds: Sequence[Any]) -> Accuracy:
-    """Returns how many predictions are what they should be. None is never right.
+    """Returns the accuracy of predictions. A prediction of None is wrong.
 
     Raises:
-      ValueError: there are more of one than of the other.
+      ValueError: different numbers of predictions and right answers.
     """
     if len(predictions) != len(golds):
         raise ValueError(
-            f"`predictions` are {len(predictions)} for {len(golds)} `golds`: give one each."
+            f"{len(predictions)} `predictions` for {len(golds)} `golds`: give as many of both."
         )
     pairs = zip(predictions, golds, strict=True)
     return Accuracy(sum(p is not None and p == gold for p, gold in pairs), len(golds))
@@ -91,8 +91,8 @@ def exact_match(predictions: Sequence[Any], golds: Sequence[Any]) -> Accuracy:
 def gsm8k_answer(text: str) -> str | None:
     """Returns the number after the first `####`, or None if there is none.
 
-    Without commas, `$` and trailing periods, and compared as text: GSM8K's own rule (Cobbe et al.,
-    "Training Verifiers to Solve Math Word Problems", 2021), by which 18.0 is not 18.
+    Commas, `$` and trailing periods are removed. Numbers are compared as text: by GSM8K's rule
+    (Cobbe et al., "Training Verifiers to Solve Math Word Problems", 2021) 18.0 is not 18.
     """
     found = _FINAL_NUMBER.search(text)
     if found is None:
@@ -101,10 +101,10 @@ def gsm8k_answer(text: str) -> str | None:
 
 
 def gsm8k_gold(answer: str) -> str:
-    """Returns the number that a solution ends in, or that is all of it.
+    """Returns the number at the end of a solution, or the number that is the whole solution.
 
     Raises:
-      ValueError: there is none.
+      ValueError: there is no number.
     """
     number = gsm8k_answer(answer if "####" in answer else f"#### {answer.strip()}")
     if number is None:
@@ -115,14 +115,13 @@ def gsm8k_gold(answer: str) -> str:
 def choice_letter(text: str, letters: str = "ABCDE") -> str | None:
     """Returns the letter that an answer chooses, or None.
 
-    The first that follows `answer is` or `answer:`, in capitals or not, if one does; else the first
-    that stands alone: a capital beside which there is no letter, digit, apostrophe, nor a hyphen
-    and then a letter. An `A` that a word in small letters follows, other than `is`, is an article
-    and no choice.
+    This is the first letter after `answer is` or `answer:`, in any case. Without one it is the
+    first capital that stands alone: not next to a letter, digit or apostrophe, nor before a hyphen
+    and a letter. An `A` before a lower-case word other than `is` is an article and not a choice.
 
     Args:
       text: the answer.
-      letters: which there are.
+      letters: the letters to choose from.
     """
     alone = rf"(?<![\w'’-])([{letters}])(?![\w'’]|-\w)"
     choice = re.compile(rf"(?!A\s+(?!is\b)[a-z]){alone}")
@@ -134,23 +133,23 @@ def choice_letter(text: str, letters: str = "ABCDE") -> str | None:
 
 
 def most_likely(log_likelihoods: Sequence[float], lengths: Sequence[int] | None = None) -> int:
-    """Returns the number of the likeliest option, the first of equals.
+    """Returns the number of the likeliest option; the first of equal ones.
 
     Args:
       log_likelihoods: of the options, in nats.
-      lengths: what each is divided by, so that long options are not worse for their length; None
-        for no such thing.
+      lengths: divisors of the log-likelihoods, so that long options are not at a disadvantage;
+        None divides by 1.
 
     Raises:
-      ValueError: no options, as many lengths as there are not options, or a length below 1.
+      ValueError: no options, another number of lengths than of options, or a length below 1.
     """
     if not log_likelihoods:
-        raise ValueError("`log_likelihoods` is empty: there must be at least one option.")
+        raise ValueError("`log_likelihoods` is empty: give at least one option.")
     lengths = [1] * len(log_likelihoods) if lengths is None else lengths
     if len(lengths) != len(log_likelihoods) or min(lengths) < 1:
         raise ValueError(
-            f"`lengths` must be {len(log_likelihoods)} numbers of at least 1, one for each option,"
-            f" got {list(lengths)}."
+            f"`lengths` must be {len(log_likelihoods)} numbers of at least 1, one per option, got"
+            f" {list(lengths)}."
         )
     scores = [x / length for x, length in zip(log_likelihoods, lengths, strict=True)]
     return max(range(len(scores)), key=scores.__getitem__)
@@ -161,11 +160,11 @@ def most_likely(log_likelihoods: Sequence[float], lengths: Sequence[int] | None 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What one can choose from.
+    """The options of a question.
 
     Attributes:
       texts: without labels.
-      gold: number of the right one.
+      gold: number of the right option.
     """
 
     texts: tuple[str, ...]
@@ -173,17 +172,17 @@ class Options:
 
     @property
     def letters(self) -> str:
-        """A letter for each."""
+        """The letters of the options."""
         return LETTERS[: len(self.texts)]
 
     @property
     def listed(self) -> str:
-        """One a line, each behind its letter."""
+        """The options with their letters, one per line."""
         pairs = zip(self.letters, self.texts, strict=True)
         return "\n".join(f"{letter}) {text}" for letter, text in pairs)
 
     def named(self, index: int) -> dict[str, str]:
-        """Returns one of them by the names that templates know."""
+        """Returns the texts of one option for templates."""
         return {"option": self.texts[index], "letter": self.letters[index]}
 
 
@@ -191,26 +190,25 @@ def read_options(given: Any, correct: Any) -> Options:
     """Returns the options of a question.
 
     Args:
-      given: a list of texts, whose labels, such as `A)`, are taken off if all have the right one;
-        or, as in ARC, a dict of lists, `text` and `label`.
-      correct: the label of the right one, its letter, its number from 0, or its text: the first of
-        these that fits.
+      given: a list of texts, whose labels, such as `A)`, are removed if all are in order; or, as in
+        ARC, a dict with lists `text` and `label`.
+      correct: the right option's label, letter, number from 0, or text; the first that fits.
 
     Raises:
-      ValueError: no options, or none that `correct` says.
+      ValueError: no options, or `correct` is none of them.
     """
     labels: list[str] = []
     if isinstance(given, Mapping):
         labels = [str(label) for label in given.get("label", ())]
         given = given.get("text")
     if not isinstance(given, list) or not 2 <= len(given) <= len(LETTERS):
-        raise ValueError(f"2 to {len(LETTERS)} options in a list are needed, got {given!r}.")
+        raise ValueError(f"expected a list of 2 to {len(LETTERS)} options, got {given!r}.")
     texts = _without_labels([str(option) for option in given])
     names = [labels, list(LETTERS[: len(texts)]), list(map(str, range(len(texts)))), texts]
     for known in names:
         if str(correct).strip() in known:
             return Options(tuple(texts), known.index(str(correct).strip()))
-    raise ValueError(f"the right option is {correct!r}, but there are: {', '.join(texts)}.")
+    raise ValueError(f"the right option is {correct!r}, but the options are: {', '.join(texts)}.")
 
 
 def _without_labels(options: list[str]) -> list[str]:

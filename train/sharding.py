@@ -1,4 +1,4 @@
-"""Where arrays live: fully sharded data parallelism over one axis of devices."""
+"""Sharding of arrays: fully sharded data parallelism over one axis of devices."""
 
 import math
 from collections.abc import Callable
@@ -12,7 +12,7 @@ AXES = ("fsdp",)
 
 
 def make_mesh(text: str) -> Mesh:
-    """Returns the mesh that `--mesh` describes, such as "fsdp=4"; one device if it is empty.
+    """Returns the mesh of a description such as "fsdp=4"; one device for an empty description.
 
     Raises:
       ValueError: a malformed description, an unknown axis, or more devices than there are.
@@ -22,8 +22,8 @@ def make_mesh(text: str) -> Mesh:
         axis, _, size = part.partition("=")
         if axis not in sizes or not size.isdigit() or int(size) < 1:
             raise ValueError(
-                f"`--mesh` {text!r}: {part!r} is no AXIS=SIZE with an axis of"
-                f" {', '.join(AXES)} and a size of at least 1, for example fsdp=4."
+                f"`--mesh` {text!r}: {part!r} is not AXIS=SIZE with axis {', '.join(AXES)} and a"
+                " size of at least 1, for example fsdp=4."
             )
         sizes[axis] = int(size)
     count, devices = math.prod(sizes.values()), jax.devices()
@@ -37,16 +37,16 @@ def make_mesh(text: str) -> Mesh:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of a batch [B, ...]: over sequences."""
+    """Returns the sharding of a batch [B, ...] over its sequences."""
     return NamedSharding(mesh, PartitionSpec("fsdp"))
 
 
 def state_shardings(state: Any, mesh: Mesh) -> Any:
     """Returns a sharding for each array of a training state (or of its shapes).
 
-    An array is cut along its largest axis that the devices divide; never along the axis that
-    layers are stacked on, since every device needs a slice of each layer. What no axis fits, such
-    as a scalar, is replicated.
+    An array is sharded along its largest axis whose size is a multiple of the number of devices,
+    but not along the axis of stacked layers: every device needs a slice of each layer. Arrays
+    without such an axis, such as scalars, are replicated.
     """
     return jax.tree_util.tree_map_with_path(_sharding_of(mesh), state)
 
@@ -66,5 +66,5 @@ def _sharding_of(mesh: Mesh) -> Callable[[tuple, Any], NamedSharding]:
 
 
 def entry_name(entry: Any) -> str:
-    """Returns the name in one entry of a pytree path, whatever kind of node it is in."""
+    """Returns the name in one entry of a pytree path, for every kind of node."""
     return str(getattr(entry, "name", getattr(entry, "key", "")))

@@ -1,8 +1,8 @@
 """Text to token ids and back: one small interface over `tokenizers` and `sentencepiece`.
 
-Special tokens never come from text: a document that mentions `<|endoftext|>` is encoded letter by
-letter, and only the caller puts `eos_id` and `bos_id` where they belong. What a chat template wrote
-is another matter: `encode_with_special` is for that.
+`encode` never makes special tokens of text: a document that contains `<|endoftext|>` is encoded
+letter by letter, and the caller adds `bos_id` and `eos_id`. `encode_with_special` is for the text
+of chat templates, which contains the names of special tokens.
 """
 
 import contextlib
@@ -35,27 +35,27 @@ ACCEPTED = (
     "one of these, or with vocab.json and merges.txt"
 )
 TRAINING_CHARS = 10_000_000
-"""Text that `default_tokenizer` trains on. On the standard library, three times as much makes the
-validation text about 1% shorter in tokens, and training three times as long."""
+"""Characters that `default_tokenizer` trains on. On the standard library, three times as many make
+the validation text about 1% shorter in tokens, and training takes three times as long."""
 _QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# `tokenizers` warns at each fork once its threads ran and this is unset. One document at a time
-# needs no threads; training turns them on for itself.
+# `tokenizers` warns at each fork after its threads ran, unless this is set. Encoding one document
+# at a time needs no threads; `train_bpe` turns them on.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer of the `tokenizers` library, such as byte-level BPE.
 
-    Byte-level BPE gives back any text exactly, unless its vocabulary normalises (Qwen's composes
+    Byte-level BPE restores any text exactly, unless it normalizes (Qwen's tokenizer composes
     Unicode by NFC).
     """
 
     def __init__(self, inner: tokenizers.Tokenizer, *, eos: str, bos: str | None = None) -> None:
-        inner.encode_special_tokens = True  # As text, that is.
+        inner.encode_special_tokens = True  # As text, despite the name.
         inner.no_truncation()
         inner.no_padding()
         vocabulary = inner.get_vocab(with_added_tokens=True)
@@ -73,7 +73,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @functools.cached_property
     def _with_special(self) -> tokenizers.Tokenizer:
-        # A copy: to change the setting for a call would change it for other threads.
+        # A copy, since changing the setting would change it for other threads.
         inner = copy.deepcopy(self._inner)
         inner.encode_special_tokens = False
         return inner
@@ -91,8 +91,8 @@ class HuggingFaceTokenizer(Tokenizer):
 class SentencePieceTokenizer(Tokenizer):
     """A tokenizer of the `sentencepiece` library, such as Llama 2's.
 
-    It gives back a text exactly where its model neither normalises nor lacks characters. Llama 2's
-    does not: it falls back to bytes.
+    It restores a text exactly if its model neither normalizes nor lacks characters. Llama 2's model
+    does neither: it falls back to bytes.
     """
 
     def __init__(self, model: bytes) -> None:
@@ -102,7 +102,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.bos_id = self._inner.bos_id() if self._inner.bos_id() >= 0 else None
         self.eos_id = self._inner.eos_id()
         self.bos_token = None if self.bos_id is None else self._inner.id_to_piece(self.bos_id)
-        # Without one it is refused where it is loaded.
+        # `load_tokenizer` refuses a model without one.
         self.eos_token = "" if self.eos_id < 0 else self._inner.id_to_piece(self.eos_id)
         self.fingerprint = _sha256(model)
 
@@ -110,7 +110,7 @@ class SentencePieceTokenizer(Tokenizer):
         return self._inner.encode(text, out_type=int)
 
     def encode_with_special(self, text: str) -> list[int]:
-        # What is between two of them is encoded as a text of its own, as Llama 2's own code does.
+        # The parts between special tokens are encoded one by one, as in Llama 2's code.
         ids = []
         for part in self._special_pattern.split(text):
             index = self._special.get(part)
@@ -137,12 +137,12 @@ class SentencePieceTokenizer(Tokenizer):
 def load_tokenizer(path: pathlib.Path | str) -> Tokenizer:
     """Reads a tokenizer: tokenizer.json, a sentencepiece .model, llama2.c's .bin, or their folder.
 
-    A folder may instead hold `vocab.json` and `merges.txt`, the latter with or without its
-    `#version` line. A `tokenizer_config.json` next to the file says which tokens begin and end a
-    document; without one, the usual names are looked for.
+    A folder may instead have `vocab.json` and `merges.txt`, the latter with or without its
+    `#version` line. A `tokenizer_config.json` next to the file names the tokens that begin and end
+    a document; without it, the usual names are tried.
 
     Raises:
-      FileNotFoundError: nothing is there, or nothing of these kinds.
+      FileNotFoundError: the path does not exist, or the folder has no tokenizer.
       ValueError: a file is damaged, or no token ends a document.
     """
     path = pathlib.Path(path).expanduser()
@@ -160,18 +160,18 @@ def load_tokenizer(path: pathlib.Path | str) -> Tokenizer:
         return _with_special_tokens(tokenizers.Tokenizer.from_file(str(path)), path.parent)
     except ValueError as error:
         raise ValueError(f"`--tokenizer` is '{path}': {error}") from error
-    except Exception as error:  # `tokenizers` raises no narrower class.
+    except Exception as error:  # `tokenizers` raises only `Exception`.
         raise ValueError(
-            f"`--tokenizer` is '{path}': it cannot be read ({error}). It may be cut off, or of "
+            f"`--tokenizer` is '{path}': it cannot be read ({error}). It may be truncated or of "
             f"another kind. Give {ACCEPTED}."
         ) from error
 
 
 def tokenizer_of(checkpoint: pathlib.Path, given: pathlib.Path | None) -> Tokenizer:
-    """Returns the tokenizer that was asked for, or that of the checkpoint.
+    """Returns the given tokenizer, or the tokenizer of the checkpoint if none is given.
 
     Raises:
-      ValueError: none was named for a file that holds none.
+      ValueError: the checkpoint has no tokenizer, or it is damaged.
       OSError: a file that cannot be read.
     """
     if given is not None:
@@ -187,13 +187,13 @@ def tokenizer_of(checkpoint: pathlib.Path, given: pathlib.Path | None) -> Tokeni
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Returns byte-level BPE trained on `texts`, whose only special token ends a document.
+    """Returns byte-level BPE trained on `texts`. Its only special token ends a document.
 
-    The same texts give the same merges. The vocabulary is smaller than `vocab_size` where the texts
-    run out of pairs to merge.
+    The same texts give the same merges. The vocabulary is smaller than `vocab_size` if the texts
+    have too few pairs to merge.
 
     Raises:
-      ValueError: `vocab_size` has no room for the 256 bytes and the special token.
+      ValueError: `vocab_size` is too small for the 256 bytes and the special token.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     if vocab_size < len(alphabet) + 1:
@@ -216,9 +216,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 def default_tokenizer(corpus: Corpus, vocab_size: int, data_dir: pathlib.Path) -> Tokenizer:
     """Returns BPE trained on the corpus, from `data_dir` if it was trained before.
 
-    It sees documents of the train split alone, evenly spread, about `TRAINING_CHARS` characters
-    of them. The copy in `data_dir` belongs to this corpus and vocabulary size, and appears there
-    whole.
+    It is trained on evenly spaced documents of the train split, about `TRAINING_CHARS` characters.
+    The copy in `data_dir` belongs to this corpus and vocabulary size, and is written atomically.
     """
     final = data_dir / "tokenizers" / f"bpe-{vocab_size}-{corpus.fingerprint[:16]}"
     if not final.exists():
@@ -226,19 +225,19 @@ def default_tokenizer(corpus: Corpus, vocab_size: int, data_dir: pathlib.Path) -
         final.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=final.parent, prefix=".training-") as scratch:
             trained.save(pathlib.Path(scratch, "tokenizer"))
-            with contextlib.suppress(OSError):  # Another process put the same there meanwhile.
+            with contextlib.suppress(OSError):  # Another process was faster.
                 os.rename(pathlib.Path(scratch, "tokenizer"), final)
     return load_tokenizer(final)
 
 
 def _sample(texts: RandomAccess[str]) -> Iterator[str]:
-    """Yields documents at even distances, about `TRAINING_CHARS` characters or all there is."""
+    """Yields evenly spaced documents of about `TRAINING_CHARS` characters, or all documents."""
     probe = [len(texts[i]) for i in range(0, len(texts), -(-len(texts) // 100))]
     expected = len(texts) * sum(probe) / len(probe)
     step = max(1, math.ceil(expected / TRAINING_CHARS))
     seen = 0
     for index in range(0, len(texts), step):
-        if seen >= TRAINING_CHARS:  # The documents probed were short ones.
+        if seen >= TRAINING_CHARS:  # The probed documents were short.
             return
         text = texts[index]
         seen += len(text)
@@ -268,7 +267,7 @@ def _file_in(directory: pathlib.Path) -> pathlib.Path:
         if (directory / name).exists():
             return directory / name
     there = ", ".join(sorted(p.name for p in directory.iterdir())) or "nothing"
-    raise FileNotFoundError(f"`--tokenizer` is '{directory}': it holds {there}. Give {ACCEPTED}.")
+    raise FileNotFoundError(f"`--tokenizer` is '{directory}': it has {there}. Give {ACCEPTED}.")
 
 
 def _load_sentencepiece(path: pathlib.Path) -> Tokenizer:
@@ -295,7 +294,7 @@ def _load_vocab_and_merges(directory: pathlib.Path) -> Tokenizer:
 
 
 def _read_merges(path: pathlib.Path) -> list[tuple[str, str]]:
-    """Returns the pairs in `path`, in order; a first line `#version...` is not one of them."""
+    """Returns the pairs in `path`, in order, without a first line `#version...`."""
     pairs = []
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if line and not (number == 1 and line.startswith("#version")):
@@ -307,7 +306,7 @@ def _read_merges(path: pathlib.Path) -> list[tuple[str, str]]:
 
 
 def _add_tokens(inner: tokenizers.Tokenizer, added: dict[str, Any]) -> None:
-    """Adds the tokens of a `tokenizer_config.json`; each must get the id that it is listed by."""
+    """Adds the tokens of a `tokenizer_config.json`. Each must get its listed id."""
     for index, token in sorted(added.items(), key=lambda item: int(item[0])):
         options = ("single_word", "lstrip", "rstrip", "normalized", "special")
         wanted = {name: token[name] for name in options if name in token}
@@ -323,12 +322,12 @@ def _add_tokens(inner: tokenizers.Tokenizer, added: dict[str, Any]) -> None:
 def _with_special_tokens(inner: tokenizers.Tokenizer, directory: pathlib.Path) -> Tokenizer:
     config = _read_config(directory)
     eos = _token(config, "eos_token") or _first(inner, KNOWN_EOS)
-    # A configuration without bos_token means that there is none, as with Qwen.
+    # A configuration without bos_token, such as Qwen's, means that there is no such token.
     bos = _token(config, "bos_token") if config else _first(inner, KNOWN_BOS)
     if eos is None:
         raise ValueError(
             f"no token ends a document: none of {', '.join(KNOWN_EOS)} is in its vocabulary. Name "
-            "one as eos_token in a tokenizer_config.json next to it."
+            "the token as eos_token in a tokenizer_config.json next to it."
         )
     for name, token in (("eos_token", eos), ("bos_token", bos)):
         if token is not None and inner.token_to_id(token) is None:

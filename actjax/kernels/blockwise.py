@@ -1,18 +1,17 @@
-"""Arrays in 8 bits, in blocks with a scale each: what optimizer states are between steps.
+"""Arrays in 8 bits, in blocks with a scale each: how optimizer states are stored between steps.
 
-Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2022): 256 levels that lie densest,
-in proportion, over seven orders of magnitude. The map here is a closed form (no table, no search):
-level `i` has the p bits below its leading one for a fraction, and p for a decade.
+Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2022): 256 levels, spaced by
+decades, which resolve small values relative to their size over seven orders of magnitude. The map
+here has a closed form, without a table or a search: the bits of level `i` below its leading one are
+the fraction within a decade, and their number selects the decade.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-
-Map = Literal["dynamic", "linear"]
 
 
 @jax.tree_util.register_dataclass
@@ -21,47 +20,46 @@ class Blockwise:
     """An array in 8 bits, in blocks along its last axis.
 
     Attributes:
-      codes: of the shape of the array, so that it is sharded and sliced alike; int8, or uint8 if
-        there are no negative values.
+      codes: levels, in the shape of the array, so that they are sharded and sliced like it; int8,
+        or uint8 for an array without negative values.
       scales: largest magnitude of each block, [..., blocks], float32.
-      dtype: of the array. Static.
+      dtype: dtype of the array. Static.
       block: values in a block; the last block of a row may be shorter. Static.
-      levels: "dynamic" or "linear". Static.
     """
 
     codes: Any
     scales: Any
     dtype: Any = dataclasses.field(metadata={"static": True})
     block: int = dataclasses.field(metadata={"static": True})
-    levels: Map = dataclasses.field(metadata={"static": True})
 
     def decode(self) -> jax.Array:
         """Returns the array."""
         unsigned = self.codes.dtype == jnp.uint8
         index = self.codes.astype(jnp.float32)
-        unit = jnp.sign(index) * _LEVELS[self.levels][1](jnp.abs(index), unsigned)
+        unit = jnp.sign(index) * dynamic_level(jnp.abs(index), unsigned)
         return (unit * self._spread(self.scales, unit.shape)).astype(self.dtype)
 
     def encode(self, x: jax.Array) -> "Blockwise":
         """Returns another array of the same shape in the same form.
 
-        Error of the dynamic map: half the distance between two levels, which is 0.70% of the
-        largest magnitude of the block (0.35% if unsigned) in the top decade; in each decade below
-        a fifth of that above. In an unsigned array what is negative becomes zero, and what is
-        positive never does: a second moment of zero would divide the first by nothing.
+        Error: half the distance between two levels. In the top decade this is 0.70% of the largest
+        magnitude of the block (0.35% if unsigned), and in each decade below a fifth of the decade
+        above. In an unsigned array a negative value becomes zero, and a positive value never does:
+        a second moment of zero would divide the first moment by `eps` alone.
         """
         unsigned = self.codes.dtype == jnp.uint8
         x = x.astype(jnp.float32)
         scales = self._largest(jnp.abs(x))
         divisor = self._spread(jnp.where(scales > 0, scales, 1), x.shape)
-        index = _LEVELS[self.levels][0](jnp.abs(x) / divisor, unsigned)
-        if unsigned and self.levels == "dynamic":
+        index = dynamic_index(jnp.abs(x) / divisor, unsigned)
+        if unsigned:
             index = jnp.where(x > 0, jnp.maximum(index, 1), index)
         signs = (x > 0).astype(index.dtype) if unsigned else jnp.sign(x)
         codes = (signs * index).astype(self.codes.dtype)
         return dataclasses.replace(self, codes=codes, scales=scales)
 
     def _largest(self, x: jax.Array) -> jax.Array:
+        """Returns the largest value of each block, [..., blocks]."""
         blocks = -(-x.shape[-1] // self.block)
         padding = blocks * self.block - x.shape[-1]
         if padding:
@@ -73,35 +71,41 @@ class Blockwise:
         return jnp.repeat(scales, self.block, axis=-1)[..., : shape[-1]]
 
 
-def blockwise_zeros(
-    shape: Sequence[int], dtype: Any, *, unsigned: bool, block: int = 256, levels: Map = "dynamic"
-) -> Blockwise:
-    """Returns zeros of a shape in 8 bits; `.encode(x)` brings an array into that form.
+def is_blockwise(x: Any) -> bool:
+    """Returns whether `x` is a `Blockwise`: for `is_leaf` of `jax.tree` functions."""
+    return isinstance(x, Blockwise)
 
-    Storage: a byte a value, and 4 bytes a block. A block ends with its row, so narrow arrays have
-    small ones.
+
+def blockwise_zeros(
+    shape: Sequence[int], dtype: Any, *, unsigned: bool, block: int = 256
+) -> Blockwise:
+    """Returns zeros of a shape in 8 bits; `.encode(x)` brings an array into this form.
+
+    Storage: one byte per value and 4 bytes per block. No block crosses the end of a row, so narrow
+    arrays have small blocks.
     """
     block = min(block, shape[-1])
     codes = jnp.zeros(shape, jnp.uint8 if unsigned else jnp.int8)
     scales = jnp.zeros((*shape[:-1], -(-shape[-1] // block)), jnp.float32)
-    return Blockwise(codes, scales, jnp.dtype(dtype), block, levels)
+    return Blockwise(codes, scales, jnp.dtype(dtype), block)
 
 
 def dynamic_index(size: jax.Array, unsigned: bool) -> jax.Array:
     """Returns the nearest level of magnitudes in [0, 1].
 
     Level `2^p + j`, `0 <= j < 2^p`, is `10^(p - top) (0.1 + 0.9 (j + 1) / 2^p)`: each decade has
-    twice as many levels as the one below, the last 64 or 128. Level 0 is 0, the highest is 1.
+    twice as many levels as the decade below, the top decade 64 or 128. Level 0 is 0, the highest
+    level is 1.
     """
     top = decades(unsigned)
-    # What is further below the last decade than this is nearest to 0 all the same.
+    # A magnitude below this is nearest to 0 anyway; the clamp keeps the logarithm finite.
     size = jnp.maximum(size, 10 ** -(top + 2))
     decade = jnp.clip(jnp.floor(-jnp.log10(size)), 0, top)
     levels = jnp.exp2(top - decade)
     fraction = (size * jnp.power(10.0, decade) - 0.1) / 0.9
-    # At the foot of a decade this rounds to -1: the highest level of the decade below.
+    # At the lower end of a decade this rounds to -1: the highest level of the decade below.
     index = levels + jnp.round(fraction * levels - 1)
-    # The only level of the last decade is its head, and below that comes 0.
+    # The lowest decade has one level, at its upper end; below it only 0 remains.
     index = jnp.where(decade == top, jnp.round(size * 10**top), index)
     return jnp.minimum(index, 2 * jnp.exp2(top) - 1)
 
@@ -115,19 +119,5 @@ def dynamic_level(index: jax.Array, unsigned: bool) -> jax.Array:
 
 
 def decades(unsigned: bool) -> float:
-    """Returns the number of decades below the first: one more where no bit is a sign's."""
+    """Returns the number of decades below the top one: one more if no bit holds a sign."""
     return 7.0 if unsigned else 6.0
-
-
-def _linear_index(size: jax.Array, unsigned: bool) -> jax.Array:
-    return jnp.round(size * (255 if unsigned else 127))
-
-
-def _linear_level(index: jax.Array, unsigned: bool) -> jax.Array:
-    return index / (255 if unsigned else 127)
-
-
-_LEVELS: dict[str, tuple[Callable, Callable]] = {
-    "dynamic": (dynamic_index, dynamic_level),
-    "linear": (_linear_index, _linear_level),
-}

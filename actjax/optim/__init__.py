@@ -1,4 +1,4 @@
-"""Optimizers whose states stay small, and whose updates never exist for all weights at once."""
+"""Optimizers with small states, and updates that never exist for all weights at once."""
 
 from actjax.kernels.blockwise import Blockwise as Blockwise
 from actjax.optim.adam_8bit import scale_by_adam_8bit as scale_by_adam_8bit
@@ -11,9 +11,10 @@ from actjax.optim.in_backward import InBackward as InBackward
 from actjax.optim.in_backward import InBackwardState as InBackwardState
 from actjax.optim.in_backward import in_backward as in_backward
 from actjax.optim.layers import LayerwiseState as LayerwiseState
+from actjax.optim.moments import Moments as Moments
 from actjax.optim.projections import Side as Side
-from actjax.optim.subspace import Moments as Moments
 from actjax.optim.subspace import Source as Source
+from actjax.optim.subspace import Subspace as Subspace
 from actjax.optim.subspace import SubspaceState as SubspaceState
 from actjax.optim.subspace import SubspaceTransformation as SubspaceTransformation
 from actjax.optim.subspace import subspace as subspace

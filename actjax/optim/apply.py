@@ -1,8 +1,8 @@
-"""Updating stacked weights in place, a layer at a time.
+"""Updates of stacked weights in place, one layer at a time.
 
-`optax.apply_updates(params, tx.update(grads, state, params))` makes an update as large as the
-model, and writes new weights and moments while the old are still read. Here a loop takes one layer
-out of donated stacks, updates it and writes it back: what exists beside the stacks is one layer.
+`optax.apply_updates(params, tx.update(grads, state, params))` creates an update as large as the
+model, and writes new weights and moments while the old ones are still read. Here a loop takes one
+layer out of donated stacks, updates it and writes it back, so that only one layer exists twice.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from actjax.optim.layers import (
     square_norm,
     take,
 )
-from actjax.optim.subspace import SubspaceState, SubspaceTransformation
+from actjax.optim.subspace import Subspace, SubspaceState, SubspaceTransformation
 
 
 def init(
@@ -35,43 +35,47 @@ def init(
     *,
     layers: Callable[[Any], Any] = layers_of,
 ) -> LayerwiseState:
-    """Returns the state of `tx` for `apply`: one of its own for each layer, and one for the rest.
+    """Returns the state of `tx` for `apply`: one for each layer, and one for the rest.
 
     Args:
-      tx: any optax transform that takes each array by itself: see `apply`.
+      tx: an optax transform that treats each array separately: see `apply`.
       params: the parameters.
       layers: from the parameters to the subtree whose arrays have a leading axis of layers; by
         default the attribute or entry `layers`.
 
     Raises:
-      TypeError: `tx` is no transform, or `layers` no function.
-      ValueError: the arrays of the layers do not share their leading axis; a `subspace` is within
-        another transform, or has a basis for a weight of the layers and another one.
+      TypeError: `tx` is not a transform, or `layers` is not a function.
+      ValueError: the arrays of the layers do not share their leading axis; a `subspace` is inside
+        another transform, or has an input group with weights inside and outside the layers.
     """
     check_transform("tx", tx)
     check_callable("layers", layers)
     stacked, rest = split(params, layers)
     count = count_layers(stacked)
     if isinstance(tx, SubspaceTransformation):
-        # Layers draw from keys of their own: random bases of all layers would else be one.
-        tx.check_groups(params)
-        key = jax.random.key(tx.seed)
-        keys = jax.random.split(key, count)
-        drawn = jax.lax.map(lambda layer: tx.init_from(*layer), (stacked, keys))
-        state = LayerwiseState(drawn, tx.init_from(rest, key))
-        if shared := sorted(set(drawn.bases) & set(state.rest.bases)):
-            raise ValueError(
-                f"`groups` of subspace has {shared} for weights of the layers, each of which has a"
-                " basis of its own, and for others: name these differently."
-            )
-        return state
+        tx.subspace.check_groups(params)
+        return _init_subspace(tx.subspace, stacked, rest, count)
     state = LayerwiseState(jax.vmap(tx.init)(stacked), tx.init(rest))
     is_subspace = lambda x: isinstance(x, SubspaceState)  # noqa: E731
     if any(map(is_subspace, jax.tree.leaves(state, is_leaf=is_subspace))):
         raise ValueError(
-            "`tx` has a subspace within another transform, out of which it could not be refreshed:"
-            " pass what comes before it as its `inner`, such as subspace(eight_bit(adam), rank),"
-            " and what comes after as its `outer`."
+            "`tx` has a subspace inside another transform, where `apply` cannot refresh it: pass"
+            " the transforms before it as its `inner`, such as subspace(eight_bit(adam), rank), and"
+            " those after it as its `outer`."
+        )
+    return state
+
+
+def _init_subspace(subspace: Subspace, stacked: Any, rest: Any, count: int) -> LayerwiseState:
+    # A separate key for each layer: otherwise all layers would get the same random bases.
+    key = jax.random.key(subspace.seed)
+    keys = jax.random.split(key, count)
+    of_layers = jax.lax.map(lambda layer: subspace.init_from(*layer), (stacked, keys))
+    state = LayerwiseState(of_layers, subspace.init_from(rest, key))
+    if shared := sorted(set(state.layers.bases) & set(state.rest.bases)):
+        raise ValueError(
+            f"input groups {shared} in `groups` of subspace have weights inside and outside the"
+            " layers, but each layer has a separate basis: use different names."
         )
     return state
 
@@ -86,13 +90,13 @@ def apply(
     refresh: bool | jax.Array = False,
     with_norm: bool = False,
 ) -> Any:
-    """Updates parameters and state with a gradient, stacked layers one after the other, in place.
+    """Updates parameters and state with a gradient, one stacked layer after the other, in place.
 
-    What `optax.apply_updates(params, tx.update(grads, state, params)[0])` does for each layer by
-    itself and for the rest, without an update or a second copy of all weights. Donate `state` and
-    `params` to the jitted function around it, and let that take and return them in the same order:
-    JAX gives donated buffers to results of the same shape one after the other, and where the first
-    moment got the buffer of a weight, all would be copied.
+    It computes `optax.apply_updates(params, tx.update(grads, state, params)[0])` for each layer
+    separately and for the rest, without an update or a second copy of all weights. Donate `state`
+    and `params` to the jitted function around it, which must take and return them in the same
+    order: JAX assigns donated buffers to results of the same shape in this order, and everything
+    would be copied if a first moment got the buffer of a weight.
 
         @functools.partial(jax.jit, donate_argnums=(0, 1))
         def step(params, state, batch):
@@ -100,29 +104,31 @@ def apply(
             params, state = actjax.optim.apply(tx, grads, state, params)
             return params, state, loss
 
-    `LowRank` gradients are multiplied out a layer at a time (Wei et al., 2026, section 4, strategy
-    (i)), but for `actjax.optim.subspace`, which takes the factors (strategy (ii)).
+    On several devices, place `params` and `state` on a mesh, or set it with `jax.set_mesh`. If the
+    mesh is named only in `in_shardings` of `jax.jit`, all weights and states are gathered whole.
+
+    `LowRank` gradients are multiplied out one layer at a time (Wei et al., 2026, section 4,
+    strategy (i)); `actjax.optim.subspace` takes the factors (strategy (ii)).
 
     Args:
-      tx: an optax transform. One that looks at several arrays at once, such as
-        `optax.clip_by_global_norm`, sees one layer: clip with `actjax.clip_by_global_norm` before.
-        A mask that is a function is given one layer, or what is in none. Not one that wants more
-        than gradients and parameters, such as the value of the loss.
-      grads: gradient, in the structure of `params`, with `LowRank` where weights are factored.
-      state: what `actjax.optim.init(tx, params)` returned, or the last `apply`.
+      tx: an optax transform. A transform that reads several arrays at once, such as
+        `optax.clip_by_global_norm`, gets one layer: clip with `actjax.clip_by_global_norm` before.
+        A mask that is a function gets one layer, or the rest. Transforms that need more than
+        gradients and parameters, such as the value of the loss, are not supported.
+      grads: gradient, in the structure of `params`, with `LowRank` for factored gradients.
+      state: what `actjax.optim.init(tx, params)` or the last `apply` returned.
       params: the parameters.
       layers: as for `init`.
-      refresh: for a `subspace`, whether new bases are taken from this gradient, before it is
-        applied: static, under `jax.jit`. An array [layers] of bool refreshes some layers only, and
-        not the rest.
-      with_norm: also return the norm of what was added to the parameters.
+      refresh: for a `subspace`, whether to take new bases from this gradient before it is applied:
+        static under `jax.jit`. An array [layers] of bool refreshes these layers, and not the rest.
+      with_norm: whether to also return the norm of what was added to the parameters.
 
     Returns:
-      The new parameters and state; the norm, float32, if asked for.
+      The new parameters and state, and the norm, float32, if `with_norm`.
 
     Raises:
-      ValueError: a gradient or state of another structure or shape than the parameters, or
-        `refresh` for a transform that has none.
+      ValueError: a gradient or state whose structure or shapes do not fit the parameters, or
+        `refresh` for a transform other than `subspace`.
     """
     check_state(tx, state, params, layers)
     stacked, rest = split(params, layers)
@@ -152,17 +158,17 @@ def redraw(
     layers: Callable[[Any], Any] = layers_of,
     due: jax.Array | None = None,
 ) -> LayerwiseState:
-    """Returns the state with other random bases; for a `subspace` whose `source` is "random".
+    """Returns the state with new random bases, for a `subspace` whose `source` is "random".
 
     Args:
       tx: the transform.
       state: what `init` or `apply` returned.
       params: the parameters.
       layers: as for `init`.
-      due: which layers, [layers] of bool, and not the rest; everything if None.
+      due: which layers, [layers] of bool, get new bases, and not the rest; everything if None.
 
     Raises:
-      ValueError: a state of another structure or shape, or bases that are not random.
+      ValueError: a state whose structure or shapes do not fit, or a source other than "random".
     """
     check_state(tx, state, params, layers)
     stacked, rest = split(params, layers)
@@ -184,9 +190,9 @@ def redraw(
 def check_state(
     tx: optax.GradientTransformation, state: Any, params: Any, layers: Callable[[Any], Any]
 ) -> None:
-    """Raises a `ValueError` unless a state has the arrays that `init` makes, of their shapes.
+    """Raises a `ValueError` unless a state has the arrays that `init` makes, with their shapes.
 
-    Layers are taken out of stacks by their number, and one that is not there is no error of JAX's.
+    Layers are indexed in stacks, and JAX raises no error for an index out of range.
     """
     expected = _shapes(jax.eval_shape(lambda p: init(tx, p, layers=layers), params))
     got = _shapes(state)
@@ -194,12 +200,12 @@ def check_state(
         return
     differing = [name for name in {**expected, **got} if got.get(name) != expected.get(name)]
     shown = "".join(
-        f" `{name}` is {got.get(name, 'not there')}, expected {expected.get(name, 'nothing')}."
+        f" `{name}` is {got.get(name, 'missing')}, expected {expected.get(name, 'nothing')}."
         for name in differing[:1]
     )
     raise ValueError(
-        "`state` must be what `actjax.optim.init(tx, params)` returned for this transform and these"
-        f" parameters, or the last `apply`: got {type(state).__name__}.{shown}"
+        "`state` must be what `actjax.optim.init(tx, params)` or the last `apply` returned for this"
+        f" transform and these parameters: got {type(state).__name__}.{shown}"
     )
 
 
@@ -211,10 +217,11 @@ def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
 def refresh_by_layer(
     tx: optax.GradientTransformation, refresh: Any, count: int
 ) -> tuple[bool, jax.Array | None]:
-    """Returns whether all is refreshed and, if only some layers may be, which: [count] of bool.
+    """Returns whether everything is refreshed, and, if only some layers may be, which: [count].
 
     Raises:
-      ValueError: `refresh` is neither, or `tx` has nothing to refresh.
+      ValueError: `refresh` is neither a bool nor an array of bool for the layers, or `tx` is not a
+        `subspace`.
     """
     if isinstance(refresh, bool | np.bool_):
         whole, due = bool(refresh), None
@@ -234,11 +241,18 @@ def refresh_by_layer(
 def update_one(
     tx: optax.GradientTransformation, grads: Any, state: Any, params: Any, refresh: Any
 ) -> tuple[Any, Any, jax.Array]:
-    """Updates one tree: returns parameters, state and the squared norm of what was added."""
+    """Updates one tree: returns parameters, state and the squared norm of what was added.
+
+    Args:
+      tx: the transform.
+      grads: gradient, with `LowRank` for factored gradients.
+      state: state of the transform for this tree.
+      params: the parameters.
+      refresh: whether to take new bases first; a bool, or a scalar array for one of several layers.
+    """
     if not isinstance(tx, SubspaceTransformation):
         grads = densify(grads)
     elif isinstance(refresh, jax.Array):
-        # One layer of several: which, is known when the step runs.
         state = jax.lax.cond(refresh, lambda: tx.refresh(grads, state, params), lambda: state)
     elif refresh:
         state = tx.refresh(grads, state, params)

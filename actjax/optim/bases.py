@@ -1,7 +1,8 @@
 """Bases for a subspace of the gradient: random, or the leading singular vectors of gradients.
 
-Of factored gradients by QR of their thin factor and eigenvectors of a small matrix; of dense ones
-by a randomised range finder (Halko et al., 2011). No decomposition of a dense matrix.
+For factored gradients these come from QR of their thin factor and the eigenvectors of a small
+matrix, and for dense gradients from a randomized range finder (Halko et al., 2011). No dense matrix
+is decomposed.
 """
 
 from typing import Any
@@ -14,43 +15,43 @@ from actjax._math.precision import accumulation_dtype, matmul
 from actjax.low_rank import is_low_rank
 
 OVERSAMPLING = 8
-"""Extra columns of the range finder (Halko et al., section 4.2, advise 5 to 10)."""
+"""Extra columns of the range finder (Halko et al., section 4.2, recommend 5 to 10)."""
 POWER_ITERATIONS = 2
-"""Enough for gradients, whose singular values fall slowly (Halko et al., section 4.5)."""
+"""Enough for gradients, whose singular values decay slowly (Halko et al., section 4.5)."""
 
 
 def random_basis(key: jax.Array, shape: tuple[int, ...], orthonormal: bool = False) -> jax.Array:
-    """Returns `N(0, 1/k)`, [..., d, k], as CompAct draws it; or an orthonormal basis of its range.
+    """Returns `N(0, 1/k)`, [..., d, k], as in CompAct, or an orthonormal basis of its range.
 
     Args:
       key: a PRNG key.
       shape: (..., d, k).
-      orthonormal: whether columns are.
+      orthonormal: whether the columns are orthonormal.
     """
     normal = jax.random.normal(key, shape, jnp.float32)
     return householder_basis(normal) if orthonormal else normal / shape[-1] ** 0.5
 
 
-def leading_basis(gradients: list[Any], rank: int, key: jax.Array, group: str) -> jax.Array:
-    """Returns the leading left singular vectors, [..., d, rank], of the gradients side by side.
+def leading_basis(gradients: list[Any], rank: int, key: jax.Array, name: str) -> jax.Array:
+    """Returns the leading left singular vectors, [..., d, rank], of gradients side by side.
 
-    Orthonormal even if the gradients have a lower rank, or are zero.
+    The result is orthonormal even if the gradients have a lower rank or are zero.
 
     Args:
-      gradients: dense, [..., d, n], or `LowRank`; those of one input share their left factor.
+      gradients: dense, [..., d, n], or `LowRank`; gradients of one input share their left factor.
       rank: k.
-      key: of the sketch of dense gradients.
-      group: name of the basis, for messages.
+      key: key of the sketch of dense gradients.
+      name: name of the basis, for messages.
 
     Raises:
       ValueError: factored gradients of a rank below `rank`.
     """
     lefts = list({id(g.left): g.left for g in gradients if is_low_rank(g)}.values())
-    if len([g for g in gradients if is_low_rank(g)]) == len(gradients):
+    if all(map(is_low_rank, gradients)):
         thin = jnp.concatenate(lefts, axis=-1)
         if thin.shape[-1] < rank:
             raise ValueError(
-                f"a basis of rank {rank} for `{group}` cannot be taken from gradients of rank"
+                f"a basis of rank {rank} for `{name}` cannot be taken from gradients of rank"
                 f" {thin.shape[-1]}: use a codec of rank {rank} or more in a refresh step."
             )
     else:
@@ -61,7 +62,7 @@ def leading_basis(gradients: list[Any], rank: int, key: jax.Array, group: str) -
     q = householder_basis(thin.astype(wide))
     core = _unit(jnp.concatenate([_in_columns(q, g) for g in gradients], axis=-1))
     vectors = for_each_matrix(_eigenvectors, matmul(core, core.mT))
-    # Eigenvalues ascend.
+    # `eigh` returns eigenvalues in ascending order.
     return matmul(q, vectors[..., ::-1][..., :rank])
 
 
@@ -70,7 +71,7 @@ def _eigenvectors(gram: jax.Array) -> jax.Array:
 
 
 def _unit(matrix: jax.Array) -> jax.Array:
-    """Returns a matrix over its largest entry, so that squares are finite."""
+    """Returns a matrix divided by its largest magnitude, so that squares are finite."""
     matrix = matrix.astype(accumulation_dtype(matrix.dtype))
     largest = jnp.max(jnp.abs(matrix), axis=(-2, -1), keepdims=True)
     return matrix / jnp.where(largest > 0, largest, 1)

@@ -1,8 +1,8 @@
-"""Parameters as a stack of layers and the rest, and an optimizer state for each layer.
+"""Parameters split into stacked layers and the rest, with an optimizer state for each layer.
 
-A transform that runs on one layer at a time sees a tree of the structure of the whole, with `None`
-in the place of what is not its part: paths stay what they were, and a mask that is a function of
-the parameters is called with such a part.
+A transform that runs on one layer at a time gets a tree with the structure of all parameters and
+`None` in the place of the others. So paths stay the same, and a mask that is a function of the
+parameters is called with such a tree.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,11 +17,11 @@ from actjax.low_rank import LowRank, is_low_rank
 
 
 class LayerwiseState(NamedTuple):
-    """State of a transform that is applied a layer at a time.
+    """State of a transform that is applied one layer at a time.
 
     Attributes:
-      layers: that of the layers, a leading axis of layers on every array, counters included.
-      rest: that of all other parameters.
+      layers: states of the layers; every array, counters included, has a leading axis of layers.
+      rest: state of all other parameters.
     """
 
     layers: Any
@@ -29,10 +29,10 @@ class LayerwiseState(NamedTuple):
 
 
 def layers_of(params: Any) -> Any:
-    """Returns the stacked layers of `params`: its attribute or its entry `layers`.
+    """Returns the stacked layers of `params`: its attribute or entry `layers`.
 
     Raises:
-      ValueError: it has neither, or holds a tree for each layer and no stack.
+      ValueError: it has neither, or it holds one tree for each layer instead of a stack.
     """
     if isinstance(params, Mapping) and "layers" in params:
         found = params["layers"]
@@ -45,7 +45,7 @@ def layers_of(params: Any) -> Any:
         )
     if _is_list_of_trees(found):
         raise ValueError(
-            f"`layers` of {type(params).__name__} holds {len(found)} trees, one a layer: stack"
+            f"`layers` of {type(params).__name__} holds {len(found)} trees, one per layer: stack"
             " them, `jax.tree.map(lambda *x: jnp.stack(x), *layers)`, and run them by lax.scan."
         )
     return found
@@ -62,15 +62,15 @@ def _is_list_of_trees(tree: Any) -> bool:
 def split(
     tree: Any, layers: Callable[[Any], Any], leaves: list[Any] | None = None
 ) -> tuple[Any, Any]:
-    """Returns a tree of parameters as (layers, rest), `None` in the place of what is not there.
+    """Returns the layers and the rest of a tree of parameters, each with `None` for the other part.
 
     Args:
       tree: the parameters.
       layers: from the parameters to the subtree of stacked layers.
-      leaves: what to fill in instead of the arrays of `tree`, in their order.
+      leaves: leaves to use instead of those of `tree`, in their order.
     """
-    own, treedef = jax.tree.flatten(tree)
-    leaves = own if leaves is None else leaves
+    arrays, treedef = jax.tree.flatten(tree)
+    leaves = arrays if leaves is None else leaves
     stacked = set(jax.tree.leaves(layers(jax.tree.unflatten(treedef, range(len(leaves))))))
     return (
         jax.tree.unflatten(treedef, [x if i in stacked else None for i, x in enumerate(leaves)]),
@@ -79,10 +79,10 @@ def split(
 
 
 def split_gradient(gradient: Any, params: Any, layers: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """Splits a gradient, whose leaves may be `LowRank`, as `split` does the parameters.
+    """Splits a gradient, whose leaves may be `LowRank`, as `split` splits the parameters.
 
     Raises:
-      ValueError: its structure, or the shape of one of its arrays, is not that of the parameters.
+      ValueError: its structure, or the shape of one of its arrays, differs from the parameters.
     """
     leaves, treedef = jax.tree.flatten(gradient, is_leaf=is_low_rank)
     expected = jax.tree.structure(params)
@@ -108,41 +108,41 @@ def merge(stacked: Any, rest: Any, params: Any) -> Any:
 
 
 def _leaves_with_holes(tree: Any, params: Any) -> list[Any]:
-    """Returns the leaves of a tree with `None`s, which count, in the order of `params`."""
+    """Returns the leaves of a tree, in the order of `params`, with `None` where `split` put it."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: x is None)
-    # A parameter that is `None` in its own right, such as an absent bias, is no leaf of `params`.
-    own = jax.tree.leaves(params, is_leaf=lambda x: x is None)
-    return [leaf for leaf, mine in zip(leaves, own, strict=True) if mine is not None]
+    # A parameter that is `None`, such as an absent bias, is not a leaf of `params`.
+    expected = jax.tree.leaves(params, is_leaf=lambda x: x is None)
+    return [leaf for leaf, weight in zip(leaves, expected, strict=True) if weight is not None]
 
 
 def count_layers(stacked: Any) -> int:
     """Returns the length of the leading axis that all arrays of `stacked` share.
 
     Raises:
-      ValueError: there are none, or they differ.
+      ValueError: there are no arrays, or their lengths differ.
     """
     lengths = {x.shape[0] if x.ndim else "a scalar's" for x in jax.tree.leaves(stacked)}
     count = next(iter(lengths), None)
     if len(lengths) != 1 or not isinstance(count, int) or count < 1:
         raise ValueError(
-            "the arrays of `layers` must share their leading axis, that of the layers, and there"
-            f" must be one at least: lengths are {', '.join(sorted(map(str, lengths))) or 'none'}."
+            "the arrays of `layers` must share a leading axis of one or more layers: lengths are"
+            f" {', '.join(sorted(map(str, lengths))) or 'none'}."
         )
     return count
 
 
 def take(tree: Any, i: jax.typing.ArrayLike) -> Any:
-    """Returns layer `i` of a tree of stacked arrays. What is one array before is one after."""
+    """Returns layer `i` of a tree of stacked arrays. An array in two places is sliced once."""
     stacks = {id(x): x for x in jax.tree.leaves(tree)}
-    away = {name: x for name, x in stacks.items() if _is_on_host(x)}
-    near = {name: x for name, x in stacks.items() if name not in away}
-    slices = jax.lax.platform_dependent(near, i, cpu=_slice_apart, default=_slice)
-    slices |= _slice(away, i)
+    on_host = {name: x for name, x in stacks.items() if _is_on_host(x)}
+    on_device = {name: x for name, x in stacks.items() if name not in on_host}
+    slices = jax.lax.platform_dependent(on_device, i, cpu=_slice_apart, default=_slice)
+    slices |= _slice(on_host, i)
     return jax.tree.map(lambda x: slices[id(x)], tree)
 
 
 def _is_on_host(x: Any) -> bool:
-    """Returns whether an array was put into the memory of the host within a program."""
+    """Returns whether a program moved an array to the memory of the host."""
     return getattr(jax.typeof(x), "memory_space", None) == jax.memory.Space.Host
 
 
@@ -151,10 +151,10 @@ def _slice(stacks: Any, i: jax.typing.ArrayLike) -> Any:
 
 
 def _slice_apart(stacks: Any, i: jax.Array) -> Any:
-    """As `_slice`, in a computation of its own, out of which no slice is fused into its readers.
+    """Like `_slice`, in a separate computation, so that no slice is fused into its readers.
 
-    XLA for CPUs else reads the stack once for each of them, some after `put` has written the layer,
-    and to keep what they read copies the whole stack for every layer.
+    Otherwise XLA for CPUs reads the stack once for each reader, some of them after `put` has
+    written the layer, and copies the whole stack for every layer to preserve what they read.
     """
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), stacks)
     return jax.lax.cond(i >= 0, lambda: _slice(stacks, i), lambda: zeros)
@@ -165,18 +165,19 @@ def put(tree: Any, layer: Any, i: jax.typing.ArrayLike) -> Any:
 
     def write(stack: jax.Array, y: jax.Array) -> jax.Array:
         written = jax.lax.dynamic_update_index_in_dim(stack, y.astype(stack.dtype), i, 0)
-        return written if _is_sharded(stack) else row_major(written)
+        return written if _is_partitioned(stack) else row_major(written)
 
     return jax.tree.map(write, tree, layer)
 
 
-def _is_sharded(x: Any) -> bool:
-    """Returns whether the program that `x` is in may be partitioned over several devices.
+def _is_partitioned(x: Any) -> bool:
+    """Returns whether the program may be partitioned over several devices.
 
-    XLA's partitioner replicates the operand of a layout constraint, so that every device would
-    gather each stack whole, once for each layer. On one device the constraint saves copies of the
-    stacks. A mesh is visible here if `x` was placed on it before the call, or if it was set with
-    `jax.set_mesh`; a mesh that only `in_shardings` of `jax.jit` name is not.
+    XLA's partitioner replicates the operand of a layout constraint: each device would gather each
+    stack whole, once for each layer. On one device the constraint avoids copies of the stacks.
+
+    A mesh is visible here if `x` was placed on it before the call, or if `jax.set_mesh` set it. A
+    mesh that is named only in `in_shardings` of `jax.jit` is not visible.
     """
     return max(jax.typeof(x).sharding.mesh.size, jax.sharding.get_abstract_mesh().size) > 1
 

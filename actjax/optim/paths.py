@@ -1,4 +1,4 @@
-"""Whose an array in an optax state is: which field of the state, and which parameter."""
+"""The field of an optax state, and the parameter, that an array belongs to."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -16,15 +16,15 @@ def map_state(
 ) -> Any:
     """Maps `fun(fields, weight, array)` over the arrays of a state.
 
-    A part of a state that has the structure of the parameters has an array for each of them.
-    Elsewhere, as behind a mask, an array belongs to the parameter that its path ends in.
+    A part of a state with the structure of the parameters has one array for each of them.
+    Elsewhere, as in a masked transform, an array belongs to the parameter that its path ends with.
 
     Args:
-      fun: from the fields of the state that lead to an array, such as ["0", "mu"], the path of its
-        parameter, None if it has none, and the array to another array.
+      fun: returns another array, given the fields of the state that lead to an array, such as
+        ["0", "mu"], the path of its parameter (None if it has none), and the array.
       state: an optax state.
       params: the parameters, or their shapes.
-      is_leaf: what else in the state counts as an array.
+      is_leaf: which nodes of the state count as arrays too.
     """
     structure, weights = jax.tree.structure(params), list(named_leaves(params))
 
@@ -44,14 +44,14 @@ def map_state(
 
 
 def split_path(name: str, weights: Iterable[str]) -> tuple[list[str], str | None]:
-    """Splits the path of an array in a state, such as "0.mu.layers.q", at that of its parameter.
+    """Splits the path of an array in a state, such as "0.mu.layers.q", before its parameter's path.
 
     Args:
       name: the path.
       weights: paths of the parameters.
 
     Returns:
-      The fields of the state, here ["0", "mu"], and the parameter; None if it belongs to none.
+      The fields of the state, here ["0", "mu"], and the parameter, or None if there is none.
     """
     ends = [weight for weight in weights if name == weight or name.endswith(f".{weight}")]
     weight = max(ends, key=len, default=None)

@@ -1,53 +1,53 @@
 """Optimizer states in a subspace of the gradient: GaLore, CompAct, and Wei et al.'s "Ours+".
 
 GaLore (Zhao et al., 2024, Algorithm 2) projects a gradient `G` [d, n] to `R = Pᵀ G`, runs Adam on
-`R` and adds `α P N` to the weight. With `P` on the input side, `R = (x P)ᵀ dz`: the subspace of the
-optimizer is that in which the activation is stored, and `actjax.value_and_grad(..., bases=...)`
-returns `R` without a dense gradient and without further error. A random `P` makes it CompAct
-(Shamshoum et al., 2025), one from factored gradients Wei et al. (2026), section 4, strategy (ii).
+`R` and adds `α P N` to the weight. With `P` on the input side, `R = (x P)ᵀ dz`: the optimizer and
+the stored activation use the same subspace, and `actjax.value_and_grad(..., bases=...)` returns `R`
+without a dense gradient and without further error. A random `P` gives CompAct (Shamshoum et al.,
+2025). A basis taken from factored gradients gives strategy (ii) of Wei et al. (2026), section 4.
 
-What it changes: a new basis is taken from the factored gradient of a refresh step, by QR of a thin
-and eigenvectors of a small matrix; of a dense gradient, by a randomised range finder (Halko et al.,
-2011). No singular value decomposition of a dense matrix anywhere.
+Unlike GaLore, a refresh decomposes no dense matrix (`actjax.optim.bases`).
 """
 
-import functools
+import dataclasses
 import math
 import numbers
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from actjax._core.paths import named_leaves, path_name
-from actjax._math.precision import accumulation_dtype, matmul
+from actjax._math.precision import accumulation_dtype
 from actjax.codecs.base import check_positive_integer
 from actjax.low_rank import is_low_rank
 from actjax.optim.bases import leading_basis, random_basis
 from actjax.optim.checks import check_transform
-from actjax.optim.eight_bit import SECOND_MOMENTS, is_blockwise
 from actjax.optim.layers import LayerwiseState
-from actjax.optim.paths import map_state
+from actjax.optim.moments import Moments, move_moments
 from actjax.optim.projections import Projection, Side, plan_projections, projected_zeros
 from actjax.transforms.taps import Bases
 
-Moments = Literal["keep", "reset", "rotate"]
 Source = Literal["gradient", "random"]
 
 
-class SubspaceState(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SubspaceState:
     """State of `subspace`.
 
     Attributes:
-      step: updates done, int32.
-      key: words of the key that random bases and sketches are drawn from.
-      bases: from the name of a group of weights to its basis, [..., d, k] or, on the output side,
+      step: number of updates taken, int32.
+      key: key data (`jax.random.key_data`) of the key for random bases and sketches.
+      bases: from the name of an input group to its basis, [..., d, k] or, on the output side,
         [..., n, k].
       inner: state of the inner transform, on projected gradients.
       outer: state of the outer transform.
+      must_refresh: whether `update` raises an error until `refresh` is called, as in the state that
+        `tx.init` returns. Static, so a checkpoint does not contain it.
     """
 
     step: Any
@@ -55,29 +55,249 @@ class SubspaceState(NamedTuple):
     bases: dict[str, Any]
     inner: Any
     outer: Any
+    must_refresh: bool = dataclasses.field(default=False, metadata={"static": True})
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Subspace:
+    """Settings and functions of an optimizer in a subspace, made by `subspace`.
+
+    Attributes:
+      inner: transform of projected gradients.
+      outer: transform of full-space updates.
+      rank: k.
+      gap: steps between two refreshes.
+      scale: α.
+      moments: what a refresh does to the moments of `inner`.
+      source: where bases come from.
+      side: which side of a weight is projected.
+      groups: from the path of a projected weight to the name of its input group.
+      bits: what `x P` is stored in.
+      seed: seed of random bases and sketches.
+    """
+
+    inner: optax.GradientTransformation
+    outer: optax.GradientTransformationExtraArgs
+    rank: int
+    gap: int
+    scale: float
+    moments: Moments
+    source: Source
+    side: Side
+    groups: Mapping[str, str] | None
+    bits: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        for name, smallest in (("rank", 1), ("gap", 1), ("seed", 0)):
+            check_positive_integer("subspace", name, getattr(self, name), minimum=smallest)
+        if not isinstance(self.scale, numbers.Real) or not 0 < self.scale < math.inf:
+            raise ValueError(
+                f"`scale` of subspace must be a finite number above 0, got {self.scale!r}."
+            )
+        if self.groups is not None and not (
+            isinstance(self.groups, Mapping)
+            and all(isinstance(name, str) for name in self.groups.values())
+        ):
+            raise TypeError(
+                "`groups` of subspace must map paths of weights to names of input groups, as"
+                f" actjax.input_groups returns them, got {self.groups!r}."
+            )
+        for name, known in (("moments", Moments), ("source", Source), ("side", Side)):
+            if (value := getattr(self, name)) not in get_args(known):
+                raise ValueError(
+                    f"`{name}` of subspace must be one of {get_args(known)}: {value!r}."
+                )
+        Bases({}, self.bits)  # Raises an error for unknown bits.
+
+    def init(self, params: Any) -> SubspaceState:
+        """Returns the first state of the plain optax transform, which `refresh` must complete."""
+        self.check_groups(params)
+        state = self.init_from(params, jax.random.key(self.seed))
+        return dataclasses.replace(state, must_refresh=True)
+
+    def init_from(self, params: Any, key: jax.Array) -> SubspaceState:
+        """Returns the first state of a part of the parameters, such as one layer.
+
+        Its caller, `actjax.optim.init`, also runs the refreshes, so `update` takes it as it is.
+
+        Args:
+          params: the part, in the structure of all parameters.
+          key: key of its random bases and sketches.
+        """
+        projections = self._plan(params)
+        bases = {}
+        for path, leaf in _by_path(params).items():
+            p = projections.get(path)
+            if p is None or p.basis_name in bases:
+                continue
+            drawn = _fold_name(key, p.basis_name)
+            shape = (*leaf.shape[:-2], p.size(leaf), self.rank)
+            # Orthonormal if it is only a placeholder until the first gradient.
+            basis = random_basis(drawn, shape, orthonormal=self.source == "gradient")
+            bases[p.basis_name] = basis.astype(leaf.dtype)
+        small = _map_by_path(
+            lambda path, w: projected_zeros(w, projections.get(path), self.rank), params
+        )
+        step, words = jnp.zeros((), jnp.int32), jax.random.key_data(key)
+        return SubspaceState(step, words, bases, self.inner.init(small), self.outer.init(params))
+
+    def check_groups(self, params: Any) -> None:
+        """Raises a `ValueError` if `groups` names a weight that is not in the parameters."""
+        unknown = sorted(set(self.groups or ()) - set(_by_path(params)))
+        if unknown:
+            raise ValueError(
+                f"`groups` of subspace names {unknown}, but the parameters are:"
+                f" {', '.join(_by_path(params))}."
+            )
+
+    def update(
+        self, updates: Any, state: SubspaceState, params: Any = None, **extra: Any
+    ) -> tuple[Any, SubspaceState]:
+        """Returns full-space updates and the next state, as the `update` of an optax transform.
+
+        Raises:
+          ValueError: a state from `tx.init` that was never refreshed.
+        """
+        if state.must_refresh:
+            raise ValueError(_never_refreshed(self))
+        projections = self._plan(updates)
+
+        def project(path: str, g: Any) -> Any:
+            p = projections.get(path)
+            if p is None:
+                g = g.dense() if is_low_rank(g) else g
+                return g.astype(accumulation_dtype(g.dtype))
+            return p.project(g, state.bases[p.basis_name])
+
+        def project_back(path: str, n: jax.Array) -> jax.Array:
+            p = projections.get(path)
+            return n if p is None else self.scale * p.project_back(n, state.bases[p.basis_name])
+
+        small, inner = self._update_inner(_map_by_path(project, updates), state.inner)
+        full = _map_by_path(project_back, small)
+        full, outer = self.outer.update(full, state.outer, params, **extra)
+        return full, dataclasses.replace(state, step=state.step + 1, inner=inner, outer=outer)
+
+    def _update_inner(self, projected: Any, state: Any) -> tuple[Any, Any]:
+        try:
+            return self.inner.update(projected, state)
+        except (TypeError, ValueError) as error:
+            if "params" in str(error):
+                error.add_note(
+                    "`inner` of subspace gets projected gradients and no parameters: a transform"
+                    " that reads parameters, such as weight decay, belongs in `outer`."
+                )
+            raise
+
+    def refresh(self, grads: Any, state: SubspaceState, params: Any) -> SubspaceState:
+        """Returns the state with new bases.
+
+        Args:
+          grads: gradient of a refresh step, `LowRank` of rank k or more, or dense; None if `source`
+            is "random".
+          state: the state before.
+          params: the parameters, or their shapes.
+
+        Raises:
+          ValueError: no gradient where `source` is "gradient", or one where it is "random"; a
+            gradient in the old bases, or of a rank below k.
+        """
+        if (grads is None) != (self.source == "random"):
+            raise ValueError(
+                "random bases are drawn before the gradient is taken: use"
+                " `state = actjax.optim.redraw(tx, state, params)`."
+                if self.source == "random"
+                else "`grads` of refresh is None: new bases are taken from the gradient."
+            )
+        projections = self._plan(params)
+        key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step + 1)
+        if self.source == "random":
+            new = {
+                name: random_basis(_fold_name(key, name), old.shape).astype(old.dtype)
+                for name, old in state.bases.items()
+            }
+        else:
+            new = self._leading_bases(grads, state.bases, projections, key)
+        changed = {
+            path: (p, state.bases[p.basis_name], new[p.basis_name])
+            for path, p in projections.items()
+        }
+        inner = move_moments(self.moments, state.inner, params, changed)
+        return dataclasses.replace(state, bases=new, inner=inner, must_refresh=False)
+
+    def _leading_bases(
+        self, grads: Any, old: dict[str, Any], projections: dict[str, Projection], key: jax.Array
+    ) -> dict[str, Any]:
+        """Returns the leading singular vectors of the gradients of each input group."""
+        members: dict[str, list[Any]] = {}
+        for path, g in _by_path(grads).items():
+            if is_low_rank(g) and g.basis_name is not None:
+                raise ValueError(
+                    f"the gradient of `{path}` was taken in the basis that is to be replaced: take"
+                    " the gradient of a refresh step without `bases`."
+                )
+            if (p := projections.get(path)) is not None:
+                members.setdefault(p.basis_name, []).append(g if p.on_input else g.mT)
+        new = {}
+        for name, basis in old.items():
+            found = leading_basis(members[name], self.rank, _fold_name(key, name), name)
+            found = found.astype(basis.dtype)
+            # The caller may skip the step of a non-finite gradient: its basis must not stay.
+            finite = jnp.all(jnp.isfinite(found), axis=(-2, -1), keepdims=True)
+            new[name] = jnp.where(finite, found, basis)
+        return new
+
+    def bases(self, state: Any) -> Bases:
+        """Returns the bases that linear inputs are stored in: none unless `side` is "input".
+
+        Args:
+          state: what `init`, `refresh`, `actjax.optim.init` or `actjax.optim.apply` returned.
+        """
+        if self.side != "input":
+            return Bases({}, self.bits)
+        if isinstance(state, LayerwiseState):
+            return Bases({**state.layers.bases, **state.rest.bases}, self.bits)
+        if not isinstance(state, SubspaceState):
+            raise TypeError(
+                "`state` must be what `tx.init` or `actjax.optim.init` returned; for an"
+                f" InBackwardState pass `state.optimizer`: got {type(state).__name__}."
+            )
+        return Bases(dict(state.bases), self.bits)
+
+    def _plan(self, params: Any) -> dict[str, Projection]:
+        return plan_projections(params, rank=self.rank, side=self.side, groups=self.groups)
 
 
 class SubspaceTransformation(optax.GradientTransformationExtraArgs):
-    """An optax transform with what a changing subspace needs besides.
+    """The optax transform of a `Subspace`, whose methods `init` and `update` are.
 
-    Attributes:
-      refresh: `refresh(grads, state, params)` returns the state with new bases.
-      bases: `bases(state)` returns them for `actjax.value_and_grad`.
-      init_from: `init_from(params, key)` is `init` of a part of the parameters, with a key of its
-        own.
-      check_groups: `check_groups(params)` raises if `groups` names what is no parameter.
-      gap: steps between two refreshes.
-      seed: of random bases and sketches.
-      source: where bases come from.
+    `optax.chain` and other wrappers return a transform without the attributes below: keep the
+    `SubspaceTransformation` to call `refresh` and `bases` on its part of their state.
     """
 
-    refresh: Callable[..., SubspaceState]
-    bases: Callable[[Any], Bases]
-    init_from: Callable[[Any, jax.Array], SubspaceState]
-    check_groups: Callable[[Any], None]
-    gap: int
-    seed: int
-    source: Source
+    @property
+    def subspace(self) -> Subspace:
+        """Settings and functions."""
+        return cast(Subspace, cast(Any, self.init).__self__)
+
+    @property
+    def gap(self) -> int:
+        """Steps between two refreshes."""
+        return self.subspace.gap
+
+    @property
+    def source(self) -> Source:
+        """Where bases come from."""
+        return self.subspace.source
+
+    def refresh(self, grads: Any, state: SubspaceState, params: Any) -> SubspaceState:
+        """Returns the state with new bases: see `Subspace.refresh`."""
+        return self.subspace.refresh(grads, state, params)
+
+    def bases(self, state: Any) -> Bases:
+        """Returns the bases for `actjax.value_and_grad`: see `Subspace.bases`."""
+        return self.subspace.bases(state)
 
 
 def subspace(
@@ -96,227 +316,92 @@ def subspace(
 ) -> SubspaceTransformation:
     """Runs `inner` on gradients projected to a subspace of rank `rank`.
 
-    The projected weights get the update `scale · P N`, where `N` is what `inner` makes of `Pᵀ G`;
-    other parameters get what `inner` makes of their gradient. Updates are dense, so `outer` acts in
-    full space: that is where weight decay and the learning rate belong. To hold no dense update of
-    all weights at once, use `actjax.optim.apply`.
+    The projected weights get the update `scale · P N`, where `N` is the output of `inner` for
+    `Pᵀ G`. Other parameters get the output of `inner` for their gradient. Updates are dense, so
+    `outer` acts in full space: weight decay and the learning rate belong there. To avoid a dense
+    update of all weights at once, use `actjax.optim.apply`.
 
-    Every `gap` steps, the first included, in a jitted function of its own, so that the hot one has
-    no room for it; with a codec of rank k at least, for new bases to be taken from its factors:
+    A refresh step takes new bases. Make every `gap`-th step one, the first included, in its own
+    jitted function, so that the ordinary step reserves no memory for it. Its codec needs rank k or
+    more, because the new bases are taken from the factors of the gradient:
+
+        state = actjax.optim.init(tx, params)
 
         loss, grads = actjax.value_and_grad(fun)(params, ...)
         params, state = actjax.optim.apply(tx, grads, state, params, refresh=True)
 
-    and in between, where `groups` are those of `actjax.input_groups(fun, params, ...)`:
+    In an ordinary step, with `groups` from `actjax.input_groups(fun, params, ...)`:
 
         loss, grads = actjax.value_and_grad(fun, bases=tx.bases(state))(params, ...)
         params, state = actjax.optim.apply(tx, grads, state, params)
 
-    Or, with random bases, `state = actjax.optim.redraw(tx, state, params)` before an ordinary step.
+    For random bases, a refresh step is an ordinary step after
+    `state = actjax.optim.redraw(tx, state, params)`.
+
+    As a plain optax transform, nothing refreshes the bases on its own: `update` raises an error for
+    the state of `tx.init` until `state = tx.refresh(grads, state, params)` has been called. Call it
+    before the first update, and again every `gap` steps.
 
     Args:
       inner: a transform of gradients alone, such as `optax.scale_by_adam()`, or
-        `eight_bit(optax.scale_by_adam())`. It sees float32 (or float64) arrays, [..., k, n] for
+        `eight_bit(optax.scale_by_adam())`. It gets float32 (or float64) arrays, [..., k, n] for
         weights that are projected on the input side, and no parameters.
       rank: k.
-      gap: steps between two refreshes (GaLore's T). Whoever runs the steps calls `refresh`.
+      gap: steps between two refreshes (GaLore's T). The training loop runs the refresh steps.
       scale: α.
-      moments: what a refresh does to the moments of `inner`: "keep" them as they are (GaLore),
-        "reset" them to zero, or "rotate" them to the new basis: `P_newᵀ P_old m`, and the same with
-        squared entries for second moments, which is exact for uncorrelated coordinates.
-      source: where bases come from: the "gradient" of a refresh step, its leading singular vectors
-        on that side; or "random", `N(0, 1/k)` from the seed, another at each refresh (CompAct).
+      moments: what a refresh does to the moments of `inner`: "keep" leaves them unchanged (GaLore),
+        "reset" sets them to zero, and "rotate" maps them to the new basis: first moments by
+        `P_newᵀ P_old`, second moments by the squared entries of this matrix, which is exact for
+        uncorrelated coordinates.
+      source: "gradient" takes the leading singular vectors of the gradient of a refresh step, on
+        the projected side; "random" draws `N(0, 1/k)` from the seed anew at each refresh (CompAct).
       side: which side of a weight [d, n] is projected. "input" shares a basis among the weights of
-        one input, and is the side that activations can be stored in; "smaller" is GaLore's.
-      groups: which weights are projected, by path, and the name of the basis of each: what
-        `actjax.input_groups` returns, for inputs to be stored in them. None: every array of two
-        axes that `init` sees, each on its own, for gradients that are dense.
+        an input group, and activations can be stored in it; "smaller" is GaLore's choice.
+      groups: from the path of each projected weight to the name of its input group, as
+        `actjax.input_groups` returns it. None projects every array with two axes that `init` gets,
+        each in its own basis, for dense gradients.
       outer: a transform of the full-space updates, such as
         `optax.chain(optax.add_decayed_weights(0.1), optax.scale_by_learning_rate(1e-3))`.
       bits: what `x P` is stored in under `actjax.value_and_grad`: 16 for the dtype of `x`, or 8.
-      seed: of random bases and sketches.
+      seed: seed of random bases and sketches.
 
     Raises:
-      TypeError: `inner` or `outer` is no transform, or `groups` no mapping of names.
-      ValueError: an argument out of range; at `init`, a rank above a projected dimension, a name of
-        `groups` that is no parameter, or weights of different rows in one group; at a refresh, a
-        gradient that was taken in the bases that are to be replaced.
+      TypeError: `inner` or `outer` is not a transform, or `groups` is not a mapping to names.
+      ValueError: an argument out of range; at `init`, a rank above a projected dimension, a name in
+        `groups` that is not a parameter, or weights with different numbers of rows in one input
+        group; at `refresh`, a gradient taken in the bases that are to be replaced; at `update`, a
+        state of `tx.init` that was never refreshed.
     """
     check_transform("inner", inner)
     if outer is not None:
         check_transform("outer", outer)
-    check_positive_integer("subspace", "rank", rank)
-    check_positive_integer("subspace", "gap", gap)
-    check_positive_integer("subspace", "seed", seed, minimum=0)
-    if not isinstance(scale, numbers.Real) or not 0 < scale < math.inf:
-        raise ValueError(f"`scale` of subspace must be a finite number above 0, got {scale!r}.")
-    if groups is not None and not (
-        isinstance(groups, Mapping) and all(isinstance(name, str) for name in groups.values())
-    ):
-        raise TypeError(
-            "`groups` of subspace must map paths of weights to names of bases, as"
-            f" actjax.input_groups returns them, got {groups!r}."
-        )
-    for name, value, known in (
-        ("moments", moments, Moments),
-        ("source", source, Source),
-        ("side", side, Side),
-    ):
-        if value not in get_args(known):
-            raise ValueError(f"`{name}` of subspace must be one of {get_args(known)}: {value!r}.")
-    Bases({}, bits)  # Refuses bits that there are not.
-    after = optax.with_extra_args_support(outer or optax.identity())
-    plan = functools.partial(plan_projections, rank=rank, side=side, groups=groups)
-
-    def init_from(params: Any, key: jax.Array) -> SubspaceState:
-        projections = plan(params)
-        bases = {}
-        for path, leaf in _by_path(params).items():
-            if (p := projections.get(path)) is not None and p.group not in bases:
-                shape, drawn = (*leaf.shape[:-2], p.size(leaf), rank), _fold_name(key, p.group)
-                # Orthonormal where it only waits for the first gradient.
-                basis = random_basis(drawn, shape, orthonormal=source == "gradient")
-                bases[p.group] = basis.astype(leaf.dtype)
-        small = _map_by_path(
-            lambda path, w: projected_zeros(w, projections.get(path), rank), params
-        )
-        step = jnp.zeros((), jnp.int32)
-        words = jax.random.key_data(key)
-        return SubspaceState(step, words, bases, inner.init(small), after.init(params))
-
-    def init(params: Any) -> SubspaceState:
-        check_groups(params)
-        return init_from(params, jax.random.key(seed))
-
-    def check_groups(params: Any) -> None:
-        unknown = sorted(set(groups or ()) - set(_by_path(params)))
-        if unknown:
-            raise ValueError(
-                f"`groups` of subspace names {unknown}, but the parameters are:"
-                f" {', '.join(_by_path(params))}."
-            )
-
-    def update(
-        updates: Any, state: SubspaceState, params: Any = None, **extra: Any
-    ) -> tuple[Any, SubspaceState]:
-        projections = plan(updates)
-
-        def project(path: str, g: Any) -> Any:
-            p = projections.get(path)
-            if p is None:
-                g = g.dense() if is_low_rank(g) else g
-                return g.astype(accumulation_dtype(g.dtype))
-            return p.project(g, state.bases[p.group])
-
-        def project_back(path: str, n: jax.Array) -> jax.Array:
-            p = projections.get(path)
-            return n if p is None else scale * p.project_back(n, state.bases[p.group])
-
-        try:
-            small, inner_state = inner.update(_map_by_path(project, updates), state.inner)
-        except (TypeError, ValueError) as error:
-            if "params" in str(error):
-                error.add_note(
-                    "`inner` of subspace sees projected gradients and no parameters: what reads"
-                    " these, such as weight decay, belongs in `outer`."
-                )
-            raise
-        full, outer_state = after.update(
-            _map_by_path(project_back, small), state.outer, params, **extra
-        )
-        state = state._replace(step=state.step + 1, inner=inner_state, outer=outer_state)
-        return full, state
-
-    def refresh(grads: Any, state: SubspaceState, params: Any) -> SubspaceState:
-        """Returns the state with new bases.
-
-        Args:
-          grads: gradient of a refresh step, `LowRank` of rank k at least, or dense; None if
-            `source` is "random".
-          state: the state before.
-          params: the parameters, or their shapes.
-        """
-        projections = plan(params)
-        if (grads is None) != (source == "random"):
-            raise ValueError(
-                "random bases are drawn before the gradient is taken: use"
-                " `state = actjax.optim.redraw(tx, state, params)`."
-                if source == "random"
-                else "`grads` of refresh is None: new bases are taken from the gradient."
-            )
-        key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step + 1)
-        members: dict[str, list[Any]] = {}
-        for path, g in _by_path(grads).items():
-            if is_low_rank(g) and g.basis is not None:
-                raise ValueError(
-                    f"the gradient of `{path}` was taken in the basis that is to be replaced: take"
-                    " that of a refresh step without `bases`."
-                )
-            if (p := projections.get(path)) is not None:
-                members.setdefault(p.group, []).append(g if p.on_input else g.mT)
-        new = {}
-        for group, old in state.bases.items():
-            drawn = _fold_name(key, group)
-            if source == "random":
-                new[group] = random_basis(drawn, old.shape).astype(old.dtype)
-            else:
-                found = leading_basis(members[group], rank, drawn, group).astype(old.dtype)
-                # A gradient that is no number must not outlive its step, which may be skipped.
-                finite = jnp.all(jnp.isfinite(found), axis=(-2, -1), keepdims=True)
-                new[group] = jnp.where(finite, found, old)
-        changed = {}
-        for path, p in projections.items():
-            changed[path] = (p, state.bases[p.group], new[p.group])
-        moved = _move_moments(moments, state.inner, params, changed)
-        return state._replace(bases=new, inner=moved)
-
-    def bases(state: Any) -> Bases:
-        """Returns what linear inputs are to be stored in: nothing unless `side` is "input"."""
-        if side != "input":
-            return Bases({}, bits)
-        if isinstance(state, LayerwiseState):
-            return Bases({**state.layers.bases, **state.rest.bases}, bits)
-        if not isinstance(state, SubspaceState):
-            raise TypeError(
-                "`state` must be what `tx.init` or `actjax.optim.init` returned; of an"
-                f" InBackwardState it is `state.optimizer`: got {type(state).__name__}."
-            )
-        return Bases(dict(state.bases), bits)
-
-    transformation = SubspaceTransformation(init, cast(Any, update))
-    transformation.refresh, transformation.bases = refresh, bases
-    transformation.init_from, transformation.check_groups = init_from, check_groups
-    transformation.gap, transformation.seed, transformation.source = gap, seed, source
-    return transformation
+    settings = Subspace(
+        inner=inner,
+        outer=optax.with_extra_args_support(outer or optax.identity()),
+        rank=rank,
+        gap=gap,
+        scale=scale,
+        moments=moments,
+        source=source,
+        side=side,
+        groups=groups,
+        bits=bits,
+        seed=seed,
+    )
+    return SubspaceTransformation(cast(Any, settings.init), cast(Any, settings.update))
 
 
-def _move_moments(
-    policy: Moments,
-    state: Any,
-    params: Any,
-    changed: dict[str, tuple[Projection, jax.Array, jax.Array]],
-) -> Any:
-    """Brings the moments of projected weights to their new basis, as `policy` says."""
-    if policy == "keep":
-        return state
-
-    def move(fields: list[str], weight: str | None, leaf: Any) -> Any:
-        if weight not in changed:
-            return leaf
-        projection, old, new = changed[weight]
-        moment = leaf.decode() if is_blockwise(leaf) else leaf
-        if policy == "reset":
-            moved = jnp.zeros_like(moment)
-        else:
-            rotation = matmul(new.mT, old)
-            if any(field in SECOND_MOMENTS for field in fields):
-                rotation = jnp.square(rotation)
-            moved = (
-                matmul(rotation, moment) if projection.on_input else matmul(moment, rotation.mT)
-            ).astype(moment.dtype)
-        return leaf.encode(moved) if is_blockwise(leaf) else moved
-
-    return map_state(move, state, params, is_leaf=is_blockwise)
+def _never_refreshed(settings: Subspace) -> str:
+    grads = "None" if settings.source == "random" else "grads"
+    return (
+        "the bases of subspace were never refreshed. Train with `state = actjax.optim.init(tx,"
+        " params)` and `actjax.optim.apply(tx, grads, state, params)`, with `refresh=True` (for"
+        " random bases, `actjax.optim.redraw` before it) in the first step and every"
+        f" {settings.gap} steps (`gap`). Or, to run it as a plain optax transform, call"
+        f" `state = tx.refresh({grads}, state, params)` before the first update and every"
+        f" {settings.gap} steps; within optax.chain or another wrapper, on the state of the"
+        " subspace."
+    )
 
 
 def _fold_name(key: jax.Array, name: str) -> jax.Array:

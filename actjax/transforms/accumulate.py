@@ -58,7 +58,7 @@ def accumulate(
             " Drop the auxiliary output: it cannot be averaged."
         )
     leaves, treedef = jax.tree.flatten(shapes, is_leaf=is_low_rank)
-    apart = [is_low_rank(g) and g.basis is None for g in leaves]
+    apart = [is_low_rank(g) and g.basis_name is None for g in leaves]
 
     def add(sums: Any, slices: Any) -> tuple[Any, list[Any]]:
         batch, weight = slices
@@ -98,7 +98,7 @@ def _zeros(g: Any) -> Any:
 
 def _add(total: Any, g: Any) -> Any:
     # All micro-batches have the same basis, which is unknown before the first one.
-    return LowRank(g.left, total.right + g.right, g.basis) if is_low_rank(g) else total + g
+    return LowRank(g.left, total.right + g.right, g.basis_name) if is_low_rank(g) else total + g
 
 
 def _side_by_side(stacked: LowRank, max_rank: int | None) -> LowRank:

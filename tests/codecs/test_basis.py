@@ -1,4 +1,4 @@
-"""Tests of actjax/codecs/basis.py: coordinates in a given basis, as they are and in 8 bits."""
+"""Tests of actjax/codecs/basis.py: coordinates in a given basis, in 16, 8 and 4 bits."""
 
 import functools
 import re
@@ -22,7 +22,7 @@ bits = pytest.mark.parametrize("bits", in_basis.BITS)
 
 
 def normal(seed, *shape, dtype="float32"):
-    """Values of 8 bits, so that a device that rounds what it multiplies in float32 does not."""
+    """Returns values of 8 bits, which no device rounds before it multiplies them."""
     values = np.random.default_rng(seed).normal(size=shape).astype(jnp.bfloat16)
     return values.astype(jnp.dtype(dtype))
 
@@ -58,7 +58,8 @@ def epsilon(dtype):
 
 
 def product_rounding(x, basis):
-    """Of `x basis`, summed in float32 at least and then rounded to the dtype of `x`."""
+    """Returns the error bound of `x basis`, summed at least in float32 and rounded to the dtype of
+    `x`."""
     wide = jnp.promote_types(x.dtype, "float32")
     sums = abs(f64(x)) @ abs(f64(basis))
     return (x.shape[-1] * epsilon(wide) + epsilon(x.dtype) / 2) * sums
@@ -80,10 +81,10 @@ def test_sixteen_bits_are_the_coordinates(shape, dtype, x64):
 
 
 def in_few_bits(x, basis, bits=8):
-    """What a few bits may err by, a token: half a unit, and roundings that the dtype of `x` makes.
+    """Returns the error bound per token: half a unit, and the roundings of the dtype of `x`.
 
-    The scale is off by half an eps and so is what is decoded. Of a quotient up to 127, rounded
-    before it is rounded to an integer, that of the sums is as much as an eps of the largest.
+    The scale and the decoded value are each off by half an eps. A quotient of up to 127 is rounded
+    before it becomes an integer, which adds up to an eps of the largest coordinate.
     """
     wide = epsilon(jnp.promote_types(x.dtype, "float32"))
     largest = abs(f64(x) @ f64(basis)).max(-1, keepdims=True)
@@ -107,21 +108,21 @@ def test_the_error_comes_near_its_bound(x64):
     exact = f64(x) @ f64(basis)
     share = abs(round_trip(x, basis, 8) - exact) / abs(exact).max(-1, keepdims=True)
     assert 0.99 / 254 < share.max() <= 1.0001 / 254
-    # Rounding is to the nearest, so that errors are about uniform: no bias to speak of.
+    # Rounding to the nearest makes errors nearly uniform, with no measurable bias.
     signed = (round_trip(x, basis, 8) - exact) / abs(exact).max(-1, keepdims=True)
     assert abs(signed.mean()) <= 5 * signed.std() / signed.size**0.5
 
 
 @dtypes
-def test_integers_use_their_range_and_leave_out_the_least(dtype, x64):
+def test_integers_use_their_range_but_not_the_least_one(dtype, x64):
     x, basis = normal(0, 500, FEATURES, dtype=dtype), directions(dtype)
     code = encode(x, basis, 8)
     assert (code.values.dtype, code.scale.dtype) == (jnp.int8, dtype)
     assert (code.values.shape, code.scale.shape) == ((500, RANK), (500, 1))
     values = np.asarray(code.values, int)
-    # So that `-x` has the code of `x`, negated: -128 would have no counterpart.
+    # `-x` has the negated code of `x`, and -128 has no counterpart.
     assert (values.min(), values.max()) == (-127, 127)
-    # A scale that is rounded up by half an eps of bfloat16 makes 127 into 126.5.
+    # With a scale that is rounded up by half an eps of bfloat16, 127 becomes 126.5.
     least = 126 if dtype == "bfloat16" else 127
     assert np.all(abs(values).max(-1) >= least)
     negated = encode(-x, basis, 8)
@@ -130,11 +131,11 @@ def test_integers_use_their_range_and_leave_out_the_least(dtype, x64):
 
 
 @dtypes
-def test_integers_are_nearest_in_units_of_the_scale_that_is_stored(dtype, x64):
+def test_integers_are_nearest_in_units_of_the_stored_scale(dtype, x64):
     x = normal(0, 500, RANK, dtype=dtype)
     code = encode(x, np.eye(RANK, dtype=jnp.dtype(dtype)), 8)
     error = abs(f64(code.values) * f64(code.scale) - f64(x))
-    # Of quotients up to 127, rounded to float32 at least.
+    # Rounding of quotients up to 127, at least in float32.
     quotient = 128 * epsilon(jnp.promote_types(dtype, "float32"))
     assert np.all(error <= f64(code.scale) * (0.5 + quotient))
 
@@ -159,11 +160,11 @@ def test_zeros_come_back_as_zeros(bits, dtype):
     np.testing.assert_array_equal(f64(got), np.zeros((TOKENS, RANK)))
 
 
-def test_each_token_has_a_scale_of_its_own():
+def test_each_token_has_its_own_scale():
     x, basis = normal(0, TOKENS, FEATURES), directions()
     sizes = np.ones((TOKENS, 1), "float32")
     sizes[3:6, 0] = 2.0**60, 0, 2.0**-60
-    # Powers of two round nothing.
+    # Powers of two change no rounding.
     got = round_trip(sizes * x, basis, 8)
     np.testing.assert_array_equal(got, sizes * round_trip(x, basis, 8))
 
@@ -182,7 +183,7 @@ def test_the_weight_gradient_of_the_code_is_that_of_the_input_projected(bits, x6
 
 
 @bits
-def test_a_basis_is_taken_in_the_dtype_of_the_activation(bits):
+def test_a_basis_is_cast_to_the_dtype_of_the_activation(bits):
     x = normal(0, TOKENS, FEATURES, dtype="bfloat16")
     basis = np.random.default_rng(1).normal(size=(FEATURES, RANK)).astype("float32")
     got, want = (encode(x, b, bits) for b in (basis, basis.astype(jnp.bfloat16)))
@@ -216,7 +217,7 @@ def test_a_basis_that_does_not_fit_is_refused():
                 in_basis.encode(np.ones((2, 12, 8)), np.ones(shape), bits)
 
 
-def test_its_name_tells_the_rank_and_what_is_saved():
+def test_its_name_gives_the_rank_and_the_bits():
     assert in_basis.describe(np.ones((8, 5)), 16) == "Basis(rank=5)"
     assert in_basis.describe(np.ones((8, 5)), 8) == "Basis(rank=5, bits=8)"
 

@@ -1,4 +1,4 @@
-"""Tests of actjax/codecs/calibrated.py: scales that were measured before, as arrays."""
+"""Tests of actjax/codecs/calibrated.py: scales that were measured before, given as arrays."""
 
 import functools
 import re
@@ -16,7 +16,6 @@ from actjax.kernels.levels import normal_levels
 KEY = jax.random.key(3)
 BITS = (1, 2, 3, 4, 8)
 ROUNDINGS = ("nearest", "stochastic", "dither")
-quick = pytest.mark.usefixtures("quick_compile")
 
 CODECS = {
     "plain": Quantized(4, scaling="channel"),
@@ -58,9 +57,8 @@ def nbytes(tree):
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
-@quick
 @every
-def test_on_what_it_was_fitted_to_it_is_the_codec(codec):
+def test_on_the_activation_it_was_fitted_to_it_equals_the_codec(codec):
     @jax.jit
     def both(x):
         calibrated = Calibrated.fit(codec, x)
@@ -92,7 +90,6 @@ def test_it_stores_neither_scales_nor_indices(codec, dtype):
     assert codec.stored_bytes(x.shape, dtype) == stored + 12 * scale_bytes + 4 * outliers
 
 
-@quick
 @pytest.mark.parametrize(
     ("bits", "rounding"),
     [
@@ -100,42 +97,41 @@ def test_it_stores_neither_scales_nor_indices(codec, dtype):
         *((bits, rounding) for bits in (3, 8) for rounding in ("stochastic", "dither")),
     ],
 )
-def test_what_lies_outside_its_range_saturates(bits, rounding):
+def test_numbers_outside_its_range_saturate(bits, rounding):
     codec = Quantized(bits, scaling="channel", rounding=rounding)
     calibrated = fit(codec, normal(200, 8))
     scale = scale_of(calibrated)
     reach = (2**bits - 1) / 2 * scale
-    # Just above the range, and far: where a code would wrap, and where bytes would.
+    # Just above the range and far above it, where a code or a byte would wrap around.
     sizes = np.float32([0.51, 1.5, 2.0 ** (bits - 1) + 1, 2.0**bits, 300, 1e6])
     x = (reach + sizes[:, None, None] * scale) * np.sign(normal(6, 50, 8))
     got = f64(round_trip(calibrated, x.astype("float32"))[1])
     if rounding == "dither":
-        # The shift is taken off again: half a level to either side.
+        # The shift is subtracted again: half a level to either side.
         assert np.all(abs(got - np.sign(x) * reach) <= scale / 2 * (1 + 2**-14))
     else:
-        # Stochastic: at 0.51 levels above, and more, there is only the top. Rounded by float32.
+        # Stochastic rounding too: from 0.51 levels above the top, only the top is left. Float32
+        # rounds.
         np.testing.assert_allclose(got, np.sign(x) * reach, rtol=2**-23)
 
 
-@quick
 @pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_within_its_range_another_activation_errs_by_a_level_at_most(rounding):
+def test_within_its_range_another_activation_errs_by_at_most_a_level(rounding):
     codec = Quantized(4, scaling="channel", rounding=rounding)
     calibrated = fit(codec, normal(200, 8))
     scale = scale_of(calibrated)
     x = np.clip(normal(100, 8, seed=1), -7.5 * scale, 7.5 * scale).astype("float32")
     error = abs(f64(round_trip(calibrated, x)[1]) - x)
-    # A few roundings of float32, of 16 levels.
+    # A few roundings in float32, of up to 16 levels.
     assert np.all(error <= scale * ((1 if rounding == "stochastic" else 0.5) + 2**-16))
 
 
-@quick
-def test_channels_that_it_was_given_come_back_whole_however_large():
+def test_its_outlier_channels_come_back_whole_however_large():
     x = normal(30, 20) * np.where(np.arange(20) % 7 == 3, 50, 1).astype("float32")
     codec = Quantized(2, scaling="channel", outlier_fraction=0.15)
     calibrated = fit(codec, x)
     assert sorted(np.asarray(calibrated.channels).tolist()) == [3, 10, 17]
-    # Others are the largest now, and saturate.
+    # Now another channel is the largest, and saturates.
     other = normal(30, 20, seed=1) * np.where(np.arange(20) == 5, 1e6, 1).astype("float32")
     decoded = np.asarray(round_trip(calibrated, other)[1])
     np.testing.assert_array_equal(decoded[:, 3::7], other[:, 3::7])
@@ -147,7 +143,6 @@ def gradients(x, w, dy, calibrated, key):
     return y, *pullback(dy)
 
 
-@quick
 @pytest.mark.parametrize("name", ["outliers", "dither, rotated", "stochastic, float32"])
 def test_a_linear_operator_takes_it_as_a_traced_argument(name, x64):
     codec = CODECS[name]
@@ -171,7 +166,6 @@ def test_a_linear_operator_takes_it_as_a_traced_argument(name, x64):
     assert len(traced) == 1
 
 
-@quick
 @pytest.mark.parametrize("name", ["outliers", "dither, rotated"])
 def test_stacked_calibrations_go_through_scan_with_the_layers(name, x64):
     xs, ws = normal(3, 15, 12, dtype="float64"), normal(3, 12, 12, dtype="float64", seed=1)
@@ -192,7 +186,7 @@ def test_stacked_calibrations_go_through_scan_with_the_layers(name, x64):
         y, pullback = jax.vjp(lambda x, w: layer(x, w, calibrated), x, w)
         return y, *pullback(dy)
 
-    # By hand: each layer with the calibration of its own.
+    # By hand: each layer with its own calibration.
     own = [(w, fit(CODECS[name], x)) for w, x in zip(ws, xs, strict=True)]
     inputs, want = [xs[0]], []
     for wc in own:
@@ -201,8 +195,8 @@ def test_stacked_calibrations_go_through_scan_with_the_layers(name, x64):
     for x, wc in zip(reversed(inputs), reversed(own), strict=True):
         _, dx, dw = one(x, *wc, dx)
         want.insert(0, dw)
-    # Not in the last digits, which turn the rounding of a number that lies that near to half a
-    # level: none of these 540 does.
+    # Not to the last digits, which would decide the rounding of a number halfway between two
+    # levels. None of these 540 numbers is so close.
     np.testing.assert_allclose(scanned(ws), jnp.stack(want), rtol=1e-9, atol=1e-9)
 
 
@@ -230,7 +224,7 @@ def test_under_scan_a_layer_takes_its_bits_and_no_scales(outlier_fraction):
     calibrated = jax.eval_shape(
         functools.partial(Calibrated.fit, codec), jax.ShapeDtypeStruct(shape, "float32")
     )
-    # Buffers are aligned. One activation would be 128 KiB.
+    # Buffers are aligned. One activation is 128 KiB.
     assert abs(grown - 8 * calibrated.stored_bytes(shape, "float32")) < 4096
 
 
@@ -247,7 +241,7 @@ def test_it_is_a_pytree_of_its_arrays(codec):
 
 
 @every
-def test_what_it_declares_is_of_its_codec(codec):
+def test_it_declares_the_properties_of_its_codec(codec):
     calibrated = Calibrated(codec, jnp.ones(12), None)
     assert calibrated.biased == codec.biased
     assert calibrated.needs_key == codec.needs_key
@@ -266,7 +260,7 @@ def test_a_codec_that_scales_by_group_is_refused():
     ("shape", "calibrated"), [((15, 11), (12,)), ((12, 13), (12,)), ((), (1,)), ((15, 12), (3, 12))]
 )
 def test_another_number_of_channels_is_refused(shape, calibrated):
-    # The last is a stack, of which a layer takes one.
+    # The last calibration is a stack, and a layer takes one of it.
     codec = Calibrated(CODECS["plain"], np.ones(calibrated, "uint16"), None)
     message = f"`x` has {shape[-1:]} channels, but the calibration has {calibrated}."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
@@ -286,11 +280,11 @@ def test_a_missing_key_is_named(name):
         actjax.linear(x, jnp.ones((12, 5)), codec=calibrated)
 
 
-# What is fitted to the least error.
+# Scales of the least error.
 
 
 def squared_error(x, codec, scale, centre):
-    """By channel, in float64: the nearest of levels about a centre."""
+    """Returns the squared error by channel, in float64, of the nearest levels around a centre."""
     if codec.levels == "normal":
         levels = normal_levels(codec.bits)
     else:
@@ -309,13 +303,12 @@ def scales_of(calibrated):
     return (f64(np.asarray(s).view(view)) for s in (calibrated.scale, calibrated.centre))
 
 
-@quick
 @pytest.mark.parametrize(
     ("bits", "levels"),
     [(1, "uniform"), (2, "uniform"), (2, "normal"), (4, "uniform"), (8, "uniform")],
 )
 def test_the_reach_of_least_error_is_found(bits, levels):
-    """Channels that are normal, far from zero, of one large number, uniform, of two values."""
+    """Channels: normal, far from zero, with one large number, uniform, with two values."""
     count = 3000
     x = normal(count, 5) * np.float32([1, 0.1, 1, 0, 0]) + np.float32([0, 7, 0, 0, 0])
     x[17, 2] = 60
@@ -323,19 +316,18 @@ def test_the_reach_of_least_error_is_found(bits, levels):
     codec = Quantized(bits, scaling="channel", levels=levels, scale_dtype="float32")
     calibrated = least_error(codec, x)
     scale, centre = scales_of(calibrated)
-    # A mean in float32, of 3,000 terms.
+    # A mean of 3,000 terms in float32.
     np.testing.assert_allclose(centre, f64(x).mean(0), rtol=0, atol=1e-5)
     got = squared_error(x, codec, scale, centre)
-    # Candidates a fifth apart, against those 2% apart; at one bit the error has no other dips.
+    # Candidates that are a fifth apart, compared with candidates 2% apart.
     tries = [squared_error(x, codec, scale * 1.02**i, centre) for i in range(-200, 201)]
     assert np.all(got <= 1.15 * np.min(tries, 0) + 1e-9)
-    # And what codes really err by is that.
+    # The codes have this error.
     np.testing.assert_allclose(
         np.square(f64(round_trip(calibrated, x)[1]) - f64(x)).sum(0), got, rtol=1e-3, atol=1e-6
     )
 
 
-@quick
 def test_it_is_better_than_the_whole_range_about_zero():
     x = normal(2000, 6) + 2
     codec = Quantized(2, scaling="channel")
@@ -343,11 +335,11 @@ def test_it_is_better_than_the_whole_range_about_zero():
         np.square(f64(round_trip(one, x)[1]) - f64(x)).mean()
         for one in (fit(codec, x), least_error(codec, x))
     ]
-    # Max's uniform quantizer of four levels: 0.1188 of the variance; candidates are a fifth apart.
+    # The uniform quantizer of Max with four levels errs by 0.1188 of the variance; candidates are a
+    # fifth apart.
     assert errors[1] < 0.13 < errors[0]
 
 
-@quick
 @pytest.mark.parametrize("rounding", ["stochastic", "dither"])
 def test_under_random_rounding_nothing_saturates(rounding):
     x = normal(500, 6)
@@ -358,11 +350,10 @@ def test_under_random_rounding_nothing_saturates(rounding):
     draw = lambda key: calibrated.decode(calibrated.encode(x[:5], key))  # noqa: E731
     mean = jax.jit(lambda keys: jnp.mean(jax.vmap(draw)(keys), 0))(keys)
     scale, _ = scales_of(calibrated)
-    # Means of 2,000 draws, each within a scale: 5 standard errors, of at most half a scale.
+    # Means of 2,000 draws: 5 standard errors, each at most half a scale.
     assert np.all(abs(f64(mean) - f64(x[:5])) < 5 * 0.5 * scale / np.sqrt(2000))
 
 
-@quick
 def test_ranges_of_parts_are_those_of_the_whole():
     x = normal(60, 7) + 3
     measure = jax.jit(ChannelRange.of)
@@ -377,19 +368,17 @@ def test_ranges_of_parts_are_those_of_the_whole():
     assert merged.tokens == 60
 
 
-@quick
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_constant_channels_come_back(dtype):
     codec = Quantized(2, scaling="channel", outlier_fraction=0.3)
     for value in (0.0, 0.1, -3e38, 1e-30):
         x = np.full((16, 3), value, jnp.dtype(dtype))
         decoded = f64(round_trip(least_error(codec, x), x)[1])
-        # A centre has 8 bits, as numbers in bfloat16 do; the levels around it reach the value.
+        # A centre has 8 bits, as a bfloat16 number has; the levels around it reach the value.
         np.testing.assert_allclose(decoded, f64(x), rtol=0 if dtype == "bfloat16" else 2**-8)
 
 
-@quick
-def test_outliers_are_left_out_of_the_levels():
+def test_outlier_channels_do_not_affect_the_levels():
     x = normal(200, 10)
     x[:, 4] *= 100
     codec = Quantized(2, scaling="channel", outlier_fraction=0.1)

@@ -14,7 +14,8 @@ TOKENS, FEATURES = 40, 20
 
 
 def decaying(tokens=TOKENS, features=FEATURES, seed=0):
-    """A matrix whose singular values fall by a quarter each, as an activation's do at first."""
+    """Returns a matrix whose singular values fall by a quarter each, as the first of an
+    activation."""
     rng = np.random.default_rng(seed)
     left, _ = np.linalg.qr(rng.normal(size=(tokens, tokens)))
     right, _ = np.linalg.qr(rng.normal(size=(features, features)))
@@ -36,7 +37,7 @@ sampled = jax.jit(sample_rows, static_argnums=2)
 
 
 def projection(key, rank, features=FEATURES):
-    """S as the codec draws it: normals of variance 1 / rank."""
+    """Returns `S` as the codec draws it: normal numbers of variance 1 / rank."""
     return np.asarray(jax.random.normal(key, (features, rank), "float64")) / np.sqrt(rank)
 
 
@@ -46,7 +47,7 @@ def _errors(codec, x, keys):
 
 
 def errors(codec, x, keys):
-    """Squared Frobenius error for each key."""
+    """Returns the squared Frobenius error for each key."""
     return np.asarray(_errors(codec, x, keys))
 
 
@@ -74,7 +75,7 @@ def test_randomised_svd_is_the_oracle_on_the_same_sketch(power_iterations, sketc
         omega = np.asarray(sampled(x, KEY, 6)).T
     want = oracles.randomized_svd(x, omega, power_iterations)
     got = round_trip(RandomizedSVD(6, power_iterations, sketch), x)
-    # Bases of one space, both orthonormal to rounding times the sketch's condition (below 1e3).
+    # Bases of one space, both orthonormal up to rounding times the condition of the sketch (< 1e3).
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-11)
 
 
@@ -87,10 +88,10 @@ def test_the_stored_basis_is_orthonormal_and_the_rest_its_coefficients(x64):
 
 
 def test_the_basis_is_orthonormal_in_float32_though_the_sketch_is_ill_conditioned():
-    # Columns that differ by a part in ten thousand: their Gram matrix has a condition of 1e8,
-    # at the end of float32, which one plain Cholesky factorisation does not survive. Shifted by
-    # s = 4e-6, the first leaves directions of 1e-8 / s, and the second shortens these by a share
-    # of s² / 1e-8, below one percent.
+    # Columns differ by one part in ten thousand, so their Gram matrix has a condition of 1e8. A
+    # single Cholesky factorisation without a shift fails in float32. With the shift s = 4e-6, the
+    # first factorisation leaves directions of squared length 1e-8 / s, and the second shortens them
+    # by a share of s² / 1e-8, below one percent.
     rng = np.random.default_rng(0)
     x = np.outer(rng.normal(size=200), np.ones(8)) + 1e-4 * rng.normal(size=(200, 8))
     u = np.asarray(encode(RandomizedSVD(4), x.astype("float32")).u)
@@ -147,7 +148,7 @@ def test_a_large_rank_does_not_shorten_the_basis(rank):
     u = np.asarray(encode(RandomizedSVD(rank), x).u, np.float64)
     lengths = np.linalg.svd(u, compute_uv=False)
     shift = 2 * (rank + 2048**0.5) * 2**-23
-    # Two factorisations are off by half the shift each, and by rounding of the same size.
+    # Each of the two factorisations is off by half the shift, and rounding adds as much.
     assert abs(lengths - 1).max() < 2 * shift
 
 
@@ -199,7 +200,7 @@ def test_the_tail_corrects_the_rounding_of_the_principal_factors():
     samples = np.asarray(gradient(keys))
     exact = x.astype(np.float64).T @ dz.astype(np.float64)
     standard_error = samples.std(0) / np.sqrt(len(keys))
-    # Besides chance, the tail itself is rounded to 8 bits: a few parts in a thousand of it.
+    # The tail itself is rounded to 8 bits: a few parts in a thousand.
     assert np.all(np.abs(samples.mean(0) - exact) <= 5 * standard_error + 2**-8)
 
 

@@ -1,4 +1,4 @@
-"""Tests of actjax/codecs/offloaded.py: what is stored elsewhere is the same code."""
+"""Tests of actjax/codecs/offloaded.py: the code in host memory is that of the codec."""
 
 import re
 
@@ -46,7 +46,7 @@ def test_a_code_is_in_the_memory_of_the_host():
     assert spaces == {jax.memory.Space.Host}
 
 
-def test_explain_says_so():
+def test_explain_names_the_codec():
     table = actjax.explain(
         lambda x, w: actjax.linear(x * 2, w, codec=Offloaded(Quantized(4))), X, W
     )
@@ -54,13 +54,13 @@ def test_explain_says_so():
 
 
 @pytest.mark.parametrize("codec", [None, Offloaded(Exact()), Quantized])
-def test_what_cannot_be_offloaded_is_named(codec):
+def test_a_codec_that_cannot_be_offloaded_is_named(codec):
     with pytest.raises(TypeError, match=re.escape(f"got {codec!r}")):
         Offloaded(codec)
 
 
-def test_a_layer_takes_its_code_from_the_host_in_a_loop_of_ours(x64):
-    # As `actjax.optim.in_backward` slices it, where a scan would.
+def test_gradients_through_scan_equal_those_without_offloading(x64):
+    # `actjax.optim.in_backward` slices the codes of layers, as a scan does.
     def loss(ws, x):
         def body(x, w):
             return x + actjax.checkpoint(lambda x: jnp.tanh(x @ w), Offloaded(Exact()))(x), None

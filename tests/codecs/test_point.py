@@ -35,7 +35,7 @@ def round_trip(codec, x, key=KEY):
 
 
 def drawn_rows(count, total=TOKENS, key=KEY):
-    """The tokens that the codec draws as points: without replacement, all as likely."""
+    """Returns the tokens that the codec draws as points, uniformly and without replacement."""
     return np.asarray(jax.random.choice(key, total, (count,), replace=False))
 
 
@@ -60,17 +60,17 @@ def test_it_is_the_oracle_on_the_same_points(count, tolerance, x64):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rounding_takes_a_point_as_near_as_the_nearest(dtype):
+def test_with_rounding_the_chosen_point_is_as_near_as_the_nearest(dtype):
     x = tokens(count=200, dtype=dtype)
     code = encode(PointApproximation(points=20), x)
     want = oracles.point_approximation(x, drawn_rows(20, 200), math.inf)
     index = np.asarray(code.index, int)[:, None]
     chosen = np.take_along_axis(want.cosines, index, axis=1)[:, 0]
-    # Products of 6 terms and a norm, summed in float32 whatever `x` is: each cosine errs by less.
+    # Products of 6 terms and a norm, summed in float32 for any `x`: a bound for each cosine.
     error = 2 * FEATURES * 2**-23
     assert np.all(chosen >= want.cosines.max(axis=1) - error)
     same = index[:, 0] == want.assignment
-    # Then the scale is rounded once, by half a unit in the last place.
+    # The coefficient is then rounded once, by half a unit in the last place.
     half = float(jnp.finfo(dtype).eps) / 2
     scale = np.asarray(code.scale, np.float64)
     np.testing.assert_allclose(scale[same], want.alpha[same], rtol=half + error / chosen.min())
@@ -87,7 +87,7 @@ def test_the_weight_gradient_of_bfloat16_points_is_summed_in_float32():
 
 
 def test_tolerance_zero_keeps_only_multiples_of_a_point(x64):
-    # Powers of two along the axes: nothing is rounded, so that a residual of zero is zero.
+    # Powers of two along the axes, so nothing is rounded and a residual of zero is exact.
     sizes = 2.0 ** np.arange(-6, 6) * np.tile([1, -1, -1], 4)
     x = sizes[:, None] * np.eye(FEATURES)[np.arange(12) % FEATURES]
     x[5] = 0
@@ -100,7 +100,7 @@ def test_tolerance_zero_keeps_only_multiples_of_a_point(x64):
 
 
 def test_dropping_every_token_leaves_zeros():
-    # A tolerance of zero drops a lone token too if rounding leaves any of it.
+    # With a tolerance of zero, even a single token is dropped if rounding leaves a residual.
     x = tokens(count=64, dtype="float32")[:, None]
     codec = PointApproximation(points=1, tolerance=0.0)
     got = np.asarray(jax.jit(jax.vmap(lambda x: codec.decode(codec.encode(x, KEY))))(x))
@@ -124,7 +124,7 @@ def test_the_error_of_a_token_is_its_sine_to_its_point(x64):
     error = np.linalg.norm(round_trip(PointApproximation(points=5), x) - x, axis=1)
     cosines = oracles.point_approximation(x, drawn_rows(5), math.inf).cosines.max(axis=1)
     sines = np.sqrt(1 - cosines**2) * np.linalg.norm(x, axis=1)
-    # The root of a difference near zero, for points themselves, loses half of the digits.
+    # For the points themselves, the root of a difference near zero loses half of the digits.
     np.testing.assert_allclose(error, sines, rtol=1e-9, atol=1e-7)
 
 
@@ -141,7 +141,7 @@ def test_multiples_of_a_point_are_exact_and_may_be_negative(x64):
             np.testing.assert_allclose(points, x, rtol=1e-14)
 
 
-def test_one_point_that_is_zero_stands_for_nothing():
+def test_a_single_zero_point_decodes_to_zeros():
     x = np.zeros((4, FEATURES), "float32")
     x[2] = 1
     seeds = [s for s in range(20) if drawn_rows(1, 4, jax.random.key(s)) != 2]
@@ -150,7 +150,7 @@ def test_one_point_that_is_zero_stands_for_nothing():
         assert not np.any(round_trip(codec, x, jax.random.key(seeds[0])))
 
 
-def test_zero_points_are_never_taken_over_others(x64):
+def test_zero_points_are_never_chosen_over_others(x64):
     x = tokens()
     x[::2] = 0
     code = encode(PointApproximation(points=20), x)
@@ -161,7 +161,7 @@ def test_zero_points_are_never_taken_over_others(x64):
     assert not np.any(code.scale[~nonzero])
 
 
-def test_duplicate_tokens_are_normal_input(x64):
+def test_duplicate_tokens_are_decoded_exactly(x64):
     x = np.tile(tokens(count=3), (10, 1))
     np.testing.assert_allclose(round_trip(PointApproximation(points=29), x), x, rtol=1e-13)
 
@@ -200,7 +200,7 @@ def test_indices_take_the_narrowest_type_that_fits(count, dtype):
 
 
 def test_pamm_at_one_in_512_stores_a_371th():
-    # 32 points of 2,048 bf16 numbers, an index of a byte and a bf16 scale for each token.
+    # 32 points of 2,048 bf16 numbers, and for each token an index of one byte and a bf16 number.
     shape, codec = (16_384, 2048), PointApproximation(1 / 512)
     want = 32 * 2048 * 2 + 16_384 * (1 + 2)
     assert codec.stored_bytes(shape, "bfloat16") == want == 180_224
@@ -216,7 +216,7 @@ def test_a_ratio_is_rounded_and_at_least_one_point(ratio, count):
 
 
 @pytest.mark.parametrize("block", [1, 7, 1000])
-def test_cutting_the_tokens_changes_nothing(block, monkeypatch, x64):
+def test_the_block_of_tokens_changes_nothing(block, monkeypatch, x64):
     codec = PointApproximation(points=4)
     want = encode(codec, tokens())
     monkeypatch.setattr("actjax.kernels.point_assignment.reference._MAX_SCORES", 4 * block)

@@ -1,4 +1,4 @@
-"""What tests of kernels share: arguments, and how near to each other two results have to be."""
+"""What tests of kernels share: arguments, and comparisons of results."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -6,10 +6,10 @@ import numpy as np
 from actjax.kernels.format import QuantizedCode
 
 PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
-"""Widths that codes are cut into, as `pack` says."""
+"""Widths of the planes of a code, as documented by `pack`."""
 
 TINY = 2.0**-24
-"""What an operation of float32 rounds by, of its result."""
+"""Relative rounding of an operation in float32."""
 
 
 def f64(x):
@@ -21,17 +21,18 @@ def normal(*shape, seed=0):
 
 
 def assert_near(got, want, slack):
-    """Holds two arrays of a dtype to what float32 adds, and in 16 bits to a unit of the last place.
+    """Asserts that two arrays agree up to float32 arithmetic, and in 16 bits up to a unit in the
+    last place.
 
     Args:
       got: computed in float32, then rounded to its dtype.
-      want: likewise, or in float64.
-      slack: by how much the two may differ before that last rounding, broadcast against both.
+      want: computed in the same way, or in float64.
+      slack: allowed difference before that last rounding; broadcasts against both.
     """
     unit = 0.0
     if got.dtype.itemsize == 2:
         info = jnp.finfo(got.dtype)
-        # Of numbers below the normal ones all are multiples of the smallest.
+        # Subnormal numbers are multiples of the smallest one.
         unit = float(info.eps) * abs(f64(want)) + float(info.smallest_subnormal)
     got, want = f64(got), f64(want)
     assert np.isfinite(want).all()
@@ -41,10 +42,10 @@ def assert_near(got, want, slack):
 
 
 def assert_same(got, want, slack):
-    """As `assert_near`, of two arrays of one dtype; in 16 bits nearly all are to be equal.
+    """As `assert_near` for two arrays of one dtype; in 16 bits, nearly all entries must be equal.
 
-    What differs by `slack` before it is rounded to a dtype seldom rounds to another number there:
-    with a probability of about the slack over the distance of two such numbers.
+    Numbers that differ by `slack` before rounding seldom round to different numbers: with a
+    probability of about the slack over the distance between two numbers of the dtype.
     """
     assert got.dtype == want.dtype
     assert got.shape == want.shape
@@ -54,19 +55,19 @@ def assert_same(got, want, slack):
 
 
 def random_code(codec, dtype, shape, *, outliers=0, centred=False, zero_row=False, seed=0):
-    """A code of any bytes, that decodes to the same floats in whatever order that is computed.
+    """Returns a code of random bytes that decodes to the same floats in any order of operations.
 
-    For scales are powers of two, and lowest values a whole number of scales: up to 4 bits, or
-    without dither, all that is added is exact in float32. Numbers are up to 8, on both sides of 0.
+    Scales are powers of two, and offsets whole multiples of the scale. Up to 4 bits, or without
+    dither, all sums are exact in float32. Numbers are up to 8, of both signs.
 
     Args:
       codec: a `Quantized`, with scales in bfloat16 or float32.
-      dtype: of what it decodes to.
-      shape: likewise.
-      outliers: number of channels that are kept whole.
-      centred: whether levels by channel lie about numbers other than zero.
+      dtype: dtype of the decoded array.
+      shape: shape of the decoded array.
+      outliers: number of channels that are stored whole.
+      centred: whether the levels of channels have centres other than zero.
       zero_row: whether the first row is zero.
-      seed: of the bytes.
+      seed: seed of the bytes.
     """
     rng, (*leading, features) = np.random.default_rng(seed), shape
     half = 2 ** (codec.bits - 1)

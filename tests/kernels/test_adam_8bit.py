@@ -1,4 +1,4 @@
-"""Tests of actjax/kernels/adam_8bit and the transform made of it: Adam on moments in 8 bits."""
+"""Tests of actjax/kernels/adam_8bit and its transform: Adam on moments in 8 bits."""
 
 import dataclasses
 import functools
@@ -18,12 +18,12 @@ from actjax.optim import eight_bit, scale_by_adam_8bit
 
 HYPER = {"b1": 0.9, "b2": 0.99, "eps": 1e-6, "eps_root": 1e-9}
 LEVEL = 4e-7
-"""What a decoded level is off by, of itself: tests/optim/test_eight_bit.py, and a product."""
+"""Relative error of a decoded level (tests/optim/test_eight_bit.py) and of a product."""
 
 both = pytest.mark.parametrize("implementation", ["reference", "interpreted"])
 
-# Shape, block, dtype of gradients: blocks that are whole and not, rows of less than one, a scalar
-# block, and many.
+# Shape, block and dtype of gradients: whole blocks and a shorter last one, rows shorter than a
+# block, and many rows.
 CASES = [
     ((5, 70), 32, "float32"),
     ((2, 550, 3), 256, "bfloat16"),
@@ -38,12 +38,12 @@ def stepped(implementation, grad, mu, nu, corrections):
 
 
 def moments(shape, block, seed=0):
-    """Moments of any codes, a block of zeros, and a row of second moments that are zero."""
+    """Returns moments with random codes, a block of zeros, and a row of zero second moments."""
     rng = np.random.default_rng(seed)
     mu, nu = (blockwise_zeros(shape, "float32", unsigned=u, block=block) for u in (False, True))
     codes = rng.integers(-127, 128, shape), rng.integers(1, 256, shape)
     scales = [10.0 ** rng.uniform(-3, 1, mu.scales.shape) for _ in range(2)]
-    # A second moment is at least the square of the first, but for what is forgotten.
+    # A second moment is at least the square of the first, up to decay.
     scales[1] = scales[0] ** 2 * (1 + scales[1])
     codes[1][..., -1, :] = 0
     scales[0][..., 0, 0] = 0
@@ -61,7 +61,7 @@ def test_a_step_is_that_of_adam_at_the_decoded_moments(case):
     shape, block, dtype = case
     mu, nu = moments(shape, block)
     grad = normal(*shape, seed=1).astype(dtype)
-    # Nothing has a gradient but some, or its moments are what they were.
+    # Some entries have no gradient.
     grad[..., ::4] = 0
     corrections = np.float32([0.19, 0.0199])
     results = {
@@ -72,8 +72,8 @@ def test_a_step_is_that_of_adam_at_the_decoded_moments(case):
     first, second = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
     divisor = np.sqrt(second / f64(corrections)[1] + 1e-9) + 1e-6
     want = first / f64(corrections)[0] / divisor
-    # A level, then a product and a sum for each moment; of the second half, by the root; a decay in
-    # float32; two quotients, a root and two sums.
+    # For each moment a level, a product and a sum, halved for the second one by the root; a decay
+    # in float32; two quotients, a root and two sums.
     scale = (0.9 * abs(m) + 0.1 * abs(g)) / f64(corrections)[0] / divisor
     slack = (2 * LEVEL + 20 * TINY) * scale
     for update, new_mu, new_nu in results.values():
@@ -83,28 +83,28 @@ def test_a_step_is_that_of_adam_at_the_decoded_moments(case):
             assert jax.tree.structure(old) == jax.tree.structure(new)
             assert_nearest(new, exact, (0.9 * abs(m) + 0.1 * abs(g)) if old is mu else second)
 
-    # No number is so near to the middle of two levels that rounding decides.
+    # No number is so close to halfway between two levels that rounding decides.
     for a, b in zip(results["interpreted"][1:], results["reference"][1:], strict=True):
         np.testing.assert_array_equal(a.codes, b.codes)
         np.testing.assert_allclose(a.scales, b.scales, rtol=8 * TINY)
 
 
 def assert_nearest(code, exact, terms):
-    """Holds codes to be no farther than the nearest levels, but for what `exact` is off by."""
+    """Asserts that codes are the nearest levels, up to the error of `exact`."""
     unsigned = code.codes.dtype == np.uint8
     want = blockwise_round_trip(exact, unsigned, code.block)
     if unsigned:
-        # What is positive is never zero, so that nothing is divided by that.
+        # Positive values never become zero, so nothing is divided by zero.
         np.testing.assert_array_equal(np.asarray(code.codes) > 0, exact > 0)
     slack = (2 * LEVEL + 8 * TINY) * np.maximum(terms, abs(want))
     assert np.all(abs(f64(decoded(code)) - exact) <= abs(want - exact) + slack)
 
 
-# As a transform.
+# The transform.
 
 
 def trees(steps, scale=1.0):
-    """Parameters, of which some are small and some are none, and gradients of each step."""
+    """Returns parameters, some small and one None, and the gradients of each step."""
     shapes = {"w": (6, 40), "layers": [(5,), (7, 2)], "scalar": ()}
     is_shape = lambda s: isinstance(s, tuple)  # noqa: E731
     params = jax.tree.map(lambda s: np.zeros(s, "float32"), shapes, is_leaf=is_shape)
@@ -148,7 +148,7 @@ def test_it_is_eight_bit_adam(name, scale):
         assert jax.tree.structure(state) == jax.tree.structure(want_state)
         for got, expected in zip(jax.tree.leaves(updates), jax.tree.leaves(want), strict=True):
             assert np.isfinite(got).all()
-            # Decoded moments are floats of the same codes; of a sum of two terms some cancel.
+            # Both decode the same codes; in a sum of two terms some cancel.
             np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
         for got, expected in zip(jax.tree.leaves(state), jax.tree.leaves(want_state), strict=True):
             if jnp.issubdtype(got.dtype, jnp.integer):
@@ -167,7 +167,7 @@ def test_small_arrays_stay_in_float32():
         assert moment["none"] is None
 
 
-def test_without_gradients_nothing_moves():
+def test_zero_gradients_change_nothing():
     params, (gradient,) = trees(1, 0.0)
     updates, state = updates_of["default"](gradient, inits["default"](params))
     for leaf in jax.tree.leaves(updates) + jax.tree.leaves((state.inner.mu, state.inner.nu)):
@@ -175,7 +175,7 @@ def test_without_gradients_nothing_moves():
     assert state.inner.count == 1
 
 
-def test_gradients_of_16_bits_are_taken_in_float32():
+def test_gradients_of_16_bits_are_cast_to_float32():
     params, (gradient,) = trees(1)
     rounded = jax.tree.map(lambda g: g.astype(jnp.bfloat16), gradient)
     transform = scale_by_adam_8bit(**SETTINGS)
@@ -203,7 +203,7 @@ def test_gradients_of_16_bits_are_taken_in_float32():
         ({"min_size": 0}, "`min_size` of .* must be"),
     ],
 )
-def test_wrong_settings_are_named_with_what_came(settings, message):
+def test_wrong_settings_are_named_with_their_value(settings, message):
     with pytest.raises(ValueError, match=message):
         scale_by_adam_8bit(**settings)
 
@@ -224,7 +224,7 @@ def refused():
 
 
 @pytest.mark.parametrize("arguments", refused(), ids=lambda arguments: arguments[-1])
-def test_what_the_program_cannot_take(arguments):
+def test_arguments_that_the_program_refuses(arguments):
     *args, reason = arguments
     with pytest.raises(ValueError, match=f"'interpreted' of adam_8bit takes {reason}"):
         stepped("interpreted", *args, np.ones(2, "float32"))

@@ -1,4 +1,4 @@
-"""Tests of actjax/kernels/checks.py: a kernel is not given what it would read beyond its end."""
+"""Tests of actjax/kernels/checks.py: wrong arguments never reach a kernel."""
 
 import re
 

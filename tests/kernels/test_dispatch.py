@@ -1,4 +1,4 @@
-"""Tests of actjax/kernels/dispatch.py: what computes a kernel, and what that changes: nothing."""
+"""Tests of actjax/kernels/dispatch.py: the choice of an implementation, which changes no result."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ X = normal(4, 32)
 CODE = random_code(CODEC, "float32", X.shape)
 MU, NU = (blockwise_zeros(X.shape, "float32", unsigned=unsigned) for unsigned in (False, True))
 
-# Every kernel, with options and arguments.
+# Every kernel with options and arguments.
 KERNELS = {
     "quantize": (functools.partial(quantize, format=CODEC.format), (X,)),
     "dequantize": (dequantize, (CODE,)),
@@ -44,7 +44,7 @@ KERNELS = {
     ),
 }
 
-# What each refuses, and why.
+# Arguments that a kernel refuses, and the reason.
 ROTATED = dataclasses.replace(CODEC, rotate=True)
 SMALL = dataclasses.replace(CODEC, group=8)
 REFUSED = [
@@ -68,12 +68,12 @@ every = pytest.mark.parametrize("name", KERNELS)
 
 
 def uses_pallas(function, *args):
-    """Whether a program for some device is in what is traced."""
+    """Returns whether the traced program contains a kernel."""
     return "pallas_call" in str(jax.make_jaxpr(function)(*args))
 
 
 def chooses(function, *args):
-    """Whether what is traced depends on the platform."""
+    """Returns whether the traced program depends on the platform."""
     return "platform_index" in str(jax.make_jaxpr(function)(*args))
 
 
@@ -99,20 +99,20 @@ def test_an_unknown_implementation_is_named(unknown):
     ("name", "options", "args", "reason"), REFUSED, ids=[f"{r[0]} {r[-1]}" for r in REFUSED]
 )
 @pytest.mark.parametrize("implementation", ["pallas", "interpreted"])
-def test_an_implementation_that_cannot_says_why(name, options, args, reason, implementation):
+def test_an_implementation_that_refuses_says_why(name, options, args, reason, implementation):
     kernel = functools.partial(KERNELS[name][0], **options)
     pattern = (
         f"^`implementation` '{implementation}' of {name} .*{re.escape(reason)}: use 'reference'"
     )
     with pytest.raises(ValueError, match=pattern):
         kernel(*args, implementation=implementation)
-    # Where it is wished for and not demanded, the definition is computed.
+    # As a preference, not an argument of the call, it falls back to the definition.
     with actjax.kernels.use(implementation):
         assert not uses_pallas(lambda *args: kernel(*args), *args)
     assert not uses_pallas(lambda *args: kernel(*args), *args)
 
 
-def test_compiled_for_a_gpu_there_is_none_on_a_cpu():
+def test_on_a_cpu_the_compiled_kernel_is_refused():
     if jax.default_backend() != "cpu":
         pytest.skip("there is a GPU")
     function, args = KERNELS["dequantize"]
@@ -127,7 +127,7 @@ def test_compiled_for_a_gpu_there_is_none_on_a_cpu():
 def test_by_default_the_device_decides(name):
     function, args = KERNELS[name]
     assert chooses(lambda *args: function(*args), *args)
-    # One traced program, lowered for all.
+    # One traced program, lowered for all platforms.
     traced = jax.jit(lambda *args: function(*args)).trace(*args)
     for platform in ("cpu", "cuda", "tpu"):
         text = traced.lower(lowering_platforms=(platform,)).as_text()
@@ -135,7 +135,7 @@ def test_by_default_the_device_decides(name):
 
 
 @every
-def test_a_name_is_obeyed(name):
+def test_a_named_implementation_is_used(name):
     function, args = KERNELS[name]
     traced = {}
     for implementation in ("reference", "interpreted", "pallas"):
@@ -145,7 +145,7 @@ def test_a_name_is_obeyed(name):
         assert "platform_index" not in text
     with actjax.kernels.use("interpreted"):
         assert str(jax.make_jaxpr(lambda *args: function(*args))(*args)) == traced["interpreted"]
-        # A name given to a call is nearer.
+        # The argument of a call takes precedence.
         reference = functools.partial(function, implementation="reference")
         assert str(jax.make_jaxpr(reference)(*args)) == traced["reference"]
 
@@ -159,7 +159,7 @@ def test_on_a_cpu_the_default_is_the_reference():
         assert_equal(jax.jit(lambda *args, f=function: f(*args))(*args), want)
 
 
-def test_what_is_compiled_is_compiled_again_where_another_is_asked_for():
+def test_a_function_is_compiled_again_for_another_implementation():
     traces = []
 
     @jax.jit
@@ -181,7 +181,7 @@ def test_what_is_compiled_is_compiled_again_where_another_is_asked_for():
             assert not chooses(decoded, CODE)
             assert not uses_pallas(decoded, CODE)
         assert uses_pallas(decoded, CODE)
-    # As before, and nothing is traced for it.
+    # As before, without another trace.
     count = len(traces)
     assert decoded.lower(CODE).as_text() == text
     assert len(traces) == count
@@ -204,15 +204,15 @@ def test_where_xla_partitions_a_program_it_is_the_reference():
         plain = lambda *args, f=function: f(*args)  # noqa: E731
         with jax.set_mesh(mesh):
             assert not uses_pallas(plain, *args)
-            # Unless a name is given.
+            # Unless an implementation is named.
             assert uses_pallas(functools.partial(function, implementation="interpreted"), *args)
     function, args = KERNELS["quantize"]
     with jax.set_mesh(mesh):
-        # Each device has its own part here, and nothing is partitioned.
+        # Each device has its own part, and nothing is partitioned.
         own = jax.shard_map(lambda x: function(x), in_specs=spec, out_specs=spec, check_vma=False)
         assert uses_pallas(own, X)
         got = jax.jit(own)(X)
-    # Of rows nothing depends on others.
+    # Rows do not depend on each other.
     assert_equal(got, jax.jit(functools.partial(function, implementation="reference"))(X))
 
 
@@ -253,7 +253,7 @@ def test_outlier_channels_pass_derivatives_on():
         code = quantize(x, None, channels, format=CODEC.format, implementation=implementation)
         return jnp.vdot(dequantize(code, implementation=implementation)[:, channels], X[:, :2])
 
-    # These are copied, and nothing else comes into them.
+    # They are copied, and nothing else contributes to them.
     want = np.zeros_like(X)
     want[:, channels] = X[:, :2]
     for implementation in ("reference", "interpreted", None):
@@ -261,7 +261,7 @@ def test_outlier_channels_pass_derivatives_on():
         np.testing.assert_array_equal(got, want)
 
 
-def test_vmap_is_a_call_for_each():
+def test_vmap_equals_one_call_each():
     function, _ = KERNELS["scaled_segment_sum"]
     index = np.arange(12, dtype=np.int32).reshape(3, 4) % 2
     scale, values = X[:3, :4], np.stack([X + i for i in range(3)])
@@ -274,7 +274,7 @@ def test_vmap_is_a_call_for_each():
             np.testing.assert_allclose(got[i], want, rtol=8 * TINY, atol=8 * TINY)
 
 
-def test_what_is_sharded_explicitly_is_left_to_xla():
+def test_explicitly_sharded_arrays_are_left_to_xla():
     mesh = jax.make_mesh((2,), ("tokens",), axis_types=(jax.sharding.AxisType.Explicit,))
     x = jax.device_put(
         jnp.ones((4, 128)), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("tokens"))
@@ -284,7 +284,7 @@ def test_what_is_sharded_explicitly_is_left_to_xla():
     assert jax.jit(fun)(x).shape == x.shape
 
 
-def test_a_shard_map_that_checks_what_varies_gets_the_definition():
+def test_a_shard_map_with_check_vma_uses_the_definition():
     mesh = jax.make_mesh((2,), ("tokens",), axis_types=(jax.sharding.AxisType.Auto,))
     by_tokens = jax.sharding.PartitionSpec("tokens")
     x = jax.random.normal(jax.random.key(0), (4, 128))

@@ -1,4 +1,4 @@
-"""Tests of actjax/kernels/noise.py: numbers that are random enough to round by, from a counter."""
+"""Tests of actjax/kernels/noise.py: random numbers for rounding, drawn from a counter."""
 
 import functools
 
@@ -13,7 +13,7 @@ from actjax.kernels.noise import halves, random_words
 SEEDS = np.array(
     [[0, 0], [1, 0], [0, 1], [0x12345678, 0x9ABCDEF0], [2**32 - 1, 2**32 - 1]], np.uint32
 )
-"""Of few bits, as of many: words of a seed are random, but nothing here relies on that."""
+"""Seeds with few and with many set bits: the generator does not rely on random seeds."""
 
 of_seeds = pytest.mark.parametrize("seed", SEEDS, ids=str)
 
@@ -21,16 +21,16 @@ uniform = functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))(noise.unifo
 
 
 def words(count, seed):
-    """What a kernel draws: counters from 0 on."""
+    """Returns what a kernel draws for counters from 0 on."""
     return random_words(np.arange(count, dtype=np.uint32), *seed)
 
 
 def numbers(count, seed):
-    """Two independent rows of numbers."""
+    """Returns two independent rows of numbers."""
     return f64(halves(words(count, seed)))
 
 
-# One bit changes half of them.
+# Avalanche: one bit changes half of all bits.
 
 
 @pytest.mark.parametrize("argument", [0, 1, 2], ids=["counter", "first word", "second word"])
@@ -42,13 +42,13 @@ def test_each_bit_flips_each_bit_half_the_time(argument):
         changed = args.copy()
         changed[argument] = args[argument] ^ np.uint32(2**bit)
         flips = (before ^ random_words(*changed))[:, None] >> np.arange(32, dtype=np.uint32) & 1
-        # Five standard errors: of 3072 fair coins one is farther off with a probability of 0.2%.
+        # Five standard errors: one of 3072 fair coins is farther off with a probability of 0.2%.
         assert np.all(abs(flips.mean(0) - 0.5) <= 5 * 0.5 / np.sqrt(count))
 
 
 @of_seeds
-def test_counters_of_a_seed_are_told_apart(seed):
-    # Each step is a bijection, so no word comes twice.
+def test_counters_of_a_seed_give_different_words(seed):
+    # Each operation is a bijection, so no word repeats.
     assert len(np.unique(words(2**18, seed))) == 2**18
 
 
@@ -56,18 +56,18 @@ def test_counters_of_a_seed_are_told_apart(seed):
 
 
 @of_seeds
-def test_all_numbers_are_as_frequent(seed):
+def test_all_numbers_are_equally_frequent(seed):
     count, bins = 2**18, 256
     for half in numbers(count, seed):
         expected = count / bins
         seen = np.histogram(half, bins, (-0.5, 0.5))[0]
-        # Chi-square of 255 degrees of freedom, whose variance is twice that.
+        # Chi-square with 255 degrees of freedom, whose variance is twice that.
         chi_square = np.sum((seen - expected) ** 2) / expected
         assert abs(chi_square - (bins - 1)) <= 5 * np.sqrt(2 * (bins - 1))
 
 
 @of_seeds
-def test_pairs_of_neighbours_and_of_halves_are_as_frequent(seed):
+def test_pairs_of_neighbours_and_of_halves_are_equally_frequent(seed):
     count, bins = 2**18, 16
     low, high = numbers(count, seed)
     for a, b in ((low[::2], low[1::2]), (high[::2], high[1::2]), (low, high)):
@@ -87,7 +87,7 @@ def test_moments_are_those_of_uniform_numbers(seed):
 
 
 def test_halves_are_the_middles_of_their_intervals():
-    # All that 16 bits can be: symmetric about zero, so that the mean is zero and not nearly so.
+    # All values of 16 bits: they are symmetric about zero, so the mean is exactly zero.
     every = np.arange(2**16, dtype=np.uint32)
     want = (np.arange(2**16) + 0.5) / 2**16 - 0.5
     low, high = halves(every | every[::-1] << np.uint32(16))
@@ -102,7 +102,7 @@ def test_halves_are_the_middles_of_their_intervals():
 
 
 def assert_uncorrelated(a, b):
-    """Five standard errors of a product of independent numbers."""
+    """Asserts a correlation within five standard errors of zero."""
     assert abs(np.mean(a * b)) <= 5 / 12 / np.sqrt(len(a))
 
 
@@ -118,7 +118,7 @@ def test_neighbours_are_uncorrelated(seed):
 def test_halves_of_a_word_are_uncorrelated(seed):
     low, high = numbers(2**18, seed)
     assert_uncorrelated(low, high)
-    # Nor is one far from zero when the other is.
+    # Their magnitudes are independent too.
     squares = (low**2 - 1 / 12) * (high**2 - 1 / 12)
     assert abs(squares.mean()) <= 5 / 180 / np.sqrt(len(low))
 
@@ -145,7 +145,7 @@ def test_seeds_of_keys_differ():
 
 
 @pytest.mark.parametrize("size", [16, 7, 1])
-def test_a_number_is_known_by_its_place(size):
+def test_a_number_depends_only_on_its_position(size):
     seed, tokens, groups, first, of_token = SEEDS[3], 5, 3, 11, 50
     got = uniform(seed, tokens, groups, size, first, of_token)
     assert got.shape == (tokens, groups, size)
@@ -162,7 +162,7 @@ def test_numbers_are_the_same_however_tokens_and_groups_are_split():
     seed, of_token = SEEDS[3], 4 * 8
     whole = uniform(seed, 6, 4, 16, 0, of_token)
     np.testing.assert_array_equal(uniform(seed, 2, 4, 16, 0, of_token), whole[:2])
-    # Tokens and groups further on begin with other words.
+    # Later tokens and groups start with later words.
     np.testing.assert_array_equal(uniform(seed, 4, 4, 16, 2 * of_token, of_token), whole[2:])
     np.testing.assert_array_equal(uniform(seed, 6, 3, 16, 8, of_token), whole[:, 1:])
     assert len(np.unique(whole)) > 0.95 * whole.size

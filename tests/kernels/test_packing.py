@@ -1,4 +1,4 @@
-"""Tests of actjax/kernels/packing.py: codes of a few bits side by side in bytes."""
+"""Tests of actjax/kernels/packing.py: codes of a few bits packed into bytes."""
 
 import functools
 
@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from actjax.kernels.packing import BITS, pack, packed_bytes, unpack
 
 PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
-"""Widths by the docstring: of 3 bits, two and one lie in planes of their own, low bits first."""
+"""Widths of the planes, as documented: 3 bits are a plane of two and a plane of one, low bits
+first."""
 
 every = pytest.mark.parametrize("bits", PLANES)
 
@@ -32,9 +33,9 @@ def packed(codes, bits):
 
 
 def oracle(codes, bits):
-    """The documented layout, one code after the other.
+    """Returns the documented layout, one code after the other.
 
-    With `w` bytes in a plane, bits of the code `f` lie in byte `f % w`, `f // w` places up.
+    With `w` bytes in a plane, the bits of code `f` are in byte `f % w`, at position `f // w`.
     """
     planes, shift = [], 0
     for width in PLANES[bits]:
@@ -80,7 +81,7 @@ def test_the_example_of_the_docstring():
     (plane,) = np.asarray(packed(codes, 4))
     for j in range(3):
         assert int(plane[j]) == codes[j] | codes[j + 4] << 4
-    # Nothing lies above the last of an odd number.
+    # Above the last of an odd number of codes there are zeros.
     assert int(plane[3]) == codes[3]
 
 
@@ -95,14 +96,14 @@ def test_no_plane_takes_more_than_its_bits(bits):
 
 
 @every
-def test_of_eight_features_nothing_is_padded(bits):
+def test_eight_features_need_no_padding(bits):
     for features in (8, 64, 2048):
         assert packed_bytes(bits, features) * 8 == bits * features
 
 
 @every
 def test_every_bit_of_every_byte_is_used(bits):
-    # Two rows that differ in one bit of one code differ in one bit of their bytes.
+    # Rows that differ in one bit of one code differ in one bit of their bytes.
     codes = random_codes(bits, 16)
     flipped = np.stack(
         [codes ^ (np.arange(16) == f) * 2**b for f in range(16) for b in range(bits)]

@@ -1,4 +1,4 @@
-"""Tests of actjax/kernels/point_assignment: to each token the point of the largest cosine."""
+"""Tests of actjax/kernels/point_assignment: each token gets the point of the largest cosine."""
 
 import functools
 
@@ -9,8 +9,8 @@ from kernels.kernel_cases import TINY, f64, normal
 
 from actjax.kernels.point_assignment.api import point_assignment
 
-# Points, features, tokens, tolerance, dtype. Neither is a multiple of any tile; more points than
-# features, and fewer.
+# Points, features, tokens, tolerance, dtype. None is a multiple of a tile; there are more points
+# than features, and fewer.
 CASES = [
     (1, 96, (2, 3), 0.0, "float32"),
     (5, 96, (18,), float("inf"), "bfloat16"),
@@ -28,7 +28,7 @@ def assigned(implementation, tolerance, x, points):
 
 
 def problem(count, features, shape, dtype):
-    """Tokens near and far from points; points of which one is zero, and two are the same."""
+    """Returns tokens near to and far from points; one point is zero, and two are equal."""
     size = {"float16": 1e3, "float64": 1e100}.get(dtype, 1e30)
     points = f64(normal(count, features, seed=1))
     if count >= 5:
@@ -36,7 +36,7 @@ def problem(count, features, shape, dtype):
         points[2] = 0
         points[3] = points[0]
         points[4] /= size
-    # As near as a tenth of their length, and as far as most are from most.
+    # Tokens as near as a tenth of their length, and as far as random tokens.
     tokens = int(np.prod(shape))
     nearby = np.random.default_rng(2).integers(count, size=tokens)
     lengths = np.linalg.norm(points, axis=-1, keepdims=True)
@@ -52,27 +52,28 @@ def problem(count, features, shape, dtype):
 
 
 def cosines(x, points):
-    """`|cos|` of every token and point, up to the length of the token; of zero points 0."""
+    """Returns `|cos|` of tokens and points, times the length of the token; 0 for zero points."""
     lengths = np.linalg.norm(points, axis=-1)
     return abs(x @ points.T) / np.where(lengths > 0, lengths, np.inf)
 
 
 def check(results, x, points, tolerance, unit):
-    """Holds indices, scales and what is kept to the docstring; each operation errs by `unit`."""
+    """Compares indices, coefficients and the mask with the docstring; an operation errs by
+    `unit`."""
     index, alpha, kept = (np.asarray(result) for result in results)
     assert (index.dtype, kept.dtype) == (np.int32, bool)
     assert index.shape == alpha.shape == kept.shape == x.shape[:-1]
     x, points, features = f64(x), f64(points), x.shape[-1]
     lengths, sizes = np.linalg.norm(points, axis=-1), np.linalg.norm(x, axis=-1)
     scores = cosines(x, points)
-    # A sum of products, and the inverse of a length, which is the root of a sum of squares.
+    # A sum of products, times the inverse root of a sum of squares.
     off = (2 * features + 8) * unit
     got = np.take_along_axis(scores, index[..., None], -1)[..., 0]
     assert np.all(got >= scores.max(-1) - off * sizes)
     ordered = np.sort(scores, -1)
     second = ordered[..., -2] if len(points) > 1 else -1
     clear = ordered[..., -1] - second > off * sizes
-    # Of points that are the same the first one.
+    # The first one of equal points.
     first = np.argmax(scores, -1)
     np.testing.assert_array_equal(index[clear], first[clear])
 
@@ -89,10 +90,10 @@ def check(results, x, points, tolerance, unit):
         assert kept.all()
         return clear
     rest = np.linalg.norm(x - want[..., None] * chosen, axis=-1)
-    # And a difference for each feature, of which none is above the length.
+    # A difference per feature, none above the length.
     sure = abs(rest - tolerance * sizes) > 3 * off * sizes
     np.testing.assert_array_equal(kept[sure], (rest <= tolerance * sizes)[sure])
-    # Nothing is as far as nothing.
+    # A zero token has a zero residual.
     assert kept[sizes == 0].all()
     assert np.mean(sure[sizes > 0]) > 0.9
     return clear
@@ -105,13 +106,13 @@ def test_it_is_the_point_of_the_largest_cosine(case, implementation):
     x, points = problem(count, features, shape, dtype)
     results = assigned(implementation, tolerance, x, points)
     assert results[1].dtype == "float32"
-    # The reference keeps points of 16 bits in these, scaled by a power of two, which is exact.
+    # The reference keeps 16-bit points in their dtype, scaled by a power of two, which is exact.
     clear = check(results, x, points, tolerance, TINY)
     nonzero = x.any(-1)
     assert clear[nonzero].mean() > 0.5
     index, kept = np.asarray(results[0]), np.asarray(results[2])
     if count >= 5:
-        # The points 0 and 3 are one.
+        # Points 0 and 3 are equal.
         assert (index != 3).all()
         assert (index == 0).any()
     if 0 < tolerance < np.inf:
@@ -131,14 +132,14 @@ def test_the_reference_in_float64(x64):
 def test_ties_and_zeros(implementation):
     count, features, shape, tolerance, _ = CASES[2]
     x, points = problem(count, features, shape, "float32")
-    # All points alike, up to a sign and a power of two, which changes no bit of a cosine.
+    # All points are equal up to a sign and a power of two, which change no bit of a cosine.
     points[:] = points[0]
     points[1::2] *= -4
     index, alpha, _ = assigned(implementation, tolerance, x, points)
     np.testing.assert_array_equal(index, 0)
     zero = ~x.any(-1)
     np.testing.assert_array_equal(np.asarray(alpha)[zero], 0)
-    # No point but zeros: nothing is taken off a token.
+    # All points are zero: the residual is the token.
     index, alpha, kept = assigned(implementation, tolerance, x, np.zeros_like(points))
     np.testing.assert_array_equal(index, 0)
     np.testing.assert_array_equal(alpha, 0)
@@ -154,7 +155,7 @@ def test_ties_and_zeros(implementation):
         (("bfloat16", "bfloat16"), 513, r"up to 512 points of bfloat16, got 513 for \(3, 8\)"),
     ],
 )
-def test_what_the_program_cannot_take(dtypes, count, reason, x64):
+def test_arguments_that_the_program_refuses(dtypes, count, reason, x64):
     x, points = np.ones((3, 8), dtypes[0]), np.ones((count, 8), dtypes[1])
     with pytest.raises(ValueError, match=f"'interpreted' of point_assignment takes .*{reason}"):
         point_assignment(

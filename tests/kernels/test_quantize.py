@@ -1,4 +1,4 @@
-"""Tests of actjax/kernels/quantize and dequantize: both implementations are what is documented."""
+"""Tests of actjax/kernels/quantize and dequantize: both implementations do what is documented."""
 
 import dataclasses
 import functools
@@ -20,8 +20,9 @@ from actjax.kernels.quantize.api import quantize
 IMPLEMENTATIONS = ("reference", "interpreted")
 SEED = np.array([0x1234567, 0x89ABCDEF], np.uint32)
 
-# Codec, dtype, shape, outlier channels. Features are whole groups, whole ones and a rest, or a rest
-# alone, even or odd; few rows have both, since it is compilation that takes the time.
+# Codec, dtype, shape, outlier channels. Features are whole groups, whole groups and a smaller one,
+# or a smaller one alone, even or odd. Few cases, because each is compiled four times: this module
+# compiles about 95 programs.
 CASES = [
     (Quantized(1, group=16, rounding="stochastic"), "float32", (2, 5, 48), 0),
     (Quantized(3, group=32, rounding="dither"), "float32", (3, 3, 21), 0),
@@ -51,7 +52,7 @@ def decoded(implementation, code):
 
 
 def of_all_kinds(count, width, dtype):
-    """Rows of numbers that are large, huge, tiny, constant, or far from zero."""
+    """Returns rows of large, huge, tiny or constant numbers, or numbers far from zero."""
     huge, tiny = (1e4, 1e-6) if dtype == "float16" else (1e30, 1e-30)
     rows = normal(count, width)
     kinds = np.arange(count) % 9
@@ -68,7 +69,7 @@ def of_all_kinds(count, width, dtype):
 
 
 def problem(codec, dtype, shape, outliers):
-    """The arguments of `quantize`, from `x` on."""
+    """Returns the arguments of `quantize`."""
     tokens = int(np.prod(shape[:-1]))
     if codec.scaling == "group":
         x = of_all_kinds(tokens, shape[-1], dtype)
@@ -76,15 +77,15 @@ def problem(codec, dtype, shape, outliers):
         x = of_all_kinds(shape[-1], tokens, dtype).T
     channels = None
     if outliers:
-        # In no order, and the last one of all.
+        # In random order, with the last channel.
         others = np.random.default_rng(1).permutation(shape[-1] - 1)[: outliers - 1]
         channels = np.int32([shape[-1] - 1, *others])
     scale = centre = None
     if codec.scaling == "channel":
-        # Of some tokens alone, so that others reach beyond.
+        # From some tokens only, so that others exceed the range.
         some = f64(x[: tokens // 2])
         scale = abs(some).max(0) * 2 / (2**codec.bits - 1)
-        # Under stochastic rounding about zero; else not where constants lie between two levels.
+        # With stochastic rounding around zero; otherwise constants are not halfway between levels.
         if codec.rounding != "stochastic":
             centre = stored(some.mean(0) + 0.3 * scale, codec)
         scale = stored(scale, codec)
@@ -96,11 +97,11 @@ def stored(scale, codec):
     return scale if codec.scale_dtype == "float32" else scale.view(np.uint16)
 
 
-# What is documented, in float64 NumPy.
+# The documented format, in float64 NumPy.
 
 
 def as_float(scale):
-    """Scales as they are stored, as numbers; None stays."""
+    """Returns stored scales as numbers; None stays None."""
     if scale is None:
         return None
     scale = np.asarray(scale)
@@ -108,7 +109,7 @@ def as_float(scale):
 
 
 def by_feature(scale, codec, features):
-    """Scales of groups [..., groups] or channels [d], for every number; 0 for None."""
+    """Returns scales of groups [..., groups] or channels [d] for every number; 0 for None."""
     if scale is None:
         return 0.0
     scale = f64(as_float(scale))
@@ -116,8 +117,8 @@ def by_feature(scale, codec, features):
 
 
 def numbers_of(code, codec):
-    """Codes one by one: in a group of `b` bytes are the features `j`, `j + b` ... in the byte `j`,
-    low bits first.
+    """Returns the codes: byte `j` of a group of `b` bytes holds the features `j`, `j + b`, ..., low
+    bits first.
     """
     parts = []
     for start in range(0, code.features, codec.group):
@@ -126,7 +127,7 @@ def numbers_of(code, codec):
             count, place = -(-size * width // 8), start * width // 8
             some = np.asarray(plane)[..., place : place + count].astype(int)
             fields = np.concatenate([some >> i & 2**width - 1 for i in range(0, 8, width)], -1)
-            # Beyond the last feature there is nothing.
+            # Beyond the last feature there are zeros.
             np.testing.assert_array_equal(fields[..., size:], 0)
             numbers = numbers + fields[..., :size] * 2**shift
             shift += width
@@ -135,8 +136,8 @@ def numbers_of(code, codec):
 
 
 def shifts(codec, shape, seed):
-    """The random shift of each number: a token counts half the features of each group, and the two
-    halves of a group have the two halves of its words.
+    """Returns the random shift of each number: a group has a word for two features, and the two
+    halves of the group use the two halves of its words.
     """
     words, parts = [], []
     sizes = [min(codec.group, shape[-1] - s) for s in range(0, shape[-1], codec.group)]
@@ -151,10 +152,11 @@ def shifts(codec, shape, seed):
 
 
 def nearest(codec, x, low, scale, seed):
-    """Codes of the nearest levels, and where another one is as near but for 1e-4 of a level.
+    """Returns the codes of the nearest levels, and where another level is as near up to 1e-4 of a
+    level.
 
-    Below 256 levels a position is off by less: by 2^-24 each for the difference, inverse, product
-    and sum with a shift.
+    Below 256 levels the error of a position is smaller: 2^-24 each for the difference, the inverse,
+    the product and the sum with a shift.
     """
     top = 2**codec.bits - 1
     position = (f64(x) - low) / np.where(scale > 0, scale, 1)
@@ -171,7 +173,7 @@ def nearest(codec, x, low, scale, seed):
 
 
 def values_of(codec, numbers, low, scale, seed):
-    """What codes stand for."""
+    """Returns the values of codes."""
     if codec.levels == "normal":
         return normal_levels(codec.bits)[numbers] * scale + low
     shift = shifts(codec, numbers.shape, seed) if codec.rounding == "dither" else 0
@@ -187,8 +189,8 @@ def assert_scales_agree(codec, got, want):
         if b is None:
             assert a is None
         elif codec.levels == "normal":
-            # By least squares: sums of a group of terms of one sign, in another order, twice; then
-            # a product and a quotient. Of zeros the sign of zero is anyone's.
+            # A least-squares fit: two sums over a group of terms of one sign, in another order,
+            # then a product and a quotient. The sign of zero is arbitrary.
             assert a.dtype == b.dtype
             a, b = as_float(a), as_float(b)
             assert_near(a, b, 2 * (codec.group + 4) * TINY * abs(f64(b)))
@@ -197,10 +199,10 @@ def assert_scales_agree(codec, got, want):
 
 
 def check_encoding(codec, x, seed, channels, scale, centre):
-    """Holds codes to the oracle, and scales to the reference, which test_quantized.py is about.
+    """Compares codes with the oracle, and scales with the reference, which test_quantized.py tests.
 
     Returns:
-      The code by the reference, and the share of numbers that lay between two levels.
+      The code of the reference, and the share of numbers halfway between two levels.
     """
     arguments = (x, seed, channels, scale, centre)
     codes = [encoded(name, codec, *arguments) for name in IMPLEMENTATIONS]
@@ -224,12 +226,12 @@ def check_encoding(codec, x, seed, channels, scale, centre):
 
 
 def check_decoding(codec, x, code):
-    """Holds decoded values to the oracle, and the implementations to each other."""
+    """Compares decoded values with the oracle, and the implementations with each other."""
     values = [np.asarray(decoded(name, code)) for name in IMPLEMENTATIONS]
     low = code.offset if code.centre is None else code.centre
     low, unit = (by_feature(s, codec, code.features) for s in (low, code.scale))
     want = values_of(codec, numbers_of(code, codec), low, unit, code.seed)
-    # A difference, a product and a sum, of up to `2^bits` steps and the lowest value.
+    # A difference, a product and a sum, of up to `2^bits` scales and the offset.
     slack = TINY * (4 * 2**codec.bits * unit + 2 * abs(low)) * np.ones(x.shape)
     if code.channels is not None:
         want[..., code.channels] = f64(x)[..., code.channels]
@@ -247,7 +249,7 @@ def test_numbers_take_the_nearest_level_and_come_back(case):
     codec, *rest = case
     x, seed, channels, scale, centre = problem(codec, *rest)
     code, ties = check_encoding(codec, x, seed, channels, scale, centre)
-    # Of levels on both sides of zero, zero itself.
+    # Zero is halfway between symmetric levels.
     assert ties < 0.25
     check_decoding(
         codec, x, code if scale is None else dataclasses.replace(code, scale=scale, centre=centre)
@@ -262,7 +264,7 @@ PARTS = st.tuples(
 
 
 def drawn(kind, exponent, seed, size):
-    """Numbers of a kind, of a size between 1e-30 and 1e30."""
+    """Returns numbers of a kind, of a size between 1e-30 and 1e30."""
     rng = np.random.default_rng(seed)
     unit = {
         "normal": rng.normal(size=size),
@@ -285,7 +287,7 @@ def test_whatever_the_numbers(case, parts):
     codec, dtype, shape, _ = case
     _, *given = problem(*case)
     size, width = int(np.prod(shape)), codec.group // 2 + 3
-    # Runs that end within groups, and within rows.
+    # Runs that end within groups and within rows.
     runs = [drawn(*parts[i % len(parts)], width) for i in range(-(-size // width))]
     x = np.concatenate(runs)[:size].reshape(shape).astype(dtype)
     check_decoding(codec, x, check_encoding(codec, x, *given)[0])
@@ -307,7 +309,7 @@ def test_transformations_of_jax_change_nothing(how):
         )[1]
     for i in range(3):
         planes, low, scale, values = _jitted_round_trip("reference", codec, x[i], seeds[i])
-        # No number is as near to another level that rounding decides.
+        # No number is so close to another level that rounding decides.
         jax.tree.map(
             lambda a, b, i=i: np.testing.assert_array_equal(a[i], b), got[:3], (planes, low, scale)
         )

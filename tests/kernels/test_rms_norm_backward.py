@@ -1,4 +1,4 @@
-"""Tests of actjax/kernels/rms_norm_backward: the value and gradients, at what a code stands for."""
+"""Tests of actjax/kernels/rms_norm_backward: the value and gradients at the decoded input."""
 
 import functools
 
@@ -13,8 +13,8 @@ from actjax.kernels.rms_norm_backward.api import rms_norm_backward
 
 EPS = 1e-4
 
-# Codec (none for an array), dtype, dtype of the scale, shape, outlier channels: many rows, so that
-# a program has several; groups and rows that are no power of two; a group that is a row.
+# Codec (None for an array), dtype, dtype of the scale, shape, outlier channels. Many rows, so that
+# a program has several; groups and rows that are not powers of two; a group that is a row.
 CASES = [
     (Quantized(4, group=16), "float32", "float32", (1500, 32), 0),
     (Quantized(3, group=32, rounding="dither"), "bfloat16", "bfloat16", (2, 3, 96), 3),
@@ -54,8 +54,8 @@ def problem(codec, dtype, scale_dtype, shape, outliers):
 
 
 def oracle(x, scale, dy):
-    """`y = s x / r` with `r = sqrt(mean(x²) + eps)`, so that `dr = mean(x dx) / r`; and then what
-    bounds the terms that each result is the sum of.
+    """Returns `y = s x / r` and its gradients, with `r = sqrt(mean(x²) + eps)` and so `dr = mean(x
+    dx) / r`, and bounds of the terms that each result sums.
     """
     r = np.sqrt(np.mean(x * x, -1, keepdims=True) + EPS)
     through_r = x / r**3 * np.mean(dy * scale * x, -1, keepdims=True)
@@ -79,8 +79,8 @@ def test_implementations_agree(case):
     x, scale, dy = problem(*case)
     results = [backward(name, x, scale, dy) for name in ("interpreted", "reference")]
     want, bounds = oracle(decoded(x), f64(scale), f64(dy))
-    # A mean of `d` terms, and its root; in the gradient twice, with a mean of its own; then a sum
-    # over rows. Each operation errs by 2^-24 of what bounds its terms.
+    # A mean of `d` terms and its root; in the gradient twice, with another mean; then a sum over
+    # rows. Each operation errs by 2^-24 of the bound of its terms.
     d, rows = dy.shape[-1], dy.size // dy.shape[-1]
     counts = (d / 2 + 8, 2 * d + 16, rows + d / 2 + 8)
     dtypes = (case[1], case[1], case[2])
@@ -92,7 +92,7 @@ def test_implementations_agree(case):
         assert_same(a, b, 2 * count * TINY * bound)
 
 
-def test_a_value_that_is_not_wanted_is_none():
+def test_without_value_it_is_none():
     args = problem(*CASES[-1])
     for name in ("reference", "interpreted"):
         value, *gradients = backward(name, *args, False)
@@ -123,7 +123,7 @@ def test_a_row_of_zeros_has_the_slope_of_the_root_of_eps():
         (None, "float64", 32, "takes floating point numbers of 16 or 32 bits, got float64"),
     ],
 )
-def test_what_the_program_cannot_take(codec, dtype, features, reason, x64):
+def test_arguments_that_the_program_refuses(codec, dtype, features, reason, x64):
     x, scale, dy = problem(codec, dtype, dtype, (2, features), 0)
     with pytest.raises(ValueError, match=f"'interpreted' of rms_norm_backward {reason}"):
         rms_norm_backward(x, scale, dy, implementation="interpreted")

@@ -1,4 +1,4 @@
-"""Tests of actjax/kernels/rotation.py: an orthogonal map that spreads what is large."""
+"""Tests of actjax/kernels/rotation.py: an orthogonal map that spreads outliers."""
 
 import jax
 import jax.numpy as jnp
@@ -32,12 +32,12 @@ def test_blocks_are_the_largest_power_of_two():
 @every
 def test_the_map_is_orthogonal_block_by_block(features, x64):
     r, size = f64(forth(np.eye(features))), largest_power_of_two_in(features)
-    # One outlier is a row: all of its block have an equal share, and no other anything.
+    # A single outlier gives a row: its block gets equal shares, other blocks nothing.
     block = np.arange(features) // size
     share = (block[:, None] == block) / np.sqrt(size)
     np.testing.assert_allclose(abs(r), share, rtol=1e-15, atol=0)
     np.testing.assert_allclose(r @ r.T, np.eye(features), rtol=0, atol=1e-14)
-    # By tokens, linear, and the other way by the transpose. Sums of 96 terms of 2^-53.
+    # Linear in each token, and back by the transpose. Sums of 96 terms, each off by 2^-53.
     x = normal(3, features)
     np.testing.assert_allclose(forth(x), x @ r, rtol=0, atol=1e-13)
     np.testing.assert_allclose(back(x), x @ r.T, rtol=0, atol=1e-13)
@@ -48,8 +48,8 @@ def test_lengths_and_inner_products_stay(features):
     x, y = (normal(3, features, seed=seed).astype("float32") for seed in (0, 1))
     a, b, x, y = f64(forth(x)), f64(forth(y)), f64(x), f64(y)
     lengths = np.linalg.norm(x, axis=-1) * np.linalg.norm(y, axis=-1)
-    # A coordinate is off by 2^-24 for each term of its block, the root and the quotient, of the
-    # sum of sizes over the root of the block, which is at most the length of the block.
+    # A coordinate is off by 2^-24 for each term of its block, the root and the quotient, relative
+    # to the sum of magnitudes over the root of the block, which is at most the length of the block.
     size = largest_power_of_two_in(features)
     off = 2 * (size + 2) * 2**-24 * np.sqrt(size)
     assert np.all(abs(np.sum(a * b, -1) - np.sum(x * y, -1)) <= off * lengths)
@@ -72,13 +72,13 @@ def test_bfloat16_is_summed_in_float32(turn, features):
     with jax.enable_x64(True):
         want = f64(turn(f64(x)))
     size = largest_power_of_two_in(features)
-    # Of a block, sums of 2^-24 a term, the root and the quotient: no rounding to bfloat16.
+    # Sums over a block with 2^-24 per term, the root and the quotient: no rounding to bfloat16.
     sums = abs(f64(x)).reshape(50, -1, size).sum(-1).repeat(size, -1) / np.sqrt(size)
     assert np.all(abs(f64(got) - want) <= (size + 2) * 2**-24 * sums)
 
 
 @pytest.mark.parametrize("features", [5, 8])
-def test_the_dtype_is_that_of_accumulation(features, x64):
+def test_the_result_has_the_accumulation_dtype(features, x64):
     for dtype, want in [("bfloat16", "float32"), ("float32", "float32"), ("float64", "float64")]:
         x = jax.ShapeDtypeStruct((3, features), dtype)
         for turn in (rotate, rotate_back):
@@ -87,20 +87,20 @@ def test_the_dtype_is_that_of_accumulation(features, x64):
 
 @pytest.mark.parametrize("features", [32, 128, 1024])
 @pytest.mark.parametrize("slope", [0, 1], ids=["constant", "slope"])
-def test_what_neighbours_have_in_common_does_not_gather(features, slope):
+def test_the_common_part_of_neighbours_is_spread(features, slope):
     x = 1 + slope * np.arange(features) / features
     rotated = abs(f64(forth(x.astype("float32"))))
-    # Of random signs, Hoeffding's inequality: that any coordinate is above this has a probability
-    # below 2 d exp(-t² / 2) = 1/1000. Without signs one coordinate has all of a constant.
+    # Hoeffding's inequality for random signs: any coordinate exceeds this with a probability below
+    # 2 d exp(-t² / 2) = 1/1000. Without signs, one coordinate gets all of a constant.
     t = np.sqrt(2 * np.log(2000 * features))
     assert rotated.max() <= t * np.linalg.norm(x) / np.sqrt(features)
 
 
-def test_signs_are_as_many_of_one_as_of_the_other():
-    # An odd number has blocks of one, so that signs are all there is.
+def test_both_signs_are_equally_frequent():
+    # An odd number of features has blocks of one, so the map only changes signs.
     signs = f64(forth(np.ones(4095, "float32")))
     np.testing.assert_array_equal(abs(signs), 1)
-    # Five deviations of a fair coin.
+    # Five standard deviations of a fair coin.
     assert abs(signs.sum()) <= 5 * np.sqrt(4095)
 
 

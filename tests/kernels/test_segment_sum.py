@@ -10,7 +10,7 @@ from kernels.kernel_cases import TINY, f64, normal
 
 from actjax.kernels.segment_sum.api import scaled_segment_sum
 
-# Shape of the values, segments, dtype, dtype of the index: few tokens, and more than a tile.
+# Shape of the values, segments, dtype, dtype of the index: fewer tokens than a tile, and more.
 CASES = [
     ((300, 130), 7, "float32", "int32"),
     ((2, 3, 1), 1, "bfloat16", "uint8"),
@@ -30,7 +30,8 @@ def summed(implementation, segments, index, scale, values):
 
 
 def problem(shape, segments, dtype, index_dtype):
-    """A third of the segments is of no token, as are all that the index cannot name."""
+    """Returns arguments in which some segments have no token, such as those above the index
+    dtype."""
     used = np.arange(0, min(segments, 256), 3 if segments > 1 else 1)
     used = np.union1d(used, min(segments, 256) - 1)
     index = np.random.default_rng(0).choice(used, shape[:-1]).astype(index_dtype)
@@ -38,7 +39,8 @@ def problem(shape, segments, dtype, index_dtype):
 
 
 def oracle(index, scale, values, segments):
-    """The sums, and the sums of absolute values, which bound what each addition rounds."""
+    """Returns the sums, and the sums of absolute values, which bound the rounding of each
+    addition."""
     scale = f64(scale.astype(values.dtype)).reshape(-1, 1)
     rows = scale * f64(values).reshape(scale.size, -1)
     sums = np.zeros((2, segments, rows.shape[-1]))
@@ -60,7 +62,7 @@ def test_each_segment_is_the_sum_of_its_scaled_rows(case, implementation):
     unused = np.setdiff1d(np.arange(case[1]), index)
     assert case[1] == 1 or unused.size > 0
     np.testing.assert_array_equal(f64(got)[unused], 0)
-    # The same bits in every run.
+    # Equal bits in every run.
     again = summed(implementation, case[1], index, scale, values)
     np.testing.assert_array_equal(got, again)
 
@@ -81,7 +83,7 @@ def test_the_reference_in_float64(x64):
         ("float32", (0, 8), 2, r"got 2 of \(0, 8\)"),
     ],
 )
-def test_what_the_program_cannot_take(dtype, shape, segments, reason, x64):
+def test_arguments_that_the_program_refuses(dtype, shape, segments, reason, x64):
     index, scale = jnp.zeros(shape[:-1], jnp.int32), jnp.ones(shape[:-1])
     with pytest.raises(ValueError, match=f"'interpreted' of scaled_segment_sum takes .*{reason}"):
         summed("interpreted", segments, index, scale, jnp.ones(shape, dtype))

@@ -1,4 +1,4 @@
-"""Tests of actjax/kernels/swiglu_backward: the value and gradients at what codes stand for."""
+"""Tests of actjax/kernels/swiglu_backward: the value and gradients at the decoded inputs."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ from actjax.kernels.dequantize.api import dequantize
 from actjax.kernels.swiglu_backward.api import swiglu_backward
 
 # Gate, up, dtype, shape, outlier channels of each: whole groups in many rows, so that a program has
-# several; whole groups and a rest; a rest alone.
+# several; whole groups and a smaller one; a smaller one alone.
 CASES = [
     (Quantized(4, group=16, rounding="dither"), Quantized(4, group=16), "float32", (1500, 32), 0),
     (Quantized(2, group=32, rounding="dither"), Quantized(8, group=32), "bfloat16", (2, 3, 70), 3),
@@ -46,7 +46,7 @@ def problem(gate, up, dtype, shape, outliers):
 
 
 def oracle(g, u, dy):
-    """`silu(g) u` with `silu(g) = g / (1 + exp(-g))`, and its two gradients."""
+    """Returns `silu(g) u`, with `silu(g) = g / (1 + exp(-g))`, and its two gradients."""
     sigmoid = 1 / (1 + np.exp(-g))
     slope = sigmoid + g * sigmoid * (1 - sigmoid)
     return g * sigmoid * u, dy * u * slope, dy * g * sigmoid
@@ -67,8 +67,8 @@ def test_implementations_agree(case):
     reference, interpreted = (backward(name, gate, up, dy) for name in ("reference", "interpreted"))
     g, u, dy = f64(decoded(gate)), f64(decoded(up)), f64(dy)
     want = oracle(g, u, dy)
-    # The exponential of a number that is rounded, and a dozen operations. In the slope of `silu`
-    # terms of either sign are added, below one plus the gate.
+    # The exponential of a rounded number, and a dozen operations. The slope of `silu` adds terms of
+    # both signs, below one plus the gate.
     off = TINY * (12 + 4 * abs(g))
     scales = (abs(want[0]), abs(dy * u) / (1 + np.exp(-g)) * (1 + abs(g)), abs(want[2]))
     for a, b, exact, scale in zip(interpreted, reference, want, scales, strict=True):
@@ -77,12 +77,12 @@ def test_implementations_agree(case):
         assert_same(a, b, 2 * off * scale)
 
 
-def test_a_value_that_is_not_wanted_is_none():
+def test_without_value_it_is_none():
     args = problem(*CASES[-1])
     for name in ("reference", "interpreted"):
         value, *gradients = backward(name, *args, False)
         assert value is None
-        # Another program of the same operations, fused otherwise.
+        # A program of the same operations, fused in another way.
         for got, want in zip(gradients, backward(name, *args)[1:], strict=True):
             assert_same(got, want, 4 * TINY * abs(f64(want)))
 

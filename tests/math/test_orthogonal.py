@@ -32,7 +32,7 @@ def f64(x):
 
 
 def shift(rows, columns, dtype):
-    """By how much of a squared column the Cholesky factorisation is shifted."""
+    """Returns the shift of the Cholesky factorisation, relative to a squared column."""
     return 2 * (columns + rows**0.5) * float(jnp.finfo(dtype).eps)
 
 
@@ -43,7 +43,7 @@ def test_all_leading_axes_are_rows_of_one_matrix(shape, dtype, x64):
     got = orthonormalize(y.reshape(*shape, COLUMNS))
     assert (got.shape, got.dtype) == ((*shape, COLUMNS), dtype)
     q, wide = f64(got).reshape(ROWS, COLUMNS), f64(y)
-    # Two factorisations are off by half the shift each, and by rounding of the same size.
+    # Each of the two factorisations is off by half the shift, and rounding adds as much.
     tolerance = 2 * shift(ROWS, COLUMNS, dtype)
     np.testing.assert_allclose(q.T @ q, np.eye(COLUMNS), rtol=0, atol=2 * tolerance)
     lost = np.linalg.norm(wide - q @ (q.T @ wide))
@@ -52,19 +52,19 @@ def test_all_leading_axes_are_rows_of_one_matrix(shape, dtype, x64):
 
 def test_the_lengths_of_columns_do_not_matter():
     y = normal(0, ROWS, COLUMNS)
-    # The longest entry of each is what it is divided by: powers of two round nothing.
+    # Each column is divided by its largest entry, and powers of two change no rounding.
     scaled = y * np.float32(2.0) ** np.float32([-60, 0, 40, 100])
     np.testing.assert_array_equal(orthonormalize(scaled), orthonormalize(y))
 
 
-def test_a_narrow_matrix_has_a_basis_in_float32():
+def test_a_bfloat16_matrix_has_a_basis_in_float32():
     q = orthonormalize(normal(0, ROWS, COLUMNS, dtype="bfloat16"))
     assert q.dtype == jnp.float32
     tolerance = 4 * shift(ROWS, COLUMNS, "float32")
     np.testing.assert_allclose(f64(q).T @ f64(q), np.eye(COLUMNS), rtol=0, atol=tolerance)
 
 
-def test_a_column_of_zeros_leaves_the_others_a_basis():
+def test_with_a_zero_column_the_others_still_get_a_basis():
     y = normal(0, ROWS, COLUMNS)
     y[:, 1] = 0
     q = f64(orthonormalize(y))
@@ -96,7 +96,7 @@ def test_a_householder_basis_is_orthonormal_and_contains_the_columns(matrix, dty
     assert (got.shape, got.dtype) == (y.shape, dtype)
     q, wide = f64(got), f64(y)
     d, k = matrix.shape
-    # k reflections of d entries each, whatever the matrix: Higham, Theorem 19.4, column by column.
+    # k reflections of d entries each, for any matrix: Higham, Theorem 19.4, column by column.
     tolerance = d * k * float(jnp.finfo(dtype).eps)
     grams = q.swapaxes(-2, -1) @ q
     np.testing.assert_allclose(grams, np.broadcast_to(np.eye(k), grams.shape), atol=tolerance)
@@ -114,7 +114,7 @@ def test_a_function_is_applied_to_each_matrix_of_a_stack(lead, x64):
         return {"product": a @ b, "trace": jnp.sum(a), "column": a[:, 0]}
 
     got = jax.jit(lambda a, b: for_each_matrix(products, a, b))(a, b)
-    # Never with a batch axis, which is what a factorisation must not see.
+    # Never with a batch axis, which a factorisation must not see.
     assert set(seen) == {((4, 3), (3, 2))}
     assert {name: x.shape for name, x in got.items()} == {
         "product": (*lead, 4, 2),

@@ -1,4 +1,4 @@
-"""Tests of actjax/_math/precision.py: sums in float32 at least."""
+"""Tests of actjax/_math/precision.py: accumulation at least in float32."""
 
 import itertools
 
@@ -43,8 +43,8 @@ def test_contract_tokens_sums_over_all_leading_axes(lead, x64):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("product", [matmul, contract_tokens])
-def test_results_are_returned_as_they_were_summed(product, dtype):
-    # 4097 ones: float16 would round to 4096, and bfloat16 sums would stop at 256.
+def test_results_have_the_dtype_of_accumulation(product, dtype):
+    # 4097 ones: float16 rounds the sum to 4096, and sums in bfloat16 stop at 256.
     a, b = jnp.ones((4097, 2), dtype), jnp.ones((4097, 2), dtype)
     got = product(a.T, b) if product is matmul else product(a, b)
     assert got.dtype == jnp.float32
@@ -52,7 +52,7 @@ def test_results_are_returned_as_they_were_summed(product, dtype):
 
 
 def test_contract_tokens_flattens_no_axes():
-    # Sharded axes that are merged first would be gathered first.
+    # Merging sharded axes would gather them.
     text = str(jax.make_jaxpr(contract_tokens)(jnp.ones((2, 3, 5)), jnp.ones((2, 3, 4))))
     assert "dot_general" in text
     assert "reshape" not in text

@@ -1,7 +1,7 @@
-"""Oracles of the optimizers, in NumPy float64 and as the definitions read.
+"""Oracles of the optimizers in NumPy float64, written directly from the definitions.
 
-Written from the papers, not from the library; `test_optim_oracles.py` holds every function against
-another way to compute it. Every argument is read as float64, and every result is float64.
+They follow the papers, not the library; `test_optim_oracles.py` compares every function with
+another way to compute it. Every argument is converted to float64, and every result is float64.
 
 Sources:
   Zhao et al., "GaLore" (2024): Adam on projected gradients (Algorithm 2).
@@ -40,7 +40,7 @@ def galore_adam(
     """Returns the weights after each step of Adam in a fixed basis `P`.
 
     On the input side `R = Pᵀ G` and the update is `scale P N`; on the output side `R = G P` and
-    `scale N Pᵀ`. `N = m̂ / (sqrt(v̂) + eps)`, its bias corrected by a count that starts at 1. Weight
+    `scale N Pᵀ`. `N = m̂ / (sqrt(v̂) + eps)`, with a bias correction whose count starts at 1. Weight
     decay is decoupled and in full space: `W <- W - lr (update + weight_decay W)`.
     Source: Zhao et al. (2024), Algorithm 2.
 
@@ -49,12 +49,12 @@ def galore_adam(
       grads: a gradient [d, n] for each step.
       basis: [d, k] for the input side, [n, k] for the output side.
       lr: learning rate.
-      scale: of the update, the paper's `α`.
+      scale: factor of the update, the paper's `α`.
       b1: decay of the first moment.
       b2: decay of the second moment.
       eps: added to the root of the second moment.
-      weight_decay: not scaled by `scale`.
-      side: which axis of the weight the basis is of.
+      weight_decay: rate of the weight decay, which `scale` does not multiply.
+      side: the side of the weight that is projected.
     """
     w, p = _f64(weight), _f64(basis)
     if p.shape[0] != w.shape[0 if side == "input" else 1]:
@@ -76,7 +76,7 @@ def galore_adam(
 def top_left_singular_vectors(matrix: npt.ArrayLike, k: int) -> Array:
     """Returns the `k` leading left singular vectors [d, k] of a matrix [d, n].
 
-    Signs, and rotations among equal singular values, are those of LAPACK: compare `U Uᵀ`.
+    Signs, and rotations among equal singular values, depend on LAPACK: compare `U Uᵀ`.
     """
     return np.linalg.svd(_f64(matrix), full_matrices=False)[0][:, :k]
 
@@ -103,8 +103,8 @@ def dynamic_levels(unsigned: bool) -> Array:
     """Returns the levels of the dynamic map, ascending: 256 unsigned, or 255 signed.
 
     Magnitudes: 0, and `10^(p - P) (0.1 + 0.9 (j + 1) / 2^p)` for `p = 0..P` and `j = 0..2^p - 1`,
-    with `P = 7` unsigned and 6 signed. After Dettmers et al. (2022): fractions evenly within a
-    decade, and a bit less for them in each decade down.
+    with `P = 7` unsigned and 6 signed. As in Dettmers et al. (2022), fractions are evenly spaced
+    within a decade, and each decade has one bit less for them than the decade above.
     """
     top = 7 if unsigned else 6
     magnitudes = [
@@ -117,20 +117,20 @@ def dynamic_levels(unsigned: bool) -> Array:
 
 
 def nearest_level(x: npt.ArrayLike, levels: npt.ArrayLike) -> Array:
-    """Returns the level nearest to each value, by search; the first of two that are as near."""
+    """Returns the level nearest to each value, by search; the first of two at equal distance."""
     values, table = _f64(x), _f64(levels)
     return table[np.argmin(np.abs(values[..., None] - table), axis=-1)]
 
 
 def blockwise_round_trip(x: npt.ArrayLike, unsigned: bool, block: int) -> Array:
-    """Returns `x` after it was stored in blocks along its last axis.
+    """Returns `x` after encoding and decoding in blocks along its last axis.
 
-    Each block is divided by its largest magnitude and takes its nearest levels. Unsigned, what is
-    not zero takes at least the lowest level that is not.
+    Each block is divided by its largest magnitude and rounded to the nearest levels. Unsigned
+    values other than zero are rounded at least to the lowest level other than zero.
 
     Args:
       x: [..., n]; not negative if `unsigned`.
-      unsigned: which levels.
+      unsigned: whether the unsigned levels are used.
       block: values that share a scale; the last block of a row may be shorter.
     """
     values, levels = _f64(x), dynamic_levels(unsigned)

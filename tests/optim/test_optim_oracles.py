@@ -1,4 +1,4 @@
-"""Tests of tests/optim/optim_oracles.py: each oracle against another way, without the library."""
+"""Oracles of the optimizers, compared with other ways to compute them, without the library."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def orthonormal(rng, rows, columns):
 
 
 def adamw(w, grads, *, lr, scale, b1, b2, eps, weight_decay):
-    """AdamW with a scaled update; its moments as sums over the past, not as recurrences."""
+    """Returns the weights of AdamW with a scaled update, with moments as sums over past steps."""
     history = []
     for t in range(1, len(grads) + 1):
         past = list(enumerate(grads[:t]))
@@ -43,7 +43,7 @@ def test_galore_in_the_whole_space_is_adamw_with_a_scaled_update(rng):
     np.testing.assert_allclose(got, want, rtol=1e-12)
 
 
-def test_galore_on_one_side_is_the_transpose_of_the_other_and_stays_in_its_span(rng):
+def test_galore_on_one_side_is_the_transpose_of_the_other_and_stays_in_the_span(rng):
     w, grads, p = rng.normal(size=(6, 4)), rng.normal(size=(5, 6, 4)), orthonormal(rng, 6, 2)
     got = galore_adam(w, grads, p, **HYPER)
     turned = galore_adam(w.T, grads.swapaxes(1, 2), p, side="output", **HYPER)
@@ -62,7 +62,7 @@ def test_top_left_singular_vectors_are_eigenvectors_of_the_gram_matrix(rng):
     np.testing.assert_allclose(u @ u.T, want @ want.T, atol=1e-12)
 
 
-def test_rotated_moments_are_those_of_the_same_vectors_in_the_new_basis(rng):
+def test_rotated_moments_are_the_moments_of_the_same_vectors_in_the_new_basis(rng):
     old, new = orthonormal(rng, 6, 6), orthonormal(rng, 6, 3)
     m, v = rng.normal(size=(6, 4)), rng.random((6, 4))
     same = rotate_moments(m, v, old, old)
@@ -70,14 +70,14 @@ def test_rotated_moments_are_those_of_the_same_vectors_in_the_new_basis(rng):
     np.testing.assert_allclose(same[1], v, atol=1e-14)
     turned = rotate_moments(m, v, old, new)
     np.testing.assert_allclose(new @ turned[0], new @ new.T @ old @ m, atol=1e-13)
-    # Second moments of independent entries: the variances of `newᵀ old z`.
+    # For independent entries `z`, second moments are the variances of `newᵀ old z`.
     for column in range(4):
         covariance = new.T @ old @ np.diag(v[:, column]) @ old.T @ new
         np.testing.assert_allclose(turned[1][:, column], np.diag(covariance), atol=1e-14)
 
 
 @pytest.mark.parametrize(("unsigned", "count", "lowest"), [(False, 255, 1e-6), (True, 256, 1e-7)])
-def test_the_levels_are_distinct_and_reach_from_the_lowest_decade_to_one(unsigned, count, lowest):
+def test_levels_are_distinct_and_reach_from_the_lowest_decade_to_one(unsigned, count, lowest):
     levels = dynamic_levels(unsigned)
     assert len(np.unique(levels)) == len(levels) == count
     assert levels[-1] == 1
@@ -95,7 +95,7 @@ def test_the_nearest_level_is_found():
     np.testing.assert_array_equal(nearest_level(levels, levels), levels)
 
 
-def test_the_round_trip_is_that_of_each_block(rng):
+def test_blocks_are_rounded_independently(rng):
     x = rng.normal(size=(2, 3, 37))
     x[0, 1, :16] = 0
     once = blockwise_round_trip(x, False, 16)

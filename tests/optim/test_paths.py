@@ -1,4 +1,4 @@
-"""Which part of a path is whose."""
+"""The field and the parameter that an array of an optax state belongs to."""
 
 import jax
 import jax.numpy as jnp
@@ -17,20 +17,20 @@ WEIGHTS = ("layers.attention.q", "q", "norm")
         ("0.nu.q", ["0", "nu"], "q"),
         ("q", [], "q"),
         ("count", ["count"], None),
-        # The end of a name is not that of a path.
+        # A parameter's path must match whole names.
         ("mu.layernorm", ["mu", "layernorm"], None),
     ],
 )
-def test_a_path_ends_in_that_of_the_longest_parameter(name, fields, weight):
+def test_a_path_is_split_before_the_longest_matching_parameter(name, fields, weight):
     assert split_path(name, WEIGHTS) == (fields, weight)
 
 
 def names_of(tx, params):
-    """Returns a state with what `map_state` says of each array in its place."""
+    """Returns a state with the fields and the parameter of each array in its place."""
     return map_state(lambda fields, weight, _: (fields, weight), tx.init(params), params)
 
 
-def test_a_parameter_may_have_the_name_of_a_field():
+def test_a_parameter_may_be_named_like_a_field():
     params = {"w": jnp.ones(2), "nu": {"w": jnp.ones(2)}}
     state = names_of(optax.adam(1e-3), params)[0]
     assert state.mu == {"w": (["0", "mu"], "w"), "nu": {"w": (["0", "mu"], "nu.w")}}
@@ -38,11 +38,11 @@ def test_a_parameter_may_have_the_name_of_a_field():
     assert state.count == (["0", "count"], None)
 
 
-def test_one_array_may_be_all_parameters():
+def test_the_parameters_may_be_one_array():
     assert names_of(optax.trace(0.9), jnp.ones(2)).trace == (["trace"], "")
 
 
-def test_what_a_mask_hides_has_the_path_of_its_parameter():
+def test_an_array_of_a_masked_transform_has_the_path_of_its_parameter():
     params = {"a": jnp.ones(2), "b": jnp.ones(2)}
     state = names_of(optax.masked(optax.trace(0.9), {"a": True, "b": False}), params)
     assert state.inner_state.trace["a"] == (["inner_state", "trace"], "a")

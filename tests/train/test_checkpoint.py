@@ -98,8 +98,6 @@ def test_a_damaged_checkpoint_is_named_with_the_one_before_it(tmp_path, state, i
         if file.is_file() and file.stat().st_size:
             file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     again = Checkpoints(tmp_path, keep=2)
-    with pytest.raises(
-        ValueError, match=r"checkpoints?.*2 cannot be read.*to resume from step 1\."
-    ):
+    with pytest.raises(ValueError, match=r"2 cannot be read.*to resume from step 1\."):
         again.restore(2, like(state), IDENTITY)
     again.close()

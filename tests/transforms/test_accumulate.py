@@ -78,7 +78,7 @@ def test_micro_batches_in_a_shared_basis_have_the_gradient_of_the_large_batch(x6
     np.testing.assert_allclose(value, want_value, rtol=1e-13)
     assert_same(gradient, dense(want))
     for name, basis in bases.items():
-        assert gradient[name].basis == name
+        assert gradient[name].basis_name == name
         np.testing.assert_array_equal(gradient[name].left, basis)
 
 

@@ -42,7 +42,7 @@ def exact_gradient(fun, *args):
 
 def assert_in_basis(g: LowRank, name: str, basis: jax.Array, exact: jax.Array) -> None:
     """Checks that the left factor is the basis and the right one the projected exact gradient."""
-    assert g.basis == name
+    assert g.basis_name == name
     np.testing.assert_array_equal(g.left, basis)
     np.testing.assert_allclose(g.right, basis.mT @ exact, rtol=1e-10, atol=1e-10)
 

@@ -1,4 +1,4 @@
-"""Tests of actjax/bits.py: which values the gradient suffers from, and where bits go."""
+"""Tests of actjax/transforms/bits.py: sensitivities of the gradient, and allocation of bits."""
 
 import itertools
 import re
@@ -27,34 +27,34 @@ X, W, DZ = normal(0, TOKENS, FEATURES), normal(1, FEATURES, 5), normal(2, TOKENS
 
 
 def of_linear(codecs, keys, w):
-    """The gradient of a linear operator, whose input is stored as `x`."""
+    """Returns the gradient of a linear operator whose input is stored with the codec `x`."""
     return jax.grad(lambda w: jnp.sum(DZ * actjax.linear(X, w, codec=codecs["x"], key=keys["x"])))(
         w
     )
 
 
 def variance_of_linear(bits):
-    """By theory: `dw = x_hatᵀ dz`, errors of numbers independent, `t (1 - t) Δ²` each."""
+    """Returns the variance of `dw = x_hatᵀ dz` with independent errors `t (1 - t) Δ²`."""
     x, dz = np.float64(X), np.float64(DZ)
     low, high = x.min(1, keepdims=True), x.max(1, keepdims=True)
-    step = (high - low) / (2**bits - 1)
-    share = (x - low) / step % 1
-    return np.sum(share * (1 - share) * step**2 * np.sum(dz**2, 1, keepdims=True))
+    scale = (high - low) / (2**bits - 1)
+    share = (x - low) / scale % 1
+    return np.sum(share * (1 - share) * scale**2 * np.sum(dz**2, 1, keepdims=True))
 
 
 @pytest.mark.parametrize("estimate", ESTIMATES)
-def test_the_sensitivity_of_a_linear_operator_is_that_of_theory(estimate):
+def test_the_sensitivity_of_a_linear_operator_agrees_with_theory(estimate):
     codecs = {"x": Quantized(4, group=FEATURES, rounding="stochastic", scale_dtype="float32")}
     found = sensitivity(of_linear, codecs, KEY, W, estimate=estimate, samples=60)
     want = variance_of_linear(4) / error_of_bits(4)
-    # A squared norm over 80 numbers, about normal, has a spread of sqrt(2 / 80) = 0.16; the mean of
-    # 60 has 0.02, of which this is five. The probe takes 1/6 for the mean of t (1 - t) within a
-    # group, which over 768 numbers has a spread of 0.075 * 6 / sqrt(768) = 0.016.
+    # A squared norm of 80 roughly normal numbers has a relative deviation of sqrt(2 / 80) = 0.16
+    # and the mean of 60 has 0.02; this allows five of them. The probe takes 1/6 as the mean of
+    # t (1 - t) in a group; over 768 numbers that mean deviates by 0.075 * 6 / sqrt(768) = 0.016.
     np.testing.assert_allclose(found["x"], want, rtol=0.12)
 
 
 def of_network(codecs, keys, weights):
-    """A gradient to which stored values matter in quite different ways."""
+    """Returns a gradient with very different sensitivities to the stored values."""
 
     def loss(weights):
         a, b, c, scale = weights
@@ -77,23 +77,23 @@ def test_the_probe_ranks_values_as_algorithm_1_does():
         for estimate in ESTIMATES
     )
     for name in codecs:
-        # Each is the mean of 16 squared norms; a factor of two is far beyond their spread.
+        # Each is the mean of 16 squared norms, whose deviation is far below a factor of two.
         assert 0.5 < probe[name] / reference[name] < 2
-    # So those further apart than that are ranked alike.
+    # So both rank values alike whose sensitivities differ by more than a factor of four.
     assert max(reference.values()) > 4 * min(reference.values())
     for a, b in itertools.combinations(codecs, 2):
         if not 0.25 < reference[a] / reference[b] < 4:
             assert (probe[a] > probe[b]) == (reference[a] > reference[b])
 
 
-def test_what_is_not_read_has_no_sensitivity():
+def test_an_unread_tensor_has_no_sensitivity():
     codecs = {"x": Quantized(4, group=8), "nothing": Quantized(4, group=8)}
     for estimate in ESTIMATES:
         found = sensitivity(of_linear, codecs, KEY, W, estimate=estimate, samples=1)
         assert found["x"] > found["nothing"] == 0
 
 
-def test_a_key_gives_the_same_estimate_again():
+def test_the_estimate_depends_on_the_key_only():
     codecs = {"x": Quantized(4, group=8)}
     first, again, other = (
         sensitivity(of_linear, codecs, key, W, samples=1) for key in (KEY, KEY, jax.random.key(6))
@@ -101,7 +101,7 @@ def test_a_key_gives_the_same_estimate_again():
     assert first == again != other
 
 
-def test_wrong_arguments_are_named():
+def test_invalid_arguments_are_refused():
     codecs = {"x": Quantized(4)}
     with pytest.raises(ValueError, match="`estimate` must be one of"):
         sensitivity(of_linear, codecs, KEY, W, estimate="guess")
@@ -120,8 +120,8 @@ def test_wrong_arguments_are_named():
 # Allocation.
 
 
-def test_bits_go_where_they_matter():
-    # 75 bits: 10 for c, which gains nothing; 4 for b takes 40, of which 2 for a leaves 5.
+def test_sensitive_tensors_get_more_bits():
+    # 75 bits: c gains nothing and gets 1 each (10), b gets 4 each (40), a 2 each (20); 5 are left.
     bits = allocate_bits({"a": 1.0, "b": 100.0, "c": 0.0}, {"a": 10, "b": 10, "c": 10}, 2.5)
     assert bits == {"a": 2, "b": 4, "c": 1}
 
@@ -138,7 +138,7 @@ costs = st.lists(st.tuples(st.floats(0, 1e6), st.integers(1, 50)), min_size=1, m
 
 @settings(deadline=None, max_examples=60)
 @given(costs, st.floats(1, 8))
-def test_no_choice_within_the_budget_is_better_by_more_than_one_step(pairs, average):
+def test_the_allocation_is_at_most_one_increment_from_the_optimum(pairs, average):
     sensitivities = {str(i): c for i, (c, _) in enumerate(pairs)}
     sizes = {str(i): n for i, (_, n) in enumerate(pairs)}
     budget = average * sum(sizes.values())
@@ -150,8 +150,8 @@ def test_no_choice_within_the_budget_is_better_by_more_than_one_step(pairs, aver
         for bits in itertools.product((1, 2, 3, 4, 8), repeat=len(sizes))
         if sum(n * b for n, b in zip(sizes.values(), bits, strict=True)) <= budget
     )
-    # What greedy choice may lose is the first step that did not fit: with it, it would be at least
-    # as good as the best (the knapsack bound), as gains for their price only fall.
+    # The greedy choice loses at most the first increment that did not fit: with it, the choice
+    # would be at least as good as the best (the knapsack bound), as the gain per bit decreases.
     following = {1: 2, 2: 3, 3: 4, 4: 8}
     raised = [
         compression_variance(sensitivities, {**chosen, name: following[n]})
@@ -166,6 +166,6 @@ def test_variances():
     assert compression_variance({"a": 3.0, "b": 9.0}, {"a": 1, "b": 2}) == pytest.approx(3 + 1)
     gradients = [{"w": normal(seed, 200, 50)} for seed in range(4)]
     values = np.stack([g["w"] for g in gradients]).astype(np.float64)
-    # Of the mean of four, from what they differ by.
+    # The variance of the mean of four.
     want = values.var(0, ddof=1).sum() / 4
     np.testing.assert_allclose(sampling_variance(gradients), want, rtol=1e-5)

@@ -52,7 +52,7 @@ def test_factors_multiply_to_the_gradient_of_jax_and_the_rest_is_equal(codec, dt
         np.testing.assert_array_equal(got[path], want[path])
     for path in factored(gradient):
         g = got[path]
-        assert (g.shape, g.dtype, g.basis) == (want[path].shape, want[path].dtype, None)
+        assert (g.shape, g.dtype, g.basis_name) == (want[path].shape, want[path].dtype, None)
         assert g.rank == codec.gradient_rank(x.shape)
         # Two products of the same factors, each with k roundings a term.
         scale = np.abs(g.left) @ np.abs(g.right)

@@ -1,0 +1,58 @@
+"""The vector-Jacobian product of one layer, with its two passes in two separate loops."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from actjax.transforms.taps import plan_taps
+
+
+class LayerVjp:
+    """The vector-Jacobian product of one layer: one loop stores what another loop reads.
+
+    The arguments of the layer, such as its weights, are available in the backward loop and are not
+    stored again. `backward` relies on what `forward` recorded while it was traced, so trace
+    `forward` first.
+    """
+
+    def __init__(self, layer: Callable[[Any, Any, Any], Any], inputs: Any) -> None:
+        """Takes a function `layer(params, x, own)` and the arrays that it closes over.
+
+        Args:
+          layer: from the parameters of one layer, in the structure of all parameters, its input and
+            its slice of `per_layer`, to its output.
+          inputs: other arrays that it reads, the same in every layer.
+        """
+        self._layer = layer
+        self._inputs = inputs
+
+    def forward(self, x: Any, given: Any) -> tuple[Any, list[jax.Array]]:
+        """Returns the output, and the residuals that are not arguments; a body of `lax.scan`.
+
+        Args:
+          x: input of the layer.
+          given: parameters of the layer, bases, and its slice of `per_layer`.
+        """
+        block, bases, own = given
+        self._taps = taps = plan_taps(lambda p: self._layer(p, x, own), block, bases)
+        y, vjp = jax.vjp(
+            lambda d, x: self._layer(taps.merge(block, d, bases), x, own), taps.split(block), x
+        )
+        residuals, self._treedef = jax.tree.flatten(vjp)
+        places = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves((given, self._inputs)))}
+        self._places = [places.get(id(residual)) for residual in residuals]
+        return y, [r for r, i in zip(residuals, self._places, strict=True) if i is None]
+
+    def backward(self, given: Any, kept: list[jax.Array], dy: Any) -> tuple[Any, Any]:
+        """Returns the gradient of the layer's parameters, and the cotangent of its input.
+
+        Args:
+          given: as for `forward`.
+          kept: residuals that `forward` returned.
+          dy: cotangent of the output.
+        """
+        leaves, own = jax.tree.leaves((given, self._inputs)), iter(kept)
+        residuals = [next(own) if i is None else leaves[i] for i in self._places]
+        gradient, dx = jax.tree.unflatten(self._treedef, residuals)(dy)
+        return self._taps.join(gradient, given[1]), dx

@@ -1,0 +1,140 @@
+"""The evaluation program: settings and files that it refuses."""
+
+import os
+import pathlib
+import sys
+
+import pytest
+
+from tests.train.evaluations import TEXT, asked, config, quietly
+from train import evaluate
+from train.loop import BadRunError
+from train.tokenizer import train_bpe
+
+
+@pytest.fixture
+def folder(folder_of_model):
+    return folder_of_model
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "nothing to do: give `--data`, `--task` or `--generate`"),
+        ({"task": "gsm8k"}, "`--task` and `--questions` need each other"),
+        ({"generate": "a", "out": pathlib.Path("out")}, "`--out` has no effect without `--task`"),
+        ({"generate": "a", "whole": True}, "`--whole` has no effect without `--data`"),
+        ({"generate": "a", "chat_template": pathlib.Path("a")}, "`--chat-template` has no effect"),
+        ({"generate": "a", "batch_size": 0}, "`--batch-size` must be at least 1, got 0"),
+        ({"generate": "a", "batch_size": 2}, "`--batch-size 2` has no effect without `--data` or"),
+        ({"generate": "a", "seq_len": 8}, "`--seq-len 8` has no effect without `--data`"),
+        ({"generate": "a", "shots": 2}, "`--shots 2` has no effect without `--task`"),
+        ({"generate": "a", "top_k": 2}, "`--top-k 2` has no effect without `--temperature`"),
+        ({"data": "a", "temperature": 0.5}, "`--temperature 0.5` has no effect without `--gener"),
+        ({"data": "a", "chat": True}, "`--chat` has no effect without `--generate` or `--task`"),
+        (
+            {"data": "a", "whole": True, "data_dir": pathlib.Path("b")},
+            "`--data-dir b` has no effect with `--whole`",
+        ),
+        (
+            {"task": "gsm8k", "questions": pathlib.Path("q"), "choose": "likelihood"},
+            "`--choose likelihood` has no effect with `--task gsm8k`",
+        ),
+        (
+            {"task": "choice", "questions": pathlib.Path("q"), "normalize": "bytes"},
+            "`--normalize bytes` has no effect without `--choose likelihood`",
+        ),
+        (
+            {"task": "gsm8k", "questions": pathlib.Path("q"), "examples": pathlib.Path("e")},
+            "`--examples e` has no effect without `--shots`",
+        ),
+        ({"generate": "a", "seed": -1}, "`--seed` must be at least 0, got -1"),
+        ({"generate": "a", "temperature": -1.0}, r"`--temperature` must be in \[0, inf\), got -1"),
+        ({"generate": "a", "top_p": 0.0}, r"`--top-p` must be above 0 and at most 1, got 0\.0"),
+    ],
+)
+def test_settings_in_conflict_or_without_effect_are_refused(folder, changes, message):
+    with pytest.raises(ValueError, match=message):
+        config(folder, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"checkpoint": "none"}, "the checkpoint 'none' cannot be read: no such file or folder"),
+        ({"tokenizer": "none"}, "`--tokenizer` is 'none': no such path"),
+        ({"generate": ""}, "the prompt is empty, and the tokenizer has no start token"),
+        (
+            {"max_new_tokens": 256},
+            r"`--generate` has \d+ tokens; with `--max-new-tokens` 256 that exceeds the 256",
+        ),
+        ({"data": "text.txt", "seq_len": 257}, "`--seq-len` 257 is above the 256 positions"),
+        ({"data": "nothing", "whole": True}, "`--whole` is for local files, and `--data` is"),
+        ({"adapter": "none"}, "adapter.*none"),
+        (
+            {"limit": 9, "shots": 9},
+            "`--shots` is 9, but .* has 9 examples and .* 0 further",
+        ),
+        ({"examples": "choices.jsonl", "shots": 4}, "`--shots` is 4, but .* has 3 examples"),
+        ({"shots": 8}, r"line 9 of .* tokens; with `--max-new-tokens` 8 that exceeds the 256"),
+        ({"questions": "none.jsonl"}, "`--questions` is '.*none.jsonl': there is no such path"),
+        ({"question_field": "ask"}, "line 1 of .*: there is no field 'ask', only 'question', 'a"),
+        ({"prompt_template": "{ask}"}, "`--questions`: line 1 of .*: there is no field 'ask', on"),
+        ({"prompt_template": "{0}"}, r"`--prompt-template` is '\{0\}': each \{\} needs the name"),
+        ({"prompt_template": "{"}, r"`--prompt-template` is '\{': .* Write \{\{ and"),
+        ({"answer_field": "question"}, "line 1 of .* has no number after ####. Correct or"),
+        ({"task": "choice"}, "line 1 of .*: there is no field 'correct', only 'question', 'answ"),
+    ],
+)
+def test_bad_settings_are_refused_in_one_line(folder, changes, message):
+    names = ("checkpoint", "tokenizer", "questions", "examples", "adapter")
+    there = {
+        name: folder / value if (folder / str(value)).exists() else pathlib.Path(value)
+        for name, value in changes.items()
+        if name in names
+    }
+    if "data" in changes:
+        there["data"] = str(folder / changes["data"])
+    if set(changes) & {"generate", "max_new_tokens", "data", "checkpoint", "tokenizer", "adapter"}:
+        given = config(folder, **{"generate": "One", **changes, **there})
+    else:
+        given = asked(folder, "sums", **{**changes, **there})
+    with pytest.raises(BadRunError, match=message) as error:
+        quietly(given)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"question": 1}\n\n{', "`--questions`: line 3 of '.*' is not JSON"),
+        ("[1, 2]", "`--questions`: line 1 of '.*' is list, not an object"),
+        ("", "`--questions` is '.*': it has no records"),
+        (b"\xff", "`--questions`: .* is not UTF-8"),
+    ],
+)
+def test_files_of_questions_that_cannot_be_read_are_named(folder, text, message, tmp_path):
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(BadRunError, match=message):
+        quietly(asked(folder, "sums", questions=path))
+
+
+def test_a_tokenizer_of_another_model_is_refused(folder, tmp_path):
+    train_bpe([TEXT * 3 + "".join(map(chr, range(200, 400)))], 350).save(tmp_path)
+    with pytest.raises(BadRunError, match=r"tokens, but the model in .* has 300: `--tokenizer`"):
+        quietly(config(folder, tokenizer=tmp_path, generate="One"))
+
+
+def test_the_command_line_prints_errors_in_one_line(monkeypatch, capsys):
+    def leave(code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(sys, "argv", ["evaluate", "--checkpoint", "none", "--generate", "a"])
+    with pytest.raises(SystemExit) as ending:
+        evaluate.main()
+    assert ending.value.code == 2
+    assert capsys.readouterr().err == (
+        "error: the checkpoint 'none' cannot be read: no such file or folder.\n"
+    )

@@ -1,0 +1,139 @@
+"""Files of records: formats, folders, and errors that name the record."""
+
+import gzip
+
+import pytest
+
+from tests.train.example_files import (
+    CHATML,
+    PAIR,
+    open_path,
+    texts_of,
+    write,
+    write_rows,
+)
+
+# --- Files. ---
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("a.jsonl", b'{"text": "one"}\n{"text": "two"}\n'),
+        ("a.jsonl", b'{"text": "one"}\n\n{"text": "two"}'),
+        ("a.jsonl", b'\xef\xbb\xbf{"text": "one"}\r\n{"text": "two"}\r\n'),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "one"}\n{"text": "two"}\n', mtime=0)),
+        ("a.json", b'\xef\xbb\xbf [{"text": "one"},\r\n {"text": "two"}]'),
+        ("a.json", b'{"text": "one"}\n{"text": "two"}\n'),
+        ("a.json.gz", gzip.compress(b'[{"text": "one"}, {"text": "two"}]', mtime=0)),
+    ],
+)
+def test_every_kind_of_file_is_read(tmp_path, name, data):
+    examples = open_path(write(tmp_path / name, data))
+    assert texts_of(examples.train) == ["one", "two"]
+    assert examples.name == name
+
+
+def test_line_separators_within_a_text_are_kept(tmp_path):
+    path = write(tmp_path / "a.jsonl", '{"text": "one\u2028two"}\n')
+    assert texts_of(open_path(path).train) == ["one\u2028two"]
+
+
+def test_a_folder_is_read_in_the_order_of_names(tmp_path):
+    write_rows(tmp_path / "b.jsonl", [{"text": "two"}])
+    write(tmp_path / "a" / "x.json", '[{"text": "one"}]')
+    write_rows(tmp_path / ".hidden.jsonl", [{"text": "hidden"}])
+    write(tmp_path / "README.md", "not a record")
+    assert texts_of(open_path(tmp_path).train) == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "match"),
+    [
+        (
+            "a.jsonl",
+            '{"text": "a"}\n{"text" "b"}\n',
+            r"line 2 of '.*a.jsonl' is not JSON: Exp.* 9\.",
+        ),
+        ("a.jsonl", '{"text": "a"}\n\n{"te', r"line 3 of '.*' is not JSON: .*Correct or remove it"),
+        ("a.json", '[{"text": "a"},\n{"text" "b"}]', r"line 2 of '.*a.json' is not JSON: .* 9\."),
+        ("a.json", '[{"text": "a"}', r"line 1 of '.*a.json' is not JSON"),
+        ("a.jsonl", "[" * 100_000, r"line 1 of '.*' is not JSON"),
+        ("a.jsonl", '{"text": "a"}\n["b"]', r"line 2 of '.*a.jsonl' is list, not an object"),
+        ("a.json", '[{"text": "a"}, 3]', r"record 2 of '.*a.json' is int, not an object"),
+        ("a.jsonl", "", r"`--data` is '.*a.jsonl': it has no records. Give a .jsonl file"),
+        ("a.json", "[]", r"it has no records"),
+        (
+            "a.parquet",
+            "PAR1",
+            r"`--data` is '.*a.parquet', which is not a file of records",
+        ),
+        ("a.jsonl", b"\xff", r"'.*a.jsonl' is not UTF-8"),
+        ("a.jsonl.gz", gzip.compress(b"{}", mtime=0)[:-3], r"is not a complete gzip file"),
+    ],
+)
+def test_files_that_cannot_be_read_are_refused(tmp_path, name, data, match):
+    with pytest.raises(ValueError, match=match):
+        open_path(write(tmp_path / name, data))
+
+
+@pytest.mark.parametrize("data", ["", "/none/such.jsonl"])
+def test_a_missing_file_is_refused(data):
+    with pytest.raises(FileNotFoundError, match=f"`--data` is '{data}': there is no such path"):
+        open_path(data)
+
+
+def test_a_missing_validation_file_is_refused(open_rows):
+    with pytest.raises(FileNotFoundError, match="`--validation` is '/none': there is no such"):
+        open_rows([PAIR], validation="/none")
+
+
+# --- Records. ---
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "match"),
+    [
+        ({"completion": "b"}, {}, r"there is no field 'prompt', only 'completion' \(flags that"),
+        ({}, {"format": "text"}, r"there is no field 'text', only none"),
+        ({"text": 3}, {"format": "text"}, r"field 'text' is int, not text\. Correct or remove it"),
+        ({"prompt": None, "completion": ""}, {}, r"field 'prompt' is NoneType, not text or a num"),
+        ({"prompt": "a", "completion": ["b"]}, {}, r"field 'completion' is list, not text or a n"),
+        ({"prompt": "a", "completion": "\ud800"}, {}, r"surrogates not allowed"),
+        (
+            {"a": ["b"]},
+            {"prompt_template": "{a[1]}", "completion_template": "{a[0]}"},
+            r"`--prompt-template` does not fit it \(list index out of range\)",
+        ),
+        (
+            {"a": [["b"]]},
+            {"prompt_template": "{a[0]}", "completion_template": "x"},
+            r"field 'a\[0\]' is list, not text or a number",
+        ),
+        (
+            {**PAIR, "n": "x"},
+            {"prompt_template": "{n:d}"},
+            r"Unknown format code 'd' for object of",
+        ),
+        ({"messages": "hi"}, {"format": "chat"}, r"field 'messages' is str, not a list"),
+    ],
+)
+def test_malformed_records_are_refused(bpe, open_rows, tmp_path, row, options, match):
+    template = write(tmp_path / "chatml.jinja", CHATML)
+    options = {"format": "completion", "chat_template": template} | options
+    good = {**PAIR, "text": "a", "a": [1, 2], "n": 1, "messages": []}
+    with pytest.raises(ValueError, match=rf"`--data`: line 2 of '.*rows.jsonl': .*{match}"):
+        open_rows([good, row], bpe, **options)
+
+
+@pytest.mark.parametrize(
+    ("template", "match"),
+    [
+        ("{prompt", r"`--prompt-template` is '{prompt': expected '}' before end of string\. Write"),
+        ("{}", r"`--prompt-template` is '{}': each {} needs the name of a field"),
+        ("{0}", r"each {} needs the name"),
+    ],
+)
+def test_malformed_templates_are_refused(open_rows, template, match):
+    with pytest.raises(ValueError, match=match):
+        open_rows([PAIR], prompt_template=template)
