@@ -24,7 +24,8 @@ from train.adapt import gradient_by_codecs, measure_sensitivity, site_width
 from train.config import PretrainConfig
 from train.corpus import open_corpus
 from train.data import train_batches
-from train.methods import METHODS, MethodOptions
+from train.methods import METHODS
+from train.options import MethodOptions
 from train.step import Batch, Recipe, init_state, make_recipe, make_train_step
 from train.tokenizer import default_tokenizer
 

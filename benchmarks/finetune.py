@@ -24,10 +24,10 @@ from benchmarks.rivals import compiled_memory
 from benchmarks.tables import print_table
 from benchmarks.variants import check_names
 from train import finetune
-from train.config import FinetuneConfig
+from train.config import AdapterConfig, FinetuneConfig
 from train.loop import NonFiniteError, StopSignal, train
-from train.methods import MethodOptions
 from train.metrics import read_metrics
+from train.options import MethodOptions
 from train.report import explain_step
 
 _LEVELS: Any = ("none", "intra", "intra+inter")
@@ -99,6 +99,7 @@ def _settings(config: Config, name: str, seed: int, folder: pathlib.Path) -> Fin
         config.train,
         method=method,
         options=options,
+        adapter=config.train.adapter if method in ADAPTERS else AdapterConfig(),
         optimizer=dataclasses.replace(config.train.optimizer, learning_rate=rate),
         seed=seed,
         out=folder,

@@ -1,7 +1,7 @@
 """The same decoder in ordinary JAX, differentiated by JAX.
 
 It is what a good user would write without actjax: layers are stacked and scanned. Attention and the
-chunked cross-entropy are those of actjax, so that the comparison is of blocks alone. `naive`
+chunked cross-entropy are those of actjax, so that only blocks are compared. `naive`
 replaces these two by their textbook forms.
 """
 

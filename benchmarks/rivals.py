@@ -85,7 +85,11 @@ def rival(name: str, config: PretrainConfig, model_config: ModelConfig | None = 
     model_config = model_config or preset(config.model)
     if name in VARIANTS:
         return method_rival(VARIANTS[name], config, model_config)
-    adamw = make_optimizer(config.optimizer, config.steps)
+    moment_dtype = config.optimizer.moment_dtype
+    optimizer = dataclasses.replace(
+        config.optimizer, moment_dtype="float32" if moment_dtype == "auto" else moment_dtype
+    )
+    adamw = make_optimizer(optimizer, config.steps)
     if name in PLAIN:
         return _plain(PLAIN[name], config, model_config, adamw)
     rank = model_config.hidden_size // OPTAX_GALORE[name]

@@ -6,7 +6,7 @@ from typing import Literal
 from actjax.kernels.format import Rounding
 from models import preset
 from train.config import MomentDtype, PretrainConfig
-from train.methods import MethodOptions
+from train.options import MethodOptions
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The function of one layer for each choice of what is stored."""
+"""The function of one layer, for each choice of storage."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

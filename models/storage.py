@@ -1,4 +1,4 @@
-"""What a block of the decoder stores for its backward pass: a choice of three types.
+"""Choices of what a block of the decoder stores for its backward pass: three types.
 
 `Storage` chooses a codec for each operator, `Remat` recomputes whole blocks, and
 `CompressedResiduals` compresses what JAX keeps of a whole block. All three are pytrees of codecs.
@@ -115,7 +115,7 @@ class Remat(_StorageChoice):
     """
 
     policy: Policy = "full"
-    """"full" stores the input of the block alone; "dots" stores what the policy
+    """"full" stores only the input of the block; "dots" stores what the policy
     `dots_with_no_batch_dims_saveable` of `jax.checkpoint` saves."""
     codec: Codec = Exact()
     """What stores the input of the block. Needs policy="full" unless it is `Exact()`."""

@@ -11,13 +11,12 @@
 # ---
 
 # %% [markdown]
-# # What does a smaller copy lose?
+# # Errors of compressed activations
 #
-# actjax keeps the inputs of linear operators in a smaller form. Here a small Llama is trained on
-# real text, its activations are captured, and every codec is measured on them: how far the copy is
-# from the activation, and, what matters to training, how far the weight gradient is from the exact
-# one. The last part repeats Table 5 of Wei et al. (2026) and takes it from activations on to
-# gradients.
+# actjax stores the inputs of linear operators in a smaller form. This notebook trains a small Llama
+# on real text, captures its activations, and measures every codec on them: the error of the decoded
+# activation, and the error of the weight gradient, which is what matters for training. The last
+# part repeats Table 5 of Wei et al. (2026), and extends it from activations to gradients.
 
 # %%
 import dataclasses
@@ -25,7 +24,7 @@ import functools
 import os
 import sys
 
-# Small matrices: on a busy machine threads would mostly wait for one another.
+# The matrices are small: several threads would mostly wait for each other.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 sys.path[:0] = [".", ".."]  # `models` and `train` are used from a checkout, not installed.
 
@@ -60,11 +59,10 @@ def show_table(title, columns, rows, text_columns=1):
 
 
 # %% [markdown]
-# ## A model with something to say
+# ## A trained model
 #
-# Four layers of 128, trained for 100 steps on the sources of Python's standard library. At
-# initialisation activations are near noise; what they look like after some training is what
-# counts.
+# Four layers of width 128, trained for 100 steps on the sources of Python's standard library. At
+# initialization activations are close to noise, so errors are measured after some training.
 
 # %%
 config = PretrainConfig(batch_size=4, seq_len=128, steps=100, compute_dtype="float32")
@@ -98,17 +96,17 @@ plt.show()
 print(f"loss {losses[0]:.2f} at step 1, {np.mean(losses[-10:]):.2f} over the last ten")
 
 # %% [markdown]
-# ## A codec that listens
+# ## A codec that records activations
 #
-# A codec is a frozen dataclass with four methods. This one keeps the activation as it is, and
-# writes down both factors of each weight gradient, `x` and `dz`. Under `jit` a codec is handed
-# tracers, so the function that is traced returns what was written down.
+# A codec is a frozen dataclass with four methods. This codec stores the activation unchanged, and
+# records both factors of each weight gradient, `x` and `dz`. Under `jit` a codec gets tracers, so
+# the traced function returns the records.
 
 
 # %%
 @dataclasses.dataclass(frozen=True, repr=False)
 class Capture(actjax.Codec):
-    """Stores `x` as it is; writes `x` and the gradients of the outputs into `seen`, by site."""
+    """Stores `x` unchanged; records `x` and the gradients of the outputs in `seen`, by site."""
 
     site: str
     seen: dict = dataclasses.field(hash=False, compare=False)
@@ -139,7 +137,7 @@ blocks = [jax.tree.map(lambda w, i=i: w[i], model.layers) for i in LAYERS]
 
 @jax.jit
 def run_block(block, x, dy):
-    """Forward and backward pass of one layer: its output, `dx`, and what its sites saw."""
+    """Forward and backward pass of one layer: its output, `dx`, and the records of its sites."""
     seen = {}
     storage = Storage(**{site: Capture(site, seen) for site in SITES})
     y, pullback = jax.vjp(
@@ -177,18 +175,18 @@ for site in SITES:
     print(f"{site:14s} x {inputs[site][0].shape}, dz {gradients[site][0].shape}")
 
 # %% [markdown]
-# ## Are activations of low rank?
+# ## Are activations low-rank?
 #
-# If they were, a randomised SVD would lose nothing. Left: singular values. Right: the share of the
-# energy `‖x‖²` within the leading directions. One minus that, under a root, is the smallest
-# relative error that any matrix of that rank can have.
+# If they were, a randomized SVD would lose nothing. Left: singular values. Right: the share of the
+# energy `‖x‖²` in the leading directions. The square root of one minus this share is the smallest
+# relative error of any matrix of that rank.
 
 # %%
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]  # Okabe and Ito.
 
 
 def singular_values(x):
-    """In falling order; from the Gram matrix, which float64 takes well below what is drawn."""
+    """Singular values in falling order, from the Gram matrix: float64 is precise enough to draw."""
     x = x.astype(np.float64)
     return np.sqrt(np.maximum(np.linalg.eigvalsh(x.T @ x)[::-1], 0))
 
@@ -220,11 +218,11 @@ for site in SITES:
     )
 
 # %% [markdown]
-# ## Error of the copy, against bytes and against rank
+# ## Error of the decoded activation, against bytes and against rank
 #
-# `measure` encodes an activation with some keys, and compares the copy, and the gradient that a
-# backward pass makes of it, with the exact ones. All errors are relative, Frobenius norms, and
-# root mean squares over the four layers.
+# `measure` encodes an activation with several keys. It compares the decoded activation, and the
+# gradient that the backward pass computes from it, with the exact ones. All errors are relative, in
+# Frobenius norms, as root mean squares over the four layers.
 
 # %%
 MOST_KEYS = 64
@@ -234,12 +232,12 @@ KEYS = jax.random.split(jax.random.key(1), MOST_KEYS)
 @functools.partial(
     jax.jit,
     static_argnums=(0, 1),
-    # Many small programs, run seldom: compiled quickly, and for one thread.
+    # There are many small programs that run a few times: compile them quickly, for one thread.
     compiler_options={"xla_backend_optimization_level": 0, "xla_cpu_multi_thread_eigen": False},
 )
 def measure(codec, backward, x, others, count):
-    """Squared relative errors: of the copy and of the gradient, means over `count` single keys;
-    and of the mean gradient of the first n keys, for n up to `count`."""
+    """Squared relative errors: of the decoded activation and of the gradient, averaged over `count`
+    keys; and of the mean gradient over the first n keys, for n up to `count`."""
     exact = backward(actjax.Exact(), x, *others)
 
     def add(i, carry):
@@ -262,13 +260,13 @@ def linear_backward(codec, code, dz):
 
 
 def relative_errors(codec, backward, cases, count=1):
-    """Root mean squares of `measure` over `cases`, pairs of x and what else `backward` takes."""
+    """Root mean squares of `measure` over `cases`: pairs of x and other arguments of `backward`."""
     results = [measure(codec, backward, x, others, count) for x, others in cases]
     return [np.sqrt(np.mean(np.asarray(column), axis=0)) for column in zip(*results, strict=True)]
 
 
 def linear_cases(site):
-    """Filled up with zeros to one width, so that sites of one width share a compiled program."""
+    """`dz` padded with zeros to one width, so that sites of one width share a compiled program."""
     width = max(
         gradients[other][0].shape[1]
         for other in SITES
@@ -344,15 +342,15 @@ draw_legend(figure, axes[0, 0])
 plt.show()
 
 # %% [markdown]
-# The grey line is the error of storing nothing at all. A random projection is above it at every
-# rank below `d`: its copy is *worse than zeros*, as `E‖x_hat − x‖² = ‖x‖² (d + 1) / k` says. What
-# it has instead is no bias. One power iteration brings the randomised SVD close to the best of its
-# rank.
+# The grey line is the error of storing nothing. A random projection is above it at every rank below
+# `d`: the decoded activation is *worse than zeros*, as `E‖x_hat − x‖² = ‖x‖² (d + 1) / k` says. Its
+# advantage is that it has no bias. One power iteration brings the randomized SVD close to the best
+# approximation of its rank.
 #
-# ## The error that matters
+# ## Error of the weight gradient
 #
-# Training never sees the copy, only the weight gradient `dw = x_hatᵀ dz`. Here with the real `dz`
-# of this batch, one key, as in one training step.
+# Training does not use the decoded activation itself, only the weight gradient `dw = x_hatᵀ dz`.
+# The figure uses the real `dz` of this batch and one key, as in one training step.
 
 # %%
 figure, axes = plt.subplots(1, 4, figsize=(12, 3.8), layout="constrained", sharey=True)
@@ -364,10 +362,10 @@ plt.show()
 # %% [markdown]
 # ## Bias and variance
 #
-# An unbiased codec is off by a lot in one step, but not in the mean. Squared, the error of the mean
-# gradient over `n` keys is `bias² + variance / n`. Markers show the error of such means, for codecs
-# of rank 32 (principal + random: 16 and 16; 128 points); lines show that formula, with bias and
-# variance from all 64 keys.
+# An unbiased codec has a large error in one step, but not in the mean. The squared error of the
+# mean gradient over `n` keys is `bias² + variance / n`. Markers show the error of such means, for
+# codecs of rank 32 (principal + random: 16 and 16; 128 points). Lines show the formula, with bias
+# and variance from all 64 keys.
 
 # %%
 AVERAGED = (SVD, POWER, RP, BOTH, PAMM)
@@ -400,9 +398,10 @@ draw_legend(figure, axes[0])
 plt.show()
 
 # %% [markdown]
-# The table's last two columns tell bias from variance: if the mean of 64 is off by no more than
-# an eighth of the standard deviation, there is no bias to be seen. "Keys to match" is how many
-# gradients a codec without bias must average to be as near as *one* of the randomised SVD.
+# The last two columns of the table separate bias from variance: if the error of the mean over 64
+# keys is at most an eighth of the standard deviation, no bias is visible. "Keys to match" is the
+# number of gradients that an unbiased codec must average to have the error of *one* gradient of the
+# randomized SVD.
 
 # %%
 body = []
@@ -426,21 +425,21 @@ columns = ("site", "codec", "bytes", "one key", "keys to match", "mean of 64", "
 show_table("Relative error of dw", columns, body, text_columns=2)
 
 # %% [markdown]
-# ## Table 5 of Wei et al. (2026): the copy
+# ## Table 5 of Wei et al. (2026): activations
 #
-# Wei et al. compare a randomised SVD and a random projection at ranks 8 and 32, on what four kinds
-# of operator keep. They print `‖ΔX‖_F`, the Frobenius norm of the error of the copy, not relative
-# to `‖X‖_F`, over 100 matrices sampled while LLaMA3-3B is fine-tuned on GSM8K. Here are the same
-# four operators in our model: inputs of linears (of `attention_in` and `mlp_in`), the input of the
-# attention norm (the residual stream), the input of SiLU (the gate), and the attention
-# probabilities of a head, since a softmax keeps its output (the paper does not say which they
-# took).
+# Wei et al. compare a randomized SVD and a random projection at ranks 8 and 32, on the activations
+# that four kinds of operators store. They report `‖ΔX‖_F`, the Frobenius norm of the error, not
+# relative to `‖X‖_F`, over 100 matrices sampled while LLaMA3-3B is fine-tuned on GSM8K. We measure
+# the same four operators in our model: the inputs of linear operators (`attention_in` and
+# `mlp_in`), the input of the attention norm (the residual stream), the input of SiLU (the gate),
+# and the attention weights of a head, since a softmax stores its output (the paper does not say
+# which array they took).
 #
-# Norms of another model's activations cannot be compared with ours; ratios can. And the closed
-# form `E‖ΔX‖² = ‖X‖² (d + 1) / k` of the random projection gives back the `‖X‖` that they do not
-# print, hence the relative error of their randomised SVD ("implied"), if `d` is 3,072 for linears
-# and norms (their down projection has 8,192) and 8,192 for SiLU. Their sequence length, `d` of
-# the softmax, is not given.
+# Norms of another model's activations cannot be compared with ours, but ratios can. The closed form
+# `E‖ΔX‖² = ‖X‖² (d + 1) / k` of the random projection gives the `‖X‖` that they do not report, and
+# hence the relative error of their randomized SVD ("implied"), if `d` is 3,072 for linear operators
+# and norms (their down projection has 8,192) and 8,192 for SiLU. Their sequence length, which is
+# the `d` of the softmax, is not given.
 
 
 # %%
@@ -468,7 +467,7 @@ def softmax_backward(codec, code, dy):
 
 
 def operator_cases(i):
-    """What each nonlinear operator of layer i keeps, and the rest of what its backward reads."""
+    """What each nonlinear operator of layer i stores, and what else its backward pass reads."""
     attention, mlp = blocks[i].attention, blocks[i].mlp
     wq, wk, wv, wo = (
         np.asarray(w[...]) for w in (attention.q, attention.k, attention.v, attention.o)
@@ -503,7 +502,7 @@ OPERATORS = {
         )
     },
 }
-# The gradient of SiLU's input was captured: it is that of the gate. So the cotangents are right.
+# The gradient of SiLU's input was recorded as that of the gate, so it checks the cotangents.
 for i in LAYERS:
     gate, others = by_layer[i]["SiLU"][0]
     dgate = gradients["mlp_in"][i][:, : model_config.ffn_size]
@@ -511,7 +510,7 @@ for i in LAYERS:
         silu_backward(actjax.Exact(), gate, *others), dgate, atol=1e-4 * np.abs(dgate).max()
     )
 
-# As printed: rank to ‖ΔX‖_F of the randomised SVD and of the random projection; and d, if known.
+# From the paper: by rank, ‖ΔX‖_F of the randomized SVD and of the random projection; d, if known.
 PAPER = {
     "Linear": ({8: (745.965, 22398.720), 32: (625.418, 11178.960)}, 3072),
     "RMSNorm": ({8: (966.600, 28327.680), 32: (812.140, 13894.080)}, 3072),
@@ -542,25 +541,25 @@ columns += ("paper SVD", "paper RP", "RP/SVD", "implied SVD")
 show_table("Ours: ‖ΔX‖ / ‖X‖. Paper: ‖ΔX‖ as printed", columns, body)
 
 # %% [markdown]
-# Where we agree: a random projection is many times worse than a randomised SVD, its error halves
-# from rank 8 to 32, as `1 / sqrt(k)` says, and activations are not of low rank: at rank 8 a
-# randomised SVD is off by a large part of the norm of all four. (This is the mean over layers. As
-# the spectra show, the first is far from low rank, the last much nearer to it.)
+# Agreement: a random projection is many times worse than a randomized SVD; its error halves from
+# rank 8 to 32, as `1 / sqrt(k)` predicts; and activations are not low-rank: at rank 8 the error of
+# a randomized SVD is a large part of the norm for all four operators. (These are means over layers.
+# As the spectra show, the first layer is far from low-rank, the last is much closer.)
 #
-# Where we do not: our ratios are smaller, and our SVD gains more from rank 8 to 32. The first is
-# arithmetic: the error of a random projection grows with `sqrt(d)`, and our `d` is 128 where theirs
-# is 3,072. The second is no surprise either, as rank 32 is a quarter of our `d` and a hundredth of
-# theirs; and our matrices are of one batch of a small model early in training from scratch, theirs
-# of fine-tuning a large one.
+# Differences: our ratios are smaller, and our SVD gains more from rank 8 to 32. The first follows
+# from the width: the error of a random projection grows with `sqrt(d)`, and our `d` is 128, theirs
+# 3,072. The second is expected too, as rank 32 is a quarter of our `d` and a hundredth of theirs.
+# Also, our matrices come from one batch of a small model early in training from scratch, theirs
+# from fine-tuning a large one.
 #
-# ## From the copy to the gradient
+# ## From activations to gradients
 #
-# The paper's Theorem 3.2 says that without bias in the copy there is none in the gradient of a
-# linear operator, but that there is in that of a nonlinear one; Theorem 3.3, that the error of a
-# nonlinear operator goes on upstream. The table shows the relative error of the gradient: `dw` of
-# linears (their `dx` never reads the copy, so it is exact), `dx` of the others, with real incoming
-# gradients. If there is no bias, a mean of 32 keys is off by less by a factor of 5.7, their root.
-# The paper has no figures for this.
+# Theorem 3.2 of the paper says: if the decoded activation is unbiased, so is the gradient of a
+# linear operator, but not that of a nonlinear operator. Theorem 3.3 says that the error of a
+# nonlinear operator propagates upstream. The table shows the relative error of the gradient, with
+# real incoming gradients: `dw` of linear operators (their `dx` does not read the decoded
+# activation, so it is exact), and `dx` of the others. Without bias, the error of the mean over 32
+# keys is smaller by a factor of 5.7, the square root of 32. The paper reports no figures for this.
 
 # %%
 body = []
@@ -578,18 +577,19 @@ columns += ("RP, one key", "mean of 32", "fell by")
 show_table("Relative error of the operator's gradient", columns, body)
 
 # %% [markdown]
-# For linears the theorem is plain to see: all of a random projection's error averages out. For
-# RMSNorm none of it does. Its `dx` goes as one over the size of the input, and a random projection
-# is longer than `x`, by the root of `1 + (d + 1) / k`, so `dx` is too short by that factor at every
-# key. SiLU lies between. The softmax multiplies two copies: in one step its error is the largest
-# of all.
+# For linear operators the theorem is visible: the whole error of a random projection averages out.
+# For RMSNorm nothing averages out. Its `dx` is inversely proportional to the norm of the input, and
+# a random projection is longer than `x` by the square root of `1 + (d + 1) / k`, so `dx` is too
+# short by this factor for every key. SiLU is in between. The softmax multiplies two decoded arrays:
+# its error in one step is the largest.
 #
-# A relative error below one is not small: here each operator is taken by itself, and the `dx` of a
-# nonlinear one enters all that lies upstream. This is why actjax keeps these inputs exactly.
+# A relative error below one is not small: each operator is measured alone here, and the `dx` of a
+# nonlinear operator enters all gradients upstream. This is why actjax stores these inputs exactly
+# by default.
 #
-# ## To take home
+# ## Summary
 #
-# Figures and statements are computed, and asserted, each time the notebook runs.
+# The statements below are computed and asserted each time the notebook runs.
 
 
 # %%
@@ -604,7 +604,9 @@ def fell_by(name, codec):
 projections = [actjax.RandomProjection(rank) for rank in (8, 32)]
 rank_8 = [ours[name, actjax.RandomizedSVD(8)][0] for name in OPERATORS]
 assert all(0.15 < error < 0.8 for error in rank_8)
-print(f"- Activations are not of low rank: SVD at rank 8 is off by {span(rank_8, 2)} of the norm.")
+print(
+    f"- Activations are not low-rank: the relative error of an SVD at rank 8 is {span(rank_8, 2)}."
+)
 
 assert all((of_copy[site, RP] > 1).all() for site in SITES)
 for (name, rank), value in formula.items():
@@ -620,23 +622,26 @@ for name, (printed, _) in PAPER.items():
 ratios = [one_key[site, RP] / one_key[site, SVD] for site in SITES]
 assert min(ratios) > 3
 assert all(one_key[site, POWER] < one_key[site, SVD] for site in SITES)
-print("- The copy of a random projection is worse than zeros at each rank here, as its formula has")
-print(f"  it. At rank 32, in one step, its dw is off by {span(ratios)} times that of a randomised")
-print("  SVD. A power iteration makes the SVD better still, at each site, for two thin products.")
+print("- The decoded activation of a random projection is worse than zeros at every rank, as its")
+print(f"  formula says. At rank 32, in one step, the error of its dw is {span(ratios)} times")
+print("  that of a randomized SVD. A power iteration, two thin products, lowers the error of the")
+print("  SVD at each site.")
 
 unbiased = [one_key[site, name] / of_mean[site, name][-1] for site in SITES for name in (RP, BOTH)]
 biased = [one_key[at] / of_mean[at][-1] for at in one_key if at[1] not in (RP, BOTH)]
 keys = [variance[site, RP] / one_key[site, SVD] ** 2 for site in SITES]
 assert min(unbiased) > 5 > 3 > max(biased)
 print(f"- Averaged over 64 keys, the error of unbiased codecs falls by {span(unbiased)},")
-print(f"  of biased ones by {span(biased)}. Yet it takes {span(keys, 0)} gradients of a random")
-print("  projection to be as near as one of a randomised SVD.")
+print(f"  of biased codecs by {span(biased)}. Yet it takes {span(keys, 0)} gradients of a random")
+print("  projection to reach the error of one gradient of a randomized SVD.")
 
 assert all(one_key[site, BOTH] < one_key[site, RP] for site in SITES)
 assert all(of_gradient[site, PAMM][0] < of_gradient[site, RP][-1] for site in SITES)
-print("- No bias is cheaper with a principal part in front: less variance at each site, rank 32.")
-print(f"  And {POINTS[0]} points of {inputs['mlp_in'][0].shape[0]} do better in one step than a")
-print(f"  random projection of rank {RANKS[-1]}, at each site.")
+print("- With a principal part, an unbiased codec of rank 32 has less variance at each site.")
+print(
+    f"  {POINTS[0]} points out of {inputs['mlp_in'][0].shape[0]} have a smaller error in one step"
+)
+print(f"  than a random projection of rank {RANKS[-1]}, at each site.")
 
 linear, norm = ([fell_by(name, codec) for codec in projections] for name in ("Linear", "RMSNorm"))
 silu = [fell_by("SiLU", codec) for codec in projections]
@@ -646,7 +651,5 @@ assert all(ours["Softmax", codec][1] > ours["Linear", codec][1] for codec in pro
 for codec in projections:
     too_short = 1 - 1 / np.sqrt(1 + formula["RMSNorm", codec.rank] ** 2)
     assert abs(ours["RMSNorm", codec][2][SOME_KEYS - 1] / too_short - 1) < 0.1
-print(
-    f"- Unbiased copies give unbiased gradients for linears alone: over {SOME_KEYS} keys the error"
-)
+print(f"- Only linear operators have unbiased gradients: over {SOME_KEYS} keys their error")
 print(f"  falls by {span(linear)}, but for RMSNorm by {span(norm)}.")

@@ -11,18 +11,19 @@
 # ---
 
 # %% [markdown]
-# # Which operators bear a lossy copy?
+# # Which operators tolerate lossy activations?
 #
-# An operator that reads an inexact copy `x + Δ` of what it was given returns an inexact gradient.
-# Wei et al. (2026) say what then happens, if `E[Δ] = 0`:
+# An operator whose backward pass reads `x + Δ` instead of its input `x` returns an inexact
+# gradient. Wei et al. (2026) prove, for `E[Δ] = 0`:
 #
-# - **Theorem 3.2.** The gradient of a *linear* operator stays unbiased. That of a nonlinear one is
-#   biased by half of its second derivative in the direction of `Δ`, twice.
-# - **Theorem 3.3.** The gradient that a linear operator passes on is *exact*, whatever `Δ` is. A
-#   nonlinear one passes on an error, and every layer before it multiplies that by its Jacobian.
+# - **Theorem 3.2.** The gradient of a *linear* operator is unbiased. The gradient of a nonlinear
+#   operator has a bias of half its second derivative, applied twice to `Δ`.
+# - **Theorem 3.3.** The gradient that a linear operator passes upstream is *exact* for any `Δ`. A
+#   nonlinear operator passes on an error, and every layer before it multiplies the error by its
+#   Jacobian.
 #
-# This notebook measures both on a small Llama that was trained on real text, each kind of operator
-# by itself at equal bytes, and then trains on with each, as in their Table 1.
+# This notebook measures both on a small Llama trained on real text, for each kind of operator alone
+# at equal bytes. Then it continues training with each, as in Table 1 of the paper.
 
 # %%
 import dataclasses
@@ -30,7 +31,7 @@ import functools
 import os
 import sys
 
-# Small matrices: on a busy machine threads would mostly wait for one another.
+# The matrices are small: several threads would mostly wait for each other.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 sys.path[:0] = [".", ".."]  # `models` and `train` are used from a checkout, not installed.
 
@@ -54,14 +55,14 @@ from train.tokenizer import default_tokenizer
 
 plt.rcParams.update({"figure.dpi": 80, "axes.grid": True, "grid.alpha": 0.3, "font.size": 9})
 console = Console(width=110, force_terminal=False, force_jupyter=False, color_system=None)
-# Many programs, each run seldom: compiled quickly.
+# There are many programs that run a few times: compile them quickly.
 QUICK = {"xla_llvm_disable_expensive_passes": True}
 
 # %% [markdown]
-# ## A trained model, and its blocks as in a textbook
+# ## A trained model, and a textbook form of its blocks
 #
-# Four layers of 128, after 100 steps on the sources of Python's standard library; the next batches
-# are for what follows.
+# Four layers of width 128, trained for 100 steps on the sources of Python's standard library. The
+# next batches are used for the measurements.
 
 # %%
 config = PretrainConfig(batch_size=4, seq_len=96, steps=100, compute_dtype="float32")
@@ -86,10 +87,10 @@ model = state.model
 print(f"loss {float(metrics['loss']):.2f} after {config.steps} steps")
 
 # %% [markdown]
-# A block of operators that are each given a codec, or none. `actjax.linear` stores its input with
-# one. `actjax.checkpoint` makes any operator one that stores a code of its input, and has the
-# gradient at the decoded input: that of the theorems. Softmax keeps its output instead, as
-# frameworks do.
+# In this block each kind of operator may have a codec. `actjax.linear` stores its input with a
+# codec. `actjax.checkpoint` turns any operator into one that stores a code of its input and
+# computes its gradient at the decoded input, as in the theorems. Softmax stores its output instead,
+# as frameworks do.
 
 # %%
 tables = rope_tables(model_config, config.seq_len)
@@ -121,7 +122,7 @@ causal_softmax.defvjp(softmax_forward, softmax_backward)
 
 
 def run_block(weights, x, codecs, key):
-    """A layer. `codecs` maps kinds of operators to what they store; the others store all."""
+    """A layer. `codecs` maps kinds of operators to codecs; others store their inputs exactly."""
     keys = iter(jax.random.split(key, 9))
 
     def nonlinear(kind, fun, *args):
@@ -154,13 +155,13 @@ COLORS = dict(zip(WIDTHS, ["#0072B2", "#D55E00", "#009E73", "#CC79A7"], strict=T
 print("numbers that each kind of operator stores, a token and layer:", WIDTHS)
 
 # %% [markdown]
-# The gradients of a block are those of its weights and of its input, given the exact gradient of
-# its output. Here these are collected, layer by layer, for one batch.
+# A block has gradients of its weights and of its input, given the exact gradient of its output. The
+# next cell collects these, layer by layer, for one batch.
 
 
 # %%
 def gradients_of_block(codecs, weights, x, dy, key):
-    """(Of its weights as one vector, of its input), given that of its output."""
+    """Gradients of the weights, as one vector, and of the input, given that of the output."""
     _, pullback = jax.vjp(lambda w, x: run_block(w, x, dict(codecs), key), weights, x)
     dweights, dx = pullback(dy)
     return jnp.concatenate([jnp.ravel(g) for g in jax.tree.leaves(dweights)]), dx
@@ -188,17 +189,16 @@ for i in reversed(LAYERS):
 # %% [markdown]
 # ## Theorem 3.2: the bias
 #
-# First with noise whose size can be chosen: a codec that keeps `x + Δ`, `Δ` uniform. With `Δ` and
-# `−Δ` in turn, the mean of the two gradients has no term of first order left: what remains of it is
-# the bias. The theorem says that it grows with the square of the noise, or, for a linear operator,
-# is not there.
+# The first codec adds noise of a chosen size: it stores `x + Δ` with a uniform `Δ`. In the mean of
+# the gradients for `Δ` and `−Δ`, terms of first order cancel, and the remaining error is the bias.
+# The theorem says that it grows with the square of the noise, and that a linear operator has none.
 
 
 # %%
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class Noisy(actjax.Codec, holds_arrays=True):
-    """Keeps `x` with uniform noise, whose standard deviation is `size` times that of `x`."""
+    """Stores `x` plus uniform noise, whose standard deviation is `size` times that of `x`."""
 
     size: jax.Array
 
@@ -236,7 +236,7 @@ def pull_noisy(kind, size, key):
 
 
 def of_noise(kind, size, pairs=4):
-    """For both gradients: size of the error of first order, and of the bias, both relative."""
+    """For both gradients: the error of first order and the bias, both relative."""
     first, bias = np.zeros(2), [0.0, 0.0]
     for i in range(pairs):
         key = jax.random.key(i)
@@ -269,12 +269,12 @@ for kind in WIDTHS:
         print(f"{kind:8s} bias of the gradient {name:15s} at {SIZES[1]}: {high:.1e}, {text}")
 
 # %% [markdown]
-# ## The same with codes, at equal bytes
+# ## The same with quantization, at equal bytes
 #
-# `Quantized(bits, rounding="dither")` is unbiased. Errors of the gradient of a layer's weights, and
-# of what it passes on, over 16 keys; the bias is that of the mean, less what the mean of so many
-# must deviate by. The four kinds of operators store different numbers of numbers, so they are
-# compared by bytes, scales and lowest values counted.
+# `Quantized(bits, rounding="dither")` is unbiased. The figure shows errors of the gradients of a
+# layer's weights and of its input over 16 keys. The bias is the error of the mean, minus the
+# deviation that a mean over 16 keys has. The four kinds of operators store different amounts of
+# numbers, so they are compared by bytes, which include scales and offsets.
 
 
 # %%
@@ -287,7 +287,7 @@ CODES = {bits: dithered(bits) for bits in (1, 2, 4)}
 
 @functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
 def of_code(codecs, count):
-    """For both gradients: root mean square error, and bias, both relative."""
+    """For both gradients: the root mean square error and the bias, both relative."""
 
     def add(i, carry):
         gradients = gradients_of_block(codecs, *given, jax.random.key(i))
@@ -305,7 +305,7 @@ def of_code(codecs, count):
 
 
 def bytes_of(codec, kind):
-    """Of a token and layer."""
+    """Bytes of a token and layer."""
     return codec.stored_bytes((1024, WIDTHS[kind]), "float32") / 1024
 
 
@@ -335,19 +335,19 @@ for kind in WIDTHS:
 console.print(table)
 
 # %% [markdown]
-# ## Theorem 3.3: upstream
+# ## Theorem 3.3: errors upstream
 #
-# One operator of the *last* layer stores a code of two bits. What error have the gradients that
-# reach the layers before it, all of which are exact? Each is run with the gradient that it is
-# handed, as in training. On the right, the theorem's formula: the error at the last layer, pulled
-# back by the exact Jacobians alone, against the error that was measured.
+# One kind of operator of the *last* layer stores a code of two bits, and all layers before it are
+# exact. Each layer runs with the gradient that it receives, as in training. The left figure shows
+# the error of the gradients that reach each layer. The right figure compares the measured error
+# with the theorem's formula: the error at the last layer, pulled back by the exact Jacobians.
 
 # %%
 LAST = LAYERS[-1]
 
 
 def upstream(kind):
-    """Relative errors of the gradient of each layer's input, last to first; and of the formula."""
+    """Relative errors of the gradient of each layer's input, last to first, and of the formula."""
     code = ((kind, CODES[2]),)
     dx = pull(code, layers[LAST], streams[LAST], cotangents[LAST + 1], KEY)[1]
     difference = dx - cotangents[LAST]
@@ -378,14 +378,15 @@ right.set(ylabel="formula − measured, relative", ylim=(-1e-4, 1e-3))
 plt.show()
 
 # %% [markdown]
-# An error of a nonlinear operator is handed on by every layer before it, about as large as it was
-# beside the gradient: the skips carry both. With every layer compressed such errors add up. That of
-# a linear operator is zero, to the bit.
+# Every layer passes on the error of a nonlinear operator, at about the same size relative to the
+# gradient: the skip connections carry both. If every layer is compressed, such errors add up. The
+# error of a linear operator is exactly zero.
 #
-# ## Table 1: training on
+# ## Table 1: continued training
 #
-# Each kind of operator in all layers, at equal bytes, with the batches that come next; as in the
-# paper with low-rank codes, and with codes of few bits. `exact` is training without either.
+# Training continues on the next batches with one kind of operator compressed in all layers, at
+# equal bytes: with low-rank codecs, as in the paper, and with few bits. `exact` is training without
+# codecs.
 
 # %%
 RANKS = {"linear": 8, "SiLU": 24, "RMSNorm": 18, "softmax": 11}
@@ -459,12 +460,14 @@ plt.show()
 console.print(table)
 
 # %% [markdown]
-# What this small model says. Both theorems hold as they are written: linear operators have no bias
-# and pass on an exact gradient, the others have a bias that grows with the square of the noise, and
-# it travels. Of the three the norm is the one to spare, since its input is the residual stream.
+# In this small model both theorems hold as stated: linear operators have no bias and pass on an
+# exact gradient; the others have a bias that grows with the square of the noise, and it propagates
+# upstream. Of the three, the norm should be compressed least, since its input is the residual
+# stream.
 #
-# Their Table 1, where nonlinear operators ruin a fine-tuning of Qwen3-4B, is *not* repeated: in 16
-# steps of a model this small and young, at as many bytes, the biases above are too small to be seen
-# in the loss, and what is seen is the *variance* of linear operators, whose inputs are two to three
-# times as many numbers, and so have the fewest bits of all. An unbiased gradient is no good one if
-# it is mostly noise. Hence bits where they count (`actjax.sensitivity`), rather than a rule.
+# Table 1 of the paper, where nonlinear operators ruin a fine-tuning of Qwen3-4B, is *not*
+# reproduced. In 16 steps of a model this small and this early in training, at equal bytes, the
+# biases above are too small to affect the loss. What does affect it is the *variance* of linear
+# operators: their inputs have two to three times as many numbers, so they get the fewest bits. An
+# unbiased gradient does not help if it is mostly noise. Hence it is better to choose bits by
+# `actjax.sensitivity` than by a rule.

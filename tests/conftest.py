@@ -53,11 +53,6 @@ def x64():
         yield
 
 
-@pytest.fixture
-def quick_compile():
-    """Does nothing: `XLA_FLAGS` already turns these optimizations off. About to be removed."""
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _limit_programs():
     """Frees compiled programs when they take much memory or many memory maps."""

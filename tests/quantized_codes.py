@@ -18,7 +18,6 @@ TINY = 2.0**-24
 """Relative rounding of an operation in float32."""
 
 drawing = pytest.mark.parametrize("rounding", ["stochastic", "dither"])
-quick = pytest.mark.usefixtures("quick_compile")
 
 
 @functools.partial(jax.jit, static_argnums=0)

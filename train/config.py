@@ -165,8 +165,9 @@ class RunConfig:
         _check_range("z_loss", self.z_loss, 0, math.inf)
         if self.in_backward and self.accumulate > 1:
             raise ValueError(
-                f"`--accumulate {self.accumulate}` has no place beside `--in-backward` (which lean"
-                " and lean_subspace set): weights are updated in each backward pass. Drop one."
+                f"`--accumulate {self.accumulate}` and `--in-backward`, which lean and"
+                " lean_subspace set, exclude each other: weights are updated in each backward"
+                " pass. Drop one."
             )
         if self.batch_size % self.accumulate:
             raise ValueError(

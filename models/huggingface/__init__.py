@@ -9,7 +9,7 @@ from models.huggingface.config import config_of, fields_of
 from models.huggingface.loading import load, read_config
 from models.huggingface.saving import save
 from models.huggingface.table import Row, table
-from models.parameters import Convert, Put, fill, parameter_of
+from models.parameters import Convert, Put, parameter_of
 
 __all__ = [
     "Convert",
@@ -17,7 +17,6 @@ __all__ = [
     "Row",
     "config_of",
     "fields_of",
-    "fill",
     "load",
     "parameter_of",
     "read_config",

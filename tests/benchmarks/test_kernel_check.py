@@ -11,17 +11,23 @@ from benchmarks.kernel_cases import KERNELS
 from benchmarks.kernel_check import check
 from benchmarks.whole_step import summary
 
-SMALL = [(name, case) for name, (_, cases) in KERNELS.items() for case in cases if case.small]
+
+def small_cases():
+    """The small cases of each kernel; all but the first are slow. `tests/kernels` tests kernels."""
+    for name, (_, cases) in KERNELS.items():
+        for i, case in enumerate(case for case in cases if case.small):
+            marks = pytest.mark.slow if i else ()
+            yield pytest.param(name, case, id=f"{name}-{case.name}", marks=marks)
 
 
-@pytest.mark.parametrize(("name", "case"), SMALL, ids=lambda x: getattr(x, "name", x))
-def test_every_kernel_is_its_definition_in_float64(name, case):
+@pytest.mark.parametrize(("name", "case"), small_cases())
+def test_every_kernel_agrees_with_its_definition_in_float64(name, case):
     found = check(KERNELS[name].kernel, case, seed=3, implementation="interpreted")
     assert found["ok"], found
 
 
 PLANTED = {
-    "a result that is not written": lambda x: jnp.full_like(x, jnp.nan),
+    "an unwritten result": lambda x: jnp.full_like(x, jnp.nan),
     "a tenth of a percent too large": lambda x: x * 1.001,
 }
 
@@ -48,7 +54,7 @@ def test_sections_run_and_are_written(tmp_path, capsys):
     assert "interpreted, without a GPU" in capsys.readouterr().out
 
 
-def test_a_kernel_that_fails_does_not_take_the_others_with_it(tmp_path, monkeypatch):
+def test_a_failing_kernel_does_not_stop_the_others(tmp_path, monkeypatch):
     def fail(*args, **options):
         raise RuntimeError("out of registers")
 
@@ -74,14 +80,14 @@ def test_an_unknown_name_is_refused(setting, message):
 ROUND = {"seconds": [1.0, 3.0], "peak": None, "planned_peak": 2**30, "losses": [5.0, 4.0]}
 
 
-def test_a_summary_takes_medians_and_says_where_a_round_failed():
+def test_a_summary_has_medians_or_is_none_after_a_failure():
     one = summary([ROUND, {**ROUND, "seconds": [2.0]}])
     assert (one["seconds"], one["memory"], one["loss"]) == (2.0, 2**30, 4.0)
     assert summary([ROUND, {"failure": "no memory"}]) is None
     assert summary([]) is None
 
 
-def test_the_report_leaves_out_what_was_not_measured():
+def test_the_report_omits_columns_without_measurements():
     row = {
         "kernel": "quantize", "case": "c", "bytes": 2e6, "bound_us": 0.5, "registers": 48,
         "spilled": 0, "shared": 64, "moved": 2e6, "xla_moved": 4e6,
@@ -97,7 +103,7 @@ def test_the_report_leaves_out_what_was_not_measured():
     assert "| x | failed |" in steps
 
 
-def test_the_report_shows_what_failed_first():
+def test_the_report_shows_failures_first():
     kernels = [
         {"kernel": "quantize", "case": "a", "ok": True, "error": 1e-7},
         {"kernel": "quantize", "case": "b", "ok": False, "failure": "out of registers"},

@@ -12,7 +12,7 @@ class Config:
     tolerance: float = math.inf
 
 
-def test_results_are_json_with_where_they_come_from(tmp_path):
+def test_results_are_json_with_their_environment(tmp_path):
     path = tmp_path / "new" / "figures.json"
     record.write(Config(path), [{"rival": "plain", "seconds": (1.0, math.nan)}], rate=3.0)
     content = json.loads(path.read_text(), parse_constant=lambda name: 1 / 0)

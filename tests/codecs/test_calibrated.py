@@ -16,7 +16,6 @@ from actjax.kernels.levels import normal_levels
 KEY = jax.random.key(3)
 BITS = (1, 2, 3, 4, 8)
 ROUNDINGS = ("nearest", "stochastic", "dither")
-quick = pytest.mark.usefixtures("quick_compile")
 
 CODECS = {
     "plain": Quantized(4, scaling="channel"),
@@ -58,7 +57,6 @@ def nbytes(tree):
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
-@quick
 @every
 def test_on_the_activation_it_was_fitted_to_it_equals_the_codec(codec):
     @jax.jit
@@ -92,7 +90,6 @@ def test_it_stores_neither_scales_nor_indices(codec, dtype):
     assert codec.stored_bytes(x.shape, dtype) == stored + 12 * scale_bytes + 4 * outliers
 
 
-@quick
 @pytest.mark.parametrize(
     ("bits", "rounding"),
     [
@@ -118,7 +115,6 @@ def test_numbers_outside_its_range_saturate(bits, rounding):
         np.testing.assert_allclose(got, np.sign(x) * reach, rtol=2**-23)
 
 
-@quick
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_within_its_range_another_activation_errs_by_at_most_a_level(rounding):
     codec = Quantized(4, scaling="channel", rounding=rounding)
@@ -130,7 +126,6 @@ def test_within_its_range_another_activation_errs_by_at_most_a_level(rounding):
     assert np.all(error <= scale * ((1 if rounding == "stochastic" else 0.5) + 2**-16))
 
 
-@quick
 def test_its_outlier_channels_come_back_whole_however_large():
     x = normal(30, 20) * np.where(np.arange(20) % 7 == 3, 50, 1).astype("float32")
     codec = Quantized(2, scaling="channel", outlier_fraction=0.15)
@@ -148,7 +143,6 @@ def gradients(x, w, dy, calibrated, key):
     return y, *pullback(dy)
 
 
-@quick
 @pytest.mark.parametrize("name", ["outliers", "dither, rotated", "stochastic, float32"])
 def test_a_linear_operator_takes_it_as_a_traced_argument(name, x64):
     codec = CODECS[name]
@@ -172,7 +166,6 @@ def test_a_linear_operator_takes_it_as_a_traced_argument(name, x64):
     assert len(traced) == 1
 
 
-@quick
 @pytest.mark.parametrize("name", ["outliers", "dither, rotated"])
 def test_stacked_calibrations_go_through_scan_with_the_layers(name, x64):
     xs, ws = normal(3, 15, 12, dtype="float64"), normal(3, 12, 12, dtype="float64", seed=1)
@@ -310,7 +303,6 @@ def scales_of(calibrated):
     return (f64(np.asarray(s).view(view)) for s in (calibrated.scale, calibrated.centre))
 
 
-@quick
 @pytest.mark.parametrize(
     ("bits", "levels"),
     [(1, "uniform"), (2, "uniform"), (2, "normal"), (4, "uniform"), (8, "uniform")],
@@ -336,7 +328,6 @@ def test_the_reach_of_least_error_is_found(bits, levels):
     )
 
 
-@quick
 def test_it_is_better_than_the_whole_range_about_zero():
     x = normal(2000, 6) + 2
     codec = Quantized(2, scaling="channel")
@@ -349,7 +340,6 @@ def test_it_is_better_than_the_whole_range_about_zero():
     assert errors[1] < 0.13 < errors[0]
 
 
-@quick
 @pytest.mark.parametrize("rounding", ["stochastic", "dither"])
 def test_under_random_rounding_nothing_saturates(rounding):
     x = normal(500, 6)
@@ -364,7 +354,6 @@ def test_under_random_rounding_nothing_saturates(rounding):
     assert np.all(abs(f64(mean) - f64(x[:5])) < 5 * 0.5 * scale / np.sqrt(2000))
 
 
-@quick
 def test_ranges_of_parts_are_those_of_the_whole():
     x = normal(60, 7) + 3
     measure = jax.jit(ChannelRange.of)
@@ -379,7 +368,6 @@ def test_ranges_of_parts_are_those_of_the_whole():
     assert merged.tokens == 60
 
 
-@quick
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_constant_channels_come_back(dtype):
     codec = Quantized(2, scaling="channel", outlier_fraction=0.3)
@@ -390,7 +378,6 @@ def test_constant_channels_come_back(dtype):
         np.testing.assert_allclose(decoded, f64(x), rtol=0 if dtype == "bfloat16" else 2**-8)
 
 
-@quick
 def test_outlier_channels_do_not_affect_the_levels():
     x = normal(200, 10)
     x[:, 4] *= 100

@@ -21,7 +21,6 @@ from quantized_codes import (
     levels_of,
     many_keys,
     normal,
-    quick,
     round_trip,
     scales,
 )
@@ -58,7 +57,6 @@ def oracle(codec, x):
     return low, scale, np.clip(np.rint((x - spread[0]) / spread[1]), 0, top)
 
 
-@quick
 @pytest.mark.parametrize(
     ("bits", "scaling", "features"),
     [(3, "group", 3), *((bits, s, d) for bits in BITS for s, d in [("group", 20), ("channel", 5)])],
@@ -127,7 +125,6 @@ def groups_of_all_kinds():
     return rows
 
 
-@quick
 @drawing
 @pytest.mark.parametrize(
     ("bits", "scaling", "dtype"),
@@ -191,7 +188,6 @@ def test_it_is_unbiased_with_the_documented_variance(bits, rounding, scaling, dt
     assert np.all(squares <= 0.25 + chance)
 
 
-@quick
 @pytest.mark.parametrize(
     ("rounding", "square", "of_square"),
     # Variances of the square: of a uniform error within half a level, and 1/15 - 1/36 for two
@@ -211,7 +207,6 @@ def test_uniform_numbers_have_the_documented_average_error(rounding, square, of_
     np.testing.assert_allclose(jax.jit(codec.expected_error)(x) / scale**2, square, rtol=2.1e-5)
 
 
-@quick
 def test_the_shift_of_the_dither_does_not_depend_on_the_values(x64):
     # 0 and 15 fix the range to levels of one. With one key, the errors agree up to whole levels.
     codec = Quantized(4, group=32, rounding="dither")
@@ -222,7 +217,6 @@ def test_the_shift_of_the_dither_does_not_depend_on_the_values(x64):
     assert len(np.unique(np.round(a, 6))) > 100
 
 
-@quick
 @pytest.mark.parametrize(
     ("bits", "scaling", "dtype"),
     [
@@ -242,7 +236,6 @@ def test_rounding_to_the_nearest_errs_by_at_most_half_a_level(bits, scaling, dty
     assert np.all(abs(f64(decoded) - f64(x)) <= scale / 2 + arithmetic(codec, low, scale) + rounded)
 
 
-@quick
 @pytest.mark.parametrize("rotate", [False, True])
 def test_the_result_is_rounded_to_the_dtype_once(rotate):
     x = np.ones((8, 64), "float32")

@@ -16,7 +16,6 @@ from quantized_codes import (
     levels_of,
     many_keys,
     normal,
-    quick,
     round_trip,
     scales,
 )
@@ -58,7 +57,6 @@ def test_normal_levels_are_the_published_ones(bits):
     assert normal_error(bits) == pytest.approx(error, rel=5e-4)
 
 
-@quick
 @pytest.mark.parametrize(
     ("bits", "scaling"), [(1, "group"), (2, "group"), (2, "channel"), (3, "group"), (4, "group")]
 )
@@ -72,7 +70,6 @@ def test_normal_numbers_err_as_published(bits, scaling):
     assert abs(squares.mean() - LLOYD_MAX[bits][1]) <= off
 
 
-@quick
 @pytest.mark.parametrize("bits", LLOYD_MAX)
 def test_the_scale_of_normal_levels_is_a_least_squares_fit(bits, x64):
     # Numbers that are far from normally distributed.
@@ -90,7 +87,6 @@ def test_the_scale_of_normal_levels_is_a_least_squares_fit(bits, x64):
     assert np.all(errors <= plain * (1 + 1e-6))
 
 
-@quick
 @pytest.mark.parametrize(
     "codec",
     [
@@ -112,7 +108,6 @@ def test_a_power_of_two_changes_nothing_but_the_scale(codec):
 # Rotated groups and outlier channels.
 
 
-@quick
 def test_a_rotation_makes_an_outlier_hurt_the_others_less():
     x, others = normal(1, 64), np.arange(64) != 5
     x[0, 5] = 1e4
@@ -136,7 +131,6 @@ def test_a_rotation_makes_an_outlier_hurt_the_others_less():
     assert squares[True] <= bound < 0.1 * squares[False]
 
 
-@quick
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_rotation_does_not_lengthen_the_error_of_a_group(rounding, x64):
     x = f64(normal(50, 20))
@@ -150,7 +144,6 @@ def test_rotation_does_not_lengthen_the_error_of_a_group(rounding, x64):
         assert np.all(lengths <= most * np.linalg.norm(scale[:, part], axis=-1) * (1 + 1e-12))
 
 
-@quick
 @pytest.mark.parametrize(
     ("fraction", "count", "scaling", "rotate"),
     [
@@ -200,7 +193,6 @@ def test_outliers_are_a_share_of_the_channels_and_at_least_one(fraction, feature
         assert (code.channels.shape, code.channels.dtype) == ((count,), "int32")
 
 
-@quick
 @pytest.mark.parametrize("size", [1e-30, 1e30])
 def test_outliers_are_found_where_squares_leave_float32(size):
     x = np.float32(size) * normal(40, 16)
@@ -221,7 +213,6 @@ VARIANTS = {
 variants = pytest.mark.parametrize("codec", VARIANTS.values(), ids=VARIANTS)
 
 
-@quick
 @variants
 @pytest.mark.parametrize("changed", [0, 1, 2])
 def test_a_group_does_not_affect_the_code_of_another(codec, changed):
@@ -240,7 +231,6 @@ def test_a_group_does_not_affect_the_code_of_another(codec, changed):
             assert (before != after).sum() == 1
 
 
-@quick
 @pytest.mark.parametrize(("levels", "rotate"), [("uniform", True), ("normal", False)])
 def test_a_smaller_last_group_is_encoded_as_by_itself(levels, rotate):
     x = normal(5, 12)
@@ -249,7 +239,6 @@ def test_a_smaller_last_group_is_encoded_as_by_itself(levels, rotate):
     np.testing.assert_array_equal(round_trip(codec, x), np.concatenate(parts, -1))
 
 
-@quick
 @pytest.mark.parametrize("name", ["affine", "dither, rotated"])
 def test_a_group_larger_than_a_token_is_the_token(name):
     x = normal(5, 12)
@@ -259,7 +248,6 @@ def test_a_group_larger_than_a_token_is_the_token(name):
     assert large.stored_bytes((5, 12), "float32") == exact.stored_bytes((5, 12), "float32")
 
 
-@quick
 @pytest.mark.parametrize(("bits", "rounding"), [*zip((1, 4, 8), ROUNDINGS, strict=True)])
 def test_one_number_is_the_lowest_level_of_its_group(bits, rounding):
     # The dtype of scales represents it, and the range is zero.
@@ -276,7 +264,6 @@ WITH_CHANNELS = {
 }
 
 
-@quick
 @pytest.mark.parametrize("codec", WITH_CHANNELS.values(), ids=WITH_CHANNELS)
 def test_nan_spoils_only_its_own_group(codec):
     x = normal(5, 20)
@@ -289,7 +276,6 @@ def test_nan_spoils_only_its_own_group(codec):
     np.testing.assert_array_equal(got[~group], want[~group])
 
 
-@quick
 @pytest.mark.parametrize(("scale_dtype", "value"), [("bfloat16", 3e38), ("float32", 3e38)])
 @pytest.mark.parametrize("scaling", ["group", "channel"])
 def test_a_range_that_is_too_large_overflows(scale_dtype, value, scaling):

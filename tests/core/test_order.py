@@ -33,7 +33,7 @@ def by_attention(x, w, key):
     return actjax.attention(q, q, q, codec=CODEC, key=key, merge_heads=True)[0]
 
 
-def by_fused_operators(x, w, key):
+def by_rebuilt_input(x, w, key):
     (y,) = actjax.norm_linear(x, jnp.ones(8), (w,), codec=CODEC, key=key)
     return y
 
@@ -53,7 +53,7 @@ LAYERS = (
     by_norm,
     by_swiglu,
     by_attention,
-    by_fused_operators,
+    by_rebuilt_input,
     by_checkpoint,
     by_residuals,
 )

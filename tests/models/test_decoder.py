@@ -1,4 +1,4 @@
-"""Tests of models/decoder.py: a NumPy oracle, finite differences, dtypes, and what is stored."""
+"""Tests of models/decoder.py: a NumPy oracle, finite differences, dtypes and stored bytes."""
 
 import dataclasses
 import functools
@@ -13,8 +13,6 @@ from tiny import CONFIG, batch, decoder
 from actjax import explain
 from models import Decoder, RopeScaling
 from models.rope import rope_tables
-
-pytestmark = pytest.mark.usefixtures("quick_compile")
 
 SCALING = RopeScaling(8.0, 1.0, 4.0, original_max_seq_len=32)
 SCALING_FIELDS = {

@@ -21,8 +21,6 @@ from models.likelihoods import log_likelihoods
 from models.prompts import rounded_length
 from models.rope import rope_tables
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 NEW = 12
 # The positions of the longest prompt and its continuation.
 CONFIG = dataclasses.replace(tiny.CONFIG, max_seq_len=9 + NEW)
@@ -390,7 +388,7 @@ def test_errors_say_what_is_wrong(prompts, options, message):
         greedy(model_of(), prompts, **options)
 
 
-def test_nothing_is_written_after_no_prompts():
+def test_no_prompts_give_no_texts():
     assert greedy(model_of(), []) == []
     assert log_likelihoods(model_of(), [], []).shape == (0,)
     with pytest.raises(ValueError, match="`continuations` has 2 entries and `prompts` 1"):

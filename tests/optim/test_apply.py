@@ -36,7 +36,6 @@ def assert_close(a, b, **tolerance):
         np.testing.assert_allclose(x, y, **tolerance)
 
 
-@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize(
     "tx",
     [
@@ -71,7 +70,6 @@ def test_three_steps_equal_those_of_optax(tx):
     assert_close(layers_and_rest(jax.device_get(params)), parts, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.usefixtures("quick_compile")
 def test_factored_gradients_are_multiplied_out_one_layer_at_a_time():
     rng = np.random.default_rng(0)
     params = {"layers": (0.3 * rng.normal(size=(5, 16, 16))).astype("float32")}
@@ -119,7 +117,6 @@ def test_no_update_of_all_layers_and_no_second_copy_exists(tx, bound):
     assert sizes[0] < bound * one_layer
 
 
-@pytest.mark.usefixtures("quick_compile")
 def test_a_second_update_is_not_compiled_again():
     tx = optim.subspace(optim.eight_bit(optax.scale_by_adam(), min_size=8), 4)
     params = jax.tree.map(jnp.asarray, parameters())

@@ -10,7 +10,7 @@ from optim.projected import normal
 from actjax import LowRank
 from actjax.optim.bases import leading_basis, random_basis
 
-pytestmark = pytest.mark.usefixtures("x64", "quick_compile")
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 @functools.partial(jax.jit, static_argnums=1)

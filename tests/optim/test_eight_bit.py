@@ -222,7 +222,6 @@ def assert_alike(state, other):
         assert np.mean(~np.isclose(got, want, rtol=1e-6, atol=1e-7)) < 1e-3
 
 
-@pytest.mark.usefixtures("quick_compile")
 def test_four_devices_hold_the_state_of_one():
     mesh, shapes = make_mesh("fsdp=4"), {"cut blocks": (16, 512), "ragged": (16, 600)}
     start, gradients = tree(9, shapes=shapes), [tree(seed, shapes=shapes) for seed in range(3)]
@@ -238,7 +237,6 @@ def test_four_devices_hold_the_state_of_one():
         assert_alike((params, state), alone)
 
 
-@pytest.mark.usefixtures("quick_compile")
 def test_stacked_layers_are_updated_independently():
     # A layer of 2048 values stays float32, although the stack has 6144.
     shapes, head = {"weight": (3, 64, 72), "small": (3, 32, 64)}, {"weight": (70, 64)}

@@ -134,7 +134,7 @@ SUBSPACE = optim.subspace(
 SVD, PROJECTION = actjax.RandomizedSVD(5), actjax.RandomProjection(5)
 
 
-@pytest.mark.usefixtures("x64", "quick_compile")
+@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("tx", "layer", "clipping", "tied", "refreshes", "atol"),
     [
@@ -185,7 +185,6 @@ def test_codes_are_stored_and_no_gradient_of_all_weights():
     assert stats.alias_size_in_bytes > 2.9 * weights
 
 
-@pytest.mark.usefixtures("quick_compile")
 def test_a_growing_gradient_is_clipped_in_the_same_step():
     # Plain descent adds the clipped gradient to the parameters.
     update = optim.in_backward(before, layer_function(), after, optax.sgd(1.0), clip=1e-3)

@@ -70,7 +70,6 @@ def placed(tree):
     return jax.device_put(tree, state_shardings(tree, mesh()))
 
 
-@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("name", STEPS)
 def test_four_devices_step_as_one_and_gather_no_stack_of_layers(name):
     init, step = STEPS[name]()

@@ -13,7 +13,7 @@ from optim.projected import ADAM, RATE, first_state, normal, outer, subspace
 import actjax
 from actjax import optim
 
-pytestmark = pytest.mark.usefixtures("x64", "quick_compile")
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 def problem(d: int = 12, n: int = 8, tokens: int = 30):

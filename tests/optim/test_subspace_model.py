@@ -12,8 +12,6 @@ import actjax
 from actjax import optim
 from models import Storage
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 RANK = 6
 
 

@@ -13,9 +13,6 @@ from optim.projected import first_state, normal, subspace
 from actjax import LowRank, optim
 from actjax.optim.eight_bit import decoded
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
-
 # Updates before the first refresh.
 
 WRAPPERS = (

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pathlib
+import shlex
 import shutil
 import subprocess
 import sys
@@ -75,8 +76,6 @@ def start(module: str, arguments: list[str]) -> subprocess.Popen:
 
 def start_pretraining(config: PretrainConfig) -> subprocess.Popen:
     """Starts a pretraining run in a process of its own."""
-    import shlex
-
     return start("train.pretrain", shlex.split(flags(config)))
 
 

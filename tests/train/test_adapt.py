@@ -31,27 +31,27 @@ def chosen():
     return choose_bits(recipe, init_state(recipe).model, batch(), 0)
 
 
-def test_bits_keep_to_the_budget_and_use_it(chosen):
+def test_bits_use_the_budget_and_do_not_exceed_it(chosen):
     assert set(chosen.bits) == set(METHODS["quantized"].adaptive)
     widths = {site: site_width(MODEL, site) for site in chosen.bits}
     average = sum(widths[s] * n for s, n in chosen.bits.items()) / sum(widths.values())
-    # No site could have its next bits within what is left.
+    # The rest is too small for the next number of bits at any site.
     assert 3 - max(widths.values()) * 4 / sum(widths.values()) < average <= 3
     assert len(set(chosen.bits.values())) > 1
-    # One bit of uniform levels is worse than none.
+    # One bit with uniform levels is worse than storing nothing.
     assert min(chosen.bits.values()) >= 2
 
 
-def test_a_choice_can_be_made_again(chosen):
+def test_a_choice_is_deterministic(chosen):
     recipe = make_recipe(CONFIG, MODEL)
     again = choose_bits(recipe, init_state(recipe).model, batch(), 0)
     assert again.bits == chosen.bits
-    # Compiled by itself, and for that with or without some optimisations: roundings differ.
+    # Compiled separately, so roundings can differ.
     assert again.compression_variance == pytest.approx(chosen.compression_variance, rel=0.05)
     assert again.sampling_variance == pytest.approx(chosen.sampling_variance, rel=0.05)
 
 
-def test_a_recipe_takes_the_bits(chosen):
+def test_a_recipe_uses_the_chosen_bits(chosen):
     recipe = make_recipe(CONFIG, MODEL, chosen.bits)
     for site, bits in chosen.bits.items():
         assert getattr(recipe.storage, site) == Quantized(bits, group=8)
@@ -60,7 +60,7 @@ def test_a_recipe_takes_the_bits(chosen):
     assert np.isfinite(float(metrics["loss"]))
 
 
-def test_widths_are_those_of_the_arrays_that_are_kept():
+def test_widths_are_those_of_the_stored_arrays():
     want = {"q": 24, "k": 8, "v": 8, "gate": 44, "up": 44, "attention_norm": 24, "mlp_norm": 24}
     assert {site: site_width(MODEL, site) for site in want} == want
 
@@ -75,7 +75,7 @@ def test_when_bits_are_chosen():
     assert not is_due(uniform, 0)
 
 
-def test_noise_above_that_of_sampling_raises_an_alarm():
+def test_noise_above_that_of_sampling_gives_a_warning():
     assert "Compression adds more noise" in Choice({"q": 1}, 3.0, 1.0).describe()
     assert "Compression adds" not in Choice({"q": 4}, 0.5, 1.0).describe()
     assert "Compression adds" not in Choice({"q": 4}, 0.5, math.nan).describe()

@@ -53,7 +53,7 @@ def test_help_lists_methods_and_models_and_wraps_to_the_terminal():
     text = "\n".join(lines)
     assert text.index("Common flags") < text.index("Method options") < text.index("--keep")
     # Methods and flags of fine-tuning alone are not shown.
-    assert "lora" not in text
+    assert "--lora-rank" not in text
     assert "--level " not in text
 
 

@@ -1,22 +1,33 @@
+"""Settings out of range, and settings that exclude each other."""
+
+import pathlib
+
 import pytest
 
-from train.config import OptimizerConfig, PretrainConfig
+from train.config import DataConfig, OptimizerConfig, PretrainConfig
+from train.options import flag_name
 
 
-@pytest.mark.parametrize("name", ["steps", "batch_size", "seq_len", "save_every", "keep"])
-def test_counts_below_one_are_refused(name):
-    with pytest.raises(ValueError, match=f"`--{name.replace('_', '-')}` must be at least 1, got 0"):
-        PretrainConfig(**{name: 0})
+def test_counts_below_one_are_refused():
+    for name in ("steps", "batch_size", "seq_len", "save_every", "keep"):
+        with pytest.raises(ValueError, match=f"`{flag_name(name)}` must be at least 1, got 0"):
+            PretrainConfig(**{name: 0})
 
 
-def test_batches_that_cannot_be_cut_are_refused():
+def test_batches_that_micro_batches_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="`--batch-size` 8 must be a multiple of `--accumulate` 3"):
         PretrainConfig(accumulate=3)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
+def test_accumulation_excludes_in_backward_updates():
+    with pytest.raises(
+        ValueError, match=r"`--accumulate 2` and `--in-backward`.* exclude each other"
+    ):
+        PretrainConfig(accumulate=2, in_backward=True)
+
+
+def test_optimizer_settings_out_of_range_are_refused():
+    for name, value in (
         ("learning_rate", -1e-3),
         ("learning_rate", float("nan")),
         ("warmup_steps", -1),
@@ -26,14 +37,17 @@ def test_batches_that_cannot_be_cut_are_refused():
         ("beta2", -0.1),
         ("clip", 0.0),
         ("clip", float("nan")),
-    ],
-)
-def test_optimizer_settings_out_of_range_are_refused(name, value):
-    with pytest.raises(ValueError, match=f"`--{name.replace('_', '-')}` must be .*, got {value}"):
-        OptimizerConfig(**{name: value})
+    ):
+        with pytest.raises(ValueError, match=f"`{flag_name(name)}` must be .*, got {value}"):
+            OptimizerConfig(**{name: value})
 
 
-@pytest.mark.parametrize(("name", "value"), [("seed", -1), ("z_loss", -1.0)])
-def test_run_settings_out_of_range_are_refused(name, value):
-    with pytest.raises(ValueError, match=f"`--{name.replace('_', '-')}` must be in"):
-        PretrainConfig(**{name: value})
+def test_run_settings_out_of_range_are_refused():
+    for name, value in (("seed", -1), ("z_loss", -1.0)):
+        with pytest.raises(ValueError, match=f"`{flag_name(name)}` must be in"):
+            PretrainConfig(**{name: value})
+
+
+def test_the_vocabulary_of_a_given_tokenizer_cannot_be_set():
+    with pytest.raises(ValueError, match="`--vocab-size 300` has no effect with `--tokenizer`"):
+        DataConfig(tokenizer=pathlib.Path("tokenizer.json"), vocab_size=300)

@@ -1,4 +1,4 @@
-"""Tests of train/corpus.py: what is read, what is held out, and what is refused."""
+"""Sources of text: formats, held-out documents, and errors."""
 
 import gzip
 import json
@@ -96,7 +96,7 @@ def test_tensorflow_is_not_imported(stdlib_dir):
 
 @pytest.fixture
 def small_stdlib(tmp_path, monkeypatch):
-    """A library of 200 files, so that preparing it again and again is quick."""
+    """A library of 200 files, which is prepared quickly."""
     root = tmp_path / "lib"
     for i in range(200):
         write(root / f"module_{i}.py", f"x = {i}\n")
@@ -113,7 +113,7 @@ def test_foreign_empty_and_undecodable_files_are_left_out(small_stdlib):
     )
 
 
-def test_killed_half_way_is_prepared_again(small_stdlib, monkeypatch):
+def test_data_of_a_killed_process_is_prepared_again(small_stdlib, monkeypatch):
     def killed(data_dir: str) -> None:
         write(pathlib.Path(data_dir, "python_standard_library", "x", "1.0.0", "part"), "half")
         raise KeyboardInterrupt
@@ -125,7 +125,7 @@ def test_killed_half_way_is_prepared_again(small_stdlib, monkeypatch):
     assert len(everything(open_corpus(None, small_stdlib))) == 200
 
 
-def test_of_two_that_prepare_at_once_the_later_one_uses_what_is_there(small_stdlib, monkeypatch):
+def test_of_two_preparing_processes_the_later_uses_the_copy_of_the_first(small_stdlib, monkeypatch):
     build = corpus_lib._build_standard_library
 
     def overtaken(data_dir: str) -> None:
@@ -152,7 +152,7 @@ def test_damaged_prepared_data_names_the_folder_to_delete(small_stdlib):
         open_corpus(None, small_stdlib)
 
 
-def test_builder_declares_what_it_holds(tmp_path):
+def test_builder_declares_its_features(tmp_path):
     info = PythonStandardLibrary(data_dir=str(tmp_path)).info
     assert sorted(info.features) == ["path", "text"]
 
@@ -227,7 +227,7 @@ def test_tfds_fingerprint_tells_splits_and_fields_apart(tfds_dir):
 @pytest.mark.parametrize(
     "name", ["", "c4/en", "tiny_web/en:1.0.0", "tiny_web", "https://x.org/a.txt"]
 )
-def test_what_is_neither_path_nor_prepared_says_so_and_lists_what_is(tfds_dir, name):
+def test_an_unknown_name_is_refused_with_the_prepared_data_sets(tfds_dir, name):
     with pytest.raises(FileNotFoundError) as error:
         open_corpus(name, tfds_dir)
     message = str(error.value)
@@ -244,11 +244,11 @@ def test_what_is_neither_path_nor_prepared_says_so_and_lists_what_is(tfds_dir, n
             {"text_field": "body"},
             r"`--data` is 'tiny_web/en': it has no feature 'body', only.*label",
         ),
-        ({"validation_fraction": 0.0}, "`validation_fraction` is 0.0"),
-        ({"validation_fraction": 1.0}, "`validation_fraction` is 1.0"),
+        ({"validation_fraction": 0.0}, r"`validation_fraction` must be in \(0, 1\), got 0.0"),
+        ({"validation_fraction": 1.0}, r"`validation_fraction` must be in \(0, 1\), got 1.0"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(tfds_dir, options, match):
+def test_bad_options_are_refused(tfds_dir, options, match):
     with pytest.raises(ValueError, match=match):
         open_corpus("tiny_web/en", tfds_dir, **options)
 
@@ -258,7 +258,7 @@ def test_data_set_of_one_document_cannot_be_split(tfds_dir):
         open_corpus("tiny_web/single", tfds_dir)
 
 
-def test_data_set_stored_otherwise_is_refused(tfds_dir, tmp_path):
+def test_data_set_in_another_format_is_refused(tfds_dir, tmp_path):
     (source,) = tfds_dir.glob("tiny_web/en/2.0.0")
     target = tmp_path / "tiny_web" / "en" / "2.0.0"
     for file in source.iterdir():
@@ -270,7 +270,7 @@ def test_data_set_stored_otherwise_is_refused(tfds_dir, tmp_path):
 # --- Local files. ---
 
 
-def test_text_file_is_cut_at_blank_lines_and_nothing_is_lost(tmp_path):
+def test_text_file_is_split_at_blank_lines_without_loss(tmp_path):
     paragraphs = [f"Paragraph {i}. " + "word " * 100 + "\n\n" for i in range(100)]
     corpus = open_local(write(tmp_path / "book.txt", "".join(paragraphs)))
     documents = everything(corpus)
@@ -301,26 +301,26 @@ def test_single_document_is_held_out_by_its_end(tmp_path):
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_jsonl_rows_are_documents(tmp_path, suffix):
-    # U+2028 is a line separator to str.splitlines, and a letter to JSON.
+    # U+2028 is a line separator for str.splitlines, and a character for JSON.
     rows = [{"text": f"line\u2028{i}\nsecond"} for i in range(30)]
     data = "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows).encode()
     path = write(tmp_path / f"a.jsonl{suffix}", gzip.compress(data, mtime=0) if suffix else data)
     assert sorted(everything(open_local(path))) == sorted(row["text"] for row in rows)
 
 
-def test_gzipped_text_is_unpacked(tmp_path):
+def test_gzipped_text_is_decompressed(tmp_path):
     path = write(tmp_path / "a.txt.gz", gzip.compress(b"some text " * 10, mtime=0))
     assert "".join(everything(open_local(path))) == "some text " * 10
 
 
-def test_parquet_rows_are_documents_and_nulls_are_none(tmp_path):
+def test_parquet_rows_are_documents_and_nulls_are_dropped(tmp_path):
     table = pyarrow.table({"body": [*numbered(20), None, ""], "other": list(range(22))})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     corpus = open_local(tmp_path / "a.parquet", text_field="body")
     assert sorted(everything(corpus)) == sorted(numbered(20))
 
 
-def test_folder_gathers_accepted_files_and_passes_over_others(tmp_path):
+def test_folder_gathers_accepted_files_and_skips_others(tmp_path):
     folder = tmp_path / "folder"
     write(folder / "a.txt", "a text")
     write(folder / "deep" / "b.md", "a note")
@@ -344,7 +344,7 @@ def test_held_out_documents_are_stable_when_others_are_added(tmp_path):
     st.lists(st.text("abc", min_size=1, max_size=3), min_size=2, max_size=20),
     st.floats(0.001, 0.999),
 )
-def test_both_sides_get_a_document_and_none_is_lost(documents, fraction):
+def test_both_sides_get_a_document_without_loss(documents, fraction):
     train, validation = corpus_lib._hold_out(documents, fraction, pathlib.Path("x"))
     assert train
     assert validation
@@ -364,30 +364,30 @@ def test_fingerprint_is_of_the_text_and_not_of_the_path(tmp_path):
 @pytest.mark.parametrize(
     ("name", "data", "match"),
     [
-        ("a.txt", b"", r"`--data` is '.*a.txt': there is no text in it"),
-        ("a.txt", b" \n\n ", "there is no text in it"),
+        ("a.txt", b"", r"`--data` is '.*a.txt': it has no text"),
+        ("a.txt", b" \n\n ", "it has no text"),
         ("a.txt", b"x", "a single document of 1 characters is too short"),
         ("a.txt", b"good \xff", r"a.txt' is not UTF-8 at byte 5 \(invalid start byte\)"),
         ("a.txt", b"\xef\xbb\xbfgood \xff", "is not UTF-8 at byte 8"),
         (
             "a.txt.gz",
             gzip.compress(b"text" * 99, mtime=0)[:-9],
-            "a.txt.gz' is not a whole gzip file",
+            "a.txt.gz' is not a complete gzip file",
         ),
-        ("a.txt.gz", b"plain", "is not a whole gzip file"),
-        ("a.json", b"[]", ".json is not read. Write one JSON object a line"),
-        ("a.jsonl", b"", "there is no text in it"),
+        ("a.txt.gz", b"plain", "is not a complete gzip file"),
+        ("a.json", b"[]", ".json files are not read. Write one JSON object per line"),
+        ("a.jsonl", b"", "it has no text"),
         (
             "a.jsonl",
             b'{"text": "a"}\n{"text": ',
             r"a.jsonl' line 2: not JSON \(Expecting value at column 10\)",
         ),
-        ("a.jsonl", b'{"text": "a"}\n\n[1]\n', "line 3: a JSON object is needed, not list"),
+        ("a.jsonl", b'{"text": "a"}\n\n[1]\n', "line 3: a JSON object is required, not list"),
         ("a.jsonl", b'{"body": "a", "id": 1}', "line 1: there is no field 'text', only body, id"),
         ("a.jsonl", b'{"text": 3}', "line 1: field 'text' is int, not text"),
         ("a.jsonl", b'{"text": "\\ud800"}', "line 1: .*surrogates not allowed"),
-        ("a.parquet", b"PAR1 and no more", "`--data`: '.*a.parquet': .*Correct the file"),
-        ("folder/a.png", b"x", "there is no text in it. Accepted: a .txt"),
+        ("a.parquet", b"PAR1 and no more", "`--data`: '.*a.parquet': .*Correct or remove the file"),
+        ("folder/a.png", b"x", "it has no text. Accepted: a .txt"),
     ],
 )
 def test_bad_files_are_refused(tmp_path, name, data, match):

@@ -1,4 +1,4 @@
-"""Tests of train/data.py: every token is there once, and a restored state continues exactly."""
+"""Batches of text: every token occurs once, and a restored state continues exactly."""
 
 import dataclasses
 import itertools
@@ -53,7 +53,7 @@ def assert_equal(got: list[dict], want: list[dict]) -> None:
 
 
 def documents_in(tokens: np.ndarray, tokenizer) -> list[str]:
-    """Returns the texts between the ends of documents; the last may be cut off."""
+    """Returns the texts between the ends of documents; the last can be truncated."""
     ends = np.flatnonzero(tokens == tokenizer.eos_id) + 1
     return [tokenizer.decode(part) for part in np.split(tokens, ends)]
 
@@ -95,7 +95,7 @@ def test_streams_share_documents_and_a_restored_state_continues(lengths, row, st
     assert len(set(tokens)) == len(tokens)
     for stream in range(streams):
         mine = np.concatenate([[], *rows[stream::streams]]).astype(int)
-        # A stream goes through its documents whole and in order.
+        # A stream has whole documents in order.
         jumps = mine[1:][np.diff(mine) != 1]
         assert set(jumps) <= set(starts)
         assert (np.diff(mine) > 0).all()
@@ -137,7 +137,7 @@ def test_epochs_are_shuffled_differently(tokenizer):
     assert sorted(first) == sorted(second)
 
 
-def test_documents_begin_with_bos_where_there_is_one():
+def test_documents_begin_with_bos_if_the_tokenizer_has_one():
     tokens = rows_of(batches_of(Bytes(), 20)).ravel()
     assert tokens[0] == 256
     ends = np.flatnonzero(tokens[:-1] == 257)
@@ -149,7 +149,7 @@ def test_the_same_seed_gives_the_same_batches(tokenizer):
     assert_equal(batches_of(tokenizer, 10), batches_of(tokenizer, 10))
 
 
-def test_another_seed_gives_others(tokenizer):
+def test_another_seed_gives_other_batches(tokenizer):
     one, other = batches_of(tokenizer, 1), batches_of(tokenizer, 1, seed=1)
     assert (one[0]["inputs"] != other[0]["inputs"]).any()
 
@@ -186,13 +186,13 @@ def test_processes_share_documents_and_rows(tokenizer):
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"seq_len": 0}, "`--seq-len` is 0: give at least 1"),
-        ({"batch_size": 0}, "`--batch-size` is 0: give at least 1"),
+        ({"seq_len": 0}, "`--seq-len` must be at least 1, got 0"),
+        ({"batch_size": 0}, "`--batch-size` must be at least 1, got 0"),
         (
             {"process_count": 3},
-            "`--batch-size` is 4, which 3 processes cannot share evenly. Take a multiple of 3",
+            "`--batch-size` must be a multiple of the 3 processes, got 4",
         ),
-        ({"process_index": 2, "process_count": 2}, "`process_index` is 2 of `process_count` 2"),
+        ({"process_index": 2, "process_count": 2}, "`process_index` must be from 0 to 1, got 2"),
         (
             {"seq_len": 10_000},
             r"`--seq-len` is 10000, so a row takes 10001 .* has \d+ tokens in 40 doc.*Lower",
@@ -200,7 +200,7 @@ def test_processes_share_documents_and_rows(tokenizer):
         ({"batch_size": 64, "process_count": 64, "process_index": 63}, "has 0 tokens in 0 doc"),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused(tokenizer, changes, match):
+def test_bad_arguments_are_refused(tokenizer, changes, match):
     with pytest.raises(ValueError, match=match):
         make(tokenizer, **changes)
 
@@ -231,7 +231,7 @@ def unpadded(batches: list[dict], name: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", ["bpe", "bos"])
-def test_every_token_but_the_first_is_a_target_once(tokenizer, kind):
+def test_every_token_except_the_first_is_a_target_once(tokenizer, kind):
     tokenizer = tokenizer if kind == "bpe" else Bytes()
     tokens = held_out_tokens(tokenizer)
     held_out = validate(tokenizer)
@@ -255,11 +255,11 @@ def test_validation_is_the_same_at_every_call(tokenizer):
     assert_equal(validate(tokenizer).batches, validate(tokenizer).batches)
 
 
-def test_no_more_batches_than_asked_and_their_bytes_alone():
+def test_the_number_of_batches_is_limited_and_bytes_are_those_of_the_batches():
     held_out = validate(Bytes(), max_batches=2)
     assert len(held_out.batches) == 2
     assert held_out.num_tokens == 20
-    # The first token is BOS, which no input precedes: 20 targets are 20 bytes of the text.
+    # The first token is BOS and not a target: 20 targets are 20 bytes of the text.
     assert held_out.num_bytes == 20
     assert all(batch["mask"].all() for batch in held_out.batches)
 
@@ -281,16 +281,16 @@ def test_a_long_document_does_not_crowd_out_the_others():
 def test_bytes_are_those_of_the_targets(seq_len, max_batches):
     held_out = validate(Bytes(), seq_len=seq_len, max_batches=max_batches)
     targets = unpadded(held_out.batches, "targets")
-    # A character cut off at the end may count as U+FFFD, which has three bytes.
+    # A character that is cut off at the end can count as U+FFFD, which has three bytes.
     assert abs(held_out.num_bytes - int((targets < 256).sum())) <= 2
 
 
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"seq_len": 0}, "`--seq-len` is 0"),
-        ({"batch_size": -1}, "`--batch-size` is -1"),
-        ({"max_batches": 0}, "`max_batches` is 0: give at least 1"),
+        ({"seq_len": 0}, "`--seq-len` must be at least 1, got 0"),
+        ({"batch_size": -1}, "`--batch-size` must be at least 1, got -1"),
+        ({"max_batches": 0}, "`max_batches` must be at least 1, got 0"),
     ],
 )
 def test_sizes_below_one_are_refused(tokenizer, changes, match):

@@ -1,12 +1,14 @@
 import importlib.util
 import re
 
+import jax
 import pytest
 
+from train import devices
 from train.devices import GPUS, HERE, compile_for, description_of, gpu
 
 
-def test_a_description_has_what_the_device_has():
+def test_descriptions_have_the_properties_of_the_devices():
     for name, device in GPUS.items():
         text = description_of(name)
         assert f"device_memory_size: {device.memory}" in text
@@ -15,12 +17,12 @@ def test_a_description_has_what_the_device_has():
     assert description_of(HERE) is None
 
 
-def test_cards_of_several_sizes():
+def test_gpus_have_several_sizes():
     sizes = {device.memory >> 30 for device in GPUS.values()}
     assert {23, 39, 79} <= sizes
 
 
-def test_an_unknown_device_gets_the_nearest():
+def test_an_unknown_device_is_refused_with_the_nearest_name():
     message = "unknown device 'h1000'. Did you mean h100? There are: here, h100,"
     with pytest.raises(ValueError, match=re.escape(message)):
         gpu("h1000")
@@ -32,11 +34,21 @@ def test_this_machine_needs_no_description():
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda12_plugin") is not None, reason="the compiler is there"
+    importlib.util.find_spec("jax_cuda12_plugin") is not None, reason="the compiler is installed"
 )
-def test_what_is_missing_to_compile_for_a_gpu_is_named():
+def test_a_missing_compiler_is_named():
     with (
         pytest.raises(ValueError, match=re.escape("pip install 'jax[cuda12]'")),
         compile_for(description_of("h100")),
     ):
+        pass
+
+
+def test_the_replaced_functions_of_jax_exist_and_a_missing_one_is_named(monkeypatch):
+    with devices._tracing_as_on_a_gpu():
+        assert jax.default_backend() == "gpu"
+    assert jax.default_backend() != "gpu"
+    monkeypatch.setattr(devices, "_REPLACED", (("jax", "no_such_function", None),))
+    message = re.escape(f"JAX {jax.__version__} has no `jax.no_such_function`")
+    with pytest.raises(RuntimeError, match=message), devices._tracing_as_on_a_gpu():
         pass

@@ -61,7 +61,7 @@ def test_settings_in_conflict_or_without_effect_are_refused(folder, changes, mes
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"checkpoint": "none"}, "the checkpoint 'none' cannot be read: there is nothing there"),
+        ({"checkpoint": "none"}, "the checkpoint 'none' cannot be read: no such file or folder"),
         ({"tokenizer": "none"}, "`--tokenizer` is 'none': no such path"),
         ({"generate": ""}, "the prompt is empty, and the tokenizer has no start token"),
         (
@@ -136,5 +136,5 @@ def test_the_command_line_prints_errors_in_one_line(monkeypatch, capsys):
         evaluate.main()
     assert ending.value.code == 2
     assert capsys.readouterr().err == (
-        "error: the checkpoint 'none' cannot be read: there is nothing there.\n"
+        "error: the checkpoint 'none' cannot be read: no such file or folder.\n"
     )

@@ -1,12 +1,13 @@
 import jax
 import jax.numpy as jnp
 
-from train.flops import matmul_flops
+from actjax.ops.attention_forms import BLOCK
+from train.flops import ATTENTION_BLOCK, causal_loop_length, matmul_flops
 
 A, B = jnp.ones((3, 5)), jnp.ones((5, 7))
 
 
-def test_a_product_costs_two_operations_a_multiply_add():
+def test_a_product_costs_two_operations_per_multiply_add():
     assert matmul_flops(jnp.matmul, A, B) == 2 * 3 * 5 * 7
 
 
@@ -24,7 +25,7 @@ def test_the_body_of_a_scan_counts_as_often_as_it_runs():
     assert matmul_flops(scanned, A, jnp.stack([square] * 6)) == 6 * 2 * 3 * 5 * 5
 
 
-def test_a_gradient_costs_two_more_products_and_a_checkpoint_a_third():
+def test_a_gradient_costs_two_more_products_and_rematerialization_another():
     def loss(a, b):
         return jnp.sum(jnp.sin(a @ b))
 
@@ -33,3 +34,9 @@ def test_a_gradient_costs_two_more_products_and_a_checkpoint_a_third():
     recomputed = jax.grad(jax.checkpoint(lambda a, b: loss(jnp.sin(a @ B @ B.T), b)), (0, 1))
     plain = jax.grad(lambda a, b: loss(jnp.sin(a @ B @ B.T), b), (0, 1))
     assert matmul_flops(recomputed, A, B) > matmul_flops(plain, A, B)
+
+
+def test_the_loop_of_causal_attention_covers_half_of_its_blocks():
+    assert ATTENTION_BLOCK == BLOCK
+    assert causal_loop_length(BLOCK) == 1
+    assert causal_loop_length(4 * BLOCK) == (1 + 2 + 3 + 4) / 4

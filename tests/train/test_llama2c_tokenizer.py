@@ -1,4 +1,4 @@
-"""Tests of train/llama2c_tokenizer.py: the rule of llama2.c's `run.c`, said again slowly."""
+"""The tokenizer of llama2.c, compared with a direct translation of `run.c`."""
 
 import struct
 
@@ -13,7 +13,7 @@ BYTES = [b"<0x%02X>" % i for i in range(256)]
 MERGED = [" t", "he", " a", " the", "aa", "aaa", "ab", "ba", "bab", "é ", "ee", " e", "  ", "<s"]
 SINGLE = [" ", "e", "a", "t", "h", "b", "é", "日", "<", "s", ">"]
 PIECES = [*SPECIAL, *BYTES, *(piece.encode() for piece in [*MERGED, *SINGLE])]
-# Two equal scores, of which the first pair in the text is merged first; else as sentencepiece.
+# Of two equal scores, the first pair in the text is merged first.
 SCORES = [0.0] * 259 + [-float(min(i, 6)) for i in range(len(MERGED) + len(SINGLE))]
 
 
@@ -27,7 +27,7 @@ def file(pieces=PIECES, scores=SCORES) -> bytes:
 
 
 def slowly(text: str) -> list[int]:
-    """Looks at all pairs for each merge, as `run.c`."""
+    """Scans all pairs for each merge, as `run.c` does."""
     lookup = {piece: i for i, piece in enumerate(PIECES)}
     ids = [lookup[b" "]] if text else []
     for character in text:
@@ -44,7 +44,7 @@ def slowly(text: str) -> list[int]:
         ids[best[0] : best[0] + 2] = [best[1]]
 
 
-def test_text_becomes_the_pieces_that_llama2c_finds():
+def test_pieces_are_those_of_llama2c():
     tokenizer = Llama2cTokenizer(file())
     named = {piece: i for i, piece in enumerate(PIECES)}
     assert tokenizer.encode("the") == [named[b" the"]]
@@ -58,7 +58,7 @@ def test_text_becomes_the_pieces_that_llama2c_finds():
         assert tokenizer.encode(text) == slowly(text), text
 
 
-def test_any_text_comes_back():
+def test_any_text_is_restored():
     tokenizer = Llama2cTokenizer(file())
     for text in ("the bat", " the", "   ", "<0x41>\n<s>\n", "日本🙂\0é", "", "a\nb"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -79,7 +79,7 @@ def test_special_tokens_give_no_text_and_none_comes_from_text():
     assert tokenizer.decode([3 + 0xE6, 3 + 0x97]) == "\ufffd"
 
 
-def test_it_is_saved_as_it_was_read(tmp_path):
+def test_a_saved_file_equals_the_read_one(tmp_path):
     tokenizer = Llama2cTokenizer(file())
     tokenizer.save(tmp_path / "saved")
     again = load_tokenizer(tmp_path / "saved")
@@ -92,16 +92,16 @@ def test_it_is_saved_as_it_was_read(tmp_path):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "it has 0 bytes: no tokenizer of llama2.c"),
-        (file()[:-1], f"it is cut off at piece {len(PIECES) - 1}, or no tokenizer"),
-        (file()[:-6], f"it is cut off at piece {len(PIECES) - 1}, or no tokenizer"),
-        (b"PK\3\4" + bytes(30), "no tokenizer of llama2.c"),
+        (b"", "it has 0 bytes: not a tokenizer of llama2.c"),
+        (file()[:-1], f"it ends within piece {len(PIECES) - 1}, or is not a"),
+        (file()[:-6], f"it ends within piece {len(PIECES) - 1}, or is not a"),
+        (b"PK\3\4" + bytes(30), "not a tokenizer of llama2.c"),
         (file(PIECES[:200], SCORES[:200]), "its pieces 3 to 258 are not the 256 bytes"),
         (file(PIECES[:262], SCORES[:262]), "it has no piece for a space"),
-        (struct.pack("<ifi", 3, 0.0, -5), "it is cut off at piece 0"),
+        (struct.pack("<ifi", 3, 0.0, -5), "it ends within piece 0"),
     ],
 )
-def test_damage_is_named(data, message, tmp_path):
+def test_damaged_files_are_refused(data, message, tmp_path):
     path = tmp_path / "tokenizer.bin"
     path.write_bytes(data)
     with pytest.raises(ValueError, match=rf"`--tokenizer` is '.*tokenizer\.bin': .*{message}"):

@@ -25,7 +25,7 @@ def test_lines_are_json_and_the_picture_is_drawn(tmp_path):
     assert list((tmp_path / "tensorboard").glob("events*"))
 
 
-def test_a_resumed_run_drops_what_was_written_after_its_checkpoint(tmp_path):
+def test_a_resumed_run_drops_lines_after_its_checkpoint(tmp_path):
     with Recorder(tmp_path, "") as recorder:
         for step in (1, 2, 3):
             recorder.record(step, loss=1.0)
@@ -37,7 +37,7 @@ def test_a_resumed_run_drops_what_was_written_after_its_checkpoint(tmp_path):
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["loss"] == 0.5
 
 
-def test_a_run_that_begins_anew_writes_its_beginning_anew(tmp_path):
+def test_a_run_that_starts_over_records_its_first_line_again(tmp_path):
     for _ in range(2):
         with Recorder(tmp_path, "title", 0) as recorder:
             recorder.record(0, validation_loss=1.0)
@@ -46,7 +46,7 @@ def test_a_run_that_begins_anew_writes_its_beginning_anew(tmp_path):
 
 def test_a_broken_line_in_the_middle_is_an_error_with_its_number(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\noops\n{"step": 2}\n')
-    with pytest.raises(ValueError, match=r"metrics.jsonl, line 2 is no JSON: 'oops'"):
+    with pytest.raises(ValueError, match=r"metrics.jsonl, line 2 is not JSON: 'oops'"):
         read_metrics(tmp_path / "metrics.jsonl")
 
 

@@ -1,4 +1,4 @@
-"""Tests of train/packing.py: each example is whole, alone and there once; a state continues."""
+"""Packed batches: whole separate examples, once per epoch; a restored state continues."""
 
 import itertools
 import json
@@ -17,7 +17,7 @@ LENGTHS = [2, 9, 17, 5, 5, 3, 12, 2, 8, 16, 4, 7, 11]
 
 
 def examples_of(lengths: list[int]) -> list[Example]:
-    """Returns examples no two of which share a token, with every third token not counted."""
+    """Returns examples without common tokens; every third token is not counted."""
     starts = np.cumsum([1, *lengths])
     examples = []
     for start, end in itertools.pairwise(starts):
@@ -56,7 +56,7 @@ def rows_of(batches: list[dict]) -> list[dict]:
 
 
 def firsts_in(row: dict, examples: list[Example]) -> list[int]:
-    """Returns the first token of each example in a row, once all of the row is as it should be."""
+    """Checks a row, and returns the first token of each of its examples."""
     by_first = {int(example.tokens[0]): example for example in examples}
     found, segments = [], row["segments"]
     edges = np.flatnonzero(np.diff(segments)) + 1
@@ -86,7 +86,7 @@ def firsts_in(row: dict, examples: list[Example]) -> list[int]:
     seed=st.integers(0, 2**32),
 )
 @hypothesis.settings(deadline=None, max_examples=50)
-def test_every_example_is_there_whole_once_an_epoch(lengths, more, seed):
+def test_every_example_occurs_whole_once_per_epoch(lengths, more, seed):
     examples = examples_of(lengths)
     everything = sorted(int(example.tokens[0]) for example in examples)
     sizes = {"batch_size": 1, "seq_len": max(lengths) - 1 + more, "seed": seed}
@@ -131,7 +131,7 @@ def test_the_state_is_small():
     iterator.close()
 
 
-def test_batches_have_the_shapes_and_dtypes_that_a_step_takes():
+def test_batches_have_the_shapes_and_dtypes_of_a_step():
     (batch,) = batches_of(1)
     assert {name: (x.shape, x.dtype.name) for name, x in batch.items()} == {
         "inputs": ((2, 16), "int32"),
@@ -155,7 +155,7 @@ def test_epochs_are_shuffled_differently():
     assert first != second
 
 
-def test_rows_are_well_filled():
+def test_rows_have_little_padding():
     lengths = np.random.default_rng(0).integers(10, 120, 1000)
     batches = batches_of(50, examples_of(list(lengths)), batch_size=8, seq_len=256)
     assert np.mean([batch["segments"] > 0 for batch in batches]) > 0.97
@@ -171,7 +171,7 @@ def test_one_example_fills_every_row():
         assert row["segments"].tolist() == [1, 1, 1, 0, 0, 0, 0]
 
 
-def test_rows_of_one_token_hold_examples_of_two():
+def test_rows_of_one_token_have_examples_of_two():
     (batch,) = batches_of(1, examples_of([2, 2]), batch_size=2, seq_len=1)
     assert sorted(batch["inputs"][:, 0]) == [1, 3]
     assert (batch["targets"] == batch["inputs"] + 1).all()
@@ -190,18 +190,18 @@ def test_processes_share_the_batches_of_one(count):
 
 
 BAD = [
-    ({"seq_len": 0}, "`--seq-len` is 0: give at least 1"),
-    ({"batch_size": 0}, "`--batch-size` is 0: give at least 1"),
+    ({"seq_len": 0}, "`--seq-len` must be at least 1, got 0"),
+    ({"batch_size": 0}, "`--batch-size` must be at least 1, got 0"),
     ({"examples": []}, "`examples` is empty: give at least one"),
     (
         {"seq_len": 15},
-        r"number 2 has 17 tokens, and a row of `--seq-len` 15 has room for 16\. Cut it",
+        r"number 2 has 17 tokens, and a row of `--seq-len` 15 has room for 16\. Shorten it",
     ),
     (
         {"examples": [*EXAMPLES, Example(np.arange(3), np.array([True, False, False]))]},
-        "number 13 has no token that counts after its first. Drop it",
+        "number 13 has no counted token after its first. Drop it",
     ),
-    ({"examples": [Example(np.arange(1), np.ones(1, bool))]}, "number 0 has no token that counts"),
+    ({"examples": [Example(np.arange(1), np.ones(1, bool))]}, "number 0 has no counted token"),
 ]
 
 
@@ -209,14 +209,14 @@ BAD = [
     ("changes", "match"),
     [
         *BAD,
-        ({"process_count": 2, "process_index": 2}, "`process_index` is 2 of `process_count` 2"),
+        ({"process_count": 2, "process_index": 2}, "`process_index` must be from 0 to 1, got 2"),
         (
             {"process_count": 3},
-            "`--batch-size` is 2, which 3 processes cannot share evenly. Take a multiple of 3",
+            "`--batch-size` must be a multiple of the 3 processes, got 2",
         ),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused(changes, match):
+def test_bad_arguments_are_refused(changes, match):
     with pytest.raises(ValueError, match=match):
         make(**changes)
 
@@ -235,7 +235,7 @@ def spoken(prompt: str, completion: str) -> Example:
     return Example(np.asarray(tokens, np.int32), counted)
 
 
-def test_validation_holds_each_example_once_in_the_order_of_rows():
+def test_validation_has_each_example_once_in_the_order_of_rows():
     held_out = validate()
     rows = [row for row in rows_of(held_out.batches) if row["segments"].any()]
     found = [firsts_in(row, EXAMPLES) for row in rows]
@@ -245,7 +245,7 @@ def test_validation_holds_each_example_once_in_the_order_of_rows():
     assert held_out.num_tokens == sum(batch["mask"].sum() for batch in held_out.batches)
 
 
-def test_the_last_batch_is_filled_up_with_padding():
+def test_the_last_batch_is_padded():
     held_out = validate(batch_size=50)
     (batch,) = held_out.batches
     assert batch["inputs"].shape == (50, 16)
@@ -257,16 +257,16 @@ def test_validation_is_the_same_at_every_call():
     assert_equal(validate().batches, validate().batches)
 
 
-def test_no_more_batches_than_asked_and_their_tokens_alone():
+def test_the_number_of_batches_is_limited_and_tokens_are_those_of_the_batches():
     examples = [spoken("ab", "cdé"), spoken("a", "long answer é"), spoken("", "x")]
     whole, part = (validate(examples, batch_size=1, max_batches=n) for n in (100, 1))
     assert_equal(part.batches, whole.batches[:1])
-    # One row: "cdé" and the end, and beside it "x" and the end.
+    # One row: "cdé" and its end, then "x" and its end.
     assert (part.num_tokens, part.num_bytes) == (5 + 2, 4 + 1)
     assert (whole.num_tokens, whole.num_bytes) == (5 + 2 + 15, 4 + 1 + 14)
 
 
-def test_bytes_are_those_of_each_turn_that_counts():
+def test_bytes_are_those_of_the_counted_turns():
     tokens = [256, *b"ask", *b"say", *b"more", *b"yes", 257]
     counted = [0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 1]
     example = Example(np.asarray(tokens, np.int32), np.asarray(counted, bool))
@@ -274,14 +274,14 @@ def test_bytes_are_those_of_each_turn_that_counts():
     assert (held_out.num_tokens, held_out.num_bytes) == (7, 6)
 
 
-def test_validation_without_text_that_counts_is_refused():
-    with pytest.raises(ValueError, match="what counts in the examples to validate on has no text"):
+def test_validation_without_counted_text_is_refused():
+    with pytest.raises(ValueError, match="counted tokens of the validation examples have no text"):
         validate([spoken("prompt", "")])
 
 
 @pytest.mark.parametrize(
-    ("changes", "match"), [*BAD, ({"max_batches": 0}, "`max_batches` is 0: give at least 1")]
+    ("changes", "match"), [*BAD, ({"max_batches": 0}, "`max_batches` must be at least 1, got 0")]
 )
-def test_validation_refuses_what_does_not_fit(changes, match):
+def test_validation_refuses_bad_arguments(changes, match):
     with pytest.raises(ValueError, match=match):
         validate(**changes)

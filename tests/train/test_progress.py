@@ -17,11 +17,11 @@ def test_loss_and_evaluation_are_shown(terminal):
             progress.say(2, REPORT)
     text = console.file.getvalue()
     assert "3.25" in text
-    assert "held-out loss 2.0000, perplexity 7.39, 0.900 bits a byte" in text
+    assert "held-out loss 2.0000, perplexity 7.39, 0.900 bits per byte" in text
     assert "tokens/s" in text
 
 
-def test_pauses_are_left_out_of_the_speed(monkeypatch):
+def test_the_speed_excludes_pauses(monkeypatch):
     clock = iter([0.0, 1.0, 9.0, 10.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
     progress = Progress(Console(file=io.StringIO()), start=0, steps=10, tokens=100)

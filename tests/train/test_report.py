@@ -38,34 +38,34 @@ def parameters() -> int:
     return sum(x.size for x in jax.tree.leaves(shapes(recipe()).model))
 
 
-def test_the_table_names_each_site_and_what_it_stores():
+def test_the_explanation_has_each_site_and_its_storage():
     by_name = {residual.name: residual for residual in explained(recipe(STORAGE)).residuals}
     assert by_name["mlp_out"].codec == "RandomizedSVD(rank=4)"
     assert by_name["mlp_out"].stored_bytes == 3 * 4 * 4 * (4 * 16 + 44)
     assert by_name["mlp_in"].codec == "Exact()"
 
 
-def test_between_changes_of_a_subspace_inputs_are_stored_in_its_bases():
+def test_between_refreshes_inputs_are_stored_in_the_bases():
     options = MethodOptions(rank=4, bits=8)
     found = explained(recipe(method="subspace", options=options)).residuals
     by_name = {residual.name: residual for residual in found}
     assert by_name["mlp_out"].codec == "Basis(rank=4, bits=8)"
-    # A byte a coordinate, and a scale a token.
+    # A byte per coordinate and a scale per token.
     assert by_name["mlp_out"].stored_bytes == 3 * 4 * 16 * (4 + 4)
 
 
-def test_accumulation_keeps_a_micro_batch():
+def test_with_accumulation_one_micro_batch_is_stored():
     row = {r.name: r.stored_bytes for r in explained(recipe(accumulate=2)).residuals}["mlp_out"]
     assert 2 * row == {r.name: r.stored_bytes for r in explained(recipe()).residuals}["mlp_out"]
 
 
-def test_memory_by_category_is_what_there_is():
+def test_memory_by_category():
     one = memory(recipe())
     assert one.weights == one.gradients == 4 * parameters()
-    # Two moments a weight, and a counter or three for each layer and the rest.
+    # Two moments per weight, and up to three counters per layer and for the rest.
     assert 0 <= one.optimizer - 8 * parameters() < 200
     tokens = 4 * 16
-    # What the output projection reads is kept by attention, which needs it too.
+    # Attention stores the input of the output projection, which it needs too.
     linear = (24 + 24 + 44) * tokens * MODEL.num_layers * 4
     assert one.linear_residuals == linear
     assert one.other_residuals > linear
@@ -75,12 +75,12 @@ def test_memory_by_category_is_what_there_is():
     assert whole.total == one.total + 1000
 
 
-def test_factors_shared_by_weights_count_once_and_bases_not_at_all():
+def test_shared_factors_count_once_and_bases_do_not_count():
     layers, rank = MODEL.num_layers, 4
     kept = gradient_bytes(recipe(), shapes(recipe()))
     low_rank = recipe(method="low_rank", options=MethodOptions(rank=rank))
     sizes = gradient_bytes(low_rank, shapes(low_rank))
-    # k is the first of q, k and v: it counts the factor that they share.
+    # k is the first of q, k and v, so the shared factor counts for it.
     assert sizes["layers.attention.k"] == layers * rank * (24 + 8) * 4
     assert sizes["layers.attention.q"] == layers * rank * 24 * 4
     subspace = recipe(method="subspace", options=MethodOptions(rank=rank))
@@ -89,7 +89,7 @@ def test_factors_shared_by_weights_count_once_and_bases_not_at_all():
     assert sizes["embedding"] == kept["embedding"]
 
 
-def test_in_the_backward_pass_one_layer_has_a_gradient():
+def test_with_in_backward_updates_one_layer_has_a_gradient():
     inside = recipe(in_backward=True)
     sizes, whole = (
         gradient_bytes(inside, shapes(inside)),
@@ -99,8 +99,8 @@ def test_in_the_backward_pass_one_layer_has_a_gradient():
         assert size * (MODEL.num_layers if name.startswith("layers.") else 1) == whole[name]
 
 
-def test_8_bit_states_are_a_quarter():
-    # Wide enough that all matrices have the 4,096 entries to be compressed.
+def test_8_bit_states_take_a_quarter():
+    # Wide enough for all matrices to have 4,096 entries; smaller ones are not compressed.
     wide = ModelConfig(
         vocab_size=64, hidden_size=96, ffn_size=128, num_layers=2, num_heads=4, num_kv_heads=4
     )
@@ -109,12 +109,12 @@ def test_8_bit_states_are_a_quarter():
         config = dataclasses.replace(CONFIG, optimizer=OptimizerConfig(moment_dtype=dtype))
         one = make_recipe(config, wide)
         sizes.append(memory(one).optimizer)
-    # A byte for four, a scale for each row of 64 or more, and norms, which are not compressed.
+    # One byte instead of four, a scale per row of at least 64, and norms in float32.
     assert 0.25 < sizes[1] / sizes[0] < 0.25 * (1 + 4 / 64) + 0.01
 
 
 @pytest.mark.parametrize("method", ["exact", "subspace"])
-def test_the_opening_says_where_memory_goes(method):
+def test_the_opening_shows_the_memory_by_category(method):
     console = Console(file=io.StringIO(), width=140)
     one = recipe(method=method, options=MethodOptions(rank=4))
     print_opening(console, one, shapes(one), explained(one), memory(one).with_workspace(10**9))
@@ -124,6 +124,6 @@ def test_the_opening_says_where_memory_goes(method):
         assert word in text
 
 
-def test_a_rank_that_does_not_fit_is_found_before_the_first_step():
+def test_a_rank_that_is_too_large_is_found_before_the_first_step():
     with pytest.raises(ValueError, match=r"`rank` 25 .* is above min\(T, d\) = 24"):
         explained(recipe(Storage(mlp_in=RandomizedSVD(25))))

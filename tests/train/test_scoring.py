@@ -1,4 +1,4 @@
-"""Tests of train/scoring.py: the rules, case by case."""
+"""Rules of evaluation, case by case."""
 
 import math
 
@@ -32,7 +32,7 @@ from train.scoring import (
         ("#### 12 apples, not 13", "12"),
         ("#### 50%", "50"),
         ("#### 5-3", "5"),
-        # A model that goes on with a question of its own.
+        # The model continues with another question.
         ("#### 7\n\nQuestion: more?\nAnswer: #### 9", "7"),
         ("#### twelve\n#### 12", "12"),
         ("The answer is 72.", None),
@@ -84,7 +84,7 @@ def test_the_first_letter_that_stands_alone_is_the_choice(text, letter):
     assert choice_letter(text) == letter
 
 
-def test_there_are_as_many_letters_as_options():
+def test_only_the_letters_of_the_options_are_choices():
     assert choice_letter("E or C", "ABC") == "C"
     assert choice_letter("F", "ABCDEF") == "F"
 
@@ -110,7 +110,7 @@ def test_options_without_likelihoods_or_lengths_are_refused():
             most_likely([-1.0, -2.0], lengths)
 
 
-def test_nothing_is_never_right():
+def test_a_missing_prediction_is_wrong():
     found = exact_match(["5", None, "7", "8"], ["5", "6", "7", "9"])
     assert found == Accuracy(2, 4)
     assert found.value == 0.5
@@ -119,11 +119,11 @@ def test_nothing_is_never_right():
     assert exact_match([None], [None]) == Accuracy(0, 1)
     assert math.isnan(Accuracy(0, 0).value)
     assert math.isnan(Accuracy(1, 1).standard_error)
-    with pytest.raises(ValueError, match="`predictions` are 1 for 2 `golds`"):
+    with pytest.raises(ValueError, match="1 `predictions` for 2 `golds`"):
         exact_match(["5"], ["5", "6"])
 
 
-def test_costs_of_texts_add_up():
+def test_costs_of_texts_can_be_added():
     cost = TextCost(3.0, 2, 5) + TextCost(1.0, 2, 3)
     assert cost == TextCost(4.0, 4, 8)
     assert cost.nats_per_token == 1.0
@@ -154,15 +154,15 @@ def test_options_are_read_in_every_form(given, correct, options):
     assert read_options(given, correct) == options
 
 
-def test_options_are_listed_behind_their_letters():
+def test_options_are_listed_with_their_letters():
     options = read_options(["A)10", "B)20"], "A")
     assert options.listed == "A) 10\nB) 20"
     assert options.named(1) == {"option": "20", "letter": "B"}
 
 
-def test_options_that_make_no_sense_are_refused():
-    with pytest.raises(ValueError, match="the right option is 'D', but there are: x, y"):
+def test_malformed_options_are_refused():
+    with pytest.raises(ValueError, match="the right option is 'D', but the options are: x, y"):
         read_options(["x", "y"], "D")
     for given in ("x, y", ["x"], [], {"label": ["1"]}, None, ["x"] * 27):
-        with pytest.raises(ValueError, match="2 to 26 options in a list are needed"):
+        with pytest.raises(ValueError, match="expected a list of 2 to 26 options"):
             read_options(given, "A")

@@ -33,7 +33,7 @@ OPTIONS = MethodOptions(rank=4, gap=2)
 
 def batch():
     tokens, targets = tokens_and_targets(rows=4, length=16)
-    # The rows hold different numbers of tokens that count.
+    # The rows have different numbers of counted tokens.
     mask = (jnp.arange(16) < jnp.array([16, 3, 9, 1])[:, None]).astype(jnp.float32)
     return {"inputs": tokens, "targets": targets, "mask": mask}
 
@@ -44,12 +44,12 @@ def recipe(config: PretrainConfig = CONFIG, storage: Storage | None = None) -> R
 
 
 def compiled(one: Recipe):
-    """What takes steps, and what takes those that change the subspace."""
+    """Returns the compiled step and refresh step."""
     return jax.jit(make_train_step(one)), jax.jit(make_refresh_step(one))
 
 
 def after(one: Recipe, steps: int = 3, programs=None):
-    """The state after some steps, and their losses, as a run takes them."""
+    """Returns the state after some steps of a run, and their losses."""
     step, refresh = programs or compiled(one)
     state, losses = init_state(one), []
     for i in range(steps):
@@ -71,7 +71,7 @@ def test_the_same_run_gives_the_same_bits():
 
 
 def test_keys_differ_from_step_to_step_and_from_seed_to_seed():
-    # At a learning rate of zero nothing but the keys changes.
+    # With a learning rate of zero only the keys change.
     still = dataclasses.replace(
         CONFIG, optimizer=dataclasses.replace(CONFIG.optimizer, learning_rate=0.0, warmup_steps=1)
     )
@@ -83,8 +83,8 @@ def test_keys_differ_from_step_to_step_and_from_seed_to_seed():
     assert first["grad_norm"] != second["grad_norm"]
 
 
-def test_a_step_is_that_of_optax_clipping_included():
-    # Below the norm of any gradient here, and Adam's second step shows by how much it was.
+def test_a_step_is_that_of_optax_with_clipping():
+    # Below the norm of every gradient here. Adam's second step depends on the clipping.
     settings = OptimizerConfig(learning_rate=1e-2, warmup_steps=1, clip=0.05)
     one = recipe(dataclasses.replace(CONFIG, optimizer=settings))
     state, _ = after(one, 3)
@@ -107,12 +107,12 @@ def test_a_step_is_that_of_optax_clipping_included():
         assert optax.tree.norm(grads) > settings.clip
         updates, moments = tx.update(grads, moments, model)
         model = optax.apply_updates(model, updates)
-    # Adam divides by the gradient's own size, so rounding shows relative to the learning rate.
+    # Adam divides by the size of the gradient, so errors are relative to the learning rate.
     for a, b in zip(jax.tree.leaves(state.model), jax.tree.leaves(model), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-2 * settings.learning_rate)
 
 
-def test_subspaces_change_at_the_gap_all_at_once_or_one_after_the_other():
+def test_refreshes_are_due_at_the_gap_together_or_staggered():
     config = dataclasses.replace(CONFIG, method="subspace", options=MethodOptions(rank=4, gap=6))
     due = [recipe(config).due_layers(i) for i in range(8)]
     assert [None if d is None else d.tolist() for d in due] == [
@@ -147,7 +147,7 @@ EIGHT_BIT = OptimizerConfig(moment_dtype="8bit")
     ],
     ids=lambda c: f"{c.method}{' in backward' if c.in_backward else ''}",
 )
-def test_every_method_learns_and_repeats_itself(config):
+def test_every_method_learns_and_is_deterministic(config):
     fast = dataclasses.replace(config.optimizer, learning_rate=2e-2, warmup_steps=1)
     one = recipe(dataclasses.replace(config, optimizer=fast))
     programs = compiled(one)
@@ -157,8 +157,8 @@ def test_every_method_learns_and_repeats_itself(config):
     jax.tree.map(np.testing.assert_array_equal, state, again)
 
 
-def test_the_update_in_the_backward_pass_is_that_after_it():
-    # The first step is clipped by no norm, so neither may the other be.
+def test_an_in_backward_update_equals_an_ordinary_one():
+    # The first in-backward step is not clipped, so the ordinary one is not either.
     free = OptimizerConfig(clip=float("inf"))
     ordinary, losses = after(recipe(dataclasses.replace(CONFIG, optimizer=free)), 4)
     config = dataclasses.replace(CONFIG, optimizer=free, in_backward=True)
@@ -170,8 +170,8 @@ def test_the_update_in_the_backward_pass_is_that_after_it():
 
 @pytest.mark.parametrize(("method", "count"), [("exact", 2), ("subspace", 4)])
 def test_accumulation_gives_the_gradient_of_the_whole_batch(method, count):
-    # In a subspace too: the basis is the same in every micro-batch. But for the step that takes it
-    # from a gradient, whose factors are those of each micro-batch.
+    # Also in a subspace, whose basis is the same in all micro-batches. Except for refresh steps,
+    # which take the basis from the factors of each micro-batch.
     config = with_method(method)
     one, parts = recipe(config), recipe(dataclasses.replace(config, accumulate=count))
     programs = compiled(one)
@@ -180,14 +180,14 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch(method, count):
     part_state, part = jax.jit(make_train_step(parts))(state, data)
     for name in ("loss", "grad_norm"):
         np.testing.assert_allclose(part[name], whole[name], rtol=1e-5)
-    # Adam divides by the gradient's own size, so rounding shows relative to the learning rate.
+    # Adam divides by the size of the gradient, so errors are relative to the learning rate.
     for a, b in zip(
         jax.tree.leaves(part_state.model), jax.tree.leaves(whole_state.model), strict=True
     ):
         np.testing.assert_allclose(a, b, atol=2e-2 * CONFIG.optimizer.learning_rate)
 
 
-def test_factors_of_micro_batches_are_put_side_by_side():
+def test_factors_of_micro_batches_are_concatenated():
     _, losses = after(recipe(with_method("low_rank", accumulate=2)))
     assert losses[-1] < losses[0]
 

@@ -1,4 +1,4 @@
-"""Tests of train/tokenizer.py: texts come back, files are read as found, training repeats."""
+"""Tokenizers: restored texts, file formats, deterministic training."""
 
 import io
 import json
@@ -35,7 +35,7 @@ def bpe() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def pieces() -> Tokenizer:
-    """A small model made as Llama 2's is: bytes to fall back to, no normalisation."""
+    """A small model like Llama 2's: falls back to bytes, without normalization."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(SENTENCES),
@@ -57,7 +57,7 @@ def tokenizer(request) -> Tokenizer:
 
 @pytest.fixture
 def folder(bpe, tmp_path) -> pathlib.Path:
-    """`bpe` as vocab.json and merges.txt, its special token in the configuration alone."""
+    """`bpe` as vocab.json and merges.txt, with its special token only in the configuration."""
     state = json.loads(bpe._inner.to_str())["model"]
     vocabulary = {token: i - 1 for token, i in state["vocab"].items() if token != END_OF_TEXT}
     (tmp_path / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
@@ -72,21 +72,21 @@ def write_config(directory: pathlib.Path, **config) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-# --- What every tokenizer does. ---
+# --- All tokenizers. ---
 
 
 @pytest.mark.parametrize("text", ["", " ", "a", AWKWARD, *SENTENCES[:2]])
-def test_text_comes_back(tokenizer, text):
+def test_text_is_restored(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_special_tokens_in_the_text_are_letters(tokenizer):
+def test_names_of_special_tokens_in_a_text_are_letters(tokenizer):
     ids = tokenizer.encode(AWKWARD)
     assert tokenizer.eos_id not in ids
     assert tokenizer.bos_id not in ids
 
 
-def test_special_tokens_are_encoded_where_they_are_meant(tokenizer):
+def test_special_tokens_are_encoded_on_request(tokenizer):
     text = f"fox{tokenizer.eos_token}dog"
     ids = tokenizer.encode_with_special(text)
     assert ids == [*tokenizer.encode("fox"), tokenizer.eos_id, *tokenizer.encode("dog")]
@@ -109,7 +109,7 @@ def test_ids_are_below_vocab_size(tokenizer):
     assert max(tokenizer.encode(AWKWARD)) < tokenizer.vocab_size
 
 
-def test_saved_is_loaded_the_same(tokenizer, tmp_path):
+def test_a_saved_tokenizer_is_loaded_unchanged(tokenizer, tmp_path):
     tokenizer.save(tmp_path / "new" / "folder")
     loaded = load_tokenizer(tmp_path / "new" / "folder")
     assert loaded.encode(AWKWARD) == tokenizer.encode(AWKWARD)
@@ -134,7 +134,7 @@ def test_smallest_vocabulary_is_the_bytes():
     assert len(tokenizer.encode(AWKWARD)) == len(AWKWARD.encode())
 
 
-def test_vocabulary_is_smaller_where_there_is_nothing_to_merge():
+def test_vocabulary_is_smaller_without_pairs_to_merge():
     assert train_bpe(["ab"], 1000).vocab_size == 258
 
 
@@ -143,7 +143,7 @@ def test_vocabulary_without_room_for_the_bytes_is_refused():
         train_bpe(SENTENCES, 256)
 
 
-def test_training_repeats_in_another_process(bpe):
+def test_training_is_the_same_in_another_process(bpe):
     program = (
         "from train.tokenizer import train_bpe; "
         f"print(train_bpe({SENTENCES!r}, 300).fingerprint, end='')"
@@ -181,7 +181,7 @@ def test_default_is_trained_once(corpus, tmp_path, monkeypatch):
     assert [p.name for p in (tmp_path / "tokenizers").iterdir()] == [f"bpe-300-{'f' * 16}"]
 
 
-def test_default_is_trained_on_the_train_split_alone(corpus, bpe, tmp_path):
+def test_default_is_trained_on_the_train_split_only(corpus, bpe, tmp_path):
     assert default_tokenizer(corpus, 300, tmp_path).fingerprint == bpe.fingerprint
 
 
@@ -198,7 +198,7 @@ def test_default_killed_while_saving_is_trained_again(corpus, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("limit", [1, 500, 10**9])
-def test_sample_is_spread_and_stops_at_its_limit(limit, monkeypatch):
+def test_sample_is_evenly_spaced_and_limited(limit, monkeypatch):
     monkeypatch.setattr(tokenizer_lib, "TRAINING_CHARS", limit)
     sample = list(tokenizer_lib._sample(SENTENCES))
     longest = max(map(len, SENTENCES))
@@ -209,7 +209,7 @@ def test_sample_is_spread_and_stops_at_its_limit(limit, monkeypatch):
         assert sample == SENTENCES
 
 
-# --- Files as they are found. ---
+# --- File formats. ---
 
 
 @pytest.mark.parametrize("version_line", ["", "#version: 0.2\n"])
@@ -238,7 +238,7 @@ def test_a_file_without_configuration_has_the_usual_special_tokens(tmp_path, nam
     assert (loaded.bos_id, loaded.eos_id) == (0, 1)
 
 
-def test_configuration_says_which_special_tokens_there_are(bpe, tmp_path):
+def test_configuration_names_the_special_tokens(bpe, tmp_path):
     bpe._inner.save(str(tmp_path / "tokenizer.json"))
     write_config(tmp_path, eos_token={"content": "q"}, bos_token=END_OF_TEXT)
     loaded = load_tokenizer(str(tmp_path))
@@ -252,7 +252,7 @@ def test_a_missing_path_is_an_error(tmp_path):
 
 def test_a_folder_without_tokenizer_is_an_error(tmp_path):
     (tmp_path / "readme.txt").write_text("hello")
-    with pytest.raises(FileNotFoundError, match=r"it holds readme.txt. Give a tokenizer.json"):
+    with pytest.raises(FileNotFoundError, match=r"it has readme.txt. Give a tokenizer.json"):
         load_tokenizer(tmp_path)
 
 
@@ -269,7 +269,7 @@ def test_a_vocabulary_without_merges_is_an_error(folder):
         load_tokenizer(folder)
 
 
-def test_a_merge_that_is_no_pair_is_an_error(folder):
+def test_a_merge_that_is_not_a_pair_is_an_error(folder):
     (folder / "merges.txt").write_text("a b\na\n")
     with pytest.raises(ValueError, match=r"merges.txt line 2 is 'a': two tokens are needed"):
         load_tokenizer(folder)
@@ -288,7 +288,7 @@ def test_special_token_outside_the_vocabulary_is_an_error(folder):
         load_tokenizer(folder)
 
 
-def test_no_token_to_end_a_document_is_an_error(folder):
+def test_a_vocabulary_without_end_token_is_an_error(folder):
     (folder / "tokenizer_config.json").unlink()
     with pytest.raises(
         ValueError, match=r"no token ends a document: none of <\|endoftext\|>, </s>"
@@ -296,7 +296,7 @@ def test_no_token_to_end_a_document_is_an_error(folder):
         load_tokenizer(folder)
 
 
-def test_sentencepiece_without_end_is_an_error(tmp_path):
+def test_sentencepiece_without_end_piece_is_an_error(tmp_path):
     prefix = str(tmp_path / "m")
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(SENTENCES),
