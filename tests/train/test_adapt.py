@@ -1,4 +1,7 @@
+"""Bits chosen by the sensitivity of the gradient."""
+
 import dataclasses
+import functools
 import math
 
 import jax
@@ -11,7 +14,8 @@ from tiny import batch as tokens_and_targets
 from actjax import Quantized
 from train.adapt import Choice, choose_bits, is_due, site_width
 from train.config import PretrainConfig
-from train.methods import METHODS, MethodOptions
+from train.methods import METHODS
+from train.options import MethodOptions
 from train.step import init_state, make_recipe, make_train_step
 
 OPTIONS = MethodOptions(average_bits=3, adapt_every=5, group=8)
@@ -25,10 +29,14 @@ def batch(rows=4):
     return {"inputs": tokens, "targets": targets, "mask": jnp.ones(tokens.shape)}
 
 
+@functools.cache
+def first_state():
+    return jax.jit(functools.partial(init_state, make_recipe(CONFIG, MODEL)))()
+
+
 @pytest.fixture(scope="module")
 def chosen():
-    recipe = make_recipe(CONFIG, MODEL)
-    return choose_bits(recipe, init_state(recipe).model, batch(), 0)
+    return choose_bits(make_recipe(CONFIG, MODEL), first_state().model, batch(), 0)
 
 
 def test_bits_use_the_budget_and_do_not_exceed_it(chosen):
@@ -44,7 +52,7 @@ def test_bits_use_the_budget_and_do_not_exceed_it(chosen):
 
 def test_a_choice_is_deterministic(chosen):
     recipe = make_recipe(CONFIG, MODEL)
-    again = choose_bits(recipe, init_state(recipe).model, batch(), 0)
+    again = choose_bits(recipe, first_state().model, batch(), 0)
     assert again.bits == chosen.bits
     # Compiled separately, so roundings can differ.
     assert again.compression_variance == pytest.approx(chosen.compression_variance, rel=0.05)
@@ -56,7 +64,7 @@ def test_a_recipe_uses_the_chosen_bits(chosen):
     for site, bits in chosen.bits.items():
         assert getattr(recipe.storage, site) == Quantized(bits, group=8)
     step = jax.jit(make_train_step(recipe))
-    _, metrics = step(init_state(recipe), batch())
+    _, metrics = step(first_state(), batch())
     assert np.isfinite(float(metrics["loss"]))
 
 

@@ -1,3 +1,5 @@
+"""GPUs that are not there."""
+
 import importlib.util
 import re
 

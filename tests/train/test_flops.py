@@ -1,3 +1,5 @@
+"""Operations of matrix products."""
+
 import jax
 import jax.numpy as jnp
 

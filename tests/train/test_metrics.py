@@ -1,3 +1,5 @@
+"""Files of metrics, and the picture of the loss."""
+
 import json
 import math
 

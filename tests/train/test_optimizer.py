@@ -1,3 +1,5 @@
+"""AdamW: schedule, decay, dtypes of moments."""
+
 import dataclasses
 import functools
 

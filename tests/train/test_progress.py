@@ -1,3 +1,5 @@
+"""Progress on the terminal."""
+
 import io
 
 import pytest

@@ -1,3 +1,5 @@
+"""The opening of a run: stored arrays, and memory by category."""
+
 import dataclasses
 import io
 
@@ -9,7 +11,7 @@ from tiny import CONFIG as MODEL
 from actjax import RandomizedSVD
 from models import ModelConfig, Storage
 from train.config import OptimizerConfig, PretrainConfig
-from train.methods import MethodOptions
+from train.options import MethodOptions, used_options
 from train.report import StepMemory, explain_step, gradient_bytes, print_opening, step_memory
 from train.step import init_state, make_recipe
 
@@ -116,7 +118,7 @@ def test_8_bit_states_take_a_quarter():
 @pytest.mark.parametrize("method", ["exact", "subspace"])
 def test_the_opening_shows_the_memory_by_category(method):
     console = Console(file=io.StringIO(), width=140)
-    one = recipe(method=method, options=MethodOptions(rank=4))
+    one = recipe(method=method, options=used_options(method, MethodOptions(rank=4)))
     print_opening(console, one, shapes(one), explained(one), memory(one).with_workspace(10**9))
     text = console.file.getvalue()
     for word in ("parameters", "weights", "gradients", "optimizer", "linear residuals", "total",

@@ -1,3 +1,5 @@
+"""Meshes and shardings."""
+
 import jax
 import pytest
 from jax.sharding import PartitionSpec as P

@@ -1,3 +1,5 @@
+"""Steps: losses, keys, optimizers, refreshes, accumulation, sharding."""
+
 import dataclasses
 import functools
 
@@ -12,8 +14,8 @@ from tiny import batch as tokens_and_targets
 from actjax import RandomizedSVD
 from models import Storage
 from train.config import OptimizerConfig, PretrainConfig
-from train.methods import MethodOptions
 from train.optimizer import learning_rate_schedule
+from train.options import MethodOptions, used_options
 from train.sharding import batch_sharding, make_mesh, state_shardings
 from train.step import (
     Recipe,
@@ -31,6 +33,7 @@ LOSSY = Storage(mlp_in=RandomizedSVD(4))
 OPTIONS = MethodOptions(rank=4, gap=2)
 
 
+@functools.cache
 def batch():
     tokens, targets = tokens_and_targets(rows=4, length=16)
     # The rows have different numbers of counted tokens.
@@ -43,6 +46,11 @@ def recipe(config: PretrainConfig = CONFIG, storage: Storage | None = None) -> R
     return made if storage is None else dataclasses.replace(made, storage=storage)
 
 
+def first_state(one: Recipe):
+    """Returns the state before the first step, made by one program."""
+    return jax.jit(functools.partial(init_state, one))()
+
+
 def compiled(one: Recipe):
     """Returns the compiled step and refresh step."""
     return jax.jit(make_train_step(one)), jax.jit(make_refresh_step(one))
@@ -51,7 +59,7 @@ def compiled(one: Recipe):
 def after(one: Recipe, steps: int = 3, programs=None):
     """Returns the state after some steps of a run, and their losses."""
     step, refresh = programs or compiled(one)
-    state, losses = init_state(one), []
+    state, losses = first_state(one), []
     for i in range(steps):
         due = one.due_layers(i)
         state, metrics = step(state, batch()) if due is None else refresh(state, batch(), due)
@@ -77,7 +85,7 @@ def test_keys_differ_from_step_to_step_and_from_seed_to_seed():
     )
     one = recipe(still, LOSSY)
     step = jax.jit(make_train_step(one))
-    state, first = step(init_state(one), batch())
+    state, first = step(first_state(one), batch())
     _, second = step(state, batch())
     assert first["loss"] == second["loss"]
     assert first["grad_norm"] != second["grad_norm"]
@@ -100,7 +108,7 @@ def test_a_step_is_that_of_optax_with_clipping():
             ),
         ),
     )
-    model = init_state(one).model
+    model = first_state(one).model
     moments, loss = tx.init(model), loss_function(one.config, one.storage)
     for i in range(3):
         grads = jax.grad(loss)(model, batch(), step_key(one.config, jnp.int32(i)))
@@ -128,7 +136,8 @@ def test_refreshes_are_due_at_the_gap_together_or_staggered():
 
 
 def with_method(method: str, **changes) -> PretrainConfig:
-    return dataclasses.replace(CONFIG, method=method, options=OPTIONS, **changes)
+    options = used_options(method, OPTIONS)
+    return dataclasses.replace(CONFIG, method=method, options=options, **changes)
 
 
 EIGHT_BIT = OptimizerConfig(moment_dtype="8bit")
@@ -193,7 +202,7 @@ def test_factors_of_micro_batches_are_concatenated():
 
 
 def test_evaluation_sums_over_the_tokens_that_count():
-    state = init_state(recipe())
+    state = first_state(recipe())
     data = batch()
     total = make_eval_step(recipe(dataclasses.replace(CONFIG, z_loss=1.0)))(state.model, data)
     alone = [
@@ -213,7 +222,7 @@ def test_evaluation_sums_over_the_tokens_that_count():
 )
 def test_four_devices_give_the_loss_of_one(config):
     one, mesh = recipe(config), make_mesh("fsdp=4")
-    state = init_state(one)
+    state = first_state(one)
     shardings = state_shardings(state, mesh)
     sharded = jax.device_put(state, shardings)
     data = jax.device_put(batch(), batch_sharding(mesh))
