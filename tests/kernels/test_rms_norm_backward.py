@@ -13,10 +13,11 @@ from actjax.kernels.rms_norm_backward.api import rms_norm_backward
 
 EPS = 1e-4
 
-# Codec (None for an array), dtype, dtype of the scale, shape, outlier channels. Many rows, so that
-# a program has several; groups and rows that are not powers of two; a group that is a row.
+# Codec (None for an array), dtype, dtype of the scale, shape, outlier channels. 1501 rows are in
+# programs of three, of which the last has one; groups and rows that are not powers of two; a group
+# that is a row.
 CASES = [
-    (Quantized(4, group=16), "float32", "float32", (1500, 32), 0),
+    (Quantized(4, group=16), "float32", "float32", (1501, 32), 0),
     (Quantized(3, group=32, rounding="dither"), "bfloat16", "bfloat16", (2, 3, 96), 3),
     (Quantized(8, group=64, scaling="channel"), "float16", "float32", (5, 64), 2),
     (None, "bfloat16", "float32", (2, 3, 48), 0),
@@ -90,6 +91,15 @@ def test_implementations_agree(case):
         assert a.dtype == dtype
         assert_near(a, exact, count * TINY * bound)
         assert_same(a, b, 2 * count * TINY * bound)
+
+
+def test_missing_rows_of_the_last_program_add_nothing_if_eps_is_zero():
+    x, scale, dy = problem(None, "float32", "float32", (1501, 32), 0)
+    run = functools.partial(rms_norm_backward, eps=0.0, implementation="interpreted")
+    *_, dscale = jax.jit(run)(x, scale, dy)
+    terms = f64(dy) * f64(x) / np.sqrt(np.mean(f64(x) ** 2, -1, keepdims=True))
+    # A sum over rows of terms with a mean of 32 numbers.
+    assert_near(dscale, terms.sum(0), (1501 + 16 + 8) * TINY * abs(terms).sum(0))
 
 
 def test_without_value_it_is_none():

@@ -169,6 +169,11 @@ def test_saved_bytes_are_read_back(folder, tmp_path, shard):
     }
     files = list((tmp_path / "again").glob("*.safetensors"))
     assert (len(files) == 1) == (shard == 10**9)
+    for file in files:
+        sizes = [x.nbytes for x in safetensors.numpy.load_file(file).values()]
+        assert len(sizes) == 1 or sum(sizes) <= shard
+    # Other users can read the folder.
+    assert (tmp_path / "again").stat().st_mode & 0o777 == 0o755
     if len(files) > 1:
         index = json.loads((tmp_path / "again/model.safetensors.index.json").read_text())
         assert index["metadata"]["total_size"] == sum(x.nbytes for x in before.values())
@@ -355,6 +360,14 @@ def test_dimensions_are_read_back(name):
     config = preset(name)
     fields = huggingface.fields_of(config, "bfloat16")
     assert huggingface.config_of(json.loads(json.dumps(fields))) == config
+
+
+def test_the_head_size_of_qwen3_is_128_by_default():
+    # And not hidden_size / num_attention_heads, which is 64 here.
+    config = preset("qwen3_0_6b")
+    fields = huggingface.fields_of(config, "bfloat16")
+    del fields["head_dim"]
+    assert huggingface.config_of(fields).head_size == config.head_size == 128
 
 
 def test_scaled_frequencies_follow_the_formula():

@@ -107,6 +107,8 @@ def test_initial_adapters_leave_the_loss_unchanged(problem):
     model, _, batch = problem
     loss, grads = gradient(model, initial(), batch)
     np.testing.assert_allclose(loss, plain_loss(model, batch), rtol=1e-6)
+    first = {name: np.ravel(initial()["layers"][name]["a"]) for name in ("q", "k", "v", "gate")}
+    assert len(np.unique(list(first.values()), axis=0)) == len(first)
     for factors in grads["layers"].values():
         a, b = np.asarray(factors["a"]), np.asarray(factors["b"])
         assert not a.any()
@@ -181,6 +183,21 @@ def test_dropout_follows_the_key_and_is_off_without_one(problem):
     assert first == again != other
     exact, want = (plain_loss(attach(model, adapters, one), batch) for one in (lora, LORA))
     assert float(exact) == float(want)
+
+
+def test_each_adapter_of_each_layer_has_its_own_dropout(problem):
+    model, adapters, _ = problem
+    lora = dataclasses.replace(LORA, dropout=0.5)
+
+    @jax.jit
+    def keys(key):
+        attached = attach(model, adapters, lora, key)
+        weights = jax.tree.leaves(attached, is_leaf=lambda x: isinstance(x, actjax.LoRA))
+        return [jax.random.key_data(w.key) for w in weights if isinstance(w, actjax.LoRA)]
+
+    found = np.concatenate(keys(jax.random.key(0)))
+    assert len(found) == len(TARGETS) * tiny.CONFIG.num_layers
+    assert len(np.unique(found, axis=0)) == len(found)
 
 
 def test_weights_in_four_bits_equal_the_decoded_weights(problem):

@@ -98,6 +98,16 @@ def test_equal_scores_give_the_mean_of_all_values():
     np.testing.assert_array_equal(np.float32(dv), 1)
 
 
+def test_equal_values_give_queries_and_keys_no_gradient():
+    # The output is exactly 3, and `dweights - Σ out dout` is zero up to float32 rounding.
+    q, k, _, dout = problem(1, 32, 2, 2, 16, jnp.bfloat16)
+    _, dq, dk, _ = run(q, k, np.full(k.shape, 3, jnp.bfloat16), dout, causal=False)
+    # Two sums of 16 products; then a mean over 32 keys, or a sum over 32 queries.
+    error = 2 * 16 * 2.0**-24 * 3 * np.abs(np.float32(dout)).sum(-1).max()
+    assert np.abs(np.float32(dq)).max() <= error * np.abs(np.float32(k)).max()
+    assert np.abs(np.float32(dk)).max() <= 32 * error * np.abs(np.float32(q)).max()
+
+
 @settings(deadline=None, max_examples=30)
 @given(
     # Scores stay below 2e7, where float32 still tells 1 apart.

@@ -204,6 +204,13 @@ def test_sums_over_tokens_are_taken_in_float32():
     np.testing.assert_array_equal(np.float32(dhead), [[-0.5, 0.5]])
 
 
+def test_the_gradient_of_a_float32_head_is_not_rounded_between_chunks():
+    # A chunk adds 3 * 0.5 * (1 + 2^-7), which bfloat16 would round; float32 sums it exactly.
+    hidden = np.full((512, 1), 1 + 2.0**-7, jnp.bfloat16)
+    _, _, dhead = run(hidden, np.zeros((1, 2), np.float32), np.zeros(512, np.int32), chunk=3)
+    np.testing.assert_array_equal(dhead, [[-0.50390625, 0.50390625]])
+
+
 @settings(deadline=None, max_examples=30)
 @given(
     st.lists(st.floats(-1, 1, width=32), min_size=12, max_size=12),

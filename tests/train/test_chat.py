@@ -77,6 +77,15 @@ def test_only_the_template_adds_tokens_around_a_conversation(pieces, open_rows, 
     assert pieces.decode(tokens) == text
 
 
+def test_an_empty_turn_adds_no_space(pieces, open_rows, tmp_path):
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    roles = ("user", "assistant", "user", "assistant")
+    texts = ("quick", "", "fox", "number")
+    turns = [{"role": r, "content": t} for r, t in zip(roles, texts, strict=True)]
+    (example,) = open_chat(open_rows, tmp_path, pieces, template, [{"messages": turns}]).train
+    assert pieces.decode(example.tokens) == "quickfoxnumber"
+
+
 def test_all_tokens_except_the_first_count_on_request(bpe, open_rows, tmp_path):
     (example,) = open_chat(open_rows, tmp_path, bpe, CHATML, count_prompts=True).train
     assert example.counted.tolist() == [False] + [True] * (len(example.tokens) - 1)

@@ -67,6 +67,9 @@ def test_a_checkpoint_of_another_run_is_refused_with_the_differences(tmp_path, s
     other = {"model": IDENTITY["model"] | {"hidden_size": 48}, "seed": 0}
     with pytest.raises(ValueError, match=r"another run:\n  model.hidden_size: 24 there, 48 now\n"):
         checkpoints.restore(1, like(state), other)
+    checkpoints.save(2, state, {}, {**IDENTITY, "removed": "nf4"})
+    with pytest.raises(ValueError, match=r"another run:\n  removed: 'nf4' there, None now\n"):
+        checkpoints.restore(2, like(state), IDENTITY)
     checkpoints.close()
 
 

@@ -1,0 +1,319 @@
+"""Plants known bugs one at a time and checks that the tests catch them.
+
+`python -m benchmarks.planted_bugs` copies the repository for each bug of `planted_bugs.toml`,
+plants the bug in the copy and runs the tests that should fail. A bug survives if these tests pass:
+then no test covers that behaviour, or only a test that the table does not name (`--widen` also runs
+all tests of the area). `--clean` runs the same tests without a bug. Bugs whose result is in `--out`
+are not run again.
+"""
+
+import concurrent.futures
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+import jax
+import tyro
+
+from benchmarks import command, record
+from benchmarks.tables import print_table
+
+TABLE = pathlib.Path(__file__).with_suffix(".toml")
+_SOURCES = ("actjax", "models", "train")
+_LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "venv", "__pycache__", "*.egg-info", "results")
+_CLEAN = "clean"
+"""First word of the names of rows without a bug."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Which bugs to plant, and how to run the tests."""
+
+    area: tuple[str, ...] = ()
+    """Areas to take bugs from; all areas by default."""
+    only: tuple[str, ...] = ()
+    """Names of bugs; all bugs of the areas by default."""
+    tests: Literal["mapping", "area"] = "mapping"
+    """Which tests to run: those that the table names for the bug, or all tests of its area."""
+    widen: bool = False
+    """Run all tests of the area if those of the table pass."""
+    clean: bool = False
+    """Run the tests of each area once, without a bug: all must pass."""
+    jobs: int = 1
+    """Number of pytest processes at a time."""
+    timeout: int = 1200
+    """Seconds after which a bug counts as caught: a bug can make a test wait forever."""
+    root: pathlib.Path = pathlib.Path(".")
+    """Checkout of this repository to copy."""
+    cache: pathlib.Path | None = None
+    """Compilation cache that all runs share. By default a temporary folder."""
+    results: Annotated[pathlib.Path, tyro.conf.arg(name="out")] = (
+        record.RESULTS / "planted_bugs.json"
+    )
+    """File of results. Rows that it already has are kept."""
+
+    def __post_init__(self) -> None:
+        if self.jobs < 1 or self.timeout < 1:
+            raise ValueError(
+                f"`--jobs` and `--timeout` must be at least 1, got {self.jobs} and {self.timeout}."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Bug:
+    """A change of a source file that tests should catch.
+
+    Attributes:
+      name: name of the bug.
+      area: the part of the package that it affects.
+      file: path of the source file. If it does not exist, the file that contains `old` is used.
+      old: text that occurs once in the file.
+      new: text that replaces it.
+      tests: pytest targets that should fail.
+      effect: what a user would see.
+    """
+
+    name: str
+    area: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    effect: str
+
+
+def read_table(path: pathlib.Path = TABLE) -> tuple[list[Bug], dict[str, list[str]]]:
+    """Returns the bugs, and the tests of each area.
+
+    Raises:
+      ValueError: two bugs have the same name, or the area of a bug is not in the table.
+    """
+    table = tomllib.loads(path.read_text(encoding="utf-8"))
+    bugs = [Bug(**{**row, "tests": tuple(row["tests"])}) for row in table["bugs"]]
+    for i, bug in enumerate(bugs):
+        if bug.name in (other.name for other in bugs[:i]):
+            raise ValueError(f"{path}: two bugs have the name {bug.name!r}.")
+        if bug.area not in table["areas"]:
+            raise ValueError(f"{path}: the area {bug.area!r} of {bug.name!r} is not in `areas`.")
+    return bugs, table["areas"]
+
+
+def chosen(bugs: Sequence[Bug], config: Config) -> list[Bug]:
+    """Returns the bugs that the settings select.
+
+    Raises:
+      ValueError: an unknown name.
+    """
+    for flag, asked, known in (
+        ("--area", config.area, {bug.area for bug in bugs}),
+        ("--only", config.only, {bug.name for bug in bugs}),
+    ):
+        if unknown := sorted(set(asked) - known):
+            raise ValueError(
+                f"unknown {', '.join(unknown)} in `{flag}`: choose from {sorted(known)}."
+            )
+    return [
+        bug
+        for bug in bugs
+        if bug.area in (config.area or (bug.area,)) and bug.name in (config.only or (bug.name,))
+    ]
+
+
+def find(bug: Bug, tree: pathlib.Path) -> pathlib.Path:
+    """Returns the file that a bug changes.
+
+    Raises:
+      ValueError: the text does not occur exactly once.
+    """
+    files = [tree / bug.file]
+    if not files[0].exists():
+        sources = (p for name in _SOURCES for p in sorted((tree / name).rglob("*.py")))
+        files = [p for p in sources if bug.old in p.read_text(encoding="utf-8")]
+    count = sum(file.read_text(encoding="utf-8").count(bug.old) for file in files)
+    if len(files) != 1 or count != 1:
+        raise ValueError(
+            f"the bug {bug.name!r} replaces {bug.old!r}, which occurs {count} times in"
+            f" {len(files)} file(s) of {tree} instead of once: correct its row."
+        )
+    return files[0]
+
+
+def plant(bug: Bug, tree: pathlib.Path) -> None:
+    """Plants a bug in a tree.
+
+    Raises:
+      ValueError: as for `find`.
+    """
+    file = find(bug, tree)
+    text = file.read_text(encoding="utf-8")
+    file.write_text(text.replace(bug.old, bug.new), encoding="utf-8")
+
+
+def measure(config: Config) -> list[dict[str, Any]]:
+    """Returns a row for each bug, or for each area with `--clean`."""
+    # The tests run on the CPU, so the results describe it.
+    jax.config.update("jax_platforms", "cpu")
+    table, areas = read_table()
+    bugs = chosen(table, config)
+    for bug in bugs:
+        find(bug, config.root)
+    tasks = list(_tasks(bugs, areas, config))
+    known = {bug.name for bug in table} | {f"{_CLEAN} {area}" for area in areas}
+    done = {row["name"]: row for row in _read_rows(config.results) if row["name"] in known}
+    waiting = [task for task in tasks if not _is_of(done.get(task["name"]), task, config)]
+    with tempfile.TemporaryDirectory(prefix="planted-bugs-") as scratch:
+        cache = config.cache or pathlib.Path(scratch, "cache")
+
+        def run(task: dict[str, Any]) -> dict[str, Any]:
+            return _run(task, config, areas, cache, pathlib.Path(scratch))
+
+        with concurrent.futures.ThreadPoolExecutor(config.jobs) as pool:
+            futures = [pool.submit(run, task) for task in waiting]
+            try:
+                for future in concurrent.futures.as_completed(futures):
+                    row = future.result()
+                    done[row["name"]] = row
+                    print(f"{row['verdict']:9} {row['seconds']:6.1f} s  {row['name']}", flush=True)
+                    record.write(config, list(done.values()))
+            finally:
+                for future in futures:
+                    future.cancel()
+    return list(done.values())
+
+
+def _is_of(row: dict[str, Any] | None, task: dict[str, Any], config: Config) -> bool:
+    """Returns whether a row of an earlier run is the result of a task."""
+    if row is None or any(row.get(name) != value for name, value in task.items()):
+        return False
+    return not (config.widen and row["verdict"] == "survived" and not row["wider"])
+
+
+def _tasks(
+    bugs: Sequence[Bug], areas: dict[str, list[str]], config: Config
+) -> Iterator[dict[str, Any]]:
+    """Yields the first entries of each row: what is planted and which tests run."""
+    if not config.clean:
+        for bug in bugs:
+            tests = list(bug.tests) if config.tests == "mapping" else areas[bug.area]
+            yield {**dataclasses.asdict(bug), "tests": tests}
+        return
+    for area in dict.fromkeys(bug.area for bug in bugs):
+        mapped = sorted({test for bug in bugs if bug.area == area for test in bug.tests})
+        tests = mapped if config.tests == "mapping" else areas[area]
+        yield {"name": f"{_CLEAN} {area}", "area": area, "tests": tests}
+
+
+def _read_rows(path: pathlib.Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+
+
+def _run(
+    task: dict[str, Any],
+    config: Config,
+    areas: dict[str, list[str]],
+    cache: pathlib.Path,
+    scratch: pathlib.Path,
+) -> dict[str, Any]:
+    """Runs the tests in a copy of the tree and returns the row."""
+    start = time.monotonic()
+    clean = config.clean
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+        tree = pathlib.Path(folder, "tree")
+        shutil.copytree(config.root, tree, ignore=_LEFT_OUT)
+        if not clean:
+            bug = Bug(**{**task, "tests": tuple(task["tests"])})
+            plant(bug, tree)
+        failing = _failing(task["tests"], tree, cache, config.timeout, stop=not clean)
+        wider = []
+        if config.widen and config.tests == "mapping" and not clean and not failing:
+            wider = areas[task["area"]]
+            failing = _failing(wider, tree, cache, config.timeout, stop=True)
+    if clean:
+        verdict = "failed" if failing else "passed"
+    else:
+        verdict = ("caught" if not wider else "wider") if failing else "survived"
+    seconds = round(time.monotonic() - start, 1)
+    return {**task, "verdict": verdict, "failing": failing, "wider": wider, "seconds": seconds}
+
+
+def _failing(
+    tests: Sequence[str], tree: pathlib.Path, cache: pathlib.Path, timeout: int, *, stop: bool
+) -> list[str]:
+    """Returns the tests that fail in a tree; only the first one if `stop`.
+
+    Raises:
+      RuntimeError: pytest does not find the tests or does not run.
+    """
+    options = ["-q", "-n0", "-rfE", "--tb=short", "-p", "no:cacheprovider"]
+    if stop:
+        options.append("-x")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(tree),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", *options, *tests],
+            cwd=tree,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return [f"timeout after {timeout} s"]
+    failing = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
+    # A negative code is a signal, such as a segmentation fault.
+    if done.returncode in (1, 2) or done.returncode < 0:
+        return failing or [f"pytest ended with {done.returncode}"]
+    if done.returncode != 0:
+        raise RuntimeError(
+            f"pytest ended with {done.returncode} on {' '.join(tests)}:\n{done.stdout[-2000:]}"
+            f"{done.stderr[-2000:]}"
+        )
+    return []
+
+
+def show(config: Config, rows: list[dict[str, Any]]) -> None:
+    """Prints the rows and the number of bugs that are caught in each area."""
+    cells = [
+        (row["name"], row["area"], row["verdict"], f"{row['seconds']:.0f}", _short(row["failing"]))
+        for row in rows
+    ]
+    title = f"Planted bugs in {config.root}"
+    print_table(title, ("bug", "area", "verdict", "seconds", "failing test"), cells)
+    planted = [row for row in rows if "old" in row]
+    counts = []
+    for area in dict.fromkeys(row["area"] for row in planted):
+        own = [row for row in planted if row["area"] == area]
+        found = [row for row in own if row["verdict"] != "survived"]
+        counts.append((area, f"{len(found)} of {len(own)}"))
+    if counts:
+        print_table("Caught, by area", ("area", "caught"), counts)
+    for row in planted:
+        if row["verdict"] == "survived":
+            print(f"survived: {row['name']} ({row['file']}): {row['effect']}")
+
+
+def _short(failing: Sequence[str]) -> str:
+    more = f" and {len(failing) - 1} more" if len(failing) > 1 else ""
+    return f"{failing[0].rpartition('::')[2][:80]}{more}" if failing else ""
+
+
+if __name__ == "__main__":
+    command.run(Config, __doc__, measure, show)
