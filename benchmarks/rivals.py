@@ -25,6 +25,7 @@ from train.report import (
     step_memory,
     tree_bytes,
 )
+from train.resolve import ResolvedConfig, resolve
 from train.step import (
     Batch,
     TrainState,
@@ -85,15 +86,12 @@ def rival(name: str, config: PretrainConfig, model_config: ModelConfig | None = 
     model_config = model_config or preset(config.model)
     if name in VARIANTS:
         return method_rival(VARIANTS[name], config, model_config)
-    moment_dtype = config.optimizer.moment_dtype
-    optimizer = dataclasses.replace(
-        config.optimizer, moment_dtype="float32" if moment_dtype == "auto" else moment_dtype
-    )
-    adamw = make_optimizer(optimizer, config.steps)
+    settings = resolve(dataclasses.replace(config, method="exact"), model_config)
+    adamw = make_optimizer(settings.optimizer, settings.steps)
     if name in PLAIN:
-        return _plain(PLAIN[name], config, model_config, adamw)
+        return _plain(PLAIN[name], settings, model_config, adamw)
     rank = model_config.hidden_size // OPTAX_GALORE[name]
-    return _plain(PLAIN["plain"], config, model_config, _optax_galore(config, rank, adamw))
+    return _plain(PLAIN["plain"], settings, model_config, _optax_galore(settings, rank, adamw))
 
 
 def method_rival(variant: Variant, config: PretrainConfig, model_config: ModelConfig) -> Rival:
@@ -128,7 +126,7 @@ def method_rival(variant: Variant, config: PretrainConfig, model_config: ModelCo
 
 def _plain(
     form: plain.PlainConfig,
-    config: PretrainConfig,
+    config: ResolvedConfig,
     model_config: ModelConfig,
     transform: optax.GradientTransformation,
 ) -> Rival:
@@ -167,7 +165,7 @@ def _plain(
 
 
 def _optax_galore(
-    config: PretrainConfig, rank: int, adamw: optax.GradientTransformation
+    config: ResolvedConfig, rank: int, adamw: optax.GradientTransformation
 ) -> optax.GradientTransformation:
     """Returns `optax.contrib.galore` on the matrices of the layers, AdamW on the rest.
 

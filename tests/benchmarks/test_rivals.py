@@ -18,10 +18,11 @@ from benchmarks.rivals import (
     rival,
 )
 from benchmarks.variants import VARIANTS, Variant, check_names
-from models import ModelConfig
+from models import ModelConfig, preset
 from train.config import PretrainConfig
 from train.flops import causal_loop_length, matmul_flops
 from train.options import MethodOptions
+from train.resolve import resolve
 from train.step import batch_shapes
 
 TRAIN = PretrainConfig(batch_size=4, seq_len=256, compute_dtype="float32")
@@ -46,13 +47,20 @@ def test_a_variant_takes_its_rank_from_the_width():
     assert VARIANTS["low_rank 32"].configure(PretrainConfig(model="llama_1b")).options.rank == 32
 
 
+def test_the_settings_of_every_variant_fit():
+    for variant in VARIANTS.values():
+        resolve(variant.configure(PretrainConfig()), preset("llama_9m"))
+
+
 @functools.cache
 def small(name: str) -> Rival:
     """A rival of a model that is smaller than any preset."""
     if name not in VARIANTS:
         return rival(name, SMALL, tiny.CONFIG)
-    options = dataclasses.replace(VARIANTS[name].options, rank=6)
-    variant = dataclasses.replace(VARIANTS[name], width_over_rank=0, options=options)
+    variant = VARIANTS[name]
+    if variant.width_over_rank:
+        options = dataclasses.replace(variant.options, rank=6)
+        variant = dataclasses.replace(variant, width_over_rank=0, options=options)
     return method_rival(variant, SMALL, tiny.CONFIG)
 
 

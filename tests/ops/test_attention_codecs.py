@@ -94,7 +94,6 @@ def test_backward_holds_the_codes_and_no_output():
             assert nbytes(pullback(fun, *inputs)) == size, (codec, dtype)
 
 
-@pytest.mark.slow
 def test_a_layer_of_a_scan_takes_the_bytes_of_its_codes_and_no_more():
     codec = Quantized(4, group=32)
     # Autodiff would keep most in this form: 1 MiB of scores per head.

@@ -53,7 +53,6 @@ def test_memory_is_linear_in_the_length():
     assert compiled_temporaries(both, *inputs) < 32 * 2**18
 
 
-@pytest.mark.slow
 def test_recomputation_keeps_no_output_across_a_scan():
     def temporaries(layers: int) -> int:
         def loss(scales, q):

@@ -65,7 +65,7 @@ def test_a_wider_weight_is_cast_on_the_fly():
 
 @pytest.mark.parametrize(
     "codec",
-    [RandomProjection(4), pytest.param(PointApproximation(points=4), marks=pytest.mark.slow)],
+    [RandomProjection(4), PointApproximation(points=4)],
     ids=repr,
 )
 def test_the_compiled_program_keeps_codes_across_a_scan(codec):

@@ -43,7 +43,7 @@ def test_the_exact_codec_holds_the_arguments_themselves():
 
 @pytest.mark.parametrize(
     ("codec", "with_attention"),
-    [(Quantized(4, group=32), True), pytest.param(Exact(), False, marks=pytest.mark.slow)],
+    [(Quantized(4, group=32), True), (Exact(), False)],
     ids=str,
 )
 def test_under_scan_a_layer_takes_the_bytes_of_its_codes_and_no_more(codec, with_attention):

@@ -79,9 +79,7 @@ def test_options_of_other_methods_are_left_out_of_a_plan():
         assert config.options.group == (128 if config.method in ("exact", "remat") else 64)
 
 
-def test_the_fastest_plan_that_fits_is_printed_with_its_command(
-    tiny, capsys, monkeypatch
-):
+def test_the_fastest_plan_that_fits_is_printed_with_its_command(tiny, capsys, monkeypatch):
     # The first plan fits and is the fastest, so only that one is compiled.
     compiled = []
 

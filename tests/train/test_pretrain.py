@@ -40,8 +40,15 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def unbroken(folder):
-    """A run from beginning to end, and what it printed."""
-    whole, console = make_config(folder, "unbroken"), quiet()
+    """A run from beginning to end, and what it printed.
+
+    Its state has bases, 8-bit moments and an estimated norm; it dithers and takes refresh steps.
+    """
+    options = MethodOptions(rank=4, gap=4, rounding="dither", moments="rotate", stagger=True)
+    whole = make_config(
+        folder, "unbroken", method="lean_subspace", options=options, weight_dtype="bfloat16"
+    )
+    console = quiet()
     assert run(whole, console) == STEPS
     return whole, console.file.getvalue()
 
@@ -58,27 +65,15 @@ def test_a_run_writes_metrics_picture_and_opening(unbroken):
     assert (whole.out / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert list((whole.out / "tensorboard").glob("events*"))
     assert saved_steps(whole.out) == [10, 12]
-    for word in ("RandomizedSVD(rank=4)", "optimizer", "linear residuals", "workspace",
-                 "held-out loss", f"done at step {STEPS}"):  # fmt: skip
+    for word in ("Quantized(bits=4", "optimizer", "linear residuals", "workspace",
+                 "updates below 1/256 of a weight are lost", "held-out loss",
+                 f"done at step {STEPS}"):  # fmt: skip
         assert word in text
-    assert "warning" not in text
 
 
-@pytest.fixture(scope="module")
-def stateful(folder):
-    """A run with bases, 8-bit moments, an estimated norm, dither and refresh steps."""
-    options = MethodOptions(rank=4, gap=4, rounding="dither", moments="rotate", stagger=True)
-    whole = make_config(
-        folder, "stateful", method="lean_subspace", options=options, weight_dtype="bfloat16"
-    )
-    console = quiet()
-    run(whole, console)
-    assert "updates below 1/256 of a weight are lost" in console.file.getvalue()
-    return whole
-
-
-def test_a_terminated_and_then_killed_run_ends_with_equal_bits(folder, stateful):
-    broken = dataclasses.replace(stateful, out=folder / "broken", resume=True)
+def test_a_terminated_and_then_killed_run_ends_with_equal_bits(folder, unbroken):
+    whole, _ = unbroken
+    broken = dataclasses.replace(whole, out=folder / "broken", resume=True)
     process = start_pretraining(broken)
     wait_for_step(process, broken.out, 3)
     process.send_signal(signal.SIGTERM)
@@ -95,20 +90,21 @@ def test_a_terminated_and_then_killed_run_ends_with_equal_bits(folder, stateful)
     assert run(broken, console) == STEPS
     assert "resuming from step" in console.file.getvalue()
     assert "with other settings" not in console.file.getvalue()
-    assert_equal_ends(broken, stateful)
+    assert_equal_ends(broken, whole)
 
 
-def test_a_run_that_was_saved_under_a_former_method_name_resumes_with_equal_bits(stateful):
-    _, want = final_state(stateful)
-    want_losses = losses(stateful.out)
-    forget_last_checkpoint(stateful.out)
-    _store_in_former_form(stateful, "frugal_subspace")
+def test_a_run_that_was_saved_under_a_former_method_name_resumes_with_equal_bits(unbroken):
+    whole, _ = unbroken
+    _, want = final_state(whole)
+    want_losses = losses(whole.out)
+    forget_last_checkpoint(whole.out)
+    _store_in_former_form(whole, "frugal_subspace")
     console = quiet()
-    assert run(dataclasses.replace(stateful, resume=True), console) == STEPS
+    assert run(dataclasses.replace(whole, resume=True), console) == STEPS
     assert "resuming from step 10" in console.file.getvalue()
     assert "with other settings" not in console.file.getvalue()
-    jax.tree.map(np.testing.assert_array_equal, final_state(stateful)[1], want)
-    assert losses(stateful.out) == want_losses
+    jax.tree.map(np.testing.assert_array_equal, final_state(whole)[1], want)
+    assert losses(whole.out) == want_losses
 
 
 def _store_in_former_form(one: PretrainConfig, method: str) -> None:
@@ -158,10 +154,10 @@ def test_a_folder_with_a_run_is_resumed_only_on_request_and_with_its_settings(un
         ({"steps": 11}, "`--steps` 11 is below the 12 steps that the run"),
         ({"model": "llama_20m"}, r"another run:(?s:.*)  model.hidden_size: 128 there, 256 now"),
         (
-            {"method": "subspace", **no_options},
-            r"optimizer.method: 'any full-rank method' there, 'subspace' now",
+            {"method": "lean", **no_options},
+            r"optimizer.method: 'lean_subspace' there, 'any full-rank method' now",
         ),
-        ({"weight_dtype": "bfloat16"}, "weight_dtype: 'float32' there, 'bfloat16' now"),
+        ({"weight_dtype": "float32"}, "weight_dtype: 'bfloat16' there, 'float32' now"),
     ):
         with pytest.raises(BadRunError, match=message):
             run(dataclasses.replace(again, **changes), console)
