@@ -281,7 +281,7 @@ def _failing(
         )
     except subprocess.TimeoutExpired:
         return [f"timeout after {timeout} s"]
-    failing = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
+    failing = re.findall(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", done.stdout, re.MULTILINE)
     # A negative code is a signal, such as a segmentation fault.
     if done.returncode in (1, 2) or done.returncode < 0:
         return failing or [f"pytest ended with {done.returncode}"]
