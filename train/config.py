@@ -165,9 +165,9 @@ class RunConfig:
         _check_range("z_loss", self.z_loss, 0, math.inf)
         if self.in_backward and self.accumulate > 1:
             raise ValueError(
-                f"`--accumulate {self.accumulate}` and `--in-backward`, which lean and"
-                " lean_subspace set, exclude each other: weights are updated in each backward"
-                " pass. Drop one."
+                f"`--accumulate {self.accumulate}` and in-backward updates exclude each other:"
+                " weights are updated in each backward pass. Drop `--accumulate`, or"
+                " `--in-backward` and the methods that imply it (lean, lean_subspace)."
             )
         if self.batch_size % self.accumulate:
             raise ValueError(

@@ -233,7 +233,8 @@ def _prepared_directory(data: str, data_dir: pathlib.Path) -> pathlib.Path:
             f"`--data` is '{data}': there is no such file or folder, and no TFDS data set of that "
             f"name is prepared in `--data-dir` '{data_dir}' (found there: "
             f"{', '.join(names) or 'none'}). Correct the path, or prepare the data set first with "
-            f"`tfds build --data_dir={data_dir} --file_format=array_record`. Accepted: {ACCEPTED}."
+            f"`tfds build {name} --data_dir={data_dir} --file_format=array_record`. Accepted: "
+            f"{ACCEPTED}."
         )
     return max(found, key=lambda p: tfds.core.Version(p.name))
 

@@ -52,13 +52,18 @@ def prepare(given: PretrainConfig, console: Console) -> Run:
     mesh = make_mesh(config.mesh)
     check_sizes(config, mesh)
     recipe = build_recipe(config)
+    if given.data.tokenizer is None and given.data.vocab_size > config.model_config.vocab_size:
+        raise ValueError(
+            f"`--vocab-size {given.data.vocab_size}` is above the {config.model_config.vocab_size}"
+            f" tokens of {config.title}: lower it, or choose another model."
+        )
     data_dir = given.data.data_dir.expanduser()
     corpus = open_corpus(given.data.data, data_dir, text_field=given.data.text_field)
     if given.data.tokenizer is not None:
         tokenizer = load_tokenizer(given.data.tokenizer)
     else:
         tokenizer = default_tokenizer(corpus, given.data.vocab_size, data_dir)
-    check_vocabulary(config, tokenizer, "lower `--vocab-size`, or choose another model")
+    check_vocabulary(config, tokenizer, "choose another model or `--tokenizer`")
     data = _data(recipe, corpus, tokenizer)
     identity = _identity(recipe, corpus, tokenizer)
     return begin(given, recipe, mesh, data, _weights(recipe), identity, console)
