@@ -146,9 +146,8 @@ def _check_arguments(args: Sequence[str], flags: Mapping[str, Flag], prog: str) 
             continue
         name = match[1].replace("_", "-")
         if name not in known:
-            _fail(
-                f"unknown flag `{match[1]}`.{near_hint(name, known, cutoff=0.6)} See `{prog} --help`."
-            )
+            hint = near_hint(name, known, cutoff=0.6)
+            _fail(f"unknown flag `{match[1]}`.{hint} See `{prog} --help`.")
         value = args[index + 1] if match[2] is None and index + 1 < len(args) else match[2]
         choices = flags[name].choices if name in flags else ()
         if choices and value is not None and value not in choices:
