@@ -86,7 +86,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize(
     "method",
-    [pytest.param(m, marks=pytest.mark.slow if m not in ("gact", "lean") else ()) for m in OPTIONS],
+    [pytest.param(m, marks=pytest.mark.slow if m != "lean" else ()) for m in OPTIONS],
 )
 def test_every_method_learns_and_writes_the_model(method, folder):
     one = make_config(folder, method, method=method, options=OPTIONS[method])
@@ -239,6 +239,7 @@ def test_calibration_is_measured_on_the_first_batches(folder):
     jax.tree.map(np.testing.assert_array_equal, found, want)
 
 
+@pytest.mark.slow
 def test_a_llama2c_file_is_a_checkpoint(folder):
     dims = dataclasses.replace(DIMS, norm_eps=1e-5, tie_embeddings=True)
     path = folder / "tiny.bin"

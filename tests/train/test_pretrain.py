@@ -71,6 +71,7 @@ def test_a_run_writes_metrics_picture_and_opening(unbroken):
         assert word in text
 
 
+@pytest.mark.slow
 def test_a_terminated_and_then_killed_run_ends_with_equal_bits(folder, unbroken):
     whole, _ = unbroken
     broken = dataclasses.replace(whole, out=folder / "broken", resume=True)

@@ -30,7 +30,7 @@ EIGHT_BIT = OptimizerConfig(moment_dtype="8bit")
     "config",
     [
         with_method("low_rank"),
-        with_method("subspace"),
+        pytest.param(with_method("subspace"), marks=pytest.mark.slow),
         pytest.param(with_method("galore"), marks=pytest.mark.slow),
         pytest.param(with_method("random_projection"), marks=pytest.mark.slow),
         with_method("subspace", in_backward=True),
