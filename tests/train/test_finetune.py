@@ -182,6 +182,7 @@ RANDOM = {
 ADAPTER = "adapter/adapter_model.safetensors"
 
 
+@pytest.mark.slow
 def test_a_run_resumed_from_its_last_but_one_checkpoint_ends_with_equal_bits(folder):
     one = make_config(folder, "resumed", **RANDOM)
     run(one, quiet())

@@ -33,7 +33,7 @@ EIGHT_BIT = OptimizerConfig(moment_dtype="8bit")
         pytest.param(with_method("subspace"), marks=pytest.mark.slow),
         pytest.param(with_method("galore"), marks=pytest.mark.slow),
         pytest.param(with_method("random_projection"), marks=pytest.mark.slow),
-        with_method("subspace", in_backward=True),
+        pytest.param(with_method("subspace", in_backward=True), marks=pytest.mark.slow),
         with_method("exact", in_backward=True, optimizer=EIGHT_BIT),
         with_method("remat", in_backward=True),
     ],
