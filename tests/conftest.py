@@ -20,8 +20,8 @@ XLA_FLAGS = (
 PROCESS = pathlib.Path("/proc/self")
 # Linux allows a process 65,530 memory maps; a compiled program takes several.
 MANY_MAPS = 30_000
-LONG_FILES = ("test_finetune.py", "test_pretrain.py", "test_step_methods.py", "test_contract.py")
 MUCH_MEMORY = 3 * 2**30  # bytes; four workers fit into 16 GB
+LONG_FILES = ("test_finetune.py", "test_pretrain.py", "test_step_methods.py", "test_contract.py")
 
 
 @pytest.hookimpl(tryfirst=True)  # Before a plugin imports JAX.

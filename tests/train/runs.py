@@ -1,4 +1,4 @@
-"""Small pretraining runs, in this process and in one of their own."""
+"""Small pretraining runs, in this process and in separate processes."""
 
 import dataclasses
 import functools
@@ -63,7 +63,7 @@ def quiet() -> Console:
 
 
 def start(module: str, arguments: list[str]) -> subprocess.Popen:
-    """Starts a program in a process of its own."""
+    """Starts a program in a separate process."""
     return subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         cwd=REPOSITORY,
@@ -75,7 +75,7 @@ def start(module: str, arguments: list[str]) -> subprocess.Popen:
 
 
 def start_pretraining(config: PretrainConfig) -> subprocess.Popen:
-    """Starts a pretraining run in a process of its own."""
+    """Starts a pretraining run in a separate process."""
     return start("train.pretrain", shlex.split(flags(config)))
 
 

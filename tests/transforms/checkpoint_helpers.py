@@ -23,7 +23,7 @@ def normal(seed: int, *shape: int, dtype=None) -> jax.Array:
 
 
 def layer(x, w):
-    """Two products, so that there are residuals to store or to recompute."""
+    """Two products, whose residuals are stored or recomputed."""
     return x + jnp.tanh(jnp.sin(x @ w) @ w.T)
 
 
