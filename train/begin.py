@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 from rich.console import Console
 
-from train.checkpoint import Checkpoints
+from train.checkpoint import Checkpoints, identity_of
 from train.config import RunConfig
 from train.data import ValidationSet
 from train.loop import Run, compile_step, with_sharding
@@ -152,6 +152,29 @@ def check_sizes(config: ResolvedConfig, mesh: Mesh) -> None:
             f" `--accumulate` {config.accumulate}) do not divide over the {mesh.size} devices of"
             f" `--mesh` {config.mesh}."
         )
+
+
+def run_identity(recipe: Recipe, tokenizer: Tokenizer, data: str, **parts: Any) -> dict[str, Any]:
+    """Returns what the checkpoints of a run must agree with.
+
+    Args:
+      recipe: the run.
+      tokenizer: its tokenizer.
+      data: fingerprint of its data.
+      **parts: what else tells this run from others.
+    """
+    config = recipe.config
+    return identity_of(
+        model=config.model_config,
+        data=data,
+        tokenizer=tokenizer.fingerprint,
+        weight_dtype=config.weight_dtype,
+        seed=config.seed,
+        optimizer=recipe.optimizer_form,
+        batch_size=config.batch_size,
+        seq_len=config.seq_len,
+        **parts,
+    )
 
 
 def check_vocabulary(config: ResolvedConfig, tokenizer: Tokenizer, remedy: str) -> None:

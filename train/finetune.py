@@ -18,9 +18,8 @@ from models.checkpoints import load_checkpoint, read_dimensions
 from models.lora import merge, quantize
 from models.peft import save_adapters
 from train import cli
-from train.begin import Data, Weights, begin, check_sizes, check_vocabulary
+from train.begin import Data, Weights, begin, check_sizes, check_vocabulary, run_identity
 from train.calibration import calibrate, calibrated_sites
-from train.checkpoint import identity_of
 from train.config import FinetuneConfig
 from train.examples import Examples, open_examples
 from train.loop import Run, make_console, prepare_and_train, run_program
@@ -72,16 +71,8 @@ def prepare(given: FinetuneConfig, console: Console) -> Run:
     check_vocabulary(config, tokenizer, "`--tokenizer` belongs to another model")
     folder = given.tokenizer or checkpoint
     examples = open_examples(given.data, tokenizer, config.seq_len, folder)
-    identity = identity_of(
-        model=config.model_config,
-        checkpoint=fingerprint(checkpoint),
-        data=examples.fingerprint,
-        tokenizer=tokenizer.fingerprint,
-        weight_dtype=config.weight_dtype,
-        seed=config.seed,
-        optimizer=recipe.optimizer_form,
-        batch_size=config.batch_size,
-        seq_len=config.seq_len,
+    identity = run_identity(
+        recipe, tokenizer, examples.fingerprint, checkpoint=fingerprint(checkpoint)
     )
     batches = _packed(recipe, examples, tokenizer)
     weights = Weights(

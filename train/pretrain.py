@@ -1,15 +1,13 @@
 """Pretrains a Llama on text: `python -m train.pretrain --model llama_9m --steps 300`."""
 
 import functools
-from typing import Any
 
 import jax
 from rich.console import Console
 
 from models import preset
 from train import cli
-from train.begin import Data, Weights, begin, check_sizes, check_vocabulary
-from train.checkpoint import identity_of
+from train.begin import Data, Weights, begin, check_sizes, check_vocabulary, run_identity
 from train.config import PretrainConfig
 from train.corpus import Corpus, open_corpus
 from train.data import train_batches, validation_batches
@@ -65,7 +63,7 @@ def prepare(given: PretrainConfig, console: Console) -> Run:
         tokenizer = default_tokenizer(corpus, given.data.vocab_size, data_dir)
     check_vocabulary(config, tokenizer, "choose another model or `--tokenizer`")
     data = _data(recipe, corpus, tokenizer)
-    identity = _identity(recipe, corpus, tokenizer)
+    identity = run_identity(recipe, tokenizer, corpus.fingerprint)
     return begin(given, recipe, mesh, data, _weights(recipe), identity, console)
 
 
@@ -85,20 +83,6 @@ def _weights(recipe: Recipe) -> Weights:
     return Weights(
         first_state=lambda shardings: jax.jit(init, out_shardings=shardings)(),
         frozen=lambda _: None,
-    )
-
-
-def _identity(recipe: Recipe, corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
-    config = recipe.config
-    return identity_of(
-        model=config.model_config,
-        data=corpus.fingerprint,
-        tokenizer=tokenizer.fingerprint,
-        weight_dtype=config.weight_dtype,
-        seed=config.seed,
-        optimizer=recipe.optimizer_form,
-        batch_size=config.batch_size,
-        seq_len=config.seq_len,
     )
 
 

@@ -44,8 +44,9 @@ def test_a_restored_state_has_equal_bits(tmp_path, state):
 
 def test_a_step_is_saved_once(tmp_path, state):
     checkpoints = Checkpoints(tmp_path, keep=2)
-    checkpoints.save(1, state, {}, IDENTITY)
-    checkpoints.save(1, state, {}, IDENTITY)
+    checkpoints.save(1, state, {"position": 1}, IDENTITY)
+    checkpoints.save(1, state, {"position": 2}, IDENTITY)
+    assert checkpoints.restore(1, like(state), IDENTITY)[1] == {"position": 1}
     checkpoints.close()
 
 

@@ -158,7 +158,12 @@ def test_factors_without_a_basis_keep_the_dtype_of_the_weight():
 def test_weights_may_have_a_wider_dtype_than_the_gradient(x64):
     params, xs = {"w": normal(1, 8, 5, dtype="float32")}, normal(2, 2, 12, 8, dtype="float32")
     run = actjax.value_and_grad(lambda p, x: total(project(x, p["w"], Exact())))
-    accumulated(run, weights=jnp.asarray([0.5, 0.5], "float64"))(params, xs)
+    loss, gradient = accumulated(run, weights=jnp.asarray([0.5, 0.5], "float64"))(params, xs)
+    want_loss, want = accumulated(run)(params, xs)
+    assert gradient["w"].dtype == "float32"
+    # A weight of one half is exact in both dtypes, and so is the product with it.
+    np.testing.assert_array_equal(loss, want_loss)
+    np.testing.assert_array_equal(gradient["w"], want["w"])
 
 
 @pytest.mark.parametrize(
