@@ -3,7 +3,8 @@
 Affine groups with stochastic rounding follow ActNN (Chen et al., 2021) and GACT (Liu et al., 2022,
 appendix A.4); symmetric channels and outlier channels follow HyC-LoRA (2025). Further options are
 subtractive dither (Schuchman, 1964), which is unbiased with the variance of rounding to the
-nearest, rotated groups, and levels for normally distributed values (Lloyd, 1982).
+nearest, rotated groups, and levels for normally distributed values (Lloyd, 1982), and balanced channels
+(`actjax.kernels.balance`).
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 
 from actjax._math.precision import accumulation_dtype, contract_tokens
 from actjax.codecs.base import Codec, check_positive_integer, token_count
+from actjax.kernels.balance import balance_of
 from actjax.kernels import format as fmt
 from actjax.kernels import group_scales, noise
 from actjax.kernels.dequantize.api import dequantize
@@ -29,21 +31,21 @@ _CHOICES = {"rounding": Rounding, "scaling": Scaling, "scale_dtype": ScaleDtype,
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Quantized(Codec):
-    """Stores each number of `x` in 1, 2, 3, 4 or 8 bits.
+    """Stores each number of `x` in 1, 2, 3, 4, 5, 6 or 8 bits.
 
     With scaling="group", `group` neighbouring features of a token share a scale and an offset
     (their lowest value). With scaling="channel", all tokens of a feature share a scale, and the
     levels are symmetric about zero. `Δ`, the scale, is the distance between two levels:
     `(max - min) / (2^bits - 1)`.
 
-    Storage: `bits` bits per number, each token padded to whole bytes (3 bits are a plane of 2 and a
-      plane of 1, each padded); a scale and an offset per group, or a scale per channel, in
+    Storage: `bits` bits per number, each token padded to whole bytes (3, 5 and 6 bits are two
+      planes, of 2 + 1, 4 + 1 and 4 + 2 bits, each padded); a scale and an offset per group, or a scale per channel, in
       `scale_dtype`; outlier channels in the dtype of `x`, with a 4-byte index each; 8 bytes of seed
-      for dither.
+      for dither; with `balance` a mean and a spread per channel, in `scale_dtype`.
     Error: at most `Δ/2` for rounding to the nearest (in rotated groups on average over a group);
       variance `Δ²/12` for dither, and at most `Δ²/4` for stochastic rounding (`Δ²/6` on average).
       The result is then rounded to the dtype of `x`. Scales are rounded so that a group lies within
-      its levels, up to 2^-20 of its range. A range above the largest number of the dtype overflows
+      its levels, up to 2^-20 of its range. With `balance` all this is of `(x - mean) / spread`. A range above the largest number of the dtype overflows
       to NaN; so do rotated values above that number over the square root of the group.
     Unbiased for stochastic rounding and dither, except for the rounding to the dtype of `x`.
     Biased: rounding to the nearest, and "normal" levels.
@@ -63,6 +65,9 @@ class Quantized(Codec):
         values, about zero, times a least-squares scale. For up to 4 bits, rounded to the nearest.
       rotate: whether to rotate each group by a Hadamard matrix before encoding, and back in
         `decode`. It spreads outliers over their group and makes its values look normal.
+      balance: whether to subtract the mean of each channel over the tokens, and to divide by the
+        root of its deviation, before anything else. One number that is not finite then spoils all
+        of `x`. Needs scaling="group".
     """
 
     bits: int
@@ -73,6 +78,7 @@ class Quantized(Codec):
     scale_dtype: ScaleDtype = "bfloat16"
     levels: Levels = "uniform"
     rotate: bool = False
+    balance: bool = False
 
     def __post_init__(self) -> None:
         if self.bits not in BITS or isinstance(self.bits, bool | float):
@@ -84,8 +90,15 @@ class Quantized(Codec):
                 raise ValueError(
                     f"`{name}` of Quantized must be one of {get_args(known)}, got {value!r}."
                 )
-        if not isinstance(self.rotate, bool):
-            raise ValueError(f"`rotate` of Quantized must be True or False, got {self.rotate!r}.")
+        for name in ("rotate", "balance"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ValueError(f"`{name}` of Quantized must be True or False, got {value!r}.")
+        if self.balance and self.scaling != "group":
+            raise ValueError(
+                "`balance` of Quantized needs scaling='group', got scaling='channel', whose scales"
+                " are by channel already: drop one."
+            )
         share = self.outlier_fraction
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
             raise ValueError(f"`outlier_fraction` of Quantized must be in [0, 1), got {share!r}.")
@@ -97,7 +110,7 @@ class Quantized(Codec):
 
     @property
     def format(self) -> Format:
-        """The meaning of the stored bits, as the kernels take it: all settings but outliers."""
+        """The meaning of the stored bits, as the kernels take it: all settings but outliers and balance."""
         names = (field.name for field in dataclasses.fields(Format))
         return Format(**{name: getattr(self, name) for name in names})
 
@@ -134,6 +147,7 @@ class Quantized(Codec):
         return (
             tokens * packed_bytes(self.bits, features)
             + scales * jnp.dtype(self.scale_dtype).itemsize
+            + (2 * features * jnp.dtype(self.scale_dtype).itemsize if self.balance else 0)
             + self._outlier_count(features) * (tokens * jnp.dtype(dtype).itemsize + 4)
             + (_SEED_BYTES if self.rounding == "dither" else 0)
         )
@@ -146,7 +160,9 @@ class Quantized(Codec):
         number of a group are exact, except under dither.
         """
         channels = self.outlier_channels(x)
-        values = group_scales.without(channels, x)
+        mean, spread = balance_of(x, self.scale_dtype) if self.balance else (None, None)
+        values = group_scales.balanced(x, mean, spread, self.format)
+        values = group_scales.without(channels, values)
         parts = []
         for segment in fmt.segments(x.shape[-1], self.group):
             part = group_scales.prepare(segment.take(values), self.format)
@@ -154,6 +170,8 @@ class Quantized(Codec):
             errors = self._error_of_unit(segment.size) * unit * unit
             parts.append(segment.flatten(jnp.broadcast_to(errors, part.shape)))
         joined = jnp.concatenate(parts, axis=-1)
+        if spread is not None:
+            joined = joined * jnp.square(spread.view(self.scale_dtype).astype(joined.dtype))
         return joined if channels is None else joined.at[..., channels].set(0)
 
     def _error_of_unit(self, size: int) -> float:
@@ -202,7 +220,10 @@ class Quantized(Codec):
         """
         self._check(x)
         seed = noise.seed_of(self.required_key(key)) if self.needs_key else None
-        return quantize(x, seed, channels, scale, centre, format=self.format)
+        mean, spread = balance_of(x, self.scale_dtype) if self.balance else (None, None)
+        arrays = (x, seed, channels, scale, centre, mean, spread)
+        code = quantize(*arrays, format=self.format)
+        return dataclasses.replace(code, mean=mean, spread=spread)
 
     def fit_channels(self, x: jax.Array, channels: jax.Array | None) -> jax.Array:
         """Returns the stored scales [d] of the channels of `x` [..., d], without outliers."""

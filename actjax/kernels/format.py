@@ -46,6 +46,8 @@ class QuantizedCode:
         channel.
       centre: value of the middle of the levels, by channel [d]; None if it is zero or follows from
         `offset`.
+      mean: what was subtracted from each channel before anything else, [d]; None for nothing.
+      spread: what each channel was then divided by, [d]; None with `mean`.
       outliers: channels that are stored whole, [..., m]; None if there are none.
       channels: indices of these channels, int32 [m].
       seed: seed of the dither, uint32 [2]; None without dither.
@@ -58,6 +60,8 @@ class QuantizedCode:
     offset: Any
     scale: Any
     centre: Any
+    mean: Any
+    spread: Any
     outliers: Any
     channels: Any
     seed: Any

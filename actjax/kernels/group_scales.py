@@ -82,6 +82,36 @@ def scale_of(segment: Segment, scale: jax.Array, format: Format, dtype: Any) -> 
     return segment.take(scale) if format.scaling == "channel" else segment.of_groups(scale)
 
 
+def balanced(
+    x: jax.Array, mean: jax.Array | None, spread: jax.Array | None, format: Format
+) -> jax.Array:
+    """Returns `(x - mean) / spread` in the accumulation dtype; `x` itself without `mean`.
+
+    Args:
+      x: [..., d].
+      mean: stored means of the channels, [d], or None.
+      spread: stored divisors of the channels, [d]; None with `mean`.
+      format: format of the code.
+    """
+    if mean is None or spread is None:
+        return x
+    wide = accumulation_dtype(x.dtype)
+    return (x.astype(wide) - _wide(mean, format, wide)) * (1 / _wide(spread, format, wide))
+
+
+def unbalanced(
+    y: jax.Array, mean: jax.Array | None, spread: jax.Array | None, format: Format
+) -> jax.Array:
+    """Returns `y * spread + mean`; the inverse of `balanced`."""
+    if mean is None or spread is None:
+        return y
+    return y * _wide(spread, format, y.dtype) + _wide(mean, format, y.dtype)
+
+
+def _wide(stored: jax.Array, format: Format, dtype: Any) -> jax.Array:
+    return stored.view(format.scale_dtype).astype(dtype)
+
+
 def without(channels: jax.Array | None, x: jax.Array) -> jax.Array:
     """Returns `x` [..., d] with zeros in the given channels."""
     if channels is None:

@@ -7,7 +7,7 @@ import operator
 import jax
 import jax.numpy as jnp
 
-PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
+PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
 """Widths of the planes that a code is cut into, low bits first; each divides a byte."""
 
 BITS = tuple(PLANES)
@@ -23,7 +23,7 @@ def pack(codes: jax.Array, bits: int, group: int | None = None) -> tuple[jax.Arr
 
     Args:
       codes: uint8, below `2^bits`.
-      bits: 1, 2, 3, 4 or 8; 3 bits are a plane of two and a plane of one.
+      bits: one of `BITS`; 3, 5 and 6 bits are two planes: 2 + 1, 4 + 1 and 4 + 2.
       group: features that are packed together. A run is the least multiple of it that fills whole
         bytes; the remaining features are one more run. None packs all features together.
 

@@ -90,6 +90,8 @@ def random_code(codec, dtype, shape, *, outliers=0, centred=False, zero_row=Fals
         offset=_stored(np.where(scale > 0, low, 0), codec) if codec.format.affine else None,
         scale=_stored(scale, codec),
         centre=_stored(scale * rng.integers(-3, 4, scales), codec) if centred else None,
+        mean=None,
+        spread=None,
         outliers=rng.normal(size=(*leading, outliers)).astype(jnp.dtype(dtype))
         if outliers
         else None,

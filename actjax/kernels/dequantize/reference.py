@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from actjax._math.precision import accumulation_dtype
 from actjax.kernels import format as fmt
-from actjax.kernels.group_scales import scale_of
+from actjax.kernels.group_scales import scale_of, unbalanced
 from actjax.kernels.levels import level_values
 from actjax.kernels.packing import unpack
 from actjax.kernels.quantize.reference import draw
@@ -26,8 +26,9 @@ def dequantize(code: fmt.QuantizedCode) -> jax.Array:
             part = part + scale_of(segment, code.centre, format, wide)
         if format.rotate:
             part = rotate_back(part)
-        parts.append(segment.flatten(part).astype(code.dtype))
+        parts.append(segment.flatten(part))
     x = jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
+    x = unbalanced(x, code.mean, code.spread, format).astype(code.dtype)
     return x if code.channels is None else x.at[..., code.channels].set(code.outliers)
 
 

@@ -16,6 +16,8 @@ def quantize(
     channels: jax.Array | None = None,
     scale: jax.Array | None = None,
     centre: jax.Array | None = None,
+    mean: jax.Array | None = None,
+    spread: jax.Array | None = None,
     *,
     format: Format,
     implementation: Implementation | None = None,
@@ -29,16 +31,20 @@ def quantize(
       scale: stored scales by channel [d], if `format.scaling` is "channel". Not in the result.
       centre: stored middles of the levels by channel [d], of the rotated group if `format.rotate`;
         None where they are zero. Not in the result.
+      mean: stored means of the channels [d], which are subtracted first, if `format.scaling` is
+        "group"; None for nothing. Not in the result.
+      spread: stored positive numbers [d] that the channels are then divided by; with `mean`.
       format: how numbers are stored.
       implementation: what computes it; None for the best one that applies.
 
     Raises:
-      TypeError: `x` is not floating point, or `scale` or `centre` do not have the stored dtype.
+      TypeError: `x` is not floating point, or an array by channel does not have the stored dtype.
       ValueError: wrong shapes; a seed or scales that `format` does not use, or missing ones; an
         implementation that cannot take the arguments.
     """
-    _check(x, seed, scale, centre, format)
-    return KERNEL(x, seed, channels, scale, centre, format=format, implementation=implementation)
+    _check(x, seed, scale, centre, mean, spread, format)
+    arrays = (x, seed, channels, scale, centre, mean, spread)
+    return KERNEL(*arrays, format=format, implementation=implementation)
 
 
 def _check(
@@ -46,6 +52,8 @@ def _check(
     seed: jax.Array | None,
     scale: jax.Array | None,
     centre: jax.Array | None,
+    mean: jax.Array | None,
+    spread: jax.Array | None,
     format: Format,
 ) -> None:
     check_floating("quantize", "x", x)
@@ -63,8 +71,13 @@ def _check(
         check_shape("quantize", "seed", seed, (2,))
     if centre is not None and format.scaling != "channel":
         raise ValueError(f"`centre` of quantize must not be given: {format}.")
+    if (mean is None) != (spread is None):
+        raise ValueError("`mean` and `spread` of quantize must be given together.")
+    if mean is not None and format.scaling != "group":
+        raise ValueError(f"`mean` of quantize must not be given: {format}.")
     stored = jnp.dtype(jnp.float32 if format.scale_dtype == "float32" else jnp.uint16)
-    for name, given in (("scale", scale), ("centre", centre)):
+    by_channel = {"scale": scale, "centre": centre, "mean": mean, "spread": spread}
+    for name, given in by_channel.items():
         if given is None:
             continue
         check_shape("quantize", name, given, x.shape[-1:])
@@ -78,10 +91,12 @@ def _refuses(
     channels: jax.Array | None,
     scale: jax.Array | None,
     centre: jax.Array | None,
+    mean: jax.Array | None,
+    spread: jax.Array | None,
     *,
     format: Format,
 ) -> str | None:
-    del seed, channels, scale, centre
+    del seed, channels, scale, centre, mean, spread
     return coded.refuses(format, x.dtype, x.shape)
 
 

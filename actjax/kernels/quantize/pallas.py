@@ -29,6 +29,8 @@ def quantize(
     channels: jax.Array | None,
     scale: jax.Array | None,
     centre: jax.Array | None,
+    mean: jax.Array | None,
+    spread: jax.Array | None,
     *,
     format: fmt.Format,
     interpret: bool = False,
@@ -58,6 +60,8 @@ def quantize(
         offset=named.get("offset"),
         scale=named.get("scale"),
         centre=None,
+        mean=None,
+        spread=None,
         outliers=named.get("outliers"),
         channels=channels,
         seed=seed if format.rounding == "dither" else None,
@@ -73,6 +77,8 @@ def _arguments(
     channels: jax.Array | None,
     scale: jax.Array | None,
     centre: jax.Array | None,
+    mean: jax.Array | None,
+    spread: jax.Array | None,
 ) -> dict[str, jax.Array]:
     """Returns the arrays that the kernel reads, by name."""
     arrays = {"x": coded.rows(x)}

@@ -21,12 +21,15 @@ def quantize(
     channels: jax.Array | None,
     scale: jax.Array | None,
     centre: jax.Array | None,
+    mean: jax.Array | None,
+    spread: jax.Array | None,
     *,
     format: fmt.Format,
 ) -> fmt.QuantizedCode:
     """As `actjax.kernels.quantize.api.quantize`."""
     wide = accumulation_dtype(x.dtype)
-    values = group_scales.without(channels, x)
+    values = group_scales.balanced(x, mean, spread, format)
+    values = group_scales.without(channels, values)
     outliers = None if channels is None else x[..., channels]
     codes, offsets, scales = [], [], []
     for segment in fmt.segments(x.shape[-1], format.group):
@@ -46,6 +49,8 @@ def quantize(
         offset=group_scales.stored_scales(offsets, format) if format.affine else None,
         scale=group_scales.stored_scales(scales, format) if scale is None else None,
         centre=None,
+        mean=None,
+        spread=None,
         outliers=outliers,
         channels=channels,
         seed=seed if format.rounding == "dither" else None,
