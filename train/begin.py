@@ -78,6 +78,7 @@ def begin(
     checkpoints = _open_checkpoints(config)
     shardings = state_shardings(shapes, mesh)
     state, bits = _restored(checkpoints, data.batches, shapes, shardings, identity)
+    data.batches.start_prefetch()  # The first batch takes seconds, as does compiling the step.
     if bits:
         recipe = build_recipe(config, bits)
         explanation = explain_step(recipe, shapes)

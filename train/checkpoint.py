@@ -14,6 +14,13 @@ from train.settings import flat
 _FORMER = {**RENAMED, "one of full rank": ANY_FULL_RANK}
 """Values of `optimizer.method` in the identity of older checkpoints, and their present form."""
 
+_REMEDIES = {
+    "row_order": "The checkpoint was written by a version that read the text in another order, so"
+    " its position has no meaning here. Finish the run with that version, or begin a new one with"
+    " another `--out`.",
+}
+"""What to do where a part of the identity differs and no setting changes it."""
+
 
 class Checkpoints:
     """The checkpoints in the folder of a run.
@@ -121,8 +128,9 @@ def _check_identity(saved: dict[str, Any], now: dict[str, Any], directory: Any) 
     differing = [k for k in {**saved, **now} if saved.get(k) != now.get(k)]
     if differing:
         lines = [f"  {k}: {saved.get(k)!r} there, {now.get(k)!r} now" for k in differing]
+        remedies = [_REMEDIES[k] for k in differing if k in _REMEDIES]
+        if len(remedies) < len(differing):
+            remedies.append("Pass the settings it was made with, or another `--out`.")
         raise ValueError(
-            f"the checkpoint in {directory} belongs to another run:\n"
-            + "\n".join(lines)
-            + "\nPass the settings it was made with, or another `--out`."
+            "\n".join([f"the checkpoint in {directory} belongs to another run:", *lines, *remedies])
         )

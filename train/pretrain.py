@@ -10,7 +10,7 @@ from train import cli
 from train.begin import Data, Weights, begin, check_sizes, check_vocabulary, run_identity
 from train.config import PretrainConfig
 from train.corpus import Corpus, open_corpus
-from train.data import train_batches, validation_batches
+from train.data import ROW_ORDER, train_batches, validation_batches
 from train.loop import Run, make_console, prepare_and_train, run_program
 from train.resolve import resolve
 from train.sharding import make_mesh
@@ -63,7 +63,7 @@ def prepare(given: PretrainConfig, console: Console) -> Run:
         tokenizer = default_tokenizer(corpus, given.data.vocab_size, data_dir)
     check_vocabulary(config, tokenizer, "choose another model or `--tokenizer`")
     data = _data(recipe, corpus, tokenizer)
-    identity = run_identity(recipe, tokenizer, corpus.fingerprint)
+    identity = run_identity(recipe, tokenizer, corpus.fingerprint, row_order=ROW_ORDER)
     return begin(given, recipe, mesh, data, _weights(recipe), identity, console)
 
 
