@@ -176,13 +176,3 @@ def run_identity(recipe: Recipe, tokenizer: Tokenizer, data: str, **parts: Any) 
         seq_len=config.seq_len,
         **parts,
     )
-
-
-def check_vocabulary(config: ResolvedConfig, tokenizer: Tokenizer, remedy: str) -> None:
-    """Raises a `ValueError` with a remedy unless the model has an embedding for every token."""
-    known = config.model_config.vocab_size
-    if tokenizer.vocab_size > known:
-        raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, but {config.title} has {known}:"
-            f" {remedy}."
-        )
