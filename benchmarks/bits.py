@@ -19,13 +19,14 @@ import tyro
 import actjax
 from benchmarks import record
 from benchmarks.tables import print_table
-from models import Decoder, ModelConfig, Storage, StorageChoice, preset
+from models import Decoder, ModelConfig, Storage, StorageChoice
 from train.adapt import gradient_by_codecs, measure_sensitivity, site_width
 from train.config import PretrainConfig
 from train.corpus import open_corpus
 from train.data import train_batches
 from train.methods import METHODS
 from train.options import MethodOptions
+from train.resolve import dimensions
 from train.step import Batch, Recipe, init_state, make_recipe, make_train_step
 from train.tokenizer import default_tokenizer
 
@@ -56,7 +57,7 @@ def trained(config: PretrainConfig) -> tuple[Decoder, Batch]:
     recipe = make_recipe(config, _dimensions(config))
     data_dir = config.data.data_dir.expanduser()
     corpus = open_corpus(config.data.data, data_dir)
-    tokenizer = default_tokenizer(corpus, preset(config.model).vocab_size, data_dir)
+    tokenizer = default_tokenizer(corpus, dimensions(config).vocab_size, data_dir)
     batches = train_batches(
         corpus, tokenizer, batch_size=config.batch_size, seq_len=config.seq_len, seed=config.seed
     )
@@ -71,7 +72,7 @@ def trained(config: PretrainConfig) -> tuple[Decoder, Batch]:
 
 def _dimensions(config: PretrainConfig) -> ModelConfig:
     # The probe needs second derivatives, and only this implementation of attention has them.
-    return dataclasses.replace(preset(config.model), attention="dense")
+    return dataclasses.replace(dimensions(config), attention="dense")
 
 
 def measure(config: Config) -> tuple[list[dict], dict[str, Any]]:

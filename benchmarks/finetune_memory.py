@@ -37,8 +37,8 @@ from train.step import (
 )
 
 
-def _hyc(bits: Any, level: Level = "intra+inter") -> MethodOptions:
-    return MethodOptions(bits=bits, level=level)
+def _hyc(bits: Any, level: Level = "intra+inter", remat: bool = False) -> MethodOptions:
+    return MethodOptions(bits=bits, level=level, remat=remat)
 
 
 ROWS: dict[str, tuple[str, MethodOptions, str | None]] = {
@@ -46,12 +46,16 @@ ROWS: dict[str, tuple[str, MethodOptions, str | None]] = {
     "qlora, jax.checkpoint": ("qlora", MethodOptions(), "full"),
     "lora": ("lora", MethodOptions(), None),
     "qlora": ("qlora", MethodOptions(), None),
+    "lora, remat": ("lora", MethodOptions(remat=True), None),
+    "qlora, remat": ("qlora", MethodOptions(remat=True), None),
     "hyc_lora, 4 bits, none": ("hyc_lora", _hyc(4, "none"), None),
     "hyc_lora, 4 bits, intra": ("hyc_lora", _hyc(4, "intra"), None),
     "hyc_lora, 4 bits": ("hyc_lora", _hyc(4), None),
     "hyc_lora, 2 bits, none": ("hyc_lora", _hyc(2, "none"), None),
     "hyc_lora, 2 bits, intra": ("hyc_lora", _hyc(2, "intra"), None),
     "hyc_lora, 2 bits": ("hyc_lora", _hyc(2), None),
+    "hyc_lora, 4 bits, remat": ("hyc_lora", _hyc(4, remat=True), None),
+    "hyc_lora, 2 bits, remat": ("hyc_lora", _hyc(2, remat=True), None),
 }
 """By name: method, options, and for a rival in ordinary JAX its rematerialization policy."""
 

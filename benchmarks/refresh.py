@@ -25,9 +25,9 @@ from actjax.optim.projections import Side
 from benchmarks import command, record
 from benchmarks.rivals import rival
 from benchmarks.tables import print_table
-from models import preset
 from train.config import PretrainConfig
 from train.flops import causal_loop_length, matmul_flops
+from train.resolve import dimensions
 from train.step import batch_shapes
 
 
@@ -49,7 +49,7 @@ class Config:
 def measure(config: Config) -> list[dict]:
     """Returns one row for each rank, and one for the decompositions."""
     weights = _weights(config)
-    width, layers = weights["q"][0], preset(config.train.model).num_layers
+    width, layers = weights["q"][0], dimensions(config.train).num_layers
     keys = jax.random.split(jax.random.key(0), len(weights))
     dense = {
         name: jax.random.normal(key, shape, jnp.float32)
@@ -116,7 +116,7 @@ def _swapped(change: Callable, state: Any, grads: Any) -> Any:
 
 def _weights(config: Config) -> dict[str, tuple[int, int]]:
     """Returns the shapes of one layer's weights."""
-    dims = preset(config.train.model)
+    dims = dimensions(config.train)
     d, f = dims.hidden_size, dims.ffn_size
     heads, keys = dims.num_heads * dims.head_size, dims.num_kv_heads * dims.head_size
     return {

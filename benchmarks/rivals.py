@@ -13,7 +13,7 @@ import actjax
 from actjax.optim.layers import layers_of, merge, split
 from benchmarks import plain
 from benchmarks.variants import VARIANTS, Variant
-from models import Decoder, preset
+from models import Decoder
 from models.config import ModelConfig
 from train.config import PretrainConfig
 from train.optimizer import full_space_updates, make_optimizer, store_states_as
@@ -25,7 +25,7 @@ from train.report import (
     step_memory,
     tree_bytes,
 )
-from train.resolve import ResolvedConfig, resolve
+from train.resolve import ResolvedConfig, dimensions, resolve
 from train.step import (
     Batch,
     TrainState,
@@ -83,7 +83,7 @@ def rival(name: str, config: PretrainConfig, model_config: ModelConfig | None = 
       config: model, batch, dtypes and optimizer.
       model_config: dimensions; those of the preset `config.model` if None.
     """
-    model_config = model_config or preset(config.model)
+    model_config = model_config or dimensions(config)
     if name in VARIANTS:
         return method_rival(VARIANTS[name], config, model_config)
     settings = resolve(dataclasses.replace(config, method="exact"), model_config)

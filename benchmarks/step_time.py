@@ -23,9 +23,9 @@ from benchmarks import record
 from benchmarks.rivals import RIVALS, compiled_memory, random_batch, rival
 from benchmarks.tables import print_table
 from benchmarks.variants import check_names
-from models import preset
 from train.config import PretrainConfig
 from train.flops import causal_loop_length, matmul_flops
+from train.resolve import dimensions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,7 @@ class _Running:
 
 def measure(config: Config) -> tuple[list[dict], float]:
     """Returns one row for each rival, and the rate of a large product in FLOP/s."""
-    batch = random_batch(config.train, preset(config.train.model).vocab_size)
+    batch = random_batch(config.train, dimensions(config.train).vocab_size)
     rows, running = [], {}
     for name in config.only:
         one = rival(name, config.train)

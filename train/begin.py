@@ -78,6 +78,7 @@ def begin(
     checkpoints = _open_checkpoints(config)
     shardings = state_shardings(shapes, mesh)
     state, bits = _restored(checkpoints, data.batches, shapes, shardings, identity)
+    data.batches.start_prefetch()  # The first batch takes seconds, as does compiling the step.
     if bits:
         recipe = build_recipe(config, bits)
         explanation = explain_step(recipe, shapes)
@@ -175,13 +176,3 @@ def run_identity(recipe: Recipe, tokenizer: Tokenizer, data: str, **parts: Any) 
         seq_len=config.seq_len,
         **parts,
     )
-
-
-def check_vocabulary(config: ResolvedConfig, tokenizer: Tokenizer, remedy: str) -> None:
-    """Raises a `ValueError` with a remedy unless the model has an embedding for every token."""
-    known = config.model_config.vocab_size
-    if tokenizer.vocab_size > known:
-        raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, but {config.title} has {known}:"
-            f" {remedy}."
-        )

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 import actjax
 from actjax import ChannelRange
-from models import Decoder, ModelConfig, Storage, StorageChoice
+from models import Decoder, ModelConfig, Remat, Storage, StorageChoice
 from models.config import site_width
 
 Calibration = dict[str, dict[str, Any]]
@@ -25,13 +25,18 @@ Calibration = dict[str, dict[str, Any]]
 outlier channels."""
 
 
+_BLOCK_INPUT = "attention_norm"
+"""Site of the code of a `Remat`: the input of a block is that of its first norm."""
+
+
 def calibrated_sites(storage: StorageChoice) -> dict[str, actjax.Quantized]:
-    """Returns the codecs whose scales are calibrated, by site."""
-    return {
-        site: codec
-        for site, codec in storage.codecs.items()
-        if isinstance(codec, actjax.Quantized) and codec.scaling == "channel"
-    }
+    """Returns the codecs whose scales are calibrated, by site, without `Offloaded`."""
+    found = {}
+    for field, codec in storage.codecs.items():
+        inner = codec.codec if isinstance(codec, actjax.Offloaded) else codec
+        if isinstance(inner, actjax.Quantized) and inner.scaling == "channel":
+            found[_BLOCK_INPUT if isinstance(storage, Remat) else field] = inner
+    return found
 
 
 def calibrated(storage: StorageChoice, calibration: Calibration | None) -> StorageChoice:
@@ -43,11 +48,12 @@ def calibrated(storage: StorageChoice, calibration: Calibration | None) -> Stora
     """
     if calibration is None:
         return storage
-    sites = calibrated_sites(storage)
-    given: dict[str, Any] = {
-        site: actjax.Calibrated(sites[site], one["step"], one.get("channels"), one["centre"])
-        for site, one in calibration.items()
-    }
+    sites, given = calibrated_sites(storage), {}
+    for site, one in calibration.items():
+        field = "codec" if isinstance(storage, Remat) else site
+        code: Any = actjax.Calibrated(sites[site], one["step"], one.get("channels"), one["centre"])
+        is_away = isinstance(storage.codecs[field], actjax.Offloaded)
+        given[field] = actjax.Offloaded(code) if is_away else code
     return dataclasses.replace(storage, **given)
 
 

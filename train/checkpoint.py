@@ -14,6 +14,15 @@ from train.settings import flat
 _FORMER = {**RENAMED, "one of full rank": ANY_FULL_RANK}
 """Values of `optimizer.method` in the identity of older checkpoints, and their present form."""
 
+_HINTS = {
+    "model.vocab_size": "The vocabulary of a preset is that of the tokenizer unless"
+    " `--model-vocab-size` is given.",
+    "row_order": "The checkpoint was written by a version that read the text in another order, so"
+    " its position has no meaning here. Finish the run with that version, or begin a new one with"
+    " another `--out`.",
+}
+"""What to know of some parts of the identity where they differ."""
+
 
 class Checkpoints:
     """The checkpoints in the folder of a run.
@@ -121,8 +130,9 @@ def _check_identity(saved: dict[str, Any], now: dict[str, Any], directory: Any) 
     differing = [k for k in {**saved, **now} if saved.get(k) != now.get(k)]
     if differing:
         lines = [f"  {k}: {saved.get(k)!r} there, {now.get(k)!r} now" for k in differing]
+        hints = [_HINTS[k] for k in differing if k in _HINTS]
+        if "row_order" not in differing:  # No setting changes it.
+            hints.append("Pass the settings it was made with, or another `--out`.")
         raise ValueError(
-            f"the checkpoint in {directory} belongs to another run:\n"
-            + "\n".join(lines)
-            + "\nPass the settings it was made with, or another `--out`."
+            "\n".join([f"the checkpoint in {directory} belongs to another run:", *lines, *hints])
         )

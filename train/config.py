@@ -212,7 +212,10 @@ class PretrainConfig(RunConfig):
     """
 
     model: str = "llama_9m"
-    """Dimensions of the model."""
+    """Dimensions of the model. Its vocabulary is that of the tokenizer."""
+    model_vocab_size: int = 0
+    """Vocabulary size of the model, at least that of the tokenizer. 0: that of the tokenizer,
+    rounded up to a multiple of 128."""
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
 
     HEADINGS: ClassVar[Headings] = {
@@ -221,7 +224,7 @@ class PretrainConfig(RunConfig):
             *("weight_dtype", "out", "resume"),
         ),
         **_TRAINING,
-        "Text and tokenizer": ("data",),
+        "Text and tokenizer": ("data", "model_vocab_size"),
         **_OUTPUT,
     }
     """Order of the help page."""
@@ -235,6 +238,17 @@ class PretrainConfig(RunConfig):
     def title(self) -> str:
         """Name of the model."""
         return self.model
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_range("model_vocab_size", self.model_vocab_size, 0, math.inf)
+        trains_tokenizer = self.data.tokenizer is None
+        if trains_tokenizer and 0 < self.model_vocab_size < self.data.vocab_size:
+            raise ValueError(
+                f"`--model-vocab-size {self.model_vocab_size}` is below the"
+                f" {self.data.vocab_size} tokens of the tokenizer (`--vocab-size`): raise it, or"
+                " lower `--vocab-size`."
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,18 +1,20 @@
 """Documents to batches of tokens during training, without tokenized files on disk.
 
-A grain pipeline shuffles documents, encodes them, concatenates them and splits the stream into
-rows. Its state is a few integers; a restored pipeline continues with exactly the batches that would
-have followed. Threads read ahead; no processes are started.
+A grain pipeline shuffles documents, encodes them, concatenates them, splits the stream into rows
+and shuffles the rows. Its state is a few integers; a restored pipeline continues with exactly the
+batches that would have followed. Threads read ahead; no processes are started.
 """
 
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grain
 import numpy as np
 
 from train.corpus import Corpus, RandomAccess
+from train.rows import ShuffledRowsIterDataset
 from train.tokenizer import Tokenizer
 
 Batch = dict[str, np.ndarray]
@@ -20,6 +22,12 @@ Batch = dict[str, np.ndarray]
 of the same shape, 1 where the target counts and 0 where it is padding."""
 
 _READ_AHEAD_BATCHES = 2
+_ENCODED_CHARS = 2**18
+"""Characters of documents that are encoded together, which takes all cores."""
+
+ROW_ORDER = "shuffled rows"
+"""Order of the rows, for the identity of a run. Older runs read `batch_size` streams of documents,
+and their data position means something else."""
 
 _LONGEST_HELD_OUT = 2048
 """Most tokens of a held-out document, so that an evaluation of some ten thousand tokens covers more
@@ -38,9 +46,11 @@ def train_batches(
 ) -> grain.DatasetIterator[Batch]:
     """Returns an endless iterator over this process's batches of `batch_size / process_count` rows.
 
-    Each process reads every `process_count`-th document, shuffled again in each epoch. Rows of
-    `seq_len + 1` tokens are taken from the stream without overlap.
+    Each process reads every `process_count`-th document, shuffled again in each epoch. Their tokens
+    are split into rows of `seq_len + 1` without overlap, and batches take rows in random order from
+    a window of thousands of rows (`train.rows`).
 
+    The first batch takes until the first window is read; `start_prefetch()` begins at once.
     `get_state()` returns a JSON-serializable dict. `set_state()`, on an iterator made with the same
     arguments, continues with the same batches. `close()` stops the threads.
 
@@ -62,9 +72,14 @@ def train_batches(
     source: Any = corpus.train
     documents: Any = grain.MapDataset.source(source)[process_index::process_count]
     _check_fills_a_row(documents, tokenizer, seq_len)
-    tokens = documents.seed(seed).shuffle().repeat().map(lambda text: _encode(tokenizer, text))
+    endless = documents.seed(seed).shuffle().repeat()
     count = mine.stop - mine.start
-    rows = PackIterDataset(tokens, length=seq_len + 1, streams=count)
+    rows = ShuffledRowsIterDataset(
+        functools.partial(_read_documents, endless, tokenizer, len(documents)),
+        length=seq_len + 1,
+        epoch=len(documents),
+        seed=seed,
+    )
     batches = rows.batch(count, drop_remainder=True).map(_as_batch)
     return iter(
         grain.experimental.ThreadPrefetchIterDataset(
@@ -145,75 +160,6 @@ def validation_batches(
     return ValidationSet(batches, num_tokens, num_bytes)
 
 
-class PackIterDataset(grain.IterDataset[np.ndarray]):
-    """Concatenates documents and splits them into rows of `length` tokens; a rest is dropped.
-
-    Several streams are filled in parallel, and rows are taken from them in turn, so that the rows
-    of a batch come from different documents. Each document goes to the first stream that runs out,
-    so that every document is read once per epoch.
-
-    grain's `ConcatThenSplitIterDataset` has one stream. Its state has tuples that it compares with
-    tuples; after a round trip through JSON, which grain uses for states, they are lists, and the
-    stream continues differently (grain 0.2.18).
-    """
-
-    def __init__(
-        self, documents: grain.MapDataset[np.ndarray], *, length: int, streams: int = 1
-    ) -> None:
-        super().__init__()
-        self._documents, self._length, self._streams = documents, length, streams
-
-    def __iter__(self) -> grain.DatasetIterator[np.ndarray]:
-        return _PackIterator(self._documents, self._length, self._streams)
-
-
-class _PackIterator(grain.DatasetIterator[np.ndarray]):
-    """State: the next document, the next stream, and each stream's document and offset."""
-
-    def __init__(self, documents: grain.MapDataset[np.ndarray], length: int, streams: int) -> None:
-        super().__init__()
-        self._documents, self._length = documents, length
-        self._open: dict[int, np.ndarray] = {}
-        self._places: list[list[int] | None] = [None] * streams
-        self._next_document, self._turn = 0, 0
-
-    def __next__(self) -> np.ndarray:
-        pieces, missing = [], self._length
-        while missing:
-            piece = self._take(self._turn, missing)
-            pieces.append(piece)
-            missing -= len(piece)
-        self._turn = (self._turn + 1) % len(self._places)
-        return np.concatenate(pieces)
-
-    def _take(self, stream: int, at_most: int) -> np.ndarray:
-        place = self._places[stream]
-        if place is None:
-            if self._next_document == len(self._documents):
-                raise StopIteration
-            place = self._places[stream] = [self._next_document, 0]
-            self._next_document += 1
-        index, offset = place
-        document = self._open.get(index)
-        if document is None:  # A new document, or a restored state.
-            document = self._open[index] = np.asarray(self._documents[index])
-        piece = document[offset : offset + at_most]
-        place[1] += len(piece)
-        if place[1] == len(document):
-            self._places[stream] = None
-            del self._open[index]
-        return piece
-
-    def get_state(self) -> dict[str, Any]:
-        places = [place and list(place) for place in self._places]
-        return {"next": self._next_document, "turn": self._turn, "places": places}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        self._next_document, self._turn = state["next"], state["turn"]
-        self._places = [place and list(place) for place in state["places"]]
-        self._open = {}
-
-
 def _check_sizes(batch_size: int, seq_len: int) -> None:
     for name, value in (("--batch-size", batch_size), ("--seq-len", seq_len)):
         if value < 1:
@@ -224,7 +170,7 @@ def _check_fills_a_row(documents: RandomAccess[str], tokenizer: Tokenizer, seq_l
     """Raises a `ValueError` if the documents do not fill a row. Reads only the first row."""
     count = 0
     for index in range(len(documents)):
-        count += len(_encode(tokenizer, documents[index]))
+        count += len(_encode(tokenizer, [documents[index]])[0])
         if count > seq_len:
             return
     raise ValueError(
@@ -234,10 +180,27 @@ def _check_fills_a_row(documents: RandomAccess[str], tokenizer: Tokenizer, seq_l
     )
 
 
-def _encode(tokenizer: Tokenizer, text: str) -> np.ndarray:
-    """Returns the ids of a whole document, int32 [length]."""
+def _read_documents(
+    documents: RandomAccess[str], tokenizer: Tokenizer, epoch: int, index: int
+) -> list[np.ndarray]:
+    """Returns the ids of a document and of those after it, about `_ENCODED_CHARS` characters.
+
+    They are at most an epoch: a small text is not encoded several times at once.
+    """
+    texts, size = [], 0
+    while size < _ENCODED_CHARS and len(texts) < epoch:
+        texts.append(documents[index + len(texts)])
+        size += len(texts[-1])
+    return _encode(tokenizer, texts)
+
+
+def _encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
+    """Returns the ids of whole documents, int32 [length] each."""
     start = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    return np.asarray([*start, *tokenizer.encode(text), tokenizer.eos_id], np.int32)
+    return [
+        np.asarray([*start, *ids, tokenizer.eos_id], np.int32)
+        for ids in tokenizer.encode_batch(texts)
+    ]
 
 
 def _as_batch(rows: np.ndarray) -> Batch:
@@ -253,7 +216,7 @@ def _first_tokens(
     pieces, num_bytes = [], 0
     longest = wanted if len(texts) == 1 else _LONGEST_HELD_OUT
     for text in _iterate(texts):
-        document = _encode(tokenizer, text)
+        (document,) = _encode(tokenizer, [text])
         tokens = document[: min(wanted, longest)]
         wanted -= len(tokens)
         whole, cut = len(text.encode()), len(tokens) < len(document)

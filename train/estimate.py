@@ -7,12 +7,12 @@ from typing import Any
 import jax
 
 import actjax
-from models import preset
 from train.config import PretrainConfig
 from train.devices import HERE, compile_for, description_of
 from train.flops import causal_loop_length, matmul_flops
 from train.gpus import GPUS
 from train.report import StepMemory, explain_step, step_memory, tree_bytes
+from train.resolve import dimensions
 from train.step import (
     Recipe,
     TrainState,
@@ -138,7 +138,7 @@ def compile_plan(plan: Plan, device: str) -> Compiled:
 
 
 def _recipe(config: PretrainConfig) -> Recipe:
-    return make_recipe(config, preset(config.model))
+    return make_recipe(config, dimensions(config))
 
 
 def _shapes(recipe: Recipe) -> TrainState:

@@ -18,13 +18,13 @@ from models.checkpoints import load_checkpoint, read_dimensions
 from models.lora import merge, quantize
 from models.peft import save_adapters
 from train import cli
-from train.begin import Data, Weights, begin, check_sizes, check_vocabulary, run_identity
+from train.begin import Data, Weights, begin, check_sizes, run_identity
 from train.calibration import calibrate, calibrated_sites
 from train.config import FinetuneConfig
 from train.examples import Examples, open_examples
 from train.loop import Run, make_console, prepare_and_train, run_program
 from train.packing import packed_batches, validation_set
-from train.resolve import resolve
+from train.resolve import ResolvedConfig, resolve
 from train.sharding import batch_sharding, make_mesh
 from train.step import Recipe, TrainState, build_recipe, init_state, model_of
 from train.tokenizer import Tokenizer, tokenizer_of
@@ -68,7 +68,7 @@ def prepare(given: FinetuneConfig, console: Console) -> Run:
     check_sizes(config, mesh)
     recipe = build_recipe(config)
     tokenizer = tokenizer_of(checkpoint, given.tokenizer)
-    check_vocabulary(config, tokenizer, "`--tokenizer` belongs to another model")
+    _check_vocabulary(config, tokenizer)
     folder = given.tokenizer or checkpoint
     examples = open_examples(given.data, tokenizer, config.seq_len, folder)
     identity = run_identity(
@@ -89,6 +89,16 @@ def prepare(given: FinetuneConfig, console: Console) -> Run:
 
 def _checkpoint(given: FinetuneConfig) -> pathlib.Path:
     return pathlib.Path(given.checkpoint).expanduser()
+
+
+def _check_vocabulary(config: ResolvedConfig, tokenizer: Tokenizer) -> None:
+    """Raises a `ValueError` unless the model has an embedding for every token."""
+    known = config.model_config.vocab_size
+    if tokenizer.vocab_size > known:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, but {config.title} has {known}:"
+            " `--tokenizer` belongs to another model."
+        )
 
 
 def _packed(recipe: Recipe, examples: Examples, tokenizer: Tokenizer) -> Callable[[], Any]:

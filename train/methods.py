@@ -136,18 +136,33 @@ def _residuals(o: MethodOptions) -> CompressedResiduals:
     return CompressedResiduals(**sites)
 
 
-def _by_channel(o: MethodOptions) -> Storage:
-    """Returns HyC-LoRA's codes, whose scales per channel are calibrated (`train.calibration`)."""
+def _points(o: MethodOptions) -> Storage:
+    ratio = None if o.points else o.ratio
+    code = PointApproximation(ratio, o.points or None, tolerance=o.tolerance)
+    return Storage(attention_in=_placed(code, o))
+
+
+def _exact_or_remat(o: MethodOptions) -> StorageChoice:
+    return Remat() if o.remat else Storage()
+
+
+def _by_channel(o: MethodOptions) -> StorageChoice:
+    """Returns HyC-LoRA's codes, whose scales per channel are calibrated (`train.calibration`).
+
+    With rematerialization there is one, of the input of a block: that of its first norm.
+    """
     if o.bits == 16:
         raise ValueError("`--bits 16` quantizes nothing: use `--method qlora` instead.")
     code = Quantized(o.bits, scaling="channel", rounding=o.rounding, levels=o.levels)
     norm: Codec = code
     if o.level != "none":
         norm = dataclasses.replace(code, outlier_fraction=o.outlier_fraction or 0.005)
-    sites: dict[str, Any] = dict.fromkeys(KEPT_SITES, code)
-    sites |= {"attention_norm": norm, "mlp_norm": norm}
+    if o.remat:
+        return Remat(codec=_placed(norm, o))
+    sites: dict[str, Any] = dict.fromkeys(KEPT_SITES, _placed(code, o))
+    sites |= {"attention_norm": _placed(norm, o), "mlp_norm": _placed(norm, o)}
     inter = o.level == "intra+inter"
-    inputs: dict[str, Any] = dict.fromkeys(LINEAR_INPUTS, None if inter else code)
+    inputs: dict[str, Any] = dict.fromkeys(LINEAR_INPUTS, None if inter else _placed(code, o))
     return Storage(**sites, **inputs, split_adapters=inter)
 
 
@@ -159,9 +174,7 @@ METHODS: dict[str, Method] = {
     ),
     "pamm": Method(
         "input of q, k and v as a few tokens (PAMM): biased",
-        lambda o: Storage(
-            attention_in=_placed(PointApproximation(o.ratio, tolerance=o.tolerance), o)
-        ),
+        _points,
     ),
     "low_rank": Method(
         "linear inputs and weight gradients as factors (Wei et al., Ours): biased",
@@ -216,12 +229,12 @@ METHODS: dict[str, Method] = {
     ),
     "lora": Method(
         "adapters of frozen weights: exact gradients",
-        lambda _: Storage(),
+        _exact_or_remat,
         adapters=True,
     ),
     "qlora": Method(
         "adapters of frozen 4-bit weights (NF4): exact gradients",
-        lambda _: Storage(),
+        _exact_or_remat,
         adapters=True,
         four_bit=True,
     ),

@@ -32,6 +32,8 @@ class MethodOptions:
     for the others."""
     ratio: float = 1 / 512
     """Share of the tokens that is stored."""
+    points: int = 0
+    """Number of tokens that are stored, instead of a share. 0: given by `--ratio`."""
     tolerance: float = float("inf")
     """Drop tokens whose relative error is above this; inf keeps all."""
     power_iterations: int = 0
@@ -78,6 +80,9 @@ class MethodOptions:
     offload: bool = False
     """Keep the stored activations in host memory between the passes; remat keeps the inputs of the
     blocks there."""
+    remat: bool = False
+    """Store only the input of each block, and compute the rest again in the backward pass. hyc_lora
+    stores this input in `--bits` by channel."""
     stagger: bool = False
     """Refresh the subspaces of the layers one after the other within a gap instead of all at
     once."""
@@ -85,6 +90,12 @@ class MethodOptions:
     def __post_init__(self) -> None:
         if self.rank < 0:
             raise ValueError(f"`--rank` must be at least 0, got {self.rank}.")
+        if self.points < 0:
+            raise ValueError(f"`--points` must be at least 0, got {self.points}.")
+        if self.points and self.ratio != type(self).ratio:
+            raise ValueError(
+                f"`--points {self.points}` and `--ratio {self.ratio}` exclude each other: drop one."
+            )
         if self.gap < 1:
             raise ValueError(f"`--gap` must be at least 1, got {self.gap}.")
         if self.adapt_every < 1:
@@ -110,6 +121,7 @@ _ADAPTIVE = ("gact", "quantized", "lean")
 FLAG_METHODS: dict[str, tuple[str, ...]] = {
     "rank": ("low_rank", *_SUBSPACE),
     "ratio": ("pamm",),
+    "points": ("pamm",),
     "tolerance": ("pamm",),
     "power_iterations": ("low_rank", "subspace"),
     "sketch": ("low_rank", "subspace"),
@@ -127,7 +139,8 @@ FLAG_METHODS: dict[str, tuple[str, ...]] = {
     "level": ("hyc_lora",),
     "average_bits": _ADAPTIVE,
     "adapt_every": _ADAPTIVE,
-    "offload": ("remat", "pamm", "low_rank", *_CODES),
+    "offload": ("remat", "pamm", "low_rank", *_CODES, "hyc_lora"),
+    "remat": ADAPTERS,
     "in_backward": FULL_WEIGHTS,
     "lora_rank": ADAPTERS,
     "lora_alpha": ADAPTERS,

@@ -1,7 +1,8 @@
 """Prints the memory of a training step, and finds settings that fit: `python -m train.plan`.
 
 The real step is compiled, for this machine or for a GPU that need not be there, and the figures are
-those of the compiled program. Nothing is trained.
+those of the compiled program. Nothing is trained. Without `--tokenizer` and `--model-vocab-size`
+the model has the vocabulary of its preset, whereas train.pretrain takes that of its tokenizer.
 
 With `--budget`, the fastest step that fits is found, and the command that runs it is printed. Other
 settings, such as `--data`, go into that command.
@@ -20,7 +21,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from models import preset
 from train import cli
 from train.cli import Headings
 from train.config import PretrainConfig
@@ -28,8 +28,9 @@ from train.devices import HERE, gpu
 from train.estimate import Compiled, compile_plan, make_plan, parameter_bytes
 from train.gpus import GIB, GPUS
 from train.options import FULL_WEIGHTS, flag_name, given_fields, used_options
-from train.resolve import resolve
+from train.resolve import dimensions, resolve
 from train.stages import METHODS, OPTIONS, stages
+from train.tokenizer import load_tokenizer
 
 PROG = "python -m train.plan"
 ALL = "all"
@@ -106,7 +107,7 @@ def main() -> None:
     config = cli.parse(PlanConfig, PROG, description=__doc__, choices=PlanConfig.choices())
     try:
         fits = run(config, console)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     sys.exit(0 if fits else 1)
@@ -120,13 +121,15 @@ def run(config: PlanConfig, console: Console) -> bool:
 
     Raises:
       ValueError: settings that do not fit each other, an unknown model, method or device.
+      OSError: a tokenizer that cannot be read.
     """
     if config.device != HERE:
         # The CUDA plugin would ask for a driver, which is not there.
         jax.config.update("jax_platforms", "cpu")
+    config = dataclasses.replace(config, train=_with_vocabulary(config.train))
     train = config.train
     if train.method != ALL:
-        resolve(train, preset(train.model))  # Raises for flags that the method does not use.
+        resolve(train, dimensions(train))  # Raises for flags that the method does not use.
     if config.budget:
         return search(config, console)
     names = FULL_WEIGHTS if train.method == ALL else (train.method,)
@@ -140,12 +143,20 @@ def run(config: PlanConfig, console: Console) -> bool:
     return True
 
 
+def _with_vocabulary(train: PretrainConfig) -> PretrainConfig:
+    """Returns settings whose model has the vocabulary of `--tokenizer`, if that is given."""
+    if train.data.tokenizer is None:
+        return train
+    size = load_tokenizer(train.data.tokenizer).vocab_size
+    return dataclasses.replace(train, model_vocab_size=dimensions(train, size).vocab_size)
+
+
 def search(config: PlanConfig, console: Console) -> bool:
     """Prints the fastest plan within the budget, and returns whether there is one."""
     began, budget = time.time(), parse_bytes(config.budget)
     methods = METHODS if config.train.method == ALL else (config.train.method,)
     tried: list[Compiled] = []
-    for title, configs in stages(config.train, preset(config.train.model), methods):
+    for title, configs in stages(config.train, dimensions(config.train), methods):
         for one in _by_speed(title, configs, config, console):
             tried.append(one)
             if one.peak > budget:
@@ -190,7 +201,8 @@ def table_of(rows: list[Compiled], config: PlanConfig) -> Table:
     """Returns compiled plans as a table, in GiB."""
     train = config.train
     title = (
-        f"{train.model}, {train.batch_size} x {train.seq_len}, weights {train.weight_dtype},"
+        f"{train.model}, vocabulary of {dimensions(train).vocab_size:,},"
+        f" {train.batch_size} x {train.seq_len}, weights {train.weight_dtype},"
         f" compiled for {config.device}; GiB"
     )
     table = Table(title=title, box=box.SIMPLE_HEAD)

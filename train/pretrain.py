@@ -1,18 +1,18 @@
 """Pretrains a Llama on text: `python -m train.pretrain --model llama_9m --steps 300`."""
 
+import dataclasses
 import functools
 
 import jax
 from rich.console import Console
 
-from models import preset
 from train import cli
-from train.begin import Data, Weights, begin, check_sizes, check_vocabulary, run_identity
+from train.begin import Data, Weights, begin, check_sizes, run_identity
 from train.config import PretrainConfig
 from train.corpus import Corpus, open_corpus
-from train.data import train_batches, validation_batches
+from train.data import ROW_ORDER, train_batches, validation_batches
 from train.loop import Run, make_console, prepare_and_train, run_program
-from train.resolve import resolve
+from train.resolve import dimensions, resolve
 from train.sharding import make_mesh
 from train.step import Recipe, build_recipe, init_state
 from train.tokenizer import Tokenizer, default_tokenizer, load_tokenizer
@@ -46,24 +46,19 @@ def prepare(given: PretrainConfig, console: Console) -> Run:
       ValueError: settings that do not fit each other, the text or the checkpoint.
       OSError: a file that cannot be read.
     """
-    config = resolve(given, preset(given.model))
+    config = resolve(given, dimensions(given))
     mesh = make_mesh(config.mesh)
     check_sizes(config, mesh)
-    recipe = build_recipe(config)
-    if given.data.tokenizer is None and given.data.vocab_size > config.model_config.vocab_size:
-        raise ValueError(
-            f"`--vocab-size {given.data.vocab_size}` is above the {config.model_config.vocab_size}"
-            f" tokens of {config.title}: lower it, or choose another model."
-        )
     data_dir = given.data.data_dir.expanduser()
     corpus = open_corpus(given.data.data, data_dir, text_field=given.data.text_field)
     if given.data.tokenizer is not None:
         tokenizer = load_tokenizer(given.data.tokenizer)
     else:
         tokenizer = default_tokenizer(corpus, given.data.vocab_size, data_dir)
-    check_vocabulary(config, tokenizer, "choose another model or `--tokenizer`")
+    model_config = dimensions(given, tokenizer.vocab_size)
+    recipe = build_recipe(dataclasses.replace(config, model_config=model_config))
     data = _data(recipe, corpus, tokenizer)
-    identity = run_identity(recipe, tokenizer, corpus.fingerprint)
+    identity = run_identity(recipe, tokenizer, corpus.fingerprint, row_order=ROW_ORDER)
     return begin(given, recipe, mesh, data, _weights(recipe), identity, console)
 
 

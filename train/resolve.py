@@ -4,7 +4,7 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from models import ModelConfig
+from models import ModelConfig, preset
 from models.lora import LoRAConfig
 from train import methods
 from train.config import FinetuneConfig, PretrainConfig, RunConfig
@@ -53,6 +53,33 @@ class ResolvedConfig(RunConfig):
         ]
 
 
+_VOCABULARY_MULTIPLE = 128
+"""Matrix units work on multiples of this, and shards divide it."""
+
+
+def dimensions(config: PretrainConfig, tokenizer_size: int | None = None) -> ModelConfig:
+    """Returns the dimensions of the model to pretrain.
+
+    Args:
+      config: what the user gave.
+      tokenizer_size: vocabulary size of the tokenizer. None without a tokenizer: the vocabulary is
+        that of the preset, unless `--model-vocab-size` is given.
+
+    Raises:
+      ValueError: an unknown model, or one with fewer tokens than the tokenizer.
+    """
+    model, asked = preset(config.model), config.model_vocab_size
+    if tokenizer_size is None:
+        return dataclasses.replace(model, vocab_size=asked or model.vocab_size)
+    if 0 < asked < tokenizer_size:
+        raise ValueError(
+            f"`--model-vocab-size {asked}` is below the {tokenizer_size} tokens of the tokenizer:"
+            f" pass at least {tokenizer_size}, or 0 to follow the tokenizer."
+        )
+    follows = -(-tokenizer_size // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
+    return dataclasses.replace(model, vocab_size=asked or follows)
+
+
 def resolve(
     config: PretrainConfig | FinetuneConfig, model: ModelConfig, checkpoint_dtype: str = "float32"
 ) -> ResolvedConfig:
@@ -65,7 +92,7 @@ def resolve(
 
     Raises:
       ValueError: an unknown method, flags that it does not use, or settings that exclude each
-        other.
+        other or are out of range.
     """
     method = methods.method(config.method)
     adapter = config.adapter if isinstance(config, FinetuneConfig) else None
@@ -81,6 +108,7 @@ def resolve(
             " both, or neither."
         )
     _check_rank(config, method, options.rank, model)
+    method.storage_of(options, {})  # Raises for options that do not fit each other.
     given = {field.name: getattr(config, field.name) for field in dataclasses.fields(RunConfig)}
     resolved: dict[str, Any] = {
         "options": options,

@@ -42,9 +42,8 @@ _QWEN2_PATTERN = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# `tokenizers` warns at each fork after its threads ran, unless this is set. Encoding one document
-# at a time needs no threads; `train_bpe` turns them on.
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# `tokenizers` warns at each fork after its threads ran, unless this is set.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -67,6 +66,10 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         return self._inner.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        # "fast" leaves out the places of tokens in the text.
+        return [x.ids for x in self._inner.encode_batch_fast(texts, add_special_tokens=False)]
 
     def encode_with_special(self, text: str) -> list[int]:
         return self._with_special.encode(text, add_special_tokens=False).ids
@@ -108,6 +111,9 @@ class SentencePieceTokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         return self._inner.encode(text, out_type=int)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return self._inner.encode(list(texts), out_type=int, num_threads=os.cpu_count())
 
     def encode_with_special(self, text: str) -> list[int]:
         # The parts between special tokens are encoded one by one, as in Llama 2's code.
@@ -208,8 +214,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         initial_alphabet=alphabet,
         show_progress=False,
     )
-    with _all_cores():
-        inner.train_from_iterator(iter(texts), trainer)
+    inner.train_from_iterator(iter(texts), trainer)
     return HuggingFaceTokenizer(inner, eos=END_OF_TEXT)
 
 
@@ -242,16 +247,6 @@ def _sample(texts: RandomAccess[str]) -> Iterator[str]:
         text = texts[index]
         seen += len(text)
         yield text
-
-
-@contextlib.contextmanager
-def _all_cores() -> Iterator[None]:
-    before = os.environ["TOKENIZERS_PARALLELISM"]
-    os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    try:
-        yield
-    finally:
-        os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
 def _byte_level(model: models.BPE) -> tokenizers.Tokenizer:

@@ -30,6 +30,10 @@ class Tokenizer(abc.ABC):
     def encode(self, text: str) -> list[int]:
         """Returns the ids of `text`, without `bos_id` and `eos_id`."""
 
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Returns `encode` of each text. Faster on several cores, for most tokenizers."""
+        return [self.encode(text) for text in texts]
+
     def encode_with_special(self, text: str) -> list[int]:
         """Returns the ids of `text`, in which names of special tokens stand for these tokens.
 

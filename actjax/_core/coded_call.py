@@ -231,7 +231,7 @@ def coded_call(
     `fun` is an `Operator` that defines another backward pass.
 
     Args:
-      fun: the function; returns a pytree of arrays and closes over no arrays.
+      fun: the function; returns a pytree of arrays and closes over no traced arrays.
       activations: floating point arrays.
       others: a pytree of all other arrays that `fun` reads.
       codecs: codecs of the activations.

@@ -1,6 +1,7 @@
 """Storing a code in the memory of the host, so that it takes no memory of the device."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,8 +11,9 @@ from actjax.codecs.base import Code, Codec, FactoredCodec
 from actjax.codecs.exact import Exact
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["codec"], meta_fields=[])
 @dataclasses.dataclass(frozen=True, repr=False)
-class Offloaded(Codec):
+class Offloaded(Codec, holds_arrays=True):
     """Keeps the code of another codec in host memory between the passes.
 
     The code crosses the bus instead of the activation: four bits move a quarter of the bytes of
@@ -25,7 +27,8 @@ class Offloaded(Codec):
     Source: GACT (Liu et al., 2022), section 5.4.
 
     Attributes:
-      codec: the codec whose code is kept.
+      codec: the codec whose code is kept. If it holds arrays, as `Calibrated` does, they stay on
+        the device.
     """
 
     codec: Codec = Exact()

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from actjax._core.coded_call import coded_call
 from actjax._jaxpr.programs import close
@@ -69,19 +70,28 @@ def checkpoint(
         ]
         given = [closed.arguments[i] for i in coded]
         rest = [None if i in coded else x for i, x in enumerate(closed.arguments)]
+        # Constants of known value have no gradient. They must not be differentiated: an operator
+        # with a backward pass of its own, such as a product with NF4 weights, closes over some.
+        traced = [x for x in closed.constants if isinstance(x, Tracer)]
+        known = [None if isinstance(x, Tracer) else x for x in closed.constants]
 
         def run(activations: Any, others: Any) -> Any:
-            constants, rest = others
-            filled = iter(activations)
-            return closed.run(constants, [next(filled) if x is None else x for x in rest])
+            traced, rest = others
+            return closed.run(_filled(known, traced), _filled(rest, activations))
 
         names = [name if len(coded) == 1 else f"{name} {i}" for i in range(len(coded))]
         outputs = coded_call(
-            run, given, (closed.constants, rest), [codec] * len(coded), key, "checkpoint", names
+            run, given, (traced, rest), [codec] * len(coded), key, "checkpoint", names
         )
         return closed.unflatten(outputs)
 
     return checkpointed
+
+
+def _filled(places: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    """Returns `places` with the values, in order, in place of None."""
+    left = iter(values)
+    return [next(left) if x is None else x for x in places]
 
 
 def _can_be_coded(x: Any) -> bool:

@@ -40,6 +40,26 @@ def test_gradients_are_those_of_the_codec(codec):
     assert away.gradient_rank(X.shape) == codec.gradient_rank(X.shape)
 
 
+def test_a_codec_that_holds_arrays_may_be_traced(x64):
+    codec = Quantized(4, scaling="channel")
+
+    @jax.jit
+    def gradients(x, w):
+        calibrated = actjax.Calibrated.fit(codec, x)
+
+        def gradient(codec):
+            return jax.grad(lambda w: jnp.sum(actjax.linear(x, w, codec=codec) ** 2))(w)
+
+        # The scales are sliced by a scan, as those of layers are.
+        stacked = jax.tree.map(lambda a: a[None], Offloaded(calibrated))
+        inside = jax.lax.scan(lambda _, one: (None, gradient(one)), None, stacked)[1][0]
+        return gradient(calibrated), gradient(Offloaded(calibrated)), inside
+
+    want, got, inside = gradients(X, W)
+    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(inside, want)
+
+
 def test_a_code_is_in_the_memory_of_the_host():
     traced = jax.make_jaxpr(Offloaded(Quantized(4, group=8)).encode)(X)
     spaces = {x.aval.memory_space for x in traced.jaxpr.outvars}

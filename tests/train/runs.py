@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from models import preset
 from train.checkpoint import Checkpoints
 from train.config import DataConfig, PretrainConfig
 from train.metrics import read_metrics
 from train.options import MethodOptions
 from train.plan import flags
+from train.resolve import dimensions
 from train.step import init_state, make_recipe
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
@@ -101,7 +101,7 @@ def forget_last_checkpoint(out: pathlib.Path) -> None:
 
 def final_state(config: PretrainConfig):
     """Returns the step and the arrays of the last checkpoint."""
-    recipe = make_recipe(config, preset(config.model))
+    recipe = make_recipe(config, dimensions(config, config.data.vocab_size))
     state = jax.eval_shape(functools.partial(init_state, recipe))
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), state)

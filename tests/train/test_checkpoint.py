@@ -74,6 +74,15 @@ def test_a_checkpoint_of_another_run_is_refused_with_the_differences(tmp_path, s
     checkpoints.close()
 
 
+def test_a_checkpoint_with_another_order_of_rows_is_refused_with_the_reason(tmp_path, state):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.save(1, state, {}, IDENTITY)
+    now = {**IDENTITY, "row_order": "shuffled"}
+    with pytest.raises(ValueError, match=r"row_order: None there.*\n.*Finish the run with that"):
+        checkpoints.restore(1, like(state), now)
+    checkpoints.close()
+
+
 def test_former_names_of_methods_in_an_identity_are_understood(tmp_path, state):
     checkpoints = Checkpoints(tmp_path, keep=2)
     for step, (former, now) in enumerate(

@@ -48,6 +48,13 @@ def test_run_settings_out_of_range_are_refused():
             PretrainConfig(**{name: value})
 
 
+def test_a_model_with_fewer_tokens_than_its_tokenizer_is_refused():
+    with pytest.raises(ValueError, match=r"`--model-vocab-size` must be in \[0, inf\), got -1"):
+        PretrainConfig(model_vocab_size=-1)
+    with pytest.raises(ValueError, match="`--model-vocab-size 8191` is below the 8192 tokens"):
+        PretrainConfig(model_vocab_size=8191)
+
+
 def test_the_vocabulary_of_a_given_tokenizer_cannot_be_set():
     with pytest.raises(ValueError, match="`--vocab-size 300` has no effect with `--tokenizer`"):
         DataConfig(tokenizer=pathlib.Path("tokenizer.json"), vocab_size=300)

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import json
 
-import grain
 import hypothesis
 import numpy as np
 import pytest
@@ -12,12 +11,21 @@ from bytes_tokenizer import Bytes
 from hypothesis import strategies as st
 
 from train.corpus import Corpus
-from train.data import PackIterDataset, train_batches, validation_batches
+from train.data import train_batches, validation_batches
 from train.tokenizer import Tokenizer, train_bpe
 
 DOCUMENTS = [f"document {i}: " + "words é " * (i % 7) for i in range(40)]
 HELD_OUT = ["held out ünë " * 3, "", "another one"]
 CORPUS = Corpus("test", train=DOCUMENTS, validation=HELD_OUT, fingerprint="0")
+
+WHOLE_ROWS = Corpus(
+    "rows",
+    # With the special tokens of `Bytes`, seven documents of three rows of 17 tokens. A row has the
+    # numbers of its document and of itself in its middle.
+    train=["".join(f"..{i:02}{j:02}".ljust(17, ".") for j in range(3))[1:-1] for i in range(7)],
+    validation=["x"],
+    fingerprint="4",
+)
 
 
 @pytest.fixture(scope="module")
@@ -58,62 +66,16 @@ def documents_in(tokens: np.ndarray, tokenizer) -> list[str]:
     return [tokenizer.decode(part) for part in np.split(tokens, ends)]
 
 
-# --- Packing. ---
-
-
-@hypothesis.given(
-    lengths=st.lists(st.integers(1, 12), max_size=12),
-    row=st.integers(1, 10),
-    stop=st.integers(0, 30),
-)
-@hypothesis.settings(deadline=None)
-def test_rows_join_to_the_tokens_and_a_restored_state_continues(lengths, row, stop):
-    starts = np.cumsum([0, *lengths])
-    documents = [np.arange(a, b) for a, b in itertools.pairwise(starts)]
-    packed = PackIterDataset(grain.MapDataset.source(documents), length=row)
-    rows = [*packed]
-    np.testing.assert_array_equal(np.concatenate([[], *rows]), np.arange(starts[-1] // row * row))
-    iterator, restored = iter(packed), iter(packed)
-    list(itertools.islice(iterator, stop))
-    restored.set_state(json.loads(json.dumps(iterator.get_state())))
-    np.testing.assert_array_equal(list(restored), rows[stop:])
-
-
-@hypothesis.given(
-    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=12),
-    row=st.integers(1, 10),
-    streams=st.integers(1, 5),
-    stop=st.integers(0, 30),
-)
-@hypothesis.settings(deadline=None)
-def test_streams_share_documents_and_a_restored_state_continues(lengths, row, streams, stop):
-    starts = np.cumsum([0, *lengths])
-    documents = [np.arange(a, b) for a, b in itertools.pairwise(starts)]
-    packed = PackIterDataset(grain.MapDataset.source(documents), length=row, streams=streams)
-    rows = [*packed]
-    tokens = np.concatenate([[], *rows])
-    assert len(set(tokens)) == len(tokens)
-    for stream in range(streams):
-        mine = np.concatenate([[], *rows[stream::streams]]).astype(int)
-        # A stream has whole documents in order.
-        jumps = mine[1:][np.diff(mine) != 1]
-        assert set(jumps) <= set(starts)
-        assert (np.diff(mine) > 0).all()
-    iterator, restored = iter(packed), iter(packed)
-    list(itertools.islice(iterator, stop))
-    restored.set_state(json.loads(json.dumps(iterator.get_state())))
-    np.testing.assert_array_equal(list(restored), rows[stop:])
-
-
 # --- Training. ---
 
 
-def test_rows_of_a_batch_come_from_different_documents():
-    corpus = Corpus(
-        "letters", train=[c * 100 for c in "abcdefgh"], validation=["x"], fingerprint="2"
-    )
-    (batch,) = batches_of(Bytes(), 1, corpus)
-    assert len(set(batch["inputs"][:, 1])) == 4
+def test_rows_of_a_document_are_spread_over_the_epoch():
+    # Documents of 100 rows: in their order, 99 of 100 neighbours would be of one document.
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    corpus = Corpus("letters", train=[c * 1700 for c in letters], validation=["x"], fingerprint="2")
+    rows = rows_of(batches_of(Bytes(), 600, corpus))
+    same = rows[1:, 8] == rows[:-1, 8]
+    assert same.mean() < 3 / len(letters)
 
 
 def test_targets_are_the_inputs_one_ahead(tokenizer):
@@ -124,25 +86,35 @@ def test_targets_are_the_inputs_one_ahead(tokenizer):
     assert batch["mask"].all()
 
 
-def test_one_epoch_holds_each_document_once(tokenizer):
-    tokens = rows_of(batches_of(tokenizer, 60, batch_size=1)).ravel()
-    assert sorted(documents_in(tokens, tokenizer)[: len(DOCUMENTS)]) == sorted(DOCUMENTS)
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_each_epoch_of_all_processes_together_has_every_row_once_in_another_order(count):
+    sizes = {"batch_size": count, "process_count": count}
+    found = []
+    for index in range(count):
+        # Process 0 of 2 has 4 documents of 3 rows, for example.
+        share = len(range(index, 7, count)) * 3
+        batches = batches_of(Bytes(), 2 * share, WHOLE_ROWS, process_index=index, **sizes)
+        assert batches[0]["inputs"].shape == (1, 16)
+        names = [bytes(row[2:6].tolist()).decode() for row in rows_of(batches)]
+        first, second = names[:share], names[share:]
+        assert sorted(first) == sorted(second)
+        assert first != second
+        found += first
+    assert sorted(found) == [f"{i:02}{j:02}" for i in range(7) for j in range(3)]
 
 
-def test_epochs_are_shuffled_differently(tokenizer):
-    tokens = rows_of(batches_of(tokenizer, 120, batch_size=1)).ravel()
-    found = documents_in(tokens, tokenizer)
-    first, second = found[:40], found[40:80]
-    assert first != second
-    assert sorted(first) == sorted(second)
-
-
-def test_documents_begin_with_bos_if_the_tokenizer_has_one():
-    tokens = rows_of(batches_of(Bytes(), 20)).ravel()
-    assert tokens[0] == 256
-    ends = np.flatnonzero(tokens[:-1] == 257)
-    assert len(ends) > 5
-    assert (tokens[ends + 1] == 256).all()
+@pytest.mark.parametrize("kind", ["bpe", "bos"])
+def test_rows_hold_whole_documents_between_their_special_tokens(tokenizer, kind):
+    tokenizer = tokenizer if kind == "bpe" else Bytes()
+    special = 1 if tokenizer.bos_id is None else 2
+    count = sum(len(tokenizer.encode(text)) + special for text in DOCUMENTS)
+    (batch,) = batches_of(tokenizer, 1, batch_size=1, seq_len=count - 1)  # A row is an epoch.
+    tokens = rows_of([batch]).ravel()
+    *found, rest = documents_in(tokens, tokenizer)
+    assert (sorted(found), rest) == (sorted(DOCUMENTS), "")
+    begins = np.append(0, np.flatnonzero(tokens == tokenizer.eos_id)[:-1] + 1)
+    if tokenizer.bos_id is not None:
+        assert (tokens[begins] == tokenizer.bos_id).all()
 
 
 def test_the_same_seed_gives_the_same_batches(tokenizer):
@@ -172,15 +144,6 @@ def test_used_iterator_can_be_set_back(tokenizer):
     iterator.set_state(state)
     assert_equal(list(itertools.islice(iterator, 5)), first)
     iterator.close()
-
-
-def test_processes_share_documents_and_rows(tokenizer):
-    found = []
-    for index in range(2):
-        batches = batches_of(tokenizer, 60, batch_size=2, process_index=index, process_count=2)
-        assert batches[0]["inputs"].shape == (1, 16)
-        found.append(documents_in(rows_of(batches).ravel(), tokenizer)[:20])
-    assert sorted(found[0] + found[1]) == sorted(DOCUMENTS)
 
 
 @pytest.mark.parametrize(

@@ -240,6 +240,28 @@ def test_calibration_is_measured_on_the_first_batches(folder):
     jax.tree.map(np.testing.assert_array_equal, found, want)
 
 
+@pytest.mark.usefixtures("no_steps")
+def test_the_input_of_a_block_has_the_calibration_of_its_first_norm(folder):
+    found = []
+    for name, options in (
+        ("whole", MethodOptions()),
+        ("remat", MethodOptions(remat=True)),
+        ("offloaded", MethodOptions(remat=True, offload=True)),
+    ):
+        ready = prepare(
+            make_config(folder, f"norm-{name}", method="hyc_lora", options=options), quiet()
+        )
+        ready.checkpoints.close()
+        ready.batches.close()
+        found.append(jax.tree.map(np.asarray, ready.state.calibration))
+    whole, *others = found
+    for other in others:
+        assert set(other) == {"attention_norm"}
+        jax.tree.map(
+            np.testing.assert_array_equal, other["attention_norm"], whole["attention_norm"]
+        )
+
+
 @pytest.mark.slow
 def test_a_llama2c_file_is_a_checkpoint(folder):
     dims = dataclasses.replace(DIMS, norm_eps=1e-5, tie_embeddings=True)
@@ -279,7 +301,7 @@ def test_bad_settings_are_refused_in_one_line(folder):
         ({"data": ExampleConfig(data="nowhere.jsonl")}, "nowhere.jsonl"),
         ({"method": "hyc"}, "unknown `--method` 'hyc'"),
         ({"method": "hyc_lora", "options": MethodOptions(bits=16)}, "`--bits 16` quantizes noth"),
-        ({"method": "hyc_lora", "options": MethodOptions(offload=True)}, "`--offload` has no eff"),
+        ({"method": "lora", "options": MethodOptions(offload=True)}, "`--offload` has no effect"),
         ({"method": "qlora", "in_backward": True}, "`--in-backward` has no effect with"),
         ({"method": "exact", "adapter": AdapterConfig(lora_rank=2)}, "`--lora-rank 2` has no eff"),
     ):

@@ -81,6 +81,30 @@ def test_quantized_stores_one_code_per_value_and_rebuilds_linear_inputs():
     assert set(whole.codecs.values()) == {Exact()}
 
 
+def test_points_are_given_by_their_number_or_their_share():
+    codec = method("pamm").storage(MethodOptions(points=3)).codecs["attention_in"]
+    assert codec == PointApproximation(points=3)
+    codec = method("pamm").storage(MethodOptions()).codecs["attention_in"]
+    assert codec == PointApproximation(1 / 512)
+
+
+def test_adapters_with_rematerialization_store_the_input_of_a_block():
+    options = MethodOptions(remat=True, bits=4)
+    assert method("lora").storage(options) == method("qlora").storage(options) == Remat()
+    code = Quantized(4, scaling="channel", outlier_fraction=0.005)
+    assert method("hyc_lora").storage(options) == Remat(codec=code)
+    away = dataclasses.replace(options, offload=True, level="none")
+    plain = Quantized(4, scaling="channel")
+    assert method("hyc_lora").storage(away) == Remat(codec=Offloaded(plain))
+
+
+def test_offloaded_codes_of_hyc_lora_are_those_of_its_sites():
+    for level in ("none", "intra", "intra+inter"):
+        here = method("hyc_lora").storage(MethodOptions(bits=4, level=level))
+        away = method("hyc_lora").storage(MethodOptions(bits=4, level=level, offload=True))
+        assert away.codecs == {site: Offloaded(codec) for site, codec in here.codecs.items()}
+
+
 def test_compressed_remat_stores_the_input_of_a_block():
     assert method("compressed_remat").storage(FEW) == Remat(codec=CODE)
     away = dataclasses.replace(FEW, offload=True)

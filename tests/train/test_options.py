@@ -19,10 +19,11 @@ from train.options import (
 
 MODEL = preset("llama_60m")
 OTHER = {
-    "rank": 7, "ratio": 0.25, "tolerance": 0.5, "power_iterations": 2, "sketch": "rows", "gap": 9,
-    "scale": 0.5, "moments": "reset", "bits": 3, "sites": ("gate",), "group": 32,
-    "rounding": "dither", "levels": "normal", "rotate": True, "outlier_fraction": 0.25,
-    "level": "none", "average_bits": 3.0, "adapt_every": 5, "offload": True, "stagger": True,
+    "rank": 7, "ratio": 0.25, "points": 3, "tolerance": 0.5, "power_iterations": 2,
+    "sketch": "rows", "gap": 9, "scale": 0.5, "moments": "reset", "bits": 3, "sites": ("gate",),
+    "group": 32, "rounding": "dither", "levels": "normal", "rotate": True,
+    "outlier_fraction": 0.25, "level": "none", "average_bits": 3.0, "adapt_every": 5,
+    "offload": True, "remat": True, "stagger": True,
 }  # fmt: skip
 """A value of each option that is not its default."""
 NOT_IN_STORAGE = ("gap", "scale", "moments", "stagger", "average_bits", "adapt_every")
@@ -64,7 +65,8 @@ def test_options_of_subspaces_are_for_the_methods_with_one():
 @pytest.mark.parametrize(
     ("method", "config", "message"),
     [
-        ("hyc_lora", MethodOptions(offload=True), "`--offload` has no effect with `--method hyc_l"),
+        ("qlora", MethodOptions(offload=True), "`--offload` has no effect with `--method qlora`"),
+        ("exact", MethodOptions(remat=True), "`--remat` has no effect .* for lora, qlora, hyc_l"),
         ("exact", MethodOptions(rank=8), "`--rank 8` has no effect .* is for low_rank, subspace"),
         ("quantized", MethodOptions(gap=5), "`--gap 5` .* for subspace, galore, random_projec"),
         ("galore", MethodOptions(bits=8), "`--bits 8` has no effect with `--method galore`"),
@@ -104,6 +106,8 @@ def test_options_out_of_range_are_refused():
         ({"adapt_every": 0}, "`--adapt-every` must be at least 1, got 0"),
         ({"rank": -1}, "`--rank` must be at least 0, got -1"),
         ({"gap": 0}, "`--gap` must be at least 1, got 0"),
+        ({"points": -1}, "`--points` must be at least 0, got -1"),
+        ({"points": 2, "ratio": 0.5}, "`--points 2` and `--ratio 0.5` exclude each other"),
         ({"sites": ("nose",)}, "`--sites` must be of .*, got nose"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -11,12 +11,14 @@ from models import preset
 from models.presets import PRESETS
 from tests.train.runs import quiet
 from train import cli, plan
-from train.config import OptimizerConfig, PretrainConfig
+from train.config import DataConfig, OptimizerConfig, PretrainConfig
 from train.estimate import compile_plan
 from train.methods import METHODS
 from train.options import FULL_WEIGHTS, MethodOptions
 from train.plan import ALL, PlanConfig, flags, parse_bytes, run
+from train.resolve import dimensions
 from train.stages import stages
+from train.tokenizer import train_bpe
 
 TRAIN = PretrainConfig(method=ALL, batch_size=2, seq_len=32, compute_dtype="float32")
 
@@ -104,6 +106,21 @@ def test_the_fastest_plan_that_fits_is_printed_with_its_command(tiny, capsys, mo
     assert done
     for word in ("peak", "weights", "gradients", "states", "residuals", "workspace", "compressed"):
         assert word in text
+
+
+def test_a_plan_has_the_vocabulary_of_the_preset_unless_another_is_given(monkeypatch, tmp_path):
+    seen = []
+
+    def stop(config, device):
+        seen.append(config)
+        raise LookupError
+
+    monkeypatch.setattr(plan, "make_plan", stop)
+    train_bpe(["some text"], 260).save(tmp_path)
+    for changes in ({}, {"model_vocab_size": 9000}, {"data": DataConfig(tokenizer=tmp_path)}):
+        with pytest.raises(LookupError):
+            run(PlanConfig(dataclasses.replace(TRAIN, method="exact", **changes)), quiet())
+    assert [dimensions(config).vocab_size for config in seen] == [32_000, 9000, 384]
 
 
 def test_a_budget_that_nothing_fits_is_reported(tiny):

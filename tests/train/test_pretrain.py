@@ -159,6 +159,10 @@ def test_a_folder_with_a_run_is_resumed_only_on_request_and_with_its_settings(un
             r"optimizer.method: 'lean_subspace' there, 'any full-rank method' now",
         ),
         ({"weight_dtype": "float32"}, "weight_dtype: 'bfloat16' there, 'float32' now"),
+        (
+            {"model_vocab_size": 512},
+            r"vocab_size: 384 there, 512 now\n.*`--model-vocab-size` is given",
+        ),
     ):
         with pytest.raises(BadRunError, match=message):
             run(dataclasses.replace(again, **changes), console)

@@ -6,10 +6,11 @@ import pathlib
 import pytest
 from tiny import CONFIG as MODEL
 
+from models import preset
 from train.config import AdapterConfig, FinetuneConfig, OptimizerConfig, PretrainConfig
 from train.methods import METHODS
 from train.options import MethodOptions
-from train.resolve import ResolvedConfig, resolve
+from train.resolve import ResolvedConfig, dimensions, resolve
 
 FINETUNE = FinetuneConfig(checkpoint="some/model", adapter=AdapterConfig(lora_rank=4))
 
@@ -41,6 +42,25 @@ def test_given_settings_are_kept():
     assert found.folder == pathlib.Path("here")
     assert (found.title, found.packed, found.pretrained) == ("llama_9m", False, False)
     assert found.lora is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "tokenizer_size", "want"),
+    [(0, 8192, 8192), (0, 8193, 8320), (0, 1, 128), (9000, 8200, 9000), (0, None, 32_000),
+     (9000, None, 9000)],
+)  # fmt: skip
+def test_the_vocabulary_of_a_model_is_that_of_its_tokenizer_unless_it_is_given(
+    asked, tokenizer_size, want
+):
+    config = PretrainConfig(model="llama_60m", model_vocab_size=asked)
+    found = dimensions(config, tokenizer_size)
+    assert found == dataclasses.replace(preset("llama_60m"), vocab_size=want)
+
+
+def test_fewer_tokens_than_those_of_the_tokenizer_are_refused():
+    config = PretrainConfig(model_vocab_size=9000)
+    with pytest.raises(ValueError, match=r"9000` is below the 9001 .*pass at least 9001, or 0"):
+        dimensions(config, 9001)
 
 
 @pytest.mark.parametrize(

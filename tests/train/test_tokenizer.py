@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -78,6 +77,12 @@ def write_config(directory: pathlib.Path, **config) -> None:
 @pytest.mark.parametrize("text", ["", " ", "a", AWKWARD, *SENTENCES[:2]])
 def test_text_is_restored(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_texts_that_are_encoded_together_get_the_ids_of_each(tokenizer):
+    texts = ["", AWKWARD, *SENTENCES[:3]]
+    assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
+    assert tokenizer.encode_batch([]) == []
 
 
 def test_names_of_special_tokens_in_a_text_are_letters(tokenizer):
@@ -158,12 +163,6 @@ def test_training_is_the_same_in_another_process(bpe):
 def test_fingerprint_tells_vocabularies_apart(bpe):
     assert train_bpe(SENTENCES, 301).fingerprint != bpe.fingerprint
     assert train_bpe(SENTENCES, 300).fingerprint == bpe.fingerprint
-
-
-def test_training_leaves_parallelism_as_it_was(monkeypatch):
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    train_bpe(SENTENCES, 260)
-    assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
 
 
 # --- The default of a corpus. ---

@@ -21,7 +21,16 @@ from transforms.checkpoint_helpers import (
     total,
 )
 
-from actjax import Calibrated, Exact, Quantized, RandomizedSVD, checkpoint
+from actjax import (
+    Calibrated,
+    Exact,
+    LoRA,
+    NF4Weight,
+    Quantized,
+    RandomizedSVD,
+    checkpoint,
+    linear,
+)
 
 CODECS = Exact(), NEAREST, DITHER, RandomizedSVD(3)
 
@@ -240,6 +249,22 @@ def test_a_codec_may_hold_arrays(x64):
         return jax.vjp(checkpoint(fun, codec), x)[1](dy), jax.vjp(fun, x_hat)[1](dy)
 
     assert_close(*run(x))
+
+
+def test_the_function_may_use_four_bit_weights_with_an_adapter(x64):
+    x, dy, a, b = normal(0, 6, 8), normal(1, 6, 5), normal(2, 8, 2), normal(3, 2, 5)
+    weight = NF4Weight.quantize(normal(4, 8, 5))
+
+    def fun(x, a, b, weight):
+        return jnp.tanh(linear(x, LoRA(weight, a, b, None, 1.0, 0.0)))
+
+    @jax.jit
+    def gradients(x, a, b, weight):
+        x_hat = hat(NEAREST, x)
+        got = jax.vjp(lambda *args: checkpoint(fun, NEAREST)(*args, weight), x, a, b)[1](dy)
+        return got, jax.vjp(lambda *args: fun(*args, weight), x_hat, a, b)[1](dy)
+
+    assert_close(*gradients(x, a, b, weight))
 
 
 def test_keyword_arguments_may_be_static_and_have_gradients(x64):
