@@ -129,6 +129,7 @@ FLAG_METHODS: dict[str, tuple[str, ...]] = {
     "adapt_every": _ADAPTIVE,
     "offload": ("remat", "pamm", "low_rank", *_CODES),
     "in_backward": FULL_WEIGHTS,
+    "weight_rounding": FULL_WEIGHTS,
     "lora_rank": ADAPTERS,
     "lora_alpha": ADAPTERS,
     "lora_dropout": ADAPTERS,

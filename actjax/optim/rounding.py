@@ -149,18 +149,29 @@ class WeightRounding:
         """
         if not isinstance(self.inner, SubspaceTransformation):
             grads = jax.tree.map(_widened, densify(grads))
-        weights, treedef = jax.tree.flatten(params)
-        remainders = [None] * len(weights)
-        if self.compensated:
-            remainders = treedef.flatten_up_to(state.remainder)
-        masters = list(map(_master, weights, remainders))
-        updates, inner = self.inner.update(grads, state.inner, treedef.unflatten(masters), **extra)
+        masters = self.masters(state, params)
+        updates, inner = self.inner.update(grads, state.inner, masters, **extra)
+        leaves, treedef = jax.tree.flatten(params)
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-        seeds = jax.random.bits(key, (len(weights), 2), jnp.uint32)
-        pairs = map(self._rounded, weights, masters, treedef.flatten_up_to(updates), seeds)
-        new, new_remainders = map(treedef.unflatten, zip(*pairs, strict=True))
+        seeds = jax.random.bits(key, (len(leaves), 2), jnp.uint32)
+        columns = leaves, *map(treedef.flatten_up_to, (masters, updates)), seeds
+        rounded = [self._rounded(*leaf) for leaf in zip(*columns, strict=True)]
+        new, new_remainders = (treedef.unflatten([r[i] for r in rounded]) for i in range(2))
         remainder = new_remainders if self.compensated else None
         return new, RoundedState(state.step + 1, state.key, remainder, inner), updates
+
+    def masters(self, state: RoundedState, params: Any) -> Any:
+        """Returns the weights that the next updates are added to, float32 if they are rounded.
+
+        Args:
+          state: the state.
+          params: the parameters.
+        """
+        if not self.compensated:
+            return jax.tree.map(_widened, params)
+        leaves, treedef = jax.tree.flatten(params)
+        pairs = zip(leaves, treedef.flatten_up_to(state.remainder), strict=True)
+        return treedef.unflatten([w if r is None else join_master(w, r) for w, r in pairs])
 
     def _rounded(
         self, weight: jax.Array, master: jax.Array, update: jax.Array, seed: jax.Array
@@ -290,7 +301,3 @@ def _is_bfloat16(x: Any) -> bool:
 
 def _widened(x: Any) -> Any:
     return x.astype(jnp.float32) if _is_bfloat16(x) else x
-
-
-def _master(weight: Any, remainder: Any) -> Any:
-    return _widened(weight) if remainder is None else join_master(weight, remainder)
