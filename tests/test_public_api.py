@@ -121,8 +121,8 @@ def test_actjax_exports_its_public_names_and_no_others():
         *("optim", "value_and_grad", "with_bases"),
     }
     assert {name for name in vars(actjax.optim) if not name.startswith("_")} - {
-        *("adam_8bit", "bases", "checks", "layer_vjp", "layers", "moments", "paths"),
-        "projections",
+        *("adam_8bit", "bases", "bfloat16", "checks", "layer_vjp", "layers", "moments", "paths"),
+        *("projections", "rounding"),
     } == {
         *("Blockwise", "EightBitState", "InBackward", "InBackwardState", "LayerwiseState"),
         *(
@@ -135,6 +135,8 @@ def test_actjax_exports_its_public_names_and_no_others():
             "init",
         ),
         *("redraw", "scale_by_adam_8bit", "subspace", "Moments", "Side", "Source"),
+        *("RoundedState", "RoundedTransformation", "WeightRounding"),
+        *("compensated", "stochastic_rounding"),
     }
 
 

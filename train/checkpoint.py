@@ -13,6 +13,8 @@ from train.settings import flat
 
 _FORMER = {**RENAMED, "one of full rank": ANY_FULL_RANK}
 """Values of `optimizer.method` in the identity of older checkpoints, and their present form."""
+_BEFORE = {"optimizer.weight_rounding": "nearest"}
+"""Settings that are newer than some checkpoints, and what these runs did, if it is not "off"."""
 
 _HINTS = {
     "model.vocab_size": "The vocabulary of a preset is that of the tokenizer unless"
@@ -126,7 +128,8 @@ def _check_identity(saved: dict[str, Any], now: dict[str, Any], directory: Any) 
         saved["optimizer.method"] = _FORMER[method]
     # A setting that is newer than the checkpoint was off when the checkpoint was made.
     off = {k: False if value is True else value for k, value in now.items()}
-    saved = {**{k: value for k, value in off.items() if not value}, **saved}
+    before = {k: value for k, value in _BEFORE.items() if k in now}
+    saved = {**{k: value for k, value in off.items() if not value}, **before, **saved}
     differing = [k for k in {**saved, **now} if saved.get(k) != now.get(k)]
     if differing:
         lines = [f"  {k}: {saved.get(k)!r} there, {now.get(k)!r} now" for k in differing]

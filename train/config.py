@@ -17,6 +17,7 @@ from train.options import ADAPTERS, FULL_WEIGHTS, MethodOptions, flag_name
 Dtype = Literal["float32", "bfloat16"]
 WeightDtype = Literal["auto", "float32", "bfloat16"]
 MomentDtype = Literal["auto", "float32", "bfloat16", "8bit"]
+WeightRounding = Literal["auto", "nearest", "stochastic", "compensated"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,8 +125,11 @@ class RunConfig:
     always do this."""
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     weight_dtype: WeightDtype = "float32"
-    """Dtype of weights and gradients. bfloat16 weights are rounded to nearest, which loses small
-    updates."""
+    """Dtype of weights and gradients."""
+    weight_rounding: WeightRounding = "auto"
+    """How bfloat16 weights are rounded after an update: to nearest, which loses small updates;
+    stochastic, which keeps them on average; or compensated, which stores 8 more bits of each weight
+    with the optimizer's state. auto: stochastic where all weights are trained in bfloat16."""
     compute_dtype: Dtype = "bfloat16"
     """Dtype of activations and matrix products; products are summed in float32."""
     z_loss: float = 0.0
@@ -190,7 +194,9 @@ def _model_choices() -> dict[str, str]:
 
 
 _TRAINING: Headings = {
-    "Memory": ("accumulate", "in_backward", "moment_dtype", "compute_dtype", "mesh"),
+    "Memory": (
+        *("accumulate", "in_backward", "weight_rounding", "moment_dtype", "compute_dtype", "mesh"),
+    ),
     "Method options": ("options",),
 }
 _OUTPUT: Headings = {
@@ -316,7 +322,7 @@ class FinetuneConfig(RunConfig):
     weight_dtype: WeightDtype = "auto"
     """Dtype of the weights. auto: float32 where all weights are trained; with adapters, whose
     weights are frozen, the dtype of the checkpoint (bfloat16 for float16). Adapters are in
-    float32. Trained bfloat16 weights are rounded to nearest, which loses small updates."""
+    float32."""
 
     HEADINGS: ClassVar[Headings] = {
         "Common flags": (

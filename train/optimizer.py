@@ -1,5 +1,6 @@
 """AdamW through optax, with moments in a chosen dtype and, if chosen, in a subspace."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -27,6 +28,8 @@ def make_optimizer(
     config: OptimizerConfig,
     steps: int,
     subspace: Callable[..., SubspaceTransformation] | None = None,
+    rounding: str = "nearest",
+    seed: int = 0,
 ) -> optax.GradientTransformation:
     """Returns AdamW with weight decay of matrices, for `actjax.optim.apply`.
 
@@ -36,6 +39,8 @@ def make_optimizer(
       config: its settings, with a resolved `moment_dtype`.
       steps: length of the run.
       subspace: `actjax.optim.subspace` without its transforms; None for full-rank moments.
+      rounding: of the weights, as in a resolved `weight_rounding`.
+      seed: of stochastic rounding.
     """
     adam = optax.scale_by_adam(b1=config.beta1, b2=config.beta2)
     moments = {
@@ -44,7 +49,13 @@ def make_optimizer(
         "8bit": actjax.optim.scale_by_adam_8bit(b1=config.beta1, b2=config.beta2),
     }[config.moment_dtype]
     outer = full_space_updates(config, steps)
-    return optax.chain(moments, outer) if subspace is None else subspace(moments, outer=outer)
+    tx = optax.chain(moments, outer) if subspace is None else subspace(moments, outer=outer)
+    round_weights = {
+        "nearest": lambda tx: tx,
+        "stochastic": functools.partial(actjax.optim.stochastic_rounding, seed=seed),
+        "compensated": functools.partial(actjax.optim.compensated, seed=seed),
+    }[rounding]
+    return round_weights(tx)
 
 
 def full_space_updates(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:

@@ -142,6 +142,7 @@ FLAG_METHODS: dict[str, tuple[str, ...]] = {
     "offload": ("remat", "pamm", "low_rank", *_CODES, "hyc_lora"),
     "remat": ADAPTERS,
     "in_backward": FULL_WEIGHTS,
+    "weight_rounding": FULL_WEIGHTS,
     "lora_rank": ADAPTERS,
     "lora_alpha": ADAPTERS,
     "lora_dropout": ADAPTERS,

@@ -142,6 +142,13 @@ def _name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
 
 
+_ROUNDING = {
+    "nearest": "rounded to nearest after each update",
+    "stochastic": "rounded stochastically after each update",
+    "compensated": "with a remainder of 8 bits in the optimizer's state",
+}
+
+
 def print_opening(
     console: Console,
     recipe: Recipe,
@@ -162,6 +169,8 @@ def print_opening(
         f" {config.batch_size} x {config.seq_len} tokens per step"
     )
     console.print(f"{config.method}: {recipe.method.summary}")
+    if config.trains_bfloat16:
+        console.print(f"weights: bfloat16, {_ROUNDING[config.weight_rounding]}")
     console.print(explanation)
     console.print(memory_table(memory))
 

@@ -45,12 +45,18 @@ class ResolvedConfig(RunConfig):
     @property
     def warnings(self) -> list[str]:
         """What the user should know before the first step."""
-        if self.weight_dtype != "bfloat16" or self.lora is not None:
+        if not self.trains_bfloat16 or self.weight_rounding != "nearest":
             return []
         return [
             "bfloat16 weights are rounded to nearest after each step: updates below 1/256 of a"
-            " weight are lost. Use `--weight-dtype float32` if it fits."
+            " weight are lost. Use `--weight-rounding stochastic` or `compensated`, or"
+            " `--weight-dtype float32` if it fits."
         ]
+
+    @property
+    def trains_bfloat16(self) -> bool:
+        """Whether the weights that are trained are in bfloat16."""
+        return self.weight_dtype == "bfloat16" and self.lora is None
 
 
 _VOCABULARY_MULTIPLE = 128
@@ -109,11 +115,13 @@ def resolve(
         )
     _check_rank(config, method, options.rank, model)
     method.storage_of(options, {})  # Raises for options that do not fit each other.
+    weight_dtype = _weight_dtype(config, method, checkpoint_dtype)
     given = {field.name: getattr(config, field.name) for field in dataclasses.fields(RunConfig)}
     resolved: dict[str, Any] = {
         "options": options,
         "optimizer": dataclasses.replace(config.optimizer, moment_dtype=_moments(config, method)),
-        "weight_dtype": _weight_dtype(config, method, checkpoint_dtype),
+        "weight_dtype": weight_dtype,
+        "weight_rounding": _weight_rounding(config, method, weight_dtype),
         "in_backward": config.in_backward or method.lean,
         "title": config.title,
         "model_config": model,
@@ -157,3 +165,14 @@ def _weight_dtype(config: RunConfig, method: methods.Method, checkpoint_dtype: s
         return "float32"
     # Of the 16-bit dtypes, bfloat16 has the range of float32.
     return "bfloat16" if checkpoint_dtype == "float16" else checkpoint_dtype
+
+
+def _weight_rounding(config: RunConfig, method: methods.Method, weight_dtype: str) -> str:
+    if weight_dtype == "bfloat16" and not method.adapters:
+        return "stochastic" if config.weight_rounding == "auto" else config.weight_rounding
+    if config.weight_rounding in ("stochastic", "compensated"):
+        raise ValueError(
+            f"`--weight-rounding {config.weight_rounding}` has no effect on float32 weights: drop"
+            " it, or pass `--weight-dtype bfloat16`."
+        )
+    return "nearest"

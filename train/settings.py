@@ -8,8 +8,8 @@ from typing import Any
 from train.config import RunConfig
 from train.options import RENAMED
 
-_NOT_COMPARED = ("out", "resume", "weight_dtype")
-"""Settings whose change is not reported. The identity of a checkpoint covers `weight_dtype`."""
+_NOT_COMPARED = ("out", "resume", "weight_dtype", "weight_rounding")
+"""Settings whose change is not reported. The identity of a checkpoint covers the last two."""
 
 
 def write_settings(folder: pathlib.Path, config: RunConfig) -> None:

@@ -105,6 +105,7 @@ class Recipe:
         config, is_full = self.config, self.subspace is None
         return {
             "moment_dtype": config.optimizer.moment_dtype,
+            "weight_rounding": config.weight_rounding,
             "in_backward": config.in_backward,
             # A run may change from one full-rank method to another.
             "method": ANY_FULL_RANK if is_full else config.method,
@@ -155,7 +156,13 @@ def build_recipe(config: ResolvedConfig, bits: Mapping[str, int] | None = None) 
       ValueError: options out of range.
     """
     storage = config.info.storage_of(config.options, bits or {})
-    optimizer = make_optimizer(config.optimizer, config.steps, _subspace(config, storage))
+    optimizer = make_optimizer(
+        config.optimizer,
+        config.steps,
+        _subspace(config, storage),
+        config.weight_rounding,
+        config.seed,
+    )
     return Recipe(config, storage, optimizer, bits or {})
 
 

@@ -3,8 +3,8 @@
 Affine groups with stochastic rounding follow ActNN (Chen et al., 2021) and GACT (Liu et al., 2022,
 appendix A.4); symmetric channels and outlier channels follow HyC-LoRA (2025). Further options are
 subtractive dither (Schuchman, 1964), which is unbiased with the variance of rounding to the
-nearest, rotated groups, and levels for normally distributed values (Lloyd, 1982), and balanced channels
-(`actjax.kernels.balance`).
+nearest, rotated groups, levels for normally distributed values (Lloyd, 1982), and balanced
+channels (`actjax.kernels.balance`).
 """
 
 import dataclasses
@@ -16,9 +16,9 @@ import jax.numpy as jnp
 
 from actjax._math.precision import accumulation_dtype, contract_tokens
 from actjax.codecs.base import Codec, check_positive_integer, token_count
-from actjax.kernels.balance import balance_of
 from actjax.kernels import format as fmt
 from actjax.kernels import group_scales, noise
+from actjax.kernels.balance import balance_of
 from actjax.kernels.dequantize.api import dequantize
 from actjax.kernels.format import Format, Levels, QuantizedCode, Rounding, ScaleDtype, Scaling
 from actjax.kernels.levels import normal_error
@@ -39,14 +39,16 @@ class Quantized(Codec):
     `(max - min) / (2^bits - 1)`.
 
     Storage: `bits` bits per number, each token padded to whole bytes (3, 5 and 6 bits are two
-      planes, of 2 + 1, 4 + 1 and 4 + 2 bits, each padded); a scale and an offset per group, or a scale per channel, in
-      `scale_dtype`; outlier channels in the dtype of `x`, with a 4-byte index each; 8 bytes of seed
+      planes, of 2 + 1, 4 + 1 and 4 + 2 bits, each padded); a scale and an offset per group ("normal"
+      levels: a scale), or a scale per channel, in `scale_dtype`; outlier channels in the dtype of `x`, with a 4-byte index each; 8 bytes of seed
       for dither; with `balance` a mean and a spread per channel, in `scale_dtype`.
     Error: at most `Δ/2` for rounding to the nearest (in rotated groups on average over a group);
       variance `Δ²/12` for dither, and at most `Δ²/4` for stochastic rounding (`Δ²/6` on average).
       The result is then rounded to the dtype of `x`. Scales are rounded so that a group lies within
-      its levels, up to 2^-20 of its range. With `balance` all this is of `(x - mean) / spread`. A range above the largest number of the dtype overflows
-      to NaN; so do rotated values above that number over the square root of the group.
+      its levels, up to 2^-20 of its range. With `balance` all this is of `(x - mean) / spread`, and
+      the result is multiplied by `spread`, which is at most 1. A range above the largest number of
+      the dtype overflows to NaN; so do rotated values above that number over the square root of the
+      group, and balanced values above 1/64 of it.
     Unbiased for stochastic rounding and dither, except for the rounding to the dtype of `x`.
     Biased: rounding to the nearest, and "normal" levels.
     Source: GACT (Liu et al., 2022), appendix A.4; HyC-LoRA (2025); dither, rotation and normal
@@ -110,7 +112,7 @@ class Quantized(Codec):
 
     @property
     def format(self) -> Format:
-        """The meaning of the stored bits, as the kernels take it: all settings but outliers and balance."""
+        """The meaning of the stored bits, as the kernels take it: all but outliers and balance."""
         names = (field.name for field in dataclasses.fields(Format))
         return Format(**{name: getattr(self, name) for name in names})
 

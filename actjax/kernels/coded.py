@@ -77,6 +77,8 @@ class CodeRefs:
       offset: [T, groups], or None.
       scale: [T, groups], or [1, d] by channel.
       centre: [1, d], or None.
+      mean: [1, d], or None.
+      spread: [1, d]; None with `mean`.
       outliers: [T, m], or None.
       position: index of each feature among the outliers, -1 for other features, [1, d]; or None.
       seed: [2], or None.
@@ -89,6 +91,8 @@ class CodeRefs:
     offset: Any
     scale: Any
     centre: Any
+    mean: Any
+    spread: Any
     outliers: Any
     position: Any
     seed: Any
@@ -111,6 +115,11 @@ class CodeRefs:
             value = self._value(code, offset, scale, None if shift is None else shift(number))
             if self.centre is not None:
                 value = value + self._scale(part, self.centre, number)
+            if self.mean is not None:
+                spread, mean = (
+                    as_float(load_row(r, part, number)) for r in (self.spread, self.mean)
+                )
+                value = value * spread + mean
             value = self._with_outliers(part, number, value)
             # Rounded as in memory, so that gradients are those at the decoded activation.
             values.append(value.astype(self.dtype).astype(jnp.float32))
@@ -195,11 +204,12 @@ def operands(
     """
     if not isinstance(x, fmt.QuantizedCode):
         return [rows(x)], ArrayRef
+    by_channel = {"centre": x.centre, "mean": x.mean, "spread": x.spread}
     arrays = {
         **{f"plane{i}": rows(plane) for i, plane in enumerate(x.planes)},
         "scale": x.scale[None] if x.format.scaling == "channel" else rows(x.scale),
         **({} if x.offset is None else {"offset": rows(x.offset)}),
-        **({} if x.centre is None else {"centre": x.centre[None]}),
+        **{name: row[None] for name, row in by_channel.items() if row is not None},
         **({} if x.seed is None else {"seed": x.seed}),
     }
     if x.channels is not None:
@@ -214,6 +224,8 @@ def operands(
             given.get("offset"),
             given["scale"],
             given.get("centre"),
+            given.get("mean"),
+            given.get("spread"),
             given.get("outliers"),
             given.get("position"),
             given.get("seed"),

@@ -13,6 +13,11 @@ from actjax.optim.in_backward import in_backward as in_backward
 from actjax.optim.layers import LayerwiseState as LayerwiseState
 from actjax.optim.moments import Moments as Moments
 from actjax.optim.projections import Side as Side
+from actjax.optim.rounding import RoundedState as RoundedState
+from actjax.optim.rounding import RoundedTransformation as RoundedTransformation
+from actjax.optim.rounding import WeightRounding as WeightRounding
+from actjax.optim.rounding import compensated as compensated
+from actjax.optim.rounding import stochastic_rounding as stochastic_rounding
 from actjax.optim.subspace import Source as Source
 from actjax.optim.subspace import Subspace as Subspace
 from actjax.optim.subspace import SubspaceState as SubspaceState

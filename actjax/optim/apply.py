@@ -26,6 +26,7 @@ from actjax.optim.layers import (
     square_norm,
     take,
 )
+from actjax.optim.rounding import RoundedState, RoundedTransformation, WeightRounding
 from actjax.optim.subspace import Subspace, SubspaceState, SubspaceTransformation
 
 
@@ -45,25 +46,52 @@ def init(
 
     Raises:
       TypeError: `tx` is not a transform, or `layers` is not a function.
-      ValueError: the arrays of the layers do not share their leading axis; a `subspace` is inside
-        another transform, or has an input group with weights inside and outside the layers.
+      ValueError: the arrays of the layers do not share their leading axis; a `subspace`, or a
+        transform that rounds weights, is inside another transform; an input group of a `subspace`
+        has weights inside and outside the layers.
     """
     check_transform("tx", tx)
     check_callable("layers", layers)
+    if isinstance(tx, RoundedTransformation):
+        return _init_rounded(tx.rounding, params, layers)
     stacked, rest = split(params, layers)
     count = count_layers(stacked)
     if isinstance(tx, SubspaceTransformation):
         tx.subspace.check_groups(params)
         return _init_subspace(tx.subspace, stacked, rest, count)
     state = LayerwiseState(jax.vmap(tx.init)(stacked), tx.init(rest))
-    is_subspace = lambda x: isinstance(x, SubspaceState)  # noqa: E731
-    if any(map(is_subspace, jax.tree.leaves(state, is_leaf=is_subspace))):
+    _check_outermost(state)
+    return state
+
+
+def _check_outermost(state: LayerwiseState) -> None:
+    """Raises a `ValueError` for the state of a transform that `apply` cannot see in another."""
+    kinds = SubspaceState, RoundedState
+    found = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kinds))
+    if any(isinstance(x, SubspaceState) for x in found):
         raise ValueError(
             "`tx` has a subspace inside another transform, where `apply` cannot refresh it: pass"
             " the transforms before it as its `inner`, such as subspace(eight_bit(adam), rank), and"
             " those after it as its `outer`."
         )
-    return state
+    if any(isinstance(x, RoundedState) for x in found):
+        raise ValueError(
+            "`tx` has stochastic_rounding or compensated inside another transform, where `apply`"
+            " cannot write rounded weights: put the other transforms into it, such as"
+            " stochastic_rounding(optax.chain(clip, adamw))."
+        )
+
+
+def _init_rounded(
+    rounding: WeightRounding, params: Any, layers: Callable[[Any], Any]
+) -> LayerwiseState:
+    rounding.check_params(params)
+    inner = init(rounding.inner, rounding.seen_by_inner(params), layers=layers)
+    stacked, rest = split(params, layers)
+    # A separate key for each layer: otherwise all layers would be rounded by the same numbers.
+    keys = jax.random.split(rounding.key, count_layers(stacked))
+    of_layers = jax.vmap(rounding.state_of)(inner.layers, stacked, keys)
+    return LayerwiseState(of_layers, rounding.state_of(inner.rest, rest, rounding.key))
 
 
 def _init_subspace(subspace: Subspace, stacked: Any, rest: Any, count: int) -> LayerwiseState:
@@ -121,7 +149,8 @@ def apply(
       layers: as for `init`.
       refresh: for a `subspace`, whether to take new bases from this gradient before it is applied:
         static under `jax.jit`. An array [layers] of bool refreshes these layers, and not the rest.
-      with_norm: whether to also return the norm of what was added to the parameters.
+      with_norm: whether to also return the norm of what was added to the parameters, before they
+        were rounded.
 
     Returns:
       The new parameters and state, and the norm, float32, if `with_norm`.
@@ -256,5 +285,9 @@ def update_one(
         state = jax.lax.cond(refresh, lambda: tx.refresh(grads, state, params), lambda: state)
     elif refresh:
         state = tx.refresh(grads, state, params)
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state, square_norm(updates)
+    if isinstance(tx, RoundedTransformation):
+        params, state, updates = tx.rounding.apply(grads, state, params)
+    else:
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state, square_norm(updates)

@@ -2,6 +2,12 @@
 
 from typing import Any
 
+import optax
+
+
+class OutermostTransformation(optax.GradientTransformationExtraArgs):
+    """A transform that no other may go around, because its updates must be added unchanged."""
+
 
 def check_transform(name: str, tx: Any) -> None:
     """Raises a `TypeError` unless `tx` is an optax transform."""
@@ -9,6 +15,22 @@ def check_transform(name: str, tx: Any) -> None:
         hint = " Call it: it returns a transform." if callable(tx) else ""
         raise TypeError(
             f"`{name}` must be an optax transform, such as optax.adam(1e-3), got {tx!r}.{hint}"
+        )
+
+
+def check_inner(wrapper: str, name: str, tx: Any) -> None:
+    """Raises an error unless `tx` is an optax transform that `wrapper` may go around.
+
+    Raises:
+      TypeError: it is not a transform.
+      ValueError: it is `stochastic_rounding` or `compensated`.
+    """
+    check_transform(name, tx)
+    if isinstance(tx, OutermostTransformation):
+        raise ValueError(
+            f"`{name}` of {wrapper} rounds weights, which only the outermost transform can do:"
+            f" instead of {wrapper}(stochastic_rounding(...)) write"
+            f" stochastic_rounding({wrapper}(...)), and compensated likewise."
         )
 
 

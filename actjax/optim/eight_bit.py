@@ -13,7 +13,7 @@ import optax
 
 from actjax.codecs.base import check_positive_integer
 from actjax.kernels.blockwise import blockwise_zeros, is_blockwise
-from actjax.optim.checks import check_transform
+from actjax.optim.checks import check_inner
 from actjax.optim.moments import FIRST_MOMENTS, SECOND_MOMENTS
 from actjax.optim.paths import map_state
 
@@ -53,7 +53,8 @@ def eight_bit(
     Prodigy), sums of gradients (`optax.MultiSteps`), differences (Adan), the centered RMSProp, SM3.
 
     Args:
-      inner: any optax transform. A subspace goes around this one: `subspace(eight_bit(...), k)`.
+      inner: any optax transform. `subspace`, `stochastic_rounding` and `compensated` go around this
+        one: `subspace(eight_bit(...), k)`.
       block: values that share a scale.
       min_size: arrays with fewer elements stay as they are.
       signed: names of the fields that hold moments with a sign.
@@ -62,9 +63,9 @@ def eight_bit(
 
     Raises:
       TypeError: `inner` is not a transform.
-      ValueError: a block or size below one.
+      ValueError: a block or size below one, or an `inner` that rounds weights.
     """
-    check_transform("inner", inner)
+    check_inner("eight_bit", "inner", inner)
     check_positive_integer("eight_bit", "block", block)
     check_positive_integer("eight_bit", "min_size", min_size)
     inner = optax.with_extra_args_support(inner)

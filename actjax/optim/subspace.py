@@ -25,7 +25,7 @@ from actjax._math.precision import accumulation_dtype
 from actjax.codecs.base import check_positive_integer
 from actjax.low_rank import is_low_rank
 from actjax.optim.bases import leading_basis, random_basis
-from actjax.optim.checks import check_transform
+from actjax.optim.checks import check_inner
 from actjax.optim.layers import LayerwiseState
 from actjax.optim.moments import Moments, move_moments
 from actjax.optim.projections import Projection, Side, plan_projections, projected_zeros
@@ -367,14 +367,14 @@ def subspace(
 
     Raises:
       TypeError: `inner` or `outer` is not a transform, or `groups` is not a mapping to names.
-      ValueError: an argument out of range; at `init`, a rank above a projected dimension, a name in
-        `groups` that is not a parameter, or weights with different numbers of rows in one input
-        group; at `refresh`, a gradient taken in the bases that are to be replaced; at `update`, a
-        state of `tx.init` that was never refreshed.
+      ValueError: an argument out of range, or a transform that rounds weights; at `init`, a rank
+        above a projected dimension, a name in `groups` that is not a parameter, or weights with
+        different numbers of rows in one input group; at `refresh`, a gradient taken in the bases
+        that are to be replaced; at `update`, a state of `tx.init` that was never refreshed.
     """
-    check_transform("inner", inner)
+    check_inner("subspace", "inner", inner)
     if outer is not None:
-        check_transform("outer", outer)
+        check_inner("subspace", "outer", outer)
     settings = Subspace(
         inner=inner,
         outer=optax.with_extra_args_support(outer or optax.identity()),

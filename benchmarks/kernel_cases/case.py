@@ -62,4 +62,5 @@ def code(
 ) -> QuantizedCode:
     """Returns a code of normally distributed numbers."""
     seed = None if format.rounding == "nearest" else seed_of(jax.random.fold_in(key, 1))
-    return quantize(normal(key, shape, dtype), seed, None, None, None, format=format)
+    x = normal(key, shape, dtype)
+    return quantize(x, seed, None, None, None, None, None, format=format)

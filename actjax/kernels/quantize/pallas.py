@@ -37,7 +37,7 @@ def quantize(
 ) -> fmt.QuantizedCode:
     """As `actjax.kernels.quantize.api.quantize`."""
     features, lead = x.shape[-1], x.shape[:-1]
-    arguments = _arguments(x, seed, channels, scale, centre)
+    arguments = _arguments(x, seed, channels, scale, centre, mean, spread)
     outputs = _outputs(x, channels, scale, format)
     grid = tiles.grid_of(math.prod(lead), features, format.group)
 
@@ -84,10 +84,8 @@ def _arguments(
     arrays = {"x": coded.rows(x)}
     if seed is not None:
         arrays["seed"] = seed
-    if scale is not None:
-        arrays["scale"] = scale[None]
-    if centre is not None:
-        arrays["centre"] = centre[None]
+    rows = {"scale": scale, "centre": centre, "mean": mean, "spread": spread}
+    arrays |= {name: row[None] for name, row in rows.items() if row is not None}
     if channels is not None:
         arrays["position"] = coded.positions(channels, x.shape[-1])
     return arrays
@@ -160,6 +158,12 @@ def _value(refs: dict[str, Any], part: Part, number: int, *, keep_whole: bool) -
     mask = part.exists(number)
     stored = load(refs["x"], part.token, part.feature(number), mask)
     value = stored.astype(jnp.float32)
+    if "mean" in refs:
+        mean = tiles.as_float(tiles.load_row(refs["mean"], part, number))
+        # One where features do not exist, so that they stay zero.
+        one = 0x3F80 if refs["spread"].dtype == jnp.uint16 else 1.0
+        spread = tiles.as_float(tiles.load_row(refs["spread"], part, number, one))
+        value = (value - mean) * (1 / spread)
     if "position" not in refs:
         return value
     position = tiles.load_row(refs["position"], part, number, -1)

@@ -1,0 +1,185 @@
+"""Rounding to bfloat16 by bits, compared with float64 over all exponents."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actjax.optim.bfloat16 import (
+    difference,
+    join_master,
+    round_stochastically,
+    split_master,
+    words_by_position,
+)
+
+COUNT = 512
+LARGEST = float(jnp.finfo("bfloat16").max)
+SMALLEST_NORMAL = np.float32(2.0**-126)
+EDGES = np.array(
+    # Zeros, subnormals, powers of two and their neighbours, the largest, infinities and NaN.
+    [0x0000, 0x8000, 0x0001, 0x007F, 0x0080, 0x0081, 0x3F7F, 0x3F80, 0x3F81, 0xBF7F, 0xBF80,
+     0x7F7E, 0x7F7F, 0xFF7F, 0x7F80, 0xFF80, 0x7FC0, 0xFFC1], np.uint16
+)  # fmt: skip
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+def bfloat16_bits(x) -> np.ndarray:
+    return np.asarray(x).view(np.uint16)
+
+
+def weights_of(rng, count: int = COUNT) -> np.ndarray:
+    """Returns bfloat16 weights of all exponents, and the edges."""
+    bits = rng.integers(0, 2**16, count).astype(np.uint16)
+    bits[: len(EDGES)] = EDGES
+    return bits.view(jnp.bfloat16)
+
+
+def updates_of(rng, weights: np.ndarray) -> np.ndarray:
+    """Returns float32 updates: of all exponents, near the weight, near its negative, and zero."""
+    any_bits = rng.integers(0, 2**32, weights.size).astype(np.uint32).view(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        wide = weights.astype(np.float32)
+        scaled = wide * np.exp2(rng.integers(-30, 20, weights.size)).astype(np.float32)
+        cancelling = -wide * (1 + rng.normal(size=weights.size).astype(np.float32) / 64)
+    kinds = [any_bits, scaled, cancelling, np.zeros_like(wide)]
+    return np.choose(rng.integers(0, 4, weights.size), kinds).astype(np.float32)
+
+
+def neighbours(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the bfloat16 below and above finite numbers in magnitude, as float64."""
+    scale = np.exp2(np.maximum(np.frexp(np.abs(x).astype(np.float64))[1] - 8, -133))
+    low = np.floor(np.abs(x) / scale) * scale
+    high = np.minimum(np.ceil(np.abs(x) / scale) * scale, LARGEST)
+    return low, high
+
+
+@jax.jit
+def rounded(weights, updates, words):
+    """Returns a sum, rounded in the same program, and what an optax loop makes of it."""
+    total = weights.astype(jnp.float32) + updates
+    new = round_stochastically(total, words)
+    # If the compiler dropped the conversion to bfloat16, this would be another number.
+    again = new.astype(jnp.float32)
+    return total, new, again, optax.apply_updates(weights, difference(new, weights))
+
+
+@given(seeds)
+@settings(max_examples=60, deadline=None)
+def test_a_sum_becomes_a_neighbour_and_stays_finite(seed):
+    rng = np.random.default_rng(seed)
+    weights = weights_of(rng)
+    words = rng.integers(0, 2**32, COUNT).astype(np.uint32)
+    total, new, again, _ = map(np.asarray, rounded(weights, updates_of(rng, weights), words))
+    finite = np.isfinite(total)
+    np.testing.assert_array_equal(again.view(np.uint32), bfloat16_bits(new).astype(np.uint32) << 16)
+    size = np.abs(again[finite].astype(np.float64))
+    low, high = neighbours(total[finite].astype(np.float64))
+    assert np.all((size == low) | (size == high))
+    same_sign = np.signbit(again[finite]) == np.signbit(total[finite])
+    assert np.all(same_sign | (size == 0))
+    np.testing.assert_array_equal(again[~finite], total[~finite])
+
+
+@given(seeds)
+@settings(max_examples=100, deadline=None)
+def test_an_optax_loop_gets_exactly_the_rounded_weights(seed):
+    rng = np.random.default_rng(seed)
+    weights = weights_of(rng)
+    words = rng.integers(0, 2**32, COUNT).astype(np.uint32)
+    _, new, _, applied = rounded(weights, updates_of(rng, weights), words)
+    with np.errstate(invalid="ignore"):
+        weights, new, applied = (np.asarray(x).astype(np.float64) for x in (weights, new, applied))
+        gap = np.abs(new - weights)
+    # The exceptions that the docstring of `difference` names.
+    excepted = ((gap > 0) & (gap < SMALLEST_NORMAL)) | (gap > np.finfo("float32").max)
+    kept = ~excepted | ~np.isfinite(new)
+    np.testing.assert_array_equal(applied[kept], new[kept])
+
+
+def test_the_upper_neighbour_comes_as_often_as_its_share_of_the_distance():
+    # All 2^8 values of the upper random bits, at each 1/2^8 of the spacing.
+    steps, noise = np.arange(2**8, dtype=np.uint32) << 8, np.arange(2**8, dtype=np.uint32) << 24
+    for start in (0x3F80, 0x3F7F, 0xC2FF, 0x0080):
+        np.testing.assert_array_equal(is_upper(start, steps[:, None], noise).sum(1), steps >> 8)
+    # And the lower random bits.
+    steps, noise = np.array([[1], [2], [0xFFFF]], np.uint32), np.array([0, 1, 0xFFFE, 0xFFFF])
+    assert is_upper(0x3F80, steps, noise.astype(np.uint32) << 16).tolist() == [
+        [False, False, False, True],
+        [False, False, True, True],
+        [False, True, True, True],
+    ]
+
+
+def is_upper(start: int, steps: np.ndarray, words: np.ndarray) -> np.ndarray:
+    """Returns whether numbers between a bfloat16 and the next one become the next one."""
+    x = ((np.uint32(start) << 16) + steps).view(np.float32)
+    new = jax.jit(round_stochastically)(*np.broadcast_arrays(x, words))
+    return bfloat16_bits(new) == start + 1
+
+
+@jax.jit
+def split(weights, remainders, updates, words):
+    masters = join_master(weights, remainders)
+    total = masters + updates
+    new = split_master(total, words)
+    # Joined in the same program, from what the two arrays store.
+    return masters, total, *new, join_master(*new)
+
+
+@given(seeds)
+@settings(max_examples=60, deadline=None)
+def test_a_master_is_split_without_loss(seed):
+    rng = np.random.default_rng(seed)
+    weights = weights_of(rng)
+    remainders = rng.integers(-128, 128, COUNT).astype(np.int8)
+    updates = updates_of(rng, weights)
+    words = rng.integers(0, 2**32, COUNT).astype(np.uint32)
+    masters, total, new, rest, joined = map(np.asarray, split(weights, remainders, updates, words))
+    ok = np.isfinite(weights.astype(np.float32))
+    bits = bfloat16_bits(weights).astype(np.int64) & 0x7FFF
+    want = np.where((bits > 0) & ok, (bits << 16) + remainders.astype(np.int64) * 256, bits << 16)
+    np.testing.assert_array_equal(masters.view(np.uint32).astype(np.int64) & 0x7FFFFFFF, want)
+    # The master differs from the sum by less than 2^-15 of it, or is the largest that there is.
+    finite = np.isfinite(total)
+    wide = total[finite].astype(np.float64)
+    unit = np.exp2(np.maximum(np.frexp(np.abs(wide))[1] - 16, -141.0))
+    largest = LARGEST * (1 + 2.0**-9)
+    error = np.abs(joined[finite].astype(np.float64) - np.clip(wide, -largest, largest))
+    # Below half of the smallest bfloat16 it is zero.
+    assert np.all(error < np.where(np.abs(wide) < 2.0**-134, 2.0**-133, unit))
+    # The weight is the nearest to the master.
+    low, high = neighbours(joined[finite].astype(np.float64))
+    size = np.abs(joined[finite].astype(np.float64))
+    assert np.all(np.abs(np.abs(new[finite].astype(np.float64)) - size)
+                  == np.minimum(size - low, np.abs(high - size)))  # fmt: skip
+    np.testing.assert_array_equal(new[~finite].astype(np.float32), total[~finite])
+    assert not np.any(rest[~finite])
+
+
+def test_every_weight_and_remainder_come_back_without_an_update():
+    bits = np.arange(2**16, dtype=np.uint16)
+    weights = bits[(bits & 0x7FFF) < 0x7F80].view(jnp.bfloat16)
+
+    @jax.jit
+    def round_trip(weights, words):
+        def one(remainder):
+            rest = jnp.full(weights.shape, remainder, jnp.int8)
+            masters = join_master(weights, rest)
+            return jnp.all(join_master(*split_master(masters, words)) == masters)
+
+        return jax.lax.map(one, jnp.arange(-128, 128, dtype=jnp.int8))
+
+    words = words_by_position(weights.shape, np.array([1, 2], np.uint32))
+    assert np.all(round_trip(weights, words))
+
+
+def test_words_depend_on_the_position_in_the_whole_array():
+    seed = np.array([3, 5], np.uint32)
+    flat = np.asarray(words_by_position((24,), seed))
+    assert len(np.unique(flat)) == 24
+    np.testing.assert_array_equal(words_by_position((2, 3, 4), seed), flat.reshape(2, 3, 4))
+    np.testing.assert_array_equal(words_by_position((), seed), flat[0])
