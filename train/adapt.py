@@ -142,7 +142,7 @@ def _choices(options: MethodOptions) -> tuple[int, ...]:
     The two uniform levels of one bit are the ends of a group's range. For normally distributed
     numbers their squared error is above three times the variance: worse than storing nothing.
     """
-    fewest = 1 if options.levels == "normal" or options.average_bits < 2 else 2
+    fewest = 1 if options.levels != "uniform" or options.average_bits < 2 else 2
     return tuple(bits for bits in CODE_BITS if bits >= fewest)
 
 

@@ -1,7 +1,7 @@
 """The storage choices of `--method`, by name."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from actjax import (
@@ -16,7 +16,7 @@ from actjax import (
 from actjax.optim import Side, Source
 from models import CompressedResiduals, ModelConfig, Remat, Storage, StorageChoice
 from models.storage import LINEAR_INPUTS
-from train.options import CODE_BITS, KEPT_SITES, RENAMED, MethodOptions, near_hint
+from train.options import CODE_BITS, KEPT_SITES, MORE_BITS, RENAMED, MethodOptions, near_hint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,17 +82,7 @@ class Method:
     def storage_of(self, options: MethodOptions, bits: Mapping[str, int]) -> StorageChoice:
         """Returns what each site stores, with the given bits at some sites."""
         storage = self.storage(options)
-        return dataclasses.replace(
-            storage, **{site: with_bits(getattr(storage, site), n) for site, n in bits.items()}
-        )
-
-
-def with_bits(codec: Any, bits: int) -> Codec:
-    """Returns a codec with other bits. Above 4 bits its levels become uniform."""
-    if isinstance(codec, Offloaded):
-        return Offloaded(with_bits(codec.codec, bits))
-    levels = codec.levels if bits <= 4 else "uniform"
-    return dataclasses.replace(codec, bits=bits, levels=levels)
+        return dataclasses.replace(storage, **{site: _code(options, n) for site, n in bits.items()})
 
 
 def _placed(codec: Codec, o: MethodOptions) -> Codec:
@@ -107,15 +97,34 @@ def _randomized_svd(o: MethodOptions) -> Storage:
     return _linear_inputs(_placed(RandomizedSVD(o.rank, o.power_iterations, o.sketch), o))
 
 
-_QUANTIZER = ("group", "rounding", "levels", "rotate", "outlier_fraction")
+_QUANTIZER = ("group", "rounding", "balance", "outlier_fraction")
 """Options that are fields of `actjax.Quantized`."""
 
 
-def _code(o: MethodOptions) -> Codec:
-    if o.bits == 16:
+def _code(o: MethodOptions, bits: int) -> Codec:
+    """Returns the code of numbers in `bits` bits."""
+    if bits == 16:
         return _placed(Exact(), o)
     settings = {name: getattr(o, name) for name in _QUANTIZER}
-    return _placed(with_bits(Quantized(4, **settings), o.bits), o)
+    levels, rotate = o.levels, o.rotate
+    if levels == "auto":
+        # Few uniform levels are far apart, since they reach the largest numbers of a group; normal
+        # levels cut these off, which is harmless only where a rotation has spread them.
+        few = bits <= 3 and o.rounding == "nearest"
+        levels, rotate = ("normal", True) if few else ("uniform", rotate)
+    elif bits > 4:
+        levels = "uniform"
+    return _placed(Quantized(bits, levels=levels, rotate=rotate, **settings), o)
+
+
+def _codes(o: MethodOptions, sites: Iterable[str]) -> dict[str, Codec]:
+    """Returns the code of each site."""
+    more = {} if o.same_bits else MORE_BITS
+    return {site: _code(o, _at_least(o.bits + more.get(site, 0))) for site in sites}
+
+
+def _at_least(bits: int) -> int:
+    return 16 if bits >= 16 else next((n for n in CODE_BITS if n >= bits), CODE_BITS[-1])
 
 
 def _rebuilt(o: MethodOptions) -> Storage:
@@ -125,14 +134,14 @@ def _rebuilt(o: MethodOptions) -> Storage:
             "`--sites attention_out` is for gact: the other methods rebuild the input of the output"
             " projection. Drop it."
         )
-    kept: dict[str, Any] = dict.fromkeys(o.sites or KEPT_SITES, _code(o))
+    kept: dict[str, Any] = _codes(o, o.sites or KEPT_SITES)
     rebuilt: dict[str, Any] = dict.fromkeys(LINEAR_INPUTS)
     return Storage(**kept, **rebuilt)
 
 
 def _residuals(o: MethodOptions) -> CompressedResiduals:
     """Returns the compressed residuals of a whole block (GACT)."""
-    sites: dict[str, Any] = dict.fromkeys(o.sites or (*KEPT_SITES, "attention_out"), _code(o))
+    sites: dict[str, Any] = _codes(o, o.sites or (*KEPT_SITES, "attention_out"))
     return CompressedResiduals(**sites)
 
 
@@ -153,7 +162,8 @@ def _by_channel(o: MethodOptions) -> StorageChoice:
     """
     if o.bits == 16:
         raise ValueError("`--bits 16` quantizes nothing: use `--method qlora` instead.")
-    code = Quantized(o.bits, scaling="channel", rounding=o.rounding, levels=o.levels)
+    levels = "uniform" if o.levels == "auto" else o.levels
+    code = Quantized(o.bits, scaling="channel", rounding=o.rounding, levels=levels)
     norm: Codec = code
     if o.level != "none":
         norm = dataclasses.replace(code, outlier_fraction=o.outlier_fraction or 0.005)
@@ -210,7 +220,7 @@ METHODS: dict[str, Method] = {
     ),
     "compressed_remat": Method(
         "remat with each block's input in a few bits",
-        lambda o: Remat(codec=_code(o)),
+        lambda o: Remat(codec=_code(o, o.bits)),
         bits=4,
     ),
     "lean": Method(

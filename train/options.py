@@ -5,17 +5,22 @@ import difflib
 from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
-from actjax import Levels, Rounding, Sketch
+from actjax import Rounding, Sketch
 from actjax.optim import Moments
 from models.storage import LINEAR_INPUTS, SITES
 
 KEPT_SITES = tuple(site for site in SITES if site not in LINEAR_INPUTS)
 """Sites that are stored where the inputs of linear operators are rebuilt."""
 
-Bits = Literal[0, 1, 2, 3, 4, 8, 16]
+Bits = Literal[0, 1, 2, 3, 4, 5, 6, 8, 16]
 CODE_BITS = tuple(bits for bits in get_args(Bits) if 0 < bits < 16)
 """Bits that a quantized number can have."""
 
+MORE_BITS = {"q": 1, "k": 2, "v": 1}
+"""Bits that some sites get above `--bits`. Attention multiplies errors of queries and keys, and in
+models with grouped queries keys and values are the smallest of the arrays."""
+
+ChosenLevels = Literal["auto", "uniform", "normal"]
 Level = Literal["none", "intra", "intra+inter"]
 
 
@@ -47,9 +52,10 @@ class MethodOptions:
     moments: Moments = "keep"
     """What a refresh does to the moments in the subspace: keep, reset or rotate them."""
     bits: Bits = 0
-    """Bits of each stored number; 16 stores it in the compute dtype. subspace and random_projection
-    store coordinates in 4, 8 or 16 bits. 0: 16 for subspace and random_projection, 2 for hyc_lora,
-    4 for the others."""
+    """Bits of each stored number; 16 stores it in the compute dtype. Where q, k and v are quantized
+    they get 1, 2 and 1 more, up to 8, except in hyc_lora and with `--same-bits`. subspace and
+    random_projection store coordinates in 4, 8 or 16 bits. 0: 16 for subspace and
+    random_projection, 2 for hyc_lora, 4 for the others."""
     sites: tuple[str, ...] = ()
     """Sites to quantize: attention_norm, q, k, v, mlp_norm, gate, up, and for gact also
     attention_out. The other sites are stored exactly. Default: all."""
@@ -58,11 +64,17 @@ class MethodOptions:
     rounding: Rounding = "nearest"
     """nearest (least error, biased), stochastic (unbiased, twice the variance) or dither (unbiased,
     with the variance of nearest)."""
-    levels: Levels = "uniform"
+    same_bits: bool = False
+    """Give q, k and v no more bits than the other sites."""
+    levels: ChosenLevels = "auto"
     """Quantization levels: uniform, or normal for normally distributed numbers. normal is for up to
-    4 bits and for rounding to nearest; sites with more bits get uniform levels."""
+    4 bits and for rounding to nearest; sites with more bits get uniform levels. auto: normal, in
+    rotated groups, for up to 3 bits rounded to nearest; else uniform. hyc_lora: uniform."""
     rotate: bool = False
     """Rotate each group by a Hadamard matrix before quantization, which spreads outliers."""
+    balance: bool = True
+    """Subtract the mean of each channel and divide by the root of its deviation before
+    quantization."""
     outlier_fraction: float = 0.0
     """Share of the channels, those with the largest norms, that is stored exactly. hyc_lora uses
     0.005 for the inputs of norms unless another value is given."""
@@ -133,8 +145,10 @@ FLAG_METHODS: dict[str, tuple[str, ...]] = {
     "sites": _PER_SITE,
     "group": _CODES,
     "rounding": (*_CODES, "hyc_lora"),
+    "same_bits": _PER_SITE,
     "levels": (*_CODES, "hyc_lora"),
     "rotate": _CODES,
+    "balance": _CODES,
     "outlier_fraction": (*_CODES, "hyc_lora"),
     "level": ("hyc_lora",),
     "average_bits": _ADAPTIVE,

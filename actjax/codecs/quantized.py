@@ -39,9 +39,10 @@ class Quantized(Codec):
     `(max - min) / (2^bits - 1)`.
 
     Storage: `bits` bits per number, each token padded to whole bytes (3, 5 and 6 bits are two
-      planes, of 2 + 1, 4 + 1 and 4 + 2 bits, each padded); a scale and an offset per group ("normal"
-      levels: a scale), or a scale per channel, in `scale_dtype`; outlier channels in the dtype of `x`, with a 4-byte index each; 8 bytes of seed
-      for dither; with `balance` a mean and a spread per channel, in `scale_dtype`.
+      planes, of 2 + 1, 4 + 1 and 4 + 2 bits, each padded); a scale and an offset per group
+      ("normal" levels: a scale), or a scale per channel, in `scale_dtype`; outlier channels in the
+      dtype of `x`, with a 4-byte index each; 8 bytes of seed for dither; with `balance` a mean and
+      a spread per channel, in `scale_dtype`.
     Error: at most `Δ/2` for rounding to the nearest (in rotated groups on average over a group);
       variance `Δ²/12` for dither, and at most `Δ²/4` for stochastic rounding (`Δ²/6` on average).
       The result is then rounded to the dtype of `x`. Scales are rounded so that a group lies within

@@ -62,7 +62,7 @@ def test_bits_have_the_defaults_of_their_methods():
         assert method(name).resolve(MethodOptions(bits=8), model).bits == 8
 
 
-CODE = Quantized(3, group=32, rounding="dither")
+CODE = Quantized(3, group=32, rounding="dither", balance=True)
 FEW = MethodOptions(bits=3, group=32, rounding="dither")
 
 
@@ -70,8 +70,14 @@ def test_quantized_stores_one_code_per_value_and_rebuilds_linear_inputs():
     storage = method("quantized").storage(FEW)
     assert {site: getattr(storage, site) for site in SITES} == {
         **dict.fromkeys(LINEAR_INPUTS),
-        **dict.fromkeys(("attention_norm", "q", "k", "v", "mlp_norm", "gate", "up"), CODE),
+        **dict.fromkeys(("attention_norm", "mlp_norm", "gate", "up"), CODE),
+        **{
+            site: dataclasses.replace(CODE, bits=bits)
+            for site, bits in (("q", 4), ("k", 5), ("v", 4))
+        },
     }
+    same = method("quantized").storage(dataclasses.replace(FEW, same_bits=True))
+    assert set(same.codecs.values()) == {CODE}
     assert method("lean").storage(FEW) == method("lean_subspace").storage(FEW) == storage
     some = method("quantized").storage(dataclasses.replace(FEW, sites=("gate",)))
     assert some.codecs["gate"] == CODE
@@ -122,9 +128,23 @@ def test_bits_of_some_sites_can_be_given():
     options = dataclasses.replace(FEW, rounding="nearest", levels="normal", offload=True)
     storage = method("gact").storage_of(options, {"q": 2, "gate": 8})
     # Normal levels exist for up to four bits.
-    assert storage.codecs["gate"] == Offloaded(Quantized(8, group=32))
-    assert storage.codecs["q"] == Offloaded(Quantized(2, group=32, levels="normal"))
+    assert storage.codecs["gate"] == Offloaded(Quantized(8, group=32, balance=True))
+    normal = Quantized(2, group=32, levels="normal", balance=True)
+    assert storage.codecs["q"] == Offloaded(normal)
     assert isinstance(storage, CompressedResiduals)
+
+
+@pytest.mark.parametrize(
+    ("bits", "rounding", "want"),
+    [
+        (2, "nearest", {"levels": "normal", "rotate": True}),
+        (4, "nearest", {}),
+        (2, "stochastic", {"rounding": "stochastic"}),
+    ],
+)
+def test_levels_follow_from_bits_and_rounding(bits, rounding, want):
+    storage = method("compressed_remat").storage(MethodOptions(bits=bits, rounding=rounding))
+    assert storage == Remat(codec=Quantized(bits, balance=True, **want))
 
 
 def test_unknown_and_former_names_are_refused():
