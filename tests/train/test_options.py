@@ -31,7 +31,7 @@ NOT_IN_STORAGE = ("gap", "scale", "moments", "stagger", "average_bits", "adapt_e
 def test_every_option_and_method_is_in_the_table():
     options = [field.name for field in dataclasses.fields(MethodOptions)]
     adapters = [field.name for field in dataclasses.fields(AdapterConfig)]
-    assert set(FLAG_METHODS) == {*options, *adapters, "in_backward"}
+    assert set(FLAG_METHODS) == {*options, *adapters, "in_backward", "weight_rounding"}
     assert list(OTHER) == options
     assert (*FULL_WEIGHTS, *ADAPTERS) == tuple(METHODS)
     assert [name for name, one in METHODS.items() if one.adapters] == list(ADAPTERS)
