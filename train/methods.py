@@ -108,9 +108,9 @@ def _code(o: MethodOptions, bits: int) -> Codec:
     settings = {name: getattr(o, name) for name in _QUANTIZER}
     levels, rotate = o.levels, o.rotate
     if levels == "auto":
-        # Few uniform levels are far apart, since they reach the largest numbers of a group; normal
+        # Few uniform levels are far apart, since they reach the largest numbers of a group. Normal
         # levels cut these off, which is harmless only where a rotation has spread them.
-        few = bits <= 3 and o.rounding == "nearest"
+        few = bits <= 4 and o.rounding == "nearest"
         levels, rotate = ("normal", True) if few else ("uniform", rotate)
     elif bits > 4:
         levels = "uniform"

@@ -69,7 +69,7 @@ class MethodOptions:
     levels: ChosenLevels = "auto"
     """Quantization levels: uniform, or normal for normally distributed numbers. normal is for up to
     4 bits and for rounding to nearest; sites with more bits get uniform levels. auto: normal, in
-    rotated groups, for up to 3 bits rounded to nearest; else uniform. hyc_lora: uniform."""
+    rotated groups, for up to 4 bits rounded to nearest; else uniform. hyc_lora: uniform."""
     rotate: bool = False
     """Rotate each group by a Hadamard matrix before quantization, which spreads outliers."""
     balance: bool = True

@@ -29,7 +29,9 @@ def fit(part: jax.Array, format: Format) -> tuple[jax.Array | None, jax.Array]:
         largest = jnp.max(jnp.abs(part), axes, keepdims=True, initial=0)
         part = over(part, largest)
         deviation = jnp.sqrt(jnp.mean(part * part, axes, keepdims=True))
-        levels = level_values(nearest_level(part, deviation, format.bits), format.bits, part.dtype)
+        # Computed once: XLA would fuse the search for levels into each of the sums.
+        codes = jax.lax.optimization_barrier(nearest_level(part, deviation, format.bits))
+        levels = jax.lax.optimization_barrier(level_values(codes, format.bits, part.dtype))
         fitted = jnp.sum(part * levels, axes, keepdims=True) / jnp.sum(
             levels * levels, axes, keepdims=True
         )

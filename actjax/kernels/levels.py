@@ -14,14 +14,43 @@ from actjax._math.division import over
 def nearest_level(part: jax.Array, scale: jax.Array, bits: int) -> jax.Array:
     """Returns the codes of the "normal" levels that are nearest to `part / scale`, uint8."""
     position = over(part, scale)
-    levels = normal_levels(bits)
-    above = (position > bound for bound in (levels[1:] + levels[:-1]) / 2)
-    return functools.reduce(jnp.add, (b.astype(jnp.uint8) for b in above))
+    levels, half = normal_levels(bits), 2 ** (bits - 1)
+    bounds = tuple((levels[1:] + levels[:-1])[half:] / 2)
+    # The levels are symmetric about zero. The place among those of one sign is found bit by bit.
+    size = jnp.abs(position)
+    found: list[jax.Array] = []
+    for _ in range(bits - 1):
+        found.append(size > _middle(bounds, found))
+    place = sum((bit.astype(jnp.int32) << i for i, bit in enumerate(reversed(found))), 0)
+    return jnp.where(position > 0, half + place, half - 1 - place).astype(jnp.uint8)
 
 
 def level_values(codes: jax.Array, bits: int, dtype: Any) -> jax.Array:
     """Returns the "normal" levels of codes for a scale of 1."""
-    return jnp.asarray(normal_levels(bits), dtype)[codes]
+    half = 2 ** (bits - 1)
+    positive = codes >= half
+    place = jnp.where(positive, codes, 2 * half - 1 - codes).astype(jnp.uint8)
+    # Selected by the bits of the place: a CPU takes many times longer for a lookup.
+    given = [((place >> i) & 1).astype(bool) for i in reversed(range(bits - 1))]
+    size = _leaf(tuple(normal_levels(bits)[half:]), given)
+    return jnp.where(positive, size, -size).astype(dtype)
+
+
+def _middle(bounds: tuple[float, ...], bits: list[jax.Array]) -> Any:
+    """Returns the bound in the middle of those that the bits known so far leave, an odd number."""
+    middle = len(bounds) // 2
+    if not bits:
+        return bounds[middle]
+    above, below = bounds[middle + 1 :], bounds[:middle]
+    return jnp.where(bits[0], _middle(above, bits[1:]), _middle(below, bits[1:]))
+
+
+def _leaf(values: tuple[float, ...], bits: list[jax.Array]) -> Any:
+    """Returns the value that the bits choose, most significant first."""
+    if not bits:
+        return values[0]
+    half = len(values) // 2
+    return jnp.where(bits[0], _leaf(values[half:], bits[1:]), _leaf(values[:half], bits[1:]))
 
 
 @functools.cache

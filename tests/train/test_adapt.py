@@ -18,9 +18,7 @@ from train.methods import METHODS
 from train.options import MethodOptions
 from train.step import init_state, make_recipe, make_train_step
 
-OPTIONS = MethodOptions(
-    average_bits=3, adapt_every=5, group=8, levels="uniform", balance=False
-)
+OPTIONS = MethodOptions(average_bits=3, adapt_every=5, group=8, levels="uniform", balance=False)
 CONFIG = PretrainConfig(
     method="quantized", options=OPTIONS, batch_size=4, seq_len=16, compute_dtype="float32"
 )

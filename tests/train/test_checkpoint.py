@@ -96,6 +96,20 @@ def test_former_names_of_methods_in_an_identity_are_understood(tmp_path, state):
     checkpoints.close()
 
 
+def test_a_run_from_before_weights_were_rounded_resumes_only_with_rounding_to_nearest(
+    tmp_path, state
+):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.save(1, state, {}, {**IDENTITY, "optimizer": {"rank": None}})
+    now = {**IDENTITY, "optimizer": {"rank": None, "weight_rounding": "nearest"}}
+    checkpoints.restore(1, like(state), now)
+    now["optimizer"]["weight_rounding"] = "stochastic"
+    message = r"another run:\n  optimizer.weight_rounding: 'nearest' there, 'stochastic' now\n"
+    with pytest.raises(ValueError, match=message):
+        checkpoints.restore(1, like(state), now)
+    checkpoints.close()
+
+
 def test_identity_is_plain_json():
     assert json.loads(json.dumps(IDENTITY)) == IDENTITY
     assert IDENTITY["model"]["num_heads"] == 6

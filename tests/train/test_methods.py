@@ -138,7 +138,8 @@ def test_bits_of_some_sites_can_be_given():
     ("bits", "rounding", "want"),
     [
         (2, "nearest", {"levels": "normal", "rotate": True}),
-        (4, "nearest", {}),
+        (4, "nearest", {"levels": "normal", "rotate": True}),
+        (5, "nearest", {}),
         (2, "stochastic", {"rounding": "stochastic"}),
     ],
 )

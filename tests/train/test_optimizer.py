@@ -110,3 +110,39 @@ def test_a_subspace_wraps_the_moments_and_not_the_decay():
     # With a zero gradient only decay changes the weights, in the full space.
     np.testing.assert_allclose(updates["w"], -1e-2 * 0.5, rtol=1e-6)
     assert set(made) == {"inner", "outer"}
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "compensated"])
+def test_bfloat16_weights_learn_what_float32_weights_learn(rounding):
+    # Five updates of 1e-5; weights of 0.02 are 1.2e-4 apart.
+    config = dataclasses.replace(FLOAT32, learning_rate=1e-5, warmup_steps=1)
+    rng = np.random.default_rng(0)
+    start = jnp.asarray(0.02 * rng.normal(size=(2, 64, 96)), jnp.bfloat16)
+    grads = {"layers": jnp.asarray(rng.normal(size=start.shape), jnp.bfloat16)}
+
+    def moved(tx, dtype):
+        @jax.jit
+        def run(params):
+            state = actjax.optim.init(tx, params)
+            for _ in range(5):
+                params, state = actjax.optim.apply(tx, grads, state, params)
+            return params["layers"].astype(jnp.float32) - start.astype(jnp.float32)
+
+        return np.asarray(run({"layers": start.astype(dtype)}))
+
+    want = moved(make_optimizer(config, 10), jnp.float32)
+    tx = make_optimizer(config, 10, None, rounding, seed=3)
+    assert tx.rounding.seed == 3
+    got = moved(tx, jnp.bfloat16)
+    spacing = 2.0**-7 * (np.abs(np.asarray(start, np.float32)) + 5e-5)
+    # The nearest weight, or five roundings to one of two neighbours.
+    bound = (0.51 if rounding == "compensated" else 5) * spacing
+    assert np.all(np.abs(got - want) <= bound)
+    share, nearest = (
+        np.vdot(x, want) / np.vdot(want, want)
+        for x in (got, moved(make_optimizer(config, 10), jnp.bfloat16))
+    )
+    # Five roundings, each with a variance of at most a quarter of the spacing squared.
+    deviation = (5 / 4) ** 0.5 * np.linalg.norm(spacing * want) / np.vdot(want, want)
+    assert abs(share - 1) < 5 * deviation
+    assert nearest < 0.25

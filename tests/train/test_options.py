@@ -21,8 +21,8 @@ MODEL = preset("llama_60m")
 OTHER = {
     "rank": 7, "ratio": 0.25, "points": 3, "tolerance": 0.5, "power_iterations": 2,
     "sketch": "rows", "gap": 9, "scale": 0.5, "moments": "reset", "bits": 3, "sites": ("gate",),
-    "group": 32, "rounding": "dither", "same_bits": True, "levels": "normal", "rotate": True,
-    "balance": False, "outlier_fraction": 0.25, "level": "none", "average_bits": 3.0, "adapt_every": 5,
+    "group": 32, "rounding": "dither", "same_bits": True, "levels": "normal",
+    "rotate": True, "balance": False, "outlier_fraction": 0.25, "level": "none", "average_bits": 3.0, "adapt_every": 5,
     "offload": True, "remat": True, "stagger": True,
 }  # fmt: skip
 """A value of each option that is not its default."""
@@ -32,7 +32,7 @@ NOT_IN_STORAGE = ("gap", "scale", "moments", "stagger", "average_bits", "adapt_e
 def test_every_option_and_method_is_in_the_table():
     options = [field.name for field in dataclasses.fields(MethodOptions)]
     adapters = [field.name for field in dataclasses.fields(AdapterConfig)]
-    assert set(FLAG_METHODS) == {*options, *adapters, "in_backward"}
+    assert set(FLAG_METHODS) == {*options, *adapters, "in_backward", "weight_rounding"}
     assert list(OTHER) == options
     assert (*FULL_WEIGHTS, *ADAPTERS) == tuple(METHODS)
     assert [name for name, one in METHODS.items() if one.adapters] == list(ADAPTERS)

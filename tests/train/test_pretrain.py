@@ -42,7 +42,8 @@ def folder(tmp_path_factory):
 def unbroken(folder):
     """A run from beginning to end, and what it printed.
 
-    Its state has bases, 8-bit moments and an estimated norm; it dithers and takes refresh steps.
+    Its state has bases, 8-bit moments and an estimated norm; it dithers, rounds its bfloat16
+    weights stochastically and takes refresh steps.
     """
     options = MethodOptions(rank=4, gap=4, rounding="dither", moments="rotate", stagger=True)
     whole = make_config(
@@ -66,7 +67,7 @@ def test_a_run_writes_metrics_picture_and_opening(unbroken):
     assert list((whole.out / "tensorboard").glob("events*"))
     assert saved_steps(whole.out) == [10, 12]
     for word in ("Quantized(bits=4", "optimizer", "linear residuals", "workspace",
-                 "updates below 1/256 of a weight are lost", "held-out loss",
+                 "weights: bfloat16, rounded stochastically", "held-out loss",
                  f"done at step {STEPS}"):  # fmt: skip
         assert word in text
 
@@ -162,6 +163,10 @@ def test_a_folder_with_a_run_is_resumed_only_on_request_and_with_its_settings(un
         (
             {"model_vocab_size": 512},
             r"vocab_size: 384 there, 512 now\n.*`--model-vocab-size` is given",
+        ),
+        (
+            {"weight_rounding": "compensated"},
+            "optimizer.weight_rounding: 'stochastic' there, 'compensated' now",
         ),
     ):
         with pytest.raises(BadRunError, match=message):

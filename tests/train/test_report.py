@@ -129,3 +129,28 @@ def test_the_opening_shows_the_memory_by_category(method):
 def test_a_rank_that_is_too_large_is_found_before_the_first_step():
     with pytest.raises(ValueError, match=r"`rank` 25 .* is above min\(T, d\) = 24"):
         explained(recipe(Storage(mlp_in=RandomizedSVD(25))))
+
+
+@pytest.mark.parametrize(
+    ("rounding", "words"),
+    [
+        ("auto", "weights: bfloat16, rounded stochastically"),
+        ("nearest", "weights: bfloat16, rounded to nearest"),
+        ("compensated", "weights: bfloat16, with a remainder of 8 bits"),
+    ],
+)
+def test_the_opening_says_how_bfloat16_weights_are_rounded(rounding, words):
+    one = recipe(weight_dtype="bfloat16", weight_rounding=rounding)
+    console = Console(file=io.StringIO(), width=140)
+    print_opening(console, one, shapes(one), explained(one), memory(one))
+    assert words in console.file.getvalue()
+
+
+def test_a_remainder_takes_a_byte_for_each_weight():
+    sizes = {
+        rounding: memory(recipe(weight_dtype="bfloat16", weight_rounding=rounding)).optimizer
+        for rounding in ("nearest", "stochastic", "compensated")
+    }
+    # A step and a key for each of three layers and the rest.
+    assert sizes["stochastic"] == sizes["nearest"] + 4 * 12
+    assert sizes["compensated"] == sizes["stochastic"] + parameters()

@@ -81,15 +81,32 @@ def test_trained_weights_are_in_float32_unless_another_dtype_is_given(
     assert resolve(config, MODEL, checkpoint).weight_dtype == want
 
 
-def test_trained_bfloat16_weights_are_warned_about():
-    (warning,) = pretrain(weight_dtype="bfloat16").warnings
+@pytest.mark.parametrize(
+    ("method", "dtype", "given", "want"),
+    [
+        ("exact", "bfloat16", "auto", "stochastic"),
+        ("lean", "bfloat16", "compensated", "compensated"),
+        ("lean", "bfloat16", "nearest", "nearest"),
+        ("exact", "float32", "auto", "nearest"),
+        ("exact", "auto", "nearest", "nearest"),
+        ("lora", "bfloat16", "auto", "nearest"),
+    ],
+)
+def test_trained_bfloat16_weights_are_rounded_stochastically_by_default(method, dtype, given, want):
+    config = FinetuneConfig(
+        checkpoint="x", method=method, weight_dtype=dtype, weight_rounding=given
+    )
+    assert resolve(config, MODEL, "bfloat16").weight_rounding == want
+
+
+def test_bfloat16_weights_that_are_rounded_to_nearest_are_warned_about():
+    (warning,) = pretrain(weight_dtype="bfloat16", weight_rounding="nearest").warnings
     assert "updates below 1/256 of a weight are lost" in warning
+    assert "--weight-rounding stochastic" in warning
     assert "--weight-dtype float32" in warning
-    assert pretrain().warnings == []
     frozen = dataclasses.replace(FINETUNE, weight_dtype="bfloat16")
-    assert resolve(frozen, MODEL).warnings == []
-    full = FinetuneConfig(checkpoint="x", method="lean", weight_dtype="bfloat16")
-    assert resolve(full, MODEL).warnings
+    for quiet in (pretrain(), pretrain(weight_dtype="bfloat16"), resolve(frozen, MODEL)):
+        assert quiet.warnings == []
 
 
 @pytest.mark.parametrize(
@@ -100,6 +117,11 @@ def test_trained_bfloat16_weights_are_warned_about():
         ({"method": "frugal_subspace"}, "is now `--method lean_subspace`"),
         ({"method": "lora"}, "`--method lora` trains adapters of a checkpoint: use train.finetune"),
         ({"options": MethodOptions(rank=8)}, "`--rank 8` has no effect with `--method exact`"),
+        (
+            {"weight_rounding": "stochastic"},
+            "`--weight-rounding stochastic` has no effect on float32 weights: drop it, or pass"
+            " `--weight-dtype bfloat16`",
+        ),
         (
             {"method": "quantized", "options": MethodOptions(adapt_every=5)},
             "`--adapt-every 5` has no effect without `--average-bits`",

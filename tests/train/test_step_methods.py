@@ -36,8 +36,15 @@ EIGHT_BIT = OptimizerConfig(moment_dtype="8bit")
         pytest.param(with_method("subspace", in_backward=True), marks=pytest.mark.slow),
         with_method("exact", in_backward=True, optimizer=EIGHT_BIT),
         with_method("remat", in_backward=True),
+        with_method("exact", weight_dtype="bfloat16", weight_rounding="compensated"),
+        pytest.param(
+            with_method("random_projection", weight_dtype="bfloat16"), marks=pytest.mark.slow
+        ),
     ],
-    ids=lambda c: f"{c.method}{' in backward' if c.in_backward else ''}",
+    ids=lambda c: (
+        f"{c.method}{' in backward' if c.in_backward else ''}"
+        f"{f', {c.weight_dtype}' if c.weight_dtype != 'float32' else ''}"
+    ),
 )
 def test_every_method_learns_and_is_deterministic(config):
     fast = dataclasses.replace(config.optimizer, learning_rate=2e-2, warmup_steps=1)

@@ -1,0 +1,67 @@
+"""What the tests of rounded weights share."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from actjax import optim
+
+ADAMW = optax.adamw(1e-3, weight_decay=0.1)
+WRAPPERS = {"stochastic": optim.stochastic_rounding, "compensated": optim.compensated}
+wrappers = pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+
+
+def parameters(seed: int = 0, dtype="bfloat16", scale: float = 1.0):
+    """Returns three layers and two other weights; one is float32."""
+    rng = np.random.default_rng(seed)
+    shapes = {"layers": {"w": (3, 16, 24)}, "head": (24, 8), "norm": (8,)}
+    params = jax.tree.map(
+        lambda shape: jnp.asarray(scale * rng.normal(size=shape), dtype),
+        shapes,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+    return params | {"norm": params["norm"].astype(jnp.float32)}
+
+
+GRADIENTS = [parameters(seed, scale=0.1) for seed in (1, 2, 3)]
+
+
+def assert_same_bits(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+def widened(tree):
+    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+
+def loop(tx, params, gradients=GRADIENTS):
+    """Returns parameters and state after an optax loop over the gradients."""
+
+    @jax.jit
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = jax.jit(tx.init)(params)
+    for grads in gradients:
+        params, state = step(params, state, grads)
+    return params, state
+
+
+def apply_step(tx, **options):
+    return jax.jit(functools.partial(optim.apply, tx, **options))
+
+
+def applied(tx, params, gradients=GRADIENTS, step=None):
+    """Returns parameters and state after `optim.apply` with each gradient."""
+    state, step = jax.jit(functools.partial(optim.init, tx))(params), step or apply_step(tx)
+    for grads in gradients:
+        params, state = step(grads, state, params)
+    return params, state
