@@ -34,7 +34,7 @@ _LEVELS: Any = ("none", "intra", "intra+inter")
 METHODS: dict[str, tuple[str, MethodOptions]] = {
     "exact": ("exact", MethodOptions()),
     "remat": ("remat", MethodOptions()),
-    "pamm, one point": ("pamm", MethodOptions(ratio=1e-9)),
+    "pamm, one point": ("pamm", MethodOptions(points=1)),
     "pamm": ("pamm", MethodOptions(ratio=1 / 64)),
     "low_rank": ("low_rank", MethodOptions(rank=16)),
     "subspace": ("subspace", MethodOptions(rank=16)),
