@@ -42,10 +42,15 @@ METHODS: dict[str, tuple[str, MethodOptions]] = {
     "lean": ("lean", MethodOptions()),
     "lora": ("lora", MethodOptions()),
     "qlora": ("qlora", MethodOptions()),
+    "qlora, remat": ("qlora", MethodOptions(remat=True)),
     **{
         f"hyc_lora, {bits} bits, {level}": ("hyc_lora", MethodOptions(bits=bits, level=level))
         for bits in (4, 2)
         for level in _LEVELS
+    },
+    **{
+        f"hyc_lora, {bits} bits, remat": ("hyc_lora", MethodOptions(bits=bits, remat=True))
+        for bits in (4, 2)
     },
 }
 """By name: the method and its options."""
