@@ -34,7 +34,7 @@ _LEVELS: Any = ("none", "intra", "intra+inter")
 METHODS: dict[str, tuple[str, MethodOptions]] = {
     "exact": ("exact", MethodOptions()),
     "remat": ("remat", MethodOptions()),
-    "pamm, one point": ("pamm", MethodOptions(ratio=1e-9)),
+    "pamm, one point": ("pamm", MethodOptions(points=1)),
     "pamm": ("pamm", MethodOptions(ratio=1 / 64)),
     "low_rank": ("low_rank", MethodOptions(rank=16)),
     "subspace": ("subspace", MethodOptions(rank=16)),
@@ -42,10 +42,15 @@ METHODS: dict[str, tuple[str, MethodOptions]] = {
     "lean": ("lean", MethodOptions()),
     "lora": ("lora", MethodOptions()),
     "qlora": ("qlora", MethodOptions()),
+    "qlora, remat": ("qlora", MethodOptions(remat=True)),
     **{
         f"hyc_lora, {bits} bits, {level}": ("hyc_lora", MethodOptions(bits=bits, level=level))
         for bits in (4, 2)
         for level in _LEVELS
+    },
+    **{
+        f"hyc_lora, {bits} bits, remat": ("hyc_lora", MethodOptions(bits=bits, remat=True))
+        for bits in (4, 2)
     },
 }
 """By name: the method and its options."""

@@ -15,7 +15,6 @@ _ROWS_AHEAD = 2
 """Rows that are read for each one that is handed out. A window can have twice as many rows as the
 one before."""
 
-
 ReadDocuments = Callable[[int], Sequence[np.ndarray]]
 """From the index of a document to its tokens and those of any number of documents after it, each
 int32 [at least 1]. There is a document at every index."""
@@ -153,6 +152,7 @@ class _ShuffledRowsIterator(grain.DatasetIterator[np.ndarray]):
         count, document = len(window.rows), self._stream.document
         if document >= end or count == 2 * self._size:
             return True
+        # Documents that are read and that are left tell about how many rows are left.
         return count >= self._size and end - document >= document - window.document
 
     def get_state(self) -> dict[str, Any]:

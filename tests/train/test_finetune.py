@@ -74,7 +74,7 @@ def make_config(folder, out: str, **changes) -> FinetuneConfig:
 
 
 OPTIONS = {
-    "pamm": MethodOptions(ratio=1e-9),
+    "pamm": MethodOptions(points=1),
     "low_rank": MethodOptions(rank=4),
     "subspace": MethodOptions(rank=4),
     "gact": MethodOptions(),
