@@ -218,7 +218,8 @@ class PretrainConfig(RunConfig):
     """
 
     model: str = "llama_9m"
-    """Dimensions of the model. Its vocabulary is that of the tokenizer."""
+    """Dimensions of the model, or a checkpoint whose dimensions it has. Its vocabulary is that of
+    the tokenizer."""
     model_vocab_size: int = 0
     """Vocabulary size of the model, at least that of the tokenizer. 0: that of the tokenizer,
     rounded up to a multiple of 128."""

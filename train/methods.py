@@ -108,10 +108,10 @@ def _code(o: MethodOptions, bits: int) -> Codec:
     settings = {name: getattr(o, name) for name in _QUANTIZER}
     levels, rotate = o.levels, o.rotate
     if levels == "auto":
-        # Few uniform levels are far apart, since they reach the largest numbers of a group. Normal
-        # levels cut these off, which is harmless only where a rotation has spread them.
-        few = bits <= 4 and o.rounding == "nearest"
-        levels, rotate = ("normal", True) if few else ("uniform", rotate)
+        # Uniform levels reach the largest numbers of a group; if they are few, they are far apart.
+        # Normal levels cut these numbers off, which is harmless only where they have been rotated.
+        levels = "normal" if bits <= 4 and o.rounding == "nearest" else "uniform"
+        rotate = True
     elif bits > 4:
         levels = "uniform"
     return _placed(Quantized(bits, levels=levels, rotate=rotate, **settings), o)

@@ -68,8 +68,9 @@ class MethodOptions:
     """Give q, k and v no more bits than the other sites."""
     levels: ChosenLevels = "auto"
     """Quantization levels: uniform, or normal for normally distributed numbers. normal is for up to
-    4 bits and for rounding to nearest; sites with more bits get uniform levels. auto: normal, in
-    rotated groups, for up to 4 bits rounded to nearest; else uniform. hyc_lora: uniform."""
+    4 bits and for rounding to nearest; sites with more bits get uniform levels. auto: rotated
+    groups with normal levels for up to 4 bits rounded to nearest, else with uniform levels.
+    hyc_lora: uniform."""
     rotate: bool = False
     """Rotate each group by a Hadamard matrix before quantization, which spreads outliers."""
     balance: bool = True

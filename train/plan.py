@@ -4,11 +4,16 @@ The real step is compiled, for this machine or for a GPU that need not be there,
 those of the compiled program. Nothing is trained. Without `--tokenizer` and `--model-vocab-size`
 the model has the vocabulary of its preset, whereas train.pretrain takes that of its tokenizer.
 
+With `--checkpoint` and `--measure`, the error of each method's gradient is measured too, with the
+weights of a checkpoint on the text of `--data`. No other settings tell what a method does to a
+model that is already trained.
+
 With `--budget`, the fastest step that fits is found, and the command that runs it is printed. Other
 settings, such as `--data`, go into that command.
 """
 
 import dataclasses
+import pathlib
 import re
 import shlex
 import sys
@@ -21,12 +26,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from models.checkpoints import read_dimensions
 from train import cli
 from train.cli import Headings
-from train.config import PretrainConfig
+from train.config import DataConfig, PretrainConfig
 from train.devices import HERE, gpu
 from train.estimate import Compiled, compile_plan, make_plan, parameter_bytes
 from train.gpus import GIB, GPUS
+from train.gradient_error import WHOLE
+from train.measured import MeasureConfig, Measured, open_measured, table_of_errors
 from train.options import FULL_WEIGHTS, flag_name, given_fields, used_options
 from train.resolve import dimensions, resolve
 from train.stages import METHODS, OPTIONS, stages
@@ -53,11 +61,18 @@ class PlanConfig:
     budget: str = ""
     """Memory that a step may take, such as 24GiB. The search tries full-rank updates with four bits
     or more first, then fewer bits, then subspaces, the largest first."""
+    checkpoint: str = ""
+    """Checkpoint to plan for instead of `--model`: a Hugging Face folder, or a .bin file of
+    llama2.c."""
+    measuring: MeasureConfig = MeasureConfig()
+    """How the error of gradients is measured."""
 
     HEADINGS: ClassVar[Headings] = {
         "Common flags": (
-            *("model", "device", "budget", "method", "batch_size", "seq_len", "weight_dtype"),
+            *("model", "checkpoint", "device", "budget", "method", "batch_size", "seq_len"),
+            "weight_dtype",
         ),
+        "Measuring": ("measuring",),
         **{k: v for k, v in PretrainConfig.HEADINGS.items() if k != "Common flags"},
         "For the printed command": ("train",),
     }
@@ -73,9 +88,27 @@ class PlanConfig:
             )
         if train.resume:
             raise ValueError("`--resume` has no effect: train.plan trains nothing. Drop it.")
+        if self.checkpoint and train.model != PretrainConfig.model:
+            raise ValueError(
+                f"`--model {train.model}` and `--checkpoint {self.checkpoint}` exclude each other:"
+                " drop one."
+            )
+        self._check_measuring()
         if self.budget:
             parse_bytes(self.budget)
             self._check_searched()
+
+    def _check_measuring(self) -> None:
+        given = [flag_name(name) for name in given_fields(self.measuring)]
+        if given and not self.checkpoint:
+            raise ValueError(f"`{given[0]}` needs trained weights: add `--checkpoint`.")
+        if self.measuring.error and not self.budget:
+            raise ValueError(
+                f"`--error {self.measuring.error}` is for the search of `--budget`: add `--budget`,"
+                " or pass `--measure` to see the error of every method."
+            )
+        if given and not self.measuring.wanted:
+            raise ValueError(f"`{given[0]}` has no effect without `--measure`: add it, or drop it.")
 
     def _check_searched(self) -> None:
         """Raises a `ValueError` for settings that the search would overwrite or never try."""
@@ -126,20 +159,33 @@ def run(config: PlanConfig, console: Console) -> bool:
     if config.device != HERE:
         # The CUDA plugin would ask for a driver, which is not there.
         jax.config.update("jax_platforms", "cpu")
-    config = dataclasses.replace(config, train=_with_vocabulary(config.train))
-    train = config.train
+    train, checkpoint = config.train, pathlib.Path(config.checkpoint).expanduser()
+    if config.checkpoint:
+        size = read_dimensions(checkpoint)[0].vocab_size
+        train = dataclasses.replace(train, model=str(checkpoint), model_vocab_size=size)
+    else:
+        train = _with_vocabulary(train)
+    config = dataclasses.replace(config, train=train)
     if train.method != ALL:
         resolve(train, dimensions(train))  # Raises for flags that the method does not use.
+    measured = None
+    if config.measuring.wanted:
+        measured = open_measured(config.measuring, train, checkpoint)
     if config.budget:
-        return search(config, console)
+        return search(config, console, measured)
     names = FULL_WEIGHTS if train.method == ALL else (train.method,)
     rows = []
     for name in names:
         options = used_options(name, train.options)
         plan = make_plan(dataclasses.replace(train, method=name, options=options), config.device)
         rows.append(compile_plan(plan, config.device))
-        console.print(f"{name}: {rows[-1].peak / GIB:.2f} GiB", highlight=False)
+        line = f"{name}: {rows[-1].peak / GIB:.2f} GiB"
+        if measured is not None:
+            line += f", error {measured.errors(plan.config)[WHOLE].error:.4f}"
+        console.print(line, highlight=False)
     console.print(table_of(rows, config))
+    if measured is not None:
+        _print_errors(rows, measured, console)
     return True
 
 
@@ -151,30 +197,72 @@ def _with_vocabulary(train: PretrainConfig) -> PretrainConfig:
     return dataclasses.replace(train, model_vocab_size=dimensions(train, size).vocab_size)
 
 
-def search(config: PlanConfig, console: Console) -> bool:
-    """Prints the fastest plan within the budget, and returns whether there is one."""
+def _print_errors(rows: list[Compiled], measured: Measured, console: Console) -> None:
+    found = {_choice(row.plan.config): measured.errors(row.plan.config) for row in rows}
+    console.print(table_of_errors(found, measured))
+
+
+def search(config: PlanConfig, console: Console, measured: Measured | None = None) -> bool:
+    """Prints the fastest plan within the budget, and returns whether there is one.
+
+    Args:
+      config: what to plan.
+      console: where tables are printed.
+      measured: what errors are measured on; None if they do not matter.
+    """
     began, budget = time.time(), parse_bytes(config.budget)
     methods = METHODS if config.train.method == ALL else (config.train.method,)
     tried: list[Compiled] = []
+    accurate: list[Compiled] = []
     for title, configs in stages(config.train, dimensions(config.train), methods):
         for one in _by_speed(title, configs, config, console):
             tried.append(one)
             if one.peak > budget:
                 continue
+            if measured is not None and not _is_within(one, measured, console):
+                accurate.append(one)
+                continue
             console.print(table_of(tried, config))
+            if measured is not None:
+                _print_errors([*accurate, one], measured, console)
             console.print(
                 f"found in {time.time() - began:.0f} s; leave 0.5 GiB for the driver:\n",
                 highlight=False,
             )
-            print(f"python -m train.pretrain {flags(one.plan.config)}")
+            print(_command(one.plan.config, config))
             return True
     if tried:
         console.print(table_of(tried, config))
+    if measured is not None and accurate:
+        _print_errors(accurate, measured, console)
+        console.print(
+            f"{len(accurate)} plans fit {config.budget}, and the error of none is at most"
+            f" {config.measuring.error}: raise `--error` or `--budget`."
+        )
+        return False
     console.print(
         f"nothing fits {config.budget}: fewer tokens (`--batch-size`, `--seq-len`), or a smaller"
         " model."
     )
     return False
+
+
+def _is_within(one: Compiled, measured: Measured, console: Console) -> bool:
+    """Returns whether the error of a plan's gradient is small enough, and prints it."""
+    error = measured.errors(one.plan.config)[WHOLE].error
+    console.print(f"    error of its gradient: {error:.4f}", highlight=False)
+    return not measured.config.error or error <= measured.config.error
+
+
+def _command(plan: PretrainConfig, config: PlanConfig) -> str:
+    """Returns the command that runs a plan."""
+    if not config.checkpoint:
+        return f"python -m train.pretrain {flags(plan)}"
+    # What only pretraining has is left out; the records of train.finetune have other flags.
+    only = dataclasses.replace(
+        plan, model=PretrainConfig.model, model_vocab_size=0, data=DataConfig(data=plan.data.data)
+    )
+    return f"python -m train.finetune --checkpoint {shlex.quote(config.checkpoint)} {flags(only)}"
 
 
 def _by_speed(

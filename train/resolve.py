@@ -5,7 +5,9 @@ import pathlib
 from typing import Any
 
 from models import ModelConfig, preset
+from models.checkpoints import read_dimensions
 from models.lora import LoRAConfig
+from models.presets import PRESETS
 from train import methods
 from train.config import FinetuneConfig, PretrainConfig, RunConfig
 from train.options import check_flags

@@ -12,7 +12,7 @@ def test_every_bug_can_be_planted_in_the_sources():
     bugs, areas = read_table()
     for bug in bugs:
         assert find(bug, ROOT).read_text().count(bug.old) == 1, bug.name
-    assert set(collections.Counter(bug.area for bug in bugs).values()) == {10}
+    assert min(collections.Counter(bug.area for bug in bugs).values()) >= 10
     assert {bug.area for bug in bugs} == set(areas)
 
 

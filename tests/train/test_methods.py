@@ -62,7 +62,7 @@ def test_bits_have_the_defaults_of_their_methods():
         assert method(name).resolve(MethodOptions(bits=8), model).bits == 8
 
 
-CODE = Quantized(3, group=32, rounding="dither", balance=True)
+CODE = Quantized(3, group=32, rounding="dither", rotate=True, balance=True)
 FEW = MethodOptions(bits=3, group=32, rounding="dither")
 
 
@@ -139,8 +139,8 @@ def test_bits_of_some_sites_can_be_given():
     [
         (2, "nearest", {"levels": "normal", "rotate": True}),
         (4, "nearest", {"levels": "normal", "rotate": True}),
-        (5, "nearest", {}),
-        (2, "stochastic", {"rounding": "stochastic"}),
+        (5, "nearest", {"rotate": True}),
+        (2, "stochastic", {"rounding": "stochastic", "rotate": True}),
     ],
 )
 def test_levels_follow_from_bits_and_rounding(bits, rounding, want):
