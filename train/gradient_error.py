@@ -3,18 +3,19 @@
 import dataclasses
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from actjax import Exact
-from models import Decoder, Storage, StorageChoice
+from actjax import Codec, Exact
+from models import Decoder, StorageChoice
 from train.step import Batch, Recipe, loss_function
 
 WHOLE = "all"
-"""Name of the storage choice itself, beside those of its sites."""
+"""Name of all places of a storage choice, beside those of its sites."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,50 +36,55 @@ class GradientError:
     uncertainty: float
 
 
-def by_site(storage: StorageChoice) -> dict[str, StorageChoice]:
-    """Returns a storage choice and, for each site that it does not store exactly, that site alone.
+Places = Mapping[str, np.ndarray]
+"""Where codes are used: by site, [L] bool. Elsewhere, and at sites that are missing, activations are
+exact."""
+
+
+def by_site(storage: StorageChoice, num_layers: int) -> dict[str, Places]:
+    """Returns all places of a storage choice (`WHOLE`), and those of each site, if it has several.
 
     Args:
-      storage: what each site stores. Its codecs hold no arrays.
+      storage: what each site stores.
+      num_layers: L.
     """
-    lossy = [name for name, codec in storage.codecs.items() if not isinstance(codec, Exact)]
-    found = {WHOLE: storage}
-    for site in lossy if len(lossy) > 1 else ():
-        others: Any = {name: Exact() for name in lossy if name != site}
-        found[site] = dataclasses.replace(storage, **others)
-    return found
+    everywhere = {site: np.ones(num_layers, bool) for site in _lossy(storage)}
+    sites = {site: {site: places} for site, places in everywhere.items()}
+    return {WHOLE: everywhere, **(sites if len(sites) > 1 else {})}
 
 
 def measure(
     recipe: Recipe,
-    storages: Mapping[str, StorageChoice],
+    storage: StorageChoice,
     model: Decoder,
     batches: Iterable[Batch],
+    choices: Mapping[str, Places],
     *,
     keys: int = 4,
 ) -> dict[str, GradientError]:
-    """Returns the error of the gradient of all weights, for each of some storage choices.
+    """Returns the error of the gradient of all weights where codes are used in some places.
 
-    Three gradients exist at once.
+    One program computes all of these gradients, and the exact one. At most four exist at once.
 
     Args:
       recipe: the run; its compute dtype and its loss are used.
-      storages: storage choices, by any names.
+      storage: what each site stores. Its codecs hold no arrays.
       model: the weights.
       batches: batches of tokens; one or more.
+      choices: by any names, the places.
       keys: gradients of each batch for codecs that draw random numbers.
 
     Raises:
-      ValueError: no batches or keys, or an exact gradient that is not finite or zero.
+      ValueError: no batches or keys, or an exact gradient that is zero or not finite.
     """
     if keys < 1:
         raise ValueError(f"`keys` must be at least 1, got {keys}.")
-    exact = _gradient(recipe, Storage())
-    gradients = {name: _gradient(recipe, storage) for name, storage in storages.items()}
-    found: dict[str, list[_OfBatch]] = {name: [] for name in storages}
+    gradient = _gradient(recipe, storage)
+    needed = keys if any(codec.needs_key for codec in storage.codecs.values()) else 1
+    found: dict[str, list[_OfBatch]] = {name: [] for name in choices}
     for number, batch in enumerate(batches):
         key = jax.random.fold_in(jax.random.key(recipe.config.seed), number)
-        true = exact(model, batch, key)
+        true = gradient({}, model, batch, key)
         size = float(_products(true, true)[0])
         if not 0 < size < math.inf:
             raise ValueError(
@@ -86,13 +92,72 @@ def measure(
                 f" `--compute-dtype {recipe.config.compute_dtype}` the activations of this model"
                 " overflow, or no target counts. Try `--compute-dtype float32`, or other text."
             )
-        for name, gradient in gradients.items():
-            draws = any(codec.needs_key for codec in storages[name].codecs.values())
-            of_keys = jax.random.split(key, keys if draws else 1)
-            found[name].append(_of_batch(gradient, model, batch, of_keys, true, size))
+        for name, places in choices.items():
+            of_keys = (gradient(places, model, batch, one) for one in jax.random.split(key, needed))
+            found[name].append(_of_batch(of_keys, true, size))
     if not all(found.values()):
         raise ValueError("`batches` must have at least one batch.")
     return {name: _summary(rows) for name, rows in found.items()}
+
+
+def _lossy(storage: StorageChoice) -> list[str]:
+    return [name for name, codec in storage.codecs.items() if not isinstance(codec, Exact)]
+
+
+def _gradient(recipe: Recipe, storage: StorageChoice) -> Callable[..., Any]:
+    """Returns a function from places, model, batch and key to the gradient."""
+    count, lossy = recipe.model_config.num_layers, _lossy(storage)
+
+    @jax.jit
+    def gradient(used: dict[str, jax.Array], model: Decoder, batch: Batch, key: jax.Array) -> Any:
+        switched: Any = {site: _Switched(storage.codecs[site], used[site]) for site in lossy}
+        chosen = dataclasses.replace(storage, **switched)
+        return jax.grad(loss_function(recipe.config, chosen))(model, batch, key)
+
+    def at(places: Places, model: Decoder, batch: Batch, key: jax.Array) -> Any:
+        nowhere = np.zeros(count, bool)
+        return gradient({site: places.get(site, nowhere) for site in lossy}, model, batch, key)
+
+    return at
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
+class _Switched(Codec, holds_arrays=True):
+    """Stores what a codec would decode, or the activation itself.
+
+    So one program has codes in any choice of sites and layers. It saves no memory.
+
+    Attributes:
+      codec: the codec. Static.
+      on: whether it is used, a bool; in a storage choice [L].
+    """
+
+    codec: Codec = dataclasses.field(metadata={"static": True})
+    on: Any
+
+    @property
+    def biased(self) -> bool:
+        """As in `Codec`."""
+        return self.codec.biased
+
+    @property
+    def needs_key(self) -> bool:
+        """As in `Codec`."""
+        return self.codec.needs_key
+
+    def encode(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        decoded = lambda: self.codec.decode(self.codec.encode(x, key))  # noqa: E731
+        return jax.lax.cond(self.on, decoded, lambda: x)
+
+    def decode(self, code: jax.Array) -> jax.Array:
+        return code
+
+    def weight_grad(self, code: jax.Array, dz: jax.Array) -> jax.Array:
+        return Exact().weight_grad(code, dz)
+
+    def stored_bytes(self, shape: Sequence[int], dtype: jax.typing.DTypeLike) -> int:
+        return self.codec.stored_bytes(shape, dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,12 +169,10 @@ class _OfBatch:
     cosine: float
 
 
-def _of_batch(
-    gradient: Any, model: Decoder, batch: Batch, keys: jax.Array, true: Any, size: float
-) -> _OfBatch:
+def _of_batch(gradients: Iterable[Any], true: Any, size: float) -> _OfBatch:
+    """Compares the gradients of several keys with the exact one, whose squared norm is `size`."""
     errors, cosines, total = [], [], None
-    for key in keys:
-        got = gradient(model, batch, key)
+    for got in gradients:
         along, square, apart = (float(x) for x in _products(got, true))
         errors.append(apart / size)
         cosines.append(along / math.sqrt(square * size) if square > 0 else 0.0)
@@ -136,10 +199,6 @@ def _summary(rows: Sequence[_OfBatch]) -> GradientError:
         bias=math.sqrt(statistics.mean(row.bias for row in rows)),
         uncertainty=spread,
     )
-
-
-def _gradient(recipe: Recipe, storage: StorageChoice) -> Any:
-    return jax.jit(jax.grad(loss_function(recipe.config, storage)))
 
 
 @jax.jit

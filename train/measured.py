@@ -88,8 +88,9 @@ class Measured:
 
     def _measure(self, config: PretrainConfig) -> dict[str, GradientError]:
         recipe = make_recipe(config, dimensions(config))
-        storages = by_site(recipe.storage)
-        return measure(recipe, storages, self.model, self.batches, keys=self.config.keys)
+        places = by_site(recipe.storage, recipe.model_config.num_layers)
+        arguments = (recipe, recipe.storage, self.model, self.batches, places)
+        return measure(*arguments, keys=self.config.keys)
 
 
 def open_measured(

@@ -88,7 +88,8 @@ class PlanConfig:
             )
         if train.resume:
             raise ValueError("`--resume` has no effect: train.plan trains nothing. Drop it.")
-        if self.checkpoint and train.model != PretrainConfig.model:
+        expanded = str(pathlib.Path(self.checkpoint).expanduser())
+        if self.checkpoint and train.model not in (PretrainConfig.model, expanded):
             raise ValueError(
                 f"`--model {train.model}` and `--checkpoint {self.checkpoint}` exclude each other:"
                 " drop one."

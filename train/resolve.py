@@ -76,7 +76,9 @@ def dimensions(config: PretrainConfig, tokenizer_size: int | None = None) -> Mod
     Raises:
       ValueError: an unknown model, or one with fewer tokens than the tokenizer.
     """
-    model, asked = preset(config.model), config.model_vocab_size
+    asked, path = config.model_vocab_size, pathlib.Path(config.model)
+    known = config.model in PRESETS or not path.exists()
+    model = preset(config.model) if known else read_dimensions(path)[0]
     if tokenizer_size is None:
         return dataclasses.replace(model, vocab_size=asked or model.vocab_size)
     if 0 < asked < tokenizer_size:

@@ -22,8 +22,8 @@ OTHER = {
     "rank": 7, "ratio": 0.25, "points": 3, "tolerance": 0.5, "power_iterations": 2,
     "sketch": "rows", "gap": 9, "scale": 0.5, "moments": "reset", "bits": 3, "sites": ("gate",),
     "group": 32, "rounding": "dither", "same_bits": True, "levels": "normal",
-    "rotate": True, "balance": False, "outlier_fraction": 0.25, "level": "none", "average_bits": 3.0, "adapt_every": 5,
-    "offload": True, "remat": True, "stagger": True,
+    "rotate": True, "balance": False, "outlier_fraction": 0.25, "level": "none",
+    "average_bits": 3.0, "adapt_every": 5, "offload": True, "remat": True, "stagger": True,
 }  # fmt: skip
 """A value of each option that is not its default."""
 NOT_IN_STORAGE = ("gap", "scale", "moments", "stagger", "average_bits", "adapt_every")
@@ -40,8 +40,8 @@ def test_every_option_and_method_is_in_the_table():
 
 def test_the_table_names_the_methods_whose_storage_an_option_changes():
     for name, method in METHODS.items():
-        # With 4 bits everywhere, so that options of the quantizer have an effect.
-        default = method.resolve(MethodOptions(bits=4), MODEL)
+        # With 4 bits and uniform levels, so that options of the quantizer have an effect.
+        default = method.resolve(MethodOptions(bits=4, levels="uniform"), MODEL)
         for option in OTHER.keys() - NOT_IN_STORAGE:
             changed = dataclasses.replace(default, **{option: OTHER[option]})
             has_effect = method.storage(changed) != method.storage(default)
