@@ -37,8 +37,7 @@ class GradientError:
 
 
 Places = Mapping[str, np.ndarray]
-"""Where codes are used: by site, [L] bool. Elsewhere, and at sites that are missing, activations are
-exact."""
+"""Where codes are used: by site, [L] bool. All other activations are exact."""
 
 
 def by_site(storage: StorageChoice, num_layers: int) -> dict[str, Places]:

@@ -162,8 +162,8 @@ def run(config: PlanConfig, console: Console) -> bool:
         jax.config.update("jax_platforms", "cpu")
     train, checkpoint = config.train, pathlib.Path(config.checkpoint).expanduser()
     if config.checkpoint:
-        size = read_dimensions(checkpoint)[0].vocab_size
-        train = dataclasses.replace(train, model=str(checkpoint), model_vocab_size=size)
+        read_dimensions(checkpoint)  # Raises for a checkpoint that cannot be read.
+        train = dataclasses.replace(train, model=str(checkpoint))
     else:
         train = _with_vocabulary(train)
     config = dataclasses.replace(config, train=train)
