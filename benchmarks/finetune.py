@@ -1,10 +1,15 @@
 """Fine-tuning of a pretrained checkpoint with every method: held-out loss, memory and time.
 
-`python -m benchmarks.finetune --checkpoint DIR --data FILE`. Every method takes the same steps on
-the same batches. `stored` counts the bytes that the forward pass stores for the backward pass. The
-peak is that of the compiled step, with weights and workspace. The time is the median over steps,
-with the methods in turn. Seeds change the order of the data, the adapters and the codecs; with
-several seeds each loss has a standard deviation.
+`python -m benchmarks.finetune --checkpoint DIR --data FILE`. A row is one configuration: its loss,
+its memory and its time are of the same weights, rounding, moments and codes. Every row takes the
+same steps on the same batches. With seed 0 each learning rate of one grid is tried, and further
+seeds run at the best. Seeds change the order of the data, the adapters and the codecs.
+
+The share of the way that a row keeps is `(L0 - L) / (L0 - L')`: L0 is the held-out loss before the
+first step, L the last one of the row, and L' that of `exact` with float32 weights (of `qlora` for
+adapters). `stored` counts the bytes that the forward pass stores for the backward pass; the peak is
+that of the compiled step, with weights and workspace; the time is the median over steps, with the
+methods in turn.
 """
 
 import contextlib
@@ -30,31 +35,61 @@ from train.metrics import read_metrics
 from train.options import MethodOptions
 from train.report import explain_step
 
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A configuration to compare.
+
+    Attributes:
+      method: the method.
+      options: its options.
+      weight_dtype: dtype of the weights. bfloat16 weights that train are rounded stochastically.
+    """
+
+    method: str
+    options: MethodOptions = MethodOptions()
+    weight_dtype: str = "bfloat16"
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether adapters are trained."""
+        return self.method in ("lora", "qlora", "hyc_lora")
+
+
 _LEVELS: Any = ("none", "intra", "intra+inter")
-METHODS: dict[str, tuple[str, MethodOptions]] = {
-    "exact": ("exact", MethodOptions()),
-    "remat": ("remat", MethodOptions()),
-    "pamm, one point": ("pamm", MethodOptions(points=1)),
-    "pamm": ("pamm", MethodOptions(ratio=1 / 64)),
-    "low_rank": ("low_rank", MethodOptions(rank=16)),
-    "subspace": ("subspace", MethodOptions(rank=16)),
-    "gact": ("gact", MethodOptions()),
-    "lean": ("lean", MethodOptions()),
-    "lora": ("lora", MethodOptions()),
-    "qlora": ("qlora", MethodOptions()),
-    "qlora, remat": ("qlora", MethodOptions(remat=True)),
+REFERENCE, ADAPTER_REFERENCE = "exact, float32 weights", "qlora"
+"""Rows that the others are compared with."""
+ROWS: dict[str, Row] = {
+    REFERENCE: Row("exact", weight_dtype="float32"),
+    "exact": Row("exact"),
+    "remat": Row("remat"),
+    **{f"lean, {bits} bits": Row("lean", MethodOptions(bits=bits)) for bits in (4, 3, 2)},
+    "gact": Row("gact"),
+    "compressed_remat": Row("compressed_remat"),
+    "pamm, 1/64": Row("pamm", MethodOptions(ratio=1 / 64)),
+    "pamm, 1/512": Row("pamm", MethodOptions(ratio=1 / 512)),
+    "pamm, one point": Row("pamm", MethodOptions(points=1)),
+    "low_rank": Row("low_rank"),
+    "subspace, d/4": Row("subspace"),
+    "galore, d/4": Row("galore"),
+    "lora": Row("lora", weight_dtype="auto"),
+    "qlora": Row("qlora", weight_dtype="auto"),
+    "qlora, remat": Row("qlora", MethodOptions(remat=True), "auto"),
     **{
-        f"hyc_lora, {bits} bits, {level}": ("hyc_lora", MethodOptions(bits=bits, level=level))
+        f"hyc_lora, {bits} bits, {level}": Row(
+            "hyc_lora", MethodOptions(bits=bits, level=level), "auto"
+        )
         for bits in (4, 2)
         for level in _LEVELS
     },
     **{
-        f"hyc_lora, {bits} bits, remat": ("hyc_lora", MethodOptions(bits=bits, remat=True))
+        f"hyc_lora, {bits} bits, remat": Row(
+            "hyc_lora", MethodOptions(bits=bits, remat=True), "auto"
+        )
         for bits in (4, 2)
     },
 }
-"""By name: the method and its options."""
-ADAPTERS = ("lora", "qlora", "hyc_lora")
+"""The configurations, by name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,14 +98,14 @@ class Config:
 
     train: FinetuneConfig
     """The run. This program sets method, learning rate, seed and folder."""
-    only: tuple[str, ...] = tuple(METHODS)
-    """Methods to run."""
-    full_rate: float = 3e-3
-    """Learning rate where all weights are trained."""
-    adapter_rate: float = 1e-2
-    """Learning rate of adapters."""
+    only: tuple[str, ...] = tuple(ROWS)
+    """Rows to run."""
+    full_rates: tuple[float, ...] = (1e-5, 2e-5, 4e-5)
+    """Learning rates where all weights are trained."""
+    adapter_rates: tuple[float, ...] = (5e-4, 1e-3, 2e-3)
+    """Learning rates of adapters."""
     seeds: int = 1
-    """Runs of each method."""
+    """Runs of each row, at its best learning rate."""
     rounds: int = 10
     """Timed steps, with the methods in turn: all models are in memory at once. 0: no timing."""
     add: bool = False
@@ -78,18 +113,25 @@ class Config:
     results: pathlib.Path = record.RESULTS / "finetune.json"
 
     def __post_init__(self) -> None:
-        check_names(self.only, tuple(METHODS))
+        check_names(self.only, tuple(ROWS))
 
 
 def measure(config: Config) -> list[dict]:
-    """Returns one row for each method and seed."""
+    """Returns one row for each configuration, learning rate of seed 0, and further seed."""
     rows = record.read(config.results)["rows"] if config.add else []
-    known = {(row["name"], row["seed"]) for row in rows}
-    for seed in range(config.seeds):
+    known = {(row["name"], row["seed"], row["learning_rate"]) for row in rows}
+
+    def run(name: str, seed: int, rate: float) -> None:
+        if (name, seed, rate) not in known:
+            rows.append(_trained(config, name, seed, rate))
+            record.write(config, rows)
+
+    for name in config.only:
+        for rate in config.adapter_rates if ROWS[name].has_adapters else config.full_rates:
+            run(name, 0, rate)
+    for seed in range(1, config.seeds):
         for name in config.only:
-            if (name, seed) not in known:
-                rows.append(_trained(config, name, seed))
-                record.write(config, rows)
+            run(name, seed, _best_rate(rows, name))
     if config.rounds:
         untimed = {row["name"]: row for row in reversed(rows) if row["name"] in config.only}
         for name, seconds in _timed(config, list(untimed)).items():
@@ -97,14 +139,22 @@ def measure(config: Config) -> list[dict]:
     return rows
 
 
-def _settings(config: Config, name: str, seed: int, folder: pathlib.Path) -> FinetuneConfig:
-    method, options = METHODS[name]
-    rate = config.adapter_rate if method in ADAPTERS else config.full_rate
+def _best_rate(rows: list[dict], name: str) -> float:
+    """Returns the learning rate of the lowest last loss with seed 0."""
+    tried = [row for row in rows if row["name"] == name and row["seed"] == 0]
+    return min(tried, key=_last)["learning_rate"]
+
+
+def _settings(
+    config: Config, name: str, seed: int, rate: float, folder: pathlib.Path
+) -> FinetuneConfig:
+    row = ROWS[name]
     return dataclasses.replace(
         config.train,
-        method=method,
-        options=options,
-        adapter=config.train.adapter if method in ADAPTERS else AdapterConfig(),
+        method=row.method,
+        options=row.options,
+        weight_dtype=row.weight_dtype,
+        adapter=config.train.adapter if row.has_adapters else AdapterConfig(),
         optimizer=dataclasses.replace(config.train.optimizer, learning_rate=rate),
         seed=seed,
         out=folder,
@@ -118,7 +168,7 @@ def _timed(config: Config, names: list[str]) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as open_data:
         runs = {}
         for name in names:
-            settings = _settings(config, name, 0, pathlib.Path(folder, str(len(runs))))
+            settings = _settings(config, name, 0, 1e-5, pathlib.Path(folder, str(len(runs))))
             runs[name] = run = finetune.prepare(settings, Console(quiet=True))
             open_data.callback(run.batches.close)
         batches = {name: jax.device_put(next(run.batches)) for name, run in runs.items()}
@@ -130,9 +180,9 @@ def _timed(config: Config, names: list[str]) -> dict[str, list[float]]:
     return {name: times[1:] for name, times in seconds.items()}
 
 
-def _trained(config: Config, name: str, seed: int) -> dict:
+def _trained(config: Config, name: str, seed: int, rate: float) -> dict:
     folder = pathlib.Path(tempfile.mkdtemp())
-    settings = _settings(config, name, seed, folder)
+    settings = _settings(config, name, seed, rate, folder)
     console = Console(width=140)
     run = finetune.prepare(settings, console)
     row = {
@@ -140,7 +190,8 @@ def _trained(config: Config, name: str, seed: int) -> dict:
         "seed": seed,
         # With `add`, rows can come from several commits.
         "commit": record.environment()["commit"],
-        "learning_rate": settings.optimizer.learning_rate,
+        "learning_rate": rate,
+        "weight_dtype": run.recipe.config.weight_dtype,
         "stored": explain_step(run.recipe, run.state).stored_bytes,
         **compiled_memory(run.train_step),
     }
@@ -165,46 +216,48 @@ def show(config: Config, rows: list[dict]) -> None:
     """Prints the rows as a table."""
     train = config.train
     title = f"{train.title}, {train.steps} steps of {train.batch_size} x {train.seq_len} tokens"
-    headers = (
-        "method",
-        "held-out loss",
-        "above qlora",
-        "stored, MiB",
-        "peak, MiB",
-        "ms a step",
-        "rate",
-        "seeds",
-    )
-    groups: dict[str, list[dict]] = {}
-    for row in rows:
-        groups.setdefault(row["name"], []).append(row)
-    base = {row["seed"]: _last(row) for row in groups.get("qlora", [])}
+    headers = ("row", "held-out loss", "share of the way, %", "stored, MiB", "peak, MiB",
+               "ms a step", "rate", "seeds")  # fmt: skip
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    best = {name: _best_rate(rows, name) for name in names}
+    groups = {
+        name: [r for r in rows if r["name"] == name and r["learning_rate"] == best[name]]
+        for name in names
+    }
     cells = []
     for name, group in groups.items():
-        gaps = [_last(row) - base[row["seed"]] for row in group if row["seed"] in base]
+        reference = groups.get(ADAPTER_REFERENCE if ROWS[name].has_adapters else REFERENCE, [])
+        ends = {row["seed"]: row for row in reference}
+        shares = [_share(row, ends[row["seed"]]) for row in group if row["seed"] in ends]
         times = [second for row in group for second in row.get("seconds", ())]
         cells.append(
             (
                 name,
-                _spread([_last(row) for row in group]),
-                _spread(gaps, "+") if gaps else "",
+                _spread([_last(row) for row in group], 4),
+                _spread([100 * share for share in shares], 1) if shares else "",
                 f"{group[0]['stored'] / 2**20:.2f}",
                 f"{group[0]['peak'] / 2**20:.1f}",
                 f"{statistics.median(times) * 1e3:.0f}" if times else "",
-                f"{group[0]['learning_rate']:g}",
+                f"{best[name]:g}",
                 str(len(group)),
             )
         )
     print_table(title, headers, cells)
 
 
+def _share(row: dict, reference: dict) -> float:
+    """Returns the share of the way of the reference that a row keeps."""
+    first = reference["losses"][0]
+    return (first - _last(row)) / (first - _last(reference))
+
+
 def _last(row: dict) -> float:
     return row["losses"][-1] if row["losses"] else float("inf")
 
 
-def _spread(values: list[float], sign: str = "") -> str:
-    mean = f"{statistics.mean(values):{sign}.4f}"
-    return f"{mean} ± {statistics.stdev(values):.4f}" if len(values) > 1 else mean
+def _spread(values: list[float], digits: int) -> str:
+    mean = f"{statistics.mean(values):.{digits}f}"
+    return f"{mean} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
 
 
 if __name__ == "__main__":

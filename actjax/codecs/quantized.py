@@ -8,6 +8,7 @@ channels (`actjax.kernels.balance`).
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import get_args
 
@@ -18,7 +19,7 @@ from actjax._math.precision import accumulation_dtype, contract_tokens
 from actjax.codecs.base import Codec, check_positive_integer, token_count
 from actjax.kernels import format as fmt
 from actjax.kernels import group_scales, noise
-from actjax.kernels.balance import balance_of
+from actjax.kernels.balance import balance_of, statistics_shape
 from actjax.kernels.dequantize.api import dequantize
 from actjax.kernels.format import Format, Levels, QuantizedCode, Rounding, ScaleDtype, Scaling
 from actjax.kernels.levels import normal_error
@@ -42,7 +43,7 @@ class Quantized(Codec):
       planes, of 2 + 1, 4 + 1 and 4 + 2 bits, each padded); a scale and an offset per group
       ("normal" levels: a scale), or a scale per channel, in `scale_dtype`; outlier channels in the
       dtype of `x`, with a 4-byte index each; 8 bytes of seed for dither; with `balance` a mean and
-      a spread per channel, in `scale_dtype`.
+      a spread per channel and sequence, in `scale_dtype`.
     Error: at most `Δ/2` for rounding to the nearest (in rotated groups on average over a group);
       variance `Δ²/12` for dither, and at most `Δ²/4` for stochastic rounding (`Δ²/6` on average).
       The result is then rounded to the dtype of `x`. Scales are rounded so that a group lies within
@@ -68,9 +69,10 @@ class Quantized(Codec):
         values, about zero, times a least-squares scale. For up to 4 bits, rounded to the nearest.
       rotate: whether to rotate each group by a Hadamard matrix before encoding, and back in
         `decode`. It spreads outliers over their group and makes its values look normal.
-      balance: whether to subtract the mean of each channel over the tokens, and to divide by the
-        root of its deviation, before anything else. One number that is not finite then spoils all
-        of `x`. Needs scaling="group".
+      balance: whether to subtract the mean of each channel over the tokens of a sequence, and to
+        divide by the root of its deviation, before anything else. The tokens of a sequence are the
+        second last axis of `x`; one number that is not finite spoils all of them. Needs
+        scaling="group".
     """
 
     bits: int
@@ -150,7 +152,11 @@ class Quantized(Codec):
         return (
             tokens * packed_bytes(self.bits, features)
             + scales * jnp.dtype(self.scale_dtype).itemsize
-            + (2 * features * jnp.dtype(self.scale_dtype).itemsize if self.balance else 0)
+            + (
+                self._statistics(shape) * jnp.dtype(self.scale_dtype).itemsize
+                if self.balance
+                else 0
+            )
             + self._outlier_count(features) * (tokens * jnp.dtype(dtype).itemsize + 4)
             + (_SEED_BYTES if self.rounding == "dither" else 0)
         )
@@ -174,7 +180,10 @@ class Quantized(Codec):
             parts.append(segment.flatten(jnp.broadcast_to(errors, part.shape)))
         joined = jnp.concatenate(parts, axis=-1)
         if spread is not None:
-            joined = joined * jnp.square(spread.view(self.scale_dtype).astype(joined.dtype))
+            scaled = group_scales.unbalanced(
+                jnp.ones_like(joined), jnp.zeros_like(spread), spread, self.format
+            )
+            joined = joined * jnp.square(scaled)
         return joined if channels is None else joined.at[..., channels].set(0)
 
     def _error_of_unit(self, size: int) -> float:
@@ -236,6 +245,11 @@ class Quantized(Codec):
             part = group_scales.prepare(segment.take(values), format)
             scales.append(group_scales.fit(part, format)[1])
         return group_scales.stored_scales(scales, format)
+
+    @staticmethod
+    def _statistics(shape: Sequence[int]) -> int:
+        """Returns the number of means and spreads of an activation."""
+        return 2 * math.prod(statistics_shape(shape))
 
     def _outlier_count(self, features: int) -> int:
         if self.outlier_fraction == 0:

@@ -46,8 +46,9 @@ class QuantizedCode:
         channel.
       centre: value of the middle of the levels, by channel [d]; None if it is zero or follows from
         `offset`.
-      mean: what was subtracted from each channel before anything else, [d]; None for nothing.
-      spread: what each channel was then divided by, [d]; None with `mean`.
+      mean: what was subtracted from each channel before anything else, by sequence: [..., d] for
+        [..., S, d]; None for nothing.
+      spread: what each channel was then divided by, in the shape of `mean`; None with it.
       outliers: channels that are stored whole, [..., m]; None if there are none.
       channels: indices of these channels, int32 [m].
       seed: seed of the dither, uint32 [2]; None without dither.

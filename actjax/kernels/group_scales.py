@@ -91,14 +91,15 @@ def balanced(
 
     Args:
       x: [..., d].
-      mean: stored means of the channels, [d], or None.
-      spread: stored divisors of the channels, [d]; None with `mean`.
+      mean: stored means of the channels of each sequence, as `balance_of` returns them; or None.
+      spread: stored divisors, likewise; None with `mean`.
       format: format of the code.
     """
     if mean is None or spread is None:
         return x
     wide = accumulation_dtype(x.dtype)
-    return (x.astype(wide) - _wide(mean, format, wide)) * (1 / _wide(spread, format, wide))
+    mean, spread = (_of_tokens(stored, x.ndim, format, wide) for stored in (mean, spread))
+    return (x.astype(wide) - mean) * (1 / spread)
 
 
 def unbalanced(
@@ -107,11 +108,14 @@ def unbalanced(
     """Returns `y * spread + mean`; the inverse of `balanced`."""
     if mean is None or spread is None:
         return y
-    return y * _wide(spread, format, y.dtype) + _wide(mean, format, y.dtype)
+    mean, spread = (_of_tokens(stored, y.ndim, format, y.dtype) for stored in (mean, spread))
+    return y * spread + mean
 
 
-def _wide(stored: jax.Array, format: Format, dtype: Any) -> jax.Array:
-    return stored.view(format.scale_dtype).astype(dtype)
+def _of_tokens(stored: jax.Array, ndim: int, format: Format, dtype: Any) -> jax.Array:
+    """Returns statistics [..., d] of sequences, which broadcast against [..., S, d]."""
+    values = stored.view(format.scale_dtype).astype(dtype)
+    return values if ndim == 1 else values[..., None, :]
 
 
 def without(channels: jax.Array | None, x: jax.Array) -> jax.Array:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from actjax.kernels import coded
+from actjax.kernels.balance import statistics_shape
 from actjax.kernels.checks import check_floating, check_shape
 from actjax.kernels.dispatch import Implementation, Kernel
 from actjax.kernels.format import Format, QuantizedCode
@@ -31,9 +32,9 @@ def quantize(
       scale: stored scales by channel [d], if `format.scaling` is "channel". Not in the result.
       centre: stored middles of the levels by channel [d], of the rotated group if `format.rotate`;
         None where they are zero. Not in the result.
-      mean: stored means of the channels [d], which are subtracted first, if `format.scaling` is
-        "group"; None for nothing. Not in the result.
-      spread: stored positive numbers [d] that the channels are then divided by; with `mean`.
+      mean: stored means of the channels of each sequence, [..., d] for x [..., S, d], which are
+        subtracted first, if `format.scaling` is "group"; None for nothing. Not in the result.
+      spread: stored positive numbers that the channels are then divided by, as `mean`; with it.
       format: how numbers are stored.
       implementation: what computes it; None for the best one that applies.
 
@@ -76,11 +77,16 @@ def _check(
     if mean is not None and format.scaling != "group":
         raise ValueError(f"`mean` of quantize must not be given: {format}.")
     stored = jnp.dtype(jnp.float32 if format.scale_dtype == "float32" else jnp.uint16)
-    by_channel = {"scale": scale, "centre": centre, "mean": mean, "spread": spread}
-    for name, given in by_channel.items():
+    by_channel, by_sequence = x.shape[-1:], statistics_shape(x.shape)
+    for name, given, shape in (
+        ("scale", scale, by_channel),
+        ("centre", centre, by_channel),
+        ("mean", mean, by_sequence),
+        ("spread", spread, by_sequence),
+    ):
         if given is None:
             continue
-        check_shape("quantize", name, given, x.shape[-1:])
+        check_shape("quantize", name, given, shape)
         if given.dtype != stored:
             raise TypeError(f"`{name}` of quantize must be {stored}, as stored, got {given.dtype}.")
 
