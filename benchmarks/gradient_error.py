@@ -74,7 +74,7 @@ class Config:
     seed: int = 0
     """Seed of the order of the text."""
     rounds: int = 20
-    """Timed rounds."""
+    """Timed rounds. 0: no timing."""
     add: bool = False
     """Keep the rows in `--results`, and measure only those that are missing."""
     results: pathlib.Path = record.RESULTS / "gradient_error.json"
@@ -107,8 +107,8 @@ def measure_all(config: Config) -> list[dict[str, Any]]:
                 )
                 print(f"{text}, {code}: {rows[-1]['errors'][WHOLE]['error']:.4f}", flush=True)
                 record.write(config, rows)
-    times = _times(config, {row["code"] for row in rows})
-    return [{**row, **times[row["code"]]} for row in rows]
+    times = _times(config, {row["code"] for row in rows}) if config.rounds else {}
+    return [{**row, **times.get(row["code"], {})} for row in rows]
 
 
 def _recipe(train: PretrainConfig, code: str) -> Recipe:
@@ -204,8 +204,10 @@ def show(config: Config, rows: list[dict[str, Any]]) -> None:
                 f"{one['bits']:.2f}",
                 *(f"{w['error']:.3f} ({w['cosine']:.3f})" if w else "" for w in wholes),
                 f"{one['bytes_of_a_layer'] / 2**10:.0f}",
-                f"{one['encode_seconds'] * 1e3:.1f}",
-                f"{one['decode_seconds'] * 1e3:.1f}",
+                *(
+                    f"{one[name] * 1e3:.1f}" if name in one else ""
+                    for name in ("encode_seconds", "decode_seconds")
+                ),
             )
         )
     title = f"error (cosine) of the gradient, {config.batch_size} x {config.seq_len} tokens"
