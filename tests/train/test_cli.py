@@ -90,8 +90,8 @@ def test_unknown_flags_and_values_get_the_nearest_name(argument, message, capsys
 
 def test_a_value_after_its_flag_is_checked_too(capsys):
     with pytest.raises(SystemExit):
-        cli.parse(PretrainConfig, "program", args=["--bits", "5"])
-    assert "`--bits` must be one of 0, 1, 2, 3, 4, 8, 16, got '5'" in capsys.readouterr().err
+        cli.parse(PretrainConfig, "program", args=["--bits", "7"])
+    assert "`--bits` must be one of 0, 1, 2, 3, 4, 5, 6, 8, 16, got '7'" in capsys.readouterr().err
 
 
 def test_settings_are_read_by_flags_without_prefixes():

@@ -155,12 +155,12 @@ def test_the_allocation_is_at_most_one_increment_from_the_optimum(pairs, average
     assert spent <= budget * (1 + 1e-12)
     best = min(
         compression_variance(sensitivities, dict(zip(sizes, bits, strict=True)))
-        for bits in itertools.product((1, 2, 3, 4, 8), repeat=len(sizes))
+        for bits in itertools.product((1, 2, 3, 4, 5, 6, 8), repeat=len(sizes))
         if sum(n * b for n, b in zip(sizes.values(), bits, strict=True)) <= budget
     )
     # The greedy choice loses at most the first increment that did not fit: with it, the choice
     # would be at least as good as the best (the knapsack bound), as the gain per bit decreases.
-    following = {1: 2, 2: 3, 3: 4, 4: 8}
+    following = {1: 2, 2: 3, 3: 4, 4: 5, 5: 6, 6: 8}
     raised = [
         compression_variance(sensitivities, {**chosen, name: following[n]})
         for name, n in chosen.items()
