@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from actjax._math.division import over
-from actjax.kernels import coded, group_scales, tiles
+from actjax.kernels import butterflies, coded, group_scales, tiles
 from actjax.kernels import format as fmt
 from actjax.kernels.levels import normal_levels
 from actjax.kernels.packing import PLANES
@@ -37,7 +37,7 @@ def quantize(
 ) -> fmt.QuantizedCode:
     """As `actjax.kernels.quantize.api.quantize`."""
     features, lead = x.shape[-1], x.shape[:-1]
-    arguments = _arguments(x, seed, channels, scale, centre, mean, spread)
+    arguments = _arguments(x, seed, channels, scale, centre, mean, spread, format)
     outputs = _outputs(x, channels, scale, format)
     grid = tiles.grid_of(math.prod(lead), features, format.group)
 
@@ -79,6 +79,7 @@ def _arguments(
     centre: jax.Array | None,
     mean: jax.Array | None,
     spread: jax.Array | None,
+    format: fmt.Format,
 ) -> dict[str, jax.Array]:
     """Returns the arrays that the kernel reads, by name."""
     arrays = {"x": coded.rows(x)}
@@ -88,6 +89,8 @@ def _arguments(
     arrays |= {name: row[None] for name, row in rows.items() if row is not None}
     if channels is not None:
         arrays["position"] = coded.positions(channels, x.shape[-1])
+    if format.rotate:
+        arrays["signs"] = butterflies.signs_row(x.shape[-1], format.group)
     return arrays
 
 
@@ -117,40 +120,62 @@ def _encode(
     refs: dict[str, Any], features: int, format: fmt.Format, cut: Callable[[int], Part]
 ) -> None:
     """Encodes the groups of a program, plane by plane, each in its own number of slices."""
-    offset = scale = None
+    offset = scale = part = None
+    codes: list[jax.Array] = []
     below = 0
     aligned = features * refs["x"].dtype.itemsize % 16 == 0
     for number, width in enumerate(PLANES[format.bits]):
-        part = _cut(cut, width, aligned)
-        values = [_value(refs, part, i, keep_whole=number == 0) for i in range(part.slices)]
-        if number == 0 and format.scaling == "group":
-            offset, scale = _fit(part, values, format)
-            _store_scales(refs, part, offset, scale, format)
-        shift = None
-        if "seed" in refs:
-            shift = coded.shifts(part, refs["seed"], features, format.group)
-        codes = []
-        for i, value in enumerate(values):
-            unit = scale
-            if unit is None:
-                unit = tiles.as_float(tiles.load_row(refs["scale"], part, i))
-            if "centre" in refs:
-                value = value - tiles.as_float(tiles.load_row(refs["centre"], part, i))
-            codes.append(_round(value, offset, unit, None if shift is None else shift(i), format))
+        own = _cut(cut, width, aligned, format)
+        if part is None or part.slices != own.slices:
+            part, first = own, number == 0
+            values = [_value(refs, part, i, keep_whole=first) for i in range(part.slices)]
+            if format.rotate:
+                values = butterflies.rotate(part, values, refs["signs"], format.group)
+            if first and format.scaling == "group":
+                offset, scale = _fit(part, values, format)
+                _store_scales(refs, part, offset, scale, format)
+            codes = _codes(refs, part, values, offset, scale, features, format)
         _store_plane(refs[f"plane{number}"], part, width, [code >> below for code in codes])
         below += width
 
 
-def _cut(cut: Callable[[int], Part], width: int, aligned: bool) -> Part:
+def _codes(
+    refs: dict[str, Any],
+    part: Part,
+    values: list[jax.Array],
+    offset: jax.Array | None,
+    scale: jax.Array | None,
+    features: int,
+    format: fmt.Format,
+) -> list[jax.Array]:
+    """Returns the codes of each slice, int32."""
+    shift = None
+    if "seed" in refs:
+        shift = coded.shifts(part, refs["seed"], features, format.group)
+    codes = []
+    for i, value in enumerate(values):
+        unit = scale
+        if unit is None:
+            unit = tiles.as_float(tiles.load_row(refs["scale"], part, i))
+        if "centre" in refs:
+            value = value - tiles.as_float(tiles.load_row(refs["centre"], part, i))
+        codes.append(_round(value, offset, unit, None if shift is None else shift(i), format))
+    return codes
+
+
+def _cut(cut: Callable[[int], Part], width: int, aligned: bool, format: fmt.Format) -> Part:
     """Returns the part in the slices for a plane: those that share a byte, or a multiple of them.
 
     There are at least two slices, which share random words. Where rows are not aligned, a thread
     reads one number at a time; more slices then give a thread more of a group, and less to
-    exchange.
+    exchange. Rotated blocks are cut for all planes at once.
     """
-    per_byte = 8 // width
-    several = per_byte if aligned else 8
-    return cut(max(2, several)) if cut(per_byte).size % 8 == 0 else cut(per_byte)
+    size, per_byte = cut(1).size, 8 // width
+    if format.rotate and size % 2 == 0:
+        return cut(coded.slice_count([format], size))
+    if size % 8 != 0:
+        return cut(per_byte)
+    return cut(max(2, per_byte if aligned else 8))
 
 
 def _value(refs: dict[str, Any], part: Part, number: int, *, keep_whole: bool) -> jax.Array:
