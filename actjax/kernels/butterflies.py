@@ -16,8 +16,8 @@ from actjax.kernels import format as fmt
 from actjax.kernels.rotation import block_size, signs_of
 from actjax.kernels.tiles import Part, load
 
-_LANES = 16
-"""Numbers of a slice: 32 bytes in 16 bits, which memory transfers together."""
+_LANES = 32
+"""Numbers of a slice of a whole block, if its bytes allow."""
 _MOST_SLICES = 32
 """Slices whose numbers fit the registers."""
 

@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from actjax.kernels import butterflies
+from actjax.kernels import butterflies, level_search
 from actjax.kernels import format as fmt
-from actjax.kernels.levels import normal_levels
 from actjax.kernels.noise import halves, random_words
 from actjax.kernels.packing import PLANES
 from actjax.kernels.tiles import Part, as_float, both, load, load_row
@@ -71,15 +70,6 @@ def shifts(part: Part, seed: Any, features: int, group: int) -> Callable[[int], 
         return jnp.where(place < half, low, high)
 
     return shift
-
-
-def normal_values(codes: jax.Array, bits: int) -> jax.Array:
-    """Returns the "normal" levels of codes for a scale of 1, float32."""
-    table = normal_levels(bits).astype(np.float32)
-    value = jnp.full(codes.shape, table[0], jnp.float32)
-    for code, level in enumerate(table[1:]):
-        value = jnp.where(codes > code, level, value)
-    return value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +148,7 @@ class CodeRefs:
 
     def _value(self, code: jax.Array, offset: Any, scale: Any, shift: Any) -> jax.Array:
         if self.format.levels == "normal":
-            return normal_values(code, self.format.bits) * scale
+            return level_search.value_of(code, self.format.bits) * scale
         position = code.astype(jnp.float32)
         if shift is not None:
             position = position - shift

@@ -13,9 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from actjax._math.division import over
-from actjax.kernels import butterflies, coded, group_scales, tiles
+from actjax.kernels import butterflies, coded, group_scales, level_search, tiles
 from actjax.kernels import format as fmt
-from actjax.kernels.levels import normal_levels
 from actjax.kernels.packing import PLANES
 from actjax.kernels.tiles import Part, load, store
 
@@ -85,7 +84,10 @@ def _arguments(
     arrays = {"x": coded.rows(x)}
     if seed is not None:
         arrays["seed"] = seed
-    rows = {"scale": scale, "centre": centre, "mean": mean, "spread": spread}
+    rows = {"scale": scale, "centre": centre}
+    if mean is not None and spread is not None:
+        # As numbers, since a division for each token would cost more than larger loads.
+        rows |= {"mean": tiles.as_float(mean), "inverse": 1 / tiles.as_float(spread)}
     arrays |= {name: row[None] for name, row in rows.items() if row is not None}
     if channels is not None:
         arrays["position"] = coded.positions(channels, x.shape[-1])
@@ -184,11 +186,8 @@ def _value(refs: dict[str, Any], part: Part, number: int, *, keep_whole: bool) -
     stored = load(refs["x"], part.token, part.feature(number), mask)
     value = stored.astype(jnp.float32)
     if "mean" in refs:
-        mean = tiles.as_float(tiles.load_row(refs["mean"], part, number))
-        # One where features do not exist, so that they stay zero.
-        one = 0x3F80 if refs["spread"].dtype == jnp.uint16 else 1.0
-        spread = tiles.as_float(tiles.load_row(refs["spread"], part, number, one))
-        value = (value - mean) * (1 / spread)
+        mean, inverse = (tiles.load_row(refs[name], part, number) for name in ("mean", "inverse"))
+        value = (value - mean) * inverse
     if "position" not in refs:
         return value
     position = tiles.load_row(refs["position"], part, number, -1)
@@ -215,7 +214,7 @@ def _fit(
     largest = _largest([jnp.abs(v) for v in values])
     units = [over(v, largest) for v in values]
     deviation = jnp.sqrt(_total([u * u for u in units]) * np.float32(1 / part.size))
-    levels = [coded.normal_values(_nearest_level(u, deviation, format), format.bits) for u in units]
+    levels = [level_search.nearest_value(over(u, deviation), format.bits) for u in units]
     squares = [_where_exists(part, i, level * level, 0) for i, level in enumerate(levels)]
     fitted = _total([u * level for u, level in zip(units, levels, strict=True)]) / _total(squares)
     return None, _rounded(fitted * largest, 0, format)
@@ -276,7 +275,7 @@ def _round(
 ) -> jax.Array:
     """Returns the codes of numbers, int32."""
     if format.levels == "normal":
-        return _nearest_level(value, scale, format)
+        return level_search.nearest_code(over(value, scale), format.bits)
     top = 2**format.bits - 1
     if offset is None:
         position = over(value, scale) + np.float32(top / 2)
@@ -288,13 +287,6 @@ def _round(
     if shift is not None or offset is None:
         position = jnp.minimum(jnp.maximum(position, np.float32(0)), np.float32(top))
     return jax.lax.bitcast_convert_type(position + _INTEGERS, jnp.int32) & top
-
-
-def _nearest_level(value: jax.Array, scale: jax.Array, format: fmt.Format) -> jax.Array:
-    position = over(value, scale)
-    levels = normal_levels(format.bits)
-    bounds = ((levels[1:] + levels[:-1]) / 2).astype(np.float32)
-    return functools.reduce(operator.add, ((position > b).astype(jnp.int32) for b in bounds))
 
 
 def _store_plane(ref: Any, part: Part, width: int, codes: list[jax.Array]) -> None:
