@@ -13,19 +13,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from actjax.kernels import butterflies, level_search
 from actjax.kernels import format as fmt
-from actjax.kernels.levels import normal_levels
 from actjax.kernels.noise import halves, random_words
 from actjax.kernels.packing import PLANES
 from actjax.kernels.tiles import Part, as_float, both, load, load_row
 
 
-def slice_count(bits: Sequence[int]) -> int:
-    """Returns the number of slices that a group is read in, for codes of these bits.
+def slice_count(formats: Sequence[fmt.Format], size: int) -> int:
+    """Returns the number of slices that a group is read in, for codes of these formats.
 
-    The slices that share a byte of the narrowest plane; at least two, which share random words.
+    Those that share a byte; more if the group is rotated.
+
+    Args:
+      formats: formats of the codes.
+      size: features of the group.
     """
-    return max([2, *(8 // width for count in bits for width in PLANES[count])])
+    least = _least_slices(formats)
+    rotated = any(format.rotate for format in formats)
+    return butterflies.slices_of(size, least) if rotated else least
+
+
+def _least_slices(formats: Sequence[fmt.Format]) -> int:
+    """Returns the number of slices that share a byte of the narrowest plane; at least two, which
+    share random words.
+    """
+    return max([2, *(8 // width for format in formats for width in PLANES[format.bits])])
 
 
 def shifts(part: Part, seed: Any, features: int, group: int) -> Callable[[int], jax.Array]:
@@ -59,15 +72,6 @@ def shifts(part: Part, seed: Any, features: int, group: int) -> Callable[[int], 
     return shift
 
 
-def normal_values(codes: jax.Array, bits: int) -> jax.Array:
-    """Returns the "normal" levels of codes for a scale of 1, float32."""
-    table = normal_levels(bits).astype(np.float32)
-    value = jnp.full(codes.shape, table[0], jnp.float32)
-    for code, level in enumerate(table[1:]):
-        value = jnp.where(codes > code, level, value)
-    return value
-
-
 @dataclasses.dataclass(frozen=True)
 class CodeRefs:
     """References to the arrays of a `QuantizedCode`, as arrays of rows.
@@ -81,6 +85,7 @@ class CodeRefs:
       spread: [1, d]; None with `mean`.
       outliers: [T, m], or None.
       position: index of each feature among the outliers, -1 for other features, [1, d]; or None.
+      signs: signs of the rotation, as `actjax.kernels.butterflies.signs_row`; or None.
       seed: [2], or None.
       features: d.
       dtype: dtype of the activation.
@@ -95,6 +100,7 @@ class CodeRefs:
     spread: Any
     outliers: Any
     position: Any
+    signs: Any
     seed: Any
     features: int
     dtype: Any
@@ -102,19 +108,11 @@ class CodeRefs:
 
     def decode(self, part: Part) -> list[jax.Array]:
         """Returns the values of each slice of a part, rounded to the dtype of `x`, in float32."""
-        codes = self._codes(part)
-        offset = None if self.offset is None else self._scale(part, self.offset, 0)
-        scale = self._scale(part, self.scale, 0)
-        shift = None
-        if self.seed is not None:
-            shift = shifts(part, self.seed, self.features, self.format.group)
-        values = []
-        for number, code in enumerate(codes):
-            if self.format.scaling == "channel":
-                scale = self._scale(part, self.scale, number)
-            value = self._value(code, offset, scale, None if shift is None else shift(number))
-            if self.centre is not None:
-                value = value + self._scale(part, self.centre, number)
+        values = self._levels(part)
+        if self.signs is not None:
+            values = butterflies.rotate_back(part, values, self.signs, self.format.group)
+        decoded = []
+        for number, value in enumerate(values):
             if self.mean is not None:
                 spread, mean = (
                     as_float(load_row(r, part, number)) for r in (self.spread, self.mean)
@@ -122,7 +120,24 @@ class CodeRefs:
                 value = value * spread + mean
             value = self._with_outliers(part, number, value)
             # Rounded as in memory, so that gradients are those at the decoded activation.
-            values.append(value.astype(self.dtype).astype(jnp.float32))
+            decoded.append(value.astype(self.dtype).astype(jnp.float32))
+        return decoded
+
+    def _levels(self, part: Part) -> list[jax.Array]:
+        """Returns the values of the codes of each slice, float32."""
+        offset = None if self.offset is None else self._scale(part, self.offset, 0)
+        scale = self._scale(part, self.scale, 0)
+        shift = None
+        if self.seed is not None:
+            shift = shifts(part, self.seed, self.features, self.format.group)
+        values = []
+        for number, code in enumerate(self._codes(part)):
+            if self.format.scaling == "channel":
+                scale = self._scale(part, self.scale, number)
+            value = self._value(code, offset, scale, None if shift is None else shift(number))
+            if self.centre is not None:
+                value = value + self._scale(part, self.centre, number)
+            values.append(value)
         return values
 
     def _scale(self, part: Part, ref: Any, number: int) -> jax.Array:
@@ -133,7 +148,7 @@ class CodeRefs:
 
     def _value(self, code: jax.Array, offset: Any, scale: Any, shift: Any) -> jax.Array:
         if self.format.levels == "normal":
-            return normal_values(code, self.format.bits) * scale
+            return level_search.value_of(code, self.format.bits) * scale
         position = code.astype(jnp.float32)
         if shift is not None:
             position = position - shift
@@ -215,6 +230,8 @@ def operands(
     if x.channels is not None:
         arrays["outliers"] = rows(x.outliers)
         arrays["position"] = positions(x.channels, x.features)
+    if x.format.rotate:
+        arrays["signs"] = butterflies.signs_row(x.features, x.format.group)
 
     def bind(*refs: Any) -> CodeRefs:
         given = dict(zip(arrays, refs, strict=True))
@@ -228,6 +245,7 @@ def operands(
             given.get("spread"),
             given.get("outliers"),
             given.get("position"),
+            given.get("signs"),
             given.get("seed"),
             x.features,
             x.dtype,
@@ -261,25 +279,27 @@ def positions(channels: jax.Array, features: int) -> jax.Array:
 def refuses_operand(x: fmt.QuantizedCode | jax.Array, shape: Sequence[int]) -> str | None:
     """Returns why tiles cannot hold an operand of this shape; None if they can."""
     if isinstance(x, fmt.QuantizedCode):
-        return refuses(x.format, x.dtype, shape)
+        return refuses([x.format], x.dtype, shape)
     if group_of(x) < 16:
         return f"takes a multiple of 16 features, got {shape[-1]}"
     return _refuses_array(x.dtype, shape)
 
 
-def refuses(format: fmt.Format, dtype: Any, shape: Sequence[int]) -> str | None:
-    """Returns why tiles cannot hold a code of this format, dtype and shape; None if they can.
+def refuses(formats: Sequence[fmt.Format], dtype: Any, shape: Sequence[int]) -> str | None:
+    """Returns why tiles cannot hold codes that are read together; None if they can.
 
     Args:
-      format: format of the code.
+      formats: formats of the codes, with groups of one size.
       dtype: dtype of the activation.
       shape: shape of the activation, [..., d].
     """
-    if format.group < 16 or format.group & (format.group - 1) or format.group > 1024:
-        return f"takes groups of 16, 32, ... 1024 features, got group={format.group}"
-    if format.rotate:
-        return "does not rotate, got rotate=True"
-    return _refuses_array(dtype, shape)
+    group = formats[0].group
+    if group < 16 or group & (group - 1) or group > 1024:
+        return f"takes groups of 16, 32, ... 1024 features, got group={group}"
+    rotation = None
+    if any(format.rotate for format in formats):
+        rotation = butterflies.refuses(shape[-1], group, _least_slices(formats))
+    return rotation or _refuses_array(dtype, shape)
 
 
 def _refuses_array(dtype: Any, shape: Sequence[int]) -> str | None:

@@ -67,7 +67,8 @@ def normal_levels(bits: int) -> np.ndarray:
         density = np.exp(-(bounds**2) / 2) / math.sqrt(2 * math.pi)
         below = np.array([(1 + math.erf(b / math.sqrt(2))) / 2 for b in bounds])
         levels = -np.diff(density) / np.diff(below)
-    return levels
+    # Without what is left of rounding errors, levels are symmetric about zero.
+    return (levels - levels[::-1]) / 2
 
 
 def normal_error(bits: int) -> float:

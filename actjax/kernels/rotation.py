@@ -19,13 +19,13 @@ def rotate(x: jax.Array) -> jax.Array:
     A block has the largest power of two that divides g. The map is orthogonal, so it keeps lengths
     and inner products.
     """
-    signs, matrix = _signs(x.shape[-1]), _hadamard(block_size(x.shape[-1]))
+    signs, matrix = signs_of(x.shape[-1]), _hadamard(block_size(x.shape[-1]))
     return _by_blocks(x * jnp.asarray(signs, x.dtype), matrix)
 
 
 def rotate_back(y: jax.Array) -> jax.Array:
     """Returns the argument of `rotate`; its inverse."""
-    signs, matrix = _signs(y.shape[-1]), _hadamard(block_size(y.shape[-1]))
+    signs, matrix = signs_of(y.shape[-1]), _hadamard(block_size(y.shape[-1]))
     x = _by_blocks(y, matrix.T)
     return x * jnp.asarray(signs, x.dtype)
 
@@ -56,6 +56,6 @@ def _hadamard(size: int) -> np.ndarray:
 
 
 @functools.cache
-def _signs(features: int) -> np.ndarray:
+def signs_of(features: int) -> np.ndarray:
     """Returns `features` fixed random signs, the same in every process."""
     return np.random.Generator(np.random.PCG64(features)).choice([-1.0, 1.0], features)

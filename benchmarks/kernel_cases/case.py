@@ -8,12 +8,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from actjax.kernels.format import Format, QuantizedCode
+from actjax import Quantized
+from actjax.kernels.balance import balance_of
+from actjax.kernels.format import QuantizedCode
 from actjax.kernels.noise import seed_of
 from actjax.kernels.quantize.reference import quantize
 
 TOKENS = 8192
 """Tokens of a batch of 8 sequences of 1,024."""
+
+BALANCED = {"rotate": True, "balance": True}
+"""Settings of `Quantized`, beside the bits and the levels, that the programs use."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,9 +63,21 @@ def normal(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.bfloat16) ->
 
 
 def code(
-    key: jax.Array, shape: tuple[int, ...], format: Format, dtype: Any = jnp.bfloat16
+    key: jax.Array, shape: tuple[int, ...], codec: Quantized, dtype: Any = jnp.bfloat16
 ) -> QuantizedCode:
-    """Returns a code of normally distributed numbers."""
-    seed = None if format.rounding == "nearest" else seed_of(jax.random.fold_in(key, 1))
+    """Returns a code of normally distributed numbers, with a mean and a spread for each channel."""
+    seed = seed_of(jax.random.fold_in(key, 1)) if codec.needs_key else None
+    mean, spread = channels_of(jax.random.fold_in(key, 2), shape[-1], codec)
     x = normal(key, shape, dtype)
-    return quantize(x, seed, None, None, None, None, None, format=format)
+    made = quantize(x, seed, None, None, None, mean, spread, format=codec.format)
+    return dataclasses.replace(made, mean=mean, spread=spread)
+
+
+def channels_of(
+    key: jax.Array, features: int, codec: Quantized
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Returns random means and spreads of channels, as stored; None without `codec.balance`."""
+    if not codec.balance:
+        return None, None
+    numbers, deviation, mean = (normal(k, (16, features)) for k in jax.random.split(key, 3))
+    return balance_of(numbers * jnp.exp(deviation[0]) + mean[0], codec.scale_dtype)

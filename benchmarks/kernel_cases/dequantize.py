@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from actjax import Quantized
-from actjax.kernels.format import Format
-from benchmarks.kernel_cases.case import TOKENS, Case, code
+from benchmarks.kernel_cases.case import BALANCED, TOKENS, Case, code
 
 
-def _make(key: jax.Array, tokens: int, features: int, format: Format, dtype: Any) -> tuple[Any]:
-    return (code(key, (tokens, features), format, dtype),)
+def _make(key: jax.Array, tokens: int, features: int, codec: Quantized, dtype: Any) -> tuple[Any]:
+    return (code(key, (tokens, features), codec, dtype),)
 
 
 def _case(
@@ -24,8 +23,8 @@ def _case(
     small: bool = False,
     **changes: Any,
 ) -> Case:
-    format = Quantized(bits, **changes).format
-    make = functools.partial(_make, tokens=tokens, features=features, format=format, dtype=dtype)
+    codec = Quantized(bits, **changes)
+    make = functools.partial(_make, tokens=tokens, features=features, codec=codec, dtype=dtype)
     return Case(name, make, small=small)
 
 
@@ -33,6 +32,8 @@ CASES = (
     _case("whole groups", 9, 256, 4, small=True),
     _case("groups left over, dither", 5, 341, 2, jnp.float32, small=True, rounding="dither"),
     _case("3 bits, normal levels", 4, 192, 3, small=True, levels="normal", group=64),
+    _case("balanced, rotated, normal levels", 9, 576, 4, small=True, levels="normal", **BALANCED),
+    _case("balanced, rotated, 5 bits", 6, 213, 5, jnp.float32, True, **BALANCED),
     *(
         _case(
             f"llama_1b block input, {bits} bits, {rounding}", TOKENS, 2048, bits, rounding=rounding
@@ -41,6 +42,19 @@ CASES = (
         for rounding in ("nearest", "dither")
     ),
     _case("llama_1b block input, 2 bits, normal levels", TOKENS, 2048, 2, levels="normal"),
+    *(
+        _case(f"{name}, 4 bits, normal levels, balanced, rotated", TOKENS, features, 4,
+              levels="normal", **BALANCED)
+        for name, features in (
+            ("llama_1b block input", 2048), ("llama_1b gate", 5461), ("llama_7b gate", 11008),
+            ("smollm2_135m block input", 576), ("smollm2_135m key", 192),
+        )
+    ),
+    *(
+        _case(f"{name}, {bits} bits, balanced, rotated", TOKENS, features, bits, **BALANCED)
+        for name, features in (("llama_1b block input", 2048), ("llama_1b gate", 5461))
+        for bits in (2, 3, 4, 5, 6, 8)
+    ),
     _case("llama_1b gate, 4 bits", TOKENS, 5461, 4),
     _case("llama_7b gate, 4 bits", TOKENS, 11008, 4),
 )  # fmt: skip

@@ -8,27 +8,22 @@ import jax.numpy as jnp
 
 from actjax import Quantized
 from actjax.kernels.noise import seed_of
-from benchmarks.kernel_cases.case import TOKENS, Case, normal
+from benchmarks.kernel_cases.case import BALANCED, TOKENS, Case, channels_of, normal
 
 
 def _make(
-    key: jax.Array,
-    tokens: int,
-    features: int,
-    dtype: Any,
-    draws: bool,
-    outliers: int,
-    by_channel: bool,
+    key: jax.Array, tokens: int, features: int, dtype: Any, outliers: int, codec: Quantized
 ) -> tuple[Any, ...]:
-    seed = seed_of(jax.random.fold_in(key, 1)) if draws else None
+    seed = seed_of(jax.random.fold_in(key, 1)) if codec.needs_key else None
     order = jax.random.permutation(jax.random.fold_in(key, 2), features)
     channels = order[:outliers].astype(jnp.int32) if outliers else None
     scale = centre = None
-    if by_channel:
+    if codec.scaling == "channel":
         scales = jax.random.uniform(jax.random.fold_in(key, 3), (features,), minval=0.1, maxval=1)
         scale = scales.astype(jnp.bfloat16).view(jnp.uint16)
         centre = normal(jax.random.fold_in(key, 4), (features,)).view(jnp.uint16)
-    return normal(key, (tokens, features), dtype), seed, channels, scale, centre
+    balance = channels_of(jax.random.fold_in(key, 5), features, codec)
+    return normal(key, (tokens, features), dtype), seed, channels, scale, centre, *balance
 
 
 def _case(
@@ -42,17 +37,11 @@ def _case(
     small: bool = False,
     **changes: Any,
 ) -> Case:
-    format = Quantized(bits, **changes).format
+    codec = Quantized(bits, **changes)
     make = functools.partial(
-        _make,
-        tokens=tokens,
-        features=features,
-        dtype=dtype,
-        draws=format.rounding != "nearest",
-        outliers=outliers,
-        by_channel=format.scaling == "channel",
+        _make, tokens=tokens, features=features, dtype=dtype, outliers=outliers, codec=codec
     )
-    return Case(name, make, {"format": format}, small)
+    return Case(name, make, {"format": codec.format}, small)
 
 
 CASES = (
@@ -61,6 +50,9 @@ CASES = (
     _case("outliers, 8 bits", 6, 300, 8, rounding="stochastic", outliers=5, small=True),
     _case("by channel, 3 bits", 7, 200, 3, scaling="channel", outliers=2, small=True),
     _case("normal levels", 4, 192, 2, levels="normal", group=64, small=True),
+    _case("balanced, rotated, normal levels", 9, 576, 4, levels="normal", small=True, **BALANCED),
+    _case("balanced, rotated, 5 bits", 6, 213, 5, small=True, dtype=jnp.float32, **BALANCED),
+    _case("balanced, rotated, 6 bits", 5, 192, 6, group=64, small=True, **BALANCED),
     *(
         _case(
             f"llama_1b block input, {bits} bits, {rounding}", TOKENS, 2048, bits, rounding=rounding
@@ -75,6 +67,21 @@ CASES = (
         "llama_1b block input, 4 bits by channel, 1% whole", TOKENS, 2048, 4,
         scaling="channel", outliers=20,
     ),
+    *(
+        _case(f"{name}, 4 bits, normal levels, balanced, rotated", TOKENS, features, 4,
+              levels="normal", **BALANCED)
+        for name, features in (
+            ("llama_1b block input", 2048), ("llama_1b gate", 5461), ("llama_7b block input", 4096),
+            ("llama_7b gate", 11008), ("smollm2_135m block input", 576),
+            ("smollm2_135m gate", 1536), ("smollm2_135m key", 192),
+        )
+    ),
+    *(
+        _case(f"{name}, {bits} bits, balanced, rotated", TOKENS, features, bits, **BALANCED)
+        for name, features in (("llama_1b block input", 2048), ("llama_1b gate", 5461))
+        for bits in (2, 3, 4, 5, 6, 8)
+    ),
+    _case("smollm2_135m block input, 5 bits, groups of 64", TOKENS, 576, 5, group=64, **BALANCED),
     _case("llama_350m gate, 4 bits", TOKENS, 2736, 4),
     _case("llama_1b gate, 4 bits", TOKENS, 5461, 4),
     _case("llama_1b gate, 4 bits, dither", TOKENS, 5461, 4, rounding="dither"),

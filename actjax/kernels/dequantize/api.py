@@ -23,7 +23,7 @@ def dequantize(code: QuantizedCode, *, implementation: Implementation | None = N
 
 def _refuses(code: QuantizedCode) -> str | None:
     shape = (*code.planes[0].shape[:-1], code.features)
-    return coded.refuses(code.format, code.dtype, shape)
+    return coded.refuses([code.format], code.dtype, shape)
 
 
 KERNEL = Kernel("dequantize", reference.dequantize, pallas.dequantize, _refuses)

@@ -22,7 +22,7 @@ def dequantize(code: QuantizedCode, *, interpret: bool = False) -> jax.Array:
         read = bind(*inputs)
 
         def body(cut: Any) -> None:
-            part = cut(coded.slice_count([code.format.bits]))
+            part = cut(coded.slice_count([code.format], cut(1).size))
             for number, value in enumerate(read.decode(part)):
                 tiles.store(out, part.token, part.feature(number), value, part.exists(number))
 

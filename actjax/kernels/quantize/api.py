@@ -103,7 +103,7 @@ def _refuses(
     format: Format,
 ) -> str | None:
     del seed, channels, scale, centre, mean, spread
-    return coded.refuses(format, x.dtype, x.shape)
+    return coded.refuses([format], x.dtype, x.shape)
 
 
 KERNEL = Kernel("quantize", reference.quantize, pallas.quantize, _refuses)

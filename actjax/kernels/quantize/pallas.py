@@ -13,9 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from actjax._math.division import over
-from actjax.kernels import coded, group_scales, tiles
+from actjax.kernels import butterflies, coded, group_scales, level_search, tiles
 from actjax.kernels import format as fmt
-from actjax.kernels.levels import normal_levels
 from actjax.kernels.packing import PLANES
 from actjax.kernels.tiles import Part, load, store
 
@@ -37,7 +36,7 @@ def quantize(
 ) -> fmt.QuantizedCode:
     """As `actjax.kernels.quantize.api.quantize`."""
     features, lead = x.shape[-1], x.shape[:-1]
-    arguments = _arguments(x, seed, channels, scale, centre, mean, spread)
+    arguments = _arguments(x, seed, channels, scale, centre, mean, spread, format)
     outputs = _outputs(x, channels, scale, format)
     grid = tiles.grid_of(math.prod(lead), features, format.group)
 
@@ -79,15 +78,21 @@ def _arguments(
     centre: jax.Array | None,
     mean: jax.Array | None,
     spread: jax.Array | None,
+    format: fmt.Format,
 ) -> dict[str, jax.Array]:
     """Returns the arrays that the kernel reads, by name."""
     arrays = {"x": coded.rows(x)}
     if seed is not None:
         arrays["seed"] = seed
-    rows = {"scale": scale, "centre": centre, "mean": mean, "spread": spread}
+    rows = {"scale": scale, "centre": centre}
+    if mean is not None and spread is not None:
+        # As numbers, since a division for each token would cost more than larger loads.
+        rows |= {"mean": tiles.as_float(mean), "inverse": 1 / tiles.as_float(spread)}
     arrays |= {name: row[None] for name, row in rows.items() if row is not None}
     if channels is not None:
         arrays["position"] = coded.positions(channels, x.shape[-1])
+    if format.rotate:
+        arrays["signs"] = butterflies.signs_row(x.shape[-1], format.group)
     return arrays
 
 
@@ -117,40 +122,62 @@ def _encode(
     refs: dict[str, Any], features: int, format: fmt.Format, cut: Callable[[int], Part]
 ) -> None:
     """Encodes the groups of a program, plane by plane, each in its own number of slices."""
-    offset = scale = None
+    offset = scale = part = None
+    codes: list[jax.Array] = []
     below = 0
     aligned = features * refs["x"].dtype.itemsize % 16 == 0
     for number, width in enumerate(PLANES[format.bits]):
-        part = _cut(cut, width, aligned)
-        values = [_value(refs, part, i, keep_whole=number == 0) for i in range(part.slices)]
-        if number == 0 and format.scaling == "group":
-            offset, scale = _fit(part, values, format)
-            _store_scales(refs, part, offset, scale, format)
-        shift = None
-        if "seed" in refs:
-            shift = coded.shifts(part, refs["seed"], features, format.group)
-        codes = []
-        for i, value in enumerate(values):
-            unit = scale
-            if unit is None:
-                unit = tiles.as_float(tiles.load_row(refs["scale"], part, i))
-            if "centre" in refs:
-                value = value - tiles.as_float(tiles.load_row(refs["centre"], part, i))
-            codes.append(_round(value, offset, unit, None if shift is None else shift(i), format))
+        own = _cut(cut, width, aligned, format)
+        if part is None or part.slices != own.slices:
+            part, first = own, number == 0
+            values = [_value(refs, part, i, keep_whole=first) for i in range(part.slices)]
+            if format.rotate:
+                values = butterflies.rotate(part, values, refs["signs"], format.group)
+            if first and format.scaling == "group":
+                offset, scale = _fit(part, values, format)
+                _store_scales(refs, part, offset, scale, format)
+            codes = _codes(refs, part, values, offset, scale, features, format)
         _store_plane(refs[f"plane{number}"], part, width, [code >> below for code in codes])
         below += width
 
 
-def _cut(cut: Callable[[int], Part], width: int, aligned: bool) -> Part:
+def _codes(
+    refs: dict[str, Any],
+    part: Part,
+    values: list[jax.Array],
+    offset: jax.Array | None,
+    scale: jax.Array | None,
+    features: int,
+    format: fmt.Format,
+) -> list[jax.Array]:
+    """Returns the codes of each slice, int32."""
+    shift = None
+    if "seed" in refs:
+        shift = coded.shifts(part, refs["seed"], features, format.group)
+    codes = []
+    for i, value in enumerate(values):
+        unit = scale
+        if unit is None:
+            unit = tiles.as_float(tiles.load_row(refs["scale"], part, i))
+        if "centre" in refs:
+            value = value - tiles.as_float(tiles.load_row(refs["centre"], part, i))
+        codes.append(_round(value, offset, unit, None if shift is None else shift(i), format))
+    return codes
+
+
+def _cut(cut: Callable[[int], Part], width: int, aligned: bool, format: fmt.Format) -> Part:
     """Returns the part in the slices for a plane: those that share a byte, or a multiple of them.
 
     There are at least two slices, which share random words. Where rows are not aligned, a thread
     reads one number at a time; more slices then give a thread more of a group, and less to
-    exchange.
+    exchange. Rotated blocks are cut for all planes at once.
     """
-    per_byte = 8 // width
-    several = per_byte if aligned else 8
-    return cut(max(2, several)) if cut(per_byte).size % 8 == 0 else cut(per_byte)
+    size, per_byte = cut(1).size, 8 // width
+    if format.rotate and size % 2 == 0:
+        return cut(coded.slice_count([format], size))
+    if size % 8 != 0:
+        return cut(per_byte)
+    return cut(max(2, per_byte if aligned else 8))
 
 
 def _value(refs: dict[str, Any], part: Part, number: int, *, keep_whole: bool) -> jax.Array:
@@ -159,11 +186,8 @@ def _value(refs: dict[str, Any], part: Part, number: int, *, keep_whole: bool) -
     stored = load(refs["x"], part.token, part.feature(number), mask)
     value = stored.astype(jnp.float32)
     if "mean" in refs:
-        mean = tiles.as_float(tiles.load_row(refs["mean"], part, number))
-        # One where features do not exist, so that they stay zero.
-        one = 0x3F80 if refs["spread"].dtype == jnp.uint16 else 1.0
-        spread = tiles.as_float(tiles.load_row(refs["spread"], part, number, one))
-        value = (value - mean) * (1 / spread)
+        mean, inverse = (tiles.load_row(refs[name], part, number) for name in ("mean", "inverse"))
+        value = (value - mean) * inverse
     if "position" not in refs:
         return value
     position = tiles.load_row(refs["position"], part, number, -1)
@@ -190,7 +214,7 @@ def _fit(
     largest = _largest([jnp.abs(v) for v in values])
     units = [over(v, largest) for v in values]
     deviation = jnp.sqrt(_total([u * u for u in units]) * np.float32(1 / part.size))
-    levels = [coded.normal_values(_nearest_level(u, deviation, format), format.bits) for u in units]
+    levels = [level_search.nearest_value(over(u, deviation), format.bits) for u in units]
     squares = [_where_exists(part, i, level * level, 0) for i, level in enumerate(levels)]
     fitted = _total([u * level for u, level in zip(units, levels, strict=True)]) / _total(squares)
     return None, _rounded(fitted * largest, 0, format)
@@ -251,7 +275,7 @@ def _round(
 ) -> jax.Array:
     """Returns the codes of numbers, int32."""
     if format.levels == "normal":
-        return _nearest_level(value, scale, format)
+        return level_search.nearest_code(over(value, scale), format.bits)
     top = 2**format.bits - 1
     if offset is None:
         position = over(value, scale) + np.float32(top / 2)
@@ -263,13 +287,6 @@ def _round(
     if shift is not None or offset is None:
         position = jnp.minimum(jnp.maximum(position, np.float32(0)), np.float32(top))
     return jax.lax.bitcast_convert_type(position + _INTEGERS, jnp.int32) & top
-
-
-def _nearest_level(value: jax.Array, scale: jax.Array, format: fmt.Format) -> jax.Array:
-    position = over(value, scale)
-    levels = normal_levels(format.bits)
-    bounds = ((levels[1:] + levels[:-1]) / 2).astype(np.float32)
-    return functools.reduce(operator.add, ((position > b).astype(jnp.int32) for b in bounds))
 
 
 def _store_plane(ref: Any, part: Part, width: int, codes: list[jax.Array]) -> None:

@@ -66,8 +66,9 @@ def rms_norm_backward(
     """As `actjax.kernels.rms_norm_backward.api.rms_norm_backward`."""
     features, tokens = dy.shape[-1], math.prod(dy.shape[:-1])
     arrays, bind = coded.operands(x)
-    slices = coded.slice_count([x.format.bits] if isinstance(x, QuantizedCode) else [])
-    rows = _Rows(tokens, features, coded.group_of(x), slices, pl.cdiv(tokens, _PROGRAMS))
+    group, formats = coded.group_of(x), [x.format] if isinstance(x, QuantizedCode) else []
+    slices = coded.slice_count(formats, group)
+    rows = _Rows(tokens, features, group, slices, pl.cdiv(tokens, _PROGRAMS))
     programs = pl.cdiv(tokens, rows.count)
 
     def kernel(*refs: Any) -> None:

@@ -50,7 +50,8 @@ def _refuses(
     if gate.format.group != up.format.group:
         groups = f"{gate.format.group} and {up.format.group}"
         return f"takes groups of one size for `gate` and `up`, got {groups}"
-    reasons = (coded.refuses(code.format, code.dtype, dy.shape) for code in (gate, up))
+    formats = [gate.format, up.format]
+    reasons = (coded.refuses(formats, code.dtype, dy.shape) for code in (gate, up))
     return next((reason for reason in reasons if reason is not None), None)
 
 

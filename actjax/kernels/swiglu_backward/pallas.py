@@ -26,7 +26,6 @@ def swiglu_backward(
     gate_arrays, bind_gate = coded.operands(gate)
     up_arrays, bind_up = coded.operands(up)
     grid = tiles.grid_of(tokens, features, gate.format.group, numbers=2048)
-    slices = coded.slice_count([gate.format.bits, up.format.bits])
 
     def kernel(*refs: Any) -> None:
         coded_gate = bind_gate(*refs[: len(gate_arrays)])
@@ -34,7 +33,7 @@ def swiglu_backward(
         dy_ref, *outputs = refs[len(gate_arrays) + len(up_arrays) :]
 
         def body(cut: Any) -> None:
-            part = cut(slices)
+            part = cut(coded.slice_count([gate.format, up.format], cut(1).size))
             decoded = zip(coded_gate.decode(part), coded_up.decode(part), strict=True)
             for number, (g, u) in enumerate(decoded):
                 place = part.token, part.feature(number)
