@@ -17,7 +17,7 @@ from actjax.kernels import butterflies, level_search
 from actjax.kernels import format as fmt
 from actjax.kernels.noise import halves, random_words
 from actjax.kernels.packing import PLANES
-from actjax.kernels.tiles import Part, as_float, both, load, load_row
+from actjax.kernels.tiles import Part, as_float, both, load, load_row, load_sequence
 
 
 def slice_count(formats: Sequence[fmt.Format], size: int) -> int:
@@ -81,8 +81,8 @@ class CodeRefs:
       offset: [T, groups], or None.
       scale: [T, groups], or [1, d] by channel.
       centre: [1, d], or None.
-      mean: [1, d], or None.
-      spread: [1, d]; None with `mean`.
+      mean: a row for each sequence, [N, d]; or None.
+      spread: as `mean`; None with it.
       outliers: [T, m], or None.
       position: index of each feature among the outliers, -1 for other features, [1, d]; or None.
       signs: signs of the rotation, as `actjax.kernels.butterflies.signs_row`; or None.
@@ -115,7 +115,8 @@ class CodeRefs:
         for number, value in enumerate(values):
             if self.mean is not None:
                 spread, mean = (
-                    as_float(load_row(r, part, number)) for r in (self.spread, self.mean)
+                    as_float(load_sequence(ref, part, number, self.planes[0].shape[0]))
+                    for ref in (self.spread, self.mean)
                 )
                 value = value * spread + mean
             value = self._with_outliers(part, number, value)
@@ -219,12 +220,13 @@ def operands(
     """
     if not isinstance(x, fmt.QuantizedCode):
         return [rows(x)], ArrayRef
-    by_channel = {"centre": x.centre, "mean": x.mean, "spread": x.spread}
+    by_sequence = {"mean": x.mean, "spread": x.spread}
     arrays = {
         **{f"plane{i}": rows(plane) for i, plane in enumerate(x.planes)},
         "scale": x.scale[None] if x.format.scaling == "channel" else rows(x.scale),
         **({} if x.offset is None else {"offset": rows(x.offset)}),
-        **{name: row[None] for name, row in by_channel.items() if row is not None},
+        **({} if x.centre is None else {"centre": x.centre[None]}),
+        **{name: rows(y) for name, y in by_sequence.items() if y is not None},
         **({} if x.seed is None else {"seed": x.seed}),
     }
     if x.channels is not None:

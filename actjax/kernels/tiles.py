@@ -77,6 +77,19 @@ def load_row(ref: Any, part: Part, number: int, fill: float = 0) -> jax.Array:
     return load(ref, jnp.zeros((1, 1, 1), jnp.int32), part.feature(number), mask, fill)
 
 
+def load_sequence(ref: Any, part: Part, number: int, tokens: int) -> jax.Array:
+    """Returns the entries of an array [N, d] for a slice, [tokens, groups, lanes].
+
+    Args:
+      ref: an array with a row for each of N sequences of equal length.
+      part: groups of some tokens.
+      number: number of the slice.
+      tokens: T, the tokens of all sequences.
+    """
+    sequence = part.token // (tokens // ref.shape[0])
+    return load(ref, sequence, part.feature(number), part.exists(number))
+
+
 def as_float(scale: jax.Array) -> jax.Array:
     """Returns stored scales, float32 or the bits of bfloat16, as float32."""
     if scale.dtype != jnp.uint16:

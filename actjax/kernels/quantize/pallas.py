@@ -84,11 +84,12 @@ def _arguments(
     arrays = {"x": coded.rows(x)}
     if seed is not None:
         arrays["seed"] = seed
-    rows = {"scale": scale, "centre": centre}
+    by_channel = {"scale": scale, "centre": centre}
+    arrays |= {name: row[None] for name, row in by_channel.items() if row is not None}
     if mean is not None and spread is not None:
         # As numbers, since a division for each token would cost more than larger loads.
-        rows |= {"mean": tiles.as_float(mean), "inverse": 1 / tiles.as_float(spread)}
-    arrays |= {name: row[None] for name, row in rows.items() if row is not None}
+        by_sequence = {"mean": tiles.as_float(mean), "inverse": 1 / tiles.as_float(spread)}
+        arrays |= {name: coded.rows(y) for name, y in by_sequence.items()}
     if channels is not None:
         arrays["position"] = coded.positions(channels, x.shape[-1])
     if format.rotate:
@@ -186,7 +187,10 @@ def _value(refs: dict[str, Any], part: Part, number: int, *, keep_whole: bool) -
     stored = load(refs["x"], part.token, part.feature(number), mask)
     value = stored.astype(jnp.float32)
     if "mean" in refs:
-        mean, inverse = (tiles.load_row(refs[name], part, number) for name in ("mean", "inverse"))
+        tokens = refs["x"].shape[0]
+        mean, inverse = (
+            tiles.load_sequence(refs[name], part, number, tokens) for name in ("mean", "inverse")
+        )
         value = (value - mean) * inverse
     if "position" not in refs:
         return value
