@@ -8,6 +8,7 @@ rotation gives it, the squared error of `x` is least: noise of power `mean(y²)`
 Schwarz if `spread²` is proportional to `deviation`.
 """
 
+import math
 from typing import cast
 
 import jax
@@ -31,14 +32,14 @@ def balance_of(x: jax.Array, dtype: ScaleDtype) -> tuple[jax.Array, jax.Array]:
       x: activations.
       dtype: dtype of the results; bfloat16 is returned as its bits, uint16.
     """
-    tokens = x.astype(accumulation_dtype(x.dtype)).reshape(-1, x.shape[-1])
+    tokens = x.astype(accumulation_dtype(x.dtype)).reshape(math.prod(x.shape[:-1]), x.shape[-1])
     # Numbers within one, so that no square overflows.
     largest = jnp.max(jnp.abs(tokens), initial=0)
     tokens = tokens / jnp.where(largest > 0, largest, 1)
     mean = _weights(tokens) @ tokens
     apart = tokens - mean
     deviation = jnp.sqrt(_weights(apart) @ jnp.square(apart))
-    widest = jnp.max(deviation)
+    widest = jnp.max(deviation, initial=0)
     # At most one, so that only numbers near the largest of the dtype overflow when divided.
     relative = jnp.where(widest > 0, deviation / jnp.where(widest > 0, widest, 1), 1)
     spread = jnp.sqrt(jnp.maximum(relative, _LEAST))
