@@ -14,7 +14,6 @@ from actjax.codecs import ChannelRange
 from actjax.kernels.levels import normal_levels
 
 KEY = jax.random.key(3)
-BITS = (1, 2, 3, 4, 5, 6, 8)
 ROUNDINGS = ("nearest", "stochastic", "dither")
 
 CODECS = {
