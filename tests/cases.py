@@ -25,6 +25,9 @@ CODECS = {
     "points, by tolerance": PointApproximation(points=4, tolerance=0.8),
     "four bits, ragged groups": Quantized(4, group=3),
     "three bits, stochastic, rotated": Quantized(3, group=4, rounding="stochastic", rotate=True),
+    "four bits, normal levels, rotated, balanced": Quantized(
+        4, group=4, levels="normal", rotate=True, balance=True
+    ),
     "offloaded": Offloaded(Quantized(4, group=4)),
 }
 

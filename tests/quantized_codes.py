@@ -12,7 +12,7 @@ from actjax.kernels.packing import unpack
 
 KEY = jax.random.key(5)
 KEYS = 2000
-BITS = (1, 2, 3, 4, 8)
+BITS = (1, 2, 3, 4, 5, 6, 8)
 ROUNDINGS = ("nearest", "stochastic", "dither")
 TINY = 2.0**-24
 """Relative rounding of an operation in float32."""

@@ -46,7 +46,7 @@ def balance_of(x: jax.Array, dtype: ScaleDtype) -> tuple[jax.Array, jax.Array]:
     mean = _weighted(tokens, tokens)
     apart = tokens - mean
     deviation = jnp.sqrt(_weighted(apart, jnp.square(apart)))
-    widest = jnp.max(deviation, axis=-1, keepdims=True)
+    widest = jnp.max(deviation, axis=-1, keepdims=True, initial=0)
     # At most one, so that only numbers near the largest of the dtype overflow when divided.
     relative = jnp.where(widest > 0, over(deviation, widest), 1)
     spread = jnp.sqrt(jnp.maximum(relative, _LEAST))

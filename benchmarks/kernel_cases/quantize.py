@@ -54,6 +54,19 @@ CASES = (
     _case("balanced, rotated, 5 bits", 6, 213, 5, small=True, dtype=jnp.float32, **BALANCED),
     _case("balanced, rotated, 6 bits", 5, 192, 6, group=64, small=True, **BALANCED),
     *(
+        _case(f"{name}, 4 bits, normal levels, balanced, rotated", TOKENS, features, 4,
+              levels="normal", **BALANCED)
+        for name, features in (
+            ("llama_1b block input", 2048), ("llama_1b gate", 5461), ("llama_7b gate", 11008),
+            ("smollm2_135m block input", 576), ("smollm2_135m key", 192),
+        )
+    ),
+    *(
+        _case(f"{name}, {bits} bits, balanced, rotated", TOKENS, features, bits, **BALANCED)
+        for name, features in (("llama_1b block input", 2048), ("llama_1b gate", 5461))
+        for bits in (4, 5, 6)
+    ),
+    *(
         _case(
             f"llama_1b block input, {bits} bits, {rounding}", TOKENS, 2048, bits, rounding=rounding
         )
@@ -66,20 +79,6 @@ CASES = (
     _case(
         "llama_1b block input, 4 bits by channel, 1% whole", TOKENS, 2048, 4,
         scaling="channel", outliers=20,
-    ),
-    *(
-        _case(f"{name}, 4 bits, normal levels, balanced, rotated", TOKENS, features, 4,
-              levels="normal", **BALANCED)
-        for name, features in (
-            ("llama_1b block input", 2048), ("llama_1b gate", 5461), ("llama_7b block input", 4096),
-            ("llama_7b gate", 11008), ("smollm2_135m block input", 576),
-            ("smollm2_135m gate", 1536), ("smollm2_135m key", 192),
-        )
-    ),
-    *(
-        _case(f"{name}, {bits} bits, balanced, rotated", TOKENS, features, bits, **BALANCED)
-        for name, features in (("llama_1b block input", 2048), ("llama_1b gate", 5461))
-        for bits in (2, 3, 4, 5, 6, 8)
     ),
     _case("smollm2_135m block input, 5 bits, groups of 64", TOKENS, 576, 5, group=64, **BALANCED),
     _case("llama_350m gate, 4 bits", TOKENS, 2736, 4),

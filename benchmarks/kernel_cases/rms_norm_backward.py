@@ -40,13 +40,6 @@ CASES = (
     _case("three groups, dither", 5, 192, 2, jnp.float32, True, group=64, rounding="dither"),
     _case("exact", 7, 48, None, small=True),
     _case("balanced, rotated, 6 bits", 5, 192, 6, small=True, group=64, **BALANCED),
-    _case("llama_1b, exact", TOKENS, 2048, None),
-    _case("llama_7b, exact", TOKENS, 4096, None),
-    _case("llama_60m, 4 bits", TOKENS, 512, 4),
-    _case("llama_350m, 4 bits", TOKENS, 1024, 4),
-    _case("llama_1b, 4 bits", TOKENS, 2048, 4),
-    _case("llama_1b, 4 bits, dither", TOKENS, 2048, 4, rounding="dither"),
-    _case("llama_1b, 2 bits, normal levels", TOKENS, 2048, 2, levels="normal"),
     *(
         _case(f"{name}, 4 bits, normal levels, balanced, rotated", TOKENS, features, 4,
               levels="normal", **BALANCED)
@@ -57,6 +50,13 @@ CASES = (
         for bits in (5, 6)
     ),
     _case("smollm2_135m, 5 bits, groups of 64", TOKENS, 576, 5, group=64, **BALANCED),
+    _case("llama_1b, exact", TOKENS, 2048, None),
+    _case("llama_7b, exact", TOKENS, 4096, None),
+    _case("llama_60m, 4 bits", TOKENS, 512, 4),
+    _case("llama_350m, 4 bits", TOKENS, 1024, 4),
+    _case("llama_1b, 4 bits", TOKENS, 2048, 4),
+    _case("llama_1b, 4 bits, dither", TOKENS, 2048, 4, rounding="dither"),
+    _case("llama_1b, 2 bits, normal levels", TOKENS, 2048, 2, levels="normal"),
     _case("llama_7b, 4 bits", TOKENS, 4096, 4),
     _case("llama3_3b, 4 bits", TOKENS, 3072, 4),
 )  # fmt: skip

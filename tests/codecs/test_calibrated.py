@@ -14,7 +14,6 @@ from actjax.codecs import ChannelRange
 from actjax.kernels.levels import normal_levels
 
 KEY = jax.random.key(3)
-BITS = (1, 2, 3, 4, 8)
 ROUNDINGS = ("nearest", "stochastic", "dither")
 
 CODECS = {
@@ -93,7 +92,7 @@ def test_it_stores_neither_scales_nor_indices(codec, dtype):
 @pytest.mark.parametrize(
     ("bits", "rounding"),
     [
-        *((bits, "nearest") for bits in BITS),
+        *((bits, "nearest") for bits in (1, 2, 5, 6, 8)),
         *((bits, rounding) for bits in (3, 8) for rounding in ("stochastic", "dither")),
     ],
 )

@@ -59,7 +59,11 @@ def oracle(codec, x):
 
 @pytest.mark.parametrize(
     ("bits", "scaling", "features"),
-    [(3, "group", 3), *((bits, s, d) for bits in BITS for s, d in [("group", 20), ("channel", 5)])],
+    [
+        (3, "group", 3),
+        *((bits, "group", 20) for bits in BITS),
+        *((bits, "channel", 5) for bits in (1, 3, 8)),
+    ],
 )
 def test_rounding_to_the_nearest_equals_the_oracle(bits, scaling, features, x64):
     x = f64(normal(30, features)) + 0.5
@@ -129,7 +133,7 @@ def groups_of_all_kinds():
 @pytest.mark.parametrize(
     ("bits", "scaling", "dtype"),
     [
-        *((bits, "group", "float32") for bits in BITS),
+        *((bits, "group", "float32") for bits in (1, 3, 5, 6, 8)),
         (4, "group", "bfloat16"),
         (3, "channel", "float32"),
     ],
@@ -277,6 +281,8 @@ CHANNELS = 20 * (16 / WIDTH + 32 / (TOKENS * WIDTH))
         (Quantized(2), 2 + AFFINE),
         (Quantized(3), 3 + AFFINE),
         (Quantized(4), 4.25),
+        (Quantized(5), 5 + AFFINE),
+        (Quantized(6, balance=True), 6 + AFFINE + 2 * 16 / TOKENS),
         (Quantized(8), 8 + AFFINE),
         (Quantized(2, group=32), 2 + 2 * 16 / 32),
         (Quantized(4, group=2048), 4 + 2 * 16 / 2048),
@@ -286,6 +292,7 @@ CHANNELS = 20 * (16 / WIDTH + 32 / (TOKENS * WIDTH))
         (Quantized(4, levels="normal"), 4.125),
         (Quantized(2, levels="normal", group=64, rotate=True), 2 + 16 / 64),
         (Quantized(4, rotate=True), 4 + AFFINE),
+        (Quantized(4, levels="normal", rotate=True, balance=True), 4.125 + 2 * 16 / TOKENS),
         (Quantized(4, rounding="stochastic"), 4 + AFFINE),
         # Two words of a key.
         (Quantized(4, rounding="dither"), 4 + AFFINE + 64 / (TOKENS * WIDTH)),
@@ -354,7 +361,7 @@ def test_under_scan_a_layer_takes_its_bits_and_no_more(codec):
 @pytest.mark.parametrize(
     ("name", "values", "expected"),
     [
-        ("bits", (0, 5, 16, -4, True, None, "4", [4]), "must be one of (1, 2, 3, 4, 8)"),
+        ("bits", (0, 7, 16, -4, True, None, "4", [4]), "must be one of (1, 2, 3, 4, 5, 6, 8)"),
         ("group", (0, -1, 2.5, True, None, "8"), "must be an integer >= 1"),
         ("rounding", ("up", "", None), "must be one of ('nearest', 'stochastic', 'dither')"),
         ("scaling", ("token", None), "must be one of ('group', 'channel')"),

@@ -306,7 +306,11 @@ def test_a_scale_whose_inverse_is_subnormal(codec):
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0)])
 @pytest.mark.parametrize(
     "codec",
-    [Quantized(3, rotate=True), Quantized(4, outlier_fraction=0.1), Quantized(1, levels="normal")],
+    [
+        Quantized(3, rotate=True, balance=True),
+        Quantized(4, outlier_fraction=0.1),
+        Quantized(1, levels="normal"),
+    ],
     ids=repr,
 )
 def test_arrays_without_elements(codec, shape):

@@ -5,7 +5,7 @@ import numpy as np
 
 from actjax.kernels.format import QuantizedCode
 
-PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
+PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
 """Widths of the planes of a code, as documented by `pack`."""
 
 TINY = 2.0**-24
@@ -57,11 +57,12 @@ def assert_same(got, want, slack):
 def random_code(codec, dtype, shape, *, outliers=0, centred=False, zero_row=False, seed=0):
     """Returns a code of random bytes that decodes to the same floats in any order of operations.
 
-    Scales are powers of two, and offsets whole multiples of the scale. Up to 4 bits, or without
-    dither, all sums are exact in float32. Numbers are up to 8, of both signs.
+    Scales and spreads are powers of two, offsets and means whole multiples of powers of two. Up to
+    4 bits, or without dither, all sums are exact in float32, rotated ones too in blocks of a power
+    of four. Numbers are up to 8, of both signs, before they are rotated.
 
     Args:
-      codec: a `Quantized`, with scales in bfloat16 or float32.
+      codec: a `Quantized`, with scales in bfloat16 or float32; rotated without dither.
       dtype: dtype of the decoded array.
       shape: shape of the decoded array.
       outliers: number of channels that are stored whole.
@@ -75,6 +76,8 @@ def random_code(codec, dtype, shape, *, outliers=0, centred=False, zero_row=Fals
     scales = (features,) if by_channel else (*leading, -(-features // codec.group))
     scale = 2.0 ** rng.integers(-2, 3, scales) / half
     low = -scale * rng.integers(half, half + 2, scales)
+    mean = rng.integers(-20, 20, features) / 4
+    spread = 2.0 ** rng.integers(-4, 1, features)
     if zero_row:
         scale.reshape(-1, scales[-1])[0] = 0
     channels, seeds = None, None
@@ -90,8 +93,8 @@ def random_code(codec, dtype, shape, *, outliers=0, centred=False, zero_row=Fals
         offset=_stored(np.where(scale > 0, low, 0), codec) if codec.format.affine else None,
         scale=_stored(scale, codec),
         centre=_stored(scale * rng.integers(-3, 4, scales), codec) if centred else None,
-        mean=None,
-        spread=None,
+        mean=_stored(mean, codec) if codec.balance else None,
+        spread=_stored(spread, codec) if codec.balance else None,
         outliers=rng.normal(size=(*leading, outliers)).astype(jnp.dtype(dtype))
         if outliers
         else None,

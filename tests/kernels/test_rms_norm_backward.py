@@ -14,12 +14,12 @@ from actjax.kernels.rms_norm_backward.api import rms_norm_backward
 EPS = 1e-4
 
 # Codec (None for an array), dtype, dtype of the scale, shape, outlier channels. 1501 rows are in
-# programs of three, of which the last has one; groups and rows that are not powers of two; a group
-# that is a row.
+# programs of three, of which the last has one; groups and rows that are not powers of two; a
+# rotated group that is a row.
 CASES = [
     (Quantized(4, group=16), "float32", "float32", (1501, 32), 0),
     (Quantized(3, group=32, rounding="dither"), "bfloat16", "bfloat16", (2, 3, 96), 3),
-    (Quantized(8, group=64, scaling="channel"), "float16", "float32", (5, 64), 2),
+    (Quantized(5, group=64, rotate=True, balance=True), "float16", "float32", (5, 64), 2),
     (None, "bfloat16", "float32", (2, 3, 48), 0),
 ]
 

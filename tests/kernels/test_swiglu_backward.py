@@ -13,10 +13,16 @@ from actjax.kernels.dequantize.api import dequantize
 from actjax.kernels.swiglu_backward.api import swiglu_backward
 
 # Gate, up, dtype, shape, outlier channels of each: whole groups in many rows, so that a program has
-# several; whole groups and a smaller one; a smaller one alone.
+# several; whole groups and a smaller one, of which one code is rotated; a smaller one alone.
 CASES = [
     (Quantized(4, group=16, rounding="dither"), Quantized(4, group=16), "float32", (1500, 32), 0),
-    (Quantized(2, group=32, rounding="dither"), Quantized(8, group=32), "bfloat16", (2, 3, 70), 3),
+    (
+        Quantized(2, group=64, rounding="dither"),
+        Quantized(6, group=64, rotate=True, balance=True),
+        "bfloat16",
+        (2, 3, 80),
+        3,
+    ),
     (
         Quantized(8, group=32, scale_dtype="float32"),
         Quantized(4, group=32, scaling="channel"),
