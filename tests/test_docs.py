@@ -36,7 +36,9 @@ def flags(config: type) -> set[str]:
     hints, found = typing.get_type_hints(config), set()
     for field in dataclasses.fields(config):
         nested = dataclasses.is_dataclass(hints[field.name])
-        found |= flags(hints[field.name]) if nested else {flag_name(field.name)}
+        flag = flag_name(field.name)
+        names = {flag, flag.replace("--", "--no-")} if hints[field.name] is bool else {flag}
+        found |= flags(hints[field.name]) if nested else names
     return found
 
 

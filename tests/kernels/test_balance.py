@@ -27,8 +27,13 @@ def weights(tokens):
 
 
 def oracle(x):
-    """Returns the mean and the spread of each channel, weighted by the inverse of the norms."""
-    tokens = f64(x).reshape(-1, x.shape[-1])
+    """Returns the mean and the spread of each channel [..., d], weighted by the inverse of norms.
+
+    Each sequence [S, d] of x [..., S, d] is alone.
+    """
+    if x.ndim > 2:
+        return tuple(np.stack(parts) for parts in zip(*map(oracle, x), strict=True))
+    tokens = f64(x)
     mean = weights(tokens) @ tokens
     apart = tokens - mean
     deviation = np.sqrt(weights(apart) @ apart**2)
@@ -44,8 +49,8 @@ def test_it_is_a_step_towards_the_geometric_median(shape, x64):
     np.testing.assert_allclose(mean, want_mean, rtol=TINY)
     np.testing.assert_allclose(spread, want_spread, rtol=TINY)
     # Weiszfeld's step never lengthens the distances to the tokens. It starts from zero.
-    tokens = x.reshape(-1, shape[-1])
-    assert np.linalg.norm(tokens - mean, axis=-1).sum() < np.linalg.norm(tokens, axis=-1).sum()
+    after = np.linalg.norm(x - mean[..., None, :], axis=-1).sum(-1)
+    assert np.all(after < np.linalg.norm(x, axis=-1).sum(-1))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from actjax.kernels.packing import BITS, pack, packed_bytes, unpack
 
-PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
-"""Widths of the planes, as documented: 3 bits are a plane of two and a plane of one, low bits
-first."""
+PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
+"""Widths of the planes, as documented, low bits first: 3 bits are a plane of two and one of one."""
 
 every = pytest.mark.parametrize("bits", PLANES)
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kernels.kernel_cases import PLANES, TINY, assert_near, assert_same, f64, normal
 
 from actjax import Quantized
+from actjax.kernels.balance import statistics_shape
 from actjax.kernels.dequantize.api import dequantize
 from actjax.kernels.levels import normal_levels
 from actjax.kernels.noise import halves, random_words
@@ -117,7 +118,8 @@ def problem(codec, dtype, shape, outliers):
     mean = spread = None
     if codec.balance:
         rng = np.random.default_rng(2)
-        mean, spread = rng.normal(size=shape[-1]), np.exp2(rng.uniform(-6, 0, shape[-1]))
+        of = statistics_shape(shape)
+        mean, spread = rng.normal(size=of), np.exp2(rng.uniform(-6, 0, of))
         mean, spread = stored(mean, codec), stored(spread, codec)
     seed = SEED if codec.needs_key else None
     return x.reshape(shape), seed, channels, scale, centre, mean, spread
@@ -129,6 +131,11 @@ def stored(scale, codec):
 
 
 # The documented format, in float64 NumPy.
+
+
+def by_sequence(stored):
+    """Returns what is stored of the channels of each sequence [..., d] as numbers [..., 1, d]."""
+    return f64(as_float(stored))[..., None, :]
 
 
 def as_float(scale):
@@ -179,7 +186,7 @@ def prepared(codec, x, channels, mean, spread):
     """Returns the numbers that are rounded to levels, and by how much float32 may miss them."""
     values, off = f64(x), 0.0
     if mean is not None:
-        mean, spread = f64(as_float(mean)), f64(as_float(spread))
+        mean, spread = by_sequence(mean), by_sequence(spread)
         values = (values - mean) / spread
         off = 3 * TINY * (abs(values) + abs(mean) / spread)
     if channels is not None:
@@ -323,7 +330,7 @@ def check_decoding(codec, x, code):
         slack = sums(codec, slack + rounding(codec) * abs(want))
         want = by_groups(codec, want, lambda size: rotation(size).T)
     if codec.balance:
-        mean, spread = f64(as_float(code.mean)), f64(as_float(code.spread))
+        mean, spread = by_sequence(code.mean), by_sequence(code.spread)
         slack = slack * spread + 2 * TINY * (abs(want) * spread + abs(mean))
         want = want * spread + mean
     if code.channels is not None:
