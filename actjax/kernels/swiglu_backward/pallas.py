@@ -25,7 +25,10 @@ def swiglu_backward(
     features, tokens = dy.shape[-1], math.prod(dy.shape[:-1])
     gate_arrays, bind_gate = coded.operands(gate)
     up_arrays, bind_up = coded.operands(up)
-    grid = tiles.grid_of(tokens, features, gate.format.group, numbers=2048)
+    # A rotation holds all slices of a group, of both codes: half as many numbers fit the registers.
+    rotated = gate.format.rotate or up.format.rotate
+    numbers = 1024 if rotated else 2048
+    grid = tiles.grid_of(tokens, features, gate.format.group, numbers)
 
     def kernel(*refs: Any) -> None:
         coded_gate = bind_gate(*refs[: len(gate_arrays)])
