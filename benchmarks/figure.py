@@ -5,8 +5,9 @@ import pathlib
 import tyro
 from matplotlib.figure import Figure
 
-from benchmarks.loss import best_rows, last_loss
+from benchmarks.loss import best_rows
 from benchmarks.record import RESULTS, read
+from benchmarks.runs import last_loss
 
 _RIVALS = (
     "plain",

@@ -12,28 +12,17 @@ that of the compiled step, with weights and workspace; the time is the median ov
 methods in turn.
 """
 
-import contextlib
 import dataclasses
 import pathlib
-import shutil
 import statistics
-import tempfile
-import time
 from typing import Any
 
-import jax
-from rich.console import Console
-
 from benchmarks import command, record
-from benchmarks.rivals import compiled_memory
+from benchmarks.runs import first_loss, last_loss, timed, trained
 from benchmarks.tables import print_table
 from benchmarks.variants import check_names
-from train import finetune
 from train.config import AdapterConfig, FinetuneConfig
-from train.loop import NonFiniteError, StopSignal, train
-from train.metrics import read_metrics
 from train.options import MethodOptions
-from train.report import explain_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,12 +107,13 @@ class Config:
 
 def measure(config: Config) -> list[dict]:
     """Returns one row for each configuration, learning rate of seed 0, and further seed."""
-    rows = record.read(config.results)["rows"] if config.add else []
+    rows = record.rows_to_keep(config.results, config.add)
     known = {(row["name"], row["seed"], row["learning_rate"]) for row in rows}
 
     def run(name: str, seed: int, rate: float) -> None:
         if (name, seed, rate) not in known:
-            rows.append(_trained(config, name, seed, rate))
+            row = {"name": name, "seed": seed, "learning_rate": rate}
+            rows.append(row | trained(_settings(config, name, seed, rate)))
             record.write(config, rows)
 
     for name in config.only:
@@ -134,7 +124,8 @@ def measure(config: Config) -> list[dict]:
             run(name, seed, _best_rate(rows, name))
     if config.rounds:
         untimed = {row["name"]: row for row in reversed(rows) if row["name"] in config.only}
-        for name, seconds in _timed(config, list(untimed)).items():
+        settings = {name: _settings(config, name, 0, 1e-5) for name in untimed}
+        for name, seconds in timed(settings, config.rounds).items():
             untimed[name]["seconds"] = seconds
     return rows
 
@@ -142,12 +133,10 @@ def measure(config: Config) -> list[dict]:
 def _best_rate(rows: list[dict], name: str) -> float:
     """Returns the learning rate of the lowest last loss with seed 0."""
     tried = [row for row in rows if row["name"] == name and row["seed"] == 0]
-    return min(tried, key=_last)["learning_rate"]
+    return min(tried, key=last_loss)["learning_rate"]
 
 
-def _settings(
-    config: Config, name: str, seed: int, rate: float, folder: pathlib.Path
-) -> FinetuneConfig:
+def _settings(config: Config, name: str, seed: int, rate: float) -> FinetuneConfig:
     row = ROWS[name]
     return dataclasses.replace(
         config.train,
@@ -157,59 +146,7 @@ def _settings(
         adapter=config.train.adapter if row.has_adapters else AdapterConfig(),
         optimizer=dataclasses.replace(config.train.optimizer, learning_rate=rate),
         seed=seed,
-        out=folder,
-        save_every=config.train.steps,
     )
-
-
-def _timed(config: Config, names: list[str]) -> dict[str, list[float]]:
-    """Returns the seconds of each step after the first, by method."""
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as open_data:
-        runs = {}
-        for name in names:
-            settings = _settings(config, name, 0, 1e-5, pathlib.Path(folder, str(len(runs))))
-            runs[name] = run = finetune.prepare(settings, Console(quiet=True))
-            open_data.callback(run.batches.close)
-        batches = {name: jax.device_put(next(run.batches)) for name, run in runs.items()}
-        for _ in range(1 + config.rounds):
-            for name, run in runs.items():
-                begin = time.perf_counter()
-                run.state, _ = jax.block_until_ready(run.train_step(run.state, batches[name]))
-                seconds[name].append(time.perf_counter() - begin)
-    return {name: times[1:] for name, times in seconds.items()}
-
-
-def _trained(config: Config, name: str, seed: int, rate: float) -> dict:
-    folder = pathlib.Path(tempfile.mkdtemp())
-    settings = _settings(config, name, seed, rate, folder)
-    console = Console(width=140)
-    run = finetune.prepare(settings, console)
-    row = {
-        "name": name,
-        "seed": seed,
-        # With `add`, rows can come from several commits.
-        "commit": record.environment()["commit"],
-        "learning_rate": rate,
-        "weight_dtype": run.recipe.config.weight_dtype,
-        "stored": explain_step(run.recipe, run.state).stored_bytes,
-        **compiled_memory(run.train_step),
-    }
-    try:
-        with StopSignal() as stop:
-            if train(run, console, stop) < settings.steps:
-                raise SystemExit(
-                    "stopped by a signal: continue with `--add`, which keeps the finished rows"
-                )
-        lines = read_metrics(folder / "metrics.jsonl")
-    except NonFiniteError:
-        # A learning rate that is too high is a result, not a failure of the program.
-        lines = []
-    shutil.rmtree(folder)
-    return row | {
-        "losses": [line["validation_loss"] for line in lines if "validation_loss" in line],
-        "training": [line["loss"] for line in lines if "loss" in line],
-    }
 
 
 def show(config: Config, rows: list[dict]) -> None:
@@ -233,7 +170,7 @@ def show(config: Config, rows: list[dict]) -> None:
         cells.append(
             (
                 name,
-                _spread([_last(row) for row in group], 4),
+                _spread([last_loss(row) for row in group], 4),
                 _spread([100 * share for share in shares], 1) if shares else "",
                 f"{group[0]['stored'] / 2**20:.2f}",
                 f"{group[0]['peak'] / 2**20:.1f}",
@@ -247,12 +184,8 @@ def show(config: Config, rows: list[dict]) -> None:
 
 def _share(row: dict, reference: dict) -> float:
     """Returns the share of the way of the reference that a row keeps."""
-    first = reference["losses"][0]
-    return (first - _last(row)) / (first - _last(reference))
-
-
-def _last(row: dict) -> float:
-    return row["losses"][-1] if row["losses"] else float("inf")
+    first = first_loss(reference)
+    return (first - last_loss(row)) / (first - last_loss(reference))
 
 
 def _spread(values: list[float], digits: int) -> str:

@@ -85,7 +85,7 @@ class Config:
 
 def measure_all(config: Config) -> list[dict[str, Any]]:
     """Returns a row for each text and code."""
-    rows = record.read(config.results)["rows"] if config.add and config.results.exists() else []
+    rows = record.rows_to_keep(config.results, config.add)
     known = {(row["text"], row["code"]) for row in rows}
     for text, path in config.texts.items():
         train = PretrainConfig(

@@ -1,34 +1,28 @@
 """Held-out loss of every method, trained on the same tokens from the same weights.
 
-`python -m benchmarks.loss --model llama_9m --steps 500` trains every variant at each learning rate
+`python -m benchmarks.loss --model llama_9m --steps 2000` trains every variant at each learning rate
 of a grid, and prints the held-out loss after the last step at the best rate. Rows are written after
 each run; `--add` keeps the rows that exist.
 """
 
 import dataclasses
-import math
 import pathlib
-import shutil
 import statistics
-import tempfile
 
 import tyro
-from rich.console import Console
 
 from benchmarks import record
+from benchmarks.runs import last_loss, timed, trained
 from benchmarks.tables import print_table
 from benchmarks.variants import VARIANTS, check_names
 from train.config import PretrainConfig
-from train.loop import NonFiniteError
-from train.metrics import read_metrics
-from train.pretrain import run
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """What to compare."""
 
-    train: PretrainConfig = dataclasses.field(default_factory=lambda: PretrainConfig(steps=500))
+    train: PretrainConfig = dataclasses.field(default_factory=lambda: PretrainConfig(steps=2000))
     """The run. This program sets the settings of a variant, learning rate, seed and folder."""
     variants: tuple[str, ...] = (
         "exact",
@@ -45,6 +39,8 @@ class Config:
     """The grid, the same for all variants."""
     seeds: int = 1
     """Runs of each variant, with other weights, data order and keys of codecs."""
+    rounds: int = 10
+    """Timed steps, with the variants in turn: all are in memory at once. 0: no timing."""
     add: bool = False
     """Keep the rows in `--results`, and run only those that are missing."""
     results: pathlib.Path = record.RESULTS / "loss.json"
@@ -55,41 +51,28 @@ class Config:
 
 def measure(config: Config) -> list[dict]:
     """Returns one row for each variant, learning rate and seed: metrics of every evaluation."""
-    rows = record.read(config.results)["rows"] if config.add else []
+    rows = record.rows_to_keep(config.results, config.add)
     known = {(row["variant"], row["learning_rate"], row["seed"]) for row in rows}
     for seed in range(config.seeds):
         for rate in config.learning_rates:
             for name in config.variants:
                 if (name, rate, seed) not in known:
-                    rows.append(_trained(config, name, rate, seed))
+                    settings = _settings(config, name, rate, seed)
+                    row = {"variant": name, "learning_rate": rate, "seed": seed}
+                    rows.append(row | trained(settings))
                     record.write(config, rows)
+    if config.rounds:
+        rates = {name: group[0]["learning_rate"] for name, group in best_rows(rows).items()}
+        settings = {name: _settings(config, name, rates[name], 0) for name in config.variants}
+        for name, seconds in timed(settings, config.rounds).items():
+            best_rows(rows)[name][0]["seconds"] = seconds
     return rows
 
 
-def _trained(config: Config, name: str, learning_rate: float, seed: int) -> dict:
-    folder = pathlib.Path(tempfile.mkdtemp())
+def _settings(config: Config, name: str, learning_rate: float, seed: int) -> PretrainConfig:
     settings = VARIANTS[name].configure(config.train)
-    settings = dataclasses.replace(
-        settings,
-        optimizer=dataclasses.replace(settings.optimizer, learning_rate=learning_rate),
-        seed=seed,
-        out=folder,
-        save_every=settings.steps,
-    )
-    row = {"variant": name, "learning_rate": learning_rate, "seed": seed}
-    try:
-        if run(settings, Console(width=140)) < settings.steps:
-            raise SystemExit(
-                "stopped by a signal: continue with `--add`, which keeps the finished rows"
-            )
-        lines = read_metrics(folder / "metrics.jsonl")
-    except NonFiniteError:
-        # A learning rate that is too high is a result, not a failure of the program.
-        lines = []
-    shutil.rmtree(folder)
-    evaluations = [line for line in lines if "validation_loss" in line]
-    training = [(line["step"], line["loss"]) for line in lines if "loss" in line]
-    return row | {"evaluations": evaluations, "training": training}
+    optimizer = dataclasses.replace(settings.optimizer, learning_rate=learning_rate)
+    return dataclasses.replace(settings, optimizer=optimizer, seed=seed)
 
 
 def best_rows(rows: list[dict]) -> dict[str, list[dict]]:
@@ -103,20 +86,16 @@ def best_rows(rows: list[dict]) -> dict[str, list[dict]]:
     }
 
 
-def last_loss(row: dict) -> float:
-    """Returns the last held-out loss of a run; infinite if it diverged."""
-    return row["evaluations"][-1]["validation_loss"] if row["evaluations"] else math.inf
-
-
 def show(config: Config, rows: list[dict]) -> None:
     """Prints the last held-out loss of each variant, and its difference to `exact`."""
     train = config.train
     title = f"{train.model}, {train.steps} steps of {train.batch_size} x {train.seq_len} tokens"
-    headers = ("variant", "held-out loss", "above exact", "in %", "rate", "on the grid", "seeds")
+    headers = ("variant", "held-out loss", "above exact", "in %", "stored, MiB", "peak, MiB",
+               "ms a step", "rate", "on the grid", "seeds")  # fmt: skip
     cells = []
     best = best_rows(rows)
     for name in config.variants:
-        losses = [last_loss(row) for row in best[name]]
+        one, losses = best[name][0], [last_loss(row) for row in best[name]]
         gap, share = _gap(best[name], best["exact"]) if "exact" in best else ("", "")
         spread = f" ± {statistics.stdev(losses):.4f}" if config.seeds > 1 else ""
         grid = [last_loss(row) for row in rows if row["variant"] == name and row["seed"] == 0]
@@ -126,6 +105,8 @@ def show(config: Config, rows: list[dict]) -> None:
                 f"{statistics.mean(losses):.4f}{spread}",
                 gap,
                 share,
+                *(f"{one[part] / 2**20:.1f}" if part in one else "" for part in ("stored", "peak")),
+                f"{statistics.median(one['seconds']) * 1e3:.0f}" if "seconds" in one else "",
                 f"{best[name][0]['learning_rate']:g}",
                 " ".join(f"{loss:.3f}" for loss in grid),
                 str(len(losses)),

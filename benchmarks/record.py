@@ -64,6 +64,11 @@ def read(path: pathlib.Path) -> dict[str, Any]:
     return _renamed(json.loads(path.read_text()))
 
 
+def rows_to_keep(path: pathlib.Path, add: bool) -> list[dict[str, Any]]:
+    """Returns the rows of a result file to add others to; none without `add` or a file."""
+    return read(path)["rows"] if add and path.exists() else []
+
+
 def _renamed(x: Any) -> Any:
     if isinstance(x, dict):
         return {key: _renamed(value) for key, value in x.items()}

@@ -13,9 +13,7 @@ the roundings in turn.
 import dataclasses
 import functools
 import pathlib
-import shutil
 import statistics
-import tempfile
 import time
 from typing import Any
 
@@ -23,19 +21,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from rich.console import Console
 
 from actjax import optim
 from benchmarks import command, record
+from benchmarks.runs import first_loss, last_loss, trained
 from benchmarks.tables import print_table
 from benchmarks.variants import check_names
-from train import finetune, pretrain
 from train.config import DataConfig, FinetuneConfig, OptimizerConfig, PretrainConfig
 from train.examples import ExampleConfig
-from train.loop import StopSignal, train
-from train.metrics import read_metrics
 from train.optimizer import make_optimizer
-from train.report import tree_bytes
 
 ROUNDINGS: dict[str, dict[str, Any]] = {
     "float32": {"weight_dtype": "float32"},
@@ -89,52 +83,30 @@ class Config:
 
 def measure(config: Config) -> list[dict]:
     """Returns one row for each run, random walk and timed update."""
-    rows = record.read(config.results)["rows"] if config.add else []
+    rows = record.rows_to_keep(config.results, config.add)
     rows = [row for row in rows if row["kind"] == "run"]
     for name in config.only:
         if name not in {row["name"] for row in rows}:
-            rows.append({"kind": "run", "name": name} | _trained(config, *RUNS[name]))
+            row = trained(_settings(config, *RUNS[name]))
+            rows.append({"kind": "run", "name": name} | row)
             record.write(config, rows)
     return rows + _walks(config) + _times(config)
 
 
-def _trained(config: Config, task: str, rounding: str) -> dict:
+def _settings(config: Config, task: str, rounding: str) -> PretrainConfig | FinetuneConfig:
     program, method = task.split()
-    folder = pathlib.Path(tempfile.mkdtemp())
     steps = config.steps if program == "finetune" else config.model_steps
     shared: dict[str, Any] = {
         "method": method,
         "steps": steps,
         "eval_every": steps,
         "eval_batches": config.eval_batches,
-        "save_every": steps,
         "log_every": 1,
-        "out": folder,
         **ROUNDINGS[rounding],
     }
-    console = Console(width=140)
     if program == "finetune":
-        settings = _finetuning(config, shared)
-        run = finetune.prepare(settings, console)
-    else:
-        settings = PretrainConfig(model=config.model, data=DataConfig(), **shared)
-        run = pretrain.prepare(settings, console)
-    sizes = {"weights": tree_bytes(run.state.model), "optimizer": tree_bytes(run.state.optimizer)}
-    with StopSignal() as stop:
-        if train(run, console, stop) < steps:
-            raise SystemExit("stopped by a signal: continue with `--add`, which keeps the rows")
-    lines = read_metrics(folder / "metrics.jsonl")
-    shutil.rmtree(folder)
-    return {
-        # With `add`, rows can come from several commits.
-        "commit": record.environment()["commit"],
-        "compute_dtype": settings.compute_dtype,
-        **sizes,
-        "losses": [
-            (line["step"], line["validation_loss"]) for line in lines if "validation_loss" in line
-        ],
-        "training": [line["loss"] for line in lines if "loss" in line],
-    }
+        return _finetuning(config, shared)
+    return PretrainConfig(model=config.model, data=DataConfig(), **shared)
 
 
 def _finetuning(config: Config, shared: dict[str, Any]) -> FinetuneConfig:
@@ -246,9 +218,9 @@ def show(config: Config, rows: list[dict]) -> None:
     runs = {row["name"]: row for row in rows if row["kind"] == "run"}
     cells = []
     for name, row in runs.items():
-        first, last = row["losses"][0][1], row["losses"][-1][1]
-        base = runs.get(f"{name.split(maxsplit=1)[0]} exact, float32", row)["losses"]
-        kept = (first - last) / (base[0][1] - base[-1][1])
+        first, last = first_loss(row), last_loss(row)
+        base = runs.get(f"{name.split(maxsplit=1)[0]} exact, float32", row)
+        kept = (first - last) / (first_loss(base) - last_loss(base))
         sizes = [f"{row[part] / 2**20:.1f}" for part in ("weights", "optimizer")]
         cells.append((name, f"{first:.4f}", f"{last:.4f}", f"{kept:.1%}", *sizes))
     headers = ("run", "loss before", "after", "kept", "weights, MiB", "optimizer state, MiB")

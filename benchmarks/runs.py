@@ -1,0 +1,100 @@
+"""Whole training runs as rows of a result: what is learnt and stored, how long a step takes."""
+
+import contextlib
+import dataclasses
+import pathlib
+import tempfile
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from benchmarks import record
+from benchmarks.rivals import compiled_memory
+from train import finetune, pretrain
+from train.config import FinetuneConfig, PretrainConfig
+from train.loop import NonFiniteError, Run, StopSignal, train
+from train.metrics import read_metrics
+from train.report import explain_step, tree_bytes
+
+Settings = PretrainConfig | FinetuneConfig
+
+
+def trained(settings: Settings) -> dict[str, Any]:
+    """Trains to the end, in a temporary folder, and returns what to compare.
+
+    Returns:
+      A row: `commit`; `weight_dtype`, `weight_rounding` and `compute_dtype`; bytes of `weights`, of
+      the `optimizer` state, `stored` by the forward pass for the backward pass, `temporaries` and
+      `peak` of the compiled step; `evaluations` and `training`, metrics by step. Both are empty if
+      a loss was not finite: a learning rate that is too high is a result.
+
+    Raises:
+      SystemExit: a signal stopped the run.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        console = Console(width=140)
+        run = _prepare(settings, folder, console)
+        row = {
+            # With `--add`, rows can come from several commits.
+            "commit": record.environment()["commit"],
+            "weight_dtype": run.config.weight_dtype,
+            "weight_rounding": run.config.weight_rounding,
+            "compute_dtype": run.config.compute_dtype,
+            "weights": tree_bytes(run.state.model),
+            "optimizer": tree_bytes(run.state.optimizer),
+            "stored": explain_step(run.recipe, run.state).stored_bytes,
+            **compiled_memory(run.train_step),
+        }
+        try:
+            with StopSignal() as stop:
+                if train(run, console, stop) < settings.steps:
+                    raise SystemExit(
+                        "stopped by a signal: continue with `--add`, which keeps the finished rows"
+                    )
+            lines = read_metrics(pathlib.Path(folder, "metrics.jsonl"))
+        except NonFiniteError:
+            lines = []
+    return row | {
+        "evaluations": [line for line in lines if "validation_loss" in line],
+        "training": [(line["step"], line["loss"]) for line in lines if "loss" in line],
+    }
+
+
+def timed(settings: Mapping[str, Settings], rounds: int) -> dict[str, list[float]]:
+    """Returns the seconds of steps after the first, by name, with the runs in turn.
+
+    All of them are in memory at once.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in settings}
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as open_data:
+        runs = {}
+        for number, (name, one) in enumerate(settings.items()):
+            runs[name] = run = _prepare(one, f"{folder}/{number}", Console(quiet=True))
+            open_data.callback(run.batches.close)
+        batches = {name: jax.device_put(next(run.batches)) for name, run in runs.items()}
+        for _ in range(1 + rounds):
+            for name, run in runs.items():
+                begin = time.perf_counter()
+                run.state, _ = jax.block_until_ready(run.train_step(run.state, batches[name]))
+                seconds[name].append(time.perf_counter() - begin)
+    return {name: times[1:] for name, times in seconds.items()}
+
+
+def first_loss(row: Mapping[str, Any]) -> float:
+    """Returns the held-out loss before the first step, or at the first evaluation."""
+    return row["evaluations"][0]["validation_loss"] if row["evaluations"] else float("nan")
+
+
+def last_loss(row: Mapping[str, Any]) -> float:
+    """Returns the last held-out loss of a run; infinite if it diverged."""
+    return row["evaluations"][-1]["validation_loss"] if row["evaluations"] else float("inf")
+
+
+def _prepare(settings: Settings, folder: str, console: Console) -> Run:
+    settings = dataclasses.replace(settings, out=pathlib.Path(folder), save_every=settings.steps)
+    if isinstance(settings, FinetuneConfig):
+        return finetune.prepare(settings, console)
+    return pretrain.prepare(settings, console)
