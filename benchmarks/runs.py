@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+import hashlib
 import pathlib
+import shutil
 import tempfile
 import time
 from collections.abc import Mapping
@@ -23,7 +25,10 @@ Settings = PretrainConfig | FinetuneConfig
 
 
 def trained(settings: Settings) -> dict[str, Any]:
-    """Trains to the end, in a temporary folder, and returns what to compare.
+    """Trains to the end and returns what to compare.
+
+    The run is saved ten times in a folder among the temporary files, whose name is a hash of the
+    settings. If it was stopped or killed it continues from there.
 
     Returns:
       A row: `commit`; `weight_dtype`, `weight_rounding` and `compute_dtype`; bytes of `weights`, of
@@ -34,29 +39,28 @@ def trained(settings: Settings) -> dict[str, Any]:
     Raises:
       SystemExit: a signal stopped the run.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        console = Console(width=140)
-        run = _prepare(settings, folder, console)
-        row = {
-            # With `--add`, rows can come from several commits.
-            "commit": record.environment()["commit"],
-            "weight_dtype": run.config.weight_dtype,
-            "weight_rounding": run.config.weight_rounding,
-            "compute_dtype": run.config.compute_dtype,
-            "weights": tree_bytes(run.state.model),
-            "optimizer": tree_bytes(run.state.optimizer),
-            "stored": explain_step(run.recipe, run.state).stored_bytes,
-            **compiled_memory(run.train_step),
-        }
-        try:
-            with StopSignal() as stop:
-                if train(run, console, stop) < settings.steps:
-                    raise SystemExit(
-                        "stopped by a signal: continue with `--add`, which keeps the finished rows"
-                    )
-            lines = read_metrics(pathlib.Path(folder, "metrics.jsonl"))
-        except NonFiniteError:
-            lines = []
+    folder = pathlib.Path(tempfile.gettempdir(), "actjax-benchmarks", _name(settings))
+    console = Console(width=140)
+    run = _prepare(settings, folder, console)
+    row = {
+        # With `--add`, rows can come from several commits.
+        "commit": record.environment()["commit"],
+        "weight_dtype": run.config.weight_dtype,
+        "weight_rounding": run.config.weight_rounding,
+        "compute_dtype": run.config.compute_dtype,
+        "weights": tree_bytes(run.state.model),
+        "optimizer": tree_bytes(run.state.optimizer),
+        "stored": explain_step(run.recipe, run.state).stored_bytes,
+        **compiled_memory(run.train_step),
+    }
+    try:
+        with StopSignal() as stop:
+            if train(run, console, stop) < settings.steps:
+                raise SystemExit("stopped by a signal: continue with `--add`, which keeps all rows")
+        lines = read_metrics(folder / "metrics.jsonl")
+    except NonFiniteError:
+        lines = []
+    shutil.rmtree(folder)
     return row | {
         "evaluations": [line for line in lines if "validation_loss" in line],
         "training": [(line["step"], line["loss"]) for line in lines if "loss" in line],
@@ -69,10 +73,11 @@ def timed(settings: Mapping[str, Settings], rounds: int) -> dict[str, list[float
     All of them are in memory at once.
     """
     seconds: dict[str, list[float]] = {name: [] for name in settings}
+    quiet = Console(quiet=True)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as open_data:
         runs = {}
         for number, (name, one) in enumerate(settings.items()):
-            runs[name] = run = _prepare(one, f"{folder}/{number}", Console(quiet=True))
+            runs[name] = run = _prepare(one, pathlib.Path(folder, str(number)), quiet)
             open_data.callback(run.batches.close)
         batches = {name: jax.device_put(next(run.batches)) for name, run in runs.items()}
         for _ in range(1 + rounds):
@@ -93,8 +98,13 @@ def last_loss(row: Mapping[str, Any]) -> float:
     return row["evaluations"][-1]["validation_loss"] if row["evaluations"] else float("inf")
 
 
-def _prepare(settings: Settings, folder: str, console: Console) -> Run:
-    settings = dataclasses.replace(settings, out=pathlib.Path(folder), save_every=settings.steps)
+def _name(settings: Settings) -> str:
+    return hashlib.sha256(repr(settings).encode()).hexdigest()[:16]
+
+
+def _prepare(settings: Settings, folder: pathlib.Path, console: Console) -> Run:
+    every = max(1, settings.steps // 10)
+    settings = dataclasses.replace(settings, out=folder, resume=True, save_every=every)
     if isinstance(settings, FinetuneConfig):
         return finetune.prepare(settings, console)
     return pretrain.prepare(settings, console)
