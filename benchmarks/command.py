@@ -24,5 +24,5 @@ def run(
     """
     config = tyro.cli(config_type, description=description, config=(tyro.conf.OmitArgPrefixes,))
     rows = measure(config)
-    show(config, rows)
     record.write(config, rows)
+    show(config, rows)

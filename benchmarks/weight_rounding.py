@@ -218,13 +218,16 @@ def show(config: Config, rows: list[dict]) -> None:
     runs = {row["name"]: row for row in rows if row["kind"] == "run"}
     cells = []
     for name, row in runs.items():
-        first, last = first_loss(row), last_loss(row)
+        last = last_loss(row)
         base = runs.get(f"{name.split(maxsplit=1)[0]} exact, float32", row)
-        kept = (first - last) / (first_loss(base) - last_loss(base))
+        fall = first_loss(base) - last_loss(base)
+        # Pretraining has no evaluation before the first step.
+        kept = f"{(first_loss(row) - last) / fall:.1%}" if fall else ""
         sizes = [f"{row[part] / 2**20:.1f}" for part in ("weights", "optimizer")]
-        cells.append((name, f"{first:.4f}", f"{last:.4f}", f"{kept:.1%}", *sizes))
-    headers = ("run", "loss before", "after", "kept", "weights, MiB", "optimizer state, MiB")
-    print_table("held-out loss", headers, cells)
+        above = f"{last - last_loss(base):+.4f}"
+        cells.append((name, f"{last:.4f}", above, kept, *sizes))
+    headers = ("run", "held-out loss", "above float32", "kept", "weights, MiB", "optimizer, MiB")
+    print_table("held-out loss after the last step", headers, cells)
     walks = [row for row in rows if row["kind"] == "walk"]
     names = list(walks[0]["errors"])
     print_table(

@@ -260,9 +260,8 @@ def _command(plan: PretrainConfig, config: PlanConfig) -> str:
     if not config.checkpoint:
         return f"python -m train.pretrain {flags(plan)}"
     # What only pretraining has is left out; the records of train.finetune have other flags.
-    only = dataclasses.replace(
-        plan, model=PretrainConfig.model, model_vocab_size=0, data=DataConfig(data=plan.data.data)
-    )
+    data = DataConfig(data=plan.data.data, tokenizer=plan.data.tokenizer)
+    only = dataclasses.replace(plan, model=PretrainConfig.model, model_vocab_size=0, data=data)
     return f"python -m train.finetune --checkpoint {shlex.quote(config.checkpoint)} {flags(only)}"
 
 
