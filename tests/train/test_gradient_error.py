@@ -124,8 +124,9 @@ def checkpoint(model, tmp_path_factory):
     return folder
 
 
-def planned(folder, data="records.jsonl", template="{q}\\n{a}", **changes):
-    train = dataclasses.replace(ROUNDED, data=DataConfig(data=str(folder / data)))
+def planned(folder, data="records.jsonl", template="{q}\\n{a}", tokenizer=None, **changes):
+    data = DataConfig(data=str(folder / data), tokenizer=tokenizer)
+    train = dataclasses.replace(ROUNDED, data=data)
     budget = changes.pop("budget", "")
     if budget:
         train = dataclasses.replace(train, options=MethodOptions(group=16))
@@ -152,12 +153,14 @@ def test_a_budget_and_an_error_choose_a_plan_or_say_why_not(checkpoint, capsys, 
     done, text = planned(checkpoint, budget="1GiB", error=1e-9)
     assert not done
     assert "the error of none is at most 1e-09: raise `--error` or `--budget`" in text
-    done, text = planned(checkpoint, budget="1GiB", error=0.1)
+    tokenizer = checkpoint / "tokenizer.json"
+    done, text = planned(checkpoint, tokenizer=tokenizer, budget="1GiB", error=0.1)
     assert done
     command = shlex.split(capsys.readouterr().out.strip().splitlines()[-1])
     assert command[:5] == ["python", "-m", "train.finetune", "--checkpoint", str(checkpoint)]
     assert "--model" not in command
     assert command[command.index("--bits") + 1] == "8"
+    assert command[command.index("--tokenizer") + 1] == str(tokenizer)
 
 
 def test_text_of_a_token_and_settings_that_do_not_fit_are_refused(checkpoint):
