@@ -81,3 +81,23 @@ def channels_of(
         return None, None
     numbers, deviation, mean = (normal(k, (16, features)) for k in jax.random.split(key, 3))
     return balance_of(numbers * jnp.exp(deviation[0]) + mean[0], codec.scale_dtype)
+
+
+def balanced_cases(make: Callable[..., Case]) -> list[Case]:
+    """Returns cases of the codes that the programs use, for arrays of real models.
+
+    Args:
+      make: from name, tokens, features, bits and settings of `Quantized` to a case.
+    """
+    some = {"llama_1b block input": 2048, "llama_1b gate": 5461}
+    others = {"llama_7b gate": 11008, "smollm2_135m block input": 576, "smollm2_135m key": 192}
+    normal = [
+        make(f"{name}, 4 bits, normal levels, balanced, rotated", TOKENS, features, 4,
+             levels="normal", **BALANCED)
+        for name, features in (some | others).items()
+    ]  # fmt: skip
+    return normal + [
+        make(f"{name}, {bits} bits, balanced, rotated", TOKENS, features, bits, **BALANCED)
+        for name, features in some.items()
+        for bits in (4, 5, 6)
+    ]

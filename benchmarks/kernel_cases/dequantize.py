@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from actjax import Quantized
-from benchmarks.kernel_cases.case import BALANCED, TOKENS, Case, code
+from benchmarks.kernel_cases.case import BALANCED, TOKENS, Case, balanced_cases, code
 
 
 def _make(key: jax.Array, tokens: int, features: int, codec: Quantized, dtype: Any) -> tuple[Any]:
@@ -34,19 +34,7 @@ CASES = (
     _case("3 bits, normal levels", 4, 192, 3, small=True, levels="normal", group=64),
     _case("balanced, rotated, normal levels", 9, 576, 4, small=True, levels="normal", **BALANCED),
     _case("balanced, rotated, 5 bits", 6, 213, 5, jnp.float32, True, **BALANCED),
-    *(
-        _case(f"{name}, 4 bits, normal levels, balanced, rotated", TOKENS, features, 4,
-              levels="normal", **BALANCED)
-        for name, features in (
-            ("llama_1b block input", 2048), ("llama_1b gate", 5461), ("llama_7b gate", 11008),
-            ("smollm2_135m block input", 576), ("smollm2_135m key", 192),
-        )
-    ),
-    *(
-        _case(f"{name}, {bits} bits, balanced, rotated", TOKENS, features, bits, **BALANCED)
-        for name, features in (("llama_1b block input", 2048), ("llama_1b gate", 5461))
-        for bits in (5, 6)
-    ),
+    *balanced_cases(_case),
     *(
         _case(
             f"llama_1b block input, {bits} bits, {rounding}", TOKENS, 2048, bits, rounding=rounding

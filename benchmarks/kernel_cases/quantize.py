@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from actjax import Quantized
 from actjax.kernels.noise import seed_of
-from benchmarks.kernel_cases.case import BALANCED, TOKENS, Case, channels_of, normal
+from benchmarks.kernel_cases.case import BALANCED, TOKENS, Case, balanced_cases, channels_of, normal
 
 
 def _make(
@@ -53,19 +53,7 @@ CASES = (
     _case("balanced, rotated, normal levels", 9, 576, 4, levels="normal", small=True, **BALANCED),
     _case("balanced, rotated, 5 bits", 6, 213, 5, small=True, dtype=jnp.float32, **BALANCED),
     _case("balanced, rotated, 6 bits", 5, 192, 6, group=64, small=True, **BALANCED),
-    *(
-        _case(f"{name}, 4 bits, normal levels, balanced, rotated", TOKENS, features, 4,
-              levels="normal", **BALANCED)
-        for name, features in (
-            ("llama_1b block input", 2048), ("llama_1b gate", 5461), ("llama_7b gate", 11008),
-            ("smollm2_135m block input", 576), ("smollm2_135m key", 192),
-        )
-    ),
-    *(
-        _case(f"{name}, {bits} bits, balanced, rotated", TOKENS, features, bits, **BALANCED)
-        for name, features in (("llama_1b block input", 2048), ("llama_1b gate", 5461))
-        for bits in (4, 5, 6)
-    ),
+    *balanced_cases(_case),
     *(
         _case(
             f"llama_1b block input, {bits} bits, {rounding}", TOKENS, 2048, bits, rounding=rounding
