@@ -50,7 +50,7 @@ def triton_kernels(kernel, case, platform) -> int:
 def compiled(request, tmp_path_factory):
     """What the compiler for an H100 reports: the chosen option, and a row for a kernel and case.
 
-    The default run compiles one case of each kernel, the slow one all 128, which takes minutes.
+    The default run compiles one case of each kernel, the slow one all of them, which takes minutes.
     """
     if importlib.util.find_spec("jax_cuda12_plugin") is None:
         pytest.skip("needs the compiler for GPUs: pip install -e '.[compile]'")
