@@ -26,12 +26,15 @@ def check_inner(wrapper: str, name: str, tx: Any) -> None:
       ValueError: it is `stochastic_rounding` or `compensated`.
     """
     check_transform(name, tx)
-    if isinstance(tx, OutermostTransformation):
-        raise ValueError(
-            f"`{name}` of {wrapper} rounds weights, which only the outermost transform can do:"
-            f" instead of {wrapper}(stochastic_rounding(...)) write"
-            f" stochastic_rounding({wrapper}(...)), and compensated likewise."
-        )
+    if not isinstance(tx, OutermostTransformation):
+        return
+    if wrapper in ("stochastic_rounding", "compensated"):
+        raise ValueError(f"`{name}` of {wrapper} rounds weights already: drop one of both.")
+    raise ValueError(
+        f"`{name}` of {wrapper} rounds weights, which only the outermost transform can do:"
+        f" instead of {wrapper}(stochastic_rounding(...)) write"
+        f" stochastic_rounding({wrapper}(...)), and compensated likewise."
+    )
 
 
 def check_callable(name: str, fun: Any) -> None:

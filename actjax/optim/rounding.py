@@ -123,12 +123,18 @@ class WeightRounding:
         """Returns what `optax.apply_updates` adds to give rounded weights, and the next state.
 
         Raises:
-          ValueError: `params` is not given.
+          ValueError: `params` is not given, or `state` is not of `init`.
         """
         if params is None:
             raise ValueError(
                 f"{self.name} reads the weights that it rounds: call"
                 " `tx.update(grads, state, params)`."
+            )
+        if not isinstance(state, RoundedState):
+            raise ValueError(
+                f"`state` of {self.name} must be what `tx.init` returned, got"
+                f" {type(state).__name__}: what `actjax.optim.init` returns is for"
+                " `actjax.optim.apply`."
             )
         new, state, before_rounding = self.apply(updates, state, params, **extra)
         differences = jax.tree.map(
@@ -247,7 +253,9 @@ def stochastic_rounding(
     `inner` gets weights and gradients as float32, so its moments are float32 unless it stores them
     otherwise. Call `init` under `jax.jit`, where the float32 weights are not held in memory. The
     random numbers depend on the seed, the step, the layer and the position in the array; a resumed
-    run and any mesh of devices get the same. Parameters of other dtypes get the update of `inner`.
+    run and any mesh of devices get the same. So do two transforms of one seed, as in
+    `optax.multi_transform`, and the members of an ensemble under `jax.vmap`: give each its own.
+    Parameters of other dtypes get the update of `inner`.
 
     Args:
       inner: any optax transform, such as `optax.adamw`, `eight_bit` or `subspace`.

@@ -153,16 +153,19 @@ def test_it_must_be_the_outermost(wrap):
         ("eight_bit", optim.eight_bit),
         ("subspace", lambda tx: optim.subspace(tx, 2)),
         ("subspace", lambda tx: optim.subspace(optax.scale_by_adam(), 2, outer=tx)),
-        ("stochastic_rounding", optim.stochastic_rounding),
-        ("compensated", optim.compensated),
     ):
         with pytest.raises(ValueError, match=rf"` of {wrapper} rounds weights, which only the"):
+            make(tx)
+    for make in (optim.stochastic_rounding, optim.compensated):
+        with pytest.raises(ValueError, match="rounds weights already: drop one of both"):
             make(tx)
     with pytest.raises(ValueError, match="`tx` has stochastic_rounding or compensated inside"):
         jax.eval_shape(functools.partial(optim.init, optax.chain(optax.clip(1.0), tx)), params)
     state = jax.eval_shape(tx.init, params)
     with pytest.raises(ValueError, match=rf"{name} reads the weights that it rounds: call"):
         tx.update(GRADIENTS[0], state)
+    with pytest.raises(ValueError, match="what `tx.init` returned, got LayerwiseState"):
+        tx.update(GRADIENTS[0], jax.eval_shape(functools.partial(optim.init, tx), params), params)
 
 
 @wrappers
