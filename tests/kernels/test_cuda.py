@@ -91,8 +91,8 @@ def test_kernels_fit_a_core_without_spills_and_read_and_write_once(compiled):
         summed = row["kernel"] in ("rms_norm_backward", "scaled_segment_sum")
         extra = 0
         if row["kernel"] == "point_assignment":
-            cases = {case.name: case for case in KERNELS["point_assignment"].cases}
-            points = cases[row["case"]].shapes()[1]
+            named = {case.name: case for case in KERNELS["point_assignment"].cases}
+            points = named[row["case"]].shapes()[1]
             extra = 8 * points.size * points.dtype.itemsize
         assert row["moved"] <= (1.27 if summed else 1.03) * row["bytes"] + extra, row
 

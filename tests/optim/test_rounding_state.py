@@ -164,7 +164,7 @@ def test_it_must_be_the_outermost(wrap):
     state = jax.eval_shape(tx.init, params)
     with pytest.raises(ValueError, match=rf"{name} reads the weights that it rounds: call"):
         tx.update(GRADIENTS[0], state)
-    with pytest.raises(ValueError, match="what `tx.init` returned, got LayerwiseState"):
+    with pytest.raises(ValueError, match=r"what `tx\.init` returned, got LayerwiseState"):
         tx.update(GRADIENTS[0], jax.eval_shape(functools.partial(optim.init, tx), params), params)
 
 
