@@ -143,8 +143,8 @@ def test_equal_values_get_equal_bits():
 
 # Zero, or large enough for a quotient by (2^8 - 1)² that is no subnormal number: among these,
 # rounding leaves nothing of the order of the gains.
-sensitivity = st.one_of(st.just(0.0), st.floats(1e-300, 1e6))
-costs = st.lists(st.tuples(sensitivity, st.integers(1, 50)), min_size=1, max_size=4)
+cost = st.one_of(st.just(0.0), st.floats(1e-300, 1e6))
+costs = st.lists(st.tuples(cost, st.integers(1, 50)), min_size=1, max_size=4)
 
 
 @settings(deadline=None, max_examples=60)
