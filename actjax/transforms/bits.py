@@ -7,6 +7,7 @@ sensitivity of the gradient to tensor l, is the only quantity to measure.
 
 import dataclasses
 import heapq
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -211,12 +212,15 @@ def allocate_bits(
         raise ValueError(
             f"`average_bits` must be at least {steps[0]}, the least of {steps}, got {average_bits}."
         )
+    # Relative to the largest, so that no gain underflows.
+    largest = max(sensitivity.values(), default=0.0)
+    unit = largest if 0 < largest < math.inf else 1.0
     level = dict.fromkeys(sizes, 0)
     left = average_bits * sum(sizes.values()) - steps[0] * sum(sizes.values())
 
     def gain(name: str) -> tuple[float, str]:
         now, then = steps[level[name]], steps[level[name] + 1]
-        saved = sensitivity[name] * (error_of_bits(now) - error_of_bits(then))
+        saved = sensitivity[name] / unit * (error_of_bits(now) - error_of_bits(then))
         return -saved / (sizes[name] * (then - now)), name
 
     queue = [gain(name) for name in sizes] if len(steps) > 1 else []

@@ -70,8 +70,8 @@ def checkpoint(
         ]
         given = [closed.arguments[i] for i in coded]
         rest = [None if i in coded else x for i, x in enumerate(closed.arguments)]
-        # Constants of known value have no gradient. They must not be differentiated: an operator
-        # with a backward pass of its own, such as a product with NF4 weights, closes over some.
+        # Constants that are not traced need no gradient. JAX must not try to compute one: operators
+        # with their own backward pass, such as products with NF4 weights, capture such constants.
         traced = [x for x in closed.constants if isinstance(x, Tracer)]
         known = [None if isinstance(x, Tracer) else x for x in closed.constants]
 
