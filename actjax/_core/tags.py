@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from actjax._core.no_derivative import no_derivative
 from actjax.codecs import Codec, Exact
 from actjax.codecs.base import Code
 
@@ -84,7 +85,7 @@ def keep(
     """
     if isinstance(codec, Exact):
         return _tag(x, x, repr(codec), operator, name, 0), x
-    x, code = encoded_first(x, codec.encode(x, key))
+    x, code = encoded_first(x, codec.encode(no_derivative(x), key))
     return x, name_code(code, x, repr(codec), operator, name)
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from actjax._core.coded_call import decode_late
+from actjax._core.no_derivative import no_derivative
 from actjax._core.tags import encoded_first, name_code, tag_left
 from actjax._jaxpr.equations import run_equation
 from actjax._jaxpr.programs import run_inlined
@@ -53,7 +54,7 @@ def _compressed_fwd(plan, run, inputs, codecs, key):
         if i is None or codecs[i] is None:
             return x
         codec = codecs[i]
-        value = x if isinstance(codec, Exact | BitMask) else _differentiated_once(x)
+        value = x if isinstance(codec, Exact | BitMask) else no_derivative(x)
         code = codec.encode(value, key_of(key, plan, i) if codec.needs_key else None)
         x, made[i] = encoded_first(x, code)
         return x
@@ -77,20 +78,6 @@ def _compressed_fwd(plan, run, inputs, codecs, key):
         else:
             codes.append(x)
     return outputs, (codes, codecs)
-
-
-@jax.custom_jvp
-def _differentiated_once(x: jax.Array) -> jax.Array:
-    """Returns `x`, and refuses to be differentiated: rounding has no derivative."""
-    return x
-
-
-@_differentiated_once.defjvp
-def _(primals, tangents):
-    raise NotImplementedError(
-        "compress_residuals: the gradient is computed from codes, so it has no derivative. For"
-        " second derivatives use the function itself, or a rule that returns None for all arrays."
-    )
 
 
 def _compressed_bwd(plan, run, residuals, cotangents):
