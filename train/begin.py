@@ -74,14 +74,15 @@ def begin(
     """
     config = recipe.config
     shapes = jax.eval_shape(functools.partial(init_state, recipe))
-    explanation = explain_step(recipe, shapes)
+    # A new run whose codecs do not fit writes nothing.
+    explanation = None if config.resume else explain_step(recipe, shapes)
     checkpoints = _open_checkpoints(config)
     shardings = state_shardings(shapes, mesh)
     state, bits = _restored(checkpoints, data.batches, shapes, shardings, identity)
     data.batches.start_prefetch()  # The first batch takes seconds, as does compiling the step.
     if bits:
         recipe = build_recipe(config, bits)
-        explanation = explain_step(recipe, shapes)
+    explanation = explanation or explain_step(recipe, shapes)
     train_step = compile_step(recipe, mesh, shapes, shardings)
     memory = step_memory(recipe, shapes, explanation)
     temporaries = train_step.memory_analysis().temp_size_in_bytes * mesh.size
