@@ -5,7 +5,7 @@ from typing import Literal
 
 from actjax.kernels.format import Rounding
 from models import preset
-from train.config import MomentDtype, PretrainConfig
+from train.config import MomentDtype, PretrainConfig, WeightDtype
 from train.options import MethodOptions
 
 
@@ -19,6 +19,7 @@ class Variant:
       options: options of the method.
       moment_dtype: dtype of the optimizer's moments.
       in_backward: whether the optimizer runs in the backward pass.
+      weight_dtype: dtype of the weights; None for that of the run.
     """
 
     method: str
@@ -26,6 +27,7 @@ class Variant:
     options: MethodOptions = dataclasses.field(default_factory=MethodOptions)
     moment_dtype: MomentDtype = "auto"
     in_backward: bool = False
+    weight_dtype: WeightDtype | None = None
 
     def configure(self, train: PretrainConfig) -> PretrainConfig:
         """Returns the settings of a run with this variant."""
@@ -39,6 +41,7 @@ class Variant:
             options=options,
             optimizer=dataclasses.replace(train.optimizer, moment_dtype=self.moment_dtype),
             in_backward=self.in_backward,
+            weight_dtype=self.weight_dtype or train.weight_dtype,
         )
 
 
@@ -51,6 +54,7 @@ _ROUNDINGS: dict[Rounding, str] = {
 
 VARIANTS = {
     "exact": Variant("exact"),
+    "exact, float32 weights": Variant("exact", weight_dtype="float32"),
     "exact, 8-bit states": Variant("exact", moment_dtype="8bit"),
     "exact, 8-bit states, in backward": Variant("exact", moment_dtype="8bit", in_backward=True),
     "remat": Variant("remat"),
