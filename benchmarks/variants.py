@@ -95,19 +95,6 @@ VARIANTS = {
         for bits in (3, 2)
         for rounding, suffix in _ROUNDINGS.items()
     },
-    **{
-        f"quantized, {bits} bits, normal levels{suffix}": Variant(
-            "quantized", options=MethodOptions(bits=bits, levels="normal", rotate=rotate)
-        )
-        for bits in _FEW_BITS
-        for rotate, suffix in ((False, ""), (True, ", rotated"))
-    },
-    **{
-        f"quantized, {bits} bits allocated, normal levels, rotated": Variant(
-            "quantized", options=MethodOptions(average_bits=bits, levels="normal", rotate=True)
-        )
-        for bits in (3, 2)
-    },
     "compressed_remat": Variant("compressed_remat"),
     "compressed_remat, offloaded": Variant("compressed_remat", options=MethodOptions(offload=True)),
     "quantized, 4 bits, offloaded": Variant("quantized", options=MethodOptions(offload=True)),
