@@ -37,7 +37,12 @@ class Config:
 
     train: PretrainConfig = dataclasses.field(
         default_factory=lambda: PretrainConfig(
-            model="llama_3m", steps=300, compute_dtype="float32", batch_size=4, seq_len=256
+            method="exact",
+            model="llama_3m",
+            steps=300,
+            compute_dtype="float32",
+            batch_size=4,
+            seq_len=256,
         )
     )
     """The run that trains the model, without compression."""

@@ -19,7 +19,8 @@ class Variant:
       options: options of the method.
       moment_dtype: dtype of the optimizer's moments.
       in_backward: whether the optimizer runs in the backward pass.
-      weight_dtype: dtype of the weights; None for that of the run.
+      weight_dtype: dtype of the weights; None for that of the run, where auto stands for float32,
+        so that methods are compared with the same weights.
     """
 
     method: str
@@ -32,6 +33,7 @@ class Variant:
     def configure(self, train: PretrainConfig) -> PretrainConfig:
         """Returns the settings of a run with this variant."""
         options = self.options
+        of_run = "float32" if train.weight_dtype == "auto" else train.weight_dtype
         if self.width_over_rank:
             rank = preset(train.model).hidden_size // self.width_over_rank
             options = dataclasses.replace(options, rank=rank)
@@ -41,7 +43,7 @@ class Variant:
             options=options,
             optimizer=dataclasses.replace(train.optimizer, moment_dtype=self.moment_dtype),
             in_backward=self.in_backward,
-            weight_dtype=self.weight_dtype or train.weight_dtype,
+            weight_dtype=self.weight_dtype or of_run,
         )
 
 

@@ -65,7 +65,9 @@ def show_table(title, columns, rows, text_columns=1):
 # initialization activations are close to noise, so errors are measured after some training.
 
 # %%
-config = PretrainConfig(batch_size=4, seq_len=128, steps=100, compute_dtype="float32")
+config = PretrainConfig(
+    method="exact", batch_size=4, seq_len=128, steps=100, compute_dtype="float32"
+)
 model_config = ModelConfig(
     vocab_size=2048, hidden_size=128, ffn_size=352, num_layers=4, num_heads=4
 )

@@ -65,7 +65,9 @@ QUICK = {"xla_llvm_disable_expensive_passes": True}
 # next batches are used for the measurements.
 
 # %%
-config = PretrainConfig(batch_size=4, seq_len=96, steps=100, compute_dtype="float32")
+config = PretrainConfig(
+    method="exact", batch_size=4, seq_len=96, steps=100, compute_dtype="float32"
+)
 model_config = ModelConfig(
     vocab_size=2048, hidden_size=128, ffn_size=384, num_layers=4, num_heads=4
 )

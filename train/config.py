@@ -171,7 +171,8 @@ class RunConfig:
             raise ValueError(
                 f"`--accumulate {self.accumulate}` and in-backward updates exclude each other:"
                 " weights are updated in each backward pass. Drop `--accumulate`, or"
-                " `--in-backward` and the methods that imply it (lean, lean_subspace)."
+                " `--in-backward` and the methods that imply it: lean, the default of"
+                " train.pretrain, and lean_subspace. `--method quantized` stores the same codes."
             )
         if self.batch_size % self.accumulate:
             raise ValueError(
@@ -217,6 +218,11 @@ class PretrainConfig(RunConfig):
       ValueError: a setting is out of range, or two exclude each other.
     """
 
+    method: str = "lean"
+    """What is stored for the backward pass."""
+    weight_dtype: WeightDtype = "auto"
+    """Dtype of weights and gradients. auto: bfloat16 for lean and lean_subspace, float32 for the
+    others."""
     model: str = "llama_9m"
     """Dimensions of the model, or a checkpoint whose dimensions it has. Its vocabulary is that of
     the tokenizer."""
@@ -321,9 +327,9 @@ class FinetuneConfig(RunConfig):
     steps: int = 300
     """Optimizer steps of the whole run."""
     weight_dtype: WeightDtype = "auto"
-    """Dtype of the weights. auto: float32 where all weights are trained; with adapters, whose
-    weights are frozen, the dtype of the checkpoint (bfloat16 for float16). Adapters are in
-    float32."""
+    """Dtype of the weights. auto: where all weights are trained, bfloat16 for lean and
+    lean_subspace and float32 for the others; with adapters, whose weights are frozen, the dtype of
+    the checkpoint (bfloat16 for float16). Adapters are in float32."""
 
     HEADINGS: ClassVar[Headings] = {
         "Common flags": (

@@ -224,7 +224,7 @@ METHODS: dict[str, Method] = {
         bits=4,
     ),
     "lean": Method(
-        "quantized, full-rank 8-bit moments, in-backward updates: recommended",
+        "quantized, full-rank 8-bit moments, in-backward updates, bfloat16 weights: recommended",
         _rebuilt,
         bits=4,
         adaptive=KEPT_SITES,

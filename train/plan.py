@@ -308,8 +308,8 @@ def table_of(rows: list[Compiled], config: PlanConfig) -> Table:
 
 
 def flags(config: PretrainConfig) -> str:
-    """Returns the flags of `train.pretrain` that differ from its defaults."""
-    return shlex.join(_flags(config, PretrainConfig()))
+    """Returns `--method` and the flags that differ from the defaults of `train.pretrain`."""
+    return shlex.join(_flags(config, PretrainConfig(method="")))
 
 
 def _choice(config: PretrainConfig) -> str:
@@ -324,8 +324,7 @@ def _choice(config: PretrainConfig) -> str:
             neutral.optimizer, moment_dtype=config.optimizer.moment_dtype
         ),
     )
-    found = flags(chosen) or "--method exact"
-    return found.removeprefix("--method ")
+    return flags(chosen).removeprefix("--method ")
 
 
 def _flags(config: Any, default: Any) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """The opening of a run: what each site stores, and the memory of a step by category."""
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -11,11 +12,14 @@ from rich.table import Table
 
 import actjax
 from models import Decoder
+from train.options import MethodOptions
 from train.step import (
     Recipe,
     TrainState,
     batch_shapes,
+    build_recipe,
     gradient_function,
+    init_state,
     loss_function,
     whole_batch_shapes,
 )
@@ -86,13 +90,40 @@ def step_memory(recipe: Recipe, state: TrainState, explanation: actjax.Explanati
       state: the training state, or its shapes.
       explanation: what `explain_step` returned.
     """
-    linear = sum(r.stored_bytes for r in explanation.residuals if r.operator == "linear")
     return StepMemory(
         weights=tree_bytes((state.model, state.context)),
         gradients=sum(gradient_bytes(recipe, state).values()),
         optimizer=tree_bytes(state.optimizer),
-        linear_residuals=linear,
-        other_residuals=explanation.stored_bytes - linear,
+        **_residual_bytes(explanation),
+    )
+
+
+def _residual_bytes(explanation: actjax.Explanation) -> dict[str, int]:
+    linear = sum(r.stored_bytes for r in explanation.residuals if r.operator == "linear")
+    return {"linear_residuals": linear, "other_residuals": explanation.stored_bytes - linear}
+
+
+def exact_memory(recipe: Recipe) -> StepMemory:
+    """Returns the memory of the same step with `exact`, float32 weights and float32 moments.
+
+    Without workspace, which only a compilation tells.
+    """
+    config = dataclasses.replace(
+        recipe.config,
+        method="exact",
+        options=MethodOptions(),
+        optimizer=dataclasses.replace(recipe.config.optimizer, moment_dtype="float32"),
+        in_backward=False,
+        weight_dtype="float32",
+        weight_rounding="nearest",
+    )
+    exact = build_recipe(config)
+    state = jax.eval_shape(functools.partial(init_state, exact))
+    return StepMemory(
+        weights=tree_bytes(state.model),
+        gradients=tree_bytes(state.model),
+        optimizer=tree_bytes(state.optimizer),
+        **_residual_bytes(explain_step(exact, state)),
     )
 
 
@@ -172,18 +203,36 @@ def print_opening(
     if config.trains_bfloat16:
         console.print(f"weights: bfloat16, {_ROUNDING[config.weight_rounding]}")
     console.print(explanation)
-    console.print(memory_table(memory))
+    compares = recipe.lora is None and config.method != "exact"
+    console.print(memory_table(memory, exact_memory(recipe) if compares else None))
 
 
-def memory_table(memory: StepMemory) -> Table:
-    """Returns the categories as a table, in MiB."""
+def memory_table(memory: StepMemory, exact: StepMemory | None = None) -> Table:
+    """Returns the categories as a table, in MiB.
+
+    Args:
+      memory: of the run.
+      exact: of the same run with `exact` and without workspace, to compare; None for no comparison.
+    """
     table = Table(box=box.SIMPLE_HEAD, show_footer=True)
     table.add_column("memory of a step", "total")
-    table.add_column("MiB", f"{memory.total / 2**20:,.1f}", justify="right")
-    for name, size in dataclasses.asdict(memory).items():
-        if size is not None:
-            table.add_row(name.replace("_", " "), f"{size / 2**20:,.1f}")
+    table.add_column("MiB", _mib(memory.total), justify="right")
+    if exact is not None:
+        table.add_column("exact, float32", justify="right")
+    columns = [dataclasses.asdict(x) for x in (memory, exact) if x is not None]
+    for column in columns:
+        del column["workspace"]
+    for name in columns[0]:
+        table.add_row(name.replace("_", " "), *(_mib(column[name]) for column in columns))
+    if exact is not None:
+        table.add_row("without workspace", *(_mib(sum(column.values())) for column in columns))
+    if memory.workspace is not None:
+        table.add_row("workspace", _mib(memory.workspace))
     return table
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.1f}"
 
 
 def tree_bytes(tree: Any) -> int:

@@ -165,8 +165,8 @@ def _weight_dtype(config: RunConfig, method: methods.Method, checkpoint_dtype: s
     if config.weight_dtype != "auto":
         return config.weight_dtype
     if not method.adapters:
-        # Small updates would be lost in bfloat16 weights, whatever the checkpoint holds.
-        return "float32"
+        # Whatever the checkpoint holds. bfloat16 weights learn if they are rounded stochastically.
+        return "bfloat16" if method.lean else "float32"
     # Of the 16-bit dtypes, bfloat16 has the range of float32.
     return "bfloat16" if checkpoint_dtype == "float16" else checkpoint_dtype
 

@@ -20,7 +20,14 @@ from train.step import (
     make_train_step,
 )
 
-CONFIG = PretrainConfig(batch_size=4, seq_len=16, compute_dtype="float32", steps=10)
+CONFIG = PretrainConfig(
+    method="exact",
+    batch_size=4,
+    seq_len=16,
+    weight_dtype="float32",
+    compute_dtype="float32",
+    steps=10,
+)
 LOSSY = Storage(mlp_in=RandomizedSVD(4))
 OPTIONS = MethodOptions(rank=4, gap=2)
 

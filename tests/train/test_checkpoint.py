@@ -17,7 +17,7 @@ IDENTITY = identity_of(model=MODEL, seed=0)
 
 @pytest.fixture(scope="module")
 def state():
-    return jax.jit(functools.partial(init_state, make_recipe(PretrainConfig(), MODEL)))()
+    return jax.jit(functools.partial(init_state, make_recipe(PretrainConfig("exact"), MODEL)))()
 
 
 def like(state):

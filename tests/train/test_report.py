@@ -12,10 +12,17 @@ from actjax import RandomizedSVD
 from models import ModelConfig, Storage
 from train.config import OptimizerConfig, PretrainConfig
 from train.options import MethodOptions, used_options
-from train.report import StepMemory, explain_step, gradient_bytes, print_opening, step_memory
+from train.report import (
+    StepMemory,
+    exact_memory,
+    explain_step,
+    gradient_bytes,
+    print_opening,
+    step_memory,
+)
 from train.step import init_state, make_recipe
 
-CONFIG = PretrainConfig(batch_size=4, seq_len=16, compute_dtype="float32")
+CONFIG = PretrainConfig(method="exact", batch_size=4, seq_len=16, compute_dtype="float32")
 STORAGE = Storage(mlp_out=RandomizedSVD(4))
 
 
@@ -115,15 +122,21 @@ def test_8_bit_states_take_a_quarter():
     assert 0.25 < sizes[1] / sizes[0] < 0.25 * (1 + 4 / 64) + 0.01
 
 
-@pytest.mark.parametrize("method", ["exact", "subspace"])
+@pytest.mark.parametrize("method", ["exact", "subspace", "lean"])
 def test_the_opening_shows_the_memory_by_category(method):
     console = Console(file=io.StringIO(), width=140)
     one = recipe(method=method, options=used_options(method, MethodOptions(rank=4)))
     print_opening(console, one, shapes(one), explained(one), memory(one).with_workspace(10**9))
     text = console.file.getvalue()
     for word in ("parameters", "weights", "gradients", "optimizer", "linear residuals", "total",
-                 "other residuals", "workspace", "mlp_in"):  # fmt: skip
+                 "other residuals", "workspace", "mlp"):  # fmt: skip
         assert word in text
+    assert ("exact, float32" in text) == (method != "exact")
+
+
+def test_exact_is_what_other_methods_are_compared_with():
+    one = recipe()
+    assert exact_memory(recipe(method="lean", weight_dtype="bfloat16")) == memory(one)
 
 
 def test_a_rank_that_is_too_large_is_found_before_the_first_step():

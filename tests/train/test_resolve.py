@@ -66,7 +66,9 @@ def test_fewer_tokens_than_those_of_the_tokenizer_are_refused():
 @pytest.mark.parametrize(
     ("method", "given", "checkpoint", "want"),
     [
-        ("lean", "auto", "bfloat16", "float32"),
+        ("lean", "auto", "float32", "bfloat16"),
+        ("lean_subspace", "auto", "bfloat16", "bfloat16"),
+        ("lean", "float32", "bfloat16", "float32"),
         ("exact", "auto", "float16", "float32"),
         ("lora", "auto", "bfloat16", "bfloat16"),
         ("qlora", "auto", "float16", "bfloat16"),
@@ -74,7 +76,7 @@ def test_fewer_tokens_than_those_of_the_tokenizer_are_refused():
         ("exact", "bfloat16", "float32", "bfloat16"),
     ],
 )
-def test_trained_weights_are_in_float32_unless_another_dtype_is_given(
+def test_the_dtype_of_weights_follows_from_the_method_unless_it_is_given(
     method, given, checkpoint, want
 ):
     config = FinetuneConfig(checkpoint="x", method=method, weight_dtype=given)
@@ -116,9 +118,12 @@ def test_bfloat16_weights_that_are_rounded_to_nearest_are_warned_about():
         ({"method": "frugal"}, "`--method frugal` is now `--method lean`"),
         ({"method": "frugal_subspace"}, "is now `--method lean_subspace`"),
         ({"method": "lora"}, "`--method lora` trains adapters of a checkpoint: use train.finetune"),
-        ({"options": MethodOptions(rank=8)}, "`--rank 8` has no effect with `--method exact`"),
         (
-            {"weight_rounding": "stochastic"},
+            {"method": "exact", "options": MethodOptions(rank=8)},
+            "`--rank 8` has no effect with `--method exact`",
+        ),
+        (
+            {"method": "exact", "weight_rounding": "stochastic"},
             "`--weight-rounding stochastic` has no effect on float32 weights: drop it, or pass"
             " `--weight-dtype bfloat16`",
         ),

@@ -23,7 +23,7 @@ def test_a_former_name_of_the_method_is_no_change(tmp_path):
     path = tmp_path / "settings.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "method": "frugal"}))
     assert changed_settings(tmp_path, PretrainConfig(method="lean")) == []
-    assert changed_settings(tmp_path, PretrainConfig()) == ["method: lean, now exact"]
+    assert changed_settings(tmp_path, PretrainConfig("exact")) == ["method: lean, now exact"]
 
 
 def test_missing_and_torn_settings_have_not_changed(tmp_path):
