@@ -81,9 +81,12 @@ def _draw_loss(axes, result: dict) -> None:
         label = f"{last_loss(row):.3f} at {row['learning_rate']:g}"
         axes.text(last_loss(row), i - 0.2, label, fontsize=8, ha="center")
     axes.set_yticks(range(len(names)), names)
-    # Room for the labels: above the first, and left of the least loss.
+    # Room for the labels: above the first, and beside the least and the largest loss. No difference
+    # below a hundredth of the loss looks large.
     axes.set_ylim(len(names) - 0.6, -0.6)
-    axes.margins(x=0.17)
+    low, high = axes.get_xlim()
+    room = max(0.17 * (high - low), 0.02 * low - (high - low) / 2)
+    axes.set_xlim(low - room, high + room)
     tokens = f"{train['steps']} steps of {train['batch_size']} x {train['seq_len']} tokens"
     title = f"{train['model']}, {tokens},\n{train['weight_dtype']} weights, one seed"
     axes.set(title=title, xlabel="held-out loss, nats a token")
