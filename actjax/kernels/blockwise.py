@@ -98,26 +98,32 @@ def dynamic_index(size: jax.Array, unsigned: bool) -> jax.Array:
     level is 1.
     """
     top = decades(unsigned)
-    # A magnitude below this is nearest to 0 anyway; the clamp keeps the logarithm finite.
-    size = jnp.maximum(size, 10 ** -(top + 2))
-    decade = jnp.clip(jnp.floor(-jnp.log10(size)), 0, top)
-    levels = jnp.exp2(top - decade)
-    fraction = (size * jnp.power(10.0, decade) - 0.1) / 0.9
+    # Comparisons: on a CPU a logarithm and a power take many times longer.
+    levels, inverse = jnp.float32(2**top), jnp.float32(1)
+    for decade in range(1, top + 1):
+        is_below = size < 10**-decade
+        levels = jnp.where(is_below, 2 ** (top - decade), levels)
+        inverse = jnp.where(is_below, 10**decade, inverse)
+    fraction = (size * inverse - 0.1) / 0.9
     # At the lower end of a decade this rounds to -1: the highest level of the decade below.
     index = levels + jnp.round(fraction * levels - 1)
     # The lowest decade has one level, at its upper end; below it only 0 remains.
-    index = jnp.where(decade == top, jnp.round(size * 10**top), index)
-    return jnp.minimum(index, 2 * jnp.exp2(top) - 1)
+    index = jnp.where(levels == 1, jnp.round(size * 10**top), index)
+    return jnp.minimum(index, 2 * 2**top - 1)
 
 
 def dynamic_level(index: jax.Array, unsigned: bool) -> jax.Array:
     """Returns the magnitude of levels, which are whole numbers."""
-    power = jnp.floor(jnp.log2(jnp.maximum(index, 1)))
-    levels = jnp.exp2(power)
-    level = jnp.power(10.0, power - decades(unsigned)) * (0.1 + 0.9 * (index - levels + 1) / levels)
+    top = decades(unsigned)
+    inverse, end = jnp.float32(1), jnp.float32(10**-top)
+    for power in range(1, top + 1):
+        is_above = index >= 2**power
+        inverse = jnp.where(is_above, 2**-power, inverse)
+        end = jnp.where(is_above, 10 ** (power - top), end)
+    level = end * (0.1 + 0.9 * ((index + 1) * inverse - 1))
     return jnp.where(index > 0, level, 0)
 
 
-def decades(unsigned: bool) -> float:
+def decades(unsigned: bool) -> int:
     """Returns the number of decades below the top one: one more if no bit holds a sign."""
-    return 7.0 if unsigned else 6.0
+    return 7 if unsigned else 6

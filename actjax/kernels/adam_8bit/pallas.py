@@ -102,7 +102,7 @@ def _value(codes: jax.Array, unsigned: bool) -> jax.Array:
     bits = jax.lax.bitcast_convert_type(size, jnp.int32)
     power = (bits >> 23) - 127
     inverse = jax.lax.bitcast_convert_type((127 - power) << 23, jnp.float32)
-    decade = (power - int(decades(unsigned))).astype(jnp.float32)
+    decade = (power - decades(unsigned)).astype(jnp.float32)
     fraction = np.float32(0.1) + np.float32(0.9) * ((size + 1) * inverse - 1)
     level = jnp.where(codes == 0, 0.0, jnp.exp2(decade * _LOG2_OF_10) * fraction)
     return level if unsigned else jnp.where(codes < 0, -level, level)
@@ -110,7 +110,7 @@ def _value(codes: jax.Array, unsigned: bool) -> jax.Array:
 
 def _index(size: jax.Array, unsigned: bool) -> jax.Array:
     """Returns the nearest level of magnitudes in [0, 1], int32, as `blockwise.dynamic_index`."""
-    top = int(decades(unsigned))
+    top = decades(unsigned)
     exponent = jax.lax.bitcast_convert_type(size, jnp.int32) >> 23
     # The exponent times log10(2), as a fraction, gives this decade or the one above.
     decade = jnp.minimum(((127 - exponent) * 1233) >> 12, top)
