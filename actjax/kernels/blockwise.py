@@ -60,11 +60,12 @@ class Blockwise:
 
     def _largest(self, x: jax.Array) -> jax.Array:
         """Returns the largest value of each block, [..., blocks]."""
-        blocks = -(-x.shape[-1] // self.block)
-        padding = blocks * self.block - x.shape[-1]
-        if padding:
-            x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padding)])
-        return jnp.max(x.reshape(*x.shape[:-1], blocks, self.block), axis=-1)
+        whole = x.shape[-1] // self.block * self.block
+        blocks = x[..., :whole].reshape(*x.shape[:-1], -1, self.block)
+        largest = [jnp.max(blocks, axis=-1)] if whole else []
+        if whole < x.shape[-1]:
+            largest.append(jnp.max(x[..., whole:], axis=-1, keepdims=True))
+        return jnp.concatenate(largest, axis=-1)
 
     def _spread(self, scales: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """Returns the scale of each value."""
