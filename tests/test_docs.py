@@ -23,7 +23,7 @@ PAGES = {
     for path in (ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")))
 }
 # Flags of other programs: of pip and of `benchmarks`.
-OTHER_FLAGS = {"--add", "--help", "--constraint", "--extra-index-url", "--strict"}
+OTHER_FLAGS = {"--add", "--help", "--constraint", "--extra-index-url", "--strict", "--xla"}
 
 
 def prose(text: str) -> str:
