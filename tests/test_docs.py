@@ -22,7 +22,7 @@ PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
     for path in (ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")))
 }
-# Flags of other programs: of pip and of `benchmarks`.
+# Flags of other programs: of pip, of `benchmarks` and of XLA.
 OTHER_FLAGS = {"--add", "--help", "--constraint", "--extra-index-url", "--strict", "--xla"}
 
 
