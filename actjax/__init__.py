@@ -14,6 +14,7 @@ from actjax.codecs import RandomProjection as RandomProjection
 from actjax.codecs.low_rank import Sketch as Sketch
 from actjax.kernels.format import Levels as Levels
 from actjax.kernels.format import Rounding as Rounding
+from actjax.kernels.format import Scaling as Scaling
 from actjax.low_rank import LowRank as LowRank
 from actjax.low_rank import clip_by_global_norm as clip_by_global_norm
 from actjax.low_rank import global_norm as global_norm

@@ -64,9 +64,12 @@ ROWS: dict[str, Row] = {
     "lora": Row("lora", weight_dtype="auto"),
     "qlora": Row("qlora", weight_dtype="auto"),
     "qlora, remat": Row("qlora", MethodOptions(remat=True), "auto"),
+    **{f"hyc_lora, {n} bits": Row("hyc_lora", MethodOptions(bits=n), "auto") for n in (4, 2)},
     **{
         f"hyc_lora, {bits} bits, {level}": Row(
-            "hyc_lora", MethodOptions(bits=bits, level=level), "auto"
+            "hyc_lora",
+            MethodOptions(bits=bits, scaling="channel", same_bits=True, level=level),
+            "auto",
         )
         for bits in (4, 2)
         for level in _LEVELS
@@ -78,7 +81,7 @@ ROWS: dict[str, Row] = {
         for bits in (4, 2)
     },
 }
-"""The configurations, by name."""
+"""The configurations, by name. Those of `hyc_lora` that name a level have the published codes."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -111,7 +111,7 @@ def test_actjax_exports_its_public_names_and_no_others():
     assert names - submodules == {
         *("Codec", "Exact", "PointApproximation", "PrincipalPlusRandom", "RandomProjection"),
         *("RandomizedSVD", "Quantized", "Calibrated", "Offloaded", "ChannelRange"),
-        *("Estimate", "Levels", "Rounding", "Sketch"),
+        *("Estimate", "Levels", "Rounding", "Scaling", "Sketch"),
         *("Explanation", "Residual", "Candidate", "explain", "compress_residuals", "checkpoint"),
         *("attention", "cross_entropy", "linear", "qkv_projection", "rms_norm", "rope", "swiglu"),
         *("attention_linear", "norm_linear", "swiglu_linear", "HeadNorm"),

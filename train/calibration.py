@@ -1,10 +1,11 @@
-"""Scales of channels, measured once and used for many steps (HyC-LoRA, 2025, section 4.1).
+"""Statistics of channels, measured once, used for many steps (HyC-LoRA, 2025, section 4.1).
 
-A first pass over a few batches takes the range, mean and norm of every channel of each site. The
+A first pass over a few batches takes the range, means and norm of every channel of each site. The
 norms give the outlier channels, which are stored exactly; the means give the centres of the
-levels; the ranges give the largest reach of the levels. A second pass over the same batches gives
-each channel the reach with the least error (`actjax.Calibrated.least_error`). The result is data in
-the training state: it is saved and restored, and measured again every `--recalibrate-every` steps.
+channels. A second pass over the same batches measures their spreads, or, for codes by channel,
+which part of the range has levels of the least error (`actjax.Calibrated.least_error`). The result
+is data in the training state: it is saved and restored, and measured again every
+`--recalibrate-every` steps.
 """
 
 import dataclasses
@@ -21,8 +22,8 @@ from models import Decoder, ModelConfig, Remat, Storage, StorageChoice
 from models.config import site_width
 
 Calibration = dict[str, dict[str, Any]]
-"""By site: `step` (distance between levels) and `centre` [L, n], and `channels` [L, m] if there are
-outlier channels."""
+"""By site: `step` (distance between levels, or spread) and `centre` [L, n], and `channels` [L, m]
+if there are outlier channels."""
 
 
 _BLOCK_INPUT = "attention_norm"
@@ -30,17 +31,17 @@ _BLOCK_INPUT = "attention_norm"
 
 
 def calibrated_sites(storage: StorageChoice) -> dict[str, actjax.Quantized]:
-    """Returns the codecs whose scales are calibrated, by site, without `Offloaded`."""
+    """Returns the codecs that can be calibrated, by site, without `Offloaded`."""
     found = {}
     for field, codec in storage.codecs.items():
         inner = codec.codec if isinstance(codec, actjax.Offloaded) else codec
-        if isinstance(inner, actjax.Quantized) and inner.scaling == "channel":
+        if isinstance(inner, actjax.Quantized) and (inner.balance or inner.scaling == "channel"):
             found[_BLOCK_INPUT if isinstance(storage, Remat) else field] = inner
     return found
 
 
 def calibrated(storage: StorageChoice, calibration: Calibration | None) -> StorageChoice:
-    """Returns a storage whose codecs per channel have measured scales.
+    """Returns a storage whose codecs have measured statistics of channels.
 
     Args:
       storage: what each site stores.
@@ -57,11 +58,9 @@ def calibrated(storage: StorageChoice, calibration: Calibration | None) -> Stora
     return dataclasses.replace(storage, **given)
 
 
-def calibration_zeros(config: ModelConfig, storage: StorageChoice) -> Calibration | None:
-    """Returns a calibration of zeros with the right shapes; None if no site is calibrated."""
+def calibration_zeros(config: ModelConfig, storage: StorageChoice) -> Calibration:
+    """Returns a calibration of zeros with the right shapes."""
     sites = calibrated_sites(storage)
-    if not sites:
-        return None
 
     def one(site: str) -> Any:
         channels = jnp.zeros((config.num_layers, 1, site_width(config, site)))
@@ -76,10 +75,10 @@ def calibrate(
     batches: Iterable[Mapping[str, jax.Array]],
     compute_dtype: str,
 ) -> Calibration:
-    """Returns centres, scales and outlier channels of every site, over some batches.
+    """Returns centres, scales or spreads, and outlier channels of every site, over some batches.
 
     Args:
-      storage: its codecs per channel are calibrated.
+      storage: its codecs by channel, and those with `balance`, are calibrated.
       model: the decoder with its current adapters.
       batches: `inputs`, and `segments` if examples are packed. All are kept and used twice.
       compute_dtype: dtype of activations.
@@ -104,9 +103,9 @@ def calibrate(
     codecs = {site: _over_range(sites[site], one) for site, one in known.items()}
     narrow = {site: codec for site, codec in codecs.items() if codec.narrows}
     if narrow:
-        errors = [observe(_errors, model, batch, narrow) for batch in batches]
-        total = functools.reduce(functools.partial(jax.tree.map, jnp.add), errors)
-        codecs |= {site: _narrowed(narrow[site], total[site]) for site in narrow}
+        observed = [observe(_second, model, batch, narrow) for batch in batches]
+        total = functools.reduce(functools.partial(jax.tree.map, jnp.add), observed)
+        codecs |= {site: _refined(narrow[site], total[site]) for site in narrow}
     return _as_data(codecs)
 
 
@@ -115,8 +114,8 @@ def _range(x: jax.Array, known: None) -> ChannelRange:
     return ChannelRange.of(x)
 
 
-def _errors(x: jax.Array, codec: actjax.Calibrated) -> jax.Array:
-    return codec.errors(x)
+def _second(x: jax.Array, codec: actjax.Calibrated) -> jax.Array:
+    return codec.observe(x)
 
 
 def _merged(a: Mapping[str, ChannelRange], b: Mapping[str, ChannelRange]) -> dict[str, Any]:
@@ -128,7 +127,7 @@ def _over_range(codec: actjax.Quantized, known: ChannelRange) -> actjax.Calibrat
     return jax.lax.map(functools.partial(actjax.Calibrated.over_range, codec), known)
 
 
-_narrowed = jax.vmap(actjax.Calibrated.narrowed)
+_refined = jax.vmap(actjax.Calibrated.refined)
 
 
 def _as_data(codecs: Mapping[str, actjax.Calibrated]) -> Calibration:

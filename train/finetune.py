@@ -19,7 +19,7 @@ from models.lora import merge, quantize
 from models.peft import save_adapters
 from train import cli
 from train.begin import Data, Weights, begin, check_sizes, run_identity
-from train.calibration import calibrate, calibrated_sites
+from train.calibration import calibrate
 from train.config import FinetuneConfig
 from train.examples import Examples, open_examples
 from train.loop import Run, make_console, prepare_and_train, run_program
@@ -132,12 +132,12 @@ def _first_state(
     batches: Callable[[], Any],
     shardings: TrainState,
 ) -> TrainState:
-    """Returns the state before the first step: pretrained weights, and calibrated scales."""
+    """Returns the state before the first step: pretrained weights, and calibrated channels."""
     places = shardings.model if recipe.lora is None else shardings.frozen
     base = read_model(checkpoint, recipe, places)
     start = functools.partial(init_state, recipe)
     state = jax.jit(start, donate_argnums=0, out_shardings=shardings)(base)
-    if not calibrated_sites(recipe.storage):
+    if not recipe.method.calibrates:
         return state
     config, mesh = recipe.config, shardings.step.mesh
     with contextlib.closing(batches()) as fresh:

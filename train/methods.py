@@ -54,6 +54,7 @@ class Method:
       lean: whether the optimizer runs in the backward pass, by default with 8-bit moments.
       adapters: whether low-rank adapters of frozen weights are trained instead of the model.
       four_bit: whether the frozen weights of the layers are held in NF4.
+      calibrates: whether statistics of channels are measured before training, and then given.
     """
 
     summary: str
@@ -65,6 +66,7 @@ class Method:
     lean: bool = False
     adapters: bool = False
     four_bit: bool = False
+    calibrates: bool = False
 
     def rank(self, model: ModelConfig) -> int:
         """Returns the default of `--rank`."""
@@ -155,24 +157,45 @@ def _exact_or_remat(o: MethodOptions) -> StorageChoice:
     return Remat() if o.remat else Storage()
 
 
-def _by_channel(o: MethodOptions) -> StorageChoice:
-    """Returns HyC-LoRA's codes, whose scales per channel are calibrated (`train.calibration`).
+def _calibrated_code(o: MethodOptions, bits: int, outlier_fraction: float = 0.0) -> Codec:
+    """Returns a code whose statistics of channels `train.calibration` measures."""
+    grouped = o.scaling == "group"
+    levels = o.levels
+    if levels == "auto":
+        # As in `_code`. By channel they reach all numbers unless calibration finds less error.
+        levels = "normal" if grouped and o.rounding == "nearest" else "uniform"
+    code = Quantized(
+        bits,
+        rounding=o.rounding,
+        outlier_fraction=outlier_fraction,
+        scaling=o.scaling,
+        levels=levels if bits <= 4 else "uniform",
+        rotate=grouped,
+        balance=grouped,
+    )
+    return _placed(code, o)
+
+
+def _calibrated(o: MethodOptions) -> StorageChoice:
+    """Returns HyC-LoRA's codes, whose statistics of channels are calibrated.
 
     With rematerialization there is one, of the input of a block: that of its first norm.
     """
     if o.bits == 16:
         raise ValueError("`--bits 16` quantizes nothing: use `--method qlora` instead.")
-    levels = "uniform" if o.levels == "auto" else o.levels
-    code = Quantized(o.bits, scaling="channel", rounding=o.rounding, levels=levels)
-    norm: Codec = code
-    if o.level != "none":
-        norm = dataclasses.replace(code, outlier_fraction=o.outlier_fraction or 0.005)
+    whole = 0.0 if o.level == "none" else o.outlier_fraction or 0.005
+    norm = _calibrated_code(o, o.bits, whole)
     if o.remat:
-        return Remat(codec=_placed(norm, o))
-    sites: dict[str, Any] = dict.fromkeys(KEPT_SITES, _placed(code, o))
-    sites |= {"attention_norm": _placed(norm, o), "mlp_norm": _placed(norm, o)}
+        return Remat(codec=norm)
+    more = {} if o.same_bits else MORE_BITS
+    sites: dict[str, Any] = {
+        site: _calibrated_code(o, _at_least(o.bits + more.get(site, 0))) for site in KEPT_SITES
+    }
+    sites |= {"attention_norm": norm, "mlp_norm": norm}
     inter = o.level == "intra+inter"
-    inputs: dict[str, Any] = dict.fromkeys(LINEAR_INPUTS, None if inter else _placed(code, o))
+    inputs: dict[str, Any] = dict.fromkeys(
+        LINEAR_INPUTS, None if inter else _calibrated_code(o, o.bits)
+    )
     return Storage(**sites, **inputs, split_adapters=inter)
 
 
@@ -249,11 +272,12 @@ METHODS: dict[str, Method] = {
         four_bit=True,
     ),
     "hyc_lora": Method(
-        "qlora with activations in a few bits per channel (HyC-LoRA)",
-        _by_channel,
+        "qlora with activations in a few bits, channels calibrated (HyC-LoRA)",
+        _calibrated,
         bits=2,
         adapters=True,
         four_bit=True,
+        calibrates=True,
     ),
 }
 

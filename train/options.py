@@ -5,7 +5,7 @@ import difflib
 from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
-from actjax import Rounding, Sketch
+from actjax import Rounding, Scaling, Sketch
 from actjax.optim import Moments
 from models.storage import LINEAR_INPUTS, SITES
 
@@ -53,9 +53,9 @@ class MethodOptions:
     """What a refresh does to the moments in the subspace: keep, reset or rotate them."""
     bits: Bits = 0
     """Bits of each stored number; 16 stores it in the compute dtype. Where q, k and v are quantized
-    they get 1, 2 and 1 more, up to 8, except in hyc_lora and with `--same-bits`. subspace and
-    random_projection store coordinates in 4, 8 or 16 bits. 0: 16 for subspace and
-    random_projection, 2 for hyc_lora, 4 for the others."""
+    they get 1, 2 and 1 more, up to 8, except with `--same-bits`. subspace and random_projection
+    store coordinates in 4, 8 or 16 bits. 0: 16 for subspace and random_projection, 2 for hyc_lora,
+    4 for the others."""
     sites: tuple[str, ...] = ()
     """Sites to quantize: attention_norm, q, k, v, mlp_norm, gate, up, and for gact also
     attention_out. The other sites are stored exactly. Default: all."""
@@ -69,8 +69,8 @@ class MethodOptions:
     levels: ChosenLevels = "auto"
     """Quantization levels: uniform, or normal for normally distributed numbers. normal is for up to
     4 bits and for rounding to nearest; sites with more bits get uniform levels. auto: rotated
-    groups with normal levels for up to 4 bits rounded to nearest, else with uniform levels.
-    hyc_lora: uniform."""
+    groups with normal levels for up to 4 bits rounded to nearest, else with uniform levels. With
+    `--scaling channel`: uniform."""
     rotate: bool = False
     """Rotate each group by a Hadamard matrix before quantization, which spreads outliers."""
     balance: bool = True
@@ -79,6 +79,10 @@ class MethodOptions:
     outlier_fraction: float = 0.0
     """Share of the channels, those with the largest norms, that is stored exactly. hyc_lora uses
     0.005 for the inputs of norms unless another value is given."""
+    scaling: Scaling = "group"
+    """What hyc_lora calibrates. group: means and spreads of the channels, which are subtracted and
+    divided by; groups of them are then rotated, and have a scale by token. channel: the scales of
+    the channels, as published."""
     level: Level = "intra+inter"
     """Parts of HyC-LoRA beside quantization per channel. intra: the outlier channels of the inputs
     of norms are stored exactly. intra+inter: also, q, k, v, gate and up are stored without the
@@ -146,11 +150,12 @@ FLAG_METHODS: dict[str, tuple[str, ...]] = {
     "sites": _PER_SITE,
     "group": _CODES,
     "rounding": (*_CODES, "hyc_lora"),
-    "same_bits": _PER_SITE,
+    "same_bits": (*_PER_SITE, "hyc_lora"),
     "levels": (*_CODES, "hyc_lora"),
     "rotate": _CODES,
     "balance": _CODES,
     "outlier_fraction": (*_CODES, "hyc_lora"),
+    "scaling": ("hyc_lora",),
     "level": ("hyc_lora",),
     "average_bits": _ADAPTIVE,
     "adapt_every": _ADAPTIVE,

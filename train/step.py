@@ -38,7 +38,7 @@ class TrainState:
       optimizer: the state of the optax transform.
       frozen: the `Decoder` that the adapters belong to; None without adapters. It never changes and
         is not saved: a resumed run reads it from the pretrained checkpoint.
-      calibration: measured scales of channels (`train.calibration`); None if none are needed.
+      calibration: measured statistics of channels (`train.calibration`); None if none are needed.
     """
 
     step: Any
@@ -237,7 +237,9 @@ def init_state(recipe: Recipe, model: Decoder | None = None) -> TrainState:
     else:
         optimizer = actjax.optim.init(recipe.optimizer, trained)
     frozen = None if recipe.lora is None else model
-    calibration = calibration_zeros(recipe.model_config, recipe.storage)
+    calibration = None
+    if recipe.method.calibrates:
+        calibration = calibration_zeros(recipe.model_config, recipe.storage)
     return TrainState(jnp.zeros((), jnp.int32), trained, optimizer, frozen, calibration)
 
 

@@ -1,4 +1,4 @@
-"""Quantizing with scales that were measured once, for many training steps."""
+"""Quantizing with statistics of channels that were measured once, for many training steps."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,9 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from actjax._math.division import over
 from actjax.codecs.base import Codec
 from actjax.codecs.quantized import Quantized
 from actjax.kernels import group_scales
+from actjax.kernels.balance import balance_of, spread_of, stored, weighted_sums
 from actjax.kernels.format import QuantizedCode
 
 REACHES = tuple(2 ** (-i / 3) for i in range(25))
@@ -29,6 +31,8 @@ class ChannelRange:
       mean: mean, [d].
       squares: sum of the squares, [d].
       tokens: number of tokens, a scalar.
+      directions: sum of the tokens, each divided by its norm, [d].
+      weight: sum of the inverses of the norms, a scalar.
     """
 
     low: jax.Array
@@ -36,6 +40,16 @@ class ChannelRange:
     mean: jax.Array
     squares: jax.Array
     tokens: jax.Array
+    directions: jax.Array
+    weight: jax.Array
+
+    @property
+    def typical(self) -> jax.Array:
+        """Mean of the tokens, weighted by the inverses of their norms, [d].
+
+        A few tokens that are hundreds of times larger than the others hardly move it.
+        """
+        return over(self.directions, self.weight)
 
     @classmethod
     def of(cls, x: jax.Array) -> "ChannelRange":
@@ -44,8 +58,9 @@ class ChannelRange:
         low, high = wide.min(0), wide.max(0)
         # Divided first, because the sum of large numbers would overflow.
         mean = jnp.sum(wide / len(wide), 0)
-        squares = jnp.square(wide).sum(0)
-        return cls(low, high, jnp.clip(mean, low, high), squares, jnp.float32(len(wide)))
+        squares, count = jnp.square(wide).sum(0), jnp.float32(len(wide))
+        weight, directions = weighted_sums(wide, 1)
+        return cls(low, high, jnp.clip(mean, low, high), squares, count, directions, weight)
 
     def merged(self, other: "ChannelRange") -> "ChannelRange":
         """Returns the statistics of both activations together."""
@@ -56,28 +71,36 @@ class ChannelRange:
             mean=self.mean * (self.tokens / tokens) + other.mean * (other.tokens / tokens),
             squares=self.squares + other.squares,
             tokens=tokens,
+            directions=self.directions + other.directions,
+            weight=self.weight + other.weight,
         )
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class Calibrated(Codec, holds_arrays=True):
-    """A `Quantized` by channel whose scales and outlier channels are given as arrays.
+    """A `Quantized` whose statistics of channels are given as arrays.
 
-    It is a pytree and not static: the scales are data that a training state holds and refreshes.
-    Encoding needs no pass over `x` to find them, and no reduction over the devices of its tokens.
+    They are the scales of a codec by channel, or the means and spreads of a codec by group with
+    `balance`, whose scales of groups are still of each token.
 
-    Storage: that of `codec` without its scales and the indices of outlier channels.
-    Error: that of `codec`; numbers outside the calibrated range saturate.
+    It is a pytree and not static: the statistics are data that a training state holds and
+    refreshes. Encoding needs no pass over `x` to find them, and no reduction over the devices of
+    its tokens.
+
+    Storage: that of `codec` without its statistics of channels and the indices of outlier channels.
+    Error: that of `codec`; numbers outside the calibrated range of a channel saturate. Groups have
+      their own range, and only err more if the channels are no longer balanced.
     Unbiased within that range if `codec` is.
     Source: HyC-LoRA (2025), section on the calibration of intra-operator scales. Its scales and
-      zero points cover the whole range; those of `least_error` are better at few bits.
+      zero points cover the whole range; those of `least_error` are better at few bits. Balanced
+      channels are `actjax.kernels.balance`.
 
     Attributes:
       codec: how numbers are stored. Static.
-      scale: scales of the channels, [d].
+      scale: scales of the channels, or their spreads, [d].
       channels: outlier channels, which are stored whole, [m]; None if there are none.
-      centre: middles of the levels of the channels, [d]; None for zero.
+      centre: middles of the levels of the channels, [d]; None for zero. With `balance` their means.
     """
 
     codec: Quantized = dataclasses.field(metadata={"static": True})
@@ -87,30 +110,41 @@ class Calibrated(Codec, holds_arrays=True):
 
     @classmethod
     def fit(cls, codec: Quantized, x: jax.Array) -> "Calibrated":
-        """Returns `codec` with the scales and outlier channels that it finds for `x` [..., d].
+        """Returns `codec` with the statistics and outlier channels that it finds for `x` [..., d].
+
+        With `balance` they are of all tokens of `x` together.
 
         Raises:
-          ValueError: `codec` does not have scaling="channel".
+          ValueError: `codec` has neither scaling="channel" nor `balance`.
         """
         _check_channels(codec)
         channels = codec.outlier_channels(x)
+        if codec.balance:
+            mean, spread = balance_of(x.reshape(-1, x.shape[-1]), codec.scale_dtype)
+            return cls(codec, spread, channels, mean)
         return cls(codec, codec.fit_channels(x, channels), channels)
 
     @classmethod
     def over_range(cls, codec: Quantized, known: ChannelRange) -> "Calibrated":
         """Returns `codec` with levels around the mean of each channel, over its whole range.
 
+        With `balance`, channels have their typical means, and spreads of 1 until `refined`.
+
         Raises:
-          ValueError: `codec` does not have scaling="channel", or it rotates.
+          ValueError: `codec` has neither scaling="channel" nor `balance`, or it rotates channels
+            that have no spreads.
         """
         _check_channels(codec)
+        dtype = codec.scale_dtype
+        # A single token with the norms of the channels has the same outlier channels.
+        channels = codec.outlier_channels(jnp.sqrt(known.squares)[None])
+        if codec.balance:
+            mean = known.typical
+            return cls(codec, stored(jnp.ones_like(mean), dtype), channels, stored(mean, dtype))
         if codec.rotate:
             raise ValueError(
                 f"`codec` has rotate=True, {codec}: the range of rotated channels is not known."
             )
-        dtype = codec.scale_dtype
-        # A single token with the norms of the channels has the same outlier channels.
-        channels = codec.outlier_channels(jnp.sqrt(known.squares)[None])
         centre = group_scales.rounded_scale(known.mean, dtype)
         reach = jnp.maximum(known.high - centre, centre - known.low)
         scale = codec.fit_channels(reach[None], None)
@@ -118,25 +152,25 @@ class Calibrated(Codec, holds_arrays=True):
 
     @classmethod
     def least_error(cls, codec: Quantized, x: jax.Array) -> "Calibrated":
-        """Returns `codec` with centres and scales of about the least squared error on `x` [..., d].
+        """Returns `codec` with statistics of about the least squared error on `x` [..., d].
 
         Levels over the whole range of a channel are far apart if a few numbers are large: at 2 bits
         most other numbers then share the two levels in the middle. Random rounding is unbiased only
         within the range, so for it the levels still cover the whole range.
 
         Raises:
-          ValueError: `codec` does not have scaling="channel", or it rotates.
+          ValueError: as `over_range`.
         """
         whole = cls.over_range(codec, ChannelRange.of(x))
-        return whole.narrowed(whole.errors(x)) if whole.narrows else whole
+        return whole.refined(whole.observe(x)) if whole.narrows else whole
 
     def __repr__(self) -> str:
         return f"Calibrated({self.codec!r})"
 
     @property
     def narrows(self) -> bool:
-        """Whether a part of the range may be better than the whole range."""
-        return self.codec.rounding == "nearest"
+        """Whether a second pass over the activations improves the statistics of `over_range`."""
+        return self.codec.balance or self.codec.rounding == "nearest"
 
     @property
     def biased(self) -> bool:
@@ -148,10 +182,36 @@ class Calibrated(Codec, holds_arrays=True):
         """As in `Codec`."""
         return self.codec.needs_key
 
+    def observe(self, x: jax.Array) -> jax.Array:
+        """Returns what `refined` needs to know of an activation [..., d], float32 [k, d].
+
+        Sums of several activations may be added.
+        """
+        return self._deviations(x) if self.codec.balance else self.errors(x)
+
+    def refined(self, observed: jax.Array) -> "Calibrated":
+        """Returns this codec with better statistics: those of the activations that were observed.
+
+        Spreads for balanced channels; for a codec by channel as `narrowed`.
+        """
+        if not self.codec.balance:
+            return self.narrowed(observed)
+        weight, squares = observed
+        # The root of each, because the square of a large deviation would overflow.
+        spread = spread_of(over(jnp.sqrt(squares), jnp.sqrt(weight)))
+        return dataclasses.replace(self, scale=stored(spread, self.codec.scale_dtype))
+
+    def _deviations(self, x: jax.Array) -> jax.Array:
+        """Returns weights, and weighted squares of the distances from the means: [2, d]."""
+        apart = x.astype(jnp.float32) - self.centre.view(self.codec.scale_dtype)
+        weight, squares = weighted_sums(apart, 2)
+        return jnp.stack([jnp.broadcast_to(weight, squares.shape), squares])
+
     def errors(self, x: jax.Array) -> jax.Array:
         """Returns the sum of squared errors of each channel of `x` [..., d], float32 [reaches, d].
 
-        Row i multiplies the scales by `REACHES[i]`. Sums of several activations may be added.
+        For a codec by channel. Row i multiplies the scales by `REACHES[i]`. Sums of several
+        activations may be added.
         """
 
         def one(reach: jax.Array) -> jax.Array:
@@ -188,19 +248,26 @@ class Calibrated(Codec, holds_arrays=True):
 
     def _whole(self, code: QuantizedCode) -> QuantizedCode:
         """Returns the code completed with the arrays of this codec."""
+        if self.codec.balance:
+            # Scales of groups, [..., S, groups], tell the number of sequences.
+            shape = (*code.scale.shape[:-1], code.features)
+            mean, spread = (self.codec.of_sequences(a, shape) for a in (self.centre, self.scale))
+            return dataclasses.replace(code, mean=mean, spread=spread, channels=self.channels)
         return dataclasses.replace(
             code, scale=self.scale, centre=self.centre, channels=self.channels
         )
 
     def stored_bytes(self, shape: Sequence[int], dtype: jax.typing.DTypeLike) -> int:
-        scales = self.scale.size * self.scale.dtype.itemsize
-        indices = 0 if self.channels is None else self.channels.size * self.channels.dtype.itemsize
-        return self.codec.stored_bytes(shape, dtype) - scales - indices
+        codec, indices = dataclasses.replace(self.codec, balance=False), 0
+        if self.channels is not None:
+            indices = self.channels.size * self.channels.dtype.itemsize
+        scales = self.scale.size * self.scale.dtype.itemsize if codec.scaling == "channel" else 0
+        return codec.stored_bytes(shape, dtype) - scales - indices
 
 
 def _check_channels(codec: Quantized) -> None:
-    if codec.scaling != "channel":
+    if codec.scaling != "channel" and not codec.balance:
         raise ValueError(
             f"`codec` of Calibrated must have scaling='channel', got {codec}: the scale of a group"
-            " is measured for one token."
+            " is measured for one token. Or give it balance=True, to calibrate means and spreads."
         )

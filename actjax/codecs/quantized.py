@@ -221,21 +221,34 @@ class Quantized(Codec):
     ) -> QuantizedCode:
         """Returns the code of `x` for given outlier channels, and for given scales by channel.
 
-        Numbers outside the levels saturate. The code does not hold `scale` and `centre`.
+        Numbers outside the levels saturate. The code does not hold given scales and centres.
 
         Args:
           x: [..., d].
           key: as for `encode`.
           channels: outlier channels, [m]; None for none.
-          scale: stored scales of the channels, [d]; None with scaling="group".
-          centre: stored middles of the levels of the channels, [d]; None for zero.
+          scale: stored scales of the channels, [d]; with `balance` their spreads. None with
+            scaling="group", where `balance` measures means and spreads, which the code holds.
+          centre: stored middles of the levels of the channels, [d]; None for zero. With `balance`
+            their means.
         """
         self._check(x)
         seed = noise.seed_of(self.required_key(key)) if self.needs_key else None
-        mean, spread = balance_of(x, self.scale_dtype) if self.balance else (None, None)
-        arrays = (x, seed, channels, scale, centre, mean, spread)
-        code = quantize(*arrays, format=self.format)
-        return dataclasses.replace(code, mean=mean, spread=spread)
+        if not self.balance:
+            return quantize(x, seed, channels, scale, centre, format=self.format)
+        if (scale is None) != (centre is None):
+            raise ValueError(f"`scale` and `centre` of {self} must be given together.")
+        if scale is None or centre is None:
+            mean, spread = balance_of(x, self.scale_dtype)
+            code = quantize(x, seed, channels, mean=mean, spread=spread, format=self.format)
+            return dataclasses.replace(code, mean=mean, spread=spread)
+        mean, spread = (self.of_sequences(one, x.shape) for one in (centre, scale))
+        return quantize(x, seed, channels, mean=mean, spread=spread, format=self.format)
+
+    @staticmethod
+    def of_sequences(given: jax.Array, shape: Sequence[int]) -> jax.Array:
+        """Returns means or spreads of channels [d] as those of all sequences of [..., S, d]."""
+        return jnp.broadcast_to(given, statistics_shape(shape))
 
     def fit_channels(self, x: jax.Array, channels: jax.Array | None) -> jax.Array:
         """Returns the stored scales [d] of the channels of `x` [..., d], without outliers."""

@@ -45,12 +45,40 @@ def balance_of(x: jax.Array, dtype: ScaleDtype) -> tuple[jax.Array, jax.Array]:
     tokens = over(tokens, largest)
     mean = _weighted(tokens, tokens)
     apart = tokens - mean
-    deviation = jnp.sqrt(_weighted(apart, jnp.square(apart)))
+    spread = spread_of(jnp.sqrt(_weighted(apart, jnp.square(apart))))
+    return stored((mean * largest)[..., 0, :], dtype), stored(spread[..., 0, :], dtype)
+
+
+def spread_of(deviation: jax.Array) -> jax.Array:
+    """Returns the spreads of channels with these deviations [..., d]: at most 1."""
     widest = jnp.max(deviation, axis=-1, keepdims=True, initial=0)
     # At most one, so that only numbers near the largest of the dtype overflow when divided.
     relative = jnp.where(widest > 0, over(deviation, widest), 1)
-    spread = jnp.sqrt(jnp.maximum(relative, _LEAST))
-    return _stored((mean * largest)[..., 0, :], dtype), _stored(spread[..., 0, :], dtype)
+    return jnp.sqrt(jnp.maximum(relative, _LEAST))
+
+
+def weighted_sums(tokens: jax.Array, power: int) -> tuple[jax.Array, jax.Array]:
+    """Returns sums that the mean or the deviations of many activations follow from, in float32.
+
+    Sums of several activations may be added. Divided by the sum of the weights, those of tokens
+    (power 1) are the mean of `balance_of`, and those of tokens less the mean (power 2) the squares
+    of its deviations.
+
+    Args:
+      tokens: [..., d].
+      power: 1 or 2, of the numbers that are summed.
+
+    Returns:
+      The sum of the weights, which are inverse norms, a scalar; and the weighted sums, [d].
+    """
+    wide = tokens.astype(jnp.float32).reshape(-1, tokens.shape[-1])
+    largest = jnp.max(jnp.abs(wide), axis=-1, keepdims=True, initial=0)
+    within = over(wide, largest)
+    norms = jnp.sqrt(jnp.sum(jnp.square(within), -1, keepdims=True))
+    # Each token divided by its norm: no square or inverse of the numbers themselves.
+    unit = over(within, norms)
+    weight = jnp.sum(over(over(jnp.where(norms > 0, 1.0, 0.0), norms), largest))
+    return weight, jnp.sum(unit if power == 1 else unit * wide, 0)
 
 
 def statistics_shape(shape: Sequence[int]) -> tuple[int, ...]:
@@ -65,7 +93,8 @@ def _weighted(tokens: jax.Array, values: jax.Array) -> jax.Array:
     return over(jnp.sum(weights * values, -2, keepdims=True), jnp.sum(weights, -2, keepdims=True))
 
 
-def _stored(x: jax.Array, dtype: ScaleDtype) -> jax.Array:
+def stored(x: jax.Array, dtype: ScaleDtype) -> jax.Array:
+    """Returns means or spreads in the form that codes hold: bfloat16 as its bits, uint16."""
     rounded = x.astype(dtype)
     # As bits, because XLA for CPUs holds stacks of 16-bit floats in 32 bits.
     return cast(jax.Array, rounded if dtype == "float32" else rounded.view(jnp.uint16))

@@ -26,6 +26,9 @@ CODECS = {
         1, scaling="channel", rounding="stochastic", scale_dtype="float32", outlier_fraction=0.1
     ),
     "normal": Quantized(2, scaling="channel", levels="normal"),
+    "balanced": Quantized(
+        2, group=8, levels="normal", rotate=True, balance=True, outlier_fraction=0.1
+    ),
 }
 every = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 
@@ -64,7 +67,8 @@ def test_on_the_activation_it_was_fitted_to_it_equals_the_codec(codec):
         code, plain = (c.encode(x, KEY) for c in (calibrated, codec))
         return calibrated, code, calibrated.decode(code), plain, codec.decode(plain)
 
-    calibrated, code, decoded, plain, want = both(normal(2, 15, 12, dtype="bfloat16"))
+    # One sequence: a codec that balances channels takes their statistics from each sequence.
+    calibrated, code, decoded, plain, want = both(normal(1, 15, 12, dtype="bfloat16"))
     assert calibrated.scale.shape == (12,)
     assert decoded.dtype == "bfloat16"
     np.testing.assert_array_equal(decoded, want)
@@ -78,15 +82,19 @@ def test_it_stores_neither_scales_nor_indices(codec, dtype):
     x = jax.ShapeDtypeStruct((2, 15, 12), dtype)
     calibrated = jax.eval_shape(functools.partial(Calibrated.fit, codec), x)
     code = jax.eval_shape(lambda codec, x: codec.encode(x, KEY), calibrated, x)
-    assert (code.offset, code.scale, code.channels) == (None, None, None)
+    assert (code.offset, code.mean, code.spread, code.channels) == (None, None, None, None)
     stored = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(code))
     item, scale_bytes = jnp.dtype(dtype).itemsize, jnp.dtype(codec.scale_dtype).itemsize
     planes = sum(-(-12 * p // 8) for p in {3: (2, 1)}.get(codec.bits, (codec.bits,)))
+    # A scale of each channel is given; the scales of two groups of a token are stored.
+    groups = 0 if codec.scaling == "channel" else 2
     outliers = round(codec.outlier_fraction * 12)
     key = 8 if codec.rounding == "dither" else 0
-    assert stored == 30 * (planes + outliers * item) + key
+    assert stored == 30 * (planes + groups * scale_bytes + outliers * item) + key
     assert calibrated.stored_bytes(x.shape, dtype) == stored
-    assert codec.stored_bytes(x.shape, dtype) == stored + 12 * scale_bytes + 4 * outliers
+    # A scale of each channel, or mean and spread of each channel of two sequences.
+    given = 12 if codec.scaling == "channel" else 2 * 2 * 12
+    assert codec.stored_bytes(x.shape, dtype) == stored + given * scale_bytes + 4 * outliers
 
 
 @pytest.mark.parametrize(
@@ -142,7 +150,7 @@ def gradients(x, w, dy, calibrated, key):
     return y, *pullback(dy)
 
 
-@pytest.mark.parametrize("name", ["outliers", "dither, rotated", "stochastic, float32"])
+@pytest.mark.parametrize("name", ["outliers", "dither, rotated", "stochastic, float32", "balanced"])
 def test_a_linear_operator_takes_it_as_a_traced_argument(name, x64):
     codec = CODECS[name]
     x, w, dy = (normal(*shape, dtype="float64") for shape in [(2, 15, 12), (12, 5), (2, 15, 5)])
@@ -165,7 +173,7 @@ def test_a_linear_operator_takes_it_as_a_traced_argument(name, x64):
     assert len(traced) == 1
 
 
-@pytest.mark.parametrize("name", ["outliers", "dither, rotated"])
+@pytest.mark.parametrize("name", ["outliers", "balanced"])
 def test_stacked_calibrations_go_through_scan_with_the_layers(name, x64):
     xs, ws = normal(3, 15, 12, dtype="float64"), normal(3, 12, 12, dtype="float64", seed=1)
     calibrations = jax.jit(jax.vmap(functools.partial(Calibrated.fit, CODECS[name])))(xs)
@@ -233,7 +241,7 @@ def test_it_is_a_pytree_of_its_arrays(codec):
         functools.partial(Calibrated.fit, codec), jax.ShapeDtypeStruct((15, 12), "float32")
     )
     leaves, structure = jax.tree.flatten(calibrated)
-    assert len(leaves) == (2 if codec.outlier_fraction else 1)
+    assert len(leaves) == 1 + bool(codec.outlier_fraction) + codec.balance
     again = jax.tree.unflatten(structure, leaves)
     assert again.codec == codec
     assert isinstance(again, actjax.Codec)
@@ -246,6 +254,12 @@ def test_it_declares_the_properties_of_its_codec(codec):
     assert calibrated.needs_key == codec.needs_key
     assert repr(calibrated) == f"Calibrated({codec!r})"
     assert calibrated.gradient_rank((15, 12)) is None
+
+
+def test_spreads_without_means_are_refused():
+    codec = Calibrated(BALANCED, jnp.ones(12), None)
+    with pytest.raises(ValueError, match=r"`scale` and `centre` of Quantized.* together"):
+        codec.encode(jnp.ones((15, 12)))
 
 
 def test_a_codec_that_scales_by_group_is_refused():
@@ -363,6 +377,8 @@ def test_ranges_of_parts_are_those_of_the_whole():
     np.testing.assert_array_equal(merged.high, want.max(0))
     # Sums of 60 numbers in float32.
     np.testing.assert_allclose(merged.mean, want.mean(0), rtol=1e-5)
+    weights = 1 / np.linalg.norm(want, axis=-1, keepdims=True)
+    np.testing.assert_allclose(merged.typical, (weights * want).sum(0) / weights.sum(), rtol=1e-5)
     np.testing.assert_allclose(merged.squares, np.square(want).sum(0), rtol=1e-5)
     assert merged.tokens == 60
 
@@ -391,3 +407,76 @@ def test_rotated_channels_have_no_known_range():
     codec = Quantized(2, scaling="channel", rotate=True)
     with pytest.raises(ValueError, match="`codec` has rotate=True"):
         Calibrated.least_error(codec, jnp.ones((4, 8)))
+
+
+# Means and spreads of balanced channels.
+
+BALANCED = Quantized(2, group=16, levels="normal", rotate=True, balance=True, scale_dtype="float32")
+
+
+def uneven(count, features, seed=0):
+    """Returns tokens whose channels have means and deviations of very different sizes."""
+    random = np.random.default_rng(seed)
+    sizes, means = np.exp(random.normal(size=features)), 3 * random.normal(size=features)
+    x = means * (random.random(features) < 0.3) + sizes * random.normal(size=(count, features))
+    x[0] *= 300
+    return x.astype("float32")
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def in_two_passes(codec, parts):
+    """Returns the calibration on several activations, as training measures it."""
+    known = functools.reduce(ChannelRange.merged, [ChannelRange.of(part) for part in parts])
+    whole = Calibrated.over_range(codec, known)
+    return whole.refined(sum(whole.observe(part) for part in parts))
+
+
+def test_means_and_spreads_of_parts_are_those_of_the_whole():
+    x = uneven(90, 20)
+    got = in_two_passes(BALANCED, [x[:30].reshape(2, 15, 20), x[30:31], x[31:]])
+    # By the definition, in float64: tokens weighted by inverse norms.
+    wide = f64(x)
+    weights = 1 / np.linalg.norm(wide, axis=-1, keepdims=True)
+    mean = (weights * wide).sum(0) / weights.sum()
+    weights = 1 / np.linalg.norm(wide - mean, axis=-1, keepdims=True)
+    deviation = np.sqrt((weights * (wide - mean) ** 2).sum(0) / weights.sum())
+    # Sums of 90 numbers in float32, which cancel down to the mean.
+    np.testing.assert_allclose(got.centre, mean, rtol=0, atol=90 * 2**-24 * abs(wide[1:]).max())
+    np.testing.assert_allclose(got.scale, np.sqrt(deviation / deviation.max()), rtol=1e-4)
+    for one in (fit(BALANCED, x), least_error(BALANCED, x)):
+        np.testing.assert_allclose(one.centre, got.centre, rtol=0, atol=1e-4)
+        np.testing.assert_allclose(one.scale, got.scale, rtol=1e-4)
+
+
+def test_balanced_channels_err_less_on_other_tokens_than_scales_by_channel():
+    x, other = np.split(uneven(600, 64), 2)
+    other = other[1:]
+
+    def error(codec):
+        return np.square(f64(round_trip(least_error(codec, x), other)[1]) - f64(other)).sum()
+
+    by_channel = error(Quantized(2, scaling="channel"))
+    # Normal levels of two bits err by 0.1175 of the variance, Max's uniform ones by 0.1188. The
+    # spreads leave it to the channels evenly: at most the mean of the deviations, squared, over
+    # that of the variances.
+    deviation = f64(x[1:]).std(0)
+    best = 0.1175 * deviation.mean() ** 2 * other.size
+    assert best * 0.8 < error(BALANCED) < best * 1.3 < by_channel
+
+
+def test_balanced_zeros_and_constants_come_back():
+    for value in (0.0, 0.1, -1e30, 1e-30):
+        for dtype in ("float32", "bfloat16"):
+            x = np.full((16, 3), value, jnp.dtype(dtype))
+            for calibrated in (fit(BALANCED, x), in_two_passes(BALANCED, [x, x])):
+                decoded = f64(round_trip(calibrated, x)[1])
+                # The mean of equal numbers in float32, once more rounded.
+                np.testing.assert_allclose(decoded, f64(x), rtol=2**-20)
+
+
+def test_a_calibration_on_zeros_still_codes_what_comes():
+    calibrated = in_two_passes(BALANCED, [np.zeros((8, 16), "float32")])
+    x = normal(40, 16)
+    error = np.square(f64(round_trip(calibrated, x)[1]) - f64(x)).mean()
+    # Not balanced: normal levels with a scale of each token, which 16 numbers fit a bit better.
+    assert error < 0.13 * np.square(f64(x)).mean()

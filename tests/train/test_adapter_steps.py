@@ -51,7 +51,7 @@ def state_of(method: str):
 
 @functools.cache
 def calibration():
-    """Returns the scales of `hyc_lora` in two bits, with outlier channels in the norms' inputs."""
+    """Returns that of `hyc_lora` in two bits, with outlier channels in the norms' inputs."""
     one, state = recipe("hyc_lora", outlier_fraction=0.1), state_of("hyc_lora")
     return calibrate(one.storage, model_of(one, state), [batch()], "float32")
 
@@ -84,7 +84,8 @@ def test_hyc_lora_with_rematerialization_has_the_gradient_at_the_decoded_block_i
     state, data, scales = state_of("hyc_lora"), batch(), calibration()["attention_norm"]
     run_layer = layer_function(MODEL, Storage())
     positions, unused = Positions.of(MODEL, 16), jax.random.key(0)
-    code = actjax.Quantized(2, scaling="channel", outlier_fraction=0.1)
+    settings = {"levels": "normal", "rotate": True, "balance": True}
+    code = actjax.Quantized(2, outlier_fraction=0.1, **settings)
 
     def decoded(x, i):
         step, centre, channels = (scales[name][i] for name in ("step", "centre", "channels"))

@@ -97,11 +97,30 @@ def test_points_are_given_by_their_number_or_their_share():
 def test_adapters_with_rematerialization_store_the_input_of_a_block():
     options = MethodOptions(remat=True, bits=4)
     assert method("lora").storage(options) == method("qlora").storage(options) == Remat()
-    code = Quantized(4, scaling="channel", outlier_fraction=0.005)
+    code = Quantized(4, levels="normal", rotate=True, balance=True, outlier_fraction=0.005)
     assert method("hyc_lora").storage(options) == Remat(codec=code)
-    away = dataclasses.replace(options, offload=True, level="none")
+    away = dataclasses.replace(options, offload=True, level="none", scaling="channel")
     plain = Quantized(4, scaling="channel")
     assert method("hyc_lora").storage(away) == Remat(codec=Offloaded(plain))
+
+
+def test_hyc_lora_by_channel_with_the_same_bits_is_as_published():
+    options = MethodOptions(bits=2, scaling="channel", same_bits=True)
+    found = method("hyc_lora").storage(options).codecs
+    plain = Quantized(2, scaling="channel")
+    norm = dataclasses.replace(plain, outlier_fraction=0.005)
+    assert found == {
+        site: norm if site.endswith("norm") else plain
+        for site in ("attention_norm", "q", "k", "v", "mlp_norm", "gate", "up")
+    }
+
+
+@pytest.mark.parametrize("scaling", ["group", "channel"])
+def test_hyc_lora_gives_queries_keys_and_values_more_bits(scaling):
+    found = method("hyc_lora").storage(MethodOptions(bits=2, scaling=scaling)).codecs
+    bits = {"attention_norm": 2, "q": 3, "k": 4, "v": 3, "mlp_norm": 2, "gate": 2, "up": 2}
+    assert {site: codec.bits for site, codec in found.items()} == bits
+    assert {codec.balance for codec in found.values()} == {scaling == "group"}
 
 
 def test_offloaded_codes_of_hyc_lora_are_those_of_its_sites():
