@@ -173,6 +173,7 @@ def run_identity(recipe: Recipe, tokenizer: Tokenizer, data: str, **parts: Any) 
         weight_dtype=config.weight_dtype,
         seed=config.seed,
         optimizer=recipe.optimizer_form,
+        calibrated=recipe.calibration_form,
         batch_size=config.batch_size,
         seq_len=config.seq_len,
         **parts,

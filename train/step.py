@@ -113,6 +113,16 @@ class Recipe:
             **({} if self.lora is None else {"adapters": dataclasses.asdict(self.lora)}),
         }
 
+    @property
+    def calibration_form(self) -> dict[str, Any]:
+        """Settings that give calibrated statistics their meaning: a checkpoint must agree too."""
+        options = self.config.options
+        if not self.method.calibrates:
+            return {}
+        # Means and spreads are those of the activations, whatever they are stored in.
+        names = ("bits", "same_bits", "levels", "rounding") if options.scaling == "channel" else ()
+        return {name: getattr(options, name) for name in ("scaling", *names)}
+
     def due_layers(self, step: int) -> np.ndarray | None:
         """Returns the layers whose subspace is refreshed at a step, [layers] of bool, or None.
 

@@ -118,3 +118,17 @@ def test_hyc_lora_with_rematerialization_has_the_gradient_at_the_decoded_block_i
     np.testing.assert_allclose(loss, want_loss, rtol=1e-6)
     largest = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(want))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * largest), got, want)
+
+
+def test_a_checkpoint_of_hyc_lora_tells_what_was_calibrated():
+    def form(method="hyc_lora", **options):
+        return recipe(method, **options).calibration_form
+
+    # The folder of a run keeps it, so it cannot be resumed where it has another meaning.
+    assert form() == form(bits=4) == form(level="none") == {"scaling": "group"}
+    by_channel = form(scaling="channel", bits=4)
+    assert by_channel["scaling"] == "channel"
+    others = ({"bits": 2}, {"bits": 4, "same_bits": True}, {"bits": 4, "levels": "normal"})
+    for other in others:
+        assert form(scaling="channel", **other) != by_channel
+    assert form("qlora") == {}
