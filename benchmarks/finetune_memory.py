@@ -54,6 +54,14 @@ ROWS: dict[str, tuple[str, MethodOptions, str | None]] = {
     "hyc_lora, 2 bits, none": ("hyc_lora", _hyc(2, "none"), None),
     "hyc_lora, 2 bits, intra": ("hyc_lora", _hyc(2, "intra"), None),
     "hyc_lora, 2 bits": ("hyc_lora", _hyc(2), None),
+    **{
+        f"hyc_lora, {bits} bits, published codes": (
+            "hyc_lora",
+            MethodOptions(bits=bits, scaling="channel", same_bits=True),
+            None,
+        )
+        for bits in (4, 2)
+    },
     "hyc_lora, 4 bits, remat": ("hyc_lora", _hyc(4, remat=True), None),
     "hyc_lora, 2 bits, remat": ("hyc_lora", _hyc(2, remat=True), None),
 }
