@@ -89,9 +89,10 @@ class Calibrated(Codec, holds_arrays=True):
     its tokens.
 
     Storage: that of `codec` without its statistics of channels and the indices of outlier channels.
-    Error: that of `codec`; numbers outside the calibrated range of a channel saturate. Groups have
-      their own range, and only err more if the channels are no longer balanced.
-    Unbiased within that range if `codec` is.
+    Error: that of `codec`; numbers outside the calibrated range of a channel saturate. With
+      `balance` none do, since a group has the range of its token, but channels that differ from
+      those of the calibration err more.
+    Unbiased, within that range, if `codec` is.
     Source: HyC-LoRA (2025), section on the calibration of intra-operator scales. Its scales and
       zero points cover the whole range; those of `least_error` are better at few bits. Balanced
       channels are `actjax.kernels.balance`.
@@ -229,8 +230,9 @@ class Calibrated(Codec, holds_arrays=True):
         dtype = self.codec.scale_dtype
         scale = self.scale.view(dtype).astype(jnp.float32) * factor
         rounded = group_scales.rounded_scale(scale, dtype)[None]
-        stored = group_scales.stored_scales([rounded], self.codec.format)
-        return dataclasses.replace(self, scale=stored)
+        return dataclasses.replace(
+            self, scale=group_scales.stored_scales([rounded], self.codec.format)
+        )
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> QuantizedCode:
         if x.shape[-1:] != self.scale.shape:

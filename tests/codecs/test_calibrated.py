@@ -207,9 +207,15 @@ def test_stacked_calibrations_go_through_scan_with_the_layers(name, x64):
     np.testing.assert_allclose(scanned(ws), jnp.stack(want), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("outlier_fraction", [pytest.param(0, marks=pytest.mark.slow), 0.05])
-def test_under_scan_a_layer_takes_its_bits_and_no_scales(outlier_fraction):
-    codec = Quantized(4, scaling="channel", outlier_fraction=outlier_fraction)
+@pytest.mark.parametrize(
+    "codec",
+    [
+        Quantized(4, scaling="channel", outlier_fraction=0.05),
+        Quantized(2, levels="normal", rotate=True, balance=True),
+    ],
+    ids=["outliers", "balanced"],
+)
+def test_under_scan_a_layer_takes_its_bits_and_no_statistics(codec):
     shape, width = (512, 64), 64
 
     def temporaries(layers):
