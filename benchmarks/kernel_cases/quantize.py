@@ -50,7 +50,8 @@ CASES = (
     _case("outliers, 8 bits", 6, 300, 8, rounding="stochastic", outliers=5, small=True),
     _case("by channel, 3 bits", 7, 200, 3, scaling="channel", outliers=2, small=True),
     _case("normal levels", 4, 192, 2, levels="normal", group=64, small=True),
-    _case("balanced, rotated, normal levels", 9, 576, 4, levels="normal", small=True, **BALANCED),
+    _case("balanced, rotated, normal levels, outliers", 9, 576, 4, outliers=3, levels="normal",
+          small=True, **BALANCED),
     _case("balanced, rotated, 5 bits", 6, 213, 5, small=True, dtype=jnp.float32, **BALANCED),
     _case("balanced, rotated, 6 bits", 5, 192, 6, group=64, small=True, **BALANCED),
     *balanced_cases(_case),
@@ -67,6 +68,10 @@ CASES = (
     _case(
         "llama_1b block input, 4 bits by channel, 1% whole", TOKENS, 2048, 4,
         scaling="channel", outliers=20,
+    ),
+    _case(
+        "llama_7b block input, 2 bits, normal levels, balanced, rotated, 0.5% whole", TOKENS, 4096,
+        2, levels="normal", outliers=20, **BALANCED,
     ),
     _case("smollm2_135m block input, 5 bits, groups of 64", TOKENS, 576, 5, group=64, **BALANCED),
     _case("llama_350m gate, 4 bits", TOKENS, 2736, 4),
