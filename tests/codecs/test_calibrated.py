@@ -472,12 +472,11 @@ def test_balanced_channels_err_less_on_other_tokens_than_scales_by_channel():
 
 def test_balanced_zeros_and_constants_come_back():
     for value in (0.0, 0.1, -1e30, 1e-30):
-        for dtype in ("float32", "bfloat16"):
-            x = np.full((16, 3), value, jnp.dtype(dtype))
-            for calibrated in (fit(BALANCED, x), in_two_passes(BALANCED, [x, x])):
-                decoded = f64(round_trip(calibrated, x)[1])
-                # The mean of equal numbers in float32, once more rounded.
-                np.testing.assert_allclose(decoded, f64(x), rtol=2**-20)
+        x = np.full((16, 3), value, "float32")
+        for calibrated in (fit(BALANCED, x), in_two_passes(BALANCED, [x, x])):
+            decoded = f64(round_trip(calibrated, x)[1])
+            # The mean of equal numbers in float32, once more rounded.
+            np.testing.assert_allclose(decoded, f64(x), rtol=2**-20)
 
 
 def test_a_calibration_on_zeros_still_codes_what_comes():

@@ -240,6 +240,7 @@ def test_calibration_is_measured_on_the_first_batches(folder):
     jax.tree.map(np.testing.assert_array_equal, found, want)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_steps")
 def test_the_input_of_a_block_has_the_calibration_of_its_first_norm(folder):
     found = []
