@@ -119,10 +119,14 @@ def _code(o: MethodOptions, bits: int) -> Codec:
     return _placed(Quantized(bits, levels=levels, rotate=rotate, **settings), o)
 
 
-def _codes(o: MethodOptions, sites: Iterable[str]) -> dict[str, Codec]:
-    """Returns the code of each site."""
+def _codes(
+    o: MethodOptions,
+    sites: Iterable[str],
+    code: Callable[[MethodOptions, int], Codec] = _code,
+) -> dict[str, Codec]:
+    """Returns the code of each site, by `code` from options and bits."""
     more = {} if o.same_bits else MORE_BITS
-    return {site: _code(o, _at_least(o.bits + more.get(site, 0))) for site in sites}
+    return {site: code(o, _at_least(o.bits + more.get(site, 0))) for site in sites}
 
 
 def _at_least(bits: int) -> int:
@@ -159,19 +163,17 @@ def _exact_or_remat(o: MethodOptions) -> StorageChoice:
 
 def _calibrated_code(o: MethodOptions, bits: int, outlier_fraction: float = 0.0) -> Codec:
     """Returns a code whose statistics of channels `train.calibration` measures."""
-    grouped = o.scaling == "group"
-    levels = o.levels
-    if levels == "auto":
-        # As in `_code`. By channel they reach all numbers unless calibration finds less error.
-        levels = "normal" if grouped and o.rounding == "nearest" else "uniform"
+    if o.scaling == "group":
+        # Not options of this method, and what it calibrates.
+        fixed: Any = {"group": MethodOptions.group, "rotate": True, "balance": True}
+        return _code(dataclasses.replace(o, outlier_fraction=outlier_fraction, **fixed), bits)
+    levels = "normal" if o.levels == "normal" and bits <= 4 else "uniform"
     code = Quantized(
         bits,
+        scaling="channel",
         rounding=o.rounding,
+        levels=levels,
         outlier_fraction=outlier_fraction,
-        scaling=o.scaling,
-        levels=levels if bits <= 4 else "uniform",
-        rotate=grouped,
-        balance=grouped,
     )
     return _placed(code, o)
 
@@ -187,10 +189,7 @@ def _calibrated(o: MethodOptions) -> StorageChoice:
     norm = _calibrated_code(o, o.bits, whole)
     if o.remat:
         return Remat(codec=norm)
-    more = {} if o.same_bits else MORE_BITS
-    sites: dict[str, Any] = {
-        site: _calibrated_code(o, _at_least(o.bits + more.get(site, 0))) for site in KEPT_SITES
-    }
+    sites: dict[str, Any] = _codes(o, KEPT_SITES, _calibrated_code)
     sites |= {"attention_norm": norm, "mlp_norm": norm}
     inter = o.level == "intra+inter"
     inputs: dict[str, Any] = dict.fromkeys(

@@ -211,9 +211,13 @@ class Calibrated(Codec, holds_arrays=True):
     def errors(self, x: jax.Array) -> jax.Array:
         """Returns the sum of squared errors of each channel of `x` [..., d], float32 [reaches, d].
 
-        For a codec by channel. Row i multiplies the scales by `REACHES[i]`. Sums of several
-        activations may be added.
+        Row i multiplies the scales by `REACHES[i]`. Sums of several activations may be added.
+
+        Raises:
+          ValueError: `codec` has no scales of channels.
         """
+        if self.codec.balance:
+            raise ValueError(f"{self} has no scales of channels to narrow: use `observe`.")
 
         def one(reach: jax.Array) -> jax.Array:
             codec = self._scaled(reach)

@@ -268,6 +268,12 @@ def test_spreads_without_means_are_refused():
         codec.encode(jnp.ones((15, 12)))
 
 
+def test_balanced_channels_have_no_scales_to_narrow():
+    codec = Calibrated(BALANCED, jnp.ones(12), None, jnp.zeros(12))
+    with pytest.raises(ValueError, match="no scales of channels to narrow: use `observe`"):
+        codec.errors(jnp.ones((15, 12)))
+
+
 def test_a_codec_that_scales_by_group_is_refused():
     codec = Quantized(4, group=8)
     message = f"`codec` of Calibrated must have scaling='channel', got {codec}"
