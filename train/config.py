@@ -119,7 +119,7 @@ class RunConfig:
     accumulate: int = 1
     """Micro-batches of a step: `--batch-size` is split into this many parts, which run one after
     the other."""
-    in_backward: bool = False
+    in_backward: tyro.conf.FlagCreatePairsOff[bool] = False
     """Update each layer within the backward pass, so that the gradients of all layers never exist
     at once. Clips by an estimate of the norm. Excludes `--accumulate`. lean and lean_subspace
     always do this."""

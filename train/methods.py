@@ -188,6 +188,12 @@ def _calibrated(o: MethodOptions) -> StorageChoice:
     whole = 0.0 if o.level == "none" else o.outlier_fraction or 0.005
     norm = _calibrated_code(o, o.bits, whole)
     if o.remat:
+        given = "--same-bits" if o.same_bits else "--level intra" if o.level == "intra" else ""
+        if given:
+            raise ValueError(
+                f"`{given}` has no effect with `--remat`, which stores one input of each block and"
+                " no queries, keys or values: drop one of the two."
+            )
         return Remat(codec=norm)
     sites: dict[str, Any] = _codes(o, KEPT_SITES, _calibrated_code)
     sites |= {"attention_norm": norm, "mlp_norm": norm}

@@ -94,6 +94,14 @@ def test_a_value_after_its_flag_is_checked_too(capsys):
     assert "`--bits` must be one of 0, 1, 2, 3, 4, 5, 6, 8, 16, got '7'" in capsys.readouterr().err
 
 
+def test_updates_in_the_backward_pass_cannot_be_switched_off(capsys):
+    # Two methods always make them: `--no-in-backward` would be ignored there.
+    with pytest.raises(SystemExit) as stopped:
+        cli.parse(PretrainConfig, "program", args=["--no-in-backward"])
+    assert stopped.value.code == 2
+    assert "Unrecognized options: --no-in-backward" in capsys.readouterr().err
+
+
 def test_settings_are_read_by_flags_without_prefixes():
     arguments = ["--rank", "8", "--method=low_rank", "--learning_rate=0.5", "--vocab-size", "300"]
     config = cli.parse(PretrainConfig, "program", args=[*arguments, "--resume"])

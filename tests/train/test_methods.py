@@ -104,6 +104,12 @@ def test_adapters_with_rematerialization_store_the_input_of_a_block():
     assert method("hyc_lora").storage(away) == Remat(codec=Offloaded(plain))
 
 
+@pytest.mark.parametrize("given", [{"same_bits": True}, {"level": "intra"}], ids=str)
+def test_rematerialization_stores_no_sites_that_hyc_lora_could_treat_apart(given):
+    with pytest.raises(ValueError, match=r"`--(same-bits|level intra)` has no effect"):
+        method("hyc_lora").storage(MethodOptions(bits=2, remat=True, **given))
+
+
 def test_hyc_lora_by_channel_with_the_same_bits_is_as_published():
     options = MethodOptions(bits=2, scaling="channel", same_bits=True)
     found = method("hyc_lora").storage(options).codecs
