@@ -68,31 +68,35 @@ def whole_loss(layer, params, inputs, keys):
     return after(params, last_output(layer, params, inputs, keys), inputs)
 
 
-def estimated_norms(seen, last):
-    """Returns the estimate of the gradient's norm for each layer.
+def estimated_norms(of_after, seen, typical):
+    """Returns the estimate of the gradient's norm for each layer, from the first to the last.
 
     Args:
-      seen: norms of the parts of this gradient in the order of the backward pass, [layers + 1].
-      last: norm of the last gradient, and norms of its parts; zeros in the first step.
+      of_after: norm of the gradient of `after`.
+      seen: norms of the layers in the order of the backward pass, [layers].
+      typical: typical norms of the layers, and of what the embedding adds; zeros in the first step.
     """
-    known, then = (
-        jnp.stack([jnp.linalg.norm(norms[: count + 1]) for count in range(DEPTH, 0, -1)])
-        for norms in (seen, last[1])
-    )
-    return jnp.where(then > 0, jnp.maximum(known, last[0] * known / then), known)
+    found = []
+    for n in range(DEPTH):
+        known = of_after**2 + sum(seen[: n + 1] ** 2)
+        growth = seen[n] / jnp.where(typical[n] > 0, typical[n], 1)
+        unknown = sum(typical[n + 1 :] ** 2) * growth**2
+        known += jnp.where(typical[n] > 0, unknown, (DEPTH - n) * seen[n] ** 2)
+        found.append(jnp.sqrt(known))
+    return jnp.stack(found[::-1])
 
 
 def ordinary(layer, tx, params, steps, clip, clip_by, refreshes=()):
     """Runs steps that compute a gradient of all weights and clip it by the same rule."""
     state, losses = jax.jit(functools.partial(optim.init, tx))(params), []
-    last = jnp.zeros(()), jnp.zeros(DEPTH + 1)
+    typical = jnp.zeros(DEPTH + 1)
 
     def scaled(tree, reference):
         factor = jnp.where(reference > clip, clip / reference, 1.0)
         return jax.tree.map(lambda g: g * factor, tree, is_leaf=lambda g: hasattr(g, "dense"))
 
     @functools.partial(jax.jit, static_argnames="refresh")
-    def step(params, state, last, inputs, keys, refresh):
+    def step(params, state, typical, inputs, keys, refresh):
         in_bases = isinstance(tx, optim.SubspaceTransformation) and not refresh
         loss, grads = actjax.value_and_grad(
             functools.partial(whole_loss, layer), bases=tx.bases(state) if in_bases else None
@@ -102,16 +106,18 @@ def ordinary(layer, tx, params, steps, clip, clip_by, refreshes=()):
         of_layers, of_rest = jax.vmap(actjax.global_norm)(layers), actjax.global_norm(grads)
         x = last_output(layer, params, inputs, keys)
         of_after = actjax.global_norm(jax.grad(after)(params, x, inputs))
-        seen = jnp.concatenate([of_after[None], of_layers[::-1]])
+        of_embedding = jnp.sqrt(jnp.maximum(of_rest**2 - of_after**2, 0))
+        seen = jnp.concatenate([of_layers[::-1], of_embedding[None]])
         if clip_by == "estimate":
-            of_layers, of_rest = estimated_norms(seen, last), norm
+            of_layers, of_rest = estimated_norms(of_after, seen[:-1], typical), norm
         grads = scaled(grads, of_rest) | {"layers": jax.vmap(scaled)(layers, of_layers)}
         params, state = optim.apply(tx, grads, state, params, refresh=refresh)
-        return params, state, (norm, seen), loss
+        typical = jnp.where(typical > 0, typical**0.8 * seen**0.2, seen)
+        return params, state, typical, loss
 
     for i in range(steps):
-        params, state, last, loss = step(
-            params, state, last, data(i), layer_keys(i), i in refreshes
+        params, state, typical, loss = step(
+            params, state, typical, data(i), layer_keys(i), i in refreshes
         )
         losses.append(float(loss))
     return params, losses
@@ -192,18 +198,16 @@ def test_a_growing_gradient_is_clipped_in_the_same_step():
     step, state = jax.jit(update.step), jax.jit(update.init)(params)
     first = step(params, state, data(0), keys)
     _, state, _, moved = first
-    # In a first step, only lower bounds of the norm are known; the next is clipped as a whole.
+    # In a first step, layers that are not known count as much as the one before; the next step is
+    # clipped as a whole.
     assert moved < 2e-3
     assert step(params, state, data(0), keys)[3] == pytest.approx(1e-3, rel=1e-5)
-    # All parts were a thousand times smaller: the last step predicts nothing about this norm.
-    norm, squares = np.asarray(state.grad_norm), np.asarray(state.squares)
-    small = state._replace(grad_norm=norm / 1e3, squares=squares / 1e6)
+    # All parts were a thousand times smaller: the last norm says nothing about this one.
+    small = state._replace(typical=np.asarray(state.typical) / 1e6)
     assert step(params, small, data(0), keys)[3] == pytest.approx(1e-3, rel=1e-5)
     # After a gradient that was not finite, a step is clipped as the first.
     for bad in (np.nan, np.inf):
-        lost = update.init(params)._replace(
-            grad_norm=np.float32(bad), squares=np.full(DEPTH + 1, bad, "float32")
-        )
+        lost = update.init(params)._replace(typical=np.full(DEPTH + 1, bad, "float32"))
         jax.tree.map(np.testing.assert_array_equal, step(params, lost, data(0), keys), first)
 
 
