@@ -77,12 +77,12 @@ def estimated_norms(of_after, seen, typical):
       typical: typical norms of the layers, and of what the embedding adds; zeros in the first step.
     """
     found = []
-    for n in range(DEPTH):
-        known = of_after**2 + sum(seen[: n + 1] ** 2)
-        growth = seen[n] / jnp.where(typical[n] > 0, typical[n], 1)
-        unknown = sum(typical[n + 1 :] ** 2) * growth**2
-        known += jnp.where(typical[n] > 0, unknown, (DEPTH - n) * seen[n] ** 2)
-        found.append(jnp.sqrt(known))
+    for known in range(1, DEPTH + 1):
+        growth = jnp.prod(seen[:known] / typical[:known]) ** (1 / known)
+        later = sum(typical[known:] ** 2) * growth**2
+        as_large = jnp.mean(seen[:known] ** 2) * (DEPTH + 1 - known)
+        unknown = jnp.where(typical[0] > 0, later, as_large)
+        found.append(jnp.sqrt(of_after**2 + sum(seen[:known] ** 2) + unknown))
     return jnp.stack(found[::-1])
 
 
@@ -198,7 +198,7 @@ def test_a_growing_gradient_is_clipped_in_the_same_step():
     step, state = jax.jit(update.step), jax.jit(update.init)(params)
     first = step(params, state, data(0), keys)
     _, state, _, moved = first
-    # In a first step, layers that are not known count as much as the one before; the next step is
+    # In a first step, layers that are not known count as much as the others; the next step is
     # clipped as a whole.
     assert moved < 2e-3
     assert step(params, state, data(0), keys)[3] == pytest.approx(1e-3, rel=1e-5)
@@ -209,6 +209,10 @@ def test_a_growing_gradient_is_clipped_in_the_same_step():
     for bad in (np.nan, np.inf):
         lost = update.init(params)._replace(typical=np.full(DEPTH + 1, bad, "float32"))
         jax.tree.map(np.testing.assert_array_equal, step(params, lost, data(0), keys), first)
+    # A layer whose gradient was always zero, or nearly so, does not make a step of inf or nan.
+    for odd in (0, 1e-38):
+        one = state._replace(typical=state.typical.at[0].set(odd))
+        assert 0 < step(params, one, data(0), keys)[3] < 2e-3
 
 
 # Arguments.
