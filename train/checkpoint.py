@@ -16,12 +16,14 @@ _FORMER = {**RENAMED, "one of full rank": ANY_FULL_RANK}
 _BEFORE = {"optimizer.weight_rounding": "nearest"}
 """Settings that are newer than some checkpoints, and what these runs did, if it is not "off"."""
 
+_OTHER_VERSION = " Finish the run with that version, or begin a new one with another `--out`."
 _HINTS = {
     "model.vocab_size": "The vocabulary of a preset is that of the tokenizer unless"
     " `--model-vocab-size` is given.",
     "row_order": "The checkpoint was written by a version that read the text in another order, so"
-    " its position has no meaning here. Finish the run with that version, or begin a new one with"
-    " another `--out`.",
+    " its position has no meaning here." + _OTHER_VERSION,
+    "optimizer.norm_estimate": "The checkpoint was written by a version that estimated the norm of"
+    " the gradient in another way." + _OTHER_VERSION,
 }
 """What to know of some parts of the identity where they differ."""
 
@@ -131,10 +133,12 @@ def _check_identity(saved: dict[str, Any], now: dict[str, Any], directory: Any) 
     before = {k: value for k, value in _BEFORE.items() if k in now}
     saved = {**{k: value for k, value in off.items() if not value}, **before, **saved}
     differing = [k for k in {**saved, **now} if saved.get(k) != now.get(k)]
+    if "optimizer.in_backward" in differing:  # Then one of the two has no estimate.
+        differing = [k for k in differing if k != "optimizer.norm_estimate"]
     if differing:
         lines = [f"  {k}: {saved.get(k)!r} there, {now.get(k)!r} now" for k in differing]
         hints = [_HINTS[k] for k in differing if k in _HINTS]
-        if "row_order" not in differing:  # No setting changes it.
+        if not any(_OTHER_VERSION in hint for hint in hints):  # No setting changes these.
             hints.append("Pass the settings it was made with, or another `--out`.")
         raise ValueError(
             "\n".join([f"the checkpoint in {directory} belongs to another run:", *lines, *hints])

@@ -110,6 +110,7 @@ class Recipe:
             # A run may change from one full-rank method to another.
             "method": ANY_FULL_RANK if is_full else config.method,
             "rank": None if is_full else config.options.rank,
+            **({"norm_estimate": "typical"} if config.in_backward else {}),
             **({} if self.lora is None else {"adapters": dataclasses.asdict(self.lora)}),
         }
 

@@ -83,6 +83,19 @@ def test_a_checkpoint_with_another_order_of_rows_is_refused_with_the_reason(tmp_
     checkpoints.close()
 
 
+def test_a_checkpoint_with_another_estimate_of_the_norm_is_refused_with_the_reason(tmp_path, state):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.save(1, state, {}, {**IDENTITY, "optimizer": {"in_backward": True}})
+    now = {"in_backward": True, "norm_estimate": "typical"}
+    with pytest.raises(ValueError, match=r"norm_estimate: None there.*\n.*Finish the run with"):
+        checkpoints.restore(1, like(state), {**IDENTITY, "optimizer": now})
+    checkpoints.save(2, state, {}, {**IDENTITY, "optimizer": now})
+    after = r"another run:\n  optimizer.in_backward: True there, False now\nPass the settings"
+    with pytest.raises(ValueError, match=after):
+        checkpoints.restore(2, like(state), {**IDENTITY, "optimizer": {"in_backward": False}})
+    checkpoints.close()
+
+
 def test_former_names_of_methods_in_an_identity_are_understood(tmp_path, state):
     checkpoints = Checkpoints(tmp_path, keep=2)
     for step, (former, now) in enumerate(
