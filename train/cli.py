@@ -44,12 +44,14 @@ class Flag:
       kind: its type; for an optional value, the type of the value.
       default: its default; `dataclasses.MISSING` if it is required.
       help: its description.
+      has_opposite: whether it is a switch with `--no-NAME` beside it.
     """
 
     path: str
     kind: Any
     default: Any
     help: str
+    has_opposite: bool = False
 
     @property
     def name(self) -> str:
@@ -139,7 +141,8 @@ def _fail(message: str) -> NoReturn:
 
 def _check_arguments(args: Sequence[str], flags: Mapping[str, Flag], prog: str) -> None:
     """Exits with an error and the nearest name for an unknown flag or an unknown choice."""
-    known = [*flags, *(f"--no-{n.removeprefix('--')}" for n, f in flags.items() if f.kind is bool)]
+    switches = (name for name, flag in flags.items() if flag.has_opposite)
+    known = [*flags, *(f"--no-{name.removeprefix('--')}" for name in switches)]
     for index, argument in enumerate(args):
         match = re.fullmatch(r"(--[A-Za-z][\w-]*)(?:=(.*))?", argument, re.DOTALL)
         if match is None:
@@ -165,14 +168,17 @@ def flags_of(config: Any, path: str = "", default: Any = None) -> list[Flag]:
       path: of the field that holds it, followed by a dot.
       default: an instance whose values are the defaults.
     """
-    hints, texts, found = typing.get_type_hints(config), field_texts(config), []
+    hints, marked = (typing.get_type_hints(config, include_extras=e) for e in (False, True))
+    texts, found = field_texts(config), []
     for field in dataclasses.fields(config):
         value = _default_of(field) if default is None else getattr(default, field.name)
         kind, name = _without_none(hints[field.name]), path + field.name
         if dataclasses.is_dataclass(kind):
             found += flags_of(kind, f"{name}.", value)
         else:
-            found.append(Flag(name, kind, value, texts.get(field.name, "")))
+            markers = getattr(marked[field.name], "__metadata__", ())
+            has_opposite = kind is bool and tyro.conf.FlagCreatePairsOff not in markers
+            found.append(Flag(name, kind, value, texts.get(field.name, ""), has_opposite))
     return found
 
 
@@ -236,7 +242,7 @@ def help_page(
     parts += [Text(f"{paragraph}\n") for paragraph in paragraphs]
     for heading, flags in under_headings(flags_of(config), config.HEADINGS).items():
         parts += [Text(heading, style="bold"), _table(_rows(flags, choices)), Text()]
-    parts.append(Text("Turn a switch off with --no-NAME, for example --no-resume."))
+    parts.append(Text("Turn a switch that is on off with --no-NAME, for example --no-resume."))
     return Group(*parts)
 
 

@@ -139,6 +139,17 @@ def token_count(shape: Sequence[int]) -> int:
     return math.prod(shape[:-1])
 
 
+def check_activation(codec: Codec, x: Any) -> None:
+    """Raises an error unless `x` is a floating point array [..., d]."""
+    dtype = getattr(x, "dtype", None)
+    if dtype is None:
+        raise TypeError(f"`x` of {codec} must be an array, got {type(x).__name__}: jnp.asarray(x).")
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"`x` of {codec} must be floating point, got {dtype}: cast it.")
+    if x.ndim < 1:
+        raise ValueError(f"`x` of {codec} must have features, [..., d], got shape {x.shape}.")
+
+
 def check_positive_integer(codec: str, name: str, value: object, minimum: int = 1) -> None:
     """Raises a `ValueError` unless `value` is an integer of at least `minimum`."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < minimum:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from actjax._math.division import over
-from actjax.codecs.base import Codec
+from actjax.codecs.base import Codec, check_activation
 from actjax.codecs.quantized import Quantized
 from actjax.kernels import group_scales
 from actjax.kernels.balance import balance_of, spread_of, stored, weighted_sums
@@ -239,6 +239,7 @@ class Calibrated(Codec, holds_arrays=True):
         )
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> QuantizedCode:
+        check_activation(self, x)
         if x.shape[-1:] != self.scale.shape:
             raise ValueError(
                 f"`x` has {x.shape[-1:]} channels, but the calibration has {self.scale.shape}."

@@ -19,6 +19,7 @@ from actjax._math.precision import accumulation_dtype, contract_tokens, matmul
 from actjax.codecs.base import (
     Codec,
     FactoredCodec,
+    check_activation,
     check_positive_integer,
     key_bytes,
     raw_key,
@@ -108,6 +109,7 @@ class RandomProjection(FactoredCodec):
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> ProjectedCode:
         key = self.required_key(key)
+        check_activation(self, x)
         _check_rank(self, self.rank, x.shape)
         matrix = _projection(key, x.shape[-1], self.rank, x.dtype)
         return self.code_of(matmul(x, matrix).astype(x.dtype), x, key)
@@ -185,6 +187,7 @@ class RandomizedSVD(FactoredCodec):
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> FactoredCode:
         key = self.required_key(key)
+        check_activation(self, x)
         _check_rank(self, self.rank, x.shape)
         u = _range_basis(x, key, self.rank, self.power_iterations, self.sketch).astype(x.dtype)
         v = contract_tokens(x, u).astype(x.dtype)
@@ -264,6 +267,7 @@ class PrincipalPlusRandom(FactoredCodec):
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> PrincipalPlusRandomCode:
         key = self.required_key(key)
+        check_activation(self, x)
         _check_rank(self, self.rank + self.tail, x.shape)
         sketch_key, tail_key = jax.random.split(key)
         principal = self.principal.encode(x, sketch_key)

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from actjax.codecs.base import FactoredCodec, check_positive_integer, token_count
+from actjax.codecs.base import FactoredCodec, check_activation, check_positive_integer, token_count
 from actjax.codecs.low_rank import sample_rows
 from actjax.kernels.point_assignment.api import point_assignment
 from actjax.kernels.segment_sum.api import scaled_segment_sum
@@ -100,6 +100,7 @@ class PointApproximation(FactoredCodec):
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> PointCode:
         key = self.required_key(key)
+        check_activation(self, x)
         count = self.count(x.shape)
         points = sample_rows(x, key, count)
         index, scale, kept = point_assignment(x, points, tolerance=self.tolerance)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from actjax._math.precision import accumulation_dtype, contract_tokens
-from actjax.codecs.base import Codec, check_positive_integer, token_count
+from actjax.codecs.base import Codec, check_activation, check_positive_integer, token_count
 from actjax.kernels import format as fmt
 from actjax.kernels import group_scales, noise
 from actjax.kernels.balance import balance_of, statistics_shape
@@ -130,7 +130,7 @@ class Quantized(Codec):
         return self.rounding != "nearest"
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> QuantizedCode:
-        self._check(x)
+        check_activation(self, x)
         channels = self.outlier_channels(x)
         if self.scaling == "group":
             return self.encode_with(x, key, channels, None)
@@ -195,12 +195,6 @@ class Quantized(Codec):
         inner = max(0, size - 2) / size if self.scaling == "group" else 1
         return inner / (6 if self.rounding == "stochastic" else 12)
 
-    def _check(self, x: jax.Array) -> None:
-        if x.ndim < 1:
-            raise ValueError(f"`x` of {self} must have features, [..., d], got shape {x.shape}.")
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(f"`x` of {self} must be floating point, got {x.dtype}: cast it.")
-
     def outlier_channels(self, x: jax.Array) -> jax.Array | None:
         """Returns the channels of `x` [..., d] with the largest norms, [m]; None for m = 0."""
         count = self._outlier_count(x.shape[-1])
@@ -232,7 +226,7 @@ class Quantized(Codec):
           centre: stored middles of the levels of the channels, [d]; None for zero. With `balance`
             their means.
         """
-        self._check(x)
+        check_activation(self, x)
         seed = noise.seed_of(self.required_key(key)) if self.needs_key else None
         if not self.balance:
             return quantize(x, seed, channels, scale, centre, format=self.format)

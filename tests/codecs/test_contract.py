@@ -295,6 +295,21 @@ def test_a_missing_key_is_named():
                     codec.encode(X, key)
 
 
+@pytest.mark.parametrize(
+    ("x", "error", "message"),
+    [
+        ([1.0, 2.0], TypeError, "must be an array, got list"),
+        (np.ones((2, 8), "int32"), TypeError, "must be floating point, got int32"),
+        (np.float32(1), ValueError, r"must have features, \[..., d\], got shape \(\)"),
+    ],
+)
+def test_what_is_not_an_activation_is_named(x, error, message):
+    for codec in CODECS.values():
+        if codec != actjax.Exact():
+            with pytest.raises(error, match=f"`x` of .* {message}"):
+                codec.encode(x, KEY)
+
+
 @every
 def test_vmap_and_scan_change_nothing(name):
     results = in_float64(name)

@@ -395,13 +395,6 @@ def test_bias_and_keys_are_declared():
     assert Quantized(4, levels="normal").biased
 
 
-def test_an_array_that_is_not_an_activation_is_refused():
-    with pytest.raises(ValueError, match=r"`x` of Quantized\(bits=4\) must have features"):
-        Quantized(4).encode(jnp.float32(1))
-    with pytest.raises(TypeError, match="must be floating point, got int32"):
-        Quantized(4).encode(jnp.ones((2, 3), "int32"))
-
-
 @pytest.mark.parametrize(("name", "value"), [("bits", 4.0), ("bits", True), ("rotate", "yes")])
 def test_settings_of_another_type_are_refused(name, value):
     with pytest.raises(ValueError, match=f"`{name}` of Quantized"):
