@@ -33,7 +33,9 @@ def draw(results: pathlib.Path, out: pathlib.Path | None = None, prefix: str = "
     for number, (name, run) in enumerate(runs.items()):
         color = f"C{number}"
         steps, losses = np.transpose(run["training"])
-        left.plot(steps, _smooth(losses), color=color, label=f"{name}: {last_loss(run):.4f}")
+        rate = f", {run['learning_rate']:g}" if "learning_rate" in run else ""
+        label = f"{name}{rate}: {last_loss(run):.4f}"
+        left.plot(steps, _smooth(losses), color=color, label=label)
         points = [(line["step"], line["validation_loss"]) for line in run["evaluations"]]
         left.plot(*np.transpose(points), "o", color=color)
         if run is not first:

@@ -281,9 +281,10 @@ class AdapterConfig:
     targets: tuple[str, ...] = tuple(TARGETS)
     """Weights that have an adapter."""
     calibration_batches: int = 5
-    """Batches on which the scales of the channels are measured before the first step."""
+    """Batches on which means and spreads, or scales, of channels are measured before the first
+    step."""
     recalibrate_every: int = 0
-    """Steps between two measurements of these scales, each on the current batch; 0 for none."""
+    """Steps between two such measurements, each on the current batch; 0 for none."""
     merge: bool = False
     """Also write the model with its adapters merged when the run is done."""
 

@@ -207,7 +207,7 @@ def _calibrated(o: MethodOptions) -> StorageChoice:
 METHODS: dict[str, Method] = {
     "exact": Method("every input stored exactly: exact gradients", lambda _: Storage()),
     "remat": Method(
-        "jax.checkpoint on each block: exact gradients, a third more compute",
+        "jax.checkpoint on each block: exact gradients, 25% more matmul operations",
         lambda o: Remat(codec=_placed(Exact(), o)),
     ),
     "pamm": Method(

@@ -99,7 +99,7 @@ class MethodOptions:
     blocks there."""
     remat: bool = False
     """Store only the input of each block, and compute the rest again in the backward pass. hyc_lora
-    stores this input in `--bits` by channel."""
+    stores this input in `--bits`."""
     stagger: bool = False
     """Refresh the subspaces of the layers one after the other within a gap instead of all at
     once."""

@@ -50,7 +50,7 @@ class ResolvedConfig(RunConfig):
         if not self.trains_bfloat16 or self.weight_rounding != "nearest":
             return []
         return [
-            "bfloat16 weights are rounded to nearest after each step: updates below 1/256 of a"
+            "bfloat16 weights are rounded to nearest after each step: updates below 1/512 of a"
             " weight are lost. Use `--weight-rounding stochastic` or `compensated`, or"
             " `--weight-dtype float32` if it fits."
         ]

@@ -103,7 +103,7 @@ def test_trained_bfloat16_weights_are_rounded_stochastically_by_default(method, 
 
 def test_bfloat16_weights_that_are_rounded_to_nearest_are_warned_about():
     (warning,) = pretrain(weight_dtype="bfloat16", weight_rounding="nearest").warnings
-    assert "updates below 1/256 of a weight are lost" in warning
+    assert "updates below 1/512 of a weight are lost" in warning
     assert "--weight-rounding stochastic" in warning
     assert "--weight-dtype float32" in warning
     frozen = dataclasses.replace(FINETUNE, weight_dtype="bfloat16")
