@@ -9,9 +9,7 @@ import dataclasses
 import pathlib
 import statistics
 
-import tyro
-
-from benchmarks import record
+from benchmarks import command, record
 from benchmarks.runs import last_loss, timed, trained
 from benchmarks.tables import print_table
 from benchmarks.variants import VARIANTS, check_names
@@ -36,11 +34,12 @@ class Config:
     )
     """Names from `benchmarks.variants`."""
     learning_rates: tuple[float, ...] = (2e-3, 4e-3, 8e-3, 16e-3)
-    """The grid, the same for all variants."""
+    """The grid, the same for all variants. None: with `--add`, only time."""
     seeds: int = 1
     """Runs of each variant, with other weights, data order and keys of codecs."""
     rounds: int = 10
-    """Timed steps, with the variants in turn: all are in memory at once. 0: no timing."""
+    """Timed steps of the best rows, with the variants in turn: all are in memory at once. 0: no
+    timing."""
     add: bool = False
     """Keep the rows in `--results`, and run only those that are missing."""
     results: pathlib.Path = record.RESULTS / "loss.json"
@@ -124,10 +123,5 @@ def _gap(rows: list[dict], exact: list[dict]) -> tuple[str, str]:
     return f"{mean:+.4f}{spread}", f"{100 * mean / statistics.mean(reference.values()):+.2f}"
 
 
-def main() -> None:
-    config = tyro.cli(Config, description=__doc__, config=(tyro.conf.OmitArgPrefixes,))
-    show(config, measure(config))
-
-
 if __name__ == "__main__":
-    main()
+    command.run(Config, __doc__, measure, show)
