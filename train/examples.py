@@ -18,6 +18,7 @@ import numpy as np
 
 from train.chat import ChatTemplate, open_chat_template
 from train.corpus import unit_hash
+from train.options import flag_name, given_fields
 from train.records import FieldTemplate, Record, field_of, quoted, read_records
 from train.tokenizer import Tokenizer
 
@@ -210,11 +211,29 @@ def _make_encoder(
     return lambda record: record.apply(examples_of)
 
 
+_OF_A_COMPLETION = ("prompt_template", "completion_template", "prompt_field", "completion_field")
+
+
 def _format_of(config: ExampleConfig, first: Record, fields: set[str]) -> Format:
-    """Returns the given format, or that of the first record; templates need `fields`."""
+    """Returns the given format, or that of the first record; templates need `fields`.
+
+    Raises:
+      ValueError: the record has the fields of no format, or a flag of another format is given.
+    """
+    given = [name for name in _OF_A_COMPLETION if name in given_fields(config)]
+    if given and config.format in ("chat", "text"):
+        raise ValueError(
+            f"`{flag_name(given[0])}` has no effect with `--format {config.format}`: drop one."
+        )
     if config.format != "auto":
         return config.format
-    if config.messages_field in first.fields:
+    if given and not fields <= first.fields.keys():
+        raise ValueError(
+            f"`{flag_name(given[0])}` is given, so prompts and completions are made of"
+            f" {quoted(sorted(fields))}, but {first.where} has {quoted(first.fields)}. Name fields"
+            " that it has by `--prompt-template` and `--completion-template`, or drop the flag."
+        )
+    if config.messages_field in first.fields and not given:
         return "chat"
     if fields <= first.fields.keys():
         return "completion"

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 import pathlib
 from collections.abc import Callable
 
@@ -180,5 +181,7 @@ def table_of_errors(found: dict[str, dict[str, GradientError]], measured: Measur
         whole = errors[WHOLE]
         sites = [f"{site} {one.error:.3f}" for site, one in errors.items() if site != WHOLE]
         cells = (whole.error, whole.uncertainty, whole.cosine, whole.bias)
-        table.add_row(plan, *(f"{x:.4f}" for x in cells), ", ".join(sites))
+        # One batch tells no uncertainty.
+        shown = ("" if math.isnan(x) else f"{x:.4f}" for x in cells)
+        table.add_row(plan, *shown, ", ".join(sites))
     return table

@@ -5,6 +5,8 @@ import difflib
 from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
+import tyro
+
 from actjax import Rounding, Scaling, Sketch
 from actjax.optim import Moments
 from models.storage import LINEAR_INPUTS, SITES
@@ -71,8 +73,9 @@ class MethodOptions:
     4 bits and for rounding to nearest; sites with more bits get uniform levels. auto: rotated
     groups with normal levels for up to 4 bits rounded to nearest, else with uniform levels. With
     `--scaling channel`: uniform."""
-    rotate: bool = False
-    """Rotate each group by a Hadamard matrix before quantization, which spreads outliers."""
+    rotate: tyro.conf.FlagCreatePairsOff[bool] = False
+    """With `--levels uniform` or `normal`: rotate each group by a Hadamard matrix before
+    quantization, which spreads outliers. `--levels auto` rotates them anyway."""
     balance: bool = True
     """Subtract the mean of each channel and divide by the root of its deviation before
     quantization."""
@@ -134,6 +137,10 @@ _SUBSPACE = ("subspace", "galore", "random_projection", "lean_subspace")
 _CODES = ("gact", "quantized", "compressed_remat", "lean", "lean_subspace")
 _PER_SITE = ("gact", "quantized", "lean", "lean_subspace")
 _ADAPTIVE = ("gact", "quantized", "lean")
+
+_OF_A_CODE = ("sites", "group", "rounding", "same_bits", "levels", "rotate",
+              "balance", "outlier_fraction")  # fmt: skip
+"""Options that say how numbers are quantized, apart from their bits."""
 
 FLAG_METHODS: dict[str, tuple[str, ...]] = {
     "rank": ("low_rank", *_SUBSPACE),
@@ -207,7 +214,8 @@ def check_flags(method: str, *configs: Any) -> None:
       *configs: dataclasses with the flags' fields.
 
     Raises:
-      ValueError: a flag that the method does not use, or two that exclude each other.
+      ValueError: a flag that the method does not use, that changes nothing beside others, or two
+        that exclude each other.
     """
     for config in configs:
         for field, value in given_fields(config).items():
@@ -222,6 +230,27 @@ def check_flags(method: str, *configs: Any) -> None:
                     f"`--bits {config.bits}` and `--average-bits {value}` exclude each other: drop"
                     " one."
                 )
+        if isinstance(config, MethodOptions):
+            _check_together(method, config)
+
+
+def _check_together(method: str, options: MethodOptions) -> None:
+    """Raises a `ValueError` for a flag that changes nothing beside the other options."""
+    given, bits = given_fields(options), options.bits
+    pairs: list[tuple[str, str]] = []
+    if method in _CODES and bits == 16:
+        pairs += [(field, "`--bits 16`, which quantizes nothing") for field in _OF_A_CODE]
+    if options.levels == "normal" and 4 < bits < 16:
+        pairs.append(("levels", f"`--bits {bits}`: it is for up to 4 bits"))
+    if options.sites and not MORE_BITS.keys() & set(options.sites):
+        pairs.append(("same_bits", f"`--sites {' '.join(options.sites)}`, without q, k and v"))
+    if options.level == "none":
+        pairs.append(("outlier_fraction", "`--level none`, which stores no channels whole"))
+    for field, other in pairs:
+        if field in given:
+            raise ValueError(
+                f"`{shown_flag(field, given[field])}` has no effect with {other}: drop one of both."
+            )
 
 
 def used_options(method: str, options: MethodOptions) -> MethodOptions:
@@ -231,9 +260,9 @@ def used_options(method: str, options: MethodOptions) -> MethodOptions:
 
 
 def shown_flag(field: str, value: Any) -> str:
-    """Returns a flag as it was given: "--offload", "--rank 8"."""
-    if value is True:
-        return flag_name(field)
+    """Returns a flag as it was given: "--offload", "--no-balance", "--rank 8"."""
+    if isinstance(value, bool):
+        return flag_name(field if value else f"no_{field}")
     if isinstance(value, tuple):
         value = " ".join(value)
     return f"{flag_name(field)} {value}"

@@ -33,7 +33,15 @@ def contract_tokens(
       a: [..., m].
       b: [..., n].
       precision: as for `jax.numpy.matmul`; None lets a device round float32 operands.
+
+    Raises:
+      ValueError: the leading axes differ.
     """
+    if a.shape[:-1] != b.shape[:-1]:
+        raise ValueError(
+            "an activation [..., d] and the gradient of an output [..., n] must agree in their"
+            f" leading axes, got {a.shape} and {b.shape}."
+        )
     axes = tuple(range(a.ndim - 1))
     dtype = accumulation_dtype(a.dtype, b.dtype)
     return jnp.tensordot(a, b, axes=(axes, axes), precision=precision, preferred_element_type=dtype)

@@ -119,6 +119,7 @@ class Calibrated(Codec, holds_arrays=True):
           ValueError: `codec` has neither scaling="channel" nor `balance`.
         """
         _check_channels(codec)
+        check_activation(codec, x)
         channels = codec.outlier_channels(x)
         if codec.balance:
             mean, spread = balance_of(x.reshape(-1, x.shape[-1]), codec.scale_dtype)
@@ -136,6 +137,10 @@ class Calibrated(Codec, holds_arrays=True):
             that have no spreads.
         """
         _check_channels(codec)
+        if not isinstance(known, ChannelRange):
+            raise TypeError(
+                f"`known` must be a ChannelRange, got {type(known).__name__}: ChannelRange.of(x)."
+            )
         dtype = codec.scale_dtype
         # A single token with the norms of the channels has the same outlier channels.
         channels = codec.outlier_channels(jnp.sqrt(known.squares)[None])
@@ -160,8 +165,12 @@ class Calibrated(Codec, holds_arrays=True):
         within the range, so for it the levels still cover the whole range.
 
         Raises:
-          ValueError: as `over_range`.
+          ValueError: as `over_range`, or `x` has no tokens.
         """
+        _check_channels(codec)
+        check_activation(codec, x)
+        if x.size == 0:
+            raise ValueError(f"`x` must have tokens and features to calibrate {codec}: {x.shape}.")
         whole = cls.over_range(codec, ChannelRange.of(x))
         return whole.refined(whole.observe(x)) if whole.narrows else whole
 
@@ -239,11 +248,11 @@ class Calibrated(Codec, holds_arrays=True):
         )
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> QuantizedCode:
-        check_activation(self, x)
-        if x.shape[-1:] != self.scale.shape:
+        if jnp.shape(x)[-1:] != self.scale.shape:
             raise ValueError(
-                f"`x` has {x.shape[-1:]} channels, but the calibration has {self.scale.shape}."
+                f"`x` has {jnp.shape(x)[-1:]} channels, but the calibration has {self.scale.shape}."
             )
+        check_activation(self, x)
         code = self.codec.encode_with(x, key, self.channels, self.scale, self.centre)
         return dataclasses.replace(code, channels=None)
 
@@ -273,6 +282,8 @@ class Calibrated(Codec, holds_arrays=True):
 
 
 def _check_channels(codec: Quantized) -> None:
+    if not isinstance(codec, Quantized):
+        raise TypeError(f"`codec` of Calibrated must be a Quantized, got {codec!r}.")
     if codec.scaling != "channel" and not codec.balance:
         raise ValueError(
             f"`codec` of Calibrated must have scaling='channel', got {codec}: the scale of a group"

@@ -101,6 +101,8 @@ class PointApproximation(FactoredCodec):
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> PointCode:
         key = self.required_key(key)
         check_activation(self, x)
+        if x.shape[-1] == 0:
+            raise ValueError(f"`x` of {self} must have features, got shape {x.shape}.")
         count = self.count(x.shape)
         points = sample_rows(x, key, count)
         index, scale, kept = point_assignment(x, points, tolerance=self.tolerance)

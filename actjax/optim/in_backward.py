@@ -21,7 +21,7 @@ from actjax.low_rank import clip_factor, global_norm, scale_tree
 from actjax.optim.apply import check_state, refresh_by_layer, update_one
 from actjax.optim.apply import init as init_layerwise
 from actjax.optim.checks import check_callable, check_transform
-from actjax.optim.layer_vjp import LayerVjp
+from actjax.optim.layer_vjp import LayerVjp, form_of
 from actjax.optim.layers import (
     LayerwiseState,
     count_layers,
@@ -86,6 +86,8 @@ class InBackward:
             raise ValueError(
                 f"`clip_by` of in_backward must be one of {get_args(ClipBy)}: {self.clip_by!r}"
             )
+        if self.clip_by == "layer_norm" and math.isinf(self.clip):
+            raise ValueError("`clip_by='layer_norm'` of in_backward has no effect without `clip`.")
 
     def init(self, params: Any) -> InBackwardState:
         """Returns the state before the first step."""
@@ -116,8 +118,10 @@ class InBackward:
           The new parameters and state, the loss, and the norm of what was added to the parameters.
 
         Raises:
-          ValueError: a state that `init` did not make for these parameters, arrays of `per_layer`
-            of another length, or a loss that is not a floating point scalar.
+          ValueError: a state that `init` did not make for these parameters, parameters that are
+            not floating point, arrays of `per_layer` of another length, a layer whose output does
+            not have the shape and dtype of its input, or a loss that is not a floating point
+            scalar.
         """
         count = self._check(params, state, per_layer)
         stacked, rest = split(params, self.layers)
@@ -168,6 +172,14 @@ class InBackward:
                 "`state` must be what `init` or the last `step` of this in_backward returned: got"
                 f" {type(state).__name__}."
             )
+        for path, x in jax.tree.leaves_with_path(params):
+            dtype = jnp.result_type(x)
+            if not jnp.issubdtype(dtype, jnp.floating):
+                raise ValueError(
+                    "`params` of in_backward must be floating point, but"
+                    f" {jax.tree_util.keystr(path)} is {dtype}: give other arrays in `inputs` or"
+                    " `per_layer`."
+                )
         check_state(self.tx, state.optimizer, params, self.layers)
         count = count_layers(split(params, self.layers)[0])
         for x in jax.tree.leaves(per_layer):
@@ -187,8 +199,10 @@ class InBackward:
     def _differentiate_after(self, rest: Any, x: Any, inputs: Any) -> tuple[jax.Array, Any, Any]:
         """Returns the loss, and the gradients of the parameters of `after` and of its input."""
         loss, vjp = jax.vjp(lambda p, x: self.after(p, x, inputs), rest, x)
-        if jnp.shape(loss) != () or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
-            raise ValueError(f"`after` must return a floating point scalar, got {loss}.")
+        form = form_of(loss)
+        is_scalar = isinstance(form, jax.ShapeDtypeStruct) and form.shape == ()
+        if not is_scalar or not jnp.issubdtype(form.dtype, jnp.floating):
+            raise ValueError(f"`after` must return a floating point scalar, got {form}.")
         # The gradient is read here and at the end of the step. Without the barrier, XLA may keep it
         # in float32 in between.
         return loss, *jax.lax.optimization_barrier(vjp(jnp.ones_like(loss)))
@@ -258,7 +272,7 @@ def in_backward(
 
     Raises:
       TypeError: `tx` is not a transform, or one of the functions is not a function.
-      ValueError: `clip` is not positive, or `clip_by` is unknown.
+      ValueError: `clip` is not positive, or `clip_by` is unknown or has no effect.
     """
     return InBackward(before, layer, after, tx, layers, clip, clip_by)
 

@@ -4,8 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from actjax.transforms.taps import plan_taps
+
+
+def form_of(tree: Any) -> Any:
+    """Returns the shapes and dtypes of a pytree of arrays."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree)
 
 
 class LayerVjp:
@@ -33,12 +39,20 @@ class LayerVjp:
         Args:
           x: input of the layer.
           given: parameters of the layer, bases, and its slice of `per_layer`.
+
+        Raises:
+          ValueError: the output has another form than the input.
         """
         block, bases, own = given
         self._taps = taps = plan_taps(lambda p: self._layer(p, x, own), block, bases)
         y, vjp = jax.vjp(
             lambda d, x: self._layer(taps.merge(block, d, bases), x, own), taps.split(block), x
         )
+        if jax.tree.flatten(form_of(y)) != jax.tree.flatten(form_of(x)):
+            raise ValueError(
+                "the output of `layer` is the input of the next layer, so both must have one shape"
+                f" and dtype: it got {form_of(x)} and returned {form_of(y)}."
+            )
         residuals, self._treedef = jax.tree.flatten(vjp)
         places = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves((given, self._inputs)))}
         self._places = [places.get(id(residual)) for residual in residuals]

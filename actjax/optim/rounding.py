@@ -80,13 +80,19 @@ class WeightRounding:
     def check_params(self, params: Any) -> None:
         """Raises a `ValueError` for float16 parameters, or if none is bfloat16."""
         dtypes = {jnp.result_type(x) for x in jax.tree.leaves(params)}
+        if not dtypes:
+            raise ValueError(
+                f"{self.name} got no weights. Inside `optax.masked` and `optax.multi_transform` it"
+                " works in a plain optax loop, where some of its weights are bfloat16; for"
+                " `actjax.optim` make it the outermost transform."
+            )
         if jnp.dtype("float16") in dtypes:
             raise ValueError(
                 f"{self.name} rounds to bfloat16, but some weights are float16: store them in"
                 " bfloat16, or in float32 without rounding."
             )
         if jnp.dtype("bfloat16") not in dtypes:
-            found = ", ".join(sorted(map(str, dtypes))) or "absent"
+            found = ", ".join(sorted(map(str, dtypes)))
             raise ValueError(
                 f"{self.name} has no effect, because no weight is bfloat16 (they are {found}): drop"
                 " it, or store the weights in bfloat16."
@@ -136,6 +142,9 @@ class WeightRounding:
                 f" {type(state).__name__}: what `actjax.optim.init` returns is for"
                 " `actjax.optim.apply`."
             )
+        if (state.remainder is not None) != self.compensated:
+            other = "stochastic_rounding" if self.compensated else "compensated"
+            raise ValueError(f"`state` is of {other}, but this is {self.name}: use one of both.")
         new, state, before_rounding = self.apply(updates, state, params, **extra)
         differences = jax.tree.map(
             lambda w, n, u: difference(n, w) if _is_bfloat16(w) else u, params, new, before_rounding

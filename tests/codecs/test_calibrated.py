@@ -282,6 +282,20 @@ def test_a_codec_that_scales_by_group_is_refused():
 
 
 @pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Calibrated.fit(actjax.Exact(), jnp.ones((5, 4))), "must be a Quantized, got Exac"),
+        (lambda: Calibrated.fit(BALANCED, [1.0]), "must be an array, got list"),
+        (lambda: Calibrated.over_range(BALANCED, jnp.ones((5, 4))), "must be a ChannelRange, got"),
+        (lambda: Calibrated.least_error(BALANCED, jnp.ones((0, 4))), "must have tokens and featur"),
+    ],
+)
+def test_bad_arguments_are_named(make, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()
+
+
+@pytest.mark.parametrize(
     ("shape", "calibrated"), [((15, 11), (12,)), ((12, 13), (12,)), ((), (1,)), ((15, 12), (3, 12))]
 )
 def test_another_number_of_channels_is_refused(shape, calibrated):

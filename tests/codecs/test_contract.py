@@ -293,6 +293,15 @@ def test_a_missing_key_is_named():
             if codec.needs_key:
                 with pytest.raises(ValueError, match=f"got key={key}: pass `key`"):
                     codec.encode(X, key)
+        if codec.needs_key:
+            with pytest.raises(ValueError, match=r"must be a single key, got keys of shape \(2,\)"):
+                codec.encode(X, jax.random.split(KEY))
+
+
+def test_a_gradient_of_other_tokens_is_named():
+    codec = actjax.Quantized(4)
+    with pytest.raises(ValueError, match=r"must agree in their leading axes, got \(24, 8\) and"):
+        codec.weight_grad(codec.encode(jnp.asarray(X)), jnp.ones((23, 5)))
 
 
 @pytest.mark.parametrize(

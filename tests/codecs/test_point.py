@@ -251,5 +251,7 @@ def test_more_points_than_tokens_are_refused():
 
 
 def test_no_tokens_are_refused():
+    with pytest.raises(ValueError, match=r"must have features, got shape \(6, 0\)"):
+        PointApproximation(points=1).encode(jnp.ones((6, 0)), jax.random.key(0))
     with pytest.raises(ValueError, match=r"needs at least one token, got shape \(0, 6\)"):
         PointApproximation(0.5).encode(jnp.ones((0, FEATURES)), KEY)

@@ -225,6 +225,8 @@ def test_bad_arguments_of_in_backward_are_named():
     for clip_by in ("global", "last_norm"):
         with pytest.raises(ValueError, match=rf"`clip_by` of in_backward must be .*'{clip_by}'"):
             optim.in_backward(*three, ADAMW, clip_by=clip_by)
+    with pytest.raises(ValueError, match=r"`clip_by='layer_norm'` .* no effect without `clip`"):
+        optim.in_backward(*three, ADAMW, clip_by="layer_norm")
     with pytest.raises(TypeError, match=r"`tx` must be an optax transform, .* Call it"):
         optim.in_backward(*three, optax.adamw)
     with pytest.raises(TypeError, match=r"`before` must be a function, got None"):
@@ -254,7 +256,9 @@ def test_bad_arguments_of_a_step_are_named():
             )  # fmt: skip
 
 
-@pytest.mark.parametrize("change", [lambda x: x * jnp.ones(3), lambda x: x.astype(int)])
+@pytest.mark.parametrize(
+    "change", [lambda x: x * jnp.ones(3), lambda x: x.astype(int), lambda x: (x, 0.0)]
+)
 def test_a_loss_that_is_not_a_floating_point_scalar_is_refused(change):
     last = lambda *args: change(after(*args))  # noqa: E731
     update, params = (
@@ -264,3 +268,21 @@ def test_a_loss_that_is_not_a_floating_point_scalar_is_refused(change):
     state = jax.eval_shape(update.init, params)
     with pytest.raises(ValueError, match="`after` must return a floating point scalar"):
         jax.eval_shape(update.step, params, state, data(0), layer_keys(0))
+
+
+@pytest.mark.parametrize("change", [lambda x: x.astype("bfloat16"), lambda x: (x, x), jnp.sum])
+def test_a_layer_that_returns_another_form_is_refused(change):
+    layer = lambda *args: change(layer_function()(*args))  # noqa: E731
+    update, params = optim.in_backward(before, layer, after, ADAMW), parameters()
+    state = jax.eval_shape(update.init, params)
+    with pytest.raises(ValueError, match="the output of `layer` is the input of the next layer"):
+        jax.eval_shape(update.step, params, state, data(0), layer_keys(0))
+
+
+def test_parameters_that_are_integers_are_refused():
+    update, params = optim.in_backward(before, layer_function(), after, ADAMW), parameters()
+    state = jax.eval_shape(update.init, params)
+    with pytest.raises(ValueError, match=r"but \['count'\] is int32: give other arrays in"):
+        jax.eval_shape(
+            update.step, params | {"count": jnp.zeros(3, int)}, state, data(0), layer_keys(0)
+        )

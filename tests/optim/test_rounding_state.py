@@ -166,6 +166,12 @@ def test_it_must_be_the_outermost(wrap):
         tx.update(GRADIENTS[0], state)
     with pytest.raises(ValueError, match=r"what `tx\.init` returned, got LayerwiseState"):
         tx.update(GRADIENTS[0], jax.eval_shape(functools.partial(optim.init, tx), params), params)
+    (other,) = {optim.stochastic_rounding, optim.compensated} - {wrap}
+    of_other = jax.eval_shape(other(ADAMW).init, params)
+    with pytest.raises(ValueError, match=rf"`state` is of {other.__name__}, but this is {name}"):
+        tx.update(GRADIENTS[0], of_other, params)
+    with pytest.raises(ValueError, match=rf"{name} got no weights. Inside `optax.masked`"):
+        jax.eval_shape(tx.init, {"layers": optax.MaskedNode()})
 
 
 @wrappers

@@ -94,13 +94,13 @@ def test_a_value_after_its_flag_is_checked_too(capsys):
     assert "`--bits` must be one of 0, 1, 2, 3, 4, 5, 6, 8, 16, got '7'" in capsys.readouterr().err
 
 
-def test_updates_in_the_backward_pass_cannot_be_switched_off(capsys):
-    # Two methods always make them: `--no-in-backward` would be ignored there.
+@pytest.mark.parametrize("name", ["in-backward", "rotate"])
+def test_what_a_method_always_does_cannot_be_switched_off(name, capsys):
+    # `--no-in-backward` would be ignored by lean, `--no-rotate` by the levels that are the default.
     with pytest.raises(SystemExit) as stopped:
-        cli.parse(PretrainConfig, "program", args=["--no-in-backward"])
+        cli.parse(PretrainConfig, "program", args=[f"--no-{name}"])
     assert stopped.value.code == 2
-    message = "unknown flag `--no-in-backward`. Did you mean --in-backward?"
-    assert message in capsys.readouterr().err
+    assert f"unknown flag `--no-{name}`. Did you mean --{name}?" in capsys.readouterr().err
 
 
 def test_settings_are_read_by_flags_without_prefixes():

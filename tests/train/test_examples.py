@@ -227,6 +227,17 @@ def test_sequences_too_short_are_refused(open_rows, seq_len, match):
         open_rows([ENDLESS], seq_len=seq_len)
 
 
+@pytest.mark.parametrize("flag", ["prompt_template", "completion_field"])
+def test_flags_of_completions_are_never_ignored(open_rows, flag):
+    name = "--" + flag.replace("_", "-")
+    given = {flag: "{other}" if flag.endswith("template") else "other"}
+    for row in ({"text": "abc"}, {"messages": []}):
+        with pytest.raises(ValueError, match=f"`{name}` is given, so prompts and completions are"):
+            open_rows([row], **given)
+        with pytest.raises(ValueError, match=f"`{name}` has no effect with `--format text`"):
+            open_rows([row], format="text", **given)
+
+
 def test_nothing_left_to_validate_on_is_refused(open_rows, tmp_path):
     other = write_rows(tmp_path / "other.jsonl", [ENDLESS])
     with pytest.raises(

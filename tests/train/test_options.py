@@ -84,6 +84,29 @@ def test_a_flag_that_the_method_does_not_use_is_refused(method, config, message)
         check_flags(method, config)
 
 
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        ("lean", {"bits": 16, "group": 32}, "`--group 32` .* with `--bits 16`, which quantizes"),
+        ("gact", {"bits": 16, "balance": False}, "`--no-balance` has no effect with `--bits 16`"),
+        ("lean", {"bits": 8, "levels": "normal"}, "`--levels normal` .* `--bits 8`: it is for up"),
+        ("gact", {"sites": ("up",), "same_bits": True}, "`--same-bits` .* `--sites up`, without q"),
+        (
+            "hyc_lora",
+            {"level": "none", "outlier_fraction": 0.2},
+            "-fraction 0.2` .* `--level none`",
+        ),
+    ],
+    ids=str,
+)
+def test_a_flag_that_changes_nothing_beside_others_is_refused(method, options, message):
+    with pytest.raises(ValueError, match=message):
+        check_flags(method, MethodOptions(**options))
+    for option in options:
+        # Each is fine without the other.
+        check_flags(method, MethodOptions(**{option: options[option]}))
+
+
 def test_a_default_value_counts_as_not_given():
     given = MethodOptions(gap=200, group=128)
     assert given_fields(given) == {}
