@@ -286,23 +286,24 @@ def _by_speed(
 
 
 def table_of(rows: list[Compiled], config: PlanConfig) -> Table:
-    """Returns compiled plans as a table, in GiB."""
+    """Returns compiled plans as a table, in GiB, or in MiB if all take less than a GiB."""
     train = config.train
+    unit, name = (GIB, "GiB") if max(row.peak for row in rows) >= GIB else (2**20, "MiB")
     title = (
         f"{train.model}, vocabulary of {dimensions(train).vocab_size:,},"
         f" {train.batch_size} x {train.seq_len}, weights {train.weight_dtype},"
-        f" compiled for {config.device}; GiB"
+        f" compiled for {config.device}; {name}"
     )
     table = Table(title=title, box=box.SIMPLE_HEAD)
     table.add_column("plan")
-    for name in ("peak", "weights", "gradients", "states", "residuals", "workspace", "TFLOP"):
-        table.add_column(name, justify="right", no_wrap=True)
+    for part in ("peak", "weights", "gradients", "states", "residuals", "workspace", "TFLOP"):
+        table.add_column(part, justify="right", no_wrap=True)
     for row in rows:
         memory = row.plan.memory.with_workspace(row.temporaries)
         residuals = memory.linear_residuals + memory.other_residuals
         sizes = (row.peak, memory.weights, memory.gradients, memory.optimizer, residuals,
                  memory.workspace or 0)  # fmt: skip
-        cells = [f"{size / GIB:.2f}" for size in sizes]
+        cells = [f"{size / unit:.2f}" for size in sizes]
         table.add_row(_choice(row.plan.config), *cells, f"{row.plan.flops / 1e12:.2f}")
     return table
 
