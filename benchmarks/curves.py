@@ -11,10 +11,13 @@ from typing import Any
 
 import numpy as np
 import tyro
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from benchmarks.record import read
 from benchmarks.runs import last_loss
+
+_COLORS = colormaps["tab20"]
 
 
 def draw(results: pathlib.Path, out: pathlib.Path | None = None, prefix: str = "") -> None:
@@ -26,12 +29,12 @@ def draw(results: pathlib.Path, out: pathlib.Path | None = None, prefix: str = "
       prefix: only runs whose name begins with this.
     """
     runs = _runs(read(results)["rows"], prefix)
-    figure = Figure(figsize=(13, 4.8), layout="constrained")
+    figure = Figure(figsize=(16, 4.8), layout="constrained")
     left, right = figure.subplots(1, 2)
     reference, first = next(iter(runs.items()))
     base = dict(first["training"])
     for number, (name, run) in enumerate(runs.items()):
-        color = f"C{number}"
+        color = _COLORS(number % _COLORS.N)
         steps, losses = np.transpose(run["training"])
         rate = f", {run['learning_rate']:g}" if "learning_rate" in run else ""
         label = f"{name}{rate}: {last_loss(run):.4f}"
@@ -41,12 +44,12 @@ def draw(results: pathlib.Path, out: pathlib.Path | None = None, prefix: str = "
         if run is not first:
             above = [(step, loss - base[step]) for step, loss in run["training"] if step in base]
             steps, apart = np.transpose(above)
-            right.plot(steps, _smooth(apart), color=color, label=name)
-    left.set(xlabel="step", ylabel="loss, nats", title="smoothed; points: held out (last)")
+            right.plot(steps, _smooth(apart), color=color)
+    left.set(xlabel="step", ylabel="loss, nats", title="smoothed; points: held out")
     right.set(xlabel="step", title=f"training loss above {reference}, smoothed")
     for axes in (left, right):
         axes.grid(alpha=0.3)
-        axes.legend()
+    figure.legend(loc="outside right center")
     path = out or results.with_suffix(".png")
     figure.savefig(path, dpi=110)
     print(f"wrote {path}")

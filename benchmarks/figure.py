@@ -88,7 +88,7 @@ def _draw_loss(axes, result: dict) -> None:
     room = max(0.17 * (high - low), 0.02 * low - (high - low) / 2)
     axes.set_xlim(low - room, high + room)
     tokens = f"{train['steps']} steps of {train['batch_size']} x {train['seq_len']} tokens"
-    title = f"{train['model']}, {tokens},\n{train['weight_dtype']} weights, one seed"
+    title = f"{train['model']}, {tokens},\n{train['weight_dtype']} weights unless named, one seed"
     axes.set(title=title, xlabel="held-out loss, nats a token")
     axes.grid(axis="x", alpha=0.3)
 
