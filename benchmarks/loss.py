@@ -34,7 +34,7 @@ class Config:
     )
     """Names from `benchmarks.variants`."""
     learning_rates: tuple[float, ...] = (2e-3, 4e-3, 8e-3, 16e-3)
-    """The grid, the same for all variants. None: with `--add`, only time."""
+    """The grid, the same for all variants. Empty, with `--add`: no runs, only timing."""
     seeds: int = 1
     """Runs of each variant, with other weights, data order and keys of codecs."""
     rounds: int = 10
@@ -60,6 +60,9 @@ def measure(config: Config) -> list[dict]:
                     row = {"variant": name, "learning_rate": rate, "seed": seed}
                     rows.append(row | trained(settings))
                     record.write(config, rows)
+    missing = set(config.variants) - {row["variant"] for row in rows}
+    if missing:
+        raise SystemExit(f"no rows of {', '.join(sorted(missing))}: give `--learning-rates`.")
     if config.rounds:
         rates = {name: group[0]["learning_rate"] for name, group in best_rows(rows).items()}
         settings = {name: _settings(config, name, rates[name], 0) for name in config.variants}

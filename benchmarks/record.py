@@ -20,7 +20,7 @@ a string begins with it, as in "frugal_subspace d/4"."""
 
 
 def environment() -> dict[str, Any]:
-    """Returns the machine, versions and commit of a measurement."""
+    """Returns the machine, versions, flags of XLA and commit of a measurement."""
     device = jax.devices()[0]
     packages = ("jax", "jaxlib", "flax", "optax", "numpy")
     return {
@@ -31,6 +31,7 @@ def environment() -> dict[str, Any]:
         "processor": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "versions": {name: importlib.metadata.version(name) for name in packages},
     }
 

@@ -242,7 +242,7 @@ def help_page(
     parts += [Text(f"{paragraph}\n") for paragraph in paragraphs]
     for heading, flags in under_headings(flags_of(config), config.HEADINGS).items():
         parts += [Text(heading, style="bold"), _table(_rows(flags, choices)), Text()]
-    parts.append(Text("Turn a switch that is on off with --no-NAME, for example --no-resume."))
+    parts.append(Text("A switch that is on is turned off by --no-NAME, for example --no-resume."))
     return Group(*parts)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from train.chat import ChatTemplate, open_chat_template
 from train.corpus import unit_hash
-from train.options import flag_name, given_fields
+from train.options import flag_name, given_fields, shown_flag
 from train.records import FieldTemplate, Record, field_of, quoted, read_records
 from train.tokenizer import Tokenizer
 
@@ -43,8 +43,8 @@ class ExampleConfig:
     files."""
     format: Literal["auto", "completion", "chat", "text"] = "auto"
     """completion (a prompt and its completion), chat (messages, for the chat template) or text (all
-    of it is learnt). auto: the first of chat, completion and text whose fields the first record
-    has."""
+    of it is learnt). auto: that of the flags below that are given, else the first of chat,
+    completion and text whose fields the first record has."""
     prompt_field: str = "prompt"
     """Field of the prompt; {prompt} in templates."""
     completion_field: str = "completion"
@@ -211,29 +211,46 @@ def _make_encoder(
     return lambda record: record.apply(examples_of)
 
 
-_OF_A_COMPLETION = ("prompt_template", "completion_template", "prompt_field", "completion_field")
+_FLAGS_OF: dict[Format, tuple[str, ...]] = {
+    "completion": (
+        "prompt_template",
+        "completion_template",
+        "prompt_field",
+        "completion_field",
+    ),
+    "chat": ("messages_field", "chat_template"),
+    "text": ("text_field",),
+}
+"""Fields of `ExampleConfig` that only one format reads."""
 
 
 def _format_of(config: ExampleConfig, first: Record, fields: set[str]) -> Format:
-    """Returns the given format, or that of the first record; templates need `fields`.
+    """Returns the format of the records.
+
+    It is the given one; else that of the given flags; else that of the first record, whose fields
+    must include `fields` for a completion.
 
     Raises:
-      ValueError: the record has the fields of no format, or a flag of another format is given.
+      ValueError: flags of another format, or of several, or a record that has the fields of none.
     """
-    given = [name for name in _OF_A_COMPLETION if name in given_fields(config)]
-    if given and config.format in ("chat", "text"):
-        raise ValueError(
-            f"`{flag_name(given[0])}` has no effect with `--format {config.format}`: drop one."
-        )
+    given = given_fields(config)
+    wanted: dict[Format, str] = {
+        form: name for form, names in _FLAGS_OF.items() for name in names if name in given
+    }
     if config.format != "auto":
+        for form, name in wanted.items():
+            if form != config.format:
+                raise ValueError(
+                    f"`{shown_flag(name, given[name])}` is for `--format {form}` and has no effect"
+                    f" with `--format {config.format}`: drop one of both."
+                )
         return config.format
-    if given and not fields <= first.fields.keys():
-        raise ValueError(
-            f"`{flag_name(given[0])}` is given, so prompts and completions are made of"
-            f" {quoted(sorted(fields))}, but {first.where} has {quoted(first.fields)}. Name fields"
-            " that it has by `--prompt-template` and `--completion-template`, or drop the flag."
-        )
-    if config.messages_field in first.fields and not given:
+    if len(wanted) > 1:
+        names = " and ".join(f"`{flag_name(name)}`" for name in wanted.values())
+        raise ValueError(f"{names} are for different formats: drop one of both.")
+    if wanted:
+        return next(iter(wanted))
+    if config.messages_field in first.fields:
         return "chat"
     if fields <= first.fields.keys():
         return "completion"

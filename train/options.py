@@ -240,12 +240,14 @@ def _check_together(method: str, options: MethodOptions) -> None:
     pairs: list[tuple[str, str]] = []
     if method in _CODES and bits == 16:
         pairs += [(field, "`--bits 16`, which quantizes nothing") for field in _OF_A_CODE]
-    if options.levels == "normal" and 4 < bits < 16:
-        pairs.append(("levels", f"`--bits {bits}`: it is for up to 4 bits"))
     if options.sites and not MORE_BITS.keys() & set(options.sites):
         pairs.append(("same_bits", f"`--sites {' '.join(options.sites)}`, without q, k and v"))
     if options.level == "none":
         pairs.append(("outlier_fraction", "`--level none`, which stores no channels whole"))
+    if options.levels == "normal" and 4 < bits < 16:
+        raise ValueError(
+            f"`--levels normal` is for up to 4 bits, got `--bits {bits}`: drop one of both."
+        )
     for field, other in pairs:
         if field in given:
             raise ValueError(

@@ -180,7 +180,7 @@ def run(config: PlanConfig, console: Console) -> bool:
         options = used_options(name, train.options)
         plan = make_plan(dataclasses.replace(train, method=name, options=options), config.device)
         rows.append(compile_plan(plan, config.device))
-        line = f"{name}: {rows[-1].peak / GIB:.2f} GiB"
+        line = f"{name}: {_size(rows[-1].peak)}"
         if measured is not None:
             line += f", error {measured.errors(plan.config)[WHOLE].error:.4f}"
         console.print(line, highlight=False)
@@ -281,8 +281,13 @@ def _by_speed(
     )
     for plan in sorted(possible, key=lambda p: p.seconds):
         one = compile_plan(plan, config.device)
-        console.print(f"  {flags(plan.config)}: {one.peak / GIB:.2f} GiB", highlight=False)
+        console.print(f"  {flags(plan.config)}: {_size(one.peak)}", highlight=False)
         yield one
+
+
+def _size(count: int) -> str:
+    """Returns a number of bytes as a text."""
+    return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / 2**20:.2f} MiB"
 
 
 def table_of(rows: list[Compiled], config: PlanConfig) -> Table:

@@ -39,7 +39,7 @@ def contract_tokens(
     """
     if a.shape[:-1] != b.shape[:-1]:
         raise ValueError(
-            "an activation [..., d] and the gradient of an output [..., n] must agree in their"
+            "two arrays [..., m] and [..., n] that are summed over their tokens must agree in their"
             f" leading axes, got {a.shape} and {b.shape}."
         )
     axes = tuple(range(a.ndim - 1))

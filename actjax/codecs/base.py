@@ -102,15 +102,14 @@ class Codec(abc.ABC):
 
     def required_key(self, key: Any) -> jax.Array:
         """Returns `key`, or raises a `ValueError` that says how to make one."""
-        typed = hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-        if typed and key.shape != ():
-            raise ValueError(
-                f"`key` of {self} must be a single key, got keys of shape {key.shape}."
-            )
         if not hasattr(key, "dtype"):
             raise ValueError(
                 f"`codec` {self} draws random numbers, but got key={key!r}: pass `key`, for example"
                 " jax.random.fold_in(jax.random.key(seed), step)."
+            )
+        if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape != ():
+            raise ValueError(
+                f"`key` of {self} must be a single key, got keys of shape {key.shape}."
             )
         return key
 

@@ -167,7 +167,6 @@ class Calibrated(Codec, holds_arrays=True):
         Raises:
           ValueError: as `over_range`, or `x` has no tokens.
         """
-        _check_channels(codec)
         check_activation(codec, x)
         if x.size == 0:
             raise ValueError(f"`x` must have tokens and features to calibrate {codec}: {x.shape}.")

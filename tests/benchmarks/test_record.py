@@ -20,7 +20,9 @@ def test_results_are_json_with_their_environment(tmp_path):
     assert content["rows"] == [{"rival": "plain", "seconds": [1.0, "nan"]}]
     assert content["rate"] == 3.0
     assert record.read(path) == content
-    assert {"commit", "cores", "device", "python", "versions"} <= set(content["environment"])
+    assert {"commit", "cores", "device", "python", "versions", "xla_flags"} <= set(
+        content["environment"]
+    )
 
 
 def test_former_names_of_methods_are_read_as_the_present_ones(tmp_path):

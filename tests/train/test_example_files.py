@@ -115,15 +115,19 @@ def test_a_missing_validation_file_is_refused(open_rows):
             {"prompt_template": "{n:d}"},
             r"Unknown format code 'd' for object of",
         ),
-        ({"messages": "hi"}, {"format": "chat"}, r"field 'messages' is str, not a list"),
     ],
 )
-def test_malformed_records_are_refused(bpe, open_rows, tmp_path, row, options, match):
-    template = write(tmp_path / "chatml.jinja", CHATML)
-    options = {"format": "completion", "chat_template": template} | options
+def test_malformed_records_are_refused(bpe, open_rows, row, options, match):
+    options = {"format": "completion"} | options
     good = {**PAIR, "text": "a", "a": [1, 2], "n": 1, "messages": []}
     with pytest.raises(ValueError, match=rf"`--data`: line 2 of '.*rows.jsonl': .*{match}"):
         open_rows([good, row], bpe, **options)
+
+
+def test_malformed_conversations_are_refused(bpe, open_rows, tmp_path):
+    template = write(tmp_path / "chatml.jinja", CHATML)
+    with pytest.raises(ValueError, match=r"line 2 of .*field 'messages' is str, not a list"):
+        open_rows([{"messages": []}, {"messages": "hi"}], bpe, chat_template=template)
 
 
 @pytest.mark.parametrize(

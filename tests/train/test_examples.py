@@ -227,15 +227,31 @@ def test_sequences_too_short_are_refused(open_rows, seq_len, match):
         open_rows([ENDLESS], seq_len=seq_len)
 
 
-@pytest.mark.parametrize("flag", ["prompt_template", "completion_field"])
-def test_flags_of_completions_are_never_ignored(open_rows, flag):
-    name = "--" + flag.replace("_", "-")
-    given = {flag: "{other}" if flag.endswith("template") else "other"}
-    for row in ({"text": "abc"}, {"messages": []}):
-        with pytest.raises(ValueError, match=f"`{name}` is given, so prompts and completions are"):
-            open_rows([row], **given)
-        with pytest.raises(ValueError, match=f"`{name}` has no effect with `--format text`"):
-            open_rows([row], format="text", **given)
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"prompt_template": "{a}"}, r"line 1 of .*'a'"),
+        ({"completion_field": "b"}, r"line 1 of .*'b'"),
+        (
+            {"prompt_field": "a", "format": "text"},
+            "`--prompt-field a` is for `--format completion`",
+        ),
+        ({"text_field": "a", "format": "chat"}, "`--text-field a` is for `--format text` and has"),
+        (
+            {"prompt_field": "a", "messages_field": "c"},
+            "`--prompt-field` and `--messages-field` are for different formats",
+        ),
+    ],
+)
+def test_flags_of_a_format_are_never_ignored(open_rows, options, match):
+    row = {"text": "abc", "prompt": "d", "messages": []}
+    with pytest.raises(ValueError, match=match):
+        open_rows([row], **options)
+
+
+def test_flags_of_a_format_choose_it(open_rows):
+    row = {"prompt": "a", "completion": "b", "body": "cd"}
+    assert texts_of(open_rows([row], text_field="body").train) == ["cd"]
 
 
 def test_nothing_left_to_validate_on_is_refused(open_rows, tmp_path):

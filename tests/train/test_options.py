@@ -89,7 +89,11 @@ def test_a_flag_that_the_method_does_not_use_is_refused(method, config, message)
     [
         ("lean", {"bits": 16, "group": 32}, "`--group 32` .* with `--bits 16`, which quantizes"),
         ("gact", {"bits": 16, "balance": False}, "`--no-balance` has no effect with `--bits 16`"),
-        ("lean", {"bits": 8, "levels": "normal"}, "`--levels normal` .* `--bits 8`: it is for up"),
+        (
+            "lean",
+            {"bits": 8, "levels": "normal"},
+            "`--levels normal` is for up to 4 bits, got `--bits 8`",
+        ),
         ("gact", {"sites": ("up",), "same_bits": True}, "`--same-bits` .* `--sites up`, without q"),
         (
             "hyc_lora",
