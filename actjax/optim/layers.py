@@ -133,12 +133,15 @@ def count_layers(stacked: Any) -> int:
 
 def take(tree: Any, i: jax.typing.ArrayLike) -> Any:
     """Returns layer `i` of a tree of stacked arrays. An array in two places is sliced once."""
-    stacks = {id(x): x for x in jax.tree.leaves(tree)}
+    # Numbers in the order of the tree, not `id`: the program must be the same in each process, or a
+    # compilation cache never finds it.
+    numbers: dict[int, int] = {}
+    stacks = {numbers.setdefault(id(x), len(numbers)): x for x in jax.tree.leaves(tree)}
     on_host = {name: x for name, x in stacks.items() if _is_on_host(x)}
     on_device = {name: x for name, x in stacks.items() if name not in on_host}
     slices = jax.lax.platform_dependent(on_device, i, cpu=_slice_apart, default=_slice)
     slices |= _slice(on_host, i)
-    return jax.tree.map(lambda x: slices[id(x)], tree)
+    return jax.tree.map(lambda x: slices[numbers[id(x)]], tree)
 
 
 def _is_on_host(x: Any) -> bool:
