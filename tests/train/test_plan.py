@@ -99,6 +99,7 @@ def test_the_fastest_plan_that_fits_is_printed_with_its_command(tiny, capsys, mo
     arguments = shlex.split(command.removeprefix("python -m train.pretrain"))
     (one,) = compiled
     assert one.peak <= limit
+    assert f": {one.peak / 2**20:.2f} MiB" in " ".join(text.split())
     assert cli.from_arguments(PretrainConfig, arguments) == one.plan.config
     # Without a budget, the same plan is printed as a table. It is compiled already.
     monkeypatch.setattr(plan, "compile_plan", lambda *_: one)
