@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 import numpy as np
 
 from train.chat import ChatTemplate, open_chat_template
-from train.corpus import unit_hash
+from train.hashes import unit_hash
 from train.options import flag_name, given_fields, shown_flag
 from train.records import FieldTemplate, Record, field_of, quoted, read_records
 from train.tokenizer import Tokenizer

@@ -7,7 +7,7 @@ import string
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from train.corpus import read_text, suffix_of
+from train.text_files import read_text, suffix_of
 
 T = TypeVar("T")
 

@@ -17,7 +17,9 @@ import tensorflow_datasets as tfds
 from hypothesis import strategies as st
 
 from train import corpus as corpus_lib
-from train.corpus import Corpus, PythonStandardLibrary, open_corpus
+from train import standard_library, text_files
+from train.corpus import Corpus, open_corpus
+from train.standard_library import PythonStandardLibrary
 
 
 def texts(column) -> list[str]:
@@ -66,7 +68,7 @@ def test_standard_library_is_real_text_split_by_file(stdlib_dir):
 
 
 def test_standard_library_is_prepared_once_and_leaves_no_scratch(stdlib_dir, monkeypatch):
-    monkeypatch.setattr(corpus_lib, "_build_standard_library", lambda _: pytest.fail("again"))
+    monkeypatch.setattr(standard_library, "_build_standard_library", lambda _: pytest.fail("again"))
     open_corpus(None, stdlib_dir)
     assert [p.name for p in stdlib_dir.iterdir()] == ["python_standard_library"]
 
@@ -103,7 +105,7 @@ def small_stdlib(tmp_path, monkeypatch):
     write(root / "site-packages" / "foreign.py", "foreign = 1\n")
     write(root / "empty.py", "")
     write(root / "latin.py", b"# \xe9\n")
-    monkeypatch.setattr(corpus_lib.sysconfig, "get_path", lambda name: str(root))
+    monkeypatch.setattr(standard_library.sysconfig, "get_path", lambda name: str(root))
     return tmp_path / "data"
 
 
@@ -119,27 +121,29 @@ def test_data_of_a_killed_process_is_prepared_again(small_stdlib, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(corpus_lib, "_build_standard_library", killed)
+        patch.setattr(standard_library, "_build_standard_library", killed)
         with pytest.raises(KeyboardInterrupt):
             open_corpus(None, small_stdlib)
     assert len(everything(open_corpus(None, small_stdlib))) == 200
 
 
 def test_of_two_preparing_processes_the_later_uses_the_copy_of_the_first(small_stdlib, monkeypatch):
-    build = corpus_lib._build_standard_library
+    build = standard_library._build_standard_library
 
     def overtaken(data_dir: str) -> None:
         build(data_dir)
-        monkeypatch.setattr(corpus_lib, "_build_standard_library", build)
+        monkeypatch.setattr(standard_library, "_build_standard_library", build)
         open_corpus(None, small_stdlib)  # The other process.
 
-    monkeypatch.setattr(corpus_lib, "_build_standard_library", overtaken)
+    monkeypatch.setattr(standard_library, "_build_standard_library", overtaken)
     assert len(everything(open_corpus(None, small_stdlib))) == 200
     assert [p.name for p in small_stdlib.iterdir()] == ["python_standard_library"]
 
 
 def test_python_without_sources_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus_lib.sysconfig, "get_path", lambda name: str(tmp_path / "nothing"))
+    monkeypatch.setattr(
+        standard_library.sysconfig, "get_path", lambda name: str(tmp_path / "nothing")
+    )
     with pytest.raises(ValueError, match=r"`--data` is 'stdlib'.*without its sources.*--data PATH"):
         open_corpus(None, tmp_path)
 
@@ -283,8 +287,8 @@ def test_text_file_is_split_at_blank_lines_without_loss(tmp_path):
 @hypothesis.given(st.text(alphabet="ab \n\t", max_size=200))
 def test_paragraph_groups_join_to_the_text(text):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus_lib, "DOCUMENT_CHARS", 10)
-        groups = corpus_lib._group_paragraphs(text)
+        patch.setattr(text_files, "DOCUMENT_CHARS", 10)
+        groups = text_files.group_paragraphs(text)
     assert "".join(groups) == text
     assert all(len(group) >= 10 for group in groups[:-1])
 
