@@ -58,7 +58,8 @@ def trained(settings: Settings) -> dict[str, Any]:
             if train(run, console, stop) < settings.steps:
                 raise SystemExit("stopped by a signal: continue with `--add`, which keeps all rows")
         lines = read_metrics(folder / "metrics.jsonl")
-    except NonFiniteError:
+    except NonFiniteError as error:
+        console.print(f"{error}\nThe row has no losses.")
         lines = []
     shutil.rmtree(folder)
     return row | {

@@ -34,15 +34,39 @@ def _cholesky_qr(y: jax.Array) -> jax.Array:
     # In full float32: GPUs and TPUs may otherwise round operands to 10 or 8 bits, and the basis
     # would be equally far from orthonormal. These products are thin, so it costs little.
     gram = contract_tokens(y, y, precision="highest")
-    rank, tokens, info = gram.shape[0], y.size // y.shape[-1], jnp.finfo(gram.dtype)
-    # Rounding errors are about (k + sqrt(T)) eps of the longest column, squared. A shift above that
-    # keeps the factorisation real, and shortens the directions of a well-conditioned `y` by no
-    # more. A shift relative to each column would amplify what rounding leaves of dependent columns.
-    shift = 2 * (rank + tokens**0.5) * info.eps * jnp.max(jnp.diag(gram)) + info.tiny
-    shifted = gram + shift * jnp.eye(rank, dtype=gram.dtype)
-    factor = jnp.linalg.cholesky(shifted)
-    inverse = jax.scipy.linalg.solve_triangular(factor, jnp.eye(rank, dtype=gram.dtype), lower=True)
+    inverse = jax.scipy.linalg.solve_triangular(
+        _shifted_cholesky(gram, y.size // y.shape[-1]),
+        jnp.eye(*gram.shape, dtype=gram.dtype),
+        lower=True,
+    )
     return matmul(y, inverse.T, precision="highest")
+
+
+def _shifted_cholesky(gram: jax.Array, rows: int) -> jax.Array:
+    """Returns the Cholesky factor of a Gram matrix plus a multiple of the identity.
+
+    A shift above the rounding errors of the Gram matrix keeps the factorisation real. A shift
+    relative to each column would amplify what rounding leaves of dependent columns.
+
+    Args:
+      gram: sums over `rows` products, [k, k].
+      rows: T.
+    """
+    rank, info = gram.shape[0], jnp.finfo(gram.dtype)
+    longest = jnp.max(jnp.diag(gram))
+
+    def factor(errors: float) -> jax.Array:
+        shift = errors * info.eps * longest + info.tiny
+        return jnp.linalg.cholesky(gram + shift * jnp.eye(rank, dtype=gram.dtype))
+
+    # Errors are about (k + sqrt(T)) eps of the longest column, squared, if they are independent:
+    # this shift shortens the directions of a well-conditioned `y` by no more.
+    usual = 2 * (rank + rows**0.5)
+    # If many rows are equal, as those of padding are, so are their errors, and these add up: each
+    # entry is then off by up to T eps. That shift is too large to take it always.
+    certain = usual + rank * rows
+    first = factor(usual)
+    return jax.lax.cond(jnp.isfinite(first).all(), lambda: first, lambda: factor(certain))
 
 
 def for_each_matrix(fun: Callable[..., Any], *stacks: jax.Array) -> Any:

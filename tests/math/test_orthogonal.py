@@ -74,6 +74,28 @@ def test_with_a_zero_column_the_others_still_get_a_basis():
     np.testing.assert_array_equal(q[:, 1], 0)
 
 
+def test_equal_rows_whose_rounding_errors_add_up_get_a_basis():
+    # As padding has: each product is rounded in the same way, a thousand times.
+    rows, columns = 1024, 256
+    y = normal(0, 1, columns) + 1e-6 * normal(1, rows, columns)
+    q, wide = f64(orthonormalize(y)), f64(y)
+    # Two shifts of up to (2 (k + sqrt(T)) + k T) eps of a squared column; `y` is as long as k.
+    larger = shift(rows, columns, "float32") + columns * rows * float(jnp.finfo("float32").eps)
+    lost = np.linalg.norm(wide - q @ (q.T @ wide))
+    assert lost <= 2 * larger / columns * np.linalg.norm(wide)
+
+
+def test_a_gram_matrix_that_is_off_by_more_than_usual_has_a_factor():
+    error = 3 * shift(ROWS, COLUMNS, "float32")
+    gram = np.float32(ROWS) * (np.ones((COLUMNS, COLUMNS)) - error * np.eye(COLUMNS))
+    factor = f64(orthogonal._shifted_cholesky(jnp.asarray(gram, jnp.float32), ROWS))
+    larger = error / 3 + COLUMNS * ROWS * float(jnp.finfo("float32").eps)
+    want = gram + larger * gram.max() * np.eye(COLUMNS)
+    # Rounding of the factorisation: (k + 1) eps of the matrix (Higham, Theorem 10.3).
+    tolerance = (COLUMNS + 1) * COLUMNS * float(jnp.finfo("float32").eps) * ROWS
+    np.testing.assert_allclose(factor @ factor.T, want, rtol=0, atol=tolerance)
+
+
 MATRICES = {
     "normal": np.random.default_rng(0).normal(size=(7, 3)),
     "square": np.random.default_rng(1).normal(size=(3, 3)),
