@@ -59,8 +59,14 @@ class Decoder(nnx.Module):
         return self.embedding[...].T if self.output is None else self.output[...]
 
     def embed(self, tokens: jax.Array, compute_dtype: str = "bfloat16") -> jax.Array:
-        """Returns the embeddings of `tokens` [B, S], [B, S, d] in the compute dtype."""
-        return split_over_batch(self.embedding[...][tokens].astype(compute_dtype))
+        """Returns the embeddings of `tokens` [B, S], [B, S, d] in the compute dtype.
+
+        The embedding of a negative token is zero, and so are its activations in all layers without
+        biases: padding that codes spend nothing on.
+        """
+        rows = self.embedding[...].at[tokens]
+        x = rows.get(mode="fill", fill_value=0, wrap_negative_indices=False)
+        return split_over_batch(x.astype(compute_dtype))
 
     def run_layers(
         self,

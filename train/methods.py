@@ -55,6 +55,11 @@ class Method:
       adapters: whether low-rank adapters of frozen weights are trained instead of the model.
       four_bit: whether the frozen weights of the layers are held in NF4.
       calibrates: whether statistics of channels are measured before training, and then given.
+      zero_padding: whether padding is embedded as zero. Trained models give padding, like a first
+        token, the largest activations of all, and the means and deviations of a sequence fit them:
+        the gradient of SmolLM2-135M in four bits is off by 0.157 with padding and by 0.130 with
+        zeros. The factors of `low_rank` (0.311, 0.333) and the tokens of `pamm` (0.236, 0.293) are
+        better with padding.
     """
 
     summary: str
@@ -67,6 +72,7 @@ class Method:
     adapters: bool = False
     four_bit: bool = False
     calibrates: bool = False
+    zero_padding: bool = False
 
     def rank(self, model: ModelConfig) -> int:
         """Returns the default of `--rank`."""
@@ -239,17 +245,20 @@ METHODS: dict[str, Method] = {
         bits=4,
         average_bits=4.0,
         adaptive=(*KEPT_SITES, "attention_out"),
+        zero_padding=True,
     ),
     "quantized": Method(
         "one code per value in a few bits, linear inputs rebuilt",
         _rebuilt,
         bits=4,
         adaptive=KEPT_SITES,
+        zero_padding=True,
     ),
     "compressed_remat": Method(
         "remat with each block's input in a few bits",
         lambda o: Remat(codec=_code(o, o.bits)),
         bits=4,
+        zero_padding=True,
     ),
     "lean": Method(
         "quantized, full-rank 8-bit moments, in-backward updates, bfloat16 weights: recommended",
@@ -257,6 +266,7 @@ METHODS: dict[str, Method] = {
         bits=4,
         adaptive=KEPT_SITES,
         lean=True,
+        zero_padding=True,
     ),
     "lean_subspace": Method(
         "lean with gradients and moments in a subspace: least memory",
@@ -264,6 +274,7 @@ METHODS: dict[str, Method] = {
         Subspace(),
         bits=4,
         lean=True,
+        zero_padding=True,
     ),
     "lora": Method(
         "adapters of frozen weights: exact gradients",

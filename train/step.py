@@ -20,6 +20,7 @@ from train.config import FinetuneConfig, PretrainConfig, RunConfig
 from train.methods import Method
 from train.optimizer import make_optimizer
 from train.options import ANY_FULL_RANK
+from train.padding import inputs_of
 from train.resolve import ResolvedConfig, resolve
 
 Batch = dict[str, jax.Array]
@@ -293,7 +294,7 @@ def loss_function(
             dropout_key = jax.random.fold_in(key, _DROPOUT) if dropout else None
             model = attach(context.frozen, trained, lora, dropout_key)
         return model.loss(
-            batch["inputs"],
+            inputs_of(batch, config.method),
             batch["targets"],
             mask=batch["mask"],
             segments=batch.get("segments"),
@@ -401,7 +402,7 @@ def _in_backward(recipe: Recipe) -> actjax.optim.InBackward:
     run_layer = layer_function(recipe.model_config, recipe.storage)
 
     def before(model: Decoder, inputs: dict[str, Any]) -> jax.Array:
-        return model.embed(inputs["batch"]["inputs"], config.compute_dtype)
+        return model.embed(inputs_of(inputs["batch"], config.method), config.compute_dtype)
 
     def layer(block: Any, x: jax.Array, inputs: dict[str, Any], key: jax.Array) -> jax.Array:
         return run_layer(block, x, inputs["positions"], key)
