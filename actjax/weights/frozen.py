@@ -32,6 +32,11 @@ class FrozenWeight(WrappedWeight):
         """The transpose, frozen too."""
         return FrozenWeight(self.weight.T)
 
+    @property
+    def at(self) -> Any:
+        """As `at` of the array: rows of an embedding."""
+        return self.weight.at
+
     def __getitem__(self, index: Any) -> Any:
         # `param[...]` is how nnx reads the value of a variable. Other indices are rows of an
         # embedding.
