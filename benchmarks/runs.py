@@ -59,7 +59,8 @@ def trained(settings: Settings) -> dict[str, Any]:
                 raise SystemExit("stopped by a signal: continue with `--add`, which keeps all rows")
         lines = read_metrics(folder / "metrics.jsonl")
     except NonFiniteError as error:
-        console.print(f"{error}\nThe row has no losses.")
+        # Only what happened: the rest says where the checkpoint is, which is deleted below.
+        console.print(f"{str(error).partition(':')[0]}: the row has no losses.")
         lines = []
     shutil.rmtree(folder)
     return row | {

@@ -61,8 +61,8 @@ class Decoder(nnx.Module):
     def embed(self, tokens: jax.Array, compute_dtype: str = "bfloat16") -> jax.Array:
         """Returns the embeddings of `tokens` [B, S], [B, S, d] in the compute dtype.
 
-        The embedding of a negative token is zero, and so are its activations in all layers without
-        biases: padding that codes spend nothing on.
+        The embedding of a token outside the vocabulary, such as -1, is zero, and so are its
+        activations in all layers without biases: padding that codes spend nothing on.
         """
         rows = self.embedding[...].at[tokens]
         x = rows.get(mode="fill", fill_value=0, wrap_negative_indices=False)
