@@ -31,10 +31,10 @@ def trained(settings: Settings) -> dict[str, Any]:
     settings. If it was stopped or killed it continues from there.
 
     Returns:
-      A row: `commit`; `weight_dtype`, `weight_rounding` and `compute_dtype`; bytes of `weights`, of
-      the `optimizer` state, `stored` by the forward pass for the backward pass, `temporaries` and
-      `peak` of the compiled step; `evaluations` and `training`, metrics by step. Both are empty if
-      a loss was not finite: a learning rate that is too high is a result.
+      A row: `commit` and `xla_flags`; `weight_dtype`, `weight_rounding` and `compute_dtype`; bytes
+      of `weights`, of the `optimizer` state, `stored` by the forward pass for the backward pass,
+      `temporaries` and `peak` of the compiled step; `evaluations` and `training`, metrics by step.
+      Both are empty if a loss was not finite: a learning rate that is too high is a result.
 
     Raises:
       SystemExit: a signal stopped the run.
@@ -42,9 +42,11 @@ def trained(settings: Settings) -> dict[str, Any]:
     folder = pathlib.Path(tempfile.gettempdir(), "actjax-benchmarks", _name(settings))
     console = Console(width=140)
     run = _prepare(settings, folder, console)
+    environment = record.environment()
     row = {
-        # With `--add`, rows can come from several commits.
-        "commit": record.environment()["commit"],
+        # With `--add`, rows can come from several commits, and ran with other flags.
+        "commit": environment["commit"],
+        "xla_flags": environment["xla_flags"],
         "weight_dtype": run.config.weight_dtype,
         "weight_rounding": run.config.weight_rounding,
         "compute_dtype": run.config.compute_dtype,
