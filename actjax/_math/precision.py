@@ -22,6 +22,21 @@ def matmul(a: jax.Array, b: jax.Array, precision: jax.lax.PrecisionLike = None) 
     return jnp.matmul(a, b, precision=precision, preferred_element_type=dtype)
 
 
+def matmul_transposed(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns `a @ bᵀ`, accumulated and returned in the accumulation dtype of both.
+
+    One product that sums over the last axes: of an explicit transpose, XLA for CPUs (JAX 0.10)
+    converts both bfloat16 operands to float32, which takes four times as long.
+
+    Args:
+      a: [..., n].
+      b: [m, n].
+    """
+    axes = (((a.ndim - 1,), (1,)), ((), ()))
+    dtype = accumulation_dtype(a.dtype, b.dtype)
+    return jax.lax.dot_general(a, b, axes, preferred_element_type=dtype)
+
+
 def contract_tokens(
     a: jax.Array, b: jax.Array, precision: jax.lax.PrecisionLike = None
 ) -> jax.Array:
@@ -42,6 +57,10 @@ def contract_tokens(
             "two arrays [..., m] and [..., n] that are summed over their tokens must agree in their"
             f" leading axes, got {a.shape} and {b.shape}."
         )
+    if a.ndim == 2:
+        # XLA for CPUs (JAX 0.10) converts bfloat16 operands to float32, which takes twice as long,
+        # if it is the only axis of tokens that comes first in both.
+        a, b = a[None], b[None]
     axes = tuple(range(a.ndim - 1))
     dtype = accumulation_dtype(a.dtype, b.dtype)
     return jnp.tensordot(a, b, axes=(axes, axes), precision=precision, preferred_element_type=dtype)

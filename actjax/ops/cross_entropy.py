@@ -14,7 +14,12 @@ import jax.numpy as jnp
 
 from actjax._core.checks import check_floating
 from actjax._core.tags import keep_output
-from actjax._math.precision import accumulation_dtype, contract_tokens, matmul
+from actjax._math.precision import (
+    accumulation_dtype,
+    contract_tokens,
+    matmul,
+    matmul_transposed,
+)
 from actjax.weights.frozen import FrozenWeight
 from actjax.weights.lora import LoRA
 
@@ -155,7 +160,7 @@ def _cross_entropy_fwd(options, hidden, head, labels, weights):
         is_label = jnp.arange(logits.shape[-1]) == label[:, None]
         dlogits = (1 + 2 * z_loss * lse[:, None]) * softmax - is_label
         dlogits = (weight[:, None] * dlogits).astype(h.dtype)
-        dh = matmul(dlogits, head.astype(h.dtype).T).astype(h.dtype)
+        dh = matmul_transposed(dlogits, head.astype(h.dtype)).astype(h.dtype)
         if dhead is not None:
             dhead += contract_tokens(h, dlogits)
         return (total + loss, dhead), dh

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import jax
 
-from actjax._math.precision import contract_tokens, matmul
+from actjax._math.precision import contract_tokens, matmul, matmul_transposed
 from actjax.codecs import Codec
 from actjax.codecs import basis as in_basis
 
@@ -171,7 +171,7 @@ class ArrayWeight(WrappedWeight):
         return matmul(x, self.weight.astype(x.dtype))
 
     def transposed_times(self, dz: jax.Array) -> jax.Array:
-        return matmul(dz, self.weight.astype(dz.dtype).T)
+        return matmul_transposed(dz, self.weight.astype(dz.dtype))
 
     def gradient(self, stored: StoredInput, dz: jax.Array) -> "ArrayWeight":
         return ArrayWeight(stored.weight_grad(dz).astype(self.dtype))

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from actjax._math.precision import contract_tokens, matmul
+from actjax._math.precision import contract_tokens, matmul, matmul_transposed
 from actjax.weights.base import StoredInput, WrappedWeight
 
 
@@ -36,7 +36,7 @@ class DroppedInput(WrappedWeight):
         return matmul(self.drop(x), self.weight.astype(x.dtype))
 
     def transposed_times(self, dz: jax.Array) -> jax.Array:
-        return self.drop(matmul(dz, self.weight.astype(dz.dtype).T))
+        return self.drop(matmul_transposed(dz, self.weight.astype(dz.dtype)))
 
     def gradient(self, stored: StoredInput, dz: jax.Array) -> "DroppedInput":
         x = stored.value()

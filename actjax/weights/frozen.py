@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import jax
 
-from actjax._math.precision import matmul
+from actjax._math.precision import matmul, matmul_transposed
 from actjax.weights.base import StoredInput, Weight, WrappedWeight, shape_text, value_of
 
 
@@ -61,7 +61,7 @@ class FrozenWeight(WrappedWeight):
     def transposed_times(self, dz: jax.Array) -> jax.Array:
         # Without the barrier XLA could keep the array that the forward pass decoded.
         weight, dz = jax.lax.optimization_barrier((self.weight, dz))
-        return matmul(dz, weight.astype(dz.dtype).T)
+        return matmul_transposed(dz, weight.astype(dz.dtype))
 
     def gradient(self, stored: StoredInput, dz: jax.Array) -> None:
         del stored, dz

@@ -7,7 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from actjax._math.precision import accumulation_dtype, contract_tokens, matmul
+from actjax._math.precision import (
+    accumulation_dtype,
+    contract_tokens,
+    matmul,
+    matmul_transposed,
+)
 
 NARROW = ("float16", "bfloat16", "float32")
 
@@ -34,6 +39,13 @@ def test_matmul_is_the_product(lead, x64):
     np.testing.assert_allclose(matmul(a, b), np.asarray(a) @ np.asarray(b), rtol=1e-14, atol=1e-15)
 
 
+@pytest.mark.parametrize("lead", [(), (4,), (2, 3)], ids=str)
+def test_matmul_transposed_is_the_product_with_the_transpose(lead, x64):
+    a, b = normal(0, *lead, 5), normal(1, 2, 5)
+    want = np.asarray(a) @ np.asarray(b).T
+    np.testing.assert_allclose(matmul_transposed(a, b), want, rtol=1e-14, atol=1e-15)
+
+
 @pytest.mark.parametrize("lead", [(), (4,), (2, 3), (2, 1, 3)], ids=str)
 def test_contract_tokens_sums_over_all_leading_axes(lead, x64):
     a, b = normal(0, *lead, 5), normal(1, *lead, 2)
@@ -42,11 +54,12 @@ def test_contract_tokens_sums_over_all_leading_axes(lead, x64):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("product", [matmul, contract_tokens])
+@pytest.mark.parametrize("product", [matmul, matmul_transposed, contract_tokens])
 def test_results_have_the_dtype_of_accumulation(product, dtype):
     # 4097 ones: float16 rounds the sum to 4096, and sums in bfloat16 stop at 256.
     a, b = jnp.ones((4097, 2), dtype), jnp.ones((4097, 2), dtype)
-    got = product(a.T, b) if product is matmul else product(a, b)
+    a, b = {matmul: (a.T, b), matmul_transposed: (a.T, b.T), contract_tokens: (a, b)}[product]
+    got = product(a, b)
     assert got.dtype == jnp.float32
     np.testing.assert_array_equal(got, 4097)
 
