@@ -50,7 +50,7 @@ def compile_for(description: str | None) -> Iterator[Any]:
       description: of a GPU, from `Gpu.describe`; None for the devices of this machine.
 
     Raises:
-      ValueError: the compiler for GPUs is not installed.
+      ValueError: the compiler for GPUs is not installed, or JAX has dropped it.
       RuntimeError: this version of JAX lacks a function that must be replaced.
     """
     if description is None:
@@ -60,9 +60,15 @@ def compile_for(description: str | None) -> Iterator[Any]:
         raise ValueError(
             "compiling for a GPU needs JAX's CUDA plugin, though no GPU: pip install 'jax[cuda12]'."
         )
-    topology = topologies.get_topology_desc(
-        platform="cuda", topology="1x1x1", target_config=description
-    )
+    try:
+        topology = topologies.get_topology_desc(
+            platform="cuda", topology="1x1x1", target_config=description
+        )
+    except NotImplementedError as error:
+        raise ValueError(
+            "JAX found no GPU and has dropped its CUDA plugin, which compiles for one: set the"
+            " environment variable JAX_PLATFORMS=cpu before the program starts."
+        ) from error
     mesh = Mesh(np.array(topology.devices[:1]), ("device",))
     sharding = NamedSharding(mesh, PartitionSpec())
 

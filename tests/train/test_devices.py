@@ -46,6 +46,19 @@ def test_a_missing_compiler_is_named():
         pass
 
 
+def test_a_compiler_that_jax_dropped_is_named(monkeypatch):
+    def dropped(**settings):
+        raise NotImplementedError("topology not implemented for cuda")
+
+    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(devices.topologies, "get_topology_desc", dropped)
+    with (
+        pytest.raises(ValueError, match="JAX_PLATFORMS=cpu before the program starts"),
+        compile_for(description_of("h100")),
+    ):
+        pass
+
+
 def test_the_replaced_functions_of_jax_exist_and_a_missing_one_is_named(monkeypatch):
     with devices._tracing_as_on_a_gpu():
         assert jax.default_backend() == "gpu"
