@@ -1,5 +1,6 @@
 """How a run begins: its checks, its compiled step, its opening table and its first state."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from rich.console import Console
 from train.checkpoint import Checkpoints, identity_of
 from train.config import RunConfig
 from train.data import ValidationSet
+from train.lock import RunLock
 from train.loop import Run, compile_step, with_sharding
 from train.report import explain_step, print_opening, step_memory
 from train.resolve import ResolvedConfig
@@ -70,44 +72,54 @@ def begin(
       console: where to print.
 
     Raises:
-      ValueError: settings that do not fit each other or the checkpoint.
+      ValueError: settings that do not fit each other or the checkpoint, or another run is in the
+        folder.
     """
     config = recipe.config
     shapes = jax.eval_shape(functools.partial(init_state, recipe))
     # A new run whose codecs do not fit writes nothing.
     explanation = None if config.resume else explain_step(recipe, shapes)
-    checkpoints = _open_checkpoints(config)
-    shardings = state_shardings(shapes, mesh)
-    state, bits = _restored(checkpoints, data.batches, shapes, shardings, identity)
-    data.batches.start_prefetch()  # The first batch takes seconds, as does compiling the step.
-    if bits:
-        recipe = build_recipe(config, bits)
-    explanation = explanation or explain_step(recipe, shapes)
-    train_step = compile_step(recipe, mesh, shapes, shardings)
-    memory = step_memory(recipe, shapes, explanation)
-    temporaries = train_step.memory_analysis().temp_size_in_bytes * mesh.size
-    print_opening(console, recipe, shapes, explanation, memory.with_workspace(temporaries))
-    for warning in config.warnings:
-        console.print(f"[bold yellow]warning[/bold yellow]: {warning}")
-    console.print(data.summary)
-    if state is None:
-        state = weights.first_state(shardings)
-    else:
-        state = dataclasses.replace(state, frozen=weights.frozen(shardings.frozen))
-        console.print(f"resuming from step {int(state.step)} in {config.folder}")
-        if changed := changed_settings(config.folder, given):
-            console.print(f"[yellow]with other settings than before[/yellow]: {'; '.join(changed)}")
-    write_settings(config.folder, given)
+    with contextlib.ExitStack() as on_error:
+        lock = on_error.enter_context(contextlib.closing(_locked(config)))
+        checkpoints = _open_checkpoints(config)
+        shardings = state_shardings(shapes, mesh)
+        state, bits = _restored(checkpoints, data.batches, shapes, shardings, identity)
+        data.batches.start_prefetch()  # The first batch takes seconds, as does compiling the step.
+        if bits:
+            recipe = build_recipe(config, bits)
+        explanation = explanation or explain_step(recipe, shapes)
+        train_step = compile_step(recipe, mesh, shapes, shardings)
+        memory = step_memory(recipe, shapes, explanation)
+        temporaries = train_step.memory_analysis().temp_size_in_bytes * mesh.size
+        print_opening(console, recipe, shapes, explanation, memory.with_workspace(temporaries))
+        for warning in config.warnings:
+            console.print(f"[bold yellow]warning[/bold yellow]: {warning}")
+        console.print(data.summary)
+        if state is None:
+            state = weights.first_state(shardings)
+        else:
+            state = dataclasses.replace(state, frozen=weights.frozen(shardings.frozen))
+            console.print(f"resuming from step {int(state.step)} in {config.folder}")
+            if changed := changed_settings(config.folder, given):
+                text = "; ".join(changed)
+                console.print(f"[yellow]with other settings than before[/yellow]: {text}")
+        write_settings(config.folder, given)
+        on_error.pop_all()
     return Run(
-        recipe, mesh, train_step, state, data.batches, data.validation, checkpoints, identity
+        recipe, mesh, train_step, state, data.batches, data.validation, checkpoints, lock, identity
     )
 
 
-def _open_checkpoints(config: ResolvedConfig) -> Checkpoints:
+def _locked(config: ResolvedConfig) -> RunLock:
+    """Makes the folder of a run, and takes its lock."""
     try:
         config.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"`--out` {config.folder} cannot be made a folder: {error}.") from error
+    return RunLock(config.folder)
+
+
+def _open_checkpoints(config: ResolvedConfig) -> Checkpoints:
     checkpoints = Checkpoints(config.folder / "checkpoints", config.keep)
     latest = checkpoints.latest_step()
     if latest is not None and not config.resume:

@@ -26,7 +26,8 @@ class GradientError:
       error: root mean square of `‖ĝ - g‖ / ‖g‖`.
       cosine: mean of the cosine of the angle between both.
       bias: root mean square over batches of `‖E[ĝ] - g‖ / ‖g‖`, where the mean is over keys. Codecs
-        that draw nothing have one key, and their error is their bias.
+        that draw nothing have one key, and their error is their bias; for one key of others it is
+        not known: NaN.
       uncertainty: standard error of `error` from the choice of the batches; NaN for one batch.
     """
 
@@ -79,7 +80,8 @@ def measure(
     if keys < 1:
         raise ValueError(f"`keys` must be at least 1, got {keys}.")
     gradient = _gradient(recipe, storage)
-    needed = keys if any(codec.needs_key for codec in storage.codecs.values()) else 1
+    draws = any(codec.needs_key for codec in storage.codecs.values())
+    needed = keys if draws else 1
     found: dict[str, list[_OfBatch]] = {name: [] for name in choices}
     for number, batch in enumerate(batches):
         key = jax.random.fold_in(jax.random.key(recipe.config.seed), number)
@@ -93,7 +95,10 @@ def measure(
             )
         for name, places in choices.items():
             of_keys = (gradient(places, model, batch, one) for one in jax.random.split(key, needed))
-            found[name].append(_of_batch(of_keys, true, size))
+            of_batch = _of_batch(of_keys, true, size)
+            if draws and keys == 1:
+                of_batch = dataclasses.replace(of_batch, bias=math.nan)
+            found[name].append(of_batch)
     if not all(found.values()):
         raise ValueError("`batches` must have at least one batch.")
     return {name: _summary(rows) for name, rows in found.items()}

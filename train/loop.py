@@ -4,6 +4,7 @@ A program prepares a `Run`, which checks everything that can be wrong. `train` t
 logs, evaluates and saves until the last step or a signal. A saved run continues with equal bits.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -23,6 +24,7 @@ from train import adapt
 from train.calibration import calibrate
 from train.checkpoint import Checkpoints
 from train.data import ValidationSet
+from train.lock import RunLock
 from train.metrics import Recorder, perplexity
 from train.optimizer import learning_rate_schedule
 from train.progress import Progress
@@ -53,6 +55,7 @@ class Run:
       batches: the training data, at the position that belongs to `state`.
       validation: the held-out data.
       checkpoints: where the run is saved.
+      lock: keeps other runs out of the folder. `train` releases it.
       identity: what a checkpoint must agree with.
     """
 
@@ -63,6 +66,7 @@ class Run:
     batches: Any
     validation: ValidationSet
     checkpoints: Checkpoints
+    lock: RunLock
     identity: dict[str, Any]
 
     @property
@@ -153,22 +157,23 @@ def train(run: Run, console: Console, stop: "StopSignal") -> int:
     """
     config, start = run.config, int(run.state.step)
     title, tokens = f"{config.title}, {config.method}", config.batch_size * config.seq_len
-    with (
-        jax.set_mesh(run.mesh),
-        Recorder(config.folder, title, start) as recorder,
-        Progress(console, start, config.steps, tokens) as progress,
-    ):
-        trainer = _Trainer(run, console, recorder, progress)
-        if start == 0 and config.pretrained:
-            with progress.paused():
-                trainer.evaluate(0)
-        for step in range(start + 1, config.steps + 1):
-            if stop.requested:
-                break
-            trainer.take(step)
-        trainer.save()
-    run.checkpoints.close()
-    run.batches.close()
+    with contextlib.closing(run.lock):
+        with (
+            jax.set_mesh(run.mesh),
+            Recorder(config.folder, title, start) as recorder,
+            Progress(console, start, config.steps, tokens) as progress,
+        ):
+            trainer = _Trainer(run, console, recorder, progress)
+            if start == 0 and config.pretrained:
+                with progress.paused():
+                    trainer.evaluate(0)
+            for step in range(start + 1, config.steps + 1):
+                if stop.requested:
+                    break
+                trainer.take(step)
+            trainer.save()
+        run.checkpoints.close()
+        run.batches.close()
     done = int(run.state.step)
     ending = "done" if done == config.steps else f"stopped by {stop.name}, saved"
     console.print(f"{ending} at step {done} of {config.steps}; everything is in {config.folder}")
@@ -295,6 +300,11 @@ def check_finite(run: Run, step: int, metrics: Mapping[str, float | jax.Array]) 
     hint = "Lower `--learning-rate`, or look at the text around that step."
     if step <= 1:
         hint = "No step was taken before: look at the initial weights and at the text."
+        if run.config.compute_dtype != "float32":
+            hint += (
+                f" If the activations overflow with `--compute-dtype {run.config.compute_dtype}`,"
+                " pass `--compute-dtype float32`."
+            )
     raise NonFiniteError(
         f"step {step} is not finite ({shown}): stopped. The last good checkpoint in"
         f" {run.config.folder} was kept: {where}. {hint}"

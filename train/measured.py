@@ -171,7 +171,7 @@ def table_of_errors(found: dict[str, dict[str, GradientError]], measured: Measur
     rows, length = measured.batches[0]["inputs"].shape
     title = (
         f"gradient against the exact one, {len(measured.batches)} batches of {rows} x {length}"
-        " tokens; by site: the error of each site alone"
+        " tokens; by site, of several: the error of each alone"
     )
     table = Table(title=title, box=box.SIMPLE_HEAD)
     for name in ("plan", "error", "±", "cosine", "bias", "by site"):

@@ -259,10 +259,18 @@ def _command(plan: PretrainConfig, config: PlanConfig) -> str:
     """Returns the command that runs a plan."""
     if not config.checkpoint:
         return f"python -m train.pretrain {flags(plan)}"
-    # What only pretraining has is left out; the records of train.finetune have other flags.
-    data = DataConfig(data=plan.data.data, tokenizer=plan.data.tokenizer)
+    # What only pretraining has is left out.
+    data = DataConfig(
+        data=plan.data.data, tokenizer=plan.data.tokenizer, text_field=plan.data.text_field
+    )
     only = dataclasses.replace(plan, model=PretrainConfig.model, model_vocab_size=0, data=data)
-    return f"python -m train.finetune --checkpoint {shlex.quote(config.checkpoint)} {flags(only)}"
+    command = (
+        f"python -m train.finetune --checkpoint {shlex.quote(config.checkpoint)} {flags(only)}"
+    )
+    if template := config.measuring.template:
+        # The errors are of gradients in which all tokens count, as those of a completion do.
+        command += f" --prompt-template '' --completion-template {shlex.quote(template)}"
+    return command
 
 
 def _by_speed(

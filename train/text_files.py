@@ -122,7 +122,8 @@ def _field_of(line: str, field: str) -> str:
     if not isinstance(row, dict):
         raise ValueError(f"a JSON object is required, not {type(row).__name__}")
     if field not in row:
-        raise ValueError(f"there is no field '{field}', only {', '.join(row) or 'an empty object'}")
+        known = ", ".join(row) or "an empty object"
+        raise ValueError(f"there is no field '{field}', only {known}: pass `--text-field`")
     if not isinstance(row[field], str):
         raise ValueError(f"field '{field}' is {type(row[field]).__name__}, not text")
     row[field].encode()  # Raises for a lone surrogate, which JSON allows.
@@ -134,7 +135,8 @@ def _read_parquet(path: pathlib.Path, field: str) -> Iterator[str]:
         table = pyarrow.parquet.ParquetFile(path)
         columns = {column.name: column.type for column in table.schema_arrow}
         if field not in columns:
-            raise ValueError(f"there is no column '{field}', only {', '.join(columns)}")
+            known = ", ".join(columns)
+            raise ValueError(f"there is no column '{field}', only {known}: pass `--text-field`")
         if columns[field] not in (pyarrow.string(), pyarrow.large_string()):
             raise ValueError(f"column '{field}' is {columns[field]}, not text")
         yield from filter(None, table.read([field]).column(field).to_pylist())

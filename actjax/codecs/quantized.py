@@ -68,7 +68,9 @@ class Quantized(Codec):
       levels: "uniform", or "normal": the levels of least mean square error for normally distributed
         values, about zero, times a least-squares scale. For up to 4 bits, rounded to the nearest.
       rotate: whether to rotate each group by a Hadamard matrix before encoding, and back in
-        `decode`. It spreads outliers over their group and makes its values look normal.
+        `decode`. It spreads outliers over their group and makes its values look normal. A group is
+        rotated in blocks of the largest power of two that divides its size, so the last group of an
+        odd width is not.
       balance: whether to subtract the mean of each channel over the tokens of a sequence, and to
         divide by the root of its deviation, before anything else. The tokens of a sequence are the
         second last axis of `x`; one number that is not finite spoils all of them. Needs
@@ -99,6 +101,11 @@ class Quantized(Codec):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ValueError(f"`{name}` of Quantized must be True or False, got {value!r}.")
+        if self.rotate and self.group % 2:
+            raise ValueError(
+                "`rotate` of Quantized has no effect in a group of odd size, got"
+                f" group={self.group}: pass an even one, best a power of two, or rotate=False."
+            )
         if self.balance and self.scaling != "group":
             raise ValueError(
                 "`balance` of Quantized needs scaling='group', got scaling='channel', whose scales"

@@ -28,6 +28,13 @@ class LayerwiseState(NamedTuple):
     rest: Any
 
 
+_PLAIN = (
+    "differentiate with `jax.value_and_grad`, and use `tx.init`, `tx.update` and"
+    " `optax.apply_updates`."
+)
+"""What a model without stacked layers can do."""
+
+
 def layers_of(params: Any) -> Any:
     """Returns the stacked layers of `params`: its attribute or entry `layers`.
 
@@ -41,7 +48,8 @@ def layers_of(params: Any) -> Any:
     if found is None:
         raise ValueError(
             f"{type(params).__name__} has no `layers`: pass `layers`, a function from the"
-            " parameters to the subtree whose arrays have a leading axis of layers."
+            " parameters to the subtree whose arrays have a leading axis of layers. Without such"
+            f" arrays {_PLAIN}"
         )
     if _is_list_of_trees(found):
         raise ValueError(
@@ -122,11 +130,13 @@ def count_layers(stacked: Any) -> int:
       ValueError: there are no arrays, or their lengths differ.
     """
     lengths = {x.shape[0] if x.ndim else "a scalar's" for x in jax.tree.leaves(stacked)}
-    count = next(iter(lengths), None)
+    if not lengths:
+        raise ValueError(f"`layers` holds no arrays: without stacked layers {_PLAIN}")
+    count = next(iter(lengths))
     if len(lengths) != 1 or not isinstance(count, int) or count < 1:
         raise ValueError(
             "the arrays of `layers` must share a leading axis of one or more layers: lengths are"
-            f" {', '.join(sorted(map(str, lengths))) or 'none'}."
+            f" {', '.join(sorted(map(str, lengths)))}."
         )
     return count
 

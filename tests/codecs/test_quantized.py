@@ -395,6 +395,12 @@ def test_bias_and_keys_are_declared():
     assert Quantized(4, levels="normal").biased
 
 
+def test_rotation_needs_even_groups():
+    with pytest.raises(ValueError, match=r"`rotate` of Quantized has no effect .* got group=7:"):
+        Quantized(4, group=7, rotate=True)
+    assert Quantized(4, group=7).group == 7
+
+
 @pytest.mark.parametrize(("name", "value"), [("bits", 4.0), ("bits", True), ("rotate", "yes")])
 def test_settings_of_another_type_are_refused(name, value):
     with pytest.raises(ValueError, match=f"`{name}` of Quantized"):

@@ -13,8 +13,8 @@ from tiny import CONFIG
 from actjax import Exact
 from models import Decoder, huggingface
 from tests.train.runs import quiet
-from train import plan
-from train.config import DataConfig, PretrainConfig
+from train import cli, plan
+from train.config import DataConfig, FinetuneConfig, PretrainConfig
 from train.gradient_error import WHOLE, by_site, measure
 from train.measured import MeasureConfig
 from train.options import MethodOptions
@@ -98,6 +98,10 @@ def test_the_bias_of_random_rounding_is_below_its_error(model):
     assert list(choices) == [WHOLE]
     one = measure(recipe, recipe.storage, model, batches(1), choices, keys=8)[WHOLE]
     assert 0 <= one.bias < one.error / 2
+    # One gradient of a random code tells nothing of its mean.
+    once = measure(recipe, recipe.storage, model, batches(1), choices, keys=1)[WHOLE]
+    assert math.isnan(once.bias)
+    assert once.error > 0
 
 
 def test_bad_measurements_are_refused(model):
@@ -161,6 +165,9 @@ def test_a_budget_and_an_error_choose_a_plan_or_say_why_not(checkpoint, capsys, 
     assert "--model" not in command
     assert command[command.index("--bits") + 1] == "8"
     assert command[command.index("--tokenizer") + 1] == str(tokenizer)
+    assert command[-4:] == ["--prompt-template", "", "--completion-template", "{q}\\n{a}"]
+    read = cli.parse(FinetuneConfig, "train.finetune", args=command[3:])
+    assert (read.data.prompt_template, read.data.completion_template) == ("", "{q}\\n{a}")
 
 
 def test_text_of_a_token_and_settings_that_do_not_fit_are_refused(checkpoint):
