@@ -95,10 +95,7 @@ def measure(
             )
         for name, places in choices.items():
             of_keys = (gradient(places, model, batch, one) for one in jax.random.split(key, needed))
-            of_batch = _of_batch(of_keys, true, size)
-            if draws and keys == 1:
-                of_batch = dataclasses.replace(of_batch, bias=math.nan)
-            found[name].append(of_batch)
+            found[name].append(_of_batch(of_keys, true, size, draws))
     if not all(found.values()):
         raise ValueError("`batches` must have at least one batch.")
     return {name: _summary(rows) for name, rows in found.items()}
@@ -173,8 +170,11 @@ class _OfBatch:
     cosine: float
 
 
-def _of_batch(gradients: Iterable[Any], true: Any, size: float) -> _OfBatch:
-    """Compares the gradients of several keys with the exact one, whose squared norm is `size`."""
+def _of_batch(gradients: Iterable[Any], true: Any, size: float, draws: bool) -> _OfBatch:
+    """Compares the gradients of several keys with the exact one, whose squared norm is `size`.
+
+    `draws` says whether gradients are random, so that one of them does not tell the bias.
+    """
     errors, cosines, total = [], [], None
     for got in gradients:
         along, square, apart = (float(x) for x in _products(got, true))
@@ -184,7 +184,7 @@ def _of_batch(gradients: Iterable[Any], true: Any, size: float) -> _OfBatch:
     count = len(errors)
     error = statistics.mean(errors)
     if count == 1:
-        return _OfBatch(error, error, cosines[0])
+        return _OfBatch(error, math.nan if draws else error, cosines[0])
     mean = jax.tree.map(lambda g: g / count, total)
     # The mean over a few keys has a variance, which is not bias.
     apart = float(_products(mean, true)[2]) / size

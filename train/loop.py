@@ -149,6 +149,8 @@ def with_sharding(x: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruc
 def train(run: Run, console: Console, stop: "StopSignal") -> int:
     """Trains to the last step, or until a signal asks to stop. Saves the run in both cases.
 
+    Releases the lock of the folder, on errors too.
+
     Returns:
       The last step done.
 
