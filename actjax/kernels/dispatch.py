@@ -10,6 +10,9 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AxisType
 
+from actjax._core.shards import can_split, is_partitioned, on_shards
+from actjax.kernels.format import QuantizedCode
+
 Implementation = Literal["reference", "pallas", "interpreted"]
 """`reference` is plain JAX, fused by XLA; `pallas` is compiled by Triton for an NVIDIA GPU;
 `interpreted` is the same program as `pallas`, run slowly by XLA on any device, for tests."""
@@ -45,22 +48,26 @@ class Kernel:
     a branch of `jax.lax.platform_dependent`, so that one trace can be lowered for any platform.
     Derivatives are those of the definition.
 
-    Where XLA partitions the program over devices, the default is the definition, because XLA would
-    gather the operands of a kernel: under `jax.set_mesh`, and for arrays with explicit shardings.
-    (Shardings over automatic axes without `jax.set_mesh` are not known during tracing.) The
-    definition is also the default within a `jax.shard_map` without `check_vma=False`.
+    Where XLA partitions the program over devices (under `jax.set_mesh`), each device computes the
+    kernel for its part of the arrays, as `dims` tells. A kernel that draws random numbers by their
+    place in the whole array is the definition there. So are all kernels for arrays with explicit
+    shardings, and within a `jax.shard_map` without `check_vma=False` or over some of the mesh axes.
+    (Shardings over automatic axes without `jax.set_mesh` are not known during tracing.)
 
     Attributes:
       name: name in messages.
       reference: the definition.
       pallas: the program: `pallas(*args, interpret, **options)`.
       refuses: returns why the program cannot take the arguments; None if it can.
+      dims: `dims(result, *args, **options)` returns the `Dims` of the arguments, a tuple, and those
+        of the result, whose shapes are given; None if parts cannot be computed apart.
     """
 
     name: str
     reference: Callable[..., Any]
     pallas: Callable[..., Any]
     refuses: Callable[..., str | None]
+    dims: Callable[..., tuple[tuple, Any] | None]
 
     def __call__(
         self, *args: Any, implementation: Implementation | None = None, **options: Any
@@ -78,7 +85,7 @@ class Kernel:
         _check(implementation)
         reference = functools.partial(self.reference, **options)
         asked = implementation or _asked.value
-        if asked == "reference" or (asked is None and _is_partitioned(args)):
+        if asked == "reference" or (asked is None and _is_bound(args)):
             return reference(*args)
         reason = self.refuses(*args, **options)
         if reason is not None:
@@ -92,18 +99,32 @@ class Kernel:
                 f"`implementation` 'pallas' of {self.name} is compiled for NVIDIA GPUs, and this"
                 " runs on a CPU: use 'interpreted' or 'reference'."
             )
-        run = functools.partial(_traced_once, self.pallas, tuple(sorted(options.items())))
-        if asked is None:
-            choose = functools.partial(
-                jax.lax.platform_dependent,
-                cuda=functools.partial(run, False),
-                default=reference,
-            )
-        else:
-            choose = functools.partial(run, asked == "interpreted")
+        choose = functools.partial(self._choose, asked, options)
+        if is_partitioned(args):
+            choose = self._on_shards(choose, reference, args, options)
         computed = jax.custom_jvp(choose)
         computed.defjvp(lambda primals, tangents: jax.jvp(reference, primals, tangents))
         return computed(*args)
+
+    def _choose(self, asked: Implementation | None, options: dict[str, Any], *args: Any) -> Any:
+        """Computes the function by the program, if it is asked for or fits the platform."""
+        run = functools.partial(_traced_once, self.pallas, tuple(sorted(options.items())))
+        if asked is not None:
+            return run(asked == "interpreted", *args)
+        reference = functools.partial(self.reference, **options)
+        if self.refuses(*args, **options) is not None:  # Part of an array that it can take.
+            return reference(*args)
+        cuda = functools.partial(run, False)
+        return jax.lax.platform_dependent(*args, cuda=cuda, default=reference)
+
+    def _on_shards(
+        self, choose: Callable, reference: Callable, args: tuple, options: dict[str, Any]
+    ) -> Callable:
+        """Returns the function for the parts of the arrays that each device holds."""
+        dims = self.dims(jax.eval_shape(reference, *args), *args, **options)
+        if dims is None or not can_split(args):
+            return reference
+        return lambda *args: on_shards(lambda *own: choose(*map(_of_part, own)), args, *dims)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
@@ -125,21 +146,20 @@ def _check(implementation: object) -> None:
         )
 
 
-def _is_partitioned(args: Any) -> bool:
-    """Returns whether XLA, and not the program, distributes the arrays over devices.
+def _of_part(x: Any) -> Any:
+    """Returns an argument whose static fields are those of a part."""
+    return x.of_part() if isinstance(x, QuantizedCode) else x
 
-    Also true within a `jax.shard_map` with `check_vma`, since kernels do not declare how their
-    results vary over devices.
+
+def _is_bound(args: Any) -> bool:
+    """Returns whether arrays are bound to devices in a way that a kernel does not declare.
+
+    These are explicit shardings, and a `jax.shard_map` with `check_vma`, where kernels would have
+    to say how their results vary over devices.
     """
+    if is_partitioned(args):
+        return not can_split(args)
     context = jax.sharding.get_abstract_mesh()
-    shardings = (getattr(jax.typeof(x), "sharding", None) for x in jax.tree.leaves(args))
-    meshes = [context, *(sharding.mesh for sharding in shardings if sharding is not None)]
-    if any(
-        size > 1 and kind != AxisType.Manual
-        for mesh in meshes
-        for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
-    ):
-        return True
     kinds = zip(context.axis_names, context.axis_types, strict=True)
     manual = next((name for name, kind in kinds if kind == AxisType.Manual), None)
     if manual is None:

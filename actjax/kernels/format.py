@@ -8,6 +8,9 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
+from actjax._core.shards import Dims
+from actjax.kernels.packing import PLANES
+
 Rounding = Literal["nearest", "stochastic", "dither"]
 Scaling = Literal["group", "channel"]
 Levels = Literal["uniform", "normal"]
@@ -69,6 +72,49 @@ class QuantizedCode:
     features: int = dataclasses.field(metadata={"static": True})
     dtype: Any = dataclasses.field(metadata={"static": True})
     format: Format = dataclasses.field(metadata={"static": True})
+
+    def dims(self, features: str | None = "features") -> "QuantizedCode":
+        """Returns the `Dims` of the arrays: tokens, and features if they are in whole groups.
+
+        Args:
+          features: name of the axis of features; None if it cannot be split.
+        """
+        if self.outliers is not None or not is_in_groups(self.features, self.format):
+            features = None
+        tokens = token_names(self.planes[0].ndim - 1)
+        by_token, by_sequence = Dims((*tokens, features)), Dims((*tokens[:-1], features))
+        by_group = by_token if self.format.scaling == "group" else Dims((features,))
+        given = {
+            "planes": tuple(by_token for _ in self.planes),
+            "offset": by_token,
+            "scale": by_group,
+            "centre": Dims((features,)),
+            "mean": by_sequence,
+            "spread": by_sequence,
+            "outliers": Dims((*tokens, None)),
+            "channels": Dims((None,)),
+            "seed": Dims((None,)),
+        }
+        given = {name: dims for name, dims in given.items() if getattr(self, name) is not None}
+        return dataclasses.replace(self, **given)
+
+    def of_part(self) -> "QuantizedCode":
+        """Returns the code of some whole groups, whose arrays this one holds, with `features`."""
+        if not is_in_groups(self.features, self.format):
+            return self
+        features = self.planes[0].shape[-1] * 8 // PLANES[self.format.bits][0]
+        return dataclasses.replace(self, features=features)
+
+
+def token_names(count: int) -> tuple[str, ...]:
+    """Returns the names of the axes before the features, for `Dims`."""
+    return tuple(f"tokens{i}" for i in range(count))
+
+
+def is_in_groups(features: int, format: Format) -> bool:
+    """Returns whether features are whole groups of whole bytes, which can be taken apart."""
+    bytes_are_whole = all(format.group * width % 8 == 0 for width in PLANES[format.bits])
+    return features % format.group == 0 and bytes_are_whole
 
 
 class Segment(NamedTuple):

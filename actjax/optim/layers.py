@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from actjax._core.paths import named_leaves
+from actjax._core.shards import is_partitioned
 from actjax._math.precision import row_major
 from actjax.low_rank import LowRank, is_low_rank
 
@@ -178,21 +179,11 @@ def put(tree: Any, layer: Any, i: jax.typing.ArrayLike) -> Any:
 
     def write(stack: jax.Array, y: jax.Array) -> jax.Array:
         written = jax.lax.dynamic_update_index_in_dim(stack, y.astype(stack.dtype), i, 0)
-        return written if _is_partitioned(stack) else row_major(written)
+        # XLA's partitioner replicates the operand of a layout constraint: each device would gather
+        # each stack whole, once for each layer. On one device it avoids copies of the stacks.
+        return written if is_partitioned(stack) else row_major(written)
 
     return jax.tree.map(write, tree, layer)
-
-
-def _is_partitioned(x: Any) -> bool:
-    """Returns whether the program may be partitioned over several devices.
-
-    XLA's partitioner replicates the operand of a layout constraint: each device would gather each
-    stack whole, once for each layer. On one device the constraint avoids copies of the stacks.
-
-    A mesh is visible here if `x` was placed on it before the call, or if `jax.set_mesh` set it. A
-    mesh that is named only in `in_shardings` of `jax.jit` is not visible.
-    """
-    return max(jax.typeof(x).sharding.mesh.size, jax.sharding.get_abstract_mesh().size) > 1
 
 
 def densify(gradient: Any) -> Any:

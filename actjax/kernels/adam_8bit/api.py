@@ -1,8 +1,12 @@
 """An update of Adam on moments in 8 bits, which are decoded in registers only."""
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
+from actjax._core.shards import Dims
 from actjax.kernels.adam_8bit import pallas, reference
 from actjax.kernels.blockwise import Blockwise
 from actjax.kernels.checks import check_floating, check_shape
@@ -68,4 +72,15 @@ def _refuses(
     return f"takes arrays that are not empty, got {grad.shape}" if grad.size == 0 else None
 
 
-KERNEL = Kernel("adam_8bit", reference.adam_8bit, pallas.adam_8bit, _refuses)
+def _dims(
+    result: Any, grad: jax.Array, mu: Blockwise, nu: Blockwise, corrections: jax.Array, **_: float
+) -> tuple[tuple, tuple[Dims, Blockwise, Blockwise]]:
+    rows = tuple(f"rows{i}" for i in range(grad.ndim - 1))
+    # Blocks must not cross devices.
+    columns = "columns" if grad.shape[-1] % mu.block == 0 and mu.block == nu.block else None
+    dims = Dims((*rows, columns))
+    moments = [dataclasses.replace(x, codes=dims, scales=dims) for x in (mu, nu)]
+    return (dims, *moments, Dims.whole(corrections)), (dims, *moments)
+
+
+KERNEL = Kernel("adam_8bit", reference.adam_8bit, pallas.adam_8bit, _refuses, _dims)

@@ -2,6 +2,7 @@
 
 import jax
 
+from actjax._core.shards import Dims
 from actjax.kernels import coded
 from actjax.kernels.dequantize import pallas, reference
 from actjax.kernels.dispatch import Implementation, Kernel
@@ -26,4 +27,10 @@ def _refuses(code: QuantizedCode) -> str | None:
     return coded.refuses([code.format], code.dtype, shape)
 
 
-KERNEL = Kernel("dequantize", reference.dequantize, pallas.dequantize, _refuses)
+def _dims(x: jax.Array, code: QuantizedCode) -> tuple[tuple, Dims] | None:
+    del x
+    dims = code.dims()
+    return None if code.seed is not None else ((dims,), dims.planes[0])
+
+
+KERNEL = Kernel("dequantize", reference.dequantize, pallas.dequantize, _refuses, _dims)

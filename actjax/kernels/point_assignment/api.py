@@ -1,10 +1,14 @@
 """The assignment of each token to the most similar point (PAMM, arXiv 2506.02939, section 3)."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
+from actjax._core.shards import Dims
 from actjax.kernels.checks import check_floating
 from actjax.kernels.dispatch import Implementation, Kernel
+from actjax.kernels.format import token_names
 from actjax.kernels.point_assignment import pallas, reference
 
 
@@ -53,4 +57,15 @@ def _refuses(x: jax.Array, points: jax.Array, *, tolerance: float) -> str | None
     return None
 
 
-KERNEL = Kernel("point_assignment", reference.point_assignment, pallas.point_assignment, _refuses)
+def _dims(
+    result: Any, x: jax.Array, points: jax.Array, *, tolerance: float
+) -> tuple[tuple, tuple[Dims, Dims, Dims]]:
+    del result, tolerance
+    tokens = token_names(x.ndim - 1)
+    by_token = Dims(tokens)
+    return (Dims((*tokens, None)), Dims.whole(points)), (by_token, by_token, by_token)
+
+
+KERNEL = Kernel(
+    "point_assignment", reference.point_assignment, pallas.point_assignment, _refuses, _dims
+)

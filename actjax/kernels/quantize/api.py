@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from actjax._core.shards import Dims
 from actjax.kernels import coded
 from actjax.kernels.balance import statistics_shape
 from actjax.kernels.checks import check_floating, check_shape
@@ -106,4 +107,35 @@ def _refuses(
     return coded.refuses([format], x.dtype, x.shape)
 
 
-KERNEL = Kernel("quantize", reference.quantize, pallas.quantize, _refuses)
+def _dims(
+    code: QuantizedCode,
+    x: jax.Array,
+    seed: jax.Array | None,
+    channels: jax.Array | None,
+    scale: jax.Array | None,
+    centre: jax.Array | None,
+    mean: jax.Array | None,
+    spread: jax.Array | None,
+    *,
+    format: Format,
+) -> tuple[tuple, QuantizedCode] | None:
+    del format
+    if seed is not None:
+        return None
+    result = code.dims()
+    tokens_and_features = result.planes[0]
+    *tokens, features = tokens_and_features.names
+    by_sequence = Dims((*tokens[:-1], features))
+    dims = (
+        tokens_and_features,
+        None,
+        None if channels is None else Dims((None,)),
+        None if scale is None else Dims((features,)),
+        None if centre is None else Dims((features,)),
+        None if mean is None else by_sequence,
+        None if spread is None else by_sequence,
+    )
+    return dims, result
+
+
+KERNEL = Kernel("quantize", reference.quantize, pallas.quantize, _refuses, _dims)

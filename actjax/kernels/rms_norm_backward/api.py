@@ -1,11 +1,16 @@
 """The backward pass of RMS normalisation from its input or a code of it."""
 
+import dataclasses
+from typing import Any
+
 import jax
 
+from actjax._core.shards import Dims
+from actjax._math.precision import accumulation_dtype
 from actjax.kernels import coded
 from actjax.kernels.checks import check_code, check_floating, check_shape
 from actjax.kernels.dispatch import Implementation, Kernel
-from actjax.kernels.format import QuantizedCode
+from actjax.kernels.format import QuantizedCode, token_names
 from actjax.kernels.rms_norm_backward import pallas, reference
 
 
@@ -45,7 +50,12 @@ def rms_norm_backward(
     else:
         check_shape("rms_norm_backward", "x", x, dy.shape)
     check_shape("rms_norm_backward", "scale", scale, dy.shape[-1:])
-    return KERNEL(x, scale, dy, eps=eps, with_value=with_value, implementation=implementation)
+    # The gradient of `scale` is rounded once, after the sums of all devices are added up.
+    wide = scale.astype(accumulation_dtype(dy.dtype))
+    value, dx, dscale = KERNEL(
+        x, wide, dy, eps=eps, with_value=with_value, implementation=implementation
+    )
+    return value, dx, dscale.astype(scale.dtype)
 
 
 def _refuses(
@@ -65,6 +75,18 @@ def _refuses(
     return coded.refuses_operand(x, dy.shape)
 
 
+def _dims(
+    result: Any, x: QuantizedCode | jax.Array, scale: jax.Array, dy: jax.Array, **options: Any
+) -> tuple[tuple, tuple] | None:
+    del options
+    if isinstance(x, QuantizedCode) and x.seed is not None:
+        return None
+    rows = Dims((*token_names(dy.ndim - 1), None))
+    of_x = x.dims(features=None) if isinstance(x, QuantizedCode) else rows
+    sums = dataclasses.replace(Dims.whole(scale), summed=True)
+    return (of_x, Dims.whole(scale), rows), (None if result[0] is None else rows, rows, sums)
+
+
 KERNEL = Kernel(
-    "rms_norm_backward", reference.rms_norm_backward, pallas.rms_norm_backward, _refuses
+    "rms_norm_backward", reference.rms_norm_backward, pallas.rms_norm_backward, _refuses, _dims
 )

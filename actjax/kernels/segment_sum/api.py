@@ -3,8 +3,10 @@
 import jax
 import jax.numpy as jnp
 
+from actjax._core.shards import Dims
 from actjax.kernels.checks import check_floating, check_shape
 from actjax.kernels.dispatch import Implementation, Kernel
+from actjax.kernels.format import token_names
 from actjax.kernels.segment_sum import pallas, reference
 
 
@@ -50,6 +52,15 @@ def _refuses(index: jax.Array, scale: jax.Array, values: jax.Array, *, segments:
     return None
 
 
+def _dims(
+    result: jax.Array, index: jax.Array, scale: jax.Array, values: jax.Array, *, segments: int
+) -> tuple[tuple, Dims]:
+    del result, scale, segments
+    tokens = token_names(index.ndim)
+    by_token, of_values = Dims(tokens), Dims((*tokens, "features"))
+    return (by_token, by_token, of_values), Dims((None, "features"), summed=True)
+
+
 KERNEL = Kernel(
-    "scaled_segment_sum", reference.scaled_segment_sum, pallas.scaled_segment_sum, _refuses
+    "scaled_segment_sum", reference.scaled_segment_sum, pallas.scaled_segment_sum, _refuses, _dims
 )

@@ -1,5 +1,7 @@
 """The backward pass of SwiGLU from codes of its inputs, which are decoded in registers only."""
 
+from typing import Any
+
 import jax
 
 from actjax.kernels import coded
@@ -55,4 +57,21 @@ def _refuses(
     return next((reason for reason in reasons if reason is not None), None)
 
 
-KERNEL = Kernel("swiglu_backward", reference.swiglu_backward, pallas.swiglu_backward, _refuses)
+def _dims(
+    result: Any, gate: QuantizedCode, up: QuantizedCode, dy: jax.Array, *, with_value: bool
+) -> tuple[tuple, tuple] | None:
+    del dy, with_value
+    if gate.seed is not None or up.seed is not None:
+        return None
+    codes = gate.dims(), up.dims()
+    # Both or neither: groups may differ, and only one of the two may have outliers.
+    names = {code.planes[0] for code in codes}
+    if len(names) > 1:
+        codes = gate.dims(features=None), up.dims(features=None)
+    rows = codes[0].planes[0]
+    return (*codes, rows), (None if result[0] is None else rows, rows, rows)
+
+
+KERNEL = Kernel(
+    "swiglu_backward", reference.swiglu_backward, pallas.swiglu_backward, _refuses, _dims
+)

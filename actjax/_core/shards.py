@@ -1,0 +1,237 @@
+"""Functions that each device computes on its own part of the arrays.
+
+XLA partitions a program over devices one operation at a time. It cannot see into a kernel, and it
+cuts a loop over chunks of tokens so that each chunk crosses devices. Such a function says here
+which axes may be split, and XLA calls it with the parts that a device holds.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.custom_partitioning import (
+    CompoundFactor,
+    SdyShardingRule,
+    custom_partitioning,
+)
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Dims:
+    """Names of the axes of an array. Axes of one name are split alike.
+
+    They may differ in size, such as the features of an activation and its scales, one for each 32
+    features: then each size must be a multiple of the next smaller one.
+
+    Attributes:
+      names: of the axes; None for an axis that every device needs whole.
+      summed: whether results of the parts are added up, for a result without the axes that are
+        split.
+    """
+
+    names: tuple[str | None, ...]
+    summed: bool = False
+
+    @classmethod
+    def whole(cls, x: Any) -> "Dims":
+        """Returns the names of an array that every device needs whole."""
+        return cls((None,) * x.ndim)
+
+
+def is_partitioned(args: Any) -> bool:
+    """Returns whether XLA, and not the program, distributes arrays over devices.
+
+    A mesh is visible here if an array was placed on it before the call, or if `jax.set_mesh` set
+    it. A mesh that is named only in `in_shardings` of `jax.jit` is not visible.
+    """
+    return any(kind != AxisType.Manual for kind in _kinds(args))
+
+
+def _kinds(args: Any) -> set[AxisType]:
+    """Returns the kinds of the mesh axes of several devices."""
+    shardings = (getattr(jax.typeof(x), "sharding", None) for x in jax.tree.leaves(args))
+    meshes = [jax.sharding.get_abstract_mesh(), *(s.mesh for s in shardings if s is not None)]
+    return {
+        kind
+        for mesh in meshes
+        for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+        if size > 1
+    }
+
+
+def can_split(args: Any) -> bool:
+    """Returns whether `on_shards` computes on parts: if XLA distributes over all mesh axes."""
+    return _kinds(args) == {AxisType.Auto}
+
+
+def on_shards(
+    function: Callable[..., Any], args: Sequence[Any], inputs: Sequence[Any], outputs: Any
+) -> Any:
+    """Returns `function(*args)`, computed on the parts of the arrays that each device holds.
+
+    Args:
+      function: from pytrees of arrays to a pytree of arrays. It is called with whole arrays and
+        with parts.
+      args: its arguments.
+      inputs: `Dims` of each array in `args`, in its structure.
+      outputs: `Dims` of each result, in their structure.
+    """
+    leaves, treedef = jax.tree.flatten(tuple(args))
+    names_in, names_out = treedef.flatten_up_to(tuple(inputs)), jax.tree.leaves(outputs)
+
+    def flat(*leaves: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(jax.tree.leaves(function(*jax.tree.unflatten(treedef, leaves))))
+
+    results = _split(flat, names_in, names_out, leaves)(*leaves)
+    return jax.tree.unflatten(jax.tree.structure(outputs), results)
+
+
+def _split(
+    flat: Callable[..., tuple[jax.Array, ...]],
+    inputs: Sequence[Dims],
+    outputs: Sequence[Dims],
+    leaves: Sequence[jax.Array],
+) -> Callable[..., tuple[jax.Array, ...]]:
+    """Returns the function with a rule for XLA's partitioner."""
+    traced = jax.make_jaxpr(flat)(*leaves)
+    arrays = [*zip(inputs, leaves, strict=True), *zip(outputs, traced.out_avals, strict=True)]
+    sizes = _sizes(arrays)
+    # `custom_partitioning` takes no function with constants.
+    constants = traced.consts
+
+    def whole(*args: jax.Array) -> tuple[jax.Array, ...]:
+        own = args[: len(leaves)]
+        return tuple(jax.core.eval_jaxpr(traced.jaxpr, args[len(leaves) :], *own))
+
+    apart = custom_partitioning(whole)
+    inputs = [*inputs, *(Dims((None,) * np.ndim(x)) for x in constants)]
+    forms = [*leaves, *constants]
+    apart.def_partition(
+        partition=functools.partial(_partition, flat, len(leaves), inputs, outputs, sizes),
+        sharding_rule=_rule(inputs, outputs, forms, traced.out_avals, sizes),
+    )
+    # JAX has no rule for the axis of a `vmap` here: XLA then partitions the function as it can.
+    split = jax.custom_batching.custom_vmap(lambda *leaves: tuple(apart(*leaves, *constants)))
+    split.def_vmap(functools.partial(_batched, flat))
+    return split
+
+
+def _batched(flat: Callable, size: int, batched: Sequence[bool], *leaves: jax.Array) -> Any:
+    in_axes = tuple(0 if is_batched else None for is_batched in batched)
+    result = jax.vmap(flat, in_axes, axis_size=size)(*leaves)
+    return result, (True,) * len(result)
+
+
+def _sizes(arrays: Iterable[tuple[Dims, Any]]) -> dict[str, tuple[int, ...]]:
+    """Returns the sizes of each axis, the largest first. One that cannot be split is left out."""
+    found: dict[str, set[int]] = {}
+    for dims, x in arrays:
+        for name, size in zip(dims.names, x.shape, strict=True):
+            if name is not None:
+                found.setdefault(name, set()).add(size)
+    sizes = {name: tuple(sorted(of_name, reverse=True)) for name, of_name in found.items()}
+    return {
+        name: chain
+        for name, chain in sizes.items()
+        if all(small and not large % small for large, small in itertools.pairwise(chain))
+    }
+
+
+def _rule(inputs, outputs, forms, results, sizes: Mapping[str, tuple[int, ...]]) -> SdyShardingRule:
+    """Returns what XLA must know to propagate shardings through the function."""
+    factors: dict[str, int] = {}
+    unsplit = itertools.count()
+
+    def factor_of(name: str | None, size: int) -> Any:
+        if name not in sizes:
+            return f"whole{next(unsplit)}"
+        # Axes of 64 features and of 2 groups of these are 2 * 32 and 2: they share a factor.
+        chain = sizes[name][::-1]
+        used = [f"{name}_{i}" for i in range(chain.index(size) + 1)]
+        factors.update({used[i]: chain[i] // chain[i - 1] for i in range(1, len(used))})
+        return used[0] if len(used) == 1 else CompoundFactor(*used)
+
+    def mapping(dims: Dims, x: Any) -> tuple[Any, ...]:
+        return tuple(map(factor_of, dims.names, np.shape(x)))
+
+    return SdyShardingRule(
+        tuple(map(mapping, inputs, forms)), tuple(map(mapping, outputs, results)), **factors
+    )
+
+
+def _partition(flat, count, inputs, outputs, sizes, mesh, arg_shapes, result_shapes) -> Any:
+    """Returns the function of the parts, and how arguments and results are split.
+
+    Arguments after the first `count` are constants, which `flat` has already.
+    """
+    suggested = [*arg_shapes, *result_shapes]
+    axes = _axes_of_names((*inputs, *outputs), suggested, sizes, mesh)
+    sums = [_sum_over(dims, axes, x, mesh) for dims, x in zip(outputs, result_shapes, strict=True)]
+
+    def of_parts(*leaves: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(add(x) for (add, _), x in zip(sums, flat(*leaves[:count]), strict=True))
+
+    def sharding(dims: Dims) -> NamedSharding:
+        return NamedSharding(mesh, PartitionSpec(*(axes.get(name) or None for name in dims.names)))
+
+    in_shardings = tuple(map(sharding, inputs))
+    out_shardings = tuple(
+        sharding(dims) if scattered is None else NamedSharding(mesh, scattered)
+        for dims, (_, scattered) in zip(outputs, sums, strict=True)
+    )
+    return mesh, of_parts, out_shardings, in_shardings
+
+
+def _axes_of_names(dims, arrays, sizes, mesh) -> dict[str | None, tuple[str, ...]]:
+    """Returns the mesh axes that each named axis is split over: those of the first array split."""
+    axes: dict[str | None, tuple[str, ...]] = {}
+    for one, x in zip(dims, arrays, strict=True):
+        for name, entry in zip(one.names, _entries(x), strict=True):
+            if name not in sizes or axes.get(name):
+                continue
+            used = set(itertools.chain(*axes.values()))
+            kept = [axis for axis in entry if axis not in used]
+            while kept and sizes[name][-1] % math.prod(mesh.shape[axis] for axis in kept):
+                kept.pop()
+            axes[name] = tuple(kept)
+    return axes
+
+
+def _entries(x: Any) -> list[tuple[str, ...]]:
+    """Returns the mesh axes of each axis of an array."""
+    spec = [*x.sharding.spec, *[None] * (x.ndim - len(x.sharding.spec))]
+    return [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
+
+
+def _sum_over(dims: Dims, axes, suggested, mesh) -> tuple[Callable, PartitionSpec | None]:
+    """Returns a function that adds up the results of the parts, and how the sum is split.
+
+    A sum that XLA wants split over the same devices is split at once, which moves half the bytes.
+    """
+    over = tuple(
+        dict.fromkeys(a for name, of in axes.items() if name not in dims.names for a in of)
+    )
+    if not dims.summed or not over:
+        return lambda x: x, None
+    spec: list[Any] = [axes.get(name) or None for name in dims.names]
+    left, scatter = list(over), None
+    for i, entry in enumerate(_entries(suggested)):
+        taken = tuple(axis for axis in entry if axis in left)
+        count = math.prod(mesh.shape[axis] for axis in taken)
+        if taken and spec[i] is None and not suggested.shape[i] % count:
+            spec[i], scatter = taken, (i, taken)
+            left = [axis for axis in left if axis not in taken]
+            break
+
+    def add(x: jax.Array) -> jax.Array:
+        if scatter is not None:
+            x = jax.lax.psum_scatter(x, scatter[1], scatter_dimension=scatter[0], tiled=True)
+        return jax.lax.psum(x, tuple(left)) if left else x
+
+    return add, PartitionSpec(*spec)

@@ -1,0 +1,103 @@
+"""Bytes that devices exchange in a step, read from the compiled program."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+
+_OPERATION = re.compile(rf"= (.*?) ({'|'.join(KINDS)})(-start)?\(")
+_SHAPE = re.compile(r"([a-z]+)(\d*)(?:e\d\w*)?\[([\d,]*)\]")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_CALLED = re.compile(r"(?:body|calls|true_computation|false_computation)=(%[\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """A collective operation of a program.
+
+    Attributes:
+      kind: one of `KINDS`.
+      shapes: of the results, in the notation of XLA.
+      bytes: of one device, in one execution: what it holds after an all-gather, what it gives to a
+        reduce-scatter, and the size of the array for the others.
+      times: executions in a step. Each branch of a condition counts.
+      asynchronous: whether the program does other work before it waits for the result.
+    """
+
+    kind: str
+    shapes: str
+    bytes: int
+    times: int
+    asynchronous: bool = False
+
+    @property
+    def total(self) -> int:
+        """Bytes of all executions."""
+        return self.bytes * self.times
+
+
+def collectives(program: str) -> list[Collective]:
+    """Returns the collective operations of a program.
+
+    Args:
+      program: text of an optimized HLO module.
+    """
+    bodies, name, entry = {}, "", ""
+    for line in program.splitlines():
+        if line and not line.startswith((" ", "}")):
+            name = line.removeprefix("ENTRY ").split(" ")[0]
+            entry = name if line.startswith("ENTRY ") else entry
+            bodies[name] = []
+        elif name:
+            bodies[name].append(line)
+    return list(_collectives(bodies, entry, 1))
+
+
+def bytes_by_kind(found: list[Collective]) -> dict[str, int]:
+    """Returns the bytes that a device exchanges in a step, by kind; zeros included."""
+    return {kind: sum(c.total for c in found if c.kind == kind) for kind in KINDS}
+
+
+def _collectives(bodies: dict[str, list[str]], name: str, times: int) -> Iterator[Collective]:
+    for line in bodies[name]:
+        if found := _OPERATION.search(line):
+            kind, started = found[2], bool(found[3])
+            size = _bytes_of(kind, found[1], line, started=started)
+            yield Collective(kind, found[1], size, times, started)
+        trips = _TRIPS.search(line)
+        called = _CALLED.findall(line)
+        if branches := _BRANCHES.search(line):
+            called += re.findall(r"%[\w.\-]+", branches[1])
+        for body in called:
+            yield from _collectives(bodies, body, times * (int(trips[1]) if trips else 1))
+
+
+def _bytes_of(kind: str, shapes: str, line: str, *, started: bool) -> int:
+    sizes = [_size(*found) for found in _SHAPE.findall(shapes)]
+    if started and kind in ("all-gather", "reduce-scatter", "all-to-all", "collective-permute"):
+        # Operands, then results of the same number; some kinds end in a context of a few bytes.
+        count = len(sizes) // 2
+        operands, results = sum(sizes[:count]), sum(sizes[count : 2 * count])
+        return max(operands, results)
+    return sum(sizes) * (_group_size(line) if kind == "reduce-scatter" else 1)
+
+
+def _size(_: str, bits: str, dims: str) -> int:
+    # A `pred` has no number of bits in its name, and takes a byte.
+    return max(1, int(bits or 8) // 8) * math.prod(int(n) for n in dims.split(",") if n)
+
+
+def _group_size(line: str) -> int:
+    """Returns the number of devices that take part in each group of a collective operation."""
+    if found := re.search(r"replica_groups=\[(\d+),(\d+)\]", line):
+        return int(found[2])
+    if found := re.search(r"replica_groups=\{\{([\d,]*)\}", line):
+        return found[1].count(",") + 1
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", line):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
+        axes = re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", found[2])
+        return math.prod(int(part or sizes[axis]) for axis, _, part in axes)
+    raise ValueError(f"the groups of a collective operation are in an unknown form: {line.strip()}")
