@@ -19,7 +19,7 @@ from jax.experimental.custom_partitioning import (
     SdyShardingRule,
     custom_partitioning,
 )
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +31,7 @@ class Dims:
 
     Attributes:
       names: of the axes; None for an axis that every device needs whole.
-      summed: whether results of the parts are added up, for a result without the axes that are
-        split.
+      summed: whether the results of the parts are added up: that of a part lacks the others.
     """
 
     names: tuple[str | None, ...]
@@ -114,6 +113,8 @@ def _split(
     forms = [*leaves, *constants]
     apart.def_partition(
         partition=functools.partial(_partition, flat, len(leaves), inputs, outputs, sizes),
+        # JAX cannot decode a sharding over part of a mesh axis. `_entries` can.
+        decode_shardings=False,
         sharding_rule=_rule(inputs, outputs, forms, traced.out_avals, sizes),
     )
     # JAX has no rule for the axis of a `vmap` here: XLA then partitions the function as it can.
@@ -192,7 +193,7 @@ def _axes_of_names(dims, arrays, sizes, mesh) -> dict[str | None, tuple[str, ...
     """Returns the mesh axes that each named axis is split over: those of the first array split."""
     axes: dict[str | None, tuple[str, ...]] = {}
     for one, x in zip(dims, arrays, strict=True):
-        for name, entry in zip(one.names, _entries(x), strict=True):
+        for name, entry in zip(one.names, _entries(x, mesh), strict=True):
             if name not in sizes or axes.get(name):
                 continue
             used = set(itertools.chain(*axes.values()))
@@ -203,10 +204,32 @@ def _axes_of_names(dims, arrays, sizes, mesh) -> dict[str | None, tuple[str, ...
     return axes
 
 
-def _entries(x: Any) -> list[tuple[str, ...]]:
-    """Returns the mesh axes of each axis of an array."""
-    spec = [*x.sharding.spec, *[None] * (x.ndim - len(x.sharding.spec))]
-    return [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
+def _entries(x: Any, mesh: Mesh) -> list[tuple[str, ...]]:
+    """Returns the mesh axes that each axis of an array is split over.
+
+    None for an axis that is split unevenly, or over a part of a mesh axis.
+    """
+    if x.sharding.is_fully_replicated:
+        return [()] * x.ndim
+    try:
+        indices = x.sharding.devices_indices_map(x.shape)
+    except ValueError:  # An uneven split.
+        return [()] * x.ndim
+    return [_axes_of([indices[d][i].start or 0 for d in mesh.devices.flat], mesh)
+            for i in range(x.ndim)]  # fmt: skip
+
+
+def _axes_of(starts: list[int], mesh: Mesh) -> tuple[str, ...]:
+    """Returns the mesh axes along which parts begin elsewhere, the slowest first."""
+    places = np.reshape(starts, mesh.devices.shape)
+    steps = {}
+    for i, axis in enumerate(mesh.axis_names):
+        differences = np.diff(places, axis=i)
+        if differences.any():
+            steps[axis] = int(np.abs(differences).max())
+    axes = tuple(sorted(steps, key=lambda axis: -steps[axis]))
+    is_whole = len(set(starts)) == math.prod(mesh.shape[axis] for axis in axes)
+    return axes if is_whole else ()
 
 
 def _sum_over(dims: Dims, axes, suggested, mesh) -> tuple[Callable, PartitionSpec | None]:
@@ -221,7 +244,7 @@ def _sum_over(dims: Dims, axes, suggested, mesh) -> tuple[Callable, PartitionSpe
         return lambda x: x, None
     spec: list[Any] = [axes.get(name) or None for name in dims.names]
     left, scatter = list(over), None
-    for i, entry in enumerate(_entries(suggested)):
+    for i, entry in enumerate(_entries(suggested, mesh)):
         taken = tuple(axis for axis in entry if axis in left)
         count = math.prod(mesh.shape[axis] for axis in taken)
         if taken and spec[i] is None and not suggested.shape[i] % count:

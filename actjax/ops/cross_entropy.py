@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from actjax._core.checks import check_floating
+from actjax._core.shards import Dims, can_split, on_shards
 from actjax._core.tags import keep_output
 from actjax._math.precision import (
     accumulation_dtype,
@@ -105,14 +106,43 @@ def _cross_entropy(
     labels: jax.Array,
     weights: jax.Array,
 ) -> jax.Array:
-    def add_chunk(total, slices):
-        h, label, weight = slices
-        loss, _, _ = _chunk_loss(options.z_loss, h, head, label, weight)
-        return total + loss, None
+    def add_up(hidden, head, labels, weights):
+        def add_chunk(total, slices):
+            h, label, weight = slices
+            loss, _, _ = _chunk_loss(options.z_loss, h, head, label, weight)
+            return total + loss, None
 
-    zero = jnp.zeros((), weights.dtype)
-    total = _over_chunks(add_chunk, zero, options.chunk, hidden, labels, weights)[0]
+        zero = jnp.zeros((), weights.dtype)
+        return _over_chunks(add_chunk, zero, options.chunk, hidden, labels, weights)[0]
+
+    total = _on_tokens(add_up, hidden, head, labels, weights, lambda _: _SUM)
     return total * _inverse_sum(weights)
+
+
+_SUM = Dims((), summed=True)
+
+
+def _on_tokens(function, hidden, head, labels, weights, outputs) -> Any:
+    """Returns a function of tokens and the head, each device taking its own tokens.
+
+    XLA would cut the loop over chunks so that each chunk is gathered from all devices. Here the
+    head is gathered once, and the gradient of the head added up once, after the loop.
+
+    Args:
+      function: from hidden states, head, labels and weights to results.
+      hidden: as for `cross_entropy`.
+      head: as for `cross_entropy`.
+      labels: as for `cross_entropy`.
+      weights: of the tokens.
+      outputs: from the `Dims` of `hidden` to those of the results.
+    """
+    args = (hidden, head, labels, weights)
+    if not can_split(args):
+        return function(*args)
+    tokens = Dims(tuple(f"tokens{i}" for i in range(labels.ndim)))
+    of_hidden = Dims((*tokens.names, None))
+    inputs = (of_hidden, Dims.whole(head), tokens, tokens)
+    return on_shards(function, args, inputs, outputs(of_hidden))
 
 
 def _inverse_sum(weights: jax.Array) -> jax.Array:
@@ -128,6 +158,7 @@ def _over_chunks(body, carry, chunk, hidden, labels, weights) -> tuple[Any, Any]
     features = hidden.shape[-1]
     arrays = (hidden.reshape(-1, features), labels.reshape(-1), weights.reshape(-1))
     tokens = labels.size
+    chunk = min(chunk, tokens)
     whole = tokens - tokens % chunk
     stacked = [x[:whole].reshape(-1, chunk, *x.shape[1:]) for x in arrays]
     carry, ys = jax.lax.scan(body, carry, tuple(stacked))
@@ -150,7 +181,29 @@ def _chunk_loss(z_loss, h, head, label, weight):
 
 
 def _cross_entropy_fwd(options, hidden, head, labels, weights):
-    z_loss, name = options.z_loss, options.name
+    name = options.name
+
+    def outputs(of_hidden: Dims) -> tuple:
+        of_head = Dims((None, None), summed=True) if options.with_head else None
+        return _SUM, of_head, of_hidden
+
+    with jax.named_scope("actjax.cross_entropy"):
+        sums = functools.partial(_sums_and_gradients, options)
+        total, dhead, dhidden = _on_tokens(sums, hidden, head, labels, weights, outputs)
+        inverse = _inverse_sum(weights)
+        inverse = keep_output(inverse, "cross_entropy", f"{name} inverse sum of mask".strip())
+        dhidden = keep_output(dhidden, "cross_entropy", f"{name} gradient of hidden".strip())
+        if dhead is not None:
+            dhead = (dhead * inverse).astype(head.dtype)
+            dhead = keep_output(dhead, "cross_entropy", f"{name} gradient of head".strip())
+    # `dhidden` is the gradient of the sum over tokens, whose entries are not small. The gradient of
+    # the mean would underflow in float16, and no scaling of the loss could restore it.
+    return total * inverse, (dhidden, dhead, inverse)
+
+
+def _sums_and_gradients(options, hidden, head, labels, weights) -> tuple[Any, Any, Any]:
+    """Returns the weighted sum of the losses, and its gradients of the head and of `hidden`."""
+    z_loss = options.z_loss
 
     def add_chunk(carry, slices):
         total, dhead = carry
@@ -165,22 +218,11 @@ def _cross_entropy_fwd(options, hidden, head, labels, weights):
             dhead += contract_tokens(h, dlogits)
         return (total + loss, dhead), dh
 
-    with jax.named_scope("actjax.cross_entropy"):
-        wide = accumulation_dtype(hidden.dtype)
-        dhead = jnp.zeros(head.shape, wide) if options.with_head else None
-        carry = (jnp.zeros((), weights.dtype), dhead)
-        (total, dhead), dhidden = _over_chunks(
-            add_chunk, carry, options.chunk, hidden, labels, weights
-        )
-        inverse = _inverse_sum(weights)
-        inverse = keep_output(inverse, "cross_entropy", f"{name} inverse sum of mask".strip())
-        dhidden = keep_output(dhidden, "cross_entropy", f"{name} gradient of hidden".strip())
-        if dhead is not None:
-            dhead = (dhead * inverse).astype(head.dtype)
-            dhead = keep_output(dhead, "cross_entropy", f"{name} gradient of head".strip())
-    # `dhidden` is the gradient of the sum over tokens, whose entries are not small. The gradient of
-    # the mean would underflow in float16, and no scaling of the loss could restore it.
-    return total * inverse, (dhidden, dhead, inverse)
+    wide = accumulation_dtype(hidden.dtype)
+    dhead = jnp.zeros(head.shape, wide) if options.with_head else None
+    carry = (jnp.zeros((), weights.dtype), dhead)
+    (total, dhead), dhidden = _over_chunks(add_chunk, carry, options.chunk, hidden, labels, weights)
+    return total, dhead, dhidden
 
 
 def _cross_entropy_bwd(options, residuals, dloss):
