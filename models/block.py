@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec
 
 import actjax
 from models.config import ModelConfig
 from models.rope import Tables, rope_tables
+from models.sharding import split_features, split_residual
 from models.storage import SITES, Storage
 
 Keys = jax.Array | Mapping[str, jax.Array]
@@ -140,13 +140,13 @@ class Block(nnx.Module):
             key = {site: jax.random.fold_in(key, i) for i, site in enumerate(SITES)}
 
         def visit_split(site: str, y: Any) -> Any:
-            return visit(site, split_over_batch(y) if site in _LINEAR_OUTPUTS else y)
+            return visit(site, split_features(y) if site in _LINEAR_OUTPUTS else y)
 
         def attend(q: Any, k: Any, v: Any) -> tuple[jax.Array, None]:
             recompute = recompute_attention or not isinstance(storage.attention_out, actjax.Exact)
             return self._attend(q, k, v, positions, config, storage, key, visit, recompute), None
 
-        return split_over_batch(self.run(x, attend, config, storage, key, visit_split)[0])
+        return split_residual(self.run(x, attend, config, storage, key, visit_split)[0])
 
     def run(
         self,
@@ -267,18 +267,3 @@ def _norm_linear(
 def normal(key: jax.Array, shape: tuple[int, ...], std: float, dtype: jnp.dtype) -> nnx.Param:
     """Returns a parameter drawn from a normal distribution."""
     return nnx.Param((std * jax.random.normal(key, shape, jnp.float32)).astype(dtype))
-
-
-def split_over_batch(x: Any) -> Any:
-    """Keeps an activation, [B, ...], split over sequences under a mesh with an axis `fsdp`.
-
-    Weights are split over the same axis. XLA could gather activations instead of weights; with this
-    constraint it gathers the weights of one layer at a time.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or "fsdp" not in mesh.axis_names:
-        return x
-    split = functools.partial(jax.lax.with_sharding_constraint, shardings=PartitionSpec("fsdp"))
-    if isinstance(x, actjax.LowRankSum):
-        return dataclasses.replace(x, base=split(x.base), left=split(x.left))
-    return split(x)

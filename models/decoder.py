@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 import actjax
-from models.block import Block, Keys, Positions, normal, split_over_batch
+from models.block import Block, Keys, Positions, normal
 from models.config import ModelConfig
+from models.embedding import embed
 from models.layers import check_key, layer_function, layer_keys
 from models.storage import Storage, StorageChoice
 
@@ -64,9 +65,7 @@ class Decoder(nnx.Module):
         The embedding of a token outside the vocabulary, such as -1, is zero, and so are its
         activations in all layers without biases: padding that codes spend nothing on.
         """
-        rows = self.embedding[...].at[tokens]
-        x = rows.get(mode="fill", fill_value=0, wrap_negative_indices=False)
-        return split_over_batch(x.astype(compute_dtype))
+        return embed(self.embedding[...], tokens).astype(compute_dtype)
 
     def run_layers(
         self,

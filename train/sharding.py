@@ -1,14 +1,15 @@
-"""Sharding of arrays: fully sharded data parallelism over one axis of devices."""
+"""Meshes of devices, and how the arrays of a training state are divided over them."""
 
+import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-AXES = ("fsdp",)
+from actjax.kernels.blockwise import Blockwise, is_blockwise
+from models.sharding import AXES, BATCH, RULES, Entry, Rules, axes_of, rule_of
 
 
 def make_mesh(text: str) -> Mesh:
@@ -17,15 +18,7 @@ def make_mesh(text: str) -> Mesh:
     Raises:
       ValueError: a malformed description, an unknown axis, or more devices than there are.
     """
-    sizes = dict.fromkeys(AXES, 1)
-    for part in filter(None, text.replace(" ", "").split(",")):
-        axis, _, size = part.partition("=")
-        if axis not in sizes or not size.isdigit() or int(size) < 1:
-            raise ValueError(
-                f"`--mesh` {text!r}: {part!r} is not AXIS=SIZE with axis {', '.join(AXES)} and a"
-                " size of at least 1, for example fsdp=4."
-            )
-        sizes[axis] = int(size)
+    sizes = mesh_sizes(text)
     count, devices = math.prod(sizes.values()), jax.devices()
     if count > len(devices):
         raise ValueError(
@@ -33,36 +26,97 @@ def make_mesh(text: str) -> Mesh:
             f" ({devices[0].platform}). To simulate them on a CPU, set"
             f" XLA_FLAGS=--xla_force_host_platform_device_count={count}."
         )
-    return Mesh(np.array(devices[:count]).reshape(tuple(sizes.values())), AXES)
+    return mesh_of(sizes, devices[:count])
+
+
+def mesh_of(sizes: dict[str, int], devices: Any) -> Mesh:
+    """Returns the mesh of some devices, with all axes. The last axes join neighbours."""
+    return Mesh(np.array(devices).reshape(tuple(sizes.values())), tuple(sizes))
+
+
+def mesh_sizes(text: str) -> dict[str, int]:
+    """Returns the size of every axis of a description such as "fsdp=4,tensor=2".
+
+    Raises:
+      ValueError: a malformed description, an unknown axis, or one that is named twice.
+    """
+    sizes: dict[str, int] = {}
+    for part in filter(None, text.replace(" ", "").split(",")):
+        axis, _, size = part.partition("=")
+        if axis not in AXES or not size.isdecimal() or int(size) < 1:
+            raise ValueError(
+                f"`--mesh` {text!r}: {part!r} is not AXIS=SIZE with axis {', '.join(AXES)} and a"
+                " size of at least 1, for example fsdp=4."
+            )
+        if axis in sizes:
+            raise ValueError(f"`--mesh` {text!r} names {axis} twice: give each axis once.")
+        sizes[axis] = int(size)
+    return {axis: sizes.get(axis, 1) for axis in AXES}
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of a batch [B, ...] over its sequences."""
-    return NamedSharding(mesh, PartitionSpec("fsdp"))
+    """Returns the sharding of a batch [B, S] over its sequences, and each sequence over `seq`."""
+    return NamedSharding(mesh, PartitionSpec(_present(BATCH, mesh), _present("seq", mesh)))
 
 
-def state_shardings(state: Any, mesh: Mesh) -> Any:
+def state_shardings(state: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
     """Returns a sharding for each array of a training state (or of its shapes).
 
-    An array is sharded along its largest axis whose size is a multiple of the number of devices,
-    but not along the axis of stacked layers: every device needs a slice of each layer. Arrays
-    without such an axis, such as scalars, are replicated.
+    Weights are divided as `rules` say, and so are optimizer states, whose paths contain those of
+    the weights. What no rule places on `fsdp` is divided over it along the first axis of a size
+    that is a multiple, but not along the axis of stacked layers: every device needs a part of each
+    layer. Arrays without such an axis, such as scalars, are replicated.
+
+    Args:
+      state: arrays or shapes.
+      mesh: the devices.
+      rules: how weights are divided.
     """
-    return jax.tree_util.tree_map_with_path(_sharding_of(mesh), state)
+
+    def sharding(path: tuple, leaf: Any) -> Any:
+        names = [entry_name(entry) for entry in path]
+        rule, stacked = rule_of(".".join(names), rules), "layers" in names
+        if not isinstance(leaf, Blockwise):
+            return NamedSharding(mesh, _spec(leaf.shape, rule, mesh, stacked))
+        # Codes and scales are divided alike, and no block crosses devices.
+        whole = leaf.codes.shape[-1] % leaf.block == 0
+        shape = leaf.scales.shape if whole else (*leaf.codes.shape[:-1], 1)
+        spec = NamedSharding(mesh, _spec(shape, rule, mesh, stacked))
+        return dataclasses.replace(leaf, codes=spec, scales=spec)
+
+    return jax.tree_util.tree_map_with_path(sharding, state, is_leaf=is_blockwise)
 
 
-def _sharding_of(mesh: Mesh) -> Callable[[tuple, Any], NamedSharding]:
-    count = mesh.shape["fsdp"]
+def _spec(shape: tuple[int, ...], rule: tuple[Entry, ...], mesh: Mesh, stacked: bool) -> Any:
+    """Returns how an array is divided by a rule, as far as its axes can be divided."""
+    entries: list[tuple[str, ...]] = [()] * len(shape)
+    first = int(stacked)
+    for i, entry in zip(reversed(range(first, len(shape))), reversed(rule), strict=False):
+        entries[i] = _dividing(shape[i], axes_of(entry), mesh)
+    if "fsdp" not in sum(entries, ()):
+        for i in range(first, len(shape)):
+            widened = _dividing(shape[i], (*entries[i], "fsdp"), mesh)
+            if "fsdp" in widened:
+                entries[i] = widened
+                break
+    while entries and not entries[-1]:
+        entries.pop()
+    return PartitionSpec(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))
 
-    def sharding(path: tuple, leaf: Any) -> NamedSharding:
-        stacked = any(entry_name(entry) == "layers" for entry in path)
-        axes = [i for i in range(int(stacked), leaf.ndim) if leaf.shape[i] % count == 0]
-        if count == 1 or not axes:
-            return NamedSharding(mesh, PartitionSpec())
-        largest = max(axes, key=lambda i: leaf.shape[i])
-        return NamedSharding(mesh, PartitionSpec(*[None] * largest, "fsdp"))
 
-    return sharding
+def _dividing(size: int, axes: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:
+    """Returns those of the axes whose product divides a size, without axes of one device."""
+    kept: tuple[str, ...] = ()
+    for axis in axes:
+        count = math.prod(mesh.shape[a] for a in (*kept, axis))
+        if mesh.shape.get(axis, 1) > 1 and size % count == 0:
+            kept += (axis,)
+    return kept
+
+
+def _present(entry: Entry, mesh: Mesh) -> Any:
+    kept = tuple(axis for axis in axes_of(entry) if mesh.shape.get(axis, 1) > 1)
+    return kept[0] if len(kept) == 1 else kept or None
 
 
 def entry_name(entry: Any) -> str:

@@ -1,0 +1,93 @@
+"""How a decoder is divided over the axes of a mesh of devices: one table, and what follows from it.
+
+Mesh axes, any of which may be missing:
+
+- `data`: each group of devices has all weights, and its own sequences.
+- `fsdp`: devices have a part of each weight and their own sequences. The weights of a layer are
+  gathered while it runs.
+- `tensor`: devices have some heads and some features of the feed-forward network.
+- `seq`: devices have a part of each sequence.
+"""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, PartitionSpec
+
+import actjax
+
+AXES = ("data", "fsdp", "tensor", "seq")
+"""Names of mesh axes."""
+
+Entry = str | tuple[str, ...] | None
+"""Mesh axes that an axis of an array is divided over, the slowest first."""
+
+BATCH: Entry = ("data", "fsdp")
+"""Axes that divide the sequences of a batch."""
+
+Rules = Sequence[tuple[str, tuple[Entry, ...]]]
+"""Regular expressions that are searched in the path of a parameter, such as `layers.attention.q`,
+and the mesh axes of its last axes; the first that matches counts. Axes that do not divide a
+dimension are left out."""
+
+_INPUTS: tuple[Entry, ...] = ("fsdp", "tensor")
+_OUTPUTS: tuple[Entry, ...] = (("tensor", "fsdp"), None)
+
+RULES: Rules = (
+    # Rows are divided by `fsdp`, so that no block of an optimizer state in 8 bits, which is part of
+    # a row, crosses devices.
+    (r"\b(q|k|v|gate|up)\b", _INPUTS),
+    (r"\b(o|down)\b", _OUTPUTS),
+    (r"\bembedding\b", (None, ("fsdp", "tensor"))),
+    (r"\boutput\b", (("fsdp", "tensor"), None)),
+)
+"""The default rules."""
+
+
+def constrain(x: jax.Array, *spec: Entry) -> jax.Array:
+    """Returns an array that XLA divides over the mesh of `jax.set_mesh`; unchanged without one.
+
+    Args:
+      x: the array.
+      *spec: axes that divide each dimension. Axes that the mesh lacks are left out.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    found = {
+        name
+        for name, size, kind in zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+        if size > 1 and kind == AxisType.Auto and name in AXES
+    }
+    if not found:
+        return x
+    entries = [tuple(a for a in axes_of(entry) if a in found) or None for entry in spec]
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*entries))
+
+
+def axes_of(entry: Entry) -> tuple[str, ...]:
+    """Returns the mesh axes of an entry as a tuple."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else entry
+
+
+def rule_of(path: str, rules: Rules = RULES) -> tuple[Entry, ...]:
+    """Returns the axes of a parameter's last dimensions; empty if no rule matches."""
+    return next((axes for pattern, axes in rules if re.search(pattern, path)), ())
+
+
+def split_residual(x: jax.Array) -> jax.Array:
+    """Divides a residual stream, [B, S, d], over sequences and tokens.
+
+    Weights are divided over some of the same axes. XLA could gather activations instead of weights;
+    with this constraint it gathers the weights of one layer at a time.
+    """
+    return constrain(x, BATCH, ("seq", "tensor"), None)
+
+
+def split_features(x: Any) -> Any:
+    """Divides the output of a linear map, [B, S, n], such as queries, over tokens and features."""
+    if isinstance(x, actjax.LowRankSum):
+        left = constrain(x.left, BATCH, "seq", None)
+        return dataclasses.replace(x, base=split_features(x.base), left=left)
+    return constrain(x, BATCH, "seq", "tensor")
