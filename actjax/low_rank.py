@@ -23,11 +23,14 @@ class LowRank:
       right: [..., k, n].
       basis_name: name of the basis that `left` is, if several gradients share it; the sum of two
         such gradients keeps its rank. None otherwise. Static.
+      orthonormal: whether the columns of `left` are known to be orthonormal, up to the rounding of
+        their dtype; the norm is then that of `right`. Static.
     """
 
     left: Any
     right: Any
     basis_name: str | None = dataclasses.field(default=None, metadata={"static": True})
+    orthonormal: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def __post_init__(self) -> None:
         # While JAX flattens and unflattens trees, leaves may be any object.
@@ -103,11 +106,14 @@ class LowRank:
         )
 
     def norm(self) -> jax.Array:
-        """Returns the Frobenius norm, [...], at least in float32, from two k by k Gram matrices.
+        """Returns the Frobenius norm, [...], at least in float32.
 
-        Relative error: about `k eps (Σ ‖left_j‖ ‖right_j‖ / norm)²`, with a sum over columns of
+        It is the norm of `right` if `left` is orthonormal. Otherwise it comes from two k by k Gram
+        matrices. Relative error: about `k eps (Σ ‖left_j‖ ‖right_j‖ / norm)²`, with a sum over columns of
         `left` and rows of `right`. It is small unless these cancel.
         """
+        if self.orthonormal:
+            return _norm(self.right.astype(accumulation_dtype(self.dtype)))
         left, right, exponent = self._balanced()
         square = jnp.sum(_gram(left.mT) * _gram(right), axis=(-2, -1))
         return jnp.ldexp(jnp.sqrt(jnp.maximum(square, 0)), exponent)
@@ -291,6 +297,14 @@ def _singular_value_decomposition(left: jax.Array, right: jax.Array) -> Any:
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
     dtype = accumulation_dtype(a.dtype, b.dtype)
     return jnp.matmul(a, b, precision="highest", preferred_element_type=dtype)
+
+
+def _norm(x: jax.Array) -> jax.Array:
+    """Returns the Frobenius norm of matrices, [...], for numbers of any size."""
+    largest = jnp.max(jnp.abs(x), axis=(-2, -1), initial=0)
+    power = jnp.where(jnp.isfinite(largest), jnp.frexp(largest)[1], 0)
+    unit = jnp.ldexp(x, -power[..., None, None])
+    return jnp.ldexp(jnp.sqrt(jnp.sum(jnp.square(unit), axis=(-2, -1))), power)
 
 
 def _gram(rows: jax.Array) -> jax.Array:

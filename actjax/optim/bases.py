@@ -35,7 +35,8 @@ def random_basis(key: jax.Array, shape: tuple[int, ...], orthonormal: bool = Fal
 def leading_basis(gradients: list[Any], rank: int, key: jax.Array, name: str) -> jax.Array:
     """Returns the leading left singular vectors, [..., d, rank], of gradients side by side.
 
-    The result is orthonormal even if the gradients have a lower rank or are zero.
+    The result is orthonormal even if the gradients have a lower rank or are zero. The entry of
+    largest magnitude of each vector is positive.
 
     Args:
       gradients: dense, [..., d, n], or `LowRank`; gradients of one input share their left factor.
@@ -63,7 +64,17 @@ def leading_basis(gradients: list[Any], rank: int, key: jax.Array, name: str) ->
     core = _unit(jnp.concatenate([_in_columns(q, g) for g in gradients], axis=-1))
     vectors = for_each_matrix(_eigenvectors, matmul(core, core.mT))
     # `eigh` returns eigenvalues in ascending order.
-    return matmul(q, vectors[..., ::-1][..., :rank])
+    return _with_signs(matmul(q, vectors[..., ::-1][..., :rank]))
+
+
+def _with_signs(vectors: jax.Array) -> jax.Array:
+    """Returns the columns of [..., d, k], each with a positive entry of largest magnitude.
+
+    The sign of an eigenvector depends on rounding, and so on the number of devices. Moments that
+    are kept across a refresh would change sign with it.
+    """
+    largest = jnp.argmax(jnp.abs(vectors), axis=-2, keepdims=True)
+    return vectors * jnp.where(jnp.take_along_axis(vectors, largest, axis=-2) < 0, -1, 1)
 
 
 def _eigenvectors(gram: jax.Array) -> jax.Array:

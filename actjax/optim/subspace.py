@@ -257,13 +257,16 @@ class Subspace:
         if self.side != "input":
             return Bases({}, self.bits)
         if isinstance(state, LayerwiseState):
-            return Bases({**state.layers.bases, **state.rest.bases}, self.bits)
+            return self._bases({**state.layers.bases, **state.rest.bases})
         if not isinstance(state, SubspaceState):
             raise TypeError(
                 "`state` must be what `tx.init` or `actjax.optim.init` returned; for an"
                 f" InBackwardState pass `state.optimizer`: got {type(state).__name__}."
             )
-        return Bases(dict(state.bases), self.bits)
+        return self._bases(dict(state.bases))
+
+    def _bases(self, arrays: dict[str, Any]) -> Bases:
+        return Bases(arrays, self.bits, orthonormal=self.source == "gradient")
 
     def _plan(self, params: Any) -> dict[str, Projection]:
         return plan_projections(params, rank=self.rank, side=self.side, groups=self.groups)

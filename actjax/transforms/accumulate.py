@@ -98,7 +98,9 @@ def _zeros(g: Any) -> Any:
 
 def _add(total: Any, g: Any) -> Any:
     # All micro-batches have the same basis, which is unknown before the first one.
-    return LowRank(g.left, total.right + g.right, g.basis_name) if is_low_rank(g) else total + g
+    if not is_low_rank(g):
+        return total + g
+    return dataclasses.replace(g, right=total.right + g.right)
 
 
 def _side_by_side(stacked: LowRank, max_rank: int | None) -> LowRank:

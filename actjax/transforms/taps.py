@@ -23,10 +23,13 @@ class Bases:
       arrays: from the name of an input (`input_groups`) to its basis, [..., d, k], with the leading
         axes of the weights of this input.
       bits: bits of a coordinate of `x P`: 8, 4, or 16 for the dtype of `x`. Static.
+      orthonormal: whether the columns of each basis are orthonormal: the norm of a gradient is then
+        that of its coordinates. Static.
     """
 
     arrays: dict[str, Any]
     bits: int = dataclasses.field(default=16, metadata={"static": True})
+    orthonormal: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
@@ -97,7 +100,7 @@ class Taps:
             right = taps[i][1]
             if plan.in_basis:
                 left = bases.arrays[plan.input_name].astype(right.dtype)
-                leaves.append(LowRank(left, right, plan.input_name))
+                leaves.append(LowRank(left, right, plan.input_name, bases.orthonormal))
             else:
                 leaves.append(LowRank(lefts[plan.input_name].astype(right.dtype), right))
         return jax.tree.unflatten(self.treedef, leaves)
