@@ -109,8 +109,8 @@ class LowRank:
         """Returns the Frobenius norm, [...], at least in float32.
 
         It is the norm of `right` if `left` is orthonormal. Otherwise it comes from two k by k Gram
-        matrices. Relative error: about `k eps (Σ ‖left_j‖ ‖right_j‖ / norm)²`, with a sum over columns of
-        `left` and rows of `right`. It is small unless these cancel.
+        matrices. Relative error: about `k eps (Σ ‖left_j‖ ‖right_j‖ / norm)²`, with a sum over
+        columns of `left` and rows of `right`. It is small unless these cancel.
         """
         if self.orthonormal:
             return _norm(self.right.astype(accumulation_dtype(self.dtype)))

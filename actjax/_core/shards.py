@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.custom_partitioning import (
     CompoundFactor,
@@ -41,6 +42,61 @@ class Dims:
     def whole(cls, x: Any) -> "Dims":
         """Returns the names of an array that every device needs whole."""
         return cls((None,) * x.ndim)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """A summed result.
+
+    Attributes:
+      value: of this device.
+      finish: applied after the sums of all devices are added up.
+    """
+
+    value: jax.Array
+    finish: Callable[[jax.Array], jax.Array]
+
+    def whole(self) -> jax.Array:
+        """Returns the result on one device."""
+        return self.finish(self.value)
+
+
+@dataclasses.dataclass(frozen=True)
+class InPieces:
+    """A summed result that is computed some rows at a time, and never whole on any device.
+
+    Attributes:
+      of: from the numbers of rows, [m], to these rows, [m, ...].
+      rows: number of rows.
+      finish: applied to rows after the sums of all devices are added up.
+      pieces: number of pieces, if it divides the rows of each device.
+    """
+
+    of: Callable[[jax.Array], jax.Array]
+    rows: int
+    finish: Callable[[jax.Array], jax.Array]
+    pieces: int
+
+    def whole(self) -> jax.Array:
+        """Returns all rows, on one device."""
+        return self.add_up(1, lambda x: x)
+
+    def add_up(self, count: int, add: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """Returns the rows of this device, of which each device has one of `count` equal parts.
+
+        Args:
+          count: number of parts of the rows.
+          add: from rows of all parts, part after part, to the sums of those of this device.
+        """
+        own = self.rows // count
+        size = math.gcd(own, -(-own // self.pieces))
+        first = np.arange(count)[:, None] * own + np.arange(size)
+
+        def piece(k: jax.Array) -> jax.Array:
+            return self.finish(add(self.of((first + k * size).reshape(-1))))
+
+        pieces = jax.lax.map(piece, jnp.arange(own // size))
+        return pieces.reshape(-1, *pieces.shape[2:])
 
 
 def is_partitioned(args: Any) -> bool:
@@ -76,15 +132,21 @@ def on_shards(
 
     Args:
       function: from pytrees of arrays to a pytree of arrays. It is called with whole arrays and
-        with parts.
+        with parts. A summed result may be a `Sum` or an `InPieces`.
       args: its arguments.
       inputs: `Dims` of each array in `args`, in its structure.
       outputs: `Dims` of each result, in their structure.
+
+    Where XLA does not distribute over all mesh axes, `function` is called with whole arrays.
     """
+    if not can_split(args):
+        return jax.tree.map(
+            _finished, function(*args), is_leaf=lambda x: isinstance(x, Sum | InPieces)
+        )
     leaves, treedef = jax.tree.flatten(tuple(args))
     names_in, names_out = treedef.flatten_up_to(tuple(inputs)), jax.tree.leaves(outputs)
 
-    def flat(*leaves: jax.Array) -> tuple[jax.Array, ...]:
+    def flat(*leaves: jax.Array) -> tuple[Any, ...]:
         return tuple(jax.tree.leaves(function(*jax.tree.unflatten(treedef, leaves))))
 
     results = _split(flat, names_in, names_out, leaves)(*leaves)
@@ -92,13 +154,13 @@ def on_shards(
 
 
 def _split(
-    flat: Callable[..., tuple[jax.Array, ...]],
+    flat: Callable[..., tuple[Any, ...]],
     inputs: Sequence[Dims],
     outputs: Sequence[Dims],
     leaves: Sequence[jax.Array],
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """Returns the function with a rule for XLA's partitioner."""
-    traced = jax.make_jaxpr(flat)(*leaves)
+    traced = jax.make_jaxpr(functools.partial(_whole, flat))(*leaves)
     arrays = [*zip(inputs, leaves, strict=True), *zip(outputs, traced.out_avals, strict=True)]
     sizes = _sizes(arrays)
     # `custom_partitioning` takes no function with constants.
@@ -119,8 +181,16 @@ def _split(
     )
     # JAX has no rule for the axis of a `vmap` here: XLA then partitions the function as it can.
     split = jax.custom_batching.custom_vmap(lambda *leaves: tuple(apart(*leaves, *constants)))
-    split.def_vmap(functools.partial(_batched, flat))
+    split.def_vmap(functools.partial(_batched, functools.partial(_whole, flat)))
     return split
+
+
+def _whole(flat: Callable[..., tuple[Any, ...]], *leaves: jax.Array) -> tuple[jax.Array, ...]:
+    return tuple(map(_finished, flat(*leaves)))
+
+
+def _finished(x: Any) -> jax.Array:
+    return x.whole() if isinstance(x, Sum | InPieces) else x
 
 
 def _batched(flat: Callable, size: int, batched: Sequence[bool], *leaves: jax.Array) -> Any:
@@ -241,7 +311,7 @@ def _sum_over(dims: Dims, axes, suggested, mesh) -> tuple[Callable, PartitionSpe
         dict.fromkeys(a for name, of in axes.items() if name not in dims.names for a in of)
     )
     if not dims.summed or not over:
-        return lambda x: x, None
+        return _finished, None
     spec: list[Any] = [axes.get(name) or None for name in dims.names]
     left, scatter = list(over), None
     for i, entry in enumerate(_entries(suggested, mesh)):
@@ -257,4 +327,12 @@ def _sum_over(dims: Dims, axes, suggested, mesh) -> tuple[Callable, PartitionSpe
             x = jax.lax.psum_scatter(x, scatter[1], scatter_dimension=scatter[0], tiled=True)
         return jax.lax.psum(x, tuple(left)) if left else x
 
-    return add, PartitionSpec(*spec)
+    def add_up(x: Any) -> jax.Array:
+        if isinstance(x, Sum):
+            return x.finish(add(x.value))
+        if not isinstance(x, InPieces):
+            return add(x)
+        by_rows = scatter is not None and scatter[0] == 0
+        return x.add_up(math.prod(mesh.shape[axis] for axis in scatter[1]) if by_rows else 1, add)
+
+    return add_up, PartitionSpec(*spec)

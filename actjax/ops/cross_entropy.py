@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from actjax._core.checks import check_floating
-from actjax._core.shards import Dims, can_split, on_shards
+from actjax._core.shards import Dims, InPieces, Sum, on_shards
 from actjax._core.tags import keep_output
 from actjax._math.precision import (
     accumulation_dtype,
@@ -106,7 +106,7 @@ def _cross_entropy(
     labels: jax.Array,
     weights: jax.Array,
 ) -> jax.Array:
-    def add_up(hidden, head, labels, weights):
+    def add_up(hidden, head, labels, weights, _):
         def add_chunk(total, slices):
             h, label, weight = slices
             loss, _, _ = _chunk_loss(options.z_loss, h, head, label, weight)
@@ -115,33 +115,32 @@ def _cross_entropy(
         zero = jnp.zeros((), weights.dtype)
         return _over_chunks(add_chunk, zero, options.chunk, hidden, labels, weights)[0]
 
-    total = _on_tokens(add_up, hidden, head, labels, weights, lambda _: _SUM)
-    return total * _inverse_sum(weights)
+    inverse = _inverse_sum(weights)
+    return inverse * _on_tokens(add_up, hidden, head, labels, weights, inverse, lambda _: _SUM)
 
 
 _SUM = Dims((), summed=True)
 
 
-def _on_tokens(function, hidden, head, labels, weights, outputs) -> Any:
+def _on_tokens(function, hidden, head, labels, weights, inverse, outputs) -> Any:
     """Returns a function of tokens and the head, each device taking its own tokens.
 
     XLA would cut the loop over chunks so that each chunk is gathered from all devices. Here the
     head is gathered once, and the gradient of the head added up once, after the loop.
 
     Args:
-      function: from hidden states, head, labels and weights to results.
+      function: from hidden states, head, labels, weights and `inverse` to results.
       hidden: as for `cross_entropy`.
       head: as for `cross_entropy`.
       labels: as for `cross_entropy`.
       weights: of the tokens.
+      inverse: 1 over the sum of the weights.
       outputs: from the `Dims` of `hidden` to those of the results.
     """
-    args = (hidden, head, labels, weights)
-    if not can_split(args):
-        return function(*args)
+    args = (hidden, head, labels, weights, inverse)
     tokens = Dims(tuple(f"tokens{i}" for i in range(labels.ndim)))
     of_hidden = Dims((*tokens.names, None))
-    inputs = (of_hidden, Dims.whole(head), tokens, tokens)
+    inputs = (of_hidden, Dims.whole(head), tokens, tokens, Dims(()))
     return on_shards(function, args, inputs, outputs(of_hidden))
 
 
@@ -153,7 +152,8 @@ def _inverse_sum(weights: jax.Array) -> jax.Array:
 def _over_chunks(body, carry, chunk, hidden, labels, weights) -> tuple[Any, Any]:
     """Scans `body` over chunks of tokens, and calls it once more for a shorter last chunk.
 
-    Padding the last chunk instead would copy `hidden`.
+    Padding the last chunk instead would copy `hidden`. What `body` returns beside the carry, arrays
+    [c, ...] or None, becomes [T, ...].
     """
     features = hidden.shape[-1]
     arrays = (hidden.reshape(-1, features), labels.reshape(-1), weights.reshape(-1))
@@ -162,11 +162,11 @@ def _over_chunks(body, carry, chunk, hidden, labels, weights) -> tuple[Any, Any]
     whole = tokens - tokens % chunk
     stacked = [x[:whole].reshape(-1, chunk, *x.shape[1:]) for x in arrays]
     carry, ys = jax.lax.scan(body, carry, tuple(stacked))
-    parts = [] if ys is None else [ys.reshape(whole, *ys.shape[2:])]
+    ys = jax.tree.map(lambda y: y.reshape(whole, *y.shape[2:]), ys)
     if whole < tokens:
         carry, y = body(carry, tuple(x[whole:] for x in arrays))
-        parts += [] if y is None else [y]
-    return carry, jnp.concatenate(parts).reshape(hidden.shape) if parts else None
+        ys = jax.tree.map(lambda *parts: jnp.concatenate(parts), ys, y)
+    return carry, ys
 
 
 def _chunk_loss(z_loss, h, head, label, weight):
@@ -188,22 +188,35 @@ def _cross_entropy_fwd(options, hidden, head, labels, weights):
         return _SUM, of_head, of_hidden
 
     with jax.named_scope("actjax.cross_entropy"):
-        sums = functools.partial(_sums_and_gradients, options)
-        total, dhead, dhidden = _on_tokens(sums, hidden, head, labels, weights, outputs)
         inverse = _inverse_sum(weights)
+        sums = functools.partial(_sums_and_gradients, options, labels.size)
+        total, dhead, dhidden = _on_tokens(sums, hidden, head, labels, weights, inverse, outputs)
         inverse = keep_output(inverse, "cross_entropy", f"{name} inverse sum of mask".strip())
         dhidden = keep_output(dhidden, "cross_entropy", f"{name} gradient of hidden".strip())
         if dhead is not None:
-            dhead = (dhead * inverse).astype(head.dtype)
             dhead = keep_output(dhead, "cross_entropy", f"{name} gradient of head".strip())
     # `dhidden` is the gradient of the sum over tokens, whose entries are not small. The gradient of
     # the mean would underflow in float16, and no scaling of the loss could restore it.
     return total * inverse, (dhidden, dhead, inverse)
 
 
-def _sums_and_gradients(options, hidden, head, labels, weights) -> tuple[Any, Any, Any]:
-    """Returns the weighted sum of the losses, and its gradients of the head and of `hidden`."""
-    z_loss = options.z_loss
+def _sums_and_gradients(options, all_tokens, hidden, head, labels, weights, inverse) -> Any:
+    """Returns the weighted sum of the losses, and its gradients of the head and of `hidden`.
+
+    The gradient of the head is that of the mean, in the dtype of the head.
+
+    Args:
+      options: as for `_cross_entropy`.
+      all_tokens: tokens of all devices.
+      hidden: hidden states of this device; likewise the other arguments.
+      head: as for `cross_entropy`.
+      labels: as for `cross_entropy`.
+      weights: of the tokens.
+      inverse: 1 over the sum of the weights of all devices.
+    """
+    z_loss, dtype = options.z_loss, hidden.dtype
+    wide = accumulation_dtype(dtype)
+    in_pieces = _is_smaller_in_pieces(head, dtype, labels.size, all_tokens // labels.size)
 
     def add_chunk(carry, slices):
         total, dhead = carry
@@ -212,17 +225,44 @@ def _sums_and_gradients(options, hidden, head, labels, weights) -> tuple[Any, An
         softmax = jnp.exp(logits - lse[:, None])
         is_label = jnp.arange(logits.shape[-1]) == label[:, None]
         dlogits = (1 + 2 * z_loss * lse[:, None]) * softmax - is_label
-        dlogits = (weight[:, None] * dlogits).astype(h.dtype)
-        dh = matmul_transposed(dlogits, head.astype(h.dtype)).astype(h.dtype)
+        dlogits = (weight[:, None] * dlogits).astype(dtype)
+        dh = matmul_transposed(dlogits, head.astype(dtype)).astype(dtype)
         if dhead is not None:
             dhead += contract_tokens(h, dlogits)
-        return (total + loss, dhead), dh
+        kept = dlogits if options.with_head and in_pieces else None
+        return (total + loss, dhead), (dh, kept)
 
-    wide = accumulation_dtype(hidden.dtype)
-    dhead = jnp.zeros(head.shape, wide) if options.with_head else None
+    def finish(dhead: jax.Array) -> jax.Array:
+        return (dhead * inverse).astype(head.dtype)
+
+    dhead = jnp.zeros(head.shape, wide) if options.with_head and not in_pieces else None
     carry = (jnp.zeros((), weights.dtype), dhead)
-    (total, dhead), dhidden = _over_chunks(add_chunk, carry, options.chunk, hidden, labels, weights)
-    return total, dhead, dhidden
+    (total, dhead), (dhidden, dlogits) = _over_chunks(
+        add_chunk, carry, options.chunk, hidden, labels, weights
+    )
+    tokens = hidden.reshape(-1, hidden.shape[-1])
+    if options.with_head:
+        # One row at a time would be as exact: rows do not depend on each other.
+        rows, of = len(head), lambda rows: contract_tokens(jnp.take(tokens, rows, axis=1), dlogits)
+        dhead = InPieces(of, rows, finish, _PIECES) if in_pieces else Sum(dhead, finish)
+    return total, dhead, dhidden.reshape(hidden.shape)
+
+
+_PIECES = 8
+"""Pieces in which the gradient of the head is computed where that takes less memory."""
+
+
+def _is_smaller_in_pieces(head: jax.Array, dtype: Any, tokens: int, devices: int) -> bool:
+    """Returns whether gradients of all logits take less memory than a sum of the head's gradient.
+
+    With gradients of all logits in `dtype`, [T, V], the gradient of the head is computed in pieces.
+    Otherwise a sum in the accumulation dtype, [d, V], is carried from chunk to chunk.
+    """
+    d, wide = head.shape[0], accumulation_dtype(dtype)
+    result = d / devices * head.dtype.itemsize
+    carried = d * wide.itemsize + (0 if devices == 1 and wide == head.dtype else result)
+    stored = tokens * jnp.dtype(dtype).itemsize + result + d / _PIECES * wide.itemsize
+    return stored < carried
 
 
 def _cross_entropy_bwd(options, residuals, dloss):

@@ -351,7 +351,7 @@ def test_every_weight_is_alive_without_the_backward_pass():
     model, (tokens, targets) = decoder(), batch()
     explanation = explain(lambda m: m.loss(tokens, targets, compute_dtype="float32"), model)
     alive = [r for r in explanation.residuals if r.reason == ALIVE]
-    assert {r.operator for r in alive} == {"argument"}
+    assert {r.operator for r in alive} <= {"argument", "constant"}
     assert any(r.name.startswith("[0].layers.attention.q") for r in alive)
     assert all(r.stored_bytes == 0 for r in alive)
 
