@@ -125,6 +125,17 @@ def can_split(args: Any) -> bool:
     return _kinds(args) == {AxisType.Auto}
 
 
+def gathered(x: jax.Array, axes: Sequence[int]) -> jax.Array:
+    """Returns an array that every device has whole along some axes.
+
+    The others stay as they are. Without automatic sharding the array is unchanged.
+    """
+    if _kinds((x,)) != {AxisType.Auto} or jax.sharding.get_abstract_mesh().empty:
+        return x
+    spec = (None if i in axes else PartitionSpec.UNCONSTRAINED for i in range(x.ndim))
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
+
+
 def on_shards(
     function: Callable[..., Any], args: Sequence[Any], inputs: Sequence[Any], outputs: Any
 ) -> Any:

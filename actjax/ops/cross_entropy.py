@@ -237,8 +237,10 @@ def _sums_and_gradients(options, all_tokens, hidden, head, labels, weights, inve
 
     dhead = jnp.zeros(head.shape, wide) if options.with_head and not in_pieces else None
     carry = (jnp.zeros((), weights.dtype), dhead)
+    # Chunks may be small where they do not read and write the gradient of the head.
+    chunk = min(options.chunk, _PIECES_CHUNK) if in_pieces else options.chunk
     (total, dhead), (dhidden, dlogits) = _over_chunks(
-        add_chunk, carry, options.chunk, hidden, labels, weights
+        add_chunk, carry, chunk, hidden, labels, weights
     )
     tokens = hidden.reshape(-1, hidden.shape[-1])
     if options.with_head:
@@ -250,6 +252,8 @@ def _sums_and_gradients(options, all_tokens, hidden, head, labels, weights, inve
 
 _PIECES = 8
 """Pieces in which the gradient of the head is computed where that takes less memory."""
+_PIECES_CHUNK = 512
+"""Most tokens of a chunk then."""
 
 
 def _is_smaller_in_pieces(head: jax.Array, dtype: Any, tokens: int, devices: int) -> bool:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from actjax._core.shards import gathered
 from actjax.kernels.blockwise import Blockwise, blockwise_zeros
 from actjax.weights.base import Weight
 from actjax.weights.frozen import FrozenWeight
@@ -123,10 +124,16 @@ class NF4Weight(Weight):
         return FrozenWeight(self)
 
     def astype(self, dtype: Any) -> jax.Array:
-        """Returns the weight as an array [d, n]."""
+        """Returns the weight as an array [d, n].
+
+        On several devices that share the inputs, the codes are gathered, and each device decodes
+        them: XLA would gather what they decode to, four times as many bytes.
+        """
         n = self.codes.shape[-1]
-        codes = jnp.concatenate([self.codes & 15, self.codes >> 4], axis=1)
-        largest = _largest(self.scales, self.mean, n)
+        packed = gathered(self.codes, axes=(0, 1))
+        codes = jnp.concatenate([packed & 15, packed >> 4], axis=1)
+        scales = jax.tree.map(lambda x: gathered(x, axes=(0,)), self.scales)
+        largest = _largest(scales, self.mean, n)
         unit = jnp.take(jnp.asarray(levels()), codes.astype(jnp.int32), mode="clip")
         return (unit * largest[:, None]).reshape(-1, n)[: self.features].astype(dtype)
 
