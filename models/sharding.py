@@ -91,3 +91,26 @@ def split_features(x: Any) -> Any:
         left = constrain(x.left, BATCH, "seq", None)
         return dataclasses.replace(x, base=split_features(x.base), left=left)
     return constrain(x, BATCH, "seq", "tensor")
+
+
+_FIRST_IN_BACKWARD = r"\bdown\b"
+
+
+def fetch_first(layer: Any) -> Any:
+    """Returns what the backward pass of a layer reads first, gathered over `fsdp`; else None.
+
+    For `actjax.optim.in_backward`: while these few weights are read, the others can be gathered.
+
+    Args:
+      layer: the parameters of one layer.
+    """
+    is_divided = jax.sharding.get_abstract_mesh().shape.get("fsdp", 1) > 1
+
+    def fetched(path: tuple, x: jax.Array) -> jax.Array | None:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        if not is_divided or not re.search(_FIRST_IN_BACKWARD, name):
+            return None
+        axes = rule_of(name)
+        return constrain(x, *(tuple(a for a in axes_of(e) if a != "fsdp") for e in axes))
+
+    return jax.tree_util.tree_map_with_path(fetched, layer)

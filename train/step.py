@@ -15,6 +15,7 @@ from models import Decoder, ModelConfig, Storage, StorageChoice
 from models.block import Positions
 from models.layers import layer_function, layer_keys
 from models.lora import LoRAConfig, attach, init_adapters, quantize_layers
+from models.sharding import fetch_first
 from train.calibration import calibrated, calibration_zeros
 from train.config import FinetuneConfig, PretrainConfig, RunConfig
 from train.methods import Method
@@ -412,7 +413,9 @@ def _in_backward(recipe: Recipe) -> actjax.optim.InBackward:
         return model.loss_after(x, batch["targets"], mask=batch["mask"], z_loss=config.z_loss)
 
     clip = config.optimizer.clip
-    return actjax.optim.in_backward(before, layer, after, recipe.optimizer, clip=clip)
+    return actjax.optim.in_backward(
+        before, layer, after, recipe.optimizer, clip=clip, fetch=fetch_first
+    )
 
 
 def _in_backward_step(recipe: Recipe) -> Callable:

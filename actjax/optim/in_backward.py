@@ -66,6 +66,7 @@ class InBackward:
       layers: from the parameters to the subtree of stacked layers.
       clip: largest norm of a gradient.
       clip_by: which norm is clipped.
+      fetch: what is fetched ahead of the backward pass of a layer; None for nothing.
     """
 
     before: Callable[[Any, Any], Any]
@@ -75,11 +76,14 @@ class InBackward:
     layers: Callable[[Any], Any]
     clip: float
     clip_by: ClipBy
+    fetch: Callable[[Any], Any] | None = None
 
     def __post_init__(self) -> None:
         check_transform("tx", self.tx)
         for name in ("before", "layer", "after", "layers"):
             check_callable(name, getattr(self, name))
+        if self.fetch is not None:
+            check_callable("fetch", self.fetch)
         if not isinstance(self.clip, int | float) or not self.clip > 0:
             raise ValueError(f"`clip` of in_backward must be a number above 0, got {self.clip!r}.")
         if self.clip_by not in get_args(ClipBy):
@@ -138,10 +142,11 @@ class InBackward:
         of_after = _squared_norm(rest_grads)
 
         def backward(n: jax.Array, carry: Any) -> Any:
-            dx, stacked, optimizer, squares, moved = carry
+            dx, stacked, optimizer, squares, moved, ahead = carry
             i = count - 1 - n
             block, layer_state = take(stacked, i), take(optimizer, i)
-            given = block, bases_of(layer_state), take(per_layer, i)
+            given = _inserted(block, ahead), bases_of(layer_state), take(per_layer, i)
+            ahead = self._fetched(stacked, jnp.maximum(i - 1, 0))
             grads, dx = one_layer.backward(given, take(kept, i), dx)
             square = _squared_norm(grads)
             squares = squares.at[n].set(square)
@@ -149,11 +154,13 @@ class InBackward:
             grads = self._clipped(grads, square, estimate)
             due = whole if due_layers is None else due_layers[i]
             block, layer_state, more = update_one(self.tx, grads, layer_state, block, due)
-            return dx, put(stacked, block, i), put(optimizer, layer_state, i), squares, moved + more
+            stacked, optimizer = put(stacked, block, i), put(optimizer, layer_state, i)
+            return dx, stacked, optimizer, squares, moved + more, ahead
 
         squares, moved = jnp.zeros(count + 1, jnp.float32), jnp.zeros((), jnp.float32)
-        carry = dx, stacked, state.optimizer.layers, squares, moved
-        dx, stacked, layers_state, squares, moved = jax.lax.fori_loop(0, count, backward, carry)
+        ahead = self._fetched(stacked, count - 1)
+        carry = dx, stacked, state.optimizer.layers, squares, moved, ahead
+        dx, stacked, layers_state, squares, moved, _ = jax.lax.fori_loop(0, count, backward, carry)
 
         rest_grads = jax.tree.map(jnp.add, rest_grads, before_vjp(dx)[0])
         square = _squared_norm(rest_grads)
@@ -164,6 +171,19 @@ class InBackward:
         optimizer = LayerwiseState(layers_state, rest_state)
         state = InBackwardState(optimizer, norm, _followed(typical, squares))
         return merge(stacked, rest, params), state, loss, jnp.sqrt(moved + more)
+
+    def _fetched(self, stacked: Any, i: jax.typing.ArrayLike) -> list[Any]:
+        """Returns what is fetched of a layer, in the order of its arrays; None for the others."""
+        if self.fetch is None:
+            return [None for _ in jax.tree.leaves(stacked)]
+        layer = take(stacked, i)
+        try:
+            return jax.tree.structure(layer).flatten_up_to(self.fetch(layer))
+        except ValueError as error:
+            raise ValueError(
+                "`fetch` of in_backward must return the parameters of the layer that it gets, with"
+                f" None for what it leaves: {error}"
+            ) from error
 
     def _check(self, params: Any, state: Any, per_layer: Any) -> int:
         """Returns the number of layers; raises an error for arguments that do not fit them."""
@@ -230,6 +250,7 @@ def in_backward(
     layers: Callable[[Any], Any] = layers_of,
     clip: float = math.inf,
     clip_by: ClipBy = "estimate",
+    fetch: Callable[[Any], Any] | None = None,
 ) -> InBackward:
     """Returns a training step that updates each layer within the backward pass.
 
@@ -269,12 +290,23 @@ def in_backward(
       clip_by: which norm is clipped. "estimate": the estimate above, and at least the norm of the
         known parts; it is exact for parameters outside the layers. "layer_norm": the norm of each
         layer, and of the rest, separately.
+      fetch: from the parameters of a layer, divided over devices, to the same parameters with those
+        gathered that its backward pass reads first, and None for the others. They are gathered
+        while the layer after it is differentiated, and take memory meanwhile. The order of leaves
+        is that of the parameters. None fetches nothing ahead.
 
     Raises:
       TypeError: `tx` is not a transform, or one of the functions is not a function.
       ValueError: `clip` is not positive, or `clip_by` is unknown or has no effect.
     """
-    return InBackward(before, layer, after, tx, layers, clip, clip_by)
+    return InBackward(before, layer, after, tx, layers, clip, clip_by, fetch)
+
+
+def _inserted(block: Any, ahead: list[Any]) -> Any:
+    """Returns the parameters of a layer, with those that were fetched in their places."""
+    leaves, treedef = jax.tree.flatten(block)
+    pairs = zip(leaves, ahead, strict=True)
+    return jax.tree.unflatten(treedef, [x if found is None else found for x, found in pairs])
 
 
 def _squared_norm(grads: Any) -> jax.Array:
