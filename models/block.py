@@ -5,7 +5,6 @@ pass. What differs between training and generation is attention, so the caller p
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 

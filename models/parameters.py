@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from models.decoder import Decoder
 
@@ -60,3 +61,13 @@ def _stack(path: str, layers: Iterator[Any], count: int) -> Any:
                 )
             whole[layer] = part
     return stacked
+
+
+def fetch(x: Any) -> np.ndarray:
+    """Returns the numbers of an array, in every process if several share it.
+
+    All processes then call it together, for one array after the other.
+    """
+    if getattr(x, "is_fully_addressable", True):
+        return np.asarray(x)
+    return multihost_utils.process_allgather(x, tiled=True)

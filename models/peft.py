@@ -13,6 +13,7 @@ import safetensors.numpy
 from models.config import ModelConfig
 from models.folders import written_whole
 from models.lora import TARGETS, Adapters, LoRAConfig, weight_shape
+from models.parameters import fetch
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model.model.layers"
@@ -32,6 +33,9 @@ def save_adapters(
 ) -> None:
     """Writes adapters as a folder that PEFT reads.
 
+    If several processes share the arrays, all of them call this function together, and the first
+    process writes.
+
     Args:
       adapters: as `models.lora.init_adapters` returns them.
       lora: their settings.
@@ -45,7 +49,7 @@ def save_adapters(
     tensors: dict[str, np.ndarray] = {}
     for target, factors in adapters["layers"].items():
         for letter, stacked in factors.items():
-            for layer, one in enumerate(np.asarray(stacked)):
+            for layer, one in enumerate(fetch(stacked)):
                 tensors[_tensor_name(target, layer, letter)] = np.ascontiguousarray(one.T)
     fields = {
         "peft_type": "LORA",
@@ -61,6 +65,8 @@ def save_adapters(
         "init_lora_weights": True,
         "modules_to_save": None,
     }
+    if jax.process_index():
+        return
     with written_whole(folder) as scratch:
         (scratch / _CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         safetensors.numpy.save_file(tensors, scratch / _WEIGHTS, metadata={"format": "pt"})

@@ -10,11 +10,13 @@ import jax
 from jax.sharding import Mesh
 from rich.console import Console
 
+from train import hosts
 from train.checkpoint import Checkpoints, identity_of
 from train.config import RunConfig
 from train.data import ValidationSet
 from train.lock import RunLock
 from train.loop import Run, compile_step, with_sharding
+from train.options import flag_name
 from train.report import explain_step, print_opening, step_memory
 from train.resolve import ResolvedConfig
 from train.settings import changed_settings, write_settings
@@ -79,8 +81,12 @@ def begin(
     shapes = jax.eval_shape(functools.partial(init_state, recipe))
     # A new run whose codecs do not fit writes nothing.
     explanation = None if config.resume else explain_step(recipe, shapes)
+    hosts.check_equal(_of_all_processes(given, identity))
     with contextlib.ExitStack() as on_error:
-        lock = on_error.enter_context(contextlib.closing(_locked(config)))
+        with hosts.failing_together():
+            lock = _locked(config)
+            on_error.enter_context(contextlib.closing(lock) if lock else contextlib.nullcontext())
+        hosts.check_shared(config.folder)
         checkpoints = _open_checkpoints(config)
         shardings = state_shardings(shapes, mesh)
         state, bits = _restored(checkpoints, data.batches, shapes, shardings, identity)
@@ -103,15 +109,26 @@ def begin(
             if changed := changed_settings(config.folder, given):
                 text = "; ".join(changed)
                 console.print(f"[yellow]with other settings than before[/yellow]: {text}")
-        write_settings(config.folder, given)
+        if hosts.is_main():
+            write_settings(config.folder, given)
         on_error.pop_all()
     return Run(
         recipe, mesh, train_step, state, data.batches, data.validation, checkpoints, lock, identity
     )
 
 
-def _locked(config: ResolvedConfig) -> RunLock:
-    """Makes the folder of a run, and takes its lock."""
+def _of_all_processes(given: RunConfig, identity: dict[str, Any]) -> dict[str, Any]:
+    """Returns what several processes of a run must have in common, by name."""
+    flags = {f"`{flag_name(name)}`": x for name, x in dataclasses.asdict(given).items()}
+    parts = {f"{name} (its content)": x for name, x in identity.items()}
+    versions = {"the version of JAX": jax.__version__, "the source code": hosts.code_digest()}
+    return {**flags, **parts, **versions}
+
+
+def _locked(config: ResolvedConfig) -> RunLock | None:
+    """Makes the folder of a run, and takes its lock: of several processes, the first one does."""
+    if not hosts.is_main():
+        return None
     try:
         config.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -41,8 +41,13 @@ class DataConfig:
     a byte-level BPE that is trained on the text and kept in `--data-dir`."""
     vocab_size: int = 8192
     """Vocabulary size of the tokenizer that is trained when `--tokenizer` is not given."""
+    readers: int = 1
+    """Streams that the text is divided into. Batches depend on it, and not on the number of
+    processes. With 1, each process encodes all text; with more, only that of its streams."""
 
     def __post_init__(self) -> None:
+        if self.readers < 1:
+            raise ValueError(f"`--readers` must be at least 1, got {self.readers}.")
         if self.tokenizer is not None and self.vocab_size != DataConfig.vocab_size:
             raise ValueError(
                 f"`--vocab-size {self.vocab_size}` has no effect with `--tokenizer`, which has a"
@@ -136,9 +141,14 @@ class RunConfig:
     """Weight of the squared log-sum-exp of the logits in the loss."""
     seed: int = 0
     """Seed of the initial weights, the order of the data and the codecs."""
+    distributed: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Train with several processes, one on each host, all started with the same command. Slurm,
+    Open MPI, Kubernetes and TPU pods tell them about each other; elsewhere
+    JAX_COORDINATOR_ADDRESS=HOST:PORT, JAX_NUM_PROCESSES and JAX_PROCESS_ID do."""
     mesh: str = ""
-    """Devices that weights, optimizer states and batches are sharded over, for example fsdp=4.
-    Default: one device."""
+    """Devices by axis, such as fsdp=8 or data=2,fsdp=4. fsdp: weights, optimizer states and
+    sequences are divided; data: sequences alone. Default: one device; with `--distributed`, fsdp
+    over all devices."""
     out: pathlib.Path | None = None
     """Folder of the run: checkpoints, metrics.jsonl, tensorboard, loss.png. Default:
     runs/MODEL-METHOD."""
@@ -195,9 +205,8 @@ def _model_choices() -> dict[str, str]:
 
 
 _TRAINING: Headings = {
-    "Memory": (
-        *("accumulate", "in_backward", "weight_rounding", "moment_dtype", "compute_dtype", "mesh"),
-    ),
+    "Memory": (*("accumulate", "in_backward", "weight_rounding", "moment_dtype", "compute_dtype"),),
+    "Devices": ("mesh", "distributed"),
     "Method options": ("options",),
 }
 _OUTPUT: Headings = {

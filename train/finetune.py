@@ -11,21 +11,22 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 from rich.console import Console
 
 from models import Decoder, huggingface
 from models.checkpoints import load_checkpoint, read_dimensions
 from models.lora import merge, quantize
 from models.peft import save_adapters
-from train import cli
+from train import cli, hosts
 from train.begin import Data, Weights, begin, check_sizes, run_identity
 from train.calibration import calibrate
 from train.config import FinetuneConfig
 from train.examples import Examples, open_examples
-from train.loop import Run, make_console, prepare_and_train, run_program
+from train.loop import Run, make_console, moved, prepare_and_train, put_rows, run_program
 from train.packing import packed_batches, validation_set
 from train.resolve import ResolvedConfig, resolve
-from train.sharding import batch_sharding, make_mesh
+from train.sharding import make_mesh, rows_of_process
 from train.step import Recipe, TrainState, build_recipe, init_state, model_of
 from train.tokenizer import Tokenizer, tokenizer_of
 
@@ -51,8 +52,8 @@ def run(config: FinetuneConfig, console: Console) -> int:
       BadRunError: something is wrong with the settings, the examples or a checkpoint.
       NonFiniteError: the loss or gradient of a step is not finite.
     """
-    finish = functools.partial(export, config, console=console)
-    return prepare_and_train(lambda: prepare(config, console), console, finish)
+    prepared = functools.partial(prepare, config)
+    return prepare_and_train(prepared, config, console, functools.partial(export, config))
 
 
 def prepare(given: FinetuneConfig, console: Console) -> Run:
@@ -63,27 +64,30 @@ def prepare(given: FinetuneConfig, console: Console) -> Run:
       OSError: a file that cannot be read.
     """
     checkpoint = _checkpoint(given)
-    config = resolve(given, *read_dimensions(checkpoint))
-    mesh = make_mesh(config.mesh)
-    check_sizes(config, mesh)
-    recipe = build_recipe(config)
-    tokenizer = tokenizer_of(checkpoint, given.tokenizer)
-    _check_vocabulary(config, tokenizer)
-    folder = given.tokenizer or checkpoint
-    examples = open_examples(given.data, tokenizer, config.seq_len, folder)
-    identity = run_identity(
-        recipe, tokenizer, examples.fingerprint, checkpoint=fingerprint(checkpoint)
-    )
-    batches = _packed(recipe, examples, tokenizer)
-    weights = Weights(
-        first_state=functools.partial(_first_state, recipe, checkpoint, batches),
-        frozen=lambda places: None if places is None else read_model(checkpoint, recipe, places),
-    )
-    data = Data(
-        batches(),
-        _validation(recipe, examples, tokenizer),
-        _describe(examples, tokenizer),
-    )
+    with hosts.failing_together():
+        config = resolve(given, *read_dimensions(checkpoint))
+        mesh = make_mesh(config.mesh)
+        check_sizes(config, mesh)
+        recipe = build_recipe(config)
+        tokenizer = tokenizer_of(checkpoint, given.tokenizer)
+        _check_vocabulary(config, tokenizer)
+        folder = given.tokenizer or checkpoint
+        examples = open_examples(given.data, tokenizer, config.seq_len, folder)
+        identity = run_identity(
+            recipe, tokenizer, examples.fingerprint, checkpoint=fingerprint(checkpoint)
+        )
+        batches = _packed(recipe, examples, tokenizer, mesh)
+        weights = Weights(
+            first_state=functools.partial(_first_state, recipe, checkpoint, batches),
+            frozen=lambda places: (
+                None if places is None else read_model(checkpoint, recipe, places)
+            ),
+        )
+        data = Data(
+            batches(),
+            _validation(recipe, examples, tokenizer),
+            _describe(examples, tokenizer),
+        )
     return begin(given, recipe, mesh, data, weights, identity, console)
 
 
@@ -101,9 +105,12 @@ def _check_vocabulary(config: ResolvedConfig, tokenizer: Tokenizer) -> None:
         )
 
 
-def _packed(recipe: Recipe, examples: Examples, tokenizer: Tokenizer) -> Callable[[], Any]:
+def _packed(
+    recipe: Recipe, examples: Examples, tokenizer: Tokenizer, mesh: Mesh
+) -> Callable[[], Any]:
     """Returns what opens the training batches at their beginning."""
     config = recipe.config
+    part, count = rows_of_process(mesh, config.batch_size)
     return functools.partial(
         packed_batches,
         examples.train,
@@ -111,6 +118,8 @@ def _packed(recipe: Recipe, examples: Examples, tokenizer: Tokenizer) -> Callabl
         seq_len=config.seq_len,
         seed=config.seed,
         pad_id=tokenizer.eos_id,
+        process_index=part,
+        process_count=count,
     )
 
 
@@ -142,10 +151,10 @@ def _first_state(
     config, mesh = recipe.config, shardings.step.mesh
     with contextlib.closing(batches()) as fresh:
         first = itertools.islice(fresh, config.calibration_batches)
-        put = functools.partial(jax.device_put, device=batch_sharding(mesh))
+        put = functools.partial(put_rows, mesh=mesh, batch_size=config.batch_size)
         model = model_of(recipe, state)
         found = calibrate(recipe.storage, model, map(put, first), config.compute_dtype)
-    return dataclasses.replace(state, calibration=jax.device_put(found, shardings.calibration))
+    return dataclasses.replace(state, calibration=moved(found, shardings.calibration))
 
 
 def _describe(examples: Examples, tokenizer: Tokenizer) -> str:
@@ -170,7 +179,8 @@ def read_model(checkpoint: pathlib.Path, recipe: Recipe, places: Any) -> Decoder
     """
 
     def put(path: str, value: Any) -> Any:
-        return jax.device_put(value, huggingface.parameter_of(places, path).get_value())
+        shardings = huggingface.parameter_of(places, path).get_value()
+        return jax.tree.map(hosts.place, value, shardings)
 
     return load_checkpoint(
         checkpoint,
@@ -198,7 +208,10 @@ def fingerprint(checkpoint: pathlib.Path) -> str:
 
 
 def export(given: FinetuneConfig, run: Run, console: Console) -> None:
-    """Writes what was trained into the folder of a run, in the format of other tools."""
+    """Writes what was trained into the folder of a run, in the format of other tools.
+
+    All processes call it together; the first one writes.
+    """
     recipe, state, folder = run.recipe, run.state, run.config.folder
     checkpoint = _checkpoint(given)
     like = checkpoint if checkpoint.is_dir() else None
@@ -226,6 +239,9 @@ def export(given: FinetuneConfig, run: Run, console: Console) -> None:
 def _replace(path: pathlib.Path, write: Callable[[pathlib.Path], None], console: Console) -> None:
     """Writes a folder. A folder of an earlier export stays until the new one is complete."""
     scratch = path.with_name(f".{path.name}-new")
+    if not hosts.is_main():
+        write(scratch)
+        return
     shutil.rmtree(scratch, ignore_errors=True)
     write(scratch)
     shutil.rmtree(path, ignore_errors=True)

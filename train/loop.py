@@ -20,16 +20,17 @@ import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
 
-from train import adapt
+from train import adapt, hosts
 from train.calibration import calibrate
 from train.checkpoint import Checkpoints
+from train.config import RunConfig
 from train.data import ValidationSet
 from train.lock import RunLock
 from train.metrics import Recorder, perplexity
 from train.optimizer import learning_rate_schedule
 from train.progress import Progress
 from train.resolve import ResolvedConfig
-from train.sharding import batch_sharding
+from train.sharding import batch_sharding, compiler_options, rows_of_process
 from train.step import (
     Batch,
     Recipe,
@@ -55,7 +56,7 @@ class Run:
       batches: the training data, at the position that belongs to `state`.
       validation: the held-out data.
       checkpoints: where the run is saved.
-      lock: keeps other runs out of the folder. `train` releases it.
+      lock: keeps other runs out of the folder; None if another process has it. `train` releases it.
       identity: what a checkpoint must agree with.
     """
 
@@ -66,7 +67,7 @@ class Run:
     batches: Any
     validation: ValidationSet
     checkpoints: Checkpoints
-    lock: RunLock
+    lock: RunLock | None
     identity: dict[str, Any]
 
     @property
@@ -96,21 +97,31 @@ def run_program(program: Callable[[], Any]) -> None:
     """Runs a program. On an error prints one line and exits: 2 for bad settings, 1 for a NaN."""
     try:
         program()
-    except (BadRunError, NonFiniteError) as error:
+    except (BadRunError, NonFiniteError, LostProcessError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         # Exits at once: threads that still read a damaged checkpoint would bury the message.
         os._exit(error.exit_code)
 
 
+class LostProcessError(RuntimeError):
+    """Another process of a run has ended, or cannot be reached."""
+
+    exit_code = 1
+
+
 def prepare_and_train(
-    prepare: Callable[[], Run], console: Console, finish: Callable[[Run], None] | None = None
+    prepare: Callable[[Console], Run],
+    config: RunConfig,
+    console: Console,
+    finish: Callable[[Run, Console], None] | None = None,
 ) -> int:
-    """Prepares a run and trains.
+    """Joins the other processes, if there are any, prepares a run and trains.
 
     Args:
       prepare: makes the run.
-      console: where to print.
+      config: the settings.
+      console: where the first process prints.
       finish: called with the run after its last step is saved.
 
     Returns:
@@ -119,15 +130,29 @@ def prepare_and_train(
     Raises:
       BadRunError: something is wrong with the settings, the text or the checkpoint.
       NonFiniteError: the loss or gradient of a step is not finite.
+      LostProcessError: another process has ended.
     """
-    with StopSignal() as stop:
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(StopSignal())
         try:
-            ready = prepare()
+            stack.enter_context(hosts.joined(config.distributed))
+            if not hosts.is_main():
+                console = Console(quiet=True)
+            ready = prepare(console)
         except (ValueError, OSError) as error:
             raise BadRunError(str(error)) from error
-        done = train(ready, console, stop)
-        if finish is not None and done == ready.config.steps:
-            finish(ready)
+        try:
+            done = train(ready, console, stop)
+            if finish is not None and done == ready.config.steps:
+                finish(ready, console)
+        except jax.errors.JaxRuntimeError as error:
+            if jax.process_count() == 1:
+                raise
+            raise LostProcessError(
+                "another process of this run has ended, or cannot be reached"
+                f" ({str(error).splitlines()[0][:200]}). Start all processes again with `--resume`:"
+                f" the run in {ready.config.folder} continues from its last checkpoint."
+            ) from error
         return done
 
 
@@ -138,7 +163,7 @@ def compile_step(recipe: Recipe, mesh: Mesh, shapes: TrainState, shardings: Any)
     batch = {name: with_sharding(x, batch_sharding(mesh)) for name, x in whole.items()}
     step = jax.jit(make_train_step(recipe), donate_argnums=0, out_shardings=(shardings, None))
     with jax.set_mesh(mesh):
-        return step.lower(state, batch).compile()
+        return step.lower(state, batch).compile(compiler_options=compiler_options(mesh))
 
 
 def with_sharding(x: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
@@ -159,25 +184,27 @@ def train(run: Run, console: Console, stop: "StopSignal") -> int:
     """
     config, start = run.config, int(run.state.step)
     title, tokens = f"{config.title}, {config.method}", config.batch_size * config.seq_len
-    with contextlib.closing(run.lock):
+    with contextlib.closing(run.lock) if run.lock else contextlib.nullcontext():
         with (
             jax.set_mesh(run.mesh),
-            Recorder(config.folder, title, start) as recorder,
+            Recorder(config.folder, title, start, writes=hosts.is_main()) as recorder,
             Progress(console, start, config.steps, tokens) as progress,
         ):
             trainer = _Trainer(run, console, recorder, progress)
             if start == 0 and config.pretrained:
                 with progress.paused():
                     trainer.evaluate(0)
+            agreement = hosts.Agreement()
             for step in range(start + 1, config.steps + 1):
-                if stop.requested:
+                if agreement.any(stop.requested):
                     break
                 trainer.take(step)
             trainer.save()
         run.checkpoints.close()
         run.batches.close()
     done = int(run.state.step)
-    ending = "done" if done == config.steps else f"stopped by {stop.name}, saved"
+    stopped = f"stopped by {stop.name or 'a signal to another process'}, saved"
+    ending = "done" if done == config.steps else stopped
     console.print(f"{ending} at step {done} of {config.steps}; everything is in {config.folder}")
     return done
 
@@ -201,7 +228,7 @@ class _Trainer:
     def take(self, step: int) -> None:
         """Takes a step, and does what is due after it."""
         run, last = self._run, self._metrics
-        batch = _put(run, next(run.batches))
+        batch = put_rows(next(run.batches), run.mesh, run.config.batch_size)
         self._adapt(step - 1, batch)
         due = run.recipe.due_layers(step - 1)
         if due is None:
@@ -270,14 +297,16 @@ def _recalibrated(run: Run, batch: Batch) -> TrainState:
     model = model_of(recipe, state)
     calibration = calibrate(recipe.storage, model, [batch], run.config.compute_dtype)
     shardings = jax.tree.map(lambda x: x.sharding, state.calibration)
-    return dataclasses.replace(state, calibration=jax.device_put(calibration, shardings))
+    return dataclasses.replace(state, calibration=moved(calibration, shardings))
 
 
 def _evaluate(eval_step: Callable[..., jax.Array], run: Run) -> dict[str, float]:
     """Returns loss, perplexity and bits per byte on the held-out data."""
-    state, put = run.state, functools.partial(_put, run)
-    batches = run.validation.batches
-    nats = sum(float(eval_step(state.model, put(batch), state.context)) for batch in batches)
+    state = run.state
+    # All processes have the whole held-out batches.
+    put = functools.partial(hosts.place, sharding=batch_sharding(run.mesh))
+    batches = (jax.tree.map(put, batch) for batch in run.validation.batches)
+    nats = sum(float(eval_step(state.model, batch, state.context)) for batch in batches)
     loss = nats / run.validation.num_tokens
     return {
         "validation_loss": loss,
@@ -286,8 +315,15 @@ def _evaluate(eval_step: Callable[..., jax.Array], run: Run) -> dict[str, float]
     }
 
 
-def _put(run: Run, batch: dict[str, np.ndarray]) -> Batch:
-    return jax.device_put(batch, batch_sharding(run.mesh))
+def put_rows(batch: dict[str, np.ndarray], mesh: Mesh, batch_size: int) -> Batch:
+    """Returns a batch on all devices, from the rows that each process has read."""
+    rows, sharding = rows_of_process(mesh, batch_size), batch_sharding(mesh)
+    return {name: hosts.place(x, sharding, rows) for name, x in batch.items()}
+
+
+def moved(tree: Any, shardings: Any) -> Any:
+    """Returns arrays with other shardings, also over the devices of several processes."""
+    return jax.jit(lambda x: x, out_shardings=shardings)(tree)
 
 
 def check_finite(run: Run, step: int, metrics: Mapping[str, float | jax.Array]) -> None:
@@ -314,7 +350,8 @@ def check_finite(run: Run, step: int, metrics: Mapping[str, float | jax.Array]) 
 
 
 def _save(run: Run) -> None:
-    progress = {"position": run.batches.get_state(), "bits": dict(run.recipe.bits)}
+    position = hosts.merged(run.batches.get_state())
+    progress = {"position": position, "bits": dict(run.recipe.bits)}
     state = dataclasses.replace(run.state, frozen=None)
     run.checkpoints.save(int(state.step), state, progress, run.identity)
 

@@ -16,14 +16,18 @@ class Recorder:
     evaluation have `validation_loss`, `perplexity` and `bits_per_byte`.
     """
 
-    def __init__(self, directory: pathlib.Path, title: str, start: int = 0):
+    def __init__(self, directory: pathlib.Path, title: str, start: int = 0, *, writes: bool = True):
         """Opens the files, and removes lines that a killed run wrote after step `start`.
 
         Args:
           directory: folder of the run.
           title: title of the picture.
           start: last step done.
+          writes: whether to write; of several processes one does.
         """
+        self._writes = writes
+        if not writes:
+            return
         directory.mkdir(parents=True, exist_ok=True)
         self._directory, self._title = directory, title
         # A run that starts over records step 0 again.
@@ -37,6 +41,8 @@ class Recorder:
 
     def record(self, step: int, **metrics: float) -> None:
         """Writes one line. Values must be finite: JSON has no NaN."""
+        if not self._writes:
+            return
         line = {"step": step, **metrics}
         self._lines.append(line)
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
@@ -46,15 +52,17 @@ class Recorder:
 
     def draw(self) -> None:
         """Writes `loss.png`."""
-        draw_loss(self._lines, self._directory / "loss.png", self._title)
+        if self._writes:
+            draw_loss(self._lines, self._directory / "loss.png", self._title)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
-        self._board.close()
-        self.draw()
+        if self._writes:
+            self._file.close()
+            self._board.close()
+            self.draw()
 
 
 def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:

@@ -4,16 +4,17 @@ import dataclasses
 import functools
 
 import jax
+from jax.sharding import Mesh
 from rich.console import Console
 
-from train import cli
+from train import cli, hosts
 from train.begin import Data, Weights, begin, check_sizes, run_identity
-from train.config import PretrainConfig
+from train.config import DataConfig, PretrainConfig
 from train.corpus import Corpus, open_corpus
 from train.data import ROW_ORDER, train_batches, validation_batches
 from train.loop import Run, make_console, prepare_and_train, run_program
 from train.resolve import dimensions, resolve
-from train.sharding import make_mesh
+from train.sharding import make_mesh, rows_of_process
 from train.step import Recipe, build_recipe, init_state
 from train.tokenizer import Tokenizer, default_tokenizer, load_tokenizer
 
@@ -36,7 +37,7 @@ def run(config: PretrainConfig, console: Console) -> int:
       BadRunError: something is wrong with the settings, the text or the checkpoint.
       NonFiniteError: the loss or gradient of a step is not finite.
     """
-    return prepare_and_train(lambda: prepare(config, console), console)
+    return prepare_and_train(functools.partial(prepare, config), config, console)
 
 
 def prepare(given: PretrainConfig, console: Console) -> Run:
@@ -46,27 +47,35 @@ def prepare(given: PretrainConfig, console: Console) -> Run:
       ValueError: settings that do not fit each other, the text or the checkpoint.
       OSError: a file that cannot be read.
     """
-    config = resolve(given, dimensions(given))
-    mesh = make_mesh(config.mesh)
-    check_sizes(config, mesh)
-    data_dir = given.data.data_dir.expanduser()
-    corpus = open_corpus(given.data.data, data_dir, text_field=given.data.text_field)
-    if given.data.tokenizer is not None:
-        tokenizer = load_tokenizer(given.data.tokenizer)
-    else:
-        tokenizer = default_tokenizer(corpus, given.data.vocab_size, data_dir)
-    model_config = dimensions(given, tokenizer.vocab_size)
-    recipe = build_recipe(dataclasses.replace(config, model_config=model_config))
-    data = _data(recipe, corpus, tokenizer)
-    identity = run_identity(recipe, tokenizer, corpus.fingerprint, row_order=ROW_ORDER)
+    with hosts.failing_together():
+        config = resolve(given, dimensions(given))
+        mesh = make_mesh(config.mesh)
+        check_sizes(config, mesh)
+    corpus, tokenizer = hosts.main_first(functools.partial(_open_text, given.data))
+    with hosts.failing_together():
+        model_config = dimensions(given, tokenizer.vocab_size)
+        recipe = build_recipe(dataclasses.replace(config, model_config=model_config))
+        data = _data(recipe, corpus, tokenizer, mesh, given.data.readers)
+    order = ROW_ORDER if given.data.readers == 1 else f"{ROW_ORDER}, {given.data.readers} readers"
+    identity = run_identity(recipe, tokenizer, corpus.fingerprint, row_order=order)
     return begin(given, recipe, mesh, data, _weights(recipe), identity, console)
 
 
-def _data(recipe: Recipe, corpus: Corpus, tokenizer: Tokenizer) -> Data:
+def _open_text(given: DataConfig) -> tuple[Corpus, Tokenizer]:
+    data_dir = given.data_dir.expanduser()
+    corpus = open_corpus(given.data, data_dir, text_field=given.text_field)
+    if given.tokenizer is not None:
+        return corpus, load_tokenizer(given.tokenizer)
+    return corpus, default_tokenizer(corpus, given.vocab_size, data_dir)
+
+
+def _data(recipe: Recipe, corpus: Corpus, tokenizer: Tokenizer, mesh: Mesh, readers: int) -> Data:
     config = recipe.config
     sizes = {"batch_size": config.batch_size, "seq_len": config.seq_len}
+    part, count = rows_of_process(mesh, config.batch_size)
+    mine = {"process_index": part, "process_count": count, "readers": readers}
     return Data(
-        train_batches(corpus, tokenizer, seed=config.seed, **sizes),
+        train_batches(corpus, tokenizer, seed=config.seed, **sizes, **mine),
         validation_batches(corpus, tokenizer, max_batches=config.eval_batches, **sizes),
         f"text: {corpus.name}, {len(corpus.train):,} documents and {len(corpus.validation):,}"
         f" held out; tokenizer of {tokenizer.vocab_size:,}",

@@ -13,18 +13,31 @@ from models.sharding import AXES, BATCH, RULES, Entry, Rules, axes_of, rule_of
 
 
 def make_mesh(text: str) -> Mesh:
-    """Returns the mesh of a description such as "fsdp=4"; one device for an empty description.
+    """Returns the mesh of a description such as "fsdp=4".
+
+    An empty description means one device, or `fsdp` over all devices of several processes.
 
     Raises:
-      ValueError: a malformed description, an unknown axis, or more devices than there are.
+      ValueError: a malformed description, an unknown axis, more devices than there are, or fewer
+        than those of all processes.
     """
-    sizes = mesh_sizes(text)
-    count, devices = math.prod(sizes.values()), jax.devices()
+    devices, processes = jax.devices(), jax.process_count()
+    sizes = mesh_sizes(text if text or processes == 1 else f"fsdp={len(devices)}")
+    count = math.prod(sizes.values())
     if count > len(devices):
+        simulated = (
+            " To simulate them on a CPU, set"
+            f" XLA_FLAGS=--xla_force_host_platform_device_count={count}."
+        )
         raise ValueError(
             f"`--mesh` {text!r} asks for {count} devices, but there are {len(devices)}"
-            f" ({devices[0].platform}). To simulate them on a CPU, set"
-            f" XLA_FLAGS=--xla_force_host_platform_device_count={count}."
+            f" ({devices[0].platform})."
+            + (simulated if processes == 1 else f" They are those of {processes} processes.")
+        )
+    if processes > 1 and count < len(devices):
+        raise ValueError(
+            f"`--mesh` {text!r} has {count} of the {len(devices)} devices of {processes} processes:"
+            f" name all, for example fsdp={len(devices)}, or start fewer processes."
         )
     return mesh_of(sizes, devices[:count])
 
@@ -57,6 +70,29 @@ def mesh_sizes(text: str) -> dict[str, int]:
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Returns the sharding of a batch [B, S] over its sequences, and each sequence over `seq`."""
     return NamedSharding(mesh, PartitionSpec(_present(BATCH, mesh), _present("seq", mesh)))
+
+
+def rows_of_process(mesh: Mesh, batch_size: int) -> tuple[int, int]:
+    """Returns which part of the sequences of a batch this process reads, of how many equal parts.
+
+    Processes that divide sequences or layers among them, by `seq` or `tensor`, read the same part.
+
+    Raises:
+      ValueError: the sequences of a process do not follow each other.
+    """
+    parts: dict[int, set[tuple[int, int]]] = {}
+    indices = batch_sharding(mesh).devices_indices_map((batch_size, mesh.shape["seq"]))
+    for device, index in indices.items():
+        parts.setdefault(device.process_index, set()).add(index[0].indices(batch_size)[:2])
+    ranges = {process: (min(own)[0], max(own)[1]) for process, own in parts.items()}
+    distinct = sorted(set(ranges.values()))
+    if [start for start, _ in distinct] != [0, *(stop for _, stop in distinct[:-1])]:
+        raise ValueError(
+            f"`--mesh`: the processes read sequences {distinct} of a batch of {batch_size}, which"
+            " overlap. Make `tensor` times `seq` a divisor or a multiple of the devices of a"
+            " process."
+        )
+    return distinct.index(ranges[jax.process_index()]), len(distinct)
 
 
 def state_shardings(state: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
@@ -122,3 +158,9 @@ def _present(entry: Entry, mesh: Mesh) -> Any:
 def entry_name(entry: Any) -> str:
     """Returns the name in one entry of a pytree path, for every kind of node."""
     return str(getattr(entry, "name", getattr(entry, "key", "")))
+
+
+def compiler_options(mesh: Mesh) -> dict[str, Any] | None:
+    """Returns options for compiling a step for a mesh: GPUs gather a layer's weights ahead."""
+    is_gpu = mesh.devices.flat[0].platform in ("gpu", "cuda")
+    return {"xla_gpu_enable_pipelined_all_gather": True} if is_gpu and mesh.size > 1 else None

@@ -16,7 +16,7 @@ from models.folders import written_whole
 from models.huggingface.config import fields_of
 from models.huggingface.files import INDEX, PICKLES, SINGLE
 from models.huggingface.table import Row, table
-from models.parameters import parameter_of
+from models.parameters import fetch, parameter_of
 
 _SHARD_BYTES = 2_000_000_000
 
@@ -30,7 +30,9 @@ def save(
 ) -> None:
     """Writes a model as a folder that `transformers` reads.
 
-    The folder appears once everything in it is written.
+    The folder appears once everything in it is written. If several processes share the arrays, all
+    of them call this function together: they fetch one tensor after the other, and the first
+    process writes.
 
     Args:
       model: a decoder of plain arrays.
@@ -44,6 +46,11 @@ def save(
       TypeError: a parameter is not an array: merge adapters first.
     """
     folder = pathlib.Path(folder)
+    if jax.process_index():
+        for shard in _shards(model, max_shard_bytes):
+            for row, layer in shard.values():
+                _tensor(model, row, layer)
+        return
     with written_whole(folder) as scratch:
         config = _copy_beside(model, scratch, None if like is None else pathlib.Path(like))
         (scratch / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -114,5 +121,5 @@ def _in_order(config: ModelConfig) -> Iterator[tuple[Row, int]]:
 
 def _tensor(model: Decoder, row: Row, layer: int) -> np.ndarray:
     value = parameter_of(model, row.parameter).get_value()
-    array = np.asarray(jax.device_get(value[layer] if row.stacked else value))
+    array = fetch(value[layer] if row.stacked else value)
     return np.ascontiguousarray(array.T if row.transposed else array)
