@@ -133,9 +133,10 @@ def prepare_and_train(
       LostProcessError: another process has ended.
     """
     with contextlib.ExitStack() as stack:
-        stop = stack.enter_context(StopSignal())
         try:
             stack.enter_context(hosts.joined(config.distributed))
+            # After joining, where JAX takes SIGTERM for itself.
+            stop = stack.enter_context(StopSignal())
             if not hosts.is_main():
                 console = Console(quiet=True)
             ready = prepare(console)
