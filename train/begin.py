@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ from train.loop import Run, compile_step, with_sharding
 from train.options import flag_name
 from train.report import explain_step, print_opening, step_memory
 from train.resolve import ResolvedConfig
-from train.settings import changed_settings, write_settings
+from train.settings import changed_settings, flat, write_settings
 from train.sharding import state_shardings
 from train.step import Recipe, TrainState, build_recipe, init_state
 from train.tokenizer import Tokenizer
@@ -118,11 +119,23 @@ def begin(
 
 
 def _of_all_processes(given: RunConfig, identity: dict[str, Any]) -> dict[str, Any]:
-    """Returns what several processes of a run must have in common, by name."""
-    flags = {f"`{flag_name(name)}`": x for name, x in dataclasses.asdict(given).items()}
-    parts = {f"{name} (its content)": x for name, x in identity.items()}
+    """Returns what several processes of a run must have in common, by name.
+
+    Paths may differ between hosts. What is read from them must not: its hash is in the identity.
+    """
+    settings = flat(dataclasses.asdict(given))
+    flags = {
+        f"`{flag_name(name.rpartition('.')[2])}`": x
+        for name, x in settings.items()
+        if name == "out" or not (isinstance(x, pathlib.PurePath) or name in _PATHS)
+    }
+    parts = {f"the content of `{name}`": x for name, x in identity.items()}
     versions = {"the version of JAX": jax.__version__, "the source code": hosts.code_digest()}
     return {**flags, **parts, **versions}
+
+
+_PATHS = ("checkpoint", "data.data", "data.validation")
+"""Settings that name files, beside those of the type of a path."""
 
 
 def _locked(config: ResolvedConfig) -> RunLock | None:
@@ -176,12 +189,14 @@ def check_sizes(config: ResolvedConfig, mesh: Mesh) -> None:
         raise ValueError(
             f"`--seq-len` {config.seq_len} is above the {longest} positions of {config.title}."
         )
-    rows = config.batch_size // config.accumulate
-    if rows % mesh.size:
+    rows, groups = config.batch_size // config.accumulate, mesh.shape["data"] * mesh.shape["fsdp"]
+    if rows % groups:
+        shown = ",".join(f"{axis}={n}" for axis, n in mesh.shape.items() if n > 1)
         raise ValueError(
             f"{rows} sequences of a micro-batch (`--batch-size` {config.batch_size} /"
-            f" `--accumulate` {config.accumulate}) do not divide over the {mesh.size} devices of"
-            f" `--mesh` {config.mesh}."
+            f" `--accumulate` {config.accumulate}) do not divide over the {groups} groups of devices"
+            f" of `--mesh` {shown}: make `--batch-size` a multiple of"
+            f" {groups * config.accumulate}, or choose another mesh."
         )
 
 

@@ -218,7 +218,7 @@ def export(given: FinetuneConfig, run: Run, console: Console) -> None:
 
     def write_model(model: Decoder, path: pathlib.Path) -> None:
         huggingface.save(model, path, like=like)
-        if like is None or given.tokenizer is not None:
+        if hosts.is_main() and (like is None or given.tokenizer is not None):
             tokenizer_of(checkpoint, given.tokenizer).save(path)
 
     if recipe.lora is None:

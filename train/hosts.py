@@ -63,7 +63,7 @@ def joined(distributed: bool) -> Iterator[None]:
         )
     except (RuntimeError, ValueError) as error:
         raise ValueError(
-            f"`--distributed`: the processes could not join: {error}. {_BY_HAND}"
+            f"`--distributed`: the processes could not join: {str(error).rstrip('.')}. {_BY_HAND}"
         ) from error
     try:
         yield
