@@ -5,8 +5,10 @@ import jax.numpy as jnp
 
 from models.sharding import BATCH, constrain, split_residual
 
-_FEATURES = ("data", None, ("fsdp", "tensor"))
+_FEATURES = ("data", None, ("tensor", "fsdp"))
 """Division of looked up rows, as that of the table: each device has some features of all tokens."""
+_BETWEEN = (BATCH, None, "tensor")
+"""On the way to `split_residual`, and back: XLA moves one mesh axis at a time."""
 
 
 def embed(table: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -27,7 +29,7 @@ def embed(table: jax.Array, tokens: jax.Array) -> jax.Array:
 def _rows(table: jax.Array, tokens: jax.Array) -> jax.Array:
     tokens = constrain(tokens, "data", None)
     rows = table.at[tokens].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-    return constrain(rows, *_FEATURES)
+    return constrain(constrain(rows, *_FEATURES), *_BETWEEN)
 
 
 def _rows_fwd(table: jax.Array, tokens: jax.Array) -> tuple[jax.Array, tuple]:
@@ -36,7 +38,7 @@ def _rows_fwd(table: jax.Array, tokens: jax.Array) -> tuple[jax.Array, tuple]:
 
 def _rows_bwd(residuals: tuple, dx: jax.Array) -> tuple[jax.Array, None]:
     tokens, like = residuals
-    dx = constrain(constrain(dx, BATCH, "seq", None), *_FEATURES)
+    dx = constrain(constrain(split_residual(dx), *_BETWEEN), *_FEATURES)
     tokens = constrain(tokens, "data", None)
     zeros = jnp.zeros((like.shape[0], dx.shape[-1]), like.dtype)
     return zeros.at[tokens].add(dx, mode="drop", wrap_negative_indices=False), None

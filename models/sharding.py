@@ -33,16 +33,28 @@ Rules = Sequence[tuple[str, tuple[Entry, ...]]]
 and the mesh axes of its last axes; the first that matches counts. Axes that do not divide a
 dimension are left out."""
 
-_INPUTS: tuple[Entry, ...] = ("fsdp", "tensor")
-_OUTPUTS: tuple[Entry, ...] = (("tensor", "fsdp"), None)
+_BOTH: Entry = ("tensor", "fsdp")
+"""`tensor` first: what is left when `fsdp` is gathered is then a run of rows or features."""
+_FIRST, _LAST = r"\b(q|k|v|gate|up)", r"\b(o|down)"
+"""Weights whose outputs, or inputs, are divided by `tensor`."""
 
 RULES: Rules = (
+    # Bases of inputs [d, r], factors of adapters [d, r] and [r, n].
+    (rf"\bbases\b.*{_FIRST}$", ("fsdp", None)),
+    (rf"{_FIRST}\.a$", ("fsdp", None)),
+    (rf"{_FIRST}\.b$", (None, "tensor")),
+    (rf"{_LAST}\.b$", (None, "fsdp")),
+    # Weights in four bits: codes [blocks, 32, n], and scales of all blocks and columns in a row.
+    (rf"{_FIRST}\.codes$", ("fsdp", None, "tensor")),
+    (rf"{_LAST}\.codes$", (_BOTH, None, None)),
+    (rf"{_FIRST}\.scales$", ("fsdp",)),
+    (rf"{_LAST}\.scales$", (_BOTH,)),
     # Rows are divided by `fsdp`, so that no block of an optimizer state in 8 bits, which is part of
     # a row, crosses devices.
-    (r"\b(q|k|v|gate|up)\b", _INPUTS),
-    (r"\b(o|down)\b", _OUTPUTS),
-    (r"\bembedding\b", (None, ("fsdp", "tensor"))),
-    (r"\boutput\b", (("fsdp", "tensor"), None)),
+    (rf"{_FIRST}\b", ("fsdp", "tensor")),
+    (rf"{_LAST}\b", (_BOTH, None)),
+    (r"\bembedding\b", (None, _BOTH)),
+    (r"\boutput\b", (_BOTH, None)),
 )
 """The default rules."""
 

@@ -124,17 +124,23 @@ def state_shardings(state: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
 
 
 def _spec(shape: tuple[int, ...], rule: tuple[Entry, ...], mesh: Mesh, stacked: bool) -> Any:
-    """Returns how an array is divided by a rule, as far as its axes can be divided."""
+    """Returns how an array is divided by a rule, as far as its axes can be divided.
+
+    What the rule cannot place where it should be, or `fsdp` without a rule, divides another axis.
+    """
     entries: list[tuple[str, ...]] = [()] * len(shape)
     first = int(stacked)
     for i, entry in zip(reversed(range(first, len(shape))), reversed(rule), strict=False):
         entries[i] = _dividing(shape[i], axes_of(entry), mesh)
-    if "fsdp" not in sum(entries, ()):
-        for i in range(first, len(shape)):
-            widened = _dividing(shape[i], (*entries[i], "fsdp"), mesh)
-            if "fsdp" in widened:
-                entries[i] = widened
-                break
+    wanted = dict.fromkeys((*(axis for entry in rule for axis in axes_of(entry)), "fsdp"))
+    placed = {axis for entry in entries for axis in entry}
+    left = tuple(a for a in wanted if mesh.shape.get(a, 1) > 1 and a not in placed)
+    for axes in (left, ("fsdp",) if "fsdp" in left else ()):
+        found = next((i for i in range(first, len(shape)) if axes and not entries[i]
+                      and _dividing(shape[i], axes, mesh) == axes), None)  # fmt: skip
+        if found is not None:
+            entries[found] = axes
+            break
     while entries and not entries[-1]:
         entries.pop()
     return PartitionSpec(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))

@@ -221,7 +221,7 @@ def _sizes(arrays: Iterable[tuple[Dims, Any]]) -> dict[str, tuple[int, ...]]:
     return {
         name: chain
         for name, chain in sizes.items()
-        if all(small and not large % small for large, small in itertools.pairwise(chain))
+        if chain[-1] > 1 and not any(a % b for a, b in itertools.pairwise(chain))
     }
 
 

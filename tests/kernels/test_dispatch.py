@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from kernels.kernel_cases import TINY, normal, random_code
 
 import actjax
@@ -21,6 +21,7 @@ from actjax.kernels.quantize.api import quantize
 from actjax.kernels.rms_norm_backward.api import rms_norm_backward
 from actjax.kernels.segment_sum.api import scaled_segment_sum
 from actjax.kernels.swiglu_backward.api import swiglu_backward
+from train.collectives import bytes_by_kind, collectives
 
 CODEC = Quantized(4, group=16, scale_dtype="float32")
 X = normal(4, 32)
@@ -197,19 +198,74 @@ def test_an_error_within_leaves_the_choice_as_it_was():
 # Meshes.
 
 
-def test_where_xla_partitions_a_program_it_is_the_reference():
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    spec = PartitionSpec("data")
-    for name in ("quantize", "rms_norm_backward"):
-        function, args = KERNELS[name]
-        plain = lambda *args, f=function: f(*args)  # noqa: E731
+@functools.cache
+def four_devices():
+    return jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+
+
+def placed(args):
+    """Returns arguments with their four tokens, or rows, on four devices."""
+
+    def put(x):
+        spec = PartitionSpec("data") if np.shape(x)[:1] == (4,) else PartitionSpec()
+        return jax.device_put(x, NamedSharding(four_devices(), spec))
+
+    return jax.tree.map(put, args)
+
+
+@every
+@pytest.mark.parametrize("implementation", [None, "interpreted"])
+def test_each_device_computes_a_kernel_for_its_tokens(name, implementation):
+    function, args = KERNELS[name]
+    chosen = functools.partial(function, implementation=implementation)
+    with jax.set_mesh(four_devices()):
+        program = jax.jit(lambda *args: chosen(*args)).lower(*placed(args)).compile()
+    exchanged = bytes_by_kind(collectives(program.as_text()))
+    sums = {"rms_norm_backward": X[0].nbytes, "scaled_segment_sum": X[:2].nbytes}
+    assert exchanged.pop("all-reduce") == sums.get(name, 0)
+    assert not any(exchanged.values())
+    want = jax.jit(functools.partial(function, implementation="reference"))(*args)
+    got = program(*placed(args))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        # The sums are added up in another order.
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@every
+def test_on_four_devices_a_gpu_runs_the_kernel(name):
+    function, args = KERNELS[name]
+    with jax.set_mesh(four_devices()):
+        assert chooses(lambda *args: function(*args), *args)
+
+
+def test_features_are_split_where_groups_are_whole():
+    function, _ = KERNELS["quantize"]
+    mesh = jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Auto,))
+    by_feature = NamedSharding(mesh, PartitionSpec(None, "tensor"))
+    for columns, exchanges in ((32, False), (24, True)):
+        x = normal(4, 48)[:, :columns]
         with jax.set_mesh(mesh):
-            assert not uses_pallas(plain, *args)
-            # Unless an implementation is named.
-            assert uses_pallas(functools.partial(function, implementation="interpreted"), *args)
-    function, args = KERNELS["quantize"]
-    with jax.set_mesh(mesh):
-        # Each device has its own part, and nothing is partitioned.
+            round_trip = jax.jit(lambda x: dequantize(function(x)))
+            program = round_trip.lower(jax.device_put(x, by_feature)).compile()
+        assert any(bytes_by_kind(collectives(program.as_text())).values()) == exchanges
+        want = jax.jit(lambda x: dequantize(function(x, implementation="reference")))(x)
+        np.testing.assert_array_equal(program(jax.device_put(x, by_feature)), want)
+
+
+def test_random_numbers_are_those_of_the_place_in_the_whole_array():
+    codec = dataclasses.replace(CODEC, rounding="stochastic")
+    function = functools.partial(quantize, format=codec.format)
+    seed = np.asarray([1, 2], np.uint32)
+    with jax.set_mesh(four_devices()):
+        got = jax.jit(lambda x, seed: function(x, seed))(*placed((X, seed)))
+    assert_equal(got, jax.jit(function)(X, seed))
+
+
+def test_in_a_shard_map_nothing_is_partitioned():
+    spec = PartitionSpec("data")
+    function, _ = KERNELS["quantize"]
+    with jax.set_mesh(four_devices()):
+        # Each device has its own part.
         own = jax.shard_map(lambda x: function(x), in_specs=spec, out_specs=spec, check_vma=False)
         assert uses_pallas(own, X)
         got = jax.jit(own)(X)

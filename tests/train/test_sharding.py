@@ -5,21 +5,52 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from tiny import decoder
 
+from actjax.kernels.blockwise import blockwise_zeros
+from models.sharding import RULES
 from train.sharding import make_mesh, state_shardings
 
-SHAPES = {"scalar": (), "odd": (3, 5), "tall": (12, 4), "wide": (8, 16)}
+SHAPES = {"scalar": (), "odd": (3, 5), "tall": (12, 4), "wide": (6, 16), "both": (8, 16)}
 
 
-def test_an_array_is_sharded_along_its_largest_divisible_axis():
+def specs_of(tree, mesh, **options):
+    """Returns the specification of each array by path."""
+    found = jax.tree_util.tree_flatten_with_path(state_shardings(tree, make_mesh(mesh), **options))
+    return {jax.tree_util.keystr(path, simple=True, separator="."): s.spec for path, s in found[0]}
+
+
+def test_an_array_without_a_rule_is_divided_along_its_first_axis_that_can_be():
     arrays = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in SHAPES.items()}
-    specs = {n: s.spec for n, s in state_shardings(arrays, make_mesh("fsdp=4")).items()}
-    assert specs == {"scalar": P(), "odd": P(), "tall": P("fsdp"), "wide": P(None, "fsdp")}
+    assert specs_of(arrays, "fsdp=4") == {
+        "scalar": P(), "odd": P(), "tall": P("fsdp"), "wide": P(None, "fsdp"), "both": P("fsdp"),
+    }  # fmt: skip
 
 
-def test_the_axis_of_stacked_layers_is_never_sharded():
-    layers = state_shardings(decoder(), make_mesh("fsdp=3")).layers
-    assert {s.spec for s in jax.tree.leaves(layers.attention.q)} == {P(None, "fsdp")}
-    assert {s.spec for s in jax.tree.leaves(layers.mlp_norm)} == {P(None, "fsdp")}
+def test_weights_are_divided_by_the_table():
+    specs = specs_of(decoder(), "fsdp=2,tensor=2")
+    assert specs["layers.attention.q.value"] == P(None, "fsdp", "tensor")
+    assert specs["layers.attention.o.value"] == P(None, ("tensor", "fsdp"))
+    assert specs["embedding.value"] == P(None, ("tensor", "fsdp"))
+    # The vocabulary of 61 cannot be divided, and the axis of stacked layers never is.
+    assert specs["output.value"] == P(("tensor", "fsdp"))
+    assert specs["layers.mlp_norm.value"] == P(None, "fsdp")
+
+
+def test_a_user_may_replace_the_table():
+    rules = ((r"\bq\b", (None, "fsdp")), *RULES)
+    assert specs_of(decoder(), "fsdp=2", rules=rules)["layers.attention.q.value"] == P(
+        None, None, "fsdp"
+    )
+
+
+def test_no_block_of_an_eight_bit_array_crosses_devices():
+    cut = blockwise_zeros((8, 512), "float32", unsigned=False)
+    straddling = blockwise_zeros((6, 512), "float32", unsigned=False)
+    tree = {"embedding": cut, "output": straddling}
+    specs = specs_of(tree, "fsdp=4")
+    # The table divides the features of the embedding, of which a device would have half a block.
+    assert specs["embedding.codes"] == specs["embedding.scales"] == P("fsdp")
+    assert specs["output.codes"] == specs["output.scales"] == P()
+    assert specs_of(tree, "fsdp=2")["embedding.codes"] == P(None, "fsdp")
 
 
 def test_one_device_shards_nothing():
@@ -33,7 +64,8 @@ def test_one_device_shards_nothing():
     [
         ("fsdp", "`--mesh` 'fsdp': 'fsdp' is not AXIS=SIZE"),
         ("fsdp=0", "'fsdp=0' is not AXIS=SIZE"),
-        ("rows=2", "'rows=2' is not AXIS=SIZE with axis fsdp"),
+        ("rows=2", "'rows=2' is not AXIS=SIZE with axis data, fsdp, tensor, seq"),
+        ("fsdp=2,fsdp=2", "names fsdp twice"),
         ("fsdp=64", r"asks for 64 devices, but there are \d+ .*host_platform_device_count=64"),
     ],
 )

@@ -1,7 +1,6 @@
 """Steps of every method: determinism, in-backward updates, accumulation, sharding."""
 
 import dataclasses
-import functools
 
 import jax
 import numpy as np
@@ -12,14 +11,11 @@ from tests.train.steps import (
     after,
     batch,
     compiled,
-    first_state,
     recipe,
     with_method,
 )
 from train.config import OptimizerConfig
-from train.sharding import batch_sharding, make_mesh, state_shardings
 from train.step import (
-    make_refresh_step,
     make_train_step,
 )
 
@@ -91,30 +87,3 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch(method, count):
 def test_factors_of_micro_batches_are_concatenated():
     _, losses = after(recipe(with_method("low_rank", accumulate=2)))
     assert losses[-1] < losses[0]
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        pytest.param(with_method("subspace"), marks=pytest.mark.slow),
-        with_method("subspace", in_backward=True, optimizer=EIGHT_BIT),
-    ],
-    ids=["subspace", "in backward"],
-)
-def test_four_devices_give_the_loss_of_one(config):
-    one, mesh = recipe(config), make_mesh("fsdp=4")
-    state = first_state(one)
-    shardings = state_shardings(state, mesh)
-    sharded = jax.device_put(state, shardings)
-    data = jax.device_put(batch(), batch_sharding(mesh))
-    losses = []
-    with jax.set_mesh(mesh):
-        jit = functools.partial(jax.jit, out_shardings=(shardings, None))
-        step, refresh = jit(make_train_step(one)), jit(make_refresh_step(one))
-        for i in range(3):
-            due = one.due_layers(i)
-            sharded, metrics = step(sharded, data) if due is None else refresh(sharded, data, due)
-            losses.append(float(metrics["loss"]))
-    np.testing.assert_allclose(losses, after(one)[1], rtol=1e-5)
-    same = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), sharded, shardings)
-    assert all(jax.tree.leaves(same))

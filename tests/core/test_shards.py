@@ -1,0 +1,127 @@
+"""Functions that each device computes on its part of the arrays."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from actjax._core.shards import Dims, InPieces, Sum, gathered, on_shards
+from train.collectives import bytes_by_kind, collectives
+
+ROWS, COLUMNS = Dims(("rows", None)), Dims((None, None))
+X = np.arange(96.0, dtype=np.float32).reshape(8, 12) / 7
+
+
+@functools.cache
+def mesh(**sizes):
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes))
+
+
+def compiled(function, *args, over=None, spec=PartitionSpec("a"), out=None):
+    """Returns the results on several devices, and the bytes that they exchanged."""
+    over = over or mesh(a=4)
+    shard = NamedSharding(over, spec)
+    placed = [jax.device_put(x, shard if np.ndim(x) else NamedSharding(over, PartitionSpec()))
+              for x in args]  # fmt: skip
+    out = None if out is None else NamedSharding(over, out)
+    with jax.set_mesh(over):
+        program = jax.jit(function, out_shardings=out).lower(*placed).compile()
+    return program(*placed), bytes_by_kind(collectives(program.as_text()))
+
+
+def of_rows(x):
+    """Needs whole rows, and looks at a part as if it were all: the mean row is subtracted."""
+    return x - jnp.mean(x, axis=1, keepdims=True), jnp.sum(x, axis=0)
+
+
+def both(x):
+    return on_shards(of_rows, (x,), (ROWS,), (ROWS, Dims((None,), summed=True)))
+
+
+def test_parts_are_computed_apart_and_sums_are_added_up():
+    (rows, total), exchanged = compiled(both, X)
+    np.testing.assert_allclose(rows, of_rows(X)[0], rtol=1e-6)
+    np.testing.assert_allclose(total, X.sum(0), rtol=1e-6)
+    assert exchanged["all-gather"] == 0
+    assert exchanged["all-reduce"] == total.nbytes
+
+
+def test_an_axis_that_must_be_whole_is_gathered():
+    (rows, total), exchanged = compiled(both, X, spec=PartitionSpec(None, "a"))
+    np.testing.assert_allclose(rows, of_rows(X)[0], rtol=1e-6)
+    np.testing.assert_allclose(total, X.sum(0), rtol=1e-6)
+    assert exchanged["all-gather"] >= X.nbytes
+
+
+@pytest.mark.parametrize("spec", [PartitionSpec(("a", "b")), PartitionSpec("b"),
+                                  PartitionSpec(("b", "a")), PartitionSpec("a", "b")])  # fmt: skip
+def test_an_axis_may_be_split_over_any_axes_of_the_mesh(spec):
+    (rows, total), _ = compiled(both, X, over=mesh(a=2, b=2), spec=spec)
+    np.testing.assert_allclose(rows, of_rows(X)[0], rtol=1e-6)
+    np.testing.assert_allclose(total, X.sum(0), rtol=1e-6)
+
+
+def scales_of(x):
+    """One scale for three features: the axes of both are split alike."""
+    return jnp.max(x.reshape(8, -1, 3), axis=-1)
+
+
+def grouped(x):
+    return on_shards(scales_of, (x,), (Dims((None, "f")),), Dims((None, "f")))
+
+
+def test_axes_of_one_name_may_differ_in_size():
+    scales, exchanged = compiled(grouped, X, spec=PartitionSpec(None, "a"))
+    np.testing.assert_array_equal(scales, scales_of(X))
+    assert scales.sharding.spec == PartitionSpec(None, "a")
+    assert not any(exchanged.values())
+
+
+def test_what_cannot_be_split_evenly_is_computed_whole():
+    # Two groups of six features, and four devices.
+    halves = lambda x: on_shards(  # noqa: E731
+        lambda x: jnp.max(x.reshape(8, -1, 6), axis=-1), (x,), (Dims((None, "f")),),
+        Dims((None, "f")),
+    )  # fmt: skip
+    got, _ = compiled(halves, X, spec=PartitionSpec(None, "a"))
+    np.testing.assert_array_equal(got, X.reshape(8, 2, 6).max(-1))
+
+
+def products(x, y, pieces):
+    """Returns half of `xᵀ y`, a sum over the rows of all devices."""
+    finish = lambda z: z / 2  # noqa: E731
+    if not pieces:
+        return Sum(x.T @ y, finish)
+    return InPieces(lambda rows: jnp.take(x, rows, axis=1).T @ y, x.shape[1], finish, pieces)
+
+
+@pytest.mark.parametrize("pieces", [0, 1, 2, 3, 5])
+@pytest.mark.parametrize("out", [PartitionSpec(), PartitionSpec("a"), PartitionSpec(None, "a")])
+def test_a_sum_in_pieces_is_the_whole_sum(pieces, out):
+    function = functools.partial(products, pieces=pieces)
+    split = lambda x, y: on_shards(  # noqa: E731
+        function, (x, y), (ROWS, ROWS), Dims((None, None), summed=True)
+    )
+    got, exchanged = compiled(split, X, X[:, :8], out=out)
+    np.testing.assert_allclose(got, X.T @ X[:, :8] / 2, rtol=1e-5)
+    np.testing.assert_allclose(jax.jit(split)(X, X[:, :8]), X.T @ X[:, :8] / 2, rtol=1e-5)
+    # Each device gives its sum once, whatever the pieces.
+    assert exchanged["all-gather"] == 0
+    assert sum(exchanged.values()) <= got.nbytes
+
+
+def test_constants_and_vmap_pass():
+    table = jnp.asarray([1.0, 2.0, 3.0])
+    scaled = lambda x: on_shards(lambda x: x * table[1], (x,), (ROWS,), ROWS)  # noqa: E731
+    with jax.set_mesh(mesh(a=4)):
+        np.testing.assert_array_equal(jax.jit(scaled)(X), 2 * X)
+        stacked = jax.jit(jax.vmap(scaled))(np.stack([X, X + 1]))
+    np.testing.assert_array_equal(stacked, 2 * np.stack([X, X + 1]))
+
+
+def test_without_a_mesh_nothing_is_split():
+    assert "custom_partitioning" not in str(jax.make_jaxpr(both)(X))
+    assert gathered(X, axes=(0,)) is X
