@@ -194,8 +194,8 @@ def check_sizes(config: ResolvedConfig, mesh: Mesh) -> None:
         shown = ",".join(f"{axis}={n}" for axis, n in mesh.shape.items() if n > 1)
         raise ValueError(
             f"{rows} sequences of a micro-batch (`--batch-size` {config.batch_size} /"
-            f" `--accumulate` {config.accumulate}) do not divide over the {groups} groups of devices"
-            f" of `--mesh` {shown}: make `--batch-size` a multiple of"
+            f" `--accumulate` {config.accumulate}) do not divide over the {groups} parts of"
+            f" `--mesh` {shown}: make `--batch-size` a multiple of"
             f" {groups * config.accumulate}, or choose another mesh."
         )
 

@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import importlib.util
+import math
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -56,29 +57,44 @@ def compile_for(description: str | None) -> Iterator[Any]:
     if description is None:
         yield lambda tree: tree
         return
+    with compile_for_mesh(description, {"device": 1}) as mesh:
+        sharding = NamedSharding(mesh, PartitionSpec())
+        yield lambda tree: jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
+        )
+
+
+@contextlib.contextmanager
+def compile_for_mesh(description: str, sizes: dict[str, int]) -> Iterator[Mesh]:
+    """Gives a mesh of GPUs to compile for, and sets it.
+
+    Args:
+      description: of a GPU, from `Gpu.describe`.
+      sizes: devices along each axis. All are joined as those of one host are.
+
+    Raises:
+      ValueError: the compiler for GPUs is not installed, or JAX has dropped it.
+      RuntimeError: this version of JAX lacks a function that must be replaced.
+    """
     if importlib.util.find_spec("jax_cuda12_plugin") is None:
         raise ValueError(
             "compiling for a GPU needs JAX's CUDA plugin, though no GPU: pip install 'jax[cuda12]'."
         )
     try:
         topology = topologies.get_topology_desc(
-            platform="cuda", topology="1x1x1", target_config=description
+            platform="cuda",
+            topology=f"1x1x{math.prod(sizes.values())}",
+            target_config=description,
         )
     except NotImplementedError as error:
         raise ValueError(
             "JAX found no GPU and has dropped its CUDA plugin, which compiles for one: set the"
             " environment variable JAX_PLATFORMS=cpu before the program starts."
         ) from error
-    mesh = Mesh(np.array(topology.devices[:1]), ("device",))
-    sharding = NamedSharding(mesh, PartitionSpec())
-
-    def place(tree: Any) -> Any:
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
-        )
-
+    devices = np.array(topology.devices).reshape(tuple(sizes.values()))
+    mesh = Mesh(devices, tuple(sizes))
     with _tracing_as_on_a_gpu(), jax.set_mesh(mesh):
-        yield place
+        yield mesh
 
 
 _CUDNN = "jax._src.cudnn.fused_attention_stablehlo"

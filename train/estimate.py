@@ -1,18 +1,32 @@
 """What a training step costs, before and after it is compiled."""
 
+import contextlib
 import dataclasses
 import functools
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 import actjax
+from train.begin import check_sizes
+from train.collectives import bytes_by_kind, collectives
 from train.config import PretrainConfig
-from train.devices import HERE, compile_for, description_of
+from train.devices import HERE, compile_for, compile_for_mesh, description_of
 from train.flops import causal_loop_length, matmul_flops
 from train.gpus import GPUS
+from train.loop import with_sharding
 from train.report import StepMemory, explain_step, step_memory, tree_bytes
 from train.resolve import dimensions
+from train.sharding import (
+    batch_sharding,
+    compiler_options,
+    make_mesh,
+    mesh_sizes,
+    state_shardings,
+)
 from train.step import (
     Recipe,
     TrainState,
@@ -54,11 +68,18 @@ class Compiled:
       plan: the plan.
       peak: bytes that exist at once in a step, or in a refresh step if that takes more.
       temporaries: bytes of the step that are neither weights nor optimizer states.
+      weights: bytes of the weights of a device.
+      states: bytes of the optimizer states of a device.
+      exchanged: bytes that a device exchanges with others in a step, by kind
+        (`train.collectives`); empty for one device.
     """
 
     plan: Plan
     peak: int
     temporaries: int
+    weights: int
+    states: int
+    exchanged: Mapping[str, int]
 
 
 def make_plan(config: PretrainConfig, device: str) -> Plan:
@@ -121,20 +142,31 @@ def _gradient(config: PretrainConfig) -> tuple[actjax.Explanation, int]:
 
 
 def compile_plan(plan: Plan, device: str) -> Compiled:
-    """Compiles the steps of a plan.
+    """Compiles the steps of a plan. With a mesh, all figures are those of one device.
 
     Raises:
-      ValueError: the compiler for the device is not installed.
+      ValueError: the compiler for the device is not installed, or the batch does not divide over
+        the mesh.
     """
     recipe = _recipe(plan.config)
     state, batch = _shapes(recipe), whole_batch_shapes(recipe.config)
-    peak, temporaries = _peak(make_train_step(recipe), state, batch, device)
-    due = recipe.due_layers(0)
-    if due is not None:
-        refresh = make_refresh_step(recipe)
-        refresh_peak, _ = _peak(lambda s, b: refresh(s, b, due), state, batch, device)
-        peak = max(peak, refresh_peak)
-    return Compiled(plan, peak, temporaries)
+    with _placed(recipe, state, batch, device) as (state, batch, options):
+        step = _compile(make_train_step(recipe), state, batch, options)
+        peak, temporaries = _peak(step)
+        due = recipe.due_layers(0)
+        if due is not None:
+            refresh = make_refresh_step(recipe)
+            again = _compile(lambda s, b: refresh(s, b, due), state, batch, options)
+            peak = max(peak, _peak(again)[0])
+    exchanged = bytes_by_kind(collectives(step.as_text())) if plan.config.mesh else {}
+    weights, states = map(_bytes_of_device, ((state.model, state.frozen), state.optimizer))
+    return Compiled(plan, peak, temporaries, weights, states, exchanged)
+
+
+def bytes_of_device(config: PretrainConfig) -> int:
+    """Returns the bytes of weights and optimizer states of each device, evenly divided."""
+    sizes = mesh_sizes(config.mesh)
+    return parameter_bytes(config) // (math.prod(sizes.values()) // sizes["data"])
 
 
 def _recipe(config: PretrainConfig) -> Recipe:
@@ -145,10 +177,48 @@ def _shapes(recipe: Recipe) -> TrainState:
     return jax.eval_shape(functools.partial(init_state, recipe))
 
 
-def _peak(step: Any, state: Any, batch: Any, device: str) -> tuple[int, int]:
+@contextlib.contextmanager
+def _placed(recipe: Recipe, state: Any, batch: Any, device: str) -> Iterator[tuple]:
+    """Gives state and batch on the devices to compile for, and options of the compiler."""
+    text, description = recipe.config.mesh, description_of(device)
+    if not text:
+        with compile_for(description) as place:
+            yield place(state), place(batch), None
+        return
+    with contextlib.ExitStack() as stack:
+        if description is None:
+            mesh = make_mesh(text)
+            stack.enter_context(jax.set_mesh(mesh))
+        else:
+            mesh = stack.enter_context(compile_for_mesh(description, mesh_sizes(text)))
+        check_sizes(recipe.config, mesh)
+        state = jax.tree.map(with_sharding, state, state_shardings(state, mesh))
+        batch = {name: with_sharding(x, batch_sharding(mesh)) for name, x in batch.items()}
+        yield state, batch, compiler_options(mesh)
+
+
+def _compile(step: Any, state: Any, batch: Any, options: dict[str, Any] | None) -> Any:
+    places = None
+    if options is not None or jax.tree.leaves(state)[0].sharding is not None:
+        places = jax.tree.map(lambda x: x.sharding, state), None
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=places)
+    return jitted.lower(state, batch).compile(compiler_options=options)
+
+
+def _peak(program: Any) -> tuple[int, int]:
     """Returns the peak and the temporaries of a compiled step, in bytes."""
-    with compile_for(description_of(device)) as place:
-        program = jax.jit(step, donate_argnums=0).lower(place(state), place(batch)).compile()
     stats: Any = program.memory_analysis()
     live = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     return live + stats.temp_size_in_bytes, stats.temp_size_in_bytes
+
+
+def _bytes_of_device(tree: Any) -> int:
+    def size(x: Any) -> int:
+        shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+        return math.prod(shape) * jnp.dtype(x.dtype).itemsize
+
+    return sum(
+        size(x)
+        for x in jax.tree.leaves(tree)
+        if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    )

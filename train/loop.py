@@ -236,6 +236,9 @@ class _Trainer:
             state, self._metrics = run.train_step(run.state, batch)
         else:
             state, self._metrics = self._refresh_step(run.state, batch, due)
+        if run.mesh.size > 1 and run.mesh.devices.flat[0].platform == "cpu":
+            # Two programs at once can wait for each other's simulated devices on fewer cores.
+            state = jax.block_until_ready(state)
         # The previous step has ended by now, so that looking at it keeps the device busy.
         check_finite(run, step - 1, last)
         run.state = state

@@ -10,9 +10,13 @@ model that is already trained.
 
 With `--budget`, the fastest step that fits is found, and the command that runs it is printed. Other
 settings, such as `--data`, go into that command.
+
+With `--mesh`, the step of several devices is compiled, and all figures are those of one of them:
+its memory, and the bytes that it gathers, reduces and moves in a step.
 """
 
 import dataclasses
+import math
 import pathlib
 import re
 import shlex
@@ -31,12 +35,13 @@ from train import cli
 from train.cli import Headings
 from train.config import DataConfig, PretrainConfig
 from train.devices import HERE, gpu
-from train.estimate import Compiled, compile_plan, make_plan, parameter_bytes
+from train.estimate import Compiled, bytes_of_device, compile_plan, make_plan
 from train.gpus import GIB, GPUS
 from train.gradient_error import WHOLE
 from train.measured import MeasureConfig, Measured, open_measured, table_of_errors
 from train.options import FULL_WEIGHTS, flag_name, given_fields, used_options
 from train.resolve import dimensions, resolve
+from train.sharding import mesh_sizes
 from train.stages import METHODS, OPTIONS, stages
 from train.tokenizer import load_tokenizer
 
@@ -82,10 +87,9 @@ class PlanConfig:
         if self.device != HERE:
             gpu(self.device)
         train = self.train
-        if train.mesh:
-            raise ValueError(
-                f"`--mesh {train.mesh}` has no effect: train.plan plans for one device. Drop it."
-            )
+        mesh_sizes(train.mesh)
+        if train.distributed:
+            raise ValueError("`--distributed` has no effect: train.plan trains nothing. Drop it.")
         if train.resume:
             raise ValueError("`--resume` has no effect: train.plan trains nothing. Drop it.")
         expanded = str(pathlib.Path(self.checkpoint).expanduser())
@@ -279,9 +283,10 @@ def _by_speed(
     """Yields the compiled plans of a stage, the fastest first, without those that cannot fit."""
     budget = parse_bytes(config.budget)
     # Weights and optimizer states first: estimating the rest takes a trace.
-    near = [one for one in configs if parameter_bytes(one) <= budget]
+    near = [one for one in configs if bytes_of_device(one) <= budget]
     plans = [make_plan(one, config.device) for one in near]
-    possible = [plan for plan in plans if plan.memory.total <= budget]
+    devices = math.prod(mesh_sizes(config.train.mesh).values())
+    possible = [plan for plan in plans if plan.memory.total / devices <= budget]
     console.print(
         f"{title}: {len(configs)} plans, {len(configs) - len(possible)} of them above"
         f" {config.budget} without workspace",
@@ -302,13 +307,17 @@ def table_of(rows: list[Compiled], config: PlanConfig) -> Table:
     """Returns compiled plans as a table, in GiB, or in MiB if all take less than a GiB."""
     train = config.train
     unit, name = (GIB, "GiB") if max(row.peak for row in rows) >= GIB else (2**20, "MiB")
+    device = config.device + (f" x {train.mesh}, of each device" if train.mesh else "")
     title = (
         f"{train.model}, vocabulary of {dimensions(train).vocab_size:,},"
         f" {train.batch_size} x {train.seq_len}, weights {train.weight_dtype},"
-        f" compiled for {config.device}; {name}"
+        f" compiled for {device}; {name}"
     )
     table = Table(title=title, box=box.SIMPLE_HEAD)
     table.add_column("plan")
+    if train.mesh:
+        _add_devices(table, rows, unit)
+        return table
     for part in ("peak", "weights", "gradients", "states", "residuals", "workspace", "TFLOP"):
         table.add_column(part, justify="right", no_wrap=True)
     for row in rows:
@@ -319,6 +328,22 @@ def table_of(rows: list[Compiled], config: PlanConfig) -> Table:
         cells = [f"{size / unit:.2f}" for size in sizes]
         table.add_row(_choice(row.plan.config), *cells, f"{row.plan.flops / 1e12:.2f}")
     return table
+
+
+def _add_devices(table: Table, rows: list[Compiled], unit: int) -> None:
+    """Adds plans for several devices: the memory of one, and what it exchanges in a step."""
+    kinds = {"gathered": ("all-gather",), "reduced": ("reduce-scatter", "all-reduce")}
+    kinds["moved"] = ("all-to-all", "collective-permute")
+    for part in ("peak", "weights", "states", "the rest", *kinds, "TFLOP"):
+        table.add_column(part, justify="right", no_wrap=True)
+    devices = math.prod(mesh_sizes(rows[0].plan.config.mesh).values())
+    for row in rows:
+        moved = [sum(row.exchanged[kind] for kind in of) for of in kinds.values()]
+        rest = row.peak - row.weights - row.states
+        sizes = (row.peak, row.weights, row.states, rest, *moved)
+        flops = row.plan.flops / devices / 1e12
+        cells = [f"{size / unit:.2f}" for size in sizes]
+        table.add_row(_choice(row.plan.config), *cells, f"{flops:.2f}")
 
 
 def flags(config: PretrainConfig) -> str:

@@ -103,6 +103,38 @@ def test_each_epoch_of_all_processes_together_has_every_row_once_in_another_orde
     assert sorted(found) == [f"{i:02}{j:02}" for i in range(7) for j in range(3)]
 
 
+@pytest.mark.parametrize("readers", [1, 2, 4])
+def test_batches_of_all_processes_do_not_depend_on_their_number(readers):
+    sizes = {"batch_size": 4, "readers": readers}
+    whole = batches_of(Bytes(), 5, WHOLE_ROWS, **sizes)
+    for count in (2, 4):
+        shares = [
+            batches_of(Bytes(), 5, WHOLE_ROWS, process_index=i, process_count=count, **sizes)
+            for i in range(count)
+        ]
+        for i, batch in enumerate(whole):
+            for name, array in batch.items():
+                parts = [share[i][name] for share in shares]
+                np.testing.assert_array_equal(np.concatenate(parts), array)
+
+
+def test_the_states_of_all_processes_continue_with_another_number_of_them():
+    sizes = {"batch_size": 4, "readers": 2}
+    expected = batches_of(Bytes(), 5, WHOLE_ROWS, **sizes)[3:]
+    state = {}
+    for index in range(2):
+        own = make(Bytes(), WHOLE_ROWS, process_index=index, process_count=2, **sizes)
+        list(itertools.islice(own, 3))
+        state |= json.loads(json.dumps(own.get_state()))
+        own.close()
+    alone = make(Bytes(), WHOLE_ROWS, **sizes)
+    alone.set_state(state)
+    got = list(itertools.islice(alone, 2))
+    alone.close()
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(a["inputs"], b["inputs"])
+
+
 @pytest.mark.parametrize("kind", ["bpe", "bos"])
 def test_rows_hold_whole_documents_between_their_special_tokens(tokenizer, kind):
     tokenizer = tokenizer if kind == "bpe" else Bytes()
@@ -161,6 +193,7 @@ def test_used_iterator_can_be_set_back(tokenizer):
             r"`--seq-len` is 10000, so a row takes 10001 .* has \d+ tokens in 40 doc.*Lower",
         ),
         ({"batch_size": 64, "process_count": 64, "process_index": 63}, "has 0 tokens in 0 doc"),
+        ({"readers": 3}, "`--batch-size` must be a multiple of `--readers` 3, got 4"),
     ],
 )
 def test_bad_arguments_are_refused(tokenizer, changes, match):

@@ -12,7 +12,8 @@ from models.presets import PRESETS
 from tests.train.runs import quiet
 from train import cli, plan
 from train.config import DataConfig, OptimizerConfig, PretrainConfig
-from train.estimate import compile_plan
+from train.devices import HERE
+from train.estimate import compile_plan, make_plan
 from train.methods import METHODS
 from train.options import FULL_WEIGHTS, MethodOptions
 from train.plan import ALL, PlanConfig, flags, parse_bytes, run
@@ -155,7 +156,8 @@ def test_bad_settings_and_settings_without_effect_are_refused():
     for train, device, budget, message in (
         (TRAIN, "abacus", "", "unknown device 'abacus'"),
         (TRAIN, "here", "plenty", "such as 24GiB"),
-        (replaced(mesh="fsdp=2"), "here", "", "`--mesh fsdp=2` .* plans for one device"),
+        (replaced(mesh="rows=2"), "here", "", "'rows=2' is not AXIS=SIZE"),
+        (replaced(distributed=True), "here", "", "`--distributed` has no effect"),
         (replaced(resume=True), "here", "", "`--resume` has no effect"),
         (replaced(options=MethodOptions(bits=2)), "here", "1GiB", "`--bits`: the search"),
         (replaced(options=MethodOptions(rank=2)), "here", "1GiB", "`--rank`: the search"),
@@ -171,3 +173,21 @@ def test_bad_settings_and_settings_without_effect_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             printed(PlanConfig(replaced(**changes)))
+
+
+def test_a_plan_for_four_devices_tells_what_each_of_them_takes(tiny):
+    rows = {}
+    for mesh in ("", "fsdp=4"):
+        one = dataclasses.replace(tiny, method="exact", batch_size=4, mesh=mesh)
+        rows[mesh] = compile_plan(make_plan(one, HERE), HERE)
+    one, four = rows.values()
+    assert not one.exchanged
+    # The vocabulary of 61 and the width of the output cannot be divided, norms and embedding can.
+    assert one.weights / 4 <= four.weights <= 0.3 * one.weights
+    assert four.states <= 0.3 * one.states
+    assert four.exchanged["all-gather"] > one.weights
+    done, text = printed(PlanConfig(dataclasses.replace(tiny, method="exact", mesh="fsdp=2")))
+    assert done
+    assert "compiled for here x fsdp=2, of each device" in " ".join(text.split())
+    for column in ("gathered", "reduced", "moved"):
+        assert column in text
