@@ -8,11 +8,8 @@ gradients are smaller.
 
 import dataclasses
 import functools
-import math
 import os
 import pathlib
-import re
-from collections.abc import Iterator
 
 # Before JAX is imported.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
@@ -24,10 +21,9 @@ from benchmarks import command, record
 from benchmarks.rivals import RIVALS, rival
 from benchmarks.tables import print_table
 from benchmarks.variants import check_names
+from train.collectives import collectives
 from train.config import PretrainConfig
 from train.step import batch_shapes
-
-_KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,37 +49,6 @@ class Config:
         check_names(self.only, RIVALS)
 
 
-def collectives(program: str) -> list[dict]:
-    """Returns the collective operations of a program: kind, bytes of the result, and executions.
-
-    Args:
-      program: text of an optimized HLO module.
-    """
-    bodies, name, entry = {}, "", ""
-    for line in program.splitlines():
-        if line and not line.startswith((" ", "}")):
-            name = line.removeprefix("ENTRY ").split(" ")[0]
-            entry = name if line.startswith("ENTRY ") else entry
-            bodies[name] = []
-        elif name:
-            bodies[name].append(line)
-    return list(_collectives(bodies, entry, 1))
-
-
-def _collectives(bodies: dict[str, list[str]], name: str, times: int) -> Iterator[dict]:
-    for line in bodies[name]:
-        if found := re.search(rf"= (.*?) ({'|'.join(_KINDS)})(-start)?\(", line):
-            shapes = re.findall(r"([a-z]+)(\d+)\[([\d,]*)\]", found[1])
-            sizes = [
-                int(bits) // 8 * math.prod(int(n) for n in dims.split(",") if n)
-                for _, bits, dims in shapes
-            ]
-            yield {"kind": found[2], "shapes": found[1], "bytes": sum(sizes), "times": times}
-        trips = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line)
-        for body in re.findall(r"(?:body|calls)=(%[\w.\-]+)", line):
-            yield from _collectives(bodies, body, times * (int(trips[1]) if trips else 1))
-
-
 def measure(config: Config) -> list[dict]:
     """Returns one row for each rival."""
     devices = jax.devices()
@@ -100,7 +65,8 @@ def measure(config: Config) -> list[dict]:
         step = jax.jit(one.step, donate_argnums=0, out_shardings=(whole, whole))
         with jax.set_mesh(mesh):
             text = step.lower(state, batch).compile().as_text() or ""
-        rows.append({"rival": name, "collectives": collectives(text)})
+        found = [dataclasses.asdict(c) for c in collectives(text)]
+        rows.append({"rival": name, "collectives": found})
     return rows
 
 

@@ -218,7 +218,5 @@ def _bytes_of_device(tree: Any) -> int:
         return math.prod(shape) * jnp.dtype(x.dtype).itemsize
 
     return sum(
-        size(x)
-        for x in jax.tree.leaves(tree)
-        if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+        size(x) for x in jax.tree.leaves(tree) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     )

@@ -256,7 +256,7 @@ def place(x: Any, sharding: NamedSharding, rows: tuple[int, int] = (0, 1)) -> ja
     first = part * len(whole) if count > 1 else 0
     shape = (len(whole) * count, *whole.shape[1:]) if count > 1 else whole.shape
 
-    def own(index: tuple[slice, ...]) -> np.ndarray:
+    def own(index: Any) -> np.ndarray:
         if count == 1:
             return whole[index]
         start, stop, _ = index[0].indices(shape[0])

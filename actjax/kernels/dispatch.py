@@ -10,7 +10,7 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AxisType
 
-from actjax._core.shards import can_split, is_partitioned, on_shards
+from actjax._shards import can_split, is_partitioned, on_shards
 from actjax.kernels.format import QuantizedCode
 
 Implementation = Literal["reference", "pallas", "interpreted"]

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
-from actjax._core.shards import Dims
+from actjax._shards import Dims
 from actjax.kernels.packing import PLANES
 
 Rounding = Literal["nearest", "stochastic", "dither"]

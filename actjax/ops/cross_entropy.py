@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from actjax._core.checks import check_floating
-from actjax._core.shards import Dims, InPieces, Sum, on_shards
 from actjax._core.tags import keep_output
 from actjax._math.precision import (
     accumulation_dtype,
@@ -21,6 +20,7 @@ from actjax._math.precision import (
     matmul,
     matmul_transposed,
 )
+from actjax._shards import Dims, InPieces, Sum, on_shards
 from actjax.weights.frozen import FrozenWeight
 from actjax.weights.lora import LoRA
 

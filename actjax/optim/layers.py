@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from actjax._core.paths import named_leaves
-from actjax._core.shards import is_partitioned
 from actjax._math.precision import row_major
+from actjax._shards import is_partitioned
 from actjax.low_rank import LowRank, is_low_rank
 
 

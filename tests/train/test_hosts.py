@@ -149,7 +149,7 @@ def test_processes_that_differ_fail_together(folder):
 def test_a_single_process_needs_no_agreement(tmp_path):
     agreement = hosts.Agreement()
     assert [agreement.any(flag) for flag in (False, True)] == [False, True]
-    with pytest.raises(ValueError, match="^mine$"), hosts.failing_together():
+    with pytest.raises(ValueError, match=r"^mine$"), hosts.failing_together():
         raise ValueError("mine")
     assert hosts.main_first(lambda: 3) == 3
     hosts.check_equal({"a": 1})

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from actjax._core.shards import Dims
+from actjax._shards import Dims
 from actjax.kernels.adam_8bit import pallas, reference
 from actjax.kernels.blockwise import Blockwise
 from actjax.kernels.checks import check_floating, check_shape
@@ -79,8 +79,8 @@ def _dims(
     # Blocks must not cross devices.
     columns = "columns" if grad.shape[-1] % mu.block == 0 and mu.block == nu.block else None
     dims = Dims((*rows, columns))
-    moments = [dataclasses.replace(x, codes=dims, scales=dims) for x in (mu, nu)]
-    return (dims, *moments, Dims.whole(corrections)), (dims, *moments)
+    first, second = (dataclasses.replace(x, codes=dims, scales=dims) for x in (mu, nu))
+    return (dims, first, second, Dims.whole(corrections)), (dims, first, second)
 
 
 KERNEL = Kernel("adam_8bit", reference.adam_8bit, pallas.adam_8bit, _refuses, _dims)

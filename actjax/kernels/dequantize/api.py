@@ -2,7 +2,7 @@
 
 import jax
 
-from actjax._core.shards import Dims
+from actjax._shards import Dims
 from actjax.kernels import coded
 from actjax.kernels.dequantize import pallas, reference
 from actjax.kernels.dispatch import Implementation, Kernel

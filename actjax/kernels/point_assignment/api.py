@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from actjax._core.shards import Dims
+from actjax._shards import Dims
 from actjax.kernels.checks import check_floating
 from actjax.kernels.dispatch import Implementation, Kernel
 from actjax.kernels.format import token_names

@@ -5,8 +5,8 @@ from typing import Any
 
 import jax
 
-from actjax._core.shards import Dims
 from actjax._math.precision import accumulation_dtype
+from actjax._shards import Dims
 from actjax.kernels import coded
 from actjax.kernels.checks import check_code, check_floating, check_shape
 from actjax.kernels.dispatch import Implementation, Kernel

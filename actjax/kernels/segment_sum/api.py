@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from actjax._core.shards import Dims
+from actjax._shards import Dims
 from actjax.kernels.checks import check_floating, check_shape
 from actjax.kernels.dispatch import Implementation, Kernel
 from actjax.kernels.format import token_names

@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jax.experimental.custom_partitioning import (
     SdyShardingRule,
     custom_partitioning,
 )
+from jax.extend import core
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 
@@ -93,7 +94,7 @@ class InPieces:
         first = np.arange(count)[:, None] * own + np.arange(size)
 
         def piece(k: jax.Array) -> jax.Array:
-            return self.finish(add(self.of((first + k * size).reshape(-1))))
+            return self.finish(add(self.of(jnp.asarray(first).reshape(-1) + k * size)))
 
         pieces = jax.lax.map(piece, jnp.arange(own // size))
         return pieces.reshape(-1, *pieces.shape[2:])
@@ -178,8 +179,8 @@ def _split(
     constants = traced.consts
 
     def whole(*args: jax.Array) -> tuple[jax.Array, ...]:
-        own = args[: len(leaves)]
-        return tuple(jax.core.eval_jaxpr(traced.jaxpr, args[len(leaves) :], *own))
+        own, given = args[: len(leaves)], list(args[len(leaves) :])
+        return tuple(core.jaxpr_as_fun(core.ClosedJaxpr(traced.jaxpr, given))(*own))
 
     apart = custom_partitioning(whole)
     inputs = [*inputs, *(Dims((None,) * np.ndim(x)) for x in constants)]
@@ -210,6 +211,10 @@ def _batched(flat: Callable, size: int, batched: Sequence[bool], *leaves: jax.Ar
     return result, (True,) * len(result)
 
 
+def _is_split(name: str | None, sizes: Mapping[str, tuple[int, ...]]) -> TypeGuard[str]:
+    return name in sizes
+
+
 def _sizes(arrays: Iterable[tuple[Dims, Any]]) -> dict[str, tuple[int, ...]]:
     """Returns the sizes of each axis, the largest first. One that cannot be split is left out."""
     found: dict[str, set[int]] = {}
@@ -231,7 +236,7 @@ def _rule(inputs, outputs, forms, results, sizes: Mapping[str, tuple[int, ...]])
     unsplit = itertools.count()
 
     def factor_of(name: str | None, size: int) -> Any:
-        if name not in sizes:
+        if not _is_split(name, sizes):
             return f"whole{next(unsplit)}"
         # Axes of 64 features and of 2 groups of these are 2 * 32 and 2: they share a factor.
         chain = sizes[name][::-1]
@@ -239,12 +244,12 @@ def _rule(inputs, outputs, forms, results, sizes: Mapping[str, tuple[int, ...]])
         factors.update({used[i]: chain[i] // chain[i - 1] for i in range(1, len(used))})
         return used[0] if len(used) == 1 else CompoundFactor(*used)
 
-    def mapping(dims: Dims, x: Any) -> tuple[Any, ...]:
+    def mapping(dims: Dims, x: Any) -> Any:
         return tuple(map(factor_of, dims.names, np.shape(x)))
 
-    return SdyShardingRule(
-        tuple(map(mapping, inputs, forms)), tuple(map(mapping, outputs, results)), **factors
-    )
+    mappings = tuple(map(mapping, inputs, forms)), tuple(map(mapping, outputs, results))
+    others: Any = factors
+    return SdyShardingRule(*mappings, **others)
 
 
 def _partition(flat, count, inputs, outputs, sizes, mesh, arg_shapes, result_shapes) -> Any:
@@ -324,7 +329,8 @@ def _sum_over(dims: Dims, axes, suggested, mesh) -> tuple[Callable, PartitionSpe
     if not dims.summed or not over:
         return _finished, None
     spec: list[Any] = [axes.get(name) or None for name in dims.names]
-    left, scatter = list(over), None
+    left: list[str] = list(over)
+    scatter: tuple[int, tuple[str, ...]] | None = None
     for i, entry in enumerate(_entries(suggested, mesh)):
         taken = tuple(axis for axis in entry if axis in left)
         count = math.prod(mesh.shape[axis] for axis in taken)
@@ -343,7 +349,8 @@ def _sum_over(dims: Dims, axes, suggested, mesh) -> tuple[Callable, PartitionSpe
             return x.finish(add(x.value))
         if not isinstance(x, InPieces):
             return add(x)
-        by_rows = scatter is not None and scatter[0] == 0
-        return x.add_up(math.prod(mesh.shape[axis] for axis in scatter[1]) if by_rows else 1, add)
+        if scatter is None or scatter[0] > 0:
+            return x.add_up(1, add)
+        return x.add_up(math.prod(mesh.shape[axis] for axis in scatter[1]), add)
 
     return add_up, PartitionSpec(*spec)

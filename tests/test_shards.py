@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from actjax._core.shards import Dims, InPieces, Sum, gathered, on_shards
+from actjax._shards import Dims, InPieces, Sum, gathered, on_shards
 from train.collectives import bytes_by_kind, collectives
 
 ROWS, COLUMNS = Dims(("rows", None)), Dims((None, None))

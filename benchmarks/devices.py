@@ -1,0 +1,100 @@
+"""Memory of each of several GPUs, and what they exchange in a step, from the compiled program.
+
+`python -m benchmarks.devices` compiles the step of every method for one GPU and for meshes of them,
+which this machine need not have. Each device has `--batch-size` sequences, whatever the mesh. The
+bound for gathered bytes is three times the weights: forward pass, backward pass and update.
+"""
+
+import dataclasses
+import math
+import pathlib
+
+import jax
+
+from benchmarks import command, record
+from benchmarks.tables import print_table
+from train.collectives import KINDS
+from train.config import PretrainConfig
+from train.devices import gpu
+from train.estimate import compile_plan, make_plan
+from train.gpus import GIB
+from train.methods import METHODS
+from train.options import FULL_WEIGHTS
+from train.sharding import mesh_sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What to compile."""
+
+    train: PretrainConfig = dataclasses.field(
+        default_factory=lambda: PretrainConfig(
+            model="llama_1b", batch_size=1, seq_len=1024, weight_dtype="bfloat16"
+        )
+    )
+    """Model, dtypes, and the batch of each device. This program sets the method and the mesh."""
+    only: tuple[str, ...] = FULL_WEIGHTS
+    """Methods."""
+    meshes: tuple[str, ...] = ("", "fsdp=8")
+    """Meshes, such as fsdp=8; "" for one device."""
+    device: str = "h100"
+    """GPU to compile for."""
+    results: pathlib.Path = record.RESULTS / "devices.json"
+
+    def __post_init__(self) -> None:
+        gpu(self.device)
+        for mesh in self.meshes:
+            mesh_sizes(mesh)
+        for name in self.only:
+            if name not in METHODS:
+                raise ValueError(f"`--only`: unknown method {name!r}: {', '.join(METHODS)}.")
+
+
+def measure(config: Config) -> list[dict]:
+    """Returns one row for each method and mesh."""
+    jax.config.update("jax_platforms", "cpu")  # The CUDA plugin would ask for a driver.
+    rows = []
+    for mesh in config.meshes:
+        sizes = mesh_sizes(mesh)
+        groups = sizes["data"] * sizes["fsdp"]
+        for method in config.only:
+            train = dataclasses.replace(
+                config.train, method=method, mesh=mesh, batch_size=config.train.batch_size * groups
+            )
+            one = compile_plan(make_plan(train, config.device), config.device)
+            rows.append(
+                {
+                    "method": method,
+                    "mesh": mesh,
+                    "devices": math.prod(sizes.values()),
+                    "batch_size": train.batch_size,
+                    "peak": one.peak,
+                    "temporaries": one.temporaries,
+                    "weights": one.weights,
+                    "states": one.states,
+                    "all_weights": one.plan.memory.weights,
+                    "exchanged": dict(one.exchanged),
+                }
+            )
+            print(f"{method} on {mesh or 'one device'}: {one.peak / GIB:.2f} GiB", flush=True)
+    return rows
+
+
+def show(config: Config, rows: list[dict]) -> None:
+    """Prints memory and traffic, and gathered bytes relative to the weights."""
+    train = config.train
+    title = f"{train.model}, {train.batch_size} x {train.seq_len} a device, {config.device}, GiB"
+    headers = ("method", "mesh", "peak", "weights", "states", *KINDS, "gathered / weights")
+    cells = []
+    for row in rows:
+        sizes = [row["peak"], row["weights"], row["states"]]
+        sizes += [row["exchanged"].get(kind, 0) for kind in KINDS]
+        share = row["exchanged"].get("all-gather", 0) / row["all_weights"]
+        cells.append(
+            (row["method"], row["mesh"], *(f"{x / GIB:.2f}" for x in sizes), f"{share:.2f}")
+        )
+    print_table(title, headers, cells)
+
+
+if __name__ == "__main__":
+    command.run(Config, __doc__, measure, show)
