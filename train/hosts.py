@@ -67,10 +67,12 @@ def joined(distributed: bool) -> Iterator[None]:
         ) from error
     try:
         yield
-    finally:
-        # It waits for the others, which end in the same way: at the last step, or with an error
-        # that all of them know.
+    except (ValueError, OSError, ArithmeticError):
+        # Bad settings or numbers, which all processes know of.
         jax.distributed.shutdown()
+        raise
+    # It waits for the others. After any other error they may never come.
+    jax.distributed.shutdown()
 
 
 def _from_environment() -> dict[str, Any]:
