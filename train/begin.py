@@ -198,6 +198,18 @@ def check_sizes(config: ResolvedConfig, mesh: Mesh) -> None:
             f" `--mesh` {shown}: make `--batch-size` a multiple of"
             f" {groups * config.accumulate}, or choose another mesh."
         )
+    tensor, seq = mesh.shape["tensor"], mesh.shape["seq"]
+    heads = config.model_config.num_kv_heads
+    if heads % tensor:
+        raise ValueError(
+            f"`--mesh` tensor={tensor} does not divide the {heads} heads of keys and values of"
+            f" {config.title}: choose a divisor."
+        )
+    if config.seq_len % (tensor * seq):
+        raise ValueError(
+            f"`--seq-len` {config.seq_len} does not divide over the {tensor * seq} devices of"
+            f" `--mesh` tensor={tensor},seq={seq} that share a sequence: make it a multiple."
+        )
 
 
 def run_identity(recipe: Recipe, tokenizer: Tokenizer, data: str, **parts: Any) -> dict[str, Any]:
