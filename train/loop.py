@@ -30,7 +30,12 @@ from train.metrics import Recorder, perplexity
 from train.optimizer import learning_rate_schedule
 from train.progress import Progress
 from train.resolve import ResolvedConfig
-from train.sharding import batch_sharding, compiler_options, rows_of_process
+from train.sharding import (
+    allow_simulated_devices,
+    batch_sharding,
+    compiler_options,
+    rows_of_process,
+)
 from train.step import (
     Batch,
     Recipe,
@@ -132,6 +137,7 @@ def prepare_and_train(
       NonFiniteError: the loss or gradient of a step is not finite.
       LostProcessError: another process has ended.
     """
+    allow_simulated_devices()
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(hosts.joined(config.distributed))

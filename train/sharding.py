@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import os
+import re
 from typing import Any
 
 import jax
@@ -10,6 +12,20 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from actjax.kernels.blockwise import Blockwise, is_blockwise
 from models.sharding import AXES, BATCH, RULES, Entry, Rules, axes_of, rule_of
+
+_THREADS = 4
+"""Collectives of one simulated device that can be under way at once, each on a thread."""
+
+
+def allow_simulated_devices() -> None:
+    """Gives simulated devices threads enough. To be called before JAX uses a device.
+
+    A collective keeps its thread until the other devices come, and XLA starts independent ones at
+    once, in an order that differs. With a thread for each device they can wait for ever.
+    """
+    flag = r"--xla_force_host_platform_device_count=(\d+)"
+    if found := re.findall(flag, os.environ.get("XLA_FLAGS", "")):
+        os.environ.setdefault("NPROC", str(_THREADS * int(found[-1])))
 
 
 def make_mesh(text: str) -> Mesh:

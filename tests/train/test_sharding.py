@@ -1,5 +1,7 @@
 """Meshes and shardings."""
 
+import os
+
 import jax
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -7,7 +9,7 @@ from tiny import decoder
 
 from actjax.kernels.blockwise import blockwise_zeros
 from models.sharding import RULES
-from train.sharding import make_mesh, state_shardings
+from train.sharding import allow_simulated_devices, make_mesh, state_shardings
 
 SHAPES = {"scalar": (), "odd": (3, 5), "tall": (12, 4), "wide": (6, 16), "both": (8, 16)}
 
@@ -72,3 +74,20 @@ def test_one_device_shards_nothing():
 def test_a_malformed_mesh_is_refused(text, message):
     with pytest.raises(ValueError, match=message):
         make_mesh(text)
+
+
+@pytest.mark.parametrize(
+    ("flags", "given", "expected"),
+    [
+        ("--xla_force_host_platform_device_count=8", None, "32"),
+        ("--xla_force_host_platform_device_count=8", "5", "5"),
+        ("--xla_other=1", None, None),
+    ],
+)
+def test_simulated_devices_get_threads_to_wait_in(monkeypatch, flags, given, expected):
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    monkeypatch.delenv("NPROC", raising=False)
+    if given:
+        monkeypatch.setenv("NPROC", given)
+    allow_simulated_devices()
+    assert os.environ.get("NPROC") == expected
