@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import actjax
+from models.chunks import in_chunks
 from models.config import ModelConfig
 from models.rope import Tables, rope_tables
 from models.sharding import split_features, split_residual
@@ -119,6 +120,7 @@ class Block(nnx.Module):
         *,
         visit: Visit = lambda site, x: x,
         recompute_attention: bool = False,
+        chunked: bool = False,
     ) -> jax.Array:
         """Runs the layer on whole sequences, for training.
 
@@ -131,6 +133,8 @@ class Block(nnx.Module):
           visit: called with what each site stores; its result replaces the activation.
           recompute_attention: whether attention stores only q, k and v even where its output is
             stored exactly.
+          chunked: whether linear operators run on chunks of long sequences, and store only the
+            residual stream. For a layer that runs again in the backward pass anyway.
 
         Returns:
           The residual stream after the layer, [B, S, d].
@@ -145,7 +149,8 @@ class Block(nnx.Module):
             recompute = recompute_attention or not isinstance(storage.attention_out, actjax.Exact)
             return self._attend(q, k, v, positions, config, storage, key, visit, recompute), None
 
-        return split_residual(self.run(x, attend, config, storage, key, visit_split)[0])
+        x = self.run(x, attend, config, storage, key, visit_split, chunked)[0]
+        return split_residual(x)
 
     def run(
         self,
@@ -155,6 +160,7 @@ class Block(nnx.Module):
         storage: Storage = Storage(),
         keys: Mapping[str, jax.Array | None] = _NO_KEYS,
         visit: Visit = lambda site, x: x,
+        chunked: bool = False,
     ) -> tuple[jax.Array, Any]:
         """Runs the layer with any attention: the forward pass of training and of generation.
 
@@ -165,12 +171,25 @@ class Block(nnx.Module):
           storage: what each site stores.
           keys: randomness of the codecs, by site; the default if no codec draws.
           visit: as for `__call__`.
+          chunked: as for `__call__`.
 
         Returns:
           The residual stream after the layer, [B, S, d], and what `attend` collects.
         """
-        weights, mlp = self.attention, self.mlp
-        projections = _norm_linear(
+        by_token = in_chunks if chunked else lambda fun, x: fun(x)
+        q, k, v = by_token(lambda x: self._projections(x, config, storage, keys, visit), x)
+        q, k, v = visit("q", q), visit("k", k), visit("v", v)
+        q, k, v = (y.reshape(*y.shape[:2], -1, config.head_size) for y in (q, k, v))
+        out, collected = attend(q, k, v)
+        x = x + out
+
+        fed = by_token(lambda x: self._feed_forward(x, config, storage, keys, visit), x)
+        return x + fed, collected
+
+    def _projections(self, x, config, storage, keys, visit) -> tuple[Any, Any, Any]:
+        """Returns queries, keys and values, [B, S, n] each."""
+        weights = self.attention
+        q, k, v = _norm_linear(
             visit("attention_norm", x),
             self.attention_norm[...],
             (weights.q[...], weights.k[...], weights.v[...]),
@@ -181,22 +200,7 @@ class Block(nnx.Module):
             sites=("attention_norm", "attention_in"),
             biases=weights.biases,
         )
-        q, k, v = (visit(site, y) for site, y in zip("qkv", projections, strict=True))
-        q, k, v = (y.reshape(*y.shape[:2], -1, config.head_size) for y in (q, k, v))
-        out, collected = attend(q, k, v)
-        x = x + out
-        gate, up = _norm_linear(
-            visit("mlp_norm", x),
-            self.mlp_norm[...],
-            (mlp.gate[...], mlp.up[...]),
-            config,
-            storage,
-            keys,
-            visit,
-            sites=("mlp_norm", "mlp_in"),
-        )
-        gate, up = visit("gate", gate), visit("up", up)
-        return x + self._down(gate, up, storage, keys, visit), collected
+        return q, k, v
 
     def _attend(
         self, q, k, v, positions, config, storage, keys, visit, recompute: bool
@@ -225,9 +229,20 @@ class Block(nnx.Module):
             name="attention_out",
         )
 
-    def _down(self, gate, up, storage, keys, visit) -> jax.Array:
-        """Returns the down projection of SwiGLU."""
-        weight = self.mlp.down[...]
+    def _feed_forward(self, x, config, storage, keys, visit) -> jax.Array:
+        """Returns what the feed-forward network adds to the residual stream."""
+        mlp = self.mlp
+        gate, up = _norm_linear(
+            visit("mlp_norm", x),
+            self.mlp_norm[...],
+            (mlp.gate[...], mlp.up[...]),
+            config,
+            storage,
+            keys,
+            visit,
+            sites=("mlp_norm", "mlp_in"),
+        )
+        gate, up, weight = visit("gate", gate), visit("up", up), mlp.down[...]
         options: dict[str, Any] = {
             "codec": (storage.gate, storage.up),
             "key": (keys["gate"], keys["up"]),

@@ -38,16 +38,22 @@ def layer_function(config: ModelConfig, storage: StorageChoice) -> LayerFunction
             return _compressed_residuals(config, storage)
 
 
-def _plain(config: ModelConfig, storage: Storage) -> LayerFunction:
+def _plain(config: ModelConfig, storage: Storage, *, chunked: bool = False) -> LayerFunction:
     def run(block, x, positions, key):
-        return block(x, positions, config, storage, key)
+        return block(x, positions, config, storage, key, chunked=chunked)
 
     return run
 
 
+_RECOMPUTED = Storage(attention_in=None, mlp_in=None, mlp_out=None)
+"""What the second forward pass of a block keeps until its backward pass: nothing that elementwise
+operations give again."""
+
+
 def _rematerialized(config: ModelConfig, storage: Remat) -> LayerFunction:
     """Returns the function of one layer that runs again in the backward pass."""
-    run = _plain(config, Storage())
+    whole = storage.policy == "full"
+    run = _plain(config, _RECOMPUTED if whole else Storage(), chunked=whole)
     if isinstance(storage.codec, actjax.Exact):
         dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
         policy = dots if storage.policy == "dots" else None

@@ -66,16 +66,21 @@ def constrain(x: jax.Array, *spec: Entry) -> jax.Array:
       x: the array.
       *spec: axes that divide each dimension. Axes that the mesh lacks are left out.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    found = {
-        name
-        for name, size, kind in zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
-        if size > 1 and kind == AxisType.Auto and name in AXES
-    }
+    found = automatic_axes()
     if not found:
         return x
     entries = [tuple(a for a in axes_of(entry) if a in found) or None for entry in spec]
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*entries))
+
+
+def automatic_axes() -> dict[str, int]:
+    """Returns the sizes above 1 of the axes of `AXES` that XLA divides arrays over."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return {
+        name: size
+        for name, size, kind in zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+        if size > 1 and kind == AxisType.Auto and name in AXES
+    }
 
 
 def axes_of(entry: Entry) -> tuple[str, ...]:

@@ -140,14 +140,14 @@ def differentiate(
         codes, cotangent = wait_for(codes, cotangent)
         return fun.from_codes(codes, others, cotangent, with_value)
     decoded, cotangent = decode_late(codes, codecs, cotangent)
-    smooth, merge = _split_smooth(others)
+    smooth, merge = split_smooth(others)
     run = lambda activations, floats: fun(activations, merge(floats))  # noqa: E731
     value, pullback = jax.vjp(run, decoded, smooth)
     dactivations, dfloats = pullback(cotangent)
     return value, dactivations, merge(dfloats, rest=None)
 
 
-def _split_smooth(tree: Any) -> tuple[list[jax.Array], Callable[..., Any]]:
+def split_smooth(tree: Any) -> tuple[list[jax.Array], Callable[..., Any]]:
     """Returns the leaves that have derivatives, and a function that puts such leaves back."""
     leaves, treedef = jax.tree.flatten(tree)
     places = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]

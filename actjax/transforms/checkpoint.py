@@ -17,6 +17,7 @@ from actjax._core.coded_call import coded_call
 from actjax._jaxpr.programs import close
 from actjax.codecs import Codec, Quantized
 from actjax.transforms.checks import check_function, check_positions, positions_of
+from actjax.transforms.chunks import InChunks
 
 
 def checkpoint(
@@ -25,6 +26,8 @@ def checkpoint(
     *,
     activations: int | Sequence[int] = 0,
     key: jax.Array | None = None,
+    chunk: int | None = None,
+    axis: int = 0,
     name: str = "checkpoint",
 ) -> Callable[..., Any]:
     """Returns `fun` with a backward pass that stores only codes of its activations.
@@ -38,6 +41,14 @@ def checkpoint(
 
     Works under `jit`, `lax.scan` and `vmap`, may close over arrays, and may be nested.
 
+    A function that treats the tokens of a long sequence separately, such as a feed-forward network,
+    can run on a chunk of them at a time. Its intermediate arrays are then those of one chunk, in
+    both passes:
+
+        mlp = actjax.checkpoint(mlp, Exact(), chunk=8192, axis=1)  # x [B, S, d]
+
+    Gradients of weights are summed over the chunks in float32.
+
     Args:
       fun: a function of arrays and pytrees of arrays. Keyword arguments may be static; their arrays
         are closed over.
@@ -46,14 +57,22 @@ def checkpoint(
         stored as codes. Other arguments, and arrays that `fun` closes over, are stored unchanged;
         weights that stay alive anyway cost nothing.
       key: randomness of the encoding; consumed. Required if `codec.needs_key`.
+      chunk: length of a chunk along `axis`; None for one chunk. The last one may be shorter. Under
+        a mesh, no device axis may divide `axis`, or the devices wait for each other.
+      axis: the axis of all activations and outputs that is cut into chunks, counted from the first.
       name: name of the stored activations in `actjax.explain`.
 
     Raises:
       TypeError: `fun` is not a function, `codec` is not a codec, or `activations` are not
         positions; when called: an argument is not an array.
-      ValueError: when called: a position without an argument, or a missing key.
+      ValueError: `chunk` or `axis` is out of range; when called: a position without an argument, a
+        missing key, or activations or outputs without `axis`, or with other lengths along it.
     """
     check_function(fun, "checkpoint")
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"`chunk` of checkpoint must be at least 1, got {chunk}.")
+    if axis < 0:
+        raise ValueError(f"`axis` of checkpoint must be at least 0, got {axis}.")
     if not isinstance(codec, Codec):
         raise TypeError(f"`codec` of checkpoint must be an actjax.Codec, got {codec!r}.")
     positions = positions_of(activations, "checkpoint")
@@ -61,14 +80,19 @@ def checkpoint(
     @functools.wraps(fun)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         check_positions(positions, args, "checkpoint")
-        closed = close(functools.partial(fun, **kwargs), args)
+        leaves, treedef = jax.tree.flatten(args)
         owners = [i for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
         coded = [
             i
-            for i, (owner, leaf) in enumerate(zip(owners, closed.arguments, strict=True))
+            for i, (owner, leaf) in enumerate(zip(owners, leaves, strict=True))
             if owner in positions and _can_be_coded(leaf)
         ]
-        given = [closed.arguments[i] for i in coded]
+        given = [leaves[i] for i in coded]
+        size = _chunk_size(given, chunk, axis)
+        if size is not None:
+            for i in coded:
+                leaves[i] = jax.lax.slice_in_dim(leaves[i], 0, size, axis=axis)
+        closed = close(functools.partial(fun, **kwargs), jax.tree.unflatten(treedef, leaves))
         rest = [None if i in coded else x for i, x in enumerate(closed.arguments)]
         # Constants that are not traced need no gradient. JAX must not try to compute one: operators
         # with their own backward pass, such as products with NF4 weights, capture such constants.
@@ -81,11 +105,30 @@ def checkpoint(
 
         names = [name if len(coded) == 1 else f"{name} {i}" for i in range(len(coded))]
         outputs = coded_call(
-            run, given, (traced, rest), [codec] * len(coded), key, "checkpoint", names
+            run if size is None else InChunks(run, size, axis),
+            given,
+            (traced, rest),
+            [codec] * len(coded),
+            key,
+            "checkpoint",
+            names,
         )
         return closed.unflatten(outputs)
 
     return checkpointed
+
+
+def _chunk_size(activations: Sequence[Any], chunk: int | None, axis: int) -> int | None:
+    """Returns the length of a chunk; None if the activations are one chunk."""
+    if chunk is None or not activations:
+        return None
+    shapes = [jnp.shape(x) for x in activations]
+    if any(len(shape) <= axis or shape[axis] != shapes[0][axis] for shape in shapes):
+        raise ValueError(
+            f"activations of checkpoint are cut into chunks along `axis` {axis}, so they must have"
+            f" this axis, of one length: got shapes {', '.join(map(str, shapes))}."
+        )
+    return chunk if chunk < shapes[0][axis] else None
 
 
 def _filled(places: Sequence[Any], values: Sequence[Any]) -> list[Any]:
