@@ -9,7 +9,7 @@ import jax
 import actjax
 from models.sharding import BATCH, automatic_axes, axes_of, constrain, split_residual
 
-TOKENS = 8192
+TOKENS = 16_384
 """Tokens of a chunk on each device: enough for matrix products at full speed."""
 
 

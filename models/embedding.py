@@ -3,12 +3,12 @@
 import jax
 import jax.numpy as jnp
 
-from models.sharding import BATCH, constrain, split_residual
+from models.sharding import BATCH, WEIGHTS, constrain, split_residual
 
-_FEATURES = ("data", None, ("tensor", "fsdp"))
-"""Division of looked up rows, as that of the table: each device has some features of all tokens."""
-_BETWEEN = (BATCH, None, "tensor")
-"""On the way to `split_residual`, and back: XLA moves one mesh axis at a time."""
+_ON_THE_WAY = (("data", None, ("tensor", *WEIGHTS)), (BATCH, None, ("tensor", "seq")),
+               (BATCH, "seq", "tensor"))  # fmt: skip
+"""Divisions of looked up rows: first as the table is, so that each device has some features of all
+tokens. From there to `split_residual`, and back, XLA moves one mesh axis at a time."""
 
 
 def embed(table: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -29,7 +29,9 @@ def embed(table: jax.Array, tokens: jax.Array) -> jax.Array:
 def _rows(table: jax.Array, tokens: jax.Array) -> jax.Array:
     tokens = constrain(tokens, "data", None)
     rows = table.at[tokens].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-    return constrain(constrain(rows, *_FEATURES), *_BETWEEN)
+    for division in _ON_THE_WAY:
+        rows = constrain(rows, *division)
+    return rows
 
 
 def _rows_fwd(table: jax.Array, tokens: jax.Array) -> tuple[jax.Array, tuple]:
@@ -38,7 +40,9 @@ def _rows_fwd(table: jax.Array, tokens: jax.Array) -> tuple[jax.Array, tuple]:
 
 def _rows_bwd(residuals: tuple, dx: jax.Array) -> tuple[jax.Array, None]:
     tokens, like = residuals
-    dx = constrain(constrain(split_residual(dx), *_BETWEEN), *_FEATURES)
+    dx = split_residual(dx)
+    for division in reversed(_ON_THE_WAY):
+        dx = constrain(dx, *division)
     tokens = constrain(tokens, "data", None)
     zeros = jnp.zeros((like.shape[0], dx.shape[-1]), like.dtype)
     return zeros.at[tokens].add(dx, mode="drop", wrap_negative_indices=False), None

@@ -6,15 +6,18 @@ Mesh axes, any of which may be missing:
 - `fsdp`: devices have a part of each weight and their own sequences. The weights of a layer are
   gathered while it runs.
 - `tensor`: devices have some heads and some features of the feed-forward network.
-- `seq`: devices have a part of each sequence.
+- `seq`: devices have a part of each sequence, and a part of each weight as for `fsdp`. For
+  attention they exchange tokens for heads.
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 import actjax
@@ -33,25 +36,28 @@ Rules = Sequence[tuple[str, tuple[Entry, ...]]]
 and the mesh axes of its last axes; the first that matches counts. Axes that do not divide a
 dimension are left out."""
 
-_BOTH: Entry = ("tensor", "fsdp")
-"""`tensor` first: what is left when `fsdp` is gathered is then a run of rows or features."""
+WEIGHTS = ("fsdp", "seq")
+"""Axes that divide weights and states whose devices compute with whole weights: these are gathered
+a layer at a time."""
+_BOTH: Entry = ("tensor", *WEIGHTS)
+"""`tensor` first: what is left when the others are gathered is then a run of rows or features."""
 _FIRST, _LAST = r"\b(q|k|v|gate|up)", r"\b(o|down)"
 """Weights whose outputs, or inputs, are divided by `tensor`."""
 
 RULES: Rules = (
     # Bases of inputs [d, r], factors of adapters [d, r] and [r, n].
-    (rf"\bbases\b.*{_FIRST}$", ("fsdp", None)),
-    (rf"{_FIRST}\.a$", ("fsdp", None)),
+    (rf"\bbases\b.*{_FIRST}$", (WEIGHTS, None)),
+    (rf"{_FIRST}\.a$", (WEIGHTS, None)),
     (rf"{_FIRST}\.b$", (None, "tensor")),
-    (rf"{_LAST}\.b$", (None, "fsdp")),
+    (rf"{_LAST}\.b$", (None, WEIGHTS)),
     # Weights in four bits: codes [blocks, 32, n], and scales of all blocks and columns in a row.
-    (rf"{_FIRST}\.codes$", ("fsdp", None, "tensor")),
+    (rf"{_FIRST}\.codes$", (WEIGHTS, None, "tensor")),
     (rf"{_LAST}\.codes$", (_BOTH, None, None)),
-    (rf"{_FIRST}\.scales$", ("fsdp",)),
+    (rf"{_FIRST}\.scales$", (WEIGHTS,)),
     (rf"{_LAST}\.scales$", (_BOTH,)),
-    # Rows are divided by `fsdp`, so that no block of an optimizer state in 8 bits, which is part of
-    # a row, crosses devices.
-    (rf"{_FIRST}\b", ("fsdp", "tensor")),
+    # Rows are divided by `WEIGHTS`, so that no block of an optimizer state in 8 bits, which is part
+    # of a row, crosses devices.
+    (rf"{_FIRST}\b", (WEIGHTS, "tensor")),
     (rf"{_LAST}\b", (_BOTH, None)),
     (r"\bembedding\b", (None, _BOTH)),
     (r"\boutput\b", (_BOTH, None)),
@@ -110,24 +116,43 @@ def split_features(x: Any) -> Any:
     return constrain(x, BATCH, "seq", "tensor")
 
 
+def split_heads(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Divides q [B, S, H, D], k and v [B, S, G, D] over heads, of which each sees all tokens.
+
+    Keys and values are repeated if they have fewer heads than devices share a sequence.
+    """
+    axes = automatic_axes()
+    repeats = head_repeats(k.shape[2], axes.get("tensor", 1) * axes.get("seq", 1))
+    if q.shape[2] % (k.shape[2] * repeats):
+        return q, k, v
+    q, k, v = q, *(jnp.repeat(x, repeats, axis=2) if repeats > 1 else x for x in (k, v))
+    q, k, v = (constrain(x, BATCH, None, ("tensor", "seq"), None) for x in (q, k, v))
+    return q, k, v
+
+
+def head_repeats(heads: int, devices: int) -> int:
+    """Returns how often keys and values must be repeated for devices that share a sequence."""
+    return devices // math.gcd(heads, devices)
+
+
 _FIRST_IN_BACKWARD = r"\bdown\b"
 
 
 def fetch_first(layer: Any) -> Any:
-    """Returns what the backward pass of a layer reads first, gathered over `fsdp`; else None.
+    """Returns what the backward pass of a layer reads first, gathered; None for the rest.
 
     For `actjax.optim.in_backward`: while these few weights are read, the others can be gathered.
 
     Args:
       layer: the parameters of one layer.
     """
-    is_divided = jax.sharding.get_abstract_mesh().shape.get("fsdp", 1) > 1
+    is_divided = any(axis in automatic_axes() for axis in WEIGHTS)
 
     def fetched(path: tuple, x: jax.Array) -> jax.Array | None:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         if not is_divided or not re.search(_FIRST_IN_BACKWARD, name):
             return None
         axes = rule_of(name)
-        return constrain(x, *(tuple(a for a in axes_of(e) if a != "fsdp") for e in axes))
+        return constrain(x, *(tuple(a for a in axes_of(e) if a not in WEIGHTS) for e in axes))
 
     return jax.tree_util.tree_map_with_path(fetched, layer)

@@ -11,6 +11,7 @@ import jax
 from jax.sharding import Mesh
 from rich.console import Console
 
+from models.sharding import head_repeats
 from train import hosts
 from train.checkpoint import Checkpoints, identity_of
 from train.config import RunConfig
@@ -199,11 +200,18 @@ def check_sizes(config: ResolvedConfig, mesh: Mesh) -> None:
             f" {groups * config.accumulate}, or choose another mesh."
         )
     tensor, seq = mesh.shape["tensor"], mesh.shape["seq"]
-    heads = config.model_config.num_kv_heads
-    if heads % tensor:
+    model = config.model_config
+    if model.num_kv_heads % tensor:
         raise ValueError(
-            f"`--mesh` tensor={tensor} does not divide the {heads} heads of keys and values of"
-            f" {config.title}: choose a divisor."
+            f"`--mesh` tensor={tensor} does not divide the {model.num_kv_heads} heads of keys and"
+            f" values of {config.title}: choose a divisor."
+        )
+    repeated = model.num_kv_heads * head_repeats(model.num_kv_heads, tensor * seq)
+    if model.num_heads % repeated:
+        raise ValueError(
+            f"`--mesh` tensor={tensor},seq={seq} does not divide the {model.num_heads} heads of"
+            f" {config.title} over the {tensor * seq} devices that share a sequence: choose"
+            " divisors of the heads."
         )
     if config.seq_len % (tensor * seq):
         raise ValueError(

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from actjax.kernels.blockwise import Blockwise, is_blockwise
-from models.sharding import AXES, BATCH, RULES, Entry, Rules, axes_of, rule_of
+from models.sharding import AXES, BATCH, RULES, WEIGHTS, Entry, Rules, axes_of, rule_of
 
 _THREADS = 4
 """Collectives of one simulated device that can be under way at once, each on a thread."""
@@ -115,9 +115,9 @@ def state_shardings(state: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
     """Returns a sharding for each array of a training state (or of its shapes).
 
     Weights are divided as `rules` say, and so are optimizer states, whose paths contain those of
-    the weights. What no rule places on `fsdp` is divided over it along the first axis of a size
-    that is a multiple, but not along the axis of stacked layers: every device needs a part of each
-    layer. Arrays without such an axis, such as scalars, are replicated.
+    the weights. What no rule places on `WEIGHTS` is divided over them along the first axis of a
+    size that is a multiple, but not along the axis of stacked layers: every device needs a part of
+    each layer. Arrays without such an axis, such as scalars, are replicated.
 
     Args:
       state: arrays or shapes.
@@ -142,16 +142,17 @@ def state_shardings(state: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
 def _spec(shape: tuple[int, ...], rule: tuple[Entry, ...], mesh: Mesh, stacked: bool) -> Any:
     """Returns how an array is divided by a rule, as far as its axes can be divided.
 
-    What the rule cannot place where it should be, or `fsdp` without a rule, divides another axis.
+    What the rule cannot place where it should be divides another axis, and so do `WEIGHTS` without
+    a rule.
     """
     entries: list[tuple[str, ...]] = [()] * len(shape)
     first = int(stacked)
     for i, entry in zip(reversed(range(first, len(shape))), reversed(rule), strict=False):
         entries[i] = _dividing(shape[i], axes_of(entry), mesh)
-    wanted = dict.fromkeys((*(axis for entry in rule for axis in axes_of(entry)), "fsdp"))
+    wanted = dict.fromkeys((*(axis for entry in rule for axis in axes_of(entry)), *WEIGHTS))
     placed = {axis for entry in entries for axis in entry}
     left = tuple(a for a in wanted if mesh.shape.get(a, 1) > 1 and a not in placed)
-    for axes in (left, ("fsdp",) if "fsdp" in left else ()):
+    for axes in (left, tuple(a for a in left if a in WEIGHTS)):
         found = next((i for i in range(first, len(shape)) if axes and not entries[i]
                       and _dividing(shape[i], axes, mesh) == axes), None)  # fmt: skip
         if found is not None:

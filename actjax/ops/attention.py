@@ -18,6 +18,10 @@ from actjax.weights.lora import LowRankSum
 
 Implementation = Literal["blockwise", "cudnn", "dense"]
 
+Exchange = tuple[Callable[..., tuple[jax.Array, jax.Array, jax.Array]], Callable[..., jax.Array]]
+"""Functions of q, k and v as they enter the products, and of the output, [B, S, H * D]. They change
+no values and close over no arrays."""
+
 
 @dataclasses.dataclass(frozen=True)
 class HeadNorm:
@@ -49,6 +53,7 @@ def attention(
     implementation: Implementation | None = None,
     recompute: bool = False,
     merge_heads: bool = False,
+    exchange: Exchange | None = None,
     name: str = "",
 ) -> jax.Array:
     """Returns `softmax(q kᵀ / sqrt(D)) v` for each head.
@@ -85,6 +90,11 @@ def attention(
         codecs always recompute.
       merge_heads: whether to return [B, S, H * D]. This is the array that attention keeps, so a
         `linear` that follows and stores its input exactly costs no second copy.
+      exchange: two functions that say how devices divide the arrays: one from q, k and v,
+        normalised and rotated, to the same arrays, where keys and values may be repeated over
+        heads; one from the output to itself. Each head needs all tokens: devices that share a
+        sequence exchange tokens for heads, and back (Jacobs et al., "DeepSpeed Ulysses", 2023).
+        None for nothing.
       name: prefix of the names that `actjax.explain` gives the kept arrays.
 
     Returns:
@@ -99,13 +109,14 @@ def attention(
     if all_exact(codecs):
         q, k, v = (x.value() if isinstance(x, LowRankSum) else x for x in (q, k, v))
         q, k = _prepare(q, k, rope, norm, name)
-        run: Any = _Form(_form(implementation, q.dtype), sight, name)
+        run: Any = _Form(_form(implementation, q.dtype), sight, name, exchange)
         inputs, more = (q, k, v), segments
         if not recompute:
             merged = run(inputs, more)
             return merged if merge_heads else merged.reshape(q.shape)
     else:
-        run, more = from_merged(q, k, sight, norm, implementation), beside(segments, rope, norm)
+        run = from_merged(q, k, sight, norm, implementation, exchange)
+        more = beside(segments, rope, norm)
         inputs, lows = split_sums([x.reshape(*x.shape[:2], -1) for x in (q, k, v)])
         if any(isinstance(x, LowRankSum) for x in (q, k, v)):
             run, more = of_sums(run), (more, lows)
@@ -129,6 +140,7 @@ def from_merged(
     sight: Sight,
     norm: HeadNorm | None,
     implementation: Implementation | None,
+    exchange: Exchange | None,
 ) -> Callable[[Any, Beside], jax.Array]:
     """Returns exact attention as a function of (q, k, v), with merged heads, and of `Beside`.
 
@@ -140,15 +152,17 @@ def from_merged(
       sight: which positions see which.
       norm: only its `eps` is read.
       implementation: as for `attention`.
+      exchange: as for `attention`.
     """
-    form, shapes = _form(implementation, q.dtype), (q.shape, k.shape, k.shape)
+    form = _Form(_form(implementation, q.dtype), sight, "", exchange)
+    shapes = q.shape, k.shape, k.shape
     eps = None if norm is None else norm.eps
 
     def run(merged: tuple[jax.Array, jax.Array, jax.Array], more: Beside) -> jax.Array:
         q, k, v = (x.reshape(shape) for x, shape in zip(merged, shapes, strict=True))
         segments, rope, scales = more
         norm = None if eps is None else HeadNorm(scales[0], scales[1], eps)
-        return form(sight, "", *_prepare(q, k, rope, norm, ""), v, segments)
+        return form((*_prepare(q, k, rope, norm, ""), v), segments)
 
     return run
 
@@ -220,6 +234,8 @@ class _Form:
     form: Any
     sight: Sight
     name: str
+    exchange: Exchange | None
 
     def __call__(self, qkv: Any, segments: jax.Array | None) -> jax.Array:
-        return self.form(self.sight, self.name, *qkv, segments)
+        before, after = self.exchange or (lambda *qkv: qkv, lambda out: out)
+        return after(self.form(self.sight, self.name, *before(*qkv), segments))

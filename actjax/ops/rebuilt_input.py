@@ -16,7 +16,14 @@ from actjax._core.checks import check_codecs
 from actjax._core.coded_call import Operator, coded_call, differentiate, restore
 from actjax.codecs import Codec, Exact
 from actjax.ops.activations import Activation, of_sums, split_sums
-from actjax.ops.attention import HeadNorm, Implementation, beside, check_attention, from_merged
+from actjax.ops.attention import (
+    Exchange,
+    HeadNorm,
+    Implementation,
+    beside,
+    check_attention,
+    from_merged,
+)
 from actjax.ops.glu import Activate, check_gate
 from actjax.ops.linear import check_linear
 from actjax.ops.norm import Normalize, check_norm
@@ -118,6 +125,7 @@ def attention_linear(
     codec: Codec | Sequence[Codec] = Exact(),
     key: jax.Array | Sequence[jax.Array] | None = None,
     implementation: Implementation | None = None,
+    exchange: Exchange | None = None,
     name: str = "",
 ) -> Any:
     """Returns `linear(attention(q, k, v), w)`, and holds only codes of q, k and v.
@@ -141,6 +149,7 @@ def attention_linear(
       key: randomness of the encoding, or a sequence of three keys; consumed. Needed if a codec
         draws random numbers.
       implementation: as for `actjax.attention`.
+      exchange: as for `actjax.attention`.
       name: prefix of the names that `actjax.explain` gives the kept arrays.
 
     Returns:
@@ -152,7 +161,8 @@ def attention_linear(
     """
     sight = check_attention(q, k, v, causal, window, segments)
     codecs = check_codecs(codec, ("q", "k", "v"), key)
-    attend, more = from_merged(q, k, sight, norm, implementation), beside(segments, rope, norm)
+    attend = from_merged(q, k, sight, norm, implementation, exchange)
+    more = beside(segments, rope, norm)
     merged = tuple(x.reshape(*x.shape[:2], -1) for x in (q, k, v))
     names = tuple(f"{name} {letter}".strip() for letter in "qkv")
     operator = "attention_linear"
