@@ -21,7 +21,7 @@ from jax.experimental.custom_partitioning import (
     custom_partitioning,
 )
 from jax.extend import core
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,14 +111,19 @@ def is_partitioned(args: Any) -> bool:
 
 def _kinds(args: Any) -> set[AxisType]:
     """Returns the kinds of the mesh axes of several devices."""
-    shardings = (getattr(jax.typeof(x), "sharding", None) for x in jax.tree.leaves(args))
-    meshes = [jax.sharding.get_abstract_mesh(), *(s.mesh for s in shardings if s is not None)]
     return {
         kind
-        for mesh in meshes
+        for mesh in _meshes(args)
         for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
         if size > 1
     }
+
+
+def _meshes(args: Any) -> list[AbstractMesh]:
+    """Returns the mesh that is set, and those of arrays."""
+    shardings = (getattr(jax.typeof(x), "sharding", None) for x in jax.tree.leaves(args))
+    found = [jax.sharding.get_abstract_mesh(), *(s.mesh for s in shardings if s is not None)]
+    return [mesh for mesh in found if not mesh.empty]
 
 
 def can_split(args: Any) -> bool:
@@ -186,7 +191,9 @@ def _split(
     inputs = [*inputs, *(Dims((None,) * np.ndim(x)) for x in constants)]
     forms = [*leaves, *constants]
     apart.def_partition(
-        partition=functools.partial(_partition, flat, len(leaves), inputs, outputs, sizes),
+        partition=functools.partial(
+            _partition, flat, len(leaves), inputs, outputs, sizes, _meshes(leaves)[0]
+        ),
         # JAX cannot decode a sharding over part of a mesh axis. `_entries` can.
         decode_shardings=False,
         sharding_rule=_rule(inputs, outputs, forms, traced.out_avals, sizes),
@@ -252,12 +259,19 @@ def _rule(inputs, outputs, forms, results, sizes: Mapping[str, tuple[int, ...]])
     return SdyShardingRule(*mappings, **others)
 
 
-def _partition(flat, count, inputs, outputs, sizes, mesh, arg_shapes, result_shapes) -> Any:
+def _partition(
+    flat, count, inputs, outputs, sizes, traced_mesh, mesh, arg_shapes, result_shapes
+) -> Any:
     """Returns the function of the parts, and how arguments and results are split.
 
     Arguments after the first `count` are constants, which `flat` has already.
     """
     suggested = [*arg_shapes, *result_shapes]
+    if mesh.empty:
+        # JAX names no mesh if all arguments of the program are on one device.
+        devices = list(suggested[0].sharding.devices_indices_map(suggested[0].shape))
+        devices = np.array(devices).reshape(traced_mesh.axis_sizes)
+        mesh = Mesh(devices, traced_mesh.axis_names, axis_types=traced_mesh.axis_types)
     axes = _axes_of_names((*inputs, *outputs), suggested, sizes, mesh)
     sums = [_sum_over(dims, axes, x, mesh) for dims, x in zip(outputs, result_shapes, strict=True)]
 

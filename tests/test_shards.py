@@ -125,3 +125,14 @@ def test_constants_and_vmap_pass():
 def test_without_a_mesh_nothing_is_split():
     assert "custom_partitioning" not in str(jax.make_jaxpr(both)(X))
     assert gathered(X, axes=(0,)) is X
+
+
+def test_a_program_whose_arguments_are_on_one_device_is_divided_by_its_constraints():
+    def divided(x):
+        return both(jax.lax.with_sharding_constraint(x, PartitionSpec("b")))
+
+    with jax.set_mesh(mesh(a=2, b=2)):
+        rows, total = jax.jit(divided)(X)
+    np.testing.assert_allclose(rows, of_rows(X)[0], rtol=1e-6)
+    np.testing.assert_allclose(total, X.sum(0), rtol=1e-6)
+    assert rows.sharding.spec[0] == "b"

@@ -184,12 +184,7 @@ def _restored(
 
 
 def check_sizes(config: ResolvedConfig, mesh: Mesh) -> None:
-    """Raises a `ValueError` unless sequences fit the model, and batches the devices."""
-    longest = config.model_config.max_seq_len
-    if config.seq_len > longest:
-        raise ValueError(
-            f"`--seq-len` {config.seq_len} is above the {longest} positions of {config.title}."
-        )
+    """Raises a `ValueError` unless batches, sequences and heads divide over the devices."""
     rows, groups = config.batch_size // config.accumulate, mesh.shape["data"] * mesh.shape["fsdp"]
     if rows % groups:
         shown = ",".join(f"{axis}={n}" for axis, n in mesh.shape.items() if n > 1)

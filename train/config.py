@@ -79,7 +79,7 @@ class OptimizerConfig:
     """Largest global norm of a gradient; inf for no clipping."""
     moment_dtype: MomentDtype = "auto"
     """Dtype of both moments between steps: float32, bfloat16, or 8bit (blockwise, dynamic map).
-    auto: 8bit for lean and lean_subspace, float32 for the others."""
+    auto: 8bit for lean, lean_remat and lean_subspace, float32 for the others."""
 
     def __post_init__(self) -> None:
         _check_range("learning_rate", self.learning_rate, 0, math.inf)
@@ -126,8 +126,8 @@ class RunConfig:
     the other."""
     in_backward: tyro.conf.FlagCreatePairsOff[bool] = False
     """Update each layer within the backward pass, so that the gradients of all layers never exist
-    at once. Clips by an estimate of the norm. Excludes `--accumulate`. lean and lean_subspace
-    always do this."""
+    at once. Clips by an estimate of the norm. Excludes `--accumulate`. lean, lean_remat and
+    lean_subspace always do this."""
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     weight_dtype: WeightDtype = "float32"
     """Dtype of weights and gradients."""
@@ -182,7 +182,8 @@ class RunConfig:
                 f"`--accumulate {self.accumulate}` and in-backward updates exclude each other:"
                 " weights are updated in each backward pass. Drop `--accumulate`, or"
                 " `--in-backward` and the methods that imply it: lean, the default of"
-                " train.pretrain, and lean_subspace. `--method quantized` stores the same codes."
+                " train.pretrain, lean_remat and lean_subspace. `--method quantized` stores the"
+                " same codes as lean."
             )
         if self.batch_size % self.accumulate:
             raise ValueError(
@@ -230,8 +231,8 @@ class PretrainConfig(RunConfig):
     method: str = "lean"
     """What is stored for the backward pass."""
     weight_dtype: WeightDtype = "auto"
-    """Dtype of weights and gradients. auto: bfloat16 for lean and lean_subspace, float32 for the
-    others."""
+    """Dtype of weights and gradients. auto: bfloat16 for lean, lean_remat and lean_subspace,
+    float32 for the others."""
     model: str = "llama_9m"
     """Dimensions of the model, or a checkpoint whose dimensions it has. Its vocabulary is that of
     the tokenizer."""
@@ -337,9 +338,9 @@ class FinetuneConfig(RunConfig):
     steps: int = 300
     """Optimizer steps of the whole run."""
     weight_dtype: WeightDtype = "auto"
-    """Dtype of the weights. auto: where all weights are trained, bfloat16 for lean and
-    lean_subspace and float32 for the others; with adapters, whose weights are frozen, the dtype of
-    the checkpoint (bfloat16 for float16). Adapters are in float32."""
+    """Dtype of the weights. auto: where all weights are trained, bfloat16 for lean,
+    lean_remat and lean_subspace and float32 for the others; with adapters, whose weights are
+    frozen, the dtype of the checkpoint (bfloat16 for float16). Adapters are in float32."""
 
     HEADINGS: ClassVar[Headings] = {
         "Common flags": (

@@ -268,6 +268,13 @@ METHODS: dict[str, Method] = {
         lean=True,
         zero_padding=True,
     ),
+    "lean_remat": Method(
+        "lean with compressed_remat in place of quantized: for long sequences",
+        lambda o: Remat(codec=_code(o, o.bits)),
+        bits=4,
+        lean=True,
+        zero_padding=True,
+    ),
     "lean_subspace": Method(
         "lean with gradients and moments in a subspace: least memory",
         _rebuilt,

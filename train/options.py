@@ -129,12 +129,13 @@ class MethodOptions:
 
 
 FULL_WEIGHTS = ("exact", "remat", "pamm", "low_rank", "subspace", "galore", "random_projection",
-                "gact", "quantized", "compressed_remat", "lean", "lean_subspace")  # fmt: skip
+                "gact", "quantized", "compressed_remat", "lean", "lean_remat",
+                "lean_subspace")  # fmt: skip
 """Methods that train all weights."""
 ADAPTERS = ("lora", "qlora", "hyc_lora")
 """Methods that train adapters."""
 _SUBSPACE = ("subspace", "galore", "random_projection", "lean_subspace")
-_CODES = ("gact", "quantized", "compressed_remat", "lean", "lean_subspace")
+_CODES = ("gact", "quantized", "compressed_remat", "lean", "lean_remat", "lean_subspace")
 _PER_SITE = ("gact", "quantized", "lean", "lean_subspace")
 _ADAPTIVE = ("gact", "quantized", "lean")
 

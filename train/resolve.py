@@ -28,6 +28,8 @@ class ResolvedConfig(RunConfig):
       recalibrate_every: steps between two measurements of these scales; 0 for none.
       packed: whether several examples share a sequence without seeing each other.
       pretrained: whether the run begins with trained weights, which are evaluated first.
+      positions: longest sequence of the model as published, or as its checkpoint says. The model
+        that is trained takes sequences of `seq_len` tokens.
     """
 
     title: str
@@ -38,6 +40,7 @@ class ResolvedConfig(RunConfig):
     recalibrate_every: int = 0
     packed: bool = False
     pretrained: bool = False
+    positions: int
 
     @property
     def info(self) -> methods.Method:
@@ -47,13 +50,25 @@ class ResolvedConfig(RunConfig):
     @property
     def warnings(self) -> list[str]:
         """What the user should know before the first step."""
-        if not self.trains_bfloat16 or self.weight_rounding != "nearest":
-            return []
-        return [
-            "bfloat16 weights are rounded to nearest after each step: updates below 1/512 of a"
-            " weight are lost. Use `--weight-rounding stochastic` or `compensated`, or"
-            " `--weight-dtype float32` if it fits."
-        ]
+        found = []
+        if self.trains_bfloat16 and self.weight_rounding == "nearest":
+            found.append(
+                "bfloat16 weights are rounded to nearest after each step: updates below 1/512 of a"
+                " weight are lost. Use `--weight-rounding stochastic` or `compensated`, or"
+                " `--weight-dtype float32` if it fits."
+            )
+        if self.seq_len > self.positions:
+            found.append(
+                f"`--seq-len` {self.seq_len} is above the {self.positions} positions of"
+                f" {self.title}. "
+                + (
+                    "The checkpoint has never seen the others: its loss there is high until it has"
+                    " learned them."
+                    if self.pretrained
+                    else f"The model that is trained here has {self.seq_len}."
+                )
+            )
+        return found
 
     @property
     def trains_bfloat16(self) -> bool:
@@ -129,6 +144,7 @@ def resolve(
         "in_backward": config.in_backward or method.lean,
         "title": config.title,
         "model_config": model,
+        "positions": model.max_seq_len,
         "folder": config.out or pathlib.Path("runs") / f"{config.title}-{config.method}",
     }
     if adapter is not None:

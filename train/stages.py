@@ -11,8 +11,11 @@ from train.options import used_options
 Choice = tuple[str, dict[str, Any]]
 """A method, and the settings that the plan gives it."""
 
-METHODS = ("exact", "remat", "quantized", "gact", "compressed_remat", "lean_subspace")
+METHODS = ("exact", "remat", "quantized", "gact", "compressed_remat", "lean", "lean_remat",
+           "lean_subspace")  # fmt: skip
 """Methods that plans use."""
+_LEAN = {"quantized": "lean", "compressed_remat": "lean_remat"}
+"""Methods that store the same and update the weights in the backward pass, with 8-bit states."""
 OPTIONS = ("bits", "average_bits", "rank", "sites", "offload")
 """Fields of the options that plans set; they also set `moment_dtype` and `in_backward`."""
 _SHARES = (4, 8, 16, 32)
@@ -54,10 +57,14 @@ def _full_rank(bits: Iterable[int]) -> Iterator[Choice]:
         storage += [("quantized", {"bits": n, "sites": ("gate", "up")}), ("quantized", {"bits": n})]
         storage += [("gact", {"bits": n}), ("compressed_remat", {"bits": n})]
         storage += [("quantized", {"bits": n, "offload": True})]
+        storage += [("compressed_remat", {"bits": n, "offload": True})]
     for name, changes in storage:
         yield name, changes
         yield name, {**changes, "moment_dtype": "8bit"}
-        yield name, {**changes, "moment_dtype": "8bit", "in_backward": True}
+        if name in _LEAN:
+            yield _LEAN[name], changes
+        else:
+            yield name, {**changes, "moment_dtype": "8bit", "in_backward": True}
 
 
 def _subspace(model: ModelConfig, share: int, bits: Iterable[int]) -> Iterator[Choice]:

@@ -168,6 +168,9 @@ def build_recipe(config: ResolvedConfig, bits: Mapping[str, int] | None = None) 
     Raises:
       ValueError: options out of range.
     """
+    longest = max(config.seq_len, config.model_config.max_seq_len)
+    model_config = dataclasses.replace(config.model_config, max_seq_len=longest)
+    config = dataclasses.replace(config, model_config=model_config)
     storage = config.info.storage_of(config.options, bits or {})
     optimizer = make_optimizer(
         config.optimizer,

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from tiny import CONFIG, batch, decoder
 
 from actjax import (
@@ -15,9 +16,10 @@ from actjax import (
     Quantized,
     RandomizedSVD,
     RandomProjection,
+    checkpoint,
     explain,
 )
-from models import CompressedResiduals, Remat, Storage, StorageChoice
+from models import CompressedResiduals, Remat, Storage, StorageChoice, chunks
 from models.storage import LINEAR_INPUTS, SITES
 
 LOSSY = Storage(
@@ -66,6 +68,24 @@ def test_rematerialization_changes_no_gradient(policy):
     model = decoder()
     _, got = loss_and_gradient(Remat(policy))(model, KEY)
     assert_close(got, loss_and_gradient(Storage())(model, KEY)[1], 1e-6)
+
+
+@pytest.mark.parametrize("mesh", [None, {"seq": 2, "tensor": 2}, {"fsdp": 2, "seq": 2}])
+def test_long_sequences_in_chunks_change_no_gradient(mesh, monkeypatch):
+    model, sizes = decoder(), {"data": 1, "fsdp": 1, "tensor": 1, "seq": 1, **(mesh or {})}
+    want = loss_and_gradient(Storage())(model, KEY)
+    loss_and_gradient.cache_clear()
+    monkeypatch.setattr(chunks, "TOKENS", 6)
+    calls = []
+    monkeypatch.setattr(
+        chunks.actjax, "checkpoint",
+        lambda *args, **options: calls.append(options) or checkpoint(*args, **options),
+    )  # fmt: skip
+    with jax.set_mesh(jax.make_mesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * 4)):
+        got = loss_and_gradient(Remat())(model, KEY)
+    loss_and_gradient.cache_clear()
+    assert len(calls) == 2
+    assert_close(got, want, 1e-6)
 
 
 def test_lossy_linear_inputs_leave_the_loss_and_other_gradients_exact():

@@ -298,7 +298,6 @@ def test_weights_of_a_bfloat16_checkpoint_are_trained_in_float32(folder):
 def test_bad_settings_are_refused_in_one_line(folder):
     for changes, message in (
         ({"checkpoint": "nowhere"}, "'nowhere' cannot be read: no such file or folder"),
-        ({"seq_len": 65}, "`--seq-len` 65 is above the 64 positions of checkpoint"),
         ({"data": ExampleConfig(data="nowhere.jsonl")}, "nowhere.jsonl"),
         ({"method": "hyc"}, "unknown `--method` 'hyc'"),
         ({"method": "hyc_lora", "options": MethodOptions(bits=16)}, "`--bits 16` quantizes noth"),

@@ -100,15 +100,34 @@ def test_activations_do_not_grow_with_the_batch_of_all_devices(method):
     assert temporaries[1] < temporaries[0]
 
 
+@pytest.mark.parametrize("method", ["lean", pytest.param("lean_remat", marks=pytest.mark.slow)])
+def test_devices_that_share_sequences_divide_weights_and_exchange_heads(method):
+    one, shapes = program(method, "")
+    step = program(method, f"seq={DEVICES}")[0]
+    whole, part = (p.memory_analysis().argument_size_in_bytes for p in (one, step))
+    assert part <= 1.1 * whole / DEVICES
+    moved = bytes_by_kind(collectives(step.as_text()))
+    assert moved["all-gather"] <= 3 * tree_bytes((shapes.frozen, shapes.model))
+    # Queries, keys, values and the output of attention, of which a device has a part. They are
+    # exchanged in both passes, in the second forward pass of attention, and as cotangents.
+    config = MODEL
+    sizes = 2 * config.num_heads + 2 * config.num_kv_heads
+    exchanged = ROWS * LENGTH * sizes * config.head_size * 4 // DEVICES * config.num_layers
+    # And activations of the embedding, on their way to the tokens' devices and back.
+    embedded = 2 * ROWS * LENGTH * config.hidden_size * 4 // DEVICES
+    assert moved["all-to-all"] <= 3 * exchanged + 2 * embedded
+
+
 @pytest.mark.parametrize(
     ("method", "mesh"),
     [
         ("lean_subspace", f"fsdp={DEVICES}"),
         ("exact", "data=2,fsdp=2"),
+        ("lean", "tensor=2,seq=2"),
         *(
             pytest.param(method, mesh, marks=pytest.mark.slow)
             for method in METHODS
-            for mesh in (f"fsdp={DEVICES}", "data=2,fsdp=2")
+            for mesh in (f"fsdp={DEVICES}", "data=2,fsdp=2", "tensor=2,seq=2")
         ),
     ],
 )

@@ -201,9 +201,9 @@ def test_bad_settings_are_refused_before_anything_is_written(folder):
         ({"options": MethodOptions(rank=4096)}, r"`rank` 4096 .* above min\(T, d\) = 128"),
         (subspace, "`--rank` 129 is above 128, the smallest dimension"),
         ({"data": DataConfig("missing.txt", pathlib.Path("nowhere"))}, r"`--data`.*missing\.txt"),
-        ({"seq_len": 4096}, "`--seq-len` 4096 is above the 1024 positions of llama_3m"),
         ({"mesh": "tensor=3"}, "tensor=3 does not divide the . heads of keys and values"),
-        ({"mesh": "seq=3"}, "`--seq-len` 32 does not divide over the 3 devices of"),
+        ({"mesh": "seq=3"}, "tensor=1,seq=3 does not divide the 4 heads of llama_3m over the 3"),
+        ({"mesh": "seq=2", "seq_len": 31}, "`--seq-len` 31 does not divide over the 2 devices of"),
         ({"mesh": "fsdp=3"}, "4 sequences .* do not divide over the 3 parts of `--mesh` fsdp=3"),
         ({"mesh": "fsdp=99"}, "asks for 99 devices"),
     ):

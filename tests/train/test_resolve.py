@@ -11,6 +11,7 @@ from train.config import AdapterConfig, FinetuneConfig, OptimizerConfig, Pretrai
 from train.methods import METHODS
 from train.options import MethodOptions
 from train.resolve import ResolvedConfig, dimensions, resolve
+from train.step import build_recipe
 
 FINETUNE = FinetuneConfig(checkpoint="some/model", adapter=AdapterConfig(lora_rank=4))
 
@@ -149,3 +150,13 @@ def test_flags_of_adapters_are_checked_too():
         resolve(dataclasses.replace(FINETUNE, method="exact"), MODEL)
     with pytest.raises(ValueError, match="`--in-backward` has no effect with `--method lora`"):
         resolve(dataclasses.replace(FINETUNE, in_backward=True), MODEL)
+
+
+def test_sequences_beyond_the_positions_of_a_model_are_allowed_with_a_warning():
+    config = pretrain(seq_len=4096)
+    (warning,) = config.warnings
+    assert "`--seq-len` 4096 is above the 1024 positions of llama_9m" in warning
+    assert build_recipe(config).model_config.max_seq_len == 4096
+    given = dataclasses.replace(FINETUNE, seq_len=4096)
+    assert "has never seen the others" in resolve(given, MODEL, "bfloat16").warnings[0]
+    assert pretrain(seq_len=1024).warnings == []
