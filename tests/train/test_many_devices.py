@@ -43,7 +43,8 @@ def recipe_of(method, **changes):
         "steps": 20,
         "weight_dtype": "float32",
         "compute_dtype": "float32",
-        "optimizer": OptimizerConfig(learning_rate=1e-2, warmup_steps=1),
+        # Adam's first updates are as large as the rate even where the gradient is rounding error.
+        "optimizer": OptimizerConfig(learning_rate=3e-3, warmup_steps=1),
         **changes,
     }
     if METHODS[method].adapters:
@@ -106,6 +107,7 @@ def test_devices_that_share_sequences_divide_weights_and_exchange_heads(method):
     step = program(method, f"seq={DEVICES}")[0]
     whole, part = (p.memory_analysis().argument_size_in_bytes for p in (one, step))
     assert part <= 1.1 * whole / DEVICES
+    # Weights are gathered and gradients are scattered as for `fsdp`.
     moved = bytes_by_kind(collectives(step.as_text()))
     assert moved["all-gather"] <= 3 * tree_bytes((shapes.frozen, shapes.model))
     # Queries, keys, values and the output of attention, of which a device has a part. They are
@@ -113,9 +115,8 @@ def test_devices_that_share_sequences_divide_weights_and_exchange_heads(method):
     config = MODEL
     sizes = 2 * config.num_heads + 2 * config.num_kv_heads
     exchanged = ROWS * LENGTH * sizes * config.head_size * 4 // DEVICES * config.num_layers
-    # And activations of the embedding, on their way to the tokens' devices and back.
-    embedded = 2 * ROWS * LENGTH * config.hidden_size * 4 // DEVICES
-    assert moved["all-to-all"] <= 3 * exchanged + 2 * embedded
+    # In blocks, as on a CPU, attention exchanges cotangents of queries once for each key block.
+    assert moved["all-to-all"] <= (3 + 2) * exchanged
 
 
 @pytest.mark.parametrize(
