@@ -2,8 +2,9 @@
 
 `llama_9m` to `llama_7b` are the models of GaLore (Zhao et al., 2024, Table 5 and the configurations
 released with it). `llama_3m` is `llama_9m` with the 8,192 tokens of the tokenizer that a run trains
-by default; it suits a CPU. `llama3_1b`, `llama3_3b` and `llama3_8b` are Llama 3.2 1B, Llama 3.2 3B
-and Llama 3 8B. `qwen2_5_0_5b`, `qwen3_0_6b` and `qwen3_4b` are Qwen 2.5 and Qwen 3 models.
+by default; it suits a CPU. `llama3_1b`, `llama3_3b`, `llama3_8b` and `llama3_70b` are Llama 3.2 1B
+and 3B, and Llama 3 8B and 70B. `qwen2_5_0_5b`, `qwen3_0_6b` and `qwen3_4b` are Qwen 2.5 and Qwen 3
+models.
 """
 
 import difflib
@@ -86,6 +87,17 @@ PRESETS: dict[str, ModelConfig] = {
         ffn_size=14_336,
         num_layers=32,
         num_heads=32,
+        num_kv_heads=8,
+        max_seq_len=8192,
+        norm_eps=1e-5,
+        rope_theta=500_000.0,
+    ),
+    "llama3_70b": ModelConfig(
+        vocab_size=128_256,
+        hidden_size=8192,
+        ffn_size=28_672,
+        num_layers=80,
+        num_heads=64,
         num_kv_heads=8,
         max_seq_len=8192,
         norm_eps=1e-5,

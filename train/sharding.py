@@ -184,6 +184,15 @@ def entry_name(entry: Any) -> str:
 
 
 def compiler_options(mesh: Mesh) -> dict[str, Any] | None:
-    """Returns options for compiling a step for a mesh: GPUs gather a layer's weights ahead."""
+    """Returns options for compiling a step for a mesh; None for the default.
+
+    GPUs gather a layer's weights ahead. Gradients of weights are not scattered together, or they
+    would all exist at once, in float32: 0.13 GiB of `lean` for `llama_7b` on 8 devices.
+    """
     is_gpu = mesh.devices.flat[0].platform in ("gpu", "cuda")
-    return {"xla_gpu_enable_pipelined_all_gather": True} if is_gpu and mesh.size > 1 else None
+    if not is_gpu or mesh.size == 1:
+        return None
+    return {
+        "xla_gpu_enable_pipelined_all_gather": True,
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**20,
+    }

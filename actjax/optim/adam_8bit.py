@@ -8,7 +8,7 @@ import optax
 
 from actjax.kernels.adam_8bit.api import adam_8bit
 from actjax.kernels.blockwise import is_blockwise
-from actjax.optim.eight_bit import EightBitState, eight_bit
+from actjax.optim.eight_bit import BlockOf, EightBitState, eight_bit
 
 
 def scale_by_adam_8bit(
@@ -17,7 +17,7 @@ def scale_by_adam_8bit(
     eps: float = 1e-8,
     eps_root: float = 0.0,
     *,
-    block: int = 256,
+    block: int | BlockOf = 256,
     min_size: int = 4096,
 ) -> optax.GradientTransformationExtraArgs:
     """Returns `eight_bit(optax.scale_by_adam(b1, b2, eps, eps_root))` on float32, in one pass.
@@ -31,7 +31,7 @@ def scale_by_adam_8bit(
       b2: decay of the second moment.
       eps: added to the root of the second moment.
       eps_root: added to the second moment before the root.
-      block: values that share a scale.
+      block: values that share a scale, or a function from the shape of a moment to this number.
       min_size: moments with fewer elements stay in float32.
 
     Raises:

@@ -4,7 +4,7 @@ Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2022): a moment
 each with the scale of its largest entry, and mapped to 256 levels (`actjax.kernels.blockwise`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -32,10 +32,14 @@ class EightBitState(NamedTuple):
     inner: Any
 
 
+BlockOf = Callable[[tuple[int, ...]], int]
+"""From the shape of a moment to the number of values that share a scale."""
+
+
 def eight_bit(
     inner: optax.GradientTransformation,
     *,
-    block: int = 256,
+    block: int | BlockOf = 256,
     min_size: int = 4096,
     signed: Sequence[str] = FIRST_MOMENTS,
     unsigned: Sequence[str] = SECOND_MOMENTS,
@@ -55,7 +59,7 @@ def eight_bit(
     Args:
       inner: any optax transform. `subspace`, `stochastic_rounding` and `compensated` go around this
         one: `subspace(eight_bit(...), k)`.
-      block: values that share a scale.
+      block: values that share a scale, or a function from the shape of a moment to this number.
       min_size: arrays with fewer elements stay as they are.
       signed: names of the fields that hold moments with a sign.
       unsigned: names of the fields that hold moments without negative values; the sign bit becomes
@@ -66,7 +70,8 @@ def eight_bit(
       ValueError: a block or size below one, or an `inner` that rounds weights.
     """
     check_inner("eight_bit", "inner", inner)
-    check_positive_integer("eight_bit", "block", block)
+    if not callable(block):
+        check_positive_integer("eight_bit", "block", block)
     check_positive_integer("eight_bit", "min_size", min_size)
     inner = optax.with_extra_args_support(inner)
 
@@ -77,7 +82,9 @@ def eight_bit(
         is_moment = is_unsigned or any(field in signed for field in fields)
         if not is_moment or not jnp.issubdtype(x.dtype, jnp.floating):
             return x
-        zeros = blockwise_zeros(x.shape, x.dtype, unsigned=is_unsigned, block=block)
+        size = block(x.shape) if callable(block) else block
+        check_positive_integer("eight_bit", "block", size)
+        zeros = blockwise_zeros(x.shape, x.dtype, unsigned=is_unsigned, block=size)
         # Without the barrier, XLA computes the codes of these constants while it compiles.
         return zeros.encode(jax.lax.optimization_barrier(x))
 

@@ -11,6 +11,7 @@ import pytest
 from tiny import decoder, gradients
 
 import actjax
+from actjax.kernels.blockwise import is_blockwise
 from train.config import OptimizerConfig
 from train.optimizer import learning_rate_schedule, make_optimizer
 
@@ -147,3 +148,21 @@ def test_bfloat16_weights_learn_what_float32_weights_learn(rounding):
         # Five roundings, each with a variance of at most a quarter of the spacing squared.
         deviation = (5 / 4) ** 0.5 * np.linalg.norm(spacing * want) / np.vdot(want, want)
         assert abs(share - 1) < 5 * deviation < 0.2
+
+
+@pytest.mark.parametrize(
+    ("shape", "block"),
+    [
+        ((2048, 5461), 256),  # Rows can be divided.
+        ((5461, 2048), 32),  # 64 blocks in a row.
+        ((2736, 1024), 32),  # 16 devices can divide the rows, 32 the columns.
+        ((1708, 640), 256),  # Shorter blocks do not help.
+        ((8192,), 128),
+    ],
+)
+def test_blocks_of_eight_bit_moments_can_be_divided_over_many_devices(shape, block):
+    tx = make_optimizer(OptimizerConfig(1e-2, 4, moment_dtype="8bit"), 10)
+    state = jax.eval_shape(tx.init, jax.ShapeDtypeStruct(shape, "float32"))
+    mu, *_ = (x for x in jax.tree.leaves(state, is_leaf=is_blockwise) if is_blockwise(x))
+    assert mu.block == block
+    assert mu.scales.shape[-1] == -(-shape[-1] // block)
