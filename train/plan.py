@@ -13,6 +13,9 @@ settings, such as `--data`, go into that command.
 
 With `--mesh`, the step of several devices is compiled, and all figures are those of one of them:
 its memory, and the bytes that it gathers, reduces and moves in a step.
+
+With `--table`, the steps for 1, 8 and 64 devices are compiled, each with `--batch-size` sequences,
+and a Markdown table of every method is printed. It takes some minutes.
 """
 
 import dataclasses
@@ -23,12 +26,11 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
-from rich import box
+import tyro
 from rich.console import Console
-from rich.table import Table
 
 from models.checkpoints import read_dimensions
 from train import cli
@@ -40,6 +42,7 @@ from train.gpus import GIB, GPUS
 from train.gradient_error import WHOLE
 from train.measured import MeasureConfig, Measured, open_measured, table_of_errors
 from train.options import FULL_WEIGHTS, flag_name, given_fields, used_options
+from train.plan_tables import choice, flags, markdown, size_text, table_of
 from train.resolve import dimensions, resolve
 from train.sharding import mesh_sizes
 from train.stages import METHODS, OPTIONS, stages
@@ -47,6 +50,8 @@ from train.tokenizer import load_tokenizer
 
 PROG = "python -m train.plan"
 ALL = "all"
+_TABLE = 1, 8, 64
+"""Numbers of devices of `--table`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,13 +74,15 @@ class PlanConfig:
     checkpoint: str = ""
     """Checkpoint to plan for instead of `--model`: a Hugging Face folder, or a .bin file of
     llama2.c."""
+    table: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Print a Markdown table of the memory of each of 1, 8 and 64 devices."""
     measuring: MeasureConfig = MeasureConfig()
     """How the error of gradients is measured."""
 
     HEADINGS: ClassVar[Headings] = {
         "Common flags": (
-            *("model", "checkpoint", "device", "budget", "method", "batch_size", "seq_len"),
-            "weight_dtype",
+            *("model", "checkpoint", "device", "budget", "table", "method", "batch_size"),
+            *("seq_len", "weight_dtype"),
         ),
         "Measuring": ("measuring",),
         **{k: v for k, v in PretrainConfig.HEADINGS.items() if k != "Common flags"},
@@ -102,6 +109,8 @@ class PlanConfig:
         if self.budget:
             parse_bytes(self.budget)
             self._check_searched()
+        if self.table:
+            self._check_table()
 
     def _check_measuring(self) -> None:
         given = [flag_name(name) for name in given_fields(self.measuring)]
@@ -114,6 +123,20 @@ class PlanConfig:
             )
         if given and not self.measuring.wanted:
             raise ValueError(f"`{given[0]}` has no effect without `--measure`: add it, or drop it.")
+
+    def _check_table(self) -> None:
+        given = {"--budget": self.budget, "--mesh": self.train.mesh,
+                 "--measure": self.measuring.wanted}  # fmt: skip
+        if clash := [name for name, value in given.items() if value]:
+            raise ValueError(
+                f"`--table` and `{clash[0]}` exclude each other: the table is of every method on"
+                f" {', '.join(map(str, _TABLE))} devices. Drop one."
+            )
+        if self.device == HERE:
+            raise ValueError(
+                f"`--table` compiles for up to {_TABLE[-1]} devices, which this machine lacks: add"
+                f" `--device`, one of {', '.join(GPUS)}."
+            )
 
     def _check_searched(self) -> None:
         """Raises a `ValueError` for settings that the search would overwrite or never try."""
@@ -179,19 +202,39 @@ def run(config: PlanConfig, console: Console) -> bool:
     if config.budget:
         return search(config, console, measured)
     names = FULL_WEIGHTS if train.method == ALL else (train.method,)
+    if config.table:
+        found = {name: list(_on_devices(name, config, console)) for name in names}
+        print(markdown(found, train, config.device))
+        return True
     rows = []
     for name in names:
         options = used_options(name, train.options)
         plan = make_plan(dataclasses.replace(train, method=name, options=options), config.device)
         rows.append(compile_plan(plan, config.device))
-        line = f"{name}: {_size(rows[-1].peak)}"
+        line = f"{name}: {size_text(rows[-1].peak)}"
         if measured is not None:
             line += f", error {measured.errors(plan.config)[WHOLE].error:.4f}"
         console.print(line, highlight=False)
-    console.print(table_of(rows, config))
+    console.print(table_of(rows, config.train, config.device))
     if measured is not None:
         _print_errors(rows, measured, console)
     return True
+
+
+def _on_devices(name: str, config: PlanConfig, console: Console) -> Iterator[Compiled]:
+    """Yields the compiled plans of a method for several numbers of devices."""
+    train = config.train
+    for count in _TABLE:
+        one = dataclasses.replace(
+            train,
+            method=name,
+            options=used_options(name, train.options),
+            batch_size=train.batch_size * count,
+            mesh=f"fsdp={count}" if count > 1 else "",
+        )
+        compiled = compile_plan(make_plan(one, config.device), config.device)
+        console.print(f"{name} on {count}: {size_text(compiled.peak)}", highlight=False)
+        yield compiled
 
 
 def _with_vocabulary(train: PretrainConfig) -> PretrainConfig:
@@ -203,7 +246,7 @@ def _with_vocabulary(train: PretrainConfig) -> PretrainConfig:
 
 
 def _print_errors(rows: list[Compiled], measured: Measured, console: Console) -> None:
-    found = {_choice(row.plan.config): measured.errors(row.plan.config) for row in rows}
+    found = {choice(row.plan.config): measured.errors(row.plan.config) for row in rows}
     console.print(table_of_errors(found, measured))
 
 
@@ -227,7 +270,7 @@ def search(config: PlanConfig, console: Console, measured: Measured | None = Non
             if measured is not None and not _is_within(one, measured, console):
                 accurate.append(one)
                 continue
-            console.print(table_of(tried, config))
+            console.print(table_of(tried, config.train, config.device))
             if measured is not None:
                 _print_errors([*accurate, one], measured, console)
             console.print(
@@ -237,7 +280,7 @@ def search(config: PlanConfig, console: Console, measured: Measured | None = Non
             print(_command(one.plan.config, config))
             return True
     if tried:
-        console.print(table_of(tried, config))
+        console.print(table_of(tried, config.train, config.device))
     if measured is not None and accurate:
         _print_errors(accurate, measured, console)
         console.print(
@@ -294,91 +337,8 @@ def _by_speed(
     )
     for plan in sorted(possible, key=lambda p: p.seconds):
         one = compile_plan(plan, config.device)
-        console.print(f"  {flags(plan.config)}: {_size(one.peak)}", highlight=False)
+        console.print(f"  {flags(plan.config)}: {size_text(one.peak)}", highlight=False)
         yield one
-
-
-def _size(count: int) -> str:
-    """Returns a number of bytes as a text."""
-    return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / 2**20:.2f} MiB"
-
-
-def table_of(rows: list[Compiled], config: PlanConfig) -> Table:
-    """Returns compiled plans as a table, in GiB, or in MiB if all take less than a GiB."""
-    train = config.train
-    unit, name = (GIB, "GiB") if max(row.peak for row in rows) >= GIB else (2**20, "MiB")
-    device = config.device + (f" x {train.mesh}, of each device" if train.mesh else "")
-    title = (
-        f"{train.model}, vocabulary of {dimensions(train).vocab_size:,},"
-        f" {train.batch_size} x {train.seq_len}, weights {train.weight_dtype},"
-        f" compiled for {device}; {name}"
-    )
-    table = Table(title=title, box=box.SIMPLE_HEAD)
-    table.add_column("plan")
-    if train.mesh:
-        _add_devices(table, rows, unit)
-        return table
-    for part in ("peak", "weights", "gradients", "states", "residuals", "workspace", "TFLOP"):
-        table.add_column(part, justify="right", no_wrap=True)
-    for row in rows:
-        memory = row.plan.memory.with_workspace(row.temporaries)
-        residuals = memory.linear_residuals + memory.other_residuals
-        sizes = (row.peak, memory.weights, memory.gradients, memory.optimizer, residuals,
-                 memory.workspace or 0)  # fmt: skip
-        cells = [f"{size / unit:.2f}" for size in sizes]
-        table.add_row(_choice(row.plan.config), *cells, f"{row.plan.flops / 1e12:.2f}")
-    return table
-
-
-def _add_devices(table: Table, rows: list[Compiled], unit: int) -> None:
-    """Adds plans for several devices: the memory of one, and what it exchanges in a step."""
-    kinds = {"gathered": ("all-gather",), "reduced": ("reduce-scatter", "all-reduce")}
-    kinds["moved"] = ("all-to-all", "collective-permute")
-    for part in ("peak", "weights", "states", "the rest", *kinds, "TFLOP"):
-        table.add_column(part, justify="right", no_wrap=True)
-    devices = math.prod(mesh_sizes(rows[0].plan.config.mesh).values())
-    for row in rows:
-        moved = [sum(row.exchanged[kind] for kind in of) for of in kinds.values()]
-        rest = row.peak - row.weights - row.states
-        sizes = (row.peak, row.weights, row.states, rest, *moved)
-        flops = row.plan.flops / devices / 1e12
-        cells = [f"{size / unit:.2f}" for size in sizes]
-        table.add_row(_choice(row.plan.config), *cells, f"{flops:.2f}")
-
-
-def flags(config: PretrainConfig) -> str:
-    """Returns `--method` and the flags that differ from the defaults of `train.pretrain`."""
-    return shlex.join(_flags(config, PretrainConfig(method="")))
-
-
-def _choice(config: PretrainConfig) -> str:
-    """Returns the flags that a plan chose."""
-    neutral = PretrainConfig()
-    chosen = dataclasses.replace(
-        neutral,
-        method=config.method,
-        options=config.options,
-        in_backward=config.in_backward,
-        optimizer=dataclasses.replace(
-            neutral.optimizer, moment_dtype=config.optimizer.moment_dtype
-        ),
-    )
-    return flags(chosen).removeprefix("--method ")
-
-
-def _flags(config: Any, default: Any) -> Iterator[str]:
-    """Yields the flags and values of the fields that differ from their defaults."""
-    for field in dataclasses.fields(config):
-        value, usual = getattr(config, field.name), getattr(default, field.name)
-        flag = flag_name(field.name)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            yield from _flags(value, usual)
-        elif value != usual:
-            if isinstance(value, bool):
-                yield flag if value else flag.replace("--", "--no-", 1)
-            else:
-                yield flag
-                yield from map(str, value if isinstance(value, tuple) else (value,))
 
 
 _UNITS = {"": 1, "B": 1} | {

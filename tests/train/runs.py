@@ -21,7 +21,7 @@ from train.checkpoint import Checkpoints
 from train.config import DataConfig, PretrainConfig
 from train.metrics import read_metrics
 from train.options import MethodOptions
-from train.plan import flags
+from train.plan_tables import flags
 from train.resolve import dimensions
 from train.step import init_state, make_recipe
 

@@ -23,7 +23,7 @@ from tests.train.runs import (
 )
 from train import hosts
 from train.metrics import read_metrics
-from train.plan import flags
+from train.plan_tables import flags
 from train.sharding import batch_sharding, make_mesh, rows_of_process
 
 EXACT = {"method": "exact", "compute_dtype": "float32", "distributed": True}

@@ -16,7 +16,8 @@ from train.devices import HERE
 from train.estimate import compile_plan, make_plan
 from train.methods import METHODS
 from train.options import FULL_WEIGHTS, MethodOptions
-from train.plan import ALL, PlanConfig, flags, parse_bytes, run
+from train.plan import ALL, PlanConfig, parse_bytes, run
+from train.plan_tables import flags
 from train.resolve import dimensions
 from train.stages import stages
 from train.tokenizer import train_bpe
