@@ -153,10 +153,13 @@ def _spec(shape: tuple[int, ...], rule: tuple[Entry, ...], mesh: Mesh, stacked: 
     placed = {axis for entry in entries for axis in entry}
     left = tuple(a for a in wanted if mesh.shape.get(a, 1) > 1 and a not in placed)
     for axes in (left, tuple(a for a in left if a in WEIGHTS)):
-        found = next((i for i in range(first, len(shape)) if axes and not entries[i]
-                      and _dividing(shape[i], axes, mesh) == axes), None)  # fmt: skip
-        if found is not None:
-            entries[found] = axes
+        # An axis that nothing divides, or else one that other axes divide already.
+        with_axes = [(*entry, *axes) for entry in entries]
+        found = [i for i in range(first, len(shape))
+                 if axes and _dividing(shape[i], with_axes[i], mesh) == with_axes[i]]  # fmt: skip
+        if found:
+            i = next((i for i in found if not entries[i]), found[0])
+            entries[i] = with_axes[i]
             break
     while entries and not entries[-1]:
         entries.pop()
