@@ -24,8 +24,8 @@ class Codec(abc.ABC):
     also a pytree without leaves, so it can be an ordinary argument. Its methods are pure functions
     of arrays: they work under `jit`, `vmap` and `lax.scan`.
 
-    The docstring of a subclass states its storage (bytes), error, bias and source. The tests in
-    `tests/codecs` check all four.
+    The docstring of a subclass states its storage (bytes), its error and bias, what several devices
+    exchange for it, and its source. The tests in `tests/codecs` check them.
 
     Attributes:
       biased: whether `E[decode(encode(x, key))]` over keys differs from `x`.

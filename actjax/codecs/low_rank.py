@@ -85,6 +85,7 @@ class RandomProjection(FactoredCodec):
 
     Storage: `T k` values of the dtype of `x`, as stored by `factor`, and 8 bytes of key.
     Error: `E‖x_hat − x‖² = ‖x‖² (d + 1) / k` (Frobenius): larger than `x` itself while `k <= d`.
+    Devices: add up `(x S)ᵀ dz` [k, n] in place of the gradient [d, n].
     Unbiased, since `E[S Sᵀ] = I`, if `factor` is. Biased: if `factor` is.
     Source: CompAct (Shamshoum et al., 2025); "RP" in Wei et al. (2026), Table 5.
 
@@ -159,6 +160,8 @@ class RandomizedSVD(FactoredCodec):
     Error: close to that of the best approximation of rank k: for Gaussian sketches and any
     `p in 2..k-2`, `E‖x_hat − x‖ <= sqrt(1 + (k − p) / (p − 1)) (Σ_{j > k − p} σ_j²)^½`
     (Halko et al., Theorem 10.5); each power iteration brings it closer to the best.
+    Devices: add up `v` [d, k] and `uᵀ dz` [k, n] in place of the gradient [d, n], k² numbers for
+      each orthonormalisation, [d, k] for each power iteration, and k rows of `x` if they are drawn.
     Biased: `x_hat` is a projection of `x`, so what lies outside the span of `u` is lost.
     Source: Wei et al. (2026), section 4, "RSVD"; Halko et al. (2011), algorithms 4.3 and 4.4.
 
@@ -223,6 +226,7 @@ class PrincipalPlusRandom(FactoredCodec):
     Storage: `rank (T + d) + tail T` values of the dtype of `x`, those of tokens as stored by
       `factor`, and 8 bytes of key.
     Error: `E‖x_hat − x‖² = E‖r‖² (d + 1) / tail`, where `r` is the remainder of the randomised SVD.
+    Devices: exchange what `RandomizedSVD` and `RandomProjection` do.
     Unbiased if `factor` is, since the projection of the remainder is unbiased; only the remainder
       adds variance. Biased: if `factor` is.
     Source: this library.
@@ -335,7 +339,8 @@ def _range_basis(
 def sample_rows(x: jax.Array, key: jax.Array, count: int) -> jax.Array:
     """Returns `count` tokens of `x` [..., d], drawn without replacement, [count, d]."""
     rows = jax.random.choice(key, token_count(x.shape), (count,), replace=False)
-    return x.reshape(-1, x.shape[-1])[rows]
+    # Where devices divide sequences, `x` as a matrix would be gathered.
+    return x[jnp.unravel_index(rows, x.shape[:-1])]
 
 
 def _unit_rows(rows: jax.Array) -> jax.Array:

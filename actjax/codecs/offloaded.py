@@ -23,6 +23,7 @@ class Offloaded(Codec, holds_arrays=True):
 
     Storage: that of `codec`, on the host.
     Error: that of `codec`.
+    Devices: exchange what they do for `codec`.
     Biased: if `codec` is. Unbiased if `codec` is.
     Source: GACT (Liu et al., 2022), section 5.4.
 

@@ -51,6 +51,9 @@ class Quantized(Codec):
       the result is multiplied by `spread`, which is at most 1. A range above the largest number of
       the dtype overflows to NaN; so do rotated values above that number over the square root of the
       group, and balanced values above 1/64 of it.
+    Devices: exchange no more than for an exact `x`, except statistics over tokens that they divide:
+      d scales of channels, d norms to find outlier channels, and with `balance`, where they share a
+      sequence, a mean and a deviation of each of its channels.
     Unbiased for stochastic rounding and dither, except for the rounding to the dtype of `x`.
     Biased: rounding to the nearest, and "normal" levels.
     Source: GACT (Liu et al., 2022), appendix A.4; HyC-LoRA (2025); dither, rotation and normal

@@ -1,0 +1,72 @@
+"""What several devices exchange for the gradient of a weight whose input is stored as a code.
+
+The bytes are those that the docstrings of the codecs state, read from the compiled program.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import actjax
+from actjax import (
+    Exact,
+    Offloaded,
+    PointApproximation,
+    PrincipalPlusRandom,
+    Quantized,
+    RandomizedSVD,
+    RandomProjection,
+)
+from train.collectives import bytes_by_kind, collectives
+
+B, S, D, N, K = 8, 64, 128, 96, 8
+FLOAT = 4
+SCALARS = 64 * FLOAT
+"""The loss, counts, and norms that guard a factorisation."""
+DENSE, FACTORED = D * N, K * N
+
+
+@functools.cache
+def exchanged(codec, divided):
+    """Returns the bytes by kind of a step on four devices, which divide `x` along one axis."""
+    mesh = jax.make_mesh((4,), ("fsdp",), (AxisType.Auto,))
+    axis = {"sequences": PartitionSpec("fsdp"), "tokens": PartitionSpec(None, "fsdp")}[divided]
+    x = jax.ShapeDtypeStruct((B, S, D), "float32", sharding=NamedSharding(mesh, axis))
+    rows = NamedSharding(mesh, PartitionSpec("fsdp"))
+    w = jax.ShapeDtypeStruct((D, N), "float32", sharding=rows)
+
+    def loss(x, w):
+        return jnp.sum(actjax.linear(x, w, codec=codec, key=jax.random.key(0)) ** 2)
+
+    with jax.set_mesh(mesh):
+        step = jax.jit(actjax.value_and_grad(loss, argnums=1)).lower(x, w).compile()
+    return bytes_by_kind(collectives(step.as_text()))
+
+
+SVD = K * D + FACTORED + 2 * K * K
+CASES = (
+    (Quantized(4), DENSE, 0),
+    (Quantized(4, balance=True), DENSE, 2 * B * D),
+    (Quantized(4, scaling="channel", outlier_fraction=0.05), DENSE + 2 * D, 0),
+    (Offloaded(Quantized(4, rounding="dither")), DENSE, 0),
+    (RandomizedSVD(K), SVD, 0),
+    (RandomizedSVD(K, 1, "rows"), SVD + 2 * K * D + 2 * K * K, 0),
+    (RandomProjection(K), FACTORED, 0),
+    (PrincipalPlusRandom(K, K), SVD + FACTORED, 0),
+    (PointApproximation(points=K), K * D + FACTORED, 0),
+)
+
+
+@pytest.mark.parametrize("divided", ["sequences", "tokens"])
+@pytest.mark.parametrize(("codec", "summed", "of_tokens"), CASES, ids=lambda x: repr(x)[:40])
+def test_a_codec_exchanges_what_its_docstring_says(codec, summed, of_tokens, divided):
+    exact, found = exchanged(Exact(), divided), exchanged(codec, divided)
+    # The weight is gathered, and never an activation.
+    assert found["all-gather"] == exact["all-gather"] == DENSE * FLOAT
+    assert found["all-to-all"] == found["collective-permute"] == 0
+    numbers = summed + (of_tokens if divided == "tokens" else 0)
+    assert found["all-reduce"] + found["reduce-scatter"] <= numbers * FLOAT + SCALARS
+    assert found["all-reduce"] + found["reduce-scatter"] >= numbers * FLOAT - 2 * K * K * FLOAT
