@@ -15,7 +15,7 @@ from benchmarks import command, record
 from benchmarks.tables import print_table
 from train.collectives import KINDS
 from train.config import PretrainConfig
-from train.devices import gpu
+from train.devices import find_device
 from train.estimate import compile_plan, make_plan
 from train.gpus import GIB
 from train.methods import METHODS
@@ -42,7 +42,7 @@ class Config:
     results: pathlib.Path = record.RESULTS / "devices.json"
 
     def __post_init__(self) -> None:
-        gpu(self.device)
+        find_device(self.device)
         for mesh in self.meshes:
             mesh_sizes(mesh)
         for name in self.only:

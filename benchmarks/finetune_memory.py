@@ -23,7 +23,7 @@ from benchmarks.variants import check_names
 from models import ModelConfig, preset
 from models.lora import attach
 from train.config import AdapterConfig, FinetuneConfig
-from train.devices import HERE, compile_for, description_of
+from train.devices import HERE, compile_for, find_device
 from train.flops import causal_loop_length, matmul_flops
 from train.options import Level, MethodOptions
 from train.step import (
@@ -91,7 +91,7 @@ class Config:
 
     def __post_init__(self) -> None:
         check_names(self.only, tuple(ROWS))
-        description_of(self.device)
+        find_device(self.device)
 
 
 Functions = tuple[Callable[[], TrainState], Callable[..., Any], Callable[..., Any]]
@@ -170,7 +170,7 @@ def _measure(name: str, config: Config) -> dict:
         (init, gradient, _), batch = functions(name, config, shallow)
         state = jax.eval_shape(init)
         flops.append(matmul_flops(gradient, state, batch, loop_length=length))
-        with compile_for(description_of(config.device)) as place:
+        with compile_for(find_device(config.device)) as place:
             program = jax.jit(gradient).lower(place(state), place(batch)).compile()
         temporaries.append(compiled_memory(program)["temporaries"])
     layers = _DEPTHS[1] - _DEPTHS[0]
@@ -182,7 +182,7 @@ def _measure(name: str, config: Config) -> dict:
     if config.whole:
         (init, _, step), batch = functions(name, config, dims)
         state = jax.eval_shape(init)
-        with compile_for(description_of(config.device)) as place:
+        with compile_for(find_device(config.device)) as place:
             lowered = jax.jit(step, donate_argnums=0).lower(place(state), place(batch))
             row |= compiled_memory(lowered.compile())
     return row

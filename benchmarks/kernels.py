@@ -28,7 +28,7 @@ from benchmarks.kernel_cases import KERNELS
 from benchmarks.kernel_cases.case import Case
 from benchmarks.tables import print_table
 from benchmarks.variants import check_names
-from train.devices import compile_for, description_of, gpu
+from train.devices import compile_for, find_gpu
 
 _TOKENS, _WIDTH, _FFN, _RANK = 8192, 2048, 5461, 512
 
@@ -101,7 +101,7 @@ class Config:
 
     def __post_init__(self) -> None:
         check_names(self.only, tuple(KERNELS))
-        gpu(self.device)
+        find_gpu(self.device)
 
 
 def measure(config: Config) -> list[dict[str, Any]]:
@@ -151,7 +151,7 @@ def _compile(fun: Any, shapes: Any, device: str) -> tuple[str, dict[str, int]]:
     """Returns the scheduled program, and the resources of the actjax kernel in it, if any."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        compile_for(description_of(device)) as place,
+        compile_for(find_gpu(device)) as place,
     ):
         lowered = jax.jit(lambda *args: fun(*args)).lower(*place(shapes))
         # Newer versions of XLA dump the PTX of emitters only on request.
@@ -161,7 +161,7 @@ def _compile(fun: Any, shapes: Any, device: str) -> tuple[str, dict[str, int]]:
             "xla_dump_emitter_re": "ptx",
         }
         text = lowered.compile(compiler_options=options).as_text() or ""
-        return text, resources(pathlib.Path(folder), gpu(device).capability)
+        return text, resources(pathlib.Path(folder), find_gpu(device).capability)
 
 
 def resources(folder: pathlib.Path, capability: tuple[int, int]) -> dict[str, int]:

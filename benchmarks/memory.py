@@ -18,7 +18,7 @@ from benchmarks.rivals import RIVALS, compiled_memory, rival
 from benchmarks.tables import print_table
 from benchmarks.variants import check_names
 from train.config import PretrainConfig
-from train.devices import HERE, compile_for, description_of
+from train.devices import HERE, compile_for, find_device
 from train.flops import causal_loop_length, matmul_flops
 from train.step import batch_shapes
 
@@ -39,7 +39,7 @@ class Config:
 
     def __post_init__(self) -> None:
         check_names(self.only, RIVALS)
-        description_of(self.device)
+        find_device(self.device)
 
 
 def measure(config: Config) -> list[dict]:
@@ -59,7 +59,7 @@ def _measure(name: str, config: Config) -> dict:
         row["refresh_matmul_flops"] = _flops(one.refresh, config, state, batch)
     gradients, states = one.of_layers()
     row |= {"layer_gradients": gradients, "layer_states": states}
-    with compile_for(description_of(config.device)) as place:
+    with compile_for(find_device(config.device)) as place:
         placed = place(state), place(batch)
         known = one.memory()
         row |= compiled_memory(_compile(one.step, placed, donate=True))

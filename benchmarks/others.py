@@ -22,7 +22,7 @@ import actjax
 from benchmarks import command, record
 from benchmarks.rivals import compiled_memory
 from benchmarks.tables import print_table
-from train.devices import HERE, compile_for, description_of
+from train.devices import HERE, compile_for, find_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Config:
     results: pathlib.Path = record.RESULTS / "others.json"
 
     def __post_init__(self) -> None:
-        description_of(self.device)
+        find_device(self.device)
         if self.width % 64:
             raise ValueError(f"`--width` must be a multiple of 64, got {self.width}.")
 
@@ -205,7 +205,7 @@ def measure(config: Config) -> list[dict]:
 
 def _temporaries(config: Config, gradient: Callable, params: Any, x: jax.Array) -> int:
     shapes = jax.eval_shape(lambda *y: y, params, x, jax.random.key(0))
-    with compile_for(description_of(config.device)) as place:
+    with compile_for(find_device(config.device)) as place:
         program = jax.jit(gradient).lower(*map(place, shapes)).compile()
     return compiled_memory(program)["temporaries"]
 

@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import importlib.util
 import math
+import os
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -17,47 +18,58 @@ from train.gpus import GIB as GIB
 from train.gpus import GPUS as GPUS
 from train.gpus import Gpu
 from train.options import near_hint
+from train.tpus import TPUS, Tpu
 
 HERE = "here"
 """The devices of this machine."""
 
+Device = Gpu | Tpu
+DEVICES: dict[str, Device] = {**GPUS, **TPUS}
+"""Devices that steps can be compiled for, by name."""
 
-def gpu(name: str) -> Gpu:
+
+def find_device(name: str) -> Device | None:
+    """Returns a device by its name; None for this machine.
+
+    Raises:
+      ValueError: an unknown name.
+    """
+    if name == HERE:
+        return None
+    if name not in DEVICES:
+        hint = near_hint(name, DEVICES, cutoff=0.3)
+        known = ", ".join((HERE, *DEVICES))
+        raise ValueError(f"unknown device {name!r}.{hint} There are: {known}.")
+    return DEVICES[name]
+
+
+def find_gpu(name: str) -> Gpu:
     """Returns a GPU by its name.
 
     Raises:
-      ValueError: an unknown name.
+      ValueError: an unknown name, or that of another device.
     """
     if name not in GPUS:
         hint = near_hint(name, GPUS, cutoff=0.3)
-        raise ValueError(f"unknown device {name!r}.{hint} There are: {', '.join((HERE, *GPUS))}.")
+        raise ValueError(f"{name!r} is no known GPU.{hint} There are: {', '.join(GPUS)}.")
     return GPUS[name]
 
 
-def description_of(name: str) -> str | None:
-    """Returns the description of a device by its name; None for this machine.
-
-    Raises:
-      ValueError: an unknown name.
-    """
-    return None if name == HERE else gpu(name).describe()
-
-
 @contextlib.contextmanager
-def compile_for(description: str | None) -> Iterator[Any]:
+def compile_for(device: Device | None) -> Iterator[Any]:
     """Gives a function that places shapes on the device to compile for.
 
     Args:
-      description: of a GPU, from `Gpu.describe`; None for the devices of this machine.
+      device: the device; None for those of this machine.
 
     Raises:
-      ValueError: the compiler for GPUs is not installed, or JAX has dropped it.
+      ValueError: the compiler for the device is not installed, or JAX has dropped it.
       RuntimeError: this version of JAX lacks a function that must be replaced.
     """
-    if description is None:
+    if device is None:
         yield lambda tree: tree
         return
-    with compile_for_mesh(description, {"device": 1}) as mesh:
+    with compile_for_mesh(device, {"device": 1}) as mesh:
         sharding = NamedSharding(mesh, PartitionSpec())
         yield lambda tree: jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
@@ -65,42 +77,63 @@ def compile_for(description: str | None) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def compile_for_mesh(description: str, sizes: dict[str, int]) -> Iterator[Mesh]:
-    """Gives a mesh of GPUs to compile for, and sets it.
+def compile_for_mesh(device: Device, sizes: dict[str, int]) -> Iterator[Mesh]:
+    """Gives a mesh of devices to compile for, and sets it.
 
     Args:
-      description: of a GPU, from `Gpu.describe`.
-      sizes: devices along each axis. All are joined as those of one host are.
+      device: the kind of device.
+      sizes: devices along each axis. GPUs are all joined as those of one host are.
 
     Raises:
-      ValueError: the compiler for GPUs is not installed, or JAX has dropped it.
+      ValueError: the compiler for the device is not installed, or JAX has dropped it.
       RuntimeError: this version of JAX lacks a function that must be replaced.
     """
+    count, is_gpu = math.prod(sizes.values()), isinstance(device, Gpu)
+    topology = _gpus(device, count) if isinstance(device, Gpu) else _tpus(device, count)
+    mesh = Mesh(np.array(topology.devices).reshape(tuple(sizes.values())), tuple(sizes))
+    with _tracing_on("gpu" if is_gpu else "tpu"), jax.set_mesh(mesh):
+        yield mesh
+
+
+def _gpus(device: Gpu, count: int) -> Any:
+    """Returns GPUs of one host."""
     if importlib.util.find_spec("jax_cuda12_plugin") is None:
         raise ValueError(
             "compiling for a GPU needs JAX's CUDA plugin, though no GPU: pip install 'jax[cuda12]'."
         )
     try:
-        topology = topologies.get_topology_desc(
-            platform="cuda",
-            topology=f"1x1x{math.prod(sizes.values())}",
-            target_config=description,
+        return topologies.get_topology_desc(
+            platform="cuda", topology=f"1x1x{count}", target_config=device.describe()
         )
     except NotImplementedError as error:
         raise ValueError(
             "JAX found no GPU and has dropped its CUDA plugin, which compiles for one: set the"
             " environment variable JAX_PLATFORMS=cpu before the program starts."
         ) from error
-    devices = np.array(topology.devices).reshape(tuple(sizes.values()))
-    mesh = Mesh(devices, tuple(sizes))
-    with _tracing_as_on_a_gpu(), jax.set_mesh(mesh):
-        yield mesh
+
+
+_TPU_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+"""libtpu would ask the network which TPU this machine has, and let one process in at a time."""
+
+
+def _tpus(device: Tpu, count: int) -> Any:
+    """Returns TPU chips."""
+    name = device.topology(count)
+    if importlib.util.find_spec("libtpu") is None:
+        raise ValueError("compiling for a TPU needs libtpu, though no TPU: pip install 'jax[tpu]'.")
+    for variable, value in _TPU_ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
+    options: dict[str, Any] = {"chips_per_host_bounds": (1, 1, 1)} if count == 1 else {}
+    return topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
 
 
 _CUDNN = "jax._src.cudnn.fused_attention_stablehlo"
 _REPLACED: tuple[tuple[str, str, Any], ...] = (
-    # JAX chooses cuDNN's attention while tracing, by the backend of this process.
-    ("jax", "default_backend", "gpu"),
     # cuDNN's attention asks the driver for its version and for the compute capability of the GPU.
     # Neither exists here; `jax.experimental.topologies` has no setting that answers instead.
     (_CUDNN, "check_cudnn_version", 91000),
@@ -110,15 +143,16 @@ _REPLACED: tuple[tuple[str, str, Any], ...] = (
 
 
 @contextlib.contextmanager
-def _tracing_as_on_a_gpu() -> Iterator[None]:
-    """Replaces the functions of JAX that ask for a GPU. The only place that touches them."""
+def _tracing_on(backend: str) -> Iterator[None]:
+    """Replaces the functions of JAX that ask for a device. The only place that touches them."""
+    # Attention is chosen while tracing, by the backend of this process.
+    replaced = (("jax", "default_backend", backend), *(_REPLACED if backend == "gpu" else ()))
     with contextlib.ExitStack() as stack:
-        for module, name, value in _REPLACED:
+        for module, name, value in replaced:
             try:
-                replaced = mock.patch.object(
-                    importlib.import_module(module), name, return_value=value
+                stack.enter_context(
+                    mock.patch.object(importlib.import_module(module), name, return_value=value)
                 )
-                stack.enter_context(replaced)
             except (ImportError, AttributeError) as error:
                 raise RuntimeError(
                     f"JAX {jax.__version__} has no `{module}.{name}`, which `train.devices`"

@@ -14,9 +14,8 @@ import actjax
 from train.begin import check_sizes
 from train.collectives import bytes_by_kind, collectives
 from train.config import PretrainConfig
-from train.devices import HERE, compile_for, compile_for_mesh, description_of
+from train.devices import DEVICES, HERE, compile_for, compile_for_mesh, find_device
 from train.flops import causal_loop_length, matmul_flops
-from train.gpus import GPUS
 from train.loop import with_sharding
 from train.report import StepMemory, explain_step, step_memory, tree_bytes
 from train.resolve import dimensions
@@ -36,6 +35,7 @@ from train.step import (
     make_train_step,
     whole_batch_shapes,
 )
+from train.tpus import TPUS
 
 _BUS = 25e9
 """Bytes per second between host and device: 16 lanes of PCIe 4."""
@@ -101,7 +101,9 @@ def _seconds(memory: StepMemory, explanation: actjax.Explanation, flops: int, de
     traffic = sum(2 * r.exact_bytes + 2 * r.stored_bytes for r in coded)
     traffic += 2 * (explanation.stored_bytes - sum(r.stored_bytes for r in coded))
     traffic += 3 * memory.weights + 2 * memory.optimizer + 2 * memory.gradients
-    rate, bandwidth = _HERE if device == HERE else (GPUS[device].flops, GPUS[device].bandwidth)
+    rate, bandwidth = (
+        _HERE if device == HERE else (DEVICES[device].flops, DEVICES[device].bandwidth)
+    )
     bus = 2 * sum(r.stored_bytes for r in coded if r.codec.startswith("Offloaded"))
     return flops / rate + traffic / bandwidth + bus / _BUS
 
@@ -152,12 +154,12 @@ def compile_plan(plan: Plan, device: str) -> Compiled:
     state, batch = _shapes(recipe), whole_batch_shapes(recipe.config)
     with _placed(recipe, state, batch, device) as (state, batch, options):
         step = _compile(make_train_step(recipe), state, batch, options)
-        peak, temporaries = _peak(step)
+        peak, temporaries = _peak(step, device)
         due = recipe.due_layers(0)
         if due is not None:
             refresh = make_refresh_step(recipe)
             again = _compile(lambda s, b: refresh(s, b, due), state, batch, options)
-            peak = max(peak, _peak(again)[0])
+            peak = max(peak, _peak(again, device)[0])
     exchanged = bytes_by_kind(collectives(step.as_text())) if plan.config.mesh else {}
     weights, states = map(_bytes_of_device, ((state.model, state.frozen), state.optimizer))
     return Compiled(plan, peak, temporaries, weights, states, exchanged)
@@ -180,17 +182,17 @@ def _shapes(recipe: Recipe) -> TrainState:
 @contextlib.contextmanager
 def _placed(recipe: Recipe, state: Any, batch: Any, device: str) -> Iterator[tuple]:
     """Gives state and batch on the devices to compile for, and options of the compiler."""
-    text, description = recipe.config.mesh, description_of(device)
+    text, kind = recipe.config.mesh, find_device(device)
     if not text:
-        with compile_for(description) as place:
+        with compile_for(kind) as place:
             yield place(state), place(batch), None
         return
     with contextlib.ExitStack() as stack:
-        if description is None:
+        if kind is None:
             mesh = make_mesh(text)
             stack.enter_context(jax.set_mesh(mesh))
         else:
-            mesh = stack.enter_context(compile_for_mesh(description, mesh_sizes(text)))
+            mesh = stack.enter_context(compile_for_mesh(kind, mesh_sizes(text)))
         check_sizes(recipe.config, mesh)
         state = jax.tree.map(with_sharding, state, state_shardings(state, mesh))
         batch = {name: with_sharding(x, batch_sharding(mesh)) for name, x in batch.items()}
@@ -205,9 +207,13 @@ def _compile(step: Any, state: Any, batch: Any, options: dict[str, Any] | None) 
     return jitted.lower(state, batch).compile(compiler_options=options)
 
 
-def _peak(program: Any) -> tuple[int, int]:
+def _peak(program: Any, device: str) -> tuple[int, int]:
     """Returns the peak and the temporaries of a compiled step, in bytes."""
     stats: Any = program.memory_analysis()
+    if device in TPUS:
+        # The sum below counts buffers that never exist at once.
+        peak = stats.peak_memory_in_bytes
+        return peak, max(0, peak - stats.argument_size_in_bytes)
     live = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     return live + stats.temp_size_in_bytes, stats.temp_size_in_bytes
 

@@ -36,9 +36,9 @@ from models.checkpoints import read_dimensions
 from train import cli
 from train.cli import Headings
 from train.config import DataConfig, PretrainConfig
-from train.devices import HERE, gpu
+from train.devices import DEVICES, HERE, find_device
 from train.estimate import Compiled, bytes_of_device, compile_plan, make_plan
-from train.gpus import GIB, GPUS
+from train.gpus import GIB
 from train.gradient_error import WHOLE
 from train.measured import MeasureConfig, Measured, open_measured, table_of_errors
 from train.options import FULL_WEIGHTS, flag_name, given_fields, used_options
@@ -91,8 +91,7 @@ class PlanConfig:
     """Order of the help page."""
 
     def __post_init__(self) -> None:
-        if self.device != HERE:
-            gpu(self.device)
+        find_device(self.device)
         train = self.train
         mesh_sizes(train.mesh)
         if train.distributed:
@@ -135,7 +134,7 @@ class PlanConfig:
         if self.device == HERE:
             raise ValueError(
                 f"`--table` compiles for up to {_TABLE[-1]} devices, which this machine lacks: add"
-                f" `--device`, one of {', '.join(GPUS)}."
+                f" `--device`, one of {', '.join(DEVICES)}."
             )
 
     def _check_searched(self) -> None:
@@ -157,7 +156,7 @@ class PlanConfig:
     def choices() -> dict[str, dict[str, str]]:
         """Returns the names that flags take, and a line about each."""
         methods = {ALL: "every method", **PretrainConfig.choices()["--method"]}
-        cards = {name: f"{one.name}, {one.memory // GIB} GiB" for name, one in GPUS.items()}
+        cards = {name: f"{one.name}, {one.memory // GIB} GiB" for name, one in DEVICES.items()}
         devices = {HERE: "the devices of this machine", **cards}
         return {**PretrainConfig.choices(), "--method": methods, "--device": devices}
 

@@ -7,16 +7,17 @@ import jax
 import pytest
 
 from train import devices
-from train.devices import GPUS, HERE, compile_for, description_of, gpu
+from train.devices import GPUS, HERE, compile_for, find_device, find_gpu
+from train.tpus import TPUS
 
 
 def test_descriptions_have_the_properties_of_the_devices():
     for name, device in GPUS.items():
-        text = description_of(name)
+        text = find_gpu(name).describe()
         assert f"device_memory_size: {device.memory}" in text
         assert f"core_count: {device.cores}" in text
         assert text.count("{") == text.count("}")
-    assert description_of(HERE) is None
+    assert find_device(HERE) is None
 
 
 def test_gpus_have_several_sizes():
@@ -27,7 +28,20 @@ def test_gpus_have_several_sizes():
 def test_an_unknown_device_is_refused_with_the_nearest_name():
     message = "unknown device 'h1000'. Did you mean h100? There are: here, h100,"
     with pytest.raises(ValueError, match=re.escape(message)):
-        gpu("h1000")
+        find_device("h1000")
+
+
+def test_a_tpu_is_no_gpu():
+    with pytest.raises(ValueError, match="'v5e' is no known GPU"):
+        find_gpu("v5e")
+
+
+def test_topologies_of_tpus_are_near_to_cubes():
+    names = {name: [TPUS[name].topology(n) for n in (1, 2, 8, 64)] for name in ("v5e", "v5p")}
+    assert names["v5e"] == ["v5e:1x1", "v5e:1x2", "v5e:2x4", "v5e:8x8"]
+    assert names["v5p"] == ["v5p:1x1x1", "v5p:1x1x2", "v5p:2x2x2", "v5p:4x4x4"]
+    with pytest.raises(ValueError, match="chips come in powers of two, and `--mesh` has 6"):
+        TPUS["v5e"].topology(6)
 
 
 def test_this_machine_needs_no_description():
@@ -41,7 +55,7 @@ def test_this_machine_needs_no_description():
 def test_a_missing_compiler_is_named():
     with (
         pytest.raises(ValueError, match=re.escape("pip install 'jax[cuda12]'")),
-        compile_for(description_of("h100")),
+        compile_for(find_device("h100")),
     ):
         pass
 
@@ -54,16 +68,18 @@ def test_a_compiler_that_jax_dropped_is_named(monkeypatch):
     monkeypatch.setattr(devices.topologies, "get_topology_desc", dropped)
     with (
         pytest.raises(ValueError, match="JAX_PLATFORMS=cpu before the program starts"),
-        compile_for(description_of("h100")),
+        compile_for(find_device("h100")),
     ):
         pass
 
 
 def test_the_replaced_functions_of_jax_exist_and_a_missing_one_is_named(monkeypatch):
-    with devices._tracing_as_on_a_gpu():
+    with devices._tracing_on("gpu"):
         assert jax.default_backend() == "gpu"
     assert jax.default_backend() != "gpu"
+    with devices._tracing_on("tpu"):
+        assert jax.default_backend() == "tpu"
     monkeypatch.setattr(devices, "_REPLACED", (("jax", "no_such_function", None),))
     message = re.escape(f"JAX {jax.__version__} has no `jax.no_such_function`")
-    with pytest.raises(RuntimeError, match=message), devices._tracing_as_on_a_gpu():
+    with pytest.raises(RuntimeError, match=message), devices._tracing_on("gpu"):
         pass
