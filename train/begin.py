@@ -22,7 +22,7 @@ from train.options import flag_name
 from train.report import explain_step, print_opening, step_memory
 from train.resolve import ResolvedConfig
 from train.settings import changed_settings, flat, write_settings
-from train.sharding import state_shardings
+from train.sharding import reformatted, state_shardings
 from train.step import Recipe, TrainState, build_recipe, init_state
 from train.tokenizer import Tokenizer
 
@@ -111,6 +111,7 @@ def begin(
             if changed := changed_settings(config.folder, given):
                 text = "; ".join(changed)
                 console.print(f"[yellow]with other settings than before[/yellow]: {text}")
+        state = reformatted(state)
         if hosts.is_main():
             write_settings(config.folder, given)
         on_error.pop_all()

@@ -22,6 +22,7 @@ from train.resolve import dimensions
 from train.sharding import (
     batch_sharding,
     compiler_options,
+    formats_of,
     make_mesh,
     mesh_sizes,
     state_shardings,
@@ -202,7 +203,8 @@ def _placed(recipe: Recipe, state: Any, batch: Any, device: str) -> Iterator[tup
 def _compile(step: Any, state: Any, batch: Any, options: dict[str, Any] | None) -> Any:
     places = None
     if options is not None or jax.tree.leaves(state)[0].sharding is not None:
-        places = jax.tree.map(lambda x: x.sharding, state), None
+        formats = formats_of(state)
+        state, places = jax.tree.map(with_sharding, state, formats), (formats, None)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=places)
     return jitted.lower(state, batch).compile(compiler_options=options)
 

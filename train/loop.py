@@ -34,6 +34,7 @@ from train.sharding import (
     allow_simulated_devices,
     batch_sharding,
     compiler_options,
+    formats_of,
     rows_of_process,
 )
 from train.step import (
@@ -168,13 +169,15 @@ def compile_step(recipe: Recipe, mesh: Mesh, shapes: TrainState, shardings: Any)
     state = jax.tree.map(with_sharding, shapes, shardings)
     whole = whole_batch_shapes(recipe.config)
     batch = {name: with_sharding(x, batch_sharding(mesh)) for name, x in whole.items()}
-    step = jax.jit(make_train_step(recipe), donate_argnums=0, out_shardings=(shardings, None))
+    formats = formats_of(state)
+    state = jax.tree.map(with_sharding, state, formats)
+    step = jax.jit(make_train_step(recipe), donate_argnums=0, out_shardings=(formats, None))
     with jax.set_mesh(mesh):
         return step.lower(state, batch).compile(compiler_options=compiler_options(mesh))
 
 
 def with_sharding(x: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
-    """Returns a shape with a sharding."""
+    """Returns a shape with a sharding or a format."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
@@ -229,7 +232,7 @@ class _Trainer:
         self._refresh_step = jax.jit(
             make_refresh_step(run.recipe),
             donate_argnums=0,
-            out_shardings=(jax.tree.map(lambda x: x.sharding, run.state), None),
+            out_shardings=(formats_of(run.state), None),
         )
 
     def take(self, step: int) -> None:

@@ -7,7 +7,9 @@ import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from actjax.kernels.blockwise import Blockwise, is_blockwise
@@ -137,6 +139,37 @@ def state_shardings(state: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
         return dataclasses.replace(leaf, codes=spec, scales=spec)
 
     return jax.tree_util.tree_map_with_path(sharding, state, is_leaf=is_blockwise)
+
+
+def formats_of(tree: Any) -> Any:
+    """Returns how a program should take and return arrays: their shardings, and on TPUs a layout.
+
+    A TPU would order the axes of a stack of odd matrices so that little of a tile is empty, for
+    example with layers and rows last for 5461 columns, and copy whole stacks to compute with them.
+
+    Args:
+      tree: arrays, or shapes with shardings.
+    """
+
+    def format_of(x: Any) -> Any:
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        if x.sharding is None or not _prefers_row_major(x.sharding) or x.ndim < 2 or is_key:
+            return x.sharding
+        return Format(Layout(tuple(range(x.ndim))), x.sharding)
+
+    return jax.tree.map(format_of, tree)
+
+
+def _prefers_row_major(sharding: Any) -> bool:
+    return sharding.mesh.devices.flat[0].platform == "tpu"
+
+
+def reformatted(tree: Any) -> Any:
+    """Returns arrays as `formats_of` says; deletes those that are not."""
+    formats = formats_of(tree)
+    if not any(isinstance(x, Format) for x in jax.tree.leaves(formats)):
+        return tree
+    return jax.jit(lambda tree: tree, donate_argnums=0, out_shardings=formats)(tree)
 
 
 def _spec(shape: tuple[int, ...], rule: tuple[Entry, ...], mesh: Mesh, stacked: bool) -> Any:

@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from actjax._math.precision import row_major
+from actjax._shards import is_partitioned
 from actjax.transforms.taps import plan_taps
 
 
@@ -44,6 +46,10 @@ class LayerVjp:
           ValueError: the output has another form than the input.
         """
         block, bases, own = given
+        if not is_partitioned(block):
+            # Or TPUs copy the stacks into another layout. A partitioned stack would be gathered.
+            block = jax.tree.map(row_major, block)
+            given = block, bases, own
         self._taps = taps = plan_taps(lambda p: self._layer(p, x, own), block, bases)
         y, vjp = jax.vjp(
             lambda d, x: self._layer(taps.merge(block, d, bases), x, own), taps.split(block), x

@@ -3,13 +3,23 @@
 import os
 
 import jax
+import jax.numpy as jnp
 import pytest
+from jax.experimental.layout import Format, Layout
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tiny import decoder
 
 from actjax.kernels.blockwise import blockwise_zeros
 from models.sharding import RULES
-from train.sharding import allow_simulated_devices, make_mesh, state_shardings
+from train import sharding
+from train.sharding import (
+    allow_simulated_devices,
+    formats_of,
+    make_mesh,
+    reformatted,
+    state_shardings,
+)
 
 SHAPES = {"scalar": (), "odd": (3, 5), "tall": (12, 4), "wide": (6, 16), "both": (8, 16)}
 
@@ -91,3 +101,17 @@ def test_simulated_devices_get_threads_to_wait_in(monkeypatch, flags, given, exp
         monkeypatch.setenv("NPROC", given)
     allow_simulated_devices()
     assert os.environ.get("NPROC") == expected
+
+
+def test_a_device_that_prefers_row_major_arrays_gets_them(monkeypatch):
+    monkeypatch.setattr(sharding, "_prefers_row_major", lambda _: True)
+    place = NamedSharding(make_mesh("fsdp=2"), P("fsdp"))
+    tree = {"matrix": jnp.ones((4, 6)), "vector": jnp.ones(4)}
+    tree = jax.device_put(tree, place)
+    formats = formats_of(tree)
+    assert formats["vector"] == place
+    assert formats["matrix"].layout == Layout((0, 1))
+    columns = jax.device_put(tree["matrix"], Format(Layout((1, 0)), place))
+    again = reformatted({"matrix": columns})["matrix"]
+    assert again.format.layout.major_to_minor == (0, 1)
+    assert again.sharding == place
