@@ -4,8 +4,9 @@ import contextlib
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,12 +68,13 @@ class Compiled:
 
     Attributes:
       plan: the plan.
-      peak: bytes that exist at once in a step, or in a refresh step if that takes more.
+      peak: bytes that exist at once in a step, or in a refresh step if that takes more. For more
+        than a TPU has, what its compiler says is needed.
       temporaries: bytes of the step that are neither weights nor optimizer states.
       weights: bytes of the weights of a device.
       states: bytes of the optimizer states of a device.
       exchanged: bytes that a device exchanges with others in a step, by kind
-        (`train.collectives`); empty for one device.
+        (`train.collectives`); empty for one device, and for a program that a TPU cannot hold.
     """
 
     plan: Plan
@@ -154,14 +156,17 @@ def compile_plan(plan: Plan, device: str) -> Compiled:
     recipe = _recipe(plan.config)
     state, batch = _shapes(recipe), whole_batch_shapes(recipe.config)
     with _placed(recipe, state, batch, device) as (state, batch, options):
-        step = _compile(make_train_step(recipe), state, batch, options)
-        peak, temporaries = _peak(step, device)
+        steps = [make_train_step(recipe)]
         due = recipe.due_layers(0)
         if due is not None:
             refresh = make_refresh_step(recipe)
-            again = _compile(lambda s, b: refresh(s, b, due), state, batch, options)
-            peak = max(peak, _peak(again, device)[0])
-    exchanged = bytes_by_kind(collectives(step.as_text())) if plan.config.mesh else {}
+            steps.append(lambda s, b: refresh(s, b, due))
+        programs = [_compile(step, state, batch, options) for step in steps]
+    sizes = [_peak(program, device) for program in programs]
+    peak, temporaries = max(size for size, _ in sizes), sizes[0][1]
+    exchanged: dict[str, int] = {}
+    if plan.config.mesh and not isinstance(programs[0], _TooLarge):
+        exchanged = bytes_by_kind(collectives(programs[0].as_text()))
     weights, states = map(_bytes_of_device, ((state.model, state.frozen), state.optimizer))
     return Compiled(plan, peak, temporaries, weights, states, exchanged)
 
@@ -206,11 +211,28 @@ def _compile(step: Any, state: Any, batch: Any, options: dict[str, Any] | None) 
         formats = formats_of(state)
         state, places = jax.tree.map(with_sharding, state, formats), (formats, None)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=places)
-    return jitted.lower(state, batch).compile(compiler_options=options)
+    try:
+        return jitted.lower(state, batch).compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        needed = re.search(r"Ran out of memory .*?\(([\d.]+)([MG])\) exceeds", str(error))
+        if needed is None:
+            raise
+        arguments = _bytes_of_device(state)
+        size = int(float(needed[1]) * {"M": 2**20, "G": 2**30}[needed[2]])
+        return _TooLarge(size, max(0, size - arguments))
+
+
+class _TooLarge(NamedTuple):
+    """What the compiler of a TPU says of a program that takes more memory than the chip has."""
+
+    peak: int
+    temporaries: int
 
 
 def _peak(program: Any, device: str) -> tuple[int, int]:
     """Returns the peak and the temporaries of a compiled step, in bytes."""
+    if isinstance(program, _TooLarge):
+        return program
     stats: Any = program.memory_analysis()
     if device in TPUS:
         # The sum below counts buffers that never exist at once.
