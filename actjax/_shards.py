@@ -127,8 +127,11 @@ def _meshes(args: Any) -> list[AbstractMesh]:
 
 
 def can_split(args: Any) -> bool:
-    """Returns whether `on_shards` computes on parts: if XLA distributes over all mesh axes."""
-    return _kinds(args) == {AxisType.Auto}
+    """Returns whether `on_shards` computes on parts: if XLA distributes over all mesh axes.
+
+    Not on TPUs, whose compiler has no `custom_partitioning`: it partitions whole functions there.
+    """
+    return _kinds(args) == {AxisType.Auto} and jax.default_backend() != "tpu"
 
 
 def gathered(x: jax.Array, axes: Sequence[int]) -> jax.Array:

@@ -16,7 +16,7 @@ import actjax
 from models.chunks import in_chunks
 from models.config import ModelConfig
 from models.rope import Tables, rope_tables
-from models.sharding import split_features, split_heads, split_residual
+from models.sharding import attend_by_heads, split_features, split_residual
 from models.storage import SITES, Storage
 
 Keys = jax.Array | Mapping[str, jax.Array]
@@ -215,7 +215,7 @@ class Block(nnx.Module):
             "codec": (storage.q, storage.k, storage.v),
             "key": (keys["q"], keys["k"], keys["v"]),
             "implementation": config.attention,
-            "exchange": (split_heads, split_features),
+            "on_devices": attend_by_heads,
         }
         if storage.attention_out is None:
             return actjax.attention_linear(q, k, v, weights.o[...], **options, name="attention")

@@ -13,7 +13,7 @@ Mesh axes, any of which may be missing:
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -116,23 +116,89 @@ def split_features(x: Any) -> Any:
     return constrain(x, BATCH, "seq", "tensor")
 
 
-def split_heads(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Divides q [B, S, H, D], k and v [B, S, G, D] over heads, of which each sees all tokens.
+def _all_axes() -> set[str]:
+    """Returns the names of all mesh axes. A kernel for TPUs must be alone on its device."""
+    return set(jax.sharding.get_abstract_mesh().axis_names)
+
+
+def attend_by_heads(
+    attend: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, segments: Any
+) -> jax.Array:
+    """Returns `attend(q, k, v, segments)`, [B, S, H * D]; each device has some heads, all tokens.
 
     Keys and values are repeated if they have fewer heads than devices share a sequence.
+
+    Args:
+      attend: attention.
+      q: [B, S, H, D].
+      k: [B, S, G, D].
+      v: [B, S, G, D].
+      segments: [B, S], or None.
     """
     axes = automatic_axes()
     repeats = head_repeats(k.shape[2], axes.get("tensor", 1) * axes.get("seq", 1))
-    if q.shape[2] % (k.shape[2] * repeats):
-        return q, k, v
-    q, k, v = q, *(jnp.repeat(x, repeats, axis=2) if repeats > 1 else x for x in (k, v))
+    if not axes or q.shape[2] % (k.shape[2] * repeats):
+        return attend(q, k, v, segments)
+    if repeats > 1:
+        k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))
+    if jax.default_backend() == "tpu":
+        # XLA cannot divide kernels for TPUs.
+        rows, heads = (
+            tuple(a for a in axes_of(e) if a in axes) or None for e in (BATCH, ("tensor", "seq"))
+        )
+        spec, by_row = PartitionSpec(rows, None, heads), PartitionSpec(rows)
+        out = jax.shard_map(
+            attend,
+            in_specs=(spec, spec, spec, None if segments is None else by_row),
+            out_specs=spec,
+            axis_names=_all_axes(),
+            check_vma=False,
+        )(q, k, v, segments)
+        return split_features(out)
     q, k, v = (constrain(x, BATCH, None, ("tensor", "seq"), None) for x in (q, k, v))
-    return q, k, v
+    return split_features(attend(q, k, v, segments))
 
 
 def head_repeats(heads: int, devices: int) -> int:
     """Returns how often keys and values must be repeated for devices that share a sequence."""
     return devices // math.gcd(heads, devices)
+
+
+def on_own_tokens(
+    loss: Callable[..., jax.Array], hidden: jax.Array, head: jax.Array, *by_token: jax.Array
+) -> jax.Array:
+    """Returns a weighted mean over tokens, which on several TPUs is added up from those of each.
+
+    actjax's operators compute on the part of each device themselves, but not on TPUs, whose
+    compiler would gather hidden states for each chunk of tokens.
+
+    Args:
+      loss: from these arrays to a weighted mean over tokens.
+      hidden: [B, S, d], divided over tokens.
+      head: [d, V].
+      *by_token: targets and their weights, [B, S] each.
+    """
+    axes = automatic_axes()
+    if not axes or jax.default_backend() != "tpu":
+        return loss(hidden, head, *by_token)
+    rows, tokens = (tuple(a for a in axes_of(e) if a in axes) for e in (BATCH, ("seq", "tensor")))
+    spec = PartitionSpec(rows or None, tokens or None)
+
+    def of_device(hidden: jax.Array, head: jax.Array, *by_token: jax.Array) -> jax.Array:
+        weight = jnp.sum(by_token[-1], dtype=jnp.float32)
+        total = jax.lax.psum(weight, tuple(axes))
+        own = loss(hidden, head, *by_token) * weight / jnp.where(total > 0, total, 1)
+        return jax.lax.psum(own, tuple(axes))
+
+    specs = (spec, PartitionSpec(), *(spec for _ in by_token))
+    mapped = jax.shard_map(
+        of_device,
+        in_specs=specs,
+        out_specs=PartitionSpec(),
+        axis_names=_all_axes(),
+        check_vma=False,
+    )
+    return mapped(hidden, head, *by_token)
 
 
 _FIRST_IN_BACKWARD = r"\bdown\b"

@@ -74,7 +74,7 @@ class Compiled:
       weights: bytes of the weights of a device.
       states: bytes of the optimizer states of a device.
       exchanged: bytes that a device exchanges with others in a step, by kind
-        (`train.collectives`); empty for one device, and for a program that a TPU cannot hold.
+        (`train.collectives`); empty for one device, and for TPUs.
     """
 
     plan: Plan
@@ -165,7 +165,8 @@ def compile_plan(plan: Plan, device: str) -> Compiled:
     sizes = [_peak(program, device) for program in programs]
     peak, temporaries = max(size for size, _ in sizes), sizes[0][1]
     exchanged: dict[str, int] = {}
-    if plan.config.mesh and not isinstance(programs[0], _TooLarge):
+    # Programs for TPUs do not say how often a loop runs.
+    if plan.config.mesh and device not in TPUS:
         exchanged = bytes_by_kind(collectives(programs[0].as_text()))
     weights, states = map(_bytes_of_device, ((state.model, state.frozen), state.optimizer))
     return Compiled(plan, peak, temporaries, weights, states, exchanged)

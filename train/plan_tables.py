@@ -60,13 +60,16 @@ def _add_devices(table: Table, rows: list[Compiled], unit: int) -> None:
     kinds["moved"] = ("all-to-all", "collective-permute")
     for part in ("peak", "weights", "states", "the rest", *kinds, "TFLOP"):
         table.add_column(part, justify="right", no_wrap=True)
-    devices = math.prod(mesh_sizes(rows[0].plan.config.mesh).values())
+    devices = _devices(rows[0])
     for row in rows:
-        moved = [sum(row.exchanged[kind] for kind in of) for of in kinds.values()]
+        moved = [
+            sum(row.exchanged[kind] for kind in of) if row.exchanged else None
+            for of in kinds.values()
+        ]
         rest = row.peak - row.weights - row.states
-        sizes = (row.peak, row.weights, row.states, rest, *moved)
+        sizes = (row.peak, row.weights, row.states, rest, *moved)  # None: unknown.
         flops = row.plan.flops / devices / 1e12
-        cells = [f"{size / unit:.2f}" for size in sizes]
+        cells = ["-" if size is None else f"{size / unit:.2f}" for size in sizes]
         table.add_row(choice(row.plan.config), *cells, f"{flops:.2f}")
 
 
@@ -78,9 +81,7 @@ def markdown(rows: Mapping[str, Sequence[Compiled]], train: PretrainConfig, devi
       train: settings that all of them share; the batch is that of each device.
       device: what they are compiled for.
     """
-    counts = [
-        math.prod(mesh_sizes(row.plan.config.mesh).values()) for row in next(iter(rows.values()))
-    ]
+    counts = [_devices(row) for row in next(iter(rows.values()))]
     several = [f"{n} devices" for n in counts if n > 1]
     head = ["GiB a device", "1 device", *several, *(f"gathered, {name}" for name in several)]
     lines = [
@@ -90,10 +91,15 @@ def markdown(rows: Mapping[str, Sequence[Compiled]], train: PretrainConfig, devi
         _line(["---", *("---:" for _ in head[1:])]),
     ]
     for name, plans in rows.items():
-        gathered = [plan.exchanged["all-gather"] for plan in plans if plan.exchanged]
-        sizes = [*(plan.peak for plan in plans), *gathered]
-        lines.append(_line([f"`{name}`", *(f"{size / GIB:.2f}" for size in sizes)]))
+        sizes = [f"{plan.peak / GIB:.2f}" for plan in plans]
+        sizes += [f"{plan.exchanged['all-gather'] / GIB:.2f}" if plan.exchanged else "-"
+                  for plan in plans if _devices(plan) > 1]  # fmt: skip
+        lines.append(_line([f"`{name}`", *sizes]))
     return "\n".join(lines)
+
+
+def _devices(row: Compiled) -> int:
+    return math.prod(mesh_sizes(row.plan.config.mesh).values())
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -1,6 +1,7 @@
 """Grouped-query attention whose memory is linear in the sequence length."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
@@ -11,16 +12,17 @@ from actjax._core.checks import all_exact, check_codecs, check_floating
 from actjax._core.coded_call import coded_call
 from actjax.codecs import Codec, Exact
 from actjax.ops.activations import Activation, of_sums, split_sums
-from actjax.ops.attention_forms import FORMS, Sight
+from actjax.ops.attention_forms import FORMS
 from actjax.ops.norm import rms_norm
 from actjax.ops.rope import rope as rotate
+from actjax.ops.sight import Sight
+from actjax.ops.splash import splash_or
 from actjax.weights.lora import LowRankSum
 
-Implementation = Literal["blockwise", "cudnn", "dense"]
+Implementation = Literal["blockwise", "cudnn", "dense", "splash"]
 
-Exchange = tuple[Callable[..., tuple[jax.Array, jax.Array, jax.Array]], Callable[..., jax.Array]]
-"""Functions of q, k and v as they enter the products, and of the output, [B, S, H * D]. They change
-no values and close over no arrays."""
+OnDevices = Callable[..., jax.Array]
+"""`on_devices(attend, q, k, v, segments)` returns `attend(q, k, v, segments)`, [B, S, H * D]."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +55,7 @@ def attention(
     implementation: Implementation | None = None,
     recompute: bool = False,
     merge_heads: bool = False,
-    exchange: Exchange | None = None,
+    on_devices: OnDevices | None = None,
     name: str = "",
 ) -> jax.Array:
     """Returns `softmax(q kᵀ / sqrt(D)) v` for each head.
@@ -79,10 +81,11 @@ def attention(
       codec: stores q, k and v, or a sequence of three codecs.
       key: randomness of the encoding, or a sequence of three keys; consumed. Needed if a codec
         draws random numbers.
-      implementation: "cudnn" (NVIDIA GPU, 16-bit inputs); "blockwise" (any backend); "dense" (all
-        scores at once; has derivatives of any order, and autodiff decides what it keeps); or None:
-        cuDNN where the default backend is a GPU and the dtype is of 16 bits, else blockwise. An
-        implementation that is given is used, or raises.
+      implementation: "cudnn" (NVIDIA GPU, 16-bit inputs); "splash" (TPU; lengths that are multiples
+        of 128; elsewhere JAX interprets it, slowly); "blockwise" (any backend); "dense" (all scores
+        at once; has derivatives of any order, and autodiff decides what it keeps); or None: cuDNN
+        where the default backend is a GPU and the dtype is of 16 bits, splash where it is a TPU and
+        the length fits, else blockwise. An implementation that is given is used, or raises.
       recompute: whether to hold only q, k and v, and run the forward pass again in the backward
         pass. This costs two products; it pays where nothing else keeps the output. It is needed
         where `actjax.compress_residuals` compresses q and k: the log-sum-exp that is held otherwise
@@ -90,11 +93,11 @@ def attention(
         codecs always recompute.
       merge_heads: whether to return [B, S, H * D]. This is the array that attention keeps, so a
         `linear` that follows and stores its input exactly costs no second copy.
-      exchange: two functions that say how devices divide the arrays: one from q, k and v,
-        normalised and rotated, to the same arrays, where keys and values may be repeated over
-        heads; one from the output to itself. Each head needs all tokens: devices that share a
-        sequence exchange tokens for heads, and back (Jacobs et al., "DeepSpeed Ulysses", 2023).
-        None for nothing.
+      on_devices: function `(attend, q, k, v, segments)` that calls `attend` with these arguments,
+        normalised and rotated, and returns its result, [B, S, H * D]. It decides how devices divide
+        them, and may repeat keys and values over heads: each head needs all tokens, so devices that
+        share a sequence exchange tokens for heads, and back (Jacobs et al., "DeepSpeed Ulysses",
+        2023). It closes over no arrays. None for a call without it.
       name: prefix of the names that `actjax.explain` gives the kept arrays.
 
     Returns:
@@ -109,13 +112,13 @@ def attention(
     if all_exact(codecs):
         q, k, v = (x.value() if isinstance(x, LowRankSum) else x for x in (q, k, v))
         q, k = _prepare(q, k, rope, norm, name)
-        run: Any = _Form(_form(implementation, q.dtype), sight, name, exchange)
+        run: Any = _Form(_form(implementation, q.dtype), sight, name, on_devices)
         inputs, more = (q, k, v), segments
         if not recompute:
             merged = run(inputs, more)
             return merged if merge_heads else merged.reshape(q.shape)
     else:
-        run = from_merged(q, k, sight, norm, implementation, exchange)
+        run = from_merged(q, k, sight, norm, implementation, on_devices)
         more = beside(segments, rope, norm)
         inputs, lows = split_sums([x.reshape(*x.shape[:2], -1) for x in (q, k, v)])
         if any(isinstance(x, LowRankSum) for x in (q, k, v)):
@@ -140,7 +143,7 @@ def from_merged(
     sight: Sight,
     norm: HeadNorm | None,
     implementation: Implementation | None,
-    exchange: Exchange | None,
+    on_devices: OnDevices | None,
 ) -> Callable[[Any, Beside], jax.Array]:
     """Returns exact attention as a function of (q, k, v), with merged heads, and of `Beside`.
 
@@ -152,9 +155,9 @@ def from_merged(
       sight: which positions see which.
       norm: only its `eps` is read.
       implementation: as for `attention`.
-      exchange: as for `attention`.
+      on_devices: as for `attention`.
     """
-    form = _Form(_form(implementation, q.dtype), sight, "", exchange)
+    form = _Form(_form(implementation, q.dtype), sight, "", on_devices)
     shapes = q.shape, k.shape, k.shape
     eps = None if norm is None else norm.eps
 
@@ -180,6 +183,8 @@ def _prepare(
 def _form(implementation: Implementation | None, dtype: jnp.dtype) -> Any:
     """Returns the function of an implementation; for None, the best for the default backend."""
     if implementation is None:
+        if jax.default_backend() == "tpu":
+            return splash_or(FORMS["blockwise"])
         gpu = jax.default_backend() == "gpu"
         implementation = "cudnn" if gpu and dtype.itemsize == 2 else "blockwise"
     if implementation not in get_args(Implementation):
@@ -234,8 +239,11 @@ class _Form:
     form: Any
     sight: Sight
     name: str
-    exchange: Exchange | None
+    on_devices: OnDevices | None
 
     def __call__(self, qkv: Any, segments: jax.Array | None) -> jax.Array:
-        before, after = self.exchange or (lambda *qkv: qkv, lambda out: out)
-        return after(self.form(self.sight, self.name, *before(*qkv), segments))
+        q, k, v = qkv
+        attend = functools.partial(self.form, self.sight, self.name)
+        if self.on_devices is None:
+            return attend(q, k, v, segments)
+        return self.on_devices(attend, q, k, v, segments)

@@ -1,9 +1,9 @@
-"""Three forms of exact attention: by cuDNN, in blocks, and with all scores at once.
+"""Forms of exact attention: by cuDNN, in blocks, and with all scores at once.
 
 cuDNN is fastest on a GPU. The blockwise form is the same algorithm in plain JAX (Dao et al.,
 "FlashAttention", 2022; backward pass as in Dao, "FlashAttention-2", 2023, Algorithm 2): it visits
 blocks of queries and blocks of keys with a running maximum, and skips blocks that see nothing. Both
-hold q, k, v, the output and the log-sum-exp of the scores.
+hold q, k, v, the output and the log-sum-exp of the scores. That of TPUs is `actjax.ops.splash`.
 
 A form is a function of a `Sight`, a name, normalised and rotated q, k and v, and segments or None.
 It returns the output with merged heads, [B, S, H * D].
@@ -20,40 +20,11 @@ import jax.numpy as jnp
 from actjax._core.tags import keep, keep_output
 from actjax._math.precision import accumulation_dtype
 from actjax.codecs import Exact
+from actjax.ops.sight import Sight
+from actjax.ops.splash import splash
 
 BLOCK = 256
 """Queries and keys per block of the blockwise form: a tile of scores fits the cache of a CPU."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Sight:
-    """Which positions a position sees.
-
-    Attributes:
-      causal: as for `attention`.
-      window: as for `attention`.
-    """
-
-    causal: bool
-    window: int | None
-
-    def sees(self, rows: jax.Array, columns: jax.Array) -> jax.Array:
-        """Returns whether positions `rows` see positions `columns`; their shapes broadcast."""
-        seen = columns <= rows if self.causal else jnp.ones((), bool)
-        return seen if self.window is None else seen & (rows - columns < self.window)
-
-    def first_key_block(self, i: jax.Array, block: int) -> jax.Array | int:
-        """Returns the first block of keys that block i of queries sees."""
-        if self.window is None:
-            return 0
-        return jnp.maximum(0, i * block - self.window + 1) // block
-
-    def query_blocks(self, j: jax.Array, block: int, count: int) -> tuple[Any, Any]:
-        """Returns which of `count` blocks of queries see block j of keys: first and end."""
-        first = j if self.causal else 0
-        if self.window is None:
-            return first, count
-        return first, jnp.minimum(count, ((j + 1) * block + self.window - 2) // block + 1)
 
 
 def keep_inputs(
@@ -355,4 +326,4 @@ def _dense(sight: Sight, name: str, q, k, v, segments) -> jax.Array:
     return out.astype(q.dtype).reshape(*q.shape[:2], -1)
 
 
-FORMS = {"blockwise": _blockwise, "cudnn": _cudnn, "dense": _dense}
+FORMS = {"blockwise": _blockwise, "cudnn": _cudnn, "dense": _dense, "splash": splash}

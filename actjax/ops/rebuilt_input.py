@@ -17,9 +17,9 @@ from actjax._core.coded_call import Operator, coded_call, differentiate, restore
 from actjax.codecs import Codec, Exact
 from actjax.ops.activations import Activation, of_sums, split_sums
 from actjax.ops.attention import (
-    Exchange,
     HeadNorm,
     Implementation,
+    OnDevices,
     beside,
     check_attention,
     from_merged,
@@ -125,7 +125,7 @@ def attention_linear(
     codec: Codec | Sequence[Codec] = Exact(),
     key: jax.Array | Sequence[jax.Array] | None = None,
     implementation: Implementation | None = None,
-    exchange: Exchange | None = None,
+    on_devices: OnDevices | None = None,
     name: str = "",
 ) -> Any:
     """Returns `linear(attention(q, k, v), w)`, and holds only codes of q, k and v.
@@ -149,7 +149,7 @@ def attention_linear(
       key: randomness of the encoding, or a sequence of three keys; consumed. Needed if a codec
         draws random numbers.
       implementation: as for `actjax.attention`.
-      exchange: as for `actjax.attention`.
+      on_devices: as for `actjax.attention`.
       name: prefix of the names that `actjax.explain` gives the kept arrays.
 
     Returns:
@@ -161,7 +161,7 @@ def attention_linear(
     """
     sight = check_attention(q, k, v, causal, window, segments)
     codecs = check_codecs(codec, ("q", "k", "v"), key)
-    attend = from_merged(q, k, sight, norm, implementation, exchange)
+    attend = from_merged(q, k, sight, norm, implementation, on_devices)
     more = beside(segments, rope, norm)
     merged = tuple(x.reshape(*x.shape[:2], -1) for x in (q, k, v))
     names = tuple(f"{name} {letter}".strip() for letter in "qkv")

@@ -258,9 +258,7 @@ def test_inputs_must_share_one_floating_point_dtype():
 
 
 def test_an_unknown_implementation_is_refused():
-    message = (
-        "`implementation` must be one of ('blockwise', 'cudnn', 'dense') or None, got 'triton'."
-    )
+    message = "`implementation` must be one of ('blockwise', 'cudnn', 'dense', 'splash') or None, got 'triton'."
     with pytest.raises(ValueError, match=re.escape(message)):
         attend(Q, K, K, implementation="triton")
 

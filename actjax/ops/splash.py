@@ -1,0 +1,84 @@
+"""Attention by JAX's splash kernels for TPUs.
+
+They skip blocks that see nothing, and hold q, k, v, the output and a log-sum-exp (Dao, 2023).
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_kernel as kernels,
+)
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_mask as masks,
+)
+
+from actjax._shards import is_partitioned
+from actjax.ops.sight import Sight
+
+_LANES = 128
+_BLOCKS = (512, 256, _LANES)
+"""Queries and keys of a block, the largest first."""
+
+
+def splash(sight: Sight, name: str, q: Any, k: Any, v: Any, segments: Any) -> jax.Array:
+    """Returns attention with merged heads: a form as in `actjax.ops.attention_forms`.
+
+    Raises:
+      ValueError: a length that is no multiple of 128, or arrays that XLA divides over devices.
+    """
+    del name
+    if reason := _refuses(q):
+        raise ValueError(f"`implementation` 'splash' of attention {reason}: use 'blockwise'.")
+    length, heads, size = q.shape[1:]
+    block = next(block for block in _BLOCKS if length % block == 0)
+    sizes = kernels.BlockSizes(
+        block_q=block, block_kv=block, block_q_dkv=block, block_kv_dkv=block,
+        block_kv_dkv_compute=block, use_fused_bwd_kernel=True,
+    )  # fmt: skip
+    kernel: Any = kernels.make_splash_mha(
+        mask=masks.MultiHeadMask([_mask(sight, length)] * heads),
+        block_sizes=sizes,
+        head_shards=1,
+        q_seq_shards=1,
+        interpret=jax.default_backend() != "tpu",
+    )
+    # The kernels do not scale scores.
+    scaled = (q * (1 / math.sqrt(size))).astype(q.dtype)
+    q_rows, k_rows, v_rows = (x.swapaxes(1, 2) for x in (scaled, k, v))
+
+    def of_row(q: jax.Array, k: jax.Array, v: jax.Array, segments: Any) -> Any:
+        return kernel(q, k, v, None if segments is None else kernels.SegmentIds(segments, segments))
+
+    out = jax.vmap(of_row)(q_rows, k_rows, v_rows, segments)
+    return out.swapaxes(1, 2).reshape(*q.shape[:2], -1)
+
+
+def splash_or(form: Any) -> Any:
+    """Returns a form that is `splash` where it can be, and another one elsewhere."""
+    return functools.partial(_splash_or, form)
+
+
+def _splash_or(form: Any, sight: Sight, name: str, q: Any, *others: Any) -> jax.Array:
+    chosen = form if _refuses(q) else splash
+    return chosen(sight, name, q, *others)
+
+
+def _refuses(q: jax.Array) -> str | None:
+    """Returns why the kernels cannot take the queries; None if they can."""
+    if q.shape[1] % _LANES:
+        return f"takes lengths that are multiples of {_LANES}, got {q.shape[1]}"
+    if is_partitioned(q):
+        return "takes arrays of one device, or within `jax.shard_map`"
+    return None
+
+
+def _mask(sight: Sight, length: int) -> Any:
+    shape = length, length
+    if not sight.causal:
+        return masks.FullMask(shape)
+    if sight.window is None:
+        return masks.CausalMask(shape)
+    return masks.LocalMask(shape, (sight.window - 1, 0), 0)
