@@ -47,7 +47,9 @@ def make_optimizer(
     moments = {
         "float32": store_states_as(adam, jnp.dtype("float32")),
         "bfloat16": store_states_as(adam, jnp.dtype("bfloat16")),
-        "8bit": actjax.optim.scale_by_adam_8bit(b1=config.beta1, b2=config.beta2, block=_block),
+        "8bit": actjax.optim.scale_by_adam_8bit(
+            b1=config.beta1, b2=config.beta2, block=moment_block
+        ),
     }[config.moment_dtype]
     outer = full_space_updates(config, steps)
     tx = optax.chain(moments, outer) if subspace is None else subspace(moments, outer=outer)
@@ -62,7 +64,7 @@ def make_optimizer(
 _BLOCKS, _DEVICES = (256, 128, 64, 32), 64
 
 
-def _block(shape: tuple[int, ...]) -> int:
+def moment_block(shape: tuple[int, ...]) -> int:
     """Returns how many values of a moment in 8 bits share a scale: 256 if possible.
 
     Devices divide the rows of a matrix, or its columns between blocks. Rows that few devices can

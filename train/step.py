@@ -19,7 +19,7 @@ from models.sharding import fetch_first
 from train.calibration import calibrated, calibration_zeros
 from train.config import FinetuneConfig, PretrainConfig, RunConfig
 from train.methods import Method
-from train.optimizer import make_optimizer
+from train.optimizer import make_optimizer, moment_block
 from train.options import ANY_FULL_RANK
 from train.padding import inputs_of
 from train.resolve import ResolvedConfig, resolve
@@ -101,6 +101,16 @@ class Recipe:
         tx = self.optimizer
         return tx if isinstance(tx, actjax.optim.SubspaceTransformation) else None
 
+    def _short_blocks(self) -> list[int]:
+        """Returns the blocks of moments in 8 bits that are not of 256 numbers."""
+        if self.config.optimizer.moment_dtype != "8bit":
+            return []
+        one = self.model_config
+        d, keys = one.hidden_size, one.num_kv_heads * one.head_size
+        sides = (one.ffn_size, one.num_heads * one.head_size, keys, one.vocab_size)
+        shapes = [shape for n in sides for shape in ((d, n), (n, d))]
+        return sorted({moment_block(shape) for shape in shapes} - {256})
+
     @property
     def optimizer_form(self) -> dict[str, Any]:
         """Settings that shape the optimizer state: a checkpoint must agree with them."""
@@ -113,6 +123,7 @@ class Recipe:
             "method": ANY_FULL_RANK if is_full else config.method,
             "rank": None if is_full else config.options.rank,
             **({"norm_estimate": "typical"} if config.in_backward else {}),
+            **({"moment_blocks": blocks} if (blocks := self._short_blocks()) else {}),
             **({} if self.lora is None else {"adapters": dataclasses.asdict(self.lora)}),
         }
 

@@ -258,7 +258,8 @@ def test_inputs_must_share_one_floating_point_dtype():
 
 
 def test_an_unknown_implementation_is_refused():
-    message = "`implementation` must be one of ('blockwise', 'cudnn', 'dense', 'splash') or None, got 'triton'."
+    known = "('blockwise', 'cudnn', 'dense', 'splash')"
+    message = f"`implementation` must be one of {known} or None, got 'triton'."
     with pytest.raises(ValueError, match=re.escape(message)):
         attend(Q, K, K, implementation="triton")
 
