@@ -152,12 +152,18 @@ def formats_of(tree: Any) -> Any:
     """
 
     def format_of(x: Any) -> Any:
+        if x.sharding is None or not _prefers_row_major(x.sharding):
+            return x.sharding
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        if x.sharding is None or not _prefers_row_major(x.sharding) or x.ndim < 2 or is_key:
+        # Rows of a few scales would take 128 lanes each.
+        if is_key or x.ndim < 2 or x.shape[-1] < _LANES:
             return x.sharding
         return Format(Layout(tuple(range(x.ndim))), x.sharding)
 
     return jax.tree.map(format_of, tree)
+
+
+_LANES = 128
 
 
 def _prefers_row_major(sharding: Any) -> bool:

@@ -13,9 +13,24 @@ from jax.sharding import AxisType
 from actjax._shards import can_split, is_partitioned, on_shards
 from actjax.kernels.format import QuantizedCode
 
-Implementation = Literal["reference", "pallas", "interpreted"]
+Implementation = Literal["reference", "pallas", "interpreted", "mosaic"]
 """`reference` is plain JAX, fused by XLA; `pallas` is compiled by Triton for an NVIDIA GPU;
-`interpreted` is the same program as `pallas`, run slowly by XLA on any device, for tests."""
+`interpreted` is the same program as `pallas`, run slowly by XLA on any device, for tests; `mosaic`
+is compiled by Mosaic for a TPU, and elsewhere run slowly."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Mosaic:
+    """A program for TPUs.
+
+    Attributes:
+      program: the program: `program(*args, interpret, **options)`.
+      refuses: returns why it cannot take the arguments; None if it can.
+    """
+
+    program: Callable[..., Any]
+    refuses: Callable[..., str | None]
+
 
 _asked: Any = jax.make_user_context(None)
 
@@ -45,7 +60,8 @@ class Kernel:
 
     It is called as `kernel(*args, implementation=None, **options)`, with pytrees of arrays and
     hashable options by name. By default, if the arguments allow it, the program for NVIDIA GPUs is
-    a branch of `jax.lax.platform_dependent`, so that one trace can be lowered for any platform.
+    a branch of `jax.lax.platform_dependent`, so that one trace can be lowered for any platform;
+    that for TPUs is one if the default backend is a TPU.
     Derivatives are those of the definition.
 
     Where XLA partitions the program over devices (under `jax.set_mesh`), each device computes the
@@ -61,6 +77,7 @@ class Kernel:
       refuses: returns why the program cannot take the arguments; None if it can.
       dims: `dims(result, *args, **options)` returns the `Dims` of the arguments, a tuple, and those
         of the result, whose shapes are given; None if parts cannot be computed apart.
+      mosaic: the program for TPUs; None if there is none. XLA cannot divide it over devices.
     """
 
     name: str
@@ -68,6 +85,7 @@ class Kernel:
     pallas: Callable[..., Any]
     refuses: Callable[..., str | None]
     dims: Callable[..., tuple[tuple, Any] | None]
+    mosaic: Mosaic | None = None
 
     def __call__(
         self, *args: Any, implementation: Implementation | None = None, **options: Any
@@ -87,7 +105,7 @@ class Kernel:
         asked = implementation or _asked.value
         if asked == "reference" or (asked is None and _is_bound(args)):
             return reference(*args)
-        reason = self.refuses(*args, **options)
+        reason = self._reason(asked, args, options)
         if reason is not None:
             if implementation is None:
                 return reference(*args)
@@ -106,16 +124,36 @@ class Kernel:
         computed.defjvp(lambda primals, tangents: jax.jvp(reference, primals, tangents))
         return computed(*args)
 
+    def _reason(
+        self, asked: Implementation | None, args: tuple, options: dict[str, Any]
+    ) -> str | None:
+        """Returns why no program, or not the one that is asked for, can take the arguments."""
+        reason = None if asked == "mosaic" else self.refuses(*args, **options)
+        if asked in ("pallas", "interpreted"):
+            return reason
+        no_mosaic = "has no program for TPUs"
+        if self.mosaic is not None:
+            no_mosaic = self.mosaic.refuses(*args, **options)
+        return no_mosaic if asked == "mosaic" else reason and no_mosaic and reason
+
     def _choose(self, asked: Implementation | None, options: dict[str, Any], *args: Any) -> Any:
         """Computes the function by the program, if it is asked for or fits the platform."""
-        run = functools.partial(_traced_once, self.pallas, tuple(sorted(options.items())))
+        static = tuple(sorted(options.items()))
+        if asked == "mosaic" and self.mosaic is not None:
+            interpret = jax.default_backend() != "tpu"
+            return _traced_once(self.mosaic.program, static, interpret, *args)
         if asked is not None:
-            return run(asked == "interpreted", *args)
+            return _traced_once(self.pallas, static, asked == "interpreted", *args)
+        # `args` may be a part of an array that a program can take.
+        branches = {}
+        if self._reason("pallas", args, options) is None:
+            branches["cuda"] = functools.partial(_traced_once, self.pallas, static, False)
+        # Only there: tracing a loop over many groups takes long.
+        on_tpu = jax.default_backend() == "tpu"
+        if on_tpu and self.mosaic and self._reason("mosaic", args, options) is None:
+            branches["tpu"] = functools.partial(_traced_once, self.mosaic.program, static, False)
         reference = functools.partial(self.reference, **options)
-        if self.refuses(*args, **options) is not None:  # Part of an array that it can take.
-            return reference(*args)
-        cuda = functools.partial(run, False)
-        return jax.lax.platform_dependent(*args, cuda=cuda, default=reference)
+        return jax.lax.platform_dependent(*args, **branches, default=reference)
 
     def _on_shards(
         self, choose: Callable, reference: Callable, args: tuple, options: dict[str, Any]

@@ -19,13 +19,13 @@ def rotate(x: jax.Array) -> jax.Array:
     A block has the largest power of two that divides g. The map is orthogonal, so it keeps lengths
     and inner products.
     """
-    signs, matrix = signs_of(x.shape[-1]), _hadamard(block_size(x.shape[-1]))
+    signs, matrix = signs_of(x.shape[-1]), hadamard(block_size(x.shape[-1]))
     return _by_blocks(x * jnp.asarray(signs, x.dtype), matrix)
 
 
 def rotate_back(y: jax.Array) -> jax.Array:
     """Returns the argument of `rotate`; its inverse."""
-    signs, matrix = signs_of(y.shape[-1]), _hadamard(block_size(y.shape[-1]))
+    signs, matrix = signs_of(y.shape[-1]), hadamard(block_size(y.shape[-1]))
     x = _by_blocks(y, matrix.T)
     return x * jnp.asarray(signs, x.dtype)
 
@@ -47,7 +47,7 @@ def _by_blocks(x: jax.Array, matrix: np.ndarray) -> jax.Array:
 
 
 @functools.cache
-def _hadamard(size: int) -> np.ndarray:
+def hadamard(size: int) -> np.ndarray:
     """Returns Sylvester's matrix, [size, size], symmetric, of plus and minus one."""
     matrix = np.ones((1, 1))
     while len(matrix) < size:

@@ -88,7 +88,7 @@ def assert_equal(got, want):
 
 @pytest.mark.parametrize("unknown", ["triton", "", "Reference", 1, True])
 def test_an_unknown_implementation_is_named(unknown):
-    known = "('reference', 'pallas', 'interpreted')"
+    known = "('reference', 'pallas', 'interpreted', 'mosaic')"
     message = f"`implementation` must be None or one of {known}, got {unknown!r}."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         dequantize(CODE, implementation=unknown)

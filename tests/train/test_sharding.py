@@ -106,10 +106,10 @@ def test_simulated_devices_get_threads_to_wait_in(monkeypatch, flags, given, exp
 def test_a_device_that_prefers_row_major_arrays_gets_them(monkeypatch):
     monkeypatch.setattr(sharding, "_prefers_row_major", lambda _: True)
     place = NamedSharding(make_mesh("fsdp=2"), P("fsdp"))
-    tree = {"matrix": jnp.ones((4, 6)), "vector": jnp.ones(4)}
+    tree = {"matrix": jnp.ones((4, 128)), "scales": jnp.ones((4, 6)), "vector": jnp.ones(4)}
     tree = jax.device_put(tree, place)
     formats = formats_of(tree)
-    assert formats["vector"] == place
+    assert formats["vector"] == formats["scales"] == place
     assert formats["matrix"].layout == Layout((0, 1))
     columns = jax.device_put(tree["matrix"], Format(Layout((1, 0)), place))
     again = reformatted({"matrix": columns})["matrix"]

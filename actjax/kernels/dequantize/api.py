@@ -4,8 +4,8 @@ import jax
 
 from actjax._shards import Dims
 from actjax.kernels import coded
-from actjax.kernels.dequantize import pallas, reference
-from actjax.kernels.dispatch import Implementation, Kernel
+from actjax.kernels.dequantize import mosaic, pallas, reference
+from actjax.kernels.dispatch import Implementation, Kernel, Mosaic
 from actjax.kernels.format import QuantizedCode
 
 
@@ -33,4 +33,7 @@ def _dims(x: jax.Array, code: QuantizedCode) -> tuple[tuple, Dims] | None:
     return None if code.seed is not None else ((dims,), dims.planes[0])
 
 
-KERNEL = Kernel("dequantize", reference.dequantize, pallas.dequantize, _refuses, _dims)
+KERNEL = Kernel(
+    "dequantize", reference.dequantize, pallas.dequantize, _refuses, _dims,
+    Mosaic(mosaic.dequantize, mosaic.refuses),
+)  # fmt: skip

@@ -7,9 +7,9 @@ from actjax._shards import Dims
 from actjax.kernels import coded
 from actjax.kernels.balance import statistics_shape
 from actjax.kernels.checks import check_floating, check_shape
-from actjax.kernels.dispatch import Implementation, Kernel
+from actjax.kernels.dispatch import Implementation, Kernel, Mosaic
 from actjax.kernels.format import Format, QuantizedCode
-from actjax.kernels.quantize import pallas, reference
+from actjax.kernels.quantize import mosaic, pallas, reference
 
 
 def quantize(
@@ -138,4 +138,7 @@ def _dims(
     return dims, result
 
 
-KERNEL = Kernel("quantize", reference.quantize, pallas.quantize, _refuses, _dims)
+KERNEL = Kernel(
+    "quantize", reference.quantize, pallas.quantize, _refuses, _dims,
+    Mosaic(mosaic.quantize, mosaic.refuses),
+)  # fmt: skip

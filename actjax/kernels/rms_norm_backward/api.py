@@ -9,9 +9,9 @@ from actjax._math.precision import accumulation_dtype
 from actjax._shards import Dims
 from actjax.kernels import coded
 from actjax.kernels.checks import check_code, check_floating, check_shape
-from actjax.kernels.dispatch import Implementation, Kernel
+from actjax.kernels.dispatch import Implementation, Kernel, Mosaic
 from actjax.kernels.format import QuantizedCode, token_names
-from actjax.kernels.rms_norm_backward import pallas, reference
+from actjax.kernels.rms_norm_backward import mosaic, pallas, reference
 
 
 def rms_norm_backward(
@@ -88,5 +88,6 @@ def _dims(
 
 
 KERNEL = Kernel(
-    "rms_norm_backward", reference.rms_norm_backward, pallas.rms_norm_backward, _refuses, _dims
-)
+    "rms_norm_backward", reference.rms_norm_backward, pallas.rms_norm_backward, _refuses, _dims,
+    Mosaic(mosaic.rms_norm_backward, mosaic.refuses),
+)  # fmt: skip

@@ -6,9 +6,9 @@ import jax
 
 from actjax.kernels import coded
 from actjax.kernels.checks import check_code, check_floating
-from actjax.kernels.dispatch import Implementation, Kernel
+from actjax.kernels.dispatch import Implementation, Kernel, Mosaic
 from actjax.kernels.format import QuantizedCode
-from actjax.kernels.swiglu_backward import pallas, reference
+from actjax.kernels.swiglu_backward import mosaic, pallas, reference
 
 
 def swiglu_backward(
@@ -73,5 +73,6 @@ def _dims(
 
 
 KERNEL = Kernel(
-    "swiglu_backward", reference.swiglu_backward, pallas.swiglu_backward, _refuses, _dims
-)
+    "swiglu_backward", reference.swiglu_backward, pallas.swiglu_backward, _refuses, _dims,
+    Mosaic(mosaic.swiglu_backward, mosaic.refuses),
+)  # fmt: skip

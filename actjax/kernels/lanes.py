@@ -1,0 +1,110 @@
+"""Groups of 128 numbers in the 128 lanes of a TPU: what its kernels share.
+
+They take codes of 4 bits in rotated groups with normal levels, as `lean` stores them. A vector
+register holds a group of each of 8 tokens. Reductions along lanes give its scale, and the rotation
+is a product with a Hadamard matrix. The bytes of two groups fill the lanes: byte j of a group holds
+numbers j and j + 64.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from actjax.kernels import format as fmt
+from actjax.kernels.rotation import block_size, hadamard, signs_of
+
+LANES = 128
+_HALF = LANES // 2
+TOKENS = 128
+"""Tokens of a block. Of 512, the registers that wait take more memory than a core has."""
+_FORMAT = {"bits": 4, "group": LANES, "rounding": "nearest", "scaling": "group",
+           "scale_dtype": "bfloat16", "levels": "normal", "rotate": True}  # fmt: skip
+
+
+class Group(NamedTuple):
+    """A group of numbers of each token.
+
+    Attributes:
+      index: its number.
+      size: its numbers, 128 but for the last.
+      at: the lanes of its numbers in a row.
+      bytes_at: the lanes of its bytes, and of those of its neighbour.
+    """
+
+    index: int
+    size: int
+    at: slice
+    bytes_at: slice
+
+    @property
+    def is_second(self) -> bool:
+        """Whether its bytes are in the upper half of their lanes."""
+        return self.index % 2 == 1
+
+
+def groups_of(features: int) -> Iterator[Group]:
+    """Yields the groups of a row."""
+    for i in range(fmt.group_count(features, LANES)):
+        pair = i // 2 * LANES
+        size = min(LANES, features - i * LANES)
+        yield Group(i, size, slice(i * LANES, (i + 1) * LANES), slice(pair, pair + LANES))
+
+
+def refuses(format: fmt.Format, dtype: Any, shape: tuple[int, ...]) -> str | None:
+    """Returns why the kernels cannot take codes of an array; None if they can."""
+    for name, value in _FORMAT.items():
+        if getattr(format, name) != value:
+            return f"takes {name} {value!r} on TPUs, got {getattr(format, name)!r}"
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
+        return f"takes bfloat16 or float32 on TPUs, got {jnp.dtype(dtype)}"
+    if len(shape) != 3 or 0 in shape or fmt.group_count(shape[-1], LANES) > LANES:
+        return f"takes arrays [B, S, d] with d up to {LANES**2} on TPUs, got {shape}"
+    return None
+
+
+def padded(size: int) -> int:
+    """Returns the lanes that a row of numbers takes."""
+    return -(-size // LANES) * LANES
+
+
+def tables(features: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the signs of a row, [1, lanes], and matrices of whole groups and the last, [2, ...].
+
+    The matrices are of plus and minus one; `unit` is the factor that makes them orthogonal.
+    """
+    signs, last = np.ones((1, padded(features)), np.float32), np.eye(LANES, dtype=np.float32)
+    for part in fmt.segments(features, LANES):
+        end = part.start + part.groups * part.size
+        signs[0, part.start : end] = np.tile(signs_of(part.size), part.groups)
+    if rest := features % LANES:
+        block = block_size(rest)
+        last[:rest, :rest] = np.kron(np.eye(rest // block), hadamard(block))
+    return signs, np.stack([hadamard(LANES).astype(np.float32), last])
+
+
+def unit(group: Group) -> np.float32:
+    """Returns one over the root of the size of a rotated block."""
+    return np.float32(block_size(group.size) ** -0.5)
+
+
+def rotated(values: jax.Array, matrices: Any, group: Group) -> jax.Array:
+    """Returns values [tokens, 128] times the matrix of their group, without its unit."""
+    matrix = matrices[0] if group.size == LANES else matrices[1]
+    return jax.lax.dot(
+        values, matrix, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+    )
+
+
+def lanes_like(tokens: int) -> jax.Array:
+    """Returns the number of each lane, int32 [tokens, 128]."""
+    return jax.lax.broadcasted_iota(jnp.int32, (tokens, LANES), 1)
+
+
+def of_sequences(x: jax.Array | None, rows: int, features: int, fill: float) -> jax.Array:
+    """Returns stored statistics of channels as float32 [B, 1, d]."""
+    if x is None:
+        return jnp.full((rows, 1, features), fill, jnp.float32)
+    return x.view(jnp.bfloat16).astype(jnp.float32)[:, None]

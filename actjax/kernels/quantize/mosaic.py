@@ -1,0 +1,121 @@
+"""`quantize` for TPUs, by Mosaic. XLA's form moves 30 times the least bytes for 5461 features."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from actjax._math.division import over
+from actjax.kernels import format as fmt
+from actjax.kernels import lanes, level_search
+from actjax.kernels.lanes import LANES, Group
+
+
+def refuses(
+    x: jax.Array, seed: Any, channels: Any, scale: Any, centre: Any, mean: Any, spread: Any,
+    *, format: fmt.Format,
+) -> str | None:  # fmt: skip
+    """Returns why the program cannot take the arguments; None if it can."""
+    del seed, mean, spread
+    if channels is not None or scale is not None or centre is not None:
+        return "takes no channels, scales or centres on TPUs"
+    return lanes.refuses(format, x.dtype, x.shape)
+
+
+def quantize(
+    x: jax.Array, seed: Any, channels: Any, scale: Any, centre: Any, mean: Any, spread: Any,
+    *, format: fmt.Format, interpret: bool,
+) -> fmt.QuantizedCode:  # fmt: skip
+    """As `actjax.kernels.quantize.api.quantize`."""
+    del seed, scale, centre
+    rows, length, features = x.shape
+    groups, tokens = fmt.group_count(features, LANES), min(lanes.TOKENS, length)
+    width, half = lanes.padded(features), lanes.padded(-(-features // 2))
+    signs, matrices = lanes.tables(features)
+    by_row = pl.BlockSpec((1, 1, width), lambda b, i: (b, 0, 0))
+    plane, stored = pl.pallas_call(
+        functools.partial(_kernel, features),
+        grid=(rows, -(-length // tokens)),
+        in_specs=[
+            pl.BlockSpec((1, tokens, width), lambda b, i: (b, i, 0)),
+            pl.BlockSpec((1, width), lambda b, i: (0, 0)),
+            pl.BlockSpec((2, LANES, LANES), lambda b, i: (0, 0, 0)),
+            by_row,
+            by_row,
+        ],
+        out_specs=[
+            pl.BlockSpec((1, tokens, half), lambda b, i: (b, i, 0)),
+            pl.BlockSpec((1, tokens, LANES), lambda b, i: (b, i, 0)),
+        ],
+        out_shape=[
+            jax.ShapeDtypeStruct((rows, length, -(-features // 2)), jnp.uint8),
+            jax.ShapeDtypeStruct((rows, length, groups), jnp.bfloat16),
+        ],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
+        interpret=interpret,
+        name="actjax_quantize",
+    )(
+        x,
+        signs,
+        matrices,
+        lanes.of_sequences(mean, rows, features, 0),
+        1 / lanes.of_sequences(spread, rows, features, 1),
+    )
+    return fmt.QuantizedCode(
+        planes=(plane,),
+        offset=None,
+        scale=stored.view(jnp.uint16),
+        centre=None,
+        mean=None,
+        spread=None,
+        outliers=None,
+        channels=channels,
+        seed=None,
+        features=features,
+        dtype=jnp.dtype(x.dtype),
+        format=format,
+    )
+
+
+def _kernel(features, x, signs, matrices, mean, inverse, plane, scales) -> None:
+    lane = lanes.lanes_like(x.shape[1])
+    stored, pending = jnp.zeros(lane.shape, jnp.float32), jnp.zeros(lane.shape, jnp.int32)
+    for group in lanes.groups_of(features):
+        values = x[0, :, group.at].astype(jnp.float32) - mean[0, :, group.at]
+        values = values * inverse[0, :, group.at] * signs[:, group.at]
+        # Lanes beyond the row hold anything.
+        values = jnp.where(lane < group.size, values, 0)
+        codes, scale = _encoded(lanes.rotated(values, matrices, group), lane, group)
+        stored = jnp.where(lane == group.index, scale, stored)
+        codes = _packed(codes, lane, group)
+        pending = jnp.where(lane < LANES // 2, pending, codes) if group.is_second else codes
+        plane[0, :, group.bytes_at] = pending.astype(plane.dtype)
+    scales[0] = stored.astype(scales.dtype)
+
+
+def _encoded(values: jax.Array, lane: jax.Array, group: Group) -> tuple[jax.Array, jax.Array]:
+    """Returns codes, int32 [tokens, 128], and rounded scales, [tokens, 1], of rotated values."""
+    values = values * lanes.unit(group)
+    exists = lane < group.size
+    largest = jnp.max(jnp.abs(values), axis=1, keepdims=True)
+    relative = over(values, largest)
+    mean_square = jnp.sum(relative * relative, axis=1, keepdims=True) * np.float32(1 / group.size)
+    level = level_search.nearest_value(over(relative, jnp.sqrt(mean_square)), 4)
+    level = jnp.where(exists, level, 0)
+    fitted = jnp.sum(relative * level, axis=1, keepdims=True)
+    fitted = fitted / jnp.sum(level * level, axis=1, keepdims=True)
+    scale = (fitted * largest).astype(jnp.bfloat16).astype(jnp.float32)
+    codes = level_search.nearest_code(over(values, scale), 4)
+    return jnp.where(exists, codes, 0), scale
+
+
+def _packed(codes: jax.Array, lane: jax.Array, group: Group) -> jax.Array:
+    """Returns the bytes of a group in its half of the lanes: code j, and code j + half above it."""
+    half = -(-group.size // 2)
+    above = pltpu.roll(codes, LANES - half, 1) << 4
+    bytes_ = jnp.where(lane < half, codes | above, 0)
+    return pltpu.roll(bytes_, LANES // 2, 1) if group.is_second else bytes_

@@ -1,0 +1,91 @@
+"""Programs for TPUs, interpreted: equal to the definitions up to float32 rounding."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from actjax import Quantized
+from actjax.kernels.dequantize.api import dequantize
+from actjax.kernels.packing import unpack
+from actjax.kernels.quantize.api import quantize
+from actjax.kernels.rms_norm_backward.api import rms_norm_backward
+from actjax.kernels.swiglu_backward.api import swiglu_backward
+
+CODEC = Quantized(4, levels="normal", rotate=True, group=128, balance=True)
+"""As `lean` stores numbers."""
+
+
+def activation(shape, dtype):
+    """Channels of different sizes, and a token of zeros."""
+    draw = np.random.default_rng(0)
+    x = draw.standard_normal(shape) * np.exp(draw.standard_normal(shape[-1]))
+    x[0, 0] = 0
+    return jnp.asarray(x, dtype)
+
+
+@pytest.mark.parametrize("balance", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((2, 16, 128), "bfloat16"), ((1, 9, 341), "bfloat16"), ((1, 130, 85), "float32"),
+     ((2, 8, 384), "float32"), ((1, 3, 1), "float32"), ((1, 4, 200), "bfloat16")],
+)  # fmt: skip
+def test_codes_and_numbers_are_those_of_the_definition(shape, dtype, balance):
+    x = activation(shape, dtype)
+    codec = CODEC if balance else Quantized(4, levels="normal", rotate=True, group=128)
+    code = codec.encode(x)
+    given = x, None, None, None, None, code.mean, code.spread
+    got = quantize(*given, format=codec.format, implementation="mosaic")
+    want = quantize(*given, format=codec.format, implementation="reference")
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    # Sums in another order may move a scale to the next bfloat16, and a number to the next level.
+    scales = [jax.lax.bitcast_convert_type(c.scale, jnp.bfloat16) for c in (got, want)]
+    np.testing.assert_allclose(*(s.astype(jnp.float32) for s in scales), rtol=2**-7, atol=0)
+    codes = [unpack(c.planes, 4, shape[-1], 128).astype(jnp.int32) for c in (got, want)]
+    apart = np.abs(codes[0] - codes[1])
+    assert apart.max() <= 1
+    assert apart.mean() < 0.002
+    numbers = [dequantize(code, implementation=name) for name in ("mosaic", "reference")]
+    # Sums of 128 products in float32, then one rounding.
+    tolerance = 2**-7 if dtype == "bfloat16" else 1e-5
+    np.testing.assert_allclose(
+        *(n.astype(jnp.float32) for n in numbers), rtol=tolerance, atol=tolerance * np.abs(x).max()
+    )
+
+
+@pytest.mark.parametrize(
+    ("codec", "shape", "message"),
+    [
+        (Quantized(2, levels="normal", rotate=True, group=128), (1, 2, 8), "takes bits 4 on TPUs"),
+        (Quantized(4), (1, 2, 8), "takes levels 'normal' on TPUs, got 'uniform'"),
+        (CODEC, (4, 8), "takes arrays [B, S, d] with d up to 16384 on TPUs, got (4, 8)"),
+        (CODEC, (1, 1, 16_385), "got (1, 1, 16385)"),
+    ],
+)
+def test_other_codes_are_refused(codec, shape, message):
+    x = jnp.ones(shape)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        quantize(x, format=codec.format, implementation="mosaic")
+
+
+def test_a_tpu_falls_back_to_the_definition(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    x, codec = activation((2, 4, 16), "float32"), Quantized(3, group=8)
+    want = quantize(x, format=codec.format, implementation="reference")
+    got = quantize(x, format=codec.format)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_backward_passes_decode_with_it():
+    x, dy = (activation((2, 4, 200), "float32") for _ in range(2))
+    code, other = CODEC.encode(x), CODEC.encode(x + 1)
+
+    def both(kernel, *args, **options):
+        names = "mosaic", "reference"
+        got, want = (kernel(*args, **options, implementation=name) for name in names)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, want)
+
+    both(swiglu_backward, code, other, dy, with_value=True)
+    both(rms_norm_backward, code, jnp.ones(200), dy, eps=1e-6, with_value=True)
