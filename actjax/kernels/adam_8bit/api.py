@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from actjax._shards import Dims
-from actjax.kernels.adam_8bit import pallas, reference
+from actjax.kernels.adam_8bit import pallas, reference, rows
 from actjax.kernels.blockwise import Blockwise
 from actjax.kernels.checks import check_floating, check_shape
-from actjax.kernels.dispatch import Implementation, Kernel
+from actjax.kernels.dispatch import Implementation, Kernel, Mosaic
 
 
 def adam_8bit(
@@ -75,12 +75,15 @@ def _refuses(
 def _dims(
     result: Any, grad: jax.Array, mu: Blockwise, nu: Blockwise, corrections: jax.Array, **_: float
 ) -> tuple[tuple, tuple[Dims, Blockwise, Blockwise]]:
-    rows = tuple(f"rows{i}" for i in range(grad.ndim - 1))
+    names = tuple(f"rows{i}" for i in range(grad.ndim - 1))
     # Blocks must not cross devices.
     columns = "columns" if grad.shape[-1] % mu.block == 0 and mu.block == nu.block else None
-    dims = Dims((*rows, columns))
+    dims = Dims((*names, columns))
     first, second = (dataclasses.replace(x, codes=dims, scales=dims) for x in (mu, nu))
     return (dims, first, second, Dims.whole(corrections)), (dims, first, second)
 
 
-KERNEL = Kernel("adam_8bit", reference.adam_8bit, pallas.adam_8bit, _refuses, _dims)
+KERNEL = Kernel(
+    "adam_8bit", reference.adam_8bit, pallas.adam_8bit, _refuses, _dims,
+    Mosaic(rows.adam_8bit, rows.refuses),
+)  # fmt: skip
