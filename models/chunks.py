@@ -17,7 +17,8 @@ def in_chunks(fun: Callable[[jax.Array], Any], x: jax.Array) -> Any:
     """Returns `fun(x)` of a function that treats tokens separately.
 
     If a device has more than `TOKENS` tokens, `fun` runs on about as many at a time, in the forward
-    pass and again in the backward pass, so that only `x` is stored.
+    pass and again in the backward pass, so that only `x` is stored. Adapters with dropout drop the
+    same places of each chunk.
 
     Args:
       fun: from [B, S, d] to a pytree of arrays [B, S, n]. It may close over weights.

@@ -1,5 +1,6 @@
 """Programs for TPUs, interpreted: equal to the definitions up to float32 rounding."""
 
+import importlib.util
 import re
 
 import jax
@@ -16,6 +17,8 @@ from actjax.kernels.packing import unpack
 from actjax.kernels.quantize.api import quantize
 from actjax.kernels.rms_norm_backward.api import rms_norm_backward
 from actjax.kernels.swiglu_backward.api import swiglu_backward
+from train.devices import compile_for
+from train.tpus import TPUS
 
 CODEC = Quantized(4, levels="normal", rotate=True, group=128, balance=True)
 """As `lean` stores numbers."""
@@ -112,3 +115,27 @@ def test_large_moments_are_updated_some_rows_at_a_time(monkeypatch):
     monkeypatch.setattr(rows, "_NUMBERS", 8)
     with pytest.raises(ValueError, match="takes large matrices on TPUs, got"):
         adam_8bit(*given, **hyper, implementation="mosaic")
+
+
+@pytest.mark.parametrize("features", [2048, 5461])
+def test_programs_lower_for_a_tpu_at_the_shapes_of_real_models(features, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    x = jax.ShapeDtypeStruct((8, 1024, features), "bfloat16")
+    code = jax.eval_shape(CODEC.encode, x)
+
+    def both(x, mean, spread, code):
+        coded = quantize(x, None, None, None, None, mean, spread, format=CODEC.format)
+        return coded, dequantize(code)
+
+    traced = jax.jit(both).trace(x, code.mean, code.spread, code)
+    text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("tpu_custom_call") == 2
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs the extra tpu")
+@pytest.mark.parametrize("name", TPUS)
+def test_programs_compile_for_tpus(name):
+    code = jax.eval_shape(CODEC.encode, jax.ShapeDtypeStruct((2, 256, 5461), "bfloat16"))
+    with compile_for(TPUS[name]) as place:
+        program = jax.jit(dequantize).lower(place(code)).compile()
+    assert "actjax_dequantize" in program.as_text()
