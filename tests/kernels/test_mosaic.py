@@ -1,5 +1,6 @@
 """Programs for TPUs, interpreted: equal to the definitions up to float32 rounding."""
 
+import functools
 import importlib.util
 import re
 
@@ -32,12 +33,20 @@ def activation(shape, dtype):
     return jnp.asarray(x, dtype)
 
 
-@pytest.mark.parametrize("balance", [True, False])
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
-    ("shape", "dtype"),
-    [((2, 16, 128), "bfloat16"), ((1, 9, 341), "bfloat16"), ((1, 130, 85), "float32"),
-     ((2, 8, 384), "float32"), ((1, 3, 1), "float32"), ((1, 4, 200), "bfloat16")],
-)  # fmt: skip
+    ("shape", "dtype", "balance"),
+    [
+        ((1, 9, 341), "bfloat16", True),
+        ((2, 8, 384), "float32", False),
+        slow((2, 16, 128), "bfloat16", True),
+        slow((1, 130, 85), "float32", True),
+        slow((1, 3, 1), "float32", False),
+        slow((1, 4, 200), "bfloat16", False),
+    ],
+)
 def test_codes_and_numbers_are_those_of_the_definition(shape, dtype, balance):
     x = activation(shape, dtype)
     codec = CODEC if balance else Quantized(4, levels="normal", rotate=True, group=128)
@@ -117,7 +126,7 @@ def test_large_moments_are_updated_some_rows_at_a_time(monkeypatch):
         adam_8bit(*given, **hyper, implementation="mosaic")
 
 
-@pytest.mark.parametrize("features", [2048, 5461])
+@pytest.mark.parametrize("features", [2048, slow(5461)])
 def test_programs_lower_for_a_tpu_at_the_shapes_of_real_models(features, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     x = jax.ShapeDtypeStruct((8, 1024, features), "bfloat16")
@@ -132,6 +141,7 @@ def test_programs_lower_for_a_tpu_at_the_shapes_of_real_models(features, monkeyp
     assert text.count("tpu_custom_call") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs the extra tpu")
 @pytest.mark.parametrize("name", TPUS)
 def test_programs_compile_for_tpus(name):
