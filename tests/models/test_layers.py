@@ -70,7 +70,14 @@ def test_rematerialization_changes_no_gradient(policy):
     assert_close(got, loss_and_gradient(Storage())(model, KEY)[1], 1e-6)
 
 
-@pytest.mark.parametrize("mesh", [None, {"seq": 2, "tensor": 2}, {"fsdp": 2, "seq": 2}])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        None,
+        {"seq": 2, "tensor": 2},
+        pytest.param({"fsdp": 2, "seq": 2}, marks=pytest.mark.slow),
+    ],
+)
 def test_long_sequences_in_chunks_change_no_gradient(mesh, monkeypatch):
     model, sizes = decoder(), {"data": 1, "fsdp": 1, "tensor": 1, "seq": 1, **(mesh or {})}
     want = loss_and_gradient(Storage())(model, KEY)

@@ -1,5 +1,7 @@
 """How a model divides its work over devices."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +20,12 @@ def test_keys_are_repeated_until_each_device_has_a_head(heads, devices, want):
     assert heads * want % devices == 0
 
 
-@pytest.mark.parametrize("sizes", [{"fsdp": 4}, {"fsdp": 2, "seq": 2}, {"tensor": 2, "seq": 2}])
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    "sizes", [slow({"fsdp": 4}), {"fsdp": 2, "seq": 2}, slow({"tensor": 2, "seq": 2})]
+)
 def test_several_tpus_compute_the_loss_of_their_own_tokens(sizes, monkeypatch):
     """XLA for TPUs cannot call the functions of a part that GPUs call."""
     model = decoder()

@@ -29,10 +29,10 @@ def value_and_gradients(implementation, arrays, **options):
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "options"),
     [
-        (2, 2, {}),
+        pytest.param(2, 2, {}, marks=pytest.mark.slow),
         (4, 2, {"window": 100}),
         (2, 1, {"segments": jnp.repeat(jnp.arange(4), 64)[None].repeat(2, 0)}),
-        (2, 2, {"causal": False}),
+        pytest.param(2, 2, {"causal": False}, marks=pytest.mark.slow),
     ],
     ids=["plain", "window", "segments", "not causal"],
 )

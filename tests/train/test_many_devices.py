@@ -124,7 +124,6 @@ def test_devices_that_share_sequences_divide_weights_and_exchange_heads(method):
     [
         ("lean_subspace", f"fsdp={DEVICES}"),
         ("exact", "data=2,fsdp=2"),
-        ("lean", "tensor=2,seq=2"),
         *(
             pytest.param(method, mesh, marks=pytest.mark.slow)
             for method in METHODS
