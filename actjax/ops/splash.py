@@ -3,6 +3,7 @@
 They skip blocks that see nothing, and hold q, k, v, the output and a log-sum-exp (Dao, 2023).
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -23,6 +24,7 @@ _BLOCKS = (512, 256, _LANES)
 """Queries and keys of a block, the largest first."""
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def splash(sight: Sight, name: str, q: Any, k: Any, v: Any, segments: Any) -> jax.Array:
     """Returns attention with merged heads: a form as in `actjax.ops.attention_forms`.
 
@@ -30,6 +32,10 @@ def splash(sight: Sight, name: str, q: Any, k: Any, v: Any, segments: Any) -> ja
       ValueError: a length that is no multiple of 128, or arrays that XLA divides over devices.
     """
     del name
+    return _run(sight, segments, q, k, v)
+
+
+def _run(sight: Sight, segments: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     if reason := _refuses(q):
         raise ValueError(f"`implementation` 'splash' of attention {reason}: use 'blockwise'.")
     length, heads, size = q.shape[1:]
@@ -52,8 +58,52 @@ def splash(sight: Sight, name: str, q: Any, k: Any, v: Any, segments: Any) -> ja
     def of_row(q: jax.Array, k: jax.Array, v: jax.Array, segments: Any) -> Any:
         return kernel(q, k, v, None if segments is None else kernels.SegmentIds(segments, segments))
 
-    out = jax.vmap(of_row)(q_rows, k_rows, v_rows, segments)
-    return out.swapaxes(1, 2).reshape(*q.shape[:2], -1)
+    return _merged(jax.vmap(of_row)(q_rows, k_rows, v_rows, segments))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Residuals:
+    """The leaves of the pullback of the kernels.
+
+    Attributes:
+      leaves: arrays; those of heads are merged, [B, S, H * D]. Heads of 64 numbers, [B, H, S, 64],
+        would take the 128 lanes of 128.
+      treedef: structure of the pullback. Static.
+      heads: heads of each leaf; 0 for one that is not merged. Static.
+    """
+
+    leaves: Any
+    treedef: Any = dataclasses.field(metadata={"static": True})
+    heads: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+
+def _splash_fwd(sight, name, q, k, v, segments):
+    del name
+    out, pullback = jax.vjp(functools.partial(_run, sight, segments), q, k, v)
+    leaves, treedef = jax.tree.flatten(pullback)
+    ends = q.shape[1], q.shape[3]
+    heads = tuple(x.shape[1] if x.ndim == 4 and x.shape[2:] == ends else 0 for x in leaves)
+    leaves = [_merged(x) if n else x for x, n in zip(leaves, heads, strict=True)]
+    return out, _Residuals(leaves, treedef, heads)
+
+
+def _splash_bwd(sight, name, residuals, dout):
+    del sight, name
+    leaves = [
+        x.reshape(*x.shape[:2], n, -1).swapaxes(1, 2) if n else x
+        for x, n in zip(residuals.leaves, residuals.heads, strict=True)
+    ]
+    return *jax.tree.unflatten(residuals.treedef, leaves)(dout), None
+
+
+splash.defvjp(_splash_fwd, _splash_bwd)
+
+
+def _merged(x: jax.Array) -> jax.Array:
+    """[B, H, S, D] to [B, S, H * D]."""
+    x = x.swapaxes(1, 2)
+    return x.reshape(*x.shape[:2], -1)
 
 
 def splash_or(form: Any) -> Any:
