@@ -101,6 +101,14 @@ def test_activations_do_not_grow_with_the_batch_of_all_devices(method):
     assert temporaries[1] < temporaries[0]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_xla_knows_how_to_divide_every_array(method, capfd):
+    """Otherwise it says so, and gives the array whole to every device."""
+    program.__wrapped__(method, "fsdp=2,tensor=2")
+    assert "Involuntary" not in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("method", ["lean", pytest.param("lean_remat", marks=pytest.mark.slow)])
 def test_devices_that_share_sequences_divide_weights_and_exchange_heads(method):
     one, shapes = program(method, "")
