@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from actjax._core.coded_call import coded_call
@@ -43,7 +44,8 @@ def checkpoint(
 
     A function that treats the tokens of a long sequence separately, such as a feed-forward network,
     can run on a chunk of them at a time. Its intermediate arrays are then those of one chunk, in
-    both passes:
+    both passes. Nothing notices a function that mixes tokens, such as attention: each chunk would
+    see its own tokens alone.
 
         mlp = actjax.checkpoint(mlp, Exact(), chunk=8192, axis=1)  # x [B, S, d]
 
@@ -63,16 +65,15 @@ def checkpoint(
       name: name of the stored activations in `actjax.explain`.
 
     Raises:
-      TypeError: `fun` is not a function, `codec` is not a codec, or `activations` are not
-        positions; when called: an argument is not an array.
+      TypeError: `fun` is not a function, `codec` is not a codec, `activations` are not positions,
+        or `chunk` or `axis` is no integer; when called: an argument is not an array.
       ValueError: `chunk` or `axis` is out of range; when called: a position without an argument, a
         missing key, or activations or outputs without `axis`, or with other lengths along it.
     """
     check_function(fun, "checkpoint")
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"`chunk` of checkpoint must be at least 1, got {chunk}.")
-    if axis < 0:
-        raise ValueError(f"`axis` of checkpoint must be at least 0, got {axis}.")
+    if chunk is not None:
+        _check_integer("chunk", chunk, least=1)
+    _check_integer("axis", axis, least=0)
     if not isinstance(codec, Codec):
         raise TypeError(f"`codec` of checkpoint must be an actjax.Codec, got {codec!r}.")
     positions = positions_of(activations, "checkpoint")
@@ -116,6 +117,13 @@ def checkpoint(
         return closed.unflatten(outputs)
 
     return checkpointed
+
+
+def _check_integer(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"`{name}` of checkpoint must be an integer, got {value!r}.")
+    if value < least:
+        raise ValueError(f"`{name}` of checkpoint must be at least {least}, got {value}.")
 
 
 def _chunk_size(activations: Sequence[Any], chunk: int | None, axis: int) -> int | None:

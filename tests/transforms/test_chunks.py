@@ -78,14 +78,15 @@ def test_intermediate_arrays_are_those_of_one_chunk():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "error", "message"),
     [
-        ({"chunk": 0}, "`chunk` of checkpoint must be at least 1, got 0"),
-        ({"chunk": 2, "axis": -1}, "`axis` of checkpoint must be at least 0, got -1"),
+        ({"chunk": 0}, ValueError, "`chunk` of checkpoint must be at least 1, got 0"),
+        ({"chunk": 2.5}, TypeError, "`chunk` of checkpoint must be an integer, got 2.5"),
+        ({"chunk": 2, "axis": -1}, ValueError, "`axis` of checkpoint must be at least 0, got -1"),
     ],
 )
-def test_numbers_out_of_range_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
+def test_numbers_out_of_range_are_refused(options, error, message):
+    with pytest.raises(error, match=message):
         checkpoint(layer, **options)
 
 
