@@ -128,8 +128,12 @@ def _tpus(device: Tpu, count: int) -> Any:
         raise ValueError("compiling for a TPU needs libtpu, though no TPU: pip install 'jax[tpu]'.")
     for variable, value in _TPU_ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
-    options: dict[str, Any] = {"chips_per_host_bounds": (1, 1, 1)} if count == 1 else {}
-    return topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
+    # A host has four chips, [2, 2, 1], unless there are fewer or they are arranged otherwise.
+    sizes = [int(size) for size in name.partition(":")[2].split("x")]
+    bounds = (*sizes, *(1 for _ in range(3 - len(sizes)))) if count <= 4 else (2, 2, 1)
+    return topologies.get_topology_desc(
+        platform="tpu", topology_name=name, chips_per_host_bounds=bounds
+    )
 
 
 _CUDNN = "jax._src.cudnn.fused_attention_stablehlo"

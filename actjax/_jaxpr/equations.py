@@ -66,4 +66,5 @@ def run_equation(eqn: core.JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
     with source_info_util.user_context(source.traceback, name_stack=stack), context.manager:
         params = eqn.primitive.get_bind_params(eqn.params)
         outputs = eqn.primitive.bind(*inputs, **params)
-    return outputs if eqn.primitive.multiple_results else [outputs]
+    # A list, whatever a primitive returns: `shard_map` (JAX 0.10) returns what cannot be indexed.
+    return list(outputs) if eqn.primitive.multiple_results else [outputs]

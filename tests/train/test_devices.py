@@ -44,6 +44,13 @@ def test_topologies_of_tpus_are_near_to_cubes():
         TPUS["v5e"].topology(6)
 
 
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs the extra tpu")
+@pytest.mark.parametrize("name", TPUS)
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+def test_a_topology_has_the_chips_that_are_asked_for(name, count):
+    assert len(devices._tpus(TPUS[name], count).devices) == count
+
+
 def test_this_machine_needs_no_description():
     with compile_for(None) as place:
         assert place({"a": 1}) == {"a": 1}

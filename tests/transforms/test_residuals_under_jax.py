@@ -33,8 +33,6 @@ from transforms.residual_helpers import (
 import actjax
 from actjax import Calibrated, Exact, Quantized, compress_residuals
 
-NEW_JAX = jax.__version_info__ >= (0, 12, 0)
-
 
 def open_issue(reason: str) -> pytest.MarkDecorator:
     """Marks what does not work yet: strict, so that a repair shows."""
@@ -180,13 +178,10 @@ def test_data_may_be_sharded(kind):
     assert_close(jax.device_get(got), jax.device_get(gradient(x, ws)), 1e-5)  # Float32.
 
 
-WITHIN = () if NEW_JAX else open_issue("shard_map inside the function is not entered")
-
-
 @pytest.mark.parametrize(
     "where",
     [
-        pytest.param("within", marks=WITHIN),
+        "within",
         pytest.param("around", marks=open_issue("varying axes are lost")),
     ],
 )
