@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from actjax._core.flax import in_structure_of, without_variables
 from actjax.kernels.adam_8bit.api import adam_8bit
 from actjax.kernels.blockwise import is_blockwise
 from actjax.optim.eight_bit import BlockOf, EightBitState, eight_bit
@@ -56,13 +57,14 @@ def scale_by_adam_8bit(
         corrections = 1 - jnp.asarray([hyper.b1, hyper.b2], jnp.float32) ** count
         mus, treedef = jax.tree.flatten(old.mu, is_leaf=is_blockwise)
         nus = jax.tree.leaves(old.nu, is_leaf=is_blockwise)
-        grads = treedef.flatten_up_to(updates)
+        grads = treedef.flatten_up_to(without_variables(updates))
         results = [
             _update_one(grad, mu, nu, corrections, hyper)
             for grad, mu, nu in zip(grads, mus, nus, strict=True)
         ]
         changes, mu, nu = (treedef.unflatten([result[i] for result in results]) for i in range(3))
-        return changes, EightBitState(optax.ScaleByAdamState(count, mu, nu))
+        state = EightBitState(optax.ScaleByAdamState(count, mu, nu))
+        return in_structure_of(changes, updates), state
 
     return optax.GradientTransformationExtraArgs(cast(Any, init), cast(Any, update))
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from actjax._core.flax import in_structure_of, without_variables
 from actjax.codecs.base import check_positive_integer
 from actjax.kernels.blockwise import blockwise_zeros, is_blockwise
 from actjax.optim.checks import check_inner
@@ -89,14 +90,16 @@ def eight_bit(
         return zeros.encode(jax.lax.optimization_barrier(x))
 
     def init(params: optax.Params) -> EightBitState:
+        params = without_variables(params)
         state = inner.init(params)
         return EightBitState(map_state(compress, state, params, lambda x: isinstance(x, _KEPT)))
 
     def update(
         updates: optax.Updates, state: EightBitState, params: Any = None, **extra: Any
     ) -> tuple[optax.Updates, EightBitState]:
-        updates, new = inner.update(updates, decoded(state.inner), params, **extra)
-        return updates, EightBitState(encoded_like(state.inner, new))
+        own = without_variables(updates), decoded(state.inner), without_variables(params)
+        changes, new = inner.update(*own, **extra)
+        return in_structure_of(changes, updates), EightBitState(encoded_like(state.inner, new))
 
     return optax.GradientTransformationExtraArgs(init, cast(Any, update))
 

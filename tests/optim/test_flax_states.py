@@ -1,0 +1,84 @@
+"""8-bit states in `nnx.Optimizer`, in an optax loop on nnx states, and in Flax's serialisation."""
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from actjax import optim
+
+TRANSFORMS = {
+    "eight_bit": optim.eight_bit(optax.adamw(1e-3), min_size=64),
+    "scale_by_adam_8bit": optax.chain(optim.scale_by_adam_8bit(min_size=64), optax.scale(-1e-3)),
+    "masked": optax.masked(
+        optim.eight_bit(optax.adamw(1e-3), min_size=64),
+        lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree),
+    ),
+    "rounded": optim.compensated(optim.eight_bit(optax.adamw(1e-3), min_size=64)),
+}
+STEPS = 3
+
+
+def model_of(tx):
+    dtype = jnp.bfloat16 if tx is TRANSFORMS["rounded"] else jnp.float32
+    return nnx.Linear(8, 16, param_dtype=dtype, rngs=nnx.Rngs(0))
+
+
+def gradient_like(tree):
+    return jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape), tree)
+
+
+def expected_weights(tx):
+    """Returns the weights after some steps of an optax loop on a dict."""
+    params = nnx.to_pure_dict(nnx.state(model_of(tx), nnx.Param))
+    state = tx.init(params)
+    for _ in range(STEPS):
+        updates, state = tx.update(gradient_like(params), state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+def assert_equal(model, params):
+    got = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    jax.tree.map(np.testing.assert_array_equal, got, params)
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_an_nnx_optimizer_takes_the_steps_of_an_optax_loop(name):
+    tx = TRANSFORMS[name]
+    model = model_of(tx)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    structure = jax.tree.structure(nnx.state(optimizer))
+    for _ in range(STEPS):
+        optimizer.update(model, gradient_like(nnx.state(model, nnx.Param)))
+    assert_equal(model, expected_weights(tx))
+    # A checkpoint of a new optimizer and of one after some steps have the same arrays.
+    assert jax.tree.structure(nnx.state(optimizer)) == structure
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_loop_on_nnx_states_takes_the_same_steps(name):
+    tx = TRANSFORMS[name]
+    model = model_of(tx)
+    params = nnx.state(model, nnx.Param)
+    state = tx.init(params)
+    for _ in range(STEPS):
+        updates, state = tx.update(gradient_like(params), state, params)
+        assert jax.tree.structure(updates) == jax.tree.structure(params)
+        params = optax.apply_updates(params, updates)
+    nnx.update(model, params)
+    assert_equal(model, expected_weights(tx))
+
+
+def test_flax_serialises_an_8_bit_state():
+    tx = TRANSFORMS["eight_bit"]
+    params = {"w": jnp.ones((8, 16))}
+    state = tx.init(params)
+    _, state = tx.update(gradient_like(params), state, params)
+    data = flax.serialization.to_bytes(state)
+    restored = flax.serialization.from_bytes(tx.init(params), data)
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
