@@ -91,6 +91,16 @@ class Codec(abc.ABC):
           dtype: dtype of `x`.
         """
 
+    def grouped_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Returns the shape, [..., d], in which an array is best stored that has no tokens.
+
+        `compress_residuals` reshapes to it. By default the shape itself.
+
+        Args:
+          shape: shape of the array.
+        """
+        return tuple(shape)
+
     def gradient_rank(self, shape: Sequence[int]) -> int | None:
         """Returns the rank of a weight gradient in two factors; None if the gradient is dense.
 

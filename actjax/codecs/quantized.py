@@ -171,6 +171,20 @@ class Quantized(Codec):
             + (_SEED_BYTES if self.rounding == "dither" else 0)
         )
 
+    def grouped_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Returns a shape whose last axes are joined until scales are at most a quarter of a code.
+
+        The last axis of the scores of grouped-query attention, for example, may have two numbers.
+        """
+        shape = tuple(shape)
+        if self.scaling != "group" or self.balance or self.outlier_fraction:
+            return shape
+        scales = self.stored_bytes((1,), "float32") - packed_bytes(self.bits, 1)
+        enough = min(self.group, 3 * scales * 8 // self.bits)
+        while len(shape) > 1 and shape[-1] < enough:
+            shape = (*shape[:-2], shape[-2] * shape[-1])
+        return shape
+
     def expected_error(self, x: jax.Array) -> jax.Array:
         """Returns the theoretical mean squared error of each number of `x`, [..., d].
 

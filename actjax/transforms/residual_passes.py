@@ -14,7 +14,8 @@ from actjax._core.tags import encoded_first, name_code, tag_left
 from actjax._jaxpr.equations import run_equation
 from actjax._jaxpr.programs import run_inlined
 from actjax.codecs import Exact
-from actjax.transforms.residual_plan import LEFT_BY_RULE, BitMask, Plan, StoredBy
+from actjax.transforms.residual_plan import LEFT_BY_RULE, NO_SMALLER, Plan
+from actjax.transforms.stored_by import StoredBy
 
 LIFETIME = 32
 """Number of backward equations for which a decoded or rebuilt value is reused; after that it is
@@ -54,7 +55,7 @@ def _compressed_fwd(plan, run, inputs, codecs, key):
         if i is None or codecs[i] is None:
             return x
         codec = codecs[i]
-        value = x if isinstance(codec, Exact | BitMask) else no_derivative(x)
+        value = x if isinstance(codec, Exact) or x.dtype == bool else no_derivative(x)
         code = codec.encode(value, key_of(key, plan, i) if codec.needs_key else None)
         x, made[i] = encoded_first(x, code)
         return x
@@ -73,7 +74,7 @@ def _compressed_fwd(plan, run, inputs, codecs, key):
         what = kept.candidate
         if codec is not None:
             codes.append(name_code(made[i], x, repr(codec), what.primitive, what.name))
-        elif kept.reason == LEFT_BY_RULE:
+        elif kept.reason in (LEFT_BY_RULE, NO_SMALLER):
             codes.append(tag_left(x, kept.reason, what.primitive, what.name))
         else:
             codes.append(x)

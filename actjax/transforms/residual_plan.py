@@ -18,12 +18,13 @@ from actjax._jaxpr.origins import origin_of
 from actjax._jaxpr.programs import run_inlined
 from actjax._jaxpr.rebuilding import Graph
 from actjax.codecs import Codec
-from actjax.kernels.packing import pack, unpack
+from actjax.transforms.stored_by import StoredBy, fitted, in_bits
 
 LARGEST_OVER_SMALL = 32
 """If the rule is a codec, arrays smaller than the largest by more than this factor stay exact:
 statistics and log-sum-exps, for example, which take few bytes and must be accurate."""
 LEFT_BY_RULE = "not encoded by the rule"
+NO_SMALLER = "its code would be larger"
 _NOT_FLOATING = "not floating point"
 
 
@@ -70,34 +71,6 @@ class Settings:
 
     rule: Rule | Codec
     rebuild: bool
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class BitMask:
-    """Stores booleans [..., d] in one bit each. This is exact, so no rule decides on it.
-
-    Attributes:
-      features: d.
-    """
-
-    features: int
-    needs_key = False
-
-    def __repr__(self) -> str:
-        return "a bit each"
-
-    def encode(self, x: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, ...]:
-        """Returns bytes with eight booleans each."""
-        del key
-        return pack(x.astype(jnp.uint8), 1)
-
-    def decode(self, code: tuple[jax.Array, ...]) -> jax.Array:
-        """Inverse of `encode`."""
-        return unpack(code, 1, self.features).astype(bool)
-
-
-StoredBy = Codec | BitMask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,10 +144,9 @@ def make_plan(
     leaves = jaxpr.outvars[count:]
     kept = graph.choose([x for x in leaves if isinstance(x, core.Var)])
     found = [_describe(jaxpr, graph, var, names, dies) for var in kept]
-    codecs = _decide(found, settings.rule)
+    codecs, reasons = _decide(found, settings.rule)
     settled = [
-        dataclasses.replace(k, reason="" if codec is not None else k.reason or LEFT_BY_RULE)
-        for k, codec in zip(found, codecs, strict=True)
+        dataclasses.replace(k, reason=reason) for k, reason in zip(found, reasons, strict=True)
     ]
     shortened = _with_outputs(jaxpr, [*jaxpr.outvars[:count], *kept])
     return Plan(
@@ -255,26 +227,32 @@ def _inlined(fun: Callable[..., Any], args: Sequence[Any]) -> core.ClosedJaxpr:
     return jax.make_jaxpr(lambda *x: run_inlined(traced, x, custom=True))(*leaves)
 
 
-def _decide(found: list[Kept], rule: Rule | Codec) -> list[StoredBy | None]:
-    """Returns what stores each array."""
+def _decide(found: list[Kept], rule: Rule | Codec) -> tuple[list[StoredBy | None], list[str]]:
+    """Returns what stores each array, and for those that are stored exactly the reason."""
     open_ones = [k.candidate for k in found if not k.reason]
     if isinstance(rule, Codec):
         codec, largest = rule, max((c.size for c in open_ones), default=0)
         rule = lambda c: codec if c.shape and 0 < largest <= c.size * LARGEST_OVER_SMALL else None  # noqa: E731
     codecs: list[StoredBy | None] = []
+    reasons: list[str] = []
     for k in found:
-        if k.reason == _NOT_FLOATING and k.candidate.dtype == "bool" and k.candidate.shape:
-            codecs.append(BitMask(k.candidate.shape[-1]))
-            continue
-        chosen = None if k.reason else rule(k.candidate)
-        leave = chosen is None or (isinstance(chosen, str) and chosen == "leave")
-        if not leave and not isinstance(chosen, Codec):
-            raise TypeError(
-                f"`rule` returned {chosen!r} for {k.candidate}: return an actjax.Codec, or None to"
-                " store it unchanged."
-            )
-        codecs.append(chosen if isinstance(chosen, Codec) else None)
-    return codecs
+        what, stored, reason = k.candidate, None, k.reason
+        if reason == _NOT_FLOATING and what.dtype == "bool" and what.shape:
+            stored = in_bits(what.shape)
+        elif not reason:
+            chosen = rule(what)
+            if isinstance(chosen, Codec):
+                stored, reason = fitted(chosen, what.shape, what.dtype), NO_SMALLER
+            elif chosen is None or (isinstance(chosen, str) and chosen == "leave"):
+                reason = LEFT_BY_RULE
+            else:
+                raise TypeError(
+                    f"`rule` returned {chosen!r} for {what}: return an actjax.Codec, or None to"
+                    " store it unchanged."
+                )
+        codecs.append(stored)
+        reasons.append("" if stored is not None else reason)
+    return codecs, reasons
 
 
 def _describe(

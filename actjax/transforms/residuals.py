@@ -157,7 +157,7 @@ def _compress(
     if not plan.kept:
         return run(*inputs)
     for i, codec in enumerate(plan.codecs):
-        if isinstance(codec, Codec) and codec.needs_key:
+        if codec is not None and codec.needs_key:
             _check_key(key, plan.kept[i].candidate.name)
             codec.required_key(key_of(key, plan, i))
     return run_compressed(plan, run, inputs, plan.codecs, key)
