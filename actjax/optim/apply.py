@@ -17,9 +17,10 @@ from actjax.optim.checks import check_callable, check_transform
 from actjax.optim.layers import (
     LayerwiseState,
     count_layers,
+    default_layers,
     densify,
-    layers_of,
     merge,
+    no_layers,
     put,
     split,
     split_gradient,
@@ -34,7 +35,7 @@ def init(
     tx: optax.GradientTransformation,
     params: Any,
     *,
-    layers: Callable[[Any], Any] = layers_of,
+    layers: Callable[[Any], Any] | None = None,
 ) -> LayerwiseState:
     """Returns the state of `tx` for `apply`: one for each layer, and one for the rest.
 
@@ -42,7 +43,7 @@ def init(
       tx: an optax transform that treats each array separately: see `apply`.
       params: the parameters.
       layers: from the parameters to the subtree whose arrays have a leading axis of layers; by
-        default the attribute or entry `layers`.
+        default the attribute or entry `layers`, and without stacked layers there nothing.
 
     Raises:
       TypeError: `tx` is not a transform, or `layers` is not a function.
@@ -51,17 +52,23 @@ def init(
         has weights inside and outside the layers.
     """
     check_transform("tx", tx)
+    layers = default_layers(params) if layers is None else layers
     check_callable("layers", layers)
     if isinstance(tx, RoundedTransformation):
         return _init_rounded(tx.rounding, params, layers)
     stacked, rest = split(params, layers)
-    count = count_layers(stacked)
+    count = _count(stacked, layers)
     if isinstance(tx, SubspaceTransformation):
         tx.subspace.check_groups(params)
         return _init_subspace(tx.subspace, stacked, rest, count)
-    state = LayerwiseState(jax.vmap(tx.init)(stacked), tx.init(rest))
+    state = LayerwiseState(jax.vmap(tx.init)(stacked) if count else (), tx.init(rest))
     _check_outermost(state)
     return state
+
+
+def _count(stacked: Any, layers: Callable[[Any], Any]) -> int:
+    """Returns the number of stacked layers; 0 if the parameters have none."""
+    return 0 if layers is no_layers else count_layers(stacked)
 
 
 def _check_outermost(state: LayerwiseState) -> None:
@@ -88,18 +95,23 @@ def _init_rounded(
     rounding.check_params(params)
     inner = init(rounding.inner, rounding.seen_by_inner(params), layers=layers)
     stacked, rest = split(params, layers)
+    of_rest, count = rounding.state_of(inner.rest, rest, rounding.key), _count(stacked, layers)
+    if not count:
+        return LayerwiseState((), of_rest)
     # A separate key for each layer: otherwise all layers would be rounded by the same numbers.
-    keys = jax.random.split(rounding.key, count_layers(stacked))
-    of_layers = jax.vmap(rounding.state_of)(inner.layers, stacked, keys)
-    return LayerwiseState(of_layers, rounding.state_of(inner.rest, rest, rounding.key))
+    keys = jax.random.split(rounding.key, count)
+    return LayerwiseState(jax.vmap(rounding.state_of)(inner.layers, stacked, keys), of_rest)
 
 
 def _init_subspace(subspace: Subspace, stacked: Any, rest: Any, count: int) -> LayerwiseState:
-    # A separate key for each layer: otherwise all layers would get the same random bases.
     key = jax.random.key(subspace.seed)
+    of_rest = subspace.init_from(rest, key)
+    if not count:
+        return LayerwiseState((), of_rest)
+    # A separate key for each layer: otherwise all layers would get the same random bases.
     keys = jax.random.split(key, count)
     of_layers = jax.lax.map(lambda layer: subspace.init_from(*layer), (stacked, keys))
-    state = LayerwiseState(of_layers, subspace.init_from(rest, key))
+    state = LayerwiseState(of_layers, of_rest)
     if shared := sorted(set(state.layers.bases) & set(state.rest.bases)):
         raise ValueError(
             f"input groups {shared} in `groups` of subspace have weights inside and outside the"
@@ -114,14 +126,15 @@ def apply(
     state: LayerwiseState,
     params: Any,
     *,
-    layers: Callable[[Any], Any] = layers_of,
+    layers: Callable[[Any], Any] | None = None,
     refresh: bool | jax.Array = False,
     with_norm: bool = False,
 ) -> Any:
     """Updates parameters and state with a gradient, one stacked layer after the other, in place.
 
     It computes `optax.apply_updates(params, tx.update(grads, state, params)[0])` for each layer
-    separately and for the rest, without an update or a second copy of all weights. Donate `state`
+    separately and for the rest, without an update or a second copy of all weights. Parameters
+    without stacked layers, such as a dict of arrays or a list of trees, are the rest. Donate `state`
     and `params` to the jitted function around it, which must take and return them in the same
     order: JAX assigns donated buffers to results of the same shape in this order, and everything
     would be copied if a first moment got the buffer of a weight.
@@ -159,10 +172,11 @@ def apply(
       ValueError: a gradient or state whose structure or shapes do not fit the parameters, or
         `refresh` for a transform other than `subspace`.
     """
+    layers = default_layers(params) if layers is None else layers
     check_state(tx, state, params, layers)
     stacked, rest = split(params, layers)
     stacked_grads, rest_grads = split_gradient(grads, params, layers)
-    count = count_layers(stacked)
+    count = _count(stacked, layers)
     whole, due_layers = refresh_by_layer(tx, refresh, count)
 
     def body(i: jax.Array, carry: Any) -> Any:
@@ -172,8 +186,8 @@ def apply(
         new, new_state, moved = update_one(tx, *layer, due)
         return put(params, new, i), put(state, new_state, i), square + moved
 
-    zero = jnp.zeros((), jnp.float32)
-    stacked, layers_state, square = jax.lax.fori_loop(0, count, body, (stacked, state.layers, zero))
+    carry = stacked, state.layers, jnp.zeros((), jnp.float32)
+    stacked, layers_state, square = jax.lax.fori_loop(0, count, body, carry) if count else carry
     rest, rest_state, moved = update_one(tx, rest_grads, state.rest, rest, whole)
     result = merge(stacked, rest, params), LayerwiseState(layers_state, rest_state)
     return (*result, jnp.sqrt(square + moved)) if with_norm else result
@@ -184,7 +198,7 @@ def redraw(
     state: LayerwiseState,
     params: Any,
     *,
-    layers: Callable[[Any], Any] = layers_of,
+    layers: Callable[[Any], Any] | None = None,
     due: jax.Array | None = None,
 ) -> LayerwiseState:
     """Returns the state with new random bases, for a `subspace` whose `source` is "random".
@@ -199,9 +213,10 @@ def redraw(
     Raises:
       ValueError: a state whose structure or shapes do not fit, or a source other than "random".
     """
+    layers = default_layers(params) if layers is None else layers
     check_state(tx, state, params, layers)
     stacked, rest = split(params, layers)
-    count = count_layers(stacked)
+    count = _count(stacked, layers)
     whole, due_layers = refresh_by_layer(tx, True if due is None else due, count)
 
     def body(i: jax.Array, layers_state: Any) -> Any:
@@ -212,7 +227,7 @@ def redraw(
             new = jax.tree.map(lambda a, b: jnp.where(chosen, a, b), new, old)
         return put(layers_state, new, i)
 
-    drawn = jax.lax.fori_loop(0, count, body, state.layers)
+    drawn = jax.lax.fori_loop(0, count, body, state.layers) if count else ()
     return LayerwiseState(drawn, tx.refresh(None, state.rest, rest) if whole else state.rest)
 
 

@@ -42,10 +42,7 @@ def layers_of(params: Any) -> Any:
     Raises:
       ValueError: it has neither, or it holds one tree for each layer instead of a stack.
     """
-    if isinstance(params, Mapping) and "layers" in params:
-        found = params["layers"]
-    else:
-        found = getattr(params, "layers", None)
+    found = _entry(params)
     if found is None:
         raise ValueError(
             f"{type(params).__name__} has no `layers`: pass `layers`, a function from the"
@@ -60,9 +57,34 @@ def layers_of(params: Any) -> Any:
     return found
 
 
+def default_layers(params: Any) -> Callable[[Any], Any]:
+    """Returns `layers_of`, or a function that returns nothing if `params` has no stacked layers.
+
+    The arrays of `layers` are a stack if they share their leading axis, and are not those of one
+    tree for each layer.
+    """
+    found = _entry(params)
+    lengths = {jnp.shape(x)[:1] for x in jax.tree.leaves(found)}
+    is_stack = len(lengths) == 1 and lengths != {()} and not _is_list_of_trees(found)
+    return layers_of if is_stack else no_layers
+
+
+def no_layers(params: Any) -> Any:
+    """Returns the stacked layers of parameters that have none."""
+    del params
+    return ()
+
+
+def _entry(params: Any) -> Any:
+    if isinstance(params, Mapping) and "layers" in params:
+        return params["layers"]
+    return getattr(params, "layers", None)
+
+
 def _is_list_of_trees(tree: Any) -> bool:
     if isinstance(tree, Mapping):
-        return bool(tree) and all(isinstance(key, int) for key in tree)
+        # The keys of a list of Flax modules are its indices, or these as text.
+        return bool(tree) and all(isinstance(key, int) or key.isdecimal() for key in tree)
     if not isinstance(tree, Sequence) or hasattr(tree, "_fields"):
         return False
     return not jax.tree_util.all_leaves(list(tree))

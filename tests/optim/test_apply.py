@@ -140,6 +140,40 @@ def test_layers_may_have_another_name_and_parameters_may_be_absent():
 # Arguments.
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"w": np.ones((8, 8)), "b": np.ones(8)},
+        {"layers": {str(i): {"w": np.full((8, 8), i)} for i in range(2)}},
+        {"layers": {"up": {"w": np.ones((8, 4)), "b": np.ones(4)}}, "norm": np.ones(8)},
+        [np.ones((8, 8))],
+    ],
+    ids=["without", "a tree for each", "one dense layer", "a list"],
+)
+@pytest.mark.parametrize(
+    "tx",
+    [optim.eight_bit(optax.adamw(0.1), min_size=16), optim.compensated(optax.adamw(0.1))],
+    ids=["eight_bit", "compensated"],
+)
+def test_parameters_without_stacked_layers_are_updated_as_in_optax(tx, params):
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), params)
+    grads = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size)).reshape(x.shape), params)
+    state = optim.init(tx, params)
+    assert state.layers == ()
+    got, _ = optim.apply(tx, grads, state, params)
+    updates, _ = tx.update(grads, tx.init(params), params)
+    jax.tree.map(np.testing.assert_array_equal, got, optax.apply_updates(params, updates))
+
+
+def test_a_subspace_without_stacked_layers_is_refreshed():
+    tx, params = optim.subspace(optax.sgd(1.0), 2, scale=1.0), {"w": jnp.zeros((8, 8))}
+    grads = {"w": jnp.diag(jnp.arange(8.0))}
+    got, _ = optim.apply(tx, grads, optim.init(tx, params), params, refresh=True)
+    # The gradient within the span of its two largest directions.
+    expected = -jnp.diag(jnp.where(jnp.arange(8) > 5, jnp.arange(8.0), 0))
+    np.testing.assert_allclose(got["w"], expected, atol=1e-5)  # Float32, of numbers up to 7.
+
+
 def stacked_params(count):
     w = np.ones((count, 4, 4), "float32")
     return {"layers": {"w": w}, "head": np.ones((4, 4), "float32")}
@@ -151,15 +185,13 @@ def shapes_of_state(tx, params):
 
 def test_bad_arguments_of_init_are_named():
     good = stacked_params(3)
-    for params, message in (
-        (
-            {"layers": {"a": np.ones((3, 4)), "b": np.ones((2, 4))}},
-            r"must share a leading axis.* are 2, 3\.",
-        ),
-        ({"blocks": np.ones((3, 4))}, r"dict has no `layers`: pass `layers`, a function"),
+    ragged = {"layers": {"a": np.ones((3, 4)), "b": np.ones((2, 4))}}
+    for layers, message in (
+        (lambda p: p["layers"], r"must share a leading axis.* are 2, 3\."),
+        (lambda p: {}, r"`layers` holds no arrays"),
     ):
         with pytest.raises(ValueError, match=message):
-            shapes_of_state(ADAMW, params)
+            optim.init(ADAMW, ragged, layers=layers)
     for bad in (optax.adam, None, 0.1):
         with pytest.raises(TypeError, match=r"`tx` must be an optax transform"):
             optim.init(bad, good)

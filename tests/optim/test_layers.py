@@ -75,7 +75,8 @@ def test_layers_are_an_attribute_or_an_entry():
 
 
 def test_one_tree_per_layer_is_not_a_stack():
-    for layers in ([{"w": 1}, {"w": 2}], ({"w": 1}, {"w": 2}), {0: {"w": 1}, 1: {"w": 2}}):
+    for layers in ([{"w": 1}, {"w": 2}], ({"w": 1}, {"w": 2}), {0: {"w": 1}, 1: {"w": 2}},
+                   {"0": {"w": 1}, "1": {"w": 2}}):  # fmt: skip
         with pytest.raises(ValueError, match=r"`layers` of dict holds 2 trees, one per layer: st"):
             layers_of({"layers": layers})
 
