@@ -134,8 +134,9 @@ def apply(
 
     It computes `optax.apply_updates(params, tx.update(grads, state, params)[0])` for each layer
     separately and for the rest, without an update or a second copy of all weights. Parameters
-    without stacked layers, such as a dict of arrays or a list of trees, are the rest. Donate `state`
-    and `params` to the jitted function around it, which must take and return them in the same
+    without stacked layers, such as a dict of arrays or a list of trees, are the rest.
+
+    Donate `state` and `params` to the jitted function around it, which must take and return them in the same
     order: JAX assigns donated buffers to results of the same shape in this order, and everything
     would be copied if a first moment got the buffer of a weight.
 
