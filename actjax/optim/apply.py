@@ -136,9 +136,9 @@ def apply(
     separately and for the rest, without an update or a second copy of all weights. Parameters
     without stacked layers, such as a dict of arrays or a list of trees, are the rest.
 
-    Donate `state` and `params` to the jitted function around it, which must take and return them in the same
-    order: JAX assigns donated buffers to results of the same shape in this order, and everything
-    would be copied if a first moment got the buffer of a weight.
+    Donate `state` and `params` to the jitted function around it, which must take and return them in
+    the same order: JAX assigns donated buffers to results of the same shape in this order, and
+    everything would be copied if a first moment got the buffer of a weight.
 
         @functools.partial(jax.jit, donate_argnums=(0, 1))
         def step(params, state, batch):
