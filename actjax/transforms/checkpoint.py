@@ -15,6 +15,7 @@ import numpy as np
 from jax.core import Tracer
 
 from actjax._core.coded_call import coded_call
+from actjax._core.nnx_modules import open_modules
 from actjax._jaxpr.programs import close
 from actjax.codecs import Codec, Quantized
 from actjax.transforms.checks import check_function, check_positions, positions_of
@@ -40,7 +41,8 @@ def checkpoint(
         def layer(x, weights): ...
         x = actjax.checkpoint(layer, Quantized(4))(x, weights)
 
-    Works under `jit`, `lax.scan` and `vmap`, may close over arrays, and may be nested.
+    Works under `jit`, `lax.scan` and `vmap`, may close over arrays, and may be nested. What `fun`
+    writes into Flax nnx modules among its arguments, such as statistics of a batch norm, is kept.
 
     A function that treats the tokens of a long sequence separately, such as a feed-forward network,
     can run on a chunk of them at a time. Its intermediate arrays are then those of one chunk, in
@@ -81,8 +83,9 @@ def checkpoint(
     @functools.wraps(fun)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         check_positions(positions, args, "checkpoint")
-        leaves, treedef = jax.tree.flatten(args)
-        owners = [i for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
+        opened = open_modules(functools.partial(fun, **kwargs), args, "checkpoint")
+        leaves, treedef = jax.tree.flatten(opened.args)
+        owners = [i for i, arg in enumerate(opened.args) for _ in jax.tree.leaves(arg)]
         coded = [
             i
             for i, (owner, leaf) in enumerate(zip(owners, leaves, strict=True))
@@ -93,7 +96,7 @@ def checkpoint(
         if size is not None:
             for i in coded:
                 leaves[i] = jax.lax.slice_in_dim(leaves[i], 0, size, axis=axis)
-        closed = close(functools.partial(fun, **kwargs), jax.tree.unflatten(treedef, leaves))
+        closed = close(opened.fun, jax.tree.unflatten(treedef, leaves))
         rest = [None if i in coded else x for i, x in enumerate(closed.arguments)]
         # Constants that are not traced need no gradient. JAX must not try to compute one: operators
         # with their own backward pass, such as products with NF4 weights, capture such constants.
@@ -114,7 +117,7 @@ def checkpoint(
             "checkpoint",
             names,
         )
-        return closed.unflatten(outputs)
+        return opened.finish(closed.unflatten(outputs))
 
     return checkpointed
 

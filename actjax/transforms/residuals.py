@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from actjax._core.nnx_modules import open_modules
 from actjax._jaxpr.equations import run_equation, scan_counts
 from actjax._jaxpr.one_way import ONE_WAY, passing_one_way
 from actjax._jaxpr.programs import close, run_inlined
@@ -46,6 +47,9 @@ def compress_residuals(
     arrays that are already codes. Booleans, such as the mask of a ReLU or of dropout, take one bit
     each. An array that several operators need is stored once, together with its views: transposed,
     reshaped, broadcast or wider copies.
+
+    What `fun` writes into Flax nnx modules among its positional arguments is kept: statistics of a
+    batch norm, the number of dropout masks that were drawn, settings.
 
     An operator may store a second array that fits only the exact values. Attention with a stored
     log-sum-exp is an example: where scores are large, attention weights computed from decoded q and
@@ -93,8 +97,9 @@ def compress_residuals(
     @functools.wraps(fun)
     def compressed(*args: Any, **kwargs: Any) -> Any:
         check_positions(positions, args, "compress_residuals")
-        closed = close(functools.partial(fun, **kwargs), args)
-        paths = jax.tree_util.tree_flatten_with_path(args)[0]
+        opened = open_modules(functools.partial(fun, **kwargs), args, "compress_residuals")
+        closed = close(opened.fun, opened.args)
+        paths = jax.tree_util.tree_flatten_with_path(opened.args)[0]
         names = [*("",) * len(closed.constants), *(jax.tree_util.keystr(path) for path, _ in paths)]
         dies = [path[0].idx in positions for path, _ in paths]
         outputs = _compress(
@@ -106,7 +111,7 @@ def compress_residuals(
             key,
             passing_one_way(closed.jaxpr),
         )
-        return closed.unflatten(outputs)
+        return opened.finish(closed.unflatten(outputs))
 
     return compressed
 

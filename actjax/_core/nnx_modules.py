@@ -1,0 +1,129 @@
+"""Functions that change the state of Flax nnx modules, as functions of arrays alone.
+
+JAX traces a function with copies of its modules. What the function writes into them, such as the
+statistics of a batch norm or the number of dropout masks that were drawn, is lost with the copies,
+unless it is an output.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+
+class Opened(NamedTuple):
+    """A function of arrays, made from a function of modules.
+
+    Attributes:
+      fun: returns the output, and what it wrote into the modules.
+      args: its arguments: states in the place of modules.
+      finish: from what `fun` returned to the output; writes into the modules.
+    """
+
+    fun: Callable[..., Any]
+    args: tuple[Any, ...]
+    finish: Callable[[Any], Any]
+
+
+def open_modules(fun: Callable[..., Any], args: tuple[Any, ...], where: str) -> Opened:
+    """Returns a function of arrays.
+
+    Args:
+      fun: a function of pytrees, in which there may be nnx modules.
+      args: its arguments.
+      where: the transform, for messages.
+
+    Raises:
+      ValueError: when called, if `fun` adds variables to a module, or removes them.
+    """
+    nnx: Any = sys.modules.get("flax.nnx")
+
+    def is_module(x: Any) -> bool:
+        return nnx is not None and isinstance(x, nnx.Module)
+
+    leaves, treedef = jax.tree.flatten(args, is_leaf=is_module)
+    modules = {id(x): x for x in leaves if is_module(x)}
+    if not modules:
+        return Opened(lambda *args: (fun(*args), ()), args, lambda result: result[0])
+    graphs, states = {}, {}
+    for name, module in modules.items():
+        graphs[name], states[name] = nnx.split(module)
+    # A module in two places is one module.
+    first = {id(x): i for i, x in reversed(list(enumerate(leaves)))}
+    given = [
+        (states[id(x)] if first[id(x)] == i else None) if is_module(x) else x
+        for i, x in enumerate(leaves)
+    ]
+    written: dict[int, list[int]] = {}
+    settings: dict[int, dict[Any, Any]] = {}
+
+    def of_arrays(*args: Any) -> Any:
+        own = treedef.flatten_up_to(args)
+        before = {name: _values(nnx, own[first[name]]) for name in modules}
+        copies = {name: nnx.merge(graphs[name], own[first[name]]) for name in modules}
+        arguments = [copies[id(x)] if is_module(x) else y for x, y in zip(leaves, own, strict=True)]
+        output = fun(*treedef.unflatten(arguments))
+        changes = []
+        for name, copy in copies.items():
+            state = nnx.state(copy)
+            _check_paths(nnx, states[name], state, copy, where)
+            after = _values(nnx, state)
+            pairs = zip(before[name], after, strict=True)
+            written[name] = [i for i, (old, new) in enumerate(pairs) if _differs(old, new)]
+            settings[name] = _settings(nnx, copy)
+            changes.append([after[i] for i in written[name]])
+        return output, changes
+
+    def finish(result: Any) -> Any:
+        output, changes = result
+        for (name, module), values in zip(modules.items(), changes, strict=True):
+            variables = jax.tree.leaves(nnx.state(module), is_leaf=_is_variable(nnx))
+            for i, value in zip(written[name], values, strict=True):
+                variables[i].set_value(value)
+            old = _settings(nnx, module)
+            nodes = dict(nnx.iter_modules(module))
+            for (path, attribute), value in settings[name].items():
+                if old.get((path, attribute), _MISSING) != value:
+                    setattr(nodes[path], attribute, value)
+        return output
+
+    return Opened(of_arrays, tuple(treedef.unflatten(given)), finish)
+
+
+_MISSING = object()
+
+
+def _is_variable(nnx: Any) -> Callable[[Any], bool]:
+    return lambda x: isinstance(x, nnx.Variable)
+
+
+def _values(nnx: Any, state: Any) -> list[Any]:
+    """Returns what the variables of a state hold."""
+    return [x.get_value() for x in jax.tree.leaves(state, is_leaf=_is_variable(nnx))]
+
+
+def _differs(old: Any, new: Any) -> bool:
+    """Returns whether a variable was written: the arrays of a trace are compared by identity."""
+    a, b = jax.tree.flatten(old), jax.tree.flatten(new)
+    return a[1] != b[1] or any(x is not y for x, y in zip(a[0], b[0], strict=True))
+
+
+def _settings(nnx: Any, module: Any) -> dict[Any, Any]:
+    """Returns attributes such as `deterministic`, by the path of their module and their name."""
+    return {
+        (path, name): value
+        for path, node in nnx.iter_modules(module)
+        for name, value in vars(node).items()
+        if value is None or isinstance(value, bool | int | float | str)
+    }
+
+
+def _check_paths(nnx: Any, old: Any, new: Any, module: Any, where: str) -> None:
+    paths = [{path for path, _ in nnx.to_flat_state(state)} for state in (old, new)]
+    if odd := sorted(map(str, paths[0] ^ paths[1])):
+        raise ValueError(
+            f"{where}: the function adds variables to a {type(module).__name__}, or removes them:"
+            f" {', '.join(odd[:3])}. They would be lost: call it once before, without the transform,"
+            " or return what they hold."
+        )
