@@ -124,6 +124,6 @@ def _check_paths(nnx: Any, old: Any, new: Any, module: Any, where: str) -> None:
     if odd := sorted(map(str, paths[0] ^ paths[1])):
         raise ValueError(
             f"{where}: the function adds variables to a {type(module).__name__}, or removes them:"
-            f" {', '.join(odd[:3])}. They would be lost: call it once before, without the transform,"
-            " or return what they hold."
+            f" {', '.join(odd[:3])}. They would be lost: call it once before, without the"
+            " transform, or return what they hold."
         )

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend import core
 
 from actjax._jaxpr.equations import called, run_equation
@@ -44,12 +43,6 @@ def close(fun: Callable[..., Any], args: Sequence[Any]) -> Closed:
     """
     leaves, treedef = jax.tree.flatten(tuple(args))
     found: list[Any] = []
-    for leaf in leaves:
-        if not hasattr(leaf, "dtype") and not isinstance(leaf, int | float | complex):
-            raise TypeError(
-                f"an argument is {leaf!r}, which is not an array: pass static values by keyword, or"
-                " close over them."
-            )
 
     def flat(*leaves: Any) -> list[Any]:
         outputs, structure = jax.tree.flatten(fun(*jax.tree.unflatten(treedef, leaves)))
@@ -57,9 +50,7 @@ def close(fun: Callable[..., Any], args: Sequence[Any]) -> Closed:
         return outputs
 
     traced = jax.make_jaxpr(flat)(*leaves)
-    # Python numbers were traced as numbers; from here on they are arrays.
-    arrays = [x if hasattr(x, "dtype") else jnp.asarray(x) for x in leaves]
-    return Closed(traced.jaxpr, list(traced.consts), arrays, found[-1])
+    return Closed(traced.jaxpr, list(traced.consts), leaves, found[-1])
 
 
 Handler = Callable[[core.JaxprEqn, list[Any]], list[Any] | None]

@@ -15,11 +15,11 @@ import numpy as np
 from jax.core import Tracer
 
 from actjax._core.coded_call import coded_call
-from actjax._core.nnx_modules import open_modules
 from actjax._jaxpr.programs import close
 from actjax.codecs import Codec, Quantized
 from actjax.transforms.checks import check_function, check_positions, positions_of
 from actjax.transforms.chunks import InChunks
+from actjax.transforms.opened import open_function
 
 
 def checkpoint(
@@ -54,8 +54,8 @@ def checkpoint(
     Gradients of weights are summed over the chunks in float32.
 
     Args:
-      fun: a function of arrays and pytrees of arrays. Keyword arguments may be static; their arrays
-        are closed over.
+      fun: a function of arrays and pytrees of them. What is no array, such as a Python number, is
+        static. Arrays in keyword arguments are closed over.
       codec: how each activation is stored. With `Exact()` this is `jax.checkpoint`.
       activations: positions of the arguments whose floating point arrays, except scalars, are
         stored as codes. Other arguments, and arrays that `fun` closes over, are stored unchanged;
@@ -68,7 +68,7 @@ def checkpoint(
 
     Raises:
       TypeError: `fun` is not a function, `codec` is not a codec, `activations` are not positions,
-        or `chunk` or `axis` is no integer; when called: an argument is not an array.
+        or `chunk` or `axis` is no integer.
       ValueError: `chunk` or `axis` is out of range; when called: a position without an argument, a
         missing key, or activations or outputs without `axis`, or with other lengths along it.
     """
@@ -83,7 +83,7 @@ def checkpoint(
     @functools.wraps(fun)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         check_positions(positions, args, "checkpoint")
-        opened = open_modules(functools.partial(fun, **kwargs), args, "checkpoint")
+        opened = open_function(functools.partial(fun, **kwargs), args, "checkpoint")
         leaves, treedef = jax.tree.flatten(opened.args)
         owners = [i for i, arg in enumerate(opened.args) for _ in jax.tree.leaves(arg)]
         coded = [

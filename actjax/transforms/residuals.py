@@ -12,12 +12,12 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from actjax._core.nnx_modules import open_modules
 from actjax._jaxpr.equations import run_equation, scan_counts
 from actjax._jaxpr.one_way import ONE_WAY, passing_one_way
 from actjax._jaxpr.programs import close, run_inlined
 from actjax.codecs import Codec
 from actjax.transforms.checks import check_function, check_positions, positions_of
+from actjax.transforms.opened import open_function
 from actjax.transforms.residual_passes import key_of, run_compressed
 from actjax.transforms.residual_plan import Rule, Settings, is_floating, make_plan
 
@@ -65,8 +65,9 @@ def compress_residuals(
     second derivatives of codes raise.
 
     Args:
-      fun: any JAX function that can be differentiated in reverse mode. Its positional arguments are
-        traced. Keyword arguments may be static; their arrays are closed over.
+      fun: any JAX function that can be differentiated in reverse mode. What is no array, such as a
+        Python number or a function in a module of Equinox, is static. Arrays in keyword arguments
+        are closed over.
       rule: a function from a `Candidate` to its codec; or one codec for all arrays except small
         ones (32 times smaller than the largest).
       activations: positions of arguments that the rule decides on too, because they are dead after
@@ -77,7 +78,7 @@ def compress_residuals(
 
     Raises:
       TypeError: `fun` is not a function, `rule` is neither a codec nor a function or returned
-        something else, or `key` is not a key; when called: an argument is not an array.
+        something else, or `key` is not a key.
       ValueError: when called: a position without an argument, a missing key, or a codec that does
         not fit an array.
     """
@@ -97,7 +98,7 @@ def compress_residuals(
     @functools.wraps(fun)
     def compressed(*args: Any, **kwargs: Any) -> Any:
         check_positions(positions, args, "compress_residuals")
-        opened = open_modules(functools.partial(fun, **kwargs), args, "compress_residuals")
+        opened = open_function(functools.partial(fun, **kwargs), args, "compress_residuals")
         closed = close(opened.fun, opened.args)
         paths = jax.tree_util.tree_flatten_with_path(opened.args)[0]
         names = [*("",) * len(closed.constants), *(jax.tree_util.keystr(path) for path, _ in paths)]

@@ -328,13 +328,6 @@ def test_fun_must_be_a_function():
         checkpoint(3)
 
 
-def test_arguments_must_be_arrays():
-    with pytest.raises(
-        TypeError, match="an argument is 'a', which is not an array: pass static values"
-    ):
-        checkpoint(lambda x, mode: x)(jnp.ones(3), "a")
-
-
 @pytest.mark.parametrize(
     ("codec", "shown"),
     [(Quantized, "<class 'actjax."), ("exact", "'exact'"), (None, "None"), ((Exact(),), "(Exact")],

@@ -1,0 +1,41 @@
+"""Functions of anything as functions of arrays."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from actjax._core.nnx_modules import Opened, open_modules
+
+
+def open_function(fun: Callable[..., Any], args: tuple[Any, ...], where: str) -> Opened:
+    """Returns a function of arrays, made from a function of pytrees with modules and settings.
+
+    Its arguments have states in the place of Flax nnx modules, and None in the place of what is no
+    array: Python numbers and booleans, text, functions, as modules of Equinox hold them. A function
+    is traced anew in each call, so it may depend on their values.
+
+    Args:
+      fun: the function.
+      args: its arguments.
+      where: the transform, for messages.
+
+    Raises:
+      ValueError: when called, if `fun` adds variables to an nnx module, or removes them.
+    """
+    opened = open_modules(fun, args, where)
+    leaves, treedef = jax.tree.flatten(opened.args)
+    if all(map(_is_array, leaves)):
+        return opened
+
+    def of_arrays(*args: Any) -> Any:
+        given = treedef.flatten_up_to(args)
+        merged = [y if _is_array(x) else x for x, y in zip(leaves, given, strict=True)]
+        return opened.fun(*treedef.unflatten(merged))
+
+    arrays = treedef.unflatten([x if _is_array(x) else None for x in leaves])
+    return Opened(of_arrays, arrays, opened.finish)
+
+
+def _is_array(x: Any) -> bool:
+    return hasattr(x, "dtype")
