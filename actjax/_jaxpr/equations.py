@@ -48,6 +48,28 @@ def called(eqn: core.JaxprEqn, custom: bool = False) -> core.ClosedJaxpr | None:
     return body_of(eqn)
 
 
+def scope_of(eqn: core.JaxprEqn) -> str:
+    """Returns the name scopes that an equation is in, such as "transformer/h/0/mlp".
+
+    Modules of Flax linen and Haiku open one each. Names of transformations are left out.
+    """
+    stack: Any = eqn.source_info.name_stack.stack
+    return "/".join(scope.name for scope in stack if type(scope).__name__ == "Scope")
+
+
+def joined_scopes(*scopes: str) -> str:
+    """Returns name scopes, each within the one before it."""
+    return "/".join(filter(None, scopes))
+
+
+def in_scope_of(call: core.JaxprEqn, eqn: core.JaxprEqn) -> core.JaxprEqn:
+    """Returns an equation of the body of a call, in the name scopes of the call too."""
+    source, outer = eqn.source_info, call.source_info.name_stack
+    if not outer.stack:
+        return eqn
+    return eqn.replace(source_info=source.replace(name_stack=outer + source.name_stack))
+
+
 def scan_counts(eqn: core.JaxprEqn) -> tuple[int, int]:
     """Returns the numbers of constants and of carried inputs of a `lax.scan`."""
     params = eqn.params

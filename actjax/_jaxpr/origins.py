@@ -7,7 +7,7 @@ from typing import Any
 from jax.extend import core, source_info_util
 
 from actjax._core.tags import Tag
-from actjax._jaxpr.equations import body_of, scan_counts
+from actjax._jaxpr.equations import body_of, joined_scopes, scan_counts, scope_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Origin:
       outer: the variable of the whole program that it equals, if it is passed through unchanged.
       is_slices: whether it consists of the slices of an argument that a loop runs over, stacked
         again.
+      scope: its name scopes, such as "transformer/h/0/mlp"; empty if there are none.
     """
 
     operator: str
@@ -30,6 +31,7 @@ class Origin:
     readers: tuple[Tag, ...]
     outer: core.Var | None
     is_slices: bool = False
+    scope: str = ""
 
 
 def origin_of(jaxpr: core.Jaxpr, var: core.Var) -> Origin:
@@ -48,8 +50,9 @@ def origin_of(jaxpr: core.Jaxpr, var: core.Var) -> Origin:
     inner = body.outvars[eqn.outvars.index(var)] if body is not None else None
     if body is None or not isinstance(inner, core.Var):
         tag = Tag.decode(eqn.params["name"]) if eqn.primitive.name == "name" else None
-        return Origin(eqn.primitive.name, _where(eqn), tag, readers, None)
+        return Origin(eqn.primitive.name, _where(eqn), tag, readers, None, scope=scope_of(eqn))
     origin = origin_of(body, inner)
+    origin = dataclasses.replace(origin, scope=joined_scopes(scope_of(eqn), origin.scope))
     readers = (*readers, *origin.readers)
     if origin.outer not in body.invars:
         return dataclasses.replace(origin, readers=readers, outer=None)
@@ -59,7 +62,7 @@ def origin_of(jaxpr: core.Jaxpr, var: core.Var) -> Origin:
         return dataclasses.replace(origin_of(jaxpr, given), readers=readers)
     position = body.invars.index(origin.outer)
     is_slices = eqn.primitive.name == "scan" and position >= sum(scan_counts(eqn))
-    return Origin(eqn.primitive.name, _where(eqn), None, readers, None, is_slices)
+    return Origin(eqn.primitive.name, _where(eqn), None, readers, None, is_slices, scope_of(eqn))
 
 
 def _readers(jaxpr: core.Jaxpr, var: core.Var) -> Iterator[Tag]:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from actjax._jaxpr.equations import called, run_equation
+from actjax._jaxpr.equations import called, in_scope_of, run_equation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +63,7 @@ def run_inlined(
     handle: Handler | None = None,
     *,
     custom: bool = False,
+    within: core.JaxprEqn | None = None,
 ) -> list[Any]:
     """Runs a program with all calls in it inlined.
 
@@ -72,6 +73,7 @@ def run_inlined(
       handle: called with every equation that is not a call.
       custom: whether to inline functions with custom differentiation rules too. Only for a program
         that is not differentiated afterwards.
+      within: the call whose body the program is; its name scopes are those of the body too.
     """
     values: dict[Any, Any] = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
     values |= zip(program.jaxpr.invars, arguments, strict=True)
@@ -79,12 +81,13 @@ def run_inlined(
     def read(x: core.Var | core.Literal) -> Any:
         return x.val if isinstance(x, core.Literal) else values[x]
 
-    for eqn in program.jaxpr.eqns:
+    for own in program.jaxpr.eqns:
+        eqn = own if within is None else in_scope_of(within, own)
         inputs = [read(x) for x in eqn.invars]
         body = called(eqn, custom)
         outputs: Any = None
         if body is not None:
-            outputs = run_inlined(body, inputs, handle, custom=custom)
+            outputs = run_inlined(body, inputs, handle, custom=custom, within=eqn)
         elif handle is not None:
             outputs = handle(eqn, inputs)
         if outputs is None:

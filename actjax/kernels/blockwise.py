@@ -13,8 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from actjax._core.flax import register_fields
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +85,6 @@ def blockwise_zeros(
     Storage: one byte per value and 4 bytes per block. No block crosses the end of a row, so narrow
     arrays have small blocks.
     """
-    register_fields(Blockwise, "codes", "scales")
     block = min(block, shape[-1])
     codes = jnp.zeros(shape, jnp.uint8 if unsigned else jnp.int8)
     scales = jnp.zeros((*shape[:-1], -(-shape[-1] // block)), jnp.float32)

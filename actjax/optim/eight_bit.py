@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from actjax._core.flax import in_structure_of, without_variables
+from actjax._core.flax import in_structure_of, register_fields, without_variables
 from actjax.codecs.base import check_positive_integer
-from actjax.kernels.blockwise import blockwise_zeros, is_blockwise
+from actjax.kernels.blockwise import Blockwise, blockwise_zeros, is_blockwise
 from actjax.optim.checks import check_inner
 from actjax.optim.moments import FIRST_MOMENTS, SECOND_MOMENTS
 from actjax.optim.paths import map_state
@@ -85,6 +85,7 @@ def eight_bit(
             return x
         size = block(x.shape) if callable(block) else block
         check_positive_integer("eight_bit", "block", size)
+        register_fields(Blockwise, "codes", "scales")
         zeros = blockwise_zeros(x.shape, x.dtype, unsigned=is_unsigned, block=size)
         # Without the barrier, XLA computes the codes of these constants while it compiles.
         return zeros.encode(jax.lax.optimization_barrier(x))

@@ -73,9 +73,9 @@ def _compressed_fwd(plan, run, inputs, codecs, key):
     for i, (x, kept, codec) in enumerate(zip(values, plan.kept, codecs, strict=True)):
         what = kept.candidate
         if codec is not None:
-            codes.append(name_code(made[i], x, repr(codec), what.primitive, what.name))
+            codes.append(name_code(made[i], x, repr(codec), what.primitive, what.label))
         elif kept.reason in (LEFT_BY_RULE, NO_SMALLER):
-            codes.append(tag_left(x, kept.reason, what.primitive, what.name))
+            codes.append(tag_left(x, kept.reason, what.primitive, what.label))
         else:
             codes.append(x)
     return outputs, (codes, codecs)
@@ -208,6 +208,7 @@ run_compressed.defvjp(_compressed_fwd, _compressed_bwd, symbolic_zeros=True)
 
 def key_of(key: Any, plan: Plan, i: int) -> jax.Array | None:
     """Returns the key for stored array `i`."""
-    if key is None or isinstance(key, Mapping):
-        return None if key is None else key.get(plan.kept[i].candidate.name)
-    return jax.random.fold_in(key, i)
+    if not isinstance(key, Mapping):
+        return None if key is None else jax.random.fold_in(key, i)
+    what = plan.kept[i].candidate
+    return key.get(what.label, key.get(what.name))

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from actjax._core.tags import Tag
+from actjax._jaxpr.equations import joined_scopes
 from actjax._jaxpr.origins import origin_of
 from actjax._jaxpr.programs import run_inlined
 from actjax._jaxpr.rebuilding import Graph
@@ -38,12 +39,21 @@ class Candidate:
       primitive: the JAX primitive that made it; "argument" for an argument.
       shape: its shape; within a loop the shape in one iteration.
       dtype: its dtype, as text.
+      scope: the `jax.named_scope`s that it was made in, such as "transformer/h/0/mlp": modules of
+        Flax linen, Haiku and Equinox (`eqx.nn`) open one each. Empty if there are none. All layers
+        of a `lax.scan` have one scope.
     """
 
     name: str
     primitive: str
     shape: tuple[int, ...]
     dtype: str
+    scope: str = ""
+
+    @property
+    def label(self) -> str:
+        """Scope and name, which tell apart the layers of an unrolled model that have scopes."""
+        return joined_scopes(self.scope, self.name)
 
     @property
     def size(self) -> int:
@@ -67,10 +77,12 @@ class Settings:
     Attributes:
       rule: selects the codec of an array.
       rebuild: whether cheap residuals are rebuilt.
+      scope: name scopes of the loop that is traced.
     """
 
     rule: Rule | Codec
     rebuild: bool
+    scope: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +155,7 @@ def make_plan(
     graph = Graph(jaxpr, lambda x: 0 if x in alive else _nbytes(x), rebuild=settings.rebuild)
     leaves = jaxpr.outvars[count:]
     kept = graph.choose([x for x in leaves if isinstance(x, core.Var)])
-    found = [_describe(jaxpr, graph, var, names, dies) for var in kept]
+    found = [_describe(jaxpr, graph, var, names, dies, settings.scope) for var in kept]
     codecs, reasons = _decide(found, settings.rule)
     settled = [
         dataclasses.replace(k, reason=reason) for k, reason in zip(found, reasons, strict=True)
@@ -256,7 +268,12 @@ def _decide(found: list[Kept], rule: Rule | Codec) -> tuple[list[StoredBy | None
 
 
 def _describe(
-    jaxpr: core.Jaxpr, graph: Graph, var: core.Var, names: Sequence[str], dies: Sequence[bool]
+    jaxpr: core.Jaxpr,
+    graph: Graph,
+    var: core.Var,
+    names: Sequence[str],
+    dies: Sequence[bool],
+    scope: str,
 ) -> Kept:
     """Returns the description of a stored array."""
     aval: Any = var.aval
@@ -276,7 +293,8 @@ def _describe(
         reason = "slices of an argument, alive anyway"
     if not reason and not is_floating(aval):
         reason = _NOT_FLOATING
-    return Kept(var, Candidate(name, primitive, tuple(aval.shape), str(aval.dtype)), reason)
+    scope = joined_scopes(scope, origin.scope)
+    return Kept(var, Candidate(name, primitive, tuple(aval.shape), str(aval.dtype), scope), reason)
 
 
 def _given_name(jaxpr: core.Jaxpr, graph: Graph, var: core.Var) -> str:

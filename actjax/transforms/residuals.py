@@ -4,6 +4,7 @@ GACT (Liu et al., 2022): any function stores a list of tensors for its backward 
 them may be replaced by a code. In JAX the leaves of the pullback of `jax.vjp` are this list.
 """
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,14 +13,14 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from actjax._jaxpr.equations import run_equation, scan_counts
+from actjax._jaxpr.equations import joined_scopes, run_equation, scan_counts, scope_of
 from actjax._jaxpr.one_way import ONE_WAY, passing_one_way
 from actjax._jaxpr.programs import close, run_inlined
 from actjax.codecs import Codec
 from actjax.transforms.checks import check_function, check_positions, positions_of
 from actjax.transforms.opened import open_function
 from actjax.transforms.residual_passes import key_of, run_compressed
-from actjax.transforms.residual_plan import Rule, Settings, is_floating, make_plan
+from actjax.transforms.residual_plan import Candidate, Rule, Settings, is_floating, make_plan
 
 _FIRST_LOOP = 2**30
 """First number that the keys of loops are folded with. Arrays use smaller numbers."""
@@ -73,8 +74,8 @@ def compress_residuals(
       activations: positions of arguments that the rule decides on too, because they are dead after
         the forward pass, such as the input of a layer.
       rebuild: whether to recompute cheap residuals from the decoded values that they follow from.
-      key: randomness of the encoding, or a mapping from the name of an array to its key; consumed.
-        Required if a codec draws random numbers.
+      key: randomness of the encoding, or a mapping from the label or the name of an array to its
+        key; consumed. Required if a codec draws random numbers.
 
     Raises:
       TypeError: `fun` is not a function, `rule` is neither a codec nor a function or returned
@@ -164,7 +165,7 @@ def _compress(
         return run(*inputs)
     for i, codec in enumerate(plan.codecs):
         if codec is not None and codec.needs_key:
-            _check_key(key, plan.kept[i].candidate.name)
+            _check_key(key, plan.kept[i].candidate)
             codec.required_key(key_of(key, plan, i))
     return run_compressed(plan, run, inputs, plan.codecs, key)
 
@@ -184,6 +185,7 @@ def _compress_loop(
     last = first + carried
     constants, start, stacked = inputs[:first], inputs[first:last], inputs[last:]
     names = [""] * (len(body.consts) + len(inputs))
+    settings = dataclasses.replace(settings, scope=joined_scopes(settings.scope, scope_of(eqn)))
     # The next iteration has another carry, so this one is not alive otherwise.
     dies = [False] * len(names)
     for i in range(len(start)):
@@ -205,10 +207,10 @@ def _compress_loop(
     return [*carry, *ys]
 
 
-def _check_key(key: Any, name: str) -> None:
-    """Raises unless there is a key for the array of this name."""
-    if isinstance(key, Mapping) and name not in key:
+def _check_key(key: Any, what: Candidate) -> None:
+    """Raises unless there is a key for an array."""
+    if isinstance(key, Mapping) and what.label not in key and what.name not in key:
         raise ValueError(
-            f"`key` of compress_residuals has no entry for {name!r}, whose codec draws random"
+            f"`key` of compress_residuals has no entry for {what.label!r}, whose codec draws random"
             f" numbers: it has {sorted(key)}."
         )
