@@ -21,6 +21,7 @@ from actjax.transforms.checks import check_function, check_positions, positions_
 from actjax.transforms.opened import open_function
 from actjax.transforms.residual_passes import key_of, run_compressed
 from actjax.transforms.residual_plan import Candidate, Rule, Settings, is_floating, make_plan
+from actjax.transforms.stored_by import Reshaped
 
 _FIRST_LOOP = 2**30
 """First number that the keys of loops are folded with. Arrays use smaller numbers."""
@@ -164,7 +165,7 @@ def _compress(
     if not plan.kept:
         return run(*inputs)
     for i, codec in enumerate(plan.codecs):
-        if codec is not None and codec.needs_key:
+        if isinstance(codec, Codec | Reshaped) and codec.needs_key:
             _check_key(key, plan.kept[i].candidate)
             codec.required_key(key_of(key, plan, i))
     return run_compressed(plan, run, inputs, plan.codecs, key)

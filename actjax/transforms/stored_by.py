@@ -80,10 +80,12 @@ StoredBy = Codec | BitMask | Reshaped
 
 def in_bits(shape: tuple[int, ...]) -> StoredBy:
     """Returns what stores booleans of a shape, in bytes that are full if they can be."""
-    grouped = shape
-    while len(grouped) > 1 and grouped[-1] % 8:
-        grouped = (*grouped[:-2], grouped[-2] * grouped[-1])
-    mask = BitMask(grouped[-1])
+    axes, last = 0, 1
+    for size in reversed(shape):
+        axes, last = axes + 1, last * size
+        if last % 8 == 0:
+            break
+    mask, grouped = BitMask(last), (*shape[: len(shape) - axes], last)
     return mask if grouped == shape else Reshaped(mask, shape, grouped)
 
 
