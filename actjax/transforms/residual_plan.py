@@ -233,10 +233,18 @@ def _smooth(values: Sequence[Any]) -> tuple[int, ...]:
 
 def _inlined(fun: Callable[..., Any], args: Sequence[Any]) -> core.ClosedJaxpr:
     """Returns the program of a function of arrays (or shapes) with all calls inlined."""
-    structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), list(args))
+    structs = jax.tree.map(_typed, list(args))
     traced = jax.make_jaxpr(fun)(*structs)
     leaves = jax.tree.leaves(structs)
     return jax.make_jaxpr(lambda *x: run_inlined(traced, x, custom=True))(*leaves)
+
+
+def _typed(x: Any) -> Any:
+    """Returns the abstract value of an array: with the mesh axes that it is divided over or varies
+    along, without a weak type.
+    """
+    aval: Any = x if isinstance(x, jax.core.AbstractValue) else jax.typeof(x)
+    return aval.strip_weak_type()
 
 
 def _decide(found: list[Kept], rule: Rule | Codec) -> tuple[list[StoredBy | None], list[str]]:

@@ -62,9 +62,9 @@ def compress_residuals(
     A `lax.scan` in `fun` is transformed as well: the residuals of an iteration, including its
     carry, are encoded within the loop, so that no stack of floats exists. Works under `jit`,
     `vmap` and `lax.scan`, with `jax.checkpoint` inside (the rule decides on what it saves) or
-    outside, with data that the compiler shards over devices, and with `jax.shard_map` inside; not
-    within a `jax.shard_map` or with explicit axes. Reverse mode only, and first derivatives only:
-    second derivatives of codes raise.
+    outside, with data that the compiler shards over devices, with explicit axes, and with
+    `jax.shard_map` inside or outside. Reverse mode only, and first derivatives only: second
+    derivatives of codes raise.
 
     Args:
       fun: any JAX function that can be differentiated in reverse mode. What is no array, such as a

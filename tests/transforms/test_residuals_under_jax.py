@@ -155,15 +155,7 @@ def test_the_compiled_loop_holds_codes_and_no_floats(checkpointed):
     assert codes <= growth <= 1.05 * codes  # 5% for alignment; floats take 7 times as much.
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(AxisType.Auto, id="auto"),
-        pytest.param(
-            AxisType.Explicit, id="explicit", marks=open_issue("shardings in types are lost")
-        ),
-    ],
-)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_data_may_be_sharded(kind):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
     x, ws = normal(0, 8, 8), LAYERS[1]
@@ -178,14 +170,9 @@ def test_data_may_be_sharded(kind):
     assert_close(jax.device_get(got), jax.device_get(gradient(x, ws)), 1e-5)  # Float32.
 
 
-@pytest.mark.parametrize(
-    "where",
-    [
-        "within",
-        pytest.param("around", marks=open_issue("varying axes are lost")),
-    ],
-)
-def test_shard_map(where):
+@pytest.mark.parametrize("codec", [Exact(), Q4], ids=str)
+@pytest.mark.parametrize("where", ["within", "around"])
+def test_shard_map(where, codec):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     x, w = normal(0, 8, 8), ONE[1]
     rows, whole = P("data"), P()
@@ -194,14 +181,20 @@ def test_shard_map(where):
         return jax.shard_map(fun, mesh=mesh, in_specs=(rows, whole), out_specs=out_specs)
 
     if where == "within":
-        fun = compress_residuals(sharded(two_products, rows), Exact())
+        fun = compress_residuals(sharded(two_products, rows), codec)
         run = jax.grad(loss_of(fun), (0, 1))
     else:
-        fun = compress_residuals(two_products, Exact())
+        fun = compress_residuals(two_products, codec)
         local = jax.grad(lambda x, w: lax.psum(total(fun(x, w)), "data"), (0, 1))
         run = sharded(local, (rows, whole))
-    want = jax.jit(jax.grad(loss_of(two_products), (0, 1)))(x, w)
-    assert_close(jax.device_get(jax.jit(run)(x, w)), jax.device_get(want), 1e-5)  # Float32.
+    got, want = (
+        jax.device_get(jax.jit(f)(x, w)) for f in (run, jax.grad(loss_of(two_products), (0, 1)))
+    )
+    if codec == Exact():
+        assert_close(got, want, 1e-5)  # Float32.
+    else:
+        # What a device stores is another choice than that of one for all.
+        assert 0.01 < relative_error(got, want) < 0.25
 
 
 def test_a_calibrated_codec_may_hold_traced_arrays():
