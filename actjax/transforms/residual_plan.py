@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.core import AbstractValue
 from jax.extend import core
 
 from actjax._core.tags import Tag
@@ -243,7 +244,7 @@ def _typed(x: Any) -> Any:
     """Returns the abstract value of an array: with the mesh axes that it is divided over or varies
     along, without a weak type.
     """
-    aval: Any = x if isinstance(x, jax.core.AbstractValue) else jax.typeof(x)
+    aval: Any = x if isinstance(x, AbstractValue) else jax.typeof(x)
     return aval.strip_weak_type()
 
 
