@@ -241,9 +241,7 @@ def _inlined(fun: Callable[..., Any], args: Sequence[Any]) -> core.ClosedJaxpr:
 
 
 def _typed(x: Any) -> Any:
-    """Returns the abstract value of an array: with the mesh axes that it is divided over or varies
-    along, without a weak type.
-    """
+    """Returns the abstract value of an array, with its mesh axes and without a weak type."""
     aval: Any = x if isinstance(x, AbstractValue) else jax.typeof(x)
     return aval.strip_weak_type()
 
