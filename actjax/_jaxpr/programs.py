@@ -53,6 +53,49 @@ def close(fun: Callable[..., Any], args: Sequence[Any]) -> Closed:
     return Closed(traced.jaxpr, list(traced.consts), leaves, found[-1])
 
 
+def inlined(program: core.ClosedJaxpr, *, custom: bool = False) -> core.ClosedJaxpr:
+    """Returns a program with all calls in it inlined. Nothing is traced again.
+
+    Args:
+      program: the program.
+      custom: whether to inline functions with custom differentiation rules too. Only for a program
+        that is not differentiated afterwards.
+    """
+    jaxpr = program.jaxpr
+    constvars, constants = list(jaxpr.constvars), list(program.consts)
+    eqns: list[core.JaxprEqn] = []
+
+    def add(body: core.Jaxpr, names: dict[Any, Any], call: core.JaxprEqn | None) -> list[Any]:
+        """Adds the equations of a body. Each call of a body has variables of its own."""
+        read = lambda x: x if isinstance(x, core.Literal) else names.get(x, x)  # noqa: E731
+        for own in body.eqns:
+            eqn = own if call is None else in_scope_of(call, own)
+            inner, given = called(eqn, custom), [read(x) for x in eqn.invars]
+            if inner is not None:
+                within = dict(zip(inner.jaxpr.invars, given, strict=True))
+                for var, constant in zip(inner.jaxpr.constvars, inner.consts, strict=True):
+                    within[var] = _copy(var)
+                    constvars.append(within[var])
+                    constants.append(constant)
+                outputs = add(inner.jaxpr, within, eqn)
+                names.update(zip(eqn.outvars, outputs, strict=True))
+                continue
+            outvars = eqn.outvars if call is None else [_copy(x) for x in eqn.outvars]
+            names.update(zip(eqn.outvars, outvars, strict=True))
+            eqns.append(eqn.replace(invars=given, outvars=outvars))
+        return [read(x) for x in body.outvars]
+
+    outvars = add(jaxpr, {}, None)
+    debug_info = jaxpr.debug_info.with_unknown_names()
+    flat = jaxpr.replace(constvars=constvars, eqns=eqns, outvars=outvars, debug_info=debug_info)
+    return core.ClosedJaxpr(flat, constants)
+
+
+def _copy(var: Any) -> Any:
+    """Returns another variable of the same type; a variable that nothing reads stays as it is."""
+    return var if type(var) is not core.Var else core.Var(var.aval)
+
+
 Handler = Callable[[core.JaxprEqn, list[Any]], list[Any] | None]
 """From an equation and its inputs to its outputs, or to None, which runs the equation unchanged."""
 

@@ -117,6 +117,13 @@ class Kernel:
                 f"`implementation` 'pallas' of {self.name} is compiled for NVIDIA GPUs, and this"
                 " runs on a CPU: use 'interpreted' or 'reference'."
             )
+        call = _called_once if _traced(args) else Kernel.call
+        return call(self, asked, tuple(sorted(options.items())), *args)
+
+    def call(self, asked: Implementation | None, static: tuple, *args: Any) -> Any:
+        """Computes the function by a program that can take the arguments."""
+        options = dict(static)
+        reference = functools.partial(self.reference, **options)
         choose = functools.partial(self._choose, asked, options)
         if is_partitioned(args):
             choose = self._on_shards(choose, reference, args, options)
@@ -163,6 +170,10 @@ class Kernel:
         if dims is None or not can_split(args):
             return reference
         return lambda *args: on_shards(lambda *own: choose(*map(_of_part, own)), args, *dims)
+
+
+_called_once = jax.jit(Kernel.call, static_argnums=(0, 1, 2))
+"""The same, as a function of the traced program: equal calls share one trace and one lowering."""
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)

@@ -17,7 +17,7 @@ from jax.extend import core
 from actjax._core.tags import Tag
 from actjax._jaxpr.equations import joined_scopes
 from actjax._jaxpr.origins import origin_of
-from actjax._jaxpr.programs import run_inlined
+from actjax._jaxpr.programs import inlined
 from actjax._jaxpr.rebuilding import Graph
 from actjax.codecs import Codec
 from actjax.transforms.stored_by import StoredBy, fitted, in_bits
@@ -235,9 +235,7 @@ def _smooth(values: Sequence[Any]) -> tuple[int, ...]:
 def _inlined(fun: Callable[..., Any], args: Sequence[Any]) -> core.ClosedJaxpr:
     """Returns the program of a function of arrays (or shapes) with all calls inlined."""
     structs = jax.tree.map(_typed, list(args))
-    traced = jax.make_jaxpr(fun)(*structs)
-    leaves = jax.tree.leaves(structs)
-    return jax.make_jaxpr(lambda *x: run_inlined(traced, x, custom=True))(*leaves)
+    return inlined(jax.make_jaxpr(fun)(*structs), custom=True)
 
 
 def _typed(x: Any) -> Any:
