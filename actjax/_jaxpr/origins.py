@@ -34,50 +34,65 @@ class Origin:
     scope: str = ""
 
 
-def origin_of(jaxpr: core.Jaxpr, var: core.Var) -> Origin:
-    """Follows a variable to the operation that made it, into the bodies of calls and loops."""
-    readers = tuple(_readers(jaxpr, var))
-    eqn = next((e for e in jaxpr.eqns if var in e.outvars), None)
-    if eqn is None:
-        known = "constant" if var in jaxpr.constvars else "argument"
-        return Origin(known, "", None, readers, var)
-    if eqn.primitive.name == "optimization_barrier":
-        passed = eqn.invars[eqn.outvars.index(var)]
-        if isinstance(passed, core.Var):
-            origin = origin_of(jaxpr, passed)
-            return dataclasses.replace(origin, readers=(*readers, *origin.readers))
-    body = _body(eqn)
-    inner = body.outvars[eqn.outvars.index(var)] if body is not None else None
-    if body is None or not isinstance(inner, core.Var):
-        tag = Tag.decode(eqn.params["name"]) if eqn.primitive.name == "name" else None
-        return Origin(eqn.primitive.name, _where(eqn), tag, readers, None, scope=scope_of(eqn))
-    origin = origin_of(body, inner)
-    origin = dataclasses.replace(origin, scope=joined_scopes(scope_of(eqn), origin.scope))
-    readers = (*readers, *origin.readers)
-    if origin.outer not in body.invars:
-        return dataclasses.replace(origin, readers=readers, outer=None)
-    given = eqn.invars[body.invars.index(origin.outer)]
-    # The stack of the carries of a loop is not the array that the loop was given.
-    if isinstance(given, core.Var) and _shape(given) == _shape(var):
-        return dataclasses.replace(origin_of(jaxpr, given), readers=readers)
-    position = body.invars.index(origin.outer)
-    is_slices = eqn.primitive.name == "scan" and position >= sum(scan_counts(eqn))
-    return Origin(eqn.primitive.name, _where(eqn), None, readers, None, is_slices, scope_of(eqn))
+class Origins:
+    """Finds the origins of the variables of a program, which it goes through once."""
 
+    def __init__(self, jaxpr: core.Jaxpr) -> None:
+        """Takes the program."""
+        self._jaxpr = jaxpr
+        self._makers = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+        self._reads: dict[Any, list[tuple[core.JaxprEqn, int]]] = {}
+        for eqn in jaxpr.eqns:
+            for position, x in enumerate(eqn.invars):
+                if isinstance(x, core.Var):
+                    self._reads.setdefault(x, []).append((eqn, position))
+        self._bodies: dict[int, Origins] = {}
 
-def _readers(jaxpr: core.Jaxpr, var: core.Var) -> Iterator[Tag]:
-    """Yields the tags under which `var` is read, also inside calls."""
-    for eqn in jaxpr.eqns:
-        for position, invar in enumerate(eqn.invars):
-            if invar is not var:
-                continue
+    def of(self, var: core.Var) -> Origin:
+        """Follows a variable to the operation that made it, into the bodies of calls and loops."""
+        readers = tuple(self._readers(var))
+        eqn = self._makers.get(var)
+        if eqn is None:
+            known = "constant" if var in self._jaxpr.constvars else "argument"
+            return Origin(known, "", None, readers, var)
+        if eqn.primitive.name == "optimization_barrier":
+            passed = eqn.invars[eqn.outvars.index(var)]
+            if isinstance(passed, core.Var):
+                origin = self.of(passed)
+                return dataclasses.replace(origin, readers=(*readers, *origin.readers))
+        body = _body(eqn)
+        inner = body.outvars[eqn.outvars.index(var)] if body is not None else None
+        if body is None or not isinstance(inner, core.Var):
+            tag = Tag.decode(eqn.params["name"]) if eqn.primitive.name == "name" else None
+            return Origin(eqn.primitive.name, _where(eqn), tag, readers, None, scope=scope_of(eqn))
+        origin = self._within(body).of(inner)
+        origin = dataclasses.replace(origin, scope=joined_scopes(scope_of(eqn), origin.scope))
+        readers = (*readers, *origin.readers)
+        if origin.outer not in body.invars:
+            return dataclasses.replace(origin, readers=readers, outer=None)
+        given = eqn.invars[body.invars.index(origin.outer)]
+        # The stack of the carries of a loop is not the array that the loop was given.
+        if isinstance(given, core.Var) and _shape(given) == _shape(var):
+            return dataclasses.replace(self.of(given), readers=readers)
+        position = body.invars.index(origin.outer)
+        is_slices = eqn.primitive.name == "scan" and position >= sum(scan_counts(eqn))
+        return Origin(eqn.primitive.name, _where(eqn), None, readers, None, is_slices, scope_of(eqn))
+
+    def _readers(self, var: core.Var) -> Iterator[Tag]:
+        """Yields the tags under which `var` is read, also inside calls."""
+        for eqn, position in self._reads.get(var, ()):
             body = _body(eqn)
             if eqn.primitive.name == "name":
                 tag = Tag.decode(eqn.params["name"])
                 if tag is not None:
                     yield tag
             elif body is not None and eqn.primitive.name != "scan":
-                yield from _readers(body, body.invars[position])
+                yield from self._within(body)._readers(body.invars[position])
+
+    def _within(self, body: core.Jaxpr) -> "Origins":
+        if id(body) not in self._bodies:
+            self._bodies[id(body)] = Origins(body)
+        return self._bodies[id(body)]
 
 
 def _body(eqn: core.JaxprEqn) -> core.Jaxpr | None:

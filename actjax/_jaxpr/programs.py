@@ -1,7 +1,7 @@
 """Functions as programs (jaxprs) whose closed-over arrays are explicit inputs."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -91,6 +91,27 @@ def inlined(program: core.ClosedJaxpr, *, custom: bool = False) -> core.ClosedJa
     return core.ClosedJaxpr(flat, constants)
 
 
+class Search:
+    """Finds out which programs have operations of some kind, also in the programs they call."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        """Takes the names of the primitives."""
+        self._names = names
+        self._found: dict[int, tuple[core.Jaxpr, bool]] = {}
+
+    def __call__(self, jaxpr: core.Jaxpr) -> bool:
+        """Returns whether a program has one of the operations."""
+        if id(jaxpr) not in self._found:
+            bodies = ((eqn, called(eqn)) for eqn in jaxpr.eqns)
+            found = any(
+                eqn.primitive.name in self._names or (body is not None and self(body.jaxpr))
+                for eqn, body in bodies
+            )
+            # The program is kept alive, so that no other one gets its id.
+            self._found[id(jaxpr)] = jaxpr, found
+        return self._found[id(jaxpr)][1]
+
+
 def _copy(var: Any) -> Any:
     """Returns another variable of the same type; a variable that nothing reads stays as it is."""
     return var if type(var) is not core.Var else core.Var(var.aval)
@@ -106,9 +127,10 @@ def run_inlined(
     handle: Handler | None = None,
     *,
     custom: bool = False,
+    into: Callable[[core.Jaxpr], bool] | None = None,
     within: core.JaxprEqn | None = None,
 ) -> list[Any]:
-    """Runs a program with all calls in it inlined.
+    """Runs a program with all calls in it, or some of them, inlined.
 
     Args:
       program: the program.
@@ -116,6 +138,7 @@ def run_inlined(
       handle: called with every equation that is not a call.
       custom: whether to inline functions with custom differentiation rules too. Only for a program
         that is not differentiated afterwards.
+      into: whether to inline a call with this body. By default all are.
       within: the call whose body the program is; its name scopes are those of the body too.
     """
     values: dict[Any, Any] = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
@@ -129,9 +152,9 @@ def run_inlined(
         inputs = [read(x) for x in eqn.invars]
         body = called(eqn, custom)
         outputs: Any = None
-        if body is not None:
-            outputs = run_inlined(body, inputs, handle, custom=custom, within=eqn)
-        elif handle is not None:
+        if body is not None and (into is None or into(body.jaxpr)):
+            outputs = run_inlined(body, inputs, handle, custom=custom, into=into, within=eqn)
+        elif body is None and handle is not None:
             outputs = handle(eqn, inputs)
         if outputs is None:
             outputs = run_equation(eqn, inputs)

@@ -6,7 +6,7 @@ operations that cost at most one pass over the data, to the values that it follo
 matrix products and loops, arguments, and the sums that join a residual stream.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -93,14 +93,19 @@ class Graph:
             kept |= dict.fromkeys(sorted(chosen, key=self._order.__getitem__))
         return list(kept)
 
+    def viewed(self, var: core.Var) -> Iterator[core.Var]:
+        """Yields `var`, the variable that it is a view of, the one that this is a view of, ..."""
+        x: Any = var
+        while isinstance(x, core.Var):
+            yield x
+            eqn = self._makers.get(x)
+            if eqn is None or eqn.primitive.name not in _VIEWS:
+                return
+            x = eqn.invars[0]
+
     def is_view(self, var: Any, other: core.Var) -> bool:
         """Returns whether `var` is `other` or a view of it."""
-        while var is not other:
-            eqn = None if isinstance(var, core.Literal) else self._makers.get(var)
-            if eqn is None or eqn.primitive.name not in _VIEWS:
-                return False
-            var = eqn.invars[0]
-        return True
+        return any(x is other for x in self.viewed(var))
 
     def rebuild(self, var: core.Var, value: Callable[[core.Var], Any]) -> dict[core.Var, Any]:
         """Returns the values of `var` and of everything it is computed from.

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from actjax._core.tags import Tag
-from actjax._jaxpr.origins import Origin, origin_of
+from actjax._jaxpr.origins import Origin, Origins
 from actjax.codecs import Exact
 
 _ALIVE = "alive without the backward pass"
@@ -153,8 +153,9 @@ def _is_floating(x: Any) -> bool:
 def _rows(jaxpr: core.Jaxpr, arguments: dict[core.Var, str]) -> Iterator[Residual]:
     """Yields one row for each residual; all arrays of a code share a row."""
     codes: dict[Tag, list[tuple[Tag, int, int]]] = {}
+    origins = Origins(jaxpr)
     for var in dict.fromkeys(v for v in jaxpr.outvars if isinstance(v, core.Var)):
-        origin = origin_of(jaxpr, var)
+        origin = origins.of(var)
         if origin.tag is not None and origin.tag.is_code:
             code = dataclasses.replace(origin.tag, leaf=0, leaf_size=0)
             codes.setdefault(code, []).append((origin.tag, _size(var), _nbytes(var)))

@@ -16,7 +16,7 @@ from jax.extend import core
 
 from actjax._core.tags import Tag
 from actjax._jaxpr.equations import joined_scopes
-from actjax._jaxpr.origins import origin_of
+from actjax._jaxpr.origins import Origin, Origins
 from actjax._jaxpr.programs import inlined
 from actjax._jaxpr.rebuilding import Graph
 from actjax.codecs import Codec
@@ -27,6 +27,9 @@ LARGEST_OVER_SMALL = 32
 statistics and log-sum-exps, for example, which take few bytes and must be accurate."""
 LEFT_BY_RULE = "not encoded by the rule"
 NO_SMALLER = "its code would be larger"
+_MASK = 4096
+"""Booleans that are worth packing into bits. Fewer, such as one for each token, are not: each
+packing is an operation that is traced and compiled."""
 _NOT_FLOATING = "not floating point"
 
 
@@ -156,7 +159,11 @@ def make_plan(
     graph = Graph(jaxpr, lambda x: 0 if x in alive else _nbytes(x), rebuild=settings.rebuild)
     leaves = jaxpr.outvars[count:]
     kept = graph.choose([x for x in leaves if isinstance(x, core.Var)])
-    found = [_describe(jaxpr, graph, var, names, dies, settings.scope) for var in kept]
+    origins, given = Origins(jaxpr), _given_names(jaxpr, graph)
+    found = [
+        _describe(jaxpr, origins.of(x), given.get(x, ""), x, names, dies, settings.scope)
+        for x in kept
+    ]
     codecs, reasons = _decide(found, settings.rule)
     settled = [
         dataclasses.replace(k, reason=reason) for k, reason in zip(found, reasons, strict=True)
@@ -254,7 +261,7 @@ def _decide(found: list[Kept], rule: Rule | Codec) -> tuple[list[StoredBy | None
     reasons: list[str] = []
     for k in found:
         what, stored, reason = k.candidate, None, k.reason
-        if reason == _NOT_FLOATING and what.dtype == "bool" and what.shape:
+        if reason == _NOT_FLOATING and what.dtype == "bool" and what.size >= _MASK:
             stored = in_bits(what.shape)
         elif not reason:
             chosen = rule(what)
@@ -274,7 +281,8 @@ def _decide(found: list[Kept], rule: Rule | Codec) -> tuple[list[StoredBy | None
 
 def _describe(
     jaxpr: core.Jaxpr,
-    graph: Graph,
+    origin: Origin,
+    given: str,
     var: core.Var,
     names: Sequence[str],
     dies: Sequence[bool],
@@ -282,8 +290,7 @@ def _describe(
 ) -> Kept:
     """Returns the description of a stored array."""
     aval: Any = var.aval
-    origin, reason = origin_of(jaxpr, var), ""
-    name, primitive = _given_name(jaxpr, graph, var) or origin.name, origin.operator
+    name, primitive, reason = given or origin.name, origin.operator, ""
     if var in jaxpr.invars:
         position = jaxpr.invars.index(var)
         name, primitive = name or names[position], "argument"
@@ -302,16 +309,19 @@ def _describe(
     return Kept(var, Candidate(name, primitive, tuple(aval.shape), str(aval.dtype), scope), reason)
 
 
-def _given_name(jaxpr: core.Jaxpr, graph: Graph, var: core.Var) -> str:
-    """Returns the name that the user, or else an operator, gave an array or a view of it."""
-    known = ""
+def _given_names(jaxpr: core.Jaxpr, graph: Graph) -> dict[core.Var, str]:
+    """Returns the names that the user, or else an operator, gave arrays or views of them."""
+    users: dict[core.Var, str] = {}
+    operators: dict[core.Var, str] = {}
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "name" and graph.is_view(eqn.outvars[0], var):
+        if eqn.primitive.name == "name":
             tag = Tag.decode(eqn.params["name"])
-            if tag is None:
-                return eqn.params["name"]
-            known = known or tag.name
-    return known
+            for var in graph.viewed(eqn.outvars[0]):
+                if tag is None:
+                    users.setdefault(var, eqn.params["name"])
+                else:
+                    operators.setdefault(var, tag.name)
+    return operators | users
 
 
 def _with_outputs(jaxpr: core.Jaxpr, outvars: list[Any]) -> core.Jaxpr:

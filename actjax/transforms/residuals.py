@@ -15,7 +15,7 @@ from jax.extend import core
 
 from actjax._jaxpr.equations import joined_scopes, run_equation, scan_counts, scope_of
 from actjax._jaxpr.one_way import ONE_WAY, passing_one_way
-from actjax._jaxpr.programs import close, run_inlined
+from actjax._jaxpr.programs import Search, close, run_inlined
 from actjax.codecs import Codec
 from actjax.transforms.checks import check_function, check_positions, positions_of
 from actjax.transforms.opened import open_function
@@ -25,7 +25,6 @@ from actjax.transforms.stored_by import Reshaped
 
 _FIRST_LOOP = 2**30
 """First number that the keys of loops are folded with. Arrays use smaller numbers."""
-
 
 def compress_residuals(
     fun: Callable[..., Any],
@@ -159,7 +158,9 @@ def _compress(
                 return run_equation(eqn, [jax.lax.stop_gradient(y) for y in x])
             return _compress_loop(settings, own_key, numbers, eqn, x)
 
-        return run_inlined(given, inputs[first:last], handle)
+        # Other calls are differentiated as calls: JAX differentiates equal ones once.
+        into = Search({"scan", *ONE_WAY})
+        return run_inlined(given, inputs[first:last], handle, into=into)
 
     plan = make_plan(run, inputs, names, dies, settings, one_way)
     if not plan.kept:
