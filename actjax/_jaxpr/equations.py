@@ -3,14 +3,20 @@
 This module holds everything that depends on how a version of JAX writes its equations.
 """
 
+import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from jax.extend import core, source_info_util
 
 _CALLS = ("jit", "pjit", "closed_call", "core_call")
 """Equations that only run a program. `jax.jit` has different names in different versions of JAX."""
-_CUSTOM = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+CUSTOM_VJP = ("custom_vjp_call", "custom_vjp_call_jaxpr")
+_CUSTOM = ("custom_jvp_call", *CUSTOM_VJP)
+_OWN_CODE = str(pathlib.Path(__file__).parents[1])
+_FOREIGN = "actjax.foreign"
+"""Name scope of the forward and backward functions of other people's custom rules."""
 _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
@@ -54,7 +60,29 @@ def scope_of(eqn: core.JaxprEqn) -> str:
     Modules of Flax linen and Haiku open one each. Names of transformations are left out.
     """
     stack: Any = eqn.source_info.name_stack.stack
-    return "/".join(scope.name for scope in stack if type(scope).__name__ == "Scope")
+    names = (scope.name for scope in stack if type(scope).__name__ == "Scope")
+    return "/".join(name for name in names if name != _FOREIGN)
+
+
+def is_foreign_rule(eqn: core.JaxprEqn) -> bool:
+    """Returns whether an equation has a custom backward pass that actjax did not write."""
+    if eqn.primitive.name not in CUSTOM_VJP:
+        return False
+    body = body_of(eqn)
+    source = None if body is None else body.jaxpr.debug_info.func_src_info
+    return source is None or f" at {_OWN_CODE}" not in source
+
+
+def run_marked(eqn: core.JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
+    """Runs an equation so that `is_marked` knows what its custom rule computes."""
+    with jax.named_scope(_FOREIGN):
+        return run_equation(eqn, inputs)
+
+
+def is_marked(eqn: core.JaxprEqn) -> bool:
+    """Returns whether an equation belongs to another's custom rule."""
+    stack: Any = eqn.source_info.name_stack.stack
+    return any(getattr(scope, "name", None) == _FOREIGN for scope in stack)
 
 
 def joined_scopes(*scopes: str) -> str:

@@ -6,7 +6,7 @@ operations that cost at most one pass over the data, to the values that it follo
 matrix products and loops, arguments, and the sums that join a residual stream.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -107,6 +107,20 @@ class Graph:
         """Returns whether `var` is `other` or a view of it."""
         return any(x is other for x in self.viewed(var))
 
+    def needed(self, residuals: Sequence[core.Var], stored: Collection[core.Var]) -> set[core.Var]:
+        """Returns which of the stored variables the residuals are rebuilt from."""
+        found: set[core.Var] = set()
+        seen: set[core.Var] = set()
+        waiting = list(residuals)
+        while waiting:
+            x = waiting.pop()
+            if x in stored:
+                found.add(x)
+            elif x not in seen and x in self._makers:
+                waiting += [y for y in self._makers[x].invars if isinstance(y, core.Var)]
+            seen.add(x)
+        return found
+
     def rebuild(self, var: core.Var, value: Callable[[core.Var], Any]) -> dict[core.Var, Any]:
         """Returns the values of `var` and of everything it is computed from.
 
@@ -170,16 +184,21 @@ class Graph:
 
     def _is_cheap(self, eqn: core.JaxprEqn) -> bool:
         name = eqn.primitive.name
-        if name == "name":
-            tag = Tag.decode(eqn.params["name"])
-            return tag is None or not tag.is_code
-        if name in _VIEWS:
-            return True
-        if name == "convert_element_type" and not self._rebuild:
-            before, after = eqn.invars[0], eqn.outvars[0]
-            wider = _dtype(before).itemsize <= _dtype(after).itemsize
-            return wider and _is_floating(before) and _is_floating(after)
-        return self._rebuild and name in _ELEMENTWISE
+        if self._rebuild or name in _VIEWS:
+            return is_cheap(eqn)
+        if name != "convert_element_type":
+            return False
+        before, after = eqn.invars[0], eqn.outvars[0]
+        wider = _dtype(before).itemsize <= _dtype(after).itemsize
+        return wider and _is_floating(before) and _is_floating(after)
+
+
+def is_cheap(eqn: core.JaxprEqn) -> bool:
+    """Returns whether an equation takes at most one pass over its data, and makes no code."""
+    if eqn.primitive.name == "name":
+        tag = Tag.decode(eqn.params["name"])
+        return tag is None or not tag.is_code
+    return eqn.primitive.name in _VIEWS or eqn.primitive.name in _ELEMENTWISE
 
 
 def _size(var: Any) -> int:

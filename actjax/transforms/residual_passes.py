@@ -14,7 +14,7 @@ from actjax._core.tags import encoded_first, name_code, tag_left
 from actjax._jaxpr.equations import run_equation
 from actjax._jaxpr.programs import run_inlined
 from actjax.codecs import Exact
-from actjax.transforms.residual_plan import LEFT_BY_RULE, NO_SMALLER, Plan
+from actjax.transforms.residual_plan import LEFT, Plan
 from actjax.transforms.stored_by import StoredBy
 
 LIFETIME = 32
@@ -37,6 +37,14 @@ def run_compressed(plan: Plan, run: Any, inputs: Any, codecs: Any, key: Any) -> 
     return run(*inputs)
 
 
+@jax.tree_util.register_static
+class _Narrowed:
+    """The plan of the cotangents that are needed, from the forward to the backward pass."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+
 def _compressed_fwd(plan, run, inputs, codecs, key):
     del run
     for i, name in plan.one_way.items():
@@ -46,7 +54,9 @@ def _compressed_fwd(plan, run, inputs, codecs, key):
                 f" `{name}`, which has no derivative in reverse mode: use lax.scan, or"
                 " jax.lax.stop_gradient where data enters it."
             )
+    plan = plan.narrowed([x.perturbed for x in inputs])
     inputs, codecs, key = jax.tree.map(lambda x: x.value, (inputs, codecs, key))
+    codecs = tuple(codecs[k.number] for k in plan.kept)
     numbers = {k.var: i for i, k in enumerate(plan.kept)}
     made = {}
 
@@ -74,16 +84,17 @@ def _compressed_fwd(plan, run, inputs, codecs, key):
         what = kept.candidate
         if codec is not None:
             codes.append(name_code(made[i], x, repr(codec), what.primitive, what.label))
-        elif kept.reason in (LEFT_BY_RULE, NO_SMALLER):
+        elif kept.reason in LEFT:
             codes.append(tag_left(x, kept.reason, what.primitive, what.label))
         else:
             codes.append(x)
-    return outputs, (codes, codecs)
+    return outputs, (codes, codecs, _Narrowed(plan))
 
 
 def _compressed_bwd(plan, run, residuals, cotangents):
     del run
-    codes, codecs = residuals
+    codes, codecs, narrowed = residuals
+    plan = narrowed.plan
     given = [_written_out(cotangents[i]) for i in plan.smooth_outputs]
     gradients = _run_backward(plan, codes, codecs, given)
     dinputs: list[Any] = [None] * len(plan.forward.jaxpr.invars)
@@ -209,6 +220,6 @@ run_compressed.defvjp(_compressed_fwd, _compressed_bwd, symbolic_zeros=True)
 def key_of(key: Any, plan: Plan, i: int) -> jax.Array | None:
     """Returns the key for stored array `i`."""
     if not isinstance(key, Mapping):
-        return None if key is None else jax.random.fold_in(key, i)
+        return None if key is None else jax.random.fold_in(key, plan.kept[i].number)
     what = plan.kept[i].candidate
     return key.get(what.label, key.get(what.name))

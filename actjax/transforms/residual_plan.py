@@ -4,6 +4,7 @@ GACT recognises parameters by their address, and stores a tensor that several op
 once. Here both follow from the traced program.
 """
 
+import collections
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from jax.core import AbstractValue
 from jax.extend import core
 
 from actjax._core.tags import Tag
-from actjax._jaxpr.equations import joined_scopes
+from actjax._jaxpr.equations import is_marked, joined_scopes
 from actjax._jaxpr.origins import Origin, Origins
 from actjax._jaxpr.programs import inlined
 from actjax._jaxpr.rebuilding import Graph
@@ -27,9 +28,10 @@ LARGEST_OVER_SMALL = 32
 statistics and log-sum-exps, for example, which take few bytes and must be accurate."""
 LEFT_BY_RULE = "not encoded by the rule"
 NO_SMALLER = "its code would be larger"
-_MASK = 4096
-"""Booleans that are worth packing into bits. Fewer, such as one for each token, are not: each
-packing is an operation that is traced and compiled."""
+_FOREIGN = "read by a custom backward pass"
+_LOOP = "the result of a while loop"
+LEFT = (LEFT_BY_RULE, NO_SMALLER, _FOREIGN, _LOOP)
+"""Why floating point arrays that the function computes are stored exactly."""
 _NOT_FLOATING = "not floating point"
 
 
@@ -45,7 +47,9 @@ class Candidate:
       dtype: its dtype, as text.
       scope: the `jax.named_scope`s that it was made in, such as "transformer/h/0/mlp": modules of
         Flax linen, Haiku and Equinox (`eqx.nn`) open one each. Empty if there are none. All layers
-        of a `lax.scan` have one scope.
+        of a `lax.scan` have one scope; loops of one scope are told apart by "loop 1" and so on.
+      layers: iterations of the loops that it is made in, which all store one; 1 outside of loops.
+      occurrence: how many arrays with the same scope and name come before it.
     """
 
     name: str
@@ -53,11 +57,14 @@ class Candidate:
     shape: tuple[int, ...]
     dtype: str
     scope: str = ""
+    layers: int = 1
+    occurrence: int = 0
 
     @property
     def label(self) -> str:
-        """Scope and name, which tell apart the layers of an unrolled model that have scopes."""
-        return joined_scopes(self.scope, self.name)
+        """Scope and name, and "#1" and so on after the first array that has both."""
+        label = joined_scopes(self.scope, self.name)
+        return f"{label}#{self.occurrence}" if self.occurrence else label
 
     @property
     def size(self) -> int:
@@ -75,18 +82,34 @@ Rule = Callable[[Candidate], Codec | Literal["leave"] | None]
 
 
 @dataclasses.dataclass(frozen=True)
+class Remat:
+    """What is computed again in the backward pass.
+
+    Attributes:
+      codes: whether the arrays that are computed again are stored as codes, too, until the backward
+        pass of their segment reads them (GACT's level CB1).
+    """
+
+    codes: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class Settings:
     """Settings that all loops of a function share.
 
     Attributes:
       rule: selects the codec of an array.
       rebuild: whether cheap residuals are rebuilt.
+      remat: what is computed again in the backward pass; by default nothing but what is cheap.
       scope: name scopes of the loop that is traced.
+      layers: iterations of the loops around it.
     """
 
     rule: Rule | Codec
-    rebuild: bool
+    rebuild: bool = True
+    remat: Remat | None = None
     scope: str = ""
+    layers: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,11 +120,13 @@ class Kept:
       var: its variable in the forward program.
       candidate: its description for the rule.
       reason: why it is stored exactly; empty if a codec stores it.
+      number: its number in the whole function, which its key is folded with.
     """
 
     var: Any
     candidate: Candidate
     reason: str
+    number: int = 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -133,6 +158,62 @@ class Plan:
     one_way: dict[int, str]
     smooth_outputs: tuple[int, ...]
 
+    def narrowed(self, wanted: Sequence[bool]) -> "Plan":
+        """Returns the plan of a pullback to some inputs, which needs fewer arrays.
+
+        Args:
+          wanted: for each input, whether its cotangent is needed.
+        """
+        chosen = [i for i, x in enumerate(self.smooth_inputs) if wanted[x]]
+        if len(chosen) == len(self.smooth_inputs):
+            return self
+        jaxpr = self.backward.jaxpr
+        outvars = [jaxpr.outvars[i] for i in chosen]
+        eqns, read = _needed(jaxpr, outvars)
+        pairs = zip(jaxpr.invars[: len(self.leaves)], self.leaves, strict=True)
+        leaves = [leaf for x, leaf in pairs if x in read and isinstance(leaf, core.Var)]
+        stored = self.graph.needed(leaves, {k.var for k in self.kept})
+        kept = [i for i, k in enumerate(self.kept) if k.var in stored]
+        outputs = self.forward.jaxpr.outvars[: self.outputs]
+        forward = _with_outputs(self.forward.jaxpr, [*outputs, *(self.kept[i].var for i in kept)])
+        backward = _with_outputs(jaxpr.replace(eqns=eqns), outvars)
+        return dataclasses.replace(
+            self,
+            forward=core.ClosedJaxpr(forward, self.forward.consts),
+            kept=tuple(self.kept[i] for i in kept),
+            codecs=tuple(self.codecs[i] for i in kept),
+            backward=core.ClosedJaxpr(backward, self.backward.consts),
+            smooth_inputs=tuple(self.smooth_inputs[i] for i in chosen),
+        )
+
+
+def _read_by_foreign_rules(jaxpr: core.Jaxpr, leaves: Sequence[Any]) -> dict[core.Var, None]:
+    """Returns the residuals that other people's custom backward passes read.
+
+    They may fit exact values only, or be no activations at all: the statistics of a softmax, the
+    times of a solver, indices.
+
+    Args:
+      jaxpr: the pullback.
+      leaves: its residuals, its first inputs.
+    """
+    read = {x for eqn in jaxpr.eqns if is_marked(eqn) for x in eqn.invars if isinstance(x, core.Var)}
+    pairs = zip(jaxpr.invars, leaves, strict=False)
+    return {leaf: None for x, leaf in pairs if x in read and isinstance(leaf, core.Var)}
+
+
+def _needed(
+    jaxpr: core.Jaxpr, outvars: Sequence[Any]
+) -> tuple[list[core.JaxprEqn], set[core.Var]]:
+    """Returns the equations that outputs need, or that have an effect, and what these read."""
+    read = {x for x in outvars if isinstance(x, core.Var)}
+    eqns = []
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.effects or any(x in read for x in eqn.outvars):
+            eqns.append(eqn)
+            read |= {x for x in eqn.invars if isinstance(x, core.Var)}
+    return eqns[::-1], read
+
 
 def make_plan(
     run: Callable[..., list[Any]],
@@ -156,17 +237,25 @@ def make_plan(
     jaxpr, count = traced.forward.jaxpr, traced.outputs
     alive = {*jaxpr.constvars}
     alive |= {x for x, dead in zip(jaxpr.invars, dies, strict=True) if not dead}
-    graph = Graph(jaxpr, lambda x: 0 if x in alive else _nbytes(x), rebuild=settings.rebuild)
     leaves = jaxpr.outvars[count:]
-    kept = graph.choose([x for x in leaves if isinstance(x, core.Var)])
+    foreign = _read_by_foreign_rules(traced.backward.jaxpr, leaves)
+    free = {*alive, *foreign}
+    graph = Graph(jaxpr, lambda x: 0 if x in free else _nbytes(x), rebuild=settings.rebuild)
+    chosen = graph.choose([x for x in leaves if isinstance(x, core.Var) and x not in foreign])
+    kept = list(dict.fromkeys([*foreign, *chosen]))
     origins, given = Origins(jaxpr), _given_names(jaxpr, graph)
     found = [
-        _describe(jaxpr, origins.of(x), given.get(x, ""), x, names, dies, settings.scope)
-        for x in kept
+        _describe(jaxpr, origins.of(x), given.get(x, ""), x, names, dies, settings) for x in kept
     ]
+    found = [
+        dataclasses.replace(k, reason=_FOREIGN) if k.var in foreign and not k.reason else k
+        for k in found
+    ]
+    found = _told_apart(found)
     codecs, reasons = _decide(found, settings.rule)
     settled = [
-        dataclasses.replace(k, reason=reason) for k, reason in zip(found, reasons, strict=True)
+        dataclasses.replace(k, reason=reason, number=i)
+        for i, (k, reason) in enumerate(zip(found, reasons, strict=True))
     ]
     shortened = _with_outputs(jaxpr, [*jaxpr.outvars[:count], *kept])
     return Plan(
@@ -253,15 +342,17 @@ def _typed(x: Any) -> Any:
 
 def _decide(found: list[Kept], rule: Rule | Codec) -> tuple[list[StoredBy | None], list[str]]:
     """Returns what stores each array, and for those that are stored exactly the reason."""
-    open_ones = [k.candidate for k in found if not k.reason]
+    largest = max((k.candidate.size for k in found if not k.reason), default=0)
+    is_small = lambda c: not c.shape or c.size * LARGEST_OVER_SMALL < largest  # noqa: E731
     if isinstance(rule, Codec):
-        codec, largest = rule, max((c.size for c in open_ones), default=0)
-        rule = lambda c: codec if c.shape and 0 < largest <= c.size * LARGEST_OVER_SMALL else None  # noqa: E731
+        codec = rule
+        rule = lambda c: None if is_small(c) or not largest else codec  # noqa: E731
     codecs: list[StoredBy | None] = []
     reasons: list[str] = []
     for k in found:
         what, stored, reason = k.candidate, None, k.reason
-        if reason == _NOT_FLOATING and what.dtype == "bool" and what.size >= _MASK:
+        # Few booleans, one for each token for example, are not worth the operations.
+        if reason == _NOT_FLOATING and what.dtype == "bool" and not is_small(what):
             stored = in_bits(what.shape)
         elif not reason:
             chosen = rule(what)
@@ -286,7 +377,7 @@ def _describe(
     var: core.Var,
     names: Sequence[str],
     dies: Sequence[bool],
-    scope: str,
+    settings: Settings,
 ) -> Kept:
     """Returns the description of a stored array."""
     aval: Any = var.aval
@@ -301,12 +392,28 @@ def _describe(
         reason = "stored by an actjax operator"
     elif origin.tag is not None and origin.tag.left:
         reason = "handled inside its loop"
+    elif origin.operator == "while":
+        reason = _LOOP
     elif origin.is_slices:
         reason = "slices of an argument, alive anyway"
     if not reason and not is_floating(aval):
         reason = _NOT_FLOATING
-    scope = joined_scopes(scope, origin.scope)
-    return Kept(var, Candidate(name, primitive, tuple(aval.shape), str(aval.dtype), scope), reason)
+    scope = joined_scopes(settings.scope, origin.scope)
+    shape, dtype = tuple(aval.shape), str(aval.dtype)
+    return Kept(var, Candidate(name, primitive, shape, dtype, scope, settings.layers), reason)
+
+
+def _told_apart(found: Sequence[Kept]) -> list[Kept]:
+    """Returns the same arrays, with numbers where several have one scope and name."""
+    count: collections.Counter[tuple[str, str]] = collections.Counter()
+    result = []
+    for kept in found:
+        what = kept.candidate
+        if not kept.reason:
+            what = dataclasses.replace(what, occurrence=count[what.scope, what.name])
+            count[what.scope, what.name] += 1
+        result.append(dataclasses.replace(kept, candidate=what))
+    return result
 
 
 def _given_names(jaxpr: core.Jaxpr, graph: Graph) -> dict[core.Var, str]:

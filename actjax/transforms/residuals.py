@@ -13,14 +13,30 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from actjax._jaxpr.equations import joined_scopes, run_equation, scan_counts, scope_of
+from actjax._jaxpr.equations import (
+    CUSTOM_VJP,
+    is_foreign_rule,
+    joined_scopes,
+    run_equation,
+    run_marked,
+    scan_counts,
+    scope_of,
+)
 from actjax._jaxpr.one_way import ONE_WAY, passing_one_way
-from actjax._jaxpr.programs import Search, close, run_inlined
+from actjax._jaxpr.programs import Search, close, inlined, run_inlined
+from actjax._jaxpr.segments import cut, pieces
 from actjax.codecs import Codec
 from actjax.transforms.checks import check_function, check_positions, positions_of
 from actjax.transforms.opened import open_function
 from actjax.transforms.residual_passes import key_of, run_compressed
-from actjax.transforms.residual_plan import Candidate, Rule, Settings, is_floating, make_plan
+from actjax.transforms.residual_plan import (
+    Candidate,
+    Remat,
+    Rule,
+    Settings,
+    is_floating,
+    make_plan,
+)
 from actjax.transforms.stored_by import Reshaped
 
 _FIRST_LOOP = 2**30
@@ -96,6 +112,21 @@ def compress_residuals(
         )
     positions = positions_of(activations, "compress_residuals")
 
+    return compressed_function(fun, Settings(rule, rebuild), positions, key)
+
+
+def compressed_function(
+    fun: Callable[..., Any], settings: Settings, positions: Sequence[int] = (), key: Any = None
+) -> Callable[..., Any]:
+    """As `compress_residuals`, for checked arguments.
+
+    Args:
+      fun: the function.
+      settings: what is stored and how, and what is computed again.
+      positions: of arguments that are dead after the forward pass.
+      key: randomness of the encoding, or None.
+    """
+
     @functools.wraps(fun)
     def compressed(*args: Any, **kwargs: Any) -> Any:
         check_positions(positions, args, "compress_residuals")
@@ -109,7 +140,7 @@ def compress_residuals(
             closed.arguments,
             names,
             [False] * len(closed.constants) + dies,
-            Settings(rule, rebuild),
+            settings,
             key,
             passing_one_way(closed.jaxpr),
         )
@@ -150,17 +181,9 @@ def _compress(
     def run(*inputs: Any) -> list[Any]:
         given = core.ClosedJaxpr(program.jaxpr, list(inputs[:first]))
         own_key = jax.tree.unflatten(treedef, inputs[last:])
-        # Each loop has its own key, the same each time the function is traced.
-        numbers = itertools.count()
-
-        def handle(eqn: core.JaxprEqn, x: list[Any]) -> list[Any] | None:
-            if eqn.primitive.name in ONE_WAY:
-                return run_equation(eqn, [jax.lax.stop_gradient(y) for y in x])
-            return _compress_loop(settings, own_key, numbers, eqn, x)
-
-        # Other calls are differentiated as calls: JAX differentiates equal ones once.
-        into = Search({"scan", *ONE_WAY})
-        return run_inlined(given, inputs[first:last], handle, into=into)
+        if settings.remat is None:
+            return _run_once(given, inputs[first:last], settings, own_key)
+        return _run_segments(given, inputs[first:last], dies, settings, settings.remat, own_key)
 
     plan = make_plan(run, inputs, names, dies, settings, one_way)
     if not plan.kept:
@@ -170,6 +193,71 @@ def _compress(
             _check_key(key, plan.kept[i].candidate)
             codec.required_key(key_of(key, plan, i))
     return run_compressed(plan, run, inputs, plan.codecs, key)
+
+
+def _run_once(
+    program: core.ClosedJaxpr, arguments: Sequence[Any], settings: Settings, key: Any
+) -> list[Any]:
+    """Runs a program, of which nothing is computed again; its loops are compressed."""
+    # Each loop has its own key, the same each time the function is traced.
+    numbers = itertools.count()
+
+    def handle(eqn: core.JaxprEqn, x: list[Any]) -> list[Any] | None:
+        return _run_special(eqn, x) or _compress_loop(settings, key, numbers, eqn, x)
+
+    # Other calls are differentiated as calls: JAX differentiates equal ones once.
+    into = Search({"scan", *CUSTOM_VJP, *ONE_WAY})
+    return run_inlined(program, arguments, handle, into=into)
+
+
+def _run_special(eqn: core.JaxprEqn, x: list[Any]) -> list[Any] | None:
+    """Runs an equation without a derivative or with a custom one; returns None for the rest."""
+    if eqn.primitive.name in ONE_WAY:
+        return run_equation(eqn, [jax.lax.stop_gradient(y) for y in x])
+    return run_marked(eqn, x) if is_foreign_rule(eqn) else None
+
+
+def _run_segments(
+    program: core.ClosedJaxpr,
+    arguments: Sequence[Any],
+    dies: Sequence[bool],
+    settings: Settings,
+    remat: Remat,
+    key: Any,
+) -> list[Any]:
+    """Runs a program whose backward pass computes its segments again."""
+    program = inlined(program)
+    jaxpr = program.jaxpr
+    dead = [*(False,) * len(program.consts), *dies][: len(program.consts) + len(arguments)]
+    segments = cut(jaxpr, settings.layers, dead, lambda eqn: eqn.primitive.name == "scan")
+    values: dict[Any, Any] = dict(zip(jaxpr.constvars, program.consts, strict=True))
+    values |= zip(jaxpr.invars, arguments, strict=True)
+    numbers = itertools.count()
+    inner = dataclasses.replace(settings, remat=None)
+    for i, (segment, (body, invars)) in enumerate(
+        zip(segments, pieces(program, segments), strict=True)
+    ):
+        given = [values[x] for x in invars]
+        closed = core.ClosedJaxpr(body, [])
+        if not segment.again:
+            (eqn,) = body.eqns
+            inputs = [x.val if isinstance(x, core.Literal) else values[x] for x in eqn.invars]
+            outputs = _compress_loop(settings, key, numbers, eqn, inputs)
+            if outputs is None:
+                outputs = run_equation(eqn, inputs)
+            values |= zip(eqn.outvars, outputs, strict=True)
+            continue
+        if remat.codes:
+            own = jax.tree.map(lambda k, i=i: jax.random.fold_in(k, i), key)
+            again = lambda *x, closed=closed, own=own: _compress(  # noqa: E731
+                closed, x, [""] * len(x), [False] * len(x), inner, own, {}
+            )
+        else:
+            again = lambda *x, closed=closed: run_inlined(  # noqa: E731
+                closed, x, _run_special
+            )
+        values |= zip(body.outvars, jax.checkpoint(again)(*given), strict=True)
+    return [x.val if isinstance(x, core.Literal) else values[x] for x in jaxpr.outvars]
 
 
 def _compress_loop(
@@ -187,15 +275,19 @@ def _compress_loop(
     last = first + carried
     constants, start, stacked = inputs[:first], inputs[first:last], inputs[last:]
     names = [""] * (len(body.consts) + len(inputs))
-    settings = dataclasses.replace(settings, scope=joined_scopes(settings.scope, scope_of(eqn)))
+    number = next(numbers)
+    own_scope = joined_scopes(settings.scope, scope_of(eqn), f"loop {number}" if number else "")
+    settings = dataclasses.replace(
+        settings, scope=own_scope, layers=settings.layers * params["length"]
+    )
     # The next iteration has another carry, so this one is not alive otherwise.
     dies = [False] * len(names)
     for i in range(len(start)):
         position = len(body.consts) + first + i
         names[position], dies[position] = f"carry {i}" if len(start) > 1 else "carry", True
     length = params["length"]
-    number = _FIRST_LOOP + next(numbers)
-    keys = jax.tree.map(lambda k: jax.random.split(jax.random.fold_in(k, number), length), key)
+    fold = _FIRST_LOOP + number
+    keys = jax.tree.map(lambda k: jax.random.split(jax.random.fold_in(k, fold), length), key)
 
     def step(carry: Any, slices: Any) -> Any:
         own, own_key = slices

@@ -57,9 +57,9 @@ def test_a_perceptron_of_flax():
     fs = [functools.partial(loss, f) for f in (wrapped, model.apply)]
     assert relative_error(*jax.jit(lambda params: [jax.grad(f)(params) for f in fs])(params)) < 0.25
     # One array for each of two hidden layers; autodiff stores more than five. Each norm also stores
-    # two bits a token: whether its variance was clipped at zero.
+    # two booleans a token: whether its variance was clipped at zero.
     codes = 2 * codec.stored_bytes((32, 64), "float32")
-    assert held_bytes(wrapped, params, x) == codes + 2 * 2 * 32 // 8
+    assert held_bytes(wrapped, params, x) == codes + 2 * 2 * 32
     assert held_bytes(model.apply, params, x) > 10 * 32 * 64 * 4
     assert repr(codec) in str(explain(wrapped, params, x))
 

@@ -1,0 +1,193 @@
+"""Cutting a program into segments that a backward pass can compute again, one at a time.
+
+A segment costs the memory of what is alive where it begins, which is stored, and, while its
+backward pass runs, of what it computes. Chen et al. (2016), *Training Deep Nets with Sublinear
+Memory Cost*, cut a chain of layers. Here the cuts are found in any program: they are where little
+is alive.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend import core
+
+from actjax._jaxpr.rebuilding import is_cheap
+
+_SIZES = 24
+"""How many bounds of the largest segment are tried."""
+_MOST_CUTS = 200
+"""How many places are considered; with more, those where most is alive are left out."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """A run of equations of a program without calls.
+
+    Attributes:
+      start: its first equation.
+      stop: the equation after its last.
+      again: whether it is computed again.
+    """
+
+    start: int
+    stop: int
+    again: bool
+
+
+def cut(
+    jaxpr: core.Jaxpr, layers: int, dies: Sequence[bool], apart: Callable[[core.JaxprEqn], bool]
+) -> list[Segment]:
+    """Returns the segments that make the sum of what is stored and the largest segment small.
+
+    Args:
+      jaxpr: a program without calls.
+      layers: how often what is alive at a cut is stored: iterations of the loops around it.
+      dies: which inputs are dead after the forward pass; constants come first.
+      apart: whether an equation must not be in a segment that is computed again.
+    """
+    eqns = jaxpr.eqns
+    if not eqns:
+        return []
+    alive = _alive(jaxpr, dies)
+    inside = [_computed(eqn) for eqn in eqns]
+    single = [i for i, eqn in enumerate(eqns) if apart(eqn)]
+    segments: list[Segment] = []
+    start = 0
+    for i in [*single, len(eqns)]:
+        if i > start:
+            segments += _cut(alive, inside, start, i, layers)
+        if i < len(eqns):
+            segments.append(Segment(i, i + 1, False))
+        start = i + 1
+    return segments
+
+
+def _alive(jaxpr: core.Jaxpr, dies: Sequence[bool]) -> list[int]:
+    """Returns the bytes of computed floating point arrays that are alive before each equation."""
+    last: dict[Any, int] = {}
+    for i, eqn in enumerate(jaxpr.eqns):
+        last |= {x: i for x in eqn.invars if isinstance(x, core.Var)}
+    last |= {x: len(jaxpr.eqns) for x in jaxpr.outvars if isinstance(x, core.Var)}
+    change = [0] * (len(jaxpr.eqns) + 2)
+
+    def add(var: Any, since: int) -> None:
+        if var in last and _is_floating(var):
+            change[since] += _nbytes(var)
+            change[last[var] + 1] -= _nbytes(var)
+
+    for var, dead in zip((*jaxpr.constvars, *jaxpr.invars), dies, strict=True):
+        if dead:
+            add(var, 0)
+    for i, eqn in enumerate(jaxpr.eqns):
+        for var in eqn.outvars:
+            add(var, i + 1)
+    total, alive = 0, []
+    for step in change[:-1]:
+        total += step
+        alive.append(total)
+    return alive
+
+
+def _computed(eqn: core.JaxprEqn) -> int:
+    """Returns the bytes of what an equation computes, if that is not cheap to rebuild."""
+    if is_cheap(eqn):
+        return 0
+    return sum(_nbytes(x) for x in eqn.outvars if _is_floating(x))
+
+
+def _cut(
+    alive: Sequence[int], inside: Sequence[int], start: int, stop: int, layers: int
+) -> list[Segment]:
+    """Returns segments of the equations from `start` to `stop`."""
+    before = [0]
+    for size in inside[start:stop]:
+        before.append(before[-1] + size)
+    places = [
+        i
+        for i in range(start + 1, stop)
+        if alive[i] <= alive[i - 1] and alive[i] <= alive[i + 1] and before[i - start]
+    ]
+    # Of neighbours where equally much is computed before, the one where least is alive.
+    best: dict[int, int] = {}
+    for i in places:
+        done = before[i - start]
+        if done not in best or alive[i] < alive[best[done]]:
+            best[done] = i
+    places = sorted(sorted(best.values(), key=lambda i: alive[i])[:_MOST_CUTS])
+    places = [start, *places, stop]
+    done = [before[i - start] for i in places]
+    found: tuple[float, list[int]] | None = None
+    for size in range(1, _SIZES + 1):
+        bound = done[-1] * 2 ** (-8 * (1 - size / _SIZES))
+        stored, cuts = _fewest(places, done, [alive[i] * layers for i in places], bound)
+        largest = max(
+            before[b - start] - before[a - start] for a, b in zip(cuts, cuts[1:], strict=False)
+        )
+        if found is None or stored + largest < found[0]:
+            found = stored + largest, cuts
+    assert found is not None
+    cuts = found[1]
+    return [Segment(a, b, True) for a, b in zip(cuts, cuts[1:], strict=False)]
+
+
+def _fewest(
+    places: Sequence[int], done: Sequence[int], stored: Sequence[int], bound: float
+) -> tuple[int, list[int]]:
+    """Returns the cuts that store least if no segment may compute more than `bound` bytes."""
+    least: list[float] = [stored[0]]
+    previous = [0]
+    for j in range(1, len(places)):
+        fitting = [i for i in range(j) if done[j] - done[i] <= bound] or [j - 1]
+        i = min(fitting, key=lambda i: least[i])
+        least.append(least[i] + (stored[j] if j < len(places) - 1 else 0))
+        previous.append(i)
+    cuts, j = [places[-1]], len(places) - 1
+    while j:
+        j = previous[j]
+        cuts.append(places[j])
+    return int(least[-1]), cuts[::-1]
+
+
+def pieces(
+    program: core.ClosedJaxpr, segments: Sequence[Segment]
+) -> list[tuple[core.Jaxpr, list[Any]]]:
+    """Returns each segment as a program of its own, and what it reads.
+
+    Args:
+      program: a program without calls.
+      segments: segments that cover it.
+
+    Returns:
+      For each segment its program, without constants, and the variables or constants that are its
+      arguments.
+    """
+    jaxpr = program.jaxpr
+    used = {x for x in jaxpr.outvars if isinstance(x, core.Var)}
+    found = []
+    for segment in reversed(segments):
+        eqns = jaxpr.eqns[segment.start : segment.stop]
+        made = {x for eqn in eqns for x in eqn.outvars}
+        outvars = [x for x in dict.fromkeys(x for eqn in eqns for x in eqn.outvars) if x in used]
+        read = dict.fromkeys(x for eqn in eqns for x in eqn.invars if isinstance(x, core.Var))
+        invars = [x for x in read if x not in made]
+        used |= set(invars)
+        body = jaxpr.replace(
+            constvars=[],
+            invars=invars,
+            outvars=outvars,
+            eqns=eqns,
+            debug_info=jaxpr.debug_info.with_unknown_names(),
+        )
+        found.append((body, invars))
+    return found[::-1]
+
+
+def _nbytes(var: Any) -> int:
+    return var.aval.size * var.aval.dtype.itemsize
+
+
+def _is_floating(var: Any) -> bool:
+    dtype = getattr(var.aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
