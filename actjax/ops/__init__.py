@@ -3,6 +3,7 @@
 from actjax.ops.attention import HeadNorm, attention
 from actjax.ops.cross_entropy import cross_entropy
 from actjax.ops.glu import swiglu
+from actjax.ops.layer_norm import layer_norm
 from actjax.ops.linear import linear, qkv_projection
 from actjax.ops.norm import rms_norm
 from actjax.ops.rebuilt_input import attention_linear, norm_linear, swiglu_linear
@@ -13,6 +14,7 @@ __all__ = [
     "attention",
     "attention_linear",
     "cross_entropy",
+    "layer_norm",
     "linear",
     "norm_linear",
     "qkv_projection",
