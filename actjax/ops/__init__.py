@@ -2,11 +2,12 @@
 
 from actjax.ops.attention import HeadNorm, attention
 from actjax.ops.cross_entropy import cross_entropy
+from actjax.ops.gelu import gelu
 from actjax.ops.glu import swiglu
 from actjax.ops.layer_norm import layer_norm
 from actjax.ops.linear import linear, qkv_projection
 from actjax.ops.norm import rms_norm
-from actjax.ops.rebuilt_input import attention_linear, norm_linear, swiglu_linear
+from actjax.ops.rebuilt_input import attention_linear, gelu_linear, norm_linear, swiglu_linear
 from actjax.ops.rope import rope
 
 __all__ = [
@@ -14,6 +15,8 @@ __all__ = [
     "attention",
     "attention_linear",
     "cross_entropy",
+    "gelu",
+    "gelu_linear",
     "layer_norm",
     "linear",
     "norm_linear",
