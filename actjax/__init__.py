@@ -22,6 +22,7 @@ from actjax.ops import HeadNorm as HeadNorm
 from actjax.ops import attention as attention
 from actjax.ops import attention_linear as attention_linear
 from actjax.ops import cross_entropy as cross_entropy
+from actjax.ops import embedding as embedding
 from actjax.ops import gelu as gelu
 from actjax.ops import gelu_linear as gelu_linear
 from actjax.ops import layer_norm as layer_norm

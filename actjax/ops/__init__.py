@@ -2,6 +2,7 @@
 
 from actjax.ops.attention import HeadNorm, attention
 from actjax.ops.cross_entropy import cross_entropy
+from actjax.ops.embedding import embedding
 from actjax.ops.gelu import gelu
 from actjax.ops.glu import swiglu
 from actjax.ops.layer_norm import layer_norm
@@ -15,6 +16,7 @@ __all__ = [
     "attention",
     "attention_linear",
     "cross_entropy",
+    "embedding",
     "gelu",
     "gelu_linear",
     "layer_norm",
