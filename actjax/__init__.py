@@ -21,6 +21,7 @@ from actjax.low_rank import global_norm as global_norm
 from actjax.ops import HeadNorm as HeadNorm
 from actjax.ops import attention as attention
 from actjax.ops import attention_linear as attention_linear
+from actjax.ops import conv as conv
 from actjax.ops import cross_entropy as cross_entropy
 from actjax.ops import embedding as embedding
 from actjax.ops import gelu as gelu

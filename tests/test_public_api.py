@@ -114,7 +114,7 @@ def test_actjax_exports_its_public_names_and_no_others():
         *("Estimate", "Levels", "Rounding", "Scaling", "Sketch"),
         *("Explanation", "Residual", "Candidate", "explain", "compress_residuals", "checkpoint"),
         *("attention", "cross_entropy", "linear", "qkv_projection", "rms_norm", "rope", "swiglu"),
-        *("embedding", "gelu", "layer_norm"),
+        *("conv", "embedding", "gelu", "layer_norm"),
         *("attention_linear", "gelu_linear", "norm_linear", "swiglu_linear", "HeadNorm"),
         *("FrozenWeight", "LoRA", "LowRankSum", "NF4Weight"),
         *("allocate_bits", "compression_variance", "sampling_variance", "sensitivity"),

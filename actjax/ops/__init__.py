@@ -1,6 +1,7 @@
 """Operators with custom backward passes, each usable alone inside any JAX function."""
 
 from actjax.ops.attention import HeadNorm, attention
+from actjax.ops.conv import conv
 from actjax.ops.cross_entropy import cross_entropy
 from actjax.ops.embedding import embedding
 from actjax.ops.gelu import gelu
@@ -15,6 +16,7 @@ __all__ = [
     "HeadNorm",
     "attention",
     "attention_linear",
+    "conv",
     "cross_entropy",
     "embedding",
     "gelu",
