@@ -21,7 +21,12 @@ from actjax.low_rank import global_norm as global_norm
 from actjax.ops import HeadNorm as HeadNorm
 from actjax.ops import attention as attention
 from actjax.ops import attention_linear as attention_linear
+from actjax.ops import conv as conv
 from actjax.ops import cross_entropy as cross_entropy
+from actjax.ops import embedding as embedding
+from actjax.ops import gelu as gelu
+from actjax.ops import gelu_linear as gelu_linear
+from actjax.ops import layer_norm as layer_norm
 from actjax.ops import linear as linear
 from actjax.ops import norm_linear as norm_linear
 from actjax.ops import qkv_projection as qkv_projection

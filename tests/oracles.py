@@ -15,9 +15,10 @@ Letters: `T` tokens, `d` features, `n` outputs, `k` rank or generators, `V` voca
 Every argument is converted to float64, and every result is float64.
 """
 
+import itertools
 import math
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -305,6 +306,159 @@ def swiglu_vjp(gate: npt.ArrayLike, up: npt.ArrayLike, dy: npt.ArrayLike) -> tup
     gate, up, dy = _f64(gate), _f64(up), _f64(dy)
     sigma, complement = _sigmoid(gate), _sigmoid(-gate)
     return dy * up * sigma * (1 + gate * complement), dy * gate * sigma
+
+
+def layer_norm(x: npt.ArrayLike, scale: npt.ArrayLike, bias: npt.ArrayLike, eps: float) -> Array:
+    """Returns `scale (x - mean(x)) / sqrt(var(x) + eps) + bias`, over the last axis.
+
+    Source: Ba et al., arXiv:1607.06450, equations 3 and 4.
+
+    Args:
+      x: [..., d].
+      scale: [d].
+      bias: [d].
+      eps: added to the variance.
+    """
+    x = _f64(x)
+    centred = x - np.mean(x, axis=-1, keepdims=True)
+    deviation = np.sqrt(np.mean(centred**2, axis=-1, keepdims=True) + eps)
+    return _f64(scale) * centred / deviation + _f64(bias)
+
+
+def layer_norm_vjp(
+    x: npt.ArrayLike, scale: npt.ArrayLike, eps: float, dy: npt.ArrayLike
+) -> tuple[Array, Array, Array]:
+    """Returns `dx` [..., d], `dscale` [d] and `dbias` [d] of `layer_norm`.
+
+    With `r = (var(x) + eps)^-½`, `u = r (x - mean(x))` and `g = scale dy`:
+    `dx = r (g - mean(g) - u mean(g u))`; `dscale` and `dbias` are the sums of `u dy` and of `dy`.
+
+    Args:
+      x: [..., d].
+      scale: [d].
+      eps: added to the variance.
+      dy: [..., d].
+    """
+    x, scale, dy = _f64(x), _f64(scale), _f64(dy)
+    centred = x - np.mean(x, axis=-1, keepdims=True)
+    r = 1 / np.sqrt(np.mean(centred**2, axis=-1, keepdims=True) + eps)
+    u, g = r * centred, scale * dy
+    along = u * np.mean(g * u, axis=-1, keepdims=True)
+    dx = r * (g - np.mean(g, axis=-1, keepdims=True) - along)
+    flat = (-1, x.shape[-1])
+    return dx, np.sum((u * dy).reshape(flat), axis=0), np.sum(dy.reshape(flat), axis=0)
+
+
+def gelu(x: npt.ArrayLike, approximate: bool) -> Array:
+    """Returns `x Φ(x)`, or its approximation by tanh.
+
+    Source: Hendrycks and Gimpel, arXiv:1606.08415, section 2.
+
+    Args:
+      x: any shape.
+      approximate: whether to use tanh.
+    """
+    x = _f64(x)
+    return x * _gelu_gate(x, approximate)[0]
+
+
+def gelu_vjp(x: npt.ArrayLike, approximate: bool, dy: npt.ArrayLike) -> Array:
+    """Returns `dy (Φ + x Φ')`, or that of the approximation.
+
+    Args:
+      x: any shape.
+      approximate: whether to use tanh.
+      dy: the same shape.
+    """
+    x = _f64(x)
+    gate, slope = _gelu_gate(x, approximate)
+    return _f64(dy) * (gate + x * slope)
+
+
+def _gelu_gate(x: Array, approximate: bool) -> tuple[Array, Array]:
+    """Returns the factor of `x`, and its derivative."""
+    if not approximate:
+        gate = np.vectorize(math.erfc, otypes=[float])(-x / math.sqrt(2)) / 2
+        return gate, np.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
+    # (1 + tanh(z)) / 2 = sigmoid(2 z), whose small values do not cancel.
+    z = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+    slope = math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * x**2)
+    return _sigmoid(2 * z), 2 * _sigmoid(2 * z) * _sigmoid(-2 * z) * slope
+
+
+def conv(
+    x: npt.ArrayLike,
+    w: npt.ArrayLike,
+    strides: tuple[int, ...],
+    padding: tuple[tuple[int, int], ...],
+    dilation: tuple[int, ...],
+    groups: int = 1,
+) -> Array:
+    """Returns the convolution of `x` with the window `w`, product by product.
+
+    Source: the definition, as in `jax.lax.conv_general_dilated`: the window is not reversed.
+
+    Args:
+      x: [N, *spatial, C].
+      w: [*window, C / groups, O].
+      strides: for each spatial axis.
+      padding: zeros before and after each spatial axis.
+      dilation: for each spatial axis.
+      groups: number of groups of channels.
+    """
+    x, w = _f64(x), _f64(w)
+    axes = zip(x.shape[1:-1], w.shape[:-2], strides, padding, dilation, strict=True)
+    positions = [
+        (size + before + after - (window - 1) * apart - 1) // step + 1
+        for size, window, step, (before, after), apart in axes
+    ]
+    z = np.zeros((len(x), *positions, w.shape[-1]))
+    for p, inputs, entry, outputs in _conv_terms(x, w, z, strides, padding, dilation, groups):
+        z[:, *p, outputs] += x[inputs] @ w[entry]
+    return z
+
+
+def conv_vjp(
+    x: npt.ArrayLike,
+    w: npt.ArrayLike,
+    dz: npt.ArrayLike,
+    strides: tuple[int, ...],
+    padding: tuple[tuple[int, int], ...],
+    dilation: tuple[int, ...],
+    groups: int = 1,
+) -> tuple[Array, Array]:
+    """Returns `dx` and `dw` of `conv`: those of each of its products, summed.
+
+    Args:
+      x: [N, *spatial, C].
+      w: [*window, C / groups, O].
+      dz: [N, *positions, O].
+      strides: as for `conv`; this and what follows.
+      padding: zeros before and after each spatial axis.
+      dilation: for each spatial axis.
+      groups: number of groups of channels.
+    """
+    x, w, dz = _f64(x), _f64(w), _f64(dz)
+    dx, dw = np.zeros_like(x), np.zeros_like(w)
+    for p, inputs, entry, outputs in _conv_terms(x, w, dz, strides, padding, dilation, groups):
+        dx[inputs] += dz[:, *p, outputs] @ w[entry].T
+        dw[entry] += x[inputs].T @ dz[:, *p, outputs]
+    return dx, dw
+
+
+def _conv_terms(
+    x: Array, w: Array, z: Array, strides: Any, padding: Any, dilation: Any, groups: int
+) -> Iterator[tuple[Any, Any, Any, slice]]:
+    """Yields a position of `z`, indices into `x` and `w`, and the outputs, of each product."""
+    channels, outputs = x.shape[-1] // groups, w.shape[-1] // groups
+    for p, q in itertools.product(np.ndindex(z.shape[1:-1]), np.ndindex(w.shape[:-2])):
+        at = [s * i + d * j - b for s, i, d, j, (b, _) in zip(
+            strides, p, dilation, q, padding, strict=True)]  # fmt: skip
+        if all(0 <= i < size for i, size in zip(at, x.shape[1:-1], strict=True)):
+            for g in range(groups):
+                some = slice(g * outputs, (g + 1) * outputs)
+                inputs = (slice(None), *at, slice(g * channels, (g + 1) * channels))
+                yield p, inputs, (*q, slice(None), some), some
 
 
 def _llama3_frequency(frequency: float, scaling: Mapping[str, float]) -> float:

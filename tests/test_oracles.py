@@ -262,6 +262,78 @@ def test_swiglu_vjp_equals_finite_differences(rng):
     assert_gradients_close(oracles.swiglu_vjp(gate, up, dy), want)
 
 
+def test_layer_norm_equals_a_loop(rng):
+    x, scale, bias, eps = rng.normal(size=(2, 3, 5)), *rng.normal(size=(2, 5)), 0.1
+    got = oracles.layer_norm(x, scale, bias, eps)
+    for b, t in np.ndindex(2, 3):
+        mean = sum(x[b, t]) / 5
+        root = math.sqrt(sum((a - mean) ** 2 for a in x[b, t]) / 5 + eps)
+        want = [s * (a - mean) / root + c for s, c, a in zip(scale, bias, x[b, t], strict=True)]
+        np.testing.assert_allclose(got[b, t], want, rtol=1e-13)
+
+
+def test_layer_norm_vjp_equals_finite_differences(rng):
+    x, scale, bias, dy = rng.normal(size=(2, 3, 4)), *rng.normal(size=(2, 4)), rng.normal(size=4)
+    want = numeric_gradients(
+        lambda x, s, b: np.sum(dy * oracles.layer_norm(x, s, b, 0.1)), x, scale, bias
+    )
+    dy = np.broadcast_to(dy, x.shape)
+    assert_gradients_close(oracles.layer_norm_vjp(x, scale, 0.1, dy), want)
+
+
+def test_gelu_equals_its_definition_and_does_not_overflow():
+    x = np.array([-2.0, 0.0, 0.5, 3.0])
+    erf = [a / 2 * (1 + math.erf(a / math.sqrt(2))) for a in x]
+    np.testing.assert_allclose(oracles.gelu(x, approximate=False), erf, rtol=1e-14)
+    root = math.sqrt(2 / math.pi)
+    tanh = [a / 2 * (1 + math.tanh(root * (a + 0.044715 * a**3))) for a in x]
+    np.testing.assert_allclose(oracles.gelu(x, approximate=True), tanh, rtol=1e-13)
+    far = np.array([-1e30, 1e30])
+    with np.errstate(over="raise", invalid="raise"):
+        for approximate in (False, True):
+            np.testing.assert_array_equal(oracles.gelu(far, approximate), [0, 1e30])
+            np.testing.assert_array_equal(oracles.gelu_vjp(far, approximate, np.ones(2)), [0, 1])
+
+
+@pytest.mark.parametrize("approximate", [False, True])
+def test_gelu_vjp_equals_finite_differences(rng, approximate):
+    x, dy = rng.normal(size=(2, 3, 4))
+    want = numeric_gradients(lambda x: np.sum(dy * oracles.gelu(x, approximate)), x)
+    assert_gradients_close([oracles.gelu_vjp(x, approximate, dy)], want)
+
+
+def test_conv_without_a_window_is_a_product(rng):
+    x, w = rng.normal(size=(3, 4)), rng.normal(size=(4, 5))
+    np.testing.assert_allclose(oracles.conv(x, w, (), (), ()), x @ w, rtol=1e-13)
+
+
+def test_conv_on_one_axis_is_that_of_numpy(rng):
+    x, w = rng.normal(size=9), rng.normal(size=4)
+    for padding, mode in (((0, 0), "valid"), ((3, 3), "full")):
+        got = oracles.conv(x[None, :, None], w[:, None, None], (1,), (padding,), (1,))
+        # NumPy's correlation does not reverse the window either.
+        np.testing.assert_allclose(got[0, :, 0], np.correlate(x, w, mode), rtol=1e-13)
+
+
+def test_conv_with_groups_strides_and_dilation_is_made_of_plain_convolutions(rng):
+    x, w, padding = rng.normal(size=(2, 9, 8, 4)), rng.normal(size=(3, 2, 2, 6)), ((2, 1), (0, 3))
+    got = oracles.conv(x, w, (2, 3), padding, (2, 1), groups=2)
+    spread = np.zeros((5, 2, 2, 6))
+    spread[::2] = w
+    for g in range(2):
+        given = x[..., 2 * g : 2 * g + 2], spread[..., 3 * g : 3 * g + 3]
+        dense = oracles.conv(*given, (1, 1), padding, (1, 1))[:, ::2, ::3]
+        np.testing.assert_allclose(got[..., 3 * g : 3 * g + 3], dense, rtol=1e-13, atol=1e-14)
+
+
+def test_conv_vjp_equals_finite_differences(rng):
+    x, w = rng.normal(size=(2, 5, 4, 4)), rng.normal(size=(2, 3, 2, 2))
+    settings = (2, 1), ((1, 2), (0, 2)), (1, 2), 2
+    dz = rng.normal(size=oracles.conv(x, w, *settings).shape)
+    want = numeric_gradients(lambda x, w: np.sum(dz * oracles.conv(x, w, *settings)), x, w)
+    assert_gradients_close(oracles.conv_vjp(x, w, dz, *settings), want)
+
+
 def test_rope_is_a_product_of_complex_numbers(rng):
     x, positions, theta = rng.normal(size=(2, 3, 2, 6)), rng.integers(0, 50, (2, 3)), 100.0
     got = oracles.rope(x, positions, theta)

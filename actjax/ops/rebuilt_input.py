@@ -1,9 +1,9 @@
 """Operators with a rebuilt input: the linear input is recomputed from codes instead of stored.
 
-The outputs of a norm, of SwiGLU and of attention are inputs of linear operators. They follow from
-values that are kept anyway: elementwise for the norm and SwiGLU, by another forward pass for
-attention. One code for each of these values is enough, then: `dw` is as accurate as this code,
-without a low-rank truncation, and no product with a weight is computed twice.
+The outputs of a norm, of SwiGLU, of GELU and of attention are inputs of linear operators. They
+follow from values that are kept anyway: by another forward pass for attention, elementwise for the
+others. One code for each of these values is enough, then: `dw` is as accurate as this code, without
+a low-rank truncation, and no product with a weight is computed twice.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from actjax._core.checks import check_codecs
+from actjax._core.checks import check_codecs, check_floating
 from actjax._core.coded_call import Operator, coded_call, differentiate, restore
 from actjax.codecs import Codec, Exact
 from actjax.ops.activations import Activation, of_sums, split_sums
@@ -24,6 +24,7 @@ from actjax.ops.attention import (
     check_attention,
     from_merged,
 )
+from actjax.ops.gelu import Gelu
 from actjax.ops.glu import Activate, check_gate
 from actjax.ops.linear import check_linear
 from actjax.ops.norm import Normalize, check_norm
@@ -108,6 +109,42 @@ def swiglu_linear(
     codecs = check_codecs(codec, ("gate", "up"), key)
     names = f"{name} gate".strip(), f"{name} up".strip()
     return _then_linear(Activate(), (gate, up), (), w, bias, codecs, key, "swiglu_linear", names)
+
+
+def gelu_linear(
+    x: Activation,
+    w: Any,
+    *,
+    approximate: bool = True,
+    bias: Any = None,
+    codec: Codec = Exact(),
+    key: jax.Array | None = None,
+    name: str = "gelu input",
+) -> Any:
+    """Returns `linear(gelu(x), w)`, and holds only the code of `x`.
+
+    The value is exact. The gradients are those at the decoded `x`.
+
+    Args:
+      x: [..., f]; as for `actjax.gelu`.
+      w: weight [f, n] or a tuple of weights, as for `actjax.linear`.
+      approximate: as for `actjax.gelu`.
+      bias: as for `actjax.linear`.
+      codec: stores `x`.
+      key: randomness of the encoding; consumed. Needed if `codec.needs_key`.
+      name: the name of the kept input in `actjax.explain`.
+
+    Returns:
+      [..., n] in the dtype of `x`, or a tuple of such arrays.
+
+    Raises:
+      ValueError: shapes that do not fit, or a missing key.
+      TypeError: an array that is not floating point, or a `codec` that is not a codec.
+    """
+    check_floating("x", x)
+    codecs = check_codecs(codec, ("x",), key)
+    gelu = Gelu(approximate)
+    return _then_linear(gelu, (x,), (), w, bias, codecs, key, "gelu_linear", (name,))
 
 
 def attention_linear(

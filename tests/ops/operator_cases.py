@@ -15,6 +15,8 @@ from actjax import (
     Quantized,
     attention,
     attention_linear,
+    gelu,
+    gelu_linear,
     linear,
     norm_linear,
     rms_norm,
@@ -127,6 +129,13 @@ REBUILT = {
         lambda xs, _, dy: (oracles.swiglu_vjp(*xs, dy), None),
         (TOKENS,) * 2,
     ),
+    "gelu": Operator(
+        lambda xs, _, w, **given: gelu_linear(*xs, w, approximate=False, **given),
+        lambda xs, _: gelu(*xs, approximate=False),
+        lambda xs, _: oracles.gelu(*xs, approximate=False),
+        lambda xs, _, dy: ((oracles.gelu_vjp(*xs, False, dy),), None),
+        (TOKENS,),
+    ),
     "attention": attention_case(causal=True, rotates=True),
 }
 """The operators with a rebuilt input."""
@@ -134,6 +143,7 @@ OPERATORS = {"linear": LINEAR, **REBUILT}
 MIXED = {
     "norm": (DITHER,),
     "swiglu": (NEAREST, DITHER),
+    "gelu": (DITHER,),
     "attention": (DITHER, Exact(), NEAREST),
 }
 """A codec for each input."""

@@ -4,7 +4,7 @@ import numpy as np
 from ops.helpers import KEY, assert_raises, ones
 from ops.operator_cases import DITHER
 
-from actjax import Exact, attention_linear, norm_linear, swiglu_linear
+from actjax import Exact, attention_linear, gelu_linear, norm_linear, swiglu_linear
 
 X, W, Q, K = ones(6, 8), ones(8, 5), ones(2, 5, 4, 2), ones(2, 5, 2, 2)
 SCALE, LIST, INTEGERS = ones(8), (Exact(),) * 4, ones(6, 8, dtype=np.int32)
@@ -84,6 +84,18 @@ def test_errors_of_swiglu_linear():
             ValueError,
             "`key` must be one key, or one for each of gate, up: got 1.",
         ),
+    })  # fmt: skip
+
+
+def test_errors_of_gelu_linear():
+    assert_raises({
+        "integers": (lambda: gelu_linear(INTEGERS, W), TypeError, "`x` must be a floating point"),
+        "weight": (lambda: gelu_linear(X, W7), ValueError, "got x(6, 8) @ w(7, 5)"),
+        "no codec": (lambda: gelu_linear(X, W, codec=None), TypeError, "got None"),
+        "codec count": (
+            lambda: gelu_linear(X, W, codec=LIST), ValueError, COUNT + "x: got 4.",
+        ),
+        "no key": (lambda: gelu_linear(X, W, codec=DITHER), ValueError, NO_KEY + "None"),
     })  # fmt: skip
 
 

@@ -70,6 +70,7 @@ def test_explain_names_what_is_kept():
     names = {
         "norm": ["mine"],
         "swiglu": ["mine gate", "mine up"],
+        "gelu": ["mine"],
         "attention": ["mine q", "mine k", "mine v"],
     }
     for name, operator in REBUILT.items():

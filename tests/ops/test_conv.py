@@ -1,0 +1,528 @@
+"""Tests of actjax/ops/conv.py: everything is exact but `dw`, which carries the codec's error."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from cases import CODECS
+from flax import linen, nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jaxprs import nbytes
+from ops.helpers import (
+    BF16,
+    KEY,
+    assert_close,
+    assert_equal,
+    assert_gradients_are_differences,
+    assert_raises,
+    compiled_temporaries,
+    normal,
+    ones,
+    pullback,
+    shaped,
+)
+
+from actjax import (
+    Exact,
+    FrozenWeight,
+    PointApproximation,
+    Quantized,
+    RandomizedSVD,
+    RandomProjection,
+    conv,
+    explain,
+    value_and_grad,
+)
+
+NEAREST = Quantized(4, group=3)
+DITHER = Quantized(2, group=4, rounding="dither", scale_dtype="float32")
+JOINED = Quantized(4)
+"""Joins positions where channels are few."""
+
+# Shapes of input and weight, settings, and the same settings as the oracle takes them.
+SETTINGS = {
+    "no axes": ((3, 4), (4, 5), {}, ((), (), (), 1)),
+    "one axis": (
+        (2, 7, 6), (4, 6, 5), {"padding": [(5, 7)], "strides": 3}, ((3,), ((5, 7),), (1,), 1),
+    ),
+    "causal, depthwise": (
+        (2, 7, 6), (4, 1, 12), {"padding": [(3, 0)], "feature_group_count": 6},
+        ((1,), ((3, 0),), (1,), 6),
+    ),
+    "cropped": ((2, 7, 4), (2, 4, 3), {"padding": [(-1, -2)]}, ((1,), ((-1, -2),), (1,), 1)),
+    "same": ((2, 5, 4, 6), (3, 2, 6, 4), {}, ((1, 1), ((1, 1), (0, 1)), (1, 1), 1)),
+    "same lower": (
+        (2, 5, 4, 6), (3, 2, 6, 4), {"padding": "SAME_LOWER"},
+        ((1, 1), ((1, 1), (1, 0)), (1, 1), 1),
+    ),
+    "patches": (
+        (2, 6, 4, 3), (2, 2, 3, 5), {"padding": "VALID", "strides": 2},
+        ((2, 2), ((0, 0), (0, 0)), (1, 1), 1),
+    ),
+    "groups, strides, dilation": (
+        (2, 9, 8, 6), (3, 2, 3, 4),
+        {"strides": (2, 3), "dilation": (2, 1), "feature_group_count": 2, "padding": "SAME"},
+        ((2, 3), ((2, 2), (0, 0)), (2, 1), 2),
+    ),
+    "three axes": (
+        (2, 4, 3, 2, 2), (2, 1, 2, 2, 3), {"strides": (1, 2, 1)},
+        ((1, 2, 1), ((0, 1), (0, 0), (0, 1)), (1, 1, 1), 1),
+    ),
+}  # fmt: skip
+
+
+def decoded(codec, x, key=KEY):
+    """Returns what the backward pass sees."""
+    code = codec.encode(x.reshape(codec.grouped_shape(x.shape)), jax.random.fold_in(key, 0))
+    return codec.decode(code).reshape(x.shape)
+
+
+# Values and gradients.
+
+
+def test_value_and_gradients_agree_with_the_oracle(x64):
+    inputs = [(normal(0, *one[0]), normal(1, *one[1])) for one in SETTINGS.values()]
+
+    @jax.jit
+    def run(inputs):
+        found = []
+        for (x, w), (_, _, options, _) in zip(inputs, SETTINGS.values(), strict=True):
+            z, pull = jax.vjp(functools.partial(conv, **options), x, w)
+            found.append((z, pull(jnp.cos(z))))
+        return found
+
+    for (x, w), (z, got), one in zip(inputs, run(inputs), SETTINGS.values(), strict=True):
+        assert {a.dtype for a in (z, *got)} == {jnp.dtype("float64")}
+        # Sums of up to 60 terms of size 1 to 10, in another order: some 1e-16 each.
+        assert_close(z, oracles.conv(x, w, *one[3]), 1e-12, 1e-13)
+        assert_close(got, oracles.conv_vjp(x, w, np.cos(z), *one[3]), 1e-12, 1e-12)
+
+
+def test_value_and_gradients_agree_with_flax():
+    x, w = normal(0, 2, 9, 8, 6), normal(1, 3, 2, 3, 4)
+    layer = linen.Conv(
+        4, (3, 2), strides=(2, 3), kernel_dilation=(2, 1), feature_group_count=2, use_bias=False
+    )
+    options = {"strides": (2, 3), "dilation": (2, 1), "feature_group_count": 2}
+
+    @jax.jit
+    def run(x, w):
+        funs = (
+            functools.partial(conv, **options),
+            lambda x, w: layer.apply({"params": {"kernel": w}}, x),
+        )
+        found = []
+        for fun in funs:
+            z, pull = jax.vjp(fun, x, w)
+            found.append((z, pull(z)))
+        return found
+
+    ours, theirs = run(x, w)
+    # Float32, sums of at most 60 terms of size 1 to 10.
+    assert_close(ours, theirs, 1e-5, 1e-4)
+
+
+def test_the_value_is_that_of_jax_bit_for_bit_with_any_codec():
+    codecs = Exact(), NEAREST, JOINED, RandomProjection(3), PointApproximation(0.5)
+    shape, window, numbers = (2, 5, 4, 6), (3, 2, 6, 4), ("NHWC", "HWIO", "NHWC")
+
+    @jax.jit
+    def run(x, w):
+        plain = jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
+        found = []
+        for codec in codecs:
+            fun = functools.partial(conv, codec=codec, key=KEY)
+            found += [fun(x, w), jax.vjp(fun, x, w)[0]]
+        return plain, found
+
+    for dtype in ("float32", "bfloat16"):
+        plain, found = run(normal(0, *shape, dtype=dtype), normal(1, *window, dtype=dtype))
+        for z in found:
+            assert z.dtype == dtype
+            np.testing.assert_array_equal(z, plain)
+
+
+CODED = (
+    *(CODECS[name] for name in ("random projection", "randomised SVD", "points, by tolerance")),
+    *(CODECS[name] for name in ("four bits, normal levels, rotated, balanced", "offloaded")),
+    Quantized(4, rounding="stochastic"),
+)
+"""A codec of each kind. The last joins positions."""
+
+
+def test_any_codec_gives_the_exact_dx_and_dw_at_the_decoded_input(x64):
+    x, w = normal(0, 2, 4, 3, 8), normal(1, 2, 2, 4, 6)
+    dz, settings = normal(2, 2, 4, 3, 6), ((1, 1), ((0, 1), (0, 1)), (1, 1), 2)
+
+    @jax.jit
+    def run(x, w):
+        found = []
+        for codec in CODED:
+            fun = functools.partial(conv, feature_group_count=2, codec=codec, key=KEY)
+            found.append((*jax.vjp(fun, x, w)[1](dz), decoded(codec, x)))
+        return found
+
+    exact_dx = oracles.conv_vjp(x, w, dz, *settings)[0]
+    for codec, (dx, dw, x_hat) in zip(CODED, run(x, w), strict=True):
+        assert not np.array_equal(x, x_hat), codec
+        # Sums of up to 24 terms of size 1 and more, in another order: some 1e-16 each.
+        assert_close(dx, exact_dx, 1e-12, 1e-13)
+        assert_close(dw, oracles.conv_vjp(x_hat, w, dz, *settings)[1], 1e-11, 1e-12)
+
+
+@pytest.mark.parametrize("name", ["one axis", "groups, strides, dilation"])
+def test_finite_differences(name, x64):
+    shape, window, options, _ = SETTINGS[name]
+    fun = functools.partial(conv, **options)
+    assert_gradients_are_differences(fun, normal(0, *shape), normal(1, *window))
+
+
+def test_the_weight_gradient_is_unbiased_if_the_codec_is(x64):
+    x, w, count = normal(0, 2, 5, 4), normal(1, 2, 4, 3), 2000
+    dz, settings = normal(2, 2, 4, 3), ((1,), ((0, 0),), (1,), 1)
+
+    @jax.jit
+    def samples(codec):
+        def sample(key):
+            fun = lambda w: conv(x, w, padding="VALID", codec=codec, key=key)  # noqa: E731
+            return jax.vjp(fun, w)[1](dz)[0]
+
+        return jax.vmap(sample)(jax.random.split(KEY, count))
+
+    exact = oracles.conv_vjp(x, w, dz, *settings)[1]
+    for codec in (RandomProjection(2), DITHER):
+        found = np.asarray(samples(codec))
+        standard_error = found.std(0) / np.sqrt(count)
+        assert standard_error.min() > 0  # Each key draws other numbers.
+        assert np.all(np.abs(found.mean(0) - exact) <= 5 * standard_error), codec
+    # The part of a token outside the span of the points is lost: biased, as the codec says.
+    found = np.asarray(samples(PointApproximation(points=1)))
+    standard_error = found.std(0) / np.sqrt(count)
+    assert np.any(np.abs(found.mean(0) - exact) > 20 * standard_error)
+
+
+# Precision.
+
+
+def test_sums_are_taken_in_float32():
+    # 4096 ones: a bfloat16 sum stops at 256, where adding one rounds back.
+    bf16 = functools.partial(ones, dtype=jnp.bfloat16)
+
+    @jax.jit
+    def run(wide, long, w):
+        value = conv(wide, w)
+        dx = jax.vjp(lambda x: conv(x, jnp.swapaxes(w, 1, 2)), wide[..., :1])[1](wide)[0]
+        fun = lambda w: conv(long, w)  # noqa: E731
+        return value, dx, jax.vjp(fun, w[:, :1])[1](long)[0]
+
+    for array in run(bf16(2, 3, 4096), bf16(2, 2048, 1), bf16(1, 4096, 1)):
+        assert array.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(np.float32(array), 4096)
+
+
+def test_a_wider_weight_is_cast_on_the_fly_and_results_are_rounded_once():
+    x, w = normal(0, 2, 5, 4, 6, dtype=jnp.bfloat16), normal(1, 3, 2, 6, 4)
+    settings = SETTINGS["same"][3]
+
+    @jax.jit
+    def run(x, w):
+        z, pull = jax.vjp(conv, x, w)
+        return z, *pull(z)
+
+    z, dx, dw = run(x, w)
+    assert (z.dtype, dx.dtype, dw.dtype) == ("bfloat16", "bfloat16", "float32")
+    assert nbytes(pullback(conv, x, w)) == x.nbytes + w.nbytes  # No copy of w in bfloat16.
+    cast = np.asarray(w).astype(jnp.bfloat16)
+    want_dx, want_dw = oracles.conv_vjp(x, cast, z, *settings)
+    # One rounding to bfloat16; float32 inside errs by some 40 x 6e-8 of terms of size 10.
+    for got, want in ((z, oracles.conv(x, cast, *settings)), (dx, want_dx), (dw, want_dw)):
+        np.testing.assert_allclose(np.float64(got), want, rtol=1.01 * BF16, atol=1e-4)
+
+
+numbers = st.one_of(st.just(0.0), st.floats(-(2.0**40), 2.0**40, width=32))
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.data())
+def test_any_numbers_give_what_the_oracle_gives(data):
+    dtype = data.draw(st.sampled_from(["float32", "bfloat16"]))  # Each compiles once.
+    draw = lambda *shape: np.reshape(  # noqa: E731
+        np.asarray(data.draw(st.lists(numbers, min_size=(n := int(np.prod(shape))), max_size=n))),
+        shape,
+    ).astype(dtype)
+    x, w, dz = draw(1, 3, 2), draw(2, 2, 2), draw(1, 2, 2)
+    got = _gradients(x, w, dz)
+    absolute = [np.abs(np.float64(a)) for a in (x, w, dz)]
+    settings = (1,), ((0, 0),), (1,)
+    want, terms = (
+        (oracles.conv(x, w, *settings), *oracles.conv_vjp(x, w, dz, *settings))
+        for x, w, dz in ((x, w, dz), absolute)
+    )
+    # Sums of at most four terms in float32, and one rounding to the dtype.
+    for a, b, size in zip(got, want, terms, strict=True):
+        rounding = BF16 if dtype == "bfloat16" else 2.0**-24
+        bound = 4 * 2.0**-24 * size + 1.01 * rounding * np.abs(b)
+        # Numbers below the smallest normal one may be flushed to zero.
+        assert np.all(np.abs(np.float64(a) - b) <= bound + 8 * 2.0**-126)
+
+
+@jax.jit
+def _gradients(x, w, dz):
+    z, pull = jax.vjp(lambda x, w: conv(x, w, padding="VALID"), x, w)
+    return z, *pull(dz)
+
+
+@settings(deadline=None, max_examples=12)
+@given(st.data())
+def test_any_shapes_and_settings_give_what_the_oracle_gives(data):
+    axes, groups = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 3))
+    draw = lambda low, high: tuple(data.draw(st.integers(low, high)) for _ in range(axes))  # noqa: E731
+    window, strides, dilation = draw(1, 3), draw(1, 3), draw(1, 2)
+    reach = [(n - 1) * d + 1 for n, d in zip(window, dilation, strict=True)]
+    padding = tuple(zip(draw(0, 4), draw(0, 4), strict=True))
+    spatial = tuple(n + r for n, r in zip(draw(0, 4), reach, strict=True))
+    channels, outputs = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2))
+    x = np.asarray(normal(0, data.draw(st.integers(0, 2)), *spatial, channels * groups))
+    w = np.asarray(normal(1, *window, channels, outputs * groups))
+    options = {"strides": strides, "padding": padding, "dilation": dilation}
+
+    @jax.jit
+    def run(x, w):
+        z, pull = jax.vjp(lambda *xs: conv(*xs, **options, feature_group_count=groups), x, w)
+        return z, *pull(jnp.cos(z))
+
+    z, dx, dw = run(x, w)
+    settings = strides, padding, dilation, groups
+    # Float32; sums of at most 2 x 9 x 10 terms of size 1 to 10.
+    assert_close(z, oracles.conv(x, w, *settings), 1e-5, 1e-5)
+    want = oracles.conv_vjp(x, w, np.cos(np.float64(z)), *settings)
+    assert_close((dx, dw), want, 1e-4, 1e-4)
+
+
+# What the backward pass holds.
+
+
+def test_backward_holds_the_code_and_the_weight_and_no_input():
+    w = normal(1, 3, 2, 6, 4)
+    for codec in (Exact(), NEAREST, JOINED, DITHER, RandomProjection(3), RandomizedSVD(3)):
+        x = normal(0, 2, 5, 4, 6)
+        run = lambda x, w, codec=codec: conv(jnp.negative(x), w, codec=codec, key=KEY)  # noqa: E731
+        stored = codec.stored_bytes(codec.grouped_shape(x.shape), x.dtype)
+        assert nbytes(pullback(run, x, w)) == stored + w.nbytes, codec
+
+
+def test_dx_reads_only_the_weight():
+    x, w = normal(0, 2, 5, 4, 6), normal(1, 3, 2, 6, 4)
+    dx = jax.jit(lambda x: jax.vjp(conv, x, w)[1](jnp.ones((2, 5, 4, 4)))[0])
+    np.testing.assert_array_equal(dx(x), dx(np.full_like(x, np.nan)))
+
+
+def test_positions_are_joined_where_channels_are_few():
+    # A position alone would take as many bytes as in bfloat16: two, and four of its scale.
+    x = normal(0, 2, 8, 8, 3, dtype=jnp.bfloat16)
+    held = nbytes(pullback(lambda x, w: conv(x, w, codec=JOINED), x, normal(1, 3, 3, 3, 4)))
+    groups, bits = 2 * 8, 8 * 3 * 4
+    assert held - 4 * 3 * 3 * 3 * 4 == groups * (bits // 8 + 2 * 2)
+
+
+def test_a_layer_of_a_scan_takes_the_bytes_of_its_code_and_no_more():
+    def temporaries(layers):
+        def loss(ws, x):
+            body = lambda x, w: (jnp.sin(conv(x, w, codec=JOINED)), None)  # noqa: E731
+            return jnp.sum(jax.lax.scan(body, x, ws)[0] ** 2)
+
+        return compiled_temporaries(jax.grad(loss), shaped(layers, 3, 32, 32), shaped(4, 256, 32))
+
+    # The sine keeps its input. Buffers are aligned; the input in float32 would be 128 KiB more.
+    grown, sine = temporaries(12) - temporaries(4), 4 * 256 * 32 * 4
+    assert abs(grown - 8 * (JOINED.stored_bytes((4, 256, 32), "float32") + sine)) < 4096
+
+
+# Transformations.
+
+TRANSFORMS = {
+    "checkpoint": lambda f: jax.vmap(jax.checkpoint(f), in_axes=(0, None)),
+    "scan": lambda f: lambda x, w: jax.lax.scan(lambda _, xi: (None, f(xi, w)), None, x)[1],
+    "vmap": lambda f: jax.vmap(f, in_axes=(0, None)),
+}
+
+
+def test_gradients_are_the_same_under_transformations():
+    x, w, dz = normal(0, 3, 2, 5, 6), normal(1, 3, 3, 4), normal(2, 3, 2, 5, 4)
+    options = {"feature_group_count": 2}
+
+    @jax.jit
+    def run(x, w):
+        found = []
+        for codec in (Exact(), NEAREST):
+            for transform in TRANSFORMS.values():
+                fun = transform(functools.partial(conv, codec=codec, **options))
+                found.append(jax.vjp(fun, x, w)[1](dz))
+        return found, decoded(NEAREST, x)
+
+    # Groups lie within positions: examples are coded alike, alone or in a batch.
+    found, x_hat = run(x, w)
+    merged = (6, 5, -1)
+    settings = (1,), ((1, 1),), (1,), 2
+    for i, (dx, dw) in enumerate(found):
+        seen = (x if i < len(TRANSFORMS) else x_hat).reshape(merged)
+        want_dx, want_dw = oracles.conv_vjp(seen, w, dz.reshape(merged), *settings)
+        # Float32, sums of at most 30 terms of size 1 to 10.
+        assert_close((dx.reshape(want_dx.shape), dw), (want_dx, want_dw), 1e-5, 1e-5)
+
+
+def test_vmap_over_weights_and_keys():
+    x, ws, keys = normal(0, 2, 5, 4), normal(1, 3, 2, 4, 3), jax.random.split(KEY, 3)
+
+    def gradients(w, key):
+        fun = lambda x, w: jnp.sum(jnp.sin(conv(x, w, codec=DITHER, key=key)))  # noqa: E731
+        return jax.grad(fun, (0, 1))(x, w)
+
+    mapped, looped = jax.jit(
+        lambda ws, keys: (
+            jax.vmap(gradients)(ws, keys),
+            jax.lax.map(lambda one: gradients(*one), (ws, keys)),
+        )
+    )(ws, keys)
+    assert_close(mapped, looped, 1e-5, 1e-5)  # Float32.
+
+
+def test_second_derivatives_are_exact_without_a_codec_and_refused_with_one(x64):
+    x, w = normal(0, 1, 4, 2), normal(1, 2, 2, 2)
+
+    def slope(x, codec=Exact()):
+        return jax.grad(lambda w: jnp.sum(jnp.sin(conv(x, w, codec=codec))))(w)
+
+    assert_gradients_are_differences(slope, x)
+    with pytest.raises(NotImplementedError, match="no derivative"):
+        jax.eval_shape(jax.jacobian(functools.partial(slope, codec=NEAREST)), x)
+
+
+def test_weights_may_be_nnx_variables_and_are_dense_in_value_and_grad():
+    x, w = normal(0, 2, 5, 4), normal(1, 2, 4, 3)
+
+    @jax.jit
+    def run(x, w):
+        loss = lambda w: jnp.sum(jnp.sin(conv(x, w, codec=RandomizedSVD(2), key=KEY)))  # noqa: E731
+        found = conv(x, nnx.Param(w)), conv(x, w)
+        return found, value_and_grad(loss)(w), jax.value_and_grad(loss)(w)
+
+    (variable, array), ours, plain = run(x, w)
+    np.testing.assert_array_equal(variable, array)
+    assert_equal(ours, plain)
+
+
+def test_explain_names_the_code():
+    for codec in (Exact(), NEAREST, JOINED):
+        fun = lambda x, w, codec=codec: jnp.sum(conv(-x, w, codec=codec, name="mine"))  # noqa: E731
+        found = explain(fun, normal(0, 2, 5, 4, 6), normal(1, 3, 2, 6, 4)).residuals
+        (entry,) = (e for e in found if e.codec)
+        assert (entry.operator, entry.name, entry.codec) == ("conv", "mine", repr(codec))
+        assert entry.shape == (2, 5, 4, 6)
+        stored = codec.stored_bytes(codec.grouped_shape(entry.shape), "float32")
+        assert entry.stored_bytes == stored
+
+
+# Errors.
+
+X, W = ones(2, 5, 4, 6), ones(3, 2, 6, 4)
+
+
+def test_errors_of_arrays_name_the_argument_and_its_value():
+    assert_raises({
+        "channels": (
+            lambda: conv(X, ones(3, 2, 5, 4)),
+            ValueError,
+            "`w` must be [*window, C / groups, O] with C = 6 channels of `x` in"
+            " `feature_group_count` = 1 groups, got x(2, 5, 4, 6) and w(3, 2, 5, 4).",
+        ),
+        "axes": (
+            lambda: conv(X, ones(3, 6, 4)),
+            ValueError,
+            "with as many axes, got x(2, 5, 4, 6) and w(3, 6, 4).",
+        ),
+        "no batch": (lambda: conv(ones(6), ones(6)), ValueError, "got x(6,) and w(6,)."),
+        "outputs": (
+            lambda: conv(X, ones(3, 2, 2, 4), feature_group_count=3),
+            ValueError,
+            "`feature_group_count` = 3 must divide the 4 outputs of w(3, 2, 2, 4).",
+        ),
+        "integer input": (
+            lambda: conv(ones(2, 5, 4, 6, dtype=np.int32), W),
+            TypeError,
+            "`x` must be a floating point array, got int32",
+        ),
+        "integer weight": (
+            lambda: conv(X, ones(3, 2, 6, 4, dtype=np.int32)),
+            TypeError,
+            "`w` must be a floating point array, got int32",
+        ),
+        "frozen weight": (
+            lambda: conv(X, FrozenWeight(W)),
+            TypeError,
+            "`w` must be an array, got FrozenWeight: only linear operators take such a weight.",
+        ),
+        "large window": (
+            lambda: conv(X, ones(3, 5, 6, 4), padding="VALID"),
+            ValueError,
+            "the window of `w`, (3, 5) positions with its dilation, must fit into `x` with its"
+            " padding, (5, 4) positions: got x(2, 5, 4, 6) and w(3, 5, 6, 4). Pad more, or pass",
+        ),
+        "empty window": (
+            lambda: conv(X, ones(0, 2, 6, 4)), ValueError, "the window of `w`, (0, 2) positions",
+        ),
+    })  # fmt: skip
+
+
+def test_errors_of_settings_name_the_argument_and_its_value():
+    pair = (
+        '`padding` must be "SAME", "SAME_LOWER", "VALID", or a pair of integers for each of the 2'
+    )
+    assert_raises({
+        **{
+            f"{name} {given}": (
+                lambda name=name, given=given: conv(X, W, **{name: given}),
+                ValueError,
+                f"`{name}` must be an integer >= 1, or 2 of them, one for each spatial axis of `x`:"
+                f" got {given!r}.",
+            )
+            for name in ("strides", "dilation")
+            for given in (0, 1.5, True, (1,), (1, 0), "ab")
+        },
+        **{
+            f"padding {given}": (
+                lambda given=given: conv(X, W, padding=given), ValueError, f"`x`, got {given!r}.",
+            )
+            for given in ("same", 1, (1, 1), [(1, 1)], [(1, 1), (1,)], [(1, 1), (0.5, 1)], None)
+        },
+        "padding": (lambda: conv(X, W, padding="FULL"), ValueError, pair),
+        **{
+            f"groups {given}": (
+                lambda given=given: conv(X, W, feature_group_count=given),
+                ValueError,
+                f"`feature_group_count` must be an integer >= 1, got {given!r}.",
+            )
+            for given in (0, 2.0, True)
+        },
+        "codec class": (
+            lambda: conv(X, W, codec=Exact),
+            TypeError,
+            "`codec` must be an actjax.Codec (an instance, not the class)",
+        ),
+        "no key": (
+            lambda: conv(X, W, codec=DITHER),
+            ValueError,
+            f"`codec` {DITHER} draws random numbers, but got key=None: pass `key`",
+        ),
+    })  # fmt: skip
+
+
+def test_a_rank_above_the_channels_is_an_error_that_names_it():
+    codec = RandomizedSVD(7)
+    fun = lambda x: conv(x, W, codec=codec, key=KEY).sum()  # noqa: E731
+    with pytest.raises(ValueError, match=r"`rank` 7 of .* is above min\(T, d\) = 6"):
+        jax.eval_shape(jax.grad(fun), X)
