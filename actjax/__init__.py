@@ -41,6 +41,9 @@ from actjax.transforms.bits import compression_variance as compression_variance
 from actjax.transforms.bits import sampling_variance as sampling_variance
 from actjax.transforms.bits import sensitivity as sensitivity
 from actjax.transforms.checkpoint import checkpoint as checkpoint
+from actjax.transforms.choice import Choice as Choice
+from actjax.transforms.compress import Compressed as Compressed
+from actjax.transforms.compress import compress as compress
 from actjax.transforms.explain import Explanation as Explanation
 from actjax.transforms.explain import Residual as Residual
 from actjax.transforms.explain import explain as explain

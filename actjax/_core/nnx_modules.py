@@ -91,6 +91,23 @@ def open_modules(fun: Callable[..., Any], args: tuple[Any, ...], where: str) -> 
     return Opened(of_arrays, tuple(treedef.unflatten(given)), finish)
 
 
+def are_parameters(tree: Any) -> list[bool]:
+    """Returns for each array of a pytree whether it is a parameter.
+
+    Of the variables of Flax nnx these are the `nnx.Param`s, as `nnx.grad` has it. Other arrays all
+    are.
+    """
+    nnx: Any = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return [True] * len(jax.tree.leaves(tree))
+    found = jax.tree.leaves(tree, is_leaf=_is_variable(nnx))
+    return [
+        not isinstance(x, nnx.Variable) or isinstance(x, nnx.Param)
+        for x in found
+        for _ in jax.tree.leaves(x)
+    ]
+
+
 _MISSING = object()
 
 

@@ -76,7 +76,9 @@ class Origins:
             return dataclasses.replace(self.of(given), readers=readers)
         position = body.invars.index(origin.outer)
         is_slices = eqn.primitive.name == "scan" and position >= sum(scan_counts(eqn))
-        return Origin(eqn.primitive.name, _where(eqn), None, readers, None, is_slices, scope_of(eqn))
+        return Origin(
+            eqn.primitive.name, _where(eqn), None, readers, None, is_slices, scope_of(eqn)
+        )
 
     def _readers(self, var: core.Var) -> Iterator[Tag]:
         """Yields the tags under which `var` is read, also inside calls."""

@@ -7,6 +7,7 @@ is alive.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -122,14 +123,12 @@ def _cut(
     for size in range(1, _SIZES + 1):
         bound = done[-1] * 2 ** (-8 * (1 - size / _SIZES))
         stored, cuts = _fewest(places, done, [alive[i] * layers for i in places], bound)
-        largest = max(
-            before[b - start] - before[a - start] for a, b in zip(cuts, cuts[1:], strict=False)
-        )
+        largest = max(before[b - start] - before[a - start] for a, b in itertools.pairwise(cuts))
         if found is None or stored + largest < found[0]:
             found = stored + largest, cuts
     assert found is not None
     cuts = found[1]
-    return [Segment(a, b, True) for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [Segment(a, b, True) for a, b in itertools.pairwise(cuts)]
 
 
 def _fewest(

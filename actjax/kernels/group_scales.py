@@ -39,8 +39,13 @@ def fit(part: jax.Array, format: Format) -> tuple[jax.Array | None, jax.Array]:
     if format.scaling == "channel":
         largest = jnp.max(jnp.abs(part), axes, keepdims=True, initial=0)
         return None, rounded_scale(largest * (2 / top), format.scale_dtype, towards=1)
-    high = jnp.max(part, axes, keepdims=True)
-    offset = rounded_scale(jnp.min(part, axes, keepdims=True), format.scale_dtype, towards=-1)
+    return fit_range(part, top, format)
+
+
+def fit_range(part: jax.Array, top: jax.Array | int, format: Format) -> tuple[jax.Array, jax.Array]:
+    """Returns offset and scale of uniform levels from 0 to `top` over the range of each group."""
+    high = jnp.max(part, -1, keepdims=True)
+    offset = rounded_scale(jnp.min(part, -1, keepdims=True), format.scale_dtype, towards=-1)
     return offset, rounded_scale((high - offset) / top, format.scale_dtype, towards=1)
 
 

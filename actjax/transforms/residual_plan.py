@@ -197,14 +197,14 @@ def _read_by_foreign_rules(jaxpr: core.Jaxpr, leaves: Sequence[Any]) -> dict[cor
       jaxpr: the pullback.
       leaves: its residuals, its first inputs.
     """
-    read = {x for eqn in jaxpr.eqns if is_marked(eqn) for x in eqn.invars if isinstance(x, core.Var)}
+    read = {
+        x for eqn in jaxpr.eqns if is_marked(eqn) for x in eqn.invars if isinstance(x, core.Var)
+    }
     pairs = zip(jaxpr.invars, leaves, strict=False)
     return {leaf: None for x, leaf in pairs if x in read and isinstance(leaf, core.Var)}
 
 
-def _needed(
-    jaxpr: core.Jaxpr, outvars: Sequence[Any]
-) -> tuple[list[core.JaxprEqn], set[core.Var]]:
+def _needed(jaxpr: core.Jaxpr, outvars: Sequence[Any]) -> tuple[list[core.JaxprEqn], set[core.Var]]:
     """Returns the equations that outputs need, or that have an effect, and what these read."""
     read = {x for x in outvars if isinstance(x, core.Var)}
     eqns = []

@@ -42,6 +42,7 @@ from actjax.transforms.stored_by import Reshaped
 _FIRST_LOOP = 2**30
 """First number that the keys of loops are folded with. Arrays use smaller numbers."""
 
+
 def compress_residuals(
     fun: Callable[..., Any],
     rule: Rule | Codec,

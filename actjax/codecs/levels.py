@@ -1,0 +1,89 @@
+"""Any number of levels, chosen while the program runs."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from actjax._math.division import over
+from actjax._math.precision import contract_tokens
+from actjax.codecs.base import Codec, check_activation
+from actjax.codecs.quantized import Quantized
+from actjax.kernels import format as fmt
+from actjax.kernels import group_scales
+from actjax.kernels.dequantize.api import dequantize
+from actjax.kernels.format import QuantizedCode
+from actjax.kernels.packing import pack
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
+class AnyLevels(Codec, holds_arrays=True):
+    """Rounds to the nearest of so many uniform levels, and stores each number in 8 bits.
+
+    One compiled program measures the error of a gradient for any bits of any of its arrays.
+
+    Storage: that of `codec` with 8 bits.
+    Error: that of `codec` with `log2(top + 1)` bits, uniform levels, rounded to the nearest.
+    Devices: exchange no more than for an exact `x`.
+    Biased: as rounding to the nearest is.
+
+    Attributes:
+      top: the highest level, a float of at most 255: `2^bits - 1`.
+      codec: group and rotation. Static.
+    """
+
+    top: Any
+    codec: Quantized = dataclasses.field(metadata={"static": True})
+
+    biased = True
+    needs_key = False
+
+    def encode(self, x: jax.Array, key: jax.Array | None = None) -> QuantizedCode:
+        del key
+        check_activation(self, x)
+        format = self._stored.format
+        codes, offsets, scales = [], [], []
+        for segment in fmt.segments(x.shape[-1], format.group):
+            part = group_scales.prepare(segment.take(x), format)
+            top = jnp.asarray(self.top, part.dtype)
+            offset, scale = group_scales.fit_range(part, top, format)
+            offsets.append(offset)
+            scales.append(scale)
+            position = jnp.round(over(part - offset, scale))
+            codes.append(segment.flatten(jnp.clip(position, 0, top).astype(jnp.uint8)))
+        joined = jnp.concatenate(codes, axis=-1)
+        return QuantizedCode(
+            planes=pack(joined, format.bits, format.group),
+            offset=group_scales.stored_scales(offsets, format),
+            scale=group_scales.stored_scales(scales, format),
+            centre=None,
+            mean=None,
+            spread=None,
+            outliers=None,
+            channels=None,
+            seed=None,
+            features=x.shape[-1],
+            dtype=jnp.dtype(x.dtype),
+            format=format,
+        )
+
+    def decode(self, code: QuantizedCode) -> jax.Array:
+        return dequantize(code)
+
+    def weight_grad(self, code: QuantizedCode, dz: jax.Array) -> jax.Array:
+        return contract_tokens(self.decode(code), dz)
+
+    def stored_bytes(self, shape: Sequence[int], dtype: jax.typing.DTypeLike) -> int:
+        return self._stored.stored_bytes(shape, dtype)
+
+    def grouped_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """As for `codec` with few bits, so that the same numbers share a scale."""
+        return self.codec.grouped_shape(shape)
+
+    @property
+    def _stored(self) -> Quantized:
+        codec = self.codec
+        return Quantized(8, codec.group, scale_dtype=codec.scale_dtype, rotate=codec.rotate)

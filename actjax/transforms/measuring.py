@@ -1,0 +1,267 @@
+"""What a gradient takes and how wrong it is, for each way to run its backward pass."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from actjax._core.nnx_modules import are_parameters
+from actjax._jaxpr.products import product_flops
+from actjax.codecs import Codec, Quantized
+from actjax.codecs.levels import AnyLevels
+from actjax.transforms.choice import (
+    BITS,
+    KEEP,
+    MEASURED_BITS,
+    Choice,
+    Tried,
+    codable,
+    fewer_codes,
+    fewest_bits,
+    groups_of,
+    rule_of,
+    with_bits,
+)
+from actjax.transforms.opened import open_function
+from actjax.transforms.residual_plan import Candidate, Remat, Settings, is_floating
+from actjax.transforms.residuals import compressed_function
+from actjax.transforms.stored_by import fitted
+
+_MOST_MEASURED = 64
+"""With more arrays than these, arrays of a kind are measured together."""
+_ROUNDS = 4
+"""How often bits are chosen anew because the error of all arrays together was above the bound."""
+_TOP = 255.0
+_WIDE = jnp.float32
+_SMALLER_HEAP = {"xla_cpu_enable_concurrency_optimized_scheduler": False}
+"""XLA's default schedule for CPUs runs what it can at once, and holds arrays for that, whatever the
+program says. The other one tells what a program needs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """A compiled gradient.
+
+    Attributes:
+      run: the compiled function.
+      memory: bytes of its temporaries.
+      products: operations of its matrix products.
+    """
+
+    run: Any
+    memory: int
+    products: float
+
+
+class Measuring:
+    """Compiles and runs the gradient of a loss on one batch."""
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        args: tuple[Any, ...],
+        argnums: tuple[int, ...],
+        has_aux: bool,
+        codec: Quantized,
+    ) -> None:
+        """Takes a loss and its arguments, as `actjax.compress`.
+
+        Raises:
+          ValueError: an argument that is not there or has nothing to differentiate, or a loss that
+            is not a scalar.
+        """
+        if any(not 0 <= i < len(args) for i in argnums):
+            raise ValueError(
+                f"`argnums` of compress is {argnums}, but there are {len(args)} arguments."
+            )
+        opened = open_function(fun, args, "compress")
+        paths, self._treedef = jax.tree_util.tree_flatten_with_path(opened.args)
+        self._leaves = [leaf for _, leaf in paths]
+        parameters = are_parameters(opened.args)
+        self._wrt = [
+            i
+            for i, (path, leaf) in enumerate(paths)
+            if path[0].idx in argnums and is_floating(leaf) and parameters[i]
+        ]
+        if not self._wrt:
+            raise ValueError(
+                f"`argnums` of compress is {argnums}: these arguments have no floating point array"
+                " to differentiate in."
+            )
+        self._codec = codec
+
+        def value(*args: Any) -> jax.Array:
+            output = opened.fun(*args)[0]
+            return output[0] if has_aux else output
+
+        self._value = value
+        shape = jax.eval_shape(value, *opened.args)
+        if not hasattr(shape, "shape") or shape.shape != () or not is_floating(shape):
+            raise ValueError(
+                "`fun` of compress must return a floating point scalar"
+                f"{' and auxiliary data' if has_aux else ''}, got"
+                f" {jax.tree.map(lambda x: f'{x.dtype}{list(x.shape)}', shape)}: return a mean, or"
+                f" pass has_aux={not has_aux}."
+            )
+        self._exact: list[jax.Array] = []
+        self._found: dict[Remat | None, list[Candidate]] = {}
+
+    def gradient(self, settings: Settings | None) -> Callable[..., list[jax.Array]]:
+        """Returns a function from all leaves to the gradient.
+
+        Args:
+          settings: of the residuals; None for the function as it is.
+        """
+        fun = self._value if settings is None else compressed_function(self._value, settings)
+
+        def of_chosen(chosen: Sequence[jax.Array], leaves: Sequence[Any]) -> jax.Array:
+            merged = list(leaves)
+            for i, x in zip(self._wrt, chosen, strict=True):
+                merged[i] = x
+            return fun(*jax.tree.unflatten(self._treedef, merged))
+
+        return lambda leaves: jax.grad(of_chosen)([leaves[i] for i in self._wrt], leaves)
+
+    def ways(
+        self, error: float, budget: int | None, remat: bool, offload: bool
+    ) -> Iterator[Choice]:
+        """Yields choices with what was measured of them, those first that compute least again.
+
+        Args:
+          error: the largest relative error of the gradient.
+          budget: of the device's memory, in bytes; only for which of the ways are tried.
+          remat: whether segments may be computed again.
+          offload: whether codes may be kept on the host.
+        """
+        exact = _compiled(self.gradient(None), self._leaves)
+        tried = Tried("exact", exact.memory, 0.0, 0.0)
+        yield Choice("exact", {}, False, False, False, (tried,))
+        self._products = exact.products
+        settings = Settings(_keep, remat=Remat())
+        again = _compiled(self.gradient(settings), self._leaves) if remat else exact
+        # The way that takes less memory computes the gradient that the others are compared with.
+        self._exact = min((exact, again), key=lambda p: p.memory).run(self._leaves)
+        yield self._with_codes("codes", None, error, False)
+        if remat:
+            tried = Tried("remat", again.memory, 0.0, self._recomputed(again))
+            yield Choice("remat", {}, True, False, False, (tried,))
+            yield self._with_codes("remat and codes", Remat(codes=True), error, False)
+        if offload and budget is not None:
+            yield self._with_codes("codes on the host", None, error, True)
+            if remat:
+                yield self._with_codes("remat and codes on the host", Remat(True), error, True)
+
+    def arrays_of(self, choice: Choice) -> tuple[tuple[Candidate, int], ...]:
+        """Returns the arrays that a choice stores, with the bytes that each takes in a layer."""
+        result = []
+        for what in self._candidates(choice.remat_settings):
+            bits, nbytes = choice.bits.get(what.label, KEEP), what.nbytes
+            if bits != KEEP:
+                codec = with_bits(self._codec, bits)
+                if fitted(codec, what.shape, what.dtype) is not None:
+                    nbytes = codec.stored_bytes(codec.grouped_shape(what.shape), what.dtype)
+            result.append((what, nbytes))
+        return tuple(result)
+
+    def _with_codes(self, name: str, remat: Remat | None, error: float, offload: bool) -> Choice:
+        """Chooses bits for one way, and measures it."""
+        found = codable(self._candidates(remat))
+        bits = self._choose(found, remat, error)
+        for _ in range(_ROUNDS):
+            settings = Settings(rule_of(bits, self._codec, offload), remat=remat)
+            program = _compiled(self.gradient(settings), self._leaves)
+            got = self._error(program.run(self._leaves))
+            if got <= error or not any(bits.values()):
+                break
+            bits = fewer_codes(bits)
+        tried = Tried(name, program.memory, got, self._recomputed(program))
+        return Choice(name, bits, remat is not None, remat is not None, offload, (tried,))
+
+    def _choose(
+        self, found: Sequence[Candidate], remat: Remat | None, error: float
+    ) -> dict[str, int]:
+        """Returns bits for arrays, by the error of the gradient for each of them."""
+        groups = groups_of(found, _MOST_MEASURED)
+        number = {c.label: i for i, group in enumerate(groups) for c in group}
+        if not groups:
+            return {}
+
+        def gradient(tops: jax.Array, leaves: Any) -> jax.Array:
+            def rule(what: Candidate) -> Codec | None:
+                i = number.get(what.label)
+                return None if i is None else AnyLevels(tops[i], self._codec)
+
+            return self.gradient(Settings(rule, remat=remat))(leaves)
+
+        highest = np.full(len(groups), _TOP, np.float32)
+        run = _compiled(gradient, highest, self._leaves).run
+        error_at = lambda tops: self._error(run(tops, self._leaves))  # noqa: E731
+        base = error_at(highest) ** 2
+        variances, sizes = {}, {}
+        for i, group in enumerate(groups):
+            tops = highest.copy()
+            tops[i] = 2.0**MEASURED_BITS - 1
+            # What rounding leaves of a difference of nearly equal numbers is not zero.
+            variance = max(error_at(tops) ** 2 - base, 1e-6 * base, 1e-30)
+            total = sum(c.size * c.layers for c in group)
+            for c in group:
+                sizes[c.label] = c.size * c.layers
+                variances[c.label] = variance * sizes[c.label] / total
+        bits: dict[str, int] = {}
+        scale = 1.0
+        for _ in range(_ROUNDS):
+            scaled = {name: v * scale for name, v in variances.items()}
+            bits = fewest_bits(scaled, sizes, error**2)
+            fewest = [min(bits[c.label] or max(BITS) for c in group) for group in groups]
+            got = error_at(np.asarray([2.0**n - 1 for n in fewest], np.float32))
+            if got <= error or not math.isfinite(got):
+                break
+            scale *= (got / error) ** 2 * 1.05
+        return bits
+
+    def _candidates(self, remat: Remat | None) -> list[Candidate]:
+        """Returns the arrays that a rule decides on."""
+        if remat not in self._found:
+            found: dict[str, Candidate] = {}
+
+            def record(what: Candidate) -> None:
+                found[what.label] = what
+
+            jax.eval_shape(self.gradient(Settings(record, remat=remat)), self._leaves)
+            self._found[remat] = list(found.values())
+        return self._found[remat]
+
+    def _error(self, gradient: Sequence[jax.Array]) -> float:
+        difference, norm = _distance(gradient, self._exact)
+        return float(difference) / float(norm) if float(norm) else float(difference > 0)
+
+    def _recomputed(self, program: _Program) -> float:
+        """Returns the products that are computed again, as a share of the forward pass."""
+        forward = max(self._products / 3, 1.0)
+        return round(max(0.0, program.products - self._products) / forward, 3)
+
+
+def _keep(_: Candidate) -> None:
+    """A rule that keeps everything."""
+
+
+def _compiled(fun: Callable[..., Any], *args: Any) -> _Program:
+    traced = jax.jit(fun).trace(*args)
+    options: Any = _SMALLER_HEAP if jax.default_backend() == "cpu" else None
+    compiled = traced.lower().compile(options)
+    memory = compiled.memory_analysis().temp_size_in_bytes
+    return _Program(compiled, memory, product_flops(traced.jaxpr.jaxpr))
+
+
+@jax.jit
+def _distance(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Returns the norm of the difference of two gradients, and the norm of the second."""
+    squares = [
+        (jnp.sum(jnp.abs(x - y) ** 2), jnp.sum(jnp.abs(y) ** 2))
+        for x, y in ((x.astype(_WIDE), y.astype(_WIDE)) for x, y in zip(a, b, strict=True))
+    ]
+    return jnp.sqrt(sum(x for x, _ in squares)), jnp.sqrt(sum(y for _, y in squares))
