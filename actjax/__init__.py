@@ -44,6 +44,7 @@ from actjax.transforms.checkpoint import checkpoint as checkpoint
 from actjax.transforms.choice import Choice as Choice
 from actjax.transforms.compress import Compressed as Compressed
 from actjax.transforms.compress import compress as compress
+from actjax.transforms.controller import Controller as Controller
 from actjax.transforms.explain import Explanation as Explanation
 from actjax.transforms.explain import Residual as Residual
 from actjax.transforms.explain import explain as explain

@@ -6,13 +6,13 @@ sensitivity of the gradient to tensor l, is the only quantity to measure.
 """
 
 import dataclasses
-import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from actjax._math.precision import accumulation_dtype, contract_tokens
 from actjax.codecs import Codec, Quantized
@@ -189,15 +189,18 @@ def allocate_bits(
 ) -> dict[str, int]:
     """Returns bits for each tensor that make `Σ c_l S(b_l)` small within a budget.
 
-    Greedy, as in GACT and ActNN (Chen et al., 2021): all tensors begin with the fewest bits; the
-    next bits go to the tensor where they lower the sum most per bit. The result is at most one
-    increment away from the optimum, since the sum is convex in the bits.
+    Tensor by tensor, of all allocations so far those are followed that no other one beats in both
+    bits and error; if there are more than 4,096, one for each of 4,096 ranges of bits. The result
+    is the best one for a few tensors, and close to it for many. (GACT and ActNN, Chen et al., 2021,
+    are greedy: where one step of a large tensor is a good part of the budget, that was up to 1.6
+    times the best sum.)
 
     Args:
       sensitivity: `c_l`, by name.
       sizes: number of elements, by name.
       average_bits: the budget in bits per element, without scales.
-      choices: the allowed numbers of bits.
+      choices: the allowed numbers of bits. 16 or 32 stand for a tensor that is kept exactly in its
+        dtype: their `S(b)` is next to nothing.
 
     Raises:
       ValueError: names that differ, or a budget below the fewest bits.
@@ -212,30 +215,90 @@ def allocate_bits(
         raise ValueError(
             f"`average_bits` must be at least {steps[0]}, the least of {steps}, got {average_bits}."
         )
-    # Relative to the largest, so that no gain underflows.
+    spare = (average_bits - steps[0]) * sum(sizes.values())
+    found = best_allocations(sensitivity, sizes, steps, spare)
+    return found.bits(int(np.argmin(found.variances)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Allocations:
+    """The allocations that no other one beats in both bits and variance, fewest bits first.
+
+    Attributes:
+      variances: `Σ c_l S(b_l)`, over the largest `c_l`.
+      unit: the largest `c_l`, or 1.
+      names: of the tensors.
+      steps: numbers of bits.
+      history: for each tensor, and each allocation up to it, the one before and its step.
+    """
+
+    variances: np.ndarray
+    unit: float
+    names: tuple[str, ...]
+    steps: tuple[int, ...]
+    history: list[tuple[np.ndarray, np.ndarray]]
+
+    def bits(self, number: int) -> dict[str, int]:
+        """Returns the bits of each tensor in one of the allocations."""
+        found = {}
+        for name, (before, step) in zip(reversed(self.names), reversed(self.history), strict=True):
+            found[name] = self.steps[step[number]]
+            number = before[number]
+        return {name: found[name] for name in self.names}
+
+
+def best_allocations(
+    sensitivity: Mapping[str, float],
+    sizes: Mapping[str, int],
+    steps: Sequence[int],
+    spare: float = math.inf,
+) -> Allocations:
+    """Returns the best allocations of bits; see `allocate_bits`.
+
+    Args:
+      sensitivity: `c_l`, by name.
+      sizes: number of elements, by name.
+      steps: the allowed numbers of bits, ascending.
+      spare: the most bits above the fewest.
+    """
+    # Relative to the largest, so that no variance underflows.
     largest = max(sensitivity.values(), default=0.0)
     unit = largest if 0 < largest < math.inf else 1.0
-    level = dict.fromkeys(sizes, 0)
-    left = average_bits * sum(sizes.values()) - steps[0] * sum(sizes.values())
+    errors = np.array([error_of_bits(bits) for bits in steps])
+    used, total = np.zeros(1), np.zeros(1)
+    history = []
+    for name, size in sizes.items():
+        more = (used[:, None] + size * (np.array(steps) - steps[0])).ravel()
+        sums = (total[:, None] + sensitivity[name] / unit * errors).ravel()
+        chosen = _best_of_each_use(more, sums, spare)
+        used, total = more[chosen], sums[chosen]
+        history.append(np.divmod(chosen, len(steps)))
+    return Allocations(total, unit, tuple(sizes), tuple(steps), history)
 
-    def gain(name: str) -> tuple[float, str]:
-        now, then = steps[level[name]], steps[level[name] + 1]
-        saved = sensitivity[name] / unit * (error_of_bits(now) - error_of_bits(then))
-        return -saved / (sizes[name] * (then - now)), name
 
-    queue = [gain(name) for name in sizes] if len(steps) > 1 else []
-    heapq.heapify(queue)
-    while queue:
-        _, name = heapq.heappop(queue)
-        cost = sizes[name] * (steps[level[name] + 1] - steps[level[name]])
-        # Skip a tensor that does not fit: a smaller one may.
-        if cost > left:
-            continue
-        left -= cost
-        level[name] += 1
-        if level[name] + 1 < len(steps):
-            heapq.heappush(queue, gain(name))
-    return {name: steps[i] for name, i in level.items()}
+_MOST_ALLOCATIONS = 4096
+"""How many allocations are followed at once."""
+
+
+def _best_of_each_use(used: np.ndarray, total: np.ndarray, spare: float) -> np.ndarray:
+    """Returns the positions of allocations that no other one beats in both bits and error.
+
+    Args:
+      used: bits above the fewest.
+      total: errors.
+      spare: the most bits.
+    """
+    order = np.lexsort((total, used))
+    order = order[used[order] <= spare * (1 + 1e-12)]
+    least = np.minimum.accumulate(total[order])
+    order = order[np.concatenate(([True], least[1:] < least[:-1]))]
+    if len(order) <= _MOST_ALLOCATIONS:
+        return order
+    # Of neighbours in bits the last, which has the least error.
+    place = used[order] * (_MOST_ALLOCATIONS - 1) // used[order[-1]]
+    last = np.append(place[1:] != place[:-1], True)
+    last[0] = True
+    return order[last]
 
 
 def compression_variance(sensitivity: Mapping[str, float], bits: Mapping[str, int]) -> float:

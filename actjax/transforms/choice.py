@@ -1,20 +1,20 @@
 """What `actjax.compress` decides: for each array its bits, and what is computed again."""
 
 import dataclasses
-import heapq
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from actjax.codecs import Codec, Offloaded, Quantized
-from actjax.transforms.bits import error_of_bits
+from actjax.transforms.bits import best_allocations, error_of_bits
 from actjax.transforms.residual_plan import LARGEST_OVER_SMALL, Candidate, Remat
 
 KEEP = 0
 """Bits of an array that is stored exactly."""
 BITS = (2, 3, 4, 5, 6, 8)
 """Bits that an array may have. One bit, the ends of a range, is worse than storing nothing."""
+_KEPT_BITS = 32
+"""What a number that is kept takes, where bits are allocated."""
 MEASURED_BITS = 4
 """Bits at which the error of each array is measured. The error at other bits follows from it."""
 
@@ -146,46 +146,19 @@ def fewest_bits(
 ) -> dict[str, int]:
     """Returns bits for each array that store few bytes within a bound of the variance.
 
-    The variance of array l is `variances[l] S(b) / S(4)`, and none if it is kept. Greedy: all
-    begin with the fewest bits, and the next bits go where they lower the sum most per byte.
-    Afterwards arrays lose bits that the last steps made unnecessary.
+    The variance of array l is `variances[l] S(b) / S(4)`, and next to none if it is kept.
 
     Args:
       variances: squared error of the gradient by each array at `MEASURED_BITS`.
       sizes: numbers of elements.
       bound: the largest sum of variances.
     """
-    steps = (*BITS, KEEP)
-    unit = error_of_bits(MEASURED_BITS)
-
-    def variance(name: str, level: int) -> float:
-        bits = steps[level]
-        return 0.0 if bits == KEEP else variances[name] * error_of_bits(bits) / unit
-
-    def cost(name: str, level: int) -> float:
-        return sizes[name] * (steps[level] or 32)
-
-    def gain(name: str, level: int) -> float:
-        saved = variance(name, level) - variance(name, level + 1)
-        return -saved / (cost(name, level + 1) - cost(name, level))
-
-    level = dict.fromkeys(sizes, 0)
-    total = math.fsum(variance(name, 0) for name in sizes)
-    queue = [(gain(name, 0), name) for name in sizes]
-    heapq.heapify(queue)
-    while queue and not total <= bound:
-        _, name = heapq.heappop(queue)
-        level[name] += 1
-        if level[name] + 1 < len(steps):
-            heapq.heappush(queue, (gain(name, level[name]), name))
-        total = math.fsum(variance(name, i) for name, i in level.items())
-    for name in sorted(sizes, key=lambda name: -sizes[name]):
-        while level[name]:
-            lower = total - variance(name, level[name]) + variance(name, level[name] - 1)
-            if not lower <= bound:
-                break
-            level[name], total = level[name] - 1, lower
-    return {name: steps[i] for name, i in level.items()}
+    at_one = {name: v / error_of_bits(MEASURED_BITS) for name, v in variances.items()}
+    found = best_allocations(at_one, sizes, (*BITS, _KEPT_BITS))
+    meets = found.variances * found.unit <= bound
+    # Fewest bits come first. If nothing meets the bound, the last one has the least variance.
+    bits = found.bits(int(meets.argmax()) if meets.any() else len(meets) - 1)
+    return {name: KEEP if n == _KEPT_BITS else n for name, n in bits.items()}
 
 
 def preferred(tried: Sequence[Tried], budget: float | None, error: float | None) -> Tried | None:

@@ -17,7 +17,7 @@ from rich.table import Table
 from actjax.codecs import Quantized
 from actjax.transforms.checks import check_function
 from actjax.transforms.choice import KEEP, Choice, preferred
-from actjax.transforms.measuring import Measuring
+from actjax.transforms.measuring import Loss, Measuring
 from actjax.transforms.residual_plan import Candidate, Settings
 from actjax.transforms.residuals import compressed_function
 
@@ -202,7 +202,7 @@ class Compressed:
         """
         o = self._options
         fun = functools.partial(self._fun, **kwargs)
-        measuring = Measuring(fun, args, o.argnums, o.has_aux, o.codec)
+        measuring = Measuring(Loss(fun, args, o.argnums, o.has_aux), o.codec)
         error = DEFAULT_ERROR if o.error is None else o.error
         choices = []
         for choice in measuring.ways(error, o.budget, o.remat, o.offload):

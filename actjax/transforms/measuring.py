@@ -1,6 +1,7 @@
 """What a gradient takes and how wrong it is, for each way to run its backward pass."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -57,8 +58,12 @@ class _Program:
     products: float
 
 
-class Measuring:
-    """Compiles and runs the gradient of a loss on one batch."""
+class Loss:
+    """A loss and its arguments, as a function of arrays.
+
+    Attributes:
+      leaves: its arrays.
+    """
 
     def __init__(
         self,
@@ -66,7 +71,6 @@ class Measuring:
         args: tuple[Any, ...],
         argnums: tuple[int, ...],
         has_aux: bool,
-        codec: Quantized,
     ) -> None:
         """Takes a loss and its arguments, as `actjax.compress`.
 
@@ -75,12 +79,10 @@ class Measuring:
             is not a scalar.
         """
         if any(not 0 <= i < len(args) for i in argnums):
-            raise ValueError(
-                f"`argnums` of compress is {argnums}, but there are {len(args)} arguments."
-            )
+            raise ValueError(f"`argnums` is {argnums}, but there are {len(args)} arguments.")
         opened = open_function(fun, args, "compress")
         paths, self._treedef = jax.tree_util.tree_flatten_with_path(opened.args)
-        self._leaves = [leaf for _, leaf in paths]
+        self.leaves = [leaf for _, leaf in paths]
         parameters = are_parameters(opened.args)
         self._wrt = [
             i
@@ -89,34 +91,39 @@ class Measuring:
         ]
         if not self._wrt:
             raise ValueError(
-                f"`argnums` of compress is {argnums}: these arguments have no floating point array"
-                " to differentiate in."
+                f"`argnums` is {argnums}, and these arguments have no floating point array to"
+                " differentiate in."
             )
-        self._codec = codec
 
         def value(*args: Any) -> jax.Array:
             output = opened.fun(*args)[0]
             return output[0] if has_aux else output
 
         self._value = value
-        shape = jax.eval_shape(value, *opened.args)
-        if not hasattr(shape, "shape") or shape.shape != () or not is_floating(shape):
-            raise ValueError(
-                "`fun` of compress must return a floating point scalar"
-                f"{' and auxiliary data' if has_aux else ''}, got"
-                f" {jax.tree.map(lambda x: f'{x.dtype}{list(x.shape)}', shape)}: return a mean, or"
-                f" pass has_aux={not has_aux}."
-            )
-        self._exact: list[jax.Array] = []
-        self._found: dict[Remat | None, list[Candidate]] = {}
+        self._check(jax.eval_shape(value, *opened.args), has_aux)
 
-    def gradient(self, settings: Settings | None) -> Callable[..., list[jax.Array]]:
+    @staticmethod
+    def _check(shape: Any, has_aux: bool) -> None:
+        if hasattr(shape, "shape") and shape.shape == () and is_floating(shape):
+            return
+        text = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", shape)
+        raise ValueError(
+            f"`fun` must return a floating point scalar{' and auxiliary data' if has_aux else ''},"
+            f" got {text}: return a mean, or pass has_aux={not has_aux}."
+        )
+
+    def gradient(
+        self, settings: Settings | None, key: Any = None
+    ) -> Callable[[Sequence[Any]], list[jax.Array]]:
         """Returns a function from all leaves to the gradient.
 
         Args:
           settings: of the residuals; None for the function as it is.
+          key: randomness of the encoding.
         """
-        fun = self._value if settings is None else compressed_function(self._value, settings)
+        fun = self._value
+        if settings is not None:
+            fun = compressed_function(fun, settings, (), key)
 
         def of_chosen(chosen: Sequence[jax.Array], leaves: Sequence[Any]) -> jax.Array:
             merged = list(leaves)
@@ -125,6 +132,26 @@ class Measuring:
             return fun(*jax.tree.unflatten(self._treedef, merged))
 
         return lambda leaves: jax.grad(of_chosen)([leaves[i] for i in self._wrt], leaves)
+
+    def candidates(self, remat: Remat | None) -> list[Candidate]:
+        """Returns the arrays that a rule decides on."""
+        found: dict[str, Candidate] = {}
+
+        def record(what: Candidate) -> None:
+            found[what.label] = what
+
+        jax.eval_shape(self.gradient(Settings(record, remat=remat)), self.leaves)
+        return list(found.values())
+
+
+class Measuring:
+    """Compiles and runs the gradient of a loss on one batch."""
+
+    def __init__(self, loss: Loss, codec: Quantized) -> None:
+        """Takes a loss with its arguments, and how arrays are stored; its bits are chosen."""
+        self.gradient, self._leaves, self._codec = loss.gradient, loss.leaves, codec
+        self._candidates = functools.cache(loss.candidates)
+        self._exact: list[jax.Array] = []
 
     def ways(
         self, error: float, budget: int | None, remat: bool, offload: bool
@@ -222,18 +249,6 @@ class Measuring:
                 break
             scale *= (got / error) ** 2 * 1.05
         return bits
-
-    def _candidates(self, remat: Remat | None) -> list[Candidate]:
-        """Returns the arrays that a rule decides on."""
-        if remat not in self._found:
-            found: dict[str, Candidate] = {}
-
-            def record(what: Candidate) -> None:
-                found[what.label] = what
-
-            jax.eval_shape(self.gradient(Settings(record, remat=remat)), self._leaves)
-            self._found[remat] = list(found.values())
-        return self._found[remat]
 
     def _error(self, gradient: Sequence[jax.Array]) -> float:
         difference, norm = _distance(gradient, self._exact)

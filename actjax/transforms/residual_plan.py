@@ -30,8 +30,14 @@ LEFT_BY_RULE = "not encoded by the rule"
 NO_SMALLER = "its code would be larger"
 _FOREIGN = "read by a custom backward pass"
 _LOOP = "the result of a while loop"
-LEFT = (LEFT_BY_RULE, NO_SMALLER, _FOREIGN, _LOOP)
+_FACTOR = "a factor of a matrix"
+LEFT = (LEFT_BY_RULE, NO_SMALLER, _FOREIGN, _LOOP, _FACTOR)
 """Why floating point arrays that the function computes are stored exactly."""
+_FACTORS = frozenset({
+    "cholesky", "custom_linear_solve", "eig", "eigh", "geqrf", "householder_product", "lu", "qr",
+    "schur", "svd", "triangular_solve", "tridiagonal_solve",
+})  # fmt: skip
+"""A small error of a factor of a badly conditioned matrix is a large one of the solution."""
 _NOT_FLOATING = "not floating point"
 
 
@@ -394,6 +400,8 @@ def _describe(
         reason = "handled inside its loop"
     elif origin.operator == "while":
         reason = _LOOP
+    elif origin.operator in _FACTORS:
+        reason = _FACTOR
     elif origin.is_slices:
         reason = "slices of an argument, alive anyway"
     if not reason and not is_floating(aval):
