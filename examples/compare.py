@@ -117,8 +117,12 @@ class Method:
 
     def init(self, model: nnx.Module) -> State:
         """Returns the state before the first step."""
-        graph, weights, rest = nnx.split(model, self.trained, ...)
+        graph, weights, rest = self.split(model)
         return State(weights, rest, self.optimizer.init(weights), graph)
+
+    def split(self, model: nnx.Module) -> Any:
+        """Returns structure, trained weights and the rest, copied because steps are donated."""
+        return jax.tree.map(jnp.copy, nnx.split(model, self.trained, ...))
 
     def value(self, weights: Any, state: State, batch: Batch) -> tuple[jax.Array, Any]:
         """Returns the loss with other weights, and what the model has written of its variables."""
@@ -198,8 +202,10 @@ def run_blocks(
     return x
 
 
-def compare(settings: Settings, example: Example) -> list[dict[str, Any]]:
-    """Returns one row for each way that every example compares."""
+def compare(
+    settings: Settings, example: Example, others: dict[str, Method] | None = None
+) -> list[dict[str, Any]]:
+    """Returns one row for each way that every example compares, and for other methods by name."""
     model, batch = example.init(0), next(example.batches(0))
     optimizer = adamw(settings)
     forms = {"scan" if example.scanned else "unrolled": example.loss}
@@ -209,6 +215,8 @@ def compare(settings: Settings, example: Example) -> list[dict[str, Any]]:
     for form, loss in forms.items():
         for name, way in losses(loss, model, batch).items():
             ways.setdefault(name, {})[form] = Method(way, optimizer)
+    first = next(iter(forms))
+    ways |= {name: {first: method} for name, method in (others or {}).items()}
     return measure(settings, example, ways)
 
 
@@ -262,6 +270,7 @@ def _memory(
                 print(f"not compiled for {device}: {error}")
                 continue
             row.setdefault("temporaries", {}).setdefault(device, {})[form] = size
+    print(f"{name}: compiled", flush=True)
     return row
 
 
@@ -304,8 +313,8 @@ def show(settings: Settings, title: str, rows: list[dict[str, Any]]) -> None:
     columns["kept, MiB"] = lambda row: _mib(row["kept"].get(first))
     for device, sizes in rows[0]["temporaries"].items():
         for form in sizes:
-            columns[f"{devices[device]}, {form}, MiB"] = (
-                lambda row, device=device, form=form: _mib(row["temporaries"][device].get(form))
+            columns[f"{devices[device]}, {form}, MiB"] = lambda row, device=device, form=form: _mib(
+                row["temporaries"][device].get(form)
             )
     columns["step, ms"] = lambda row: f"{row['step_ms']:.1f}"
     cells = [(row["method"], *(text(row) for text in columns.values())) for row in rows]
