@@ -43,6 +43,8 @@ class Settings:
     """Number of runs; each has other weights and another order of the data."""
     rounds: int = 20
     """Number of timed steps of each method."""
+    methods: tuple[str, ...] = ()
+    """Names of the methods to run, such as `exact` and `4 bits`; all by default."""
     unrolled: bool = False
     """Also compile the layers in a Python loop, which takes a minute or more."""
     device: str = "h100"
@@ -55,6 +57,10 @@ class Settings:
         for name in ("steps", "batch_size", "seeds", "rounds"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
+
+    def wants(self, method: str) -> bool:
+        """Returns whether to run a method."""
+        return not self.methods or method in self.methods
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,17 +161,17 @@ def adamw(settings: Settings, transform: Callable[..., Any] = optax.adamw) -> An
     )
 
 
-def losses(loss: Loss, model: nnx.Module, batch: Batch) -> dict[str, Loss]:
+def losses(settings: Settings, loss: Loss, model: nnx.Module, batch: Batch) -> dict[str, Loss]:
     """Returns the loss of each way that every example compares."""
-    found = {
-        "exact": loss,
-        "jax.checkpoint": functools.partial(loss, remat=True),
-        "4 bits": actjax.compress_residuals(loss, actjax.Quantized(4)),
-        "2 bits": actjax.compress_residuals(loss, actjax.Quantized(2)),
+    found: dict[str, Callable[[], Loss]] = {
+        "exact": lambda: loss,
+        "jax.checkpoint": lambda: functools.partial(loss, remat=True),
+        "4 bits": lambda: actjax.compress_residuals(loss, actjax.Quantized(4)),
+        "2 bits": lambda: actjax.compress_residuals(loss, actjax.Quantized(2)),
     }
     if hasattr(actjax, "compress"):
-        found["error 0.05"] = actjax.compress(loss, error=0.05).measure(model, batch)
-    return found
+        found["error 0.05"] = lambda: actjax.compress(loss, error=0.05).measure(model, batch)
+    return {name: make() for name, make in found.items() if settings.wants(name)}
 
 
 def _call(block: Any, x: jax.Array) -> jax.Array:
@@ -213,10 +219,14 @@ def compare(
         forms["unrolled"] = functools.partial(example.loss, unroll=True)
     ways: dict[str, dict[str, Method]] = {}
     for form, loss in forms.items():
-        for name, way in losses(loss, model, batch).items():
+        for name, way in losses(settings, loss, model, batch).items():
             ways.setdefault(name, {})[form] = Method(way, optimizer)
     first = next(iter(forms))
-    ways |= {name: {first: method} for name, method in (others or {}).items()}
+    for name, method in (others or {}).items():
+        if settings.wants(name):
+            ways[name] = {first: method}
+    if not ways:
+        raise ValueError(f"`methods` names none of this example: {settings.methods}.")
     return measure(settings, example, ways)
 
 
@@ -304,7 +314,7 @@ def _means(row: dict[str, Any]) -> str:
 
 def show(settings: Settings, title: str, rows: list[dict[str, Any]]) -> None:
     """Prints the rows."""
-    devices = {HERE: "CPU"} | {settings.device: settings.device}
+    devices = {settings.device: settings.device} | {HERE: "CPU"}
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
         f"held-out {name}": lambda row, name=name: _mean_and_range(row["held_out"][name])
         for name in rows[0]["held_out"]
