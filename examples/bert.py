@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import io
 import json
+import math
 import pathlib
 import re
 import sysconfig
@@ -401,7 +402,7 @@ def run(config: Config) -> tuple[compare.Example, list[dict[str, Any]]]:
     def pretrained(seed: int) -> compare.State:
         settings = dataclasses.replace(config, steps=config.pretraining_steps)
         method = compare.Method(masked_loss, compare.adamw(settings))
-        state = method.init(Bert(config, len(text.labels), nnx.Rngs(seed)))
+        state, value = method.init(Bert(config, len(text.labels), nnx.Rngs(seed))), math.nan
         for _, batch in zip(range(config.pretraining_steps), batches(seed), strict=False):
             state, value = method.step(state, batch)
         print(f"masked words: loss {value:.3f} after {config.pretraining_steps} steps")

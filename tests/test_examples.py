@@ -60,7 +60,7 @@ def test_bert(tmp_path):
              for word in ("first", "second") for i in range(60)]  # fmt: skip
     data.write_text("\n".join(lines))
     rows = measured(
-        bert, data=data, pretraining_steps=1, depth=2, width=32, tokens=4, vocabulary=64, rank=2,
+        bert, data=data, pretraining_steps=0, depth=2, width=32, tokens=4, vocabulary=64, rank=2,
         subspace_rank=4, methods=("subspace", "hyc_lora, 2 bits"),
     )  # fmt: skip
     assert set(rows) == {"subspace", "hyc_lora, 2 bits"}
