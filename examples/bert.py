@@ -400,8 +400,8 @@ def run(config: Config) -> tuple[compare.Example, list[dict[str, Any]]]:
 
     @functools.cache
     def pretrained(seed: int) -> compare.State:
-        settings = dataclasses.replace(config, steps=config.pretraining_steps)
-        method = compare.Method(masked_loss, compare.adamw(settings))
+        optimizer = compare.adamw(config, steps=config.pretraining_steps)
+        method = compare.Method(masked_loss, optimizer)
         state, value = method.init(Bert(config, len(text.labels), nnx.Rngs(seed))), math.nan
         for _, batch in zip(range(config.pretraining_steps), batches(seed), strict=False):
             state, value = method.step(state, batch)

@@ -151,14 +151,14 @@ class Method:
         return State(weights, rest, optimizer, state.graph), value
 
 
-def adamw(settings: Settings, transform: Callable[..., Any] = optax.adamw) -> Any:
-    """Returns AdamW with warmup and a cosine schedule."""
-    warmup = settings.steps // 10
-    return transform(
-        optax.warmup_cosine_decay_schedule(
-            0.0, settings.learning_rate, warmup, max(settings.steps, warmup + 1)
-        )
-    )
+def adamw(
+    settings: Settings, transform: Callable[..., Any] = optax.adamw, steps: int | None = None
+) -> Any:
+    """Returns AdamW, or another transform of a learning rate, with warmup and a cosine schedule."""
+    steps = settings.steps if steps is None else steps
+    warmup, end = steps // 10, max(steps, steps // 10 + 1)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, settings.learning_rate, warmup, end)
+    return transform(schedule)
 
 
 def losses(settings: Settings, loss: Loss, model: nnx.Module, batch: Batch) -> dict[str, Loss]:

@@ -107,7 +107,7 @@ def test_every_example_has_a_page():
 def test_what_a_page_names_exists(name):
     text = PAGES[name].read_text()
     assert broken_links(f"docs/examples/{name}.md", text) == []
-    known = {"--data", "--layer"} | flags(vit.Config) | flags(bert.Config) | {"--json"}
+    known = {"--layer", "--method"} | flags(vit.Config) | flags(bert.Config) | {"--json"}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text)) <= known
     navigation = (ROOT / "mkdocs.yml").read_text()
     assert f"examples/{name}.md" in navigation
