@@ -1,0 +1,1 @@
+"""Small programs: other people's models, trained with actjax."""
