@@ -64,6 +64,14 @@ def scope_of(eqn: core.JaxprEqn) -> str:
     return "/".join(name for name in names if name != _FOREIGN)
 
 
+def closed_over(eqn: core.JaxprEqn) -> int:
+    """Returns how many of the first inputs of a custom rule its function closes over.
+
+    JAX refuses to differentiate in these.
+    """
+    return eqn.params.get("num_consts", 0)
+
+
 def is_foreign_rule(eqn: core.JaxprEqn) -> bool:
     """Returns whether an equation has a custom backward pass that actjax did not write."""
     if eqn.primitive.name not in CUSTOM_VJP:

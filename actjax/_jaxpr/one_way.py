@@ -6,8 +6,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core
 
-from actjax._jaxpr.equations import branches_of, called, scan_counts
+from actjax._jaxpr.equations import CUSTOM_VJP, branches_of, called, closed_over, scan_counts
 
+CLOSED_OVER = "a function with a custom_vjp that closes over it"
 ONE_WAY = frozenset({"io_callback", "pure_callback", "while"})
 """Operations without a reverse-mode derivative: data passes through them, gradients do not."""
 
@@ -39,6 +40,11 @@ def passing_one_way(jaxpr: core.Jaxpr, outputs: dict[int, str] | None = None) ->
         body = called(eqn)
         if eqn.primitive.name in ONE_WAY:
             names = dict.fromkeys(range(len(eqn.invars)), eqn.primitive.name)
+        elif eqn.primitive.name in CUSTOM_VJP:
+            names = (
+                dict.fromkeys(range(len(eqn.invars)), next(iter(later.values()))) if later else {}
+            )
+            names |= dict.fromkeys(range(closed_over(eqn)), CLOSED_OVER)
         elif eqn.primitive.name == "stop_gradient":
             names = {}
         elif eqn.primitive.name == "scan":

@@ -97,7 +97,14 @@ class Loss:
 
         def value(*args: Any) -> jax.Array:
             output = opened.fun(*args)[0]
-            return output[0] if has_aux else output
+            if not has_aux:
+                return output
+            if not isinstance(output, tuple | list) or len(output) != 2:
+                raise ValueError(
+                    "`fun` must return a floating point scalar and auxiliary data, got one"
+                    f" {type(output).__name__}: pass has_aux=False."
+                )
+            return output[0]
 
         self._value = value
         self._check(jax.eval_shape(value, *opened.args), has_aux)

@@ -51,7 +51,7 @@ def _compressed_fwd(plan, run, inputs, codecs, key):
         if inputs[i].perturbed:
             raise ValueError(
                 "compress_residuals: a gradient would have to pass through"
-                f" `{name}`, which has no derivative in reverse mode: use lax.scan, or"
+                f" `{name}`, which has no derivative in reverse mode: use lax.scan for a loop, or"
                 " jax.lax.stop_gradient where data enters it."
             )
     plan = plan.narrowed([x.perturbed for x in inputs])

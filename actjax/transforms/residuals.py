@@ -15,6 +15,7 @@ from jax.extend import core
 
 from actjax._jaxpr.equations import (
     CUSTOM_VJP,
+    closed_over,
     is_foreign_rule,
     joined_scopes,
     run_equation,
@@ -187,7 +188,7 @@ def _compress(
         return _run_segments(given, inputs[first:last], dies, settings, settings.remat, own_key)
 
     plan = make_plan(run, inputs, names, dies, settings, one_way)
-    if not plan.kept:
+    if not plan.kept and not (one_way and plan.smooth_outputs):
         return run(*inputs)
     for i, codec in enumerate(plan.codecs):
         if isinstance(codec, Codec | Reshaped) and codec.needs_key:
@@ -215,7 +216,11 @@ def _run_special(eqn: core.JaxprEqn, x: list[Any]) -> list[Any] | None:
     """Runs an equation without a derivative or with a custom one; returns None for the rest."""
     if eqn.primitive.name in ONE_WAY:
         return run_equation(eqn, [jax.lax.stop_gradient(y) for y in x])
-    return run_marked(eqn, x) if is_foreign_rule(eqn) else None
+    if eqn.primitive.name not in CUSTOM_VJP:
+        return None
+    count = closed_over(eqn)
+    x = [*map(jax.lax.stop_gradient, x[:count]), *x[count:]]
+    return run_marked(eqn, x) if is_foreign_rule(eqn) else run_equation(eqn, x)
 
 
 def _run_segments(

@@ -173,7 +173,9 @@ def test_many_tensors_spend_their_budget():
     spent = sum(sizes[name] * n for name, n in chosen.items()) / sum(sizes.values())
     assert 3.0 * 0.999 < spent <= 3.0
     uniform = dict.fromkeys(sizes, 3)
-    assert compression_variance(sensitivities, chosen) < compression_variance(sensitivities, uniform)
+    assert compression_variance(sensitivities, chosen) < compression_variance(
+        sensitivities, uniform
+    )
 
 
 def test_a_choice_may_be_to_keep():

@@ -1,0 +1,205 @@
+"""Tests of `actjax.compress`: limits are kept as measured from outside, and nothing is lost.
+
+One measurement compiles up to seven gradients, so most tests share one.
+"""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from transforms.residual_helpers import normal, relative_error
+
+import actjax
+from actjax.transforms.choice import KEEP, Choice, Tried, fewer_codes, fewest_bits, preferred
+from actjax.transforms.compress import parse_bytes
+
+LAYERS, TOKENS, WIDTH = 6, 512, 32
+PARAMS = {
+    "up": normal(1, LAYERS, WIDTH, 4 * WIDTH) / WIDTH**0.5,
+    "down": normal(2, LAYERS, 4 * WIDTH, WIDTH) / WIDTH / 2,
+}
+X = normal(0, TOKENS, WIDTH)
+
+
+def loss(params, x):
+    def layer(x, w):
+        unit = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+        return x + jax.nn.gelu(unit @ w["up"]) @ w["down"], None
+
+    return jnp.mean(jnp.sin(jax.lax.scan(layer, x, params)[0]))
+
+
+def memory(fun) -> int:
+    compiled = jax.jit(jax.grad(fun)).lower(PARAMS, X).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.fixture(scope="module")
+def small():
+    return actjax.compress(loss, error=0.05, verbose=False).measure(PARAMS, X)
+
+
+def test_the_error_is_within_the_bound_and_the_memory_below_both_rivals(small):
+    value, got = jax.jit(jax.value_and_grad(small))(PARAMS, X)
+    exact, gradient = jax.jit(jax.value_and_grad(loss))(PARAMS, X)
+    assert value == exact
+    assert relative_error(got, gradient) <= 0.05
+    assert relative_error(got, gradient) == pytest.approx(small.choice.chosen.error, rel=0.02)
+    by_name = {t.name: t for t in small.choice.tried}
+    assert set(by_name) == {"exact", "codes", "remat", "remat and codes"}
+    assert small.choice.chosen.memory <= 1.05 * min(t.memory for t in small.choice.tried)
+    assert memory(small) < memory(loss) / 2
+    assert by_name["remat"].recomputed > 0.4
+    assert by_name["codes"].recomputed == 0
+
+
+def test_the_tables_say_what_is_stored(small):
+    text = str(small)
+    for word in ("exact", "remat and codes", "gradient error", "bits", "carry", "float32[512,128]"):
+        assert word in text, word
+    assert str(actjax.compress(loss, error=0.1)).endswith("not measured yet")
+
+
+def test_a_choice_comes_back_from_a_checkpoint(small):
+    other = actjax.compress(loss, error=0.05)
+    other.choice = Choice.from_dict(json.loads(json.dumps(small.choice.to_dict())))
+    assert other.choice == small.choice
+    a, b = (jax.jit(jax.grad(f))(PARAMS, X) for f in (small, other))
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+    with pytest.raises(ValueError, match="a Choice has the entries"):
+        Choice.from_dict({"bits": {}})
+
+
+def test_a_budget_that_plain_jax_meets_changes_nothing():
+    chosen = actjax.compress(loss, "1 GiB", verbose=False).measure(PARAMS, X).choice
+    assert chosen.name == "exact"
+    assert [t.name for t in chosen.tried] == ["exact"]
+
+
+def test_a_budget_that_nothing_meets_is_refused_with_what_there_is():
+    with pytest.raises(
+        ValueError, match=r"`budget` of 1\.00 KiB.*exact: .*remat and codes: .*Raise"
+    ):
+        actjax.compress(loss, "1KiB", 0.5, verbose=False).measure(PARAMS, X)
+
+
+def test_the_first_call_with_arrays_measures_and_one_within_jit_is_refused():
+    small = actjax.compress(loss, budget=2**30, verbose=False)
+    with pytest.raises(ValueError, match=r"is within jit .*call `\.measure"):
+        jax.jit(jax.grad(small))(PARAMS, X)
+    assert small.choice is None
+    got = jax.grad(small)(PARAMS, X)
+    assert small.choice is not None
+    assert relative_error(got, jax.grad(loss)(PARAMS, X)) < 1e-5
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
+        self.norm = nnx.BatchNorm(4 * WIDTH, rngs=rngs)
+        self.drop = nnx.Dropout(0.3, rngs=rngs)
+        self.last = nnx.Linear(4 * WIDTH, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(self.drop(jax.nn.gelu(self.norm(self.first(x)))))
+
+
+def test_the_state_of_a_module_moves_as_in_flax_and_measuring_leaves_it_alone():
+    def mean(model, x):
+        y = model(x)
+        return jnp.mean(y**2), y.shape
+
+    models = [Net(nnx.Rngs(0)) for _ in range(2)]
+    small = actjax.compress(mean, error=0.05, has_aux=True, remat=False, verbose=False)
+    small.measure(models[0], X)
+    assert int(models[0].drop.rngs.count[...]) == 0
+    assert not models[0].norm.mean[...].any()
+    results = [
+        nnx.value_and_grad(f, has_aux=True)(m, X)
+        for f, m in zip((small, mean), models, strict=True)
+    ]
+    np.testing.assert_allclose(results[0][0][0], results[1][0][0], rtol=1e-6)
+    assert relative_error(results[0][1], results[1][1]) <= 0.06
+    assert int(models[0].drop.rngs.count[...]) == 1
+    assert models[0].norm.mean[...].any()
+    np.testing.assert_allclose(models[0].norm.mean[...], models[1].norm.mean[...], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        ((loss,), {}, ValueError, "needs `budget`, such as '4GiB', or `error`"),
+        ((loss, "4 elephants"), {}, ValueError, r"must be like '4GiB'.*'4 elephants'"),
+        ((loss, -1), {}, ValueError, "positive number of bytes, got -1"),
+        ((loss,), {"error": 2}, ValueError, "`error` of compress must be between 0 and 1, got 2"),
+        ((3,), {"error": 0.1}, TypeError, "`fun` of compress must be a function, got 3"),
+        (
+            (loss,),
+            {"error": 0.1, "codec": actjax.Exact()},
+            TypeError,
+            "must be an actjax.Quantized",
+        ),
+        (
+            (loss,),
+            {"error": 0.1, "codec": actjax.Quantized(4, rounding="dither")},
+            ValueError,
+            "must not draw random numbers.*actjax.Controller",
+        ),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, options, error, message):
+    with pytest.raises(error, match=message):
+        actjax.compress(*arguments, **options)
+
+
+def test_wrong_calls_are_refused():
+    measure = lambda f, *args, **o: actjax.compress(f, 0.5, 0.1, **o).measure(*args)  # noqa: E731
+    with pytest.raises(ValueError, match=r"must return a floating point scalar, got float32\[512"):
+        measure(lambda params, x: x @ params["up"][0], PARAMS, X)
+    with pytest.raises(ValueError, match="scalar and auxiliary data"):
+        measure(loss, PARAMS, X, has_aux=True)
+    with pytest.raises(ValueError, match=r"`argnums` is \(2,\), but there are 2 arguments"):
+        measure(loss, PARAMS, X, argnums=2)
+    with pytest.raises(ValueError, match="no floating point array to differentiate"):
+        measure(lambda n: jnp.sum(n) * 1.0, jnp.arange(3))
+
+
+def test_second_derivatives_and_forward_mode_are_refused(small):
+    direction = jax.tree.map(jnp.ones_like, PARAMS)
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda p: small(p, X), (PARAMS,), (direction,))
+    with pytest.raises(Exception, match=r"[Ss]econd derivative"):
+        jax.grad(lambda p: jnp.sum(jax.grad(small)(p, X)["up"] ** 2))(PARAMS)
+
+
+def test_bytes():
+    assert [parse_bytes(b) for b in ("4GiB", "500 MB", "1.5kib", 7, "8")] == [
+        2**32, 500_000_000, 1536, 7, 8,
+    ]  # fmt: skip
+
+
+def test_bits_within_a_bound():
+    sizes = {"a": 1000, "b": 1000, "c": 10}
+    variances = {"a": 1e-2, "b": 1e-6, "c": 1e-1}
+    bits = fewest_bits(variances, sizes, 1e-3)
+    assert bits["c"] > bits["a"] > bits["b"] == 2
+    assert fewest_bits(variances, sizes, 1e-12) == dict.fromkeys(sizes, KEEP)
+    assert fewest_bits(variances, sizes, 1e9) == dict.fromkeys(sizes, 2)
+    assert fewer_codes({"a": 6, "b": 8, "c": KEEP}) == {"a": 8, "b": KEEP, "c": KEEP}
+
+
+def test_which_way_is_preferred():
+    exact, codes = Tried("exact", 100, 0.0, 0.0), Tried("codes", 20, 0.05, 0.0)
+    remat = Tried("remat", 20, 0.0, 0.9)
+    every = [exact, codes, remat]
+    assert preferred(every, None, 0.05) is codes
+    assert preferred(every, None, 0.01) is remat
+    assert preferred(every, 100, 0.05) is exact
+    assert preferred(every, 50, 0.05) is codes
+    assert preferred(every, 10, 0.05) is None
+    noisy = dataclasses.replace(codes, error=float("nan"))
+    assert preferred([noisy], None, 0.05) is None
