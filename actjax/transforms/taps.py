@@ -1,7 +1,7 @@
 """Which weights of a function get a factored gradient, and the taps that carry it."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -84,6 +84,22 @@ class Taps:
             for i, leaf in enumerate(jax.tree.leaves(parameters))
         ]
         return jax.tree.unflatten(self.treedef, leaves)
+
+    def without(self, paths: Collection[str]) -> "Taps":
+        """Returns the plan in which weights, and those that share an input, have dense gradients.
+
+        Raises:
+          ValueError: a basis is given for one of the inputs, so that the gradient cannot be dense.
+        """
+        names = {plan.input_name for plan in self.tapped.values() if plan.path in paths}
+        for plan in self.tapped.values():
+            if plan.path in paths and plan.in_basis:
+                raise ValueError(
+                    f"the weight `{plan.path}` has a basis, and was cast before an operator of"
+                    " actjax read it: pass it as it is, or use the layers of actjax.flax."
+                )
+        kept = {i: plan for i, plan in self.tapped.items() if plan.input_name not in names}
+        return dataclasses.replace(self, tapped=kept)
 
     def join(self, gradient: Any, bases: Bases) -> Any:
         """Returns the gradient of the parameters from the gradient of the result of `split`."""

@@ -12,7 +12,8 @@ from typing import Any
 
 import jax
 
-from actjax.transforms.taps import Bases, plan_taps, uses_by_path
+from actjax.transforms.taps import Bases, Taps, plan_taps, uses_by_path
+from actjax.weights.base import Conversions, conversions
 from actjax.weights.tapped import plain_weights
 
 
@@ -34,7 +35,9 @@ def value_and_grad(
     `jax.checkpoint`, and in Flax modules of both kinds. `fun` is traced once more than by JAX, to
     find out which operator reads which weight. A weight is followed through casts, copies, branches
     and slices of a scan. A weight that is transposed or scaled before the operator reads it, or
-    that comes out of a scan under `vmap`, is not followed: its gradient is dense.
+    that comes out of a scan under `vmap`, is not followed: its gradient is dense. So is that of a
+    weight that another library's layer casts before it calls the operator, such as
+    `nnx.Linear(..., dtype=jnp.bfloat16, dot_general=...)` with float32 parameters.
 
     Args:
       fun: returns a scalar, or a scalar and an auxiliary output if `has_aux`.
@@ -78,13 +81,24 @@ def value_and_grad(
         tree = parameters[0] if single else parameters
         taps = plan_taps(inner, tree, given)
 
-        def of_taps(differentiated: Any) -> Any:
-            result = inner(taps.merge(tree, differentiated, given))
-            # The auxiliary output may contain a weight.
-            return (result[0], plain_weights(result[1])) if has_aux else result
+        def differentiate(taps: Taps) -> tuple[Any, Any]:
+            def of_taps(differentiated: Any) -> Any:
+                result = inner(taps.merge(tree, differentiated, given))
+                # The auxiliary output may contain a weight.
+                return (result[0], plain_weights(result[1])) if has_aux else result
 
-        value, gradient = jax.value_and_grad(of_taps, has_aux=has_aux)(taps.split(tree))
-        return value, taps.join(gradient, given)
+            value, gradient = jax.value_and_grad(of_taps, has_aux=has_aux)(taps.split(tree))
+            return value, taps.join(gradient, given)
+
+        found = Conversions()
+        token = conversions.set(found)
+        try:
+            result = differentiate(taps)
+            # A weight that was converted and cast has lost its taps, and so its gradient.
+            lost = found.lost()
+            return differentiate(taps.without(lost)) if lost else result
+        finally:
+            conversions.reset(token)
 
     return value_and_gradient
 

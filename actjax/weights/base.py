@@ -5,6 +5,7 @@ Each kind is a subclass of `Weight` in a separate file. The operators only call 
 `Weight`.
 """
 
+import contextvars
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -177,6 +178,41 @@ class ArrayWeight(WrappedWeight):
         return ArrayWeight(stored.weight_grad(dz).astype(self.dtype))
 
 
+class Conversions:
+    """Weights that code of other libraries converted to arrays, while a function is traced.
+
+    `jnp.asarray(weight)`, as in `nnx.Linear`, returns the array of the weight. An operator that is
+    given this very array finds the weight again. A cast in between makes another array.
+    """
+
+    def __init__(self) -> None:
+        """Begins with no weight."""
+        self._known: dict[int, tuple[Any, WrappedWeight, str]] = {}
+        self._read: set[int] = set()
+
+    def convert(self, weight: WrappedWeight, path: str) -> Any:
+        """Returns the array of a weight, and remembers it."""
+        self._known[id(weight.weight)] = weight.weight, weight, path
+        return weight.weight
+
+    def find(self, x: Any) -> Any:
+        """Returns the weight whose array `x` is; `x` itself if it is none."""
+        if id(x) not in self._known:
+            return x
+        self._read.add(id(x))
+        return self._known[id(x)][1]
+
+    def lost(self) -> set[str]:
+        """Returns the paths of the weights of which no operator was given the array."""
+        return {path for name, (_, _, path) in self._known.items() if name not in self._read}
+
+
+conversions: contextvars.ContextVar[Conversions | None] = contextvars.ContextVar(
+    "conversions", default=None
+)
+"""Those of the function that is being traced; None where a weight must not be converted."""
+
+
 def value_of(x: Any) -> Any:
     """Returns the value of a Flax nnx variable, and any other object unchanged."""
     return x.get_value() if hasattr(x, "get_value") else x
@@ -185,6 +221,8 @@ def value_of(x: Any) -> Any:
 def as_weight(w: Any) -> Weight:
     """Returns an array, a Flax variable or a weight as a `Weight`."""
     w = value_of(w)
+    if (found := conversions.get()) is not None:
+        w = found.find(w)
     return w.opened() if isinstance(w, Weight) else ArrayWeight(w)
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from actjax._core.coded_call import Held, Holdable
 from actjax._math.precision import matmul_transposed
-from actjax.weights.base import ArrayWeight, StoredInput, WrappedWeight
+from actjax.weights.base import ArrayWeight, StoredInput, WrappedWeight, conversions
 
 
 @jax.tree_util.register_dataclass
@@ -58,7 +58,11 @@ class TappedWeight(WrappedWeight, Holdable):
             " the operator codec=Exact(), or differentiate with jax.value_and_grad."
         )
 
-    __array__ = __jax_array__ = __add__ = __radd__ = __mul__ = __rmul__ = __matmul__ = _refuse
+    def __jax_array__(self) -> Any:
+        found = conversions.get()
+        return self._refuse() if found is None else found.convert(self, self.path)
+
+    __array__ = __add__ = __radd__ = __mul__ = __rmul__ = __matmul__ = _refuse
     __rmatmul__ = __sub__ = __rsub__ = __truediv__ = __pow__ = __neg__ = __iter__ = _refuse
 
     @property

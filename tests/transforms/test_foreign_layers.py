@@ -1,0 +1,55 @@
+"""Tests of operators of actjax within layers of Flax, which convert weights to arrays."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+from transforms.residual_helpers import KEY, normal
+
+import actjax
+from actjax import LowRank, RandomProjection
+
+X = normal(0, 32, 16)
+
+
+def low_rank(x, w, *_, **__):
+    return actjax.linear(x, w, codec=RandomProjection(4), key=KEY)
+
+
+def layers(**options):
+    return nnx.Linear(16, 8, rngs=nnx.Rngs(0), dot_general=low_rank, **options)
+
+
+def loss(layer, x):
+    return jnp.mean(jnp.sin(layer(x)).astype(jnp.float32))
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_linear_layer_of_nnx_gets_a_factored_gradient(jit):
+    graph, state = nnx.split(layers())
+    run = actjax.value_and_grad(lambda state, x: loss(nnx.merge(graph, state), x))
+    dense = jax.grad(lambda state, x: loss(nnx.merge(graph, state), x))(state, X)
+    _, got = (jax.jit(run) if jit else run)(state, X)
+    kernel = got["kernel"].get_value()
+    assert isinstance(kernel, LowRank)
+    np.testing.assert_allclose(kernel.dense(), dense["kernel"][...], rtol=1e-5, atol=1e-7)
+
+
+def test_a_weight_that_the_layer_casts_has_its_gradient_dense():
+    graph, state = nnx.split(layers(dtype=jnp.bfloat16))
+    run = lambda state, x: loss(nnx.merge(graph, state), x)  # noqa: E731
+    _, got = actjax.value_and_grad(run)(state, X)
+    dense = jax.grad(run)(state, X)
+    assert np.any(dense["kernel"][...])
+    np.testing.assert_array_equal(got["kernel"][...], dense["kernel"][...])
+
+
+def test_a_dense_layer_of_linen():
+    layer = linen.Dense(8, dot_general=low_rank)
+    params = layer.init(KEY, X)
+    _, got = actjax.value_and_grad(lambda p: loss(lambda x: layer.apply(p, x), X))(params)
+    dense = jax.grad(lambda p: loss(lambda x: layer.apply(p, x), X))(params)
+    kernel = got["params"]["kernel"]
+    assert isinstance(kernel, LowRank)
+    np.testing.assert_allclose(kernel.dense(), dense["params"]["kernel"], rtol=1e-5, atol=1e-7)
