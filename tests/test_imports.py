@@ -16,6 +16,7 @@ LAYERS = (
     "actjax.ops",
     "actjax.transforms",
     "actjax.optim",
+    "actjax.flax",
     "actjax",
     "models",
     "train",

@@ -1,0 +1,7 @@
+"""Layers of Flax whose backward passes store codes. Needs the package `flax`.
+
+`actjax.flax.nnx` and `actjax.flax.linen` have layers that drop in for those of Flax, and
+`replace(model, rules)` swaps them into a model that exists.
+"""
+
+from actjax.flax.replace import replace as replace

@@ -1,0 +1,164 @@
+"""Layers of Flax nnx whose backward passes store codes of their inputs.
+
+They are subclasses of those of Flax, with the same parameters and arguments, and `codec`. A codec
+that draws random numbers takes them from the stream `codes` of `rngs`:
+`nnx.Rngs(params=0, codes=1)`.
+"""
+
+import functools
+from typing import Any
+
+import jax
+from flax import nnx
+
+from actjax.codecs import Codec, Exact
+from actjax.flax import products
+
+
+class _Coded(nnx.Module):
+    """What all layers share.
+
+    Attributes:
+      codec: how the input is stored.
+      codes: the stream of keys; None if the codec draws no random numbers.
+      code_name: the name of the input in `actjax.explain`.
+    """
+
+    def __init__(
+        self, *args: Any, codec: Codec = Exact(), code_name: str = "", rngs: nnx.Rngs, **kwargs: Any
+    ) -> None:
+        """Takes the arguments of the layer of Flax, and a codec."""
+        super().__init__(*args, rngs=rngs, **kwargs)
+        self.set_codec(codec, code_name, rngs)
+
+    def set_codec(self, codec: Codec, name: str, rngs: nnx.Rngs | None) -> None:
+        """Stores the input by a codec.
+
+        Raises:
+          TypeError: `codec` is not a codec.
+          ValueError: it draws random numbers, and `rngs` has no stream for them.
+        """
+        if not isinstance(codec, Codec):
+            raise TypeError(f"`codec` of a layer must be an actjax.Codec, got {codec!r}.")
+        stream = None
+        if codec.needs_key:
+            if rngs is None or "codes" not in rngs:
+                raise ValueError(
+                    f"`codec` {codec} draws random numbers: pass `rngs` with a stream `codes`, for"
+                    " example nnx.Rngs(params=0, codes=1)."
+                )
+            stream = rngs["codes"]
+        self.codec = codec
+        self.codes = nnx.data(stream)
+        self.code_name = name or type(self).__name__
+
+    def _settings(self) -> dict[str, Any]:
+        key = None if self.codes is None else self.codes()
+        return {"codec": self.codec, "key": key, "name": self.code_name}
+
+
+class _Product(_Coded):
+    @property
+    def dot_general(self) -> Any:
+        """The product of this layer."""
+        return functools.partial(products.dot_general, **self._settings())
+
+    @dot_general.setter
+    def dot_general(self, value: Any) -> None:
+        del value
+
+
+class Linear(_Product, nnx.Linear):
+    """`nnx.Linear` that stores its input by a codec."""
+
+
+class LinearGeneral(_Product, nnx.LinearGeneral):
+    """`nnx.LinearGeneral` that stores its input by a codec; with batch axes it is that of Flax."""
+
+
+class Conv(_Coded, nnx.Conv):
+    """`nnx.Conv` that stores its input by a codec."""
+
+    @property
+    def conv_general_dilated(self) -> Any:
+        """The convolution of this layer."""
+        return functools.partial(products.conv_general_dilated, **self._settings())
+
+    @conv_general_dilated.setter
+    def conv_general_dilated(self, value: Any) -> None:
+        del value
+
+
+class _Norm(_Coded):
+    kind = ""
+
+    def __call__(self, x: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+        """As in Flax, which computes norms over other axes, of several devices or masked."""
+        layer: Any = self
+        if args or kwargs or not is_over_last_axis(layer, x):
+            return super().__call__(x, *args, **kwargs)
+        scale, bias = (
+            None if (p := getattr(layer, name, None)) is None else p[...]
+            for name in ("scale", "bias")
+        )
+        return products.normalized(
+            self.kind, x, scale, bias, eps=layer.epsilon, dtype=layer.dtype, **self._settings()
+        )
+
+
+class LayerNorm(_Norm, nnx.LayerNorm):
+    """`nnx.LayerNorm` that stores its input, or a code of it, and nothing else."""
+
+    kind = "layer"
+
+
+class RMSNorm(_Norm, nnx.RMSNorm):
+    """`nnx.RMSNorm` that stores its input, or a code of it, and nothing else."""
+
+    kind = "rms"
+
+
+class MultiHeadAttention(nnx.MultiHeadAttention):
+    """`nnx.MultiHeadAttention` whose projections store their inputs by a codec.
+
+    What the attention itself stores is left to `attention_fn`.
+    """
+
+    def __init__(self, *args: Any, codec: Codec = Exact(), rngs: nnx.Rngs, **kwargs: Any) -> None:
+        """Takes the arguments of the layer of Flax, and a codec."""
+        super().__init__(*args, rngs=rngs, **kwargs)
+        for name in ("query", "key", "value", "out"):
+            twin(getattr(self, name), codec, name, rngs)
+
+
+def is_over_last_axis(layer: Any, x: jax.Array) -> bool:
+    """Returns whether a norm of Flax, of either kind, is over the last axis of `x` alone."""
+    axes = [layer.reduction_axes, layer.feature_axes]
+    flat = [
+        {a % x.ndim for a in (axis if isinstance(axis, tuple | list) else (axis,))} for axis in axes
+    ]
+    return layer.axis_name is None and flat == [{x.ndim - 1}] * 2
+
+
+_TWINS: dict[type, type[_Coded]] = {
+    nnx.Linear: Linear,
+    nnx.LinearGeneral: LinearGeneral,
+    nnx.Conv: Conv,
+    nnx.LayerNorm: LayerNorm,
+    nnx.RMSNorm: RMSNorm,
+}
+LINEAR = (nnx.Linear, nnx.LinearGeneral, nnx.Conv)
+"""Layers that are linear in their input."""
+
+
+def has_twin(layer: Any) -> bool:
+    """Returns whether a layer of Flax has a twin here."""
+    return type(layer) in _TWINS
+
+
+def twin(layer: Any, codec: Codec, name: str, rngs: nnx.Rngs | None) -> None:
+    """Turns a layer of Flax into its twin, in place: what shares it goes on sharing it."""
+    for plain in ("dot_general", "conv_general_dilated"):
+        vars(layer).pop(plain, None)
+    layer.__class__ = _TWINS[type(layer)]
+    layer.set_codec(codec, name, rngs)

@@ -1,0 +1,144 @@
+"""The operators of actjax in the form in which layers of Flax call products."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from actjax.codecs import Codec
+from actjax.ops import conv, layer_norm, linear, rms_norm
+
+
+def dot_general(
+    x: jax.Array,
+    w: Any,
+    dimension_numbers: Any,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    *,
+    codec: Codec,
+    key: jax.Array | None,
+    name: str,
+    **options: Any,
+) -> jax.Array:
+    """As `jax.lax.dot_general`, with `x` stored by a codec.
+
+    Products that are no linear layer, with batch axes, or of axes that are not the last of `x` and
+    the first of `w`, are those of JAX.
+
+    Args:
+      x: [..., *in].
+      w: [*in, *out].
+      dimension_numbers: as in JAX.
+      precision: as in JAX.
+      preferred_element_type: as in JAX.
+      codec: stores `x`.
+      key: randomness of the encoding.
+      name: the name of `x` in `actjax.explain`.
+      **options: further arguments of `jax.lax.dot_general`.
+    """
+    (x_axes, w_axes), batch = dimension_numbers
+    count = len(x_axes)
+    is_linear = (
+        not any(map(len, batch))
+        and precision is None
+        and tuple(x_axes) == tuple(range(x.ndim - count, x.ndim))
+        and tuple(w_axes) == tuple(range(count))
+    )
+    if not is_linear:
+        return jax.lax.dot_general(
+            x, w, dimension_numbers, precision, preferred_element_type, **options
+        )
+    tokens, out = x.shape[: x.ndim - count], w.shape[count:]
+    if count != 1 or len(out) != 1:
+        # Only a weight of two axes is passed on as it is, so that it may have a factored gradient.
+        x, w = x.reshape(*tokens, -1), w.reshape(math.prod(w.shape[:count]), -1)
+    y = linear(x, w, codec=codec, key=key, name=name)
+    return y.reshape(*tokens, *out).astype(preferred_element_type or y.dtype)
+
+
+def conv_general_dilated(
+    x: jax.Array,
+    w: jax.Array,
+    window_strides: Sequence[int],
+    padding: Any,
+    lhs_dilation: Sequence[int] | None = None,
+    rhs_dilation: Sequence[int] | None = None,
+    dimension_numbers: Any = None,
+    feature_group_count: int = 1,
+    precision: Any = None,
+    *,
+    codec: Codec,
+    key: jax.Array | None,
+    name: str,
+    **options: Any,
+) -> jax.Array:
+    """As `jax.lax.conv_general_dilated` as Flax calls it, with `x` stored by a codec.
+
+    Convolutions with a dilated input or a given precision are those of JAX.
+
+    Args:
+      x: [N, *spatial, C].
+      w: [*window, C / groups, O].
+      window_strides: as in JAX.
+      padding: as in JAX.
+      lhs_dilation: as in JAX.
+      rhs_dilation: as in JAX.
+      dimension_numbers: as in JAX.
+      feature_group_count: as in JAX.
+      precision: as in JAX.
+      codec: stores `x`.
+      key: randomness of the encoding.
+      name: the name of `x` in `actjax.explain`.
+      **options: further arguments of `jax.lax.conv_general_dilated`.
+    """
+    if any(n != 1 for n in lhs_dilation or ()) or precision is not None:
+        return jax.lax.conv_general_dilated(
+            x, w, window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers,
+            feature_group_count, precision=precision, **options,
+        )  # fmt: skip
+    return conv(
+        x,
+        w,
+        strides=tuple(window_strides),
+        padding=padding if isinstance(padding, str) else [tuple(pair) for pair in padding],
+        dilation=tuple(rhs_dilation or (1,) * len(window_strides)),
+        feature_group_count=feature_group_count,
+        codec=codec,
+        key=key,
+        name=name,
+    )
+
+
+def normalized(
+    kind: str,
+    x: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    *,
+    eps: float,
+    dtype: Any,
+    codec: Codec,
+    key: jax.Array | None,
+    name: str,
+) -> jax.Array:
+    """Returns the layer or RMS norm of the last axis, in the dtype that Flax returns.
+
+    Args:
+      kind: "layer" or "rms".
+      x: [..., d].
+      scale: [d] or None.
+      bias: [d] or None.
+      eps: added to the variance or the mean square.
+      dtype: dtype of the result; None for that of all arguments.
+      codec: stores `x`.
+      key: randomness of the encoding.
+      name: the name of `x` in `actjax.explain`.
+    """
+    given = [a for a in (x, scale, bias) if a is not None]
+    dtype = dtype or jax.numpy.result_type(*given)
+    x, settings = x.astype(dtype), {"eps": eps, "codec": codec, "key": key, "name": name}
+    if kind == "layer":
+        return layer_norm(x, scale, bias, **settings)
+    return rms_norm(x, jax.numpy.ones(x.shape[-1]) if scale is None else scale, **settings)

@@ -1,0 +1,52 @@
+"""Which codec a layer of a model gets."""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from actjax.codecs import Codec, Exact
+
+Rules = Codec | Mapping[str, Codec | None] | Callable[[str, Any], Codec | None]
+"""One codec for the inputs of all linear layers; or, by regular expressions of paths such as
+".*/(q|k|v)_proj", the first that is found; or a function from the path of a layer, such as
+"layers/0/attention/query", and the layer. None leaves a layer as it is."""
+
+
+def check_rules(rules: Any, where: str) -> None:
+    """Raises unless `rules` are `Rules`."""
+    if isinstance(rules, Codec) or callable(rules):
+        return
+    if isinstance(rules, Mapping) and all(
+        isinstance(k, str) and (v is None or isinstance(v, Codec)) for k, v in rules.items()
+    ):
+        return
+    raise TypeError(
+        f"`rules` of {where} must be an actjax.Codec, a mapping from regular expressions to codecs,"
+        f" or a function of a path and a layer, got {rules!r}."
+    )
+
+
+def codec_of(rules: Rules, path: str, layer: Any, is_linear: bool) -> Codec | None:
+    """Returns the codec of a layer; None to leave it as it is.
+
+    Args:
+      rules: the rules.
+      path: path of the layer.
+      layer: the layer.
+      is_linear: whether it is linear in its input. Only then does the error of a codec stay in the
+        gradient of its weight, so one codec for all is not meant for others: these get `Exact()`.
+
+    Raises:
+      TypeError: a rule returned something else.
+    """
+    if isinstance(rules, Codec):
+        return rules if is_linear else Exact()
+    if isinstance(rules, Mapping):
+        return next((codec for text, codec in rules.items() if re.search(text, path)), None)
+    codec = rules(path, layer)
+    if codec is not None and not isinstance(codec, Codec):
+        raise TypeError(
+            f"`rules` returned {codec!r} for {path!r}: return an actjax.Codec, or None to leave the"
+            " layer as it is."
+        )
+    return codec

@@ -1,0 +1,173 @@
+"""Tests of `actjax.flax`: exact layers are those of Flax, and coded ones store codes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+from transforms.residual_helpers import KEY, normal, relative_error
+
+import actjax
+from actjax import Exact, Quantized, RandomProjection
+from actjax.flax import linen as coded_linen
+from actjax.flax import nnx as coded_nnx
+from actjax.flax import replace
+
+X = normal(0, 4, 16, 32)
+IMAGE = normal(0, 2, 8, 8, 6)
+Q8 = Quantized(8, group=32)
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.LayerNorm(32, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(4, 32, decode=False, rngs=rngs)
+        self.root = nnx.RMSNorm(32, rngs=rngs)
+        self.up = nnx.Linear(32, 64, rngs=rngs)
+        self.down = nnx.Linear(64, 32, rngs=rngs)
+
+    def __call__(self, x):
+        x = x + self.attention(self.norm(x))
+        return x + self.down(nnx.gelu(self.up(self.root(x))))
+
+
+class LinenBlock(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        x = x + linen.MultiHeadDotProductAttention(4, name="attention")(linen.LayerNorm()(x))
+        x = linen.RMSNorm()(x)
+        y = linen.Conv(16, (3,), strides=2, name="conv")(x)
+        return x, linen.Dense(8, name="last")(y)
+
+
+def total(tree):
+    return sum(jnp.sum(jnp.sin(1.3 * y)) for y in jax.tree.leaves(tree))
+
+
+def value_and_gradient(model, x):
+    return nnx.value_and_grad(lambda model, x: total(model(x)))(model, x)
+
+
+def assert_same(a, b, rtol=2e-5):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol * float(jnp.max(jnp.abs(y)) + 1e-9))
+
+
+def test_a_replaced_model_of_nnx_has_the_same_gradient_and_stores_less():
+    model = Block(nnx.Rngs(0))
+    exact, small = replace(model, Exact()), replace(model, Q8)
+    assert type(small.up) is coded_nnx.Linear
+    assert type(small.attention.query) is coded_nnx.LinearGeneral
+    assert type(small.norm) is coded_nnx.LayerNorm
+    assert type(model.up) is nnx.Linear
+    (value, got), (plain, gradient) = (value_and_gradient(m, X) for m in (exact, model))
+    assert_same(value, plain)
+    # Gradients of the biases of keys are zero but for rounding.
+    assert relative_error(got, gradient) < 1e-5
+    error = relative_error(value_and_gradient(small, X)[1], gradient)
+    assert 1e-5 < error < 0.02
+    graph, state = nnx.split(small)
+    table = str(actjax.explain(lambda state, x: total(nnx.merge(graph, state)(x)), state, X))
+    for name in ("linear: up", "linear: attention/query", "layer_norm: norm", "rms_norm: root"):
+        assert name in table, table
+
+
+def test_rules_by_path_and_by_function():
+    model = Block(nnx.Rngs(0))
+    by_path = replace(model, {"attention/(query|key)$": Q8, "up": None})
+    assert type(by_path.attention.key) is coded_nnx.LinearGeneral
+    assert type(by_path.attention.value) is nnx.LinearGeneral
+    assert type(by_path.up) is nnx.Linear
+    by_function = replace(model, lambda path, layer: Q8 if path == "down" else None)
+    assert type(by_function.down) is coded_nnx.Linear
+    assert type(by_function.norm) is nnx.LayerNorm
+
+
+def test_random_codecs_draw_from_the_stream_of_codes_and_gradients_are_factored():
+    model = replace(Block(nnx.Rngs(0)), {"up": RandomProjection(4)}, rngs=nnx.Rngs(codes=3))
+    first, second = (value_and_gradient(model, X)[1]["up"]["kernel"][...] for _ in range(2))
+    assert not np.array_equal(first, second)
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    run = lambda params, x: total(nnx.merge(graph, params, rest, copy=True)(x))  # noqa: E731
+    kernel = actjax.value_and_grad(run)(params, X)[1]["up"]["kernel"].get_value()
+    assert isinstance(kernel, actjax.LowRank)
+    assert kernel.rank == 4
+
+
+def test_layers_of_nnx_take_a_codec():
+    rngs = nnx.Rngs(0, codes=1)
+    pairs = [
+        (coded_nnx.Linear(32, 8, codec=Q8, rngs=rngs), nnx.Linear(32, 8, rngs=nnx.Rngs(0)), X),
+        (
+            coded_nnx.Conv(6, 4, (3, 3), strides=2, codec=Q8, rngs=rngs),
+            nnx.Conv(6, 4, (3, 3), strides=2, rngs=nnx.Rngs(0)),
+            IMAGE,
+        ),
+        (
+            coded_nnx.MultiHeadAttention(4, 32, codec=Q8, decode=False, rngs=rngs),
+            nnx.MultiHeadAttention(4, 32, decode=False, rngs=nnx.Rngs(0)),
+            X,
+        ),
+    ]
+    for own, plain, x in pairs:
+        nnx.update(own, nnx.state(plain, nnx.Param))
+        (value, got), (exact, gradient) = (value_and_gradient(m, x) for m in (own, plain))
+        assert_same(value, exact)
+        assert 0 < relative_error(nnx.state(got, nnx.Param), gradient) < 0.02
+
+
+def test_a_model_of_linen_under_the_interceptor():
+    model = LinenBlock()
+    params = model.init(KEY, X)
+    loss = lambda params: total(model.apply(params, X))  # noqa: E731
+
+    def under(rules):
+        def run(params):
+            with linen.intercept_methods(coded_linen.interceptor(rules)):
+                return total(model.apply(params, X))
+
+        return run
+
+    plain = jax.value_and_grad(loss)(params)
+    value, gradient = jax.value_and_grad(under(Exact()))(params)
+    assert_same(value, plain[0])
+    assert relative_error(gradient, plain[1]) < 1e-5
+    got = jax.grad(under(Q8))(params)
+    assert 1e-5 < relative_error(got, plain[1]) < 0.02
+    table = str(actjax.explain(under({"query|last": Q8}), params))
+    assert "linear: attention/query" in table
+    assert "linear: attention/key" not in table
+
+
+def test_layers_of_linen_take_a_codec():
+    for own, plain, x in (
+        (coded_linen.Dense(8, codec=Q8), linen.Dense(8), X),
+        (coded_linen.DenseGeneral((4, 2), codec=Q8), linen.DenseGeneral((4, 2)), X),
+        (coded_linen.Conv(4, (3, 3), codec=Q8), linen.Conv(4, (3, 3)), IMAGE),
+        (coded_linen.LayerNorm(codec=Q8), linen.LayerNorm(), X),
+        (coded_linen.RMSNorm(), linen.RMSNorm(), X),
+    ):
+        params = plain.init(KEY, x)
+        assert jax.tree.structure(own.init(KEY, x)) == jax.tree.structure(params)
+        results = [
+            jax.value_and_grad(lambda p, m=m, x=x: total(m.apply(p, x)))(params)
+            for m in (own, plain)
+        ]
+        assert_same(results[0][0], results[1][0])
+        assert relative_error(results[0][1], results[1][1]) < 0.02
+
+
+def test_wrong_arguments_are_refused():
+    model = Block(nnx.Rngs(0))
+    with pytest.raises(TypeError, match=r"`rules` of replace must be an actjax\.Codec.*got 3"):
+        replace(model, 3)
+    with pytest.raises(TypeError, match=r"use linen\.intercept_methods"):
+        replace(LinenBlock(), Q8)
+    with pytest.raises(TypeError, match=r"must be a flax\.nnx.Module, got 3"):
+        replace(3, Q8)
+    with pytest.raises(ValueError, match="fit no layer of the model"):
+        replace(model, {"nothing": Q8})
+    with pytest.raises(ValueError, match="pass `rngs` with a stream `codes`"):
+        replace(model, RandomProjection(4))
+    with pytest.raises(TypeError, match="`rules` returned 4 for"):
+        replace(model, lambda path, layer: 4)
