@@ -107,12 +107,13 @@ def test_every_module_has_a_docstring():
 
 def test_actjax_exports_its_public_names_and_no_others():
     names = {name for name in vars(actjax) if not name.startswith("_")}
-    submodules = {"codecs", "kernels", "low_rank", "ops", "transforms", "weights"}
+    submodules = {"codecs", "flax", "kernels", "low_rank", "ops", "transforms", "weights"}
     assert names - submodules == {
         *("Codec", "Exact", "PointApproximation", "PrincipalPlusRandom", "RandomProjection"),
         *("RandomizedSVD", "Quantized", "Calibrated", "Offloaded", "ChannelRange"),
         *("Estimate", "Levels", "Rounding", "Scaling", "Sketch"),
         *("Explanation", "Residual", "Candidate", "explain", "compress_residuals", "checkpoint"),
+        *("Choice", "Compressed", "Controller", "compress"),
         *("attention", "cross_entropy", "linear", "qkv_projection", "rms_norm", "rope", "swiglu"),
         *("conv", "embedding", "gelu", "layer_norm"),
         *("attention_linear", "gelu_linear", "norm_linear", "swiglu_linear", "HeadNorm"),
