@@ -17,7 +17,7 @@ from rich.table import Table
 from actjax.codecs import Quantized
 from actjax.transforms.checks import check_function
 from actjax.transforms.choice import KEEP, Choice, preferred
-from actjax.transforms.measuring import Loss, Measuring
+from actjax.transforms.measuring import Loss, Measuring, Memory
 from actjax.transforms.residual_plan import Candidate, Settings
 from actjax.transforms.residuals import compressed_function
 
@@ -36,6 +36,7 @@ def compress(
     codec: Quantized = Quantized(4),
     remat: bool = True,
     offload: bool = False,
+    memory: Memory | None = None,
     verbose: bool = True,
 ) -> "Compressed":
     """Returns a loss whose backward pass takes less memory, as measured on a batch.
@@ -76,6 +77,10 @@ def compress(
       codec: how arrays are stored; its bits are chosen.
       remat: whether segments may be computed again.
       offload: whether codes may be kept in the memory of the host, if a budget needs it.
+      memory: a function from another function and its arguments to the bytes of its temporaries,
+        for a choice that is meant for another device, such as a GPU that is not in this machine. By
+        default what the compiler says for the default device. (On a CPU with the schedule that
+        holds least: see `xla_cpu_enable_concurrency_optimized_scheduler`.)
       verbose: whether to print the choice after a measurement.
 
     Raises:
@@ -104,7 +109,7 @@ def compress(
         )
     limit = None if budget is None else parse_bytes(budget)
     positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    options = Options(limit, error, positions, has_aux, codec, remat, offload, verbose)
+    options = Options(limit, error, positions, has_aux, codec, remat, offload, memory, verbose)
     return Compressed(fun, options)
 
 
@@ -139,6 +144,7 @@ class Options:
       codec: how arrays are stored.
       remat: whether segments may be computed again.
       offload: whether codes may be kept in the memory of the host.
+      memory: what tells the bytes of temporaries; None for the compiler.
       verbose: whether to print.
     """
 
@@ -149,6 +155,7 @@ class Options:
     codec: Quantized
     remat: bool
     offload: bool
+    memory: Memory | None
     verbose: bool
 
 
@@ -202,7 +209,7 @@ class Compressed:
         """
         o = self._options
         fun = functools.partial(self._fun, **kwargs)
-        measuring = Measuring(Loss(fun, args, o.argnums, o.has_aux), o.codec)
+        measuring = Measuring(Loss(fun, args, o.argnums, o.has_aux), o.codec, o.memory)
         error = DEFAULT_ERROR if o.error is None else o.error
         choices = []
         for choice in measuring.ways(error, o.budget, o.remat, o.offload):
@@ -278,7 +285,8 @@ def _arrays_table(choice: Choice, arrays: Sequence[tuple[Candidate, int]]) -> Ta
         bits = ", ".join(str(n) for n in how if n != KEEP)
         words = ([f"{bits} bits"] if bits else []) + (["exact"] if KEEP in how else [])
         size = f"{dtype}[{','.join(map(str, shape))}]"
-        rows.append((": ".join(filter(None, (scope, name))), size, count, exact, stored, words))
+        label = ": ".join(filter(None, (scope, name))) or members[0][0].primitive
+        rows.append((label, size, count, exact, stored, words))
     table.add_column("stored for the backward pass", "total", overflow="fold")
     table.add_column("array")
     table.add_column("times", justify="right")
@@ -287,12 +295,14 @@ def _arrays_table(choice: Choice, arrays: Sequence[tuple[Candidate, int]]) -> Ta
     table.add_column("as")
     for name, size, count, exact, stored, words in sorted(rows, key=lambda row: -row[3]):
         sizes = _bytes(exact), _bytes(stored)
-        table.add_row(name or "(no name)", size, str(count), *sizes, " or ".join(words))
+        table.add_row(name, size, str(count), *sizes, " or ".join(words))
     return table
 
 
 def _percent(share: float) -> str:
-    return "not measured" if math.isnan(share) else f"{100 * share:.2g}%"
+    if math.isnan(share):
+        return "not measured"
+    return f"{100 * share:.0f}%" if share >= 0.1 else f"{100 * share:.2g}%"
 
 
 def _bytes(count: float) -> str:

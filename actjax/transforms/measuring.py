@@ -43,6 +43,10 @@ _SMALLER_HEAP = {"xla_cpu_enable_concurrency_optimized_scheduler": False}
 program says. The other one tells what a program needs."""
 
 
+Memory = Callable[..., int]
+"""From a function and its arguments to the bytes of its temporaries."""
+
+
 @dataclasses.dataclass(frozen=True)
 class _Program:
     """A compiled gradient.
@@ -154,9 +158,16 @@ class Loss:
 class Measuring:
     """Compiles and runs the gradient of a loss on one batch."""
 
-    def __init__(self, loss: Loss, codec: Quantized) -> None:
-        """Takes a loss with its arguments, and how arrays are stored; its bits are chosen."""
+    def __init__(self, loss: Loss, codec: Quantized, memory: Memory | None = None) -> None:
+        """Takes a loss with its arguments.
+
+        Args:
+          loss: the loss.
+          codec: how arrays are stored; its bits are chosen.
+          memory: tells what a gradient takes; None for what the compiler says here.
+        """
         self.gradient, self._leaves, self._codec = loss.gradient, loss.leaves, codec
+        self._compile = functools.partial(_compiled, memory_of=memory)
         self._candidates = functools.cache(loss.candidates)
         self._exact: list[jax.Array] = []
 
@@ -171,12 +182,12 @@ class Measuring:
           remat: whether segments may be computed again.
           offload: whether codes may be kept on the host.
         """
-        exact = _compiled(self.gradient(None), self._leaves)
+        exact = self._compile(self.gradient(None), self._leaves)
         tried = Tried("exact", exact.memory, 0.0, 0.0)
         yield Choice("exact", {}, False, False, False, (tried,))
         self._products = exact.products
         settings = Settings(_keep, remat=Remat())
-        again = _compiled(self.gradient(settings), self._leaves) if remat else exact
+        again = self._compile(self.gradient(settings), self._leaves) if remat else exact
         # The way that takes less memory computes the gradient that the others are compared with.
         self._exact = min((exact, again), key=lambda p: p.memory).run(self._leaves)
         yield self._with_codes("codes", None, error, False)
@@ -207,7 +218,7 @@ class Measuring:
         bits = self._choose(found, remat, error)
         for _ in range(_ROUNDS):
             settings = Settings(rule_of(bits, self._codec, offload), remat=remat)
-            program = _compiled(self.gradient(settings), self._leaves)
+            program = self._compile(self.gradient(settings), self._leaves)
             got = self._error(program.run(self._leaves))
             if got <= error or not any(bits.values()):
                 break
@@ -271,11 +282,14 @@ def _keep(_: Candidate) -> None:
     """A rule that keeps everything."""
 
 
-def _compiled(fun: Callable[..., Any], *args: Any) -> _Program:
+def _compiled(fun: Callable[..., Any], *args: Any, memory_of: Memory | None = None) -> _Program:
     traced = jax.jit(fun).trace(*args)
     options: Any = _SMALLER_HEAP if jax.default_backend() == "cpu" else None
     compiled = traced.lower().compile(options)
-    memory = compiled.memory_analysis().temp_size_in_bytes
+    if memory_of is None:
+        memory = compiled.memory_analysis().temp_size_in_bytes
+    else:
+        memory = memory_of(fun, *args)
     return _Program(compiled, memory, product_flops(traced.jaxpr.jaxpr))
 
 

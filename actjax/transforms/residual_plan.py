@@ -226,6 +226,7 @@ def make_plan(
     inputs: Sequence[Any],
     names: Sequence[str],
     dies: Sequence[bool],
+    fixed: Sequence[bool],
     settings: Settings,
     one_way: dict[int, str],
 ) -> Plan:
@@ -236,10 +237,11 @@ def make_plan(
       inputs: arrays.
       names: names of the inputs.
       dies: which inputs are dead after the forward pass.
+      fixed: which inputs cannot be differentiated.
       settings: what is done with residuals.
       one_way: for the inputs that no gradient may pass, the operation without a derivative.
     """
-    traced = _trace(run, inputs)
+    traced = _trace(run, inputs, fixed)
     jaxpr, count = traced.forward.jaxpr, traced.outputs
     alive = {*jaxpr.constvars}
     alive |= {x for x, dead in zip(jaxpr.invars, dies, strict=True) if not dead}
@@ -298,8 +300,8 @@ class _Traced:
     smooth_outputs: tuple[int, ...]
 
 
-def _trace(run: Callable[..., list[Any]], inputs: Sequence[Any]) -> _Traced:
-    smooth = _smooth(inputs)
+def _trace(run: Callable[..., list[Any]], inputs: Sequence[Any], fixed: Sequence[bool]) -> _Traced:
+    smooth = tuple(i for i in _smooth(inputs) if not fixed[i])
     structures: list[Any] = []
 
     def forward(*inputs: Any) -> list[Any]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.extend import core
 
 from actjax._jaxpr.equations import (
@@ -187,7 +188,12 @@ def _compress(
             return _run_once(given, inputs[first:last], settings, own_key)
         return _run_segments(given, inputs[first:last], dies, settings, settings.remat, own_key)
 
-    plan = make_plan(run, inputs, names, dies, settings, one_way)
+    # What has no trace has no derivative, such as data and times that a function closes over. The
+    # custom rules of some libraries refuse to be differentiated in these.
+    fixed = [not isinstance(x, Tracer) for x in inputs]
+    if all(fixed):
+        return run(*inputs)
+    plan = make_plan(run, inputs, names, dies, fixed, settings, one_way)
     if not plan.kept and not (one_way and plan.smooth_outputs):
         return run(*inputs)
     for i, codec in enumerate(plan.codecs):
