@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 
 def accumulation_dtype(*dtypes: jax.typing.DTypeLike) -> jnp.dtype:
@@ -63,7 +64,26 @@ def contract_tokens(
         a, b = a[None], b[None]
     axes = tuple(range(a.ndim - 1))
     dtype = accumulation_dtype(a.dtype, b.dtype)
+    sharding = _of_last_axes(a, b)
+    if sharding is not None:
+        numbers = ((axes, axes), ((), ()))
+        return jax.lax.dot_general(a, b, numbers, precision, dtype, out_sharding=sharding)
     return jnp.tensordot(a, b, axes=(axes, axes), precision=precision, preferred_element_type=dtype)
+
+
+def _of_last_axes(a: jax.Array, b: jax.Array) -> NamedSharding | None:
+    """Returns the sharding of [m, n] for [..., m] and [..., n]; None without explicit mesh axes.
+
+    JAX asks for it where the tokens that are summed are divided over devices: their sum is then
+    exchanged.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if AxisType.Explicit not in mesh.axis_types:
+        return None
+    aval_a, aval_b = jax.typeof(a), jax.typeof(b)
+    rows, columns = aval_a.sharding.spec[-1], aval_b.sharding.spec[-1]
+    # One mesh axis cannot divide both.
+    return NamedSharding(mesh, PartitionSpec(rows, None if columns == rows else columns))
 
 
 def row_major(x: jax.Array) -> jax.Array:

@@ -250,11 +250,12 @@ def _blockwise_forward(
                 out * shrink[..., None] + product,
             )
 
-        shape = qs.shape[1:]
+        # Like arrays that exist, so that they are divided over devices as these are.
+        zeros = jnp.zeros_like(qs[i], wide)
         # The start is finite: where a query sees no key of a block, -inf - -inf would be NaN.
-        start = jnp.full(shape[:-1], jnp.finfo(wide).min)
-        carry = (start, jnp.zeros(shape[:-1], wide), jnp.zeros(shape, wide))
-        first = sight.first_key_block(i, shape[-2])
+        start = jnp.full_like(zeros[..., 0], jnp.finfo(wide).min)
+        carry = (start, jnp.zeros_like(start), zeros)
+        first = sight.first_key_block(i, zeros.shape[-2])
         stop = i + 1 if sight.causal else len(ks)
         largest, total, out = jax.lax.fori_loop(first, stop, add_key_block, carry)
         # Every query sees itself, but the padding of a block may see nothing.
@@ -298,12 +299,12 @@ def _blockwise_backward(
             dq = jnp.einsum("bghst,bgtd->bghsd", dscores, k_j, preferred_element_type=wide)
             return dqs.at[i].add(dq), dk, dv
 
-        zeros = jnp.zeros(k_j.shape, wide)
+        zeros = jnp.zeros_like(k_j, wide)
         start, stop = sight.query_blocks(j, qs.shape[-2], len(qs))
         dqs, dk, dv = jax.lax.fori_loop(start, stop, add_query_block, (dqs, zeros, zeros))
         return dqs, (dk[:, :, None].astype(k.dtype), dv[:, :, None].astype(v.dtype))
 
-    dqs, (dks, dvs) = jax.lax.scan(one_key_block, jnp.zeros(qs.shape, wide), jnp.arange(len(ks)))
+    dqs, (dks, dvs) = jax.lax.scan(one_key_block, jnp.zeros_like(qs, wide), jnp.arange(len(ks)))
     return _unblocks(dqs, length).astype(q.dtype), _unblocks(dks, length), _unblocks(dvs, length)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from actjax._core.checks import check_floating
 from actjax._core.tags import keep
@@ -82,7 +83,16 @@ class _Table:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _embedding(static: _Table, table: jax.Array, ids: jax.Array) -> jax.Array:
     rows = table.at[_indices(ids, static.vocab)]
-    return rows.get(mode="fill", fill_value=static.fill_value)
+    return rows.get(mode="fill", fill_value=static.fill_value, out_sharding=_of_tokens(ids, table))
+
+
+def _of_tokens(ids: jax.Array, table: jax.Array) -> NamedSharding | None:
+    """Returns the sharding of the embeddings of ids; None without explicit mesh axes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if AxisType.Explicit not in mesh.axis_types:
+        return None
+    tokens, features = jax.typeof(ids).sharding.spec, jax.typeof(table).sharding.spec[-1]
+    return NamedSharding(mesh, PartitionSpec(*tokens, None if features in tokens else features))
 
 
 def _indices(ids: jax.Array, vocab: int) -> jax.Array:
@@ -101,8 +111,17 @@ def _embedding_fwd(static, table, ids):
 def _embedding_bwd(static, ids, dy):
     with jax.named_scope("actjax.embedding"):
         wide = accumulation_dtype(dy.dtype)
-        rows = jnp.zeros((static.vocab, dy.shape[-1]), wide).at[_indices(ids, static.vocab)]
-        dtable = rows.add(dy.astype(wide), mode="drop")
+
+        def summed(ids: jax.Array, dy: jax.Array) -> jax.Array:
+            rows = jnp.zeros((static.vocab, dy.shape[-1]), wide).at[_indices(ids, static.vocab)]
+            return rows.add(dy.astype(wide), mode="drop")
+
+        mesh = jax.sharding.get_abstract_mesh()
+        if AxisType.Explicit in mesh.axis_types:
+            # A scatter does not say itself how tokens that are divided over devices are summed.
+            spec = PartitionSpec(None, jax.typeof(dy).sharding.spec[-1])
+            summed = jax.sharding.auto_axes(summed, out_sharding=NamedSharding(mesh, spec))
+        dtable = summed(ids, dy)
     return dtable.astype(static.dtype), None
 
 
