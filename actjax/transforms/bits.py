@@ -73,17 +73,31 @@ def sensitivity(
     for name, codec in codecs.items():
         if not isinstance(codec, Quantized):
             raise TypeError(f"`codecs` of sensitivity must be Quantized, got {codec!r} for {name}.")
-    random = {
-        name: dataclasses.replace(codec, rounding="stochastic", levels="uniform")
-        for name, codec in codecs.items()
-    }
-    measure = _probe if estimate == "probe" else _algorithm_1
-    totals = dict.fromkeys(codecs, 0.0)
-    run = measure(gradient, random)
-    for own in jax.random.split(key, samples):
-        for name, variance in run(own, *args).items():
-            totals[name] += float(variance) / error_of_bits(codecs[name].bits) / samples
-    return totals
+    return Sensitivity(gradient, codecs, estimate)(key, *args, samples=samples)
+
+
+class Sensitivity:
+    """As `sensitivity`; it is compiled once for all calls."""
+
+    def __init__(
+        self, gradient: Gradient, codecs: Mapping[str, Quantized], estimate: Estimate
+    ) -> None:
+        """As `sensitivity`."""
+        random = {
+            name: dataclasses.replace(codec, rounding="stochastic", levels="uniform")
+            for name, codec in codecs.items()
+        }
+        measure = _probe if estimate == "probe" else _algorithm_1
+        self._run = measure(gradient, random)
+        self._errors = {name: error_of_bits(codec.bits) for name, codec in codecs.items()}
+
+    def __call__(self, key: jax.Array, *args: Any, samples: int = 1) -> dict[str, float]:
+        """As `sensitivity`."""
+        totals = dict.fromkeys(self._errors, 0.0)
+        for own in jax.random.split(key, samples):
+            for name, variance in self._run(own, *args).items():
+                totals[name] += float(variance) / self._errors[name] / samples
+        return totals
 
 
 def _algorithm_1(gradient: Gradient, codecs: dict[str, Quantized]) -> Callable[..., Any]:

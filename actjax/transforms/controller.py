@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import jax
+import jax.numpy as jnp
 
 from actjax.codecs import Codec, Offloaded, Quantized
-from actjax.transforms.bits import Estimate, allocate_bits, sensitivity
+from actjax.transforms.bits import Estimate, Sensitivity, allocate_bits
 from actjax.transforms.checks import check_function
 from actjax.transforms.choice import BITS, codable
 from actjax.transforms.measuring import Loss
@@ -79,6 +80,7 @@ class Controller:
     Attributes:
       stored: the loss with the present bits. Before the first measurement all arrays have the
         highest choice that `average_bits` pays for.
+      arrays: the stored arrays that have bits, by label; empty before the first measurement.
       sensitivity: the measured `c_l`, by label; empty before the first measurement.
       steps: calls of `step` so far.
     """
@@ -139,7 +141,9 @@ class Controller:
         self._argnums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
         self._average, self._choices = average_bits, tuple(sorted(choices))
         self._estimate: Estimate = estimate
-        self._found: dict[str, Candidate] = {}
+        self.arrays: dict[str, Candidate] = {}
+        self._shapes: Any = None
+        self._compiled: tuple[Any, Sensitivity] | None = None
         self.stored = Stored(fun, (), level, codec)
         self.sensitivity: dict[str, float] = {}
         self.steps = 0
@@ -182,28 +186,35 @@ class Controller:
         """
         stored = self.stored
         loss = Loss(functools.partial(self._fun, **kwargs), args, self._argnums, self._has_aux)
-        remat = _remat(stored.level)
-        self._found = {c.label: c for c in codable(loss.candidates(remat))}
-        if not self._found:
+        shapes = [(jnp.shape(x), jnp.result_type(x)) for x in loss.leaves]
+        if self._shapes != shapes:
+            found = codable(loss.candidates(_remat(stored.level)))
+            self.arrays, self._shapes = {c.label: c for c in found}, shapes
+        if not self.arrays:
             raise ValueError(
                 "Controller: the backward pass stores no array that a code could make smaller."
             )
         lowest = max(n for n in self._choices if n <= self._average)
-        bits = {label: self.bits.get(label, lowest) for label in self._found}
-        codecs = {label: _codec(stored.codec, n, "L1") for label, n in bits.items()}
-
-        def gradient(codecs: Mapping[str, Codec], keys: Any, leaves: Any) -> Any:
-            settings = Settings(lambda c: codecs.get(c.label), remat=remat)
-            return loss.gradient(settings, keys)(leaves)
-
-        self.sensitivity = sensitivity(
-            gradient, codecs, key, loss.leaves, estimate=self._estimate, samples=1
-        )
+        bits = {label: self.bits.get(label, lowest) for label in self.arrays}
+        if self._compiled is None or self._compiled[0] != (bits, shapes):
+            self._compiled = (bits, shapes), self._measurement(loss, bits)
+        self.sensitivity = self._compiled[1](key, loss.leaves)
         self._allocate()
         return self.stored != stored
 
+    def _measurement(self, loss: Loss, bits: Mapping[str, int]) -> Sensitivity:
+        """Returns a measurement at the given bits; it is compiled once for equal bits."""
+        stored = self.stored
+        codecs = {label: _codec(stored.codec, n, "L1") for label, n in bits.items()}
+
+        def gradient(codecs: Mapping[str, Codec], keys: Any, leaves: Any) -> Any:
+            settings = Settings(lambda c: codecs.get(c.label), remat=_remat(stored.level))
+            return loss.gradient(settings, keys)(leaves)
+
+        return Sensitivity(gradient, codecs, self._estimate)
+
     def _allocate(self) -> None:
-        sizes = {label: c.size * c.layers for label, c in self._found.items()}
+        sizes = {label: c.size * c.layers for label, c in self.arrays.items()}
         bits = allocate_bits(self.sensitivity, sizes, self._average, self._choices)
         self.stored = dataclasses.replace(self.stored, bits=tuple(sorted(bits.items())))
 
