@@ -4,4 +4,6 @@
 `replace(model, rules)` swaps them into a model that exists.
 """
 
+from actjax.flax import linen as linen
+from actjax.flax import nnx as nnx
 from actjax.flax.replace import replace as replace

@@ -16,7 +16,7 @@ from actjax.flax import products
 
 
 class _Coded(nnx.Module):
-    """What all layers share.
+    """What all layers share; the base of a subclass of a layer of Flax.
 
     Attributes:
       codec: how the input is stored.
@@ -28,7 +28,8 @@ class _Coded(nnx.Module):
         self, *args: Any, codec: Codec = Exact(), code_name: str = "", rngs: nnx.Rngs, **kwargs: Any
     ) -> None:
         """Takes the arguments of the layer of Flax, and a codec."""
-        super().__init__(*args, rngs=rngs, **kwargs)
+        of_flax: Any = super()
+        of_flax.__init__(*args, rngs=rngs, **kwargs)
         self.set_codec(codec, code_name, rngs)
 
     def set_codec(self, codec: Codec, name: str, rngs: nnx.Rngs | None) -> None:

@@ -116,12 +116,13 @@ def _embedding_bwd(static, ids, dy):
             rows = jnp.zeros((static.vocab, dy.shape[-1]), wide).at[_indices(ids, static.vocab)]
             return rows.add(dy.astype(wide), mode="drop")
 
-        mesh = jax.sharding.get_abstract_mesh()
+        mesh, run = jax.sharding.get_abstract_mesh(), summed
         if AxisType.Explicit in mesh.axis_types:
             # A scatter does not say itself how tokens that are divided over devices are summed.
             spec = PartitionSpec(None, jax.typeof(dy).sharding.spec[-1])
-            summed = jax.sharding.auto_axes(summed, out_sharding=NamedSharding(mesh, spec))
-        dtable = summed(ids, dy)
+            auto: Any = jax.sharding.auto_axes
+            run = auto(summed, out_sharding=NamedSharding(mesh, spec))
+        dtable = run(ids, dy)
     return dtable.astype(static.dtype), None
 
 

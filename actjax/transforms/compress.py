@@ -222,8 +222,8 @@ class Compressed:
         if best is None:
             raise ValueError(_nothing_fits(tried, o.budget, error))
         chosen = next(c for c in choices if c.name == best.name)
-        self.choice = dataclasses.replace(chosen, tried=tried)
-        self._arrays = measuring.arrays_of(self.choice)
+        chosen = dataclasses.replace(chosen, tried=tried)
+        self.choice, self._arrays = chosen, measuring.arrays_of(chosen)
         if o.verbose:
             Console().print(self)
         return self

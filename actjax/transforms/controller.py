@@ -51,7 +51,7 @@ class Stored:
         codecs = {label: _codec(self.codec, bits, self.level) for label, bits in self.bits}
         settings = Settings(lambda c: codecs.get(c.label), remat=_remat(self.level))
         fun = functools.partial(self.fun, **kwargs)
-        return compressed_function(fun, settings, (), code_key)(*args)
+        return compressed_function(fun, settings, key=code_key)(*args)
 
 
 class Controller:
@@ -205,7 +205,7 @@ class Controller:
     def _measurement(self, loss: Loss, bits: Mapping[str, int]) -> Sensitivity:
         """Returns a measurement at the given bits; it is compiled once for equal bits."""
         stored = self.stored
-        codecs = {label: _codec(stored.codec, n, "L1") for label, n in bits.items()}
+        codecs = {label: dataclasses.replace(stored.codec, bits=n) for label, n in bits.items()}
 
         def gradient(codecs: Mapping[str, Codec], keys: Any, leaves: Any) -> Any:
             settings = Settings(lambda c: codecs.get(c.label), remat=_remat(stored.level))

@@ -134,7 +134,7 @@ class Loss:
         """
         fun = self._value
         if settings is not None:
-            fun = compressed_function(fun, settings, (), key)
+            fun = compressed_function(fun, settings, key=key)
 
         def of_chosen(chosen: Sequence[jax.Array], leaves: Sequence[Any]) -> jax.Array:
             merged = list(leaves)
@@ -235,7 +235,7 @@ class Measuring:
         if not groups:
             return {}
 
-        def gradient(tops: jax.Array, leaves: Any) -> jax.Array:
+        def gradient(tops: jax.Array, leaves: Any) -> list[jax.Array]:
             def rule(what: Candidate) -> Codec | None:
                 i = number.get(what.label)
                 return None if i is None else AnyLevels(tops[i], self._codec)
@@ -287,7 +287,8 @@ def _compiled(fun: Callable[..., Any], *args: Any, memory_of: Memory | None = No
     options: Any = _SMALLER_HEAP if jax.default_backend() == "cpu" else None
     compiled = traced.lower().compile(options)
     if memory_of is None:
-        memory = compiled.memory_analysis().temp_size_in_bytes
+        analysis: Any = compiled.memory_analysis()
+        memory = analysis.temp_size_in_bytes
     else:
         memory = memory_of(fun, *args)
     return _Program(compiled, memory, product_flops(traced.jaxpr.jaxpr))

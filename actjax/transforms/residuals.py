@@ -119,7 +119,10 @@ def compress_residuals(
 
 
 def compressed_function(
-    fun: Callable[..., Any], settings: Settings, positions: Sequence[int] = (), key: Any = None
+    fun: Callable[..., Any],
+    settings: Settings,
+    positions: frozenset[int] = frozenset(),
+    key: Any = None,
 ) -> Callable[..., Any]:
     """As `compress_residuals`, for checked arguments.
 
