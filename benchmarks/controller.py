@@ -92,18 +92,18 @@ def measure(config: Config, scan: bool) -> dict[str, Any]:
     controller = actjax.Controller(functools.partial(loss, scan=scan), config.average_bits)
 
     @functools.partial(jax.jit, static_argnums=0)
-    def gradient(stored: Any, key: jax.Array) -> Any:
+    def gradient(stored: Any, params: Any, ids: jax.Array, key: jax.Array) -> Any:
         return jax.grad(functools.partial(stored, code_key=key))(params, ids)
 
     # The second measurement is at the chosen bits: it compiles what the timed ones run.
     for _ in range(3):
         controller.measure(params, ids, key=key)
     chosen = controller.stored
-    jax.block_until_ready(gradient(chosen, key))
+    jax.block_until_ready(gradient(chosen, params, ids, key))
     steps, measurements = [], []
     for _ in range(config.steps):
         start = time.perf_counter()
-        jax.block_until_ready(gradient(chosen, key))
+        jax.block_until_ready(gradient(chosen, params, ids, key))
         middle = time.perf_counter()
         controller.measure(params, ids, key=key)
         measurements.append(time.perf_counter() - middle)

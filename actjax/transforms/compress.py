@@ -70,8 +70,9 @@ def compress(
       fun: a loss: returns a scalar, or a scalar and auxiliary data.
       budget: the most bytes that the gradient may take besides its arguments and results, such as
         "4GiB" or 2**32, as XLA's memory analysis of the compiled gradient tells.
-      error: the largest relative error of the gradient, `‖g - g_exact‖ / ‖g_exact‖`, on the
-        measured batch. If only a budget is given, 0.05.
+      error: the largest relative error of the gradient on the measured batch: of the whole,
+        `‖g - g_exact‖ / ‖g_exact‖`, and of its arrays, each over its own norm, as Adam sees them
+        (the root mean square over all parameters). If only a budget is given, 0.05.
       argnums: arguments whose gradient is measured. Of an nnx module it is that of `nnx.Param`.
       has_aux: whether `fun` returns auxiliary data.
       codec: how arrays are stored; its bits are chosen.
@@ -191,6 +192,8 @@ class Compressed:
                 )
             self.measure(*given[0], **given[1])
         assert self.choice is not None
+        if not self.choice.bits and not self.choice.remat:
+            return self._fun(*args, **kwargs)
         rule = self.choice.rule(self._options.codec)
         settings = Settings(rule, remat=self.choice.remat_settings)
         return compressed_function(self._fun, settings)(*args, **kwargs)

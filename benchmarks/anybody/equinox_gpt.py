@@ -1,4 +1,4 @@
-"""A GPT of Equinox, 24 layers unrolled by Python: `pip install equinox`."""
+"""A GPT of Equinox, 4 layers unrolled by Python: `pip install equinox`."""
 
 import functools
 
@@ -65,7 +65,7 @@ class _GPT(eqx.Module):
 
 
 def make() -> Case:
-    model = _GPT(24, 64, 64, jax.random.key(0))
+    model = _GPT(4, 64, 64, jax.random.key(0))
     params, static = eqx.partition(model, eqx.is_inexact_array)
 
     def loss(params, batch, remat=False):
@@ -75,4 +75,4 @@ def make() -> Case:
 
     remat = functools.partial(loss, remat=True)
     batches = data.text(4, rows=4, length=64)
-    return Case("Equinox GPT, 24 layers", loss, params, batches, remat, "eqx.filter_checkpoint")
+    return Case("Equinox GPT, 4 layers", loss, params, batches, remat, "eqx.filter_checkpoint")

@@ -14,15 +14,15 @@ from benchmarks.anybody.case import Case
 def _unet() -> simple_unet.Unet:
     return simple_unet.Unet(
         emb_features=64,
-        feature_depths=(16, 32),
-        attention_configs=(None, {"heads": 4}),
+        feature_depths=(16,),
+        attention_configs=({"heads": 4},),
         num_res_blocks=1,
         num_middle_res_blocks=1,
     )
 
 
 def make() -> Case:
-    size, rows = 32, 4
+    size, rows = 16, 8
     model, context = _unet(), jnp.zeros((rows, 8, 64))
     images = data.images(4, rows, size)
     params = model.init(jax.random.key(0), images[0]["image"], jnp.zeros(rows), context)["params"]

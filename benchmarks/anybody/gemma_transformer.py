@@ -1,7 +1,8 @@
 """The transformer of Google's gemma package, with the layers of Gemma 3.
 
-`pip install --no-deps gemma` into the environment of `tunix_llama.py`, and then `kauldron`: all
-that gemma asks for includes TensorFlow.
+`pip install gemma==3.3.0` into the environment of `tunix_llama.py`. Besides what Tunix needs it
+imports kauldron, einops, typeguard, and, through kauldron, chex, lark, toolz and TensorFlow (with
+astunparse, flatbuffers and gast); of these `pip install --no-deps gemma` would install none.
 """
 
 import functools
@@ -17,7 +18,7 @@ from gemma.gm.nn import _transformer as transformer
 from benchmarks.anybody import data
 from benchmarks.anybody.case import Case
 
-_LAYERS = 4
+_LAYERS = 3
 _KINDS = modules.AttentionType
 _CONFIG = gm.nn.config.TransformerConfig(
     num_embed=data.VOCAB,

@@ -1,4 +1,4 @@
-"""`hk.nets.ResNet18` of Haiku, which has batch norm: `pip install dm-haiku`."""
+"""`hk.nets.ResNet` of Haiku, which has batch norm, with four blocks: `pip install dm-haiku`."""
 
 import functools
 
@@ -12,7 +12,13 @@ from benchmarks.anybody.case import Case
 
 
 def _model(images: jax.Array, remat: bool) -> jax.Array:
-    net = hk.nets.ResNet18(10, resnet_v2=False)
+    net = hk.nets.ResNet(
+        blocks_per_group=(1, 1, 1, 1),
+        num_classes=10,
+        bottleneck=False,
+        channels_per_group=(32, 64, 128, 256),
+        use_projection=(True, True, True, True),
+    )
     if remat:
         for group in net.block_groups:
             group.blocks = [hk.remat(block, static_argnums=(1, 2)) for block in group.blocks]
@@ -30,4 +36,4 @@ def make() -> Case:
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
 
     remat = functools.partial(loss, remat=True)
-    return Case("Haiku ResNet18", loss, params, batches, remat, "hk.remat of each block")
+    return Case("Haiku ResNet, 4 blocks", loss, params, batches, remat, "hk.remat of each block")

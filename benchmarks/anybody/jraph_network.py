@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.anybody.case import Case
 
-_WIDTH, _LAYERS, _GRAPHS = 96, 4, 48
+_WIDTH, _LAYERS, _GRAPHS = 96, 3, 48
 
 
 def _batch(seed: int) -> dict:

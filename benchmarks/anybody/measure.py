@@ -4,7 +4,7 @@ import contextlib
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,8 +19,13 @@ from train.devices import compile_for, find_device
 ERROR = 0.05
 """Relative error of a gradient that `actjax.compress` is asked for."""
 PLAIN, REMAT, DOTS, BITS, COMPRESS = "plain", "remat", "dots_saveable", "4 bits", "compress"
+_ORDER = (PLAIN, COMPRESS, REMAT, BITS, DOTS)
+"""Ways by importance: what the limit of time cuts off comes last."""
 RUNS = 3
 """Runs of a compiled gradient that the median of times is of."""
+OPTIONS = {"xla_cpu_enable_concurrency_optimized_scheduler": False}
+"""Of all compilations for CPUs. XLA's default schedule runs what it can at once, and holds arrays
+for that, whatever the program says; this one tells what a program needs."""
 
 
 def measure(
@@ -33,7 +38,7 @@ def measure(
       save: is given all results so far.
       steps: steps of Adam for the final loss; 0 measures no loss.
       device: GPU to compile for; an empty name compiles for this machine alone.
-      runs: times that each gradient is traced and compiled; their median is the result.
+      runs: times that each gradient is traced and compiled; the least processor time is the result.
     """
     params = jax.tree.map(jnp.asarray, case.params)
     batches = [jax.tree.map(jnp.asarray, batch) for batch in case.batches]
@@ -43,6 +48,9 @@ def measure(
         "case": case.name,
         "remat": case.remat,
         "parameters": sum(x.size for x in jax.tree.leaves(params)),
+        "jax": jax.__version__,
+        "compiler_options": OPTIONS,
+        "times": "trace_s and compile_s are processor seconds of all threads",
         "ways": {},
         "gradient_error": {},
         "failures": failures,
@@ -65,74 +73,87 @@ def measure(
         DOTS: jax.checkpoint(case.loss, policy=jax.checkpoint_policies.dots_saveable),
         BITS: actjax.compress_residuals(case.loss, actjax.Quantized(4)),
     }
-    if hasattr(actjax, "compress"):
-        with part(COMPRESS):
-            start = time.perf_counter()
-            small = actjax.compress(case.loss, error=ERROR)
-            small.measure(params, batch)
-            out["measure_s"] = time.perf_counter() - start
-            ways[COMPRESS] = small
-
-    for way, loss in ways.items():
-        row = out["ways"][way] = {}
-        with part(f"{way}, kept"):
-            found = actjax.explain(loss, params, batch)
-            row["exact"], row["kept"] = found.exact_bytes, found.stored_bytes
+    with part(COMPRESS):
+        start = time.perf_counter()
+        small = actjax.compress(case.loss, error=ERROR, verbose=False).measure(params, batch)
+        out["measure_s"] = time.perf_counter() - start
+        out["shown"], out["choice"] = str(small), small.choice.to_dict()
+        ways[COMPRESS] = small
 
     programs: dict[str, Any] = {}
     times: dict[tuple[str, str], list[float]] = {}
-    for _ in range(runs):
-        for way, loss in ways.items():  # Alternating: a busy machine slows all of them.
+
+    def compile_each(chosen: Sequence[str]) -> None:
+        for way in chosen:
             with part(f"{way}, compile"):
-                program, trace_s, compile_s = _compile(loss, params, batch)
+                program, trace_s, compile_s = _compile(ways[way], params, batch)
                 programs.setdefault(way, program)
-                times.setdefault((way, "trace_s"), []).append(trace_s)
-                times.setdefault((way, "compile_s"), []).append(compile_s)
+                row = out["ways"].setdefault(way, {})
+                row["temporaries"] = program.memory_analysis().temp_size_in_bytes
+                for name, seconds in (("trace_s", trace_s), ("compile_s", compile_s)):
+                    times.setdefault((way, name), []).append(seconds)
+                    # Other processes, and the first use of a library, only add to it.
+                    row[name] = min(times[way, name])
+                row["compilations"] = len(times[way, "compile_s"])
+
+    order = [way for way in _ORDER if way in ways]
+    compile_each(order)
     exact = programs[PLAIN](params, batch)[1]
     for way, program in programs.items():
         row = out["ways"][way]
-        row["temporaries"] = program.memory_analysis().temp_size_in_bytes
         with part(f"{way}, run"):
             value, gradient = jax.block_until_ready(program(params, batch))
             row["value"] = float(value)
             row["gradient_error"], row["worst"] = _errors(gradient, exact)
             del gradient
-    for _ in range(RUNS):
-        for way, program in programs.items():
-            start = time.perf_counter()
-            jax.block_until_ready(program(params, batch))
-            times.setdefault((way, "seconds"), []).append(time.perf_counter() - start)
-    for (way, what), each in times.items():
-        out["ways"][way][what] = statistics.median(each)
-
     errors = out["gradient_error"]
     for way in (BITS, COMPRESS):
         errors[way] = out["ways"].get(way, {}).get("gradient_error")
+
+    if device:
+        for way in order:
+            with part(f"{way}, {device}"):
+                out["ways"][way][device] = _temporaries(ways[way], params, batch, device)
+    for _ in range(runs - 1):
+        compile_each(order[:2])
+    if steps:
+        for way in (PLAIN, COMPRESS, BITS):
+            if way in programs:
+                with part(f"{way}, {steps} steps"):
+                    final = _train(programs[way], params, batches, case.learning_rate, steps)
+                    out["ways"][way]["first_loss"], out["ways"][way]["final_loss"] = final
+    for way, program in programs.items():
+        with part(f"{way}, seconds"):
+            each = []
+            for _ in range(RUNS):
+                start = time.perf_counter()
+                jax.block_until_ready(program(params, batch))
+                each.append(time.perf_counter() - start)
+            out["ways"][way]["seconds"] = statistics.median(each)
+    for way in (PLAIN, BITS, COMPRESS):
+        if way in programs:
+            with part(f"{way}, kept"):
+                found = actjax.explain(ways[way], params, batch)
+                out["ways"][way]["exact"] = found.exact_bytes
+                out["ways"][way]["kept"] = found.stored_bytes
 
     def measure_codec(name: str, codec: actjax.Codec) -> None:
         with part(f"gradient error, {name}"):
             loss = actjax.compress_residuals(case.loss, codec)
             lowered = jax.jit(jax.grad(loss)).lower(params, batch)
             # It runs once: compiling takes longer than a slow program.
-            program = lowered.compile({"xla_backend_optimization_level": 0})
+            program = lowered.compile(OPTIONS | {"xla_backend_optimization_level": 0})
             errors[name], worst = _errors(program(params, batch), exact)
             if name == "Exact" and errors[name] > 1e-4:
                 failures.append(f"Exact() has a gradient error of {errors[name]:.2g}: {worst}")
 
-    measure_codec("Exact", actjax.Exact())
-    if steps:
-        for way in (PLAIN, BITS, COMPRESS):
-            if way in programs:
-                with part(f"{way}, {steps} steps"):
-                    final = _train(programs[way], params, batches, case.learning_rate, steps)
-                    out["ways"][way]["first_loss"], out["ways"][way]["final_loss"] = final
-
-    if device:
-        for way, loss in ways.items():
-            with part(f"{way}, {device}"):
-                out["ways"][way][device] = _temporaries(loss, params, batch, device)
-    for bits in (2, 8):
+    for bits in (8, 2):
         measure_codec(f"{bits} bits", actjax.Quantized(bits))
+    measure_codec("Exact", actjax.Exact())
+    for _ in range(runs - 1):
+        compile_each(order[2:])
+    out["done"] = True
+    save(out)
     return out
 
 
@@ -150,13 +171,13 @@ def _errors(gradient: Any, exact: Any) -> tuple[float, str]:
 
 
 def _compile(loss: Callable, params: Any, batch: Any) -> tuple[Any, float, float]:
-    """Returns the compiled gradient, and the seconds to trace and to compile it."""
+    """Returns the compiled gradient, and the processor seconds to trace and to compile it."""
     jax.clear_caches()
-    start = time.perf_counter()
+    start = time.process_time()
     traced = jax.jit(jax.value_and_grad(loss)).trace(params, batch)
-    middle = time.perf_counter()
-    program = traced.lower().compile()
-    return program, middle - start, time.perf_counter() - middle
+    middle = time.process_time()
+    program = traced.lower().compile(OPTIONS)
+    return program, middle - start, time.process_time() - middle
 
 
 def _temporaries(loss: Callable, params: Any, batch: Any, device: str) -> int:

@@ -33,7 +33,7 @@ def make() -> Case:
         vocab_size=data.VOCAB,
         hidden_size=192,
         intermediate_size=768,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         num_attention_heads=6,
         max_position_embeddings=128,
     )
