@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from actjax.codecs import Codec, Offloaded, Quantized
-from actjax.transforms.bits import Estimate, Sensitivity, allocate_bits
+from actjax.transforms.bits import Estimate, Sensitivity, allocate_bits, compression_variance
 from actjax.transforms.checks import check_function
 from actjax.transforms.choice import BITS, codable
 from actjax.transforms.measuring import Loss
@@ -17,6 +17,8 @@ from actjax.transforms.residual_plan import Candidate, Remat, Settings
 from actjax.transforms.residuals import compressed_function
 
 Level = Literal["L1", "L2", "CB1"]
+_GAIN = 1.1
+"""Bits are kept if others would not lower the variance by more than this factor."""
 _SHARE = 100
 """A measurement is due once the steps since the last one cost so many times as much."""
 
@@ -176,8 +178,9 @@ class Controller:
     def measure(self, *args: Any, key: jax.Array, **kwargs: Any) -> bool:
         """Measures sensitivities, allocates bits, and returns whether the bits changed.
 
-        Takes one gradient for each array and one more, with the present bits; two gradients exist
-        at once.
+        Takes one gradient for each array and one more, at the highest of the choices that
+        `average_bits` pays for; two gradients exist at once. It is compiled once for arguments of
+        the same shapes.
 
         Args:
           *args: arguments of the loss.
@@ -194,8 +197,9 @@ class Controller:
             raise ValueError(
                 "Controller: the backward pass stores no array that a code could make smaller."
             )
-        lowest = max(n for n in self._choices if n <= self._average)
-        bits = {label: self.bits.get(label, lowest) for label in self.arrays}
+        # The same bits for all, whatever they have now: it is compiled once. To first order the
+        # sensitivity does not depend on them.
+        bits = dict.fromkeys(self.arrays, max(n for n in self._choices if n <= self._average))
         if self._compiled is None or self._compiled[0] != (bits, shapes):
             self._compiled = (bits, shapes), self._measurement(loss, bits)
         self.sensitivity = self._compiled[1](key, loss.leaves)
@@ -216,6 +220,10 @@ class Controller:
     def _allocate(self) -> None:
         sizes = {label: c.size * c.layers for label, c in self.arrays.items()}
         bits = allocate_bits(self.sensitivity, sizes, self._average, self._choices)
+        # Other bits compile the training step again: only for a gain above the noise.
+        variance = functools.partial(compression_variance, self.sensitivity)
+        if self.bits.keys() == bits.keys() and variance(self.bits) <= _GAIN * variance(bits):
+            return
         self.stored = dataclasses.replace(self.stored, bits=tuple(sorted(bits.items())))
 
     def state(self) -> dict[str, Any]:
