@@ -16,7 +16,7 @@ import re
 import sysconfig
 import tokenize
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -100,12 +100,23 @@ class Storage:
     linear: actjax.Codec | None = None
     others: actjax.Codec | None = None
 
-    def run(self, fun: Callable[..., jax.Array], *x: jax.Array) -> jax.Array:
-        """Runs a function of activations that is not linear."""
+    def norm(self, norm: nnx.LayerNorm, x: jax.Array) -> jax.Array:
+        """Returns the norm of the features."""
         if self.others is None:
-            return fun(*x)
-        positions = tuple(range(len(x)))
-        return actjax.compress_residuals(fun, self.others, activations=positions)(*x)
+            return norm(x)
+        scale, bias = norm.scale[...], norm.bias[...]
+        return actjax.layer_norm(x, scale, bias, eps=norm.epsilon, codec=self.others)
+
+    def gelu(self, x: jax.Array) -> jax.Array:
+        """Returns the activations of a feed-forward network."""
+        return nnx.gelu(x) if self.others is None else actjax.gelu(x, codec=self.others)
+
+    def attention(self, *qkv: jax.Array, mask: jax.Array) -> jax.Array:
+        """Returns attention. What JAX stores for it is stored as codes."""
+        attend = functools.partial(jax.nn.dot_product_attention, mask=mask)
+        if self.others is not None:
+            attend = actjax.compress_residuals(attend, self.others, activations=(0, 1, 2))
+        return attend(*qkv)
 
 
 class Layer(nnx.Module):
@@ -120,7 +131,7 @@ class Layer(nnx.Module):
     def __call__(
         self, x: jax.Array, mask: jax.Array, storage: Storage, keys: jax.Array
     ) -> jax.Array:
-        h, linear = storage.run(self.norms[0], x), storage.linear
+        h, linear = storage.norm(self.norms[0], x), storage.linear
         projections = self.query, self.key, self.value
         if storage.qkv is not None:
             weights, biases = zip(*((p.weight(), p.bias[...]) for p in projections), strict=True)
@@ -128,11 +139,10 @@ class Layer(nnx.Module):
         else:
             qkv = [p(h, linear, key) for p, key in zip(projections, keys, strict=False)]
         q, k, v = (y.reshape(*y.shape[:2], -1, 32) for y in qkv)
-        attend = functools.partial(jax.nn.dot_product_attention, mask=mask)
-        x = x + self.out(storage.run(attend, q, k, v).reshape(x.shape), linear, keys[3])
-        h = self.up(storage.run(self.norms[1], x), linear, keys[4])
-        h = storage.run(nnx.gelu, h)
-        return x + self.down(h, linear, keys[5])
+        attended = storage.attention(q, k, v, mask=mask).reshape(x.shape)
+        x = x + self.out(attended, linear, keys[3])
+        h = self.up(storage.norm(self.norms[1], x), linear, keys[4])
+        return x + self.down(storage.gelu(h), linear, keys[5])
 
 
 class Bert(nnx.Module):

@@ -168,11 +168,10 @@ def losses(settings: Settings, loss: Loss, model: nnx.Module, batch: Batch) -> d
         "jax.checkpoint": lambda: functools.partial(loss, remat=True),
         "4 bits": lambda: actjax.compress_residuals(loss, actjax.Quantized(4)),
         "2 bits": lambda: actjax.compress_residuals(loss, actjax.Quantized(2)),
-    }
-    if hasattr(actjax, "compress"):
-        found["error 0.05"] = lambda: actjax.compress(loss, error=0.05, verbose=False).measure(
+        "error 0.05": lambda: actjax.compress(loss, error=0.05, verbose=False).measure(
             model, batch
-        )
+        ),
+    }
     return {name: make() for name, make in found.items() if settings.wants(name)}
 
 

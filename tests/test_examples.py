@@ -10,6 +10,7 @@ import pytest
 from test_docs import broken_links, flags
 
 pytest.importorskip("sklearn", reason="the examples need scikit-learn: pip install '.[examples]'")
+pytestmark = pytest.mark.slow
 
 from flax import nnx
 

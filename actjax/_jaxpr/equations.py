@@ -3,6 +3,7 @@
 This module holds everything that depends on how a version of JAX writes its equations.
 """
 
+import os
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +15,7 @@ _CALLS = ("jit", "pjit", "closed_call", "core_call")
 """Equations that only run a program. `jax.jit` has different names in different versions of JAX."""
 CUSTOM_VJP = ("custom_vjp_call", "custom_vjp_call_jaxpr")
 _CUSTOM = ("custom_jvp_call", *CUSTOM_VJP)
-_OWN_CODE = str(pathlib.Path(__file__).parents[1])
+_OWN_CODE = f" at {pathlib.Path(__file__).parents[1]}{os.sep}"
 _FOREIGN = "actjax.foreign"
 """Name scope of the forward and backward functions of other people's custom rules."""
 _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
@@ -73,12 +74,25 @@ def closed_over(eqn: core.JaxprEqn) -> int:
 
 
 def is_foreign_rule(eqn: core.JaxprEqn) -> bool:
-    """Returns whether an equation has a custom backward pass that actjax did not write."""
+    """Returns whether an equation has a custom backward pass that actjax did not write.
+
+    So has a `cond` with such a branch.
+    """
+    if branches := branches_of(eqn):
+        return any(_has_foreign_rule(branch.jaxpr) for branch in branches)
     if eqn.primitive.name not in CUSTOM_VJP:
         return False
     body = body_of(eqn)
     source = None if body is None else body.jaxpr.debug_info.func_src_info
-    return source is None or f" at {_OWN_CODE}" not in source
+    return source is None or _OWN_CODE not in source
+
+
+def _has_foreign_rule(jaxpr: core.Jaxpr) -> bool:
+    bodies = ((eqn, called(eqn)) for eqn in jaxpr.eqns)
+    return any(
+        is_foreign_rule(eqn) or (body is not None and _has_foreign_rule(body.jaxpr))
+        for eqn, body in bodies
+    )
 
 
 def run_marked(eqn: core.JaxprEqn, inputs: Sequence[Any]) -> list[Any]:

@@ -66,7 +66,7 @@ def inlined(program: core.ClosedJaxpr, *, custom: bool = False) -> core.ClosedJa
     eqns: list[core.JaxprEqn] = []
 
     def add(body: core.Jaxpr, names: dict[Any, Any], call: core.JaxprEqn | None) -> list[Any]:
-        """Adds the equations of a body. Each call of a body has variables of its own."""
+        """Adds the equations of a body, with new variables for each call."""
         read = lambda x: x if isinstance(x, core.Literal) else names.get(x, x)  # noqa: E731
         for own in body.eqns:
             eqn = own if call is None else in_scope_of(call, own)
@@ -126,18 +126,15 @@ def run_inlined(
     arguments: Sequence[Any],
     handle: Handler | None = None,
     *,
-    custom: bool = False,
     into: Callable[[core.Jaxpr], bool] | None = None,
     within: core.JaxprEqn | None = None,
 ) -> list[Any]:
-    """Runs a program with all calls in it, or some of them, inlined.
+    """Runs a program with all calls in it, or some of them, inlined; custom rules are kept.
 
     Args:
       program: the program.
       arguments: its arguments.
       handle: called with every equation that is not a call.
-      custom: whether to inline functions with custom differentiation rules too. Only for a program
-        that is not differentiated afterwards.
       into: whether to inline a call with this body. By default all are.
       within: the call whose body the program is; its name scopes are those of the body too.
     """
@@ -150,10 +147,10 @@ def run_inlined(
     for own in program.jaxpr.eqns:
         eqn = own if within is None else in_scope_of(within, own)
         inputs = [read(x) for x in eqn.invars]
-        body = called(eqn, custom)
+        body = called(eqn)
         outputs: Any = None
         if body is not None and (into is None or into(body.jaxpr)):
-            outputs = run_inlined(body, inputs, handle, custom=custom, into=into, within=eqn)
+            outputs = run_inlined(body, inputs, handle, into=into, within=eqn)
         elif body is None and handle is not None:
             outputs = handle(eqn, inputs)
         if outputs is None:

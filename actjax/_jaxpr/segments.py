@@ -11,10 +11,10 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 from jax.extend import core
 
 from actjax._jaxpr.rebuilding import is_cheap
+from actjax._jaxpr.variables import is_floating, nbytes
 
 _SIZES = 24
 """How many bounds of the largest segment are tried."""
@@ -74,9 +74,9 @@ def _alive(jaxpr: core.Jaxpr, dies: Sequence[bool]) -> list[int]:
     change = [0] * (len(jaxpr.eqns) + 2)
 
     def add(var: Any, since: int) -> None:
-        if var in last and _is_floating(var):
-            change[since] += _nbytes(var)
-            change[last[var] + 1] -= _nbytes(var)
+        if var in last and is_floating(var.aval):
+            change[since] += nbytes(var)
+            change[last[var] + 1] -= nbytes(var)
 
     for var, dead in zip((*jaxpr.constvars, *jaxpr.invars), dies, strict=True):
         if dead:
@@ -95,7 +95,7 @@ def _computed(eqn: core.JaxprEqn) -> int:
     """Returns the bytes of what an equation computes, if that is not cheap to rebuild."""
     if is_cheap(eqn):
         return 0
-    return sum(_nbytes(x) for x in eqn.outvars if _is_floating(x))
+    return sum(nbytes(x) for x in eqn.outvars if is_floating(x.aval))
 
 
 def _cut(
@@ -152,7 +152,7 @@ def _fewest(
 def pieces(
     program: core.ClosedJaxpr, segments: Sequence[Segment]
 ) -> list[tuple[core.Jaxpr, list[Any]]]:
-    """Returns each segment as a program of its own, and what it reads.
+    """Returns each segment as a program, and what it reads.
 
     Args:
       program: a program without calls.
@@ -181,12 +181,3 @@ def pieces(
         )
         found.append((body, invars))
     return found[::-1]
-
-
-def _nbytes(var: Any) -> int:
-    return var.aval.size * var.aval.dtype.itemsize
-
-
-def _is_floating(var: Any) -> bool:
-    dtype = getattr(var.aval, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.floating)

@@ -7,7 +7,7 @@ from typing import Any
 
 from actjax.codecs import Codec, Offloaded, Quantized
 from actjax.transforms.bits import best_allocations, error_of_bits
-from actjax.transforms.residual_plan import LARGEST_OVER_SMALL, Candidate, Remat
+from actjax.transforms.candidates import LARGEST_OVER_SMALL, Candidate, Remat
 
 KEEP = 0
 """Bits of an array that is stored exactly."""
@@ -172,8 +172,7 @@ def preferred(tried: Sequence[Tried], budget: float | None, error: float | None)
       budget: the most memory, in bytes; None for no limit.
       error: the largest error; None for no limit.
     """
-    # Errors are measured: a bound may be missed by the noise of the measurement.
-    good = [t for t in tried if error is None or t.error <= error * 1.2]
+    good = [t for t in tried if error is None or t.error <= error]
     if budget is not None:
         good = [t for t in good if t.memory <= budget]
     elif good:

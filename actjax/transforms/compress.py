@@ -15,10 +15,11 @@ from rich.console import Console
 from rich.table import Table
 
 from actjax.codecs import Quantized
+from actjax.transforms.candidates import Candidate, Settings
 from actjax.transforms.checks import check_function
 from actjax.transforms.choice import KEEP, Choice, preferred
+from actjax.transforms.explain import bytes_text
 from actjax.transforms.measuring import Loss, Measuring, Memory
-from actjax.transforms.residual_plan import Candidate, Settings
 from actjax.transforms.residuals import compressed_function
 
 DEFAULT_ERROR = 0.05
@@ -58,9 +59,10 @@ def compress(
     backward pass of others reads, the results of while loops, arrays that are small, and those
     whose code would not be smaller.
 
-    Flax nnx modules (whose state is kept), linen variables, Equinox modules and other pytrees work
-    as arguments; what is no array is static. Afterwards it is an ordinary function, for `jit`,
-    `value_and_grad`, `nnx.value_and_grad`, `vmap`, `scan`. Reverse mode and first derivatives only.
+    Arguments may be Flax nnx modules (their state is kept), linen variables, Equinox modules and
+    other pytrees; leaves that are not arrays are static. Once it has measured, it is an ordinary
+    function: it works under `jit`, `value_and_grad`, `nnx.value_and_grad`, `vmap` and `scan`. It
+    has first derivatives in reverse mode only.
 
     The measurement runs at the first call with arrays, or when `measure` is called, and again
     whenever `measure` is called. It takes one gradient for each array (or, with more than 64, for
@@ -249,8 +251,8 @@ def _without_derivative(x: Any) -> Any:
 
 
 def _nothing_fits(tried: Sequence[Any], budget: int | None, error: float) -> str:
-    ways = "; ".join(f"{t.name}: {_bytes(t.memory)}, error {_percent(t.error)}" for t in tried)
-    limit = "" if budget is None else f"`budget` of {_bytes(budget)} and "
+    ways = "; ".join(f"{t.name}: {bytes_text(t.memory)}, error {_percent(t.error)}" for t in tried)
+    limit = "" if budget is None else f"`budget` of {bytes_text(budget)} and "
     return (
         f"compress: nothing meets the {limit}`error` of {_percent(error)}. Measured: {ways}. Raise"
         " one of the limits, make the batch smaller, or run layers in a lax.scan."
@@ -265,7 +267,7 @@ def _tables(choice: Choice, arrays: Sequence[tuple[Candidate, int]]) -> Table:
     for t in choice.tried:
         mark = "[bold]" if t.name == choice.name else ""
         again = "none" if not t.recomputed else f"{_percent(t.recomputed)} of the forward pass"
-        ways.add_row(f"{mark}{t.name}", _bytes(t.memory), _percent(t.error), again)
+        ways.add_row(f"{mark}{t.name}", bytes_text(t.memory), _percent(t.error), again)
     outer.add_row(ways)
     if choice.bits:
         outer.add_row(_arrays_table(choice, arrays))
@@ -294,10 +296,12 @@ def _arrays_table(choice: Choice, arrays: Sequence[tuple[Candidate, int]]) -> Ta
     table.add_column("array")
     table.add_column("times", justify="right")
     for i, name in ((3, "exact"), (4, "stored")):
-        table.add_column(name, _bytes(sum(row[i] for row in rows)), justify="right", no_wrap=True)
+        table.add_column(
+            name, bytes_text(sum(row[i] for row in rows)), justify="right", no_wrap=True
+        )
     table.add_column("as")
     for name, size, count, exact, stored, words in sorted(rows, key=lambda row: -row[3]):
-        sizes = _bytes(exact), _bytes(stored)
+        sizes = bytes_text(exact), bytes_text(stored)
         table.add_row(name, size, str(count), *sizes, " or ".join(words))
     return table
 
@@ -306,8 +310,3 @@ def _percent(share: float) -> str:
     if math.isnan(share):
         return "not measured"
     return f"{100 * share:.0f}%" if share >= 0.1 else f"{100 * share:.2g}%"
-
-
-def _bytes(count: float) -> str:
-    power = min(3, max(0, int(math.log2(max(count, 1))) // 10))
-    return f"{count:.0f} B" if power == 0 else f"{count / 1024**power:.2f} {'KMG'[power - 1]}iB"

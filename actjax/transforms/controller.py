@@ -10,10 +10,10 @@ import jax.numpy as jnp
 
 from actjax.codecs import Codec, Offloaded, Quantized
 from actjax.transforms.bits import Estimate, Sensitivity, allocate_bits, compression_variance
+from actjax.transforms.candidates import Candidate, Remat, Settings
 from actjax.transforms.checks import check_function
 from actjax.transforms.choice import BITS, codable
 from actjax.transforms.measuring import Loss
-from actjax.transforms.residual_plan import Candidate, Remat, Settings
 from actjax.transforms.residuals import compressed_function
 
 Level = Literal["L1", "L2", "CB1"]

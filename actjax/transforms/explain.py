@@ -15,6 +15,7 @@ from rich.table import Table
 
 from actjax._core.tags import Tag
 from actjax._jaxpr.origins import Origin, Origins
+from actjax._jaxpr.variables import nbytes as nbytes_of
 from actjax.codecs import Exact
 
 _ALIVE = "alive without the backward pass"
@@ -79,8 +80,8 @@ class Explanation:
         table = Table(box=box.SIMPLE_HEAD, show_footer=True)
         table.add_column("stored for the backward pass", "total", no_wrap=True)
         table.add_column("array", no_wrap=True)
-        table.add_column("exact", _bytes(self.exact_bytes), justify="right", no_wrap=True)
-        table.add_column("stored", _bytes(self.stored_bytes), justify="right", no_wrap=True)
+        table.add_column("exact", bytes_text(self.exact_bytes), justify="right", no_wrap=True)
+        table.add_column("stored", bytes_text(self.stored_bytes), justify="right", no_wrap=True)
         table.add_column("codec or reason", overflow="fold")
         alive = [r for r in self.residuals if r.reason == _ALIVE]
         kept = [r for r in self.residuals if r.reason != _ALIVE]
@@ -89,7 +90,7 @@ class Explanation:
         for r in kept:
             if r not in small:
                 shape = f"{r.dtype}[{','.join(map(str, r.shape))}]"
-                sizes = _bytes(r.exact_bytes), _bytes(r.stored_bytes)
+                sizes = bytes_text(r.exact_bytes), bytes_text(r.stored_bytes)
                 table.add_row(f"{r.operator}: {r.name}", shape, *sizes, r.codec or r.reason)
         others = (
             ("small arrays", small, "below a thousandth of the total each"),
@@ -101,7 +102,9 @@ class Explanation:
                     sum(r.exact_bytes for r in rows),
                     sum(r.stored_bytes for r in rows),
                 )
-                table.add_row(name, f"{len(rows)} arrays", _bytes(exact), _bytes(stored), reason)
+                table.add_row(
+                    name, f"{len(rows)} arrays", bytes_text(exact), bytes_text(stored), reason
+                )
         return table
 
 
@@ -158,7 +161,7 @@ def _rows(jaxpr: core.Jaxpr, arguments: dict[core.Var, str]) -> Iterator[Residua
         origin = origins.of(var)
         if origin.tag is not None and origin.tag.is_code:
             code = dataclasses.replace(origin.tag, leaf=0, leaf_size=0)
-            codes.setdefault(code, []).append((origin.tag, _size(var), _nbytes(var)))
+            codes.setdefault(code, []).append((origin.tag, _size(var), nbytes_of(var)))
         else:
             yield _uncoded(var, origin, arguments)
     for code, leaves in codes.items():
@@ -182,7 +185,7 @@ def _coded(code: Tag, leaves: list[tuple[Tag, int, int]]) -> Residual:
 
 
 def _uncoded(var: core.Var, origin: Origin, arguments: dict[core.Var, str]) -> Residual:
-    nbytes = _nbytes(var)
+    nbytes = nbytes_of(var)
     operator, name, codec, reason = origin.operator, origin.name, "", ""
     tags = [tag for tag in (origin.tag, *origin.readers) if tag is not None]
     if origin.outer in arguments:
@@ -223,11 +226,7 @@ def _size(var: core.Var) -> int:
     return math.prod(_shape(var))
 
 
-def _nbytes(var: core.Var) -> int:
-    return _size(var) * _dtype(var).itemsize
-
-
-def _bytes(count: int) -> str:
+def bytes_text(count: float) -> str:
     """Formats a number of bytes for a reader."""
     power = min(3, max(0, int(math.log2(max(count, 1))) // 10))
     return f"{count} B" if power == 0 else f"{count / 1024**power:.2f} {'KMG'[power - 1]}iB"

@@ -12,8 +12,10 @@ import numpy as np
 
 from actjax._core.nnx_modules import are_parameters
 from actjax._jaxpr.products import product_flops
+from actjax._jaxpr.variables import is_floating
 from actjax.codecs import Codec, Quantized
 from actjax.codecs.levels import AnyLevels
+from actjax.transforms.candidates import Candidate, Remat, Settings
 from actjax.transforms.choice import (
     BITS,
     KEEP,
@@ -28,7 +30,6 @@ from actjax.transforms.choice import (
     with_bits,
 )
 from actjax.transforms.opened import open_function
-from actjax.transforms.residual_plan import Candidate, Remat, Settings, is_floating
 from actjax.transforms.residuals import compressed_function
 from actjax.transforms.stored_by import fitted
 
@@ -144,6 +145,11 @@ class Loss:
 
         return lambda leaves: jax.grad(of_chosen)([leaves[i] for i in self._wrt], leaves)
 
+    def products(self) -> float:
+        """Returns the operations of the matrix products of the loss."""
+        given = jax.tree.unflatten(self._treedef, self.leaves)
+        return product_flops(jax.make_jaxpr(self._value)(*given).jaxpr)
+
     def candidates(self, remat: Remat | None) -> list[Candidate]:
         """Returns the arrays that a rule decides on."""
         found: dict[str, Candidate] = {}
@@ -169,6 +175,7 @@ class Measuring:
         self.gradient, self._leaves, self._codec = loss.gradient, loss.leaves, codec
         self._compile = functools.partial(_compiled, memory_of=memory)
         self._candidates = functools.cache(loss.candidates)
+        self._forward_products = loss.products()
         self._exact: list[jax.Array] = []
 
     def ways(
@@ -185,7 +192,7 @@ class Measuring:
         exact = self._compile(self.gradient(None), self._leaves)
         tried = Tried("exact", exact.memory, 0.0, 0.0)
         yield Choice("exact", {}, False, False, False, (tried,))
-        self._products = exact.products
+        self._exact_products = exact.products
         settings = Settings(_keep, remat=Remat())
         again = self._compile(self.gradient(settings), self._leaves) if remat else exact
         # The way that takes less memory computes the gradient that the others are compared with.
@@ -216,10 +223,12 @@ class Measuring:
         """Chooses bits for one way, and measures it."""
         found = codable(self._candidates(remat))
         bits = self._choose(found, remat, error)
-        for _ in range(_ROUNDS):
+        while True:
             settings = Settings(rule_of(bits, self._codec, offload), remat=remat)
             program = self._compile(self.gradient(settings), self._leaves)
             got = self._error(program.run(self._leaves))
+            # The bits were chosen with codes of 8 bits in place of what is kept, and with uniform
+            # levels, so the error may still be above the bound. Each round stores more exactly.
             if got <= error or not any(bits.values()):
                 break
             bits = fewer_codes(bits)
@@ -273,8 +282,8 @@ class Measuring:
 
     def _recomputed(self, program: _Program) -> float:
         """Returns the products that are computed again, as a share of the forward pass."""
-        forward = max(self._products / 3, 1.0)
-        return round(max(0.0, program.products - self._products) / forward, 3)
+        again = max(0.0, program.products - self._exact_products)
+        return round(again / max(self._forward_products, 1.0), 3)
 
 
 def _keep(_: Candidate) -> None:

@@ -14,7 +14,8 @@ from actjax._core.tags import encoded_first, name_code, tag_left
 from actjax._jaxpr.equations import run_equation
 from actjax._jaxpr.programs import run_inlined
 from actjax.codecs import Exact
-from actjax.transforms.residual_plan import LEFT, Plan
+from actjax.transforms.candidates import LEFT
+from actjax.transforms.residual_plan import Plan
 from actjax.transforms.stored_by import StoredBy
 
 LIFETIME = 32

@@ -25,20 +25,15 @@ from actjax._jaxpr.equations import (
     scope_of,
 )
 from actjax._jaxpr.one_way import ONE_WAY, passing_one_way
-from actjax._jaxpr.programs import Search, close, inlined, run_inlined
+from actjax._jaxpr.programs import Handler, Search, close, inlined, run_inlined
 from actjax._jaxpr.segments import cut, pieces
+from actjax._jaxpr.variables import is_floating
 from actjax.codecs import Codec
+from actjax.transforms.candidates import Candidate, Remat, Rule, Settings
 from actjax.transforms.checks import check_function, check_positions, positions_of
 from actjax.transforms.opened import open_function
 from actjax.transforms.residual_passes import key_of, run_compressed
-from actjax.transforms.residual_plan import (
-    Candidate,
-    Remat,
-    Rule,
-    Settings,
-    is_floating,
-    make_plan,
-)
+from actjax.transforms.residual_plan import make_plan
 from actjax.transforms.stored_by import Reshaped
 
 _FIRST_LOOP = 2**30
@@ -210,15 +205,21 @@ def _run_once(
     program: core.ClosedJaxpr, arguments: Sequence[Any], settings: Settings, key: Any
 ) -> list[Any]:
     """Runs a program, of which nothing is computed again; its loops are compressed."""
+    # Other calls are differentiated as calls: JAX differentiates equal ones once.
+    into = Search({"scan", "cond", *CUSTOM_VJP, *ONE_WAY})
+    return run_inlined(program, arguments, _handler(settings, key), into=into)
+
+
+def _handler(settings: Settings, key: Any) -> Handler:
+    """Returns what runs equations without a derivative, with a custom one, and loops."""
     # Each loop has its own key, the same each time the function is traced.
     numbers = itertools.count()
 
     def handle(eqn: core.JaxprEqn, x: list[Any]) -> list[Any] | None:
-        return _run_special(eqn, x) or _compress_loop(settings, key, numbers, eqn, x)
+        outputs = _run_special(eqn, x)
+        return _compress_loop(settings, key, numbers, eqn, x) if outputs is None else outputs
 
-    # Other calls are differentiated as calls: JAX differentiates equal ones once.
-    into = Search({"scan", *CUSTOM_VJP, *ONE_WAY})
-    return run_inlined(program, arguments, handle, into=into)
+    return handle
 
 
 def _run_special(eqn: core.JaxprEqn, x: list[Any]) -> list[Any] | None:
@@ -226,7 +227,7 @@ def _run_special(eqn: core.JaxprEqn, x: list[Any]) -> list[Any] | None:
     if eqn.primitive.name in ONE_WAY:
         return run_equation(eqn, [jax.lax.stop_gradient(y) for y in x])
     if eqn.primitive.name not in CUSTOM_VJP:
-        return None
+        return run_marked(eqn, x) if is_foreign_rule(eqn) else None
     count = closed_over(eqn)
     x = [*map(jax.lax.stop_gradient, x[:count]), *x[count:]]
     return run_marked(eqn, x) if is_foreign_rule(eqn) else run_equation(eqn, x)
@@ -244,35 +245,42 @@ def _run_segments(
     program = inlined(program)
     jaxpr = program.jaxpr
     dead = [*(False,) * len(program.consts), *dies][: len(program.consts) + len(arguments)]
-    segments = cut(jaxpr, settings.layers, dead, lambda eqn: eqn.primitive.name == "scan")
+    segments = cut(jaxpr, settings.layers, dead, _is_apart)
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, program.consts, strict=True))
     values |= zip(jaxpr.invars, arguments, strict=True)
-    numbers = itertools.count()
-    inner = dataclasses.replace(settings, remat=None)
-    for i, (segment, (body, invars)) in enumerate(
-        zip(segments, pieces(program, segments), strict=True)
-    ):
-        given = [values[x] for x in invars]
-        closed = core.ClosedJaxpr(body, [])
+    once = dataclasses.replace(settings, remat=None)
+    handle, found = _handler(settings, key), pieces(program, segments)
+    for i, (segment, (body, invars)) in enumerate(zip(segments, found, strict=True)):
+        closed, given = core.ClosedJaxpr(body, []), [values[x] for x in invars]
         if not segment.again:
-            (eqn,) = body.eqns
-            inputs = [x.val if isinstance(x, core.Literal) else values[x] for x in eqn.invars]
-            outputs = _compress_loop(settings, key, numbers, eqn, inputs)
-            if outputs is None:
-                outputs = run_equation(eqn, inputs)
-            values |= zip(eqn.outvars, outputs, strict=True)
-            continue
-        if remat.codes:
-            own = jax.tree.map(lambda k, i=i: jax.random.fold_in(k, i), key)
-            again = lambda *x, closed=closed, own=own: _compress(  # noqa: E731
-                closed, x, [""] * len(x), [False] * len(x), inner, own, {}
-            )
+            outputs = run_inlined(closed, given, handle)
+        elif remat.codes:
+            own_key = jax.tree.map(lambda k, i=i: jax.random.fold_in(k, i), key)
+            scope = joined_scopes(settings.scope, f"segment {i}")
+            own = dataclasses.replace(once, scope=scope)
+            again = functools.partial(_compress_segment, closed, own, own_key)
+            outputs = jax.checkpoint(again)(*given)
         else:
-            again = lambda *x, closed=closed: run_inlined(  # noqa: E731
-                closed, x, _run_special
-            )
-        values |= zip(body.outvars, jax.checkpoint(again)(*given), strict=True)
+            again = functools.partial(run_inlined, closed, handle=_run_special)
+            outputs = jax.checkpoint(lambda *x, again=again: again(x))(*given)
+        values |= zip(body.outvars, outputs, strict=True)
     return [x.val if isinstance(x, core.Literal) else values[x] for x in jaxpr.outvars]
+
+
+def _compress_segment(
+    program: core.ClosedJaxpr, settings: Settings, key: Any, *arguments: Any
+) -> list[Any]:
+    """Runs a segment that is computed again, and stores what it computes then as codes."""
+    count = len(arguments)
+    return _compress(program, arguments, [""] * count, [False] * count, settings, key, {})
+
+
+def _is_apart(eqn: core.JaxprEqn) -> bool:
+    """Returns whether an equation is not computed again.
+
+    Loops are compressed by themselves, and an effect, such as printing, happens once.
+    """
+    return eqn.primitive.name == "scan" or bool(eqn.effects)
 
 
 def _compress_loop(

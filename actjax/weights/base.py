@@ -189,10 +189,15 @@ class Conversions:
         """Begins with no weight."""
         self._known: dict[int, tuple[Any, WrappedWeight, str]] = {}
         self._read: set[int] = set()
+        self._shared: set[str] = set()
 
     def convert(self, weight: WrappedWeight, path: str) -> Any:
         """Returns the array of a weight, and remembers it."""
-        self._known[id(weight.weight)] = weight.weight, weight, path
+        name = id(weight.weight)
+        if name in self._known and self._known[name][2] != path:
+            # Outside of jit two parameters may be one array, which tells nothing of either.
+            self._shared |= {path, self._known[name][2]}
+        self._known[name] = weight.weight, weight, path
         return weight.weight
 
     def find(self, x: Any) -> Any:
@@ -203,8 +208,9 @@ class Conversions:
         return self._known[id(x)][1]
 
     def lost(self) -> set[str]:
-        """Returns the paths of the weights of which no operator was given the array."""
-        return {path for name, (_, _, path) in self._known.items() if name not in self._read}
+        """Returns the paths of the weights that no operator found again."""
+        unread = (path for name, (_, _, path) in self._known.items() if name not in self._read)
+        return {*unread, *self._shared}
 
 
 conversions: contextvars.ContextVar[Conversions | None] = contextvars.ContextVar(

@@ -11,7 +11,7 @@ import pytest
 from jax.extend import core
 
 import actjax
-from actjax._jaxpr.programs import run_inlined
+from actjax._jaxpr.programs import inlined
 
 CODEC = actjax.Quantized(4, group=8, rounding="stochastic")
 
@@ -79,13 +79,11 @@ def programs(layer):
         return jax.tree.unflatten(structure[0], leaves)(dy)
 
     y, leaves = jax.eval_shape(forward, *arguments)
-    return inlined(forward, *arguments), inlined(backward, leaves, y)
+    return flat(forward, *arguments), flat(backward, leaves, y)
 
 
-def inlined(fun, *args):
-    leaves = jax.tree.leaves(args)
-    traced = jax.make_jaxpr(fun)(*args)
-    return jax.make_jaxpr(lambda *x: run_inlined(traced, x, custom=True))(*leaves).jaxpr
+def flat(fun, *args):
+    return inlined(jax.make_jaxpr(fun)(*args), custom=True).jaxpr
 
 
 def is_packed(x):
@@ -146,6 +144,6 @@ def test_inside_a_function_a_layer_waits_for_the_codes_of_earlier_layers():
         y, pullback = jax.vjp(lambda *a: layers(*a, key), x, weights)
         return y, jax.tree.leaves(pullback)
 
-    jaxpr = inlined(forward, jnp.ones((16, 8)), (jnp.eye(8), jnp.eye(8)), jax.random.key(0))
+    jaxpr = flat(forward, jnp.ones((16, 8)), (jnp.eye(8), jnp.eye(8)), jax.random.key(0))
     _, second = (e for e in jaxpr.eqns if e.primitive.name == "dot_general")
     assert any(is_packed(x) for x in needed_by(jaxpr, second.outvars[0]))

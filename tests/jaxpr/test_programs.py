@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend import core
 
-from actjax._jaxpr.programs import close, run_inlined
+from actjax._jaxpr.programs import Search, close, inlined, run_inlined
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((4, 3)), "float32")
 
@@ -106,7 +107,7 @@ def test_calls_are_inlined():
     program = jax.make_jaxpr(nested)(X)
     assert "jit" in primitives(nested, X)
     for custom in (False, True):
-        run = lambda x: run_inlined(program, [x], custom=custom)  # noqa: E731
+        run = core.jaxpr_as_fun(inlined(program, custom=custom))
         names = primitives(run, X)
         assert not {"jit", "pjit", "closed_call", "core_call"} & {*names}
         assert ("custom_jvp_call" in names) == (not custom)
@@ -125,7 +126,7 @@ def test_constants_of_a_program_are_read():
 def test_custom_rules_are_kept_for_differentiation():
     program = jax.make_jaxpr(lambda x: jax.jit(tripled)(x))(X)
     for custom, factor in ((False, 3), (True, 1)):
-        run = lambda x: run_inlined(program, [x], custom=custom)[0].sum()  # noqa: E731
+        run = lambda x: core.jaxpr_as_fun(inlined(program, custom=custom))(x)[0].sum()  # noqa: E731
         np.testing.assert_allclose(jax.grad(run)(X), factor * jnp.cos(X), rtol=1e-6)
 
 
@@ -146,8 +147,29 @@ def test_a_handler_gets_equations_of_inlined_custom_rules():
     program = jax.make_jaxpr(lambda x: tripled(x) + jax.nn.relu(x))(X)
     for custom in (False, True):
         offered = []
-        run_inlined(program, [X], lambda e, _: offered.append(e.primitive.name), custom=custom)
+        flat = inlined(program, custom=custom)
+        run_inlined(flat, [X], lambda e, _: offered.append(e.primitive.name))
         assert ("sin" in offered) == ("max" in offered) == custom
+
+
+def test_a_program_that_is_called_twice_has_two_sets_of_variables():
+    twice = jax.jit(lambda x: jnp.sin(x) * C)
+    program = jax.make_jaxpr(lambda x: twice(twice(x)))(X)
+    flat = inlined(program)
+    made = [x for eqn in flat.jaxpr.eqns for x in eqn.outvars]
+    assert len(made) == len(set(made)) > 2
+    (got,) = core.jaxpr_as_fun(flat)(X)
+    np.testing.assert_allclose(got, jnp.sin(jnp.sin(X) * C) * C, rtol=1e-6)
+    within = Search({"sin"})
+    assert within(program.jaxpr)
+    assert not Search({"cos"})(program.jaxpr)
+
+
+def test_calls_are_run_as_they_are_if_nothing_is_wanted_of_them():
+    program = jax.make_jaxpr(lambda x: jax.jit(jnp.sin)(x) + jax.jit(jnp.cos)(x))(X)
+    names = primitives(lambda x: run_inlined(program, [x], into=Search({"sin"})), X)
+    assert "sin" in names
+    assert names.count("jit") + names.count("pjit") == 1
 
 
 def test_an_output_may_be_an_argument_or_a_number():

@@ -15,7 +15,7 @@ from jax.extend import core
 from actjax import Quantized
 from actjax._core.tags import name_code
 from actjax._jaxpr.equations import run_equation
-from actjax._jaxpr.programs import run_inlined
+from actjax._jaxpr.programs import inlined
 from actjax._jaxpr.rebuilding import Graph
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((16, 8)), "float32")
@@ -27,7 +27,7 @@ class Program:
 
     def __init__(self, fun: Callable[..., Any], *args: Any, rebuild: bool = True) -> None:
         traced = jax.make_jaxpr(lambda *args: jax.tree.leaves(fun(*args)))(*args)
-        closed = jax.make_jaxpr(lambda *args: run_inlined(traced, args, custom=True))(*args)
+        closed = inlined(traced, custom=True)
         self.jaxpr, self.args = closed.jaxpr, args
         self.rebuild = rebuild
         self.residuals = list(self.jaxpr.outvars)

@@ -14,6 +14,7 @@ from flax import nnx
 from transforms.residual_helpers import normal, relative_error
 
 import actjax
+from actjax.codecs.levels import AnyLevels
 from actjax.transforms.choice import KEEP, Choice, Tried, fewer_codes, fewest_bits, preferred
 from actjax.transforms.compress import parse_bytes
 from actjax.transforms.measuring import gradient_error
@@ -208,6 +209,23 @@ def test_bits_within_a_bound():
     assert fewest_bits(variances, sizes, 1e-12) == dict.fromkeys(sizes, KEEP)
     assert fewest_bits(variances, sizes, 1e9) == dict.fromkeys(sizes, 2)
     assert fewer_codes({"a": 6, "b": 8, "c": KEEP}) == {"a": 8, "b": KEEP, "c": KEEP}
+
+
+@pytest.mark.parametrize("rotate", [False, True])
+@pytest.mark.parametrize("shape", [(3, 64), (2, 5, 37)])
+def test_any_number_of_levels_is_rounded_as_by_the_codec_with_these_bits(shape, rotate):
+    x = normal(4, *shape)
+    for bits in (2, 3, 4, 8):
+        codec = actjax.Quantized(bits, group=16, rotate=rotate)
+        own = AnyLevels(jnp.float32(2.0**bits - 1), codec)
+        code = own.encode(x)
+        np.testing.assert_array_equal(own.decode(code), codec.decode(codec.encode(x)))
+        stored = sum(leaf.nbytes for leaf in jax.tree.leaves(code))
+        assert stored == own.stored_bytes(x.shape, x.dtype)
+
+
+def test_a_bound_that_is_missed_is_missed():
+    assert preferred([Tried("codes", 20, 0.0501, 0.0)], None, 0.05) is None
 
 
 def test_which_way_is_preferred():

@@ -45,6 +45,20 @@ def test_a_weight_that_the_layer_casts_has_its_gradient_dense():
     np.testing.assert_array_equal(got["kernel"][...], dense["kernel"][...])
 
 
+def test_two_weights_that_are_one_array_have_dense_gradients_of_their_own():
+    w = normal(3, 16, 16) / 4
+
+    def fun(p):
+        a, b = jnp.asarray(p["a"]), jnp.asarray(p["b"])  # Both before either is read.
+        return loss(lambda x: low_rank(jnp.sin(low_rank(x, a)), b), X)
+
+    params = {"a": w, "b": w}
+    _, got = actjax.value_and_grad(fun)(params)
+    dense = jax.grad(fun)(params)
+    for name in params:
+        np.testing.assert_allclose(got[name], dense[name], rtol=1e-5, atol=1e-7)
+
+
 def test_a_dense_layer_of_linen():
     layer = linen.Dense(8, dot_general=low_rank)
     params = layer.init(KEY, X)

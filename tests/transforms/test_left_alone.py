@@ -52,6 +52,16 @@ def test_what_the_custom_rule_of_another_saves_is_exact():
     np.testing.assert_allclose(got, jax.grad(fun)(W), rtol=1e-5, atol=1e-6)
 
 
+def test_so_is_it_in_a_branch():
+    def fun(w):
+        y = X @ w
+        return jnp.sum(jax.lax.cond(y[0, 0] > 9, jnp.cos, solver, y))
+
+    seen, got = seen_and_gradient(fun, W)
+    assert seen == []
+    np.testing.assert_allclose(got, jax.grad(fun)(W), rtol=1e-5, atol=1e-6)
+
+
 def test_arrays_beside_a_custom_rule_are_coded():
     fun = lambda w: jnp.sum(solver(jnp.tanh(X @ w) @ W))  # noqa: E731
     seen, got = seen_and_gradient(fun, W)
