@@ -10,13 +10,13 @@ import pytest
 from test_docs import broken_links, flags
 
 pytest.importorskip("sklearn", reason="the examples need scikit-learn: pip install '.[examples]'")
-pytestmark = pytest.mark.slow
 
 from flax import nnx
 
 import actjax
 from examples import bert, compare, resnet, unet, vit
 
+pytestmark = pytest.mark.slow
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = {path.stem: path for path in sorted((ROOT / "docs" / "examples").glob("*.md"))}
 TINY: dict[str, typing.Any] = {"steps": 2, "batch_size": 8, "rounds": 1, "device": "here"}

@@ -33,8 +33,8 @@ def markdown(rows: dict[str, Any], device: str) -> str:
         rest.append([name + star, *others])
     parts = [
         GOALS,
-        "What `compress` chose, and MiB of temporaries of the gradient, compiled for a CPU and for"
-        f" {device}:",
+        "What `compress` chose for the CPU, and MiB of temporaries of the gradient, compiled for a"
+        f" CPU and for {device}. For {device} `compress` chose by the memory there:",
         _table(["case", "choice", *(f"{p}, {w}" for p in ("CPU", device) for w in _SHORT)], memory),
         "Relative error of the gradient, processor time as a multiple of plain, and the mean loss"
         " of the batches at the start and after training:",
