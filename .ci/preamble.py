@@ -26,6 +26,8 @@ gate, up = normal(TOKENS, FFN), normal(TOKENS, FFN)
 w_gate, w_down = normal(WIDTH, FFN), normal(FFN, WIDTH)
 r, alpha = 8, 16
 a, b = normal(WIDTH, r), jnp.zeros((r, FFN))
+images, filters = normal(2, 8, 8, 3), normal(3, 3, 3, 16)
+table, ids = normal(100, WIDTH), jnp.arange(TOKENS)
 
 params = {
     "layers": {
