@@ -11,6 +11,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType
 
 from actjax._shards import can_split, is_partitioned, on_shards
+from actjax.kernels.deferred import deferred
 from actjax.kernels.format import QuantizedCode
 
 Implementation = Literal["reference", "pallas", "interpreted", "mosaic"]
@@ -151,15 +152,17 @@ class Kernel:
             return _traced_once(self.mosaic.program, static, interpret, *args)
         if asked is not None:
             return _traced_once(self.pallas, static, asked == "interpreted", *args)
+        reference = functools.partial(_defined_once, self.reference, static)
         # `args` may be a part of an array that a program can take.
         branches = {}
         if self._reason("pallas", args, options) is None:
-            branches["cuda"] = functools.partial(_traced_once, self.pallas, static, False)
+            program = functools.partial(_traced_once, self.pallas, static, False)
+            results = jax.eval_shape(reference, *args)
+            branches["cuda"] = functools.partial(deferred, program, results)
         # Only there: tracing a loop over many groups takes long.
         on_tpu = jax.default_backend() == "tpu"
         if on_tpu and self.mosaic and self._reason("mosaic", args, options) is None:
             branches["tpu"] = functools.partial(_traced_once, self.mosaic.program, static, False)
-        reference = functools.partial(self.reference, **options)
         return jax.lax.platform_dependent(*args, **branches, default=reference)
 
     def _on_shards(
@@ -180,6 +183,12 @@ _called_once = jax.jit(Kernel.call, static_argnums=(0, 1, 2))
 def _traced_once(pallas: Callable, options: tuple, interpret: bool, *args: Any) -> Any:
     """Calls a kernel. It is jitted, so that equal calls share one trace."""
     return pallas(*args, interpret=interpret, **dict(options))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _defined_once(reference: Callable, options: tuple, *args: Any) -> Any:
+    """Computes the definition. It is jitted, so that equal calls share one trace."""
+    return reference(*args, **dict(options))
 
 
 def _traced(args: Any) -> bool:
