@@ -103,6 +103,14 @@ class Graph:
                 return
             x = eqn.invars[0]
 
+    def only_root(self, var: core.Var) -> core.Var | None:
+        """Returns the value that `var` follows from cheaply, if it is one of the same size."""
+        roots = self._roots[var]
+        if len(roots) != 1:
+            return None
+        (root,) = roots
+        return root if _size(root) == _size(var) else None
+
     def is_view(self, var: Any, other: core.Var) -> bool:
         """Returns whether `var` is `other` or a view of it."""
         return any(x is other for x in self.viewed(var))

@@ -12,7 +12,7 @@ from jax.extend import core
 from actjax._core.tags import Tag
 from actjax._jaxpr.equations import joined_scopes
 from actjax._jaxpr.origins import Origin, Origins
-from actjax._jaxpr.rebuilding import Graph
+from actjax._jaxpr.rebuilding import Graph, is_cheap
 from actjax._jaxpr.variables import is_floating
 from actjax.codecs import Codec
 from actjax.transforms.stored_by import StoredBy, fitted, in_bits
@@ -40,8 +40,9 @@ class Candidate:
     """An array that a function stores for its backward pass; the input of a rule.
 
     Attributes:
-      name: its `jax.ad_checkpoint.checkpoint_name` if it has one; otherwise the path of the
-        argument that it is, or the line of the program that made it.
+      name: its `jax.ad_checkpoint.checkpoint_name` if it has one, or that of the value that it is
+        stored for; otherwise the path of the argument that it is, or the line of the program that
+        made it.
       primitive: the JAX primitive that made it; "argument" for an argument.
       shape: its shape; within a loop the shape in one iteration.
       dtype: its dtype, as text.
@@ -238,15 +239,27 @@ def _told_apart(found: Sequence[Kept]) -> list[Kept]:
 
 
 def _given_names(jaxpr: core.Jaxpr, graph: Graph) -> dict[core.Var, str]:
-    """Returns the names that the user, or else an operator, gave arrays or views of them."""
+    """Returns the names that the user, or else an operator, gave arrays.
+
+    The user's name of a value is also that of the array that is stored instead of it: one that is
+    a view of it, a cast, or another elementwise function of it alone, or that it is one of.
+    """
     users: dict[core.Var, str] = {}
+    makes: dict[core.Var, str] = {}
     operators: dict[core.Var, str] = {}
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "name":
-            tag = Tag.decode(eqn.params["name"])
-            for var in graph.viewed(eqn.outvars[0]):
-                if tag is None:
-                    users.setdefault(var, eqn.params["name"])
-                else:
-                    operators.setdefault(var, tag.name)
-    return operators | users
+            (var,), tag = eqn.outvars, Tag.decode(eqn.params["name"])
+            if tag is not None:
+                operators |= {x: operators.get(x, tag.name) for x in graph.viewed(var)}
+                continue
+            users |= {x: users.get(x, eqn.params["name"]) for x in graph.viewed(var)}
+            root = graph.only_root(var)
+            if root is not None:
+                makes.setdefault(root, eqn.params["name"])
+        else:
+            inputs = [x for x in eqn.invars if isinstance(x, core.Var)]
+            if is_cheap(eqn) and len(inputs) == 1 and inputs[0] in users:
+                same = [x for x in eqn.outvars if x.aval.shape == inputs[0].aval.shape]
+                users |= dict.fromkeys(same, users[inputs[0]])
+    return operators | makes | users

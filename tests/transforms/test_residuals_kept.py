@@ -184,6 +184,24 @@ def test_a_candidate_has_the_name_of_the_array_or_of_a_view(constant):
     assert found.name == "transposed"
 
 
+@pytest.mark.parametrize(
+    "named",
+    [
+        lambda x, w: jnp.sin(checkpoint_name(x @ w, "mine").astype("bfloat16")).astype("float32"),
+        lambda x, w: checkpoint_name(jnp.tanh(x @ w), "mine") * 2,
+        lambda x, w: jnp.tanh(jax.jit(lambda h: checkpoint_name(jnp.sin(h), "mine"))(x @ w)),
+        lambda x, w: actjax.linear(checkpoint_name(jnp.sin(x @ w), "mine"), w),
+        lambda x, w: lax.scan(
+            lambda h, _: (jnp.sin(checkpoint_name(h, "mine")) @ w, None), x, None, 2
+        )[0],
+    ],
+    ids=["cast", "made from the array", "jit", "operator", "carry"],
+)  # fmt: skip
+def test_a_name_is_that_of_the_array_which_is_stored_instead(named):
+    args = normal(0, 16, 8), normal(1, 8, 8)
+    assert {c.name for c in asked(named, *args)} == {"mine"}
+
+
 def test_in_a_loop_a_rule_is_asked_about_one_iteration():
     def fun(x, y, ws):
         def layer(carry, w):
