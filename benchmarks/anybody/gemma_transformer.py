@@ -18,7 +18,7 @@ from gemma.gm.nn import _transformer as transformer
 from benchmarks.anybody import data
 from benchmarks.anybody.case import Case
 
-_LAYERS = 3
+_LAYERS = 6
 _KINDS = modules.AttentionType
 _CONFIG = gm.nn.config.TransformerConfig(
     num_embed=data.VOCAB,

@@ -31,7 +31,7 @@ def make() -> Case:
         vocab_size=data.VOCAB,
         hidden_size=192,
         intermediate_size=512,
-        num_hidden_layers=2,
+        num_hidden_layers=6,
         num_attention_heads=6,
         num_key_value_heads=3,
         max_position_embeddings=256,

@@ -17,7 +17,7 @@ from benchmarks.anybody import data
 from benchmarks.anybody.case import Case
 
 _CONFIG = llama3.ModelConfig(
-    num_layers=2,
+    num_layers=6,
     vocab_size=data.VOCAB,
     embed_dim=128,
     hidden_dim=384,
