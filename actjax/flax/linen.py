@@ -39,6 +39,16 @@ class DenseGeneral(linen.DenseGeneral):
         return super().__call__(inputs)
 
 
+class Einsum(linen.Einsum):
+    """`linen.Einsum` that stores its input by a codec, where the product is a linear layer."""
+
+    codec: Codec = Exact()
+
+    def __call__(self, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
+        """As in Flax."""
+        return _einsum(self, self.codec, super().__call__, inputs, einsum_str)
+
+
 class Conv(linen.Conv):
     """`linen.Conv` that stores its input by a codec."""
 
@@ -72,9 +82,23 @@ class RMSNorm(linen.RMSNorm):
         return _norm(self, self.codec, plain, x, mask is None)
 
 
-_LINEAR = (linen.Dense, linen.DenseGeneral, linen.Conv)
+class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
+    """`linen.MultiHeadDotProductAttention` whose projections store their inputs by a codec.
+
+    What the attention itself stores is left to `attention_fn`.
+    """
+
+    codec: Codec = Exact()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
+        """As in Flax."""
+        with linen.intercept_methods(interceptor(self.codec)):
+            return super().__call__(*args, **kwargs)
+
+
+_LINEAR = (linen.Dense, linen.DenseGeneral, linen.Einsum, linen.Conv)
 _NORMS = (linen.LayerNorm, linen.RMSNorm)
-_OWN = (Dense, DenseGeneral, Conv, LayerNorm, RMSNorm)
+_OWN = (Dense, DenseGeneral, Einsum, Conv, LayerNorm, RMSNorm)
 
 
 def interceptor(rules: Rules) -> Callable[..., Any]:
@@ -83,8 +107,8 @@ def interceptor(rules: Rules) -> Callable[..., Any]:
         with linen.intercept_methods(actjax.flax.linen.interceptor(actjax.Quantized(4))):
             logits = model.apply(params, ids)
 
-    Layers that are `Dense`, `DenseGeneral`, `Conv`, `LayerNorm` or `RMSNorm` of Flax, or subclasses
-    that do not change their product, behave as their twins here.
+    Layers that are `Dense`, `DenseGeneral`, `Einsum`, `Conv`, `LayerNorm` or `RMSNorm` of Flax, or
+    subclasses that do not change their product, behave as their twins here.
 
     Args:
       rules: as for `actjax.flax.replace`.
@@ -106,6 +130,8 @@ def interceptor(rules: Rules) -> Callable[..., Any]:
         codec = codec_of(rules, "/".join(layer.path), layer, is_linear)
         if codec is None:
             return next_fun(*args, **kwargs)
+        if isinstance(layer, linen.Einsum):
+            return _einsum(layer, codec, next_fun, *args, **kwargs)
         if is_linear:
             _set_product(layer, codec)
             return next_fun(*args, **kwargs)
@@ -128,6 +154,27 @@ def _set_product(layer: Any, codec: Codec) -> None:
     else:
         name, product = "dot_general", products.dot_general
     object.__setattr__(layer, name, functools.partial(product, **_settings(layer, codec)))
+
+
+def _einsum(
+    layer: Any, codec: Codec, plain: Any, inputs: jax.Array, einsum_str: str | None = None
+) -> jax.Array:
+    # The call of Flax makes the parameters, and refuses wrong subscripts.
+    spec = (einsum_str or layer.einsum_str or "").replace(" ", "")
+    if layer.is_initializing() or "->" not in spec or spec.count(",") != 1:
+        return plain(inputs, einsum_str)
+    kernel = layer.get_variable("params", "kernel")
+    bias = layer.get_variable("params", "bias") if layer.use_bias else None
+    x, w, bias = layer.promote_dtype(inputs, kernel, bias, dtype=layer.dtype)
+    y = products.einsum(
+        spec, x, w, precision=layer.precision, **_settings(layer, codec),
+        preferred_element_type=layer.preferred_element_type,
+    )  # fmt: skip
+    given, _, result = products.subscripts(spec, x.ndim)
+    if bias is None:
+        return y
+    own = (1 if a in given else n for a, n in zip(result, y.shape, strict=True))
+    return y + bias.reshape(*own)
 
 
 def _norm(layer: Any, codec: Codec, plain: Any, x: jax.Array, is_plain: bool) -> jax.Array:

@@ -77,6 +77,19 @@ class LinearGeneral(_Product, nnx.LinearGeneral):
     """`nnx.LinearGeneral` that stores its input by a codec; with batch axes it is that of Flax."""
 
 
+class Einsum(_Coded, nnx.Einsum):
+    """`nnx.Einsum` that stores its input by a codec, where the product is a linear layer."""
+
+    @property
+    def einsum_op(self) -> Any:
+        """The product of this layer."""
+        return functools.partial(products.einsum, **self._settings())
+
+    @einsum_op.setter
+    def einsum_op(self, value: Any) -> None:
+        del value
+
+
 class Conv(_Coded, nnx.Conv):
     """`nnx.Conv` that stores its input by a codec."""
 
@@ -144,11 +157,12 @@ def is_over_last_axis(layer: Any, x: jax.Array) -> bool:
 _TWINS: dict[type, type[_Coded]] = {
     nnx.Linear: Linear,
     nnx.LinearGeneral: LinearGeneral,
+    nnx.Einsum: Einsum,
     nnx.Conv: Conv,
     nnx.LayerNorm: LayerNorm,
     nnx.RMSNorm: RMSNorm,
 }
-LINEAR = (nnx.Linear, nnx.LinearGeneral, nnx.Conv)
+LINEAR = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv)
 """Layers that are linear in their input."""
 
 
@@ -159,7 +173,7 @@ def has_twin(layer: Any) -> bool:
 
 def twin(layer: Any, codec: Codec, name: str, rngs: nnx.Rngs | None) -> None:
     """Turns a layer of Flax into its twin, in place: what shares it goes on sharing it."""
-    for plain in ("dot_general", "conv_general_dilated"):
+    for plain in ("dot_general", "einsum_op", "conv_general_dilated"):
         vars(layer).pop(plain, None)
     layer.__class__ = _TWINS[type(layer)]
     layer.set_codec(codec, name, rngs)

@@ -1,6 +1,7 @@
 """The operators of actjax in the form in which layers of Flax call products."""
 
 import math
+import string
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,6 +57,70 @@ def dot_general(
         x, w = x.reshape(*tokens, -1), w.reshape(math.prod(w.shape[:count]), -1)
     y = linear(x, w, codec=codec, key=key, name=name)
     return y.reshape(*tokens, *out).astype(preferred_element_type or y.dtype)
+
+
+def einsum(
+    spec: str,
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    precision: Any = None,
+    codec: Codec,
+    key: jax.Array | None,
+    name: str,
+    **options: Any,
+) -> jax.Array:
+    """As `jax.numpy.einsum` of an input and a weight, with `x` stored by a codec.
+
+    Products that are no linear layer, such as one weight for each example, are those of JAX.
+
+    Args:
+      spec: subscripts, such as "BTD,NDH->BTNH".
+      x: the input.
+      w: the weight.
+      precision: as in JAX.
+      codec: stores `x`.
+      key: randomness of the encoding.
+      name: the name of `x` in `actjax.explain`.
+      **options: further arguments of `jax.numpy.einsum`.
+    """
+    given, weight, result = subscripts(spec, x.ndim)
+    summed = [a for a in given if a in weight and a not in result]
+    tokens, out = (
+        [a for a in labels if a in result and a not in other]
+        for labels, other in ((given, weight), (weight, given))
+    )
+    is_linear = (
+        all(len(set(labels)) == len(labels) for labels in (given, weight, result))
+        and len(tokens) + len(summed) == len(given)
+        and len(summed) + len(out) == len(weight)
+        and len(tokens) + len(out) == len(result)
+    )
+    if not is_linear or not summed or precision is not None:
+        return jax.numpy.einsum(spec, x, w, precision=precision, **options)
+    x = x.transpose([given.index(a) for a in (*tokens, *summed)])
+    w = w.transpose([weight.index(a) for a in (*summed, *out)])
+    last = tuple(range(len(tokens), x.ndim)), tuple(range(len(summed)))
+    # Axes of explicit meshes are given for the result of `einsum`, not of the product.
+    sharding = options.pop("out_sharding", None)
+    options.setdefault("preferred_element_type", None)
+    y = dot_general(x, w, (last, ((), ())), codec=codec, key=key, name=name, **options)
+    y = y.transpose([[*tokens, *out].index(a) for a in result])
+    return y if sharding is None else jax.sharding.reshard(y, sharding)
+
+
+def subscripts(spec: str, ndim: int) -> tuple[str, str, str]:
+    """Returns the axes of the input, the weight and the result of an `einsum`, a letter each.
+
+    Args:
+      spec: subscripts with an arrow; "..." stands for leading axes of the input.
+      ndim: number of axes of the input.
+    """
+    operands, result = spec.replace(" ", "").split("->")
+    given, weight = operands.split(",")
+    unused = [a for a in string.ascii_letters if a not in spec]
+    others = "".join(unused[: ndim - len(given.replace("...", ""))])
+    return given.replace("...", others), weight, result.replace("...", others)
 
 
 def conv_general_dilated(

@@ -15,9 +15,9 @@ def replace(model: Any, rules: Rules, *, rngs: nnx.Rngs | None = None) -> Any:
         model = actjax.flax.replace(model, {"(query|key|value)$": actjax.PointApproximation(64)},
                                     rngs=nnx.Rngs(codes=0))
 
-    `nnx.Linear`, `LinearGeneral` (so also those of `MultiHeadAttention`), `Conv`, `LayerNorm` and
-    `RMSNorm` become their twins of `actjax.flax.nnx`, with the same parameters. Subclasses of them
-    that a library defines are left alone, and so is everything else.
+    `nnx.Linear`, `LinearGeneral` (so also those of `MultiHeadAttention`), `Einsum`, `Conv`,
+    `LayerNorm` and `RMSNorm` become their twins of `actjax.flax.nnx`, with the same parameters.
+    Subclasses of them that a library defines are left alone, and so is everything else.
 
     Args:
       model: an nnx module. It is not changed: parameters are shared with the result.
@@ -51,7 +51,7 @@ def replace(model: Any, rules: Rules, *, rngs: nnx.Rngs | None = None) -> Any:
             changed += 1
     if not changed:
         raise ValueError(
-            "`rules` of replace fit no layer of the model that is nnx.Linear, LinearGeneral, Conv,"
-            " LayerNorm or RMSNorm itself."
+            "`rules` of replace fit no layer of the model that is nnx.Linear, LinearGeneral,"
+            " Einsum, Conv, LayerNorm or RMSNorm itself."
         )
     return model

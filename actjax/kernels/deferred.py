@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.core import ShapedArray
 from jax.extend import core
 from jax.interpreters import batching, mlir
 
@@ -42,11 +43,15 @@ def _run(*leaves: jax.Array, run: Callable[..., list], results: Sequence[tuple])
 @_kernel.def_abstract_eval
 def _results(*leaves: Any, run: Callable[..., list], results: Sequence[tuple]) -> list[Any]:
     del leaves, run
-    return [jax.core.ShapedArray(shape, dtype) for shape, dtype in results]
+    return [ShapedArray(shape, dtype) for shape, dtype in results]
 
 
 def _batched(
-    leaves: Sequence[Any], axes: Sequence[Any], *, run: Callable[..., list], results: Sequence[tuple]
+    leaves: Sequence[Any],
+    axes: Sequence[Any],
+    *,
+    run: Callable[..., list],
+    results: Sequence[tuple],
 ) -> tuple[list[Any], list[int]]:
     """Maps the program over an axis, as `jax.vmap` does; all results have it in front."""
     size = next(x.shape[a] for x, a in zip(leaves, axes, strict=True) if isinstance(a, int))

@@ -244,22 +244,26 @@ def _given_names(jaxpr: core.Jaxpr, graph: Graph) -> dict[core.Var, str]:
     The user's name of a value is also that of the array that is stored instead of it: one that is
     a view of it, a cast, or another elementwise function of it alone, or that it is one of.
     """
-    users: dict[core.Var, str] = {}
-    makes: dict[core.Var, str] = {}
-    operators: dict[core.Var, str] = {}
+    users: dict[Any, str] = {}
+    makes: dict[Any, str] = {}
+    operators: dict[Any, str] = {}
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "name":
-            (var,), tag = eqn.outvars, Tag.decode(eqn.params["name"])
+            (var,), name = eqn.outvars, eqn.params["name"]
+            tag = Tag.decode(name)
             if tag is not None:
-                operators |= {x: operators.get(x, tag.name) for x in graph.viewed(var)}
+                for x in graph.viewed(var):
+                    operators.setdefault(x, tag.name)
                 continue
-            users |= {x: users.get(x, eqn.params["name"]) for x in graph.viewed(var)}
+            for x in graph.viewed(var):
+                users.setdefault(x, name)
             root = graph.only_root(var)
             if root is not None:
-                makes.setdefault(root, eqn.params["name"])
+                makes.setdefault(root, name)
         else:
-            inputs = [x for x in eqn.invars if isinstance(x, core.Var)]
+            inputs: list[Any] = [x for x in eqn.invars if isinstance(x, core.Var)]
             if is_cheap(eqn) and len(inputs) == 1 and inputs[0] in users:
-                same = [x for x in eqn.outvars if x.aval.shape == inputs[0].aval.shape]
+                outputs: list[Any] = eqn.outvars
+                same = [x for x in outputs if x.aval.shape == inputs[0].aval.shape]
                 users |= dict.fromkeys(same, users[inputs[0]])
     return operators | makes | users

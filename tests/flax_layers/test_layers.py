@@ -1,5 +1,7 @@
 """Tests of `actjax.flax`: exact layers are those of Flax, and coded ones store codes."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ import actjax
 from actjax import Exact, Quantized, RandomProjection
 from actjax.flax import linen as coded_linen
 from actjax.flax import nnx as coded_nnx
-from actjax.flax import replace
+from actjax.flax import products, replace
 
 X = normal(0, 4, 16, 32)
 IMAGE = normal(0, 2, 8, 8, 6)
@@ -104,6 +106,11 @@ def test_layers_of_nnx_take_a_codec():
             IMAGE,
         ),
         (
+            coded_nnx.Einsum("...d,ndh->n...h", (4, 32, 2), (4, 2), codec=Q8, rngs=rngs),
+            nnx.Einsum("...d,ndh->n...h", (4, 32, 2), (4, 2), rngs=nnx.Rngs(0)),
+            X,
+        ),
+        (
             coded_nnx.MultiHeadAttention(4, 32, codec=Q8, decode=False, rngs=rngs),
             nnx.MultiHeadAttention(4, 32, decode=False, rngs=nnx.Rngs(0)),
             X,
@@ -144,6 +151,16 @@ def test_layers_of_linen_take_a_codec():
         (coded_linen.Dense(8, codec=Q8), linen.Dense(8), X),
         (coded_linen.DenseGeneral((4, 2), codec=Q8), linen.DenseGeneral((4, 2)), X),
         (coded_linen.Conv(4, (3, 3), codec=Q8), linen.Conv(4, (3, 3)), IMAGE),
+        (
+            coded_linen.Einsum((4, 32, 2), "...d,ndh->n...h", codec=Q8),
+            linen.Einsum((4, 32, 2), "...d,ndh->n...h"),
+            X,
+        ),
+        (
+            coded_linen.MultiHeadDotProductAttention(4, codec=Q8),
+            linen.MultiHeadDotProductAttention(4),
+            X,
+        ),
         (coded_linen.LayerNorm(codec=Q8), linen.LayerNorm(), X),
         (coded_linen.RMSNorm(), linen.RMSNorm(), X),
     ):
@@ -155,6 +172,30 @@ def test_layers_of_linen_take_a_codec():
         ]
         assert_same(results[0][0], results[1][0])
         assert relative_error(results[0][1], results[1][1]) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("spec", "x_shape", "w_shape", "is_linear"),
+    [
+        ("BTD,NDH->BTNH", (2, 3, 16), (4, 16, 2), True),
+        ("BTNH,NHD->BTD", (2, 3, 4, 8), (4, 8, 5), True),
+        ("dbt , df -> ftb", (16, 2, 3), (16, 5), True),
+        ("...d,df->...f", (16,), (16, 5), True),
+        ("bd,bdf->bf", (3, 16), (3, 16, 5), False),
+        ("btd,df->bf", (2, 3, 16), (16, 5), False),
+        ("bd,df->bdf", (3, 16), (16, 5), False),
+    ],
+)
+def test_an_einsum_stores_codes_where_it_is_a_linear_layer(spec, x_shape, w_shape, is_linear):
+    x, w = normal(1, *x_shape), normal(2, *w_shape)
+    own = functools.partial(products.einsum, spec, codec=Q8, key=None, name="mine")
+    np.testing.assert_allclose(own(x, w), jnp.einsum(spec, x, w), rtol=1e-5, atol=1e-5)
+    got, exact = (
+        jax.grad(lambda x, w, f=f: total(f(x, w)), argnums=(0, 1))(x, w)
+        for f in (own, functools.partial(jnp.einsum, spec))
+    )
+    np.testing.assert_allclose(got[0], exact[0], rtol=1e-5, atol=1e-5)
+    assert (relative_error(got[1], exact[1]) > 1e-5) == is_linear
 
 
 def test_wrong_arguments_are_refused():
