@@ -38,7 +38,11 @@ class Segment:
 
 
 def cut(
-    jaxpr: core.Jaxpr, layers: int, dies: Sequence[bool], apart: Callable[[core.JaxprEqn], bool]
+    jaxpr: core.Jaxpr,
+    layers: int,
+    dies: Sequence[bool],
+    apart: Callable[[core.JaxprEqn], bool],
+    share: float = 1.0,
 ) -> list[Segment]:
     """Returns the segments that make the sum of what is stored and the largest segment small.
 
@@ -47,6 +51,8 @@ def cut(
       layers: how often what is alive at a cut is stored: iterations of the loops around it.
       dies: which inputs are dead after the forward pass; constants come first.
       apart: whether an equation must not be in a segment that is computed again.
+      share: how much of what the program computes is computed again. It is the first part, which
+        would be stored longest.
     """
     eqns = jaxpr.eqns
     if not eqns:
@@ -62,7 +68,9 @@ def cut(
         if i < len(eqns):
             segments.append(Segment(i, i + 1, False))
         start = i + 1
-    return segments
+    before = [0, *itertools.accumulate(inside)]
+    bound = share * before[-1]
+    return [dataclasses.replace(s, again=s.again and before[s.start] < bound) for s in segments]
 
 
 def _alive(jaxpr: core.Jaxpr, dies: Sequence[bool]) -> list[int]:

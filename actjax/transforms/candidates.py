@@ -89,9 +89,11 @@ class Remat:
     Attributes:
       codes: whether the arrays that are computed again are stored as codes, too, until the backward
         pass of their segment reads them (GACT's level CB1).
+      share: how much of what the function computes is computed again, from its start.
     """
 
     codes: bool = False
+    share: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)

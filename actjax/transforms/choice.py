@@ -24,7 +24,7 @@ class Tried:
     """A way to run the backward pass, and what was measured of it.
 
     Attributes:
-      name: "exact", "codes", "remat", "remat and codes".
+      name: "exact", "codes", "remat in part", "remat", "remat and codes".
       memory: bytes of the temporaries of the compiled gradient.
       error: relative error of the gradient; NaN if it was not measured.
       recomputed: matrix products that are computed again, as a share of those of the forward pass.
@@ -47,6 +47,7 @@ class Choice:
       codes_within: whether arrays that are computed again are stored as codes too.
       offload: whether codes are kept in the memory of the host.
       tried: what was measured of all ways that were tried.
+      share: how much of what the function computes is computed again, if `remat`.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Choice:
     codes_within: bool
     offload: bool
     tried: tuple[Tried, ...]
+    share: float = 1.0
 
     @property
     def chosen(self) -> Tried:
@@ -72,7 +74,7 @@ class Choice:
     @property
     def remat_settings(self) -> Remat | None:
         """The same for `compress_residuals`."""
-        return Remat(self.codes_within) if self.remat else None
+        return Remat(self.codes_within, self.share) if self.remat else None
 
     def to_dict(self) -> dict[str, Any]:
         """Returns it as plain data, for a checkpoint or JSON."""

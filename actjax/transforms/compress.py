@@ -50,9 +50,10 @@ def compress(
     computed again. It measures how much the gradient changes with the error of each array (GACT;
     Liu et al., 2022, section 4), chooses bits that meet the bound with few bytes, and compiles and
     runs the gradient in each of these ways: exactly; with codes; with segments computed again
-    (Chen et al., 2016); with both, where what is computed again is stored as codes too (GACT's
-    level CB1). Of the ways within the limits it takes, with a budget, the one that computes least
-    again; without one, the one that takes the least memory (or 5% more, if it computes less again).
+    (Chen et al., 2016), with a budget as few as it needs; with both, where what is computed again
+    is stored as codes too (GACT's level CB1). Of the ways within the limits it takes, with a
+    budget, the one that computes least again; without one, the one that takes the least memory (or
+    5% more, if it computes less again).
     `print(small)` shows what it chose and why.
 
     The value is exact. Left alone are arguments, integers, booleans (a bit each), what a custom

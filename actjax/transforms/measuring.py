@@ -35,6 +35,8 @@ from actjax.transforms.stored_by import fitted
 
 _MOST_MEASURED = 64
 """With more arrays than these, arrays of a kind are measured together."""
+_PARTS = 8
+"""Parts of a function that may be computed again, each as well as all before it."""
 _ROUNDS = 4
 """How often bits are chosen anew because the error of all arrays together was above the bound."""
 _TOP = 255.0
@@ -200,12 +202,33 @@ class Measuring:
         yield self._with_codes("codes", None, error, False)
         if remat:
             tried = Tried("remat", again.memory, 0.0, self._recomputed(again))
+            if budget is not None and again.memory <= budget:
+                yield from self._in_part(budget, again.products)
             yield Choice("remat", {}, True, False, False, (tried,))
             yield self._with_codes("remat and codes", Remat(codes=True), error, False)
         if offload and budget is not None:
             yield self._with_codes("codes on the host", None, error, True)
             if remat:
                 yield self._with_codes("remat and codes on the host", Remat(True), error, True)
+
+    def _in_part(self, budget: int, most: float) -> Iterator[Choice]:
+        """Yields the way that computes least again within a budget, if it is less than `most`."""
+        best: tuple[float, _Program] | None = None
+        low, high = 0, _PARTS
+        while high - low > 1:
+            middle = (low + high) // 2
+            settings = Settings(_keep, remat=Remat(share=middle / _PARTS))
+            program = self._compile(self.gradient(settings), self._leaves)
+            if program.memory > budget:
+                low = middle
+                continue
+            high = middle
+            if program.products < most:
+                best = middle / _PARTS, program
+        if best is not None:
+            share, program = best
+            tried = Tried("remat in part", program.memory, 0.0, self._recomputed(program))
+            yield Choice(tried.name, {}, True, False, False, (tried,), share)
 
     def arrays_of(self, choice: Choice) -> tuple[tuple[Candidate, int], ...]:
         """Returns the arrays that a choice stores, with the bytes that each takes in a layer."""

@@ -245,7 +245,7 @@ def _run_segments(
     program = inlined(program)
     jaxpr = program.jaxpr
     dead = [*(False,) * len(program.consts), *dies][: len(program.consts) + len(arguments)]
-    segments = cut(jaxpr, settings.layers, dead, _is_apart)
+    segments = cut(jaxpr, settings.layers, dead, _is_apart, remat.share)
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, program.consts, strict=True))
     values |= zip(jaxpr.invars, arguments, strict=True)
     once = dataclasses.replace(settings, remat=None)
