@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractDevice, AbstractMesh
 
 from actjax.kernels.format import QuantizedCode
 
@@ -10,6 +11,13 @@ PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
 
 TINY = 2.0**-24
 """Relative rounding of an operation in float32."""
+
+H100 = AbstractMesh(
+    (1,),
+    ("device",),
+    abstract_device=AbstractDevice(device_kind="NVIDIA H100", num_cores=132, platform="gpu"),
+)
+"""What a function is traced under so that JAX 0.12 can lower its kernels for a GPU."""
 
 
 def f64(x):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from kernels.kernel_cases import TINY, normal, random_code
+from kernels.kernel_cases import H100, TINY, normal, random_code
 
 import actjax
 from actjax import Quantized
@@ -131,9 +131,11 @@ def test_by_default_the_device_decides(name):
     function, args = KERNELS[name]
     assert chooses(lambda *args: function(*args), *args)
     # One traced program, lowered for all platforms.
-    traced = jax.jit(lambda *args: function(*args)).trace(*args)
+    with jax.sharding.use_abstract_mesh(H100):
+        traced = jax.jit(lambda *args: function(*args)).trace(*args)
     for platform in ("cpu", "cuda", "tpu"):
-        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        with jax.sharding.use_abstract_mesh(H100):
+            text = traced.lower(lowering_platforms=(platform,)).as_text()
         assert ("triton" in text) == (platform == "cuda"), platform
 
 
