@@ -16,6 +16,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+dot: Callable[..., jax.Array] = getattr(plgpu, "dot", None) or getattr(pl, "dot")  # noqa: B009
+"""The product of two tiles. JAX 0.9 has it in another module."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Part:

@@ -9,7 +9,7 @@ import sys
 
 import jax
 import pytest
-from kernels.kernel_cases import H100
+from kernels.kernel_cases import gpu_named
 
 from benchmarks.hlo import traffic
 from benchmarks.kernel_cases import KERNELS
@@ -40,7 +40,7 @@ def test_the_definition_lowers_for_other_platforms(name):
 
 
 def triton_kernels(kernel, case, platform) -> int:
-    with jax.sharding.use_abstract_mesh(H100):
+    with gpu_named():
         traced = jax.jit(functools.partial(kernel, **case.options)).trace(*case.shapes())
         text = traced.lower(lowering_platforms=(platform,)).as_text()
     return text.count("__gpu$xla.gpu.triton")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from kernels.kernel_cases import H100, TINY, normal, random_code
+from kernels.kernel_cases import TINY, gpu_named, normal, random_code
 
 import actjax
 from actjax import Quantized
@@ -131,10 +131,10 @@ def test_by_default_the_device_decides(name):
     function, args = KERNELS[name]
     assert chooses(lambda *args: function(*args), *args)
     # One traced program, lowered for all platforms.
-    with jax.sharding.use_abstract_mesh(H100):
+    with gpu_named():
         traced = jax.jit(lambda *args: function(*args)).trace(*args)
     for platform in ("cpu", "cuda", "tpu"):
-        with jax.sharding.use_abstract_mesh(H100):
+        with gpu_named():
             text = traced.lower(lowering_platforms=(platform,)).as_text()
         assert ("triton" in text) == (platform == "cuda"), platform
 

@@ -130,7 +130,7 @@ def _scores(
         points = tiling.load(points_ref, point, tiling.count, i)
         if with_largest:
             largest = jnp.maximum(largest, jnp.max(jnp.abs(part).astype(jnp.float32), axis=1))
-        product = plgpu.dot(part, points, trans_b=True, precision=tiling.precision)
+        product = tiles.dot(part, points, trans_b=True, precision=tiling.precision)
         return products + product, largest
 
     zeros = jnp.zeros((tiling.tile, tiling.padded), jnp.float32)
@@ -153,7 +153,7 @@ def _squares(
         unit = tiling.load(x_ref, row, tiling.tokens, i).astype(jnp.float32) / size[:, None]
         points = tiling.load(points_ref, point, tiling.count, i)
         # A product with ones and zeros selects the chosen rows exactly.
-        nearest = plgpu.dot(chosen.astype(points.dtype), points, precision=tiling.precision)
+        nearest = tiles.dot(chosen.astype(points.dtype), points, precision=tiling.precision)
         rest = unit - (alpha / size)[:, None] * nearest
         return sums[0] + jnp.sum(rest * rest, axis=1), sums[1] + jnp.sum(unit * unit, axis=1)
 

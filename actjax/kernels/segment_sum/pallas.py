@@ -90,7 +90,7 @@ def _kernel(
         values = plgpu.load(place, mask=mask, other=0)
         zero = jnp.zeros((), scale.dtype)
         selection = jnp.where(segment[:, None] == index[None, :], scale[None, :], zero)
-        return sums + plgpu.dot(selection, values, precision=precision)
+        return sums + tiles.dot(selection, values, precision=precision)
 
     sums = jax.lax.fori_loop(0, steps, add, jnp.zeros((padded, columns), jnp.float32))
     mask = (segment < sums_ref.shape[1])[:, None] & (column < width)[None, :]
