@@ -61,8 +61,8 @@ class Kernel:
 
     It is called as `kernel(*args, implementation=None, **options)`, with pytrees of arrays and
     hashable options by name. By default, if the arguments allow it, the program for NVIDIA GPUs is
-    a branch of `jax.lax.platform_dependent`, so that one trace can be lowered for any platform;
-    that for TPUs is one if the default backend is a TPU.
+    a branch of `jax.lax.platform_dependent`, so that one trace can be lowered for any platform (it
+    is itself traced only then); that for TPUs is one if the default backend is a TPU.
     Derivatives are those of the definition.
 
     Where XLA partitions the program over devices (under `jax.set_mesh`), each device computes the
