@@ -108,7 +108,8 @@ def interceptor(rules: Rules) -> Callable[..., Any]:
             logits = model.apply(params, ids)
 
     Layers that are `Dense`, `DenseGeneral`, `Einsum`, `Conv`, `LayerNorm` or `RMSNorm` of Flax, or
-    subclasses that do not change their product, behave as their twins here.
+    subclasses that do not change their product, behave as their twins here. Layers that were given
+    a product (`dot_general=...`) are left alone.
 
     Args:
       rules: as for `actjax.flax.replace`.
@@ -128,7 +129,7 @@ def interceptor(rules: Rules) -> Callable[..., Any]:
         ):
             return next_fun(*args, **kwargs)
         codec = codec_of(rules, "/".join(layer.path), layer, is_linear)
-        if codec is None:
+        if codec is None or (is_linear and products.has_given(layer)):
             return next_fun(*args, **kwargs)
         if isinstance(layer, linen.Einsum):
             return _einsum(layer, codec, next_fun, *args, **kwargs)
@@ -149,6 +150,8 @@ def _settings(layer: Any, codec: Codec) -> dict[str, Any]:
 
 def _set_product(layer: Any, codec: Codec) -> None:
     """Gives a layer another product for the present call. Its fields are frozen for users."""
+    if products.has_given(layer):
+        products.refuse("dot_general")
     if isinstance(layer, linen.Conv):
         name, product = "conv_general_dilated", products.conv_general_dilated
     else:
@@ -160,8 +163,8 @@ def _einsum(
     layer: Any, codec: Codec, plain: Any, inputs: jax.Array, einsum_str: str | None = None
 ) -> jax.Array:
     # The call of Flax makes the parameters, and refuses wrong subscripts.
-    spec = (einsum_str or layer.einsum_str or "").replace(" ", "")
-    if layer.is_initializing() or "->" not in spec or spec.count(",") != 1:
+    spec = einsum_str or layer.einsum_str or ""
+    if layer.is_initializing() or not products.is_linear(spec, inputs.ndim):
         return plain(inputs, einsum_str)
     kernel = layer.get_variable("params", "kernel")
     bias = layer.get_variable("params", "bias") if layer.use_bias else None

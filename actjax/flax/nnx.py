@@ -66,7 +66,8 @@ class _Product(_Coded):
 
     @dot_general.setter
     def dot_general(self, value: Any) -> None:
-        del value
+        if products.is_given("dot_general", value):
+            products.refuse("dot_general")
 
 
 class Linear(_Product, nnx.Linear):
@@ -87,7 +88,8 @@ class Einsum(_Coded, nnx.Einsum):
 
     @einsum_op.setter
     def einsum_op(self, value: Any) -> None:
-        del value
+        if products.is_given("einsum_op", value):
+            products.refuse("einsum_op")
 
 
 class Conv(_Coded, nnx.Conv):
@@ -100,7 +102,8 @@ class Conv(_Coded, nnx.Conv):
 
     @conv_general_dilated.setter
     def conv_general_dilated(self, value: Any) -> None:
-        del value
+        if products.is_given("conv_general_dilated", value):
+            products.refuse("conv_general_dilated")
 
 
 class _Norm(_Coded):
@@ -167,13 +170,13 @@ LINEAR = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv)
 
 
 def has_twin(layer: Any) -> bool:
-    """Returns whether a layer of Flax has a twin here."""
-    return type(layer) in _TWINS
+    """Returns whether a layer of Flax, with the product of Flax, has a twin here."""
+    return type(layer) in _TWINS and not products.has_given(layer)
 
 
 def twin(layer: Any, codec: Codec, name: str, rngs: nnx.Rngs | None) -> None:
     """Turns a layer of Flax into its twin, in place: what shares it goes on sharing it."""
-    for plain in ("dot_general", "einsum_op", "conv_general_dilated"):
+    for plain in products.NAMES:
         vars(layer).pop(plain, None)
     layer.__class__ = _TWINS[type(layer)]
     layer.set_codec(codec, name, rngs)

@@ -1,5 +1,6 @@
 """The operators of actjax in the form in which layers of Flax call products."""
 
+import functools
 import math
 import string
 from collections.abc import Sequence
@@ -41,13 +42,13 @@ def dot_general(
     """
     (x_axes, w_axes), batch = dimension_numbers
     count = len(x_axes)
-    is_linear = (
+    is_layer = (
         not any(map(len, batch))
         and precision is None
         and tuple(x_axes) == tuple(range(x.ndim - count, x.ndim))
         and tuple(w_axes) == tuple(range(count))
     )
-    if not is_linear:
+    if not is_layer:
         return jax.lax.dot_general(
             x, w, dimension_numbers, precision, preferred_element_type, **options
         )
@@ -84,20 +85,11 @@ def einsum(
       name: the name of `x` in `actjax.explain`.
       **options: further arguments of `jax.numpy.einsum`.
     """
-    given, weight, result = subscripts(spec, x.ndim)
-    summed = [a for a in given if a in weight and a not in result]
-    tokens, out = (
-        [a for a in labels if a in result and a not in other]
-        for labels, other in ((given, weight), (weight, given))
-    )
-    is_linear = (
-        all(len(set(labels)) == len(labels) for labels in (given, weight, result))
-        and len(tokens) + len(summed) == len(given)
-        and len(summed) + len(out) == len(weight)
-        and len(tokens) + len(out) == len(result)
-    )
-    if not is_linear or not summed or precision is not None:
+    if not is_linear(spec, x.ndim) or precision is not None:
         return jax.numpy.einsum(spec, x, w, precision=precision, **options)
+    given, weight, result = subscripts(spec, x.ndim)
+    summed = [a for a in given if a in weight]
+    tokens, out = ([a for a in labels if a in result] for labels in (given, weight))
     x = x.transpose([given.index(a) for a in (*tokens, *summed)])
     w = w.transpose([weight.index(a) for a in (*summed, *out)])
     last = tuple(range(len(tokens), x.ndim)), tuple(range(len(summed)))
@@ -107,6 +99,63 @@ def einsum(
     y = dot_general(x, w, (last, ((), ())), codec=codec, key=key, name=name, **options)
     y = y.transpose([[*tokens, *out].index(a) for a in result])
     return y if sharding is None else jax.sharding.reshard(y, sharding)
+
+
+def is_linear(spec: str, ndim: int) -> bool:
+    """Returns whether an `einsum` of an input and a weight is a linear layer.
+
+    That is so if each axis belongs to two of input, weight and result, and some to the first two.
+
+    Args:
+      spec: subscripts.
+      ndim: number of axes of the input.
+    """
+    if spec.count("->") != 1 or spec.split("->")[0].count(",") != 1:
+        return False
+    parts = subscripts(spec, ndim)
+    joined = "".join(parts)
+    return (
+        all(len(set(part)) == len(part) for part in parts)
+        and all(joined.count(a) == 2 for a in joined)
+        and not set(parts[0]).isdisjoint(parts[1])
+    )
+
+
+_PLAIN = {
+    "dot_general": jax.lax.dot_general,
+    "conv_general_dilated": jax.lax.conv_general_dilated,
+    "einsum_op": jax.numpy.einsum,
+}
+NAMES = tuple(_PLAIN)
+"""Attributes of layers of Flax that hold their product."""
+
+
+def is_given(name: str, product: Any) -> bool:
+    """Returns whether a user gave a layer a product, such as one in 8 bits.
+
+    Args:
+      name: the attribute that holds it.
+      product: the product.
+    """
+    own = isinstance(product, functools.partial) and product.func in (
+        dot_general, einsum, conv_general_dilated,
+    )  # fmt: skip
+    return product is not None and product is not _PLAIN[name] and not own
+
+
+def has_given(layer: Any) -> bool:
+    """Returns whether a user gave a layer of Flax, of either kind, a product."""
+    if getattr(layer, "dot_general_cls", None) is not None:
+        return True
+    return any(is_given(name, getattr(layer, name, None)) for name in NAMES)
+
+
+def refuse(name: str) -> None:
+    """Raises because a layer that stores codes was given a product."""
+    raise ValueError(
+        f"`{name}` of a layer of actjax.flax is that of actjax, which stores codes: leave it out,"
+        " or use the layer of Flax."
+    )
 
 
 def subscripts(spec: str, ndim: int) -> tuple[str, str, str]:

@@ -17,7 +17,8 @@ def replace(model: Any, rules: Rules, *, rngs: nnx.Rngs | None = None) -> Any:
 
     `nnx.Linear`, `LinearGeneral` (so also those of `MultiHeadAttention`), `Einsum`, `Conv`,
     `LayerNorm` and `RMSNorm` become their twins of `actjax.flax.nnx`, with the same parameters.
-    Subclasses of them that a library defines are left alone, and so is everything else.
+    Subclasses of them that a library defines are left alone, and so are layers that were given a
+    product (`dot_general=...`), and everything else.
 
     Args:
       model: an nnx module. It is not changed: parameters are shared with the result.

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 
 import actjax
+from benchmarks import record
 from benchmarks.anybody.case import Case
 from train.devices import compile_for, find_device
 
@@ -49,7 +50,7 @@ def measure(
         "case": case.name,
         "remat": case.remat,
         "parameters": sum(x.size for x in jax.tree.leaves(params)),
-        "jax": jax.__version__,
+        "environment": record.environment(),
         "compiler_options": OPTIONS,
         "times": "trace_s and compile_s are processor seconds of all threads",
         "ways": {},

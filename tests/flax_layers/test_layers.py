@@ -198,6 +198,23 @@ def test_an_einsum_stores_codes_where_it_is_a_linear_layer(spec, x_shape, w_shap
     assert (relative_error(got[1], exact[1]) > 1e-5) == is_linear
 
 
+def test_a_product_that_a_user_gave_is_never_replaced():
+    def doubled(x, w, *args, **kwargs):
+        return 2 * jax.lax.dot_general(x, w, *args, **kwargs)
+
+    model = nnx.Linear(32, 8, dot_general=doubled, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="fit no layer of the model"):
+        replace(model, Q8)
+    layer = linen.Dense(8, dot_general=doubled)
+    params = layer.init(KEY, X)
+    with linen.intercept_methods(coded_linen.interceptor(Q8)):
+        assert_same(layer.apply(params, X), 2 * linen.Dense(8).apply(params, X))
+    with pytest.raises(ValueError, match=r"`dot_general` of a layer of actjax\.flax"):
+        coded_nnx.Linear(32, 8, dot_general=doubled, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"`dot_general` of a layer of actjax\.flax"):
+        coded_linen.Dense(8, dot_general=doubled).apply(params, X)
+
+
 def test_wrong_arguments_are_refused():
     model = Block(nnx.Rngs(0))
     with pytest.raises(TypeError, match=r"`rules` of replace must be an actjax\.Codec.*got 3"):
