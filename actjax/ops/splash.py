@@ -29,7 +29,7 @@ def splash(sight: Sight, name: str, q: Any, k: Any, v: Any, segments: Any) -> ja
     """Returns attention with merged heads: a form as in `actjax.ops.attention_forms`.
 
     Raises:
-      ValueError: a length that is no multiple of 128, or arrays that XLA divides over devices.
+      ValueError: a length that is not a multiple of 128, or arrays that XLA divides over devices.
     """
     del name
     return _run(sight, segments, q, k, v)

@@ -54,8 +54,8 @@ def checkpoint(
     Gradients of weights are summed over the chunks in float32.
 
     Args:
-      fun: a function of arrays and pytrees of them. What is no array, such as a Python number, is
-        static. Arrays in keyword arguments are closed over.
+      fun: a function of arrays and pytrees of them. What is not an array, such as a Python number,
+        is static. Arrays in keyword arguments are closed over.
       codec: how each activation is stored. With `Exact()` this is `jax.checkpoint`.
       activations: positions of the arguments whose floating point arrays, except scalars, are
         stored as codes. Other arguments, and arrays that `fun` closes over, are stored unchanged;

@@ -21,8 +21,8 @@ class InChunks(Operator):
     What the function computes for one chunk is gone when the next one begins: in the forward pass,
     and in the backward pass, which runs it again. Gradients of `others` are summed in float32.
 
-    If the length is no multiple of the size, what is left runs as the end of a whole chunk, so that
-    the function is traced for one size alone.
+    If the length is not a multiple of the size, what is left runs as the end of a whole chunk, so
+    that the function is traced for one size alone.
 
     Attributes:
       run: the function.

@@ -11,9 +11,9 @@ from actjax._core.nnx_modules import Opened, open_modules
 def open_function(fun: Callable[..., Any], args: tuple[Any, ...], where: str) -> Opened:
     """Returns a function of arrays, made from a function of pytrees with modules and settings.
 
-    Its arguments have states in the place of Flax nnx modules, and None in the place of what is no
-    array: Python numbers and booleans, text, functions, as modules of Equinox hold them. A function
-    is traced anew in each call, so it may depend on their values.
+    Its arguments have states in the place of Flax nnx modules, and None in the place of what is not
+    an array: Python numbers and booleans, text, functions, as modules of Equinox hold them. A
+    function is traced anew in each call, so it may depend on their values.
 
     Args:
       fun: the function.

@@ -80,9 +80,9 @@ def compress_residuals(
     derivatives of codes raise.
 
     Args:
-      fun: any JAX function that can be differentiated in reverse mode. What is no array, such as a
-        Python number or a function in a module of Equinox, is static. Arrays in keyword arguments
-        are closed over.
+      fun: any JAX function that can be differentiated in reverse mode. What is not an array, such
+        as a Python number or a function in a module of Equinox, is static. Arrays in keyword
+        arguments are closed over.
       rule: a function from a `Candidate` to its codec; or one codec for all arrays except small
         ones (32 times smaller than the largest).
       activations: positions of arguments that the rule decides on too, because they are dead after

@@ -1,6 +1,6 @@
 """Tests of operators on arrays that `jax.make_mesh`'s explicit axes divide over devices.
 
-They run in a process of their own, which has four devices.
+They run in another process, which has four devices.
 """
 
 import subprocess
