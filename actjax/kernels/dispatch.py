@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType
 
 from actjax._shards import can_split, is_partitioned, on_shards
-from actjax.kernels.deferred import deferred
+from actjax.kernels import primitive
 from actjax.kernels.format import QuantizedCode
 
 Implementation = Literal["reference", "pallas", "interpreted", "mosaic"]
@@ -60,10 +60,9 @@ class Kernel:
     """A function with a definition, and a faster program for some arguments and devices.
 
     It is called as `kernel(*args, implementation=None, **options)`, with pytrees of arrays and
-    hashable options by name. By default, if the arguments allow it, the program for NVIDIA GPUs is
-    a branch of `jax.lax.platform_dependent`, so that one trace can be lowered for any platform (it
-    is itself traced only then); that for TPUs is one if the default backend is a TPU.
-    Derivatives are those of the definition.
+    hashable options by name. By default a traced program can be lowered for any platform: where
+    it is lowered for an NVIDIA GPU or a TPU, and the arguments allow it, the program for it is
+    traced and used, elsewhere the definition. Derivatives are those of the definition.
 
     Where XLA partitions the program over devices (under `jax.set_mesh`), each device computes the
     kernel for its part of the arrays, as `dims` tells. A kernel that draws random numbers by their
@@ -118,6 +117,8 @@ class Kernel:
                 f"`implementation` 'pallas' of {self.name} is compiled for NVIDIA GPUs, and this"
                 " runs on a CPU: use 'interpreted' or 'reference'."
             )
+        if asked is None and not is_partitioned(args):
+            return self._choose(None, options, *args)
         call = _called_once if _traced(args) else Kernel.call
         return call(self, asked, tuple(sorted(options.items())), *args)
 
@@ -152,18 +153,9 @@ class Kernel:
             return _traced_once(self.mosaic.program, static, interpret, *args)
         if asked is not None:
             return _traced_once(self.pallas, static, asked == "interpreted", *args)
-        reference = functools.partial(_defined_once, self.reference, static)
         # `args` may be a part of an array that a program can take.
-        branches = {}
-        if self._reason("pallas", args, options) is None:
-            program = functools.partial(_traced_once, self.pallas, static, False)
-            results = jax.eval_shape(reference, *args)
-            branches["cuda"] = functools.partial(deferred, program, results)
-        # Only there: tracing a loop over many groups takes long.
-        on_tpu = jax.default_backend() == "tpu"
-        if on_tpu and self.mosaic and self._reason("mosaic", args, options) is None:
-            branches["tpu"] = functools.partial(_traced_once, self.mosaic.program, static, False)
-        return jax.lax.platform_dependent(*args, **branches, default=reference)
+        takes = (self._reason(name, args, options) is None for name in ("pallas", "mosaic"))
+        return primitive.call(_programs(self, *takes), static, *args)
 
     def _on_shards(
         self, choose: Callable, reference: Callable, args: tuple, options: dict[str, Any]
@@ -185,10 +177,16 @@ def _traced_once(pallas: Callable, options: tuple, interpret: bool, *args: Any) 
     return pallas(*args, interpret=interpret, **dict(options))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _defined_once(reference: Callable, options: tuple, *args: Any) -> Any:
-    """Computes the definition. It is jitted, so that equal calls share one trace."""
-    return reference(*args, **dict(options))
+@functools.cache
+def _programs(kernel: Kernel, on_cuda: bool, on_tpu: bool) -> primitive.Programs:
+    """Returns what a kernel is on each platform; always the same object, for caches."""
+    cuda = functools.partial(kernel.pallas, interpret=False) if on_cuda else None
+    tpu = (
+        functools.partial(kernel.mosaic.program, interpret=False)
+        if kernel.mosaic and on_tpu
+        else None
+    )
+    return primitive.Programs(kernel.name, kernel.reference, cuda, tpu)
 
 
 def _traced(args: Any) -> bool:

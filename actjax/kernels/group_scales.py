@@ -63,13 +63,14 @@ def rounded_scale(scale: jax.Array, dtype: ScaleDtype, towards: int = 0) -> jax.
         return scale
     # XLA may simplify a cast there and back to the identity.
     rounded = jax.lax.reduce_precision(scale, info.nexp, info.nmant)
-    if towards != 0:
-        # Between half a unit in the last place and one and a half.
-        moved = scale + towards * jnp.abs(scale) * 2.0 ** -(info.nmant + 1)
-        next_one = jax.lax.reduce_precision(moved, info.nexp, info.nmant)
-        slack = SLACK * jnp.abs(scale) if towards > 0 else 0
-        rounded = jnp.where((rounded - scale) * towards < -slack, next_one, rounded)
-    return rounded
+    if towards == 0:
+        return rounded
+    size = jnp.abs(scale)
+    # Between half a unit in the last place and one and a half.
+    moved = scale + size * (towards * 2.0 ** -(info.nmant + 1))
+    next_one = jax.lax.reduce_precision(moved, info.nexp, info.nmant)
+    wrong = rounded > scale if towards < 0 else rounded - scale < size * -SLACK
+    return jax.lax.select(wrong, next_one, rounded)
 
 
 def stored_scales(scales: list[jax.Array], format: Format) -> jax.Array:

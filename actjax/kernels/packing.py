@@ -6,6 +6,7 @@ import operator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
 """Widths of the planes that a code is cut into, low bits first; each divides a byte."""
@@ -32,7 +33,9 @@ def pack(codes: jax.Array, bits: int, group: int | None = None) -> tuple[jax.Arr
     """
     planes, shift = [], 0
     for width in PLANES[bits]:
-        part = (codes >> shift) & (2**width - 1)
+        part = codes >> shift if shift else codes
+        if shift + width < bits:
+            part = part & (2**width - 1)
         parts = [_pack_runs(part[..., a:b], width, run) for a, b, run in _runs(part, group)]
         planes.append(jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0])
         shift += width
@@ -40,7 +43,12 @@ def pack(codes: jax.Array, bits: int, group: int | None = None) -> tuple[jax.Arr
 
 
 def unpack(
-    planes: tuple[jax.Array, ...], bits: int, features: int, group: int | None = None
+    planes: tuple[jax.Array, ...],
+    bits: int,
+    features: int,
+    group: int | None = None,
+    *,
+    fuse: bool = False,
 ) -> jax.Array:
     """Returns the codes of packed planes, uint8 [..., d]; the inverse of `pack`.
 
@@ -49,16 +57,18 @@ def unpack(
       bits: as for `pack`.
       features: d.
       group: as for `pack`.
+      fuse: whether XLA may compute the codes within what uses them. That is half the operations to
+        compile, but several times slower on a CPU if the codes are looked up or rotated.
     """
     codes, shift = [], 0
     for width, plane in zip(PLANES[bits], planes, strict=True):
         shape = jax.ShapeDtypeStruct((features,), jnp.uint8)
         parts = [
-            _unpack_runs(plane[..., a * width // 8 : -(-b * width // 8)], width, b - a, run)
+            _unpack_runs(plane[..., a * width // 8 : -(-b * width // 8)], width, b - a, run, fuse)
             for a, b, run in _runs(shape, group)
         ]
         whole = jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
-        codes.append(whole << shift)
+        codes.append(whole << shift if shift else whole)
         shift += width
     return functools.reduce(operator.or_, codes)
 
@@ -83,8 +93,9 @@ def _pack_runs(codes: jax.Array, width: int, run: int) -> jax.Array:
     size = -(-run // count)
     number = codes.shape[-1] // max(run, 1)
     runs = codes.reshape(*codes.shape[:-1], number, run)
-    padding = ((0, 0),) * (runs.ndim - 1) + ((0, count * size - run),)
-    slices = jnp.pad(runs, padding).reshape(*runs.shape[:-1], count, size)
+    if count * size > run:
+        runs = jnp.pad(runs, ((0, 0),) * (runs.ndim - 1) + ((0, count * size - run),))
+    slices = runs.reshape(*runs.shape[:-1], count, size)
     shifted = slices << (width * jnp.arange(count, dtype=jnp.uint8)[:, None])
     # A sum, not a chain of operations on slices: with these a CPU takes five times longer, since
     # XLA fuses the computation of the codes with a reshape of the result.
@@ -92,10 +103,15 @@ def _pack_runs(codes: jax.Array, width: int, run: int) -> jax.Array:
     return whole.reshape(*codes.shape[:-1], number * size)
 
 
-def _unpack_runs(plane: jax.Array, width: int, features: int, run: int) -> jax.Array:
+def _unpack_runs(plane: jax.Array, width: int, features: int, run: int, fuse: bool) -> jax.Array:
     """Inverse of `_pack_runs`."""
     runs = features // max(run, 1)
     grouped = plane.reshape(*plane.shape[:-1], runs, plane.shape[-1] // max(runs, 1))
-    # Not one shift by a row of numbers: a CPU takes twenty times longer for what XLA fuses with it.
-    rows = jnp.concatenate([(grouped >> i) & (2**width - 1) for i in range(0, 8, width)], axis=-1)
+    size, shifts = grouped.shape[-1], np.arange(0, 8, width, dtype=np.uint8)
+    if fuse and size & (size - 1) == 0:
+        rows = (grouped[..., None, :] >> shifts[:, None]) & (2**width - 1)
+        rows = rows.reshape(*grouped.shape[:-1], size * shifts.size)
+    else:
+        # XLA for CPUs computes a concatenation apart, in a kernel that no other layer shares.
+        rows = jnp.concatenate([(grouped >> i) & (2**width - 1) for i in shifts], axis=-1)
     return rows[..., :run].reshape(*plane.shape[:-1], features)

@@ -15,12 +15,13 @@ from actjax.kernels.rotation import rotate_back
 def dequantize(code: fmt.QuantizedCode) -> jax.Array:
     """As `actjax.kernels.dequantize.api.dequantize`."""
     format, wide = code.format, accumulation_dtype(code.dtype)
-    codes = unpack(code.planes, format.bits, code.features, format.group)
+    fuse = format.levels == "uniform" and not format.rotate
+    codes = unpack(code.planes, format.bits, code.features, format.group, fuse=fuse)
     parts = []
     for segment in fmt.segments(code.features, format.group):
         scale = scale_of(segment, code.scale, format, wide)
         offset = None if code.offset is None else scale_of(segment, code.offset, format, wide)
-        shift = 0.0 if code.seed is None else draw(code.seed, segment, codes.shape, format, wide)
+        shift = None if code.seed is None else draw(code.seed, segment, codes.shape, format, wide)
         part = _values(segment.take(codes), offset, scale, shift, format)
         if code.centre is not None:
             part = part + scale_of(segment, code.centre, format, wide)
@@ -36,13 +37,15 @@ def _values(
     codes: jax.Array,
     offset: jax.Array | None,
     scale: jax.Array,
-    shift: jax.Array | float,
+    shift: jax.Array | None,
     format: fmt.Format,
 ) -> jax.Array:
     """Returns the values of codes."""
     if format.levels == "normal":
         return level_values(codes, format.bits, scale.dtype) * scale
-    position = codes.astype(scale.dtype) - shift
+    position = codes.astype(scale.dtype)
+    if shift is not None:
+        position = position - shift
     if offset is None:
         return (position - (2**format.bits - 1) / 2) * scale
     return position * scale + offset

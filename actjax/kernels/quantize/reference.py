@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from actjax._math.division import over
 from actjax._math.precision import accumulation_dtype
@@ -42,7 +43,7 @@ def quantize(
             offset, group_scale = None, group_scales.scale_of(segment, scale, format, wide)
         if centre is not None:
             part = part - group_scales.scale_of(segment, centre, format, wide)
-        shift = 0.0 if seed is None else draw(seed, segment, x.shape, format, wide)
+        shift = None if seed is None else draw(seed, segment, x.shape, format, wide)
         codes.append(segment.flatten(_round(part, offset, group_scale, shift, format)))
     return fmt.QuantizedCode(
         planes=pack(jnp.concatenate(codes, axis=-1), format.bits, format.group),
@@ -87,12 +88,16 @@ def _round(
     part: jax.Array,
     offset: jax.Array | None,
     scale: jax.Array,
-    shift: jax.Array | float,
+    shift: jax.Array | None,
     format: fmt.Format,
 ) -> jax.Array:
-    """Returns the codes of `part`, uint8; `shift` is uniform in (-1/2, 1/2) levels, or 0."""
+    """Returns the codes of `part`, uint8; `shift` is uniform in (-1/2, 1/2) levels."""
     if format.levels == "normal":
         return nearest_level(part, scale, format.bits)
     top = 2**format.bits - 1
     position = over(part, scale) + top / 2 if offset is None else over(part - offset, scale)
-    return jnp.clip(jnp.round(position + shift), 0, top).astype(jnp.uint8)
+    if shift is not None:
+        position = position + shift
+    rounded = jax.lax.round(position, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
+    low, high = (np.asarray(bound, rounded.dtype) for bound in (0, top))
+    return jax.lax.clamp(low, rounded, high).astype(jnp.uint8)

@@ -1,0 +1,139 @@
+"""A kernel as a primitive: one equation of a traced program, whatever that is lowered for.
+
+`jax.lax.platform_dependent` traces all its branches wherever it stands, and leaves conditionals
+that XLA has to remove. Here a program is traced where it is lowered for its platform, and equal
+calls share one function of the lowered program.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.core import ShapedArray
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """What a call computes, as functions of pytrees of arrays.
+
+    Attributes:
+      name: name of the kernel.
+      definition: computes it on any platform, and has its derivatives.
+      cuda: the program for NVIDIA GPUs; None if there is none, or it cannot take the arguments.
+      tpu: that for TPUs.
+    """
+
+    name: str
+    definition: Callable[..., Any]
+    cuda: Callable[..., Any] | None = None
+    tpu: Callable[..., Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A call without its arrays. It is hashable: equal ones are lowered once.
+
+    Attributes:
+      programs: functions to call.
+      options: their options, as sorted items.
+      arguments: structure of their arguments.
+      axes: for each `jax.vmap` around the call, innermost first, the mapped axes of the leaves.
+    """
+
+    programs: Programs
+    options: tuple[tuple[str, Any], ...]
+    arguments: Any
+    axes: tuple[tuple[int | None, ...], ...] = ()
+
+    def __repr__(self) -> str:
+        return self.programs.name
+
+    def on(self, platform: str) -> Callable[..., list[jax.Array]]:
+        """Returns what a platform computes, as a function of leaves that returns leaves."""
+        return self._of_leaves(getattr(self.programs, platform, None) or self.programs.definition)
+
+    @property
+    def definition(self) -> Callable[..., list[jax.Array]]:
+        """What any platform computes, likewise."""
+        return self._of_leaves(self.programs.definition)
+
+    def _of_leaves(self, program: Callable[..., Any]) -> Callable[..., list[jax.Array]]:
+        def run(*leaves: jax.Array) -> list[jax.Array]:
+            args = jax.tree.unflatten(self.arguments, leaves)
+            return jax.tree.leaves(program(*args, **dict(self.options)))
+
+        return functools.reduce(jax.vmap, self.axes, run)
+
+
+def call(programs: Programs, options: tuple[tuple[str, Any], ...], *args: Any) -> Any:
+    """Returns what a kernel computes; the program is chosen where the call is lowered.
+
+    Args:
+      programs: the functions to choose from.
+      options: their options, as sorted items of hashable values.
+      *args: their arguments, pytrees of arrays.
+    """
+    leaves, arguments = jax.tree.flatten(args)
+    results = _defined.eval_shape(programs.definition, options, *args)
+    outputs = _kernel.bind(*leaves, call=_Call(programs, options, arguments))
+    return jax.tree.unflatten(jax.tree.structure(results), outputs)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _defined(definition: Callable, options: tuple, *args: Any) -> Any:
+    """Computes the definition. It is jitted, so that equal calls share one trace."""
+    return definition(*args, **dict(options))
+
+
+_kernel = core.Primitive("actjax_kernel")
+_kernel.multiple_results = True
+
+
+@_kernel.def_impl
+@functools.partial(jax.jit, static_argnames="call")
+def _run(*leaves: jax.Array, call: _Call) -> list[jax.Array]:
+    return _kernel.bind(*leaves, call=call)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _definition(call: _Call, *leaves: jax.Array) -> list[jax.Array]:
+    return call.definition(*leaves)
+
+
+@_kernel.def_abstract_eval
+def _results(*leaves: Any, call: _Call) -> list[ShapedArray]:
+    shapes = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
+    return [ShapedArray(x.shape, x.dtype) for x in _definition.eval_shape(call, *shapes)]
+
+
+def _jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, call: _Call
+) -> tuple[list[Any], list[Any]]:
+    """Differentiates the definition."""
+    moved = tuple(ad.instantiate_zeros(t) for t in tangents)
+    return jax.jvp(functools.partial(_definition, call), tuple(primals), moved)
+
+
+def _batched(
+    leaves: Sequence[Any], axes: Sequence[Any], *, call: _Call
+) -> tuple[list[Any], list[int]]:
+    """Maps the program over an axis, as `jax.vmap` does; all results have it in front."""
+    own = tuple(a if isinstance(a, int) else None for a in axes)
+    outputs = _kernel.bind(*leaves, call=dataclasses.replace(call, axes=(*call.axes, own)))
+    return outputs, [0] * len(outputs)
+
+
+def _lowered(platform: str, ctx: mlir.LoweringRuleContext, *values: Any, call: _Call) -> Any:
+    return mlir.lower_fun(call.on(platform), multiple_results=True)(ctx, *values)
+
+
+ad.primitive_jvps[_kernel] = _jvp
+batching.primitive_batchers[_kernel] = _batched
+for _platform in ("cuda", "tpu", None):
+    mlir.register_lowering(
+        _kernel, functools.partial(_lowered, _platform or "any"), _platform, inline=False
+    )
