@@ -5,6 +5,7 @@ import functools
 import io
 import math
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ from actjax.transforms.residuals import compressed_function
 
 DEFAULT_ERROR = 0.05
 """Relative error of the gradient that a budget alone allows."""
+_MOST_UNTOUCHED = 0.25
+"""Share of the parameters without a gradient above which a measurement says too little."""
 _UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 1e3, "MB": 1e6, "GB": 1e9}
 
 
@@ -67,7 +70,9 @@ def compress(
 
     The measurement runs at the first call with arrays, or when `measure` is called, and again
     whenever `measure` is called. It takes one gradient for each array (or, with more than 64, for
-    each kind of array: those whose names differ only in numbers), and holds them in 8 bits.
+    each kind of array: those whose names differ only in numbers), and holds them in 8 bits. Where
+    a last layer or an adapter starts at zero, so do most gradients: a warning says to measure again
+    after some steps.
 
     Args:
       fun: a loss: returns a scalar, or a scalar and auxiliary data.
@@ -230,6 +235,14 @@ class Compressed:
         chosen = next(c for c in choices if c.name == best.name)
         chosen = dataclasses.replace(chosen, tried=tried)
         self.choice, self._arrays = chosen, measuring.arrays_of(chosen)
+        untouched = measuring.untouched() if chosen.bits else 0.0
+        if untouched > _MOST_UNTOUCHED:
+            warnings.warn(
+                f"compress: the gradient of {_percent(untouched)} of the parameters is zero on this"
+                " batch, as where a last layer or an adapter starts at zero. The bits were chosen"
+                " without them: call `measure` again after some steps.",
+                stacklevel=2,
+            )
         if o.verbose:
             Console().print(self)
         return self

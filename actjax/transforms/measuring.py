@@ -211,6 +211,11 @@ class Measuring:
             if remat:
                 yield self._with_codes("remat and codes on the host", Remat(True), error, True)
 
+    def untouched(self) -> float:
+        """Returns the share of the parameters in arrays whose gradient is zero on the batch."""
+        zero = sum(g.size for g in self._exact if not jnp.any(g))
+        return zero / sum(g.size for g in self._exact) if zero else 0.0
+
     def _in_part(self, budget: int, most: float) -> Iterator[Choice]:
         """Yields the way that computes least again within a budget, if it is less than `most`."""
         best: tuple[float, _Program] | None = None

@@ -18,6 +18,8 @@ def _model(images: jax.Array, remat: bool) -> jax.Array:
         bottleneck=False,
         channels_per_group=(32, 64, 128, 256),
         use_projection=(True, True, True, True),
+        # By default it starts at zero, and with it all gradients but its own.
+        logits_config={"w_init": hk.initializers.VarianceScaling()},
     )
     if remat:
         for group in net.block_groups:

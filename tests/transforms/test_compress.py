@@ -5,6 +5,7 @@ One measurement compiles up to seven gradients, so most tests share one.
 
 import dataclasses
 import json
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -93,6 +94,16 @@ def test_with_a_budget_no_more_is_computed_again_than_it_needs():
     assert Choice.from_dict(small.choice.to_dict()).remat_settings.share == small.choice.share
     got, exact = (jax.jit(jax.grad(f))(PARAMS, X) for f in (small, unrolled))
     assert relative_error(got, exact) < 1e-6
+
+
+def test_it_warns_where_many_gradients_are_zero():
+    start = PARAMS | {"down": jnp.zeros_like(PARAMS["down"])}
+    early = actjax.compress(loss, error=0.05, remat=False, verbose=False)
+    with pytest.warns(UserWarning, match=r"gradient of 50% of the parameters is zero on this"):
+        early.measure(start, X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        early.measure(PARAMS, X)
 
 
 def test_a_choice_comes_back_from_a_checkpoint(small):
