@@ -371,3 +371,22 @@ def _sum_over(dims: Dims, axes, suggested, mesh) -> tuple[Callable, PartitionSpe
         return x.add_up(math.prod(mesh.shape[axis] for axis in scatter[1]), add)
 
     return add_up, PartitionSpec(*spec)
+
+
+def is_bound(args: Any) -> bool:
+    """Returns whether arrays are bound to devices in a way that primitives here do not declare.
+
+    These are explicit shardings, and a `jax.shard_map` with `check_vma`, where they would have to
+    say how their results vary over devices.
+    """
+    if is_partitioned(args):
+        return not can_split(args)
+    context = jax.sharding.get_abstract_mesh()
+    kinds = zip(context.axis_names, context.axis_types, strict=True)
+    manual = next((name for name, kind in kinds if kind == AxisType.Manual), None)
+    if manual is None:
+        return False
+    # The index varies along the axis; its type says so only if `check_vma` is set.
+    index = jax.typeof(jax.lax.axis_index(manual))
+    kind = getattr(index, "manual_axis_type", None)
+    return bool(kind.varying if kind is not None else getattr(index, "vma", ()))

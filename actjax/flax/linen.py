@@ -12,9 +12,9 @@ from typing import Any
 import jax
 from flax import linen
 
+from actjax._rules import Rules, check_rules, codec_of
 from actjax.codecs import Codec, Exact
 from actjax.flax import products
-from actjax.flax.rules import Rules, check_rules, codec_of
 
 
 class Dense(linen.Dense):

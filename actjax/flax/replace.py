@@ -4,8 +4,8 @@ from typing import Any
 
 from flax import linen, nnx
 
+from actjax._rules import Rules, check_rules, codec_of
 from actjax.flax import nnx as own_nnx
-from actjax.flax.rules import Rules, check_rules, codec_of
 
 
 def replace(model: Any, rules: Rules, *, rngs: nnx.Rngs | None = None) -> Any:

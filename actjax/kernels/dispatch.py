@@ -8,9 +8,8 @@ from typing import Any, Literal, get_args
 
 import jax
 from jax.core import Tracer
-from jax.sharding import AxisType
 
-from actjax._shards import can_split, is_partitioned, on_shards
+from actjax._shards import can_split, is_bound, is_partitioned, on_shards
 from actjax.kernels import primitive
 from actjax.kernels.format import QuantizedCode
 
@@ -103,7 +102,7 @@ class Kernel:
         _check(implementation)
         reference = functools.partial(self.reference, **options)
         asked = implementation or _asked.value
-        if asked == "reference" or (asked is None and _is_bound(args)):
+        if asked == "reference" or (asked is None and is_bound(args)):
             return reference(*args)
         reason = self._reason(asked, args, options)
         if reason is not None:
@@ -205,22 +204,3 @@ def _check(implementation: object) -> None:
 def _of_part(x: Any) -> Any:
     """Returns an argument whose static fields are those of a part."""
     return x.of_part() if isinstance(x, QuantizedCode) else x
-
-
-def _is_bound(args: Any) -> bool:
-    """Returns whether arrays are bound to devices in a way that a kernel does not declare.
-
-    These are explicit shardings, and a `jax.shard_map` with `check_vma`, where kernels would have
-    to say how their results vary over devices.
-    """
-    if is_partitioned(args):
-        return not can_split(args)
-    context = jax.sharding.get_abstract_mesh()
-    kinds = zip(context.axis_names, context.axis_types, strict=True)
-    manual = next((name for name, kind in kinds if kind == AxisType.Manual), None)
-    if manual is None:
-        return False
-    # The index varies along the axis; its type says so only if `check_vma` is set.
-    index = jax.typeof(jax.lax.axis_index(manual))
-    kind = getattr(index, "manual_axis_type", None)
-    return bool(kind.varying if kind is not None else getattr(index, "vma", ()))

@@ -119,12 +119,16 @@ def explain(fun: Callable[..., Any], *args: Any) -> Explanation:
 
     Args:
       fun: any function of JAX that can be differentiated in reverse mode.
-      *args: its arguments: pytrees of arrays or of `jax.ShapeDtypeStruct`.
+      *args: its arguments: pytrees of arrays or of `jax.ShapeDtypeStruct`; leaves of
+        other kinds, such as functions and numbers of Python, are static.
 
     Raises:
       ValueError: no argument has a floating point leaf.
     """
-    paths, treedef = jax.tree_util.tree_flatten_with_path(args)
+    everything, treedef = jax.tree_util.tree_flatten_with_path(args)
+    # Modules of Equinox hold functions and text.
+    places = [i for i, (_, leaf) in enumerate(everything) if _is_array(leaf)]
+    paths = [everything[i] for i in places]
     leaves = [leaf for _, leaf in paths]
     floating = [i for i, leaf in enumerate(leaves) if _is_floating(leaf)]
     if not floating:
@@ -135,7 +139,10 @@ def explain(fun: Callable[..., Any], *args: Any) -> Explanation:
             merged = list(leaves)
             for i, leaf in zip(floating, floats, strict=True):
                 merged[i] = leaf
-            outputs = fun(*jax.tree.unflatten(treedef, merged))
+            given = [leaf for _, leaf in everything]
+            for i, leaf in zip(places, merged, strict=True):
+                given[i] = leaf
+            outputs = fun(*jax.tree.unflatten(treedef, given))
             return [y for y in jax.tree.leaves(outputs) if _is_floating(y)]
 
         return jax.tree.leaves(jax.vjp(of_floating, *(leaves[i] for i in floating))[1])
@@ -146,11 +153,12 @@ def explain(fun: Callable[..., Any], *args: Any) -> Explanation:
     return Explanation(tuple(sorted(_rows(jaxpr, arguments), key=lambda r: -r.exact_bytes)))
 
 
+def _is_array(x: Any) -> bool:
+    return hasattr(x, "dtype")
+
+
 def _is_floating(x: Any) -> bool:
-    dtype = getattr(x, "dtype", None)
-    if dtype is None:
-        return isinstance(x, float)
-    return jnp.issubdtype(dtype, jnp.floating)
+    return _is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _rows(jaxpr: core.Jaxpr, arguments: dict[core.Var, str]) -> Iterator[Residual]:
