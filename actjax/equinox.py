@@ -118,7 +118,8 @@ class _Norm(_Coded):
         """As in Equinox, which computes norms over several axes, and with a state."""
         layer: Any = self
         if len(layer.shape) != 1 or x.shape != layer.shape or args or kwargs:
-            return super().__call__(x, *args, key=key, **kwargs)
+            of_equinox: Any = super()
+            return of_equinox.__call__(x, *args, key=key, **kwargs)
         weight = jnp.ones(layer.shape) if layer.weight is None else layer.weight
         return self._compute(self.kind, x, weight, layer.bias, key, layer.eps).astype(x.dtype)
 
