@@ -1,6 +1,6 @@
-"""Inputs of a program that reach an operation without a derivative."""
+"""What of a program has no derivative, and what must have none."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -78,3 +78,18 @@ def _through_scan(eqn: core.JaxprEqn, outputs: dict[int, str]) -> dict[int, str]
         if carry.keys() <= outputs.keys():
             return names
         outputs = {**carry, **outputs}
+
+
+def without_derivative(jaxpr: core.Jaxpr, fixed: Collection[core.Var]) -> set[core.Var]:
+    """Returns what a program computes from constants that are not differentiated, and these.
+
+    Args:
+      jaxpr: a program without calls.
+      fixed: inputs that are not differentiated.
+    """
+    found = set(fixed)
+    for eqn in jaxpr.eqns:
+        read = (x for x in eqn.invars if isinstance(x, core.Var))
+        if eqn.primitive.name == "stop_gradient" or all(x in found for x in read):
+            found |= set(eqn.outvars)
+    return found

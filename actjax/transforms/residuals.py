@@ -24,7 +24,7 @@ from actjax._jaxpr.equations import (
     scan_counts,
     scope_of,
 )
-from actjax._jaxpr.one_way import ONE_WAY, passing_one_way
+from actjax._jaxpr.one_way import ONE_WAY, passing_one_way, without_derivative
 from actjax._jaxpr.programs import Handler, Search, close, inlined, run_inlined
 from actjax._jaxpr.segments import cut, pieces
 from actjax._jaxpr.variables import is_floating
@@ -158,6 +158,7 @@ def _compress(
     settings: Settings,
     key: Any,
     one_way: dict[int, str],
+    fixed: Sequence[bool] | None = None,
 ) -> list[Any]:
     """Runs a program with its residuals compressed.
 
@@ -170,6 +171,8 @@ def _compress(
       key: randomness of the encoding, or None.
       one_way: for constants and arguments that no gradient may pass, the operation without a
         derivative.
+      fixed: which constants and arguments are not differentiated; None for those without a trace,
+        such as data and times that a function closes over.
     """
     words, treedef = jax.tree.flatten(key)
     inputs = [*program.consts, *arguments, *words]
@@ -184,11 +187,15 @@ def _compress(
         own_key = jax.tree.unflatten(treedef, inputs[last:])
         if settings.remat is None:
             return _run_once(given, inputs[first:last], settings, own_key)
-        return _run_segments(given, inputs[first:last], dies, settings, settings.remat, own_key)
+        return _run_segments(
+            given, inputs[first:last], dies[:last], fixed[:last], settings, settings.remat, own_key
+        )
 
-    # What has no trace has no derivative, such as data and times that a function closes over. The
-    # custom rules of some libraries refuse to be differentiated in these.
-    fixed = [not isinstance(x, Tracer) for x in inputs]
+    # The custom rules of some libraries refuse to be differentiated in their data.
+    if fixed is None:
+        fixed = [not isinstance(x, Tracer) for x in inputs]
+    else:
+        fixed = [*fixed, *(True,) * len(words)]
     if all(fixed):
         return run(*inputs)
     plan = make_plan(run, inputs, names, dies, fixed, settings, one_way)
@@ -237,14 +244,30 @@ def _run_segments(
     program: core.ClosedJaxpr,
     arguments: Sequence[Any],
     dies: Sequence[bool],
+    fixed: Sequence[bool],
     settings: Settings,
     remat: Remat,
     key: Any,
 ) -> list[Any]:
-    """Runs a program whose backward pass computes its segments again."""
+    """Runs a program whose backward pass computes its segments again.
+
+    Args:
+      program: the program.
+      arguments: its arguments.
+      dies: which of its constants and arguments are dead after the forward pass.
+      fixed: which of these are not differentiated.
+      settings: settings of the whole function.
+      remat: how segments are computed again.
+      key: randomness of the encoding, or None.
+    """
+    known = (*program.jaxpr.constvars, *program.jaxpr.invars)
     program = inlined(program)
     jaxpr = program.jaxpr
-    dead = [*(False,) * len(program.consts), *dies][: len(program.consts) + len(arguments)]
+    dying = {x for x, dead in zip(known, dies, strict=True) if dead}
+    dead = [x in dying for x in (*jaxpr.constvars, *jaxpr.invars)]
+    # What a called function holds was there before anything was differentiated.
+    data = {x for x in jaxpr.constvars if x not in known}
+    data = without_derivative(jaxpr, data | {x for x, yes in zip(known, fixed, strict=True) if yes})
     segments = cut(jaxpr, settings.layers, dead, _is_apart, remat.share)
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, program.consts, strict=True))
     values |= zip(jaxpr.invars, arguments, strict=True)
@@ -258,7 +281,9 @@ def _run_segments(
             own_key = jax.tree.map(lambda k, i=i: jax.random.fold_in(k, i), key)
             scope = joined_scopes(settings.scope, f"segment {i}")
             own = dataclasses.replace(once, scope=scope)
-            again = functools.partial(_compress_segment, closed, own, own_key)
+            again = functools.partial(
+                _compress_segment, closed, own, own_key, [x in data for x in invars]
+            )
             outputs = jax.checkpoint(again)(*given)
         else:
             again = functools.partial(run_inlined, closed, handle=_run_special)
@@ -268,11 +293,15 @@ def _run_segments(
 
 
 def _compress_segment(
-    program: core.ClosedJaxpr, settings: Settings, key: Any, *arguments: Any
+    program: core.ClosedJaxpr,
+    settings: Settings,
+    key: Any,
+    fixed: Sequence[bool],
+    *arguments: Any,
 ) -> list[Any]:
     """Runs a segment that is computed again, and stores what it computes then as codes."""
     count = len(arguments)
-    return _compress(program, arguments, [""] * count, [False] * count, settings, key, {})
+    return _compress(program, arguments, [""] * count, [False] * count, settings, key, {}, fixed)
 
 
 def _is_apart(eqn: core.JaxprEqn) -> bool:

@@ -110,3 +110,33 @@ def test_an_effect_happens_once():
         jax.block_until_ready(jax.jit(jax.grad(compressed_function(fun, settings)))(WEIGHTS, X))
         jax.effects_barrier()
         assert calls == [1], settings
+
+
+def test_data_that_a_foreign_rule_refuses_to_differentiate_stays_data():
+    # As `equinox.filter_custom_vjp` does with what it is not differentiated in.
+    @jax.custom_jvp
+    def data(x):
+        return x
+
+    @data.defjvp
+    def refuse(*_):
+        raise RuntimeError("Unexpected tangent")
+
+    @jax.custom_vjp
+    def scaled(x, by):
+        return x * by
+
+    scaled.defvjp(lambda x, by: (x * by, by), lambda by, dy: (dy * by, jnp.zeros_like(by)))
+    times = jnp.linspace(0.5, 1.5, WIDTH)
+
+    def fun(weights, x):
+        for i in range(LAYERS):
+            by = data(jnp.exp(times) / jnp.sum(times))
+            x = scaled(layer(x, jax.tree.map(lambda w, i=i: w[i], weights)), by)
+        return jnp.mean(jnp.sin(x))
+
+    settings = Settings(Quantized(8, group=32), remat=Remat(codes=True))
+    got, exact = (
+        jax.jit(jax.grad(f))(WEIGHTS, X) for f in (compressed_function(fun, settings), fun)
+    )
+    assert 0 < relative_error(got, exact) < 0.05
