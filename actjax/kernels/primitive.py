@@ -41,12 +41,14 @@ class _Call:
       programs: functions to call.
       options: their options, as sorted items.
       arguments: structure of their arguments.
+      results: shape and dtype of each array that they return.
       axes: for each `jax.vmap` around the call, innermost first, the mapped axes of the leaves.
     """
 
     programs: Programs
     options: tuple[tuple[str, Any], ...]
     arguments: Any
+    results: tuple[tuple[tuple[int, ...], Any], ...]
     axes: tuple[tuple[int | None, ...], ...] = ()
 
     def __repr__(self) -> str:
@@ -54,19 +56,28 @@ class _Call:
 
     def on(self, platform: str) -> Callable[..., list[jax.Array]]:
         """Returns what a platform computes, as a function of leaves that returns leaves."""
-        return self._of_leaves(getattr(self.programs, platform, None) or self.programs.definition)
+        program = getattr(self.programs, platform, None)
+        if program is None:
+            return self.definition
+        return self._of_leaves(functools.partial(program, **dict(self.options)))
 
     @property
     def definition(self) -> Callable[..., list[jax.Array]]:
         """What any platform computes, likewise."""
-        return self._of_leaves(self.programs.definition)
+        own = self.programs.definition
+        return self._of_leaves(functools.partial(_traced_once, own, self.options))
 
     def _of_leaves(self, program: Callable[..., Any]) -> Callable[..., list[jax.Array]]:
         def run(*leaves: jax.Array) -> list[jax.Array]:
-            args = jax.tree.unflatten(self.arguments, leaves)
-            return jax.tree.leaves(program(*args, **dict(self.options)))
+            return jax.tree.leaves(program(*jax.tree.unflatten(self.arguments, leaves)))
 
         return functools.reduce(jax.vmap, self.axes, run)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _traced_once(definition: Callable, options: tuple, *args: Any) -> Any:
+    """Computes the definition. It is jitted, so that equal calls share one trace."""
+    return definition(*args, **dict(options))
 
 
 def call(programs: Programs, options: tuple[tuple[str, Any], ...], *args: Any) -> Any:
@@ -78,15 +89,11 @@ def call(programs: Programs, options: tuple[tuple[str, Any], ...], *args: Any) -
       *args: their arguments, pytrees of arrays.
     """
     leaves, arguments = jax.tree.flatten(args)
-    results = _defined.eval_shape(programs.definition, options, *args)
-    outputs = _kernel.bind(*leaves, call=_Call(programs, options, arguments))
-    return jax.tree.unflatten(jax.tree.structure(results), outputs)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _defined(definition: Callable, options: tuple, *args: Any) -> Any:
-    """Computes the definition. It is jitted, so that equal calls share one trace."""
-    return definition(*args, **dict(options))
+    results = _traced_once.eval_shape(programs.definition, options, *args)
+    shapes, returned = jax.tree.flatten(results)
+    known = tuple((x.shape, x.dtype) for x in shapes)
+    outputs = _kernel.bind(*leaves, call=_Call(programs, options, arguments, known))
+    return jax.tree.unflatten(returned, outputs)
 
 
 _kernel = core.Primitive("actjax_kernel")
@@ -99,15 +106,10 @@ def _run(*leaves: jax.Array, call: _Call) -> list[jax.Array]:
     return _kernel.bind(*leaves, call=call)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _definition(call: _Call, *leaves: jax.Array) -> list[jax.Array]:
-    return call.definition(*leaves)
-
-
 @_kernel.def_abstract_eval
 def _results(*leaves: Any, call: _Call) -> list[ShapedArray]:
-    shapes = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
-    return [ShapedArray(x.shape, x.dtype) for x in _definition.eval_shape(call, *shapes)]
+    del leaves
+    return [ShapedArray(shape, dtype) for shape, dtype in call.results]
 
 
 def _jvp(
@@ -115,7 +117,7 @@ def _jvp(
 ) -> tuple[list[Any], list[Any]]:
     """Differentiates the definition."""
     moved = tuple(ad.instantiate_zeros(t) for t in tangents)
-    return jax.jvp(functools.partial(_definition, call), tuple(primals), moved)
+    return jax.jvp(call.definition, tuple(primals), moved)
 
 
 def _batched(
@@ -123,7 +125,10 @@ def _batched(
 ) -> tuple[list[Any], list[int]]:
     """Maps the program over an axis, as `jax.vmap` does; all results have it in front."""
     own = tuple(a if isinstance(a, int) else None for a in axes)
-    outputs = _kernel.bind(*leaves, call=dataclasses.replace(call, axes=(*call.axes, own)))
+    size = next(x.shape[a] for x, a in zip(leaves, own, strict=True) if a is not None)
+    results = tuple(((size, *shape), dtype) for shape, dtype in call.results)
+    mapped = dataclasses.replace(call, results=results, axes=(*call.axes, own))
+    outputs = _kernel.bind(*leaves, call=mapped)
     return outputs, [0] * len(outputs)
 
 
