@@ -17,6 +17,7 @@ from actjax._core.tokenwise import tokenwise
 from actjax._rules import Rules, check_rules, codec_of
 from actjax.codecs import Codec, Exact
 from actjax.ops import layer_norm, linear, rms_norm
+from actjax.weights.transposed import TransposedWeight
 
 Model = TypeVar("Model")
 
@@ -46,7 +47,9 @@ class _Operator:
         bias = next(rest_of) if self.bias else None
         key = jax.random.wrap_key_data(next(rest_of), impl=self.key) if self.key else None
         if self.kind == "linear":
-            return linear(x, weight.T, bias=bias, codec=self.codec, key=key, name=self.name)
+            return linear(
+                x, TransposedWeight(weight), bias=bias, codec=self.codec, key=key, name=self.name
+            )
         settings: Any = {"eps": self.eps, "codec": self.codec, "key": key, "name": self.name}
         if self.kind == "layer":
             return layer_norm(x, weight, bias, **settings)
@@ -66,6 +69,7 @@ class _Coded(eqx.Module):
     codec: Codec = eqx.field(static=True)
     code_name: str = eqx.field(static=True)
     codes: jax.Array | None
+    weight_axes = 1
 
     def __init__(
         self,
@@ -97,15 +101,25 @@ class _Coded(eqx.Module):
 class Linear(_Coded, eqx.nn.Linear):
     """`equinox.nn.Linear` that stores its input by a codec."""
 
+    weight_axes = 2
+
     def __call__(self, x: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
         """Returns `weight @ x + bias`.
 
         Args:
-          x: [in_features], as in Equinox, or [..., in_features].
+          x: [in_features], or [] for "scalar" features, as in Equinox.
           key: randomness of the encoding; by default that of the layer.
+
+        Raises:
+          ValueError: `x` has another shape.
         """
-        if self.in_features == "scalar":
-            x = jnp.broadcast_to(x, (1,))
+        shape = () if self.in_features == "scalar" else (self.in_features,)
+        if x.shape != shape:
+            raise ValueError(
+                f"`x` of Linear must be one token, {list(shape)}, got {list(x.shape)}: map the"
+                " layer over tokens by jax.vmap."
+            )
+        x = x.reshape(self.weight.shape[1:])
         x = x.astype(jnp.result_type(x, self.weight))
         y = self._compute("linear", x, self.weight, self.bias, key)
         return y[0] if self.out_features == "scalar" else y
@@ -151,8 +165,8 @@ def replace(model: Model, rules: Rules, *, key: jax.Array | None = None) -> Mode
                                        key=key)
 
     `equinox.nn.Linear` (so also those of `MLP` and `MultiheadAttention`), `LayerNorm` and `RMSNorm`
-    become their twins, with the same parameters. Subclasses of them that a library defines are left
-    alone, and so is everything else.
+    become their twins, with the same parameters; twins get another codec. Other subclasses of them
+    that a library defines are left alone, and so is everything else.
 
     Args:
       model: a pytree with layers of Equinox.
@@ -168,9 +182,12 @@ def replace(model: Model, rules: Rules, *, key: jax.Array | None = None) -> Mode
     check_rules(rules, "replace")
     changed = 0
 
+    def is_layer(x: Any) -> bool:
+        return type(x) in _TWINS or isinstance(x, _Coded)
+
     def twin(path: Any, layer: Any) -> Any:
         nonlocal changed
-        if type(layer) not in _TWINS:
+        if not is_layer(layer):
             return layer
         name = "/".join(
             str(getattr(p, "name", getattr(p, "idx", getattr(p, "key", p)))) for p in path
@@ -184,14 +201,14 @@ def replace(model: Model, rules: Rules, *, key: jax.Array | None = None) -> Mode
             )
         changed += 1
         # The constructor would draw parameters.
-        made = object.__new__(_TWINS[type(layer)])
+        made = object.__new__(_TWINS.get(type(layer), type(layer)))
         own = {"codec": codec, "code_name": name, "codes": None}
         for field in dataclasses.fields(made):
             value = own[field.name] if field.name in own else getattr(layer, field.name)
             object.__setattr__(made, field.name, value)
         return made
 
-    model = jax.tree_util.tree_map_with_path(twin, model, is_leaf=lambda x: type(x) in _TWINS)
+    model = jax.tree_util.tree_map_with_path(twin, model, is_leaf=is_layer)
     if not changed:
         raise ValueError(
             "`rules` of replace fit no layer of the model that is equinox.nn.Linear, LayerNorm or"
@@ -205,8 +222,15 @@ def with_keys(model: Model, key: jax.Array) -> Model:
 
     Args:
       model: a pytree with layers of this module.
-      key: a key of `jax.random`; each layer whose codec draws random numbers gets its own.
+      key: a key of `jax.random`; each layer whose codec draws random numbers gets its own, and a
+        stack of layers one for each. (Equinox writes `jax.random.PRNGKey`s into files, but no keys
+        of `jax.random.key`.)
+
+    Raises:
+      TypeError: `key` is no key.
     """
+    if not hasattr(key, "dtype"):
+        raise TypeError(f"`key` of with_keys must be a key of jax.random, got {key!r}.")
     number = 0
 
     def keyed(layer: Any) -> Any:
@@ -215,6 +239,10 @@ def with_keys(model: Model, key: jax.Array) -> Model:
             return layer
         number += 1
         own = jax.random.fold_in(key, number)
+        weight: Any = getattr(layer, "weight")  # noqa: B009
+        stacked = () if weight is None else weight.shape[: weight.ndim - layer.weight_axes]
+        if stacked:
+            own = jax.random.split(own, stacked)
         return eqx.tree_at(lambda one: one.codes, layer, own, is_leaf=lambda x: x is None)
 
     return jax.tree.map(keyed, model, is_leaf=lambda x: isinstance(x, _Coded))

@@ -176,6 +176,10 @@ def _compress(
     """
     words, treedef = jax.tree.flatten(key)
     inputs = [*program.consts, *arguments, *words]
+    # The custom rules of some libraries refuse to be differentiated in their data.
+    data = [not isinstance(x, Tracer) for x in inputs]
+    if fixed is not None:
+        data = [*fixed, *(True,) * len(words)]
     names = [*names, *("",) * len(words)]
     dies = [*dies, *(False,) * len(words)]
     first, last = len(program.consts), len(inputs) - len(words)
@@ -188,17 +192,12 @@ def _compress(
         if settings.remat is None:
             return _run_once(given, inputs[first:last], settings, own_key)
         return _run_segments(
-            given, inputs[first:last], dies[:last], fixed[:last], settings, settings.remat, own_key
+            given, inputs[first:last], dies[:last], data[:last], settings, settings.remat, own_key
         )
 
-    # The custom rules of some libraries refuse to be differentiated in their data.
-    if fixed is None:
-        fixed = [not isinstance(x, Tracer) for x in inputs]
-    else:
-        fixed = [*fixed, *(True,) * len(words)]
-    if all(fixed):
+    if all(data):
         return run(*inputs)
-    plan = make_plan(run, inputs, names, dies, fixed, settings, one_way)
+    plan = make_plan(run, inputs, names, dies, data, settings, one_way)
     if not plan.kept and not (one_way and plan.smooth_outputs):
         return run(*inputs)
     for i, codec in enumerate(plan.codecs):

@@ -123,7 +123,7 @@ def test_under_scan_checkpoint_and_a_mesh():
     layers = eqx.filter_vmap(lambda k: eqx.nn.Linear(32, 32, key=k))(jax.random.split(KEY, 3))
 
     def run(layers, x):
-        floats, static = eqx.partition(layers, eqx.is_inexact_array)
+        floats, static = eqx.partition(layers, eqx.is_array)
 
         def body(x, own):
             return jnp.tanh(jax.vmap(jax.vmap(eqx.combine(own, static)))(x)), None
@@ -134,11 +134,37 @@ def test_under_scan_checkpoint_and_a_mesh():
     exact = coded.replace(layers, {"": Exact()})
     want = grad(layers, X)
     assert_same(grad(exact, X), want)
+    # A stack of layers has a key for each.
+    drawing = coded.replace(exact, {"": Quantized(8, rounding="stochastic")}, key=KEY)
+    assert drawing.codes.shape == (3,)
+    assert 0 < relative_error(grad(drawing, X), want) < 0.02
     for kind in (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit):
         mesh = jax.make_mesh((3,), ("data",), axis_types=(kind,))
         with jax.set_mesh(mesh):
             placed = jax.device_put(X, jax.NamedSharding(mesh, jax.P("data")))
             assert_same(grad(exact, placed), want)
+
+
+def test_a_scanned_stack_stores_no_weight():
+    layers = eqx.filter_vmap(lambda k: eqx.nn.Linear(64, 64, key=k))(jax.random.split(KEY, 8))
+
+    def memory(layers):
+        floats, static = eqx.partition(layers, eqx.is_inexact_array)
+
+        def run(floats):
+            def body(x, own):
+                return jnp.tanh(jax.vmap(eqx.combine(own, static))(x)), None
+
+            return jnp.sum(jax.lax.scan(body, normal(0, 32, 64), floats)[0] ** 2)
+
+        return jax.jit(jax.grad(run)).lower(floats).compile().memory_analysis().temp_size_in_bytes
+
+    plain, exact, small = map(
+        memory, (layers, coded.replace(layers, Exact()), coded.replace(layers, Quantized(4)))
+    )
+    # JAX stores the input of a layer, which is the output of `tanh` before it, once.
+    assert exact <= plain + 8 * 32 * 64 * 4 + 1024
+    assert small < exact - 0.8 * 8 * 32 * 64 * 4
 
 
 def test_each_step_has_its_keys():
@@ -164,8 +190,9 @@ def test_layers_in_bfloat16_and_norms_over_several_axes():
     x = X[0].astype("bfloat16")
     assert jax.vmap(layer)(x).dtype == jax.vmap(plain)(x).dtype == jnp.float32
     assert_same(jax.vmap(layer)(x), jax.vmap(plain)(x))
-    # More than one token at once is more than Equinox takes.
-    assert_same(layer(X), jax.vmap(jax.vmap(plain))(X))
+    # Of 32 tokens Equinox computes `weight @ x`, which is something else.
+    with pytest.raises(ValueError, match=r"must be one token, \[32\], got \[32, 32\]"):
+        layer(jnp.ones((32, 32)))
     for twin, of_equinox in ((coded.LayerNorm, eqx.nn.LayerNorm), (coded.RMSNorm, eqx.nn.RMSNorm)):
         assert_same(twin((16, 32))(X[0]), of_equinox((16, 32))(X[0]))
         free = {"use_weight": False, "use_bias": False}
@@ -185,9 +212,11 @@ def test_wrong_arguments():
         coded.replace(MODEL, 4)
     layer = coded.Linear(32, 8, codec=RandomizedSVD(4), key=KEY)
     with pytest.raises(ValueError, match="key"):
-        layer(X)
+        layer(X[0, 0])
     # A key of the call comes first, as in layers with dropout.
-    assert layer(X, key=KEY).shape == (3, 16, 8)
+    assert layer(X[0, 0], key=KEY).shape == (8,)
+    with pytest.raises(TypeError, match=r"`key` of with_keys must be a key of jax.random, got 3"):
+        coded.with_keys(layer, 3)
 
 
 def test_what_is_shared_may_be_mapped_alone():
