@@ -1,5 +1,8 @@
 """actjax: train transformers that do not fit, by storing activations in a smaller form."""
 
+import importlib as _importlib
+import types as _types
+
 from actjax import optim as optim
 from actjax.codecs import Calibrated as Calibrated
 from actjax.codecs import ChannelRange as ChannelRange
@@ -58,3 +61,16 @@ from actjax.weights.frozen import FrozenWeight as FrozenWeight
 from actjax.weights.lora import LoRA as LoRA
 from actjax.weights.lora import LowRankSum as LowRankSum
 from actjax.weights.nf4 import NF4Weight as NF4Weight
+
+_BY_LIBRARY = ("flax", "equinox")
+
+
+def __getattr__(name: str) -> _types.ModuleType:
+    """Imports what needs another library: `actjax.flax` and `actjax.equinox`.
+
+    Args:
+      name: name of a module.
+    """
+    if name in _BY_LIBRARY:
+        return _importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}.")

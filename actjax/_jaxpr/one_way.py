@@ -13,33 +13,51 @@ ONE_WAY = frozenset({"io_callback", "pure_callback", "while"})
 """Operations without a reverse-mode derivative: data passes through them, gradients do not."""
 
 
-def passing_one_way(jaxpr: core.Jaxpr, outputs: dict[int, str] | None = None) -> dict[int, str]:
+def passing_one_way(
+    jaxpr: core.Jaxpr,
+    outputs: dict[int, str] | None = None,
+    differentiated: Collection[int] | None = None,
+) -> dict[int, str]:
     """Returns the inputs that pass through an operation without a derivative, with its name.
+
+    Where no gradient reaches the results of the operation, none has to pass it.
 
     Args:
       jaxpr: a program. Calls and the bodies of loops and branches are followed; functions with
         custom differentiation rules are not.
       outputs: positions of outputs that pass through such an operation later.
+      differentiated: positions of outputs that a gradient may reach; None for all.
 
     Returns:
       From the position of a floating point constant or input (constants come first) to the name of
       the operation.
     """
     found: dict[core.Var, str] = {}
+    live: set[core.Var] = set()
+
+    def is_smooth(x: Any) -> bool:
+        aval: Any = x.aval
+        return isinstance(x, core.Var) and jnp.issubdtype(aval.dtype, jnp.inexact)
+
+    def reach(variables: Sequence[Any]) -> None:
+        live.update(filter(is_smooth, variables))
 
     def mark(variables: Sequence[Any], names: dict[int, str]) -> None:
         for i, name in names.items():
-            x = variables[i]
-            aval: Any = x.aval
-            if isinstance(x, core.Var) and jnp.issubdtype(aval.dtype, jnp.inexact):
-                found.setdefault(x, name)
+            if is_smooth(variables[i]):
+                found.setdefault(variables[i], name)
 
     mark(jaxpr.outvars, outputs or {})
+    positions = range(len(jaxpr.outvars)) if differentiated is None else differentiated
+    reach([jaxpr.outvars[i] for i in positions])
     for eqn in reversed(jaxpr.eqns):
+        reached = [i for i, x in enumerate(eqn.outvars) if x in live]
+        if reached and eqn.primitive.name != "stop_gradient":
+            reach(eqn.invars)
         later = {i: found[x] for i, x in enumerate(eqn.outvars) if x in found}
         body = called(eqn)
         if eqn.primitive.name in ONE_WAY:
-            names = dict.fromkeys(range(len(eqn.invars)), eqn.primitive.name)
+            names = dict.fromkeys(range(len(eqn.invars)), eqn.primitive.name) if reached else {}
         elif eqn.primitive.name in CUSTOM_VJP:
             names = (
                 dict.fromkeys(range(len(eqn.invars)), next(iter(later.values()))) if later else {}
@@ -48,12 +66,12 @@ def passing_one_way(jaxpr: core.Jaxpr, outputs: dict[int, str] | None = None) ->
         elif eqn.primitive.name == "stop_gradient":
             names = {}
         elif eqn.primitive.name == "scan":
-            names = _through_scan(eqn, later)
+            names = _through_scan(eqn, later) if reached else {}
         elif eqn.primitive.name == "cond":
-            branches = [_without_constants(b, later) for b in branches_of(eqn)]
+            branches = [_without_constants(b, later, reached) for b in branches_of(eqn)]
             names = {i + 1: name for branch in branches for i, name in branch.items()}
         elif body is not None:
-            names = _without_constants(body, later)
+            names = _without_constants(body, later, reached)
         else:
             names = (
                 dict.fromkeys(range(len(eqn.invars)), next(iter(later.values()))) if later else {}
@@ -63,9 +81,11 @@ def passing_one_way(jaxpr: core.Jaxpr, outputs: dict[int, str] | None = None) ->
     return {i: found[x] for i, x in enumerate(known) if x in found}
 
 
-def _without_constants(body: core.ClosedJaxpr, outputs: dict[int, str]) -> dict[int, str]:
+def _without_constants(
+    body: core.ClosedJaxpr, outputs: dict[int, str], differentiated: Collection[int] | None = None
+) -> dict[int, str]:
     first = len(body.jaxpr.constvars)
-    found = passing_one_way(body.jaxpr, outputs)
+    found = passing_one_way(body.jaxpr, outputs, differentiated)
     return {i - first: name for i, name in found.items() if i >= first}
 
 

@@ -50,7 +50,10 @@ class Quantized(Codec):
       its levels, up to 2^-20 of its range. With `balance` all this is of `(x - mean) / spread`, and
       the result is multiplied by `spread`, which is at most 1. A range above the largest number of
       the dtype overflows to NaN; so do rotated values above that number over the square root of the
-      group, and balanced values above 1/64 of it.
+      group, and balanced values above 1/64 of it. A range whose scale is below 2^-126 (1.2e-38) is
+      taken for zero where the device takes such numbers for zero, as XLA's CPUs and most GPUs do:
+      then the group decodes to its lowest value. Scales have the exponents of float32, for float64
+      too.
     Devices: exchange no more than for an exact `x`, except statistics over tokens that they divide:
       d scales of channels, d norms to find outlier channels, and with `balance`, where they share a
       sequence, a mean and a deviation of each of its channels.

@@ -2,7 +2,8 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from actjax.codecs import Codec, Offloaded, Quantized
@@ -107,6 +108,31 @@ def rule_of(
         return Offloaded(stored) if offload else stored
 
     return rule
+
+
+class Labels:
+    """A rule that takes note of the arrays it is asked about."""
+
+    def __init__(self, rule: Callable[[Candidate], Codec | None], known: Collection[str]) -> None:
+        """Takes a rule, and the labels that bits were chosen for."""
+        self._rule, self._known = rule, set(known)
+        self._seen: set[str] = set()
+
+    def __call__(self, what: Candidate) -> Codec | None:
+        """Returns what the rule says."""
+        self._seen.add(what.label)
+        return self._rule(what)
+
+    def check(self, where: str) -> None:
+        """Warns if bits were chosen for arrays that the function, now traced, does not have."""
+        lost = self._known - self._seen
+        if self._seen and lost:
+            warnings.warn(
+                f"{where}: {len(lost)} of the {len(self._known)} arrays that bits were chosen for"
+                f" are not in this function, such as {min(lost)!r}. Labels name places in its code,"
+                " which has changed since, or another function was measured: measure again.",
+                stacklevel=3,
+            )
 
 
 def with_bits(codec: Quantized, bits: int) -> Quantized:

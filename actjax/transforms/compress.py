@@ -18,7 +18,7 @@ from rich.table import Table
 from actjax.codecs import Quantized
 from actjax.transforms.candidates import Candidate, Settings
 from actjax.transforms.checks import check_function
-from actjax.transforms.choice import KEEP, Choice, preferred
+from actjax.transforms.choice import KEEP, Choice, Labels, preferred
 from actjax.transforms.explain import bytes_text
 from actjax.transforms.measuring import Loss, Measuring, Memory
 from actjax.transforms.residuals import compressed_function
@@ -118,6 +118,8 @@ def compress(
         )
     limit = None if budget is None else parse_bytes(budget)
     positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in positions):
+        raise TypeError(f"`argnums` of compress must be integers, got {argnums!r}.")
     options = Options(limit, error, positions, has_aux, codec, remat, offload, memory, verbose)
     return Compressed(fun, options)
 
@@ -202,9 +204,11 @@ class Compressed:
         assert self.choice is not None
         if not self.choice.bits and not self.choice.remat:
             return self._fun(*args, **kwargs)
-        rule = self.choice.rule(self._options.codec)
+        rule = Labels(self.choice.rule(self._options.codec), self.choice.bits)
         settings = Settings(rule, remat=self.choice.remat_settings)
-        return compressed_function(self._fun, settings)(*args, **kwargs)
+        output = compressed_function(self._fun, settings)(*args, **kwargs)
+        rule.check("compress")
+        return output
 
     def measure(self, *args: Any, **kwargs: Any) -> "Compressed":
         """Measures and chooses, and returns the function itself.
@@ -215,10 +219,15 @@ class Compressed:
           **kwargs: keyword arguments of that call.
 
         Raises:
-          ValueError: the loss is not a scalar, or nothing meets the limits: the message says what
-            each way takes.
+          ValueError: the loss is not a scalar; its gradient is not finite on this batch; or nothing
+            meets the limits: the message says what each way takes.
         """
         o = self._options
+        if o.verbose:
+            Console().print(
+                "actjax.compress measures: it compiles up to seven gradients, which takes minutes"
+                " for a large model in a Python loop."
+            )
         fun = functools.partial(self._fun, **kwargs)
         measuring = Measuring(Loss(fun, args, o.argnums, o.has_aux), o.codec, o.memory)
         error = DEFAULT_ERROR if o.error is None else o.error
@@ -244,7 +253,9 @@ class Compressed:
                 stacklevel=2,
             )
         if o.verbose:
-            Console().print(self)
+            out = Console()
+            # What is written to a file has no width of its own.
+            Console(width=None if out.is_terminal else 160).print(self)
         return self
 
     def __rich__(self) -> Any:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -12,7 +14,7 @@ from actjax.codecs import Codec, Offloaded, Quantized
 from actjax.transforms.bits import Estimate, Sensitivity, allocate_bits, compression_variance
 from actjax.transforms.candidates import Candidate, Remat, Settings
 from actjax.transforms.checks import check_function
-from actjax.transforms.choice import BITS, codable
+from actjax.transforms.choice import BITS, Labels, codable
 from actjax.transforms.measuring import Loss
 from actjax.transforms.residuals import compressed_function
 
@@ -51,9 +53,12 @@ class Stored:
           **kwargs: further arguments of the loss.
         """
         codecs = {label: _codec(self.codec, bits, self.level) for label, bits in self.bits}
-        settings = Settings(lambda c: codecs.get(c.label), remat=_remat(self.level))
+        rule = Labels(lambda c: codecs.get(c.label), codecs)
+        settings = Settings(rule, remat=_remat(self.level))
         fun = functools.partial(self.fun, **kwargs)
-        return compressed_function(fun, settings, key=code_key)(*args)
+        output = compressed_function(fun, settings, key=code_key)(*args)
+        rule.check("Controller")
+        return output
 
 
 class Controller:
@@ -180,7 +185,7 @@ class Controller:
 
         Takes one gradient for each array and one more, at the highest of the choices that
         `average_bits` pays for; two gradients exist at once. It is compiled once for arguments of
-        the same shapes.
+        the same shapes. Where the gradient is not finite the bits stay, with a warning.
 
         Args:
           *args: arguments of the loss.
@@ -202,7 +207,15 @@ class Controller:
         bits = dict.fromkeys(self.arrays, max(n for n in self._choices if n <= self._average))
         if self._compiled is None or self._compiled[0] != (bits, shapes):
             self._compiled = (bits, shapes), self._measurement(loss, bits)
-        self.sensitivity = self._compiled[1](key, loss.leaves)
+        found = self._compiled[1](key, loss.leaves)
+        if not all(map(math.isfinite, found.values())):
+            warnings.warn(
+                "Controller: the gradient of this batch is not finite, so nothing was measured: the"
+                " bits stay as they are.",
+                stacklevel=2,
+            )
+            return False
+        self.sensitivity = found
         self._allocate()
         return self.stored != stored
 

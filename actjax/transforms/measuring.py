@@ -199,6 +199,12 @@ class Measuring:
         again = self._compile(self.gradient(settings), self._leaves) if remat else exact
         # The way that takes less memory computes the gradient that the others are compared with.
         self._exact = min((exact, again), key=lambda p: p.memory).run(self._leaves)
+        if not all(jnp.isfinite(g).all() for g in self._exact):
+            raise ValueError(
+                "compress: the exact gradient of the measured batch is not finite, so no error can"
+                " be measured against it: measure on a batch without nan and inf, after steps whose"
+                " loss is finite."
+            )
         yield self._with_codes("codes", None, error, False)
         if remat:
             tried = Tried("remat", again.memory, 0.0, self._recomputed(again))

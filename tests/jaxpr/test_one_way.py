@@ -34,6 +34,10 @@ def _loop(x):
             dict.fromkeys((0, 1), "while"),
         ),
         (lambda a, b: jnp.sin(a) + b, {}),
+        # No gradient reaches the results of these loops.
+        (lambda a, b: (a * lax.stop_gradient(_loop(a)), b[jnp.argmax(_loop(a), 0)]), {}),
+        (lambda a, b: a * jax.jit(lambda b: (_loop(b), jnp.sum(b)))(b)[1], {}),
+        (lambda a, b: lax.cond(True, lambda a: jnp.argmax(_loop(a)), jnp.argmin, a) + b, {}),
     ],
 )  # fmt: skip
 def test_arguments_that_pass_an_operation_without_a_derivative(fun, want):

@@ -106,6 +106,27 @@ def test_it_warns_where_many_gradients_are_zero():
         early.measure(PARAMS, X)
 
 
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+def test_a_gradient_that_is_not_finite_measures_nothing(bad):
+    fun = actjax.compress(loss, error=0.05, remat=False, verbose=False)
+    with pytest.raises(ValueError, match=r"exact gradient of the measured batch is not finite"):
+        fun.measure(PARAMS, X.at[0, 0].set(bad))
+    assert fun.choice is None
+
+
+def test_a_choice_of_other_code_warns(small):
+    def other(params, x):
+        return jnp.mean(jnp.sin(jnp.tanh(x @ params["up"][0]) @ params["down"][0]))
+
+    moved = actjax.compress(other, error=0.05)
+    moved.choice = small.choice
+    with pytest.warns(UserWarning, match=r"arrays that bits were chosen for are not in this"):
+        jax.eval_shape(jax.grad(moved), PARAMS, X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.eval_shape(jax.grad(small), PARAMS, X)
+
+
 def test_a_choice_comes_back_from_a_checkpoint(small):
     other = actjax.compress(loss, error=0.05)
     other.choice = Choice.from_dict(json.loads(json.dumps(small.choice.to_dict())))
@@ -178,6 +199,7 @@ def test_the_state_of_a_module_moves_as_in_flax_and_measuring_leaves_it_alone():
         ((loss, "4 elephants"), {}, ValueError, r"must be like '4GiB'.*'4 elephants'"),
         ((loss, -1), {}, ValueError, "positive number of bytes, got -1"),
         ((loss,), {"error": 2}, ValueError, "`error` of compress must be between 0 and 1, got 2"),
+        ((loss,), {"error": 0.1, "argnums": "p"}, TypeError, "`argnums` of compress must be"),
         ((3,), {"error": 0.1}, TypeError, "`fun` of compress must be a function, got 3"),
         (
             (loss,),

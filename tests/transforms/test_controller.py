@@ -83,6 +83,20 @@ def test_steps_measure_when_due_and_states_come_back(controller):
     assert other.sensitivity != before
 
 
+def test_a_batch_that_is_not_finite_changes_nothing(controller):
+    before = controller.state()
+    with pytest.warns(UserWarning, match=r"gradient of this batch is not finite"):
+        assert not controller.measure(WEIGHTS, X.at[0, 0].set(jnp.nan), key=KEY)
+    assert controller.state() == before
+
+
+def test_a_state_of_other_code_warns(controller):
+    other = actjax.Controller(lambda w, x: jnp.mean(jnp.sin(3 * x @ w[0]) ** 2), codec=CODEC)
+    other.restore(controller.state())
+    with pytest.warns(UserWarning, match=r"Controller: .* arrays that bits were chosen for"):
+        jax.eval_shape(jax.grad(functools.partial(other.stored, code_key=KEY)), WEIGHTS, X)
+
+
 def test_a_controller_of_segments_that_are_computed_again():
     made = actjax.Controller(scanned, 4.0, codec=CODEC, level="CB1")
     made.step(WEIGHTS, X, key=KEY)
