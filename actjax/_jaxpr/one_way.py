@@ -33,52 +33,54 @@ def passing_one_way(
       the operation.
     """
     found: dict[core.Var, str] = {}
-    live: set[core.Var] = set()
-
-    def is_smooth(x: Any) -> bool:
-        aval: Any = x.aval
-        return isinstance(x, core.Var) and jnp.issubdtype(aval.dtype, jnp.inexact)
-
-    def reach(variables: Sequence[Any]) -> None:
-        live.update(filter(is_smooth, variables))
+    live: set[Any] = set()
 
     def mark(variables: Sequence[Any], names: dict[int, str]) -> None:
         for i, name in names.items():
-            if is_smooth(variables[i]):
+            if _is_smooth(variables[i]):
                 found.setdefault(variables[i], name)
 
     mark(jaxpr.outvars, outputs or {})
     positions = range(len(jaxpr.outvars)) if differentiated is None else differentiated
-    reach([jaxpr.outvars[i] for i in positions])
+    live |= {x for i in positions if _is_smooth(x := jaxpr.outvars[i])}
     for eqn in reversed(jaxpr.eqns):
         reached = [i for i, x in enumerate(eqn.outvars) if x in live]
-        if reached and eqn.primitive.name != "stop_gradient":
-            reach(eqn.invars)
+        if not reached or eqn.primitive.name == "stop_gradient":
+            continue
+        live |= {x for x in eqn.invars if _is_smooth(x)}
         later = {i: found[x] for i, x in enumerate(eqn.outvars) if x in found}
-        body = called(eqn)
-        if eqn.primitive.name in ONE_WAY:
-            names = dict.fromkeys(range(len(eqn.invars)), eqn.primitive.name) if reached else {}
-        elif eqn.primitive.name in CUSTOM_VJP:
-            names = (
-                dict.fromkeys(range(len(eqn.invars)), next(iter(later.values()))) if later else {}
-            )
-            names |= dict.fromkeys(range(closed_over(eqn)), CLOSED_OVER)
-        elif eqn.primitive.name == "stop_gradient":
-            names = {}
-        elif eqn.primitive.name == "scan":
-            names = _through_scan(eqn, later) if reached else {}
-        elif eqn.primitive.name == "cond":
-            branches = [_without_constants(b, later, reached) for b in branches_of(eqn)]
-            names = {i + 1: name for branch in branches for i, name in branch.items()}
-        elif body is not None:
-            names = _without_constants(body, later, reached)
-        else:
-            names = (
-                dict.fromkeys(range(len(eqn.invars)), next(iter(later.values()))) if later else {}
-            )
-        mark(eqn.invars, names)
+        mark(eqn.invars, _through(eqn, later, reached))
     known = (*jaxpr.constvars, *jaxpr.invars)
     return {i: found[x] for i, x in enumerate(known) if x in found}
+
+
+def _is_smooth(x: Any) -> bool:
+    aval: Any = x.aval
+    return isinstance(x, core.Var) and jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+def _through(eqn: core.JaxprEqn, later: dict[int, str], reached: list[int]) -> dict[int, str]:
+    """Returns the inputs of an equation that pass through an operation without a derivative.
+
+    Args:
+      eqn: the equation.
+      later: its outputs that pass through such an operation later.
+      reached: its outputs that a gradient may reach.
+    """
+    if eqn.primitive.name == "scan":
+        return _through_scan(eqn, later)
+    if eqn.primitive.name == "cond":
+        branches = [_without_constants(b, later, reached) for b in branches_of(eqn)]
+        return {i + 1: name for branch in branches for i, name in branch.items()}
+    if (body := called(eqn)) is not None:
+        return _without_constants(body, later, reached)
+    every = range(len(eqn.invars))
+    if eqn.primitive.name in ONE_WAY:
+        return dict.fromkeys(every, eqn.primitive.name)
+    names = dict.fromkeys(every, next(iter(later.values()))) if later else {}
+    if eqn.primitive.name in CUSTOM_VJP:
+        names |= dict.fromkeys(range(closed_over(eqn)), CLOSED_OVER)
+    return names
 
 
 def _without_constants(

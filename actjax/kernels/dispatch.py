@@ -148,10 +148,11 @@ class Kernel:
         """Computes the function by the program, if it is asked for or fits the platform."""
         static = tuple(sorted(options.items()))
         if asked == "mosaic" and self.mosaic is not None:
-            interpret = jax.default_backend() != "tpu"
-            return _traced_once(self.mosaic.program, static, interpret, *args)
+            interpret = ("interpret", jax.default_backend() != "tpu")
+            return primitive.traced_once(self.mosaic.program, (interpret, *static), *args)
         if asked is not None:
-            return _traced_once(self.pallas, static, asked == "interpreted", *args)
+            interpret = ("interpret", asked == "interpreted")
+            return primitive.traced_once(self.pallas, (interpret, *static), *args)
         # `args` may be a part of an array that a program can take.
         takes = (self._reason(name, args, options) is None for name in ("pallas", "mosaic"))
         return primitive.call(_programs(self, *takes), static, *args)
@@ -168,12 +169,6 @@ class Kernel:
 
 _called_once = jax.jit(Kernel.call, static_argnums=(0, 1, 2))
 """The same, as a function of the traced program: equal calls share one trace and one lowering."""
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
-def _traced_once(pallas: Callable, options: tuple, interpret: bool, *args: Any) -> Any:
-    """Calls a kernel. It is jitted, so that equal calls share one trace."""
-    return pallas(*args, interpret=interpret, **dict(options))
 
 
 @functools.cache

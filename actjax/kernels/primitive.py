@@ -54,30 +54,32 @@ class _Call:
     def __repr__(self) -> str:
         return self.programs.name
 
-    def on(self, platform: str) -> Callable[..., list[jax.Array]]:
-        """Returns what a platform computes, as a function of leaves that returns leaves."""
-        program = getattr(self.programs, platform, None)
-        if program is None:
-            return self.definition
-        return self._of_leaves(functools.partial(program, **dict(self.options)))
+    def on(self, platform: str | None) -> Callable[..., list[jax.Array]]:
+        """Returns what a platform computes, as a function of leaves that returns leaves.
 
-    @property
-    def definition(self) -> Callable[..., list[jax.Array]]:
-        """What any platform computes, likewise."""
-        own = self.programs.definition
-        return self._of_leaves(functools.partial(_traced_once, own, self.options))
+        Args:
+          platform: "cuda" or "tpu"; None for any other.
+        """
+        own = None if platform is None else getattr(self.programs, platform)
+        program = self.programs.definition if own is None else own
 
-    def _of_leaves(self, program: Callable[..., Any]) -> Callable[..., list[jax.Array]]:
         def run(*leaves: jax.Array) -> list[jax.Array]:
-            return jax.tree.leaves(program(*jax.tree.unflatten(self.arguments, leaves)))
+            args = jax.tree.unflatten(self.arguments, leaves)
+            return jax.tree.leaves(traced_once(program, self.options, *args))
 
         return functools.reduce(jax.vmap, self.axes, run)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _traced_once(definition: Callable, options: tuple, *args: Any) -> Any:
-    """Computes the definition. It is jitted, so that equal calls share one trace."""
-    return definition(*args, **dict(options))
+def traced_once(program: Callable, options: tuple[tuple[str, Any], ...], *args: Any) -> Any:
+    """Returns `program(*args, **options)`. It is jitted, so that equal calls share one trace.
+
+    Args:
+      program: a function of pytrees of arrays.
+      options: its options, as sorted items of hashable values.
+      *args: its arguments.
+    """
+    return program(*args, **dict(options))
 
 
 def call(programs: Programs, options: tuple[tuple[str, Any], ...], *args: Any) -> Any:
@@ -89,7 +91,7 @@ def call(programs: Programs, options: tuple[tuple[str, Any], ...], *args: Any) -
       *args: their arguments, pytrees of arrays.
     """
     leaves, arguments = jax.tree.flatten(args)
-    results = _traced_once.eval_shape(programs.definition, options, *args)
+    results = traced_once.eval_shape(programs.definition, options, *args)
     shapes, returned = jax.tree.flatten(results)
     known = tuple((x.shape, x.dtype) for x in shapes)
     outputs = _kernel.bind(*leaves, call=_Call(programs, options, arguments, known))
@@ -117,7 +119,7 @@ def _jvp(
 ) -> tuple[list[Any], list[Any]]:
     """Differentiates the definition."""
     moved = tuple(ad.instantiate_zeros(t) for t in tangents)
-    return jax.jvp(call.definition, tuple(primals), moved)
+    return jax.jvp(call.on(None), tuple(primals), moved)
 
 
 def _batched(
@@ -132,13 +134,11 @@ def _batched(
     return outputs, [0] * len(outputs)
 
 
-def _lowered(platform: str, ctx: mlir.LoweringRuleContext, *values: Any, call: _Call) -> Any:
+def _lowered(platform: str | None, ctx: mlir.LoweringRuleContext, *values: Any, call: _Call) -> Any:
     return mlir.lower_fun(call.on(platform), multiple_results=True)(ctx, *values)
 
 
 ad.primitive_jvps[_kernel] = _jvp
 batching.primitive_batchers[_kernel] = _batched
 for _platform in ("cuda", "tpu", None):
-    mlir.register_lowering(
-        _kernel, functools.partial(_lowered, _platform or "any"), _platform, inline=False
-    )
+    mlir.register_lowering(_kernel, functools.partial(_lowered, _platform), _platform, inline=False)

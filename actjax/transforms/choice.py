@@ -129,8 +129,9 @@ class Labels:
         if self._seen and lost:
             warnings.warn(
                 f"{where}: {len(lost)} of the {len(self._known)} arrays that bits were chosen for"
-                f" are not in this function, such as {min(lost)!r}. Labels name places in its code,"
-                " which has changed since, or another function was measured: measure again.",
+                f" are not in this function, such as {min(lost)!r}. Labels name places in its code:"
+                " the code, or the shapes of the arguments, differ from what was measured. Measure"
+                " again.",
                 stacklevel=3,
             )
 

@@ -254,8 +254,9 @@ class Compressed:
             )
         if o.verbose:
             out = Console()
-            # What is written to a file has no width of its own.
-            Console(width=None if out.is_terminal else 160).print(self)
+            # Rich takes a file to be 80 columns wide, which breaks the labels into pieces.
+            has_width = out.is_terminal or out.is_jupyter
+            (out if has_width else Console(width=160)).print(self)
         return self
 
     def __rich__(self) -> Any:

@@ -15,8 +15,10 @@ from rich.table import Table
 
 from actjax._core.tags import Tag
 from actjax._jaxpr.origins import Origin, Origins
+from actjax._jaxpr.variables import is_floating
 from actjax._jaxpr.variables import nbytes as nbytes_of
 from actjax.codecs import Exact
+from actjax.transforms.opened import without_statics
 
 _ALIVE = "alive without the backward pass"
 
@@ -119,18 +121,16 @@ def explain(fun: Callable[..., Any], *args: Any) -> Explanation:
 
     Args:
       fun: any function of JAX that can be differentiated in reverse mode.
-      *args: its arguments: pytrees of arrays or of `jax.ShapeDtypeStruct`; leaves of
-        other kinds, such as functions and numbers of Python, are static.
+      *args: its arguments: pytrees of arrays or of `jax.ShapeDtypeStruct`. Leaves of other kinds,
+        such as functions and Python numbers, are static.
 
     Raises:
       ValueError: no argument has a floating point leaf.
     """
-    everything, treedef = jax.tree_util.tree_flatten_with_path(args)
-    # Modules of Equinox hold functions and text.
-    places = [i for i, (_, leaf) in enumerate(everything) if _is_array(leaf)]
-    paths = [everything[i] for i in places]
+    fun, args = without_statics(fun, args)
+    paths, treedef = jax.tree_util.tree_flatten_with_path(args)
     leaves = [leaf for _, leaf in paths]
-    floating = [i for i, leaf in enumerate(leaves) if _is_floating(leaf)]
+    floating = [i for i, leaf in enumerate(leaves) if is_floating(leaf)]
     if not floating:
         raise ValueError("no argument of `fun` has a floating point array: nothing to explain.")
 
@@ -139,11 +139,8 @@ def explain(fun: Callable[..., Any], *args: Any) -> Explanation:
             merged = list(leaves)
             for i, leaf in zip(floating, floats, strict=True):
                 merged[i] = leaf
-            given = [leaf for _, leaf in everything]
-            for i, leaf in zip(places, merged, strict=True):
-                given[i] = leaf
-            outputs = fun(*jax.tree.unflatten(treedef, given))
-            return [y for y in jax.tree.leaves(outputs) if _is_floating(y)]
+            outputs = fun(*jax.tree.unflatten(treedef, merged))
+            return [y for y in jax.tree.leaves(outputs) if is_floating(y)]
 
         return jax.tree.leaves(jax.vjp(of_floating, *(leaves[i] for i in floating))[1])
 
@@ -151,14 +148,6 @@ def explain(fun: Callable[..., Any], *args: Any) -> Explanation:
     names = [jax.tree_util.keystr(path) for path, _ in paths]
     arguments = dict(zip(jaxpr.invars, names, strict=True))
     return Explanation(tuple(sorted(_rows(jaxpr, arguments), key=lambda r: -r.exact_bytes)))
-
-
-def _is_array(x: Any) -> bool:
-    return hasattr(x, "dtype")
-
-
-def _is_floating(x: Any) -> bool:
-    return _is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _rows(jaxpr: core.Jaxpr, arguments: dict[core.Var, str]) -> Iterator[Residual]:

@@ -24,17 +24,29 @@ def open_function(fun: Callable[..., Any], args: tuple[Any, ...], where: str) ->
       ValueError: when called, if `fun` adds variables to an nnx module, or removes them.
     """
     opened = open_modules(fun, args, where)
-    leaves, treedef = jax.tree.flatten(opened.args)
+    of_arrays, arrays = without_statics(opened.fun, opened.args)
+    return Opened(of_arrays, arrays, opened.finish)
+
+
+def without_statics(
+    fun: Callable[..., Any], args: tuple[Any, ...]
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Returns a function of arrays, and its arguments: None in the place of what is not an array.
+
+    Args:
+      fun: a function of pytrees.
+      args: its arguments.
+    """
+    leaves, treedef = jax.tree.flatten(args)
     if all(map(_is_array, leaves)):
-        return opened
+        return fun, args
 
     def of_arrays(*args: Any) -> Any:
         given = treedef.flatten_up_to(args)
         merged = [y if _is_array(x) else x for x, y in zip(leaves, given, strict=True)]
-        return opened.fun(*treedef.unflatten(merged))
+        return fun(*treedef.unflatten(merged))
 
-    arrays = treedef.unflatten([x if _is_array(x) else None for x in leaves])
-    return Opened(of_arrays, arrays, opened.finish)
+    return of_arrays, treedef.unflatten([x if _is_array(x) else None for x in leaves])
 
 
 def _is_array(x: Any) -> bool:

@@ -34,7 +34,7 @@ class BitMask:
 
     def decode(self, code: tuple[jax.Array, ...]) -> jax.Array:
         """Inverse of `encode`."""
-        return unpack(code, 1, self.features).astype(bool)
+        return unpack(code, 1, self.features, fuse=True).astype(bool)
 
 
 @functools.partial(

@@ -1,6 +1,6 @@
 """Llama of EasyDeL, in Flax nnx: `pip install easydel torch` (its imports want PyTorch).
 
-pip chooses jax 0.9 for easydel 0.3.0: use an environment of its own.
+pip installs jax 0.9 with easydel 0.3.0: use a separate environment.
 """
 
 import functools
