@@ -1,6 +1,7 @@
 """Matrices held as a product of two thin factors, and norms of trees that contain them."""
 
 import dataclasses
+import sys
 from typing import Any
 
 import jax
@@ -10,13 +11,13 @@ from actjax._math.orthogonal import for_each_matrix
 from actjax._math.precision import accumulation_dtype
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class LowRank:
     """The matrix `left @ right`, [..., d, n], held as its two factors.
 
     It is a pytree, so it passes through `jit`, `scan` and `vmap`. A stack of matrices is one
-    `LowRank` with leading axes. It is not an array: call `dense()` to get one.
+    `LowRank` with leading axes. It is not an array: call `dense()` to get one. A function of optax
+    that reads the factors as if each were a gradient, as `optax.global_norm` does, is an error.
 
     Attributes:
       left: [..., d, k].
@@ -217,6 +218,47 @@ class LowRank:
 
     # Lets an array on the left defer to `__rmul__`.
     __array_ufunc__ = None
+
+
+def _flatten_with_keys(x: LowRank) -> tuple[Any, Any]:
+    (left, right), static = _flatten(x)
+    names = map(jax.tree_util.GetAttrKey, ("left", "right"))
+    return tuple(zip(names, (left, right), strict=True)), static
+
+
+def _flatten(x: LowRank) -> tuple[Any, Any]:
+    _refuse_optax()
+    return (x.left, x.right), (x.basis_name, x.orthonormal)
+
+
+def _unflatten(static: Any, factors: Any) -> LowRank:
+    return LowRank(*factors, *static)
+
+
+jax.tree_util.register_pytree_with_keys(LowRank, _flatten_with_keys, _unflatten, _flatten)
+
+
+def _refuse_optax() -> None:
+    """Raises a `TypeError` if optax takes a `LowRank` apart.
+
+    The norm of both factors is not that of the matrix, and both scaled by a half are a quarter of
+    it: optax would compute something else, without an error. A pytree cannot say so in any other
+    way than by who asks for its leaves: the nearest caller outside of JAX.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package == "optax":
+            raise TypeError(
+                f"optax's `{frame.f_code.co_name}` would read the two factors of a LowRank gradient"
+                " as two gradients, and give a wrong result. Use actjax.global_norm,"
+                " actjax.clip_by_global_norm or actjax.optim.clip_by_global_norm, give it the dense"
+                " gradient of jax.grad, or put the transform into the `inner` or `outer` of"
+                " actjax.optim.subspace."
+            )
+        if package not in ("jax", "jaxlib") and frame.f_globals is not globals():
+            return
+        frame = frame.f_back
 
 
 def is_low_rank(x: Any) -> bool:

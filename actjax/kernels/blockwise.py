@@ -8,7 +8,7 @@ the fraction within a decade, and their number selects the decade.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,8 @@ class Blockwise:
       block: values in a block; the last block of a row may be shorter. Static.
     """
 
+    arrays: ClassVar = ("codes", "scales")
+
     codes: Any
     scales: Any
     dtype: Any = dataclasses.field(metadata={"static": True})
@@ -36,7 +38,7 @@ class Blockwise:
         """Returns the array."""
         unsigned = self.codes.dtype == jnp.uint8
         index = self.codes.astype(jnp.float32)
-        unit = jnp.sign(index) * dynamic_level(jnp.abs(index), unsigned)
+        unit = jnp.sign(index) * dynamic_level(jnp.abs(index), decades(unsigned))
         return (unit * self._spread(self.scales, unit.shape)).astype(self.dtype)
 
     def encode(self, x: jax.Array) -> "Blockwise":
@@ -51,7 +53,7 @@ class Blockwise:
         x = x.astype(jnp.float32)
         scales = self._largest(jnp.abs(x))
         divisor = self._spread(jnp.where(scales > 0, scales, 1), x.shape)
-        index = dynamic_index(jnp.abs(x) / divisor, unsigned)
+        index = dynamic_index(jnp.abs(x) / divisor, decades(unsigned))
         if unsigned:
             index = jnp.where(x > 0, jnp.maximum(index, 1), index)
         signs = (x > 0).astype(index.dtype) if unsigned else jnp.sign(x)
@@ -91,14 +93,19 @@ def blockwise_zeros(
     return Blockwise(codes, scales, jnp.dtype(dtype), block)
 
 
-def dynamic_index(size: jax.Array, unsigned: bool) -> jax.Array:
-    """Returns the nearest level of magnitudes in [0, 1].
+def dynamic_index(size: jax.Array, top: int, offset: jax.typing.ArrayLike = 0.5) -> jax.Array:
+    """Returns the nearest level of magnitudes in [0, 1], or one of the two neighbours at random.
 
     Level `2^p + j`, `0 <= j < 2^p`, is `10^(p - top) (0.1 + 0.9 (j + 1) / 2^p)`: each decade has
-    twice as many levels as the decade below, the top decade 64 or 128. Level 0 is 0, the highest
+    twice as many levels as the decade below, the top decade `2^top`. Level 0 is 0, the highest
     level is 1.
+
+    Args:
+      size: the magnitudes, float32.
+      top: decades below the top one.
+      offset: uniform in [0, 1) for stochastic rounding, which keeps the mean: the levels between
+        two decades are as far apart as those above them.
     """
-    top = decades(unsigned)
     # Comparisons: on a CPU a logarithm and a power take many times longer.
     levels, inverse = jnp.float32(2**top), jnp.float32(1)
     for decade in range(1, top + 1):
@@ -107,15 +114,14 @@ def dynamic_index(size: jax.Array, unsigned: bool) -> jax.Array:
         inverse = jnp.where(is_below, 10**decade, inverse)
     fraction = (size * inverse - 0.1) / 0.9
     # At the lower end of a decade this rounds to -1: the highest level of the decade below.
-    index = levels + jnp.round(fraction * levels - 1)
+    index = levels + jnp.floor(fraction * levels - 1 + offset)
     # The lowest decade has one level, at its upper end; below it only 0 remains.
-    index = jnp.where(levels == 1, jnp.round(size * 10**top), index)
+    index = jnp.where(levels == 1, jnp.floor(size * 10**top + offset), index)
     return jnp.minimum(index, 2 * 2**top - 1)
 
 
-def dynamic_level(index: jax.Array, unsigned: bool) -> jax.Array:
-    """Returns the magnitude of levels, which are whole numbers."""
-    top = decades(unsigned)
+def dynamic_level(index: jax.Array, top: int) -> jax.Array:
+    """Returns the magnitude of levels, which are whole numbers; arguments as `dynamic_index`."""
     inverse, end = jnp.float32(1), jnp.float32(10**-top)
     for power in range(1, top + 1):
         is_above = index >= 2**power
@@ -126,5 +132,5 @@ def dynamic_level(index: jax.Array, unsigned: bool) -> jax.Array:
 
 
 def decades(unsigned: bool) -> int:
-    """Returns the number of decades below the top one: one more if no bit holds a sign."""
+    """Returns the decades below the top one in 8 bits: one more if no bit holds a sign."""
     return 7 if unsigned else 6

@@ -1,18 +1,29 @@
 """Optimizers with small states, and updates that never exist for all weights at once."""
 
 from actjax.kernels.blockwise import Blockwise as Blockwise
+from actjax.kernels.four_bit import RankOneFourBit as RankOneFourBit
+from actjax.kernels.four_bit import SignedFourBit as SignedFourBit
 from actjax.optim.adam_8bit import scale_by_adam_8bit as scale_by_adam_8bit
+from actjax.optim.apollo import ApolloState as ApolloState
+from actjax.optim.apollo import apollo as apollo
 from actjax.optim.apply import apply as apply
 from actjax.optim.apply import init as init
 from actjax.optim.apply import redraw as redraw
 from actjax.optim.eight_bit import EightBitState as EightBitState
 from actjax.optim.eight_bit import eight_bit as eight_bit
+from actjax.optim.factored import FactoredAdamState as FactoredAdamState
+from actjax.optim.factored import scale_by_factored_adam as scale_by_factored_adam
+from actjax.optim.four_bit import FourBitState as FourBitState
+from actjax.optim.four_bit import four_bit as four_bit
 from actjax.optim.in_backward import InBackward as InBackward
 from actjax.optim.in_backward import InBackwardState as InBackwardState
 from actjax.optim.in_backward import in_backward as in_backward
 from actjax.optim.layers import LayerwiseState as LayerwiseState
 from actjax.optim.moments import Moments as Moments
 from actjax.optim.projections import Side as Side
+from actjax.optim.remainders import Remainder as Remainder
+from actjax.optim.remainders import ScaledRemainder as ScaledRemainder
+from actjax.optim.remainders import SignedRemainder as SignedRemainder
 from actjax.optim.rounding import RoundedState as RoundedState
 from actjax.optim.rounding import RoundedTransformation as RoundedTransformation
 from actjax.optim.rounding import WeightRounding as WeightRounding

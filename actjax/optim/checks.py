@@ -2,7 +2,9 @@
 
 from typing import Any
 
+import jax
 import optax
+from jax.core import Tracer
 
 
 class OutermostTransformation(optax.GradientTransformationExtraArgs):
@@ -41,3 +43,19 @@ def check_callable(name: str, fun: Any) -> None:
     """Raises a `TypeError` unless `fun` can be called."""
     if not callable(fun):
         raise TypeError(f"`{name}` must be a function, got {fun!r}.")
+
+
+def raise_if(condition: jax.Array, message: str) -> None:
+    """Raises a `ValueError` if a scalar is true; in a compiled program, when that runs."""
+    if not isinstance(condition, Tracer):
+        if condition:
+            raise ValueError(message)
+        return
+
+    def fail() -> None:
+        def raise_error() -> None:
+            raise ValueError(message)
+
+        jax.debug.callback(raise_error)
+
+    jax.lax.cond(condition, fail, lambda: None)

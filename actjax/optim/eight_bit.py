@@ -5,22 +5,15 @@ each with the scale of its largest entry, and mapped to 256 levels (`actjax.kern
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import optax
 
-from actjax._core.flax import in_structure_of, register_fields, without_variables
 from actjax.codecs.base import check_positive_integer
-from actjax.kernels.blockwise import Blockwise, blockwise_zeros, is_blockwise
+from actjax.kernels.blockwise import Blockwise, blockwise_zeros
 from actjax.optim.checks import check_inner
 from actjax.optim.moments import FIRST_MOMENTS, SECOND_MOMENTS
-from actjax.optim.paths import map_state
-
-_KEPT = (optax.ScaleByRStdDevState, optax.ScaleBySM3State)
-"""States that use these field names for something else. The first subtracts the square of one field
-from the other, which leaves only rounding errors of 8 bits; in the second `nu` is a momentum."""
+from actjax.optim.stored import store_moments
 
 
 class EightBitState(NamedTuple):
@@ -74,44 +67,12 @@ def eight_bit(
     if not callable(block):
         check_positive_integer("eight_bit", "block", block)
     check_positive_integer("eight_bit", "min_size", min_size)
-    inner = optax.with_extra_args_support(inner)
 
-    def compress(fields: list[str], _: str | None, x: Any) -> Any:
-        if isinstance(x, _KEPT) or x.ndim == 0 or x.size < min_size:
-            return x
-        is_unsigned = any(field in unsigned for field in fields)
-        is_moment = is_unsigned or any(field in signed for field in fields)
-        if not is_moment or not jnp.issubdtype(x.dtype, jnp.floating):
-            return x
-        size = block(x.shape) if callable(block) else block
+    def zeros_of(shape: tuple[int, ...], dtype: Any, is_unsigned: bool) -> Blockwise:
+        size = block(shape) if callable(block) else block
         check_positive_integer("eight_bit", "block", size)
-        register_fields(Blockwise, "codes", "scales")
-        zeros = blockwise_zeros(x.shape, x.dtype, unsigned=is_unsigned, block=size)
-        # Without the barrier, XLA computes the codes of these constants while it compiles.
-        return zeros.encode(jax.lax.optimization_barrier(x))
+        return blockwise_zeros(shape, dtype, unsigned=is_unsigned, block=size)
 
-    def init(params: optax.Params) -> EightBitState:
-        params = without_variables(params)
-        state = inner.init(params)
-        return EightBitState(map_state(compress, state, params, lambda x: isinstance(x, _KEPT)))
-
-    def update(
-        updates: optax.Updates, state: EightBitState, params: Any = None, **extra: Any
-    ) -> tuple[optax.Updates, EightBitState]:
-        own = without_variables(updates), decoded(state.inner), without_variables(params)
-        changes, new = inner.update(*own, **extra)
-        return in_structure_of(changes, updates), EightBitState(encoded_like(state.inner, new))
-
-    return optax.GradientTransformationExtraArgs(init, cast(Any, update))
-
-
-def decoded(state: Any) -> Any:
-    """Returns a state with every `Blockwise` as an array."""
-    return jax.tree.map(lambda x: x.decode() if is_blockwise(x) else x, state, is_leaf=is_blockwise)
-
-
-def encoded_like(old: Any, new: Any) -> Any:
-    """Returns the arrays of `new` in the form of those in `old`."""
-    return jax.tree.map(
-        lambda a, b: a.encode(b) if is_blockwise(a) else b, old, new, is_leaf=is_blockwise
+    return store_moments(
+        inner, zeros_of, EightBitState, min_size=min_size, signed=signed, unsigned=unsigned
     )

@@ -1,46 +1,54 @@
 """Which weights are projected, on which side, and to which shape."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from actjax._core.paths import named_leaves
 from actjax._math.precision import accumulation_dtype, matmul
 from actjax.low_rank import LowRank, is_low_rank
 
-Side = Literal["input", "output", "smaller"]
+Side = Literal["input", "output", "smaller", "both"]
 
 
 class Projection(NamedTuple):
-    """How one weight is projected.
+    """How one weight is projected: to `Pᵀ G`, `G Q`, or `Pᵀ G Q`.
 
     Attributes:
-      basis_name: name of its basis.
-      on_input: whether `P` is [d, k] on the input side, rather than [n, k] on the output side.
+      input_basis: name of `P`, [..., d, k]; None if the input side is not projected.
+      output_basis: name of `Q`, [..., n, k]; None if the output side is not projected.
     """
 
-    basis_name: str
-    on_input: bool
+    input_basis: str | None
+    output_basis: str | None
 
-    def size(self, weight: Any) -> int:
-        """Returns the dimension that is projected."""
-        return weight.shape[-2 if self.on_input else -1]
+    def sizes(self, shape: Sequence[int]) -> dict[str, int]:
+        """Returns the dimension that each of the bases projects, by the name of the basis."""
+        pairs = ((self.input_basis, shape[-2]), (self.output_basis, shape[-1]))
+        return {name: size for name, size in pairs if name is not None}
 
-    def project(self, g: Any, basis: jax.Array) -> jax.Array:
-        """Returns `Pᵀ G` [..., k, n], or `G P` [..., d, k]."""
+    def project(self, g: Any, bases: Mapping[str, jax.Array]) -> jax.Array:
+        """Returns `Pᵀ G` [..., k, n], `G Q` [..., d, k], or `Pᵀ G Q` [..., k, k]."""
+        left, right = self._of(bases)
         if isinstance(g, LowRank):
-            if g.basis_name == self.basis_name and self.on_input:
+            if g.basis_name is not None and g.basis_name == self.input_basis and right is None:
                 return g.right.astype(accumulation_dtype(g.dtype))
-            if self.on_input:
-                return matmul(matmul(basis.mT, g.left), g.right)
-            return matmul(g.left, matmul(g.right, basis))
-        return matmul(basis.mT, g) if self.on_input else matmul(g, basis)
+            thin = g.left if left is None else matmul(left.mT, g.left)
+            return matmul(thin, g.right if right is None else matmul(g.right, right))
+        g = g if left is None else matmul(left.mT, g)
+        return g if right is None else matmul(g, right)
 
-    def project_back(self, n: jax.Array, basis: jax.Array) -> jax.Array:
-        """Returns `P N`, or `N Pᵀ`, [..., d, n]."""
-        return matmul(basis, n) if self.on_input else matmul(n, basis.mT)
+    def project_back(self, n: jax.Array, bases: Mapping[str, jax.Array]) -> jax.Array:
+        """Returns `P N`, `N Qᵀ`, or `P N Qᵀ`, [..., d, n]."""
+        left, right = self._of(bases)
+        n = n if right is None else matmul(n, right.mT)
+        return n if left is None else matmul(left, n)
+
+    def _of(self, bases: Mapping[str, Any]) -> tuple[Any, Any]:
+        names = self.input_basis, self.output_basis
+        left, right = (None if name is None else bases[name] for name in names)
+        return left, right
 
 
 def plan_projections(
@@ -67,35 +75,29 @@ def plan_projections(
             continue
         if leaf.ndim < 2:
             raise ValueError(f"`groups` names `{path}` of shape {leaf.shape}, which is no matrix.")
-        on_input = side == "input" or (side == "smaller" and leaf.shape[-2] <= leaf.shape[-1])
-        # The weights of an input group share a basis on the input side only.
-        plan[path] = projection = Projection(group if side == "input" else path, on_input)
-        if rank > projection.size(leaf):
-            raise ValueError(
-                f"`rank` {rank} of subspace is above {projection.size(leaf)}, the projected"
-                f" dimension of `{path}` with shape {leaf.shape}: lower it, or leave this weight"
-                " out of `groups`."
-            )
-        size = (*leaf.shape[:-2], projection.size(leaf))
-        first, expected = sizes.setdefault(projection.basis_name, (path, size))
-        if size != expected:
-            raise ValueError(
-                f"`groups` of subspace gives `{first}` and `{path}` the same basis, but their"
-                f" projected dimensions (with leading axes) are {expected} and {size}."
-            )
+        plan[path] = projection = _projection(path, leaf.shape, side, group)
+        for name, projected in projection.sizes(leaf.shape).items():
+            if rank > projected:
+                raise ValueError(
+                    f"`rank` {rank} of subspace is above {projected}, the projected dimension of"
+                    f" `{path}` with shape {leaf.shape}: lower it, or leave this weight out of"
+                    " `groups`."
+                )
+            size = (*leaf.shape[:-2], projected)
+            first, expected = sizes.setdefault(name, (path, size))
+            if size != expected:
+                raise ValueError(
+                    f"`groups` of subspace gives `{first}` and `{path}` the same basis, but their"
+                    f" projected dimensions (with leading axes) are {expected} and {size}."
+                )
     return plan
 
 
-def projected_zeros(weight: Any, projection: Projection | None, rank: int) -> jax.Array:
-    """Returns zeros with the shape of the projected gradient of a weight.
-
-    Args:
-      weight: array or shape, [..., d, n] if it is projected.
-      projection: how it is projected; None if it is not.
-      rank: k.
-    """
-    shape = weight.shape
-    if projection is not None:
-        *lead, d, n = shape
-        shape = (*lead, rank, n) if projection.on_input else (*lead, d, rank)
-    return jnp.zeros(shape, accumulation_dtype(weight.dtype))
+def _projection(path: str, shape: Sequence[int], side: Side, group: str) -> Projection:
+    # The weights of an input group share a basis on the input side only.
+    if side == "input":
+        return Projection(group, None)
+    if side == "both":
+        return Projection(path, f"{path}:output")
+    on_input = side == "smaller" and shape[-2] <= shape[-1]
+    return Projection(path, None) if on_input else Projection(None, path)

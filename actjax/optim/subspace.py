@@ -7,6 +7,9 @@ without a dense gradient and without further error. A random `P` gives CompAct (
 2025). A basis taken from factored gradients gives strategy (ii) of Wei et al. (2026), section 4.
 
 Unlike GaLore, a refresh decomposes no dense matrix (`actjax.optim.bases`).
+
+Of what the subspace leaves out, `G - P Pᵀ G`, a `remainder` can make an update without a state
+(`actjax.optim.remainders`): Fira and FRUGAL, which then need the dense gradient.
 """
 
 import dataclasses
@@ -20,15 +23,17 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from actjax._core.flax import in_structure_of, without_variables
 from actjax._core.paths import named_leaves, path_name
 from actjax._math.precision import accumulation_dtype
 from actjax.codecs.base import check_positive_integer
 from actjax.low_rank import is_low_rank
 from actjax.optim.bases import leading_basis, random_basis
-from actjax.optim.checks import check_inner
+from actjax.optim.checks import check_inner, raise_if
 from actjax.optim.layers import LayerwiseState
 from actjax.optim.moments import Moments, move_moments
-from actjax.optim.projections import Projection, Side, plan_projections, projected_zeros
+from actjax.optim.projections import Projection, Side, plan_projections
+from actjax.optim.remainders import Remainder
 from actjax.transforms.taps import Bases
 
 Source = Literal["gradient", "random"]
@@ -46,8 +51,10 @@ class SubspaceState:
         [..., n, k].
       inner: state of the inner transform, on projected gradients.
       outer: state of the outer transform.
-      must_refresh: whether `update` raises an error until `refresh` is called, as in the state that
-        `tx.init` returns. Static, so a checkpoint does not contain it.
+      next_refresh: the step in which `update` refreshes the bases itself, int32, as in the state
+        that `tx.init` returns. None if its caller refreshes them, as `actjax.optim.apply` does.
+      remainder: from the path of a projected weight to what the remainder keeps of it; empty
+        without one.
     """
 
     step: Any
@@ -55,7 +62,8 @@ class SubspaceState:
     bases: dict[str, Any]
     inner: Any
     outer: Any
-    must_refresh: bool = dataclasses.field(default=False, metadata={"static": True})
+    next_refresh: Any = None
+    remainder: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -72,11 +80,12 @@ class Subspace:
       source: where bases come from.
       side: which side of a weight is projected.
       groups: from the path of a projected weight to the name of its input group.
+      remainder: what is made of the rest of a gradient; None drops it.
       bits: what `x P` is stored in.
       seed: seed of random bases and sketches.
     """
 
-    inner: optax.GradientTransformation
+    inner: optax.GradientTransformationExtraArgs
     outer: optax.GradientTransformationExtraArgs
     rank: int
     gap: int
@@ -85,13 +94,23 @@ class Subspace:
     source: Source
     side: Side
     groups: Mapping[str, str] | None
+    remainder: Remainder | None
     bits: int
     seed: int
 
     def __post_init__(self) -> None:
-        for name, smallest in (("rank", 1), ("gap", 1), ("seed", 0)):
-            check_positive_integer("subspace", name, getattr(self, name), minimum=smallest)
-        if not isinstance(self.scale, numbers.Real) or not 0 < self.scale < math.inf:
+        for name, smallest in (("rank", 1), ("gap", 1), ("seed", 0), ("bits", 1)):
+            value = getattr(self, name)
+            if isinstance(value, jax.Array):
+                raise ValueError(
+                    f"`{name}` of subspace must be a Python integer, got an array. Under"
+                    " optax.inject_hyperparams pass"
+                    ' `static_args=("rank", "gap", "bits", "seed")`.'
+                )
+            check_positive_integer("subspace", name, value, minimum=smallest)
+        # An array comes from optax.inject_hyperparams, and its value is not known.
+        is_positive = isinstance(self.scale, numbers.Real) and 0 < self.scale < math.inf
+        if not is_positive and not isinstance(self.scale, jax.Array):
             raise ValueError(
                 f"`scale` of subspace must be a finite number above 0, got {self.scale!r}."
             )
@@ -109,38 +128,53 @@ class Subspace:
                     f"`{name}` of subspace must be one of {get_args(known)}: {value!r}."
                 )
         Bases({}, self.bits)  # Raises an error for unknown bits.
+        if self.remainder is None:
+            return
+        if not isinstance(self.remainder, Remainder):
+            raise TypeError(
+                "`remainder` of subspace must be an actjax.optim.Remainder, such as"
+                f" ScaledRemainder(), got {self.remainder!r}."
+            )
+        if self.side == "both":
+            raise ValueError(
+                "`remainder` of subspace has no meaning with side='both', which projects columns"
+                " too: use 'smaller', 'input' or 'output'."
+            )
 
     def init(self, params: Any) -> SubspaceState:
-        """Returns the first state of the plain optax transform, which `refresh` must complete."""
+        """Returns the first state of the plain optax transform, which refreshes itself."""
+        params = without_variables(params)
         self.check_groups(params)
         state = self.init_from(params, jax.random.key(self.seed))
-        return dataclasses.replace(state, must_refresh=True)
+        return dataclasses.replace(state, next_refresh=jnp.zeros((), jnp.int32))
 
     def init_from(self, params: Any, key: jax.Array) -> SubspaceState:
         """Returns the first state of a part of the parameters, such as one layer.
 
-        Its caller, `actjax.optim.init`, also runs the refreshes, so `update` takes it as it is.
+        Its caller, `actjax.optim.init`, also runs the refreshes.
 
         Args:
           params: the part, in the structure of all parameters.
           key: key of its random bases and sketches.
         """
         projections = self._plan(params)
-        bases = {}
+        bases, remainder = {}, {}
         for path, leaf in _by_path(params).items():
-            p = projections.get(path)
-            if p is None or p.basis_name in bases:
+            if path not in projections:
                 continue
-            drawn = _fold_name(key, p.basis_name)
-            shape = (*leaf.shape[:-2], p.size(leaf), self.rank)
-            # Orthonormal if it is only a placeholder until the first gradient.
-            basis = random_basis(drawn, shape, orthonormal=self.source == "gradient")
-            bases[p.basis_name] = basis.astype(leaf.dtype)
-        small = _map_by_path(
-            lambda path, w: projected_zeros(w, projections.get(path), self.rank), params
-        )
+            for name, size in projections[path].sizes(leaf.shape).items():
+                # Orthonormal if it is only a placeholder until the first gradient.
+                placeholder = self.source == "gradient"
+                if name not in bases:
+                    drawn, shape = _fold_name(key, name), (*leaf.shape[:-2], size, self.rank)
+                    basis = random_basis(drawn, shape, orthonormal=placeholder)
+                    bases[name] = basis.astype(leaf.dtype)
+            if self.remainder is not None:
+                remainder[path] = self.remainder.init(leaf.shape)
+        small = self._projected(params, bases, projections)
         step, words = jnp.zeros((), jnp.int32), jax.random.key_data(key)
-        return SubspaceState(step, words, bases, self.inner.init(small), self.outer.init(params))
+        states = self.inner.init(small), self.outer.init(params)
+        return SubspaceState(step, words, bases, *states, remainder=remainder)
 
     def check_groups(self, params: Any) -> None:
         """Raises a `ValueError` if `groups` names a weight that is not in the parameters."""
@@ -156,39 +190,79 @@ class Subspace:
     ) -> tuple[Any, SubspaceState]:
         """Returns full-space updates and the next state, as the `update` of an optax transform.
 
+        A state of `tx.init` is refreshed here where that is due.
+
         Raises:
-          ValueError: a state from `tx.init` that was never refreshed.
+          ValueError: a refresh is due, but the gradient was taken in the bases. With the state of
+            a compiled step, this error is raised when the step runs.
         """
-        if state.must_refresh:
-            raise ValueError(_never_refreshed(self))
-        projections = self._plan(updates)
-
-        def project(path: str, g: Any) -> Any:
-            p = projections.get(path)
-            if p is None:
-                g = g.dense() if is_low_rank(g) else g
-                return g.astype(accumulation_dtype(g.dtype))
-            return p.project(g, state.bases[p.basis_name])
-
-        def project_back(path: str, n: jax.Array) -> jax.Array:
-            p = projections.get(path)
-            return n if p is None else self.scale * p.project_back(n, state.bases[p.basis_name])
-
-        small, inner = self._update_inner(_map_by_path(project, updates), state.inner)
-        full = _map_by_path(project_back, small)
+        grads, params = without_variables(updates), without_variables(params)
+        projections = self._plan(grads)
+        if state.next_refresh is not None:
+            state = self._refreshed_if_due(grads, state)
+        small = self._projected(grads, state.bases, projections)
+        seen = None if params is None else self._projected(params, state.bases, projections)
+        adapted, inner = self.inner.update(small, state.inner, seen, **extra)
+        full, remainder = self._full(grads, small, adapted, state, projections)
         full, outer = self.outer.update(full, state.outer, params, **extra)
-        return full, dataclasses.replace(state, step=state.step + 1, inner=inner, outer=outer)
+        state = dataclasses.replace(
+            state, step=state.step + 1, inner=inner, outer=outer, remainder=remainder
+        )
+        return in_structure_of(full, updates), state
 
-    def _update_inner(self, projected: Any, state: Any) -> tuple[Any, Any]:
-        try:
-            return self.inner.update(projected, state)
-        except (TypeError, ValueError) as error:
-            if "params" in str(error):
-                error.add_note(
-                    "`inner` of subspace gets projected gradients and no parameters: a transform"
-                    " that reads parameters, such as weight decay, belongs in `outer`."
-                )
-            raise
+    def _refreshed_if_due(self, grads: Any, state: SubspaceState) -> SubspaceState:
+        due = state.step >= state.next_refresh
+        in_bases = [path for path, g in _by_path(grads).items() if _is_in_basis(g)]
+        if in_bases:
+            raise_if(due, _needs_refresh(self, in_bases[0]))
+            return state
+        given = None if self.source == "random" else grads
+        return jax.lax.cond(due, lambda: self.refresh(given, state, _shapes(grads)), lambda: state)
+
+    def _projected(self, tree: Any, bases: dict[str, Any], plan: dict[str, Projection]) -> Any:
+        """Returns gradients or parameters in the subspace, in float32 or float64."""
+
+        def project(path: str, x: Any) -> Any:
+            if path in plan:
+                return plan[path].project(x, bases)
+            x = x.dense() if is_low_rank(x) else x
+            return x.astype(accumulation_dtype(x.dtype))
+
+        return _map_by_path(project, tree)
+
+    def _full(
+        self,
+        grads: Any,
+        small: Any,
+        adapted: Any,
+        state: SubspaceState,
+        plan: dict[str, Projection],
+    ) -> tuple[Any, dict[str, Any]]:
+        """Returns full-space updates, and what the remainder keeps for the next step.
+
+        Args:
+          grads: gradient.
+          small: gradient in the subspace.
+          adapted: what the inner transform made of it.
+          state: the state.
+          plan: the projections.
+        """
+        gradients, projected, kept = _by_path(grads), _by_path(small), dict(state.remainder)
+
+        def back(path: str, n: jax.Array) -> jax.Array:
+            if path not in plan:
+                return n
+            projection = plan[path]
+            update = self.scale * projection.project_back(n, state.bases)
+            if self.remainder is None:
+                return update
+            g, r = _dense(path, gradients[path]), projected[path]
+            rest = g - projection.project_back(r, state.bases)
+            axis = -2 if projection.input_basis is not None else -1
+            more, kept[path] = self.remainder.update(rest, r, n, axis, state.remainder[path])
+            return update + more
+
+        return _map_by_path(back, adapted), kept
 
     def refresh(self, grads: Any, state: SubspaceState, params: Any) -> SubspaceState:
         """Returns the state with new bases.
@@ -210,6 +284,7 @@ class Subspace:
                 if self.source == "random"
                 else "`grads` of refresh is None: new bases are taken from the gradient."
             )
+        grads, params = without_variables(grads), without_variables(params)
         projections = self._plan(params)
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step + 1)
         if self.source == "random":
@@ -219,12 +294,9 @@ class Subspace:
             }
         else:
             new = self._leading_bases(grads, state.bases, projections, key)
-        changed = {
-            path: (p, state.bases[p.basis_name], new[p.basis_name])
-            for path, p in projections.items()
-        }
-        inner = move_moments(self.moments, state.inner, params, changed)
-        return dataclasses.replace(state, bases=new, inner=inner, must_refresh=False)
+        inner = move_moments(self.moments, state.inner, params, projections, state.bases, new)
+        due = None if state.next_refresh is None else state.step + self.gap
+        return dataclasses.replace(state, bases=new, inner=inner, next_refresh=due)
 
     def _leading_bases(
         self, grads: Any, old: dict[str, Any], projections: dict[str, Projection], key: jax.Array
@@ -237,8 +309,11 @@ class Subspace:
                     f"the gradient of `{path}` was taken in the basis that is to be replaced: take"
                     " the gradient of a refresh step without `bases`."
                 )
-            if (p := projections.get(path)) is not None:
-                members.setdefault(p.basis_name, []).append(g if p.on_input else g.mT)
+            if (p := projections.get(path)) is None:
+                continue
+            for name, side in ((p.input_basis, g), (p.output_basis, g.mT)):
+                if name is not None:
+                    members.setdefault(name, []).append(side)
         new = {}
         for name, basis in old.items():
             found = leading_basis(members[name], self.rank, _fold_name(key, name), name)
@@ -249,12 +324,14 @@ class Subspace:
         return new
 
     def bases(self, state: Any) -> Bases:
-        """Returns the bases that linear inputs are stored in: none unless `side` is "input".
+        """Returns the bases that linear inputs are stored in.
+
+        None unless `side` is "input", and none with a remainder, which takes the whole gradient.
 
         Args:
           state: what `init`, `refresh`, `actjax.optim.init` or `actjax.optim.apply` returned.
         """
-        if self.side != "input":
+        if self.side != "input" or self.remainder is not None:
             return Bases({}, self.bits)
         if isinstance(state, LayerwiseState):
             return self._bases({**state.layers.bases, **state.rest.bases})
@@ -275,8 +352,9 @@ class Subspace:
 class SubspaceTransformation(optax.GradientTransformationExtraArgs):
     """The optax transform of a `Subspace`, whose methods `init` and `update` are.
 
-    `optax.chain` and other wrappers return a transform without the attributes below: keep the
-    `SubspaceTransformation` to call `refresh` and `bases` on its part of their state.
+    `optax.chain` and other wrappers return a transform without the attributes below, and need none
+    of them: the state says when it is refreshed. To call `refresh` and `bases` on its part of their
+    state, keep the `SubspaceTransformation`.
     """
 
     @property
@@ -314,6 +392,7 @@ def subspace(
     side: Side = "input",
     groups: Mapping[str, str] | None = None,
     outer: optax.GradientTransformation | None = None,
+    remainder: Remainder | None = None,
     bits: int = 16,
     seed: int = 0,
 ) -> SubspaceTransformation:
@@ -341,16 +420,19 @@ def subspace(
     For random bases, a refresh step is an ordinary step after
     `state = actjax.optim.redraw(tx, state, params)`.
 
-    As a plain optax transform, nothing refreshes the bases on its own: `update` raises an error for
-    the state of `tx.init` until `state = tx.refresh(grads, state, params)` has been called. Call it
-    before the first update, and again every `gap` steps.
+    As a plain optax transform, with `jax.grad` and in `optax.chain` or any other wrapper of optax,
+    it takes dense gradients and refreshes its bases itself, in the first update and every `gap`
+    updates, within `lax.cond`. If gradients are taken in its bases there, call
+    `state = tx.refresh(grads, state, params)` where a refresh is due: `update` raises an error
+    otherwise.
 
     Args:
-      inner: a transform of gradients alone, such as `optax.scale_by_adam()`, or
-        `eight_bit(optax.scale_by_adam())`. It gets float32 (or float64) arrays, [..., k, n] for
-        weights that are projected on the input side, and no parameters.
+      inner: a transform, such as `optax.scale_by_adam()`, or `eight_bit(optax.scale_by_adam())`. It
+        gets gradients and parameters in the subspace, float32 (or float64): `Pᵀ G` and `Pᵀ W`,
+        [..., k, n], for weights that are projected on the input side.
       rank: k.
-      gap: steps between two refreshes (GaLore's T). The training loop runs the refresh steps.
+      gap: steps between two refreshes (GaLore's T). With `actjax.optim.apply` the training loop
+        runs the refresh steps.
       scale: α.
       moments: what a refresh does to the moments of `inner`: "keep" leaves them unchanged (GaLore),
         "reset" sets them to zero, and "rotate" maps them to the new basis: first moments by
@@ -359,12 +441,17 @@ def subspace(
       source: "gradient" takes the leading singular vectors of the gradient of a refresh step, on
         the projected side; "random" draws `N(0, 1/k)` from the seed anew at each refresh (CompAct).
       side: which side of a weight [d, n] is projected. "input" shares a basis among the weights of
-        an input group, and activations can be stored in it; "smaller" is GaLore's choice.
+        an input group, and activations can be stored in it; "smaller" is GaLore's choice. "both"
+        projects to `Pᵀ G Q`, [..., k, k] (GaLore, Definition 3.4).
       groups: from the path of each projected weight to the name of its input group, as
         `actjax.input_groups` returns it. None projects every array with two axes that `init` gets,
         each in its own basis, for dense gradients.
       outer: a transform of the full-space updates, such as
         `optax.chain(optax.add_decayed_weights(0.1), optax.scale_by_learning_rate(1e-3))`.
+      remainder: what is made of the part of a gradient that the subspace leaves out:
+        `ScaledRemainder` (Fira), `SignedRemainder` (FRUGAL), or None, which drops it. It takes the
+        dense gradient of a weight, and so `jax.grad` or `in_backward`, without inputs stored in the
+        subspace.
       bits: what `x P` is stored in under `actjax.value_and_grad`: 16 for the dtype of `x`, or 8.
       seed: seed of random bases and sketches.
 
@@ -373,13 +460,13 @@ def subspace(
       ValueError: an argument out of range, or a transform that rounds weights; at `init`, a rank
         above a projected dimension, a name in `groups` that is not a parameter, or weights with
         different numbers of rows in one input group; at `refresh`, a gradient taken in the bases
-        that are to be replaced; at `update`, a state of `tx.init` that was never refreshed.
+        that are to be replaced; at `update`, such a gradient where a refresh is due.
     """
     check_inner("subspace", "inner", inner)
     if outer is not None:
         check_inner("subspace", "outer", outer)
     settings = Subspace(
-        inner=inner,
+        inner=optax.with_extra_args_support(inner),
         outer=optax.with_extra_args_support(outer or optax.identity()),
         rank=rank,
         gap=gap,
@@ -388,22 +475,52 @@ def subspace(
         source=source,
         side=side,
         groups=groups,
+        remainder=remainder,
         bits=bits,
         seed=seed,
     )
     return SubspaceTransformation(cast(Any, settings.init), cast(Any, settings.update))
 
 
-def _never_refreshed(settings: Subspace) -> str:
+def _needs_refresh(settings: Subspace, path: str) -> str:
     grads = "None" if settings.source == "random" else "grads"
+    how = (
+        "before the gradient is taken"
+        if settings.source == "random"
+        else "with a gradient that was taken without `bases`"
+    )
     return (
-        "the bases of subspace were never refreshed. Train with `state = actjax.optim.init(tx,"
-        " params)` and `actjax.optim.apply(tx, grads, state, params)`, with `refresh=True` (for"
-        " random bases, `actjax.optim.redraw` before it) in the first step and every"
-        f" {settings.gap} steps (`gap`). Or, to run it as a plain optax transform, call"
-        f" `state = tx.refresh({grads}, state, params)` before the first update and every"
-        f" {settings.gap} steps; within optax.chain or another wrapper, on the state of the"
-        " subspace."
+        f"a refresh of the subspace is due, but the gradient of `{path}` was taken in its bases:"
+        f" call `state = tx.refresh({grads}, state, params)` {how}, in the first step and every"
+        f" {settings.gap} steps (`gap`); within optax.chain or another wrapper, on the state of the"
+        " subspace. Or train with `state = actjax.optim.init(tx, params)` and"
+        " `actjax.optim.apply(tx, grads, state, params, refresh=...)`. With dense gradients, those"
+        " of jax.grad, it refreshes itself."
+    )
+
+
+def _is_in_basis(g: Any) -> bool:
+    return is_low_rank(g) and g.basis_name is not None
+
+
+def _dense(path: str, g: Any) -> jax.Array:
+    """Returns the whole gradient of a weight, float32 or float64.
+
+    Raises:
+      ValueError: it was taken in a basis, so that the rest of it is not known.
+    """
+    if _is_in_basis(g):
+        raise ValueError(
+            f"the gradient of `{path}` was taken in the basis of the subspace, which leaves no"
+            " remainder: take it without `bases`, with jax.grad or in actjax.optim.in_backward."
+        )
+    g = g.dense() if is_low_rank(g) else g
+    return g.astype(accumulation_dtype(g.dtype))
+
+
+def _shapes(grads: Any) -> Any:
+    return jax.tree.map(
+        lambda g: jax.ShapeDtypeStruct(g.shape, g.dtype), grads, is_leaf=is_low_rank
     )
 
 

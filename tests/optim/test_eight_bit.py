@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import actjax
 from actjax.kernels.blockwise import is_blockwise
 from actjax.optim import EightBitState, eight_bit
-from actjax.optim.eight_bit import decoded, encoded_like
+from actjax.optim.codes import decoded, encoded_like
 from train.checkpoint import Checkpoints
 from train.sharding import make_mesh, state_shardings
 

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from actjax.optim import eight_bit
-from actjax.optim.eight_bit import decoded
+from actjax.optim.codes import decoded
 
 RATE = 1e-2
 

@@ -11,7 +11,7 @@ from optim.optim_oracles import rotate_moments, top_left_singular_vectors
 from optim.projected import first_state, normal, subspace
 
 from actjax import LowRank, optim
-from actjax.optim.eight_bit import decoded
+from actjax.optim.codes import decoded
 
 # Updates before the first refresh.
 

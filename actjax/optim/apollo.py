@@ -1,0 +1,194 @@
+"""APOLLO: Adam's step sizes from a random projection of the gradient, applied to the gradient.
+
+Zhu et al., "APOLLO: SGD-like Memory, AdamW-level Performance" (2024, arXiv 2412.05270), Algorithm
+1: what Adam does to a gradient is mostly to scale its channels, and norms of channels survive a
+random projection. So Adam runs on `R = Pᵀ G`, with moments of rank k, and column `j` of the
+gradient itself is scaled by `‖ψ(R)_:j‖ / ‖R_:j‖`. The update is full-rank, and no basis is computed
+or stored.
+"""
+
+import math
+import zlib
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, cast, get_args
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from actjax._core.flax import in_structure_of, without_variables
+from actjax._core.paths import named_leaves
+from actjax._math.precision import accumulation_dtype, matmul
+from actjax.codecs.base import check_positive_integer
+from actjax.low_rank import is_low_rank
+from actjax.optim.bases import random_basis
+from actjax.optim.checks import check_callable, check_inner
+from actjax.optim.remainders import check_growth, limit_growth, step_size
+
+Granularity = Literal["channel", "tensor"]
+
+
+class ApolloState(NamedTuple):
+    """State of `apollo`.
+
+    Attributes:
+      step: number of updates taken, int32.
+      inner: state of the inner transform, on projected gradients.
+      norms: norm of the last update of each scaled weight, [...] float32, by its path.
+    """
+
+    step: Any
+    inner: Any
+    norms: dict[str, Any]
+
+
+def apollo(
+    inner: optax.GradientTransformation,
+    rank: int = 256,
+    *,
+    gap: int = 200,
+    scale: float = 1.0,
+    granularity: Granularity = "channel",
+    limit: float = 1.01,
+    weights: Callable[[str], bool] | None = None,
+    seed: int = 0,
+) -> optax.GradientTransformationExtraArgs:
+    """Returns APOLLO, and with `rank=1, granularity="tensor"` APOLLO-Mini (section 4.2).
+
+    A weight [d, n] is projected on its smaller side, and its channels are the entries of the larger
+    one. The projection has entries `N(0, 1/k)`. It is drawn from the seed where it is used and
+    drawn anew every `gap` steps, so that none is stored. It takes dense gradients: those of
+    jax.grad, or of one layer within `in_backward`.
+
+        tx = optax.chain(
+            actjax.optim.apollo(optax.scale_by_adam(), rank=256),
+            optax.add_decayed_weights(0.1),
+            optax.scale_by_learning_rate(1e-2),
+        )
+
+    State: that of `inner` on [k, n], and one float32 for each weight.
+
+    Args:
+      inner: a transform of gradients, such as `optax.scale_by_adam()`, or `eight_bit` of it. Other
+        parameters than the scaled weights get its update in full space. It gets no parameters.
+      rank: k. Weights with a smaller side below it are an error.
+      gap: steps in which the projection stays the same.
+      scale: α, a factor of the updates of the scaled weights. A projection of rank k makes the
+        scaling smaller by about the root of k over the projected dimension, which α makes up for.
+      granularity: "channel" has a step size for each channel, "tensor" one for each weight.
+      limit: largest growth of the norm of an update from one step to the next (as in Fira); inf for
+        none.
+      weights: from the path of an array, such as "layers.q", to whether it is a scaled weight; by
+        default those with two axes are.
+      seed: seed of the projections.
+
+    Raises:
+      TypeError: `inner` is not a transform.
+      ValueError: an argument out of range; at `init`, a weight that is no matrix or smaller than
+        `rank`; at `update`, a factored gradient.
+    """
+    check_inner("apollo", "inner", inner)
+    for name, value, smallest in (("rank", rank, 1), ("gap", gap, 1), ("seed", seed, 0)):
+        check_positive_integer("apollo", name, value, minimum=smallest)
+    if not isinstance(scale, int | float) or not 0 < scale < math.inf:
+        raise ValueError(f"`scale` of apollo must be a finite number above 0, got {scale!r}.")
+    if granularity not in get_args(Granularity):
+        raise ValueError(
+            f"`granularity` of apollo must be one of {get_args(Granularity)}: {granularity!r}."
+        )
+    if weights is not None:
+        check_callable("weights", weights)
+    check_growth("apollo", limit)
+    inner = optax.with_extra_args_support(inner)
+
+    def projected(tree: Any, step: jax.Array) -> Any:
+        """Returns the gradients in the subspace, and the others in full space."""
+        chosen = _chosen(tree, weights, rank)
+        key = jax.random.fold_in(jax.random.key(seed), step // gap)
+
+        def project(name: str, g: jax.Array) -> jax.Array:
+            g = g.astype(accumulation_dtype(g.dtype))
+            if name not in chosen:
+                return g
+            on_input = _projects_input(g.shape)
+            size = g.shape[-2 if on_input else -1]
+            drawn = jax.random.fold_in(key, zlib.crc32(name.encode()))
+            p = random_basis(drawn, (size, rank)).astype(g.dtype)
+            return matmul(p.T, g) if on_input else matmul(g, p)
+
+        return _map_named(project, tree)
+
+    def init(params: optax.Params) -> ApolloState:
+        params = without_variables(params)
+        step = jnp.zeros((), jnp.int32)
+        shapes = jax.eval_shape(projected, params, step)
+        small = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        leaves = named_leaves(params)
+        chosen = _chosen(params, weights, rank)
+        norms = {name: jnp.zeros(leaves[name].shape[:-2], jnp.float32) for name in sorted(chosen)}
+        return ApolloState(step, inner.init(small), norms)
+
+    def update(
+        updates: optax.Updates, state: ApolloState, params: Any = None, **extra: Any
+    ) -> tuple[optax.Updates, ApolloState]:
+        del params
+        grads, norms = without_variables(updates), dict(state.norms)
+        _check_dense(grads)
+        small = projected(grads, state.step)
+        adapted, new = inner.update(small, state.inner, None, **extra)
+        gradients, before = named_leaves(grads), named_leaves(small)
+
+        def scaled(name: str, n: jax.Array) -> jax.Array:
+            if name not in norms:
+                return n
+            g, r = gradients[name].astype(n.dtype), before[name]
+            one = -2 if _projects_input(g.shape) else -1
+            sizes = step_size(r, n, (one,) if granularity == "channel" else (-2, -1))
+            changed, norms[name] = limit_growth(scale * g * sizes, state.norms[name], limit)
+            return changed
+
+        changes = _map_named(scaled, adapted)
+        return in_structure_of(changes, updates), ApolloState(state.step + 1, new, norms)
+
+    return optax.GradientTransformationExtraArgs(cast(Any, init), cast(Any, update))
+
+
+def _projects_input(shape: tuple[int, ...]) -> bool:
+    return shape[-2] <= shape[-1]
+
+
+def _map_named(fun: Any, tree: Any) -> Any:
+    leaves = named_leaves(tree)
+    treedef = jax.tree.structure(tree)
+    return treedef.unflatten([fun(name, x) for name, x in leaves.items()])
+
+
+def _chosen(tree: Any, weights: Callable[[str], bool] | None, rank: int) -> set[str]:
+    """Returns the paths of the scaled weights.
+
+    Raises:
+      ValueError: one of them is no matrix, or smaller than the rank.
+    """
+    leaves = named_leaves(tree)
+    chosen = {
+        name for name, x in leaves.items() if (x.ndim == 2 if weights is None else weights(name))
+    }
+    for name in sorted(chosen):
+        shape = tuple(leaves[name].shape)
+        if len(shape) < 2:
+            raise ValueError(f"`weights` of apollo chooses `{name}` of shape {shape}: no matrix.")
+        if rank > min(shape[-2:]):
+            raise ValueError(
+                f"`rank` {rank} of apollo is above {min(shape[-2:])}, the smaller side of `{name}`"
+                f" with shape {shape}: lower it, or leave this weight out of `weights`."
+            )
+    return chosen
+
+
+def _check_dense(grads: Any) -> None:
+    for name, g in named_leaves(grads, is_leaf=is_low_rank).items():
+        if is_low_rank(g):
+            raise ValueError(
+                f"apollo scales the gradient itself, but that of `{name}` is factored: take it with"
+                " jax.grad, or in actjax.optim.in_backward with codecs that are not factored."
+            )

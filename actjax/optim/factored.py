@@ -1,0 +1,152 @@
+"""Adam with a factored second moment: the mean of each row and of each column of a matrix.
+
+Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (2018), sections
+3 and 4: the second moment of a matrix [d, n] is replaced by the product of its row means and its
+column means over its mean, d + n numbers instead of d n. The first moment, the bias correction and
+the constant decays are those of Adam, so that learning rates carry over.
+"""
+
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from actjax._core.flax import in_structure_of, without_variables
+from actjax._core.paths import named_leaves
+from actjax._math.precision import accumulation_dtype
+
+
+class FactoredAdamState(NamedTuple):
+    """State of `scale_by_factored_adam`.
+
+    Attributes:
+      count: number of updates, int32.
+      mu: first moments, in the structure of the parameters; None if `b1` is 0.
+      rows: means of the squares of each row, [..., d, 1], in the structure of the parameters; the
+        whole second moment of parameters without a factored one.
+      columns: means of the squares of each column, [..., 1, n], by the path of a parameter with a
+        factored second moment.
+    """
+
+    count: Any
+    mu: Any
+    rows: Any
+    columns: dict[str, Any]
+
+
+def scale_by_factored_adam(
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    *,
+    eps_squared: float = 1e-30,
+    factored: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Returns Adam whose second moments of matrices are factored (Adafactor, Algorithm 4).
+
+    With `s = g² + eps_squared`, `r <- b2 r + (1 - b2) mean_j(s)` and `c <- b2 c + (1 - b2)
+    mean_i(s)`, the second moment is `v_ij = r_i c_j / mean(r)`. It is exact for a matrix of rank
+    one, and the sums of its rows and of its columns are exact. The update is that of Adam.
+
+    State: that of the first moment, and d + n numbers for a matrix [d, n]. Wrap it in `eight_bit`
+    or `four_bit` to store the first moment in few bits; with `b1=0` there is none.
+
+    Args:
+      b1: decay of the first moment; 0 for none.
+      b2: decay of the second moment.
+      eps: added to its root.
+      eps_squared: added to squares, so that a row of zeros divides by no zero.
+      factored: which parameters have a factored second moment: a tree of bool in their structure,
+        or a function from the parameters to one. By default those with two or more axes.
+
+    Raises:
+      ValueError: a decay outside [0, 1), a negative `eps`, an `eps_squared` of 0; at `init`, a
+        factored moment of a parameter with fewer than two axes.
+    """
+    for name, decay in (("b1", b1), ("b2", b2)):
+        if not 0 <= decay < 1:
+            raise ValueError(
+                f"`{name}` of scale_by_factored_adam must be in [0, 1), got {decay!r}."
+            )
+    if not eps >= 0:
+        raise ValueError(f"`eps` of scale_by_factored_adam must be >= 0, got {eps!r}.")
+    if not eps_squared > 0:
+        raise ValueError(
+            f"`eps_squared` of scale_by_factored_adam must be above 0, got {eps_squared!r}:"
+            " the mean of a gradient of zeros divides."
+        )
+
+    def init(params: optax.Params) -> FactoredAdamState:
+        params = without_variables(params)
+        which = _which(params, factored)
+        names = jax.tree.unflatten(jax.tree.structure(params), named_leaves(params))
+
+        def zeros(shape: tuple[int, ...], x: Any) -> jax.Array:
+            return jnp.zeros(shape, accumulation_dtype(x.dtype))
+
+        def rows(name: str, x: Any) -> jax.Array:
+            return zeros((*x.shape[:-1], 1) if name in which else x.shape, x)
+
+        columns = {
+            name: zeros((*x.shape[:-2], 1, x.shape[-1]), x)
+            for name, x in named_leaves(params).items()
+            if name in which
+        }
+        mu = jax.tree.map(lambda x: zeros(x.shape, x), params) if b1 else None
+        return FactoredAdamState(
+            jnp.zeros((), jnp.int32), mu, jax.tree.map(rows, names, params), columns
+        )
+
+    def update(
+        updates: optax.Updates, state: FactoredAdamState, params: Any = None, **extra: Any
+    ) -> tuple[optax.Updates, FactoredAdamState]:
+        del params, extra
+        grads = without_variables(updates)
+        grads = jax.tree.map(lambda g: g.astype(accumulation_dtype(g.dtype)), grads)
+        count = optax.safe_increment(state.count)
+        mu = grads
+        if b1:
+            mu = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.mu, grads)
+        treedef, columns, changes, rows = jax.tree.structure(grads), {}, [], []
+        leaves = named_leaves(grads).items()
+        parts = zip(leaves, treedef.flatten_up_to(state.rows), jax.tree.leaves(mu), strict=True)
+        for (name, g), row, m in parts:
+            square = jnp.square(g) + eps_squared
+            if name in state.columns:
+                row = b2 * row + (1 - b2) * jnp.mean(square, axis=-1, keepdims=True)
+                column = b2 * state.columns[name]
+                columns[name] = column + (1 - b2) * jnp.mean(square, axis=-2, keepdims=True)
+                second = row / jnp.mean(row, axis=-2, keepdims=True) * columns[name]
+            else:
+                second = row = b2 * row + (1 - b2) * square
+            rows.append(row)
+            root = jnp.sqrt(second / (1 - b2**count)) + eps
+            changes.append(m / (1 - b1**count if b1 else 1) / root)
+        changes, rows = treedef.unflatten(changes), treedef.unflatten(rows)
+        new = FactoredAdamState(count, mu if b1 else None, rows, columns)
+        return in_structure_of(changes, updates), new
+
+    return optax.GradientTransformationExtraArgs(cast(Any, init), cast(Any, update))
+
+
+def _which(params: Any, factored: Any) -> set[str]:
+    """Returns the paths of the parameters whose second moment is factored.
+
+    Raises:
+      ValueError: one of them is not a matrix.
+    """
+    leaves = named_leaves(params)
+    if factored is None:
+        return {name for name, x in leaves.items() if x.ndim >= 2}
+    chosen = factored(params) if callable(factored) else factored
+    flags = jax.tree.structure(params).flatten_up_to(chosen)
+    which = {name for name, flag in zip(leaves, flags, strict=True) if flag}
+    if vectors := [name for name in which if leaves[name].ndim < 2]:
+        name = min(vectors)
+        raise ValueError(
+            f"`factored` of scale_by_factored_adam names `{name}` of shape"
+            f" {tuple(leaves[name].shape)}: a second moment is factored into the means of rows and"
+            " of columns, which a vector or a scalar lacks. Leave it out."
+        )
+    return which
