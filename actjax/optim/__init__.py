@@ -15,6 +15,7 @@ from actjax.optim.factored import FactoredAdamState as FactoredAdamState
 from actjax.optim.factored import scale_by_factored_adam as scale_by_factored_adam
 from actjax.optim.four_bit import FourBitState as FourBitState
 from actjax.optim.four_bit import four_bit as four_bit
+from actjax.optim.host_states import to_host as to_host
 from actjax.optim.in_backward import InBackward as InBackward
 from actjax.optim.in_backward import InBackwardState as InBackwardState
 from actjax.optim.in_backward import in_backward as in_backward

@@ -13,7 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from actjax._core.paths import named_leaves
+from actjax.low_rank import is_low_rank
 from actjax.optim.checks import check_callable, check_transform
+from actjax.optim.codes import is_code
+from actjax.optim.host_states import fetched, read_before_writing
+from actjax.optim.in_sequence import in_sequence
 from actjax.optim.layers import (
     LayerwiseState,
     count_layers,
@@ -27,6 +32,9 @@ from actjax.optim.layers import (
     square_norm,
     take,
 )
+from actjax.optim.paths import map_state
+from actjax.optim.pieces import cut, filled, only, plan_pieces, without
+from actjax.optim.pieces import stacked as cut_into
 from actjax.optim.rounding import RoundedState, RoundedTransformation, WeightRounding
 from actjax.optim.subspace import Subspace, SubspaceState, SubspaceTransformation
 
@@ -61,9 +69,29 @@ def init(
     if isinstance(tx, SubspaceTransformation):
         tx.subspace.check_groups(params)
         return _init_subspace(tx.subspace, stacked, rest, count)
-    state = LayerwiseState(jax.vmap(tx.init)(stacked) if count else (), tx.init(rest))
+    cuts = cuts_of(tx, rest)
+    state = LayerwiseState(
+        jax.vmap(tx.init)(stacked) if count else (),
+        tx.init(without(rest, cuts)),
+        {name: jax.vmap(tx.init)(_stack_of(rest, name, n)) for name, n in cuts.items()},
+    )
     _check_outermost(state)
     return state
+
+
+def cuts_of(tx: optax.GradientTransformation, rest: Any) -> dict[str, int]:
+    """Returns the number of pieces of each matrix of the rest that is updated in pieces, by path.
+
+    A matrix that a subspace projects stays whole: its basis is one of all its rows.
+    """
+    if not isinstance(tx, SubspaceTransformation):
+        return plan_pieces(rest, lambda _: False)
+    return plan_pieces(rest, tx.subspace.projects)
+
+
+def _stack_of(tree: Any, name: str, count: int) -> Any:
+    """Returns the pieces of one matrix, with a leading axis, in the place of it."""
+    return only(tree, name, cut_into(named_leaves(tree)[name], count))
 
 
 def _count(stacked: Any, layers: Callable[[Any], Any]) -> int:
@@ -95,23 +123,41 @@ def _init_rounded(
     rounding.check_params(params)
     inner = init(rounding.inner, rounding.seen_by_inner(params), layers=layers)
     stacked, rest = split(params, layers)
-    of_rest, count = rounding.state_of(inner.rest, rest, rounding.key), _count(stacked, layers)
-    if not count:
-        return LayerwiseState((), of_rest)
+    cuts, count = {name: _length(x) for name, x in inner.pieces.items()}, _count(stacked, layers)
+    of_rest = rounding.state_of(inner.rest, without(rest, cuts), rounding.key)
     # A separate key for each layer: otherwise all layers would be rounded by the same numbers.
-    keys = jax.random.split(rounding.key, count)
-    return LayerwiseState(jax.vmap(rounding.state_of)(inner.layers, stacked, keys), of_rest)
+    keys = jax.random.split(rounding.key, count + sum(cuts.values()))
+    of_layers = ()
+    if count:
+        of_layers = jax.vmap(rounding.state_of)(inner.layers, stacked, keys[:count])
+    pieces, used = {}, count
+    for name, n in cuts.items():
+        stack, own = _stack_of(rest, name, n), keys[used : used + n]
+        pieces[name] = jax.vmap(rounding.state_of)(inner.pieces[name], stack, own)
+        used += n
+    return LayerwiseState(of_layers, of_rest, pieces)
+
+
+def _length(tree: Any) -> int:
+    """Returns the leading axis of the arrays of a state of pieces."""
+    return jax.tree.leaves(tree)[0].shape[0]
 
 
 def _init_subspace(subspace: Subspace, stacked: Any, rest: Any, count: int) -> LayerwiseState:
     key = jax.random.key(subspace.seed)
-    of_rest = subspace.init_from(rest, key)
+    cuts = plan_pieces(rest, subspace.projects)
+    of_rest = subspace.init_from(without(rest, cuts), key)
+    # Without bases, the key of a piece is never used.
+    pieces = {
+        name: jax.vmap(lambda piece: subspace.init_from(piece, key))(_stack_of(rest, name, n))
+        for name, n in cuts.items()
+    }
     if not count:
-        return LayerwiseState((), of_rest)
+        return LayerwiseState((), of_rest, pieces)
     # A separate key for each layer: otherwise all layers would get the same random bases.
     keys = jax.random.split(key, count)
     of_layers = jax.lax.map(lambda layer: subspace.init_from(*layer), (stacked, keys))
-    state = LayerwiseState(of_layers, of_rest)
+    state = LayerwiseState(of_layers, of_rest, pieces)
     if shared := sorted(set(state.layers.bases) & set(state.rest.bases)):
         raise ValueError(
             f"input groups {shared} in `groups` of subspace have weights inside and outside the"
@@ -134,7 +180,10 @@ def apply(
 
     It computes `optax.apply_updates(params, tx.update(grads, state, params)[0])` for each layer
     separately and for the rest, without an update or a second copy of all weights. Parameters
-    without stacked layers, such as a dict of arrays or a list of trees, are the rest.
+    without stacked layers, such as a dict of arrays or a list of trees, are the rest. A matrix of
+    the rest with more than 2^24 numbers, such as an embedding, is updated in pieces: some of its
+    rows are an array of their own to the transform, which only one that reads norms or means of
+    whole arrays can tell. The weights of a layer are updated one after the other.
 
     Donate `state` and `params` to the jitted function around it, which must take and return them in
     the same order: JAX assigns donated buffers to results of the same shape in this order, and
@@ -182,16 +231,64 @@ def apply(
 
     def body(i: jax.Array, carry: Any) -> Any:
         params, state, square = carry
-        layer = take(stacked_grads, i), take(state, i), take(params, i)
+        state, own = read_before_writing(state, fetched(take(state, i)))
+        layer = take(stacked_grads, i), own, take(params, i)
         due = whole if due_layers is None else due_layers[i]
         new, new_state, moved = update_one(tx, *layer, due)
         return put(params, new, i), put(state, new_state, i), square + moved
 
     carry = stacked, state.layers, jnp.zeros((), jnp.float32)
     stacked, layers_state, square = jax.lax.fori_loop(0, count, body, carry) if count else carry
-    rest, rest_state, moved = update_one(tx, rest_grads, state.rest, rest, whole)
-    result = merge(stacked, rest, params), LayerwiseState(layers_state, rest_state)
+    pieces = {}
+    for name in state.pieces:
+        gradient = named_leaves(rest_grads, is_leaf=is_low_rank)[name]
+        rest, pieces[name], moved = update_pieces(tx, name, gradient, state.pieces[name], rest)
+        square += moved
+    rest, rest_state, moved = update_rest(tx, rest_grads, state, rest, whole)
+    result = merge(stacked, rest, params), LayerwiseState(layers_state, rest_state, pieces)
     return (*result, jnp.sqrt(square + moved)) if with_norm else result
+
+
+def update_rest(
+    tx: optax.GradientTransformation, grads: Any, state: LayerwiseState, rest: Any, refresh: bool
+) -> tuple[Any, Any, jax.Array]:
+    """Updates what is in no layer and not cut into pieces: returns as `update_one`."""
+    small = without(rest, state.pieces)
+    new, new_state, moved = update_one(tx, without(grads, state.pieces), state.rest, small, refresh)
+    large = {name: named_leaves(rest)[name] for name in state.pieces}
+    return filled(new, large, rest), new_state, moved
+
+
+def update_pieces(
+    tx: optax.GradientTransformation, name: str, gradient: Any, state: Any, rest: Any
+) -> tuple[Any, Any, jax.Array]:
+    """Updates one matrix a piece at a time, in place.
+
+    Args:
+      tx: the transform.
+      name: path of the matrix.
+      gradient: its gradient.
+      state: states of its pieces.
+      rest: the parameters that are in no layer.
+
+    Returns:
+      The rest with the new matrix, the states, and the squared norm of what was added.
+    """
+    count, matrix = _length(state), named_leaves(rest)[name]
+    parts = cut(gradient, count)
+
+    def body(i: jax.Array, carry: Any) -> Any:
+        weight, state, square = carry
+        g, w = take((parts, weight), i, axis=1)
+        state, own = read_before_writing(state, fetched(take(state, i)))
+        new = update_one(tx, only(rest, name, g), own, only(rest, name, w), False)
+        (w,) = jax.tree.leaves(new[0])
+        return put(weight, w, i, axis=1), put(state, new[1], i), square + new[2]
+
+    carry = cut(matrix, count), state, jnp.zeros((), jnp.float32)
+    weight, state, square = jax.lax.fori_loop(0, count, body, carry)
+    changed = {**named_leaves(rest), name: weight.reshape(matrix.shape)}
+    return filled(rest, changed, rest), state, square
 
 
 def redraw(
@@ -221,15 +318,17 @@ def redraw(
     whole, due_layers = refresh_by_layer(tx, True if due is None else due, count)
 
     def body(i: jax.Array, layers_state: Any) -> Any:
-        old, block = take(layers_state, i), take(stacked, i)
-        new = tx.refresh(None, old, block)
+        layers_state, old = read_before_writing(layers_state, fetched(take(layers_state, i)))
+        new = tx.refresh(None, old, take(stacked, i))
         if due_layers is not None:
             chosen = due_layers[i]
             new = jax.tree.map(lambda a, b: jnp.where(chosen, a, b), new, old)
         return put(layers_state, new, i)
 
     drawn = jax.lax.fori_loop(0, count, body, state.layers) if count else ()
-    return LayerwiseState(drawn, tx.refresh(None, state.rest, rest) if whole else state.rest)
+    rest = without(rest, state.pieces)
+    of_rest = tx.refresh(None, state.rest, rest) if whole else state.rest
+    return LayerwiseState(drawn, of_rest, state.pieces)
 
 
 def check_state(
@@ -295,15 +394,42 @@ def update_one(
       params: the parameters.
       refresh: whether to take new bases first; a bool, or a scalar array for one of several layers.
     """
-    if not isinstance(tx, SubspaceTransformation):
-        grads = densify(grads)
-    elif isinstance(refresh, jax.Array):
+    if isinstance(tx, SubspaceTransformation) and isinstance(refresh, jax.Array):
         state = jax.lax.cond(refresh, lambda: tx.refresh(grads, state, params), lambda: state)
-    elif refresh:
+    elif isinstance(tx, SubspaceTransformation) and refresh:
         state = tx.refresh(grads, state, params)
-    if isinstance(tx, RoundedTransformation):
-        params, state, updates = tx.rounding.apply(grads, state, params)
+
+    def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any, Any]:
+        if not isinstance(tx, SubspaceTransformation):
+            grads = densify(grads)
+        if isinstance(tx, RoundedTransformation):
+            params, state, updates = tx.rounding.apply(grads, state, params)
+        else:
+            updates, state = tx.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+        return params, state, jax.tree.map(square_norm, updates)
+
+    def by_weight(outputs: Any) -> list[Any]:
+        """Returns the outputs that belong to each weight."""
+        new, new_state, squares = outputs
+        parts: dict[str | None, list[Any]] = {name: [x] for name, x in named_leaves(new).items()}
+
+        def assign(_: list[str], weight: str | None, x: Any) -> Any:
+            parts.setdefault(weight, []).append(x)
+            return x
+
+        map_state(assign, new_state, params, is_leaf=is_code)
+        for name, x in named_leaves(squares).items():
+            parts[name].append(x)
+        return [part for name, part in parts.items() if name is not None]
+
+    if sum(x.size for x in jax.tree.leaves(params)) >= _IN_SEQUENCE:
+        params, state, squares = in_sequence(update, (grads, state, params), by_weight)
     else:
-        updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-    return params, state, square_norm(updates)
+        params, state, squares = update(grads, state, params)
+    return params, state, sum(jax.tree.leaves(squares), jnp.zeros((), jnp.float32))
+
+
+_IN_SEQUENCE = 2**22
+"""Numbers from which on the weights of a layer are updated one after the other: with fewer, the
+memory of their updates does not matter."""

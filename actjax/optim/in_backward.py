@@ -10,17 +10,27 @@ would not.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.extend import core
 
+from actjax._core.paths import named_leaves
+from actjax.codecs.base import check_positive_integer
 from actjax.low_rank import clip_factor, global_norm, scale_tree
-from actjax.optim.apply import check_state, refresh_by_layer, update_one
+from actjax.optim.apply import (
+    check_state,
+    refresh_by_layer,
+    update_one,
+    update_pieces,
+    update_rest,
+)
 from actjax.optim.apply import init as init_layerwise
 from actjax.optim.checks import check_callable, check_transform
+from actjax.optim.host_states import downwards, fetched, read_before_writing
 from actjax.optim.layer_vjp import LayerVjp, form_of
 from actjax.optim.layers import (
     LayerwiseState,
@@ -31,7 +41,9 @@ from actjax.optim.layers import (
     split,
     take,
 )
+from actjax.optim.pieces import without
 from actjax.optim.subspace import SubspaceTransformation
+from actjax.transforms.accumulate import sum_gradients
 from actjax.transforms.taps import Bases
 
 ClipBy = Literal["estimate", "layer_norm"]
@@ -44,14 +56,18 @@ class InBackwardState(NamedTuple):
       optimizer: a `LayerwiseState`.
       grad_norm: global norm of the last gradient, float32; 0 before the first step.
       typical: typical squared norms of the parts of a gradient in the order in which the backward
-        pass computes them, [layers + 1]: the layers from the last to the first, then what `before`
-        adds to the gradient of `after`. Means over about the last five steps, of logarithms, so
-        that a rare large gradient leaves no trace; 0 before the first step.
+        pass computes them, [layers + 2]: that of `after`, the layers from the last to the first,
+        then what `before` adds. Means over about the last five steps, of logarithms, so that a rare
+        large gradient leaves no trace; 0 before the first step.
+      clip_error: how far clipping by estimates was from clipping by the norm in the last step,
+        float32: the largest `|f / f* - 1|` over the parts of the gradient, where a part was
+        multiplied by `f` and the norm of the whole gradient asks for `f*`. 0 if neither clips.
     """
 
     optimizer: LayerwiseState
     grad_norm: Any
     typical: Any
+    clip_error: Any
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -67,6 +83,7 @@ class InBackward:
       clip: largest norm of a gradient.
       clip_by: which norm is clipped.
       fetch: what is fetched ahead of the backward pass of a layer; None for nothing.
+      accumulate: number of micro-batches.
     """
 
     before: Callable[[Any, Any], Any]
@@ -77,9 +94,11 @@ class InBackward:
     clip: float
     clip_by: ClipBy
     fetch: Callable[[Any], Any] | None = None
+    accumulate: int = 1
 
     def __post_init__(self) -> None:
         check_transform("tx", self.tx)
+        check_positive_integer("in_backward", "accumulate", self.accumulate)
         for name in ("before", "layer", "after", "layers"):
             check_callable(name, getattr(self, name))
         if self.fetch is not None:
@@ -98,7 +117,7 @@ class InBackward:
         optimizer = init_layerwise(self.tx, params, layers=self.layers)
         count = count_layers(split(params, self.layers)[0])
         zeros = functools.partial(jnp.zeros, dtype=jnp.float32)
-        return InBackwardState(optimizer, zeros(()), zeros(count + 1))
+        return InBackwardState(optimizer, zeros(()), zeros(count + 2), zeros(()))
 
     def step(
         self,
@@ -107,8 +126,12 @@ class InBackward:
         inputs: Any,
         per_layer: Any = None,
         refresh: bool | jax.Array = False,
+        weights: jax.Array | None = None,
     ) -> tuple[Any, InBackwardState, jax.Array, jax.Array]:
         """Takes one step.
+
+        With `accumulate` micro-batches, every array of `inputs` and `per_layer` has one more axis,
+        the first, which numbers them.
 
         Args:
           params: the parameters; donate them.
@@ -117,60 +140,137 @@ class InBackward:
             batch.
           per_layer: a pytree of arrays [layers, ...], such as keys, of which `layer` gets a slice.
           refresh: as for `actjax.optim.apply`.
+          weights: of the micro-batches, [accumulate]; by default `1 / accumulate` each.
 
         Returns:
           The new parameters and state, the loss, and the norm of what was added to the parameters.
 
         Raises:
           ValueError: a state that `init` did not make for these parameters, parameters that are
-            not floating point, arrays of `per_layer` of another length, a layer whose output does
-            not have the shape and dtype of its input, or a loss that is not a floating point
-            scalar.
+            not floating point, arrays of `inputs` or `per_layer` with other axes, a layer whose
+            output does not have the shape and dtype of its input, or a loss that is not a floating
+            point scalar.
         """
         count = self._check(params, state, per_layer)
+        weights = self._check_batches(inputs, weights)
         stacked, rest = split(params, self.layers)
         whole, due_layers = refresh_by_layer(self.tx, refresh, count)
         bases_of = self._bases_of(is_refresh=whole or due_layers is not None)
         # A norm that is not finite predicts nothing about this gradient.
         typical = jnp.where(jnp.isfinite(state.typical), state.typical, 0)
+        one_layer = LayerVjp(lambda p, x, i, own: self.layer(self.layers(p), x, i, own))
+        bases = bases_of(state.optimizer.layers)
 
-        x, before_vjp = jax.vjp(lambda p: self.before(p, inputs), rest)
-        one_layer = LayerVjp(lambda p, x, own: self.layer(self.layers(p), x, inputs, own), inputs)
-        given = stacked, bases_of(state.optimizer.layers), per_layer
-        x, kept = jax.lax.scan(one_layer.forward, x, given)
-        loss, rest_grads, dx = self._differentiate_after(rest, x, inputs)
-        of_after = _squared_norm(rest_grads)
+        def forward(batch: Any) -> Any:
+            inputs, own, weight = batch
+            x, before_vjp = jax.vjp(lambda p: self.before(p, inputs), rest)
+            run = functools.partial(one_layer.forward, inputs)
+            x, kept = jax.lax.scan(run, x, (stacked, bases, own))
+            loss, grads, dx = self._differentiate_after(rest, x, inputs, weight)
+            # Several of it might hold several copies of the weights.
+            return (loss, grads), (dx, kept, before_vjp if self.accumulate == 1 else None)
 
-        def backward(n: jax.Array, carry: Any) -> Any:
-            dx, stacked, optimizer, squares, moved, ahead = carry
-            i = count - 1 - n
-            block, layer_state = take(stacked, i), take(optimizer, i)
-            given = _inserted(block, ahead), bases_of(layer_state), take(per_layer, i)
+        found, others = self._over_batches(forward, (inputs, per_layer, weights))
+        (loss, rest_grads), (dx, kept, before_vjp) = found, others
+        squares = jnp.zeros(count + 2, jnp.float32).at[0].set(_squared_norm(rest_grads))
+        estimates = jnp.zeros(count + 2, jnp.float32)
+        optimizer, moved, pieces = state.optimizer, jnp.zeros((), jnp.float32), {}
+
+        # What only `after` reads is updated first, so that its gradient is gone before the layers.
+        early = self._only_after(rest, inputs, optimizer.pieces)
+        square_of_early = jnp.zeros((), jnp.float32)
+        for name in early:
+            grad = named_leaves(rest_grads)[name]
+            square = _squared_norm(grad)
+            estimate = self._norm_to_clip(_estimated_norm(squares, typical, 1), square)
+            estimates = estimates.at[0].set(estimate)
+            rest, pieces[name], more = update_pieces(
+                self.tx, name, self._clipped(grad, estimate), optimizer.pieces[name], rest
+            )
+            rest, dx = jax.lax.optimization_barrier((rest, dx))
+            rest_grads, moved = without(rest_grads, early), moved + more
+            square_of_early += square
+
+        def backward(i: jax.Array, carry: Any) -> Any:
+            dx, stacked, optimizer, squares, estimates, moved, ahead = carry
+            n = count - 1 - i
+            block, layer_state = take(stacked, i), fetched(take(optimizer, i))
+            own = _inserted(block, ahead), bases_of(layer_state)
             ahead = self._fetched(stacked, jnp.maximum(i - 1, 0))
-            grads, dx = one_layer.backward(given, take(kept, i), dx)
+
+            def of_batch(batch: Any) -> tuple[Any, Any]:
+                inputs, per_layer, kept, dx = batch
+                return one_layer.backward(inputs, (*own, per_layer), kept, dx)
+
+            axis = int(self.accumulate > 1)
+            slices = take((per_layer, kept), i, axis)
+            grads, dx = self._over_batches(of_batch, (inputs, *slices, dx))
+            # What is fetched from the host has the time of the gradient for it.
+            optimizer, layer_state, grads, dx = read_before_writing(
+                optimizer, layer_state, grads, dx
+            )
             square = _squared_norm(grads)
-            squares = squares.at[n].set(square)
-            estimate = _estimated_norm(of_after, squares, typical, n + 1)
-            grads = self._clipped(grads, square, estimate)
+            squares = squares.at[n + 1].set(square)
+            estimate = self._norm_to_clip(_estimated_norm(squares, typical, n + 2), square)
+            estimates = estimates.at[n + 1].set(estimate)
+            grads = self._clipped(grads, estimate)
             due = whole if due_layers is None else due_layers[i]
             block, layer_state, more = update_one(self.tx, grads, layer_state, block, due)
             stacked, optimizer = put(stacked, block, i), put(optimizer, layer_state, i)
-            return dx, stacked, optimizer, squares, moved + more, ahead
+            return dx, stacked, optimizer, squares, estimates, moved + more, ahead
 
-        squares, moved = jnp.zeros(count + 1, jnp.float32), jnp.zeros((), jnp.float32)
         ahead = self._fetched(stacked, count - 1)
-        carry = dx, stacked, state.optimizer.layers, squares, moved, ahead
-        dx, stacked, layers_state, squares, moved, _ = jax.lax.fori_loop(0, count, backward, carry)
+        carry = dx, stacked, optimizer.layers, squares, estimates, moved, ahead
+        carry = downwards(count, backward, carry, optimizer.layers, kept)
+        dx, stacked, layers_state, squares, estimates, moved, _ = carry
 
-        rest_grads = jax.tree.map(jnp.add, rest_grads, before_vjp(dx)[0])
+        def before(batch: Any) -> tuple[Any, None]:
+            inputs, dx = batch
+            return jax.vjp(lambda p: self.before(p, inputs), rest)[1](dx)[0], None
+
+        if before_vjp is None:
+            of_before, _ = self._over_batches(before, (inputs, dx))
+        else:
+            (of_before,) = before_vjp(dx)
+        rest_grads = jax.tree.map(jnp.add, rest_grads, without(of_before, early))
         square = _squared_norm(rest_grads)
-        norm = jnp.sqrt(jnp.sum(squares) + square)
-        squares = squares.at[count].set(jnp.maximum(square - of_after, 0))
-        rest_grads = self._clipped(rest_grads, square, norm)
-        rest, rest_state, more = update_one(self.tx, rest_grads, state.optimizer.rest, rest, whole)
-        optimizer = LayerwiseState(layers_state, rest_state)
-        state = InBackwardState(optimizer, norm, _followed(typical, squares))
+        norm = jnp.sqrt(jnp.sum(squares[1:]) + square_of_early + square)
+        squares = squares.at[-1].set(jnp.maximum(square + square_of_early - squares[0], 0))
+        rest_grads = self._clipped(rest_grads, self._norm_to_clip(norm, square))
+        for name in sorted(set(optimizer.pieces) - set(early)):
+            grad = named_leaves(rest_grads)[name]
+            rest, pieces[name], more = update_pieces(
+                self.tx, name, grad, optimizer.pieces[name], rest
+            )
+            moved += more
+        rest, rest_state, more = update_rest(self.tx, rest_grads, optimizer, rest, whole)
+        optimizer = LayerwiseState(layers_state, rest_state, pieces)
+        error = self._clip_error(estimates if early else estimates[1:], norm)
+        state = InBackwardState(optimizer, norm, _followed(typical, squares), error)
         return merge(stacked, rest, params), state, loss, jnp.sqrt(moved + more)
+
+    def _over_batches(self, run: Callable[[Any], tuple[Any, Any]], slices: Any) -> tuple[Any, Any]:
+        """Returns the sum over micro-batches of the gradient, and a stack of what comes beside it.
+
+        Args:
+          run: from one micro-batch to a gradient and other arrays.
+          slices: the micro-batches; if there is one, without the axis that numbers them.
+        """
+        return run(slices) if self.accumulate == 1 else sum_gradients(run, slices)
+
+    def _only_after(self, rest: Any, inputs: Any, pieces: Mapping[str, Any]) -> list[str]:
+        """Returns which matrices that are updated in pieces `before` does not read."""
+        if not pieces:
+            return []
+        one = inputs
+        if self.accumulate > 1:
+            one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), inputs)
+        jaxpr = jax.make_jaxpr(self.before)(rest, one).jaxpr
+        read = {x for eqn in jaxpr.eqns for x in eqn.invars if not isinstance(x, core.Literal)}
+        read |= {x for x in jaxpr.outvars if not isinstance(x, core.Literal)}
+        names = list(named_leaves(rest))
+        unread = {n for n, x in zip(names, jaxpr.invars, strict=False) if x not in read}
+        return [name for name in names if name in unread and name in pieces]
 
     def _fetched(self, stacked: Any, i: jax.typing.ArrayLike) -> list[Any]:
         """Returns what is fetched of a layer, in the order of its arrays; None for the others."""
@@ -202,13 +302,36 @@ class InBackward:
                 )
         check_state(self.tx, state.optimizer, params, self.layers)
         count = count_layers(split(params, self.layers)[0])
+        lead = (count,) if self.accumulate == 1 else (self.accumulate, count)
         for x in jax.tree.leaves(per_layer):
-            if jnp.shape(x)[:1] != (count,):
+            if jnp.shape(x)[: len(lead)] != lead:
+                axes = "layers" if self.accumulate == 1 else "micro-batches and layers"
                 raise ValueError(
-                    f"arrays of `per_layer` must have a leading axis of {count} layers, got one"
-                    f" with shape {jnp.shape(x)}."
+                    f"arrays of `per_layer` must begin with {lead}, the {axes}: got one with shape"
+                    f" {jnp.shape(x)}."
                 )
         return count
+
+    def _check_batches(self, inputs: Any, weights: Any) -> jax.Array:
+        """Returns the weights of the micro-batches; raises an error for inputs that do not fit."""
+        count = self.accumulate
+        if count == 1:
+            if weights is not None:
+                raise ValueError("`weights` of in_backward is for `accumulate` above 1: drop it.")
+            return jnp.ones((), jnp.float32)
+        for path, x in jax.tree.leaves_with_path(inputs):
+            if jnp.shape(x)[:1] != (count,):
+                raise ValueError(
+                    f"`accumulate={count}` of in_backward: arrays of `inputs` must have a leading"
+                    f" axis of {count} micro-batches, but `{jax.tree_util.keystr(path)}` has shape"
+                    f" {jnp.shape(x)}. Reshape [B, ...] to [{count}, B / {count}, ...], with a"
+                    f" batch that is a multiple of {count}."
+                )
+        if weights is None:
+            return jnp.full((count,), 1 / count, jnp.float32)
+        if jnp.shape(weights) != (count,):
+            raise ValueError(f"`weights` must be [{count}], got {list(jnp.shape(weights))}.")
+        return jnp.asarray(weights, jnp.float32)
 
     def _bases_of(self, *, is_refresh: bool) -> Callable[[Any], Bases]:
         """Returns a function from an optimizer state to the bases that inputs are stored in."""
@@ -216,8 +339,10 @@ class InBackward:
             return self.tx.bases
         return lambda _: Bases({})
 
-    def _differentiate_after(self, rest: Any, x: Any, inputs: Any) -> tuple[jax.Array, Any, Any]:
-        """Returns the loss, and the gradients of the parameters of `after` and of its input."""
+    def _differentiate_after(
+        self, rest: Any, x: Any, inputs: Any, weight: jax.Array
+    ) -> tuple[jax.Array, Any, Any]:
+        """Returns the loss times a weight, and its gradients: of parameters, and of the input."""
         loss, vjp = jax.vjp(lambda p, x: self.after(p, x, inputs), rest, x)
         form = form_of(loss)
         is_scalar = isinstance(form, jax.ShapeDtypeStruct) and form.shape == ()
@@ -225,20 +350,33 @@ class InBackward:
             raise ValueError(f"`after` must return a floating point scalar, got {form}.")
         # The gradient is read here and at the end of the step. Without the barrier, XLA may keep it
         # in float32 in between.
-        return loss, *jax.lax.optimization_barrier(vjp(jnp.ones_like(loss)))
+        weight = weight.astype(loss.dtype)
+        return loss * weight, *jax.lax.optimization_barrier(vjp(weight))
 
-    def _clipped(self, grads: Any, square: jax.Array, estimate: jax.Array) -> Any:
-        """Returns a part of the gradient, clipped.
+    def _norm_to_clip(self, estimate: jax.Array, square: jax.Array) -> jax.Array:
+        """Returns the norm by which a part of the gradient is clipped.
 
         Args:
-          grads: the part.
-          square: its squared norm.
           estimate: estimated norm of the whole gradient.
+          square: squared norm of the part.
         """
-        if math.isinf(self.clip):
-            return grads
-        norm = estimate if self.clip_by == "estimate" else jnp.sqrt(square)
-        return scale_tree(grads, clip_factor(norm, self.clip))
+        return estimate if self.clip_by == "estimate" else jnp.sqrt(square)
+
+    def _clipped(self, grads: Any, norm: jax.Array) -> Any:
+        """Returns a part of the gradient, clipped by a norm."""
+        return grads if math.isinf(self.clip) else scale_tree(grads, clip_factor(norm, self.clip))
+
+    def _clip_error(self, estimates: jax.Array, norm: jax.Array) -> jax.Array:
+        """Returns `clip_error` of the state.
+
+        Args:
+          estimates: norms by which parts were clipped; 0 for parts that were clipped by `norm`.
+          norm: of the whole gradient.
+        """
+        if math.isinf(self.clip) or self.clip_by == "layer_norm":
+            return jnp.zeros((), jnp.float32)
+        factors = clip_factor(jnp.where(estimates > 0, estimates, norm), self.clip)
+        return jnp.max(jnp.abs(factors / clip_factor(norm, self.clip) - 1))
 
 
 def in_backward(
@@ -251,6 +389,7 @@ def in_backward(
     clip: float = math.inf,
     clip_by: ClipBy = "estimate",
     fetch: Callable[[Any], Any] | None = None,
+    accumulate: int = 1,
 ) -> InBackward:
     """Returns a training step that updates each layer within the backward pass.
 
@@ -294,12 +433,14 @@ def in_backward(
         gathered that its backward pass reads first, and None for the others. They are gathered
         while the layer after it is differentiated, and take memory meanwhile. The order of leaves
         is that of the parameters. None fetches nothing ahead.
+      accumulate: number of micro-batches. Above 1, `step` takes arrays with a leading axis of them.
 
     Raises:
       TypeError: `tx` is not a transform, or one of the functions is not a function.
-      ValueError: `clip` is not positive, or `clip_by` is unknown or has no effect.
+      ValueError: `clip` is not positive, `clip_by` is unknown or has no effect, or `accumulate` is
+        below 1.
     """
-    return InBackward(before, layer, after, tx, layers, clip, clip_by, fetch)
+    return InBackward(before, layer, after, tx, layers, clip, clip_by, fetch, accumulate)
 
 
 def _inserted(block: Any, ahead: list[Any]) -> Any:
@@ -320,25 +461,25 @@ _MOST_GROWTH = 1e12
 
 
 def _estimated_norm(
-    of_after: jax.Array, squares: jax.Array, typical: jax.Array, count: jax.Array
+    squares: jax.Array, typical: jax.Array, count: jax.typing.ArrayLike
 ) -> jax.Array:
     """Returns the estimated norm of a gradient of which some parts are known.
 
     Args:
-      of_after: squared norm of the gradient of `after`.
-      squares: squared norms of the layers in the order of the backward pass, [layers + 1]; zeros
-        for those that are not known yet, and for what comes before the layers.
+      squares: squared norms of the parts in the order of the backward pass, [layers + 2]: that of
+        `after`, then the layers; zeros for those that are not known yet.
       typical: typical values of `squares`; zeros in the first step.
-      count: number of known layers, at least 1.
+      count: number of known parts, at least 1.
     """
-    known = of_after + jnp.sum(squares)
-    later = jnp.sum(jnp.where(jnp.arange(typical.size) < count, 0, typical))
-    both = (squares > 0) & (typical > 0)
+    part, layers = jnp.arange(typical.size), count - 1
+    later = jnp.sum(jnp.where(part < count, 0, typical))
+    # The growth of `after` says less about layers than that of layers.
+    both = (squares > 0) & (typical > 0) & ((part > 0) | (layers == 0))
     logs = jnp.where(both, jnp.log(squares / jnp.where(both, typical, 1)), 0)
     growth = jnp.exp(jnp.sum(logs) / jnp.maximum(jnp.sum(both), 1))
     unknown = later * jnp.minimum(growth, _MOST_GROWTH)
-    as_large = jnp.sum(squares) * (typical.size - count) / count
-    return jnp.sqrt(known + jnp.where(jnp.any(typical > 0), unknown, as_large))
+    as_large = jnp.sum(squares[1:]) * (typical.size - count) / jnp.maximum(layers, 1)
+    return jnp.sqrt(jnp.sum(squares) + jnp.where(jnp.any(typical > 0), unknown, as_large))
 
 
 def _followed(typical: jax.Array, squares: jax.Array) -> jax.Array:

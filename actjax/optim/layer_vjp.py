@@ -24,21 +24,20 @@ class LayerVjp:
     `forward` first.
     """
 
-    def __init__(self, layer: Callable[[Any, Any, Any], Any], inputs: Any) -> None:
-        """Takes a function `layer(params, x, own)` and the arrays that it closes over.
+    def __init__(self, layer: Callable[[Any, Any, Any, Any], Any]) -> None:
+        """Takes a function `layer(params, x, inputs, own)`.
 
         Args:
-          layer: from the parameters of one layer, in the structure of all parameters, its input and
-            its slice of `per_layer`, to its output.
-          inputs: other arrays that it reads, the same in every layer.
+          layer: from the parameters of one layer, in the structure of all parameters, its input,
+            arrays that are the same in every layer, and its slice of `per_layer`, to its output.
         """
         self._layer = layer
-        self._inputs = inputs
 
-    def forward(self, x: Any, given: Any) -> tuple[Any, list[jax.Array]]:
+    def forward(self, inputs: Any, x: Any, given: Any) -> tuple[Any, list[jax.Array]]:
         """Returns the output, and the residuals that are not arguments; a body of `lax.scan`.
 
         Args:
+          inputs: arrays that are the same in every layer.
           x: input of the layer.
           given: parameters of the layer, bases, and its slice of `per_layer`.
 
@@ -50,9 +49,11 @@ class LayerVjp:
             # Or TPUs copy the stacks into another layout. A partitioned stack would be gathered.
             block = jax.tree.map(row_major, block)
             given = block, bases, own
-        self._taps = taps = plan_taps(lambda p: self._layer(p, x, own), block, bases)
+        self._taps = taps = plan_taps(lambda p: self._layer(p, x, inputs, own), block, bases)
         y, vjp = jax.vjp(
-            lambda d, x: self._layer(taps.merge(block, d, bases), x, own), taps.split(block), x
+            lambda d, x: self._layer(taps.merge(block, d, bases), x, inputs, own),
+            taps.split(block),
+            x,
         )
         if jax.tree.flatten(form_of(y)) != jax.tree.flatten(form_of(x)):
             raise ValueError(
@@ -60,19 +61,20 @@ class LayerVjp:
                 f" and dtype: it got {form_of(x)} and returned {form_of(y)}."
             )
         residuals, self._treedef = jax.tree.flatten(vjp)
-        places = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves((given, self._inputs)))}
+        places = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves((given, inputs)))}
         self._places = [places.get(id(residual)) for residual in residuals]
         return y, [r for r, i in zip(residuals, self._places, strict=True) if i is None]
 
-    def backward(self, given: Any, kept: list[jax.Array], dy: Any) -> tuple[Any, Any]:
+    def backward(self, inputs: Any, given: Any, kept: list[jax.Array], dy: Any) -> tuple[Any, Any]:
         """Returns the gradient of the layer's parameters, and the cotangent of its input.
 
         Args:
+          inputs: as for `forward`.
           given: as for `forward`.
           kept: residuals that `forward` returned.
           dy: cotangent of the output.
         """
-        leaves, own = jax.tree.leaves((given, self._inputs)), iter(kept)
+        leaves, own = jax.tree.leaves((given, inputs)), iter(kept)
         residuals = [next(own) if i is None else leaves[i] for i in self._places]
         gradient, dx = jax.tree.unflatten(self._treedef, residuals)(dy)
         return self._taps.join(gradient, given[1]), dx

@@ -5,6 +5,7 @@ A transform that runs on one layer at a time gets a tree with the structure of a
 parameters is called with such a tree.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,10 +24,13 @@ class LayerwiseState(NamedTuple):
     Attributes:
       layers: states of the layers; every array, counters included, has a leading axis of layers.
       rest: state of all other parameters.
+      pieces: states of large matrices outside the layers, by path, with a leading axis of pieces
+        (`actjax.optim.pieces`).
     """
 
     layers: Any
     rest: Any
+    pieces: dict[str, Any] = {}  # noqa: RUF012
 
 
 _PLAIN = (
@@ -164,43 +168,49 @@ def count_layers(stacked: Any) -> int:
     return count
 
 
-def take(tree: Any, i: jax.typing.ArrayLike) -> Any:
+def take(tree: Any, i: jax.typing.ArrayLike, axis: int = 0) -> Any:
     """Returns layer `i` of a tree of stacked arrays. An array in two places is sliced once."""
     # Numbers in the order of the tree, not `id`: the program must be the same in each process, or a
     # compilation cache never finds it.
     numbers: dict[int, int] = {}
     stacks = {numbers.setdefault(id(x), len(numbers)): x for x in jax.tree.leaves(tree)}
-    on_host = {name: x for name, x in stacks.items() if _is_on_host(x)}
+    on_host = {name: x for name, x in stacks.items() if is_on_host(x)}
     on_device = {name: x for name, x in stacks.items() if name not in on_host}
-    slices = jax.lax.platform_dependent(on_device, i, cpu=_slice_apart, default=_slice)
-    slices |= _slice(on_host, i)
+    slice_now = functools.partial(_slice, axis=axis)
+    slice_apart = functools.partial(_slice_apart, axis=axis)
+    slices = jax.lax.platform_dependent(on_device, i, cpu=slice_apart, default=slice_now)
+    slices |= slice_now(on_host, i)
     return jax.tree.map(lambda x: slices[numbers[id(x)]], tree)
 
 
-def _is_on_host(x: Any) -> bool:
+def is_on_host(x: Any) -> bool:
     """Returns whether a program moved an array to the memory of the host."""
     return getattr(jax.typeof(x), "memory_space", None) == jax.memory.Space.Host
 
 
-def _slice(stacks: Any, i: jax.typing.ArrayLike) -> Any:
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), stacks)
+def _slice(stacks: Any, i: jax.typing.ArrayLike, axis: int) -> Any:
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, axis, keepdims=False), stacks)
 
 
-def _slice_apart(stacks: Any, i: jax.Array) -> Any:
+def _slice_apart(stacks: Any, i: jax.Array, axis: int) -> Any:
     """Like `_slice`, in a separate computation, so that no slice is fused into its readers.
 
     Otherwise XLA for CPUs reads the stack once for each reader, some of them after `put` has
     written the layer, and copies the whole stack for every layer to preserve what they read.
     """
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), stacks)
-    return jax.lax.cond(i >= 0, lambda: _slice(stacks, i), lambda: zeros)
+    shapes = jax.eval_shape(lambda x: _slice(x, 0, axis), stacks)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return jax.lax.cond(i >= 0, lambda: _slice(stacks, i, axis), lambda: zeros)
 
 
-def put(tree: Any, layer: Any, i: jax.typing.ArrayLike) -> Any:
+def put(tree: Any, layer: Any, i: jax.typing.ArrayLike, axis: int = 0) -> Any:
     """Returns a tree of stacked arrays with layer `i` replaced; in place in a loop under jit."""
 
     def write(stack: jax.Array, y: jax.Array) -> jax.Array:
-        written = jax.lax.dynamic_update_index_in_dim(stack, y.astype(stack.dtype), i, 0)
+        # Converted on the device, then moved to where the stack is.
+        y = y.astype(stack.dtype)
+        y = jax.device_put(y, jax.memory.Space.Host) if is_on_host(stack) else y
+        written = jax.lax.dynamic_update_index_in_dim(stack, y, i, axis)
         # XLA's partitioner replicates the operand of a layout constraint: each device would gather
         # each stack whole, once for each layer. On one device it avoids copies of the stacks.
         return written if is_partitioned(stack) else row_major(written)

@@ -176,6 +176,10 @@ class Subspace:
         states = self.inner.init(small), self.outer.init(params)
         return SubspaceState(step, words, bases, *states, remainder=remainder)
 
+    def projects(self, path: str) -> bool:
+        """Returns whether a matrix is projected."""
+        return self.groups is None or path in self.groups
+
     def check_groups(self, params: Any) -> None:
         """Raises a `ValueError` if `groups` names a weight that is not in the parameters."""
         unknown = sorted(set(self.groups or ()) - set(_by_path(params)))

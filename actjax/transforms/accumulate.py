@@ -51,34 +51,53 @@ def accumulate(
             f"`weights` must be [{count}], one for each micro-batch, got {list(weights.shape)}."
         )
     first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches)
-    loss, shapes = jax.eval_shape(loss_and_grad, params, first)
+    loss, _ = jax.eval_shape(loss_and_grad, params, first)
     if getattr(loss, "shape", None) != ():
         raise ValueError(
             f"`loss_and_grad` must return a scalar and its gradient, but returned {loss} first."
             " Drop the auxiliary output: it cannot be averaged."
         )
+
+    def weighted(slices: Any) -> tuple[Any, None]:
+        batch, weight = slices
+        found = loss_and_grad(params, batch)
+        return jax.tree.map(lambda g: _scaled(g, weight), found, is_leaf=is_low_rank), None
+
+    return sum_gradients(weighted, (batches, weights), max_rank)[0]
+
+
+def sum_gradients(
+    run: Callable[[Any], tuple[Any, Any]], slices: Any, max_rank: int | None = None
+) -> tuple[Any, Any]:
+    """Returns the sum of gradients that are computed in sequence, and a stack of what comes beside.
+
+    Args:
+      run: from a slice to a gradient, with `LowRank` for factored ones, and other arrays.
+      slices: a pytree of arrays [count, ...].
+      max_rank: as for `accumulate`.
+    """
+    first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), slices)
+    shapes, _ = jax.eval_shape(run, first)
     leaves, treedef = jax.tree.flatten(shapes, is_leaf=is_low_rank)
     apart = [is_low_rank(g) and g.basis_name is None for g in leaves]
 
-    def add(sums: Any, slices: Any) -> tuple[Any, list[Any]]:
-        batch, weight = slices
-        value, gradient = loss_and_grad(params, batch)
+    def add(sums: list[Any], one: Any) -> tuple[Any, Any]:
+        gradient, others = run(one)
         parts = treedef.flatten_up_to(gradient)
-        total = [
-            s if alone else _add(s, _scaled(_wide(g), weight))
-            for s, g, alone in zip(sums[1], parts, apart, strict=True)
+        sums = [
+            s if alone else _add(s, _wide(g))
+            for s, g, alone in zip(sums, parts, apart, strict=True)
         ]
-        side_by_side = [g * weight for g, alone in zip(parts, apart, strict=True) if alone]
-        return (_add(sums[0], _scaled(_wide(value), weight)), total), side_by_side
+        return sums, ([g for g, alone in zip(parts, apart, strict=True) if alone], others)
 
     zeros = [None if alone else _zeros(g) for g, alone in zip(leaves, apart, strict=True)]
-    (value, total), stacked = jax.lax.scan(add, (_zeros(loss), zeros), (batches, weights))
+    total, (stacked, others) = jax.lax.scan(add, zeros, slices)
     rest = iter(stacked)
     merged = [
         _side_by_side(next(rest), max_rank) if alone else s
         for s, alone in zip(total, apart, strict=True)
     ]
-    return value, jax.tree.unflatten(treedef, merged)
+    return jax.tree.unflatten(treedef, merged), others
 
 
 def _wide(g: Any) -> Any:
@@ -88,8 +107,11 @@ def _wide(g: Any) -> Any:
 
 
 def _scaled(g: Any, weight: jax.Array) -> Any:
-    """Returns a gradient times a weight, in the dtype of the gradient."""
-    return g * weight if is_low_rank(g) else (g * weight).astype(g.dtype)
+    """Returns a gradient times a weight, in the dtype of the sum."""
+    if is_low_rank(g):
+        return (g if g.basis_name is None else _wide(g)) * weight
+    wide = _wide(g)
+    return (wide * weight).astype(wide.dtype)
 
 
 def _zeros(g: Any) -> Any:

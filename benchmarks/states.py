@@ -1,0 +1,187 @@
+"""Time of an optimizer's update by the form of its state, all of them interleaved in one run.
+
+`python -m benchmarks.states` updates the matrices of one layer of `llama_1b` in place, with weights
+and gradients in bfloat16, weight decay and a learning rate. Each round runs every optimizer once,
+so that a drift of the machine affects all of them equally. The bound of a time is what the update
+must read and write at the rate of a large copy in the same run.
+"""
+
+import dataclasses
+import functools
+import pathlib
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from actjax import optim
+from benchmarks import command, record
+from benchmarks.tables import print_table
+from benchmarks.variants import check_names
+from models import preset
+
+_BASELINE = "AdamW, float32"
+OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
+    _BASELINE: lambda: optax.scale_by_adam(),
+    "AdamW, 8 bits, one pass": lambda: optim.scale_by_adam_8bit(),
+    "AdamW, 8 bits, eight_bit": lambda: optim.eight_bit(optax.scale_by_adam()),
+    "AdamW, 4 bits, one pass": lambda: optim.scale_by_adam_4bit(),
+    "AdamW, 4 bits, four_bit": lambda: optim.four_bit(optax.scale_by_adam()),
+    "factored, float32": lambda: optim.scale_by_factored_adam(),
+    "factored, 8 bits": lambda: optim.eight_bit(optim.scale_by_factored_adam()),
+    "factored, 4 bits": lambda: optim.four_bit(optim.scale_by_factored_adam()),
+}
+"""By name, the transform from gradients to updates without a learning rate."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What to measure."""
+
+    model: str = "llama_1b"
+    """Model whose layer is updated."""
+    rounds: int = 20
+    """Timed updates of each optimizer, after two updates that are not counted."""
+    only: tuple[str, ...] = tuple(OPTIMIZERS)
+    """Optimizers to measure."""
+    results: pathlib.Path = record.RESULTS / "states.json"
+
+    def __post_init__(self) -> None:
+        check_names(self.only, tuple(OPTIMIZERS))
+
+
+@dataclasses.dataclass
+class _Running:
+    """An optimizer that is being timed: its compiled update, its arrays and the seconds so far."""
+
+    program: Any
+    params: Any
+    state: Any
+    seconds: list[float] = dataclasses.field(default_factory=list)
+
+    def run(self, grads: Any) -> None:
+        begin = time.perf_counter()
+        updated = self.program(self.params, self.state, grads)
+        self.params, self.state = jax.block_until_ready(updated)
+        self.seconds.append(time.perf_counter() - begin)
+
+
+def layer_of(model: str) -> dict[str, tuple[int, int]]:
+    """Returns the shapes of the matrices of one layer."""
+    config = preset(model)
+    width, heads, ffn = config.hidden_size, config.head_size, config.ffn_size
+    queries, keys = config.num_heads * heads, config.num_kv_heads * heads
+    attention = {"q": (width, queries), "k": (width, keys), "v": (width, keys)}
+    return attention | {
+        "o": (queries, width), "gate": (width, ffn), "up": (width, ffn), "down": (ffn, width)
+    }  # fmt: skip
+
+
+def measure(config: Config) -> list[dict[str, Any]]:
+    """Returns one row for each optimizer."""
+    grads = _normal(jax.random.key(0), layer_of(config.model), 1e-3)
+    rows, running = [], {}
+    for name in config.only:
+        running[name] = _start(name, grads)
+        state = sum(x.nbytes for x in jax.tree.leaves(running[name].state))
+        # A gradient is read; a weight and its state are read and written.
+        weights = sum(x.nbytes for x in jax.tree.leaves(grads))
+        temporary = running[name].program.memory_analysis().temp_size_in_bytes
+        rows.append({"optimizer": name, "state_bytes": state, "bytes": 3 * weights + 2 * state})
+        rows[-1]["temporary_bytes"] = temporary
+    copied = []
+    for _ in range(2 + config.rounds):
+        copied.append(_copy_rate())
+        for one in running.values():
+            one.run(grads)
+    rate = statistics.median(copied)
+    for row, one in zip(rows, running.values(), strict=True):
+        row["seconds"] = one.seconds[2:]
+        row["bound"] = row["bytes"] / rate
+    return rows
+
+
+def _start(name: str, grads: Any) -> _Running:
+    tx = optax.chain(
+        _on_float32(OPTIMIZERS[name]()), optax.add_decayed_weights(0.1), optax.scale(-1e-3)
+    )
+    params = _normal(jax.random.key(1), {name: x.shape for name, x in grads.items()}, 0.02)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        return optim.apply(tx, grads, state, params)
+
+    state = jax.jit(functools.partial(optim.init, tx))(params)
+    return _Running(step.lower(params, state, grads).compile(), params, state)
+
+
+def _on_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Returns a transform whose moments are those of float32 weights and gradients."""
+
+    def init(params: Any) -> Any:
+        return tx.init(_wide(params))
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        return tx.update(_wide(updates), state, params)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _wide(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+
+def _normal(key: jax.Array, shapes: dict[str, Any], scale: float) -> dict[str, jax.Array]:
+    """Returns normally distributed arrays in bfloat16."""
+
+    @jax.jit
+    def draw(key: jax.Array) -> dict[str, jax.Array]:
+        keys = jax.random.split(key, len(shapes))
+        return {
+            name: (scale * jax.random.normal(k, shape)).astype(jnp.bfloat16)
+            for k, (name, shape) in zip(keys, shapes.items(), strict=True)
+        }
+
+    return draw(key)
+
+
+def _copy_rate() -> float:
+    """Returns the bytes per second that a copy of 256 MiB reads and writes."""
+    x = jnp.zeros(2**26, jnp.float32)
+    jax.block_until_ready(_negated(x))
+    begin = time.perf_counter()
+    jax.block_until_ready(_negated(x))
+    return 2 * x.nbytes / (time.perf_counter() - begin)
+
+
+_negated = jax.jit(lambda x: -x)
+
+
+def show(config: Config, rows: list[dict[str, Any]]) -> None:
+    """Prints one line for each optimizer."""
+    times = {row["optimizer"]: statistics.median(row["seconds"]) for row in rows}
+    base = times.get(_BASELINE)
+    headers = (
+        "optimizer", "state MB", "temporary MB", "median ms", "least ms", "bound ms", "/ float32"
+    )  # fmt: skip
+    cells = [
+        (
+            row["optimizer"],
+            f"{row['state_bytes'] / 1e6:,.0f}",
+            f"{row['temporary_bytes'] / 1e6:,.0f}",
+            f"{1e3 * times[row['optimizer']]:,.0f}",
+            f"{1e3 * min(row['seconds']):,.0f}",
+            f"{1e3 * row['bound']:,.0f}",
+            f"{times[row['optimizer']] / base:.2f}" if base else "",
+        )
+        for row in rows
+    ]
+    print_table(f"Update of one layer of {config.model}", headers, cells)
+
+
+if __name__ == "__main__":
+    command.run(Config, __doc__, measure, show)
