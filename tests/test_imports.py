@@ -5,6 +5,7 @@ import pathlib
 
 ROOT = pathlib.Path(__file__).parents[1]
 LAYERS = (
+    "actjax._host",
     "actjax._shards",
     "actjax._math",
     "actjax.kernels",

@@ -11,6 +11,8 @@ import jax
 from jax.sharding import Mesh
 from rich.console import Console
 
+import actjax
+from actjax.optim.host_states import HOST
 from models.sharding import head_repeats
 from train import hosts
 from train.checkpoint import Checkpoints, identity_of
@@ -90,7 +92,7 @@ def begin(
             on_error.enter_context(contextlib.closing(lock) if lock else contextlib.nullcontext())
         hosts.check_shared(config.folder)
         checkpoints = _open_checkpoints(config)
-        shardings = state_shardings(shapes, mesh)
+        shardings = shardings_of_run(recipe, shapes, mesh)
         state, bits = _restored(checkpoints, data.batches, shapes, shardings, identity)
         data.batches.start_prefetch()  # The first batch takes seconds, as does compiling the step.
         if bits:
@@ -118,6 +120,49 @@ def begin(
     return Run(
         recipe, mesh, train_step, state, data.batches, data.validation, checkpoints, lock, identity
     )
+
+
+def shardings_of_run(recipe: Recipe, shapes: TrainState, mesh: Mesh) -> TrainState:
+    """Returns where each array of the training state is.
+
+    Raises:
+      ValueError: states are to be kept on the host, and a device reaches no memory there.
+    """
+    shardings = state_shardings(shapes, mesh)
+    if not recipe.config.optimizer.offload_states:
+        return shardings
+    placed = jax.tree.map(with_sharding, shapes.optimizer, shardings.optimizer)
+    try:
+        placed = actjax.optim.to_host(placed)
+    except ValueError as error:
+        raise ValueError(f"`--offload-states`: {error}") from error
+    return dataclasses.replace(shardings, optimizer=jax.tree.map(lambda x: x.sharding, placed))
+
+
+def first_state(recipe: Recipe, shardings: TrainState, *models: Any) -> TrainState:
+    """Returns the state before the first step, where `shardings` says.
+
+    An array for the host is made on the device first: one such array exists there at a time.
+
+    Args:
+      recipe: the run.
+      shardings: a sharding for each array.
+      *models: the pretrained decoder, which is donated; nothing to draw one.
+    """
+    make = functools.partial(init_state, recipe)
+    places, treedef = jax.tree.flatten(shardings)
+    made: dict[int, jax.Array] = {}
+    for i in [i for i, place in enumerate(places) if place.memory_kind == HOST]:
+        one = jax.jit(lambda *models, i=i: jax.tree.leaves(make(*models))[i])(*models)
+        made[i] = jax.device_put(one, places[i])
+    others = [i for i in range(len(places)) if i not in made]
+    rest = jax.jit(
+        lambda *models: [jax.tree.leaves(make(*models))[i] for i in others],
+        donate_argnums=tuple(range(len(models))),
+        out_shardings=[places[i] for i in others],
+    )(*models)
+    made |= zip(others, rest, strict=True)
+    return jax.tree.unflatten(treedef, [made[i] for i in range(len(places))])
 
 
 def _of_all_processes(given: RunConfig, identity: dict[str, Any]) -> dict[str, Any]:

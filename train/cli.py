@@ -23,6 +23,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from actjax._host import read_right
 from train.options import ADAPTERS, FLAG_METHODS, FULL_WEIGHTS, flag_name, near_hint
 
 T = TypeVar("T")
@@ -117,6 +118,7 @@ def parse(
       choices: by flag, the names that it takes and a line about each, for the help page.
       args: the command line; by default that of the process.
     """
+    read_right()
     args = list(sys.argv[1:] if args is None else args)
     if {"-h", "--help"} & set(args):
         width = None if sys.stdout.isatty() else 100

@@ -12,11 +12,14 @@ from models.presets import PRESETS
 from train.cli import Headings
 from train.examples import ExampleConfig
 from train.methods import METHODS
-from train.options import ADAPTERS, FULL_WEIGHTS, MethodOptions, flag_name
+from train.options import ADAPTERS, FULL_WEIGHTS, MethodOptions, flag_name, near_hint
 
 Dtype = Literal["float32", "bfloat16"]
 WeightDtype = Literal["auto", "float32", "bfloat16"]
-MomentDtype = Literal["auto", "float32", "bfloat16", "8bit"]
+MomentDtype = Literal["auto", "float32", "bfloat16", "8bit", "4bit"]
+Optimizer = Literal[
+    "adamw", "adafactor", "lion", "sgd", "muon", "fira", "frugal_signs", "apollo", "apollo_mini"
+]
 WeightRounding = Literal["auto", "nearest", "stochastic", "compensated"]
 
 
@@ -57,7 +60,7 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with linear warm-up and cosine decay of the learning rate.
+    """An optimizer with linear warm-up and cosine decay of the learning rate.
 
     Raises:
       ValueError: a setting is out of range.
@@ -71,29 +74,103 @@ class OptimizerConfig:
     """Learning rate of the last step, as a share of the peak."""
     weight_decay: float = 0.1
     """Decoupled weight decay of matrices; scales of norms have none."""
-    beta1: float = 0.9
-    """Decay of the first moment."""
-    beta2: float = 0.95
-    """Decay of the second moment."""
+    beta1: float | None = None
+    """Decay of the first moment. Default: 0.9; 0.95 for muon."""
+    beta2: float | None = None
+    """Decay of the second moment; for lion, of its moment. Default: 0.95; 0.99 for lion; 0.999 for
+    the method galore, as published."""
     clip: float = 1.0
     """Largest global norm of a gradient; inf for no clipping."""
     moment_dtype: MomentDtype = "auto"
-    """Dtype of both moments between steps: float32, bfloat16, or 8bit (blockwise, dynamic map).
-    auto: 8bit for lean, lean_remat and lean_subspace, float32 for the others."""
+    """Dtype of the moments between steps: float32, bfloat16, 8bit (blocks of 256, dynamic map) or
+    4bit (groups of 128, rounded stochastically; second moments with a scale for each row and
+    column). auto: 8bit for lean, lean_remat and lean_subspace, float32 for the others."""
+    optimizer: Optimizer = "adamw"
+    """What makes an update of a gradient."""
+    factored_second_moment: bool = False
+    """With adamw: keep the mean of each row and of each column of the second moments, and not the
+    moments."""
+    offload_states: bool = False
+    """Keep the moments of the layers in the memory of the host, and fetch those of a layer while
+    its gradient is computed."""
+    projection_rank: int = 0
+    """Rank of the projected gradients of fira, frugal_signs and apollo. 0: a quarter of the model's
+    width; for apollo 256, at most the width."""
+    projection_gap: int = 200
+    """Steps between two projections of fira, frugal_signs, apollo and apollo_mini."""
+    projection_scale: float = 0.0
+    """Factor of the projected updates of fira, frugal_signs, apollo and apollo_mini. 0: that of the
+    papers."""
+
+    @property
+    def betas(self) -> tuple[float, float]:
+        """Decays of the moments, with defaults filled in."""
+        first, second = _BETAS.get(self.optimizer, (0.9, 0.95))
+        return (
+            first if self.beta1 is None else self.beta1,
+            second if self.beta2 is None else self.beta2,
+        )
 
     def __post_init__(self) -> None:
         _check_range("learning_rate", self.learning_rate, 0, math.inf)
         _check_range("warmup_steps", self.warmup_steps, 0, math.inf)
         _check_range("weight_decay", self.weight_decay, 0, math.inf)
         # A decay of 1 ignores every gradient, and its bias correction divides by zero.
-        _check_range("beta1", self.beta1, 0, 1)
-        _check_range("beta2", self.beta2, 0, 1)
+        for name, decay in zip(("beta1", "beta2"), self.betas, strict=True):
+            _check_range(name, decay, 0, 1)
+        if self.optimizer not in OPTIMIZERS:
+            hint = near_hint(self.optimizer, OPTIMIZERS)
+            raise ValueError(
+                f"unknown `--optimizer` {self.optimizer!r}.{hint} There are:"
+                f" {', '.join(OPTIMIZERS)}."
+            )
+        if self.factored_second_moment and self.optimizer != "adamw":
+            raise ValueError(
+                f"`--factored-second-moment` is for `--optimizer adamw`, got {self.optimizer}"
+                " (adafactor has a factored one anyway): drop it."
+            )
+        _check_range("projection_rank", self.projection_rank, 0, math.inf)
+        _check_range("projection_gap", self.projection_gap, 1, math.inf)
+        _check_range("projection_scale", self.projection_scale, 0, math.inf)
+        for name in ("projection_rank", "projection_gap", "projection_scale"):
+            if getattr(self, name) != getattr(type(self), name) and not self.projects:
+                raise ValueError(
+                    f"`{flag_name(name)}` has no effect with `--optimizer {self.optimizer}`: it is"
+                    f" for {', '.join(PROJECTED)}. Drop it."
+                )
+        if self.optimizer == "apollo_mini" and self.projection_rank > 1:
+            raise ValueError(
+                f"`--projection-rank {self.projection_rank}`: apollo_mini has rank 1. Drop it, or"
+                " choose `--optimizer apollo`."
+            )
         if not 0 <= self.final_learning_rate <= 1:
             raise ValueError(
                 f"`--final-learning-rate` must be in [0, 1], got {self.final_learning_rate}."
             )
         if not self.clip > 0:
             raise ValueError(f"`--clip` must be above 0 (inf for no clipping), got {self.clip}.")
+
+    @property
+    def projects(self) -> bool:
+        """Whether gradients of the layers are projected by the optimizer."""
+        return self.optimizer in PROJECTED
+
+
+OPTIMIZERS: dict[str, str] = {
+    "adamw": "two moments",
+    "adafactor": "a factored second moment, updates relative to the size of a weight",
+    "lion": "one moment, whose sign is the update; learning rates of a third to a tenth",
+    "sgd": "momentum",
+    "muon": "one moment, orthogonalized, for the matrices of layers; AdamW for the rest",
+    "fira": "AdamW in a subspace, the rest of the gradient with its step sizes",
+    "frugal_signs": "AdamW in a subspace, the signs of the rest of the gradient (FRUGAL)",
+    "apollo": "the gradient with step sizes of AdamW in a random subspace",
+    "apollo_mini": "apollo of rank 1, with one step size for each weight",
+}
+"""What `--optimizer` names."""
+PROJECTED = ("fira", "frugal_signs", "apollo", "apollo_mini")
+"""Optimizers that project the gradients of the layers themselves, and need them dense."""
+_BETAS = {"lion": (0.9, 0.99), "muon": (0.95, 0.95), "sgd": (0.9, 0.0)}
 
 
 def _check_range(field: str, value: float, low: float, end: float) -> None:
@@ -126,8 +203,8 @@ class RunConfig:
     the other."""
     in_backward: tyro.conf.FlagCreatePairsOff[bool] = False
     """Update each layer within the backward pass, so that the gradients of all layers never exist
-    at once. Clips by an estimate of the norm. Excludes `--accumulate`. lean, lean_remat and
-    lean_subspace always do this."""
+    at once. Clips by an estimate of the norm. With `--accumulate`, the codes of all micro-batches
+    exist at once, and the workspace of one. lean, lean_remat and lean_subspace always do this."""
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     weight_dtype: WeightDtype = "float32"
     """Dtype of weights and gradients."""
@@ -177,14 +254,6 @@ class RunConfig:
                 )
         _check_range("seed", self.seed, 0, 2**32)
         _check_range("z_loss", self.z_loss, 0, math.inf)
-        if self.in_backward and self.accumulate > 1:
-            raise ValueError(
-                f"`--accumulate {self.accumulate}` and in-backward updates exclude each other:"
-                " weights are updated in each backward pass. Drop `--accumulate`, or"
-                " `--in-backward` and the methods that imply it: lean, the default of"
-                " train.pretrain, lean_remat and lean_subspace. `--method quantized` stores the"
-                " same codes as lean."
-            )
         if self.batch_size % self.accumulate:
             raise ValueError(
                 f"`--batch-size` {self.batch_size} must be a multiple of"
@@ -206,7 +275,10 @@ def _model_choices() -> dict[str, str]:
 
 
 _TRAINING: Headings = {
-    "Memory": (*("accumulate", "in_backward", "weight_rounding", "moment_dtype", "compute_dtype"),),
+    "Memory": (
+        *("accumulate", "in_backward", "weight_rounding", "moment_dtype"),
+        *("factored_second_moment", "offload_states", "compute_dtype"),
+    ),
     "Devices": ("mesh", "distributed"),
     "Method options": ("options",),
 }

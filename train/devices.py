@@ -14,6 +14,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from actjax._host import read_right
 from train.gpus import GIB as GIB
 from train.gpus import GPUS as GPUS
 from train.gpus import Gpu
@@ -88,6 +89,7 @@ def compile_for_mesh(device: Device, sizes: dict[str, int]) -> Iterator[Mesh]:
       ValueError: the compiler for the device is not installed, or JAX has dropped it.
       RuntimeError: this version of JAX lacks a function that must be replaced.
     """
+    read_right()
     count, is_gpu = math.prod(sizes.values()), isinstance(device, Gpu)
     topology = _gpus(device, count) if isinstance(device, Gpu) else _tpus(device, count)
     mesh = Mesh(np.array(topology.devices).reshape(tuple(sizes.values())), tuple(sizes))

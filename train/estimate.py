@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
 
 import actjax
+from actjax.optim.host_states import HOST
 from train.begin import check_sizes
 from train.collectives import bytes_by_kind, collectives
 from train.config import PretrainConfig
@@ -75,6 +77,7 @@ class Compiled:
       states: bytes of the optimizer states of a device.
       exchanged: bytes that a device exchanges with others in a step, by kind
         (`train.collectives`); empty for one device, and for TPUs.
+      on_host: bytes of a device's optimizer states that are in the memory of the host.
     """
 
     plan: Plan
@@ -83,6 +86,7 @@ class Compiled:
     weights: int
     states: int
     exchanged: Mapping[str, int]
+    on_host: int = 0
 
 
 def make_plan(config: PretrainConfig, device: str) -> Plan:
@@ -91,7 +95,7 @@ def make_plan(config: PretrainConfig, device: str) -> Plan:
     Raises:
       ValueError: an unknown method, or settings that do not fit each other.
     """
-    memory = _memory(_without_moment_dtype(config))
+    memory = _memory(_without_optimizer(config))
     memory = dataclasses.replace(memory, optimizer=tree_bytes(_shapes(_recipe(config)).optimizer))
     explanation, flops = _gradient(_of_gradient(config))
     return Plan(config, memory, flops, _seconds(memory, explanation, flops, device))
@@ -117,14 +121,25 @@ def parameter_bytes(config: PretrainConfig) -> int:
     return tree_bytes((state.model, state.optimizer))
 
 
-def _without_moment_dtype(config: PretrainConfig) -> PretrainConfig:
-    optimizer = dataclasses.replace(config.optimizer, moment_dtype="float32")
+def _without_optimizer(config: PretrainConfig) -> PretrainConfig:
+    """Returns settings with the usual optimizer, which the gradient does not depend on."""
+    if config.optimizer.projects:
+        return config
+    optimizer = dataclasses.replace(
+        config.optimizer,
+        moment_dtype="float32",
+        optimizer="adamw",
+        beta1=None,
+        beta2=None,
+        factored_second_moment=False,
+        offload_states=False,
+    )
     return dataclasses.replace(config, optimizer=optimizer)
 
 
 def _of_gradient(config: PretrainConfig) -> PretrainConfig:
     """Returns settings without those that the gradient does not depend on."""
-    return dataclasses.replace(_without_moment_dtype(config), in_backward=False)
+    return dataclasses.replace(_without_optimizer(config), in_backward=False)
 
 
 # Neighbouring plans of a search differ in few settings, and tracing a model takes 1 to 2 seconds.
@@ -156,6 +171,8 @@ def compile_plan(plan: Plan, device: str) -> Compiled:
     recipe = _recipe(plan.config)
     state, batch = _shapes(recipe), whole_batch_shapes(recipe.config)
     with _placed(recipe, state, batch, device) as (state, batch, options):
+        if recipe.config.optimizer.offload_states:
+            state = dataclasses.replace(state, optimizer=_with_moments_on_host(state.optimizer))
         steps = [make_train_step(recipe)]
         due = recipe.due_layers(0)
         if due is not None:
@@ -169,7 +186,22 @@ def compile_plan(plan: Plan, device: str) -> Compiled:
     if plan.config.mesh and device not in TPUS:
         exchanged = bytes_by_kind(collectives(programs[0].as_text()))
     weights, states = map(_bytes_of_device, ((state.model, state.frozen), state.optimizer))
-    return Compiled(plan, peak, temporaries, weights, states, exchanged)
+    on_host = _bytes_of_device(state.optimizer, on_host=True)
+    return Compiled(plan, peak, temporaries, weights, states, exchanged, on_host)
+
+
+def _with_moments_on_host(optimizer: Any) -> Any:
+    """Returns the shapes of an optimizer state with moments in the memory of the host.
+
+    Raises:
+      ValueError: the device has no such memory.
+    """
+    here = SingleDeviceSharding(jax.devices()[0])
+    placed = jax.tree.map(lambda x: with_sharding(x, here) if x.sharding is None else x, optimizer)
+    try:
+        return actjax.optim.to_host(placed)
+    except ValueError as error:
+        raise ValueError(f"`--offload-states`: {error}") from error
 
 
 def bytes_of_device(config: PretrainConfig) -> int:
@@ -243,11 +275,15 @@ def _peak(program: Any, device: str) -> tuple[int, int]:
     return live + stats.temp_size_in_bytes, stats.temp_size_in_bytes
 
 
-def _bytes_of_device(tree: Any) -> int:
+def _bytes_of_device(tree: Any, *, on_host: bool = False) -> int:
+    """Returns the bytes of a device's part of arrays, of those on the device or on the host."""
+
     def size(x: Any) -> int:
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return 0
+        if on_host != (getattr(x.sharding, "memory_kind", None) == HOST):
+            return 0
         shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
         return math.prod(shape) * jnp.dtype(x.dtype).itemsize
 
-    return sum(
-        size(x) for x in jax.tree.leaves(tree) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    )
+    return sum(map(size, jax.tree.leaves(tree)))

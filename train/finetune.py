@@ -19,7 +19,7 @@ from models.checkpoints import load_checkpoint, read_dimensions
 from models.lora import merge, quantize
 from models.peft import save_adapters
 from train import cli, hosts
-from train.begin import Data, Weights, begin, check_sizes, run_identity
+from train.begin import Data, Weights, begin, check_sizes, first_state, run_identity
 from train.calibration import calibrate
 from train.config import FinetuneConfig
 from train.examples import Examples, open_examples
@@ -27,7 +27,7 @@ from train.loop import Run, make_console, moved, prepare_and_train, put_rows, ru
 from train.packing import packed_batches, validation_set
 from train.resolve import ResolvedConfig, resolve
 from train.sharding import make_mesh, rows_of_process
-from train.step import Recipe, TrainState, build_recipe, init_state, model_of
+from train.step import Recipe, TrainState, build_recipe, model_of
 from train.tokenizer import Tokenizer, tokenizer_of
 
 PROG = "python -m train.finetune"
@@ -144,8 +144,7 @@ def _first_state(
     """Returns the state before the first step: pretrained weights, and calibrated channels."""
     places = shardings.model if recipe.lora is None else shardings.frozen
     base = read_model(checkpoint, recipe, places)
-    start = functools.partial(init_state, recipe)
-    state = jax.jit(start, donate_argnums=0, out_shardings=shardings)(base)
+    state = first_state(recipe, shardings, base)
     if not recipe.method.calibrates:
         return state
     config, mesh = recipe.config, shardings.step.mesh

@@ -60,6 +60,8 @@ class Method:
         the gradient of SmolLM2-135M in four bits is off by 0.157 with padding and by 0.130 with
         zeros. The factors of `low_rank` (0.311, 0.333) and the tokens of `pamm` (0.236, 0.293) are
         better with padding.
+      published_ranks: whether small models get the ranks of GaLore (2024, Table 2), which are
+        above a quarter of their width.
     """
 
     summary: str
@@ -73,10 +75,14 @@ class Method:
     four_bit: bool = False
     calibrates: bool = False
     zero_padding: bool = False
+    published_ranks: bool = False
 
     def rank(self, model: ModelConfig) -> int:
         """Returns the default of `--rank`."""
-        return 32 if self.subspace is None else max(1, model.hidden_size // 4)
+        if self.subspace is None:
+            return 32
+        published = {256: 128, 768: 256} if self.published_ranks else {}
+        return published.get(model.hidden_size, max(1, model.hidden_size // 4))
 
     def resolve(self, options: MethodOptions, model: ModelConfig) -> MethodOptions:
         """Returns options with the method's defaults filled in."""
@@ -210,6 +216,9 @@ def _calibrated(o: MethodOptions) -> StorageChoice:
     return Storage(**sites, **inputs, split_adapters=inter)
 
 
+GALORE_BETA2 = 0.999
+"""The decay of the second moment in the experiments of GaLore: the default of Adam."""
+
 METHODS: dict[str, Method] = {
     "exact": Method("every input stored exactly: exact gradients", lambda _: Storage()),
     "remat": Method(
@@ -233,6 +242,7 @@ METHODS: dict[str, Method] = {
         "moments in a subspace, dense exact gradients (GaLore)",
         lambda _: Storage(),
         Subspace(side="smaller"),
+        published_ranks=True,
     ),
     "random_projection": Method(
         "inputs, gradients and moments in a random subspace (CompAct)",

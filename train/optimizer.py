@@ -1,4 +1,4 @@
-"""AdamW through optax, with moments in a chosen dtype and, if chosen, in a subspace."""
+"""The optimizers of the programs: moments in a chosen dtype and, if chosen, in a subspace."""
 
 import functools
 import math
@@ -32,27 +32,24 @@ def make_optimizer(
     rounding: str = "nearest",
     seed: int = 0,
 ) -> optax.GradientTransformation:
-    """Returns AdamW with weight decay of matrices, for `actjax.optim.apply`.
+    """Returns an optimizer with weight decay of matrices, for `actjax.optim.apply`.
 
     It does not clip: the global norm takes all layers, and the transform sees one at a time.
 
     Args:
-      config: its settings, with a resolved `moment_dtype`.
+      config: its settings, with a resolved `moment_dtype` and `projection_rank`.
       steps: length of the run.
       subspace: `actjax.optim.subspace` without its transforms; None for full-rank moments.
       rounding: of the weights, as in a resolved `weight_rounding`.
-      seed: of stochastic rounding.
+      seed: of stochastic rounding and of random projections.
     """
-    adam = optax.scale_by_adam(b1=config.beta1, b2=config.beta2)
-    moments = {
-        "float32": store_states_as(adam, jnp.dtype("float32")),
-        "bfloat16": store_states_as(adam, jnp.dtype("bfloat16")),
-        "8bit": actjax.optim.scale_by_adam_8bit(
-            b1=config.beta1, b2=config.beta2, block=moment_block
-        ),
-    }[config.moment_dtype]
     outer = full_space_updates(config, steps)
-    tx = optax.chain(moments, outer) if subspace is None else subspace(moments, outer=outer)
+    if subspace is not None:
+        tx = subspace(_moments(config), outer=outer)
+    elif config.projects:
+        tx = optax.chain(_apollo(config, seed), outer)
+    else:
+        tx = optax.chain(_moments(config), outer)
     round_weights = {
         "nearest": lambda tx: tx,
         "stochastic": functools.partial(actjax.optim.stochastic_rounding, seed=seed),
@@ -61,11 +58,120 @@ def make_optimizer(
     return round_weights(tx)
 
 
-_BLOCKS, _DEVICES = (256, 128, 64, 32), 64
+def _moments(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Returns what the optimizer makes of a gradient, before weight decay and learning rate."""
+    b1, b2 = config.betas
+    if config.optimizer == "lion":
+        return _stored(optax.scale_by_lion(b1, b2), config.moment_dtype)
+    if config.optimizer == "sgd":
+        return _stored(optax.trace(b1), config.moment_dtype)
+    if config.optimizer == "adafactor":
+        return optax.chain(
+            optax.scale_by_factored_rms(),
+            optax.clip_by_block_rms(1.0),
+            optax.scale_by_param_block_rms(),
+        )
+    if config.optimizer == "muon":
+        orthogonal = optax.chain(
+            _stored(optax.contrib.scale_by_muon(beta=b1), config.moment_dtype),
+            optax.stateless(lambda updates, _: jax.tree.map(_with_rms_of_adam, updates)),
+        )
+        adam = _adam(0.9, b2, config)
+        return optax.partition({"muon": orthogonal, "adam": adam}, _muon_labels)
+    return _adam(b1, b2, config)
+
+
+def _adam(b1: float, b2: float, config: OptimizerConfig) -> optax.GradientTransformation:
+    """Returns the moments of Adam."""
+    if config.factored_second_moment:
+        return _stored(actjax.optim.scale_by_factored_adam(b1, b2), config.moment_dtype)
+    if config.moment_dtype == "8bit":
+        return actjax.optim.scale_by_adam_8bit(b1=b1, b2=b2, block=moment_block)
+    return _stored(optax.scale_by_adam(b1=b1, b2=b2), config.moment_dtype)
+
+
+def _stored(inner: optax.GradientTransformation, dtype: str) -> optax.GradientTransformation:
+    """Returns a transform whose moments are stored in a `moment_dtype` between steps."""
+    if dtype == "8bit":
+        return actjax.optim.eight_bit(inner, block=moment_block)
+    if dtype == "4bit":
+        return actjax.optim.four_bit(inner, group=moment_group)
+    return store_states_as(inner, jnp.dtype(dtype))
+
+
+def _with_rms_of_adam(update: jax.Array) -> jax.Array:
+    """Scales an orthogonal matrix to the mean square of updates of AdamW (Liu et al., 2025)."""
+    return 0.2 * math.sqrt(max(update.shape[-2:])) * update
+
+
+def _is_layer_matrix(path: str, leaf: jax.Array) -> bool:
+    return path.startswith("layers.") and leaf.ndim >= 2
+
+
+def _muon_labels(params: optax.Params):
+    """Returns which transform updates each parameter: matrices of layers are orthogonalized."""
+
+    def label(path: tuple, leaf: jax.Array) -> str:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        return "muon" if _is_layer_matrix(name, leaf) else "adam"
+
+    return jax.tree_util.tree_map_with_path(label, params)
+
+
+def remainder_of(config: OptimizerConfig) -> Callable[..., SubspaceTransformation] | None:
+    """Returns `actjax.optim.subspace` without its transforms for Fira and FRUGAL; None for others.
+
+    Args:
+      config: the settings.
+    """
+    remainders = {
+        "fira": actjax.optim.ScaledRemainder(),
+        "frugal_signs": actjax.optim.SignedRemainder(),
+    }
+    if config.optimizer not in remainders:
+        return None
+    return functools.partial(
+        actjax.optim.subspace,
+        rank=config.projection_rank,
+        gap=config.projection_gap,
+        scale=config.projection_scale or _SCALES[config.optimizer],
+        side="smaller",
+        remainder=remainders[config.optimizer],
+    )
+
+
+def _apollo(config: OptimizerConfig, seed: int) -> optax.GradientTransformation:
+    is_mini = config.optimizer == "apollo_mini"
+    return actjax.optim.apollo(
+        _adam(*config.betas, config),
+        rank=config.projection_rank,
+        gap=config.projection_gap,
+        scale=config.projection_scale or _SCALES[config.optimizer],
+        granularity="tensor" if is_mini else "channel",
+        weights=_is_layer_matrix,
+        seed=seed,
+    )
+
+
+_SCALES = {"fira": 0.25, "frugal_signs": 1.0, "apollo": 1.0, "apollo_mini": math.sqrt(128)}
+"""α of the papers."""
+
+
+_BLOCKS, _GROUPS, _DEVICES = (256, 128, 64, 32), (128, 64, 32), 64
+
+
+def moment_group(shape: tuple[int, ...]) -> int:
+    """Returns how many values of a moment in 4 bits share a scale: 128 if possible."""
+    return _most_divisible(shape, _GROUPS)
 
 
 def moment_block(shape: tuple[int, ...]) -> int:
-    """Returns how many values of a moment in 8 bits share a scale: 256 if possible.
+    """Returns how many values of a moment in 8 bits share a scale: 256 if possible."""
+    return _most_divisible(shape, _BLOCKS)
+
+
+def _most_divisible(shape: tuple[int, ...], blocks: tuple[int, ...]) -> int:
+    """Returns the block with which most devices can divide a moment; of several, the largest.
 
     Devices divide the rows of a matrix, or its columns between blocks. Rows that few devices can
     divide (5461 in `llama_1b`) get shorter blocks, if more devices can divide the columns then.
@@ -76,7 +182,7 @@ def moment_block(shape: tuple[int, ...]) -> int:
         return max(math.gcd(rows, _DEVICES), math.gcd(columns // block, _DEVICES)
                    if columns % block == 0 else 1)  # fmt: skip
 
-    return max(_BLOCKS, key=lambda block: (devices(block), block))
+    return max(blocks, key=lambda block: (devices(block), block))
 
 
 def full_space_updates(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:

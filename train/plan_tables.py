@@ -42,13 +42,16 @@ def table_of(rows: list[Compiled], train: PretrainConfig, device: str) -> Table:
     if train.mesh:
         _add_devices(table, rows, unit)
         return table
-    for part in ("peak", "weights", "gradients", "states", "residuals", "workspace", "TFLOP"):
+    parts = ["peak", "weights", "gradients", "states", "residuals", "workspace"]
+    if any(row.on_host for row in rows):
+        parts.append("on host")
+    for part in (*parts, "TFLOP"):
         table.add_column(part, justify="right", no_wrap=True)
     for row in rows:
         memory = row.plan.memory.with_workspace(row.temporaries)
         residuals = memory.linear_residuals + memory.other_residuals
-        sizes = (row.peak, memory.weights, memory.gradients, memory.optimizer, residuals,
-                 memory.workspace or 0)  # fmt: skip
+        sizes = (row.peak, memory.weights, memory.gradients, memory.optimizer - row.on_host,
+                 residuals, memory.workspace or 0, row.on_host)[: len(parts)]  # fmt: skip
         cells = [f"{size / unit:.2f}" for size in sizes]
         table.add_row(choice(row.plan.config), *cells, f"{row.plan.flops / 1e12:.2f}")
     return table
@@ -120,10 +123,16 @@ def choice(config: PretrainConfig) -> str:
         options=config.options,
         in_backward=config.in_backward,
         optimizer=dataclasses.replace(
-            neutral.optimizer, moment_dtype=config.optimizer.moment_dtype
+            neutral.optimizer,
+            **{name: getattr(config.optimizer, name) for name in _OF_OPTIMIZER},
         ),
     )
     return flags(chosen).removeprefix("--method ")
+
+
+_OF_OPTIMIZER = ("moment_dtype", "optimizer", "factored_second_moment", "offload_states",
+                 "projection_rank")  # fmt: skip
+"""Settings of the optimizer that memory depends on."""
 
 
 def _flags(config: Any, default: Any) -> Iterator[str]:

@@ -3,19 +3,18 @@
 import dataclasses
 import functools
 
-import jax
 from jax.sharding import Mesh
 from rich.console import Console
 
 from train import cli, hosts
-from train.begin import Data, Weights, begin, check_sizes, run_identity
+from train.begin import Data, Weights, begin, check_sizes, first_state, run_identity
 from train.config import DataConfig, PretrainConfig
 from train.corpus import Corpus, open_corpus
 from train.data import ROW_ORDER, train_batches, validation_batches
 from train.loop import Run, make_console, prepare_and_train, run_program
 from train.resolve import dimensions, resolve
 from train.sharding import make_mesh, rows_of_process
-from train.step import Recipe, build_recipe, init_state
+from train.step import Recipe, build_recipe
 from train.tokenizer import Tokenizer, default_tokenizer, load_tokenizer
 
 PROG = "python -m train.pretrain"
@@ -83,11 +82,7 @@ def _data(recipe: Recipe, corpus: Corpus, tokenizer: Tokenizer, mesh: Mesh, read
 
 
 def _weights(recipe: Recipe) -> Weights:
-    init = functools.partial(init_state, recipe)
-    return Weights(
-        first_state=lambda shardings: jax.jit(init, out_shardings=shardings)(),
-        frozen=lambda _: None,
-    )
+    return Weights(first_state=functools.partial(first_state, recipe), frozen=lambda _: None)
 
 
 if __name__ == "__main__":

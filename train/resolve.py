@@ -9,7 +9,7 @@ from models.checkpoints import read_dimensions
 from models.lora import LoRAConfig
 from models.presets import PRESETS
 from train import methods
-from train.config import FinetuneConfig, PretrainConfig, RunConfig
+from train.config import FinetuneConfig, OptimizerConfig, PretrainConfig, RunConfig
 from train.options import check_flags
 
 
@@ -138,7 +138,7 @@ def resolve(
     given = {field.name: getattr(config, field.name) for field in dataclasses.fields(RunConfig)}
     resolved: dict[str, Any] = {
         "options": options,
-        "optimizer": dataclasses.replace(config.optimizer, moment_dtype=_moments(config, method)),
+        "optimizer": _optimizer(config, method, model),
         "weight_dtype": weight_dtype,
         "weight_rounding": _weight_rounding(config, method, weight_dtype),
         "in_backward": config.in_backward or method.lean,
@@ -171,10 +171,45 @@ def _check_rank(
         )
 
 
-def _moments(config: RunConfig, method: methods.Method) -> str:
-    if config.optimizer.moment_dtype != "auto":
-        return config.optimizer.moment_dtype
-    return "8bit" if method.lean else "float32"
+def _optimizer(
+    config: PretrainConfig | FinetuneConfig, method: methods.Method, model: ModelConfig
+) -> OptimizerConfig:
+    """Returns the settings of the optimizer with their defaults filled in.
+
+    Raises:
+      ValueError: an optimizer that the method excludes, or a rank above the width of the model.
+    """
+    given, rank = config.optimizer, 0
+    if given.projects:
+        if method.subspace is not None or method.adapters:
+            why = "trains adapters" if method.adapters else "projects gradients too"
+            raise ValueError(
+                f"`--optimizer {given.optimizer}` projects the gradients of all weights of the"
+                f" layers, and `--method {config.method}` {why}: choose another method, such as"
+                " lean, or `--optimizer adamw`."
+            )
+        largest = methods.Subspace(side="smaller").largest_rank(model)
+        usual = min(256, largest) if given.optimizer == "apollo" else max(1, model.hidden_size // 4)
+        rank = 1 if given.optimizer == "apollo_mini" else given.projection_rank or usual
+        if rank > largest:
+            raise ValueError(
+                f"`--projection-rank` {rank} is above {largest}, the smallest dimension of a weight"
+                f" of {config.title}: lower it."
+            )
+    if method.subspace is not None and given.optimizer in ("muon", "adafactor"):
+        raise ValueError(
+            f"`--optimizer {given.optimizer}` reads whole weights, and `--method {config.method}`"
+            " shows it gradients in a subspace: choose adamw, lion or sgd, or another method."
+        )
+    if config.method == "galore" and given.beta2 is None and given.optimizer == "adamw":
+        given = dataclasses.replace(given, beta2=methods.GALORE_BETA2)
+    b1, b2 = given.betas
+    moments = given.moment_dtype
+    if moments == "auto":
+        moments = "8bit" if method.lean else "float32"
+    return dataclasses.replace(
+        given, beta1=b1, beta2=b2, moment_dtype=moments, projection_rank=rank
+    )
 
 
 def _weight_dtype(config: RunConfig, method: methods.Method, checkpoint_dtype: str) -> str:

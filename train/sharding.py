@@ -1,6 +1,5 @@
 """Meshes of devices, and how the arrays of a training state are divided over them."""
 
-import dataclasses
 import math
 import os
 import re
@@ -10,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Format, Layout
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from actjax.kernels.blockwise import Blockwise, is_blockwise
+from actjax.optim.codes import is_code
 from models.sharding import AXES, BATCH, RULES, WEIGHTS, Entry, Rules, axes_of, rule_of
 
 _THREADS = 4
@@ -129,16 +128,20 @@ def state_shardings(state: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
 
     def sharding(path: tuple, leaf: Any) -> Any:
         names = [entry_name(entry) for entry in path]
-        rule, stacked = rule_of(".".join(names), rules), "layers" in names
-        if not isinstance(leaf, Blockwise):
+        rule, stacked = rule_of(".".join(names), rules), bool({"layers", "pieces"} & set(names))
+        if not is_code(leaf):
             return NamedSharding(mesh, _spec(leaf.shape, rule, mesh, stacked))
         # Codes and scales are divided alike, and no block crosses devices.
-        whole = leaf.codes.shape[-1] % leaf.block == 0
-        shape = leaf.scales.shape if whole else (*leaf.codes.shape[:-1], 1)
-        spec = NamedSharding(mesh, _spec(shape, rule, mesh, stacked))
-        return dataclasses.replace(leaf, codes=spec, scales=spec)
+        spec = _spec(leaf.shape_of_blocks, rule, mesh, stacked)
 
-    return jax.tree_util.tree_map_with_path(sharding, state, is_leaf=is_blockwise)
+        def place(x: Any) -> NamedSharding:
+            # An axis of one scale for all is on every device.
+            kept = (axis if size > 1 else None for axis, size in zip(spec, x.shape, strict=False))
+            return NamedSharding(mesh, PartitionSpec(*kept))
+
+        return jax.tree.map(place, leaf)
+
+    return jax.tree_util.tree_map_with_path(sharding, state, is_leaf=is_code)
 
 
 def formats_of(tree: Any) -> Any:
@@ -167,6 +170,8 @@ _LANES = 128
 
 
 def _prefers_row_major(sharding: Any) -> bool:
+    if isinstance(sharding.mesh, AbstractMesh):  # Of states on the host.
+        return False
     return sharding.mesh.devices.flat[0].platform == "tpu"
 
 

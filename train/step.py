@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 import actjax
+from actjax.optim.pieces import count_pieces
 from models import Decoder, ModelConfig, Storage, StorageChoice
 from models.block import Positions
 from models.layers import layer_function, layer_keys
@@ -19,7 +20,7 @@ from models.sharding import fetch_first
 from train.calibration import calibrated, calibration_zeros
 from train.config import FinetuneConfig, PretrainConfig, RunConfig
 from train.methods import Method
-from train.optimizer import make_optimizer, moment_block
+from train.optimizer import make_optimizer, moment_block, moment_group, remainder_of
 from train.options import ANY_FULL_RANK
 from train.padding import inputs_of
 from train.resolve import ResolvedConfig, resolve
@@ -102,14 +103,45 @@ class Recipe:
         return tx if isinstance(tx, actjax.optim.SubspaceTransformation) else None
 
     def _short_blocks(self) -> list[int]:
-        """Returns the blocks of moments in 8 bits that are not of 256 numbers."""
-        if self.config.optimizer.moment_dtype != "8bit":
+        """Returns the sizes of shared scales of moments that are not the usual one."""
+        rules = {"8bit": (moment_block, 256), "4bit": (moment_group, 128)}
+        if self.config.optimizer.moment_dtype not in rules:
             return []
+        rule, usual = rules[self.config.optimizer.moment_dtype]
         one = self.model_config
         d, keys = one.hidden_size, one.num_kv_heads * one.head_size
         sides = (one.ffn_size, one.num_heads * one.head_size, keys, one.vocab_size)
         shapes = [shape for n in sides for shape in ((d, n), (n, d))]
-        return sorted({moment_block(shape) for shape in shapes} - {256})
+        return sorted({rule(shape) for shape in shapes} - {usual})
+
+    @property
+    def _pieces(self) -> list[int]:
+        """The numbers of pieces of the embedding and the head, if these are updated in pieces."""
+        if self.lora is not None:
+            return []
+        one = self.model_config
+        shapes = (one.vocab_size, one.hidden_size), (one.hidden_size, one.vocab_size)
+        counts = [count_pieces(shape) for shape in shapes]
+        return [] if counts == [1, 1] else counts
+
+    @property
+    def _rank(self) -> int:
+        """The rank of the subspace."""
+        own = self.config.optimizer.projection_rank
+        return own or self.config.options.rank
+
+    @property
+    def _optimizer_name(self) -> dict[str, Any]:
+        """The part of the form that says which optimizer it is, if it is not AdamW."""
+        given = self.config.optimizer
+        form: dict[str, Any] = {}
+        if given.optimizer != "adamw":
+            form["name"] = given.optimizer
+        if given.optimizer in ("apollo", "apollo_mini"):
+            form["projection_rank"] = given.projection_rank
+        if given.factored_second_moment:
+            form["factored_second_moment"] = True
+        return form
 
     @property
     def optimizer_form(self) -> dict[str, Any]:
@@ -121,8 +153,10 @@ class Recipe:
             "in_backward": config.in_backward,
             # A run may change from one full-rank method to another.
             "method": ANY_FULL_RANK if is_full else config.method,
-            "rank": None if is_full else config.options.rank,
-            **({"norm_estimate": "typical"} if config.in_backward else {}),
+            "rank": None if is_full else self._rank,
+            **({"norm_estimate": "parts"} if config.in_backward else {}),
+            **self._optimizer_name,
+            **({"pieces": pieces} if (pieces := self._pieces) else {}),
             **({"moment_blocks": blocks} if (blocks := self._short_blocks()) else {}),
             **({} if self.lora is None else {"adapters": dataclasses.asdict(self.lora)}),
         }
@@ -146,8 +180,9 @@ class Recipe:
         if self.subspace is None:
             return None
         options, count = self.config.options, self.model_config.num_layers
-        delay = np.arange(count) * options.gap // count if options.stagger else np.zeros(count, int)
-        due = ((step - delay) % options.gap == 0) | (step == 0)
+        gap = self.subspace.gap
+        delay = np.arange(count) * gap // count if options.stagger else np.zeros(count, int)
+        due = ((step - delay) % gap == 0) | (step == 0)
         return due if due.any() else None
 
 
@@ -196,10 +231,13 @@ def build_recipe(config: ResolvedConfig, bits: Mapping[str, int] | None = None) 
 def _subspace(
     config: ResolvedConfig, storage: StorageChoice
 ) -> Callable[..., actjax.optim.SubspaceTransformation] | None:
-    """Returns `actjax.optim.subspace` without its transforms; None for full-rank methods."""
+    """Returns `actjax.optim.subspace` without its transforms; None without a subspace."""
     options, subspace = config.options, config.info.subspace
     if subspace is None:
-        return None
+        remainder = remainder_of(config.optimizer)
+        if remainder is None:
+            return None
+        return functools.partial(remainder, groups=_input_groups(config, storage), seed=config.seed)
     # Where inputs are rebuilt from codes, so are their coordinates, and none are stored.
     is_rebuilt = isinstance(storage, Storage) and storage.attention_in is None
     return functools.partial(
@@ -428,30 +466,57 @@ def _in_backward(recipe: Recipe) -> actjax.optim.InBackward:
 
     clip = config.optimizer.clip
     return actjax.optim.in_backward(
-        before, layer, after, recipe.optimizer, clip=clip, fetch=fetch_first
+        *(before, layer, after, recipe.optimizer),
+        clip=clip,
+        fetch=fetch_first,
+        accumulate=config.accumulate,
     )
 
 
 def _in_backward_step(recipe: Recipe) -> Callable:
-    config, model_config = recipe.config, recipe.model_config
+    config = recipe.config
     update = _in_backward(recipe)
 
     def step(state: TrainState, batch: Batch, due: jax.Array | None):
-        positions = Positions.of(model_config, config.seq_len, batch.get("segments"))
-        inputs = {"batch": batch, "positions": positions}
-        keys = layer_keys(model_config, step_key(config, state.step))
+        inputs, keys, weights = _micro_batches(config, batch, step_key(config, state.step))
         refresh = False if due is None else due
         model, optimizer_state, loss, update_norm = update.step(
-            state.model, state.optimizer, inputs, keys, refresh
+            state.model, state.optimizer, inputs, keys, refresh, weights
         )
         metrics = {
             "loss": loss,
             "grad_norm": optimizer_state.grad_norm,
             "update_norm": update_norm,
+            "clip_error": optimizer_state.clip_error,
         }
         return _advanced(state, model, optimizer_state), metrics
 
     return step
+
+
+def _micro_batches(config: ResolvedConfig, batch: Batch, key: jax.Array) -> tuple[Any, Any, Any]:
+    """Returns inputs of an in-backward step, keys of the layers, and weights of the micro-batches.
+
+    With several micro-batches, inputs and keys have a leading axis of them. Their weights are their
+    shares of the unmasked tokens, which gives the loss and the gradient of the whole batch.
+    """
+
+    def inputs_of_one(batch: Batch) -> dict[str, Any]:
+        segments = batch.get("segments")
+        return {"batch": batch, "positions": Positions.of(model, config.seq_len, segments)}
+
+    model, count = config.model_config, config.accumulate
+    if count == 1:
+        return inputs_of_one(batch), layer_keys(model, key), None
+    micro = jax.tree.map(lambda x: _split_interleaved(x, count), batch)
+    keys = jax.vmap(lambda key: layer_keys(model, key))(jax.random.split(key, count))
+    return jax.vmap(inputs_of_one)(micro), keys, _shares_of_tokens(micro)
+
+
+def _shares_of_tokens(micro: Batch) -> jax.Array:
+    """Returns the share of the unmasked tokens that each micro-batch has, [count]."""
+    tokens = micro["mask"].astype(jnp.float32).sum((1, 2))
+    return tokens / jnp.maximum(tokens.sum(), 1)
 
 
 def _accumulated(loss_and_grad: Callable, count: int) -> Callable:
@@ -465,13 +530,11 @@ def _accumulated(loss_and_grad: Callable, count: int) -> Callable:
     def run(model: Any, batch: Batch, key: jax.Array, context: Context = Context()):
         micro = jax.tree.map(lambda x: _split_interleaved(x, count), batch)
         keys = jax.random.split(key, count)
-        tokens = micro["mask"].astype(jnp.float32).sum((1, 2))
-        weights = tokens / jnp.maximum(tokens.sum(), 1)
         return actjax.accumulate(
             lambda model, slices: loss_and_grad(model, *slices, context),
             model,
             (micro, keys),
-            weights=weights,
+            weights=_shares_of_tokens(micro),
         )
 
     return run

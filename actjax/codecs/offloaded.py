@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from actjax._host import check_reads
 from actjax.codecs.base import Code, Codec, FactoredCodec
 from actjax.codecs.exact import Exact
 
@@ -20,6 +21,9 @@ class Offloaded(Codec, holds_arrays=True):
     bfloat16. XLA copies while the device computes if its scheduler is set to (on GPUs
     `--xla_gpu_enable_latency_hiding_scheduler=true`). Where host and device share one memory, as on
     a CPU, it saves nothing.
+
+    Raises:
+      RuntimeError: a version of jaxlib that would read other arrays back on a GPU.
 
     Storage: that of `codec`, on the host.
     Error: that of `codec`.
@@ -52,6 +56,7 @@ class Offloaded(Codec, holds_arrays=True):
         return self.codec.needs_key
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> Code:
+        check_reads()
         return _move(self.codec.encode(x, key), jax.memory.Space.Host)
 
     def decode(self, code: Code) -> jax.Array:

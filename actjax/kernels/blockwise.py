@@ -7,15 +7,11 @@ the fraction within a decade, and their number selects the decade.
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-
-from actjax._math.division import inverse_of
 
 
 @jax.tree_util.register_dataclass
@@ -38,9 +34,21 @@ class Blockwise:
     dtype: Any = dataclasses.field(metadata={"static": True})
     block: int = dataclasses.field(metadata={"static": True})
 
+    @property
+    def shape_of_blocks(self) -> tuple[int, ...]:
+        """[..., blocks]; [..., 1] if the last block of a row is shorter.
+
+        Devices can divide the codes as they divide this.
+        """
+        whole = self.codes.shape[-1] % self.block == 0
+        return self.scales.shape if whole else (*self.codes.shape[:-1], 1)
+
     def decode(self) -> jax.Array:
         """Returns the array."""
-        unit = jax.lax.platform_dependent(self.codes, cpu=_looked_up, default=_computed)
+        unsigned = self.codes.dtype == jnp.uint8
+        index = self.codes.astype(jnp.float32)
+        unit = dynamic_level(jnp.abs(index), decades(unsigned))
+        unit = unit if unsigned else jnp.where(self.codes < 0, -unit, unit)
         return (unit * self._spread(self.scales, unit.shape)).astype(self.dtype)
 
     def encode(self, x: jax.Array) -> "Blockwise":
@@ -53,24 +61,15 @@ class Blockwise:
         """
         unsigned = self.codes.dtype == jnp.uint8
         x = x.astype(jnp.float32)
-        scales = self._largest(x)
-        # Products: XLA for CPUs writes a quotient that is used twice to memory.
-        factor, inverse = (self._spread(y, x.shape) for y in inverse_of(scales))
-        index = dynamic_index(jnp.abs(x) * factor * inverse, decades(unsigned))
+        scales = largest_of_blocks(x, self.block)
+        size = times_inverse(jnp.abs(x), self._spread(inverse_of(scales), x.shape))
+        index = dynamic_index(size, decades(unsigned))
         if unsigned:
-            index = jnp.where(x > 0, jnp.maximum(index, 1), index)
-        signs = (x > 0).astype(index.dtype) if unsigned else jnp.sign(x)
-        codes = (signs * index).astype(self.codes.dtype)
+            index = jnp.where(x > 0, jnp.where(index > 1, index, 1), 0)
+        else:
+            index = jnp.where(x < 0, -index, index)
+        codes = index.astype(self.codes.dtype)
         return dataclasses.replace(self, codes=codes, scales=scales)
-
-    def _largest(self, x: jax.Array) -> jax.Array:
-        """Returns the largest magnitude of each block, [..., blocks]."""
-        whole = x.shape[-1] // self.block * self.block
-        blocks = x[..., :whole].reshape(*x.shape[:-1], -1, self.block)
-        found = [largest_of_row(blocks)] if whole else []
-        if whole < x.shape[-1]:
-            found.append(largest_of_row(x[..., whole:])[..., None])
-        return jnp.concatenate(found, axis=-1) if len(found) > 1 else found[0]
 
     def _spread(self, scales: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """Returns the scale of each value."""
@@ -96,71 +95,79 @@ def blockwise_zeros(
     return Blockwise(codes, scales, jnp.dtype(dtype), block)
 
 
-def _computed(codes: jax.Array) -> jax.Array:
-    """Returns the levels of codes."""
-    index, top = codes.astype(jnp.float32), decades(codes.dtype == jnp.uint8)
-    return jnp.sign(index) * dynamic_level(jnp.abs(index), top)
+def inverse_of(scale: jax.Array) -> jax.Array:
+    """Returns `4 / scale`, for `times_inverse`; scales below `2^-125` count as that."""
+    return 4 / jnp.maximum(scale, 2.0**-125)
 
 
-def _looked_up(codes: jax.Array) -> jax.Array:
-    """Returns the levels of codes by a table, which takes a third of the time on a CPU."""
-    table = jnp.asarray(_table(codes.dtype == jnp.uint8))
-    return look_up(table, jax.lax.bitcast_convert_type(codes, jnp.uint8))
+def times_inverse(x: jax.Array, inverse: jax.Array) -> jax.Array:
+    """Returns `x / scale` for an inverse from `inverse_of`, which neither over- nor underflows.
+
+    XLA for CPUs writes quotients that are used twice to memory, but not products.
+    """
+    return x * inverse * 0.25
 
 
-def look_up(table: jax.Array, index: jax.Array) -> jax.Array:
-    """Returns entries of a table, without a check of the index."""
-    return table.at[index.astype(jnp.int32)].get(mode="promise_in_bounds")
-
-
-@functools.cache
-def _table(unsigned: bool) -> np.ndarray:
-    """Returns the level of each byte, float32 [256]."""
-    top = decades(unsigned)
-    sizes = [0.0, *(10.0 ** (p - top) * (0.1 + 0.9 * (j + 1) / 2**p)
-                    for p in range(top + 1) for j in range(2**p))]  # fmt: skip
-    # In two's complement, -128 does not occur.
-    levels = sizes if unsigned else [*sizes, 0.0, *(-size for size in sizes[:0:-1])]
-    return np.asarray(levels, np.float32)
+def largest_of_blocks(x: jax.Array, block: int) -> jax.Array:
+    """Returns the largest magnitude of each block of the last axis, [..., blocks]."""
+    whole = x.shape[-1] - x.shape[-1] % block
+    found = []
+    if whole:
+        found.append(largest_of_row(x[..., :whole].reshape(*x.shape[:-1], -1, block)))
+    if whole < x.shape[-1]:
+        found.append(largest_of_row(x[..., whole:])[..., None])
+    return jnp.concatenate(found, axis=-1)
 
 
 def largest_of_row(x: jax.Array) -> jax.Array:
     """Returns the largest magnitude along the last axis; NaN if there is one.
 
-    XLA for CPUs fuses the computation of `x` into steps of at most 32 integers, so that `x` is not
-    written to memory. It cuts longer maxima into steps which it does not fuse, nor those of floats.
+    XLA for CPUs fuses the computation of `x` into maxima of at most 32 integers, so that `x` is not
+    written to memory. Longer maxima, and those of floats, it computes from arrays.
     """
-    bits = _bits(x)
-    while (width := bits.shape[-1]) > 32:
-        steps = min(32, -(-width // 32))
-        bits = _padded(bits, -1, steps * 32)
-        bits = jnp.max(bits.reshape(*bits.shape[:-1], -1, steps, 32), axis=-2)
-        # Without the barrier, XLA makes one step of both.
-        bits = jax.lax.optimization_barrier(bits.reshape(*bits.shape[:-2], -1))
-    return jax.lax.bitcast_convert_type(jnp.max(bits, axis=-1), jnp.float32)
+    return jax.lax.bitcast_convert_type(_largest_of_row(_magnitude_bits(x)), jnp.float32)
+
+
+def _largest_of_row(bits: jax.Array) -> jax.Array:
+    width = bits.shape[-1]
+    if width <= 32:
+        return jnp.max(bits, axis=-1)
+    steps = min(32, width // 32)
+    whole = width - width % (steps * 32)
+    found = bits[..., :whole].reshape(*bits.shape[:-1], -1, steps, 32).max(axis=-2)
+    # Without the barrier, XLA makes one maximum of both.
+    found = jax.lax.optimization_barrier(found.reshape(*bits.shape[:-1], -1))
+    largest = _largest_of_row(found)
+    if whole < width:
+        largest = jnp.maximum(largest, _largest_of_row(bits[..., whole:]))
+    return largest
 
 
 def largest_of_column(x: jax.Array) -> jax.Array:
     """Returns the largest magnitude along the last axis but one, as `largest_of_row`."""
-    bits = _bits(x)
-    while bits.shape[-2] > 16:
-        bits = _padded(bits, -2, 16)
-        bits = jnp.max(bits.reshape(*bits.shape[:-2], -1, 16, bits.shape[-1]), axis=-2)
-        bits = jax.lax.optimization_barrier(bits)
-    return jax.lax.bitcast_convert_type(jnp.max(bits, axis=-2), jnp.float32)
+    return jnp.max(largest_of_steps(x), axis=-2)
 
 
-def _bits(x: jax.Array) -> jax.Array:
+STEP = 16
+"""Rows of which `largest_of_steps` takes the maximum: as many as XLA for CPUs unrolls."""
+
+
+def largest_of_steps(x: jax.Array) -> jax.Array:
+    """Returns the largest magnitudes of every `STEP` rows, [..., steps, n]."""
+    bits, (rows, columns) = _magnitude_bits(x), x.shape[-2:]
+    whole = rows - rows % STEP
+    found = []
+    if whole:
+        steps = bits[..., :whole, :].reshape(*x.shape[:-2], -1, STEP, columns)
+        found.append(jnp.max(steps, axis=-2))
+    if whole < rows:
+        found.append(jnp.max(bits[..., whole:, :], axis=-2, keepdims=True))
+    return jax.lax.bitcast_convert_type(jnp.concatenate(found, axis=-2), jnp.float32)
+
+
+def _magnitude_bits(x: jax.Array) -> jax.Array:
     """Returns magnitudes as integers, which are in the same order."""
     return jax.lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
-
-
-def _padded(x: jax.Array, axis: int, size: int) -> jax.Array:
-    """Returns an array with zeros after the end of an axis, up to a multiple of `size`."""
-    missing = -x.shape[axis] % size
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, missing)
-    return jnp.pad(x, widths) if missing else x
 
 
 def dynamic_index(size: jax.Array, top: int, offset: jax.typing.ArrayLike = 0.5) -> jax.Array:
@@ -176,37 +183,26 @@ def dynamic_index(size: jax.Array, top: int, offset: jax.typing.ArrayLike = 0.5)
       offset: uniform in [0, 1) for stochastic rounding, which keeps the mean: the levels between
         two decades are as far apart as those above them.
     """
-    # Within a decade the index is linear in the size. Comparisons find the decade: on a CPU a
-    # logarithm and a power take many times longer.
-    slope, intercept = (jnp.float32(x) for x in _line(0, top))
-    for decade in range(1, top + 1):
-        is_below = size < 10**-decade
-        below = _line(decade, top)
-        slope = jnp.where(is_below, below[0], slope)
-        intercept = jnp.where(is_below, below[1], intercept)
-    # At the lower end of a decade this is the highest level of the decade below.
-    index = jnp.floor(size * slope + intercept + offset)
-    return jnp.minimum(index, 2 * 2**top - 1)
-
-
-def _line(decade: int, top: int) -> tuple[float, float]:
-    """Returns slope and intercept of the index of a size in a decade below the top one."""
-    if decade == top:
-        # The lowest decade has one level, at its upper end; below it only 0 remains.
-        return 10.0**top, 0.0
-    levels = 2 ** (top - decade)
-    return 10**decade / 0.9 * levels, levels - 1 - levels / 9
+    # The smallest of the lines through the indices of a decade, the steeper the smaller the size:
+    # on a CPU a logarithm and a power take many times longer. Below the lowest line only 0 remains.
+    index = size * 10.0**top
+    for power in range(1, top + 1):
+        levels = 2**power
+        line = size * (10.0 ** (top - power) / 0.9 * levels) + (levels - 1 - levels / 9)
+        index = jnp.where(line < index, line, index)
+    index = jnp.floor(index + offset)
+    return jnp.where(index < 2 * 2**top, index, 2 * 2**top - 1)
 
 
 def dynamic_level(index: jax.Array, top: int) -> jax.Array:
     """Returns the magnitude of levels, which are whole numbers; arguments as `dynamic_index`."""
-    inverse, end = jnp.float32(1), jnp.float32(10**-top)
+    # The largest of the lines through the levels of a decade, the steeper the larger the index.
+    level = index * 10.0**-top
     for power in range(1, top + 1):
-        is_above = index >= 2**power
-        inverse = jnp.where(is_above, 2**-power, inverse)
-        end = jnp.where(is_above, 10 ** (power - top), end)
-    level = end * (0.1 + 0.9 * ((index + 1) * inverse - 1))
-    return jnp.where(index > 0, level, 0)
+        end, levels = 10.0 ** (power - top), 2**power
+        line = (index - (levels - 1)) * (0.9 * end / levels) + 0.1 * end
+        level = jnp.where(line > level, line, level)
+    return level
 
 
 def decades(unsigned: bool) -> int:

@@ -6,7 +6,8 @@ moment divides the first one, so that it must not become zero: it gets the level
 and since outliers fill whole rows or whole columns of it, a scale for each row and each column
 (section 4.2 and Definition 1, rank-1 normalization).
 
-They round to the nearest level. Between two steps a moment moves by less than half the distance of
+Their signed levels are the middles of intervals, and the largest negative number of a group becomes
+-0.8875 of it; here levels are their ends, the same for both signs. They round to the nearest level. Between two steps a moment moves by less than half the distance of
 two levels, so that it may stay where it is for ever: a decay of 0.99 never moves a number from one
 level to the next. Rounded stochastically, moments move as they should on average. The random bits
 are a hash of the number itself, whose last bits no level resolves: without a seed or a counter, and
@@ -21,13 +22,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from actjax.kernels.blockwise import dynamic_index, dynamic_level
+from actjax.kernels.blockwise import (
+    dynamic_index,
+    dynamic_level,
+    inverse_of,
+    largest_of_column,
+    largest_of_row,
+    times_inverse,
+)
 from actjax.kernels.noise import random_words
 
 GROUP = 128
 """Values of a first moment that share a scale."""
-_DECADES = 2
+DECADES = 2
 """Decades of the signed map below the top one: three bits of magnitude."""
+_SHIFTS = np.int32([[0], [4]])
+"""Bits below the lower and below the upper half of a group in its bytes."""
 
 
 @jax.tree_util.register_dataclass
@@ -55,13 +65,20 @@ class SignedFourBit:
     dtype: Any = dataclasses.field(metadata={"static": True})
     stochastic: bool = dataclasses.field(metadata={"static": True})
 
+    @property
+    def shape_of_blocks(self) -> tuple[int, ...]:
+        """[..., groups]; [..., 1] if the last group of a row is padded.
+
+        Devices can divide the codes as they divide this.
+        """
+        return self.scales.shape if self.width % self.group == 0 else (*self.codes.shape[:-1], 1)
+
     def decode(self) -> jax.Array:
         """Returns the array."""
-        index = unpack(self.codes, self.group).astype(jnp.int32)
         # Two's complement of four bits.
-        index = jnp.where(index >= 8, index - 16, index)
-        unit = jnp.sign(index) * dynamic_level(jnp.abs(index).astype(jnp.float32), _DECADES)
-        values = unit * self.scales[..., None]
+        index = (unpack(self.codes, self.group) ^ 8) - 8
+        unit = dynamic_level(jnp.abs(index).astype(jnp.float32), DECADES)
+        values = jnp.where(index < 0, -unit, unit) * self.scales[..., None]
         return _joined(values, self.width).astype(self.dtype)
 
     def encode(self, x: jax.Array) -> "SignedFourBit":
@@ -71,13 +88,17 @@ class SignedFourBit:
         0.775 and 1 times the largest magnitude of the group; less than the whole distance if
         rounded stochastically, and then without bias.
         """
-        groups = _grouped(x.astype(jnp.float32), self.group)
-        scales = jnp.max(jnp.abs(groups), axis=-1)
-        unit = groups / jnp.where(scales > 0, scales, 1)[..., None]
-        offset = fraction_of_hash(groups) if self.stochastic else 0.5
-        index = dynamic_index(jnp.abs(unit), _DECADES, offset).astype(jnp.int32)
-        codes = pack(jnp.where(unit < 0, -index, index) & 15)
+        parts = [self._encode(groups) for groups in _grouped(x.astype(jnp.float32), self.group)]
+        codes, scales = (jnp.concatenate(part, axis=-1) for part in zip(*parts, strict=True))
         return dataclasses.replace(self, codes=codes, scales=scales)
+
+    def _encode(self, groups: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns codes and scales of some groups, [..., groups, group]."""
+        scales = largest_of_row(groups)
+        size = times_inverse(jnp.abs(groups), inverse_of(scales)[..., None])
+        offset = fraction_of_hash(groups) if self.stochastic else 0.5
+        index = dynamic_index(size, DECADES, offset).astype(jnp.int32)
+        return pack(jnp.where(groups < 0, -index, index) & 15), scales
 
 
 @jax.tree_util.register_dataclass
@@ -103,6 +124,12 @@ class RankOneFourBit:
     dtype: Any = dataclasses.field(metadata={"static": True})
     stochastic: bool = dataclasses.field(metadata={"static": True})
 
+    @property
+    def shape_of_blocks(self) -> tuple[int, ...]:
+        """[..., groups]; [..., 1] if the last group of a row is padded."""
+        groups, rest = divmod(self.columns.shape[-1], self.group)
+        return (*self.codes.shape[:-1], 1 if rest else groups)
+
     def decode(self) -> jax.Array:
         """Returns the array."""
         width = self.columns.shape[-1]
@@ -118,13 +145,17 @@ class RankOneFourBit:
         to 1/16 everywhere, and without bias above 1/16.
         """
         x = x.astype(jnp.float32)
-        rows = jnp.max(x, axis=-1, keepdims=True)
-        columns = jnp.max(x, axis=-2, keepdims=True)
-        scale = jnp.minimum(rows, columns)
+        return self.encode_with(largest_of_row(x)[..., None], largest_of_column(x)[..., None, :], x)
+
+    def encode_with(self, rows: jax.Array, columns: jax.Array, x: jax.Array) -> "RankOneFourBit":
+        """Returns `encode(x)`, whose scales are given."""
+        x = x.astype(jnp.float32)
         offset = fraction_of_hash(x) if self.stochastic else 0.5
-        index = jnp.floor(x / jnp.where(scale > 0, scale, 1) * 16 + offset) - 1
-        index = jnp.clip(index, 0, 15).astype(jnp.int32)
-        codes = pack(_grouped(index, self.group))
+        # The inverse of the smaller scale.
+        inverse = jnp.maximum(inverse_of(rows), inverse_of(columns))
+        index = linear_index(times_inverse(x, inverse), offset)
+        parts = [pack(groups) for groups in _grouped(index, self.group)]
+        codes = jnp.concatenate(parts, axis=-1)
         return dataclasses.replace(self, codes=codes, rows=rows, columns=columns)
 
 
@@ -165,25 +196,33 @@ def rank_one_zeros(
     return RankOneFourBit(codes, rows, columns, group, jnp.dtype(dtype), stochastic)
 
 
+def linear_index(size: jax.Array, offset: jax.typing.ArrayLike) -> jax.Array:
+    """Returns the nearest of the levels 1/16, 2/16, ... 1, int32; arguments as `dynamic_index`."""
+    index = jnp.floor(size * 16 + offset) - 1
+    index = jnp.where(index < 15, index, 15)
+    return jnp.where(index > 0, index, 0).astype(jnp.int32)
+
+
 def fraction_of_hash(x: jax.Array) -> jax.Array:
     """Returns a number in [0, 1) that is a hash of the bits of each float32."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     words = random_words(bits, np.uint32(0x9E3779B9), np.uint32(0x85EBCA6B))
-    return (words >> 8).astype(jnp.float32) * np.float32(2**-24)
+    # Of 24 bits: as a signed integer it becomes a float in one operation.
+    return (words >> np.uint32(8)).astype(jnp.int32).astype(jnp.float32) * np.float32(2**-24)
 
 
 def pack(index: jax.Array) -> jax.Array:
-    """Returns numbers below 16 in groups, [..., groups, group], as bytes [..., bytes]."""
-    index = index.astype(jnp.uint8)
-    half = index.shape[-1] // 2
-    joined = index[..., :half] | (index[..., half:] << 4)
-    return joined.reshape(*index.shape[:-2], -1)
+    """Returns numbers below 16 in groups, int32 [..., groups, group], as bytes [..., bytes]."""
+    halves = index.reshape(*index.shape[:-1], 2, -1) << _SHIFTS
+    # A sum, which XLA fuses with the numbers, unlike two slices of them.
+    return jnp.sum(halves, axis=-2).reshape(*index.shape[:-2], -1).astype(jnp.uint8)
 
 
 def unpack(codes: jax.Array, group: int) -> jax.Array:
-    """Returns what `pack` packed, uint8 [..., groups, group]."""
-    halves = codes.reshape(*codes.shape[:-1], -1, group // 2)
-    return jnp.concatenate([halves & 15, halves >> 4], axis=-1)
+    """Returns what `pack` packed, int32 [..., groups, group]."""
+    halves = codes.reshape(*codes.shape[:-1], -1, 1, group // 2).astype(jnp.int32)
+    # Shifts of the same bytes: XLA for CPUs writes joined halves to memory.
+    return ((halves >> _SHIFTS) & 15).reshape(*codes.shape[:-1], -1, group)
 
 
 def _fitted(group: int, width: int) -> int:
@@ -191,14 +230,21 @@ def _fitted(group: int, width: int) -> int:
     return min(group, width + width % 2)
 
 
-def _grouped(x: jax.Array, group: int) -> jax.Array:
-    """Returns [..., n] as [..., groups, group], with zeros after the end of a row."""
-    missing = -x.shape[-1] % group
-    if missing:
-        x = jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, missing)])
-    return x.reshape(*x.shape[:-1], -1, group)
+def _grouped(x: jax.Array, group: int) -> list[jax.Array]:
+    """Returns the groups of [..., n], each [..., groups, group]: whole ones, and the last one.
+
+    The last group of a row has zeros after its end. They are apart, since XLA for CPUs writes
+    padded arrays to memory.
+    """
+    rest = x.shape[-1] % group
+    whole, last = x[..., : x.shape[-1] - rest], x[..., x.shape[-1] - rest :]
+    parts = [whole.reshape(*x.shape[:-1], -1, group)] if whole.shape[-1] else []
+    if rest:
+        last = jnp.pad(last, [*[(0, 0)] * (x.ndim - 1), (0, group - rest)])
+        parts.append(last[..., None, :])
+    return parts
 
 
 def _joined(groups: jax.Array, width: int) -> jax.Array:
-    """Inverse of `_grouped`."""
+    """Returns [..., groups, group] as [..., width]."""
     return groups.reshape(*groups.shape[:-2], -1)[..., :width]

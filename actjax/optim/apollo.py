@@ -50,7 +50,7 @@ def apollo(
     scale: float = 1.0,
     granularity: Granularity = "channel",
     limit: float = 1.01,
-    weights: Callable[[str], bool] | None = None,
+    weights: Callable[[str, Any], bool] | None = None,
     seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
     """Returns APOLLO, and with `rank=1, granularity="tensor"` APOLLO-Mini (section 4.2).
@@ -78,8 +78,8 @@ def apollo(
       granularity: "channel" has a step size for each channel, "tensor" one for each weight.
       limit: largest growth of the norm of an update from one step to the next (as in Fira); inf for
         none.
-      weights: from the path of an array, such as "layers.q", to whether it is a scaled weight; by
-        default those with two axes are.
+      weights: from the path of an array, such as "layers.q", and the array, of which only the shape
+        is known, to whether it is a scaled weight; by default those with two axes are.
       seed: seed of the projections.
 
     Raises:
@@ -163,7 +163,7 @@ def _map_named(fun: Any, tree: Any) -> Any:
     return treedef.unflatten([fun(name, x) for name, x in leaves.items()])
 
 
-def _chosen(tree: Any, weights: Callable[[str], bool] | None, rank: int) -> set[str]:
+def _chosen(tree: Any, weights: Callable[[str, Any], bool] | None, rank: int) -> set[str]:
     """Returns the paths of the scaled weights.
 
     Raises:
@@ -171,7 +171,7 @@ def _chosen(tree: Any, weights: Callable[[str], bool] | None, rank: int) -> set[
     """
     leaves = named_leaves(tree)
     chosen = {
-        name for name, x in leaves.items() if (x.ndim == 2 if weights is None else weights(name))
+        name for name, x in leaves.items() if (x.ndim == 2 if weights is None else weights(name, x))
     }
     for name in sorted(chosen):
         shape = tuple(leaves[name].shape)

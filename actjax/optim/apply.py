@@ -14,10 +14,11 @@ import numpy as np
 import optax
 
 from actjax._core.paths import named_leaves
+from actjax._host import fetched
 from actjax.low_rank import is_low_rank
 from actjax.optim.checks import check_callable, check_transform
 from actjax.optim.codes import is_code
-from actjax.optim.host_states import fetched, read_before_writing
+from actjax.optim.host_states import read_before_writing
 from actjax.optim.in_sequence import in_sequence
 from actjax.optim.layers import (
     LayerwiseState,

@@ -10,11 +10,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxlib
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from actjax._core.paths import path_name
-from actjax.optim.layers import LayerwiseState, is_on_host
+from actjax._host import is_on_host, reads_wrong
+from actjax.optim.layers import LayerwiseState
 from actjax.optim.moments import FIRST_MOMENTS, SECOND_MOMENTS
 
 HOST = "pinned_host"
@@ -76,13 +76,15 @@ def host_sharding(sharding: Any) -> Any:
     """
     if sharding is None:
         raise ValueError("shapes need shardings to be placed on the host.")
+    if sharding.memory_kind == HOST:
+        return sharding
     devices = sharding.device_set
     # A device that is only compiled for has no memories. Its sharding would lose the kind of memory
     # without an error, unless its mesh is abstract.
-    if isinstance(sharding, NamedSharding) and not isinstance(sharding.mesh, AbstractMesh):
-        if not any(device.addressable_memories() for device in devices):
-            mesh = sharding.mesh.abstract_mesh
-            return NamedSharding(mesh, sharding.spec, memory_kind=HOST)
+    is_concrete = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
+    if is_concrete and not any(device.addressable_memories() for device in devices):
+        mesh = sharding.mesh.abstract_mesh
+        return NamedSharding(mesh, sharding.spec, memory_kind=HOST)
     for device in devices:
         kinds = sorted(memory.kind for memory in device.addressable_memories())
         if HOST not in kinds:
@@ -92,13 +94,6 @@ def host_sharding(sharding: Any) -> Any:
                 " in fewer bits (actjax.optim.four_bit)."
             )
     return sharding.with_memory_kind(HOST)
-
-
-def fetched(tree: Any) -> Any:
-    """Returns the slices of a layer in the memory of the device."""
-    return jax.tree.map(
-        lambda x: jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x, tree
-    )
 
 
 def read_before_writing(states: Any, *others: Any) -> tuple[Any, ...]:
@@ -112,11 +107,6 @@ def read_before_writing(states: Any, *others: Any) -> tuple[Any, ...]:
     return jax.lax.optimization_barrier((states, *others))
 
 
-_READ_WRONG = ("0.10.2", "0.11.0")
-"""Versions of jaxlib that, on GPUs, read a stack on the host at `n` where a loop over `n` reads
-`count - 1 - n` (openxla/xla#46231)."""
-
-
 def downwards(count: int, body: Callable[[Any, Any], Any], carry: Any, *stacks: Any) -> Any:
     """Returns the carry of a loop `carry = body(i, carry)` over `i = count - 1, ..., 0`.
 
@@ -126,8 +116,9 @@ def downwards(count: int, body: Callable[[Any, Any], Any], carry: Any, *stacks: 
       carry: what it starts with.
       *stacks: what is read at `i`, some of it perhaps on the host.
     """
-    reads_host = any(map(is_on_host, jax.tree.leaves(stacks)))
-    if not reads_host or jaxlib.__version__ not in _READ_WRONG:
+    on_host = any(map(is_on_host, jax.tree.leaves(stacks)))
+    if not (on_host and reads_wrong()):
         return jax.lax.fori_loop(0, count, lambda n, c: body(count - 1 - n, c), carry)
+    # A loop that counts down has no index that is computed from its counter.
     start = jnp.asarray(count - 1, jnp.int32), carry
     return jax.lax.while_loop(lambda c: c[0] >= 0, lambda c: (c[0] - 1, body(*c)), start)[1]

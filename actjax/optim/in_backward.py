@@ -19,6 +19,7 @@ import optax
 from jax.extend import core
 
 from actjax._core.paths import named_leaves
+from actjax._host import fetched
 from actjax.codecs.base import check_positive_integer
 from actjax.low_rank import clip_factor, global_norm, scale_tree
 from actjax.optim.apply import (
@@ -30,7 +31,7 @@ from actjax.optim.apply import (
 )
 from actjax.optim.apply import init as init_layerwise
 from actjax.optim.checks import check_callable, check_transform
-from actjax.optim.host_states import downwards, fetched, read_before_writing
+from actjax.optim.host_states import downwards, read_before_writing
 from actjax.optim.layer_vjp import LayerVjp, form_of
 from actjax.optim.layers import (
     LayerwiseState,

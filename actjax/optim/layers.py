@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from actjax._core.paths import named_leaves
+from actjax._host import is_on_host
 from actjax._math.precision import row_major
 from actjax._shards import is_partitioned
 from actjax.low_rank import LowRank, is_low_rank
@@ -181,11 +182,6 @@ def take(tree: Any, i: jax.typing.ArrayLike, axis: int = 0) -> Any:
     slices = jax.lax.platform_dependent(on_device, i, cpu=slice_apart, default=slice_now)
     slices |= slice_now(on_host, i)
     return jax.tree.map(lambda x: slices[numbers[id(x)]], tree)
-
-
-def is_on_host(x: Any) -> bool:
-    """Returns whether a program moved an array to the memory of the host."""
-    return getattr(jax.typeof(x), "memory_space", None) == jax.memory.Space.Host
 
 
 def _slice(stacks: Any, i: jax.typing.ArrayLike, axis: int) -> Any:

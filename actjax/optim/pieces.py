@@ -27,12 +27,12 @@ def plan_pieces(rest: Any, is_whole: Callable[[str], bool]) -> dict[str, int]:
       rest: parameters, or their shapes.
       is_whole: from a path to whether a transform must see this matrix whole.
     """
-    counts = {name: _count(x.shape) for name, x in named_leaves(rest).items()}
+    counts = {name: count_pieces(x.shape) for name, x in named_leaves(rest).items()}
     return {name: n for name, n in counts.items() if n > 1 and not is_whole(name)}
 
 
-def _count(shape: tuple[int, ...]) -> int:
-    """Returns the least number of equal pieces that are small enough; 1 if there is none."""
+def count_pieces(shape: tuple[int, ...]) -> int:
+    """Returns the pieces of an array: the least number of which all are small enough, or else 1."""
     if len(shape) != 2:
         return 1
     rows, columns = shape

@@ -27,7 +27,7 @@ class Remainder(abc.ABC):
     def update(
         self, rest: jax.Array, projected: jax.Array, adapted: jax.Array, axis: int, kept: Any
     ) -> tuple[jax.Array, Any]:
-        """Returns what is added to the update, [..., d, n], and what is kept for the next step.
+        """Returns what is added to `P ψ(R)`, [..., d, n], and what is kept for the next step.
 
         Args:
           rest: `S = G - P R`, [..., d, n].
@@ -42,10 +42,11 @@ class Remainder(abc.ABC):
 class ScaledRemainder(Remainder):
     """The remainder with the step sizes of the subspace: `S_:j ‖ψ(R_:j)‖ / ‖R_:j‖`.
 
-    Source: Fira (Chen et al., 2024, arXiv 2410.01623), equations 5 and 6. The inner transform
-    scales each column of the projected gradient by a factor; the same column of the remainder gets
-    this factor. From one step to the next, the norm of the result grows at most by `limit`
-    (equation 7): the remainder has no moments that would smooth a sudden large gradient.
+    Source: Fira (Chen et al., 2024, arXiv 2410.01623), equations 11 and 12 and Algorithm 1. The
+    inner transform scales each column of the projected gradient by a factor; the same column of the
+    remainder gets this factor. From one step to the next, the norm of the result grows at most by
+    `limit`: the remainder has no moments that would smooth a sudden large gradient. As in the paper
+    the `scale` of the subspace multiplies both parts; in the authors' program it multiplies one.
 
     State: one float32 for each weight.
 
@@ -71,13 +72,14 @@ class ScaledRemainder(Remainder):
 class SignedRemainder(Remainder):
     """The signs of the remainder: the update of signSGD.
 
-    Source: FRUGAL (Zmushko et al., ICML 2025, arXiv 2411.07837), Algorithm 1 with signSGD as the
-    state-free optimizer.
+    Source: FRUGAL (Zmushko et al., ICML 2025, arXiv 2411.07837), with signSGD as the state-free
+    optimizer. Its authors set the moments to zero at a refresh (`moments="reset"`).
 
     State: none.
 
     Attributes:
-      scale: learning rate of the signs, as a share of that of the subspace.
+      scale: learning rate of the signs, as a share of that of the subspace: published as 1 for
+        pretraining, 0.1 for fine-tuning.
     """
 
     scale: float = 1.0

@@ -257,14 +257,14 @@ class Subspace:
             if path not in plan:
                 return n
             projection = plan[path]
-            update = self.scale * projection.project_back(n, state.bases)
+            update = projection.project_back(n, state.bases)
             if self.remainder is None:
-                return update
+                return self.scale * update
             g, r = _dense(path, gradients[path]), projected[path]
             rest = g - projection.project_back(r, state.bases)
             axis = -2 if projection.input_basis is not None else -1
             more, kept[path] = self.remainder.update(rest, r, n, axis, state.remainder[path])
-            return update + more
+            return self.scale * (update + more)
 
         return _map_by_path(back, adapted), kept
 

@@ -5,6 +5,8 @@ One file a kernel, and `case.py` with what they share.
 
 from typing import NamedTuple
 
+from actjax.kernels.adam_4bit.api import KERNEL as ADAM_4BIT
+from actjax.kernels.adam_4bit.api import MAXIMA as ADAM_4BIT_MAXIMA
 from actjax.kernels.adam_8bit.api import KERNEL as ADAM_8BIT
 from actjax.kernels.dequantize.api import KERNEL as DEQUANTIZE
 from actjax.kernels.dispatch import Kernel
@@ -14,6 +16,7 @@ from actjax.kernels.rms_norm_backward.api import KERNEL as RMS_NORM_BACKWARD
 from actjax.kernels.segment_sum.api import KERNEL as SEGMENT_SUM
 from actjax.kernels.swiglu_backward.api import KERNEL as SWIGLU_BACKWARD
 from benchmarks.kernel_cases import (
+    adam_4bit,
     adam_8bit,
     dequantize,
     point_assignment,
@@ -40,4 +43,6 @@ KERNELS: dict[str, Entry] = {
     "point_assignment": Entry(POINT_ASSIGNMENT, point_assignment.CASES),
     "scaled_segment_sum": Entry(SEGMENT_SUM, segment_sum.CASES),
     "adam_8bit": Entry(ADAM_8BIT, adam_8bit.CASES),
+    "adam_4bit_maxima": Entry(ADAM_4BIT_MAXIMA, adam_4bit.MAXIMA_CASES),
+    "adam_4bit": Entry(ADAM_4BIT, adam_4bit.CASES),
 }

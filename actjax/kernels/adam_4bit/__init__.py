@@ -1,0 +1,1 @@
+"""The update of Adam on moments in 4 bits."""

@@ -1,0 +1,129 @@
+"""An update of Adam on moments in 4 bits, which are decoded in registers only."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from actjax._shards import Dims
+from actjax.kernels.adam_4bit import pallas, reference
+from actjax.kernels.blockwise import STEP
+from actjax.kernels.checks import check_floating, check_shape
+from actjax.kernels.dispatch import Implementation, Kernel
+from actjax.kernels.four_bit import RankOneFourBit, SignedFourBit
+
+
+def adam_4bit(
+    grad: jax.Array,
+    mu: SignedFourBit,
+    nu: RankOneFourBit,
+    corrections: jax.Array,
+    *,
+    b1: float,
+    b2: float,
+    eps: float,
+    eps_root: float = 0.0,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, SignedFourBit, RankOneFourBit]:
+    """Returns `m / (1 - b1^t) / (sqrt(v / (1 - b2^t) + eps_root) + eps)` and the new moments.
+
+    The moments are those of `adam_8bit`. The scales of the second one are the largest values of its
+    rows and columns, which are known only after a pass over all of it: a first program computes the
+    new second moment to find them, a second one computes it again with everything else. Each reads
+    the gradient and the codes once.
+
+    Args:
+      grad: `g`, [..., d, n].
+      mu: `m`, of the same shape.
+      nu: `v`, of the same shape.
+      corrections: `1 - b1^t` and `1 - b2^t`, float32 [2].
+      b1: decay of the first moment.
+      b2: decay of the second.
+      eps: added to the root.
+      eps_root: added under the root.
+      implementation: what computes it; None for the best one that applies.
+
+    Returns:
+      The update, float32 [..., d, n], without a learning rate, and the new `mu` and `nu`.
+
+    Raises:
+      TypeError: `grad` is not floating point.
+      ValueError: shapes differ; an implementation that cannot take the arguments.
+    """
+    check_floating("adam_4bit", "grad", grad)
+    *stack, d, n = (*nu.rows.shape[:-1], nu.columns.shape[-1])
+    check_shape("adam_4bit", "grad", grad, (*stack, d, n))
+    check_shape("adam_4bit", "mu", mu.scales, (*stack, d, -(-n // mu.group)))
+    check_shape("adam_4bit", "corrections", corrections, (2,))
+    by_tile, by_step = MAXIMA(grad, nu, implementation=implementation, b2=b2)
+    # Across devices too, where they divide rows or columns.
+    rows = jnp.max(by_tile, axis=-1, keepdims=True)
+    columns = jnp.max(by_step, axis=-2, keepdims=True)
+    hyper = {"b1": b1, "b2": b2, "eps": eps, "eps_root": eps_root}
+    args = grad, mu, nu, rows, columns, corrections
+    return KERNEL(*args, implementation=implementation, **hyper)
+
+
+def _refuses_maxima(grad: jax.Array, nu: RankOneFourBit, **hyper: float) -> str | None:
+    del hyper
+    if grad.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"takes gradients of 16 or 32 bits, got {grad.dtype}"
+    group = nu.group
+    if group & (group - 1) or not 32 <= group <= reference.TILE:
+        return f"takes groups of 32, 64, ... {reference.TILE} values, got {group}"
+    if jnp.dtype(nu.dtype) != jnp.float32:
+        return f"takes moments of float32, got {nu.dtype}"
+    return f"takes arrays that are not empty, got {grad.shape}" if grad.size == 0 else None
+
+
+def _refuses(
+    grad: jax.Array, mu: SignedFourBit, nu: RankOneFourBit, *args: jax.Array, **hyper: float
+) -> str | None:
+    del args
+    if mu.group != nu.group:
+        return f"takes groups of one size, got {mu.group} and {nu.group}"
+    if jnp.dtype(mu.dtype) != jnp.float32:
+        return f"takes moments of float32, got {mu.dtype}"
+    return _refuses_maxima(grad, nu, **hyper)
+
+
+def _dims_maxima(result: Any, grad: jax.Array, nu: RankOneFourBit, **_: float) -> tuple:
+    *stack, d, n = grad.shape
+    whole, of_rows, of_columns = _axes(len(stack), d % STEP == 0, n % reference.TILE == 0)
+    return (whole, _of_nu(nu, whole, of_rows, of_columns)), (whole, whole)
+
+
+def _dims(
+    result: Any, grad: jax.Array, mu: SignedFourBit, nu: RankOneFourBit, *args: jax.Array, **_: float
+) -> tuple:
+    # Groups must not cross devices.
+    apart = grad.shape[-1] % mu.group == 0 and mu.group == nu.group
+    whole, of_rows, of_columns = _axes(grad.ndim - 2, True, apart)
+    first = dataclasses.replace(mu, codes=whole, scales=whole)
+    second = _of_nu(nu, whole, of_rows, of_columns)
+    arguments = whole, first, second, of_rows, of_columns, Dims.whole(args[-1])
+    return arguments, (whole, first, second)
+
+
+def _axes(stack: int, rows: bool, columns: bool) -> tuple[Dims, Dims, Dims]:
+    """Returns the dims of a matrix, of its row scales and of its column scales."""
+    names = tuple(f"stack{i}" for i in range(stack))
+    row, column = "rows" if rows else None, "columns" if columns else None
+    return Dims((*names, row, column)), Dims((*names, row, None)), Dims((*names, None, column))
+
+
+def _of_nu(nu: RankOneFourBit, codes: Dims, rows: Dims, columns: Dims) -> RankOneFourBit:
+    return dataclasses.replace(nu, codes=codes, rows=rows, columns=columns)
+
+
+MAXIMA = Kernel(
+    "adam_4bit_maxima", reference.maxima, pallas.maxima, _refuses_maxima, _dims_maxima
+)  # fmt: skip
+"""From `grad`, `nu` and the option `b2` to the largest values of the new `nu`: of each row in every
+`reference.TILE` columns, [..., d, tiles], and of each column in every `blockwise.STEP` rows,
+[..., steps, n]."""
+
+KERNEL = Kernel("adam_4bit", reference.adam_4bit, pallas.adam_4bit, _refuses, _dims)
+"""From `grad`, `mu`, `nu`, the largest values of rows and columns of the new `nu`, and
+`corrections`, with the options of `adam_4bit`, to its results."""

@@ -1,0 +1,510 @@
+"""Oracles of optimizers with small states in NumPy float64, written directly from the papers.
+
+They work on one matrix [d, n] (input, output) and take and return plain arrays; nothing is changed
+in place. A step returns the update without the learning rate, and its new state.
+`test_state_oracles.py` compares every function with another way to compute it.
+
+A rounding or a sign may differ between two precisions where a value is near a tie. Functions that
+round or take signs therefore return a mask of ties, so that a comparison can leave them out.
+
+Sources:
+  Li et al., "Memory Efficient Optimizers with 4-bit States" (2023), arXiv 2309.01507.
+  Shazeer and Stern, "Adafactor" (2018), arXiv 1804.04235.
+  Chen et al., "Fira" (2024), arXiv 2410.01623.
+  Zmushko et al., "FRUGAL" (2024), arXiv 2411.07837.
+  Zhu et al., "APOLLO: SGD-like Memory, AdamW-level Performance" (2024), arXiv 2412.05270.
+  Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023), arXiv 2302.06675: Lion.
+  Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
+Inner = Callable[[Array], Array]
+
+TIE = 1e-6
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+
+
+def _f64(a: npt.ArrayLike) -> Array:
+    return np.array(a, dtype=np.float64)
+
+
+def _ratio(a: Array, b: Array) -> Array:
+    """Returns `a / b`, and 0 where `b` is 0."""
+    return np.divide(a, b, out=np.zeros(np.broadcast_shapes(a.shape, b.shape)), where=b != 0)
+
+
+# Adam.
+
+
+@dataclass(frozen=True)
+class AdamState:
+    """Moments of the gradient; `None` before the first step."""
+
+    m: Array | None = None
+    v: Array | None = None
+
+
+def adam_step(
+    g: npt.ArrayLike, state: AdamState, t: int, b1: float, b2: float, eps: float
+) -> tuple[Array, AdamState]:
+    """Returns `m̂ / (sqrt(v̂) + eps)` and the new moments.
+
+    Source: Kingma and Ba (2015), Algorithm 1.
+
+    Args:
+      g: gradient of any shape.
+      state: moments.
+      t: number of this step, from 1.
+      b1: decay of the first moment.
+      b2: decay of the second moment.
+      eps: added to the root of the second moment.
+    """
+    g = _f64(g)
+    zeros = np.zeros_like(g)
+    m = b1 * (zeros if state.m is None else state.m) + (1 - b1) * g
+    v = b2 * (zeros if state.v is None else state.v) + (1 - b2) * g**2
+    return m / (1 - b1**t) / (np.sqrt(v / (1 - b2**t)) + eps), AdamState(m, v)
+
+
+class InnerAdam:
+    """Adam as a function of the gradient alone: it keeps the moments and counts its steps."""
+
+    def __init__(self, b1: float, b2: float, eps: float):
+        self.b1, self.b2, self.eps = b1, b2, eps
+        self.t, self.state = 0, AdamState()
+
+    def __call__(self, g: npt.ArrayLike) -> Array:
+        self.t += 1
+        n, self.state = adam_step(g, self.state, self.t, self.b1, self.b2, self.eps)
+        return n
+
+
+# Four bits.
+
+
+def signed_dynamic_levels(bits: int) -> Array:
+    """Returns the magnitudes of the symmetric dynamic map, ascending: `2^(bits - 1)` of them.
+
+    Level 0 is 0. Level `2^p + j` is `10^(p - P) (0.1 + 0.9 (j + 1) / 2^p)` for `p = 0..P` and
+    `j = 0..2^p - 1`, with `P = bits - 2`. For 4 bits: 0, 0.01, 0.055, 0.1, 0.325, 0.55, 0.775, 1.
+
+    It has the decades of the dynamic exponent map of Li et al. (2023), appendix E.2, but takes the
+    upper end of each interval of a decade where they take the middle, and has 1 and -1 where they
+    have 1 alone: their levels of 4 bits are 0, ±0.0055, ±0.0325, ±0.0775, ±0.2125, ±0.4375,
+    ±0.6625, ±0.8875, and 1.
+    """
+    top = bits - 2
+    magnitudes = np.zeros(2 ** (bits - 1))
+    for p in range(top + 1):
+        for j in range(2**p):
+            magnitudes[2**p + j] = 10.0 ** (p - top) * (0.1 + 0.9 * (j + 1) / 2**p)
+    return magnitudes
+
+
+def _nearest(values: Array, levels: Array) -> tuple[Array, Mask]:
+    """Returns the levels nearest to the values, and where a value is within `TIE` of a tie."""
+    middles = (levels[1:] + levels[:-1]) / 2
+    rounded = levels[np.argmin(np.abs(values[..., None] - levels), axis=-1)]
+    return rounded, np.min(np.abs(values[..., None] - middles), axis=-1) <= TIE
+
+
+def quantize_blocks(x: npt.ArrayLike, block: int, bits: int) -> tuple[Array, Mask]:
+    """Returns `x` after encoding and decoding in blocks along its last axis, and where ties are.
+
+    The scale of a block is its largest magnitude; `|x| / scale` is rounded to the nearest of
+    `signed_dynamic_levels(bits)` and keeps the sign of `x`. A block of zeros stays so.
+    Source: Li et al. (2023), section 2.2 (block-wise normalization) and section 3 (B128/DE for the
+    first moment). Their blocks run over the flattened tensor, and these begin anew in each row.
+
+    Args:
+      x: [..., n].
+      block: values that share a scale; the last block of a row may be shorter.
+      bits: bits of a code.
+    """
+    x, levels = _f64(x), signed_dynamic_levels(bits)
+    decoded, ties = np.zeros_like(x), np.zeros(x.shape, np.bool_)
+    for start in range(0, x.shape[-1], block):
+        part = x[..., start : start + block]
+        scale = np.max(np.abs(part), axis=-1, keepdims=True)
+        level, near = _nearest(_ratio(np.abs(part), scale), levels)
+        decoded[..., start : start + block] = np.sign(part) * level * scale
+        ties[..., start : start + block] = near
+    return decoded, ties
+
+
+def quantize_rank_one(v: npt.ArrayLike, bits: int = 4) -> tuple[Array, Mask]:
+    """Returns `v` after encoding and decoding with a scale for each row and column, and the ties.
+
+    The scale of `v_ij` is the smaller of the largest values of its row and of its column. Levels
+    are `(i + 1) / 2^bits` for `i = 0..2^bits - 1`, without zero: a zero whose row and column are
+    not zero becomes the lowest level. Where the scale is 0, so is the result.
+    Source: Li et al. (2023), section 2.2 (linear mapping) and section 4.2 (rank-1 normalization).
+
+    Args:
+      v: [d, n], not negative.
+      bits: bits of a code.
+    """
+    v = _f64(v)
+    if np.any(v < 0):
+        raise ValueError("v has negative values.")
+    scale = np.minimum(v.max(axis=1, keepdims=True), v.max(axis=0, keepdims=True))
+    level, ties = _nearest(_ratio(v, scale), np.arange(1, 2**bits + 1) / 2**bits)
+    return level * scale, ties & (scale > 0)
+
+
+@dataclass(frozen=True)
+class FourBitState:
+    """What the stored moments decode to, and which entries were ever near a tie in rounding."""
+
+    m: Array | None = None
+    v: Array | None = None
+    ties: Mask | None = None
+
+
+def adam_4bit_step(
+    g: npt.ArrayLike,
+    state: FourBitState,
+    t: int,
+    b1: float,
+    b2: float,
+    eps: float,
+    block: int = 128,
+) -> tuple[Array, FourBitState]:
+    """Returns the update of Adam with moments of 4 bits, and the new state.
+
+    `m = b1 dec(m) + (1 - b1) g` and `v = b2 dec(v) + (1 - b2) g²`; the update is
+    `m̂ / (sqrt(v̂) + eps)` of these, before they are rounded for the state.
+    Source: Li et al. (2023), Algorithm 1 and equation 1, with section 3 for `m` and 4.2 for `v`.
+
+    Args:
+      g: gradient [d, n].
+      state: moments.
+      t: number of this step, from 1.
+      b1: decay of the first moment.
+      b2: decay of the second moment.
+      eps: added to the root of the second moment.
+      block: values of a row of `m` that share a scale.
+    """
+    update, new = adam_step(g, AdamState(state.m, state.v), t, b1, b2, eps)
+    assert new.m is not None
+    assert new.v is not None
+    m, m_ties = quantize_blocks(new.m, block, 4)
+    v, v_ties = quantize_rank_one(new.v, 4)
+    ties = m_ties | v_ties if state.ties is None else m_ties | v_ties | state.ties
+    return update, FourBitState(m, v, ties)
+
+
+# A factored second moment.
+
+
+@dataclass(frozen=True)
+class FactoredState:
+    """First moment [d, n] (`None` without one), means of rows [d] and of columns [n]."""
+
+    m: Array | None = None
+    row: Array | None = None
+    col: Array | None = None
+
+
+def factored_adam_step(
+    g: npt.ArrayLike,
+    state: FactoredState,
+    t: int,
+    b1: float,
+    b2: float,
+    eps: float,
+    eps_squared: float = 1e-30,
+) -> tuple[Array, FactoredState]:
+    """Returns the update of Adam with a factored second moment, and the new state.
+
+    `row_i <- b2 row_i + (1 - b2) mean_j(g_ij² + eps_squared)`, `col_j` likewise over `i`, and
+    `v_ij = row_i col_j / mean(row)`. Both moments have Adam's bias correction, and the update is
+    `m̂ / (sqrt(v̂) + eps)`, with `m̂ = g` and no first moment if `b1` is 0.
+    Source: Shazeer and Stern (2018), Algorithm 4, for the factors (sums there, means here, which
+    give the same `v`). Their clipped updates, relative steps and growing `b2` are not part of it.
+
+    Args:
+      g: gradient [d, n].
+      state: first moment and factors.
+      t: number of this step, from 1.
+      b1: decay of the first moment; 0 for none.
+      b2: decay of the second moment.
+      eps: added to the root of the second moment.
+      eps_squared: added to squares of the gradient.
+    """
+    g = _f64(g)
+    squares = g**2 + eps_squared
+    row = np.zeros(g.shape[0]) if state.row is None else state.row
+    col = np.zeros(g.shape[1]) if state.col is None else state.col
+    row = b2 * row + (1 - b2) * squares.mean(axis=1)
+    col = b2 * col + (1 - b2) * squares.mean(axis=0)
+    v = np.outer(row, col) / row.mean()
+    m = None
+    if b1:
+        m = b1 * (np.zeros_like(g) if state.m is None else state.m) + (1 - b1) * g
+    m_hat = g if m is None else m / (1 - b1**t)
+    return m_hat / (np.sqrt(v / (1 - b2**t)) + eps), FactoredState(m, row, col)
+
+
+# Subspaces with a remainder.
+
+
+def limit_growth(
+    x: npt.ArrayLike, previous: float | None, limit: float, norm_eps: float = 0.0
+) -> tuple[Array, float]:
+    """Returns `x` with its norm at most `limit (previous + norm_eps)`, and the norm that it has.
+
+    Source: Fira's norm-growth limiter, Chen et al. (2024), equation 12 and Algorithm 1: `S` becomes
+    `limit S / max(|S| / (|S_before| + norm_eps), limit)`, where `S_before` is itself limited.
+
+    Args:
+      x: any shape.
+      previous: norm that the last step returned; `None` for no limit.
+      limit: largest growth of the norm in a step.
+      norm_eps: added to the norm of the last step; 1e-8 in Fira's code. Where it is 0, `x` is zero
+        if `previous` is.
+    """
+    x = _f64(x)
+    norm = float(np.linalg.norm(x))
+    if previous is None or norm <= limit * (previous + norm_eps):
+        return x, norm
+    bound = limit * (previous + norm_eps)
+    return x * (bound / norm), bound
+
+
+@dataclass(frozen=True)
+class GrowthState:
+    """Norm of what was limited in the last step; `None` before the first."""
+
+    norm: float | None = None
+
+
+def fira_step(
+    g: npt.ArrayLike,
+    p: npt.ArrayLike,
+    state: GrowthState,
+    inner: Inner,
+    scale: float,
+    limit: float = 1.01,
+    *,
+    norm_eps: float = 0.0,
+    form: Literal["paper", "code"] = "paper",
+) -> tuple[Array, GrowthState]:
+    """Returns the update of Fira in a given basis on the input side, and the new state.
+
+    `r = pᵀ g`, `n = inner(r)`, and column `j` of the remainder `g - p r` is multiplied by
+    `|n_:j| / |r_:j|`, which is 0 where its denominator is. The limiter acts on that scaled
+    remainder `s` alone, before `scale`. The update is `scale (p n + s)`: the remainder has the
+    scale too. Source: Chen et al. (2024), equations 11 and 12 and Algorithm 1.
+
+    Their code gives the scale to whatever leaves the subspace and to nothing else: its remainder is
+    `g - scale p r`, and its update `scale p n + s`. `form` chooses; they agree if `scale` is 1.
+
+    Args:
+      g: gradient [d, n].
+      p: orthonormal basis [d, k].
+      state: norm of the limited remainder.
+      inner: the optimizer in the subspace; it keeps its own state.
+      scale: the paper's `α`.
+      limit: largest growth of the norm of the scaled remainder in a step.
+      norm_eps: added to norms in denominators; 1e-8 in the code.
+      form: whose remainder and scale: the paper's Algorithm 1 or the published code.
+    """
+    g, p = _f64(g), _f64(p)
+    r = p.T @ g
+    n = inner(r)
+    remainder = g - p @ r if form == "paper" else g - scale * (p @ r)
+    columns = _ratio(np.linalg.norm(n, axis=0), np.linalg.norm(r, axis=0) + norm_eps)
+    s, norm = limit_growth(columns * remainder, state.norm, limit, norm_eps)
+    update = scale * (p @ n + s) if form == "paper" else scale * (p @ n) + s
+    return update, GrowthState(norm)
+
+
+def frugal_step(
+    g: npt.ArrayLike, p: npt.ArrayLike, inner: Inner, scale: float, sign_scale: float
+) -> tuple[Array, Mask]:
+    """Returns FRUGAL's update, `scale p inner(pᵀ g) + sign_scale sign(g - p pᵀ g)`, and the ties.
+
+    Ties are entries of the remainder whose magnitude is at most `TIE` of the largest of `g`: their
+    signs are not defined. There is no state apart from that of `inner`.
+    Source: Zmushko et al. (2024), Algorithm 1 with Adam in the subspace and signSGD outside it.
+
+    Args:
+      g: gradient [d, n].
+      p: orthonormal basis [d, k].
+      inner: the optimizer in the subspace; it keeps its own state.
+      scale: factor of the update in the subspace.
+      sign_scale: factor of the signs.
+    """
+    g, p = _f64(g), _f64(p)
+    r = p.T @ g
+    remainder = g - p @ r
+    ties = np.abs(remainder) <= TIE * np.max(np.abs(g))
+    return scale * (p @ inner(r)) + sign_scale * np.sign(remainder), ties
+
+
+@dataclass(frozen=True)
+class ApolloState:
+    """Moments of the projected gradient, and the norm of the last limited update."""
+
+    adam: AdamState = AdamState()
+    norm: float | None = None
+
+
+def apollo_step(
+    g: npt.ArrayLike,
+    projection: npt.ArrayLike,
+    state: ApolloState,
+    t: int,
+    b1: float,
+    b2: float,
+    eps: float,
+    scale: float,
+    limit: float | None = 1.01,
+    granularity: Literal["channel", "tensor"] = "channel",
+    *,
+    side: Literal["input", "output"] | None = None,
+    norm_eps: float = 0.0,
+    correction: Literal["before", "after"] = "before",
+) -> tuple[Array, ApolloState]:
+    """Returns the update of APOLLO (`channel`) or APOLLO-Mini (`tensor`), and the new state.
+
+    The smaller side of the gradient is projected, and channels run along the larger: `r = Pᵀ g`
+    with channels in columns if `d <= n`, and `r = g P` with channels in rows otherwise. Adam in the
+    projected space gives `n`, and the gradient itself is multiplied by `|n_:j| / |r_:j|` of each
+    channel, or by `|n| / |r|`. The limiter acts on that, and then `scale` multiplies it; in the
+    other order the result is the same, but for `norm_eps`.
+    Source: Zhu et al. (2024), Algorithm 1, equations 3 to 5, and section 4.2. Entries of their
+    projection, the transpose of this one, are drawn from N(0, 1/rank).
+
+    Args:
+      g: gradient [d, n].
+      projection: [d, rank] on the input side, [n, rank] on the output side; not orthonormal.
+      state: moments of the projected gradient, and the norm of the last limited update.
+      t: number of this step, from 1.
+      b1: decay of the first moment.
+      b2: decay of the second moment.
+      eps: added to the root of the second moment.
+      scale: the paper's `α`; the published code takes its square.
+      limit: largest growth of the norm in a step; `None` for no limit.
+      granularity: what shares a factor.
+      side: the side that is projected; by default the smaller, and the input side of a square.
+      norm_eps: added to norms in denominators; 1e-8 in the code.
+      correction: whether Adam's bias is corrected before the limiter, or after it as in the code,
+        where the limiter sees `m / (sqrt(v) + eps)` and `eps` is not corrected.
+    """
+    g, projection = _f64(g), _f64(projection)
+    if side is None:
+        side = "input" if g.shape[0] <= g.shape[1] else "output"
+    r = projection.T @ g if side == "input" else g @ projection
+    n, adam = adam_step(r, state.adam, t, b1, b2, eps)
+    after = 1.0
+    if correction == "after":
+        assert adam.m is not None
+        assert adam.v is not None
+        n = adam.m / (np.sqrt(adam.v) + eps)
+        after = math.sqrt(1 - b2**t) / (1 - b1**t)
+    axis = None if granularity == "tensor" else 0 if side == "input" else 1
+    of_n, of_r = (np.linalg.norm(a, axis=axis, keepdims=True) for a in (n, r))
+    scaled = g * _ratio(of_n, of_r + norm_eps)
+    if limit is None:
+        return scale * after * scaled, ApolloState(adam)
+    scaled, norm = limit_growth(scaled, state.norm, limit, norm_eps)
+    return scale * after * scaled, ApolloState(adam, norm)
+
+
+# One moment.
+
+
+def lion_step(g: npt.ArrayLike, m: npt.ArrayLike, b1: float, b2: float) -> tuple[Array, Array]:
+    """Returns `sign(b1 m + (1 - b1) g)`, and the moment `b2 m + (1 - b2) g`.
+
+    Source: Chen et al. (2023), Algorithm 2, without the weight decay.
+
+    Args:
+      g: gradient of any shape.
+      m: moment; zeros before the first step.
+      b1: weight of the moment in the update.
+      b2: decay of the moment.
+    """
+    g, m = _f64(g), _f64(m)
+    return np.sign(b1 * m + (1 - b1) * g), b2 * m + (1 - b2) * g
+
+
+def momentum_step(
+    g: npt.ArrayLike, m: npt.ArrayLike, decay: float, nesterov: bool = False
+) -> tuple[Array, Array]:
+    """Returns the trace `m <- decay m + g`, or `g + decay m` of the new one, and the trace.
+
+    Source: Sutskever et al. (2013), as `optax.trace` has it: the gradient has weight 1.
+
+    Args:
+      g: gradient of any shape.
+      m: trace; zeros before the first step.
+      decay: decay of the trace.
+      nesterov: whether the update looks a step ahead.
+    """
+    g = _f64(g)
+    m = decay * _f64(m) + g
+    return (g + decay * m if nesterov else m), m
+
+
+def newton_schulz(x: npt.ArrayLike, steps: int = 5, eps: float = 1e-8) -> Array:
+    """Returns the matrix with the singular vectors of `x`, and values near 1.
+
+    Singular values of `x / (|x| + eps)` go through `a s + b s³ + c s⁵` in each step; this is
+    computed from the decomposition, and not with products of matrices as optimizers do.
+    Source: Jordan et al. (2024); the coefficients are `NEWTON_SCHULZ`.
+
+    Args:
+      x: [d, n].
+      steps: number of iterations.
+      eps: added to the Frobenius norm.
+    """
+    x = _f64(x)
+    u, s, vt = np.linalg.svd(x / (np.linalg.norm(x) + eps), full_matrices=False)
+    a, b, c = NEWTON_SCHULZ
+    for _ in range(steps):
+        s = a * s + b * s**3 + c * s**5
+    return (u * s) @ vt
+
+
+def muon_step(
+    g: npt.ArrayLike,
+    m: npt.ArrayLike,
+    t: int,
+    beta: float = 0.95,
+    steps: int = 5,
+    eps: float = 1e-8,
+    nesterov: bool = True,
+) -> tuple[Array, Array]:
+    """Returns the orthogonalized momentum of Muon, and the moment `beta m + (1 - beta) g`.
+
+    As in `optax.contrib.scale_by_muon`, what is orthogonalized has a bias correction: with Nesterov
+    momentum `beta m / (1 - beta^(t + 1)) + (1 - beta) g / (1 - beta^t)`, without it
+    `m / (1 - beta^t)`. Jordan et al. (2024) have none. A factor of the shape is not part of it.
+
+    Args:
+      g: gradient [d, n].
+      m: moment; zeros before the first step.
+      t: number of this step, from 1.
+      beta: decay of the moment.
+      steps: number of Newton-Schulz iterations.
+      eps: added to the Frobenius norm.
+      nesterov: whether the update looks a step ahead.
+    """
+    g = _f64(g)
+    m = beta * _f64(m) + (1 - beta) * g
+    ahead = m / (1 - beta**t)
+    if nesterov:
+        ahead = beta * m / (1 - beta ** (t + 1)) + (1 - beta) * g / (1 - beta**t)
+    return newton_schulz(ahead, steps, eps), m
