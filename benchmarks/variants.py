@@ -5,8 +5,8 @@ from typing import Literal
 
 from actjax.kernels.format import Rounding
 from models import preset
-from train.config import MomentDtype, PretrainConfig, WeightDtype
-from train.options import MethodOptions
+from train.config import OptimizerConfig, PretrainConfig, WeightDtype
+from train.options import MethodOptions, given_fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Variant:
       method: name of the method, as for `--method`.
       width_over_rank: the width of the model divided by the rank; 0 for the rank of `options`.
       options: options of the method.
-      moment_dtype: dtype of the optimizer's moments.
+      optimizer: settings of the optimizer that differ from those of the run.
       in_backward: whether the optimizer runs in the backward pass.
       weight_dtype: dtype of the weights; None for that of the run, where auto stands for float32,
         so that methods are compared with the same weights.
@@ -26,7 +26,7 @@ class Variant:
     method: str
     width_over_rank: int = 0
     options: MethodOptions = dataclasses.field(default_factory=MethodOptions)
-    moment_dtype: MomentDtype = "auto"
+    optimizer: OptimizerConfig = OptimizerConfig()
     in_backward: bool = False
     weight_dtype: WeightDtype | None = None
 
@@ -41,12 +41,15 @@ class Variant:
             train,
             method=self.method,
             options=options,
-            optimizer=dataclasses.replace(train.optimizer, moment_dtype=self.moment_dtype),
+            optimizer=dataclasses.replace(train.optimizer, **given_fields(self.optimizer)),
             in_backward=self.in_backward,
             weight_dtype=self.weight_dtype or of_run,
         )
 
 
+EIGHT_BIT = OptimizerConfig(moment_dtype="8bit")
+_FOUR_BIT = OptimizerConfig(moment_dtype="4bit")
+_FACTORED = OptimizerConfig(moment_dtype="4bit", factored_second_moment=True)
 _FEW_BITS: tuple[Literal[4, 3, 2], ...] = (4, 3, 2)
 _ROUNDINGS: dict[Rounding, str] = {
     "nearest": "",
@@ -57,10 +60,25 @@ _ROUNDINGS: dict[Rounding, str] = {
 VARIANTS = {
     "exact": Variant("exact"),
     "exact, float32 weights": Variant("exact", weight_dtype="float32"),
-    "exact, 8-bit states": Variant("exact", moment_dtype="8bit"),
-    "exact, 8-bit states, in backward": Variant("exact", moment_dtype="8bit", in_backward=True),
+    "exact, 8-bit states": Variant("exact", optimizer=EIGHT_BIT),
+    "exact, 8-bit states, in backward": Variant("exact", optimizer=EIGHT_BIT, in_backward=True),
+    "exact, 4-bit states": Variant("exact", optimizer=_FOUR_BIT),
+    "exact, 4-bit and factored": Variant("exact", optimizer=_FACTORED),
+    "exact, factored": Variant("exact", optimizer=OptimizerConfig(factored_second_moment=True)),
+    **{
+        f"exact, {name}": Variant("exact", optimizer=OptimizerConfig(optimizer=name))
+        for name in ("adafactor", "lion", "muon")
+    },
+    # The rank is a quarter of the width of llama_9m.
+    **{
+        f"exact, {name} d/4": Variant(
+            "exact", optimizer=OptimizerConfig(optimizer=name, projection_rank=32)
+        )
+        for name in ("fira", "frugal_signs", "apollo")
+    },
+    "exact, apollo_mini": Variant("exact", optimizer=OptimizerConfig(optimizer="apollo_mini")),
     "remat": Variant("remat"),
-    "remat, 8-bit states, in backward": Variant("remat", moment_dtype="8bit", in_backward=True),
+    "remat, 8-bit states, in backward": Variant("remat", optimizer=EIGHT_BIT, in_backward=True),
     "pamm": Variant("pamm", options=MethodOptions(ratio=1 / 64)),
     "pamm 1/512": Variant("pamm", options=MethodOptions(ratio=1 / 512)),
     "low_rank 32": Variant("low_rank", options=MethodOptions(rank=32)),
@@ -72,9 +90,9 @@ VARIANTS = {
     ),
     "subspace d/4, rotate": Variant("subspace", 4, options=MethodOptions(moments="rotate")),
     "subspace d/4, staggered": Variant("subspace", 4, options=MethodOptions(stagger=True)),
-    "subspace d/4, 8-bit states": Variant("subspace", 4, moment_dtype="8bit"),
+    "subspace d/4, 8-bit states": Variant("subspace", 4, optimizer=EIGHT_BIT),
     "subspace d/4, 8-bit states and inputs": Variant(
-        "subspace", 4, options=MethodOptions(bits=8), moment_dtype="8bit"
+        "subspace", 4, options=MethodOptions(bits=8), optimizer=EIGHT_BIT
     ),
     "subspace d/8": Variant("subspace", 8),
     "subspace d/16": Variant("subspace", 16),
@@ -101,6 +119,8 @@ VARIANTS = {
     "compressed_remat, offloaded": Variant("compressed_remat", options=MethodOptions(offload=True)),
     "quantized, 4 bits, offloaded": Variant("quantized", options=MethodOptions(offload=True)),
     "lean": Variant("lean"),
+    "lean, 4-bit states": Variant("lean", optimizer=_FOUR_BIT),
+    "lean, 4-bit and factored": Variant("lean", optimizer=_FACTORED),
     "lean, 3 bits": Variant("lean", options=MethodOptions(bits=3)),
     "lean, 2 bits": Variant("lean", options=MethodOptions(bits=2)),
     "lean_subspace d/4": Variant("lean_subspace", 4),

@@ -145,7 +145,9 @@ class RankOneFourBit:
         to 1/16 everywhere, and without bias above 1/16.
         """
         x = x.astype(jnp.float32)
-        return self.encode_with(largest_of_row(x)[..., None], largest_of_column(x)[..., None, :], x)
+        rows = largest_of_row(x)
+        columns = largest_of_column(jax.lax.optimization_barrier(x))
+        return self.encode_with(rows[..., None], columns[..., None, :], x)
 
     def encode_with(self, rows: jax.Array, columns: jax.Array, x: jax.Array) -> "RankOneFourBit":
         """Returns `encode(x)`, whose scales are given."""

@@ -3,6 +3,7 @@
 from actjax.kernels.blockwise import Blockwise as Blockwise
 from actjax.kernels.four_bit import RankOneFourBit as RankOneFourBit
 from actjax.kernels.four_bit import SignedFourBit as SignedFourBit
+from actjax.optim.adam_4bit import scale_by_adam_4bit as scale_by_adam_4bit
 from actjax.optim.adam_8bit import scale_by_adam_8bit as scale_by_adam_8bit
 from actjax.optim.apollo import ApolloState as ApolloState
 from actjax.optim.apollo import apollo as apollo

@@ -1,5 +1,6 @@
-"""Adam with moments in 8 bits, each array in one pass over memory."""
+"""Adam with moments in 8 bits, each array in one pass over memory, and what it shares with 4 bits."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -8,7 +9,7 @@ import optax
 
 from actjax._core.flax import in_structure_of, without_variables
 from actjax.kernels.adam_8bit.api import adam_8bit
-from actjax.kernels.blockwise import is_blockwise
+from actjax.optim.codes import is_code
 from actjax.optim.eight_bit import BlockOf, EightBitState, eight_bit
 
 
@@ -38,38 +39,12 @@ def scale_by_adam_8bit(
     Raises:
       ValueError: a decay outside [0, 1), a negative `eps` or `eps_root`, a block or size below one.
     """
-    # Python floats are static in a compiled step.
-    hyper = _Hyper(float(b1), float(b2), float(eps), float(eps_root))
-    _check(hyper)
-    adam = optax.scale_by_adam(hyper.b1, hyper.b2, hyper.eps, hyper.eps_root)
-    stored = eight_bit(adam, block=block, min_size=min_size)
-
-    def init(params: optax.Params) -> EightBitState:
-        wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
-        return cast(EightBitState, stored.init(wide))
-
-    def update(
-        updates: optax.Updates, state: EightBitState, params: Any = None, **extra: Any
-    ) -> tuple[optax.Updates, EightBitState]:
-        del params, extra
-        old: optax.ScaleByAdamState = state.inner
-        count = optax.safe_increment(old.count)
-        corrections = 1 - jnp.asarray([hyper.b1, hyper.b2], jnp.float32) ** count
-        mus, treedef = jax.tree.flatten(old.mu, is_leaf=is_blockwise)
-        nus = jax.tree.leaves(old.nu, is_leaf=is_blockwise)
-        grads = treedef.flatten_up_to(without_variables(updates))
-        results = [
-            _update_one(grad, mu, nu, corrections, hyper)
-            for grad, mu, nu in zip(grads, mus, nus, strict=True)
-        ]
-        changes, mu, nu = (treedef.unflatten([result[i] for result in results]) for i in range(3))
-        state = EightBitState(optax.ScaleByAdamState(count, mu, nu))
-        return in_structure_of(changes, updates), state
-
-    return optax.GradientTransformationExtraArgs(cast(Any, init), cast(Any, update))
+    hyper = Hyper.checked("scale_by_adam_8bit", b1, b2, eps, eps_root)
+    stored = eight_bit(hyper.adam(), block=block, min_size=min_size)
+    return coded_adam(hyper, stored, adam_8bit, EightBitState)
 
 
-class _Hyper(NamedTuple):
+class Hyper(NamedTuple):
     """Hyperparameters, as for `scale_by_adam_8bit`."""
 
     b1: float
@@ -77,32 +52,89 @@ class _Hyper(NamedTuple):
     eps: float
     eps_root: float
 
+    @classmethod
+    def checked(cls, name: str, b1: Any, b2: Any, eps: Any, eps_root: Any) -> "Hyper":
+        """Returns hyperparameters of the transform `name`.
 
-def _check(hyper: _Hyper) -> None:
-    for name in ("b1", "b2"):
-        decay = getattr(hyper, name)
-        if not 0 <= decay < 1:
-            raise ValueError(f"`{name}` of scale_by_adam_8bit must be in [0, 1), got {decay!r}.")
-    for name in ("eps", "eps_root"):
-        value = getattr(hyper, name)
-        if not value >= 0:
-            raise ValueError(f"`{name}` of scale_by_adam_8bit must be >= 0, got {value!r}.")
+        Raises:
+          ValueError: a decay outside [0, 1), a negative `eps` or `eps_root`.
+        """
+        # Python floats are static in a compiled step.
+        hyper = cls(float(b1), float(b2), float(eps), float(eps_root))
+        for field in ("b1", "b2"):
+            decay = getattr(hyper, field)
+            if not 0 <= decay < 1:
+                raise ValueError(f"`{field}` of {name} must be in [0, 1), got {decay!r}.")
+        for field in ("eps", "eps_root"):
+            value = getattr(hyper, field)
+            if not value >= 0:
+                raise ValueError(f"`{field}` of {name} must be >= 0, got {value!r}.")
+        return hyper
+
+    def adam(self) -> optax.GradientTransformation:
+        """Returns optax's transform."""
+        return optax.scale_by_adam(self.b1, self.b2, self.eps, self.eps_root)
+
+
+def coded_adam(
+    hyper: Hyper,
+    stored: optax.GradientTransformation,
+    update_codes: Callable[..., tuple[jax.Array, Any, Any]],
+    make_state: Callable[[optax.ScaleByAdamState], Any],
+) -> optax.GradientTransformationExtraArgs:
+    """Returns Adam on moments in few bits, each array in one function.
+
+    Args:
+      hyper: hyperparameters.
+      stored: `hyper.adam()` in a wrapper that stores its moments in few bits.
+      update_codes: a function such as `actjax.kernels.adam_8bit.api.adam_8bit`.
+      make_state: from the state of Adam to that of `stored`, which has it as its field `inner`.
+    """
+
+    def init(params: optax.Params) -> Any:
+        return stored.init(jax.tree.map(lambda x: x.astype(jnp.float32), params))
+
+    def update(
+        updates: optax.Updates, state: Any, params: Any = None, **extra: Any
+    ) -> tuple[optax.Updates, Any]:
+        del params, extra
+        old: optax.ScaleByAdamState = state.inner
+        count = optax.safe_increment(old.count)
+        corrections = 1 - jnp.asarray([hyper.b1, hyper.b2], jnp.float32) ** count
+        mus, treedef = jax.tree.flatten(old.mu, is_leaf=is_code)
+        nus = jax.tree.leaves(old.nu, is_leaf=is_code)
+        grads = treedef.flatten_up_to(without_variables(updates))
+        results = [
+            _update_one(update_codes, grad, mu, nu, corrections, hyper)
+            for grad, mu, nu in zip(grads, mus, nus, strict=True)
+        ]
+        changes, mu, nu = (treedef.unflatten([result[i] for result in results]) for i in range(3))
+        state = make_state(optax.ScaleByAdamState(count, mu, nu))
+        return in_structure_of(changes, updates), state
+
+    return optax.GradientTransformationExtraArgs(cast(Any, init), cast(Any, update))
 
 
 def _update_one(
-    grad: jax.Array, mu: Any, nu: Any, corrections: jax.Array, hyper: _Hyper
+    update_codes: Callable[..., tuple[jax.Array, Any, Any]],
+    grad: jax.Array,
+    mu: Any,
+    nu: Any,
+    corrections: jax.Array,
+    hyper: Hyper,
 ) -> tuple[Any, Any, Any]:
     """Returns the update of one array and its new moments, in the form of the old ones.
 
     Args:
+      update_codes: as in `coded_adam`.
       grad: gradient.
-      mu: first moment, `Blockwise` or float32.
+      mu: first moment, in few bits or float32.
       nu: second moment, likewise.
       corrections: `1 - b1^t` and `1 - b2^t`, [2].
       hyper: hyperparameters.
     """
-    if is_blockwise(mu):
-        return adam_8bit(grad, mu, nu, corrections, **hyper._asdict())
+    if is_code(mu):
+        return update_codes(grad, mu, nu, corrections, **hyper._asdict())
     b1, b2, eps, eps_root = hyper
     grad = grad.astype(jnp.float32)
     mu = b1 * mu + (1 - b1) * grad

@@ -42,7 +42,7 @@ from actjax.optim.layers import (
     split,
     take,
 )
-from actjax.optim.pieces import without
+from actjax.optim.pieces import filled, without
 from actjax.optim.subspace import SubspaceTransformation
 from actjax.transforms.accumulate import sum_gradients
 from actjax.transforms.taps import Bases
@@ -164,7 +164,7 @@ class InBackward:
 
         def forward(batch: Any) -> Any:
             inputs, own, weight = batch
-            x, before_vjp = jax.vjp(lambda p: self.before(p, inputs), rest)
+            x, before_vjp = self._differentiated(lambda p: self.before(p, inputs), rest)
             run = functools.partial(one_layer.forward, inputs)
             x, kept = jax.lax.scan(run, x, (stacked, bases, own))
             loss, grads, dx = self._differentiate_after(rest, x, inputs, weight)
@@ -178,7 +178,7 @@ class InBackward:
         optimizer, moved, pieces = state.optimizer, jnp.zeros((), jnp.float32), {}
 
         # What only `after` reads is updated first, so that its gradient is gone before the layers.
-        early = self._only_after(rest, inputs, optimizer.pieces)
+        early = self._early(rest, inputs, optimizer.pieces)
         square_of_early = jnp.zeros((), jnp.float32)
         for name in early:
             grad = named_leaves(rest_grads)[name]
@@ -227,13 +227,13 @@ class InBackward:
 
         def before(batch: Any) -> tuple[Any, None]:
             inputs, dx = batch
-            return jax.vjp(lambda p: self.before(p, inputs), rest)[1](dx)[0], None
+            return self._differentiated(lambda p: self.before(p, inputs), rest)[1](dx)[0], None
 
         if before_vjp is None:
             of_before, _ = self._over_batches(before, (inputs, dx))
         else:
             (of_before,) = before_vjp(dx)
-        rest_grads = jax.tree.map(jnp.add, rest_grads, without(of_before, early))
+        rest_grads = _sum_of_parts(without(rest, early), rest_grads, of_before)
         square = _squared_norm(rest_grads)
         norm = jnp.sqrt(jnp.sum(squares[1:]) + square_of_early + square)
         squares = squares.at[-1].set(jnp.maximum(square + square_of_early - squares[0], 0))
@@ -259,19 +259,24 @@ class InBackward:
         """
         return run(slices) if self.accumulate == 1 else sum_gradients(run, slices)
 
-    def _only_after(self, rest: Any, inputs: Any, pieces: Mapping[str, Any]) -> list[str]:
+    def _early(self, rest: Any, inputs: Any, pieces: Mapping[str, Any]) -> list[str]:
         """Returns which matrices that are updated in pieces `before` does not read."""
         if not pieces:
             return []
         one = inputs
         if self.accumulate > 1:
             one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), inputs)
-        jaxpr = jax.make_jaxpr(self.before)(rest, one).jaxpr
-        read = {x for eqn in jaxpr.eqns for x in eqn.invars if not isinstance(x, core.Literal)}
-        read |= {x for x in jaxpr.outvars if not isinstance(x, core.Literal)}
-        names = list(named_leaves(rest))
-        unread = {n for n, x in zip(names, jaxpr.invars, strict=False) if x not in read}
-        return [name for name in names if name in unread and name in pieces]
+        read = _read_by(self.before, rest, one)
+        return [name for name in pieces if name not in read]
+
+    def _differentiated(self, fun: Callable[[Any], Any], rest: Any) -> tuple[Any, Any]:
+        """Returns `fun(rest)` and its VJP for the parameters that it reads; `None` for others.
+
+        The VJP of JAX gives zeros for the others, as large as they are.
+        """
+        read = _read_by(fun, rest)
+        others = {name: x for name, x in named_leaves(rest).items() if name not in read}
+        return jax.vjp(lambda own: fun(filled(own, others, rest)), without(rest, others))
 
     def _fetched(self, stacked: Any, i: jax.typing.ArrayLike) -> list[Any]:
         """Returns what is fetched of a layer, in the order of its arrays; None for the others."""
@@ -344,7 +349,8 @@ class InBackward:
         self, rest: Any, x: Any, inputs: Any, weight: jax.Array
     ) -> tuple[jax.Array, Any, Any]:
         """Returns the loss times a weight, and its gradients: of parameters, and of the input."""
-        loss, vjp = jax.vjp(lambda p, x: self.after(p, x, inputs), rest, x)
+        both = {"rest": rest, "x": x}
+        loss, vjp = self._differentiated(lambda p: self.after(p["rest"], p["x"], inputs), both)
         form = form_of(loss)
         is_scalar = isinstance(form, jax.ShapeDtypeStruct) and form.shape == ()
         if not is_scalar or not jnp.issubdtype(form.dtype, jnp.floating):
@@ -352,7 +358,8 @@ class InBackward:
         # The gradient is read here and at the end of the step. Without the barrier, XLA may keep it
         # in float32 in between.
         weight = weight.astype(loss.dtype)
-        return loss * weight, *jax.lax.optimization_barrier(vjp(weight))
+        (grads,) = jax.lax.optimization_barrier(vjp(weight))
+        return loss * weight, grads["rest"], _filled_with_zeros(grads["x"], x)
 
     def _norm_to_clip(self, estimate: jax.Array, square: jax.Array) -> jax.Array:
         """Returns the norm by which a part of the gradient is clipped.
@@ -449,6 +456,37 @@ def _inserted(block: Any, ahead: list[Any]) -> Any:
     leaves, treedef = jax.tree.flatten(block)
     pairs = zip(leaves, ahead, strict=True)
     return jax.tree.unflatten(treedef, [x if found is None else found for x, found in pairs])
+
+
+def _read_by(fun: Callable[..., Any], params: Any, *args: Any) -> set[str]:
+    """Returns the paths of the parameters that `fun(params, *args)` reads."""
+    jaxpr = jax.make_jaxpr(fun)(params, *args).jaxpr
+    read = {x for eqn in jaxpr.eqns for x in eqn.invars if not isinstance(x, core.Literal)}
+    read |= {x for x in jaxpr.outvars if not isinstance(x, core.Literal)}
+    return {n for n, x in zip(named_leaves(params), jaxpr.invars, strict=False) if x in read}
+
+
+def _filled_with_zeros(grads: Any, like: Any) -> Any:
+    """Returns gradients with zeros in the place of `None`."""
+    known = named_leaves(grads)
+    zeros = {name: jnp.zeros_like(x) for name, x in named_leaves(like).items() if name not in known}
+    return filled(grads, zeros, like)
+
+
+def _sum_of_parts(rest: Any, *parts: Any) -> Any:
+    """Returns the sum of gradients that have `None` for parameters without one.
+
+    Args:
+      rest: the parameters.
+      *parts: the gradients.
+    """
+    found: dict[str, Any] = {}
+    for part in parts:
+        for name, g in named_leaves(part).items():
+            found[name] = found[name] + g if name in found else g
+    wanted = {name: found[name] for name in named_leaves(rest) if name in found}
+    zeros = {name: jnp.zeros_like(x) for name, x in named_leaves(rest).items()}
+    return filled(rest, {**zeros, **wanted}, rest)
 
 
 def _squared_norm(grads: Any) -> jax.Array:

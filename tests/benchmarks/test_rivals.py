@@ -129,7 +129,7 @@ METHODS = {
     "low_rank": Variant("low_rank", options=MethodOptions(rank=8)),
     "subspace d/16": Variant("subspace", options=MethodOptions(rank=16)),
     "subspace d/4": Variant("subspace", options=MethodOptions(rank=64)),
-    "remat, in backward": Variant("remat", moment_dtype="8bit", in_backward=True),
+    "remat, in backward": Variant("remat", optimizer=EIGHT_BIT, in_backward=True),
 }
 
 

@@ -95,7 +95,12 @@ def _dims_maxima(result: Any, grad: jax.Array, nu: RankOneFourBit, **_: float) -
 
 
 def _dims(
-    result: Any, grad: jax.Array, mu: SignedFourBit, nu: RankOneFourBit, *args: jax.Array, **_: float
+    result: Any,
+    grad: jax.Array,
+    mu: SignedFourBit,
+    nu: RankOneFourBit,
+    *args: jax.Array,
+    **_: float,
 ) -> tuple:
     # Groups must not cross devices.
     apart = grad.shape[-1] % mu.group == 0 and mu.group == nu.group

@@ -113,7 +113,15 @@ def maxima(
     def kernel(*refs: Any) -> None:
         program = pl.program_id(0)
         step, place = program // tiles % steps, program % tiles
-        _maxima(refs, _tile(program // (tiles * steps), step, place, (d, n), nu.group, STEP, TILE // nu.group), step, place, b2)
+        _maxima(
+            refs,
+            _tile(
+                program // (tiles * steps), step, place, (d, n), nu.group, STEP, TILE // nu.group
+            ),
+            step,
+            place,
+            b2,
+        )
 
     rows, columns = pl.pallas_call(
         kernel,
@@ -172,7 +180,15 @@ def adam_4bit(
 
     def kernel(*refs: Any) -> None:
         program = pl.program_id(0)
-        tile = _tile(program // (tiles * steps), program // tiles % steps, program % tiles, (d, n), mu.group, tile_rows, tile_groups)
+        tile = _tile(
+            program // (tiles * steps),
+            program // tiles % steps,
+            program % tiles,
+            (d, n),
+            mu.group,
+            tile_rows,
+            tile_groups,
+        )
         _update(refs, tile, offsets, **hyper)
 
     update, *codes = pl.pallas_call(

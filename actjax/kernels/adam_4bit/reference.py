@@ -12,6 +12,8 @@ TILE = 256
 
 def maxima(grad: jax.Array, nu: RankOneFourBit, *, b2: float) -> tuple[jax.Array, jax.Array]:
     """As `actjax.kernels.adam_4bit.api.maxima`."""
+    # Apart from the second pass: otherwise XLA for CPUs writes the new moment to memory.
+    grad, nu = jax.lax.optimization_barrier((grad, nu))
     second = _second(grad.astype(jnp.float32), nu, b2)
     return largest_of_blocks(second, TILE), largest_of_steps(second)
 
