@@ -73,7 +73,10 @@ def _moments(config: OptimizerConfig) -> optax.GradientTransformation:
         )
     if config.optimizer == "muon":
         orthogonal = optax.chain(
-            _stored(optax.contrib.scale_by_muon(beta=b1), config.moment_dtype),
+            _stored(
+                optax.contrib.scale_by_muon(beta=b1, weight_dimension_numbers=_inputs_first),
+                config.moment_dtype,
+            ),
             optax.stateless(lambda updates, _: jax.tree.map(_with_rms_of_adam, updates)),
         )
         adam = _adam(0.9, b2, config)
@@ -97,6 +100,11 @@ def _stored(inner: optax.GradientTransformation, dtype: str) -> optax.GradientTr
     if dtype == "4bit":
         return actjax.optim.four_bit(inner, group=moment_group)
     return store_states_as(inner, jnp.dtype(dtype))
+
+
+def _inputs_first(params: optax.Params):
+    """Returns that all matrices are [in, out]."""
+    return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(), params)
 
 
 def _with_rms_of_adam(update: jax.Array) -> jax.Array:

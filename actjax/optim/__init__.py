@@ -10,6 +10,7 @@ from actjax.optim.apollo import apollo as apollo
 from actjax.optim.apply import apply as apply
 from actjax.optim.apply import init as init
 from actjax.optim.apply import redraw as redraw
+from actjax.optim.clipping import clip_by_global_norm as clip_by_global_norm
 from actjax.optim.eight_bit import EightBitState as EightBitState
 from actjax.optim.eight_bit import eight_bit as eight_bit
 from actjax.optim.factored import FactoredAdamState as FactoredAdamState

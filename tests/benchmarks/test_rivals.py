@@ -17,7 +17,7 @@ from benchmarks.rivals import (
     random_batch,
     rival,
 )
-from benchmarks.variants import VARIANTS, Variant, check_names
+from benchmarks.variants import EIGHT_BIT, VARIANTS, Variant, check_names
 from models import ModelConfig, preset
 from train.config import PretrainConfig
 from train.flops import causal_loop_length, matmul_flops

@@ -17,6 +17,13 @@ TRANSFORMS = {
         optim.eight_bit(optax.adamw(1e-3), min_size=64),
         lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree),
     ),
+    "four_bit": optim.four_bit(optax.adamw(1e-3), min_size=64),
+    "factored": optax.chain(optim.scale_by_factored_adam(), optax.scale(-1e-3)),
+    "apollo": optax.chain(optim.apollo(optax.scale_by_adam(), 2, gap=2), optax.scale(-1e-3)),
+    "subspace": optax.chain(
+        optim.subspace(optax.scale_by_adam(), 2, gap=2, remainder=optim.ScaledRemainder()),
+        optax.scale(-1e-3),
+    ),
     "rounded": optim.compensated(optim.eight_bit(optax.adamw(1e-3), min_size=64)),
 }
 STEPS = 3

@@ -137,6 +137,35 @@ SUBSPACE = optim.subspace(
     optax.scale_by_adam(), 5, outer=optax.scale_by_learning_rate(1e-2),
     groups={"layers.w1": "layers.w1", "layers.w2": "layers.w2"},
 )  # fmt: skip
+FIRA = optim.subspace(
+    optim.scale_by_factored_adam(), 5, outer=optax.scale_by_learning_rate(1e-2), side="smaller",
+    groups={"layers.w1": "layers.w1", "layers.w2": "layers.w2"},
+    remainder=optim.ScaledRemainder(),
+)  # fmt: skip
+
+
+def kinds(params):
+    """Returns the name of a transform in `MANY` for each parameter."""
+    names = {"w1": "4 bits", "w2": "apollo", "head": "factored", "embedding": "lion"}
+    return jax.tree_util.tree_map_with_path(lambda path, _: names.get(path[-1].key, "adam"), params)
+
+
+# Stochastic rounding follows the last bits of a number, in which the two programs differ.
+FOUR_BIT = functools.partial(optim.four_bit, min_size=64, rounding="nearest")
+# One compiled program for several transforms.
+MANY = optax.chain(
+    optax.partition(
+        {
+            "4 bits": FOUR_BIT(optax.scale_by_adam()),
+            "apollo": optim.apollo(FOUR_BIT(optax.trace(0.9)), 5, gap=4),
+            "factored": FOUR_BIT(optim.scale_by_factored_adam()),
+            "lion": optim.eight_bit(optax.scale_by_lion(), min_size=64),
+            "adam": optax.scale_by_adam(),
+        },
+        kinds,
+    ),
+    optax.scale(-1e-3),
+)
 SVD, PROJECTION = actjax.RandomizedSVD(5), actjax.RandomProjection(5)
 
 
@@ -165,8 +194,25 @@ SVD, PROJECTION = actjax.RandomizedSVD(5), actjax.RandomProjection(5)
             3e-3,
         ),
         (SUBSPACE, layer_function(SVD, SVD), (0.1, "estimate"), False, (0, 6), 1e-6),
+        (FIRA, layer_function(), (0.1, "estimate"), False, (0, 6), 1e-6),
+        (
+            MANY,
+            jax.checkpoint(layer_function(), prevent_cse=False),
+            (0.1, "estimate"),
+            False,
+            (),
+            3e-3,
+        ),
     ],
-    ids=["unclipped", "estimate", "layer norm, factored", "8-bit states", "subspace"],
+    ids=[
+        "unclipped",
+        "estimate",
+        "layer norm, factored",
+        "8-bit states",
+        "subspace",
+        "fira",
+        "4 bits, factored, apollo",
+    ],
 )
 def test_ten_steps_equal_those_of_the_ordinary_step(tx, layer, clipping, tied, refreshes, atol):
     arguments = layer, tx, parameters(tied, dtype="float64"), 10, *clipping, refreshes
@@ -174,6 +220,51 @@ def test_ten_steps_equal_those_of_the_ordinary_step(tx, layer, clipping, tied, r
     np.testing.assert_allclose(ours[1], theirs[1], rtol=1e-4)
     for a, b in zip(jax.tree.leaves(ours[0]), jax.tree.leaves(theirs[0]), strict=True):
         np.testing.assert_allclose(a, b, atol=atol)
+
+
+@pytest.mark.usefixtures("x64")
+def test_micro_batches_give_the_steps_of_the_whole_batch():
+    # The mean over labels of two micro-batches is the mean over all: their shares are one half.
+    params, keys = parameters(dtype="float64"), layer_keys(0)
+    whole = {k: v for k, v in data(0).items() if k != "shift"}
+    micro = {k: v.reshape(2, -1) for k, v in whole.items()}
+    twice = jnp.stack([keys, keys])
+    make = functools.partial(optim.in_backward, before, layer_function(), after, ADAMW, clip=0.1)
+    one, two = make(), make(accumulate=2)
+
+    @jax.jit
+    def steps(params):
+        found = []
+        for update, inputs, own, weights in (
+            (one, whole, keys, None), (two, micro, twice, jnp.array([0.5, 0.5])),
+            (two, micro, twice, None),
+        ):  # fmt: skip
+            now, state = params, update.init(params)
+            inputs = inputs | {"shift": jnp.full((2,) if update is two else (), 0.1)}
+            for _ in range(2):
+                now, state, loss, moved = update.step(now, state, inputs, own, weights=weights)
+            found.append((now, state.grad_norm, loss, moved))
+        return found
+
+    want, *others = steps(params)
+    for got in others:
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9)
+
+
+def test_how_far_clipping_was_from_that_by_the_norm_is_reported():
+    params, keys = parameters(), layer_keys(0)
+    clipped = optim.in_backward(before, layer_function(), after, optax.sgd(0.0), clip=1e-3)
+    free = optim.in_backward(before, layer_function(), after, optax.sgd(0.0), clip=1e9)
+    step, state = jax.jit(clipped.step), jax.jit(clipped.init)(params)
+    assert float(jax.jit(free.step)(params, state, data(0), keys)[1].clip_error) == 0
+    _, first, _, _ = step(params, state, data(0), keys)
+    # The layers that were not known yet were guessed; then the same gradient is known.
+    assert 0.01 < float(first.clip_error) < 1
+    assert float(step(params, first, data(0), keys)[1].clip_error) < 1e-5
+    # All parts were four times smaller: their growth is seen in the first of them.
+    small = first._replace(typical=first.typical / 16)
+    assert float(step(params, small, data(0), keys)[1].clip_error) < 1e-5
 
 
 def test_codes_are_stored_and_no_gradient_of_all_weights():
@@ -207,11 +298,11 @@ def test_a_growing_gradient_is_clipped_in_the_same_step():
     assert step(params, small, data(0), keys)[3] == pytest.approx(1e-3, rel=1e-5)
     # After a gradient that was not finite, a step is clipped as the first.
     for bad in (np.nan, np.inf):
-        lost = update.init(params)._replace(typical=np.full(DEPTH + 1, bad, "float32"))
+        lost = update.init(params)._replace(typical=np.full(DEPTH + 2, bad, "float32"))
         jax.tree.map(np.testing.assert_array_equal, step(params, lost, data(0), keys), first)
     # A layer whose gradient was always zero, or nearly so, does not make a step of inf or nan.
     for odd in (0, 1e-38):
-        one = state._replace(typical=state.typical.at[0].set(odd))
+        one = state._replace(typical=state.typical.at[1].set(odd))
         assert 0 < step(params, one, data(0), keys)[3] < 2e-3
 
 
@@ -238,13 +329,19 @@ def test_bad_arguments_of_a_step_are_named():
     update, params = optim.in_backward(*three, ADAMW), parameters()
     state = jax.eval_shape(update.init, params)
     other = jax.eval_shape(optim.in_backward(*three, optax.sgd(1.0, 0.9)).init, params)
+    several = optim.in_backward(*three, ADAMW, accumulate=3)
+    odd = (
+        r"`accumulate=3` of in_backward: arrays of `inputs` must .* `\['labels'\]` has shape \(40,"
+    )
+    with pytest.raises(ValueError, match=odd):
+        jax.eval_shape(several.step, params, state, data(0), jnp.stack([layer_keys(0)] * 3))
     for state_given, depth, refresh, message in (
         (state, DEPTH, True, r"`refresh` is for actjax.optim.subspace"),
         (
             state,
             3,
             False,
-            r"`per_layer` must have a leading axis of 4 layers, got one with sh.* \(3,",
+            r"`per_layer` must begin with \(4,\), the layers: got one with shape \(3,",
         ),
         (state.optimizer, DEPTH, False, r"`state` must be what `init` .*got LayerwiseState"),
         (other, DEPTH, False, r"`state` must be what `actjax.optim.init"),

@@ -189,11 +189,59 @@ def test_ranks_and_groups_that_do_not_fit_the_parameters_are_named():
             jax.eval_shape(tx.init, params)
 
 
-def test_an_inner_transform_that_reads_parameters_is_an_error_that_names_outer():
-    params = {"w": np.zeros((12, 8))}
-    tx = optim.subspace(optax.adamw(1e-3), 4)
-    with pytest.raises(ValueError, match="params") as caught:
-        jax.eval_shape(
-            lambda p: tx.update(p, tx.subspace.init_from(p, jax.random.key(0)), p), params
-        )
-    assert any("belongs in `outer`" in note for note in caught.value.__notes__)
+@pytest.mark.parametrize("side", ["input", "output", "both"])
+def test_the_inner_transform_sees_projected_parameters(side):
+    params, grads = {"w": jnp.asarray(normal(0, 12, 8))}, {"w": jnp.asarray(normal(1, 12, 8))}
+    decay = optax.chain(optax.scale(0.0), optax.add_decayed_weights(2.0))
+    tx = optim.subspace(decay, 4, side=side, scale=0.5)
+    state = first_state(tx, params)
+    updates, _ = jax.jit(tx.update)(grads, state, params)
+    w = np.asarray(params["w"])
+    projectors = [np.asarray(b) @ np.asarray(b).T for b in state.bases.values()]
+    # The names of the bases of both sides: `w` and `w:output`, in this order.
+    left, right = {
+        "input": lambda: (projectors[0], np.eye(8)),
+        "output": lambda: (np.eye(12), projectors[0]),
+        "both": lambda: projectors,
+    }[side]()
+    np.testing.assert_allclose(updates["w"], 0.5 * 2.0 * left @ w @ right, atol=1e-12)
+
+
+@pytest.mark.parametrize("inner", [optax.scale_by_factored_rms(), optax.adafactor(1e-2)])
+def test_transforms_that_need_parameters_run_inside(inner):
+    params = {"w": jnp.asarray(normal(0, 12, 8)), "b": jnp.asarray(normal(1, 8))}
+    tx = optim.subspace(inner, 4)
+    updates, state = jax.jit(tx.update)(params, jax.jit(tx.init)(params), params)
+    assert np.linalg.matrix_rank(updates["w"]) == 4
+    assert int(state.step) == 1
+
+
+def test_a_gradient_is_projected_on_both_sides():
+    # GaLore, Definition 3.4: `Pᵀ G Q`, and `P N Qᵀ` back.
+    params, grads = {"w": jnp.asarray(normal(0, 12, 8))}, {"w": jnp.asarray(normal(1, 12, 8))}
+    tx = optim.subspace(optax.scale(1.0), 4, side="both", scale=1.0)
+
+    @jax.jit
+    def refreshed(params, grads):
+        state = tx.refresh(grads, first_state(tx, params), params)
+        return state.bases, tx.update(grads, state, params)[0]
+
+    bases, updates = refreshed(params, grads)
+    u, _, vt = np.linalg.svd(np.asarray(grads["w"]))
+    p, q = np.asarray(bases["w"]), np.asarray(bases["w:output"])
+    # The sketch of the range finder is random: both span nearly the leading singular vectors.
+    assert np.linalg.svd(p.T @ u[:, :4])[1].min() > 0.9
+    assert np.linalg.svd(q.T @ vt[:4].T)[1].min() > 0.9
+    np.testing.assert_allclose(updates["w"], p @ (p.T @ grads["w"] @ q) @ q.T, atol=1e-12)
+
+
+def test_remainders_of_both_sides_and_other_objects_are_named():
+    with pytest.raises(ValueError, match=r"`remainder` .* no meaning with side='both'"):
+        optim.subspace(optax.scale(1.0), 4, side="both", remainder=optim.ScaledRemainder())
+    with pytest.raises(TypeError, match=r"`remainder` of subspace must be .* got 'fira'"):
+        optim.subspace(optax.scale(1.0), 4, remainder="fira")
+    for limit in (1.0, "a", float("nan")):
+        with pytest.raises(ValueError, match="`limit` of ScaledRemainder must be a number above 1"):
+            optim.ScaledRemainder(limit)
+    with pytest.raises(ValueError, match="`scale` of SignedRemainder must be a finite number"):
+        optim.SignedRemainder(0.0)

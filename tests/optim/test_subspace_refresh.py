@@ -1,7 +1,5 @@
 """Refreshes: where new bases come from, what becomes of moments, and updates without a refresh."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,51 +11,133 @@ from optim.projected import first_state, normal, subspace
 from actjax import LowRank, optim
 from actjax.optim.codes import decoded
 
-# Updates before the first refresh.
+# Refreshes of a plain optax transform.
 
-WRAPPERS = (
-    lambda tx: tx,
-    lambda tx: optax.chain(optax.clip(1.0), tx),
-    lambda tx: optax.masked(tx, {"w": True, "b": False}),
-    lambda tx: optax.MultiSteps(tx, 2),
-    lambda tx: optax.inject_hyperparams(lambda r: optax.chain(tx, optax.scale(-r)))(r=0.1),
-    lambda tx: optax.apply_if_finite(tx, 3),
-)
+GAP, STEPS = 2, 5
+
+
+def gradients(steps):
+    return [{"w": normal(i, 6, 5).astype("float32"), "b": np.ones(5, "float32")} for i in steps]
+
+
+def by_hand(tx, grads):
+    """Returns the updates of `w`, with a refresh wherever one is due."""
+    params = {"w": np.zeros((6, 5), "float32")}
+    state, found = tx.subspace.init_from(params, jax.random.key(0)), []
+    for i, g in enumerate(grads):
+        g = {"w": g["w"]}
+        if i % GAP == 0:
+            state = tx.refresh(None if tx.source == "random" else g, state, params)
+        updates, state = tx.update(g, state, params)
+        found.append(updates["w"])
+    return found
+
+
+def labels(params):
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key, params)
+
+
+# Each: from the subspace to the wrapper, and the factor by which the wrapper changes an update.
+WRAPPERS = {
+    "alone": (lambda tx: tx, 1),
+    "chain": (lambda tx: optax.chain(optax.clip(0.5), tx, optax.scale(2)), 2),
+    "masked": (lambda tx: optax.masked(tx, {"w": True, "b": False}), 1),
+    "multi_transform": (
+        lambda tx: optax.multi_transform({"w": tx, "b": optax.sgd(1.0)}, labels), 1),
+    "inject_hyperparams": (
+        lambda tx: optax.inject_hyperparams(lambda r: optax.chain(tx, optax.scale(r)))(r=3.0), 3),
+    "apply_if_finite": (lambda tx: optax.apply_if_finite(tx, 3), 1),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("source", ["gradient", "random"])
-def test_an_update_before_the_first_refresh_is_an_error_in_every_wrapper(source):
-    params = {"w": np.ones((6, 5), "float32"), "b": np.ones(5, "float32")}
-    tx = optim.subspace(optax.scale_by_adam(), 2, source=source, gap=7)
-    grads = "None" if source == "random" else "grads"
-    remedy = (
-        r"(?s)bases of subspace were never refreshed.*actjax\.optim\.init.*actjax\.optim\.apply.*"
-        rf"every 7 steps.*tx\.refresh\({grads}, state, params\)"
-    )
-    for wrap in WRAPPERS:
-        wrapped = wrap(tx)
-        with pytest.raises(ValueError, match=remedy):
-            jax.eval_shape(lambda p, t=wrapped: t.update(p, t.init(p), p), params)
-
-
-@pytest.mark.parametrize("source", ["gradient", "random"])
-def test_a_state_that_was_refreshed_by_hand_is_updated_in_a_chain(source):
-    params = {"w": normal(0, 6, 5).astype("float32")}
-    tx = optim.subspace(optax.scale_by_adam(), 2, source=source)
-    chain = optax.chain(optax.clip(1.0), tx)
+def test_a_subspace_refreshes_itself_in_every_wrapper(source):
+    tx = optim.subspace(optax.scale_by_adam(), 2, source=source, gap=GAP)
+    params = {"w": np.zeros((6, 5), "float32"), "b": np.zeros(5, "float32")}
+    grads = gradients(range(STEPS))
 
     @jax.jit
-    def two_steps(params):
-        clip_state, state = chain.init(params)
-        state = clip_state, tx.refresh(None if source == "random" else params, state, params)
-        _, state = chain.update(params, state, params)
-        return chain.update(params, state, params)
+    def run(grads):
+        found = {}
+        for name, (wrap, _) in WRAPPERS.items():
+            wrapped, found[name] = wrap(tx), []
+            state = wrapped.init(params)
+            for g in grads:
+                updates, state = wrapped.update(g, state, params)
+                found[name].append(updates["w"])
+        clipped = [g | {"w": jnp.clip(g["w"], -0.5, 0.5)} for g in grads]
+        return found, by_hand(tx, grads), by_hand(tx, clipped)
 
-    updates, (_, state) = jax.tree.map(np.asarray, two_steps(params))
-    assert int(state.step) == 2
-    basis = state.bases["w"]
-    in_span = basis @ np.linalg.lstsq(basis, updates["w"])[0]
-    np.testing.assert_allclose(in_span, updates["w"], atol=1e-5)
+    found, plain, clipped = jax.tree.map(np.asarray, run(grads))
+    for name, (_, factor) in WRAPPERS.items():
+        want = clipped if name == "chain" else plain
+        for got, expected in zip(found[name], want, strict=True):
+            np.testing.assert_allclose(got, factor * expected, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_a_subspace_refreshes_itself_on_the_sums_of_multi_steps():
+    tx = optim.subspace(optax.scale_by_adam(), 2, gap=GAP)
+    wrapped = optax.MultiSteps(tx, 2)
+    params, grads = {"w": np.zeros((6, 5), "float32")}, gradients(range(2 * STEPS))
+
+    @jax.jit
+    def run(grads):
+        state, found = wrapped.init(params), []
+        for g in grads:
+            updates, state = wrapped.update({"w": g["w"]}, state, params)
+            found.append(updates["w"])
+        means = [{"w": (a["w"] + b["w"]) / 2} for a, b in zip(grads[::2], grads[1::2], strict=True)]
+        return found, by_hand(tx, means)
+
+    found, want = jax.tree.map(np.asarray, run(grads))
+    np.testing.assert_array_equal(found[::2], np.zeros((STEPS, 6, 5)))
+    np.testing.assert_allclose(found[1::2], want, rtol=1e-4, atol=1e-5)
+
+
+def test_hyperparameters_are_injected_into_a_subspace_itself():
+    make = optax.inject_hyperparams(optim.subspace, static_args=("rank", "gap", "bits", "seed"))
+    params, grads = {"w": np.zeros((6, 5), "float32")}, {"w": np.ones((6, 5), "float32")}
+    tx = make(inner=optax.scale(1.0), rank=2, scale=0.5)
+
+    @jax.jit
+    def update(state):
+        return tx.update(grads, state, params)[0]["w"]
+
+    state = tx.init(params)
+    half = update(state)
+    state.hyperparams["scale"] = jnp.float32(1.0)
+    np.testing.assert_allclose(update(state), 2 * half, rtol=1e-6)
+    with pytest.raises(ValueError, match=r"`gap` of subspace .* got an array. .* `static_args="):
+        optax.inject_hyperparams(optim.subspace, static_args="rank")(
+            inner=optax.scale(1.0), rank=2
+        ).init(params)
+
+
+@pytest.mark.parametrize("source", ["gradient", "random"])
+def test_a_factored_gradient_where_a_refresh_is_due_is_an_error(source):
+    params = {"w": normal(0, 6, 5).astype("float32")}
+    tx = optim.subspace(optax.scale_by_adam(), 2, source=source, gap=GAP)
+    chain = optax.chain(optim.clip_by_global_norm(1.0), tx)
+    grads = "None" if source == "random" else "grads"
+    remedy = (
+        rf"(?s)refresh of the subspace is due.*tx\.refresh\({grads}, .*every 2 steps.*optim.init"
+    )
+    state = chain.init(params)
+
+    def in_basis(state):
+        return {"w": LowRank(state[1].bases["w"], jnp.ones((2, 5), "float32"), "w")}
+
+    with pytest.raises(ValueError, match=remedy):
+        chain.update(in_basis(state), state, params)
+    update = jax.jit(chain.update)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=remedy):
+        jax.block_until_ready(update(in_basis(state), state, params))
+    state = state[0], tx.refresh(None if source == "random" else params, state[1], params)
+    for _ in range(GAP):
+        _, state = jax.block_until_ready(update(in_basis(state), state, params))
+    assert int(state[1].step) == GAP
+    with pytest.raises(jax.errors.JaxRuntimeError, match=remedy):
+        jax.block_until_ready(update(in_basis(state), state, params))
 
 
 def test_the_structure_of_a_state_does_not_change_between_refreshes():
@@ -73,11 +153,8 @@ def test_the_structure_of_a_state_does_not_change_between_refreshes():
         for refresh in (True, False)
     }
     assert after[True] == after[False] == states
-    # By hand, only the first refresh changes it.
     plain = jax.eval_shape(tx.init, params["layers"])
-    once = jax.eval_shape(tx.refresh, params["layers"], plain, params["layers"])
-    assert dataclasses.replace(plain, must_refresh=False) == once
-    assert jax.eval_shape(tx.refresh, params["layers"], once, params["layers"]) == once
+    assert jax.eval_shape(tx.refresh, params["layers"], plain, params["layers"]) == plain
 
 
 def test_a_state_consists_of_plain_arrays_whose_paths_checkpoints_rely_on():
@@ -90,6 +167,7 @@ def test_a_state_consists_of_plain_arrays_whose_paths_checkpoints_rely_on():
             *("step", "key", "bases.x", "inner.inner.count"),
             *("inner.inner.mu.w.codes", "inner.inner.mu.w.scales"),
             *("inner.inner.nu.w.codes", "inner.inner.nu.w.scales"),
+            *([] if state is managed else ["next_refresh"]),
         ]
         assert not any(jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in leaves)
 

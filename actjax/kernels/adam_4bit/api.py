@@ -54,7 +54,8 @@ def adam_4bit(
     check_floating("adam_4bit", "grad", grad)
     *stack, d, n = (*nu.rows.shape[:-1], nu.columns.shape[-1])
     check_shape("adam_4bit", "grad", grad, (*stack, d, n))
-    check_shape("adam_4bit", "mu", mu.scales, (*stack, d, -(-n // mu.group)))
+    width = jax.ShapeDtypeStruct((*mu.scales.shape[:-1], mu.width), mu.dtype)
+    check_shape("adam_4bit", "mu", width, (*stack, d, n))
     check_shape("adam_4bit", "corrections", corrections, (2,))
     by_tile, by_step = MAXIMA(grad, nu, implementation=implementation, b2=b2)
     # Across devices too, where they divide rows or columns.

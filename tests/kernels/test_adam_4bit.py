@@ -1,0 +1,190 @@
+"""Tests of actjax/kernels/adam_4bit: Adam on moments in 4 bits."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernels.kernel_cases import TINY, f64, normal
+
+from actjax.kernels.adam_4bit.api import KERNEL, MAXIMA, adam_4bit
+from actjax.kernels.four_bit import rank_one_zeros, signed_zeros
+
+HYPER = {"b1": 0.9, "b2": 0.99, "eps": 1e-6, "eps_root": 1e-9}
+LEVEL = 4e-7
+"""Relative error of a decoded level and of a product."""
+LEVELS = np.float64([0, 0.01, 0.055, 0.1, 0.325, 0.55, 0.775, 1])
+NAMES = ("reference", "interpreted")
+
+# Shape, group and dtype of gradients: a group that is left over and rows that fill no tile; two
+# matrices of several tiles; whole tiles.
+CASES = [
+    ((5, 70), 32, "float32"),
+    ((2, 21, 300), 128, "bfloat16"),
+    ((32, 512), 128, "float32"),
+]
+
+every = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 5))
+def stepped(implementation, grad, mu, nu, corrections, hyper=tuple(HYPER.items())):
+    return adam_4bit(grad, mu, nu, corrections, **dict(hyper), implementation=implementation)
+
+
+def moments(shape, group, seed=0, stochastic=False):
+    """Returns moments with random codes, of which a group, a row and a column are zero."""
+    rng = np.random.default_rng(seed)
+    mu = signed_zeros(shape, "float32", group, stochastic=stochastic)
+    nu = rank_one_zeros(shape, "float32", group, stochastic=stochastic)
+    scales, rows, columns = (
+        np.float32(10.0 ** rng.uniform(-3, 1, x.shape)) for x in (mu.scales, nu.rows, nu.columns)
+    )
+    scales[..., 0, 0], rows[..., 1, :], columns[..., 2] = 0, 0, 0
+    # Two numbers a byte, none of which is -8.
+    halves = rng.integers(-7, 8, (2, *mu.codes.shape)) & 15
+    codes = np.uint8(halves[0] | halves[1] << 4)
+    mu = dataclasses.replace(mu, codes=codes, scales=scales)
+    codes = rng.integers(0, 256, nu.codes.shape).astype("uint8")
+    return mu, dataclasses.replace(nu, codes=codes, rows=rows, columns=columns)
+
+
+decoded = jax.jit(lambda code: code.decode())
+
+
+def distance(x, levels):
+    """Returns the distance of each number from the nearest level."""
+    return np.min(abs(x[..., None] - levels), axis=-1)
+
+
+@every
+def test_a_step_is_that_of_adam_at_the_decoded_moments(case):
+    shape, group, dtype = case
+    mu, nu = moments(shape, group)
+    grad = normal(*shape, seed=1).astype(dtype)
+    # Some entries have no gradient.
+    grad[..., ::4] = 0
+    corrections = np.float32([0.19, 0.0199])
+    results = {name: stepped(name, grad, mu, nu, corrections) for name in NAMES}
+
+    m, v, g = f64(decoded(mu)), f64(decoded(nu)), f64(grad)
+    first, second = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+    divisor = np.sqrt(second / f64(corrections)[1] + 1e-9) + 1e-6
+    terms = 0.9 * abs(m) + 0.1 * abs(g)
+    want = first / f64(corrections)[0] / divisor
+    slack = (2 * LEVEL + 20 * TINY) * terms / f64(corrections)[0] / divisor
+    for update, new_mu, new_nu in results.values():
+        assert update.dtype == "float32"
+        assert np.all(abs(f64(update) - want) <= slack)
+        for old, new in ((mu, new_mu), (nu, new_nu)):
+            assert jax.tree.structure(old) == jax.tree.structure(new)
+            assert [x.shape for x in jax.tree.leaves(old)] == [
+                x.shape for x in jax.tree.leaves(new)
+            ]
+        # Each number has the nearest level of its scale.
+        grouped = np.pad(abs(first), [(0, 0)] * (first.ndim - 1) + [(0, -shape[-1] % group)])
+        scale = grouped.reshape(*shape[:-1], -1, group).max(-1)
+        np.testing.assert_allclose(new_mu.scales, scale, rtol=8 * TINY)
+        scale = np.repeat(scale, group, axis=-1)[..., : shape[-1]]
+        unit = abs(first) / np.where(scale > 0, scale, 1)
+        error = abs(f64(decoded(new_mu)) - first)
+        assert np.all(error <= scale * distance(unit, LEVELS) + 4 * LEVEL * scale)
+        np.testing.assert_allclose(new_nu.rows, second.max(-1, keepdims=True), rtol=8 * TINY)
+        np.testing.assert_allclose(new_nu.columns, second.max(-2, keepdims=True), rtol=8 * TINY)
+        scale = np.minimum(second.max(-1, keepdims=True), second.max(-2, keepdims=True))
+        unit = second / np.where(scale > 0, scale, 1)
+        error = abs(f64(decoded(new_nu)) - second)
+        assert np.all(error <= scale * distance(unit, np.arange(1, 17) / 16) + 4 * LEVEL * scale)
+
+    # No number is so close to halfway between two levels that rounding decides.
+    for a, b in zip(results["interpreted"][1:], results["reference"][1:], strict=True):
+        np.testing.assert_array_equal(a.codes, b.codes)
+
+
+@every
+def test_both_draw_the_same_random_bits(case):
+    shape, group, _ = case
+    mu = signed_zeros(shape, "float32", group)
+    nu = rank_one_zeros(shape, "float32", group)
+    # Products of these are exact, so that the hash of both programs is that of the same number.
+    grad = normal(*shape, seed=2).astype("bfloat16")
+    halves = tuple((HYPER | {"b1": 0.5, "b2": 0.5}).items())
+    args = mu, nu, np.float32([0.5, 0.5])
+    one, other = (stepped(name, grad, *args, halves) for name in NAMES)
+    jax.tree.map(np.testing.assert_array_equal, one[1:], other[1:])
+    nearest = (dataclasses.replace(x, stochastic=False) for x in (mu, nu))
+    third = stepped("interpreted", grad, *nearest, args[-1], halves)
+    for a, b in zip(one[1:], third[1:], strict=True):
+        assert np.mean(np.asarray(a.codes) != np.asarray(b.codes)) > 0.1
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e15, 1e-15])
+def test_zero_huge_and_tiny_numbers(scale):
+    shape, group, _ = CASES[0]
+    mu, nu = signed_zeros(shape, "float32", group), rank_one_zeros(shape, "float32", group)
+    grad = np.float32(scale) * normal(*shape, seed=3)
+    for name in NAMES:
+        update, new_mu, new_nu = stepped(name, grad, mu, nu, np.float32([0.1, 0.01]))
+        first, second = f64(decoded(new_mu)), f64(decoded(new_nu))
+        assert all(np.isfinite(x).all() for x in (update, first, second))
+        if not scale:
+            assert not any(np.any(x) for x in (update, first, second))
+            continue
+        largest = 0.1 * abs(f64(grad)).max()
+        assert abs(first).max() == pytest.approx(largest, rel=1e-6)
+        assert np.all(abs(first - 0.1 * f64(grad)) <= 0.23 * largest)
+        # A second moment never becomes zero.
+        assert np.all(second > 0)
+        assert second.max() == pytest.approx(0.01 * (f64(grad) ** 2).max(), rel=1e-5)
+
+
+def test_the_first_pass_returns_the_maxima_of_tiles():
+    shape, group, _ = CASES[1]
+    nu = rank_one_zeros(shape, "float32", group)
+    grad = normal(*shape, seed=4)
+    square = np.pad(0.5 * f64(grad) ** 2, [(0, 0), (0, 11), (0, 212)]).reshape(2, 2, 16, 2, 256)
+    for name in NAMES:
+        run = jax.jit(functools.partial(MAXIMA, b2=0.5, implementation=name))
+        by_tile, by_step = run(grad, nu)
+        rows = square.max(-1).reshape(2, 32, 2)[:, :21]
+        np.testing.assert_allclose(by_tile, rows, rtol=4 * TINY)
+        columns = square.max(2).reshape(2, 2, 512)[..., :300]
+        np.testing.assert_allclose(by_step, columns, rtol=4 * TINY)
+
+
+def refused():
+    def both(group=32, dtype="float32", width=64):
+        shape = (2, width)
+        return signed_zeros(shape, dtype, group), rank_one_zeros(shape, dtype, group)
+
+    mu, nu = both()
+    row, column = np.ones((2, 1), "float32"), np.ones((1, 64), "float32")
+    grad, rest = np.ones((2, 64), "float32"), (row, column, np.ones(2, "float32"))
+    narrow, wide = both(16), both(512, width=512)
+    return [
+        (grad, *narrow, *rest, "groups of 32, 64, ... 256 values, got 16"),
+        (np.ones((2, 512), "float32"), *wide, *rest, "groups of 32, 64, ... 256 values, got 512"),
+        (grad, mu, both(64)[1], *rest, "groups of one size, got 32 and 64"),
+        (grad, *both(dtype="bfloat16"), *rest, "moments of float32, got bfloat16"),
+        (grad.astype("int8"), mu, nu, *rest, "gradients of 16 or 32 bits, got int8"),
+    ]
+
+
+@pytest.mark.parametrize("arguments", refused(), ids=lambda arguments: arguments[-1])
+def test_arguments_that_the_program_refuses(arguments):
+    *args, reason = arguments
+    with pytest.raises(ValueError, match=f"'interpreted' of adam_4bit takes {reason}"):
+        KERNEL(*args, **HYPER, implementation="interpreted")
+
+
+def test_wrong_shapes_are_named():
+    mu, nu = moments((5, 70), 32)
+    grad, corrections = normal(5, 70), np.ones(2, "float32")
+    with pytest.raises(ValueError, match="`grad` of adam_4bit"):
+        adam_4bit(grad[:4], mu, nu, corrections, **HYPER)
+    with pytest.raises(ValueError, match="`mu` of adam_4bit"):
+        adam_4bit(grad, signed_zeros((5, 90), jnp.float32, 32), nu, corrections, **HYPER)
+    with pytest.raises(ValueError, match="`corrections` of adam_4bit"):
+        adam_4bit(grad, mu, nu, corrections[:1], **HYPER)

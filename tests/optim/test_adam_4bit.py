@@ -1,0 +1,155 @@
+"""Tests of actjax/optim/adam_4bit.py: the transform, compared with `four_bit` of optax's Adam."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from kernels.kernel_cases import normal
+
+import actjax
+from actjax.optim import RankOneFourBit, SignedFourBit, four_bit, scale_by_adam_4bit
+
+SETTINGS = {"group": 32, "min_size": 50}
+SHAPES = {"w": (6, 40), "layers": [(60,), (2, 4, 34)], "small": (7, 2), "scalar": ()}
+"""Of these, `w` and the second of the layers are coded."""
+
+
+def trees(steps, scale=1.0):
+    """Returns parameters, one of them None, and the gradients of each step."""
+    is_shape = lambda s: isinstance(s, tuple)  # noqa: E731
+    params = jax.tree.map(lambda s: np.zeros(s, "float32"), SHAPES, is_leaf=is_shape)
+    flat, treedef = jax.tree.flatten(params)
+
+    def gradient(step):
+        drawn = [
+            np.asarray(scale * normal(*x.shape, seed=10 * step + i), x.dtype)
+            for i, x in enumerate(flat)
+        ]
+        return {**treedef.unflatten(drawn), "none": None}
+
+    return {**params, "none": None}, [gradient(step) for step in range(steps)]
+
+
+def transforms(rounding):
+    return (
+        scale_by_adam_4bit(**SETTINGS, rounding=rounding),
+        four_bit(optax.scale_by_adam(), **SETTINGS, rounding=rounding),
+    )
+
+
+def test_it_equals_four_bit_adam_exactly():
+    # One operation after the other: the random bits are a hash of the last bit too, and XLA rounds
+    # products and sums together that it fuses, differently in different programs.
+    ours, plain = transforms("stochastic")
+    params = {"w": np.zeros((6, 40), "float32")}
+    state, want_state = ours.init(params), plain.init(params)
+    jax.tree.map(np.testing.assert_array_equal, state, want_state)
+    with actjax.kernels.use("reference"):
+        for seed in range(2):
+            gradient = {"w": normal(6, 40, seed=seed)}
+            updates, state = ours.update(gradient, state)
+            want, want_state = plain.update(gradient, want_state)
+            jax.tree.map(np.testing.assert_array_equal, state, want_state)
+            # The corrections of the bias are rounded in another order.
+            np.testing.assert_allclose(updates["w"], want["w"], rtol=3e-5)
+
+
+updates_of = {
+    name: jax.jit(transforms("nearest")[i].update) for i, name in enumerate(("default", "four_bit"))
+}
+updates_of["interpreted"] = jax.jit(lambda *args: transforms("nearest")[0].update(*args))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e15, 1e-15])
+@pytest.mark.parametrize("name", ["default", "interpreted"])
+def test_it_is_four_bit_adam_in_a_compiled_step(name, scale):
+    params, gradients = trees(4, scale)
+    ours, plain = transforms("nearest")
+    state, want_state = jax.jit(ours.init)(params), jax.jit(plain.init)(params)
+    for gradient in gradients:
+        with actjax.kernels.use("interpreted" if name == "interpreted" else None):
+            updates, state = updates_of[name](gradient, state)
+        want, want_state = updates_of["four_bit"](gradient, want_state)
+        assert jax.tree.structure(state) == jax.tree.structure(want_state)
+        for got, expected in zip(jax.tree.leaves(updates), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+        for got, expected in zip(jax.tree.leaves(state), jax.tree.leaves(want_state), strict=True):
+            if jnp.issubdtype(got.dtype, jnp.integer):
+                np.testing.assert_array_equal(got, expected, strict=True)
+            else:
+                np.testing.assert_allclose(got, expected, rtol=1e-5, atol=0)
+
+
+def test_only_large_matrices_are_coded_and_no_gradient_changes_nothing():
+    params, (gradient,) = trees(1, 0.0)
+    ours, _ = transforms("stochastic")
+    state = jax.jit(ours.init)(params)
+    for moment, kind in ((state.inner.mu, SignedFourBit), (state.inner.nu, RankOneFourBit)):
+        assert isinstance(moment["w"], kind)
+        assert isinstance(moment["layers"][1], kind)
+        small = [moment["layers"][0], moment["small"], moment["scalar"]]
+        assert [leaf.dtype for leaf in small] == ["float32"] * 3
+    updates, new = jax.jit(ours.update)(gradient, state)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(updates))
+    assert new.inner.count == 1
+    assert not any(np.any(x.decode()) for x in (new.inner.mu["w"], new.inner.nu["w"]))
+
+
+def test_it_maps_over_a_leading_axis():
+    ours, _ = transforms("nearest")
+    params = {"w": np.zeros((3, 6, 40), "float32")}
+    grads = {"w": normal(3, 6, 40)}
+    state = jax.vmap(ours.init)(params)
+    mapped = jax.jit(jax.vmap(ours.update))(grads, state)
+    one = jax.jit(ours.update)
+    for i in range(3):
+        got, want = (
+            jax.tree.map(lambda x, i=i: np.asarray(x)[i], mapped),
+            one({"w": grads["w"][i]}, ours.init({"w": params["w"][i]})),
+        )
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
+
+
+@pytest.mark.parametrize(
+    "spec", [PartitionSpec("a", None), PartitionSpec(None, "a"), PartitionSpec("a", "b")], ids=str
+)
+def test_four_devices_compute_the_same_as_one(spec):
+    devices = np.array(jax.devices()[:4])
+    names = [name for name in spec if name]
+    mesh = jax.sharding.Mesh(devices.reshape((2, 2) if len(names) == 2 else (4,)), names)
+    ours = scale_by_adam_4bit(group=64, rounding="nearest", min_size=8)
+    params = {"w": np.zeros((64, 1024), "float32")}
+    grads = [{"w": normal(64, 1024, seed=i)} for i in range(2)]
+
+    def trained(place):
+        state = jax.jit(ours.init)(jax.tree.map(place, params))
+        step = jax.jit(ours.update)
+        for grad in grads:
+            updates, state = step(jax.tree.map(place, grad), state)
+        return jax.device_get((updates, state))
+
+    want = trained(jnp.asarray)
+    with jax.set_mesh(mesh):
+        got = trained(lambda x: jax.device_put(x, NamedSharding(mesh, spec)))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        if a.dtype == np.uint8:
+            np.testing.assert_array_equal(a, b)
+        else:
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"b1": 1.0}, r"`b1` of scale_by_adam_4bit must be in \[0, 1\), got 1.0"),
+        ({"eps": -1e-8}, "`eps` of scale_by_adam_4bit must be >= 0, got -1e-08"),
+        ({"group": 3}, "`group` of .* must be even"),
+        ({"min_size": 0}, "`min_size` of .* must be"),
+        ({"rounding": "up"}, "`rounding` of .* must be one of"),
+    ],
+)
+def test_wrong_settings_are_named_with_their_value(settings, message):
+    with pytest.raises(ValueError, match=message):
+        scale_by_adam_4bit(**settings)
