@@ -95,7 +95,6 @@ def _nearest(args: Any) -> Any:
 
 def _in_float64(args: Any) -> Any:
     """Returns arguments in float64; codes are changed to decode to float64."""
-
     coded = QuantizedCode | Blockwise | SignedFourBit | RankOneFourBit
 
     def widen(x: Any) -> Any:

@@ -173,9 +173,7 @@ def _optax_galore(
     the workspace of its singular value decompositions to that of one layer.
     """
     settings = config.optimizer
-    adam = store_states_as(
-        optax.scale_by_adam(b1=settings.beta1, b2=settings.beta2), jnp.dtype("float32")
-    )
+    adam = store_states_as(optax.scale_by_adam(*settings.betas), jnp.dtype("float32"))
     galore = optax.chain(
         optax.contrib.scale_by_galore(rank, update_proj_gap=200, scale=0.25, base_optimizer=adam),
         full_space_updates(settings, config.steps),

@@ -132,8 +132,9 @@ def test_actjax_exports_its_public_names_and_no_others():
         *("optim", "value_and_grad", "with_bases"),
     }
     assert {name for name in vars(actjax.optim) if not name.startswith("_")} - {
-        *("adam_8bit", "bases", "bfloat16", "checks", "layer_vjp", "layers", "moments", "paths"),
-        *("projections", "rounding"),
+        *("adam_4bit", "adam_8bit", "bases", "bfloat16", "checks", "clipping", "codes"),
+        *("factored", "host_states", "in_sequence", "layer_vjp", "layers", "moments", "paths"),
+        *("pieces", "projections", "remainders", "rounding", "stored"),
     } == {
         *("Blockwise", "EightBitState", "InBackward", "InBackwardState", "LayerwiseState"),
         *(
@@ -146,6 +147,9 @@ def test_actjax_exports_its_public_names_and_no_others():
             "init",
         ),
         *("redraw", "scale_by_adam_8bit", "subspace", "Moments", "Side", "Source"),
+        *("FourBitState", "RankOneFourBit", "SignedFourBit", "four_bit", "scale_by_adam_4bit"),
+        *("FactoredAdamState", "scale_by_factored_adam", "ApolloState", "apollo"),
+        *("Remainder", "ScaledRemainder", "SignedRemainder", "clip_by_global_norm", "to_host"),
         *("RoundedState", "RoundedTransformation", "WeightRounding"),
         *("compensated", "stochastic_rounding"),
     }

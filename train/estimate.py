@@ -169,16 +169,7 @@ def compile_plan(plan: Plan, device: str) -> Compiled:
         the mesh.
     """
     recipe = _recipe(plan.config)
-    state, batch = _shapes(recipe), whole_batch_shapes(recipe.config)
-    with _placed(recipe, state, batch, device) as (state, batch, options):
-        if recipe.config.optimizer.offload_states:
-            state = dataclasses.replace(state, optimizer=_with_moments_on_host(state.optimizer))
-        steps = [make_train_step(recipe)]
-        due = recipe.due_layers(0)
-        if due is not None:
-            refresh = make_refresh_step(recipe)
-            steps.append(lambda s, b: refresh(s, b, due))
-        programs = [_compile(step, state, batch, options) for step in steps]
+    programs, state = _compiled_steps(recipe, device)
     sizes = [_peak(program, device) for program in programs]
     peak, temporaries = max(size for size, _ in sizes), sizes[0][1]
     exchanged: dict[str, int] = {}
@@ -188,6 +179,35 @@ def compile_plan(plan: Plan, device: str) -> Compiled:
     weights, states = map(_bytes_of_device, ((state.model, state.frozen), state.optimizer))
     on_host = _bytes_of_device(state.optimizer, on_host=True)
     return Compiled(plan, peak, temporaries, weights, states, exchanged, on_host)
+
+
+def compiled_peak(recipe: Recipe, device: str) -> int:
+    """Returns the bytes that exist at once in a step, or in a refresh step if that takes more.
+
+    Raises:
+      ValueError: the compiler for the device is not installed.
+    """
+    return max(_peak(program, device)[0] for program in _compiled_steps(recipe, device)[0])
+
+
+def least_bytes(recipe: Recipe) -> int:
+    """Returns the bytes of weights and optimizer states, without compiling."""
+    state = _shapes(recipe)
+    return tree_bytes((state.model, state.frozen, state.optimizer))
+
+
+def _compiled_steps(recipe: Recipe, device: str) -> tuple[list[Any], TrainState]:
+    """Returns the step and, if there is one, the refresh step, and the shapes of their state."""
+    state, batch = _shapes(recipe), whole_batch_shapes(recipe.config)
+    with _placed(recipe, state, batch, device) as (state, batch, options):
+        if recipe.config.optimizer.offload_states:
+            state = dataclasses.replace(state, optimizer=_with_moments_on_host(state.optimizer))
+        steps = [make_train_step(recipe)]
+        due = recipe.due_layers(0)
+        if due is not None:
+            refresh = make_refresh_step(recipe)
+            steps.append(lambda s, b: refresh(s, b, due))
+        return [_compile(step, state, batch, options) for step in steps], state
 
 
 def _with_moments_on_host(optimizer: Any) -> Any:

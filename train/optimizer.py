@@ -90,6 +90,8 @@ def _adam(b1: float, b2: float, config: OptimizerConfig) -> optax.GradientTransf
         return _stored(actjax.optim.scale_by_factored_adam(b1, b2), config.moment_dtype)
     if config.moment_dtype == "8bit":
         return actjax.optim.scale_by_adam_8bit(b1=b1, b2=b2, block=moment_block)
+    if config.moment_dtype == "4bit":
+        return actjax.optim.scale_by_adam_4bit(b1=b1, b2=b2, group=moment_group)
     return _stored(optax.scale_by_adam(b1=b1, b2=b2), config.moment_dtype)
 
 

@@ -14,11 +14,15 @@ settings, such as `--data`, go into that command.
 With `--mesh`, the step of several devices is compiled, and all figures are those of one of them:
 its memory, and the bytes that it gathers, reduces and moves in a step.
 
-With `--table`, the steps for 1, 8 and 64 devices are compiled, each with `--batch-size` sequences,
-and a Markdown table of every method is printed. It takes some minutes.
+With `--table`, a Markdown table of what fits where is printed: the largest preset, and the most
+tokens of a step, for GPUs of 8 to 80 GiB. All its steps are compiled, which takes half an hour.
+
+With `--devices-table`, the steps for 1, 8 and 64 devices are compiled, each with `--batch-size`
+sequences, and a Markdown table of every method is printed. It takes some minutes.
 """
 
 import dataclasses
+import functools
 import math
 import pathlib
 import re
@@ -33,7 +37,7 @@ import tyro
 from rich.console import Console
 
 from models.checkpoints import read_dimensions
-from train import cli
+from train import cli, fits
 from train.cli import Headings
 from train.config import DataConfig, PretrainConfig
 from train.devices import DEVICES, HERE, find_device
@@ -50,8 +54,10 @@ from train.tokenizer import load_tokenizer
 
 PROG = "python -m train.plan"
 ALL = "all"
+_DEVICE = "h100"
+"""What `--table` compiles for without `--device`."""
 _TABLE = 1, 8, 64
-"""Numbers of devices of `--table`."""
+"""Numbers of devices of `--devices-table`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,14 +81,17 @@ class PlanConfig:
     """Checkpoint to plan for instead of `--model`: a Hugging Face folder, or a .bin file of
     llama2.c."""
     table: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Print a Markdown table of what fits where, compiled for an H100 unless `--device` says
+    otherwise."""
+    devices_table: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print a Markdown table of the memory of each of 1, 8 and 64 devices."""
     measuring: MeasureConfig = MeasureConfig()
     """How the error of gradients is measured."""
 
     HEADINGS: ClassVar[Headings] = {
         "Common flags": (
-            *("model", "checkpoint", "device", "budget", "table", "method", "batch_size"),
-            *("seq_len", "weight_dtype"),
+            *("model", "checkpoint", "device", "budget", "table", "devices_table"),
+            *("method", "batch_size", "seq_len", "weight_dtype"),
         ),
         "Measuring": ("measuring",),
         **{k: v for k, v in PretrainConfig.HEADINGS.items() if k != "Common flags"},
@@ -108,8 +117,10 @@ class PlanConfig:
         if self.budget:
             parse_bytes(self.budget)
             self._check_searched()
-        if self.table:
+        if self.devices_table:
             self._check_table()
+        if self.table:
+            self._check_fits()
 
     def _check_measuring(self) -> None:
         given = [flag_name(name) for name in given_fields(self.measuring)]
@@ -128,13 +139,22 @@ class PlanConfig:
                  "--measure": self.measuring.wanted}  # fmt: skip
         if clash := [name for name, value in given.items() if value]:
             raise ValueError(
-                f"`--table` and `{clash[0]}` exclude each other: the table is of every method on"
+                f"`--devices-table` and `{clash[0]}` exclude each other: it shows every method on"
                 f" {', '.join(map(str, _TABLE))} devices. Drop one."
             )
         if self.device == HERE:
             raise ValueError(
-                f"`--table` compiles for up to {_TABLE[-1]} devices, which this machine lacks: add"
-                f" `--device`, one of {', '.join(DEVICES)}."
+                f"`--devices-table` compiles for up to {_TABLE[-1]} devices, which this machine"
+                f" lacks: add `--device`, one of {', '.join(DEVICES)}."
+            )
+
+    def _check_fits(self) -> None:
+        given = given_fields(self).keys() - {"table", "device"}
+        if given:
+            shown = ", ".join(sorted(f"`{flag_name(name)}`" for name in given))
+            raise ValueError(
+                "`--table` chooses models, methods and batches itself and goes with `--device`"
+                f" only: drop the settings of {shown}."
             )
 
     def _check_searched(self) -> None:
@@ -183,9 +203,14 @@ def run(config: PlanConfig, console: Console) -> bool:
       ValueError: settings that do not fit each other, an unknown model, method or device.
       OSError: a tokenizer that cannot be read.
     """
-    if config.device != HERE:
+    if config.device != HERE or config.table:
         # The CUDA plugin would ask for a driver, which is not there.
         jax.config.update("jax_platforms", "cpu")
+    if config.table:
+        say = functools.partial(console.print, highlight=False)
+        print(fits.markdown(list(fits.fits(_DEVICE if config.device == HERE else config.device,
+                                           say=say))))  # fmt: skip
+        return True
     train, checkpoint = config.train, pathlib.Path(config.checkpoint).expanduser()
     if config.checkpoint:
         read_dimensions(checkpoint)  # Raises for a checkpoint that cannot be read.
@@ -201,7 +226,7 @@ def run(config: PlanConfig, console: Console) -> bool:
     if config.budget:
         return search(config, console, measured)
     names = FULL_WEIGHTS if train.method == ALL else (train.method,)
-    if config.table:
+    if config.devices_table:
         found = {name: list(_on_devices(name, config, console)) for name in names}
         print(markdown(found, train, config.device))
         return True

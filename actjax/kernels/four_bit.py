@@ -7,11 +7,12 @@ and since outliers fill whole rows or whole columns of it, a scale for each row 
 (section 4.2 and Definition 1, rank-1 normalization).
 
 Their signed levels are the middles of intervals, and the largest negative number of a group becomes
--0.8875 of it; here levels are their ends, the same for both signs. They round to the nearest level. Between two steps a moment moves by less than half the distance of
-two levels, so that it may stay where it is for ever: a decay of 0.99 never moves a number from one
-level to the next. Rounded stochastically, moments move as they should on average. The random bits
-are a hash of the number itself, whose last bits no level resolves: without a seed or a counter, and
-the same however the array is divided over devices.
+-0.8875 of it; here levels are their ends, the same for both signs. They round to the nearest level.
+Between two steps a moment moves by less than half the distance of two levels, so that it may stay
+where it is for ever: a decay of 0.99 never moves a number from one level to the next. Rounded
+stochastically, moments move as they should on average. The random bits are a hash of the number
+itself, whose last bits no level resolves: without a seed or a counter, and the same however the
+array is divided over devices.
 """
 
 import dataclasses
@@ -36,7 +37,7 @@ GROUP = 128
 """Values of a first moment that share a scale."""
 DECADES = 2
 """Decades of the signed map below the top one: three bits of magnitude."""
-_SHIFTS = np.int32([[0], [4]])
+_SHIFTS = np.array([[0], [4]], np.int32)
 """Bits below the lower and below the upper half of a group in its bytes."""
 
 
@@ -206,7 +207,8 @@ def linear_index(size: jax.Array, offset: jax.typing.ArrayLike) -> jax.Array:
 def fraction_of_hash(x: jax.Array) -> jax.Array:
     """Returns a number in [0, 1) that is a hash of the bits of each float32."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    words = random_words(bits, np.uint32(0x9E3779B9), np.uint32(0x85EBCA6B))
+    seed: tuple[Any, Any] = np.uint32(0x9E3779B9), np.uint32(0x85EBCA6B)
+    words = random_words(bits, *seed)
     # Of 24 bits: as a signed integer it becomes a float in one operation.
     return (words >> np.uint32(8)).astype(jnp.int32).astype(jnp.float32) * np.float32(2**-24)
 

@@ -1,4 +1,4 @@
-"""Adam with moments in 8 bits, each array in one pass over memory, and what it shares with 4 bits."""
+"""Adam with moments in 8 bits, each array in one pass over memory, and what 4 bits share of it."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast

@@ -29,4 +29,4 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
         del params
         return low_rank.clip_by_global_norm(updates, max_norm)[0], state
 
-    return optax.GradientTransformation(lambda _: optax.EmptyState(), cast(Any, update))
+    return optax.GradientTransformation(optax.init_empty_state, cast(Any, update))

@@ -47,10 +47,11 @@ def in_sequence(
     def read(x: Any) -> Any:
         return x.val if isinstance(x, core.Literal) else values[x]
 
-    effects = [var for eqn in jaxpr.eqns if eqn.effects for var in eqn.outvars]
     for part in order:
-        outputs = [jaxpr.outvars[i] for i in part]
-        needed, inputs = _needed(outputs + (effects if part is order[-1] else []), makers, done)
+        wanted = [jaxpr.outvars[i] for i in part]
+        # What only has an effect, such as a print, comes last.
+        effects = [eqn for eqn in jaxpr.eqns if eqn.effects] if part is order[-1] else []
+        needed, inputs = _needed(wanted, effects, makers, done)
         own = [var for var in waiting if var in inputs]
         if last and own:
             held, last = jax.lax.optimization_barrier(([values[var] for var in own], last))
@@ -63,12 +64,15 @@ def in_sequence(
 
 
 def _needed(
-    outputs: Sequence[Any], makers: dict[Any, core.JaxprEqn], done: set[int]
+    outputs: Sequence[Any],
+    effects: Sequence[core.JaxprEqn],
+    makers: dict[Any, core.JaxprEqn],
+    done: set[int],
 ) -> tuple[list[core.JaxprEqn], set[Any]]:
-    """Returns the equations that some outputs still need, and the variables that they read."""
-    found: dict[int, core.JaxprEqn] = {}
+    """Returns the equations that outputs or effects still need, and what they read."""
+    found = {id(eqn): eqn for eqn in effects if id(eqn) not in done}
     read: set[Any] = set()
-    stack = list(outputs)
+    stack = [*outputs, *(var for eqn in found.values() for var in eqn.invars)]
     while stack:
         var = stack.pop()
         if isinstance(var, core.Literal):

@@ -54,7 +54,10 @@ def apply_step():
 
 
 def in_backward_step():
-    update = optim.in_backward(before, layer, after, ADAMW, clip=0.1)
+    # To nearest: sums over devices differ in their last bits, which stochastic rounding follows.
+    moments = optim.four_bit(optax.scale_by_adam(), min_size=64, group=16, rounding="nearest")
+    tx = optax.chain(moments, optax.scale_by_learning_rate(1e-2))
+    update = optim.in_backward(before, layer, after, tx, clip=0.1)
     return update.init, lambda *args: update.step(*args)[:2]
 
 

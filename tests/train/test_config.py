@@ -19,11 +19,21 @@ def test_batches_that_micro_batches_do_not_divide_are_refused():
         PretrainConfig(accumulate=3)
 
 
-def test_accumulation_excludes_in_backward_updates():
-    with pytest.raises(
-        ValueError, match=r"`--accumulate 2` and in-backward updates exclude each other"
+def test_optimizers_that_do_not_exist_or_do_not_fit_are_refused():
+    for settings, message in (
+        ({"optimizer": "adamv"}, "unknown `--optimizer` 'adamv'. Did you mean adamw"),
+        (
+            {"optimizer": "lion", "factored_second_moment": True},
+            "`--factored-second-moment` is for `--optimizer adamw`, got lion",
+        ),
+        ({"projection_rank": 8}, "`--projection-rank` has no effect with `--optimizer adamw`"),
+        (
+            {"optimizer": "apollo_mini", "projection_rank": 8},
+            "`--projection-rank 8`: apollo_mini has rank 1",
+        ),
     ):
-        PretrainConfig(accumulate=2, in_backward=True)
+        with pytest.raises(ValueError, match=message):
+            OptimizerConfig(**settings)
 
 
 def test_optimizer_settings_out_of_range_are_refused():

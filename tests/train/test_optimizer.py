@@ -1,4 +1,4 @@
-"""AdamW: schedule, decay, dtypes of moments."""
+"""The optimizers of the programs: schedule, decay, dtypes of moments."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ import pytest
 from tiny import decoder, gradients
 
 import actjax
-from actjax.kernels.blockwise import is_blockwise
+from actjax.optim.codes import is_code
 from train.config import OptimizerConfig
 from train.optimizer import learning_rate_schedule, make_optimizer
 
@@ -96,6 +96,32 @@ def test_8_bit_moments_take_a_byte_and_stay_close():
     assert jnp.abs(wide["layers"] - narrow["layers"]).mean() < 0.02 * moved
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *(("adamw", "4bit"), ("adafactor", "float32"), ("lion", "4bit"), ("sgd", "8bit")),
+        *(("muon", "4bit"), ("apollo", "4bit"), ("apollo_mini", "bfloat16")),
+    ],
+)
+def test_every_optimizer_moves_every_weight(name, dtype):
+    rng = np.random.default_rng(0)
+    shapes = {"layers.w": (2, 64, 96), "layers.norm": (2, 64), "embedding": (64, 64)}
+    weights = {k: jnp.asarray(rng.normal(size=shape), "float32") for k, shape in shapes.items()}
+    params = {
+        "layers": {"w": weights["layers.w"], "norm": weights["layers.norm"]},
+        "embedding": weights["embedding"],
+    }
+    rank = {"apollo": 4, "apollo_mini": 1}.get(name, 0)
+    config = OptimizerConfig(1e-2, 1, moment_dtype=dtype, optimizer=name, projection_rank=rank)
+    moved, state = trained(make_optimizer(config, 10), params, steps=2)
+    for before, after in zip(jax.tree.leaves(params), jax.tree.leaves(moved), strict=True):
+        change = np.abs(np.asarray(after - before))
+        # Updates of these optimizers are about as large as the learning rate, or as the gradient.
+        assert 1e-6 < change.mean() < 0.1
+    codes = [x for x in jax.tree.leaves(state, is_leaf=is_code) if is_code(x)]
+    assert bool(codes) == (dtype in ("4bit", "8bit"))
+
+
 def test_a_subspace_wraps_the_moments_and_not_the_decay():
     made = {}
 
@@ -163,6 +189,6 @@ def test_bfloat16_weights_learn_what_float32_weights_learn(rounding):
 def test_blocks_of_eight_bit_moments_can_be_divided_over_many_devices(shape, block):
     tx = make_optimizer(OptimizerConfig(1e-2, 4, moment_dtype="8bit"), 10)
     state = jax.eval_shape(tx.init, jax.ShapeDtypeStruct(shape, "float32"))
-    mu, *_ = (x for x in jax.tree.leaves(state, is_leaf=is_blockwise) if is_blockwise(x))
+    mu, *_ = (x for x in jax.tree.leaves(state, is_leaf=is_code) if is_code(x))
     assert mu.block == block
     assert mu.scales.shape[-1] == -(-shape[-1] // block)

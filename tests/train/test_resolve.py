@@ -136,13 +136,39 @@ def test_bfloat16_weights_that_are_rounded_to_nearest_are_warned_about():
             {"method": "subspace", "options": MethodOptions(rank=25)},
             "`--rank` 25 is above 24, the smallest dimension of a weight of llama_9m",
         ),
-        ({"method": "lean", "accumulate": 2}, "`--accumulate 2` and in-backward updates exclude"),
+        (
+            {"method": "galore", "optimizer": OptimizerConfig(optimizer="fira")},
+            "`--optimizer fira` projects .* `--method galore` projects gradients too",
+        ),
+        (
+            {"method": "subspace", "optimizer": OptimizerConfig(optimizer="muon")},
+            "`--optimizer muon` reads whole weights, and `--method subspace` shows it gradients in",
+        ),
+        (
+            {
+                "method": "lean",
+                "optimizer": OptimizerConfig(optimizer="apollo", projection_rank=9),
+            },
+            "`--projection-rank` 9 is above 8, the smallest dimension of a weight of llama_9m",
+        ),
     ],
     ids=str,
 )
 def test_settings_that_do_not_fit_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         pretrain(**changes)
+
+
+def test_a_method_named_after_a_paper_has_its_defaults():
+    model = dataclasses.replace(preset("llama_130m"), num_layers=1)
+    for method, decay, rank in (("galore", 0.999, 256), ("lean_subspace", 0.95, 192)):
+        found = resolve(PretrainConfig(model="llama_130m", method=method), model)
+        assert (found.optimizer.betas[1], found.options.rank) == (decay, rank)
+    given = PretrainConfig(method="galore", optimizer=OptimizerConfig(beta2=0.9))
+    assert resolve(given, MODEL).optimizer.betas == (0.9, 0.9)
+    for optimizer, rank, betas in (("apollo", 8, (0.9, 0.95)), ("lion", 0, (0.9, 0.99))):
+        found = pretrain(method="lean", optimizer=OptimizerConfig(optimizer=optimizer)).optimizer
+        assert (found.projection_rank, found.betas) == (rank, betas)
 
 
 def test_flags_of_adapters_are_checked_too():

@@ -64,12 +64,17 @@ def test_an_in_backward_update_equals_an_ordinary_one():
 
 
 @pytest.mark.parametrize(
-    ("method", "count"), [("exact", 2), pytest.param("subspace", 4, marks=pytest.mark.slow)]
+    ("method", "count", "in_backward"),
+    [
+        ("exact", 2, False),
+        ("exact", 2, True),
+        pytest.param("subspace", 4, False, marks=pytest.mark.slow),
+    ],
 )
-def test_accumulation_gives_the_gradient_of_the_whole_batch(method, count):
+def test_accumulation_gives_the_gradient_of_the_whole_batch(method, count, in_backward):
     # Also in a subspace, whose basis is the same in all micro-batches. Except for refresh steps,
     # which take the basis from the factors of each micro-batch.
-    config = with_method(method)
+    config = with_method(method, in_backward=in_backward)
     one, parts = recipe(config), recipe(dataclasses.replace(config, accumulate=count))
     programs = compiled(one)
     state, data = after(one, 1, programs)[0], batch()

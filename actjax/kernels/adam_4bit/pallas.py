@@ -1,8 +1,6 @@
 """`adam_4bit` in two passes: moments are decoded, updated and encoded in registers."""
 
 import dataclasses
-import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -142,7 +140,7 @@ def _maxima(refs: Sequence[Any], tile: _Tile, step: Any, place: Any, b2: float) 
     grad_ref, codes_ref, rows_ref, columns_ref, by_tile_ref, by_step_ref = refs
     codes = tile.load(codes_ref, *tile.byte()).astype(jnp.int32)
     row_scale = tile.load(rows_ref, *tile.of_row())
-    of_rows = None
+    of_rows = []
     for half in range(2):
         g = tile.load(grad_ref, *tile.number(half)).astype(jnp.float32)
         column_scale = tile.load(columns_ref, *tile.of_column(half))
@@ -152,9 +150,9 @@ def _maxima(refs: Sequence[Any], tile: _Tile, step: Any, place: Any, b2: float) 
             second = jnp.where(exists, second, 0.0)
         at = jnp.broadcast_to(step, (1, 1, 1)), *tile.of_column(half)[1:]
         tile.store(by_step_ref, *at, jnp.max(second, axis=0, keepdims=True))
-        largest = jnp.max(jnp.max(second, axis=2, keepdims=True), axis=1, keepdims=True)
-        of_rows = largest if of_rows is None else jnp.maximum(of_rows, largest)
-    tile.store(by_tile_ref, tile.row, jnp.broadcast_to(place, (1, 1, 1)), tile.rows_exist, of_rows)
+        of_rows.append(jnp.max(jnp.max(second, axis=2, keepdims=True), axis=1, keepdims=True))
+    largest = jnp.maximum(*of_rows)
+    tile.store(by_tile_ref, tile.row, jnp.broadcast_to(place, (1, 1, 1)), tile.rows_exist, largest)
 
 
 def adam_4bit(
@@ -176,6 +174,7 @@ def adam_4bit(
     given = (grad, mu.codes, mu.scales, nu.codes, nu.rows, nu.columns, rows, columns)
     arrays = [*map(_matrices, given)]
     count = arrays[0].shape[0]
+    dtypes = jnp.float32, jnp.uint8, jnp.float32, jnp.uint8
     offsets = [fraction_of_hash if x.stochastic else (lambda _: 0.5) for x in (mu, nu)]
 
     def kernel(*refs: Any) -> None:
@@ -196,7 +195,7 @@ def adam_4bit(
         grid=(count * steps * tiles,),
         out_shape=tuple(
             jax.ShapeDtypeStruct(x.shape, dtype)
-            for x, dtype in zip(arrays, (jnp.float32, jnp.uint8, jnp.float32, jnp.uint8))
+            for x, dtype in zip(arrays[:4], dtypes, strict=True)
         ),
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
@@ -227,7 +226,7 @@ def _update(
     row_scale = tile.load(rows_ref, *tile.of_row())
     row_inverse = inverse_of(tile.load(new_rows_ref, *tile.of_row()))
     first_factor, second_factor = 1 / corrections_ref[0], 1 / corrections_ref[1]
-    firsts, nu_bytes = [], 0
+    firsts, nu_bytes = [], jnp.zeros_like(nu_codes)
     for half in range(2):
         place = tile.number(half)
         g = tile.load(grad_ref, *place).astype(jnp.float32)
@@ -245,7 +244,7 @@ def _update(
         firsts.append(first)
     tile.store(new_nu_ref, *tile.byte(), nu_bytes)
     new_scale = jnp.max(jnp.maximum(*map(jnp.abs, firsts)), axis=2, keepdims=True)
-    inverse, mu_bytes = inverse_of(new_scale), 0
+    inverse, mu_bytes = inverse_of(new_scale), jnp.zeros_like(mu_codes)
     for half, first in enumerate(firsts):
         size = times_inverse(jnp.abs(first), inverse)
         index = dynamic_index(size, DECADES, offsets[0](first)).astype(jnp.int32)
