@@ -6,6 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import oracles
 import pytest
 from hypothesis import given, settings
@@ -36,6 +37,7 @@ from low_rank_cases import (
     vdot,
 )
 
+from actjax import optim
 from actjax.low_rank import LowRank, is_low_rank
 
 
@@ -561,3 +563,22 @@ def test_a_sum_may_start_from_zero():
     np.testing.assert_array_equal(sum([a, a]).dense(), 2 * np.ones((4, 3)))
     with pytest.raises(TypeError):
         1 + a
+
+
+def test_functions_of_optax_that_read_the_factors_are_errors():
+    grads = {"w": LowRank(np.ones((6, 2), "float32"), np.ones((2, 4), "float32")), "b": np.ones(3)}
+    for call in (
+        lambda: optax.global_norm(grads),
+        lambda: jax.jit(optax.global_norm)(grads),
+        lambda: optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState()),
+        lambda: optax.chain(optax.clip(1.0), optax.scale(2.0)).update(grads, (None, None)),
+        lambda: optax.tree.scale(2.0, grads),
+    ):
+        with pytest.raises(TypeError, match="would read the two factors of a LowRank gradient"):
+            call()
+    # What optax hands on as it is, and functions of JAX, are not.
+    masked = optax.masked(optim.clip_by_global_norm(1.0), {"w": True, "b": False})
+    clipped, _ = masked.update(grads, masked.init({"w": np.ones((6, 4)), "b": np.ones(3)}))
+    np.testing.assert_allclose(clipped["w"].norm(), 1, rtol=1e-6)
+    doubled = jax.jit(lambda g: jax.tree.map(lambda x: 2 * x, g))(grads)
+    np.testing.assert_allclose(doubled["w"].dense(), 4 * grads["w"].dense())

@@ -1,0 +1,168 @@
+"""Moments in 4 bits: levels, rounding without bias, storage, any values, and training."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from optim.state_oracles import quantize_blocks, quantize_rank_one, signed_dynamic_levels
+from optim.test_eight_bit_training import least_squares, losses_of
+
+from actjax.kernels.four_bit import rank_one_zeros, signed_zeros
+from actjax.optim import four_bit
+from actjax.optim.codes import is_code
+
+signed = jax.jit(
+    lambda x, nearest: signed_zeros(x.shape, x.dtype, stochastic=not nearest).encode(x).decode(),
+    static_argnums=1,
+)
+rank_one = jax.jit(
+    lambda x, nearest: rank_one_zeros(x.shape, x.dtype, stochastic=not nearest).encode(x).decode(),
+    static_argnums=1,
+)
+SHAPES = [(3, 128), (2, 300), (5, 7), (4, 1), (130, 257)]
+
+
+def values(shape, seed=0, decades=3.0):
+    rng = np.random.default_rng(seed)
+    return (rng.normal(size=shape) * 10 ** rng.uniform(-decades, 0, shape)).astype("float32")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_values_take_the_nearest_levels_of_the_oracle(shape):
+    x = values(shape)
+    for got, (want, ties) in (
+        (signed(x, True), quantize_blocks(x, 128, 4)),
+        (rank_one(x**2, True), quantize_rank_one(x**2)),
+    ):
+        np.testing.assert_allclose(np.where(ties, want, got), want, rtol=1e-6)
+
+
+def test_levels_are_those_of_the_map():
+    magnitudes = signed_dynamic_levels(4)
+    np.testing.assert_allclose(magnitudes, [0, 0.01, 0.055, 0.1, 0.325, 0.55, 0.775, 1], rtol=1e-12)
+    # Every level is its own code, with either rounding.
+    levels = np.concatenate([-magnitudes, magnitudes])[None].astype("float32")
+    for nearest in (True, False):
+        np.testing.assert_allclose(signed(levels, nearest), levels, rtol=3e-7)
+    evenly = (np.arange(1, 17)[None] / 16).astype("float32")
+    np.testing.assert_allclose(rank_one(evenly, True), evenly, rtol=3e-7)
+
+
+def test_stochastic_rounding_takes_a_neighbour_and_has_no_bias():
+    rng = np.random.default_rng(0)
+    x = rng.uniform(-1, 1, (400, 128)).astype("float32")
+    x[:, 0] = 1  # One scale for all groups.
+    levels = np.sort(np.concatenate([-signed_dynamic_levels(4), signed_dynamic_levels(4)[1:]]))
+    got = np.asarray(signed(x, False))
+    above = np.clip(np.searchsorted(levels, x), 1, len(levels) - 1)
+    low, high = levels[above - 1], levels[above]
+    assert np.all(np.isclose(got, low, atol=1e-6) | np.isclose(got, high, atol=1e-6))
+    # A standard error is the deviation of one rounding over the root of their number.
+    error, deviation = got - x, np.sqrt((high - x) * (x - low))
+    assert abs(error.mean()) < 4 * np.sqrt((deviation**2).sum()) / x.size
+    for part in (x < -0.5, (x > 0.1) & (x < 0.2), (np.abs(x) < 0.01)):
+        assert abs(error[part].mean()) < 4 * np.sqrt((deviation[part] ** 2).sum()) / part.sum()
+    v = rng.uniform(1 / 16, 1, (400, 128)).astype("float32")
+    v[0], v[:, 0] = 1, 1
+    error = np.asarray(rank_one(v, False)) - v
+    assert np.abs(error).max() <= 1 / 16 + 1e-6
+    assert abs(error.mean()) < 4 * (1 / 16 / 2) / v.size**0.5
+
+
+def test_a_second_moment_never_becomes_zero():
+    v = np.zeros((4, 130), "float32")
+    v[1] = 1e-12
+    v[:, 3] = 1.0
+    for nearest in (True, False):
+        got = np.asarray(rank_one(v, nearest))
+        assert (got[v > 0] > 0).all()
+        # Zeros where row and column hold something become 1/16 of the smaller scale.
+        assert (got[:, 3] > 0).all()
+    np.testing.assert_array_equal(rank_one(np.zeros((4, 130), "float32"), False), 0)
+
+
+def test_bytes_are_half_of_the_numbers_and_the_scales():
+    for shape, codes in (((6, 256), 6 * 128), ((6, 300), 6 * 192), ((6, 7), 6 * 4)):
+        first, second = signed_zeros(shape, "float32"), rank_one_zeros(shape, "float32")
+        assert first.codes.nbytes == second.codes.nbytes == codes
+        assert first.scales.nbytes == 4 * 6 * -(-shape[1] // 128)
+        assert (second.rows.nbytes, second.columns.nbytes) == (4 * 6, 4 * shape[1])
+    state = jax.eval_shape(four_bit(optax.adamw(1e-3)).init, {"w": np.ones((64, 128))})
+    assert len([x for x in jax.tree.leaves(state, is_leaf=is_code) if is_code(x)]) == 2
+    with pytest.raises(ValueError, match=r"has a scale for each row and each column: .*\(5,\)"):
+        rank_one_zeros((5,), "float32")
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 4),
+    st.sampled_from([0.0, 1e-38, 1e-20, 1.0, 1e30]),
+    st.sampled_from(["normal", "constant", "one value"]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_any_values_stay_within_half_or_one_distance(shape, size, kind, nearest, bfloat16):
+    x = values(SHAPES[shape])
+    alone = (np.arange(x.size) == 3).reshape(x.shape)
+    x = {"normal": x, "constant": np.ones_like(x), "one value": x * alone}[kind]
+    x = np.asarray(jnp.asarray(size * x, "bfloat16" if bfloat16 else "float32"), "float32")
+    got = np.asarray(signed(x, nearest))
+    assert np.isfinite(got).all()
+    scale = np.abs(x).max(initial=0)
+    # The widest distance of two levels is 0.225 of the largest of a group.
+    assert np.abs(got - x).max() <= (0.1126 if nearest else 0.2251) * scale + 1e-37
+    got = np.asarray(rank_one(np.abs(x), nearest))
+    assert np.isfinite(got).all()
+    assert np.abs(got - np.abs(x)).max() <= scale / 16 * 1.001 + 1e-37
+
+
+def test_a_number_that_is_not_finite_stays_visible():
+    for bad in (np.nan, np.inf):
+        x = values((4, 130))
+        x[1, 5] = bad
+        assert not np.isfinite(np.asarray(signed(x, False))[1, 5])
+        assert np.isfinite(np.asarray(signed(x, False))[[0, 2, 3]]).all()
+        assert not np.isfinite(np.asarray(rank_one(np.abs(x), False))[1, 5])
+
+
+# Training.
+
+ADAM = optax.adam(1e-2)
+STOCHASTIC = four_bit(ADAM, min_size=1)
+
+
+@pytest.mark.parametrize("decades", [0, 1.5])
+def test_training_in_4_bits_stays_close_to_adam(decades):
+    problem = least_squares(0, decades)
+    want, got = (np.asarray(losses_of(tx)(*problem)) for tx in (ADAM, STOCHASTIC))
+    # No second moment is zero, so that no step is long, as on a linear map with a zero.
+    assert got.argmax() == 0
+    assert max(want[-1], got[-1]) < 0.04 * want[0]
+
+
+def test_a_moment_that_moves_slowly_stays_where_it_is_if_it_is_rounded_to_nearest():
+    # Decay by 0.99 of a group whose largest value stays.
+    x = np.full((1, 128), 0.55, "float32")
+    x[0, 0] = 1
+
+    @jax.jit
+    def decayed(x):
+        found = []
+        for stochastic in (False, True):
+            code = signed_zeros(x.shape, x.dtype, stochastic=stochastic).encode(x)
+
+            def step(_, code):
+                moment = code.decode() * jnp.where(jnp.arange(128) == 0, 1, 0.99)
+                # Gradients differ from step to step in their last digits.
+                return code.encode(moment * (1 + 1e-5 * jnp.sin(jnp.arange(128.0) + moment.sum())))
+
+            found.append(jax.lax.fori_loop(0, 50, step, code).decode()[0, 1:])
+        return found
+
+    nearest, stochastic = map(np.asarray, decayed(x))
+    assert nearest.min() > 0.5
+    # 0.55 * 0.99^50 = 0.333, with 127 roundings of at most 0.225 a step.
+    assert stochastic.mean() == pytest.approx(0.55 * 0.99**50, abs=0.08)
