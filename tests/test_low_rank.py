@@ -37,6 +37,7 @@ from low_rank_cases import (
     vdot,
 )
 
+import actjax
 from actjax import optim
 from actjax.low_rank import LowRank, is_low_rank
 
@@ -577,8 +578,8 @@ def test_functions_of_optax_that_read_the_factors_are_errors():
         with pytest.raises(TypeError, match="would read the two factors of a LowRank gradient"):
             call()
     # What optax hands on as it is, and functions of JAX, are not.
-    masked = optax.masked(optim.clip_by_global_norm(1.0), {"w": True, "b": False})
-    clipped, _ = masked.update(grads, masked.init({"w": np.ones((6, 4)), "b": np.ones(3)}))
-    np.testing.assert_allclose(clipped["w"].norm(), 1, rtol=1e-6)
+    chain = optax.chain(optim.clip_by_global_norm(1.0), optax.identity())
+    clipped, _ = chain.update(grads, chain.init(grads["b"]))
+    np.testing.assert_allclose(actjax.global_norm(clipped), 1, rtol=1e-6)
     doubled = jax.jit(lambda g: jax.tree.map(lambda x: 2 * x, g))(grads)
     np.testing.assert_allclose(doubled["w"].dense(), 4 * grads["w"].dense())
