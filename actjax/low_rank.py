@@ -250,8 +250,8 @@ def _refuse_optax() -> None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
         if package == "optax":
             raise TypeError(
-                f"optax's `{frame.f_code.co_name}` would read the two factors of a LowRank gradient"
-                " as two gradients, and give a wrong result. Use actjax.global_norm,"
+                f"optax's `{frame.f_code.co_name}` takes a LowRank gradient apart, and may read its"
+                " two factors as two gradients. Use actjax.global_norm,"
                 " actjax.clip_by_global_norm or actjax.optim.clip_by_global_norm, give it the dense"
                 " gradient of jax.grad, or put the transform into the `inner` or `outer` of"
                 " actjax.optim.subspace."

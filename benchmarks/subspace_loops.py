@@ -61,7 +61,8 @@ def loss(w: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
 def optax_loop(tx: optax.GradientTransformation, config: Config, data: Problem) -> float:
     """Returns the last loss of the loop of optax's documentation."""
     x, y, w = data
-    params, state = {"w": w}, tx.init({"w": w})
+    params: Any = {"w": w}
+    state = tx.init(params)
 
     @jax.jit
     def step(params: Any, state: Any) -> Any:
@@ -79,7 +80,7 @@ def by_hand(
 ) -> float:
     """Returns the last loss of a loop that calls `tx.refresh` itself, or never."""
     x, y, w = data
-    params = {"w": w}
+    params: Any = {"w": w}
     state = tx.subspace.init_from(params, jax.random.key(0))
     gradient = jax.jit(jax.grad(lambda p: loss(p["w"], x, y)))
     renew, update = jax.jit(tx.refresh), jax.jit(tx.update)
@@ -95,7 +96,7 @@ def by_hand(
 def with_apply(tx: optim.SubspaceTransformation, config: Config, data: Problem) -> float:
     """Returns the last loss of a loop with `actjax.optim.apply`."""
     x, y, w = data
-    params = {"w": w}
+    params: Any = {"w": w}
     state = optim.init(tx, params)
 
     @functools.partial(jax.jit, static_argnames="refresh")

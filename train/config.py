@@ -74,11 +74,11 @@ class OptimizerConfig:
     """Learning rate of the last step, as a share of the peak."""
     weight_decay: float = 0.1
     """Decoupled weight decay of matrices; scales of norms have none."""
-    beta1: float | None = None
-    """Decay of the first moment. Default: 0.9; 0.95 for muon."""
-    beta2: float | None = None
-    """Decay of the second moment; for lion, of its moment. Default: 0.95; 0.99 for lion; 0.999 for
-    the method galore, as published."""
+    beta1: float = 0.9
+    """Decay of the first moment. Unless another value is given, it is 0.95 for muon."""
+    beta2: float = 0.95
+    """Decay of the second moment; for lion, of its moment. Unless another value is given, it is
+    0.99 for lion, and 0.999 for the method galore, as published."""
     clip: float = 1.0
     """Largest global norm of a gradient; inf for no clipping."""
     moment_dtype: MomentDtype = "auto"
@@ -105,11 +105,12 @@ class OptimizerConfig:
     @property
     def betas(self) -> tuple[float, float]:
         """Decays of the moments, with defaults filled in."""
-        first, second = _BETAS.get(self.optimizer, (0.9, 0.95))
-        return (
-            first if self.beta1 is None else self.beta1,
-            second if self.beta2 is None else self.beta2,
-        )
+        usual = type(self).beta1, type(self).beta2
+        own = _BETAS.get(self.optimizer, usual)
+        given = self.beta1, self.beta2
+        pairs = zip(given, usual, own, strict=True)
+        first, second = (mine if x == default else x for x, default, mine in pairs)
+        return first, second
 
     def __post_init__(self) -> None:
         _check_range("learning_rate", self.learning_rate, 0, math.inf)
@@ -129,6 +130,18 @@ class OptimizerConfig:
                 f"`--factored-second-moment` is for `--optimizer adamw`, got {self.optimizer}"
                 " (adafactor has a factored one anyway): drop it."
             )
+        if self.optimizer == "adafactor" and self.moment_dtype not in ("auto", "float32"):
+            raise ValueError(
+                f"`--moment-dtype {self.moment_dtype}` has no effect with `--optimizer adafactor`,"
+                " which keeps no moments of the size of the weights: drop it."
+            )
+        for optimizer, names in _UNUSED.items():
+            for name in names:
+                if self.optimizer == optimizer and getattr(self, name) != getattr(type(self), name):
+                    raise ValueError(
+                        f"`{flag_name(name)}` has no effect with `--optimizer {optimizer}`: drop"
+                        " it."
+                    )
         _check_range("projection_rank", self.projection_rank, 0, math.inf)
         _check_range("projection_gap", self.projection_gap, 1, math.inf)
         _check_range("projection_scale", self.projection_scale, 0, math.inf)
@@ -170,6 +183,11 @@ OPTIMIZERS: dict[str, str] = {
 """What `--optimizer` names."""
 PROJECTED = ("fira", "frugal_signs", "apollo", "apollo_mini")
 """Optimizers that project the gradients of the layers themselves, and need them dense."""
+_UNUSED = {
+    "adafactor": ("beta1", "beta2", "offload_states"),
+    "sgd": ("beta2",),
+}
+"""Settings that some optimizers have no use for."""
 _BETAS = {"lion": (0.9, 0.99), "muon": (0.95, 0.95), "sgd": (0.9, 0.0)}
 
 

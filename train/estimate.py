@@ -16,11 +16,11 @@ import actjax
 from actjax.optim.host_states import HOST
 from train.begin import check_sizes
 from train.collectives import bytes_by_kind, collectives
-from train.config import PretrainConfig
+from train.config import OptimizerConfig, PretrainConfig
 from train.devices import DEVICES, HERE, compile_for, compile_for_mesh, find_device
 from train.flops import causal_loop_length, matmul_flops
 from train.loop import with_sharding
-from train.report import StepMemory, explain_step, step_memory, tree_bytes
+from train.report import StepMemory, bytes_on_host, explain_step, step_memory, tree_bytes
 from train.resolve import dimensions
 from train.sharding import (
     batch_sharding,
@@ -96,9 +96,13 @@ def make_plan(config: PretrainConfig, device: str) -> Plan:
       ValueError: an unknown method, or settings that do not fit each other.
     """
     memory = _memory(_without_optimizer(config))
-    memory = dataclasses.replace(memory, optimizer=tree_bytes(_shapes(_recipe(config)).optimizer))
+    recipe = _recipe(config)
+    states = _shapes(recipe).optimizer
+    on_host = bytes_on_host(recipe, states)
+    memory = dataclasses.replace(memory, optimizer=tree_bytes(states) - on_host)
     explanation, flops = _gradient(_of_gradient(config))
-    return Plan(config, memory, flops, _seconds(memory, explanation, flops, device))
+    seconds = _seconds(memory, explanation, flops, device) + 2 * on_host / _BUS
+    return Plan(config, memory, flops, seconds)
 
 
 def _seconds(memory: StepMemory, explanation: actjax.Explanation, flops: int, device: str) -> float:
@@ -129,8 +133,8 @@ def _without_optimizer(config: PretrainConfig) -> PretrainConfig:
         config.optimizer,
         moment_dtype="float32",
         optimizer="adamw",
-        beta1=None,
-        beta2=None,
+        beta1=OptimizerConfig.beta1,
+        beta2=OptimizerConfig.beta2,
         factored_second_moment=False,
         offload_states=False,
     )

@@ -152,7 +152,7 @@ def markdown(found: Sequence[tuple[Way, Sequence[Fit]]], budgets: Sequence[int] 
     titles = ["GPU", *(way.title for way, _ in found)]
     lines = [_line(titles), _line("---" for _ in titles)]
     for i, gib in enumerate(budgets):
-        cells = (_cell(fits[i]) for _, fits in found)
+        cells = (_cell(column[i]) for _, column in found)
         lines.append(_line([f"{gib} GiB", *cells]))
     flags = "; ".join(f"{way.title}: `{way.flags}`" for way, _ in found)
     return "\n".join([*lines, "", f"{flags}."])

@@ -10,6 +10,8 @@ import optax
 
 import actjax
 from actjax.optim import SubspaceTransformation
+from actjax.optim.moments import FIRST_MOMENTS, SECOND_MOMENTS
+from actjax.optim.paths import map_state
 from train.config import OptimizerConfig
 
 
@@ -66,11 +68,12 @@ def _moments(config: OptimizerConfig) -> optax.GradientTransformation:
     if config.optimizer == "sgd":
         return _stored(optax.trace(b1), config.moment_dtype)
     if config.optimizer == "adafactor":
-        return optax.chain(
+        adafactor = optax.chain(
             optax.scale_by_factored_rms(),
             optax.clip_by_block_rms(1.0),
             optax.scale_by_param_block_rms(),
         )
+        return _stored(adafactor, "float32")
     if config.optimizer == "muon":
         orthogonal = optax.chain(
             _stored(
@@ -206,7 +209,7 @@ def full_space_updates(config: OptimizerConfig, steps: int) -> optax.GradientTra
 def store_states_as(
     inner: optax.GradientTransformation, dtype: jnp.dtype
 ) -> optax.GradientTransformation:
-    """Wraps a transform so that its floating point arrays are stored in `dtype` between steps.
+    """Wraps a transform so that its moments are stored in `dtype` between steps.
 
     The update is computed in float32 for all dtypes of gradients and weights: optax would compute
     the second moment of a bfloat16 gradient in bfloat16, whose 8 bits of precision cannot represent
@@ -214,16 +217,25 @@ def store_states_as(
 
     Args:
       inner: the transform.
-      dtype: dtype of its states between steps.
+      dtype: dtype of its moments between steps; what else it keeps is not cast.
     """
+    wide = jnp.dtype(jnp.float32)
+
+    def narrow(state: optax.OptState, params: optax.Params) -> optax.OptState:
+        def cast(fields: list[str], _: str | None, x: jax.Array) -> jax.Array:
+            is_moment = any(field in (*FIRST_MOMENTS, *SECOND_MOMENTS) for field in fields)
+            return x.astype(dtype) if is_moment and jnp.issubdtype(x.dtype, jnp.floating) else x
+
+        return map_state(cast, state, params)
 
     def init(params: optax.Params) -> optax.OptState:
-        return _cast(inner.init(params), dtype)
+        return narrow(inner.init(_cast(params, wide)), params)
 
     def update(updates, state, params=None):
-        wide = (_cast(tree, jnp.dtype(jnp.float32)) for tree in (updates, state, params))
-        updates, state = inner.update(*wide)
-        return updates, _cast(state, dtype)
+        shapes = updates
+        updates, state, params = (_cast(tree, wide) for tree in (updates, state, params))
+        updates, state = inner.update(updates, state, params)
+        return updates, narrow(state, shapes)
 
     return optax.GradientTransformation(init, update)
 

@@ -15,7 +15,7 @@ With `--mesh`, the step of several devices is compiled, and all figures are thos
 its memory, and the bytes that it gathers, reduces and moves in a step.
 
 With `--table`, a Markdown table of what fits where is printed: the largest preset, and the most
-tokens of a step, for GPUs of 8 to 80 GiB. All its steps are compiled, which takes half an hour.
+tokens of a step, for GPUs of 8 to 80 GiB. All its steps are compiled, which takes about an hour.
 
 With `--devices-table`, the steps for 1, 8 and 64 devices are compiled, each with `--batch-size`
 sequences, and a Markdown table of every method is printed. It takes some minutes.

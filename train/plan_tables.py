@@ -50,7 +50,7 @@ def table_of(rows: list[Compiled], train: PretrainConfig, device: str) -> Table:
     for row in rows:
         memory = row.plan.memory.with_workspace(row.temporaries)
         residuals = memory.linear_residuals + memory.other_residuals
-        sizes = (row.peak, memory.weights, memory.gradients, memory.optimizer - row.on_host,
+        sizes = (row.peak, memory.weights, memory.gradients, memory.optimizer,
                  residuals, memory.workspace or 0, row.on_host)[: len(parts)]  # fmt: skip
         cells = [f"{size / unit:.2f}" for size in sizes]
         table.add_row(choice(row.plan.config), *cells, f"{row.plan.flops / 1e12:.2f}")

@@ -6,12 +6,15 @@ import math
 from typing import Any
 
 import jax
+from jax.sharding import SingleDeviceSharding
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 import actjax
+from actjax.optim.host_states import HOST
 from models import Decoder
+from train.config import OptimizerConfig
 from train.options import MethodOptions
 from train.step import (
     Recipe,
@@ -58,7 +61,7 @@ class StepMemory:
     Attributes:
       weights: all parameters, and calibrated scales.
       gradients: gradients that exist at once; factors that several weights share count once.
-      optimizer: moments, bases, counters.
+      optimizer: moments, bases, counters, without those that are kept on the host.
       linear_residuals: inputs of linear operators, stored for the backward pass.
       other_residuals: everything else that is stored for the backward pass.
       workspace: further memory of the compiled program, over all devices; None if unknown.
@@ -93,9 +96,20 @@ def step_memory(recipe: Recipe, state: TrainState, explanation: actjax.Explanati
     return StepMemory(
         weights=tree_bytes((state.model, state.context)),
         gradients=sum(gradient_bytes(recipe, state).values()),
-        optimizer=tree_bytes(state.optimizer),
+        optimizer=tree_bytes(state.optimizer) - bytes_on_host(recipe, state.optimizer),
         **_residual_bytes(explanation),
     )
+
+
+def bytes_on_host(recipe: Recipe, optimizer: Any) -> int:
+    """Returns the bytes of an optimizer state, or of its shapes, that are kept on the host."""
+    if not recipe.config.optimizer.offload_states:
+        return 0
+    here = SingleDeviceSharding(jax.devices()[0])
+    placed = actjax.optim.to_host(
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), optimizer)
+    )
+    return tree_bytes([x for x in jax.tree.leaves(placed) if x.sharding.memory_kind == HOST])
 
 
 def _residual_bytes(explanation: actjax.Explanation) -> dict[str, int]:
@@ -112,7 +126,7 @@ def exact_memory(recipe: Recipe) -> StepMemory:
         recipe.config,
         method="exact",
         options=MethodOptions(),
-        optimizer=dataclasses.replace(recipe.config.optimizer, moment_dtype="float32"),
+        optimizer=OptimizerConfig(moment_dtype="float32"),
         in_backward=False,
         weight_dtype="float32",
         weight_rounding="nearest",

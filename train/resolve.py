@@ -201,12 +201,22 @@ def _optimizer(
             f"`--optimizer {given.optimizer}` reads whole weights, and `--method {config.method}`"
             " shows it gradients in a subspace: choose adamw, lion or sgd, or another method."
         )
-    if config.method == "galore" and given.beta2 is None and given.optimizer == "adamw":
+    if given.factored_second_moment and config.options.moments == "rotate":
+        raise ValueError(
+            "`--moments rotate` cannot rotate the means of rows and columns that"
+            " `--factored-second-moment` keeps: drop one of both."
+        )
+    if (
+        config.method == "galore"
+        and given.beta2 == OptimizerConfig.beta2
+        and given.optimizer == "adamw"
+    ):
         given = dataclasses.replace(given, beta2=methods.GALORE_BETA2)
     b1, b2 = given.betas
     moments = given.moment_dtype
     if moments == "auto":
-        moments = "8bit" if method.lean else "float32"
+        is_small = method.lean and given.optimizer != "adafactor"
+        moments = "8bit" if is_small else "float32"
     return dataclasses.replace(
         given, beta1=b1, beta2=b2, moment_dtype=moments, projection_rank=rank
     )

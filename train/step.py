@@ -125,37 +125,32 @@ class Recipe:
         return [] if counts == [1, 1] else counts
 
     @property
-    def _rank(self) -> int:
-        """The rank of the subspace."""
-        own = self.config.optimizer.projection_rank
-        return own or self.config.options.rank
-
-    @property
-    def _optimizer_name(self) -> dict[str, Any]:
-        """The part of the form that says which optimizer it is, if it is not AdamW."""
+    def _update_form(self) -> dict[str, Any]:
+        """The part of the form that differs from that of AdamW with both moments."""
         given = self.config.optimizer
         form: dict[str, Any] = {}
         if given.optimizer != "adamw":
             form["name"] = given.optimizer
-        if given.optimizer in ("apollo", "apollo_mini"):
+        if given.projects:
             form["projection_rank"] = given.projection_rank
         if given.factored_second_moment:
             form["factored_second_moment"] = True
+            form |= {} if given.betas[0] else {"first_moment": "none"}
         return form
 
     @property
     def optimizer_form(self) -> dict[str, Any]:
         """Settings that shape the optimizer state: a checkpoint must agree with them."""
-        config, is_full = self.config, self.subspace is None
+        config, is_full = self.config, self.method.subspace is None
         return {
             "moment_dtype": config.optimizer.moment_dtype,
             "weight_rounding": config.weight_rounding,
             "in_backward": config.in_backward,
             # A run may change from one full-rank method to another.
             "method": ANY_FULL_RANK if is_full else config.method,
-            "rank": None if is_full else self._rank,
+            "rank": None if is_full else config.options.rank,
             **({"norm_estimate": "parts"} if config.in_backward else {}),
-            **self._optimizer_name,
+            **self._update_form,
             **({"pieces": pieces} if (pieces := self._pieces) else {}),
             **({"moment_blocks": blocks} if (blocks := self._short_blocks()) else {}),
             **({} if self.lora is None else {"adapters": dataclasses.asdict(self.lora)}),

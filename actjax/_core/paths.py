@@ -11,6 +11,15 @@ def path_name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
 
 
+def map_named(
+    fun: Callable[[str, Any], Any], tree: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> Any:
+    """Returns a tree of the same structure with `fun(name, leaf)` in the place of each leaf."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: fun(path_name(path), leaf), tree, is_leaf=is_leaf
+    )
+
+
 def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
     """Returns the leaves of a pytree by name, in their order.
 

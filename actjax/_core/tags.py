@@ -8,13 +8,13 @@ be stored.
 
 import dataclasses
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from actjax._core.no_derivative import no_derivative
+from actjax._host import is_on_host
 from actjax.codecs import Codec, Exact
 from actjax.codecs.base import Code
 
@@ -97,16 +97,11 @@ def encoded_first(x: jax.Array, code: Code) -> tuple[jax.Array, Code]:
     """
     leaves, treedef = jax.tree.flatten(code)
     # An array on its way to the host loses its memory space in an optimization barrier.
-    here = [i for i, leaf in enumerate(leaves) if not _is_on_host(leaf)]
+    here = [i for i, leaf in enumerate(leaves) if not is_on_host(leaf)]
     x, passed = jax.lax.optimization_barrier((x, [leaves[i] for i in here]))
     for i, leaf in zip(here, passed, strict=True):
         leaves[i] = leaf
     return x, jax.tree.unflatten(treedef, leaves)
-
-
-def _is_on_host(x: Any) -> bool:
-    aval: Any = jax.typeof(x)
-    return aval.memory_space == jax.memory.Space.Host
 
 
 def name_code(code: Code, x: jax.Array, codec: str, operator: str, name: str) -> Code:

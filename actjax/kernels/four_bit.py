@@ -12,7 +12,8 @@ Between two steps a moment moves by less than half the distance of two levels, s
 where it is for ever: a decay of 0.99 never moves a number from one level to the next. Rounded
 stochastically, moments move as they should on average. The random bits are a hash of the number
 itself, whose last bits no level resolves: without a seed or a counter, and the same however the
-array is divided over devices.
+array is divided over devices. Equal numbers are rounded alike: a moment that does not change from
+step to step is rounded the same way each time.
 """
 
 import dataclasses

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from actjax._core.flax import in_structure_of, without_variables
-from actjax._core.paths import named_leaves
+from actjax._core.paths import map_named, named_leaves
 from actjax._math.precision import accumulation_dtype, matmul
 from actjax.codecs.base import check_positive_integer
 from actjax.low_rank import is_low_rank
@@ -90,7 +90,9 @@ def apollo(
     check_inner("apollo", "inner", inner)
     for name, value, smallest in (("rank", rank, 1), ("gap", gap, 1), ("seed", seed, 0)):
         check_positive_integer("apollo", name, value, minimum=smallest)
-    if not isinstance(scale, int | float) or not 0 < scale < math.inf:
+    # An array comes from optax.inject_hyperparams, and its value is not known.
+    is_positive = isinstance(scale, int | float) and 0 < scale < math.inf
+    if not is_positive and not isinstance(scale, jax.Array):
         raise ValueError(f"`scale` of apollo must be a finite number above 0, got {scale!r}.")
     if granularity not in get_args(Granularity):
         raise ValueError(
@@ -116,7 +118,7 @@ def apollo(
             p = random_basis(drawn, (size, rank)).astype(g.dtype)
             return matmul(p.T, g) if on_input else matmul(g, p)
 
-        return _map_named(project, tree)
+        return map_named(project, tree)
 
     def init(params: optax.Params) -> ApolloState:
         params = without_variables(params)
@@ -147,7 +149,7 @@ def apollo(
             changed, norms[name] = limit_growth(scale * g * sizes, state.norms[name], limit)
             return changed
 
-        changes = _map_named(scaled, adapted)
+        changes = map_named(scaled, adapted)
         return in_structure_of(changes, updates), ApolloState(state.step + 1, new, norms)
 
     return optax.GradientTransformationExtraArgs(cast(Any, init), cast(Any, update))
@@ -155,12 +157,6 @@ def apollo(
 
 def _projects_input(shape: tuple[int, ...]) -> bool:
     return shape[-2] <= shape[-1]
-
-
-def _map_named(fun: Any, tree: Any) -> Any:
-    leaves = named_leaves(tree)
-    treedef = jax.tree.structure(tree)
-    return treedef.unflatten([fun(name, x) for name, x in leaves.items()])
 
 
 def _chosen(tree: Any, weights: Callable[[str, Any], bool] | None, rank: int) -> set[str]:
@@ -180,7 +176,8 @@ def _chosen(tree: Any, weights: Callable[[str, Any], bool] | None, rank: int) ->
         if rank > min(shape[-2:]):
             raise ValueError(
                 f"`rank` {rank} of apollo is above {min(shape[-2:])}, the smaller side of `{name}`"
-                f" with shape {shape}: lower it, or leave this weight out of `weights`."
+                f" with shape {shape} (or of a piece of it, as `actjax.optim.apply` updates large"
+                " matrices outside the layers): lower it, or leave this weight out of `weights`."
             )
     return chosen
 

@@ -15,7 +15,7 @@ import optax
 
 from actjax._core.paths import named_leaves
 from actjax._host import fetched
-from actjax.low_rank import is_low_rank
+from actjax.low_rank import LowRank, is_low_rank
 from actjax.optim.checks import check_callable, check_transform
 from actjax.optim.codes import is_code
 from actjax.optim.host_states import read_before_writing
@@ -34,7 +34,7 @@ from actjax.optim.layers import (
     take,
 )
 from actjax.optim.paths import map_state
-from actjax.optim.pieces import cut, filled, only, plan_pieces, without
+from actjax.optim.pieces import count_pieces, cut, filled, only, plan_pieces, without
 from actjax.optim.pieces import stacked as cut_into
 from actjax.optim.rounding import RoundedState, RoundedTransformation, WeightRounding
 from actjax.optim.subspace import Subspace, SubspaceState, SubspaceTransformation
@@ -70,7 +70,7 @@ def init(
     if isinstance(tx, SubspaceTransformation):
         tx.subspace.check_groups(params)
         return _init_subspace(tx.subspace, stacked, rest, count)
-    cuts = cuts_of(tx, rest)
+    cuts = _cuts_of(tx, rest)
     state = LayerwiseState(
         jax.vmap(tx.init)(stacked) if count else (),
         tx.init(without(rest, cuts)),
@@ -80,7 +80,7 @@ def init(
     return state
 
 
-def cuts_of(tx: optax.GradientTransformation, rest: Any) -> dict[str, int]:
+def _cuts_of(tx: optax.GradientTransformation, rest: Any) -> dict[str, int]:
     """Returns the number of pieces of each matrix of the rest that is updated in pieces, by path.
 
     A matrix that a subspace projects stays whole: its basis is one of all its rows.
@@ -124,7 +124,7 @@ def _init_rounded(
     rounding.check_params(params)
     inner = init(rounding.inner, rounding.seen_by_inner(params), layers=layers)
     stacked, rest = split(params, layers)
-    cuts, count = {name: _length(x) for name, x in inner.pieces.items()}, _count(stacked, layers)
+    cuts, count = _cuts_of(rounding.inner, rest), _count(stacked, layers)
     of_rest = rounding.state_of(inner.rest, without(rest, cuts), rounding.key)
     # A separate key for each layer: otherwise all layers would be rounded by the same numbers.
     keys = jax.random.split(rounding.key, count + sum(cuts.values()))
@@ -137,11 +137,6 @@ def _init_rounded(
         pieces[name] = jax.vmap(rounding.state_of)(inner.pieces[name], stack, own)
         used += n
     return LayerwiseState(of_layers, of_rest, pieces)
-
-
-def _length(tree: Any) -> int:
-    """Returns the leading axis of the arrays of a state of pieces."""
-    return jax.tree.leaves(tree)[0].shape[0]
 
 
 def _init_subspace(subspace: Subspace, stacked: Any, rest: Any, count: int) -> LayerwiseState:
@@ -183,8 +178,8 @@ def apply(
     separately and for the rest, without an update or a second copy of all weights. Parameters
     without stacked layers, such as a dict of arrays or a list of trees, are the rest. A matrix of
     the rest with more than 2^24 numbers, such as an embedding, is updated in pieces: some of its
-    rows are an array of their own to the transform, which only one that reads norms or means of
-    whole arrays can tell. The weights of a layer are updated one after the other.
+    rows are an array to the transform, and one that reads norms or means of whole arrays sees those
+    of a piece. The weights of a layer are updated one after the other.
 
     Donate `state` and `params` to the jitted function around it, which must take and return them in
     the same order: JAX assigns donated buffers to results of the same shape in this order, and
@@ -275,12 +270,15 @@ def update_pieces(
     Returns:
       The rest with the new matrix, the states, and the squared norm of what was added.
     """
-    count, matrix = _length(state), named_leaves(rest)[name]
-    parts = cut(gradient, count)
+    matrix = named_leaves(rest)[name]
+    count = count_pieces(matrix.shape)
+    # The right factor of a factored gradient is that of every piece.
+    rows = cut(gradient.left if is_low_rank(gradient) else gradient, count)
 
     def body(i: jax.Array, carry: Any) -> Any:
         weight, state, square = carry
-        g, w = take((parts, weight), i, axis=1)
+        g, w = take((rows, weight), i, axis=1)
+        g = LowRank(g, gradient.right) if is_low_rank(gradient) else g
         state, own = read_before_writing(state, fetched(take(state, i)))
         new = update_one(tx, only(rest, name, g), own, only(rest, name, w), False)
         (w,) = jax.tree.leaves(new[0])

@@ -52,10 +52,9 @@ def raise_if(condition: jax.Array, message: str) -> None:
             raise ValueError(message)
         return
 
-    def fail() -> None:
-        def raise_error() -> None:
+    def raise_error(is_true: Any) -> None:
+        if is_true:
             raise ValueError(message)
 
-        jax.debug.callback(raise_error)
-
-    jax.lax.cond(condition, fail, lambda: None)
+    # Under `vmap` both branches run, and so the callback looks at the condition itself.
+    jax.lax.cond(condition, lambda: jax.debug.callback(raise_error, condition), lambda: None)

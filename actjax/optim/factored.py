@@ -64,14 +64,16 @@ def scale_by_factored_adam(
       ValueError: a decay outside [0, 1), a negative `eps`, an `eps_squared` of 0; at `init`, a
         factored moment of a parameter with fewer than two axes.
     """
+    # An array comes from optax.inject_hyperparams, and its value is not known.
+    has_first = isinstance(b1, jax.Array) or b1 != 0
     for name, decay in (("b1", b1), ("b2", b2)):
-        if not 0 <= decay < 1:
+        if not isinstance(decay, jax.Array) and not 0 <= decay < 1:
             raise ValueError(
                 f"`{name}` of scale_by_factored_adam must be in [0, 1), got {decay!r}."
             )
-    if not eps >= 0:
+    if not isinstance(eps, jax.Array) and not eps >= 0:
         raise ValueError(f"`eps` of scale_by_factored_adam must be >= 0, got {eps!r}.")
-    if not eps_squared > 0:
+    if not isinstance(eps_squared, jax.Array) and not eps_squared > 0:
         raise ValueError(
             f"`eps_squared` of scale_by_factored_adam must be above 0, got {eps_squared!r}:"
             " the mean of a gradient of zeros divides."
@@ -93,7 +95,7 @@ def scale_by_factored_adam(
             for name, x in named_leaves(params).items()
             if name in which
         }
-        mu = jax.tree.map(lambda x: zeros(x.shape, x), params) if b1 else None
+        mu = jax.tree.map(lambda x: zeros(x.shape, x), params) if has_first else None
         return FactoredAdamState(
             jnp.zeros((), jnp.int32), mu, jax.tree.map(rows, names, params), columns
         )
@@ -106,7 +108,7 @@ def scale_by_factored_adam(
         grads = jax.tree.map(lambda g: g.astype(accumulation_dtype(g.dtype)), grads)
         count = optax.safe_increment(state.count)
         mu = grads
-        if b1:
+        if has_first:
             mu = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.mu, grads)
         treedef, columns, changes, rows = jax.tree.structure(grads), {}, [], []
         leaves = named_leaves(grads).items()
@@ -122,9 +124,9 @@ def scale_by_factored_adam(
                 second = row = b2 * row + (1 - b2) * square
             rows.append(row)
             root = jnp.sqrt(second / (1 - b2**count)) + eps
-            changes.append(m / (1 - b1**count if b1 else 1) / root)
+            changes.append(m / (1 - b1**count if has_first else 1) / root)
         changes, rows = treedef.unflatten(changes), treedef.unflatten(rows)
-        new = FactoredAdamState(count, mu if b1 else None, rows, columns)
+        new = FactoredAdamState(count, mu if has_first else None, rows, columns)
         return in_structure_of(changes, updates), new
 
     return optax.GradientTransformationExtraArgs(cast(Any, init), cast(Any, update))

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import optax
-from jax.extend import core
+from jax.interpreters import partial_eval
 
 from actjax._core.paths import named_leaves
 from actjax._host import fetched
@@ -178,10 +178,11 @@ class InBackward:
         optimizer, moved, pieces = state.optimizer, jnp.zeros((), jnp.float32), {}
 
         # What only `after` reads is updated first, so that its gradient is gone before the layers.
-        early = self._early(rest, inputs, optimizer.pieces)
-        square_of_early = jnp.zeros((), jnp.float32)
+        grads = named_leaves(rest_grads)
+        early = [name for name in self._early(rest, inputs, optimizer.pieces) if name in grads]
+        rest_grads, square_of_early = without(rest_grads, early), jnp.zeros((), jnp.float32)
         for name in early:
-            grad = named_leaves(rest_grads)[name]
+            grad = grads[name]
             square = _squared_norm(grad)
             estimate = self._norm_to_clip(_estimated_norm(squares, typical, 1), square)
             estimates = estimates.at[0].set(estimate)
@@ -189,8 +190,7 @@ class InBackward:
                 self.tx, name, self._clipped(grad, estimate), optimizer.pieces[name], rest
             )
             rest, dx = jax.lax.optimization_barrier((rest, dx))
-            rest_grads, moved = without(rest_grads, early), moved + more
-            square_of_early += square
+            moved, square_of_early = moved + more, square_of_early + square
 
         def backward(i: jax.Array, carry: Any) -> Any:
             dx, stacked, optimizer, squares, estimates, moved, ahead = carry
@@ -261,7 +261,8 @@ class InBackward:
 
     def _early(self, rest: Any, inputs: Any, pieces: Mapping[str, Any]) -> list[str]:
         """Returns which matrices that are updated in pieces `before` does not read."""
-        if not pieces:
+        # By "layer_norm", all parameters outside the layers are clipped together.
+        if not pieces or self.clip_by == "layer_norm":
             return []
         one = inputs
         if self.accumulate > 1:
@@ -435,8 +436,8 @@ def in_backward(
       layers: from the parameters to the subtree of stacked layers, by default `layers`.
       clip: largest norm of a gradient.
       clip_by: which norm is clipped. "estimate": the estimate above, and at least the norm of the
-        known parts; it is exact for parameters outside the layers. "layer_norm": the norm of each
-        layer, and of the rest, separately.
+        known parts; it is exact for parameters outside the layers, except for those that are
+        updated before. "layer_norm": the norm of each layer, and of the rest, separately.
       fetch: from the parameters of a layer, divided over devices, to the same parameters with those
         gathered that its backward pass reads first, and None for the others. They are gathered
         while the layer after it is differentiated, and take memory meanwhile. The order of leaves
@@ -461,9 +462,8 @@ def _inserted(block: Any, ahead: list[Any]) -> Any:
 def _read_by(fun: Callable[..., Any], params: Any, *args: Any) -> set[str]:
     """Returns the paths of the parameters that `fun(params, *args)` reads."""
     jaxpr = jax.make_jaxpr(fun)(params, *args).jaxpr
-    read = {x for eqn in jaxpr.eqns for x in eqn.invars if not isinstance(x, core.Literal)}
-    read |= {x for x in jaxpr.outvars if not isinstance(x, core.Literal)}
-    return {n for n, x in zip(named_leaves(params), jaxpr.invars, strict=False) if x in read}
+    _, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    return {name for name, is_read in zip(named_leaves(params), used, strict=False) if is_read}
 
 
 def _filled_with_zeros(grads: Any, like: Any) -> Any:

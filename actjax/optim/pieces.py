@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from actjax._core.paths import named_leaves
-from actjax.low_rank import LowRank, is_low_rank
+from actjax._core.paths import map_named, named_leaves
+from actjax.low_rank import is_low_rank
 
 LARGEST = 2**24
 """Most numbers of a piece: 64 MiB in float32."""
@@ -42,9 +42,6 @@ def count_pieces(shape: tuple[int, ...]) -> int:
 
 def cut(matrix: Any, count: int) -> Any:
     """Returns a matrix [d, n] as [d / count, count, n], whose middle axis numbers the pieces."""
-    if isinstance(matrix, LowRank):
-        left, right = cut(matrix.left, count), matrix.right
-        return LowRank(left, jnp.broadcast_to(right[None], (len(left), *right.shape)))
     return matrix.reshape(-1, count, matrix.shape[-1])
 
 
@@ -55,22 +52,16 @@ def stacked(matrix: jax.Array, count: int) -> jax.Array:
 
 def only(tree: Any, name: str, value: Any) -> Any:
     """Returns a tree with a value in the place of one leaf, and `None` in the place of others."""
-    return _replaced(tree, lambda leaf, _: value if leaf == name else None)
+    return map_named(lambda leaf, _: value if leaf == name else None, tree, is_low_rank)
 
 
 def without(tree: Any, names: Iterable[str]) -> Any:
     """Returns a tree with `None` in the place of some leaves."""
     left_out = set(names)
-    return _replaced(tree, lambda leaf, x: None if leaf in left_out else x)
+    return map_named(lambda leaf, x: None if leaf in left_out else x, tree, is_low_rank)
 
 
 def filled(tree: Any, values: Mapping[str, Any], like: Any) -> Any:
     """Returns a tree with values where `without` left them out, in the structure of `like`."""
     found = {**named_leaves(tree), **values}
-    return _replaced(like, lambda leaf, _: found[leaf])
-
-
-def _replaced(tree: Any, fun: Callable[[str, Any], Any]) -> Any:
-    treedef = jax.tree.structure(tree, is_leaf=is_low_rank)
-    leaves = named_leaves(tree, is_leaf=is_low_rank)
-    return treedef.unflatten([fun(name, x) for name, x in leaves.items()])
+    return map_named(lambda leaf, _: found[leaf], like)

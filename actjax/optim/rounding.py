@@ -232,7 +232,8 @@ class RoundedSubspaceTransformation(RoundedTransformation, SubspaceTransformatio
 
     def bases(self, state: Any) -> Bases:
         if isinstance(state, LayerwiseState):
-            return self.subspace.bases(LayerwiseState(state.layers.inner, state.rest.inner))
+            layers = state.layers.inner if isinstance(state.layers, RoundedState) else ()
+            return self.subspace.bases(LayerwiseState(layers, state.rest.inner))
         return self.subspace.bases(state.inner if isinstance(state, RoundedState) else state)
 
 

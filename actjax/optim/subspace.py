@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import optax
 
 from actjax._core.flax import in_structure_of, without_variables
-from actjax._core.paths import named_leaves, path_name
+from actjax._core.paths import map_named, named_leaves
 from actjax._math.precision import accumulation_dtype
 from actjax.codecs.base import check_positive_integer
 from actjax.low_rank import is_low_rank
@@ -139,6 +139,11 @@ class Subspace:
             raise ValueError(
                 "`remainder` of subspace has no meaning with side='both', which projects columns"
                 " too: use 'smaller', 'input' or 'output'."
+            )
+        if self.source == "random":
+            raise ValueError(
+                "`remainder` of subspace needs orthonormal bases, and those of source='random' are"
+                " not: use source='gradient', or actjax.optim.apollo for random projections."
             )
 
     def init(self, params: Any) -> SubspaceState:
@@ -338,7 +343,8 @@ class Subspace:
         if self.side != "input" or self.remainder is not None:
             return Bases({}, self.bits)
         if isinstance(state, LayerwiseState):
-            return self._bases({**state.layers.bases, **state.rest.bases})
+            parts = [part for part in (state.layers, state.rest) if isinstance(part, SubspaceState)]
+            return self._bases({k: v for part in parts for k, v in part.bases.items()})
         if not isinstance(state, SubspaceState):
             raise TypeError(
                 "`state` must be what `tx.init` or `actjax.optim.init` returned; for an"
@@ -538,6 +544,4 @@ def _by_path(tree: Any) -> dict[str, Any]:
 
 
 def _map_by_path(fun: Callable[[str, Any], Any], tree: Any) -> Any:
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: fun(path_name(path), leaf), tree, is_leaf=is_low_rank
-    )
+    return map_named(fun, tree, is_leaf=is_low_rank)

@@ -69,7 +69,7 @@ def accumulate(
 def sum_gradients(
     run: Callable[[Any], tuple[Any, Any]], slices: Any, max_rank: int | None = None
 ) -> tuple[Any, Any]:
-    """Returns the sum of gradients that are computed in sequence, and a stack of what comes beside.
+    """Returns the sum of gradients that are computed in sequence, and the stacked other outputs.
 
     Args:
       run: from a slice to a gradient, with `LowRank` for factored ones, and other arrays.

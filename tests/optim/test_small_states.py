@@ -24,7 +24,7 @@ from optim.state_oracles import (
     muon_step,
 )
 
-from actjax import optim
+from actjax import LowRank, optim
 from actjax.optim import pieces
 from actjax.optim.bases import random_basis
 from actjax.optim.remainders import limit_growth
@@ -228,6 +228,22 @@ def test_a_large_matrix_is_updated_in_pieces_as_it_is_whole(monkeypatch):
     np.testing.assert_allclose(cut[2], whole[2], rtol=1e-6)
 
 
+@pytest.mark.parametrize("rank", [2, 3, 6])
+@pytest.mark.parametrize("tx", [optax.sgd(1.0), optax.adam(0.1)], ids=["sgd", "adam"])
+def test_a_large_matrix_may_have_a_factored_gradient_and_a_transform_no_state(
+    monkeypatch, rank, tx
+):
+    left, right = normal(0, 24, rank), normal(1, rank, 10)
+    params = {"table": normal(2, 24, 10)}
+    plain = optax.apply_updates(
+        params, tx.update({"table": left @ right}, tx.init(params), params)[0]
+    )
+    monkeypatch.setattr(pieces, "LARGEST", 70)
+    factored = {"table": LowRank(jnp.asarray(left), jnp.asarray(right))}
+    new, _ = jax.jit(lambda g: optim.apply(tx, g, optim.init(tx, params), params))(factored)
+    np.testing.assert_allclose(new["table"], plain["table"], rtol=1e-5, atol=1e-5)
+
+
 def test_pieces_are_equal_and_few():
     assert pieces.count_pieces((32_000, 4096)) == 8
     assert pieces.count_pieces((4096, 128_256)) == 32
@@ -237,6 +253,41 @@ def test_pieces_are_equal_and_few():
     assert pieces.count_pieces((50_021, 4096)) == 1
     matrix = np.arange(24).reshape(6, 4)
     np.testing.assert_array_equal(pieces.stacked(matrix, 3)[1], matrix[1::3])
+
+
+@pytest.mark.parametrize("clip_by", ["estimate", "layer_norm"])
+def test_large_matrices_that_only_the_end_reads_are_updated_before_the_layers(monkeypatch, clip_by):
+    params = {
+        name: jnp.asarray(normal(i, *shape), "float32")
+        for i, (name, shape) in enumerate(
+            {"embedding": (12, 6), "head": (6, 12), "second": (6, 12), "unread": (12, 6)}.items()
+        )
+    }
+    params["layers"] = {"w": jnp.asarray(normal(9, 2, 6, 6), "float32") / 4}
+    ids = jnp.arange(8)
+
+    def before(p, inputs):
+        return p["embedding"][inputs]
+
+    def after(p, x, _):
+        return jnp.mean(jnp.tanh(x @ p["head"]) ** 2 + jnp.cos(x @ p["second"]))
+
+    clip = 1e9 if clip_by == "layer_norm" else np.inf
+    update = optim.in_backward(
+        before, lambda w, x, *_: x + jnp.tanh(x @ w["w"]), after, optax.adam(0.1),
+        clip=clip, clip_by=clip_by,
+    )  # fmt: skip
+
+    def stepped():
+        state = update.init(params)
+        return jax.jit(update.step)(params, state, ids)
+
+    whole = stepped()
+    monkeypatch.setattr(pieces, "LARGEST", 30)
+    cut = stepped()
+    assert set(cut[1].optimizer.pieces) == {"embedding", "head", "second", "unread"}
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), cut[0], whole[0])
+    np.testing.assert_allclose(cut[1].grad_norm, whole[1].grad_norm, rtol=1e-6)
 
 
 # Growth of remainders.

@@ -238,6 +238,8 @@ def test_a_gradient_is_projected_on_both_sides():
 def test_remainders_of_both_sides_and_other_objects_are_named():
     with pytest.raises(ValueError, match=r"`remainder` .* no meaning with side='both'"):
         optim.subspace(optax.scale(1.0), 4, side="both", remainder=optim.ScaledRemainder())
+    with pytest.raises(ValueError, match=r"`remainder` of subspace needs orthonormal bases"):
+        optim.subspace(optax.scale(1.0), 4, source="random", remainder=optim.SignedRemainder())
     with pytest.raises(TypeError, match=r"`remainder` of subspace must be .* got 'fira'"):
         optim.subspace(optax.scale(1.0), 4, remainder="fira")
     for limit in (1.0, "a", float("nan")):
@@ -245,3 +247,16 @@ def test_remainders_of_both_sides_and_other_objects_are_named():
             optim.ScaledRemainder(limit)
     with pytest.raises(ValueError, match="`scale` of SignedRemainder must be a finite number"):
         optim.SignedRemainder(0.0)
+
+
+def test_bases_of_parameters_without_layers_are_read_and_updates_are_mapped():
+    params = {"w": jnp.asarray(normal(0, 12, 8), "float32")}
+    tx = optim.subspace(optax.scale_by_adam(), 4)
+    assert set(tx.bases(optim.init(tx, params)).arrays) == {"w"}
+    state = tx.refresh(params, tx.init(params), params)
+    grads = {"w": actjax.LowRank(state.bases["w"], jnp.ones((4, 8), "float32"), "w")}
+    # Under `vmap` both branches of the check run.
+    two = jax.tree.map(lambda x: jnp.stack([x, x]), (grads, state))
+    updates, _ = jax.vmap(lambda g, s: tx.update(g, s))(*two)
+    jax.block_until_ready(updates)
+    np.testing.assert_allclose(updates["w"][0], tx.update(grads, state)[0]["w"], rtol=1e-5)

@@ -26,6 +26,10 @@ def test_optimizers_that_do_not_exist_or_do_not_fit_are_refused():
             {"optimizer": "lion", "factored_second_moment": True},
             "`--factored-second-moment` is for `--optimizer adamw`, got lion",
         ),
+        (
+            {"optimizer": "adafactor", "moment_dtype": "4bit"},
+            "`--moment-dtype 4bit` has no effect with `--optimizer adafactor`",
+        ),
         ({"projection_rank": 8}, "`--projection-rank` has no effect with `--optimizer adamw`"),
         (
             {"optimizer": "apollo_mini", "projection_rank": 8},

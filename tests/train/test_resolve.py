@@ -141,6 +141,14 @@ def test_bfloat16_weights_that_are_rounded_to_nearest_are_warned_about():
             "`--optimizer fira` projects .* `--method galore` projects gradients too",
         ),
         (
+            {
+                "method": "lean_subspace",
+                "options": MethodOptions(moments="rotate"),
+                "optimizer": OptimizerConfig(factored_second_moment=True),
+            },
+            "`--moments rotate` cannot rotate the means of rows and columns",
+        ),
+        (
             {"method": "subspace", "optimizer": OptimizerConfig(optimizer="muon")},
             "`--optimizer muon` reads whole weights, and `--method subspace` shows it gradients in",
         ),
