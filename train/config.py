@@ -88,8 +88,8 @@ class OptimizerConfig:
     optimizer: Optimizer = "adamw"
     """What makes an update of a gradient."""
     factored_second_moment: bool = False
-    """With adamw: keep the mean of each row and of each column of the second moments, and not the
-    moments."""
+    """Keep the mean of each row and of each column of the second moments, and not the moments. Not
+    for adafactor, lion and sgd."""
     offload_states: bool = False
     """Keep the moments of the layers in the memory of the host, and fetch those of a layer while
     its gradient is computed."""
@@ -125,10 +125,12 @@ class OptimizerConfig:
                 f"unknown `--optimizer` {self.optimizer!r}.{hint} There are:"
                 f" {', '.join(OPTIMIZERS)}."
             )
-        if self.factored_second_moment and self.optimizer != "adamw":
+        if self.factored_second_moment and self.optimizer in ("adafactor", "lion", "sgd"):
             raise ValueError(
-                f"`--factored-second-moment` is for `--optimizer adamw`, got {self.optimizer}"
-                " (adafactor has a factored one anyway): drop it."
+                "`--factored-second-moment` is for optimizers with the moments of Adam, got"
+                f" `--optimizer {self.optimizer}`"
+                + (", which has a factored one anyway" if self.optimizer == "adafactor" else "")
+                + ": drop it."
             )
         if self.optimizer == "adafactor" and self.moment_dtype not in ("auto", "float32"):
             raise ValueError(

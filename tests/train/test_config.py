@@ -24,7 +24,7 @@ def test_optimizers_that_do_not_exist_or_do_not_fit_are_refused():
         ({"optimizer": "adamv"}, "unknown `--optimizer` 'adamv'. Did you mean adamw"),
         (
             {"optimizer": "lion", "factored_second_moment": True},
-            "`--factored-second-moment` is for `--optimizer adamw`, got lion",
+            "`--factored-second-moment` is for .* moments of Adam, got `--optimizer lion`",
         ),
         (
             {"optimizer": "adafactor", "moment_dtype": "4bit"},
