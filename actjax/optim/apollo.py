@@ -69,7 +69,8 @@ def apollo(
     State: that of `inner` on [k, n], and one float32 for each weight.
 
     Args:
-      inner: a transform of gradients, such as `optax.scale_by_adam()`, or `eight_bit` of it. Other
+      inner: a transform of gradients without a learning rate, whose sign would be lost in a norm,
+        such as `optax.scale_by_adam()`, or `eight_bit` of it. Other
         parameters than the scaled weights get its update in full space. It gets no parameters.
       rank: k. Weights with a smaller side below it are an error.
       gap: steps in which the projection stays the same.

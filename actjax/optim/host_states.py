@@ -29,8 +29,9 @@ def to_host(state: Any, *, smallest: int = 2**20) -> Any:
     """Returns the state of `actjax.optim.init` or `in_backward` with large moments on the host.
 
     It moves one array after the other. The moments of layers are moved, and those of matrices that
-    are updated in pieces (`actjax.optim.pieces`). Give the state to a jitted step that donates it
-    and returns parameters and state in the order of its arguments: the moments stay where they are.
+    are updated in pieces (`actjax.optim.pieces`). Give the state to a jitted step that returns
+    parameters and state in the order of its arguments: the moments stay where they are. Donate both
+    or neither: JAX may give the buffer of a moment on the host to a result on the device.
 
         state = actjax.optim.to_host(actjax.optim.init(tx, params))
 
