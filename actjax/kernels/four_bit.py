@@ -38,6 +38,8 @@ GROUP = 128
 """Values of a first moment that share a scale."""
 DECADES = 2
 """Decades of the signed map below the top one: three bits of magnitude."""
+LOWEST = 10.0**-DECADES
+"""The lowest level above zero, as a share of the largest magnitude of a group."""
 _SHIFTS = np.array([[0], [4]], np.int32)
 """Bits below the lower and below the upper half of a group in its bytes."""
 
@@ -87,8 +89,8 @@ class SignedFourBit:
         """Returns another array of the same shape in the same form.
 
         Error: half the distance between two levels, which are 0, 0.01, 0.055, 0.1, 0.325, 0.55,
-        0.775 and 1 times the largest magnitude of the group; less than the whole distance if
-        rounded stochastically, and then without bias.
+        0.775 and 1 times the largest magnitude of the group. Rounded stochastically, it is less
+        than the whole distance, and without bias above 0.01.
         """
         parts = [self._encode(groups) for groups in _grouped(x.astype(jnp.float32), self.group)]
         codes, scales = (jnp.concatenate(part, axis=-1) for part in zip(*parts, strict=True))
@@ -98,8 +100,7 @@ class SignedFourBit:
         """Returns codes and scales of some groups, [..., groups, group]."""
         scales = largest_of_row(groups)
         size = times_inverse(jnp.abs(groups), inverse_of(scales)[..., None])
-        offset = fraction_of_hash(groups) if self.stochastic else 0.5
-        index = dynamic_index(size, DECADES, offset).astype(jnp.int32)
+        index = signed_index(size, groups, self.stochastic)
         return pack(jnp.where(groups < 0, -index, index) & 15), scales
 
 
@@ -196,6 +197,21 @@ def rank_one_zeros(
     rows = jnp.zeros((*shape[:-1], 1), jnp.float32)
     columns = jnp.zeros((*shape[:-2], 1, shape[-1]), jnp.float32)
     return RankOneFourBit(codes, rows, columns, group, jnp.dtype(dtype), stochastic)
+
+
+def signed_index(size: jax.Array, x: jax.Array, stochastic: bool) -> jax.Array:
+    """Returns the level of magnitudes in [0, 1] of the signed map, int32.
+
+    Below the lowest level, 0.01, all round to the nearest: a number far below it would otherwise
+    become 0.01 of the largest of its group by chance, beside a second moment of its own size.
+
+    Args:
+      size: the magnitudes, float32.
+      x: the numbers before they were divided by a scale, whose bits decide.
+      stochastic: whether other numbers are rounded stochastically.
+    """
+    offset = jnp.where(size < LOWEST, 0.5, fraction_of_hash(x)) if stochastic else 0.5
+    return dynamic_index(size, DECADES, offset).astype(jnp.int32)
 
 
 def linear_index(size: jax.Array, offset: jax.typing.ArrayLike) -> jax.Array:

@@ -1,7 +1,7 @@
 """`adam_4bit` in two passes: moments are decoded, updated and encoded in registers."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,6 @@ from jax.experimental.pallas import triton as plgpu
 from actjax.kernels.adam_4bit.reference import TILE
 from actjax.kernels.blockwise import (
     STEP,
-    dynamic_index,
     dynamic_level,
     inverse_of,
     times_inverse,
@@ -24,6 +23,7 @@ from actjax.kernels.four_bit import (
     SignedFourBit,
     fraction_of_hash,
     linear_index,
+    signed_index,
 )
 from actjax.kernels.tiles import both
 
@@ -175,7 +175,7 @@ def adam_4bit(
     arrays = [*map(_matrices, given)]
     count = arrays[0].shape[0]
     dtypes = jnp.float32, jnp.uint8, jnp.float32, jnp.uint8
-    offsets = [fraction_of_hash if x.stochastic else (lambda _: 0.5) for x in (mu, nu)]
+    stochastic = mu.stochastic, nu.stochastic
 
     def kernel(*refs: Any) -> None:
         program = pl.program_id(0)
@@ -188,7 +188,7 @@ def adam_4bit(
             tile_rows,
             tile_groups,
         )
-        _update(refs, tile, offsets, **hyper)
+        _update(refs, tile, stochastic, **hyper)
 
     update, *codes = pl.pallas_call(
         kernel,
@@ -212,7 +212,7 @@ _NUMBERS = 2048
 
 
 def _update(
-    refs: Sequence[Any], tile: _Tile, offsets: Sequence[Callable[[jax.Array], Any]], *,
+    refs: Sequence[Any], tile: _Tile, stochastic: tuple[bool, bool], *,
     b1: float, b2: float, eps: float, eps_root: float,
 ) -> None:  # fmt: skip
     """Updates the moments of a tile, and writes its update."""
@@ -237,7 +237,7 @@ def _update(
         tile.store(update_ref, *place, first * first_factor / (root + np.float32(eps)))
         column_inverse = inverse_of(tile.load(new_columns_ref, *tile.of_column(half)))
         size = times_inverse(second, jnp.maximum(row_inverse, column_inverse))
-        index = linear_index(size, offsets[1](second))
+        index = linear_index(size, fraction_of_hash(second) if stochastic[1] else 0.5)
         if place[2] is not None:
             index, first = jnp.where(place[2], index, 0), jnp.where(place[2], first, 0.0)
         nu_bytes = nu_bytes | index << 4 * half
@@ -247,7 +247,7 @@ def _update(
     inverse, mu_bytes = inverse_of(new_scale), jnp.zeros_like(mu_codes)
     for half, first in enumerate(firsts):
         size = times_inverse(jnp.abs(first), inverse)
-        index = dynamic_index(size, DECADES, offsets[0](first)).astype(jnp.int32)
+        index = signed_index(size, first, stochastic[0])
         mu_bytes = mu_bytes | (jnp.where(first < 0, -index, index) & 15) << 4 * half
     tile.store(new_mu_ref, *tile.byte(), mu_bytes)
     tile.store(new_scales_ref, *tile.of_group(), new_scale)
