@@ -22,7 +22,7 @@ from actjax._math.precision import accumulation_dtype, matmul
 from actjax.codecs.base import check_positive_integer
 from actjax.low_rank import is_low_rank
 from actjax.optim.bases import random_basis
-from actjax.optim.checks import check_callable, check_inner
+from actjax.optim.checks import check_callable, check_inner, check_keeps_sign
 from actjax.optim.remainders import check_growth, limit_growth, step_size
 
 Granularity = Literal["channel", "tensor"]
@@ -71,7 +71,8 @@ def apollo(
     Args:
       inner: a transform of gradients without a learning rate, whose sign would be lost in a norm,
         such as `optax.scale_by_adam()`, or `eight_bit` of it. Other
-        parameters than the scaled weights get its update in full space. It gets no parameters.
+        parameters than the scaled weights get its update in full space. It gets projected
+        parameters, as that of `subspace`.
       rank: k. Weights with a smaller side below it are an error.
       gap: steps in which the projection stays the same.
       scale: α, a factor of the updates of the scaled weights. A projection of rank k makes the
@@ -102,6 +103,7 @@ def apollo(
     if weights is not None:
         check_callable("weights", weights)
     check_growth("apollo", limit)
+    check_keeps_sign("apollo", inner)
     inner = optax.with_extra_args_support(inner)
 
     def projected(tree: Any, step: jax.Array) -> Any:
@@ -134,11 +136,13 @@ def apollo(
     def update(
         updates: optax.Updates, state: ApolloState, params: Any = None, **extra: Any
     ) -> tuple[optax.Updates, ApolloState]:
-        del params
         grads, norms = without_variables(updates), dict(state.norms)
         _check_dense(grads)
         small = projected(grads, state.step)
-        adapted, new = inner.update(small, state.inner, None, **extra)
+        seen = None
+        if params is not None:
+            seen = projected(without_variables(params), state.step)
+        adapted, new = inner.update(small, state.inner, seen, **extra)
         gradients, before = named_leaves(grads), named_leaves(small)
 
         def scaled(name: str, n: jax.Array) -> jax.Array:

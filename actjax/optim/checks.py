@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
@@ -37,6 +38,29 @@ def check_inner(wrapper: str, name: str, tx: Any) -> None:
         f" instead of {wrapper}(stochastic_rounding(...)) write"
         f" stochastic_rounding({wrapper}(...)), and compensated likewise."
     )
+
+
+def check_keeps_sign(owner: str, inner: optax.GradientTransformation) -> None:
+    """Raises a `ValueError` if a transform turns a gradient around, as a learning rate does.
+
+    Only sizes of its updates are read: their sign would be lost, and training would go uphill. A
+    transform that cannot run on one matrix, or whose settings are not known, is not tried.
+    """
+    try:
+        with jax.ensure_compile_time_eval():
+            ones = {"w": jnp.ones((8, 8), jnp.float32)}
+            tx = optax.with_extra_args_support(inner)
+            updates, _ = tx.update(ones, tx.init(ones), ones)
+            is_turned = bool(jnp.sum(jax.tree.leaves(updates)[0]) < 0)
+    except Exception:  # Whatever a transform raises that wants other parameters.
+        return
+    if is_turned:
+        raise ValueError(
+            f"`inner` of {owner} has a learning rate: it turns gradients around, and {owner} reads"
+            " the sizes of its updates only, so that their sign would be lost. Pass one without a"
+            " learning rate, such as optax.scale_by_adam(), and put optax.scale_by_learning_rate"
+            " after it, in optax.chain or in the `outer` of a subspace."
+        )
 
 
 def check_callable(name: str, fun: Any) -> None:

@@ -29,7 +29,7 @@ from actjax._math.precision import accumulation_dtype
 from actjax.codecs.base import check_positive_integer
 from actjax.low_rank import is_low_rank
 from actjax.optim.bases import leading_basis, random_basis
-from actjax.optim.checks import check_inner, raise_if
+from actjax.optim.checks import check_inner, check_keeps_sign, raise_if
 from actjax.optim.layers import LayerwiseState
 from actjax.optim.moments import Moments, move_moments
 from actjax.optim.projections import Projection, Side, plan_projections
@@ -475,6 +475,8 @@ def subspace(
     check_inner("subspace", "inner", inner)
     if outer is not None:
         check_inner("subspace", "outer", outer)
+    if remainder is not None:
+        check_keeps_sign("subspace with a remainder", inner)
     settings = Subspace(
         inner=optax.with_extra_args_support(inner),
         outer=optax.with_extra_args_support(outer or optax.identity()),

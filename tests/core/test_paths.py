@@ -13,3 +13,6 @@ def test_paths_are_joined_by_dots():
     paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     assert paths == ["layers.0.q", "layers.1.0", "layers.1.1", "norm"]
     assert path_name(()) == ""
+    attention = {"attention": {"query": w, "value": w}}
+    paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(attention)]
+    assert paths == ["attention.query", "attention.value"]

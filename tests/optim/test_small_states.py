@@ -306,6 +306,29 @@ def test_a_weight_whose_gradient_was_zero_is_not_limited_for_ever():
 # Arguments.
 
 
+def test_a_learning_rate_whose_sign_would_be_lost_is_refused():
+    for inner in (optax.adam(1e-2), optim.eight_bit(optax.sgd(0.1)), optax.adamw(1e-2)):
+        for make in (
+            lambda inner=inner: optim.apollo(inner, 4),
+            lambda inner=inner: optim.subspace(inner, 4, remainder=optim.ScaledRemainder()),
+            lambda inner=inner: jax.eval_shape(
+                lambda: optim.subspace(inner, 4, remainder=optim.SignedRemainder()).init(
+                    {"w": jnp.ones((8, 8))}
+                )
+            ),
+        ):
+            with pytest.raises(ValueError, match=r"`inner` of .* has a learning rate: it turns"):
+                make()
+    optim.subspace(optax.adam(1e-2), 4)
+    # Not on one matrix, and so not tried.
+    labels = optax.partition({"a": optax.adam(1e-2)}, {"x": "a"})
+    optim.apollo(labels, 4)
+    decay = optax.chain(optax.scale_by_adam(), optax.add_decayed_weights(0.1))
+    params = {"w": jnp.ones((8, 8))}
+    tx = optim.apollo(decay, 4)
+    tx.update(params, tx.init(params), params)
+
+
 def test_bad_arguments_are_named():
     adam = optax.scale_by_adam()
     for make, message in (
