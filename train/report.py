@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 import actjax
+from actjax._core.paths import path_name
 from actjax.optim.host_states import HOST
 from models import Decoder
 from train.config import OptimizerConfig
@@ -168,7 +169,7 @@ def gradient_bytes(recipe: Recipe, state: TrainState) -> dict[str, int]:
     groups = actjax.input_groups(loss, state.model, *arguments)
     sizes, counted = {}, set()
     for path, g in jax.tree_util.tree_flatten_with_path(grads, is_leaf=_is_low_rank)[0]:
-        name, parts = _name(path), [g]
+        name, parts = path_name(path), [g]
         if _is_low_rank(g):
             first = g.basis_name is None and groups[name] not in counted
             parts = [g.left, g.right] if first else [g.right]
@@ -180,11 +181,6 @@ def gradient_bytes(recipe: Recipe, state: TrainState) -> dict[str, int]:
 
 def _is_low_rank(x: Any) -> bool:
     return isinstance(x, actjax.LowRank)
-
-
-def _name(path: Any) -> str:
-    """Returns the name of a parameter as `actjax.input_groups` has it."""
-    return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
 
 
 _ROUNDING = {
