@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,11 +31,19 @@ def without_variables(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.get_value() if is_variable(x) else x, tree, is_leaf=is_variable)
 
 
-def in_structure_of(tree: Any, original: Any) -> Any:
-    """Returns the leaves of a tree in the structure of what `without_variables` was called with."""
+def in_structure_of(
+    tree: Any, original: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> Any:
+    """Returns the leaves of a tree in the structure of what `without_variables` was called with.
+
+    Args:
+      tree: the tree, one leaf for each leaf of `original`.
+      original: the tree with variables.
+      is_leaf: whether a node of `original`, such as a `LowRank`, is one leaf.
+    """
     if not is_nnx_state(original):
         return tree
-    return jax.tree.unflatten(jax.tree.structure(original), jax.tree.leaves(tree))
+    return jax.tree.unflatten(jax.tree.structure(original, is_leaf), jax.tree.leaves(tree))
 
 
 _serializable: set[type] = set()

@@ -162,6 +162,7 @@ class Subspace:
           params: the part, in the structure of all parameters.
           key: key of its random bases and sketches.
         """
+        params = without_variables(params)
         projections = self._plan(params)
         bases, remainder = {}, {}
         for path, leaf in _by_path(params).items():
@@ -217,7 +218,7 @@ class Subspace:
         state = dataclasses.replace(
             state, step=state.step + 1, inner=inner, outer=outer, remainder=remainder
         )
-        return in_structure_of(full, updates), state
+        return in_structure_of(full, updates, is_low_rank), state
 
     def _refreshed_if_due(self, grads: Any, state: SubspaceState) -> SubspaceState:
         due = state.step >= state.next_refresh

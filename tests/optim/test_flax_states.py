@@ -8,7 +8,7 @@ import optax
 import pytest
 from flax import nnx
 
-from actjax import optim
+from actjax import LowRank, optim
 
 TRANSFORMS = {
     "eight_bit": optim.eight_bit(optax.adamw(1e-3), min_size=64),
@@ -78,6 +78,39 @@ def test_a_loop_on_nnx_states_takes_the_same_steps(name):
         params = optax.apply_updates(params, updates)
     nnx.update(model, params)
     assert_equal(model, expected_weights(tx))
+
+
+class Stack(nnx.Module):
+    """Three layers in one array, and a head."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        make = nnx.vmap(lambda rngs: nnx.Linear(8, 16, rngs=rngs))
+        self.layers = make(rngs.split(3))
+        self.head = nnx.Linear(16, 4, use_bias=False, rngs=rngs)
+
+
+@pytest.mark.parametrize("name", ["eight_bit", "factored", "apollo", "subspace"])
+def test_apply_on_nnx_states_with_factored_gradients_takes_the_steps_of_a_dict(name):
+    tx = TRANSFORMS[name]
+    tx = optim.subspace(optax.adamw(1e-3), 2, remainder=None) if name == "subspace" else tx
+
+    def steps(params):
+        def factored(path, x):
+            if "bias" in jax.tree_util.keystr(path):
+                return gradient_like(x)
+            left, right = jnp.ones((*x.shape[:-1], 3)), jnp.ones((*x.shape[:-2], 3, x.shape[-1]))
+            return LowRank(*map(gradient_like, (left, right)))
+
+        grads = jax.tree_util.tree_map_with_path(factored, params)
+        state = optim.init(tx, params)
+        for i in range(STEPS):
+            refresh = name == "subspace" and i == 0
+            params, state = optim.apply(tx, grads, state, params, refresh=refresh)
+        return params
+
+    params = nnx.state(Stack(nnx.Rngs(0)), nnx.Param)
+    got = nnx.to_pure_dict(steps(params))
+    jax.tree.map(np.testing.assert_array_equal, got, steps(nnx.to_pure_dict(params)))
 
 
 def test_flax_serialises_an_8_bit_state():
