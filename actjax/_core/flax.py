@@ -31,9 +31,7 @@ def without_variables(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.get_value() if is_variable(x) else x, tree, is_leaf=is_variable)
 
 
-def in_structure_of(
-    tree: Any, original: Any, is_leaf: Callable[[Any], bool] | None = None
-) -> Any:
+def in_structure_of(tree: Any, original: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
     """Returns the leaves of a tree in the structure of what `without_variables` was called with.
 
     Args:

@@ -6,14 +6,22 @@ moment divides the first one, so that it must not become zero: it gets the level
 and since outliers fill whole rows or whole columns of it, a scale for each row and each column
 (section 4.2 and Definition 1, rank-1 normalization).
 
-Their signed levels are the middles of intervals, and the largest negative number of a group becomes
--0.8875 of it; here levels are their ends, the same for both signs. They round to the nearest level.
-Between two steps a moment moves by less than half the distance of two levels, so that it may stay
-where it is for ever: a decay of 0.99 never moves a number from one level to the next. Rounded
-stochastically, moments move as they should on average. The random bits are a hash of the number
-itself, whose last bits no level resolves: without a seed or a counter, and the same however the
-array is divided over devices. Equal numbers are rounded alike: a moment that does not change from
-step to step is rounded the same way each time.
+Here a first moment is divided by the smaller of the largest magnitudes of its row and of its column
+too, before its groups get their scales. What remains in a group is of similar size, so that nearly
+even levels fit: on the moments of a trained model, their rounding errors, relative to the root of
+the second moment, have a quarter of the variance of those of the published map. They are bounded,
+too: both moments of a number have scales of the same row and the same column.
+
+The published form of a first moment is kept as well (`SignedFourBit.rows` is None). Its levels are
+the middles of intervals, and the largest negative number of a group becomes -0.8875 of it; here
+levels are their ends, the same for both signs.
+
+They round to the nearest level. Between two steps a moment moves by less than half the distance of
+two levels, so that it may stay where it is for ever. Rounded stochastically, moments move as they
+should on average. The random bits are a hash of the number itself, whose last bits no level
+resolves: without a seed or a counter, and the same however the array is divided over devices. Equal
+numbers are rounded alike: a moment that does not change from step to step is rounded the same way
+each time.
 """
 
 import dataclasses
@@ -37,9 +45,7 @@ from actjax.kernels.noise import random_words
 GROUP = 128
 """Values of a first moment that share a scale."""
 DECADES = 2
-"""Decades of the signed map below the top one: three bits of magnitude."""
-LOWEST = 10.0**-DECADES
-"""The lowest level above zero, as a share of the largest magnitude of a group."""
+"""Decades of the published signed map below the top one: three bits of magnitude."""
 _SHIFTS = np.array([[0], [4]], np.int32)
 """Bits below the lower and below the upper half of a group in its bytes."""
 
@@ -47,23 +53,30 @@ _SHIFTS = np.array([[0], [4]], np.int32)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SignedFourBit:
-    """An array in 4 bits, in groups along its last axis with a scale each.
+    """An array in 4 bits, in groups along its last axis, with scales of groups, rows and columns.
 
     Byte `j` of a group holds its values `j` and, in the upper half, `j + group / 2`.
 
     Attributes:
-      codes: two values a byte, uint8 [..., groups * group / 2]: sliced and sharded like the array.
-      scales: largest magnitude of each group, float32 [..., groups].
+      codes: two values a byte, uint8 [..., d, groups * group / 2]: sliced and sharded like the
+        array.
+      scales: largest magnitude of each group, after it was divided by the smaller of the scales of
+        its row and its column, float32 [..., d, groups].
+      rows: largest magnitude of each row, float32 [..., d, 1]; None for the published form, which
+        has scales of groups only, and levels spaced by decades.
+      columns: largest magnitude of each column, float32 [..., 1, n], or None.
       width: length of the last axis of the array. Static.
       group: values in a group; the last group of a row may be padded with zeros. Static.
       dtype: dtype of the array. Static.
       stochastic: whether values are rounded stochastically. Static.
     """
 
-    arrays: ClassVar = ("codes", "scales")
+    arrays: ClassVar = ("codes", "scales", "rows", "columns")
 
     codes: Any
     scales: Any
+    rows: Any
+    columns: Any
     width: int = dataclasses.field(metadata={"static": True})
     group: int = dataclasses.field(metadata={"static": True})
     dtype: Any = dataclasses.field(metadata={"static": True})
@@ -81,26 +94,47 @@ class SignedFourBit:
         """Returns the array."""
         # Two's complement of four bits.
         index = (unpack(self.codes, self.group) ^ 8) - 8
-        unit = dynamic_level(jnp.abs(index).astype(jnp.float32), DECADES)
+        size = jnp.abs(index).astype(jnp.float32)
+        unit = dynamic_level(size, DECADES) if self.rows is None else signed_level(size)
         values = jnp.where(index < 0, -unit, unit) * self.scales[..., None]
-        return _joined(values, self.width).astype(self.dtype)
+        values = _joined(values, self.width)
+        if self.rows is not None:
+            values *= jnp.minimum(self.rows, self.columns)
+        return values.astype(self.dtype)
 
     def encode(self, x: jax.Array) -> "SignedFourBit":
         """Returns another array of the same shape in the same form.
 
-        Error: half the distance between two levels, which are 0, 0.01, 0.055, 0.1, 0.325, 0.55,
-        0.775 and 1 times the largest magnitude of the group. Rounded stochastically, it is less
-        than the whole distance, and without bias above 0.01.
+        Error: half the distance between two levels, which are 0, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8 and 1
+        times the scales (published: 0, 0.01, 0.055, 0.1, 0.325, 0.55, 0.775 and 1). Rounded
+        stochastically, it is less than the whole distance, and without bias.
         """
-        parts = [self._encode(groups) for groups in _grouped(x.astype(jnp.float32), self.group)]
-        codes, scales = (jnp.concatenate(part, axis=-1) for part in zip(*parts, strict=True))
-        return dataclasses.replace(self, codes=codes, scales=scales)
+        x = x.astype(jnp.float32)
+        if self.rows is None:
+            return self._encoded(x, x, None, None)
+        return self.encode_with(largest_of_row(x)[..., None], largest_of_column(x)[..., None, :], x)
 
-    def _encode(self, groups: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def encode_with(self, rows: jax.Array, columns: jax.Array, x: jax.Array) -> "SignedFourBit":
+        """Returns `encode(x)`, whose scales of rows and columns are given."""
+        x = x.astype(jnp.float32)
+        scaled = times_inverse(x, jnp.maximum(inverse_of(rows), inverse_of(columns)))
+        return self._encoded(x, scaled, rows, columns)
+
+    def _encoded(self, x: jax.Array, scaled: jax.Array, rows: Any, columns: Any) -> "SignedFourBit":
+        offset = fraction_of_hash(x) if self.stochastic else jnp.full(x.shape, 0.5, jnp.float32)
+        parts = zip(_grouped(scaled, self.group), _grouped(offset, self.group), strict=True)
+        coded = [self._encoded_groups(*part) for part in parts]
+        codes, scales = (jnp.concatenate(part, axis=-1) for part in zip(*coded, strict=True))
+        return dataclasses.replace(self, codes=codes, scales=scales, rows=rows, columns=columns)
+
+    def _encoded_groups(self, groups: jax.Array, offset: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns codes and scales of some groups, [..., groups, group]."""
         scales = largest_of_row(groups)
         size = times_inverse(jnp.abs(groups), inverse_of(scales)[..., None])
-        index = signed_index(size, groups, self.stochastic)
+        if self.rows is None:
+            index = dynamic_index(size, DECADES, offset).astype(jnp.int32)
+        else:
+            index = signed_index(size, offset)
         return pack(jnp.where(groups < 0, -index, index) & 15), scales
 
 
@@ -163,18 +197,33 @@ class RankOneFourBit:
 
 
 def signed_zeros(
-    shape: Sequence[int], dtype: Any, group: int = GROUP, *, stochastic: bool = True
+    shape: Sequence[int],
+    dtype: Any,
+    group: int = GROUP,
+    *,
+    stochastic: bool = True,
+    published: bool = False,
 ) -> SignedFourBit:
     """Returns zeros in 4 bits; `.encode(x)` brings an array into this form.
 
-    Storage: half a byte per value and 4 bytes per group. No group crosses the end of a row. The
-    last group of a row is stored whole.
+    Storage: half a byte per value and 4 bytes per group, row and column. No group crosses the end
+    of a row. The last group of a row is stored whole.
+
+    Args:
+      shape: shape of a matrix, or of a stack of them.
+      dtype: dtype of the array.
+      group: values that share a scale.
+      stochastic: whether values are rounded stochastically.
+      published: whether only groups have scales, with the levels of Li et al.
     """
+    _check_matrix("first", shape)
     group = _fitted(group, shape[-1])
     groups = -(-shape[-1] // group)
     codes = jnp.zeros((*shape[:-1], groups * group // 2), jnp.uint8)
     scales = jnp.zeros((*shape[:-1], groups), jnp.float32)
-    return SignedFourBit(codes, scales, shape[-1], group, jnp.dtype(dtype), stochastic)
+    rows, columns = (None, None) if published else _zero_scales(shape)
+    dtype = jnp.dtype(dtype)
+    return SignedFourBit(codes, scales, rows, columns, shape[-1], group, dtype, stochastic)
 
 
 def rank_one_zeros(
@@ -187,31 +236,26 @@ def rank_one_zeros(
     Raises:
       ValueError: the shape is not that of a matrix.
     """
-    if len(shape) < 2:
-        raise ValueError(
-            f"a second moment in 4 bits has a scale for each row and each column: got the shape"
-            f" {tuple(shape)}, which is no matrix."
-        )
+    _check_matrix("second", shape)
     group = _fitted(group, shape[-1])
     codes = jnp.zeros((*shape[:-1], -(-shape[-1] // group) * group // 2), jnp.uint8)
-    rows = jnp.zeros((*shape[:-1], 1), jnp.float32)
-    columns = jnp.zeros((*shape[:-2], 1, shape[-1]), jnp.float32)
-    return RankOneFourBit(codes, rows, columns, group, jnp.dtype(dtype), stochastic)
+    return RankOneFourBit(codes, *_zero_scales(shape), group, jnp.dtype(dtype), stochastic)
 
 
-def signed_index(size: jax.Array, x: jax.Array, stochastic: bool) -> jax.Array:
-    """Returns the level of magnitudes in [0, 1] of the signed map, int32.
+def signed_index(size: jax.Array, offset: jax.typing.ArrayLike) -> jax.Array:
+    """Returns the nearest level of magnitudes in [0, 1], int32; arguments as `dynamic_index`.
 
-    Below the lowest level, 0.01, all round to the nearest: a number far below it would otherwise
-    become 0.01 of the largest of its group by chance, beside a second moment of its own size.
-
-    Args:
-      size: the magnitudes, float32.
-      x: the numbers before they were divided by a scale, whose bits decide.
-      stochastic: whether other numbers are rounded stochastically.
+    The levels are 0, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8 and 1: the smaller of two lines through them.
     """
-    offset = jnp.where(size < LOWEST, 0.5, fraction_of_hash(x)) if stochastic else 0.5
-    return dynamic_index(size, DECADES, offset).astype(jnp.int32)
+    line, upper = size * 10.0, size * 5.0 + 2.0
+    index = jnp.floor(jnp.where(upper < line, upper, line) + offset)
+    return jnp.where(index < 7, index, 7).astype(jnp.int32)
+
+
+def signed_level(index: jax.Array) -> jax.Array:
+    """Returns the magnitude of levels of `signed_index`, which are whole numbers in float32."""
+    level, upper = index * 0.1, index * 0.2 - 0.4
+    return jnp.where(upper > level, upper, level)
 
 
 def linear_index(size: jax.Array, offset: jax.typing.ArrayLike) -> jax.Array:
@@ -242,6 +286,20 @@ def unpack(codes: jax.Array, group: int) -> jax.Array:
     halves = codes.reshape(*codes.shape[:-1], -1, 1, group // 2).astype(jnp.int32)
     # Shifts of the same bytes: XLA for CPUs writes joined halves to memory.
     return ((halves >> _SHIFTS) & 15).reshape(*codes.shape[:-1], -1, group)
+
+
+def _check_matrix(moment: str, shape: Sequence[int]) -> None:
+    if len(shape) < 2:
+        raise ValueError(
+            f"a {moment} moment in 4 bits has a scale for each row and each column: got the shape"
+            f" {tuple(shape)}, which is no matrix."
+        )
+
+
+def _zero_scales(shape: Sequence[int]) -> tuple[jax.Array, jax.Array]:
+    """Returns zeros for the scales of rows and of columns."""
+    rows = jnp.zeros((*shape[:-1], 1), jnp.float32)
+    return rows, jnp.zeros((*shape[:-2], 1, shape[-1]), jnp.float32)
 
 
 def _fitted(group: int, width: int) -> int:

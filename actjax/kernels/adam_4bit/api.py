@@ -28,14 +28,14 @@ def adam_4bit(
 ) -> tuple[jax.Array, SignedFourBit, RankOneFourBit]:
     """Returns `m / (1 - b1^t) / (sqrt(v / (1 - b2^t) + eps_root) + eps)` and the new moments.
 
-    The moments are those of `adam_8bit`. The scales of the second one are the largest values of its
-    rows and columns, which are known only after a pass over all of it: a first program computes the
-    new second moment to find them, a second one computes it again with everything else. Each reads
-    the gradient and the codes once.
+    The moments are those of `adam_8bit`. Their scales are the largest magnitudes of rows and
+    columns, which are known only after a pass over everything: a first program computes the new
+    moments to find them, a second one computes them again with everything else. Each reads the
+    gradient and the codes once.
 
     Args:
       grad: `g`, [..., d, n].
-      mu: `m`, of the same shape.
+      mu: `m`, of the same shape, with scales of rows and columns.
       nu: `v`, of the same shape.
       corrections: `1 - b1^t` and `1 - b2^t`, float32 [2].
       b1: decay of the first moment.
@@ -57,42 +57,41 @@ def adam_4bit(
     width = jax.ShapeDtypeStruct((*mu.scales.shape[:-1], mu.width), mu.dtype)
     check_shape("adam_4bit", "mu", width, (*stack, d, n))
     check_shape("adam_4bit", "corrections", corrections, (2,))
-    by_tile, by_step = MAXIMA(grad, nu, implementation=implementation, b2=b2)
+    if mu.rows is None:
+        raise ValueError(
+            "`mu` of adam_4bit must have scales of rows and columns: this one is in the published"
+            " form, which actjax.optim.four_bit takes."
+        )
+    decays = {"b1": b1, "b2": b2}
+    maxima = MAXIMA(grad, mu, nu, implementation=implementation, **decays)
     # Across devices too, where they divide rows or columns.
-    rows = jnp.max(by_tile, axis=-1, keepdims=True)
-    columns = jnp.max(by_step, axis=-2, keepdims=True)
-    hyper = {"b1": b1, "b2": b2, "eps": eps, "eps_root": eps_root}
-    args = grad, mu, nu, rows, columns, corrections
-    return KERNEL(*args, implementation=implementation, **hyper)
-
-
-def _refuses_maxima(grad: jax.Array, nu: RankOneFourBit, **hyper: float) -> str | None:
-    del hyper
-    if grad.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        return f"takes gradients of 16 or 32 bits, got {grad.dtype}"
-    group = nu.group
-    if group & (group - 1) or not 32 <= group <= reference.TILE:
-        return f"takes groups of 32, 64, ... {reference.TILE} values, got {group}"
-    if jnp.dtype(nu.dtype) != jnp.float32:
-        return f"takes moments of float32, got {nu.dtype}"
-    return f"takes arrays that are not empty, got {grad.shape}" if grad.size == 0 else None
+    scales = [jnp.max(x, axis=-1 - i % 2, keepdims=True) for i, x in enumerate(maxima)]
+    args = grad, mu, nu, *scales, corrections
+    return KERNEL(*args, implementation=implementation, **decays, eps=eps, eps_root=eps_root)
 
 
 def _refuses(
     grad: jax.Array, mu: SignedFourBit, nu: RankOneFourBit, *args: jax.Array, **hyper: float
 ) -> str | None:
-    del args
+    del args, hyper
+    if grad.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"takes gradients of 16 or 32 bits, got {grad.dtype}"
     if mu.group != nu.group:
         return f"takes groups of one size, got {mu.group} and {nu.group}"
-    if jnp.dtype(mu.dtype) != jnp.float32:
-        return f"takes moments of float32, got {mu.dtype}"
-    return _refuses_maxima(grad, nu, **hyper)
+    if mu.group & (mu.group - 1) or not 32 <= mu.group <= reference.TILE:
+        return f"takes groups of 32, 64, ... {reference.TILE} values, got {mu.group}"
+    for moment in (mu, nu):
+        if jnp.dtype(moment.dtype) != jnp.float32:
+            return f"takes moments of float32, got {moment.dtype}"
+    return f"takes arrays that are not empty, got {grad.shape}" if grad.size == 0 else None
 
 
-def _dims_maxima(result: Any, grad: jax.Array, nu: RankOneFourBit, **_: float) -> tuple:
+def _dims_maxima(
+    result: Any, grad: jax.Array, mu: SignedFourBit, nu: RankOneFourBit, **_: float
+) -> tuple:
     *stack, d, n = grad.shape
     whole, of_rows, of_columns = _axes(len(stack), d % STEP == 0, n % reference.TILE == 0)
-    return (whole, _of_nu(nu, whole, of_rows, of_columns)), (whole, whole)
+    return (whole, *_moments(mu, nu, whole, of_rows, of_columns)), (whole,) * 4
 
 
 def _dims(
@@ -106,10 +105,9 @@ def _dims(
     # Groups must not cross devices.
     apart = grad.shape[-1] % mu.group == 0 and mu.group == nu.group
     whole, of_rows, of_columns = _axes(grad.ndim - 2, True, apart)
-    first = dataclasses.replace(mu, codes=whole, scales=whole)
-    second = _of_nu(nu, whole, of_rows, of_columns)
-    arguments = whole, first, second, of_rows, of_columns, Dims.whole(args[-1])
-    return arguments, (whole, first, second)
+    moments = _moments(mu, nu, whole, of_rows, of_columns)
+    scales = of_rows, of_columns, of_rows, of_columns
+    return (whole, *moments, *scales, Dims.whole(args[-1])), (whole, *moments)
 
 
 def _axes(stack: int, rows: bool, columns: bool) -> tuple[Dims, Dims, Dims]:
@@ -119,17 +117,22 @@ def _axes(stack: int, rows: bool, columns: bool) -> tuple[Dims, Dims, Dims]:
     return Dims((*names, row, column)), Dims((*names, row, None)), Dims((*names, None, column))
 
 
-def _of_nu(nu: RankOneFourBit, codes: Dims, rows: Dims, columns: Dims) -> RankOneFourBit:
-    return dataclasses.replace(nu, codes=codes, rows=rows, columns=columns)
+def _moments(
+    mu: SignedFourBit, nu: RankOneFourBit, whole: Dims, rows: Dims, columns: Dims
+) -> tuple[SignedFourBit, RankOneFourBit]:
+    """Returns the moments with dims in the place of their arrays."""
+    scales = {"codes": whole, "rows": rows, "columns": columns}
+    return (
+        dataclasses.replace(mu, scales=whole, **scales),
+        dataclasses.replace(nu, **scales),
+    )
 
 
-MAXIMA = Kernel(
-    "adam_4bit_maxima", reference.maxima, pallas.maxima, _refuses_maxima, _dims_maxima
-)  # fmt: skip
-"""From `grad`, `nu` and the option `b2` to the largest values of the new `nu`: of each row in every
-`reference.TILE` columns, [..., d, tiles], and of each column in every `blockwise.STEP` rows,
-[..., steps, n]."""
+MAXIMA = Kernel("adam_4bit_maxima", reference.maxima, pallas.maxima, _refuses, _dims_maxima)
+"""From `grad`, `mu`, `nu` and the options `b1` and `b2` to the largest magnitudes of the new
+moments, first `mu`, then `nu`: of each row in every `reference.TILE` columns, [..., d, tiles], and
+of each column in every `blockwise.STEP` rows, [..., steps, n]."""
 
 KERNEL = Kernel("adam_4bit", reference.adam_4bit, pallas.adam_4bit, _refuses, _dims)
-"""From `grad`, `mu`, `nu`, the largest values of rows and columns of the new `nu`, and
-`corrections`, with the options of `adam_4bit`, to its results."""
+"""From `grad`, `mu`, `nu`, the largest magnitudes of rows and columns of the new `mu` and of the
+new `nu`, and `corrections`, with the options of `adam_4bit`, to its results."""

@@ -11,19 +11,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from actjax.kernels.adam_4bit.reference import TILE
-from actjax.kernels.blockwise import (
-    STEP,
-    dynamic_level,
-    inverse_of,
-    times_inverse,
-)
+from actjax.kernels.blockwise import STEP, inverse_of, times_inverse
 from actjax.kernels.four_bit import (
-    DECADES,
     RankOneFourBit,
     SignedFourBit,
     fraction_of_hash,
     linear_index,
     signed_index,
+    signed_level,
 )
 from actjax.kernels.tiles import both
 
@@ -100,67 +95,66 @@ class _Tile:
 
 
 def maxima(
-    grad: jax.Array, nu: RankOneFourBit, *, b2: float, interpret: bool = False
-) -> tuple[jax.Array, jax.Array]:
-    """As `actjax.kernels.adam_4bit.api.maxima`."""
+    grad: jax.Array,
+    mu: SignedFourBit,
+    nu: RankOneFourBit,
+    *,
+    b1: float,
+    b2: float,
+    interpret: bool = False,
+) -> tuple[jax.Array, ...]:
+    """As `actjax.kernels.adam_4bit.api.MAXIMA`."""
     *stack, d, n = grad.shape
     tiles, steps = pl.cdiv(n, TILE), pl.cdiv(d, STEP)
-    arrays = [*map(_matrices, (grad, nu.codes, nu.rows, nu.columns))]
+    arrays = [*map(_matrices, (grad, *_of_first(mu), *_of_second(nu)))]
     count = arrays[0].shape[0]
 
     def kernel(*refs: Any) -> None:
         program = pl.program_id(0)
-        step, place = program // tiles % steps, program % tiles
-        _maxima(
-            refs,
-            _tile(
-                program // (tiles * steps), step, place, (d, n), nu.group, STEP, TILE // nu.group
-            ),
-            step,
-            place,
-            b2,
-        )
+        matrix, step, place = program // (tiles * steps), program // tiles % steps, program % tiles
+        tile = _tile(matrix, step, place, (d, n), nu.group, STEP, TILE // nu.group)
+        _maxima(refs, tile, step, place, b1, b2)
 
-    rows, columns = pl.pallas_call(
+    shapes = (count, d, tiles), (count, steps, n)
+    found = pl.pallas_call(
         kernel,
         grid=(count * steps * tiles,),
-        out_shape=tuple(
-            jax.ShapeDtypeStruct(shape, jnp.float32)
-            for shape in ((count, d, tiles), (count, steps, n))
-        ),
+        out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in 2 * shapes],
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="actjax_adam_4bit_maxima",
     )(*arrays)
-    return rows.reshape(*stack, d, tiles), columns.reshape(*stack, steps, n)
+    return tuple(x.reshape(*stack, *x.shape[1:]) for x in found)
 
 
-def _maxima(refs: Sequence[Any], tile: _Tile, step: Any, place: Any, b2: float) -> None:
-    """Writes the largest new second moments of the rows and columns of a tile."""
-    grad_ref, codes_ref, rows_ref, columns_ref, by_tile_ref, by_step_ref = refs
-    codes = tile.load(codes_ref, *tile.byte()).astype(jnp.int32)
-    row_scale = tile.load(rows_ref, *tile.of_row())
-    of_rows = []
+def _maxima(refs: Sequence[Any], tile: _Tile, step: Any, place: Any, b1: float, b2: float) -> None:
+    """Writes the largest magnitudes of new moments of the rows and columns of a tile."""
+    grad_ref, moments, results = refs[0], _Moments(refs[1:8], tile), (refs[8:10], refs[10:12])
+    of_rows: list[list[jax.Array]] = [[], []]
     for half in range(2):
         g = tile.load(grad_ref, *tile.number(half)).astype(jnp.float32)
-        column_scale = tile.load(columns_ref, *tile.of_column(half))
-        second = _second(g, codes, half, row_scale, column_scale, b2)
         exists = tile.number(half)[2]
-        if exists is not None:
-            second = jnp.where(exists, second, 0.0)
-        at = jnp.broadcast_to(step, (1, 1, 1)), *tile.of_column(half)[1:]
-        tile.store(by_step_ref, *at, jnp.max(second, axis=0, keepdims=True))
-        of_rows.append(jnp.max(jnp.max(second, axis=2, keepdims=True), axis=1, keepdims=True))
-    largest = jnp.maximum(*of_rows)
-    tile.store(by_tile_ref, tile.row, jnp.broadcast_to(place, (1, 1, 1)), tile.rows_exist, largest)
+        new = jnp.abs(moments.first(g, half, b1)), moments.second(g, half, b2)
+        for i, moment in enumerate(new):
+            if exists is not None:
+                moment = jnp.where(exists, moment, 0.0)
+            at = jnp.broadcast_to(step, (1, 1, 1)), *tile.of_column(half)[1:]
+            tile.store(results[i][1], *at, jnp.max(moment, axis=0, keepdims=True))
+            by_group = jnp.max(moment, axis=2, keepdims=True)
+            of_rows[i].append(jnp.max(by_group, axis=1, keepdims=True))
+    at = tile.row, jnp.broadcast_to(place, (1, 1, 1)), tile.rows_exist
+    for (by_tile_ref, _), halves in zip(results, of_rows, strict=True):
+        tile.store(by_tile_ref, *at, jnp.maximum(*halves))
 
 
 def adam_4bit(
     grad: jax.Array,
     mu: SignedFourBit,
     nu: RankOneFourBit,
-    rows: jax.Array,
-    columns: jax.Array,
+    mu_rows: jax.Array,
+    mu_columns: jax.Array,
+    nu_rows: jax.Array,
+    nu_columns: jax.Array,
     corrections: jax.Array,
     *,
     interpret: bool = False,
@@ -171,39 +165,34 @@ def adam_4bit(
     tile_groups = max(1, min(_NUMBERS // mu.group, pl.next_power_of_2(pl.cdiv(n, mu.group)), 4))
     tile_rows = _NUMBERS // (tile_groups * mu.group)
     tiles, steps = pl.cdiv(pl.cdiv(n, mu.group), tile_groups), pl.cdiv(d, tile_rows)
-    given = (grad, mu.codes, mu.scales, nu.codes, nu.rows, nu.columns, rows, columns)
-    arrays = [*map(_matrices, given)]
+    new_scales = mu_rows, mu_columns, nu_rows, nu_columns
+    arrays = [*map(_matrices, (grad, *_of_first(mu), *_of_second(nu), *new_scales))]
     count = arrays[0].shape[0]
-    dtypes = jnp.float32, jnp.uint8, jnp.float32, jnp.uint8
+    results = (grad, jnp.float32), (mu.codes, jnp.uint8), (mu.scales, jnp.float32)
     stochastic = mu.stochastic, nu.stochastic
 
     def kernel(*refs: Any) -> None:
         program = pl.program_id(0)
-        tile = _tile(
-            program // (tiles * steps),
-            program // tiles % steps,
-            program % tiles,
-            (d, n),
-            mu.group,
-            tile_rows,
-            tile_groups,
-        )
+        matrix, step, place = program // (tiles * steps), program // tiles % steps, program % tiles
+        tile = _tile(matrix, step, place, (d, n), mu.group, tile_rows, tile_groups)
         _update(refs, tile, stochastic, **hyper)
 
     update, *codes = pl.pallas_call(
         kernel,
         grid=(count * steps * tiles,),
-        out_shape=tuple(
-            jax.ShapeDtypeStruct(x.shape, dtype)
-            for x, dtype in zip(arrays[:4], dtypes, strict=True)
-        ),
+        out_shape=[
+            jax.ShapeDtypeStruct((count, *x.shape[-2:]), dtype)
+            for x, dtype in (*results, (nu.codes, jnp.uint8))
+        ],
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="actjax_adam_4bit",
     )(*arrays, corrections)
     mu_codes, scales, nu_codes = (x.reshape(*stack, *x.shape[1:]) for x in codes)
-    new_mu = dataclasses.replace(mu, codes=mu_codes, scales=scales)
-    new_nu = dataclasses.replace(nu, codes=nu_codes, rows=rows, columns=columns)
+    new_mu = dataclasses.replace(
+        mu, codes=mu_codes, scales=scales, rows=mu_rows, columns=mu_columns
+    )
+    new_nu = dataclasses.replace(nu, codes=nu_codes, rows=nu_rows, columns=nu_columns)
     return update.reshape(grad.shape), new_mu, new_nu
 
 
@@ -216,57 +205,87 @@ def _update(
     b1: float, b2: float, eps: float, eps_root: float,
 ) -> None:  # fmt: skip
     """Updates the moments of a tile, and writes its update."""
-    grad_ref, mu_ref, scales_ref, nu_ref, *of_nu, corrections_ref = refs[:9]
-    rows_ref, columns_ref, new_rows_ref, new_columns_ref = of_nu
-    update_ref, new_mu_ref, new_scales_ref, new_nu_ref = refs[9:]
-    mu_codes, nu_codes = (
-        tile.load(ref, *tile.byte()).astype(jnp.int32) for ref in (mu_ref, nu_ref)
+    grad_ref, moments, corrections_ref = refs[0], _Moments(refs[1:8], tile), refs[12]
+    mu_rows_ref, mu_columns_ref, nu_rows_ref, nu_columns_ref = refs[8:12]
+    update_ref, new_mu_ref, new_scales_ref, new_nu_ref = refs[13:]
+    mu_row, nu_row = (
+        inverse_of(tile.load(ref, *tile.of_row())) for ref in (mu_rows_ref, nu_rows_ref)
     )
-    scale = tile.load(scales_ref, *tile.of_group())
-    row_scale = tile.load(rows_ref, *tile.of_row())
-    row_inverse = inverse_of(tile.load(new_rows_ref, *tile.of_row()))
     first_factor, second_factor = 1 / corrections_ref[0], 1 / corrections_ref[1]
-    firsts, nu_bytes = [], jnp.zeros_like(nu_codes)
+    firsts, nu_bytes = [], jnp.zeros_like(moments.nu_codes)
     for half in range(2):
         place = tile.number(half)
         g = tile.load(grad_ref, *place).astype(jnp.float32)
-        column_scale = tile.load(columns_ref, *tile.of_column(half))
-        first = np.float32(b1) * (_signed(mu_codes, half) * scale) + np.float32(1 - b1) * g
-        second = _second(g, nu_codes, half, row_scale, column_scale, b2)
+        first, second = moments.first(g, half, b1), moments.second(g, half, b2)
         root = jnp.sqrt(second * second_factor + np.float32(eps_root))
         tile.store(update_ref, *place, first * first_factor / (root + np.float32(eps)))
-        column_inverse = inverse_of(tile.load(new_columns_ref, *tile.of_column(half)))
-        size = times_inverse(second, jnp.maximum(row_inverse, column_inverse))
+        mu_column, nu_column = (
+            inverse_of(tile.load(ref, *tile.of_column(half)))
+            for ref in (mu_columns_ref, nu_columns_ref)
+        )
+        size = times_inverse(second, jnp.maximum(nu_row, nu_column))
         index = linear_index(size, fraction_of_hash(second) if stochastic[1] else 0.5)
+        scaled = times_inverse(first, jnp.maximum(mu_row, mu_column))
         if place[2] is not None:
-            index, first = jnp.where(place[2], index, 0), jnp.where(place[2], first, 0.0)
+            index, scaled = jnp.where(place[2], index, 0), jnp.where(place[2], scaled, 0.0)
         nu_bytes = nu_bytes | index << 4 * half
-        firsts.append(first)
+        firsts.append((scaled, fraction_of_hash(first) if stochastic[0] else 0.5))
     tile.store(new_nu_ref, *tile.byte(), nu_bytes)
-    new_scale = jnp.max(jnp.maximum(*map(jnp.abs, firsts)), axis=2, keepdims=True)
-    inverse, mu_bytes = inverse_of(new_scale), jnp.zeros_like(mu_codes)
-    for half, first in enumerate(firsts):
-        size = times_inverse(jnp.abs(first), inverse)
-        index = signed_index(size, first, stochastic[0])
-        mu_bytes = mu_bytes | (jnp.where(first < 0, -index, index) & 15) << 4 * half
+    largest = jnp.maximum(*(jnp.abs(scaled) for scaled, _ in firsts))
+    new_scale = jnp.max(largest, axis=2, keepdims=True)
+    inverse, mu_bytes = inverse_of(new_scale), jnp.zeros_like(moments.mu_codes)
+    for half, (scaled, offset) in enumerate(firsts):
+        index = signed_index(times_inverse(jnp.abs(scaled), inverse), offset)
+        mu_bytes = mu_bytes | (jnp.where(scaled < 0, -index, index) & 15) << 4 * half
     tile.store(new_mu_ref, *tile.byte(), mu_bytes)
     tile.store(new_scales_ref, *tile.of_group(), new_scale)
 
 
-def _signed(codes: jax.Array, half: int) -> jax.Array:
-    """Returns the levels of a half of the bytes, as `four_bit.SignedFourBit.decode`."""
-    index = ((codes >> 4 * half) & 15 ^ 8) - 8
-    level = dynamic_level(jnp.abs(index).astype(jnp.float32), DECADES)
-    return jnp.where(index < 0, -level, level)
+def _of_first(mu: SignedFourBit) -> tuple[jax.Array, ...]:
+    return mu.codes, mu.scales, mu.rows, mu.columns
 
 
-def _second(
-    g: jax.Array, codes: jax.Array, half: int, rows: jax.Array, columns: jax.Array, b2: float
-) -> jax.Array:
-    """Returns the new second moments of a half of the bytes."""
-    level = ((codes >> 4 * half) & 15).astype(jnp.float32)
-    old = (level + 1) * np.float32(1 / 16) * jnp.minimum(rows, columns)
-    return np.float32(b2) * old + np.float32(1 - b2) * (g * g)
+def _of_second(nu: RankOneFourBit) -> tuple[jax.Array, ...]:
+    return nu.codes, nu.rows, nu.columns
+
+
+class _Moments:
+    """The moments of a tile, in registers.
+
+    Attributes:
+      mu_codes: bytes of the first moment, int32.
+      nu_codes: bytes of the second one, int32.
+    """
+
+    def __init__(self, refs: Sequence[Any], tile: _Tile) -> None:
+        """Loads the moments from the arrays of `_of_first` and of `_of_second`."""
+        mu_ref, scales_ref, mu_rows_ref, self._mu_columns, nu_ref, nu_rows_ref, self._nu_columns = (
+            refs
+        )
+        self.mu_codes, self.nu_codes = (
+            tile.load(ref, *tile.byte()).astype(jnp.int32) for ref in (mu_ref, nu_ref)
+        )
+        self._scale = tile.load(scales_ref, *tile.of_group())
+        self._mu_rows, self._nu_rows = (
+            tile.load(ref, *tile.of_row()) for ref in (mu_rows_ref, nu_rows_ref)
+        )
+        self._tile = tile
+
+    def first(self, g: jax.Array, half: int, b1: float) -> jax.Array:
+        """Returns the new first moments of a half of the bytes."""
+        index = ((self.mu_codes >> 4 * half) & 15 ^ 8) - 8
+        level = signed_level(jnp.abs(index).astype(jnp.float32))
+        columns = self._tile.load(self._mu_columns, *self._tile.of_column(half))
+        old = jnp.where(index < 0, -level, level) * self._scale
+        old *= jnp.minimum(self._mu_rows, columns)
+        return np.float32(b1) * old + np.float32(1 - b1) * g
+
+    def second(self, g: jax.Array, half: int, b2: float) -> jax.Array:
+        """Returns the new second moments of a half of the bytes."""
+        level = ((self.nu_codes >> 4 * half) & 15).astype(jnp.float32)
+        columns = self._tile.load(self._nu_columns, *self._tile.of_column(half))
+        old = (level + 1) * np.float32(1 / 16) * jnp.minimum(self._nu_rows, columns)
+        return np.float32(b2) * old + np.float32(1 - b2) * (g * g)
 
 
 def _tile(
