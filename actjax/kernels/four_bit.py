@@ -118,7 +118,7 @@ class SignedFourBit:
         """Returns `encode(x)`, whose scales of rows and columns are given."""
         x = x.astype(jnp.float32)
         scaled = times_inverse(x, jnp.maximum(inverse_of(rows), inverse_of(columns)))
-        return self._encoded(x, scaled, rows, columns)
+        return self._encoded(x, scaled.astype(jnp.float32), rows, columns)
 
     def _encoded(self, x: jax.Array, scaled: jax.Array, rows: Any, columns: Any) -> "SignedFourBit":
         offset = fraction_of_hash(x) if self.stochastic else jnp.full(x.shape, 0.5, jnp.float32)

@@ -13,22 +13,24 @@ from benchmarks.kernel_cases.case import Case, normal
 def _maxima_arguments(
     key: jax.Array, tokens: int, features: int, dtype: Any, group: int
 ) -> tuple[Any, ...]:
-    keys, shape = jax.random.split(key, 2), (tokens, features)
-    nu = rank_one_zeros(shape, jnp.float32, group)
-    return normal(keys[0], shape, dtype), nu.encode(normal(keys[1], shape, jnp.float32) ** 2)
+    keys, shape = jax.random.split(key, 3), (tokens, features)
+    first, second = (normal(key, shape, jnp.float32) for key in keys[1:])
+    mu, nu = (make(shape, jnp.float32, group) for make in (signed_zeros, rank_one_zeros))
+    return normal(keys[0], shape, dtype), mu.encode(first), nu.encode(second**2)
 
 
 def _arguments(
     key: jax.Array, tokens: int, features: int, dtype: Any, group: int
 ) -> tuple[Any, ...]:
     keys = jax.random.split(key, 5)
-    grad, nu = _maxima_arguments(keys[0], tokens, features, dtype, group)
-    shape = grad.shape
-    mu = signed_zeros(shape, jnp.float32, group).encode(normal(keys[1], shape, jnp.float32))
     # Scales of any size: values above them take the highest level.
-    rows = 0.1 + normal(keys[2], (tokens, 1), jnp.float32) ** 2
-    columns = 0.1 + normal(keys[3], (1, features), jnp.float32) ** 2
-    return grad, mu, nu, rows, columns, jnp.asarray([0.19, 0.002], jnp.float32)
+    rows, columns = (tokens, 1), (1, features)
+    scales = (
+        0.1 + normal(key, shape, jnp.float32) ** 2
+        for key, shape in zip(keys[1:], (rows, columns) * 2, strict=True)
+    )
+    corrections = jnp.asarray([0.19, 0.002], jnp.float32)
+    return *_maxima_arguments(keys[0], tokens, features, dtype, group), *scales, corrections
 
 
 def _cases(make: Any, options: dict[str, float]) -> tuple[Case, ...]:
@@ -52,5 +54,5 @@ def _cases(make: Any, options: dict[str, float]) -> tuple[Case, ...]:
     )
 
 
-MAXIMA_CASES = _cases(_maxima_arguments, {"b2": 0.999})
+MAXIMA_CASES = _cases(_maxima_arguments, {"b1": 0.9, "b2": 0.999})
 CASES = _cases(_arguments, {"b1": 0.9, "b2": 0.999, "eps": 1e-8, "eps_root": 0.0})

@@ -117,11 +117,18 @@ def _nearest(values: Array, levels: Array) -> tuple[Array, Mask]:
     return rounded, np.min(np.abs(values[..., None] - middles), axis=-1) <= TIE
 
 
-def quantize_blocks(x: npt.ArrayLike, block: int, bits: int) -> tuple[Array, Mask]:
+SIGNED_LEVELS = np.array([0, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1])
+"""Magnitudes of a first moment in 4 bits that was divided by scales of rows and columns."""
+
+
+def quantize_blocks(
+    x: npt.ArrayLike, block: int, bits: int, levels: Array | None = None
+) -> tuple[Array, Mask]:
     """Returns `x` after encoding and decoding in blocks along its last axis, and where ties are.
 
     The scale of a block is its largest magnitude; `|x| / scale` is rounded to the nearest of
-    `signed_dynamic_levels(bits)` and keeps the sign of `x`. A block of zeros stays so.
+    `levels`, `signed_dynamic_levels(bits)` by default, and keeps the sign of `x`. A block of zeros
+    stays so.
     Source: Li et al. (2023), section 2.2 (block-wise normalization) and section 3 (B128/DE for the
     first moment). Their blocks run over the flattened tensor, and these begin anew in each row.
 
@@ -129,8 +136,9 @@ def quantize_blocks(x: npt.ArrayLike, block: int, bits: int) -> tuple[Array, Mas
       x: [..., n].
       block: values that share a scale; the last block of a row may be shorter.
       bits: bits of a code.
+      levels: magnitudes, ascending.
     """
-    x, levels = _f64(x), signed_dynamic_levels(bits)
+    x, levels = _f64(x), signed_dynamic_levels(bits) if levels is None else levels
     decoded, ties = np.zeros_like(x), np.zeros(x.shape, np.bool_)
     for start in range(0, x.shape[-1], block):
         part = x[..., start : start + block]
@@ -139,6 +147,24 @@ def quantize_blocks(x: npt.ArrayLike, block: int, bits: int) -> tuple[Array, Mas
         decoded[..., start : start + block] = np.sign(part) * level * scale
         ties[..., start : start + block] = near
     return decoded, ties
+
+
+def quantize_signed(m: npt.ArrayLike, block: int = 128) -> tuple[Array, Mask]:
+    """Returns `m` after rounding with scales of rows, columns and blocks, and the ties.
+
+    `m_ij` is divided by the smaller of the largest magnitudes of its row and of its column (Li et
+    al., 2023, section 4.2, which they use for second moments). The rest is rounded in blocks, to
+    `SIGNED_LEVELS`.
+
+    Args:
+      m: [d, n].
+      block: values of a row that share a scale.
+    """
+    m = _f64(m)
+    size = np.abs(m)
+    scale = np.minimum(size.max(axis=1, keepdims=True), size.max(axis=0, keepdims=True))
+    decoded, ties = quantize_blocks(_ratio(m, scale), block, 4, SIGNED_LEVELS)
+    return decoded * scale, ties & (scale > 0)
 
 
 def quantize_rank_one(v: npt.ArrayLike, bits: int = 4) -> tuple[Array, Mask]:
@@ -178,12 +204,13 @@ def adam_4bit_step(
     b2: float,
     eps: float,
     block: int = 128,
+    published: bool = False,
 ) -> tuple[Array, FourBitState]:
     """Returns the update of Adam with moments of 4 bits, and the new state.
 
     `m = b1 dec(m) + (1 - b1) g` and `v = b2 dec(v) + (1 - b2) g²`; the update is
     `m̂ / (sqrt(v̂) + eps)` of these, before they are rounded for the state.
-    Source: Li et al. (2023), Algorithm 1 and equation 1, with section 3 for `m` and 4.2 for `v`.
+    Source: Li et al. (2023), Algorithm 1 and equation 1, with section 4.2 for `v`, and for `m` too.
 
     Args:
       g: gradient [d, n].
@@ -193,11 +220,12 @@ def adam_4bit_step(
       b2: decay of the second moment.
       eps: added to the root of the second moment.
       block: values of a row of `m` that share a scale.
+      published: whether `m` is rounded as in their section 3, without scales of rows and columns.
     """
     update, new = adam_step(g, AdamState(state.m, state.v), t, b1, b2, eps)
     assert new.m is not None
     assert new.v is not None
-    m, m_ties = quantize_blocks(new.m, block, 4)
+    m, m_ties = quantize_blocks(new.m, block, 4) if published else quantize_signed(new.m, block)
     v, v_ties = quantize_rank_one(new.v, 4)
     ties = m_ties | v_ties if state.ties is None else m_ties | v_ties | state.ties
     return update, FourBitState(m, v, ties)

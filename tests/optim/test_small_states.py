@@ -92,6 +92,12 @@ CASES = {
         FourBitState(),
         1e-4,
     ),
+    "four_bit, published": (
+        NEAREST(optax.scale_by_adam(B1, B2, EPS), first_moment="published"),
+        lambda g, s, t, _: adam_4bit_step(g, s, t, B1, B2, EPS, published=True),
+        FourBitState(),
+        1e-4,
+    ),
     "factored": (
         optim.scale_by_factored_adam(B1, B2, EPS),
         lambda g, s, t, _: factored_adam_step(g, s, t, B1, B2, EPS),
@@ -352,6 +358,7 @@ def test_bad_arguments_are_named():
     for make, message in (
         (lambda: optim.four_bit(adam, group=3), "`group` of four_bit must be even"),
         (lambda: optim.four_bit(adam, rounding="up"), "`rounding` of four_bit must be one of"),
+        (lambda: optim.four_bit(adam, first_moment="x"), "`first_moment` of four_bit must be one"),
         (lambda: optim.scale_by_factored_adam(b2=1.0), r"`b2` of scale_by_factored_adam must be"),
         (lambda: optim.scale_by_factored_adam(eps_squared=0), "`eps_squared` .* above 0, got 0"),
         (lambda: optim.apollo(adam, 0), "`rank` of apollo must be an integer >= 1"),

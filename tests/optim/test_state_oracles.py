@@ -28,6 +28,7 @@ from optim.state_oracles import (
     newton_schulz,
     quantize_blocks,
     quantize_rank_one,
+    quantize_signed,
     signed_dynamic_levels,
 )
 
@@ -91,6 +92,18 @@ def test_blocks_begin_anew_in_each_row_and_are_kept_by_a_second_rounding(rng):
     assert np.all(np.abs(once - x) <= bound * (1 + 1e-12))
 
 
+def test_scales_of_rows_and_columns_of_a_small_matrix():
+    # Scales: rows 10, 1 and columns 10, 2; divided: [[1, -0.2], [0.45, 1]], of scales 1 and 1.
+    decoded, ties = quantize_signed([[10, -0.42], [0.44, 2]])
+    np.testing.assert_allclose(decoded, [[10, -0.4], [0.4, 2]], rtol=1e-12)
+    assert not ties.any()
+    # In blocks of one, every number is its own scale.
+    m = [[10, -0.42, 0], [0.44, 2, 0]]
+    np.testing.assert_allclose(quantize_signed(m, 1)[0], m, rtol=1e-12)
+    _, ties = quantize_signed([[1, 0.35], [0, 1]])
+    np.testing.assert_array_equal(ties, [[False, True], [False, False]])
+
+
 def test_rank_one_of_a_small_matrix():
     v = [[16, 4, 0], [1, 0.3, 0], [0, 0, 0]]
     # Scales: rows 16, 1, 0 and columns 16, 4, 0.
@@ -123,7 +136,9 @@ def test_adam_of_4_bits_rounds_its_state_and_not_its_update(rng):
     first, state = adam_4bit_step(grads[0], FourBitState(), 1, **ADAM, block=16)
     np.testing.assert_allclose(first, adam_of_past(grads[:1], **ADAM), rtol=1e-12)
     m, v = 0.1 * grads[0], 0.01 * grads[0] ** 2
-    np.testing.assert_allclose(state.m, quantize_blocks(m, 16, 4)[0], rtol=1e-12)
+    np.testing.assert_allclose(state.m, quantize_signed(m, 16)[0], rtol=1e-12)
+    _, published = adam_4bit_step(grads[0], FourBitState(), 1, **ADAM, block=16, published=True)
+    np.testing.assert_allclose(published.m, quantize_blocks(m, 16, 4)[0], rtol=1e-12)
     np.testing.assert_allclose(state.v, quantize_rank_one(v)[0], rtol=1e-12)
     second, later = adam_4bit_step(grads[1], state, 2, **ADAM, block=16)
     m, v = 0.9 * state.m + 0.1 * grads[1], 0.99 * state.v + 0.01 * grads[1] ** 2
