@@ -41,4 +41,4 @@ def scale_by_adam_4bit(
     """
     hyper = Hyper.checked("scale_by_adam_4bit", b1, b2, eps, eps_root)
     stored = four_bit(hyper.adam(), group=group, min_size=min_size, rounding=rounding)
-    return coded_adam(hyper, stored, adam_4bit, FourBitState)
+    return coded_adam("scale_by_adam_4bit", hyper, stored, adam_4bit, FourBitState)

@@ -9,8 +9,11 @@ import optax
 
 from actjax._core.flax import in_structure_of, without_variables
 from actjax.kernels.adam_8bit.api import adam_8bit
+from actjax.low_rank import is_low_rank
+from actjax.optim.checks import check_parameters
 from actjax.optim.codes import is_code
 from actjax.optim.eight_bit import BlockOf, EightBitState, eight_bit
+from actjax.optim.layers import densify
 
 
 def scale_by_adam_8bit(
@@ -41,7 +44,7 @@ def scale_by_adam_8bit(
     """
     hyper = Hyper.checked("scale_by_adam_8bit", b1, b2, eps, eps_root)
     stored = eight_bit(hyper.adam(), block=block, min_size=min_size)
-    return coded_adam(hyper, stored, adam_8bit, EightBitState)
+    return coded_adam("scale_by_adam_8bit", hyper, stored, adam_8bit, EightBitState)
 
 
 class Hyper(NamedTuple):
@@ -77,6 +80,7 @@ class Hyper(NamedTuple):
 
 
 def coded_adam(
+    owner: str,
     hyper: Hyper,
     stored: optax.GradientTransformation,
     update_codes: Callable[..., tuple[jax.Array, Any, Any]],
@@ -85,6 +89,7 @@ def coded_adam(
     """Returns Adam on moments in few bits, each array in one function.
 
     Args:
+      owner: name of the transform in errors.
       hyper: hyperparameters.
       stored: `hyper.adam()` in a wrapper that stores its moments in few bits.
       update_codes: a function such as `actjax.kernels.adam_8bit.api.adam_8bit`.
@@ -92,6 +97,7 @@ def coded_adam(
     """
 
     def init(params: optax.Params) -> Any:
+        check_parameters(owner, params)
         return stored.init(jax.tree.map(lambda x: x.astype(jnp.float32), params))
 
     def update(
@@ -103,14 +109,14 @@ def coded_adam(
         corrections = 1 - jnp.asarray([hyper.b1, hyper.b2], jnp.float32) ** count
         mus, treedef = jax.tree.flatten(old.mu, is_leaf=is_code)
         nus = jax.tree.leaves(old.nu, is_leaf=is_code)
-        grads = treedef.flatten_up_to(without_variables(updates))
+        grads = treedef.flatten_up_to(densify(without_variables(updates)))
         results = [
             _update_one(update_codes, grad, mu, nu, corrections, hyper)
             for grad, mu, nu in zip(grads, mus, nus, strict=True)
         ]
         changes, mu, nu = (treedef.unflatten([result[i] for result in results]) for i in range(3))
         state = make_state(optax.ScaleByAdamState(count, mu, nu))
-        return in_structure_of(changes, updates), state
+        return in_structure_of(changes, updates, is_low_rank), state
 
     return optax.GradientTransformationExtraArgs(cast(Any, init), cast(Any, update))
 

@@ -22,7 +22,12 @@ from actjax._math.precision import accumulation_dtype, matmul
 from actjax.codecs.base import check_positive_integer
 from actjax.low_rank import is_low_rank
 from actjax.optim.bases import random_basis
-from actjax.optim.checks import check_callable, check_inner, check_keeps_sign
+from actjax.optim.checks import (
+    check_callable,
+    check_inner,
+    check_keeps_sign,
+    check_parameters,
+)
 from actjax.optim.remainders import check_growth, limit_growth, step_size
 
 Granularity = Literal["channel", "tensor"]
@@ -125,6 +130,7 @@ def apollo(
 
     def init(params: optax.Params) -> ApolloState:
         params = without_variables(params)
+        check_parameters("apollo", params)
         step = jnp.zeros((), jnp.int32)
         shapes = jax.eval_shape(projected, params, step)
         small = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
+from actjax._core.paths import named_leaves
+
 
 class OutermostTransformation(optax.GradientTransformationExtraArgs):
     """A transform that no other may go around, because its updates must be added unchanged."""
@@ -61,6 +63,21 @@ def check_keeps_sign(owner: str, inner: optax.GradientTransformation) -> None:
             " learning rate, such as optax.scale_by_adam(), and put optax.scale_by_learning_rate"
             " after it, in optax.chain or in the `outer` of a subspace."
         )
+
+
+def check_parameters(owner: str, params: Any) -> None:
+    """Raises a `TypeError` unless all parameters are arrays of floating-point numbers."""
+    for name, x in named_leaves(params).items():
+        if not hasattr(x, "dtype"):
+            raise TypeError(
+                f"{owner} takes arrays, but the parameter `{name}` is {x!r}: convert it with"
+                " jnp.asarray."
+            )
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(
+                f"{owner} takes floating-point numbers, but the parameter `{name}` is of"
+                f" {x.dtype}: leave it out with optax.masked or optax.multi_transform."
+            )
 
 
 def check_callable(name: str, fun: Any) -> None:

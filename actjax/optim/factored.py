@@ -15,6 +15,9 @@ import optax
 from actjax._core.flax import in_structure_of, without_variables
 from actjax._core.paths import named_leaves
 from actjax._math.precision import accumulation_dtype
+from actjax.low_rank import is_low_rank
+from actjax.optim.checks import check_parameters
+from actjax.optim.layers import densify
 
 
 class FactoredAdamState(NamedTuple):
@@ -81,6 +84,7 @@ def scale_by_factored_adam(
 
     def init(params: optax.Params) -> FactoredAdamState:
         params = without_variables(params)
+        check_parameters("scale_by_factored_adam", params)
         which = _which(params, factored)
         names = jax.tree.unflatten(jax.tree.structure(params), named_leaves(params))
 
@@ -104,7 +108,7 @@ def scale_by_factored_adam(
         updates: optax.Updates, state: FactoredAdamState, params: Any = None, **extra: Any
     ) -> tuple[optax.Updates, FactoredAdamState]:
         del params, extra
-        grads = without_variables(updates)
+        grads = densify(without_variables(updates))
         grads = jax.tree.map(lambda g: g.astype(accumulation_dtype(g.dtype)), grads)
         count = optax.safe_increment(state.count)
         mu = grads
@@ -127,7 +131,7 @@ def scale_by_factored_adam(
             changes.append(m / (1 - b1**count if has_first else 1) / root)
         changes, rows = treedef.unflatten(changes), treedef.unflatten(rows)
         new = FactoredAdamState(count, mu if has_first else None, rows, columns)
-        return in_structure_of(changes, updates), new
+        return in_structure_of(changes, updates, is_low_rank), new
 
     return optax.GradientTransformationExtraArgs(cast(Any, init), cast(Any, update))
 

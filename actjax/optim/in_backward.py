@@ -10,6 +10,7 @@ would not.
 import dataclasses
 import functools
 import math
+import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -104,7 +105,7 @@ class InBackward:
             check_callable(name, getattr(self, name))
         if self.fetch is not None:
             check_callable("fetch", self.fetch)
-        if not isinstance(self.clip, int | float) or not self.clip > 0:
+        if not isinstance(self.clip, numbers.Real) or not self.clip > 0:
             raise ValueError(f"`clip` of in_backward must be a number above 0, got {self.clip!r}.")
         if self.clip_by not in get_args(ClipBy):
             raise ValueError(

@@ -11,10 +11,10 @@ from actjax._core.flax import in_structure_of, register_fields, without_variable
 from actjax.optim.codes import Code, decoded, encoded_like
 from actjax.optim.paths import map_state
 
-_KEPT = (optax.ScaleByRStdDevState, optax.ScaleBySM3State)
+_KEPT = (optax.ScaleByRStdDevState, optax.ScaleBySM3State, optax.contrib.SophiaState)
 """States that use the names of moments for something else. The first subtracts the square of one
 field from the other, which leaves only rounding errors of few bits; in the second `nu` is a
-momentum."""
+momentum, and in the third a curvature, which may be negative."""
 
 ZerosOf = Callable[[tuple[int, ...], Any, bool], Code | None]
 """From shape and dtype of a moment, and whether it has no negative values, to zeros in its form;

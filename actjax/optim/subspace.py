@@ -29,7 +29,7 @@ from actjax._math.precision import accumulation_dtype
 from actjax.codecs.base import check_positive_integer
 from actjax.low_rank import is_low_rank
 from actjax.optim.bases import leading_basis, random_basis
-from actjax.optim.checks import check_inner, check_keeps_sign, raise_if
+from actjax.optim.checks import check_inner, check_keeps_sign, check_parameters, raise_if
 from actjax.optim.layers import LayerwiseState
 from actjax.optim.moments import Moments, move_moments
 from actjax.optim.projections import Projection, Side, plan_projections
@@ -163,6 +163,7 @@ class Subspace:
           key: key of its random bases and sketches.
         """
         params = without_variables(params)
+        check_parameters("subspace", params)
         projections = self._plan(params)
         bases, remainder = {}, {}
         for path, leaf in _by_path(params).items():
@@ -227,6 +228,10 @@ class Subspace:
             raise_if(due, _needs_refresh(self, in_bases[0]))
             return state
         given = None if self.source == "random" else grads
+        if given is not None:
+            # A gradient of zeros has no directions: bases wait for the next one.
+            leaves = jax.tree.leaves(grads)
+            due &= jnp.any(jnp.stack([jnp.any(g != 0) for g in leaves])) if leaves else False
         return jax.lax.cond(due, lambda: self.refresh(given, state, _shapes(grads)), lambda: state)
 
     def _projected(self, tree: Any, bases: dict[str, Any], plan: dict[str, Projection]) -> Any:

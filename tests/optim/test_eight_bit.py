@@ -92,6 +92,7 @@ def test_arrays_that_8_bits_cannot_represent_stay_as_they_are():
         optax.contrib.prodigy(),
         optax.contrib.dadapt_adamw(),
         optax.contrib.cocob(),
+        optax.contrib.sophia(1e-2),
         optax.adafactor(1e-2),
     ):
         plain = jax.eval_shape(inner.init, params)

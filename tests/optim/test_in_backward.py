@@ -313,6 +313,7 @@ def test_bad_arguments_of_in_backward_are_named():
     three = before, layer_function(), after
     with pytest.raises(ValueError, match=r"`clip` of in_backward must be a number above 0, got 0"):
         optim.in_backward(*three, ADAMW, clip=0)
+    optim.in_backward(*three, ADAMW, clip=np.float32(1))
     for clip_by in ("global", "last_norm"):
         with pytest.raises(ValueError, match=rf"`clip_by` of in_backward must be .*'{clip_by}'"):
             optim.in_backward(*three, ADAMW, clip_by=clip_by)

@@ -327,6 +327,24 @@ def test_a_weight_whose_gradient_was_zero_is_not_limited_for_ever():
     np.testing.assert_allclose(last, 1.01 * 6**0.5, rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optim.scale_by_factored_adam(),
+        optim.scale_by_adam_8bit(min_size=1),
+        optim.scale_by_adam_4bit(min_size=1, rounding="nearest"),
+    ],
+    ids=["factored", "8bit", "4bit"],
+)
+def test_factored_gradients_are_multiplied_out_in_a_plain_loop(tx):
+    params = {"w": jnp.zeros((6, 8))}
+    left, right = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate([(6, 2), (2, 8)]))
+    gradient = {"w": LowRank(left, right)}
+    got, _ = jax.jit(tx.update)(gradient, tx.init(params))
+    want, _ = jax.jit(tx.update)({"w": left @ right}, tx.init(params))
+    np.testing.assert_allclose(got["w"], want["w"], rtol=1e-5)
+
+
 # Arguments.
 
 

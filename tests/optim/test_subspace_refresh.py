@@ -75,6 +75,21 @@ def test_a_subspace_refreshes_itself_in_every_wrapper(source):
             np.testing.assert_allclose(got, factor * expected, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
+def test_a_gradient_of_zeros_gives_no_basis_and_the_next_one_does():
+    tx = optim.subspace(optax.scale_by_adam(), 2, gap=GAP)
+    (gradient,) = gradients([1])
+    state = tx.init(gradient)
+    nothing = jax.tree.map(np.zeros_like, gradient)
+    updates, state = jax.jit(tx.update)(nothing, state)
+    assert not any(np.any(x) for x in jax.tree.leaves(updates))
+    bases = jax.jit(tx.update)(gradient, state)[1].bases
+    jax.tree.map(
+        lambda got, want: np.testing.assert_allclose(got, want, atol=1e-6),
+        bases,
+        tx.update(gradient, tx.init(gradient))[1].bases,
+    )
+
+
 def test_a_subspace_refreshes_itself_on_the_sums_of_multi_steps():
     tx = optim.subspace(optax.scale_by_adam(), 2, gap=GAP)
     wrapped = optax.MultiSteps(tx, 2)
