@@ -46,6 +46,9 @@ CASES = {
     "7b, subspace, 8 bits on the host": _run(
         "llama_7b", 4, 1024, "lean_subspace", rank=1024, offload_states=True
     ),
+    "7b, subspace, 4 bits, factored, on the host": _run(
+        "llama_7b", 4, 1024, "lean_subspace", rank=1024, offload_states=True, **_SMALL
+    ),
     "8b, adafactor": _run("llama3_8b", 2, 2048, "lean_remat", optimizer="adafactor"),
     "8b, 8 bits on the host": _run("llama3_8b", 2, 2048, "lean_remat", offload_states=True),
     "1b, 8 bits": _run("llama_1b", 8, 1024, "lean"),

@@ -149,6 +149,8 @@ def remainder_of(config: OptimizerConfig) -> Callable[..., SubspaceTransformatio
         gap=config.projection_gap,
         scale=config.projection_scale or _SCALES[config.optimizer],
         side="smaller",
+        # As published: Fira keeps the moments where bases change, FRUGAL sets them to zero.
+        moments="reset" if config.optimizer == "frugal_signs" else "keep",
         remainder=remainders[config.optimizer],
     )
 

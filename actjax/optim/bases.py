@@ -5,10 +5,12 @@ matrix, and for dense gradients from a randomized range finder (Halko et al., 20
 is decomposed.
 """
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from actjax._math.orthogonal import for_each_matrix, householder_basis
 from actjax._math.precision import accumulation_dtype, matmul
@@ -56,9 +58,8 @@ def leading_basis(gradients: list[Any], rank: int, key: jax.Array, name: str) ->
                 f" {thin.shape[-1]}: use a codec of rank {rank} or more in a refresh step."
             )
     else:
-        dense = [g.dense() if is_low_rank(g) else g for g in gradients]
-        joined = _unit(jnp.concatenate(dense, axis=-1))
-        thin, gradients = _sketch(joined, rank, key), [joined]
+        gradients = [g.dense() if is_low_rank(g) else g for g in gradients]
+        thin = _sketch(gradients, rank, key)
     wide = accumulation_dtype(thin.dtype)
     q = householder_basis(thin.astype(wide))
     core = _unit(jnp.concatenate([_in_columns(q, g) for g in gradients], axis=-1))
@@ -83,21 +84,44 @@ def _eigenvectors(gram: jax.Array) -> jax.Array:
 
 def _unit(matrix: jax.Array) -> jax.Array:
     """Returns a matrix divided by its largest magnitude, so that squares are finite."""
-    matrix = matrix.astype(accumulation_dtype(matrix.dtype))
-    largest = jnp.max(jnp.abs(matrix), axis=(-2, -1), keepdims=True)
-    return matrix / jnp.where(largest > 0, largest, 1)
+    return _units([matrix])[0]
+
+
+def _units(matrices: list[jax.Array]) -> list[jax.Array]:
+    """Returns matrices [..., d, n] divided by the largest magnitude of all of them."""
+    sizes = [jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True) for x in matrices]
+    largest = functools.reduce(jnp.maximum, sizes)
+    return [x / jnp.where(largest > 0, largest, 1) for x in matrices]
 
 
 def _in_columns(q: jax.Array, g: Any) -> jax.Array:
     """Returns `qᵀ g`, [..., k, n]."""
-    return matmul(matmul(q.mT, g.left), g.right) if is_low_rank(g) else matmul(q.mT, g)
+    if is_low_rank(g):
+        return matmul(matmul(q.mT, g.left), g.right)
+    return _times(g.mT, q).mT
 
 
-def _sketch(matrix: jax.Array, rank: int, key: jax.Array) -> jax.Array:
-    """Returns columns, [..., d, rank + oversampling], that span most of the range of `matrix`."""
-    d, n = matrix.shape[-2:]
+def _sketch(gradients: list[jax.Array], rank: int, key: jax.Array) -> jax.Array:
+    """Returns columns, [..., d, rank + oversampling], that span most of the range of gradients.
+
+    The gradients are neither joined nor converted to a wider dtype: in a step of a large model,
+    copies of those of one layer would decide the peak of memory.
+    """
+    d = gradients[0].shape[-2]
     width = min(rank + OVERSAMPLING, d)
-    y = matmul(matrix, jax.random.normal(key, (n, width), accumulation_dtype(matrix.dtype)))
+    ends = np.cumsum([g.shape[-1] for g in gradients])
+    normal = jax.random.normal(key, (int(ends[-1]), width), accumulation_dtype(gradients[0].dtype))
+    y = _sum_of_products(gradients, jnp.split(normal, ends[:-1]))
     for _ in range(POWER_ITERATIONS):
-        y = matmul(matrix, matmul(matrix.mT, householder_basis(y)))
-    return y
+        q = householder_basis(_unit(y))
+        y = _sum_of_products(gradients, _units([_times(g.mT, q) for g in gradients]))
+    return _unit(y)
+
+
+def _sum_of_products(gradients: list[jax.Array], parts: list[jax.Array]) -> jax.Array:
+    return functools.reduce(jnp.add, map(_times, gradients, parts))
+
+
+def _times(g: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns `g x`, accumulated at least in float32, with `x` in the dtype of `g`."""
+    return matmul(g, x.astype(g.dtype))
