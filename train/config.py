@@ -83,8 +83,8 @@ class OptimizerConfig:
     """Largest global norm of a gradient; inf for no clipping."""
     moment_dtype: MomentDtype = "auto"
     """Dtype of the moments between steps: float32, bfloat16, 8bit (blocks of 256, dynamic map) or
-    4bit (groups of 128, rounded stochastically; second moments with a scale for each row and
-    column). auto: 8bit for lean, lean_remat and lean_subspace, float32 for the others."""
+    4bit (a scale for each row and column, first moments in groups of 128 too, rounded
+    stochastically). auto: 8bit for lean, lean_remat and lean_subspace, float32 for the others."""
     optimizer: Optimizer = "adamw"
     """What makes an update of a gradient."""
     factored_second_moment: bool = False
