@@ -120,7 +120,7 @@ def maxima(
         kernel,
         grid=(count * steps * tiles,),
         out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in 2 * shapes],
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=8, num_stages=1),
         interpret=interpret,
         name="actjax_adam_4bit_maxima",
     )(*arrays)
@@ -184,7 +184,7 @@ def adam_4bit(
             jax.ShapeDtypeStruct((count, *x.shape[-2:]), dtype)
             for x, dtype in (*results, (nu.codes, jnp.uint8))
         ],
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=8, num_stages=1),
         interpret=interpret,
         name="actjax_adam_4bit",
     )(*arrays, corrections)
