@@ -7,6 +7,7 @@ gradient itself is scaled by `‖ψ(R)_:j‖ / ‖R_:j‖`. The update is full-r
 or stored.
 """
 
+import dataclasses
 import math
 import zlib
 from collections.abc import Callable
@@ -75,9 +76,8 @@ def apollo(
 
     Args:
       inner: a transform of gradients without a learning rate, whose sign would be lost in a norm,
-        such as `optax.scale_by_adam()`, or `eight_bit` of it. Other
-        parameters than the scaled weights get its update in full space. It gets projected
-        parameters, as that of `subspace`.
+        such as `optax.scale_by_adam()`, or `eight_bit` of it. Other parameters than the scaled
+        weights get its update in full space. It gets projected parameters, as that of `subspace`.
       rank: k. Weights with a smaller side below it are an error.
       gap: steps in which the projection stays the same.
       scale: α, a factor of the updates of the scaled weights. A projection of rank k makes the
@@ -94,60 +94,68 @@ def apollo(
       ValueError: an argument out of range; at `init`, a weight that is no matrix or smaller than
         `rank`; at `update`, a factored gradient.
     """
-    check_inner("apollo", "inner", inner)
-    for name, value, smallest in (("rank", rank, 1), ("gap", gap, 1), ("seed", seed, 0)):
-        check_positive_integer("apollo", name, value, minimum=smallest)
-    # An array comes from optax.inject_hyperparams, and its value is not known.
-    is_positive = isinstance(scale, int | float) and 0 < scale < math.inf
-    if not is_positive and not isinstance(scale, jax.Array):
-        raise ValueError(f"`scale` of apollo must be a finite number above 0, got {scale!r}.")
-    if granularity not in get_args(Granularity):
-        raise ValueError(
-            f"`granularity` of apollo must be one of {get_args(Granularity)}: {granularity!r}."
-        )
-    if weights is not None:
-        check_callable("weights", weights)
-    check_growth("apollo", limit)
-    check_keeps_sign("apollo", inner)
-    inner = optax.with_extra_args_support(inner)
+    settings = _Apollo(inner, rank, gap, scale, granularity, limit, weights, seed)
+    return optax.GradientTransformationExtraArgs(
+        cast(Any, settings.init), cast(Any, settings.update)
+    )
 
-    def projected(tree: Any, step: jax.Array) -> Any:
-        """Returns the gradients in the subspace, and the others in full space."""
-        chosen = _chosen(tree, weights, rank)
-        key = jax.random.fold_in(jax.random.key(seed), step // gap)
 
-        def project(name: str, g: jax.Array) -> jax.Array:
-            g = g.astype(accumulation_dtype(g.dtype))
-            if name not in chosen:
-                return g
-            on_input = _projects_input(g.shape)
-            size = g.shape[-2 if on_input else -1]
-            drawn = jax.random.fold_in(key, zlib.crc32(name.encode()))
-            p = random_basis(drawn, (size, rank)).astype(g.dtype)
-            return matmul(p.T, g) if on_input else matmul(g, p)
+@dataclasses.dataclass(frozen=True)
+class _Apollo:
+    """Arguments and functions of `apollo`."""
 
-        return map_named(project, tree)
+    inner: optax.GradientTransformation
+    rank: int
+    gap: int
+    scale: float
+    granularity: Granularity
+    limit: float
+    weights: Callable[[str, Any], bool] | None
+    seed: int
 
-    def init(params: optax.Params) -> ApolloState:
+    def __post_init__(self) -> None:
+        check_inner("apollo", "inner", self.inner)
+        for name, smallest in (("rank", 1), ("gap", 1), ("seed", 0)):
+            check_positive_integer("apollo", name, getattr(self, name), minimum=smallest)
+        # An array comes from optax.inject_hyperparams, and its value is not known.
+        is_positive = isinstance(self.scale, int | float) and 0 < self.scale < math.inf
+        if not is_positive and not isinstance(self.scale, jax.Array):
+            raise ValueError(
+                f"`scale` of apollo must be a finite number above 0, got {self.scale!r}."
+            )
+        if self.granularity not in get_args(Granularity):
+            raise ValueError(
+                f"`granularity` of apollo must be one of {get_args(Granularity)}:"
+                f" {self.granularity!r}."
+            )
+        if self.weights is not None:
+            check_callable("weights", self.weights)
+        check_growth("apollo", self.limit)
+        check_keeps_sign("apollo", self.inner)
+
+    def init(self, params: optax.Params) -> ApolloState:
         params = without_variables(params)
         check_parameters("apollo", params)
         step = jnp.zeros((), jnp.int32)
-        shapes = jax.eval_shape(projected, params, step)
+        shapes = jax.eval_shape(self._projected, params, step)
         small = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         leaves = named_leaves(params)
-        chosen = _chosen(params, weights, rank)
-        norms = {name: jnp.zeros(leaves[name].shape[:-2], jnp.float32) for name in sorted(chosen)}
-        return ApolloState(step, inner.init(small), norms)
+        norms = {
+            name: jnp.zeros(leaves[name].shape[:-2], jnp.float32)
+            for name in sorted(self._chosen(params))
+        }
+        return ApolloState(step, self.inner.init(small), norms)
 
     def update(
-        updates: optax.Updates, state: ApolloState, params: Any = None, **extra: Any
+        self, updates: optax.Updates, state: ApolloState, params: Any = None, **extra: Any
     ) -> tuple[optax.Updates, ApolloState]:
         grads, norms = without_variables(updates), dict(state.norms)
         _check_dense(grads)
-        small = projected(grads, state.step)
+        small = self._projected(grads, state.step)
         seen = None
         if params is not None:
-            seen = projected(without_variables(params), state.step)
+            seen = self._projected(without_variables(params), state.step)
+        inner = optax.with_extra_args_support(self.inner)
         adapted, new = inner.update(small, state.inner, seen, **extra)
         gradients, before = named_leaves(grads), named_leaves(small)
 
@@ -156,41 +164,58 @@ def apollo(
                 return n
             g, r = gradients[name].astype(n.dtype), before[name]
             one = -2 if _projects_input(g.shape) else -1
-            sizes = step_size(r, n, (one,) if granularity == "channel" else (-2, -1))
-            changed, norms[name] = limit_growth(scale * g * sizes, state.norms[name], limit)
+            sizes = step_size(r, n, (one,) if self.granularity == "channel" else (-2, -1))
+            changed = self.scale * g * sizes
+            changed, norms[name] = limit_growth(changed, state.norms[name], self.limit)
             return changed
 
         changes = map_named(scaled, adapted)
         return in_structure_of(changes, updates), ApolloState(state.step + 1, new, norms)
 
-    return optax.GradientTransformationExtraArgs(cast(Any, init), cast(Any, update))
+    def _projected(self, tree: Any, step: jax.Array) -> Any:
+        """Returns the gradients in the subspace, and the others in full space."""
+        chosen = self._chosen(tree)
+        key = jax.random.fold_in(jax.random.key(self.seed), step // self.gap)
+
+        def project(name: str, g: jax.Array) -> jax.Array:
+            g = g.astype(accumulation_dtype(g.dtype))
+            if name not in chosen:
+                return g
+            on_input = _projects_input(g.shape)
+            size = g.shape[-2 if on_input else -1]
+            drawn = jax.random.fold_in(key, zlib.crc32(name.encode()))
+            p = random_basis(drawn, (size, self.rank)).astype(g.dtype)
+            return matmul(p.T, g) if on_input else matmul(g, p)
+
+        return map_named(project, tree)
+
+    def _chosen(self, tree: Any) -> set[str]:
+        """Returns the paths of the scaled weights.
+
+        Raises:
+          ValueError: one of them is no matrix, or smaller than the rank.
+        """
+        leaves = named_leaves(tree)
+        is_scaled = self.weights or (lambda _, x: x.ndim == 2)
+        chosen = {name for name, x in leaves.items() if is_scaled(name, x)}
+        for name in sorted(chosen):
+            shape = tuple(leaves[name].shape)
+            if len(shape) < 2:
+                raise ValueError(
+                    f"`weights` of apollo chooses `{name}` of shape {shape}: no matrix."
+                )
+            if self.rank > min(shape[-2:]):
+                raise ValueError(
+                    f"`rank` {self.rank} of apollo is above {min(shape[-2:])}, the smaller side of"
+                    f" `{name}` with shape {shape} (or of a piece of it, as `actjax.optim.apply`"
+                    " updates large matrices outside the layers): lower it, or leave this weight"
+                    " out of `weights`."
+                )
+        return chosen
 
 
 def _projects_input(shape: tuple[int, ...]) -> bool:
     return shape[-2] <= shape[-1]
-
-
-def _chosen(tree: Any, weights: Callable[[str, Any], bool] | None, rank: int) -> set[str]:
-    """Returns the paths of the scaled weights.
-
-    Raises:
-      ValueError: one of them is no matrix, or smaller than the rank.
-    """
-    leaves = named_leaves(tree)
-    chosen = {
-        name for name, x in leaves.items() if (x.ndim == 2 if weights is None else weights(name, x))
-    }
-    for name in sorted(chosen):
-        shape = tuple(leaves[name].shape)
-        if len(shape) < 2:
-            raise ValueError(f"`weights` of apollo chooses `{name}` of shape {shape}: no matrix.")
-        if rank > min(shape[-2:]):
-            raise ValueError(
-                f"`rank` {rank} of apollo is above {min(shape[-2:])}, the smaller side of `{name}`"
-                f" with shape {shape} (or of a piece of it, as `actjax.optim.apply` updates large"
-                " matrices outside the layers): lower it, or leave this weight out of `weights`."
-            )
-    return chosen
 
 
 def _check_dense(grads: Any) -> None:

@@ -6,6 +6,7 @@ column means over its mean, d + n numbers instead of d n. The first moment, the 
 the constant decays are those of Adam, so that learning rates carry over.
 """
 
+import dataclasses
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from actjax._core.flax import in_structure_of, without_variables
-from actjax._core.paths import named_leaves
+from actjax._core.paths import map_named, named_leaves
 from actjax._math.precision import accumulation_dtype
 from actjax.low_rank import is_low_rank
 from actjax.optim.checks import check_parameters
@@ -67,73 +68,106 @@ def scale_by_factored_adam(
       ValueError: a decay outside [0, 1), a negative `eps`, an `eps_squared` of 0; at `init`, a
         factored moment of a parameter with fewer than two axes.
     """
-    # An array comes from optax.inject_hyperparams, and its value is not known.
-    has_first = isinstance(b1, jax.Array) or b1 != 0
-    for name, decay in (("b1", b1), ("b2", b2)):
-        if not isinstance(decay, jax.Array) and not 0 <= decay < 1:
-            raise ValueError(
-                f"`{name}` of scale_by_factored_adam must be in [0, 1), got {decay!r}."
-            )
-    if not isinstance(eps, jax.Array) and not eps >= 0:
-        raise ValueError(f"`eps` of scale_by_factored_adam must be >= 0, got {eps!r}.")
-    if not isinstance(eps_squared, jax.Array) and not eps_squared > 0:
-        raise ValueError(
-            f"`eps_squared` of scale_by_factored_adam must be above 0, got {eps_squared!r}:"
-            " the mean of a gradient of zeros divides."
-        )
+    settings = _FactoredAdam(b1, b2, eps, eps_squared, factored)
+    return optax.GradientTransformationExtraArgs(
+        cast(Any, settings.init), cast(Any, settings.update)
+    )
 
-    def init(params: optax.Params) -> FactoredAdamState:
+
+@dataclasses.dataclass(frozen=True)
+class _FactoredAdam:
+    """Arguments and functions of `scale_by_factored_adam`."""
+
+    b1: float
+    b2: float
+    eps: float
+    eps_squared: float
+    factored: Any
+
+    def __post_init__(self) -> None:
+        # An array comes from optax.inject_hyperparams, and its value is not known.
+        known = {
+            name: value
+            for name in ("b1", "b2", "eps", "eps_squared")
+            if not isinstance(value := getattr(self, name), jax.Array)
+        }
+        for name in ("b1", "b2"):
+            if name in known and not 0 <= known[name] < 1:
+                raise ValueError(
+                    f"`{name}` of scale_by_factored_adam must be in [0, 1), got {known[name]!r}."
+                )
+        if not known.get("eps", 0) >= 0:
+            raise ValueError(f"`eps` of scale_by_factored_adam must be >= 0, got {self.eps!r}.")
+        if not known.get("eps_squared", 1) > 0:
+            raise ValueError(
+                "`eps_squared` of scale_by_factored_adam must be above 0, got"
+                f" {self.eps_squared!r}: the mean of a gradient of zeros divides."
+            )
+
+    @property
+    def has_first(self) -> bool:
+        """Whether there is a first moment."""
+        return isinstance(self.b1, jax.Array) or self.b1 != 0
+
+    def init(self, params: optax.Params) -> FactoredAdamState:
         params = without_variables(params)
         check_parameters("scale_by_factored_adam", params)
-        which = _which(params, factored)
-        names = jax.tree.unflatten(jax.tree.structure(params), named_leaves(params))
+        which = _which(params, self.factored)
 
-        def zeros(shape: tuple[int, ...], x: Any) -> jax.Array:
+        def zeros(x: Any, shape: tuple[int, ...]) -> jax.Array:
             return jnp.zeros(shape, accumulation_dtype(x.dtype))
 
-        def rows(name: str, x: Any) -> jax.Array:
-            return zeros((*x.shape[:-1], 1) if name in which else x.shape, x)
-
+        rows = map_named(
+            lambda name, x: zeros(x, (*x.shape[:-1], 1) if name in which else x.shape), params
+        )
         columns = {
-            name: zeros((*x.shape[:-2], 1, x.shape[-1]), x)
+            name: zeros(x, (*x.shape[:-2], 1, x.shape[-1]))
             for name, x in named_leaves(params).items()
             if name in which
         }
-        mu = jax.tree.map(lambda x: zeros(x.shape, x), params) if has_first else None
-        return FactoredAdamState(
-            jnp.zeros((), jnp.int32), mu, jax.tree.map(rows, names, params), columns
-        )
+        mu = jax.tree.map(lambda x: zeros(x, x.shape), params) if self.has_first else None
+        return FactoredAdamState(jnp.zeros((), jnp.int32), mu, rows, columns)
 
     def update(
-        updates: optax.Updates, state: FactoredAdamState, params: Any = None, **extra: Any
+        self, updates: optax.Updates, state: FactoredAdamState, params: Any = None, **extra: Any
     ) -> tuple[optax.Updates, FactoredAdamState]:
         del params, extra
         grads = densify(without_variables(updates))
         grads = jax.tree.map(lambda g: g.astype(accumulation_dtype(g.dtype)), grads)
         count = optax.safe_increment(state.count)
+        corrections = (1 - self.b1**count if self.has_first else 1), 1 - self.b2**count
         mu = grads
-        if has_first:
-            mu = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.mu, grads)
+        if self.has_first:
+            mu = jax.tree.map(lambda m, g: self.b1 * m + (1 - self.b1) * g, state.mu, grads)
         treedef, columns, changes, rows = jax.tree.structure(grads), {}, [], []
         leaves = named_leaves(grads).items()
         parts = zip(leaves, treedef.flatten_up_to(state.rows), jax.tree.leaves(mu), strict=True)
         for (name, g), row, m in parts:
-            square = jnp.square(g) + eps_squared
-            if name in state.columns:
-                row = b2 * row + (1 - b2) * jnp.mean(square, axis=-1, keepdims=True)
-                column = b2 * state.columns[name]
-                columns[name] = column + (1 - b2) * jnp.mean(square, axis=-2, keepdims=True)
-                second = row / jnp.mean(row, axis=-2, keepdims=True) * columns[name]
-            else:
-                second = row = b2 * row + (1 - b2) * square
+            second, row, column = self._second(g, row, state.columns.get(name))
+            if column is not None:
+                columns[name] = column
             rows.append(row)
-            root = jnp.sqrt(second / (1 - b2**count)) + eps
-            changes.append(m / (1 - b1**count if has_first else 1) / root)
+            root = jnp.sqrt(second / corrections[1]) + self.eps
+            changes.append(m / corrections[0] / root)
         changes, rows = treedef.unflatten(changes), treedef.unflatten(rows)
-        new = FactoredAdamState(count, mu if has_first else None, rows, columns)
+        new = FactoredAdamState(count, mu if self.has_first else None, rows, columns)
         return in_structure_of(changes, updates, is_low_rank), new
 
-    return optax.GradientTransformationExtraArgs(cast(Any, init), cast(Any, update))
+    def _second(self, g: jax.Array, row: jax.Array, column: jax.Array | None) -> Any:
+        """Returns the second moment of an array, and what is kept of it.
+
+        Args:
+          g: gradient.
+          row: means of rows so far; the whole second moment if it is not factored.
+          column: means of columns so far; None if it is not factored.
+        """
+        b2, square = self.b2, jnp.square(g) + self.eps_squared
+        if column is None:
+            second = b2 * row + (1 - b2) * square
+            return second, second, None
+        row = b2 * row + (1 - b2) * jnp.mean(square, axis=-1, keepdims=True)
+        column = b2 * column + (1 - b2) * jnp.mean(square, axis=-2, keepdims=True)
+        return row / jnp.mean(row, axis=-2, keepdims=True) * column, row, column
 
 
 def _which(params: Any, factored: Any) -> set[str]:
