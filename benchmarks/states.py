@@ -26,11 +26,11 @@ from models import preset
 
 _BASELINE = "AdamW, float32"
 OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
-    _BASELINE: lambda: optax.scale_by_adam(),
+    _BASELINE: lambda: _on_float32(optax.scale_by_adam()),
     "AdamW, 8 bits, one pass": lambda: optim.scale_by_adam_8bit(),
-    "AdamW, 8 bits, eight_bit": lambda: optim.eight_bit(optax.scale_by_adam()),
+    "AdamW, 8 bits, eight_bit": lambda: _on_float32(optim.eight_bit(optax.scale_by_adam())),
     "AdamW, 4 bits, one pass": lambda: optim.scale_by_adam_4bit(),
-    "AdamW, 4 bits, four_bit": lambda: optim.four_bit(optax.scale_by_adam()),
+    "AdamW, 4 bits, four_bit": lambda: _on_float32(optim.four_bit(optax.scale_by_adam())),
     "factored, float32": lambda: optim.scale_by_factored_adam(),
     "factored, 8 bits": lambda: optim.eight_bit(optim.scale_by_factored_adam()),
     "factored, 4 bits": lambda: optim.four_bit(optim.scale_by_factored_adam()),
@@ -106,9 +106,7 @@ def measure(config: Config) -> list[dict[str, Any]]:
 
 
 def _start(name: str, grads: Any) -> _Running:
-    tx = optax.chain(
-        _on_float32(OPTIMIZERS[name]()), optax.add_decayed_weights(0.1), optax.scale(-1e-3)
-    )
+    tx = optax.chain(OPTIMIZERS[name](), optax.add_decayed_weights(0.1), optax.scale(-1e-3))
     params = _normal(jax.random.key(1), {name: x.shape for name, x in grads.items()}, 0.02)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -120,7 +118,10 @@ def _start(name: str, grads: Any) -> _Running:
 
 
 def _on_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Returns a transform whose moments are those of float32 weights and gradients."""
+    """Returns a transform of optax with the moments of float32 weights and gradients.
+
+    Those of actjax keep moments in float32 themselves.
+    """
 
     def init(params: Any) -> Any:
         return tx.init(_wide(params))

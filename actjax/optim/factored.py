@@ -133,12 +133,11 @@ class _FactoredAdam:
     ) -> tuple[optax.Updates, FactoredAdamState]:
         del params, extra
         grads = densify(without_variables(updates))
-        grads = jax.tree.map(lambda g: g.astype(accumulation_dtype(g.dtype)), grads)
         count = optax.safe_increment(state.count)
         corrections = (1 - self.b1**count if self.has_first else 1), 1 - self.b2**count
-        mu = grads
+        mu = jax.tree.map(_wide, grads)
         if self.has_first:
-            mu = jax.tree.map(lambda m, g: self.b1 * m + (1 - self.b1) * g, state.mu, grads)
+            mu = jax.tree.map(lambda m, g: self.b1 * m + (1 - self.b1) * g, state.mu, mu)
         treedef, columns, changes, rows = jax.tree.structure(grads), {}, [], []
         leaves = named_leaves(grads).items()
         parts = zip(leaves, treedef.flatten_up_to(state.rows), jax.tree.leaves(mu), strict=True)
@@ -157,17 +156,29 @@ class _FactoredAdam:
         """Returns the second moment of an array, and what is kept of it.
 
         Args:
-          g: gradient.
+          g: gradient, in any dtype.
           row: means of rows so far; the whole second moment if it is not factored.
           column: means of columns so far; None if it is not factored.
         """
-        b2, square = self.b2, jnp.square(g) + self.eps_squared
+        b2 = self.b2
+
+        def mean(x: jax.Array, axis: int) -> jax.Array:
+            return jnp.mean(jnp.square(_wide(x)), axis, keepdims=True) + self.eps_squared
+
         if column is None:
-            second = b2 * row + (1 - b2) * square
+            second = b2 * row + (1 - b2) * (jnp.square(_wide(g)) + self.eps_squared)
             return second, second, None
-        row = b2 * row + (1 - b2) * jnp.mean(square, axis=-1, keepdims=True)
-        column = b2 * column + (1 - b2) * jnp.mean(square, axis=-2, keepdims=True)
+        # Each mean reads the gradient itself: XLA for CPUs would write the squares that both share
+        # to memory, which takes longer than all else.
+        g = jax.lax.optimization_barrier(g)
+        row = b2 * row + (1 - b2) * mean(g, -1)
+        g, row = jax.lax.optimization_barrier((g, row))
+        column = b2 * column + (1 - b2) * mean(g, -2)
         return row / jnp.mean(row, axis=-2, keepdims=True) * column, row, column
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(accumulation_dtype(x.dtype))
 
 
 def _which(params: Any, factored: Any) -> set[str]:
