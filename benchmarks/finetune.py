@@ -21,8 +21,8 @@ from benchmarks import command, record
 from benchmarks.runs import first_loss, last_loss, timed, trained
 from benchmarks.tables import print_table
 from benchmarks.variants import check_names
-from train.config import AdapterConfig, FinetuneConfig
-from train.options import MethodOptions
+from train.config import AdapterConfig, FinetuneConfig, OptimizerConfig
+from train.options import MethodOptions, given_fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,11 +33,13 @@ class Row:
       method: the method.
       options: its options.
       weight_dtype: dtype of the weights. bfloat16 weights that train are rounded stochastically.
+      optimizer: settings of the optimizer that differ from those of the run.
     """
 
     method: str
     options: MethodOptions = MethodOptions()
     weight_dtype: str = "bfloat16"
+    optimizer: OptimizerConfig = OptimizerConfig()
 
     @property
     def has_adapters(self) -> bool:
@@ -45,12 +47,18 @@ class Row:
         return self.method in ("lora", "qlora", "hyc_lora")
 
 
+_SMALL_STATES = {
+    "4-bit states": OptimizerConfig(moment_dtype="4bit"),
+    "factored": OptimizerConfig(factored_second_moment=True),
+    "4-bit and factored": OptimizerConfig(moment_dtype="4bit", factored_second_moment=True),
+}
 _LEVELS: Any = ("none", "intra", "intra+inter")
 REFERENCE, ADAPTER_REFERENCE = "exact, float32 weights", "qlora"
 """Rows that the others are compared with."""
 ROWS: dict[str, Row] = {
     REFERENCE: Row("exact", weight_dtype="float32"),
     "exact": Row("exact"),
+    **{f"exact, {name}": Row("exact", optimizer=o) for name, o in _SMALL_STATES.items()},
     "remat": Row("remat"),
     **{f"lean, {bits} bits": Row("lean", MethodOptions(bits=bits)) for bits in (4, 3, 2)},
     "gact": Row("gact"),
@@ -141,13 +149,14 @@ def _best_rate(rows: list[dict], name: str) -> float:
 
 def _settings(config: Config, name: str, seed: int, rate: float) -> FinetuneConfig:
     row = ROWS[name]
+    optimizer = dataclasses.replace(config.train.optimizer, **given_fields(row.optimizer))
     return dataclasses.replace(
         config.train,
         method=row.method,
         options=row.options,
         weight_dtype=row.weight_dtype,
         adapter=config.train.adapter if row.has_adapters else AdapterConfig(),
-        optimizer=dataclasses.replace(config.train.optimizer, learning_rate=rate),
+        optimizer=dataclasses.replace(optimizer, learning_rate=rate),
         seed=seed,
     )
 
