@@ -39,6 +39,19 @@ def test_the_basis_of_a_dense_gradient_is_exact_if_the_sketch_spans_its_range():
         assert_leading(basis, gradient, 3)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_sketch_finds_the_energy_of_gradients_of_different_sizes(dtype):
+    # The sketch has 12 columns for 48 rows, and the second gradient hardly any energy.
+    decay = 10.0 ** -np.linspace(0, 2, 48)
+    large, small = ((normal(i, 48, 48) * decay @ normal(i + 2, 48, 60)) for i in range(2))
+    gradients = [np.asarray(g).astype(dtype) for g in (large, small / 30)]
+    basis = np.asarray(basis_of(gradients, 4), "float64")
+    joined = np.concatenate([np.asarray(g, "float64") for g in gradients], axis=1)
+    best = (np.linalg.svd(joined)[1][:4] ** 2).sum()
+    # Halko et al., section 4.5: two power iterations leave little to the other directions.
+    assert ((basis.T @ joined) ** 2).sum() > 0.99 * best
+
+
 def test_factors_of_too_low_a_rank_are_refused():
     thin = LowRank(normal(0, 12, 2), normal(1, 2, 8))
     with pytest.raises(ValueError, match=r"a basis of rank 3 for `w` cannot be taken .* of rank 2"):
