@@ -8,7 +8,7 @@ import jax
 
 def path_name(path: Any) -> str:
     """Returns the name of a leaf from its path in a pytree, such as "layers.attention.q"."""
-    # The attribute in which Flax nnx holds an array is no part of a name; a key of a dict is.
+    # Flax nnx holds an array in an attribute `value`, which names leave out. They keep a dict key.
     if len(path) > 1 and path[-1] == jax.tree_util.GetAttrKey("value"):
         path = path[:-1]
     return jax.tree_util.keystr(path, simple=True, separator=".")
