@@ -60,7 +60,7 @@ def four_bit(
       rounding: "stochastic", under which moments move as they should on average, or "nearest", as
         published, under which those that move slowly stay where they are.
       first_moment: "rank_one", or "published" for the form of Li et al., a signed dynamic map of
-        groups without scales of rows and columns. Its rounding errors have four times the variance,
+        groups without scales of rows and columns. Its rounding errors have five times the variance,
         and are large beside the second moment of a small number.
       signed: names of the fields that hold moments with a sign.
       unsigned: names of the fields that hold moments without negative values.
