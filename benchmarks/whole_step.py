@@ -11,14 +11,15 @@ import statistics
 import sys
 import sysconfig
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from actjax import kernels
-from benchmarks.rivals import compiled_memory, rival
+from benchmarks.gpu.parts import wait_to_be_alone
+from benchmarks.rivals import Rival, compiled_memory, rival
 from models import preset
 from train.config import Dtype, PretrainConfig
 from train.flops import causal_loop_length, matmul_flops
@@ -37,6 +38,7 @@ class Job:
       warmup: steps that are not timed.
       steps: timed steps.
       implementation: implementation of the kernels, as for `actjax.kernels.use`.
+      only_compile: compile the programs, for a cache that another process reads.
     """
 
     rival: str
@@ -47,6 +49,7 @@ class Job:
     warmup: int
     steps: int
     implementation: kernels.Implementation | None
+    only_compile: bool = False
 
 
 def measure(job: Job) -> dict[str, Any]:
@@ -60,18 +63,23 @@ def measure(job: Job) -> dict[str, Any]:
     )
     with kernels.use(job.implementation):
         one = rival(job.rival, config)
+        programs = _compile(one, config)
+        if job.only_compile:
+            return {}
         batches = real_batches(config, job.warmup + job.steps)
-        state = jax.jit(one.init)()
+        state_shapes = jax.eval_shape(one.init)
         flops = matmul_flops(
-            one.step, state, batches[0], loop_length=causal_loop_length(job.seq_len)
+            one.step, state_shapes, batches[0], loop_length=causal_loop_length(job.seq_len)
         )
-        if one.refresh is not None:
-            state, _ = jax.jit(one.refresh, donate_argnums=0)(state, batches[0])
-        step = jax.jit(one.step, donate_argnums=0).lower(state, batches[0]).compile()
+        # Until this process ends: its memory is the device's until then.
+        wait_to_be_alone()
+        state = programs.init()
+        if programs.refresh is not None:
+            state, _ = programs.refresh(state, batches[0])
         seconds, losses = [], []
         for batch in batches:
             begin = time.perf_counter()
-            state, metrics = jax.block_until_ready(step(state, batch))
+            state, metrics = jax.block_until_ready(programs.step(state, batch))
             seconds.append(time.perf_counter() - begin)
             losses.append(float(metrics["loss"]))
     stats = jax.local_devices()[0].memory_stats() or {}
@@ -79,9 +87,30 @@ def measure(job: Job) -> dict[str, Any]:
         "seconds": seconds[job.warmup :],
         "losses": losses,
         "peak": stats.get("peak_bytes_in_use"),
-        "planned_peak": compiled_memory(step)["peak"],
+        "planned_peak": compiled_memory(programs.step)["peak"],
         "matmul_flops": flops,
     }
+
+
+class _Programs(NamedTuple):
+    """Compiled programs of a rival."""
+
+    init: Any
+    refresh: Any
+    step: Any
+
+
+def _compile(one: Rival, config: PretrainConfig) -> _Programs:
+    state = jax.eval_shape(one.init)
+    batch = jax.eval_shape(lambda: real_batches(config, 1)[0])
+    refresh = one.refresh
+    if refresh is not None:
+        refresh = jax.jit(refresh, donate_argnums=0).lower(state, batch).compile()
+    return _Programs(
+        jax.jit(one.init).lower().compile(),
+        refresh,
+        jax.jit(one.step, donate_argnums=0).lower(state, batch).compile(),
+    )
 
 
 def summary(rounds: list[dict[str, Any]]) -> dict[str, Any] | None:

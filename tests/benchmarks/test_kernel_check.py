@@ -1,4 +1,4 @@
-"""Tests of benchmarks/kernel_check.py and of the parts of benchmarks/gpu.py that need no GPU."""
+"""Tests of benchmarks/kernel_check.py and of the parts of benchmarks/gpu that need no GPU."""
 
 import dataclasses
 import json
@@ -6,7 +6,10 @@ import json
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import gpu, report
+from benchmarks import report
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import checks
+from benchmarks.gpu.config import Config
 from benchmarks.kernel_cases import KERNELS
 from benchmarks.kernel_check import check
 from benchmarks.whole_step import summary
@@ -46,35 +49,58 @@ def test_a_fault_is_found(fault):
 
 
 def test_sections_run_and_are_written(tmp_path, capsys):
-    path = tmp_path / "gpu.json"
-    config = gpu.Config(sections=("kernels",), only=("adam_8bit",), results=path)
-    gpu.run(config)
-    rows = json.loads(path.read_text())["kernels"]
+    config = Config(sections=("kernels",), only=("adam_8bit",), results=tmp_path / "gpu.json")
+    gpu.show(config, gpu.run(config))
+    rows = json.loads(config.results.read_text())["kernels"]
     assert [row["ok"] for row in rows] == [True, True]
     assert "interpreted, without a GPU" in capsys.readouterr().out
 
 
-def test_a_failing_kernel_does_not_stop_the_others(tmp_path, monkeypatch):
+def test_a_failing_kernel_does_not_stop_the_others_and_runs_again(tmp_path, monkeypatch):
     def fail(*args, **options):
         raise RuntimeError("out of registers")
 
-    kernel, cases = KERNELS["adam_8bit"]
-    broken = KERNELS | {"adam_8bit": (dataclasses.replace(kernel, pallas=fail), cases)}
-    monkeypatch.setattr(gpu, "KERNELS", broken)
-    config = gpu.Config(only=("adam_8bit", "scaled_segment_sum"), results=tmp_path / "gpu.json")
-    found = {}
-    gpu._kernels(config, found)
-    assert [row["ok"] for row in found["kernels"]] == [False, False, True, True]
-    assert "out of registers" in found["kernels"][0]["failure"]
+    entry = KERNELS["adam_8bit"]
+    kernel = dataclasses.replace(entry.kernel, pallas=fail)
+    broken = KERNELS | {"adam_8bit": entry._replace(kernel=kernel)}
+    config = Config(
+        sections=("kernels",), only=("adam_8bit", "scaled_segment_sum"),
+        results=tmp_path / "gpu.json",
+    )  # fmt: skip
+    with monkeypatch.context() as patch:
+        patch.setattr(checks, "KERNELS", broken)
+        rows = gpu.run(config)["kernels"]
+    assert [row["ok"] for row in rows] == [False, False, True, True]
+    assert "out of registers" in rows[0]["failure"]
+    again = gpu.run(dataclasses.replace(config, add=True))["kernels"]
+    assert all(row["ok"] for row in again)
+    assert [row for row in again if row in rows] == rows[2:]
+
+
+@pytest.mark.slow
+def test_parts_in_processes_are_the_whole(tmp_path):
+    config = Config(
+        sections=("kernels", "operators"), only=("adam_8bit", "scaled_segment_sum"), processes=2,
+        results=tmp_path / "gpu.json",
+    )  # fmt: skip
+    found = gpu.run(config, ["--only", *config.only])
+    names = [(row["kernel"], row["case"]) for row in found["kernels"]]
+    assert names == [tuple(unit.values()) for unit in checks.kernel_units(config)]
+    assert all(row["ok"] for section in found.values() for row in section)
 
 
 @pytest.mark.parametrize(
     ("setting", "message"),
-    [({"only": ("quantise",)}, "quantise"), ({"rivals": ("fast",)}, "fast")],
+    [
+        ({"only": ("quantise",)}, "quantise"),
+        ({"rivals": ("fast",)}, "fast"),
+        ({"processes": 0}, "`processes`"),
+        ({"part": (2, 2)}, "`part`"),
+    ],
 )
 def test_an_unknown_name_is_refused(setting, message):
     with pytest.raises(ValueError, match=message):
-        gpu.Config(**setting)
+        Config(**setting)
 
 
 ROUND = {"seconds": [1.0, 3.0], "peak": None, "planned_peak": 2**30, "losses": [5.0, 4.0]}

@@ -1,0 +1,210 @@
+"""Checks and timings on a GPU; needs only JAX, flax, optax and tyro.
+
+`python -m benchmarks.gpu --processes 12` checks every kernel against its definition in float64, on
+random inputs and with poisoned results, then the gradients of the operators, and that two steps of
+every method give the same bits. It times each kernel beside XLA's program for the definition and
+beside a copy of as many bytes, the update of a layer by every optimizer, and whole steps of plain
+JAX and of every method, each in a separate process, with the peak of the device's memory and the
+loss. Each section is written as soon as it exists; `--add` runs what is missing or failed. Without
+a GPU, kernels are interpreted on small shapes and nothing is timed.
+"""
+
+import os
+import pathlib
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import tyro
+
+from benchmarks import record, states
+from benchmarks.device_time import medians
+from benchmarks.gpu import checks, times
+from benchmarks.gpu.config import SECTIONS, Config, Section, on_gpu
+from benchmarks.gpu.parts import in_parts
+from benchmarks.gpu.steps import step_cells, time_steps
+from benchmarks.tables import print_table
+
+
+class _Divided(NamedTuple):
+    """A section whose units run in several processes.
+
+    Attributes:
+      units: from settings to the names of each unit, the first entries of its row.
+      run: from settings and unit to the rest of the row.
+    """
+
+    units: Callable[[Config], list[dict[str, str]]]
+    run: Callable[[Config, dict[str, str]], dict[str, Any]]
+
+
+DIVIDED: dict[str, _Divided] = {
+    "kernels": _Divided(checks.kernel_units, checks.check_kernel),
+    "operators": _Divided(checks.operator_units, checks.check_operator),
+    "determinism": _Divided(checks.determinism_units, checks.check_determinism),
+    "times": _Divided(times.time_units, times.time_kernel),
+}
+_TOGETHER = ("kernels", "operators", "determinism")
+"""Sections that time nothing: they run at once."""
+
+Found = dict[str, list[dict[str, Any]]]
+
+
+def run(config: Config, arguments: list[str] | None = None) -> Found:
+    """Runs the sections, and writes the rows of each as soon as they exist.
+
+    Args:
+      config: what to run.
+      arguments: the command line, for processes that run parts.
+
+    Returns:
+      The rows, by section.
+    """
+    found = _former(config) if config.add else {}
+    with tempfile.TemporaryDirectory() as folder:
+        for group in _groups(config.sections):
+            if set(group) <= DIVIDED.keys():
+                _run_divided(config, group, found, arguments or [], pathlib.Path(folder))
+            elif "updates" in group:
+                found["updates"] = states.measure(states.Config()) if on_gpu() else []
+            else:
+                time_steps(config, pathlib.Path(folder), found.setdefault("steps", []))
+            _write(config, found)
+    return found
+
+
+def _groups(sections: tuple[Section, ...]) -> list[tuple[Section, ...]]:
+    """Returns sections in order; those that time nothing are one group."""
+    together = tuple(x for x in sections if x in _TOGETHER)
+    alone: list[tuple[Section, ...]] = [(x,) for x in SECTIONS if x in sections]
+    return [together] * bool(together) + [x for x in alone if x[0] not in _TOGETHER]
+
+
+def _run_divided(
+    config: Config,
+    sections: tuple[Section, ...],
+    found: Found,
+    arguments: list[str],
+    folder: pathlib.Path,
+) -> None:
+    """Runs units of sections, in this process or divided over several."""
+    for section in sections:
+        found[section] = [row for row in found.get(section, []) if row.get("ok", True)]
+    if config.processes > 1:
+        parts = in_parts(sections, arguments, config.processes, folder)
+        for section in sections:
+            found[section] += parts[section]
+            found[section] = _in_order(DIVIDED[section].units(config), found[section])
+        return
+    for section in sections:
+        units = DIVIDED[section].units(config)
+        if config.part is not None:
+            units = units[config.part[0] :: config.part[1]]
+        have = [_names(unit, row) for unit in units for row in found[section]]
+        for unit in units:
+            if unit in have:
+                continue
+            found[section].append(row := dict(unit))
+            try:
+                row |= DIVIDED[section].run(config, unit)
+            except Exception as error:
+                # One that fails must not lose the results of the others.
+                row |= {"ok": False, "failure": f"{type(error).__name__}: {error}"[:800]}
+            if config.part is not None:
+                # A program that ends the process must not lose the results either.
+                _write(config, found)
+
+
+def _names(unit: dict[str, str], row: dict[str, Any]) -> dict[str, Any]:
+    return {name: row.get(name) for name in unit}
+
+
+def _in_order(units: list[dict[str, str]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns rows in the order of the units; a unit without a row is one that failed."""
+    by_unit = {tuple(_names(unit, row).items()): row for unit in units for row in rows}
+    lost = {"ok": False, "failure": "its process ended before it did"}
+    return [by_unit.get(tuple(unit.items()), unit | lost) for unit in units]
+
+
+def _former(config: Config) -> Found:
+    content = record.read(config.results) if config.results.exists() else {}
+    steps = content.pop("rows", [])
+    return {name: content[name] for name in SECTIONS if name in content} | {"steps": steps}
+
+
+def _write(config: Config, found: Found) -> None:
+    record.write(config, found.get("steps", []), **{k: v for k, v in found.items() if k != "steps"})
+
+
+# Tables.
+
+
+def show(config: Config, found: Found) -> None:
+    """Prints a table for each section."""
+    if found.get("kernels") or found.get("times"):
+        _show_kernels(found.get("kernels", []), found.get("times", []))
+    if found.get("operators"):
+        print_table(
+            "Gradients of operators in bfloat16, against float64",
+            ("operator", "ok", "error"),
+            [_cells(row, "operator", "error") for row in found["operators"]],
+        )
+    if found.get("determinism"):
+        print_table(
+            "A step of llama_3m, with kernels",
+            ("rival", "same bits twice", "from the step without kernels, of the step"),
+            [_cells(row, "rival", "apart") for row in found["determinism"]],
+        )
+    if found.get("updates"):
+        states.show(states.Config(), found["updates"])
+    headers = ("rival", "ms", "tokens/s", "/ first", "peak GiB", "compiled GiB", "TFLOP/s", "loss")
+    for model in dict.fromkeys(row["model"] for row in found.get("steps", [])):
+        rows = [row for row in found["steps"] if row["model"] == model]
+        title = f"{model}, {config.batch_size} x {config.seq_len}"
+        print_table(title, headers, step_cells(rows, config.batch_size * config.seq_len))
+
+
+def _cells(row: dict[str, Any], name: str, figure: str) -> tuple[str, str, str]:
+    said = row["failure"][:60] if "failure" in row else f"{row[figure]:.1e}"
+    return row[name], str(row["ok"]), said
+
+
+def _show_kernels(checked: list[dict[str, Any]], timed: list[dict[str, Any]]) -> None:
+    headers = ("kernel, case", "ok", "error", "differing", "us", "TB/s", "of a copy", "of XLA's")
+    rows: dict[str, dict[str, Any]] = {}
+    for row in (*checked, *timed):
+        name = f"{row['kernel']}, {row['case']}"
+        rows[name] = rows.get(name, {}) | row
+    cells = []
+    for name, row in rows.items():
+        has_time = "seconds" in row
+        middle = medians(row["seconds"])["kernel"] if has_time else 0
+        cells.append(
+            (
+                name,
+                str(row.get("ok", "")) if "failure" not in row else row["failure"][:60],
+                f"{row.get('error', 0):.1e}",
+                f"{row.get('differing', 0):.1e}",
+                f"{middle * 1e6:,.1f}" if has_time else "",
+                f"{row['bandwidth'] / 1e12:.2f}" if has_time else "",
+                f"{row['share_of_copy']:.2f}" if has_time else "",
+                f"{row['of_xla']:.2f}" if has_time else "",
+            )
+        )
+    how = "compiled" if on_gpu() else "interpreted, without a GPU"
+    print_table(f"Kernels, {how}, against float64", headers, cells)
+
+
+def main() -> None:
+    """Runs what the command line asks for."""
+    # The processes that run parts and steps need the memory of the device.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    config = tyro.cli(Config, description=__doc__, config=(tyro.conf.OmitArgPrefixes,))
+    found = run(config, sys.argv[1:])
+    if config.part is None:
+        show(config, found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Settings of the measurements on a GPU."""
+
+import dataclasses
+import pathlib
+from typing import Literal
+
+import jax
+
+from benchmarks import record
+from benchmarks.kernel_cases import KERNELS
+from benchmarks.rivals import RIVALS
+from benchmarks.variants import check_names
+from models import preset
+
+Section = Literal["kernels", "operators", "determinism", "times", "updates", "steps"]
+SECTIONS: tuple[Section, ...] = (
+    "kernels", "operators", "determinism", "times", "updates", "steps"
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What to run."""
+
+    sections: tuple[Section, ...] = SECTIONS
+    """Sections to run. `times` adds to the rows of `kernels`."""
+    only: tuple[str, ...] = tuple(KERNELS)
+    """Kernels to check and time."""
+    models: tuple[str, ...] = ("llama_1b",)
+    """Models whose whole steps are timed."""
+    rivals: tuple[str, ...] = (
+        "plain",
+        "jax.checkpoint, dots",
+        "jax.checkpoint, full",
+        "jax.checkpoint, dots offloaded",
+        "exact",
+        "pamm",
+        "low_rank 32",
+        "subspace d/4",
+        "subspace d/16",
+        "gact, 4 bits",
+        "quantized, 4 bits",
+        "compressed_remat",
+        "lean",
+        "lean, 4-bit and factored",
+        "lean_subspace d/4",
+    )
+    """Rivals of `determinism` and `steps`, from `benchmarks.rivals`; ratios are to the first."""
+    batch_size: int = 8
+    """Sequences in a step."""
+    seq_len: int = 1024
+    """Tokens in a sequence."""
+    warmup: int = 3
+    """Steps that are not timed."""
+    steps: int = 12
+    """Timed steps of a rival in a round."""
+    rounds: int = 1
+    """Rounds over all rivals."""
+    memory_gib: float = 0
+    """GiB that a whole step may take; 0 for all. A step that runs within it needs no more."""
+    seconds: float = 180
+    """Longest time of a rival in a round, in seconds."""
+    processes: int = 1
+    """Processes that check, trace and compile at once. Only one of them is timed at a time."""
+    part: tuple[int, int] | None = None
+    """Which of how many parts of the checks and times to run, counted from 0; None for all."""
+    add: bool = False
+    """Keep what `--results` has: only what is missing or failed is run."""
+    results: pathlib.Path = record.RESULTS / "gpu.json"
+    """File of the raw results."""
+
+    def __post_init__(self) -> None:
+        check_names(self.only, tuple(KERNELS))
+        check_names(self.rivals, RIVALS)
+        for model in self.models:
+            preset(model)
+        if self.processes < 1:
+            raise ValueError(f"`processes` must be at least 1, got {self.processes}.")
+        if self.part is not None and not 0 <= self.part[0] < self.part[1]:
+            raise ValueError(f"`part` must be a number below the count of parts, got {self.part}.")
+
+
+def on_gpu() -> bool:
+    """Returns whether this process computes on a GPU."""
+    return jax.default_backend() == "gpu"

@@ -1,0 +1,99 @@
+"""Times of kernels beside XLA's program for the same definition and a copy of as many bytes."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from actjax.kernels.dispatch import Kernel
+from benchmarks.device_time import interleaved, medians
+from benchmarks.gpu.config import Config, on_gpu
+from benchmarks.gpu.parts import alone
+from benchmarks.kernel_cases import KERNELS
+from benchmarks.kernel_cases.case import Case
+
+_LEAST_BYTES = 600_000_000
+"""Enough that a call takes longer than its launch and does not fit into a cache."""
+
+
+class _Timed(NamedTuple):
+    """Programs to time.
+
+    Attributes:
+      least: bytes of the arguments and results.
+      make: returns the arguments for a key.
+      source: returns an array of half as many bytes, to copy.
+      programs: by name, functions of the arguments, or of the source for the copy.
+    """
+
+    least: int
+    make: Callable[..., Any]
+    source: Callable[..., Any]
+    programs: dict[str, Any]
+
+
+def _timed(kernel: Kernel, case: Case) -> _Timed:
+    longer = case.longer(-(-_LEAST_BYTES // case.least_bytes(kernel.reference)))
+    least = longer.least_bytes(kernel.reference)
+    return _Timed(
+        least,
+        jax.jit(longer.make),
+        jax.jit(lambda key: jax.random.bits(key, (least // 2,), jnp.uint8)),
+        {
+            "kernel": jax.jit(functools.partial(kernel, implementation="pallas", **case.options)),
+            "xla": jax.jit(functools.partial(kernel.reference, **case.options)),
+            "copy": jax.jit(lambda x: x ^ 1),
+        },
+    )
+
+
+def compile_timed(kernel: Kernel, case: Case) -> None:
+    """Compiles what the section `times` runs."""
+    one, key = _timed(kernel, case), jax.random.key(0)
+    args = one.make.lower(key).compile() and jax.eval_shape(one.make, key)
+    source = one.source.lower(key).compile() and jax.eval_shape(one.source, key)
+    for name, program in one.programs.items():
+        program.lower(*((source,) if name == "copy" else args)).compile()
+
+
+def time_units(config: Config) -> list[dict[str, str]]:
+    """Returns kernels and large cases; none without a GPU."""
+    return [
+        {"kernel": name, "case": case.name}
+        for name in config.only
+        for case in KERNELS[name].cases
+        if on_gpu() and not case.small
+    ]
+
+
+def time_kernel(config: Config, unit: dict[str, str]) -> dict[str, Any]:
+    """Returns times of a kernel, of XLA's program and of a copy, in seconds."""
+    del config
+    kernel, cases = KERNELS[unit["kernel"]]
+    one = _timed(kernel, next(case for case in cases if case.name == unit["case"]))
+    key = jax.random.key(0)
+    shapes, source = jax.eval_shape(one.make, key), jax.eval_shape(one.source, key)
+    make, draw = one.make.lower(key).compile(), one.source.lower(key).compile()
+    run = {
+        name: program.lower(*((source,) if name == "copy" else shapes)).compile()
+        for name, program in one.programs.items()
+    }
+    with alone():
+        args, copied = make(key), draw(key)
+        seconds = interleaved(
+            {
+                "kernel": lambda: run["kernel"](*args),
+                "xla": lambda: run["xla"](*args),
+                "copy": lambda: run["copy"](copied),
+            }
+        )
+    middle = medians(seconds)
+    return {
+        "bytes": one.least,
+        "seconds": seconds,
+        "bandwidth": one.least / middle["kernel"],
+        "share_of_copy": middle["copy"] / middle["kernel"],
+        "of_xla": middle["kernel"] / middle["xla"],
+    }
