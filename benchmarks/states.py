@@ -7,6 +7,7 @@ must read and write at the rate of an update of a large array in place in the sa
 whose updates take less than their launch, a time is that of several updates, each after the other.
 """
 
+import concurrent.futures
 import dataclasses
 import functools
 import pathlib
@@ -91,9 +92,11 @@ def layer_of(model: str) -> dict[str, tuple[int, int]]:
 def measure(config: Config) -> list[dict[str, Any]]:
     """Returns one row for each optimizer."""
     grads = _normal(jax.random.key(0), layer_of(config.model), 1e-3)
-    rows, running = [], {}
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        started = pool.map(functools.partial(_start, grads=grads), config.only)
+        running = dict(zip(config.only, started, strict=True))
+    rows = []
     for name in config.only:
-        running[name] = _start(name, grads)
         state = sum(x.nbytes for x in jax.tree.leaves(running[name].state))
         # A gradient is read; a weight and its state are read and written.
         weights = sum(x.nbytes for x in jax.tree.leaves(grads))

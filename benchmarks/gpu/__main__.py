@@ -9,11 +9,13 @@ loss. Each section is written as soon as it exists; `--add` runs what is missing
 a GPU, kernels are interpreted on small shapes and nothing is timed.
 """
 
+import concurrent.futures
+import contextlib
 import os
 import pathlib
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import tyro
@@ -21,9 +23,9 @@ import tyro
 from benchmarks import record, states
 from benchmarks.device_time import medians
 from benchmarks.gpu import checks, times
-from benchmarks.gpu.config import SECTIONS, Config, Section, on_gpu
+from benchmarks.gpu.config import SECTIONS, Config, Section, case_units, on_gpu
 from benchmarks.gpu.parts import in_parts
-from benchmarks.gpu.steps import step_cells, time_steps
+from benchmarks.gpu.steps import compile_steps, step_cells, time_steps
 from benchmarks.tables import print_table
 
 
@@ -40,12 +42,13 @@ class _Divided(NamedTuple):
 
 
 DIVIDED: dict[str, _Divided] = {
-    "kernels": _Divided(checks.kernel_units, checks.check_kernel),
+    "kernels": _Divided(case_units, checks.check_kernel),
     "operators": _Divided(checks.operator_units, checks.check_operator),
     "determinism": _Divided(checks.determinism_units, checks.check_determinism),
+    "programs": _Divided(times.time_units, times.compile_kernel),
     "times": _Divided(times.time_units, times.time_kernel),
 }
-_TOGETHER = ("kernels", "operators", "determinism")
+_TOGETHER = ("kernels", "operators", "determinism", "programs")
 """Sections that time nothing: they run at once."""
 
 Found = dict[str, list[dict[str, Any]]]
@@ -62,16 +65,29 @@ def run(config: Config, arguments: list[str] | None = None) -> Found:
       The rows, by section.
     """
     found = _former(config) if config.add else {}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
         for group in _groups(config.sections):
             if set(group) <= DIVIDED.keys():
-                _run_divided(config, group, found, arguments or [], pathlib.Path(folder))
+                compiling = "programs" in group and "steps" in config.sections
+                with _beside(compile_steps, config, folder, doing=compiling):
+                    _run_divided(config, group, found, arguments or [], folder)
             elif "updates" in group:
                 found["updates"] = states.measure(states.Config()) if on_gpu() else []
             else:
-                time_steps(config, pathlib.Path(folder), found.setdefault("steps", []))
+                time_steps(config, folder, found.setdefault("steps", []))
             _write(config, found)
     return found
+
+
+@contextlib.contextmanager
+def _beside(work: Callable[..., Any], *args: Any, doing: bool) -> Iterator[None]:
+    """Does work in a thread, and prints what it returns at the end, if there is anything."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        future = pool.submit(work, *args) if doing else None
+        yield
+        if future is not None and future.result():
+            print(future.result())
 
 
 def _groups(sections: tuple[Section, ...]) -> list[tuple[Section, ...]]:
@@ -134,7 +150,11 @@ def _former(config: Config) -> Found:
 
 
 def _write(config: Config, found: Found) -> None:
-    record.write(config, found.get("steps", []), **{k: v for k, v in found.items() if k != "steps"})
+    record.write(
+        config,
+        found.get("steps", []),
+        **{k: v for k, v in found.items() if k not in ("steps", "programs")},
+    )
 
 
 # Tables.

@@ -8,36 +8,19 @@ import numpy as np
 
 from actjax import kernels
 from benchmarks import operator_check
-from benchmarks.gpu.config import Config, on_gpu
-from benchmarks.gpu.times import compile_timed
-from benchmarks.kernel_cases import KERNELS
+from benchmarks.gpu.config import Config, find_case, on_gpu
 from benchmarks.kernel_check import check
 from benchmarks.rivals import Rival, random_batch, rival
 from models import preset
 from train.config import PretrainConfig
 
 
-def kernel_units(config: Config) -> list[dict[str, str]]:
-    """Returns kernels and cases; without a GPU those that the interpreter computes in seconds."""
-    return [
-        {"kernel": name, "case": case.name}
-        for name in config.only
-        for case in KERNELS[name].cases
-        if on_gpu() or case.small
-    ]
-
-
 def check_kernel(config: Config, unit: dict[str, str]) -> dict[str, Any]:
     """Compares a kernel with its definition in float64."""
     del config
-    kernel, cases = KERNELS[unit["kernel"]]
-    case = next(case for case in cases if case.name == unit["case"])
+    kernel, case = find_case(unit)
     seed = secrets.randbits(31)
-    row = {"seed": seed, **check(kernel, case, seed, "pallas" if on_gpu() else "interpreted")}
-    if on_gpu() and not case.small:
-        # The section `times` finds the programs in the cache, and the device is not disturbed then.
-        compile_timed(kernel, case)
-    return row
+    return {"seed": seed, **check(kernel, case, seed, "pallas" if on_gpu() else "interpreted")}
 
 
 def operator_units(config: Config) -> list[dict[str, str]]:

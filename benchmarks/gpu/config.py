@@ -2,20 +2,22 @@
 
 import dataclasses
 import pathlib
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 
+from actjax.kernels.dispatch import Kernel
 from benchmarks import record
 from benchmarks.kernel_cases import KERNELS
+from benchmarks.kernel_cases.case import Case
 from benchmarks.rivals import RIVALS
 from benchmarks.variants import check_names
 from models import preset
 
-Section = Literal["kernels", "operators", "determinism", "times", "updates", "steps"]
-SECTIONS: tuple[Section, ...] = (
-    "kernels", "operators", "determinism", "times", "updates", "steps"
-)  # fmt: skip
+Section = Literal[
+    "kernels", "operators", "determinism", "programs", "times", "updates", "steps"
+]  # fmt: skip
+SECTIONS: tuple[Section, ...] = get_args(Section)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,9 +25,12 @@ class Config:
     """What to run."""
 
     sections: tuple[Section, ...] = SECTIONS
-    """Sections to run. `times` adds to the rows of `kernels`."""
+    """Sections to run. `programs` compiles what the later ones time, so that no program is compiled
+    beside one that is timed."""
     only: tuple[str, ...] = tuple(KERNELS)
     """Kernels to check and time."""
+    cases: tuple[str, ...] = ("",)
+    """Only cases of kernels whose names have one of these parts."""
     models: tuple[str, ...] = ("llama_1b",)
     """Models whose whole steps are timed."""
     rivals: tuple[str, ...] = (
@@ -78,6 +83,22 @@ class Config:
             raise ValueError(f"`processes` must be at least 1, got {self.processes}.")
         if self.part is not None and not 0 <= self.part[0] < self.part[1]:
             raise ValueError(f"`part` must be a number below the count of parts, got {self.part}.")
+
+
+def case_units(config: Config) -> list[dict[str, str]]:
+    """Returns kernels and cases; without a GPU those that the interpreter computes in seconds."""
+    return [
+        {"kernel": name, "case": case.name}
+        for name in config.only
+        for case in KERNELS[name].cases
+        if any(part in case.name for part in config.cases) and (on_gpu() or case.small)
+    ]
+
+
+def find_case(unit: dict[str, str]) -> tuple[Kernel, Case]:
+    """Returns the kernel and the case of a unit."""
+    kernel, cases = KERNELS[unit["kernel"]]
+    return kernel, next(case for case in cases if case.name == unit["case"])
 
 
 def on_gpu() -> bool:

@@ -17,8 +17,7 @@ from benchmarks.whole_step import Job, summary
 def time_steps(config: Config, folder: pathlib.Path, rows: list[dict[str, Any]]) -> None:
     """Runs the rivals in rounds, and appends each result to the rows, which it extends.
 
-    All programs are compiled before the first is timed. Then a rival is traced while another one
-    runs.
+    A rival is traced while another one runs.
 
     Args:
       config: models, rivals and rounds.
@@ -36,16 +35,19 @@ def time_steps(config: Config, folder: pathlib.Path, rows: list[dict[str, Any]])
             todo += [(turn, row) for turn in range(len(row["rounds"]), config.rounds)]
     todo.sort(key=lambda one: one[0])
     run = functools.partial(_run, config, folder)
-    with concurrent.futures.ThreadPoolExecutor(config.processes) as pool:
-        list(pool.map(functools.partial(run, only_compile=True), _rows_once(todo)))
     with concurrent.futures.ThreadPoolExecutor(min(3, config.processes)) as pool:
         results = pool.map(run, [row for _, row in todo])
         for (_, row), result in zip(todo, results, strict=True):
             row["rounds"].append(result)
 
 
-def _rows_once(todo: list[tuple[int, dict[str, Any]]]) -> list[dict[str, Any]]:
-    return list({(row["model"], row["rival"]): row for _, row in todo}.values())
+def compile_steps(config: Config, folder: pathlib.Path) -> list[dict[str, Any]]:
+    """Compiles what `time_steps` runs; returns the rivals that failed."""
+    rows = [{"model": model, "rival": name} for model in config.models for name in config.rivals]
+    run = functools.partial(_run, config, folder, only_compile=True)
+    with concurrent.futures.ThreadPoolExecutor(config.processes) as pool:
+        results = list(pool.map(run, rows))
+    return [row | result for row, result in zip(rows, results, strict=True) if result]
 
 
 def _run(

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 
 from actjax.kernels.dispatch import Kernel
 from benchmarks.device_time import interleaved, medians
-from benchmarks.gpu.config import Config, on_gpu
+from benchmarks.gpu.config import Config, case_units, find_case, on_gpu
 from benchmarks.gpu.parts import alone
-from benchmarks.kernel_cases import KERNELS
 from benchmarks.kernel_cases.case import Case
 
 _LEAST_BYTES = 600_000_000
@@ -49,37 +48,27 @@ def _timed(kernel: Kernel, case: Case) -> _Timed:
     )
 
 
-def compile_timed(kernel: Kernel, case: Case) -> None:
-    """Compiles what the section `times` runs."""
-    one, key = _timed(kernel, case), jax.random.key(0)
-    args = one.make.lower(key).compile() and jax.eval_shape(one.make, key)
-    source = one.source.lower(key).compile() and jax.eval_shape(one.source, key)
-    for name, program in one.programs.items():
-        program.lower(*((source,) if name == "copy" else args)).compile()
-
-
 def time_units(config: Config) -> list[dict[str, str]]:
     """Returns kernels and large cases; none without a GPU."""
-    return [
-        {"kernel": name, "case": case.name}
-        for name in config.only
-        for case in KERNELS[name].cases
-        if on_gpu() and not case.small
-    ]
+    return [unit for unit in case_units(config) if on_gpu() and not find_case(unit)[1].small]
+
+
+def compile_kernel(config: Config, unit: dict[str, str]) -> dict[str, Any]:
+    """Compiles what `time_kernel` runs."""
+    del config
+    one, key = _timed(*find_case(unit)), jax.random.key(0)
+    one.make.lower(key).compile()
+    one.source.lower(key).compile()
+    _compiled(one)
+    return {}
 
 
 def time_kernel(config: Config, unit: dict[str, str]) -> dict[str, Any]:
     """Returns times of a kernel, of XLA's program and of a copy, in seconds."""
     del config
-    kernel, cases = KERNELS[unit["kernel"]]
-    one = _timed(kernel, next(case for case in cases if case.name == unit["case"]))
-    key = jax.random.key(0)
-    shapes, source = jax.eval_shape(one.make, key), jax.eval_shape(one.source, key)
+    one, key = _timed(*find_case(unit)), jax.random.key(0)
     make, draw = one.make.lower(key).compile(), one.source.lower(key).compile()
-    run = {
-        name: program.lower(*((source,) if name == "copy" else shapes)).compile()
-        for name, program in one.programs.items()
-    }
+    run = _compiled(one)
     with alone():
         args, copied = make(key), draw(key)
         seconds = interleaved(
@@ -96,4 +85,13 @@ def time_kernel(config: Config, unit: dict[str, str]) -> dict[str, Any]:
         "bandwidth": one.least / middle["kernel"],
         "share_of_copy": middle["copy"] / middle["kernel"],
         "of_xla": middle["kernel"] / middle["xla"],
+    }
+
+
+def _compiled(one: _Timed) -> dict[str, Any]:
+    key = jax.random.key(0)
+    args, source = jax.eval_shape(one.make, key), jax.eval_shape(one.source, key)
+    return {
+        name: program.lower(*((source,) if name == "copy" else args)).compile()
+        for name, program in one.programs.items()
     }

@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks import report
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import checks
-from benchmarks.gpu.config import Config
+from benchmarks.gpu import config as gpu_config
+from benchmarks.gpu.config import Config, case_units
 from benchmarks.kernel_cases import KERNELS
 from benchmarks.kernel_check import check
 from benchmarks.whole_step import summary
@@ -68,7 +68,7 @@ def test_a_failing_kernel_does_not_stop_the_others_and_runs_again(tmp_path, monk
         results=tmp_path / "gpu.json",
     )  # fmt: skip
     with monkeypatch.context() as patch:
-        patch.setattr(checks, "KERNELS", broken)
+        patch.setattr(gpu_config, "KERNELS", broken)
         rows = gpu.run(config)["kernels"]
     assert [row["ok"] for row in rows] == [False, False, True, True]
     assert "out of registers" in rows[0]["failure"]
@@ -85,7 +85,7 @@ def test_parts_in_processes_are_the_whole(tmp_path):
     )  # fmt: skip
     found = gpu.run(config, ["--only", *config.only])
     names = [(row["kernel"], row["case"]) for row in found["kernels"]]
-    assert names == [tuple(unit.values()) for unit in checks.kernel_units(config)]
+    assert names == [tuple(unit.values()) for unit in case_units(config)]
     assert all(row["ok"] for section in found.values() for row in section)
 
 
