@@ -77,6 +77,9 @@ class Kernel:
       dims: `dims(result, *args, **options)` returns the `Dims` of the arguments, a tuple, and those
         of the result, whose shapes are given; None if parts cannot be computed apart.
       mosaic: the program for TPUs; None if there is none. XLA cannot divide it over devices.
+      slower: `slower(*args, **options)` returns whether XLA's program for the definition took less
+        time than `pallas` where a GPU measured both (`benchmarks/results/gpu.json`). Then `pallas`
+        is used where it is asked for, and not by default.
     """
 
     name: str
@@ -85,6 +88,7 @@ class Kernel:
     refuses: Callable[..., str | None]
     dims: Callable[..., tuple[tuple, Any] | None]
     mosaic: Mosaic | None = None
+    slower: Callable[..., bool] = lambda *args, **options: False
 
     def __call__(
         self, *args: Any, implementation: Implementation | None = None, **options: Any
@@ -154,8 +158,11 @@ class Kernel:
             interpret = ("interpret", asked == "interpreted")
             return primitive.traced_once(self.pallas, (interpret, *static), *args)
         # `args` may be a part of an array that a program can take.
-        takes = (self._reason(name, args, options) is None for name in ("pallas", "mosaic"))
-        return primitive.call(_programs(self, *takes), static, *args)
+        on_cuda = self._reason("pallas", args, options) is None and not self.slower(
+            *args, **options
+        )
+        on_tpu = self._reason("mosaic", args, options) is None
+        return primitive.call(_programs(self, on_cuda, on_tpu), static, *args)
 
     def _on_shards(
         self, choose: Callable, reference: Callable, args: tuple, options: dict[str, Any]

@@ -39,7 +39,8 @@ def _timed(kernel: Kernel, case: Case) -> _Timed:
     return _Timed(
         least,
         jax.jit(longer.make),
-        jax.jit(lambda key: jax.random.bits(key, (least // 2,), jnp.uint8)),
+        # Words: XLA's copy of bytes reaches half the bandwidth.
+        jax.jit(lambda key: jax.random.bits(key, (least // 8,), jnp.uint32)),
         {
             "kernel": jax.jit(functools.partial(kernel, implementation="pallas", **case.options)),
             "xla": jax.jit(functools.partial(kernel.reference, **case.options)),

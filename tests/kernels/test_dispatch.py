@@ -25,6 +25,7 @@ from train.collectives import bytes_by_kind, collectives
 
 CODEC = Quantized(4, group=16, scale_dtype="float32")
 X = normal(4, 32)
+HALF = jnp.asarray(X, jnp.bfloat16)
 CODE = random_code(CODEC, "float32", X.shape)
 MU, NU = (blockwise_zeros(X.shape, "float32", unsigned=unsigned) for unsigned in (False, True))
 
@@ -34,10 +35,10 @@ KERNELS = {
     "dequantize": (dequantize, (CODE,)),
     "swiglu_backward": (swiglu_backward, (CODE, CODE, X)),
     "rms_norm_backward": (rms_norm_backward, (CODE, X[0], X)),
-    "point_assignment": (functools.partial(point_assignment, tolerance=0.9), (X, X[:2])),
+    "point_assignment": (point_assignment, (HALF, HALF[:2])),
     "scaled_segment_sum": (
         functools.partial(scaled_segment_sum, segments=2),
-        (np.arange(4, dtype=np.int32) % 2, X[:, 0], X),
+        (np.arange(4, dtype=np.int32) % 2, X[:, 0], HALF),
     ),
     "adam_8bit": (
         functools.partial(adam_8bit, b1=0.9, b2=0.99, eps=1e-8),
@@ -137,6 +138,29 @@ def test_by_default_the_device_decides(name):
         with gpu_named():
             text = traced.lower(lowering_platforms=(platform,)).as_text()
         assert ("triton" in text) == (platform == "cuda"), platform
+
+
+SLOWER = {
+    "point_assignment": (functools.partial(point_assignment, tolerance=0.9), (HALF, HALF[:2])),
+    "point_assignment, float32": (point_assignment, (X, X[:2])),
+    "scaled_segment_sum": (
+        functools.partial(scaled_segment_sum, segments=17),
+        (np.arange(4, dtype=np.int32), X[:, 0], HALF),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SLOWER)
+def test_a_kernel_that_was_measured_to_be_slower_runs_only_where_it_is_asked_for(name):
+    function, args = SLOWER[name]
+
+    def lowered(implementation):
+        with gpu_named(), actjax.kernels.use(implementation):
+            traced = jax.jit(lambda *args: function(*args)).trace(*args)
+            return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    assert "triton" not in lowered(None)
+    assert "triton" in lowered("pallas")
 
 
 @every

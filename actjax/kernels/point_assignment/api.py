@@ -1,5 +1,6 @@
 """The assignment of each token to the most similar point (PAMM, arXiv 2506.02939, section 3)."""
 
+import math
 from typing import Any
 
 import jax
@@ -66,6 +67,14 @@ def _dims(
     return (Dims((*tokens, None)), Dims.whole(points)), (by_token, by_token, by_token)
 
 
+def _slower(x: jax.Array, points: jax.Array, *, tolerance: float) -> bool:
+    # On an H100, 16 points in float32 take 3.8 of XLA's time, and with a tolerance 1.3 in bfloat16;
+    # 128 points take 0.7 in float32 and 0.2 in bfloat16.
+    second_pass = not math.isinf(tolerance)
+    return points.shape[0] < 64 and (x.dtype.itemsize > 2 or second_pass)
+
+
 KERNEL = Kernel(
-    "point_assignment", reference.point_assignment, pallas.point_assignment, _refuses, _dims
-)
+    "point_assignment", reference.point_assignment, pallas.point_assignment, _refuses, _dims,
+    slower=_slower,
+)  # fmt: skip

@@ -1,5 +1,7 @@
 """Quantization in one pass: scales are fitted, numbers are rounded and packed."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -138,7 +140,13 @@ def _dims(
     return dims, result
 
 
+def _slower(x: jax.Array, seed: Any, channels: Any, *scales: Any, format: Format) -> bool:
+    # On an H100, 4 bits by channel with 1% of the channels whole take 1.1 of XLA's time.
+    del x, seed, scales
+    return format.scaling == "channel" and channels is not None
+
+
 KERNEL = Kernel(
     "quantize", reference.quantize, pallas.quantize, _refuses, _dims,
-    Mosaic(mosaic.quantize, mosaic.refuses),
+    Mosaic(mosaic.quantize, mosaic.refuses), _slower,
 )  # fmt: skip

@@ -61,6 +61,14 @@ def _dims(
     return (by_token, by_token, of_values), Dims((None, "features"), summed=True)
 
 
+def _slower(index: jax.Array, scale: jax.Array, values: jax.Array, *, segments: int) -> bool:
+    # On an H100, 16 segments in bfloat16 take 0.99 of XLA's time, 128 take 2.7; in float32 1.7 and
+    # 4.9.
+    del index, scale
+    return values.dtype.itemsize > 2 or segments > 16
+
+
 KERNEL = Kernel(
-    "scaled_segment_sum", reference.scaled_segment_sum, pallas.scaled_segment_sum, _refuses, _dims
-)
+    "scaled_segment_sum", reference.scaled_segment_sum, pallas.scaled_segment_sum, _refuses, _dims,
+    slower=_slower,
+)  # fmt: skip
