@@ -108,18 +108,26 @@ def _transformed(part: Part, values: list[jax.Array]) -> list[jax.Array]:
         apart *= 2
     apart = 1
     while apart < part.width:
-        values = [_pairs_of_lanes(value, apart) for value in values]
+        values = [_pairs_of_lanes(value, apart, part.interpret) for value in values]
         apart *= 2
     return values
 
 
-def _pairs_of_lanes(x: jax.Array, apart: int) -> jax.Array:
+def _pairs_of_lanes(x: jax.Array, apart: int, interpret: bool) -> jax.Array:
     """Returns the sum and the difference of each pair of lanes that are `apart`."""
     pairs = x.reshape(x.size // (2 * apart), 2, apart)
-    # Triton exchanges numbers between threads only by reductions. A sum of integers is exact, so
-    # that it gives the bits of the other number.
-    bits = jax.lax.bitcast_convert_type(pairs, jnp.int32)
-    other = jnp.sum(bits, axis=1, keepdims=True) - bits
-    other = jax.lax.bitcast_convert_type(other, jnp.float32)
+    other = pairs[:, ::-1] if interpret else _exchanged(pairs)
     second = jax.lax.broadcasted_iota(jnp.int32, (1, 2, 1), 1) == 1
     return (other + jnp.where(second, -pairs, pairs)).reshape(x.shape)
+
+
+def _exchanged(pairs: jax.Array) -> jax.Array:
+    """Returns the other number of each pair [n, 2, lanes], float32.
+
+    Triton exchanges numbers between threads only by reductions. A sum of integers is exact, so that
+    it gives the bits of the other number. XLA, which may compute a number once for the sum and once
+    for the difference, with other roundings, would find other bits.
+    """
+    bits = jax.lax.bitcast_convert_type(pairs, jnp.int32)
+    other = jnp.sum(bits, axis=1, keepdims=True) - bits
+    return jax.lax.bitcast_convert_type(other, jnp.float32)

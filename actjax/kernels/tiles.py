@@ -33,6 +33,7 @@ class Part:
       start: first feature of the segment.
       first: number of groups before the segment.
       slices: number of slices of a group.
+      interpret: whether XLA runs the program, not Triton.
     """
 
     token: Any
@@ -43,6 +44,7 @@ class Part:
     start: int
     first: int
     slices: int
+    interpret: bool = False
 
     @property
     def width(self) -> int:
@@ -149,6 +151,7 @@ class Grid:
       group: features of a group.
       tile_rows: tokens of a program.
       tile_groups: groups of a program.
+      interpret: whether XLA runs the program, not Triton.
     """
 
     rows: int
@@ -156,6 +159,7 @@ class Grid:
     group: int
     tile_rows: int
     tile_groups: int
+    interpret: bool = False
 
     @property
     def programs(self) -> tuple[int]:
@@ -176,6 +180,7 @@ class Grid:
             self.group,
             0,
             0,
+            interpret=self.interpret,
         )
         left = functools.partial(
             Part,
@@ -185,6 +190,7 @@ class Grid:
             rest,
             groups * self.group,
             groups,
+            interpret=self.interpret,
         )
         if not rest:
             body(whole)
@@ -212,7 +218,9 @@ class Grid:
         return token, self.rows if self.rows % tile else None
 
 
-def grid_of(rows: int, features: int, group: int, numbers: int = 4096) -> Grid:
+def grid_of(
+    rows: int, features: int, group: int, numbers: int = 4096, *, interpret: bool = False
+) -> Grid:
     """Returns a grid whose programs process about `numbers` numbers each."""
     whole = max(1, features // group)
     # As many groups as possible, since their scales are written together, but few idle ones.
@@ -220,4 +228,5 @@ def grid_of(rows: int, features: int, group: int, numbers: int = 4096) -> Grid:
     busy = [size for size in sizes if -(-whole // size) * size <= 1.15 * whole]
     tile_groups = busy[0] if busy else sizes[-1]
     tile_rows = max(1, numbers // (tile_groups * pl.next_power_of_2(group)))
-    return Grid(rows, features, group, min(tile_rows, pl.next_power_of_2(rows)), tile_groups)
+    tile_rows = min(tile_rows, pl.next_power_of_2(rows))
+    return Grid(rows, features, group, tile_rows, tile_groups, interpret)

@@ -15,7 +15,7 @@ def dequantize(code: QuantizedCode, *, interpret: bool = False) -> jax.Array:
     """As `actjax.kernels.dequantize.api.dequantize`."""
     lead = code.planes[0].shape[:-1]
     arrays, bind = coded.operands(code)
-    grid = tiles.grid_of(math.prod(lead), code.features, code.format.group)
+    grid = tiles.grid_of(math.prod(lead), code.features, code.format.group, interpret=interpret)
 
     def kernel(*refs: Any) -> None:
         *inputs, out = refs

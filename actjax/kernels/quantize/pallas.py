@@ -38,7 +38,7 @@ def quantize(
     features, lead = x.shape[-1], x.shape[:-1]
     arguments = _arguments(x, seed, channels, scale, centre, mean, spread, format)
     outputs = _outputs(x, channels, scale, format)
-    grid = tiles.grid_of(math.prod(lead), features, format.group)
+    grid = tiles.grid_of(math.prod(lead), features, format.group, interpret=interpret)
 
     def kernel(*refs: Any) -> None:
         named = dict(zip((*arguments, *outputs), refs, strict=True))

@@ -33,6 +33,7 @@ class _Rows:
       size: features of a group.
       slices: number of slices of a group.
       count: rows of a program.
+      interpret: whether XLA runs the program, not Triton.
     """
 
     tokens: int
@@ -40,6 +41,7 @@ class _Rows:
     size: int
     slices: int
     count: int
+    interpret: bool
 
     @property
     def groups(self) -> int:
@@ -51,7 +53,9 @@ class _Rows:
         padded = pl.next_power_of_2(self.groups)
         group = jax.lax.broadcasted_iota(jnp.int32, (1, padded, 1), 1)
         groups = self.groups if padded > self.groups else None
-        return tiles.Part(token, tokens, group, groups, self.size, 0, 0, self.slices)
+        return tiles.Part(
+            token, tokens, group, groups, self.size, 0, 0, self.slices, self.interpret
+        )
 
 
 def rms_norm_backward(
@@ -68,7 +72,8 @@ def rms_norm_backward(
     arrays, bind = coded.operands(x)
     group, formats = coded.group_of(x), [x.format] if isinstance(x, QuantizedCode) else []
     slices = coded.slice_count(formats, group)
-    rows = _Rows(tokens, features, group, slices, pl.cdiv(tokens, _PROGRAMS))
+    count = pl.cdiv(tokens, _PROGRAMS)
+    rows = _Rows(tokens, features, group, slices, count, interpret)
     programs = pl.cdiv(tokens, rows.count)
 
     def kernel(*refs: Any) -> None:

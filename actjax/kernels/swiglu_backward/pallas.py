@@ -28,7 +28,7 @@ def swiglu_backward(
     # A rotation holds all slices of a group, of both codes: half as many numbers fit the registers.
     rotated = gate.format.rotate or up.format.rotate
     numbers = 1024 if rotated else 2048
-    grid = tiles.grid_of(tokens, features, gate.format.group, numbers)
+    grid = tiles.grid_of(tokens, features, gate.format.group, numbers, interpret=interpret)
 
     def kernel(*refs: Any) -> None:
         coded_gate = bind_gate(*refs[: len(gate_arrays)])
