@@ -24,7 +24,9 @@ PAGES = {
     for path in (ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")))
 }
 # Flags of other programs: of pip, of `benchmarks` and of XLA.
-OTHER_FLAGS = {"--add", "--help", "--constraint", "--extra-index-url", "--strict", "--xla"}
+OTHER_FLAGS = {
+    "--add", "--help", "--constraint", "--extra-index-url", "--processes", "--strict", "--xla",
+}  # fmt: skip
 
 
 def prose(text: str) -> str:

@@ -92,7 +92,7 @@ def _beside(work: Callable[..., Any], *args: Any, doing: bool) -> Iterator[None]
 
 def _groups(sections: tuple[Section, ...]) -> list[tuple[Section, ...]]:
     """Returns sections in order; those that time nothing are one group."""
-    together = tuple(x for x in sections if x in _TOGETHER)
+    together: tuple[Section, ...] = tuple(x for x in sections if x in _TOGETHER)
     alone: list[tuple[Section, ...]] = [(x,) for x in SECTIONS if x in sections]
     return [together] * bool(together) + [x for x in alone if x[0] not in _TOGETHER]
 
