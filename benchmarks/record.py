@@ -43,12 +43,13 @@ def _commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
-def write(config: Any, rows: list[dict[str, Any]], **extra: Any) -> None:
+def write(config: Any, rows: list[dict[str, Any]], *, say: bool = True, **extra: Any) -> None:
     """Writes a result file to `config.results`.
 
     Args:
       config: settings of the measurement, a dataclass.
       rows: one entry for each rival.
+      say: whether to print the path.
       **extra: other results.
     """
     settings = dataclasses.asdict(config)
@@ -57,7 +58,8 @@ def write(config: Any, rows: list[dict[str, Any]], **extra: Any) -> None:
     text = json.dumps(_finite(content), indent=2, default=str, allow_nan=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text + "\n")
-    print(f"wrote {path}")
+    if say:
+        print(f"wrote {path}")
 
 
 def read(path: pathlib.Path) -> dict[str, Any]:

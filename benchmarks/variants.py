@@ -129,8 +129,9 @@ VARIANTS = {
 }
 
 
-def check_names(names: tuple[str, ...], known: tuple[str, ...]) -> None:
-    """Raises a `ValueError` if one of `names` is not known."""
+def check_names(names: tuple[str, ...], known: tuple[str, ...], flag: str = "") -> None:
+    """Raises a `ValueError` that names the flag if one of `names` is not known."""
     unknown = sorted(set(names) - set(known))
     if unknown:
-        raise ValueError(f"unknown {unknown}. There are: {', '.join(known)}.")
+        of_flag = f"`{flag}`: " if flag else ""
+        raise ValueError(f"{of_flag}unknown {unknown}. There are: {', '.join(known)}.")

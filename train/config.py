@@ -92,7 +92,7 @@ class OptimizerConfig:
     for adafactor, lion and sgd."""
     offload_states: bool = False
     """Keep the moments of the layers in the memory of the host, and fetch those of a layer while
-    its gradient is computed."""
+    its gradient is computed. Not for adafactor, which has none."""
     projection_rank: int = 0
     """Rank of the projected gradients of fira, frugal_signs and apollo. 0: a quarter of the model's
     width; for apollo 256, at most the width."""
@@ -277,7 +277,7 @@ class RunConfig:
         if self.batch_size % self.accumulate:
             raise ValueError(
                 f"`--batch-size` {self.batch_size} must be a multiple of"
-                f" `--accumulate` {self.accumulate}."
+                f" `--accumulate` {self.accumulate}: choose a divisor of it."
             )
 
 

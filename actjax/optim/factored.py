@@ -51,7 +51,10 @@ def scale_by_factored_adam(
 
     With `s = g² + eps_squared`, `r <- b2 r + (1 - b2) mean_j(s)` and `c <- b2 c + (1 - b2)
     mean_i(s)`, the second moment is `v_ij = r_i c_j / mean(r)`. It is exact for a matrix of rank
-    one, and the sums of its rows and of its columns are exact. The update is that of Adam.
+    one, and the sums of its rows and of its columns are exact. The update is that of Adam, without
+    its bound: for the gradient [[1000, 0], [0, 1]] the last number is 1000 in the first step, since
+    the product knows its row and column as small and all else as large. Where gradients are so
+    sparse, clip updates (`optax.clip_by_block_rms(1.0)` after it, as Adafactor does).
 
     State: that of the first moment, and d + n numbers for a matrix [d, n]. Wrap it in `eight_bit`
     or `four_bit` to store the first moment in few bits; with `b1=0` there is none.
@@ -174,7 +177,9 @@ class _FactoredAdam:
         row = b2 * row + (1 - b2) * mean(g, -1)
         g, row = jax.lax.optimization_barrier((g, row))
         column = b2 * column + (1 - b2) * mean(g, -2)
-        return row / jnp.mean(row, axis=-2, keepdims=True) * column, row, column
+        second = row / jnp.mean(row, axis=-2, keepdims=True) * column
+        # Where squares overflow: Adam's second moment is infinite too, and its update zero.
+        return jnp.where(jnp.isfinite(second), second, jnp.inf), row, column
 
 
 def _wide(x: jax.Array) -> jax.Array:

@@ -127,9 +127,8 @@ def _run_divided(
             except Exception as error:
                 # One that fails must not lose the results of the others.
                 row |= {"ok": False, "failure": f"{type(error).__name__}: {error}"[:800]}
-            if config.part is not None:
-                # A program that ends the process must not lose the results either.
-                _write(config, found)
+            # A program that ends the process must not lose the results either.
+            _write(config, found, say=False)
 
 
 def _names(unit: dict[str, str], row: dict[str, Any]) -> dict[str, Any]:
@@ -149,7 +148,7 @@ def _former(config: Config) -> Found:
     return {name: content[name] for name in SECTIONS if name in content} | {"steps": steps}
 
 
-def _write(config: Config, found: Found) -> None:
+def _write(config: Config, found: Found, say: bool = True) -> None:
     record.write(
         config,
         found.get("steps", []),
@@ -220,7 +219,12 @@ def main() -> None:
     """Runs what the command line asks for."""
     # The processes that run parts and steps need the memory of the device.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    config = tyro.cli(Config, description=__doc__, config=(tyro.conf.OmitArgPrefixes,))
+    config = tyro.cli(
+        Config,
+        prog="python -m benchmarks.gpu",
+        description=__doc__,
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
     found = run(config, sys.argv[1:])
     if config.part is None:
         show(config, found)

@@ -1,6 +1,7 @@
 """Settings of the measurements on a GPU."""
 
 import dataclasses
+import math
 import pathlib
 from typing import Literal, get_args
 
@@ -75,14 +76,25 @@ class Config:
     """File of the raw results."""
 
     def __post_init__(self) -> None:
-        check_names(self.only, tuple(KERNELS))
-        check_names(self.rivals, RIVALS)
+        check_names(self.only, tuple(KERNELS), "--only")
+        check_names(self.rivals, RIVALS, "--rivals")
         for model in self.models:
             preset(model)
+        names = [case.name for kernel in self.only for case in KERNELS[kernel].cases]
+        if unknown := [x for x in self.cases if not any(x in name for name in names)]:
+            raise ValueError(
+                f"`--cases` {unknown} are in no name of a case of {', '.join(self.only)}. Some are:"
+                f" {'; '.join(names[-3:])}."
+            )
         if self.processes < 1:
-            raise ValueError(f"`processes` must be at least 1, got {self.processes}.")
+            raise ValueError(f"`--processes` must be at least 1, got {self.processes}.")
+        if not 0 <= self.memory_gib < math.inf:
+            raise ValueError(f"`--memory-gib` must be 0 or more, got {self.memory_gib:g}.")
         if self.part is not None and not 0 <= self.part[0] < self.part[1]:
-            raise ValueError(f"`part` must be a number below the count of parts, got {self.part}.")
+            raise ValueError(
+                "`--part` must be the number of a part, counted from 0, and the count of parts, got"
+                f" {self.part[0]} {self.part[1]}."
+            )
 
 
 def case_units(config: Config) -> list[dict[str, str]]:

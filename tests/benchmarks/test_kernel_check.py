@@ -94,8 +94,10 @@ def test_parts_in_processes_are_the_whole(tmp_path):
     [
         ({"only": ("quantise",)}, "quantise"),
         ({"rivals": ("fast",)}, "fast"),
-        ({"processes": 0}, "`processes`"),
-        ({"part": (2, 2)}, "`part`"),
+        ({"cases": ("nosuch",)}, "`--cases`.*nosuch"),
+        ({"processes": 0}, "`--processes`"),
+        ({"memory_gib": -1}, "`--memory-gib`"),
+        ({"part": (2, 2)}, "`--part`.* 2 2"),
     ],
 )
 def test_an_unknown_name_is_refused(setting, message):

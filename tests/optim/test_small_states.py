@@ -399,3 +399,13 @@ def test_bad_arguments_are_named():
             jax.eval_shape(tx.init, params)
     with pytest.raises(TypeError, match=r"`state` of to_host must be what .* got dict"):
         optim.to_host({})
+
+
+@pytest.mark.parametrize("wrap", [lambda tx: tx, optim.four_bit], ids=["float32", "4 bits"])
+def test_squares_that_overflow_give_no_update_and_a_nan_stays_visible(wrap):
+    tx = wrap(optim.scale_by_factored_adam())
+    huge = jnp.full((5, 7), 1e30).at[0].set(1.0)
+    update, state = jax.jit(tx.update)({"w": huge}, tx.init({"w": huge}))
+    np.testing.assert_array_equal(update["w"], 0)
+    update, _ = jax.jit(tx.update)({"w": huge.at[2, 3].set(jnp.nan)}, state)
+    assert np.isnan(update["w"][2, 3])
