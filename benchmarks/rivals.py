@@ -15,6 +15,7 @@ from benchmarks import plain
 from benchmarks.variants import VARIANTS, Variant
 from models import Decoder
 from models.config import ModelConfig
+from train.begin import first_state, shardings_of_run
 from train.config import PretrainConfig
 from train.optimizer import full_space_updates, make_optimizer, store_states_as
 from train.report import (
@@ -26,6 +27,7 @@ from train.report import (
     tree_bytes,
 )
 from train.resolve import ResolvedConfig, dimensions, resolve
+from train.sharding import make_mesh
 from train.step import (
     Batch,
     TrainState,
@@ -50,6 +52,8 @@ class Rival:
       refresh: as `step`, for refresh steps; None if there are none.
       memory: returns the part of the step's memory that is known before compilation.
       of_layers: returns the bytes of the gradients and of the optimizer states of all layers.
+      on_host: returns the shardings of the state, and a function that draws it there; None if all
+        of it is on the device.
     """
 
     init: Callable[[], TrainState]
@@ -58,6 +62,7 @@ class Rival:
     refresh: Callable[[TrainState, Batch], Any] | None
     memory: Callable[[], StepMemory]
     of_layers: Callable[[], tuple[int, int]]
+    on_host: Callable[[], tuple[TrainState, Callable[[], TrainState]]] | None = None
 
 
 PLAIN = {
@@ -114,6 +119,10 @@ def method_rival(variant: Variant, config: PretrainConfig, model_config: ModelCo
         states = layerwise_state(shapes.optimizer).layers
         return sum(n for p, n in gradients.items() if p.startswith("layers.")), tree_bytes(states)
 
+    def on_host() -> tuple[TrainState, Callable[[], TrainState]]:
+        shardings = shardings_of_run(recipe, jax.eval_shape(init), make_mesh(""))
+        return shardings, functools.partial(first_state, recipe, shardings)
+
     return Rival(
         init,
         make_train_step(recipe),
@@ -121,6 +130,7 @@ def method_rival(variant: Variant, config: PretrainConfig, model_config: ModelCo
         None if due is None else lambda state, batch: refresh_step(state, batch, due),
         memory,
         of_layers,
+        on_host if recipe.config.optimizer.offload_states else None,
     )
 
 

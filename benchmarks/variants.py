@@ -121,6 +121,7 @@ VARIANTS = {
     "lean": Variant("lean"),
     "lean, 4-bit states": Variant("lean", optimizer=_FOUR_BIT),
     "lean, 4-bit and factored": Variant("lean", optimizer=_FACTORED),
+    "lean, states on the host": Variant("lean", optimizer=OptimizerConfig(offload_states=True)),
     "lean, 3 bits": Variant("lean", options=MethodOptions(bits=3)),
     "lean, 2 bits": Variant("lean", options=MethodOptions(bits=2)),
     "lean_subspace d/4": Variant("lean_subspace", 4),

@@ -18,11 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from actjax import kernels
+from actjax.optim.host_states import HOST
 from benchmarks.gpu.parts import wait_to_be_alone
 from benchmarks.rivals import Rival, compiled_memory, rival
 from models import preset
 from train.config import Dtype, PretrainConfig
 from train.flops import causal_loop_length, matmul_flops
+from train.loop import with_sharding
+from train.report import tree_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +86,9 @@ def measure(job: Job) -> dict[str, Any]:
             seconds.append(time.perf_counter() - begin)
             losses.append(float(metrics["loss"]))
     stats = jax.local_devices()[0].memory_stats() or {}
+    on_host = [x for x in jax.tree.leaves(state) if x.sharding.memory_kind == HOST]
     return {
+        "on_host": tree_bytes(on_host),
         "seconds": seconds[job.warmup :],
         "losses": losses,
         "peak": stats.get("peak_bytes_in_use"),
@@ -103,14 +108,18 @@ class _Programs(NamedTuple):
 def _compile(one: Rival, config: PretrainConfig) -> _Programs:
     state = jax.eval_shape(one.init)
     batch = jax.eval_shape(lambda: real_batches(config, 1)[0])
-    refresh = one.refresh
-    if refresh is not None:
-        refresh = jax.jit(refresh, donate_argnums=0).lower(state, batch).compile()
-    return _Programs(
-        jax.jit(one.init).lower().compile(),
-        refresh,
-        jax.jit(one.step, donate_argnums=0).lower(state, batch).compile(),
+    places: dict[str, Any] = {}
+    if one.on_host is None:
+        init = jax.jit(one.init).lower().compile()
+    else:
+        shardings, init = one.on_host()
+        state = jax.tree.map(with_sharding, state, shardings)
+        places["out_shardings"] = shardings, None
+    step, refresh = (
+        None if run is None else jax.jit(run, donate_argnums=0, **places).lower(state, batch)
+        for run in (one.step, one.refresh)
     )
+    return _Programs(init, refresh and refresh.compile(), step and step.compile())
 
 
 def summary(rounds: list[dict[str, Any]]) -> dict[str, Any] | None:

@@ -49,6 +49,7 @@ class Config:
         "compressed_remat",
         "lean",
         "lean, 4-bit and factored",
+        "lean, states on the host",
         "lean_subspace d/4",
     )
     """Rivals of `determinism` and `steps`, from `benchmarks.rivals`; ratios are to the first."""
