@@ -149,11 +149,8 @@ def _former(config: Config) -> Found:
 
 
 def _write(config: Config, found: Found, say: bool = True) -> None:
-    record.write(
-        config,
-        found.get("steps", []),
-        **{k: v for k, v in found.items() if k not in ("steps", "programs")},
-    )
+    others: dict[str, Any] = {k: x for k, x in found.items() if k not in ("steps", "programs")}
+    record.write(config, found.get("steps", []), say=say, **others)
 
 
 # Tables.
