@@ -108,10 +108,11 @@ def _run_divided(
     for section in sections:
         found[section] = [row for row in found.get(section, []) if row.get("ok", True)]
     if config.processes > 1:
-        parts = in_parts(sections, arguments, config.processes, folder)
+        former = {section: found[section] for section in sections}
+        parts = in_parts(former, arguments, config.processes, folder)
         for section in sections:
-            found[section] += parts[section]
-            found[section] = _in_order(DIVIDED[section].units(config), found[section])
+            rows = found[section] + parts[section]
+            found[section] = _in_order(DIVIDED[section].units(config), rows)
         return
     for section in sections:
         units = DIVIDED[section].units(config)
@@ -136,10 +137,15 @@ def _names(unit: dict[str, str], row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_order(units: list[dict[str, str]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns rows in the order of the units; a unit without a row is one that failed."""
-    by_unit = {tuple(_names(unit, row).items()): row for unit in units for row in rows}
+    """Returns rows in the order of the units, then all others; one without a row has failed."""
     lost = {"ok": False, "failure": "its process ended before it did"}
-    return [by_unit.get(tuple(unit.items()), unit | lost) for unit in units]
+    found, others = [], list(rows)
+    for unit in units:
+        row = next((row for row in others if _names(unit, row) == unit), None)
+        if row is not None:
+            others.remove(row)
+        found.append(row or unit | lost)
+    return found + others
 
 
 def _former(config: Config) -> Found:

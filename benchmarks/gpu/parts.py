@@ -51,32 +51,40 @@ def environment(folder: pathlib.Path) -> dict[str, str]:
     }
 
 
-def in_parts(
-    sections: tuple[str, ...], arguments: list[str], processes: int, folder: pathlib.Path
-) -> dict[str, list[dict[str, Any]]]:
-    """Runs sections in several processes, each a part of every section; returns all rows.
+Rows = dict[str, list[dict[str, Any]]]
+
+
+def in_parts(former: Rows, arguments: list[str], processes: int, folder: pathlib.Path) -> Rows:
+    """Runs sections in several processes, each a part of every section; returns the new rows.
 
     A process that ends with an error leaves the rows that it has written.
+
+    Args:
+      former: by section, rows that need not be computed again.
+      arguments: the command line.
+      processes: the number of processes.
+      folder: where programs and the lock are shared.
     """
+    sections = tuple(former)
     running = []
     for i in range(processes):
         path = folder / f"part_{i}.json"
-        path.unlink(missing_ok=True)
+        path.write_text(json.dumps({**former, "rows": []}))
         command = [
             sys.executable, "-m", "benchmarks.gpu", *arguments, "--sections", *sections,
-            "--part", str(i), str(processes), "--processes", "1", "--results", str(path),
+            "--part", str(i), str(processes), "--processes", "1", "--add", "--results", str(path),
         ]  # fmt: skip
         with open(folder / f"part_{i}.log", "w") as log:
             child = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, env=environment(folder)
             )
         running.append((child, path))
-    found: dict[str, list[dict[str, Any]]] = {section: [] for section in sections}
+    found: Rows = {section: [] for section in sections}
     for i, (child, path) in enumerate(running):
         if child.wait() != 0:
             log = (folder / f"part_{i}.log").read_text()
             print(f"part {i} ended with {child.returncode}: {log[-1500:]}")
-        content = json.loads(path.read_text()) if path.exists() else {}
+        content = json.loads(path.read_text())
         for section in sections:
-            found[section] += content.get(section, [])
+            found[section] += [row for row in content[section] if row not in former[section]]
     return found

@@ -83,10 +83,17 @@ def test_parts_in_processes_are_the_whole(tmp_path):
         sections=("kernels",), only=("adam_8bit", "scaled_segment_sum"), processes=2,
         results=tmp_path / "gpu.json",
     )  # fmt: skip
-    found = gpu.run(config, ["--only", *config.only])
-    names = [(row["kernel"], row["case"]) for row in found["kernels"]]
+    rows = gpu.run(config, ["--only", *config.only])["kernels"]
+    names = [(row["kernel"], row["case"]) for row in rows]
     assert names == [tuple(unit.values()) for unit in case_units(config)]
-    assert all(row["ok"] for row in found["kernels"])
+    assert all(row["ok"] for row in rows)
+    # What is missing or failed is run again, and nothing else is lost.
+    rows[1]["ok"] = False
+    config.results.write_text(json.dumps({"kernels": rows, "rows": []}))
+    again = dataclasses.replace(config, only=("adam_8bit",), add=True)
+    others = gpu.run(again, ["--only", "adam_8bit"])["kernels"]
+    assert [row["ok"] for row in others] == [True] * 4
+    assert [a == b for a, b in zip(others, rows, strict=True)] == [True, False, True, True]
 
 
 @pytest.mark.parametrize(
