@@ -57,7 +57,10 @@ def write(config: Any, rows: list[dict[str, Any]], *, say: bool = True, **extra:
     content = {"environment": environment(), "settings": settings, **extra, "rows": rows}
     text = json.dumps(_finite(content), indent=2, default=str, allow_nan=False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text + "\n")
+    # Not in place: a program that is killed here must not lose what was written before.
+    unfinished = path.with_name(path.name + ".part")
+    unfinished.write_text(text + "\n")
+    unfinished.replace(path)
     if say:
         print(f"wrote {path}")
 

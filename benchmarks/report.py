@@ -44,7 +44,7 @@ def kernel_table(compiled: list[dict[str, Any]], measured: list[dict[str, Any]])
 
     Args:
       compiled: rows of `benchmarks.kernels`.
-      measured: kernel rows of `benchmarks.gpu`; may be empty.
+      measured: rows `times` of `benchmarks.gpu`; may be empty.
     """
     times = {(row["kernel"], row["case"]): row for row in measured if "seconds" in row}
     rows = []
@@ -121,23 +121,23 @@ def determinism_table(rows: list[dict[str, Any]]) -> str:
     return markdown(("", "same bits twice", "from the step without kernels"), cells)
 
 
-def step_table(rows: list[dict[str, Any]], tokens: int) -> str:
-    """Returns the table of whole steps of one model.
+def step_table(rows: list[dict[str, Any]]) -> str:
+    """Returns the table of whole steps.
 
     Args:
-      rows: step rows of `benchmarks.gpu`.
-      tokens: number of tokens in a step.
+      rows: step rows of `benchmarks.gpu`, of one model and size.
     """
-    found = [(row["rival"], summary(row["rounds"])) for row in rows]
+    found = [(row, summary(row["rounds"])) for row in rows]
     first = next((one for _, one in found if one is not None), None)
     cells = []
-    for name, one in found:
+    for row, one in found:
         if one is None or first is None:
-            cells.append((name, "failed", *[""] * 4))
+            cells.append((row["rival"], "failed", *[""] * 4))
             continue
+        tokens = row["batch_size"] * row["seq_len"]
         cells.append(
             (
-                name,
+                row["rival"],
                 f"{tokens / one['seconds']:,.0f}",
                 f"{first['seconds'] / one['seconds']:.3f}",
                 f"{one['memory'] / 2**30:.2f}",
@@ -149,17 +149,18 @@ def step_table(rows: list[dict[str, Any]], tokens: int) -> str:
     return markdown(headers, cells)
 
 
-def draw(steps: dict[str, list[dict[str, Any]]], tokens: int, path: pathlib.Path) -> None:
-    """Draws tokens per second against the peak, one plot for each model."""
+def draw(steps: dict[str, list[dict[str, Any]]], path: pathlib.Path) -> None:
+    """Draws tokens per second against the peak, one plot for each title."""
     figure, axes = plt.subplots(1, len(steps), figsize=(6 * len(steps), 5), squeeze=False)
-    for axis, (model, rows) in zip(axes[0], steps.items(), strict=True):
+    for axis, (title, rows) in zip(axes[0], steps.items(), strict=True):
         for row in rows:
             one = summary(row["rounds"])
             if one is not None:
+                tokens = row["batch_size"] * row["seq_len"]
                 place = one["memory"] / 2**30, tokens / one["seconds"]
                 axis.plot(*place, "o")
                 axis.annotate(row["rival"], place, fontsize=7)
-        axis.set(title=model, xlabel="peak, GiB", ylabel="tokens/s")
+        axis.set(title=title, xlabel="peak, GiB", ylabel="tokens/s")
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     plt.close(figure)
@@ -168,7 +169,7 @@ def draw(steps: dict[str, list[dict[str, Any]]], tokens: int, path: pathlib.Path
 def main() -> None:
     config = tyro.cli(Config, description=__doc__)
     results = [record.read(path) for path in config.files]
-    measured = [row for result in results for row in result.get("kernels", [])]
+    measured = [row for result in results for row in result.get("times", [])]
     for result in results:
         if any("bound_us" in row for row in result["rows"]):
             print(kernel_table(result["rows"], measured))
@@ -177,15 +178,19 @@ def main() -> None:
             print(f"\n{check_table(kernels, operators)}")
         if result.get("determinism"):
             print(f"\n{determinism_table(result['determinism'])}")
-        models: dict[str, list[dict[str, Any]]] = {}
+        steps: dict[str, list[dict[str, Any]]] = {}
         for row in result["rows"]:
             if "rounds" in row:
-                models.setdefault(row["model"], []).append(row)
-        tokens = result["settings"].get("batch_size", 0) * result["settings"].get("seq_len", 0)
-        for model, rows in models.items():
-            print(f"\n{model}\n\n{step_table(rows, tokens)}")
-        if models and config.figure is not None:
-            draw(models, tokens, config.figure)
+                steps.setdefault(title_of(row), []).append(row)
+        for title, rows in steps.items():
+            print(f"\n{title}\n\n{step_table(rows)}")
+        if steps and config.figure is not None:
+            draw(steps, config.figure)
+
+
+def title_of(row: dict[str, Any]) -> str:
+    within = f", within {row['memory_gib']:g} GiB" if row["memory_gib"] else ""
+    return f"{row['model']}, {row['batch_size']} x {row['seq_len']}{within}"
 
 
 if __name__ == "__main__":

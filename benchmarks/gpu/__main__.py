@@ -162,7 +162,7 @@ def _write(config: Config, found: Found, say: bool = True) -> None:
 # Tables.
 
 
-def show(config: Config, found: Found) -> None:
+def show(found: Found) -> None:
     """Prints a table for each section."""
     if found.get("kernels") or found.get("times"):
         _show_kernels(found.get("kernels", []), found.get("times", []))
@@ -181,10 +181,13 @@ def show(config: Config, found: Found) -> None:
     if found.get("updates"):
         states.show(states.Config(), found["updates"])
     headers = ("rival", "ms", "tokens/s", "/ first", "peak GiB", "compiled GiB", "TFLOP/s", "loss")
-    for model in dict.fromkeys(row["model"] for row in found.get("steps", [])):
-        rows = [row for row in found["steps"] if row["model"] == model]
-        title = f"{model}, {config.batch_size} x {config.seq_len}"
-        print_table(title, headers, step_cells(rows, config.batch_size * config.seq_len))
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in found.get("steps", []):
+        sizes = (row["model"], row["batch_size"], row["seq_len"], row["memory_gib"])
+        groups.setdefault(sizes, []).append(row)
+    for (model, batch_size, seq_len, limit), rows in groups.items():
+        within = f", within {limit:g} GiB" if limit else ""
+        print_table(f"{model}, {batch_size} x {seq_len}{within}", headers, step_cells(rows))
 
 
 def _cells(row: dict[str, Any], name: str, figure: str) -> tuple[str, str, str]:
@@ -230,7 +233,7 @@ def main() -> None:
     )
     found = run(config, sys.argv[1:])
     if config.part is None:
-        show(config, found)
+        show(found)
 
 
 if __name__ == "__main__":

@@ -22,17 +22,15 @@ def time_steps(config: Config, folder: pathlib.Path, rows: list[dict[str, Any]])
     Args:
       config: models, rivals and rounds.
       folder: where programs and the lock are shared.
-      rows: rows with `model`, `rival` and `rounds`.
+      rows: rows with `model`, `rival`, sizes and `rounds`.
     """
-    known = {(row["model"], row["rival"]): row for row in rows}
     todo = []
-    for model in config.models:
-        for name in config.rivals:
-            row = known.get((model, name)) or {"model": model, "rival": name, "rounds": []}
-            if (model, name) not in known:
-                rows.append(row)
-            row["rounds"] = [one for one in row["rounds"] if "failure" not in one]
-            todo += [(turn, row) for turn in range(len(row["rounds"]), config.rounds)]
+    for unit in _units(config):
+        row = next((row for row in rows if unit.items() <= row.items()), None)
+        if row is None:
+            rows.append(row := {**unit, "rounds": []})
+        row["rounds"] = [one for one in row["rounds"] if "failure" not in one]
+        todo += [(turn, row) for turn in range(len(row["rounds"]), config.rounds)]
     todo.sort(key=lambda one: one[0])
     run = functools.partial(_run, config, folder)
     with concurrent.futures.ThreadPoolExecutor(min(3, config.processes)) as pool:
@@ -41,9 +39,19 @@ def time_steps(config: Config, folder: pathlib.Path, rows: list[dict[str, Any]])
             row["rounds"].append(result)
 
 
+def _units(config: Config) -> list[dict[str, Any]]:
+    """Returns what a row is of: with `--add`, rows of other sizes are other rows."""
+    sizes = {name: getattr(config, name) for name in ("batch_size", "seq_len", "memory_gib")}
+    return [
+        {"model": model, "rival": name, **sizes}
+        for model in config.models
+        for name in config.rivals
+    ]
+
+
 def compile_steps(config: Config, folder: pathlib.Path) -> list[dict[str, Any]]:
     """Compiles what `time_steps` runs; returns the rivals that failed."""
-    rows = [{"model": model, "rival": name} for model in config.models for name in config.rivals]
+    rows = _units(config)
     run = functools.partial(_run, config, folder, only_compile=True)
     with concurrent.futures.ThreadPoolExecutor(config.processes) as pool:
         results = list(pool.map(run, rows))
@@ -92,13 +100,8 @@ def _total_gib() -> float:
     return float(done.stdout.split()[0]) / 1024
 
 
-def step_cells(rows: list[dict[str, Any]], tokens: int) -> list[tuple[str, ...]]:
-    """Returns a line of a table for each rival of one model.
-
-    Args:
-      rows: rows of one model.
-      tokens: tokens in a step.
-    """
+def step_cells(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Returns a line of a table for each row; all are of one model and one size."""
     first = next((one for row in rows if (one := summary(row["rounds"])) is not None), None)
     cells = []
     for row in rows:
@@ -108,6 +111,7 @@ def step_cells(rows: list[dict[str, Any]], tokens: int) -> list[tuple[str, ...]]
             cells.append((row["rival"], why[-60:], *[""] * 6))
             continue
         against = one if first is None else first
+        tokens = row["batch_size"] * row["seq_len"]
         cells.append(
             (
                 row["rival"],

@@ -2,13 +2,15 @@
 
 import dataclasses
 import json
+import sys
 
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import report
+from benchmarks import record, report
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import config as gpu_config
+from benchmarks.gpu import steps
 from benchmarks.gpu.config import Config, case_units
 from benchmarks.kernel_cases import KERNELS
 from benchmarks.kernel_check import check
@@ -50,7 +52,7 @@ def test_a_fault_is_found(fault):
 
 def test_sections_run_and_are_written(tmp_path, capsys):
     config = Config(sections=("kernels",), only=("adam_8bit",), results=tmp_path / "gpu.json")
-    gpu.show(config, gpu.run(config))
+    gpu.show(gpu.run(config))
     rows = json.loads(config.results.read_text())["kernels"]
     assert [row["ok"] for row in rows] == [True, True]
     assert "interpreted, without a GPU" in capsys.readouterr().out
@@ -112,6 +114,18 @@ def test_an_unknown_name_is_refused(setting, message):
         Config(**setting)
 
 
+def test_with_add_steps_of_another_size_are_other_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(steps, "_run", lambda config, folder, row: {"tokens": row["batch_size"]})
+    rows = []
+    for batch_size in (8, 4, 8):
+        config = Config(models=("llama_3m",), rivals=("exact",), batch_size=batch_size)
+        steps.time_steps(config, tmp_path, rows)
+    assert [(row["batch_size"], row["rounds"]) for row in rows] == [
+        (8, [{"tokens": 8}]),
+        (4, [{"tokens": 4}]),
+    ]
+
+
 ROUND = {"seconds": [1.0, 3.0], "peak": None, "planned_peak": 2**30, "losses": [5.0, 4.0]}
 
 
@@ -132,10 +146,24 @@ def test_the_report_omits_columns_without_measurements():
     assert "TB/s" not in table
     measured = {**row, "seconds": {}, "bandwidth": 4e12, "share_of_copy": 0.9, "of_xla": 0.5}
     assert "| 4.00 | 0.90 | 0.50 |" in report.kernel_table([row], [measured])
-    rows = [{"rival": "plain", "rounds": [ROUND]}, {"rival": "x", "rounds": [{"failure": "f"}]}]
-    steps = report.step_table(rows, 100)
-    assert "| plain | 50 | 1.000 | 1.00 | 1.000 | 4.000 |" in steps
-    assert "| x | failed |" in steps
+    size = {"batch_size": 4, "seq_len": 25}
+    rows = [
+        {"rival": "plain", **size, "rounds": [ROUND]},
+        {"rival": "x", **size, "rounds": [{"failure": "f"}]},
+    ]
+    table = report.step_table(rows)
+    assert "| plain | 50 | 1.000 | 1.00 | 1.000 | 4.000 |" in table
+    assert "| x | failed |" in table
+
+
+def test_the_report_reads_what_the_repository_has(monkeypatch, capsys):
+    paths = [str(record.RESULTS / name) for name in ("kernels.json", "gpu.json")]
+    monkeypatch.setattr(sys, "argv", ["report", *paths])
+    report.main()
+    printed = capsys.readouterr().out
+    assert "| TB/s |" in printed
+    assert "llama_1b, 8 x 1024" in printed
+    assert "llama_7b, 4 x 1024, within 22 GiB" in printed
 
 
 def test_the_report_shows_failures_first():
