@@ -18,7 +18,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks import command, record
-from benchmarks.rivals import RIVALS, rival
+from benchmarks.rivals import ON_DEVICE, rival
 from benchmarks.tables import print_table
 from benchmarks.variants import check_names
 from train.collectives import collectives
@@ -46,7 +46,7 @@ class Config:
     results: pathlib.Path = record.RESULTS / "all_reduce.json"
 
     def __post_init__(self) -> None:
-        check_names(self.only, RIVALS)
+        check_names(self.only, ON_DEVICE)
 
 
 def measure(config: Config) -> list[dict]:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from benchmarks import command, record
-from benchmarks.rivals import RIVALS, compiled_memory, rival
+from benchmarks.rivals import ON_DEVICE, compiled_memory, rival
 from benchmarks.tables import print_table
 from benchmarks.variants import check_names
 from train.config import PretrainConfig
@@ -31,14 +31,14 @@ class Config:
         default_factory=lambda: PretrainConfig(model="llama_130m", compute_dtype="float32")
     )
     """Model, batch and dtypes. This program sets the method."""
-    only: tuple[str, ...] = RIVALS
+    only: tuple[str, ...] = ON_DEVICE
     """Rivals to measure."""
     device: str = HERE
     """Device to compile for: here, or a GPU by name: h100, h200, a100_80, a100_40, rtx_4090, ..."""
     results: pathlib.Path = record.RESULTS / "memory.json"
 
     def __post_init__(self) -> None:
-        check_names(self.only, RIVALS)
+        check_names(self.only, ON_DEVICE)
         find_device(self.device)
 
 

@@ -78,6 +78,9 @@ PLAIN = {
 OPTAX_GALORE = {"optax.contrib.galore d/4": 4, "optax.contrib.galore d/16": 16}
 RIVALS = (*PLAIN, *OPTAX_GALORE, *VARIANTS)
 """Names of all rivals; ratios are to `plain`."""
+_ON_HOST = {name for name, variant in VARIANTS.items() if variant.optimizer.offload_states}
+ON_DEVICE = tuple(name for name in RIVALS if name not in _ON_HOST)
+"""Rivals whose state is where `Rival.init` returns it. The others need `Rival.on_host`."""
 
 
 def rival(name: str, config: PretrainConfig, model_config: ModelConfig | None = None) -> Rival:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import tyro
 
 from benchmarks import record
-from benchmarks.rivals import RIVALS, compiled_memory, random_batch, rival
+from benchmarks.rivals import ON_DEVICE, compiled_memory, random_batch, rival
 from benchmarks.tables import print_table
 from benchmarks.variants import check_names
 from train.config import PretrainConfig
@@ -53,7 +53,7 @@ class Config:
     results: pathlib.Path = record.RESULTS / "step_time.json"
 
     def __post_init__(self) -> None:
-        check_names(self.only, RIVALS)
+        check_names(self.only, ON_DEVICE)
 
 
 @dataclasses.dataclass
