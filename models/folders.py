@@ -1,11 +1,15 @@
 """Writing a folder completely or not at all."""
 
 import contextlib
+import fcntl
 import os
 import pathlib
 import shutil
 import tempfile
 from collections.abc import Iterator
+
+_LOCK = "in-progress.lock"
+"""File of a scratch folder that its process has locked."""
 
 
 def check_free(folder: pathlib.Path) -> None:
@@ -25,13 +29,49 @@ def written_whole(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     """
     check_free(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = pathlib.Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
-    try:
-        yield scratch
-        scratch.chmod(0o755)
+    with scratch_folder(folder.parent, f".{folder.name}-") as scratch:
+        whole = scratch / folder.name
+        whole.mkdir()
+        yield whole
         if folder.exists():
             folder.rmdir()
-        os.rename(scratch, folder)
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
+        os.rename(whole, folder)
+
+
+@contextlib.contextmanager
+def scratch_folder(parent: pathlib.Path, prefix: str) -> Iterator[pathlib.Path]:
+    """Makes a folder that is removed at the end, with those that killed processes have left.
+
+    A folder has a lock, which the system releases when its process ends, however it ends. So the
+    folder of a process that is still at work is left alone.
+
+    Args:
+      parent: where to make it.
+      prefix: the beginning of its name. Folders of this prefix with a lock are scratch folders.
+    """
+    for other in parent.glob(f"{prefix}*"):
+        if (other / _LOCK).exists() and (lock := _lock(other)) is not None:
+            shutil.rmtree(other, ignore_errors=True)
+            os.close(lock)
+    folder = pathlib.Path(tempfile.mkdtemp(dir=parent, prefix=prefix))
+    while (lock := _lock(folder)) is None:  # Another process took it for one of a killed process.
+        folder = pathlib.Path(tempfile.mkdtemp(dir=parent, prefix=prefix))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _lock(folder: pathlib.Path) -> int | None:
+    """Takes the lock of a folder; None if another process has it, or removes the folder."""
+    try:
+        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT)
+    except OSError:
+        return None
+    with contextlib.suppress(OSError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if (folder / _LOCK).exists():
+            return lock
+    os.close(lock)
+    return None

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import tensorflow_datasets as tfds
 
+from models.folders import scratch_folder
 from train.hashes import unit_hash
 
 
@@ -73,7 +74,7 @@ def prepare_standard_library(data_dir: pathlib.Path) -> pathlib.Path:
         return final
     logging.info("Preparing the standard library's sources in %s (once).", final)
     final.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=data_dir, prefix=".preparing-") as scratch:
+    with scratch_folder(data_dir, ".preparing-") as scratch:
         _build_standard_library(scratch)
         with contextlib.suppress(OSError):  # Another process was faster.
             os.rename(pathlib.Path(scratch, relative), final)
@@ -82,7 +83,7 @@ def prepare_standard_library(data_dir: pathlib.Path) -> pathlib.Path:
     return final
 
 
-def _build_standard_library(data_dir: str) -> None:
+def _build_standard_library(data_dir: pathlib.Path) -> None:
     root = pathlib.Path(sysconfig.get_path("stdlib"))
     if not any(root.glob("*.py")):
         raise ValueError(
@@ -91,5 +92,9 @@ def _build_standard_library(data_dir: str) -> None:
         )
     tfds.disable_progress_bar()
     builder = PythonStandardLibrary(data_dir=data_dir, file_format="array_record")
-    with contextlib.redirect_stdout(io.StringIO()):  # Hides "Downloading".
-        builder.download_and_prepare()
+    before, tempfile.tempdir = tempfile.tempdir, str(data_dir)  # It leaves an empty folder there.
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # Hides "Downloading".
+            builder.download_and_prepare()
+    finally:
+        tempfile.tempdir = before

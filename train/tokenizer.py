@@ -14,7 +14,6 @@ import math
 import os
 import pathlib
 import re
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -23,6 +22,7 @@ import sentencepiece
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
+from models.folders import scratch_folder
 from train.corpus import Corpus, RandomAccess
 from train.llama2c_tokenizer import Llama2cTokenizer
 from train.tokenizer_base import Tokenizer as Tokenizer
@@ -228,10 +228,10 @@ def default_tokenizer(corpus: Corpus, vocab_size: int, data_dir: pathlib.Path) -
     if not final.exists():
         trained = train_bpe(_sample(corpus.train), vocab_size)
         final.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=final.parent, prefix=".training-") as scratch:
-            trained.save(pathlib.Path(scratch, "tokenizer"))
+        with scratch_folder(final.parent, ".training-") as scratch:
+            trained.save(scratch / "tokenizer")
             with contextlib.suppress(OSError):  # Another process was faster.
-                os.rename(pathlib.Path(scratch, "tokenizer"), final)
+                os.rename(scratch / "tokenizer", final)
     return load_tokenizer(final)
 
 

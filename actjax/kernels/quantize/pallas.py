@@ -259,7 +259,9 @@ def _to_bfloat16(x: jax.Array) -> jax.Array:
     """Rounds to the nearest number with the upper half of the bits, and ties to an even one."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     half = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-    return jax.lax.bitcast_convert_type((bits + half) & np.uint32(0xFFFF0000), jnp.float32)
+    rounded = jax.lax.bitcast_convert_type((bits + half) & np.uint32(0xFFFF0000), jnp.float32)
+    # The NaN of a GPU has all bits set, so that it would overflow to zero.
+    return jnp.where(x == x, rounded, x)
 
 
 def _store_scales(

@@ -1,0 +1,208 @@
+"""A long run under random kills, beside the same run unbroken.
+
+`python -m benchmarks.soak` trains `llama_3m` for 10,000 steps with the default method, once
+unbroken and once under forty signals, SIGKILL or SIGTERM, at random moments: while it starts (reads
+text, compiles, restores), between steps, and while a checkpoint is written. Each time the same
+command is started again with `--resume`. Then it compares the two: arrays of the last checkpoint
+bit for bit, recorded losses, and files. The unbroken run writes down its memory every second, which
+must stay flat. All of this on one process, and on two that train together. Exits with 1 on any
+difference.
+
+`--steps 60 --kills 4 --save-every 10 --processes 1` is short. A soak that was stopped goes on with
+the unbroken runs that are complete in `--folder`.
+"""
+
+import dataclasses
+import pathlib
+import shutil
+import sys
+import tempfile
+import time
+from typing import Any
+
+import tyro
+
+from benchmarks import record
+from benchmarks.soak import verdict
+from benchmarks.soak.lives import Folders, Life, drawn
+from benchmarks.tables import print_table
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What to run."""
+
+    model: str = "llama_3m"
+    """Preset of the model."""
+    method: str = "lean"
+    """Method of `train.pretrain`."""
+    steps: int = 10_000
+    """Steps of a run."""
+    kills: int = 40
+    """Signals."""
+    processes: tuple[int, ...] = (1, 2)
+    """Numbers of processes of a run. The kills are drawn anew for each."""
+    batch_size: int = 4
+    """Sequences of a step."""
+    seq_len: int = 32
+    """Tokens of a sequence."""
+    vocab_size: int = 8192
+    """Vocabulary of the tokenizer."""
+    save_every: int = 250
+    """Steps between two checkpoints."""
+    seed: int = 0
+    """Seed of the kills."""
+    folder: pathlib.Path = pathlib.Path(tempfile.gettempdir(), "actjax-soak")
+    """Where the runs write."""
+    results: pathlib.Path = record.RESULTS / "soak.json"
+
+    def __post_init__(self) -> None:
+        for name, least in (("steps", 20), ("kills", 0), ("save_every", 1)):
+            if getattr(self, name) < least:
+                flag = "--" + name.replace("_", "-")
+                raise ValueError(f"`{flag}` must be at least {least}, got {getattr(self, name)}.")
+        if not self.processes or min(self.processes) < 1:
+            raise ValueError(
+                f"`--processes` must be numbers of at least 1, got {self.processes or 'none'}."
+            )
+
+
+def measure(config: Config) -> list[dict[str, Any]]:
+    """Returns one row for each number of processes."""
+    rows = []
+    for processes in config.processes:
+        unbroken, seconds = _unbroken(config, processes)
+        broken = Folders(_emptied(config.folder / f"broken-{processes}"))
+        lives = _lives(config, broken, processes, start=seconds["start"])
+        signals = [life["signal"] for life in lives if life["signal"]]
+        row = {
+            "processes": processes,
+            "kills": {name: signals.count(name) for name in ("SIGKILL", "SIGTERM")},
+            "moments": {
+                name: sum(life["moment"] == name for life in lives)
+                for name in ("start", "step", "save")
+            },
+            "seconds_unbroken": seconds["whole"],
+            "seconds_broken": sum(life["seconds"] for life in lives),
+            "differences": verdict.differences(unbroken, broken),
+            "leftovers": verdict.leftovers(unbroken, broken),
+            "memory": verdict.memory(unbroken, processes),
+            "lives": lives,
+        }
+        rows.append({**row, "faults": faults(row, config)})
+    return rows
+
+
+def faults(row: dict[str, Any], config: Config) -> list[str]:
+    """Returns what is wrong in a row: each in a line."""
+    found = [f"differs: {name}" for name in row["differences"]]
+    found += [f"left over: {name}" for name in row["leftovers"]]
+    found += [
+        f"memory of the {x['memory']} of process {x['process']} grew by {x['growth']:.1%}"
+        for x in row["memory"]
+        if x["growth"] > verdict.MOST_GROWTH
+    ]
+    found += [
+        f"life {i} ended with {life['codes']}: {life['output'][0][-300:]}"
+        for i, life in enumerate(row["lives"])
+        if "output" in life
+    ]
+    if (count := sum(row["kills"].values())) != config.kills:
+        found.append(f"{count} of {config.kills} kills met a run that was still alive")
+    return found
+
+
+def _arguments(config: Config) -> list[str]:
+    names = ("model", "method", "steps", "batch_size", "seq_len", "vocab_size", "save_every")
+    settings = {name: getattr(config, name) for name in names}
+    # Evaluated and drawn now and then, as any run is.
+    settings |= {"log_every": 10, "eval_every": max(10, config.steps // 10), "eval_batches": 2}
+    pairs = (("--" + name.replace("_", "-"), str(value)) for name, value in settings.items())
+    return [part for pair in pairs for part in pair]
+
+
+def _unbroken(config: Config, processes: int) -> tuple[Folders, dict[str, float]]:
+    """Returns the folders of the unbroken run, and its seconds: of its start and of all of it."""
+    root = config.folder / f"unbroken-{processes}"
+    done = root / "seconds.txt"
+    command = " ".join(_arguments(config))
+    if done.exists():
+        start, whole, settings = done.read_text().splitlines()
+        if settings == command:
+            return Folders(root), {"start": float(start), "whole": float(whole)}
+    folders, began = Folders(_emptied(root)), time.monotonic()
+    with Life(_arguments(config), folders, processes, watch=True) as life:
+        life.wait_for_step(0)
+        start = time.monotonic() - began
+        ending = life.end(None)
+    if any(ending["codes"]):
+        sys.exit(f"the unbroken run ended with {ending['codes']}:\n{ending['output'][0]}")
+    whole = time.monotonic() - began
+    done.write_text(f"{start}\n{whole}\n{command}")
+    return folders, {"start": start, "whole": whole}
+
+
+def _lives(config: Config, folders: Folders, processes: int, start: float) -> list[dict[str, Any]]:
+    """Starts the run, kills it, starts it again, and so on to its own end."""
+    kills = drawn(config.kills, config.steps, start, processes, config.seed)
+    lives = []
+    for kill in [*kills, None]:
+        began = time.monotonic()
+        with Life([*_arguments(config), "--resume"], folders, processes) as life:
+            ending = life.end(kill)
+        lives.append({**ending, "seconds": round(time.monotonic() - began, 2)})
+        print(f"{processes} x, {len(lives)} of {len(kills) + 1}: {_line(ending)}", flush=True)
+    return lives
+
+
+def _line(ending: dict[str, Any]) -> str:
+    if ending["signal"] is None:
+        return f"ended by itself with {ending['codes']} at step {ending['step']}"
+    whom = "all" if ending["process"] is None else f"process {ending['process']}"
+    return (
+        f"{ending['signal']} to {whom} ({ending['moment']}) at step {ending['step']},"
+        f" codes {ending['codes']} after {ending['end']:.1f} s"
+    )
+
+
+def _emptied(folder: pathlib.Path) -> pathlib.Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    return folder
+
+
+def show(config: Config, rows: list[dict[str, Any]]) -> None:
+    """Prints what was killed, and what was equal after it."""
+    print_table(
+        f"{config.model}, {config.method}, {config.steps:,} steps, seed {config.seed}",
+        ("processes", "SIGKILL", "SIGTERM", "at start / step / save", "differences", "left over",
+         "growth of host / device memory", "minutes, unbroken / killed"),
+        (
+            (
+                str(row["processes"]), *(str(n) for n in row["kills"].values()),
+                " / ".join(str(n) for n in row["moments"].values()),
+                str(len(row["differences"])), str(len(row["leftovers"])),
+                " / ".join(
+                    f"{max(x['growth'] for x in row['memory'] if x['memory'] == name):+.1%}"
+                    for name in ("host", "device")
+                ),
+                f"{row['seconds_unbroken'] / 60:.1f} / {row['seconds_broken'] / 60:.1f}",
+            )
+            for row in rows
+        ),
+    )  # fmt: skip
+    for row in rows:
+        for fault in row["faults"]:
+            print(f"{row['processes']} x: {fault}")
+
+
+def main() -> None:
+    """Reads the command line, runs, prints and writes. Exits with 1 on a fault."""
+    config = tyro.cli(Config, description=__doc__)
+    rows = measure(config)
+    record.write(config, rows)
+    show(config, rows)
+    sys.exit(any(row["faults"] for row in rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""What must be equal in a run that was killed and in one that was not."""
+
+import json
+import pathlib
+import re
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from benchmarks.soak.lives import Folders
+from train.metrics import read_metrics
+
+MOST_GROWTH = 0.05
+"""A memory that grows by more than this share from the second tenth of a run to the last leaks."""
+
+
+def differences(one: Folders, other: Folders) -> list[str]:
+    """Returns what differs between the ends of two runs: arrays, bits for bit, and losses."""
+    states = [_last_state(folders.out) for folders in (one, other)]
+    (step, arrays), (other_step, other_arrays) = states
+    if step != other_step or arrays.keys() != other_arrays.keys():
+        return [f"checkpoints of step {step} and {other_step}, or with other arrays"]
+    found = [name for name, x in arrays.items() if x.tobytes() != other_arrays[name].tobytes()]
+    logs = [_losses(folders.out) for folders in (one, other)]
+    found += [f"the recorded losses ({len(logs[0])} and {len(logs[1])})"] * (logs[0] != logs[1])
+    return found
+
+
+def leftovers(one: Folders, other: Folders) -> list[str]:
+    """Returns the files of a run that the unbroken run `one` does not have, and temporary files.
+
+    Every start of a run begins a file of TensorBoard, which reads all of them: these do not count.
+    """
+    found = []
+    for folder, expected in ((other.out, one.out), (other.data, one.data)):
+        names = _names(expected)
+        found += sorted(f"{folder.name}/{name}" for name in _names(folder) - names)
+    found += [f"tmp/{path.name}" for path in sorted(other.temporary.iterdir())]
+    return found
+
+
+def memory(folders: Folders, processes: int) -> list[dict[str, Any]]:
+    """Returns, for each process and for host and device, bytes early, late, and the growth.
+
+    Early and late are medians of the second and the last tenth of the samples.
+    """
+    rows = []
+    for i in range(processes):
+        samples = np.loadtxt(folders.root / f"memory-{i}.txt", ndmin=2)
+        tenth = max(1, len(samples) // 10)
+        for j, name in enumerate(("host", "device")):
+            early = float(np.median(samples[tenth : 2 * tenth + 1, j]))
+            late = float(np.median(samples[-tenth:, j]))
+            rows.append(
+                {
+                    "process": i, "memory": name, "samples": len(samples), "early": early,
+                    "late": late, "growth": late / early - 1 if early else 0.0,
+                }
+            )  # fmt: skip
+    return rows
+
+
+def _last_state(out: pathlib.Path) -> tuple[int, dict[str, np.ndarray]]:
+    steps = [int(p.name) for p in (out / "checkpoints").iterdir() if p.name.isdigit()]
+    folder = out / "checkpoints" / str(max(steps)) / "state"
+    with ocp.StandardCheckpointer() as checkpointer:
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        metadata = checkpointer.metadata(folder.absolute()).item_metadata
+        like = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), metadata.tree
+        )
+        state = checkpointer.restore(folder.absolute(), like)
+    paths = jax.tree_util.tree_flatten_with_path(state)[0]
+    return max(steps), {jax.tree_util.keystr(path): np.asarray(x) for path, x in paths}
+
+
+def _losses(out: pathlib.Path) -> list[str]:
+    lines = read_metrics(out / "metrics.jsonl")
+    kept = [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines]
+    return [json.dumps(line) for line in kept]
+
+
+def _names(folder: pathlib.Path) -> set[str]:
+    """Returns the paths of all files, without what differs between any two runs in their names."""
+    names = {str(path.relative_to(folder)) for path in folder.rglob("*")}
+    names = {re.sub(r"(tensorboard/events\.out\.tfevents)\..*", r"\1", name) for name in names}
+    # Names of the files of arrays are random.
+    return {re.sub(r"(/d/)[0-9a-f]{16,}", r"\1*", name) for name in names}

@@ -1,0 +1,73 @@
+"""Tests of folders that are written whole, also by processes that are killed."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from models.folders import scratch_folder, written_whole
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def at_work(folder):
+    """Starts a process that is at work in a scratch folder, and returns it with the folder."""
+    code = (
+        "import pathlib, sys, time\n"
+        "from models.folders import scratch_folder\n"
+        "with scratch_folder(pathlib.Path(sys.argv[1]), '.work-') as scratch:\n"
+        "    print(scratch, flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(folder)],
+        cwd=REPOSITORY, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    return process, Path(process.stdout.readline().strip())
+
+
+def test_what_a_killed_process_left_is_removed_and_what_another_works_in_is_not(tmp_path):
+    users = tmp_path / ".work-of-a-user"
+    users.mkdir()
+    (users / "file").touch()
+    (killed, left), (living, used) = at_work(tmp_path), at_work(tmp_path)
+    with killed, living:
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
+        assert left.exists()
+        with scratch_folder(tmp_path, ".work-") as own:
+            assert {path.name for path in tmp_path.iterdir()} == {users.name, used.name, own.name}
+        living.kill()
+    assert not own.exists()
+
+
+def test_a_folder_appears_whole(tmp_path):
+    with written_whole(tmp_path / "model") as folder:
+        (folder / "weights").write_text("1")
+        assert not (tmp_path / "model").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert os.listdir(tmp_path / "model") == ["weights"]
+
+
+def test_an_error_leaves_nothing(tmp_path):
+    def write():
+        with written_whole(tmp_path / "model") as folder:
+            (folder / "weights").write_text("1")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        write()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_with_files_is_refused(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "file").touch()
+    with (
+        pytest.raises(FileExistsError, match="is not empty: name another folder"),
+        written_whole(tmp_path / "model"),
+    ):
+        pass
