@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import functools
+import importlib
+import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, get_args
 
@@ -10,13 +12,15 @@ import jax
 from jax.core import Tracer
 
 from actjax._shards import can_split, is_bound, is_partitioned, on_shards
-from actjax.kernels import primitive
+from actjax.kernels import measured, primitive
 from actjax.kernels.format import QuantizedCode
 
-Implementation = Literal["reference", "pallas", "interpreted", "mosaic"]
+Implementation = Literal["reference", "pallas", "interpreted", "mosaic", "triton", "fastest"]
 """`reference` is plain JAX, fused by XLA; `pallas` is compiled by Triton for an NVIDIA GPU;
 `interpreted` is the same program as `pallas`, run slowly by XLA on any device, for tests; `mosaic`
-is compiled by Mosaic for a TPU, and elsewhere run slowly."""
+is compiled by Mosaic for a TPU, and elsewhere run slowly; `triton` is written in Triton itself,
+for an NVIDIA GPU, and needs jax-triton; `fastest` is the one of `reference`, `pallas` and `triton`
+that takes the least time on the GPU of this process, measured once for each shape."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +36,37 @@ class Mosaic:
     refuses: Callable[..., str | None]
 
 
+@dataclasses.dataclass(frozen=True)
+class Triton:
+    """A program in Triton. Its module needs jax-triton, and is imported when it is asked for.
+
+    Attributes:
+      module: the module, which has the program and `refuses`, as `Mosaic` has them.
+      program: name of the program.
+    """
+
+    module: str
+    program: str
+
+    def refuses(self, *args: Any, **options: Any) -> str | None:
+        """Returns why it cannot take the arguments; None if it can."""
+        if not _has_triton():
+            return _NO_TRITON
+        return importlib.import_module(self.module).refuses(*args, **options)
+
+    def run(self, options: dict[str, Any], *args: Any) -> Any:
+        """Computes the function. `jax.vmap` runs it once for each entry of the mapped axis."""
+        program = getattr(importlib.import_module(self.module), self.program)
+        return jax.custom_batching.sequential_vmap(functools.partial(program, **options))(*args)
+
+
+_NO_TRITON = "needs jax-triton, which is not installed (`pip install 'actjax[triton]'`)"
+
+
+def _has_triton() -> bool:
+    return importlib.util.find_spec("jax_triton") is not None
+
+
 _asked: Any = jax.make_user_context(None)
 
 
@@ -41,15 +76,18 @@ def use(implementation: Implementation | None) -> Iterator[None]:
 
     It applies to functions that this thread traces within the context. A function that `jax.jit`
     has compiled before is compiled again. A kernel that cannot take its arguments falls back to the
-    reference; an implementation that is passed to a call raises instead.
+    reference, and from `triton`, which few kernels have, to the default; an implementation that is
+    passed to a call raises instead.
 
     Args:
       implementation: one of `Implementation`; None for the best one that applies, the default.
 
     Raises:
-      ValueError: an unknown name.
+      ValueError: an unknown name, or "triton" without jax-triton.
     """
     _check(implementation)
+    if implementation == "triton" and not _has_triton():
+        raise ValueError(f"`implementation` 'triton' {_NO_TRITON}.")
     with _asked(implementation):
         yield
 
@@ -83,6 +121,7 @@ class Kernel:
       dims: `dims(result, *args, **options)` returns the `Dims` of the arguments, a tuple, and those
         of the result, whose shapes are given; None if parts cannot be computed apart.
       mosaic: the program for TPUs; None if there is none. XLA cannot divide it over devices.
+      triton: a second program for NVIDIA GPUs; None if there is none.
       slower: `slower(*args, **options)` returns whether XLA's program for the definition took less
         time than `pallas` where a GPU measured both (`benchmarks/results/gpu.json`). Then `pallas`
         is used where it is asked for, and not by default.
@@ -94,6 +133,7 @@ class Kernel:
     refuses: Callable[..., str | None]
     dims: Callable[..., tuple[tuple, Any] | None]
     mosaic: Mosaic | None = None
+    triton: Triton | None = None
     slower: Callable[..., bool] = _never
 
     def __call__(
@@ -112,18 +152,23 @@ class Kernel:
         _check(implementation)
         reference = functools.partial(self.reference, **options)
         asked = implementation or _asked.value
+        if asked == "fastest":
+            asked = None if is_partitioned(args) else measured.fastest(self, args, options)
         if asked == "reference" or (asked is None and is_bound(args)):
             return reference(*args)
-        reason = self._reason(asked, args, options)
+        reason = self.refusal(asked, args, options)
+        if reason is not None and implementation is None and asked == "triton":
+            asked, reason = None, self.refusal(None, args, options)
         if reason is not None:
             if implementation is None:
                 return reference(*args)
             raise ValueError(
                 f"`implementation` {implementation!r} of {self.name} {reason}: use 'reference'."
             )
-        if asked == "pallas" and jax.default_backend() == "cpu" and not _traced(args):
+        on_gpus_only = asked in ("pallas", "triton")
+        if on_gpus_only and jax.default_backend() == "cpu" and not _traced(args):
             raise ValueError(
-                f"`implementation` 'pallas' of {self.name} is compiled for NVIDIA GPUs, and this"
+                f"`implementation` {asked!r} of {self.name} is compiled for NVIDIA GPUs, and this"
                 " runs on a CPU: use 'interpreted' or 'reference'."
             )
         if asked is None and not is_partitioned(args):
@@ -142,10 +187,12 @@ class Kernel:
         computed.defjvp(lambda primals, tangents: jax.jvp(reference, primals, tangents))
         return computed(*args)
 
-    def _reason(
+    def refusal(
         self, asked: Implementation | None, args: tuple, options: dict[str, Any]
     ) -> str | None:
         """Returns why no program, or not the one that is asked for, can take the arguments."""
+        if asked == "triton":
+            return self.triton.refuses(*args, **options) if self.triton else "has no such program"
         reason = None if asked == "mosaic" else self.refuses(*args, **options)
         if asked in ("pallas", "interpreted"):
             return reason
@@ -160,14 +207,16 @@ class Kernel:
         if asked == "mosaic" and self.mosaic is not None:
             interpret = ("interpret", jax.default_backend() != "tpu")
             return primitive.traced_once(self.mosaic.program, (interpret, *static), *args)
+        if asked == "triton" and self.triton is not None:
+            return self.triton.run(options, *args)
         if asked is not None:
             interpret = ("interpret", asked == "interpreted")
             return primitive.traced_once(self.pallas, (interpret, *static), *args)
         # `args` may be a part of an array that a program can take.
-        on_cuda = self._reason("pallas", args, options) is None and not self.slower(
+        on_cuda = self.refusal("pallas", args, options) is None and not self.slower(
             *args, **options
         )
-        on_tpu = self._reason("mosaic", args, options) is None
+        on_tpu = self.refusal("mosaic", args, options) is None
         return primitive.call(_programs(self, on_cuda, on_tpu), static, *args)
 
     def _on_shards(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from actjax._shards import Dims
 from actjax.kernels.checks import check_floating
-from actjax.kernels.dispatch import Implementation, Kernel
+from actjax.kernels.dispatch import Implementation, Kernel, Triton
 from actjax.kernels.format import token_names
 from actjax.kernels.point_assignment import pallas, reference
 
@@ -76,5 +76,5 @@ def _slower(x: jax.Array, points: jax.Array, *, tolerance: float) -> bool:
 
 KERNEL = Kernel(
     "point_assignment", reference.point_assignment, pallas.point_assignment, _refuses, _dims,
-    slower=_slower,
+    triton=Triton("actjax.kernels.point_assignment.triton", "point_assignment"), slower=_slower,
 )  # fmt: skip

@@ -51,7 +51,7 @@ def launch(x: jax.Array, points: jax.Array, tolerance: float) -> Call:
     if padded >= 128:
         blocks, block = ((32, 4), (64, 8))[x.dtype.itemsize == 4 :], min(block, 64)
     elif math.isinf(tolerance):
-        blocks = ((16, 2), (32, 2), (32, 4), (64, 4))
+        blocks = ((16, 2), (32, 4), (64, 4))
     return Call(
         actjax_point_assignment,
         [x.reshape(rows, features), scaled, inverse_norm],

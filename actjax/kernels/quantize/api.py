@@ -9,7 +9,7 @@ from actjax._shards import Dims
 from actjax.kernels import coded
 from actjax.kernels.balance import statistics_shape
 from actjax.kernels.checks import check_floating, check_shape
-from actjax.kernels.dispatch import Implementation, Kernel, Mosaic
+from actjax.kernels.dispatch import Implementation, Kernel, Mosaic, Triton
 from actjax.kernels.format import Format, QuantizedCode
 from actjax.kernels.quantize import mosaic, pallas, reference
 
@@ -148,5 +148,6 @@ def _slower(x: jax.Array, seed: Any, channels: Any, *scales: Any, format: Format
 
 KERNEL = Kernel(
     "quantize", reference.quantize, pallas.quantize, _refuses, _dims,
-    Mosaic(mosaic.quantize, mosaic.refuses), _slower,
+    Mosaic(mosaic.quantize, mosaic.refuses), Triton("actjax.kernels.quantize.triton", "quantize"),
+    _slower,
 )  # fmt: skip

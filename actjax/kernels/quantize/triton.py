@@ -36,7 +36,7 @@ COLUMNS = 16
 """Columns of a tile, the least that the matrix units take."""
 GROUPS = (64, 128, 256)
 """Sizes of a group that are taken: 4, 8 or 16 tiles."""
-CHOICES = choices((16, 1), (16, 2), (32, 2), (32, 4), (64, 4), (64, 8))
+CHOICES = choices((16, 2), (32, 2), (32, 4), (64, 8))
 
 
 def refuses(

@@ -20,7 +20,7 @@ from actjax.kernels.packing import PLANES
 from actjax.kernels.quantize.triton_planes import packed_tiles
 from actjax.kernels.triton_call import Call, choices
 
-CHOICES = choices((32, 1), (32, 2), (64, 2), (64, 4), (128, 4), (128, 8))
+CHOICES = choices((32, 2), (64, 4), (128, 4), (128, 8))
 
 
 def refuses(x: jax.Array, seed: Any, format: fmt.Format) -> str | None:
