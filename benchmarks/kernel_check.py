@@ -46,9 +46,21 @@ def check(
     _poison(jax.eval_shape(run, *args))
     results = jax.block_until_ready(run(*args))
     again = run(*args)
-    with jax.enable_x64(True):
-        exact = jax.jit(functools.partial(kernel.reference, **case.options))(*_in_float64(args))
-        exact = jax.tree.map(np.asarray, exact)
+    exact = definition(kernel, case, args)
+    found = compared(results, exact)
+    repeats = all(
+        np.array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+        for a, b in zip(jax.tree.leaves(results), jax.tree.leaves(again), strict=True)
+    )
+    return found | {"repeats": repeats, "ok": bool(found["ok"] and repeats)}
+
+
+def compared(results: Any, exact: Any) -> dict[str, Any]:
+    """Compares results with those of the definition in float64.
+
+    Returns:
+      `error`, `differing` and `ok`, as `check`.
+    """
     errors, shares, fine = [0.0], [0.0], True
     pairs = zip(jax.tree.leaves(results), jax.tree.leaves(exact), strict=True)
     for result, want in pairs:
@@ -61,16 +73,14 @@ def check(
             error = _relative_error(got.astype(np.float64), want.astype(np.float64))
             errors.append(error)
             fine &= error <= (_HALF if got.dtype.itemsize == 2 else _SINGLE)
-    repeats = all(
-        np.array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
-        for a, b in zip(jax.tree.leaves(results), jax.tree.leaves(again), strict=True)
-    )
-    return {
-        "error": max(errors),
-        "differing": max(shares),
-        "repeats": repeats,
-        "ok": bool(fine and repeats),
-    }
+    return {"error": max(errors), "differing": max(shares), "ok": bool(fine)}
+
+
+def definition(kernel: Kernel, case: Case, args: Any) -> Any:
+    """Returns what a kernel computes, in float64."""
+    with jax.enable_x64(True):
+        exact = jax.jit(functools.partial(kernel.reference, **case.options))(*_in_float64(args))
+        return jax.tree.map(np.asarray, exact)
 
 
 def _relative_error(got: np.ndarray, want: np.ndarray) -> float:

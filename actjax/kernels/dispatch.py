@@ -41,7 +41,8 @@ class Triton:
     """A program in Triton. Its module needs jax-triton, and is imported when it is asked for.
 
     Attributes:
-      module: the module, which has the program and `refuses`, as `Mosaic` has them.
+      module: the module. It has the program, `refuses`, and `launch`, which returns the
+        `actjax.kernels.triton_call.Call` of the arguments.
       program: name of the program.
     """
 

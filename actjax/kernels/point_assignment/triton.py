@@ -33,13 +33,13 @@ def point_assignment(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """As `actjax.kernels.point_assignment.api.point_assignment`."""
     exponent = normalized(points, x.dtype)[1]
-    index, alpha, kept = launch(x, points, tolerance).run()
+    index, alpha, kept = launch(x, points, tolerance=tolerance).run()
     alpha = jnp.ldexp(alpha, -exponent[index])
     lead = x.shape[:-1]
     return index.reshape(lead), alpha.reshape(lead), kept.reshape(lead) != 0
 
 
-def launch(x: jax.Array, points: jax.Array, tolerance: float) -> Call:
+def launch(x: jax.Array, points: jax.Array, *, tolerance: float) -> Call:
     """Returns the launch. It writes indices, coefficients of the scaled points, and a mask."""
     features, rows, count = x.shape[-1], math.prod(x.shape[:-1]), points.shape[0]
     scaled, _, inverse_norm = normalized(points, x.dtype)

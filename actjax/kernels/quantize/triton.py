@@ -71,15 +71,10 @@ def quantize(
     format: fmt.Format,
 ) -> fmt.QuantizedCode:
     """As `actjax.kernels.quantize.api.quantize`."""
-    del seed
-    planes = len(PLANES[format.bits])
-    if format.scaling == "channel":
-        results = triton_by_channel.launch(x, channels, scale, centre, format).run()
-        outliers, scales = (None if channels is None else results[-1]), None
-    else:
-        results = launch(x, mean, spread, format).run()
-        outliers, scales = None, results[-1]
-    lead = x.shape[:-1]
+    results = launch(x, seed, channels, scale, centre, mean, spread, format=format).run()
+    planes, lead = len(PLANES[format.bits]), x.shape[:-1]
+    scales = results[-1] if format.scaling == "group" else None
+    outliers = None if channels is None else results[-1]
     return fmt.QuantizedCode(
         planes=tuple(plane.reshape(*lead, -1) for plane in results[:planes]),
         offset=None,
@@ -97,9 +92,20 @@ def quantize(
 
 
 def launch(
+    x: jax.Array, seed: Any, channels: Any, scale: Any, centre: Any, mean: Any, spread: Any,
+    *, format: fmt.Format,
+) -> Call:  # fmt: skip
+    """Returns the launch of the program for the arguments, which is not refused."""
+    del seed
+    if format.scaling == "channel":
+        return triton_by_channel.launch(x, channels, scale, centre, format)
+    return _launch_rotated(x, mean, spread, format)
+
+
+def _launch_rotated(
     x: jax.Array, mean: jax.Array | None, spread: jax.Array | None, format: fmt.Format
 ) -> Call:
-    """Returns the launch for rotated groups. It writes two planes, maybe unused, and scales."""
+    """Returns the launch for rotated groups. It writes one or two planes, and scales."""
     features, group, planes = x.shape[-1], format.group, PLANES[format.bits]
     rows = math.prod(x.shape[:-1])
     groups, tail = divmod(features, group)

@@ -1,0 +1,102 @@
+"""Kernels written in Triton, interpreted on a CPU and compared with their definitions in float64.
+
+`TRITON_INTERPRET=1 python -m benchmarks.triton_interpreter` needs jax-triton, with the CUDA plugin
+of JAX, and PyTorch: `pip install -e '.[triton,compile,reference]'`. It prints a line of JSON for
+each small case of `benchmarks.kernel_cases` and each choice of blocks. The interpreter multiplies
+matrices of bfloat16 wrongly, so tokens of 16 bits are passed to `point_assignment` in float32.
+"""
+
+import dataclasses
+import importlib
+import json
+import os
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from benchmarks.kernel_cases import KERNELS
+from benchmarks.kernel_cases.case import Case
+from benchmarks.kernel_check import compared, definition
+
+FILLED = 0x5A
+"""What results hold before: a byte that is not written shows."""
+
+
+def rows(name: str, case: Case) -> list[dict[str, Any]]:
+    """Returns a row for each choice of blocks of a case; none if the program cannot take it."""
+    kernel, args = KERNELS[name].kernel, case.make(jax.random.key(0))
+    if name == "point_assignment":
+        args = tuple(x.astype(jnp.float32) for x in args)
+    if kernel.refusal("triton", args, dict(case.options)) is not None:
+        return []
+    call = importlib.import_module(kernel.triton.module).launch(*args, **case.options)
+    # In the order of the launch: a code has its outliers before its scales.
+    exact = definition(kernel, case, args)
+    found = []
+    for choice in call.choices:
+        results = run(call, choice.kwargs)
+        if name == "quantize":
+            want = [*exact.planes, exact.outliers, exact.scale]
+            want = [
+                np.reshape(x, y.shape)
+                for x, y in zip((w for w in want if w is not None), results, strict=True)
+            ]
+        else:
+            index, alpha, kept = results
+            scaled = np.ldexp(alpha, -_exponents(args[1])[index])
+            results, want = [index, scaled, kept != 0], list(exact)
+        found.append(
+            {"kernel": name, "case": case.name, "choice": str(choice), **compared(results, want)}
+        )
+    return found
+
+
+def run(call: Any, choice: dict[str, Any]) -> list[np.ndarray]:
+    """Returns the results of a launch, computed by Triton's interpreter."""
+    results = [np.full(x.shape, FILLED, np.uint8).astype(_plain(x.dtype)) for x in call.results]
+    tensors = [_tensor(np.asarray(x)) for x in call.arguments] + [_tensor(x) for x in results]
+    constants = {**call.constants, **choice}
+    call.kernel[call.grid(constants)](*tensors, **constants)
+    written = tensors[len(call.arguments) :]
+    return [_array(x, y.dtype) for x, y in zip(written, call.results, strict=True)]
+
+
+def _plain(dtype: Any) -> Any:
+    return np.float32 if dtype == jnp.bfloat16 else dtype
+
+
+def _tensor(x: np.ndarray) -> torch.Tensor:
+    if x.dtype == jnp.bfloat16:
+        return torch.from_numpy(x.view(np.int16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(x.copy())
+
+
+def _array(x: torch.Tensor, dtype: Any) -> np.ndarray:
+    return x.to(torch.float32).numpy().astype(dtype) if dtype == jnp.bfloat16 else x.numpy()
+
+
+def _exponents(points: jax.Array) -> np.ndarray:
+    from actjax.kernels.point_assignment.reference import normalized
+
+    return np.asarray(normalized(points, points.dtype)[1])
+
+
+def main() -> None:
+    """Prints the rows. Exits with 1 if one is wrong."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        sys.exit("set TRITON_INTERPRET=1 in the environment: Triton reads it when it is imported")
+    wrong = 0
+    for name in ("quantize", "point_assignment"):
+        for case in KERNELS[name].cases:
+            for row in rows(name, case) if case.small else []:
+                print(json.dumps(row), flush=True)
+                wrong += not row["ok"]
+    sys.exit(wrong > 0)
+
+
+if __name__ == "__main__":
+    main()
