@@ -150,10 +150,14 @@ def _bytes(tree: Any) -> int:
 
 def _compile(fun: Any, shapes: Any, device: str) -> tuple[str, dict[str, int]]:
     """Returns the scheduled program, and the resources of the actjax kernel in it, if any."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        compile_for(find_gpu(device)) as place,
-    ):
+    with tempfile.TemporaryDirectory() as folder:
+        text = dumped(fun, shapes, device, folder)
+        return text, resources(pathlib.Path(folder), find_gpu(device).capability)
+
+
+def dumped(fun: Any, shapes: Any, device: str, folder: str) -> str:
+    """Returns the scheduled program, and leaves what XLA dumps of it in a folder."""
+    with compile_for(find_gpu(device)) as place:
         lowered = jax.jit(lambda *args: fun(*args)).lower(*place(shapes))
         # Newer versions of XLA dump the PTX of emitters only on request.
         options = {
@@ -161,8 +165,7 @@ def _compile(fun: Any, shapes: Any, device: str) -> tuple[str, dict[str, int]]:
             "xla_dump_hlo_as_text": True,
             "xla_dump_emitter_re": "ptx",
         }
-        text = lowered.compile(compiler_options=options).as_text() or ""
-        return text, resources(pathlib.Path(folder), find_gpu(device).capability)
+        return lowered.compile(compiler_options=options).as_text() or ""
 
 
 def resources(folder: pathlib.Path, capability: tuple[int, int]) -> dict[str, int]:
@@ -170,9 +173,7 @@ def resources(folder: pathlib.Path, capability: tuple[int, int]) -> dict[str, in
     accelerated = "a" if capability[0] >= 9 else ""
     target = f"-arch=sm_{capability[0]}{capability[1]}{accelerated}"
     found: dict[str, int] = {}
-    for path in folder.glob("*.ptx"):
-        if ".entry actjax_" not in path.read_text():
-            continue
+    if (path := ptx_of(folder)) is not None:
         done = subprocess.run(
             [_ptxas(), "-v", target, str(path), "-o", "/dev/null"],
             capture_output=True,
@@ -193,6 +194,12 @@ def resources(folder: pathlib.Path, capability: tuple[int, int]) -> dict[str, in
                     r"grid: \[\d+, (\d+)", line
                 )
     return found
+
+
+def ptx_of(folder: pathlib.Path) -> pathlib.Path | None:
+    """Returns the file with the actjax kernel in a dump of XLA; None if there is none."""
+    paths = (path for path in folder.glob("*.ptx") if ".entry actjax_" in path.read_text())
+    return next(paths, None)
 
 
 def _number(pattern: str, text: str) -> int:

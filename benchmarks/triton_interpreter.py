@@ -6,7 +6,6 @@ each small case of `benchmarks.kernel_cases` and each choice of blocks. The inte
 matrices of bfloat16 wrongly, so tokens of 16 bits are passed to `point_assignment` in float32.
 """
 
-import dataclasses
 import importlib
 import json
 import os
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from actjax.kernels.point_assignment.reference import normalized
 from benchmarks.kernel_cases import KERNELS
 from benchmarks.kernel_cases.case import Case
 from benchmarks.kernel_check import compared, definition
@@ -47,7 +47,8 @@ def rows(name: str, case: Case) -> list[dict[str, Any]]:
             ]
         else:
             index, alpha, kept = results
-            scaled = np.ldexp(alpha, -_exponents(args[1])[index])
+            exponents = np.asarray(normalized(args[1], args[1].dtype)[1])
+            scaled = np.ldexp(alpha, -exponents[index])
             results, want = [index, scaled, kept != 0], list(exact)
         found.append(
             {"kernel": name, "case": case.name, "choice": str(choice), **compared(results, want)}
@@ -77,12 +78,6 @@ def _tensor(x: np.ndarray) -> torch.Tensor:
 
 def _array(x: torch.Tensor, dtype: Any) -> np.ndarray:
     return x.to(torch.float32).numpy().astype(dtype) if dtype == jnp.bfloat16 else x.numpy()
-
-
-def _exponents(points: jax.Array) -> np.ndarray:
-    from actjax.kernels.point_assignment.reference import normalized
-
-    return np.asarray(normalized(points, points.dtype)[1])
 
 
 def main() -> None:

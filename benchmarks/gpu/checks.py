@@ -8,7 +8,7 @@ import numpy as np
 
 from actjax import kernels
 from benchmarks import operator_check
-from benchmarks.gpu.config import Config, find_case, on_gpu
+from benchmarks.gpu.config import Config, find_case, on_gpu, takes_triton
 from benchmarks.kernel_check import check
 from benchmarks.rivals import ON_DEVICE, Rival, random_batch, rival
 from models import preset
@@ -20,7 +20,11 @@ def check_kernel(config: Config, unit: dict[str, str]) -> dict[str, Any]:
     del config
     kernel, case = find_case(unit)
     seed = secrets.randbits(31)
-    return {"seed": seed, **check(kernel, case, seed, "pallas" if on_gpu() else "interpreted")}
+    found = check(kernel, case, seed, "pallas" if on_gpu() else "interpreted")
+    if takes_triton(kernel, case):
+        other = check(kernel, case, seed, "triton")
+        found |= {"triton": other, "ok": found["ok"] and other["ok"]}
+    return {"seed": seed, **found}
 
 
 def operator_units(config: Config) -> list[dict[str, str]]:

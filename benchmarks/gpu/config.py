@@ -117,3 +117,8 @@ def find_case(unit: dict[str, str]) -> tuple[Kernel, Case]:
 def on_gpu() -> bool:
     """Returns whether this process computes on a GPU."""
     return jax.default_backend() == "gpu"
+
+
+def takes_triton(kernel: Kernel, case: Case) -> bool:
+    """Returns whether a second program of a kernel, written in Triton, can run a case here."""
+    return on_gpu() and kernel.refusal("triton", case.shapes(), dict(case.options)) is None

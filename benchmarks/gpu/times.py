@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from actjax.kernels.dispatch import Kernel
 from benchmarks.device_time import interleaved, medians
-from benchmarks.gpu.config import Config, case_units, find_case, on_gpu
+from benchmarks.gpu.config import Config, case_units, find_case, on_gpu, takes_triton
 from benchmarks.gpu.parts import alone
 from benchmarks.kernel_cases.case import Case
 
@@ -36,13 +36,17 @@ class _Timed(NamedTuple):
 def _timed(kernel: Kernel, case: Case) -> _Timed:
     longer = case.longer(-(-_LEAST_BYTES // case.least_bytes(kernel.reference)))
     least = longer.least_bytes(kernel.reference)
+    asked = {"kernel": "pallas"} | ({"triton": "triton"} if takes_triton(kernel, case) else {})
     return _Timed(
         least,
         jax.jit(longer.make),
         # Words: XLA's copy of bytes reaches half the bandwidth.
         jax.jit(lambda key: jax.random.bits(key, (least // 8,), jnp.uint32)),
         {
-            "kernel": jax.jit(functools.partial(kernel, implementation="pallas", **case.options)),
+            **{
+                name: jax.jit(functools.partial(kernel, implementation=own, **case.options))
+                for name, own in asked.items()
+            },
             "xla": jax.jit(functools.partial(kernel.reference, **case.options)),
             "copy": jax.jit(lambda x: x ^ 1),
         },
@@ -65,27 +69,28 @@ def compile_kernel(config: Config, unit: dict[str, str]) -> dict[str, Any]:
 
 
 def time_kernel(config: Config, unit: dict[str, str]) -> dict[str, Any]:
-    """Returns times of a kernel, of XLA's program and of a copy, in seconds."""
+    """Returns times of a kernel, of its program in Triton if it has one, of XLA's and of a copy."""
     del config
     one, key = _timed(*find_case(unit)), jax.random.key(0)
     make, draw = one.make.lower(key).compile(), one.source.lower(key).compile()
     run = _compiled(one)
     with alone():
-        args, copied = make(key), draw(key)
+        args, copied = make(key), (draw(key),)
         seconds = interleaved(
             {
-                "kernel": lambda: run["kernel"](*args),
-                "xla": lambda: run["xla"](*args),
-                "copy": lambda: run["copy"](copied),
+                name: functools.partial(program, *(copied if name == "copy" else args))
+                for name, program in run.items()
             }
         )
     middle = medians(seconds)
+    own = {"triton_of_pallas": middle["triton"] / middle["kernel"]} if "triton" in run else {}
     return {
         "bytes": one.least,
         "seconds": seconds,
         "bandwidth": one.least / middle["kernel"],
         "share_of_copy": middle["copy"] / middle["kernel"],
         "of_xla": middle["kernel"] / middle["xla"],
+        **own,
     }
 
 

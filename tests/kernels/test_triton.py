@@ -1,0 +1,125 @@
+"""Tests of the kernels that are written in Triton: interpreted, assembled, and chosen."""
+
+import functools
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernels.kernel_cases import gpu_named
+
+import actjax
+from actjax.kernels import dispatch, measured
+from benchmarks.kernel_cases import KERNELS
+
+NEEDED = ("jax_triton", "jax_cuda12_plugin")
+needs_triton = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in NEEDED),
+    reason="needs jax-triton: pip install -e '.[triton,compile]'",
+)
+ROTATED = actjax.Quantized(4, balance=True, rotate=True, levels="normal")
+
+
+def run_module(*arguments, **environment):
+    """Runs a module of `benchmarks` in its own process: Triton reads the environment at import."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", **environment}
+    return subprocess.run(
+        [sys.executable, "-m", *arguments],
+        capture_output=True, text=True, timeout=900, check=False, env=environment,
+    )  # fmt: skip
+
+
+@needs_triton
+@pytest.mark.slow  # 45 s of processor time: the interpreter runs a program at a time.
+def test_interpreted_programs_agree_with_the_definitions_in_float64():
+    pytest.importorskip("torch")
+    done = run_module("benchmarks.triton_interpreter", TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert {row["kernel"] for row in rows} == {"quantize", "point_assignment"}
+    assert len({row["case"] for row in rows}) == 5
+    assert all(row["ok"] for row in rows)
+
+
+@needs_triton
+@pytest.mark.slow  # 60 s of processor time, most of it the compiler's.
+def test_assembled_programs_fit_a_core_without_spills(tmp_path):
+    results = tmp_path / "triton.json"
+    cases = [
+        "llama_1b gate, 4 bits, normal levels, balanced, rotated",
+        "llama_1b block input, 4 bits by channel, 1% whole",
+        "llama_1b, 16 points, a tolerance",
+        "llama_1b, 128 points, float32",
+        "llama_7b, 256 points of 131,072",
+    ]
+    done = run_module("benchmarks.triton_kernels", "--cases", *cases, "--results", str(results))
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [r for r in json.loads(results.read_text())["rows"] if r["program"] == "triton"]
+    assert {row["case"] for row in rows} == set(cases)
+    for row in rows:
+        assert row["spilled"] == 0, row
+        assert row["shared"] <= 232448, row
+
+
+@needs_triton
+def test_a_program_that_is_asked_for_is_lowered_and_others_keep_their_default():
+    """Costs 8 s of processor time: jax-triton compiles each choice of blocks where it lowers."""
+    x = jax.ShapeDtypeStruct((16, 128), jnp.bfloat16)
+    with gpu_named(), actjax.kernels.use("triton"):
+        traced = jax.jit(lambda x: ROTATED.decode(ROTATED.encode(x))).trace(x)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("triton_kernel_call") == 1
+    assert text.count("__gpu$xla.gpu.triton") == 1
+
+
+def test_without_jax_triton_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"'triton' needs jax-triton.*pip install"):
+        with actjax.kernels.use("triton"):
+            pass
+    kernel, cases = KERNELS["quantize"]
+    with pytest.raises(ValueError, match=r"'triton' of quantize needs jax-triton"):
+        jax.jit(functools.partial(kernel, implementation="triton", **cases[0].options)).trace(
+            *cases[0].shapes()
+        )
+
+
+def test_kernels_without_such_a_program_say_so():
+    kernel, cases = KERNELS["dequantize"]
+    with pytest.raises(ValueError, match="'triton' of dequantize has no such program"):
+        kernel(*cases[0].make(jax.random.key(0)), implementation="triton", **cases[0].options)
+
+
+def test_the_fastest_of_a_cpu_is_the_default():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 256)), jnp.float32)
+    want = ROTATED.encode(x)
+    with actjax.kernels.use("fastest"):
+        got = ROTATED.encode(x)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_the_fastest_is_the_one_of_least_time_and_is_measured_once(monkeypatch):
+    kernel, cases = KERNELS["point_assignment"]
+    args, options = cases[0].make(jax.random.key(0)), dict(cases[0].options)
+    taken, calls = {"reference": 3.0, "pallas": 1.0, "triton": 2.0}, []
+
+    def seconds(kernel, implementation, args, options):
+        calls.append(implementation)
+        return taken[implementation]
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(dispatch, "_has_triton", lambda: False)
+    monkeypatch.setattr(measured, "_seconds", seconds)
+    measured._measured.cache_clear()
+    assert measured.fastest(kernel, args, options) == "pallas"
+    taken["reference"] = 0.5
+    assert measured.fastest(kernel, args, options) == "pallas"
+    assert calls == ["reference", "pallas"]
+    measured._measured.cache_clear()
+    assert measured.fastest(kernel, args, options) == "reference"
+    measured._measured.cache_clear()
