@@ -1,0 +1,138 @@
+"""Programs in forked processes, which have everything imported already."""
+
+import contextlib
+import ctypes
+import dataclasses
+import fcntl
+import os
+import pathlib
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+
+_CAPABILITIES = 0x20080522
+"""Version of the header of `capset`, for two words of capabilities."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ending:
+    """How a process ended.
+
+    Attributes:
+      code: its exit code; negative for a signal, None if it took too long and was killed.
+      out: what it wrote to stdout.
+      err: what it wrote to stderr.
+      seconds: how long it ran.
+    """
+
+    code: int | None
+    out: str
+    err: str
+    seconds: float
+
+
+class Child:
+    """A running process."""
+
+    def __init__(self, pid: int, folder: pathlib.Path, name: str, limit: float) -> None:
+        self._pid, self._began, self._limit = pid, time.monotonic(), limit
+        self._files = [folder / f"{name}.{stream}" for stream in ("out", "err")]
+
+    def poll(self) -> Ending | None:
+        """Returns how the process ended; None while it runs."""
+        pid, status = os.waitpid(self._pid, os.WNOHANG)
+        seconds = time.monotonic() - self._began
+        if not pid and seconds > self._limit:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
+            return Ending(None, *self._texts(), seconds)
+        if not pid:
+            return None
+        return Ending(os.waitstatus_to_exitcode(status), *self._texts(), seconds)
+
+    def wait(self) -> Ending:
+        """Returns how the process ended."""
+        while (ending := self.poll()) is None:
+            time.sleep(0.02)
+        return ending
+
+    def _texts(self) -> list[str]:
+        return [path.read_text(errors="replace") for path in self._files]
+
+
+def start(
+    main: Callable[[], None],
+    argv: Sequence[str],
+    folder: pathlib.Path,
+    name: str,
+    limit: float,
+    locked: str | None = None,
+) -> Child:
+    """Starts a program in a folder.
+
+    This process must not have used a device of JAX: its threads do not live on in a fork.
+
+    Args:
+      main: the program. It reads `sys.argv`.
+      argv: its command line.
+      folder: where it runs.
+      name: of the files in the parent folder that receive its output.
+      limit: seconds after which it is killed.
+      locked: a folder of a run to lock before.
+    """
+    child = Child(_fork(main, argv, folder, name, locked), folder.parent, name, limit)
+    return child
+
+
+def _fork(
+    main: Callable[[], None],
+    argv: Sequence[str],
+    folder: pathlib.Path,
+    name: str,
+    locked: str | None,
+) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        os.setsid()
+        for number, stream in ((1, "out"), (2, "err")):
+            path = folder.parent / f"{name}.{stream}"
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), number)
+        sys.stdout, sys.stderr = (
+            open(number, "w", buffering=1, encoding="utf-8") for number in (1, 2)
+        )
+        os.chdir(folder)
+        _obey_modes()
+        # Numbers that are too large must not take the memory of the machine.
+        resource.setrlimit(resource.RLIMIT_AS, (24 * 2**30,) * 2)
+        sys.argv = [name, *argv]
+        held = None if locked is None else (folder / locked / "lock").open("a+")
+        if held is not None:
+            fcntl.flock(held, fcntl.LOCK_EX)
+        main()
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(BaseException):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _obey_modes() -> None:
+    """Takes from root the right to read and write files whatever their mode."""
+    if os.geteuid() == 0 and sys.platform == "linux":
+        words = (ctypes.c_uint32 * 2)(_CAPABILITIES, 0)
+        if ctypes.CDLL(None, use_errno=True).capset(words, (ctypes.c_uint32 * 6)()):
+            raise OSError(ctypes.get_errno(), "capset")
