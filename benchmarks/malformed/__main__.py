@@ -79,33 +79,33 @@ class Config:
     """Number of the first input: each depends on the seed and its own number alone."""
     kinds: tuple[str, ...] = tuple(KINDS)
     """Kinds of inputs to draw."""
+    check: bool = True
+    """Run all correct commands first. Folders of runs need it: a finished run is an input."""
     jobs: int = os.cpu_count() or 1
     """Programs that run at a time."""
-    limit: float = 180
-    """Seconds after which a program is killed, which is a fault."""
+    limit: float = 120
+    """Seconds of processor time after which a program is killed, which is a fault."""
     keep: pathlib.Path | None = None
     """Folder to keep all files in. By default a temporary one."""
     results: pathlib.Path = record.RESULTS / "malformed.json"
     """File of the raw results."""
 
+    def __post_init__(self) -> None:
+        if unknown := set(self.kinds) - KINDS.keys():
+            raise ValueError(f"unknown `--kinds` {unknown}: there are {', '.join(KINDS)}.")
+        if not self.check and "run folders" in self.kinds:
+            raise ValueError("`--no-check` leaves out the runs of the kind 'run folders'.")
 
-def measure(config: Config, programs: Programs = PROGRAMS) -> list[dict[str, Any]]:
-    """Returns a row for each input.
 
-    Args:
-      config: what to draw.
-      programs: the programs, by name.
-    """
-    unknown = set(config.kinds) - KINDS.keys()
-    if unknown:
-        raise SystemExit(f"unknown `--kinds` {', '.join(unknown)}: there are {', '.join(KINDS)}.")
+def measure(config: Config) -> list[dict[str, Any]]:
+    """Returns a row for each input."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         folder = (config.keep or pathlib.Path(scratch)).absolute()
         folder.mkdir(parents=True, exist_ok=True)
         _set_up_jax(folder / "programs")
         valid = folder / "valid"
-        _prepare(valid, programs, config.limit)
-        rows = list(_run_all(config, programs, folder, valid))
+        _prepare(valid, config)
+        rows = list(run_all(config, PROGRAMS, folder, valid))
     return sorted(rows, key=lambda row: row["number"])
 
 
@@ -118,19 +118,19 @@ def _set_up_jax(cache: pathlib.Path) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def _prepare(valid: pathlib.Path, programs: Programs, limit: float) -> None:
+def _prepare(valid: pathlib.Path, config: Config) -> None:
     """Writes valid inputs, and runs all correct commands on them."""
     valid.mkdir()
-    begin = functools.partial(start, folder=valid, limit=10 * limit)
+    begin = functools.partial(start, folder=valid, limit=10 * config.limit)
     _succeed(begin(functools.partial(inputs.write, valid), (), name="inputs"), "the inputs")
-    if programs is not PROGRAMS:
+    if not config.check:
         return
     for program, one, run in (("pretrain", PRETRAIN, "run"), ("finetune", FINETUNE, "tuned")):
         argv = words(one | {"--out": run})
-        _succeed(begin(programs[program], argv, name=run), shlex.join(argv))
+        _succeed(begin(PROGRAMS[program], argv, name=run), shlex.join(argv))
     for program in ("evaluate", "plan"):
         for i, one in enumerate(CORRECT[program]):
-            child = begin(programs[program], words(one), name=f"{program}-{i}")
+            child = begin(PROGRAMS[program], words(one), name=f"{program}-{i}")
             _succeed(child, shlex.join(words(one)))
 
 
@@ -166,10 +166,17 @@ def draw(config: Config, number: int, folder: pathlib.Path) -> tuple[str, Case]:
     return kind, draws[int(rng.integers(len(draws)))](rng, folder)
 
 
-def _run_all(
+def run_all(
     config: Config, programs: Programs, folder: pathlib.Path, valid: pathlib.Path
 ) -> Iterator[dict[str, Any]]:
-    """Yields the rows of all cases, some of which run at a time."""
+    """Yields the rows of all cases, some of which run at a time.
+
+    Args:
+      config: what to draw.
+      programs: the programs, by name.
+      folder: where the cases are.
+      valid: the valid inputs.
+    """
     left = list(range(config.first, config.first + config.count))[::-1]
     running: list[_Running] = []
     while left or running:

@@ -117,10 +117,7 @@ def llama2c(rng: Random, folder: pathlib.Path) -> Case:
             data = mutated(rng, data)
         path.write_bytes(data)
     program, flags, flag = pick(rng, _READERS)
-    flags = {flag: value for flag, value in flags.items()} | {
-        "--checkpoint": "model.bin",
-        "--tokenizer": "model",
-    }
+    flags = flags | {"--checkpoint": "model.bin", "--tokenizer": "model"}
     return case_of(f"llama2.c: {what}", program, flags, (flag,), certain=certain)
 
 
@@ -194,7 +191,7 @@ def _changed_tensors(rng: Random, path: pathlib.Path) -> tuple[str, bool]:
     start, end = one["data_offsets"]
     what, certain = pick(rng, _OF_TENSORS), True
     if what == "another shape":
-        one["shape"] = pick(rng, (one["shape"][::-1] + [1], [-1], [], [0], [2**62, 4], [1.5], "a"))
+        one["shape"] = pick(rng, ([*one["shape"][::-1], 1], [-1], [], [0], [2**62, 4], [1.5], "a"))
     elif what == "another dtype":
         one["dtype"] = pick(rng, ("I32", "U32", "I64", "F16", "BOOL", "F99", None, 3))
     elif what == "other places":

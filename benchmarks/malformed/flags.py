@@ -186,7 +186,9 @@ def _for_flag(rng: Random, program: str, flags: Flags, name: str) -> Flags:
     methods = FLAG_METHODS.get(field)
     if methods is not None and "--method" in flags:
         known = FULL_WEIGHTS if program != "finetune" else (*ADAPTERS, *FULL_WEIGHTS)
-        flags["--method"] = pick(rng, [method for method in methods if method in known])
+        flags["--method"] = pick(rng, [m for m in methods if m in known] or [flags["--method"]])
+        if flags["--method"] == "low_rank":
+            flags["--rank"] = "2"  # The default is above the width of the model.
         if flags["--method"] not in ADAPTERS:
             flags.pop("--lora-rank", None)
     return flags

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import dataclasses
 import fcntl
+import math
 import os
 import pathlib
 import resource
@@ -13,6 +14,8 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 
+_PATIENCE = 20
+"""Seconds on the clock for each second of processor time, on a busy machine."""
 _CAPABILITIES = 0x20080522
 """Version of the header of `capset`, for two words of capabilities."""
 
@@ -45,14 +48,15 @@ class Child:
         """Returns how the process ended; None while it runs."""
         pid, status = os.waitpid(self._pid, os.WNOHANG)
         seconds = time.monotonic() - self._began
-        if not pid and seconds > self._limit:
+        if not pid and seconds > self._limit * _PATIENCE:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._pid, signal.SIGKILL)
             os.waitpid(self._pid, 0)
             return Ending(None, *self._texts(), seconds)
         if not pid:
             return None
-        return Ending(os.waitstatus_to_exitcode(status), *self._texts(), seconds)
+        code = os.waitstatus_to_exitcode(status)
+        return Ending(None if code == -signal.SIGXCPU else code, *self._texts(), seconds)
 
     def wait(self) -> Ending:
         """Returns how the process ended."""
@@ -81,11 +85,10 @@ def start(
       argv: its command line.
       folder: where it runs.
       name: of the files in the parent folder that receive its output.
-      limit: seconds after which it is killed.
+      limit: seconds of processor time after which it is killed.
       locked: a folder of a run to lock before.
     """
-    child = Child(_fork(main, argv, folder, name, locked), folder.parent, name, limit)
-    return child
+    return Child(_fork(main, argv, folder, name, limit, locked), folder.parent, name, limit)
 
 
 def _fork(
@@ -93,6 +96,7 @@ def _fork(
     argv: Sequence[str],
     folder: pathlib.Path,
     name: str,
+    limit: float,
     locked: str | None,
 ) -> int:
     sys.stdout.flush()
@@ -107,12 +111,14 @@ def _fork(
             path = folder.parent / f"{name}.{stream}"
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), number)
         sys.stdout, sys.stderr = (
-            open(number, "w", buffering=1, encoding="utf-8") for number in (1, 2)
+            os.fdopen(number, "w", buffering=1, encoding="utf-8") for number in (1, 2)
         )
         os.chdir(folder)
         _obey_modes()
         # Numbers that are too large must not take the memory of the machine.
         resource.setrlimit(resource.RLIMIT_AS, (24 * 2**30,) * 2)
+        used = math.ceil(time.process_time() + limit)
+        resource.setrlimit(resource.RLIMIT_CPU, (used, used + 5))
         sys.argv = [name, *argv]
         held = None if locked is None else (folder / locked / "lock").open("a+")
         if held is not None:

@@ -44,7 +44,7 @@ def write(folder: pathlib.Path) -> None:
     for name in ("model", "other"):
         train_bpe([TEXT], 290).save(folder / name)
     _write_tokenizers(folder)
-    (folder / "text.txt").write_text(TEXT * 40)
+    (folder / "text.txt").write_text(TEXT * 400)
     (folder / "records.jsonl").write_text(
         "".join(
             json.dumps({"prompt": f"{i} and {j}?", "completion": f" {i + j}."}) + "\n"
