@@ -156,8 +156,7 @@ def adapter(rng: Random, folder: pathlib.Path) -> Case:
         )
         settings.write_text(json.dumps(fields))
     elif what == "file":
-        what = spoil(rng, pick(rng, (settings, tensors))) or "file"
-        certain = what != "file"
+        what = spoil(rng, pick(rng, (settings, tensors)))
     elif what == "settings":
         settings.write_bytes(mutated_json(rng, settings.read_bytes()))
         certain = False

@@ -7,12 +7,13 @@ from benchmarks.malformed.case import ANSWERS, FINETUNE, PERPLEXITY, PRETRAIN, C
 from benchmarks.malformed.mutate import Random, mutated, mutated_tree, pick
 
 
-def spoil(rng: Random, path: pathlib.Path) -> str | None:
-    """Puts what is no readable file in the place of a file, and returns what; None for nothing.
+def spoil(rng: Random, path: pathlib.Path) -> str:
+    """Puts what is no readable file, or one without content, in the place of a file.
 
-    The result of the last three may be valid.
+    Returns:
+      What it is.
     """
-    match pick(rng, range(10)):
+    match pick(rng, range(6)):
         case 0:
             path.unlink()
             return "missing"
@@ -30,16 +31,14 @@ def spoil(rng: Random, path: pathlib.Path) -> str | None:
         case 4:
             path.write_bytes(b"")
             return "empty"
-        case 5:
-            path.write_bytes(pick(rng, (b"\n", b" \n\t\n", b"\xef\xbb\xbf")))
-            return "blank"
-    return None
+    path.write_bytes(pick(rng, (b"\n", b" \n\t\n", b"\xef\xbb\xbf")))
+    return "blank"
 
 
 def text(rng: Random, folder: pathlib.Path) -> Case:
     """A text that cannot be read, or that is too short."""
     path = folder / "text.txt"
-    what = spoil(rng, path) or _changed_text(rng, path)
+    what = (spoil if rng.random() < 0.4 else _changed_text)(rng, path)
     certain = what not in ("changed", "renamed", "NUL bytes", "one letter", "one line")
     program, flags = pick(rng, (("pretrain", dict(PRETRAIN)), ("evaluate", dict(PERPLEXITY))))
     if program == "pretrain" and rng.random() < 0.3:
