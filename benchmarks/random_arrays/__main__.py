@@ -28,6 +28,8 @@ from benchmarks.random_arrays.judge import Result, faults_of, largest_of
 from benchmarks.tables import print_table
 
 _OUTPUTS = 2
+REFUSED = "refused"
+"""In place of a fault: the codec does not take the shape, and says so."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +82,7 @@ def programs(config: Config, known: list[Entry]) -> Iterator[Program]:
 
 
 def measure(config: Config, known: list[Entry] | None = None) -> list[dict[str, Any]]:
-    """Returns a row for each program and content.
+    """Returns a row for each kind of codec and content, with the faults.
 
     Args:
       config: what to draw.
@@ -89,19 +91,38 @@ def measure(config: Config, known: list[Entry] | None = None) -> list[dict[str, 
     # All runs of a seed have the same codecs, whatever the first program is.
     rng = np.random.default_rng(config.seed)
     known = entries(rng, config.quantized) if known is None else known
-    left, rows = config.count, []
+    left = config.count
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
     for program in programs(config, known):
-        rows += run(program, min(left, config.together))
+        for content, fault in run(program, min(left, config.together)):
+            kind = program.entry.kind
+            new = {"kind": kind, "content": content, "arrays": 0, "refused": 0, "faults": []}
+            row = rows.setdefault((kind, content), new)
+            row["arrays"] += 1
+            row["refused"] += fault is REFUSED
+            if fault and fault is not REFUSED:
+                row["faults"].append(_described(program, fault))
         left -= config.together
-    return rows
+    return [rows[key] for key in sorted(rows)]
 
 
-def run(program: Program, count: int) -> list[dict[str, Any]]:
-    """Returns the rows of a program."""
+def _described(program: Program, fault: str) -> dict[str, Any]:
+    return {
+        "program": program.number,
+        "seed": program.seed,
+        "codec": program.entry.name,
+        "shape": list(program.shape),
+        "dtype": program.dtype,
+        "fault": fault,
+    }
+
+
+def run(program: Program, count: int) -> Iterator[tuple[str, str]]:
+    """Yields the content of each array of a program, and what is wrong with it: "" for nothing."""
     shape, dtype = program.shape, program.dtype
     largest = largest_of(program.entry, shape, dtype)
-    names = [list(contents.CONTENTS)[(program.number + i) % len(contents.CONTENTS)]
-             for i in range(count)]  # fmt: skip
+    every = list(contents.CONTENTS)
+    names = [every[(program.number + i) % len(every)] for i in range(count)]
     seeds = [[program.seed, program.number, i] for i in range(count)]
     xs = np.stack([
         contents.draw(name, np.random.default_rng(seed), shape, dtype, largest)
@@ -110,31 +131,19 @@ def run(program: Program, count: int) -> list[dict[str, Any]]:
     rng = np.random.default_rng([program.seed, program.number])
     sample = rng.normal(size=shape).astype(jnp.dtype(dtype))
     dz = rng.uniform(-1, 1, (*shape[:-1], _OUTPUTS)).astype(jnp.dtype(dtype))
-    row = {
-        "program": program.number,
-        "codec": program.entry.name,
-        "kind": program.entry.kind,
-        "shape": list(shape),
-        "dtype": dtype,
-    }
     try:
         found, whole = _results(program.entry, sample, xs, dz, program.number)
     except ValueError as error:
         # A codec may refuse a shape, by name, but not one that is no smaller than usual.
-        refused = str(error)
-        named = "shape" in refused and (0 in shape or 1 in shape or len(shape) == 1)
-        faults = [] if named else [f"refuses the shape: {refused}"]
-        return [{**row, "content": "any", "arrays": count, "refused": refused, "faults": faults}]
-    by_content: dict[str, dict[str, Any]] = {}
+        named = "shape" in str(error) or str(shape) in str(error)
+        is_small = 0 in shape or 1 in shape or len(shape) == 1
+        fault = REFUSED if named and is_small else f"refuses the shape: {error}"
+        yield from ((name, fault) for name in names)
+        return
     for i, name in enumerate(names):
         result = Result(xs[i], found["decoded"][i], found["grad"][i], dz)
-        one = by_content.setdefault(
-            name, {**row, "content": name, "arrays": 0, "refused": None, "faults": []}
-        )
-        one["arrays"] += 1
         faults = [*whole, *faults_of(program.entry, program.entry.codec, name, result)]
-        one["faults"] += [f"array {i}: {fault}" for fault in faults]
-    return list(by_content.values())
+        yield name, f"array {i}: {'; '.join(faults)}" if faults else ""
 
 
 def _results(
@@ -174,22 +183,21 @@ def _bits_of(leaf: jax.Array) -> Any:
 
 def show(rows: list[dict[str, Any]]) -> None:
     """Prints the numbers of arrays by codec and by content, and the faults."""
-    for title, name in (("codec", "kind"), ("content", "content")):
+    for name in ("kind", "content"):
         counts: dict[str, collections.Counter[str]] = {}
         for row in rows:
             one = counts.setdefault(row[name], collections.Counter())
-            one["arrays"] += row["arrays"]
-            one["refused"] += row["arrays"] if row["refused"] else 0
-            one["faults"] += len(row["faults"])
+            found = {"arrays": row["arrays"], "refused": row["refused"]}
+            one.update({**found, "faults": len(row["faults"])})
         columns = ("arrays", "refused", "faults")
         cells = [(key, *(f"{one[c]:,}" for c in columns)) for key, one in sorted(counts.items())]
         total = sum(counts.values(), collections.Counter())
         cells.append(("all", *(f"{total[c]:,}" for c in columns)))
-        print_table(f"arrays by {title}", (title, *columns), cells)
+        print_table(f"arrays by {name}", (name, *columns), cells)
     for row in rows:
-        for fault in row["faults"][:3]:
-            print(f"program {row['program']}, {row['codec']}, {row['dtype']}{row['shape']},"
-                  f" {row['content']}: {fault}")  # fmt: skip
+        for one in row["faults"][:3]:
+            print(f"program {one['program']}, {one['codec']}, {one['dtype']}{one['shape']},"
+                  f" {row['content']}, {one['fault']}")  # fmt: skip
 
 
 def main() -> None:
