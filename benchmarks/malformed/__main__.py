@@ -113,6 +113,7 @@ def _set_up_jax(cache: pathlib.Path) -> None:
     """Gives the forks of this process devices, and a common cache of compiled programs."""
     os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *_XLA_FLAGS))
     os.environ.setdefault("NPROC", "8")
+    jax.config.update("jax_platforms", "cpu")  # Forks cannot share a GPU, and need none.
     jax.config.update("jax_compilation_cache_dir", str(cache))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

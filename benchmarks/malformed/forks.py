@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 
 _PATIENCE = 20
 """Seconds on the clock for each second of processor time, on a busy machine."""
+_MEMORY = 24 * 2**30
+"""Bytes of addresses: numbers that are too large must not take the memory of the machine."""
 _CAPABILITIES = 0x20080522
 """Version of the header of `capset`, for two words of capabilities."""
 
@@ -42,7 +44,7 @@ class Child:
 
     def __init__(self, pid: int, folder: pathlib.Path, name: str, limit: float) -> None:
         self._pid, self._began, self._limit = pid, time.monotonic(), limit
-        self._files = [folder / f"{name}.{stream}" for stream in ("out", "err")]
+        self._folder, self._name = folder, name
 
     def poll(self) -> Ending | None:
         """Returns how the process ended; None while it runs."""
@@ -52,11 +54,12 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._pid, signal.SIGKILL)
             os.waitpid(self._pid, 0)
-            return Ending(None, *self._texts(), seconds)
+            return Ending(None, self._text("out"), self._text("err"), seconds)
         if not pid:
             return None
         code = os.waitstatus_to_exitcode(status)
-        return Ending(None if code == -signal.SIGXCPU else code, *self._texts(), seconds)
+        code = None if code == -signal.SIGXCPU else code
+        return Ending(code, self._text("out"), self._text("err"), seconds)
 
     def wait(self) -> Ending:
         """Returns how the process ended."""
@@ -64,8 +67,8 @@ class Child:
             time.sleep(0.02)
         return ending
 
-    def _texts(self) -> list[str]:
-        return [path.read_text(errors="replace") for path in self._files]
+    def _text(self, stream: str) -> str:
+        return (self._folder / f"{self._name}.{stream}").read_text(errors="replace")
 
 
 def start(
@@ -115,8 +118,7 @@ def _fork(
         )
         os.chdir(folder)
         _obey_modes()
-        # Numbers that are too large must not take the memory of the machine.
-        resource.setrlimit(resource.RLIMIT_AS, (24 * 2**30,) * 2)
+        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
         used = math.ceil(time.process_time() + limit)
         resource.setrlimit(resource.RLIMIT_CPU, (used, used + 5))
         sys.argv = [name, *argv]

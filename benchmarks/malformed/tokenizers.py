@@ -52,7 +52,7 @@ def _with_tokenizer(rng: Random, given: str) -> tuple[str, Flags]:
 
 def no_tokenizer(rng: Random, folder: pathlib.Path) -> Case:
     """A path without a tokenizer."""
-    changes: dict[str, Callable[[], None]] = {
+    changes: dict[str, Callable[[], object]] = {
         "missing": lambda: None,
         "pairs": lambda: (folder / "pairs" / "merges.txt").unlink(),
         "adapter": lambda: None,

@@ -164,7 +164,9 @@ def _results(
 
     # One after the other: stacks of matrices are factored by other routines.
     compiled = jax.jit(
-        lambda xs, keys, sample, dz: jax.lax.map(lambda xk: one(*xk, sample, dz), (xs, keys))
+        lambda xs, keys, sample, dz: jax.lax.map(
+            lambda pair: one(pair[0], pair[1], sample, dz), (xs, keys)
+        )
     )
     keys = jax.random.split(jax.random.key(seed), len(xs))
     first, again = (jax.tree.map(np.asarray, compiled(xs, keys, sample, dz)) for _ in range(2))

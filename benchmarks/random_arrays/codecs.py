@@ -108,8 +108,13 @@ def _factored() -> list[Codec]:
         codecs.append(
             actjax.PrincipalPlusRandom(2, (1, 2, 2, 3)[i], i % 2, sketch=sketch, factor=factor)
         )
-    points = ({"ratio": 1 / 4}, {"points": 1}, {"points": 4, "tolerance": 0.8}, {"ratio": 1.0})
-    return [*codecs, *(actjax.PointApproximation(**one) for one in points)]
+    return [
+        *codecs,
+        actjax.PointApproximation(ratio=1 / 4),
+        actjax.PointApproximation(ratio=1.0),
+        actjax.PointApproximation(points=1),
+        actjax.PointApproximation(points=4, tolerance=0.8),
+    ]
 
 
 def quantized(rng: np.random.Generator, count: int) -> list[actjax.Quantized]:

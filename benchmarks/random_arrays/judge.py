@@ -173,7 +173,8 @@ def _hidden(entry: Entry, x: np.ndarray, back: np.ndarray, grad: np.ndarray) -> 
         return ["changes numbers"]
     scopes = _scopes(codec, x.shape)
     unseen = bad & ~_any_within(bad_back, scopes)
-    saturates = entry.calibration is not None and not codec.balance
+    is_quantized = isinstance(codec, actjax.Quantized)
+    saturates = is_quantized and entry.calibration is not None and not codec.balance
     if saturates:
         unseen &= np.isnan(x)  # Infinities saturate, as numbers outside the range do.
     if unseen.any():
