@@ -1,8 +1,11 @@
 """Checkpoints by orbax: arrays, position in the data and identity of the run, written together."""
 
+import contextlib
 import dataclasses
 import json
 import pathlib
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -92,7 +95,8 @@ class Checkpoints:
 
     def _read(self, step: int, **items: Any) -> Any:
         try:
-            return self._manager.restore(step, args=ocp.args.Composite(**items))
+            with _quiet_threads():
+                return self._manager.restore(step, args=ocp.args.Composite(**items))
         except Exception as error:  # The layers below orbax raise various errors on a torn file.
             raise self._damaged(step, type(error).__name__) from error
 
@@ -108,6 +112,18 @@ class Checkpoints:
         """Waits until all checkpoints are on disk."""
         self._manager.wait_until_finished()
         self._manager.close()
+
+
+@contextlib.contextmanager
+def _quiet_threads() -> Iterator[None]:
+    """Context of reading. Threads that still read after an error print nothing.
+
+    Their tracebacks ("Event loop is closed"), which nobody can catch, would bury its message.
+    """
+    former = sys.unraisablehook
+    sys.unraisablehook = lambda _: None
+    yield  # After an error the hook stays: the threads do not end with it.
+    sys.unraisablehook = former
 
 
 def identity_of(**parts: Any) -> dict[str, Any]:

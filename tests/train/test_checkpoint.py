@@ -2,6 +2,8 @@
 
 import functools
 import json
+import shutil
+import time
 
 import jax
 import numpy as np
@@ -152,4 +154,19 @@ def test_an_identity_that_is_no_object_is_damaged(tmp_path, state):
     again = Checkpoints(tmp_path, keep=2)
     with pytest.raises(ValueError, match=r"damaged \(its identity is no object\)"):
         again.restore(1, like(state), IDENTITY)
+    again.close()
+
+
+def test_threads_that_still_read_a_damaged_checkpoint_say_nothing(tmp_path, monkeypatch):
+    many = {f"w{i}": jax.device_put(np.full((64, 64), i)) for i in range(40)}
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.save(1, many, {}, IDENTITY)
+    checkpoints.close()
+    shutil.rmtree(tmp_path / "1" / "state" / "d")
+    again, said = Checkpoints(tmp_path, keep=2), []
+    monkeypatch.setattr("sys.unraisablehook", said.append)
+    with pytest.raises(ValueError, match="cannot be read: it is damaged"):
+        again.restore(1, like(many), IDENTITY)
+    time.sleep(0.5)  # The threads go on.
+    assert said == []
     again.close()
