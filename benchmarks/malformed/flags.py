@@ -99,10 +99,11 @@ def bad_value(rng: Random, folder: pathlib.Path) -> Case:
         unclear = ["0", "0.5", "1e999", "inf", "1e30", str(2**31), str(2**63), str(10**30)]
         value = pick(rng, values + (unclear if flag.name not in _ENDLESS else []))
         certain = value in values
-    flags = _for_flag(rng, program, flags, flag.name) | {flag.name: None}
+    certain = certain and not _is_default(flag, value)
+    flags = _for_flag(rng, program, flags, flag.name)
+    flags.pop(flag.name, None)
     what = f"{flag.name} {value}"
     more = (f"{flag.name}={value}",)
-    flags.pop(flag.name)
     return case_of(what, program, flags, (flag.name,), more=more, certain=certain)
 
 
@@ -120,8 +121,8 @@ def bad_choice(rng: Random, folder: pathlib.Path) -> Case:
     flags = _for_flag(rng, program, flags, flag.name)
     flags.pop(flag.name, None)
     what = f"{flag.name} {value}"
-    more = (flag.name, value)
-    return case_of(what, program, flags, (flag.name,), more=more, certain=True)
+    more, certain = (flag.name, value), not _is_default(flag, value)
+    return case_of(what, program, flags, (flag.name,), more=more, certain=certain)
 
 
 def no_value(rng: Random, folder: pathlib.Path) -> Case:
@@ -173,6 +174,11 @@ def stray(rng: Random, folder: pathlib.Path) -> Case:
     word = pick(rng, ("stray", "model", "1", "\N{SNOWMAN}"))
     flags = {"--batch-size": flags.pop("--batch-size", "1"), **flags}
     return case_of("stray word", program, flags, (word,), more=("--seed", "1", word), certain=True)
+
+
+def _is_default(flag: cli.Flag, value: str) -> bool:
+    """Returns whether a value is the way to write that an optional one is not given."""
+    return value == "None" and flag.default is None
 
 
 def _command(rng: Random) -> tuple[str, Flags]:
