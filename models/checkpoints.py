@@ -1,11 +1,11 @@
 """Pretrained checkpoints of every supported kind: Hugging Face folders and llama2.c files."""
 
-import json
 import pathlib
 
 from models import huggingface, llama2c
 from models.config import ModelConfig
 from models.decoder import Decoder
+from models.json_files import read_object
 
 
 def load_checkpoint(
@@ -43,7 +43,7 @@ def read_dimensions(path: pathlib.Path | str) -> tuple[ModelConfig, str]:
     if not path.is_dir():
         return llama2c.read_config(path), "float32"
     config = huggingface.read_config(path)
-    fields = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    fields = read_object(path / "config.json")
     return config, str(fields.get("dtype") or fields.get("torch_dtype") or "float32")
 
 
@@ -67,7 +67,12 @@ def stop_ids(path: pathlib.Path | str) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         file = pathlib.Path(path, name)
         if file.exists():
-            ids = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-            if ids is not None:
-                return tuple(ids) if isinstance(ids, list) else (ids,)
+            found = read_object(file).get("eos_token_id")
+            if found is not None:
+                ids = tuple(found) if isinstance(found, list) else (found,)
+                if not all(isinstance(one, int) for one in ids):
+                    raise ValueError(
+                        f"{file}: `eos_token_id` must be an id or a list of ids, got {found!r}."
+                    )
+                return ids
     return ()

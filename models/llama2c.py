@@ -85,6 +85,11 @@ def load(
         array = np.frombuffer(data, "<f4", size, begin).reshape(entry.shape)
         begin += 4 * size
         if entry.parameter is not None:
+            if not np.isfinite(array).all():
+                raise ValueError(
+                    f"{path}: `{entry.parameter}` has infinities or NaN: its training diverged, or"
+                    " the file is damaged."
+                )
             if entry.heads:
                 array = _halves(array, entry.heads)
             if _is_matrix(entry):

@@ -3,6 +3,7 @@
 import json
 import pathlib
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import safetensors.numpy
 
 from models.config import ModelConfig
 from models.folders import written_whole
+from models.json_files import read_object
 from models.lora import TARGETS, Adapters, LoRAConfig, weight_shape
 from models.parameters import fetch
 
@@ -128,12 +130,20 @@ def _pop_layers(
                 f"{path}: {name!r} has the shape {list(array.shape)}, but the model and the rank"
                 f" require {list(shape)}."
             )
+        if not (
+            jnp.issubdtype(array.dtype, jnp.floating)
+            and np.isfinite(array.astype(np.float32)).all()
+        ):
+            raise ValueError(
+                f"{path}: {name!r} must hold finite floating point numbers: its training diverged,"
+                f" or the file is damaged ({array.dtype})."
+            )
         layers.append(array.T)
     return jnp.asarray(np.stack(layers), jnp.float32)
 
 
 def _read_settings(path: pathlib.Path) -> LoRAConfig:
-    fields = json.loads(path.read_text(encoding="utf-8"))
+    fields = read_object(path)
     fixed = {
         "peft_type": "LORA", "bias": "none", "use_dora": False, "use_rslora": False,
         "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {},
@@ -143,16 +153,30 @@ def _read_settings(path: pathlib.Path) -> LoRAConfig:
         if fields.get(name, value) not in (value, None):
             raise ValueError(f"{path}: `{name}` is {fields[name]!r}: only {value!r} is supported.")
     targets = fields.get("target_modules")
-    if not isinstance(targets, list):
+    if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
         raise ValueError(f"{path}: `target_modules` must be a list of names, got {targets!r}.")
     names = [name.removesuffix("_proj") for name in targets]
+    rank = _number(path, fields, "r")
+    if rank != int(rank):
+        raise ValueError(f"{path}: `r` must be an integer, got {rank!r}.")
     try:
         return LoRAConfig(
-            rank=fields["r"],
-            alpha=fields["lora_alpha"],
-            dropout=fields.get("lora_dropout", 0.0),
+            rank=int(rank),
+            alpha=_number(path, fields, "lora_alpha"),
+            dropout=_number(path, {"lora_dropout": 0.0} | fields, "lora_dropout"),
             targets=tuple(name for name in TARGETS if name in names)
             + tuple(name for name in names if name not in TARGETS),
         )
-    except (KeyError, ValueError) as error:
+    except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def _number(path: pathlib.Path, fields: Mapping[str, Any], name: str) -> float:
+    """Returns a number of the settings."""
+    if name not in fields:
+        raise ValueError(f"{path}: `{name}` is missing.")
+    value = fields[name]
+    # Python's integers are of any size, and its JSON has infinities and NaN.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 2**31:
+        raise ValueError(f"{path}: `{name}` must be a number, got {value!r}.")
+    return value

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import os
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -12,14 +13,17 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 import actjax
+from actjax.kernels.packing import BITS
 from actjax.optim.host_states import HOST
 from models.sharding import head_repeats
 from train import hosts
+from train.blame import blamed_on
 from train.checkpoint import Checkpoints, identity_of
 from train.config import RunConfig
 from train.data import ValidationSet
 from train.lock import RunLock
 from train.loop import Run, compile_step, with_sharding
+from train.metrics import read_metrics
 from train.options import flag_name
 from train.report import explain_step, print_opening, step_memory
 from train.resolve import ResolvedConfig
@@ -91,9 +95,10 @@ def begin(
             lock = _locked(config)
             on_error.enter_context(contextlib.closing(lock) if lock else contextlib.nullcontext())
         hosts.check_shared(config.folder)
-        checkpoints = _open_checkpoints(config)
         shardings = shardings_of_run(recipe, shapes, mesh)
-        state, bits = _restored(checkpoints, data.batches, shapes, shardings, identity)
+        with blamed_on("--out"):
+            checkpoints = _open_checkpoints(config)
+            state, bits = _restored(checkpoints, data.batches, shapes, shardings, identity)
         data.batches.start_prefetch()  # The first batch takes seconds, as does compiling the step.
         if bits:
             recipe = build_recipe(config, bits)
@@ -189,11 +194,29 @@ def _locked(config: ResolvedConfig) -> RunLock | None:
     """Makes the folder of a run, and takes its lock: of several processes, the first one does."""
     if not hosts.is_main():
         return None
+    folder = config.folder
     try:
-        config.folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"`--out` {config.folder} cannot be made a folder: {error}.") from error
-    return RunLock(config.folder)
+        raise ValueError(f"`--out` {folder} cannot be made a folder: {error}.") from error
+    with blamed_on("--out"):
+        _check_entries(folder)
+        lock = RunLock(folder)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            lock.close()
+            raise ValueError(f"{folder} cannot be written: permission denied.")
+        return lock
+
+
+def _check_entries(folder: pathlib.Path) -> None:
+    """Raises a `ValueError` or `OSError` for what a run could not write or read in its folder."""
+    for name in ("lock", "metrics.jsonl", "settings.json", "loss.png"):
+        if (folder / name).is_dir():
+            raise ValueError(f"{folder / name} is a folder, and a run writes a file there.")
+    for name in ("checkpoints", "tensorboard", "adapter", "model"):
+        if (folder / name).exists() and not (folder / name).is_dir():
+            raise ValueError(f"{folder / name} is a file, and a run writes a folder there.")
+    read_metrics(folder / "metrics.jsonl")
 
 
 def _open_checkpoints(config: ResolvedConfig) -> Checkpoints:
@@ -225,8 +248,26 @@ def _restored(
     saved, places = (dataclasses.replace(x, frozen=None) for x in (shapes, shardings))
     like = jax.tree.map(with_sharding, saved, places)
     state, progress = checkpoints.restore(step, like, identity)
-    batches.set_state(progress["position"])
-    return state, progress["bits"]
+    found = progress if isinstance(progress, dict) else {}
+    form = {"position": batches.get_state(), "bits": {}}
+    if not _has_form(found, form) or any(n not in BITS for n in found["bits"].values()):
+        raise ValueError(
+            f"the position of checkpoint {step} is damaged ({progress}): remove its folder to"
+            " resume from the one before."
+        )
+    batches.set_state(found["position"])
+    return state, found["bits"]
+
+
+def _has_form(found: Any, form: Any) -> bool:
+    """Returns whether plain JSON has the entries of another, with values of the same types."""
+    if isinstance(form, dict):
+        return isinstance(found, dict) and all(
+            name in found and _has_form(found[name], value) for name, value in form.items()
+        )
+    if isinstance(form, int):
+        return type(found) is int and found >= 0
+    return isinstance(found, type(form))
 
 
 def check_sizes(config: ResolvedConfig, mesh: Mesh) -> None:

@@ -1,8 +1,11 @@
 """Checkpoints by orbax: arrays, position in the data and identity of the run, written together."""
 
+import contextlib
 import dataclasses
 import json
 import pathlib
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -82,6 +85,8 @@ class Checkpoints:
             what differs.
         """
         saved = self._read(step, identity=ocp.args.JsonRestore())["identity"]
+        if not isinstance(saved, dict):
+            raise self._damaged(step, "its identity is no object")
         _check_identity(saved, identity, self._manager.directory)
         state, data = ocp.args.StandardRestore(_leaves(like)), ocp.args.JsonRestore()
         restored = self._read(step, state=state, data=data)
@@ -90,20 +95,35 @@ class Checkpoints:
 
     def _read(self, step: int, **items: Any) -> Any:
         try:
-            return self._manager.restore(step, args=ocp.args.Composite(**items))
+            with _quiet_threads():
+                return self._manager.restore(step, args=ocp.args.Composite(**items))
         except Exception as error:  # The layers below orbax raise various errors on a torn file.
-            folder = self._manager.directory / str(step)
-            others = [n for n in self._manager.all_steps() if n != step]
-            raise ValueError(
-                f"the checkpoint in {folder} cannot be read: it is damaged"
-                f" ({type(error).__name__}). Remove that folder to resume from"
-                f" {f'step {max(others)}' if others else 'the start'}."
-            ) from error
+            raise self._damaged(step, type(error).__name__) from error
+
+    def _damaged(self, step: int, reason: str) -> ValueError:
+        folder = self._manager.directory / str(step)
+        others = [n for n in self._manager.all_steps() if n != step]
+        return ValueError(
+            f"the checkpoint in {folder} cannot be read: it is damaged ({reason}). Remove that"
+            f" folder to resume from {f'step {max(others)}' if others else 'the start'}."
+        )
 
     def close(self) -> None:
         """Waits until all checkpoints are on disk."""
         self._manager.wait_until_finished()
         self._manager.close()
+
+
+@contextlib.contextmanager
+def _quiet_threads() -> Iterator[None]:
+    """Context of reading. Threads that still read after an error print nothing.
+
+    Their tracebacks ("Event loop is closed"), which nobody can catch, would bury its message.
+    """
+    former = sys.unraisablehook
+    sys.unraisablehook = lambda _: None
+    yield  # After an error the hook stays: the threads do not end with it.
+    sys.unraisablehook = former
 
 
 def identity_of(**parts: Any) -> dict[str, Any]:
@@ -136,10 +156,11 @@ def _check_identity(saved: dict[str, Any], now: dict[str, Any], directory: Any) 
     if "optimizer.in_backward" in differing:  # Then one of the two has no estimate.
         differing = [k for k in differing if k != "optimizer.norm_estimate"]
     if differing:
-        lines = [f"  {k}: {saved.get(k)!r} there, {now.get(k)!r} now" for k in differing]
+        lines = [f"{k}: {saved.get(k)!r} there, {now.get(k)!r} now" for k in differing]
         hints = [_HINTS[k] for k in differing if k in _HINTS]
         if not any(_OTHER_VERSION in hint for hint in hints):  # No setting changes these.
             hints.append("Pass the settings it was made with, or another `--out`.")
         raise ValueError(
-            "\n".join([f"the checkpoint in {directory} belongs to another run:", *lines, *hints])
+            f"the checkpoint in {directory} belongs to another run: {'; '.join(lines)}."
+            f" {' '.join(hints)}"
         )

@@ -160,9 +160,10 @@ def _gradient(config: PretrainConfig) -> tuple[actjax.Explanation, int]:
     """Returns what a step stores for its backward pass, and the operations of its products."""
     recipe = _recipe(config)
     state, whole = _shapes(recipe), whole_batch_shapes(recipe.config)
+    explanation = explain_step(recipe, state)  # First: its errors name flags.
     length = causal_loop_length(config.seq_len)
     flops = matmul_flops(make_train_step(recipe), state, whole, loop_length=length)
-    return explain_step(recipe, state), flops
+    return explanation, flops
 
 
 def compile_plan(plan: Plan, device: str) -> Compiled:

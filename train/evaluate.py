@@ -18,6 +18,7 @@ from models.checkpoints import load_checkpoint, read_dimensions, stop_ids
 from models.generation import generate
 from models.likelihoods import log_likelihoods
 from train import cli
+from train.blame import blamed_on
 from train.chat import open_chat_template
 from train.corpus import open_corpus, open_whole
 from train.data import ValidationSet, validation_batches
@@ -117,10 +118,11 @@ def prepare(config: EvaluateConfig, attach_adapter: AttachAdapter = attach_lora)
       OSError: a file that cannot be read.
     """
     out = config.asked.out
-    if out is not None and out.exists():
-        raise ValueError(f"`--out` '{out}' exists already: name another file.")
+    if out is not None:
+        _check_out(out)
     checkpoint = config.checkpoint.expanduser()
-    model_config, _ = read_dimensions(checkpoint)
+    with blamed_on("--checkpoint"):
+        model_config, _ = read_dimensions(checkpoint)
     longest = model_config.max_seq_len
     tokenizer = tokenizer_of(checkpoint, config.tokenizer)
     if tokenizer.vocab_size > model_config.vocab_size:
@@ -141,14 +143,28 @@ def prepare(config: EvaluateConfig, attach_adapter: AttachAdapter = attach_lora)
             " one of them."
         )
     text = None if data is None else _rows(config, data, tokenizer, longest)
-    model = load_checkpoint(checkpoint, convert=lora.quantize if config.four_bit else None)
+    with blamed_on("--checkpoint"):
+        model = load_checkpoint(checkpoint, convert=lora.quantize if config.four_bit else None)
+        ends = {tokenizer.eos_id, *stop_ids(checkpoint)}
     if config.adapter is not None:
-        model = attach_adapter(model, config.adapter.expanduser())
-    ends = {tokenizer.eos_id, *stop_ids(checkpoint)}
+        with blamed_on("--adapter"):
+            model = attach_adapter(model, config.adapter.expanduser())
     # Models that never saw an end of text, such as llama2.c's, write the next beginning.
     ends |= set() if tokenizer.bos_id is None else {tokenizer.bos_id}
     stop = tuple(sorted(index for index in ends if index < model_config.vocab_size))
     return Evaluation(config, model, tokenizer, stop, text, questions, beginning)
+
+
+def _check_out(out: pathlib.Path) -> None:
+    """Raises a `ValueError` unless a new file can be written there, before the work begins."""
+    if out.exists():
+        raise ValueError(f"`--out` '{out}' exists already: name another file.")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.touch()
+        out.unlink()
+    except OSError as error:
+        raise ValueError(f"`--out` '{out}' cannot be written: {error.strerror}.") from error
 
 
 # ----- perplexity of a text
@@ -254,7 +270,6 @@ def _score_questions(ready: Evaluation, console: Console) -> dict[str, float]:
         lines += new
         out = config.asked.out
         if out is not None:
-            out.parent.mkdir(parents=True, exist_ok=True)
             with out.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in new)
     accuracy = exact_match([x["prediction"] for x in lines], [x["gold"] for x in lines])

@@ -20,6 +20,7 @@ from models.lora import merge, quantize
 from models.peft import save_adapters
 from train import cli, hosts
 from train.begin import Data, Weights, begin, check_sizes, first_state, run_identity
+from train.blame import blamed_on
 from train.calibration import calibrate
 from train.config import FinetuneConfig
 from train.examples import Examples, open_examples
@@ -65,7 +66,9 @@ def prepare(given: FinetuneConfig, console: Console) -> Run:
     """
     checkpoint = _checkpoint(given)
     with hosts.failing_together():
-        config = resolve(given, *read_dimensions(checkpoint))
+        with blamed_on("--checkpoint"):
+            model_config, dtype = read_dimensions(checkpoint)
+        config = resolve(given, model_config, dtype)
         mesh = make_mesh(config.mesh)
         check_sizes(config, mesh)
         recipe = build_recipe(config)
@@ -73,9 +76,9 @@ def prepare(given: FinetuneConfig, console: Console) -> Run:
         _check_vocabulary(config, tokenizer)
         folder = given.tokenizer or checkpoint
         examples = open_examples(given.data, tokenizer, config.seq_len, folder)
-        identity = run_identity(
-            recipe, tokenizer, examples.fingerprint, checkpoint=fingerprint(checkpoint)
-        )
+        with blamed_on("--checkpoint"):
+            hashed = fingerprint(checkpoint)
+        identity = run_identity(recipe, tokenizer, examples.fingerprint, checkpoint=hashed)
         batches = _packed(recipe, examples, tokenizer, mesh)
         weights = Weights(
             first_state=functools.partial(_first_state, recipe, checkpoint, batches),
@@ -181,12 +184,13 @@ def read_model(checkpoint: pathlib.Path, recipe: Recipe, places: Any) -> Decoder
         shardings = huggingface.parameter_of(places, path).get_value()
         return jax.tree.map(hosts.place, value, shardings)
 
-    return load_checkpoint(
-        checkpoint,
-        dtype=recipe.config.weight_dtype,
-        convert=quantize if recipe.method.four_bit else None,
-        put=put,
-    )
+    with blamed_on("--checkpoint"):
+        return load_checkpoint(
+            checkpoint,
+            dtype=recipe.config.weight_dtype,
+            convert=quantize if recipe.method.four_bit else None,
+            put=put,
+        )
 
 
 def fingerprint(checkpoint: pathlib.Path) -> str:

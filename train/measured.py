@@ -13,6 +13,7 @@ from rich.table import Table
 
 from models import Decoder
 from models.checkpoints import load_checkpoint
+from train.blame import blamed_on
 from train.config import PretrainConfig
 from train.corpus import Corpus, open_corpus
 from train.data import train_batches
@@ -110,7 +111,8 @@ def open_measured(
       OSError: a file that cannot be read.
     """
     tokenizer = tokenizer_of(checkpoint, train.data.tokenizer)
-    model = load_checkpoint(checkpoint, dtype="float32")
+    with blamed_on("--checkpoint"):
+        model = load_checkpoint(checkpoint, dtype="float32")
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, but the model in '{checkpoint}' has"

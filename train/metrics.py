@@ -66,18 +66,36 @@ class Recorder:
 
 
 def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the lines of a metrics file without a torn last line; none if there is no file."""
+    """Returns the lines of a metrics file without a torn last line; none if there is no file.
+
+    Raises:
+      OSError: the file cannot be read.
+      ValueError: another line is damaged.
+    """
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").splitlines()
     complete = []
     for i, line in enumerate(lines):
         try:
-            complete.append(json.loads(line))
-        except json.JSONDecodeError:
+            complete.append(_record(line))
+        except (ValueError, RecursionError):
             if i < len(lines) - 1:  # A kill can tear only the last line.
-                raise ValueError(f"{path}, line {i + 1} is not JSON: {line[:80]!r}.") from None
+                raise ValueError(
+                    f"{path}, line {i + 1} is not JSON, or no record of metrics: {line[:80]!r}."
+                    " Correct or remove it."
+                ) from None
     return complete
+
+
+def _record(line: str) -> dict[str, Any]:
+    """Returns the metrics of a line, all of them numbers."""
+    record = json.loads(line)
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        raise ValueError("no step")
+    if not all(isinstance(value, int | float) for value in record.values()):
+        raise ValueError("not numbers")
+    return record
 
 
 def _write_lines(path: pathlib.Path, lines: list[dict[str, Any]]) -> None:

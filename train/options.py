@@ -26,6 +26,10 @@ ChosenLevels = Literal["auto", "uniform", "normal"]
 Level = Literal["none", "intra", "intra+inter"]
 
 
+_MOST_ITERATIONS = 100
+"""Largest number of power iterations: a compiled step holds the products of each."""
+
+
 @dataclasses.dataclass(frozen=True)
 class MethodOptions:
     """Options of the methods. A flag that the chosen method does not use is an error.
@@ -115,6 +119,11 @@ class MethodOptions:
         if self.points and self.ratio != type(self).ratio:
             raise ValueError(
                 f"`--points {self.points}` and `--ratio {self.ratio}` exclude each other: drop one."
+            )
+        if not 0 <= self.power_iterations <= _MOST_ITERATIONS:
+            raise ValueError(
+                f"`--power-iterations` must be in [0, {_MOST_ITERATIONS}], got"
+                f" {self.power_iterations}: one or two bring the error close to the least."
             )
         if self.gap < 1:
             raise ValueError(f"`--gap` must be at least 1, got {self.gap}.")

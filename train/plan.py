@@ -38,6 +38,7 @@ from rich.console import Console
 
 from models.checkpoints import read_dimensions
 from train import cli, fits
+from train.blame import blamed_on
 from train.cli import Headings
 from train.config import DataConfig, PretrainConfig
 from train.devices import DEVICES, HERE, find_device
@@ -213,7 +214,8 @@ def run(config: PlanConfig, console: Console) -> bool:
         return True
     train, checkpoint = config.train, pathlib.Path(config.checkpoint).expanduser()
     if config.checkpoint:
-        read_dimensions(checkpoint)  # Raises for a checkpoint that cannot be read.
+        with blamed_on("--checkpoint"):
+            read_dimensions(checkpoint)  # Raises for a checkpoint that cannot be read.
         train = dataclasses.replace(train, model=str(checkpoint))
     else:
         train = _with_vocabulary(train)

@@ -15,6 +15,7 @@ import actjax
 from actjax._core.paths import path_name
 from actjax.optim.host_states import HOST
 from models import Decoder
+from train.blame import blamed_on_option
 from train.config import OptimizerConfig
 from train.options import MethodOptions
 from train.step import (
@@ -29,6 +30,7 @@ from train.step import (
 )
 
 
+@blamed_on_option()
 def explain_step(recipe: Recipe, state: TrainState) -> actjax.Explanation:
     """Returns what is stored for the backward pass of one micro-batch, between refreshes.
 

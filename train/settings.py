@@ -24,10 +24,14 @@ def changed_settings(folder: pathlib.Path, config: RunConfig) -> list[str]:
     Returns nothing if no settings were written or they cannot be read.
     """
     try:
-        before = flat(json.loads((folder / "settings.json").read_text()))
-    except (OSError, ValueError):
+        written = json.loads((folder / "settings.json").read_text())
+    except (OSError, ValueError, RecursionError):
         return []
-    before["method"] = RENAMED.get(before.get("method", ""), before.get("method"))
+    if not isinstance(written, dict):
+        return []
+    before = flat(written)
+    method = before.get("method")
+    before["method"] = RENAMED.get(str(method), method)
     now = flat(json.loads(json.dumps(dataclasses.asdict(config), default=str)))
     return [
         f"{name}: {before.get(name)}, now {now.get(name)}"

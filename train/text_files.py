@@ -83,10 +83,14 @@ def read_text(path: pathlib.Path, flag: str = "--data") -> str:
       flag: flag of the file, for messages.
 
     Raises:
-      ValueError: the file is not UTF-8, or is truncated.
+      ValueError: the file cannot be read, is not UTF-8, or is truncated.
     """
     try:
-        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        read = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"`{flag}`: '{path}' cannot be read: {error.strerror}.") from error
+    try:
+        data = gzip.decompress(read) if path.suffix == ".gz" else read
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(
             f"`{flag}`: '{path}' is not a complete gzip file ({error}). Download it again."
@@ -119,6 +123,8 @@ def _field_of(line: str, field: str) -> str:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from error
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
     if not isinstance(row, dict):
         raise ValueError(f"a JSON object is required, not {type(row).__name__}")
     if field not in row:

@@ -167,8 +167,9 @@ def load_tokenizer(path: pathlib.Path | str) -> Tokenizer:
     except ValueError as error:
         raise ValueError(f"`--tokenizer` is '{path}': {error}") from error
     except Exception as error:  # `tokenizers` raises only `Exception`.
+        reason = " ".join(str(error).split())  # It may have several lines.
         raise ValueError(
-            f"`--tokenizer` is '{path}': it cannot be read ({error}). It may be truncated or of "
+            f"`--tokenizer` is '{path}': it cannot be read ({reason}). It may be truncated or of "
             f"another kind. Give {ACCEPTED}."
         ) from error
 

@@ -53,7 +53,13 @@ class ChannelRange:
 
     @classmethod
     def of(cls, x: jax.Array) -> "ChannelRange":
-        """Returns the statistics of an activation [..., d]."""
+        """Returns the statistics of an activation [..., d].
+
+        Raises:
+          ValueError: `x` has no tokens.
+        """
+        if x.size == 0:
+            raise ValueError(f"`x` must have tokens and features to measure, got shape {x.shape}.")
         wide = x.astype(jnp.float32).reshape(-1, x.shape[-1])
         low, high = wide.min(0), wide.max(0)
         # Divided first, because the sum of large numbers would overflow.

@@ -338,6 +338,8 @@ def _range_basis(
 
 def sample_rows(x: jax.Array, key: jax.Array, count: int) -> jax.Array:
     """Returns `count` tokens of `x` [..., d], drawn without replacement, [count, d]."""
+    if x.ndim == 1:
+        return x[None]  # A single token.
     rows = jax.random.choice(key, token_count(x.shape), (count,), replace=False)
     # Where devices divide sequences, `x` as a matrix would be gathered.
     return x[jnp.unravel_index(rows, x.shape[:-1])]

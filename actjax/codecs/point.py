@@ -47,6 +47,8 @@ class PointApproximation(FactoredCodec):
     Storage: `k d + T` values of the dtype of `x`, and T indices of 1 byte (k <= 256), 2 bytes
     (k <= 65,536) or 4 bytes.
     Error: `|x_hat_i − x_i| = |x_i| sin(x_i, C_f(i))` without a tolerance: 0 for generating points.
+    A token with NaN or infinities decodes to NaN, and is never dropped; as a generating point it
+    may spoil others. The coefficient of a huge token and a tiny point overflows to infinity.
     Devices: choose among the tokens of all; they add up the points [k, d], and [k, n] in place of
     the gradient [d, n].
     Biased: the part of a token orthogonal to its generating point is lost. (The paper calls the

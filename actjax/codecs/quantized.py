@@ -49,8 +49,10 @@ class Quantized(Codec):
       The result is then rounded to the dtype of `x`. Scales are rounded so that a group lies within
       its levels, up to 2^-20 of its range. With `balance` all this is of `(x - mean) / spread`, and
       the result is multiplied by `spread`, which is at most 1. A range above the largest number of
-      the dtype overflows to NaN; so do rotated values above that number over the square root of the
-      group, and balanced values above 1/64 of it. A range whose scale is below 2^-126 (1.2e-38) is
+      the dtype, or with dither above two thirds of it, overflows to NaN or infinity; so do rotated
+      values above that number over the square root of the group, and balanced values above 1/64 of
+      it. NaN and infinities of a group, or of a channel, decode to NaN or infinity somewhere in it.
+      A range whose scale is below 2^-126 (1.2e-38) is
       taken for zero where the device takes such numbers for zero, as XLA's CPUs and most GPUs do:
       then the group decodes to its lowest value. Scales have the exponents of float32, for float64
       too.

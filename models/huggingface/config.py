@@ -13,6 +13,10 @@ ARCHITECTURES = {
 }
 """Supported kinds of model, and their classes in `transformers`."""
 
+_SIZES = 2**31
+"""Dimensions are below this."""
+_NUMBERS = 2.0**127
+"""Numbers are below this, and fit into float32."""
 _FIXED = {
     "hidden_act": "silu",
     "mlp_bias": False,
@@ -37,7 +41,7 @@ def config_of(fields: Mapping[str, Any]) -> ModelConfig:
         message names the field.
     """
     kind = fields.get("model_type")
-    if kind not in ARCHITECTURES:
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
         raise ValueError(
             f"unsupported `model_type` {kind!r}: supported are {', '.join(ARCHITECTURES)}."
         )
@@ -51,16 +55,16 @@ def config_of(fields: Mapping[str, Any]) -> ModelConfig:
             " and v biases of model_type qwen2 are supported."
         )
     theta, scaling = _rope(fields)
-    heads = _required(fields, "num_attention_heads")
+    heads = _integer(fields, "num_attention_heads")
     return ModelConfig(
-        vocab_size=_required(fields, "vocab_size"),
-        hidden_size=_required(fields, "hidden_size"),
-        ffn_size=_required(fields, "intermediate_size"),
-        num_layers=_required(fields, "num_hidden_layers"),
+        vocab_size=_integer(fields, "vocab_size"),
+        hidden_size=_integer(fields, "hidden_size"),
+        ffn_size=_integer(fields, "intermediate_size"),
+        num_layers=_integer(fields, "num_hidden_layers"),
         num_heads=heads,
-        num_kv_heads=fields.get("num_key_value_heads") or heads,
-        head_size=fields.get("head_dim") or (128 if kind == "qwen3" else 0),
-        max_seq_len=fields.get("max_position_embeddings", 2048),
+        num_kv_heads=_integer(fields, "num_key_value_heads", heads),
+        head_size=_integer(fields, "head_dim", 128 if kind == "qwen3" else 0),
+        max_seq_len=_integer(fields, "max_position_embeddings", 2048),
         norm_eps=_number(fields, "rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
@@ -68,7 +72,7 @@ def config_of(fields: Mapping[str, Any]) -> ModelConfig:
         attention_bias=kind == "qwen2",
         qk_norm=kind == "qwen3",
         sliding_window=_window(fields, kind),
-        init_std=fields.get("initializer_range", 0.02),
+        init_std=_number(fields, "initializer_range", 0.02),
     )
 
 
@@ -133,15 +137,23 @@ def _rope_fields(config: ModelConfig) -> dict[str, Any] | None:
     }
 
 
-def _required(fields: Mapping[str, Any], name: str) -> int:
+def _integer(fields: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """Returns a field, or the default (if there is one) for a missing field and for null."""
+    value = fields.get(name)
+    if value is None and default is not None:
+        return default
     if name not in fields:
         raise ValueError(f"`{name}` is missing.")
-    return fields[name]
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _SIZES:
+        raise ValueError(f"`{name}` must be an integer in [0, {_SIZES}), got {value!r}.")
+    return value
 
 
 def _rope(fields: Mapping[str, Any]) -> tuple[float, RopeScaling | LinearRopeScaling | None]:
     """Returns the base of the frequencies, and their scaling."""
-    rope = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"the parameters of RoPE must be a JSON object, got {rope!r}.")
     theta = _number({**fields, **rope}, "rope_theta", 10_000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
@@ -160,18 +172,20 @@ def _rope(fields: Mapping[str, Any]) -> tuple[float, RopeScaling | LinearRopeSca
 
 def _number(fields: Mapping[str, Any], name: str, default: float | None = None) -> float:
     value = fields.get(name) or default
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    # Python's integers are of any size, and its JSON has infinities and NaN.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _NUMBERS:
         raise ValueError(f"`{name}` must be a number, got {value!r}.")
     return float(value)
 
 
 def _window(fields: Mapping[str, Any], kind: str) -> int | None:
     """Returns the sliding window of all layers."""
-    window = fields.get("sliding_window")
-    if window is None or kind == "llama":
+    if fields.get("sliding_window") is None or kind == "llama":
         return None
-    layers = fields["num_hidden_layers"]
+    layers, size = fields["num_hidden_layers"], _integer(fields, "sliding_window")
     types = fields.get("layer_types")
+    if not isinstance(types, list | None):
+        raise ValueError(f"`layer_types` must be a list, got {types!r}.")
     if kind != "mistral" and not fields.get("use_sliding_window"):
         return None
     if types is not None:
@@ -179,10 +193,10 @@ def _window(fields: Mapping[str, Any], kind: str) -> int | None:
     elif kind == "mistral":
         windowed = layers
     else:
-        windowed = max(0, layers - fields.get("max_window_layers", layers))
+        windowed = max(0, layers - _integer(fields, "max_window_layers", layers))
     if windowed not in (0, layers):
         raise ValueError(
             f"{windowed} of {layers} layers have a `sliding_window`: only all layers or none are"
             " supported."
         )
-    return int(window) if windowed else None
+    return size if windowed else None

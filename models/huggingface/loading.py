@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import json
 import pathlib
 from typing import Any
 
@@ -16,6 +15,7 @@ from models.decoder import Decoder
 from models.huggingface.config import config_of
 from models.huggingface.files import INDEX, PICKLES, SINGLE
 from models.huggingface.table import Row, is_ignored, table
+from models.json_files import read_object
 from models.parameters import Convert, Put, fill, parameter_of
 
 
@@ -30,10 +30,8 @@ def read_config(folder: pathlib.Path | str) -> ModelConfig:
     if not path.exists():
         reason = "no such folder" if not path.parent.exists() else "no config.json in it"
         raise FileNotFoundError(f"the checkpoint '{folder}' cannot be read: {reason}.")
+    fields = read_object(path)
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(fields, dict):
-            raise ValueError(f"expected a JSON object, got {type(fields).__name__}.")
         return config_of(fields)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
@@ -105,7 +103,9 @@ class _Tensors:
     def _read_index(self) -> dict[str, str]:
         """Returns the file of each tensor, checked against the files."""
         index = self._folder / INDEX
-        files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = read_object(index).get("weight_map")
+        if not isinstance(files, dict) or not all(isinstance(x, str) for x in files.values()):
+            raise ValueError(f"{index}: `weight_map` must be an object with a file by tensor.")
         outside = sorted(file for file in files.values() if pathlib.Path(file).name != file)
         if outside:
             raise ValueError(f"{index} names {outside[0]!r}, which is not in this folder.")

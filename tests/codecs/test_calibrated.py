@@ -393,6 +393,12 @@ def test_under_random_rounding_nothing_saturates(rounding):
     assert np.all(abs(f64(mean) - f64(x[:5])) < 5 * 0.5 * scale / np.sqrt(2000))
 
 
+def test_the_range_of_no_tokens_is_refused():
+    for shape in ((0, 8), (2, 0, 8), (4, 0)):
+        with pytest.raises(ValueError, match="must have tokens and features to measure, got shape"):
+            ChannelRange.of(jnp.zeros(shape))
+
+
 def test_ranges_of_parts_are_those_of_the_whole():
     x = normal(60, 7) + 3
     measure = jax.jit(ChannelRange.of)

@@ -250,6 +250,14 @@ def test_more_points_than_tokens_are_refused():
         PointApproximation(points=31).encode(tokens(), KEY)
 
 
+def test_a_token_without_further_axes_is_its_own_point():
+    x = tokens(count=1, dtype="float32")
+    for codec in (PointApproximation(points=1), PointApproximation(0.5, tolerance=0.1)):
+        decoded = round_trip(codec, x[0])
+        assert decoded.shape == (FEATURES,)
+        np.testing.assert_allclose(decoded, x[0], rtol=1e-6)
+
+
 def test_no_tokens_are_refused():
     with pytest.raises(ValueError, match=r"must have features, got shape \(6, 0\)"):
         PointApproximation(points=1).encode(jnp.ones((6, 0)), jax.random.key(0))

@@ -146,6 +146,20 @@ def test_ties_and_zeros(implementation):
     np.testing.assert_array_equal(kept, zero)
 
 
+@both
+def test_tokens_that_are_not_finite_are_kept_and_stay_so(implementation):
+    count, features, shape, tolerance, _ = CASES[2]
+    x, points = problem(count, features, shape, "float32")
+    want = assigned(implementation, tolerance, x, points)
+    x[3, 5], x[8], x[13, 0] = np.nan, np.inf, -np.inf
+    bad = ~np.isfinite(x).all(-1)
+    _, alpha, kept = assigned(implementation, tolerance, x, points)
+    assert np.asarray(kept)[bad].all()
+    # Huge tokens of tiny points overflow in any case.
+    np.testing.assert_array_equal(np.isfinite(alpha), np.isfinite(want[1]) & ~bad)
+    np.testing.assert_array_equal(np.asarray(kept)[~bad], np.asarray(want[2])[~bad])
+
+
 @pytest.mark.parametrize(
     ("dtypes", "count", "reason"),
     [

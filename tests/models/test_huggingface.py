@@ -12,6 +12,7 @@ import safetensors.numpy
 import tiny
 
 from models import Decoder, ModelConfig, RopeScaling, huggingface, preset
+from models.checkpoints import stop_ids
 from models.rope import rope_tables
 
 SIZES = {
@@ -256,6 +257,18 @@ def edited(folder, **changes):
         ({"rope_scaling": {"rope_type": "yarn"}}, "unsupported RoPE scaling 'yarn'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2}}, "lacks low_freq_factor, high"),
         ({"hidden_size": ...}, "`hidden_size` is missing"),
+        ({"hidden_size": "24"}, r"`hidden_size` must be an integer in \[0, \d+\), got '24'"),
+        ({"num_attention_heads": None}, "`num_attention_heads` must be an integer"),
+        ({"head_dim": [4]}, r"`head_dim` must be an integer in .* got \[4\]"),
+        ({"vocab_size": 10**30}, "`vocab_size` must be an integer in"),
+        ({"model_type": ["llama"]}, r"unsupported `model_type` \['llama'\]"),
+        ({"rope_scaling": 7}, "the parameters of RoPE must be a JSON object, got 7"),
+        ({"rope_theta": -1.0}, "`rope_theta` must be above 0"),
+        ({"initializer_range": 10**60}, "`initializer_range` must be a number"),
+        ({"initializer_range": float("nan")}, "`initializer_range` must be a number, got nan"),
+        ({"model_type": "mistral", "sliding_window": "a"}, "`sliding_window` must be an integer"),
+        ({"model_type": "mistral", "sliding_window": 4, "layer_types": 1},
+         "`layer_types` must be a list, got 1"),
         ({"rope_theta": "x"}, r"config.json: `rope_theta` must be a number, got 'x'"),
         ({"rms_norm_eps": -1}, r"`norm_eps` must be in \[0, 1\), got -1"),
         ({"num_hidden_layers": 1}, r"no parameter for the tensor 'model.layers.1.\S+ \(and 17"),
@@ -302,10 +315,26 @@ def test_numbers_that_are_not_finite_are_refused(folder, value, dtype):
         huggingface.load(folder)
 
 
-def test_a_config_that_is_not_an_object_is_refused(folder):
-    (folder / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"config.json: expected a JSON object, got list"):
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"[]", r"config.json: expected a JSON object, got list"),
+        (b'{"a', r"config.json: it is not JSON \(Unterminated"),
+        (b"\xff", r"config.json: it is not JSON \('utf-8' codec"),
+        (b"[" * 100_000, r"config.json: its JSON is nested too deeply"),
+    ],
+    ids=range(4),
+)
+def test_a_config_that_is_not_an_object_is_refused(folder, data, message):
+    (folder / "config.json").write_bytes(data)
+    with pytest.raises(ValueError, match=message):
         huggingface.load(folder)
+
+
+def test_ends_of_texts_that_are_no_ids_are_refused(folder):
+    (folder / "generation_config.json").write_text('{"eos_token_id": ["</s>"]}')
+    with pytest.raises(ValueError, match=r"generation_config.json: `eos_token_id` must be an id"):
+        stop_ids(folder)
 
 
 def test_an_index_that_does_not_fit_is_refused(folder, tmp_path):
@@ -321,6 +350,10 @@ def test_an_index_that_does_not_fit_is_refused(folder, tmp_path):
     path.write_text(json.dumps({"weight_map": outside}))
     with pytest.raises(ValueError, match=r"names '../several/\S+', which is not in this folder"):
         huggingface.load(tmp_path / "several")
+    for files in (None, [first], {**index["weight_map"], moved: [first]}):
+        path.write_text(json.dumps({"weight_map": files}))
+        with pytest.raises(ValueError, match=r"`weight_map` must be an object with a file by"):
+            huggingface.load(tmp_path / "several")
     path.write_text(json.dumps(index))
     (tmp_path / "several" / second).unlink()
     with pytest.raises(FileNotFoundError, match=r"does not exist, but \S+ names it"):

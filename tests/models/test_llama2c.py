@@ -27,6 +27,16 @@ def test_a_saved_model_is_read_back(tied, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, again, model)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_numbers_that_are_not_finite_are_refused(value, tmp_path):
+    path = tmp_path / "model.bin"
+    llama2c.save(tiny.decoder(config()), path)
+    data = path.read_bytes()
+    path.write_bytes(data[:28] + struct.pack("<f", value) + data[32:])
+    with pytest.raises(ValueError, match="`embedding` has infinities or NaN"):
+        llama2c.load(path)
+
+
 def interleaved(x, positions):
     """RoPE of llama2.c, which rotates feature 2i with 2i + 1. x: [S, H, D]."""
     half = x.shape[-1] // 2

@@ -352,6 +352,12 @@ def edit(folder, **changes):
         ({"peft_type": "LOHA"}, "`peft_type` is 'LOHA': only 'LORA' is supported"),
         ({"use_dora": True}, "`use_dora` is True"),
         ({"bias": "all"}, "`bias` is 'all'"),
+        ({"r": "3"}, "`r` must be a number, got '3'"),
+        ({"r": 2.5}, "`r` must be an integer, got 2.5"),
+        ({"lora_alpha": [16]}, r"`lora_alpha` must be a number, got \[16\]"),
+        ({"lora_alpha": 10**400}, "`lora_alpha` must be a number"),
+        ({"lora_dropout": None}, "`lora_dropout` must be a number, got None"),
+        ({"target_modules": ["q_proj", 1]}, "`target_modules` must be a list of names"),
         ({"r": 4}, r"shape \[3, 24\], but the model and the rank require \[4, 24\]"),
         ({"target_modules": "all-linear"}, "`target_modules` must be a list of names"),
         ({"target_modules": ["q_proj", "lm_head"]}, "unknown adapter target 'lm_head'"),
@@ -375,6 +381,12 @@ def test_damaged_adapters_are_named(problem, tmp_path):
     path.write_bytes(whole[:-1])
     with pytest.raises(ValueError, match="truncated or damaged"):
         load_adapters(tmp_path / "adapter", model.config)
+    for value in (np.nan, np.inf):
+        damaged = {name: x.copy() for name, x in given.items()}
+        damaged[min(given)].flat[-1] = value
+        safetensors.numpy.save_file(damaged, path)
+        with pytest.raises(ValueError, match="must hold finite floating point numbers"):
+            load_adapters(tmp_path / "adapter", model.config)
     given.pop(min(given))
     safetensors.numpy.save_file(given, path)
     with pytest.raises(ValueError, match=r"mlp.down_proj.lora_A.weight' is missing"):

@@ -2,6 +2,8 @@
 
 import functools
 import json
+import shutil
+import time
 
 import jax
 import numpy as np
@@ -66,10 +68,10 @@ def test_a_checkpoint_of_another_run_is_refused_with_the_differences(tmp_path, s
     checkpoints = Checkpoints(tmp_path, keep=2)
     checkpoints.save(1, state, {}, IDENTITY)
     other = {"model": IDENTITY["model"] | {"hidden_size": 48}, "seed": 0}
-    with pytest.raises(ValueError, match=r"another run:\n  model.hidden_size: 24 there, 48 now\n"):
+    with pytest.raises(ValueError, match=r"another run: model.hidden_size: 24 there, 48 now\. "):
         checkpoints.restore(1, like(state), other)
     checkpoints.save(2, state, {}, {**IDENTITY, "removed": "nf4"})
-    with pytest.raises(ValueError, match=r"another run:\n  removed: 'nf4' there, None now\n"):
+    with pytest.raises(ValueError, match=r"another run: removed: 'nf4' there, None now\. "):
         checkpoints.restore(2, like(state), IDENTITY)
     checkpoints.close()
 
@@ -78,7 +80,7 @@ def test_a_checkpoint_with_another_order_of_rows_is_refused_with_the_reason(tmp_
     checkpoints = Checkpoints(tmp_path, keep=2)
     checkpoints.save(1, state, {}, IDENTITY)
     now = {**IDENTITY, "row_order": "shuffled"}
-    with pytest.raises(ValueError, match=r"row_order: None there.*\n.*Finish the run with that"):
+    with pytest.raises(ValueError, match=r"row_order: None there.*\. .*Finish the run with that"):
         checkpoints.restore(1, like(state), now)
     checkpoints.close()
 
@@ -87,10 +89,10 @@ def test_a_checkpoint_with_another_estimate_of_the_norm_is_refused_with_the_reas
     checkpoints = Checkpoints(tmp_path, keep=2)
     checkpoints.save(1, state, {}, {**IDENTITY, "optimizer": {"in_backward": True}})
     now = {"in_backward": True, "norm_estimate": "typical"}
-    with pytest.raises(ValueError, match=r"norm_estimate: None there.*\n.*Finish the run with"):
+    with pytest.raises(ValueError, match=r"norm_estimate: None there.*\. .*Finish the run with"):
         checkpoints.restore(1, like(state), {**IDENTITY, "optimizer": now})
     checkpoints.save(2, state, {}, {**IDENTITY, "optimizer": now})
-    after = r"another run:\n  optimizer.in_backward: True there, False now\nPass the settings"
+    after = r"another run: optimizer.in_backward: True there, False now\. Pass the settings"
     with pytest.raises(ValueError, match=after):
         checkpoints.restore(2, like(state), {**IDENTITY, "optimizer": {"in_backward": False}})
     checkpoints.close()
@@ -117,7 +119,7 @@ def test_a_run_from_before_weights_were_rounded_resumes_only_with_rounding_to_ne
     now = {**IDENTITY, "optimizer": {"rank": None, "weight_rounding": "nearest"}}
     checkpoints.restore(1, like(state), now)
     now["optimizer"]["weight_rounding"] = "stochastic"
-    message = r"another run:\n  optimizer.weight_rounding: 'nearest' there, 'stochastic' now\n"
+    message = r"another run: optimizer.weight_rounding: 'nearest' there, 'stochastic' now\. "
     with pytest.raises(ValueError, match=message):
         checkpoints.restore(1, like(state), now)
     checkpoints.close()
@@ -140,4 +142,31 @@ def test_a_damaged_checkpoint_is_named_with_the_one_before_it(tmp_path, state, i
     again = Checkpoints(tmp_path, keep=2)
     with pytest.raises(ValueError, match=r"2 cannot be read.*to resume from step 1\."):
         again.restore(2, like(state), IDENTITY)
+    again.close()
+
+
+def test_an_identity_that_is_no_object_is_damaged(tmp_path, state):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.save(1, state, {}, IDENTITY)
+    checkpoints.close()
+    (path,) = tmp_path.glob("1/identity/metadata")
+    path.write_text("[]")
+    again = Checkpoints(tmp_path, keep=2)
+    with pytest.raises(ValueError, match=r"damaged \(its identity is no object\)"):
+        again.restore(1, like(state), IDENTITY)
+    again.close()
+
+
+def test_threads_that_still_read_a_damaged_checkpoint_say_nothing(tmp_path, monkeypatch):
+    many = {f"w{i}": jax.device_put(np.full((64, 64), i)) for i in range(40)}
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.save(1, many, {}, IDENTITY)
+    checkpoints.close()
+    shutil.rmtree(tmp_path / "1" / "state" / "d")
+    again, said = Checkpoints(tmp_path, keep=2), []
+    monkeypatch.setattr("sys.unraisablehook", said.append)
+    with pytest.raises(ValueError, match="cannot be read: it is damaged"):
+        again.restore(1, like(many), IDENTITY)
+    time.sleep(0.5)  # The threads go on.
+    assert said == []
     again.close()

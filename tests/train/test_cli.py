@@ -73,6 +73,8 @@ def test_help_of_the_other_programs():
     [
         ("--modle=x", "unknown flag `--modle`. Did you mean --model? See `program --help`."),
         ("--no-resum", "unknown flag `--no-resum`. Did you mean --no-resume?"),
+        ("--distributed=maybe", "`--distributed` is a switch and takes no value, got 'maybe'"),
+        ("--no-resume=1", "`--no-resume` is a switch and takes no value, got '1'"),
         (
             "--compute-dtype=float",
             "must be one of float32, bfloat16, got 'float'. Did you mean float32?",

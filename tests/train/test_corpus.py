@@ -390,6 +390,7 @@ def test_fingerprint_is_of_the_text_and_not_of_the_path(tmp_path):
         ("a.jsonl", b'{"body": "a", "id": 1}', "line 1: there is no field 'text', only body, id"),
         ("a.jsonl", b'{"text": 3}', "line 1: field 'text' is int, not text"),
         ("a.jsonl", b'{"text": "\\ud800"}', "line 1: .*surrogates not allowed"),
+        ("a.jsonl", b"[" * 100_000, "line 1: nested too deeply"),
         ("a.parquet", b"PAR1 and no more", "`--data`: '.*a.parquet': .*Correct or remove the file"),
         ("folder/a.png", b"x", "it has no text. Accepted: a .txt"),
     ],

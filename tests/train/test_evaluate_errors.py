@@ -70,7 +70,7 @@ def test_settings_in_conflict_or_without_effect_are_refused(folder, changes, mes
         ),
         ({"data": "text.txt", "seq_len": 257}, "`--seq-len` 257 is above the 256 positions"),
         ({"data": "nothing", "whole": True}, "`--whole` is for local files, and `--data` is"),
-        ({"adapter": "none"}, "adapter.*none"),
+        ({"adapter": "none"}, "`--adapter`: the adapter 'none' cannot be read"),
         (
             {"limit": 9, "shots": 9},
             "`--shots` is 9, but .* has 9 examples and .* 0 further",
@@ -120,6 +120,14 @@ def test_files_of_questions_that_cannot_be_read_are_named(folder, text, message,
         quietly(asked(folder, "sums", questions=path))
 
 
+def test_a_place_for_answers_that_cannot_be_written_is_refused_first(folder, tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "none" / "at" / "all")
+    for out in (tmp_path / "file" / "answers.jsonl", tmp_path / "link"):
+        with pytest.raises(BadRunError, match=f"`--out` '{out}' cannot be written"):
+            quietly(asked(folder, "sums", out=out))
+
+
 def test_a_tokenizer_of_another_model_is_refused(folder, tmp_path):
     train_bpe([TEXT * 3 + "".join(map(chr, range(200, 400)))], 350).save(tmp_path)
     with pytest.raises(BadRunError, match=r"tokens, but the model in .* has 300: `--tokenizer`"):
@@ -136,5 +144,5 @@ def test_the_command_line_prints_errors_in_one_line(monkeypatch, capsys):
         evaluate.main()
     assert ending.value.code == 2
     assert capsys.readouterr().err == (
-        "error: the checkpoint 'none' cannot be read: no such file or folder.\n"
+        "error: `--checkpoint`: the checkpoint 'none' cannot be read: no such file or folder.\n"
     )

@@ -111,6 +111,14 @@ def test_a_flag_that_changes_nothing_beside_others_is_refused(method, options, m
         check_flags(method, MethodOptions(**{option: options[option]}))
 
 
+@pytest.mark.parametrize("count", [-1, 101, 2**31])
+def test_power_iterations_that_no_step_could_hold_are_refused(count):
+    with pytest.raises(
+        ValueError, match=rf"`--power-iterations` must be in \[0, 100\], got {count}"
+    ):
+        MethodOptions(power_iterations=count)
+
+
 def test_a_default_value_counts_as_not_given():
     given = MethodOptions(gap=200, group=128)
     assert given_fields(given) == {}

@@ -28,5 +28,6 @@ def test_a_former_name_of_the_method_is_no_change(tmp_path):
 
 def test_missing_and_torn_settings_have_not_changed(tmp_path):
     assert changed_settings(tmp_path, PretrainConfig()) == []
-    (tmp_path / "settings.json").write_text("{")
-    assert changed_settings(tmp_path, PretrainConfig()) == []
+    for text in ("{", "[]", "7", "[" * 100_000):
+        (tmp_path / "settings.json").write_text(text)
+        assert changed_settings(tmp_path, PretrainConfig()) == []

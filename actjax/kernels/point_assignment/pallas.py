@@ -113,7 +113,9 @@ def _kernel(
         kept = jnp.full((tiling.tile,), 1, jnp.int8)
     else:
         rest, whole = _squares(x_ref, points_ref, row, tiling, chosen, alpha, largest)
-        kept = (jnp.sqrt(rest) <= np.float32(tolerance) * jnp.sqrt(whole)).astype(jnp.int8)
+        # A token that is not finite is kept, so that it is seen: it compares as false.
+        dropped = jnp.sqrt(rest) > np.float32(tolerance) * jnp.sqrt(whole)
+        kept = jnp.where(dropped, 0, 1).astype(jnp.int8)
     for ref, value in ((index_ref, index), (alpha_ref, alpha), (kept_ref, kept)):
         plgpu.store(ref.at[row], value, mask=row < tiling.tokens)
 

@@ -28,7 +28,8 @@ def point_assignment(
             size = jnp.max(jnp.abs(token)).astype(dtype)
             unit = token.astype(dtype) / jnp.where(size > 0, size, 1)
             rest = unit - (alpha / jnp.where(size > 0, size, 1)) * scaled[index].astype(dtype)
-            kept = jnp.linalg.norm(rest) <= tolerance * jnp.linalg.norm(unit)
+            # A token that is not finite is kept, so that it is seen: it compares as false.
+            kept = ~(jnp.linalg.norm(rest) > tolerance * jnp.linalg.norm(unit))
         return index, jnp.ldexp(alpha, -exponent[index]), kept
 
     tokens = x.reshape(-1, x.shape[-1])

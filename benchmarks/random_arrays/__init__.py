@@ -1,0 +1,1 @@
+"""Random arrays through every codec: what comes back is what the codec documents."""
