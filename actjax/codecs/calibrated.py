@@ -95,9 +95,10 @@ class Calibrated(Codec, holds_arrays=True):
     its tokens.
 
     Storage: that of `codec` without its statistics of channels and the indices of outlier channels.
-    Error: that of `codec`; numbers outside the calibrated range of a channel saturate. With
-      `balance` none do, since a group has the range of its token, but channels that differ from
-      those of the calibration err more.
+    Error: that of `codec`; numbers outside the calibrated range of a channel saturate, and NaN, for
+      which a code by channel has no place, becomes one of its levels: the value of an operator,
+      which is computed from `x` itself, shows it. With `balance` none saturate, since a group has
+      the range of its token, but channels that differ from those of the calibration err more.
     Unbiased, within that range, if `codec` is.
     Source: HyC-LoRA (2025), section on the calibration of intra-operator scales. Its scales and
       zero points cover the whole range; those of `least_error` are better at few bits. Balanced

@@ -174,10 +174,9 @@ def _hidden(entry: Entry, x: np.ndarray, back: np.ndarray, grad: np.ndarray) -> 
     scopes = _scopes(codec, x.shape)
     unseen = bad & ~_any_within(bad_back, scopes)
     is_quantized = isinstance(codec, actjax.Quantized)
+    # As `Calibrated` documents: a code by channel has no place for them, and its scale is given.
     saturates = is_quantized and entry.calibration is not None and not codec.balance
-    if saturates:
-        unseen &= np.isnan(x)  # Infinities saturate, as numbers outside the range do.
-    if unseen.any():
+    if unseen.any() and not saturates:
         place = np.unravel_index(np.argmax(unseen), x.shape)
         return [f"turns {x[place]} into {back[place]:g}"]
     if np.isfinite(grad).all() and not saturates:

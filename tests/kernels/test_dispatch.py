@@ -88,9 +88,9 @@ def assert_equal(got, want):
 # Names.
 
 
-@pytest.mark.parametrize("unknown", ["triton", "", "Reference", 1, True])
+@pytest.mark.parametrize("unknown", ["cuda", "", "Reference", 1, True])
 def test_an_unknown_implementation_is_named(unknown):
-    known = "('reference', 'pallas', 'interpreted', 'mosaic')"
+    known = "('reference', 'pallas', 'interpreted', 'mosaic', 'triton', 'fastest')"
     message = f"`implementation` must be None or one of {known}, got {unknown!r}."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         dequantize(CODE, implementation=unknown)

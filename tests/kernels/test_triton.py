@@ -79,9 +79,9 @@ def test_a_program_that_is_asked_for_is_lowered_and_others_keep_their_default():
 
 def test_without_jax_triton_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"'triton' needs jax-triton.*pip install"):
-        with actjax.kernels.use("triton"):
-            pass
+    within = actjax.kernels.use("triton")
+    with pytest.raises(ValueError, match=r"'triton' needs jax-triton.*pip install"), within:
+        pass
     kernel, cases = KERNELS["quantize"]
     with pytest.raises(ValueError, match=r"'triton' of quantize needs jax-triton"):
         jax.jit(functools.partial(kernel, implementation="triton", **cases[0].options)).trace(
