@@ -115,6 +115,7 @@ VARIANTS = {
         for bits in (3, 2)
         for rounding, suffix in _ROUNDINGS.items()
     },
+    "quantized, 4 bits, in backward": Variant("quantized", in_backward=True),
     "compressed_remat": Variant("compressed_remat"),
     "compressed_remat, offloaded": Variant("compressed_remat", options=MethodOptions(offload=True)),
     "quantized, 4 bits, offloaded": Variant("quantized", options=MethodOptions(offload=True)),

@@ -1,0 +1,139 @@
+"""All benchmarks that need no GPU, in one command, and a page with their tables.
+
+`python -m benchmarks.all --quick` runs each in small, in about fifteen minutes on two cores, and
+writes to `benchmarks/results/quick`. `--full` runs them as they are committed, which takes hours,
+and writes to `benchmarks/results`. `--render` runs nothing. Each of them writes the page
+`docs/results/tables.md` from the committed results. Where the code that a result measures has
+changed since, the page says so.
+"""
+
+import dataclasses
+import os
+import pathlib
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import tyro
+
+from benchmarks import record, staleness
+from benchmarks.jobs import JOBS, Job, Table
+from benchmarks.ladder_figure import draw
+from benchmarks.report import markdown
+from benchmarks.tables import print_table
+
+PAGE = pathlib.Path(__file__).resolve().parents[1] / "docs" / "results" / "tables.md"
+QUICK = record.RESULTS / "quick"
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What to run."""
+
+    quick: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Run each benchmark in small."""
+    full: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Run each benchmark as its committed result was made."""
+    render: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Run nothing, and write the page."""
+    only: tuple[str, ...] = tuple(job.name for job in JOBS)
+    """Benchmarks to run, by the names of their results."""
+
+    def __post_init__(self) -> None:
+        if self.quick + self.full + self.render != 1:
+            raise ValueError("give one of `--quick`, `--full` and `--render`.")
+        known = [job.name for job in JOBS]
+        if unknown := [name for name in self.only if name not in known]:
+            raise ValueError(f"`--only` has {unknown[0]!r}. There are: {', '.join(known)}.")
+
+
+def run(job: Job, arguments: Sequence[str], folder: pathlib.Path) -> tuple[bool, float]:
+    """Runs a benchmark in a process of its own; its output goes to the terminal.
+
+    Returns:
+      Whether it ended well, and its seconds.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    results = ["--results", str(folder / f"{job.name}.json")]
+    command = [sys.executable, "-m", job.module, *arguments, *results]
+    print(f"\n{job.name}: {shlex.join(command[1:])}", flush=True)
+    # The plug-in that compiles for GPUs drops out without it on a machine that has none.
+    environment = {**os.environ}
+    if not os.path.exists("/dev/nvidia0"):
+        environment.setdefault("JAX_PLATFORMS", "cpu")
+    began = time.monotonic()
+    done = subprocess.run(command, env=environment, check=False)
+    return done.returncode == 0, time.monotonic() - began
+
+
+def page(folders: Sequence[tuple[str, pathlib.Path]]) -> str:
+    """Returns the page of all tables.
+
+    Args:
+      folders: names of folders of results, and where they are.
+    """
+    parts = [
+        "# Tables",
+        "Written by `python -m benchmarks.all`. The raw results name machine, versions, settings and"
+        "\ncommit. A result whose code has changed since is marked as stale.",
+    ]
+    for name, folder in folders:
+        parts.append(f"## {name}")
+        for job in JOBS:
+            path = folder / f"{job.name}.json"
+            if path.exists():
+                parts += _section(job, record.read(path), path)
+    return "\n\n".join(parts) + "\n"
+
+
+def _section(job: Job, result: dict[str, Any], path: pathlib.Path) -> list[str]:
+    where = result["environment"]
+    relative = path.relative_to(record.RESULTS.parents[1])
+    versions = f"JAX {where['versions']['jax']}, Python {where['python']}"
+    made = (
+        f"[{path.name}](../../{relative}): {where['device']}, {where['cores']} cores, {versions},"
+        f" commit {where['commit']}, {where['date'][:10]}."
+    )
+    stale = staleness.note(result, job.sources)
+    parts = [f"### {job.title}", made]
+    if stale:
+        parts.append(f"**{stale}**")
+    if job.needs:
+        parts.append(f"It needs {job.needs}.")
+    parts.append(_markdown(job.table(result)))
+    figure = path.with_suffix(".png")
+    if job.name == "ladder":
+        draw(result, figure)
+        parts.append(f"![Memory, time and loss of each rung](../../{relative.with_suffix('.png')})")
+    return parts
+
+
+def _markdown(table: Table) -> str:
+    if not table:
+        return "No rows."
+    return markdown(list(table[0]), [list(row.values()) for row in table])
+
+
+def main() -> None:
+    """Reads the command line, runs, and writes the page. Exits with 1 if a benchmark failed."""
+    config = tyro.cli(Config, description=__doc__)
+    done = []
+    for job in JOBS:
+        arguments = job.quick if config.quick else job.full
+        if config.render or job.name not in config.only or arguments is None:
+            continue
+        well, seconds = run(job, arguments, QUICK if config.quick else record.RESULTS)
+        done.append((job.name, "done" if well else "failed", f"{seconds:.0f}"))
+    PAGE.write_text(page([("Full runs", record.RESULTS), ("Quick runs", QUICK)]), encoding="utf-8")
+    if done:
+        total = sum(float(seconds) for *_, seconds in done)
+        print_table(f"{total / 60:.1f} minutes", ("benchmark", "", "s"), done)
+    print(f"wrote {PAGE}")
+    sys.exit(any(state == "failed" for _, state, _ in done))
+
+
+if __name__ == "__main__":
+    main()

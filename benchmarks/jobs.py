@@ -1,0 +1,198 @@
+"""Benchmarks that one command runs, with the arguments of a quick run and of a full one."""
+
+import collections
+import dataclasses
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.ladder import RUNGS
+
+Table = list[dict[str, str]]
+"""Rows of cells by header."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A benchmark.
+
+    Attributes:
+      name: name of its result file, without `.json`.
+      module: what `python -m` runs.
+      title: title of its table.
+      sources: files and folders whose code it measures.
+      table: returns the table of a result.
+      quick: arguments of a quick run; None if it has none.
+      full: arguments of a full run; None if it has none here.
+      needs: what a full run needs that not every machine has; nothing for most.
+    """
+
+    name: str
+    module: str
+    title: str
+    sources: tuple[str, ...]
+    table: Callable[[dict[str, Any]], Table]
+    quick: tuple[str, ...] | None = None
+    full: tuple[str, ...] | None = ()
+    needs: str = ""
+
+
+def _gib(row: dict[str, Any], key: str) -> str:
+    return f"{row[key] / 2**30:.2f}" if row.get(key) is not None else ""
+
+
+def _ladder(result: dict[str, Any]) -> Table:
+    first = result["rows"][0]
+    return [
+        {
+            "rung": RUNGS[row["rival"]],
+            "peak, GiB": _gib(row, "peak"),
+            "operations": f"{row['matmul_flops'] / first['matmul_flops']:.2f}",
+            "s a step": f"{row['seconds_per_step']:.3f}",
+            "/ first": f"{row['seconds_per_step'] / first['seconds_per_step']:.2f}",
+            "held-out loss": f"{row['loss']:.3f}",
+            f"s to a loss of {row['common_loss']:.3f}": f"{row['seconds_to_loss']:.0f}",
+        }
+        for row in result["rows"]
+    ]
+
+
+def _memory(result: dict[str, Any]) -> Table:
+    first = result["rows"][0]
+    return [
+        {
+            "rival": row["rival"],
+            "peak, GiB": _gib(row, "peak"),
+            "/ first": f"{row['peak'] / first['peak']:.3f}",
+            "temporaries of the gradient, GiB": _gib(row, "forward_and_backward"),
+            "operations, / first": f"{row['matmul_flops'] / first['matmul_flops']:.2f}",
+        }
+        for row in result["rows"]
+    ]
+
+
+def _triton(result: dict[str, Any]) -> Table:
+    return [
+        {
+            "case": row["case"],
+            "program": row["program"],
+            "blocks": row["choice"],
+            "registers": str(row["registers"]),
+            "spilled": str(row["spilled"]),
+            "shared, bytes": f"{row['shared']:,}",
+            "instructions": f"{row['instructions']:,}",
+        }
+        for row in result["rows"]
+    ]
+
+
+def _loops(result: dict[str, Any]) -> Table:
+    return [{"loop": row["loop"], "loss": f"{row['loss']:.4f}"} for row in result["rows"]]
+
+
+def _random_arrays(result: dict[str, Any]) -> Table:
+    kinds: dict[str, dict[str, int]] = {}
+    for row in result["rows"]:
+        counts = kinds.setdefault(row["kind"], {"arrays": 0, "refused": 0, "faults": 0})
+        counts["arrays"] += row["arrays"]
+        counts["refused"] += row["refused"]
+        counts["faults"] += len(row["faults"])
+    return [{"codec": kind} | {k: f"{n:,}" for k, n in c.items()} for kind, c in kinds.items()]
+
+
+def _malformed(result: dict[str, Any]) -> Table:
+    counts = collections.Counter((row["kind"], row["verdict"]) for row in result["rows"])
+    verdicts = sorted({verdict for _, verdict in counts} | {"fault"})
+    kinds = dict.fromkeys(row["kind"] for row in result["rows"])
+    return [{"kind": kind} | {v: str(counts[kind, v]) for v in verdicts} for kind in kinds]
+
+
+def _soak(result: dict[str, Any]) -> Table:
+    return [
+        {
+            "processes": str(row["processes"]),
+            "steps": f"{result['settings']['steps']:,}",
+            **{name: str(count) for name, count in row["kills"].items()},
+            "at start / step / save": " / ".join(map(str, row["moments"].values())),
+            "different arrays or losses": str(len(row["differences"])),
+            "files left over": str(len(row["leftovers"])),
+            "growth of host memory": f"{max(x['growth'] for x in row['memory']):.1%}",
+        }
+        for row in result["rows"]
+    ]
+
+
+def _gpu(result: dict[str, Any]) -> Table:
+    rows = []
+    for row in result["rows"]:
+        if not row.get("rounds"):
+            continue
+        seconds = statistics.median(t for one in row["rounds"] for t in one["seconds"])
+        one = row["rounds"][0]
+        rows.append(
+            {
+                "model": row["model"],
+                "step": RUNGS.get(row["rival"], row["rival"]),
+                "tokens": f"{row['batch_size']} x {row['seq_len']}",
+                "ms": f"{seconds * 1e3:,.0f}",
+                "tokens/s": f"{row['batch_size'] * row['seq_len'] / seconds:,.0f}",
+                "matmul TFLOP/s": f"{one['matmul_flops'] / seconds / 1e12:.0f}",
+                "peak, GiB: device": _gib(one, "peak"),
+                "compiler": _gib(one, "planned_peak"),
+            }
+        )
+    return rows
+
+
+_STEP = ("actjax", "models", "train/step.py", "train/methods.py", "train/optimizer.py")
+
+JOBS = (
+    Job(
+        "ladder", "benchmarks.ladder", "One change at a time",
+        (*_STEP, "benchmarks/ladder.py", "benchmarks/plain.py"), _ladder,
+        quick=("--steps", "80", "--batch-size", "4", "--evaluations", "4", "--eval-batches", "4"),
+        needs="`pip install -e '.[compile]'`",
+    ),
+    Job(
+        "memory", "benchmarks.memory", "A step of `llama_130m`, compiled for a CPU", _STEP, _memory,
+        quick=("--only", "plain", "jax.checkpoint, full", "exact", "lean",
+               "lean, 4-bit and factored"),
+    ),
+    Job(
+        "memory_h100", "benchmarks.memory", "A step of `llama_1b`, compiled for an H100", _STEP,
+        _memory,
+        full=("--train.model", "llama_1b", "--train.batch-size", "8", "--train.seq-len", "1024",
+              "--train.weight-dtype", "bfloat16", "--train.compute-dtype", "bfloat16",
+              "--device", "h100"),
+        needs="`pip install -e '.[compile]'`",
+    ),
+    Job(
+        "gpu", "benchmarks.gpu", "Steps on a GPU", _STEP, _gpu, full=None,
+        needs="an NVIDIA GPU, and `python -m benchmarks.gpu --processes 12`",
+    ),
+    Job(
+        "triton_kernels", "benchmarks.triton_kernels",
+        "Kernels in Triton and in Pallas, assembled for an H100", ("actjax/kernels",), _triton,
+        quick=("--cases", "llama_1b block input, 4 bits by channel, 1% whole"),
+        needs="`pip install -e '.[triton,compile]'`",
+    ),
+    Job(
+        "subspace_loops", "benchmarks.subspace_loops",
+        "Subspace optimizers in the loops of other libraries", ("actjax/optim",), _loops,
+    ),
+    Job(
+        "random_arrays", "benchmarks.random_arrays", "Random arrays through every codec",
+        ("actjax/codecs", "actjax/kernels"), _random_arrays, quick=("--count", "400"),
+    ),
+    Job(
+        "malformed", "benchmarks.malformed", "Malformed inputs of the programs",
+        ("train", "models"), _malformed, quick=("--count", "35"),
+    ),
+    Job(
+        "soak", "benchmarks.soak", "A run under random kills", ("actjax", "models", "train"), _soak,
+        quick=("--steps", "60", "--kills", "3", "--save-every", "10", "--processes", "1",
+               "--vocab-size", "512"),
+    ),
+)  # fmt: skip
+"""In the order of the page. Loss curves that take hours are not among them: their commands stand
+beside their tables in `docs/results/quality.md`."""

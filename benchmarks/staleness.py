@@ -1,0 +1,37 @@
+"""Whether a result is older than the code that it measures."""
+
+import pathlib
+import subprocess
+from collections.abc import Sequence
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+def note(result: dict[str, Any], sources: Sequence[str], root: pathlib.Path = ROOT) -> str:
+    """Returns what is wrong with the age of a result; nothing if its code has not changed since.
+
+    Args:
+      result: content of a result file, with the commit in its `environment`.
+      sources: files and folders whose code the result measures, from the root of the repository.
+      root: the repository.
+    """
+    given = str(result.get("environment", {}).get("commit", "unknown"))
+    commit = given.removesuffix("-dirty")
+    changes = _git(root, "log", "--format=%h", f"{commit}..HEAD", "--", *sources)
+    if changes is None:
+        return f"Its commit, {given}, is not known here: it may be older than the code."
+    if _git(root, "status", "--porcelain", "--", *sources):
+        return f"Stale: measured at {commit}; what it measures has changes without a commit."
+    if not changes:
+        return ""
+    count = len(changes.split())
+    commits = "one commit has" if count == 1 else f"{count} commits have"
+    return f"Stale: measured at {commit}; {commits} changed what it measures since."
+
+
+def _git(root: pathlib.Path, *arguments: str) -> str | None:
+    """Returns what git prints; None if it fails."""
+    command = ["git", "-C", str(root), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout if done.returncode == 0 else None
