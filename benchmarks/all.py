@@ -77,7 +77,7 @@ def page(folders: Sequence[tuple[str, pathlib.Path]]) -> str:
     """
     parts = [
         "# Tables",
-        "Written by `python -m benchmarks.all`. The raw results name machine, versions, settings and"
+        "Written by `python -m benchmarks.all`. Raw results name machine, versions, settings and"
         "\ncommit. A result whose code has changed since is marked as stale.",
     ]
     for name, folder in folders:
