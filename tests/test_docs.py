@@ -21,7 +21,7 @@ from train.plan import PlanConfig
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
-    for path in (ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")))
+    for path in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")))
 }
 # Flags of other programs: of pip, of `benchmarks` and of XLA.
 OTHER_FLAGS = {
@@ -98,7 +98,7 @@ def test_every_flag_that_the_pages_name_exists():
 
 
 def test_every_model_is_described():
-    assert [name for name in PRESETS if f"`{name}`" not in PAGES["docs/pretraining.md"]] == []
+    assert [name for name in PRESETS if f"`{name}`" not in PAGES["docs/guides/pretraining.md"]] == []
 
 
 def table_rows(text: str, flag: str) -> list[str]:
@@ -108,10 +108,10 @@ def table_rows(text: str, flag: str) -> list[str]:
 
 
 def test_every_method_and_its_flags_are_described():
-    pages = PAGES["docs/pretraining.md"] + PAGES["docs/fine-tuning.md"]
+    pages = PAGES["docs/guides/pretraining.md"] + PAGES["docs/guides/fine-tuning.md"]
     assert [name for name in METHODS if f"| `{name}` |" not in pages] == []
     for field in dataclasses.fields(MethodOptions):
-        described = table_rows(PAGES["docs/pretraining.md"], flag_name(field.name))
+        described = table_rows(PAGES["docs/guides/pretraining.md"], flag_name(field.name))
         assert described == list(FLAG_METHODS[field.name]), field.name
 
 
@@ -164,7 +164,7 @@ def test_every_codec_is_described():
         for name, value in vars(actjax).items()
         if isinstance(value, type) and issubclass(value, actjax.Codec) and value != actjax.Codec
     }
-    assert {name for name in codecs if f"| `{name}(" not in PAGES["docs/codecs.md"]} == set()
+    assert {name for name in codecs if f"| `{name}(" not in PAGES["docs/guides/codecs.md"]} == set()
 
 
 def test_every_page_is_in_the_navigation():
