@@ -10,6 +10,7 @@ window, checks that the search finds a name, and takes pictures. It needs Chromi
 """
 
 import argparse
+import base64
 import functools
 import http.server
 import json
@@ -32,6 +33,7 @@ PICTURED = (
     "index.html", "concepts/codec/", "guides/compress/", "api/optimizers/", "results/quality/",
 )  # fmt: skip
 DARK = ("concepts/codec/", "notebooks/where_errors_go/")
+TALLEST = 3600
 SEARCHED = "compress_residuals"
 FLAGS = (
     "--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --hide-scrollbars"
@@ -89,6 +91,15 @@ def resize(driver: webdriver.Chrome, width: int) -> None:
     """Makes the window as wide as a device."""
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
+
+def picture(driver: webdriver.Chrome, file: pathlib.Path, width: int) -> None:
+    """Writes a picture of the page that is open, from its top to `TALLEST` pixels."""
+    height = driver.execute_script("return document.documentElement.scrollHeight")
+    clip = {"x": 0, "y": 0, "width": width, "height": min(height, TALLEST), "scale": 1}
+    settings = {"clip": clip, "captureBeyondViewport": True}
+    shot = driver.execute_cdp_cmd("Page.captureScreenshot", settings)
+    file.write_bytes(base64.b64decode(shot["data"]))
 
 
 def requested(driver: webdriver.Chrome) -> list[str]:
@@ -168,7 +179,7 @@ def main() -> None:
                 if given.pictures and name in PICTURED:
                     given.pictures.mkdir(parents=True, exist_ok=True)
                     file = name.strip("/").replace("/", "-").removesuffix(".html")
-                    driver.save_screenshot(str(given.pictures / f"{file}-{width}.png"))
+                    picture(driver, given.pictures / f"{file}-{width}.png", width)
         is_found = finds(driver, address, SEARCHED)
         driver.quit()
     if given.pictures:
@@ -178,7 +189,7 @@ def main() -> None:
             for name in DARK:
                 driver.get(address + name)
                 file = name.strip("/").replace("/", "-")
-                driver.save_screenshot(str(given.pictures / f"{file}-dark.png"))
+                picture(driver, given.pictures / f"{file}-dark.png", WIDTHS[-1])
             driver.quit()
     problems["links"] = broken_links(pages, address)
     links = sum(len(seen["links"]) for seen in pages.values())
