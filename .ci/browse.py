@@ -32,7 +32,7 @@ WIDTHS = (390, 1280)
 PICTURED = (
     "index.html", "concepts/codec/", "guides/compress/", "api/optimizers/", "results/quality/",
 )  # fmt: skip
-DARK = ("concepts/codec/", "notebooks/where_errors_go/")
+DARK = ("index.html", "concepts/subspace/", "notebooks/where_errors_go/")
 TALLEST = 3600
 SEARCHED = "compress_residuals"
 FLAGS = (
@@ -188,7 +188,7 @@ def main() -> None:
             resize(driver, WIDTHS[-1])
             for name in DARK:
                 driver.get(address + name)
-                file = name.strip("/").replace("/", "-")
+                file = name.strip("/").replace("/", "-").removesuffix(".html")
                 picture(driver, given.pictures / f"{file}-dark.png", WIDTHS[-1])
             driver.quit()
     problems["links"] = broken_links(pages, address)
