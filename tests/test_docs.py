@@ -21,11 +21,12 @@ from train.plan import PlanConfig
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
-    for path in (ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")))
+    for path in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")))
 }
-# Flags of other programs: of pip, of `benchmarks` and of XLA.
+# Flags of other programs: of pip, mkdocs, `.ci/browse.py`, `benchmarks` and XLA.
 OTHER_FLAGS = {
-    "--add", "--help", "--constraint", "--extra-index-url", "--processes", "--strict", "--xla",
+    "--add", "--help", "--constraint", "--extra-index-url", "--pictures", "--processes",
+    "--site-dir", "--strict", "--xla",
 }  # fmt: skip
 
 
@@ -75,7 +76,7 @@ def test_the_readme_has_at_most_150_lines():
 
 def test_links_lead_somewhere():
     assert {
-        page: links for page, text in PAGES.items() if (links := broken_links(page, text))
+        page: links for page, text in PAGES.items() if (links := broken_links(page, prose(text)))
     } == {}
 
 
@@ -90,7 +91,8 @@ def test_every_flag_that_the_pages_name_exists():
     named = {
         (page, flag)
         for page, text in PAGES.items()
-        if page != "CHANGELOG.md"  # It names flags that are gone.
+        # The changelog names flags that are gone; `test_examples` checks those of examples.
+        if page != "CHANGELOG.md" and not page.startswith("docs/examples/")
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", prose(text))
     }
     own = {*known, *OTHER_FLAGS}
@@ -98,7 +100,9 @@ def test_every_flag_that_the_pages_name_exists():
 
 
 def test_every_model_is_described():
-    assert [name for name in PRESETS if f"`{name}`" not in PAGES["docs/pretraining.md"]] == []
+    assert [
+        name for name in PRESETS if f"`{name}`" not in PAGES["docs/guides/pretraining.md"]
+    ] == []
 
 
 def table_rows(text: str, flag: str) -> list[str]:
@@ -108,10 +112,10 @@ def table_rows(text: str, flag: str) -> list[str]:
 
 
 def test_every_method_and_its_flags_are_described():
-    pages = PAGES["docs/pretraining.md"] + PAGES["docs/fine-tuning.md"]
+    pages = PAGES["docs/guides/pretraining.md"] + PAGES["docs/guides/fine-tuning.md"]
     assert [name for name in METHODS if f"| `{name}` |" not in pages] == []
     for field in dataclasses.fields(MethodOptions):
-        described = table_rows(PAGES["docs/pretraining.md"], flag_name(field.name))
+        described = table_rows(PAGES["docs/guides/pretraining.md"], flag_name(field.name))
         assert described == list(FLAG_METHODS[field.name]), field.name
 
 
@@ -152,10 +156,20 @@ def test_programs_that_the_pages_name_exist():
 
 
 def test_every_public_name_is_in_the_api_reference():
-    named = set(re.findall(r"^::: (\S+)$", PAGES["docs/api.md"], re.MULTILINE))
+    pages = "\n".join(text for page, text in PAGES.items() if page.startswith("docs/api/"))
+    named = re.findall(r"^::: (\S+)$", pages, re.MULTILINE)
+    # Where a module has the name of its function, `package.name` would document the module.
+    named = [re.sub(r"\.(\w+)\.\1$", r".\1", name) for name in named]
+    assert len(named) == len(set(named))
     public = public_names(actjax) | public_names(actjax.optim)
     optional = {name for name in named if name.startswith(("actjax.flax.", "actjax.equinox"))}
-    assert named - {"actjax.kernels.use"} - optional == public
+    others = {"actjax.kernels.use", "actjax.codecs.base.FactoredCodec"}
+    assert set(named) - others - optional == public
+
+
+def test_every_api_page_is_in_its_table():
+    pages = {pathlib.Path(page).name for page in PAGES if page.startswith("docs/api/")}
+    assert set(re.findall(r"\((\S+\.md)\)", PAGES["docs/api/index.md"])) == pages - {"index.md"}
 
 
 def test_every_codec_is_described():
@@ -164,13 +178,35 @@ def test_every_codec_is_described():
         for name, value in vars(actjax).items()
         if isinstance(value, type) and issubclass(value, actjax.Codec) and value != actjax.Codec
     }
-    assert {name for name in codecs if f"| `{name}(" not in PAGES["docs/codecs.md"]} == set()
+    assert {name for name in codecs if f"| `{name}(" not in PAGES["docs/guides/codecs.md"]} == set()
 
 
 def test_every_page_is_in_the_navigation():
-    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
-    assert {page for page in pages if not re.search(rf": {page}$", navigation, re.M)} == set()
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1]
+    navigation = re.findall(r"[-:] (\S+\.md)$", text, re.MULTILINE)
+    pages = {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")}
+    # The hook of the site makes these.
+    made = {"changelog.md", *(f"notebooks/{p.stem}.md" for p in ROOT.glob("notebooks/*.ipynb"))}
+    assert sorted(navigation) == sorted(pages | made)
+
+
+def test_a_function_with_the_name_of_its_module_is_documented_itself():
+    pages = "\n".join(text for page, text in PAGES.items() if page.startswith("docs/api/"))
+    for name in re.findall(r"^::: (actjax\.\S+)$", pages, re.MULTILINE):
+        path = ROOT / name.replace(".", "/")
+        # The pages of Flax and Equinox document modules.
+        if not name.startswith(("actjax.flax.nnx", "actjax.flax.linen", "actjax.equinox")):
+            assert not path.with_suffix(".py").exists(), name
+
+
+def table(text: str, head: str) -> str:
+    """Returns the table that begins with a head, without the folder of its links."""
+    return re.search(rf"^{re.escape(head)}.*?\n\n", text, re.M | re.S)[0].replace("](docs/", "](")
+
+
+def test_the_tables_of_the_first_page_are_those_of_the_readme():
+    for head in ("| you want | method |", "| GPU | every weight |"):
+        assert table(PAGES["docs/index.md"], head) == table(PAGES["README.md"], head)
 
 
 def test_files_that_the_glossary_names_exist():

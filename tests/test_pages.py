@@ -1,0 +1,41 @@
+"""Tests that the Python code of the documentation runs where it needs more than the library.
+
+`.ci/wheel.py` runs the code of the other pages, in an environment that has the library alone.
+"""
+
+import pathlib
+import runpy
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+SNIPPETS = runpy.run_path(str(ROOT / ".ci" / "snippets.py"))
+PAGES = {
+    str(path.relative_to(ROOT)): path
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+}
+WITH_EXTRAS = [name for name, path in PAGES.items() if SNIPPETS["needs_extras"](path)]
+
+
+def test_pages_that_need_the_library_alone_are_told_apart():
+    assert "docs/guides/own-model-nnx.md" in WITH_EXTRAS
+    assert "docs/guides/own-model-equinox.md" in WITH_EXTRAS
+    assert "docs/examples/resnet.md" in WITH_EXTRAS
+    assert "README.md" not in WITH_EXTRAS
+    assert "docs/guides/write-a-codec.md" not in WITH_EXTRAS
+
+
+def test_every_context_belongs_to_a_page():
+    contexts = {path.stem for path in (ROOT / ".ci" / "contexts").glob("*.py")}
+    assert contexts <= {path.stem for path in PAGES.values()}
+
+
+# Pages that train a model several ways take about half a minute of processor time each.
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if "own-model" in n else n for n in WITH_EXTRAS],
+)
+def test_the_code_of_a_page_runs(name):
+    if name == "docs/examples/graph.md":
+        pytest.importorskip("jraph", reason="jraph is not installed: pip install '.[examples]'")
+    assert SNIPPETS["run"](PAGES[name]) > 0
