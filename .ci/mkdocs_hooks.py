@@ -30,9 +30,14 @@ def on_files(files: Files, config: Any) -> Files:
     def add(uri: str, **source: Any) -> None:
         files.append(File.generated(config, uri, **source))
 
-    for folder, pattern in (("benchmarks/results/", "*"), ("examples/", "*.py")):
+    for folder, pattern in (
+        ("benchmarks/results/", "*.*"),
+        ("benchmarks/results/", "quick/*"),
+        ("examples/", "*.py"),
+    ):
         for path in sorted((ROOT / folder).glob(pattern)):
-            add(_FOLDERS[folder] + path.name, abs_src_path=str(path))
+            inside = path.relative_to(ROOT / folder).as_posix()
+            add(_FOLDERS[folder] + inside, abs_src_path=str(path))
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         text, pictures = notebook_page(path)
         add(f"notebooks/{path.stem}.md", content=text)

@@ -161,8 +161,8 @@ JOBS = (
     Job(
         "memory_h100", "benchmarks.memory", "A step of `llama_1b`, compiled for an H100", _STEP,
         _memory,
-        full=("--train.model", "llama_1b", "--train.batch-size", "8", "--train.seq-len", "1024",
-              "--train.weight-dtype", "bfloat16", "--train.compute-dtype", "bfloat16",
+        full=("--model", "llama_1b", "--batch-size", "8", "--seq-len", "1024",
+              "--weight-dtype", "bfloat16", "--compute-dtype", "bfloat16",
               "--device", "h100"),
         needs="`pip install -e '.[compile]'`",
     ),
