@@ -106,9 +106,8 @@ def committed(path: pathlib.Path, commit: str) -> dict[str, Any] | None:
     return json.loads(done.stdout) if done.returncode == 0 else None
 
 
-def main() -> None:
+def judge(config: Config) -> None:
     """Compares and prints. Exits with 1 if something is worse, with 2 if nothing is compared."""
-    config = tyro.cli(Config, description=__doc__)
     found: list[Change] = []
     for name in COMPARED:
         path = config.folder / f"{name}.json"
@@ -133,8 +132,8 @@ def main() -> None:
             ((c.place, f"{c.before:,.4g}", f"{c.now:,.4g}", f"{c.growth:+.1%}") for c in worse),
         )
     print(f"{len(found)} values compared with {config.against}, {len(worse)} worse")
-    sys.exit(bool(worse))
+    sys.exit(int(bool(worse)))
 
 
 if __name__ == "__main__":
-    main()
+    judge(tyro.cli(Config, description=__doc__))

@@ -1,0 +1,85 @@
+"""Tests of the soak: what it draws, what it judges, and a short run of it."""
+
+import json
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from benchmarks.soak import verdict
+from benchmarks.soak.__main__ import Config, faults
+from benchmarks.soak.lives import Folders, drawn
+
+
+def test_kills_are_drawn_in_order_and_of_every_kind():
+    kills = drawn(200, steps=1000, start=5.0, processes=2, seed=0)
+    assert [k.step for k in kills] == sorted(k.step for k in kills)
+    assert max(k.step for k in kills) < 950
+    assert {k.moment for k in kills} == {"start", "step", "save"}
+    assert {k.signal for k in kills} == {signal.SIGKILL, signal.SIGTERM}
+    assert {k.process for k in kills} == {0, 1, None}
+    assert kills == drawn(200, steps=1000, start=5.0, processes=2, seed=0)
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """The files of two equal runs, as the soak compares them."""
+    pair = Folders(tmp_path / "one"), Folders(tmp_path / "other")
+    for one in pair:
+        (one.out / "tensorboard").mkdir(parents=True)
+        (one.out / "tensorboard" / f"events.out.tfevents.{id(one)}").touch()
+        (one.out / "metrics.jsonl").touch()
+        one.data.mkdir()
+    return pair
+
+
+def test_files_left_over_are_found(folders):
+    one, other = folders
+    assert verdict.leftovers(one, other) == []
+    (other.out / "metrics.tmp").touch()
+    (other.data / ".preparing-x").mkdir()
+    (other.temporary / "tmpx").touch()
+    assert verdict.leftovers(one, other) == ["run/metrics.tmp", "data/.preparing-x", "tmp/tmpx"]
+
+
+def test_memory_that_grows_is_found(folders):
+    one, _ = folders
+    samples = np.stack([np.linspace(100, 110, 50), np.full(50, 7)], axis=1)
+    np.savetxt(one.root / "memory-0.txt", samples)
+    host, device = verdict.memory(one, 1)
+    assert host["growth"] > verdict.MOST_GROWTH
+    assert device["growth"] == 0
+    row = {
+        "differences": ["state"], "leftovers": [], "memory": [host, device],
+        "lives": [{"codes": [1], "output": ["Traceback"]}],
+        "kills": {"SIGKILL": 1, "SIGTERM": 1},
+    }  # fmt: skip
+    found = faults(row, Config(kills=3))
+    assert [text.split()[0] for text in found] == ["differs:", "memory", "life", "2"]
+
+
+@pytest.mark.slow  # 70 s of processor time: five starts of the program.
+def test_a_run_that_is_killed_ends_as_an_unbroken_one(tmp_path):
+    results = tmp_path / "soak.json"
+    arguments = [
+        "--steps",
+        "60",
+        "--kills",
+        "3",
+        "--save-every",
+        "10",
+        "--processes",
+        "1",
+        "--vocab-size",
+        "512",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.soak", *arguments, "--results", str(results)],
+        capture_output=True, text=True, check=False, timeout=900,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    (row,) = json.loads(results.read_text())["rows"]
+    assert row["faults"] == []
+    assert sum(row["kills"].values()) == 3
