@@ -18,14 +18,21 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
 def build(folder: pathlib.Path) -> pathlib.Path:
-    """Returns the wheel, built from a copy: setuptools leaves files in the tree that it builds."""
-    source = folder / "source"
+    """Returns the wheel, built from a copy: setuptools leaves files in the tree that it builds.
+
+    The source distribution is built too, and both are checked as a package index would.
+    """
+    source, out = folder / "source", folder / "dist"
     shutil.copytree(ROOT / "actjax", source / "actjax")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "CHANGELOG.md"):
         shutil.copy(ROOT / name, source)
-    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
-    subprocess.run([*pip, "--wheel-dir", folder, source], check=True)
-    (wheel,) = folder.glob("*.whl")
+    shutil.copy(ROOT / "CITATION.cff", source)
+    python = [sys.executable, "-m"]
+    quiet = {"check": True, "stdout": subprocess.DEVNULL}
+    subprocess.run([*python, "build", "--outdir", out, source], **quiet)
+    (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
+    subprocess.run([*python, "twine", "check", "--strict", wheel, sdist], check=True)
+    subprocess.run([*python, "check_wheel_contents", wheel], check=True)
     return wheel
 
 

@@ -25,8 +25,8 @@ PAGES = {
 }
 # Flags of other programs: of pip, mkdocs, `.ci/browse.py`, `benchmarks` and XLA.
 OTHER_FLAGS = {
-    "--add", "--help", "--constraint", "--extra-index-url", "--pictures", "--processes",
-    "--site-dir", "--strict", "--xla",
+    "--add", "--full", "--help", "--constraint", "--extra-index-url", "--pictures", "--processes",
+    "--quick", "--render", "--site-dir", "--strict", "--xla",
 }  # fmt: skip
 
 
