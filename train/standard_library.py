@@ -91,9 +91,10 @@ def _build_standard_library(data_dir: pathlib.Path) -> None:
             "sources. Give `--data PATH` instead."
         )
     tfds.disable_progress_bar()
-    builder = PythonStandardLibrary(data_dir=data_dir, file_format="array_record")
-    before, tempfile.tempdir = tempfile.tempdir, str(data_dir)  # It leaves an empty folder there.
+    # A builder leaves an empty folder among the temporary files.
+    before, tempfile.tempdir = tempfile.tempdir, str(data_dir)
     try:
+        builder = PythonStandardLibrary(data_dir=data_dir, file_format="array_record")
         with contextlib.redirect_stdout(io.StringIO()):  # Hides "Downloading".
             builder.download_and_prepare()
     finally:

@@ -88,8 +88,8 @@ def drawn(count: int, steps: int, start: float, processes: int, seed: int) -> li
     """
     rng = np.random.default_rng(seed)
     kills = []
-    # None of the last steps: a kill there would come too late.
-    for step in sorted(rng.integers(0, int(0.95 * steps), count)):
+    # None of the last steps: a run goes on for some before it is killed.
+    for step in sorted(rng.integers(0, int(0.8 * steps), count)):
         moment = str(rng.choice(["start", "step", "step", "save"]))
         longest = {"start": start, "step": 1.0, "save": 0.05}[moment]
         whom = int(rng.integers(processes + 1))
@@ -120,6 +120,9 @@ class Life:
           watch: whether the processes write down their memory, in `root/memory-INDEX.txt`.
         """
         self.folders, self.began = folders, time.monotonic()
+        self._metrics, self._former = folders.out / "metrics.jsonl", None
+        if self._metrics.exists():
+            self._former = self._metrics.stat().st_ino
         module = "benchmarks.soak.watched" if watch else "train.pretrain"
         port = _free_port()
         self._logs = [folders.root / f"log-{i}.txt" for i in range(processes)]
@@ -163,12 +166,19 @@ class Life:
         return any(process.poll() is not None for process in self._processes)
 
     def wait_for_step(self, step: int) -> bool:
-        """Waits until a step after `step` is recorded; False if a process ends before."""
-        while _last_step(self.folders.out) <= step:
+        """Waits until a step after `step` is recorded; False if a process ends before.
+
+        Lines of former lives do not count: a life begins a new file, without lines that a kill left
+        after the checkpoint.
+        """
+        while not self._has_begun() or _last_step(self.folders.out) <= step:
             if self.ended():
                 return False
             time.sleep(0.02)
         return True
+
+    def _has_begun(self) -> bool:
+        return self._metrics.exists() and self._metrics.stat().st_ino != self._former
 
     def wait_for_save(self) -> bool:
         """Waits until a checkpoint is being written; False if a process ends before."""
