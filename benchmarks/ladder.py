@@ -11,7 +11,7 @@ import dataclasses
 import pathlib
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from train.corpus import open_corpus
 from train.data import ValidationSet, train_batches, validation_batches
 from train.devices import find_device
 from train.resolve import dimensions
-from train.step import Batch, make_eval_step, make_recipe
+from train.step import make_eval_step, make_recipe
 from train.tokenizer import default_tokenizer
 
 RUNGS = {
@@ -156,7 +156,7 @@ def _trained(config: Config) -> dict[str, dict[str, Any]]:
 def _run(
     name: str,
     train: PretrainConfig,
-    batches: list[Batch],
+    batches: Sequence[Any],
     held_out: ValidationSet,
     config: Config,
 ) -> Iterator[dict[str, Any]]:

@@ -33,6 +33,7 @@ def rows(name: str, case: Case) -> list[dict[str, Any]]:
         args = tuple(x.astype(jnp.float32) for x in args)
     if kernel.refusal("triton", args, dict(case.options)) is not None:
         return []
+    assert kernel.triton is not None
     call = importlib.import_module(kernel.triton.module).launch(*args, **case.options)
     # In the order of the launch: a code has its outliers before its scales.
     exact = definition(kernel, case, args)

@@ -32,7 +32,7 @@ class Call:
     kernel: Any
     arguments: Sequence[jax.Array]
     results: Sequence[jax.ShapeDtypeStruct]
-    grid: Callable[[dict[str, Any]], tuple[int, ...]]
+    grid: Callable[[dict[str, Any]], tuple[int]]
     constants: dict[str, Any]
     choices: Sequence[triton.Config]
 

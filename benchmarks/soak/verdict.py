@@ -13,7 +13,7 @@ from benchmarks.soak.lives import Folders
 from train.metrics import read_metrics
 
 MOST_GROWTH = 0.05
-"""A memory whose largest use in the second half of a run exceeds that of the first by more leaks."""
+"""A memory leaks if its largest use grows by more from the first half of a run to the second."""
 
 
 def differences(one: Folders, other: Folders) -> list[str]:

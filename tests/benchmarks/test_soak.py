@@ -46,7 +46,7 @@ def test_files_left_over_are_found(folders):
 
 def test_memory_that_grows_is_found(folders):
     one, _ = folders
-    samples = np.stack([np.linspace(100, 110, 50), np.full(50, 7)], axis=1)
+    samples = np.stack([np.linspace(100, 120, 50), np.full(50, 7)], axis=1)
     np.savetxt(one.root / "memory-0.txt", samples)
     host, device = verdict.memory(one, 1)
     assert host["growth"] > verdict.MOST_GROWTH
