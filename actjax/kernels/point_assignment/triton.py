@@ -116,5 +116,7 @@ def actjax_point_assignment(
             apart = unit - (factor / size)[:, None] * nearest
             rest += apart * apart
             whole += unit * unit
-        fits = (tl.sqrt(tl.sum(rest, 1)) <= TOLERANCE * tl.sqrt(tl.sum(whole, 1))).to(tl.int8)
+        # A token that is not finite is kept, so that it is seen: it compares as false.
+        dropped = tl.sqrt(tl.sum(rest, 1)) > TOLERANCE * tl.sqrt(tl.sum(whole, 1))
+        fits = tl.where(dropped, 0, 1).to(tl.int8)
     tl.store(kept + row, fits, live)
