@@ -35,17 +35,19 @@ def rows(name: str, case: Case) -> list[dict[str, Any]]:
         return []
     assert kernel.triton is not None
     call = importlib.import_module(kernel.triton.module).launch(*args, **case.options)
-    # In the order of the launch: a code has its outliers before its scales.
     exact = definition(kernel, case, args)
     found = []
     for choice in call.choices:
         results = run(call, choice.kwargs)
         if name == "quantize":
-            want = [*exact.planes, exact.outliers, exact.scale]
-            want = [
-                np.reshape(x, y.shape)
-                for x, y in zip((w for w in want if w is not None), results, strict=True)
-            ]
+            planes = [*exact.planes, None][:2]
+            pairs = zip(
+                [*planes, exact.scale if exact.outliers is None else exact.outliers],
+                results,
+                strict=True,
+            )
+            used = [(np.reshape(x, y.shape), y) for x, y in pairs if x is not None]
+            want, results = [x for x, _ in used], [y for _, y in used]
         else:
             index, alpha, kept = results
             exponents = np.asarray(normalized(args[1], args[1].dtype)[1])

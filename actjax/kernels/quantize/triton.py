@@ -29,7 +29,7 @@ from actjax.kernels import format as fmt
 from actjax.kernels.levels import normal_levels
 from actjax.kernels.packing import PLANES
 from actjax.kernels.quantize import triton_by_channel
-from actjax.kernels.quantize.triton_planes import joined, packed_tiles
+from actjax.kernels.quantize.triton_planes import joined, packed_tiles, plane_shapes
 from actjax.kernels.triton_call import Call, choices
 
 COLUMNS = 16
@@ -73,8 +73,8 @@ def quantize(
     """As `actjax.kernels.quantize.api.quantize`."""
     results = launch(x, seed, channels, scale, centre, mean, spread, format=format).run()
     planes, lead = len(PLANES[format.bits]), x.shape[:-1]
-    scales = results[-1] if format.scaling == "group" else None
-    outliers = None if channels is None else results[-1]
+    scales = results[2] if format.scaling == "group" else None
+    outliers = None if channels is None else results[2]
     return fmt.QuantizedCode(
         planes=tuple(plane.reshape(*lead, -1) for plane in results[:planes]),
         offset=None,
@@ -95,7 +95,11 @@ def launch(
     x: jax.Array, seed: Any, channels: Any, scale: Any, centre: Any, mean: Any, spread: Any,
     *, format: fmt.Format,
 ) -> Call:  # fmt: skip
-    """Returns the launch of the program for the arguments, which is not refused."""
+    """Returns the launch of the program for the arguments, which is not refused.
+
+    It writes two planes, the second of them a byte that is not used if a code has one plane; and
+    the scales, or the whole channels, or a number that is not used.
+    """
     del seed
     if format.scaling == "channel":
         return triton_by_channel.launch(x, channels, scale, centre, format)
@@ -105,7 +109,7 @@ def launch(
 def _launch_rotated(
     x: jax.Array, mean: jax.Array | None, spread: jax.Array | None, format: fmt.Format
 ) -> Call:
-    """Returns the launch for rotated groups. It writes one or two planes, and scales."""
+    """Returns the launch for rotated groups. It writes two planes, and scales."""
     features, group, planes = x.shape[-1], format.group, PLANES[format.bits]
     rows = math.prod(x.shape[:-1])
     groups, tail = divmod(features, group)
@@ -117,14 +121,12 @@ def _launch_rotated(
         factor = factor / coded.rows(tiles.as_float(spread))
         means = coded.rows(tiles.as_float(mean))
     scale_dtype = jnp.float32 if format.scale_dtype == "float32" else jnp.uint16
-    widths = [-(-features * width // 8) for width in planes]
-    results = [jax.ShapeDtypeStruct((rows, width), jnp.uint8) for width in widths]
-    results.append(jax.ShapeDtypeStruct((rows, groups + (tail > 0)), scale_dtype))
+    scales = jax.ShapeDtypeStruct((rows, groups + (tail > 0)), scale_dtype)
     index, level = polynomials(format.bits)
     return Call(
-        actjax_quantize_rotated if len(planes) == 1 else actjax_quantize_rotated_in_two,
+        actjax_quantize_rotated,
         [x.reshape(rows, features), means, factor],
-        results,
+        [*plane_shapes(rows, features, planes), scales],
         lambda meta: (triton.cdiv(rows, meta["TILE"]) * (groups + (tail > 0)),),
         {
             "ROWS": rows,
@@ -165,43 +167,14 @@ def polynomials(bits: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 @triton.jit
 def actjax_quantize_rotated(
-    x, mean, factor, plane, scale,
-    ROWS: tl.constexpr, FEATURES: tl.constexpr, GROUPS: tl.constexpr, TAIL: tl.constexpr,
-    TILES: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr, SEQUENCE: tl.constexpr,
-    BALANCED: tl.constexpr, WIDE: tl.constexpr, TOP: tl.constexpr, INDEX: tl.constexpr,
-    LEVEL: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Codes of one plane."""
-    _program(
-        x, mean, factor, (plane,), scale, ROWS, FEATURES, GROUPS, TAIL, TILES, BITS, WIDTH,
-        SEQUENCE, BALANCED, WIDE, TOP, INDEX, LEVEL, TILE,
-    )  # fmt: skip
-
-
-@triton.jit
-def actjax_quantize_rotated_in_two(
     x, mean, factor, plane0, plane1, scale,
     ROWS: tl.constexpr, FEATURES: tl.constexpr, GROUPS: tl.constexpr, TAIL: tl.constexpr,
     TILES: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr, SEQUENCE: tl.constexpr,
     BALANCED: tl.constexpr, WIDE: tl.constexpr, TOP: tl.constexpr, INDEX: tl.constexpr,
     LEVEL: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Codes of two planes."""
-    _program(
-        x, mean, factor, (plane0, plane1), scale, ROWS, FEATURES, GROUPS, TAIL, TILES, BITS, WIDTH,
-        SEQUENCE, BALANCED, WIDE, TOP, INDEX, LEVEL, TILE,
-    )  # fmt: skip
-
-
-@triton.jit
-def _program(
-    x, mean, factor, planes, scale,
-    ROWS: tl.constexpr, FEATURES: tl.constexpr, GROUPS: tl.constexpr, TAIL: tl.constexpr,
-    TILES: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr, SEQUENCE: tl.constexpr,
-    BALANCED: tl.constexpr, WIDE: tl.constexpr, TOP: tl.constexpr, INDEX: tl.constexpr,
-    LEVEL: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
     """One group of a tile of tokens. Programs next to each other take groups next to each other."""
+    planes = (plane0, plane1)
     ALL: tl.constexpr = GROUPS + (TAIL > 0)
     group = tl.program_id(0) % ALL
     row = (tl.program_id(0) // ALL).to(tl.int64) * TILE + tl.arange(0, TILE)

@@ -17,7 +17,7 @@ import triton.language as tl
 from actjax.kernels import coded, tiles
 from actjax.kernels import format as fmt
 from actjax.kernels.packing import PLANES
-from actjax.kernels.quantize.triton_planes import packed_tiles
+from actjax.kernels.quantize.triton_planes import packed_tiles, plane_shapes
 from actjax.kernels.triton_call import Call, choices
 
 CHOICES = choices((32, 2), (64, 4), (128, 4), (128, 8))
@@ -39,25 +39,17 @@ def launch(
     centre: jax.Array | None,
     format: fmt.Format,
 ) -> Call:
-    """Returns the launch. It writes planes, and the whole channels if there are any."""
+    """Returns the launch. It writes two planes, and the whole channels."""
     features, rows = x.shape[-1], math.prod(x.shape[:-1])
     planes, count = PLANES[format.bits], 0 if channels is None else channels.shape[0]
-    results = [jax.ShapeDtypeStruct((rows, -(-features * w // 8)), jnp.uint8) for w in planes]
     index = jnp.zeros((1,), jnp.int32) if channels is None else channels
-    if channels is not None:
-        results.append(jax.ShapeDtypeStruct((rows, count), x.dtype))
-    kernel = {
-        (1, False): actjax_quantize_by_channel,
-        (1, True): actjax_quantize_by_channel_whole,
-        (2, False): actjax_quantize_by_channel_in_two,
-        (2, True): actjax_quantize_by_channel_in_two_whole,
-    }[len(planes), channels is not None]
+    whole = jax.ShapeDtypeStruct((rows, count) if count else (1, 1), x.dtype)
     groups, tail = divmod(features, format.group)
     programs = groups + (tail > 0) + (count > 0)
     return Call(
-        kernel,
+        actjax_quantize_by_channel,
         [x.reshape(rows, features), by_channel(features, channels, scale, centre), index],
-        results,
+        [*plane_shapes(rows, features, planes), whole],
         lambda meta: (triton.cdiv(rows, meta["TILE"]) * programs,),
         {
             "ROWS": rows,
@@ -94,68 +86,13 @@ def by_channel(
 
 @triton.jit
 def actjax_quantize_by_channel(
-    x, known, channels, plane,
-    ROWS: tl.constexpr, FEATURES: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
-    TAIL: tl.constexpr, COUNT: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr,
-    TILE: tl.constexpr,
-):  # fmt: skip
-    """Codes of one plane."""
-    _program(
-        x, known, channels, (plane,), None, ROWS, FEATURES, GROUP, GROUPS, TAIL, COUNT, BITS, WIDTH,
-        TILE,
-    )  # fmt: skip
-
-
-@triton.jit
-def actjax_quantize_by_channel_whole(
-    x, known, channels, plane, whole,
-    ROWS: tl.constexpr, FEATURES: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
-    TAIL: tl.constexpr, COUNT: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr,
-    TILE: tl.constexpr,
-):  # fmt: skip
-    """Codes of one plane, and whole channels."""
-    _program(
-        x, known, channels, (plane,), whole, ROWS, FEATURES, GROUP, GROUPS, TAIL, COUNT, BITS,
-        WIDTH, TILE,
-    )  # fmt: skip
-
-
-@triton.jit
-def actjax_quantize_by_channel_in_two(
-    x, known, channels, plane0, plane1,
-    ROWS: tl.constexpr, FEATURES: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
-    TAIL: tl.constexpr, COUNT: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr,
-    TILE: tl.constexpr,
-):  # fmt: skip
-    """Codes of two planes."""
-    _program(
-        x, known, channels, (plane0, plane1), None, ROWS, FEATURES, GROUP, GROUPS, TAIL, COUNT,
-        BITS, WIDTH, TILE,
-    )  # fmt: skip
-
-
-@triton.jit
-def actjax_quantize_by_channel_in_two_whole(
     x, known, channels, plane0, plane1, whole,
     ROWS: tl.constexpr, FEATURES: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
     TAIL: tl.constexpr, COUNT: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Codes of two planes, and whole channels."""
-    _program(
-        x, known, channels, (plane0, plane1), whole, ROWS, FEATURES, GROUP, GROUPS, TAIL, COUNT,
-        BITS, WIDTH, TILE,
-    )  # fmt: skip
-
-
-@triton.jit
-def _program(
-    x, known, channels, planes, whole,
-    ROWS: tl.constexpr, FEATURES: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
-    TAIL: tl.constexpr, COUNT: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr,
-    TILE: tl.constexpr,
-):  # fmt: skip
     """A group of a tile of tokens, or its whole channels."""
+    planes = (plane0, plane1)
     CODED: tl.constexpr = GROUPS + (TAIL > 0)
     ALL: tl.constexpr = CODED + (COUNT > 0)
     part = tl.program_id(0) % ALL

@@ -1,7 +1,17 @@
 """Bytes of codes, in programs that are written in Triton. As `actjax.kernels.packing`."""
 
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
 import triton
 import triton.language as tl
+
+
+def plane_shapes(rows: int, features: int, widths: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
+    """Returns the shapes of two planes; the second is a byte if there is one width."""
+    sizes = [(rows, -(-features * width // 8)) for width in widths] + [(1, 1)]
+    return [jax.ShapeDtypeStruct(size, jnp.uint8) for size in sizes[:2]]
 
 
 @triton.jit
