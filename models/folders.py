@@ -54,7 +54,7 @@ def scratch_folder(parent: pathlib.Path, prefix: str) -> Iterator[pathlib.Path]:
             shutil.rmtree(other, ignore_errors=True)
             os.close(lock)
     folder = pathlib.Path(tempfile.mkdtemp(dir=parent, prefix=prefix))
-    while (lock := _lock(folder)) is None:  # Another process took it for one of a killed process.
+    while (lock := _lock(folder, without=True)) is None:  # Another process took it for one of a killed process.
         folder = pathlib.Path(tempfile.mkdtemp(dir=parent, prefix=prefix))
     try:
         yield folder
@@ -63,15 +63,28 @@ def scratch_folder(parent: pathlib.Path, prefix: str) -> Iterator[pathlib.Path]:
         os.close(lock)
 
 
-def _lock(folder: pathlib.Path) -> int | None:
-    """Takes the lock of a folder; None if another process has it, or removes the folder."""
+def _lock(folder: pathlib.Path, without: bool = False) -> int | None:
+    """Takes the lock of a folder; None if another process has it, or removes the folder.
+
+    Args:
+      folder: the folder.
+      without: whether to go on without a lock where the file system has none.
+    """
     try:
         lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT)
     except OSError:
         return None
-    with contextlib.suppress(OSError):
+    try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if (folder / _LOCK).exists():
+    except BlockingIOError:
+        os.close(lock)
+        return None
+    except OSError:
+        if without:
             return lock
+        os.close(lock)
+        return None
+    if (folder / _LOCK).exists():
+        return lock
     os.close(lock)
     return None
