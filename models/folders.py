@@ -54,7 +54,8 @@ def scratch_folder(parent: pathlib.Path, prefix: str) -> Iterator[pathlib.Path]:
             shutil.rmtree(other, ignore_errors=True)
             os.close(lock)
     folder = pathlib.Path(tempfile.mkdtemp(dir=parent, prefix=prefix))
-    while (lock := _lock(folder, without=True)) is None:  # Another process took it for one of a killed process.
+    # Another process may have taken it for one of a killed process.
+    while (lock := _lock(folder, without=True)) is None:
         folder = pathlib.Path(tempfile.mkdtemp(dir=parent, prefix=prefix))
     try:
         yield folder

@@ -55,7 +55,7 @@ class Triton:
             return _NO_TRITON
         return importlib.import_module(self.module).refuses(*args, **options)
 
-    def run(self, options: dict[str, Any], *args: Any) -> Any:
+    def run(self, *args: Any, **options: Any) -> Any:
         """Computes the function. `jax.vmap` runs it once for each entry of the mapped axis."""
         program = getattr(importlib.import_module(self.module), self.program)
         return jax.custom_batching.sequential_vmap(functools.partial(program, **options))(*args)
@@ -209,7 +209,8 @@ class Kernel:
             interpret = ("interpret", jax.default_backend() != "tpu")
             return primitive.traced_once(self.mosaic.program, (interpret, *static), *args)
         if asked == "triton" and self.triton is not None:
-            return self.triton.run(options, *args)
+            # On other platforms it is the definition.
+            return primitive.call(_programs_with(self), static, *args)
         if asked is not None:
             interpret = ("interpret", asked == "interpreted")
             return primitive.traced_once(self.pallas, (interpret, *static), *args)
@@ -244,6 +245,13 @@ def _programs(kernel: Kernel, on_cuda: bool, on_tpu: bool) -> primitive.Programs
         else None
     )
     return primitive.Programs(kernel.name, kernel.reference, cuda, tpu)
+
+
+@functools.cache
+def _programs_with(kernel: Kernel) -> primitive.Programs:
+    """Returns what a kernel is on each platform if its program in Triton is asked for."""
+    assert kernel.triton is not None
+    return primitive.Programs(kernel.name, kernel.reference, kernel.triton.run)
 
 
 def _traced(args: Any) -> bool:
