@@ -124,7 +124,8 @@ def judge(config: Config) -> None:
     if not found:
         print(f"nothing to compare: no result of {config.folder} is in {config.against}")
         sys.exit(2)
-    worse = [change for change in found if change.growth > config.most]
+    # Not `growth > most`, which holds for no NaN.
+    worse = [change for change in found if not change.growth <= config.most]
     if worse:
         print_table(
             f"worse by more than {config.most:.0%}",

@@ -144,6 +144,14 @@ def test_a_planted_loss_of_3_per_cent_fails(tmp_path, growth, worse, capsys):
     assert f"5 values compared with HEAD, {worse} worse" in capsys.readouterr().out
 
 
+def test_a_value_that_became_nan_fails(tmp_path):
+    now = copy.deepcopy(BEFORE)
+    now["rows"][1]["peak"] = "nan"  # As `record.write` has it: JSON has no NaN.
+    with pytest.raises(SystemExit) as ended:
+        compared(tmp_path, now)
+    assert ended.value.code == 1
+
+
 def test_other_settings_are_not_compared(tmp_path, capsys):
     now = copy.deepcopy(BEFORE) | {"settings": {"model": "llama_9m"}}
     with pytest.raises(SystemExit) as ended:
