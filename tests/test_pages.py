@@ -15,12 +15,17 @@ PAGES = {
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 }
 WITH_EXTRAS = [name for name, path in PAGES.items() if SNIPPETS["needs_extras"](path)]
+# Packages that the extra `test` does not bring, and the extra that does.
+OPTIONAL = {
+    "docs/examples/graph.md": ("jraph", "examples"),
+    "docs/guides/kernels.md": ("jax_triton", "triton"),
+}
 
 
 def test_pages_that_need_the_library_alone_are_told_apart():
     assert "docs/guides/own-model-nnx.md" in WITH_EXTRAS
     assert "docs/guides/own-model-equinox.md" in WITH_EXTRAS
-    assert "docs/examples/resnet.md" in WITH_EXTRAS
+    assert set(OPTIONAL) < set(WITH_EXTRAS)
     assert "README.md" not in WITH_EXTRAS
     assert "docs/guides/write-a-codec.md" not in WITH_EXTRAS
 
@@ -36,6 +41,8 @@ def test_every_context_belongs_to_a_page():
     [pytest.param(n, marks=pytest.mark.slow) if "own-model" in n else n for n in WITH_EXTRAS],
 )
 def test_the_code_of_a_page_runs(name):
-    if name == "docs/examples/graph.md":
-        pytest.importorskip("jraph", reason="jraph is not installed: pip install '.[examples]'")
+    if name in OPTIONAL:
+        package, extra = OPTIONAL[name]
+        reason = f"{package} is not installed: pip install '.[{extra}]'"
+        pytest.importorskip(package, reason=reason, exc_type=ImportError)
     assert SNIPPETS["run"](PAGES[name]) > 0
