@@ -39,15 +39,34 @@ class Config:
     """Run each benchmark as its committed result was made."""
     render: tyro.conf.FlagCreatePairsOff[bool] = False
     """Run nothing, and write the page."""
-    only: tuple[str, ...] = tuple(job.name for job in JOBS)
-    """Benchmarks to run, by the names of their results."""
+    only: tuple[str, ...] | None = None
+    """Benchmarks to run, by the names of their results; all of them by default."""
 
     def __post_init__(self) -> None:
         if self.quick + self.full + self.render != 1:
             raise ValueError("give one of `--quick`, `--full` and `--render`.")
-        known = [job.name for job in JOBS]
-        if unknown := [name for name in self.only if name not in known]:
-            raise ValueError(f"`--only` has {unknown[0]!r}. There are: {', '.join(known)}.")
+        if self.only is None:
+            return
+        known = {job.name: job for job in JOBS}
+        names = f"There are: {', '.join(known)}."
+        if self.render or not self.only:
+            problem = "is of no use with `--render`." if self.render else f"needs a name. {names}"
+            raise ValueError(f"`--only` {problem}")
+        for name in self.only:
+            if name not in known:
+                raise ValueError(f"`--only` has {name!r}. {names}")
+            if self.arguments(known[name]) is None:
+                mode = "quick" if self.quick else "full"
+                raise ValueError(
+                    f"`--only` has {name!r}, which has no run with `--{mode}`:"
+                    f" `python -m {known[name].module}` runs it."
+                )
+
+    def arguments(self, job: Job) -> Sequence[str] | None:
+        """Returns the arguments of a benchmark; None if it is not among those to run."""
+        if self.render or (self.only is not None and job.name not in self.only):
+            return None
+        return job.quick if self.quick else job.full
 
 
 def run(job: Job, arguments: Sequence[str], folder: pathlib.Path) -> tuple[bool, float]:
@@ -122,8 +141,7 @@ def main() -> None:
     config = tyro.cli(Config, description=__doc__)
     done = []
     for job in JOBS:
-        arguments = job.quick if config.quick else job.full
-        if config.render or job.name not in config.only or arguments is None:
+        if (arguments := config.arguments(job)) is None:
             continue
         well, seconds = run(job, arguments, QUICK if config.quick else record.RESULTS)
         done.append((job.name, "done" if well else "failed", f"{seconds:.0f}"))

@@ -2,12 +2,14 @@
 
 `python -m benchmarks.all --quick`, then `python -m benchmarks.regression`: it compares the files in
 `benchmarks/results/quick` with their committed form, row by row, and exits with 1 if a peak, a
-temporary memory, a loss or a number of operations is more than 2% larger, or if there are new
-faults. Times are not compared: machines differ.
+temporary memory, a loss or a number of operations is more than 2% larger or missing, or if there
+are new faults. Times are not compared: machines differ.
 """
 
+import collections
 import dataclasses
 import json
+import math
 import pathlib
 import subprocess
 import sys
@@ -49,6 +51,10 @@ class Config:
             )
         if not self.most >= 0:
             raise ValueError(f"`--most` must not be negative, got {self.most}.")
+        commit = f"{self.against}^{{commit}}"
+        command = ["git", "-C", str(self.folder), "rev-parse", "--quiet", "--verify", commit]
+        if subprocess.run(command, capture_output=True, check=False).returncode:
+            raise ValueError(f"`--against` {self.against!r} is no commit of this repository.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,44 +64,59 @@ class Change:
     Attributes:
       place: result, row and value.
       before: as committed.
-      now: as measured.
+      now: as measured; None if it is missing.
     """
 
     place: str
     before: float
-    now: float
+    now: float | None
 
     @property
     def growth(self) -> float:
-        """The growth as a share; infinite from nothing to something."""
+        """The growth as a share; infinite from nothing to something and for a missing value."""
+        if self.now is None:
+            return math.inf
         if self.before:
             return self.now / self.before - 1
-        return float("inf") if self.now else 0.0
+        return math.inf if self.now else 0.0
 
 
 def changes(name: str, before: dict[str, Any], now: dict[str, Any]) -> Iterator[Change]:
-    """Yields the values that two results of one benchmark have in common.
+    """Yields the values of a committed result with those of a new one, and faults of new rows.
 
     Args:
       name: name of the result.
       before: content of the committed file.
       now: content of the new one.
     """
-    known = {_key(row): row for row in before["rows"]}
-    for row in now["rows"]:
-        former = known.get(_key(row))
-        for value in COMPARED[name] if former else ():
-            pair = (_size(former.get(value)), _size(row.get(value)))  # type: ignore[union-attr]
-            if None not in pair:
-                yield Change(f"{name}: {' '.join(_key(row))}, {value}", *pair)  # type: ignore[arg-type]
+    rows = {_key(row): row for row in now["rows"]}
+    former_rows = {_key(row): row for row in before["rows"]}
+    for key in former_rows | rows:
+        row, former = rows.get(key, {}), former_rows.get(key, {})
+        for value in COMPARED[name]:
+            pair = _sizes(former.get(value), row.get(value))
+            if pair is not None:
+                yield Change(f"{name}: {' '.join(key)}, {value}", *pair)
 
 
 def _key(row: dict[str, Any]) -> tuple[str, ...]:
     return tuple(str(row[name]) for name in _NAMES if name in row)
 
 
-def _size(value: Any) -> float | None:
-    return None if value is None else float(len(value) if isinstance(value, list) else value)
+def _sizes(before: Any, now: Any) -> tuple[float, float | None] | None:
+    """Returns what is compared of two values; None if the first says nothing about the second.
+
+    Of lists: how many entries both have, and how many the second has. A fault that another one
+    replaces is new.
+    """
+    if isinstance(now, list):
+        known = collections.Counter(map(str, before or ()))
+        return float((known & collections.Counter(map(str, now))).total()), float(len(now))
+    if before is None:
+        return None
+    if isinstance(before, list):
+        return float(len(before)), None
+    return float(before), None if now is None else float(now)
 
 
 def committed(path: pathlib.Path, commit: str) -> dict[str, Any] | None:
@@ -103,26 +124,53 @@ def committed(path: pathlib.Path, commit: str) -> dict[str, Any] | None:
     here = path.resolve()
     command = ["git", "-C", str(here.parent), "show", f"{commit}:./{here.name}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return json.loads(done.stdout) if done.returncode == 0 else None
+    return _content(done.stdout, f"{path} of {commit}") if done.returncode == 0 else None
+
+
+def _content(text: str, where: str) -> dict[str, Any]:
+    """Returns the content of a result file. Raises a `ValueError` if it is none."""
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{where}: it is not JSON ({error}).") from error
+    try:
+        content["settings"], content["environment"]["versions"]
+        [_key(row) for row in content["rows"]]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{where}: it is no result of a benchmark.") from error
+    return content
 
 
 def judge(config: Config) -> None:
-    """Compares and prints. Exits with 1 if something is worse, with 2 if nothing is compared."""
+    """Compares and prints. Exits with 1 if something is worse, with 2 if nothing is compared.
+
+    Raises:
+      ValueError: a file is no result of a benchmark.
+    """
     found: list[Change] = []
     for name in COMPARED:
         path = config.folder / f"{name}.json"
-        before = committed(path, config.against) if path.exists() else None
+        before = committed(path, config.against)
         if before is None:
             continue
-        now = json.loads(path.read_text())
+        if not path.exists():
+            print(f"{name}: {config.against} has it, {config.folder} does not: not compared")
+            continue
+        now = _content(path.read_text(encoding="utf-8", errors="replace"), str(path))
         if before["settings"] != now["settings"]:
             print(f"{name}: other settings than those of {config.against}: not compared")
             continue
         if before["environment"]["versions"] != now["environment"]["versions"]:
             print(f"{name}: other versions of JAX or its companions than in {config.against}")
-        found += changes(name, before, now)
+        try:
+            found += changes(name, before, now)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: a value is no number ({error}).") from error
     if not found:
-        print(f"nothing to compare: no result of {config.folder} is in {config.against}")
+        print(
+            f"nothing compared: no result of {config.folder} is in {config.against} with the same"
+            " settings"
+        )
         sys.exit(2)
     # Not `growth > most`, which holds for no NaN.
     worse = [change for change in found if not change.growth <= config.most]
@@ -130,11 +178,28 @@ def judge(config: Config) -> None:
         print_table(
             f"worse by more than {config.most:.0%}",
             ("value", "before", "now", "growth"),
-            ((c.place, f"{c.before:,.4g}", f"{c.now:,.4g}", f"{c.growth:+.1%}") for c in worse),
+            (
+                (
+                    change.place,
+                    f"{change.before:,.4g}",
+                    "missing" if change.now is None else f"{change.now:,.4g}",
+                    "" if change.now is None else f"{change.growth:+.1%}",
+                )
+                for change in worse
+            ),
         )
     print(f"{len(found)} values compared with {config.against}, {len(worse)} worse")
     sys.exit(int(bool(worse)))
 
 
+def main() -> None:
+    """Reads the command line and compares. Exits with 2 on a file that is no result."""
+    try:
+        judge(tyro.cli(Config, description=__doc__))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+
+
 if __name__ == "__main__":
-    judge(tyro.cli(Config, description=__doc__))
+    main()

@@ -97,6 +97,9 @@ def test_the_page_has_every_committed_result_and_says_which_are_stale(monkeypatc
         ({}, "give one of"),
         ({"quick": True, "full": True}, "give one of"),
         ({"quick": True, "only": ("memori",)}, "'memori'. There are: ladder"),
+        ({"quick": True, "only": ()}, "needs a name. There are: ladder"),
+        ({"render": True, "only": ("memory",)}, "of no use with `--render`"),
+        ({"full": True, "only": ("gpu",)}, "no run with `--full`: `python -m benchmarks.gpu`"),
     ],
 )
 def test_wrong_settings_are_named(settings, message):
@@ -124,13 +127,13 @@ BEFORE = {
 
 
 def compared(tmp_path, now, **flags):
-    """Runs the check on a result beside its committed form."""
+    """Runs the check on a result, or on the text of a file, beside its committed form."""
     git(tmp_path, "init", "-q")
     path = tmp_path / "memory.json"
     path.write_text(json.dumps(BEFORE))
     git(tmp_path, "add", "-A")
     git(tmp_path, "commit", "-qm", "results")
-    path.write_text(json.dumps(now))
+    path.write_text(now if isinstance(now, str) else json.dumps(now))
     regression.judge(regression.Config(folder=tmp_path, **flags))
 
 
@@ -144,12 +147,47 @@ def test_a_planted_loss_of_3_per_cent_fails(tmp_path, growth, worse, capsys):
     assert f"5 values compared with HEAD, {worse} worse" in capsys.readouterr().out
 
 
-def test_a_value_that_became_nan_fails(tmp_path):
+def changed(rows, **values):
+    """Returns the first rows of the result, with other values in the second."""
     now = copy.deepcopy(BEFORE)
-    now["rows"][1]["peak"] = "nan"  # As `record.write` has it: JSON has no NaN.
+    now["rows"][1] |= values
+    now["rows"] = now["rows"][:rows]
+    return now
+
+
+@pytest.mark.parametrize(
+    "now",
+    [
+        changed(2, peak="nan"),  # As `record.write` has it: JSON has no NaN.
+        changed(2, peak=None),
+        changed(1),
+        changed(0),
+    ],
+    ids=["nan", "none", "row", "all rows"],
+)
+def test_a_value_that_vanished_or_became_nan_fails(tmp_path, now):
     with pytest.raises(SystemExit) as ended:
         compared(tmp_path, now)
     assert ended.value.code == 1
+
+
+@pytest.mark.parametrize(
+    ("now", "message"),
+    [
+        ("{", "memory.json: it is not JSON"),
+        ("[]", "memory.json: it is no result of a benchmark"),
+        ('{"rows": []}', "memory.json: it is no result of a benchmark"),
+        (changed(2, peak="much"), "memory.json: a value is no number"),
+    ],
+)
+def test_a_file_that_is_no_result_is_named(tmp_path, now, message):
+    with pytest.raises(ValueError, match=message):
+        compared(tmp_path, now)
+
+
+def test_an_unknown_commit_is_named(repository):
+    with pytest.raises(ValueError, match="`--against` 'nothing' is no commit"):
+        regression.Config(folder=repository, against="nothing")
 
 
 def test_other_settings_are_not_compared(tmp_path, capsys):
@@ -160,8 +198,20 @@ def test_other_settings_are_not_compared(tmp_path, capsys):
     assert "other settings" in capsys.readouterr().out
 
 
-def test_new_faults_fail(tmp_path):
-    before = {**BEFORE, "rows": [{"kind": "Exact", "content": "zeros", "faults": []}]}
-    now = {**BEFORE, "rows": [{"kind": "Exact", "content": "zeros", "faults": ["one"]}]}
-    (change,) = regression.changes("random_arrays", before, now)
-    assert change.growth == float("inf")
+@pytest.mark.parametrize(
+    ("before", "now", "worse"),
+    [
+        ([], ["one"], True),
+        (None, ["one"], True),  # A row that the committed result does not have.
+        (["one"], ["other"], True),
+        (["one", "other"], ["one"], False),
+        (["one"], None, True),
+    ],
+)
+def test_new_faults_fail(before, now, worse):
+    def result(faults):
+        row = {"kind": "Exact", "content": "zeros", "faults": faults}
+        return {**BEFORE, "rows": [] if faults is None else [row]}
+
+    found = regression.changes("random_arrays", result(before), result(now))
+    assert any(not change.growth <= 0.02 for change in found) is worse
