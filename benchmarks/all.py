@@ -48,13 +48,13 @@ class Config:
         if self.only is None:
             return
         known = {job.name: job for job in JOBS}
-        names = f"There are: {', '.join(known)}."
+        names = f"Choose from {', '.join(known)}."
         if self.render or not self.only:
             problem = "is of no use with `--render`." if self.render else f"needs a name. {names}"
             raise ValueError(f"`--only` {problem}")
         for name in self.only:
             if name not in known:
-                raise ValueError(f"`--only` has {name!r}. {names}")
+                raise ValueError(f"`--only` has {name!r}, which is no benchmark. {names}")
             if self.arguments(known[name]) is None:
                 mode = "quick" if self.quick else "full"
                 raise ValueError(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.ladder import RUNGS
+from benchmarks.soak.verdict import growth
 
 Table = list[dict[str, str]]
 """Rows of cells by header."""
@@ -116,7 +117,7 @@ def _soak(result: dict[str, Any]) -> Table:
             "at start / step / save": " / ".join(map(str, row["moments"].values())),
             "different arrays or losses": str(len(row["differences"])),
             "files left over": str(len(row["leftovers"])),
-            "growth of host memory": f"{max(x['growth'] for x in row['memory']):.1%}",
+            "growth of host memory": growth(row["memory"], "host"),
         }
         for row in result["rows"]
     ]

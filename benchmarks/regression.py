@@ -134,8 +134,8 @@ def _content(text: str, where: str) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{where}: it is not JSON ({error}).") from error
     try:
-        content["settings"], content["environment"]["versions"]
-        [_key(row) for row in content["rows"]]
+        _ = content["settings"], content["environment"]["versions"]
+        _ = [_key(row) for row in content["rows"]]
     except (KeyError, TypeError) as error:
         raise ValueError(f"{where}: it is no result of a benchmark.") from error
     return content

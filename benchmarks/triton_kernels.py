@@ -63,7 +63,7 @@ class Config:
     def __post_init__(self) -> None:
         known = {case.name for entry in KERNELS.values() for case in entry.cases}
         if unknown := [name for name in self.cases if name not in known]:
-            raise ValueError(f"`--cases` has {unknown[0]!r}, which is no case of a kernel.")
+            raise ValueError(f"`--cases` has {unknown[0]!r}, but no kernel has such a case.")
 
 
 def measure(config: Config) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import os
 import pathlib
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -47,9 +48,12 @@ def scratch_folder(parent: pathlib.Path, prefix: str) -> Iterator[pathlib.Path]:
 
     Args:
       parent: where to make it.
-      prefix: the beginning of its name. Folders of this prefix with a lock are scratch folders.
+      prefix: its name, but for the random end. Folders of such a name with a lock are scratch
+        folders.
     """
-    for other in parent.glob(f"{prefix}*"):
+    # The end that `mkdtemp` gives has no "-": ".a-" is no beginning of a folder of ".a-b-".
+    named = re.compile(re.escape(prefix) + "[a-z0-9_]+")
+    for other in filter(lambda path: named.fullmatch(path.name), list(parent.iterdir())):
         if (other / _LOCK).exists() and (lock := _lock(other)) is not None:
             shutil.rmtree(other, ignore_errors=True)
             os.close(lock)

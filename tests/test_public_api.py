@@ -190,7 +190,7 @@ def test_type_hints_resolve():
     failed = {}
     for name, value in OBJECTS.items():
         try:
-            # What `triton.jit` makes of a function has the annotations of its own class.
+            # `triton.jit` wraps a function, which is its attribute `fn` and has the annotations.
             value = getattr(value, "fn", value)
             typing.get_type_hints(value.fget if isinstance(value, property) else value)
         except Exception as error:

@@ -8,7 +8,7 @@ from benchmarks.malformed.mutate import Random, mutated, mutated_tree, pick
 
 
 def spoil(rng: Random, path: pathlib.Path) -> str:
-    """Puts what is no readable file, or one without content, in the place of a file.
+    """Replaces a file by an empty one, or by one that cannot be read.
 
     Returns:
       What it is.

@@ -108,7 +108,7 @@ def bad_value(rng: Random, folder: pathlib.Path) -> Case:
 
 
 def bad_choice(rng: Random, folder: pathlib.Path) -> Case:
-    """A name that is no choice of its flag."""
+    """A value that its flag does not offer."""
     program, flags = _command(rng)
     chosen = [flag for flag in FLAGS[program] if flag.choices]
     named = ("--method", "--model", "--device", "--targets", "--sites", "--data")

@@ -65,6 +65,8 @@ class Config:
             raise ValueError(
                 f"`--processes` must be numbers of at least 1, got {self.processes or 'none'}."
             )
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ValueError(f"`--folder` {self.folder} is a file: name a folder.")
 
 
 def measure(config: Config) -> list[dict[str, Any]]:
@@ -100,7 +102,7 @@ def faults(row: dict[str, Any], config: Config) -> list[str]:
     found += [
         f"memory of the {x['memory']} of process {x['process']} grew by {x['growth']:.1%}"
         for x in row["memory"]
-        if x["growth"] > verdict.MOST_GROWTH
+        if x["growth"] is not None and not x["growth"] <= verdict.MOST_GROWTH
     ]
     found += [
         f"life {i} ended with {life['codes']}: {life['output'][0][-300:]}"
@@ -131,9 +133,14 @@ def _unbroken(config: Config, processes: int) -> tuple[Folders, dict[str, float]
         if settings == command:
             return Folders(root), {"start": float(start), "whole": float(whole)}
     folders, began = Folders(_emptied(root)), time.monotonic()
+    print(f"{processes} x, unbroken: prepares text and compiles", flush=True)
     with Life(_arguments(config), folders, processes, watch=True) as life:
         life.wait_for_step(0)
         start = time.monotonic() - began
+        for tenth in range(1, 10):
+            if life.wait_for_step(tenth * config.steps // 10):
+                minutes = (time.monotonic() - began) / 60
+                print(f"{processes} x, unbroken: {tenth}0% in {minutes:.1f} minutes", flush=True)
         ending = life.end(None)
     if any(ending["codes"]):
         sys.exit(f"the unbroken run ended with {ending['codes']}:\n{ending['output'][0]}")
@@ -181,10 +188,7 @@ def show(config: Config, rows: list[dict[str, Any]]) -> None:
                 str(row["processes"]), *(str(n) for n in row["kills"].values()),
                 " / ".join(str(n) for n in row["moments"].values()),
                 str(len(row["differences"])), str(len(row["leftovers"])),
-                " / ".join(
-                    f"{max(x['growth'] for x in row['memory'] if x['memory'] == name):+.1%}"
-                    for name in ("host", "device")
-                ),
+                " / ".join(verdict.growth(row["memory"], name) for name in ("host", "device")),
                 f"{row['seconds_unbroken'] / 60:.1f} / {row['seconds_broken'] / 60:.1f}",
             )
             for row in rows

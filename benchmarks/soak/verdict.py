@@ -1,6 +1,7 @@
 """What must be equal in a run that was killed and in one that was not."""
 
 import json
+import math
 import pathlib
 import re
 from typing import Any
@@ -14,10 +15,15 @@ from train.metrics import read_metrics
 
 MOST_GROWTH = 0.05
 """A memory leaks if its largest use grows by more from the first half of a run to the second."""
+LEAST_SAMPLES = 60
+"""Samples of memory below which a run is too short to judge: it still fills its caches."""
 
 
 def differences(one: Folders, other: Folders) -> list[str]:
-    """Returns what differs between the ends of two runs: arrays, bits for bit, and losses."""
+    """Returns what differs between the ends of two runs: arrays, bits for bit, losses, and files.
+
+    Of files: those that `other` does not have. `leftovers` are those that it has and `one` has not.
+    """
     states = [_last_state(folders.out) for folders in (one, other)]
     (step, arrays), (other_step, other_arrays) = states
     if step != other_step or arrays.keys() != other_arrays.keys():
@@ -25,7 +31,7 @@ def differences(one: Folders, other: Folders) -> list[str]:
     found = [name for name, x in arrays.items() if x.tobytes() != other_arrays[name].tobytes()]
     logs = [_losses(folders.out) for folders in (one, other)]
     found += [f"the recorded losses ({len(logs[0])} and {len(logs[1])})"] * (logs[0] != logs[1])
-    return found
+    return found + [f"missing: {name}" for name in _superfluous(other, one)]
 
 
 def leftovers(one: Folders, other: Folders) -> list[str]:
@@ -33,33 +39,44 @@ def leftovers(one: Folders, other: Folders) -> list[str]:
 
     Every start of a run begins a file of TensorBoard, which reads all of them: these do not count.
     """
-    found = []
-    for folder, expected in ((other.out, one.out), (other.data, one.data)):
-        names = _names(expected)
-        found += sorted(f"{folder.name}/{name}" for name in _names(folder) - names)
-    found += [f"tmp/{path.name}" for path in sorted(other.temporary.iterdir())]
-    return found
+    return _superfluous(one, other) + [
+        f"tmp/{path.name}" for path in sorted(other.temporary.iterdir())
+    ]
+
+
+def _superfluous(one: Folders, other: Folders) -> list[str]:
+    """Returns the files of the run and of the prepared text that `one` does not have."""
+    pairs = ((one.out, other.out), (one.data, other.data))
+    return [f"{b.name}/{name}" for a, b in pairs for name in sorted(_names(b) - _names(a))]
 
 
 def memory(folders: Folders, processes: int) -> list[dict[str, Any]]:
     """Returns, for each process and for host and device, bytes early, late, and the growth.
 
     Early and late are the largest samples of the two halves of the run. Most samples fall into a
-    step, where one state, two or none may be alive.
+    step, where one state, two or none may be alive. All three are None for a run of fewer than
+    `LEAST_SAMPLES`.
     """
     rows = []
     for i in range(processes):
-        samples = np.loadtxt(folders.root / f"memory-{i}.txt", ndmin=2)
-        half = (len(samples) + 1) // 2
+        path = folders.root / f"memory-{i}.txt"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        samples = np.array([[float(x) for x in line.split()] for line in lines]).reshape(-1, 2)
+        half = len(samples) // 2
         for j, name in enumerate(("host", "device")):
-            early, late = float(samples[:half, j].max()), float(samples[-half:, j].max())
-            rows.append(
-                {
-                    "process": i, "memory": name, "samples": len(samples), "early": early,
-                    "late": late, "growth": late / early - 1 if early else 0.0,
-                }
-            )  # fmt: skip
+            row: dict[str, Any] = {"process": i, "memory": name, "samples": len(samples)}
+            rows.append(row | {"early": None, "late": None, "growth": None})
+            if len(samples) >= LEAST_SAMPLES:
+                early, late = float(samples[:half, j].max()), float(samples[half:, j].max())
+                growth = late / early - 1 if early else (math.inf if late else 0.0)
+                rows[-1] = row | {"early": early, "late": late, "growth": growth}
     return rows
+
+
+def growth(rows: list[dict[str, Any]], name: str) -> str:
+    """Returns the largest growth of a memory over processes, for a table."""
+    values = [row["growth"] for row in rows if row["memory"] == name]
+    return "too short" if None in values else f"{max(float(x) for x in values):+.1%}"
 
 
 def _last_state(out: pathlib.Path) -> tuple[int, dict[str, np.ndarray]]:

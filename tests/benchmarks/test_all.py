@@ -96,8 +96,11 @@ def test_the_page_has_every_committed_result_and_says_which_are_stale(monkeypatc
     [
         ({}, "give one of"),
         ({"quick": True, "full": True}, "give one of"),
-        ({"quick": True, "only": ("memori",)}, "'memori'. There are: ladder"),
-        ({"quick": True, "only": ()}, "needs a name. There are: ladder"),
+        (
+            {"quick": True, "only": ("memori",)},
+            "'memori', which is no benchmark. Choose from ladder",
+        ),
+        ({"quick": True, "only": ()}, "needs a name. Choose from ladder"),
         ({"render": True, "only": ("memory",)}, "of no use with `--render`"),
         ({"full": True, "only": ("gpu",)}, "no run with `--full`: `python -m benchmarks.gpu`"),
     ],

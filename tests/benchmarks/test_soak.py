@@ -44,9 +44,17 @@ def test_files_left_over_are_found(folders):
     assert verdict.leftovers(one, other) == ["run/metrics.tmp", "data/.preparing-x", "tmp/tmpx"]
 
 
+def test_files_that_are_missing_are_found(folders, monkeypatch):
+    one, other = folders
+    monkeypatch.setattr(verdict, "_last_state", lambda out: (1, {}))
+    assert verdict.differences(one, other) == []
+    (one.out / "loss.png").touch()
+    assert verdict.differences(one, other) == ["missing: run/loss.png"]
+
+
 def test_memory_that_grows_is_found(folders):
     one, _ = folders
-    samples = np.stack([np.linspace(100, 120, 50), np.full(50, 7)], axis=1)
+    samples = np.stack([np.linspace(100, 120, 80), np.full(80, 7)], axis=1)
     np.savetxt(one.root / "memory-0.txt", samples)
     host, device = verdict.memory(one, 1)
     assert host["growth"] > verdict.MOST_GROWTH
@@ -58,6 +66,30 @@ def test_memory_that_grows_is_found(folders):
     }  # fmt: skip
     found = faults(row, Config(kills=3))
     assert [text.split()[0] for text in found] == ["differs:", "memory", "life", "2"]
+    assert verdict.growth([host, device], "device") == "+0.0%"
+
+
+@pytest.mark.parametrize("count", [None, 0, 1, verdict.LEAST_SAMPLES - 1])
+def test_the_memory_of_a_short_run_is_not_judged(folders, count):
+    one, _ = folders
+    if count is not None:
+        np.savetxt(one.root / "memory-0.txt", np.arange(2 * count).reshape(count, 2))
+    rows = verdict.memory(one, 1)
+    assert [row["growth"] for row in rows] == [None, None]
+    assert verdict.growth(rows, "host") == "too short"
+
+
+def test_memory_that_grows_from_nothing_is_found(folders):
+    one, _ = folders
+    late = np.repeat([0, 1], verdict.LEAST_SAMPLES)
+    np.savetxt(one.root / "memory-0.txt", np.stack([late + 5, late], axis=1))
+    assert verdict.memory(one, 1)[1]["growth"] == np.inf
+
+
+def test_a_folder_that_is_a_file_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="file is a file: name a folder"):
+        Config(folder=tmp_path / "file")
 
 
 @pytest.mark.slow  # 70 s of processor time: five starts of the program.

@@ -71,3 +71,15 @@ def test_a_folder_with_files_is_refused(tmp_path):
         written_whole(tmp_path / "model"),
     ):
         pass
+
+
+def test_folders_of_other_names_are_left_alone(tmp_path):
+    kept = [tmp_path / name for name in (".a-b-12345678", ".ax12345678", ".a[x]-12345678")]
+    removed = tmp_path / ".a-12345678"
+    for folder in (*kept, removed):
+        folder.mkdir()
+        (folder / "in-progress.lock").touch()
+    with scratch_folder(tmp_path, ".a-"):
+        assert [folder.exists() for folder in (*kept, removed)] == [True, True, True, False]
+    with scratch_folder(tmp_path, ".a[x]-"):
+        assert not kept[2].exists()
