@@ -151,7 +151,7 @@ JOBS = (
     Job(
         "ladder", "benchmarks.ladder", "One change at a time",
         (*_STEP, "benchmarks/ladder.py", "benchmarks/plain.py"), _ladder,
-        quick=("--steps", "80", "--batch-size", "4", "--evaluations", "4", "--eval-batches", "4"),
+        quick=("--steps", "40", "--batch-size", "4", "--evaluations", "4", "--eval-batches", "2"),
         needs="`pip install -e '.[compile]'`",
     ),
     Job(

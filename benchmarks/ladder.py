@@ -102,13 +102,13 @@ def measure(config: Config) -> list[dict[str, Any]]:
         weight_dtype="bfloat16",
         compute_dtype="bfloat16",
     )
-    compiled = memory.measure(memory.Config(train=step, only=tuple(RUNGS), device=config.device))
+    rows = []
+    for name in RUNGS:
+        row = memory.measure_step(name, memory.Config(train=step, device=config.device))
+        print(f"{name}: {row['peak'] / 2**30:.2f} GiB", flush=True)
+        rows.append({"rival": name, **row})
     trained = _trained(config)
-    rows = [
-        {"rival": name, "peak": row["peak"], "matmul_flops": row["matmul_flops"], **trained[name]}
-        for name, row in zip(RUNGS, compiled, strict=True)
-    ]
-    return with_time_to_loss(rows)
+    return with_time_to_loss([row | trained[row["rival"]] for row in rows])
 
 
 def with_time_to_loss(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -140,9 +140,10 @@ def _trained(config: Config) -> dict[str, dict[str, Any]]:
     batches.close()
     runs = {name: _run(name, train, batches_of_run, held_out, config) for name in RUNGS}
     points: dict[str, list[dict[str, Any]]] = {name: [] for name in runs}
-    for _ in range(config.evaluations):
+    for i in range(config.evaluations):
         for name, run in runs.items():
             points[name].append(next(run))
+        print(f"evaluation {i + 1} of {config.evaluations}", flush=True)
     return {
         name: {
             "curve": [{k: v for k, v in p.items() if k != "taken"} for p in curve],

@@ -51,6 +51,16 @@ def measure(config: Config) -> list[dict]:
     return rows
 
 
+def measure_step(name: str, config: Config) -> dict[str, int]:
+    """Returns the `peak` and the `matmul_flops` of the step of one rival, without its gradient."""
+    one = rival(name, config.train)
+    state, batch = jax.eval_shape(one.init), batch_shapes(config.train)
+    flops = _flops(one.step, config, state, batch)
+    with compile_for(find_device(config.device)) as place:
+        program = _compile(one.step, (place(state), place(batch)), donate=True)
+    return {"peak": compiled_memory(program)["peak"], "matmul_flops": flops}
+
+
 def _measure(name: str, config: Config) -> dict:
     one = rival(name, config.train)
     state, batch = jax.eval_shape(one.init), batch_shapes(config.train)
