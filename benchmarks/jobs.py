@@ -112,7 +112,7 @@ def _soak(result: dict[str, Any]) -> Table:
     return [
         {
             "processes": str(row["processes"]),
-            "steps": f"{result['settings']['steps']:,}",
+            "steps": f"{row['steps']:,}",
             **{name: str(count) for name, count in row["kills"].items()},
             "at start / step / save": " / ".join(map(str, row["moments"].values())),
             "different arrays or losses": str(len(row["differences"])),

@@ -54,6 +54,8 @@ class Config:
     """Seed of the kills."""
     folder: pathlib.Path = pathlib.Path(tempfile.gettempdir(), "actjax-soak")
     """Where the runs write."""
+    add: bool = False
+    """Keep the rows of other numbers of processes in `--results`."""
     results: pathlib.Path = record.RESULTS / "soak.json"
 
     def __post_init__(self) -> None:
@@ -70,8 +72,12 @@ class Config:
 
 
 def measure(config: Config) -> list[dict[str, Any]]:
-    """Returns one row for each number of processes."""
-    rows = []
+    """Returns one row for each number of processes. The file has each as soon as it is known."""
+    rows = [
+        row
+        for row in record.rows_to_keep(config.results, config.add)
+        if row["processes"] not in config.processes
+    ]
     for processes in config.processes:
         unbroken, seconds = _unbroken(config, processes)
         broken = Folders(_emptied(config.folder / f"broken-{processes}"))
@@ -79,6 +85,7 @@ def measure(config: Config) -> list[dict[str, Any]]:
         signals = [life["signal"] for life in lives if life["signal"]]
         row = {
             "processes": processes,
+            "steps": config.steps,
             "kills": {name: signals.count(name) for name in ("SIGKILL", "SIGTERM")},
             "moments": {
                 name: sum(life["moment"] == name for life in lives)
@@ -92,6 +99,8 @@ def measure(config: Config) -> list[dict[str, Any]]:
             "lives": lives,
         }
         rows.append({**row, "faults": faults(row, config)})
+        rows.sort(key=lambda row: row["processes"])
+        record.write(config, rows)
     return rows
 
 
@@ -180,12 +189,12 @@ def _emptied(folder: pathlib.Path) -> pathlib.Path:
 def show(config: Config, rows: list[dict[str, Any]]) -> None:
     """Prints what was killed, and what was equal after it."""
     print_table(
-        f"{config.model}, {config.method}, {config.steps:,} steps, seed {config.seed}",
-        ("processes", "SIGKILL", "SIGTERM", "at start / step / save", "differences", "left over",
+        f"{config.model}, {config.method}, seed {config.seed}",
+        ("processes", "steps", "SIGKILL", "SIGTERM", "at start / step / save", "differences", "left over",
          "growth of host / device memory", "minutes, unbroken / killed"),
         (
             (
-                str(row["processes"]), *(str(n) for n in row["kills"].values()),
+                str(row["processes"]), f"{row['steps']:,}", *(str(n) for n in row["kills"].values()),
                 " / ".join(str(n) for n in row["moments"].values()),
                 str(len(row["differences"])), str(len(row["leftovers"])),
                 " / ".join(verdict.growth(row["memory"], name) for name in ("host", "device")),
@@ -203,7 +212,6 @@ def main() -> None:
     """Reads the command line, runs, prints and writes. Exits with 1 on a fault."""
     config = tyro.cli(Config, description=__doc__)
     rows = measure(config)
-    record.write(config, rows)
     show(config, rows)
     sys.exit(any(row["faults"] for row in rows))
 
