@@ -190,11 +190,12 @@ def show(config: Config, rows: list[dict[str, Any]]) -> None:
     """Prints what was killed, and what was equal after it."""
     print_table(
         f"{config.model}, {config.method}, seed {config.seed}",
-        ("processes", "steps", "SIGKILL", "SIGTERM", "at start / step / save", "differences", "left over",
-         "growth of host / device memory", "minutes, unbroken / killed"),
+        ("processes", "steps", "SIGKILL", "SIGTERM", "at start / step / save", "differences",
+         "left over", "growth of host / device memory", "minutes, unbroken / killed"),
         (
             (
-                str(row["processes"]), f"{row['steps']:,}", *(str(n) for n in row["kills"].values()),
+                str(row["processes"]), f"{row['steps']:,}",
+                *(str(n) for n in row["kills"].values()),
                 " / ".join(str(n) for n in row["moments"].values()),
                 str(len(row["differences"])), str(len(row["leftovers"])),
                 " / ".join(verdict.growth(row["memory"], name) for name in ("host", "device")),
