@@ -20,10 +20,10 @@ from typing import Any
 import tyro
 
 from benchmarks import record, staleness
-from benchmarks.jobs import JOBS, Job, Table
+from benchmarks.jobs import JOBS, Job
 from benchmarks.ladder_figure import draw
 from benchmarks.report import markdown
-from benchmarks.tables import print_table
+from benchmarks.tables import Cells, print_table
 
 PAGE = pathlib.Path(__file__).resolve().parents[1] / "docs" / "results" / "tables.md"
 QUICK = record.RESULTS / "quick"
@@ -130,7 +130,7 @@ def _section(job: Job, result: dict[str, Any], path: pathlib.Path) -> list[str]:
     return parts
 
 
-def _markdown(table: Table) -> str:
+def _markdown(table: Cells) -> str:
     if not table:
         return "No rows."
     return markdown(list(table[0]), [list(row.values()) for row in table])

@@ -6,11 +6,9 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.ladder import RUNGS
-from benchmarks.soak.verdict import growth
-
-Table = list[dict[str, str]]
-"""Rows of cells by header."""
+from benchmarks import ladder
+from benchmarks.soak import verdict
+from benchmarks.tables import Cells, cell
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +30,7 @@ class Job:
     module: str
     title: str
     sources: tuple[str, ...]
-    table: Callable[[dict[str, Any]], Table]
+    table: Callable[[dict[str, Any]], Cells]
     quick: tuple[str, ...] | None = None
     full: tuple[str, ...] | None = ()
     needs: str = ""
@@ -42,23 +40,12 @@ def _gib(row: dict[str, Any], key: str) -> str:
     return f"{row[key] / 2**30:.2f}" if row.get(key) is not None else ""
 
 
-def _ladder(result: dict[str, Any]) -> Table:
-    first = result["rows"][0]
-    return [
-        {
-            "rung": RUNGS[row["rival"]],
-            "peak, GiB": _gib(row, "peak"),
-            "operations": f"{row['matmul_flops'] / first['matmul_flops']:.2f}",
-            "s a step": f"{row['seconds_per_step']:.3f}",
-            "/ first": f"{row['seconds_per_step'] / first['seconds_per_step']:.2f}",
-            "held-out loss": f"{row['loss']:.3f}",
-            f"s to a loss of {row['common_loss']:.3f}": f"{row['seconds_to_loss']:.0f}",
-        }
-        for row in result["rows"]
-    ]
+def _rows(table: Callable[[list[dict[str, Any]]], Cells]) -> Callable[[dict[str, Any]], Cells]:
+    """Returns what makes the table of a result, from what makes that of its rows."""
+    return lambda result: table(result["rows"])
 
 
-def _memory(result: dict[str, Any]) -> Table:
+def _memory(result: dict[str, Any]) -> Cells:
     first = result["rows"][0]
     return [
         {
@@ -72,7 +59,7 @@ def _memory(result: dict[str, Any]) -> Table:
     ]
 
 
-def _triton(result: dict[str, Any]) -> Table:
+def _triton(result: dict[str, Any]) -> Cells:
     return [
         {
             "case": row["case"],
@@ -87,11 +74,11 @@ def _triton(result: dict[str, Any]) -> Table:
     ]
 
 
-def _loops(result: dict[str, Any]) -> Table:
-    return [{"loop": row["loop"], "loss": f"{row['loss']:.4f}"} for row in result["rows"]]
+def _loops(result: dict[str, Any]) -> Cells:
+    return [{"loop": row["loop"], "loss": cell(row["loss"], ".4f")} for row in result["rows"]]
 
 
-def _random_arrays(result: dict[str, Any]) -> Table:
+def _random_arrays(result: dict[str, Any]) -> Cells:
     kinds: dict[str, dict[str, int]] = {}
     for row in result["rows"]:
         counts = kinds.setdefault(row["kind"], {"arrays": 0, "refused": 0, "faults": 0})
@@ -101,29 +88,14 @@ def _random_arrays(result: dict[str, Any]) -> Table:
     return [{"codec": kind} | {k: f"{n:,}" for k, n in c.items()} for kind, c in kinds.items()]
 
 
-def _malformed(result: dict[str, Any]) -> Table:
+def _malformed(result: dict[str, Any]) -> Cells:
     counts = collections.Counter((row["kind"], row["verdict"]) for row in result["rows"])
     verdicts = sorted({verdict for _, verdict in counts} | {"fault"})
     kinds = dict.fromkeys(row["kind"] for row in result["rows"])
     return [{"kind": kind} | {v: str(counts[kind, v]) for v in verdicts} for kind in kinds]
 
 
-def _soak(result: dict[str, Any]) -> Table:
-    return [
-        {
-            "processes": str(row["processes"]),
-            "steps": f"{row['steps']:,}",
-            **{name: str(count) for name, count in row["kills"].items()},
-            "at start / step / save": " / ".join(map(str, row["moments"].values())),
-            "different arrays or losses": str(len(row["differences"])),
-            "files left over": str(len(row["leftovers"])),
-            "growth of host memory": growth(row["memory"], "host"),
-        }
-        for row in result["rows"]
-    ]
-
-
-def _gpu(result: dict[str, Any]) -> Table:
+def _gpu(result: dict[str, Any]) -> Cells:
     rows = []
     for row in result["rows"]:
         if not row.get("rounds"):
@@ -133,7 +105,7 @@ def _gpu(result: dict[str, Any]) -> Table:
         rows.append(
             {
                 "model": row["model"],
-                "step": RUNGS.get(row["rival"], row["rival"]),
+                "step": ladder.RUNGS.get(row["rival"], row["rival"]),
                 "tokens": f"{row['batch_size']} x {row['seq_len']}",
                 "ms": f"{seconds * 1e3:,.0f}",
                 "tokens/s": f"{row['batch_size'] * row['seq_len'] / seconds:,.0f}",
@@ -145,12 +117,17 @@ def _gpu(result: dict[str, Any]) -> Table:
     return rows
 
 
-_STEP = ("actjax", "models", "train/step.py", "train/methods.py", "train/optimizer.py")
+_STEP = (
+    "actjax", "models",
+    *(f"train/{name}.py" for name in ("step", "methods", "optimizer", "resolve", "calibration",
+                                      "config", "estimate")),
+    *(f"benchmarks/{name}.py" for name in ("memory", "rivals", "variants", "plain")),
+)  # fmt: skip
 
 JOBS = (
     Job(
         "ladder", "benchmarks.ladder", "One change at a time",
-        (*_STEP, "benchmarks/ladder.py", "benchmarks/plain.py"), _ladder,
+        (*_STEP, "benchmarks/ladder.py"), _rows(ladder.table),
         quick=("--steps", "40", "--batch-size", "4", "--evaluations", "4", "--eval-batches", "2"),
         needs="`pip install -e '.[compile]'`",
     ),
@@ -190,7 +167,8 @@ JOBS = (
         ("train", "models"), _malformed, quick=("--count", "35"),
     ),
     Job(
-        "soak", "benchmarks.soak", "A run under random kills", ("actjax", "models", "train"), _soak,
+        "soak", "benchmarks.soak", "A run under random kills", ("actjax", "models", "train"),
+        _rows(verdict.table),
         quick=("--steps", "60", "--kills", "3", "--save-every", "10", "--processes", "1",
                "--vocab-size", "512"),
     ),

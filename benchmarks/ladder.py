@@ -8,6 +8,7 @@ down slows all of them.
 """
 
 import dataclasses
+import math
 import pathlib
 import statistics
 import time
@@ -18,7 +19,7 @@ import jax
 
 from benchmarks import command, memory, record
 from benchmarks.rivals import rival
-from benchmarks.tables import print_table
+from benchmarks.tables import Cells, cell, print_table
 from train.config import OptimizerConfig, PretrainConfig
 from train.corpus import open_corpus
 from train.data import ValidationSet, train_batches, validation_batches
@@ -114,16 +115,15 @@ def measure(config: Config) -> list[dict[str, Any]]:
 def with_time_to_loss(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns the rows with `common_loss`, which all reach, and `seconds_to_loss`.
 
-    The seconds are those of the steps until the first evaluation that is not above it.
+    The seconds are those of the steps until the first evaluation that is not above it. A rung whose
+    losses are not finite does not count, and reaches none: its seconds are None.
     """
-    common = max(min(point["loss"] for point in row["curve"]) for row in rows)
+    best = [[p["loss"] for p in row["curve"] if math.isfinite(p["loss"])] for row in rows]
+    common = max((min(losses) for losses in best if losses), default=math.nan)
+    reached = [[p["seconds"] for p in row["curve"] if p["loss"] <= common] for row in rows]
     return [
-        row
-        | {
-            "common_loss": common,
-            "seconds_to_loss": next(p["seconds"] for p in row["curve"] if p["loss"] <= common),
-        }
-        for row in rows
+        row | {"common_loss": common, "seconds_to_loss": seconds[0] if seconds else None}
+        for row, seconds in zip(rows, reached, strict=True)
     ]
 
 
@@ -181,24 +181,34 @@ def _run(
             taken = []
 
 
+def table(rows: list[dict[str, Any]]) -> Cells:
+    """Returns the ladder, a row for each rung."""
+    first = rows[0]
+    return [
+        {
+            "rung": RUNGS[row["rival"]],
+            "peak, GiB": f"{row['peak'] / 2**30:.2f}",
+            "operations": f"{row['matmul_flops'] / first['matmul_flops']:.2f}",
+            "s a step": f"{row['seconds_per_step']:.3f}",
+            "/ first": f"{row['seconds_per_step'] / first['seconds_per_step']:.2f}",
+            "held-out loss": cell(row["loss"], ".3f"),
+            f"s to a loss of {cell(row['common_loss'], '.3f')}": cell(
+                row["seconds_to_loss"], ".0f"
+            ),
+        }
+        for row in rows
+    ]
+
+
 def show(config: Config, rows: list[dict[str, Any]]) -> None:
     """Prints the ladder."""
-    first = rows[0]
+    cells = table(rows)
     print_table(
         f"{config.compiled} compiled for {config.device}; {config.model} trained here for"
-        f" {config.steps} steps, held-out loss of all {rows[0]['common_loss']:.3f}",
-        ("rung", "peak, GiB", "operations", "s a step", "/ first", "loss", "s to the common loss"),
-        (
-            (
-                RUNGS[row["rival"]], f"{row['peak'] / 2**30:.2f}",
-                f"{row['matmul_flops'] / first['matmul_flops']:.2f}",
-                f"{row['seconds_per_step']:.3f}",
-                f"{row['seconds_per_step'] / first['seconds_per_step']:.2f}",
-                f"{row['loss']:.3f}", f"{row['seconds_to_loss']:.0f}",
-            )
-            for row in rows
-        ),
-    )  # fmt: skip
+        f" {config.steps} steps",
+        list(cells[0]),
+        (list(row.values()) for row in cells),
+    )
 
 
 if __name__ == "__main__":

@@ -29,6 +29,8 @@ COMPARED = {
     "soak": ("differences", "leftovers", "faults"),
 }
 """Values of the rows of each result: less is better. Lists count by their length."""
+_WITHOUT_INFLUENCE = ("add", "folder", "jobs", "keep")
+"""Settings that change no row."""
 _NAMES = ("rival", "kind", "content", "what", "number", "processes")
 """Fields that tell which rows belong together."""
 
@@ -65,11 +67,18 @@ class Change:
       place: result, row and value.
       before: as committed.
       now: as measured; None if it is missing.
+      counted: whether it is a number of faults.
     """
 
     place: str
     before: float
     now: float | None
+    counted: bool = False
+
+    def is_worse(self, most: float) -> bool:
+        """Whether it grew by more than a share; of what is counted, whether it grew at all."""
+        # Not `growth > most`, which holds for no NaN.
+        return not self.growth <= (0 if self.counted else most)
 
     @property
     def growth(self) -> float:
@@ -96,7 +105,12 @@ def changes(name: str, before: dict[str, Any], now: dict[str, Any]) -> Iterator[
         for value in COMPARED[name]:
             pair = _sizes(former.get(value), row.get(value))
             if pair is not None:
-                yield Change(f"{name}: {' '.join(key)}, {value}", *pair)
+                counted = isinstance(row.get(value), list)
+                yield Change(f"{name}: {' '.join(key)}, {value}", *pair, counted)
+
+
+def _settings(result: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in result["settings"].items() if k not in _WITHOUT_INFLUENCE}
 
 
 def _key(row: dict[str, Any]) -> tuple[str, ...]:
@@ -134,9 +148,9 @@ def _content(text: str, where: str) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{where}: it is not JSON ({error}).") from error
     try:
-        _ = content["settings"], content["environment"]["versions"]
+        _ = content["settings"].items(), content["environment"]["versions"]
         _ = [_key(row) for row in content["rows"]]
-    except (KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{where}: it is no result of a benchmark.") from error
     return content
 
@@ -157,7 +171,7 @@ def judge(config: Config) -> None:
             print(f"{name}: {config.against} has it, {config.folder} does not: not compared")
             continue
         now = _content(path.read_text(encoding="utf-8", errors="replace"), str(path))
-        if before["settings"] != now["settings"]:
+        if _settings(before) != _settings(now):
             print(f"{name}: other settings than those of {config.against}: not compared")
             continue
         if before["environment"]["versions"] != now["environment"]["versions"]:
@@ -172,8 +186,7 @@ def judge(config: Config) -> None:
             " settings"
         )
         sys.exit(2)
-    # Not `growth > most`, which holds for no NaN.
-    worse = [change for change in found if not change.growth <= config.most]
+    worse = [change for change in found if change.is_worse(config.most)]
     if worse:
         print_table(
             f"worse by more than {config.most:.0%}",

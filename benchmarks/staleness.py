@@ -21,6 +21,8 @@ def note(result: dict[str, Any], sources: Sequence[str], root: pathlib.Path = RO
     changes = _git(root, "log", "--format=%h", f"{commit}..HEAD", "--", *sources)
     if changes is None:
         return f"Its commit, {given}, is not known here: it may be older than the code."
+    if given != commit:
+        return f"Measured at {commit} with changes that no commit has: it may be of other code."
     if _git(root, "status", "--porcelain", "--", *sources):
         return f"Stale: measured at {commit}; what it measures has changes without a commit."
     if not changes:

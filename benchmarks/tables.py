@@ -1,10 +1,21 @@
 """Tables on a terminal."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+Cells = list[dict[str, str]]
+"""Rows of cells by header."""
+
+
+def cell(value: Any, spec: str) -> str:
+    """Returns the text of a number; nothing for None. Text, as files have NaN, stays as it is."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    return f"{value:{spec}}"
 
 
 def print_table(title: str, headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

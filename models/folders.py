@@ -53,43 +53,50 @@ def scratch_folder(parent: pathlib.Path, prefix: str) -> Iterator[pathlib.Path]:
     """
     # The end that `mkdtemp` gives has no "-": ".a-" is no beginning of a folder of ".a-b-".
     named = re.compile(re.escape(prefix) + "[a-z0-9_]+")
-    for other in filter(lambda path: named.fullmatch(path.name), list(parent.iterdir())):
-        if (other / _LOCK).exists() and (lock := _lock(other)) is not None:
-            shutil.rmtree(other, ignore_errors=True)
-            os.close(lock)
-    folder = pathlib.Path(tempfile.mkdtemp(dir=parent, prefix=prefix))
-    # Another process may have taken it for one of a killed process.
-    while (lock := _lock(folder, without=True)) is None:
-        folder = pathlib.Path(tempfile.mkdtemp(dir=parent, prefix=prefix))
+    for other in list(parent.iterdir()):
+        if named.fullmatch(other.name):
+            with contextlib.suppress(OSError):  # At work, of another user, or removed meanwhile.
+                _remove_left(other)
+    folder, lock = _locked(parent, prefix)
     try:
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
         os.close(lock)
 
 
-def _lock(folder: pathlib.Path, without: bool = False) -> int | None:
-    """Takes the lock of a folder; None if another process has it, or removes the folder.
-
-    Args:
-      folder: the folder.
-      without: whether to go on without a lock where the file system has none.
-    """
-    try:
-        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT)
-    except OSError:
-        return None
+def _remove_left(folder: pathlib.Path) -> None:
+    """Removes the folder of a killed process. Raises an `OSError` if it is none."""
+    lock = os.open(folder / _LOCK, os.O_RDWR)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        _remove(folder)
+    finally:
         os.close(lock)
-        return None
-    except OSError:
-        if without:
-            return lock
+
+
+def _locked(parent: pathlib.Path, prefix: str) -> tuple[pathlib.Path, int]:
+    """Makes a folder with a lock."""
+    while True:
+        folder = pathlib.Path(tempfile.mkdtemp(dir=parent, prefix=prefix))
+        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # Another process takes it for one of a killed process.
+            os.close(lock)
+            continue
+        except OSError:  # The file system has no locks.
+            return folder, lock
+        if (folder / _LOCK).exists():
+            return folder, lock
         os.close(lock)
-        return None
-    if (folder / _LOCK).exists():
-        return lock
-    os.close(lock)
-    return None
+
+
+def _remove(folder: pathlib.Path) -> None:
+    """Removes a scratch folder, its lock last: what a kill leaves is still known as one."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name != _LOCK:
+            path.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)

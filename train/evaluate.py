@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import os
 import pathlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -157,11 +158,12 @@ def prepare(config: EvaluateConfig, attach_adapter: AttachAdapter = attach_lora)
 
 def _check_out(out: pathlib.Path) -> None:
     """Raises a `ValueError` unless a new file can be written there, before the work begins."""
-    if out.exists():
-        raise ValueError(f"`--out` '{out}' exists already: name another file.")
     try:
+        # A link without a target too: what is written would go there.
+        if os.path.lexists(out):
+            raise ValueError(f"`--out` '{out}' exists already: name another file.")
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.touch()
+        out.touch(exist_ok=False)
         out.unlink()
     except OSError as error:
         raise ValueError(f"`--out` '{out}' cannot be written: {error.strerror}.") from error

@@ -286,7 +286,7 @@ METHODS: dict[str, Method] = {
         zero_padding=True,
     ),
     "lean_subspace": Method(
-        "lean with gradients and moments in a subspace: least memory",
+        "lean with gradients and moments in a subspace",
         _rebuilt,
         Subspace(),
         bits=4,

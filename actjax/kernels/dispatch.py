@@ -154,7 +154,9 @@ class Kernel:
         reference = functools.partial(self.reference, **options)
         asked = implementation or _asked.value
         if asked == "fastest":
-            asked = None if is_partitioned(args) else measured.fastest(self, args, options)
+            on_shards = is_partitioned(args) or is_bound(args)
+            asked = None if on_shards else measured.fastest(self, args, options)
+            implementation = None  # What was measured takes the arguments, and else the default.
         if asked == "reference" or (asked is None and is_bound(args)):
             return reference(*args)
         reason = self.refusal(asked, args, options)

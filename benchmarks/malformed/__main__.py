@@ -86,13 +86,22 @@ class Config:
     limit: float = 120
     """Seconds of processor time after which a program is killed, which is a fault."""
     keep: pathlib.Path | None = None
-    """Folder to keep all files in. By default a temporary one."""
+    """A new folder to keep all files in. By default a temporary one."""
     results: pathlib.Path = record.RESULTS / "malformed.json"
     """File of the raw results."""
 
     def __post_init__(self) -> None:
-        if unknown := set(self.kinds) - KINDS.keys():
-            raise ValueError(f"unknown `--kinds` {unknown}: there are {', '.join(KINDS)}.")
+        for name, least in (("count", 1), ("seed", 0), ("first", 0), ("jobs", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"`--{name}` must be at least {least}, got {getattr(self, name)}.")
+        unknown = [repr(kind) for kind in self.kinds if kind not in KINDS]
+        if unknown or not self.kinds:
+            raise ValueError(
+                f"`--kinds` has {unknown[0] if unknown else 'no name'}: choose from"
+                f" {', '.join(map(repr, KINDS))}."
+            )
+        if self.keep is not None and os.path.lexists(self.keep):
+            raise ValueError(f"`--keep` {self.keep} exists already: name a new folder.")
         if not self.check and "run folders" in self.kinds:
             raise ValueError("`--no-check` leaves out the runs of the kind 'run folders'.")
 

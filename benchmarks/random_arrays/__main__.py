@@ -23,7 +23,7 @@ import tyro
 
 from benchmarks import record
 from benchmarks.random_arrays import contents
-from benchmarks.random_arrays.codecs import DTYPES, SHAPES, Entry, entries
+from benchmarks.random_arrays.codecs import DTYPES, LEAST_QUANTIZED, SHAPES, Entry, entries
 from benchmarks.random_arrays.judge import Result, faults_of, largest_of
 from benchmarks.tables import print_table
 
@@ -42,12 +42,18 @@ class Config:
     """Seed of the arrays."""
     together: int = 44
     """Arrays of a compiled program: of each content, two."""
-    quantized: int = 48
+    quantized: int = LEAST_QUANTIZED
     """Number of `Quantized`, each with other options."""
     first: int = 0
     """Number of the first program: each depends on the seed and its own number alone."""
     results: pathlib.Path = record.RESULTS / "random_arrays.json"
     """File of the raw results."""
+
+    def __post_init__(self) -> None:
+        least_of = {"count": 1, "seed": 0, "together": 1, "first": 0, "quantized": LEAST_QUANTIZED}
+        for name, least in least_of.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"`--{name}` must be at least {least}, got {getattr(self, name)}.")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -117,6 +117,10 @@ def _factored() -> list[Codec]:
     ]
 
 
+LEAST_QUANTIZED = 48
+"""Codecs of few bits among which are enough of each kind for `Calibrated`."""
+
+
 def quantized(rng: np.random.Generator, count: int) -> list[actjax.Quantized]:
     """Returns codecs of few bits in which every two values of two options come together.
 

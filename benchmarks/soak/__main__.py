@@ -15,6 +15,7 @@ the unbroken runs that are complete in `--folder`.
 import dataclasses
 import pathlib
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -114,13 +115,24 @@ def faults(row: dict[str, Any], config: Config) -> list[str]:
         if x["growth"] is not None and not x["growth"] <= verdict.MOST_GROWTH
     ]
     found += [
-        f"life {i} ended with {life['codes']}: {life['output'][0][-300:]}"
+        f"life {i} ended with {life['codes']}: {life.get('output', [''])[0][-300:]}"
         for i, life in enumerate(row["lives"])
-        if "output" in life
+        if "output" in life or not _as_signalled(life)
     ]
     if (count := sum(row["kills"].values())) != config.kills:
         found.append(f"{count} of {config.kills} kills met a run that was still alive")
     return found
+
+
+def _as_signalled(life: dict[str, Any]) -> bool:
+    """Whether the processes that got a signal ended as it tells them to.
+
+    SIGTERM ends a run after a save, or at once before its first step. Processes that lost another
+    one may end in any way, or wait for it until they are killed.
+    """
+    allowed = {"SIGKILL": (-signal.SIGKILL,), "SIGTERM": (0, -signal.SIGTERM), None: (0,)}
+    one, codes = life["process"], life["codes"]
+    return all(code in allowed[life["signal"]] for code in (codes if one is None else [codes[one]]))
 
 
 def _arguments(config: Config) -> list[str]:
@@ -188,22 +200,9 @@ def _emptied(folder: pathlib.Path) -> pathlib.Path:
 
 def show(config: Config, rows: list[dict[str, Any]]) -> None:
     """Prints what was killed, and what was equal after it."""
-    print_table(
-        f"{config.model}, {config.method}, seed {config.seed}",
-        ("processes", "steps", "SIGKILL", "SIGTERM", "at start / step / save", "differences",
-         "left over", "growth of host / device memory", "minutes, unbroken / killed"),
-        (
-            (
-                str(row["processes"]), f"{row['steps']:,}",
-                *(str(n) for n in row["kills"].values()),
-                " / ".join(str(n) for n in row["moments"].values()),
-                str(len(row["differences"])), str(len(row["leftovers"])),
-                " / ".join(verdict.growth(row["memory"], name) for name in ("host", "device")),
-                f"{row['seconds_unbroken'] / 60:.1f} / {row['seconds_broken'] / 60:.1f}",
-            )
-            for row in rows
-        ),
-    )  # fmt: skip
+    cells = verdict.table(rows)
+    title = f"{config.model}, {config.method}, seed {config.seed}"
+    print_table(title, list(cells[0]), (list(row.values()) for row in cells))
     for row in rows:
         for fault in row["faults"]:
             print(f"{row['processes']} x: {fault}")

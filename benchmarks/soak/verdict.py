@@ -11,6 +11,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from benchmarks.soak.lives import Folders
+from benchmarks.tables import Cells, cell
 from train.metrics import read_metrics
 
 MOST_GROWTH = 0.05
@@ -73,10 +74,31 @@ def memory(folders: Folders, processes: int) -> list[dict[str, Any]]:
     return rows
 
 
-def growth(rows: list[dict[str, Any]], name: str) -> str:
-    """Returns the largest growth of a memory over processes, for a table."""
+def table(rows: list[dict[str, Any]]) -> Cells:
+    """Returns what was killed and what was equal after it, a row for each number of processes."""
+    return [
+        {
+            "processes": str(row["processes"]),
+            "steps": f"{row['steps']:,}",
+            **{name: str(count) for name, count in row["kills"].items()},
+            "at start / step / save": " / ".join(str(n) for n in row["moments"].values()),
+            "differences": str(len(row["differences"])),
+            "left over": str(len(row["leftovers"])),
+            "growth of host / device memory": " / ".join(
+                _growth(row["memory"], name) for name in ("host", "device")
+            ),
+            "minutes, unbroken / killed": " / ".join(
+                f"{row[f'seconds_{which}'] / 60:.1f}" for which in ("unbroken", "broken")
+            ),
+        }
+        for row in rows
+    ]
+
+
+def _growth(rows: list[dict[str, Any]], name: str) -> str:
+    """Returns the largest growth of a memory over processes."""
     values = [row["growth"] for row in rows if row["memory"] == name]
-    return "too short" if None in values else f"{max(float(x) for x in values):+.1%}"
+    return "too short" if None in values else cell(max(map(float, values)), "+.1%")
 
 
 def _last_state(out: pathlib.Path) -> tuple[int, dict[str, np.ndarray]]:

@@ -3,8 +3,10 @@
 import copy
 import importlib
 import json
+import re
 import subprocess
 
+import numpy as np
 import pytest
 import tyro
 
@@ -12,6 +14,7 @@ from benchmarks import all as all_benchmarks
 from benchmarks import record, regression, staleness
 from benchmarks.jobs import JOBS
 from benchmarks.ladder import with_time_to_loss
+from benchmarks.tables import cell
 
 NAMES = [job.name for job in JOBS]
 
@@ -59,9 +62,10 @@ def test_a_result_is_stale_once_its_code_has_changed(repository):
 
 def test_a_result_of_changes_without_a_commit_and_of_an_unknown_commit(repository):
     result = result_of(repository, "-dirty")
-    assert staleness.note(result, ("measured.py",), repository) == ""
+    assert "changes that no commit has" in staleness.note(result, ("measured.py",), repository)
     (repository / "measured.py").write_text("3\n")
-    assert "changes without a commit" in staleness.note(result, ("measured.py",), repository)
+    clean = result_of(repository)
+    assert "changes without a commit" in staleness.note(clean, ("measured.py",), repository)
     unknown = {"environment": {"commit": "0123abc"}}
     assert "is not known here" in staleness.note(unknown, ("measured.py",), repository)
 
@@ -117,6 +121,23 @@ def test_seconds_to_the_loss_that_all_rungs_reach():
 
     rows = with_time_to_loss([row(5.0, 3.0, 2.0), row(4.0, 2.5, 2.6)])
     assert [(r["common_loss"], r["seconds_to_loss"]) for r in rows] == [(2.5, 6.0), (2.5, 4.0)]
+    rows = with_time_to_loss([row(5.0, 3.0, 2.0), row(4.0, 2.5, 2.6), row(np.nan, np.inf, np.nan)])
+    assert [r["seconds_to_loss"] for r in rows] == [6.0, 4.0, None]
+    (row,) = with_time_to_loss([row(np.nan)])
+    assert np.isnan(row["common_loss"])
+    assert row["seconds_to_loss"] is None
+
+
+def test_tables_show_what_is_missing_or_not_finite():
+    assert [cell(x, ".1f") for x in (1.25, None, "nan")] == ["1.2", "", "nan"]
+
+
+def test_the_page_is_of_the_committed_results():
+    """`benchmarks.all --render` writes it again."""
+    page = all_benchmarks.PAGE.read_text(encoding="utf-8")
+    for name, commit in re.findall(r"^\[.*\]\(../../(.*)\): .* commit (\S+),", page, re.M):
+        path = all_benchmarks.PAGE.parents[2] / name
+        assert record.read(path)["environment"]["commit"] == commit
 
 
 BEFORE = {
@@ -188,6 +209,15 @@ def test_a_file_that_is_no_result_is_named(tmp_path, now, message):
         compared(tmp_path, now)
 
 
+def test_settings_without_influence_may_differ(tmp_path, capsys):
+    now = copy.deepcopy(BEFORE)
+    now["settings"]["jobs"] = 16
+    with pytest.raises(SystemExit) as ended:
+        compared(tmp_path, now)
+    assert ended.value.code == 0
+    assert "5 values compared" in capsys.readouterr().out
+
+
 def test_an_unknown_commit_is_named(repository):
     with pytest.raises(ValueError, match="`--against` 'nothing' is no commit"):
         regression.Config(folder=repository, against="nothing")
@@ -209,6 +239,7 @@ def test_other_settings_are_not_compared(tmp_path, capsys):
         (["one"], ["other"], True),
         (["one", "other"], ["one"], False),
         (["one"], None, True),
+        (["one"] * 100, ["one"] * 101, True),
     ],
 )
 def test_new_faults_fail(before, now, worse):
@@ -217,4 +248,4 @@ def test_new_faults_fail(before, now, worse):
         return {**BEFORE, "rows": [] if faults is None else [row]}
 
     found = regression.changes("random_arrays", result(before), result(now))
-    assert any(not change.growth <= 0.02 for change in found) is worse
+    assert any(change.is_worse(0.02) for change in found) is worse

@@ -131,3 +131,22 @@ def test_changes_are_random_and_repeatable():
     changed = {mutated_json(np.random.default_rng(seed), text) for seed in range(40)}
     assert len(changed) > 30
     assert len(KINDS) == 7
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"jobs": 0}, "`--jobs` must be at least 1, got 0"),
+        ({"count": 0}, "`--count` must be at least 1, got 0"),
+        ({"kinds": ()}, "`--kinds` has no name: choose from 'flags'"),
+        ({"kinds": ("flag",)}, "`--kinds` has 'flag': choose from 'flags'"),
+    ],
+)
+def test_wrong_settings_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Config(**settings)
+
+
+def test_a_folder_to_keep_is_new(tmp_path):
+    with pytest.raises(ValueError, match="exists already: name a new folder"):
+        Config(keep=tmp_path)

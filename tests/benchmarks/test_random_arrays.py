@@ -91,3 +91,9 @@ def test_every_two_options_of_quantized_come_together():
     # Equal seeds give equal codecs, so that the number of a program names one.
     again = entries(np.random.default_rng(0), 48)
     assert [entry.name for entry in known] == [entry.name for entry in again]
+
+
+@pytest.mark.parametrize("name", ["count", "together", "quantized"])
+def test_wrong_settings_are_named(name):
+    with pytest.raises(ValueError, match=f"`--{name}` must be at least .*, got 0"):
+        Config(**{name: 0})

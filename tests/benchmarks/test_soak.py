@@ -61,12 +61,33 @@ def test_memory_that_grows_is_found(folders):
     assert device["growth"] == 0
     row = {
         "differences": ["state"], "leftovers": [], "memory": [host, device],
-        "lives": [{"codes": [1], "output": ["Traceback"]}],
+        "lives": [{"signal": "SIGTERM", "process": None, "codes": [0], "output": ["Traceback"]}],
         "kills": {"SIGKILL": 1, "SIGTERM": 1},
     }  # fmt: skip
     found = faults(row, Config(kills=3))
     assert [text.split()[0] for text in found] == ["differs:", "memory", "life", "2"]
-    assert verdict.growth([host, device], "device") == "+0.0%"
+    assert verdict._growth([host, device], "device") == "+0.0%"
+
+
+@pytest.mark.parametrize(
+    ("signal", "process", "codes", "well"),
+    [
+        ("SIGKILL", None, [-9], True),
+        ("SIGTERM", None, [0], True),
+        ("SIGTERM", None, [-15], True),
+        ("SIGTERM", None, [-99], False),  # It hung.
+        ("SIGTERM", 0, [-11], False),
+        ("SIGKILL", 1, [-99, -9], True),  # The other one waits.
+        ("SIGKILL", 1, [-9, -99], False),
+        (None, None, [0, 1], False),
+    ],
+)
+def test_a_life_ends_as_its_signal_says(signal, process, codes, well):
+    life = {"signal": signal, "process": process, "codes": codes}
+    row = {
+        "differences": [], "leftovers": [], "memory": [], "lives": [life], "kills": {"SIGKILL": 1}
+    }  # fmt: skip
+    assert (faults(row, Config(kills=1)) == []) is well
 
 
 @pytest.mark.parametrize("count", [None, 0, 1, verdict.LEAST_SAMPLES - 1])
@@ -76,7 +97,7 @@ def test_the_memory_of_a_short_run_is_not_judged(folders, count):
         np.savetxt(one.root / "memory-0.txt", np.arange(2 * count).reshape(count, 2))
     rows = verdict.memory(one, 1)
     assert [row["growth"] for row in rows] == [None, None]
-    assert verdict.growth(rows, "host") == "too short"
+    assert verdict._growth(rows, "host") == "too short"
 
 
 def test_memory_that_grows_from_nothing_is_found(folders):

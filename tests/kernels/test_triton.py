@@ -108,13 +108,16 @@ def test_the_fastest_is_the_one_of_least_time_and_is_measured_once(monkeypatch):
     args, options = cases[0].make(jax.random.key(0)), dict(cases[0].options)
     taken, calls = {"reference": 3.0, "pallas": 1.0, "triton": 2.0}, []
 
-    def seconds(kernel, implementation, args, options):
+    def program(kernel, implementation, args, options):
         calls.append(implementation)
-        return taken[implementation]
+        if implementation == "pallas" and taken["pallas"] is None:
+            raise jax.errors.JaxRuntimeError("does not fit")
+        return implementation
 
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(dispatch, "_has_triton", lambda: False)
-    monkeypatch.setattr(measured, "_seconds", seconds)
+    monkeypatch.setattr(measured, "_program", program)
+    monkeypatch.setattr(measured, "_seconds", lambda run, args: taken[run])
     measured._measured.cache_clear()
     assert measured.fastest(kernel, args, options) == "pallas"
     taken["reference"] = 0.5
@@ -123,3 +126,29 @@ def test_the_fastest_is_the_one_of_least_time_and_is_measured_once(monkeypatch):
     measured._measured.cache_clear()
     assert measured.fastest(kernel, args, options) == "reference"
     measured._measured.cache_clear()
+    taken |= {"reference": 3.0, "pallas": None}
+    assert measured.fastest(kernel, args, options) == "reference"
+    measured._measured.cache_clear()
+
+
+def test_the_fastest_of_arguments_that_no_program_takes_is_the_default():
+    x = jnp.ones((4, 12))
+    format = actjax.Quantized(4, group=6).format
+    kernel = KERNELS["quantize"].kernel
+    args = (x, *[None] * 6)
+    want = kernel(*args, format=format)
+    got = kernel(*args, format=format, implementation="fastest")
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_the_fastest_is_the_definition_within_shard_map(monkeypatch):
+    monkeypatch.setattr(measured, "fastest", lambda *_: "pallas")
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 256)), jnp.float32)
+    spec = jax.sharding.PartitionSpec("data")
+    on_shards = jax.shard_map(
+        lambda x: ROTATED.decode(ROTATED.encode(x)), mesh=mesh, in_specs=spec, out_specs=spec
+    )
+    want = jax.jit(on_shards)(x)
+    with actjax.kernels.use("fastest"):
+        np.testing.assert_array_equal(jax.jit(on_shards)(x), want)

@@ -44,6 +44,12 @@ def test_numbers_are_read_from_written_answers(folder, says, tmp_path):
     }
     with pytest.raises(BadRunError, match=r"`--out` .* exists already: name another file"):
         quietly(asked(folder, "sums", out=out))
+    link = folder / "link.jsonl"
+    link.symlink_to(folder / "elsewhere.jsonl")
+    with pytest.raises(BadRunError, match=r"`--out` .*link.jsonl' exists already"):
+        quietly(asked(folder, "sums", out=link))
+    assert link.is_symlink()
+    assert not link.exists()
 
 
 def test_letters_are_read_from_written_answers(folder, says):

@@ -14,8 +14,8 @@ import triton.language as tl
 from actjax.kernels.point_assignment.reference import normalized
 from actjax.kernels.triton_call import Call, choices
 
-MOST_POINTS = 256
-"""Largest number of points whose scores fit the registers."""
+MOST_POINTS = {2: 256, 4: 128}
+"""Largest number of points whose scores fit the registers, by the bytes of a number."""
 
 
 def refuses(x: jax.Array, points: jax.Array, *, tolerance: float) -> str | None:
@@ -23,8 +23,9 @@ def refuses(x: jax.Array, points: jax.Array, *, tolerance: float) -> str | None:
     del tolerance
     if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32) or x.dtype != points.dtype:
         return f"takes tokens and points of one dtype, not float64: {x.dtype} and {points.dtype}"
-    if x.size == 0 or points.shape[0] > MOST_POINTS:
-        return f"takes up to {MOST_POINTS} points, got {points.shape[0]} for {x.shape}"
+    most = MOST_POINTS[x.dtype.itemsize]
+    if x.size == 0 or points.shape[0] > most:
+        return f"takes up to {most} points of {x.dtype}, got {points.shape[0]} for {x.shape}"
     return None
 
 
@@ -32,9 +33,8 @@ def point_assignment(
     x: jax.Array, points: jax.Array, *, tolerance: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """As `actjax.kernels.point_assignment.api.point_assignment`."""
-    exponent = normalized(points, x.dtype)[1]
     index, alpha, kept = launch(x, points, tolerance=tolerance).run()
-    alpha = jnp.ldexp(alpha, -exponent[index])
+    alpha = jnp.ldexp(alpha, -normalized(points, x.dtype)[1][index])
     lead = x.shape[:-1]
     return index.reshape(lead), alpha.reshape(lead), kept.reshape(lead) != 0
 
@@ -48,8 +48,10 @@ def launch(x: jax.Array, points: jax.Array, *, tolerance: float) -> Call:
     block = min(64 if x.dtype.itemsize == 4 else 128, max(16, triton.next_power_of_2(features)))
     # Those whose numbers fit the registers.
     blocks = ((16, 2), (32, 4), (64, 8))
-    if padded >= 128:
-        blocks, block = ((32, 4), (64, 8))[x.dtype.itemsize == 4 :], min(block, 64)
+    if padded >= 128 and x.dtype.itemsize == 4:
+        blocks, block = ((64, 8),), min(block, 32)
+    elif padded >= 128:
+        blocks, block = ((32, 4), (64, 8)), min(block, 64)
     elif math.isinf(tolerance):
         blocks = ((16, 2), (32, 4), (64, 4))
     return Call(
@@ -96,7 +98,8 @@ def actjax_point_assignment(
         if TOLERANCE >= 0:
             most = tl.maximum(most, tl.abs(tokens.to(tl.float32)))
     norm = tl.load(inverse_norm + point, point < COUNT, 0)
-    chosen = tl.argmax(tl.abs(products) * norm[None, :], axis=1)
+    # Of a token with a NaN, all scores are NaN, and the largest is at any place.
+    chosen = tl.minimum(tl.argmax(tl.abs(products) * norm[None, :], axis=1), COUNT - 1)
     is_chosen = chosen[:, None] == point[None, :]
     factor = tl.sum(tl.where(is_chosen, products * (norm * norm)[None, :], 0.0), 1)
     live = row < ROWS

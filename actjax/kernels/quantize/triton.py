@@ -6,7 +6,7 @@ rate of a multiplication. This one differs in three ways:
 - A group of 16 B numbers is B tiles of 16 columns. The matrix units multiply each tile by the
   Hadamard matrix of 16, and sums and differences of whole tiles do the other `log2 B` steps of the
   fast transform: no number moves between threads. The matrix units round to 11 bits, so a number is
-  cut in two, and the products of both parts are exact.
+  cut in two: that keeps all bits of a 16-bit number, and 22 of a balanced or a float32 one.
 - The nearest level is a polynomial of the magnitude, which passes through `i - 1/2` at the bound
   below level `i`, rounded to an integer. A level is a polynomial of its index.
 - The scale of a group is divided once for a token, and not for each number.
@@ -52,9 +52,8 @@ def refuses(
     narrowest = 8 // PLANES[format.bits][-1]
     if format.group not in GROUPS or format.group // COLUMNS < narrowest:
         return f"takes groups of {GROUPS}, got group={format.group} of {format.bits} bits"
-    if x.shape[-1] < format.group or (x.shape[-1] % format.group) % 2 == 0 < x.shape[-1] % (
-        format.group
-    ):
+    tail = x.shape[-1] % format.group
+    if x.shape[-1] < format.group or (tail and tail % 2 == 0):
         return f"takes whole groups, and a last one of an odd size, got {x.shape[-1]} features"
     return coded.refuses([format], x.dtype, x.shape)
 
@@ -74,7 +73,9 @@ def quantize(
     results = launch(x, seed, channels, scale, centre, mean, spread, format=format).run()
     planes, lead = len(PLANES[format.bits]), x.shape[:-1]
     scales = results[2] if format.scaling == "group" else None
-    outliers = None if channels is None else results[2]
+    outliers = None
+    if channels is not None:
+        outliers = results[2] if channels.size else jnp.zeros((x.size // x.shape[-1], 0), x.dtype)
     return fmt.QuantizedCode(
         planes=tuple(plane.reshape(*lead, -1) for plane in results[:planes]),
         offset=None,
@@ -82,7 +83,7 @@ def quantize(
         centre=None,
         mean=None,
         spread=None,
-        outliers=None if outliers is None else outliers.reshape(*lead, -1),
+        outliers=None if outliers is None else outliers.reshape(*lead, channels.size),
         channels=channels,
         seed=None,
         features=x.shape[-1],

@@ -27,8 +27,6 @@ def refuses(x: jax.Array, seed: Any, format: fmt.Format) -> str | None:
     """Returns why the program cannot take the arguments; None if it can."""
     if seed is not None or format.rotate or format.levels != "uniform":
         return "rounds to the nearest uniform level by channel, without rotation"
-    if format.group % 8:
-        return f"takes groups of a multiple of 8 features, got group={format.group}"
     return coded.refuses([format], x.dtype, x.shape)
 
 
@@ -42,7 +40,7 @@ def launch(
     """Returns the launch. It writes two planes, and the whole channels."""
     features, rows = x.shape[-1], math.prod(x.shape[:-1])
     planes, count = PLANES[format.bits], 0 if channels is None else channels.shape[0]
-    index = jnp.zeros((1,), jnp.int32) if channels is None else channels
+    index = channels if channels is not None and count else jnp.zeros((1,), jnp.int32)
     whole = jax.ShapeDtypeStruct((rows, count) if count else (1, 1), x.dtype)
     groups, tail = divmod(features, format.group)
     programs = groups + (tail > 0) + (count > 0)
