@@ -8,14 +8,17 @@ matrices of bfloat16 wrongly, so tokens of 16 bits are passed to `point_assignme
 
 import importlib
 import json
+import math
 import os
 import sys
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from triton.runtime import interpreter
 
 from actjax.kernels.point_assignment.reference import normalized
 from benchmarks.kernel_cases import KERNELS
@@ -69,6 +72,32 @@ def run(call: Any, choice: dict[str, Any]) -> list[np.ndarray]:
     return [_array(x, y.dtype) for x, y in zip(written, call.results, strict=True)]
 
 
+def not_finite(tolerance: float) -> dict[str, Any]:
+    """Returns a row for a token with a NaN: it has a point, and a coefficient that shows it.
+
+    Its scores are all NaN. The interpreter reduces with NumPy, which leaves NaN out; here it calls
+    the functions of Triton that combine two numbers, as a GPU does.
+    """
+    rng = np.random.default_rng(0)
+    x, points = (rng.normal(size=(n, 64)).astype(np.float32) for n in (7, 5))
+    x[2, 3] = np.nan
+    args = jnp.asarray(x), jnp.asarray(points)
+    call = importlib.import_module("actjax.kernels.point_assignment.triton").launch(
+        *args, tolerance=tolerance
+    )
+    slow = mock.patch.object(
+        interpreter.ReduceOps, "apply_impl", interpreter.ReduceOps.generic_reduce
+    )
+    with slow:
+        index, alpha, kept = run(call, call.choices[0].kwargs)
+    want = KERNELS["point_assignment"].kernel(*args, tolerance=tolerance)[0]
+    finite = np.arange(7) != 2
+    ok = np.array_equal(index[finite], np.asarray(want)[finite]) and 0 <= index[2] < 5
+    ok = bool(ok and np.isnan(alpha[2]) and kept[2])
+    name = f"a token with a NaN, tolerance {tolerance}"
+    return {"kernel": "point_assignment", "case": name, "index": int(index[2]), "ok": ok}
+
+
 def _plain(dtype: Any) -> Any:
     return np.float32 if dtype == jnp.bfloat16 else dtype
 
@@ -88,6 +117,10 @@ def main() -> None:
     if os.environ.get("TRITON_INTERPRET") != "1":
         sys.exit("set TRITON_INTERPRET=1 in the environment: Triton reads it when it is imported")
     wrong = 0
+    for tolerance in (math.inf, 0.9):
+        row = not_finite(tolerance)
+        print(json.dumps(row), flush=True)
+        wrong += not row["ok"]
     for name in ("quantize", "point_assignment"):
         for case in KERNELS[name].cases:
             for row in rows(name, case) if case.small else []:

@@ -42,7 +42,7 @@ def test_interpreted_programs_agree_with_the_definitions_in_float64():
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert {row["kernel"] for row in rows} == {"quantize", "point_assignment"}
-    assert len({row["case"] for row in rows}) == 5
+    assert len({row["case"] for row in rows}) == 7
     assert all(row["ok"] for row in rows)
 
 
@@ -75,6 +75,18 @@ def test_a_program_that_is_asked_for_is_lowered_and_others_keep_their_default():
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("triton_kernel_call") == 1
     assert text.count("__gpu$xla.gpu.triton") == 1
+
+
+@needs_triton
+def test_no_whole_channels_are_an_empty_array():
+    kernel, cases = KERNELS["quantize"]
+    case = next(case for case in cases if case.name == "by channel, 3 bits")
+    x, seed, _, *rest = case.shapes()
+    channels = jax.ShapeDtypeStruct((0,), jnp.int32)
+    quantize = functools.partial(kernel, **case.options)
+    want = jax.eval_shape(quantize, x, seed, channels, *rest)
+    with gpu_named(), actjax.kernels.use("triton"):
+        assert jax.eval_shape(quantize, x, seed, channels, *rest) == want
 
 
 def test_without_jax_triton_it_says_what_to_install(monkeypatch):
