@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import triton
+from triton import knobs
 from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -114,8 +115,8 @@ def assembled(call: Call, choice: triton.Config, numbers: int) -> dict[str, Any]
     constants = {**call.constants, **choice.kwargs}
     names = call.kernel.arg_names
     pointers = {name: _POINTERS[str(x.dtype)] for name, x in zip(names, arrays, strict=False)}
-    with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
-        triton.knobs.cache.dir = folder
+    with tempfile.TemporaryDirectory() as folder, knobs.cache.scope():
+        knobs.cache.dir = folder
         compiled = triton.compile(
             ASTSource(
                 fn=call.kernel,
