@@ -96,7 +96,7 @@ def measure(config: Config) -> list[dict[str, Any]]:
             "seconds_broken": sum(life["seconds"] for life in lives),
             "differences": verdict.differences(unbroken, broken),
             "leftovers": verdict.leftovers(unbroken, broken),
-            "memory": verdict.memory(unbroken, processes),
+            "memory": verdict.memory(unbroken, processes, config.steps),
             "lives": lives,
         }
         rows.append({**row, "faults": faults(row, config)})

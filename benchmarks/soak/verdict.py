@@ -16,8 +16,8 @@ from train.metrics import read_metrics
 
 MOST_GROWTH = 0.05
 """A memory leaks if its largest use grows by more from the first half of a run to the second."""
-LEAST_SAMPLES = 60
-"""Samples of memory below which a run is too short to judge: it still fills its caches."""
+LEAST_STEPS = 1000
+"""Steps below which the memory of a run is not judged: it still fills its caches."""
 
 
 def differences(one: Folders, other: Folders) -> list[str]:
@@ -51,12 +51,12 @@ def _superfluous(one: Folders, other: Folders) -> list[str]:
     return [f"{b.name}/{name}" for a, b in pairs for name in sorted(_names(b) - _names(a))]
 
 
-def memory(folders: Folders, processes: int) -> list[dict[str, Any]]:
+def memory(folders: Folders, processes: int, steps: int) -> list[dict[str, Any]]:
     """Returns, for each process and for host and device, bytes early, late, and the growth.
 
     Early and late are the largest samples of the two halves of the run. Most samples fall into a
     step, where one state, two or none may be alive. All three are None for a run of fewer than
-    `LEAST_SAMPLES`.
+    `LEAST_STEPS`.
     """
     rows = []
     for i in range(processes):
@@ -67,7 +67,7 @@ def memory(folders: Folders, processes: int) -> list[dict[str, Any]]:
         for j, name in enumerate(("host", "device")):
             row: dict[str, Any] = {"process": i, "memory": name, "samples": len(samples)}
             rows.append(row | {"early": None, "late": None, "growth": None})
-            if len(samples) >= LEAST_SAMPLES:
+            if steps >= LEAST_STEPS and len(samples) > 1:
                 early, late = float(samples[:half, j].max()), float(samples[half:, j].max())
                 growth = late / early - 1 if early else (math.inf if late else 0.0)
                 rows[-1] = row | {"early": early, "late": late, "growth": growth}

@@ -56,7 +56,7 @@ def test_memory_that_grows_is_found(folders):
     one, _ = folders
     samples = np.stack([np.linspace(100, 120, 80), np.full(80, 7)], axis=1)
     np.savetxt(one.root / "memory-0.txt", samples)
-    host, device = verdict.memory(one, 1)
+    host, device = verdict.memory(one, 1, 1000)
     assert host["growth"] > verdict.MOST_GROWTH
     assert device["growth"] == 0
     row = {
@@ -90,21 +90,21 @@ def test_a_life_ends_as_its_signal_says(signal, process, codes, well):
     assert (faults(row, Config(kills=1)) == []) is well
 
 
-@pytest.mark.parametrize("count", [None, 0, 1, verdict.LEAST_SAMPLES - 1])
-def test_the_memory_of_a_short_run_is_not_judged(folders, count):
+@pytest.mark.parametrize(("samples", "steps"), [(None, 1000), (0, 1000), (1, 1000), (80, 999)])
+def test_the_memory_of_a_short_run_is_not_judged(folders, samples, steps):
     one, _ = folders
-    if count is not None:
-        np.savetxt(one.root / "memory-0.txt", np.arange(2 * count).reshape(count, 2))
-    rows = verdict.memory(one, 1)
+    if samples is not None:
+        np.savetxt(one.root / "memory-0.txt", np.arange(2 * samples).reshape(samples, 2))
+    rows = verdict.memory(one, 1, steps)
     assert [row["growth"] for row in rows] == [None, None]
     assert verdict._growth(rows, "host") == "too short"
 
 
 def test_memory_that_grows_from_nothing_is_found(folders):
     one, _ = folders
-    late = np.repeat([0, 1], verdict.LEAST_SAMPLES)
+    late = np.repeat([0, 1], 50)
     np.savetxt(one.root / "memory-0.txt", np.stack([late + 5, late], axis=1))
-    assert verdict.memory(one, 1)[1]["growth"] == np.inf
+    assert verdict.memory(one, 1, 1000)[1]["growth"] == np.inf
 
 
 def test_a_folder_that_is_a_file_is_named(tmp_path):
@@ -116,18 +116,8 @@ def test_a_folder_that_is_a_file_is_named(tmp_path):
 @pytest.mark.slow  # 70 s of processor time: five starts of the program.
 def test_a_run_that_is_killed_ends_as_an_unbroken_one(tmp_path):
     results = tmp_path / "soak.json"
-    arguments = [
-        "--steps",
-        "60",
-        "--kills",
-        "3",
-        "--save-every",
-        "10",
-        "--processes",
-        "1",
-        "--vocab-size",
-        "512",
-    ]
+    arguments = "--steps 60 --kills 3 --save-every 10 --processes 1 --vocab-size 512".split()
+    arguments += ["--folder", str(tmp_path)]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.soak", *arguments, "--results", str(results)],
         capture_output=True, text=True, check=False, timeout=900,
