@@ -116,7 +116,8 @@ def test_a_folder_that_is_a_file_is_named(tmp_path):
 @pytest.mark.slow  # 70 s of processor time: five starts of the program.
 def test_a_run_that_is_killed_ends_as_an_unbroken_one(tmp_path):
     results = tmp_path / "soak.json"
-    arguments = "--steps 60 --kills 3 --save-every 10 --processes 1 --vocab-size 512".split()
+    flags = {"steps": 60, "kills": 3, "save-every": 10, "processes": 1, "vocab-size": 512}
+    arguments = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
     arguments += ["--folder", str(tmp_path)]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.soak", *arguments, "--results", str(results)],
