@@ -169,7 +169,7 @@ JOBS = (
     Job(
         "soak", "benchmarks.soak", "A run under random kills", ("actjax", "models", "train"),
         _rows(verdict.table),
-        quick=("--steps", "60", "--kills", "3", "--save-every", "10", "--processes", "1",
+        quick=("--steps", "200", "--kills", "3", "--save-every", "20", "--processes", "1",
                "--vocab-size", "512"),
     ),
 )  # fmt: skip

@@ -8,7 +8,7 @@ bit for bit, recorded losses, and files. The unbroken run writes down its memory
 must stay flat. All of this on one process, and on two that train together. Exits with 1 on any
 difference.
 
-`--steps 60 --kills 4 --save-every 10 --processes 1` is short. A soak that was stopped goes on with
+`--steps 200 --kills 4 --save-every 20 --processes 1` is short. A soak that was stopped goes on with
 the unbroken runs that are complete in `--folder`.
 """
 
@@ -60,7 +60,7 @@ class Config:
     results: pathlib.Path = record.RESULTS / "soak.json"
 
     def __post_init__(self) -> None:
-        for name, least in (("steps", 20), ("kills", 0), ("save_every", 1)):
+        for name, least in (("steps", 200), ("kills", 0), ("save_every", 1)):
             if getattr(self, name) < least:
                 flag = "--" + name.replace("_", "-")
                 raise ValueError(f"`{flag}` must be at least {least}, got {getattr(self, name)}.")

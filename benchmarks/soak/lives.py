@@ -88,8 +88,8 @@ def drawn(count: int, steps: int, start: float, processes: int, seed: int) -> li
     """
     rng = np.random.default_rng(seed)
     kills = []
-    # None of the last steps: a run goes on for some before it is killed.
-    for step in sorted(rng.integers(0, int(0.8 * steps), count)):
+    # None of the last steps: a run goes on for up to a second before it is killed.
+    for step in sorted(rng.integers(0, min(int(0.8 * steps), steps - 100), count)):
         moment = str(rng.choice(["start", "step", "step", "save"]))
         longest = {"start": start, "step": 1.0, "save": 0.05}[moment]
         whom = int(rng.integers(processes + 1))
