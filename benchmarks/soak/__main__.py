@@ -9,10 +9,11 @@ must stay flat. All of this on one process, and on two that train together. Exit
 difference.
 
 `--steps 200 --kills 4 --save-every 20 --processes 1` is short. A soak that was stopped goes on with
-the unbroken runs that are complete in `--folder`.
+the unbroken runs of this commit that are complete in `--folder`.
 """
 
 import dataclasses
+import json
 import pathlib
 import shutil
 import signal
@@ -147,12 +148,14 @@ def _arguments(config: Config) -> list[str]:
 def _unbroken(config: Config, processes: int) -> tuple[Folders, dict[str, float]]:
     """Returns the folders of the unbroken run, and its seconds: of its start and of all of it."""
     root = config.folder / f"unbroken-{processes}"
-    done = root / "seconds.txt"
-    command = " ".join(_arguments(config))
+    done = root / "done.json"
+    # Another version, flag or commit may compute other bits.
+    where = {key: value for key, value in record.environment().items() if key != "date"}
+    made = {"arguments": _arguments(config), "environment": where}
     if done.exists():
-        start, whole, settings = done.read_text().splitlines()
-        if settings == command:
-            return Folders(root), {"start": float(start), "whole": float(whole)}
+        found = json.loads(done.read_text())
+        if found["made"] == made:
+            return Folders(root), found["seconds"]
     folders, began = Folders(_emptied(root)), time.monotonic()
     print(f"{processes} x, unbroken: prepares text and compiles", flush=True)
     with Life(_arguments(config), folders, processes, watch=True) as life:
@@ -165,9 +168,9 @@ def _unbroken(config: Config, processes: int) -> tuple[Folders, dict[str, float]
         ending = life.end(None)
     if any(ending["codes"]):
         sys.exit(f"the unbroken run ended with {ending['codes']}:\n{ending['output'][0]}")
-    whole = time.monotonic() - began
-    done.write_text(f"{start}\n{whole}\n{command}")
-    return folders, {"start": start, "whole": whole}
+    seconds = {"start": start, "whole": time.monotonic() - began}
+    done.write_text(json.dumps({"made": made, "seconds": seconds}))
+    return folders, seconds
 
 
 def _lives(config: Config, folders: Folders, processes: int, start: float) -> list[dict[str, Any]]:
