@@ -124,6 +124,10 @@ def _losses(out: pathlib.Path) -> list[str]:
 def _names(folder: pathlib.Path) -> set[str]:
     """Returns the paths of all files, without what differs between any two runs in their names."""
     names = {str(path.relative_to(folder)) for path in folder.rglob("*")}
+    checkpoints = {name for name in names if re.fullmatch(r"checkpoints/\d+", name)}
+    # As many in both, but SIGTERM saves at a step of its own.
+    names = {re.sub(r"^checkpoints/\d+", "checkpoints/*", name) for name in names}
+    names |= {f"checkpoints, {len(checkpoints)} of them"} if checkpoints else set()
     names = {re.sub(r"(tensorboard/events\.out\.tfevents)\..*", r"\1", name) for name in names}
     # Names of the files of arrays are random.
     return {re.sub(r"(/d/)[0-9a-f]{16,}", r"\1*", name) for name in names}

@@ -53,6 +53,15 @@ def test_files_that_are_missing_are_found(folders, monkeypatch):
     assert verdict.differences(one, other) == ["missing: run/loss.png"]
 
 
+def test_checkpoints_may_be_of_other_steps_and_not_of_another_number(folders):
+    one, other = folders
+    for folder, step in ((one, 180), (one, 200), (other, 181), (other, 200)):
+        (folder.out / "checkpoints" / str(step) / "state").mkdir(parents=True)
+    assert verdict.leftovers(one, other) == []
+    (other.out / "checkpoints" / "190").mkdir()
+    assert verdict.leftovers(one, other) == ["run/checkpoints, 3 of them"]
+
+
 def test_memory_that_grows_is_found(folders):
     one, _ = folders
     samples = np.stack([np.linspace(100, 120, 80), np.full(80, 7)], axis=1)
