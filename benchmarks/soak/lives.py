@@ -26,7 +26,7 @@ class Kill:
 
     Attributes:
       signal: SIGKILL or SIGTERM.
-      moment: `start`, a moment of the start (`delay` seconds after it); `step`, `delay` seconds
+      moment: `start`, `delay` seconds after the start, or the first step before that; `step`, `delay` seconds
         after `step` was recorded; or `save`, `delay` seconds after the first checkpoint that is
         begun after `step`.
       step: see `moment`.
@@ -226,6 +226,9 @@ class Life:
                 return False
             began = time.monotonic()
         while time.monotonic() < began + kill.delay:
+            # With compiled programs a start takes less than the first one, which the delay is of.
+            if kill.moment == "start" and self._has_begun():
+                break
             if self.ended():
                 return False
             time.sleep(0.001)
