@@ -26,9 +26,9 @@ class Kill:
 
     Attributes:
       signal: SIGKILL or SIGTERM.
-      moment: `start`, `delay` seconds after the start, or the first step before that; `step`, `delay` seconds
-        after `step` was recorded; or `save`, `delay` seconds after the first checkpoint that is
-        begun after `step`.
+      moment: `start`, `delay` seconds after the start, or before the first step if that comes
+        earlier; `step`, `delay` seconds after `step` was recorded; or `save`, `delay` seconds after
+        the first checkpoint that is begun after `step`.
       step: see `moment`.
       delay: seconds.
       process: index of the process that gets the signal; None for all of them.
