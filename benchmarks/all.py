@@ -1,6 +1,6 @@
 """All benchmarks that need no GPU, in one command, and a page with their tables.
 
-`python -m benchmarks.all --quick` runs each in small, in about fifteen minutes on two cores, and
+`python -m benchmarks.all --quick` runs each in small, in about thirteen minutes on two cores, and
 writes to `benchmarks/results/quick`. `--full` runs them as they are committed, which takes hours,
 and writes to `benchmarks/results`. `--render` runs nothing. Each of them writes the page
 `docs/results/tables.md` from the committed results. Where the code that a result measures has
