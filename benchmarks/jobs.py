@@ -160,7 +160,8 @@ JOBS = (
     ),
     Job(
         "random_arrays", "benchmarks.random_arrays", "Random arrays through every codec",
-        ("actjax/codecs", "actjax/kernels"), _random_arrays, quick=("--count", "1650", "--together", "22"),
+        ("actjax/codecs", "actjax/kernels"), _random_arrays,
+        quick=("--count", "1650", "--together", "22"),
     ),
     Job(
         "malformed", "benchmarks.malformed", "Malformed inputs of the programs",

@@ -214,6 +214,8 @@ def show(config: Config, rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     """Reads the command line, runs, prints and writes. Exits with 1 on a fault."""
     config = tyro.cli(Config, description=__doc__)
+    # As an exception: a life that is under way ends with this process.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     rows = measure(config)
     show(config, rows)
     sys.exit(any(row["faults"] for row in rows))
