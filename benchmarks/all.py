@@ -54,7 +54,7 @@ class Config:
             raise ValueError(f"`--only` {problem}")
         for name in self.only:
             if name not in known:
-                raise ValueError(f"`--only` has {name!r}, which is no benchmark. {names}")
+                raise ValueError(f"`--only` has {name!r}, which is not a benchmark. {names}")
             if self.arguments(known[name]) is None:
                 mode = "quick" if self.quick else "full"
                 raise ValueError(
@@ -70,7 +70,7 @@ class Config:
 
 
 def run(job: Job, arguments: Sequence[str], folder: pathlib.Path) -> tuple[bool, float]:
-    """Runs a benchmark in a process of its own; its output goes to the terminal.
+    """Runs a benchmark in a new process; its output goes to the terminal.
 
     Returns:
       Whether it ended well, and its seconds.

@@ -49,14 +49,14 @@ class Config:
     def __post_init__(self) -> None:
         if not self.folder.is_dir():
             raise ValueError(
-                f"`--folder` {self.folder} is no folder: run `benchmarks.all --quick`."
+                f"`--folder` {self.folder} is not a folder: run `benchmarks.all --quick`."
             )
         if not self.most >= 0:
             raise ValueError(f"`--most` must not be negative, got {self.most}.")
         commit = f"{self.against}^{{commit}}"
         command = ["git", "-C", str(self.folder), "rev-parse", "--quiet", "--verify", commit]
         if subprocess.run(command, capture_output=True, check=False).returncode:
-            raise ValueError(f"`--against` {self.against!r} is no commit of this repository.")
+            raise ValueError(f"`--against` {self.against!r} is not a commit of this repository.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +142,7 @@ def committed(path: pathlib.Path, commit: str) -> dict[str, Any] | None:
 
 
 def _content(text: str, where: str) -> dict[str, Any]:
-    """Returns the content of a result file. Raises a `ValueError` if it is none."""
+    """Returns the content of a result file. Raises a `ValueError` if it is not one."""
     try:
         content = json.loads(text)
     except ValueError as error:
@@ -151,7 +151,7 @@ def _content(text: str, where: str) -> dict[str, Any]:
         _ = content["settings"].items(), content["environment"]["versions"]
         _ = [_key(row) for row in content["rows"]]
     except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{where}: it is no result of a benchmark.") from error
+        raise ValueError(f"{where}: it is not a result of a benchmark.") from error
     return content
 
 
@@ -159,7 +159,7 @@ def judge(config: Config) -> None:
     """Compares and prints. Exits with 1 if something is worse, with 2 if nothing is compared.
 
     Raises:
-      ValueError: a file is no result of a benchmark.
+      ValueError: a file is not a result of a benchmark.
     """
     found: list[Change] = []
     for name in COMPARED:
@@ -179,7 +179,7 @@ def judge(config: Config) -> None:
         try:
             found += changes(name, before, now)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{path}: a value is no number ({error}).") from error
+            raise ValueError(f"{path}: a value is not a number ({error}).") from error
     if not found:
         print(
             f"nothing compared: no result of {config.folder} is in {config.against} with the same"
@@ -206,7 +206,7 @@ def judge(config: Config) -> None:
 
 
 def main() -> None:
-    """Reads the command line and compares. Exits with 2 on a file that is no result."""
+    """Reads the command line and compares. Exits with 2 on a file that is not a result."""
     try:
         judge(tyro.cli(Config, description=__doc__))
     except ValueError as error:

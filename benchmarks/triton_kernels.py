@@ -205,7 +205,7 @@ def _issue_time(row: dict[str, Any]) -> float:
 
 
 def _is_straight(row: dict[str, Any]) -> bool:
-    """Returns whether an instruction runs once at most: no loop, and no last group of its own."""
+    """Returns whether each instruction runs at most once: no loop, no branch for a last group."""
     case = next(c for entry in KERNELS.values() for c in entry.cases if c.name == row["case"])
     return row["kernel"] == "quantize" and case.shapes()[0].shape[-1] % 128 == 0
 

@@ -88,6 +88,7 @@ def measure(config: Config) -> list[dict[str, Any]]:
         row = {
             "processes": processes,
             "steps": config.steps,
+            "commit": record.environment()["commit"],
             "kills": {name: signals.count(name) for name in ("SIGKILL", "SIGTERM")},
             "moments": {
                 name: sum(life["moment"] == name for life in lives)

@@ -80,6 +80,7 @@ def table(rows: list[dict[str, Any]]) -> Cells:
         {
             "processes": str(row["processes"]),
             "steps": f"{row['steps']:,}",
+            "commit": row["commit"],
             **{name: str(count) for name, count in row["kills"].items()},
             "at start / step / save": " / ".join(str(n) for n in row["moments"].values()),
             "differences": str(len(row["differences"])),
@@ -125,7 +126,7 @@ def _names(folder: pathlib.Path) -> set[str]:
     """Returns the paths of all files, without what differs between any two runs in their names."""
     names = {str(path.relative_to(folder)) for path in folder.rglob("*")}
     checkpoints = {name for name in names if re.fullmatch(r"checkpoints/\d+", name)}
-    # As many in both, but SIGTERM saves at a step of its own.
+    # SIGTERM saves between two regular checkpoints, so only their number is compared.
     names = {re.sub(r"^checkpoints/\d+", "checkpoints/*", name) for name in names}
     names |= {f"checkpoints, {len(checkpoints)} of them"} if checkpoints else set()
     names = {re.sub(r"(tensorboard/events\.out\.tfevents)\..*", r"\1", name) for name in names}

@@ -102,7 +102,7 @@ def test_the_page_has_every_committed_result_and_says_which_are_stale(monkeypatc
         ({"quick": True, "full": True}, "give one of"),
         (
             {"quick": True, "only": ("memori",)},
-            "'memori', which is no benchmark. Choose from ladder",
+            "'memori', which is not a benchmark. Choose from ladder",
         ),
         ({"quick": True, "only": ()}, "needs a name. Choose from ladder"),
         ({"render": True, "only": ("memory",)}, "of no use with `--render`"),
@@ -199,9 +199,9 @@ def test_a_value_that_vanished_or_became_nan_fails(tmp_path, now):
     ("now", "message"),
     [
         ("{", "memory.json: it is not JSON"),
-        ("[]", "memory.json: it is no result of a benchmark"),
-        ('{"rows": []}', "memory.json: it is no result of a benchmark"),
-        (changed(2, peak="much"), "memory.json: a value is no number"),
+        ("[]", "memory.json: it is not a result of a benchmark"),
+        ('{"rows": []}', "memory.json: it is not a result of a benchmark"),
+        (changed(2, peak="much"), "memory.json: a value is not a number"),
     ],
 )
 def test_a_file_that_is_no_result_is_named(tmp_path, now, message):
@@ -219,7 +219,7 @@ def test_settings_without_influence_may_differ(tmp_path, capsys):
 
 
 def test_an_unknown_commit_is_named(repository):
-    with pytest.raises(ValueError, match="`--against` 'nothing' is no commit"):
+    with pytest.raises(ValueError, match="`--against` 'nothing' is not a commit"):
         regression.Config(folder=repository, against="nothing")
 
 
