@@ -122,10 +122,17 @@ def test_files_of_questions_that_cannot_be_read_are_named(folder, text, message,
 
 def test_a_place_for_answers_that_cannot_be_written_is_refused_first(folder, tmp_path):
     (tmp_path / "file").write_text("")
-    (tmp_path / "link").symlink_to(tmp_path / "none" / "at" / "all")
-    for out in (tmp_path / "file" / "answers.jsonl", tmp_path / "link"):
-        with pytest.raises(BadRunError, match=f"`--out` '{out}' cannot be written"):
-            quietly(asked(folder, "sums", out=out))
+    out = tmp_path / "file" / "answers.jsonl"
+    with pytest.raises(BadRunError, match=f"`--out` '{out}' cannot be written"):
+        quietly(asked(folder, "sums", out=out))
+
+
+def test_a_link_to_nothing_is_not_written_over_by_answers(folder, tmp_path):
+    out = tmp_path / "link"
+    out.symlink_to(tmp_path / "none" / "at" / "all")
+    with pytest.raises(BadRunError, match=f"`--out` '{out}' exists already"):
+        quietly(asked(folder, "sums", out=out))
+    assert out.is_symlink()
 
 
 def test_a_tokenizer_of_another_model_is_refused(folder, tmp_path):
