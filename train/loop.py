@@ -101,6 +101,10 @@ def make_console() -> Console:
 
 def run_program(program: Callable[[], Any]) -> None:
     """Runs a program. On an error prints one line and exits: 2 for bad settings, 1 for a NaN."""
+    # By the address of a function that XLA calls while it compiles, a step on several devices is
+    # new at each start, and JAX's compilation cache never finds it. The function itself follows
+    # from the program.
+    jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
     try:
         program()
     except (BadRunError, NonFiniteError, LostProcessError) as error:

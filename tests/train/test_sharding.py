@@ -10,9 +10,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tiny import decoder
 
+from actjax._shards import Dims, on_shards
 from actjax.kernels.blockwise import blockwise_zeros
 from models.sharding import RULES
 from train import sharding
+from train.loop import run_program
 from train.sharding import (
     allow_simulated_devices,
     formats_of,
@@ -101,6 +103,35 @@ def test_simulated_devices_get_threads_to_wait_in(monkeypatch, flags, given, exp
         monkeypatch.setenv("NPROC", given)
     allow_simulated_devices()
     assert os.environ.get("NPROC") == expected
+
+
+@pytest.mark.skipif(not jax.config.jax_compilation_cache_dir, reason="has no compilation cache")
+def test_programs_find_a_function_on_shards_in_the_compilation_cache():
+    events: list[str] = []
+
+    def note(event: str, **_: object) -> None:
+        events.append(event)
+
+    jax.monitoring.register_event_listener(note)
+    mesh, rows = make_mesh("fsdp=2"), Dims(("rows", None))
+    x = jax.device_put(jnp.ones((8, 128)), NamedSharding(mesh, P("fsdp")))
+
+    def compile_anew() -> int:
+        events.clear()
+        # Another function each time, as in another process.
+        with jax.set_mesh(mesh):
+            lowered = jax.jit(lambda x: on_shards(jnp.sin, (x,), (rows,), rows)).lower(x)
+        assert "CustomSPMDPartitioning" in lowered.as_text()
+        lowered.compile()
+        return events.count("/jax/compilation_cache/cache_hits")
+
+    try:
+        assert compile_anew() == compile_anew() == 0
+        run_program(compile_anew)
+        assert compile_anew() == 1
+    finally:
+        jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", False)
+        jax.monitoring.unregister_event_listener(note)
 
 
 def test_a_device_that_prefers_row_major_arrays_gets_them(monkeypatch):
