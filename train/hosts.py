@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import pathlib
+import signal
 import socket
 import time
 import uuid
@@ -53,6 +54,7 @@ def joined(distributed: bool) -> Iterator[None]:
     if not distributed:
         yield
         return
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         given = _from_environment()
         jax.distributed.initialize(
@@ -65,6 +67,8 @@ def joined(distributed: bool) -> Iterator[None]:
         raise ValueError(
             f"`--distributed`: the processes could not join: {str(error).rstrip('.')}. {_BY_HAND}"
         ) from error
+    # JAX takes SIGTERM for itself, and the process would not end by it.
+    signal.signal(signal.SIGTERM, on_sigterm or signal.SIG_DFL)
     try:
         yield
     except (ValueError, OSError, ArithmeticError):

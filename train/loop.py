@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -100,7 +100,10 @@ def make_console() -> Console:
 
 
 def run_program(program: Callable[[], Any]) -> None:
-    """Runs a program. On an error prints one line and exits: 2 for bad settings, 1 for a NaN."""
+    """Runs a program. On an error prints one line and exits: 2 for bad settings, 1 for a NaN.
+
+    Ctrl-C ends it with 130.
+    """
     # By the address of a function that XLA calls while it compiles, a step on several devices is
     # new at each start, and JAX's compilation cache never finds it. The function itself follows
     # from the program.
@@ -108,10 +111,16 @@ def run_program(program: Callable[[], Any]) -> None:
     try:
         program()
     except (BadRunError, NonFiniteError, LostProcessError) as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        # Exits at once: threads that still read a damaged checkpoint would bury the message.
-        os._exit(error.exit_code)
+        _exit(f"error: {error}", error.exit_code)
+    except KeyboardInterrupt:
+        _exit("interrupted", 128 + signal.SIGINT)
+
+
+def _exit(message: str, code: int) -> NoReturn:
+    """Ends the process at once: threads that still read a checkpoint would bury the message."""
+    print(message, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(code)
 
 
 class LostProcessError(RuntimeError):
@@ -146,13 +155,13 @@ def prepare_and_train(
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(hosts.joined(config.distributed))
-            # After joining, where JAX takes SIGTERM for itself.
-            stop = stack.enter_context(StopSignal())
             if not hosts.is_main():
                 console = Console(quiet=True)
             ready = prepare(console)
         except (ValueError, OSError) as error:
             raise BadRunError(str(error)) from error
+        # Not before: until the first step there is nothing to save, and a signal ends the program.
+        stop = stack.enter_context(StopSignal())
         try:
             done = train(ready, console, stop)
             if finish is not None and done == ready.config.steps:
@@ -374,7 +383,7 @@ def _save(run: Run) -> None:
 
 
 class StopSignal:
-    """Records SIGTERM and SIGINT, so that the run can be saved. A second one kills as usual.
+    """Context that records SIGTERM and SIGINT, so that the run can be saved. A second one kills.
 
     Attributes:
       requested: whether a signal came.

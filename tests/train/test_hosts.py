@@ -185,3 +185,14 @@ def test_processes_that_cannot_join_are_told_what_to_set(monkeypatch, environmen
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=message), hosts.joined(True):
         pass
+
+
+def test_joining_leaves_sigterm_as_it_was(monkeypatch):
+    def initialize(**_: object) -> None:  # As JAX does.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    monkeypatch.setattr(jax.distributed, "shutdown", lambda: None)
+    before = signal.getsignal(signal.SIGTERM)
+    with hosts.joined(True):
+        assert signal.getsignal(signal.SIGTERM) == before

@@ -24,7 +24,7 @@ from tests.train.runs import (
 )
 from train import pretrain
 from train.config import DataConfig, OptimizerConfig, PretrainConfig
-from train.loop import BadRunError, NonFiniteError
+from train.loop import BadRunError, NonFiniteError, run_program
 from train.metrics import read_metrics
 from train.options import MethodOptions
 from train.pretrain import run
@@ -246,3 +246,20 @@ def test_the_command_line_prints_errors_in_one_line_and_exits_with_2(monkeypatch
     assert stopped.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: unknown `--model` 'lama'.")
+
+
+def test_a_signal_before_the_first_step_ends_the_program(folder, monkeypatch, capsys):
+    def interrupted(*_: object) -> None:
+        assert signal.getsignal(signal.SIGTERM) == before
+        signal.raise_signal(signal.SIGINT)
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("os._exit", leave)
+    monkeypatch.setattr(pretrain, "prepare", interrupted)
+    with pytest.raises(SystemExit) as stopped:
+        run_program(lambda: run(make_config(folder, "interrupted"), quiet()))
+    assert stopped.value.code == 130
+    assert capsys.readouterr().err == "interrupted\n"
