@@ -14,10 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 
 import actjax
-from benchmarks import record
+from benchmarks import command, record
 from benchmarks.tables import print_table
 from models import Decoder, ModelConfig, Storage, StorageChoice
 from train.adapt import gradient_by_codecs, measure_sensitivity, site_width
@@ -180,7 +179,7 @@ def show(config: Config, rows: list[dict], known: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    config = tyro.cli(Config, description=__doc__, config=(tyro.conf.OmitArgPrefixes,))
+    config = command.settings(Config, __doc__)
     rows, known = measure(config)
     show(config, rows, known)
     record.write(config, rows, **known)

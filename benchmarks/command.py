@@ -1,11 +1,15 @@
 """A benchmark as a command: reads settings, then measures, prints and writes rows."""
 
+import os
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import tyro
 
 from benchmarks import record
+
+T = TypeVar("T")
 
 
 def run(
@@ -22,7 +26,34 @@ def run(
       measure: a function from settings to rows.
       show: prints the rows.
     """
-    config = tyro.cli(config_type, description=description, config=(tyro.conf.OmitArgPrefixes,))
+    config = settings(config_type, description)
     rows = measure(config)
     record.write(config, rows)
     show(config, rows)
+
+
+def settings(config_type: type[T], description: str | None) -> T:
+    """Returns the settings of the command line. Exits with 2 if the results cannot be written.
+
+    Args:
+      config_type: a dataclass of settings, with the path `results`.
+      description: first lines of `--help`.
+    """
+    config: Any = tyro.cli(
+        config_type, description=description, config=(tyro.conf.OmitArgPrefixes,)
+    )
+    path = config.results
+    if path.is_dir():
+        _fail(f"`--results` {path} is a folder: name a file.")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        _fail(f"`--results` {path} cannot be written: {error.strerror}.")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        _fail(f"`--results` {path} cannot be written: permission denied.")
+    return config
+
+
+def _fail(message: str) -> None:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)

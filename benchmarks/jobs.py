@@ -127,9 +127,11 @@ _STEP = (
 JOBS = (
     Job(
         "ladder", "benchmarks.ladder", "One change at a time",
-        (*_STEP, "benchmarks/ladder.py"), _rows(ladder.table),
+        (*_STEP, *(f"train/{name}.py" for name in ("corpus", "data", "tokenizer")),
+         "benchmarks/ladder.py"),
+        _rows(ladder.table),
         quick=("--steps", "40", "--batch-size", "4", "--evaluations", "4", "--eval-batches", "2"),
-        needs="`pip install -e '.[compile]'`",
+        needs="`pip install -e '.[programs,compile]'`",
     ),
     Job(
         "memory", "benchmarks.memory", "A step of `llama_130m`, compiled for a CPU", _STEP, _memory,
@@ -142,7 +144,7 @@ JOBS = (
         full=("--model", "llama_1b", "--batch-size", "8", "--seq-len", "1024",
               "--weight-dtype", "bfloat16", "--compute-dtype", "bfloat16",
               "--device", "h100"),
-        needs="`pip install -e '.[compile]'`",
+        needs="`pip install -e '.[programs,compile]'`",
     ),
     Job(
         "gpu", "benchmarks.gpu", "Steps on a GPU", _STEP, _gpu, full=None,
@@ -150,13 +152,15 @@ JOBS = (
     ),
     Job(
         "triton_kernels", "benchmarks.triton_kernels",
-        "Kernels in Triton and in Pallas, assembled for an H100", ("actjax/kernels",), _triton,
+        "Kernels in Triton and in Pallas, assembled for an H100",
+        ("actjax/kernels", "benchmarks/kernel_cases"), _triton,
         quick=("--cases", "llama_1b block input, 4 bits by channel, 1% whole"),
-        needs="`pip install -e '.[triton,compile]'`",
+        needs="`pip install -e '.[programs,triton,compile]'`",
     ),
     Job(
         "subspace_loops", "benchmarks.subspace_loops",
-        "Subspace optimizers in the loops of other libraries", ("actjax/optim",), _loops,
+        "Subspace optimizers in the loops of other libraries",
+        ("actjax", "benchmarks/subspace_loops.py"), _loops,
     ),
     Job(
         "random_arrays", "benchmarks.random_arrays", "Random arrays through every codec",
@@ -165,7 +169,7 @@ JOBS = (
     ),
     Job(
         "malformed", "benchmarks.malformed", "Malformed inputs of the programs",
-        ("train", "models"), _malformed, quick=("--count", "35"),
+        ("actjax", "train", "models"), _malformed, quick=("--count", "35"),
     ),
     Job(
         "soak", "benchmarks.soak", "A run under random kills", ("actjax", "models", "train"),

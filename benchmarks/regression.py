@@ -2,8 +2,9 @@
 
 `python -m benchmarks.all --quick`, then `python -m benchmarks.regression`: it compares the files in
 `benchmarks/results/quick` with their committed form, row by row, and exits with 1 if a peak, a
-temporary memory, a loss or a number of operations is more than 2% larger or missing, or if there
-are new faults. Times are not compared: machines differ.
+temporary memory, a loss or a number of operations is more than 2% larger or missing, if there are
+new faults, or if a result is missing or has other settings than the committed one. Times are not
+compared: machines differ.
 """
 
 import collections
@@ -130,7 +131,19 @@ def _sizes(before: Any, now: Any) -> tuple[float, float | None] | None:
         return None
     if isinstance(before, list):
         return float(len(before)), None
-    return float(before), None if now is None else float(now)
+    return _size(before), None if now is None else _size(now)
+
+
+def _size(x: Any) -> float:
+    """Returns a number of a result, which has NaN and infinity as strings.
+
+    Raises:
+      ValueError: it is something else, or negative.
+    """
+    number = float(x) if x in ("nan", "inf") or type(x) in (int, float) else -1.0
+    if number < 0:
+        raise ValueError(f"{x!r} is not a number of at least zero")
+    return number
 
 
 def committed(path: pathlib.Path, commit: str) -> dict[str, Any] | None:
@@ -145,23 +158,31 @@ def _content(text: str, where: str) -> dict[str, Any]:
     """Returns the content of a result file. Raises a `ValueError` if it is not one."""
     try:
         content = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: it is not JSON ({error}).") from error
     try:
         _ = content["settings"].items(), content["environment"]["versions"]
-        _ = [_key(row) for row in content["rows"]]
+        # What is no mapping has no `keys`.
+        keys = [_key(row) for row in content["rows"] if row.keys()]
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{where}: it is not a result of a benchmark.") from error
+    twice = [key for key, count in collections.Counter(keys).items() if count > 1]
+    if twice:
+        raise ValueError(f"{where}: it has two rows of {' '.join(twice[0])!r}.")
     return content
 
 
 def judge(config: Config) -> None:
-    """Compares and prints. Exits with 1 if something is worse, with 2 if nothing is compared.
+    """Compares and prints. Exits with 1 if something is worse or cannot be compared.
+
+    Exits with 2 if there is nothing to compare with.
 
     Raises:
       ValueError: a file is not a result of a benchmark.
+      OSError: a file cannot be read.
     """
     found: list[Change] = []
+    skipped = False
     for name in COMPARED:
         path = config.folder / f"{name}.json"
         before = committed(path, config.against)
@@ -169,10 +190,12 @@ def judge(config: Config) -> None:
             continue
         if not path.exists():
             print(f"{name}: {config.against} has it, {config.folder} does not: not compared")
+            skipped = True
             continue
         now = _content(path.read_text(encoding="utf-8", errors="replace"), str(path))
         if _settings(before) != _settings(now):
             print(f"{name}: other settings than those of {config.against}: not compared")
+            skipped = True
             continue
         if before["environment"]["versions"] != now["environment"]["versions"]:
             print(f"{name}: other versions of JAX or its companions than in {config.against}")
@@ -180,11 +203,8 @@ def judge(config: Config) -> None:
             found += changes(name, before, now)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: a value is not a number ({error}).") from error
-    if not found:
-        print(
-            f"nothing compared: no result of {config.folder} is in {config.against} with the same"
-            " settings"
-        )
+    if not found and not skipped:
+        print(f"nothing compared: {config.against} has no result in {config.folder}")
         sys.exit(2)
     worse = [change for change in found if change.is_worse(config.most)]
     if worse:
@@ -202,14 +222,14 @@ def judge(config: Config) -> None:
             ),
         )
     print(f"{len(found)} values compared with {config.against}, {len(worse)} worse")
-    sys.exit(int(bool(worse)))
+    sys.exit(int(bool(worse) or skipped))
 
 
 def main() -> None:
     """Reads the command line and compares. Exits with 2 on a file that is not a result."""
     try:
         judge(tyro.cli(Config, description=__doc__))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         sys.exit(2)
 

@@ -17,9 +17,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import tyro
 
-from benchmarks import record
+from benchmarks import command, record
 from benchmarks.rivals import ON_DEVICE, compiled_memory, random_batch, rival
 from benchmarks.tables import print_table
 from benchmarks.variants import check_names
@@ -152,7 +151,7 @@ def show(config: Config, rows: list[dict], rate: float) -> None:
 
 
 def main() -> None:
-    config = tyro.cli(Config, description=__doc__, config=(tyro.conf.OmitArgPrefixes,))
+    config = command.settings(Config, __doc__)
     rows, rate = measure(config)
     show(config, rows, rate)
     record.write(config, rows, matmul_flops_per_second=rate)

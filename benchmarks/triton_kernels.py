@@ -61,9 +61,15 @@ class Config:
     results: pathlib.Path = record.RESULTS / "triton_kernels.json"
 
     def __post_init__(self) -> None:
-        known = {case.name for entry in KERNELS.values() for case in entry.cases}
+        known = {
+            case.name for entry in KERNELS.values() if entry.kernel.triton for case in entry.cases
+        }
+        if not self.cases:
+            raise ValueError("`--cases` names no case.")
         if unknown := [name for name in self.cases if name not in known]:
-            raise ValueError(f"`--cases` has {unknown[0]!r}, but no kernel has such a case.")
+            raise ValueError(
+                f"`--cases` has {unknown[0]!r}, but no kernel in Triton has such a case."
+            )
 
 
 def measure(config: Config) -> list[dict[str, Any]]:

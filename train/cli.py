@@ -156,6 +156,8 @@ def _check_arguments(args: Sequence[str], flags: Mapping[str, Flag], prog: str) 
         if match[2] is not None and (name not in flags or flags[name].kind is bool):
             _fail(f"`{name}` is a switch and takes no value, got {match[2]!r}: pass `{name}`.")
         value = args[index + 1] if match[2] is None and index + 1 < len(args) else match[2]
+        if value == "" and name in flags and flags[name].default != "":
+            _fail(f"`{name}` is empty: give it a value, or leave it out.")
         choices = flags[name].choices if name in flags else ()
         if choices and value is not None and value not in choices:
             _fail(

@@ -21,6 +21,8 @@ Optimizer = Literal[
     "adamw", "adafactor", "lion", "sgd", "muon", "fira", "frugal_signs", "apollo", "apollo_mini"
 ]
 WeightRounding = Literal["auto", "nearest", "stochastic", "compensated"]
+MOST_TOKENS = 2**24
+"""Largest vocabulary that is trained: training one takes about 60 bytes a token."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +53,10 @@ class DataConfig:
     def __post_init__(self) -> None:
         if self.readers < 1:
             raise ValueError(f"`--readers` must be at least 1, got {self.readers}.")
+        if self.vocab_size > MOST_TOKENS:
+            raise ValueError(
+                f"`--vocab-size` must be at most {MOST_TOKENS:,}, got {self.vocab_size:,}."
+            )
         if self.tokenizer is not None and self.vocab_size != DataConfig.vocab_size:
             raise ValueError(
                 f"`--vocab-size {self.vocab_size}` has no effect with `--tokenizer`, which has a"
@@ -272,6 +278,12 @@ class RunConfig:
                 raise ValueError(
                     f"`{flag_name(name)}` must be at least 1, got {getattr(self, name)}."
                 )
+        _check_range("steps", self.steps, 1, 2**31)
+        if self.batch_size * self.seq_len >= 2**31:
+            raise ValueError(
+                f"`--batch-size` {self.batch_size} times `--seq-len` {self.seq_len} must be below"
+                " 2^31 tokens: make one of them smaller."
+            )
         _check_range("seed", self.seed, 0, 2**32)
         _check_range("z_loss", self.z_loss, 0, math.inf)
         if self.batch_size % self.accumulate:

@@ -160,6 +160,11 @@ def prepare_and_train(
             ready = prepare(console)
         except (ValueError, OSError) as error:
             raise BadRunError(str(error)) from error
+        except MemoryError as error:
+            raise BadRunError(
+                "this machine has too little memory to prepare the run: make `--batch-size` or"
+                f" `--seq-len` smaller ({error})."
+            ) from error
         # Not before: until the first step there is nothing to save, and a signal ends the program.
         stop = stack.enter_context(StopSignal())
         try:

@@ -70,6 +70,8 @@ def mesh_sizes(text: str) -> dict[str, int]:
     Raises:
       ValueError: a malformed description, an unknown axis, or one that is named twice.
     """
+    if text.strip() and not text.strip(" ,"):
+        raise ValueError(f"`--mesh` {text!r} names no axis: for example fsdp=4.")
     sizes: dict[str, int] = {}
     for part in filter(None, text.replace(" ", "").split(",")):
         axis, _, size = part.partition("=")

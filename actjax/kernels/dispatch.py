@@ -78,7 +78,8 @@ def use(implementation: Implementation | None) -> Iterator[None]:
     It applies to functions that this thread traces within the context. A function that `jax.jit`
     has compiled before is compiled again. A kernel that cannot take its arguments falls back to the
     reference, and from `triton`, which few kernels have, to the default; an implementation that is
-    passed to a call raises instead.
+    passed to a call raises instead. On a CPU, kernels of GPUs fall back to the reference, but for
+    `pallas` in a function that `jax.jit` compiles, where JAX raises an error.
 
     Args:
       implementation: one of `Implementation`; None for the best one that applies, the default.
@@ -170,6 +171,8 @@ class Kernel:
             )
         on_gpus_only = asked in ("pallas", "triton")
         if on_gpus_only and jax.default_backend() == "cpu" and not _traced(args):
+            if implementation is None:
+                return reference(*args)
             raise ValueError(
                 f"`implementation` {asked!r} of {self.name} is compiled for NVIDIA GPUs, and this"
                 " runs on a CPU: use 'interpreted' or 'reference'."

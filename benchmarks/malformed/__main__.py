@@ -23,9 +23,8 @@ from typing import Any
 
 import jax
 import numpy as np
-import tyro
 
-from benchmarks import record
+from benchmarks import command, record
 from benchmarks.malformed import checkpoints, files, flags, inputs, runs, tokenizers
 from benchmarks.malformed.case import CORRECT, FINETUNE, PRETRAIN, Case, Draw, words
 from benchmarks.malformed.forks import Child, Ending, start
@@ -94,6 +93,8 @@ class Config:
         for name, least in (("count", 1), ("seed", 0), ("first", 0), ("jobs", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"`--{name}` must be at least {least}, got {getattr(self, name)}.")
+        if not self.limit > 0:
+            raise ValueError(f"`--limit` must be above 0, got {self.limit}.")
         unknown = [repr(kind) for kind in self.kinds if kind not in KINDS]
         if unknown or not self.kinds:
             raise ValueError(
@@ -273,7 +274,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     """Draws inputs, runs the programs, and exits with 1 if there is a fault."""
-    config = tyro.cli(Config, description=__doc__, config=(tyro.conf.OmitArgPrefixes,))
+    config = command.settings(Config, __doc__)
     rows = measure(config)
     record.write(config, rows)
     show(rows)

@@ -19,9 +19,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 
-from benchmarks import record
+from benchmarks import command, record
 from benchmarks.random_arrays import contents
 from benchmarks.random_arrays.codecs import DTYPES, LEAST_QUANTIZED, SHAPES, Entry, entries
 from benchmarks.random_arrays.judge import Result, faults_of, largest_of
@@ -210,7 +209,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     """Draws arrays, runs the codecs, and exits with 1 if there is a fault."""
-    config = tyro.cli(Config, description=__doc__, config=(tyro.conf.OmitArgPrefixes,))
+    config = command.settings(Config, __doc__)
     rows = measure(config)
     record.write(config, rows)
     show(rows)

@@ -22,12 +22,12 @@ import tempfile
 import time
 from typing import Any
 
-import tyro
-
-from benchmarks import record
+from benchmarks import command, record
 from benchmarks.soak import verdict
 from benchmarks.soak.lives import Folders, Life, drawn
 from benchmarks.tables import print_table
+from train.config import DataConfig, PretrainConfig
+from train.resolve import dimensions, resolve
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Config:
     results: pathlib.Path = record.RESULTS / "soak.json"
 
     def __post_init__(self) -> None:
-        for name, least in (("steps", 200), ("kills", 0), ("save_every", 1)):
+        for name, least in (("steps", 200), ("kills", 0), ("save_every", 1), ("seed", 0)):
             if getattr(self, name) < least:
                 flag = "--" + name.replace("_", "-")
                 raise ValueError(f"`{flag}` must be at least {least}, got {getattr(self, name)}.")
@@ -69,8 +69,24 @@ class Config:
             raise ValueError(
                 f"`--processes` must be numbers of at least 1, got {self.processes or 'none'}."
             )
+        if len(set(self.processes)) < len(self.processes):
+            raise ValueError(f"`--processes` names a number twice: {self.processes}.")
+        # They refuse what the runs would refuse.
+        run = PretrainConfig(
+            model=self.model,
+            method=self.method,
+            steps=self.steps,
+            batch_size=self.batch_size,
+            seq_len=self.seq_len,
+            data=DataConfig(vocab_size=self.vocab_size),
+        )
+        resolve(run, dimensions(run))
         if self.folder.exists() and not self.folder.is_dir():
             raise ValueError(f"`--folder` {self.folder} is a file: name a folder.")
+
+
+_OF_A_ROW = ("model", "method", "batch_size", "seq_len", "vocab_size", "save_every", "seed")
+"""Settings that a row has too, since rows of several calls may be in one file."""
 
 
 def measure(config: Config) -> list[dict[str, Any]]:
@@ -89,6 +105,7 @@ def measure(config: Config) -> list[dict[str, Any]]:
             "processes": processes,
             "steps": config.steps,
             "commit": record.environment()["commit"],
+            "settings": {name: getattr(config, name) for name in _OF_A_ROW},
             "kills": {name: signals.count(name) for name in ("SIGKILL", "SIGTERM")},
             "moments": {
                 name: sum(life["moment"] == name for life in lives)
@@ -214,7 +231,7 @@ def show(config: Config, rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     """Reads the command line, runs, prints and writes. Exits with 1 on a fault."""
-    config = tyro.cli(Config, description=__doc__)
+    config = command.settings(Config, __doc__)
     # As an exception: a life that is under way ends with this process.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     rows = measure(config)

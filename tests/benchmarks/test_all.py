@@ -3,6 +3,7 @@
 import copy
 import importlib
 import json
+import pathlib
 import re
 import subprocess
 
@@ -58,6 +59,11 @@ def test_a_result_is_stale_once_its_code_has_changed(repository):
     assert "one commit has changed" in note
     commit(repository, "measured.py")
     assert "2 commits have changed" in staleness.note(result, sources, repository)
+    # The rows of several calls may be of several commits.
+    new = result_of(repository)
+    assert staleness.note(new, sources, repository) == ""
+    rows = [new["environment"], result["environment"]]
+    assert "2 commits have" in staleness.note(new | {"rows": rows}, sources, repository)
 
 
 def test_a_result_of_changes_without_a_commit_and_of_an_unknown_commit(repository):
@@ -201,7 +207,13 @@ def test_a_value_that_vanished_or_became_nan_fails(tmp_path, now):
         ("{", "memory.json: it is not JSON"),
         ("[]", "memory.json: it is not a result of a benchmark"),
         ('{"rows": []}', "memory.json: it is not a result of a benchmark"),
-        (changed(2, peak="much"), "memory.json: a value is not a number"),
+        ("[" * 10**5, "memory.json: it is not JSON"),
+        (BEFORE | {"rows": [[]]}, "memory.json: it is not a result of a benchmark"),
+        (BEFORE | {"rows": BEFORE["rows"] * 2}, "memory.json: it has two rows of 'plain'"),
+        *(
+            (changed(2, peak=peak), "memory.json: a value is not a number")
+            for peak in ("much", "12", "-inf", -5, True)
+        ),
     ],
 )
 def test_a_file_that_is_no_result_is_named(tmp_path, now, message):
@@ -223,12 +235,20 @@ def test_an_unknown_commit_is_named(repository):
         regression.Config(folder=repository, against="nothing")
 
 
-def test_other_settings_are_not_compared(tmp_path, capsys):
+def test_other_settings_fail(tmp_path, capsys):
     now = copy.deepcopy(BEFORE) | {"settings": {"model": "llama_9m"}}
     with pytest.raises(SystemExit) as ended:
         compared(tmp_path, now)
-    assert ended.value.code == 2
+    assert ended.value.code == 1
     assert "other settings" in capsys.readouterr().out
+
+
+def test_a_result_that_vanished_fails(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(pathlib.Path, "exists", lambda _: False)
+    with pytest.raises(SystemExit) as ended:
+        compared(tmp_path, BEFORE)
+    assert ended.value.code == 1
+    assert "memory: HEAD has it" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -107,10 +107,13 @@ def test_kernels_without_such_a_program_say_so():
         kernel(*cases[0].make(jax.random.key(0)), implementation="triton", **cases[0].options)
 
 
-def test_the_fastest_of_a_cpu_is_the_default():
+@pytest.mark.parametrize(
+    "implementation", ["fastest", "pallas", pytest.param("triton", marks=needs_triton)]
+)
+def test_programs_for_gpus_fall_back_on_a_cpu(implementation):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 256)), jnp.float32)
     want = ROTATED.encode(x)
-    with actjax.kernels.use("fastest"):
+    with actjax.kernels.use(implementation):
         got = ROTATED.encode(x)
     jax.tree.map(np.testing.assert_array_equal, got, want)
 

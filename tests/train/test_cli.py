@@ -79,6 +79,7 @@ def test_help_of_the_other_programs():
             "--compute-dtype=float",
             "must be one of float32, bfloat16, got 'float'. Did you mean float32?",
         ),
+        ("--out=", "`--out` is empty: give it a value, or leave it out."),
         ("--rounding=dithr", "got 'dithr'. Did you mean dither?"),
     ],
 )

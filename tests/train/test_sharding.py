@@ -77,6 +77,7 @@ def test_one_device_shards_nothing():
     ("text", "message"),
     [
         ("fsdp", "`--mesh` 'fsdp': 'fsdp' is not AXIS=SIZE"),
+        (" ,", "`--mesh` ' ,' names no axis"),
         ("fsdp=0", "'fsdp=0' is not AXIS=SIZE"),
         ("rows=2", "'rows=2' is not AXIS=SIZE with axis data, fsdp, tensor, seq"),
         ("fsdp=2,fsdp=2", "names fsdp twice"),
