@@ -1,4 +1,4 @@
-"""Command lines: flags from a dataclass, a help page like a manual, errors in one line.
+"""Command lines: flags from a dataclass, a help page like a manual, errors that name them.
 
 `tyro` turns arguments into the dataclass. The help page is written here, because flags stand under
 headings by their purpose and not by the dataclass that holds them.

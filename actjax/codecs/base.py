@@ -160,6 +160,10 @@ def check_activation(codec: Codec, x: Any) -> None:
         raise TypeError(f"`x` of {codec} must be an array, got {type(x).__name__}: jnp.asarray(x).")
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"`x` of {codec} must be floating point, got {dtype}: cast it.")
+    if jnp.dtype(dtype).itemsize < 2:
+        raise TypeError(
+            f"`x` of {codec} must have numbers of 16 bits or more, got {dtype}: cast it."
+        )
     if x.ndim < 1:
         raise ValueError(f"`x` of {codec} must have features, [..., d], got shape {x.shape}.")
 
