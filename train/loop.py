@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -108,19 +108,24 @@ def run_program(program: Callable[[], Any]) -> None:
     # new at each start, and JAX's compilation cache never finds it. The function itself follows
     # from the program.
     jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
+    before = signal.signal(signal.SIGINT, _interrupt)
     try:
         program()
     except (BadRunError, NonFiniteError, LostProcessError) as error:
-        _exit(f"error: {error}", error.exit_code)
-    except KeyboardInterrupt:
-        _exit("interrupted", 128 + signal.SIGINT)
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        # Exits at once: threads that still read a damaged checkpoint would bury the message.
+        os._exit(error.exit_code)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
-def _exit(message: str, code: int) -> NoReturn:
-    """Ends the process at once: threads that still read a checkpoint would bury the message."""
-    print(message, file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    os._exit(code)
+def _interrupt(number: int, _: object) -> None:
+    """Ends the process. A `KeyboardInterrupt` in its place may be lost in a callback of JAX."""
+    os.write(sys.stderr.fileno(), b"interrupted\n")
+    with contextlib.suppress(RuntimeError):  # It came while something was printed.
+        sys.stdout.flush()
+    os._exit(128 + number)
 
 
 class LostProcessError(RuntimeError):

@@ -248,7 +248,7 @@ def test_the_command_line_prints_errors_in_one_line_and_exits_with_2(monkeypatch
     assert line.startswith("error: unknown `--model` 'lama'.")
 
 
-def test_a_signal_before_the_first_step_ends_the_program(folder, monkeypatch, capsys):
+def test_a_signal_before_the_first_step_ends_the_program(folder, monkeypatch, capfd):
     def interrupted(*_: object) -> None:
         assert signal.getsignal(signal.SIGTERM) == before
         signal.raise_signal(signal.SIGINT)
@@ -256,10 +256,11 @@ def test_a_signal_before_the_first_step_ends_the_program(folder, monkeypatch, ca
     def leave(code: int) -> None:
         raise SystemExit(code)
 
-    before = signal.getsignal(signal.SIGTERM)
+    before, on_interrupt = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     monkeypatch.setattr("os._exit", leave)
     monkeypatch.setattr(pretrain, "prepare", interrupted)
     with pytest.raises(SystemExit) as stopped:
         run_program(lambda: run(make_config(folder, "interrupted"), quiet()))
     assert stopped.value.code == 130
-    assert capsys.readouterr().err == "interrupted\n"
+    assert capfd.readouterr().err.endswith("interrupted\n")
+    assert signal.getsignal(signal.SIGINT) == on_interrupt
