@@ -35,6 +35,8 @@ class Config:
     """Rivals to measure."""
     device: str = HERE
     """Device to compile for: here, or a GPU by name: h100, h200, a100_80, a100_40, rtx_4090, ..."""
+    add: bool = False
+    """Keep the rows of other rivals in `--results`."""
     results: pathlib.Path = record.RESULTS / "memory.json"
 
     def __post_init__(self) -> None:
@@ -44,11 +46,11 @@ class Config:
 
 def measure(config: Config) -> list[dict]:
     """Returns one row for each rival: bytes of the programs by category, and operations."""
-    rows = []
+    rows = {row["rival"]: row for row in record.rows_to_keep(config.results, config.add)}
     for name in config.only:
-        rows.append(_measure(name, config))
-        print(f"{name}: {rows[-1]['peak'] / 2**30:.2f} GiB", flush=True)
-    return rows
+        rows[name] = _measure(name, config) | {"commit": record.environment()["commit"]}
+        print(f"{name}: {rows[name]['peak'] / 2**30:.2f} GiB", flush=True)
+    return list(rows.values())
 
 
 def measure_step(name: str, config: Config) -> dict[str, int]:

@@ -71,8 +71,14 @@ def read(path: pathlib.Path) -> dict[str, Any]:
 
 
 def rows_to_keep(path: pathlib.Path, add: bool) -> list[dict[str, Any]]:
-    """Returns the rows of a result file to add others to; none without `add` or a file."""
-    return read(path)["rows"] if add and path.exists() else []
+    """Returns the rows of a result file to add others to; none without `add` or a file.
+
+    Each of them names its commit.
+    """
+    if not add or not path.exists():
+        return []
+    former = read(path)
+    return [{"commit": former["environment"]["commit"]} | row for row in former["rows"]]
 
 
 def _renamed(x: Any) -> Any:
