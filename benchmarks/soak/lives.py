@@ -212,7 +212,7 @@ class Life:
             "end": round(time.monotonic() - signalled, 2) if reached else None,
         }
         texts = [log.read_text(encoding="utf-8", errors="replace") for log in self._logs]
-        if any("Traceback" in text for text in texts) or (not reached and any(codes)):
+        if any("Traceback" in texts[i] for i in judged(ending)) or (not reached and any(codes)):
             ending["output"] = [text[-2000:] for text in texts]
         return ending
 
@@ -243,6 +243,15 @@ class Life:
             self._processes[i].kill()
             self._processes[i].wait()
             return FORCED
+
+
+def judged(ending: dict[str, Any]) -> Sequence[int]:
+    """Returns which processes must end without a traceback.
+
+    Not those that have lost another one: orbax, for example, prints one if that was during a save.
+    """
+    codes, one = ending["codes"], ending["process"]
+    return range(len(codes)) if one is None or codes[one] >= 0 else [one]
 
 
 def _last_step(out: pathlib.Path) -> int:

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.soak import verdict
 from benchmarks.soak.__main__ import Config, faults
-from benchmarks.soak.lives import Folders, drawn
+from benchmarks.soak.lives import Folders, drawn, judged
 
 
 def test_kills_are_drawn_in_order_and_of_every_kind():
@@ -98,6 +98,12 @@ def test_a_life_ends_as_its_signal_says(signal, process, codes, well):
         "differences": [], "leftovers": [], "memory": [], "lives": [life], "kills": {"SIGKILL": 1}
     }  # fmt: skip
     assert (faults(row, Config(kills=1)) == []) is well
+
+
+def test_who_has_lost_a_process_may_print_a_traceback():
+    assert list(judged({"process": 1, "codes": [-6, -9]})) == [1]
+    assert list(judged({"process": 1, "codes": [0, 0]})) == [0, 1]
+    assert list(judged({"process": None, "codes": [-9, -9]})) == [0, 1]
 
 
 @pytest.mark.parametrize(("samples", "steps"), [(None, 1000), (0, 1000), (1, 1000), (80, 999)])
