@@ -33,6 +33,8 @@ Headings = dict[str, tuple[str, ...]]
 or of such a field for all that it holds ("options"). A flag stands under the first that names it.
 """
 
+_NAMING = ("--model", "--data", "--checkpoint")
+"""Flags that name a file or a folder, beside those whose type is a path."""
 _METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", pathlib.Path: "PATH"}
 
 
@@ -156,7 +158,8 @@ def _check_arguments(args: Sequence[str], flags: Mapping[str, Flag], prog: str) 
         if match[2] is not None and (name not in flags or flags[name].kind is bool):
             _fail(f"`{name}` is a switch and takes no value, got {match[2]!r}: pass `{name}`.")
         value = args[index + 1] if match[2] is None and index + 1 < len(args) else match[2]
-        if value == "" and name in flags and flags[name].default != "":
+        named = name in flags and (flags[name].kind is pathlib.Path or name in _NAMING)
+        if value == "" and named:
             _fail(f"`{name}` is empty: give it a value, or leave it out.")
         choices = flags[name].choices if name in flags else ()
         if choices and value is not None and value not in choices:
