@@ -162,7 +162,7 @@ def _content(text: str, where: str) -> dict[str, Any]:
         raise ValueError(f"{where}: it is not JSON ({error}).") from error
     try:
         _ = content["settings"].items(), content["environment"]["versions"]
-        # What is no mapping has no `keys`.
+        # A list has no `keys`, and is refused here.
         keys = [_key(row) for row in content["rows"] if row.keys()]
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{where}: it is not a result of a benchmark.") from error

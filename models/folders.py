@@ -51,7 +51,7 @@ def scratch_folder(parent: pathlib.Path, prefix: str) -> Iterator[pathlib.Path]:
       prefix: its name, but for the random end. Folders of such a name with a lock are scratch
         folders.
     """
-    # The end that `mkdtemp` gives has no "-": ".a-" is no beginning of a folder of ".a-b-".
+    # `mkdtemp` adds no "-" to a name, so the folders of ".a-b-" are not taken for those of ".a-".
     named = re.compile(re.escape(prefix) + "[a-z0-9_]+")
     for other in list(parent.iterdir()):
         if named.fullmatch(other.name):

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import math
 import os
-import signal
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -37,6 +36,7 @@ from train.sharding import (
     formats_of,
     rows_of_process,
 )
+from train.signals import StopSignal, ending_on_ctrl_c
 from train.step import (
     Batch,
     Recipe,
@@ -104,28 +104,14 @@ def run_program(program: Callable[[], Any]) -> None:
 
     Ctrl-C ends it with 130.
     """
-    # By the address of a function that XLA calls while it compiles, a step on several devices is
-    # new at each start, and JAX's compilation cache never finds it. The function itself follows
-    # from the program.
-    jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
-    before = signal.signal(signal.SIGINT, _interrupt)
     try:
-        program()
+        with ending_on_ctrl_c():
+            program()
     except (BadRunError, NonFiniteError, LostProcessError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         # Exits at once: threads that still read a damaged checkpoint would bury the message.
         os._exit(error.exit_code)
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _interrupt(number: int, _: object) -> None:
-    """Ends the process. A `KeyboardInterrupt` in its place may be lost in a callback of JAX."""
-    os.write(sys.stderr.fileno(), b"interrupted\n")
-    with contextlib.suppress(RuntimeError):  # It came while something was printed.
-        sys.stdout.flush()
-    os._exit(128 + number)
 
 
 class LostProcessError(RuntimeError):
@@ -204,7 +190,7 @@ def with_sharding(x: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruc
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
-def train(run: Run, console: Console, stop: "StopSignal") -> int:
+def train(run: Run, console: Console, stop: StopSignal) -> int:
     """Trains to the last step, or until a signal asks to stop. Saves the run in both cases.
 
     Releases the lock of the folder, on errors too.
@@ -390,30 +376,3 @@ def _save(run: Run) -> None:
     progress = {"position": position, "bits": dict(run.recipe.bits)}
     state = dataclasses.replace(run.state, frozen=None)
     run.checkpoints.save(int(state.step), state, progress, run.identity)
-
-
-class StopSignal:
-    """Context that records SIGTERM and SIGINT, so that the run can be saved. A second one kills.
-
-    Attributes:
-      requested: whether a signal came.
-      name: its name.
-    """
-
-    def __init__(self) -> None:
-        self.requested, self.name = False, ""
-
-    def __enter__(self) -> "StopSignal":
-        self._before = {s: signal.signal(s, self._note) for s in (signal.SIGTERM, signal.SIGINT)}
-        return self
-
-    def _note(self, number: int, _: object) -> None:
-        self.requested, self.name = True, signal.Signals(number).name
-        self._restore()
-
-    def _restore(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def __exit__(self, *_: object) -> None:
-        self._restore()

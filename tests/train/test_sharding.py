@@ -4,6 +4,7 @@ import os
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding
@@ -106,33 +107,22 @@ def test_simulated_devices_get_threads_to_wait_in(monkeypatch, flags, given, exp
     assert os.environ.get("NPROC") == expected
 
 
-@pytest.mark.skipif(not jax.config.jax_compilation_cache_dir, reason="has no compilation cache")
-def test_programs_find_a_function_on_shards_in_the_compilation_cache():
-    events: list[str] = []
-    kept = []  # So that no address comes twice.
-
-    def note(event: str, **_: object) -> None:
-        events.append(event)
-
-    jax.monitoring.register_event_listener(note)
+def test_functions_on_shards_are_not_confused_in_the_compilation_cache():
+    # Their bodies are not in the module that JAX hashes, but for an address. An option of JAX takes
+    # the address out of the hash too.
     mesh, rows = make_mesh("fsdp=2"), Dims(("rows", None))
     x = jax.device_put(jnp.ones((8, 128)), NamedSharding(mesh, P("fsdp")))
+    results = []
 
-    def compile_anew() -> int:
-        events.clear()
-        # Another function each time, as in another process.
-        with jax.set_mesh(mesh):
-            lowered = jax.jit(lambda x: on_shards(jnp.sin, (x,), (rows,), rows)).lower(x)
-        assert "CustomSPMDPartitioning" in lowered.as_text()
-        kept.append(lowered)
-        lowered.compile()
-        return events.count("/jax/compilation_cache/cache_hits")
+    def compute() -> None:
+        for function in (jnp.sin, jnp.cos):
+            with jax.set_mesh(mesh):
+                on_parts = jax.jit(lambda x: on_shards(function, (x,), (rows,), rows))
+                results.append(on_parts(x))
 
-    try:
-        run_program(compile_anew)
-        assert compile_anew() == 1
-    finally:
-        jax.monitoring.unregister_event_listener(note)
+    run_program(compute)
+    for result, want in zip(results, (np.sin(1), np.cos(1)), strict=True):
+        np.testing.assert_allclose(result, want, rtol=1e-6)
 
 
 def test_a_device_that_prefers_row_major_arrays_gets_them(monkeypatch):

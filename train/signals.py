@@ -1,0 +1,54 @@
+"""SIGTERM and Ctrl-C: before its first step they end a program, later they let it save."""
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def ending_on_ctrl_c() -> Iterator[None]:
+    """Context in which Ctrl-C ends the process with 130.
+
+    A `KeyboardInterrupt`, as Python raises it, may be lost in a callback of JAX.
+    """
+    before = signal.signal(signal.SIGINT, _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _end(number: int, _: object) -> None:
+    os.write(sys.stderr.fileno(), b"interrupted\n")
+    with contextlib.suppress(RuntimeError):  # It came while something was printed.
+        sys.stdout.flush()
+    os._exit(128 + number)
+
+
+class StopSignal:
+    """Context that records SIGTERM and SIGINT, so that the run can be saved. A second one kills.
+
+    Attributes:
+      requested: whether a signal came.
+      name: its name.
+    """
+
+    def __init__(self) -> None:
+        self.requested, self.name = False, ""
+
+    def __enter__(self) -> "StopSignal":
+        self._before = {s: signal.signal(s, self._note) for s in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def _note(self, number: int, _: object) -> None:
+        self.requested, self.name = True, signal.Signals(number).name
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
