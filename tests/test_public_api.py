@@ -16,12 +16,21 @@ from train.config import FinetuneConfig, PretrainConfig
 from train.evaluate import EvaluateConfig
 
 
+OPTIONAL = ("triton", "jax_triton")
+"""Packages that a test environment may lack: modules that import them are then not looked at."""
+
+
 def modules() -> list:
     """Returns every module of the three packages."""
     found = []
     for package in (actjax, models, train):
-        names = pkgutil.walk_packages(package.__path__, package.__name__ + ".")
-        found += [package, *(importlib.import_module(module.name) for module in names)]
+        found.append(package)
+        for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+            try:
+                found.append(importlib.import_module(module.name))
+            except ModuleNotFoundError as error:
+                if error.name not in OPTIONAL:
+                    raise
     return found
 
 
