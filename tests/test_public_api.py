@@ -15,7 +15,6 @@ import train
 from train.config import FinetuneConfig, PretrainConfig
 from train.evaluate import EvaluateConfig
 
-
 OPTIONAL = ("triton", "jax_triton")
 """Packages that a test environment may lack: modules that import them are then not looked at."""
 
