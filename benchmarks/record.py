@@ -55,7 +55,7 @@ def write(config: Any, rows: list[dict[str, Any]], *, say: bool = True, **extra:
     settings = dataclasses.asdict(config)
     path = settings.pop("results")
     content = {"environment": environment(), "settings": settings, **extra, "rows": rows}
-    text = json.dumps(_finite(content), indent=2, default=str, allow_nan=False)
+    text = json.dumps(_plain(content), indent=2, default=str, allow_nan=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     # Not in place: a program that is killed here must not lose what was written before.
     unfinished = path.with_name(path.name + ".part")
@@ -93,10 +93,15 @@ def _renamed(x: Any) -> Any:
     return x
 
 
-def _finite(x: Any) -> Any:
-    """Returns plain data with infinities and NaN as strings, since JSON has neither."""
+def _plain(x: Any) -> Any:
+    """Returns data as JSON can have it: infinities and NaN as strings, paths as their last name.
+
+    Where a machine keeps its files says nothing about a result.
+    """
     if isinstance(x, dict):
-        return {key: _finite(value) for key, value in x.items()}
+        return {key: _plain(value) for key, value in x.items()}
     if isinstance(x, list | tuple):
-        return [_finite(value) for value in x]
+        return [_plain(value) for value in x]
+    if isinstance(x, pathlib.Path):
+        return x.name
     return str(x) if isinstance(x, float) and not math.isfinite(x) else x

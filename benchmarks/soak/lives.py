@@ -213,7 +213,7 @@ class Life:
         }
         texts = [log.read_text(encoding="utf-8", errors="replace") for log in self._logs]
         if any("Traceback" in texts[i] for i in judged(ending)) or (not reached and any(codes)):
-            ending["output"] = [text[-2000:] for text in texts]
+            ending["output"] = [text.replace(sys.prefix, "")[-2000:] for text in texts]
         return ending
 
     def _reach(self, kill: Kill) -> bool:
