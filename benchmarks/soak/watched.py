@@ -7,7 +7,6 @@ import os
 import pathlib
 import sys
 import threading
-import time
 
 import jax
 
@@ -17,19 +16,19 @@ SECONDS = 1.0
 """Time between two samples."""
 
 
-def watch(path: pathlib.Path) -> None:
-    """Appends a line every second: resident bytes of the process, and bytes of arrays on devices.
+def watch(path: pathlib.Path, ended: threading.Event) -> None:
+    """Appends a line every second until the run has ended.
 
-    On a device whose memory JAX can read, the second number is what the device says is in use. On a
-    CPU it is the sum of all live arrays.
+    It has the resident bytes of the process and the bytes of arrays on devices. On a device
+    whose memory JAX can read, the second number is what the device says is in use. On a CPU it is
+    the sum of all live arrays.
     """
     page = os.sysconf("SC_PAGE_SIZE")
     with path.open("a", encoding="utf-8") as file:
-        while True:
+        while not ended.wait(SECONDS):
             resident = int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * page
             file.write(f"{resident} {_on_devices()}\n")
             file.flush()
-            time.sleep(SECONDS)
 
 
 def _on_devices() -> int:
@@ -44,8 +43,15 @@ def main() -> None:
     path, train = pathlib.Path(sys.argv.pop(1)), loop.train
 
     def watched(*args: object) -> int:
-        threading.Thread(target=watch, args=(path,), daemon=True).start()
-        return train(*args)  # type: ignore[arg-type]
+        ended = threading.Event()
+        thread = threading.Thread(target=watch, args=(path, ended), daemon=True)
+        thread.start()
+        try:
+            return train(*args)  # type: ignore[arg-type]
+        finally:
+            # Python aborts if it ends while a thread is within JAX.
+            ended.set()
+            thread.join()
 
     loop.train = watched
     pretrain.main()
