@@ -8,7 +8,6 @@ changed since, the page says so.
 """
 
 import dataclasses
-import os
 import pathlib
 import shlex
 import subprocess
@@ -19,7 +18,7 @@ from typing import Any
 
 import tyro
 
-from benchmarks import record, staleness
+from benchmarks import command, record, staleness
 from benchmarks.jobs import JOBS, Job
 from benchmarks.ladder_figure import draw
 from benchmarks.report import markdown
@@ -77,14 +76,10 @@ def run(job: Job, arguments: Sequence[str], folder: pathlib.Path) -> tuple[bool,
     """
     folder.mkdir(parents=True, exist_ok=True)
     results = ["--results", str(folder / f"{job.name}.json")]
-    command = [sys.executable, "-m", job.module, *arguments, *results]
-    print(f"\n{job.name}: {shlex.join(command[1:])}", flush=True)
-    # The plug-in that compiles for GPUs drops out without it on a machine that has none.
-    environment = {**os.environ}
-    if not os.path.exists("/dev/nvidia0"):
-        environment.setdefault("JAX_PLATFORMS", "cpu")
+    line = [sys.executable, "-m", job.module, *arguments, *results]
+    print(f"\n{job.name}: {shlex.join(line[1:])}", flush=True)
     began = time.monotonic()
-    done = subprocess.run(command, env=environment, check=False)
+    done = subprocess.run(line, env=command.environment(), check=False)
     return done.returncode == 0, time.monotonic() - began
 
 

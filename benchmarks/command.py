@@ -54,6 +54,18 @@ def settings(config_type: type[T], description: str | None) -> T:
     return config
 
 
+def environment() -> dict[str, str]:
+    """Returns the environment of a program that a benchmark starts.
+
+    On a machine without an NVIDIA GPU it says so: otherwise JAX's plugin for GPUs, where it is
+    installed, prints a traceback.
+    """
+    given = dict(os.environ)
+    if not os.path.exists("/dev/nvidia0"):
+        given.setdefault("JAX_PLATFORMS", "cpu")
+    return given
+
+
 def _fail(message: str) -> None:
     print(f"error: {message}", file=sys.stderr)
     sys.exit(2)

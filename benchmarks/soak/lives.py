@@ -1,7 +1,6 @@
 """The lives of a run: each is one start of its processes, which ends by itself or by a signal."""
 
 import dataclasses
-import os
 import pathlib
 import signal
 import socket
@@ -12,6 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
+from benchmarks import command
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
 PATIENCE = 30.0
@@ -130,16 +131,16 @@ class Life:
         for i, log in enumerate(self._logs):
             watched = [str(folders.root / f"memory-{i}.txt")] if watch else []
             several = processes > 1
-            command = [sys.executable, "-m", module, *watched, *arguments]
-            command += ["--out", str(folders.out), "--data-dir", str(folders.data)]
-            command += ["--distributed"] if several else []
+            line = [sys.executable, "-m", module, *watched, *arguments]
+            line += ["--out", str(folders.out), "--data-dir", str(folders.data)]
+            line += ["--distributed"] if several else []
             joined = {
                 "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
                 "JAX_NUM_PROCESSES": str(processes),
                 "JAX_PROCESS_ID": str(i),
             }
-            environment = {
-                **os.environ,
+            variables = {
+                **command.environment(),
                 **(joined if several else {}),
                 "PYTHONPATH": str(REPOSITORY),
                 "TMPDIR": str(folders.temporary),
@@ -148,9 +149,7 @@ class Life:
             }
             with log.open("w", encoding="utf-8") as file:
                 self._processes.append(
-                    subprocess.Popen(
-                        command, cwd=REPOSITORY, env=environment, stdout=file, stderr=file
-                    )
+                    subprocess.Popen(line, cwd=REPOSITORY, env=variables, stdout=file, stderr=file)
                 )
 
     def __enter__(self) -> "Life":
