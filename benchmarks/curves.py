@@ -3,8 +3,7 @@
 `python -m benchmarks.curves --results FILE` draws the runs in a result of `benchmarks.finetune`,
 `benchmarks.loss` or `benchmarks.weight_rounding` with the same first seed: their training and
 held-out losses, and how far their training losses are above those of the first run, which is less
-noisy, since a step sees the same text in all runs. Training losses are drawn at the steps that all
-runs have logged.
+noisy, since a step sees the same text in all runs, and is drawn at the steps that both have logged.
 """
 
 import pathlib
@@ -15,6 +14,7 @@ import tyro
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
+from benchmarks import picture
 from benchmarks.record import read
 from benchmarks.runs import last_loss
 
@@ -33,27 +33,26 @@ def draw(results: pathlib.Path, out: pathlib.Path | None = None, prefix: str = "
     figure = Figure(figsize=(16, 4.8), layout="constrained")
     left, right = figure.subplots(1, 2)
     reference, first = next(iter(runs.items()))
-    shared = set.intersection(*({step for step, _ in run["training"]} for run in runs.values()))
-    if not shared:
-        raise SystemExit("the runs logged their training losses at no common step")
-    base = np.array(_at(shared, first))[:, 1]
+    base = dict(first["training"])
     for number, (name, run) in enumerate(runs.items()):
         color = _COLORS(number % _COLORS.N)
-        steps, losses = np.transpose(_at(shared, run))
+        steps, losses = np.transpose(run["training"])
         rate = f", {run['learning_rate']:g}" if "learning_rate" in run else ""
         label = f"{name}{rate}: {last_loss(run):.4f}"
         left.plot(steps, _smooth(losses), color=color, label=label)
         points = [(line["step"], line["validation_loss"]) for line in run["evaluations"]]
         left.plot(*np.transpose(points), "o", color=color)
-        if run is not first:
-            right.plot(steps, _smooth(losses - base), color=color)
+        above = [(step, loss - base[step]) for step, loss in run["training"] if step in base]
+        if run is not first and above:
+            steps, differences = np.transpose(above)
+            right.plot(steps, _smooth(differences), color=color)
     left.set(xlabel="step", ylabel="loss, nats", title="smoothed; points: held out")
     right.set(xlabel="step", title=f"training loss above {reference}, smoothed")
     for axes in (left, right):
         axes.grid(alpha=0.3)
     figure.legend(loc="outside right center")
     path = out or results.with_suffix(".png")
-    figure.savefig(path, dpi=110)
+    picture.save(figure, path, (results,), dpi=110)
     print(f"wrote {path}")
 
 
@@ -69,11 +68,6 @@ def _runs(rows: list[dict[str, Any]], prefix: str) -> dict[str, dict[str, Any]]:
     if not found:
         raise SystemExit(f"no run with training losses has a name that begins with {prefix!r}")
     return found
-
-
-def _at(steps: set[int], run: dict[str, Any]) -> list[tuple[int, float]]:
-    """Returns the steps of a run that are in `steps`, and their training losses."""
-    return [(step, loss) for step, loss in run["training"] if step in steps]
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:

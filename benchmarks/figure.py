@@ -5,6 +5,7 @@ import pathlib
 import tyro
 from matplotlib.figure import Figure
 
+from benchmarks import picture
 from benchmarks.loss import best_rows
 from benchmarks.record import RESULTS, read
 from benchmarks.runs import last_loss
@@ -45,7 +46,7 @@ def draw(
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     _draw_memory(left, read(memory))
     _draw_loss(right, read(loss))
-    figure.savefig(out, dpi=130)
+    picture.save(figure, out, (memory, loss), dpi=130)
     print(f"wrote {out}")
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from benchmarks import picture
 from benchmarks.ladder import RUNGS
 
 _COLORS = ("#0072B2", "#999999", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -15,7 +16,7 @@ def draw(result: dict[str, Any], path: pathlib.Path) -> None:
 
     Args:
       result: its content.
-      path: a PNG file.
+      path: a PNG file, beside the result and named as it is.
     """
     rows, settings = result["rows"], result["settings"]
     figure = Figure(figsize=(11, 3.8), layout="constrained")
@@ -41,4 +42,4 @@ def draw(result: dict[str, Any], path: pathlib.Path) -> None:
     )
     right.grid(alpha=0.3)
     right.legend(fontsize=7)
-    figure.savefig(path, dpi=110)
+    picture.save(figure, path, (path.with_suffix(".json"),), dpi=110)

@@ -13,6 +13,7 @@ import statistics
 import tyro
 from matplotlib.figure import Figure
 
+from benchmarks import picture
 from benchmarks.record import RESULTS, read
 from benchmarks.tables import print_table
 from benchmarks.variants import VARIANTS
@@ -97,7 +98,7 @@ def draw(
         _draw(axes, points, scale)
         axes.set(title=title, xlabel="peak, GiB", ylabel=unit)
         axes.margins(0.12)
-    figure.savefig(out, dpi=130)
+    picture.save(figure, out, (memory, step_time), dpi=130)
     print(f"wrote {out}")
 
 

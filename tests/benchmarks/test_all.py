@@ -10,9 +10,10 @@ import subprocess
 import numpy as np
 import pytest
 import tyro
+from matplotlib.figure import Figure
 
 from benchmarks import all as all_benchmarks
-from benchmarks import record, regression, staleness
+from benchmarks import picture, record, regression, staleness
 from benchmarks.jobs import JOBS
 from benchmarks.ladder import with_time_to_loss
 from benchmarks.tables import cell
@@ -144,6 +145,22 @@ def test_the_page_is_of_the_committed_results():
     for name, commit in re.findall(r"^\[.*\]\(../../(.*)\): .* commit (\S+),", page, re.M):
         path = all_benchmarks.PAGE.parents[2] / name
         assert record.read(path)["environment"]["commit"] == commit
+
+
+@pytest.mark.parametrize("path", sorted(record.RESULTS.rglob("*.png")), ids=lambda path: path.name)
+def test_pictures_are_of_the_committed_results(path):
+    assert picture.note(path) == ""
+
+
+def test_a_picture_of_former_results_is_told(tmp_path):
+    result, path = tmp_path / "loss.json", tmp_path / "loss.png"
+    result.write_text("1")
+    picture.save(Figure(), path, (result,), dpi=10)
+    assert picture.note(path) == ""
+    result.write_text("2")
+    assert picture.note(path) == "loss.png is older than its results, loss.json: draw it again."
+    Figure().savefig(path)
+    assert picture.note(path) == "loss.png does not say which results it shows."
 
 
 BEFORE = {
