@@ -1,6 +1,7 @@
 """Draws the figure of the README from the results of `benchmarks.memory` and `benchmarks.loss`."""
 
 import pathlib
+import statistics
 
 import tyro
 from matplotlib.figure import Figure
@@ -73,14 +74,15 @@ def _draw_memory(axes, result: dict) -> None:
 def _draw_loss(axes, result: dict) -> None:
     train = result["settings"]["train"]
     best = best_rows(result["rows"])
-    names = sorted(best, key=lambda name: last_loss(best[name][0]))
+    means = {name: statistics.mean(map(last_loss, rows)) for name, rows in best.items()}
+    names = sorted(means, key=lambda name: means[name])
     for i, name in enumerate(names):
         others = [row for row in result["rows"] if row["variant"] == name]
         axes.plot([last_loss(row) for row in others], [i] * len(others), ".", color="#BBBBBB")
-        row = best[name][0]
-        axes.plot(last_loss(row), i, "o", color="#0072B2")
-        label = f"{last_loss(row):.3f} at {row['learning_rate']:g}"
-        axes.text(last_loss(row), i - 0.2, label, fontsize=8, ha="center")
+        axes.plot(means[name], i, "o", color="#0072B2")
+        label = f"{means[name]:.3f} at {best[name][0]['learning_rate']:g}"
+        label += f", {len(best[name])} seeds" if len(best[name]) > 1 else ""
+        axes.text(means[name], i - 0.2, label, fontsize=8, ha="center")
     axes.set_yticks(range(len(names)), names)
     # Room for the labels: above the first, and beside the least and the largest loss. No difference
     # below a hundredth of the loss looks large.
@@ -89,8 +91,8 @@ def _draw_loss(axes, result: dict) -> None:
     room = max(0.17 * (high - low), 0.02 * low - (high - low) / 2)
     axes.set_xlim(low - room, high + room)
     tokens = f"{train['steps']} steps of {train['batch_size']} x {train['seq_len']} tokens"
-    title = f"{train['model']}, {tokens},\n{train['weight_dtype']} weights unless named, one seed"
-    axes.set(title=title, xlabel="held-out loss, nats a token")
+    title = f"{train['model']}, {tokens},\n{train['weight_dtype']} weights unless named"
+    axes.set(title=title, xlabel="held-out loss, nats a token; gray: single runs")
     axes.grid(axis="x", alpha=0.3)
 
 

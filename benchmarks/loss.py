@@ -78,14 +78,22 @@ def _settings(config: Config, name: str, learning_rate: float, seed: int) -> Pre
 
 
 def best_rows(rows: list[dict]) -> dict[str, list[dict]]:
-    """Returns, for each variant, the rows at the learning rate with the least mean loss."""
+    """Returns, for each variant, the rows at its best learning rate.
+
+    That is the one with the least mean loss among those with the most seeds: a mean of several
+    seeds and a loss of one do not compare.
+    """
     groups: dict[str, dict[float, list[dict]]] = {}
     for row in rows:
         groups.setdefault(row["variant"], {}).setdefault(row["learning_rate"], []).append(row)
     return {
-        name: min(by_rate.values(), key=lambda group: statistics.mean(map(last_loss, group)))
+        name: min(by_rate.values(), key=lambda rows: (-len(rows), _mean_loss(rows)))
         for name, by_rate in groups.items()
     }
+
+
+def _mean_loss(rows: list[dict]) -> float:
+    return statistics.mean(map(last_loss, rows))
 
 
 def show(config: Config, rows: list[dict]) -> None:
