@@ -38,15 +38,21 @@ def fit(part: jax.Array, format: Format) -> tuple[jax.Array | None, jax.Array]:
         return None, rounded_scale(fitted * largest, format.scale_dtype)
     if format.scaling == "channel":
         largest = jnp.max(jnp.abs(part), axes, keepdims=True, initial=0)
+        largest = _nan_where_any(part, axes, largest)
         return None, rounded_scale(largest * (2 / top), format.scale_dtype, towards=1)
     return fit_range(part, top, format)
 
 
 def fit_range(part: jax.Array, top: jax.Array | int, format: Format) -> tuple[jax.Array, jax.Array]:
     """Returns offset and scale of uniform levels from 0 to `top` over the range of each group."""
-    high = jnp.max(part, -1, keepdims=True)
+    high = _nan_where_any(part, (-1,), jnp.max(part, -1, keepdims=True))
     offset = rounded_scale(jnp.min(part, -1, keepdims=True), format.scale_dtype, towards=-1)
     return offset, rounded_scale((high - offset) / top, format.scale_dtype, towards=1)
+
+
+def _nan_where_any(part: jax.Array, axes: tuple[int, ...], extreme: jax.Array) -> jax.Array:
+    """Returns an extreme of `part` over `axes`, NaN where it has one: XLA for CPUs may drop it."""
+    return jnp.where(jnp.isnan(part).any(axes, keepdims=True), jnp.nan, extreme)
 
 
 SLACK = 2.0**-20

@@ -405,3 +405,20 @@ def test_rotation_needs_even_groups():
 def test_settings_of_another_type_are_refused(name, value):
     with pytest.raises(ValueError, match=f"`{name}` of Quantized"):
         Quantized(**{"bits": 4, name: value})
+
+
+@pytest.mark.parametrize("place", [(3, 5), (0, 0), (31, 127)])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"bits": 2, "scaling": "channel"},
+        {"group": 32, "rounding": "dither"},
+        {"levels": "normal"},
+    ],
+    ids=str,
+)
+def test_a_nan_is_seen_wherever_it_is(settings, place):
+    codec = Quantized(**{"bits": 4, **settings})
+    x = jax.random.normal(KEY, (32, 128)).at[place].set(jnp.nan)
+    assert not jnp.isfinite(jax.jit(lambda x: codec.decode(codec.encode(x, KEY)))(x)).all()
