@@ -48,7 +48,8 @@ def cross_entropy(
     Args:
       hidden: [..., d].
       head: output projection, [d, V]. For an `actjax.FrozenWeight` no gradient is computed.
-      labels: integers in [0, V), [...]. Where `mask` is 0 they may have any value.
+      labels: integers in [0, V), [...]. Where `mask` is 0 they may have any value; elsewhere loss
+        and gradients are NaN for a label outside, such as the -100 of other libraries.
       mask: weights of the tokens, [...], 0 for padding; the mean divides by their sum. None for
         weights of 1. Has no gradient.
       z_loss: weight of the squared log-sum-exp (PaLM, Chowdhery et al., 2022, section 5), which
@@ -75,6 +76,9 @@ def cross_entropy(
         chunk = max(_MIN_CHUNK, head.shape[0] // 4)
     weights = jnp.ones(labels.shape, jnp.float32) if mask is None else mask
     weights = weights.astype(accumulation_dtype(hidden.dtype))
+    # Their sum, and with it loss and gradients, is then NaN.
+    outside = (labels < 0) | (labels >= head.shape[1])
+    weights = jnp.where(outside & (weights != 0), jnp.nan, weights)
     frozen = isinstance(head, FrozenWeight)
     numbers = head.astype(hidden.dtype) if frozen else head
     options = _Options(z_loss, min(chunk, tokens), name, not frozen)

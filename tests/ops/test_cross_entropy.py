@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracles
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ops.helpers import (
@@ -131,6 +132,15 @@ def test_masked_tokens_count_for_nothing():
     for anything in (-100, -1, 11, 2**31 - 1, -(2**31)):
         changed = np.where(mask > 0, labels, np.int32(anything))
         assert_equal(run(hidden, head, changed, mask, **given), want)
+
+
+@pytest.mark.parametrize("label", [-100, -1, 11])
+def test_a_label_outside_the_vocabulary_makes_all_nan(label):
+    hidden, head, labels = problem()
+    labels[3] = label
+    assert all(jnp.isnan(x).all() for x in run(hidden, head, labels))
+    mask = np.arange(len(labels)) != 3
+    assert all(jnp.isfinite(x).all() for x in run(hidden, head, labels, mask))
 
 
 def test_no_gradient_reaches_the_mask():
