@@ -76,6 +76,8 @@ def cross_entropy(
         chunk = max(_MIN_CHUNK, head.shape[0] // 4)
     weights = jnp.ones(labels.shape, jnp.float32) if mask is None else mask
     weights = weights.astype(accumulation_dtype(hidden.dtype))
+    if labels.dtype.itemsize < 4:
+        labels = labels.astype(jnp.int32)  # In 8 bits, V = 256 would be 0.
     # Their sum, and with it loss and gradients, is then NaN.
     outside = (labels < 0) | (labels >= head.shape[1])
     weights = jnp.where(outside & (weights != 0), jnp.nan, weights)

@@ -143,6 +143,13 @@ def test_a_label_outside_the_vocabulary_makes_all_nan(label):
     assert all(jnp.isfinite(x).all() for x in run(hidden, head, labels, mask))
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16, np.uint32])
+def test_labels_of_any_integers_are_the_same(dtype):
+    hidden, head, labels = problem(vocabulary=256)
+    labels %= 128
+    assert_equal(run(hidden, head, labels.astype(dtype)), run(hidden, head, labels))
+
+
 def test_no_gradient_reaches_the_mask():
     hidden, head, labels = problem()
     fun = lambda mask: cross_entropy(hidden, head, labels, mask=mask)  # noqa: E731
