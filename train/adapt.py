@@ -17,7 +17,8 @@ from actjax import Estimate
 from models import Decoder, Remat, StorageChoice
 from models.config import site_width
 from models.storage import SITES
-from train.options import CODE_BITS, MethodOptions
+from train.methods import CODE_BITS
+from train.options import MethodOptions
 from train.step import Batch, Recipe, loss_function, step_key
 
 EARLY_CHOICES = (10, 100)
@@ -81,7 +82,9 @@ def choose_bits(recipe: Recipe, model: Decoder, batch: Batch, step: int) -> Choi
     found = measure_sensitivity(recipe, model, batch, key)
     options = recipe.config.options
     widths = {site: site_width(recipe.model_config, site) for site in found}
-    bits = actjax.allocate_bits(found, widths, options.average_bits, _choices(options))
+    bits = actjax.allocate_bits(
+        found, widths, options.average_bits, _choices(recipe.storage, options)
+    )
     return Choice(
         bits,
         actjax.compression_variance(found, bits),
@@ -136,13 +139,14 @@ def _micro(recipe: Recipe, batch: Batch) -> Batch:
     return {k: x[: len(x) // recipe.config.accumulate] for k, x in batch.items()}
 
 
-def _choices(options: MethodOptions) -> tuple[int, ...]:
+def _choices(storage: StorageChoice, options: MethodOptions) -> tuple[int, ...]:
     """Returns the numbers of bits that a site may have.
 
     The two uniform levels of one bit are the ends of a group's range. For normally distributed
     numbers their squared error is above three times the variance: worse than storing nothing.
     """
-    fewest = 1 if options.levels != "uniform" or options.average_bits < 2 else 2
+    uniform = any(getattr(codec, "levels", "") == "uniform" for codec in storage.codecs.values())
+    fewest = 2 if uniform and options.average_bits >= 2 else 1
     return tuple(bits for bits in CODE_BITS if bits >= fewest)
 
 

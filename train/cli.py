@@ -5,9 +5,12 @@ headings by their purpose and not by the dataclass that holds them.
 """
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import inspect
+import io
+import itertools
 import pathlib
 import re
 import sys
@@ -24,7 +27,8 @@ from rich.table import Table
 from rich.text import Text
 
 from actjax._host import read_right
-from train.options import ADAPTERS, FLAG_METHODS, FULL_WEIGHTS, flag_name, near_hint
+from train.hints import near_hint
+from train.options import ADAPTERS, FLAG_METHODS, FORMER_FLAGS, FULL_WEIGHTS, flag_name
 
 T = TypeVar("T")
 
@@ -48,6 +52,7 @@ class Flag:
       default: its default; `dataclasses.MISSING` if it is required.
       help: its description.
       has_opposite: whether it is a switch with `--no-NAME` beside it.
+      is_optional: whether None, which neither switch gives, is its default.
     """
 
     path: str
@@ -55,6 +60,7 @@ class Flag:
     default: Any
     help: str
     has_opposite: bool = False
+    is_optional: bool = False
 
     @property
     def name(self) -> str:
@@ -92,7 +98,7 @@ class Flag:
             parts.append(f"For {', '.join(self.methods(methods))}.")
         if self.default is dataclasses.MISSING:
             parts.append("(required)")
-        elif self.kind is bool:
+        elif self.kind is bool and not self.is_optional:
             parts.append(f"(default: {'on' if self.default else 'off'})")
         elif self.default not in (None, "", ()):
             shown = " ".join(self.default) if isinstance(self.default, tuple) else self.default
@@ -127,15 +133,56 @@ def parse(
         Console(width=width).print(help_page(config, prog, description, choices or {}))
         sys.exit(0)
     _check_arguments(args, {flag.name: flag for flag in flags_of(config)}, prog)
+    refused = io.StringIO()
     try:
-        return from_arguments(config, args, prog=prog)
+        with contextlib.redirect_stderr(refused):
+            return from_arguments(config, args, prog=prog)
     except ValueError as error:
         _fail(str(error))
+    except SystemExit:
+        _fail(_unboxed(refused.getvalue()))
 
 
 def from_arguments(config: type[T], args: Sequence[str], prog: str | None = None) -> T:
     """Returns the settings that arguments give, without a help page."""
+    args = _plain(list(args), {flag.name: flag for flag in flags_of(config)})
     return tyro.cli(config, prog=prog, args=args, config=(tyro.conf.OmitArgPrefixes,))
+
+
+def _unboxed(text: str) -> str:
+    """Returns the message that tyro prints in a box of several lines, as one line."""
+    lines = (line.strip(" │") for line in text.splitlines() if line.startswith("│"))
+    message = itertools.takewhile(lambda line: not line.startswith("─"), lines)
+    joined = " ".join(message)
+    if not joined.startswith("Error parsing --"):  # Messages of ours name the flag.
+        joined = re.sub(r"^Error parsing [\w.]+: ", "", joined)
+    return joined or " ".join(text.split())
+
+
+def _plain(args: list[str], flags: Mapping[str, Flag]) -> list[str]:
+    """Returns arguments in the form that tyro takes.
+
+    Switches of optional values get a value. A flag with several values may be given several times;
+    its values are joined.
+    """
+    lists = {name for name, flag in flags.items() if get_origin(flag.kind) is tuple}
+    values: dict[str, list[str]] = {}
+    plain: list[str] = []
+    current: list[str] = plain
+    for argument in args:
+        name, equals, value = argument.partition("=")
+        name = name.replace("_", "-") if name.startswith("--") else ""
+        switch = "--" + name.removeprefix("--no-") if name.startswith("--no-") else name
+        if name in lists:
+            current = values.setdefault(name, [])
+            current += [value] if equals else []
+        elif switch in flags and flags[switch].is_optional:
+            plain += [switch, str(switch == name)]
+            current = plain
+        else:
+            current = plain if name else current
+            current.append(argument)
+    return [*plain, *(x for name, given in values.items() for x in (name, *given))]
 
 
 def _fail(message: str) -> NoReturn:
@@ -145,21 +192,25 @@ def _fail(message: str) -> NoReturn:
 
 def _check_arguments(args: Sequence[str], flags: Mapping[str, Flag], prog: str) -> None:
     """Exits with an error and the nearest name for an unknown flag or an unknown choice."""
-    switches = (name for name, flag in flags.items() if flag.has_opposite)
+    switches = (name for name, flag in flags.items() if flag.has_opposite or flag.is_optional)
     known = [*flags, *(f"--no-{name.removeprefix('--')}" for name in switches)]
     for index, argument in enumerate(args):
         match = re.fullmatch(r"(--[A-Za-z][\w-]*)(?:=(.*))?", argument, re.DOTALL)
         if match is None:
             continue
         name = match[1].replace("_", "-")
+        value = args[index + 1] if match[2] is None and index + 1 < len(args) else match[2]
+        if name not in known and name in FORMER_FLAGS:
+            _fail(f"`{name}` is now {FORMER_FLAGS[name].format(value=value or '...')}.")
         if name not in known:
             hint = near_hint(name, known, cutoff=0.6)
             _fail(f"unknown flag `{match[1]}`.{hint} See `{prog} --help`.")
         if match[2] is not None and (name not in flags or flags[name].kind is bool):
             _fail(f"`{name}` is a switch and takes no value, got {match[2]!r}: pass `{name}`.")
-        value = args[index + 1] if match[2] is None and index + 1 < len(args) else match[2]
         named = name in flags and (flags[name].kind is pathlib.Path or name in _NAMING)
         if value == "" and named:
+            _fail(f"`{name}` is empty: give it a value, or leave it out.")
+        if name in flags and get_origin(flags[name].kind) is tuple and not value:
             _fail(f"`{name}` is empty: give it a value, or leave it out.")
         choices = flags[name].choices if name in flags else ()
         if choices and value is not None and value not in choices:
@@ -186,8 +237,11 @@ def flags_of(config: Any, path: str = "", default: Any = None) -> list[Flag]:
             found += flags_of(kind, f"{name}.", value)
         else:
             markers = getattr(marked[field.name], "__metadata__", ())
-            has_opposite = kind is bool and tyro.conf.FlagCreatePairsOff not in markers
-            found.append(Flag(name, kind, value, texts.get(field.name, ""), has_opposite))
+            is_optional = kind is bool and kind is not hints[field.name]
+            off = tyro.conf.FlagCreatePairsOff in markers
+            has_opposite = kind is bool and not is_optional and not off
+            text = texts.get(field.name, "")
+            found.append(Flag(name, kind, value, text, has_opposite, is_optional))
     return found
 
 

@@ -11,16 +11,21 @@ from models.lora import TARGETS, LoRAConfig
 from models.presets import PRESETS
 from train.cli import Headings
 from train.examples import ExampleConfig
+from train.hints import near_hint
 from train.methods import METHODS
-from train.options import ADAPTERS, FULL_WEIGHTS, MethodOptions, flag_name, near_hint
+from train.options import ADAPTERS, FULL_WEIGHTS, MethodOptions, flag_name
 
 Dtype = Literal["float32", "bfloat16"]
 WeightDtype = Literal["auto", "float32", "bfloat16"]
-MomentDtype = Literal["auto", "float32", "bfloat16", "8bit", "4bit"]
+MomentDtype = Literal[
+    "auto", "float32", "bfloat16", "8bit", "4bit",
+    "float32-factored", "bfloat16-factored", "8bit-factored", "4bit-factored",
+]  # fmt: skip
 Optimizer = Literal[
     "adamw", "adafactor", "lion", "sgd", "muon", "fira", "frugal_signs", "apollo", "apollo_mini"
 ]
 WeightRounding = Literal["auto", "nearest", "stochastic", "compensated"]
+_FACTORED = "-factored"
 MOST_TOKENS = 2**24
 """Largest vocabulary that is trained: training one takes about 60 bytes a token."""
 
@@ -46,13 +51,8 @@ class DataConfig:
     a byte-level BPE that is trained on the text and kept in `--data-dir`."""
     vocab_size: int = 8192
     """Vocabulary size of the tokenizer that is trained when `--tokenizer` is not given."""
-    readers: int = 1
-    """Streams that the text is divided into. Batches depend on it, and not on the number of
-    processes. With 1, each process encodes all text; with more, only that of its streams."""
 
     def __post_init__(self) -> None:
-        if self.readers < 1:
-            raise ValueError(f"`--readers` must be at least 1, got {self.readers}.")
         if self.vocab_size > MOST_TOKENS:
             raise ValueError(
                 f"`--vocab-size` must be at most {MOST_TOKENS:,}, got {self.vocab_size:,}."
@@ -75,9 +75,7 @@ class OptimizerConfig:
     learning_rate: float = 2e-3
     """Peak learning rate."""
     warmup_steps: int = 50
-    """Steps of linear warm-up from zero."""
-    final_learning_rate: float = 0.1
-    """Learning rate of the last step, as a share of the peak."""
+    """Steps of linear warm-up from zero. A cosine then lowers the learning rate to a tenth."""
     weight_decay: float = 0.1
     """Decoupled weight decay of matrices; scales of norms have none."""
     beta1: float = 0.9
@@ -90,12 +88,11 @@ class OptimizerConfig:
     moment_dtype: MomentDtype = "auto"
     """Dtype of the moments between steps: float32, bfloat16, 8bit (blocks of 256, dynamic map) or
     4bit (a scale for each row and column, first moments in groups of 128 too, rounded
-    stochastically). auto: 8bit for lean, lean_remat and lean_subspace, float32 for the others."""
+    stochastically). With -factored, the second moments are kept as the mean of each row and of each
+    column: not for adafactor, lion and sgd. auto: 8bit for lean, lean_remat and lean_subspace,
+    float32 for the others."""
     optimizer: Optimizer = "adamw"
     """What makes an update of a gradient."""
-    factored_second_moment: bool = False
-    """Keep the mean of each row and of each column of the second moments, and not the moments. Not
-    for adafactor, lion and sgd."""
     offload_states: bool = False
     """Keep the moments of the layers in the memory of the host, and fetch those of a layer while
     its gradient is computed. Not for adafactor, which has none."""
@@ -107,6 +104,16 @@ class OptimizerConfig:
     projection_scale: float = 0.0
     """Factor of the projected updates of fira, frugal_signs, apollo and apollo_mini. 0: that of the
     papers."""
+
+    @property
+    def factored_second_moment(self) -> bool:
+        """Whether second moments are kept as means of their rows and columns."""
+        return self.moment_dtype.endswith(_FACTORED)
+
+    @property
+    def stored_dtype(self) -> str:
+        """Dtype of the moments that are kept one by one: `moment_dtype` without "-factored"."""
+        return self.moment_dtype.removesuffix(_FACTORED)
 
     @property
     def betas(self) -> tuple[float, float]:
@@ -133,10 +140,10 @@ class OptimizerConfig:
             )
         if self.factored_second_moment and self.optimizer in ("adafactor", "lion", "sgd"):
             raise ValueError(
-                "`--factored-second-moment` is for optimizers with the moments of Adam, got"
-                f" `--optimizer {self.optimizer}`"
+                f"`--moment-dtype {self.moment_dtype}` is for optimizers with the moments of Adam,"
+                f" got `--optimizer {self.optimizer}`"
                 + (", which has a factored one anyway" if self.optimizer == "adafactor" else "")
-                + ": drop it."
+                + f": pass `--moment-dtype {self.stored_dtype}`, or drop it."
             )
         if self.optimizer == "adafactor" and self.moment_dtype not in ("auto", "float32"):
             raise ValueError(
@@ -163,10 +170,6 @@ class OptimizerConfig:
             raise ValueError(
                 f"`--projection-rank {self.projection_rank}`: apollo_mini has rank 1. Drop it, or"
                 " choose `--optimizer apollo`."
-            )
-        if not 0 <= self.final_learning_rate <= 1:
-            raise ValueError(
-                f"`--final-learning-rate` must be in [0, 1], got {self.final_learning_rate}."
             )
         if not self.clip > 0:
             raise ValueError(f"`--clip` must be above 0 (inf for no clipping), got {self.clip}.")
@@ -227,10 +230,11 @@ class RunConfig:
     accumulate: int = 1
     """Micro-batches of a step: `--batch-size` is split into this many parts, which run one after
     the other."""
-    in_backward: tyro.conf.FlagCreatePairsOff[bool] = False
+    in_backward: bool | None = None
     """Update each layer within the backward pass, so that the gradients of all layers never exist
     at once. Clips by an estimate of the norm. With `--accumulate`, the codes of all micro-batches
-    exist at once, and the workspace of one. lean, lean_remat and lean_subspace always do this."""
+    exist at once, and the workspace of one. Default: on for lean, lean_remat and lean_subspace,
+    off for the others."""
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     weight_dtype: WeightDtype = "float32"
     """Dtype of weights and gradients."""
@@ -309,7 +313,7 @@ def _model_choices() -> dict[str, str]:
 _TRAINING: Headings = {
     "Memory": (
         *("accumulate", "in_backward", "weight_rounding", "moment_dtype"),
-        *("factored_second_moment", "offload_states", "compute_dtype"),
+        *("offload_states", "compute_dtype"),
     ),
     "Devices": ("mesh", "distributed"),
     "Method options": ("options",),

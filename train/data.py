@@ -14,7 +14,7 @@ import grain
 import numpy as np
 
 from train.corpus import Corpus, RandomAccess
-from train.rows import WINDOW_ROWS, ShuffledRowsIterDataset, SideBySideIterDataset
+from train.rows import WINDOW_ROWS, ShuffledRowsIterDataset
 from train.tokenizer import Tokenizer
 
 Batch = dict[str, np.ndarray]
@@ -44,21 +44,18 @@ def train_batches(
     seed: int,
     process_index: int = 0,
     process_count: int = 1,
-    readers: int | None = None,
 ) -> grain.DatasetIterator[Batch]:
     """Returns an endless iterator over this process's batches of `batch_size / process_count` rows.
 
-    The text is divided among readers. Each reads every `readers`-th document, shuffled again in
-    each epoch. Their tokens are split into rows of `seq_len + 1` without overlap, and batches take
-    rows in random order from a window of thousands of rows (`train.rows`). The rows of a batch are
-    those of the first reader, of the second, and so on. So the batches of all processes together
-    depend on the number of readers, and not on that of processes, and a process needs only the
-    readers of its rows.
+    Documents are shuffled again in each epoch. Their tokens are split into rows of `seq_len + 1`
+    without overlap, and batches take rows in random order from a window of thousands of rows
+    (`train.rows`). Every process reads all documents and keeps its rows, so the batches of all
+    processes together do not depend on their number.
 
     The first batch takes until the first window is read; `start_prefetch()` begins at once.
-    `get_state()` returns a JSON-serializable dict; with several readers, those of all processes can
-    be merged into one. `set_state()`, on an iterator made with the same arguments but for the
-    processes, continues with the same batches. `close()` stops the threads.
+    `get_state()` returns a JSON-serializable dict, the same in all processes. `set_state()`, on an
+    iterator made with the same arguments but for the processes, continues with the same batches.
+    `close()` stops the threads.
 
     Args:
       corpus: its train split is read.
@@ -68,40 +65,24 @@ def train_batches(
       seed: seed of the shuffles.
       process_index: number of this process, from 0.
       process_count: number of processes.
-      readers: number of readers; None for one for each process.
 
     Raises:
-      ValueError: an argument is out of range, or the documents of a reader do not fill one row.
+      ValueError: an argument is out of range, or the documents do not fill one row.
     """
     _check_sizes(batch_size, seq_len)
     mine = rows_of_process(batch_size, process_index, process_count)
-    count = process_count if readers is None else readers
-    if batch_size % count:
-        raise ValueError(
-            f"`--batch-size` must be a multiple of `--readers` {count}, got {batch_size}."
-        )
-    size = batch_size // count
-    needed = range(mine.start // size, -(-mine.stop // size))
-
-    def rows_of(reader: int) -> Any:
-        # `Any`: grain's protocols name the index argument, unlike a list, and allow missing
-        # elements.
-        source: Any = corpus.train
-        documents: Any = grain.MapDataset.source(source)[reader::count]
-        _check_fills_a_row(documents, tokenizer, seq_len)
-        endless = documents.seed(seed).shuffle().repeat()
-        rows = ShuffledRowsIterDataset(
-            functools.partial(_read_documents, endless, tokenizer, len(documents)),
-            length=seq_len + 1,
-            epoch=len(documents),
-            seed=seed,
-        )
-        return rows.batch(size, drop_remainder=True)
-
-    rows = {reader: rows_of(reader) for reader in needed}
-    whole: Any = rows[0] if count == 1 else SideBySideIterDataset(rows)
-    first = needed.start * size
-    batches = whole.map(lambda x: _as_batch(x[mine.start - first : mine.stop - first]))
+    # `Any`: grain's protocols name the index argument, unlike a list, and allow missing elements.
+    source: Any = corpus.train
+    documents: Any = grain.MapDataset.source(source)
+    _check_fills_a_row(documents, tokenizer, seq_len)
+    endless = documents.seed(seed).shuffle().repeat()
+    rows: Any = ShuffledRowsIterDataset(
+        functools.partial(_read_documents, endless, tokenizer, len(documents)),
+        length=seq_len + 1,
+        epoch=len(documents),
+        seed=seed,
+    )
+    batches = rows.batch(batch_size, drop_remainder=True).map(lambda x: _as_batch(x[mine]))
     return iter(
         grain.experimental.ThreadPrefetchIterDataset(
             batches, prefetch_buffer_size=_READ_AHEAD_BATCHES
@@ -195,8 +176,8 @@ def _check_fills_a_row(documents: RandomAccess[str], tokenizer: Tokenizer, seq_l
         if count > seq_len:
             return
     raise ValueError(
-        f"`--seq-len` is {seq_len}, so a row takes {seq_len + 1} tokens, but the training text of "
-        f"this process has {count} tokens in {len(documents)} document(s). Lower `--seq-len`, or "
+        f"`--seq-len` is {seq_len}, so a row takes {seq_len + 1} tokens, but the training text "
+        f"has {count} tokens in {len(documents)} document(s). Lower `--seq-len`, or "
         "give more text in `--data`."
     )
 

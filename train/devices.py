@@ -18,7 +18,7 @@ from actjax._host import read_right
 from train.gpus import GIB as GIB
 from train.gpus import GPUS as GPUS
 from train.gpus import Gpu
-from train.options import near_hint
+from train.hints import near_hint
 from train.tpus import TPUS, Tpu
 
 HERE = "here"

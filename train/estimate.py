@@ -135,7 +135,6 @@ def _without_optimizer(config: PretrainConfig) -> PretrainConfig:
         optimizer="adamw",
         beta1=OptimizerConfig.beta1,
         beta2=OptimizerConfig.beta2,
-        factored_second_moment=False,
         offload_states=False,
     )
     return dataclasses.replace(config, optimizer=optimizer)

@@ -29,7 +29,7 @@ SEQ_LEN = 1024
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 """Sequences of a step."""
 
-_SMALL_STATES = OptimizerConfig(moment_dtype="4bit", factored_second_moment=True)
+_SMALL_STATES = OptimizerConfig(moment_dtype="4bit-factored")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,12 +62,12 @@ class Way:
 WAYS = (
     Way(
         "every weight",
-        "--method lean_remat --moment-dtype 4bit --factored-second-moment",
+        "--method lean_remat --moment-dtype 4bit-factored",
         {"method": "lean_remat", "optimizer": _SMALL_STATES},
     ),
     Way(
         "in a subspace of a quarter of the width",
-        "--method lean_subspace --moment-dtype 4bit --factored-second-moment",
+        "--method lean_subspace --moment-dtype 4bit-factored",
         {"method": "lean_subspace", "optimizer": _SMALL_STATES},
     ),
     Way(

@@ -271,14 +271,6 @@ def place(x: Any, sharding: NamedSharding, rows: tuple[int, int] = (0, 1)) -> ja
     return jax.make_array_from_callback(shape, sharding, own)
 
 
-def merged(states: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the entries of all processes, of a JSON dictionary in each."""
-    if jax.process_count() == 1:
-        return dict(states)
-    every = map(json.loads, _exchange(json.dumps(dict(states))))
-    return {name: value for one in every for name, value in one.items()}
-
-
 def code_digest() -> str:
     """Returns a hash of the source of the program and its packages."""
     root, digest = pathlib.Path(__file__).parents[1], hashlib.sha256()

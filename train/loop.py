@@ -372,7 +372,6 @@ def check_finite(run: Run, step: int, metrics: Mapping[str, float | jax.Array]) 
 
 
 def _save(run: Run) -> None:
-    position = hosts.merged(run.batches.get_state())
-    progress = {"position": position, "bits": dict(run.recipe.bits)}
+    progress = {"position": run.batches.get_state(), "bits": dict(run.recipe.bits)}
     state = dataclasses.replace(run.state, frozen=None)
     run.checkpoints.save(int(state.step), state, progress, run.identity)

@@ -13,10 +13,13 @@ from actjax import (
     RandomizedSVD,
     RandomProjection,
 )
+from actjax.kernels.packing import BITS as CODE_BITS
 from actjax.optim import Side, Source
 from models import CompressedResiduals, ModelConfig, Remat, Storage, StorageChoice
-from models.storage import LINEAR_INPUTS
-from train.options import CODE_BITS, KEPT_SITES, MORE_BITS, RENAMED, MethodOptions, near_hint
+from models.storage import LINEAR_INPUTS, SITES
+from train.codecs import codec_at, fix_bits, read_codecs
+from train.hints import near_hint
+from train.options import RENAMED, MethodOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +50,8 @@ class Method:
       summary: one line for a user.
       storage: from options to what each site stores. For a method with a subspace, this is what
         the refresh steps store.
+      sites: from options to the sites that `--codec` can name.
       subspace: how gradients are projected; None for full-rank optimizer states.
-      bits: default of `--bits`.
       average_bits: default of `--average-bits`; 0 for the same bits at every site.
       adaptive: sites whose bits can be chosen one by one.
       lean: whether the optimizer runs in the backward pass, by default with 8-bit moments.
@@ -66,8 +69,8 @@ class Method:
 
     summary: str
     storage: Callable[[MethodOptions], StorageChoice]
+    sites: Callable[[MethodOptions], tuple[str, ...]] = lambda _: ()
     subspace: Subspace | None = None
-    bits: int = 16
     average_bits: float = 0.0
     adaptive: tuple[str, ...] = ()
     lean: bool = False
@@ -85,109 +88,156 @@ class Method:
         return published.get(model.hidden_size, max(1, model.hidden_size // 4))
 
     def resolve(self, options: MethodOptions, model: ModelConfig) -> MethodOptions:
-        """Returns options with the method's defaults filled in."""
-        average = options.average_bits or (0.0 if options.bits else self.average_bits)
-        bits: Any = options.bits or self.bits
-        if average and not options.bits:
-            bits = max(b for b in CODE_BITS if b <= average)
+        """Returns options with the method's defaults filled in.
+
+        Raises:
+          ValueError: `--codec` and another flag that exclude each other.
+        """
+        fixed = fix_bits(options.codec)
+        if fixed and options.average_bits:
+            raise ValueError(
+                f"`--average-bits {options.average_bits}` and the bits in `--codec"
+                f" {' '.join(options.codec)}` exclude each other: drop one."
+            )
+        average = options.average_bits or (0.0 if fixed else self.average_bits)
         rank = options.rank or self.rank(model)
-        return dataclasses.replace(options, rank=rank, bits=bits, average_bits=average)
+        return dataclasses.replace(options, rank=rank, average_bits=average)
 
     def storage_of(self, options: MethodOptions, bits: Mapping[str, int]) -> StorageChoice:
         """Returns what each site stores, with the given bits at some sites."""
         storage = self.storage(options)
-        return dataclasses.replace(storage, **{site: _code(options, n) for site, n in bits.items()})
+        chosen = {site: _code(options, site, bits=n) for site, n in bits.items()}
+        return dataclasses.replace(storage, **chosen)
+
+
+KEPT_SITES = tuple(site for site in SITES if site not in LINEAR_INPUTS)
+"""Sites that are stored where the inputs of linear operators are rebuilt."""
+MORE_BITS = {"q": 1, "k": 2, "v": 1}
+"""Bits that some sites get above the others. Attention multiplies errors of queries and keys, and
+in models with grouped queries keys and values are the smallest of the arrays."""
+BLOCK = "block"
+"""Site of the input of a block, where the rest of the block is computed again."""
 
 
 def _placed(codec: Codec, o: MethodOptions) -> Codec:
-    return Offloaded(codec) if o.offload else codec
+    return Offloaded(codec) if o.offload and not isinstance(codec, Offloaded) else codec
 
 
-def _linear_inputs(codec: Codec) -> Storage:
-    return Storage(attention_in=codec, attention_out=codec, mlp_in=codec, mlp_out=codec)
+def _chosen(o: MethodOptions, site: str, default: Codec) -> Codec:
+    """Returns the codec of a site: that of `--codec`, or the default."""
+    text = codec_at(o.codec, site)
+    return _placed(default if text is None else text.build(default), o)
 
 
-def _randomized_svd(o: MethodOptions) -> Storage:
-    return _linear_inputs(_placed(RandomizedSVD(o.rank, o.power_iterations, o.sketch), o))
+def _linear_inputs(o: MethodOptions, default: Codec) -> Storage:
+    codecs: dict[str, Any] = {site: _chosen(o, site, default) for site in LINEAR_INPUTS}
+    return Storage(**codecs)
 
 
-_QUANTIZER = ("group", "rounding", "balance", "outlier_fraction")
-"""Options that are fields of `actjax.Quantized`."""
+def _balanced(**settings: Any) -> dict[str, Any]:
+    """Returns the fields of the codes that lose least on trained activations."""
+    return {"rotate": True, "balance": True, **settings}
 
 
-def _code(o: MethodOptions, bits: int) -> Codec:
-    """Returns the code of numbers in `bits` bits."""
-    if bits == 16:
-        return _placed(Exact(), o)
-    settings = {name: getattr(o, name) for name in _QUANTIZER}
-    levels, rotate = o.levels, o.rotate
-    if levels == "auto":
-        # Uniform levels reach the largest numbers of a group; if they are few, they are far apart.
-        # Normal levels cut these numbers off, which is harmless only where they have been rotated.
-        levels = "normal" if bits <= 4 and o.rounding == "nearest" else "uniform"
-        rotate = True
-    elif bits > 4:
-        levels = "uniform"
-    return _placed(Quantized(bits, levels=levels, rotate=rotate, **settings), o)
-
-
-def _codes(
+def _code(
     o: MethodOptions,
-    sites: Iterable[str],
-    code: Callable[[MethodOptions, int], Codec] = _code,
-) -> dict[str, Codec]:
-    """Returns the code of each site, by `code` from options and bits."""
-    more = {} if o.same_bits else MORE_BITS
-    return {site: code(o, _at_least(o.bits + more.get(site, 0))) for site in sites}
+    site: str,
+    *,
+    default_bits: int = 4,
+    bits: int | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> Codec:
+    """Returns the code of numbers in a few bits, or the other codec that `--codec` names.
+
+    Args:
+      o: options of the method.
+      site: the site.
+      default_bits: of the method, if `--codec` gives none.
+      bits: bits that were chosen by sensitivity.
+      settings: fields of `actjax.Quantized` that the method gives.
+    """
+    text = codec_at(o.codec, site)
+    given = {} if text is None else text.given
+    if text is not None and text.kind == "Offloaded" and "codec" in given:
+        inner = given["codec"]
+        if inner.kind == "Quantized":
+            return Offloaded(_quantized(o, site, default_bits, bits, settings, inner.given))
+    if text is not None and text.kind != "Quantized":
+        return _placed(text.build(Exact()), o)
+    return _placed(_quantized(o, site, default_bits, bits, settings, given), o)
 
 
-def _at_least(bits: int) -> int:
-    return 16 if bits >= 16 else next((n for n in CODE_BITS if n >= bits), CODE_BITS[-1])
+def _quantized(
+    o: MethodOptions,
+    site: str,
+    default_bits: int,
+    bits: int | None,
+    settings: Mapping[str, Any] | None,
+    given: Mapping[str, Any],
+) -> Quantized:
+    """Returns the code whose given fields are those of `--codec`."""
+    fields = {**(_balanced() if settings is None else settings), **given}
+    if o.average_bits and bits is None:
+        default_bits = max(n for n in CODE_BITS if n <= o.average_bits)
+    names_site = site in read_codecs(o.codec)
+    count = bits or fields.pop("bits", default_bits)
+    if bits is None and not names_site:
+        wanted = count + MORE_BITS.get(site, 0)
+        count = next((n for n in CODE_BITS if n >= wanted), CODE_BITS[-1])
+    fields |= {"bits": count}
+    # Uniform levels reach the largest numbers of a group; if they are few, they are far apart.
+    # Normal levels cut these numbers off, which is harmless only where they have been rotated.
+    to_nearest = fields.get("rounding", "nearest") == "nearest"
+    if "levels" not in fields and count <= 4 and to_nearest and fields.get("rotate"):
+        fields["levels"] = "normal"
+    if count > 4 and not (names_site and bits is None):
+        fields["levels"] = "uniform"
+    return Quantized(**fields)
+
+
+def _codes(o: MethodOptions, sites: Iterable[str], **settings: Any) -> dict[str, Any]:
+    """Returns the code of each site."""
+    return {site: _code(o, site, **settings) for site in sites}
 
 
 def _rebuilt(o: MethodOptions) -> Storage:
     """Returns a storage of one code per value, with linear inputs rebuilt from the codes."""
-    if "attention_out" in o.sites:
-        raise ValueError(
-            "`--sites attention_out` is for gact: the other methods rebuild the input of the output"
-            " projection. Drop it."
-        )
-    kept: dict[str, Any] = _codes(o, o.sites or KEPT_SITES)
     rebuilt: dict[str, Any] = dict.fromkeys(LINEAR_INPUTS)
-    return Storage(**kept, **rebuilt)
+    return Storage(**_codes(o, KEPT_SITES), **rebuilt)
+
+
+_RESIDUALS = (*KEPT_SITES, "attention_out")
 
 
 def _residuals(o: MethodOptions) -> CompressedResiduals:
     """Returns the compressed residuals of a whole block (GACT)."""
-    sites: dict[str, Any] = _codes(o, o.sites or (*KEPT_SITES, "attention_out"))
-    return CompressedResiduals(**sites)
+    return CompressedResiduals(**_codes(o, _RESIDUALS))
 
 
-def _points(o: MethodOptions) -> Storage:
-    ratio = None if o.points else o.ratio
-    code = PointApproximation(ratio, o.points or None, tolerance=o.tolerance)
-    return Storage(attention_in=_placed(code, o))
+def _block_input(o: MethodOptions) -> Remat:
+    return Remat(codec=_code(o, BLOCK))
+
+
+def coordinate_bits(o: MethodOptions) -> int:
+    """Returns the bits of the coordinates that a subspace stores of linear inputs.
+
+    Raises:
+      ValueError: a codec that coordinates cannot have.
+    """
+    text = codec_at(o.codec, "")
+    if text is None or (text.kind, text.fields) == ("Exact", ()):
+        return 16
+    bits = text.given.get("bits")
+    if text.kind != "Quantized" or bits not in (4, 8) or len(text.fields) > 1:
+        raise ValueError(
+            f"`--codec {' '.join(o.codec)}`: coordinates in a subspace are stored as Exact(),"
+            " Quantized(8) or Quantized(4), without other fields."
+        )
+    return bits
 
 
 def _exact_or_remat(o: MethodOptions) -> StorageChoice:
     return Remat() if o.remat else Storage()
-
-
-def _calibrated_code(o: MethodOptions, bits: int, outlier_fraction: float = 0.0) -> Codec:
-    """Returns a code whose statistics of channels `train.calibration` measures."""
-    if o.scaling == "group":
-        # Not options of this method, and what it calibrates.
-        fixed: Any = {"group": MethodOptions.group, "rotate": True, "balance": True}
-        return _code(dataclasses.replace(o, outlier_fraction=outlier_fraction, **fixed), bits)
-    levels = "normal" if o.levels == "normal" and bits <= 4 else "uniform"
-    code = Quantized(
-        bits,
-        scaling="channel",
-        rounding=o.rounding,
-        levels=levels,
-        outlier_fraction=outlier_fraction,
-    )
-    return _placed(code, o)
 
 
 def _calibrated(o: MethodOptions) -> StorageChoice:
@@ -195,25 +245,37 @@ def _calibrated(o: MethodOptions) -> StorageChoice:
 
     With rematerialization there is one, of the input of a block: that of its first norm.
     """
-    if o.bits == 16:
-        raise ValueError("`--bits 16` quantizes nothing: use `--method qlora` instead.")
-    whole = 0.0 if o.level == "none" else o.outlier_fraction or 0.005
-    norm = _calibrated_code(o, o.bits, whole)
+
+    def code(site: str, outlier_fraction: float = 0.0) -> Codec:
+        text = codec_at(o.codec, site)
+        by_channel = text is not None and text.given.get("scaling") == "channel"
+        settings = {"outlier_fraction": outlier_fraction}
+        if by_channel:  # As published: without levels for normal numbers too.
+            settings |= {"levels": "uniform"}
+        else:
+            settings = _balanced(**settings)
+        return _code(o, site, default_bits=2, settings=settings)
+
+    whole = 0.0 if o.level == "none" else 0.005
     if o.remat:
-        given = "--same-bits" if o.same_bits else "--level intra" if o.level == "intra" else ""
-        if given:
+        if o.level == "intra":
             raise ValueError(
-                f"`{given}` has no effect with `--remat`, which stores one input of each block and"
-                " no queries, keys or values: drop one of the two."
+                "`--level intra` has no effect with `--remat`, which stores one input of each block"
+                " and no queries, keys or values: drop one of the two."
             )
-        return Remat(codec=norm)
-    sites: dict[str, Any] = _codes(o, KEPT_SITES, _calibrated_code)
-    sites |= {"attention_norm": norm, "mlp_norm": norm}
+        return Remat(codec=code(BLOCK, whole))
     inter = o.level == "intra+inter"
-    inputs: dict[str, Any] = dict.fromkeys(
-        LINEAR_INPUTS, None if inter else _calibrated_code(o, o.bits)
-    )
-    return Storage(**sites, **inputs, split_adapters=inter)
+    sites: dict[str, Any] = {
+        site: code(site, whole if site.endswith("_norm") else 0.0) for site in KEPT_SITES
+    }
+    sites |= {site: None if inter else code(site) for site in LINEAR_INPUTS}
+    return Storage(**sites, split_adapters=inter)
+
+
+def _calibrated_sites(o: MethodOptions) -> tuple[str, ...]:
+    if o.remat:
+        return (BLOCK,)
+    return KEPT_SITES if o.level == "intra+inter" else (*KEPT_SITES, *LINEAR_INPUTS)
 
 
 GALORE_BETA2 = 0.999
@@ -227,69 +289,59 @@ METHODS: dict[str, Method] = {
     ),
     "pamm": Method(
         "input of q, k and v as a few tokens (PAMM): biased",
-        _points,
+        lambda o: Storage(attention_in=_chosen(o, "attention_in", PointApproximation(1 / 512))),
+        lambda _: ("attention_in",),
     ),
     "low_rank": Method(
         "linear inputs and weight gradients as factors (Wei et al., Ours): biased",
-        _randomized_svd,
+        lambda o: _linear_inputs(o, RandomizedSVD(o.rank)),
+        lambda _: LINEAR_INPUTS,
     ),
     "subspace": Method(
         "inputs, gradients and moments in a subspace (Wei et al., Ours+)",
-        _randomized_svd,
-        Subspace(),
+        lambda o: Storage(**dict.fromkeys(LINEAR_INPUTS, RandomizedSVD(o.rank))),
+        subspace=Subspace(),
     ),
     "galore": Method(
         "moments in a subspace, dense exact gradients (GaLore)",
         lambda _: Storage(),
-        Subspace(side="smaller"),
+        subspace=Subspace(side="smaller"),
         published_ranks=True,
     ),
     "random_projection": Method(
         "inputs, gradients and moments in a random subspace (CompAct)",
-        lambda o: _linear_inputs(_placed(RandomProjection(o.rank), o)),
-        Subspace(source="random"),
+        lambda o: Storage(**dict.fromkeys(LINEAR_INPUTS, RandomProjection(o.rank))),
+        subspace=Subspace(source="random"),
     ),
     "gact": Method(
         "residuals of each block, in bits chosen per site (GACT)",
         _residuals,
-        bits=4,
+        lambda _: _RESIDUALS,
         average_bits=4.0,
-        adaptive=(*KEPT_SITES, "attention_out"),
-        zero_padding=True,
-    ),
-    "quantized": Method(
-        "one code per value in a few bits, linear inputs rebuilt",
-        _rebuilt,
-        bits=4,
-        adaptive=KEPT_SITES,
-        zero_padding=True,
-    ),
-    "compressed_remat": Method(
-        "remat with each block's input in a few bits",
-        lambda o: Remat(codec=_code(o, o.bits)),
-        bits=4,
+        adaptive=_RESIDUALS,
         zero_padding=True,
     ),
     "lean": Method(
-        "quantized, full-rank 8-bit moments, in-backward updates, bfloat16 weights: recommended",
+        "one code per value in 4 bits, linear inputs rebuilt, full-rank 8-bit moments, in-backward"
+        " updates, bfloat16 weights: recommended",
         _rebuilt,
-        bits=4,
+        lambda _: KEPT_SITES,
         adaptive=KEPT_SITES,
         lean=True,
         zero_padding=True,
     ),
     "lean_remat": Method(
-        "lean with compressed_remat in place of quantized: for long sequences",
-        lambda o: Remat(codec=_code(o, o.bits)),
-        bits=4,
+        "remat with each block's input in 4 bits, and otherwise as lean: for long sequences",
+        _block_input,
+        lambda _: (BLOCK,),
         lean=True,
         zero_padding=True,
     ),
     "lean_subspace": Method(
         "lean with gradients and moments in a subspace",
         _rebuilt,
-        Subspace(),
-        bits=4,
+        lambda _: KEPT_SITES,
+        subspace=Subspace(),
         lean=True,
         zero_padding=True,
     ),
@@ -307,7 +359,7 @@ METHODS: dict[str, Method] = {
     "hyc_lora": Method(
         "qlora with activations in a few bits, channels calibrated (HyC-LoRA)",
         _calibrated,
-        bits=2,
+        _calibrated_sites,
         adapters=True,
         four_bit=True,
         calibrates=True,

@@ -14,16 +14,19 @@ from actjax.optim.moments import FIRST_MOMENTS, SECOND_MOMENTS
 from actjax.optim.paths import map_state
 from train.config import OptimizerConfig
 
+_LAST_RATE = 0.1
+"""Learning rate of the last step, as a share of the peak."""
+
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Returns linear warm-up to the peak, then a cosine to its final share at `steps`."""
+    """Returns linear warm-up to the peak, then a cosine to a tenth of it at `steps`."""
     warmup = max(1, min(config.warmup_steps, steps // 2))
     return optax.warmup_cosine_decay_schedule(
         init_value=config.learning_rate / warmup,
         peak_value=config.learning_rate,
         warmup_steps=warmup,
         decay_steps=max(steps, warmup + 1),
-        end_value=config.learning_rate * config.final_learning_rate,
+        end_value=config.learning_rate * _LAST_RATE,
     )
 
 
@@ -64,9 +67,9 @@ def _moments(config: OptimizerConfig) -> optax.GradientTransformation:
     """Returns what the optimizer makes of a gradient, before weight decay and learning rate."""
     b1, b2 = config.betas
     if config.optimizer == "lion":
-        return _stored(optax.scale_by_lion(b1, b2), config.moment_dtype)
+        return _stored(optax.scale_by_lion(b1, b2), config.stored_dtype)
     if config.optimizer == "sgd":
-        return _stored(optax.trace(b1), config.moment_dtype)
+        return _stored(optax.trace(b1), config.stored_dtype)
     if config.optimizer == "adafactor":
         adafactor = optax.chain(
             optax.scale_by_factored_rms(),
@@ -78,7 +81,7 @@ def _moments(config: OptimizerConfig) -> optax.GradientTransformation:
         orthogonal = optax.chain(
             _stored(
                 optax.contrib.scale_by_muon(beta=b1, weight_dimension_numbers=_inputs_first),
-                config.moment_dtype,
+                config.stored_dtype,
             ),
             optax.stateless(lambda updates, _: jax.tree.map(_with_rms_of_adam, updates)),
         )
@@ -90,12 +93,12 @@ def _moments(config: OptimizerConfig) -> optax.GradientTransformation:
 def _adam(b1: float, b2: float, config: OptimizerConfig) -> optax.GradientTransformation:
     """Returns the moments of Adam."""
     if config.factored_second_moment:
-        return _stored(actjax.optim.scale_by_factored_adam(b1, b2), config.moment_dtype)
-    if config.moment_dtype == "8bit":
+        return _stored(actjax.optim.scale_by_factored_adam(b1, b2), config.stored_dtype)
+    if config.stored_dtype == "8bit":
         return actjax.optim.scale_by_adam_8bit(b1=b1, b2=b2, block=moment_block)
-    if config.moment_dtype == "4bit":
+    if config.stored_dtype == "4bit":
         return actjax.optim.scale_by_adam_4bit(b1=b1, b2=b2, group=moment_group)
-    return _stored(optax.scale_by_adam(b1=b1, b2=b2), config.moment_dtype)
+    return _stored(optax.scale_by_adam(b1=b1, b2=b2), config.stored_dtype)
 
 
 def _stored(inner: optax.GradientTransformation, dtype: str) -> optax.GradientTransformation:

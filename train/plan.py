@@ -13,16 +13,9 @@ settings, such as `--data`, go into that command.
 
 With `--mesh`, the step of several devices is compiled, and all figures are those of one of them:
 its memory, and the bytes that it gathers, reduces and moves in a step.
-
-With `--table`, a Markdown table of what fits where is printed: the largest preset, and the most
-tokens of a step, for GPUs of 8 to 80 GiB. All its steps are compiled, which takes about an hour.
-
-With `--devices-table`, the steps for 1, 8 and 64 devices are compiled, each with `--batch-size`
-sequences, and a Markdown table of every method is printed. It takes some minutes.
 """
 
 import dataclasses
-import functools
 import math
 import pathlib
 import re
@@ -33,11 +26,10 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 import jax
-import tyro
 from rich.console import Console
 
 from models.checkpoints import read_dimensions
-from train import cli, fits
+from train import cli
 from train.blame import blamed_on
 from train.cli import Headings
 from train.config import DataConfig, PretrainConfig
@@ -46,8 +38,8 @@ from train.estimate import Compiled, bytes_of_device, compile_plan, make_plan
 from train.gpus import GIB
 from train.gradient_error import WHOLE
 from train.measured import MeasureConfig, Measured, open_measured, table_of_errors
-from train.options import FULL_WEIGHTS, flag_name, given_fields, used_options
-from train.plan_tables import choice, flags, markdown, size_text, table_of
+from train.options import FLAG_METHODS, FULL_WEIGHTS, flag_name, given_fields, used_options
+from train.plan_tables import choice, flags, size_text, table_of
 from train.resolve import dimensions, resolve
 from train.sharding import mesh_sizes
 from train.stages import METHODS, OPTIONS, stages
@@ -55,10 +47,6 @@ from train.tokenizer import load_tokenizer
 
 PROG = "python -m train.plan"
 ALL = "all"
-_DEVICE = "h100"
-"""What `--table` compiles for without `--device`."""
-_TABLE = 1, 8, 64
-"""Numbers of devices of `--devices-table`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,17 +69,12 @@ class PlanConfig:
     checkpoint: str = ""
     """Checkpoint to plan for instead of `--model`: a Hugging Face folder, or a .bin file of
     llama2.c."""
-    table: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Print a Markdown table of what fits where, compiled for an H100 unless `--device` says
-    otherwise."""
-    devices_table: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Print a Markdown table of the memory of each of 1, 8 and 64 devices."""
     measuring: MeasureConfig = MeasureConfig()
     """How the error of gradients is measured."""
 
     HEADINGS: ClassVar[Headings] = {
         "Common flags": (
-            *("model", "checkpoint", "device", "budget", "table", "devices_table"),
+            *("model", "checkpoint", "device", "budget"),
             *("method", "batch_size", "seq_len", "weight_dtype"),
         ),
         "Measuring": ("measuring",),
@@ -118,10 +101,11 @@ class PlanConfig:
         if self.budget:
             parse_bytes(self.budget)
             self._check_searched()
-        if self.devices_table:
-            self._check_table()
-        if self.table:
-            self._check_fits()
+        if train.options.codec and train.method == ALL:
+            raise ValueError(
+                "`--codec` is for one method: add `--method`, one of"
+                f" {', '.join(FLAG_METHODS['codec'])}."
+            )
 
     def _check_measuring(self) -> None:
         given = [flag_name(name) for name in given_fields(self.measuring)]
@@ -135,34 +119,11 @@ class PlanConfig:
         if given and not self.measuring.wanted:
             raise ValueError(f"`{given[0]}` has no effect without `--measure`: add it, or drop it.")
 
-    def _check_table(self) -> None:
-        given = {"--budget": self.budget, "--mesh": self.train.mesh,
-                 "--measure": self.measuring.wanted}  # fmt: skip
-        if clash := [name for name, value in given.items() if value]:
-            raise ValueError(
-                f"`--devices-table` and `{clash[0]}` exclude each other: it shows every method on"
-                f" {', '.join(map(str, _TABLE))} devices. Drop one."
-            )
-        if self.device == HERE:
-            raise ValueError(
-                f"`--devices-table` compiles for up to {_TABLE[-1]} devices, which this machine"
-                f" lacks: add `--device`, one of {', '.join(DEVICES)}."
-            )
-
-    def _check_fits(self) -> None:
-        given = given_fields(self).keys() - {"table", "device"}
-        if given:
-            shown = ", ".join(sorted(f"`{flag_name(name)}`" for name in given))
-            raise ValueError(
-                "`--table` chooses models, methods and batches itself and goes with `--device`"
-                f" only: drop the settings of {shown}."
-            )
-
     def _check_searched(self) -> None:
         """Raises a `ValueError` for settings that the search would overwrite or never try."""
         train = self.train
         given = {name for name in given_fields(train.options) if name in OPTIONS}
-        given |= {"in_backward"} if train.in_backward else set()
+        given |= set() if train.in_backward is None else {"in_backward"}
         given |= {"moment_dtype"} if train.optimizer.moment_dtype != "auto" else set()
         if given:
             shown = ", ".join(f"`{flag_name(name)}`" for name in sorted(given))
@@ -204,14 +165,9 @@ def run(config: PlanConfig, console: Console) -> bool:
       ValueError: settings that do not fit each other, an unknown model, method or device.
       OSError: a tokenizer that cannot be read.
     """
-    if config.device != HERE or config.table:
+    if config.device != HERE:
         # The CUDA plugin would ask for a driver, which is not there.
         jax.config.update("jax_platforms", "cpu")
-    if config.table:
-        say = functools.partial(console.print, highlight=False)
-        print(fits.markdown(list(fits.fits(_DEVICE if config.device == HERE else config.device,
-                                           say=say))))  # fmt: skip
-        return True
     train, checkpoint = config.train, pathlib.Path(config.checkpoint).expanduser()
     if config.checkpoint:
         with blamed_on("--checkpoint"):
@@ -228,10 +184,6 @@ def run(config: PlanConfig, console: Console) -> bool:
     if config.budget:
         return search(config, console, measured)
     names = FULL_WEIGHTS if train.method == ALL else (train.method,)
-    if config.devices_table:
-        found = {name: list(_on_devices(name, config, console)) for name in names}
-        print(markdown(found, train, config.device))
-        return True
     rows = []
     for name in names:
         options = used_options(name, train.options)
@@ -245,22 +197,6 @@ def run(config: PlanConfig, console: Console) -> bool:
     if measured is not None:
         _print_errors(rows, measured, console)
     return True
-
-
-def _on_devices(name: str, config: PlanConfig, console: Console) -> Iterator[Compiled]:
-    """Yields the compiled plans of a method for several numbers of devices."""
-    train = config.train
-    for count in _TABLE:
-        one = dataclasses.replace(
-            train,
-            method=name,
-            options=used_options(name, train.options),
-            batch_size=train.batch_size * count,
-            mesh=f"fsdp={count}" if count > 1 else "",
-        )
-        compiled = compile_plan(make_plan(one, config.device), config.device)
-        console.print(f"{name} on {count}: {size_text(compiled.peak)}", highlight=False)
-        yield compiled
 
 
 def _with_vocabulary(train: PretrainConfig) -> PretrainConfig:

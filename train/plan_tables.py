@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from rich import box
@@ -76,37 +76,8 @@ def _add_devices(table: Table, rows: list[Compiled], unit: int) -> None:
         table.add_row(choice(row.plan.config), *cells, f"{flops:.2f}")
 
 
-def markdown(rows: Mapping[str, Sequence[Compiled]], train: PretrainConfig, device: str) -> str:
-    """Returns plans for several numbers of devices as a Markdown table, a line for each method.
-
-    Args:
-      rows: plans of each method, for one device and for more.
-      train: settings that all of them share; the batch is that of each device.
-      device: what they are compiled for.
-    """
-    counts = [_devices(row) for row in next(iter(rows.values()))]
-    several = [f"{n} devices" for n in counts if n > 1]
-    head = ["GiB a device", "1 device", *several, *(f"gathered, {name}" for name in several)]
-    lines = [
-        f"{train.model}, vocabulary of {dimensions(train).vocab_size:,}, {train.batch_size} x"
-        f" {train.seq_len} on each device, weights {train.weight_dtype}, compiled for {device}:\n",
-        _line(head),
-        _line(["---", *("---:" for _ in head[1:])]),
-    ]
-    for name, plans in rows.items():
-        sizes = [f"{plan.peak / GIB:.2f}" for plan in plans]
-        sizes += [f"{plan.exchanged['all-gather'] / GIB:.2f}" if plan.exchanged else "-"
-                  for plan in plans if _devices(plan) > 1]  # fmt: skip
-        lines.append(_line([f"`{name}`", *sizes]))
-    return "\n".join(lines)
-
-
 def _devices(row: Compiled) -> int:
     return math.prod(mesh_sizes(row.plan.config.mesh).values())
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def flags(config: PretrainConfig) -> str:
@@ -130,7 +101,7 @@ def choice(config: PretrainConfig) -> str:
     return flags(chosen).removeprefix("--method ")
 
 
-_OF_OPTIMIZER = ("moment_dtype", "optimizer", "factored_second_moment", "offload_states",
+_OF_OPTIMIZER = ("moment_dtype", "optimizer", "offload_states",
                  "projection_rank")  # fmt: skip
 """Settings of the optimizer that memory depends on."""
 

@@ -54,9 +54,8 @@ def prepare(given: PretrainConfig, console: Console) -> Run:
     with hosts.failing_together():
         model_config = dimensions(given, tokenizer.vocab_size)
         recipe = build_recipe(dataclasses.replace(config, model_config=model_config))
-        data = _data(recipe, corpus, tokenizer, mesh, given.data.readers)
-    order = ROW_ORDER if given.data.readers == 1 else f"{ROW_ORDER}, {given.data.readers} readers"
-    identity = run_identity(recipe, tokenizer, corpus.fingerprint, row_order=order)
+        data = _data(recipe, corpus, tokenizer, mesh)
+    identity = run_identity(recipe, tokenizer, corpus.fingerprint, row_order=ROW_ORDER)
     return begin(given, recipe, mesh, data, _weights(recipe), identity, console)
 
 
@@ -68,11 +67,11 @@ def _open_text(given: DataConfig) -> tuple[Corpus, Tokenizer]:
     return corpus, default_tokenizer(corpus, given.vocab_size, data_dir)
 
 
-def _data(recipe: Recipe, corpus: Corpus, tokenizer: Tokenizer, mesh: Mesh, readers: int) -> Data:
+def _data(recipe: Recipe, corpus: Corpus, tokenizer: Tokenizer, mesh: Mesh) -> Data:
     config = recipe.config
     sizes = {"batch_size": config.batch_size, "seq_len": config.seq_len}
     part, count = rows_of_process(mesh, config.batch_size)
-    mine = {"process_index": part, "process_count": count, "readers": readers}
+    mine = {"process_index": part, "process_count": count}
     return Data(
         train_batches(corpus, tokenizer, seed=config.seed, **sizes, **mine),
         validation_batches(corpus, tokenizer, max_batches=config.eval_batches, **sizes),

@@ -10,6 +10,7 @@ from models.lora import LoRAConfig
 from models.presets import PRESETS
 from train import methods
 from train.blame import blamed_on
+from train.codecs import check_sites
 from train.config import FinetuneConfig, OptimizerConfig, PretrainConfig, RunConfig
 from train.options import check_flags
 
@@ -128,6 +129,7 @@ def resolve(
             f"`--method {config.method}` trains adapters of a checkpoint: use train.finetune."
         )
     check_flags(config.method, config, config.options, *([] if adapter is None else [adapter]))
+    check_sites(config.options.codec, config.method, method.sites(config.options))
     options = method.resolve(config.options, model)
     if config.options.adapt_every != type(options).adapt_every and not options.average_bits:
         raise ValueError(
@@ -135,7 +137,8 @@ def resolve(
             " both, or neither."
         )
     _check_rank(config, method, options.rank, model)
-    method.storage_of(options, {})  # Raises for options that do not fit each other.
+    with blamed_on("--codec"):
+        method.storage_of(options, {})  # Raises for options that do not fit each other.
     weight_dtype = _weight_dtype(config, method, checkpoint_dtype)
     given = {field.name: getattr(config, field.name) for field in dataclasses.fields(RunConfig)}
     resolved: dict[str, Any] = {
@@ -143,7 +146,7 @@ def resolve(
         "optimizer": _optimizer(config, method, model),
         "weight_dtype": weight_dtype,
         "weight_rounding": _weight_rounding(config, method, weight_dtype),
-        "in_backward": config.in_backward or method.lean,
+        "in_backward": method.lean if config.in_backward is None else config.in_backward,
         "title": config.title,
         "model_config": model,
         "positions": model.max_seq_len,

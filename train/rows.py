@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grain
@@ -169,38 +169,3 @@ class _ShuffledRowsIterator(grain.DatasetIterator[np.ndarray]):
         self._window = _Window(state["window"], state["document"], state["offset"])
         self._taken = state["taken"]
         self._left.clear()
-
-
-class SideBySideIterDataset(grain.IterDataset[np.ndarray]):
-    """The rows of several data sets, one below the other.
-
-    The state has an entry for each of them, by name, and entries of others are ignored.
-    """
-
-    def __init__(self, parts: Mapping[int, grain.IterDataset[np.ndarray]]) -> None:
-        """Makes the data set.
-
-        Args:
-          parts: by number; their elements are [rows, ...].
-        """
-        super().__init__()
-        self._parts = dict(parts)
-
-    def __iter__(self) -> grain.DatasetIterator[np.ndarray]:
-        return _SideBySideIterator({str(name): iter(part) for name, part in self._parts.items()})
-
-
-class _SideBySideIterator(grain.DatasetIterator[np.ndarray]):
-    def __init__(self, parts: Mapping[str, Any]) -> None:
-        super().__init__()
-        self._iterators = parts
-
-    def __next__(self) -> np.ndarray:
-        return np.concatenate([next(part) for part in self._iterators.values()])
-
-    def get_state(self) -> dict[str, Any]:
-        return {name: part.get_state() for name, part in self._iterators.items()}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        for name, part in self._iterators.items():
-            part.set_state(state[name])

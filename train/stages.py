@@ -11,12 +11,9 @@ from train.options import used_options
 Choice = tuple[str, dict[str, Any]]
 """A method, and the settings that the plan gives it."""
 
-METHODS = ("exact", "remat", "quantized", "gact", "compressed_remat", "lean", "lean_remat",
-           "lean_subspace")  # fmt: skip
+METHODS = ("exact", "remat", "gact", "lean", "lean_remat", "lean_subspace")
 """Methods that plans use."""
-_LEAN = {"quantized": "lean", "compressed_remat": "lean_remat"}
-"""Methods that store the same and update the weights in the backward pass, with 8-bit states."""
-OPTIONS = ("bits", "average_bits", "rank", "sites", "offload")
+OPTIONS = ("codec", "average_bits", "rank", "offload")
 """Fields of the options that plans set; they also set `moment_dtype` and `in_backward`."""
 _SHARES = (4, 8, 16, 32)
 
@@ -51,25 +48,28 @@ def _full_rank(bits: Iterable[int]) -> Iterator[Choice]:
     storage: list[Choice] = []
     for n in bits:
         if n == 16:
-            storage += [("exact", {}), ("quantized", {"bits": 16}), ("remat", {})]
+            storage += [("exact", {}), ("lean", {"codec": ("Exact()",)}), ("remat", {})]
             storage += [("remat", {"offload": True})]
             continue
-        storage += [("quantized", {"bits": n, "sites": ("gate", "up")}), ("quantized", {"bits": n})]
-        storage += [("gact", {"bits": n}), ("compressed_remat", {"bits": n})]
-        storage += [("quantized", {"bits": n, "offload": True})]
-        storage += [("compressed_remat", {"bits": n, "offload": True})]
+        code = {"codec": (f"Quantized({n})",)}
+        mlp = {"codec": ("Exact()", f"gate=Quantized({n})", f"up=Quantized({n})")}
+        storage += [("lean", mlp), ("lean", code), ("gact", code), ("lean_remat", code)]
+        storage += [("lean", {**code, "offload": True}), ("lean_remat", {**code, "offload": True})]
     for name, changes in storage:
-        yield name, changes
-        yield name, {**changes, "moment_dtype": "8bit"}
-        if name in _LEAN:
-            yield _LEAN[name], changes
+        if name.startswith("lean"):
+            after = {**changes, "in_backward": False}
+            yield name, {**after, "moment_dtype": "float32"}
+            yield name, {**after, "moment_dtype": "8bit"}
+            yield name, changes
         else:
+            yield name, changes
+            yield name, {**changes, "moment_dtype": "8bit"}
             yield name, {**changes, "moment_dtype": "8bit", "in_backward": True}
 
 
 def _subspace(model: ModelConfig, share: int, bits: Iterable[int]) -> Iterator[Choice]:
     for n in bits:
-        changes = {"bits": n, "rank": max(1, model.hidden_size // share)}
+        changes = {"codec": (f"Quantized({n})",), "rank": max(1, model.hidden_size // share)}
         yield "lean_subspace", changes
         yield "lean_subspace", {**changes, "offload": True}
 

@@ -17,9 +17,9 @@ from models.block import Positions
 from models.layers import layer_function, layer_keys
 from models.lora import LoRAConfig, attach, init_adapters, quantize_layers
 from models.sharding import fetch_first
-from train.calibration import calibrated, calibration_zeros
+from train.calibration import calibrated, calibrated_sites, calibration_zeros
 from train.config import FinetuneConfig, PretrainConfig, RunConfig
-from train.methods import Method
+from train.methods import Method, coordinate_bits
 from train.optimizer import make_optimizer, moment_block, moment_group, remainder_of
 from train.options import ANY_FULL_RANK
 from train.padding import inputs_of
@@ -105,9 +105,9 @@ class Recipe:
     def _short_blocks(self) -> list[int]:
         """Returns the sizes of shared scales of moments that are not the usual one."""
         rules = {"8bit": (moment_block, 256), "4bit": (moment_group, 128)}
-        if self.config.optimizer.moment_dtype not in rules:
+        if self.config.optimizer.stored_dtype not in rules:
             return []
-        rule, usual = rules[self.config.optimizer.moment_dtype]
+        rule, usual = rules[self.config.optimizer.stored_dtype]
         one = self.model_config
         d, keys = one.hidden_size, one.num_kv_heads * one.head_size
         sides = (one.ffn_size, one.num_heads * one.head_size, keys, one.vocab_size)
@@ -143,7 +143,7 @@ class Recipe:
         """Settings that shape the optimizer state: a checkpoint must agree with them."""
         config, is_full = self.config, self.method.subspace is None
         return {
-            "moment_dtype": config.optimizer.moment_dtype,
+            "moment_dtype": config.optimizer.stored_dtype,
             "weight_rounding": config.weight_rounding,
             "in_backward": config.in_backward,
             # A run may change from one full-rank method to another.
@@ -159,12 +159,13 @@ class Recipe:
     @property
     def calibration_form(self) -> dict[str, Any]:
         """Settings that give calibrated statistics their meaning: a checkpoint must agree too."""
-        options = self.config.options
         if not self.method.calibrates:
             return {}
-        # Means and spreads are those of the activations, whatever they are stored in.
-        names = ("bits", "same_bits", "levels", "rounding") if options.scaling == "channel" else ()
-        return {name: getattr(options, name) for name in ("scaling", *names)}
+        # Means and spreads describe the activations, whatever these are stored in. Scales of
+        # channels belong to a code.
+        codecs = calibrated_sites(self.storage).items()
+        by_channel = {site: str(code) for site, code in codecs if code.scaling == "channel"}
+        return {"scaling": "channel", **by_channel} if by_channel else {"scaling": "group"}
 
     def due_layers(self, step: int) -> np.ndarray | None:
         """Returns the layers whose subspace is refreshed at a step, [layers] of bool, or None.
@@ -244,7 +245,7 @@ def _subspace(
         source=subspace.source,
         side=subspace.side,
         groups=_input_groups(config, storage),
-        bits=16 if is_rebuilt else options.bits,
+        bits=16 if is_rebuilt else coordinate_bits(options),
         seed=config.seed,
     )
 

@@ -15,11 +15,12 @@ from actjax import (
 from models import CompressedResiduals, Remat, Storage
 from models.presets import preset
 from models.storage import LINEAR_INPUTS, SITES
+from train.codecs import check_sites
 from train.methods import METHODS, Subspace, method
 from train.options import MethodOptions
 
-OPTIONS = MethodOptions(rank=7, ratio=0.25, tolerance=0.5, power_iterations=2, sketch="rows")
-SVD, PROJECTION = RandomizedSVD(7, 2, "rows"), RandomProjection(7)
+OPTIONS = MethodOptions(rank=7)
+SVD, PROJECTION = RandomizedSVD(7), RandomProjection(7)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +28,7 @@ SVD, PROJECTION = RandomizedSVD(7, 2, "rows"), RandomProjection(7)
     [
         ("exact", Storage(), None),
         ("remat", Remat(), None),
-        ("pamm", Storage(PointApproximation(0.25, tolerance=0.5), Exact(), Exact(), Exact()), None),
+        ("pamm", Storage(PointApproximation(1 / 512)), None),
         ("low_rank", Storage(SVD, SVD, SVD, SVD), None),
         ("subspace", Storage(SVD, SVD, SVD, SVD), Subspace("gradient", "input")),
         ("galore", Storage(), Subspace("gradient", "smaller")),
@@ -55,19 +56,12 @@ def test_ranks_have_the_defaults_of_their_papers():
     assert method("subspace").resolve(MethodOptions(rank=9), model).rank == 9
 
 
-def test_bits_have_the_defaults_of_their_methods():
-    model = preset("llama_60m")
-    for name, bits in (("subspace", 16), ("quantized", 4), ("lean_subspace", 4)):
-        assert method(name).resolve(MethodOptions(), model).bits == bits
-        assert method(name).resolve(MethodOptions(bits=8), model).bits == 8
-
-
 CODE = Quantized(3, group=32, rounding="dither", rotate=True, balance=True)
-FEW = MethodOptions(bits=3, group=32, rounding="dither")
+FEW = MethodOptions(codec=("Quantized(3, group=32, rounding='dither')",))
 
 
-def test_quantized_stores_one_code_per_value_and_rebuilds_linear_inputs():
-    storage = method("quantized").storage(FEW)
+def test_lean_stores_one_code_per_value_and_rebuilds_linear_inputs():
+    storage = method("lean").storage(FEW)
     assert {site: getattr(storage, site) for site in SITES} == {
         **dict.fromkeys(LINEAR_INPUTS),
         **dict.fromkeys(("attention_norm", "mlp_norm", "gate", "up"), CODE),
@@ -76,42 +70,29 @@ def test_quantized_stores_one_code_per_value_and_rebuilds_linear_inputs():
             for site, bits in (("q", 4), ("k", 5), ("v", 4))
         },
     }
-    same = method("quantized").storage(dataclasses.replace(FEW, same_bits=True))
-    assert set(same.codecs.values()) == {CODE}
-    assert method("lean").storage(FEW) == method("lean_subspace").storage(FEW) == storage
-    some = method("quantized").storage(dataclasses.replace(FEW, sites=("gate",)))
-    assert some.codecs["gate"] == CODE
-    assert some.codecs["up"] == Exact()
-    assert "mlp_out" not in some.codecs
-    whole = method("quantized").storage(dataclasses.replace(FEW, bits=16))
-    assert set(whole.codecs.values()) == {Exact()}
-
-
-def test_points_are_given_by_their_number_or_their_share():
-    codec = method("pamm").storage(MethodOptions(points=3)).codecs["attention_in"]
-    assert codec == PointApproximation(points=3)
-    codec = method("pamm").storage(MethodOptions()).codecs["attention_in"]
-    assert codec == PointApproximation(1 / 512)
+    assert method("lean_subspace").storage(FEW) == storage
 
 
 def test_adapters_with_rematerialization_store_the_input_of_a_block():
-    options = MethodOptions(remat=True, bits=4)
+    options = MethodOptions(remat=True, codec=("Quantized(4)",))
     assert method("lora").storage(options) == method("qlora").storage(options) == Remat()
     code = Quantized(4, levels="normal", rotate=True, balance=True, outlier_fraction=0.005)
     assert method("hyc_lora").storage(options) == Remat(codec=code)
-    away = dataclasses.replace(options, offload=True, level="none", scaling="channel")
+    away = MethodOptions(
+        remat=True, offload=True, level="none", codec=("Quantized(4, scaling='channel')",)
+    )
     plain = Quantized(4, scaling="channel")
     assert method("hyc_lora").storage(away) == Remat(codec=Offloaded(plain))
 
 
-@pytest.mark.parametrize("given", [{"same_bits": True}, {"level": "intra"}], ids=str)
-def test_rematerialization_stores_no_sites_that_hyc_lora_could_treat_apart(given):
-    with pytest.raises(ValueError, match=r"`--(same-bits|level intra)` has no effect"):
-        method("hyc_lora").storage(MethodOptions(bits=2, remat=True, **given))
+def test_rematerialization_stores_no_sites_that_hyc_lora_could_treat_apart():
+    with pytest.raises(ValueError, match=r"`--level intra` has no effect"):
+        method("hyc_lora").storage(MethodOptions(remat=True, level="intra"))
 
 
 def test_hyc_lora_by_channel_with_the_same_bits_is_as_published():
-    options = MethodOptions(bits=2, scaling="channel", same_bits=True)
+    text = "Quantized(2, scaling='channel')"
+    options = MethodOptions(codec=(text, *(f"{site}={text}" for site in "qkv")))
     found = method("hyc_lora").storage(options).codecs
     plain = Quantized(2, scaling="channel")
     norm = dataclasses.replace(plain, outlier_fraction=0.005)
@@ -123,7 +104,8 @@ def test_hyc_lora_by_channel_with_the_same_bits_is_as_published():
 
 @pytest.mark.parametrize("scaling", ["group", "channel"])
 def test_hyc_lora_gives_queries_keys_and_values_more_bits(scaling):
-    found = method("hyc_lora").storage(MethodOptions(bits=2, scaling=scaling)).codecs
+    options = MethodOptions(codec=(f"Quantized(scaling='{scaling}')",))
+    found = method("hyc_lora").storage(options).codecs
     bits = {"attention_norm": 2, "q": 3, "k": 4, "v": 3, "mlp_norm": 2, "gate": 2, "up": 2}
     assert {site: codec.bits for site, codec in found.items()} == bits
     assert {codec.balance for codec in found.values()} == {scaling == "group"}
@@ -131,32 +113,49 @@ def test_hyc_lora_gives_queries_keys_and_values_more_bits(scaling):
 
 def test_offloaded_codes_of_hyc_lora_are_those_of_its_sites():
     for level in ("none", "intra", "intra+inter"):
-        here = method("hyc_lora").storage(MethodOptions(bits=4, level=level))
-        away = method("hyc_lora").storage(MethodOptions(bits=4, level=level, offload=True))
+        here = method("hyc_lora").storage(MethodOptions(level=level))
+        away = method("hyc_lora").storage(MethodOptions(level=level, offload=True))
         assert away.codecs == {site: Offloaded(codec) for site, codec in here.codecs.items()}
 
 
-def test_compressed_remat_stores_the_input_of_a_block():
-    assert method("compressed_remat").storage(FEW) == Remat(codec=CODE)
+def test_lean_remat_stores_the_input_of_a_block():
+    assert method("lean_remat").storage(FEW) == Remat(codec=CODE)
     away = dataclasses.replace(FEW, offload=True)
-    assert method("compressed_remat").storage(away).codecs["codec"] == Offloaded(CODE)
+    assert method("lean_remat").storage(away).codecs["codec"] == Offloaded(CODE)
     assert method("remat").storage(away).codecs["codec"] == Offloaded(Exact())
 
 
-@pytest.mark.parametrize("name", ["quantized", "lean", "lean_subspace"])
-def test_the_rebuilt_input_of_the_output_projection_is_not_a_site(name):
-    with pytest.raises(ValueError, match="`--sites attention_out` is for gact"):
-        method(name).storage(dataclasses.replace(FEW, sites=("attention_out",)))
+def test_sites_that_a_method_does_not_encode_are_refused():
+    known = method("lean").sites(MethodOptions())
+    check_sites(("Quantized(4)", "gate=Exact()"), "lean", known)
+    for site, hint in (("attention_out", " Did you mean attention_norm"), ("nose", " It encodes")):
+        with pytest.raises(ValueError, match=rf"`--codec {site}=\.\.\.` names no site.*{hint}"):
+            check_sites((f"{site}=Quantized(4)",), "lean", known)
+    for name, options in (("subspace", MethodOptions()), ("hyc_lora", MethodOptions(remat=True))):
+        with pytest.raises(ValueError, match=r"`--codec q=\.\.\.` names no site"):
+            check_sites(("q=Exact()",), name, method(name).sites(options))
 
 
 def test_bits_of_some_sites_can_be_given():
-    options = dataclasses.replace(FEW, rounding="nearest", levels="normal", offload=True)
+    text = "Quantized(group=32, levels='normal', rotate=False)"
+    options = MethodOptions(codec=(text,), average_bits=4, offload=True)
     storage = method("gact").storage_of(options, {"q": 2, "gate": 8})
     # Normal levels exist for up to four bits.
     assert storage.codecs["gate"] == Offloaded(Quantized(8, group=32, balance=True))
     normal = Quantized(2, group=32, levels="normal", balance=True)
     assert storage.codecs["q"] == Offloaded(normal)
     assert isinstance(storage, CompressedResiduals)
+
+
+def test_given_bits_and_average_bits_exclude_each_other():
+    model = preset("llama_60m")
+    given = MethodOptions(average_bits=3, codec=("q=Quantized(4)",))
+    with pytest.raises(ValueError, match=r"`--average-bits 3` and the bits in `--codec q=Quant"):
+        method("gact").resolve(given, model)
+    assert method("gact").resolve(MethodOptions(), model).average_bits == 4
+    assert method("gact").resolve(MethodOptions(codec=("Exact()",)), model).average_bits == 0
+    group = MethodOptions(codec=("Quantized(group=64)",))
+    assert method("gact").resolve(group, model).average_bits == 4
 
 
 @pytest.mark.parametrize(
@@ -169,13 +168,20 @@ def test_bits_of_some_sites_can_be_given():
     ],
 )
 def test_levels_follow_from_bits_and_rounding(bits, rounding, want):
-    storage = method("compressed_remat").storage(MethodOptions(bits=bits, rounding=rounding))
+    text = f"Quantized({bits}, rounding='{rounding}')"
+    storage = method("lean_remat").storage(MethodOptions(codec=(text,)))
     assert storage == Remat(codec=Quantized(bits, balance=True, **want))
 
 
 def test_unknown_and_former_names_are_refused():
     with pytest.raises(ValueError, match=r"unknown `--method` 'lowrank'\. Did you mean low_rank\?"):
         method("lowrank")
-    for former, now in (("frugal", "lean"), ("frugal_subspace", "lean_subspace")):
+    dense = "--no-in-backward --moment-dtype float32 --weight-dtype float32"
+    for former, now in (
+        ("frugal", "lean"),
+        ("frugal_subspace", "lean_subspace"),
+        ("quantized", f"lean {dense}"),
+        ("compressed_remat", f"lean_remat {dense}"),
+    ):
         with pytest.raises(ValueError, match=f"`--method {former}` is now `--method {now}`"):
             method(former)

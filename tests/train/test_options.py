@@ -1,15 +1,18 @@
 """Flags and the methods that use them."""
 
 import dataclasses
+import re
 
 import pytest
 
 from models import preset
-from train.config import AdapterConfig, PretrainConfig
+from train.cli import flags_of
+from train.config import AdapterConfig, FinetuneConfig, PretrainConfig
 from train.methods import METHODS
 from train.options import (
     ADAPTERS,
     FLAG_METHODS,
+    FORMER_FLAGS,
     FULL_WEIGHTS,
     MethodOptions,
     check_flags,
@@ -19,15 +22,14 @@ from train.options import (
 
 MODEL = preset("llama_60m")
 OTHER = {
-    "rank": 7, "ratio": 0.25, "points": 3, "tolerance": 0.5, "power_iterations": 2,
-    "sketch": "rows", "gap": 9, "scale": 0.5, "moments": "reset", "bits": 3, "sites": ("gate",),
-    "group": 32, "rounding": "dither", "same_bits": True, "levels": "normal",
-    "rotate": True, "balance": False, "outlier_fraction": 0.25, "scaling": "channel",
-    "level": "none",
-    "average_bits": 3.0, "adapt_every": 5, "offload": True, "remat": True, "stagger": True,
+    "codec": ("Quantized(3)",), "rank": 7, "gap": 9, "scale": 0.5, "moments": "reset",
+    "level": "none", "average_bits": 3.0, "adapt_every": 5, "offload": True, "remat": True,
+    "stagger": True,
 }  # fmt: skip
 """A value of each option that is not its default."""
 NOT_IN_STORAGE = ("gap", "scale", "moments", "stagger", "average_bits", "adapt_every")
+CODECS = {"pamm": "PointApproximation(0.5)", "low_rank": "RandomizedSVD(3)"}
+"""Texts of `--codec`, by method; for the others Quantized(3)."""
 
 
 def test_every_option_and_method_is_in_the_table():
@@ -41,17 +43,34 @@ def test_every_option_and_method_is_in_the_table():
 
 def test_the_table_names_the_methods_whose_storage_an_option_changes():
     for name, method in METHODS.items():
-        # With 4 bits and uniform levels, so that options of the quantizer have an effect.
-        default = method.resolve(MethodOptions(bits=4, levels="uniform"), MODEL)
+        default = method.resolve(MethodOptions(), MODEL)
         for option in OTHER.keys() - NOT_IN_STORAGE:
-            changed = dataclasses.replace(default, **{option: OTHER[option]})
+            value = (CODECS.get(name, "Quantized(3)"),) if option == "codec" else OTHER[option]
+            changed = dataclasses.replace(default, **{option: value})
             has_effect = method.storage(changed) != method.storage(default)
             # The rank of a subspace, and bits of its coordinates, are the optimizer's.
-            of_optimizer = method.subspace is not None and option in ("rank", "bits")
+            of_optimizer = method.subspace is not None and option in ("rank", "codec")
             # Coordinates are shared by operators and are not offloaded.
             shared = name in ("subspace", "random_projection") and option == "offload"
             if not (of_optimizer or shared):
                 assert has_effect == (name in FLAG_METHODS[option]), (name, option)
+
+
+def test_every_method_with_sites_takes_codecs():
+    named = {name for name, one in METHODS.items() if one.sites(MethodOptions())}
+    assert named == set(FLAG_METHODS["codec"]) - {"subspace", "random_projection"}
+
+
+def test_former_flags_answer_with_one_that_exists():
+    flags = {flag.name for config in (PretrainConfig, FinetuneConfig) for flag in flags_of(config)}
+    for former, text in FORMER_FLAGS.items():
+        assert former not in flags
+        named = set(re.findall(r"--[a-z][a-z-]+", text))
+        value = "0.5" if "fraction" in text else "3"
+        assert named <= flags, former
+        for codec in re.findall(r'"(\w+\(.*?\))"', text.format(value=value)):
+            if "'3'" not in codec:
+                MethodOptions(codec=(codec,))  # Raises for text that is no codec.
 
 
 def test_options_of_subspaces_are_for_the_methods_with_one():
@@ -69,13 +88,13 @@ def test_options_of_subspaces_are_for_the_methods_with_one():
         ("qlora", MethodOptions(offload=True), "`--offload` has no effect with `--method qlora`"),
         ("exact", MethodOptions(remat=True), "`--remat` has no effect .* for lora, qlora, hyc_l"),
         ("exact", MethodOptions(rank=8), "`--rank 8` has no effect .* is for low_rank, subspace"),
-        ("quantized", MethodOptions(gap=5), "`--gap 5` .* for subspace, galore, random_projec"),
-        ("galore", MethodOptions(bits=8), "`--bits 8` has no effect with `--method galore`"),
-        ("remat", MethodOptions(average_bits=3), "`--average-bits 3` .* for gact, quantized, lean"),
-        ("remat", MethodOptions(sites=("q", "k")), "`--sites q k` has no effect"),
+        ("lean", MethodOptions(gap=5), "`--gap 5` .* for subspace, galore, random_projec"),
+        ("galore", MethodOptions(codec=("Quantized(8)",)), "`--codec Quantized.8.` has no effect"),
+        ("remat", MethodOptions(average_bits=3), "`--average-bits 3` .* for gact, lean"),
         ("exact", AdapterConfig(lora_rank=4), "`--lora-rank 4` .* for lora, qlora, hyc_lora"),
         ("qlora", AdapterConfig(calibration_batches=2), "`--calibration-batches 2` .* hyc_lora"),
         ("lora", PretrainConfig(in_backward=True), "`--in-backward` has no effect .* for exact"),
+        ("lora", PretrainConfig(in_backward=False), "`--no-in-backward` has no effect"),
     ],
     ids=str,
 )
@@ -84,55 +103,15 @@ def test_a_flag_that_the_method_does_not_use_is_refused(method, config, message)
         check_flags(method, config)
 
 
-@pytest.mark.parametrize(
-    ("method", "options", "message"),
-    [
-        ("lean", {"bits": 16, "group": 32}, "`--group 32` .* with `--bits 16`, which quantizes"),
-        ("gact", {"bits": 16, "balance": False}, "`--no-balance` has no effect with `--bits 16`"),
-        (
-            "lean",
-            {"bits": 8, "levels": "normal"},
-            "`--levels normal` is for up to 4 bits, got `--bits 8`",
-        ),
-        ("gact", {"sites": ("up",), "same_bits": True}, "`--same-bits` .* `--sites up`, without q"),
-        (
-            "hyc_lora",
-            {"level": "none", "outlier_fraction": 0.2},
-            "-fraction 0.2` .* `--level none`",
-        ),
-    ],
-    ids=str,
-)
-def test_a_flag_that_changes_nothing_beside_others_is_refused(method, options, message):
-    with pytest.raises(ValueError, match=message):
-        check_flags(method, MethodOptions(**options))
-    for option in options:
-        # Each is fine without the other.
-        check_flags(method, MethodOptions(**{option: options[option]}))
-
-
-@pytest.mark.parametrize("count", [-1, 101, 2**31])
-def test_power_iterations_that_no_step_could_hold_are_refused(count):
-    with pytest.raises(
-        ValueError, match=rf"`--power-iterations` must be in \[0, 100\], got {count}"
-    ):
-        MethodOptions(power_iterations=count)
-
-
 def test_a_default_value_counts_as_not_given():
-    given = MethodOptions(gap=200, group=128)
+    given = MethodOptions(gap=200, level="intra+inter")
     assert given_fields(given) == {}
     check_flags("exact", given, AdapterConfig(lora_rank=16), PretrainConfig())
 
 
-def test_bits_and_average_bits_exclude_each_other():
-    with pytest.raises(ValueError, match=r"`--bits 4` and `--average-bits 3` exclude each other"):
-        check_flags("gact", MethodOptions(bits=4, average_bits=3))
-
-
 def test_used_options_are_those_of_the_method():
-    given = MethodOptions(gap=5, bits=8, group=64)
-    assert used_options("subspace", given) == MethodOptions(gap=5, bits=8)
+    given = MethodOptions(gap=5, codec=("Quantized(8)",), level="none")
+    assert used_options("subspace", given) == MethodOptions(gap=5, codec=("Quantized(8)",))
     assert used_options("exact", given) == MethodOptions()
 
 
@@ -142,9 +121,6 @@ def test_options_out_of_range_are_refused():
         ({"adapt_every": 0}, "`--adapt-every` must be at least 1, got 0"),
         ({"rank": -1}, "`--rank` must be at least 0, got -1"),
         ({"gap": 0}, "`--gap` must be at least 1, got 0"),
-        ({"points": -1}, "`--points` must be at least 0, got -1"),
-        ({"points": 2, "ratio": 0.5}, "`--points 2` and `--ratio 0.5` exclude each other"),
-        ({"sites": ("nose",)}, "`--sites` must be of .*, got nose"),
     ):
         with pytest.raises(ValueError, match=message):
             MethodOptions(**changes)
