@@ -1,0 +1,45 @@
+"""Errors in files name the flag that gave the file."""
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Iterator
+
+from train.settings.options import MethodOptions, flag_name
+
+
+@contextlib.contextmanager
+def blamed_on(flag: str) -> Iterator[None]:
+    """Context whose errors name a flag.
+
+    Readers of files do not know which flag gave the file.
+
+    Args:
+      flag: such as "--checkpoint".
+
+    Raises:
+      ValueError: a `ValueError` or `OSError` whose message does not name the flag.
+    """
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        if f"`{flag}" in str(error):
+            raise
+        raise ValueError(f"`{flag}`: {error}") from error
+
+
+@contextlib.contextmanager
+def blamed_on_option() -> Iterator[None]:
+    """Context whose errors name the flag of an option of a codec, where they begin with its name.
+
+    Raises:
+      ValueError: a `ValueError` within.
+    """
+    try:
+        yield
+    except ValueError as error:
+        first = re.match(r"`(\w+)`", str(error))
+        options = {field.name for field in dataclasses.fields(MethodOptions)}
+        if first is None or first[1] not in options:
+            raise
+        raise ValueError(f"`{flag_name(first[1])}`: {error}") from error
