@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 import jax
+import tyro
 from rich.console import Console
 
 from models.checkpoints import read_dimensions
@@ -50,6 +51,20 @@ ALL = "all"
 
 
 @dataclasses.dataclass(frozen=True)
+class PlannedConfig(PretrainConfig):
+    """A run without the settings that its step does not depend on."""
+
+    distributed: tyro.conf.Fixed[bool] = False
+    out: tyro.conf.Fixed[pathlib.Path | None] = None
+    resume: tyro.conf.Fixed[bool] = False
+    log_every: tyro.conf.Fixed[int] = PretrainConfig.log_every
+    eval_every: tyro.conf.Fixed[int] = PretrainConfig.eval_every
+    eval_batches: tyro.conf.Fixed[int] = PretrainConfig.eval_batches
+    save_every: tyro.conf.Fixed[int] = PretrainConfig.save_every
+    keep: tyro.conf.Fixed[int] = PretrainConfig.keep
+
+
+@dataclasses.dataclass(frozen=True)
 class PlanConfig:
     """What to plan.
 
@@ -57,8 +72,8 @@ class PlanConfig:
       ValueError: an unknown device, a size that cannot be read, or a setting without effect here.
     """
 
-    train: PretrainConfig = dataclasses.field(
-        default_factory=lambda: PretrainConfig(method=ALL, weight_dtype="bfloat16")
+    train: PlannedConfig = dataclasses.field(
+        default_factory=lambda: PlannedConfig(method=ALL, weight_dtype="bfloat16")
     )
     """The run. Here `--method` is `all` by default, and `--weight-dtype` bfloat16."""
     device: str = HERE
@@ -75,11 +90,10 @@ class PlanConfig:
     HEADINGS: ClassVar[Headings] = {
         "Common flags": (
             *("model", "checkpoint", "device", "budget"),
-            *("method", "batch_size", "seq_len", "weight_dtype"),
+            *("method", "batch_size", "seq_len", "weight_dtype", "steps"),
         ),
         "Measuring": ("measuring",),
         **{k: v for k, v in PretrainConfig.HEADINGS.items() if k != "Common flags"},
-        "For the printed command": ("train",),
     }
     """Order of the help page."""
 
@@ -87,10 +101,6 @@ class PlanConfig:
         find_device(self.device)
         train = self.train
         mesh_sizes(train.mesh)
-        if train.distributed:
-            raise ValueError("`--distributed` has no effect: train.plan trains nothing. Drop it.")
-        if train.resume:
-            raise ValueError("`--resume` has no effect: train.plan trains nothing. Drop it.")
         expanded = str(pathlib.Path(self.checkpoint).expanduser())
         if self.checkpoint and train.model not in (PretrainConfig.model, expanded):
             raise ValueError(
@@ -168,7 +178,9 @@ def run(config: PlanConfig, console: Console) -> bool:
     if config.device != HERE:
         # The CUDA plugin would ask for a driver, which is not there.
         jax.config.update("jax_platforms", "cpu")
-    train, checkpoint = config.train, pathlib.Path(config.checkpoint).expanduser()
+    fields = dataclasses.fields(PretrainConfig)
+    train = PretrainConfig(**{field.name: getattr(config.train, field.name) for field in fields})
+    checkpoint = pathlib.Path(config.checkpoint).expanduser()
     if config.checkpoint:
         with blamed_on("--checkpoint"):
             read_dimensions(checkpoint)  # Raises for a checkpoint that cannot be read.

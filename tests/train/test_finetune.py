@@ -74,7 +74,7 @@ def make_config(folder, out: str, **changes) -> FinetuneConfig:
 
 
 OPTIONS = {
-    "pamm": MethodOptions(points=1),
+    "pamm": MethodOptions(codec=("PointApproximation(points=1)",)),
     "low_rank": MethodOptions(rank=4),
     "subspace": MethodOptions(rank=4),
     "gact": MethodOptions(),
@@ -162,7 +162,7 @@ def flags(config: FinetuneConfig) -> list[str]:
         *(f"--checkpoint={config.checkpoint}", f"--data={config.data.data}"),
         *(f"--method={config.method}", f"--steps={config.steps}", f"--out={config.out}"),
         *(f"--batch-size={config.batch_size}", f"--seq-len={config.seq_len}"),
-        *(f"--compute-dtype={config.compute_dtype}", f"--rounding={options.rounding}"),
+        *(f"--compute-dtype={config.compute_dtype}", f"--codec={options.codec[0]}"),
         *(f"--learning-rate={config.optimizer.learning_rate}", "--warmup-steps=2"),
         *(f"--lora-rank={adapter.lora_rank}", f"--lora-dropout={adapter.lora_dropout}"),
         f"--recalibrate-every={adapter.recalibrate_every}",
@@ -173,7 +173,7 @@ def flags(config: FinetuneConfig) -> list[str]:
 
 RANDOM = {
     "method": "hyc_lora",
-    "options": MethodOptions(rounding="dither"),
+    "options": MethodOptions(codec=("Quantized(rounding='dither')",)),
     "adapter": AdapterConfig(
         lora_rank=2, lora_dropout=0.1, recalibrate_every=4, calibration_batches=2
     ),
@@ -300,7 +300,10 @@ def test_bad_settings_are_refused_in_one_line(folder):
         ({"checkpoint": "nowhere"}, "'nowhere' cannot be read: no such file or folder"),
         ({"data": ExampleConfig(data="nowhere.jsonl")}, "nowhere.jsonl"),
         ({"method": "hyc"}, "unknown `--method` 'hyc'"),
-        ({"method": "hyc_lora", "options": MethodOptions(bits=16)}, "`--bits 16` quantizes noth"),
+        (
+            {"method": "hyc_lora", "options": MethodOptions(codec=("nose=Exact()",))},
+            "`--codec nose=",
+        ),
         ({"method": "lora", "options": MethodOptions(offload=True)}, "`--offload` has no effect"),
         ({"method": "qlora", "in_backward": True}, "`--in-backward` has no effect with"),
         ({"method": "exact", "adapter": AdapterConfig(lora_rank=2)}, "`--lora-rank 2` has no eff"),

@@ -52,7 +52,11 @@ def test_sizes():
 def test_flags_give_the_settings_back():
     for config in (
         PretrainConfig(),
-        PretrainConfig(method="lean", options=MethodOptions(bits=2, sites=("gate", "up"))),
+        PretrainConfig(
+            method="lean",
+            options=MethodOptions(codec=("Quantized(2)", "gate=Exact()")),
+            in_backward=False,
+        ),
         PretrainConfig(
             model="llama_7b",
             options=MethodOptions(offload=True, average_bits=3.5),
@@ -68,8 +72,11 @@ def test_plans_begin_with_those_that_cost_no_quality():
     titles, found = zip(*stages(TRAIN, preset("llama_9m")), strict=True)
     assert titles[:2] == ("full-rank, four bits or more", "full-rank, fewer bits")
     first, fewer, *subspace = found
-    assert {c.options.bits for c in first} <= {0, 4, 8, 16}
-    assert {c.options.bits for c in fewer} == {2, 3}
+    codecs = [{text for c in part for text in c.options.codec} for part in (first, fewer)]
+    assert {"Exact()", "Quantized(8)", "Quantized(4)", "gate=Quantized(4)"} <= codecs[0]
+    assert codecs[1] - {"Exact()"} == {
+        f"{site}Quantized({bits})" for site in ("", "gate=", "up=") for bits in (2, 3)
+    }
     assert {c.method for stage in subspace for c in stage} == {"lean_subspace"}
     assert [stage[0].options.rank for stage in subspace[:4]] == [32, 16, 8, 4]
     every = [c for stage in found for c in stage]
@@ -78,10 +85,10 @@ def test_plans_begin_with_those_that_cost_no_quality():
 
 
 def test_options_of_other_methods_are_left_out_of_a_plan():
-    given = dataclasses.replace(TRAIN, options=MethodOptions(gap=5, group=64))
+    given = dataclasses.replace(TRAIN, options=MethodOptions(gap=5, adapt_every=7))
     for config in (c for _, stage in stages(given, preset("llama_9m")) for c in stage):
         assert config.options.gap == (5 if config.method == "lean_subspace" else 200)
-        assert config.options.group == (128 if config.method in ("exact", "remat") else 64)
+        assert config.options.adapt_every == (7 if config.method in ("gact", "lean") else 1000)
 
 
 def test_the_fastest_plan_that_fits_is_printed_with_its_command(tiny, capsys, monkeypatch):
@@ -94,7 +101,7 @@ def test_the_fastest_plan_that_fits_is_printed_with_its_command(tiny, capsys, mo
 
     monkeypatch.setattr(plan, "compile_plan", record)
     limit = 2**30
-    train = dataclasses.replace(tiny, method="compressed_remat")
+    train = dataclasses.replace(tiny, method="lean_remat")
     done, text = printed(PlanConfig(train, budget=str(limit)))
     assert done, text
     command = capsys.readouterr().out.strip().splitlines()[-1]
@@ -108,7 +115,7 @@ def test_the_fastest_plan_that_fits_is_printed_with_its_command(tiny, capsys, mo
     monkeypatch.setattr(plan, "compile_plan", lambda *_: one)
     done, text = printed(PlanConfig(one.plan.config))
     assert done
-    for word in ("peak", "weights", "gradients", "states", "residuals", "workspace", "compressed"):
+    for word in ("peak", "weights", "gradients", "states", "residuals", "workspace", "lean_remat"):
         assert word in text
 
 
@@ -159,9 +166,18 @@ def test_bad_settings_and_settings_without_effect_are_refused():
         (TRAIN, "abacus", "", "unknown device 'abacus'"),
         (TRAIN, "here", "plenty", "such as 24GiB"),
         (replaced(mesh="rows=2"), "here", "", "'rows=2' is not AXIS=SIZE"),
-        (replaced(distributed=True), "here", "", "`--distributed` has no effect"),
-        (replaced(resume=True), "here", "", "`--resume` has no effect"),
-        (replaced(options=MethodOptions(bits=2)), "here", "1GiB", "`--bits`: the search"),
+        (
+            replaced(method="lean", options=MethodOptions(codec=("Quantized(2)",))),
+            "here",
+            "1GiB",
+            "`--codec`: the search",
+        ),
+        (
+            replaced(options=MethodOptions(codec=("Exact()",))),
+            "here",
+            "",
+            "`--codec` is for one met",
+        ),
         (replaced(options=MethodOptions(rank=2)), "here", "1GiB", "`--rank`: the search"),
         (replaced(optimizer=eight_bit), "here", "1GiB", "`--moment-dtype`: the search"),
         (replaced(method="pamm"), "here", "1GiB", "`--method pamm` is not part of the search"),

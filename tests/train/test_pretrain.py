@@ -45,7 +45,7 @@ def unbroken(folder):
     Its state has bases, 8-bit moments and an estimated norm; it dithers, rounds its bfloat16
     weights stochastically and takes refresh steps.
     """
-    options = MethodOptions(rank=4, gap=4, rounding="dither", moments="rotate", stagger=True)
+    options = MethodOptions(rank=4, gap=4, codec=("Quantized(rounding='dither')",))
     whole = make_config(
         folder, "unbroken", method="lean_subspace", options=options, weight_dtype="bfloat16"
     )
@@ -210,8 +210,8 @@ def test_bad_settings_are_refused_before_anything_is_written(folder):
         ({"mesh": "fsdp=3"}, "4 sequences .* do not divide over the 3 parts of `--mesh` fsdp=3"),
         ({"mesh": "fsdp=99"}, "asks for 99 devices"),
         (
-            {"method": "pamm", "options": MethodOptions(points=500)},
-            "`--points`: `points` 500 of PointApproximation",
+            {"method": "pamm", "options": MethodOptions(codec=("PointApproximation(points=500)",))},
+            "`--codec`: `points` 500 of PointApproximation",
         ),
     ):
         wrong = make_config(folder, "wrong", **changes)

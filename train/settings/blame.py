@@ -5,7 +5,7 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
-from train.settings.options import MethodOptions, flag_name
+from train.settings.codecs import CODECS
 
 
 @contextlib.contextmanager
@@ -30,7 +30,7 @@ def blamed_on(flag: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def blamed_on_option() -> Iterator[None]:
-    """Context whose errors name the flag of an option of a codec, where they begin with its name.
+    """Context whose errors name the flag that gave a field of a codec, where they begin with it.
 
     Raises:
       ValueError: a `ValueError` within.
@@ -39,7 +39,9 @@ def blamed_on_option() -> Iterator[None]:
         yield
     except ValueError as error:
         first = re.match(r"`(\w+)`", str(error))
-        options = {field.name for field in dataclasses.fields(MethodOptions)}
-        if first is None or first[1] not in options:
+        codecs = CODECS.values()
+        fields = {field.name for codec in codecs for field in dataclasses.fields(codec)}
+        if first is None or first[1] not in fields:
             raise
-        raise ValueError(f"`{flag_name(first[1])}`: {error}") from error
+        flag = "--rank" if first[1] == "rank" else "--codec"
+        raise ValueError(f"`{flag}`: {error}") from error

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import inspect
 import io
-import itertools
 import pathlib
 import re
 import sys
@@ -151,12 +150,12 @@ def from_arguments(config: type[T], args: Sequence[str], prog: str | None = None
 
 def _unboxed(text: str) -> str:
     """Returns the message that tyro prints in a box of several lines, as one line."""
-    lines = (line.strip(" │") for line in text.splitlines() if line.startswith("│"))
-    message = itertools.takewhile(lambda line: not line.startswith("─"), lines)
-    joined = " ".join(message)
-    if not joined.startswith("Error parsing --"):  # Messages of ours name the flag.
-        joined = re.sub(r"^Error parsing [\w.]+: ", "", joined)
-    return joined or " ".join(text.split())
+    lines = (line.strip("│| ") for line in text.splitlines())
+    joined = " ".join(line for line in lines if line.strip("╭╮╰╯─+- "))
+    message = joined[max(0, joined.find("Error parsing ")) :].partition(" For full helptext")[0]
+    if message.startswith("Error parsing --"):
+        return message
+    return re.sub(r"^Error parsing [\w.]+: ", "", message)  # Messages of ours name the flag.
 
 
 def _plain(args: list[str], flags: Mapping[str, Flag]) -> list[str]:
@@ -231,6 +230,8 @@ def flags_of(config: Any, path: str = "", default: Any = None) -> list[Flag]:
     hints, marked = (typing.get_type_hints(config, include_extras=e) for e in (False, True))
     texts, found = field_texts(config), []
     for field in dataclasses.fields(config):
+        if tyro.conf.Fixed in getattr(marked[field.name], "__metadata__", ()):
+            continue
         value = _default_of(field) if default is None else getattr(default, field.name)
         kind, name = _without_none(hints[field.name]), path + field.name
         if dataclasses.is_dataclass(kind):
@@ -304,6 +305,8 @@ def help_page(
     parts: list[Any] = [Text(f"usage: {prog} [flags]\n", style="bold")]
     parts += [Text(f"{paragraph}\n") for paragraph in paragraphs]
     for heading, flags in under_headings(flags_of(config), config.HEADINGS).items():
+        if not flags:
+            continue
         parts += [Text(heading, style="bold"), _table(_rows(flags, choices)), Text()]
     parts.append(Text("A switch that is on is turned off by --no-NAME, for example --no-resume."))
     return Group(*parts)

@@ -25,16 +25,16 @@ from train.text.tokenizer import train_bpe
 
 TINY = dataclasses.replace(CONFIG, vocab_size=300)
 TRAIN = PretrainConfig(
-    method="quantized",
-    options=MethodOptions(bits=3, group=16),
+    method="lean",
+    options=MethodOptions(codec=("Quantized(3, group=16)",)),
     batch_size=2,
     seq_len=16,
     compute_dtype="float32",
 )
 ROUNDED = dataclasses.replace(
     TRAIN,
-    method="compressed_remat",
-    options=MethodOptions(bits=2, group=16, rounding="stochastic"),
+    method="lean_remat",
+    options=MethodOptions(codec=("Quantized(2, group=16, rounding='stochastic')",)),
 )
 
 
@@ -134,7 +134,7 @@ def planned(folder, data="records.jsonl", template="{q}\\n{a}", tokenizer=None, 
     train = dataclasses.replace(ROUNDED, data=data)
     budget = changes.pop("budget", "")
     if budget:
-        train = dataclasses.replace(train, options=MethodOptions(group=16))
+        train = dataclasses.replace(train, options=MethodOptions())
     how = MeasureConfig(template=template, batches=1, keys=2, **changes)
     console = quiet()
     config = PlanConfig(train, budget=budget, checkpoint=str(folder), measuring=how)
@@ -151,7 +151,7 @@ def test_plans_of_a_checkpoint_are_measured(checkpoint):
 def test_a_budget_and_an_error_choose_a_plan_or_say_why_not(checkpoint, capsys, monkeypatch):
     def stages(train, model, methods):
         for bits in (2, 8) if train.data.tokenizer else (2,):
-            options = dataclasses.replace(train.options, bits=bits)
+            options = MethodOptions(codec=(f"Quantized({bits}, group=16)",))
             yield f"{bits} bits", [dataclasses.replace(train, options=options)]
 
     monkeypatch.setattr(plan, "stages", stages)
@@ -164,7 +164,7 @@ def test_a_budget_and_an_error_choose_a_plan_or_say_why_not(checkpoint, capsys, 
     command = shlex.split(capsys.readouterr().out.strip().splitlines()[-1])
     assert command[:5] == ["python", "-m", "train.finetune", "--checkpoint", str(checkpoint)]
     assert "--model" not in command
-    assert command[command.index("--bits") + 1] == "8"
+    assert command[command.index("--codec") + 1] == "Quantized(8, group=16)"
     assert command[command.index("--tokenizer") + 1] == str(tokenizer)
     assert command[-4:] == ["--prompt-template", "", "--completion-template", "{q}\\n{a}"]
     read = cli.parse(FinetuneConfig, "train.finetune", args=command[3:])

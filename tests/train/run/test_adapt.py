@@ -14,13 +14,23 @@ from tiny import batch as tokens_and_targets
 from actjax import Quantized
 from train.run.adapt import Choice, choose_bits, is_due, site_width
 from train.run.step import init_state, make_recipe, make_train_step
-from train.settings.config import PretrainConfig
+from train.settings.config import OptimizerConfig, PretrainConfig
 from train.settings.methods import METHODS
 from train.settings.options import MethodOptions
 
-OPTIONS = MethodOptions(average_bits=3, adapt_every=5, group=8, levels="uniform", balance=False)
+OPTIONS = MethodOptions(
+    average_bits=3, adapt_every=5,
+    codec=("Quantized(group=8, levels='uniform', rotate=False, balance=False)",),
+)  # fmt: skip
 CONFIG = PretrainConfig(
-    method="quantized", options=OPTIONS, batch_size=4, seq_len=16, compute_dtype="float32"
+    method="lean",
+    in_backward=False,
+    options=OPTIONS,
+    batch_size=4,
+    seq_len=16,
+    compute_dtype="float32",
+    weight_dtype="float32",
+    optimizer=OptimizerConfig(moment_dtype="float32"),
 )
 
 
@@ -40,7 +50,7 @@ def chosen():
 
 
 def test_bits_use_the_budget_and_do_not_exceed_it(chosen):
-    assert set(chosen.bits) == set(METHODS["quantized"].adaptive)
+    assert set(chosen.bits) == set(METHODS["lean"].adaptive)
     widths = {site: site_width(MODEL, site) for site in chosen.bits}
     average = sum(widths[s] * n for s, n in chosen.bits.items()) / sum(widths.values())
     # The rest is too small for the next number of bits at any site.
@@ -79,7 +89,7 @@ def test_when_bits_are_chosen():
     seldom = dataclasses.replace(OPTIONS, adapt_every=50)
     recipe = make_recipe(dataclasses.replace(CONFIG, options=seldom), MODEL)
     assert [step for step in range(103) if is_due(recipe, step)] == [0, 10, 50, 100]
-    uniform = make_recipe(dataclasses.replace(CONFIG, options=MethodOptions(bits=4)), MODEL)
+    uniform = make_recipe(dataclasses.replace(CONFIG, options=MethodOptions()), MODEL)
     assert not is_due(uniform, 0)
 
 
@@ -92,4 +102,5 @@ def test_noise_above_that_of_sampling_gives_a_warning():
 def test_gact_chooses_bits_unless_they_are_given():
     model = MODEL
     assert METHODS["gact"].resolve(MethodOptions(), model).average_bits == 4
-    assert METHODS["gact"].resolve(MethodOptions(bits=2), model).average_bits == 0
+    given = MethodOptions(codec=("Quantized(2)",))
+    assert METHODS["gact"].resolve(given, model).average_bits == 0

@@ -27,6 +27,8 @@ from train.run.step import (
 from train.settings.config import AdapterConfig, FinetuneConfig
 from train.settings.options import MethodOptions
 
+OUTLIERS = tuple(f"{site}_norm=Quantized(outlier_fraction=0.1)" for site in ("attention", "mlp"))
+
 
 def recipe(method: str, **options) -> Recipe:
     config = FinetuneConfig(
@@ -52,7 +54,7 @@ def state_of(method: str):
 @functools.cache
 def calibration():
     """Returns that of `hyc_lora` in two bits, with outlier channels in the norms' inputs."""
-    one, state = recipe("hyc_lora", outlier_fraction=0.1), state_of("hyc_lora")
+    one, state = recipe("hyc_lora", codec=OUTLIERS), state_of("hyc_lora")
     return calibrate(one.storage, model_of(one, state), [batch()], "float32")
 
 
@@ -79,7 +81,7 @@ def test_codes_of_hyc_lora_in_host_memory_give_equal_bits():
 
 
 def test_hyc_lora_with_rematerialization_has_the_gradient_at_the_decoded_block_inputs():
-    one = recipe("hyc_lora", remat=True, offload=True, outlier_fraction=0.1)
+    one = recipe("hyc_lora", remat=True, offload=True, codec=("Quantized(outlier_fraction=0.1)",))
     loss, got = gradient(one, ("attention_norm",))
     state, data, scales = state_of("hyc_lora"), batch(), calibration()["attention_norm"]
     run_layer = layer_function(MODEL, Storage())
@@ -121,14 +123,15 @@ def test_hyc_lora_with_rematerialization_has_the_gradient_at_the_decoded_block_i
 
 
 def test_a_checkpoint_of_hyc_lora_tells_what_was_calibrated():
-    def form(method="hyc_lora", **options):
-        return recipe(method, **options).calibration_form
+    def form(*codec, method="hyc_lora", **options):
+        return recipe(method, codec=codec, **options).calibration_form
 
     # The folder of a run keeps it, so it cannot be resumed where it has another meaning.
-    assert form() == form(bits=4) == form(level="none") == {"scaling": "group"}
-    by_channel = form(scaling="channel", bits=4)
+    assert form() == form("Quantized(4)") == form(level="none") == {"scaling": "group"}
+    published = "Quantized(4, scaling='channel')"
+    by_channel = form(published)
     assert by_channel["scaling"] == "channel"
-    others = ({"bits": 2}, {"bits": 4, "same_bits": True}, {"bits": 4, "levels": "normal"})
-    for other in others:
-        assert form(scaling="channel", **other) != by_channel
-    assert form("qlora") == {}
+    normal = "Quantized(4, scaling='channel', levels='normal')"
+    for other in (("Quantized(2, scaling='channel')",), (published, f"q={published}"), (normal,)):
+        assert form(*other) != by_channel
+    assert form(method="qlora") == {}

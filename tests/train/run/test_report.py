@@ -55,7 +55,7 @@ def test_the_explanation_has_each_site_and_its_storage():
 
 
 def test_between_refreshes_inputs_are_stored_in_the_bases():
-    options = MethodOptions(rank=4, bits=8)
+    options = MethodOptions(rank=4, codec=("Quantized(8)",))
     found = explained(recipe(method="subspace", options=options)).residuals
     by_name = {residual.name: residual for residual in found}
     assert by_name["mlp_out"].codec == "Basis(rank=4, bits=8)"

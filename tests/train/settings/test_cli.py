@@ -80,7 +80,16 @@ def test_help_of_the_other_programs():
             "must be one of float32, bfloat16, got 'float'. Did you mean float32?",
         ),
         ("--out=", "`--out` is empty: give it a value, or leave it out."),
-        ("--rounding=dithr", "got 'dithr'. Did you mean dither?"),
+        ("--moment-dtype=4bits", "got '4bits'. Did you mean 4bit?"),
+        ("--in-backward=1", "`--in-backward` is a switch and takes no value, got '1'"),
+        ("--steps=x", "Error parsing --steps: invalid literal for int()"),
+        ("--steps=0", "error: `--steps` must be at least 1, got 0."),
+        ("--codec", "`--codec` is empty: give it a value, or leave it out."),
+        ("--codec=Quantised(4)", "error: `--codec` 'Quantised(4)' is no codec. Did you mean Quant"),
+        ("--bits=3", '`--bits` is now `--codec "Quantized(3)"`.'),
+        ("--same-bits", '`--same-bits` is now `--codec "Quantized(4)" q="Quantized(4)"'),
+        ("--factored-second-moment", "is now part of `--moment-dtype`, such as 4bit-factored."),
+        ("--no-balance", '`--no-balance` is now `--codec "Quantized(balance=False)"`.'),
     ],
 )
 def test_unknown_flags_and_values_get_the_nearest_name(argument, message, capsys):
@@ -93,17 +102,25 @@ def test_unknown_flags_and_values_get_the_nearest_name(argument, message, capsys
 
 def test_a_value_after_its_flag_is_checked_too(capsys):
     with pytest.raises(SystemExit):
-        cli.parse(PretrainConfig, "program", args=["--bits", "7"])
-    assert "`--bits` must be one of 0, 1, 2, 3, 4, 5, 6, 8, 16, got '7'" in capsys.readouterr().err
+        cli.parse(PretrainConfig, "program", args=["--compute-dtype", "int8"])
+    assert "`--compute-dtype` must be one of float32, bfloat16, got" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["in-backward", "rotate"])
-def test_what_a_method_always_does_cannot_be_switched_off(name, capsys):
-    # `--no-in-backward` would be ignored by lean, `--no-rotate` by the levels that are the default.
-    with pytest.raises(SystemExit) as stopped:
-        cli.parse(PretrainConfig, "program", args=[f"--no-{name}"])
-    assert stopped.value.code == 2
-    assert f"unknown flag `--no-{name}`. Did you mean --{name}?" in capsys.readouterr().err
+def test_a_switch_that_is_not_given_leaves_the_choice_to_the_method():
+    for arguments, value in (([], None), (["--in-backward"], True), (["--no_in_backward"], False)):
+        read = cli.from_arguments(PretrainConfig, [*arguments, "--steps", "5"])
+        assert (read.in_backward, read.steps) == (value, 5)
+
+
+def test_values_of_a_flag_that_is_given_several_times_are_joined():
+    texts = ("Quantized(3)", "q=Quantized(6)", "k=Exact()")
+    for arguments in (
+        ["--codec", *texts, "--steps=5"],
+        ["--codec", texts[0], "--steps", "5", "--codec", *texts[1:]],
+        [*(f"--codec={text}" for text in texts), "--steps", "5"],
+    ):
+        read = cli.from_arguments(PretrainConfig, arguments)
+        assert (read.options.codec, read.steps) == (texts, 5)
 
 
 def test_settings_are_read_by_flags_without_prefixes():

@@ -23,8 +23,9 @@ def test_optimizers_that_do_not_exist_or_do_not_fit_are_refused():
     for settings, message in (
         ({"optimizer": "adamv"}, "unknown `--optimizer` 'adamv'. Did you mean adamw"),
         (
-            {"optimizer": "lion", "factored_second_moment": True},
-            "`--factored-second-moment` is for .* moments of Adam, got `--optimizer lion`",
+            {"optimizer": "lion", "moment_dtype": "8bit-factored"},
+            "`--moment-dtype 8bit-factored` is for .* moments of Adam, got `--optimizer lion`: pass"
+            " `--moment-dtype 8bit`",
         ),
         (
             {"optimizer": "adafactor", "moment_dtype": "4bit"},
@@ -45,7 +46,6 @@ def test_optimizer_settings_out_of_range_are_refused():
         ("learning_rate", -1e-3),
         ("learning_rate", float("nan")),
         ("warmup_steps", -1),
-        ("final_learning_rate", 1.5),
         ("weight_decay", float("inf")),
         ("beta1", 1.0),
         ("beta2", -0.1),

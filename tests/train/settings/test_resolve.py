@@ -26,7 +26,6 @@ def test_nothing_is_left_to_choose():
         found = resolve(given, MODEL, "bfloat16")
         assert found.optimizer.moment_dtype == ("8bit" if method.lean else "float32")
         assert found.in_backward == method.lean
-        assert found.options.bits > 0
         assert found.options.rank > 0
         assert found.folder == pathlib.Path(f"runs/x-{name}")
         assert (found.lora is not None) == method.adapters
@@ -129,7 +128,7 @@ def test_bfloat16_weights_that_are_rounded_to_nearest_are_warned_about():
             " `--weight-dtype bfloat16`",
         ),
         (
-            {"method": "quantized", "options": MethodOptions(adapt_every=5)},
+            {"method": "lean", "options": MethodOptions(adapt_every=5)},
             "`--adapt-every 5` has no effect without `--average-bits`",
         ),
         (
@@ -144,7 +143,7 @@ def test_bfloat16_weights_that_are_rounded_to_nearest_are_warned_about():
             {
                 "method": "lean_subspace",
                 "options": MethodOptions(moments="rotate"),
-                "optimizer": OptimizerConfig(factored_second_moment=True),
+                "optimizer": OptimizerConfig(moment_dtype="float32-factored"),
             },
             "`--moments rotate` cannot rotate the means of rows and columns",
         ),
