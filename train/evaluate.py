@@ -150,7 +150,7 @@ def prepare(config: EvaluateConfig, attach_adapter: AttachAdapter = attach_lora)
     if config.adapter is not None:
         with blamed_on("--adapter"):
             model = attach_adapter(model, config.adapter.expanduser())
-    # Models that never saw an end of text, such as llama2.c's, write the next beginning.
+    # Models that never saw an end of text, such as stories260K, write the next beginning.
     ends |= set() if tokenizer.bos_id is None else {tokenizer.bos_id}
     stop = tuple(sorted(index for index in ends if index < model_config.vocab_size))
     return Evaluation(config, model, tokenizer, stop, text, questions, beginning)

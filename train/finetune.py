@@ -196,10 +196,7 @@ def read_model(checkpoint: pathlib.Path, recipe: Recipe, places: Any) -> Decoder
 def fingerprint(checkpoint: pathlib.Path) -> str:
     """Returns a hexadecimal hash that tells checkpoints apart. Reads a part of each file."""
     digest = hashlib.sha256()
-    files = [checkpoint]
-    if checkpoint.is_dir():
-        files = sorted([*checkpoint.glob("*.safetensors"), checkpoint / "config.json"])
-    for file in files:
+    for file in sorted([*checkpoint.glob("*.safetensors"), checkpoint / "config.json"]):
         with file.open("rb") as opened:
             size = file.stat().st_size
             digest.update(f"{file.name} {size}".encode())
@@ -217,11 +214,10 @@ def export(given: FinetuneConfig, run: Run, console: Console) -> None:
     """
     recipe, state, folder = run.recipe, run.state, run.config.folder
     checkpoint = _checkpoint(given)
-    like = checkpoint if checkpoint.is_dir() else None
 
     def write_model(model: Decoder, path: pathlib.Path) -> None:
-        huggingface.save(model, path, like=like)
-        if hosts.is_main() and (like is None or given.tokenizer is not None):
+        huggingface.save(model, path, like=checkpoint)
+        if hosts.is_main() and given.tokenizer is not None:
             tokenizer_of(checkpoint, given.tokenizer).save(path)
 
     if recipe.lora is None:

@@ -79,8 +79,7 @@ class PlanConfig:
     """Memory that a step may take, such as 24GiB. The search tries full-rank updates with four bits
     or more first, then fewer bits, then subspaces, the largest first."""
     checkpoint: str = ""
-    """Checkpoint to plan for instead of `--model`: a Hugging Face folder, or a .bin file of
-    llama2.c."""
+    """Checkpoint to plan for instead of `--model`: a Hugging Face folder."""
     table: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print a Markdown table of what fits where, compiled for an H100 unless `--device` says
     otherwise."""

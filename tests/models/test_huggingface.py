@@ -404,6 +404,13 @@ def test_the_head_size_of_qwen3_is_128_by_default():
     assert huggingface.config_of(fields).head_size == config.head_size == 128
 
 
+def test_rope_of_old_and_new_files_is_read():
+    config = preset("llama3_1b")
+    fields = huggingface.fields_of(config, "bfloat16")
+    rope = {**fields.pop("rope_scaling"), "rope_theta": fields.pop("rope_theta")}
+    assert huggingface.config_of({**fields, "rope_parameters": rope}) == config
+
+
 def test_scaled_frequencies_follow_the_formula():
     scaling = RopeScaling(8.0, 1.0, 4.0, 16)
     config = ModelConfig(8, 16, 16, 1, 1, rope_theta=500.0, rope_scaling=scaling)

@@ -12,7 +12,7 @@ import numpy as np
 import tiny
 from rich.console import Console
 
-from models import Decoder, huggingface, llama2c
+from models import Decoder, huggingface
 from train.evaluate import EvaluateConfig, TextConfig, WritingConfig, run
 from train.questions import QuestionConfig
 from train.tokenizer import train_bpe
@@ -40,7 +40,6 @@ def write_folder(folder: pathlib.Path) -> None:
     rng = np.random.default_rng(0)
     model = jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.3, x.shape), "float32"), shapes)
     huggingface.save(model, folder / "model")
-    llama2c.save(model, folder / "model.bin")
     train_bpe([TEXT], 290).save(folder / "model")
     (folder / "text.txt").write_text(TEXT * 20)
     for name, records in (("sums", SUMS), ("choices", CHOICES)):
