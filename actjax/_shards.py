@@ -33,7 +33,7 @@ class Dims:
 
     Attributes:
       names: of the axes; None for an axis that every device needs whole.
-      summed: whether the results of the parts are added up: that of a part lacks the others.
+      summed: whether each part gives one term of the result, so that the terms are added up.
     """
 
     names: tuple[str | None, ...]
@@ -226,7 +226,7 @@ def _is_split(name: str | None, sizes: Mapping[str, tuple[int, ...]]) -> TypeGua
 
 
 def _sizes(arrays: Iterable[tuple[Dims, Any]]) -> dict[str, tuple[int, ...]]:
-    """Returns the sizes of each axis, the largest first. One that cannot be split is left out."""
+    """Returns the sizes of each axis, the largest first, without axes that cannot be split."""
     found: dict[str, set[int]] = {}
     for dims, x in arrays:
         for name, size in zip(dims.names, x.shape, strict=True):
@@ -241,7 +241,7 @@ def _sizes(arrays: Iterable[tuple[Dims, Any]]) -> dict[str, tuple[int, ...]]:
 
 
 def _rule(inputs, outputs, forms, results, sizes: Mapping[str, tuple[int, ...]]) -> SdyShardingRule:
-    """Returns what XLA must know to propagate shardings through the function."""
+    """Returns the rule by which XLA propagates shardings through the function."""
     factors: dict[str, int] = {}
     unsplit = itertools.count()
 
@@ -376,8 +376,8 @@ def _sum_over(dims: Dims, axes, suggested, mesh) -> tuple[Callable, PartitionSpe
 def is_bound(args: Any) -> bool:
     """Returns whether arrays are bound to devices in a way that primitives here do not declare.
 
-    These are explicit shardings, and a `jax.shard_map` with `check_vma`, where they would have to
-    say how their results vary over devices.
+    Explicit shardings bind arrays. So does a `jax.shard_map` with `check_vma`, in which primitives
+    would have to declare how their results vary over devices.
     """
     if is_partitioned(args):
         return not can_split(args)

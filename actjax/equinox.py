@@ -1,9 +1,9 @@
 """Layers of Equinox whose backward passes store codes of their inputs. Needs the package `equinox`.
 
-They are subclasses of those of Equinox, with the same parameters and arguments, and `codec`, and
-are mapped over tokens as these are: `jax.vmap(layer)(x)`. Mapping makes one call of all tokens, so
-a weight has one gradient, and a codec sees all tokens. `replace(model, rules)` swaps them into a
-model that exists.
+Each is a subclass of a layer of Equinox, with the same parameters and one more argument, `codec`,
+and is mapped over tokens in the same way: `jax.vmap(layer)(x)`. Mapping makes one call with all
+tokens, so a weight has one gradient, and a codec sees all tokens. `replace(model, rules)` puts them
+into an existing model.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ class _Operator:
       codec: how the input is stored.
       name: the name of the input in `actjax.explain`.
       bias: whether there is a bias.
-      key: how the words of the key are read; None without a key.
+      key: name of the random number generator of the key; None without a key.
       eps: of a norm.
     """
 
@@ -58,7 +58,7 @@ class _Operator:
 
 
 class _Coded(eqx.Module):
-    """What all layers share; the base of a subclass of a layer of Equinox.
+    """Mixin of all layers; each layer also inherits from a layer of Equinox.
 
     Attributes:
       codec: how the input is stored.
@@ -176,7 +176,7 @@ def replace(model: Model, rules: Rules, *, key: jax.Array | None = None) -> Mode
       key: for codecs that draw random numbers; see `with_keys`.
 
     Raises:
-      TypeError: `rules` are none.
+      TypeError: `rules` has another type.
       ValueError: the rules fit no layer, or a missing key.
     """
     check_rules(rules, "replace")
@@ -222,12 +222,12 @@ def with_keys(model: Model, key: jax.Array) -> Model:
 
     Args:
       model: a pytree with layers of this module.
-      key: a key of `jax.random`; each layer whose codec draws random numbers gets its own, and a
-        stack of layers one for each. (Equinox writes `jax.random.PRNGKey`s into files, but no keys
-        of `jax.random.key`.)
+      key: a key of `jax.random`; each layer whose codec draws random numbers gets another key, and
+        a stack of layers one key for each layer. (Equinox writes `jax.random.PRNGKey`s into
+        files, but no keys of `jax.random.key`.)
 
     Raises:
-      TypeError: `key` is no key.
+      TypeError: `key` is not a key.
     """
     if not hasattr(key, "dtype"):
         raise TypeError(f"`key` of with_keys must be a key of jax.random, got {key!r}.")

@@ -21,7 +21,7 @@ from models.rope import Tables, rope_tables
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """What attention reads of the positions so far, for all layers.
+    """Keys and values of the positions so far, for all layers.
 
     Attributes:
       k: keys, normalized and rotated, [L, B, S, G, D].

@@ -22,7 +22,7 @@ from models.storage import Storage, StorageChoice
 
 
 class Decoder(nnx.Module):
-    """A decoder-only language model. It holds weights; each call is told what to store.
+    """A decoder-only language model. It holds weights; each call takes the storage as an argument.
 
     Attributes:
       config: dimensions. Static.

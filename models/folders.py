@@ -23,7 +23,7 @@ def check_free(folder: pathlib.Path) -> None:
 def written_whole(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     """Yields a temporary folder to write into, and renames it to `folder` at the end.
 
-    After an error nothing is left.
+    After an error the temporary folder is removed.
 
     Raises:
       FileExistsError: `folder` exists and is not empty.
@@ -41,15 +41,15 @@ def written_whole(folder: pathlib.Path) -> Iterator[pathlib.Path]:
 
 @contextlib.contextmanager
 def scratch_folder(parent: pathlib.Path, prefix: str) -> Iterator[pathlib.Path]:
-    """Makes a folder that is removed at the end, with those that killed processes have left.
+    """Makes a folder that is removed at the end, and removes the folders of killed processes.
 
-    A folder has a lock, which the system releases when its process ends, however it ends. So the
-    folder of a process that is still at work is left alone.
+    A folder has a lock, which the system releases when its process ends, for whatever reason. The
+    folder of a running process is therefore left alone.
 
     Args:
       parent: where to make it.
-      prefix: its name, but for the random end. Folders of such a name with a lock are scratch
-        folders.
+      prefix: beginning of its name; the end is random. Folders with such a name and a lock are
+        scratch folders.
     """
     # `mkdtemp` adds no "-" to a name, so the folders of ".a-b-" are not taken for those of ".a-".
     named = re.compile(re.escape(prefix) + "[a-z0-9_]+")
@@ -66,7 +66,7 @@ def scratch_folder(parent: pathlib.Path, prefix: str) -> Iterator[pathlib.Path]:
 
 
 def _remove_left(folder: pathlib.Path) -> None:
-    """Removes the folder of a killed process. Raises an `OSError` if it is none."""
+    """Removes the folder of a killed process. Raises an `OSError` for any other folder."""
     lock = os.open(folder / _LOCK, os.O_RDWR)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -93,7 +93,7 @@ def _locked(parent: pathlib.Path, prefix: str) -> tuple[pathlib.Path, int]:
 
 
 def _remove(folder: pathlib.Path) -> None:
-    """Removes a scratch folder, its lock last: what a kill leaves is still known as one."""
+    """Removes a scratch folder, its lock last: after a kill the remains are still recognized."""
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)

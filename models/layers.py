@@ -46,8 +46,8 @@ def _plain(config: ModelConfig, storage: Storage, *, chunked: bool = False) -> L
 
 
 _RECOMPUTED = Storage(attention_in=None, mlp_in=None, mlp_out=None)
-"""What the second forward pass of a block keeps until its backward pass: nothing that elementwise
-operations give again."""
+"""The storage of the second forward pass of a block: no array that elementwise operations can
+rebuild."""
 
 
 def _rematerialized(config: ModelConfig, storage: Remat) -> LayerFunction:

@@ -12,7 +12,7 @@ from jax.experimental import multihost_utils
 from models.decoder import Decoder
 
 Convert = Callable[[str, np.ndarray], Any]
-"""From the path of a parameter and the array of one layer to what the model holds instead."""
+"""From the path of a parameter and the array of one layer to the value that the model holds."""
 Put = Callable[[str, Any], Any]
 """From the path of a parameter and its stacked arrays on the host to arrays on devices."""
 
@@ -35,8 +35,9 @@ def fill(
       model: the decoder; changed.
       path: path of the parameter.
       arrays: the array of the parameter, or an iterator over the arrays of its layers.
-      convert: what to hold in place of an array, called for each layer; the array itself if None.
-      put: where to hold it; on the default device if None.
+      convert: returns the value to hold in place of an array, called for each layer; the array
+        itself if None.
+      put: places a value on devices; on the default device if None.
     """
     convert = convert or (lambda _, array: array)
     if isinstance(arrays, np.ndarray):

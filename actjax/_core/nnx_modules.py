@@ -1,8 +1,7 @@
 """Functions that change the state of Flax nnx modules, as functions of arrays alone.
 
-JAX traces a function with copies of its modules. What the function writes into them, such as the
-statistics of a batch norm or the number of dropout masks that were drawn, is lost with the copies,
-unless it is an output.
+JAX traces a function with copies of its modules. Changes of these copies, such as the statistics of
+a batch norm or the number of dropout masks drawn, are lost unless they are outputs.
 """
 
 import sys
@@ -16,9 +15,9 @@ class Opened(NamedTuple):
     """A function of arrays, made from a function of modules.
 
     Attributes:
-      fun: returns the output, and what it wrote into the modules.
+      fun: returns the output, and the values that it wrote into the modules.
       args: its arguments: states in the place of modules.
-      finish: from what `fun` returned to the output; writes into the modules.
+      finish: from the result of `fun` to the output; writes into the modules.
     """
 
     fun: Callable[..., Any]
@@ -94,8 +93,8 @@ def open_modules(fun: Callable[..., Any], args: tuple[Any, ...], where: str) -> 
 def are_parameters(tree: Any) -> list[bool]:
     """Returns for each array of a pytree whether it is a parameter.
 
-    Of the variables of Flax nnx these are the `nnx.Param`s, as `nnx.grad` has it. Other arrays all
-    are.
+    A variable of Flax nnx is a parameter if it is an `nnx.Param`, as for `nnx.grad`. Every array
+    outside of a variable is a parameter.
     """
     nnx: Any = sys.modules.get("flax.nnx")
     if nnx is None:

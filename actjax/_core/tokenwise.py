@@ -1,4 +1,4 @@
-"""Operators on tokens, for which `jax.vmap` adds tokens.
+"""Operators on tokens: `jax.vmap` of one makes a single call with all tokens.
 
 A layer of Equinox is a function of one token, mapped over the others. `jax.vmap` of an operator
 with a custom backward pass computes a gradient of the weight for each token and adds them up. Here
@@ -19,7 +19,7 @@ from actjax._shards import is_bound
 
 
 class Operator(Protocol):
-    """A function of tokens of any number of leading axes, and of what they share. Hashable."""
+    """A hashable function of tokens with any leading axes, and of arrays that all tokens share."""
 
     def __call__(self, x: jax.Array, /, *shared: jax.Array) -> jax.Array:
         """Returns an array with the leading axes of `x`."""
@@ -29,8 +29,8 @@ class Operator(Protocol):
 def tokenwise(operator: Operator, x: jax.Array, *shared: jax.Array) -> jax.Array:
     """Returns `operator(x, *shared)`; mapped over `x`, it is one call for all tokens.
 
-    Mapped over what is shared, such as the weights of several models, it is mapped as always.
-    Arrays that are bound to devices are too.
+    A map over shared arrays, such as the weights of several models, is an ordinary `vmap`. So is a
+    map of arrays that are bound to devices.
 
     Args:
       operator: a function that treats each token alike.

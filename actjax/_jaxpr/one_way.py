@@ -1,4 +1,4 @@
-"""What of a program has no derivative, and what must have none."""
+"""Finds the inputs and values of a program that have no derivative, or must not have one."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -20,7 +20,7 @@ def passing_one_way(
 ) -> dict[int, str]:
     """Returns the inputs that pass through an operation without a derivative, with its name.
 
-    Where no gradient reaches the results of the operation, none has to pass it.
+    An operation whose results no gradient reaches does not count.
 
     Args:
       jaxpr: a program. Calls and the bodies of loops and branches are followed; functions with
@@ -103,7 +103,7 @@ def _through_scan(eqn: core.JaxprEqn, outputs: dict[int, str]) -> dict[int, str]
 
 
 def without_derivative(jaxpr: core.Jaxpr, fixed: Collection[core.Var]) -> set[core.Var]:
-    """Returns what a program computes from constants that are not differentiated, and these.
+    """Returns the inputs that are not differentiated, and all values that depend on them alone.
 
     Args:
       jaxpr: a program without calls.

@@ -1,4 +1,4 @@
-"""Which operation makes a variable of a program, and which actjax operators store it."""
+"""Finds the operation that makes a variable of a program, and the operators that store it."""
 
 import dataclasses
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Which values to store so that all residuals of a backward pass can be rebuilt from them.
+"""Chooses the values to store so that all residuals of a backward pass can be rebuilt from them.
 
 Autodiff stores an array for almost every elementwise operation, although most of these follow from
 one value: four for a GELU, five for a layer norm. This module traces each array back, through
@@ -39,7 +39,7 @@ _JUMPS = frozenset({
 
 
 class Graph:
-    """The dependences between the values of a program without calls."""
+    """The dependencies between the values of a program without calls."""
 
     def __init__(
         self, jaxpr: core.Jaxpr, price: Callable[[core.Var], int], *, rebuild: bool
@@ -116,7 +116,7 @@ class Graph:
         return any(x is other for x in self.viewed(var))
 
     def needed(self, residuals: Sequence[core.Var], stored: Collection[core.Var]) -> set[core.Var]:
-        """Returns which of the stored variables the residuals are rebuilt from."""
+        """Returns the stored variables from which the residuals are rebuilt."""
         found: set[core.Var] = set()
         seen: set[core.Var] = set()
         waiting = list(residuals)

@@ -1,9 +1,9 @@
 """Cutting a program into segments that a backward pass can compute again, one at a time.
 
-A segment costs the memory of what is alive where it begins, which is stored, and, while its
-backward pass runs, of what it computes. Chen et al. (2016), *Training Deep Nets with Sublinear
-Memory Cost*, cut a chain of layers. Here the cuts are found in any program: they are where little
-is alive.
+A segment costs the memory of the arrays that are alive at its start, which are stored, and, while
+its backward pass runs, of the arrays that it computes. Chen et al. (2016), *Training Deep Nets with
+Sublinear Memory Cost*, cut a chain of layers. This module cuts any program, at the places where the
+fewest bytes are alive.
 """
 
 import dataclasses
@@ -17,9 +17,9 @@ from actjax._jaxpr.rebuilding import is_cheap
 from actjax._jaxpr.variables import is_floating, nbytes
 
 _SIZES = 24
-"""How many bounds of the largest segment are tried."""
+"""Number of bounds of the largest segment to try."""
 _MOST_CUTS = 200
-"""How many places are considered; with more, those where most is alive are left out."""
+"""Largest number of places to consider; places with the most bytes alive are left out first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,14 +44,15 @@ def cut(
     apart: Callable[[core.JaxprEqn], bool],
     share: float = 1.0,
 ) -> list[Segment]:
-    """Returns the segments that make the sum of what is stored and the largest segment small.
+    """Returns segments for which the stored bytes plus the largest segment are few.
 
     Args:
       jaxpr: a program without calls.
-      layers: how often what is alive at a cut is stored: iterations of the loops around it.
+      layers: number of times that the arrays alive at a cut are stored: iterations of the loops
+        around the program.
       dies: which inputs are dead after the forward pass; constants come first.
       apart: whether an equation must not be in a segment that is computed again.
-      share: how much of what the program computes is computed again. It is the first part, which
+      share: part of the computation that is repeated, from the start of the program: its arrays
         would be stored longest.
     """
     eqns = jaxpr.eqns
@@ -100,7 +101,7 @@ def _alive(jaxpr: core.Jaxpr, dies: Sequence[bool]) -> list[int]:
 
 
 def _computed(eqn: core.JaxprEqn) -> int:
-    """Returns the bytes of what an equation computes, if that is not cheap to rebuild."""
+    """Returns the bytes that an equation computes; 0 if they are cheap to rebuild."""
     if is_cheap(eqn):
         return 0
     return sum(nbytes(x) for x in eqn.outvars if is_floating(x.aval))
@@ -118,7 +119,7 @@ def _cut(
         for i in range(start + 1, stop)
         if alive[i] <= alive[i - 1] and alive[i] <= alive[i + 1] and before[i - start]
     ]
-    # Of neighbours where equally much is computed before, the one where least is alive.
+    # Among places with the same computation before them, keep the one with the fewest bytes alive.
     best: dict[int, int] = {}
     for i in places:
         done = before[i - start]
@@ -160,7 +161,7 @@ def _fewest(
 def pieces(
     program: core.ClosedJaxpr, segments: Sequence[Segment]
 ) -> list[tuple[core.Jaxpr, list[Any]]]:
-    """Returns each segment as a program, and what it reads.
+    """Returns each segment as a program, and its inputs.
 
     Args:
       program: a program without calls.

@@ -1,8 +1,8 @@
-"""Which operations of a program read a parameter.
+"""Finds the operations of a program that read a parameter.
 
 `actjax.linear` marks its weights with a primitive that computes nothing but records the rank of
-their gradients, and what `vmap` maps (`mark_weights`). `find_uses` reads these marks, and all other
-uses, from the traced program.
+their gradients, and the axes that `vmap` maps (`mark_weights`). `find_uses` reads these marks, and
+all other uses, from the traced program.
 """
 
 import dataclasses

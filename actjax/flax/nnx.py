@@ -1,7 +1,7 @@
 """Layers of Flax nnx whose backward passes store codes of their inputs.
 
-They are subclasses of those of Flax, with the same parameters and arguments, and `codec`. A codec
-that draws random numbers takes them from the stream `codes` of `rngs`:
+Each is a subclass of a layer of Flax, with the same parameters and one more argument, `codec`. A
+codec that draws random numbers takes them from the stream `codes` of `rngs`:
 `nnx.Rngs(params=0, codes=1)`.
 """
 
@@ -16,7 +16,7 @@ from actjax.flax import products
 
 
 class _Coded(nnx.Module):
-    """What all layers share; the base of a subclass of a layer of Flax.
+    """Mixin of all layers; each layer also inherits from a layer of Flax.
 
     Attributes:
       codec: how the input is stored.
@@ -75,7 +75,7 @@ class Linear(_Product, nnx.Linear):
 
 
 class LinearGeneral(_Product, nnx.LinearGeneral):
-    """`nnx.LinearGeneral` that stores its input by a codec; with batch axes it is that of Flax."""
+    """`nnx.LinearGeneral` that stores its input by a codec, unless it has batch axes."""
 
 
 class Einsum(_Coded, nnx.Einsum):
@@ -110,7 +110,7 @@ class _Norm(_Coded):
     kind = ""
 
     def __call__(self, x: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
-        """As in Flax, which computes norms over other axes, of several devices or masked."""
+        """As in Flax, which computes norms over other axes, across devices or with a mask."""
         layer: Any = self
         if args or kwargs or not is_over_last_axis(layer, x):
             return super().__call__(x, *args, **kwargs)
@@ -138,7 +138,7 @@ class RMSNorm(_Norm, nnx.RMSNorm):
 class MultiHeadAttention(nnx.MultiHeadAttention):
     """`nnx.MultiHeadAttention` whose projections store their inputs by a codec.
 
-    What the attention itself stores is left to `attention_fn`.
+    `attention_fn` decides what the attention itself stores.
     """
 
     def __init__(self, *args: Any, codec: Codec = Exact(), rngs: nnx.Rngs, **kwargs: Any) -> None:
@@ -175,7 +175,7 @@ def has_twin(layer: Any) -> bool:
 
 
 def twin(layer: Any, codec: Codec, name: str, rngs: nnx.Rngs | None) -> None:
-    """Turns a layer of Flax into its twin, in place: what shares it goes on sharing it."""
+    """Turns a layer of Flax into its twin in place, so that it stays shared between modules."""
     for plain in products.NAMES:
         vars(layer).pop(plain, None)
     layer.__class__ = _TWINS[type(layer)]

@@ -1,4 +1,4 @@
-"""The operators of actjax in the form in which layers of Flax call products."""
+"""The operators of actjax with the arguments that layers of Flax pass to products."""
 
 import functools
 import math
@@ -26,8 +26,8 @@ def dot_general(
 ) -> jax.Array:
     """As `jax.lax.dot_general`, with `x` stored by a codec.
 
-    Products that are no linear layer, with batch axes, or of axes that are not the last of `x` and
-    the first of `w`, are those of JAX.
+    A product with batch axes, or over axes that are not the last of `x` and the first of `w`, is
+    not a linear layer: JAX computes it.
 
     Args:
       x: [..., *in].
@@ -73,7 +73,7 @@ def einsum(
 ) -> jax.Array:
     """As `jax.numpy.einsum` of an input and a weight, with `x` stored by a codec.
 
-    Products that are no linear layer, such as one weight for each example, are those of JAX.
+    JAX computes products that are not a linear layer, such as one weight for each example.
 
     Args:
       spec: subscripts, such as "BTD,NDH->BTNH".
@@ -104,7 +104,8 @@ def einsum(
 def is_linear(spec: str, ndim: int) -> bool:
     """Returns whether an `einsum` of an input and a weight is a linear layer.
 
-    That is so if each axis belongs to two of input, weight and result, and some to the first two.
+    It is one if each axis belongs to two of input, weight and result, and some axis to the first
+    two.
 
     Args:
       spec: subscripts.
@@ -131,7 +132,7 @@ NAMES = tuple(_PLAIN)
 
 
 def is_given(name: str, product: Any) -> bool:
-    """Returns whether a user gave a layer a product, such as one in 8 bits.
+    """Returns whether a product of a layer is from the user, such as a product in 8 bits.
 
     Args:
       name: the attribute that holds it.
@@ -144,14 +145,14 @@ def is_given(name: str, product: Any) -> bool:
 
 
 def has_given(layer: Any) -> bool:
-    """Returns whether a user gave a layer of Flax, of either kind, a product."""
+    """Returns whether a layer of Flax, nnx or linen, has a product of the user."""
     if getattr(layer, "dot_general_cls", None) is not None:
         return True
     return any(is_given(name, getattr(layer, name, None)) for name in NAMES)
 
 
 def refuse(name: str) -> None:
-    """Raises because a layer that stores codes was given a product."""
+    """Raises because a layer that stores codes cannot take another product."""
     raise ValueError(
         f"`{name}` of a layer of actjax.flax is that of actjax, which stores codes: leave it out,"
         " or use the layer of Flax."
@@ -190,7 +191,7 @@ def conv_general_dilated(
 ) -> jax.Array:
     """As `jax.lax.conv_general_dilated` as Flax calls it, with `x` stored by a codec.
 
-    Convolutions with a dilated input or a given precision are those of JAX.
+    JAX computes convolutions with a dilated input or a precision.
 
     Args:
       x: [N, *spatial, C].
@@ -245,7 +246,7 @@ def normalized(
       scale: [d] or None.
       bias: [d] or None.
       eps: added to the variance or the mean square.
-      dtype: dtype of the result; None for that of all arguments.
+      dtype: dtype of the result; None for the common dtype of the arguments.
       codec: stores `x`.
       key: randomness of the encoding.
       name: the name of `x` in `actjax.explain`.

@@ -1,4 +1,4 @@
-"""Activations that operators take: arrays, and sums of an array and a low-rank part."""
+"""The activations of operators: arrays, and sums of an array and a low-rank part."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

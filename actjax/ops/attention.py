@@ -94,7 +94,7 @@ def attention(
       merge_heads: whether to return [B, S, H * D]. This is the array that attention keeps, so a
         `linear` that follows and stores its input exactly costs no second copy.
       on_devices: function `(attend, q, k, v, segments)` that calls `attend` with these arguments,
-        normalised and rotated, and returns its result, [B, S, H * D]. It decides how devices divide
+        normalized and rotated, and returns its result, [B, S, H * D]. It decides how devices divide
         them, and may repeat keys and values over heads: each head needs all tokens, so devices that
         share a sequence exchange tokens for heads, and back (Jacobs et al., "DeepSpeed Ulysses",
         2023). It closes over no arrays. None for a call without it.
@@ -129,7 +129,7 @@ def attention(
 
 
 Beside = tuple[Any, Any, Any]
-"""What attention reads besides q, k and v: segments, RoPE tables, scales of norms, or None each."""
+"""Inputs of attention other than q, k and v: segments, RoPE tables, scales of norms, or Nones."""
 
 
 def beside(segments: Any, rope: Any, norm: HeadNorm | None) -> Beside:
@@ -152,7 +152,7 @@ def from_merged(
     Args:
       q: queries; only their shape and dtype are read.
       k: keys; only their shape is read.
-      sight: which positions see which.
+      sight: the mask.
       norm: only its `eps` is read.
       implementation: as for `attention`.
       on_devices: as for `attention`.
@@ -173,7 +173,7 @@ def from_merged(
 def _prepare(
     q: jax.Array, k: jax.Array, rope: Any, norm: HeadNorm | None, name: str
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns normalised and rotated queries and keys."""
+    """Returns normalized and rotated queries and keys."""
     if norm is not None:
         q = rms_norm(q, norm.q, eps=norm.eps, name=f"{name} q norm input".strip())
         k = rms_norm(k, norm.k, eps=norm.eps, name=f"{name} k norm input".strip())
@@ -203,7 +203,7 @@ def check_attention(
     window: int | None,
     segments: jax.Array | None,
 ) -> Sight:
-    """Returns which positions see which, or raises if shapes or dtypes do not fit."""
+    """Returns the mask, or raises if shapes or dtypes do not fit."""
     for name, array in (("q", q), ("k", k), ("v", v)):
         check_floating(name, array)
     shapes = f"q{q.shape}, k{k.shape}, v{v.shape}"
@@ -234,7 +234,7 @@ def check_attention(
 
 @dataclasses.dataclass(frozen=True)
 class _Form:
-    """An implementation of attention as a function for `coded_call`."""
+    """An implementation of attention with its settings, as a function for `coded_call`."""
 
     form: Any
     sight: Sight

@@ -1,12 +1,13 @@
-"""Forms of exact attention: by cuDNN, in blocks, and with all scores at once.
+"""Implementations of exact attention: by cuDNN, in blocks, and with all scores at once.
 
-cuDNN is fastest on a GPU. The blockwise form is the same algorithm in plain JAX (Dao et al.,
-"FlashAttention", 2022; backward pass as in Dao, "FlashAttention-2", 2023, Algorithm 2): it visits
-blocks of queries and blocks of keys with a running maximum, and skips blocks that see nothing. Both
-hold q, k, v, the output and the log-sum-exp of the scores. That of TPUs is `actjax.ops.splash`.
+cuDNN is fastest on a GPU. The blockwise implementation is the same algorithm in plain JAX (Dao et
+al., "FlashAttention", 2022; backward pass as in Dao, "FlashAttention-2", 2023, Algorithm 2): it
+visits blocks of queries and blocks of keys with a running maximum, and skips blocks that see
+nothing. Both hold q, k, v, the output and the log-sum-exp of the scores. `actjax.ops.splash` is for
+TPUs.
 
-A form is a function of a `Sight`, a name, normalised and rotated q, k and v, and segments or None.
-It returns the output with merged heads, [B, S, H * D].
+An implementation is a function of a `Mask`, a name, normalized and rotated q, k and v, and segments
+or None. It returns the output with merged heads, [B, S, H * D].
 """
 
 import dataclasses
@@ -24,13 +25,13 @@ from actjax.ops.sight import Sight
 from actjax.ops.splash import splash
 
 BLOCK = 256
-"""Queries and keys per block of the blockwise form: a tile of scores fits the cache of a CPU."""
+"""Queries and keys per block of "blockwise": a tile of scores fits the cache of a CPU."""
 
 
 def keep_inputs(
     name: str, q: jax.Array, k: jax.Array, v: jax.Array
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """Returns q, k and v for the forward pass, and those that the backward pass holds."""
+    """Returns q, k and v for the forward pass, and q, k and v for the backward pass to hold."""
     pairs = [
         keep(array, Exact(), None, "attention", f"{name} {letter}".strip())
         for letter, array in (("q", q), ("k", k), ("v", v))
@@ -101,7 +102,7 @@ def _cudnn_fwd(sight, name, q, k, v, segments):
         inputs, _ = keep_inputs(name, q, k, v)
         bias = _segment_bias(segments, q.dtype)
         # The leaves of the pullback are what the backward pass of cuDNN needs. The output is one
-        # of them, recognised by identity; the merged array that is returned is held in its place.
+        # of them, recognized by identity; the merged array that is returned is held in its place.
         out, pullback = jax.vjp(functools.partial(_cudnn_call, sight, bias), *inputs)
         merged = keep_output(merge_heads(out), "attention", f"{name} output".strip())
         leaves, treedef = jax.tree.flatten(pullback)
@@ -187,7 +188,7 @@ class _Tile:
     """Computes the scores of a block of queries on a block of keys.
 
     Attributes:
-      sight: which positions see which.
+      sight: the mask.
       length: S.
       segments: [blocks, B, block], or None.
     """

@@ -158,8 +158,8 @@ def _inverse_sum(weights: jax.Array) -> jax.Array:
 def _over_chunks(body, carry, chunk, hidden, labels, weights) -> tuple[Any, Any]:
     """Scans `body` over chunks of tokens, and calls it once more for a shorter last chunk.
 
-    Padding the last chunk instead would copy `hidden`. What `body` returns beside the carry, arrays
-    [c, ...] or None, becomes [T, ...].
+    Padding the last chunk instead would copy `hidden`. `body` returns the carry, and arrays
+    [c, ...] or None, which are concatenated to [T, ...].
     """
     features = hidden.shape[-1]
     arrays = (hidden.reshape(-1, features), labels.reshape(-1), weights.reshape(-1))
@@ -259,7 +259,7 @@ def _sums_and_gradients(options, all_tokens, hidden, head, labels, weights, inve
 _PIECES = 8
 """Pieces in which the gradient of the head is computed where that takes less memory."""
 _PIECES_CHUNK = 512
-"""Most tokens of a chunk then."""
+"""Largest number of tokens of a chunk there."""
 
 
 def _is_smaller_in_pieces(head: jax.Array, dtype: Any, tokens: int, devices: int) -> bool:

@@ -62,7 +62,7 @@ def gelu(
 
 @dataclasses.dataclass(frozen=True)
 class Gelu:
-    """GELU as a function of activations and other arguments, of which there are none.
+    """GELU as a function of activations; there are no other arguments.
 
     Attributes:
       approximate: as for `gelu`.

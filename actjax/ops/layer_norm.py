@@ -1,4 +1,4 @@
-"""Layer normalisation (Ba et al., 2016) that keeps its input, or a code of it."""
+"""Layer normalization (Ba et al., 2016) that keeps its input, or a code of it."""
 
 import dataclasses
 import functools
@@ -27,12 +27,13 @@ def layer_norm(
 
     The value is exact. Besides the parameters the backward pass holds only `x`, in its dtype or as
     `codec` stores it. It computes mean and inverse deviation again (a pass over `x`, no product);
-    autodiff would keep the normalised copy and float32 copies of both. The gradients are those at
-    the decoded `x`. Those of `x` and `scale` are biased even if the codec is not, and the error of
-    `dx` propagates upstream (Wei et al., 2026, Theorems 3.2 and 3.3). That of `bias` is exact.
+    autodiff would keep the normalized copy and float32 copies of both. The gradients are those at
+    the decoded `x`. The gradients of `x` and `scale` are biased even if the codec is not, and the
+    error of `dx` propagates upstream (Wei et al., 2026, Theorems 3.2 and 3.3). The gradient of
+    `bias` is exact.
 
-    Source: Ba et al., arXiv:1607.06450, equations 3 and 4, with `eps` in the root. The variance is
-    that of all d features (over d, not d - 1).
+    Source: Ba et al., arXiv:1607.06450, equations 3 and 4, with `eps` in the root. The variance
+    divides by d, not by d - 1.
 
     Args:
       x: [..., d].

@@ -26,7 +26,7 @@ _BLOCKS = (512, 256, _LANES)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def splash(sight: Sight, name: str, q: Any, k: Any, v: Any, segments: Any) -> jax.Array:
-    """Returns attention with merged heads: a form as in `actjax.ops.attention_forms`.
+    """Returns attention with merged heads: one of `actjax.ops.attention_implementations`.
 
     Raises:
       ValueError: a length that is not a multiple of 128, or arrays that XLA divides over devices.
@@ -107,7 +107,7 @@ def _merged(x: jax.Array) -> jax.Array:
 
 
 def splash_or(form: Any) -> Any:
-    """Returns a form that is `splash` where it can be, and another one elsewhere."""
+    """Returns `splash`, or another implementation for queries that `splash` refuses."""
     return functools.partial(_splash_or, form)
 
 

@@ -111,7 +111,7 @@ class Explanation:
 
 
 def explain(fun: Callable[..., Any], *args: Any) -> Explanation:
-    """Returns what `fun(*args)` stores for the gradient in all floating point arguments.
+    """Returns a table of what `fun(*args)` stores for the gradient in all floating point arguments.
 
     Nothing runs: `fun` is traced, so arguments may be `jax.ShapeDtypeStruct`s, and the model may be
     larger than this machine. Print the result, or read `.residuals`.

@@ -1,6 +1,6 @@
-"""Which arrays a function stores for its backward pass, and with which codecs.
+"""Decides which arrays a function stores for its backward pass, and with which codecs.
 
-GACT recognises parameters by their address, and stores a tensor that several operators need only
+GACT recognizes parameters by their address, and stores a tensor that several operators need only
 once. Here both follow from the traced program.
 """
 
@@ -23,7 +23,7 @@ from actjax.transforms.stored_by import StoredBy
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """What a function stores for its backward pass. Made before the function runs.
+    """The arrays that a function stores for its backward pass. Made before the function runs.
 
     Attributes:
       forward: from inputs to outputs and stored arrays, in the order of `kept`.
@@ -82,8 +82,8 @@ class Plan:
 def _read_by_foreign_rules(jaxpr: core.Jaxpr, leaves: Sequence[Any]) -> dict[core.Var, None]:
     """Returns the residuals that other people's custom backward passes read.
 
-    They may fit exact values only, or be no activations at all: the statistics of a softmax, the
-    times of a solver, indices.
+    Such a residual may be valid for exact values only, or not be an activation: the statistics of a
+    softmax, the times of a solver, indices.
 
     Args:
       jaxpr: the pullback.

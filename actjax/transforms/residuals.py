@@ -63,8 +63,8 @@ def compress_residuals(
     each. An array that several operators need is stored once, together with its views: transposed,
     reshaped, broadcast or wider copies.
 
-    What `fun` writes into Flax nnx modules among its positional arguments is kept: statistics of a
-    batch norm, the number of dropout masks that were drawn, settings.
+    `fun` may write into Flax nnx modules among its positional arguments: statistics of a batch
+    norm, the number of dropout masks drawn, settings.
 
     An operator may store a second array that fits only the exact values. Attention with a stored
     log-sum-exp is an example: where scores are large, attention weights computed from decoded q and
@@ -80,8 +80,8 @@ def compress_residuals(
     derivatives of codes raise.
 
     Args:
-      fun: any JAX function that can be differentiated in reverse mode. What is not an array, such
-        as a Python number or a function in a module of Equinox, is static. Arrays in keyword
+      fun: any JAX function that can be differentiated in reverse mode. Leaves that are not arrays,
+        such as a Python number or a function in a module of Equinox, are static. Arrays in keyword
         arguments are closed over.
       rule: a function from a `Candidate` to its codec; or one codec for all arrays except small
         ones (32 times smaller than the largest).
@@ -210,14 +210,14 @@ def _compress(
 def _run_once(
     program: core.ClosedJaxpr, arguments: Sequence[Any], settings: Settings, key: Any
 ) -> list[Any]:
-    """Runs a program, of which nothing is computed again; its loops are compressed."""
+    """Runs a program without computing any of it again; its loops are compressed."""
     # Other calls are differentiated as calls: JAX differentiates equal ones once.
     into = Search({"scan", "cond", *CUSTOM_VJP, *ONE_WAY})
     return run_inlined(program, arguments, _handler(settings, key), into=into)
 
 
 def _handler(settings: Settings, key: Any) -> Handler:
-    """Returns what runs equations without a derivative, with a custom one, and loops."""
+    """Returns the handler of loops, and of equations without a derivative or with a custom one."""
     # Each loop has its own key, the same each time the function is traced.
     numbers = itertools.count()
 
@@ -264,7 +264,7 @@ def _run_segments(
     jaxpr = program.jaxpr
     dying = {x for x, dead in zip(known, dies, strict=True) if dead}
     dead = [x in dying for x in (*jaxpr.constvars, *jaxpr.invars)]
-    # What a called function holds was there before anything was differentiated.
+    # Constants of called functions existed before anything was differentiated.
     data = {x for x in jaxpr.constvars if x not in known}
     data = without_derivative(jaxpr, data | {x for x, yes in zip(known, fixed, strict=True) if yes})
     segments = cut(jaxpr, settings.layers, dead, _is_apart, remat.share)
@@ -298,7 +298,7 @@ def _compress_segment(
     fixed: Sequence[bool],
     *arguments: Any,
 ) -> list[Any]:
-    """Runs a segment that is computed again, and stores what it computes then as codes."""
+    """Runs a segment that is computed again, and stores the residuals of that run as codes."""
     count = len(arguments)
     return _compress(program, arguments, [""] * count, [False] * count, settings, key, {}, fixed)
 

@@ -1,4 +1,4 @@
-"""Which weights of a function get a factored gradient, and the taps that carry it."""
+"""Finds the weights of a function that get a factored gradient, and makes the taps for it."""
 
 import dataclasses
 from collections.abc import Callable, Collection
@@ -23,8 +23,8 @@ class Bases:
       arrays: from the name of an input (`input_groups`) to its basis, [..., d, k], with the leading
         axes of the weights of this input.
       bits: bits of a coordinate of `x P`: 8, 4, or 16 for the dtype of `x`. Static.
-      orthonormal: whether the columns of each basis are orthonormal: the norm of a gradient is then
-        that of its coordinates. Static.
+      orthonormal: whether the columns of each basis are orthonormal, so that a gradient has the
+        norm of its coordinates. Static.
     """
 
     arrays: dict[str, Any]
@@ -59,7 +59,7 @@ class _Tapped:
 
 @dataclasses.dataclass(frozen=True)
 class Taps:
-    """Which parameters of a function are tapped. Holds no arrays.
+    """The plan of the parameters of a function that are tapped. Holds no arrays.
 
     Attributes:
       treedef: structure of the parameters.
@@ -86,7 +86,7 @@ class Taps:
         return jax.tree.unflatten(self.treedef, leaves)
 
     def without(self, paths: Collection[str]) -> "Taps":
-        """Returns the plan in which weights, and those that share an input, have dense gradients.
+        """Returns the plan with dense gradients for weights and all others that share their inputs.
 
         Raises:
           ValueError: a basis is given for one of the inputs, so that the gradient cannot be dense.

@@ -35,9 +35,9 @@ def value_and_grad(
     `jax.checkpoint`, and in Flax modules of both kinds. `fun` is traced once more than by JAX, to
     find out which operator reads which weight. A weight is followed through casts, copies, branches
     and slices of a scan. A weight that is transposed or scaled before the operator reads it, or
-    that comes out of a scan under `vmap`, is not followed: its gradient is dense. So is that of a
-    weight that another library's layer casts before it calls the operator, such as
-    `nnx.Linear(..., dtype=jnp.bfloat16, dot_general=...)` with float32 parameters.
+    that comes out of a scan under `vmap`, is not followed: its gradient is dense. A weight that
+    another library's layer casts before it calls the operator has a dense gradient too, such as
+    that of `nnx.Linear(..., dtype=jnp.bfloat16, dot_general=...)` with float32 parameters.
 
     Args:
       fun: returns a scalar, or a scalar and an auxiliary output if `has_aux`.

@@ -2,7 +2,7 @@
 
 LoRA (Hu et al., 2022): `y = x W + s (x A) B`, with `W` frozen. Only the two thin matrices have
 gradients, `dB = (s x A)ᵀ dy` and `dA = xᵀ (s dy Bᵀ)`. `dA` reads the decoded input; `x A` is kept
-as it is. That `W` has no gradient saves a third of its products.
+as it is. A frozen `W` saves a third of its products.
 """
 
 import dataclasses

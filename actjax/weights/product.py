@@ -165,7 +165,7 @@ def input_grad(weights: Weights, dzs: Sequence[jax.Array]) -> jax.Array:
 def parameter_grads(
     x: jax.Array, weights: Weights, biases: Biases, dzs: Sequence[jax.Array]
 ) -> tuple[tuple[Any, ...], Biases]:
-    """Returns the cotangents of weights and biases from the whole input.
+    """Returns the cotangents of weights and biases from the input itself.
 
     Args:
       x: the input, rebuilt, [..., d].

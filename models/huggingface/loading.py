@@ -49,8 +49,8 @@ def load(
     Args:
       folder: with `config.json` and either `model.safetensors` or an index of several files.
       dtype: dtype of the weights; that of each tensor if None.
-      convert: what to hold in place of the array of a parameter, called for each layer.
-      put: where to hold it; on the default device if None.
+      convert: returns the value to hold in place of an array; called for each layer.
+      put: places a value on devices; on the default device if None.
 
     Raises:
       FileNotFoundError: a missing file.
