@@ -23,7 +23,7 @@ Model = TypeVar("Model")
 
 
 @dataclasses.dataclass(frozen=True)
-class _Operator:
+class _TokenFunction:
     """An operator with its settings, from tokens, a weight, and perhaps a bias and a key.
 
     Attributes:
@@ -42,10 +42,10 @@ class _Operator:
     key: Any
     eps: float = 0.0
 
-    def __call__(self, x: jax.Array, /, weight: jax.Array, *rest: jax.Array) -> jax.Array:
-        rest_of = iter(rest)
-        bias = next(rest_of) if self.bias else None
-        key = jax.random.wrap_key_data(next(rest_of), impl=self.key) if self.key else None
+    def __call__(self, x: jax.Array, /, weight: jax.Array, *bias_and_key: jax.Array) -> jax.Array:
+        left = iter(bias_and_key)
+        bias = next(left) if self.bias else None
+        key = jax.random.wrap_key_data(next(left), impl=self.key) if self.key else None
         if self.kind == "linear":
             return linear(
                 x, TransposedWeight(weight), bias=bias, codec=self.codec, key=key, name=self.name
@@ -94,7 +94,7 @@ class _Coded(eqx.Module):
         key = self.codec.required_key(key) if self.codec.needs_key else None
         impl = None if key is None else str(jax.random.key_impl(key))
         words = None if key is None else jax.random.key_data(key)
-        operator = _Operator(kind, self.codec, self.code_name, bias is not None, impl, eps)
+        operator = _TokenFunction(kind, self.codec, self.code_name, bias is not None, impl, eps)
         return tokenwise(operator, x, weight, *(y for y in (bias, words) if y is not None))
 
 
@@ -202,9 +202,9 @@ def replace(model: Model, rules: Rules, *, key: jax.Array | None = None) -> Mode
         changed += 1
         # The constructor would draw parameters.
         made = object.__new__(_TWINS.get(type(layer), type(layer)))
-        own = {"codec": codec, "code_name": name, "codes": None}
+        fields = {"codec": codec, "code_name": name, "codes": None}
         for field in dataclasses.fields(made):
-            value = own[field.name] if field.name in own else getattr(layer, field.name)
+            value = fields[field.name] if field.name in fields else getattr(layer, field.name)
             object.__setattr__(made, field.name, value)
         return made
 
@@ -238,11 +238,11 @@ def with_keys(model: Model, key: jax.Array) -> Model:
         if not isinstance(layer, _Coded) or not layer.codec.needs_key:
             return layer
         number += 1
-        own = jax.random.fold_in(key, number)
+        layer_key = jax.random.fold_in(key, number)
         weight: Any = getattr(layer, "weight")  # noqa: B009
         stacked = () if weight is None else weight.shape[: weight.ndim - layer.weight_axes]
         if stacked:
-            own = jax.random.split(own, stacked)
-        return eqx.tree_at(lambda one: one.codes, layer, own, is_leaf=lambda x: x is None)
+            layer_key = jax.random.split(layer_key, stacked)
+        return eqx.tree_at(lambda coded: coded.codes, layer, layer_key, is_leaf=lambda x: x is None)
 
     return jax.tree.map(keyed, model, is_leaf=lambda x: isinstance(x, _Coded))

@@ -68,12 +68,12 @@ def stop_ids(path: pathlib.Path | str) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         file = pathlib.Path(path, name)
         if file.exists():
-            found = read_object(file).get("eos_token_id")
-            if found is not None:
-                ids = tuple(found) if isinstance(found, list) else (found,)
-                if not all(isinstance(one, int) for one in ids):
+            value = read_object(file).get("eos_token_id")
+            if value is not None:
+                ids = tuple(value) if isinstance(value, list) else (value,)
+                if not all(isinstance(index, int) for index in ids):
                     raise ValueError(
-                        f"{file}: `eos_token_id` must be an id or a list of ids, got {found!r}."
+                        f"{file}: `eos_token_id` must be an id or a list of ids, got {value!r}."
                     )
                 return ids
     return ()

@@ -119,14 +119,14 @@ class Decoder(nnx.Module):
         storage = Storage(split_adapters=split_adapters)
 
         def body(x: jax.Array, layer: tuple[Block, Any]) -> tuple[jax.Array, dict[str, Any]]:
-            block, own = layer
+            block, known_of_layer = layer
             seen: dict[str, Any] = {}
             unused = jax.random.key(0)  # Nothing is encoded.
 
             def visit(site: str, x: Any) -> Any:
-                if site in own:
+                if site in known_of_layer:
                     encoded = x.base if isinstance(x, actjax.LowRankSum) else x
-                    seen[site] = statistic(encoded, own[site])
+                    seen[site] = statistic(encoded, known_of_layer[site])
                 return x
 
             return block(x, positions, self.config, storage, unused, visit=visit), seen

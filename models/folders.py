@@ -31,12 +31,12 @@ def written_whole(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     check_free(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with scratch_folder(folder.parent, f".{folder.name}-") as scratch:
-        whole = scratch / folder.name
-        whole.mkdir()
-        yield whole
+        unfinished = scratch / folder.name
+        unfinished.mkdir()
+        yield unfinished
         if folder.exists():
             folder.rmdir()
-        os.rename(whole, folder)
+        os.rename(unfinished, folder)
 
 
 @contextlib.contextmanager
@@ -53,10 +53,10 @@ def scratch_folder(parent: pathlib.Path, prefix: str) -> Iterator[pathlib.Path]:
     """
     # `mkdtemp` adds no "-" to a name, so the folders of ".a-b-" are not taken for those of ".a-".
     named = re.compile(re.escape(prefix) + "[a-z0-9_]+")
-    for other in list(parent.iterdir()):
-        if named.fullmatch(other.name):
+    for sibling in list(parent.iterdir()):
+        if named.fullmatch(sibling.name):
             with contextlib.suppress(OSError):  # At work, of another user, or removed meanwhile.
-                _remove_left(other)
+                _remove_left(sibling)
     folder, lock = _locked(parent, prefix)
     try:
         yield folder

@@ -52,8 +52,8 @@ rebuild."""
 
 def _rematerialized(config: ModelConfig, storage: Remat) -> LayerFunction:
     """Returns the function of one layer that runs again in the backward pass."""
-    whole = storage.policy == "full"
-    run = _plain(config, _RECOMPUTED if whole else Storage(), chunked=whole)
+    is_full = storage.policy == "full"
+    run = _plain(config, _RECOMPUTED if is_full else Storage(), chunked=is_full)
     if isinstance(storage.codec, actjax.Exact):
         dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
         policy = dots if storage.policy == "dots" else None
@@ -63,9 +63,9 @@ def _rematerialized(config: ModelConfig, storage: Remat) -> LayerFunction:
 
     def checkpointed(block, x, positions, key):
         named = isinstance(key, Mapping)
-        own = key[BLOCK_INPUT] if named else jax.random.fold_in(key, len(SITES))
+        block_key = key[BLOCK_INPUT] if named else jax.random.fold_in(key, len(SITES))
         recomputed = actjax.checkpoint(
-            run, storage.codec, activations=1, key=own, name="block input"
+            run, storage.codec, activations=1, key=block_key, name="block input"
         )
         return recomputed(block, x, positions, key)
 
@@ -89,7 +89,7 @@ def _compressed_residuals(config: ModelConfig, storage: CompressedResiduals) -> 
 
     def compressed(block, x, positions, key):
         return actjax.compress_residuals(
-            run, lambda kept: codecs.get(kept.name), activations=1, key=key
+            run, lambda candidate: codecs.get(candidate.name), activations=1, key=key
         )(block, x, positions)
 
     return compressed

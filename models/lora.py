@@ -129,9 +129,9 @@ def attach(
             keys = jax.random.split(jax.random.fold_in(key, i), model.config.num_layers)
         a, b = factors[target]["a"], factors[target]["b"]
         weight.set_value(actjax.LoRA(weight.get_value(), a, b, keys, lora.scale, lora.dropout))
-    for whole in (attached.embedding, attached.output):
-        if whole is not None:
-            whole.set_value(actjax.FrozenWeight(whole.get_value()))
+    for parameter in (attached.embedding, attached.output):
+        if parameter is not None:
+            parameter.set_value(actjax.FrozenWeight(parameter.get_value()))
     return attached
 
 

@@ -54,13 +54,13 @@ def _stack(path: str, layers: Iterator[Any], count: int) -> Any:
     for layer, values in enumerate(layers):
         if stacked is None:
             stacked = jax.tree.map(lambda x: np.empty((count, *x.shape), x.dtype), values)
-        for whole, part in zip(jax.tree.leaves(stacked), jax.tree.leaves(values), strict=True):
-            if whole.dtype != part.dtype:
+        for stack, part in zip(jax.tree.leaves(stacked), jax.tree.leaves(values), strict=True):
+            if stack.dtype != part.dtype:
                 raise ValueError(
-                    f"`{path}` is {part.dtype} in layer {layer} and {whole.dtype} in layer 0: pass"
+                    f"`{path}` is {part.dtype} in layer {layer} and {stack.dtype} in layer 0: pass"
                     " `dtype` to read both as one dtype."
                 )
-            whole[layer] = part
+            stack[layer] = part
     return stacked
 
 

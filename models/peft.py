@@ -51,8 +51,8 @@ def save_adapters(
     tensors: dict[str, np.ndarray] = {}
     for target, factors in adapters["layers"].items():
         for letter, stacked in factors.items():
-            for layer, one in enumerate(fetch(stacked)):
-                tensors[_tensor_name(target, layer, letter)] = np.ascontiguousarray(one.T)
+            for layer, factor in enumerate(fetch(stacked)):
+                tensors[_tensor_name(target, layer, letter)] = np.ascontiguousarray(factor.T)
     fields = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -72,10 +72,10 @@ def constrain(x: jax.Array, *spec: Entry) -> jax.Array:
       x: the array.
       *spec: axes that divide each dimension. Axes that the mesh lacks are left out.
     """
-    found = automatic_axes()
-    if not found:
+    axes = automatic_axes()
+    if not axes:
         return x
-    entries = [tuple(a for a in axes_of(entry) if a in found) or None for entry in spec]
+    entries = [tuple(a for a in axes_of(entry) if a in axes) or None for entry in spec]
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*entries))
 
 
@@ -187,8 +187,8 @@ def on_own_tokens(
     def of_device(hidden: jax.Array, head: jax.Array, *by_token: jax.Array) -> jax.Array:
         weight = jnp.sum(by_token[-1], dtype=jnp.float32)
         total = jax.lax.psum(weight, tuple(axes))
-        own = loss(hidden, head, *by_token) * weight / jnp.where(total > 0, total, 1)
-        return jax.lax.psum(own, tuple(axes))
+        share = loss(hidden, head, *by_token) * weight / jnp.where(total > 0, total, 1)
+        return jax.lax.psum(share, tuple(axes))
 
     specs = (spec, PartitionSpec(), *(spec for _ in by_token))
     mapped = jax.shard_map(

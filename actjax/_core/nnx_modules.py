@@ -50,7 +50,7 @@ def open_modules(fun: Callable[..., Any], args: tuple[Any, ...], where: str) -> 
         graphs[name], states[name] = nnx.split(module)
     # A module in two places is one module.
     first = {id(x): i for i, x in reversed(list(enumerate(leaves)))}
-    given = [
+    array_leaves = [
         (states[id(x)] if first[id(x)] == i else None) if is_module(x) else x
         for i, x in enumerate(leaves)
     ]
@@ -58,11 +58,11 @@ def open_modules(fun: Callable[..., Any], args: tuple[Any, ...], where: str) -> 
     settings: dict[int, dict[Any, Any]] = {}
 
     def of_arrays(*args: Any) -> Any:
-        own = treedef.flatten_up_to(args)
-        before = {name: _values(nnx, own[first[name]]) for name in modules}
-        copies = {name: nnx.merge(graphs[name], own[first[name]]) for name in modules}
-        arguments = [copies[id(x)] if is_module(x) else y for x, y in zip(leaves, own, strict=True)]
-        output = fun(*treedef.unflatten(arguments))
+        arrays = treedef.flatten_up_to(args)
+        before = {name: _values(nnx, arrays[first[name]]) for name in modules}
+        copies = {name: nnx.merge(graphs[name], arrays[first[name]]) for name in modules}
+        values = [copies[id(x)] if is_module(x) else y for x, y in zip(leaves, arrays, strict=True)]
+        output = fun(*treedef.unflatten(values))
         changes = []
         for name, copy in copies.items():
             state = nnx.state(copy)
@@ -87,7 +87,7 @@ def open_modules(fun: Callable[..., Any], args: tuple[Any, ...], where: str) -> 
                     setattr(nodes[path], attribute, value)
         return output
 
-    return Opened(of_arrays, tuple(treedef.unflatten(given)), finish)
+    return Opened(of_arrays, tuple(treedef.unflatten(array_leaves)), finish)
 
 
 def are_parameters(tree: Any) -> list[bool]:
@@ -99,10 +99,10 @@ def are_parameters(tree: Any) -> list[bool]:
     nnx: Any = sys.modules.get("flax.nnx")
     if nnx is None:
         return [True] * len(jax.tree.leaves(tree))
-    found = jax.tree.leaves(tree, is_leaf=_is_variable(nnx))
+    nodes = jax.tree.leaves(tree, is_leaf=_is_variable(nnx))
     return [
         not isinstance(x, nnx.Variable) or isinstance(x, nnx.Param)
-        for x in found
+        for x in nodes
         for _ in jax.tree.leaves(x)
     ]
 

@@ -18,7 +18,7 @@ from jax.interpreters import ad, batching, mlir
 from actjax._shards import is_bound
 
 
-class Operator(Protocol):
+class TokenFunction(Protocol):
     """A hashable function of tokens with any leading axes, and of arrays that all tokens share."""
 
     def __call__(self, x: jax.Array, /, *shared: jax.Array) -> jax.Array:
@@ -26,7 +26,7 @@ class Operator(Protocol):
         ...
 
 
-def tokenwise(operator: Operator, x: jax.Array, *shared: jax.Array) -> jax.Array:
+def tokenwise(operator: TokenFunction, x: jax.Array, *shared: jax.Array) -> jax.Array:
     """Returns `operator(x, *shared)`; mapped over `x`, it is one call for all tokens.
 
     A map over shared arrays, such as the weights of several models, is an ordinary `vmap`. So is a
@@ -46,7 +46,7 @@ _tokenwise = core.Primitive("actjax_tokenwise")
 
 
 @_tokenwise.def_impl
-def _run(x: jax.Array, *shared: jax.Array, operator: Operator) -> jax.Array:
+def _run(x: jax.Array, *shared: jax.Array, operator: TokenFunction) -> jax.Array:
     return operator(x, *shared)
 
 
@@ -63,19 +63,19 @@ def _result(*args: Any, operator: Hashable) -> ShapedArray:
 
 
 def _jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, operator: Operator
+    primals: Sequence[Any], tangents: Sequence[Any], *, operator: TokenFunction
 ) -> tuple[jax.Array, jax.Array]:
     return jax.jvp(operator, tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
 
 
 def _batched(
-    args: Sequence[Any], axes: Sequence[Any], *, operator: Operator
+    args: Sequence[Any], axes: Sequence[Any], *, operator: TokenFunction
 ) -> tuple[jax.Array, int | None]:
     """Adds the mapped axis to those of the tokens."""
     mapped = [isinstance(a, int) for a in axes]
     if any(mapped[1:]):
-        own = tuple(a if m else None for a, m in zip(axes, mapped, strict=True))
-        return jax.vmap(operator, own)(*args), 0
+        in_axes = tuple(a if m else None for a, m in zip(axes, mapped, strict=True))
+        return jax.vmap(operator, in_axes)(*args), 0
     x, *shared = args
     return _tokenwise.bind(jax.numpy.moveaxis(x, axes[0], 0), *shared, operator=operator), 0
 

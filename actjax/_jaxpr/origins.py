@@ -70,10 +70,10 @@ class Origins:
         readers = (*readers, *origin.readers)
         if origin.outer not in body.invars:
             return dataclasses.replace(origin, readers=readers, outer=None)
-        given = eqn.invars[body.invars.index(origin.outer)]
+        outside = eqn.invars[body.invars.index(origin.outer)]
         # The stack of the carries of a loop is not the array that the loop was given.
-        if isinstance(given, core.Var) and _shape(given) == _shape(var):
-            return dataclasses.replace(self.of(given), readers=readers)
+        if isinstance(outside, core.Var) and _shape(outside) == _shape(var):
+            return dataclasses.replace(self.of(outside), readers=readers)
         position = body.invars.index(origin.outer)
         is_slices = eqn.primitive.name == "scan" and position >= sum(scan_counts(eqn))
         return Origin(

@@ -23,7 +23,7 @@ _MOST_CUTS = 200
 
 
 @dataclasses.dataclass(frozen=True)
-class Segment:
+class ProgramSegment:
     """A run of equations of a program without calls.
 
     Attributes:
@@ -43,7 +43,7 @@ def cut(
     dies: Sequence[bool],
     apart: Callable[[core.JaxprEqn], bool],
     share: float = 1.0,
-) -> list[Segment]:
+) -> list[ProgramSegment]:
     """Returns segments for which the stored bytes plus the largest segment are few.
 
     Args:
@@ -61,13 +61,13 @@ def cut(
     alive = _alive(jaxpr, dies)
     inside = [_computed(eqn) for eqn in eqns]
     single = [i for i, eqn in enumerate(eqns) if apart(eqn)]
-    segments: list[Segment] = []
+    segments: list[ProgramSegment] = []
     start = 0
     for i in [*single, len(eqns)]:
         if i > start:
             segments += _cut(alive, inside, start, i, layers)
         if i < len(eqns):
-            segments.append(Segment(i, i + 1, False))
+            segments.append(ProgramSegment(i, i + 1, False))
         start = i + 1
     before = [0, *itertools.accumulate(inside)]
     bound = share * before[-1]
@@ -109,7 +109,7 @@ def _computed(eqn: core.JaxprEqn) -> int:
 
 def _cut(
     alive: Sequence[int], inside: Sequence[int], start: int, stop: int, layers: int
-) -> list[Segment]:
+) -> list[ProgramSegment]:
     """Returns segments of the equations from `start` to `stop`."""
     before = [0]
     for size in inside[start:stop]:
@@ -128,16 +128,16 @@ def _cut(
     places = sorted(sorted(best.values(), key=lambda i: alive[i])[:_MOST_CUTS])
     places = [start, *places, stop]
     done = [before[i - start] for i in places]
-    found: tuple[float, list[int]] | None = None
+    cheapest: tuple[float, list[int]] | None = None
     for size in range(1, _SIZES + 1):
         bound = done[-1] * 2 ** (-8 * (1 - size / _SIZES))
         stored, cuts = _fewest(places, done, [alive[i] * layers for i in places], bound)
         largest = max(before[b - start] - before[a - start] for a, b in itertools.pairwise(cuts))
-        if found is None or stored + largest < found[0]:
-            found = stored + largest, cuts
-    assert found is not None
-    cuts = found[1]
-    return [Segment(a, b, True) for a, b in itertools.pairwise(cuts)]
+        if cheapest is None or stored + largest < cheapest[0]:
+            cheapest = stored + largest, cuts
+    assert cheapest is not None
+    cuts = cheapest[1]
+    return [ProgramSegment(a, b, True) for a, b in itertools.pairwise(cuts)]
 
 
 def _fewest(
@@ -159,7 +159,7 @@ def _fewest(
 
 
 def pieces(
-    program: core.ClosedJaxpr, segments: Sequence[Segment]
+    program: core.ClosedJaxpr, segments: Sequence[ProgramSegment]
 ) -> list[tuple[core.Jaxpr, list[Any]]]:
     """Returns each segment as a program, and its inputs.
 
@@ -173,7 +173,7 @@ def pieces(
     """
     jaxpr = program.jaxpr
     used = {x for x in jaxpr.outvars if isinstance(x, core.Var)}
-    found = []
+    bodies = []
     for segment in reversed(segments):
         eqns = jaxpr.eqns[segment.start : segment.stop]
         made = {x for eqn in eqns for x in eqn.outvars}
@@ -188,5 +188,5 @@ def pieces(
             eqns=eqns,
             debug_info=jaxpr.debug_info.with_unknown_names(),
         )
-        found.append((body, invars))
-    return found[::-1]
+        bodies.append((body, invars))
+    return bodies[::-1]

@@ -129,7 +129,7 @@ def interceptor(rules: Rules) -> Callable[..., Any]:
         ):
             return next_fun(*args, **kwargs)
         codec = codec_of(rules, "/".join(layer.path), layer, is_linear)
-        if codec is None or (is_linear and products.has_given(layer)):
+        if codec is None or (is_linear and products.has_users_product(layer)):
             return next_fun(*args, **kwargs)
         if isinstance(layer, linen.Einsum):
             return _einsum(layer, codec, next_fun, *args, **kwargs)
@@ -150,7 +150,7 @@ def _settings(layer: Any, codec: Codec) -> dict[str, Any]:
 
 def _set_product(layer: Any, codec: Codec) -> None:
     """Gives a layer another product for the present call. Its fields are frozen for users."""
-    if products.has_given(layer):
+    if products.has_users_product(layer):
         products.refuse("dot_general")
     if isinstance(layer, linen.Conv):
         name, product = "conv_general_dilated", products.conv_general_dilated
@@ -173,11 +173,11 @@ def _einsum(
         spec, x, w, precision=layer.precision, **_settings(layer, codec),
         preferred_element_type=layer.preferred_element_type,
     )  # fmt: skip
-    given, _, result = products.subscripts(spec, x.ndim)
+    input_axes, _, result_axes = products.subscripts(spec, x.ndim)
     if bias is None:
         return y
-    own = (1 if a in given else n for a, n in zip(result, y.shape, strict=True))
-    return y + bias.reshape(*own)
+    bias_shape = (1 if a in input_axes else n for a, n in zip(result_axes, y.shape, strict=True))
+    return y + bias.reshape(*bias_shape)
 
 
 def _norm(layer: Any, codec: Codec, plain: Any, x: jax.Array, is_plain: bool) -> jax.Array:

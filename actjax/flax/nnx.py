@@ -66,7 +66,7 @@ class _Product(_Coded):
 
     @dot_general.setter
     def dot_general(self, value: Any) -> None:
-        if products.is_given("dot_general", value):
+        if products.is_users_product("dot_general", value):
             products.refuse("dot_general")
 
 
@@ -88,7 +88,7 @@ class Einsum(_Coded, nnx.Einsum):
 
     @einsum_op.setter
     def einsum_op(self, value: Any) -> None:
-        if products.is_given("einsum_op", value):
+        if products.is_users_product("einsum_op", value):
             products.refuse("einsum_op")
 
 
@@ -102,7 +102,7 @@ class Conv(_Coded, nnx.Conv):
 
     @conv_general_dilated.setter
     def conv_general_dilated(self, value: Any) -> None:
-        if products.is_given("conv_general_dilated", value):
+        if products.is_users_product("conv_general_dilated", value):
             products.refuse("conv_general_dilated")
 
 
@@ -171,7 +171,7 @@ LINEAR = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv)
 
 def has_twin(layer: Any) -> bool:
     """Returns whether a layer of Flax, with the product of Flax, has a twin here."""
-    return type(layer) in _TWINS and not products.has_given(layer)
+    return type(layer) in _TWINS and not products.has_users_product(layer)
 
 
 def twin(layer: Any, codec: Codec, name: str, rngs: nnx.Rngs | None) -> None:

@@ -87,17 +87,17 @@ def einsum(
     """
     if not is_linear(spec, x.ndim) or precision is not None:
         return jax.numpy.einsum(spec, x, w, precision=precision, **options)
-    given, weight, result = subscripts(spec, x.ndim)
-    summed = [a for a in given if a in weight]
-    tokens, out = ([a for a in labels if a in result] for labels in (given, weight))
-    x = x.transpose([given.index(a) for a in (*tokens, *summed)])
-    w = w.transpose([weight.index(a) for a in (*summed, *out)])
+    input_axes, weight_axes, result_axes = subscripts(spec, x.ndim)
+    summed = [a for a in input_axes if a in weight_axes]
+    tokens, out = ([a for a in axes if a in result_axes] for axes in (input_axes, weight_axes))
+    x = x.transpose([input_axes.index(a) for a in (*tokens, *summed)])
+    w = w.transpose([weight_axes.index(a) for a in (*summed, *out)])
     last = tuple(range(len(tokens), x.ndim)), tuple(range(len(summed)))
     # Axes of explicit meshes are given for the result of `einsum`, not of the product.
     sharding = options.pop("out_sharding", None)
     options.setdefault("preferred_element_type", None)
     y = dot_general(x, w, (last, ((), ())), codec=codec, key=key, name=name, **options)
-    y = y.transpose([[*tokens, *out].index(a) for a in result])
+    y = y.transpose([[*tokens, *out].index(a) for a in result_axes])
     return y if sharding is None else jax.sharding.reshard(y, sharding)
 
 
@@ -131,24 +131,24 @@ NAMES = tuple(_PLAIN)
 """Attributes of layers of Flax that hold their product."""
 
 
-def is_given(name: str, product: Any) -> bool:
+def is_users_product(name: str, product: Any) -> bool:
     """Returns whether a product of a layer is from the user, such as a product in 8 bits.
 
     Args:
       name: the attribute that holds it.
       product: the product.
     """
-    own = isinstance(product, functools.partial) and product.func in (
+    is_coded = isinstance(product, functools.partial) and product.func in (
         dot_general, einsum, conv_general_dilated,
     )  # fmt: skip
-    return product is not None and product is not _PLAIN[name] and not own
+    return product is not None and product is not _PLAIN[name] and not is_coded
 
 
-def has_given(layer: Any) -> bool:
+def has_users_product(layer: Any) -> bool:
     """Returns whether a layer of Flax, nnx or linen, has a product of the user."""
     if getattr(layer, "dot_general_cls", None) is not None:
         return True
-    return any(is_given(name, getattr(layer, name, None)) for name in NAMES)
+    return any(is_users_product(name, getattr(layer, name, None)) for name in NAMES)
 
 
 def refuse(name: str) -> None:
@@ -167,10 +167,10 @@ def subscripts(spec: str, ndim: int) -> tuple[str, str, str]:
       ndim: number of axes of the input.
     """
     operands, result = spec.replace(" ", "").split("->")
-    given, weight = operands.split(",")
+    input_axes, weight_axes = operands.split(",")
     unused = [a for a in string.ascii_letters if a not in spec]
-    others = "".join(unused[: ndim - len(given.replace("...", ""))])
-    return given.replace("...", others), weight, result.replace("...", others)
+    leading = "".join(unused[: ndim - len(input_axes.replace("...", ""))])
+    return input_axes.replace("...", leading), weight_axes, result.replace("...", leading)
 
 
 def conv_general_dilated(
@@ -251,8 +251,8 @@ def normalized(
       key: randomness of the encoding.
       name: the name of `x` in `actjax.explain`.
     """
-    given = [a for a in (x, scale, bias) if a is not None]
-    dtype = dtype or jax.numpy.result_type(*given)
+    arrays = [a for a in (x, scale, bias) if a is not None]
+    dtype = dtype or jax.numpy.result_type(*arrays)
     x, settings = x.astype(dtype), {"eps": eps, "codec": codec, "key": key, "name": name}
     if kind == "layer":
         return layer_norm(x, scale, bias, **settings)

@@ -108,15 +108,15 @@ def _check_arrays(x: Any, w: Any, groups: Any) -> None:
         )
 
 
-def _for_each_axis(name: str, given: Any, axes: int) -> tuple[int, ...]:
+def _for_each_axis(name: str, setting: Any, axes: int) -> tuple[int, ...]:
     """Returns an integer for each spatial axis, or raises."""
-    several = given if isinstance(given, Sequence) else (given,) * axes
-    if len(several) != axes or not all(_is_integer(one) and one >= 1 for one in several):
+    numbers = setting if isinstance(setting, Sequence) else (setting,) * axes
+    if len(numbers) != axes or not all(_is_integer(number) and number >= 1 for number in numbers):
         raise ValueError(
             f"`{name}` must be an integer >= 1, or {axes} of them, one for each spatial axis of"
-            f" `x`: got {given!r}."
+            f" `x`: got {setting!r}."
         )
-    return tuple(map(int, several))
+    return tuple(map(int, numbers))
 
 
 def _is_integer(x: Any) -> bool:
@@ -128,8 +128,8 @@ def _pads(
 ) -> tuple[tuple[int, int], ...]:
     """Returns the zeros before and after each spatial axis, or raises."""
     if isinstance(padding, str) and padding in ("SAME", "SAME_LOWER", "VALID"):
-        found = jax.lax.padtype_to_pads(spatial, window, strides, padding)
-        return tuple((int(before), int(after)) for before, after in found)
+        pads = jax.lax.padtype_to_pads(spatial, window, strides, padding)
+        return tuple((int(before), int(after)) for before, after in pads)
     pairs = padding if isinstance(padding, Sequence) else (padding,)
     if len(pairs) != len(spatial) or not all(map(_is_pair, pairs)):
         raise ValueError(

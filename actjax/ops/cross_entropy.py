@@ -165,12 +165,12 @@ def _over_chunks(body, carry, chunk, hidden, labels, weights) -> tuple[Any, Any]
     arrays = (hidden.reshape(-1, features), labels.reshape(-1), weights.reshape(-1))
     tokens = labels.size
     chunk = min(chunk, tokens)
-    whole = tokens - tokens % chunk
-    stacked = [x[:whole].reshape(-1, chunk, *x.shape[1:]) for x in arrays]
+    in_full_chunks = tokens - tokens % chunk
+    stacked = [x[:in_full_chunks].reshape(-1, chunk, *x.shape[1:]) for x in arrays]
     carry, ys = jax.lax.scan(body, carry, tuple(stacked))
-    ys = jax.tree.map(lambda y: y.reshape(whole, *y.shape[2:]), ys)
-    if whole < tokens:
-        carry, y = body(carry, tuple(x[whole:] for x in arrays))
+    ys = jax.tree.map(lambda y: y.reshape(in_full_chunks, *y.shape[2:]), ys)
+    if in_full_chunks < tokens:
+        carry, y = body(carry, tuple(x[in_full_chunks:] for x in arrays))
         ys = jax.tree.map(lambda *parts: jnp.concatenate(parts), ys, y)
     return carry, ys
 
@@ -235,8 +235,8 @@ def _sums_and_gradients(options, all_tokens, hidden, head, labels, weights, inve
         dh = matmul_transposed(dlogits, head.astype(dtype)).astype(dtype)
         if dhead is not None:
             dhead += contract_tokens(h, dlogits)
-        kept = dlogits if options.with_head and in_pieces else None
-        return (total + loss, dhead), (dh, kept)
+        kept_dlogits = dlogits if options.with_head and in_pieces else None
+        return (total + loss, dhead), (dh, kept_dlogits)
 
     def finish(dhead: jax.Array) -> jax.Array:
         return (dhead * inverse).astype(head.dtype)

@@ -105,8 +105,8 @@ def _indices(ids: jax.Array, vocab: int) -> jax.Array:
 
 def _embedding_fwd(static, table, ids):
     with jax.named_scope("actjax.embedding"):
-        ids, kept = keep(ids, Exact(), None, "embedding", static.name)
-        return _embedding(static, table, ids), kept
+        ids, held = keep(ids, Exact(), None, "embedding", static.name)
+        return _embedding(static, table, ids), held
 
 
 def _embedding_bwd(static, ids, dy):

@@ -52,13 +52,13 @@ def layer_norm(
       TypeError: an array that is not floating point, or a `codec` that is not a codec.
     """
     check_floating("x", x)
-    for parameter, given in (("scale", scale), ("bias", bias)):
-        if given is None:
+    for parameter, array in (("scale", scale), ("bias", bias)):
+        if array is None:
             continue
-        check_floating(parameter, given)
-        if x.ndim < 1 or given.shape != x.shape[-1:]:
+        check_floating(parameter, array)
+        if x.ndim < 1 or array.shape != x.shape[-1:]:
             raise ValueError(
-                f"`{parameter}` must be {x.shape[-1:]} for x{x.shape}, got {given.shape}:"
+                f"`{parameter}` must be {x.shape[-1:]} for x{x.shape}, got {array.shape}:"
                 " pass one number for each feature, or None."
             )
     if x.ndim < 1:
@@ -98,15 +98,15 @@ def _layer_norm(
 def _normalize(x: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
     """Returns `x` without its mean and over its deviation, and the inverse of the deviation."""
     x = x.astype(accumulation_dtype(x.dtype))
-    centred = x - jnp.mean(x, axis=-1, keepdims=True)
-    inverse = jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
-    return centred * inverse, inverse
+    centered = x - jnp.mean(x, axis=-1, keepdims=True)
+    inverse = jax.lax.rsqrt(jnp.mean(centered * centered, axis=-1, keepdims=True) + eps)
+    return centered * inverse, inverse
 
 
 def _layer_norm_fwd(eps, name, x, scale, bias):
     with jax.named_scope("actjax.layer_norm"):
-        x, kept = keep(x, Exact(), None, "layer_norm", name)
-        return _layer_norm(eps, name, x, scale, bias), (kept, scale, bias)
+        x, held = keep(x, Exact(), None, "layer_norm", name)
+        return _layer_norm(eps, name, x, scale, bias), (held, scale, bias)
 
 
 def _layer_norm_bwd(eps, name, residuals, dy):

@@ -96,8 +96,8 @@ def _rms_norm(eps: float, name: str, x: jax.Array, scale: jax.Array) -> jax.Arra
 
 def _rms_norm_fwd(eps, name, x, scale):
     with jax.named_scope("actjax.rms_norm"):
-        x, kept = keep(x, Exact(), None, "rms_norm", name)
-        return _rms_norm(eps, name, x, scale), (kept, scale)
+        x, held = keep(x, Exact(), None, "rms_norm", name)
+        return _rms_norm(eps, name, x, scale), (held, scale)
 
 
 def _rms_norm_bwd(eps, name, residuals, dy):

@@ -91,27 +91,27 @@ def checkpoint(
             for i, (owner, leaf) in enumerate(zip(owners, leaves, strict=True))
             if owner in positions and _can_be_coded(leaf)
         ]
-        given = [leaves[i] for i in coded]
-        size = _chunk_size(given, chunk, axis)
+        coded_leaves = [leaves[i] for i in coded]
+        size = _chunk_size(coded_leaves, chunk, axis)
         if size is not None:
             for i in coded:
                 leaves[i] = jax.lax.slice_in_dim(leaves[i], 0, size, axis=axis)
         closed = close(opened.fun, jax.tree.unflatten(treedef, leaves))
-        rest = [None if i in coded else x for i, x in enumerate(closed.arguments)]
+        uncoded = [None if i in coded else x for i, x in enumerate(closed.arguments)]
         # Constants that are not traced need no gradient. JAX must not try to compute one: operators
         # with their own backward pass, such as products with NF4 weights, capture such constants.
         traced = [x for x in closed.constants if isinstance(x, Tracer)]
         known = [None if isinstance(x, Tracer) else x for x in closed.constants]
 
         def run(activations: Any, others: Any) -> Any:
-            traced, rest = others
-            return closed.run(_filled(known, traced), _filled(rest, activations))
+            traced, uncoded = others
+            return closed.run(_filled(known, traced), _filled(uncoded, activations))
 
         names = [name if len(coded) == 1 else f"{name} {i}" for i in range(len(coded))]
         outputs = coded_call(
             run if size is None else InChunks(run, size, axis),
-            given,
-            (traced, rest),
+            coded_leaves,
+            (traced, uncoded),
             [codec] * len(coded),
             key,
             "checkpoint",

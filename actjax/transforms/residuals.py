@@ -187,12 +187,12 @@ def _compress(
     # All arrays that `run` reads are inputs: it is traced again where it is differentiated, perhaps
     # outside of the loop that a key belongs to.
     def run(*inputs: Any) -> list[Any]:
-        given = core.ClosedJaxpr(program.jaxpr, list(inputs[:first]))
-        own_key = jax.tree.unflatten(treedef, inputs[last:])
+        closed = core.ClosedJaxpr(program.jaxpr, list(inputs[:first]))
+        run_key = jax.tree.unflatten(treedef, inputs[last:])
         if settings.remat is None:
-            return _run_once(given, inputs[first:last], settings, own_key)
+            return _run_once(closed, inputs[first:last], settings, run_key)
         return _run_segments(
-            given, inputs[first:last], dies[:last], data[:last], settings, settings.remat, own_key
+            closed, inputs[first:last], dies[:last], data[:last], settings, settings.remat, run_key
         )
 
     if all(data):
@@ -271,22 +271,22 @@ def _run_segments(
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, program.consts, strict=True))
     values |= zip(jaxpr.invars, arguments, strict=True)
     once = dataclasses.replace(settings, remat=None)
-    handle, found = _handler(settings, key), pieces(program, segments)
-    for i, (segment, (body, invars)) in enumerate(zip(segments, found, strict=True)):
-        closed, given = core.ClosedJaxpr(body, []), [values[x] for x in invars]
+    handle, bodies = _handler(settings, key), pieces(program, segments)
+    for i, (segment, (body, invars)) in enumerate(zip(segments, bodies, strict=True)):
+        closed, body_inputs = core.ClosedJaxpr(body, []), [values[x] for x in invars]
         if not segment.again:
-            outputs = run_inlined(closed, given, handle)
+            outputs = run_inlined(closed, body_inputs, handle)
         elif remat.codes:
-            own_key = jax.tree.map(lambda k, i=i: jax.random.fold_in(k, i), key)
+            segment_key = jax.tree.map(lambda k, i=i: jax.random.fold_in(k, i), key)
             scope = joined_scopes(settings.scope, f"segment {i}")
-            own = dataclasses.replace(once, scope=scope)
+            scoped = dataclasses.replace(once, scope=scope)
             again = functools.partial(
-                _compress_segment, closed, own, own_key, [x in data for x in invars]
+                _compress_segment, closed, scoped, segment_key, [x in data for x in invars]
             )
-            outputs = jax.checkpoint(again)(*given)
+            outputs = jax.checkpoint(again)(*body_inputs)
         else:
             again = functools.partial(run_inlined, closed, handle=_run_special)
-            outputs = jax.checkpoint(lambda *x, again=again: again(x))(*given)
+            outputs = jax.checkpoint(lambda *x, again=again: again(x))(*body_inputs)
         values |= zip(body.outvars, outputs, strict=True)
     return [x.val if isinstance(x, core.Literal) else values[x] for x in jaxpr.outvars]
 
@@ -327,9 +327,9 @@ def _compress_loop(
     constants, start, stacked = inputs[:first], inputs[first:last], inputs[last:]
     names = [""] * (len(body.consts) + len(inputs))
     number = next(numbers)
-    own_scope = joined_scopes(settings.scope, scope_of(eqn), f"loop {number}" if number else "")
+    loop_scope = joined_scopes(settings.scope, scope_of(eqn), f"loop {number}" if number else "")
     settings = dataclasses.replace(
-        settings, scope=own_scope, layers=settings.layers * params["length"]
+        settings, scope=loop_scope, layers=settings.layers * params["length"]
     )
     # The next iteration has another carry, so this one is not alive otherwise.
     dies = [False] * len(names)
@@ -341,9 +341,9 @@ def _compress_loop(
     keys = jax.tree.map(lambda k: jax.random.split(jax.random.fold_in(k, fold), length), key)
 
     def step(carry: Any, slices: Any) -> Any:
-        own, own_key = slices
+        xs, step_key = slices
         # The outer call already checked for operations without a derivative.
-        outputs = _compress(body, [*constants, *carry, *own], names, dies, settings, own_key, {})
+        outputs = _compress(body, [*constants, *carry, *xs], names, dies, settings, step_key, {})
         return outputs[: len(start)], outputs[len(start) :]
 
     carry, ys = jax.lax.scan(

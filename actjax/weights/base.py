@@ -79,7 +79,7 @@ class Weight:
 
     needs_input: ClassVar[bool] = True
 
-    def opened(self) -> "Weight":
+    def without_variables(self) -> "Weight":
         """Returns the weight with the values of Flax variables in place of these variables."""
         return self
 
@@ -227,9 +227,9 @@ def value_of(x: Any) -> Any:
 def as_weight(w: Any) -> Weight:
     """Returns an array, a Flax variable or a weight as a `Weight`."""
     w = value_of(w)
-    if (found := conversions.get()) is not None:
-        w = found.find(w)
-    return w.opened() if isinstance(w, Weight) else ArrayWeight(w)
+    if (current := conversions.get()) is not None:
+        w = current.find(w)
+    return w.without_variables() if isinstance(w, Weight) else ArrayWeight(w)
 
 
 def shape_text(x: Any) -> str:

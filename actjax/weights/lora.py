@@ -61,7 +61,7 @@ class LoRA(WrappedWeight):
         a, b = self.a.astype(weight.dtype), self.b.astype(weight.dtype)
         return (weight + self.scale * matmul(a, b, "highest")).astype(dtype or self.dtype)
 
-    def opened(self) -> "LoRA":
+    def without_variables(self) -> "LoRA":
         values = {name: value_of(getattr(self, name)) for name in ("weight", "a", "b")}
         return dataclasses.replace(self, **values)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 
 @dataclasses.dataclass(frozen=True)
-class Sight:
+class Mask:
     """A mask of attention: the positions that each position sees.
 
     Attributes:
