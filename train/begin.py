@@ -17,10 +17,10 @@ from actjax.kernels.packing import BITS
 from actjax.optim.host_states import HOST
 from models.sharding import head_repeats
 from train import hosts
-from train.blame import blamed_on
 from train.checkpoint import Checkpoints, identity_of
 from train.config import RunConfig
 from train.data import ValidationSet
+from train.flag_errors import naming_flag
 from train.lock import RunLock
 from train.loop import Run, compile_step, with_sharding
 from train.metrics import read_metrics
@@ -96,7 +96,7 @@ def begin(
             on_error.enter_context(contextlib.closing(lock) if lock else contextlib.nullcontext())
         hosts.check_shared(config.folder)
         shardings = shardings_of_run(recipe, shapes, mesh)
-        with blamed_on("--out"):
+        with naming_flag("--out"):
             checkpoints = _open_checkpoints(config)
             state, bits = _restored(checkpoints, data.batches, shapes, shardings, identity)
         data.batches.start_prefetch()  # The first batch takes seconds, as does compiling the step.
@@ -199,7 +199,7 @@ def _locked(config: ResolvedConfig) -> RunLock | None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"`--out` {folder} cannot be made a folder: {error}.") from error
-    with blamed_on("--out"):
+    with naming_flag("--out"):
         _check_entries(folder)
         lock = RunLock(folder)
         if not os.access(folder, os.W_OK | os.X_OK):

@@ -19,13 +19,13 @@ from models.checkpoints import load_checkpoint, read_dimensions, stop_ids
 from models.generation import generate
 from models.likelihoods import log_likelihoods
 from train import cli
-from train.blame import blamed_on
 from train.chat import open_chat_template
 from train.corpus import open_corpus, open_whole
 from train.data import ValidationSet, validation_batches
 from train.evaluate_config import EvaluateConfig as EvaluateConfig
 from train.evaluate_config import TextConfig as TextConfig
 from train.evaluate_config import WritingConfig as WritingConfig
+from train.flag_errors import naming_flag
 from train.loop import BadRunError, make_console, run_program
 from train.questions import Encode, Question, read_questions
 from train.scoring import TextCost, exact_match, most_likely
@@ -122,7 +122,7 @@ def prepare(config: EvaluateConfig, attach_adapter: AttachAdapter = attach_lora)
     if out is not None:
         _check_out(out)
     checkpoint = config.checkpoint.expanduser()
-    with blamed_on("--checkpoint"):
+    with naming_flag("--checkpoint"):
         model_config, _ = read_dimensions(checkpoint)
     longest = model_config.max_seq_len
     tokenizer = tokenizer_of(checkpoint, config.tokenizer)
@@ -144,11 +144,11 @@ def prepare(config: EvaluateConfig, attach_adapter: AttachAdapter = attach_lora)
             " one of them."
         )
     text = None if data is None else _rows(config, data, tokenizer, longest)
-    with blamed_on("--checkpoint"):
+    with naming_flag("--checkpoint"):
         model = load_checkpoint(checkpoint, convert=lora.quantize if config.four_bit else None)
         ends = {tokenizer.eos_id, *stop_ids(checkpoint)}
     if config.adapter is not None:
-        with blamed_on("--adapter"):
+        with naming_flag("--adapter"):
             model = attach_adapter(model, config.adapter.expanduser())
     # Models that never saw an end of text, such as stories260K, write the next beginning.
     ends |= set() if tokenizer.bos_id is None else {tokenizer.bos_id}

@@ -20,10 +20,10 @@ from models.lora import merge, quantize
 from models.peft import save_adapters
 from train import cli, hosts
 from train.begin import Data, Weights, begin, check_sizes, first_state, run_identity
-from train.blame import blamed_on
 from train.calibration import calibrate
 from train.config import FinetuneConfig
 from train.examples import Examples, open_examples
+from train.flag_errors import naming_flag
 from train.loop import Run, make_console, moved, prepare_and_train, put_rows, run_program
 from train.packing import packed_batches, validation_set
 from train.resolve import ResolvedConfig, resolve
@@ -66,7 +66,7 @@ def prepare(given: FinetuneConfig, console: Console) -> Run:
     """
     checkpoint = _checkpoint(given)
     with hosts.failing_together():
-        with blamed_on("--checkpoint"):
+        with naming_flag("--checkpoint"):
             model_config, dtype = read_dimensions(checkpoint)
         config = resolve(given, model_config, dtype)
         mesh = make_mesh(config.mesh)
@@ -76,7 +76,7 @@ def prepare(given: FinetuneConfig, console: Console) -> Run:
         _check_vocabulary(config, tokenizer)
         folder = given.tokenizer or checkpoint
         examples = open_examples(given.data, tokenizer, config.seq_len, folder)
-        with blamed_on("--checkpoint"):
+        with naming_flag("--checkpoint"):
             hashed = fingerprint(checkpoint)
         identity = run_identity(recipe, tokenizer, examples.fingerprint, checkpoint=hashed)
         batches = _packed(recipe, examples, tokenizer, mesh)
@@ -184,7 +184,7 @@ def read_model(checkpoint: pathlib.Path, recipe: Recipe, places: Any) -> Decoder
         shardings = huggingface.parameter_of(places, path).get_value()
         return jax.tree.map(hosts.place, value, shardings)
 
-    with blamed_on("--checkpoint"):
+    with naming_flag("--checkpoint"):
         return load_checkpoint(
             checkpoint,
             dtype=recipe.config.weight_dtype,

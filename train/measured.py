@@ -13,10 +13,10 @@ from rich.table import Table
 
 from models import Decoder
 from models.checkpoints import load_checkpoint
-from train.blame import blamed_on
 from train.config import PretrainConfig
 from train.corpus import Corpus, open_corpus
 from train.data import train_batches
+from train.flag_errors import naming_flag
 from train.gradient_error import WHOLE, GradientError, by_site, measure
 from train.records import FieldTemplate, read_records
 from train.resolve import dimensions
@@ -111,7 +111,7 @@ def open_measured(
       OSError: a file that cannot be read.
     """
     tokenizer = tokenizer_of(checkpoint, train.data.tokenizer)
-    with blamed_on("--checkpoint"):
+    with naming_flag("--checkpoint"):
         model = load_checkpoint(checkpoint, dtype="float32")
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(

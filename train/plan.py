@@ -38,11 +38,11 @@ from rich.console import Console
 
 from models.checkpoints import read_dimensions
 from train import cli, fits
-from train.blame import blamed_on
 from train.cli import Headings
 from train.config import DataConfig, PretrainConfig
 from train.devices import DEVICES, HERE, find_device
 from train.estimate import Compiled, bytes_of_device, compile_plan, make_plan
+from train.flag_errors import naming_flag
 from train.gpus import GIB
 from train.gradient_error import WHOLE
 from train.measured import MeasureConfig, Measured, open_measured, table_of_errors
@@ -213,7 +213,7 @@ def run(config: PlanConfig, console: Console) -> bool:
         return True
     train, checkpoint = config.train, pathlib.Path(config.checkpoint).expanduser()
     if config.checkpoint:
-        with blamed_on("--checkpoint"):
+        with naming_flag("--checkpoint"):
             read_dimensions(checkpoint)  # Raises for a checkpoint that cannot be read.
         train = dataclasses.replace(train, model=str(checkpoint))
     else:

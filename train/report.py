@@ -15,8 +15,8 @@ import actjax
 from actjax._core.paths import path_name
 from actjax.optim.host_states import HOST
 from models import Decoder
-from train.blame import blamed_on_option
 from train.config import OptimizerConfig
+from train.flag_errors import naming_flag_of_option
 from train.options import MethodOptions
 from train.step import (
     Recipe,
@@ -30,7 +30,7 @@ from train.step import (
 )
 
 
-@blamed_on_option()
+@naming_flag_of_option()
 def explain_step(recipe: Recipe, state: TrainState) -> actjax.Explanation:
     """Returns what is stored for the backward pass of one micro-batch, between refreshes.
 

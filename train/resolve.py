@@ -9,8 +9,8 @@ from models.checkpoints import read_dimensions
 from models.lora import LoRAConfig
 from models.presets import PRESETS
 from train import methods
-from train.blame import blamed_on
 from train.config import FinetuneConfig, OptimizerConfig, PretrainConfig, RunConfig
+from train.flag_errors import naming_flag
 from train.options import check_flags
 
 
@@ -94,7 +94,7 @@ def dimensions(config: PretrainConfig, tokenizer_size: int | None = None) -> Mod
     """
     asked, path = config.model_vocab_size, pathlib.Path(config.model)
     known = config.model in PRESETS or not path.exists()
-    with blamed_on("--model"):
+    with naming_flag("--model"):
         model = preset(config.model) if known else read_dimensions(path)[0]
     if tokenizer_size is None:
         return dataclasses.replace(model, vocab_size=asked or model.vocab_size)
