@@ -87,7 +87,7 @@ class InPieces:
 
         Args:
           count: number of parts of the rows.
-          add: from rows of all parts, part after part, to the sums of those of this device.
+          add: from rows of all parts, part after part, to the sums of the rows of this device.
         """
         local_rows = self.rows // count
         size = math.gcd(local_rows, -(-local_rows // self.pieces))
@@ -120,7 +120,7 @@ def _kinds(args: Any) -> set[AxisType]:
 
 
 def _meshes(args: Any) -> list[AbstractMesh]:
-    """Returns the mesh that is set, and those of arrays."""
+    """Returns the mesh that is set, and the meshes of arrays."""
     shardings = (getattr(jax.typeof(x), "sharding", None) for x in jax.tree.leaves(args))
     meshes = [jax.sharding.get_abstract_mesh(), *(s.mesh for s in shardings if s is not None)]
     return [mesh for mesh in meshes if not mesh.empty]
@@ -293,7 +293,7 @@ def _partition(
 
 
 def _axes_of_names(dims, arrays, sizes, mesh) -> dict[str | None, tuple[str, ...]]:
-    """Returns the mesh axes that each named axis is split over: those of the first array split."""
+    """Returns the mesh axes that each named axis is split over in the first array that is split."""
     axes: dict[str | None, tuple[str, ...]] = {}
     for names_of, x in zip(dims, arrays, strict=True):
         for name, entry in zip(names_of.names, _entries(x, mesh), strict=True):

@@ -108,7 +108,7 @@ class Linear(_Coded, eqx.nn.Linear):
 
         Args:
           x: [in_features], or [] for "scalar" features, as in Equinox.
-          key: randomness of the encoding; by default that of the layer.
+          key: randomness of the encoding; by default the key of the layer.
 
         Raises:
           ValueError: `x` has another shape.
@@ -164,7 +164,7 @@ def replace(model: Model, rules: Rules, *, key: jax.Array | None = None) -> Mode
         model = actjax.equinox.replace(model, {"(query|key|value)_proj$": actjax.RandomizedSVD(64)},
                                        key=key)
 
-    `equinox.nn.Linear` (so also those of `MLP` and `MultiheadAttention`), `LayerNorm` and `RMSNorm`
+    `equinox.nn.Linear` (also within `MLP` and `MultiheadAttention`), `LayerNorm` and `RMSNorm`
     become their twins, with the same parameters; twins get another codec. Other subclasses of them
     that a library defines are left alone, and so is everything else.
 

@@ -19,7 +19,7 @@ def load_checkpoint(
 
     Args:
       path: the folder.
-      dtype: dtype of the weights; that of the stored weights if None.
+      dtype: dtype of the weights; the dtype of each stored tensor if None.
       convert: as for `models.huggingface.load`.
       put: as for `models.huggingface.load`.
 

@@ -51,7 +51,7 @@ def scratch_folder(parent: pathlib.Path, prefix: str) -> Iterator[pathlib.Path]:
       prefix: beginning of its name; the end is random. Folders with such a name and a lock are
         scratch folders.
     """
-    # `mkdtemp` adds no "-" to a name, so the folders of ".a-b-" are not taken for those of ".a-".
+    # `mkdtemp` adds no "-" to a name, so a folder of ".a-b-" is not mistaken for one of ".a-".
     named = re.compile(re.escape(prefix) + "[a-z0-9_]+")
     for sibling in list(parent.iterdir()):
         if named.fullmatch(sibling.name):

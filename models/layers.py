@@ -27,7 +27,7 @@ def layer_function(config: ModelConfig, storage: StorageChoice) -> LayerFunction
 
     Args:
       config: dimensions.
-      storage: what a layer stores; its arrays are those of one layer.
+      storage: what a layer stores, with the arrays of one layer.
     """
     match storage:
         case Storage():
@@ -81,7 +81,7 @@ def _compressed_residuals(config: ModelConfig, storage: CompressedResiduals) -> 
 
     def run(block, x, positions):
         unused = jax.random.key(0)  # No operator draws from it.
-        # A stored log-sum-exp is that of exact scores. Scores of decoded q and k need another, or
+        # A stored log-sum-exp belongs to exact scores. Scores of decoded q and k need another, or
         # the largest attention weights of a trained model come out as exp(50).
         return block(
             x, positions, config, Storage(), unused, visit=name_site, recompute_attention=True

@@ -142,7 +142,7 @@ def merge(model: Decoder, adapters: Adapters, lora: LoRAConfig, dtype: Any = Non
       model: as for `attach`. All quantized weights are decoded.
       adapters: as for `attach`.
       lora: as for `attach`.
-      dtype: dtype of the merged and decoded weights; that of the original weights if None.
+      dtype: dtype of the merged and decoded weights; the dtype of the original weights if None.
     """
     merged, factors = _copy(model), adapters["layers"]
     for target, path in TARGETS.items():

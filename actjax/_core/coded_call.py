@@ -148,7 +148,7 @@ def differentiate(
 
 
 def split_smooth(tree: Any) -> tuple[list[jax.Array], Callable[..., Any]]:
-    """Returns the leaves that have derivatives, and a function that puts such leaves back."""
+    """Returns the leaves that have derivatives, and a function that puts others in their place."""
     leaves, treedef = jax.tree.flatten(tree)
     places = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
 

@@ -115,7 +115,7 @@ def _is_variable(nnx: Any) -> Callable[[Any], bool]:
 
 
 def _values(nnx: Any, state: Any) -> list[Any]:
-    """Returns what the variables of a state hold."""
+    """Returns the values of the variables of a state."""
     return [x.get_value() for x in jax.tree.leaves(state, is_leaf=_is_variable(nnx))]
 
 

@@ -71,7 +71,7 @@ def _jvp(
 def _batched(
     args: Sequence[Any], axes: Sequence[Any], *, operator: TokenFunction
 ) -> tuple[jax.Array, int | None]:
-    """Adds the mapped axis to those of the tokens."""
+    """Adds the mapped axis to the axes of the tokens."""
     mapped = [isinstance(a, int) for a in axes]
     if any(mapped[1:]):
         in_axes = tuple(a if m else None for a, m in zip(axes, mapped, strict=True))

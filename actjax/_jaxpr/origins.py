@@ -98,7 +98,7 @@ class Origins:
 
 
 def _body(eqn: core.JaxprEqn) -> core.Jaxpr | None:
-    """Returns the body of a call or a scan whose inputs and outputs match those of the equation."""
+    """Returns the body of a call or scan if it has as many inputs and outputs as the equation."""
     body = body_of(eqn)
     if body is None or len(body.jaxpr.outvars) != len(eqn.outvars):
         return None

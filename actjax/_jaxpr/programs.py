@@ -136,7 +136,7 @@ def run_inlined(
       arguments: its arguments.
       handle: called with every equation that is not a call.
       into: whether to inline a call with this body. By default all are.
-      within: the call whose body the program is; its name scopes are those of the body too.
+      within: the call whose body the program is; the body gets its name scopes.
     """
     values: dict[Any, Any] = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
     values |= zip(program.jaxpr.invars, arguments, strict=True)

@@ -15,7 +15,7 @@ def replace(model: Any, rules: Rules, *, rngs: nnx.Rngs | None = None) -> Any:
         model = actjax.flax.replace(model, {"(query|key|value)$": actjax.PointApproximation(64)},
                                     rngs=nnx.Rngs(codes=0))
 
-    `nnx.Linear`, `LinearGeneral` (so also those of `MultiHeadAttention`), `Einsum`, `Conv`,
+    `nnx.Linear`, `LinearGeneral` (also within `MultiHeadAttention`), `Einsum`, `Conv`,
     `LayerNorm` and `RMSNorm` become their twins of `actjax.flax.nnx`, with the same parameters.
     Subclasses of them that a library defines are left alone, and so are layers with a product of
     the user (`dot_general=...`), and everything else.

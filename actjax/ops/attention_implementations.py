@@ -101,7 +101,7 @@ def _cudnn_fwd(mask, name, q, k, v, segments):
     with jax.named_scope("actjax.attention"):
         inputs, _ = keep_inputs(name, q, k, v)
         bias = _segment_bias(segments, q.dtype)
-        # The leaves of the pullback are what the backward pass of cuDNN needs. The output is one
+        # The backward pass of cuDNN reads the leaves of the pullback. The output is one
         # of them, recognized by identity; the merged array that is returned is held in its place.
         out, pullback = jax.vjp(functools.partial(_cudnn_call, mask, bias), *inputs)
         merged = keep_output(merge_heads(out), "attention", f"{name} output".strip())

@@ -141,7 +141,7 @@ def _on_tokens(function, hidden, head, labels, weights, inverse, outputs) -> Any
       labels: as for `cross_entropy`.
       weights: of the tokens.
       inverse: 1 over the sum of the weights.
-      outputs: from the `Dims` of `hidden` to those of the results.
+      outputs: from the `Dims` of `hidden` to the `Dims` of the results.
     """
     args = (hidden, head, labels, weights, inverse)
     tokens = Dims(tuple(f"tokens{i}" for i in range(labels.ndim)))
@@ -209,7 +209,7 @@ def _cross_entropy_fwd(options, hidden, head, labels, weights):
 def _sums_and_gradients(options, all_tokens, hidden, head, labels, weights, inverse) -> Any:
     """Returns the weighted sum of the losses, and its gradients of the head and of `hidden`.
 
-    The gradient of the head is that of the mean, in the dtype of the head.
+    The gradient of the head is the gradient of the mean, in the dtype of the head.
 
     Args:
       options: as for `_cross_entropy`.

@@ -110,7 +110,7 @@ def qkv_projection(
 ) -> tuple[Any, Any, Any]:
     """Returns the query, key and value projections of `x`, which share one stored copy of it.
 
-    The same as `linear(x, (wq, wk, wv), ...)`, which says what is exact.
+    The same as `linear(x, (wq, wk, wv), ...)`; see there for what is exact.
 
     Args:
       x: activations, [..., d].

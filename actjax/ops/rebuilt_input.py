@@ -222,7 +222,7 @@ def _then_linear(
 
     Args:
       before: computes the linear input, in both passes; closes over no arrays.
-      activations: what the codecs store.
+      activations: the arrays that the codecs store.
       others: a pytree that `before` also reads; kept as it is.
       w: as for `linear`.
       bias: as for `linear`.

@@ -67,7 +67,7 @@ class _Residuals:
     """The leaves of the pullback of the kernels.
 
     Attributes:
-      leaves: arrays; those of heads are merged, [B, S, H * D]. Heads of 64 numbers, [B, H, S, 64],
+      leaves: arrays; arrays of heads are merged, [B, S, H * D]. Heads of 64 numbers, [B, H, S, 64],
         would take the 128 lanes of 128.
       treedef: structure of the pullback. Static.
       heads: heads of each leaf; 0 for one that is not merged. Static.

@@ -124,7 +124,7 @@ def make_plan(
       names: names of the inputs.
       dies: which inputs are dead after the forward pass.
       fixed: which inputs cannot be differentiated.
-      settings: what is done with residuals.
+      settings: the rule, and whether residuals are rebuilt.
       one_way: for the inputs that no gradient may pass, the operation without a derivative.
     """
     traced = _trace(run, inputs, fixed)

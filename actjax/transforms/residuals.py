@@ -123,7 +123,7 @@ def compressed_function(
 
     Args:
       fun: the function.
-      settings: what is stored and how, and what is computed again.
+      settings: how residuals are stored or computed again.
       positions: of arguments that are dead after the forward pass.
       key: randomness of the encoding, or None.
     """

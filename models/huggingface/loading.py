@@ -48,7 +48,7 @@ def load(
 
     Args:
       folder: with `config.json` and either `model.safetensors` or an index of several files.
-      dtype: dtype of the weights; that of each tensor if None.
+      dtype: dtype of the weights; the dtype of each stored tensor if None.
       convert: returns the value to hold in place of an array; called for each layer.
       put: places a value on devices; on the default device if None.
 
