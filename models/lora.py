@@ -176,7 +176,7 @@ def quantize(path: str, array: Any) -> Any:
     """
     if path.removeprefix("layers.") not in TARGETS.values():
         return array
-    return jax.device_get(_quantize(jnp.asarray(array)))
+    return jax.device_get(_quantize(array))
 
 
 def quantize_layers(model: Decoder) -> Decoder:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
@@ -44,7 +43,7 @@ def fill(
         value = convert(path, arrays)
     else:
         value = _stack(path, (convert(path, array) for array in arrays), model.config.num_layers)
-    put = put or (lambda _, value: jax.tree.map(jnp.asarray, value))
+    put = put or (lambda _, value: jax.device_put(value))
     parameter_of(model, path).set_value(put(path, value))
 
 

@@ -139,7 +139,7 @@ def _pop_layers(
                 f" or the file is damaged ({array.dtype})."
             )
         layers.append(array.T)
-    return jnp.asarray(np.stack(layers), jnp.float32)
+    return jax.device_put(np.stack(layers).astype(np.float32))
 
 
 def _read_settings(path: pathlib.Path) -> LoRAConfig:
