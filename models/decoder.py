@@ -17,7 +17,7 @@ from models.block import Block, Keys, Positions, normal
 from models.config import ModelConfig
 from models.embedding import embed
 from models.layers import check_key, layer_function, layer_keys
-from models.sharding import on_own_tokens
+from models.sharding import mean_over_devices
 from models.storage import Storage, StorageChoice
 
 
@@ -191,7 +191,7 @@ class Decoder(nnx.Module):
             return actjax.cross_entropy(hidden, head, targets, mask=mask, z_loss=z_loss)
 
         mask = jnp.ones(targets.shape, jnp.float32) if mask is None else mask
-        return on_own_tokens(loss, self.last_norm(x), self.head, targets, mask)
+        return mean_over_devices(loss, self.last_norm(x), self.head, targets, mask)
 
     def __call__(self, tokens: jax.Array, *, compute_dtype: str = "bfloat16") -> jax.Array:
         """Returns the logits of `tokens` [B, S], [B, S, V] in float32."""

@@ -20,7 +20,7 @@ def check_free(folder: pathlib.Path) -> None:
 
 
 @contextlib.contextmanager
-def written_whole(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+def atomic_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     """Yields a temporary folder to write into, and renames it to `folder` at the end.
 
     After an error the temporary folder is removed.

@@ -12,7 +12,7 @@ import safetensors
 import safetensors.numpy
 
 from models.config import ModelConfig
-from models.folders import written_whole
+from models.folders import atomic_folder
 from models.json_files import read_object
 from models.lora import TARGETS, Adapters, LoRAConfig, weight_shape
 from models.parameters import fetch
@@ -69,7 +69,7 @@ def save_adapters(
     }
     if jax.process_index():
         return
-    with written_whole(folder) as scratch:
+    with atomic_folder(folder) as scratch:
         (scratch / _CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         safetensors.numpy.save_file(tensors, scratch / _WEIGHTS, metadata={"format": "pt"})
         (scratch / _WEIGHTS).chmod(0o644)

@@ -164,7 +164,7 @@ def head_repeats(heads: int, devices: int) -> int:
     return devices // math.gcd(heads, devices)
 
 
-def on_own_tokens(
+def mean_over_devices(
     loss: Callable[..., jax.Array], hidden: jax.Array, head: jax.Array, *by_token: jax.Array
 ) -> jax.Array:
     """Returns a weighted mean over tokens; several TPUs add up the means over their own tokens.
