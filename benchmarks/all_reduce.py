@@ -21,9 +21,9 @@ from benchmarks import command, record
 from benchmarks.rivals import ON_DEVICE, rival
 from benchmarks.tables import print_table
 from benchmarks.variants import check_names
-from train.collectives import collectives
-from train.config import PretrainConfig
-from train.step import batch_shapes
+from train.planning.collectives import collectives
+from train.run.step import batch_shapes
+from train.settings.config import PretrainConfig
 
 
 @dataclasses.dataclass(frozen=True)

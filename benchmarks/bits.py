@@ -19,15 +19,15 @@ import actjax
 from benchmarks import command, record
 from benchmarks.tables import print_table
 from models import Decoder, ModelConfig, Storage, StorageChoice
-from train.adapt import gradient_by_codecs, measure_sensitivity, site_width
-from train.config import PretrainConfig
-from train.corpus import open_corpus
-from train.data import train_batches
-from train.methods import METHODS
-from train.options import MethodOptions
-from train.resolve import dimensions
-from train.step import Batch, Recipe, init_state, make_recipe, make_train_step
-from train.tokenizer import default_tokenizer
+from train.run.adapt import gradient_by_codecs, measure_sensitivity, site_width
+from train.run.step import Batch, Recipe, init_state, make_recipe, make_train_step
+from train.settings.config import PretrainConfig
+from train.settings.methods import METHODS
+from train.settings.options import MethodOptions
+from train.settings.resolve import dimensions
+from train.text.corpus import open_corpus
+from train.text.data import train_batches
+from train.text.tokenizer import default_tokenizer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,14 +13,14 @@ import jax
 
 from benchmarks import command, record
 from benchmarks.tables import print_table
-from train.collectives import KINDS
-from train.config import PretrainConfig
-from train.devices import find_device
-from train.estimate import compile_plan, make_plan
-from train.gpus import GIB
-from train.methods import METHODS
-from train.options import FULL_WEIGHTS
-from train.sharding import mesh_sizes
+from train.planning.collectives import KINDS
+from train.planning.devices import find_device
+from train.planning.estimate import compile_plan, make_plan
+from train.planning.gpus import GIB
+from train.run.sharding import mesh_sizes
+from train.settings.config import PretrainConfig
+from train.settings.methods import METHODS
+from train.settings.options import FULL_WEIGHTS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,8 +21,8 @@ from benchmarks import command, record
 from benchmarks.runs import first_loss, last_loss, timed, trained
 from benchmarks.tables import print_table
 from benchmarks.variants import check_names
-from train.config import AdapterConfig, FinetuneConfig, OptimizerConfig
-from train.options import MethodOptions, given_fields
+from train.settings.config import AdapterConfig, FinetuneConfig, OptimizerConfig
+from train.settings.options import MethodOptions, given_fields
 
 
 @dataclasses.dataclass(frozen=True)

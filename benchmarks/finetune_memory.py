@@ -22,11 +22,9 @@ from benchmarks.tables import print_table
 from benchmarks.variants import check_names
 from models import ModelConfig, preset
 from models.lora import attach
-from train.config import AdapterConfig, FinetuneConfig
-from train.devices import HERE, compile_for, find_device
-from train.flops import causal_loop_length, matmul_flops
-from train.options import Level, MethodOptions
-from train.step import (
+from train.planning.devices import HERE, compile_for, find_device
+from train.planning.flops import causal_loop_length, matmul_flops
+from train.run.step import (
     TrainState,
     batch_shapes,
     gradient_function,
@@ -35,6 +33,8 @@ from train.step import (
     make_train_step,
     step_key,
 )
+from train.settings.config import AdapterConfig, FinetuneConfig
+from train.settings.options import Level, MethodOptions
 
 
 def _hyc(bits: Any, level: Level = "intra+inter", remat: bool = False) -> MethodOptions:

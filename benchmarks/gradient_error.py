@@ -21,12 +21,12 @@ from benchmarks import command, record
 from benchmarks.tables import print_table
 from benchmarks.variants import check_names
 from models.config import site_width
-from train.config import DataConfig, PretrainConfig
-from train.gradient_error import WHOLE, by_site, measure
-from train.measured import MeasureConfig, Measured, open_measured
-from train.options import MethodOptions
-from train.resolve import dimensions
-from train.step import Recipe, make_recipe
+from train.planning.gradient_error import WHOLE, by_site, measure
+from train.planning.measured import MeasureConfig, Measured, open_measured
+from train.run.step import Recipe, make_recipe
+from train.settings.config import DataConfig, PretrainConfig
+from train.settings.options import MethodOptions
+from train.settings.resolve import dimensions
 
 _PLAIN: dict[str, Any] = {"levels": "uniform", "balance": False, "same_bits": True}
 """Options of the codes before balanced channels."""

@@ -28,7 +28,7 @@ from benchmarks.kernel_cases import KERNELS
 from benchmarks.kernel_cases.case import Case
 from benchmarks.tables import print_table
 from benchmarks.variants import check_names
-from train.devices import compile_for, find_gpu
+from train.planning.devices import compile_for, find_gpu
 
 _TOKENS, _WIDTH, _FFN, _RANK = 8192, 2048, 5461, 512
 

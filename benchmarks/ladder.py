@@ -21,14 +21,14 @@ from benchmarks import command, memory, record
 from benchmarks.rivals import rival
 from benchmarks.tables import Cells, cell, print_table
 from models import PRESETS
-from train.config import OptimizerConfig, PretrainConfig
-from train.corpus import open_corpus
-from train.data import ValidationSet, train_batches, validation_batches
-from train.devices import find_device
-from train.options import near_hint
-from train.resolve import dimensions
-from train.step import make_eval_step, make_recipe
-from train.tokenizer import default_tokenizer
+from train.planning.devices import find_device
+from train.run.step import make_eval_step, make_recipe
+from train.settings.config import OptimizerConfig, PretrainConfig
+from train.settings.options import near_hint
+from train.settings.resolve import dimensions
+from train.text.corpus import open_corpus
+from train.text.data import ValidationSet, train_batches, validation_batches
+from train.text.tokenizer import default_tokenizer
 
 RUNGS = {
     "plain": "plain JAX, optax.adamw",

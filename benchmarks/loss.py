@@ -13,7 +13,7 @@ from benchmarks import command, record
 from benchmarks.runs import last_loss, timed, trained
 from benchmarks.tables import print_table
 from benchmarks.variants import VARIANTS, check_names
-from train.config import PretrainConfig
+from train.settings.config import PretrainConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,10 +17,10 @@ from benchmarks import command, record
 from benchmarks.rivals import ON_DEVICE, compiled_memory, rival
 from benchmarks.tables import print_table
 from benchmarks.variants import check_names
-from train.config import PretrainConfig
-from train.devices import HERE, compile_for, find_device
-from train.flops import causal_loop_length, matmul_flops
-from train.step import batch_shapes
+from train.planning.devices import HERE, compile_for, find_device
+from train.planning.flops import causal_loop_length, matmul_flops
+from train.run.step import batch_shapes
+from train.settings.config import PretrainConfig
 
 
 @dataclasses.dataclass(frozen=True)

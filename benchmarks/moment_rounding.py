@@ -19,8 +19,8 @@ from actjax.kernels.four_bit import GROUP, signed_zeros
 from benchmarks import command, record
 from benchmarks.tables import print_table
 from train import pretrain
-from train.config import OptimizerConfig, PretrainConfig
-from train.loop import StopSignal, train
+from train.run.loop import StopSignal, train
+from train.settings.config import OptimizerConfig, PretrainConfig
 
 
 @dataclasses.dataclass(frozen=True)

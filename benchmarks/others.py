@@ -22,7 +22,7 @@ import actjax
 from benchmarks import command, record
 from benchmarks.rivals import compiled_memory
 from benchmarks.tables import print_table
-from train.devices import HERE, compile_for, find_device
+from train.planning.devices import HERE, compile_for, find_device
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from benchmarks import picture
 from benchmarks.record import RESULTS, read
 from benchmarks.tables import print_table
 from benchmarks.variants import VARIANTS
-from train.methods import METHODS
+from train.settings.methods import METHODS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,10 +25,10 @@ from actjax.optim.projections import Side
 from benchmarks import command, record
 from benchmarks.rivals import rival
 from benchmarks.tables import print_table
-from train.config import PretrainConfig
-from train.flops import causal_loop_length, matmul_flops
-from train.resolve import dimensions
-from train.step import batch_shapes
+from train.planning.flops import causal_loop_length, matmul_flops
+from train.run.step import batch_shapes
+from train.settings.config import PretrainConfig
+from train.settings.resolve import dimensions
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,10 +15,9 @@ from benchmarks import plain
 from benchmarks.variants import VARIANTS, Variant
 from models import Decoder
 from models.config import ModelConfig
-from train.begin import first_state, shardings_of_run
-from train.config import PretrainConfig
-from train.optimizer import full_space_updates, make_optimizer, store_states_as
-from train.report import (
+from train.run.begin import first_state, shardings_of_run
+from train.run.optimizer import full_space_updates, make_optimizer, store_states_as
+from train.run.report import (
     StepMemory,
     explain_step,
     gradient_bytes,
@@ -26,9 +25,8 @@ from train.report import (
     step_memory,
     tree_bytes,
 )
-from train.resolve import ResolvedConfig, dimensions, resolve
-from train.sharding import make_mesh
-from train.step import (
+from train.run.sharding import make_mesh
+from train.run.step import (
     Batch,
     TrainState,
     batch_shapes,
@@ -39,6 +37,8 @@ from train.step import (
     make_train_step,
     step_key,
 )
+from train.settings.config import PretrainConfig
+from train.settings.resolve import ResolvedConfig, dimensions, resolve
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,10 +16,10 @@ from rich.console import Console
 from benchmarks import record
 from benchmarks.rivals import compiled_memory
 from train import finetune, pretrain
-from train.config import FinetuneConfig, PretrainConfig
-from train.loop import NonFiniteError, Run, StopSignal, train
-from train.metrics import read_metrics
-from train.report import explain_step, tree_bytes
+from train.run.loop import NonFiniteError, Run, StopSignal, train
+from train.run.metrics import read_metrics
+from train.run.report import explain_step, tree_bytes
+from train.settings.config import FinetuneConfig, PretrainConfig
 
 Settings = PretrainConfig | FinetuneConfig
 

@@ -12,11 +12,11 @@ from typing import Any
 from benchmarks import command, record
 from benchmarks.tables import print_table
 from benchmarks.variants import check_names
-from train.config import OptimizerConfig, PretrainConfig
-from train.estimate import compile_plan, make_plan
-from train.gpus import GIB
-from train.options import MethodOptions
-from train.plan_tables import choice
+from train.planning.estimate import compile_plan, make_plan
+from train.planning.gpus import GIB
+from train.planning.tables import choice
+from train.settings.config import OptimizerConfig, PretrainConfig
+from train.settings.options import MethodOptions
 
 
 def _run(model: str, batch_size: int, seq_len: int, method: str, **settings: Any) -> PretrainConfig:

@@ -22,9 +22,9 @@ from benchmarks import command, record
 from benchmarks.rivals import ON_DEVICE, compiled_memory, random_batch, rival
 from benchmarks.tables import print_table
 from benchmarks.variants import check_names
-from train.config import PretrainConfig
-from train.flops import causal_loop_length, matmul_flops
-from train.resolve import dimensions
+from train.planning.flops import causal_loop_length, matmul_flops
+from train.settings.config import PretrainConfig
+from train.settings.resolve import dimensions
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,8 +5,8 @@ from typing import Literal
 
 from actjax.kernels.format import Rounding
 from models import preset
-from train.config import OptimizerConfig, PretrainConfig, WeightDtype
-from train.options import MethodOptions, given_fields
+from train.settings.config import OptimizerConfig, PretrainConfig, WeightDtype
+from train.settings.options import MethodOptions, given_fields
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,9 +27,9 @@ from benchmarks import command, record
 from benchmarks.runs import first_loss, last_loss, trained
 from benchmarks.tables import print_table
 from benchmarks.variants import check_names
-from train.config import DataConfig, FinetuneConfig, OptimizerConfig, PretrainConfig
-from train.examples import ExampleConfig
-from train.optimizer import make_optimizer
+from train.run.optimizer import make_optimizer
+from train.settings.config import DataConfig, FinetuneConfig, OptimizerConfig, PretrainConfig
+from train.text.examples import ExampleConfig
 
 ROUNDINGS: dict[str, dict[str, Any]] = {
     "float32": {"weight_dtype": "float32"},

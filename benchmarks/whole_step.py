@@ -22,10 +22,10 @@ from actjax.optim.host_states import HOST
 from benchmarks.gpu.parts import wait_to_be_alone
 from benchmarks.rivals import Rival, compiled_memory, rival
 from models import preset
-from train.config import Dtype, PretrainConfig
-from train.flops import causal_loop_length, matmul_flops
-from train.loop import with_sharding
-from train.report import tree_bytes
+from train.planning.flops import causal_loop_length, matmul_flops
+from train.run.loop import with_sharding
+from train.run.report import tree_bytes
+from train.settings.config import Dtype, PretrainConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ from flax import nnx
 import actjax
 from benchmarks import record
 from benchmarks.tables import print_table
-from train.devices import HERE, compile_for, find_device
+from train.planning.devices import HERE, compile_for, find_device
 
 Batch = dict[str, Any]
 Loss = Callable[..., jax.Array]

@@ -48,11 +48,11 @@ import actjax
 from models import Decoder, ModelConfig, Storage
 from models.block import Positions
 from models.checkpoints import load_checkpoint
-from train.config import PretrainConfig
-from train.corpus import open_corpus
-from train.data import train_batches
-from train.step import init_state, make_recipe, make_train_step
-from train.tokenizer import default_tokenizer, tokenizer_of
+from train.run.step import init_state, make_recipe, make_train_step
+from train.settings.config import PretrainConfig
+from train.text.corpus import open_corpus
+from train.text.data import train_batches
+from train.text.tokenizer import default_tokenizer, tokenizer_of
 
 plt.rcParams.update({"figure.dpi": 80, "axes.grid": True, "grid.alpha": 0.3, "font.size": 9})
 console = Console(width=120, force_terminal=False, force_jupyter=False, color_system=None)

@@ -1,6 +1,6 @@
 """A tokenizer for tests: one token a byte."""
 
-from train.tokenizer import Tokenizer
+from train.text.tokenizer import Tokenizer
 
 
 class Bytes(Tokenizer):

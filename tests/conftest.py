@@ -40,7 +40,7 @@ def pytest_configure(config):
     if hasattr(config, "workerinput"):
         return
     os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *XLA_FLAGS))
-    # See `train.sharding.allow_simulated_devices`.
+    # See `train.run.sharding.allow_simulated_devices`.
     os.environ.setdefault("NPROC", "16")
     os.environ.setdefault("JAX_PLATFORMS", "" if os.path.exists("/dev/nvidia0") else "cpu")
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:

@@ -12,11 +12,11 @@ import typing
 import actjax
 import actjax.flax
 from models.presets import PRESETS
-from train.config import FinetuneConfig, PretrainConfig
 from train.evaluate import EvaluateConfig
-from train.methods import METHODS
-from train.options import FLAG_METHODS, MethodOptions, flag_name
 from train.plan import PlanConfig
+from train.settings.config import FinetuneConfig, PretrainConfig
+from train.settings.methods import METHODS
+from train.settings.options import FLAG_METHODS, MethodOptions, flag_name
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = {

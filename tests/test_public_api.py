@@ -12,8 +12,8 @@ import typing
 import actjax
 import models
 import train
-from train.config import FinetuneConfig, PretrainConfig
 from train.evaluate import EvaluateConfig
+from train.settings.config import FinetuneConfig, PretrainConfig
 
 OPTIONAL = ("triton", "jax_triton")
 """Packages that a test environment may lack: modules that import them are then not looked at."""
@@ -84,7 +84,7 @@ def test_the_list_of_public_objects_is_complete():
         "actjax.transforms.explain.Explanation.stored_bytes",
         "actjax._core.tags.Tag.decode",
         "models.decoder.Decoder.loss",
-        "train.config.PretrainConfig",
+        "train.settings.config.PretrainConfig",
     } <= set(OBJECTS)
 
 

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from actjax._shards import Dims, InPieces, Sum, gathered, on_shards
-from train.collectives import bytes_by_kind, collectives
+from train.planning.collectives import bytes_by_kind, collectives
 
 ROWS, COLUMNS = Dims(("rows", None)), Dims((None, None))
 X = np.arange(96.0, dtype=np.float32).reshape(8, 12) / 7

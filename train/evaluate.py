@@ -18,18 +18,18 @@ from models import Decoder, lora, peft
 from models.checkpoints import load_checkpoint, read_dimensions, stop_ids
 from models.generation import generate
 from models.likelihoods import log_likelihoods
-from train import cli
-from train.chat import open_chat_template
-from train.corpus import open_corpus, open_whole
-from train.data import ValidationSet, validation_batches
-from train.evaluate_config import EvaluateConfig as EvaluateConfig
-from train.evaluate_config import TextConfig as TextConfig
-from train.evaluate_config import WritingConfig as WritingConfig
+from train.evaluation.config import EvaluateConfig as EvaluateConfig
+from train.evaluation.config import TextConfig as TextConfig
+from train.evaluation.config import WritingConfig as WritingConfig
+from train.evaluation.questions import Encode, Question, read_questions
+from train.evaluation.scoring import TextCost, exact_match, most_likely
 from train.flag_errors import naming_flag
-from train.loop import BadRunError, make_console, run_program
-from train.questions import Encode, Question, read_questions
-from train.scoring import TextCost, exact_match, most_likely
-from train.tokenizer import Tokenizer, tokenizer_of
+from train.run.loop import BadRunError, make_console, run_program
+from train.settings import cli
+from train.text.chat import open_chat_template
+from train.text.corpus import open_corpus, open_whole
+from train.text.data import ValidationSet, validation_batches
+from train.text.tokenizer import Tokenizer, tokenizer_of
 
 AttachAdapter = Callable[[Decoder, pathlib.Path], Decoder]
 """From a decoder and the folder of an adapter to the decoder with the adapter."""

@@ -18,18 +18,19 @@ from models import Decoder, huggingface
 from models.checkpoints import load_checkpoint, read_dimensions
 from models.lora import merge, quantize
 from models.peft import save_adapters
-from train import cli, hosts
-from train.begin import Data, Weights, begin, check_sizes, first_state, run_identity
-from train.calibration import calibrate
-from train.config import FinetuneConfig
-from train.examples import Examples, open_examples
 from train.flag_errors import naming_flag
-from train.loop import Run, make_console, moved, prepare_and_train, put_rows, run_program
-from train.packing import packed_batches, validation_set
-from train.resolve import ResolvedConfig, resolve
-from train.sharding import make_mesh, rows_of_process
-from train.step import Recipe, TrainState, build_recipe, model_of
-from train.tokenizer import Tokenizer, tokenizer_of
+from train.run import hosts
+from train.run.begin import Data, Weights, begin, check_sizes, first_state, run_identity
+from train.run.calibration import calibrate
+from train.run.loop import Run, make_console, moved, prepare_and_train, put_rows, run_program
+from train.run.sharding import make_mesh, rows_of_process
+from train.run.step import Recipe, TrainState, build_recipe, model_of
+from train.settings import cli
+from train.settings.config import FinetuneConfig
+from train.settings.resolve import ResolvedConfig, resolve
+from train.text.examples import Examples, open_examples
+from train.text.packing import packed_batches, validation_set
+from train.text.tokenizer import Tokenizer, tokenizer_of
 
 PROG = "python -m train.finetune"
 

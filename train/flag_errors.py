@@ -5,7 +5,7 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
-from train.options import MethodOptions, flag_name
+from train.settings.options import MethodOptions, flag_name
 
 
 @contextlib.contextmanager

@@ -36,22 +36,23 @@ import jax
 import tyro
 from rich.console import Console
 
+from benchmarks import fits
 from models.checkpoints import read_dimensions
-from train import cli, fits
-from train.cli import Headings
-from train.config import DataConfig, PretrainConfig
-from train.devices import DEVICES, HERE, find_device
-from train.estimate import Compiled, bytes_of_device, compile_plan, make_plan
 from train.flag_errors import naming_flag
-from train.gpus import GIB
-from train.gradient_error import WHOLE
-from train.measured import MeasureConfig, Measured, open_measured, table_of_errors
-from train.options import FULL_WEIGHTS, flag_name, given_fields, used_options
-from train.plan_tables import choice, flags, markdown, size_text, table_of
-from train.resolve import dimensions, resolve
-from train.sharding import mesh_sizes
-from train.stages import METHODS, OPTIONS, stages
-from train.tokenizer import load_tokenizer
+from train.planning.devices import DEVICES, HERE, find_device
+from train.planning.estimate import Compiled, bytes_of_device, compile_plan, make_plan
+from train.planning.gpus import GIB
+from train.planning.gradient_error import WHOLE
+from train.planning.measured import MeasureConfig, Measured, open_measured, table_of_errors
+from train.planning.stages import METHODS, OPTIONS, stages
+from train.planning.tables import choice, flags, markdown, size_text, table_of
+from train.run.sharding import mesh_sizes
+from train.settings import cli
+from train.settings.cli import Headings
+from train.settings.config import DataConfig, PretrainConfig
+from train.settings.options import FULL_WEIGHTS, flag_name, given_fields, used_options
+from train.settings.resolve import dimensions, resolve
+from train.text.tokenizer import load_tokenizer
 
 PROG = "python -m train.plan"
 ALL = "all"

@@ -6,16 +6,17 @@ import functools
 from jax.sharding import Mesh
 from rich.console import Console
 
-from train import cli, hosts
-from train.begin import Data, Weights, begin, check_sizes, first_state, run_identity
-from train.config import DataConfig, PretrainConfig
-from train.corpus import Corpus, open_corpus
-from train.data import ROW_ORDER, train_batches, validation_batches
-from train.loop import Run, make_console, prepare_and_train, run_program
-from train.resolve import dimensions, resolve
-from train.sharding import make_mesh, rows_of_process
-from train.step import Recipe, build_recipe
-from train.tokenizer import Tokenizer, default_tokenizer, load_tokenizer
+from train.run import hosts
+from train.run.begin import Data, Weights, begin, check_sizes, first_state, run_identity
+from train.run.loop import Run, make_console, prepare_and_train, run_program
+from train.run.sharding import make_mesh, rows_of_process
+from train.run.step import Recipe, build_recipe
+from train.settings import cli
+from train.settings.config import DataConfig, PretrainConfig
+from train.settings.resolve import dimensions, resolve
+from train.text.corpus import Corpus, open_corpus
+from train.text.data import ROW_ORDER, train_batches, validation_batches
+from train.text.tokenizer import Tokenizer, default_tokenizer, load_tokenizer
 
 PROG = "python -m train.pretrain"
 

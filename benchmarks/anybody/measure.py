@@ -16,7 +16,7 @@ import optax
 import actjax
 from benchmarks import record
 from benchmarks.anybody.case import Case
-from train.devices import compile_for, find_device
+from train.planning.devices import compile_for, find_device
 
 ERROR = 0.05
 """Relative error of a gradient that `actjax.compress` is asked for."""

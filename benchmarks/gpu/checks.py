@@ -12,7 +12,7 @@ from benchmarks.gpu.config import Config, find_case, on_gpu, takes_triton
 from benchmarks.kernel_check import check
 from benchmarks.rivals import ON_DEVICE, Rival, random_batch, rival
 from models import preset
-from train.config import PretrainConfig
+from train.settings.config import PretrainConfig
 
 
 def check_kernel(config: Config, unit: dict[str, str]) -> dict[str, Any]:

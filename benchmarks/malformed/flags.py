@@ -5,11 +5,11 @@ import pathlib
 from benchmarks.malformed.case import CORRECT, Case, Flags, case_of
 from benchmarks.malformed.mutate import Random, pick
 from models.lora import TARGETS
-from train import cli
-from train.config import FinetuneConfig, PretrainConfig
-from train.evaluate_config import EvaluateConfig
-from train.options import ADAPTERS, FLAG_METHODS, FULL_WEIGHTS
+from train.evaluation.config import EvaluateConfig
 from train.plan import PlanConfig
+from train.settings import cli
+from train.settings.config import FinetuneConfig, PretrainConfig
+from train.settings.options import ADAPTERS, FLAG_METHODS, FULL_WEIGHTS
 
 CONFIGS = {
     "pretrain": PretrainConfig,

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from models import Decoder, ModelConfig, huggingface
 from models.lora import LoRAConfig, init_adapters
 from models.peft import save_adapters
-from train.tokenizer import train_bpe
+from train.text.tokenizer import train_bpe
 
 MODEL = ModelConfig(
     vocab_size=384,

@@ -26,8 +26,8 @@ from benchmarks import command, record
 from benchmarks.soak import verdict
 from benchmarks.soak.lives import Folders, Life, drawn
 from benchmarks.tables import print_table
-from train.config import DataConfig, PretrainConfig
-from train.resolve import dimensions, resolve
+from train.settings.config import DataConfig, PretrainConfig
+from train.settings.resolve import dimensions, resolve
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 
 from benchmarks.soak.lives import Folders
 from benchmarks.tables import Cells, cell
-from train.metrics import read_metrics
+from train.run.metrics import read_metrics
 
 MOST_GROWTH = 0.05
 """A memory leaks if its largest use grows by more from the first half of a run to the second."""

@@ -10,7 +10,8 @@ import threading
 
 import jax
 
-from train import loop, pretrain
+from train import pretrain
+from train.run import loop
 
 SECONDS = 1.0
 """Time between two samples."""

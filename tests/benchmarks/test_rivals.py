@@ -19,11 +19,11 @@ from benchmarks.rivals import (
 )
 from benchmarks.variants import EIGHT_BIT, VARIANTS, Variant, check_names
 from models import ModelConfig, preset
-from train.config import PretrainConfig
-from train.flops import causal_loop_length, matmul_flops
-from train.options import MethodOptions
-from train.resolve import resolve
-from train.step import batch_shapes
+from train.planning.flops import causal_loop_length, matmul_flops
+from train.run.step import batch_shapes
+from train.settings.config import PretrainConfig
+from train.settings.options import MethodOptions
+from train.settings.resolve import resolve
 
 TRAIN = PretrainConfig(batch_size=4, seq_len=256, compute_dtype="float32")
 # llama_130m at a third of its width, with heads of 64, ffn 2.67 d, and its twelve layers, so that
@@ -75,7 +75,7 @@ def gradient_of(name: str):
     return jax.jit(small(name).gradient)
 
 
-# One of each kind of program: `tests/train/test_step.py` tests the methods.
+# One of each kind of program: `tests/train/run/test_step.py` tests the methods.
 @pytest.mark.parametrize(
     "name", ["optax.contrib.galore d/4", "subspace d/4, 8-bit states and inputs", "lean"]
 )

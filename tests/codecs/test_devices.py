@@ -20,7 +20,7 @@ from actjax import (
     RandomizedSVD,
     RandomProjection,
 )
-from train.collectives import bytes_by_kind, collectives
+from train.planning.collectives import bytes_by_kind, collectives
 
 B, S, D, N, K = 8, 64, 128, 96, 8
 FLOAT = 4

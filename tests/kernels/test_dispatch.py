@@ -21,7 +21,7 @@ from actjax.kernels.quantize.api import quantize
 from actjax.kernels.rms_norm_backward.api import rms_norm_backward
 from actjax.kernels.segment_sum.api import scaled_segment_sum
 from actjax.kernels.swiglu_backward.api import swiglu_backward
-from train.collectives import bytes_by_kind, collectives
+from train.planning.collectives import bytes_by_kind, collectives
 
 CODEC = Quantized(4, group=16, scale_dtype="float32")
 X = normal(4, 32)

@@ -18,8 +18,8 @@ from actjax.kernels.packing import unpack
 from actjax.kernels.quantize.api import quantize
 from actjax.kernels.rms_norm_backward.api import rms_norm_backward
 from actjax.kernels.swiglu_backward.api import swiglu_backward
-from train.devices import compile_for
-from train.tpus import TPUS
+from train.planning.devices import compile_for
+from train.planning.tpus import TPUS
 
 CODEC = Quantized(4, levels="normal", rotate=True, group=128, balance=True)
 """As `lean` stores numbers."""

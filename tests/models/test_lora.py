@@ -140,7 +140,7 @@ def test_attaching_and_merging_do_not_change_the_model(problem):
 
 def test_no_product_gives_the_gradient_of_a_frozen_weight(problem):
     """The backward pass has one product for each input and none for the weights."""
-    from train.flops import matmul_flops
+    from train.planning.flops import matmul_flops
 
     model, adapters, batch = problem
     lora = dataclasses.replace(LORA, rank=1)

@@ -14,8 +14,8 @@ import actjax
 from actjax.kernels.blockwise import is_blockwise
 from actjax.optim import EightBitState, eight_bit
 from actjax.optim.codes import decoded, encoded_like
-from train.checkpoint import Checkpoints
-from train.sharding import make_mesh, state_shardings
+from train.run.checkpoint import Checkpoints
+from train.run.sharding import make_mesh, state_shardings
 
 SHAPES = {"weight": (64, 72), "small": (63, 65), "bias": (5,)}
 """4608, 4095 and 5 values: only the first is large enough."""

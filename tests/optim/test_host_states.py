@@ -13,8 +13,8 @@ from jax.sharding import AxisType
 from actjax import optim
 from actjax.optim import pieces
 from actjax.optim.host_states import HOST, host_sharding
-from train.checkpoint import Checkpoints
-from train.sharding import state_shardings
+from train.run.checkpoint import Checkpoints
+from train.run.sharding import state_shardings
 
 TX = optim.stochastic_rounding(
     optax.chain(

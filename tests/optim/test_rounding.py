@@ -24,7 +24,7 @@ from optim.rounded import (
 import actjax
 from actjax import optim
 from actjax.optim.layers import take
-from train.sharding import make_mesh, state_shardings
+from train.run.sharding import make_mesh, state_shardings
 
 # Values.
 

@@ -20,8 +20,8 @@ from optim.rounded import (
 )
 
 from actjax import optim
-from train.checkpoint import Checkpoints
-from train.sharding import make_mesh, state_shardings
+from train.run.checkpoint import Checkpoints
+from train.run.sharding import make_mesh, state_shardings
 
 # Subspaces.
 

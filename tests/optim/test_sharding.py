@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from actjax import optim
-from train.collectives import bytes_by_kind, collectives
-from train.sharding import state_shardings
+from train.planning.collectives import bytes_by_kind, collectives
+from train.run.sharding import state_shardings
 
 pytestmark = pytest.mark.usefixtures("x64")
 

@@ -9,8 +9,8 @@ import sentencepiece
 from tests.train.evaluations import write_folder
 from tests.train.example_files import open_path, write_rows
 from train import evaluate
-from train.examples import Examples
-from train.tokenizer import (
+from train.text.examples import Examples
+from train.text.tokenizer import (
     END_OF_TEXT,
     HuggingFaceTokenizer,
     SentencePieceTokenizer,

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from models import Decoder, huggingface
 from train.evaluate import EvaluateConfig, TextConfig, WritingConfig, run
-from train.questions import QuestionConfig
-from train.tokenizer import train_bpe
+from train.evaluation.questions import QuestionConfig
+from train.text.tokenizer import train_bpe
 
 MODEL = dataclasses.replace(
     tiny.CONFIG, vocab_size=300, num_layers=2, max_seq_len=256, norm_eps=1e-5, tie_embeddings=True

@@ -6,7 +6,7 @@ import pathlib
 
 from bytes_tokenizer import Bytes
 
-from train.examples import Example, ExampleConfig, Examples, open_examples
+from train.text.examples import Example, ExampleConfig, Examples, open_examples
 
 PAIR = {"prompt": "Why?", "completion": " Because."}
 CHAT = {

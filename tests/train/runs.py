@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from train.checkpoint import Checkpoints
-from train.config import DataConfig, PretrainConfig
-from train.metrics import read_metrics
-from train.options import MethodOptions
-from train.plan_tables import flags
-from train.resolve import dimensions
-from train.step import init_state, make_recipe
+from train.planning.tables import flags
+from train.run.checkpoint import Checkpoints
+from train.run.metrics import read_metrics
+from train.run.step import init_state, make_recipe
+from train.settings.config import DataConfig, PretrainConfig
+from train.settings.options import MethodOptions
+from train.settings.resolve import dimensions
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
 STEPS = 12

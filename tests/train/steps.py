@@ -10,15 +10,15 @@ from tiny import batch as tokens_and_targets
 
 from actjax import RandomizedSVD
 from models import Storage
-from train.config import PretrainConfig
-from train.options import MethodOptions, used_options
-from train.step import (
+from train.run.step import (
     Recipe,
     init_state,
     make_recipe,
     make_refresh_step,
     make_train_step,
 )
+from train.settings.config import PretrainConfig
+from train.settings.options import MethodOptions, used_options
 
 CONFIG = PretrainConfig(
     method="exact",

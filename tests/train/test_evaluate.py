@@ -25,8 +25,8 @@ from tests.train.evaluations import (
 )
 from train import evaluate
 from train.evaluate import run, text_after
-from train.loop import BadRunError
-from train.tokenizer import load_tokenizer
+from train.run.loop import BadRunError
+from train.text.tokenizer import load_tokenizer
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import pytest
 
 from tests.train.evaluations import TEXT, asked, config, quietly
 from train import evaluate
-from train.loop import BadRunError
-from train.tokenizer import train_bpe
+from train.run.loop import BadRunError
+from train.text.tokenizer import train_bpe
 
 
 @pytest.fixture

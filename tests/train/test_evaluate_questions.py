@@ -9,8 +9,8 @@ import pytest
 from models import huggingface
 from tests.train.evaluations import CHOICES, SUMS, asked, lines, log_softmax, quietly
 from train import evaluate
-from train.loop import BadRunError
-from train.tokenizer import load_tokenizer
+from train.run.loop import BadRunError
+from train.text.tokenizer import load_tokenizer
 
 
 @pytest.fixture

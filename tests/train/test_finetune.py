@@ -14,14 +14,14 @@ from models import Decoder, ModelConfig, huggingface
 from models.lora import attach
 from models.peft import load_adapters
 from tests.train.runs import forget_last_checkpoint, losses, quiet, start, wait_for_step
-from train.calibration import calibrate
-from train.config import AdapterConfig, FinetuneConfig, OptimizerConfig
-from train.examples import ExampleConfig
 from train.finetune import export, prepare, run
-from train.loop import BadRunError
-from train.options import ADAPTERS, MethodOptions
-from train.step import model_of
-from train.tokenizer import train_bpe
+from train.run.calibration import calibrate
+from train.run.loop import BadRunError
+from train.run.step import model_of
+from train.settings.config import AdapterConfig, FinetuneConfig, OptimizerConfig
+from train.settings.options import ADAPTERS, MethodOptions
+from train.text.examples import ExampleConfig
+from train.text.tokenizer import train_bpe
 
 DIMS = ModelConfig(300, 32, 48, 2, 4, num_kv_heads=2, max_seq_len=64)
 STEPS = 8
@@ -220,7 +220,7 @@ def no_steps(monkeypatch):
     """Leaves out the compilation of the training step."""
     no_memory = SimpleNamespace(temp_size_in_bytes=0)
     compiled = SimpleNamespace(memory_analysis=lambda: no_memory)
-    monkeypatch.setattr("train.begin.compile_step", lambda *_: compiled)
+    monkeypatch.setattr("train.run.begin.compile_step", lambda *_: compiled)
 
 
 @pytest.mark.usefixtures("no_steps")

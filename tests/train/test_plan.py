@@ -10,17 +10,18 @@ from tiny import CONFIG as TINY
 from models import preset
 from models.presets import PRESETS
 from tests.train.runs import quiet
-from train import cli, plan
-from train.config import DataConfig, OptimizerConfig, PretrainConfig
-from train.devices import HERE
-from train.estimate import compile_plan, make_plan
-from train.methods import METHODS
-from train.options import FULL_WEIGHTS, MethodOptions
+from train import plan
 from train.plan import ALL, PlanConfig, parse_bytes, run
-from train.plan_tables import flags
-from train.resolve import dimensions
-from train.stages import stages
-from train.tokenizer import train_bpe
+from train.planning.devices import HERE
+from train.planning.estimate import compile_plan, make_plan
+from train.planning.stages import stages
+from train.planning.tables import flags
+from train.settings import cli
+from train.settings.config import DataConfig, OptimizerConfig, PretrainConfig
+from train.settings.methods import METHODS
+from train.settings.options import FULL_WEIGHTS, MethodOptions
+from train.settings.resolve import dimensions
+from train.text.tokenizer import train_bpe
 
 TRAIN = PretrainConfig(method=ALL, batch_size=2, seq_len=32, compute_dtype="float32")
 

@@ -23,11 +23,11 @@ from tests.train.runs import (
     write_text,
 )
 from train import pretrain
-from train.config import DataConfig, OptimizerConfig, PretrainConfig
-from train.loop import BadRunError, NonFiniteError, run_program
-from train.metrics import read_metrics
-from train.options import MethodOptions
 from train.pretrain import run
+from train.run.loop import BadRunError, NonFiniteError, run_program
+from train.run.metrics import read_metrics
+from train.settings.config import DataConfig, OptimizerConfig, PretrainConfig
+from train.settings.options import MethodOptions
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,92 @@
+"""GPUs that are not there."""
+
+import importlib.util
+import re
+
+import jax
+import pytest
+
+from train.planning import devices
+from train.planning.devices import GPUS, HERE, compile_for, find_device, find_gpu
+from train.planning.tpus import TPUS
+
+
+def test_descriptions_have_the_properties_of_the_devices():
+    for name, device in GPUS.items():
+        text = find_gpu(name).describe()
+        assert f"device_memory_size: {device.memory}" in text
+        assert f"core_count: {device.cores}" in text
+        assert text.count("{") == text.count("}")
+    assert find_device(HERE) is None
+
+
+def test_gpus_have_several_sizes():
+    sizes = {device.memory >> 30 for device in GPUS.values()}
+    assert {23, 39, 79} <= sizes
+
+
+def test_an_unknown_device_is_refused_with_the_nearest_name():
+    message = "unknown device 'h1000'. Did you mean h100? There are: here, h100,"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        find_device("h1000")
+
+
+def test_a_tpu_is_no_gpu():
+    with pytest.raises(ValueError, match="'v5e' is no known GPU"):
+        find_gpu("v5e")
+
+
+def test_topologies_of_tpus_are_near_to_cubes():
+    names = {name: [TPUS[name].topology(n) for n in (1, 2, 8, 64)] for name in ("v5e", "v5p")}
+    assert names["v5e"] == ["v5e:1x1", "v5e:1x2", "v5e:2x4", "v5e:8x8"]
+    assert names["v5p"] == ["v5p:1x1x1", "v5p:1x1x2", "v5p:2x2x2", "v5p:4x4x4"]
+    with pytest.raises(ValueError, match="chips come in powers of two, and `--mesh` has 6"):
+        TPUS["v5e"].topology(6)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs the extra tpu")
+@pytest.mark.parametrize("name", TPUS)
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+def test_a_topology_has_the_chips_that_are_asked_for(name, count):
+    assert len(devices._tpus(TPUS[name], count).devices) == count
+
+
+def test_this_machine_needs_no_description():
+    with compile_for(None) as place:
+        assert place({"a": 1}) == {"a": 1}
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda12_plugin") is not None, reason="the compiler is installed"
+)
+def test_a_missing_compiler_is_named():
+    with (
+        pytest.raises(ValueError, match=re.escape("pip install 'jax[cuda12]'")),
+        compile_for(find_device("h100")),
+    ):
+        pass
+
+
+def test_a_compiler_that_jax_dropped_is_named(monkeypatch):
+    def dropped(**settings):
+        raise NotImplementedError("topology not implemented for cuda")
+
+    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(devices.topologies, "get_topology_desc", dropped)
+    with (
+        pytest.raises(ValueError, match="JAX_PLATFORMS=cpu before the program starts"),
+        compile_for(find_device("h100")),
+    ):
+        pass
+
+
+def test_the_replaced_functions_of_jax_exist_and_a_missing_one_is_named(monkeypatch):
+    with devices._tracing_on("gpu"):
+        assert jax.default_backend() == "gpu"
+    assert jax.default_backend() != "gpu"
+    with devices._tracing_on("tpu"):
+        assert jax.default_backend() == "tpu"
+    monkeypatch.setattr(devices, "_REPLACED", (("jax", "no_such_function", None),))
+    message = re.escape(f"JAX {jax.__version__} has no `jax.no_such_function`")
+    with pytest.raises(RuntimeError, match=message), devices._tracing_on("gpu"):
+        pass

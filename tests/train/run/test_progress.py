@@ -1,0 +1,32 @@
+"""Progress on the terminal."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from train.run.progress import Progress
+
+REPORT = {"validation_loss": 2.0, "perplexity": 7.389, "bits_per_byte": 0.9}
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_loss_and_evaluation_are_shown(terminal):
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=120)
+    with Progress(console, start=0, steps=10, tokens=100) as progress:
+        assert progress.log(2, 3.25) > 0
+        with progress.paused():
+            progress.say(2, REPORT)
+    text = console.file.getvalue()
+    assert "3.25" in text
+    assert "held-out loss 2.0000, perplexity 7.39, 0.900 bits per byte" in text
+    assert "tokens/s" in text
+
+
+def test_the_speed_excludes_pauses(monkeypatch):
+    clock = iter([0.0, 1.0, 9.0, 10.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    progress = Progress(Console(file=io.StringIO()), start=0, steps=10, tokens=100)
+    with progress.paused():
+        pass
+    assert progress.log(4, 1.0) == pytest.approx(4 * 100 / 2.0)

@@ -1,0 +1,135 @@
+"""Command lines: help pages, and errors in one line."""
+
+import dataclasses
+import io
+from typing import ClassVar, Literal
+
+import pytest
+from rich.console import Console
+
+from train.evaluation.config import EvaluateConfig
+from train.plan import PlanConfig
+from train.settings import cli
+from train.settings.config import FinetuneConfig, PretrainConfig
+from train.settings.options import FULL_WEIGHTS
+
+PROGRAMS = (PretrainConfig, FinetuneConfig, EvaluateConfig, PlanConfig)
+
+
+def page(config, width: int = 80) -> str:
+    choices = config.choices() if hasattr(config, "choices") else {}
+    console = Console(file=io.StringIO(), width=width)
+    console.print(cli.help_page(config, "program", None, choices))
+    return console.file.getvalue()
+
+
+def test_help_exits_with_0(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.parse(PretrainConfig, "program", args=["--steps=1", "--help"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: program [flags]")
+
+
+def test_every_flag_of_every_program_has_a_description_and_a_heading():
+    for config in PROGRAMS:
+        flags = cli.flags_of(config)
+        assert len({flag.name for flag in flags}) == len(flags)
+        assert all(flag.help for flag in flags)
+        found = cli.under_headings(flags, config.HEADINGS)
+        assert next(iter(found)) == "Common flags"
+        assert sum(map(len, found.values())) == len(flags)
+
+
+def test_help_lists_methods_and_models_and_wraps_to_the_terminal():
+    for width in (80, 120):
+        lines = [line.rstrip() for line in page(PretrainConfig, width).splitlines()]
+        assert max(map(len, lines)) <= width
+        words = [line.split() for line in lines]
+        for name in (*FULL_WEIGHTS, "llama_9m", "qwen3_4b"):
+            assert any(row[:1] == [name] for row in words), name
+        # Line breaks of the source are not printed: no line of a help text has one word, unless
+        # the text ends there.
+        assert sum(len(row) == 1 for row in words) < len(lines) / 10
+    text = "\n".join(lines)
+    assert text.index("Common flags") < text.index("Method options") < text.index("--keep")
+    # Methods and flags of fine-tuning alone are not shown.
+    assert "--lora-rank" not in text
+    assert "--level " not in text
+
+
+def test_help_of_the_other_programs():
+    text = " ".join(page(FinetuneConfig).split())
+    assert "hyc_lora" in text
+    assert "For lora, qlora, hyc_lora." in text
+    assert "--checkpoint PATH" in " ".join(page(EvaluateConfig).split())
+    text = " ".join(page(PlanConfig).split())
+    assert "rtx_4090" in text
+    assert "every method" in text
+    assert "(default: bfloat16)" in text
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--modle=x", "unknown flag `--modle`. Did you mean --model? See `program --help`."),
+        ("--no-resum", "unknown flag `--no-resum`. Did you mean --no-resume?"),
+        ("--distributed=maybe", "`--distributed` is a switch and takes no value, got 'maybe'"),
+        ("--no-resume=1", "`--no-resume` is a switch and takes no value, got '1'"),
+        (
+            "--compute-dtype=float",
+            "must be one of float32, bfloat16, got 'float'. Did you mean float32?",
+        ),
+        ("--out=", "`--out` is empty: give it a value, or leave it out."),
+        ("--rounding=dithr", "got 'dithr'. Did you mean dither?"),
+    ],
+)
+def test_unknown_flags_and_values_get_the_nearest_name(argument, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.parse(PretrainConfig, "program", args=[argument])
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_a_value_after_its_flag_is_checked_too(capsys):
+    with pytest.raises(SystemExit):
+        cli.parse(PretrainConfig, "program", args=["--bits", "7"])
+    assert "`--bits` must be one of 0, 1, 2, 3, 4, 5, 6, 8, 16, got '7'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["in-backward", "rotate"])
+def test_what_a_method_always_does_cannot_be_switched_off(name, capsys):
+    # `--no-in-backward` would be ignored by lean, `--no-rotate` by the levels that are the default.
+    with pytest.raises(SystemExit) as stopped:
+        cli.parse(PretrainConfig, "program", args=[f"--no-{name}"])
+    assert stopped.value.code == 2
+    assert f"unknown flag `--no-{name}`. Did you mean --{name}?" in capsys.readouterr().err
+
+
+def test_settings_are_read_by_flags_without_prefixes():
+    arguments = ["--rank", "8", "--method=low_rank", "--learning_rate=0.5", "--vocab-size", "300"]
+    config = cli.parse(PretrainConfig, "program", args=[*arguments, "--resume"])
+    assert (config.options.rank, config.optimizer.learning_rate) == (8, 0.5)
+    assert (config.data.vocab_size, config.resume) == (300, True)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bare:
+    """A program.
+
+    Raises:
+      ValueError: never.
+    """
+
+    x: Literal["a", "b"] = "a"
+    """The first line
+    and the second."""
+    y: int | None = None
+
+    HEADINGS: ClassVar[cli.Headings] = {"Common flags": ("x",)}
+
+
+def test_texts_are_joined_and_a_flag_without_heading_is_an_error():
+    assert cli.field_texts(_Bare) == {"x": "The first line and the second."}
+    with pytest.raises(ValueError, match="no heading names y"):
+        cli.under_headings(cli.flags_of(_Bare), _Bare.HEADINGS)

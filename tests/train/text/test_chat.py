@@ -1,0 +1,225 @@
+"""Conversations: chat templates, and the turns that are learnt."""
+
+import json
+import pathlib
+
+import pytest
+
+from tests.train.example_files import (
+    CHAT,
+    CHATML,
+    learnt,
+    write,
+)
+from train.text.chat import ChatTemplate
+from train.text.examples import Examples
+
+INST = """\
+{{ bos_token }}{% for message in messages %}
+{% if message.role == 'user' %}
+{{ '[INST] ' + message.content + ' [/INST]' }}{% else %}
+{{ ' ' + message.content + eos_token }}{% endif %}{% endfor %}
+"""
+# Like Qwen 3's: thoughts are written for the last answer only.
+THINKING = CHATML.replace(
+    "message.content +",
+    "('<think></think>' if loop.last and message.role == 'assistant' else '') + message.content +",
+)
+
+
+def open_chat(open_rows, tmp_path, tokenizer, template: str, rows=(CHAT,), **options) -> Examples:
+    path = write(tmp_path / "template.jinja", template)
+    return open_rows(list(rows), tokenizer, chat_template=path, **options)
+
+
+def test_turns_of_the_assistant_count(bpe, open_rows, tmp_path):
+    (example,) = open_chat(open_rows, tmp_path, bpe, CHATML).train
+    assert learnt(example, bpe) == [
+        ("system\nBe brief.\nuser\nWhy?\nassistant\n", False),
+        ("Because.\n", True),
+        ("user\nReally?\nassistant\n", False),
+        ("Yes.\n", True),
+    ]
+
+
+def test_special_tokens_of_the_template_are_special_tokens(bpe, open_rows, tmp_path):
+    (example,) = open_chat(open_rows, tmp_path, bpe, CHATML).train
+    start, end = (bpe._inner.token_to_id(name) for name in ("<|im_start|>", "<|im_end|>"))
+    assert (example.tokens == start).sum() == 5
+    assert example.counted[example.tokens == end].tolist() == [False, False, True, False, True]
+    assert not example.counted[example.tokens == start].any()
+
+
+@pytest.mark.parametrize(("kind", "template"), [("bpe", CHATML), ("pieces", INST)])
+def test_the_text_before_a_turn_has_the_same_tokens_alone(
+    request, open_rows, tmp_path, kind, template
+):
+    tokenizer, messages = request.getfixturevalue(kind), CHAT["messages"][1:]
+    row = {"messages": messages}
+    (example,) = open_chat(open_rows, tmp_path, tokenizer, template, [row]).train
+    for index in (1, 3):
+        asked = ChatTemplate(template, tokenizer).render(
+            messages[:index], add_generation_prompt=True
+        )
+        ids = tokenizer.encode_with_special(asked)
+        assert example.tokens[: len(ids)].tolist() == ids
+        assert example.counted[len(ids) - 1 : len(ids) + 1].tolist() == [False, True]
+
+
+def test_only_the_template_adds_tokens_around_a_conversation(pieces, open_rows, tmp_path):
+    row = {"messages": CHAT["messages"][1:]}
+    (example,) = open_chat(open_rows, tmp_path, pieces, INST, [row]).train
+    tokens = example.tokens.tolist()
+    assert (tokens[0], tokens.count(pieces.bos_id)) == (pieces.bos_id, 1)
+    assert (tokens[-1], tokens.count(pieces.eos_id)) == (pieces.eos_id, 2)
+    # sentencepiece adds a space before the second "[INST]", as at the beginning of every text.
+    text = "[INST] Why? [/INST] Because. [INST] Really? [/INST] Yes."
+    assert pieces.decode(tokens) == text
+
+
+def test_an_empty_turn_adds_no_space(pieces, open_rows, tmp_path):
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    roles = ("user", "assistant", "user", "assistant")
+    texts = ("quick", "", "fox", "number")
+    turns = [{"role": r, "content": t} for r, t in zip(roles, texts, strict=True)]
+    (example,) = open_chat(open_rows, tmp_path, pieces, template, [{"messages": turns}]).train
+    assert pieces.decode(example.tokens) == "quickfoxnumber"
+
+
+def test_all_tokens_except_the_first_count_on_request(bpe, open_rows, tmp_path):
+    (example,) = open_chat(open_rows, tmp_path, bpe, CHATML, count_prompts=True).train
+    assert example.counted.tolist() == [False] + [True] * (len(example.tokens) - 1)
+
+
+def test_messages_after_the_last_answer_are_left_out(bpe, open_rows, tmp_path):
+    row = {"messages": [*CHAT["messages"], {"role": "user", "content": "Thanks."}]}
+    (example,) = open_chat(open_rows, tmp_path, bpe, CHATML, [row]).train
+    assert "Thanks" not in bpe.decode(example.tokens)
+
+
+def test_a_conversation_without_an_answer_is_dropped(bpe, open_rows, tmp_path):
+    examples = open_chat(
+        open_rows,
+        tmp_path,
+        bpe,
+        CHATML,
+        [CHAT, {"messages": CHAT["messages"][:2]}, {"messages": []}],
+    )
+    assert (len(examples.train), examples.dropped) == (1, 4)
+
+
+def test_turns_that_a_template_changes_later_become_separate_examples(bpe, open_rows, tmp_path):
+    first, second = open_chat(open_rows, tmp_path, bpe, THINKING).train
+    before = "system\nBe brief.\nuser\nWhy?\nassistant\n"
+    answer = ("<think></think>Because.\n", True)
+    assert learnt(first, bpe) == [(before, False), answer]
+    before += "Because.\nuser\nReally?\nassistant\n"
+    assert learnt(second, bpe) == [(before, False), ("<think></think>Yes.\n", True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("chat_template.jinja", CHATML),
+        ("tokenizer_config.json", json.dumps({"chat_template": CHATML})),
+        (
+            "tokenizer_config.json",
+            json.dumps(
+                {
+                    "chat_template": [
+                        {"name": "tool_use", "template": "no"},
+                        {"name": "default", "template": CHATML},
+                    ]
+                }
+            ),
+        ),
+    ],
+)
+def test_the_template_of_the_tokenizer_is_the_default(bpe, open_rows, tmp_path, name, content):
+    want = open_chat(open_rows, tmp_path, bpe, CHATML).fingerprint
+    path = write(tmp_path / "tokenizer" / name, content)
+    assert open_rows([CHAT], bpe, folder=path.parent).fingerprint == want
+    other = write(tmp_path / "tokenizer" / "tokenizer.json", "{}")
+    assert open_rows([CHAT], bpe, folder=other).fingerprint == want
+    assert open_rows([CHAT], bpe, chat_template=path).fingerprint == want
+
+
+def test_a_missing_template_is_refused(bpe, open_rows, tmp_path):
+    with pytest.raises(ValueError, match=r"no chat template in '.*'.*Give `--chat-template FILE`"):
+        open_rows([CHAT], bpe, folder=tmp_path)
+    with pytest.raises(FileNotFoundError, match="`--chat-template` is '/none': there is no such"):
+        open_rows([CHAT], bpe, chat_template=pathlib.Path("/none"))
+    empty = write(tmp_path / "tokenizer_config.json", "{}")
+    with pytest.raises(ValueError, match=r"`--chat-template`: '.*': it has no 'chat_template'"):
+        open_rows([CHAT], bpe, folder=empty)
+
+
+@pytest.mark.parametrize(
+    ("template", "match"),
+    [
+        ("{% for %}", r"`--chat-template`: '.*template.jinja': line 1 of the template: Expected"),
+        (
+            "{{ raise_exception('No system!') }}",
+            r"line 1 of '.*rows.jsonl': the chat template fails \(TemplateError: No sys",
+        ),
+        ("{{ messages[9].role }}", r"the chat template fails \(UndefinedError: list object"),
+        ("{{ messages.append(1) }}", r"the chat template fails \(SecurityError"),
+        (
+            CHATML.replace("assistant\\n", "assistant\\n<think>"),
+            r"does not continue '.*<think>', which asks for message 3, but writes it after '.*B",
+        ),
+    ],
+)
+def test_templates_that_fail_are_refused(bpe, open_rows, tmp_path, template, match):
+    with pytest.raises(ValueError, match=match):
+        open_chat(open_rows, tmp_path, bpe, template)
+
+
+@pytest.mark.parametrize(
+    ("message", "match"),
+    [
+        ("hi", r"message 1 is str, not an object"),
+        ({"role": "gpt", "content": "a"}, r"message 1 has the role 'gpt', not one of 'system',"),
+        ({"content": "a"}, r"message 1 has the role None"),
+        ({"role": "user"}, r"the 'content' of message 1 is NoneType, not text"),
+        ({"role": "user", "content": [{"type": "text"}]}, r"the 'content' of message 1 is list, n"),
+    ],
+)
+def test_malformed_messages_are_refused(bpe, open_rows, tmp_path, message, match):
+    with pytest.raises(ValueError, match=rf"line 1 of '.*': {match}"):
+        open_chat(open_rows, tmp_path, bpe, CHATML, [{"messages": [message]}])
+
+
+TEMPLATES = [
+    CHATML,
+    INST,
+    THINKING,
+    "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m | tojson }}\n"
+    "{% endfor %}{% if tools %}{{ tools | tojson(indent=2) }}{% endif %}",
+    "  {%- set ns = namespace(n=0) -%}\n  {% for m in messages %}\n  {% generation %}\n"
+    "{{ m.content | trim }}é<&>{% endgeneration %}\n{% set ns.n = ns.n + 1 %}\n{% endfor %}"
+    "{{ ns.n }}{{ eos_token }}{{ pad_token }}{% if strftime_now is defined %}!{% endif %}\n\n",
+]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("add_generation_prompt", [False, True])
+@pytest.mark.parametrize("tools", [None, [{"name": "é<f>", "n": 1}]])
+def test_conversations_are_rendered_like_transformers(
+    pieces, template, add_generation_prompt, tools
+):
+    library = pytest.importorskip("transformers.utils.chat_template_utils")
+    options = {"add_generation_prompt": add_generation_prompt, "tools": tools}
+    (want,), _ = library.render_jinja_template(
+        [CHAT["messages"]], chat_template=template, bos_token="<s>", eos_token="</s>", **options
+    )
+    assert ChatTemplate(template, pieces).render(CHAT["messages"], **options) == want
+
+
+def test_conversations_have_the_tokens_of_transformers(bpe, open_rows, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    bpe.save(tmp_path)
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    want = theirs.apply_chat_template(CHAT["messages"], chat_template=CHATML, return_dict=False)
+    (example,) = open_chat(open_rows, tmp_path, bpe, CHATML).train
+    assert example.tokens.tolist() == want

@@ -1,0 +1,300 @@
+"""Batches of text: every token occurs once, and a restored state continues exactly."""
+
+import dataclasses
+import itertools
+import json
+
+import hypothesis
+import numpy as np
+import pytest
+from bytes_tokenizer import Bytes
+from hypothesis import strategies as st
+
+from train.text.corpus import Corpus
+from train.text.data import train_batches, validation_batches
+from train.text.tokenizer import Tokenizer, train_bpe
+
+DOCUMENTS = [f"document {i}: " + "words é " * (i % 7) for i in range(40)]
+HELD_OUT = ["held out ünë " * 3, "", "another one"]
+CORPUS = Corpus("test", train=DOCUMENTS, validation=HELD_OUT, fingerprint="0")
+
+WHOLE_ROWS = Corpus(
+    "rows",
+    # With the special tokens of `Bytes`, seven documents of three rows of 17 tokens. A row has the
+    # numbers of its document and of itself in its middle.
+    train=["".join(f"..{i:02}{j:02}".ljust(17, ".") for j in range(3))[1:-1] for i in range(7)],
+    validation=["x"],
+    fingerprint="4",
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_bpe(DOCUMENTS, 280)
+
+
+def batches_of(tokenizer, count: int, corpus: Corpus = CORPUS, **changes) -> list[dict]:
+    """Returns the first `count` training batches."""
+    iterator = make(tokenizer, corpus, **changes)
+    taken = list(itertools.islice(iterator, count))
+    iterator.close()
+    return taken
+
+
+def make(tokenizer, corpus: Corpus = CORPUS, **changes):
+    options = {"batch_size": 4, "seq_len": 16, "seed": 0} | changes
+    return train_batches(corpus, tokenizer, **options)
+
+
+def rows_of(batches: list[dict]) -> np.ndarray:
+    """Returns rows [n, seq_len + 1] from inputs and targets."""
+    rows = [np.concatenate([b["inputs"], b["targets"][:, -1:]], axis=1) for b in batches]
+    return np.concatenate(rows)
+
+
+def assert_equal(got: list[dict], want: list[dict]) -> None:
+    assert len(got) == len(want)
+    for one, other in zip(got, want, strict=True):
+        assert one.keys() == other.keys()
+        for name in one:
+            np.testing.assert_array_equal(one[name], other[name])
+
+
+def documents_in(tokens: np.ndarray, tokenizer) -> list[str]:
+    """Returns the texts between the ends of documents; the last can be truncated."""
+    ends = np.flatnonzero(tokens == tokenizer.eos_id) + 1
+    return [tokenizer.decode(part) for part in np.split(tokens, ends)]
+
+
+# --- Training. ---
+
+
+def test_rows_of_a_document_are_spread_over_the_epoch():
+    # Documents of 100 rows: in their order, 99 of 100 neighbours would be of one document.
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    corpus = Corpus("letters", train=[c * 1700 for c in letters], validation=["x"], fingerprint="2")
+    rows = rows_of(batches_of(Bytes(), 600, corpus))
+    same = rows[1:, 8] == rows[:-1, 8]
+    assert same.mean() < 3 / len(letters)
+
+
+def test_targets_are_the_inputs_one_ahead(tokenizer):
+    (batch,) = batches_of(tokenizer, 1)
+    np.testing.assert_array_equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
+    for name, dtype in (("inputs", np.int32), ("targets", np.int32), ("mask", np.float32)):
+        assert (batch[name].shape, batch[name].dtype) == ((4, 16), dtype)
+    assert batch["mask"].all()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_each_epoch_of_all_processes_together_has_every_row_once_in_another_order(count):
+    sizes = {"batch_size": count, "process_count": count}
+    found = []
+    for index in range(count):
+        # Process 0 of 2 has 4 documents of 3 rows, for example.
+        share = len(range(index, 7, count)) * 3
+        batches = batches_of(Bytes(), 2 * share, WHOLE_ROWS, process_index=index, **sizes)
+        assert batches[0]["inputs"].shape == (1, 16)
+        names = [bytes(row[2:6].tolist()).decode() for row in rows_of(batches)]
+        first, second = names[:share], names[share:]
+        assert sorted(first) == sorted(second)
+        assert first != second
+        found += first
+    assert sorted(found) == [f"{i:02}{j:02}" for i in range(7) for j in range(3)]
+
+
+@pytest.mark.parametrize("readers", [1, 2, 4])
+def test_batches_of_all_processes_do_not_depend_on_their_number(readers):
+    sizes = {"batch_size": 4, "readers": readers}
+    whole = batches_of(Bytes(), 5, WHOLE_ROWS, **sizes)
+    for count in (2, 4):
+        shares = [
+            batches_of(Bytes(), 5, WHOLE_ROWS, process_index=i, process_count=count, **sizes)
+            for i in range(count)
+        ]
+        for i, batch in enumerate(whole):
+            for name, array in batch.items():
+                parts = [share[i][name] for share in shares]
+                np.testing.assert_array_equal(np.concatenate(parts), array)
+
+
+def test_the_states_of_all_processes_continue_with_another_number_of_them():
+    sizes = {"batch_size": 4, "readers": 2}
+    expected = batches_of(Bytes(), 5, WHOLE_ROWS, **sizes)[3:]
+    state = {}
+    for index in range(2):
+        own = make(Bytes(), WHOLE_ROWS, process_index=index, process_count=2, **sizes)
+        list(itertools.islice(own, 3))
+        state |= json.loads(json.dumps(own.get_state()))
+        own.close()
+    alone = make(Bytes(), WHOLE_ROWS, **sizes)
+    alone.set_state(state)
+    got = list(itertools.islice(alone, 2))
+    alone.close()
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(a["inputs"], b["inputs"])
+
+
+@pytest.mark.parametrize("kind", ["bpe", "bos"])
+def test_rows_hold_whole_documents_between_their_special_tokens(tokenizer, kind):
+    tokenizer = tokenizer if kind == "bpe" else Bytes()
+    special = 1 if tokenizer.bos_id is None else 2
+    count = sum(len(tokenizer.encode(text)) + special for text in DOCUMENTS)
+    (batch,) = batches_of(tokenizer, 1, batch_size=1, seq_len=count - 1)  # A row is an epoch.
+    tokens = rows_of([batch]).ravel()
+    *found, rest = documents_in(tokens, tokenizer)
+    assert (sorted(found), rest) == (sorted(DOCUMENTS), "")
+    begins = np.append(0, np.flatnonzero(tokens == tokenizer.eos_id)[:-1] + 1)
+    if tokenizer.bos_id is not None:
+        assert (tokens[begins] == tokenizer.bos_id).all()
+
+
+def test_the_same_seed_gives_the_same_batches(tokenizer):
+    assert_equal(batches_of(tokenizer, 10), batches_of(tokenizer, 10))
+
+
+def test_another_seed_gives_other_batches(tokenizer):
+    one, other = batches_of(tokenizer, 1), batches_of(tokenizer, 1, seed=1)
+    assert (one[0]["inputs"] != other[0]["inputs"]).any()
+
+
+@pytest.mark.parametrize("taken", [0, 1, 2, 3, 7, 20, 41])
+def test_restored_iterator_continues_with_the_same_batches(tokenizer, taken):
+    unbroken, restored = make(tokenizer), make(tokenizer)
+    list(itertools.islice(unbroken, taken))
+    restored.set_state(json.loads(json.dumps(unbroken.get_state())))
+    assert_equal(list(itertools.islice(restored, 8)), list(itertools.islice(unbroken, 8)))
+    unbroken.close()
+    restored.close()
+
+
+def test_used_iterator_can_be_set_back(tokenizer):
+    iterator = make(tokenizer)
+    next(iterator)
+    state = iterator.get_state()
+    first = list(itertools.islice(iterator, 5))
+    iterator.set_state(state)
+    assert_equal(list(itertools.islice(iterator, 5)), first)
+    iterator.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"seq_len": 0}, "`--seq-len` must be at least 1, got 0"),
+        ({"batch_size": 0}, "`--batch-size` must be at least 1, got 0"),
+        (
+            {"process_count": 3},
+            "`--batch-size` must be a multiple of the 3 processes, got 4",
+        ),
+        ({"process_index": 2, "process_count": 2}, "`process_index` must be from 0 to 1, got 2"),
+        (
+            {"seq_len": 10_000},
+            r"`--seq-len` is 10000, so a row takes 10001 .* has \d+ tokens in 40 doc.*Lower",
+        ),
+        ({"batch_size": 64, "process_count": 64, "process_index": 63}, "has 0 tokens in 0 doc"),
+        ({"readers": 3}, "`--batch-size` must be a multiple of `--readers` 3, got 4"),
+    ],
+)
+def test_bad_arguments_are_refused(tokenizer, changes, match):
+    with pytest.raises(ValueError, match=match):
+        make(tokenizer, **changes)
+
+
+def test_a_text_of_exactly_one_row_is_enough():
+    corpus = Corpus("one", train=["abc"], validation=["abc"], fingerprint="1")
+    (batch,) = batches_of(Bytes(), 1, corpus, batch_size=1, seq_len=4)
+    assert [*batch["inputs"][0], batch["targets"][0, -1]] == [256, *b"abc", 257]
+    with pytest.raises(ValueError, match="has 5 tokens in 1 document"):
+        make(Bytes(), corpus, batch_size=1, seq_len=5)
+
+
+# --- Validation. ---
+
+
+def held_out_tokens(tokenizer) -> list[int]:
+    start = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    return [i for text in HELD_OUT for i in [*start, *tokenizer.encode(text), tokenizer.eos_id]]
+
+
+def validate(tokenizer, **changes):
+    options = {"batch_size": 2, "seq_len": 5, "max_batches": 100} | changes
+    return validation_batches(CORPUS, tokenizer, **options)
+
+
+def unpadded(batches: list[dict], name: str) -> np.ndarray:
+    return np.concatenate([batch[name][batch["mask"] == 1] for batch in batches])
+
+
+@pytest.mark.parametrize("kind", ["bpe", "bos"])
+def test_every_token_except_the_first_is_a_target_once(tokenizer, kind):
+    tokenizer = tokenizer if kind == "bpe" else Bytes()
+    tokens = held_out_tokens(tokenizer)
+    held_out = validate(tokenizer)
+    np.testing.assert_array_equal(unpadded(held_out.batches, "targets"), tokens[1:])
+    np.testing.assert_array_equal(unpadded(held_out.batches, "inputs"), tokens[:-1])
+    assert held_out.num_tokens == len(tokens) - 1
+    first = len(tokenizer.decode(tokens[:1]).encode())
+    assert held_out.num_bytes == sum(len(text.encode()) for text in HELD_OUT) - first
+
+
+def test_last_batch_is_padded_and_masked(tokenizer):
+    last = validate(tokenizer, batch_size=50).batches[-1]
+    assert last["inputs"].shape == (50, 5)
+    assert last["inputs"].dtype == np.int32
+    assert last["mask"].dtype == np.float32
+    assert 0 < last["mask"].sum() < 250
+    assert (last["targets"][last["mask"] == 0] == tokenizer.eos_id).all()
+
+
+def test_validation_is_the_same_at_every_call(tokenizer):
+    assert_equal(validate(tokenizer).batches, validate(tokenizer).batches)
+
+
+def test_the_number_of_batches_is_limited_and_bytes_are_those_of_the_batches():
+    held_out = validate(Bytes(), max_batches=2)
+    assert len(held_out.batches) == 2
+    assert held_out.num_tokens == 20
+    # The first token is BOS and not a target: 20 targets are 20 bytes of the text.
+    assert held_out.num_bytes == 20
+    assert all(batch["mask"].all() for batch in held_out.batches)
+
+
+def test_a_long_document_does_not_crowd_out_the_others():
+    letters = "abc"
+    corpus = Corpus("long", train=["x"], validation=[c * 5000 for c in letters], fingerprint="3")
+    sizes = {"batch_size": 4, "seq_len": 1000, "max_batches": 10}
+    held_out = validation_batches(corpus, Bytes(), **sizes)
+    targets = unpadded(held_out.batches, "targets")
+    assert [int((targets == ord(c)).sum()) for c in letters] == [2047] * 3
+    assert held_out.num_bytes == 3 * 2047
+    alone = dataclasses.replace(corpus, validation=["a" * 5000])
+    assert validation_batches(alone, Bytes(), **sizes).num_bytes == 5000
+
+
+@hypothesis.given(seq_len=st.integers(1, 40), max_batches=st.integers(1, 5))
+@hypothesis.settings(deadline=None)
+def test_bytes_are_those_of_the_targets(seq_len, max_batches):
+    held_out = validate(Bytes(), seq_len=seq_len, max_batches=max_batches)
+    targets = unpadded(held_out.batches, "targets")
+    # A character that is cut off at the end can count as U+FFFD, which has three bytes.
+    assert abs(held_out.num_bytes - int((targets < 256).sum())) <= 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"seq_len": 0}, "`--seq-len` must be at least 1, got 0"),
+        ({"batch_size": -1}, "`--batch-size` must be at least 1, got -1"),
+        ({"max_batches": 0}, "`max_batches` must be at least 1, got 0"),
+    ],
+)
+def test_sizes_below_one_are_refused(tokenizer, changes, match):
+    with pytest.raises(ValueError, match=match):
+        validate(tokenizer, **changes)
+
+
+def test_too_little_held_out_is_refused(tokenizer):
+    corpus = Corpus("tiny", train=DOCUMENTS, validation=[""], fingerprint="2")
+    with pytest.raises(ValueError, match=r"`--data` is 'tiny': 1 token\(s\) are held out"):
+        validation_batches(corpus, tokenizer, batch_size=1, seq_len=4, max_batches=1)

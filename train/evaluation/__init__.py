@@ -1,0 +1,1 @@
+"""Likelihoods of text and answers to questions."""

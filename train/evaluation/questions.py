@@ -1,0 +1,224 @@
+"""Questions with known answers: records become prompts, and answers are read and judged.
+
+`read_questions` makes the questions. Numbers are read by GSM8K's rule; an option is chosen by its
+letter, or by its likelihood. `train.evaluate` gets the answers from a model.
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from train.evaluation.scoring import Options, choice_letter, gsm8k_answer, gsm8k_gold, read_options
+from train.text.records import FieldTemplate, Record, field_of, read_records
+
+Task = Literal["gsm8k", "choice"]
+Encode = Callable[[str, str], list[int]]
+"""From a prompt and the text after it to ids, including those that begin a text."""
+
+_PROMPTS = {
+    "gsm8k": "Question: {question}\nAnswer:",
+    "letter": "Question: {question}\nOptions:\n{options}\nAnswer:",
+    "likelihood": "Question: {question}\nAnswer:",
+}
+_ANSWER_FIELDS = {"gsm8k": "answer", "choice": "correct"}
+
+
+@dataclasses.dataclass(frozen=True)
+class QuestionConfig:
+    """Questions with known answers, and how they are asked.
+
+    Raises:
+      ValueError: settings that contradict each other.
+    """
+
+    task: Task | None = None
+    """Questions to answer: gsm8k (a number after ####), or choice (one of several options)."""
+    questions: pathlib.Path | None = None
+    """File of questions: a .jsonl file with one JSON object per line, or a .json file with an array
+    of objects."""
+    question_field: str = "question"
+    """Field of the question."""
+    answer_field: str | None = None
+    """Field of the right answer. For choice: a letter, a label, a number from 0 or the text of the
+    option. Default: `answer` for gsm8k, `correct` for choice."""
+    options_field: str = "options"
+    """Field of the options: a list, or a dict with `text` and `label`."""
+    prompt_template: str | None = None
+    r"""The prompt: a Python format string over the fields of the record, as for train.finetune.
+    {question} and {answer} are the fields named above, {options} all options, one per line and with
+    letters, and \n is a new line. Default: "Question: {question}\nAnswer:", with the options
+    between the two for `--choose letter`."""
+    shots: int = 0
+    """Number of examples with answers before each question."""
+    examples: pathlib.Path | None = None
+    """File of the examples for `--shots`. Default: the first questions, which are not asked."""
+    limit: int | None = None
+    """Largest number of questions to ask. Default: all."""
+    choose: Literal["letter", "likelihood"] = "letter"
+    """How choice reads an answer: the first letter that the model writes, or the likeliest
+    option."""
+    option_template: str = " {option}"
+    """For `--choose likelihood`: the text after the prompt whose likelihood is measured, made of
+    {option} or its {letter}."""
+    normalize: Literal["none", "tokens", "bytes"] = "none"
+    """For `--choose likelihood`: divisor of the log-likelihoods, so that long options are not at a
+    disadvantage."""
+    out: pathlib.Path | None = None
+    """File for the answers, one JSON object per line."""
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"`--limit` must be at least 1, got {self.limit}.")
+        if self.shots < 0:
+            raise ValueError(f"`--shots` must be at least 0, got {self.shots}.")
+        if (self.task is None) != (self.questions is None):
+            raise ValueError("`--task` and `--questions` need each other: give both.")
+        if self.out is not None and self.task is None:
+            raise ValueError("`--out` has no effect without `--task`: give both.")
+
+    @property
+    def by_likelihood(self) -> bool:
+        """Whether options are compared by likelihood instead of a written answer."""
+        return self.task == "choice" and self.choose == "likelihood"
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """A question, ready to be asked.
+
+    Attributes:
+      where: place of its record, for messages.
+      number: number of the record, from 0.
+      text: the question alone.
+      prompt: ids of the whole prompt.
+      gold: the right number, or the right letter.
+      letters: letters of the options; empty without options.
+      continuations: ids of each option, whose likelihood after the prompt is measured.
+      num_bytes: UTF-8 bytes of the text of each continuation.
+    """
+
+    where: str
+    number: int
+    text: str
+    prompt: list[int]
+    gold: str
+    letters: str = ""
+    continuations: tuple[list[int], ...] = ()
+    num_bytes: tuple[int, ...] = ()
+
+    def read_answer(self, text: str) -> str | None:
+        """Returns the number or letter of an answer, or None."""
+        return choice_letter(text, self.letters) if self.letters else gsm8k_answer(text)
+
+
+def read_questions(config: QuestionConfig, encode: Encode) -> list[Question]:
+    """Returns the questions, with the examples in their prompts.
+
+    Args:
+      config: what to ask, and how, with a task.
+      encode: from prompts to ids.
+
+    Raises:
+      FileNotFoundError: a file does not exist.
+      ValueError: a record or a template is malformed, or there are too few records.
+    """
+    assert config.questions is not None
+    reader = _Reader(config)
+    records = read_records(config.questions, "--questions")
+    first = 0
+    if config.examples is None:
+        examples, first = records[: config.shots], config.shots
+    else:
+        examples = read_records(config.examples, "--examples")[: config.shots]
+    asked = list(enumerate(records))[first:]
+    if len(examples) < config.shots or not asked:
+        raise ValueError(
+            f"`--shots` is {config.shots}, but '{config.examples or config.questions}' has"
+            f" {len(examples)} examples and '{config.questions}' {len(asked)} further questions:"
+            " lower it, or give more records."
+        )
+    before = "".join(record.apply(reader.example) for record in examples)
+    return [
+        record.apply(reader.question, number, before, encode)
+        for number, record in asked[: config.limit]
+    ]
+
+
+class _Reader:
+    """Makes prompts, examples and answers of records."""
+
+    def __init__(self, config: QuestionConfig) -> None:
+        assert config.task is not None
+        self._config = config
+        self._answer_field = config.answer_field or _ANSWER_FIELDS[config.task]
+        aliases = {"question": config.question_field, "answer": self._answer_field}
+        kind = "gsm8k" if config.task == "gsm8k" else config.choose
+        prompt = config.prompt_template or _PROMPTS[kind]
+        self._prompt = FieldTemplate("--prompt-template", prompt, aliases)
+        ending = {"gsm8k": " {answer}", "letter": " {letter}", "likelihood": config.option_template}
+        self._ending = FieldTemplate("--option-template", ending[kind], aliases)
+
+    def example(self, record: Record) -> str:
+        """Returns a record with its answer, as an example before a question."""
+        _, options = self._answer(record)
+        texts = {} if options is None else _texts(options, options.gold)
+        return (
+            self._prompt.fill(record.fields, texts)
+            + self._ending.fill(record.fields, texts)
+            + "\n\n"
+        )
+
+    def question(self, record: Record, number: int, before: str, encode: Encode) -> Question:
+        """Returns the question of a record, after examples."""
+        gold, options = self._answer(record)
+        listed = {} if options is None else {"options": options.listed}
+        prompt = before + self._prompt.fill(record.fields, listed)
+        head = (record.where, number, str(field_of(record.fields, self._config.question_field)))
+        if options is None or not self._config.by_likelihood:
+            letters = "" if options is None else options.letters
+            return Question(*head, encode(prompt, ""), gold, letters)
+        count = len(options.letters)
+        endings = [self._ending.fill(record.fields, _texts(options, i)) for i in range(count)]
+        start, continuations = _continuations(
+            encode(prompt, ""), [encode(prompt, ending) for ending in endings]
+        )
+        num_bytes = tuple(max(1, len(ending.encode())) for ending in endings)
+        return Question(*head, start, gold, options.letters, continuations, num_bytes)
+
+    def _answer(self, record: Record) -> tuple[str, Options | None]:
+        """Returns the right number, or the right letter and the options."""
+        answer = field_of(record.fields, self._answer_field)
+        if self._config.task == "gsm8k":
+            return gsm8k_gold(str(answer)), None
+        options = read_options(field_of(record.fields, self._config.options_field), answer)
+        return options.letters[options.gold], options
+
+
+def _texts(options: Options, index: int) -> dict[str, str]:
+    """Returns the texts for templates: all options, and one of them."""
+    return {"options": options.listed, **options.named(index)}
+
+
+def _continuations(
+    prompt: list[int], whole: Sequence[list[int]]
+) -> tuple[list[int], tuple[list[int], ...]]:
+    """Splits prompts with options into the common prompt and the continuations, in tokens.
+
+    A token can cross the end of the prompt. All continuations begin before the first such token.
+
+    Args:
+      prompt: ids of the prompt alone.
+      whole: ids of the prompt with each option.
+    """
+    common = min(_common(prompt, other) for other in whole)
+    common = min(common, *(len(other) - 1 for other in whole))
+    if common < 1:
+        raise ValueError("there is no token before the options: give a `--prompt-template`")
+    return prompt[:common], tuple(other[common:] for other in whole)
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Returns the length of the common prefix of two sequences."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))

@@ -1,0 +1,218 @@
+"""Rules of evaluation: right answers, accuracy, and the cost of a text."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from train.run.metrics import perplexity
+
+_FINAL_NUMBER = re.compile(r"####[ \t]*(-?\$?-?[0-9.,]*[0-9][0-9.,]*)")
+_LABEL = re.compile(r"\s*\(?([A-Z])\s*[).:]\s*")
+
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+@dataclasses.dataclass(frozen=True)
+class Accuracy:
+    """The share of right answers.
+
+    Attributes:
+      correct: number of right answers.
+      total: number of answers.
+    """
+
+    correct: int
+    total: int
+
+    @property
+    def value(self) -> float:
+        """Share of right answers; NaN without answers."""
+        return self.correct / self.total if self.total else math.nan
+
+    @property
+    def standard_error(self) -> float:
+        """Standard error of the share as a mean over questions; NaN for fewer than two."""
+        if self.total < 2:
+            return math.nan
+        return math.sqrt(self.value * (1 - self.value) / (self.total - 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class TextCost:
+    """The cost of predicting a text. Costs of several texts can be added.
+
+    Attributes:
+      nats: sum of the cross-entropy over tokens.
+      tokens: number of predicted tokens.
+      num_bytes: UTF-8 bytes of their text.
+    """
+
+    nats: float = 0.0
+    tokens: int = 0
+    num_bytes: int = 0
+
+    def __add__(self, other: "TextCost") -> "TextCost":
+        return TextCost(
+            self.nats + other.nats, self.tokens + other.tokens, self.num_bytes + other.num_bytes
+        )
+
+    @property
+    def nats_per_token(self) -> float:
+        """Mean cross-entropy; NaN without tokens."""
+        return self.nats / self.tokens if self.tokens else math.nan
+
+    @property
+    def perplexity(self) -> float:
+        """Exponential of the mean cross-entropy."""
+        return perplexity(self.nats_per_token)
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Bits per byte, which do not depend on the tokenizer; NaN without bytes."""
+        return self.nats / math.log(2) / self.num_bytes if self.num_bytes else math.nan
+
+
+def exact_match(predictions: Sequence[Any], golds: Sequence[Any]) -> Accuracy:
+    """Returns the accuracy of predictions. A prediction of None is wrong.
+
+    Raises:
+      ValueError: different numbers of predictions and right answers.
+    """
+    if len(predictions) != len(golds):
+        raise ValueError(
+            f"{len(predictions)} `predictions` for {len(golds)} `golds`: give as many of both."
+        )
+    pairs = zip(predictions, golds, strict=True)
+    return Accuracy(sum(p is not None and p == gold for p, gold in pairs), len(golds))
+
+
+def gsm8k_answer(text: str) -> str | None:
+    """Returns the number after the first `####`, or None if there is none.
+
+    Commas, `$` and trailing periods are removed. Numbers are compared as text: by GSM8K's rule
+    (Cobbe et al., "Training Verifiers to Solve Math Word Problems", 2021) 18.0 is not 18.
+    """
+    found = _FINAL_NUMBER.search(text)
+    if found is None:
+        return None
+    return found[1].replace(",", "").replace("$", "").rstrip(".")
+
+
+def gsm8k_gold(answer: str) -> str:
+    """Returns the number at the end of a solution, or the number that is the whole solution.
+
+    Raises:
+      ValueError: there is no number.
+    """
+    number = gsm8k_answer(answer if "####" in answer else f"#### {answer.strip()}")
+    if number is None:
+        raise ValueError(f"the answer {answer[-60:]!r} has no number after ####.")
+    return number
+
+
+def choice_letter(text: str, letters: str = "ABCDE") -> str | None:
+    """Returns the letter that an answer chooses, or None.
+
+    This is the first letter after `answer is` or `answer:`, in any case. Without one it is the
+    first capital that stands alone: not next to a letter, digit or apostrophe, nor before a hyphen
+    and a letter. An `A` before a lower-case word other than `is` is an article and not a choice.
+
+    Args:
+      text: the answer.
+      letters: the letters to choose from.
+    """
+    alone = rf"(?<![\w'’-])([{letters}])(?![\w'’]|-\w)"
+    choice = re.compile(rf"(?!A\s+(?!is\b)[a-z]){alone}")
+    said = re.compile(
+        rf"(?i:answer(?:\s+is)?\s*:?\s*(?:option\s+|choice\s+)?)[(\[*]*{choice.pattern}"
+    )
+    found = said.search(text) or choice.search(text)
+    return None if found is None else found[1]
+
+
+def most_likely(log_likelihoods: Sequence[float], lengths: Sequence[int] | None = None) -> int:
+    """Returns the number of the likeliest option; the first of equal ones.
+
+    Args:
+      log_likelihoods: of the options, in nats.
+      lengths: divisors of the log-likelihoods, so that long options are not at a disadvantage;
+        None divides by 1.
+
+    Raises:
+      ValueError: no options, another number of lengths than of options, or a length below 1.
+    """
+    if not log_likelihoods:
+        raise ValueError("`log_likelihoods` is empty: give at least one option.")
+    lengths = [1] * len(log_likelihoods) if lengths is None else lengths
+    if len(lengths) != len(log_likelihoods) or min(lengths) < 1:
+        raise ValueError(
+            f"`lengths` must be {len(log_likelihoods)} numbers of at least 1, one per option, got"
+            f" {list(lengths)}."
+        )
+    scores = [x / length for x, length in zip(log_likelihoods, lengths, strict=True)]
+    return max(range(len(scores)), key=scores.__getitem__)
+
+
+# ----- questions with options
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The options of a question.
+
+    Attributes:
+      texts: without labels.
+      gold: number of the right option.
+    """
+
+    texts: tuple[str, ...]
+    gold: int
+
+    @property
+    def letters(self) -> str:
+        """The letters of the options."""
+        return LETTERS[: len(self.texts)]
+
+    @property
+    def listed(self) -> str:
+        """The options with their letters, one per line."""
+        pairs = zip(self.letters, self.texts, strict=True)
+        return "\n".join(f"{letter}) {text}" for letter, text in pairs)
+
+    def named(self, index: int) -> dict[str, str]:
+        """Returns the texts of one option for templates."""
+        return {"option": self.texts[index], "letter": self.letters[index]}
+
+
+def read_options(given: Any, correct: Any) -> Options:
+    """Returns the options of a question.
+
+    Args:
+      given: a list of texts, whose labels, such as `A)`, are removed if all are in order; or, as in
+        ARC, a dict with lists `text` and `label`.
+      correct: the right option's label, letter, number from 0, or text; the first that fits.
+
+    Raises:
+      ValueError: no options, or `correct` is none of them.
+    """
+    labels: list[str] = []
+    if isinstance(given, Mapping):
+        labels = [str(label) for label in given.get("label", ())]
+        given = given.get("text")
+    if not isinstance(given, list) or not 2 <= len(given) <= len(LETTERS):
+        raise ValueError(f"expected a list of 2 to {len(LETTERS)} options, got {given!r}.")
+    texts = _without_labels([str(option) for option in given])
+    names = [labels, list(LETTERS[: len(texts)]), list(map(str, range(len(texts)))), texts]
+    for known in names:
+        if str(correct).strip() in known:
+            return Options(tuple(texts), known.index(str(correct).strip()))
+    raise ValueError(f"the right option is {correct!r}, but the options are: {', '.join(texts)}.")
+
+
+def _without_labels(options: list[str]) -> list[str]:
+    found = [_LABEL.match(option) for option in options]
+    if any(m is None or m[1] != letter for m, letter in zip(found, LETTERS, strict=False)):
+        return [option.strip() for option in options]
+    return [_LABEL.sub("", option, count=1).strip() for option in options]

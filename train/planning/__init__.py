@@ -1,0 +1,1 @@
+"""The memory, the time and the error of a step, before anything is trained."""

@@ -1,0 +1,168 @@
+"""Compiling for a GPU that is not there: XLA decides a program's memory when it compiles."""
+
+import contextlib
+import importlib
+import importlib.util
+import math
+import os
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from actjax._host import read_right
+from train.planning.gpus import GIB as GIB
+from train.planning.gpus import GPUS as GPUS
+from train.planning.gpus import Gpu
+from train.planning.tpus import TPUS, Tpu
+from train.settings.options import near_hint
+
+HERE = "here"
+"""The devices of this machine."""
+
+Device = Gpu | Tpu
+DEVICES: dict[str, Device] = {**GPUS, **TPUS}
+"""Devices that steps can be compiled for, by name."""
+
+
+def find_device(name: str) -> Device | None:
+    """Returns a device by its name; None for this machine.
+
+    Raises:
+      ValueError: an unknown name.
+    """
+    if name == HERE:
+        return None
+    if name not in DEVICES:
+        hint = near_hint(name, DEVICES, cutoff=0.3)
+        known = ", ".join((HERE, *DEVICES))
+        raise ValueError(f"unknown device {name!r}.{hint} There are: {known}.")
+    return DEVICES[name]
+
+
+def find_gpu(name: str) -> Gpu:
+    """Returns a GPU by its name.
+
+    Raises:
+      ValueError: an unknown name, or that of another device.
+    """
+    if name not in GPUS:
+        hint = near_hint(name, GPUS, cutoff=0.3)
+        raise ValueError(f"{name!r} is no known GPU.{hint} There are: {', '.join(GPUS)}.")
+    return GPUS[name]
+
+
+@contextlib.contextmanager
+def compile_for(device: Device | None) -> Iterator[Any]:
+    """Gives a function that places shapes on the device to compile for.
+
+    Args:
+      device: the device; None for those of this machine.
+
+    Raises:
+      ValueError: the compiler for the device is not installed, or JAX has dropped it.
+      RuntimeError: this version of JAX lacks a function that must be replaced.
+    """
+    if device is None:
+        yield lambda tree: tree
+        return
+    with compile_for_mesh(device, {"device": 1}) as mesh:
+        sharding = NamedSharding(mesh, PartitionSpec())
+        yield lambda tree: jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
+        )
+
+
+@contextlib.contextmanager
+def compile_for_mesh(device: Device, sizes: dict[str, int]) -> Iterator[Mesh]:
+    """Gives a mesh of devices to compile for, and sets it.
+
+    Args:
+      device: the kind of device.
+      sizes: devices along each axis. GPUs are all joined as those of one host are.
+
+    Raises:
+      ValueError: the compiler for the device is not installed, or JAX has dropped it.
+      RuntimeError: this version of JAX lacks a function that must be replaced.
+    """
+    read_right()
+    count, is_gpu = math.prod(sizes.values()), isinstance(device, Gpu)
+    topology = _gpus(device, count) if isinstance(device, Gpu) else _tpus(device, count)
+    mesh = Mesh(np.array(topology.devices).reshape(tuple(sizes.values())), tuple(sizes))
+    with _tracing_on("gpu" if is_gpu else "tpu"), jax.set_mesh(mesh):
+        yield mesh
+
+
+def _gpus(device: Gpu, count: int) -> Any:
+    """Returns GPUs of one host."""
+    if importlib.util.find_spec("jax_cuda12_plugin") is None:
+        raise ValueError(
+            "compiling for a GPU needs JAX's CUDA plugin, though no GPU: pip install 'jax[cuda12]'."
+        )
+    try:
+        return topologies.get_topology_desc(
+            platform="cuda", topology=f"1x1x{count}", target_config=device.describe()
+        )
+    except NotImplementedError as error:
+        raise ValueError(
+            "JAX found no GPU and has dropped its CUDA plugin, which compiles for one: set the"
+            " environment variable JAX_PLATFORMS=cpu before the program starts."
+        ) from error
+
+
+_TPU_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+"""libtpu would ask the network which TPU this machine has, and let one process in at a time."""
+
+
+def _tpus(device: Tpu, count: int) -> Any:
+    """Returns TPU chips."""
+    name = device.topology(count)
+    if importlib.util.find_spec("libtpu") is None:
+        raise ValueError("compiling for a TPU needs libtpu, though no TPU: pip install 'jax[tpu]'.")
+    for variable, value in _TPU_ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
+    # A host has four chips, [2, 2, 1], unless there are fewer or they are arranged otherwise.
+    sizes = [int(size) for size in name.partition(":")[2].split("x")]
+    bounds = (*sizes, *(1 for _ in range(3 - len(sizes)))) if count <= 4 else (2, 2, 1)
+    return topologies.get_topology_desc(
+        platform="tpu", topology_name=name, chips_per_host_bounds=bounds
+    )
+
+
+_CUDNN = "jax._src.cudnn.fused_attention_stablehlo"
+_REPLACED: tuple[tuple[str, str, Any], ...] = (
+    # cuDNN's attention asks the driver for its version and for the compute capability of the GPU.
+    # Neither exists here; `jax.experimental.topologies` has no setting that answers instead.
+    (_CUDNN, "check_cudnn_version", 91000),
+    (_CUDNN, "check_compute_capability", None),
+)
+"""Functions of JAX that ask for a GPU while tracing: module, name, and what they return instead."""
+
+
+@contextlib.contextmanager
+def _tracing_on(backend: str) -> Iterator[None]:
+    """Replaces the functions of JAX that ask for a device. The only place that touches them."""
+    # Attention is chosen while tracing, by the backend of this process.
+    replaced = (("jax", "default_backend", backend), *(_REPLACED if backend == "gpu" else ()))
+    with contextlib.ExitStack() as stack:
+        for module, name, value in replaced:
+            try:
+                stack.enter_context(
+                    mock.patch.object(importlib.import_module(module), name, return_value=value)
+                )
+            except (ImportError, AttributeError) as error:
+                raise RuntimeError(
+                    f"JAX {jax.__version__} has no `{module}.{name}`, which `train.planning.devices`"
+                    " replaces to compile for a GPU that is not there: put its successor into"
+                    " `_REPLACED`, or compile on a machine with the GPU (`--device here`)."
+                ) from error
+        yield

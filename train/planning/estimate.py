@@ -1,0 +1,314 @@
+"""What a training step costs, before and after it is compiled."""
+
+import contextlib
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+
+import actjax
+from actjax.optim.host_states import HOST
+from train.planning.collectives import bytes_by_kind, collectives
+from train.planning.devices import DEVICES, HERE, compile_for, compile_for_mesh, find_device
+from train.planning.flops import causal_loop_length, matmul_flops
+from train.planning.tpus import TPUS
+from train.run.begin import check_sizes
+from train.run.loop import with_sharding
+from train.run.report import StepMemory, bytes_on_host, explain_step, step_memory, tree_bytes
+from train.run.sharding import (
+    batch_sharding,
+    compiler_options,
+    formats_of,
+    make_mesh,
+    mesh_sizes,
+    state_shardings,
+)
+from train.run.step import (
+    Recipe,
+    TrainState,
+    init_state,
+    make_recipe,
+    make_refresh_step,
+    make_train_step,
+    whole_batch_shapes,
+)
+from train.settings.config import OptimizerConfig, PretrainConfig
+from train.settings.resolve import dimensions
+
+_BUS = 25e9
+"""Bytes per second between host and device: 16 lanes of PCIe 4."""
+_HERE = 2e11, 2e10
+"""Assumed operations and bytes per second of this machine; only ratios of times matter."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A way to train, and its estimated cost.
+
+    Attributes:
+      config: the run.
+      memory: by category, without workspace.
+      flops: of all matrix products of a step.
+      seconds: lower bound on the time of a step, from operations and bytes moved.
+    """
+
+    config: PretrainConfig
+    memory: StepMemory
+    flops: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A compiled plan.
+
+    Attributes:
+      plan: the plan.
+      peak: bytes that exist at once in a step, or in a refresh step if that takes more. For more
+        than a TPU has, what its compiler says is needed.
+      temporaries: bytes of the step that are neither weights nor optimizer states.
+      weights: bytes of the weights of a device.
+      states: bytes of the optimizer states of a device.
+      exchanged: bytes that a device exchanges with others in a step, by kind
+        (`train.planning.collectives`); empty for one device, and for TPUs.
+      on_host: bytes of a device's optimizer states that are in the memory of the host.
+    """
+
+    plan: Plan
+    peak: int
+    temporaries: int
+    weights: int
+    states: int
+    exchanged: Mapping[str, int]
+    on_host: int = 0
+
+
+def make_plan(config: PretrainConfig, device: str) -> Plan:
+    """Returns the estimated cost of a run, without compiling it.
+
+    Raises:
+      ValueError: an unknown method, or settings that do not fit each other.
+    """
+    memory = _memory(_without_optimizer(config))
+    recipe = _recipe(config)
+    states = _shapes(recipe).optimizer
+    on_host = bytes_on_host(recipe, states)
+    memory = dataclasses.replace(memory, optimizer=tree_bytes(states) - on_host)
+    explanation, flops = _gradient(_of_gradient(config))
+    seconds = _seconds(memory, explanation, flops, device) + 2 * on_host / _BUS
+    return Plan(config, memory, flops, seconds)
+
+
+def _seconds(memory: StepMemory, explanation: actjax.Explanation, flops: int, device: str) -> float:
+    """Returns the time of a step at the device's peak operations and bandwidth."""
+    coded = [r for r in explanation.residuals if r.codec not in ("", "Exact()")]
+    # Activations are read and their codes written; later codes are read and activations written.
+    traffic = sum(2 * r.exact_bytes + 2 * r.stored_bytes for r in coded)
+    traffic += 2 * (explanation.stored_bytes - sum(r.stored_bytes for r in coded))
+    traffic += 3 * memory.weights + 2 * memory.optimizer + 2 * memory.gradients
+    rate, bandwidth = (
+        _HERE if device == HERE else (DEVICES[device].flops, DEVICES[device].bandwidth)
+    )
+    bus = 2 * sum(r.stored_bytes for r in coded if r.codec.startswith("Offloaded"))
+    return flops / rate + traffic / bandwidth + bus / _BUS
+
+
+def parameter_bytes(config: PretrainConfig) -> int:
+    """Returns the bytes of weights and optimizer states."""
+    state = _shapes(_recipe(config))
+    return tree_bytes((state.model, state.optimizer))
+
+
+def _without_optimizer(config: PretrainConfig) -> PretrainConfig:
+    """Returns settings with the usual optimizer, which the gradient does not depend on."""
+    if config.optimizer.projects:
+        return config
+    optimizer = dataclasses.replace(
+        config.optimizer,
+        moment_dtype="float32",
+        optimizer="adamw",
+        beta1=OptimizerConfig.beta1,
+        beta2=OptimizerConfig.beta2,
+        factored_second_moment=False,
+        offload_states=False,
+    )
+    return dataclasses.replace(config, optimizer=optimizer)
+
+
+def _of_gradient(config: PretrainConfig) -> PretrainConfig:
+    """Returns settings without those that the gradient does not depend on."""
+    return dataclasses.replace(_without_optimizer(config), in_backward=False)
+
+
+# Neighbouring plans of a search differ in few settings, and tracing a model takes 1 to 2 seconds.
+
+
+@functools.cache
+def _memory(config: PretrainConfig) -> StepMemory:
+    recipe = _recipe(config)
+    return step_memory(recipe, _shapes(recipe), _gradient(_of_gradient(config))[0])
+
+
+@functools.cache
+def _gradient(config: PretrainConfig) -> tuple[actjax.Explanation, int]:
+    """Returns what a step stores for its backward pass, and the operations of its products."""
+    recipe = _recipe(config)
+    state, whole = _shapes(recipe), whole_batch_shapes(recipe.config)
+    explanation = explain_step(recipe, state)  # First: its errors name flags.
+    length = causal_loop_length(config.seq_len)
+    flops = matmul_flops(make_train_step(recipe), state, whole, loop_length=length)
+    return explanation, flops
+
+
+def compile_plan(plan: Plan, device: str) -> Compiled:
+    """Compiles the steps of a plan. With a mesh, all figures are those of one device.
+
+    Raises:
+      ValueError: the compiler for the device is not installed, or the batch does not divide over
+        the mesh.
+    """
+    recipe = _recipe(plan.config)
+    programs, state = _compiled_steps(recipe, device)
+    sizes = [_peak(program, device) for program in programs]
+    peak, temporaries = max(size for size, _ in sizes), sizes[0][1]
+    exchanged: dict[str, int] = {}
+    # Programs for TPUs do not say how often a loop runs.
+    if plan.config.mesh and device not in TPUS:
+        exchanged = bytes_by_kind(collectives(programs[0].as_text()))
+    weights, states = map(_bytes_of_device, ((state.model, state.frozen), state.optimizer))
+    on_host = _bytes_of_device(state.optimizer, on_host=True)
+    return Compiled(plan, peak, temporaries, weights, states, exchanged, on_host)
+
+
+def compiled_peak(recipe: Recipe, device: str) -> int:
+    """Returns the bytes that exist at once in a step, or in a refresh step if that takes more.
+
+    Raises:
+      ValueError: the compiler for the device is not installed.
+    """
+    return max(_peak(program, device)[0] for program in _compiled_steps(recipe, device)[0])
+
+
+def least_bytes(recipe: Recipe) -> int:
+    """Returns the bytes of weights and optimizer states, without compiling."""
+    state = _shapes(recipe)
+    return tree_bytes((state.model, state.frozen, state.optimizer))
+
+
+def _compiled_steps(recipe: Recipe, device: str) -> tuple[list[Any], TrainState]:
+    """Returns the step and, if there is one, the refresh step, and the shapes of their state."""
+    state, batch = _shapes(recipe), whole_batch_shapes(recipe.config)
+    with _placed(recipe, state, batch, device) as (state, batch, options):
+        if recipe.config.optimizer.offload_states:
+            state = dataclasses.replace(state, optimizer=_with_moments_on_host(state.optimizer))
+        steps = [make_train_step(recipe)]
+        due = recipe.due_layers(0)
+        if due is not None:
+            refresh = make_refresh_step(recipe)
+            steps.append(lambda s, b: refresh(s, b, due))
+        return [_compile(step, state, batch, options) for step in steps], state
+
+
+def _with_moments_on_host(optimizer: Any) -> Any:
+    """Returns the shapes of an optimizer state with moments in the memory of the host.
+
+    Raises:
+      ValueError: the device has no such memory.
+    """
+    here = SingleDeviceSharding(jax.devices()[0])
+    placed = jax.tree.map(lambda x: with_sharding(x, here) if x.sharding is None else x, optimizer)
+    try:
+        return actjax.optim.to_host(placed)
+    except ValueError as error:
+        raise ValueError(f"`--offload-states`: {error}") from error
+
+
+def bytes_of_device(config: PretrainConfig) -> int:
+    """Returns the bytes of weights and optimizer states of each device, evenly divided."""
+    sizes = mesh_sizes(config.mesh)
+    return parameter_bytes(config) // (math.prod(sizes.values()) // sizes["data"])
+
+
+def _recipe(config: PretrainConfig) -> Recipe:
+    return make_recipe(config, dimensions(config))
+
+
+def _shapes(recipe: Recipe) -> TrainState:
+    return jax.eval_shape(functools.partial(init_state, recipe))
+
+
+@contextlib.contextmanager
+def _placed(recipe: Recipe, state: Any, batch: Any, device: str) -> Iterator[tuple]:
+    """Gives state and batch on the devices to compile for, and options of the compiler."""
+    text, kind = recipe.config.mesh, find_device(device)
+    if not text:
+        with compile_for(kind) as place:
+            yield place(state), place(batch), None
+        return
+    with contextlib.ExitStack() as stack:
+        if kind is None:
+            mesh = make_mesh(text)
+            stack.enter_context(jax.set_mesh(mesh))
+        else:
+            mesh = stack.enter_context(compile_for_mesh(kind, mesh_sizes(text)))
+        check_sizes(recipe.config, mesh)
+        state = jax.tree.map(with_sharding, state, state_shardings(state, mesh))
+        batch = {name: with_sharding(x, batch_sharding(mesh)) for name, x in batch.items()}
+        yield state, batch, compiler_options(mesh)
+
+
+def _compile(step: Any, state: Any, batch: Any, options: dict[str, Any] | None) -> Any:
+    places = None
+    if options is not None or jax.tree.leaves(state)[0].sharding is not None:
+        formats = formats_of(state)
+        state, places = jax.tree.map(with_sharding, state, formats), (formats, None)
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=places)
+    try:
+        return jitted.lower(state, batch).compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        needed = re.search(r"Ran out of memory .*?\(([\d.]+)([MG])\) exceeds", str(error))
+        if needed is None:
+            raise
+        arguments = _bytes_of_device(state)
+        size = int(float(needed[1]) * {"M": 2**20, "G": 2**30}[needed[2]])
+        return _TooLarge(size, max(0, size - arguments))
+
+
+class _TooLarge(NamedTuple):
+    """What the compiler of a TPU says of a program that takes more memory than the chip has."""
+
+    peak: int
+    temporaries: int
+
+
+def _peak(program: Any, device: str) -> tuple[int, int]:
+    """Returns the peak and the temporaries of a compiled step, in bytes."""
+    if isinstance(program, _TooLarge):
+        return program
+    stats: Any = program.memory_analysis()
+    if device in TPUS:
+        # The sum below counts buffers that never exist at once.
+        peak = stats.peak_memory_in_bytes
+        return peak, max(0, peak - stats.argument_size_in_bytes)
+    live = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return live + stats.temp_size_in_bytes, stats.temp_size_in_bytes
+
+
+def _bytes_of_device(tree: Any, *, on_host: bool = False) -> int:
+    """Returns the bytes of a device's part of arrays, of those on the device or on the host."""
+
+    def size(x: Any) -> int:
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return 0
+        if on_host != (getattr(x.sharding, "memory_kind", None) == HOST):
+            return 0
+        shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+        return math.prod(shape) * jnp.dtype(x.dtype).itemsize
+
+    return sum(map(size, jax.tree.leaves(tree)))

@@ -1,0 +1,189 @@
+"""What a method does to the gradient of a checkpoint, on text: the measurement of `train.plan`."""
+
+import dataclasses
+import functools
+import itertools
+import math
+import pathlib
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from rich import box
+from rich.table import Table
+
+from models import Decoder
+from models.checkpoints import load_checkpoint
+from train.flag_errors import naming_flag
+from train.planning.gradient_error import WHOLE, GradientError, by_site, measure
+from train.run.step import Batch, make_recipe
+from train.settings.config import PretrainConfig
+from train.settings.resolve import dimensions
+from train.text.corpus import Corpus, open_corpus
+from train.text.data import train_batches
+from train.text.records import FieldTemplate, read_records
+from train.text.tokenizer import Tokenizer, tokenizer_of
+
+
+@dataclasses.dataclass(frozen=True)
+class MeasureConfig:
+    """How the error of gradients is measured.
+
+    Raises:
+      ValueError: a setting is out of range.
+    """
+
+    measure: bool = False
+    """Also measure the error of each plan's gradient, with the weights of `--checkpoint` on the
+    text of `--data`: takes time for some gradients a method."""
+    error: float = 0.0
+    """Largest relative error of the gradient of a plan that `--budget` may choose. 0: any. Implies
+    `--measure`."""
+    template: str = ""
+    r"""Text of a JSON record of `--data`: a Python format string over its fields, for example
+    "Question: {question}\nAnswer: {answer}". Default: the field of `--text-field`."""
+    batches: int = 3
+    """Batches to measure on. Their spread gives the uncertainty that is printed."""
+    keys: int = 4
+    """Gradients of each batch for methods that draw random numbers."""
+
+    def __post_init__(self) -> None:
+        for name in ("batches", "keys"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`--{name}` must be at least 1, got {getattr(self, name)}.")
+        if not 0 <= self.error < float("inf"):
+            raise ValueError(f"`--error` must be at least 0, got {self.error}.")
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anything is measured."""
+        return self.measure or self.error > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A checkpoint and batches of text.
+
+    Attributes:
+      model: weights in float32, so that their gradient is not rounded further.
+      batches: tokens.
+      config: how to measure.
+    """
+
+    model: Decoder
+    batches: tuple[Batch, ...]
+    config: MeasureConfig
+
+    def errors(self, config: PretrainConfig) -> dict[str, GradientError]:
+        """Returns the error of a plan's gradient, by site and as a whole (`WHOLE`).
+
+        For a method with a subspace it is that of its refresh steps, whose gradients have all
+        directions that the code kept.
+
+        Raises:
+          ValueError: a gradient that is not finite.
+        """
+        return self._errors(_of_gradient(config))
+
+    @functools.cached_property
+    def _errors(self) -> Callable[[PretrainConfig], dict[str, GradientError]]:
+        return functools.cache(self._measure)
+
+    def _measure(self, config: PretrainConfig) -> dict[str, GradientError]:
+        recipe = make_recipe(config, dimensions(config))
+        places = by_site(recipe.storage, recipe.model_config.num_layers)
+        arguments = (recipe, recipe.storage, self.model, self.batches, places)
+        return measure(*arguments, keys=self.config.keys)
+
+
+def open_measured(
+    config: MeasureConfig, train: PretrainConfig, checkpoint: pathlib.Path
+) -> Measured:
+    """Returns the weights and the text to measure on.
+
+    Args:
+      config: how to measure.
+      train: the run; its batch size, sequence length, seed and text are used.
+      checkpoint: folder or file of the weights.
+
+    Raises:
+      ValueError: text that does not fill a batch, records that the template does not fit, or a
+        damaged checkpoint.
+      OSError: a file that cannot be read.
+    """
+    tokenizer = tokenizer_of(checkpoint, train.data.tokenizer)
+    with naming_flag("--checkpoint"):
+        model = load_checkpoint(checkpoint, dtype="float32")
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, but the model in '{checkpoint}' has"
+            f" {model.config.vocab_size}: `--tokenizer` belongs to another model."
+        )
+    return Measured(model, _batches(config, train, tokenizer), config)
+
+
+def _batches(
+    config: MeasureConfig, train: PretrainConfig, tokenizer: Tokenizer
+) -> tuple[Batch, ...]:
+    rows = train_batches(
+        _corpus(config, train),
+        tokenizer,
+        batch_size=train.batch_size,
+        seq_len=train.seq_len,
+        seed=train.seed,
+    )
+    try:
+        taken = itertools.islice(rows, config.batches)
+        return tuple({name: jnp.asarray(x) for name, x in batch.items()} for batch in taken)
+    finally:
+        rows.close()
+
+
+def _corpus(config: MeasureConfig, train: PretrainConfig) -> Corpus:
+    data = train.data
+    if not config.template:
+        return open_corpus(data.data, data.data_dir.expanduser(), text_field=data.text_field)
+    template = FieldTemplate("--template", config.template, {})
+    texts = [
+        record.apply(lambda one: template.fill(one.fields))
+        for record in read_records(data.data, "--data")
+    ]
+    return Corpus(data.data, texts, texts[:1], fingerprint="")
+
+
+def _of_gradient(config: PretrainConfig) -> PretrainConfig:
+    """Returns settings without those that the measured gradient does not depend on."""
+    neutral = PretrainConfig()
+    return dataclasses.replace(
+        config,
+        optimizer=neutral.optimizer,
+        in_backward=False,
+        weight_dtype="float32",
+        weight_rounding="auto",
+        options=dataclasses.replace(config.options, offload=False),
+    )
+
+
+def table_of_errors(found: dict[str, dict[str, GradientError]], measured: Measured) -> Table:
+    """Returns the errors of plans as a table.
+
+    Args:
+      found: by plan, its errors by site.
+      measured: what they were measured on.
+    """
+    rows, length = measured.batches[0]["inputs"].shape
+    title = (
+        f"gradient against the exact one, {len(measured.batches)} batches of {rows} x {length}"
+        " tokens; by site, of several: the error of each alone"
+    )
+    table = Table(title=title, box=box.SIMPLE_HEAD)
+    for name in ("plan", "error", "±", "cosine", "bias", "by site"):
+        right = name not in ("plan", "by site")
+        table.add_column(name, justify="right" if right else "left", no_wrap=right)
+    for plan, errors in found.items():
+        whole = errors[WHOLE]
+        sites = [f"{site} {one.error:.3f}" for site, one in errors.items() if site != WHOLE]
+        cells = (whole.error, whole.uncertainty, whole.cosine, whole.bias)
+        # One batch tells no uncertainty.
+        shown = ("" if math.isnan(x) else f"{x:.4f}" for x in cells)
+        table.add_row(plan, *shown, ", ".join(sites))
+    return table

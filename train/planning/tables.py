@@ -1,0 +1,150 @@
+"""Tables of compiled plans, and the flags that a plan chose."""
+
+import dataclasses
+import math
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from train.planning.estimate import Compiled
+from train.planning.gpus import GIB
+from train.run.sharding import mesh_sizes
+from train.settings.config import PretrainConfig
+from train.settings.options import flag_name
+from train.settings.resolve import dimensions
+
+
+def size_text(count: int) -> str:
+    """Returns a number of bytes as a text."""
+    return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / 2**20:.2f} MiB"
+
+
+def table_of(rows: list[Compiled], train: PretrainConfig, device: str) -> Table:
+    """Returns compiled plans as a table, in GiB, or in MiB if all take less than a GiB.
+
+    Args:
+      rows: the plans.
+      train: settings that all of them share.
+      device: what they are compiled for.
+    """
+    unit, name = (GIB, "GiB") if max(row.peak for row in rows) >= GIB else (2**20, "MiB")
+    device += f" x {train.mesh}, of each device" if train.mesh else ""
+    title = (
+        f"{train.model}, vocabulary of {dimensions(train).vocab_size:,},"
+        f" {train.batch_size} x {train.seq_len}, weights {train.weight_dtype},"
+        f" compiled for {device}; {name}"
+    )
+    table = Table(title=title, box=box.SIMPLE_HEAD)
+    table.add_column("plan")
+    if train.mesh:
+        _add_devices(table, rows, unit)
+        return table
+    parts = ["peak", "weights", "gradients", "states", "residuals", "workspace"]
+    if any(row.on_host for row in rows):
+        parts.append("on host")
+    for part in (*parts, "TFLOP"):
+        table.add_column(part, justify="right", no_wrap=True)
+    for row in rows:
+        memory = row.plan.memory.with_workspace(row.temporaries)
+        residuals = memory.linear_residuals + memory.other_residuals
+        sizes = (row.peak, memory.weights, memory.gradients, memory.optimizer,
+                 residuals, memory.workspace or 0, row.on_host)[: len(parts)]  # fmt: skip
+        cells = [f"{size / unit:.2f}" for size in sizes]
+        table.add_row(choice(row.plan.config), *cells, f"{row.plan.flops / 1e12:.2f}")
+    return table
+
+
+def _add_devices(table: Table, rows: list[Compiled], unit: int) -> None:
+    """Adds plans for several devices: the memory of one, and what it exchanges in a step."""
+    kinds = {"gathered": ("all-gather",), "reduced": ("reduce-scatter", "all-reduce")}
+    kinds["moved"] = ("all-to-all", "collective-permute")
+    for part in ("peak", "weights", "states", "the rest", *kinds, "TFLOP"):
+        table.add_column(part, justify="right", no_wrap=True)
+    devices = _devices(rows[0])
+    for row in rows:
+        moved = [
+            sum(row.exchanged[kind] for kind in of) if row.exchanged else None
+            for of in kinds.values()
+        ]
+        rest = row.peak - row.weights - row.states
+        sizes = (row.peak, row.weights, row.states, rest, *moved)  # None: unknown.
+        flops = row.plan.flops / devices / 1e12
+        cells = ["-" if size is None else f"{size / unit:.2f}" for size in sizes]
+        table.add_row(choice(row.plan.config), *cells, f"{flops:.2f}")
+
+
+def markdown(rows: Mapping[str, Sequence[Compiled]], train: PretrainConfig, device: str) -> str:
+    """Returns plans for several numbers of devices as a Markdown table, a line for each method.
+
+    Args:
+      rows: plans of each method, for one device and for more.
+      train: settings that all of them share; the batch is that of each device.
+      device: what they are compiled for.
+    """
+    counts = [_devices(row) for row in next(iter(rows.values()))]
+    several = [f"{n} devices" for n in counts if n > 1]
+    head = ["GiB a device", "1 device", *several, *(f"gathered, {name}" for name in several)]
+    lines = [
+        f"{train.model}, vocabulary of {dimensions(train).vocab_size:,}, {train.batch_size} x"
+        f" {train.seq_len} on each device, weights {train.weight_dtype}, compiled for {device}:\n",
+        _line(head),
+        _line(["---", *("---:" for _ in head[1:])]),
+    ]
+    for name, plans in rows.items():
+        sizes = [f"{plan.peak / GIB:.2f}" for plan in plans]
+        sizes += [f"{plan.exchanged['all-gather'] / GIB:.2f}" if plan.exchanged else "-"
+                  for plan in plans if _devices(plan) > 1]  # fmt: skip
+        lines.append(_line([f"`{name}`", *sizes]))
+    return "\n".join(lines)
+
+
+def _devices(row: Compiled) -> int:
+    return math.prod(mesh_sizes(row.plan.config.mesh).values())
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def flags(config: PretrainConfig) -> str:
+    """Returns `--method` and the flags that differ from the defaults of `train.pretrain`."""
+    return shlex.join(_flags(config, PretrainConfig(method="")))
+
+
+def choice(config: PretrainConfig) -> str:
+    """Returns the flags that a plan chose."""
+    neutral = PretrainConfig()
+    chosen = dataclasses.replace(
+        neutral,
+        method=config.method,
+        options=config.options,
+        in_backward=config.in_backward,
+        optimizer=dataclasses.replace(
+            neutral.optimizer,
+            **{name: getattr(config.optimizer, name) for name in _OF_OPTIMIZER},
+        ),
+    )
+    return flags(chosen).removeprefix("--method ")
+
+
+_OF_OPTIMIZER = ("moment_dtype", "optimizer", "factored_second_moment", "offload_states",
+                 "projection_rank")  # fmt: skip
+"""Settings of the optimizer that memory depends on."""
+
+
+def _flags(config: Any, default: Any) -> Iterator[str]:
+    """Yields the flags and values of the fields that differ from their defaults."""
+    for field in dataclasses.fields(config):
+        value, usual = getattr(config, field.name), getattr(default, field.name)
+        flag = flag_name(field.name)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            yield from _flags(value, usual)
+        elif value != usual:
+            if isinstance(value, bool):
+                yield flag if value else flag.replace("--", "--no-", 1)
+            else:
+                yield flag
+                yield from map(str, value if isinstance(value, tuple) else (value,))

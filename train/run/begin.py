@@ -1,0 +1,326 @@
+"""How a run begins: its checks, its compiled step, its opening table and its first state."""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from rich.console import Console
+
+import actjax
+from actjax.kernels.packing import BITS
+from actjax.optim.host_states import HOST
+from models.sharding import head_repeats
+from train.flag_errors import naming_flag
+from train.run import hosts
+from train.run.checkpoint import Checkpoints, identity_of
+from train.run.lock import RunLock
+from train.run.loop import Run, compile_step, with_sharding
+from train.run.metrics import read_metrics
+from train.run.report import explain_step, print_opening, step_memory
+from train.run.saved_settings import changed_settings, flat, write_settings
+from train.run.sharding import reformatted, state_shardings
+from train.run.step import Recipe, TrainState, build_recipe, init_state
+from train.settings.config import RunConfig
+from train.settings.options import flag_name
+from train.settings.resolve import ResolvedConfig
+from train.text.data import ValidationSet
+from train.text.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """The data of a run.
+
+    Attributes:
+      batches: the training data, at its beginning.
+      validation: the held-out data.
+      summary: a line for the user.
+    """
+
+    batches: Any
+    validation: ValidationSet
+    summary: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """Where the weights of a run come from.
+
+    Attributes:
+      first_state: from shardings to the state before the first step.
+      frozen: from shardings to `TrainState.frozen`, which is in no checkpoint of a run.
+    """
+
+    first_state: Callable[[TrainState], TrainState]
+    frozen: Callable[[Any], Any]
+
+
+def begin(
+    given: RunConfig,
+    recipe: Recipe,
+    mesh: Mesh,
+    data: Data,
+    weights: Weights,
+    identity: dict[str, Any],
+    console: Console,
+) -> Run:
+    """Returns a run at its first step or at its last checkpoint, and prints what it is.
+
+    Args:
+      given: the settings as the user gave them, for `settings.json`.
+      recipe: what each step does.
+      mesh: the devices.
+      data: what to train on.
+      weights: where the weights come from.
+      identity: what a checkpoint must agree with.
+      console: where to print.
+
+    Raises:
+      ValueError: settings that do not fit each other or the checkpoint, or another run is in the
+        folder.
+    """
+    config = recipe.config
+    shapes = jax.eval_shape(functools.partial(init_state, recipe))
+    # A new run whose codecs do not fit writes nothing.
+    explanation = None if config.resume else explain_step(recipe, shapes)
+    hosts.check_equal(_of_all_processes(given, identity))
+    with contextlib.ExitStack() as on_error:
+        with hosts.failing_together():
+            lock = _locked(config)
+            on_error.enter_context(contextlib.closing(lock) if lock else contextlib.nullcontext())
+        hosts.check_shared(config.folder)
+        shardings = shardings_of_run(recipe, shapes, mesh)
+        with naming_flag("--out"):
+            checkpoints = _open_checkpoints(config)
+            state, bits = _restored(checkpoints, data.batches, shapes, shardings, identity)
+        data.batches.start_prefetch()  # The first batch takes seconds, as does compiling the step.
+        if bits:
+            recipe = build_recipe(config, bits)
+        explanation = explanation or explain_step(recipe, shapes)
+        train_step = compile_step(recipe, mesh, shapes, shardings)
+        memory = step_memory(recipe, shapes, explanation)
+        temporaries = train_step.memory_analysis().temp_size_in_bytes * mesh.size
+        print_opening(console, recipe, shapes, explanation, memory.with_workspace(temporaries))
+        for warning in config.warnings:
+            console.print(f"[bold yellow]warning[/bold yellow]: {warning}")
+        console.print(data.summary)
+        if state is None:
+            state = weights.first_state(shardings)
+        else:
+            state = dataclasses.replace(state, frozen=weights.frozen(shardings.frozen))
+            console.print(f"resuming from step {int(state.step)} in {config.folder}")
+            if changed := changed_settings(config.folder, given):
+                text = "; ".join(changed)
+                console.print(f"[yellow]with other settings than before[/yellow]: {text}")
+        state = reformatted(state)
+        if hosts.is_main():
+            write_settings(config.folder, given)
+        on_error.pop_all()
+    return Run(
+        recipe, mesh, train_step, state, data.batches, data.validation, checkpoints, lock, identity
+    )
+
+
+def shardings_of_run(recipe: Recipe, shapes: TrainState, mesh: Mesh) -> TrainState:
+    """Returns where each array of the training state is.
+
+    Raises:
+      ValueError: states are to be kept on the host, and a device reaches no memory there.
+    """
+    shardings = state_shardings(shapes, mesh)
+    if not recipe.config.optimizer.offload_states:
+        return shardings
+    placed = jax.tree.map(with_sharding, shapes.optimizer, shardings.optimizer)
+    try:
+        placed = actjax.optim.to_host(placed)
+    except ValueError as error:
+        raise ValueError(f"`--offload-states`: {error}") from error
+    return dataclasses.replace(shardings, optimizer=jax.tree.map(lambda x: x.sharding, placed))
+
+
+def first_state(recipe: Recipe, shardings: TrainState, *models: Any) -> TrainState:
+    """Returns the state before the first step, where `shardings` says.
+
+    An array for the host is made on the device first: one such array exists there at a time.
+
+    Args:
+      recipe: the run.
+      shardings: a sharding for each array.
+      *models: the pretrained decoder, which is donated; nothing to draw one.
+    """
+    make = functools.partial(init_state, recipe)
+    places, treedef = jax.tree.flatten(shardings)
+    made: dict[int, jax.Array] = {}
+    for i in [i for i, place in enumerate(places) if place.memory_kind == HOST]:
+        one = jax.jit(lambda *models, i=i: jax.tree.leaves(make(*models))[i])(*models)
+        made[i] = jax.device_put(one, places[i])
+    others = [i for i in range(len(places)) if i not in made]
+    rest = jax.jit(
+        lambda *models: [jax.tree.leaves(make(*models))[i] for i in others],
+        donate_argnums=tuple(range(len(models))),
+        out_shardings=[places[i] for i in others],
+    )(*models)
+    made |= zip(others, rest, strict=True)
+    return jax.tree.unflatten(treedef, [made[i] for i in range(len(places))])
+
+
+def _of_all_processes(given: RunConfig, identity: dict[str, Any]) -> dict[str, Any]:
+    """Returns what several processes of a run must have in common, by name.
+
+    Paths may differ between hosts. What is read from them must not: its hash is in the identity.
+    """
+    settings = flat(dataclasses.asdict(given))
+    flags = {
+        f"`{flag_name(name.rpartition('.')[2])}`": x
+        for name, x in settings.items()
+        if name == "out" or not (isinstance(x, pathlib.PurePath) or name in _PATHS)
+    }
+    parts = {f"the content of `{name}`": x for name, x in identity.items()}
+    versions = {"the version of JAX": jax.__version__, "the source code": hosts.code_digest()}
+    return {**flags, **parts, **versions}
+
+
+_PATHS = ("checkpoint", "data.data", "data.validation")
+"""Settings that name files, beside those of the type of a path."""
+
+
+def _locked(config: ResolvedConfig) -> RunLock | None:
+    """Makes the folder of a run, and takes its lock: of several processes, the first one does."""
+    if not hosts.is_main():
+        return None
+    folder = config.folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"`--out` {folder} cannot be made a folder: {error}.") from error
+    with naming_flag("--out"):
+        _check_entries(folder)
+        lock = RunLock(folder)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            lock.close()
+            raise ValueError(f"{folder} cannot be written: permission denied.")
+        return lock
+
+
+def _check_entries(folder: pathlib.Path) -> None:
+    """Raises a `ValueError` or `OSError` for what a run could not write or read in its folder."""
+    for name in ("lock", "metrics.jsonl", "settings.json", "loss.png"):
+        if (folder / name).is_dir():
+            raise ValueError(f"{folder / name} is a folder, and a run writes a file there.")
+    for name in ("checkpoints", "tensorboard", "adapter", "model"):
+        if (folder / name).exists() and not (folder / name).is_dir():
+            raise ValueError(f"{folder / name} is a file, and a run writes a folder there.")
+    read_metrics(folder / "metrics.jsonl")
+
+
+def _open_checkpoints(config: ResolvedConfig) -> Checkpoints:
+    checkpoints = Checkpoints(config.folder / "checkpoints", config.keep)
+    latest = checkpoints.latest_step()
+    if latest is not None and not config.resume:
+        raise ValueError(
+            f"`--out` {config.folder} holds a run at step {latest}: pass `--resume` to continue it,"
+            " or another `--out`."
+        )
+    if latest is not None and latest > config.steps:
+        raise ValueError(
+            f"`--steps` {config.steps} is below the {latest} steps that the run in `--out`"
+            f" {config.folder} has done: pass at least {latest}."
+        )
+    return checkpoints
+
+
+def _restored(
+    checkpoints: Checkpoints, batches: Any, shapes: Any, shardings: Any, identity: dict[str, Any]
+) -> tuple[TrainState | None, dict[str, int]]:
+    """Returns the state of the last checkpoint (None without one) and the bits that were chosen.
+
+    Moves the data to the position that belongs to the state.
+    """
+    step = checkpoints.latest_step()
+    if step is None:
+        return None, {}
+    saved, places = (dataclasses.replace(x, frozen=None) for x in (shapes, shardings))
+    like = jax.tree.map(with_sharding, saved, places)
+    state, progress = checkpoints.restore(step, like, identity)
+    found = progress if isinstance(progress, dict) else {}
+    form = {"position": batches.get_state(), "bits": {}}
+    if not _has_form(found, form) or any(n not in BITS for n in found["bits"].values()):
+        raise ValueError(
+            f"the position of checkpoint {step} is damaged ({progress}): remove its folder to"
+            " resume from the one before."
+        )
+    batches.set_state(found["position"])
+    return state, found["bits"]
+
+
+def _has_form(found: Any, form: Any) -> bool:
+    """Returns whether plain JSON has the entries of another, with values of the same types."""
+    if isinstance(form, dict):
+        return isinstance(found, dict) and all(
+            name in found and _has_form(found[name], value) for name, value in form.items()
+        )
+    if isinstance(form, int):
+        return type(found) is int and found >= 0
+    return isinstance(found, type(form))
+
+
+def check_sizes(config: ResolvedConfig, mesh: Mesh) -> None:
+    """Raises a `ValueError` unless batches, sequences and heads divide over the devices."""
+    rows, groups = config.batch_size // config.accumulate, mesh.shape["data"] * mesh.shape["fsdp"]
+    if rows % groups:
+        shown = ",".join(f"{axis}={n}" for axis, n in mesh.shape.items() if n > 1)
+        raise ValueError(
+            f"{rows} sequences of a micro-batch (`--batch-size` {config.batch_size} /"
+            f" `--accumulate` {config.accumulate}) do not divide over the {groups} parts of"
+            f" `--mesh` {shown}: make `--batch-size` a multiple of"
+            f" {groups * config.accumulate}, or choose another mesh."
+        )
+    tensor, seq = mesh.shape["tensor"], mesh.shape["seq"]
+    model = config.model_config
+    if model.num_kv_heads % tensor:
+        raise ValueError(
+            f"`--mesh` tensor={tensor} does not divide the {model.num_kv_heads} heads of keys and"
+            f" values of {config.title}: choose a divisor."
+        )
+    repeated = model.num_kv_heads * head_repeats(model.num_kv_heads, tensor * seq)
+    if model.num_heads % repeated:
+        raise ValueError(
+            f"`--mesh` tensor={tensor},seq={seq} does not divide the {model.num_heads} heads of"
+            f" {config.title} over the {tensor * seq} devices that share a sequence: choose"
+            " divisors of the heads."
+        )
+    if config.seq_len % (tensor * seq):
+        raise ValueError(
+            f"`--seq-len` {config.seq_len} does not divide over the {tensor * seq} devices of"
+            f" `--mesh` tensor={tensor},seq={seq} that share a sequence: make it a multiple."
+        )
+
+
+def run_identity(recipe: Recipe, tokenizer: Tokenizer, data: str, **parts: Any) -> dict[str, Any]:
+    """Returns what the checkpoints of a run must agree with.
+
+    Args:
+      recipe: the run.
+      tokenizer: its tokenizer.
+      data: fingerprint of its data.
+      **parts: what else tells this run from others.
+    """
+    config = recipe.config
+    return identity_of(
+        model=config.model_config,
+        data=data,
+        tokenizer=tokenizer.fingerprint,
+        weight_dtype=config.weight_dtype,
+        seed=config.seed,
+        optimizer=recipe.optimizer_form,
+        calibrated=recipe.calibration_form,
+        batch_size=config.batch_size,
+        seq_len=config.seq_len,
+        **parts,
+    )

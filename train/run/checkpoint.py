@@ -1,0 +1,166 @@
+"""Checkpoints by orbax: arrays, position in the data and identity of the run, written together."""
+
+import contextlib
+import dataclasses
+import json
+import pathlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from train.run.saved_settings import flat
+from train.settings.options import ANY_FULL_RANK, RENAMED
+
+_FORMER = {**RENAMED, "one of full rank": ANY_FULL_RANK}
+"""Values of `optimizer.method` in the identity of older checkpoints, and their present form."""
+_BEFORE = {"optimizer.weight_rounding": "nearest"}
+"""Settings that are newer than some checkpoints, and what these runs did, if it is not "off"."""
+
+_OTHER_VERSION = " Finish the run with that version, or begin a new one with another `--out`."
+_HINTS = {
+    "model.vocab_size": "The vocabulary of a preset is that of the tokenizer unless"
+    " `--model-vocab-size` is given.",
+    "row_order": "The checkpoint was written by a version that read the text in another order, so"
+    " its position has no meaning here." + _OTHER_VERSION,
+    "optimizer.norm_estimate": "The checkpoint was written by a version that estimated the norm of"
+    " the gradient in another way." + _OTHER_VERSION,
+}
+"""What to know of some parts of the identity where they differ."""
+
+
+class Checkpoints:
+    """The checkpoints in the folder of a run.
+
+    Orbax writes into a temporary folder and renames it, so a killed run leaves the last complete
+    checkpoint unchanged.
+    """
+
+    def __init__(self, directory: pathlib.Path, keep: int):
+        """Opens the folder, and makes it if it is missing.
+
+        Args:
+          directory: folder of the checkpoints.
+          keep: number of latest checkpoints to keep.
+        """
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
+        self._manager = ocp.CheckpointManager(directory.absolute(), options=options)
+
+    def latest_step(self) -> int | None:
+        """Returns the step of the last complete checkpoint, or None."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, state: Any, data: dict[str, Any], identity: dict[str, Any]) -> None:
+        """Saves a checkpoint, and returns when the arrays may be changed again.
+
+        Args:
+          step: steps done.
+          state: a pytree of arrays.
+          data: position in the training data and other plain JSON.
+          identity: identity of the run, from `identity_of`.
+        """
+        if step == self.latest_step():
+            return
+        self._manager.save(
+            step,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardSave(_leaves(state)),
+                data=ocp.args.JsonSave(data),
+                identity=ocp.args.JsonSave(identity),
+            ),
+        )
+
+    def restore(self, step: int, like: Any, identity: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Returns the state of a checkpoint and its `data`.
+
+        Args:
+          step: the checkpoint.
+          like: the state as `jax.ShapeDtypeStruct`s with shardings.
+          identity: identity of this run.
+
+        Raises:
+          ValueError: the checkpoint is damaged, or belongs to another run; then the message names
+            what differs.
+        """
+        saved = self._read(step, identity=ocp.args.JsonRestore())["identity"]
+        if not isinstance(saved, dict):
+            raise self._damaged(step, "its identity is no object")
+        _check_identity(saved, identity, self._manager.directory)
+        state, data = ocp.args.StandardRestore(_leaves(like)), ocp.args.JsonRestore()
+        restored = self._read(step, state=state, data=data)
+        leaves = [restored["state"][name] for name in _leaves(like)]
+        return jax.tree.unflatten(jax.tree.structure(like), leaves), restored["data"]
+
+    def _read(self, step: int, **items: Any) -> Any:
+        try:
+            with _quiet_threads():
+                return self._manager.restore(step, args=ocp.args.Composite(**items))
+        except Exception as error:  # The layers below orbax raise various errors on a torn file.
+            raise self._damaged(step, type(error).__name__) from error
+
+    def _damaged(self, step: int, reason: str) -> ValueError:
+        folder = self._manager.directory / str(step)
+        others = [n for n in self._manager.all_steps() if n != step]
+        return ValueError(
+            f"the checkpoint in {folder} cannot be read: it is damaged ({reason}). Remove that"
+            f" folder to resume from {f'step {max(others)}' if others else 'the start'}."
+        )
+
+    def close(self) -> None:
+        """Waits until all checkpoints are on disk."""
+        self._manager.wait_until_finished()
+        self._manager.close()
+
+
+@contextlib.contextmanager
+def _quiet_threads() -> Iterator[None]:
+    """Context of reading. Threads that still read after an error print nothing.
+
+    Their tracebacks ("Event loop is closed"), which nobody can catch, would bury its message.
+    """
+    former = sys.unraisablehook
+    sys.unraisablehook = lambda _: None
+    yield  # After an error the hook stays: the threads do not end with it.
+    sys.unraisablehook = former
+
+
+def identity_of(**parts: Any) -> dict[str, Any]:
+    """Returns the identity of a run as plain JSON: dataclasses become dictionaries, others text."""
+
+    def plain(value: Any) -> Any:
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return dataclasses.asdict(value)
+        return value
+
+    return json.loads(json.dumps({k: plain(v) for k, v in parts.items()}, default=str))
+
+
+def _leaves(state: Any) -> dict[str, Any]:
+    """Returns the arrays of a pytree by path, independent of the classes that hold them."""
+    paths = jax.tree_util.tree_flatten_with_path(state)[0]
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in paths}
+
+
+def _check_identity(saved: dict[str, Any], now: dict[str, Any], directory: Any) -> None:
+    saved, now = flat(saved), flat(now)
+    method = saved.get("optimizer.method")
+    if method in _FORMER:
+        saved["optimizer.method"] = _FORMER[method]
+    # A setting that is newer than the checkpoint was off when the checkpoint was made.
+    off = {k: False if value is True else value for k, value in now.items()}
+    before = {k: value for k, value in _BEFORE.items() if k in now}
+    saved = {**{k: value for k, value in off.items() if not value}, **before, **saved}
+    differing = [k for k in {**saved, **now} if saved.get(k) != now.get(k)]
+    if "optimizer.in_backward" in differing:  # Then one of the two has no estimate.
+        differing = [k for k in differing if k != "optimizer.norm_estimate"]
+    if differing:
+        lines = [f"{k}: {saved.get(k)!r} there, {now.get(k)!r} now" for k in differing]
+        hints = [_HINTS[k] for k in differing if k in _HINTS]
+        if not any(_OTHER_VERSION in hint for hint in hints):  # No setting changes these.
+            hints.append("Pass the settings it was made with, or another `--out`.")
+        raise ValueError(
+            f"the checkpoint in {directory} belongs to another run: {'; '.join(lines)}."
+            f" {' '.join(hints)}"
+        )

@@ -1,0 +1,378 @@
+"""A training run from its first step to its last, for every program.
+
+A program prepares a `Run`, which checks everything that can be wrong. `train` then takes steps,
+logs, evaluates and saves until the last step or a signal. A saved run continues with equal bits.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from rich.console import Console
+
+from train.run import adapt, hosts
+from train.run.calibration import calibrate
+from train.run.checkpoint import Checkpoints
+from train.run.lock import RunLock
+from train.run.metrics import Recorder, perplexity
+from train.run.optimizer import learning_rate_schedule
+from train.run.progress import Progress
+from train.run.sharding import (
+    allow_simulated_devices,
+    batch_sharding,
+    compiler_options,
+    formats_of,
+    rows_of_process,
+)
+from train.run.signals import StopSignal, ending_on_ctrl_c
+from train.run.step import (
+    Batch,
+    Recipe,
+    TrainState,
+    build_recipe,
+    make_eval_step,
+    make_refresh_step,
+    make_train_step,
+    model_of,
+    whole_batch_shapes,
+)
+from train.settings.config import RunConfig
+from train.settings.resolve import ResolvedConfig
+from train.text.data import ValidationSet
+
+
+@dataclasses.dataclass
+class Run:
+    """A run that is ready to begin or to continue.
+
+    Attributes:
+      recipe: what each step does.
+      mesh: the devices.
+      train_step: the compiled step.
+      state: the training state.
+      batches: the training data, at the position that belongs to `state`.
+      validation: the held-out data.
+      checkpoints: where the run is saved.
+      lock: keeps other runs out of the folder; None if another process has it. `train` releases it.
+      identity: what a checkpoint must agree with.
+    """
+
+    recipe: Recipe
+    mesh: Mesh
+    train_step: Callable[..., Any]
+    state: TrainState
+    batches: Any
+    validation: ValidationSet
+    checkpoints: Checkpoints
+    lock: RunLock | None
+    identity: dict[str, Any]
+
+    @property
+    def config(self) -> ResolvedConfig:
+        """The settings."""
+        return self.recipe.config
+
+
+class BadRunError(ValueError):
+    """A run cannot begin: bad settings, text or checkpoint."""
+
+    exit_code = 2
+
+
+class NonFiniteError(ArithmeticError):
+    """The loss or the gradient of a step is NaN or infinite."""
+
+    exit_code = 1
+
+
+def make_console() -> Console:
+    """Returns a console as wide as the terminal, or wide enough for the tables without one."""
+    return Console(width=None if sys.stdout.isatty() else 140)
+
+
+def run_program(program: Callable[[], Any]) -> None:
+    """Runs a program. On an error prints one line and exits: 2 for bad settings, 1 for a NaN.
+
+    Ctrl-C ends it with 130.
+    """
+    try:
+        with ending_on_ctrl_c():
+            program()
+    except (BadRunError, NonFiniteError, LostProcessError) as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        # Exits at once: threads that still read a damaged checkpoint would bury the message.
+        os._exit(error.exit_code)
+
+
+class LostProcessError(RuntimeError):
+    """Another process of a run has ended, or cannot be reached."""
+
+    exit_code = 1
+
+
+def prepare_and_train(
+    prepare: Callable[[Console], Run],
+    config: RunConfig,
+    console: Console,
+    finish: Callable[[Run, Console], None] | None = None,
+) -> int:
+    """Joins the other processes, if there are any, prepares a run and trains.
+
+    Args:
+      prepare: makes the run.
+      config: the settings.
+      console: where the first process prints.
+      finish: called with the run after its last step is saved.
+
+    Returns:
+      The last step done: less than `steps` if a signal stopped the run.
+
+    Raises:
+      BadRunError: something is wrong with the settings, the text or the checkpoint.
+      NonFiniteError: the loss or gradient of a step is not finite.
+      LostProcessError: another process has ended.
+    """
+    allow_simulated_devices()
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(hosts.joined(config.distributed))
+            if not hosts.is_main():
+                console = Console(quiet=True)
+            ready = prepare(console)
+        except (ValueError, OSError) as error:
+            raise BadRunError(str(error)) from error
+        except MemoryError as error:
+            raise BadRunError(
+                "this machine has too little memory to prepare the run: make `--batch-size` or"
+                f" `--seq-len` smaller ({error})."
+            ) from error
+        # Not before: until the first step there is nothing to save, and a signal ends the program.
+        stop = stack.enter_context(StopSignal())
+        try:
+            done = train(ready, console, stop)
+            if finish is not None and done == ready.config.steps:
+                finish(ready, console)
+        except jax.errors.JaxRuntimeError as error:
+            if jax.process_count() == 1:
+                raise
+            raise LostProcessError(
+                "another process of this run has ended, or cannot be reached"
+                f" ({str(error).splitlines()[0][:200]}). Start all processes again with `--resume`:"
+                f" the run in {ready.config.folder} continues from its last checkpoint."
+            ) from error
+        return done
+
+
+def compile_step(recipe: Recipe, mesh: Mesh, shapes: TrainState, shardings: Any) -> Any:
+    """Returns the compiled training step. Needs shapes only, no arrays."""
+    state = jax.tree.map(with_sharding, shapes, shardings)
+    whole = whole_batch_shapes(recipe.config)
+    batch = {name: with_sharding(x, batch_sharding(mesh)) for name, x in whole.items()}
+    formats = formats_of(state)
+    state = jax.tree.map(with_sharding, state, formats)
+    step = jax.jit(make_train_step(recipe), donate_argnums=0, out_shardings=(formats, None))
+    with jax.set_mesh(mesh):
+        return step.lower(state, batch).compile(compiler_options=compiler_options(mesh))
+
+
+def with_sharding(x: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
+    """Returns a shape with a sharding or a format."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def train(run: Run, console: Console, stop: StopSignal) -> int:
+    """Trains to the last step, or until a signal asks to stop. Saves the run in both cases.
+
+    Releases the lock of the folder, on errors too.
+
+    Returns:
+      The last step done.
+
+    Raises:
+      NonFiniteError: the loss or gradient is not finite. Earlier checkpoints stay.
+    """
+    config, start = run.config, int(run.state.step)
+    title, tokens = f"{config.title}, {config.method}", config.batch_size * config.seq_len
+    with contextlib.closing(run.lock) if run.lock else contextlib.nullcontext():
+        with (
+            jax.set_mesh(run.mesh),
+            Recorder(config.folder, title, start, writes=hosts.is_main()) as recorder,
+            Progress(console, start, config.steps, tokens) as progress,
+        ):
+            trainer = _Trainer(run, console, recorder, progress)
+            if start == 0 and config.pretrained:
+                with progress.paused():
+                    trainer.evaluate(0)
+            agreement = hosts.Agreement()
+            for step in range(start + 1, config.steps + 1):
+                if agreement.any(stop.requested):
+                    break
+                trainer.take(step)
+            trainer.save()
+        run.checkpoints.close()
+        run.batches.close()
+    done = int(run.state.step)
+    stopped = f"stopped by {stop.name or 'a signal to another process'}, saved"
+    ending = "done" if done == config.steps else stopped
+    console.print(f"{ending} at step {done} of {config.steps}; everything is in {config.folder}")
+    return done
+
+
+class _Trainer:
+    """Takes the steps of a run, and logs, evaluates and saves when they are due."""
+
+    def __init__(self, run: Run, console: Console, recorder: Recorder, progress: Progress) -> None:
+        self._run, self._console = run, console
+        self._recorder, self._progress = recorder, progress
+        self._metrics: dict[str, jax.Array] = {}
+        self._learning_rate = learning_rate_schedule(run.config.optimizer, run.config.steps)
+        self._eval_step = jax.jit(make_eval_step(run.recipe))
+        # Compiled at the first refresh step, if there is one.
+        self._refresh_step = jax.jit(
+            make_refresh_step(run.recipe),
+            donate_argnums=0,
+            out_shardings=(formats_of(run.state), None),
+        )
+
+    def take(self, step: int) -> None:
+        """Takes a step, and does what is due after it."""
+        run, last = self._run, self._metrics
+        batch = put_rows(next(run.batches), run.mesh, run.config.batch_size)
+        self._adapt(step - 1, batch)
+        due = run.recipe.due_layers(step - 1)
+        if due is None:
+            state, self._metrics = run.train_step(run.state, batch)
+        else:
+            state, self._metrics = self._refresh_step(run.state, batch, due)
+        if run.mesh.size > 1 and run.mesh.devices.flat[0].platform == "cpu":
+            # Two programs at once can wait for each other's simulated devices on fewer cores.
+            state = jax.block_until_ready(state)
+        # The previous step has ended by now, so that looking at it keeps the device busy.
+        check_finite(run, step - 1, last)
+        run.state = state
+        config = run.config
+        is_last = step == config.steps
+        if is_last or step % config.log_every == 0:
+            self._log(step)
+        with self._progress.paused():
+            if is_last or step % config.eval_every == 0:
+                self.evaluate(step)
+                self._recorder.draw()
+            if step % config.save_every == 0:
+                self.save()
+
+    def evaluate(self, step: int) -> None:
+        """Records and prints the loss on the held-out data."""
+        report = _evaluate(self._eval_step, self._run)
+        check_finite(self._run, step, report)
+        self._recorder.record(step, **report)
+        self._progress.say(step, report)
+
+    def save(self) -> None:
+        """Saves the run, if its last step is finite."""
+        check_finite(self._run, int(self._run.state.step), self._metrics)
+        _save(self._run)
+
+    def _adapt(self, step: int, batch: Batch) -> None:
+        """Chooses bits and measures scales of channels when that is due after a step."""
+        run = self._run
+        if adapt.is_due(run.recipe, step):
+            with self._progress.paused():
+                _choose_bits(run, batch, self._console)
+        every = run.config.recalibrate_every
+        if every and step > 0 and step % every == 0:
+            run.state = _recalibrated(run, batch)
+
+    def _log(self, step: int) -> None:
+        check_finite(self._run, step, self._metrics)
+        values = {name: float(value) for name, value in self._metrics.items()}
+        values["learning_rate"] = float(jnp.asarray(self._learning_rate(step - 1)))
+        speed = self._progress.log(step, values["loss"])
+        self._recorder.record(step, **values, tokens_per_second=speed)
+
+
+def _choose_bits(run: Run, batch: Batch, console: Console) -> None:
+    """Chooses the bits of each site, and compiles the step again if any of them changed."""
+    choice = adapt.choose_bits(run.recipe, run.state.model, batch, int(run.state.step))
+    console.print(f"step {int(run.state.step)}: {choice.describe()}")
+    if choice.bits == run.recipe.bits:
+        return
+    run.recipe = build_recipe(run.config, choice.bits)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), run.state)
+    shardings = jax.tree.map(lambda x: x.sharding, run.state)
+    run.train_step = compile_step(run.recipe, run.mesh, shapes, shardings)
+
+
+def _recalibrated(run: Run, batch: Batch) -> TrainState:
+    """Returns the state with scales of channels measured on a batch with the current adapters."""
+    recipe, state = run.recipe, run.state
+    model = model_of(recipe, state)
+    calibration = calibrate(recipe.storage, model, [batch], run.config.compute_dtype)
+    shardings = jax.tree.map(lambda x: x.sharding, state.calibration)
+    return dataclasses.replace(state, calibration=moved(calibration, shardings))
+
+
+def _evaluate(eval_step: Callable[..., jax.Array], run: Run) -> dict[str, float]:
+    """Returns loss, perplexity and bits per byte on the held-out data."""
+    state = run.state
+    # All processes have the whole held-out batches.
+    put = functools.partial(hosts.place, sharding=batch_sharding(run.mesh))
+    batches = (jax.tree.map(put, batch) for batch in run.validation.batches)
+    nats = sum(float(eval_step(state.model, batch, state.context)) for batch in batches)
+    loss = nats / run.validation.num_tokens
+    return {
+        "validation_loss": loss,
+        "perplexity": perplexity(loss),
+        "bits_per_byte": nats / math.log(2) / run.validation.num_bytes,
+    }
+
+
+def put_rows(batch: dict[str, np.ndarray], mesh: Mesh, batch_size: int) -> Batch:
+    """Returns a batch on all devices, from the rows that each process has read."""
+    rows, sharding = rows_of_process(mesh, batch_size), batch_sharding(mesh)
+    return {name: hosts.place(x, sharding, rows) for name, x in batch.items()}
+
+
+def moved(tree: Any, shardings: Any) -> Any:
+    """Returns arrays with other shardings, also over the devices of several processes."""
+    return jax.jit(lambda x: x, out_shardings=shardings)(tree)
+
+
+def check_finite(run: Run, step: int, metrics: Mapping[str, float | jax.Array]) -> None:
+    """Raises a `NonFiniteError` if a metric of a step is NaN or infinite."""
+    values = {name: float(value) for name, value in metrics.items()}
+    if all(math.isfinite(value) for value in values.values()):
+        return
+    run.checkpoints.close()
+    latest = run.checkpoints.latest_step()
+    where = "there is none yet" if latest is None else f"it is that of step {latest}"
+    shown = ", ".join(f"{name} {value}" for name, value in values.items())
+    hint = "Lower `--learning-rate`, or look at the text around that step."
+    if step <= 1:
+        hint = "No step was taken before: look at the initial weights and at the text."
+        if run.config.compute_dtype != "float32":
+            hint += (
+                f" If the activations overflow with `--compute-dtype {run.config.compute_dtype}`,"
+                " pass `--compute-dtype float32`."
+            )
+    raise NonFiniteError(
+        f"step {step} is not finite ({shown}): stopped. The last good checkpoint in"
+        f" {run.config.folder} was kept: {where}. {hint}"
+    )
+
+
+def _save(run: Run) -> None:
+    position = hosts.merged(run.batches.get_state())
+    progress = {"position": position, "bits": dict(run.recipe.bits)}
+    state = dataclasses.replace(run.state, frozen=None)
+    run.checkpoints.save(int(state.step), state, progress, run.identity)

@@ -1,0 +1,254 @@
+"""The optimizers of the programs: moments in a chosen dtype and, if chosen, in a subspace."""
+
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import actjax
+from actjax.optim import SubspaceTransformation
+from actjax.optim.moments import FIRST_MOMENTS, SECOND_MOMENTS
+from actjax.optim.paths import map_state
+from train.settings.config import OptimizerConfig
+
+
+def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """Returns linear warm-up to the peak, then a cosine to its final share at `steps`."""
+    warmup = max(1, min(config.warmup_steps, steps // 2))
+    return optax.warmup_cosine_decay_schedule(
+        init_value=config.learning_rate / warmup,
+        peak_value=config.learning_rate,
+        warmup_steps=warmup,
+        decay_steps=max(steps, warmup + 1),
+        end_value=config.learning_rate * config.final_learning_rate,
+    )
+
+
+def make_optimizer(
+    config: OptimizerConfig,
+    steps: int,
+    subspace: Callable[..., SubspaceTransformation] | None = None,
+    rounding: str = "nearest",
+    seed: int = 0,
+) -> optax.GradientTransformation:
+    """Returns an optimizer with weight decay of matrices, for `actjax.optim.apply`.
+
+    It does not clip: the global norm takes all layers, and the transform sees one at a time.
+
+    Args:
+      config: its settings, with a resolved `moment_dtype` and `projection_rank`.
+      steps: length of the run.
+      subspace: `actjax.optim.subspace` without its transforms; None for full-rank moments.
+      rounding: of the weights, as in a resolved `weight_rounding`.
+      seed: of stochastic rounding and of random projections.
+    """
+    outer = full_space_updates(config, steps)
+    if subspace is not None:
+        tx = subspace(_moments(config), outer=outer)
+    elif config.projects:
+        tx = optax.chain(_apollo(config, seed), outer)
+    else:
+        tx = optax.chain(_moments(config), outer)
+    round_weights = {
+        "nearest": lambda tx: tx,
+        "stochastic": functools.partial(actjax.optim.stochastic_rounding, seed=seed),
+        "compensated": functools.partial(actjax.optim.compensated, seed=seed),
+    }[rounding]
+    return round_weights(tx)
+
+
+def _moments(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Returns what the optimizer makes of a gradient, before weight decay and learning rate."""
+    b1, b2 = config.betas
+    if config.optimizer == "lion":
+        return _stored(optax.scale_by_lion(b1, b2), config.moment_dtype)
+    if config.optimizer == "sgd":
+        return _stored(optax.trace(b1), config.moment_dtype)
+    if config.optimizer == "adafactor":
+        adafactor = optax.chain(
+            optax.scale_by_factored_rms(),
+            optax.clip_by_block_rms(1.0),
+            optax.scale_by_param_block_rms(),
+        )
+        return _stored(adafactor, "float32")
+    if config.optimizer == "muon":
+        orthogonal = optax.chain(
+            _stored(
+                optax.contrib.scale_by_muon(beta=b1, weight_dimension_numbers=_inputs_first),
+                config.moment_dtype,
+            ),
+            optax.stateless(lambda updates, _: jax.tree.map(_with_rms_of_adam, updates)),
+        )
+        adam = _adam(0.9, b2, config)
+        return optax.partition({"muon": orthogonal, "adam": adam}, _muon_labels)
+    return _adam(b1, b2, config)
+
+
+def _adam(b1: float, b2: float, config: OptimizerConfig) -> optax.GradientTransformation:
+    """Returns the moments of Adam."""
+    if config.factored_second_moment:
+        return _stored(actjax.optim.scale_by_factored_adam(b1, b2), config.moment_dtype)
+    if config.moment_dtype == "8bit":
+        return actjax.optim.scale_by_adam_8bit(b1=b1, b2=b2, block=moment_block)
+    if config.moment_dtype == "4bit":
+        return actjax.optim.scale_by_adam_4bit(b1=b1, b2=b2, group=moment_group)
+    return _stored(optax.scale_by_adam(b1=b1, b2=b2), config.moment_dtype)
+
+
+def _stored(inner: optax.GradientTransformation, dtype: str) -> optax.GradientTransformation:
+    """Returns a transform whose moments are stored in a `moment_dtype` between steps."""
+    if dtype == "8bit":
+        return actjax.optim.eight_bit(inner, block=moment_block)
+    if dtype == "4bit":
+        return actjax.optim.four_bit(inner, group=moment_group)
+    return store_states_as(inner, jnp.dtype(dtype))
+
+
+def _inputs_first(params: optax.Params):
+    """Returns that all matrices are [in, out]."""
+    return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(), params)
+
+
+def _with_rms_of_adam(update: jax.Array) -> jax.Array:
+    """Scales an orthogonal matrix to the mean square of updates of AdamW (Liu et al., 2025)."""
+    return 0.2 * math.sqrt(max(update.shape[-2:])) * update
+
+
+def _is_layer_matrix(path: str, leaf: jax.Array) -> bool:
+    return path.startswith("layers.") and leaf.ndim >= 2
+
+
+def _muon_labels(params: optax.Params):
+    """Returns which transform updates each parameter: matrices of layers are orthogonalized."""
+
+    def label(path: tuple, leaf: jax.Array) -> str:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        return "muon" if _is_layer_matrix(name, leaf) else "adam"
+
+    return jax.tree_util.tree_map_with_path(label, params)
+
+
+def remainder_of(config: OptimizerConfig) -> Callable[..., SubspaceTransformation] | None:
+    """Returns `actjax.optim.subspace` without its transforms for Fira and FRUGAL; None for others.
+
+    Args:
+      config: the settings.
+    """
+    remainders = {
+        "fira": actjax.optim.ScaledRemainder(),
+        "frugal_signs": actjax.optim.SignedRemainder(),
+    }
+    if config.optimizer not in remainders:
+        return None
+    return functools.partial(
+        actjax.optim.subspace,
+        rank=config.projection_rank,
+        gap=config.projection_gap,
+        scale=config.projection_scale or _SCALES[config.optimizer],
+        side="smaller",
+        # As published: Fira keeps the moments where bases change, FRUGAL sets them to zero.
+        moments="reset" if config.optimizer == "frugal_signs" else "keep",
+        remainder=remainders[config.optimizer],
+    )
+
+
+def _apollo(config: OptimizerConfig, seed: int) -> optax.GradientTransformation:
+    is_mini = config.optimizer == "apollo_mini"
+    return actjax.optim.apollo(
+        _adam(*config.betas, config),
+        rank=config.projection_rank,
+        gap=config.projection_gap,
+        scale=config.projection_scale or _SCALES[config.optimizer],
+        granularity="tensor" if is_mini else "channel",
+        weights=_is_layer_matrix,
+        seed=seed,
+    )
+
+
+_SCALES = {"fira": 0.25, "frugal_signs": 1.0, "apollo": 1.0, "apollo_mini": math.sqrt(128)}
+"""α of the papers."""
+
+
+_BLOCKS, _GROUPS, _DEVICES = (256, 128, 64, 32), (128, 64, 32), 64
+
+
+def moment_group(shape: tuple[int, ...]) -> int:
+    """Returns how many values of a moment in 4 bits share a scale: 128 if possible."""
+    return _most_divisible(shape, _GROUPS)
+
+
+def moment_block(shape: tuple[int, ...]) -> int:
+    """Returns how many values of a moment in 8 bits share a scale: 256 if possible."""
+    return _most_divisible(shape, _BLOCKS)
+
+
+def _most_divisible(shape: tuple[int, ...], blocks: tuple[int, ...]) -> int:
+    """Returns the block with which most devices can divide a moment; of several, the largest.
+
+    Devices divide the rows of a matrix, or its columns between blocks. Rows that few devices can
+    divide (5461 in `llama_1b`) get shorter blocks, if more devices can divide the columns then.
+    """
+    rows, columns = (1, *shape)[-2:]
+
+    def devices(block: int) -> int:
+        return max(math.gcd(rows, _DEVICES), math.gcd(columns // block, _DEVICES)
+                   if columns % block == 0 else 1)  # fmt: skip
+
+    return max(blocks, key=lambda block: (devices(block), block))
+
+
+def full_space_updates(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+    """Returns the transform after Adam's moments: weight decay of matrices, and learning rate."""
+    return optax.chain(
+        optax.add_decayed_weights(config.weight_decay, mask=_is_matrix),
+        optax.scale_by_learning_rate(learning_rate_schedule(config, steps)),
+    )
+
+
+def store_states_as(
+    inner: optax.GradientTransformation, dtype: jnp.dtype
+) -> optax.GradientTransformation:
+    """Wraps a transform so that its moments are stored in `dtype` between steps.
+
+    The update is computed in float32 for all dtypes of gradients and weights: optax would compute
+    the second moment of a bfloat16 gradient in bfloat16, whose 8 bits of precision cannot represent
+    a decay of 0.999.
+
+    Args:
+      inner: the transform.
+      dtype: dtype of its moments between steps; what else it keeps is not cast.
+    """
+    wide = jnp.dtype(jnp.float32)
+
+    def narrow(state: optax.OptState, params: optax.Params) -> optax.OptState:
+        def cast(fields: list[str], _: str | None, x: jax.Array) -> jax.Array:
+            is_moment = any(field in (*FIRST_MOMENTS, *SECOND_MOMENTS) for field in fields)
+            return x.astype(dtype) if is_moment and jnp.issubdtype(x.dtype, jnp.floating) else x
+
+        return map_state(cast, state, params)
+
+    def init(params: optax.Params) -> optax.OptState:
+        return narrow(inner.init(_cast(params, wide)), params)
+
+    def update(updates, state, params=None):
+        shapes = updates
+        updates, state, params = (_cast(tree, wide) for tree in (updates, state, params))
+        updates, state = inner.update(updates, state, params)
+        return updates, narrow(state, shapes)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _cast(tree, dtype: jnp.dtype):
+    def cast(x: jax.Array) -> jax.Array:
+        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    return jax.tree.map(cast, tree)
+
+
+def _is_matrix(params: optax.Params):
+    """Returns a mask of the matrices of a layer or of the other parameters."""
+    return jax.tree.map(lambda leaf: leaf.ndim >= 2, params)

@@ -1,0 +1,252 @@
+"""The opening of a run: what each site stores, and the memory of a step by category."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+from jax.sharding import SingleDeviceSharding
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import actjax
+from actjax._core.paths import path_name
+from actjax.optim.host_states import HOST
+from models import Decoder
+from train.flag_errors import naming_flag_of_option
+from train.run.step import (
+    Recipe,
+    TrainState,
+    batch_shapes,
+    build_recipe,
+    gradient_function,
+    init_state,
+    loss_function,
+    whole_batch_shapes,
+)
+from train.settings.config import OptimizerConfig
+from train.settings.options import MethodOptions
+
+
+@naming_flag_of_option()
+def explain_step(recipe: Recipe, state: TrainState) -> actjax.Explanation:
+    """Returns what is stored for the backward pass of one micro-batch, between refreshes.
+
+    Args:
+      recipe: the run.
+      state: the training state, or its shapes.
+
+    Raises:
+      ValueError: a codec does not fit the activations, for example a rank above their dimension.
+    """
+    loss = loss_function(recipe.config, recipe.storage, recipe.lora)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    batch = batch_shapes(recipe.config, packed=recipe.config.packed)
+    arguments = (state.model, batch, key, state.context)
+    if recipe.subspace is None:
+        return actjax.explain(loss, *arguments)
+    bases = jax.eval_shape(recipe.subspace.bases, layerwise_state(state.optimizer))
+
+    def stored_in_bases(
+        model: Any, batch: Any, key: Any, context: Any, bases: actjax.Bases
+    ) -> jax.Array:
+        return actjax.with_bases(loss, bases)(model, batch, key, context)
+
+    return actjax.explain(stored_in_bases, *arguments, bases)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepMemory:
+    """Bytes of a training step by category, as in Wei et al. (2026), Table 4.
+
+    Attributes:
+      weights: all parameters, and calibrated scales.
+      gradients: gradients that exist at once; factors that several weights share count once.
+      optimizer: moments, bases, counters, without those that are kept on the host.
+      linear_residuals: inputs of linear operators, stored for the backward pass.
+      other_residuals: everything else that is stored for the backward pass.
+      workspace: further memory of the compiled program, over all devices; None if unknown.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    linear_residuals: int
+    other_residuals: int
+    workspace: int | None = None
+
+    @property
+    def total(self) -> int:
+        """The sum of all categories."""
+        return sum(size or 0 for size in dataclasses.asdict(self).values())
+
+    def with_workspace(self, temporaries: int) -> "StepMemory":
+        """Returns a copy whose workspace is the rest of the compiled step's temporaries."""
+        known = self.gradients + self.linear_residuals + self.other_residuals
+        return dataclasses.replace(self, workspace=max(0, temporaries - known))
+
+
+def step_memory(recipe: Recipe, state: TrainState, explanation: actjax.Explanation) -> StepMemory:
+    """Returns the memory of a step by category, without workspace.
+
+    Args:
+      recipe: the run.
+      state: the training state, or its shapes.
+      explanation: what `explain_step` returned.
+    """
+    return StepMemory(
+        weights=tree_bytes((state.model, state.context)),
+        gradients=sum(gradient_bytes(recipe, state).values()),
+        optimizer=tree_bytes(state.optimizer) - bytes_on_host(recipe, state.optimizer),
+        **_residual_bytes(explanation),
+    )
+
+
+def bytes_on_host(recipe: Recipe, optimizer: Any) -> int:
+    """Returns the bytes of an optimizer state, or of its shapes, that are kept on the host."""
+    if not recipe.config.optimizer.offload_states:
+        return 0
+    here = SingleDeviceSharding(jax.devices()[0])
+    placed = actjax.optim.to_host(
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), optimizer)
+    )
+    return tree_bytes([x for x in jax.tree.leaves(placed) if x.sharding.memory_kind == HOST])
+
+
+def _residual_bytes(explanation: actjax.Explanation) -> dict[str, int]:
+    linear = sum(r.stored_bytes for r in explanation.residuals if r.operator == "linear")
+    return {"linear_residuals": linear, "other_residuals": explanation.stored_bytes - linear}
+
+
+def exact_memory(recipe: Recipe) -> StepMemory:
+    """Returns the memory of the same step with `exact`, float32 weights and float32 moments.
+
+    Without workspace, which only a compilation tells.
+    """
+    config = dataclasses.replace(
+        recipe.config,
+        method="exact",
+        options=MethodOptions(),
+        optimizer=OptimizerConfig(moment_dtype="float32"),
+        in_backward=False,
+        weight_dtype="float32",
+        weight_rounding="nearest",
+    )
+    exact = build_recipe(config)
+    state = jax.eval_shape(functools.partial(init_state, exact))
+    return StepMemory(
+        weights=tree_bytes(state.model),
+        gradients=tree_bytes(state.model),
+        optimizer=tree_bytes(state.optimizer),
+        **_residual_bytes(explain_step(exact, state)),
+    )
+
+
+def layerwise_state(optimizer: Any) -> Any:
+    """Returns the state of the transform, for updates in or after the backward pass."""
+    in_backward = isinstance(optimizer, actjax.optim.InBackwardState)
+    return optimizer.optimizer if in_backward else optimizer
+
+
+def gradient_bytes(recipe: Recipe, state: TrainState) -> dict[str, int]:
+    """Returns, by path of the parameter, the bytes of its gradient that exist at once.
+
+    With in-backward updates, the gradient of one layer exists at a time. A factor that the weights
+    of an input group share counts for the first of them. A basis belongs to the optimizer state
+    and is not counted.
+    """
+    config = dataclasses.replace(recipe.config, accumulate=1)
+    whole = dataclasses.replace(recipe, config=config)
+    inner = dataclasses.replace(state, optimizer=layerwise_state(state.optimizer))
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    arguments = whole_batch_shapes(config), key, state.context
+
+    def gradient(state: TrainState, *arguments: Any) -> Any:
+        return gradient_function(whole, state, refresh=False)(state.model, *arguments)[1]
+
+    grads = jax.eval_shape(gradient, inner, *arguments)
+    loss = loss_function(config, recipe.storage, recipe.lora)
+    groups = actjax.input_groups(loss, state.model, *arguments)
+    sizes, counted = {}, set()
+    for path, g in jax.tree_util.tree_flatten_with_path(grads, is_leaf=_is_low_rank)[0]:
+        name, parts = path_name(path), [g]
+        if _is_low_rank(g):
+            first = g.basis_name is None and groups[name] not in counted
+            parts = [g.left, g.right] if first else [g.right]
+            counted.add(groups[name])
+        one_layer = config.in_backward and name.startswith("layers.")
+        sizes[name] = tree_bytes(parts) // (recipe.model_config.num_layers if one_layer else 1)
+    return sizes
+
+
+def _is_low_rank(x: Any) -> bool:
+    return isinstance(x, actjax.LowRank)
+
+
+_ROUNDING = {
+    "nearest": "rounded to nearest after each update",
+    "stochastic": "rounded stochastically after each update",
+    "compensated": "with a remainder of 8 bits in the optimizer's state",
+}
+
+
+def print_opening(
+    console: Console,
+    recipe: Recipe,
+    state: TrainState,
+    explanation: actjax.Explanation,
+    memory: StepMemory,
+) -> None:
+    """Prints the model, what each site stores, and the memory of a step by category."""
+    config, model_config = recipe.config, recipe.model_config
+    shapes = jax.eval_shape(lambda: Decoder(model_config, jax.random.key(0)))
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    trained = sum(leaf.size for leaf in jax.tree.leaves(state.model))
+    share = "" if recipe.lora is None else f" ({trained / 1e6:,.2f} M in adapters are trained)"
+    console.print(
+        f"[bold]{config.title}[/bold]: {parameters / 1e6:,.1f} M parameters{share},"
+        f" {model_config.num_layers} layers of {model_config.hidden_size},"
+        f" method [bold]{config.method}[/bold],"
+        f" {config.batch_size} x {config.seq_len} tokens per step"
+    )
+    console.print(f"{config.method}: {recipe.method.summary}")
+    if config.trains_bfloat16:
+        console.print(f"weights: bfloat16, {_ROUNDING[config.weight_rounding]}")
+    console.print(explanation)
+    compares = recipe.lora is None and config.method != "exact"
+    console.print(memory_table(memory, exact_memory(recipe) if compares else None))
+
+
+def memory_table(memory: StepMemory, exact: StepMemory | None = None) -> Table:
+    """Returns the categories as a table, in MiB.
+
+    Args:
+      memory: of the run.
+      exact: of the same run with `exact` and without workspace, to compare; None for no comparison.
+    """
+    table = Table(box=box.SIMPLE_HEAD, show_footer=True)
+    table.add_column("memory of a step", "total")
+    table.add_column("MiB", _mib(memory.total), justify="right")
+    if exact is not None:
+        table.add_column("exact, float32", justify="right")
+    columns = [dataclasses.asdict(x) for x in (memory, exact) if x is not None]
+    for column in columns:
+        del column["workspace"]
+    for name in columns[0]:
+        table.add_row(name.replace("_", " "), *(_mib(column[name]) for column in columns))
+    if exact is not None:
+        table.add_row("without workspace", *(_mib(sum(column.values())) for column in columns))
+    if memory.workspace is not None:
+        table.add_row("workspace", _mib(memory.workspace))
+    return table
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.1f}"
+
+
+def tree_bytes(tree: Any) -> int:
+    """Returns the bytes of all arrays of a pytree."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))

@@ -1,0 +1,1 @@
+"""Settings of the programs: flags, methods, codecs, and defaults filled in."""

@@ -1,0 +1,474 @@
+"""Settings of the training programs, as the command line takes them."""
+
+import dataclasses
+import math
+import pathlib
+from typing import Annotated, ClassVar, Literal
+
+import tyro
+
+from models.lora import TARGETS, LoRAConfig
+from models.presets import PRESETS
+from train.settings.cli import Headings
+from train.settings.methods import METHODS
+from train.settings.options import ADAPTERS, FULL_WEIGHTS, MethodOptions, flag_name, near_hint
+from train.text.examples import ExampleConfig
+
+Dtype = Literal["float32", "bfloat16"]
+WeightDtype = Literal["auto", "float32", "bfloat16"]
+MomentDtype = Literal["auto", "float32", "bfloat16", "8bit", "4bit"]
+Optimizer = Literal[
+    "adamw", "adafactor", "lion", "sgd", "muon", "fira", "frugal_signs", "apollo", "apollo_mini"
+]
+WeightRounding = Literal["auto", "nearest", "stochastic", "compensated"]
+MOST_TOKENS = 2**24
+"""Largest vocabulary that is trained: training one takes about 60 bytes a token."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Text to train on, and its tokenizer.
+
+    Raises:
+      ValueError: settings that exclude each other.
+    """
+
+    data: str = "stdlib"
+    """stdlib (the sources of Python's standard library, present on every machine), a path to text,
+    jsonl or parquet (a file or a folder), or the name of a TFDS data set prepared in `--data-dir`,
+    such as c4/en."""
+    data_dir: pathlib.Path = pathlib.Path("~/.cache/actjax")
+    """Folder of prepared data sets and trained tokenizers."""
+    text_field: str = "text"
+    """Field of jsonl records, or column of parquet tables, that holds the text."""
+    tokenizer: pathlib.Path | None = None
+    """tokenizer.json, a sentencepiece .model, or a folder with vocab.json and merges.txt. Default:
+    a byte-level BPE that is trained on the text and kept in `--data-dir`."""
+    vocab_size: int = 8192
+    """Vocabulary size of the tokenizer that is trained when `--tokenizer` is not given."""
+    readers: int = 1
+    """Streams that the text is divided into. Batches depend on it, and not on the number of
+    processes. With 1, each process encodes all text; with more, only that of its streams."""
+
+    def __post_init__(self) -> None:
+        if self.readers < 1:
+            raise ValueError(f"`--readers` must be at least 1, got {self.readers}.")
+        if self.vocab_size > MOST_TOKENS:
+            raise ValueError(
+                f"`--vocab-size` must be at most {MOST_TOKENS:,}, got {self.vocab_size:,}."
+            )
+        if self.tokenizer is not None and self.vocab_size != DataConfig.vocab_size:
+            raise ValueError(
+                f"`--vocab-size {self.vocab_size}` has no effect with `--tokenizer`, which has a"
+                " vocabulary: drop one."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """An optimizer with linear warm-up and cosine decay of the learning rate.
+
+    Raises:
+      ValueError: a setting is out of range.
+    """
+
+    learning_rate: float = 2e-3
+    """Peak learning rate."""
+    warmup_steps: int = 50
+    """Steps of linear warm-up from zero."""
+    final_learning_rate: float = 0.1
+    """Learning rate of the last step, as a share of the peak."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay of matrices; scales of norms have none."""
+    beta1: float = 0.9
+    """Decay of the first moment. Unless another value is given, it is 0.95 for muon."""
+    beta2: float = 0.95
+    """Decay of the second moment; for lion, of its moment. Unless another value is given, it is
+    0.99 for lion, and 0.999 for the method galore, as published."""
+    clip: float = 1.0
+    """Largest global norm of a gradient; inf for no clipping."""
+    moment_dtype: MomentDtype = "auto"
+    """Dtype of the moments between steps: float32, bfloat16, 8bit (blocks of 256, dynamic map) or
+    4bit (a scale for each row and column, first moments in groups of 128 too, rounded
+    stochastically). auto: 8bit for lean, lean_remat and lean_subspace, float32 for the others."""
+    optimizer: Optimizer = "adamw"
+    """What makes an update of a gradient."""
+    factored_second_moment: bool = False
+    """Keep the mean of each row and of each column of the second moments, and not the moments. Not
+    for adafactor, lion and sgd."""
+    offload_states: bool = False
+    """Keep the moments of the layers in the memory of the host, and fetch those of a layer while
+    its gradient is computed. Not for adafactor, which has none."""
+    projection_rank: int = 0
+    """Rank of the projected gradients of fira, frugal_signs and apollo. 0: a quarter of the model's
+    width; for apollo 256, at most the width."""
+    projection_gap: int = 200
+    """Steps between two projections of fira, frugal_signs, apollo and apollo_mini."""
+    projection_scale: float = 0.0
+    """Factor of the projected updates of fira, frugal_signs, apollo and apollo_mini. 0: that of the
+    papers."""
+
+    @property
+    def betas(self) -> tuple[float, float]:
+        """Decays of the moments, with defaults filled in."""
+        usual = type(self).beta1, type(self).beta2
+        own = _BETAS.get(self.optimizer, usual)
+        given = self.beta1, self.beta2
+        pairs = zip(given, usual, own, strict=True)
+        first, second = (mine if x == default else x for x, default, mine in pairs)
+        return first, second
+
+    def __post_init__(self) -> None:
+        _check_range("learning_rate", self.learning_rate, 0, math.inf)
+        _check_range("warmup_steps", self.warmup_steps, 0, math.inf)
+        _check_range("weight_decay", self.weight_decay, 0, math.inf)
+        # A decay of 1 ignores every gradient, and its bias correction divides by zero.
+        for name, decay in zip(("beta1", "beta2"), self.betas, strict=True):
+            _check_range(name, decay, 0, 1)
+        if self.optimizer not in OPTIMIZERS:
+            hint = near_hint(self.optimizer, OPTIMIZERS)
+            raise ValueError(
+                f"unknown `--optimizer` {self.optimizer!r}.{hint} There are:"
+                f" {', '.join(OPTIMIZERS)}."
+            )
+        if self.factored_second_moment and self.optimizer in ("adafactor", "lion", "sgd"):
+            raise ValueError(
+                "`--factored-second-moment` is for optimizers with the moments of Adam, got"
+                f" `--optimizer {self.optimizer}`"
+                + (", which has a factored one anyway" if self.optimizer == "adafactor" else "")
+                + ": drop it."
+            )
+        if self.optimizer == "adafactor" and self.moment_dtype not in ("auto", "float32"):
+            raise ValueError(
+                f"`--moment-dtype {self.moment_dtype}` has no effect with `--optimizer adafactor`,"
+                " which keeps no moments of the size of the weights: drop it."
+            )
+        for optimizer, names in _UNUSED.items():
+            for name in names:
+                if self.optimizer == optimizer and getattr(self, name) != getattr(type(self), name):
+                    raise ValueError(
+                        f"`{flag_name(name)}` has no effect with `--optimizer {optimizer}`: drop"
+                        " it."
+                    )
+        _check_range("projection_rank", self.projection_rank, 0, math.inf)
+        _check_range("projection_gap", self.projection_gap, 1, math.inf)
+        _check_range("projection_scale", self.projection_scale, 0, math.inf)
+        for name in ("projection_rank", "projection_gap", "projection_scale"):
+            if getattr(self, name) != getattr(type(self), name) and not self.projects:
+                raise ValueError(
+                    f"`{flag_name(name)}` has no effect with `--optimizer {self.optimizer}`: it is"
+                    f" for {', '.join(PROJECTED)}. Drop it."
+                )
+        if self.optimizer == "apollo_mini" and self.projection_rank > 1:
+            raise ValueError(
+                f"`--projection-rank {self.projection_rank}`: apollo_mini has rank 1. Drop it, or"
+                " choose `--optimizer apollo`."
+            )
+        if not 0 <= self.final_learning_rate <= 1:
+            raise ValueError(
+                f"`--final-learning-rate` must be in [0, 1], got {self.final_learning_rate}."
+            )
+        if not self.clip > 0:
+            raise ValueError(f"`--clip` must be above 0 (inf for no clipping), got {self.clip}.")
+
+    @property
+    def projects(self) -> bool:
+        """Whether gradients of the layers are projected by the optimizer."""
+        return self.optimizer in PROJECTED
+
+
+OPTIMIZERS: dict[str, str] = {
+    "adamw": "two moments",
+    "adafactor": "a factored second moment, updates relative to the size of a weight",
+    "lion": "one moment, whose sign is the update; learning rates of a third to a tenth",
+    "sgd": "momentum",
+    "muon": "one moment, orthogonalized, for the matrices of layers; AdamW for the rest",
+    "fira": "AdamW in a subspace, the rest of the gradient with its step sizes",
+    "frugal_signs": "AdamW in a subspace, the signs of the rest of the gradient (FRUGAL)",
+    "apollo": "the gradient with step sizes of AdamW in a random subspace",
+    "apollo_mini": "apollo of rank 1, with one step size for each weight",
+}
+"""What `--optimizer` names."""
+PROJECTED = ("fira", "frugal_signs", "apollo", "apollo_mini")
+"""Optimizers that project the gradients of the layers themselves, and need them dense."""
+_UNUSED = {
+    "adafactor": ("beta1", "beta2", "offload_states"),
+    "sgd": ("beta2",),
+}
+"""Settings that some optimizers have no use for."""
+_BETAS = {"lion": (0.9, 0.99), "muon": (0.95, 0.95), "sgd": (0.9, 0.0)}
+
+
+def _check_range(field: str, value: float, low: float, end: float) -> None:
+    """Raises a `ValueError` unless `low <= value < end`."""
+    if not low <= value < end:
+        raise ValueError(f"`{flag_name(field)}` must be in [{low}, {end}), got {value}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """Settings that all training programs share.
+
+    Raises:
+      ValueError: a setting is out of range, or two exclude each other.
+    """
+
+    method: str = "exact"
+    """What is stored for the backward pass."""
+    options: Annotated[MethodOptions, tyro.conf.arg(name="method")] = dataclasses.field(
+        default_factory=MethodOptions
+    )
+    steps: int = 1000
+    """Optimizer steps of the whole run."""
+    batch_size: int = 8
+    """Sequences of a step, over all devices."""
+    seq_len: int = 256
+    """Tokens of a sequence."""
+    accumulate: int = 1
+    """Micro-batches of a step: `--batch-size` is split into this many parts, which run one after
+    the other."""
+    in_backward: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Update each layer within the backward pass, so that the gradients of all layers never exist
+    at once. Clips by an estimate of the norm. With `--accumulate`, the codes of all micro-batches
+    exist at once, and the workspace of one. lean, lean_remat and lean_subspace always do this."""
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    weight_dtype: WeightDtype = "float32"
+    """Dtype of weights and gradients."""
+    weight_rounding: WeightRounding = "auto"
+    """How bfloat16 weights are rounded after an update: to nearest, which loses small updates;
+    stochastic, which keeps them on average; or compensated, which stores 8 more bits of each weight
+    with the optimizer's state. auto: stochastic where all weights are trained in bfloat16."""
+    compute_dtype: Dtype = "bfloat16"
+    """Dtype of activations and matrix products; products are summed in float32."""
+    z_loss: float = 0.0
+    """Weight of the squared log-sum-exp of the logits in the loss."""
+    seed: int = 0
+    """Seed of the initial weights, the order of the data and the codecs."""
+    distributed: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Train with several processes, one on each host, all started with the same command. Slurm,
+    Open MPI, Kubernetes and TPU pods tell them about each other; elsewhere
+    JAX_COORDINATOR_ADDRESS=HOST:PORT, JAX_NUM_PROCESSES and JAX_PROCESS_ID do."""
+    mesh: str = ""
+    """Devices by axis, such as fsdp=8 or data=2,fsdp=4. fsdp: weights, optimizer states and
+    sequences are divided; data: sequences alone. Default: one device; with `--distributed`, fsdp
+    over all devices."""
+    out: pathlib.Path | None = None
+    """Folder of the run: checkpoints, metrics.jsonl, tensorboard, loss.png. Default:
+    runs/MODEL-METHOD."""
+    resume: bool = False
+    """Continue from the last checkpoint in `--out`, or from the start if there is none. The same
+    settings give the same bits as an unbroken run. Model, text, batch, seed, weights and the form
+    of the optimizer state must be the same; other changed settings are printed."""
+    log_every: int = 10
+    """Steps between two lines of metrics."""
+    eval_every: int = 100
+    """Steps between two evaluations on held-out text. The last step is always evaluated."""
+    eval_batches: int = 20
+    """Batches of an evaluation."""
+    save_every: int = 100
+    """Steps between two checkpoints. The last step is always saved."""
+    keep: int = 2
+    """Number of latest checkpoints to keep."""
+
+    def __post_init__(self) -> None:
+        positive = ("steps", "batch_size", "seq_len", "accumulate", "log_every", "eval_every",
+                    "eval_batches", "save_every", "keep")  # fmt: skip
+        for name in positive:
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"`{flag_name(name)}` must be at least 1, got {getattr(self, name)}."
+                )
+        _check_range("steps", self.steps, 1, 2**31)
+        if self.batch_size * self.seq_len >= 2**31:
+            raise ValueError(
+                f"`--batch-size` {self.batch_size} times `--seq-len` {self.seq_len} must be below"
+                " 2^31 tokens: make one of them smaller."
+            )
+        _check_range("seed", self.seed, 0, 2**32)
+        _check_range("z_loss", self.z_loss, 0, math.inf)
+        if self.batch_size % self.accumulate:
+            raise ValueError(
+                f"`--batch-size` {self.batch_size} must be a multiple of"
+                f" `--accumulate` {self.accumulate}: choose a divisor of it."
+            )
+
+
+def _method_choices(names: tuple[str, ...]) -> dict[str, str]:
+    """Returns the summary of each method."""
+    return {name: METHODS[name].summary for name in names}
+
+
+def _model_choices() -> dict[str, str]:
+    """Returns the size of each preset."""
+    return {
+        name: f"{one.num_layers} layers of {one.hidden_size}, vocabulary of {one.vocab_size:,}"
+        for name, one in PRESETS.items()
+    }
+
+
+_TRAINING: Headings = {
+    "Memory": (
+        *("accumulate", "in_backward", "weight_rounding", "moment_dtype"),
+        *("factored_second_moment", "offload_states", "compute_dtype"),
+    ),
+    "Devices": ("mesh", "distributed"),
+    "Method options": ("options",),
+}
+_OUTPUT: Headings = {
+    "Optimizer": ("optimizer", "z_loss", "seed"),
+    "Logging, evaluation and checkpoints": (
+        *("log_every", "eval_every", "eval_batches", "save_every", "keep"),
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class PretrainConfig(RunConfig):
+    """Pretrain a Llama on text, with activations stored in a smaller form.
+
+    The defaults train on the sources of Python's standard library and need no download.
+
+    Raises:
+      ValueError: a setting is out of range, or two exclude each other.
+    """
+
+    method: str = "lean"
+    """What is stored for the backward pass."""
+    weight_dtype: WeightDtype = "auto"
+    """Dtype of weights and gradients. auto: bfloat16 for lean, lean_remat and lean_subspace,
+    float32 for the others."""
+    model: str = "llama_9m"
+    """Dimensions of the model, or a checkpoint whose dimensions it has. Its vocabulary is that of
+    the tokenizer."""
+    model_vocab_size: int = 0
+    """Vocabulary size of the model, at least that of the tokenizer. 0: that of the tokenizer,
+    rounded up to a multiple of 128."""
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+
+    HEADINGS: ClassVar[Headings] = {
+        "Common flags": (
+            *("model", "method", "data.data", "steps", "batch_size", "seq_len", "learning_rate"),
+            *("weight_dtype", "out", "resume"),
+        ),
+        **_TRAINING,
+        "Text and tokenizer": ("data", "model_vocab_size"),
+        **_OUTPUT,
+    }
+    """Order of the help page."""
+
+    @staticmethod
+    def choices() -> dict[str, dict[str, str]]:
+        """Returns the names that flags take, and a line about each."""
+        return {"--model": _model_choices(), "--method": _method_choices(FULL_WEIGHTS)}
+
+    @property
+    def title(self) -> str:
+        """Name of the model."""
+        return self.model
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_range("model_vocab_size", self.model_vocab_size, 0, math.inf)
+        trains_tokenizer = self.data.tokenizer is None
+        if trains_tokenizer and 0 < self.model_vocab_size < self.data.vocab_size:
+            raise ValueError(
+                f"`--model-vocab-size {self.model_vocab_size}` is below the"
+                f" {self.data.vocab_size} tokens of the tokenizer (`--vocab-size`): raise it, or"
+                " lower `--vocab-size`."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterConfig:
+    """Low-rank adapters, for lora, qlora and hyc_lora.
+
+    Raises:
+      ValueError: a setting is out of range.
+    """
+
+    lora_rank: int = 16
+    """Rank r of the adapters."""
+    lora_alpha: float = 16.0
+    """The output of an adapter is multiplied by alpha / rank."""
+    lora_dropout: float = 0.0
+    """Share of an adapter's inputs that is set to zero in training."""
+    targets: tuple[str, ...] = tuple(TARGETS)
+    """Weights that have an adapter."""
+    calibration_batches: int = 5
+    """Batches on which means and spreads, or scales, of channels are measured before the first
+    step."""
+    recalibrate_every: int = 0
+    """Steps between two such measurements, each on the current batch; 0 for none."""
+    merge: bool = False
+    """Also write the model with its adapters merged when the run is done."""
+
+    def __post_init__(self) -> None:
+        if self.calibration_batches < 1:
+            raise ValueError(
+                f"`--calibration-batches` must be at least 1, got {self.calibration_batches}."
+            )
+        _check_range("recalibrate_every", self.recalibrate_every, 0, math.inf)
+        assert self.lora is not None  # Raises for values out of range.
+
+    @property
+    def lora(self) -> LoRAConfig:
+        """The adapters."""
+        return LoRAConfig(self.lora_rank, self.lora_alpha, self.lora_dropout, self.targets)
+
+
+@dataclasses.dataclass(frozen=True)
+class FinetuneConfig(RunConfig):
+    """Fine-tune a checkpoint on examples, with activations stored in a smaller form.
+
+    Raises:
+      ValueError: a setting is out of range or missing, or two exclude each other.
+    """
+
+    checkpoint: str = ""
+    """Required: the folder of a Hugging Face checkpoint (Llama, Mistral, Qwen 2.5 or 3) with its
+    tokenizer."""
+    tokenizer: pathlib.Path | None = None
+    """tokenizer.json, a sentencepiece .model, or a folder with one of them. Default: the tokenizer
+    of the checkpoint."""
+    method: str = "lora"
+    """What is trained, and what is stored for the backward pass."""
+    adapter: AdapterConfig = dataclasses.field(default_factory=AdapterConfig)
+    data: ExampleConfig = dataclasses.field(default_factory=ExampleConfig)
+    optimizer: OptimizerConfig = dataclasses.field(
+        default_factory=lambda: OptimizerConfig(
+            learning_rate=3e-4, weight_decay=0.0, warmup_steps=20
+        )
+    )
+    steps: int = 300
+    """Optimizer steps of the whole run."""
+    weight_dtype: WeightDtype = "auto"
+    """Dtype of the weights. auto: where all weights are trained, bfloat16 for lean,
+    lean_remat and lean_subspace and float32 for the others; with adapters, whose weights are
+    frozen, the dtype of the checkpoint (bfloat16 for float16). Adapters are in float32."""
+
+    HEADINGS: ClassVar[Headings] = {
+        "Common flags": (
+            *("checkpoint", "data.data", "method", "steps", "batch_size", "seq_len"),
+            *("learning_rate", "lora_rank", "weight_dtype", "out", "resume"),
+        ),
+        "Examples": ("tokenizer", "data"),
+        "Adapters": ("adapter",),
+        **_TRAINING,
+        **_OUTPUT,
+    }
+    """Order of the help page."""
+
+    @staticmethod
+    def choices() -> dict[str, dict[str, str]]:
+        """Returns the names that flags take, and a line about each."""
+        return {"--method": _method_choices((*ADAPTERS, *FULL_WEIGHTS))}
+
+    @property
+    def title(self) -> str:
+        """Name of the checkpoint."""
+        return pathlib.Path(self.checkpoint).stem
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.checkpoint:
+            raise ValueError("`--checkpoint` is missing: name the folder of a checkpoint.")

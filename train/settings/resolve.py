@@ -1,0 +1,245 @@
+"""Settings with every default filled in: made once, before anything else reads them."""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+from models import ModelConfig, preset
+from models.checkpoints import read_dimensions
+from models.lora import LoRAConfig
+from models.presets import PRESETS
+from train.flag_errors import naming_flag
+from train.settings import methods
+from train.settings.config import FinetuneConfig, OptimizerConfig, PretrainConfig, RunConfig
+from train.settings.options import check_flags
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResolvedConfig(RunConfig):
+    """Settings of a run without "auto" and without a 0 that stands for a default.
+
+    Everything after the start of a program reads this object and not what the user gave.
+
+    Attributes:
+      title: name of the model.
+      model_config: its dimensions.
+      folder: folder of the run.
+      lora: the adapters; None if all weights are trained.
+      calibration_batches: batches that scales of channels are measured on before the first step.
+      recalibrate_every: steps between two measurements of these scales; 0 for none.
+      packed: whether several examples share a sequence without seeing each other.
+      pretrained: whether the run begins with trained weights, which are evaluated first.
+      positions: longest sequence of the model as published, or as its checkpoint says. The model
+        that is trained takes sequences of `seq_len` tokens.
+    """
+
+    title: str
+    model_config: ModelConfig
+    folder: pathlib.Path
+    lora: LoRAConfig | None = None
+    calibration_batches: int = 0
+    recalibrate_every: int = 0
+    packed: bool = False
+    pretrained: bool = False
+    positions: int
+
+    @property
+    def info(self) -> methods.Method:
+        """The method."""
+        return methods.METHODS[self.method]
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the user should know before the first step."""
+        found = []
+        if self.trains_bfloat16 and self.weight_rounding == "nearest":
+            found.append(
+                "bfloat16 weights are rounded to nearest after each step: updates below 1/512 of a"
+                " weight are lost. Use `--weight-rounding stochastic` or `compensated`, or"
+                " `--weight-dtype float32` if it fits."
+            )
+        if self.seq_len > self.positions:
+            found.append(
+                f"`--seq-len` {self.seq_len} is above the {self.positions} positions of"
+                f" {self.title}. "
+                + (
+                    "The checkpoint has never seen the others: its loss there is high until it has"
+                    " learned them."
+                    if self.pretrained
+                    else f"The model that is trained here has {self.seq_len}."
+                )
+            )
+        return found
+
+    @property
+    def trains_bfloat16(self) -> bool:
+        """Whether the weights that are trained are in bfloat16."""
+        return self.weight_dtype == "bfloat16" and self.lora is None
+
+
+_VOCABULARY_MULTIPLE = 128
+"""Matrix units work on multiples of this, and shards divide it."""
+
+
+def dimensions(config: PretrainConfig, tokenizer_size: int | None = None) -> ModelConfig:
+    """Returns the dimensions of the model to pretrain.
+
+    Args:
+      config: what the user gave.
+      tokenizer_size: vocabulary size of the tokenizer. None without a tokenizer: the vocabulary is
+        that of the preset, unless `--model-vocab-size` is given.
+
+    Raises:
+      ValueError: an unknown model, or one with fewer tokens than the tokenizer.
+    """
+    asked, path = config.model_vocab_size, pathlib.Path(config.model)
+    known = config.model in PRESETS or not path.exists()
+    with naming_flag("--model"):
+        model = preset(config.model) if known else read_dimensions(path)[0]
+    if tokenizer_size is None:
+        return dataclasses.replace(model, vocab_size=asked or model.vocab_size)
+    if 0 < asked < tokenizer_size:
+        raise ValueError(
+            f"`--model-vocab-size {asked}` is below the {tokenizer_size} tokens of the tokenizer:"
+            f" pass at least {tokenizer_size}, or 0 to follow the tokenizer."
+        )
+    follows = -(-tokenizer_size // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
+    return dataclasses.replace(model, vocab_size=asked or follows)
+
+
+def resolve(
+    config: PretrainConfig | FinetuneConfig, model: ModelConfig, checkpoint_dtype: str = "float32"
+) -> ResolvedConfig:
+    """Returns the settings of a run with every default filled in.
+
+    Args:
+      config: what the user gave.
+      model: dimensions of the model.
+      checkpoint_dtype: dtype of the pretrained weights, if there are any.
+
+    Raises:
+      ValueError: an unknown method, flags that it does not use, or settings that exclude each
+        other or are out of range.
+    """
+    method = methods.method(config.method)
+    adapter = config.adapter if isinstance(config, FinetuneConfig) else None
+    if method.adapters and adapter is None:
+        raise ValueError(
+            f"`--method {config.method}` trains adapters of a checkpoint: use train.finetune."
+        )
+    check_flags(config.method, config, config.options, *([] if adapter is None else [adapter]))
+    options = method.resolve(config.options, model)
+    if config.options.adapt_every != type(options).adapt_every and not options.average_bits:
+        raise ValueError(
+            f"`--adapt-every {options.adapt_every}` has no effect without `--average-bits`: give"
+            " both, or neither."
+        )
+    _check_rank(config, method, options.rank, model)
+    method.storage_of(options, {})  # Raises for options that do not fit each other.
+    weight_dtype = _weight_dtype(config, method, checkpoint_dtype)
+    given = {field.name: getattr(config, field.name) for field in dataclasses.fields(RunConfig)}
+    resolved: dict[str, Any] = {
+        "options": options,
+        "optimizer": _optimizer(config, method, model),
+        "weight_dtype": weight_dtype,
+        "weight_rounding": _weight_rounding(config, method, weight_dtype),
+        "in_backward": config.in_backward or method.lean,
+        "title": config.title,
+        "model_config": model,
+        "positions": model.max_seq_len,
+        "folder": config.out or pathlib.Path("runs") / f"{config.title}-{config.method}",
+    }
+    if adapter is not None:
+        resolved |= {"packed": True, "pretrained": True}
+    if adapter is not None and method.adapters:
+        resolved |= {
+            "lora": adapter.lora,
+            "calibration_batches": adapter.calibration_batches,
+            "recalibrate_every": adapter.recalibrate_every,
+        }
+    return ResolvedConfig(**{**given, **resolved})
+
+
+def _check_rank(
+    config: PretrainConfig | FinetuneConfig, method: methods.Method, rank: int, model: ModelConfig
+) -> None:
+    if method.subspace is None:
+        return
+    largest = method.subspace.largest_rank(model)
+    if rank > largest:
+        raise ValueError(
+            f"`--rank` {rank} is above {largest}, the smallest dimension of a weight of"
+            f" {config.title} that {config.method} projects: lower it."
+        )
+
+
+def _optimizer(
+    config: PretrainConfig | FinetuneConfig, method: methods.Method, model: ModelConfig
+) -> OptimizerConfig:
+    """Returns the settings of the optimizer with their defaults filled in.
+
+    Raises:
+      ValueError: an optimizer that the method excludes, or a rank above the width of the model.
+    """
+    given, rank = config.optimizer, 0
+    if given.projects:
+        if method.subspace is not None or method.adapters:
+            why = "trains adapters" if method.adapters else "projects gradients too"
+            raise ValueError(
+                f"`--optimizer {given.optimizer}` projects the gradients of all weights of the"
+                f" layers, and `--method {config.method}` {why}: choose another method, such as"
+                " lean, or `--optimizer adamw`."
+            )
+        largest = methods.Subspace(side="smaller").largest_rank(model)
+        usual = min(256, largest) if given.optimizer == "apollo" else max(1, model.hidden_size // 4)
+        rank = 1 if given.optimizer == "apollo_mini" else given.projection_rank or usual
+        if rank > largest:
+            raise ValueError(
+                f"`--projection-rank` {rank} is above {largest}, the smallest dimension of a weight"
+                f" of {config.title}: lower it."
+            )
+    if method.subspace is not None and given.optimizer in ("muon", "adafactor"):
+        raise ValueError(
+            f"`--optimizer {given.optimizer}` reads whole weights, and `--method {config.method}`"
+            " shows it gradients in a subspace: choose adamw, lion or sgd, or another method."
+        )
+    if given.factored_second_moment and config.options.moments == "rotate":
+        raise ValueError(
+            "`--moments rotate` cannot rotate the means of rows and columns that"
+            " `--factored-second-moment` keeps: drop one of both."
+        )
+    if (
+        config.method == "galore"
+        and given.beta2 == OptimizerConfig.beta2
+        and given.optimizer == "adamw"
+    ):
+        given = dataclasses.replace(given, beta2=methods.GALORE_BETA2)
+    b1, b2 = given.betas
+    moments = given.moment_dtype
+    if moments == "auto":
+        is_small = method.lean and given.optimizer != "adafactor"
+        moments = "8bit" if is_small else "float32"
+    return dataclasses.replace(
+        given, beta1=b1, beta2=b2, moment_dtype=moments, projection_rank=rank
+    )
+
+
+def _weight_dtype(config: RunConfig, method: methods.Method, checkpoint_dtype: str) -> str:
+    if config.weight_dtype != "auto":
+        return config.weight_dtype
+    if not method.adapters:
+        # Whatever the checkpoint holds. bfloat16 weights learn if they are rounded stochastically.
+        return "bfloat16" if method.lean else "float32"
+    # Of the 16-bit dtypes, bfloat16 has the range of float32.
+    return "bfloat16" if checkpoint_dtype == "float16" else checkpoint_dtype
+
+
+def _weight_rounding(config: RunConfig, method: methods.Method, weight_dtype: str) -> str:
+    if weight_dtype == "bfloat16" and not method.adapters:
+        return "stochastic" if config.weight_rounding == "auto" else config.weight_rounding
+    if config.weight_rounding in ("stochastic", "compensated"):
+        raise ValueError(
+            f"`--weight-rounding {config.weight_rounding}` has no effect on float32 weights: drop"
+            " it, or pass `--weight-dtype bfloat16`."
+        )
+    return "nearest"

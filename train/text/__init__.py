@@ -1,0 +1,1 @@
+"""Text and examples to batches of tokens."""

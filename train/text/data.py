@@ -1,0 +1,253 @@
+"""Documents to batches of tokens during training, without tokenized files on disk.
+
+A grain pipeline shuffles documents, encodes them, concatenates them, splits the stream into rows
+and shuffles the rows. Its state is a few integers; a restored pipeline continues with exactly the
+batches that would have followed. Threads read ahead; no processes are started.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import grain
+import numpy as np
+
+from train.text.corpus import Corpus, RandomAccess
+from train.text.rows import WINDOW_ROWS, ShuffledRowsIterDataset, SideBySideIterDataset
+from train.text.tokenizer import Tokenizer
+
+Batch = dict[str, np.ndarray]
+"""`inputs` and `targets` int32 [batch, seq_len], where targets are one token ahead; `mask` float32
+of the same shape, 1 where the target counts and 0 where it is padding."""
+
+_READ_AHEAD_BATCHES = 8
+"""Enough for the time in which documents are encoded, a tenth of a second on two cores."""
+_ENCODED_CHARS = 2**18
+"""Characters of documents that are encoded together, on all cores."""
+
+ROW_ORDER = f"shuffled in windows of {WINDOW_ROWS} rows"
+"""Order of the rows, for the identity of a run: the position in the data depends on it. Earlier
+versions read `batch_size` streams of documents."""
+
+_LONGEST_HELD_OUT = 2048
+"""Most tokens of a held-out document, so that an evaluation of some ten thousand tokens covers more
+than a few long documents."""
+
+
+def train_batches(
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    *,
+    batch_size: int,
+    seq_len: int,
+    seed: int,
+    process_index: int = 0,
+    process_count: int = 1,
+    readers: int | None = None,
+) -> grain.DatasetIterator[Batch]:
+    """Returns an endless iterator over this process's batches of `batch_size / process_count` rows.
+
+    The text is divided among readers. Each reads every `readers`-th document, shuffled again in
+    each epoch. Their tokens are split into rows of `seq_len + 1` without overlap, and batches take
+    rows in random order from a window of thousands of rows (`train.text.rows`). The rows of a batch are
+    those of the first reader, of the second, and so on. So the batches of all processes together
+    depend on the number of readers, and not on that of processes, and a process needs only the
+    readers of its rows.
+
+    The first batch takes until the first window is read; `start_prefetch()` begins at once.
+    `get_state()` returns a JSON-serializable dict; with several readers, those of all processes can
+    be merged into one. `set_state()`, on an iterator made with the same arguments but for the
+    processes, continues with the same batches. `close()` stops the threads.
+
+    Args:
+      corpus: its train split is read.
+      tokenizer: its `bos_id`, if any, comes before each document and its `eos_id` after it.
+      batch_size: rows of all processes together.
+      seq_len: tokens of a row.
+      seed: seed of the shuffles.
+      process_index: number of this process, from 0.
+      process_count: number of processes.
+      readers: number of readers; None for one for each process.
+
+    Raises:
+      ValueError: an argument is out of range, or the documents of a reader do not fill one row.
+    """
+    _check_sizes(batch_size, seq_len)
+    mine = rows_of_process(batch_size, process_index, process_count)
+    count = process_count if readers is None else readers
+    if batch_size % count:
+        raise ValueError(
+            f"`--batch-size` must be a multiple of `--readers` {count}, got {batch_size}."
+        )
+    size = batch_size // count
+    needed = range(mine.start // size, -(-mine.stop // size))
+
+    def rows_of(reader: int) -> Any:
+        # `Any`: grain's protocols name the index argument, unlike a list, and allow missing
+        # elements.
+        source: Any = corpus.train
+        documents: Any = grain.MapDataset.source(source)[reader::count]
+        _check_fills_a_row(documents, tokenizer, seq_len)
+        endless = documents.seed(seed).shuffle().repeat()
+        rows = ShuffledRowsIterDataset(
+            functools.partial(_read_documents, endless, tokenizer, len(documents)),
+            length=seq_len + 1,
+            epoch=len(documents),
+            seed=seed,
+        )
+        return rows.batch(size, drop_remainder=True)
+
+    rows = {reader: rows_of(reader) for reader in needed}
+    whole: Any = rows[0] if count == 1 else SideBySideIterDataset(rows)
+    first = needed.start * size
+    batches = whole.map(lambda x: _as_batch(x[mine.start - first : mine.stop - first]))
+    return iter(
+        grain.experimental.ThreadPrefetchIterDataset(
+            batches, prefetch_buffer_size=_READ_AHEAD_BATCHES
+        )
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class ValidationSet:
+    """Held-out batches, and the numbers of tokens and bytes that losses are divided by."""
+
+    batches: list[Batch]
+    num_tokens: int
+    """Targets whose mask is 1, including the tokens that end documents."""
+    num_bytes: int
+    """UTF-8 bytes of the text of those targets: `sum of nats / ln 2 / num_bytes` is bits per byte.
+    Exact except for a few bytes where the first or last target is part of a character."""
+
+
+def rows_of_process(batch_size: int, process_index: int, process_count: int) -> slice:
+    """Returns the rows of a batch that belong to a process.
+
+    Raises:
+      ValueError: there is no such process, or the rows do not divide evenly.
+    """
+    if not 0 <= process_index < process_count:
+        raise ValueError(
+            f"`process_index` must be from 0 to {process_count - 1}, got {process_index}."
+        )
+    if batch_size % process_count:
+        raise ValueError(
+            f"`--batch-size` must be a multiple of the {process_count} processes, got {batch_size}."
+        )
+    count = batch_size // process_count
+    return slice(process_index * count, (process_index + 1) * count)
+
+
+def validation_batches(
+    corpus: Corpus, tokenizer: Tokenizer, *, batch_size: int, seq_len: int, max_batches: int
+) -> ValidationSet:
+    """Returns the first `max_batches` batches of the validation split, the same at every call.
+
+    Documents come in order, truncated to 2048 tokens if there are several. Every token except the
+    first is a target once: the last target of a row is the first input of the next. After the end
+    of the text, rows are padded with `eos_id` and masked.
+
+    Args:
+      corpus: its validation split is read as far as necessary.
+      tokenizer: as for `train_batches`.
+      batch_size: rows of a batch.
+      seq_len: tokens of a row.
+      max_batches: largest number of batches.
+
+    Raises:
+      ValueError: a size is below 1, or the split has fewer than two tokens.
+    """
+    _check_sizes(batch_size, seq_len)
+    if max_batches < 1:
+        raise ValueError(f"`max_batches` must be at least 1, got {max_batches}.")
+    per_batch = batch_size * seq_len
+    tokens, num_bytes = _first_tokens(corpus.validation, tokenizer, per_batch * max_batches + 1)
+    if len(tokens) < 2:
+        raise ValueError(
+            f"`--data` is '{corpus.name}': {len(tokens)} token(s) are held out, and two are needed."
+            " Give more text."
+        )
+    num_tokens = len(tokens) - 1
+    count = -(-num_tokens // per_batch)
+    padding = (0, count * per_batch - num_tokens)
+    columns = {
+        "inputs": np.pad(tokens[:-1], padding, constant_values=tokenizer.eos_id),
+        "targets": np.pad(tokens[1:], padding, constant_values=tokenizer.eos_id),
+        "mask": np.pad(np.ones(num_tokens, np.float32), padding),
+    }
+    shaped = {name: x.reshape(count, batch_size, seq_len) for name, x in columns.items()}
+    batches = [{name: x[i] for name, x in shaped.items()} for i in range(count)]
+    return ValidationSet(batches, num_tokens, num_bytes)
+
+
+def _check_sizes(batch_size: int, seq_len: int) -> None:
+    for name, value in (("--batch-size", batch_size), ("--seq-len", seq_len)):
+        if value < 1:
+            raise ValueError(f"`{name}` must be at least 1, got {value}.")
+
+
+def _check_fills_a_row(documents: RandomAccess[str], tokenizer: Tokenizer, seq_len: int) -> None:
+    """Raises a `ValueError` if the documents do not fill a row. Reads only the first row."""
+    count = 0
+    for index in range(len(documents)):
+        count += len(_encode(tokenizer, [documents[index]])[0])
+        if count > seq_len:
+            return
+    raise ValueError(
+        f"`--seq-len` is {seq_len}, so a row takes {seq_len + 1} tokens, but the training text of "
+        f"this process has {count} tokens in {len(documents)} document(s). Lower `--seq-len`, or "
+        "give more text in `--data`."
+    )
+
+
+def _read_documents(
+    documents: RandomAccess[str], tokenizer: Tokenizer, epoch: int, index: int
+) -> list[np.ndarray]:
+    """Returns the ids of a document and of those after it, about `_ENCODED_CHARS` characters.
+
+    They are at most an epoch: a small text is not encoded several times at once.
+    """
+    texts, size = [], 0
+    while size < _ENCODED_CHARS and len(texts) < epoch:
+        texts.append(documents[index + len(texts)])
+        size += len(texts[-1])
+    return _encode(tokenizer, texts)
+
+
+def _encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
+    """Returns the ids of whole documents, int32 [length] each."""
+    start = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    return [
+        np.asarray([*start, *ids, tokenizer.eos_id], np.int32)
+        for ids in tokenizer.encode_batch(texts)
+    ]
+
+
+def _as_batch(rows: np.ndarray) -> Batch:
+    """Splits rows [batch, seq_len + 1] into inputs and targets."""
+    inputs, targets = rows[:, :-1], rows[:, 1:]
+    return {"inputs": inputs, "targets": targets, "mask": np.ones(targets.shape, np.float32)}
+
+
+def _first_tokens(
+    texts: RandomAccess[str], tokenizer: Tokenizer, wanted: int
+) -> tuple[np.ndarray, int]:
+    """Returns up to `wanted` tokens, int32, and the UTF-8 bytes of all but the first."""
+    pieces, num_bytes = [], 0
+    longest = wanted if len(texts) == 1 else _LONGEST_HELD_OUT
+    for text in _iterate(texts):
+        (document,) = _encode(tokenizer, [text])
+        tokens = document[: min(wanted, longest)]
+        wanted -= len(tokens)
+        whole, cut = len(text.encode()), len(tokens) < len(document)
+        num_bytes += min(whole, len(tokenizer.decode(tokens).encode())) if cut else whole
+        pieces.append(tokens)
+        if not wanted:
+            break
+    tokens = np.concatenate(pieces)
+    return tokens, num_bytes - len(tokenizer.decode(tokens[:1]).encode())
+
+
+def _iterate(texts: RandomAccess[str]) -> Iterator[str]:
+    return (texts[index] for index in range(len(texts)))

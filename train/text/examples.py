@@ -1,0 +1,410 @@
+"""Examples to fine-tune on: JSON records become tokens, with a mask of those that the loss counts.
+
+`open_examples` makes an `Example` of each record: a prompt and its completion, a conversation for a
+chat template, or plain text. All records are encoded at once and held in memory, so that errors in
+records are found before the first step.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, NoReturn
+
+import numpy as np
+
+from train.settings.options import flag_name, given_fields, shown_flag
+from train.text.chat import ChatTemplate, open_chat_template
+from train.text.hashes import unit_hash
+from train.text.records import FieldTemplate, Record, field_of, quoted, read_records
+from train.text.tokenizer import Tokenizer
+
+Format = Literal["completion", "chat", "text"]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_CONTEXT = 64
+"""Characters before a text that are encoded with it; enough for any special token's name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ExampleConfig:
+    """The records to learn from, and how they become examples.
+
+    Raises:
+      ValueError: a setting is out of range, or has no effect.
+    """
+
+    data: str = ""
+    """Required: the records. A .jsonl file with one JSON object per line, a .json file with an
+    array of objects (or one object per line), either of them also as .gz, or a folder of such
+    files."""
+    format: Literal["auto", "completion", "chat", "text"] = "auto"
+    """completion (a prompt and its completion), chat (messages, for the chat template) or text (all
+    of it is learnt). auto: that of the flags below that are given, else the first of chat,
+    completion and text whose fields the first record has."""
+    prompt_field: str = "prompt"
+    """Field of the prompt; {prompt} in templates."""
+    completion_field: str = "completion"
+    """Field of the completion; {completion} in templates."""
+    messages_field: str = "messages"
+    """Field of a conversation: a list of objects with `role` and `content`."""
+    text_field: str = "text"
+    """Field of plain text."""
+    prompt_template: str = "{prompt}"
+    r"""The prompt: a Python format string over the fields of the record, for example
+    "Question: {question}\nAnswer:". \n is a new line, {{ a brace, {options[0]} the first element
+    of a list, and {price:.2f} has two digits."""
+    completion_template: str = "{completion}"
+    """The completion, in the same form. Prompt and completion are joined without a space: if the
+    prompt ends without one, begin with one, as in " {answer}". The end-of-text token follows."""
+    chat_template: pathlib.Path | None = None
+    """Jinja template of conversations in Hugging Face's form, or a tokenizer_config.json with one.
+    Default: the template in the folder of the tokenizer."""
+    validation: str | None = None
+    """Records to validate on, as for `--data`. Default: a share of `--data` is held out."""
+    held_out: float = 0.05
+    """Share of the records to hold out without `--validation`. A hash of each record decides, so
+    that adding records does not move others."""
+    count_prompts: bool = False
+    """Also learn prompts and, in a chat, messages of other roles. By default the loss counts
+    completions and messages of the assistant."""
+    long: Literal["cut", "drop"] = "cut"
+    """What happens to examples longer than a sequence: cut removes their end, drop removes
+    them."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.held_out < 1:
+            raise ValueError(f"`--held-out` must be in (0, 1), got {self.held_out}.")
+        if self.validation is not None and self.held_out != ExampleConfig.held_out:
+            raise ValueError(
+                f"`--held-out {self.held_out}` has no effect with `--validation`: drop one."
+            )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Example:
+    """The tokens of one example.
+
+    Attributes:
+      tokens: ids, int32 [n].
+      counted: whether the loss counts a token as a target, bool [n]. False for the first token,
+        which nothing predicts.
+    """
+
+    tokens: np.ndarray
+    counted: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Examples:
+    """Training and held-out examples: at least one of both, each with a counted token."""
+
+    name: str
+    """Name for logs."""
+    train: Sequence[Example]
+    validation: Sequence[Example]
+    cut: int
+    """Number of examples, of both kinds, that lost their end for being longer than a sequence."""
+    dropped: int
+    """Number of examples that were dropped: for their length, or because no token counts, possibly
+    after their end was cut off."""
+    fingerprint: str
+    """Hexadecimal: a hash of all tokens, of which count and of which are held out."""
+
+
+def open_examples(
+    config: ExampleConfig,
+    tokenizer: Tokenizer,
+    seq_len: int,
+    tokenizer_path: pathlib.Path | None = None,
+) -> Examples:
+    """Reads and encodes all records.
+
+    Args:
+      config: what to read, and how.
+      tokenizer: adds its `bos_id`, if any, and its `eos_id` to prompts and texts, but not to
+        conversations, whose template writes special tokens.
+      seq_len: largest number of tokens of an example minus one; the last token is only a target.
+      tokenizer_path: folder of the tokenizer, or a file in it. The chat template is read there
+        unless `config` names one.
+
+    Raises:
+      FileNotFoundError: a file does not exist.
+      ValueError: a record or a template is malformed, or no example is left.
+    """
+    if seq_len < 1:
+        raise ValueError(f"`--seq-len` must be at least 1, got {seq_len}.")
+    records = read_records(config.data, "--data")
+    encode = _make_encoder(config, tokenizer, tokenizer_path, records[0])
+    if config.validation is None:
+        flag, source = "--data", config.data
+        records, held_out = _hold_out(records, config)
+    else:
+        flag, source = "--validation", config.validation
+        held_out = read_records(source, flag)
+    train, validation = (
+        _fit([example for record in part for example in encode(record)], seq_len + 1, config.long)
+        for part in (records, held_out)
+    )
+    if not train.examples:
+        _raise_nothing_left("--data", config.data, "train on", len(records), seq_len)
+    if not validation.examples:
+        _raise_nothing_left(flag, source, "validate on", len(held_out), seq_len)
+    return Examples(
+        name=pathlib.Path(config.data).name,
+        train=train.examples,
+        validation=validation.examples,
+        cut=train.cut + validation.cut,
+        dropped=train.dropped + validation.dropped,
+        fingerprint=_fingerprint(train.examples, validation.examples),
+    )
+
+
+def _raise_nothing_left(flag: str, data: str, use: str, count: int, seq_len: int) -> NoReturn:
+    raise ValueError(
+        f"`{flag}` is '{data}': all {count} record(s) to {use} were dropped. No counted token (of "
+        f"a completion or of the assistant) is within `--seq-len` {seq_len}, or `--long drop` "
+        "removed them. Raise `--seq-len`, or give other records."
+    )
+
+
+# --- Records become texts, texts become tokens. ---
+
+
+Pieces = list[tuple[str, bool]]
+"""Consecutive texts, and whether each is learnt."""
+
+
+def _make_encoder(
+    config: ExampleConfig,
+    tokenizer: Tokenizer,
+    tokenizer_path: pathlib.Path | None,
+    first: Record,
+) -> Callable[[Record], list[Example]]:
+    """Returns a function from a record to its examples: one, or several for some conversations."""
+    aliases = {"prompt": config.prompt_field, "completion": config.completion_field}
+    prompt = FieldTemplate("--prompt-template", config.prompt_template, aliases)
+    completion = FieldTemplate("--completion-template", config.completion_template, aliases)
+    encode, after = tokenizer.encode, [tokenizer.eos_id]
+    before = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    write: Callable[[dict[str, Any]], list[Pieces]]
+    match _format_of(config, first, prompt.fields | completion.fields):
+        case "completion":
+            write = functools.partial(_write_completion, prompt=prompt, completion=completion)
+        case "text":
+            write = functools.partial(_write_text, field=config.text_field)
+        case "chat":
+            template = open_chat_template(config.chat_template, tokenizer_path, tokenizer)
+            write = functools.partial(_write_chat, field=config.messages_field, template=template)
+            # The template writes special tokens, at both ends too.
+            encode, before, after = tokenizer.encode_with_special, [], []
+
+    def examples_of(record: Record) -> list[Example]:
+        return [
+            _encode(pieces, encode, before, after, config.count_prompts)
+            for pieces in write(record.fields)
+        ]
+
+    return lambda record: record.apply(examples_of)
+
+
+_FLAGS_OF: dict[Format, tuple[str, ...]] = {
+    "completion": (
+        "prompt_template",
+        "completion_template",
+        "prompt_field",
+        "completion_field",
+    ),
+    "chat": ("messages_field", "chat_template"),
+    "text": ("text_field",),
+}
+"""Fields of `ExampleConfig` that only one format reads."""
+
+
+def _format_of(config: ExampleConfig, first: Record, fields: set[str]) -> Format:
+    """Returns the format of the records.
+
+    It is the given one; else that of the given flags; else that of the first record, whose fields
+    must include `fields` for a completion.
+
+    Raises:
+      ValueError: flags of another format, or of several, or a record that has the fields of none.
+    """
+    given = given_fields(config)
+    wanted: dict[Format, str] = {
+        form: name for form, names in _FLAGS_OF.items() for name in names if name in given
+    }
+    if config.format != "auto":
+        for form, name in wanted.items():
+            if form != config.format:
+                raise ValueError(
+                    f"`{shown_flag(name, given[name])}` is for `--format {form}` and has no effect"
+                    f" with `--format {config.format}`: drop one of both."
+                )
+        return config.format
+    if len(wanted) > 1:
+        names = " and ".join(f"`{flag_name(name)}`" for name in wanted.values())
+        raise ValueError(f"{names} are for different formats: drop one of both.")
+    if wanted:
+        return next(iter(wanted))
+    if config.messages_field in first.fields:
+        return "chat"
+    if fields <= first.fields.keys():
+        return "completion"
+    if config.text_field in first.fields:
+        return "text"
+    raise ValueError(
+        f"{first.where} has the fields {quoted(first.fields)}: neither '{config.messages_field}'"
+        f" (a conversation), nor {quoted(sorted(fields))} (a prompt and its completion), nor "
+        f"'{config.text_field}' (a text). Name the fields by `--messages-field`, `--prompt-field` "
+        "and `--completion-field`, or `--text-field`; or give `--prompt-template` and "
+        "`--completion-template`."
+    )
+
+
+def _encode(
+    pieces: Pieces,
+    encode: Callable[[str], list[int]],
+    before: list[int],
+    after: list[int],
+    count_all: bool,
+) -> Example:
+    """Encodes piece by piece, so that a prompt has the same tokens without its completion."""
+    tokens, counted, previous = [*before], [False] * len(before), ""
+    for text, counts in pieces:
+        text.encode()  # Raises for lone surrogates, which some tokenizers accept.
+        new = _encode_rest(text, previous, encode)
+        tokens += new
+        counted += [counts or count_all] * len(new)
+        previous = text or previous
+    tokens += after
+    counted += [True] * len(after)
+    counted[:1] = [False] * len(tokens[:1])
+    return Example(np.asarray(tokens, np.int32), np.asarray(counted, np.bool_))
+
+
+def _encode_rest(text: str, previous: str, encode: Callable[[str], list[int]]) -> list[int]:
+    """Returns the ids of `text` after `previous`, whose ids do not change.
+
+    The text before can matter: sentencepiece adds a space before everything that it encodes, and
+    some tokenizers after each special token. So both texts are encoded together. If a token would
+    then cross their border, as after a space, `text` is encoded after a line break instead.
+    """
+    for end in (previous[-_CONTEXT:], "\n") if previous else ():
+        known, both = encode(end), encode(end + text)
+        if both[: len(known)] == known:
+            return both[len(known) :]
+    return encode(text)
+
+
+class _Fitted(NamedTuple):
+    examples: list[Example]
+    cut: int
+    dropped: int
+
+
+def _fit(examples: list[Example], longest: int, long: Literal["cut", "drop"]) -> _Fitted:
+    """Returns the examples with a counted token among their first `longest` tokens."""
+    kept, cut = [], 0
+    for example in examples:
+        is_long = len(example.tokens) > longest
+        if not (is_long and long == "drop") and example.counted[:longest].any():
+            if is_long:  # Copies, because a slice would keep the whole array in memory.
+                example = Example(example.tokens[:longest].copy(), example.counted[:longest].copy())
+                cut += 1
+            kept.append(example)
+    return _Fitted(kept, cut, len(examples) - len(kept))
+
+
+def _fingerprint(*splits: list[Example]) -> str:
+    digest = hashlib.sha256()
+    for examples in splits:
+        digest.update(len(examples).to_bytes(8, "little"))
+        for example in examples:
+            digest.update(len(example.tokens).to_bytes(8, "little"))
+            digest.update(example.tokens.astype("<i4").tobytes())
+            digest.update(example.counted.tobytes())
+    return digest.hexdigest()
+
+
+def _hold_out(records: list[Record], config: ExampleConfig) -> tuple[list[Record], list[Record]]:
+    """Splits records by a hash of their fields. Copies stay together; both sides get one."""
+    hashes = [unit_hash(json.dumps(x.fields, sort_keys=True).encode()) for x in records]
+    values = sorted(set(hashes))
+    if len(values) < 2:
+        raise ValueError(
+            f"`--data` is '{config.data}': it has {len(records)} record(s), all equal, and one "
+            "must be held out. Give other records, or a file to validate on by `--validation`."
+        )
+    bound = min(max(config.held_out, values[0]), values[-2])
+    return (
+        [x for x, value in zip(records, hashes, strict=True) if value > bound],
+        [x for x, value in zip(records, hashes, strict=True) if value <= bound],
+    )
+
+
+def _write_completion(
+    fields: Mapping[str, Any], prompt: FieldTemplate, completion: FieldTemplate
+) -> list[Pieces]:
+    return [[(prompt.fill(fields), False), (completion.fill(fields), True)]]
+
+
+def _write_text(fields: Mapping[str, Any], field: str) -> list[Pieces]:
+    text = field_of(fields, field)
+    if not isinstance(text, str):
+        raise ValueError(f"field '{field}' is {type(text).__name__}, not text")
+    return [[(text, True)]]
+
+
+def _write_chat(fields: Mapping[str, Any], field: str, template: ChatTemplate) -> list[Pieces]:
+    """Returns a conversation up to the assistant's last turn; the assistant's turns are learnt.
+
+    A turn is the text that its message adds to the text that asks for it. Some templates change
+    earlier turns when others follow: Qwen 3's drops their thoughts. Then each turn becomes a
+    separate example, after the text that asks for it.
+    """
+    messages, tools = field_of(fields, field), fields.get("tools")
+    _check_messages(messages, field)
+    turns = []
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant":
+            asked = template.render(messages[:index], add_generation_prompt=True, tools=tools)
+            said = template.render(messages[: index + 1], tools=tools)
+            if not said.startswith(asked):
+                raise ValueError(
+                    f"the chat template does not continue {_ending(asked)!r}, which asks for "
+                    f"message {index + 1}, but writes it after {_ending(said[: len(asked)])!r}: "
+                    "the text of the assistant cannot be separated. Try another `--chat-template`"
+                )
+            turns.append((asked, said))
+    if not turns:
+        return [[]]
+    whole, ends = turns[-1][1], [len(text) for turn in turns for text in turn]
+    if ends != sorted(ends) or not all(whole.startswith(said) for _, said in turns):
+        return [[(asked, False), (said[len(asked) :], True)] for asked, said in turns]
+    pairs = enumerate(itertools.pairwise([0, *ends]))
+    return [[(whole[start:end], index % 2 == 1) for index, (start, end) in pairs]]
+
+
+def _ending(text: str) -> str:
+    return text if len(text) <= 40 else "..." + text[-40:]
+
+
+def _check_messages(messages: Any, field: str) -> None:
+    if not isinstance(messages, list):
+        raise ValueError(f"field '{field}' is {type(messages).__name__}, not a list of messages")
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict):
+            raise ValueError(f"message {number} is {type(message).__name__}, not an object")
+        if message.get("role") not in ROLES:
+            raise ValueError(
+                f"message {number} has the role {message.get('role')!r}, not one of {quoted(ROLES)}"
+            )
+        content = message.get("content")
+        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+            raise ValueError(
+                f"the 'content' of message {number} is {type(content).__name__}, not text"
+            )

@@ -1,0 +1,241 @@
+"""Examples to batches: several examples share a row, separated for attention by `segments`.
+
+All examples are in memory, and each epoch is packed before its first row. The state of the iterator
+is an epoch and a row, and is equal in all processes.
+"""
+
+import bisect
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import grain
+import numpy as np
+
+from train.text.data import Batch, ValidationSet, rows_of_process
+from train.text.examples import Example
+from train.text.tokenizer import Tokenizer
+
+_READ_AHEAD_BATCHES = 2
+
+
+def packed_batches(
+    examples: Sequence[Example],
+    *,
+    batch_size: int,
+    seq_len: int,
+    seed: int,
+    pad_id: int,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> grain.DatasetIterator[Batch]:
+    """Returns an endless iterator over this process's batches of `batch_size / process_count` rows.
+
+    An example of n tokens takes n - 1 places of a row (its last token is only a target) and is
+    never split. Each epoch, examples are shuffled, each goes into the fullest row with room for it,
+    and the rows are shuffled. Rows continue over the ends of epochs and batches, so that each
+    example occurs once per epoch. The batches of all processes together do not depend on the number
+    of processes.
+
+    A batch has `inputs`, `targets` and `segments` int32, and `mask` float32, each
+    [batch_size / process_count, seq_len]. The mask is 1 where the target counts. Segments number
+    the examples of a row from 1; padding is 0.
+
+    `get_state()` returns a JSON-serializable dict. `set_state()`, on an iterator made with the same
+    arguments, continues with the same batches. `close()` stops the thread that reads ahead.
+
+    Args:
+      examples: each with a counted token after the first, and at most `seq_len + 1` tokens.
+      batch_size: rows of all processes together.
+      seq_len: tokens of a row.
+      seed: seed of the shuffles.
+      pad_id: id of padding in inputs and targets.
+      process_index: number of this process, from 0.
+      process_count: number of processes.
+
+    Raises:
+      ValueError: an argument is out of range, or an example is too long or has no counted token.
+    """
+    _check(examples, batch_size, seq_len)
+    mine = rows_of_process(batch_size, process_index, process_count)
+    batches = _PackedIterDataset(examples, batch_size, seq_len, seed, pad_id, mine)
+    return iter(
+        grain.experimental.ThreadPrefetchIterDataset(
+            batches, prefetch_buffer_size=_READ_AHEAD_BATCHES
+        )
+    )
+
+
+def validation_set(
+    examples: Sequence[Example],
+    tokenizer: Tokenizer,
+    *,
+    batch_size: int,
+    seq_len: int,
+    max_batches: int,
+    pad_id: int,
+) -> ValidationSet:
+    """Returns the first `max_batches` batches of the examples, packed in order.
+
+    The last batch is padded with empty rows. `num_bytes` is that of the counted text.
+
+    Args:
+      examples: as for `packed_batches`.
+      tokenizer: tokenizer of the examples.
+      batch_size: rows of a batch.
+      seq_len: tokens of a row.
+      max_batches: largest number of batches.
+      pad_id: as for `packed_batches`.
+
+    Raises:
+      ValueError: as for `packed_batches`, or the counted tokens have no text.
+    """
+    _check(examples, batch_size, seq_len)
+    if max_batches < 1:
+        raise ValueError(f"`max_batches` must be at least 1, got {max_batches}.")
+    rows = _pack(examples, range(len(examples)), seq_len)[: max_batches * batch_size]
+    shown = [[examples[index] for index in row] for row in rows]
+    batches = [
+        _as_batch(shown[start : start + batch_size], batch_size, seq_len, pad_id)
+        for start in range(0, len(shown), batch_size)
+    ]
+    num_tokens = sum(int(example.counted[1:].sum()) for row in shown for example in row)
+    num_bytes = sum(_counted_bytes(example, tokenizer) for row in shown for example in row)
+    if not num_bytes:
+        raise ValueError(
+            "`--data` or `--validation`: the counted tokens of the validation examples have no text"
+            " except for end tokens. Give other examples."
+        )
+    return ValidationSet(batches, num_tokens, num_bytes)
+
+
+class _PackedIterDataset(grain.IterDataset[Batch]):
+    """Endless batches; `mine` selects the rows of this process."""
+
+    def __init__(
+        self,
+        examples: Sequence[Example],
+        batch_size: int,
+        seq_len: int,
+        seed: int,
+        pad_id: int,
+        mine: slice,
+    ) -> None:
+        super().__init__()
+        self.examples, self.batch_size, self.seq_len = examples, batch_size, seq_len
+        self.pad_id, self.mine, self._seed = pad_id, mine, seed
+
+    def __iter__(self) -> grain.DatasetIterator[Batch]:
+        return _PackedIterator(self)
+
+    def rows_of(self, epoch: int) -> list[list[int]]:
+        """Returns the rows of an epoch, each a list of examples."""
+        generator = np.random.default_rng([self._seed, epoch])
+        rows = _pack(self.examples, generator.permutation(len(self.examples)), self.seq_len)
+        # Without this, the emptiest rows would come last.
+        return [rows[index] for index in generator.permutation(len(rows))]
+
+
+class _PackedIterator(grain.DatasetIterator[Batch]):
+    """State: an epoch and its next row."""
+
+    def __init__(self, dataset: _PackedIterDataset) -> None:
+        super().__init__()
+        self._dataset = dataset
+        self._epoch, self._row = 0, 0
+        self._rows: list[list[int]] | None = None
+
+    def __next__(self) -> Batch:
+        data = self._dataset
+        rows = [self._take() for _ in range(data.batch_size)][data.mine]
+        shown = [[data.examples[index] for index in row] for row in rows]
+        return _as_batch(shown, len(shown), data.seq_len, data.pad_id)
+
+    def _take(self) -> list[int]:
+        if self._rows is None:  # A new epoch, or a restored state.
+            self._rows = self._dataset.rows_of(self._epoch)
+        row = self._rows[self._row]
+        self._row += 1
+        if self._row == len(self._rows):
+            self._epoch, self._row, self._rows = self._epoch + 1, 0, None
+        return row
+
+    def get_state(self) -> dict[str, Any]:
+        return {"epoch": self._epoch, "row": self._row}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._epoch, self._row = state["epoch"], state["row"]
+        self._rows = None
+
+
+def _pack(examples: Sequence[Example], order: Iterable[int], seq_len: int) -> list[list[int]]:
+    """Packs examples in the given order, each into the fullest row with room ("best fit").
+
+    Returns:
+      The examples of each row. Rows are in the order of their first example.
+    """
+    rows: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # Free places of a row and its number, sorted.
+    for index in order:
+        needed = len(examples[index].tokens) - 1
+        found = bisect.bisect_left(room, (needed, 0))
+        if found < len(room):
+            left, row = room.pop(found)
+        else:
+            left, row = seq_len, len(rows)
+            rows.append([])
+        rows[row].append(int(index))
+        if left > needed:
+            bisect.insort(room, (left - needed, row))
+    return rows
+
+
+def _as_batch(rows: list[list[Example]], count: int, seq_len: int, pad_id: int) -> Batch:
+    """Returns a batch of `count` rows; missing rows are padding."""
+    shape = (count, seq_len)
+    batch = {
+        "inputs": np.full(shape, pad_id, np.int32),
+        "targets": np.full(shape, pad_id, np.int32),
+        "mask": np.zeros(shape, np.float32),
+        "segments": np.zeros(shape, np.int32),
+    }
+    for index, row in enumerate(rows):
+        start = 0
+        for number, example in enumerate(row, 1):
+            place = index, slice(start, start + len(example.tokens) - 1)
+            batch["inputs"][place] = example.tokens[:-1]
+            batch["targets"][place] = example.tokens[1:]
+            batch["mask"][place] = example.counted[1:]
+            batch["segments"][place] = number
+            start = place[1].stop
+    return batch
+
+
+def _counted_bytes(example: Example, tokenizer: Tokenizer) -> int:
+    """Returns the UTF-8 bytes of the counted text.
+
+    Counted tokens are decoded together with the tokens before them, which can change their text: a
+    character of several tokens, or the space that sentencepiece removes from the first word.
+    """
+    # Starts and ends of the counted spans, in turn.
+    changes = np.flatnonzero(np.diff(example.counted, prepend=False, append=False))
+    bytes_until = [len(tokenizer.decode(example.tokens[:end]).encode()) for end in changes]
+    return sum(bytes_until[1::2]) - sum(bytes_until[::2])
+
+
+def _check(examples: Sequence[Example], batch_size: int, seq_len: int) -> None:
+    for name, value in (("--batch-size", batch_size), ("--seq-len", seq_len)):
+        if value < 1:
+            raise ValueError(f"`{name}` must be at least 1, got {value}.")
+    if not len(examples):
+        raise ValueError("`examples` is empty: give at least one.")
+    for index, example in enumerate(examples):
+        if len(example.tokens) > seq_len + 1:
+            raise ValueError(
+                f"`examples`: number {index} has {len(example.tokens)} tokens, and a row of "
+                f"`--seq-len` {seq_len} has room for {seq_len + 1}. Shorten it, or raise"
+                " `--seq-len`."
+            )
+        if not example.counted[1:].any():
+            raise ValueError(
+                f"`examples`: number {index} has no counted token after its first. Drop it."
+            )
