@@ -1,4 +1,4 @@
-"""Which codec a layer of a model gets."""
+"""Rules that choose the codec of each layer of a model."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -8,7 +8,7 @@ from actjax.codecs import Codec, Exact
 
 Rules = Codec | Mapping[str, Codec | None] | Callable[[str, Any], Codec | None]
 """One codec for the inputs of all linear layers; or, by regular expressions of paths such as
-".*/(q|k|v)_proj", the first that is found; or a function from the path of a layer, such as
+".*/(q|k|v)_proj", the first that matches; or a function from the path of a layer, such as
 "layers/0/attention/query", and the layer. None leaves a layer as it is."""
 
 
@@ -34,7 +34,7 @@ def codec_of(rules: Rules, path: str, layer: Any, is_linear: bool) -> Codec | No
       path: path of the layer.
       layer: the layer.
       is_linear: whether it is linear in its input. Only then does the error of a codec stay in the
-        gradient of its weight, so one codec for all is not meant for others: these get `Exact()`.
+        gradient of its weight, so a single codec is for linear layers: others get `Exact()`.
 
     Raises:
       TypeError: a rule returned something else.

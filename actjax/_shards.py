@@ -33,7 +33,7 @@ class Dims:
 
     Attributes:
       names: of the axes; None for an axis that every device needs whole.
-      summed: whether the results of the parts are added up: that of a part lacks the others.
+      summed: whether each part gives one term of the result, so that the terms are added up.
     """
 
     names: tuple[str | None, ...]
@@ -87,16 +87,16 @@ class InPieces:
 
         Args:
           count: number of parts of the rows.
-          add: from rows of all parts, part after part, to the sums of those of this device.
+          add: from rows of all parts, part after part, to the sums of the rows of this device.
         """
-        own = self.rows // count
-        size = math.gcd(own, -(-own // self.pieces))
-        first = np.arange(count)[:, None] * own + np.arange(size)
+        local_rows = self.rows // count
+        size = math.gcd(local_rows, -(-local_rows // self.pieces))
+        first = np.arange(count)[:, None] * local_rows + np.arange(size)
 
         def piece(k: jax.Array) -> jax.Array:
             return self.finish(add(self.of(jnp.asarray(first).reshape(-1) + k * size)))
 
-        pieces = jax.lax.map(piece, jnp.arange(own // size))
+        pieces = jax.lax.map(piece, jnp.arange(local_rows // size))
         return pieces.reshape(-1, *pieces.shape[2:])
 
 
@@ -120,10 +120,10 @@ def _kinds(args: Any) -> set[AxisType]:
 
 
 def _meshes(args: Any) -> list[AbstractMesh]:
-    """Returns the mesh that is set, and those of arrays."""
+    """Returns the mesh that is set, and the meshes of arrays."""
     shardings = (getattr(jax.typeof(x), "sharding", None) for x in jax.tree.leaves(args))
-    found = [jax.sharding.get_abstract_mesh(), *(s.mesh for s in shardings if s is not None)]
-    return [mesh for mesh in found if not mesh.empty]
+    meshes = [jax.sharding.get_abstract_mesh(), *(s.mesh for s in shardings if s is not None)]
+    return [mesh for mesh in meshes if not mesh.empty]
 
 
 def can_split(args: Any) -> bool:
@@ -180,34 +180,34 @@ def _split(
     leaves: Sequence[jax.Array],
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """Returns the function with a rule for XLA's partitioner."""
-    traced = jax.make_jaxpr(functools.partial(_whole, flat))(*leaves)
+    traced = jax.make_jaxpr(functools.partial(_unsplit, flat))(*leaves)
     arrays = [*zip(inputs, leaves, strict=True), *zip(outputs, traced.out_avals, strict=True)]
     sizes = _sizes(arrays)
     # `custom_partitioning` takes no function with constants.
     constants = traced.consts
 
-    def whole(*args: jax.Array) -> tuple[jax.Array, ...]:
-        own, given = args[: len(leaves)], list(args[len(leaves) :])
-        return tuple(core.jaxpr_as_fun(core.ClosedJaxpr(traced.jaxpr, given))(*own))
+    def unsplit(*args: jax.Array) -> tuple[jax.Array, ...]:
+        leaf_args, constant_args = args[: len(leaves)], list(args[len(leaves) :])
+        return tuple(core.jaxpr_as_fun(core.ClosedJaxpr(traced.jaxpr, constant_args))(*leaf_args))
 
-    apart = custom_partitioning(whole)
+    apart = custom_partitioning(unsplit)
     inputs = [*inputs, *(Dims((None,) * np.ndim(x)) for x in constants)]
-    forms = [*leaves, *constants]
+    args = [*leaves, *constants]
     apart.def_partition(
         partition=functools.partial(
             _partition, flat, len(leaves), inputs, outputs, sizes, _meshes(leaves)[0]
         ),
         # JAX cannot decode a sharding over part of a mesh axis. `_entries` can.
         decode_shardings=False,
-        sharding_rule=_rule(inputs, outputs, forms, traced.out_avals, sizes),
+        sharding_rule=_rule(inputs, outputs, args, traced.out_avals, sizes),
     )
     # JAX has no rule for the axis of a `vmap` here: XLA then partitions the function as it can.
     split = jax.custom_batching.custom_vmap(lambda *leaves: tuple(apart(*leaves, *constants)))
-    split.def_vmap(functools.partial(_batched, functools.partial(_whole, flat)))
+    split.def_vmap(functools.partial(_batched, functools.partial(_unsplit, flat)))
     return split
 
 
-def _whole(flat: Callable[..., tuple[Any, ...]], *leaves: jax.Array) -> tuple[jax.Array, ...]:
+def _unsplit(flat: Callable[..., tuple[Any, ...]], *leaves: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(map(_finished, flat(*leaves)))
 
 
@@ -226,13 +226,13 @@ def _is_split(name: str | None, sizes: Mapping[str, tuple[int, ...]]) -> TypeGua
 
 
 def _sizes(arrays: Iterable[tuple[Dims, Any]]) -> dict[str, tuple[int, ...]]:
-    """Returns the sizes of each axis, the largest first. One that cannot be split is left out."""
-    found: dict[str, set[int]] = {}
+    """Returns the sizes of each axis, the largest first, without axes that cannot be split."""
+    sizes_of: dict[str, set[int]] = {}
     for dims, x in arrays:
         for name, size in zip(dims.names, x.shape, strict=True):
             if name is not None:
-                found.setdefault(name, set()).add(size)
-    sizes = {name: tuple(sorted(of_name, reverse=True)) for name, of_name in found.items()}
+                sizes_of.setdefault(name, set()).add(size)
+    sizes = {name: tuple(sorted(of_name, reverse=True)) for name, of_name in sizes_of.items()}
     return {
         name: chain
         for name, chain in sizes.items()
@@ -240,8 +240,8 @@ def _sizes(arrays: Iterable[tuple[Dims, Any]]) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _rule(inputs, outputs, forms, results, sizes: Mapping[str, tuple[int, ...]]) -> SdyShardingRule:
-    """Returns what XLA must know to propagate shardings through the function."""
+def _rule(inputs, outputs, args, results, sizes: Mapping[str, tuple[int, ...]]) -> SdyShardingRule:
+    """Returns the rule by which XLA propagates shardings through the function."""
     factors: dict[str, int] = {}
     unsplit = itertools.count()
 
@@ -257,9 +257,9 @@ def _rule(inputs, outputs, forms, results, sizes: Mapping[str, tuple[int, ...]])
     def mapping(dims: Dims, x: Any) -> Any:
         return tuple(map(factor_of, dims.names, np.shape(x)))
 
-    mappings = tuple(map(mapping, inputs, forms)), tuple(map(mapping, outputs, results))
-    others: Any = factors
-    return SdyShardingRule(*mappings, **others)
+    mappings = tuple(map(mapping, inputs, args)), tuple(map(mapping, outputs, results))
+    factor_sizes: Any = factors
+    return SdyShardingRule(*mappings, **factor_sizes)
 
 
 def _partition(
@@ -293,17 +293,17 @@ def _partition(
 
 
 def _axes_of_names(dims, arrays, sizes, mesh) -> dict[str | None, tuple[str, ...]]:
-    """Returns the mesh axes that each named axis is split over: those of the first array split."""
+    """Returns the mesh axes that each named axis is split over in the first array that is split."""
     axes: dict[str | None, tuple[str, ...]] = {}
-    for one, x in zip(dims, arrays, strict=True):
-        for name, entry in zip(one.names, _entries(x, mesh), strict=True):
+    for names_of, x in zip(dims, arrays, strict=True):
+        for name, entry in zip(names_of.names, _entries(x, mesh), strict=True):
             if name not in sizes or axes.get(name):
                 continue
             used = set(itertools.chain(*axes.values()))
-            kept = [axis for axis in entry if axis not in used]
-            while kept and sizes[name][-1] % math.prod(mesh.shape[axis] for axis in kept):
-                kept.pop()
-            axes[name] = tuple(kept)
+            free_axes = [axis for axis in entry if axis not in used]
+            while free_axes and sizes[name][-1] % math.prod(mesh.shape[axis] for axis in free_axes):
+                free_axes.pop()
+            axes[name] = tuple(free_axes)
     return axes
 
 
@@ -376,8 +376,8 @@ def _sum_over(dims: Dims, axes, suggested, mesh) -> tuple[Callable, PartitionSpe
 def is_bound(args: Any) -> bool:
     """Returns whether arrays are bound to devices in a way that primitives here do not declare.
 
-    These are explicit shardings, and a `jax.shard_map` with `check_vma`, where they would have to
-    say how their results vary over devices.
+    Explicit shardings bind arrays. So does a `jax.shard_map` with `check_vma`, in which primitives
+    would have to declare how their results vary over devices.
     """
     if is_partitioned(args):
         return not can_split(args)

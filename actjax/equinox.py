@@ -1,9 +1,9 @@
 """Layers of Equinox whose backward passes store codes of their inputs. Needs the package `equinox`.
 
-They are subclasses of those of Equinox, with the same parameters and arguments, and `codec`, and
-are mapped over tokens as these are: `jax.vmap(layer)(x)`. Mapping makes one call of all tokens, so
-a weight has one gradient, and a codec sees all tokens. `replace(model, rules)` swaps them into a
-model that exists.
+Each is a subclass of a layer of Equinox, with the same parameters and one more argument, `codec`,
+and is mapped over tokens in the same way: `jax.vmap(layer)(x)`. Mapping makes one call with all
+tokens, so a weight has one gradient, and a codec sees all tokens. `replace(model, rules)` puts them
+into an existing model.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ Model = TypeVar("Model")
 
 
 @dataclasses.dataclass(frozen=True)
-class _Operator:
+class _TokenFunction:
     """An operator with its settings, from tokens, a weight, and perhaps a bias and a key.
 
     Attributes:
@@ -31,7 +31,7 @@ class _Operator:
       codec: how the input is stored.
       name: the name of the input in `actjax.explain`.
       bias: whether there is a bias.
-      key: how the words of the key are read; None without a key.
+      key: name of the random number generator of the key; None without a key.
       eps: of a norm.
     """
 
@@ -42,10 +42,10 @@ class _Operator:
     key: Any
     eps: float = 0.0
 
-    def __call__(self, x: jax.Array, /, weight: jax.Array, *rest: jax.Array) -> jax.Array:
-        rest_of = iter(rest)
-        bias = next(rest_of) if self.bias else None
-        key = jax.random.wrap_key_data(next(rest_of), impl=self.key) if self.key else None
+    def __call__(self, x: jax.Array, /, weight: jax.Array, *bias_and_key: jax.Array) -> jax.Array:
+        left = iter(bias_and_key)
+        bias = next(left) if self.bias else None
+        key = jax.random.wrap_key_data(next(left), impl=self.key) if self.key else None
         if self.kind == "linear":
             return linear(
                 x, TransposedWeight(weight), bias=bias, codec=self.codec, key=key, name=self.name
@@ -58,7 +58,7 @@ class _Operator:
 
 
 class _Coded(eqx.Module):
-    """What all layers share; the base of a subclass of a layer of Equinox.
+    """Mixin of all layers; each layer also inherits from a layer of Equinox.
 
     Attributes:
       codec: how the input is stored.
@@ -94,7 +94,7 @@ class _Coded(eqx.Module):
         key = self.codec.required_key(key) if self.codec.needs_key else None
         impl = None if key is None else str(jax.random.key_impl(key))
         words = None if key is None else jax.random.key_data(key)
-        operator = _Operator(kind, self.codec, self.code_name, bias is not None, impl, eps)
+        operator = _TokenFunction(kind, self.codec, self.code_name, bias is not None, impl, eps)
         return tokenwise(operator, x, weight, *(y for y in (bias, words) if y is not None))
 
 
@@ -108,7 +108,7 @@ class Linear(_Coded, eqx.nn.Linear):
 
         Args:
           x: [in_features], or [] for "scalar" features, as in Equinox.
-          key: randomness of the encoding; by default that of the layer.
+          key: randomness of the encoding; by default the key of the layer.
 
         Raises:
           ValueError: `x` has another shape.
@@ -164,7 +164,7 @@ def replace(model: Model, rules: Rules, *, key: jax.Array | None = None) -> Mode
         model = actjax.equinox.replace(model, {"(query|key|value)_proj$": actjax.RandomizedSVD(64)},
                                        key=key)
 
-    `equinox.nn.Linear` (so also those of `MLP` and `MultiheadAttention`), `LayerNorm` and `RMSNorm`
+    `equinox.nn.Linear` (also within `MLP` and `MultiheadAttention`), `LayerNorm` and `RMSNorm`
     become their twins, with the same parameters; twins get another codec. Other subclasses of them
     that a library defines are left alone, and so is everything else.
 
@@ -176,7 +176,7 @@ def replace(model: Model, rules: Rules, *, key: jax.Array | None = None) -> Mode
       key: for codecs that draw random numbers; see `with_keys`.
 
     Raises:
-      TypeError: `rules` are none.
+      TypeError: `rules` has another type.
       ValueError: the rules fit no layer, or a missing key.
     """
     check_rules(rules, "replace")
@@ -202,9 +202,9 @@ def replace(model: Model, rules: Rules, *, key: jax.Array | None = None) -> Mode
         changed += 1
         # The constructor would draw parameters.
         made = object.__new__(_TWINS.get(type(layer), type(layer)))
-        own = {"codec": codec, "code_name": name, "codes": None}
+        fields = {"codec": codec, "code_name": name, "codes": None}
         for field in dataclasses.fields(made):
-            value = own[field.name] if field.name in own else getattr(layer, field.name)
+            value = fields[field.name] if field.name in fields else getattr(layer, field.name)
             object.__setattr__(made, field.name, value)
         return made
 
@@ -222,12 +222,12 @@ def with_keys(model: Model, key: jax.Array) -> Model:
 
     Args:
       model: a pytree with layers of this module.
-      key: a key of `jax.random`; each layer whose codec draws random numbers gets its own, and a
-        stack of layers one for each. (Equinox writes `jax.random.PRNGKey`s into files, but no keys
-        of `jax.random.key`.)
+      key: a key of `jax.random`; each layer whose codec draws random numbers gets another key, and
+        a stack of layers one key for each layer. (Equinox writes `jax.random.PRNGKey`s into
+        files, but no keys of `jax.random.key`.)
 
     Raises:
-      TypeError: `key` is no key.
+      TypeError: `key` is not a key.
     """
     if not hasattr(key, "dtype"):
         raise TypeError(f"`key` of with_keys must be a key of jax.random, got {key!r}.")
@@ -238,11 +238,11 @@ def with_keys(model: Model, key: jax.Array) -> Model:
         if not isinstance(layer, _Coded) or not layer.codec.needs_key:
             return layer
         number += 1
-        own = jax.random.fold_in(key, number)
+        layer_key = jax.random.fold_in(key, number)
         weight: Any = getattr(layer, "weight")  # noqa: B009
         stacked = () if weight is None else weight.shape[: weight.ndim - layer.weight_axes]
         if stacked:
-            own = jax.random.split(own, stacked)
-        return eqx.tree_at(lambda one: one.codes, layer, own, is_leaf=lambda x: x is None)
+            layer_key = jax.random.split(layer_key, stacked)
+        return eqx.tree_at(lambda coded: coded.codes, layer, layer_key, is_leaf=lambda x: x is None)
 
     return jax.tree.map(keyed, model, is_leaf=lambda x: isinstance(x, _Coded))

@@ -29,7 +29,7 @@ from benchmarks.tables import print_table
 from benchmarks.variants import check_names
 from train.run.optimizer import make_optimizer
 from train.settings.config import DataConfig, FinetuneConfig, OptimizerConfig, PretrainConfig
-from train.text.examples import ExampleConfig
+from train.settings.data import ExampleConfig
 
 ROUNDINGS: dict[str, dict[str, Any]] = {
     "float32": {"weight_dtype": "float32"},

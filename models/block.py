@@ -1,7 +1,7 @@
 """One layer of the decoder: its weights, and the forward pass that training and generation share.
 
 A block is a short list of actjax operators. Each operator decides what it stores for the backward
-pass. What differs between training and generation is attention, so the caller passes it in.
+pass. Only attention differs between training and generation, so the caller passes it in.
 """
 
 import dataclasses
@@ -27,8 +27,8 @@ Visit = Callable[[str, Any], Any]
 """From the name of a site and the activation that it stores, [B, S, n], to the activation."""
 
 Attend = Callable[[Any, Any, Any], tuple[jax.Array, Any]]
-"""From q [B, S, H, D], k and v [B, S, G, D], before head norms and RoPE, to what the output
-projection returns, [B, S, d], and whatever the caller collects, such as keys and values."""
+"""From q [B, S, H, D], k and v [B, S, G, D], before head norms and RoPE, to the output of the
+projection, [B, S, d], and values that the caller collects, such as keys and values."""
 
 _LINEAR_OUTPUTS = ("q", "k", "v", "gate", "up")
 _NO_KEYS: Mapping[str, None] = dict.fromkeys(SITES)
@@ -37,7 +37,7 @@ _NO_KEYS: Mapping[str, None] = dict.fromkeys(SITES)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Positions:
-    """What attention knows about positions. It is the same in all layers.
+    """The positions of tokens, as attention reads them. They are the same in all layers.
 
     Attributes:
       rope: cosines and sines of RoPE, [S, D / 2] each.
@@ -130,7 +130,7 @@ class Block(nnx.Module):
           config: dimensions.
           storage: what each site stores.
           key: randomness of the codecs of this layer and step; or a key for each site.
-          visit: called with what each site stores; its result replaces the activation.
+          visit: called with the activation of each site; its result replaces the activation.
           recompute_attention: whether attention stores only q, k and v even where its output is
             stored exactly.
           chunked: whether linear operators run on chunks of long sequences, and store only the
@@ -231,7 +231,7 @@ class Block(nnx.Module):
         )
 
     def _feed_forward(self, x, config, storage, keys, visit) -> jax.Array:
-        """Returns what the feed-forward network adds to the residual stream."""
+        """Returns the output of the feed-forward network, a term of the residual stream."""
         mlp = self.mlp
         gate, up = _norm_linear(
             visit("mlp_norm", x),
@@ -257,7 +257,7 @@ class Block(nnx.Module):
 
 
 _NORM_NAMES = {"attention_norm": "attention norm input", "mlp_norm": "mlp norm input"}
-"""What `actjax.explain` calls the inputs of the norms."""
+"""Names of the inputs of the norms in `actjax.explain`."""
 
 
 def _norm_linear(

@@ -21,7 +21,7 @@ from models.rope import Tables, rope_tables
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """What attention reads of the positions so far, for all layers.
+    """Keys and values of the positions so far, for all layers.
 
     Attributes:
       k: keys, normalized and rotated, [L, B, S, G, D].
@@ -99,7 +99,7 @@ def extend(
     x, new = jax.lax.scan(body, x, (model.layers, cache))
     rows = jnp.arange(len(tokens))
     # The layers only read the cache. Writing after them lets XLA update it in place.
-    cache = jax.tree.map(lambda whole, y: whole.at[:, rows, positions].set(y), cache, new)
+    cache = jax.tree.map(lambda stored, y: stored.at[:, rows, positions].set(y), cache, new)
     return _logits(model, x)[0], cache
 
 
@@ -137,12 +137,12 @@ def _attend_to_cache(
     """
     wide = accumulation_dtype(q.dtype)
     queries = q[0].reshape(*k.shape[1:3], -1, q.shape[-1])
-    before = jnp.einsum("bghd,bsgd->bghs", queries, cache.k, preferred_element_type=wide)
-    own = jnp.einsum("bghd,bgd->bgh", queries, k[0], preferred_element_type=wide)
+    past = jnp.einsum("bghd,bsgd->bghs", queries, cache.k, preferred_element_type=wide)
+    current = jnp.einsum("bghd,bgd->bgh", queries, k[0], preferred_element_type=wide)
     back = positions[:, None] - jnp.arange(cache.k.shape[1])
     seen = back > 0 if window is None else (back > 0) & (back < window)
-    before = jnp.where(seen[:, None, None], before, -jnp.inf)
-    scores = jnp.concatenate([before, own[..., None]], axis=-1) / math.sqrt(q.shape[-1])
+    past = jnp.where(seen[:, None, None], past, -jnp.inf)
+    scores = jnp.concatenate([past, current[..., None]], axis=-1) / math.sqrt(q.shape[-1])
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     out = jnp.einsum("bghs,bsgd->bghd", weights[..., :-1], cache.v, preferred_element_type=wide)
     out += weights[..., -1:].astype(wide) * v[0][:, :, None].astype(wide)

@@ -1,8 +1,8 @@
-"""Pretrained checkpoints of every supported kind: Hugging Face folders and llama2.c files."""
+"""Pretrained checkpoints by path: dimensions, weights and the ids that end a text."""
 
 import pathlib
 
-from models import huggingface, llama2c
+from models import huggingface
 from models.config import ModelConfig
 from models.decoder import Decoder
 from models.json_files import read_object
@@ -15,21 +15,19 @@ def load_checkpoint(
     convert: huggingface.Convert | None = None,
     put: huggingface.Put | None = None,
 ) -> Decoder:
-    """Returns the model in a Hugging Face folder, or in a `.bin` file of llama2.c.
+    """Returns the model in a Hugging Face folder.
 
     Args:
-      path: the folder or file.
-      dtype: dtype of the weights; that of the stored weights if None.
+      path: the folder.
+      dtype: dtype of the weights; the dtype of each stored tensor if None.
       convert: as for `models.huggingface.load`.
       put: as for `models.huggingface.load`.
 
     Raises:
       FileNotFoundError: the path does not exist, or a file of the checkpoint is missing.
-      ValueError: an unsupported kind of file or model, or a damaged file.
+      ValueError: the path is a file, the kind of model is not supported, or a file is damaged.
     """
-    path = _existing(path)
-    read = huggingface.load if path.is_dir() else llama2c.load
-    return read(path, dtype=dtype, convert=convert, put=put)
+    return huggingface.load(_folder(path), dtype=dtype, convert=convert, put=put)
 
 
 def read_dimensions(path: pathlib.Path | str) -> tuple[ModelConfig, str]:
@@ -39,24 +37,27 @@ def read_dimensions(path: pathlib.Path | str) -> tuple[ModelConfig, str]:
       FileNotFoundError: as for `load_checkpoint`.
       ValueError: as for `load_checkpoint`.
     """
-    path = _existing(path)
-    if not path.is_dir():
-        return llama2c.read_config(path), "float32"
-    config = huggingface.read_config(path)
-    fields = read_object(path / "config.json")
+    folder = _folder(path)
+    config = huggingface.read_config(folder)
+    fields = read_object(folder / "config.json")
     return config, str(fields.get("dtype") or fields.get("torch_dtype") or "float32")
 
 
-def _existing(path: pathlib.Path | str) -> pathlib.Path:
-    path = pathlib.Path(path).expanduser()
-    if not path.exists():
-        raise FileNotFoundError(f"the checkpoint '{path}' cannot be read: no such file or folder.")
-    if not path.is_dir() and path.suffix != ".bin":
-        raise ValueError(
-            f"the checkpoint '{path}' is neither a folder with a config.json nor a .bin file of"
-            " llama2.c."
+def _folder(path: pathlib.Path | str) -> pathlib.Path:
+    folder = pathlib.Path(path).expanduser()
+    if not folder.exists():
+        raise FileNotFoundError(
+            f"the checkpoint '{folder}' cannot be read: no such file or folder."
         )
-    return path
+    if not folder.is_dir():
+        advice = "name the folder that has a config.json and safetensors."
+        if folder.suffix == ".bin":
+            advice += (
+                " A .bin file of llama2.c is no longer read: write it as a folder with actjax"
+                " 0.2.0, `models.huggingface.save(models.llama2c.load(FILE), FOLDER)`."
+            )
+        raise ValueError(f"the checkpoint '{folder}' is a file: {advice}")
+    return folder
 
 
 def stop_ids(path: pathlib.Path | str) -> tuple[int, ...]:
@@ -67,12 +68,12 @@ def stop_ids(path: pathlib.Path | str) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         file = pathlib.Path(path, name)
         if file.exists():
-            found = read_object(file).get("eos_token_id")
-            if found is not None:
-                ids = tuple(found) if isinstance(found, list) else (found,)
-                if not all(isinstance(one, int) for one in ids):
+            value = read_object(file).get("eos_token_id")
+            if value is not None:
+                ids = tuple(value) if isinstance(value, list) else (value,)
+                if not all(isinstance(index, int) for index in ids):
                     raise ValueError(
-                        f"{file}: `eos_token_id` must be an id or a list of ids, got {found!r}."
+                        f"{file}: `eos_token_id` must be an id or a list of ids, got {value!r}."
                     )
                 return ids
     return ()

@@ -1,4 +1,4 @@
-"""Long sequences in chunks: what one chunk needs is gone when the next one begins."""
+"""Runs long sequences in chunks: the memory of a chunk is free when the next one begins."""
 
 import math
 from collections.abc import Callable

@@ -91,7 +91,7 @@ class ModelConfig:
 
 
 def site_width(config: ModelConfig, site: str) -> int:
-    """Returns the number of features of a site, which is what it stores of a token."""
+    """Returns the number of features that a site stores of a token."""
     if site in ("gate", "up", "mlp_out"):
         return config.ffn_size
     if site in ("k", "v"):

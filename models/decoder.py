@@ -17,12 +17,12 @@ from models.block import Block, Keys, Positions, normal
 from models.config import ModelConfig
 from models.embedding import embed
 from models.layers import check_key, layer_function, layer_keys
-from models.sharding import on_own_tokens
+from models.sharding import mean_over_devices
 from models.storage import Storage, StorageChoice
 
 
 class Decoder(nnx.Module):
-    """A decoder-only language model. It holds weights; each call is told what to store.
+    """A decoder-only language model. It holds weights; each call takes the storage as an argument.
 
     Attributes:
       config: dimensions. Static.
@@ -119,14 +119,14 @@ class Decoder(nnx.Module):
         storage = Storage(split_adapters=split_adapters)
 
         def body(x: jax.Array, layer: tuple[Block, Any]) -> tuple[jax.Array, dict[str, Any]]:
-            block, own = layer
+            block, known_of_layer = layer
             seen: dict[str, Any] = {}
             unused = jax.random.key(0)  # Nothing is encoded.
 
             def visit(site: str, x: Any) -> Any:
-                if site in own:
+                if site in known_of_layer:
                     encoded = x.base if isinstance(x, actjax.LowRankSum) else x
-                    seen[site] = statistic(encoded, own[site])
+                    seen[site] = statistic(encoded, known_of_layer[site])
                 return x
 
             return block(x, positions, self.config, storage, unused, visit=visit), seen
@@ -191,7 +191,7 @@ class Decoder(nnx.Module):
             return actjax.cross_entropy(hidden, head, targets, mask=mask, z_loss=z_loss)
 
         mask = jnp.ones(targets.shape, jnp.float32) if mask is None else mask
-        return on_own_tokens(loss, self.last_norm(x), self.head, targets, mask)
+        return mean_over_devices(loss, self.last_norm(x), self.head, targets, mask)
 
     def __call__(self, tokens: jax.Array, *, compute_dtype: str = "bfloat16") -> jax.Array:
         """Returns the logits of `tokens` [B, S], [B, S, V] in float32."""

@@ -20,10 +20,10 @@ def check_free(folder: pathlib.Path) -> None:
 
 
 @contextlib.contextmanager
-def written_whole(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+def atomic_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     """Yields a temporary folder to write into, and renames it to `folder` at the end.
 
-    After an error nothing is left.
+    After an error the temporary folder is removed.
 
     Raises:
       FileExistsError: `folder` exists and is not empty.
@@ -31,32 +31,32 @@ def written_whole(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     check_free(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with scratch_folder(folder.parent, f".{folder.name}-") as scratch:
-        whole = scratch / folder.name
-        whole.mkdir()
-        yield whole
+        unfinished = scratch / folder.name
+        unfinished.mkdir()
+        yield unfinished
         if folder.exists():
             folder.rmdir()
-        os.rename(whole, folder)
+        os.rename(unfinished, folder)
 
 
 @contextlib.contextmanager
 def scratch_folder(parent: pathlib.Path, prefix: str) -> Iterator[pathlib.Path]:
-    """Makes a folder that is removed at the end, with those that killed processes have left.
+    """Makes a folder that is removed at the end, and removes the folders of killed processes.
 
-    A folder has a lock, which the system releases when its process ends, however it ends. So the
-    folder of a process that is still at work is left alone.
+    A folder has a lock, which the system releases when its process ends, for whatever reason. The
+    folder of a running process is therefore left alone.
 
     Args:
       parent: where to make it.
-      prefix: its name, but for the random end. Folders of such a name with a lock are scratch
-        folders.
+      prefix: beginning of its name; the end is random. Folders with such a name and a lock are
+        scratch folders.
     """
-    # `mkdtemp` adds no "-" to a name, so the folders of ".a-b-" are not taken for those of ".a-".
+    # `mkdtemp` adds no "-" to a name, so a folder of ".a-b-" is not mistaken for one of ".a-".
     named = re.compile(re.escape(prefix) + "[a-z0-9_]+")
-    for other in list(parent.iterdir()):
-        if named.fullmatch(other.name):
+    for sibling in list(parent.iterdir()):
+        if named.fullmatch(sibling.name):
             with contextlib.suppress(OSError):  # At work, of another user, or removed meanwhile.
-                _remove_left(other)
+                _remove_left(sibling)
     folder, lock = _locked(parent, prefix)
     try:
         yield folder
@@ -66,7 +66,7 @@ def scratch_folder(parent: pathlib.Path, prefix: str) -> Iterator[pathlib.Path]:
 
 
 def _remove_left(folder: pathlib.Path) -> None:
-    """Removes the folder of a killed process. Raises an `OSError` if it is none."""
+    """Removes the folder of a killed process. Raises an `OSError` for any other folder."""
     lock = os.open(folder / _LOCK, os.O_RDWR)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -93,7 +93,7 @@ def _locked(parent: pathlib.Path, prefix: str) -> tuple[pathlib.Path, int]:
 
 
 def _remove(folder: pathlib.Path) -> None:
-    """Removes a scratch folder, its lock last: what a kill leaves is still known as one."""
+    """Removes a scratch folder, its lock last: after a kill the remains are still recognized."""
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)

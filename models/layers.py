@@ -27,7 +27,7 @@ def layer_function(config: ModelConfig, storage: StorageChoice) -> LayerFunction
 
     Args:
       config: dimensions.
-      storage: what a layer stores; its arrays are those of one layer.
+      storage: what a layer stores, with the arrays of one layer.
     """
     match storage:
         case Storage():
@@ -46,14 +46,14 @@ def _plain(config: ModelConfig, storage: Storage, *, chunked: bool = False) -> L
 
 
 _RECOMPUTED = Storage(attention_in=None, mlp_in=None, mlp_out=None)
-"""What the second forward pass of a block keeps until its backward pass: nothing that elementwise
-operations give again."""
+"""The storage of the second forward pass of a block: no array that elementwise operations can
+rebuild."""
 
 
 def _rematerialized(config: ModelConfig, storage: Remat) -> LayerFunction:
     """Returns the function of one layer that runs again in the backward pass."""
-    whole = storage.policy == "full"
-    run = _plain(config, _RECOMPUTED if whole else Storage(), chunked=whole)
+    is_full = storage.policy == "full"
+    run = _plain(config, _RECOMPUTED if is_full else Storage(), chunked=is_full)
     if isinstance(storage.codec, actjax.Exact):
         dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
         policy = dots if storage.policy == "dots" else None
@@ -63,9 +63,9 @@ def _rematerialized(config: ModelConfig, storage: Remat) -> LayerFunction:
 
     def checkpointed(block, x, positions, key):
         named = isinstance(key, Mapping)
-        own = key[BLOCK_INPUT] if named else jax.random.fold_in(key, len(SITES))
+        block_key = key[BLOCK_INPUT] if named else jax.random.fold_in(key, len(SITES))
         recomputed = actjax.checkpoint(
-            run, storage.codec, activations=1, key=own, name="block input"
+            run, storage.codec, activations=1, key=block_key, name="block input"
         )
         return recomputed(block, x, positions, key)
 
@@ -81,7 +81,7 @@ def _compressed_residuals(config: ModelConfig, storage: CompressedResiduals) -> 
 
     def run(block, x, positions):
         unused = jax.random.key(0)  # No operator draws from it.
-        # A stored log-sum-exp is that of exact scores. Scores of decoded q and k need another, or
+        # A stored log-sum-exp belongs to exact scores. Scores of decoded q and k need another, or
         # the largest attention weights of a trained model come out as exp(50).
         return block(
             x, positions, config, Storage(), unused, visit=name_site, recompute_attention=True
@@ -89,7 +89,7 @@ def _compressed_residuals(config: ModelConfig, storage: CompressedResiduals) -> 
 
     def compressed(block, x, positions, key):
         return actjax.compress_residuals(
-            run, lambda kept: codecs.get(kept.name), activations=1, key=key
+            run, lambda candidate: codecs.get(candidate.name), activations=1, key=key
         )(block, x, positions)
 
     return compressed

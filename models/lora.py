@@ -129,9 +129,9 @@ def attach(
             keys = jax.random.split(jax.random.fold_in(key, i), model.config.num_layers)
         a, b = factors[target]["a"], factors[target]["b"]
         weight.set_value(actjax.LoRA(weight.get_value(), a, b, keys, lora.scale, lora.dropout))
-    for whole in (attached.embedding, attached.output):
-        if whole is not None:
-            whole.set_value(actjax.FrozenWeight(whole.get_value()))
+    for parameter in (attached.embedding, attached.output):
+        if parameter is not None:
+            parameter.set_value(actjax.FrozenWeight(parameter.get_value()))
     return attached
 
 
@@ -142,7 +142,7 @@ def merge(model: Decoder, adapters: Adapters, lora: LoRAConfig, dtype: Any = Non
       model: as for `attach`. All quantized weights are decoded.
       adapters: as for `attach`.
       lora: as for `attach`.
-      dtype: dtype of the merged and decoded weights; that of the original weights if None.
+      dtype: dtype of the merged and decoded weights; the dtype of the original weights if None.
     """
     merged, factors = _copy(model), adapters["layers"]
     for target, path in TARGETS.items():
@@ -176,7 +176,7 @@ def quantize(path: str, array: Any) -> Any:
     """
     if path.removeprefix("layers.") not in TARGETS.values():
         return array
-    return jax.device_get(_quantize(jnp.asarray(array)))
+    return jax.device_get(_quantize(array))
 
 
 def quantize_layers(model: Decoder) -> Decoder:

@@ -5,14 +5,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
 from models.decoder import Decoder
 
 Convert = Callable[[str, np.ndarray], Any]
-"""From the path of a parameter and the array of one layer to what the model holds instead."""
+"""From the path of a parameter and the array of one layer to the value that the model holds."""
 Put = Callable[[str, Any], Any]
 """From the path of a parameter and its stacked arrays on the host to arrays on devices."""
 
@@ -35,15 +34,16 @@ def fill(
       model: the decoder; changed.
       path: path of the parameter.
       arrays: the array of the parameter, or an iterator over the arrays of its layers.
-      convert: what to hold in place of an array, called for each layer; the array itself if None.
-      put: where to hold it; on the default device if None.
+      convert: returns the value to hold in place of an array, called for each layer; the array
+        itself if None.
+      put: places a value on devices; on the default device if None.
     """
     convert = convert or (lambda _, array: array)
     if isinstance(arrays, np.ndarray):
         value = convert(path, arrays)
     else:
         value = _stack(path, (convert(path, array) for array in arrays), model.config.num_layers)
-    put = put or (lambda _, value: jax.tree.map(jnp.asarray, value))
+    put = put or (lambda _, value: jax.device_put(value))
     parameter_of(model, path).set_value(put(path, value))
 
 
@@ -53,13 +53,13 @@ def _stack(path: str, layers: Iterator[Any], count: int) -> Any:
     for layer, values in enumerate(layers):
         if stacked is None:
             stacked = jax.tree.map(lambda x: np.empty((count, *x.shape), x.dtype), values)
-        for whole, part in zip(jax.tree.leaves(stacked), jax.tree.leaves(values), strict=True):
-            if whole.dtype != part.dtype:
+        for stack, part in zip(jax.tree.leaves(stacked), jax.tree.leaves(values), strict=True):
+            if stack.dtype != part.dtype:
                 raise ValueError(
-                    f"`{path}` is {part.dtype} in layer {layer} and {whole.dtype} in layer 0: pass"
+                    f"`{path}` is {part.dtype} in layer {layer} and {stack.dtype} in layer 0: pass"
                     " `dtype` to read both as one dtype."
                 )
-            whole[layer] = part
+            stack[layer] = part
     return stacked
 
 

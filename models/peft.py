@@ -12,7 +12,7 @@ import safetensors
 import safetensors.numpy
 
 from models.config import ModelConfig
-from models.folders import written_whole
+from models.folders import atomic_folder
 from models.json_files import read_object
 from models.lora import TARGETS, Adapters, LoRAConfig, weight_shape
 from models.parameters import fetch
@@ -51,8 +51,8 @@ def save_adapters(
     tensors: dict[str, np.ndarray] = {}
     for target, factors in adapters["layers"].items():
         for letter, stacked in factors.items():
-            for layer, one in enumerate(fetch(stacked)):
-                tensors[_tensor_name(target, layer, letter)] = np.ascontiguousarray(one.T)
+            for layer, factor in enumerate(fetch(stacked)):
+                tensors[_tensor_name(target, layer, letter)] = np.ascontiguousarray(factor.T)
     fields = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -69,7 +69,7 @@ def save_adapters(
     }
     if jax.process_index():
         return
-    with written_whole(folder) as scratch:
+    with atomic_folder(folder) as scratch:
         (scratch / _CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         safetensors.numpy.save_file(tensors, scratch / _WEIGHTS, metadata={"format": "pt"})
         (scratch / _WEIGHTS).chmod(0o644)
@@ -139,7 +139,7 @@ def _pop_layers(
                 f" or the file is damaged ({array.dtype})."
             )
         layers.append(array.T)
-    return jnp.asarray(np.stack(layers), jnp.float32)
+    return jax.device_put(np.stack(layers).astype(np.float32))
 
 
 def _read_settings(path: pathlib.Path) -> LoRAConfig:

@@ -28,5 +28,5 @@ def _scale_frequencies(
         return frequencies / scaling.factor
     turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    kept = jnp.clip((turns - low) / (high - low), 0, 1)
-    return frequencies * (kept + (1 - kept) / scaling.factor)
+    unscaled = jnp.clip((turns - low) / (high - low), 0, 1)
+    return frequencies * (unscaled + (1 - unscaled) / scaling.factor)

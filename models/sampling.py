@@ -32,8 +32,8 @@ def draw(logits: jax.Array, keys: jax.Array, sampling: Sampling, limited: bool) 
     probabilities = jax.nn.softmax(logits, axis=-1)
     above = jnp.cumsum(probabilities, axis=-1) - probabilities
     # The likeliest token is always kept, whatever the rounding.
-    kept = (above < top_p) | (jnp.arange(size) == 0)
-    ranks = categorical(keys, jnp.where(kept, logits, -jnp.inf))
+    allowed = (above < top_p) | (jnp.arange(size) == 0)
+    ranks = categorical(keys, jnp.where(allowed, logits, -jnp.inf))
     return jnp.take_along_axis(order, ranks[:, None], axis=-1)[:, 0].astype(jnp.int32)
 
 

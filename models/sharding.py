@@ -1,4 +1,4 @@
-"""How a decoder is divided over the axes of a mesh of devices: one table, and what follows from it.
+"""The division of a decoder over the axes of a mesh of devices: one table, and its applications.
 
 Mesh axes, any of which may be missing:
 
@@ -40,7 +40,7 @@ WEIGHTS = ("fsdp", "seq")
 """Axes that divide weights and states whose devices compute with whole weights: these are gathered
 a layer at a time."""
 _BOTH: Entry = ("tensor", *WEIGHTS)
-"""`tensor` first: what is left when the others are gathered is then a run of rows or features."""
+"""`tensor` first: gathering the others then leaves a run of rows or features."""
 _FIRST, _LAST = r"\b(q|k|v|gate|up)", r"\b(o|down)"
 """Weights whose outputs, or inputs, are divided by `tensor`."""
 
@@ -72,10 +72,10 @@ def constrain(x: jax.Array, *spec: Entry) -> jax.Array:
       x: the array.
       *spec: axes that divide each dimension. Axes that the mesh lacks are left out.
     """
-    found = automatic_axes()
-    if not found:
+    axes = automatic_axes()
+    if not axes:
         return x
-    entries = [tuple(a for a in axes_of(entry) if a in found) or None for entry in spec]
+    entries = [tuple(a for a in axes_of(entry) if a in axes) or None for entry in spec]
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*entries))
 
 
@@ -164,10 +164,10 @@ def head_repeats(heads: int, devices: int) -> int:
     return devices // math.gcd(heads, devices)
 
 
-def on_own_tokens(
+def mean_over_devices(
     loss: Callable[..., jax.Array], hidden: jax.Array, head: jax.Array, *by_token: jax.Array
 ) -> jax.Array:
-    """Returns a weighted mean over tokens, which on several TPUs is added up from those of each.
+    """Returns a weighted mean over tokens; several TPUs add up the means over their own tokens.
 
     actjax's operators compute on the part of each device themselves, but not on TPUs, whose
     compiler would gather hidden states for each chunk of tokens.
@@ -187,8 +187,8 @@ def on_own_tokens(
     def of_device(hidden: jax.Array, head: jax.Array, *by_token: jax.Array) -> jax.Array:
         weight = jnp.sum(by_token[-1], dtype=jnp.float32)
         total = jax.lax.psum(weight, tuple(axes))
-        own = loss(hidden, head, *by_token) * weight / jnp.where(total > 0, total, 1)
-        return jax.lax.psum(own, tuple(axes))
+        share = loss(hidden, head, *by_token) * weight / jnp.where(total > 0, total, 1)
+        return jax.lax.psum(share, tuple(axes))
 
     specs = (spec, PartitionSpec(), *(spec for _ in by_token))
     mapped = jax.shard_map(
@@ -205,7 +205,7 @@ _FIRST_IN_BACKWARD = r"\bdown\b"
 
 
 def fetch_first(layer: Any) -> Any:
-    """Returns what the backward pass of a layer reads first, gathered; None for the rest.
+    """Returns the weights that the backward pass of a layer reads first, gathered; else None.
 
     For `actjax.optim.in_backward`: while these few weights are read, the others can be gathered.
 

@@ -1,4 +1,4 @@
-"""Choices of what a block of the decoder stores for its backward pass: three types.
+"""The three types that choose what a block of the decoder stores for its backward pass.
 
 `Storage` chooses a codec for each operator, `Remat` recomputes whole blocks, and
 `CompressedResiduals` compresses what JAX keeps of a whole block. All three are pytrees of codecs.
@@ -29,7 +29,7 @@ _MOVED = {
     "residuals": "CompressedResiduals(<site>=<codec>)",
     "compensate": "Storage(split_adapters=...)",
 }
-"""Former keywords of `Storage`, and what replaces them."""
+"""Former keywords of `Storage`, and their replacements."""
 
 
 class _StorageChoice:
@@ -55,7 +55,7 @@ class _StorageChoice:
 )
 @dataclasses.dataclass(frozen=True)
 class Storage(_StorageChoice):
-    """What each operator of a block stores.
+    """The codecs of the operators of a block.
 
     The inputs of a block's linear operators are named as in Wei et al. (2026), Table 1. An input
     whose codec is `None` is not stored. The backward pass rebuilds it from what the operator before
@@ -93,7 +93,7 @@ class Storage(_StorageChoice):
     adapter's part again in the backward pass (HyC-LoRA, 2025, Algorithm 2)."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Refuses former keywords, naming what replaces them."""
+        """Refuses former keywords, and names their replacements."""
         del args
         for keyword in kwargs.keys() & _MOVED.keys():
             raise TypeError(f"Storage has no keyword `{keyword}`: use {_MOVED[keyword]}.")
@@ -118,7 +118,7 @@ class Remat(_StorageChoice):
     """"full" stores only the input of the block; "dots" stores what the policy
     `dots_with_no_batch_dims_saveable` of `jax.checkpoint` saves."""
     codec: Codec = Exact()
-    """What stores the input of the block. Needs policy="full" unless it is `Exact()`."""
+    """Codec of the input of the block. Needs policy="full" unless it is `Exact()`."""
 
     def __post_init__(self) -> None:
         if self.policy not in get_args(Policy):
@@ -138,7 +138,7 @@ _RESIDUALS = ("attention_norm", "q", "k", "v", "attention_out", "mlp_norm", "gat
 @functools.partial(jax.tree_util.register_dataclass, data_fields=_RESIDUALS, meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class CompressedResiduals(_StorageChoice):
-    """What `actjax.compress_residuals` stores of each array that JAX keeps of a whole block.
+    """The codecs of the arrays of a block that `actjax.compress_residuals` stores.
 
     The inputs of the norms' and SwiGLU's linear operators are rebuilt.
 

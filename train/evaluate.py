@@ -25,7 +25,7 @@ from train.evaluation.questions import Encode, Question, read_questions
 from train.evaluation.scoring import TextCost, exact_match, most_likely
 from train.run.loop import BadRunError, make_console, run_program
 from train.settings import cli
-from train.settings.blame import blamed_on
+from train.settings.flag_errors import naming_flag
 from train.text.chat import open_chat_template
 from train.text.corpus import open_corpus, open_whole
 from train.text.data import ValidationSet, validation_batches
@@ -122,7 +122,7 @@ def prepare(config: EvaluateConfig, attach_adapter: AttachAdapter = attach_lora)
     if out is not None:
         _check_out(out)
     checkpoint = config.checkpoint.expanduser()
-    with blamed_on("--checkpoint"):
+    with naming_flag("--checkpoint"):
         model_config, _ = read_dimensions(checkpoint)
     longest = model_config.max_seq_len
     tokenizer = tokenizer_of(checkpoint, config.tokenizer)
@@ -144,13 +144,13 @@ def prepare(config: EvaluateConfig, attach_adapter: AttachAdapter = attach_lora)
             " one of them."
         )
     text = None if data is None else _rows(config, data, tokenizer, longest)
-    with blamed_on("--checkpoint"):
+    with naming_flag("--checkpoint"):
         model = load_checkpoint(checkpoint, convert=lora.quantize if config.four_bit else None)
         ends = {tokenizer.eos_id, *stop_ids(checkpoint)}
     if config.adapter is not None:
-        with blamed_on("--adapter"):
+        with naming_flag("--adapter"):
             model = attach_adapter(model, config.adapter.expanduser())
-    # Models that never saw an end of text, such as llama2.c's, write the next beginning.
+    # Models that never saw an end of text, such as stories260K, write the next beginning.
     ends |= set() if tokenizer.bos_id is None else {tokenizer.bos_id}
     stop = tuple(sorted(index for index in ends if index < model_config.vocab_size))
     return Evaluation(config, model, tokenizer, stop, text, questions, beginning)

@@ -25,8 +25,8 @@ from train.run.loop import Run, make_console, moved, prepare_and_train, put_rows
 from train.run.sharding import make_mesh, rows_of_process
 from train.run.step import Recipe, TrainState, build_recipe, model_of
 from train.settings import cli
-from train.settings.blame import blamed_on
 from train.settings.config import FinetuneConfig
+from train.settings.flag_errors import naming_flag
 from train.settings.resolve import ResolvedConfig, resolve
 from train.text.examples import Examples, open_examples
 from train.text.packing import packed_batches, validation_set
@@ -67,7 +67,7 @@ def prepare(given: FinetuneConfig, console: Console) -> Run:
     """
     checkpoint = _checkpoint(given)
     with hosts.failing_together():
-        with blamed_on("--checkpoint"):
+        with naming_flag("--checkpoint"):
             model_config, dtype = read_dimensions(checkpoint)
         config = resolve(given, model_config, dtype)
         mesh = make_mesh(config.mesh)
@@ -77,7 +77,7 @@ def prepare(given: FinetuneConfig, console: Console) -> Run:
         _check_vocabulary(config, tokenizer)
         folder = given.tokenizer or checkpoint
         examples = open_examples(given.data, tokenizer, config.seq_len, folder)
-        with blamed_on("--checkpoint"):
+        with naming_flag("--checkpoint"):
             hashed = fingerprint(checkpoint)
         identity = run_identity(recipe, tokenizer, examples.fingerprint, checkpoint=hashed)
         batches = _packed(recipe, examples, tokenizer, mesh)
@@ -185,7 +185,7 @@ def read_model(checkpoint: pathlib.Path, recipe: Recipe, places: Any) -> Decoder
         shardings = huggingface.parameter_of(places, path).get_value()
         return jax.tree.map(hosts.place, value, shardings)
 
-    with blamed_on("--checkpoint"):
+    with naming_flag("--checkpoint"):
         return load_checkpoint(
             checkpoint,
             dtype=recipe.config.weight_dtype,
@@ -197,10 +197,7 @@ def read_model(checkpoint: pathlib.Path, recipe: Recipe, places: Any) -> Decoder
 def fingerprint(checkpoint: pathlib.Path) -> str:
     """Returns a hexadecimal hash that tells checkpoints apart. Reads a part of each file."""
     digest = hashlib.sha256()
-    files = [checkpoint]
-    if checkpoint.is_dir():
-        files = sorted([*checkpoint.glob("*.safetensors"), checkpoint / "config.json"])
-    for file in files:
+    for file in sorted([*checkpoint.glob("*.safetensors"), checkpoint / "config.json"]):
         with file.open("rb") as opened:
             size = file.stat().st_size
             digest.update(f"{file.name} {size}".encode())
@@ -218,11 +215,10 @@ def export(given: FinetuneConfig, run: Run, console: Console) -> None:
     """
     recipe, state, folder = run.recipe, run.state, run.config.folder
     checkpoint = _checkpoint(given)
-    like = checkpoint if checkpoint.is_dir() else None
 
     def write_model(model: Decoder, path: pathlib.Path) -> None:
-        huggingface.save(model, path, like=like)
-        if hosts.is_main() and (like is None or given.tokenizer is not None):
+        huggingface.save(model, path, like=checkpoint)
+        if hosts.is_main() and given.tokenizer is not None:
             tokenizer_of(checkpoint, given.tokenizer).save(path)
 
     if recipe.lora is None:

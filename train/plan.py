@@ -39,9 +39,9 @@ from train.planning.stages import METHODS, OPTIONS, stages
 from train.planning.tables import choice, flags, size_text, table_of
 from train.run.sharding import mesh_sizes
 from train.settings import cli
-from train.settings.blame import blamed_on
 from train.settings.cli import Headings
 from train.settings.config import DataConfig, PretrainConfig
+from train.settings.flag_errors import naming_flag
 from train.settings.options import FLAG_METHODS, FULL_WEIGHTS, flag_name, given_fields, used_options
 from train.settings.resolve import dimensions, resolve
 from train.text.tokenizer import load_tokenizer
@@ -82,8 +82,7 @@ class PlanConfig:
     """Memory that a step may take, such as 24GiB. The search tries full-rank updates with four bits
     or more first, then fewer bits, then subspaces, the largest first."""
     checkpoint: str = ""
-    """Checkpoint to plan for instead of `--model`: a Hugging Face folder, or a .bin file of
-    llama2.c."""
+    """Checkpoint to plan for instead of `--model`: a Hugging Face folder."""
     measuring: MeasureConfig = MeasureConfig()
     """How the error of gradients is measured."""
 
@@ -182,7 +181,7 @@ def run(config: PlanConfig, console: Console) -> bool:
     train = PretrainConfig(**{field.name: getattr(config.train, field.name) for field in fields})
     checkpoint = pathlib.Path(config.checkpoint).expanduser()
     if config.checkpoint:
-        with blamed_on("--checkpoint"):
+        with naming_flag("--checkpoint"):
             read_dimensions(checkpoint)  # Raises for a checkpoint that cannot be read.
         train = dataclasses.replace(train, model=str(checkpoint))
     else:

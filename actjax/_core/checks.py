@@ -49,10 +49,10 @@ def check_codecs(codec: Any, names: Sequence[str], key: Any) -> tuple[Codec, ...
         raise ValueError(
             f"`key` must be one key, or one for each of {', '.join(names)}: got {len(key)}."
         )
-    for i, one in enumerate(codecs):
-        check_codec(one)
-        if one.needs_key:
-            one.required_key(key[i] if several else key)
+    for i, entry in enumerate(codecs):
+        check_codec(entry)
+        if entry.needs_key:
+            entry.required_key(key[i] if several else key)
     return codecs
 
 

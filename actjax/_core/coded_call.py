@@ -46,8 +46,8 @@ def restore(tree: Any) -> Any:
 
 
 def _map_nodes(kind: type, fun: Callable[[Any], Any], tree: Any) -> Any:
-    is_one = lambda x: isinstance(x, kind)  # noqa: E731
-    return jax.tree.map(lambda x: fun(x) if is_one(x) else x, tree, is_leaf=is_one)
+    is_kind = lambda x: isinstance(x, kind)  # noqa: E731
+    return jax.tree.map(lambda x: fun(x) if is_kind(x) else x, tree, is_leaf=is_kind)
 
 
 def encode_all(
@@ -144,16 +144,16 @@ def differentiate(
     run = lambda activations, floats: fun(activations, merge(floats))  # noqa: E731
     value, pullback = jax.vjp(run, decoded, smooth)
     dactivations, dfloats = pullback(cotangent)
-    return value, dactivations, merge(dfloats, rest=None)
+    return value, dactivations, merge(dfloats, constants=None)
 
 
 def split_smooth(tree: Any) -> tuple[list[jax.Array], Callable[..., Any]]:
-    """Returns the leaves that have derivatives, and a function that puts such leaves back."""
+    """Returns the leaves that have derivatives, and a function that puts others in their place."""
     leaves, treedef = jax.tree.flatten(tree)
     places = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
-    def merge(floats: Sequence[Any], rest: Any = leaves) -> Any:
-        merged = [None] * len(leaves) if rest is None else list(rest)
+    def merge(floats: Sequence[Any], constants: Any = leaves) -> Any:
+        merged = [None] * len(leaves) if constants is None else list(constants)
         for i, x in zip(places, floats, strict=True):
             merged[i] = x
         return jax.tree.unflatten(treedef, merged)

@@ -1,4 +1,4 @@
-"""What trees of Flax need. Flax is optional: nothing here imports it before the program does."""
+"""Support for pytrees of Flax. Flax is optional: this module never imports it."""
 
 import dataclasses
 import sys
@@ -15,7 +15,7 @@ def is_variable(x: Any) -> bool:
 
 
 def is_nnx_state(x: Any) -> bool:
-    """Returns whether `x` is a state of Flax nnx, what `nnx.state(model)` returns."""
+    """Returns whether `x` is a state of Flax nnx, as `nnx.state(model)` returns it."""
     module = sys.modules.get("flax.nnx")
     return module is not None and isinstance(x, module.State)
 
@@ -23,8 +23,8 @@ def is_nnx_state(x: Any) -> bool:
 def without_variables(tree: Any) -> Any:
     """Returns an nnx state with values in the place of its variables, and any other tree unchanged.
 
-    `nnx.Optimizer` gives variables to `init` and values to `update`. It replaces what a variable
-    holds by a state, unless that is one array.
+    `nnx.Optimizer` gives variables to `init` and values to `update`. It replaces the content of a
+    variable by a state, unless the content is one array.
     """
     if not is_nnx_state(tree):
         return tree
@@ -32,7 +32,7 @@ def without_variables(tree: Any) -> Any:
 
 
 def in_structure_of(tree: Any, original: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
-    """Returns the leaves of a tree in the structure of what `without_variables` was called with.
+    """Returns the leaves of a tree in the structure of `original`: undoes `without_variables`.
 
     Args:
       tree: the tree, one leaf for each leaf of `original`.

@@ -1,8 +1,7 @@
 """Functions that change the state of Flax nnx modules, as functions of arrays alone.
 
-JAX traces a function with copies of its modules. What the function writes into them, such as the
-statistics of a batch norm or the number of dropout masks that were drawn, is lost with the copies,
-unless it is an output.
+JAX traces a function with copies of its modules. Changes of these copies, such as the statistics of
+a batch norm or the number of dropout masks drawn, are lost unless they are outputs.
 """
 
 import sys
@@ -16,9 +15,9 @@ class Opened(NamedTuple):
     """A function of arrays, made from a function of modules.
 
     Attributes:
-      fun: returns the output, and what it wrote into the modules.
+      fun: returns the output, and the values that it wrote into the modules.
       args: its arguments: states in the place of modules.
-      finish: from what `fun` returned to the output; writes into the modules.
+      finish: from the result of `fun` to the output; writes into the modules.
     """
 
     fun: Callable[..., Any]
@@ -51,7 +50,7 @@ def open_modules(fun: Callable[..., Any], args: tuple[Any, ...], where: str) -> 
         graphs[name], states[name] = nnx.split(module)
     # A module in two places is one module.
     first = {id(x): i for i, x in reversed(list(enumerate(leaves)))}
-    given = [
+    array_leaves = [
         (states[id(x)] if first[id(x)] == i else None) if is_module(x) else x
         for i, x in enumerate(leaves)
     ]
@@ -59,11 +58,11 @@ def open_modules(fun: Callable[..., Any], args: tuple[Any, ...], where: str) -> 
     settings: dict[int, dict[Any, Any]] = {}
 
     def of_arrays(*args: Any) -> Any:
-        own = treedef.flatten_up_to(args)
-        before = {name: _values(nnx, own[first[name]]) for name in modules}
-        copies = {name: nnx.merge(graphs[name], own[first[name]]) for name in modules}
-        arguments = [copies[id(x)] if is_module(x) else y for x, y in zip(leaves, own, strict=True)]
-        output = fun(*treedef.unflatten(arguments))
+        arrays = treedef.flatten_up_to(args)
+        before = {name: _values(nnx, arrays[first[name]]) for name in modules}
+        copies = {name: nnx.merge(graphs[name], arrays[first[name]]) for name in modules}
+        values = [copies[id(x)] if is_module(x) else y for x, y in zip(leaves, arrays, strict=True)]
+        output = fun(*treedef.unflatten(values))
         changes = []
         for name, copy in copies.items():
             state = nnx.state(copy)
@@ -88,22 +87,22 @@ def open_modules(fun: Callable[..., Any], args: tuple[Any, ...], where: str) -> 
                     setattr(nodes[path], attribute, value)
         return output
 
-    return Opened(of_arrays, tuple(treedef.unflatten(given)), finish)
+    return Opened(of_arrays, tuple(treedef.unflatten(array_leaves)), finish)
 
 
 def are_parameters(tree: Any) -> list[bool]:
     """Returns for each array of a pytree whether it is a parameter.
 
-    Of the variables of Flax nnx these are the `nnx.Param`s, as `nnx.grad` has it. Other arrays all
-    are.
+    A variable of Flax nnx is a parameter if it is an `nnx.Param`, as for `nnx.grad`. Every array
+    outside of a variable is a parameter.
     """
     nnx: Any = sys.modules.get("flax.nnx")
     if nnx is None:
         return [True] * len(jax.tree.leaves(tree))
-    found = jax.tree.leaves(tree, is_leaf=_is_variable(nnx))
+    nodes = jax.tree.leaves(tree, is_leaf=_is_variable(nnx))
     return [
         not isinstance(x, nnx.Variable) or isinstance(x, nnx.Param)
-        for x in found
+        for x in nodes
         for _ in jax.tree.leaves(x)
     ]
 
@@ -116,7 +115,7 @@ def _is_variable(nnx: Any) -> Callable[[Any], bool]:
 
 
 def _values(nnx: Any, state: Any) -> list[Any]:
-    """Returns what the variables of a state hold."""
+    """Returns the values of the variables of a state."""
     return [x.get_value() for x in jax.tree.leaves(state, is_leaf=_is_variable(nnx))]
 
 

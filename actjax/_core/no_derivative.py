@@ -1,8 +1,8 @@
 """An identity that cannot be differentiated: arrays pass it before they are encoded.
 
 A gradient is computed from codes. Rounding has no derivative, or zero, so the derivative of such a
-gradient would be silently wrong. A `custom_jvp` does not do here: partial evaluation of a `scan`
-drops its rule.
+gradient would be silently wrong. A `custom_jvp` does not help: partial evaluation of a `scan` drops
+its rule.
 """
 
 from typing import Any

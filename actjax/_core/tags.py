@@ -2,7 +2,7 @@
 
 A tag is a `checkpoint_name`: an identity that costs nothing in the compiled program. A code is
 tagged where it is made. An array that is stored exactly is tagged where it is *read*: a tag on the
-stored array would make it differ from the array that a neighbouring operator stores, and both would
+stored array would make it differ from the array that a neighboring operator stores, and both would
 be stored.
 """
 

@@ -1,4 +1,4 @@
-"""Operators on tokens, for which `jax.vmap` adds tokens.
+"""Operators on tokens: `jax.vmap` of one makes a single call with all tokens.
 
 A layer of Equinox is a function of one token, mapped over the others. `jax.vmap` of an operator
 with a custom backward pass computes a gradient of the weight for each token and adds them up. Here
@@ -18,19 +18,19 @@ from jax.interpreters import ad, batching, mlir
 from actjax._shards import is_bound
 
 
-class Operator(Protocol):
-    """A function of tokens of any number of leading axes, and of what they share. Hashable."""
+class TokenFunction(Protocol):
+    """A hashable function of tokens with any leading axes, and of arrays that all tokens share."""
 
     def __call__(self, x: jax.Array, /, *shared: jax.Array) -> jax.Array:
         """Returns an array with the leading axes of `x`."""
         ...
 
 
-def tokenwise(operator: Operator, x: jax.Array, *shared: jax.Array) -> jax.Array:
+def tokenwise(operator: TokenFunction, x: jax.Array, *shared: jax.Array) -> jax.Array:
     """Returns `operator(x, *shared)`; mapped over `x`, it is one call for all tokens.
 
-    Mapped over what is shared, such as the weights of several models, it is mapped as always.
-    Arrays that are bound to devices are too.
+    A map over shared arrays, such as the weights of several models, is an ordinary `vmap`. So is a
+    map of arrays that are bound to devices.
 
     Args:
       operator: a function that treats each token alike.
@@ -46,7 +46,7 @@ _tokenwise = core.Primitive("actjax_tokenwise")
 
 
 @_tokenwise.def_impl
-def _run(x: jax.Array, *shared: jax.Array, operator: Operator) -> jax.Array:
+def _run(x: jax.Array, *shared: jax.Array, operator: TokenFunction) -> jax.Array:
     return operator(x, *shared)
 
 
@@ -63,19 +63,19 @@ def _result(*args: Any, operator: Hashable) -> ShapedArray:
 
 
 def _jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, operator: Operator
+    primals: Sequence[Any], tangents: Sequence[Any], *, operator: TokenFunction
 ) -> tuple[jax.Array, jax.Array]:
     return jax.jvp(operator, tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
 
 
 def _batched(
-    args: Sequence[Any], axes: Sequence[Any], *, operator: Operator
+    args: Sequence[Any], axes: Sequence[Any], *, operator: TokenFunction
 ) -> tuple[jax.Array, int | None]:
-    """Adds the mapped axis to those of the tokens."""
+    """Adds the mapped axis to the axes of the tokens."""
     mapped = [isinstance(a, int) for a in axes]
     if any(mapped[1:]):
-        own = tuple(a if m else None for a, m in zip(axes, mapped, strict=True))
-        return jax.vmap(operator, own)(*args), 0
+        in_axes = tuple(a if m else None for a, m in zip(axes, mapped, strict=True))
+        return jax.vmap(operator, in_axes)(*args), 0
     x, *shared = args
     return _tokenwise.bind(jax.numpy.moveaxis(x, axes[0], 0), *shared, operator=operator), 0
 

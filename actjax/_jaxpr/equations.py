@@ -76,7 +76,7 @@ def closed_over(eqn: core.JaxprEqn) -> int:
 def is_foreign_rule(eqn: core.JaxprEqn) -> bool:
     """Returns whether an equation has a custom backward pass that actjax did not write.
 
-    So has a `cond` with such a branch.
+    A `cond` with such a branch counts too.
     """
     if branches := branches_of(eqn):
         return any(_has_foreign_rule(branch.jaxpr) for branch in branches)
@@ -96,13 +96,13 @@ def _has_foreign_rule(jaxpr: core.Jaxpr) -> bool:
 
 
 def run_marked(eqn: core.JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
-    """Runs an equation so that `is_marked` knows what its custom rule computes."""
+    """Runs an equation, and marks the equations of its custom rule for `is_marked`."""
     with jax.named_scope(_FOREIGN):
         return run_equation(eqn, inputs)
 
 
 def is_marked(eqn: core.JaxprEqn) -> bool:
-    """Returns whether an equation belongs to another's custom rule."""
+    """Returns whether an equation belongs to a custom rule that actjax did not write."""
     stack: Any = eqn.source_info.name_stack.stack
     return any(getattr(scope, "name", None) == _FOREIGN for scope in stack)
 
@@ -138,5 +138,5 @@ def run_equation(eqn: core.JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
     with source_info_util.user_context(source.traceback, name_stack=stack), context.manager:
         params = eqn.primitive.get_bind_params(eqn.params)
         outputs = eqn.primitive.bind(*inputs, **params)
-    # A list, whatever a primitive returns: `shard_map` (JAX 0.10) returns what cannot be indexed.
+    # Always a list: the result of `shard_map` (JAX 0.10) cannot be indexed.
     return list(outputs) if eqn.primitive.multiple_results else [outputs]

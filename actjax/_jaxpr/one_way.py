@@ -1,4 +1,4 @@
-"""What of a program has no derivative, and what must have none."""
+"""Finds the inputs and values of a program that have no derivative, or must not have one."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -20,7 +20,7 @@ def passing_one_way(
 ) -> dict[int, str]:
     """Returns the inputs that pass through an operation without a derivative, with its name.
 
-    Where no gradient reaches the results of the operation, none has to pass it.
+    An operation whose results no gradient reaches does not count.
 
     Args:
       jaxpr: a program. Calls and the bodies of loops and branches are followed; functions with
@@ -32,13 +32,13 @@ def passing_one_way(
       From the position of a floating point constant or input (constants come first) to the name of
       the operation.
     """
-    found: dict[core.Var, str] = {}
+    operation_of: dict[core.Var, str] = {}
     live: set[Any] = set()
 
     def mark(variables: Sequence[Any], names: dict[int, str]) -> None:
         for i, name in names.items():
             if _is_smooth(variables[i]):
-                found.setdefault(variables[i], name)
+                operation_of.setdefault(variables[i], name)
 
     mark(jaxpr.outvars, outputs or {})
     positions = range(len(jaxpr.outvars)) if differentiated is None else differentiated
@@ -48,10 +48,10 @@ def passing_one_way(
         if not reached or eqn.primitive.name == "stop_gradient":
             continue
         live |= {x for x in eqn.invars if _is_smooth(x)}
-        later = {i: found[x] for i, x in enumerate(eqn.outvars) if x in found}
+        later = {i: operation_of[x] for i, x in enumerate(eqn.outvars) if x in operation_of}
         mark(eqn.invars, _through(eqn, later, reached))
     known = (*jaxpr.constvars, *jaxpr.invars)
-    return {i: found[x] for i, x in enumerate(known) if x in found}
+    return {i: operation_of[x] for i, x in enumerate(known) if x in operation_of}
 
 
 def _is_smooth(x: Any) -> bool:
@@ -87,8 +87,8 @@ def _without_constants(
     body: core.ClosedJaxpr, outputs: dict[int, str], differentiated: Collection[int] | None = None
 ) -> dict[int, str]:
     first = len(body.jaxpr.constvars)
-    found = passing_one_way(body.jaxpr, outputs, differentiated)
-    return {i - first: name for i, name in found.items() if i >= first}
+    operation_of = passing_one_way(body.jaxpr, outputs, differentiated)
+    return {i - first: name for i, name in operation_of.items() if i >= first}
 
 
 def _through_scan(eqn: core.JaxprEqn, outputs: dict[int, str]) -> dict[int, str]:
@@ -103,15 +103,15 @@ def _through_scan(eqn: core.JaxprEqn, outputs: dict[int, str]) -> dict[int, str]
 
 
 def without_derivative(jaxpr: core.Jaxpr, fixed: Collection[core.Var]) -> set[core.Var]:
-    """Returns what a program computes from constants that are not differentiated, and these.
+    """Returns the inputs that are not differentiated, and all values that depend on them alone.
 
     Args:
       jaxpr: a program without calls.
       fixed: inputs that are not differentiated.
     """
-    found = set(fixed)
+    underived = set(fixed)
     for eqn in jaxpr.eqns:
         read = (x for x in eqn.invars if isinstance(x, core.Var))
-        if eqn.primitive.name == "stop_gradient" or all(x in found for x in read):
-            found |= set(eqn.outvars)
-    return found
+        if eqn.primitive.name == "stop_gradient" or all(x in underived for x in read):
+            underived |= set(eqn.outvars)
+    return underived

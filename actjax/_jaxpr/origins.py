@@ -1,4 +1,4 @@
-"""Which operation makes a variable of a program, and which actjax operators store it."""
+"""Finds the operation that makes a variable of a program, and the operators that store it."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -70,10 +70,10 @@ class Origins:
         readers = (*readers, *origin.readers)
         if origin.outer not in body.invars:
             return dataclasses.replace(origin, readers=readers, outer=None)
-        given = eqn.invars[body.invars.index(origin.outer)]
+        outside = eqn.invars[body.invars.index(origin.outer)]
         # The stack of the carries of a loop is not the array that the loop was given.
-        if isinstance(given, core.Var) and _shape(given) == _shape(var):
-            return dataclasses.replace(self.of(given), readers=readers)
+        if isinstance(outside, core.Var) and _shape(outside) == _shape(var):
+            return dataclasses.replace(self.of(outside), readers=readers)
         position = body.invars.index(origin.outer)
         is_slices = eqn.primitive.name == "scan" and position >= sum(scan_counts(eqn))
         return Origin(
@@ -98,7 +98,7 @@ class Origins:
 
 
 def _body(eqn: core.JaxprEqn) -> core.Jaxpr | None:
-    """Returns the body of a call or a scan whose inputs and outputs match those of the equation."""
+    """Returns the body of a call or scan if it has as many inputs and outputs as the equation."""
     body = body_of(eqn)
     if body is None or len(body.jaxpr.outvars) != len(eqn.outvars):
         return None

@@ -42,15 +42,15 @@ def close(fun: Callable[..., Any], args: Sequence[Any]) -> Closed:
     to tracers that exist now, so everything that the function reads becomes an input.
     """
     leaves, treedef = jax.tree.flatten(tuple(args))
-    found: list[Any] = []
+    structures: list[Any] = []
 
     def flat(*leaves: Any) -> list[Any]:
         outputs, structure = jax.tree.flatten(fun(*jax.tree.unflatten(treedef, leaves)))
-        found.append(structure)
+        structures.append(structure)
         return outputs
 
     traced = jax.make_jaxpr(flat)(*leaves)
-    return Closed(traced.jaxpr, list(traced.consts), leaves, found[-1])
+    return Closed(traced.jaxpr, list(traced.consts), leaves, structures[-1])
 
 
 def inlined(program: core.ClosedJaxpr, *, custom: bool = False) -> core.ClosedJaxpr:
@@ -68,11 +68,11 @@ def inlined(program: core.ClosedJaxpr, *, custom: bool = False) -> core.ClosedJa
     def add(body: core.Jaxpr, names: dict[Any, Any], call: core.JaxprEqn | None) -> list[Any]:
         """Adds the equations of a body, with new variables for each call."""
         read = lambda x: x if isinstance(x, core.Literal) else names.get(x, x)  # noqa: E731
-        for own in body.eqns:
-            eqn = own if call is None else in_scope_of(call, own)
-            inner, given = called(eqn, custom), [read(x) for x in eqn.invars]
+        for body_eqn in body.eqns:
+            eqn = body_eqn if call is None else in_scope_of(call, body_eqn)
+            inner, invars = called(eqn, custom), [read(x) for x in eqn.invars]
             if inner is not None:
-                within = dict(zip(inner.jaxpr.invars, given, strict=True))
+                within = dict(zip(inner.jaxpr.invars, invars, strict=True))
                 for var, constant in zip(inner.jaxpr.constvars, inner.consts, strict=True):
                     within[var] = _copy(var)
                     constvars.append(within[var])
@@ -82,7 +82,7 @@ def inlined(program: core.ClosedJaxpr, *, custom: bool = False) -> core.ClosedJa
                 continue
             outvars = eqn.outvars if call is None else [_copy(x) for x in eqn.outvars]
             names.update(zip(eqn.outvars, outvars, strict=True))
-            eqns.append(eqn.replace(invars=given, outvars=outvars))
+            eqns.append(eqn.replace(invars=invars, outvars=outvars))
         return [read(x) for x in body.outvars]
 
     outvars = add(jaxpr, {}, None)
@@ -97,19 +97,19 @@ class Search:
     def __init__(self, names: Collection[str]) -> None:
         """Takes the names of the primitives."""
         self._names = names
-        self._found: dict[int, tuple[core.Jaxpr, bool]] = {}
+        self._results: dict[int, tuple[core.Jaxpr, bool]] = {}
 
     def __call__(self, jaxpr: core.Jaxpr) -> bool:
         """Returns whether a program has one of the operations."""
-        if id(jaxpr) not in self._found:
+        if id(jaxpr) not in self._results:
             bodies = ((eqn, called(eqn)) for eqn in jaxpr.eqns)
-            found = any(
+            has_operation = any(
                 eqn.primitive.name in self._names or (body is not None and self(body.jaxpr))
                 for eqn, body in bodies
             )
             # The program is kept alive, so that no other one gets its id.
-            self._found[id(jaxpr)] = jaxpr, found
-        return self._found[id(jaxpr)][1]
+            self._results[id(jaxpr)] = jaxpr, has_operation
+        return self._results[id(jaxpr)][1]
 
 
 def _copy(var: Any) -> Any:
@@ -136,7 +136,7 @@ def run_inlined(
       arguments: its arguments.
       handle: called with every equation that is not a call.
       into: whether to inline a call with this body. By default all are.
-      within: the call whose body the program is; its name scopes are those of the body too.
+      within: the call whose body the program is; the body gets its name scopes.
     """
     values: dict[Any, Any] = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
     values |= zip(program.jaxpr.invars, arguments, strict=True)
@@ -144,8 +144,8 @@ def run_inlined(
     def read(x: core.Var | core.Literal) -> Any:
         return x.val if isinstance(x, core.Literal) else values[x]
 
-    for own in program.jaxpr.eqns:
-        eqn = own if within is None else in_scope_of(within, own)
+    for program_eqn in program.jaxpr.eqns:
+        eqn = program_eqn if within is None else in_scope_of(within, program_eqn)
         inputs = [read(x) for x in eqn.invars]
         body = called(eqn)
         outputs: Any = None

@@ -1,4 +1,4 @@
-"""Which values to store so that all residuals of a backward pass can be rebuilt from them.
+"""Chooses the values to store so that all residuals of a backward pass can be rebuilt from them.
 
 Autodiff stores an array for almost every elementwise operation, although most of these follow from
 one value: four for a GELU, five for a layer norm. This module traces each array back, through
@@ -39,7 +39,7 @@ _JUMPS = frozenset({
 
 
 class Graph:
-    """The dependences between the values of a program without calls."""
+    """The dependencies between the values of a program without calls."""
 
     def __init__(
         self, jaxpr: core.Jaxpr, price: Callable[[core.Var], int], *, rebuild: bool
@@ -85,13 +85,13 @@ class Graph:
                 else:
                     apart.append((other_members, other_roots))
             clusters = [*apart, (members, roots)]
-        kept: dict[core.Var, None] = {}
+        to_store: dict[core.Var, None] = {}
         for members, roots in clusters:
             by_roots = sum(map(price, roots)) <= sum(map(price, members))
             chosen = roots if by_roots else members
             # A set has no order: sort by the order of the program.
-            kept |= dict.fromkeys(sorted(chosen, key=self._order.__getitem__))
-        return list(kept)
+            to_store |= dict.fromkeys(sorted(chosen, key=self._order.__getitem__))
+        return list(to_store)
 
     def viewed(self, var: core.Var) -> Iterator[core.Var]:
         """Yields `var`, the variable that it is a view of, the one that this is a view of, ..."""
@@ -116,18 +116,18 @@ class Graph:
         return any(x is other for x in self.viewed(var))
 
     def needed(self, residuals: Sequence[core.Var], stored: Collection[core.Var]) -> set[core.Var]:
-        """Returns which of the stored variables the residuals are rebuilt from."""
-        found: set[core.Var] = set()
+        """Returns the stored variables from which the residuals are rebuilt."""
+        used: set[core.Var] = set()
         seen: set[core.Var] = set()
         waiting = list(residuals)
         while waiting:
             x = waiting.pop()
             if x in stored:
-                found.add(x)
+                used.add(x)
             elif x not in seen and x in self._makers:
                 waiting += [y for y in self._makers[x].invars if isinstance(y, core.Var)]
             seen.add(x)
-        return found
+        return used
 
     def rebuild(self, var: core.Var, value: Callable[[core.Var], Any]) -> dict[core.Var, Any]:
         """Returns the values of `var` and of everything it is computed from.
@@ -157,21 +157,21 @@ class Graph:
         """Returns the variables that the output `var` of an equation follows from cheaply."""
         if not self._is_cheap(eqn):
             return frozenset({var})
-        found = [self._roots[x] for x in eqn.invars if isinstance(x, core.Var)]
-        if self._is_narrower_copy(eqn, found):
+        sources = [self._roots[x] for x in eqn.invars if isinstance(x, core.Var)]
+        if self._is_narrower_copy(eqn, sources):
             return frozenset({var})
         if self._jumps(eqn) and any(
-            _is_floating(root) and self._price(root) for roots in found for root in roots
+            _is_floating(root) and self._price(root) for roots in sources for root in roots
         ):
             # A mask of decoded values could differ from the exact mask, so the mask is stored.
             return frozenset({var})
-        if eqn.primitive.name in ("add", "add_any", "sub") and len(found) == 2:
-            large = [{root for root in roots if 2 * _size(root) > _size(var)} for roots in found]
+        if eqn.primitive.name in ("add", "add_any", "sub") and len(sources) == 2:
+            large = [{root for root in roots if 2 * _size(root) > _size(var)} for roots in sources]
             # The sum of two independent values, as in a residual stream, is a value to store.
             # Rebuilt from its terms it would accumulate the errors of all earlier layers.
             if all(large) and not large[0] & large[1]:
                 return frozenset({var})
-        return frozenset().union(*found)
+        return frozenset().union(*sources)
 
     def _jumps(self, eqn: core.JaxprEqn) -> bool:
         """Returns whether the result is a discontinuous function of the inputs."""

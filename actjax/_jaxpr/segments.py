@@ -1,9 +1,9 @@
 """Cutting a program into segments that a backward pass can compute again, one at a time.
 
-A segment costs the memory of what is alive where it begins, which is stored, and, while its
-backward pass runs, of what it computes. Chen et al. (2016), *Training Deep Nets with Sublinear
-Memory Cost*, cut a chain of layers. Here the cuts are found in any program: they are where little
-is alive.
+A segment costs the memory of the arrays that are alive at its start, which are stored, and, while
+its backward pass runs, of the arrays that it computes. Chen et al. (2016), *Training Deep Nets with
+Sublinear Memory Cost*, cut a chain of layers. This module cuts any program, at the places where the
+fewest bytes are alive.
 """
 
 import dataclasses
@@ -17,13 +17,13 @@ from actjax._jaxpr.rebuilding import is_cheap
 from actjax._jaxpr.variables import is_floating, nbytes
 
 _SIZES = 24
-"""How many bounds of the largest segment are tried."""
+"""Number of bounds of the largest segment to try."""
 _MOST_CUTS = 200
-"""How many places are considered; with more, those where most is alive are left out."""
+"""Largest number of places to consider; places with the most bytes alive are left out first."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Segment:
+class ProgramSegment:
     """A run of equations of a program without calls.
 
     Attributes:
@@ -43,15 +43,16 @@ def cut(
     dies: Sequence[bool],
     apart: Callable[[core.JaxprEqn], bool],
     share: float = 1.0,
-) -> list[Segment]:
-    """Returns the segments that make the sum of what is stored and the largest segment small.
+) -> list[ProgramSegment]:
+    """Returns segments for which the stored bytes plus the largest segment are few.
 
     Args:
       jaxpr: a program without calls.
-      layers: how often what is alive at a cut is stored: iterations of the loops around it.
+      layers: number of times that the arrays alive at a cut are stored: iterations of the loops
+        around the program.
       dies: which inputs are dead after the forward pass; constants come first.
       apart: whether an equation must not be in a segment that is computed again.
-      share: how much of what the program computes is computed again. It is the first part, which
+      share: part of the computation that is repeated, from the start of the program: its arrays
         would be stored longest.
     """
     eqns = jaxpr.eqns
@@ -60,13 +61,13 @@ def cut(
     alive = _alive(jaxpr, dies)
     inside = [_computed(eqn) for eqn in eqns]
     single = [i for i, eqn in enumerate(eqns) if apart(eqn)]
-    segments: list[Segment] = []
+    segments: list[ProgramSegment] = []
     start = 0
     for i in [*single, len(eqns)]:
         if i > start:
             segments += _cut(alive, inside, start, i, layers)
         if i < len(eqns):
-            segments.append(Segment(i, i + 1, False))
+            segments.append(ProgramSegment(i, i + 1, False))
         start = i + 1
     before = [0, *itertools.accumulate(inside)]
     bound = share * before[-1]
@@ -100,7 +101,7 @@ def _alive(jaxpr: core.Jaxpr, dies: Sequence[bool]) -> list[int]:
 
 
 def _computed(eqn: core.JaxprEqn) -> int:
-    """Returns the bytes of what an equation computes, if that is not cheap to rebuild."""
+    """Returns the bytes that an equation computes; 0 if they are cheap to rebuild."""
     if is_cheap(eqn):
         return 0
     return sum(nbytes(x) for x in eqn.outvars if is_floating(x.aval))
@@ -108,7 +109,7 @@ def _computed(eqn: core.JaxprEqn) -> int:
 
 def _cut(
     alive: Sequence[int], inside: Sequence[int], start: int, stop: int, layers: int
-) -> list[Segment]:
+) -> list[ProgramSegment]:
     """Returns segments of the equations from `start` to `stop`."""
     before = [0]
     for size in inside[start:stop]:
@@ -118,7 +119,7 @@ def _cut(
         for i in range(start + 1, stop)
         if alive[i] <= alive[i - 1] and alive[i] <= alive[i + 1] and before[i - start]
     ]
-    # Of neighbours where equally much is computed before, the one where least is alive.
+    # Among places with the same computation before them, keep the one with the fewest bytes alive.
     best: dict[int, int] = {}
     for i in places:
         done = before[i - start]
@@ -127,16 +128,16 @@ def _cut(
     places = sorted(sorted(best.values(), key=lambda i: alive[i])[:_MOST_CUTS])
     places = [start, *places, stop]
     done = [before[i - start] for i in places]
-    found: tuple[float, list[int]] | None = None
+    cheapest: tuple[float, list[int]] | None = None
     for size in range(1, _SIZES + 1):
         bound = done[-1] * 2 ** (-8 * (1 - size / _SIZES))
         stored, cuts = _fewest(places, done, [alive[i] * layers for i in places], bound)
         largest = max(before[b - start] - before[a - start] for a, b in itertools.pairwise(cuts))
-        if found is None or stored + largest < found[0]:
-            found = stored + largest, cuts
-    assert found is not None
-    cuts = found[1]
-    return [Segment(a, b, True) for a, b in itertools.pairwise(cuts)]
+        if cheapest is None or stored + largest < cheapest[0]:
+            cheapest = stored + largest, cuts
+    assert cheapest is not None
+    cuts = cheapest[1]
+    return [ProgramSegment(a, b, True) for a, b in itertools.pairwise(cuts)]
 
 
 def _fewest(
@@ -158,9 +159,9 @@ def _fewest(
 
 
 def pieces(
-    program: core.ClosedJaxpr, segments: Sequence[Segment]
+    program: core.ClosedJaxpr, segments: Sequence[ProgramSegment]
 ) -> list[tuple[core.Jaxpr, list[Any]]]:
-    """Returns each segment as a program, and what it reads.
+    """Returns each segment as a program, and its inputs.
 
     Args:
       program: a program without calls.
@@ -172,7 +173,7 @@ def pieces(
     """
     jaxpr = program.jaxpr
     used = {x for x in jaxpr.outvars if isinstance(x, core.Var)}
-    found = []
+    bodies = []
     for segment in reversed(segments):
         eqns = jaxpr.eqns[segment.start : segment.stop]
         made = {x for eqn in eqns for x in eqn.outvars}
@@ -187,5 +188,5 @@ def pieces(
             eqns=eqns,
             debug_info=jaxpr.debug_info.with_unknown_names(),
         )
-        found.append((body, invars))
-    return found[::-1]
+        bodies.append((body, invars))
+    return bodies[::-1]

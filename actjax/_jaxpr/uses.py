@@ -1,8 +1,8 @@
-"""Which operations of a program read a parameter.
+"""Finds the operations of a program that read a parameter.
 
 `actjax.linear` marks its weights with a primitive that computes nothing but records the rank of
-their gradients, and what `vmap` maps (`mark_weights`). `find_uses` reads these marks, and all other
-uses, from the traced program.
+their gradients, and the axes that `vmap` maps (`mark_weights`). `find_uses` reads these marks, and
+all other uses, from the traced program.
 """
 
 import dataclasses
@@ -32,8 +32,8 @@ def mark_weights(
         these and not a weight, the weight is read once for each example.
     """
     times, leading = (1,) * len(weights), (True,) * len(weights)
-    given = [x for x in others if x is not None]
-    return _mark_p.bind(*weights, *given, rank=rank or 0, times=times, leading=leading)
+    dependencies = [x for x in others if x is not None]
+    return _mark_p.bind(*weights, *dependencies, rank=rank or 0, times=times, leading=leading)
 
 
 def _marked(*args: Any, times: tuple[int, ...], **_: Any) -> list[Any]:
@@ -86,13 +86,13 @@ def find_uses(jaxpr: core.Jaxpr) -> list[list[Use]]:
     branches of a `cond` count, except that branches which read the parameter in the same way count
     as one. Returning a parameter as an auxiliary output is not a use.
     """
-    found = []
+    uses_of_inputs = []
     for var in jaxpr.invars:
         uses, outputs = _follow(jaxpr, {var: False}, (), 1)
         if 0 in outputs:
             uses.append(Use("the value of the function", 0, (), 1))
-        found.append(uses)
-    return found
+        uses_of_inputs.append(uses)
+    return uses_of_inputs
 
 
 _LOOKED_THROUGH = ("convert_element_type", "sharding_constraint", "copy", "copy_p", "name")
@@ -119,8 +119,8 @@ def _follow(
             branches = []
             for branch, (body, offset) in enumerate(bodies):
                 within = {body.invars[i - offset]: c for i, c in read.items() if i >= offset}
-                more, outputs = _follow_body(eqn, body, within, (*inner, branch), times)
-                branches.append(more)
+                body_uses, outputs = _follow_body(eqn, body, within, (*inner, branch), times)
+                branches.append(body_uses)
                 names = names | {eqn.outvars[i]: c for i, c in outputs.items()}
             uses += _of_branches(branches)
             if any(i < bodies[0][1] for i in read):
@@ -165,8 +165,8 @@ def _follow_body(
         return _follow(body, names, call, times)
     # A loop slices the arrays that it runs over and passes constants on as a whole.
     pairs = list(zip(eqn.invars, body.invars, strict=True))
-    whole = all(_shape(x) == _shape(y) for x, y in pairs if y in names)
-    uses, outputs = _follow(body, names, call, times * (eqn.params["length"] if whole else 1))
+    is_constant = all(_shape(x) == _shape(y) for x, y in pairs if y in names)
+    uses, outputs = _follow(body, names, call, times * (eqn.params["length"] if is_constant else 1))
     # A carry that the body returns unchanged is the same array outside. A stacked output, or a
     # carry that takes the place of another, is a copy.
     carried = [i for i, x in enumerate(eqn.outvars) if _shape(x) == _shape(body.outvars[i])]

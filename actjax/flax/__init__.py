@@ -1,6 +1,6 @@
 """Layers of Flax whose backward passes store codes. Needs the package `flax`.
 
-`actjax.flax.nnx` and `actjax.flax.linen` have layers that drop in for those of Flax, and
+`actjax.flax.nnx` and `actjax.flax.linen` have layers that replace layers of Flax, and
 `replace(model, rules)` swaps them into a model that exists.
 """
 

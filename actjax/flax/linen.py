@@ -1,7 +1,7 @@
 """Layers of Flax linen whose backward passes store codes of their inputs.
 
-They are subclasses of those of Flax, with the same parameters and arguments, and `codec`. A codec
-that draws random numbers takes them from the stream `codes`:
+Each is a subclass of a layer of Flax, with the same parameters and one more argument, `codec`. A
+codec that draws random numbers takes them from the stream `codes`:
 `model.apply(params, x, rngs={"codes": key})`.
 """
 
@@ -29,7 +29,7 @@ class Dense(linen.Dense):
 
 
 class DenseGeneral(linen.DenseGeneral):
-    """`linen.DenseGeneral` that stores its input by a codec; with batch axes it is that of Flax."""
+    """`linen.DenseGeneral` that stores its input by a codec, unless it has batch axes."""
 
     codec: Codec = Exact()
 
@@ -66,7 +66,7 @@ class LayerNorm(linen.LayerNorm):
     codec: Codec = Exact()
 
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
-        """As in Flax, which computes norms over other axes, of several devices or masked."""
+        """As in Flax, which computes norms over other axes, across devices or with a mask."""
         plain = functools.partial(super().__call__, mask=mask)
         return _norm(self, self.codec, plain, x, mask is None)
 
@@ -77,7 +77,7 @@ class RMSNorm(linen.RMSNorm):
     codec: Codec = Exact()
 
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
-        """As in Flax, which computes norms over other axes, of several devices or masked."""
+        """As in Flax, which computes norms over other axes, across devices or with a mask."""
         plain = functools.partial(super().__call__, mask=mask)
         return _norm(self, self.codec, plain, x, mask is None)
 
@@ -85,7 +85,7 @@ class RMSNorm(linen.RMSNorm):
 class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
     """`linen.MultiHeadDotProductAttention` whose projections store their inputs by a codec.
 
-    What the attention itself stores is left to `attention_fn`.
+    `attention_fn` decides what the attention itself stores.
     """
 
     codec: Codec = Exact()
@@ -102,20 +102,20 @@ _OWN = (Dense, DenseGeneral, Einsum, Conv, LayerNorm, RMSNorm)
 
 
 def interceptor(rules: Rules) -> Callable[..., Any]:
-    """Returns an interceptor with which a model of linen that exists stores codes.
+    """Returns an interceptor that makes an existing model of linen store codes.
 
         with linen.intercept_methods(actjax.flax.linen.interceptor(actjax.Quantized(4))):
             logits = model.apply(params, ids)
 
     Layers that are `Dense`, `DenseGeneral`, `Einsum`, `Conv`, `LayerNorm` or `RMSNorm` of Flax, or
-    subclasses that do not change their product, behave as their twins here. Layers that were given
-    a product (`dot_general=...`) are left alone.
+    subclasses that do not change their product, behave as their twins here. Layers with a product
+    of the user (`dot_general=...`) are left alone.
 
     Args:
       rules: as for `actjax.flax.replace`.
 
     Raises:
-      TypeError: `rules` are none.
+      TypeError: `rules` has another type.
     """
     check_rules(rules, "interceptor")
 
@@ -129,7 +129,7 @@ def interceptor(rules: Rules) -> Callable[..., Any]:
         ):
             return next_fun(*args, **kwargs)
         codec = codec_of(rules, "/".join(layer.path), layer, is_linear)
-        if codec is None or (is_linear and products.has_given(layer)):
+        if codec is None or (is_linear and products.has_users_product(layer)):
             return next_fun(*args, **kwargs)
         if isinstance(layer, linen.Einsum):
             return _einsum(layer, codec, next_fun, *args, **kwargs)
@@ -150,7 +150,7 @@ def _settings(layer: Any, codec: Codec) -> dict[str, Any]:
 
 def _set_product(layer: Any, codec: Codec) -> None:
     """Gives a layer another product for the present call. Its fields are frozen for users."""
-    if products.has_given(layer):
+    if products.has_users_product(layer):
         products.refuse("dot_general")
     if isinstance(layer, linen.Conv):
         name, product = "conv_general_dilated", products.conv_general_dilated
@@ -173,11 +173,11 @@ def _einsum(
         spec, x, w, precision=layer.precision, **_settings(layer, codec),
         preferred_element_type=layer.preferred_element_type,
     )  # fmt: skip
-    given, _, result = products.subscripts(spec, x.ndim)
+    input_axes, _, result_axes = products.subscripts(spec, x.ndim)
     if bias is None:
         return y
-    own = (1 if a in given else n for a, n in zip(result, y.shape, strict=True))
-    return y + bias.reshape(*own)
+    bias_shape = (1 if a in input_axes else n for a, n in zip(result_axes, y.shape, strict=True))
+    return y + bias.reshape(*bias_shape)
 
 
 def _norm(layer: Any, codec: Codec, plain: Any, x: jax.Array, is_plain: bool) -> jax.Array:

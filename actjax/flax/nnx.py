@@ -1,7 +1,7 @@
 """Layers of Flax nnx whose backward passes store codes of their inputs.
 
-They are subclasses of those of Flax, with the same parameters and arguments, and `codec`. A codec
-that draws random numbers takes them from the stream `codes` of `rngs`:
+Each is a subclass of a layer of Flax, with the same parameters and one more argument, `codec`. A
+codec that draws random numbers takes them from the stream `codes` of `rngs`:
 `nnx.Rngs(params=0, codes=1)`.
 """
 
@@ -16,7 +16,7 @@ from actjax.flax import products
 
 
 class _Coded(nnx.Module):
-    """What all layers share; the base of a subclass of a layer of Flax.
+    """Mixin of all layers; each layer also inherits from a layer of Flax.
 
     Attributes:
       codec: how the input is stored.
@@ -66,7 +66,7 @@ class _Product(_Coded):
 
     @dot_general.setter
     def dot_general(self, value: Any) -> None:
-        if products.is_given("dot_general", value):
+        if products.is_users_product("dot_general", value):
             products.refuse("dot_general")
 
 
@@ -75,7 +75,7 @@ class Linear(_Product, nnx.Linear):
 
 
 class LinearGeneral(_Product, nnx.LinearGeneral):
-    """`nnx.LinearGeneral` that stores its input by a codec; with batch axes it is that of Flax."""
+    """`nnx.LinearGeneral` that stores its input by a codec, unless it has batch axes."""
 
 
 class Einsum(_Coded, nnx.Einsum):
@@ -88,7 +88,7 @@ class Einsum(_Coded, nnx.Einsum):
 
     @einsum_op.setter
     def einsum_op(self, value: Any) -> None:
-        if products.is_given("einsum_op", value):
+        if products.is_users_product("einsum_op", value):
             products.refuse("einsum_op")
 
 
@@ -102,7 +102,7 @@ class Conv(_Coded, nnx.Conv):
 
     @conv_general_dilated.setter
     def conv_general_dilated(self, value: Any) -> None:
-        if products.is_given("conv_general_dilated", value):
+        if products.is_users_product("conv_general_dilated", value):
             products.refuse("conv_general_dilated")
 
 
@@ -110,7 +110,7 @@ class _Norm(_Coded):
     kind = ""
 
     def __call__(self, x: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
-        """As in Flax, which computes norms over other axes, of several devices or masked."""
+        """As in Flax, which computes norms over other axes, across devices or with a mask."""
         layer: Any = self
         if args or kwargs or not is_over_last_axis(layer, x):
             return super().__call__(x, *args, **kwargs)
@@ -138,7 +138,7 @@ class RMSNorm(_Norm, nnx.RMSNorm):
 class MultiHeadAttention(nnx.MultiHeadAttention):
     """`nnx.MultiHeadAttention` whose projections store their inputs by a codec.
 
-    What the attention itself stores is left to `attention_fn`.
+    `attention_fn` decides what the attention itself stores.
     """
 
     def __init__(self, *args: Any, codec: Codec = Exact(), rngs: nnx.Rngs, **kwargs: Any) -> None:
@@ -171,11 +171,11 @@ LINEAR = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv)
 
 def has_twin(layer: Any) -> bool:
     """Returns whether a layer of Flax, with the product of Flax, has a twin here."""
-    return type(layer) in _TWINS and not products.has_given(layer)
+    return type(layer) in _TWINS and not products.has_users_product(layer)
 
 
 def twin(layer: Any, codec: Codec, name: str, rngs: nnx.Rngs | None) -> None:
-    """Turns a layer of Flax into its twin, in place: what shares it goes on sharing it."""
+    """Turns a layer of Flax into its twin in place, so that it stays shared between modules."""
     for plain in products.NAMES:
         vars(layer).pop(plain, None)
     layer.__class__ = _TWINS[type(layer)]

@@ -1,4 +1,4 @@
-"""The operators of actjax in the form in which layers of Flax call products."""
+"""The operators of actjax with the arguments that layers of Flax pass to products."""
 
 import functools
 import math
@@ -26,8 +26,8 @@ def dot_general(
 ) -> jax.Array:
     """As `jax.lax.dot_general`, with `x` stored by a codec.
 
-    Products that are no linear layer, with batch axes, or of axes that are not the last of `x` and
-    the first of `w`, are those of JAX.
+    A product with batch axes, or over axes that are not the last of `x` and the first of `w`, is
+    not a linear layer: JAX computes it.
 
     Args:
       x: [..., *in].
@@ -73,7 +73,7 @@ def einsum(
 ) -> jax.Array:
     """As `jax.numpy.einsum` of an input and a weight, with `x` stored by a codec.
 
-    Products that are no linear layer, such as one weight for each example, are those of JAX.
+    JAX computes products that are not a linear layer, such as one weight for each example.
 
     Args:
       spec: subscripts, such as "BTD,NDH->BTNH".
@@ -87,24 +87,25 @@ def einsum(
     """
     if not is_linear(spec, x.ndim) or precision is not None:
         return jax.numpy.einsum(spec, x, w, precision=precision, **options)
-    given, weight, result = subscripts(spec, x.ndim)
-    summed = [a for a in given if a in weight]
-    tokens, out = ([a for a in labels if a in result] for labels in (given, weight))
-    x = x.transpose([given.index(a) for a in (*tokens, *summed)])
-    w = w.transpose([weight.index(a) for a in (*summed, *out)])
+    input_axes, weight_axes, result_axes = subscripts(spec, x.ndim)
+    summed = [a for a in input_axes if a in weight_axes]
+    tokens, out = ([a for a in axes if a in result_axes] for axes in (input_axes, weight_axes))
+    x = x.transpose([input_axes.index(a) for a in (*tokens, *summed)])
+    w = w.transpose([weight_axes.index(a) for a in (*summed, *out)])
     last = tuple(range(len(tokens), x.ndim)), tuple(range(len(summed)))
     # Axes of explicit meshes are given for the result of `einsum`, not of the product.
     sharding = options.pop("out_sharding", None)
     options.setdefault("preferred_element_type", None)
     y = dot_general(x, w, (last, ((), ())), codec=codec, key=key, name=name, **options)
-    y = y.transpose([[*tokens, *out].index(a) for a in result])
+    y = y.transpose([[*tokens, *out].index(a) for a in result_axes])
     return y if sharding is None else jax.sharding.reshard(y, sharding)
 
 
 def is_linear(spec: str, ndim: int) -> bool:
     """Returns whether an `einsum` of an input and a weight is a linear layer.
 
-    That is so if each axis belongs to two of input, weight and result, and some to the first two.
+    It is one if each axis belongs to two of input, weight and result, and some axis to the first
+    two.
 
     Args:
       spec: subscripts.
@@ -130,28 +131,28 @@ NAMES = tuple(_PLAIN)
 """Attributes of layers of Flax that hold their product."""
 
 
-def is_given(name: str, product: Any) -> bool:
-    """Returns whether a user gave a layer a product, such as one in 8 bits.
+def is_users_product(name: str, product: Any) -> bool:
+    """Returns whether a product of a layer is from the user, such as a product in 8 bits.
 
     Args:
       name: the attribute that holds it.
       product: the product.
     """
-    own = isinstance(product, functools.partial) and product.func in (
+    is_coded = isinstance(product, functools.partial) and product.func in (
         dot_general, einsum, conv_general_dilated,
     )  # fmt: skip
-    return product is not None and product is not _PLAIN[name] and not own
+    return product is not None and product is not _PLAIN[name] and not is_coded
 
 
-def has_given(layer: Any) -> bool:
-    """Returns whether a user gave a layer of Flax, of either kind, a product."""
+def has_users_product(layer: Any) -> bool:
+    """Returns whether a layer of Flax, nnx or linen, has a product of the user."""
     if getattr(layer, "dot_general_cls", None) is not None:
         return True
-    return any(is_given(name, getattr(layer, name, None)) for name in NAMES)
+    return any(is_users_product(name, getattr(layer, name, None)) for name in NAMES)
 
 
 def refuse(name: str) -> None:
-    """Raises because a layer that stores codes was given a product."""
+    """Raises because a layer that stores codes cannot take another product."""
     raise ValueError(
         f"`{name}` of a layer of actjax.flax is that of actjax, which stores codes: leave it out,"
         " or use the layer of Flax."
@@ -166,10 +167,10 @@ def subscripts(spec: str, ndim: int) -> tuple[str, str, str]:
       ndim: number of axes of the input.
     """
     operands, result = spec.replace(" ", "").split("->")
-    given, weight = operands.split(",")
+    input_axes, weight_axes = operands.split(",")
     unused = [a for a in string.ascii_letters if a not in spec]
-    others = "".join(unused[: ndim - len(given.replace("...", ""))])
-    return given.replace("...", others), weight, result.replace("...", others)
+    leading = "".join(unused[: ndim - len(input_axes.replace("...", ""))])
+    return input_axes.replace("...", leading), weight_axes, result.replace("...", leading)
 
 
 def conv_general_dilated(
@@ -190,7 +191,7 @@ def conv_general_dilated(
 ) -> jax.Array:
     """As `jax.lax.conv_general_dilated` as Flax calls it, with `x` stored by a codec.
 
-    Convolutions with a dilated input or a given precision are those of JAX.
+    JAX computes convolutions with a dilated input or a precision.
 
     Args:
       x: [N, *spatial, C].
@@ -245,13 +246,13 @@ def normalized(
       scale: [d] or None.
       bias: [d] or None.
       eps: added to the variance or the mean square.
-      dtype: dtype of the result; None for that of all arguments.
+      dtype: dtype of the result; None for the common dtype of the arguments.
       codec: stores `x`.
       key: randomness of the encoding.
       name: the name of `x` in `actjax.explain`.
     """
-    given = [a for a in (x, scale, bias) if a is not None]
-    dtype = dtype or jax.numpy.result_type(*given)
+    arrays = [a for a in (x, scale, bias) if a is not None]
+    dtype = dtype or jax.numpy.result_type(*arrays)
     x, settings = x.astype(dtype), {"eps": eps, "codec": codec, "key": key, "name": name}
     if kind == "layer":
         return layer_norm(x, scale, bias, **settings)

@@ -1,4 +1,4 @@
-"""Layers of a model that exists, swapped for those that store codes."""
+"""Replaces layers of an existing model by layers that store codes."""
 
 from typing import Any
 
@@ -15,10 +15,10 @@ def replace(model: Any, rules: Rules, *, rngs: nnx.Rngs | None = None) -> Any:
         model = actjax.flax.replace(model, {"(query|key|value)$": actjax.PointApproximation(64)},
                                     rngs=nnx.Rngs(codes=0))
 
-    `nnx.Linear`, `LinearGeneral` (so also those of `MultiHeadAttention`), `Einsum`, `Conv`,
+    `nnx.Linear`, `LinearGeneral` (also within `MultiHeadAttention`), `Einsum`, `Conv`,
     `LayerNorm` and `RMSNorm` become their twins of `actjax.flax.nnx`, with the same parameters.
-    Subclasses of them that a library defines are left alone, and so are layers that were given a
-    product (`dot_general=...`), and everything else.
+    Subclasses of them that a library defines are left alone, and so are layers with a product of
+    the user (`dot_general=...`), and everything else.
 
     Args:
       model: an nnx module. It is not changed: parameters are shared with the result.
@@ -28,7 +28,7 @@ def replace(model: Any, rules: Rules, *, rngs: nnx.Rngs | None = None) -> Any:
       rngs: has a stream `codes`, for codecs that draw random numbers.
 
     Raises:
-      TypeError: `model` is no nnx module, or `rules` are none.
+      TypeError: `model` is not an nnx module, or `rules` has another type.
       ValueError: the rules fit no layer, or a missing stream.
     """
     check_rules(rules, "replace")

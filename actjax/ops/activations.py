@@ -1,4 +1,4 @@
-"""Activations that operators take: arrays, and sums of an array and a low-rank part."""
+"""The activations of operators: arrays, and sums of an array and a low-rank part."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,11 +25,11 @@ def of_sums(fun: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """Turns a function of (activations, others) into a function of (bases, (others, lows))."""
 
     def run(bases: Sequence[jax.Array], others: tuple[Any, Lows]) -> Any:
-        rest, lows = others
+        fun_others, lows = others
         activations = tuple(
             base if low is None else base + matmul(*low).astype(base.dtype)
             for base, low in zip(bases, lows, strict=True)
         )
-        return fun(activations, rest)
+        return fun(activations, fun_others)
 
     return run

@@ -12,10 +12,10 @@ from actjax._core.checks import all_exact, check_codecs, check_floating
 from actjax._core.coded_call import coded_call
 from actjax.codecs import Codec, Exact
 from actjax.ops.activations import Activation, of_sums, split_sums
-from actjax.ops.attention_forms import FORMS
+from actjax.ops.attention_implementations import IMPLEMENTATIONS
+from actjax.ops.mask import Mask
 from actjax.ops.norm import rms_norm
-from actjax.ops.rope import rope as rotate
-from actjax.ops.sight import Sight
+from actjax.ops.rope import rope as apply_rope
 from actjax.ops.splash import splash_or
 from actjax.weights.lora import LowRankSum
 
@@ -94,7 +94,7 @@ def attention(
       merge_heads: whether to return [B, S, H * D]. This is the array that attention keeps, so a
         `linear` that follows and stores its input exactly costs no second copy.
       on_devices: function `(attend, q, k, v, segments)` that calls `attend` with these arguments,
-        normalised and rotated, and returns its result, [B, S, H * D]. It decides how devices divide
+        normalized and rotated, and returns its result, [B, S, H * D]. It decides how devices divide
         them, and may repeat keys and values over heads: each head needs all tokens, so devices that
         share a sequence exchange tokens for heads, and back (Jacobs et al., "DeepSpeed Ulysses",
         2023). It closes over no arrays. None for a call without it.
@@ -107,32 +107,32 @@ def attention(
       ValueError: shapes or dtypes that do not fit, an unknown implementation, a missing key.
       TypeError: an input that is not floating point, or a `codec` that is not a codec.
     """
-    sight = check_attention(q, k, v, causal, window, segments)
+    mask = check_attention(q, k, v, causal, window, segments)
     codecs = check_codecs(codec, ("q", "k", "v"), key)
     if all_exact(codecs):
         q, k, v = (x.value() if isinstance(x, LowRankSum) else x for x in (q, k, v))
         q, k = _prepare(q, k, rope, norm, name)
-        run: Any = _Form(_form(implementation, q.dtype), sight, name, on_devices)
-        inputs, more = (q, k, v), segments
+        run: Any = _Attend(_function_of(implementation, q.dtype), mask, name, on_devices)
+        inputs, side_inputs = (q, k, v), segments
         if not recompute:
-            merged = run(inputs, more)
+            merged = run(inputs, side_inputs)
             return merged if merge_heads else merged.reshape(q.shape)
     else:
-        run = from_merged(q, k, sight, norm, implementation, on_devices)
-        more = beside(segments, rope, norm)
+        run = from_merged(q, k, mask, norm, implementation, on_devices)
+        side_inputs = side_inputs_of(segments, rope, norm)
         inputs, lows = split_sums([x.reshape(*x.shape[:2], -1) for x in (q, k, v)])
         if any(isinstance(x, LowRankSum) for x in (q, k, v)):
-            run, more = of_sums(run), (more, lows)
+            run, side_inputs = of_sums(run), (side_inputs, lows)
     names = [f"{name} {letter}".strip() for letter in "qkv"]
-    merged = coded_call(run, inputs, more, codecs, key, "attention", names)
+    merged = coded_call(run, inputs, side_inputs, codecs, key, "attention", names)
     return merged if merge_heads else merged.reshape(q.shape)
 
 
-Beside = tuple[Any, Any, Any]
-"""What attention reads besides q, k and v: segments, RoPE tables, scales of norms, or None each."""
+SideInputs = tuple[Any, Any, Any]
+"""Inputs of attention other than q, k and v: segments, RoPE tables, scales of norms, or Nones."""
 
 
-def beside(segments: Any, rope: Any, norm: HeadNorm | None) -> Beside:
+def side_inputs_of(segments: Any, rope: Any, norm: HeadNorm | None) -> SideInputs:
     """Returns these arguments of `attention` as a pytree of arrays."""
     return segments, rope, None if norm is None else (norm.q, norm.k)
 
@@ -140,11 +140,11 @@ def beside(segments: Any, rope: Any, norm: HeadNorm | None) -> Beside:
 def from_merged(
     q: Activation,
     k: Activation,
-    sight: Sight,
+    mask: Mask,
     norm: HeadNorm | None,
     implementation: Implementation | None,
     on_devices: OnDevices | None,
-) -> Callable[[Any, Beside], jax.Array]:
+) -> Callable[[Any, SideInputs], jax.Array]:
     """Returns exact attention as a function of (q, k, v), with merged heads, and of `Beside`.
 
     The function closes over no arrays.
@@ -152,20 +152,20 @@ def from_merged(
     Args:
       q: queries; only their shape and dtype are read.
       k: keys; only their shape is read.
-      sight: which positions see which.
+      mask: the mask.
       norm: only its `eps` is read.
       implementation: as for `attention`.
       on_devices: as for `attention`.
     """
-    form = _Form(_form(implementation, q.dtype), sight, "", on_devices)
+    attend = _Attend(_function_of(implementation, q.dtype), mask, "", on_devices)
     shapes = q.shape, k.shape, k.shape
     eps = None if norm is None else norm.eps
 
-    def run(merged: tuple[jax.Array, jax.Array, jax.Array], more: Beside) -> jax.Array:
+    def run(merged: tuple[jax.Array, jax.Array, jax.Array], side_inputs: SideInputs) -> jax.Array:
         q, k, v = (x.reshape(shape) for x, shape in zip(merged, shapes, strict=True))
-        segments, rope, scales = more
+        segments, rope, scales = side_inputs
         norm = None if eps is None else HeadNorm(scales[0], scales[1], eps)
-        return form((*_prepare(q, k, rope, norm, ""), v), segments)
+        return attend((*_prepare(q, k, rope, norm, ""), v), segments)
 
     return run
 
@@ -173,18 +173,18 @@ def from_merged(
 def _prepare(
     q: jax.Array, k: jax.Array, rope: Any, norm: HeadNorm | None, name: str
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns normalised and rotated queries and keys."""
+    """Returns normalized and rotated queries and keys."""
     if norm is not None:
         q = rms_norm(q, norm.q, eps=norm.eps, name=f"{name} q norm input".strip())
         k = rms_norm(k, norm.k, eps=norm.eps, name=f"{name} k norm input".strip())
-    return (q, k) if rope is None else (rotate(q, *rope), rotate(k, *rope))
+    return (q, k) if rope is None else (apply_rope(q, *rope), apply_rope(k, *rope))
 
 
-def _form(implementation: Implementation | None, dtype: jnp.dtype) -> Any:
+def _function_of(implementation: Implementation | None, dtype: jnp.dtype) -> Any:
     """Returns the function of an implementation; for None, the best for the default backend."""
     if implementation is None:
         if jax.default_backend() == "tpu":
-            return splash_or(FORMS["blockwise"])
+            return splash_or(IMPLEMENTATIONS["blockwise"])
         gpu = jax.default_backend() == "gpu"
         implementation = "cudnn" if gpu and dtype.itemsize == 2 else "blockwise"
     if implementation not in get_args(Implementation):
@@ -192,7 +192,7 @@ def _form(implementation: Implementation | None, dtype: jnp.dtype) -> Any:
             f"`implementation` must be one of {get_args(Implementation)} or None,"
             f" got {implementation!r}."
         )
-    return FORMS[implementation]
+    return IMPLEMENTATIONS[implementation]
 
 
 def check_attention(
@@ -202,8 +202,8 @@ def check_attention(
     causal: bool,
     window: int | None,
     segments: jax.Array | None,
-) -> Sight:
-    """Returns which positions see which, or raises if shapes or dtypes do not fit."""
+) -> Mask:
+    """Returns the mask, or raises if shapes or dtypes do not fit."""
     for name, array in (("q", q), ("k", k), ("v", v)):
         check_floating(name, array)
     shapes = f"q{q.shape}, k{k.shape}, v{v.shape}"
@@ -229,21 +229,21 @@ def check_attention(
         raise ValueError(
             f"`segments` must be integers {q.shape[:2]}, got {segments.dtype}{segments.shape}."
         )
-    return Sight(causal, window)
+    return Mask(causal, window)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Form:
-    """An implementation of attention as a function for `coded_call`."""
+class _Attend:
+    """An implementation of attention with its settings, as a function for `coded_call`."""
 
-    form: Any
-    sight: Sight
+    function: Any
+    mask: Mask
     name: str
     on_devices: OnDevices | None
 
     def __call__(self, qkv: Any, segments: jax.Array | None) -> jax.Array:
         q, k, v = qkv
-        attend = functools.partial(self.form, self.sight, self.name)
+        attend = functools.partial(self.function, self.mask, self.name)
         if self.on_devices is None:
             return attend(q, k, v, segments)
         return self.on_devices(attend, q, k, v, segments)

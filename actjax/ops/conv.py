@@ -2,7 +2,7 @@
 
 A convolution is linear in its input and in its weight. As in `actjax.linear`, value and `dx` do not
 read the stored input, so only `dw` carries the error of the codec; it is unbiased if the codec is
-(Wei et al., 2026, Theorems 3.2 and 3.3). GACT (Liu et al., 2022) stores inputs of convolutions so.
+(Wei et al., 2026, Theorems 3.2 and 3.3). GACT (Liu et al., 2022) does the same.
 """
 
 import dataclasses
@@ -43,18 +43,18 @@ def conv(
     to that dtype once. A weight of another dtype is cast in both passes, and no cast copy is kept.
 
     Any codec fits: a token is a position of the output of the layer before, its features are the
-    channels. So a low rank is at most C, and the backward pass decodes `x` as a whole. `Quantized`
-    joins positions where channels are few, as `actjax.Codec.grouped_shape` says; with `balance` a
-    sequence is a line along the last spatial axis.
+    channels. A low rank is therefore at most C, and the backward pass decodes `x` as a whole.
+    `Quantized` joins positions where channels are few, as `actjax.Codec.grouped_shape` says; with
+    `balance` a sequence is a line along the last spatial axis.
 
     Source: Wei et al. (2026), Theorem 3.2; GACT, arXiv:2206.11357.
 
     Args:
       x: activations, [N, *spatial, C], with any number of spatial axes.
       w: weight, [*window, C / feature_group_count, O]; an array, or a Flax nnx variable of one.
-      strides: distance of neighbouring windows, for all spatial axes or for each.
+      strides: distance of neighboring windows, for all spatial axes or for each.
       padding: "SAME", "SAME_LOWER", "VALID", or pairs (before, after), one for each spatial axis.
-      dilation: distance of neighbouring entries of a window, for all spatial axes or for each.
+      dilation: distance of neighboring entries of a window, for all spatial axes or for each.
       feature_group_count: number of groups of channels that are convolved separately; C for a
         depthwise convolution.
       codec: stores `x`.
@@ -108,15 +108,15 @@ def _check_arrays(x: Any, w: Any, groups: Any) -> None:
         )
 
 
-def _for_each_axis(name: str, given: Any, axes: int) -> tuple[int, ...]:
+def _for_each_axis(name: str, setting: Any, axes: int) -> tuple[int, ...]:
     """Returns an integer for each spatial axis, or raises."""
-    several = given if isinstance(given, Sequence) else (given,) * axes
-    if len(several) != axes or not all(_is_integer(one) and one >= 1 for one in several):
+    numbers = setting if isinstance(setting, Sequence) else (setting,) * axes
+    if len(numbers) != axes or not all(_is_integer(number) and number >= 1 for number in numbers):
         raise ValueError(
             f"`{name}` must be an integer >= 1, or {axes} of them, one for each spatial axis of"
-            f" `x`: got {given!r}."
+            f" `x`: got {setting!r}."
         )
-    return tuple(map(int, several))
+    return tuple(map(int, numbers))
 
 
 def _is_integer(x: Any) -> bool:
@@ -128,8 +128,8 @@ def _pads(
 ) -> tuple[tuple[int, int], ...]:
     """Returns the zeros before and after each spatial axis, or raises."""
     if isinstance(padding, str) and padding in ("SAME", "SAME_LOWER", "VALID"):
-        found = jax.lax.padtype_to_pads(spatial, window, strides, padding)
-        return tuple((int(before), int(after)) for before, after in found)
+        pads = jax.lax.padtype_to_pads(spatial, window, strides, padding)
+        return tuple((int(before), int(after)) for before, after in pads)
     pairs = padding if isinstance(padding, Sequence) else (padding,)
     if len(pairs) != len(spatial) or not all(map(_is_pair, pairs)):
         raise ValueError(

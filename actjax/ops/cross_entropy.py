@@ -141,7 +141,7 @@ def _on_tokens(function, hidden, head, labels, weights, inverse, outputs) -> Any
       labels: as for `cross_entropy`.
       weights: of the tokens.
       inverse: 1 over the sum of the weights.
-      outputs: from the `Dims` of `hidden` to those of the results.
+      outputs: from the `Dims` of `hidden` to the `Dims` of the results.
     """
     args = (hidden, head, labels, weights, inverse)
     tokens = Dims(tuple(f"tokens{i}" for i in range(labels.ndim)))
@@ -158,19 +158,19 @@ def _inverse_sum(weights: jax.Array) -> jax.Array:
 def _over_chunks(body, carry, chunk, hidden, labels, weights) -> tuple[Any, Any]:
     """Scans `body` over chunks of tokens, and calls it once more for a shorter last chunk.
 
-    Padding the last chunk instead would copy `hidden`. What `body` returns beside the carry, arrays
-    [c, ...] or None, becomes [T, ...].
+    Padding the last chunk instead would copy `hidden`. `body` returns the carry, and arrays
+    [c, ...] or None, which are concatenated to [T, ...].
     """
     features = hidden.shape[-1]
     arrays = (hidden.reshape(-1, features), labels.reshape(-1), weights.reshape(-1))
     tokens = labels.size
     chunk = min(chunk, tokens)
-    whole = tokens - tokens % chunk
-    stacked = [x[:whole].reshape(-1, chunk, *x.shape[1:]) for x in arrays]
+    in_full_chunks = tokens - tokens % chunk
+    stacked = [x[:in_full_chunks].reshape(-1, chunk, *x.shape[1:]) for x in arrays]
     carry, ys = jax.lax.scan(body, carry, tuple(stacked))
-    ys = jax.tree.map(lambda y: y.reshape(whole, *y.shape[2:]), ys)
-    if whole < tokens:
-        carry, y = body(carry, tuple(x[whole:] for x in arrays))
+    ys = jax.tree.map(lambda y: y.reshape(in_full_chunks, *y.shape[2:]), ys)
+    if in_full_chunks < tokens:
+        carry, y = body(carry, tuple(x[in_full_chunks:] for x in arrays))
         ys = jax.tree.map(lambda *parts: jnp.concatenate(parts), ys, y)
     return carry, ys
 
@@ -209,7 +209,7 @@ def _cross_entropy_fwd(options, hidden, head, labels, weights):
 def _sums_and_gradients(options, all_tokens, hidden, head, labels, weights, inverse) -> Any:
     """Returns the weighted sum of the losses, and its gradients of the head and of `hidden`.
 
-    The gradient of the head is that of the mean, in the dtype of the head.
+    The gradient of the head is the gradient of the mean, in the dtype of the head.
 
     Args:
       options: as for `_cross_entropy`.
@@ -235,8 +235,8 @@ def _sums_and_gradients(options, all_tokens, hidden, head, labels, weights, inve
         dh = matmul_transposed(dlogits, head.astype(dtype)).astype(dtype)
         if dhead is not None:
             dhead += contract_tokens(h, dlogits)
-        kept = dlogits if options.with_head and in_pieces else None
-        return (total + loss, dhead), (dh, kept)
+        kept_dlogits = dlogits if options.with_head and in_pieces else None
+        return (total + loss, dhead), (dh, kept_dlogits)
 
     def finish(dhead: jax.Array) -> jax.Array:
         return (dhead * inverse).astype(head.dtype)
@@ -259,7 +259,7 @@ def _sums_and_gradients(options, all_tokens, hidden, head, labels, weights, inve
 _PIECES = 8
 """Pieces in which the gradient of the head is computed where that takes less memory."""
 _PIECES_CHUNK = 512
-"""Most tokens of a chunk then."""
+"""Largest number of tokens of a chunk there."""
 
 
 def _is_smaller_in_pieces(head: jax.Array, dtype: Any, tokens: int, devices: int) -> bool:

@@ -1,6 +1,7 @@
-"""A table of rows that integers select, as the embedding of tokens; its backward pass keeps them.
+"""Rows of a table that integers select, such as embeddings of tokens.
 
-The gradient is a segment sum: row i is the sum of the cotangents of all tokens with id i.
+The backward pass keeps the integers. The gradient is a segment sum: row i is the sum of the
+cotangents of all tokens with id i.
 """
 
 import dataclasses
@@ -28,10 +29,10 @@ def embedding(
     """Returns the rows `table[ids]`.
 
     Value and gradient are exact. The backward pass holds only `ids`: a row of the gradient is the
-    sum of the cotangents of its tokens, added up in float32 and rounded once. That sum takes a
+    sum of the cotangents of its tokens, added up in float32 and rounded once. The sum takes a
     float32 array of the shape of `table`.
 
-    An id outside `[0, vocab)`, and so a negative one too, selects no row: each of its numbers is
+    An id outside `[0, vocab)`, such as a negative id, selects no row: each number of its output is
     `fill_value`, and its cotangent reaches no row. The default, NaN, makes a loss that reads it NaN
     (the mode "fill" of `jnp.take`, which however counts negative ids from the end); 0 is for
     padding such as -1.
@@ -41,7 +42,7 @@ def embedding(
     Args:
       table: [vocab, d].
       ids: [...] integers of any integer dtype.
-      fill_value: what an id outside the table gives.
+      fill_value: number in the output of an id outside the table.
       name: the name of the kept ids in `actjax.explain`.
 
     Returns:
@@ -65,7 +66,7 @@ def embedding(
 
 @dataclasses.dataclass(frozen=True)
 class _Table:
-    """What the passes know of a table besides its numbers.
+    """The static properties of a table.
 
     Attributes:
       vocab: number of rows.
@@ -104,8 +105,8 @@ def _indices(ids: jax.Array, vocab: int) -> jax.Array:
 
 def _embedding_fwd(static, table, ids):
     with jax.named_scope("actjax.embedding"):
-        ids, kept = keep(ids, Exact(), None, "embedding", static.name)
-        return _embedding(static, table, ids), kept
+        ids, held = keep(ids, Exact(), None, "embedding", static.name)
+        return _embedding(static, table, ids), held
 
 
 def _embedding_bwd(static, ids, dy):

@@ -62,7 +62,7 @@ def gelu(
 
 @dataclasses.dataclass(frozen=True)
 class Gelu:
-    """GELU as a function of activations and other arguments, of which there are none.
+    """GELU as a function of activations; there are no other arguments.
 
     Attributes:
       approximate: as for `gelu`.
@@ -99,8 +99,8 @@ def _gate(x: jax.Array, approximate: bool) -> tuple[jax.Array, jax.Array]:
 
 def _gelu_fwd(approximate, name, x):
     with jax.named_scope("actjax.gelu"):
-        x, kept = keep(x, Exact(), None, "gelu", name)
-        return _gelu(approximate, name, x), kept
+        x, held = keep(x, Exact(), None, "gelu", name)
+        return _gelu(approximate, name, x), held
 
 
 def _gelu_bwd(approximate, name, x, dy):

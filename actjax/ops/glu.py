@@ -98,9 +98,9 @@ def _swiglu(name: str, gate: jax.Array, up: jax.Array) -> jax.Array:
 
 def _swiglu_fwd(name, gate, up):
     with jax.named_scope("actjax.swiglu"):
-        gate, kept_gate = keep(gate, Exact(), None, "swiglu", f"{name} gate".strip())
-        up, kept_up = keep(up, Exact(), None, "swiglu", f"{name} up".strip())
-        return _swiglu(name, gate, up), (kept_gate, kept_up)
+        gate, held_gate = keep(gate, Exact(), None, "swiglu", f"{name} gate".strip())
+        up, held_up = keep(up, Exact(), None, "swiglu", f"{name} up".strip())
+        return _swiglu(name, gate, up), (held_gate, held_up)
 
 
 def _swiglu_bwd(name, residuals, dy):

@@ -1,4 +1,4 @@
-"""Layer normalisation (Ba et al., 2016) that keeps its input, or a code of it."""
+"""Layer normalization (Ba et al., 2016) that keeps its input, or a code of it."""
 
 import dataclasses
 import functools
@@ -27,12 +27,13 @@ def layer_norm(
 
     The value is exact. Besides the parameters the backward pass holds only `x`, in its dtype or as
     `codec` stores it. It computes mean and inverse deviation again (a pass over `x`, no product);
-    autodiff would keep the normalised copy and float32 copies of both. The gradients are those at
-    the decoded `x`. Those of `x` and `scale` are biased even if the codec is not, and the error of
-    `dx` propagates upstream (Wei et al., 2026, Theorems 3.2 and 3.3). That of `bias` is exact.
+    autodiff would keep the normalized copy and float32 copies of both. The gradients are those at
+    the decoded `x`. The gradients of `x` and `scale` are biased even if the codec is not, and the
+    error of `dx` propagates upstream (Wei et al., 2026, Theorems 3.2 and 3.3). The gradient of
+    `bias` is exact.
 
-    Source: Ba et al., arXiv:1607.06450, equations 3 and 4, with `eps` in the root. The variance is
-    that of all d features (over d, not d - 1).
+    Source: Ba et al., arXiv:1607.06450, equations 3 and 4, with `eps` in the root. The variance
+    divides by d, not by d - 1.
 
     Args:
       x: [..., d].
@@ -51,13 +52,13 @@ def layer_norm(
       TypeError: an array that is not floating point, or a `codec` that is not a codec.
     """
     check_floating("x", x)
-    for parameter, given in (("scale", scale), ("bias", bias)):
-        if given is None:
+    for parameter, array in (("scale", scale), ("bias", bias)):
+        if array is None:
             continue
-        check_floating(parameter, given)
-        if x.ndim < 1 or given.shape != x.shape[-1:]:
+        check_floating(parameter, array)
+        if x.ndim < 1 or array.shape != x.shape[-1:]:
             raise ValueError(
-                f"`{parameter}` must be {x.shape[-1:]} for x{x.shape}, got {given.shape}:"
+                f"`{parameter}` must be {x.shape[-1:]} for x{x.shape}, got {array.shape}:"
                 " pass one number for each feature, or None."
             )
     if x.ndim < 1:
@@ -97,15 +98,15 @@ def _layer_norm(
 def _normalize(x: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
     """Returns `x` without its mean and over its deviation, and the inverse of the deviation."""
     x = x.astype(accumulation_dtype(x.dtype))
-    centred = x - jnp.mean(x, axis=-1, keepdims=True)
-    inverse = jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
-    return centred * inverse, inverse
+    centered = x - jnp.mean(x, axis=-1, keepdims=True)
+    inverse = jax.lax.rsqrt(jnp.mean(centered * centered, axis=-1, keepdims=True) + eps)
+    return centered * inverse, inverse
 
 
 def _layer_norm_fwd(eps, name, x, scale, bias):
     with jax.named_scope("actjax.layer_norm"):
-        x, kept = keep(x, Exact(), None, "layer_norm", name)
-        return _layer_norm(eps, name, x, scale, bias), (kept, scale, bias)
+        x, held = keep(x, Exact(), None, "layer_norm", name)
+        return _layer_norm(eps, name, x, scale, bias), (held, scale, bias)
 
 
 def _layer_norm_bwd(eps, name, residuals, dy):

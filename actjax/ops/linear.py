@@ -110,7 +110,7 @@ def qkv_projection(
 ) -> tuple[Any, Any, Any]:
     """Returns the query, key and value projections of `x`, which share one stored copy of it.
 
-    The same as `linear(x, (wq, wk, wv), ...)`, which says what is exact.
+    The same as `linear(x, (wq, wk, wv), ...)`; see there for what is exact.
 
     Args:
       x: activations, [..., d].
@@ -144,15 +144,15 @@ def check_linear(x: Any, w: Any, bias: Any) -> tuple[Weights, Biases]:
       TypeError: an array that is not floating point, or a `LowRankSum` as input.
     """
     single = not isinstance(w, tuple | list)
-    given = (bias,) if single else bias
-    given_weights = (w,) if single else tuple(w)
-    biases = (None,) * len(given_weights) if given is None else tuple(given)
+    listed_biases = (bias,) if single else bias
+    listed_weights = (w,) if single else tuple(w)
+    biases = (None,) * len(listed_weights) if listed_biases is None else tuple(listed_biases)
     if isinstance(x, LowRankSum):
         raise TypeError(
             "`x` is a LowRankSum, which only nonlinear operators accept: pass `x.value()`."
         )
     check_floating("x", x)
-    weights = tuple(as_weight(w) for w in given_weights)
+    weights = tuple(as_weight(w) for w in listed_weights)
     if not weights:
         raise ValueError("`w` is an empty tuple: pass at least one weight.")
     if len(biases) != len(weights):

@@ -1,4 +1,4 @@
-"""RMS normalisation (Zhang and Sennrich, 2019) that keeps its input, or a code of it."""
+"""RMS normalization (Zhang and Sennrich, 2019) that keeps its input, or a code of it."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ def rms_norm(
 
     The value is exact. The backward pass holds only `x`, in its dtype or as `codec` stores it. It
     computes the inverse root mean square again (a pass over `x`, no product); autodiff would keep
-    the normalised copy and float32 copies of both. The gradients are those at the decoded `x`. They
+    the normalized copy and float32 copies of both. The gradients are those at the decoded `x`. They
     are biased even if the codec is not, and the error of `dx` propagates upstream (Wei et al.,
     2026, Theorems 3.2 and 3.3).
 
@@ -96,8 +96,8 @@ def _rms_norm(eps: float, name: str, x: jax.Array, scale: jax.Array) -> jax.Arra
 
 def _rms_norm_fwd(eps, name, x, scale):
     with jax.named_scope("actjax.rms_norm"):
-        x, kept = keep(x, Exact(), None, "rms_norm", name)
-        return _rms_norm(eps, name, x, scale), (kept, scale)
+        x, held = keep(x, Exact(), None, "rms_norm", name)
+        return _rms_norm(eps, name, x, scale), (held, scale)
 
 
 def _rms_norm_bwd(eps, name, residuals, dy):

@@ -20,9 +20,9 @@ from actjax.ops.attention import (
     HeadNorm,
     Implementation,
     OnDevices,
-    beside,
     check_attention,
     from_merged,
+    side_inputs_of,
 )
 from actjax.ops.gelu import Gelu
 from actjax.ops.glu import Activate, check_gate
@@ -196,14 +196,14 @@ def attention_linear(
       ValueError: shapes that do not fit, or a missing key.
       TypeError: an array that is not floating point, or a `codec` that is not a codec.
     """
-    sight = check_attention(q, k, v, causal, window, segments)
+    mask = check_attention(q, k, v, causal, window, segments)
     codecs = check_codecs(codec, ("q", "k", "v"), key)
-    attend = from_merged(q, k, sight, norm, implementation, on_devices)
-    more = beside(segments, rope, norm)
+    attend = from_merged(q, k, mask, norm, implementation, on_devices)
+    side_inputs = side_inputs_of(segments, rope, norm)
     merged = tuple(x.reshape(*x.shape[:2], -1) for x in (q, k, v))
     names = tuple(f"{name} {letter}".strip() for letter in "qkv")
     operator = "attention_linear"
-    return _then_linear(attend, merged, more, w, bias, codecs, key, operator, names)
+    return _then_linear(attend, merged, side_inputs, w, bias, codecs, key, operator, names)
 
 
 def _then_linear(
@@ -222,7 +222,7 @@ def _then_linear(
 
     Args:
       before: computes the linear input, in both passes; closes over no arrays.
-      activations: what the codecs store.
+      activations: the arrays that the codecs store.
       others: a pytree that `before` also reads; kept as it is.
       w: as for `linear`.
       bias: as for `linear`.
@@ -247,7 +247,7 @@ def _then_linear(
 
 @dataclasses.dataclass(frozen=True)
 class _ThenLinear(Operator):
-    """`linear(before(activations, rest), weights, biases)`; `others` is (rest, weights, biases).
+    """`linear(before(activations, before_others), weights, biases)`, with these three as `others`.
 
     Attributes:
       before: computes the linear input; closes over no arrays.
@@ -256,18 +256,18 @@ class _ThenLinear(Operator):
     before: Callable[[Any, Any], jax.Array]
 
     def __call__(self, activations: Any, others: Any) -> tuple[jax.Array, ...]:
-        rest, weights, biases = others
-        return product("rebuilt input", self.before(activations, rest), weights, biases)
+        before_others, weights, biases = others
+        return product("rebuilt input", self.before(activations, before_others), weights, biases)
 
     def forward(self, activations: Any, others: Any) -> tuple[jax.Array, ...]:
-        rest, weights, biases = others
-        return self(activations, (rest, tuple(w.plain() for w in weights), biases))
+        before_others, weights, biases = others
+        return self(activations, (before_others, tuple(w.plain() for w in weights), biases))
 
     def backward(self, codes, codecs, held, cotangent):
-        others, weights, biases = restore(held)
+        before_others, weights, biases = restore(held)
         # Only the input of the linear operator is computed again, not its output.
         dx = input_grad(weights, cotangent)
         x, dactivations, dothers = differentiate(
-            self.before, codes, codecs, others, dx, with_value=True
+            self.before, codes, codecs, before_others, dx, with_value=True
         )
         return dactivations, (dothers, *parameter_grads(x, weights, biases, cotangent))

@@ -17,7 +17,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 
 from actjax._shards import is_partitioned
-from actjax.ops.sight import Sight
+from actjax.ops.mask import Mask
 
 _LANES = 128
 _BLOCKS = (512, 256, _LANES)
@@ -25,17 +25,17 @@ _BLOCKS = (512, 256, _LANES)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def splash(sight: Sight, name: str, q: Any, k: Any, v: Any, segments: Any) -> jax.Array:
-    """Returns attention with merged heads: a form as in `actjax.ops.attention_forms`.
+def splash(mask: Mask, name: str, q: Any, k: Any, v: Any, segments: Any) -> jax.Array:
+    """Returns attention with merged heads: one of `actjax.ops.attention_implementations`.
 
     Raises:
       ValueError: a length that is not a multiple of 128, or arrays that XLA divides over devices.
     """
     del name
-    return _run(sight, segments, q, k, v)
+    return _run(mask, segments, q, k, v)
 
 
-def _run(sight: Sight, segments: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def _run(mask: Mask, segments: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     if reason := _refuses(q):
         raise ValueError(f"`implementation` 'splash' of attention {reason}: use 'blockwise'.")
     length, heads, size = q.shape[1:]
@@ -45,7 +45,7 @@ def _run(sight: Sight, segments: Any, q: jax.Array, k: jax.Array, v: jax.Array) 
         block_kv_dkv_compute=block, use_fused_bwd_kernel=True,
     )  # fmt: skip
     kernel: Any = kernels.make_splash_mha(
-        mask=masks.MultiHeadMask([_mask(sight, length)] * heads),
+        mask=masks.MultiHeadMask([_splash_mask(mask, length)] * heads),
         block_sizes=sizes,
         head_shards=1,
         q_seq_shards=1,
@@ -67,7 +67,7 @@ class _Residuals:
     """The leaves of the pullback of the kernels.
 
     Attributes:
-      leaves: arrays; those of heads are merged, [B, S, H * D]. Heads of 64 numbers, [B, H, S, 64],
+      leaves: arrays; arrays of heads are merged, [B, S, H * D]. Heads of 64 numbers, [B, H, S, 64],
         would take the 128 lanes of 128.
       treedef: structure of the pullback. Static.
       heads: heads of each leaf; 0 for one that is not merged. Static.
@@ -78,9 +78,9 @@ class _Residuals:
     heads: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
 
-def _splash_fwd(sight, name, q, k, v, segments):
+def _splash_fwd(mask, name, q, k, v, segments):
     del name
-    out, pullback = jax.vjp(functools.partial(_run, sight, segments), q, k, v)
+    out, pullback = jax.vjp(functools.partial(_run, mask, segments), q, k, v)
     leaves, treedef = jax.tree.flatten(pullback)
     ends = q.shape[1], q.shape[3]
     heads = tuple(x.shape[1] if x.ndim == 4 and x.shape[2:] == ends else 0 for x in leaves)
@@ -88,8 +88,8 @@ def _splash_fwd(sight, name, q, k, v, segments):
     return out, _Residuals(leaves, treedef, heads)
 
 
-def _splash_bwd(sight, name, residuals, dout):
-    del sight, name
+def _splash_bwd(mask, name, residuals, dout):
+    del mask, name
     leaves = [
         x.reshape(*x.shape[:2], n, -1).swapaxes(1, 2) if n else x
         for x, n in zip(residuals.leaves, residuals.heads, strict=True)
@@ -106,14 +106,14 @@ def _merged(x: jax.Array) -> jax.Array:
     return x.reshape(*x.shape[:2], -1)
 
 
-def splash_or(form: Any) -> Any:
-    """Returns a form that is `splash` where it can be, and another one elsewhere."""
-    return functools.partial(_splash_or, form)
+def splash_or(fallback: Any) -> Any:
+    """Returns `splash`, or another implementation for queries that `splash` refuses."""
+    return functools.partial(_splash_or, fallback)
 
 
-def _splash_or(form: Any, sight: Sight, name: str, q: Any, *others: Any) -> jax.Array:
-    chosen = form if _refuses(q) else splash
-    return chosen(sight, name, q, *others)
+def _splash_or(fallback: Any, mask: Mask, name: str, q: Any, *others: Any) -> jax.Array:
+    chosen = fallback if _refuses(q) else splash
+    return chosen(mask, name, q, *others)
 
 
 def _refuses(q: jax.Array) -> str | None:
@@ -125,10 +125,10 @@ def _refuses(q: jax.Array) -> str | None:
     return None
 
 
-def _mask(sight: Sight, length: int) -> Any:
+def _splash_mask(mask: Mask, length: int) -> Any:
     shape = length, length
-    if not sight.causal:
+    if not mask.causal:
         return masks.FullMask(shape)
-    if sight.window is None:
+    if mask.window is None:
         return masks.CausalMask(shape)
-    return masks.LocalMask(shape, (sight.window - 1, 0), 0)
+    return masks.LocalMask(shape, (mask.window - 1, 0), 0)

@@ -60,8 +60,8 @@ def accumulate(
 
     def weighted(slices: Any) -> tuple[Any, None]:
         batch, weight = slices
-        found = loss_and_grad(params, batch)
-        return jax.tree.map(lambda g: _scaled(g, weight), found, is_leaf=is_low_rank), None
+        result = loss_and_grad(params, batch)
+        return jax.tree.map(lambda g: _scaled(g, weight), result, is_leaf=is_low_rank), None
 
     return sum_gradients(weighted, (batches, weights), max_rank)[0]
 
@@ -81,8 +81,8 @@ def sum_gradients(
     leaves, treedef = jax.tree.flatten(shapes, is_leaf=is_low_rank)
     apart = [is_low_rank(g) and g.basis_name is None for g in leaves]
 
-    def add(sums: list[Any], one: Any) -> tuple[Any, Any]:
-        gradient, others = run(one)
+    def add(sums: list[Any], inputs: Any) -> tuple[Any, Any]:
+        gradient, others = run(inputs)
         parts = treedef.flatten_up_to(gradient)
         sums = [
             s if alone else _add(s, _wide(g))
@@ -92,9 +92,9 @@ def sum_gradients(
 
     zeros = [None if alone else _zeros(g) for g, alone in zip(leaves, apart, strict=True)]
     total, (stacked, others) = jax.lax.scan(add, zeros, slices)
-    rest = iter(stacked)
+    factored = iter(stacked)
     merged = [
-        _side_by_side(next(rest), max_rank) if alone else s
+        _side_by_side(next(factored), max_rank) if alone else s
         for s, alone in zip(total, apart, strict=True)
     ]
     return jax.tree.unflatten(treedef, merged), others

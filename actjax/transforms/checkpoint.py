@@ -41,21 +41,21 @@ def checkpoint(
         def layer(x, weights): ...
         x = actjax.checkpoint(layer, Quantized(4))(x, weights)
 
-    Works under `jit`, `lax.scan` and `vmap`, may close over arrays, and may be nested. What `fun`
-    writes into Flax nnx modules among its arguments, such as statistics of a batch norm, is kept.
+    Works under `jit`, `lax.scan` and `vmap`, may close over arrays, and may be nested. `fun` may
+    write into Flax nnx modules among its arguments, such as the statistics of a batch norm.
 
     A function that treats the tokens of a long sequence separately, such as a feed-forward network,
     can run on a chunk of them at a time. Its intermediate arrays are then those of one chunk, in
-    both passes. Nothing notices a function that mixes tokens, such as attention: each chunk would
-    see its own tokens alone.
+    both passes. A function that mixes tokens, such as attention, gives wrong results without an
+    error: each chunk would see only its own tokens.
 
         mlp = actjax.checkpoint(mlp, Exact(), chunk=8192, axis=1)  # x [B, S, d]
 
     Gradients of weights are summed over the chunks in float32.
 
     Args:
-      fun: a function of arrays and pytrees of them. What is not an array, such as a Python number,
-        is static. Arrays in keyword arguments are closed over.
+      fun: a function of arrays and pytrees of them. Leaves that are not arrays, such as Python
+        numbers, are static. Arrays in keyword arguments are closed over.
       codec: how each activation is stored. With `Exact()` this is `jax.checkpoint`.
       activations: positions of the arguments whose floating point arrays, except scalars, are
         stored as codes. Other arguments, and arrays that `fun` closes over, are stored unchanged;
@@ -91,27 +91,27 @@ def checkpoint(
             for i, (owner, leaf) in enumerate(zip(owners, leaves, strict=True))
             if owner in positions and _can_be_coded(leaf)
         ]
-        given = [leaves[i] for i in coded]
-        size = _chunk_size(given, chunk, axis)
+        coded_leaves = [leaves[i] for i in coded]
+        size = _chunk_size(coded_leaves, chunk, axis)
         if size is not None:
             for i in coded:
                 leaves[i] = jax.lax.slice_in_dim(leaves[i], 0, size, axis=axis)
         closed = close(opened.fun, jax.tree.unflatten(treedef, leaves))
-        rest = [None if i in coded else x for i, x in enumerate(closed.arguments)]
+        uncoded = [None if i in coded else x for i, x in enumerate(closed.arguments)]
         # Constants that are not traced need no gradient. JAX must not try to compute one: operators
         # with their own backward pass, such as products with NF4 weights, capture such constants.
         traced = [x for x in closed.constants if isinstance(x, Tracer)]
         known = [None if isinstance(x, Tracer) else x for x in closed.constants]
 
         def run(activations: Any, others: Any) -> Any:
-            traced, rest = others
-            return closed.run(_filled(known, traced), _filled(rest, activations))
+            traced, uncoded = others
+            return closed.run(_filled(known, traced), _filled(uncoded, activations))
 
         names = [name if len(coded) == 1 else f"{name} {i}" for i in range(len(coded))]
         outputs = coded_call(
             run if size is None else InChunks(run, size, axis),
-            given,
-            (traced, rest),
+            coded_leaves,
+            (traced, uncoded),
             [codec] * len(coded),
             key,
             "checkpoint",

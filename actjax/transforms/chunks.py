@@ -72,7 +72,7 @@ class InChunks(Operator):
             arrays, sums = self._put_end(arrays, grads, left), _added(sums, dfloats)
         arrays, sums = jax.lax.fori_loop(0, length // self.size, body, (arrays, sums))
         sums = [s.astype(x.dtype) for s, x in zip(sums, smooth, strict=True)]
-        return tuple(arrays), merge(sums, rest=None)
+        return tuple(arrays), merge(sums, constants=None)
 
     def _whole_shape(self, shape: tuple[int, ...], length: int) -> tuple[int, ...]:
         """Returns the shape of an output from that of a chunk."""

@@ -86,19 +86,19 @@ class Explanation:
         table.add_column("stored", bytes_text(self.stored_bytes), justify="right", no_wrap=True)
         table.add_column("codec or reason", overflow="fold")
         alive = [r for r in self.residuals if r.reason == _ALIVE]
-        kept = [r for r in self.residuals if r.reason != _ALIVE]
-        coded = [r for r in kept if r.codec not in ("", repr(Exact()))]
-        small = [r for r in kept if r not in coded and r.exact_bytes < self.exact_bytes / 1000]
-        for r in kept:
+        listed = [r for r in self.residuals if r.reason != _ALIVE]
+        coded = [r for r in listed if r.codec not in ("", repr(Exact()))]
+        small = [r for r in listed if r not in coded and r.exact_bytes < self.exact_bytes / 1000]
+        for r in listed:
             if r not in small:
                 shape = f"{r.dtype}[{','.join(map(str, r.shape))}]"
                 sizes = bytes_text(r.exact_bytes), bytes_text(r.stored_bytes)
                 table.add_row(f"{r.operator}: {r.name}", shape, *sizes, r.codec or r.reason)
-        others = (
+        summaries = (
             ("small arrays", small, "below a thousandth of the total each"),
             ("arguments, constants", alive, _ALIVE),
         )
-        for name, rows, reason in others:
+        for name, rows, reason in summaries:
             if rows:
                 exact, stored = (
                     sum(r.exact_bytes for r in rows),
@@ -111,7 +111,7 @@ class Explanation:
 
 
 def explain(fun: Callable[..., Any], *args: Any) -> Explanation:
-    """Returns what `fun(*args)` stores for the gradient in all floating point arguments.
+    """Returns a table of what `fun(*args)` stores for the gradient in all floating point arguments.
 
     Nothing runs: `fun` is traced, so arguments may be `jax.ShapeDtypeStruct`s, and the model may be
     larger than this machine. Print the result, or read `.residuals`.

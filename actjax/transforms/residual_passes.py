@@ -15,7 +15,7 @@ from actjax._jaxpr.equations import run_equation
 from actjax._jaxpr.programs import run_inlined
 from actjax.codecs import Exact
 from actjax.transforms.candidates import LEFT
-from actjax.transforms.residual_plan import Plan
+from actjax.transforms.residual_plan import ResidualPlan
 from actjax.transforms.stored_by import StoredBy
 
 LIFETIME = 32
@@ -24,7 +24,7 @@ decoded again. About the length of one operator."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def run_compressed(plan: Plan, run: Any, inputs: Any, codecs: Any, key: Any) -> list[Any]:
+def run_compressed(plan: ResidualPlan, run: Any, inputs: Any, codecs: Any, key: Any) -> list[Any]:
     """Returns the outputs of a function; stores codes of its residuals for its backward pass.
 
     Args:
@@ -42,7 +42,7 @@ def run_compressed(plan: Plan, run: Any, inputs: Any, codecs: Any, key: Any) -> 
 class _Narrowed:
     """The plan of the cotangents that are needed, from the forward to the backward pass."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: ResidualPlan) -> None:
         self.plan = plan
 
 
@@ -71,8 +71,8 @@ def _compressed_fwd(plan, run, inputs, codecs, key):
         x, made[i] = encoded_first(x, code)
         return x
 
-    def handle(eqn: core.JaxprEqn, given: list[Any]) -> list[Any]:
-        return list(map(encode, eqn.outvars, run_equation(eqn, given)))
+    def handle(eqn: core.JaxprEqn, eqn_inputs: list[Any]) -> list[Any]:
+        return list(map(encode, eqn.outvars, run_equation(eqn, eqn_inputs)))
 
     results = run_inlined(
         plan.forward, list(map(encode, plan.forward.jaxpr.invars, inputs)), handle
@@ -81,12 +81,12 @@ def _compressed_fwd(plan, run, inputs, codecs, key):
     # The outputs wait for the codes as well: only the backward pass reads some encoded values.
     outputs, made = jax.lax.optimization_barrier((outputs, made))
     codes = []
-    for i, (x, kept, codec) in enumerate(zip(values, plan.kept, codecs, strict=True)):
-        what = kept.candidate
+    for i, (x, entry, codec) in enumerate(zip(values, plan.kept, codecs, strict=True)):
+        what = entry.candidate
         if codec is not None:
             codes.append(name_code(made[i], x, repr(codec), what.primitive, what.label))
-        elif kept.reason in LEFT:
-            codes.append(tag_left(x, kept.reason, what.primitive, what.label))
+        elif entry.reason in LEFT:
+            codes.append(tag_left(x, entry.reason, what.primitive, what.label))
         else:
             codes.append(x)
     return outputs, (codes, codecs, _Narrowed(plan))
@@ -96,8 +96,8 @@ def _compressed_bwd(plan, run, residuals, cotangents):
     del run
     codes, codecs, narrowed = residuals
     plan = narrowed.plan
-    given = [_written_out(cotangents[i]) for i in plan.smooth_outputs]
-    gradients = _run_backward(plan, codes, codecs, given)
+    smooth_cotangents = [_written_out(cotangents[i]) for i in plan.smooth_outputs]
+    gradients = _run_backward(plan, codes, codecs, smooth_cotangents)
     dinputs: list[Any] = [None] * len(plan.forward.jaxpr.invars)
     for i, dx in zip(plan.smooth_inputs, gradients, strict=True):
         dinputs[i] = dx
@@ -112,7 +112,10 @@ def _written_out(cotangent: Any) -> jax.Array:
 
 
 def _run_backward(
-    plan: Plan, codes: Sequence[Any], codecs: Sequence[StoredBy | None], cotangents: Sequence[Any]
+    plan: ResidualPlan,
+    codes: Sequence[Any],
+    codecs: Sequence[StoredBy | None],
+    cotangents: Sequence[Any],
 ) -> list[Any]:
     """Runs the pullback; decodes or rebuilds each residual just before it is first read.
 
@@ -147,8 +150,8 @@ def _run_backward(
                 if missing:
                     needed += missing
                     continue
-                given = [z.val if isinstance(z, core.Literal) else values[z] for z in eqn.invars]
-                values.update(zip(eqn.outvars, run_equation(eqn, given), strict=True))
+                operands = [z.val if isinstance(z, core.Literal) else values[z] for z in eqn.invars]
+                values.update(zip(eqn.outvars, run_equation(eqn, operands), strict=True))
         return values[x]
 
     for eqn in jaxpr.eqns:
@@ -168,7 +171,11 @@ class _Store:
     """The codes, and the values recently decoded or rebuilt from them, during a backward pass."""
 
     def __init__(
-        self, plan: Plan, codes: Sequence[Any], codecs: Sequence[StoredBy | None], clock: jax.Array
+        self,
+        plan: ResidualPlan,
+        codes: Sequence[Any],
+        codecs: Sequence[StoredBy | None],
+        clock: jax.Array,
     ) -> None:
         """Takes the codes of the forward pass and the first cotangent.
 
@@ -218,7 +225,7 @@ class _Store:
 run_compressed.defvjp(_compressed_fwd, _compressed_bwd, symbolic_zeros=True)
 
 
-def key_of(key: Any, plan: Plan, i: int) -> jax.Array | None:
+def key_of(key: Any, plan: ResidualPlan, i: int) -> jax.Array | None:
     """Returns the key for stored array `i`."""
     if not isinstance(key, Mapping):
         return None if key is None else jax.random.fold_in(key, plan.kept[i].number)

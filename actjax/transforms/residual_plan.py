@@ -1,6 +1,6 @@
-"""Which arrays a function stores for its backward pass, and with which codecs.
+"""Decides which arrays a function stores for its backward pass, and with which codecs.
 
-GACT recognises parameters by their address, and stores a tensor that several operators need only
+GACT recognizes parameters by their address, and stores a tensor that several operators need only
 once. Here both follow from the traced program.
 """
 
@@ -22,8 +22,8 @@ from actjax.transforms.stored_by import StoredBy
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Plan:
-    """What a function stores for its backward pass. Made before the function runs.
+class ResidualPlan:
+    """The arrays that a function stores for its backward pass. Made before the function runs.
 
     Attributes:
       forward: from inputs to outputs and stored arrays, in the order of `kept`.
@@ -50,7 +50,7 @@ class Plan:
     one_way: dict[int, str]
     smooth_outputs: tuple[int, ...]
 
-    def narrowed(self, wanted: Sequence[bool]) -> "Plan":
+    def narrowed(self, wanted: Sequence[bool]) -> "ResidualPlan":
         """Returns the plan of a pullback to some inputs, which needs fewer arrays.
 
         Args:
@@ -65,15 +65,15 @@ class Plan:
         pairs = zip(jaxpr.invars[: len(self.leaves)], self.leaves, strict=True)
         leaves = [leaf for x, leaf in pairs if x in read and isinstance(leaf, core.Var)]
         stored = self.graph.needed(leaves, {k.var for k in self.kept})
-        kept = [i for i, k in enumerate(self.kept) if k.var in stored]
+        places = [i for i, k in enumerate(self.kept) if k.var in stored]
         outputs = self.forward.jaxpr.outvars[: self.outputs]
-        forward = _with_outputs(self.forward.jaxpr, [*outputs, *(self.kept[i].var for i in kept)])
+        forward = _with_outputs(self.forward.jaxpr, [*outputs, *(self.kept[i].var for i in places)])
         backward = _with_outputs(jaxpr.replace(eqns=eqns), outvars)
         return dataclasses.replace(
             self,
             forward=core.ClosedJaxpr(forward, self.forward.consts),
-            kept=tuple(self.kept[i] for i in kept),
-            codecs=tuple(self.codecs[i] for i in kept),
+            kept=tuple(self.kept[i] for i in places),
+            codecs=tuple(self.codecs[i] for i in places),
             backward=core.ClosedJaxpr(backward, self.backward.consts),
             smooth_inputs=tuple(self.smooth_inputs[i] for i in chosen),
         )
@@ -82,8 +82,8 @@ class Plan:
 def _read_by_foreign_rules(jaxpr: core.Jaxpr, leaves: Sequence[Any]) -> dict[core.Var, None]:
     """Returns the residuals that other people's custom backward passes read.
 
-    They may fit exact values only, or be no activations at all: the statistics of a softmax, the
-    times of a solver, indices.
+    Such a residual may be valid for exact values only, or not be an activation: the statistics of a
+    softmax, the times of a solver, indices.
 
     Args:
       jaxpr: the pullback.
@@ -115,7 +115,7 @@ def make_plan(
     fixed: Sequence[bool],
     settings: Settings,
     one_way: dict[int, str],
-) -> Plan:
+) -> ResidualPlan:
     """Traces a function with its pullback, and decides what to store for the pullback.
 
     Args:
@@ -124,7 +124,7 @@ def make_plan(
       names: names of the inputs.
       dies: which inputs are dead after the forward pass.
       fixed: which inputs cannot be differentiated.
-      settings: what is done with residuals.
+      settings: the rule, and whether residuals are rebuilt.
       one_way: for the inputs that no gradient may pass, the operation without a derivative.
     """
     traced = _trace(run, inputs, fixed)
@@ -136,15 +136,15 @@ def make_plan(
     free = {*alive, *foreign}
     graph = Graph(jaxpr, lambda x: 0 if x in free else nbytes(x), rebuild=settings.rebuild)
     chosen = graph.choose([x for x in leaves if isinstance(x, core.Var) and x not in foreign])
-    kept = list(dict.fromkeys([*foreign, *chosen]))
-    found = describe(jaxpr, graph, kept, foreign, names, dies, settings)
-    codecs, reasons = decide(found, settings.rule)
+    to_store = list(dict.fromkeys([*foreign, *chosen]))
+    described = describe(jaxpr, graph, to_store, foreign, names, dies, settings)
+    codecs, reasons = decide(described, settings.rule)
     settled = [
         dataclasses.replace(k, reason=reason, number=i)
-        for i, (k, reason) in enumerate(zip(found, reasons, strict=True))
+        for i, (k, reason) in enumerate(zip(described, reasons, strict=True))
     ]
-    shortened = _with_outputs(jaxpr, [*jaxpr.outvars[:count], *kept])
-    return Plan(
+    shortened = _with_outputs(jaxpr, [*jaxpr.outvars[:count], *to_store])
+    return ResidualPlan(
         forward=core.ClosedJaxpr(shortened, traced.forward.consts),
         outputs=count,
         kept=tuple(settled),

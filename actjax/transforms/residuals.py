@@ -63,8 +63,8 @@ def compress_residuals(
     each. An array that several operators need is stored once, together with its views: transposed,
     reshaped, broadcast or wider copies.
 
-    What `fun` writes into Flax nnx modules among its positional arguments is kept: statistics of a
-    batch norm, the number of dropout masks that were drawn, settings.
+    `fun` may write into Flax nnx modules among its positional arguments: statistics of a batch
+    norm, the number of dropout masks drawn, settings.
 
     An operator may store a second array that fits only the exact values. Attention with a stored
     log-sum-exp is an example: where scores are large, attention weights computed from decoded q and
@@ -80,8 +80,8 @@ def compress_residuals(
     derivatives of codes raise.
 
     Args:
-      fun: any JAX function that can be differentiated in reverse mode. What is not an array, such
-        as a Python number or a function in a module of Equinox, is static. Arrays in keyword
+      fun: any JAX function that can be differentiated in reverse mode. Leaves that are not arrays,
+        such as a Python number or a function in a module of Equinox, are static. Arrays in keyword
         arguments are closed over.
       rule: a function from a `Candidate` to its codec; or one codec for all arrays except small
         ones (32 times smaller than the largest).
@@ -123,7 +123,7 @@ def compressed_function(
 
     Args:
       fun: the function.
-      settings: what is stored and how, and what is computed again.
+      settings: how residuals are stored or computed again.
       positions: of arguments that are dead after the forward pass.
       key: randomness of the encoding, or None.
     """
@@ -187,12 +187,12 @@ def _compress(
     # All arrays that `run` reads are inputs: it is traced again where it is differentiated, perhaps
     # outside of the loop that a key belongs to.
     def run(*inputs: Any) -> list[Any]:
-        given = core.ClosedJaxpr(program.jaxpr, list(inputs[:first]))
-        own_key = jax.tree.unflatten(treedef, inputs[last:])
+        closed = core.ClosedJaxpr(program.jaxpr, list(inputs[:first]))
+        run_key = jax.tree.unflatten(treedef, inputs[last:])
         if settings.remat is None:
-            return _run_once(given, inputs[first:last], settings, own_key)
+            return _run_once(closed, inputs[first:last], settings, run_key)
         return _run_segments(
-            given, inputs[first:last], dies[:last], data[:last], settings, settings.remat, own_key
+            closed, inputs[first:last], dies[:last], data[:last], settings, settings.remat, run_key
         )
 
     if all(data):
@@ -210,14 +210,14 @@ def _compress(
 def _run_once(
     program: core.ClosedJaxpr, arguments: Sequence[Any], settings: Settings, key: Any
 ) -> list[Any]:
-    """Runs a program, of which nothing is computed again; its loops are compressed."""
+    """Runs a program without computing any of it again; its loops are compressed."""
     # Other calls are differentiated as calls: JAX differentiates equal ones once.
     into = Search({"scan", "cond", *CUSTOM_VJP, *ONE_WAY})
     return run_inlined(program, arguments, _handler(settings, key), into=into)
 
 
 def _handler(settings: Settings, key: Any) -> Handler:
-    """Returns what runs equations without a derivative, with a custom one, and loops."""
+    """Returns the handler of loops, and of equations without a derivative or with a custom one."""
     # Each loop has its own key, the same each time the function is traced.
     numbers = itertools.count()
 
@@ -264,29 +264,29 @@ def _run_segments(
     jaxpr = program.jaxpr
     dying = {x for x, dead in zip(known, dies, strict=True) if dead}
     dead = [x in dying for x in (*jaxpr.constvars, *jaxpr.invars)]
-    # What a called function holds was there before anything was differentiated.
+    # Constants of called functions existed before anything was differentiated.
     data = {x for x in jaxpr.constvars if x not in known}
     data = without_derivative(jaxpr, data | {x for x, yes in zip(known, fixed, strict=True) if yes})
     segments = cut(jaxpr, settings.layers, dead, _is_apart, remat.share)
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, program.consts, strict=True))
     values |= zip(jaxpr.invars, arguments, strict=True)
     once = dataclasses.replace(settings, remat=None)
-    handle, found = _handler(settings, key), pieces(program, segments)
-    for i, (segment, (body, invars)) in enumerate(zip(segments, found, strict=True)):
-        closed, given = core.ClosedJaxpr(body, []), [values[x] for x in invars]
+    handle, bodies = _handler(settings, key), pieces(program, segments)
+    for i, (segment, (body, invars)) in enumerate(zip(segments, bodies, strict=True)):
+        closed, body_inputs = core.ClosedJaxpr(body, []), [values[x] for x in invars]
         if not segment.again:
-            outputs = run_inlined(closed, given, handle)
+            outputs = run_inlined(closed, body_inputs, handle)
         elif remat.codes:
-            own_key = jax.tree.map(lambda k, i=i: jax.random.fold_in(k, i), key)
+            segment_key = jax.tree.map(lambda k, i=i: jax.random.fold_in(k, i), key)
             scope = joined_scopes(settings.scope, f"segment {i}")
-            own = dataclasses.replace(once, scope=scope)
+            scoped = dataclasses.replace(once, scope=scope)
             again = functools.partial(
-                _compress_segment, closed, own, own_key, [x in data for x in invars]
+                _compress_segment, closed, scoped, segment_key, [x in data for x in invars]
             )
-            outputs = jax.checkpoint(again)(*given)
+            outputs = jax.checkpoint(again)(*body_inputs)
         else:
             again = functools.partial(run_inlined, closed, handle=_run_special)
-            outputs = jax.checkpoint(lambda *x, again=again: again(x))(*given)
+            outputs = jax.checkpoint(lambda *x, again=again: again(x))(*body_inputs)
         values |= zip(body.outvars, outputs, strict=True)
     return [x.val if isinstance(x, core.Literal) else values[x] for x in jaxpr.outvars]
 
@@ -298,7 +298,7 @@ def _compress_segment(
     fixed: Sequence[bool],
     *arguments: Any,
 ) -> list[Any]:
-    """Runs a segment that is computed again, and stores what it computes then as codes."""
+    """Runs a segment that is computed again, and stores the residuals of that run as codes."""
     count = len(arguments)
     return _compress(program, arguments, [""] * count, [False] * count, settings, key, {}, fixed)
 
@@ -327,9 +327,9 @@ def _compress_loop(
     constants, start, stacked = inputs[:first], inputs[first:last], inputs[last:]
     names = [""] * (len(body.consts) + len(inputs))
     number = next(numbers)
-    own_scope = joined_scopes(settings.scope, scope_of(eqn), f"loop {number}" if number else "")
+    loop_scope = joined_scopes(settings.scope, scope_of(eqn), f"loop {number}" if number else "")
     settings = dataclasses.replace(
-        settings, scope=own_scope, layers=settings.layers * params["length"]
+        settings, scope=loop_scope, layers=settings.layers * params["length"]
     )
     # The next iteration has another carry, so this one is not alive otherwise.
     dies = [False] * len(names)
@@ -341,9 +341,9 @@ def _compress_loop(
     keys = jax.tree.map(lambda k: jax.random.split(jax.random.fold_in(k, fold), length), key)
 
     def step(carry: Any, slices: Any) -> Any:
-        own, own_key = slices
+        xs, step_key = slices
         # The outer call already checked for operations without a derivative.
-        outputs = _compress(body, [*constants, *carry, *own], names, dies, settings, own_key, {})
+        outputs = _compress(body, [*constants, *carry, *xs], names, dies, settings, step_key, {})
         return outputs[: len(start)], outputs[len(start) :]
 
     carry, ys = jax.lax.scan(

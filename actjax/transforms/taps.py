@@ -1,4 +1,4 @@
-"""Which weights of a function get a factored gradient, and the taps that carry it."""
+"""Finds the weights of a function that get a factored gradient, and makes the taps for it."""
 
 import dataclasses
 from collections.abc import Callable, Collection
@@ -23,8 +23,8 @@ class Bases:
       arrays: from the name of an input (`input_groups`) to its basis, [..., d, k], with the leading
         axes of the weights of this input.
       bits: bits of a coordinate of `x P`: 8, 4, or 16 for the dtype of `x`. Static.
-      orthonormal: whether the columns of each basis are orthonormal: the norm of a gradient is then
-        that of its coordinates. Static.
+      orthonormal: whether the columns of each basis are orthonormal, so that a gradient has the
+        norm of its coordinates. Static.
     """
 
     arrays: dict[str, Any]
@@ -59,7 +59,7 @@ class _Tapped:
 
 @dataclasses.dataclass(frozen=True)
 class Taps:
-    """Which parameters of a function are tapped. Holds no arrays.
+    """The plan of the parameters of a function that are tapped. Holds no arrays.
 
     Attributes:
       treedef: structure of the parameters.
@@ -86,7 +86,7 @@ class Taps:
         return jax.tree.unflatten(self.treedef, leaves)
 
     def without(self, paths: Collection[str]) -> "Taps":
-        """Returns the plan in which weights, and those that share an input, have dense gradients.
+        """Returns the plan with dense gradients for weights and all others that share their inputs.
 
         Raises:
           ValueError: a basis is given for one of the inputs, so that the gradient cannot be dense.
@@ -98,8 +98,8 @@ class Taps:
                     f"the weight `{plan.path}` has a basis, and was cast before an operator of"
                     " actjax read it: pass it as it is, or use the layers of actjax.flax."
                 )
-        kept = {i: plan for i, plan in self.tapped.items() if plan.input_name not in names}
-        return dataclasses.replace(self, tapped=kept)
+        remaining = {i: plan for i, plan in self.tapped.items() if plan.input_name not in names}
+        return dataclasses.replace(self, tapped=remaining)
 
     def join(self, gradient: Any, bases: Bases) -> Any:
         """Returns the gradient of the parameters from the gradient of the result of `split`."""
@@ -155,8 +155,8 @@ def _plan(
     names: dict[tuple[int, ...], str] = {}
     plans: dict[int, _Tapped] = {}
     widest: dict[str, Any] = {}
-    for i, (path, found) in enumerate(zip(paths, uses, strict=True)):
-        linear = [use for use in found if use.operator == "linear"]
+    for i, (path, path_uses) in enumerate(zip(paths, uses, strict=True)):
+        linear = [use for use in path_uses if use.operator == "linear"]
         if not linear:
             continue
         name = names.setdefault(linear[0].call, path)
@@ -165,7 +165,7 @@ def _plan(
             rank = bases.arrays[name].shape[-1]
         if not in_basis and all(use.rank == 0 for use in linear):
             continue
-        _check_uses(path, found, in_basis)
+        _check_uses(path, path_uses, in_basis)
         widest[name] = jnp.promote_types(widest.get(name, dtypes[i]), dtypes[i])
         plans[i] = _Tapped(path, name, rank, name == path, in_basis, dtypes[i])
     unknown = sorted(set(bases.arrays) - {plan.input_name for plan in plans.values()})
@@ -180,12 +180,12 @@ def _plan(
 
 def _check_uses(path: str, uses: list[Use], in_basis: bool) -> None:
     """Raises a `ValueError` if factors of several places would have to be added."""
-    others = [use.operator for use in uses if use.operator != "linear"]
+    other_operators = [use.operator for use in uses if use.operator != "linear"]
     advice = "give the operator codec=Exact(), or differentiate with jax.value_and_grad."
-    if others:
+    if other_operators:
         raise ValueError(
             f"the weight `{path}` has a factored gradient, so only actjax's linear operators may"
-            f" read it, but `{others[0]}` does too: {advice}"
+            f" read it, but `{other_operators[0]}` does too: {advice}"
         )
     calls, times = len(uses), uses[0].times
     if calls > 1 and not (in_basis and len({use.call for use in uses}) == 1):

@@ -35,9 +35,9 @@ def value_and_grad(
     `jax.checkpoint`, and in Flax modules of both kinds. `fun` is traced once more than by JAX, to
     find out which operator reads which weight. A weight is followed through casts, copies, branches
     and slices of a scan. A weight that is transposed or scaled before the operator reads it, or
-    that comes out of a scan under `vmap`, is not followed: its gradient is dense. So is that of a
-    weight that another library's layer casts before it calls the operator, such as
-    `nnx.Linear(..., dtype=jnp.bfloat16, dot_general=...)` with float32 parameters.
+    that comes out of a scan under `vmap`, is not followed: its gradient is dense. A weight that
+    another library's layer casts before it calls the operator has a dense gradient too, such as
+    that of `nnx.Linear(..., dtype=jnp.bfloat16, dot_general=...)` with float32 parameters.
 
     Args:
       fun: returns a scalar, or a scalar and an auxiliary output if `has_aux`.
@@ -55,7 +55,7 @@ def value_and_grad(
       ValueError: when called: two operators, or one operator twice, or another operation read a
         weight with a factored gradient; or a basis fits no input.
     """
-    given = _checked_bases(bases)
+    checked = _checked_bases(bases)
     single = not isinstance(argnums, Sequence)
     numbers: tuple[Any, ...] = (argnums,) if single else tuple(argnums)
     if not all(isinstance(i, int) for i in numbers):
@@ -79,23 +79,23 @@ def value_and_grad(
         # Paths of a single argument do not begin with its position.
         inner = (lambda p: of_parameters((p,))) if single else of_parameters
         tree = parameters[0] if single else parameters
-        taps = plan_taps(inner, tree, given)
+        taps = plan_taps(inner, tree, checked)
 
         def differentiate(taps: Taps) -> tuple[Any, Any]:
             def of_taps(differentiated: Any) -> Any:
-                result = inner(taps.merge(tree, differentiated, given))
+                result = inner(taps.merge(tree, differentiated, checked))
                 # The auxiliary output may contain a weight.
                 return (result[0], plain_weights(result[1])) if has_aux else result
 
             value, gradient = jax.value_and_grad(of_taps, has_aux=has_aux)(taps.split(tree))
-            return value, taps.join(gradient, given)
+            return value, taps.join(gradient, checked)
 
-        found = Conversions()
-        token = conversions.set(found)
+        converted = Conversions()
+        token = conversions.set(converted)
         try:
             result = differentiate(taps)
             # A weight that was converted and cast has lost its taps, and so its gradient.
-            lost = found.lost()
+            lost = converted.lost()
             return differentiate(taps.without(lost)) if lost else result
         finally:
             conversions.reset(token)
@@ -131,13 +131,13 @@ def input_groups(fun: Callable[..., Any], *args: Any) -> dict[str, str]:
       the first weight that reads this input. Weights that cannot have a factored gradient, because
       another operation reads them too, are left out.
     """
-    parameters, *rest = args
-    paths, uses = uses_by_path(fun, parameters, *rest)
+    parameters, *other_args = args
+    paths, uses = uses_by_path(fun, parameters, *other_args)
     calls: dict[tuple[int, ...], str] = {}
     groups = {}
-    for path, found in zip(paths, uses, strict=True):
-        if len(found) == 1 and found[0].operator == "linear":
-            groups[path] = calls.setdefault(found[0].call, path)
+    for path, path_uses in zip(paths, uses, strict=True):
+        if len(path_uses) == 1 and path_uses[0].operator == "linear":
+            groups[path] = calls.setdefault(path_uses[0].call, path)
     return groups
 
 
@@ -151,11 +151,11 @@ def with_bases(fun: Callable[..., Any], bases: Bases | Mapping[str, jax.Array]) 
       fun: a function whose first argument holds the weights.
       bases: as for `value_and_grad`.
     """
-    given = _checked_bases(bases)
+    checked = _checked_bases(bases)
 
     @functools.wraps(fun)
     def stored_in_bases(parameters: Any, *args: Any) -> Any:
-        taps = plan_taps(lambda p: fun(p, *args), parameters, given)
-        return fun(taps.merge(parameters, taps.split(parameters), given), *args)
+        taps = plan_taps(lambda p: fun(p, *args), parameters, checked)
+        return fun(taps.merge(parameters, taps.split(parameters), checked), *args)
 
     return stored_in_bases

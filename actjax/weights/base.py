@@ -19,7 +19,7 @@ from actjax.codecs import basis as in_basis
 
 @dataclasses.dataclass(frozen=True)
 class StoredInput:
-    """The input `x` [..., d] of a linear operator, as the backward pass finds it.
+    """The input `x` [..., d] of a linear operator, as the backward pass reads it.
 
     Attributes:
       codec: how `x` is stored, unless it is stored in a basis.
@@ -79,7 +79,7 @@ class Weight:
 
     needs_input: ClassVar[bool] = True
 
-    def opened(self) -> "Weight":
+    def without_variables(self) -> "Weight":
         """Returns the weight with the values of Flax variables in place of these variables."""
         return self
 
@@ -136,7 +136,7 @@ class WrappedWeight(Weight):
     """A weight around an array or another weight.
 
     Attributes:
-      weight: what it wraps, [d, n].
+      weight: the wrapped array or weight, [d, n].
     """
 
     weight: Any
@@ -181,8 +181,8 @@ class ArrayWeight(WrappedWeight):
 class Conversions:
     """Weights that code of other libraries converted to arrays, while a function is traced.
 
-    `jnp.asarray(weight)`, as in `nnx.Linear`, returns the array of the weight. An operator that is
-    given this very array finds the weight again. A cast in between makes another array.
+    `jnp.asarray(weight)`, as in `nnx.Linear`, returns the array of the weight. An operator that
+    gets this very array finds the weight again. A cast in between makes another array.
     """
 
     def __init__(self) -> None:
@@ -195,7 +195,7 @@ class Conversions:
         """Returns the array of a weight, and remembers it."""
         name = id(weight.weight)
         if name in self._known and self._known[name][2] != path:
-            # Outside of jit two parameters may be one array, which tells nothing of either.
+            # Outside of jit two parameters may be one array, which then identifies neither.
             self._shared |= {path, self._known[name][2]}
         self._known[name] = weight.weight, weight, path
         return weight.weight
@@ -216,7 +216,7 @@ class Conversions:
 conversions: contextvars.ContextVar[Conversions | None] = contextvars.ContextVar(
     "conversions", default=None
 )
-"""Those of the function that is being traced; None where a weight must not be converted."""
+"""The conversions of the function being traced; None where a weight must not be converted."""
 
 
 def value_of(x: Any) -> Any:
@@ -227,9 +227,9 @@ def value_of(x: Any) -> Any:
 def as_weight(w: Any) -> Weight:
     """Returns an array, a Flax variable or a weight as a `Weight`."""
     w = value_of(w)
-    if (found := conversions.get()) is not None:
-        w = found.find(w)
-    return w.opened() if isinstance(w, Weight) else ArrayWeight(w)
+    if (current := conversions.get()) is not None:
+        w = current.find(w)
+    return w.without_variables() if isinstance(w, Weight) else ArrayWeight(w)
 
 
 def shape_text(x: Any) -> str:

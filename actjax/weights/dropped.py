@@ -29,8 +29,8 @@ class DroppedInput(WrappedWeight):
 
     def drop(self, x: jax.Array) -> jax.Array:
         """Returns an input, or the cotangent of an input, with dropout applied."""
-        kept = jax.random.bernoulli(self.key, 1 - self.rate, x.shape)
-        return jnp.where(kept, x / (1 - self.rate), 0).astype(x.dtype)
+        is_kept = jax.random.bernoulli(self.key, 1 - self.rate, x.shape)
+        return jnp.where(is_kept, x / (1 - self.rate), 0).astype(x.dtype)
 
     def times(self, x: jax.Array) -> jax.Array:
         return matmul(self.drop(x), self.weight.astype(x.dtype))

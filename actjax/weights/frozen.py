@@ -42,7 +42,7 @@ class FrozenWeight(WrappedWeight):
         # embedding.
         return self if index is Ellipsis else self.weight[index]
 
-    def opened(self) -> Weight:
+    def without_variables(self) -> Weight:
         inner = value_of(self.weight)
         if isinstance(inner, Weight) and len(inner.parts()) > 1:
             raise TypeError(

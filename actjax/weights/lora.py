@@ -2,7 +2,7 @@
 
 LoRA (Hu et al., 2022): `y = x W + s (x A) B`, with `W` frozen. Only the two thin matrices have
 gradients, `dB = (s x A)ᵀ dy` and `dA = xᵀ (s dy Bᵀ)`. `dA` reads the decoded input; `x A` is kept
-as it is. That `W` has no gradient saves a third of its products.
+as it is. A frozen `W` saves a third of its products.
 """
 
 import dataclasses
@@ -61,7 +61,7 @@ class LoRA(WrappedWeight):
         a, b = self.a.astype(weight.dtype), self.b.astype(weight.dtype)
         return (weight + self.scale * matmul(a, b, "highest")).astype(dtype or self.dtype)
 
-    def opened(self) -> "LoRA":
+    def without_variables(self) -> "LoRA":
         values = {name: value_of(getattr(self, name)) for name in ("weight", "a", "b")}
         return dataclasses.replace(self, **values)
 

@@ -120,7 +120,7 @@ class NF4Weight(Weight):
             raise TypeError(f"{self!r} cannot be indexed: call `.astype(dtype)` for the array.")
         return self
 
-    def opened(self) -> FrozenWeight:
+    def without_variables(self) -> FrozenWeight:
         return FrozenWeight(self)
 
     def astype(self, dtype: Any) -> jax.Array:

@@ -110,15 +110,15 @@ def _keep_input(
     name: str, x: jax.Array, weights: Weights, key: jax.Array | None, codec: Codec
 ) -> tuple[jax.Array, Any, jax.Array | None]:
     """Returns `x` for the forward pass, its code, and the basis if a gradient reads it."""
-    given = [found for w in weights if (found := w.input_basis()) is not None]
-    if not given:
+    bases = [basis for w in weights if (basis := w.input_basis()) is not None]
+    if not bases:
         return *keep(x, codec, key, "linear", name), None
     # The weights share one basis, as they share the stored input.
-    basis, bits = given[0]
+    basis, bits = bases[0]
     x, code = encoded_first(x, in_basis.encode(x, basis, bits))
     code = name_code(code, x, in_basis.describe(basis, bits), "linear", name)
     # Only the full gradient of a weight that is not tapped needs the basis.
-    return x, code, basis if len(given) < len(weights) else None
+    return x, code, basis if len(bases) < len(weights) else None
 
 
 def joined_products(
@@ -137,17 +137,17 @@ def joined_products(
       split: whether an adapted weight gives an `actjax.LowRankSum`.
       name: the name of the input in `actjax.explain`.
     """
-    first = tuple(w.parts()[0] for w in weights)
-    more = tuple(w.parts()[1:] for w in weights)
-    flat = tuple(part for parts in more for part in parts)
-    products = run((*first, *flat), (*biases, *(None for _ in flat)))
+    first_parts = tuple(w.parts()[0] for w in weights)
+    adapters = tuple(w.parts()[1:] for w in weights)
+    flat = tuple(part for parts in adapters for part in parts)
+    products = run((*first_parts, *flat), (*biases, *(None for _ in flat)))
     further = iter(products[len(weights) :])
-    adapted = [i for i, parts in enumerate(more) if parts]
+    adapted = [i for i, parts in enumerate(adapters) if parts]
     outputs = []
     for i, w in enumerate(weights):
         number = f" {adapted.index(i)}" if i in adapted and len(adapted) > 1 else ""
-        own = (products[i], *(next(further) for _ in more[i]))
-        outputs.append(w.join(own, split, f"{name} adapter{number}"))
+        products_of_w = (products[i], *(next(further) for _ in adapters[i]))
+        outputs.append(w.join(products_of_w, split, f"{name} adapter{number}"))
     return tuple(outputs)
 
 
@@ -165,7 +165,7 @@ def input_grad(weights: Weights, dzs: Sequence[jax.Array]) -> jax.Array:
 def parameter_grads(
     x: jax.Array, weights: Weights, biases: Biases, dzs: Sequence[jax.Array]
 ) -> tuple[tuple[Any, ...], Biases]:
-    """Returns the cotangents of weights and biases from the whole input.
+    """Returns the cotangents of weights and biases from the input itself.
 
     Args:
       x: the input, rebuilt, [..., d].
@@ -174,8 +174,8 @@ def parameter_grads(
       dzs: cotangents of the products, [..., n_i] each.
     """
     # Nothing is stored here, so coordinates in a basis need no quantization.
-    whole = tuple(w.with_unquantized_input() for w in weights)
-    _, code, basis = _keep_input("rebuilt input", x, whole, None, Exact())
+    unquantized = tuple(w.with_unquantized_input() for w in weights)
+    _, code, basis = _keep_input("rebuilt input", x, unquantized, None, Exact())
     held = tuple(w.hold_for_linear() for w in weights)
     return _parameter_grads(StoredInput(Exact(), code, basis), held, biases, dzs)
 

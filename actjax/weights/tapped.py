@@ -59,8 +59,8 @@ class TappedWeight(WrappedWeight, Holdable):
         )
 
     def __jax_array__(self) -> Any:
-        found = conversions.get()
-        return self._refuse() if found is None else found.convert(self, self.path)
+        current = conversions.get()
+        return self._refuse() if current is None else current.convert(self, self.path)
 
     __array__ = __add__ = __radd__ = __mul__ = __rmul__ = __matmul__ = _refuse
     __rmatmul__ = __sub__ = __rsub__ = __truediv__ = __pow__ = __neg__ = __iter__ = _refuse

@@ -93,34 +93,6 @@ def index(rng: Random, folder: pathlib.Path) -> Case:
     return case_of(f"index: {what}", program, flags, (flag,), certain=certain)
 
 
-def llama2c(rng: Random, folder: pathlib.Path) -> Case:
-    """A .bin file of llama2.c that is damaged."""
-    path = folder / "model.bin"
-    what, certain = (spoil(rng, path) if rng.random() < 0.2 else None), True
-    if what is None:
-        data, certain = path.read_bytes(), False
-        what = pick(rng, ("header", "version", "changed", "changed", "extra bytes", "NaN"))
-        if what == "header":
-            place = 4 * int(rng.integers(7))
-            value = pick(rng, (0, -1, 1, 3, 7, 2**31 - 1, -(2**31), 1_000))
-            data = data[:place] + struct.pack("<i", value) + data[place + 4 :]
-        elif what == "version":
-            version, certain = pick(rng, (0, 2, 3, -1)), True
-            data = struct.pack("<Ii", 0x616B3432, version) + data
-        elif what == "extra bytes":
-            data, certain = data + bytes(int(rng.integers(1, 9))), True
-        elif what == "NaN":
-            place = 28 + 4 * int(rng.integers((len(data) - 28) // 8))
-            data = data[:place] + struct.pack("<f", float("nan")) + data[place + 4 :]
-            certain = True
-        else:
-            data = mutated(rng, data)
-        path.write_bytes(data)
-    program, flags, flag = pick(rng, _READERS)
-    flags = flags | {"--checkpoint": "model.bin", "--tokenizer": "model"}
-    return case_of(f"llama2.c: {what}", program, flags, (flag,), certain=certain)
-
-
 def no_checkpoint(rng: Random, folder: pathlib.Path) -> Case:
     """A path that is no checkpoint."""
     (folder / "pickle").mkdir()
@@ -238,5 +210,5 @@ _OF_TENSORS = (
 )
 
 DRAWS: tuple[Callable[[Random, pathlib.Path], Case], ...] = (
-    *(weights, weights, config, config, index, llama2c, no_checkpoint),
+    *(weights, weights, config, config, index, no_checkpoint),
 )

@@ -4,8 +4,6 @@ import functools
 import io
 import json
 import pathlib
-import string
-import struct
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +11,7 @@ import numpy as np
 import sentencepiece
 from tokenizers import Tokenizer
 
-from models import Decoder, ModelConfig, huggingface, llama2c
+from models import Decoder, ModelConfig, huggingface
 from models.lora import LoRAConfig, init_adapters
 from models.peft import save_adapters
 from train.text.tokenizer import train_bpe
@@ -36,11 +34,9 @@ TEXT = "One plus two is three. Seven less five is two.\n\nIs two and two four? I
 
 
 def write(folder: pathlib.Path) -> None:
-    """Writes a checkpoint in both formats, tokenizers, texts, records and an adapter."""
-    model = _drawn(MODEL)
-    huggingface.save(model, folder / "model")
+    """Writes a checkpoint, tokenizers, texts, records and an adapter."""
+    huggingface.save(_drawn(MODEL), folder / "model")
     huggingface.save(_drawn(OTHER), folder / "other")
-    llama2c.save(model, folder / "model.bin")
     for name in ("model", "other"):
         train_bpe([TEXT], 290).save(folder / name)
     _write_tokenizers(folder)
@@ -85,7 +81,3 @@ def _write_tokenizers(folder: pathlib.Path) -> None:
         minloglevel=2,
     )
     (folder / "pieces.model").write_bytes(pieces.getvalue())
-    names = ["<unk>", "\n<s>\n", "\n</s>\n", *(f"<0x{byte:02X}>" for byte in range(256))]
-    names += [" ", *string.ascii_letters, *string.digits, *".?!\n"]
-    records = (struct.pack("<fi", -i, len(name)) + name.encode() for i, name in enumerate(names))
-    (folder / "llama2c.bin").write_bytes(struct.pack("<i", 8) + b"".join(records))

@@ -14,7 +14,6 @@ TOKENIZERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "its settings": ("model/tokenizer.json", ("model/tokenizer_config.json",)),
     "pairs": ("pairs", ("pairs/vocab.json", "pairs/merges.txt", "pairs/tokenizer_config.json")),
     "sentencepiece": ("pieces.model", ("pieces.model",)),
-    "llama2.c": ("llama2c.bin", ("llama2c.bin",)),
 }
 """By kind, the path to give and the files of it."""
 
@@ -57,7 +56,6 @@ def no_tokenizer(rng: Random, folder: pathlib.Path) -> Case:
         "pairs": lambda: (folder / "pairs" / "merges.txt").unlink(),
         "adapter": lambda: None,
         "text.txt": lambda: None,
-        "model.bin": lambda: None,
         "records.jsonl": lambda: None,
         "/dev/null": lambda: None,
         "model": lambda: shutil.copy(folder / "text.txt", folder / "model" / "tokenizer.json"),

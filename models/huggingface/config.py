@@ -189,7 +189,7 @@ def _window(fields: Mapping[str, Any], kind: str) -> int | None:
     if kind != "mistral" and not fields.get("use_sliding_window"):
         return None
     if types is not None:
-        windowed = sum(one == "sliding_attention" for one in types)
+        windowed = sum(layer_type == "sliding_attention" for layer_type in types)
     elif kind == "mistral":
         windowed = layers
     else:

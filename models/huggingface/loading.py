@@ -48,9 +48,9 @@ def load(
 
     Args:
       folder: with `config.json` and either `model.safetensors` or an index of several files.
-      dtype: dtype of the weights; that of each tensor if None.
-      convert: what to hold in place of the array of a parameter, called for each layer.
-      put: where to hold it; on the default device if None.
+      dtype: dtype of the weights; the dtype of each stored tensor if None.
+      convert: returns the value to hold in place of an array; called for each layer.
+      put: places a value on devices; on the default device if None.
 
     Raises:
       FileNotFoundError: a missing file.
@@ -72,8 +72,8 @@ def load(
                 )
                 fill(model, row.parameter, layers, convert, put)
             else:
-                whole = tensors.read(row.tensor, shape, row.transposed, dtype)
-                fill(model, row.parameter, whole, convert, put)
+                array = tensors.read(row.tensor, shape, row.transposed, dtype)
+                fill(model, row.parameter, array, convert, put)
     return model
 
 
@@ -139,17 +139,17 @@ class _Tensors:
         for row in rows:
             layers = range(config.num_layers) if row.stacked else [0]
             wanted |= {row.tensor.format(layer): row.parameter for layer in layers}
-        given = {name for name in self._files if not is_ignored(name)}
-        if config.tie_embeddings and "lm_head.weight" in given:
+        present = {name for name in self._files if not is_ignored(name)}
+        if config.tie_embeddings and "lm_head.weight" in present:
             self._check_tied()
-            given.discard("lm_head.weight")
-        unknown = sorted(given - wanted.keys())
+            present.discard("lm_head.weight")
+        unknown = sorted(present - wanted.keys())
         if unknown:
             raise ValueError(
                 f"'{self._folder}': no parameter for the tensor {_first_of(unknown)}: its"
                 " config.json describes another model."
             )
-        missing = [name for name in wanted if name not in given]
+        missing = [name for name in wanted if name not in present]
         if missing:
             raise ValueError(
                 f"'{self._folder}': no tensor for `{wanted[missing[0]]}`: {_first_of(missing)} is"
@@ -200,5 +200,5 @@ def _is_finite(array: np.ndarray) -> bool:
 
 
 def _first_of(names: list[str]) -> str:
-    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-    return f"{names[0]!r}{more}"
+    remainder = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    return f"{names[0]!r}{remainder}"

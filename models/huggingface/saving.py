@@ -12,7 +12,7 @@ import safetensors.numpy
 
 from models.config import ModelConfig
 from models.decoder import Decoder
-from models.folders import written_whole
+from models.folders import atomic_folder
 from models.huggingface.config import fields_of
 from models.huggingface.files import INDEX, PICKLES, SINGLE
 from models.huggingface.table import Row, table
@@ -51,7 +51,7 @@ def save(
             for row, layer in shard.values():
                 _tensor(model, row, layer)
         return
-    with written_whole(folder) as scratch:
+    with atomic_folder(folder) as scratch:
         config = _copy_beside(model, scratch, None if like is None else pathlib.Path(like))
         (scratch / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         _write_tensors(model, scratch, max_shard_bytes)

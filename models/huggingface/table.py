@@ -1,4 +1,4 @@
-"""Which tensor of a Hugging Face checkpoint is which parameter of the decoder."""
+"""The table of the tensors of a Hugging Face checkpoint and the parameters of the decoder."""
 
 import dataclasses
 

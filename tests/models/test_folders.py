@@ -1,4 +1,4 @@
-"""Tests of folders that are written whole, also by processes that are killed."""
+"""Tests of folders that appear complete or not at all, also when processes are killed."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from models.folders import scratch_folder, written_whole
+from models.folders import atomic_folder, scratch_folder
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -29,7 +29,7 @@ def at_work(folder):
     return process, Path(process.stdout.readline().strip())
 
 
-def test_what_a_killed_process_left_is_removed_and_what_another_works_in_is_not(tmp_path):
+def test_the_folder_of_a_killed_process_is_removed_and_of_a_living_process_is_not(tmp_path):
     users = tmp_path / ".work-of-a-user"
     users.mkdir()
     (users / "file").touch()
@@ -38,14 +38,18 @@ def test_what_a_killed_process_left_is_removed_and_what_another_works_in_is_not(
         killed.send_signal(signal.SIGKILL)
         killed.wait()
         assert left.exists()
-        with scratch_folder(tmp_path, ".work-") as own:
-            assert {path.name for path in tmp_path.iterdir()} == {users.name, used.name, own.name}
+        with scratch_folder(tmp_path, ".work-") as scratch:
+            assert {path.name for path in tmp_path.iterdir()} == {
+                users.name,
+                used.name,
+                scratch.name,
+            }
         living.kill()
-    assert not own.exists()
+    assert not scratch.exists()
 
 
-def test_a_folder_appears_whole(tmp_path):
-    with written_whole(tmp_path / "model") as folder:
+def test_a_folder_appears_complete(tmp_path):
+    with atomic_folder(tmp_path / "model") as folder:
         (folder / "weights").write_text("1")
         assert not (tmp_path / "model").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
@@ -54,7 +58,7 @@ def test_a_folder_appears_whole(tmp_path):
 
 def test_an_error_leaves_nothing(tmp_path):
     def write():
-        with written_whole(tmp_path / "model") as folder:
+        with atomic_folder(tmp_path / "model") as folder:
             (folder / "weights").write_text("1")
             raise KeyError
 
@@ -68,7 +72,7 @@ def test_a_folder_with_files_is_refused(tmp_path):
     (tmp_path / "model" / "file").touch()
     with (
         pytest.raises(FileExistsError, match="is not empty: name another folder"),
-        written_whole(tmp_path / "model"),
+        atomic_folder(tmp_path / "model"),
     ):
         pass
 

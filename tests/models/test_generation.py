@@ -41,7 +41,7 @@ PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5, 8], [9]]
 
 
 def decoder(config: ModelConfig) -> Decoder:
-    """Random weights from NumPy: JAX would compile a program for each shape.
+    """Random weights from NumPy, put on the device: JAX would compile a program for each shape.
 
     They are larger than initial weights, so that attention is far from uniform.
     """
@@ -49,7 +49,7 @@ def decoder(config: ModelConfig) -> Decoder:
 
     def drawn(path: tuple, x: jax.ShapeDtypeStruct) -> jax.Array:
         middle = float("norm" in jax.tree_util.keystr(path))
-        return jnp.asarray(middle + 0.2 * rng.standard_normal(x.shape, np.float32))
+        return jax.device_put(middle + 0.2 * rng.standard_normal(x.shape, np.float32))
 
     shapes = jax.eval_shape(functools.partial(Decoder, config), jax.random.key(0))
     return jax.tree_util.tree_map_with_path(drawn, shapes)
@@ -295,7 +295,7 @@ def with_adapters() -> tuple[Decoder, Decoder]:
         a, b = (rng.normal(0, 0.2, s).astype(np.float32) for s in ((count, d, 3), (count, 3, n)))
         dropout = jax.random.split(jax.random.key(0), count)
         adapted.set_value(actjax.LoRA(weight, a, b, dropout, 2.0, 0.5))
-        merged.set_value(jnp.asarray(weight + 2 * a @ b))
+        merged.set_value(jax.device_put(weight + 2 * a @ b))
     quantized = jax.jit(jax.vmap(actjax.NF4Weight.quantize))(mixed.layers.mlp.up.get_value())
     mixed.layers.mlp.up.set_value(quantized)
     decoded = jax.jit(jax.vmap(lambda w: w.astype("float32")))(quantized)

@@ -7,12 +7,11 @@ import json
 import pathlib
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import tiny
 from rich.console import Console
 
-from models import Decoder, huggingface, llama2c
+from models import Decoder, huggingface
 from train.evaluate import EvaluateConfig, TextConfig, WritingConfig, run
 from train.evaluation.questions import QuestionConfig
 from train.text.tokenizer import train_bpe
@@ -35,12 +34,13 @@ CHOICES = [
 
 def write_folder(folder: pathlib.Path) -> None:
     """Writes a checkpoint, its tokenizer, a text and questions."""
-    # Drawn in NumPy: JAX would compile a program per shape.
+    # Drawn in NumPy and put on the device: JAX would compile a program per shape.
     shapes = jax.eval_shape(functools.partial(Decoder, MODEL), jax.random.key(0))
     rng = np.random.default_rng(0)
-    model = jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.3, x.shape), "float32"), shapes)
+    model = jax.tree.map(
+        lambda x: jax.device_put(rng.normal(0, 0.3, x.shape).astype("float32")), shapes
+    )
     huggingface.save(model, folder / "model")
-    llama2c.save(model, folder / "model.bin")
     train_bpe([TEXT], 290).save(folder / "model")
     (folder / "text.txt").write_text(TEXT * 20)
     for name, records in (("sums", SUMS), ("choices", CHOICES)):

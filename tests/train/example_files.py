@@ -6,7 +6,8 @@ import pathlib
 
 from bytes_tokenizer import Bytes
 
-from train.text.examples import Example, ExampleConfig, Examples, open_examples
+from train.settings.data import ExampleConfig
+from train.text.examples import Example, Examples, open_examples
 
 PAIR = {"prompt": "Why?", "completion": " Because."}
 CHAT = {

@@ -158,36 +158,29 @@ def test_prompts_are_written_by_a_chat_template(folder, says, tmp_path):
 # ----- checkpoints
 
 
-def llama2c_tokenizer(size: int) -> bytes:
-    """Returns a tokenizer.bin of the bytes and as many letters as fit."""
-    pieces = [b"<unk>", b"\n<s>\n", b"\n</s>\n", *(b"<0x%02X>" % i for i in range(256))]
-    pieces += [b" ", *(bytes([i]) for i in range(97, 123))][: size - len(pieces)]
-    data = np.int32(8).tobytes()
-    for piece in pieces:
-        data += np.float32(-len(piece)).tobytes() + np.int32(len(piece)).tobytes() + piece
-    return data
+def test_a_tokenizer_with_bos_begins_and_ends_texts_with_it(folder, tmp_path):
+    shutil.copy(folder / "model" / "tokenizer.json", tmp_path)
+    tokens = {"bos_token": "q", "eos_token": "<|endoftext|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokens))
+    ready = evaluate.prepare(config(folder, generate="Two?", tokenizer=tmp_path))
+    tokenizer = ready.tokenizer
+    assert ready.beginning == [tokenizer.bos_id, *tokenizer.encode("Two?")]
+    assert ready.stop == tuple(sorted((tokenizer.bos_id, tokenizer.eos_id)))
 
 
-def test_a_llama2c_file_is_a_checkpoint(folder):
-    (folder / "tokenizer.bin").write_bytes(llama2c_tokenizer(300))
-    given = config(folder, checkpoint=folder / "model.bin", tokenizer=folder / "tokenizer.bin",
-                   generate="abc")  # fmt: skip
-    assert isinstance(quietly(given)["generated"], str)
-    ready = evaluate.prepare(given)
-    assert ready.beginning == [1, 259, 260, 261, 262]
-    assert ready.stop == (1, 2)
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        load_checkpoint(folder / "model.bin"),
-        load_checkpoint(folder / "model"),
-    )
-    assert load_checkpoint(folder / "model.bin", dtype="bfloat16").norm.dtype == jnp.bfloat16
-    with pytest.raises(BadRunError, match="has no tokenizer: pass `--tokenizer`"):
-        quietly(dataclasses.replace(given, tokenizer=None))
-    with pytest.raises(ValueError, match=r"neither a folder with a config\.json nor a \.bin"):
-        load_checkpoint(folder / "text.txt")
-    with pytest.raises(FileNotFoundError, match=r"'none\.bin' cannot be read: no such file"):
-        load_checkpoint("none.bin")
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("none", FileNotFoundError, r"/none' cannot be read: no such file or folder"),
+        ("text.txt", ValueError, r"/text.txt' is a file: name the folder that has a config\.json"),
+        ("model.bin", ValueError, r"/model.bin' is a file: .* with actjax 0\.2\.0, `models\.hugg"),
+    ],
+)
+def test_a_path_that_is_no_folder_is_refused(tmp_path, name, error, message):
+    for file in ("text.txt", "model.bin"):
+        (tmp_path / file).touch()
+    with pytest.raises(error, match=message):
+        load_checkpoint(tmp_path / name)
 
 
 def test_the_ids_that_end_a_text_come_from_the_checkpoint(tmp_path):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import Decoder, ModelConfig, huggingface, llama2c
+from models import Decoder, ModelConfig, huggingface
 from models.lora import attach
 from models.peft import load_adapters
 from tests.train.runs import forget_last_checkpoint, losses, quiet, start, wait_for_step
@@ -19,8 +19,8 @@ from train.run.calibration import calibrate
 from train.run.loop import BadRunError
 from train.run.step import model_of
 from train.settings.config import AdapterConfig, FinetuneConfig, OptimizerConfig
+from train.settings.data import ExampleConfig
 from train.settings.options import ADAPTERS, MethodOptions
-from train.text.examples import ExampleConfig
 from train.text.tokenizer import train_bpe
 
 DIMS = ModelConfig(300, 32, 48, 2, 4, num_kv_heads=2, max_seq_len=64)
@@ -261,26 +261,6 @@ def test_the_input_of_a_block_has_the_calibration_of_its_first_norm(folder):
         jax.tree.map(
             np.testing.assert_array_equal, other["attention_norm"], whole["attention_norm"]
         )
-
-
-@pytest.mark.slow
-def test_a_llama2c_file_is_a_checkpoint(folder):
-    dims = dataclasses.replace(DIMS, norm_eps=1e-5, tie_embeddings=True)
-    path = folder / "tiny.bin"
-    llama2c.save(_model(0, dims), path)
-    tokenizer = folder / "checkpoint"
-    for method in ("exact", "qlora"):
-        adapter = AdapterConfig(lora_rank=2, merge=True) if method == "qlora" else AdapterConfig()
-        one = make_config(
-            folder, f"bin-{method}", checkpoint=str(path), tokenizer=tokenizer, method=method,
-            steps=2, adapter=adapter,
-        )  # fmt: skip
-        run(one, quiet())
-        assert (one.out / "adapter").exists() == (method == "qlora")
-        assert huggingface.load(one.out / "model").config.tie_embeddings
-        assert (one.out / "model/tokenizer.json").exists()
-    with pytest.raises(BadRunError, match="has no tokenizer: pass `--tokenizer`"):
-        run(make_config(folder, "bin", checkpoint=str(path)), quiet())
 
 
 @pytest.mark.usefixtures("no_steps")

@@ -92,11 +92,10 @@ class EvaluateConfig:
     """
 
     checkpoint: pathlib.Path
-    """Folder of a Hugging Face checkpoint (config.json and safetensors), or a llama2.c .bin
-    file."""
+    """Folder of a Hugging Face checkpoint (config.json and safetensors)."""
     tokenizer: pathlib.Path | None = None
-    """tokenizer.json, a sentencepiece .model, a folder with one of them, or a llama2.c
-    tokenizer.bin. Default: the tokenizer in the folder of the checkpoint."""
+    """tokenizer.json, a sentencepiece .model, or a folder with one of them. Default: the tokenizer
+    in the folder of the checkpoint."""
     adapter: pathlib.Path | None = None
     """Folder of a LoRA adapter in PEFT's form."""
     four_bit: bool = False

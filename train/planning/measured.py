@@ -15,8 +15,8 @@ from models import Decoder
 from models.checkpoints import load_checkpoint
 from train.planning.gradient_error import WHOLE, GradientError, by_site, measure
 from train.run.step import Batch, make_recipe
-from train.settings.blame import blamed_on
 from train.settings.config import PretrainConfig
+from train.settings.flag_errors import naming_flag
 from train.settings.resolve import dimensions
 from train.text.corpus import Corpus, open_corpus
 from train.text.data import train_batches
@@ -111,7 +111,7 @@ def open_measured(
       OSError: a file that cannot be read.
     """
     tokenizer = tokenizer_of(checkpoint, train.data.tokenizer)
-    with blamed_on("--checkpoint"):
+    with naming_flag("--checkpoint"):
         model = load_checkpoint(checkpoint, dtype="float32")
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(

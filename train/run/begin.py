@@ -25,8 +25,8 @@ from train.run.report import explain_step, print_opening, step_memory
 from train.run.saved_settings import changed_settings, flat, write_settings
 from train.run.sharding import reformatted, state_shardings
 from train.run.step import Recipe, TrainState, build_recipe, init_state
-from train.settings.blame import blamed_on
 from train.settings.config import RunConfig
+from train.settings.flag_errors import naming_flag
 from train.settings.options import flag_name
 from train.settings.resolve import ResolvedConfig
 from train.text.data import ValidationSet
@@ -96,7 +96,7 @@ def begin(
             on_error.enter_context(contextlib.closing(lock) if lock else contextlib.nullcontext())
         hosts.check_shared(config.folder)
         shardings = shardings_of_run(recipe, shapes, mesh)
-        with blamed_on("--out"):
+        with naming_flag("--out"):
             checkpoints = _open_checkpoints(config)
             state, bits = _restored(checkpoints, data.batches, shapes, shardings, identity)
         data.batches.start_prefetch()  # The first batch takes seconds, as does compiling the step.
@@ -199,7 +199,7 @@ def _locked(config: ResolvedConfig) -> RunLock | None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"`--out` {folder} cannot be made a folder: {error}.") from error
-    with blamed_on("--out"):
+    with naming_flag("--out"):
         _check_entries(folder)
         lock = RunLock(folder)
         if not os.access(folder, os.W_OK | os.X_OK):

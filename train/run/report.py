@@ -25,12 +25,12 @@ from train.run.step import (
     loss_function,
     whole_batch_shapes,
 )
-from train.settings.blame import blamed_on_option
 from train.settings.config import OptimizerConfig
+from train.settings.flag_errors import naming_flag_of_option
 from train.settings.options import MethodOptions
 
 
-@blamed_on_option()
+@naming_flag_of_option()
 def explain_step(recipe: Recipe, state: TrainState) -> actjax.Explanation:
     """Returns what is stored for the backward pass of one micro-batch, between refreshes.
 

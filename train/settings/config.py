@@ -394,10 +394,10 @@ class FinetuneConfig(RunConfig):
 
     checkpoint: str = ""
     """Required: the folder of a Hugging Face checkpoint (Llama, Mistral, Qwen 2.5 or 3) with its
-    tokenizer, or a llama2.c file."""
+    tokenizer."""
     tokenizer: pathlib.Path | None = None
-    """tokenizer.json, a sentencepiece .model, a folder with one of them, or llama2.c's .bin.
-    Default: the tokenizer of the checkpoint."""
+    """tokenizer.json, a sentencepiece .model, or a folder with one of them. Default: the tokenizer
+    of the checkpoint."""
     method: str = "lora"
     """What is trained, and what is stored for the backward pass."""
     adapter: AdapterConfig = dataclasses.field(default_factory=AdapterConfig)

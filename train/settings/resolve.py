@@ -9,9 +9,9 @@ from models.checkpoints import read_dimensions
 from models.lora import LoRAConfig
 from models.presets import PRESETS
 from train.settings import methods
-from train.settings.blame import blamed_on
 from train.settings.codecs import check_sites
 from train.settings.config import FinetuneConfig, OptimizerConfig, PretrainConfig, RunConfig
+from train.settings.flag_errors import naming_flag
 from train.settings.options import check_flags
 
 
@@ -95,7 +95,7 @@ def dimensions(config: PretrainConfig, tokenizer_size: int | None = None) -> Mod
     """
     asked, path = config.model_vocab_size, pathlib.Path(config.model)
     known = config.model in PRESETS or not path.exists()
-    with blamed_on("--model"):
+    with naming_flag("--model"):
         model = preset(config.model) if known else read_dimensions(path)[0]
     if tokenizer_size is None:
         return dataclasses.replace(model, vocab_size=asked or model.vocab_size)
@@ -137,7 +137,7 @@ def resolve(
             " both, or neither."
         )
     _check_rank(config, method, options.rank, model)
-    with blamed_on("--codec"):
+    with naming_flag("--codec"):
         method.storage_of(options, {})  # Raises for options that do not fit each other.
     weight_dtype = _weight_dtype(config, method, checkpoint_dtype)
     given = {field.name: getattr(config, field.name) for field in dataclasses.fields(RunConfig)}

@@ -24,15 +24,14 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from models.folders import scratch_folder
 from train.text.corpus import Corpus, RandomAccess
-from train.text.llama2c_tokenizer import Llama2cTokenizer
 from train.text.tokenizer_base import Tokenizer as Tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 KNOWN_EOS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>")
 KNOWN_BOS = ("<s>", "<|begin_of_text|>", "<bos>")
 ACCEPTED = (
-    "a tokenizer.json, a sentencepiece .model file, a tokenizer.bin of llama2.c, or a folder with "
-    "one of these, or with vocab.json and merges.txt"
+    "a tokenizer.json, a sentencepiece .model file, or a folder with one of these, or with "
+    "vocab.json and merges.txt"
 )
 TRAINING_CHARS = 10_000_000
 """Characters that `default_tokenizer` trains on. On the standard library, three times as many make
@@ -141,7 +140,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def load_tokenizer(path: pathlib.Path | str) -> Tokenizer:
-    """Reads a tokenizer: tokenizer.json, a sentencepiece .model, llama2.c's .bin, or their folder.
+    """Reads a tokenizer: a tokenizer.json, a sentencepiece .model file, or the folder of one.
 
     A folder may instead have `vocab.json` and `merges.txt`, the latter with or without its
     `#version` line. A `tokenizer_config.json` next to the file names the tokens that begin and end
@@ -160,7 +159,10 @@ def load_tokenizer(path: pathlib.Path | str) -> Tokenizer:
         if path.suffix == ".model":
             return _load_sentencepiece(path)
         if path.suffix == ".bin":
-            return Llama2cTokenizer(path.read_bytes())
+            raise ValueError(
+                "a tokenizer of llama2.c is no longer read. Give the sentencepiece .model file that"
+                " it was exported from."
+            )
         if path.name in ("vocab.json", "merges.txt"):
             return _load_vocab_and_merges(path.parent)
         return _with_special_tokens(tokenizers.Tokenizer.from_file(str(path)), path.parent)
@@ -183,8 +185,6 @@ def tokenizer_of(checkpoint: pathlib.Path, given: pathlib.Path | None) -> Tokeni
     """
     if given is not None:
         return load_tokenizer(given)
-    if not checkpoint.is_dir():
-        raise ValueError(f"`--checkpoint` {checkpoint} has no tokenizer: pass `--tokenizer`.")
     try:
         return load_tokenizer(checkpoint)
     except FileNotFoundError as error:
@@ -259,7 +259,7 @@ def _byte_level(model: models.BPE) -> tokenizers.Tokenizer:
 
 
 def _file_in(directory: pathlib.Path) -> pathlib.Path:
-    for name in ("tokenizer.json", "tokenizer.model", "tokenizer.bin", "vocab.json"):
+    for name in ("tokenizer.json", "tokenizer.model", "vocab.json"):
         if (directory / name).exists():
             return directory / name
     there = ", ".join(sorted(p.name for p in directory.iterdir())) or "nothing"

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from actjax.ops.attention_forms import BLOCK
+from actjax.ops.attention_implementations import BLOCK
 from train.planning.flops import ATTENTION_BLOCK, causal_loop_length, matmul_flops
 
 A, B = jnp.ones((3, 5)), jnp.ones((5, 7))

@@ -16,7 +16,7 @@ from tests.train.example_files import (
     write,
     write_rows,
 )
-from train.text.examples import ExampleConfig
+from train.settings.data import ExampleConfig
 from train.text.tokenizer import Tokenizer
 
 

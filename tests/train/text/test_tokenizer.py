@@ -255,6 +255,12 @@ def test_a_folder_without_tokenizer_is_an_error(tmp_path):
         load_tokenizer(tmp_path)
 
 
+def test_a_tokenizer_of_llama2c_is_refused(tmp_path):
+    (tmp_path / "tok512.bin").write_bytes(bytes(8))
+    with pytest.raises(ValueError, match=r"tok512\.bin': .* no longer read\. Give the sentencep"):
+        load_tokenizer(tmp_path / "tok512.bin")
+
+
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model", "vocab.json"])
 def test_a_damaged_file_is_an_error(folder, name):
     (folder / name).write_bytes(b'{"half')

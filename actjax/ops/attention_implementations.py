@@ -1,12 +1,13 @@
-"""Forms of exact attention: by cuDNN, in blocks, and with all scores at once.
+"""Implementations of exact attention: by cuDNN, in blocks, and with all scores at once.
 
-cuDNN is fastest on a GPU. The blockwise form is the same algorithm in plain JAX (Dao et al.,
-"FlashAttention", 2022; backward pass as in Dao, "FlashAttention-2", 2023, Algorithm 2): it visits
-blocks of queries and blocks of keys with a running maximum, and skips blocks that see nothing. Both
-hold q, k, v, the output and the log-sum-exp of the scores. That of TPUs is `actjax.ops.splash`.
+cuDNN is fastest on a GPU. The blockwise implementation is the same algorithm in plain JAX (Dao et
+al., "FlashAttention", 2022; backward pass as in Dao, "FlashAttention-2", 2023, Algorithm 2): it
+visits blocks of queries and blocks of keys with a running maximum, and skips blocks that see
+nothing. Both hold q, k, v, the output and the log-sum-exp of the scores. `actjax.ops.splash` is for
+TPUs.
 
-A form is a function of a `Sight`, a name, normalised and rotated q, k and v, and segments or None.
-It returns the output with merged heads, [B, S, H * D].
+An implementation is a function of a `Mask`, a name, normalized and rotated q, k and v, and segments
+or None. It returns the output with merged heads, [B, S, H * D].
 """
 
 import dataclasses
@@ -20,23 +21,23 @@ import jax.numpy as jnp
 from actjax._core.tags import keep, keep_output
 from actjax._math.precision import accumulation_dtype
 from actjax.codecs import Exact
-from actjax.ops.sight import Sight
+from actjax.ops.mask import Mask
 from actjax.ops.splash import splash
 
 BLOCK = 256
-"""Queries and keys per block of the blockwise form: a tile of scores fits the cache of a CPU."""
+"""Queries and keys per block of "blockwise": a tile of scores fits the cache of a CPU."""
 
 
 def keep_inputs(
     name: str, q: jax.Array, k: jax.Array, v: jax.Array
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """Returns q, k and v for the forward pass, and those that the backward pass holds."""
+    """Returns q, k and v for the forward pass, and q, k and v for the backward pass to hold."""
     pairs = [
         keep(array, Exact(), None, "attention", f"{name} {letter}".strip())
         for letter, array in (("q", q), ("k", k), ("v", v))
     ]
-    forward, kept = zip(*pairs, strict=True)
-    return forward, kept
+    forward, held = zip(*pairs, strict=True)
+    return forward, held
 
 
 def merge_heads(x: jax.Array) -> jax.Array:
@@ -48,19 +49,19 @@ def merge_heads(x: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _cudnn(sight: Sight, name: str, q, k, v, segments) -> jax.Array:
+def _cudnn(mask: Mask, name: str, q, k, v, segments) -> jax.Array:
     del name
-    return merge_heads(_cudnn_call(sight, _segment_bias(segments, q.dtype), q, k, v))
+    return merge_heads(_cudnn_call(mask, _segment_bias(segments, q.dtype), q, k, v))
 
 
-def _cudnn_call(sight: Sight, bias: jax.Array | None, q, k, v) -> jax.Array:
-    window = None if sight.window is None else (sight.window - 1, 0)
+def _cudnn_call(mask: Mask, bias: jax.Array | None, q, k, v) -> jax.Array:
+    window = None if mask.window is None else (mask.window - 1, 0)
     return jax.nn.dot_product_attention(
         q,
         k,
         v,
         bias=bias,
-        is_causal=sight.causal,
+        is_causal=mask.causal,
         local_window_size=window,
         implementation="cudnn",
     )
@@ -96,13 +97,13 @@ class _CudnnResiduals:
     shape: Any = dataclasses.field(metadata={"static": True})
 
 
-def _cudnn_fwd(sight, name, q, k, v, segments):
+def _cudnn_fwd(mask, name, q, k, v, segments):
     with jax.named_scope("actjax.attention"):
         inputs, _ = keep_inputs(name, q, k, v)
         bias = _segment_bias(segments, q.dtype)
-        # The leaves of the pullback are what the backward pass of cuDNN needs. The output is one
-        # of them, recognised by identity; the merged array that is returned is held in its place.
-        out, pullback = jax.vjp(functools.partial(_cudnn_call, sight, bias), *inputs)
+        # The backward pass of cuDNN reads the leaves of the pullback. The output is one
+        # of them, recognized by identity; the merged array that is returned is held in its place.
+        out, pullback = jax.vjp(functools.partial(_cudnn_call, mask, bias), *inputs)
         merged = keep_output(merge_heads(out), "attention", f"{name} output".strip())
         leaves, treedef = jax.tree.flatten(pullback)
         outputs = tuple(i for i, leaf in enumerate(leaves) if leaf is out)
@@ -114,8 +115,8 @@ def _cudnn_fwd(sight, name, q, k, v, segments):
     return merged, _CudnnResiduals(leaves, segments, treedef, outputs, biases, out.shape)
 
 
-def _cudnn_bwd(sight, name, residuals, dout):
-    del sight, name
+def _cudnn_bwd(mask, name, residuals, dout):
+    del mask, name
     shape, leaves = residuals.shape, list(residuals.leaves)
     for i in residuals.outputs:
         leaves[i] = leaves[i].reshape(shape)
@@ -132,21 +133,21 @@ _cudnn.defvjp(_cudnn_fwd, _cudnn_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _blockwise(sight: Sight, name: str, q, k, v, segments) -> jax.Array:
+def _blockwise(mask: Mask, name: str, q, k, v, segments) -> jax.Array:
     del name
-    return merge_heads(_blockwise_forward(sight, q, k, v, segments)[0])
+    return merge_heads(_blockwise_forward(mask, q, k, v, segments)[0])
 
 
-def _blockwise_fwd(sight, name, q, k, v, segments):
+def _blockwise_fwd(mask, name, q, k, v, segments):
     with jax.named_scope("actjax.attention"):
-        (q, k, v), kept = keep_inputs(name, q, k, v)
-        out, lse = _blockwise_forward(sight, q, k, v, segments)
+        (q, k, v), held = keep_inputs(name, q, k, v)
+        out, lse = _blockwise_forward(mask, q, k, v, segments)
         merged = keep_output(merge_heads(out), "attention", f"{name} output".strip())
         lse = keep_output(lse, "attention", f"{name} log-sum-exp".strip())
-    return merged, (kept, segments, merged, lse)
+    return merged, (held, segments, merged, lse)
 
 
-def _blockwise_bwd(sight, name, residuals, dout):
+def _blockwise_bwd(mask, name, residuals, dout):
     del name
     (q, k, v), segments, out, lse = residuals
     with jax.named_scope("actjax.attention"):
@@ -155,7 +156,7 @@ def _blockwise_bwd(sight, name, residuals, dout):
         product = dout.reshape(shape).astype(wide) * out.reshape(shape).astype(wide)
         delta = _heads_first(product.sum(-1, keepdims=True))[..., 0]
         dout = dout.reshape(shape)
-        return *_blockwise_backward(sight, q, k, v, segments, dout, lse, delta), None
+        return *_blockwise_backward(mask, q, k, v, segments, dout, lse, delta), None
 
 
 _blockwise.defvjp(_blockwise_fwd, _blockwise_bwd)
@@ -187,20 +188,20 @@ class _Tile:
     """Computes the scores of a block of queries on a block of keys.
 
     Attributes:
-      sight: which positions see which.
+      mask: the mask.
       length: S.
       segments: [blocks, B, block], or None.
     """
 
-    sight: Sight
+    mask: Mask
     length: int
     segments: jax.Array | None
 
     @classmethod
-    def of(cls, sight: Sight, segments: jax.Array | None, length: int) -> "_Tile":
+    def of(cls, mask: Mask, segments: jax.Array | None, length: int) -> "_Tile":
         if segments is not None:
             segments = _blocks(segments[..., None, None], 1)[:, :, 0, 0, :, 0]
-        return cls(sight, length, segments)
+        return cls(mask, length, segments)
 
     def scores(self, q: jax.Array, k: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
         """Returns the scores of query block i on key block j, -inf where nothing is seen.
@@ -218,7 +219,7 @@ class _Tile:
         scores = jnp.einsum("bghsd,bgtd->bghst", q, k[:, :, 0], preferred_element_type=wide)
         rows = i * q.shape[-2] + jnp.arange(q.shape[-2])[:, None]
         columns = j * k.shape[-2] + jnp.arange(k.shape[-2])
-        seen = self.sight.sees(rows, columns) & (columns < self.length)
+        seen = self.mask.sees(rows, columns) & (columns < self.length)
         if self.segments is not None:
             same = self.segments[i][:, :, None] == self.segments[j][:, None, :]
             seen = seen & same[:, None, None]
@@ -226,14 +227,14 @@ class _Tile:
 
 
 def _blockwise_forward(
-    sight: Sight, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
+    mask: Mask, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the output [B, S, H, D] and the log-sum-exp of the scores [B, H, S]."""
     length, kv_heads, wide = q.shape[1], k.shape[2], accumulation_dtype(q.dtype)
     qs, ks, vs = (_blocks(x, kv_heads) for x in (q, k, v))
-    tile = _Tile.of(sight, segments, length)
+    tile = _Tile.of(mask, segments, length)
 
-    def one_query_block(i: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def attend_query_block(i: jax.Array) -> tuple[jax.Array, jax.Array]:
         def add_key_block(j, carry):
             largest, total, out = carry
             scores = tile.scores(qs[i], ks[j], i, j)
@@ -255,20 +256,20 @@ def _blockwise_forward(
         # The start is finite: where a query sees no key of a block, -inf - -inf would be NaN.
         start = jnp.full_like(zeros[..., 0], jnp.finfo(wide).min)
         carry = (start, jnp.zeros_like(start), zeros)
-        first = sight.first_key_block(i, zeros.shape[-2])
-        stop = i + 1 if sight.causal else len(ks)
+        first = mask.first_key_block(i, zeros.shape[-2])
+        stop = i + 1 if mask.causal else len(ks)
         largest, total, out = jax.lax.fori_loop(first, stop, add_key_block, carry)
         # Every query sees itself, but the padding of a block may see nothing.
         total = jnp.where(total == 0, 1, total)
         return (out / total[..., None]).astype(q.dtype), largest + jnp.log(total)
 
-    out, lse = jax.lax.map(one_query_block, jnp.arange(len(qs)))
+    out, lse = jax.lax.map(attend_query_block, jnp.arange(len(qs)))
     lse = _heads_first(_unblocks(lse[..., None], length))[..., 0]
     return _unblocks(out, length), lse
 
 
 def _blockwise_backward(
-    sight: Sight,
+    mask: Mask,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -282,9 +283,9 @@ def _blockwise_backward(
     scale = 1 / math.sqrt(q.shape[-1])
     qs, ks, vs, douts = (_blocks(x, kv_heads) for x in (q, k, v, dout))
     lses, deltas = (_blocks(_heads_first(x[..., None]), kv_heads) for x in (lse, delta))
-    tile = _Tile.of(sight, segments, length)
+    tile = _Tile.of(mask, segments, length)
 
-    def one_key_block(dqs: jax.Array, j: jax.Array) -> tuple[jax.Array, tuple]:
+    def add_key_block(dqs: jax.Array, j: jax.Array) -> tuple[jax.Array, tuple]:
         k_j, v_j = ks[j][:, :, 0], vs[j][:, :, 0]
 
         def add_query_block(i, carry):
@@ -300,25 +301,25 @@ def _blockwise_backward(
             return dqs.at[i].add(dq), dk, dv
 
         zeros = jnp.zeros_like(k_j, wide)
-        start, stop = sight.query_blocks(j, qs.shape[-2], len(qs))
+        start, stop = mask.query_blocks(j, qs.shape[-2], len(qs))
         dqs, dk, dv = jax.lax.fori_loop(start, stop, add_query_block, (dqs, zeros, zeros))
         return dqs, (dk[:, :, None].astype(k.dtype), dv[:, :, None].astype(v.dtype))
 
-    dqs, (dks, dvs) = jax.lax.scan(one_key_block, jnp.zeros_like(qs, wide), jnp.arange(len(ks)))
+    dqs, (dks, dvs) = jax.lax.scan(add_key_block, jnp.zeros_like(qs, wide), jnp.arange(len(ks)))
     return _unblocks(dqs, length).astype(q.dtype), _unblocks(dks, length), _unblocks(dvs, length)
 
 
 # ----- plain JAX, all scores
 
 
-def _dense(sight: Sight, name: str, q, k, v, segments) -> jax.Array:
+def _dense(mask: Mask, name: str, q, k, v, segments) -> jax.Array:
     del name
     wide, kv_heads = accumulation_dtype(q.dtype), k.shape[2]
     queries = q.reshape(*q.shape[:2], kv_heads, -1, q.shape[-1])
     scores = jnp.einsum("bsghd,btgd->bghst", queries, k, preferred_element_type=wide)
     scores /= math.sqrt(q.shape[-1])
     positions = jnp.arange(q.shape[1])
-    seen = sight.sees(positions[:, None], positions)
+    seen = mask.sees(positions[:, None], positions)
     if segments is not None:
         seen = seen & (segments[:, :, None] == segments[:, None, :])[:, None, None]
     scores = jnp.where(seen, scores, -jnp.inf)
@@ -327,4 +328,4 @@ def _dense(sight: Sight, name: str, q, k, v, segments) -> jax.Array:
     return out.astype(q.dtype).reshape(*q.shape[:2], -1)
 
 
-FORMS = {"blockwise": _blockwise, "cudnn": _cudnn, "dense": _dense, "splash": splash}
+IMPLEMENTATIONS = {"blockwise": _blockwise, "cudnn": _cudnn, "dense": _dense, "splash": splash}

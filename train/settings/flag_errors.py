@@ -1,4 +1,4 @@
-"""Errors in files name the flag that gave the file."""
+"""Contexts whose errors name a flag."""
 
 import contextlib
 import dataclasses
@@ -9,7 +9,7 @@ from train.settings.codecs import CODECS
 
 
 @contextlib.contextmanager
-def blamed_on(flag: str) -> Iterator[None]:
+def naming_flag(flag: str) -> Iterator[None]:
     """Context whose errors name a flag.
 
     Readers of files do not know which flag gave the file.
@@ -29,7 +29,7 @@ def blamed_on(flag: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def blamed_on_option() -> Iterator[None]:
+def naming_flag_of_option() -> Iterator[None]:
     """Context whose errors name the flag that gave a field of a codec, where they begin with it.
 
     Raises:

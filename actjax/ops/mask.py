@@ -1,4 +1,4 @@
-"""Which positions of a sequence see which."""
+"""Masks of attention."""
 
 import dataclasses
 from typing import Any
@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 
 @dataclasses.dataclass(frozen=True)
-class Sight:
-    """Which positions a position sees.
+class Mask:
+    """A mask of attention: the positions that each position sees.
 
     Attributes:
       causal: as for `attention`.
