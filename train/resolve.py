@@ -55,8 +55,8 @@ class ResolvedConfig(RunConfig):
         if self.trains_bfloat16 and self.weight_rounding == "nearest":
             found.append(
                 "bfloat16 weights are rounded to nearest after each step: updates below 1/512 of a"
-                " weight are lost. Use `--weight-rounding stochastic` or `compensated`, or"
-                " `--weight-dtype float32` if it fits."
+                " weight are lost. Use `--weight-rounding stochastic`, or `--weight-dtype float32`"
+                " if it fits."
             )
         if self.seq_len > self.positions:
             found.append(
@@ -191,8 +191,7 @@ def _optimizer(
                 " lean, or `--optimizer adamw`."
             )
         largest = methods.Subspace(side="smaller").largest_rank(model)
-        usual = min(256, largest) if given.optimizer == "apollo" else max(1, model.hidden_size // 4)
-        rank = 1 if given.optimizer == "apollo_mini" else given.projection_rank or usual
+        rank = given.projection_rank or max(1, model.hidden_size // 4)
         if rank > largest:
             raise ValueError(
                 f"`--projection-rank` {rank} is above {largest}, the smallest dimension of a weight"
@@ -202,11 +201,6 @@ def _optimizer(
         raise ValueError(
             f"`--optimizer {given.optimizer}` reads whole weights, and `--method {config.method}`"
             " shows it gradients in a subspace: choose adamw, lion or sgd, or another method."
-        )
-    if given.factored_second_moment and config.options.moments == "rotate":
-        raise ValueError(
-            "`--moments rotate` cannot rotate the means of rows and columns that"
-            " `--factored-second-moment` keeps: drop one of both."
         )
     if (
         config.method == "galore"
@@ -237,9 +231,9 @@ def _weight_dtype(config: RunConfig, method: methods.Method, checkpoint_dtype: s
 def _weight_rounding(config: RunConfig, method: methods.Method, weight_dtype: str) -> str:
     if weight_dtype == "bfloat16" and not method.adapters:
         return "stochastic" if config.weight_rounding == "auto" else config.weight_rounding
-    if config.weight_rounding in ("stochastic", "compensated"):
+    if config.weight_rounding == "stochastic":
         raise ValueError(
-            f"`--weight-rounding {config.weight_rounding}` has no effect on float32 weights: drop"
+            "`--weight-rounding stochastic` has no effect on float32 weights: drop"
             " it, or pass `--weight-dtype bfloat16`."
         )
     return "nearest"
