@@ -24,7 +24,15 @@ from rich.table import Table
 from rich.text import Text
 
 from actjax._host import read_right
-from train.options import ADAPTERS, FLAG_METHODS, FULL_WEIGHTS, flag_name, near_hint
+from train.options import (
+    ADAPTERS,
+    FLAG_METHODS,
+    FORMER_CHOICES,
+    FORMER_FLAGS,
+    FULL_WEIGHTS,
+    flag_name,
+    near_hint,
+)
 
 T = TypeVar("T")
 
@@ -152,6 +160,9 @@ def _check_arguments(args: Sequence[str], flags: Mapping[str, Flag], prog: str) 
         if match is None:
             continue
         name = match[1].replace("_", "-")
+        former = FORMER_FLAGS.get(name.replace("--no-", "--"))
+        if name not in known and former is not None:
+            _fail(f"`{match[1]}` was removed: {former}")
         if name not in known:
             hint = near_hint(name, known, cutoff=0.6)
             _fail(f"unknown flag `{match[1]}`.{hint} See `{prog} --help`.")
@@ -162,6 +173,9 @@ def _check_arguments(args: Sequence[str], flags: Mapping[str, Flag], prog: str) 
         if value == "" and named:
             _fail(f"`{name}` is empty: give it a value, or leave it out.")
         choices = flags[name].choices if name in flags else ()
+        former = FORMER_CHOICES.get(name, {}).get(str(value))
+        if former is not None and value not in choices:
+            _fail(f"`{name} {value}` was removed: {former}")
         if choices and value is not None and value not in choices:
             _fail(
                 f"`{name}` must be one of {', '.join(choices)}, got {value!r}."

@@ -17,10 +17,8 @@ from train.options import ADAPTERS, FULL_WEIGHTS, MethodOptions, flag_name, near
 Dtype = Literal["float32", "bfloat16"]
 WeightDtype = Literal["auto", "float32", "bfloat16"]
 MomentDtype = Literal["auto", "float32", "bfloat16", "8bit", "4bit"]
-Optimizer = Literal[
-    "adamw", "adafactor", "lion", "sgd", "muon", "fira", "frugal_signs", "apollo", "apollo_mini"
-]
-WeightRounding = Literal["auto", "nearest", "stochastic", "compensated"]
+Optimizer = Literal["adamw", "adafactor", "lion", "sgd", "muon", "fira"]
+WeightRounding = Literal["auto", "nearest", "stochastic"]
 MOST_TOKENS = 2**24
 """Largest vocabulary that is trained: training one takes about 60 bytes a token."""
 
@@ -100,13 +98,11 @@ class OptimizerConfig:
     """Keep the moments of the layers in the memory of the host, and fetch those of a layer while
     its gradient is computed. Not for adafactor, which has none."""
     projection_rank: int = 0
-    """Rank of the projected gradients of fira, frugal_signs and apollo. 0: a quarter of the model's
-    width; for apollo 256, at most the width."""
+    """Rank of the projected gradients of fira. 0: a quarter of the model's width."""
     projection_gap: int = 200
-    """Steps between two projections of fira, frugal_signs, apollo and apollo_mini."""
+    """Steps between two projections of fira."""
     projection_scale: float = 0.0
-    """Factor of the projected updates of fira, frugal_signs, apollo and apollo_mini. 0: that of the
-    papers."""
+    """Factor of the updates of fira. 0: that of the paper, 0.25."""
 
     @property
     def betas(self) -> tuple[float, float]:
@@ -157,13 +153,8 @@ class OptimizerConfig:
             if getattr(self, name) != getattr(type(self), name) and not self.projects:
                 raise ValueError(
                     f"`{flag_name(name)}` has no effect with `--optimizer {self.optimizer}`: it is"
-                    f" for {', '.join(PROJECTED)}. Drop it."
+                    " for fira. Drop it."
                 )
-        if self.optimizer == "apollo_mini" and self.projection_rank > 1:
-            raise ValueError(
-                f"`--projection-rank {self.projection_rank}`: apollo_mini has rank 1. Drop it, or"
-                " choose `--optimizer apollo`."
-            )
         if not 0 <= self.final_learning_rate <= 1:
             raise ValueError(
                 f"`--final-learning-rate` must be in [0, 1], got {self.final_learning_rate}."
@@ -173,8 +164,8 @@ class OptimizerConfig:
 
     @property
     def projects(self) -> bool:
-        """Whether gradients of the layers are projected by the optimizer."""
-        return self.optimizer in PROJECTED
+        """Whether the optimizer projects gradients of the layers itself, and needs them dense."""
+        return self.optimizer == "fira"
 
 
 OPTIMIZERS: dict[str, str] = {
@@ -184,13 +175,8 @@ OPTIMIZERS: dict[str, str] = {
     "sgd": "momentum",
     "muon": "one moment, orthogonalized, for the matrices of layers; AdamW for the rest",
     "fira": "AdamW in a subspace, the rest of the gradient with its step sizes",
-    "frugal_signs": "AdamW in a subspace, the signs of the rest of the gradient (FRUGAL)",
-    "apollo": "the gradient with step sizes of AdamW in a random subspace",
-    "apollo_mini": "apollo of rank 1, with one step size for each weight",
 }
 """What `--optimizer` names."""
-PROJECTED = ("fira", "frugal_signs", "apollo", "apollo_mini")
-"""Optimizers that project the gradients of the layers themselves, and need them dense."""
 _UNUSED = {
     "adafactor": ("beta1", "beta2", "offload_states"),
     "sgd": ("beta2",),
@@ -235,9 +221,9 @@ class RunConfig:
     weight_dtype: WeightDtype = "float32"
     """Dtype of weights and gradients."""
     weight_rounding: WeightRounding = "auto"
-    """How bfloat16 weights are rounded after an update: to nearest, which loses small updates;
-    stochastic, which keeps them on average; or compensated, which stores 8 more bits of each weight
-    with the optimizer's state. auto: stochastic where all weights are trained in bfloat16."""
+    """How bfloat16 weights are rounded after an update: to nearest, which loses small updates, or
+    stochastic, which keeps them on average. auto: stochastic where all weights are trained in
+    bfloat16."""
     compute_dtype: Dtype = "bfloat16"
     """Dtype of activations and matrix products; products are summed in float32."""
     z_loss: float = 0.0

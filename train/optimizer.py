@@ -43,21 +43,14 @@ def make_optimizer(
       steps: length of the run.
       subspace: `actjax.optim.subspace` without its transforms; None for full-rank moments.
       rounding: of the weights, as in a resolved `weight_rounding`.
-      seed: of stochastic rounding and of random projections.
+      seed: of stochastic rounding.
     """
     outer = full_space_updates(config, steps)
     if subspace is not None:
         tx = subspace(_moments(config), outer=outer)
-    elif config.projects:
-        tx = optax.chain(_apollo(config, seed), outer)
     else:
         tx = optax.chain(_moments(config), outer)
-    round_weights = {
-        "nearest": lambda tx: tx,
-        "stochastic": functools.partial(actjax.optim.stochastic_rounding, seed=seed),
-        "compensated": functools.partial(actjax.optim.compensated, seed=seed),
-    }[rounding]
-    return round_weights(tx)
+    return actjax.optim.stochastic_rounding(tx, seed=seed) if rounding == "stochastic" else tx
 
 
 def _moments(config: OptimizerConfig) -> optax.GradientTransformation:
@@ -131,45 +124,26 @@ def _muon_labels(params: optax.Params):
     return jax.tree_util.tree_map_with_path(label, params)
 
 
-def remainder_of(config: OptimizerConfig) -> Callable[..., SubspaceTransformation] | None:
-    """Returns `actjax.optim.subspace` without its transforms for Fira and FRUGAL; None for others.
+def fira_of(config: OptimizerConfig) -> Callable[..., SubspaceTransformation] | None:
+    """Returns `actjax.optim.subspace` without its transforms for Fira; None for other optimizers.
 
     Args:
       config: the settings.
     """
-    remainders = {
-        "fira": actjax.optim.ScaledRemainder(),
-        "frugal_signs": actjax.optim.SignedRemainder(),
-    }
-    if config.optimizer not in remainders:
+    if config.optimizer != "fira":
         return None
     return functools.partial(
         actjax.optim.subspace,
         rank=config.projection_rank,
         gap=config.projection_gap,
-        scale=config.projection_scale or _SCALES[config.optimizer],
+        scale=config.projection_scale or _FIRA_SCALE,
         side="smaller",
-        # As published: Fira keeps the moments where bases change, FRUGAL sets them to zero.
-        moments="reset" if config.optimizer == "frugal_signs" else "keep",
-        remainder=remainders[config.optimizer],
+        remainder=actjax.optim.ScaledRemainder(),
     )
 
 
-def _apollo(config: OptimizerConfig, seed: int) -> optax.GradientTransformation:
-    is_mini = config.optimizer == "apollo_mini"
-    return actjax.optim.apollo(
-        _adam(*config.betas, config),
-        rank=config.projection_rank,
-        gap=config.projection_gap,
-        scale=config.projection_scale or _SCALES[config.optimizer],
-        granularity="tensor" if is_mini else "channel",
-        weights=_is_layer_matrix,
-        seed=seed,
-    )
-
-
-_SCALES = {"fira": 0.25, "frugal_signs": 1.0, "apollo": 1.0, "apollo_mini": math.sqrt(128)}
-"""α of the papers."""
+_FIRA_SCALE = 0.25
+"""α of the paper."""
 
 
 _BLOCKS, _GROUPS, _DEVICES = (256, 128, 64, 32), (128, 64, 32), 64

@@ -8,7 +8,6 @@ from typing import Any, Literal, get_args
 import tyro
 
 from actjax import Rounding, Scaling, Sketch
-from actjax.optim import Moments
 from models.storage import LINEAR_INPUTS, SITES
 
 KEPT_SITES = tuple(site for site in SITES if site not in LINEAR_INPUTS)
@@ -55,8 +54,6 @@ class MethodOptions:
     """Steps between two refreshes of the subspace."""
     scale: float = 0.25
     """Factor of the updates from the subspace (GaLore's alpha)."""
-    moments: Moments = "keep"
-    """What a refresh does to the moments in the subspace: keep, reset or rotate them."""
     bits: Bits = 0
     """Bits of each stored number; 16 stores it in the compute dtype. Where q, k and v are quantized
     they get 1, 2 and 1 more, up to 8, except with `--same-bits`. subspace and random_projection
@@ -107,9 +104,6 @@ class MethodOptions:
     remat: bool = False
     """Store only the input of each block, and compute the rest again in the backward pass. hyc_lora
     stores this input in `--bits`."""
-    stagger: bool = False
-    """Refresh the subspaces of the layers one after the other within a gap instead of all at
-    once."""
 
     def __post_init__(self) -> None:
         if self.rank < 0:
@@ -161,8 +155,6 @@ FLAG_METHODS: dict[str, tuple[str, ...]] = {
     "sketch": ("low_rank", "subspace"),
     "gap": _SUBSPACE,
     "scale": _SUBSPACE,
-    "moments": _SUBSPACE,
-    "stagger": _SUBSPACE,
     "bits": ("subspace", "random_projection", *_CODES, "hyc_lora"),
     "sites": _PER_SITE,
     "group": _CODES,
@@ -193,6 +185,23 @@ FLAG_METHODS: dict[str, tuple[str, ...]] = {
 
 RENAMED = {"frugal": "lean", "frugal_subspace": "lean_subspace"}
 """Former names of methods. FRUGAL is another, published method (ICML 2025)."""
+FORMER_FLAGS = {
+    "--moments": "a refresh keeps the moments, as `--moments keep` did. Drop it.",
+    "--stagger": "the subspaces of all layers are refreshed in the same step. Drop it.",
+}
+"""By flag that was removed: what holds now."""
+FORMER_CHOICES = {
+    "--optimizer": {
+        "apollo": "it was never measured. Choose fira.",
+        "apollo_mini": "it was never measured. Choose fira.",
+        "frugal_signs": "it was never measured. Choose fira.",
+    },
+    "--weight-rounding": {
+        "compensated": "it came 69% of the way of float32 weights, and stochastic 100%. Choose"
+        " stochastic.",
+    },
+}
+"""By flag and value that were removed: what to choose."""
 ANY_FULL_RANK = "any full-rank method"
 """Stands for the method in the identity of a run with full-rank optimizer states."""
 

@@ -20,14 +20,14 @@ from train.options import (
 MODEL = preset("llama_60m")
 OTHER = {
     "rank": 7, "ratio": 0.25, "points": 3, "tolerance": 0.5, "power_iterations": 2,
-    "sketch": "rows", "gap": 9, "scale": 0.5, "moments": "reset", "bits": 3, "sites": ("gate",),
+    "sketch": "rows", "gap": 9, "scale": 0.5, "bits": 3, "sites": ("gate",),
     "group": 32, "rounding": "dither", "same_bits": True, "levels": "normal",
     "rotate": True, "balance": False, "outlier_fraction": 0.25, "scaling": "channel",
     "level": "none",
-    "average_bits": 3.0, "adapt_every": 5, "offload": True, "remat": True, "stagger": True,
+    "average_bits": 3.0, "adapt_every": 5, "offload": True, "remat": True,
 }  # fmt: skip
 """A value of each option that is not its default."""
-NOT_IN_STORAGE = ("gap", "scale", "moments", "stagger", "average_bits", "adapt_every")
+NOT_IN_STORAGE = ("gap", "scale", "average_bits", "adapt_every")
 
 
 def test_every_option_and_method_is_in_the_table():
@@ -56,7 +56,7 @@ def test_the_table_names_the_methods_whose_storage_an_option_changes():
 
 def test_options_of_subspaces_are_for_the_methods_with_one():
     with_subspace = [name for name, one in METHODS.items() if one.subspace is not None]
-    for option in ("gap", "scale", "moments", "stagger"):
+    for option in ("gap", "scale"):
         assert list(FLAG_METHODS[option]) == with_subspace
     assert set(FLAG_METHODS["rank"]) == {"low_rank", *with_subspace}
     adaptive = [name for name, one in METHODS.items() if one.adaptive]
