@@ -67,8 +67,7 @@ def copied(tree):
     return jax.tree.map(lambda x: jax.device_put(np.array(x), x.sharding), tree)
 
 
-@pytest.mark.parametrize("make", [in_backward, by_apply])
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize(("make", "devices"), [(in_backward, 1), (by_apply, 4)])
 def test_states_on_the_host_give_the_same_bits(make, devices, monkeypatch):
     monkeypatch.setattr(pieces, "LARGEST", WIDTH * WIDTH // 2)
     init, step = make()
