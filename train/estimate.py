@@ -208,10 +208,8 @@ def _compiled_steps(recipe: Recipe, device: str) -> tuple[list[Any], TrainState]
         if recipe.config.optimizer.offload_states:
             state = dataclasses.replace(state, optimizer=_with_moments_on_host(state.optimizer))
         steps = [make_train_step(recipe)]
-        due = recipe.due_layers(0)
-        if due is not None:
-            refresh = make_refresh_step(recipe)
-            steps.append(lambda s, b: refresh(s, b, due))
+        if recipe.refreshes(0):
+            steps.append(make_refresh_step(recipe))
         return [_compile(step, state, batch, options) for step in steps], state
 
 

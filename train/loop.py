@@ -249,11 +249,8 @@ class _Trainer:
         run, last = self._run, self._metrics
         batch = put_rows(next(run.batches), run.mesh, run.config.batch_size)
         self._adapt(step - 1, batch)
-        due = run.recipe.due_layers(step - 1)
-        if due is None:
-            state, self._metrics = run.train_step(run.state, batch)
-        else:
-            state, self._metrics = self._refresh_step(run.state, batch, due)
+        take = self._refresh_step if run.recipe.refreshes(step - 1) else run.train_step
+        state, self._metrics = take(run.state, batch)
         if run.mesh.size > 1 and run.mesh.devices.flat[0].platform == "cpu":
             # Two programs at once can wait for each other's simulated devices on fewer cores.
             state = jax.block_until_ready(state)

@@ -60,8 +60,7 @@ def after(one: Recipe, steps: int = 3, programs=None):
     step, refresh = programs or compiled(one)
     state, losses = first_state(one), []
     for i in range(steps):
-        due = one.due_layers(i)
-        state, metrics = step(state, batch()) if due is None else refresh(state, batch(), due)
+        state, metrics = (refresh if one.refreshes(i) else step)(state, batch())
         losses.append(float(metrics["loss"]))
     return state, losses
 

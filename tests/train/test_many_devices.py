@@ -164,8 +164,7 @@ def losses(method, mesh, steps=4):
             batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:],
                      "mask": counted.astype(np.float32)}  # fmt: skip
             batch = jax.device_put(batch, batch_sharding(over))
-            due = recipe.due_layers(i)
-            state, metrics = step(state, batch) if due is None else refresh(state, batch, due)
+            state, metrics = (refresh if recipe.refreshes(i) else step)(state, batch)
             # Two programs at once can wait for each other's devices on fewer cores.
             state = jax.block_until_ready(state)
             found.append(float(metrics["loss"]))

@@ -45,7 +45,7 @@ def unbroken(folder):
     Its state has bases, 8-bit moments and an estimated norm; it dithers, rounds its bfloat16
     weights stochastically and takes refresh steps.
     """
-    options = MethodOptions(rank=4, gap=4, rounding="dither", moments="rotate", stagger=True)
+    options = MethodOptions(rank=4, gap=4, rounding="dither")
     whole = make_config(
         folder, "unbroken", method="lean_subspace", options=options, weight_dtype="bfloat16"
     )
@@ -163,8 +163,8 @@ def test_a_folder_with_a_run_is_resumed_only_on_request_and_with_its_settings(un
             r"vocab_size: 384 there, 512 now.*`--model-vocab-size` is given",
         ),
         (
-            {"weight_rounding": "compensated"},
-            "optimizer.weight_rounding: 'stochastic' there, 'compensated' now",
+            {"weight_rounding": "nearest"},
+            "optimizer.weight_rounding: 'stochastic' there, 'nearest' now",
         ),
     ):
         with pytest.raises(BadRunError, match=message):
