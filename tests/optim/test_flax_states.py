@@ -20,12 +20,12 @@ TRANSFORMS = {
     "four_bit": optim.four_bit(optax.adamw(1e-3), min_size=64),
     "factored": optax.chain(optim.scale_by_factored_adam(), optax.scale(-1e-3)),
     "subspace": optax.chain(
-        optim.subspace(optax.scale_by_adam(), 2, gap=2, remainder=optim.ScaledRemainder()),
+        optim.subspace(optax.scale_by_adam(), 2, gap=1, remainder=optim.ScaledRemainder()),
         optax.scale(-1e-3),
     ),
     "rounded": optim.stochastic_rounding(optim.eight_bit(optax.adamw(1e-3), min_size=64)),
 }
-STEPS = 3
+STEPS = 2
 
 
 def model_of(tx):
@@ -84,11 +84,11 @@ class Stack(nnx.Module):
 
 
 @pytest.mark.parametrize("name", ["eight_bit", "factored", "subspace"])
-def test_apply_on_nnx_states_with_factored_gradients_takes_the_steps_of_a_dict(name):
+def test_apply_on_nnx_states_with_factored_gradients_takes_the_step_of_a_dict(name):
     tx = TRANSFORMS[name]
     tx = optim.subspace(optax.adamw(1e-3), 2, remainder=None) if name == "subspace" else tx
 
-    def steps(params):
+    def stepped(params):
         def factored(path, x):
             if "bias" in jax.tree_util.keystr(path):
                 return gradient_like(x)
@@ -97,15 +97,12 @@ def test_apply_on_nnx_states_with_factored_gradients_takes_the_steps_of_a_dict(n
 
         grads = jax.tree_util.tree_map_with_path(factored, params)
         state = optim.init(tx, params)
-        for i in range(STEPS):
-            refresh = name == "subspace" and i == 0
-            params, state = optim.apply(tx, grads, state, params, refresh=refresh)
-        return params
+        return optim.apply(tx, grads, state, params, refresh=name == "subspace")[0]
 
     @jax.jit
     def both():
         params = nnx.state(Stack(nnx.Rngs(0)), nnx.Param)
-        return nnx.to_pure_dict(steps(params)), steps(nnx.to_pure_dict(params))
+        return nnx.to_pure_dict(stepped(params)), stepped(nnx.to_pure_dict(params))
 
     jax.tree.map(np.testing.assert_array_equal, *both())
 
