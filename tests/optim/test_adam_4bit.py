@@ -110,13 +110,9 @@ def test_it_maps_over_a_leading_axis():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
 
 
-@pytest.mark.parametrize(
-    "spec", [PartitionSpec("a", None), PartitionSpec(None, "a"), PartitionSpec("a", "b")], ids=str
-)
-def test_four_devices_compute_the_same_as_one(spec):
-    devices = np.array(jax.devices()[:4])
-    names = [name for name in spec if name]
-    mesh = jax.sharding.Mesh(devices.reshape((2, 2) if len(names) == 2 else (4,)), names)
+def test_four_devices_compute_the_same_as_one():
+    spec = PartitionSpec("a", "b")
+    mesh = jax.make_mesh((2, 2), ("a", "b"))
     ours = scale_by_adam_4bit(group=64, min_size=8)
     params = {"w": np.zeros((64, 1024), "float32")}
     grads = [{"w": normal(64, 1024, seed=i)} for i in range(2)]
