@@ -22,7 +22,7 @@ from benchmarks.rivals import ON_DEVICE, rival
 from benchmarks.tables import print_table
 from benchmarks.variants import check_names
 from train.planning.collectives import collectives
-from train.run.step import batch_shapes
+from train.run.loss import batch_shapes
 from train.settings.config import PretrainConfig
 
 

@@ -20,7 +20,9 @@ from benchmarks import command, record
 from benchmarks.tables import print_table
 from models import Decoder, ModelConfig, Storage, StorageChoice
 from train.run.adapt import gradient_by_codecs, measure_sensitivity, site_width
-from train.run.step import Batch, Recipe, init_state, make_recipe, make_train_step
+from train.run.loss import Batch
+from train.run.recipe import Recipe, make_recipe
+from train.run.step import init_state, make_train_step
 from train.settings.config import PretrainConfig
 from train.settings.methods import METHODS
 from train.settings.options import MethodOptions

@@ -24,15 +24,9 @@ from models import ModelConfig, preset
 from models.lora import attach
 from train.planning.devices import HERE, compile_for, find_device
 from train.planning.flops import causal_loop_length, matmul_flops
-from train.run.step import (
-    TrainState,
-    batch_shapes,
-    gradient_function,
-    init_state,
-    make_recipe,
-    make_train_step,
-    step_key,
-)
+from train.run.loss import batch_shapes
+from train.run.recipe import make_recipe
+from train.run.step import TrainState, gradient_function, init_state, make_train_step, step_key
 from train.settings.config import AdapterConfig, FinetuneConfig
 from train.settings.options import Level, MethodOptions
 

@@ -22,7 +22,8 @@ from benchmarks.rivals import rival
 from benchmarks.tables import Cells, cell, print_table
 from models import PRESETS
 from train.planning.devices import find_device
-from train.run.step import make_eval_step, make_recipe
+from train.run.recipe import make_recipe
+from train.run.step import make_eval_step
 from train.settings.config import OptimizerConfig, PretrainConfig
 from train.settings.hints import near_hint
 from train.settings.resolve import dimensions

@@ -19,7 +19,7 @@ from benchmarks.tables import print_table
 from benchmarks.variants import check_names
 from train.planning.devices import HERE, compile_for, find_device
 from train.planning.flops import causal_loop_length, matmul_flops
-from train.run.step import batch_shapes
+from train.run.loss import batch_shapes
 from train.settings.config import PretrainConfig
 
 

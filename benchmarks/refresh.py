@@ -26,7 +26,7 @@ from benchmarks import command, record
 from benchmarks.rivals import rival
 from benchmarks.tables import print_table
 from train.planning.flops import causal_loop_length, matmul_flops
-from train.run.step import batch_shapes
+from train.run.loss import batch_shapes
 from train.settings.config import PretrainConfig
 from train.settings.resolve import dimensions
 

@@ -16,23 +16,21 @@ from benchmarks.variants import VARIANTS, Variant
 from models import Decoder
 from models.config import ModelConfig
 from train.run.begin import first_state, shardings_of_run
+from train.run.loss import Batch, batch_shapes
 from train.run.optimizer import full_space_updates, make_optimizer, store_states_as
+from train.run.recipe import make_recipe
 from train.run.report import (
     StepMemory,
     explain_step,
     gradient_bytes,
-    layerwise_state,
     step_memory,
     tree_bytes,
 )
 from train.run.sharding import make_mesh
 from train.run.step import (
-    Batch,
     TrainState,
-    batch_shapes,
     gradient_function,
     init_state,
-    make_recipe,
     make_refresh_step,
     make_train_step,
     step_key,
@@ -105,7 +103,6 @@ def rival(name: str, config: PretrainConfig, model_config: ModelConfig | None = 
 def method_rival(variant: Variant, config: PretrainConfig, model_config: ModelConfig) -> Rival:
     """Returns a method as `train.pretrain` runs it."""
     recipe = make_recipe(variant.configure(config), model_config)
-    refresh_step, due = make_refresh_step(recipe), recipe.due_layers(0)
     init = functools.partial(init_state, recipe)
 
     def gradient(state: TrainState, batch: Batch) -> Any:
@@ -119,7 +116,7 @@ def method_rival(variant: Variant, config: PretrainConfig, model_config: ModelCo
     def of_layers() -> tuple[int, int]:
         shapes = jax.eval_shape(init)
         gradients = gradient_bytes(recipe, shapes)
-        states = layerwise_state(shapes.optimizer).layers
+        states = shapes.optimizer.layers
         return sum(n for p, n in gradients.items() if p.startswith("layers.")), tree_bytes(states)
 
     def on_host() -> tuple[TrainState, Callable[[], TrainState]]:
@@ -130,7 +127,7 @@ def method_rival(variant: Variant, config: PretrainConfig, model_config: ModelCo
         init,
         make_train_step(recipe),
         None if recipe.config.in_backward else gradient,
-        None if due is None else lambda state, batch: refresh_step(state, batch, due),
+        make_refresh_step(recipe) if recipe.refreshes(0) else None,
         memory,
         of_layers,
         on_host if recipe.config.optimizer.offload_states else None,

@@ -55,7 +55,6 @@ CASES = {
     "1b, 4 bits": _run("llama_1b", 8, 1024, "lean", moment_dtype="4bit"),
     "1b, 4 bits, factored": _run("llama_1b", 8, 1024, "lean", **_SMALL),
     "1b, fira": _run("llama_1b", 8, 1024, "lean", optimizer="fira", **_SMALL),
-    "1b, apollo": _run("llama_1b", 8, 1024, "lean", optimizer="apollo", moment_dtype="4bit"),
 }
 """The runs, by name."""
 

@@ -46,11 +46,6 @@ _four_bit = functools.partial(optim.four_bit, min_size=1)
 FORMS: dict[str, Callable[[Any], Any]] = {
     "float32": lambda tx: tx,
     "4 bits": _four_bit,
-    "4 bits, nearest": functools.partial(_four_bit, rounding="nearest"),
-    "4 bits, published form": functools.partial(_four_bit, first_moment="published"),
-    "4 bits, published form, nearest": functools.partial(
-        _four_bit, first_moment="published", rounding="nearest"
-    ),
 }
 """Forms of the moments of full-rank optimizers, by name."""
 
@@ -174,12 +169,6 @@ def measure(config: Config) -> list[dict]:
         ),
         "both sides (Definition 3.4)": lambda: plain(optax.chain(make(side="both"), rate)),
         "Fira": lambda: plain(optax.chain(make(remainder=optim.ScaledRemainder()), rate)),
-        "FRUGAL, signs": lambda: plain(
-            optax.chain(make(remainder=optim.SignedRemainder(), moments="reset"), rate)
-        ),
-        "APOLLO": lambda: plain(
-            optax.chain(optim.apollo(optax.scale_by_adam(), config.rank, gap=config.gap), rate)
-        ),
     } | {
         f"{name}, {form}": functools.partial(plain, store(tx))
         for name, tx in (

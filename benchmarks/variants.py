@@ -70,13 +70,9 @@ VARIANTS = {
         for name in ("adafactor", "lion", "muon")
     },
     # The rank is a quarter of the width of llama_9m.
-    **{
-        f"exact, {name} d/4": Variant(
-            "exact", optimizer=OptimizerConfig(optimizer=name, projection_rank=32)
-        )
-        for name in ("fira", "frugal_signs", "apollo")
-    },
-    "exact, apollo_mini": Variant("exact", optimizer=OptimizerConfig(optimizer="apollo_mini")),
+    "exact, fira d/4": Variant(
+        "exact", optimizer=OptimizerConfig(optimizer="fira", projection_rank=32)
+    ),
     "remat": Variant("remat"),
     "remat, 8-bit states, in backward": Variant("remat", optimizer=EIGHT_BIT, in_backward=True),
     "pamm": Variant("pamm", options=MethodOptions(ratio=1 / 64)),
@@ -88,8 +84,6 @@ VARIANTS = {
     "subspace d/4, power iteration": Variant(
         "subspace", 4, options=MethodOptions(power_iterations=1)
     ),
-    "subspace d/4, rotate": Variant("subspace", 4, options=MethodOptions(moments="rotate")),
-    "subspace d/4, staggered": Variant("subspace", 4, options=MethodOptions(stagger=True)),
     "subspace d/4, 8-bit states": Variant("subspace", 4, optimizer=EIGHT_BIT),
     "subspace d/4, 8-bit states and inputs": Variant(
         "subspace", 4, options=MethodOptions(bits=8), optimizer=EIGHT_BIT

@@ -59,7 +59,8 @@ import actjax
 from models import ModelConfig
 from models.checkpoints import load_checkpoint
 from models.rope import rope_tables
-from train.run.step import init_state, make_recipe, make_train_step
+from train.run.recipe import make_recipe
+from train.run.step import init_state, make_train_step
 from train.settings.config import PretrainConfig
 from train.text.corpus import open_corpus
 from train.text.data import train_batches

@@ -22,8 +22,9 @@ from train.run import hosts
 from train.run.begin import Data, Weights, begin, check_sizes, first_state, run_identity
 from train.run.calibration import calibrate
 from train.run.loop import Run, make_console, moved, prepare_and_train, put_rows, run_program
+from train.run.recipe import Recipe, build_recipe
 from train.run.sharding import make_mesh, rows_of_process
-from train.run.step import Recipe, TrainState, build_recipe, model_of
+from train.run.step import TrainState, model_of
 from train.settings import cli
 from train.settings.config import FinetuneConfig
 from train.settings.flag_errors import naming_flag

@@ -9,8 +9,8 @@ from rich.console import Console
 from train.run import hosts
 from train.run.begin import Data, Weights, begin, check_sizes, first_state, run_identity
 from train.run.loop import Run, make_console, prepare_and_train, run_program
+from train.run.recipe import Recipe, build_recipe
 from train.run.sharding import make_mesh, rows_of_process
-from train.run.step import Recipe, build_recipe
 from train.settings import cli
 from train.settings.config import DataConfig, PretrainConfig
 from train.settings.resolve import dimensions, resolve

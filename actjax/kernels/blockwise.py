@@ -170,8 +170,8 @@ def _magnitude_bits(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
 
 
-def dynamic_index(size: jax.Array, top: int, offset: jax.typing.ArrayLike = 0.5) -> jax.Array:
-    """Returns the nearest level of magnitudes in [0, 1], or one of the two neighbours at random.
+def dynamic_index(size: jax.Array, top: int) -> jax.Array:
+    """Returns the nearest level of magnitudes in [0, 1] as an index.
 
     Level `2^p + j`, `0 <= j < 2^p`, is `10^(p - top) (0.1 + 0.9 (j + 1) / 2^p)`: each decade has
     twice as many levels as the decade below, the top decade `2^top`. Level 0 is 0, the highest
@@ -180,8 +180,6 @@ def dynamic_index(size: jax.Array, top: int, offset: jax.typing.ArrayLike = 0.5)
     Args:
       size: the magnitudes, float32.
       top: decades below the top one.
-      offset: uniform in [0, 1) for stochastic rounding, which keeps the mean: the levels between
-        two decades are as far apart as those above them.
     """
     # The smallest of the lines through the indices of a decade, the steeper the smaller the size:
     # on a CPU a logarithm and a power take many times longer. Below the lowest line only 0 remains.
@@ -190,7 +188,7 @@ def dynamic_index(size: jax.Array, top: int, offset: jax.typing.ArrayLike = 0.5)
         levels = 2**power
         line = size * (10.0 ** (top - power) / 0.9 * levels) + (levels - 1 - levels / 9)
         index = jnp.where(line < index, line, index)
-    index = jnp.floor(index + offset)
+    index = jnp.floor(index + 0.5)
     return jnp.where(index < 2 * 2**top, index, 2 * 2**top - 1)
 
 

@@ -10,19 +10,15 @@ Here a first moment is divided by the smaller of the largest magnitudes of its r
 too, before its groups get their scales. What remains in a group is of similar size, so that nearly
 even levels fit: on the moments of a small trained model, their rounding errors, relative to the
 root of the second moment, have less than a fifth of the variance of those of the published map
-(`benchmarks.moment_rounding`). They are bounded, too: both moments of a number have scales of the
-same row and the same column.
+(`benchmarks/results/moment_rounding.json`). They are bounded, too: both moments of a number have
+scales of the same row and the same column.
 
-The published form of a first moment is kept as well (`SignedFourBit.rows` is None). Its levels are
-the middles of intervals, and the largest negative number of a group becomes -0.8875 of it; here
-levels are their ends, the same for both signs.
-
-They round to the nearest level. Between two steps a moment moves by less than half the distance of
-two levels, so that it may stay where it is for ever. Rounded stochastically, moments move as they
-should on average. The random bits are a hash of the number itself, whose last bits no level
-resolves: without a seed or a counter, and the same however the array is divided over devices. Equal
-numbers are rounded alike: a moment that does not change from step to step is rounded the same way
-each time.
+Li et al. round to the nearest level. Between two steps a moment moves by less than half the
+distance of two levels, so that it may stay where it is for ever. Here moments are rounded
+stochastically, and move as they should on average. The random bits are a hash of the number itself,
+whose last bits no level resolves: without a seed or a counter, and the same however the array is
+divided over devices. Equal numbers are rounded alike: a moment that does not change from step to
+step is rounded the same way each time.
 """
 
 import dataclasses
@@ -34,8 +30,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from actjax.kernels.blockwise import (
-    dynamic_index,
-    dynamic_level,
     inverse_of,
     largest_of_column,
     largest_of_row,
@@ -45,8 +39,6 @@ from actjax.kernels.noise import random_words
 
 GROUP = 128
 """Values of a first moment that share a scale."""
-DECADES = 2
-"""Decades of the published signed map below the top one: three bits of magnitude."""
 _SHIFTS = np.array([[0], [4]], np.int32)
 """Bits below the lower and below the upper half of a group in its bytes."""
 
@@ -63,13 +55,13 @@ class SignedFourBit:
         array.
       scales: largest magnitude of each group, after it was divided by the smaller of the scales of
         its row and its column, float32 [..., d, groups].
-      rows: largest magnitude of each row, float32 [..., d, 1]; None for the published form, which
-        has scales of groups only, and levels spaced by decades.
-      columns: largest magnitude of each column, float32 [..., 1, n], or None.
+      rows: largest magnitude of each row, float32 [..., d, 1].
+      columns: largest magnitude of each column, float32 [..., 1, n].
       width: length of the last axis of the array. Static.
       group: values in a group; the last group of a row may be padded with zeros. Static.
       dtype: dtype of the array. Static.
-      stochastic: whether values are rounded stochastically. Static.
+      stochastic: whether values are rounded stochastically, or to the nearest level, which programs
+        in two precisions agree on. Static.
     """
 
     arrays: ClassVar = ("codes", "scales", "rows", "columns")
@@ -81,7 +73,7 @@ class SignedFourBit:
     width: int = dataclasses.field(metadata={"static": True})
     group: int = dataclasses.field(metadata={"static": True})
     dtype: Any = dataclasses.field(metadata={"static": True})
-    stochastic: bool = dataclasses.field(metadata={"static": True})
+    stochastic: bool = dataclasses.field(default=True, metadata={"static": True})
 
     @property
     def shape_of_blocks(self) -> tuple[int, ...]:
@@ -95,48 +87,37 @@ class SignedFourBit:
         """Returns the array."""
         # Two's complement of four bits.
         index = (unpack(self.codes, self.group) ^ 8) - 8
-        size = jnp.abs(index).astype(jnp.float32)
-        unit = dynamic_level(size, DECADES) if self.rows is None else signed_level(size)
+        unit = signed_level(jnp.abs(index).astype(jnp.float32))
         values = jnp.where(index < 0, -unit, unit) * self.scales[..., None]
-        values = _joined(values, self.width)
-        if self.rows is not None:
-            values *= jnp.minimum(self.rows, self.columns)
+        values = _joined(values, self.width) * jnp.minimum(self.rows, self.columns)
         return values.astype(self.dtype)
 
     def encode(self, x: jax.Array) -> "SignedFourBit":
         """Returns another array of the same shape in the same form.
 
-        Error: half the distance between two levels, which are 0, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8 and 1
-        times the scales (published: 0, 0.01, 0.055, 0.1, 0.325, 0.55, 0.775 and 1). Rounded
-        stochastically, it is less than the whole distance, and without bias.
+        Error: less than the distance between two levels, which are 0, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8
+        and 1 times the scales, and without bias.
         """
         x = x.astype(jnp.float32)
-        if self.rows is None:
-            return self._encoded(x, x, None, None)
         return self.encode_with(largest_of_row(x)[..., None], largest_of_column(x)[..., None, :], x)
 
     def encode_with(self, rows: jax.Array, columns: jax.Array, x: jax.Array) -> "SignedFourBit":
         """Returns `encode(x)`, whose scales of rows and columns are given."""
         x = x.astype(jnp.float32)
         scaled = times_inverse(x, jnp.maximum(inverse_of(rows), inverse_of(columns)))
-        return self._encoded(x, scaled.astype(jnp.float32), rows, columns)
-
-    def _encoded(self, x: jax.Array, scaled: jax.Array, rows: Any, columns: Any) -> "SignedFourBit":
-        offset = fraction_of_hash(x) if self.stochastic else jnp.full(x.shape, 0.5, jnp.float32)
+        scaled, offset = scaled.astype(jnp.float32), _offset(x, self.stochastic)
         parts = zip(_grouped(scaled, self.group), _grouped(offset, self.group), strict=True)
-        coded = [self._encoded_groups(*part) for part in parts]
+        coded = [_encoded_groups(*part) for part in parts]
         codes, scales = (jnp.concatenate(part, axis=-1) for part in zip(*coded, strict=True))
         return dataclasses.replace(self, codes=codes, scales=scales, rows=rows, columns=columns)
 
-    def _encoded_groups(self, groups: jax.Array, offset: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns codes and scales of some groups, [..., groups, group]."""
-        scales = largest_of_row(groups)
-        size = times_inverse(jnp.abs(groups), inverse_of(scales)[..., None])
-        if self.rows is None:
-            index = dynamic_index(size, DECADES, offset).astype(jnp.int32)
-        else:
-            index = signed_index(size, offset)
-        return pack(jnp.where(groups < 0, -index, index) & 15), scales
+
+def _encoded_groups(groups: jax.Array, offset: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns codes and scales of some groups, [..., groups, group]."""
+    scales = largest_of_row(groups)
+    size = times_inverse(jnp.abs(groups), inverse_of(scales)[..., None])
+    index = signed_index(size, offset)
+    return pack(jnp.where(groups < 0, -index, index) & 15), scales
 
 
 @jax.tree_util.register_dataclass
@@ -150,7 +131,8 @@ class RankOneFourBit:
       columns: largest value of each column, float32 [..., 1, n].
       group: values that are packed together. Static.
       dtype: dtype of the array. Static.
-      stochastic: whether values are rounded stochastically. Static.
+      stochastic: whether values are rounded stochastically, or to the nearest level, which programs
+        in two precisions agree on. Static.
     """
 
     arrays: ClassVar = ("codes", "rows", "columns")
@@ -160,7 +142,7 @@ class RankOneFourBit:
     columns: Any
     group: int = dataclasses.field(metadata={"static": True})
     dtype: Any = dataclasses.field(metadata={"static": True})
-    stochastic: bool = dataclasses.field(metadata={"static": True})
+    stochastic: bool = dataclasses.field(default=True, metadata={"static": True})
 
     @property
     def shape_of_blocks(self) -> tuple[int, ...]:
@@ -178,9 +160,8 @@ class RankOneFourBit:
     def encode(self, x: jax.Array) -> "RankOneFourBit":
         """Returns another matrix of the same shape in the same form.
 
-        Error: 1/32 of the smaller of the largest values of its row and its column; 1/16 for values
-        below 1/32 of it, which become 1/16 of it and never zero. Rounded stochastically, it is up
-        to 1/16 everywhere, and without bias above 1/16.
+        Error: up to 1/16 of the smaller of the largest values of its row and its column, and
+        without bias above 1/16 of it. Smaller values become 1/16 of it, and never zero.
         """
         x = x.astype(jnp.float32)
         return self.encode_with(largest_of_row(x)[..., None], largest_of_column(x)[..., None, :], x)
@@ -188,23 +169,20 @@ class RankOneFourBit:
     def encode_with(self, rows: jax.Array, columns: jax.Array, x: jax.Array) -> "RankOneFourBit":
         """Returns `encode(x)`, whose scales are given."""
         x = x.astype(jnp.float32)
-        offset = fraction_of_hash(x) if self.stochastic else 0.5
         # The inverse of the smaller scale.
         inverse = jnp.maximum(inverse_of(rows), inverse_of(columns))
-        index = linear_index(times_inverse(x, inverse), offset)
+        index = linear_index(times_inverse(x, inverse), _offset(x, self.stochastic))
         parts = [pack(groups) for groups in _grouped(index, self.group)]
         codes = jnp.concatenate(parts, axis=-1)
         return dataclasses.replace(self, codes=codes, rows=rows, columns=columns)
 
 
-def signed_zeros(
-    shape: Sequence[int],
-    dtype: Any,
-    group: int = GROUP,
-    *,
-    stochastic: bool = True,
-    published: bool = False,
-) -> SignedFourBit:
+def _offset(x: jax.Array, stochastic: bool) -> jax.Array:
+    """Returns what is added to an index before it is rounded down."""
+    return fraction_of_hash(x) if stochastic else jnp.full(x.shape, 0.5, jnp.float32)
+
+
+def signed_zeros(shape: Sequence[int], dtype: Any, group: int = GROUP) -> SignedFourBit:
     """Returns zeros in 4 bits; `.encode(x)` brings an array into this form.
 
     Storage: half a byte per value and 4 bytes per group, row and column. No group crosses the end
@@ -214,22 +192,20 @@ def signed_zeros(
       shape: shape of a matrix, or of a stack of them.
       dtype: dtype of the array.
       group: values that share a scale.
-      stochastic: whether values are rounded stochastically.
-      published: whether only groups have scales, with the levels of Li et al.
+
+    Raises:
+      ValueError: the shape is not that of a matrix.
     """
     _check_matrix("first", shape)
     group = _fitted(group, shape[-1])
     groups = -(-shape[-1] // group)
     codes = jnp.zeros((*shape[:-1], groups * group // 2), jnp.uint8)
     scales = jnp.zeros((*shape[:-1], groups), jnp.float32)
-    rows, columns = (None, None) if published else _zero_scales(shape)
-    dtype = jnp.dtype(dtype)
-    return SignedFourBit(codes, scales, rows, columns, shape[-1], group, dtype, stochastic)
+    rows, columns = _zero_scales(shape)
+    return SignedFourBit(codes, scales, rows, columns, shape[-1], group, jnp.dtype(dtype))
 
 
-def rank_one_zeros(
-    shape: Sequence[int], dtype: Any, group: int = GROUP, *, stochastic: bool = True
-) -> RankOneFourBit:
+def rank_one_zeros(shape: Sequence[int], dtype: Any, group: int = GROUP) -> RankOneFourBit:
     """Returns a matrix of zeros in 4 bits; `.encode(x)` brings a matrix into this form.
 
     Storage: half a byte per value and 4 bytes for each row and each column.
@@ -240,13 +216,18 @@ def rank_one_zeros(
     _check_matrix("second", shape)
     group = _fitted(group, shape[-1])
     codes = jnp.zeros((*shape[:-1], -(-shape[-1] // group) * group // 2), jnp.uint8)
-    return RankOneFourBit(codes, *_zero_scales(shape), group, jnp.dtype(dtype), stochastic)
+    return RankOneFourBit(codes, *_zero_scales(shape), group, jnp.dtype(dtype))
 
 
 def signed_index(size: jax.Array, offset: jax.typing.ArrayLike) -> jax.Array:
-    """Returns the nearest level of magnitudes in [0, 1], int32; arguments as `dynamic_index`.
+    """Returns one of the two neighbouring levels of magnitudes in [0, 1] as an index, int32.
 
     The levels are 0, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8 and 1: the smaller of two lines through them.
+
+    Args:
+      size: the magnitudes, float32.
+      offset: uniform in [0, 1) for stochastic rounding, which keeps the mean; 0.5 for the nearest
+        level.
     """
     line, upper = size * 10.0, size * 5.0 + 2.0
     index = jnp.floor(jnp.where(upper < line, upper, line) + offset)
@@ -260,7 +241,7 @@ def signed_level(index: jax.Array) -> jax.Array:
 
 
 def linear_index(size: jax.Array, offset: jax.typing.ArrayLike) -> jax.Array:
-    """Returns the nearest of the levels 1/16, 2/16, ... 1, int32; arguments as `dynamic_index`."""
+    """Returns one of the levels 1/16, 2/16, ... 1, int32; arguments as `signed_index`."""
     index = jnp.floor(size * 16 + offset) - 1
     index = jnp.where(index < 15, index, 15)
     return jnp.where(index > 0, index, 0).astype(jnp.int32)

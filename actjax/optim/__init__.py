@@ -5,8 +5,6 @@ from actjax.kernels.four_bit import RankOneFourBit as RankOneFourBit
 from actjax.kernels.four_bit import SignedFourBit as SignedFourBit
 from actjax.optim.adam_4bit import scale_by_adam_4bit as scale_by_adam_4bit
 from actjax.optim.adam_8bit import scale_by_adam_8bit as scale_by_adam_8bit
-from actjax.optim.apollo import ApolloState as ApolloState
-from actjax.optim.apollo import apollo as apollo
 from actjax.optim.apply import apply as apply
 from actjax.optim.apply import init as init
 from actjax.optim.apply import redraw as redraw
@@ -22,15 +20,11 @@ from actjax.optim.in_backward import InBackward as InBackward
 from actjax.optim.in_backward import InBackwardState as InBackwardState
 from actjax.optim.in_backward import in_backward as in_backward
 from actjax.optim.layers import LayerwiseState as LayerwiseState
-from actjax.optim.moments import Moments as Moments
 from actjax.optim.projections import Side as Side
-from actjax.optim.remainders import Remainder as Remainder
 from actjax.optim.remainders import ScaledRemainder as ScaledRemainder
-from actjax.optim.remainders import SignedRemainder as SignedRemainder
 from actjax.optim.rounding import RoundedState as RoundedState
 from actjax.optim.rounding import RoundedTransformation as RoundedTransformation
 from actjax.optim.rounding import WeightRounding as WeightRounding
-from actjax.optim.rounding import compensated as compensated
 from actjax.optim.rounding import stochastic_rounding as stochastic_rounding
 from actjax.optim.subspace import Source as Source
 from actjax.optim.subspace import Subspace as Subspace

@@ -5,7 +5,7 @@ import optax
 from actjax.kernels.adam_4bit.api import adam_4bit
 from actjax.kernels.four_bit import GROUP
 from actjax.optim.adam_8bit import Hyper, coded_adam
-from actjax.optim.four_bit import FourBitState, GroupOf, StateRounding, four_bit
+from actjax.optim.four_bit import FourBitState, GroupOf, four_bit
 
 
 def scale_by_adam_4bit(
@@ -16,7 +16,6 @@ def scale_by_adam_4bit(
     *,
     group: int | GroupOf = GROUP,
     min_size: int = 4096,
-    rounding: StateRounding = "stochastic",
 ) -> optax.GradientTransformationExtraArgs:
     """Returns `four_bit(optax.scale_by_adam(b1, b2, eps, eps_root))` on float32, in two passes.
 
@@ -33,12 +32,11 @@ def scale_by_adam_4bit(
       group: values of a first moment that share a scale, or a function from the shape of a moment
         to this number.
       min_size: moments with fewer elements, and those of vectors, stay in float32.
-      rounding: "stochastic" or "nearest", as for `four_bit`.
 
     Raises:
       ValueError: a decay outside [0, 1), a negative `eps` or `eps_root`, a group that is odd or
-        below two, a size below one, an unknown rounding.
+        below two, a size below one.
     """
     hyper = Hyper.checked("scale_by_adam_4bit", b1, b2, eps, eps_root)
-    stored = four_bit(hyper.adam(), group=group, min_size=min_size, rounding=rounding)
+    stored = four_bit(hyper.adam(), group=group, min_size=min_size)
     return coded_adam("scale_by_adam_4bit", hyper, stored, adam_4bit, FourBitState)

@@ -17,9 +17,7 @@ from actjax._core.paths import named_leaves
 from actjax._host import fetched
 from actjax.low_rank import LowRank, is_low_rank
 from actjax.optim.checks import check_callable, check_transform
-from actjax.optim.codes import is_code
 from actjax.optim.host_states import read_before_writing
-from actjax.optim.in_sequence import in_sequence
 from actjax.optim.layers import (
     LayerwiseState,
     count_layers,
@@ -33,7 +31,6 @@ from actjax.optim.layers import (
     square_norm,
     take,
 )
-from actjax.optim.paths import map_state
 from actjax.optim.pieces import count_pieces, cut, filled, only, plan_pieces, without
 from actjax.optim.pieces import stacked as cut_into
 from actjax.optim.rounding import RoundedState, RoundedTransformation, WeightRounding
@@ -112,8 +109,8 @@ def _check_outermost(state: LayerwiseState) -> None:
         )
     if any(isinstance(x, RoundedState) for x in found):
         raise ValueError(
-            "`tx` has stochastic_rounding or compensated inside another transform, where `apply`"
-            " cannot write rounded weights: put the other transforms into it, such as"
+            "`tx` has stochastic_rounding inside another transform, where `apply` cannot write"
+            " rounded weights: put the other transforms into it, such as"
             " stochastic_rounding(optax.chain(clip, adamw))."
         )
 
@@ -125,16 +122,15 @@ def _init_rounded(
     inner = init(rounding.inner, rounding.seen_by_inner(params), layers=layers)
     stacked, rest = split(params, layers)
     cuts, count = _cuts_of(rounding.inner, rest), _count(stacked, layers)
-    of_rest = rounding.state_of(inner.rest, without(rest, cuts), rounding.key)
+    of_rest = rounding.state_of(inner.rest, rounding.key)
     # A separate key for each layer: otherwise all layers would be rounded by the same numbers.
     keys = jax.random.split(rounding.key, count + sum(cuts.values()))
     of_layers = ()
     if count:
-        of_layers = jax.vmap(rounding.state_of)(inner.layers, stacked, keys[:count])
+        of_layers = jax.vmap(rounding.state_of)(inner.layers, keys[:count])
     pieces, used = {}, count
     for name, n in cuts.items():
-        stack, own = _stack_of(rest, name, n), keys[used : used + n]
-        pieces[name] = jax.vmap(rounding.state_of)(inner.pieces[name], stack, own)
+        pieces[name] = jax.vmap(rounding.state_of)(inner.pieces[name], keys[used : used + n])
         used += n
     return LayerwiseState(of_layers, of_rest, pieces)
 
@@ -169,7 +165,7 @@ def apply(
     params: Any,
     *,
     layers: Callable[[Any], Any] | None = None,
-    refresh: bool | jax.Array = False,
+    refresh: bool = False,
     with_norm: bool = False,
 ) -> Any:
     """Updates parameters and state with a gradient, one stacked layer after the other, in place.
@@ -179,7 +175,7 @@ def apply(
     without stacked layers, such as a dict of arrays or a list of trees, are the rest. A matrix of
     the rest with more than 2^24 numbers, such as an embedding, is updated in pieces: some of its
     rows are an array to the transform, and one that reads norms or means of whole arrays sees those
-    of a piece. The weights of a layer are updated one after the other.
+    of a piece.
 
     Donate `state` and `params` to the jitted function around it, which must take and return them in
     the same order: JAX assigns donated buffers to results of the same shape in this order, and
@@ -207,7 +203,7 @@ def apply(
       params: the parameters.
       layers: as for `init`.
       refresh: for a `subspace`, whether to take new bases from this gradient before it is applied:
-        static under `jax.jit`. An array [layers] of bool refreshes these layers, and not the rest.
+        static under `jax.jit`.
       with_norm: whether to also return the norm of what was added to the parameters, before they
         were rounded.
 
@@ -223,14 +219,13 @@ def apply(
     stacked, rest = split(params, layers)
     stacked_grads, rest_grads = split_gradient(grads, params, layers)
     count = _count(stacked, layers)
-    whole, due_layers = refresh_by_layer(tx, refresh, count)
+    check_refresh(tx, refresh)
 
     def body(i: jax.Array, carry: Any) -> Any:
         params, state, square = carry
         state, own = read_before_writing(state, fetched(take(state, i)))
         layer = take(stacked_grads, i), own, take(params, i)
-        due = whole if due_layers is None else due_layers[i]
-        new, new_state, moved = update_one(tx, *layer, due)
+        new, new_state, moved = update_one(tx, *layer, refresh)
         return put(params, new, i), put(state, new_state, i), square + moved
 
     carry = stacked, state.layers, jnp.zeros((), jnp.float32)
@@ -240,7 +235,7 @@ def apply(
         gradient = named_leaves(rest_grads, is_leaf=is_low_rank)[name]
         rest, pieces[name], moved = update_pieces(tx, name, gradient, state.pieces[name], rest)
         square += moved
-    rest, rest_state, moved = update_rest(tx, rest_grads, state, rest, whole)
+    rest, rest_state, moved = update_rest(tx, rest_grads, state, rest, refresh)
     result = merge(stacked, rest, params), LayerwiseState(layers_state, rest_state, pieces)
     return (*result, jnp.sqrt(square + moved)) if with_norm else result
 
@@ -296,7 +291,6 @@ def redraw(
     params: Any,
     *,
     layers: Callable[[Any], Any] | None = None,
-    due: jax.Array | None = None,
 ) -> LayerwiseState:
     """Returns the state with new random bases, for a `subspace` whose `source` is "random".
 
@@ -305,7 +299,6 @@ def redraw(
       state: what `init` or `apply` returned.
       params: the parameters.
       layers: as for `init`.
-      due: which layers, [layers] of bool, get new bases, and not the rest; everything if None.
 
     Raises:
       ValueError: a state whose structure or shapes do not fit, or a source other than "random".
@@ -314,19 +307,14 @@ def redraw(
     check_state(tx, state, params, layers)
     stacked, rest = split(params, layers)
     count = _count(stacked, layers)
-    whole, due_layers = refresh_by_layer(tx, True if due is None else due, count)
+    check_refresh(tx, True)
 
     def body(i: jax.Array, layers_state: Any) -> Any:
         layers_state, old = read_before_writing(layers_state, fetched(take(layers_state, i)))
-        new = tx.refresh(None, old, take(stacked, i))
-        if due_layers is not None:
-            chosen = due_layers[i]
-            new = jax.tree.map(lambda a, b: jnp.where(chosen, a, b), new, old)
-        return put(layers_state, new, i)
+        return put(layers_state, tx.refresh(None, old, take(stacked, i)), i)
 
     drawn = jax.lax.fori_loop(0, count, body, state.layers) if count else ()
-    rest = without(rest, state.pieces)
-    of_rest = tx.refresh(None, state.rest, rest) if whole else state.rest
+    of_rest = tx.refresh(None, state.rest, without(rest, state.pieces))
     return LayerwiseState(drawn, of_rest, state.pieces)
 
 
@@ -357,32 +345,19 @@ def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
     return {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in leaves}
 
 
-def refresh_by_layer(
-    tx: optax.GradientTransformation, refresh: Any, count: int
-) -> tuple[bool, jax.Array | None]:
-    """Returns whether everything is refreshed, and, if only some layers may be, which: [count].
-
-    Raises:
-      ValueError: `refresh` is neither a bool nor an array of bool for the layers, or `tx` is not a
-        `subspace`.
-    """
-    if isinstance(refresh, bool | np.bool_):
-        whole, due = bool(refresh), None
-    else:
-        whole, due = False, jnp.asarray(refresh)
-        if due.shape != (count,) or due.dtype != jnp.bool_:
-            raise ValueError(
-                "`refresh` must be a bool that is known when the step is traced (under jax.jit,"
-                ' static_argnames="refresh"), or an array of bool for the'
-                f" {count} layers: got {due.dtype}{list(due.shape)}."
-            )
-    if not isinstance(tx, SubspaceTransformation) and (whole or due is not None):
+def check_refresh(tx: optax.GradientTransformation, refresh: Any) -> None:
+    """Raises a `ValueError` unless `refresh` is a bool, and False if `tx` is not a `subspace`."""
+    if not isinstance(refresh, bool | np.bool_):
+        raise ValueError(
+            "`refresh` must be a bool that is known when the step is traced (under jax.jit,"
+            f' static_argnames="refresh"): got {refresh!r}.'
+        )
+    if refresh and not isinstance(tx, SubspaceTransformation):
         raise ValueError(f"`refresh` is for actjax.optim.subspace, got tx={type(tx).__name__}.")
-    return whole, due
 
 
 def update_one(
-    tx: optax.GradientTransformation, grads: Any, state: Any, params: Any, refresh: Any
+    tx: optax.GradientTransformation, grads: Any, state: Any, params: Any, refresh: bool
 ) -> tuple[Any, Any, jax.Array]:
     """Updates one tree: returns parameters, state and the squared norm of what was added.
 
@@ -391,44 +366,16 @@ def update_one(
       grads: gradient, with `LowRank` for factored gradients.
       state: state of the transform for this tree.
       params: the parameters.
-      refresh: whether to take new bases first; a bool, or a scalar array for one of several layers.
+      refresh: whether to take new bases first.
     """
-    if isinstance(tx, SubspaceTransformation) and isinstance(refresh, jax.Array):
-        state = jax.lax.cond(refresh, lambda: tx.refresh(grads, state, params), lambda: state)
-    elif isinstance(tx, SubspaceTransformation) and refresh:
+    if not isinstance(tx, SubspaceTransformation):
+        grads = densify(grads)
+    elif refresh:
         state = tx.refresh(grads, state, params)
-
-    def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any, Any]:
-        if not isinstance(tx, SubspaceTransformation):
-            grads = densify(grads)
-        if isinstance(tx, RoundedTransformation):
-            params, state, updates = tx.rounding.apply(grads, state, params)
-        else:
-            updates, state = tx.update(grads, state, params)
-            params = optax.apply_updates(params, updates)
-        return params, state, jax.tree.map(square_norm, updates)
-
-    def by_weight(outputs: Any) -> list[Any]:
-        """Returns the outputs that belong to each weight."""
-        new, new_state, squares = outputs
-        parts: dict[str | None, list[Any]] = {name: [x] for name, x in named_leaves(new).items()}
-
-        def assign(_: list[str], weight: str | None, x: Any) -> Any:
-            parts.setdefault(weight, []).append(x)
-            return x
-
-        map_state(assign, new_state, params, is_leaf=is_code)
-        for name, x in named_leaves(squares).items():
-            parts[name].append(x)
-        return [part for name, part in parts.items() if name is not None]
-
-    if sum(x.size for x in jax.tree.leaves(params)) >= _IN_SEQUENCE:
-        params, state, squares = in_sequence(update, (grads, state, params), by_weight)
+    if isinstance(tx, RoundedTransformation):
+        params, state, updates = tx.rounding.apply(grads, state, params)
     else:
-        params, state, squares = update(grads, state, params)
-    return params, state, sum(jax.tree.leaves(squares), jnp.zeros((), jnp.float32))
-
-
-_IN_SEQUENCE = 2**22
-"""Numbers from which on the weights of a layer are updated one after the other: with fewer, the
-memory of their updates does not matter."""
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    squares = map(square_norm, jax.tree.leaves(updates))
+    return params, state, sum(squares, jnp.zeros((), jnp.float32))

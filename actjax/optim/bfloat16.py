@@ -23,11 +23,8 @@ _SIGN = np.uint32(0x8000_0000)
 _INFINITY = np.uint32(0x7F80_0000)
 _NAN = np.uint32(0x7FC0_0000)
 _UPPER_16 = np.uint32(0xFFFF_0000)
-_UPPER_24 = np.uint32(0xFFFF_FF00)
-_LARGEST_16 = np.uint32(0x7F7F_0000)
+_LARGEST = np.uint32(0x7F7F_0000)
 """The largest finite bfloat16."""
-_LARGEST_24 = np.uint32(0x7F7F_7F00)
-"""The largest master that is nearest to a finite bfloat16."""
 
 
 def words_by_position(shape: tuple[int, ...], seed: jax.Array) -> jax.Array:
@@ -61,42 +58,7 @@ def round_stochastically(x: jax.Array, words: jax.Array) -> jax.Array:
       words: random bits, uint32, in the shape of `x`.
     """
     size, sign = _size_and_sign(x)
-    return _to_bfloat16(_plus(size, words >> 16, _LARGEST_16 | ~_UPPER_16) & _UPPER_16, sign)
-
-
-def split_master(x: jax.Array, words: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the nearest bfloat16 to each master weight, and the remainder, int8.
-
-    A master is `x` rounded to the upper 24 of its 32 bits, stochastically, as
-    `round_stochastically` rounds to the upper 16. The remainder is `master - weight` in units of
-    1/256 of the weight's last place: from -128 to 127 for half a place to either side. Halves are
-    rounded away from zero, so that 127 is the largest. Below a power of two, where numbers are
-    closer, the unit is half as large.
-
-    Args:
-      x: float32.
-      words: random bits, uint32, in the shape of `x`.
-    """
-    size, sign = _size_and_sign(x)
-    master = _plus(size, words >> 24, _LARGEST_24 | ~_UPPER_24)
-    weight = (master + np.uint32(0x8000)) & _UPPER_16
-    # Bits 8 to 15, as a signed byte. A zero weight has no sign, so it keeps no remainder either.
-    byte = jnp.where(weight == 0, 0, master >> 8 & np.uint32(0xFF)).astype(jnp.uint8)
-    return _to_bfloat16(weight, sign), jax.lax.bitcast_convert_type(byte, jnp.int8)
-
-
-def join_master(weight: jax.Array, remainder: jax.Array) -> jax.Array:
-    """Returns the master weights, float32, that `split_master` has split: exactly.
-
-    Args:
-      weight: bfloat16. Zeros, infinities and NaN have no remainder, whatever is given.
-      remainder: int8.
-    """
-    size, sign = _size_and_sign(weight.astype(jnp.float32))
-    # Negative offsets wrap around, and the sum wraps back.
-    master = size + (remainder.astype(jnp.int32) * 256).astype(jnp.uint32)
-    has_remainder = (size > 0) & (size < _INFINITY)
-    return _to_float32(jnp.where(has_remainder, master, size), sign)
+    return _to_bfloat16(_plus(size, words >> 16, _LARGEST | ~_UPPER_16) & _UPPER_16, sign)
 
 
 def difference(new: jax.Array, old: jax.Array) -> jax.Array:

@@ -28,17 +28,17 @@ def check_inner(wrapper: str, name: str, tx: Any) -> None:
 
     Raises:
       TypeError: it is not a transform.
-      ValueError: it is `stochastic_rounding` or `compensated`.
+      ValueError: it is `stochastic_rounding`.
     """
     check_transform(name, tx)
     if not isinstance(tx, OutermostTransformation):
         return
-    if wrapper in ("stochastic_rounding", "compensated"):
+    if wrapper == "stochastic_rounding":
         raise ValueError(f"`{name}` of {wrapper} rounds weights already: drop one of both.")
     raise ValueError(
         f"`{name}` of {wrapper} rounds weights, which only the outermost transform can do:"
         f" instead of {wrapper}(stochastic_rounding(...)) write"
-        f" stochastic_rounding({wrapper}(...)), and compensated likewise."
+        f" stochastic_rounding({wrapper}(...))."
     )
 
 

@@ -51,7 +51,7 @@ def eight_bit(
     Prodigy), sums of gradients (`optax.MultiSteps`), differences (Adan), the centered RMSProp, SM3.
 
     Args:
-      inner: any optax transform. `subspace`, `stochastic_rounding` and `compensated` go around this
+      inner: any optax transform. `subspace` and `stochastic_rounding` go around this
         one: `subspace(eight_bit(...), k)`.
       block: values that share a scale, or a function from the shape of a moment to this number.
       min_size: arrays with fewer elements stay as they are.

@@ -5,7 +5,7 @@ Li et al., "Memory Efficient Optimizers with 4-bit States" (2023, arXiv 2309.015
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import optax
 
@@ -28,8 +28,6 @@ class FourBitState(NamedTuple):
     inner: Any
 
 
-StateRounding = Literal["stochastic", "nearest"]
-FirstMoment = Literal["rank_one", "published"]
 GroupOf = Callable[[tuple[int, ...]], int]
 """From the shape of a moment to the number of values that share a scale."""
 
@@ -39,8 +37,6 @@ def four_bit(
     *,
     group: int | GroupOf = GROUP,
     min_size: int = 4096,
-    rounding: StateRounding = "stochastic",
-    first_moment: FirstMoment = "rank_one",
     signed: Sequence[str] = FIRST_MOMENTS,
     unsigned: Sequence[str] = SECOND_MOMENTS,
 ) -> optax.GradientTransformationExtraArgs:
@@ -49,51 +45,35 @@ def four_bit(
     It is used as `eight_bit`, whose documentation says which arrays are moments. Both moments are
     divided by the smaller of the largest magnitudes of their row and of their column. First moments
     get signed levels, with a scale for each group too. Second moments get the levels 1/16 to 1,
-    without zero. Vectors stay as they are.
+    without zero. Both are rounded stochastically: rounded to nearest, as published, moments that
+    move slowly would stay where they are. Vectors stay as they are.
 
     Args:
-      inner: any optax transform. `subspace`, `stochastic_rounding` and `compensated` go around this
+      inner: any optax transform. `subspace` and `stochastic_rounding` go around this
         one.
       group: values of a first moment that share a scale, an even number, or a function from the
         shape of a moment to this number. A mesh can divide columns between groups only.
       min_size: arrays with fewer elements stay as they are.
-      rounding: "stochastic", under which moments move as they should on average, or "nearest", as
-        published, under which those that move slowly stay where they are.
-      first_moment: "rank_one", or "published" for the form of Li et al., a signed dynamic map of
-        groups without scales of rows and columns. Its rounding errors have five times the variance,
-        and are large beside the second moment of a small number.
       signed: names of the fields that hold moments with a sign.
       unsigned: names of the fields that hold moments without negative values.
 
     Raises:
       TypeError: `inner` is not a transform.
-      ValueError: a group that is odd or below two, a size below one, an unknown rounding or form,
-        or an `inner` that rounds weights.
+      ValueError: a group that is odd or below two, a size below one, or an `inner` that rounds
+        weights.
     """
     check_inner("four_bit", "inner", inner)
     if not callable(group):
         _check_group(group)
     check_positive_integer("four_bit", "min_size", min_size)
-    if rounding not in get_args(StateRounding):
-        raise ValueError(
-            f"`rounding` of four_bit must be one of {get_args(StateRounding)}, got {rounding!r}."
-        )
-    if first_moment not in get_args(FirstMoment):
-        raise ValueError(
-            f"`first_moment` of four_bit must be one of {get_args(FirstMoment)}, got"
-            f" {first_moment!r}."
-        )
 
     def zeros_of(shape: tuple[int, ...], dtype: Any, is_unsigned: bool) -> Code | None:
         if len(shape) < 2:
             return None
         size = group(shape) if callable(group) else group
         _check_group(size)
-        stochastic = rounding == "stochastic"
-        if is_unsigned:
-            return rank_one_zeros(shape, dtype, size, stochastic=stochastic)
-        published = first_moment == "published"
-        return signed_zeros(shape, dtype, size, stochastic=stochastic, published=published)
+        make = rank_one_zeros if is_unsigned else signed_zeros
+        return make(shape, dtype, size)
 
     return store_moments(
         inner, zeros_of, FourBitState, min_size=min_size, signed=signed, unsigned=unsigned

@@ -19,7 +19,7 @@ from actjax.optim.moments import FIRST_MOMENTS, SECOND_MOMENTS
 
 HOST = "pinned_host"
 """Name of the memory that a device can copy from and to while it computes."""
-_MOVED = {*FIRST_MOMENTS, *SECOND_MOMENTS, "remainder"}
+_MOVED = {*FIRST_MOMENTS, *SECOND_MOMENTS}
 """Fields of states that are only read in an update; others, such as bases, are read before."""
 _SMALL = {"scales", "rows", "columns"}
 """Parts of codes that stay: each would be a transfer, and all are 2% of the codes."""

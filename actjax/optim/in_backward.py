@@ -11,8 +11,8 @@ import dataclasses
 import functools
 import math
 import numbers
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,16 +22,16 @@ from jax.interpreters import partial_eval
 from actjax._core.paths import named_leaves
 from actjax._host import fetched
 from actjax.codecs.base import check_positive_integer
-from actjax.low_rank import clip_factor, global_norm, scale_tree
 from actjax.optim.apply import (
+    check_refresh,
     check_state,
-    refresh_by_layer,
     update_one,
     update_pieces,
     update_rest,
 )
 from actjax.optim.apply import init as init_layerwise
 from actjax.optim.checks import check_callable, check_transform
+from actjax.optim.clip_estimate import Clipping, PartNorms, followed, squared_norm
 from actjax.optim.host_states import downwards, read_before_writing
 from actjax.optim.layer_vjp import LayerVjp, form_of
 from actjax.optim.layers import (
@@ -47,8 +47,6 @@ from actjax.optim.pieces import filled, without
 from actjax.optim.subspace import SubspaceTransformation
 from actjax.transforms.accumulate import sum_gradients
 from actjax.transforms.taps import Bases
-
-ClipBy = Literal["estimate", "layer_norm"]
 
 
 class InBackwardState(NamedTuple):
@@ -76,16 +74,7 @@ class InBackwardState(NamedTuple):
 class InBackward:
     """A training step whose backward pass updates the parameters, made by `in_backward`.
 
-    Attributes:
-      before: from parameters and inputs to the input of the first layer.
-      layer: one layer.
-      after: from parameters and the output of the last layer to the loss.
-      tx: the optax transform.
-      layers: from the parameters to the subtree of stacked layers.
-      clip: largest norm of a gradient.
-      clip_by: which norm is clipped.
-      fetch: what is fetched ahead of the backward pass of a layer; None for nothing.
-      accumulate: number of micro-batches.
+    Its fields are the arguments of `in_backward`.
     """
 
     before: Callable[[Any, Any], Any]
@@ -94,7 +83,6 @@ class InBackward:
     tx: optax.GradientTransformation
     layers: Callable[[Any], Any]
     clip: float
-    clip_by: ClipBy
     fetch: Callable[[Any], Any] | None = None
     accumulate: int = 1
 
@@ -107,12 +95,6 @@ class InBackward:
             check_callable("fetch", self.fetch)
         if not isinstance(self.clip, numbers.Real) or not self.clip > 0:
             raise ValueError(f"`clip` of in_backward must be a number above 0, got {self.clip!r}.")
-        if self.clip_by not in get_args(ClipBy):
-            raise ValueError(
-                f"`clip_by` of in_backward must be one of {get_args(ClipBy)}: {self.clip_by!r}"
-            )
-        if self.clip_by == "layer_norm" and math.isinf(self.clip):
-            raise ValueError("`clip_by='layer_norm'` of in_backward has no effect without `clip`.")
 
     def init(self, params: Any) -> InBackwardState:
         """Returns the state before the first step."""
@@ -127,7 +109,7 @@ class InBackward:
         state: InBackwardState,
         inputs: Any,
         per_layer: Any = None,
-        refresh: bool | jax.Array = False,
+        refresh: bool = False,
         weights: jax.Array | None = None,
     ) -> tuple[Any, InBackwardState, jax.Array, jax.Array]:
         """Takes one step.
@@ -153,148 +135,21 @@ class InBackward:
             output does not have the shape and dtype of its input, or a loss that is not a floating
             point scalar.
         """
-        count = self._check(params, state, per_layer)
-        weights = self._check_batches(inputs, weights)
+        self._check(params, state, per_layer)
+        check_refresh(self.tx, refresh)
+        batch = inputs, per_layer, self._check_batches(inputs, weights)
+        step = _Step(self, state, batch, bool(refresh))
         stacked, rest = split(params, self.layers)
-        whole, due_layers = refresh_by_layer(self.tx, refresh, count)
-        bases_of = self._bases_of(is_refresh=whole or due_layers is not None)
-        # A norm that is not finite predicts nothing about this gradient.
-        typical = jnp.where(jnp.isfinite(state.typical), state.typical, 0)
-        one_layer = LayerVjp(lambda p, x, i, own: self.layer(self.layers(p), x, i, own))
-        bases = bases_of(state.optimizer.layers)
+        loss, grads, residuals = step.forward(stacked, rest)
+        outside, norms, dx = step.update_early(rest, grads, residuals.dx)
+        carry = step.update_layers(stacked, residuals.layers, dx, norms, outside.moved)
+        of_before = step.gradient_of_before(rest, residuals.before, carry.dx)
+        outside, state = step.update_late(outside, of_before, carry)
+        moved = jnp.sqrt(outside.moved)
+        return merge(carry.stacked, outside.params, params), state, loss, moved
 
-        def forward(batch: Any) -> Any:
-            inputs, own, weight = batch
-            x, before_vjp = self._differentiated(lambda p: self.before(p, inputs), rest)
-            run = functools.partial(one_layer.forward, inputs)
-            x, kept = jax.lax.scan(run, x, (stacked, bases, own))
-            loss, grads, dx = self._differentiate_after(rest, x, inputs, weight)
-            # Several of it might hold several copies of the weights.
-            return (loss, grads), (dx, kept, before_vjp if self.accumulate == 1 else None)
-
-        found, others = self._over_batches(forward, (inputs, per_layer, weights))
-        (loss, rest_grads), (dx, kept, before_vjp) = found, others
-        squares = jnp.zeros(count + 2, jnp.float32).at[0].set(_squared_norm(rest_grads))
-        estimates = jnp.zeros(count + 2, jnp.float32)
-        optimizer, moved, pieces = state.optimizer, jnp.zeros((), jnp.float32), {}
-
-        # What only `after` reads is updated first, so that its gradient is gone before the layers.
-        grads = named_leaves(rest_grads)
-        early = [name for name in self._early(rest, inputs, optimizer.pieces) if name in grads]
-        rest_grads, square_of_early = without(rest_grads, early), jnp.zeros((), jnp.float32)
-        for name in early:
-            grad = grads[name]
-            square = _squared_norm(grad)
-            estimate = self._norm_to_clip(_estimated_norm(squares, typical, 1), square)
-            estimates = estimates.at[0].set(estimate)
-            rest, pieces[name], more = update_pieces(
-                self.tx, name, self._clipped(grad, estimate), optimizer.pieces[name], rest
-            )
-            rest, dx = jax.lax.optimization_barrier((rest, dx))
-            moved, square_of_early = moved + more, square_of_early + square
-
-        def backward(i: jax.Array, carry: Any) -> Any:
-            dx, stacked, optimizer, squares, estimates, moved, ahead = carry
-            n = count - 1 - i
-            block, layer_state = take(stacked, i), fetched(take(optimizer, i))
-            own = _inserted(block, ahead), bases_of(layer_state)
-            ahead = self._fetched(stacked, jnp.maximum(i - 1, 0))
-
-            def of_batch(batch: Any) -> tuple[Any, Any]:
-                inputs, per_layer, kept, dx = batch
-                return one_layer.backward(inputs, (*own, per_layer), kept, dx)
-
-            axis = int(self.accumulate > 1)
-            slices = take((per_layer, kept), i, axis)
-            grads, dx = self._over_batches(of_batch, (inputs, *slices, dx))
-            # What is fetched from the host has the time of the gradient for it.
-            optimizer, layer_state, grads, dx = read_before_writing(
-                optimizer, layer_state, grads, dx
-            )
-            square = _squared_norm(grads)
-            squares = squares.at[n + 1].set(square)
-            estimate = self._norm_to_clip(_estimated_norm(squares, typical, n + 2), square)
-            estimates = estimates.at[n + 1].set(estimate)
-            grads = self._clipped(grads, estimate)
-            due = whole if due_layers is None else due_layers[i]
-            block, layer_state, more = update_one(self.tx, grads, layer_state, block, due)
-            stacked, optimizer = put(stacked, block, i), put(optimizer, layer_state, i)
-            return dx, stacked, optimizer, squares, estimates, moved + more, ahead
-
-        ahead = self._fetched(stacked, count - 1)
-        carry = dx, stacked, optimizer.layers, squares, estimates, moved, ahead
-        carry = downwards(count, backward, carry, optimizer.layers, kept)
-        dx, stacked, layers_state, squares, estimates, moved, _ = carry
-
-        def before(batch: Any) -> tuple[Any, None]:
-            inputs, dx = batch
-            return self._differentiated(lambda p: self.before(p, inputs), rest)[1](dx)[0], None
-
-        if before_vjp is None:
-            of_before, _ = self._over_batches(before, (inputs, dx))
-        else:
-            (of_before,) = before_vjp(dx)
-        rest_grads = _sum_of_parts(without(rest, early), rest_grads, of_before)
-        square = _squared_norm(rest_grads)
-        norm = jnp.sqrt(jnp.sum(squares[1:]) + square_of_early + square)
-        squares = squares.at[-1].set(jnp.maximum(square + square_of_early - squares[0], 0))
-        rest_grads = self._clipped(rest_grads, self._norm_to_clip(norm, square))
-        for name in sorted(set(optimizer.pieces) - set(early)):
-            grad = named_leaves(rest_grads)[name]
-            rest, pieces[name], more = update_pieces(
-                self.tx, name, grad, optimizer.pieces[name], rest
-            )
-            moved += more
-        rest, rest_state, more = update_rest(self.tx, rest_grads, optimizer, rest, whole)
-        optimizer = LayerwiseState(layers_state, rest_state, pieces)
-        error = self._clip_error(estimates if early else estimates[1:], norm)
-        state = InBackwardState(optimizer, norm, _followed(typical, squares), error)
-        return merge(stacked, rest, params), state, loss, jnp.sqrt(moved + more)
-
-    def _over_batches(self, run: Callable[[Any], tuple[Any, Any]], slices: Any) -> tuple[Any, Any]:
-        """Returns the sum over micro-batches of the gradient, and a stack of what comes beside it.
-
-        Args:
-          run: from one micro-batch to a gradient and other arrays.
-          slices: the micro-batches; if there is one, without the axis that numbers them.
-        """
-        return run(slices) if self.accumulate == 1 else sum_gradients(run, slices)
-
-    def _early(self, rest: Any, inputs: Any, pieces: Mapping[str, Any]) -> list[str]:
-        """Returns which matrices that are updated in pieces `before` does not read."""
-        # By "layer_norm", all parameters outside the layers are clipped together.
-        if not pieces or self.clip_by == "layer_norm":
-            return []
-        one = inputs
-        if self.accumulate > 1:
-            one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), inputs)
-        read = _read_by(self.before, rest, one)
-        return [name for name in pieces if name not in read]
-
-    def _differentiated(self, fun: Callable[[Any], Any], rest: Any) -> tuple[Any, Any]:
-        """Returns `fun(rest)` and its VJP for the parameters that it reads; `None` for others.
-
-        The VJP of JAX gives zeros for the others, as large as they are.
-        """
-        read = _read_by(fun, rest)
-        others = {name: x for name, x in named_leaves(rest).items() if name not in read}
-        return jax.vjp(lambda own: fun(filled(own, others, rest)), without(rest, others))
-
-    def _fetched(self, stacked: Any, i: jax.typing.ArrayLike) -> list[Any]:
-        """Returns what is fetched of a layer, in the order of its arrays; None for the others."""
-        if self.fetch is None:
-            return [None for _ in jax.tree.leaves(stacked)]
-        layer = take(stacked, i)
-        try:
-            return jax.tree.structure(layer).flatten_up_to(self.fetch(layer))
-        except ValueError as error:
-            raise ValueError(
-                "`fetch` of in_backward must return the parameters of the layer that it gets, with"
-                f" None for what it leaves: {error}"
-            ) from error
-
-    def _check(self, params: Any, state: Any, per_layer: Any) -> int:
-        """Returns the number of layers; raises an error for arguments that do not fit them."""
+    def _check(self, params: Any, state: Any, per_layer: Any) -> None:
+        """Raises a `ValueError` for arguments that do not fit the parameters."""
         if not isinstance(state, InBackwardState):
             raise ValueError(
                 "`state` must be what `init` or the last `step` of this in_backward returned: got"
@@ -318,10 +173,9 @@ class InBackward:
                     f"arrays of `per_layer` must begin with {lead}, the {axes}: got one with shape"
                     f" {jnp.shape(x)}."
                 )
-        return count
 
     def _check_batches(self, inputs: Any, weights: Any) -> jax.Array:
-        """Returns the weights of the micro-batches; raises an error for inputs that do not fit."""
+        """Returns the weights of the micro-batches, or raises a `ValueError`."""
         count = self.accumulate
         if count == 1:
             if weights is not None:
@@ -341,53 +195,6 @@ class InBackward:
             raise ValueError(f"`weights` must be [{count}], got {list(jnp.shape(weights))}.")
         return jnp.asarray(weights, jnp.float32)
 
-    def _bases_of(self, *, is_refresh: bool) -> Callable[[Any], Bases]:
-        """Returns a function from an optimizer state to the bases that inputs are stored in."""
-        if isinstance(self.tx, SubspaceTransformation) and not is_refresh:
-            return self.tx.bases
-        return lambda _: Bases({})
-
-    def _differentiate_after(
-        self, rest: Any, x: Any, inputs: Any, weight: jax.Array
-    ) -> tuple[jax.Array, Any, Any]:
-        """Returns the loss times a weight, and its gradients: of parameters, and of the input."""
-        both = {"rest": rest, "x": x}
-        loss, vjp = self._differentiated(lambda p: self.after(p["rest"], p["x"], inputs), both)
-        form = form_of(loss)
-        is_scalar = isinstance(form, jax.ShapeDtypeStruct) and form.shape == ()
-        if not is_scalar or not jnp.issubdtype(form.dtype, jnp.floating):
-            raise ValueError(f"`after` must return a floating point scalar, got {form}.")
-        # The gradient is read here and at the end of the step. Without the barrier, XLA may keep it
-        # in float32 in between.
-        weight = weight.astype(loss.dtype)
-        (grads,) = jax.lax.optimization_barrier(vjp(weight))
-        return loss * weight, grads["rest"], _filled_with_zeros(grads["x"], x)
-
-    def _norm_to_clip(self, estimate: jax.Array, square: jax.Array) -> jax.Array:
-        """Returns the norm by which a part of the gradient is clipped.
-
-        Args:
-          estimate: estimated norm of the whole gradient.
-          square: squared norm of the part.
-        """
-        return estimate if self.clip_by == "estimate" else jnp.sqrt(square)
-
-    def _clipped(self, grads: Any, norm: jax.Array) -> Any:
-        """Returns a part of the gradient, clipped by a norm."""
-        return grads if math.isinf(self.clip) else scale_tree(grads, clip_factor(norm, self.clip))
-
-    def _clip_error(self, estimates: jax.Array, norm: jax.Array) -> jax.Array:
-        """Returns `clip_error` of the state.
-
-        Args:
-          estimates: norms by which parts were clipped; 0 for parts that were clipped by `norm`.
-          norm: of the whole gradient.
-        """
-        if math.isinf(self.clip) or self.clip_by == "layer_norm":
-            return jnp.zeros((), jnp.float32)
-        factors = clip_factor(jnp.where(estimates > 0, estimates, norm), self.clip)
-        return jnp.max(jnp.abs(factors / clip_factor(norm, self.clip) - 1))
-
 
 def in_backward(
     before: Callable[[Any, Any], Any],
@@ -397,7 +204,6 @@ def in_backward(
     *,
     layers: Callable[[Any], Any] = layers_of,
     clip: float = math.inf,
-    clip_by: ClipBy = "estimate",
     fetch: Callable[[Any], Any] | None = None,
     accumulate: int = 1,
 ) -> InBackward:
@@ -423,10 +229,10 @@ def in_backward(
     usual. The weights of a layer are not stored with them but sliced again. Weights that meet a
     factored codec get factored gradients, and under `subspace` gradients in its bases.
 
-    The norm of the whole gradient is known only after the last layer has been updated. Since the
-    norms of layers grow and shrink together, it can be estimated: parts that are not known yet have
-    their typical norms, times the growth of the known layers over theirs (geometric mean). In the
-    first step they are taken to be as large as the known layers are on average.
+    The norm of the whole gradient is known only after the last layer has been updated. Layers are
+    clipped by an estimate of it, and at least by the norm of the parts that are known
+    (`actjax.optim.clip_estimate`). Parameters outside the layers are clipped by the norm itself,
+    except for large matrices that only `after` reads, which are updated before the layers.
 
     Args:
       before: from parameters and inputs to the input of the first layer.
@@ -436,9 +242,6 @@ def in_backward(
         weight decay and schedules; see `actjax.optim.apply`.
       layers: from the parameters to the subtree of stacked layers, by default `layers`.
       clip: largest norm of a gradient.
-      clip_by: which norm is clipped. "estimate": the estimate above, and at least the norm of the
-        known parts; it is exact for parameters outside the layers, except for those that are
-        updated before. "layer_norm": the norm of each layer, and of the rest, separately.
       fetch: from the parameters of a layer, divided over devices, to the same parameters with those
         gathered that its backward pass reads first, and None for the others. They are gathered
         while the layer after it is differentiated, and take memory meanwhile. The order of leaves
@@ -447,14 +250,300 @@ def in_backward(
 
     Raises:
       TypeError: `tx` is not a transform, or one of the functions is not a function.
-      ValueError: `clip` is not positive, `clip_by` is unknown or has no effect, or `accumulate` is
-        below 1.
+      ValueError: `clip` is not positive, or `accumulate` is below 1.
     """
-    return InBackward(before, layer, after, tx, layers, clip, clip_by, fetch, accumulate)
+    return InBackward(before, layer, after, tx, layers, clip, fetch, accumulate)
+
+
+class _Residuals(NamedTuple):
+    """Results of the forward pass that the backward pass reads.
+
+    Attributes:
+      dx: cotangent of the output of the last layer.
+      layers: residuals of the layers, stacked.
+      before: the VJP of `before`; None with several micro-batches, for each of which it might hold
+        a copy of the weights.
+    """
+
+    dx: Any
+    layers: Any
+    before: Any
+
+
+class _Outside(NamedTuple):
+    """Parameters outside the layers, of which some large matrices may have been updated.
+
+    Attributes:
+      params: the parameters.
+      grads: gradients that have not been applied; None for the others.
+      states: new states of matrices that are updated in pieces, by path.
+      square: squared norm of the gradients that have been applied.
+      moved: squared norm of what was added to all parameters, layers included.
+    """
+
+    params: Any
+    grads: Any
+    states: dict[str, Any]
+    square: jax.Array
+    moved: jax.Array
+
+
+class _Carry(NamedTuple):
+    """Carry of the backward loop, which goes from the last layer to the first.
+
+    Attributes:
+      dx: cotangent of the output of the next layer.
+      stacked: the stacked weights.
+      states: their optimizer states.
+      norms: norms of the parts of the gradient.
+      moved: squared norm of what was added to the parameters.
+      ahead: arrays of the next layer that were fetched ahead; None for its others.
+    """
+
+    dx: Any
+    stacked: Any
+    states: Any
+    norms: PartNorms
+    moved: jax.Array
+    ahead: list[Any]
+
+
+class _Step:
+    """The parts of one step, in the order in which they run."""
+
+    def __init__(
+        self, settings: InBackward, state: InBackwardState, batch: Any, refresh: bool
+    ) -> None:
+        """Takes what all parts read.
+
+        Args:
+          settings: functions of the model, and the transform.
+          state: the state before the step.
+          batch: `inputs`, `per_layer` and `weights`, as for `InBackward.step`.
+          refresh: whether to take new bases.
+        """
+        self._settings, self._tx, self._optimizer = settings, settings.tx, state.optimizer
+        self._inputs, self._per_layer, self._weights = batch
+        self._refresh, self._clipping = refresh, Clipping(settings.clip)
+        self._count = state.typical.size - 2
+        # A norm that is not finite predicts nothing about this gradient.
+        self._typical = jnp.where(jnp.isfinite(state.typical), state.typical, 0)
+        self._layer = LayerVjp(lambda p, x, i, s: settings.layer(settings.layers(p), x, i, s))
+
+    def forward(self, stacked: Any, rest: Any) -> tuple[jax.Array, Any, _Residuals]:
+        """Returns the loss, the gradient of `after`, and the residuals."""
+        bases = self._bases_of(self._optimizer.layers)
+
+        def run(batch: Any) -> tuple[Any, _Residuals]:
+            inputs, per_layer, weight = batch
+            x, before = _differentiated(lambda p: self._settings.before(p, inputs), rest)
+            run_layer = functools.partial(self._layer.forward, inputs)
+            x, kept = jax.lax.scan(run_layer, x, (stacked, bases, per_layer))
+            loss, grads, dx = self._differentiate_after(rest, x, inputs, weight)
+            is_single = self._settings.accumulate == 1
+            return (loss, grads), _Residuals(dx, kept, before if is_single else None)
+
+        batches = self._inputs, self._per_layer, self._weights
+        (loss, grads), residuals = self._over_batches(run, batches)
+        return loss, grads, residuals
+
+    def update_early(self, rest: Any, grads: Any, dx: Any) -> tuple[_Outside, PartNorms, Any]:
+        """Updates matrices that only `after` reads: their gradients are gone before the layers.
+
+        Args:
+          rest: the parameters outside the layers.
+          grads: the gradient of `after`.
+          dx: cotangent of the output of the last layer.
+
+        Returns:
+          The parameters outside the layers, the norms that are known, and `dx`, which exists only
+          after these updates.
+        """
+        zeros = jnp.zeros(self._count + 2, jnp.float32)
+        norms, zero = PartNorms(zeros, zeros), jnp.zeros((), jnp.float32)
+        known = norms.add(0, grads, self._typical)
+        gradients = named_leaves(grads)
+        early = [name for name in self._read_by_after(rest) if name in gradients]
+        # Without such matrices, everything outside the layers is clipped by the norm itself.
+        norms = known if early else norms._replace(squares=known.squares)
+        outside = _Outside(rest, without(grads, early), {}, zero, zero)
+        for name in early:
+            square = squared_norm(gradients[name])
+            clipped = self._clipping.clip(gradients[name], norms.estimates[0])
+            outside = self._update_pieces(outside, name, clipped)
+            params, dx = jax.lax.optimization_barrier((outside.params, dx))
+            outside = outside._replace(params=params, square=outside.square + square)
+        return outside, norms, dx
+
+    def update_layers(
+        self, stacked: Any, residuals: Any, dx: Any, norms: PartNorms, moved: jax.Array
+    ) -> _Carry:
+        """Differentiates and updates all layers, from the last to the first, in place."""
+        states, ahead = self._optimizer.layers, self._fetched(stacked, self._count - 1)
+        carry = _Carry(dx, stacked, states, norms, moved, ahead)
+        body = functools.partial(self._update_layer, residuals)
+        return downwards(self._count, body, carry, states, residuals)
+
+    def _update_layer(self, residuals: Any, i: jax.Array, carry: _Carry) -> _Carry:
+        """Differentiates and updates layer `i`: the body of the backward loop."""
+        block, state = take(carry.stacked, i), fetched(take(carry.states, i))
+        arguments = _inserted(block, carry.ahead), self._bases_of(state)
+        ahead = self._fetched(carry.stacked, jnp.maximum(i - 1, 0))
+        grads, dx = self._gradient_of_layer(i, arguments, residuals, carry.dx)
+        # The copy from the host overlaps with the computation of the gradient.
+        states, state, grads, dx = read_before_writing(carry.states, state, grads, dx)
+        part = self._count - i
+        norms = carry.norms.add(part, grads, self._typical)
+        grads = self._clipping.clip(grads, norms.estimates[part])
+        block, state, moved = update_one(self._tx, grads, state, block, self._refresh)
+        stacked, states = put(carry.stacked, block, i), put(states, state, i)
+        return _Carry(dx, stacked, states, norms, carry.moved + moved, ahead)
+
+    def _gradient_of_layer(
+        self, i: jax.Array, arguments: tuple[Any, Bases], residuals: Any, dx: Any
+    ) -> tuple[Any, Any]:
+        """Returns the gradient of the weights of layer `i`, and the cotangent of its input.
+
+        Args:
+          i: the layer.
+          arguments: its weights and bases.
+          residuals: those of all layers.
+          dx: cotangent of its output.
+        """
+
+        def run(batch: Any) -> tuple[Any, Any]:
+            inputs, per_layer, kept, dx = batch
+            return self._layer.backward(inputs, (*arguments, per_layer), kept, dx)
+
+        axis = int(self._settings.accumulate > 1)
+        slices = take((self._per_layer, residuals), i, axis)
+        return self._over_batches(run, (self._inputs, *slices, dx))
+
+    def gradient_of_before(self, rest: Any, vjp: Any, dx: Any) -> Any:
+        """Returns the gradient of `before`.
+
+        Args:
+          rest: the parameters outside the layers.
+          vjp: the VJP of `before`; None to compute it again.
+          dx: cotangent of the input of the first layer.
+        """
+        if vjp is not None:
+            (grads,) = vjp(dx)
+            return grads
+
+        def run(batch: Any) -> tuple[Any, None]:
+            inputs, dx = batch
+            _, vjp = _differentiated(lambda p: self._settings.before(p, inputs), rest)
+            return vjp(dx)[0], None
+
+        return self._over_batches(run, (self._inputs, dx))[0]
+
+    def update_late(
+        self, outside: _Outside, of_before: Any, carry: _Carry
+    ) -> tuple[_Outside, InBackwardState]:
+        """Updates the parameters outside the layers that have not been updated.
+
+        Args:
+          outside: the parameters outside the layers.
+          of_before: the gradient of `before`.
+          carry: result of the backward loop.
+
+        Returns:
+          The parameters outside the layers, and the state after the step.
+        """
+        early, squares = set(outside.states), carry.norms.squares
+        grads = _sum_of_parts(without(outside.params, early), outside.grads, of_before)
+        square = squared_norm(grads)
+        norm = jnp.sqrt(jnp.sum(squares[1:]) + outside.square + square)
+        squares = squares.at[-1].set(jnp.maximum(square + outside.square - squares[0], 0))
+        grads = self._clipping.clip(grads, norm)
+        outside = outside._replace(moved=carry.moved)
+        for name in sorted(set(self._optimizer.pieces) - early):
+            outside = self._update_pieces(outside, name, named_leaves(grads)[name])
+        params, state, moved = update_rest(
+            self._tx, grads, self._optimizer, outside.params, self._refresh
+        )
+        outside = outside._replace(params=params, moved=outside.moved + moved)
+        optimizer = LayerwiseState(carry.states, state, outside.states)
+        error = self._clipping.error(carry.norms.estimates, norm)
+        return outside, InBackwardState(optimizer, norm, followed(self._typical, squares), error)
+
+    def _update_pieces(self, outside: _Outside, name: str, grad: Any) -> _Outside:
+        """Updates one large matrix outside the layers."""
+        old = self._optimizer.pieces[name]
+        params, state, moved = update_pieces(self._tx, name, grad, old, outside.params)
+        states = {**outside.states, name: state}
+        return outside._replace(params=params, states=states, moved=outside.moved + moved)
+
+    def _read_by_after(self, rest: Any) -> list[str]:
+        """Returns which matrices that are updated in pieces `before` does not read."""
+        names = list(self._optimizer.pieces)
+        if not names:
+            return []
+        inputs = self._inputs
+        if self._settings.accumulate > 1:
+            inputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), inputs)
+        read = _read_by(self._settings.before, rest, inputs)
+        return [name for name in names if name not in read]
+
+    def _differentiate_after(
+        self, rest: Any, x: Any, inputs: Any, weight: jax.Array
+    ) -> tuple[jax.Array, Any, Any]:
+        """Returns the loss times a weight, and its gradients: of parameters, and of the input."""
+        both, after = {"rest": rest, "x": x}, self._settings.after
+        loss, vjp = _differentiated(lambda p: after(p["rest"], p["x"], inputs), both)
+        form = form_of(loss)
+        is_scalar = isinstance(form, jax.ShapeDtypeStruct) and form.shape == ()
+        if not is_scalar or not jnp.issubdtype(form.dtype, jnp.floating):
+            raise ValueError(f"`after` must return a floating point scalar, got {form}.")
+        # The gradient is read here and at the end of the step. Without the barrier, XLA may keep it
+        # in float32 in between.
+        weight = weight.astype(loss.dtype)
+        (grads,) = jax.lax.optimization_barrier(vjp(weight))
+        return loss * weight, grads["rest"], _filled_with_zeros(grads["x"], x)
+
+    def _bases_of(self, state: Any) -> Bases:
+        """Returns the bases that inputs are stored in under a state of all layers or of one."""
+        if isinstance(self._tx, SubspaceTransformation) and not self._refresh:
+            return self._tx.bases(state)
+        return Bases({})
+
+    def _fetched(self, stacked: Any, i: jax.typing.ArrayLike) -> list[Any]:
+        """Returns what is fetched of a layer, in the order of its arrays; None for the others."""
+        fetch = self._settings.fetch
+        if fetch is None:
+            return [None for _ in jax.tree.leaves(stacked)]
+        layer = take(stacked, i)
+        try:
+            return jax.tree.structure(layer).flatten_up_to(fetch(layer))
+        except ValueError as error:
+            raise ValueError(
+                "`fetch` of in_backward must return the parameters of the layer that it gets, with"
+                f" None for what it leaves: {error}"
+            ) from error
+
+    def _over_batches(self, run: Callable[[Any], tuple[Any, Any]], slices: Any) -> tuple[Any, Any]:
+        """Returns the sum over micro-batches of the gradient, and a stack of what comes beside it.
+
+        Args:
+          run: from one micro-batch to a gradient and other arrays.
+          slices: the micro-batches; if there is one, without the axis that numbers them.
+        """
+        return run(slices) if self._settings.accumulate == 1 else sum_gradients(run, slices)
+
+
+def _differentiated(fun: Callable[[Any], Any], rest: Any) -> tuple[Any, Any]:
+    """Returns `fun(rest)` and its VJP for the parameters that it reads; `None` for others.
+
+    The VJP of JAX gives zeros for the others, as large as they are.
+    """
+    read = _read_by(fun, rest)
+    others = {name: x for name, x in named_leaves(rest).items() if name not in read}
+    return jax.vjp(lambda some: fun(filled(some, others, rest)), without(rest, others))
 
 
 def _inserted(block: Any, ahead: list[Any]) -> Any:
-    """Returns the parameters of a layer, with those that were fetched in their places."""
+    """Returns the parameters of a layer, with those that were fetched ahead in their places."""
     leaves, treedef = jax.tree.flatten(block)
     pairs = zip(leaves, ahead, strict=True)
     return jax.tree.unflatten(treedef, [x if found is None else found for x, found in pairs])
@@ -488,42 +577,3 @@ def _sum_of_parts(rest: Any, *parts: Any) -> Any:
     wanted = {name: found[name] for name in named_leaves(rest) if name in found}
     zeros = {name: jnp.zeros_like(x) for name, x in named_leaves(rest).items()}
     return filled(rest, {**zeros, **wanted}, rest)
-
-
-def _squared_norm(grads: Any) -> jax.Array:
-    return global_norm(grads).astype(jnp.float32) ** 2
-
-
-_DECAY = 0.8
-"""Of typical norms. 0.5 to 0.9 estimate about equally well."""
-_MOST_GROWTH = 1e12
-"""Of a squared norm, so that layers whose gradients were nearly zero do not give inf."""
-
-
-def _estimated_norm(
-    squares: jax.Array, typical: jax.Array, count: jax.typing.ArrayLike
-) -> jax.Array:
-    """Returns the estimated norm of a gradient of which some parts are known.
-
-    Args:
-      squares: squared norms of the parts in the order of the backward pass, [layers + 2]: that of
-        `after`, then the layers; zeros for those that are not known yet.
-      typical: typical values of `squares`; zeros in the first step.
-      count: number of known parts, at least 1.
-    """
-    part, layers = jnp.arange(typical.size), count - 1
-    later = jnp.sum(jnp.where(part < count, 0, typical))
-    # The growth of `after` says less about layers than that of layers.
-    both = (squares > 0) & (typical > 0) & ((part > 0) | (layers == 0))
-    logs = jnp.where(both, jnp.log(squares / jnp.where(both, typical, 1)), 0)
-    growth = jnp.exp(jnp.sum(logs) / jnp.maximum(jnp.sum(both), 1))
-    unknown = later * jnp.minimum(growth, _MOST_GROWTH)
-    as_large = jnp.sum(squares[1:]) * (typical.size - count) / jnp.maximum(layers, 1)
-    return jnp.sqrt(jnp.sum(squares) + jnp.where(jnp.any(typical > 0), unknown, as_large))
-
-
-def _followed(typical: jax.Array, squares: jax.Array) -> jax.Array:
-    """Returns typical squared norms after a gradient; one of zero, inf or nan says nothing."""
-    mean = jnp.exp(_DECAY * jnp.log(typical) + (1 - _DECAY) * jnp.log(squares))
-    known = (squares > 0) & jnp.isfinite(squares)
-    return jnp.where(known, jnp.where(typical > 0, mean, squares), typical)

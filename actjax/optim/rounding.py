@@ -2,10 +2,7 @@
 
 A bfloat16 number has 8 significant bits. Rounded to the nearest, a weight plus an update below
 1/256 to 1/512 of it is the weight again, and the update is lost. Stochastic rounding (Gupta et al.,
-"Deep Learning with Limited Numerical Precision", 2015) keeps its mean and adds noise. A remainder
-of one byte beside each weight keeps most of the update itself: FlashOptim's masters of 24 bits
-(Gonzalez Ortiz et al., 2026, arXiv 2602.23349). There the remainder is in units of 1/254 of the
-weight's last place, here of 1/256: weight and remainder are then the upper 24 bits of a float32.
+"Deep Learning with Limited Numerical Precision", 2015) keeps its mean and adds noise.
 """
 
 import dataclasses
@@ -17,13 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from actjax.codecs.base import check_positive_integer
-from actjax.optim.bfloat16 import (
-    difference,
-    join_master,
-    round_stochastically,
-    split_master,
-    words_by_position,
-)
+from actjax.optim.bfloat16 import difference, round_stochastically, words_by_position
 from actjax.optim.checks import OutermostTransformation, check_inner
 from actjax.optim.layers import LayerwiseState, densify
 from actjax.optim.subspace import Subspace, SubspaceTransformation
@@ -31,20 +22,16 @@ from actjax.transforms.taps import Bases
 
 
 class RoundedState(NamedTuple):
-    """State of `stochastic_rounding` and `compensated`.
+    """State of `stochastic_rounding`.
 
     Attributes:
       step: number of updates taken, int32.
       key: key data (`jax.random.key_data`) of the key for the rounding.
-      remainder: of `compensated`: in the structure of the parameters, what the master weight has
-        beyond the weight, int8, in units of 1/256 of the weight's last place; None for parameters
-        that are not bfloat16. Of `stochastic_rounding`: None.
       inner: state of the inner transform.
     """
 
     step: Any
     key: Any
-    remainder: Any
     inner: Any
 
 
@@ -54,18 +41,11 @@ class WeightRounding:
 
     Attributes:
       inner: the transform whose updates are added.
-      compensated: whether the state has a remainder.
       seed: seed of the rounding.
     """
 
     inner: optax.GradientTransformationExtraArgs
-    compensated: bool
     seed: int
-
-    @property
-    def name(self) -> str:
-        """Name of the function that made it."""
-        return "compensated" if self.compensated else "stochastic_rounding"
 
     @property
     def key(self) -> jax.Array:
@@ -75,27 +55,27 @@ class WeightRounding:
     def init(self, params: Any) -> RoundedState:
         """Returns the first state of the plain optax transform."""
         self.check_params(params)
-        return self.state_of(self.inner.init(self.seen_by_inner(params)), params, self.key)
+        return self.state_of(self.inner.init(self.seen_by_inner(params)), self.key)
 
     def check_params(self, params: Any) -> None:
         """Raises a `ValueError` for float16 parameters, or if none is bfloat16."""
         dtypes = {jnp.result_type(x) for x in jax.tree.leaves(params)}
         if not dtypes:
             raise ValueError(
-                f"{self.name} got no weights. Inside `optax.masked` and `optax.multi_transform` it"
-                " works in a plain optax loop, where some of its weights are bfloat16; for"
-                " `actjax.optim` make it the outermost transform."
+                "stochastic_rounding got no weights. Inside `optax.masked` and"
+                " `optax.multi_transform` it works in a plain optax loop, where some of its weights"
+                " are bfloat16; for `actjax.optim` make it the outermost transform."
             )
         if jnp.dtype("float16") in dtypes:
             raise ValueError(
-                f"{self.name} rounds to bfloat16, but some weights are float16: store them in"
-                " bfloat16, or in float32 without rounding."
+                "stochastic_rounding rounds to bfloat16, but some weights are float16: store them"
+                " in bfloat16, or in float32 without rounding."
             )
         if jnp.dtype("bfloat16") not in dtypes:
             found = ", ".join(sorted(map(str, dtypes)))
             raise ValueError(
-                f"{self.name} has no effect, because no weight is bfloat16 (they are {found}): drop"
-                " it, or store the weights in bfloat16."
+                "stochastic_rounding has no effect, because no weight is bfloat16 (they are"
+                f" {found}): drop it, or store the weights in bfloat16."
             )
 
     def seen_by_inner(self, params: Any) -> Any:
@@ -108,20 +88,14 @@ class WeightRounding:
             return params
         return jax.tree.map(_widened, params)
 
-    def state_of(self, inner: Any, params: Any, key: jax.Array) -> RoundedState:
+    def state_of(self, inner: Any, key: jax.Array) -> RoundedState:
         """Returns the first state of a part of the parameters, such as one layer.
 
         Args:
           inner: first state of the inner transform.
-          params: the part.
-          key: key of its rounding.
+          key: key of the rounding.
         """
-
-        def zeros(x: Any) -> Any:
-            return jnp.zeros(jnp.shape(x), jnp.int8) if _is_bfloat16(x) else None
-
-        remainder = jax.tree.map(zeros, params) if self.compensated else None
-        return RoundedState(jnp.zeros((), jnp.int32), jax.random.key_data(key), remainder, inner)
+        return RoundedState(jnp.zeros((), jnp.int32), jax.random.key_data(key), inner)
 
     def update(
         self, updates: Any, state: RoundedState, params: Any = None, **extra: Any
@@ -133,18 +107,15 @@ class WeightRounding:
         """
         if params is None:
             raise ValueError(
-                f"{self.name} reads the weights that it rounds: call"
+                "stochastic_rounding reads the weights that it rounds: call"
                 " `tx.update(grads, state, params)`."
             )
         if not isinstance(state, RoundedState):
             raise ValueError(
-                f"`state` of {self.name} must be what `tx.init` returned, got"
+                "`state` of stochastic_rounding must be what `tx.init` returned, got"
                 f" {type(state).__name__}: what `actjax.optim.init` returns is for"
                 " `actjax.optim.apply`."
             )
-        if (state.remainder is not None) != self.compensated:
-            other = "stochastic_rounding" if self.compensated else "compensated"
-            raise ValueError(f"`state` is of {other}, but this is {self.name}: use one of both.")
         new, state, before_rounding = self.apply(updates, state, params, **extra)
         differences = jax.tree.map(
             lambda w, n, u: difference(n, w) if _is_bfloat16(w) else u, params, new, before_rounding
@@ -164,48 +135,28 @@ class WeightRounding:
         """
         if not isinstance(self.inner, SubspaceTransformation):
             grads = jax.tree.map(_widened, densify(grads))
-        masters = self.masters(state, params)
-        updates, inner = self.inner.update(grads, state.inner, masters, **extra)
+        wide = jax.tree.map(_widened, params)
+        updates, inner = self.inner.update(grads, state.inner, wide, **extra)
         leaves, treedef = jax.tree.flatten(params)
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
         seeds = jax.random.bits(key, (len(leaves), 2), jnp.uint32)
-        columns = leaves, *map(treedef.flatten_up_to, (masters, updates)), seeds
-        rounded = [self._rounded(*leaf) for leaf in zip(*columns, strict=True)]
-        new, new_remainders = (treedef.unflatten([r[i] for r in rounded]) for i in range(2))
-        remainder = new_remainders if self.compensated else None
-        return new, RoundedState(state.step + 1, state.key, remainder, inner), updates
+        columns = leaves, treedef.flatten_up_to(updates), seeds
+        new = treedef.unflatten([_rounded(*leaf) for leaf in zip(*columns, strict=True)])
+        return new, RoundedState(state.step + 1, state.key, inner), updates
 
-    def masters(self, state: RoundedState, params: Any) -> Any:
-        """Returns the weights that the next updates are added to, float32 if they are rounded.
 
-        Args:
-          state: the state.
-          params: the parameters.
-        """
-        if not self.compensated:
-            return jax.tree.map(_widened, params)
-        leaves, treedef = jax.tree.flatten(params)
-        pairs = zip(leaves, treedef.flatten_up_to(state.remainder), strict=True)
-        return treedef.unflatten([w if r is None else join_master(w, r) for w, r in pairs])
+def _rounded(weight: jax.Array, update: jax.Array, seed: jax.Array) -> jax.Array:
+    """Returns a weight plus its update.
 
-    def _rounded(
-        self, weight: jax.Array, master: jax.Array, update: jax.Array, seed: jax.Array
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """Returns a new weight and its remainder, None if it has none.
-
-        Args:
-          weight: the old weight.
-          master: the weight that the update is added to.
-          update: what is added.
-          seed: of the random bits, uint32 [2].
-        """
-        if not _is_bfloat16(weight):
-            return (weight + update).astype(weight.dtype), None
-        total = master + update.astype(jnp.float32)
-        words = words_by_position(total.shape, seed)
-        if self.compensated:
-            return split_master(total, words)
-        return round_stochastically(total, words), None
+    Args:
+      weight: the old weight.
+      update: what is added.
+      seed: of the random bits, uint32 [2].
+    """
+    if not _is_bfloat16(weight):
+        return (weight + update).astype(weight.dtype)
+    total = _widened(weight) + update.astype(jnp.float32)
+    return round_stochastically(total, words_by_position(total.shape, seed))
 
 
 class RoundedTransformation(OutermostTransformation):
@@ -276,38 +227,9 @@ def stochastic_rounding(
       ValueError: `inner` rounds weights itself, or `seed` is negative; at `init`, no parameter is
         bfloat16, or one is float16.
     """
-    return _rounded_transformation("stochastic_rounding", inner, False, seed)
-
-
-def compensated(inner: optax.GradientTransformation, *, seed: int = 0) -> RoundedTransformation:
-    """Wraps a transform so that bfloat16 weights are the nearest to master weights of 24 bits.
-
-    The state holds 8 bits of each master weight, and the weight the other 16. The update is added
-    in float32. The sum is rounded to 24 bits stochastically: rounded to nearest, the master would
-    lose updates below 2^-17 of it. Use it as `stochastic_rounding`, whose documentation says how
-    the wrapped transform combines with others.
-
-    State: that of `inner`, one byte for each bfloat16 weight, and 12 bytes (for each layer).
-
-    Args:
-      inner: any optax transform, such as `optax.adamw`, `eight_bit` or `subspace`. It gets master
-        weights and gradients as float32.
-      seed: seed of the rounding.
-
-    Raises:
-      TypeError: `inner` is not a transform.
-      ValueError: `inner` rounds weights itself, or `seed` is negative; at `init`, no parameter is
-        bfloat16, or one is float16.
-    """
-    return _rounded_transformation("compensated", inner, True, seed)
-
-
-def _rounded_transformation(
-    name: str, inner: optax.GradientTransformation, compensated: bool, seed: int
-) -> RoundedTransformation:
-    check_inner(name, "inner", inner)
-    check_positive_integer(name, "seed", seed, minimum=0)
-    settings = WeightRounding(optax.with_extra_args_support(inner), compensated, seed)
+    check_inner("stochastic_rounding", "inner", inner)
+    check_positive_integer("stochastic_rounding", "seed", seed, minimum=0)
+    settings = WeightRounding(optax.with_extra_args_support(inner), seed)
     is_subspace = isinstance(inner, SubspaceTransformation)
     make = RoundedSubspaceTransformation if is_subspace else RoundedTransformation
     return make(cast(Any, settings.init), cast(Any, settings.update))

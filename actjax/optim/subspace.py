@@ -8,8 +8,8 @@ without a dense gradient and without further error. A random `P` gives CompAct (
 
 Unlike GaLore, a refresh decomposes no dense matrix (`actjax.optim.bases`).
 
-Of what the subspace leaves out, `G - P Pᵀ G`, a `remainder` can make an update without a state
-(`actjax.optim.remainders`): Fira and FRUGAL, which then need the dense gradient.
+Fira adds an update without moments for the part that the subspace leaves out, `G - P Pᵀ G`
+(`actjax.optim.remainders`), and needs the dense gradient.
 """
 
 import dataclasses
@@ -31,9 +31,8 @@ from actjax.low_rank import is_low_rank
 from actjax.optim.bases import leading_basis, random_basis
 from actjax.optim.checks import check_inner, check_keeps_sign, check_parameters, raise_if
 from actjax.optim.layers import LayerwiseState
-from actjax.optim.moments import Moments, move_moments
 from actjax.optim.projections import Projection, Side, plan_projections
-from actjax.optim.remainders import Remainder
+from actjax.optim.remainders import ScaledRemainder
 from actjax.transforms.taps import Bases
 
 Source = Literal["gradient", "random"]
@@ -53,8 +52,8 @@ class SubspaceState:
       outer: state of the outer transform.
       next_refresh: the step in which `update` refreshes the bases itself, int32, as in the state
         that `tx.init` returns. None if its caller refreshes them, as `actjax.optim.apply` does.
-      remainder: from the path of a projected weight to what the remainder keeps of it; empty
-        without one.
+      remainder: from the path of a projected weight to the norm of the last update of its
+        remainder, [...] float32; empty without one.
     """
 
     step: Any
@@ -68,33 +67,17 @@ class SubspaceState:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Subspace:
-    """Settings and functions of an optimizer in a subspace, made by `subspace`.
-
-    Attributes:
-      inner: transform of projected gradients.
-      outer: transform of full-space updates.
-      rank: k.
-      gap: steps between two refreshes.
-      scale: α.
-      moments: what a refresh does to the moments of `inner`.
-      source: where bases come from.
-      side: which side of a weight is projected.
-      groups: from the path of a projected weight to the name of its input group.
-      remainder: what is made of the rest of a gradient; None drops it.
-      bits: what `x P` is stored in.
-      seed: seed of random bases and sketches.
-    """
+    """An optimizer in a subspace. Its fields are the arguments of `subspace`."""
 
     inner: optax.GradientTransformationExtraArgs
     outer: optax.GradientTransformationExtraArgs
     rank: int
     gap: int
     scale: float
-    moments: Moments
     source: Source
     side: Side
     groups: Mapping[str, str] | None
-    remainder: Remainder | None
+    remainder: ScaledRemainder | None
     bits: int
     seed: int
 
@@ -122,7 +105,7 @@ class Subspace:
                 "`groups` of subspace must map paths of weights to names of input groups, as"
                 f" actjax.input_groups returns them, got {self.groups!r}."
             )
-        for name, known in (("moments", Moments), ("source", Source), ("side", Side)):
+        for name, known in (("source", Source), ("side", Side)):
             if (value := getattr(self, name)) not in get_args(known):
                 raise ValueError(
                     f"`{name}` of subspace must be one of {get_args(known)}: {value!r}."
@@ -130,10 +113,10 @@ class Subspace:
         Bases({}, self.bits)  # Raises an error for unknown bits.
         if self.remainder is None:
             return
-        if not isinstance(self.remainder, Remainder):
+        if not isinstance(self.remainder, ScaledRemainder):
             raise TypeError(
-                "`remainder` of subspace must be an actjax.optim.Remainder, such as"
-                f" ScaledRemainder(), got {self.remainder!r}."
+                "`remainder` of subspace must be an actjax.optim.ScaledRemainder, got"
+                f" {self.remainder!r}."
             )
         if self.side == "both":
             raise ValueError(
@@ -143,7 +126,7 @@ class Subspace:
         if self.source == "random":
             raise ValueError(
                 "`remainder` of subspace needs orthonormal bases, and those of source='random' are"
-                " not: use source='gradient', or actjax.optim.apollo for random projections."
+                " not: use source='gradient'."
             )
 
     def init(self, params: Any) -> SubspaceState:
@@ -253,7 +236,7 @@ class Subspace:
         state: SubspaceState,
         plan: dict[str, Projection],
     ) -> tuple[Any, dict[str, Any]]:
-        """Returns full-space updates, and what the remainder keeps for the next step.
+        """Returns full-space updates, and the norms of those of the remainder.
 
         Args:
           grads: gradient.
@@ -309,9 +292,8 @@ class Subspace:
             }
         else:
             new = self._leading_bases(grads, state.bases, projections, key)
-        inner = move_moments(self.moments, state.inner, params, projections, state.bases, new)
         due = None if state.next_refresh is None else state.step + self.gap
-        return dataclasses.replace(state, bases=new, inner=inner, next_refresh=due)
+        return dataclasses.replace(state, bases=new, next_refresh=due)
 
     def _leading_bases(
         self, grads: Any, old: dict[str, Any], projections: dict[str, Projection], key: jax.Array
@@ -403,12 +385,11 @@ def subspace(
     *,
     gap: int = 200,
     scale: float = 0.25,
-    moments: Moments = "keep",
     source: Source = "gradient",
     side: Side = "input",
     groups: Mapping[str, str] | None = None,
     outer: optax.GradientTransformation | None = None,
-    remainder: Remainder | None = None,
+    remainder: ScaledRemainder | None = None,
     bits: int = 16,
     seed: int = 0,
 ) -> SubspaceTransformation:
@@ -419,9 +400,10 @@ def subspace(
     `outer` acts in full space: weight decay and the learning rate belong there. To avoid a dense
     update of all weights at once, use `actjax.optim.apply`.
 
-    A refresh step takes new bases. Make every `gap`-th step one, the first included, in its own
-    jitted function, so that the ordinary step reserves no memory for it. Its codec needs rank k or
-    more, because the new bases are taken from the factors of the gradient:
+    A refresh step takes new bases and keeps the moments, as GaLore does. Make every `gap`-th step
+    one, the first included, in its own jitted function, so that the ordinary step reserves no
+    memory for it. Its codec needs rank k or more, because the new bases are taken from the factors
+    of the gradient:
 
         state = actjax.optim.init(tx, params)
 
@@ -450,10 +432,6 @@ def subspace(
       gap: steps between two refreshes (GaLore's T). With `actjax.optim.apply` the training loop
         runs the refresh steps.
       scale: α.
-      moments: what a refresh does to the moments of `inner`: "keep" leaves them unchanged (GaLore),
-        "reset" sets them to zero, and "rotate" maps them to the new basis: first moments by
-        `P_newᵀ P_old`, second moments by the squared entries of this matrix, which is exact for
-        uncorrelated coordinates.
       source: "gradient" takes the leading singular vectors of the gradient of a refresh step, on
         the projected side; "random" draws `N(0, 1/k)` from the seed anew at each refresh (CompAct).
       side: which side of a weight [d, n] is projected. "input" shares a basis among the weights of
@@ -464,10 +442,9 @@ def subspace(
         each in its own basis, for dense gradients.
       outer: a transform of the full-space updates, such as
         `optax.chain(optax.add_decayed_weights(0.1), optax.scale_by_learning_rate(1e-3))`.
-      remainder: what is made of the part of a gradient that the subspace leaves out:
-        `ScaledRemainder` (Fira), `SignedRemainder` (FRUGAL), or None, which drops it. It takes the
-        dense gradient of a weight, and so `jax.grad` or `in_backward`, without inputs stored in the
-        subspace.
+      remainder: `ScaledRemainder` (Fira) adds an update of the part of a gradient that the subspace
+        leaves out; None drops this part. It takes the dense gradient of a weight, and so `jax.grad`
+        or `in_backward`, without inputs stored in the subspace.
       bits: what `x P` is stored in under `actjax.value_and_grad`: 16 for the dtype of `x`, or 8.
       seed: seed of random bases and sketches.
 
@@ -489,7 +466,6 @@ def subspace(
         rank=rank,
         gap=gap,
         scale=scale,
-        moments=moments,
         source=source,
         side=side,
         groups=groups,

@@ -37,7 +37,7 @@ CONTRADICTIONS: tuple[tuple[str, Flags, tuple[str, ...]], ...] = (
     ("pretrain", {"--method": "gact", "--adapt-every": "5", "--bits": "4"}, ("--adapt-every",)),
     ("pretrain", {"--method": "lora"}, ("--method",)),
     ("pretrain", {"--model-vocab-size": "5"}, ("--model-vocab-size",)),
-    ("pretrain", {"--weight-dtype": "float32", "--weight-rounding": "compensated"},
+    ("pretrain", {"--weight-dtype": "float32", "--weight-rounding": "stochastic"},
      ("--weight-rounding",)),
     ("finetune", {"--validation": "records.jsonl", "--held-out": "0.5"}, ("--held-out",)),
     ("finetune", {"--method": "hyc_lora", "--remat": None, "--level": "intra"}, ("--level",)),

@@ -20,7 +20,7 @@ from benchmarks.rivals import (
 from benchmarks.variants import EIGHT_BIT, VARIANTS, Variant, check_names
 from models import ModelConfig, preset
 from train.planning.flops import causal_loop_length, matmul_flops
-from train.run.step import batch_shapes
+from train.run.loss import batch_shapes
 from train.settings.config import PretrainConfig
 from train.settings.options import MethodOptions
 from train.settings.resolve import resolve

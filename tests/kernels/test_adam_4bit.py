@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernels.kernel_cases import TINY, f64, normal
+from optim.nearest import nearest
 
 from actjax.kernels.adam_4bit.api import KERNEL, MAXIMA, adam_4bit
 from actjax.kernels.four_bit import rank_one_zeros, signed_zeros
@@ -34,11 +35,11 @@ def stepped(implementation, grad, mu, nu, corrections, hyper=tuple(HYPER.items()
     return adam_4bit(grad, mu, nu, corrections, **dict(hyper), implementation=implementation)
 
 
-def moments(shape, group, seed=0, stochastic=False):
+def moments(shape, group, seed=0):
     """Returns moments with random codes, of which a group, a row and a column are zero."""
     rng = np.random.default_rng(seed)
-    mu = signed_zeros(shape, "float32", group, stochastic=stochastic)
-    nu = rank_one_zeros(shape, "float32", group, stochastic=stochastic)
+    mu = signed_zeros(shape, "float32", group)
+    nu = rank_one_zeros(shape, "float32", group)
 
     def scales(*arrays):
         return [np.float32(10.0 ** rng.uniform(-2, 1, x.shape)) for x in arrays]
@@ -52,7 +53,7 @@ def moments(shape, group, seed=0, stochastic=False):
     codes = np.uint8(halves[0] | halves[1] << 4)
     mu = dataclasses.replace(mu, codes=codes, scales=mu_scales, rows=mu_rows, columns=mu_columns)
     codes = rng.integers(0, 256, nu.codes.shape).astype("uint8")
-    return mu, dataclasses.replace(nu, codes=codes, rows=rows, columns=columns)
+    return nearest((mu, dataclasses.replace(nu, codes=codes, rows=rows, columns=columns)))
 
 
 decoded = jax.jit(lambda code: code.decode())
@@ -121,8 +122,7 @@ def test_both_draw_the_same_random_bits(case):
     args = mu, nu, np.float32([0.5, 0.5])
     one, other = (stepped(name, grad, *args, halves) for name in NAMES)
     jax.tree.map(np.testing.assert_array_equal, one[1:], other[1:])
-    nearest = (dataclasses.replace(x, stochastic=False) for x in (mu, nu))
-    third = stepped("interpreted", grad, *nearest, args[-1], halves)
+    third = stepped("interpreted", grad, *nearest(args), halves)
     for a, b in zip(one[1:], third[1:], strict=True):
         assert np.mean(np.asarray(a.codes) != np.asarray(b.codes)) > 0.1
 
@@ -195,8 +195,5 @@ def test_wrong_shapes_are_named():
         adam_4bit(grad[:4], mu, nu, corrections, **HYPER)
     with pytest.raises(ValueError, match="`mu` of adam_4bit"):
         adam_4bit(grad, signed_zeros((5, 90), jnp.float32, 32), nu, corrections, **HYPER)
-    published = signed_zeros((5, 70), "float32", 32, published=True)
-    with pytest.raises(ValueError, match="`mu` of adam_4bit must have scales of rows and columns"):
-        adam_4bit(grad, published, nu, corrections, **HYPER)
     with pytest.raises(ValueError, match="`corrections` of adam_4bit"):
         adam_4bit(grad, mu, nu, corrections[:1], **HYPER)

@@ -81,21 +81,6 @@ def top_left_singular_vectors(matrix: npt.ArrayLike, k: int) -> Array:
     return np.linalg.svd(_f64(matrix), full_matrices=False)[0][:, :k]
 
 
-def rotate_moments(
-    m: npt.ArrayLike, v: npt.ArrayLike, old_basis: npt.ArrayLike, new_basis: npt.ArrayLike
-) -> tuple[Array, Array]:
-    """Returns moments in a new basis: `(R m, (R ∘ R) v)` with `R = newᵀ old`.
-
-    Args:
-      m: first moment [k, n].
-      v: second moment [k, n].
-      old_basis: [d, k].
-      new_basis: [d, k].
-    """
-    r = _f64(new_basis).T @ _f64(old_basis)
-    return r @ _f64(m), (r * r) @ _f64(v)
-
-
 # Eight bits.
 
 

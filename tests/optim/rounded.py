@@ -6,13 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 from actjax import optim
 
 ADAMW = optax.adamw(1e-3, weight_decay=0.1)
-WRAPPERS = {"stochastic": optim.stochastic_rounding, "compensated": optim.compensated}
-wrappers = pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 
 
 def parameters(seed: int = 0, dtype="bfloat16", scale: float = 1.0):
@@ -44,15 +41,16 @@ def widened(tree):
 def loop(tx, params, gradients=GRADIENTS):
     """Returns parameters and state after an optax loop over the gradients."""
 
-    @jax.jit
-    def step(params, state, grads):
+    def step(carry, grads):
+        params, state = carry
         updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+        return (optax.apply_updates(params, updates), state), None
 
-    state = jax.jit(tx.init)(params)
-    for grads in gradients:
-        params, state = step(params, state, grads)
-    return params, state
+    @jax.jit
+    def run(params, gradients):
+        return jax.lax.scan(step, (params, tx.init(params)), gradients)[0]
+
+    return run(params, jax.tree.map(lambda *x: jnp.stack(x), *gradients))
 
 
 def apply_step(tx, **options):

@@ -11,13 +11,10 @@ Sources:
   Li et al., "Memory Efficient Optimizers with 4-bit States" (2023), arXiv 2309.01507.
   Shazeer and Stern, "Adafactor" (2018), arXiv 1804.04235.
   Chen et al., "Fira" (2024), arXiv 2410.01623.
-  Zmushko et al., "FRUGAL" (2024), arXiv 2411.07837.
-  Zhu et al., "APOLLO: SGD-like Memory, AdamW-level Performance" (2024), arXiv 2412.05270.
   Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023), arXiv 2302.06675: Lion.
   Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024).
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -91,25 +88,6 @@ class InnerAdam:
 # Four bits.
 
 
-def signed_dynamic_levels(bits: int) -> Array:
-    """Returns the magnitudes of the symmetric dynamic map, ascending: `2^(bits - 1)` of them.
-
-    Level 0 is 0. Level `2^p + j` is `10^(p - P) (0.1 + 0.9 (j + 1) / 2^p)` for `p = 0..P` and
-    `j = 0..2^p - 1`, with `P = bits - 2`. For 4 bits: 0, 0.01, 0.055, 0.1, 0.325, 0.55, 0.775, 1.
-
-    It has the decades of the dynamic exponent map of Li et al. (2023), appendix E.2, but takes the
-    upper end of each interval of a decade where they take the middle, and has 1 and -1 where they
-    have 1 alone: their levels of 4 bits are 0, ±0.0055, ±0.0325, ±0.0775, ±0.2125, ±0.4375,
-    ±0.6625, ±0.8875, and 1.
-    """
-    top = bits - 2
-    magnitudes = np.zeros(2 ** (bits - 1))
-    for p in range(top + 1):
-        for j in range(2**p):
-            magnitudes[2**p + j] = 10.0 ** (p - top) * (0.1 + 0.9 * (j + 1) / 2**p)
-    return magnitudes
-
-
 def _nearest(values: Array, levels: Array) -> tuple[Array, Mask]:
     """Returns the levels nearest to the values, and where a value is within `TIE` of a tie."""
     middles = (levels[1:] + levels[:-1]) / 2
@@ -121,29 +99,24 @@ SIGNED_LEVELS = np.array([0, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1])
 """Magnitudes of a first moment in 4 bits that was divided by scales of rows and columns."""
 
 
-def quantize_blocks(
-    x: npt.ArrayLike, block: int, bits: int, levels: Array | None = None
-) -> tuple[Array, Mask]:
+def quantize_blocks(x: npt.ArrayLike, block: int) -> tuple[Array, Mask]:
     """Returns `x` after encoding and decoding in blocks along its last axis, and where ties are.
 
     The scale of a block is its largest magnitude; `|x| / scale` is rounded to the nearest of
-    `levels`, `signed_dynamic_levels(bits)` by default, and keeps the sign of `x`. A block of zeros
-    stays so.
-    Source: Li et al. (2023), section 2.2 (block-wise normalization) and section 3 (B128/DE for the
-    first moment). Their blocks run over the flattened tensor, and these begin anew in each row.
+    `SIGNED_LEVELS`, and keeps the sign of `x`. A block of zeros stays so.
+    Source: Li et al. (2023), section 2.2 (block-wise normalization). Their blocks run over the
+    flattened tensor, and these begin anew in each row.
 
     Args:
       x: [..., n].
       block: values that share a scale; the last block of a row may be shorter.
-      bits: bits of a code.
-      levels: magnitudes, ascending.
     """
-    x, levels = _f64(x), signed_dynamic_levels(bits) if levels is None else levels
+    x = _f64(x)
     decoded, ties = np.zeros_like(x), np.zeros(x.shape, np.bool_)
     for start in range(0, x.shape[-1], block):
         part = x[..., start : start + block]
         scale = np.max(np.abs(part), axis=-1, keepdims=True)
-        level, near = _nearest(_ratio(np.abs(part), scale), levels)
+        level, near = _nearest(_ratio(np.abs(part), scale), SIGNED_LEVELS)
         decoded[..., start : start + block] = np.sign(part) * level * scale
         ties[..., start : start + block] = near
     return decoded, ties
@@ -163,7 +136,7 @@ def quantize_signed(m: npt.ArrayLike, block: int = 128) -> tuple[Array, Mask]:
     m = _f64(m)
     size = np.abs(m)
     scale = np.minimum(size.max(axis=1, keepdims=True), size.max(axis=0, keepdims=True))
-    decoded, ties = quantize_blocks(_ratio(m, scale), block, 4, SIGNED_LEVELS)
+    decoded, ties = quantize_blocks(_ratio(m, scale), block)
     return decoded * scale, ties & (scale > 0)
 
 
@@ -204,7 +177,6 @@ def adam_4bit_step(
     b2: float,
     eps: float,
     block: int = 128,
-    published: bool = False,
 ) -> tuple[Array, FourBitState]:
     """Returns the update of Adam with moments of 4 bits, and the new state.
 
@@ -220,12 +192,11 @@ def adam_4bit_step(
       b2: decay of the second moment.
       eps: added to the root of the second moment.
       block: values of a row of `m` that share a scale.
-      published: whether `m` is rounded as in their section 3, without scales of rows and columns.
     """
     update, new = adam_step(g, AdamState(state.m, state.v), t, b1, b2, eps)
     assert new.m is not None
     assert new.v is not None
-    m, m_ties = quantize_blocks(new.m, block, 4) if published else quantize_signed(new.m, block)
+    m, m_ties = quantize_signed(new.m, block)
     v, v_ties = quantize_rank_one(new.v, 4)
     ties = m_ties | v_ties if state.ties is None else m_ties | v_ties | state.ties
     return update, FourBitState(m, v, ties)
@@ -355,99 +326,6 @@ def fira_step(
     s, norm = limit_growth(columns * remainder, state.norm, limit, norm_eps)
     update = scale * (p @ n + s) if form == "paper" else scale * (p @ n) + s
     return update, GrowthState(norm)
-
-
-def frugal_step(
-    g: npt.ArrayLike, p: npt.ArrayLike, inner: Inner, scale: float, sign_scale: float
-) -> tuple[Array, Mask]:
-    """Returns FRUGAL's update, `scale p inner(pᵀ g) + sign_scale sign(g - p pᵀ g)`, and the ties.
-
-    Ties are entries of the remainder whose magnitude is at most `TIE` of the largest of `g`: their
-    signs are not defined. There is no state apart from that of `inner`.
-    Source: Zmushko et al. (2024), Algorithm 1 with Adam in the subspace and signSGD outside it.
-
-    Args:
-      g: gradient [d, n].
-      p: orthonormal basis [d, k].
-      inner: the optimizer in the subspace; it keeps its own state.
-      scale: factor of the update in the subspace.
-      sign_scale: factor of the signs.
-    """
-    g, p = _f64(g), _f64(p)
-    r = p.T @ g
-    remainder = g - p @ r
-    ties = np.abs(remainder) <= TIE * np.max(np.abs(g))
-    return scale * (p @ inner(r)) + sign_scale * np.sign(remainder), ties
-
-
-@dataclass(frozen=True)
-class ApolloState:
-    """Moments of the projected gradient, and the norm of the last limited update."""
-
-    adam: AdamState = AdamState()
-    norm: float | None = None
-
-
-def apollo_step(
-    g: npt.ArrayLike,
-    projection: npt.ArrayLike,
-    state: ApolloState,
-    t: int,
-    b1: float,
-    b2: float,
-    eps: float,
-    scale: float,
-    limit: float | None = 1.01,
-    granularity: Literal["channel", "tensor"] = "channel",
-    *,
-    side: Literal["input", "output"] | None = None,
-    norm_eps: float = 0.0,
-    correction: Literal["before", "after"] = "before",
-) -> tuple[Array, ApolloState]:
-    """Returns the update of APOLLO (`channel`) or APOLLO-Mini (`tensor`), and the new state.
-
-    The smaller side of the gradient is projected, and channels run along the larger: `r = Pᵀ g`
-    with channels in columns if `d <= n`, and `r = g P` with channels in rows otherwise. Adam in the
-    projected space gives `n`, and the gradient itself is multiplied by `|n_:j| / |r_:j|` of each
-    channel, or by `|n| / |r|`. The limiter acts on that, and then `scale` multiplies it; in the
-    other order the result is the same, but for `norm_eps`.
-    Source: Zhu et al. (2024), Algorithm 1, equations 3 to 5, and section 4.2. Entries of their
-    projection, the transpose of this one, are drawn from N(0, 1/rank).
-
-    Args:
-      g: gradient [d, n].
-      projection: [d, rank] on the input side, [n, rank] on the output side; not orthonormal.
-      state: moments of the projected gradient, and the norm of the last limited update.
-      t: number of this step, from 1.
-      b1: decay of the first moment.
-      b2: decay of the second moment.
-      eps: added to the root of the second moment.
-      scale: the paper's `α`; the published code takes its square.
-      limit: largest growth of the norm in a step; `None` for no limit.
-      granularity: what shares a factor.
-      side: the side that is projected; by default the smaller, and the input side of a square.
-      norm_eps: added to norms in denominators; 1e-8 in the code.
-      correction: whether Adam's bias is corrected before the limiter, or after it as in the code,
-        where the limiter sees `m / (sqrt(v) + eps)` and `eps` is not corrected.
-    """
-    g, projection = _f64(g), _f64(projection)
-    if side is None:
-        side = "input" if g.shape[0] <= g.shape[1] else "output"
-    r = projection.T @ g if side == "input" else g @ projection
-    n, adam = adam_step(r, state.adam, t, b1, b2, eps)
-    after = 1.0
-    if correction == "after":
-        assert adam.m is not None
-        assert adam.v is not None
-        n = adam.m / (np.sqrt(adam.v) + eps)
-        after = math.sqrt(1 - b2**t) / (1 - b1**t)
-    axis = None if granularity == "tensor" else 0 if side == "input" else 1
-    of_n, of_r = (np.linalg.norm(a, axis=axis, keepdims=True) for a in (n, r))
-    scaled = g * _ratio(of_n, of_r + norm_eps)
-    if limit is None:
-        return scale * after * scaled, ApolloState(adam)
-    scaled, norm = limit_growth(scaled, state.norm, limit, norm_eps)
-    return scale * after * scaled, ApolloState(adam, norm)
 
 
 # One moment.

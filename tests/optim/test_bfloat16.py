@@ -7,13 +7,7 @@ import optax
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actjax.optim.bfloat16 import (
-    difference,
-    join_master,
-    round_stochastically,
-    split_master,
-    words_by_position,
-)
+from actjax.optim.bfloat16 import difference, round_stochastically, words_by_position
 
 COUNT = 512
 LARGEST = float(jnp.finfo("bfloat16").max)
@@ -119,62 +113,6 @@ def is_upper(start: int, steps: np.ndarray, words: np.ndarray) -> np.ndarray:
     x = ((np.uint32(start) << 16) + steps).view(np.float32)
     new = jax.jit(round_stochastically)(*np.broadcast_arrays(x, words))
     return bfloat16_bits(new) == start + 1
-
-
-@jax.jit
-def split(weights, remainders, updates, words):
-    masters = join_master(weights, remainders)
-    total = masters + updates
-    new = split_master(total, words)
-    # Joined in the same program, from what the two arrays store.
-    return masters, total, *new, join_master(*new)
-
-
-@given(seeds)
-@settings(max_examples=60, deadline=None)
-def test_a_master_is_split_without_loss(seed):
-    rng = np.random.default_rng(seed)
-    weights = weights_of(rng)
-    remainders = rng.integers(-128, 128, COUNT).astype(np.int8)
-    updates = updates_of(rng, weights)
-    words = rng.integers(0, 2**32, COUNT).astype(np.uint32)
-    masters, total, new, rest, joined = map(np.asarray, split(weights, remainders, updates, words))
-    ok = np.isfinite(weights.astype(np.float32))
-    bits = bfloat16_bits(weights).astype(np.int64) & 0x7FFF
-    want = np.where((bits > 0) & ok, (bits << 16) + remainders.astype(np.int64) * 256, bits << 16)
-    np.testing.assert_array_equal(masters.view(np.uint32).astype(np.int64) & 0x7FFFFFFF, want)
-    # The master differs from the sum by less than 2^-15 of it, or is the largest that there is.
-    finite = np.isfinite(total)
-    wide = total[finite].astype(np.float64)
-    unit = np.exp2(np.maximum(np.frexp(np.abs(wide))[1] - 16, -141.0))
-    largest = LARGEST * (1 + 2.0**-9)
-    error = np.abs(joined[finite].astype(np.float64) - np.clip(wide, -largest, largest))
-    # Below half of the smallest bfloat16 it is zero.
-    assert np.all(error < np.where(np.abs(wide) < 2.0**-134, 2.0**-133, unit))
-    # The weight is the nearest to the master.
-    low, high = neighbours(joined[finite].astype(np.float64))
-    size = np.abs(joined[finite].astype(np.float64))
-    assert np.all(np.abs(np.abs(new[finite].astype(np.float64)) - size)
-                  == np.minimum(size - low, np.abs(high - size)))  # fmt: skip
-    np.testing.assert_array_equal(new[~finite].astype(np.float32), total[~finite])
-    assert not np.any(rest[~finite])
-
-
-def test_every_weight_and_remainder_come_back_without_an_update():
-    bits = np.arange(2**16, dtype=np.uint16)
-    weights = bits[(bits & 0x7FFF) < 0x7F80].view(jnp.bfloat16)
-
-    @jax.jit
-    def round_trip(weights, words):
-        def one(remainder):
-            rest = jnp.full(weights.shape, remainder, jnp.int8)
-            masters = join_master(weights, rest)
-            return jnp.all(join_master(*split_master(masters, words)) == masters)
-
-        return jax.lax.map(one, jnp.arange(-128, 128, dtype=jnp.int8))
-
-    words = words_by_position(weights.shape, np.array([1, 2], np.uint32))
-    assert np.all(round_trip(weights, words))
 
 
 def test_words_depend_on_the_position_in_the_whole_array():

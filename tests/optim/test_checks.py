@@ -34,10 +34,9 @@ def test_an_object_that_cannot_be_called_is_named():
         optim.scale_by_factored_adam(),
         optim.scale_by_adam_8bit(),
         optim.scale_by_adam_4bit(),
-        optim.apollo(optax.scale_by_adam(), 2),
         optim.subspace(optax.scale_by_adam(), 2),
     ],
-    ids=["factored", "8bit", "4bit", "apollo", "subspace"],
+    ids=["factored", "8bit", "4bit", "subspace"],
 )
 def test_parameters_that_cannot_be_trained_are_named(tx):
     w = jnp.ones((4, 4))

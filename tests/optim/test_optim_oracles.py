@@ -7,7 +7,6 @@ from optim.optim_oracles import (
     dynamic_levels,
     galore_adam,
     nearest_level,
-    rotate_moments,
     top_left_singular_vectors,
 )
 
@@ -60,20 +59,6 @@ def test_top_left_singular_vectors_are_eigenvectors_of_the_gram_matrix(rng):
     u = top_left_singular_vectors(a, 2)
     want = np.linalg.eigh(a @ a.T)[1][:, -2:]
     np.testing.assert_allclose(u @ u.T, want @ want.T, atol=1e-12)
-
-
-def test_rotated_moments_are_the_moments_of_the_same_vectors_in_the_new_basis(rng):
-    old, new = orthonormal(rng, 6, 6), orthonormal(rng, 6, 3)
-    m, v = rng.normal(size=(6, 4)), rng.random((6, 4))
-    same = rotate_moments(m, v, old, old)
-    np.testing.assert_allclose(same[0], m, atol=1e-14)
-    np.testing.assert_allclose(same[1], v, atol=1e-14)
-    turned = rotate_moments(m, v, old, new)
-    np.testing.assert_allclose(new @ turned[0], new @ new.T @ old @ m, atol=1e-13)
-    # For independent entries `z`, second moments are the variances of `newᵀ old z`.
-    for column in range(4):
-        covariance = new.T @ old @ np.diag(v[:, column]) @ old.T @ new
-        np.testing.assert_allclose(turned[1][:, column], np.diag(covariance), atol=1e-14)
 
 
 @pytest.mark.parametrize(("unsigned", "count", "lowest"), [(False, 255, 1e-6), (True, 256, 1e-7)])

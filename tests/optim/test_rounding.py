@@ -11,19 +11,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from optim.rounded import (
     ADAMW,
     GRADIENTS,
-    WRAPPERS,
     applied,
     apply_step,
     assert_same_bits,
     loop,
     parameters,
     widened,
-    wrappers,
 )
 
 import actjax
 from actjax import optim
-from actjax.optim.layers import take
 from train.run.sharding import make_mesh, state_shardings
 
 # Values.
@@ -52,56 +49,32 @@ def test_stochastic_rounding_is_unbiased_over_keys():
     np.testing.assert_array_equal(np.unique(np.abs(samples - exact) > spacing), False)
 
 
-@wrappers
-def test_small_updates_add_up_where_nearest_loses_them(wrap):
+def test_small_updates_add_up_where_nearest_loses_them():
     # 4,096 updates of 2^-14 of the weight: rounded to nearest, none changes it.
     weights, update = jnp.ones(256, jnp.bfloat16), jnp.full(256, 2.0**-14)
-    tx = wrap(optax.identity())
+    tx = optim.stochastic_rounding(optax.identity())
 
     @jax.jit
     def run():
         body = lambda c, _: (tx.rounding.apply(update, c[1], c[0])[:2], None)  # noqa: E731
-        (weights_end, state), _ = jax.lax.scan(body, (weights, tx.init(weights)), None, 4096)
+        (weights_end, _), _ = jax.lax.scan(body, (weights, tx.init(weights)), None, 4096)
         nearest = lambda w, _: (optax.apply_updates(w, update), None)  # noqa: E731
-        return weights_end, state, jax.lax.scan(nearest, weights, None, 4096)[0]
+        return weights_end, jax.lax.scan(nearest, weights, None, 4096)[0]
 
-    new, state, nearest = run()
+    new, nearest = run()
     assert np.all(np.asarray(nearest) == 1)
     error = np.asarray(new, np.float64) - 1.25
-    # Each update is rounded with a variance below p (1 - p) of the spacing, 2^-7, squared. The
-    # master has spacings of 2^-15, and the weight is the nearest to it.
-    if tx.rounding.compensated:
-        assert np.all(np.abs(error) <= 2**-8 + 5 * np.sqrt(4096) * 2**-16)
-        master = np.asarray(tx.rounding.masters(state, new), np.float64)
-        assert np.all(np.abs(master - 1.25) <= 5 * np.sqrt(4096) * 2**-16)
-    else:
-        deviation = np.sqrt(4096 * 2**-7 * (1 - 2**-7)) * 2**-7
-        assert np.all(np.abs(error) <= 5 * deviation)
-        assert abs(error.mean()) <= 5 * deviation / np.sqrt(256)
-
-
-def test_the_master_follows_a_float32_weight():
-    tx, params = optim.compensated(ADAMW), parameters()
-    new, state = loop(tx, params)
-    want, _ = loop(ADAMW, widened(params), widened(GRADIENTS))
-    masters = jax.jit(tx.rounding.masters)(state, new)
-    for got, w in zip(jax.tree.leaves(masters), jax.tree.leaves(want), strict=True):
-        # Three sums, each rounded to 16 significant bits. A weight moves by 1e-3 in each step.
-        bound = 3 * 2.0**-15 * (np.abs(np.asarray(w, np.float64)) + 3e-3)
-        assert np.all(np.abs(np.asarray(got, np.float64) - np.asarray(w, np.float64)) <= bound)
-    master, weight = (np.asarray(t["head"], np.float64) for t in (masters, new))
-    nearest = np.asarray(masters["head"].astype(jnp.bfloat16), np.float64)
-    # At a tie there are two.
-    np.testing.assert_array_equal(np.abs(weight - master), np.abs(nearest - master))
-    assert np.std(np.asarray(state.remainder["head"], np.float64)) > 64  # Of -128 to 127.
+    # Each update is rounded with a variance below p (1 - p) of the spacing, 2^-7, squared.
+    deviation = np.sqrt(4096 * 2**-7 * (1 - 2**-7)) * 2**-7
+    assert np.all(np.abs(error) <= 5 * deviation)
+    assert abs(error.mean()) <= 5 * deviation / np.sqrt(256)
 
 
 def test_float32_parameters_among_them_are_updated_as_in_optax():
     params = parameters()
-    for wrap in WRAPPERS.values():
-        ours, _ = loop(wrap(optax.adam(1e-3)), params)
-        theirs, _ = loop(optax.adam(1e-3), widened(params))
-        np.testing.assert_array_equal(ours["norm"], theirs["norm"])
+    ours, _ = loop(optim.stochastic_rounding(optax.adam(1e-3)), params)
+    theirs, _ = loop(optax.adam(1e-3), widened(params), list(map(widened, GRADIENTS)))
+    np.testing.assert_array_equal(ours["norm"], theirs["norm"])
 
 
 def test_moments_are_float32_and_8_bit_moments_are_decoded_to_float32():
@@ -143,38 +116,43 @@ def test_steps_layers_weights_and_seeds_have_different_random_numbers():
 def test_four_devices_round_as_one():
     params = {"layers": jnp.ones((2, 16, 64), jnp.bfloat16)}
     grads = jax.tree.map(lambda x: jnp.full(x.shape, 2.0**-9, jnp.float32), params)
-    for wrap in WRAPPERS.values():
-        tx = wrap(optax.sgd(1.0))
-        state, step = jax.jit(functools.partial(optim.init, tx))(params), apply_step(tx)
-        alone = step(grads, state, params)
-        mesh = make_mesh("fsdp=4")
-        for spec in ((None, "fsdp"), (None, None, "fsdp")):
-            place = NamedSharding(mesh, PartitionSpec(*spec))
-            put = functools.partial(jax.device_put, device=place)
-            spread = jax.device_put(state, state_shardings(state, mesh))
-            together = step(jax.tree.map(put, grads), spread, jax.tree.map(put, params))
-            assert len(together[0]["layers"].sharding.device_set) == 4
-            assert_same_bits(jax.device_get(together), jax.device_get(alone))
+    tx = optim.stochastic_rounding(optax.sgd(1.0))
+    state, step = jax.jit(functools.partial(optim.init, tx))(params), apply_step(tx)
+    alone = step(grads, state, params)
+    mesh = make_mesh("fsdp=4")
+    for spec in ((None, "fsdp"), (None, None, "fsdp")):
+        place = NamedSharding(mesh, PartitionSpec(*spec))
+        put = functools.partial(jax.device_put, device=place)
+        spread = jax.device_put(state, state_shardings(state, mesh))
+        together = step(jax.tree.map(put, grads), spread, jax.tree.map(put, params))
+        assert len(together[0]["layers"].sharding.device_set) == 4
+        assert_same_bits(jax.device_get(together), jax.device_get(alone))
 
 
 # Ways to apply it.
 
 
-@wrappers
-def test_an_optax_loop_and_apply_give_the_same_bits_for_each_layer(wrap):
-    tx, params = wrap(ADAMW), parameters()
+def test_an_optax_loop_and_apply_give_the_same_bits_for_each_layer():
+    tx, params = optim.stochastic_rounding(ADAMW), parameters()
     first = jax.jit(functools.partial(optim.init, tx))(params)
     new, state = applied(tx, params)
+    first, new, state, params, gradients = jax.tree.map(
+        np.asarray, (first, new, state, params, GRADIENTS)
+    )
+
+    @jax.jit
+    def step(grads, state, layer):
+        updates, state = tx.update(grads, state, layer)
+        return optax.apply_updates(layer, updates), state
+
     for i in range(3):
-        layer, layer_state = {"layers": params["layers"]}, first.layers
-        layer, layer_state = take(layer, i), take(layer_state, i)
-        layer = layer | {"head": None, "norm": None}
-        for grads in GRADIENTS:
-            grads = take({"layers": grads["layers"]}, i) | {"head": None, "norm": None}
-            updates, layer_state = jax.jit(tx.update)(grads, layer_state, layer)
-            layer = optax.apply_updates(layer, updates)
+        layer = {"layers": {"w": params["layers"]["w"][i]}, "head": None, "norm": None}
+        layer_state = jax.tree.map(lambda x, i=i: x[i], first.layers)
+        for grads in gradients:
+            grads = layer | {"layers": {"w": grads["layers"]["w"][i]}}
+            layer, layer_state = step(grads, layer_state, layer)
         np.testing.assert_array_equal(layer["layers"]["w"], new["layers"]["w"][i])
-        assert_same_bits(layer_state, take(state.layers, i))
+        assert_same_bits(layer_state, jax.tree.map(lambda x, i=i: x[i], state.layers))
 
 
 def test_an_in_backward_step_gives_the_same_bits_as_apply():
@@ -183,7 +161,7 @@ def test_an_in_backward_step_gives_the_same_bits_as_apply():
     params = {"layers": jnp.asarray(rng.normal(size=(3, 256)), jnp.bfloat16)}
     params["head"] = jnp.asarray(rng.normal(size=256), jnp.bfloat16)
     signs = jnp.asarray(rng.choice([-1.0, 1.0], 256), jnp.bfloat16)
-    tx = optim.compensated(optax.adam(1e-4))
+    tx = optim.stochastic_rounding(optax.adam(1e-4))
     update = optim.in_backward(
         lambda p, x: x,
         lambda p, x, inputs, own: x + p,
@@ -203,23 +181,22 @@ def test_factored_gradients_are_multiplied_out():
     left, right = rng.normal(size=(3, 16, 2)), rng.normal(size=(3, 2, 24))
     params = {"layers": {"w": parameters()["layers"]["w"]}}
     factored = actjax.LowRank(jnp.asarray(left, "float32"), jnp.asarray(right, "float32"))
-    tx = optim.compensated(optax.sgd(1e-3))
+    tx = optim.stochastic_rounding(optax.sgd(1e-3))
 
     @jax.jit
-    def both(params):
+    def all_three(params):
         state = optim.init(tx, params)
         gradients = factored, factored.dense()
-        return [optim.apply(tx, {"layers": {"w": g}}, state, params) for g in gradients]
+        updates, _ = tx.update({"layers": {"w": factored}}, tx.init(params), params)
+        new = [optim.apply(tx, {"layers": {"w": g}}, state, params)[0] for g in gradients]
+        return *new, updates
 
-    (ours, state), (theirs, _) = both(params)
-    got, want = (
-        np.asarray(tx.rounding.masters(state.layers, p)["layers"]["w"]) for p in (ours, theirs)
-    )
-    np.testing.assert_allclose(got, want, rtol=2**-8)
+    *applied_to, updates = all_three(params)
+    got, want = (np.asarray(p["layers"]["w"], np.float32) for p in applied_to)
+    # The products of both programs differ in their last bits, which round a few weights otherwise.
+    np.testing.assert_allclose(got, want, rtol=2**-7)
     assert np.mean(got == want) > 0.9
     # In an optax loop as well.
-    loose = jax.jit(tx.init)(params)
-    updates, _ = jax.jit(tx.update)({"layers": {"w": factored}}, loose, params)
     assert updates["layers"]["w"].shape == (3, 16, 24)
 
 
@@ -234,13 +211,17 @@ def test_it_is_the_last_part_of_a_chain_and_takes_other_transforms_inside():
         optax.chain(optax.clip_by_global_norm(1.0), ADAMW),
     ):
         tx = optim.stochastic_rounding(inner)
-        state = jax.jit(tx.init)(params)
-        updates, after = jax.jit(tx.update)(GRADIENTS[0], state, params)
-        new = optax.apply_updates(params, updates)
-        assert_same_bits(new, jax.jit(tx.rounding.apply)(GRADIENTS[0], state, params)[0])
-        assert jax.eval_shape(tx.update, GRADIENTS[1], after, new)[1] == jax.eval_shape(
-            lambda s: s, after
-        )
+
+        @jax.jit
+        def both(params, grads, tx=tx):
+            state = tx.init(params)
+            updates, after = tx.update(grads, state, params)
+            new = optax.apply_updates(params, updates)
+            return new, tx.rounding.apply(grads, state, params)[0], state, after
+
+        new, want, state, after = both(params, GRADIENTS[0])
+        assert_same_bits(new, want)
+        assert jax.eval_shape(lambda s: s, after) == jax.eval_shape(lambda s: s, state)
     clipped = optax.chain(optax.clip(0.01), optim.stochastic_rounding(ADAMW))
     new, _ = loop(clipped, params)
     moved = np.asarray(new["head"], np.float64) - np.asarray(params["head"], np.float64)
@@ -248,15 +229,16 @@ def test_it_is_the_last_part_of_a_chain_and_takes_other_transforms_inside():
 
 
 def test_an_nnx_optimizer_rounds_the_weights_of_its_model():
-    tx = optim.compensated(optax.sgd(2.0**-14))
+    tx = optim.stochastic_rounding(optax.sgd(2.0**-14))
     model = nnx.Linear(8, 16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     before = np.asarray(model.kernel[...], np.float64)
-    grads = jax.tree.map(lambda w: jnp.ones_like(w), nnx.state(model, nnx.Param))
+    grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
     step = nnx.jit(lambda model, optimizer, grads: optimizer.update(model, grads))
     for _ in range(64):
         step(model, optimizer, grads)
     assert model.kernel.dtype == jnp.bfloat16
     moved = np.asarray(model.kernel[...], np.float64) - before
-    # 64 / 2^14, up to half a place of weights below 1.
-    np.testing.assert_allclose(moved, -(2**-8), atol=2**-9 + 2**-12)
+    # 64 / 2^14 on average. Weights are below 1, and their spacing is at most 2^-8: the variance of
+    # 64 updates is below 64 * 2^-14 * 2^-8, and that of their mean over 128 weights 128 times less.
+    assert abs(moved.mean() + 2**-8) < 5 * np.sqrt(64 * 2.0**-22 / 128)

@@ -11,12 +11,10 @@ import pytest
 from optim.rounded import (
     ADAMW,
     GRADIENTS,
-    WRAPPERS,
     applied,
     apply_step,
     assert_same_bits,
     parameters,
-    wrappers,
 )
 
 from actjax import optim
@@ -31,22 +29,23 @@ SUBSPACE = optim.subspace(
 )  # fmt: skip
 
 
-@wrappers
-def test_a_subspace_inside_is_refreshed_and_gives_its_bases(wrap):
-    tx = wrap(SUBSPACE)
+def test_a_subspace_inside_is_refreshed_and_gives_its_bases():
+    tx = optim.stochastic_rounding(SUBSPACE)
     assert isinstance(tx, optim.SubspaceTransformation)
     assert (tx.gap, tx.source) == (2, "gradient")
     params = parameters()
 
-    def trained(tx, params):
-        step = jax.jit(functools.partial(optim.apply, tx), static_argnames="refresh")
-        state = jax.jit(functools.partial(optim.init, tx))(params)
-        for i, grads in enumerate(GRADIENTS):
-            params, state = step(grads, state, params, refresh=i % 2 == 0)
-        return params, state
+    @jax.jit
+    def trained(params, gradients):
+        results = []
+        for inner in (tx, SUBSPACE):
+            new, state = params, optim.init(inner, params)
+            for i, grads in enumerate(gradients):
+                new, state = optim.apply(inner, grads, state, new, refresh=i == 0)
+            results.append((new, state))
+        return results
 
-    ours, state = trained(tx, params)
-    theirs, want = trained(SUBSPACE, params)
+    (ours, state), (theirs, want) = trained(params, GRADIENTS[:2])
     # Bases depend on gradients alone; the plain subspace rounds to nearest.
     assert_same_bits(tx.bases(state).arrays, SUBSPACE.bases(want).arrays)
     got, nearest = (np.asarray(p["layers"]["w"], np.float64) for p in (ours, theirs))
@@ -62,40 +61,33 @@ def test_a_subspace_inside_is_refreshed_and_gives_its_bases(wrap):
     assert_same_bits(tx.bases(itself).arrays, tx.bases(by_hand).arrays)
 
 
-def test_some_layers_of_a_random_subspace_inside_are_redrawn():
+def test_a_random_subspace_inside_is_redrawn():
     tx = optim.stochastic_rounding(optim.subspace(optax.scale_by_adam(), 4, source="random"))
     params = {"layers": parameters()["layers"]}
-    state = jax.jit(functools.partial(optim.init, tx))(params)
-    due = np.array([True, False, True])
-    drawn = jax.jit(functools.partial(optim.redraw, tx))(state, params, due=due)
-    (name,) = tx.bases(state).arrays
-    old, new = (np.asarray(tx.bases(s).arrays[name], np.float32) for s in (state, drawn))
-    np.testing.assert_array_equal(np.any(old != new, axis=(1, 2)), due)
+
+    @jax.jit
+    def drawn(params):
+        state = optim.init(tx, params)
+        return [tx.bases(s).arrays for s in (state, optim.redraw(tx, state, params))]
+
+    old, new = (np.asarray(x, np.float32) for arrays in drawn(params) for x in arrays.values())
+    assert np.all(np.any(old != new, axis=(1, 2)))
 
 
 # States.
 
 
-def test_the_state_has_one_byte_for_each_weight_or_none():
+def test_the_state_has_twelve_bytes_for_each_layer():
     def nbytes(state) -> int:
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
 
-    params, count = parameters(), 3 * 16 * 24 + 24 * 8
-    sizes = {
-        name: nbytes(jax.eval_shape(wrap(optax.sgd(1.0)).init, params))
-        for name, wrap in WRAPPERS.items()
-    }
-    assert sizes == {"stochastic": 12, "compensated": 12 + count}
-    for name, wrap in WRAPPERS.items():
-        state = jax.eval_shape(functools.partial(optim.init, wrap(optax.sgd(1.0))), params)
-        assert nbytes(state) == sizes[name] + 3 * 12
-    assert state.layers.remainder["layers"]["w"].dtype == jnp.int8
-    assert state.rest.remainder["norm"] is None
+    params, tx = parameters(), optim.stochastic_rounding(optax.sgd(1.0))
+    assert nbytes(jax.eval_shape(tx.init, params)) == 12
+    assert nbytes(jax.eval_shape(functools.partial(optim.init, tx), params)) == 4 * 12
 
 
-@wrappers
-def test_a_run_continues_from_a_checkpoint_with_equal_bits(tmp_path, wrap):
-    tx, params = wrap(ADAMW), parameters()
+def test_a_run_continues_from_a_checkpoint_with_equal_bits(tmp_path):
+    tx, params = optim.stochastic_rounding(ADAMW), parameters()
     step = apply_step(tx)
     half = applied(tx, params, GRADIENTS[:2], step)
     mesh = make_mesh("fsdp=4")
@@ -114,9 +106,8 @@ def test_a_run_continues_from_a_checkpoint_with_equal_bits(tmp_path, wrap):
     assert_same_bits(step(GRADIENTS[2], *restored[::-1]), step(GRADIENTS[2], *half[::-1]))
 
 
-@wrappers
-def test_no_float32_copy_of_all_layers_exists(wrap):
-    tx = wrap(ADAMW)
+def test_no_float32_copy_of_all_layers_exists():
+    tx = optim.stochastic_rounding(ADAMW)
     sizes = []
     for count in (8, 24):
         params = {"layers": jax.ShapeDtypeStruct((count, 256, 256), "bfloat16")}
@@ -135,11 +126,10 @@ def test_no_float32_copy_of_all_layers_exists(wrap):
 # Arguments.
 
 
-@wrappers
-def test_weights_of_other_dtypes_are_refused(wrap):
-    tx, wide = wrap(ADAMW), {"layers": np.ones((2, 4, 4), "float32")}
+def test_weights_of_other_dtypes_are_refused():
+    tx, wide = optim.stochastic_rounding(ADAMW), {"layers": np.ones((2, 4, 4), "float32")}
     for init in (tx.init, functools.partial(optim.init, tx)):
-        message = rf"{tx.rounding.name} has no effect, because no weight is bfloat16 .*float32"
+        message = "stochastic_rounding has no effect, because no weight is bfloat16 .*float32"
         with pytest.raises(ValueError, match=message):
             jax.eval_shape(init, wide)
         with pytest.raises(ValueError, match="some weights are float16"):
@@ -148,42 +138,40 @@ def test_weights_of_other_dtypes_are_refused(wrap):
         jax.eval_shape(init, {"layers": jnp.ones((2, 4), jnp.bfloat16), "norm": np.ones(3)})
 
 
-@wrappers
-def test_it_must_be_the_outermost(wrap):
-    tx, params = wrap(ADAMW), parameters()
-    name = tx.rounding.name
-    for wrapper, make in (
-        ("eight_bit", optim.eight_bit),
-        ("subspace", lambda tx: optim.subspace(tx, 2)),
-        ("subspace", lambda tx: optim.subspace(optax.scale_by_adam(), 2, outer=tx)),
+def test_it_must_be_the_outermost():
+    tx, params, grads = optim.stochastic_rounding(ADAMW), parameters(), GRADIENTS[0]
+    outermost = "rounds weights, which only the"
+    for make, message in (
+        (lambda: optim.eight_bit(tx), f"` of eight_bit {outermost}"),
+        (lambda: optim.subspace(tx, 2), f"` of subspace {outermost}"),
+        (lambda: optim.subspace(optax.scale(1.0), 2, outer=tx), f"` of subspace {outermost}"),
+        (lambda: optim.stochastic_rounding(tx), "rounds weights already: drop one of both"),
+        (
+            lambda: optim.init(optax.chain(optax.clip(1.0), tx), params),
+            "`tx` has stochastic_rounding inside another transform",
+        ),
+        (
+            lambda: tx.update(grads, tx.init(params)),
+            "stochastic_rounding reads the weights that it rounds: call",
+        ),
+        (
+            lambda: tx.update(grads, optim.init(tx, params), params),
+            r"what `tx\.init` returned, got LayerwiseState",
+        ),
+        (
+            lambda: tx.init({"layers": optax.MaskedNode()}),
+            "stochastic_rounding got no weights. Inside `optax.masked`",
+        ),
     ):
-        with pytest.raises(ValueError, match=rf"` of {wrapper} rounds weights, which only the"):
-            make(tx)
-    for make in (optim.stochastic_rounding, optim.compensated):
-        with pytest.raises(ValueError, match="rounds weights already: drop one of both"):
-            make(tx)
-    with pytest.raises(ValueError, match="`tx` has stochastic_rounding or compensated inside"):
-        jax.eval_shape(functools.partial(optim.init, optax.chain(optax.clip(1.0), tx)), params)
-    state = jax.eval_shape(tx.init, params)
-    with pytest.raises(ValueError, match=rf"{name} reads the weights that it rounds: call"):
-        tx.update(GRADIENTS[0], state)
-    with pytest.raises(ValueError, match=r"what `tx\.init` returned, got LayerwiseState"):
-        tx.update(GRADIENTS[0], jax.eval_shape(functools.partial(optim.init, tx), params), params)
-    (other,) = {optim.stochastic_rounding, optim.compensated} - {wrap}
-    of_other = jax.eval_shape(other(ADAMW).init, params)
-    with pytest.raises(ValueError, match=rf"`state` is of {other.__name__}, but this is {name}"):
-        tx.update(GRADIENTS[0], of_other, params)
-    with pytest.raises(ValueError, match=rf"{name} got no weights. Inside `optax.masked`"):
-        jax.eval_shape(tx.init, {"layers": optax.MaskedNode()})
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(make)
 
 
-@wrappers
-def test_bad_arguments_are_named(wrap):
-    name = wrap(ADAMW).rounding.name
+def test_bad_arguments_are_named():
     for inner in (None, optax.adam, 1e-3):
         with pytest.raises(TypeError, match="`inner` must be an optax transform"):
-            wrap(inner)
+            optim.stochastic_rounding(inner)
     for seed in (-1, 0.5, True):
-        message = f"`seed` of {name} must be an integer >= 0, got {seed!r}."
+        message = f"`seed` of stochastic_rounding must be an integer >= 0, got {seed!r}."
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-            wrap(ADAMW, seed=seed)
+            optim.stochastic_rounding(ADAMW, seed=seed)

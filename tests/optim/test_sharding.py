@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from optim.nearest import to_nearest
 
 from actjax import optim
 from train.planning.collectives import bytes_by_kind, collectives
@@ -55,7 +56,7 @@ def apply_step():
 
 def in_backward_step():
     # To nearest: sums over devices differ in their last bits, which stochastic rounding follows.
-    moments = optim.four_bit(optax.scale_by_adam(), min_size=64, group=16, rounding="nearest")
+    moments = to_nearest(optim.four_bit(optax.scale_by_adam(), min_size=64, group=16))
     tx = optax.chain(moments, optax.scale_by_learning_rate(1e-2))
     update = optim.in_backward(before, layer, after, tx, clip=0.1)
     return update.init, lambda *args: update.step(*args)[:2]

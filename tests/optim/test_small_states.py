@@ -7,18 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from optim.nearest import to_nearest
 from optim.projected import normal
 from optim.state_oracles import (
-    ApolloState,
     FactoredState,
     FourBitState,
     GrowthState,
     InnerAdam,
     adam_4bit_step,
-    apollo_step,
     factored_adam_step,
     fira_step,
-    frugal_step,
     lion_step,
     momentum_step,
     muon_step,
@@ -26,12 +24,10 @@ from optim.state_oracles import (
 
 from actjax import LowRank, optim
 from actjax.optim import pieces
-from actjax.optim.bases import random_basis
 from actjax.optim.remainders import limit_growth
 
 STEPS, LAYERS, SHAPE, RANK = 10, 3, (12, 20), 4
 B1, B2, EPS = 0.9, 0.99, 1e-8
-NEAREST = functools.partial(optim.four_bit, min_size=1, rounding="nearest")
 
 
 def gradients():
@@ -40,34 +36,45 @@ def gradients():
     return [columns * normal(100 + t, LAYERS, *SHAPE) for t in range(STEPS)]
 
 
-def run(tx, stacked, grads=None):
-    """Returns the updates of each step [steps, layers, d, n], of a plain loop or of `apply`."""
-    grads = gradients() if grads is None else grads
-    zeros = np.zeros((LAYERS, *SHAPE))
+def plain_updates(tx, grads):
+    """Returns the updates of each step [steps, layers, d, n], of a plain loop for each layer."""
+
+    def of_layer(grads):
+        params = {"layers": {"w": jnp.zeros(SHAPE)}}
+
+        def step(state, g):
+            updates, state = tx.update({"layers": {"w": g}}, state, params)
+            return state, updates["layers"]["w"]
+
+        return jax.lax.scan(step, tx.init(params), grads)[1]
+
+    return jnp.swapaxes(jax.lax.map(of_layer, jnp.swapaxes(grads, 0, 1)), 0, 1)
+
+
+def applied_updates(tx, grads):
+    """Returns the updates of each step [steps, layers, d, n], of `apply` on stacked layers."""
+    # Parameters are zero and stay so: the result of `apply` is the update.
+    params = {"layers": {"w": jnp.zeros((LAYERS, *SHAPE))}}
+
+    def step(state, g, refresh=False):
+        new, state = optim.apply(tx, {"layers": {"w": g}}, state, params, refresh=refresh)
+        return state, new["layers"]["w"]
+
+    state = optim.init(tx, params)
+    if not isinstance(tx, optim.SubspaceTransformation):
+        return jax.lax.scan(step, state, grads)[1]
+    state, first = step(state, grads[0], refresh=True)
+    return jnp.concatenate([first[None], jax.lax.scan(step, state, grads[1:])[1]])
+
+
+def run(tx):
+    """Returns the updates of a plain loop and of `apply`, from one program."""
 
     @jax.jit
-    def updates(grads):
-        found = []
-        if stacked:
-            params = {"layers": {"w": jnp.asarray(zeros)}}
-            state = optim.init(tx, params)
-            is_subspace = isinstance(tx, optim.SubspaceTransformation)
-            for t, g in enumerate(grads):
-                refresh = is_subspace and t % tx.gap == 0
-                new, state = optim.apply(tx, {"layers": {"w": g}}, state, params, refresh=refresh)
-                found.append(new["layers"]["w"])
-            return jnp.stack(found)
-        for layer in range(LAYERS):
-            params = {"layers": {"w": jnp.asarray(zeros[layer])}}
-            state, own = tx.init(params), []
-            for g in grads:
-                u, state = tx.update({"layers": {"w": g[layer]}}, state, params)
-                own.append(u["layers"]["w"])
-            found.append(jnp.stack(own))
-        return jnp.stack(found, axis=1)
+    def both(grads):
+        return plain_updates(tx, grads), applied_updates(tx, grads)
 
-    # Parameters are zero and stay so: what `apply` returns is the update.
-    return np.asarray(updates([jnp.asarray(g) for g in grads]))
+    return map(np.asarray, both(np.stack(gradients())))
 
 
 def expected(step, first):
@@ -87,14 +94,8 @@ def matrices(params):
 # What rounds to levels does so in float32, a tie in a million numbers either way.
 CASES = {
     "four_bit": (
-        NEAREST(optax.scale_by_adam(B1, B2, EPS)),
+        to_nearest(optim.four_bit(optax.scale_by_adam(B1, B2, EPS), min_size=1)),
         lambda g, s, t, _: adam_4bit_step(g, s, t, B1, B2, EPS),
-        FourBitState(),
-        1e-4,
-    ),
-    "four_bit, published": (
-        NEAREST(optax.scale_by_adam(B1, B2, EPS), first_moment="published"),
-        lambda g, s, t, _: adam_4bit_step(g, s, t, B1, B2, EPS, published=True),
         FourBitState(),
         1e-4,
     ),
@@ -133,71 +134,46 @@ CASES = {
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("stacked", [False, True], ids=["plain", "apply"])
 @pytest.mark.parametrize("name", CASES)
-def test_ten_steps_equal_the_oracle(name, stacked):
+def test_ten_steps_equal_the_oracle(name):
     tx, step, first, tolerance = CASES[name]
-    got, want = run(tx, stacked), expected(step, first)
-    np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance * np.abs(want).max())
+    want = expected(step, first)
+    for got in run(tx):
+        np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance * np.abs(want).max())
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("stacked", [False, True], ids=["plain", "apply"])
-@pytest.mark.parametrize("name", ["fira", "frugal"])
-def test_ten_steps_with_a_remainder_equal_the_oracle(name, stacked):
-    remainder = {"fira": optim.ScaledRemainder(), "frugal": optim.SignedRemainder(0.5)}[name]
+def test_ten_steps_of_fira_equal_the_oracle():
     groups = {"layers.w": "w"}
     inner = optax.scale_by_adam(B1, B2, EPS)
-    tx = optim.subspace(inner, RANK, scale=0.5, gap=100, groups=groups, remainder=remainder)
-    got = run(tx, stacked)
+    make = functools.partial(optim.subspace, rank=RANK, gap=100, groups=groups)
+    tx = make(inner, scale=0.5, remainder=optim.ScaledRemainder())
     # The basis is that of the first gradient, as the library takes it.
-    plain = optim.subspace(optax.scale(1.0), RANK, gap=100, groups=groups)
-    first = [{"layers": {"w": jnp.asarray(gradients()[0][layer])}} for layer in range(LAYERS)]
-    key = jax.random.key(0)
-    keys = list(jax.random.split(key, LAYERS)) if stacked else [key] * LAYERS
-    bases = []
-    for g, own in zip(first, keys, strict=True):
-        state = plain.subspace.init_from(g, own)
-        bases.append(np.asarray(plain.refresh(g, state, g).bases["w"]))
+    plain, key = make(optax.scale(1.0)), jax.random.key(0)
 
-    def step(g, state, t, layer):
-        del t
-        growth, adam = state
-        if adam is None:
-            adam = InnerAdam(B1, B2, EPS)
-        if name == "fira":
-            update, growth = fira_step(g, bases[layer], growth, adam, 0.5)
-        else:
-            update, _ = frugal_step(g, bases[layer], adam, 0.5, 0.25)
-        return update, (growth, adam)
+    @jax.jit
+    def bases(grads, keys):
+        def basis(one):
+            gradient = {"layers": {"w": one[0]}}
+            state = plain.subspace.init_from(gradient, one[1])
+            return plain.refresh(gradient, state, gradient).bases["w"]
 
-    want = expected(step, (GrowthState(), None))
-    # The norm of the last update is kept in float32: 6e-8 in each of ten steps.
-    np.testing.assert_allclose(got, want, rtol=6e-7, atol=6e-7 * np.abs(want).max())
+        return jax.lax.map(basis, (grads, keys))
 
+    keys = jnp.stack([key] * LAYERS), jax.random.split(key, LAYERS)
+    for got, own in zip(run(tx), keys, strict=True):
+        basis = np.asarray(bases(gradients()[0], own))
 
-@pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("stacked", [False, True], ids=["plain", "apply"])
-@pytest.mark.parametrize("granularity", ["channel", "tensor"])
-def test_ten_steps_of_apollo_equal_the_oracle(granularity, stacked):
-    rank = RANK if granularity == "channel" else 1
-    inner = optax.scale_by_adam(B1, B2, EPS)
-    tx = optim.apollo(inner, rank, gap=4, scale=2.0, granularity=granularity)
-    got = run(tx, stacked)
+        def step(g, state, t, layer, basis=basis):
+            del t
+            growth, adam = state
+            adam = adam or InnerAdam(B1, B2, EPS)
+            update, growth = fira_step(g, basis[layer], growth, adam, 0.5)
+            return update, (growth, adam)
 
-    def projection(t):
-        import zlib
-
-        key = jax.random.fold_in(jax.random.key(0), (t - 1) // 4)
-        key = jax.random.fold_in(key, zlib.crc32(b"layers.w"))
-        return np.asarray(random_basis(key, (SHAPE[0], rank)), np.float64)
-
-    def step(g, state, t, _):
-        options = {"scale": 2.0, "granularity": granularity}
-        return apollo_step(g, projection(t), state, t, B1, B2, EPS, **options)
-
-    want = expected(step, ApolloState())
-    np.testing.assert_allclose(got, want, rtol=6e-7, atol=6e-7 * np.abs(want).max())
+        want = expected(step, (GrowthState(), None))
+        # The norm of the last update is kept in float32: 6e-8 in each of ten steps.
+        np.testing.assert_allclose(got, want, rtol=6e-7, atol=6e-7 * np.abs(want).max())
 
 
 # Pieces of large matrices.
@@ -207,16 +183,19 @@ def test_ten_steps_of_apollo_equal_the_oracle(granularity, stacked):
 def test_a_large_matrix_is_updated_in_pieces_as_it_is_whole(monkeypatch):
     rng = np.random.default_rng(0)
     params = {"table": rng.normal(size=(24, 10)), "b": rng.normal(size=10)}
-    grads = [jax.tree.map(lambda x, t=t: np.sin(t + 3 * x), params) for t in range(3)]
+    grads = jax.tree.map(lambda x: np.stack([np.sin(t + 3 * x) for t in range(3)]), params)
     tx = optax.chain(optim.eight_bit(optax.scale_by_adam(), min_size=1), optax.scale(-0.1))
 
     def trained():
         @jax.jit
         def steps(params, grads):
-            state = optim.init(tx, params)
-            for g in grads:
-                params, state, moved = optim.apply(tx, g, state, params, with_norm=True)
-            return params, state, moved
+            def step(carry, g):
+                params, state = carry
+                *carry, moved = optim.apply(tx, g, state, params, with_norm=True)
+                return tuple(carry), moved
+
+            carry, moved = jax.lax.scan(step, (params, optim.init(tx, params)), grads)
+            return *carry, moved
 
         return jax.tree.map(np.asarray, steps(params, grads))
 
@@ -252,20 +231,24 @@ def test_no_array_of_a_large_matrix_exists_in_its_update(monkeypatch):
     assert temporaries() < whole - 2048 * 512 // 2
 
 
-@pytest.mark.parametrize("rank", [2, 3, 6])
 @pytest.mark.parametrize("tx", [optax.sgd(1.0), optax.adam(0.1)], ids=["sgd", "adam"])
-def test_a_large_matrix_may_have_a_factored_gradient_and_a_transform_no_state(
-    monkeypatch, rank, tx
-):
-    left, right = normal(0, 24, rank), normal(1, rank, 10)
+def test_a_large_matrix_may_have_a_factored_gradient_and_a_transform_no_state(monkeypatch, tx):
+    factors = [(normal(0, 24, rank), normal(1, rank, 10)) for rank in (2, 3, 6)]
     params = {"table": normal(2, 24, 10)}
-    plain = optax.apply_updates(
-        params, tx.update({"table": left @ right}, tx.init(params), params)[0]
-    )
     monkeypatch.setattr(pieces, "LARGEST", 70)
-    factored = {"table": LowRank(jnp.asarray(left), jnp.asarray(right))}
-    new, _ = jax.jit(lambda g: optim.apply(tx, g, optim.init(tx, params), params))(factored)
-    np.testing.assert_allclose(new["table"], plain["table"], rtol=1e-5, atol=1e-5)
+
+    @jax.jit
+    def both(factors):
+        state, plain_state = optim.init(tx, params), tx.init(params)
+        found = []
+        for left, right in factors:
+            updates, _ = tx.update({"table": left @ right}, plain_state, params)
+            new, _ = optim.apply(tx, {"table": LowRank(left, right)}, state, params)
+            found.append((new, optax.apply_updates(params, updates)))
+        return found
+
+    for new, plain in both(factors):
+        np.testing.assert_allclose(new["table"], plain["table"], rtol=1e-5, atol=1e-5)
 
 
 def test_pieces_are_equal_and_few():
@@ -279,8 +262,7 @@ def test_pieces_are_equal_and_few():
     np.testing.assert_array_equal(pieces.stacked(matrix, 3)[1], matrix[1::3])
 
 
-@pytest.mark.parametrize("clip_by", ["estimate", "layer_norm"])
-def test_large_matrices_that_only_the_end_reads_are_updated_before_the_layers(monkeypatch, clip_by):
+def test_large_matrices_that_only_the_end_reads_are_updated_before_the_layers(monkeypatch):
     params = {
         name: jnp.asarray(normal(i, *shape), "float32")
         for i, (name, shape) in enumerate(
@@ -296,15 +278,12 @@ def test_large_matrices_that_only_the_end_reads_are_updated_before_the_layers(mo
     def after(p, x, _):
         return jnp.mean(jnp.tanh(x @ p["head"]) ** 2 + jnp.cos(x @ p["second"]))
 
-    clip = 1e9 if clip_by == "layer_norm" else np.inf
     update = optim.in_backward(
-        before, lambda w, x, *_: x + jnp.tanh(x @ w["w"]), after, optax.adam(0.1),
-        clip=clip, clip_by=clip_by,
-    )  # fmt: skip
+        before, lambda w, x, *_: x + jnp.tanh(x @ w["w"]), after, optax.adam(0.1)
+    )
 
     def stepped():
-        state = update.init(params)
-        return jax.jit(update.step)(params, state, ids)
+        return jax.jit(lambda p: update.step(p, update.init(p), ids))(params)
 
     whole = stepped()
     monkeypatch.setattr(pieces, "LARGEST", 30)
@@ -318,85 +297,64 @@ def test_large_matrices_that_only_the_end_reads_are_updated_before_the_layers(mo
 
 
 def test_a_weight_whose_gradient_was_zero_is_not_limited_for_ever():
-    zeros, ones = jnp.zeros((3, 2)), jnp.ones((3, 2))
-    _, last = limit_growth(zeros, jnp.zeros(()), 1.01)
-    first, last = limit_growth(ones, last, 1.01)
+    limited = jax.jit(functools.partial(limit_growth, limit=1.01))
+    zeros, ones = np.zeros((3, 2), "float32"), np.ones((3, 2), "float32")
+    _, last = limited(zeros, np.float32(0))
+    first, last = limited(ones, last)
     np.testing.assert_allclose(first, ones)
-    second, last = limit_growth(10 * ones, last, 1.01)
+    second, last = limited(10 * ones, last)
     np.testing.assert_allclose(second, 1.01 * ones, rtol=1e-6)
     np.testing.assert_allclose(last, 1.01 * 6**0.5, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "tx",
-    [
-        optim.scale_by_factored_adam(),
-        optim.scale_by_adam_8bit(min_size=1),
-        optim.scale_by_adam_4bit(min_size=1, rounding="nearest"),
-    ],
-    ids=["factored", "8bit", "4bit"],
-)
-def test_factored_gradients_are_multiplied_out_in_a_plain_loop(tx):
-    params = {"w": jnp.zeros((6, 8))}
-    left, right = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate([(6, 2), (2, 8)]))
-    gradient = {"w": LowRank(left, right)}
-    got, _ = jax.jit(tx.update)(gradient, tx.init(params))
-    want, _ = jax.jit(tx.update)({"w": left @ right}, tx.init(params))
-    np.testing.assert_allclose(got["w"], want["w"], rtol=1e-5)
+def test_factored_gradients_are_multiplied_out_in_a_plain_loop():
+    params = {"w": np.zeros((6, 8), "float32")}
+    left, right = normal(0, 6, 2).astype("float32"), normal(1, 2, 8).astype("float32")
+
+    @jax.jit
+    def both(left, right):
+        found = []
+        for tx in (
+            optim.scale_by_factored_adam(),
+            optim.scale_by_adam_8bit(min_size=1),
+            optim.scale_by_adam_4bit(min_size=1),
+        ):
+            state = tx.init(params)
+            grads = {"w": LowRank(left, right)}, {"w": left @ right}
+            found.append([tx.update(g, state)[0]["w"] for g in grads])
+        return found
+
+    for got, want in both(left, right):
+        np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
 # Arguments.
 
 
 def test_a_learning_rate_whose_sign_would_be_lost_is_refused():
+    fira = functools.partial(optim.subspace, rank=4, remainder=optim.ScaledRemainder())
     for inner in (optax.adam(1e-2), optim.eight_bit(optax.sgd(0.1)), optax.adamw(1e-2)):
-        for make in (
-            lambda inner=inner: optim.apollo(inner, 4),
-            lambda inner=inner: optim.subspace(inner, 4, remainder=optim.ScaledRemainder()),
-            lambda inner=inner: jax.eval_shape(
-                lambda: optim.subspace(inner, 4, remainder=optim.SignedRemainder()).init(
-                    {"w": jnp.ones((8, 8))}
-                )
-            ),
-        ):
-            with pytest.raises(ValueError, match=r"`inner` of .* has a learning rate: it turns"):
-                make()
+        with pytest.raises(ValueError, match=r"`inner` of .* has a learning rate: it turns"):
+            fira(inner)
+    # A transform that cannot run on one matrix is not tried.
+    fira(optax.partition({"a": optax.adam(1e-2)}, {"x": "a"}))
     optim.subspace(optax.adam(1e-2), 4)
-    # Not on one matrix, and so not tried.
-    labels = optax.partition({"a": optax.adam(1e-2)}, {"x": "a"})
-    optim.apollo(labels, 4)
-    decay = optax.chain(optax.scale_by_adam(), optax.add_decayed_weights(0.1))
-    params = {"w": jnp.ones((8, 8))}
-    tx = optim.apollo(decay, 4)
-    tx.update(params, tx.init(params), params)
 
 
 def test_bad_arguments_are_named():
     adam = optax.scale_by_adam()
     for make, message in (
         (lambda: optim.four_bit(adam, group=3), "`group` of four_bit must be even"),
-        (lambda: optim.four_bit(adam, rounding="up"), "`rounding` of four_bit must be one of"),
-        (lambda: optim.four_bit(adam, first_moment="x"), "`first_moment` of four_bit must be one"),
         (lambda: optim.scale_by_factored_adam(b2=1.0), r"`b2` of scale_by_factored_adam must be"),
         (lambda: optim.scale_by_factored_adam(eps_squared=0), "`eps_squared` .* above 0, got 0"),
-        (lambda: optim.apollo(adam, 0), "`rank` of apollo must be an integer >= 1"),
-        (lambda: optim.apollo(adam, limit=0.5), "`limit` of apollo must be a number above 1"),
-        (lambda: optim.apollo(adam, granularity="row"), "`granularity` of apollo must be one of"),
         (lambda: optim.clip_by_global_norm(-1), "`max_norm` of clip_by_global_norm must be"),
     ):
         with pytest.raises(ValueError, match=message):
             make()
-    params = {"w": np.zeros((6, 4)), "b": np.zeros(4)}
-    for tx, message in (
-        (optim.apollo(adam, 5), r"`rank` 5 of apollo is above 4, the smaller side of `w`"),
-        (optim.apollo(adam, 2, weights=lambda *_: True), r"chooses `b` of shape \(4,\): no matrix"),
-        (
-            optim.scale_by_factored_adam(factored={"w": True, "b": True}),
-            r"`factored` .* names `b` of shape \(4,\): .* which a vector or a scalar lacks",
-        ),
-    ):
-        with pytest.raises(ValueError, match=message):
-            jax.eval_shape(tx.init, params)
+    factored = optim.scale_by_factored_adam(factored={"w": True, "b": True})
+    message = r"`factored` .* names `b` of shape \(4,\): .* which a vector or a scalar lacks"
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(factored.init, {"w": np.zeros((6, 4)), "b": np.zeros(4)})
     with pytest.raises(TypeError, match=r"`state` of to_host must be what .* got dict"):
         optim.to_host({})
 
@@ -404,8 +362,16 @@ def test_bad_arguments_are_named():
 @pytest.mark.parametrize("wrap", [lambda tx: tx, optim.four_bit], ids=["float32", "4 bits"])
 def test_squares_that_overflow_give_no_update_and_a_nan_stays_visible(wrap):
     tx = wrap(optim.scale_by_factored_adam())
-    huge = jnp.full((5, 7), 1e30).at[0].set(1.0)
-    update, state = jax.jit(tx.update)({"w": huge}, tx.init({"w": huge}))
-    np.testing.assert_array_equal(update["w"], 0)
-    update, _ = jax.jit(tx.update)({"w": huge.at[2, 3].set(jnp.nan)}, state)
-    assert np.isnan(update["w"][2, 3])
+    huge = np.full((5, 7), 1e30, "float32")
+    huge[0] = 1
+    lost = huge.copy()
+    lost[2, 3] = np.nan
+
+    @jax.jit
+    def updates(huge, lost):
+        update, state = tx.update({"w": huge}, tx.init({"w": huge}))
+        return update["w"], tx.update({"w": lost}, state)[0]["w"]
+
+    first, second = updates(huge, lost)
+    np.testing.assert_array_equal(first, 0)
+    assert np.isnan(second[2, 3])

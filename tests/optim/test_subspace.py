@@ -151,7 +151,6 @@ def test_inputs_in_8_bits_err_within_their_bound():
         ({"rank": 0}, r"`rank` of subspace must be an integer >= 1, got 0"),
         ({"rank": 2.5}, r"`rank` of subspace must be an integer >= 1, got 2.5"),
         ({"gap": 0}, r"`gap` of subspace must be an integer >= 1, got 0"),
-        ({"moments": "drop"}, r"`moments` of subspace must be one of .*'rotate'.*'drop'"),
         ({"source": "svd"}, r"`source` of subspace must be one of .*'svd'"),
         ({"side": "left"}, r"`side` of subspace must be one of .*'left'"),
         ({"bits": 5}, r"`bits` of Bases must be one of \(4, 8, 16\), got 5"),
@@ -239,24 +238,23 @@ def test_remainders_of_both_sides_and_other_objects_are_named():
     with pytest.raises(ValueError, match=r"`remainder` .* no meaning with side='both'"):
         optim.subspace(optax.scale(1.0), 4, side="both", remainder=optim.ScaledRemainder())
     with pytest.raises(ValueError, match=r"`remainder` of subspace needs orthonormal bases"):
-        optim.subspace(optax.scale(1.0), 4, source="random", remainder=optim.SignedRemainder())
+        optim.subspace(optax.scale(1.0), 4, source="random", remainder=optim.ScaledRemainder())
     with pytest.raises(TypeError, match=r"`remainder` of subspace must be .* got 'fira'"):
         optim.subspace(optax.scale(1.0), 4, remainder="fira")
     for limit in (1.0, "a", float("nan")):
         with pytest.raises(ValueError, match="`limit` of ScaledRemainder must be a number above 1"):
             optim.ScaledRemainder(limit)
-    with pytest.raises(ValueError, match="`scale` of SignedRemainder must be a finite number"):
-        optim.SignedRemainder(0.0)
 
 
 def test_bases_of_parameters_without_layers_are_read_and_updates_are_mapped():
     params = {"w": jnp.asarray(normal(0, 12, 8), "float32")}
     tx = optim.subspace(optax.scale_by_adam(), 4)
-    assert set(tx.bases(optim.init(tx, params)).arrays) == {"w"}
-    state = tx.refresh(params, tx.init(params), params)
-    grads = {"w": actjax.LowRank(state.bases["w"], jnp.ones((4, 8), "float32"), "w")}
+    assert set(tx.bases(jax.eval_shape(lambda: optim.init(tx, params))).arrays) == {"w"}
+    state = jax.jit(lambda p: tx.refresh(p, tx.init(p), p))(params)
+    grads = {"w": actjax.LowRank(state.bases["w"], np.ones((4, 8), "float32"), "w")}
     # Under `vmap` both branches of the check run.
-    two = jax.tree.map(lambda x: jnp.stack([x, x]), (grads, state))
-    updates, _ = jax.vmap(lambda g, s: tx.update(g, s))(*two)
+    two = jax.tree.map(lambda x: np.stack([x, x]), (grads, state))
+    updates, _ = jax.jit(jax.vmap(tx.update))(*two)
     jax.block_until_ready(updates)
-    np.testing.assert_allclose(updates["w"][0], tx.update(grads, state)[0]["w"], rtol=1e-5)
+    want, _ = jax.jit(tx.update)(grads, state)
+    np.testing.assert_allclose(updates["w"][0], want["w"], rtol=1e-5)

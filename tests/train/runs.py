@@ -20,7 +20,8 @@ from rich.console import Console
 from train.planning.tables import flags
 from train.run.checkpoint import Checkpoints
 from train.run.metrics import read_metrics
-from train.run.step import init_state, make_recipe
+from train.run.recipe import make_recipe
+from train.run.step import init_state
 from train.settings.config import DataConfig, PretrainConfig
 from train.settings.options import MethodOptions
 from train.settings.resolve import dimensions

@@ -10,13 +10,8 @@ from tiny import batch as tokens_and_targets
 
 from actjax import RandomizedSVD
 from models import Storage
-from train.run.step import (
-    Recipe,
-    init_state,
-    make_recipe,
-    make_refresh_step,
-    make_train_step,
-)
+from train.run.recipe import Recipe, make_recipe
+from train.run.step import init_state, make_refresh_step, make_train_step
 from train.settings.config import PretrainConfig
 from train.settings.options import MethodOptions, used_options
 
@@ -60,8 +55,7 @@ def after(one: Recipe, steps: int = 3, programs=None):
     step, refresh = programs or compiled(one)
     state, losses = first_state(one), []
     for i in range(steps):
-        due = one.due_layers(i)
-        state, metrics = step(state, batch()) if due is None else refresh(state, batch(), due)
+        state, metrics = (refresh if one.refreshes(i) else step)(state, batch())
         losses.append(float(metrics["loss"]))
     return state, losses
 

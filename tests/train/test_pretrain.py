@@ -163,8 +163,8 @@ def test_a_folder_with_a_run_is_resumed_only_on_request_and_with_its_settings(un
             r"vocab_size: 384 there, 512 now.*`--model-vocab-size` is given",
         ),
         (
-            {"weight_rounding": "compensated"},
-            "optimizer.weight_rounding: 'stochastic' there, 'compensated' now",
+            {"weight_rounding": "nearest"},
+            "optimizer.weight_rounding: 'stochastic' there, 'nearest' now",
         ),
     ):
         with pytest.raises(BadRunError, match=message):

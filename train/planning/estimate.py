@@ -20,6 +20,8 @@ from train.planning.flops import causal_loop_length, matmul_flops
 from train.planning.tpus import TPUS
 from train.run.begin import check_sizes
 from train.run.loop import with_sharding
+from train.run.loss import whole_batch_shapes
+from train.run.recipe import Recipe, make_recipe
 from train.run.report import StepMemory, bytes_on_host, explain_step, step_memory, tree_bytes
 from train.run.sharding import (
     batch_sharding,
@@ -29,15 +31,7 @@ from train.run.sharding import (
     mesh_sizes,
     state_shardings,
 )
-from train.run.step import (
-    Recipe,
-    TrainState,
-    init_state,
-    make_recipe,
-    make_refresh_step,
-    make_train_step,
-    whole_batch_shapes,
-)
+from train.run.step import TrainState, init_state, make_refresh_step, make_train_step
 from train.settings.config import OptimizerConfig, PretrainConfig
 from train.settings.resolve import dimensions
 
@@ -207,10 +201,8 @@ def _compiled_steps(recipe: Recipe, device: str) -> tuple[list[Any], TrainState]
         if recipe.config.optimizer.offload_states:
             state = dataclasses.replace(state, optimizer=_with_moments_on_host(state.optimizer))
         steps = [make_train_step(recipe)]
-        due = recipe.due_layers(0)
-        if due is not None:
-            refresh = make_refresh_step(recipe)
-            steps.append(lambda s, b: refresh(s, b, due))
+        if recipe.refreshes(0):
+            steps.append(make_refresh_step(recipe))
         return [_compile(step, state, batch, options) for step in steps], state
 
 

@@ -12,7 +12,8 @@ import numpy as np
 
 from actjax import Codec, Exact
 from models import Decoder, StorageChoice
-from train.run.step import Batch, Recipe, loss_function
+from train.run.loss import Batch, loss_function
+from train.run.recipe import Recipe
 
 WHOLE = "all"
 """Name of all places of a storage choice, beside those of its sites."""

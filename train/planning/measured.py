@@ -14,7 +14,8 @@ from rich.table import Table
 from models import Decoder
 from models.checkpoints import load_checkpoint
 from train.planning.gradient_error import WHOLE, GradientError, by_site, measure
-from train.run.step import Batch, make_recipe
+from train.run.loss import Batch
+from train.run.recipe import make_recipe
 from train.settings.config import PretrainConfig
 from train.settings.flag_errors import naming_flag
 from train.settings.resolve import dimensions

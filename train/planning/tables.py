@@ -101,8 +101,7 @@ def choice(config: PretrainConfig) -> str:
     return flags(chosen).removeprefix("--method ")
 
 
-_OF_OPTIMIZER = ("moment_dtype", "optimizer", "offload_states",
-                 "projection_rank")  # fmt: skip
+_OF_OPTIMIZER = ("moment_dtype", "optimizer", "offload_states")
 """Settings of the optimizer that memory depends on."""
 
 

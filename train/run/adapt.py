@@ -17,7 +17,9 @@ from actjax import Estimate
 from models import Decoder, Remat, StorageChoice
 from models.config import site_width
 from models.storage import SITES
-from train.run.step import Batch, Recipe, loss_function, step_key
+from train.run.loss import Batch, loss_function
+from train.run.recipe import Recipe
+from train.run.step import step_key
 from train.settings.methods import CODE_BITS
 from train.settings.options import MethodOptions
 

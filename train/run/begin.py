@@ -21,10 +21,11 @@ from train.run.checkpoint import Checkpoints, identity_of
 from train.run.lock import RunLock
 from train.run.loop import Run, compile_step, with_sharding
 from train.run.metrics import read_metrics
+from train.run.recipe import Recipe, build_recipe
 from train.run.report import explain_step, print_opening, step_memory
 from train.run.saved_settings import changed_settings, flat, write_settings
 from train.run.sharding import reformatted, state_shardings
-from train.run.step import Recipe, TrainState, build_recipe, init_state
+from train.run.step import TrainState, init_state
 from train.settings.config import RunConfig
 from train.settings.flag_errors import naming_flag
 from train.settings.options import flag_name

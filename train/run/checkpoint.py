@@ -19,6 +19,10 @@ _FORMER = {**RENAMED, "one of full rank": ANY_FULL_RANK}
 _BEFORE = {"optimizer.weight_rounding": "nearest"}
 """Settings that are newer than some checkpoints, and what these runs did, if it is not "off"."""
 
+_FORMAT = 2
+"""Of the names of arrays. 1 has the norms of in-backward updates beside their optimizer's state, in
+`optimizer`, and this state in `optimizer.optimizer`."""
+
 _OTHER_VERSION = " Finish the run with that version, or begin a new one with another `--out`."
 _HINTS = {
     "model.vocab_size": "The vocabulary of a preset is that of the tokenizer unless"
@@ -68,7 +72,7 @@ class Checkpoints:
             args=ocp.args.Composite(
                 state=ocp.args.StandardSave(_leaves(state)),
                 data=ocp.args.JsonSave(data),
-                identity=ocp.args.JsonSave(identity),
+                identity=ocp.args.JsonSave({**identity, "format": _FORMAT}),
             ),
         )
 
@@ -87,10 +91,17 @@ class Checkpoints:
         saved = self._read(step, identity=ocp.args.JsonRestore())["identity"]
         if not isinstance(saved, dict):
             raise self._damaged(step, "its identity is no object")
+        written = saved.pop("format", 1)
+        if written not in (1, _FORMAT):
+            raise ValueError(
+                f"the checkpoint in {self._manager.directory} has format {written!r}, which a newer"
+                " version of this program wrote: use that version, or another `--out`."
+            )
         _check_identity(saved, identity, self._manager.directory)
-        state, data = ocp.args.StandardRestore(_leaves(like)), ocp.args.JsonRestore()
+        leaves = _leaves(like) if written == _FORMAT else _with_former_names(_leaves(like))
+        state, data = ocp.args.StandardRestore(leaves), ocp.args.JsonRestore()
         restored = self._read(step, state=state, data=data)
-        leaves = [restored["state"][name] for name in _leaves(like)]
+        leaves = [restored["state"][name] for name in leaves]
         return jax.tree.unflatten(jax.tree.structure(like), leaves), restored["data"]
 
     def _read(self, step: int, **items: Any) -> Any:
@@ -141,6 +152,19 @@ def _leaves(state: Any) -> dict[str, Any]:
     """Returns the arrays of a pytree by path, independent of the classes that hold them."""
     paths = jax.tree_util.tree_flatten_with_path(state)[0]
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in paths}
+
+
+def _with_former_names(leaves: dict[str, Any]) -> dict[str, Any]:
+    """Returns arrays by their paths in format 1, in the same order."""
+    if not any(name.startswith("norms.") for name in leaves):
+        return leaves
+
+    def former(name: str) -> str:
+        if name.startswith("norms."):
+            return f"optimizer.{name.removeprefix('norms.')}"
+        return f"optimizer.{name}" if name.startswith("optimizer.") else name
+
+    return {former(name): leaf for name, leaf in leaves.items()}
 
 
 def _check_identity(saved: dict[str, Any], now: dict[str, Any], directory: Any) -> None:

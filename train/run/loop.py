@@ -23,9 +23,11 @@ from train.run import adapt, hosts
 from train.run.calibration import calibrate
 from train.run.checkpoint import Checkpoints
 from train.run.lock import RunLock
+from train.run.loss import Batch, whole_batch_shapes
 from train.run.metrics import Recorder, perplexity
 from train.run.optimizer import learning_rate_schedule
 from train.run.progress import Progress
+from train.run.recipe import Recipe, build_recipe
 from train.run.sharding import (
     allow_simulated_devices,
     batch_sharding,
@@ -34,17 +36,7 @@ from train.run.sharding import (
     rows_of_process,
 )
 from train.run.signals import StopSignal, ending_on_ctrl_c
-from train.run.step import (
-    Batch,
-    Recipe,
-    TrainState,
-    build_recipe,
-    make_eval_step,
-    make_refresh_step,
-    make_train_step,
-    model_of,
-    whole_batch_shapes,
-)
+from train.run.step import TrainState, make_eval_step, make_refresh_step, make_train_step, model_of
 from train.settings.config import RunConfig
 from train.settings.resolve import ResolvedConfig
 from train.text.data import ValidationSet
@@ -249,11 +241,8 @@ class _Trainer:
         run, last = self._run, self._metrics
         batch = put_rows(next(run.batches), run.mesh, run.config.batch_size)
         self._adapt(step - 1, batch)
-        due = run.recipe.due_layers(step - 1)
-        if due is None:
-            state, self._metrics = run.train_step(run.state, batch)
-        else:
-            state, self._metrics = self._refresh_step(run.state, batch, due)
+        take = self._refresh_step if run.recipe.refreshes(step - 1) else run.train_step
+        state, self._metrics = take(run.state, batch)
         if run.mesh.size > 1 and run.mesh.devices.flat[0].platform == "cpu":
             # Two programs at once can wait for each other's simulated devices on fewer cores.
             state = jax.block_until_ready(state)

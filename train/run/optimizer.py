@@ -1,6 +1,5 @@
 """The optimizers of the programs: moments in a chosen dtype and, if chosen, in a subspace."""
 
-import functools
 import math
 from collections.abc import Callable
 
@@ -42,25 +41,18 @@ def make_optimizer(
     It does not clip: the global norm takes all layers, and the transform sees one at a time.
 
     Args:
-      config: its settings, with a resolved `moment_dtype` and `projection_rank`.
+      config: its settings, with a resolved `moment_dtype`.
       steps: length of the run.
       subspace: `actjax.optim.subspace` without its transforms; None for full-rank moments.
       rounding: of the weights, as in a resolved `weight_rounding`.
-      seed: of stochastic rounding and of random projections.
+      seed: of stochastic rounding.
     """
     outer = full_space_updates(config, steps)
     if subspace is not None:
         tx = subspace(_moments(config), outer=outer)
-    elif config.projects:
-        tx = optax.chain(_apollo(config, seed), outer)
     else:
         tx = optax.chain(_moments(config), outer)
-    round_weights = {
-        "nearest": lambda tx: tx,
-        "stochastic": functools.partial(actjax.optim.stochastic_rounding, seed=seed),
-        "compensated": functools.partial(actjax.optim.compensated, seed=seed),
-    }[rounding]
-    return round_weights(tx)
+    return actjax.optim.stochastic_rounding(tx, seed=seed) if rounding == "stochastic" else tx
 
 
 def _moments(config: OptimizerConfig) -> optax.GradientTransformation:
@@ -132,47 +124,6 @@ def _muon_labels(params: optax.Params):
         return "muon" if _is_layer_matrix(name, leaf) else "adam"
 
     return jax.tree_util.tree_map_with_path(label, params)
-
-
-def remainder_of(config: OptimizerConfig) -> Callable[..., SubspaceTransformation] | None:
-    """Returns `actjax.optim.subspace` without its transforms for Fira and FRUGAL; None for others.
-
-    Args:
-      config: the settings.
-    """
-    remainders = {
-        "fira": actjax.optim.ScaledRemainder(),
-        "frugal_signs": actjax.optim.SignedRemainder(),
-    }
-    if config.optimizer not in remainders:
-        return None
-    return functools.partial(
-        actjax.optim.subspace,
-        rank=config.projection_rank,
-        gap=config.projection_gap,
-        scale=config.projection_scale or _SCALES[config.optimizer],
-        side="smaller",
-        # As published: Fira keeps the moments where bases change, FRUGAL sets them to zero.
-        moments="reset" if config.optimizer == "frugal_signs" else "keep",
-        remainder=remainders[config.optimizer],
-    )
-
-
-def _apollo(config: OptimizerConfig, seed: int) -> optax.GradientTransformation:
-    is_mini = config.optimizer == "apollo_mini"
-    return actjax.optim.apollo(
-        _adam(*config.betas, config),
-        rank=config.projection_rank,
-        gap=config.projection_gap,
-        scale=config.projection_scale or _SCALES[config.optimizer],
-        granularity="tensor" if is_mini else "channel",
-        weights=_is_layer_matrix,
-        seed=seed,
-    )
-
-
-_SCALES = {"fira": 0.25, "frugal_signs": 1.0, "apollo": 1.0, "apollo_mini": math.sqrt(128)}
-"""α of the papers."""
 
 
 _BLOCKS, _GROUPS, _DEVICES = (256, 128, 64, 32), (128, 64, 32), 64

@@ -15,16 +15,9 @@ import actjax
 from actjax._core.paths import path_name
 from actjax.optim.host_states import HOST
 from models import Decoder
-from train.run.step import (
-    Recipe,
-    TrainState,
-    batch_shapes,
-    build_recipe,
-    gradient_function,
-    init_state,
-    loss_function,
-    whole_batch_shapes,
-)
+from train.run.loss import batch_shapes, loss_function, whole_batch_shapes
+from train.run.recipe import Recipe, build_recipe
+from train.run.step import TrainState, gradient_function, init_state
 from train.settings.config import OptimizerConfig
 from train.settings.flag_errors import naming_flag_of_option
 from train.settings.options import MethodOptions
@@ -47,7 +40,7 @@ def explain_step(recipe: Recipe, state: TrainState) -> actjax.Explanation:
     arguments = (state.model, batch, key, state.context)
     if recipe.subspace is None:
         return actjax.explain(loss, *arguments)
-    bases = jax.eval_shape(recipe.subspace.bases, layerwise_state(state.optimizer))
+    bases = jax.eval_shape(recipe.subspace.bases, state.optimizer)
 
     def stored_in_bases(
         model: Any, batch: Any, key: Any, context: Any, bases: actjax.Bases
@@ -144,12 +137,6 @@ def exact_memory(recipe: Recipe) -> StepMemory:
     )
 
 
-def layerwise_state(optimizer: Any) -> Any:
-    """Returns the state of the transform, for updates in or after the backward pass."""
-    in_backward = isinstance(optimizer, actjax.optim.InBackwardState)
-    return optimizer.optimizer if in_backward else optimizer
-
-
 def gradient_bytes(recipe: Recipe, state: TrainState) -> dict[str, int]:
     """Returns, by path of the parameter, the bytes of its gradient that exist at once.
 
@@ -159,14 +146,13 @@ def gradient_bytes(recipe: Recipe, state: TrainState) -> dict[str, int]:
     """
     config = dataclasses.replace(recipe.config, accumulate=1)
     whole = dataclasses.replace(recipe, config=config)
-    inner = dataclasses.replace(state, optimizer=layerwise_state(state.optimizer))
     key = jax.eval_shape(lambda: jax.random.key(0))
     arguments = whole_batch_shapes(config), key, state.context
 
     def gradient(state: TrainState, *arguments: Any) -> Any:
         return gradient_function(whole, state, refresh=False)(state.model, *arguments)[1]
 
-    grads = jax.eval_shape(gradient, inner, *arguments)
+    grads = jax.eval_shape(gradient, state, *arguments)
     loss = loss_function(config, recipe.storage, recipe.lora)
     groups = actjax.input_groups(loss, state.model, *arguments)
     sizes, counted = {}, set()
@@ -188,7 +174,6 @@ def _is_low_rank(x: Any) -> bool:
 _ROUNDING = {
     "nearest": "rounded to nearest after each update",
     "stochastic": "rounded stochastically after each update",
-    "compensated": "with a remainder of 8 bits in the optimizer's state",
 }
 
 

@@ -1,33 +1,24 @@
-"""What a run does, and its steps as pure functions of arrays."""
+"""The steps of a run as pure functions of arrays, and the state that they change."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 
 import actjax
-from actjax.optim.pieces import count_pieces
-from models import Decoder, ModelConfig, Storage, StorageChoice
+from models import Decoder, Storage
 from models.block import Positions
 from models.layers import layer_function, layer_keys
-from models.lora import LoRAConfig, attach, init_adapters, quantize_layers
+from models.lora import attach, init_adapters, quantize_layers
 from models.sharding import fetch_first
-from train.run.calibration import calibrated, calibrated_sites, calibration_zeros
-from train.run.optimizer import make_optimizer, moment_block, moment_group, remainder_of
+from train.run.calibration import calibration_zeros
+from train.run.loss import Batch, Context, loss_function
 from train.run.padding import inputs_of
-from train.settings.config import FinetuneConfig, PretrainConfig, RunConfig
-from train.settings.methods import Method, coordinate_bits
-from train.settings.options import ANY_FULL_RANK
-from train.settings.resolve import ResolvedConfig, resolve
-
-Batch = dict[str, jax.Array]
-"""`inputs` and `targets` [B, S] int32, and `mask` [B, S] float32. With packed examples also
-`segments` [B, S] int32: the example that each token belongs to."""
+from train.run.recipe import Recipe
+from train.settings.config import RunConfig
+from train.settings.resolve import ResolvedConfig
 
 
 @jax.tree_util.register_dataclass
@@ -38,10 +29,12 @@ class TrainState:
     Attributes:
       step: steps done, int32 scalar. The keys of the next step are folded from it.
       model: what is trained: a `Decoder`, or its adapters.
-      optimizer: the state of the optax transform.
+      optimizer: the state of the optax transform, a `LayerwiseState`.
       frozen: the `Decoder` that the adapters belong to; None without adapters. It never changes and
         is not saved: a resumed run reads it from the pretrained checkpoint.
       calibration: measured statistics of channels (`train.run.calibration`), or None.
+      norms: norms of gradients, by field of `actjax.optim.InBackwardState`, from which updates in
+        the backward pass estimate the next; None without such updates.
     """
 
     step: Any
@@ -49,232 +42,12 @@ class TrainState:
     optimizer: Any
     frozen: Any = None
     calibration: Any = None
+    norms: Any = None
 
     @property
-    def context(self) -> "Context":
+    def context(self) -> Context:
         """What a loss reads beside what is trained."""
         return Context(self.frozen, self.calibration)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Context:
-    """What a loss reads beside what is trained; as in `TrainState`."""
-
-    frozen: Any = None
-    calibration: Any = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """The resolved settings of a run, with the storage and the optimizer that follow from them.
-
-    Attributes:
-      config: the settings.
-      storage: what each site stores.
-      optimizer: the transform, for `actjax.optim.apply`.
-      bits: of the sites whose bits were chosen by `train.run.adapt`.
-    """
-
-    config: ResolvedConfig
-    storage: StorageChoice
-    optimizer: optax.GradientTransformation
-    bits: Mapping[str, int]
-
-    @property
-    def model_config(self) -> ModelConfig:
-        """Dimensions of the model."""
-        return self.config.model_config
-
-    @property
-    def lora(self) -> LoRAConfig | None:
-        """The adapters; None if all weights are trained."""
-        return self.config.lora
-
-    @property
-    def method(self) -> Method:
-        """The method."""
-        return self.config.info
-
-    @property
-    def subspace(self) -> actjax.optim.SubspaceTransformation | None:
-        """The transform if some steps are refresh steps, else None."""
-        tx = self.optimizer
-        return tx if isinstance(tx, actjax.optim.SubspaceTransformation) else None
-
-    def _short_blocks(self) -> list[int]:
-        """Returns the sizes of shared scales of moments that are not the usual one."""
-        rules = {"8bit": (moment_block, 256), "4bit": (moment_group, 128)}
-        if self.config.optimizer.stored_dtype not in rules:
-            return []
-        rule, usual = rules[self.config.optimizer.stored_dtype]
-        one = self.model_config
-        d, keys = one.hidden_size, one.num_kv_heads * one.head_size
-        sides = (one.ffn_size, one.num_heads * one.head_size, keys, one.vocab_size)
-        shapes = [shape for n in sides for shape in ((d, n), (n, d))]
-        return sorted({rule(shape) for shape in shapes} - {usual})
-
-    @property
-    def _pieces(self) -> list[int]:
-        """The numbers of pieces of the embedding and the head, if these are updated in pieces."""
-        if self.lora is not None:
-            return []
-        one = self.model_config
-        shapes = (one.vocab_size, one.hidden_size), (one.hidden_size, one.vocab_size)
-        counts = [count_pieces(shape) for shape in shapes]
-        return [] if counts == [1, 1] else counts
-
-    @property
-    def _update_form(self) -> dict[str, Any]:
-        """The part of the form that differs from that of AdamW with both moments."""
-        given = self.config.optimizer
-        form: dict[str, Any] = {}
-        if given.optimizer != "adamw":
-            form["name"] = given.optimizer
-        if given.projects:
-            form["projection_rank"] = given.projection_rank
-        if given.factored_second_moment:
-            form["factored_second_moment"] = True
-            form |= {} if given.betas[0] else {"first_moment": "none"}
-        return form
-
-    @property
-    def optimizer_form(self) -> dict[str, Any]:
-        """Settings that shape the optimizer state: a checkpoint must agree with them."""
-        config, is_full = self.config, self.method.subspace is None
-        return {
-            "moment_dtype": config.optimizer.stored_dtype,
-            "weight_rounding": config.weight_rounding,
-            "in_backward": config.in_backward,
-            # A run may change from one full-rank method to another.
-            "method": ANY_FULL_RANK if is_full else config.method,
-            "rank": None if is_full else config.options.rank,
-            **({"norm_estimate": "parts"} if config.in_backward else {}),
-            **self._update_form,
-            **({"pieces": pieces} if (pieces := self._pieces) else {}),
-            **({"moment_blocks": blocks} if (blocks := self._short_blocks()) else {}),
-            **({} if self.lora is None else {"adapters": dataclasses.asdict(self.lora)}),
-        }
-
-    @property
-    def calibration_form(self) -> dict[str, Any]:
-        """Settings that give calibrated statistics their meaning: a checkpoint must agree too."""
-        if not self.method.calibrates:
-            return {}
-        # Means and spreads describe the activations, whatever these are stored in. Scales of
-        # channels belong to a code.
-        codecs = calibrated_sites(self.storage).items()
-        by_channel = {site: str(code) for site, code in codecs if code.scaling == "channel"}
-        return {"scaling": "channel", **by_channel} if by_channel else {"scaling": "group"}
-
-    def due_layers(self, step: int) -> np.ndarray | None:
-        """Returns the layers whose subspace is refreshed at a step, [layers] of bool, or None.
-
-        The first step refreshes all layers. Staggered, layer `i` of `L` is refreshed again
-        `i gap / L` steps later.
-        """
-        if self.subspace is None:
-            return None
-        options, count = self.config.options, self.model_config.num_layers
-        gap = self.subspace.gap
-        delay = np.arange(count) * gap // count if options.stagger else np.zeros(count, int)
-        due = ((step - delay) % gap == 0) | (step == 0)
-        return due if due.any() else None
-
-
-def make_recipe(
-    config: PretrainConfig | FinetuneConfig,
-    model_config: ModelConfig,
-    bits: Mapping[str, int] | None = None,
-) -> Recipe:
-    """Resolves settings and returns their recipe.
-
-    Args:
-      config: settings as the user gave them.
-      model_config: dimensions.
-      bits: as for `build_recipe`.
-
-    Raises:
-      ValueError: an unknown method, or options out of range.
-    """
-    return build_recipe(resolve(config, model_config), bits)
-
-
-def build_recipe(config: ResolvedConfig, bits: Mapping[str, int] | None = None) -> Recipe:
-    """Returns the recipe of resolved settings.
-
-    Args:
-      config: the settings.
-      bits: of sites whose bits were chosen (`train.run.adapt`); None for those of the method.
-
-    Raises:
-      ValueError: options out of range.
-    """
-    longest = max(config.seq_len, config.model_config.max_seq_len)
-    model_config = dataclasses.replace(config.model_config, max_seq_len=longest)
-    config = dataclasses.replace(config, model_config=model_config)
-    storage = config.info.storage_of(config.options, bits or {})
-    optimizer = make_optimizer(
-        config.optimizer,
-        config.steps,
-        _subspace(config, storage),
-        config.weight_rounding,
-        config.seed,
-    )
-    return Recipe(config, storage, optimizer, bits or {})
-
-
-def _subspace(
-    config: ResolvedConfig, storage: StorageChoice
-) -> Callable[..., actjax.optim.SubspaceTransformation] | None:
-    """Returns `actjax.optim.subspace` without its transforms; None without a subspace."""
-    options, subspace = config.options, config.info.subspace
-    if subspace is None:
-        remainder = remainder_of(config.optimizer)
-        if remainder is None:
-            return None
-        return functools.partial(remainder, groups=_input_groups(config, storage), seed=config.seed)
-    # Where inputs are rebuilt from codes, so are their coordinates, and none are stored.
-    is_rebuilt = isinstance(storage, Storage) and storage.attention_in is None
-    return functools.partial(
-        actjax.optim.subspace,
-        rank=options.rank,
-        gap=options.gap,
-        scale=options.scale,
-        moments=options.moments,
-        source=subspace.source,
-        side=subspace.side,
-        groups=_input_groups(config, storage),
-        bits=16 if is_rebuilt else coordinate_bits(options),
-        seed=config.seed,
-    )
-
-
-def _input_groups(config: ResolvedConfig, storage: StorageChoice) -> dict[str, str]:
-    """Returns the input group of each weight of the layers."""
-    make = functools.partial(Decoder, config.model_config, dtype=config.weight_dtype)
-    model = jax.eval_shape(make, jax.random.key(0))
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    batch = batch_shapes(config, packed=config.packed)
-    return actjax.input_groups(loss_function(config, storage), model, batch, key)
-
-
-def batch_shapes(config: RunConfig, *, packed: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes of one micro-batch.
-
-    Args:
-      config: the settings.
-      packed: whether several examples share a sequence.
-    """
-    shape = (config.batch_size // config.accumulate, config.seq_len)
-    tokens = jax.ShapeDtypeStruct(shape, "int32")
-    batch = {"inputs": tokens, "targets": tokens, "mask": jax.ShapeDtypeStruct(shape, "float32")}
-    return {**batch, "segments": tokens} if packed else batch
-
-
-def whole_batch_shapes(config: ResolvedConfig) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes of the batch of a step, over all micro-batches."""
-    return batch_shapes(dataclasses.replace(config, accumulate=1), packed=config.packed)
 
 
 def init_state(recipe: Recipe, model: Decoder | None = None) -> TrainState:
@@ -294,14 +67,14 @@ def init_state(recipe: Recipe, model: Decoder | None = None) -> TrainState:
     if recipe.lora is not None:
         trained = init_adapters(recipe.model_config, recipe.lora, key)
     if config.in_backward:
-        optimizer = _in_backward(recipe).init(trained)
+        optimizer, norms = _without_norms(_in_backward(recipe).init(trained))
     else:
-        optimizer = actjax.optim.init(recipe.optimizer, trained)
+        optimizer, norms = actjax.optim.init(recipe.optimizer, trained), None
     frozen = None if recipe.lora is None else model
     calibration = None
     if recipe.method.calibrates:
         calibration = calibration_zeros(recipe.model_config, recipe.storage)
-    return TrainState(jnp.zeros((), jnp.int32), trained, optimizer, frozen, calibration)
+    return TrainState(jnp.zeros((), jnp.int32), trained, optimizer, frozen, calibration, norms)
 
 
 def model_of(recipe: Recipe, state: TrainState, key: jax.Array | None = None) -> Decoder:
@@ -317,48 +90,6 @@ def model_of(recipe: Recipe, state: TrainState, key: jax.Array | None = None) ->
     return attach(state.frozen, state.model, recipe.lora, key)
 
 
-Loss = Callable[..., jax.Array]
-"""From what is trained, a batch, a key and a `Context` (optional if empty) to a float32 scalar."""
-
-
-def loss_function(
-    config: RunConfig,
-    storage: StorageChoice,
-    lora: LoRAConfig | None = None,
-    *,
-    dropout: bool = True,
-) -> Loss:
-    """Returns the loss of a batch.
-
-    Args:
-      config: the settings.
-      storage: what each site stores.
-      lora: the adapters; None if all weights are trained.
-      dropout: whether the adapters' dropout is applied.
-    """
-
-    def loss(trained: Any, batch: Batch, key: jax.Array, context: Context = Context()) -> jax.Array:
-        model: Decoder = trained
-        if lora is not None:
-            dropout_key = jax.random.fold_in(key, _DROPOUT) if dropout else None
-            model = attach(context.frozen, trained, lora, dropout_key)
-        return model.loss(
-            inputs_of(batch, config.method),
-            batch["targets"],
-            mask=batch["mask"],
-            segments=batch.get("segments"),
-            storage=calibrated(storage, context.calibration),
-            key=key,
-            compute_dtype=config.compute_dtype,
-            z_loss=config.z_loss,
-        )
-
-    return loss
-
-
-_DROPOUT = 2**30
-"""Folded into the key of a step for the adapters' dropout; above every site and layer number."""
-
 TrainStep = Callable[..., tuple[TrainState, dict[str, jax.Array]]]
 
 
@@ -368,28 +99,23 @@ def make_train_step(recipe: Recipe) -> TrainStep:
     Metrics are float32 scalars: `loss` (nats per token), `grad_norm` (before clipping) and
     `update_norm` (norm of the change of the weights). If all are finite, so is the next state.
     """
-    step = _step(recipe)
-    return lambda state, batch: step(state, batch, None)
+    return _step(recipe, refresh=False)
 
 
 def make_refresh_step(recipe: Recipe) -> TrainStep:
-    """Returns a function from state, batch and due layers to the next state and metrics.
+    """Returns a function from state and batch to the next state and metrics.
 
-    It refreshes the subspace of the due layers (`Recipe.due_layers`) and takes a step. It is a
-    separate program, so that the workspace of a refresh is not part of every step's.
+    It refreshes the subspaces of the layers (`Recipe.refreshes`) and takes a step. It is a separate
+    program, so that the workspace of a refresh is not part of every step's.
     """
-    step, subspace = _step(recipe), recipe.subspace
+    subspace = recipe.subspace
     if subspace is None or subspace.source != "random":
-        return step
+        return _step(recipe, refresh=True)
+    step = _step(recipe, refresh=False)
 
-    def redraw_and_step(state: TrainState, batch: Batch, due: jax.Array):
-        redraw = functools.partial(actjax.optim.redraw, subspace, due=due)
-        if recipe.config.in_backward:
-            drawn = redraw(state.optimizer.optimizer, state.model)
-            optimizer = state.optimizer._replace(optimizer=drawn)
-        else:
-            optimizer = redraw(state.optimizer, state.model)
-        return step(dataclasses.replace(state, optimizer=optimizer), batch, None)
+    def redraw_and_step(state: TrainState, batch: Batch):
+        drawn = actjax.optim.redraw(subspace, state.optimizer, state.model)
+        return step(dataclasses.replace(state, optimizer=drawn), batch)
 
     return redraw_and_step
 
@@ -400,26 +126,22 @@ def step_key(config: RunConfig, step: jax.Array) -> jax.Array:
     return jax.random.fold_in(run_key, step)
 
 
-def _step(recipe: Recipe) -> Callable:
-    """Returns a function from state, batch and due layers (None: no refresh) to state, metrics."""
-    return _in_backward_step(recipe) if recipe.config.in_backward else _ordinary_step(recipe)
+def _step(recipe: Recipe, *, refresh: bool) -> TrainStep:
+    """Returns a function from state and batch to the next state and metrics."""
+    make = _in_backward_step if recipe.config.in_backward else _ordinary_step
+    return make(recipe, refresh)
 
 
-def _ordinary_step(recipe: Recipe) -> Callable:
+def _ordinary_step(recipe: Recipe, refresh: bool) -> TrainStep:
     config, optimizer = recipe.config, recipe.optimizer
 
-    def step(state: TrainState, batch: Batch, due: jax.Array | None):
-        loss_and_grad = gradient_function(recipe, state, refresh=due is not None)
+    def step(state: TrainState, batch: Batch):
+        loss_and_grad = gradient_function(recipe, state, refresh=refresh)
         key = step_key(config, state.step)
         loss, grads = loss_and_grad(state.model, batch, key, state.context)
         grads, grad_norm = actjax.clip_by_global_norm(grads, config.optimizer.clip)
         model, optimizer_state, update_norm = actjax.optim.apply(
-            optimizer,
-            grads,
-            state.optimizer,
-            state.model,
-            refresh=False if due is None else due,
-            with_norm=True,
+            optimizer, grads, state.optimizer, state.model, refresh=refresh, with_norm=True
         )
         metrics = {"loss": loss, "grad_norm": grad_norm, "update_norm": update_norm}
         return _advanced(state, model, optimizer_state), metrics
@@ -427,8 +149,9 @@ def _ordinary_step(recipe: Recipe) -> Callable:
     return step
 
 
-def _advanced(state: TrainState, model: Any, optimizer: Any) -> TrainState:
-    return dataclasses.replace(state, step=state.step + 1, model=model, optimizer=optimizer)
+def _advanced(state: TrainState, model: Any, optimizer: Any, norms: Any = None) -> TrainState:
+    step = state.step + 1
+    return dataclasses.replace(state, step=step, model=model, optimizer=optimizer, norms=norms)
 
 
 def gradient_function(recipe: Recipe, state: TrainState, refresh: bool) -> Callable:
@@ -469,25 +192,32 @@ def _in_backward(recipe: Recipe) -> actjax.optim.InBackward:
     )
 
 
-def _in_backward_step(recipe: Recipe) -> Callable:
+def _in_backward_step(recipe: Recipe, refresh: bool) -> TrainStep:
     config = recipe.config
     update = _in_backward(recipe)
 
-    def step(state: TrainState, batch: Batch, due: jax.Array | None):
+    def step(state: TrainState, batch: Batch):
         inputs, keys, weights = _micro_batches(config, batch, step_key(config, state.step))
-        refresh = False if due is None else due
-        model, optimizer_state, loss, update_norm = update.step(
-            state.model, state.optimizer, inputs, keys, refresh, weights
+        before = actjax.optim.InBackwardState(state.optimizer, **state.norms)
+        model, after, loss, update_norm = update.step(
+            state.model, before, inputs, keys, refresh, weights
         )
+        optimizer, norms = _without_norms(after)
         metrics = {
             "loss": loss,
-            "grad_norm": optimizer_state.grad_norm,
+            "grad_norm": after.grad_norm,
             "update_norm": update_norm,
-            "clip_error": optimizer_state.clip_error,
+            "clip_error": after.clip_error,
         }
-        return _advanced(state, model, optimizer_state), metrics
+        return _advanced(state, model, optimizer, norms), metrics
 
     return step
+
+
+def _without_norms(state: actjax.optim.InBackwardState) -> tuple[Any, dict[str, Any]]:
+    """Returns the optimizer's state, and the norms beside it, as `TrainState` holds them."""
+    norms = state._asdict()
+    return norms.pop("optimizer"), norms
 
 
 def _micro_batches(config: ResolvedConfig, batch: Batch, key: jax.Array) -> tuple[Any, Any, Any]:

@@ -27,7 +27,15 @@ from rich.text import Text
 
 from actjax._host import read_right
 from train.settings.hints import near_hint
-from train.settings.options import ADAPTERS, FLAG_METHODS, FORMER_FLAGS, FULL_WEIGHTS, flag_name
+from train.settings.options import (
+    ADAPTERS,
+    FLAG_METHODS,
+    FORMER_CHOICES,
+    FORMER_FLAGS,
+    FULL_WEIGHTS,
+    REMOVED_FLAGS,
+    flag_name,
+)
 
 T = TypeVar("T")
 
@@ -201,6 +209,9 @@ def _check_arguments(args: Sequence[str], flags: Mapping[str, Flag], prog: str) 
         value = args[index + 1] if match[2] is None and index + 1 < len(args) else match[2]
         if name not in known and name in FORMER_FLAGS:
             _fail(f"`{name}` is now {FORMER_FLAGS[name].format(value=value or '...')}.")
+        removed = REMOVED_FLAGS.get(name.replace("--no-", "--"))
+        if name not in known and removed is not None:
+            _fail(f"`{match[1]}` was removed: {removed}")
         if name not in known:
             hint = near_hint(name, known, cutoff=0.6)
             _fail(f"unknown flag `{match[1]}`.{hint} See `{prog} --help`.")
@@ -212,6 +223,9 @@ def _check_arguments(args: Sequence[str], flags: Mapping[str, Flag], prog: str) 
         if name in flags and get_origin(flags[name].kind) is tuple and not value:
             _fail(f"`{name}` is empty: give it a value, or leave it out.")
         choices = flags[name].choices if name in flags else ()
+        former = FORMER_CHOICES.get(name, {}).get(str(value))
+        if former is not None and value not in choices:
+            _fail(f"`{name} {value}` was removed: {former}")
         if choices and value is not None and value not in choices:
             _fail(
                 f"`{name}` must be one of {', '.join(choices)}, got {value!r}."

@@ -21,10 +21,8 @@ MomentDtype = Literal[
     "auto", "float32", "bfloat16", "8bit", "4bit",
     "float32-factored", "bfloat16-factored", "8bit-factored", "4bit-factored",
 ]  # fmt: skip
-Optimizer = Literal[
-    "adamw", "adafactor", "lion", "sgd", "muon", "fira", "frugal_signs", "apollo", "apollo_mini"
-]
-WeightRounding = Literal["auto", "nearest", "stochastic", "compensated"]
+Optimizer = Literal["adamw", "adafactor", "lion", "sgd", "muon", "fira"]
+WeightRounding = Literal["auto", "nearest", "stochastic"]
 _FACTORED = "-factored"
 
 
@@ -60,14 +58,6 @@ class OptimizerConfig:
     offload_states: bool = False
     """Keep the moments of the layers in the memory of the host, and fetch those of a layer while
     its gradient is computed. Not for adafactor, which has none."""
-    projection_rank: int = 0
-    """Rank of the projected gradients of fira, frugal_signs and apollo. 0: a quarter of the model's
-    width; for apollo 256, at most the width."""
-    projection_gap: int = 200
-    """Steps between two projections of fira, frugal_signs, apollo and apollo_mini."""
-    projection_scale: float = 0.0
-    """Factor of the projected updates of fira, frugal_signs, apollo and apollo_mini. 0: that of the
-    papers."""
 
     @property
     def factored_second_moment(self) -> bool:
@@ -121,27 +111,13 @@ class OptimizerConfig:
                         f"`{flag_name(name)}` has no effect with `--optimizer {optimizer}`: drop"
                         " it."
                     )
-        _check_range("projection_rank", self.projection_rank, 0, math.inf)
-        _check_range("projection_gap", self.projection_gap, 1, math.inf)
-        _check_range("projection_scale", self.projection_scale, 0, math.inf)
-        for name in ("projection_rank", "projection_gap", "projection_scale"):
-            if getattr(self, name) != getattr(type(self), name) and not self.projects:
-                raise ValueError(
-                    f"`{flag_name(name)}` has no effect with `--optimizer {self.optimizer}`: it is"
-                    f" for {', '.join(PROJECTED)}. Drop it."
-                )
-        if self.optimizer == "apollo_mini" and self.projection_rank > 1:
-            raise ValueError(
-                f"`--projection-rank {self.projection_rank}`: apollo_mini has rank 1. Drop it, or"
-                " choose `--optimizer apollo`."
-            )
         if not self.clip > 0:
             raise ValueError(f"`--clip` must be above 0 (inf for no clipping), got {self.clip}.")
 
     @property
     def projects(self) -> bool:
-        """Whether gradients of the layers are projected by the optimizer."""
-        return self.optimizer in PROJECTED
+        """Whether the optimizer projects gradients of the layers itself, and needs them dense."""
+        return self.optimizer == "fira"
 
 
 OPTIMIZERS: dict[str, str] = {
@@ -151,13 +127,8 @@ OPTIMIZERS: dict[str, str] = {
     "sgd": "momentum",
     "muon": "one moment, orthogonalized, for the matrices of layers; AdamW for the rest",
     "fira": "AdamW in a subspace, the rest of the gradient with its step sizes",
-    "frugal_signs": "AdamW in a subspace, the signs of the rest of the gradient (FRUGAL)",
-    "apollo": "the gradient with step sizes of AdamW in a random subspace",
-    "apollo_mini": "apollo of rank 1, with one step size for each weight",
 }
 """What `--optimizer` names."""
-PROJECTED = ("fira", "frugal_signs", "apollo", "apollo_mini")
-"""Optimizers that project the gradients of the layers themselves, and need them dense."""
 _UNUSED = {
     "adafactor": ("beta1", "beta2", "offload_states"),
     "sgd": ("beta2",),
@@ -203,9 +174,9 @@ class RunConfig:
     weight_dtype: WeightDtype = "float32"
     """Dtype of weights and gradients."""
     weight_rounding: WeightRounding = "auto"
-    """How bfloat16 weights are rounded after an update: to nearest, which loses small updates;
-    stochastic, which keeps them on average; or compensated, which stores 8 more bits of each weight
-    with the optimizer's state. auto: stochastic where all weights are trained in bfloat16."""
+    """How bfloat16 weights are rounded after an update: to nearest, which loses small updates, or
+    stochastic, which keeps them on average. auto: stochastic where all weights are trained in
+    bfloat16."""
     compute_dtype: Dtype = "bfloat16"
     """Dtype of activations and matrix products; products are summed in float32."""
     z_loss: float = 0.0

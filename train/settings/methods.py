@@ -80,15 +80,22 @@ class Method:
     zero_padding: bool = False
     published_ranks: bool = False
 
-    def rank(self, model: ModelConfig) -> int:
-        """Returns the default of `--rank`."""
-        if self.subspace is None:
+    def rank(self, model: ModelConfig, *, projects: bool = False) -> int:
+        """Returns the default of `--rank`; `projects` tells whether the optimizer has one too."""
+        if self.subspace is None and not projects:
             return 32
         published = {256: 128, 768: 256} if self.published_ranks else {}
         return published.get(model.hidden_size, max(1, model.hidden_size // 4))
 
-    def resolve(self, options: MethodOptions, model: ModelConfig) -> MethodOptions:
+    def resolve(
+        self, options: MethodOptions, model: ModelConfig, *, projects: bool = False
+    ) -> MethodOptions:
         """Returns options with the method's defaults filled in.
+
+        Args:
+          options: as the user gave them.
+          model: dimensions.
+          projects: whether the optimizer projects gradients.
 
         Raises:
           ValueError: `--codec` and another flag that exclude each other.
@@ -100,7 +107,7 @@ class Method:
                 f" {' '.join(options.codec)}` exclude each other: drop one."
             )
         average = options.average_bits or (0.0 if fixed else self.average_bits)
-        rank = options.rank or self.rank(model)
+        rank = options.rank or self.rank(model, projects=projects)
         return dataclasses.replace(options, rank=rank, average_bits=average)
 
     def storage_of(self, options: MethodOptions, bits: Mapping[str, int]) -> StorageChoice:

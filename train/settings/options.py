@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any, Literal
 
-from actjax.optim import Moments
 from train.settings.codecs import read_codecs
 
 Level = Literal["none", "intra", "intra+inter"]
@@ -23,14 +22,13 @@ class MethodOptions:
     Fields that are left out have the values of the method. A codec for all sites gives q, k and v
     1, 2 and 1 more bits."""
     rank: int = 0
-    """Rank of the factors or of the subspace. 0: 32 for low_rank, a quarter of the model's width
-    for the others; galore has the ranks of its paper, 128 for a width of 256 and 256 for 768."""
+    """Rank of the factors or of the subspace, also of `--optimizer fira`. 0: 32 for low_rank, a
+    quarter of the model's width for the others; galore has the ranks of its paper, 128 for a width
+    of 256 and 256 for 768."""
     gap: int = 200
     """Steps between two refreshes of the subspace."""
     scale: float = 0.25
     """Factor of the updates from the subspace (GaLore's alpha)."""
-    moments: Moments = "keep"
-    """What a refresh does to the moments in the subspace: keep, reset or rotate them."""
     level: Level = "intra+inter"
     """Parts of HyC-LoRA beside quantization per channel. intra: the outlier channels of the inputs
     of norms are stored exactly. intra+inter: also, q, k, v, gate and up are stored without the
@@ -48,9 +46,6 @@ class MethodOptions:
     remat: bool = False
     """Store only the input of each block, and compute the rest again in the backward pass. hyc_lora
     stores this input in few bits."""
-    stagger: bool = False
-    """Refresh the subspaces of the layers one after the other within a gap instead of all at
-    once."""
 
     def __post_init__(self) -> None:
         read_codecs(self.codec)  # Raises for text that is no codec.
@@ -78,8 +73,6 @@ FLAG_METHODS: dict[str, tuple[str, ...]] = {
     "rank": ("low_rank", *_SUBSPACE),
     "gap": _SUBSPACE,
     "scale": _SUBSPACE,
-    "moments": _SUBSPACE,
-    "stagger": _SUBSPACE,
     "level": ("hyc_lora",),
     "average_bits": _ADAPTIVE,
     "adapt_every": _ADAPTIVE,
@@ -123,15 +116,40 @@ FORMER_FLAGS = {
     "--points": '`--codec "PointApproximation(points={value})"`',
     "--tolerance": '`--codec "PointApproximation(tolerance={value})"`',
     "--factored-second-moment": "part of `--moment-dtype`, such as 4bit-factored",
-    "--final-learning-rate": "fixed: a tenth of `--learning-rate`; drop it",
-    "--readers": "fixed: one stream of text; drop it",
+    "--projection-rank": "`--rank {value}`",
+    "--projection-gap": "`--gap {value}`",
+    "--projection-scale": "`--scale {value}`",
     "--table": "`python -m benchmarks.fits`",
     "--devices-table": "`python -m benchmarks.devices`",
     "--power-iterations": '`--codec "RandomizedSVD(power_iterations={value})"`',
 }
 """Former flags, and what to pass instead of a flag with its value."""
+REMOVED_FLAGS = {
+    "--moments": "a refresh keeps the moments, as `--moments keep` did. Drop it.",
+    "--stagger": "the subspaces of all layers are refreshed in the same step. Drop it.",
+    "--final-learning-rate": "the learning rate ends at a tenth of `--learning-rate`. Drop it.",
+    "--readers": "text is one stream. Drop it.",
+    "--sketch": "sketches are Gaussian. Drop it.",
+}
+"""By flag that was removed: what holds now."""
+FORMER_CHOICES = {
+    "--optimizer": {
+        "apollo": "it was never measured. Choose fira.",
+        "apollo_mini": "it was never measured. Choose fira.",
+        "frugal_signs": "it was never measured. Choose fira.",
+    },
+    "--weight-rounding": {
+        "compensated": "it came 69% of the way of float32 weights, and stochastic 100%. Choose"
+        " stochastic.",
+    },
+}
+"""By flag and value that were removed: what to choose."""
 ANY_FULL_RANK = "any full-rank method"
 """Stands for the method in the identity of a run with full-rank optimizer states."""
+
+
+_OF_A_PROJECTION = ("rank", "gap", "scale")
+"""Options that `--optimizer fira` uses with any method."""
 
 
 def flag_name(field: str) -> str:
@@ -163,9 +181,13 @@ def check_flags(method: str, *configs: Any) -> None:
     Raises:
       ValueError: a flag that the method does not use.
     """
+    optimizers = (getattr(config, "optimizer", None) for config in configs)
+    projects = any(getattr(optimizer, "projects", False) for optimizer in optimizers)
     for config in configs:
         for field, value in given_fields(config).items():
             methods = FLAG_METHODS.get(field)
+            if projects and field in _OF_A_PROJECTION:
+                continue
             if methods is not None and method not in methods:
                 raise ValueError(
                     f"`{shown_flag(field, value)}` has no effect with `--method {method}`: it is"

@@ -56,8 +56,8 @@ class ResolvedConfig(RunConfig):
         if self.trains_bfloat16 and self.weight_rounding == "nearest":
             found.append(
                 "bfloat16 weights are rounded to nearest after each step: updates below 1/512 of a"
-                " weight are lost. Use `--weight-rounding stochastic` or `compensated`, or"
-                " `--weight-dtype float32` if it fits."
+                " weight are lost. Use `--weight-rounding stochastic`, or `--weight-dtype float32`"
+                " if it fits."
             )
         if self.seq_len > self.positions:
             found.append(
@@ -130,7 +130,8 @@ def resolve(
         )
     check_flags(config.method, config, config.options, *([] if adapter is None else [adapter]))
     check_sites(config.options.codec, config.method, method.sites(config.options))
-    options = method.resolve(config.options, model)
+    projects = config.optimizer.projects
+    options = method.resolve(config.options, model, projects=projects)
     if config.options.adapt_every != type(options).adapt_every and not options.average_bits:
         raise ValueError(
             f"`--adapt-every {options.adapt_every}` has no effect without `--average-bits`: give"
@@ -166,13 +167,15 @@ def resolve(
 def _check_rank(
     config: PretrainConfig | FinetuneConfig, method: methods.Method, rank: int, model: ModelConfig
 ) -> None:
-    if method.subspace is None:
+    subspace = methods.Subspace(side="smaller") if config.optimizer.projects else method.subspace
+    if subspace is None:
         return
-    largest = method.subspace.largest_rank(model)
+    largest = subspace.largest_rank(model)
     if rank > largest:
+        name = config.method if method.subspace else f"--optimizer {config.optimizer.optimizer}"
         raise ValueError(
             f"`--rank` {rank} is above {largest}, the smallest dimension of a weight of"
-            f" {config.title} that {config.method} projects: lower it."
+            f" {config.title} that {name} projects: lower it."
         )
 
 
@@ -184,7 +187,7 @@ def _optimizer(
     Raises:
       ValueError: an optimizer that the method excludes, or a rank above the width of the model.
     """
-    given, rank = config.optimizer, 0
+    given = config.optimizer
     if given.projects:
         if method.subspace is not None or method.adapters:
             why = "trains adapters" if method.adapters else "projects gradients too"
@@ -193,23 +196,15 @@ def _optimizer(
                 f" layers, and `--method {config.method}` {why}: choose another method, such as"
                 " lean, or `--optimizer adamw`."
             )
-        largest = methods.Subspace(side="smaller").largest_rank(model)
-        usual = min(256, largest) if given.optimizer == "apollo" else max(1, model.hidden_size // 4)
-        rank = 1 if given.optimizer == "apollo_mini" else given.projection_rank or usual
-        if rank > largest:
+        if config.method == "low_rank":
             raise ValueError(
-                f"`--projection-rank` {rank} is above {largest}, the smallest dimension of a weight"
-                f" of {config.title}: lower it."
+                f"`--optimizer {given.optimizer}` reads whole gradients, and `--method low_rank`"
+                " makes them two factors: choose another method, such as lean."
             )
     if method.subspace is not None and given.optimizer in ("muon", "adafactor"):
         raise ValueError(
             f"`--optimizer {given.optimizer}` reads whole weights, and `--method {config.method}`"
             " shows it gradients in a subspace: choose adamw, lion or sgd, or another method."
-        )
-    if given.factored_second_moment and config.options.moments == "rotate":
-        raise ValueError(
-            "`--moments rotate` cannot rotate the means of rows and columns that"
-            " `--factored-second-moment` keeps: drop one of both."
         )
     if (
         config.method == "galore"
@@ -222,9 +217,7 @@ def _optimizer(
     if moments == "auto":
         is_small = method.lean and given.optimizer != "adafactor"
         moments = "8bit" if is_small else "float32"
-    return dataclasses.replace(
-        given, beta1=b1, beta2=b2, moment_dtype=moments, projection_rank=rank
-    )
+    return dataclasses.replace(given, beta1=b1, beta2=b2, moment_dtype=moments)
 
 
 def _weight_dtype(config: RunConfig, method: methods.Method, checkpoint_dtype: str) -> str:
@@ -240,9 +233,9 @@ def _weight_dtype(config: RunConfig, method: methods.Method, checkpoint_dtype: s
 def _weight_rounding(config: RunConfig, method: methods.Method, weight_dtype: str) -> str:
     if weight_dtype == "bfloat16" and not method.adapters:
         return "stochastic" if config.weight_rounding == "auto" else config.weight_rounding
-    if config.weight_rounding in ("stochastic", "compensated"):
+    if config.weight_rounding == "stochastic":
         raise ValueError(
-            f"`--weight-rounding {config.weight_rounding}` has no effect on float32 weights: drop"
+            "`--weight-rounding stochastic` has no effect on float32 weights: drop"
             " it, or pass `--weight-dtype bfloat16`."
         )
     return "nearest"

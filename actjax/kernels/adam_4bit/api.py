@@ -35,7 +35,7 @@ def adam_4bit(
 
     Args:
       grad: `g`, [..., d, n].
-      mu: `m`, of the same shape, with scales of rows and columns.
+      mu: `m`, of the same shape.
       nu: `v`, of the same shape.
       corrections: `1 - b1^t` and `1 - b2^t`, float32 [2].
       b1: decay of the first moment.
@@ -57,11 +57,6 @@ def adam_4bit(
     width = jax.ShapeDtypeStruct((*mu.scales.shape[:-1], mu.width), mu.dtype)
     check_shape("adam_4bit", "mu", width, (*stack, d, n))
     check_shape("adam_4bit", "corrections", corrections, (2,))
-    if mu.rows is None:
-        raise ValueError(
-            "`mu` of adam_4bit must have scales of rows and columns: this one is in the published"
-            " form, which actjax.optim.four_bit takes."
-        )
     decays = {"b1": b1, "b2": b2}
     maxima = MAXIMA(grad, mu, nu, implementation=implementation, **decays)
     # Across devices too, where they divide rows or columns.

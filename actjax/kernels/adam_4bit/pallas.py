@@ -168,8 +168,8 @@ def adam_4bit(
     new_scales = mu_rows, mu_columns, nu_rows, nu_columns
     arrays = [*map(_matrices, (grad, *_of_first(mu), *_of_second(nu), *new_scales))]
     count = arrays[0].shape[0]
-    results = (grad, jnp.float32), (mu.codes, jnp.uint8), (mu.scales, jnp.float32)
     stochastic = mu.stochastic, nu.stochastic
+    results = (grad, jnp.float32), (mu.codes, jnp.uint8), (mu.scales, jnp.float32)
 
     def kernel(*refs: Any) -> None:
         program = pl.program_id(0)

@@ -17,7 +17,8 @@ from train import plan
 from train.plan import PlanConfig, run
 from train.planning.gradient_error import WHOLE, by_site, measure
 from train.planning.measured import MeasureConfig
-from train.run.step import loss_function, make_recipe
+from train.run.loss import loss_function
+from train.run.recipe import make_recipe
 from train.settings import cli
 from train.settings.config import DataConfig, FinetuneConfig, PretrainConfig
 from train.settings.options import MethodOptions

@@ -13,7 +13,8 @@ from tiny import batch as tokens_and_targets
 
 from actjax import Quantized
 from train.run.adapt import Choice, choose_bits, is_due, site_width
-from train.run.step import init_state, make_recipe, make_train_step
+from train.run.recipe import make_recipe
+from train.run.step import init_state, make_train_step
 from train.settings.config import OptimizerConfig, PretrainConfig
 from train.settings.methods import METHODS
 from train.settings.options import MethodOptions

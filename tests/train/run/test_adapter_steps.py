@@ -16,14 +16,9 @@ from models.block import Positions
 from models.layers import layer_function
 from tests.train.steps import batch
 from train.run.calibration import calibrate
-from train.run.step import (
-    Context,
-    Recipe,
-    gradient_function,
-    init_state,
-    make_recipe,
-    model_of,
-)
+from train.run.loss import Context
+from train.run.recipe import Recipe, make_recipe
+from train.run.step import gradient_function, init_state, model_of
 from train.settings.config import AdapterConfig, FinetuneConfig
 from train.settings.options import MethodOptions
 

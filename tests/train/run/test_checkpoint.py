@@ -11,7 +11,8 @@ import pytest
 from tiny import CONFIG as MODEL
 
 from train.run.checkpoint import Checkpoints, identity_of
-from train.run.step import init_state, make_recipe
+from train.run.recipe import make_recipe
+from train.run.step import init_state
 from train.settings.config import PretrainConfig
 
 IDENTITY = identity_of(model=MODEL, seed=0)
@@ -95,6 +96,30 @@ def test_a_checkpoint_with_another_estimate_of_the_norm_is_refused_with_the_reas
     after = r"another run: optimizer.in_backward: True there, False now\. Pass the settings"
     with pytest.raises(ValueError, match=after):
         checkpoints.restore(2, like(state), {**IDENTITY, "optimizer": {"in_backward": False}})
+    checkpoints.close()
+
+
+def test_a_checkpoint_of_in_backward_updates_with_former_names_is_restored(tmp_path):
+    moments, norm = np.arange(6.0).reshape(2, 3), np.float32(2)
+    former = {"model": moments + 1, "optimizer": {"optimizer": {"mu": moments}, "grad_norm": norm}}
+    now = {"model": moments + 1, "norms": {"grad_norm": norm}, "optimizer": {"mu": moments}}
+    former, now = jax.device_put((former, now))
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    checkpoints.save(1, former, {}, IDENTITY)
+    checkpoints.save(2, former, {}, IDENTITY)
+    checkpoints.close()
+    for path, changes in ((tmp_path / "1", {}), (tmp_path / "2", {"format": 3})):
+        path /= "identity/metadata"
+        identity = json.loads(path.read_text())
+        assert identity.pop("format") == 2
+        path.write_text(json.dumps(identity | changes))
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    restored, _ = checkpoints.restore(1, like(now), IDENTITY)
+    jax.tree.map(np.testing.assert_array_equal, restored, now)
+    checkpoints.save(3, now, {}, IDENTITY)
+    jax.tree.map(np.testing.assert_array_equal, checkpoints.restore(3, like(now), IDENTITY)[0], now)
+    with pytest.raises(ValueError, match="has format 3, which a newer version of this program"):
+        checkpoints.restore(2, like(now), IDENTITY)
     checkpoints.close()
 
 

@@ -14,9 +14,10 @@ import pytest
 from models import ModelConfig
 from train.planning.collectives import bytes_by_kind, collectives
 from train.run.loop import compile_step
+from train.run.recipe import make_recipe
 from train.run.report import tree_bytes
 from train.run.sharding import batch_sharding, make_mesh, state_shardings
-from train.run.step import init_state, make_recipe, make_refresh_step, make_train_step
+from train.run.step import init_state, make_refresh_step, make_train_step
 from train.settings.config import AdapterConfig, FinetuneConfig, OptimizerConfig, PretrainConfig
 from train.settings.methods import METHODS
 from train.settings.options import MethodOptions, used_options
@@ -168,8 +169,7 @@ def losses(method, mesh, steps=4):
             batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:],
                      "mask": counted.astype(np.float32)}  # fmt: skip
             batch = jax.device_put(batch, batch_sharding(over))
-            due = recipe.due_layers(i)
-            state, metrics = step(state, batch) if due is None else refresh(state, batch, due)
+            state, metrics = (refresh if recipe.refreshes(i) else step)(state, batch)
             # Two programs at once can wait for each other's devices on fewer cores.
             state = jax.block_until_ready(state)
             found.append(float(metrics["loss"]))

@@ -7,8 +7,9 @@ from tiny import decoder
 
 import actjax
 from tests.train.steps import batch, first_state, recipe, with_method
+from train.run.loss import loss_function
 from train.run.padding import inputs_of
-from train.run.step import TrainState, loss_function, make_train_step
+from train.run.step import TrainState, make_train_step
 
 PADDING = 7
 LENGTHS = np.array([[5], [16], [9], [0]])

@@ -15,13 +15,9 @@ from tests.train.steps import (
     first_state,
     recipe,
 )
+from train.run.loss import loss_function
 from train.run.optimizer import learning_rate_schedule
-from train.run.step import (
-    loss_function,
-    make_eval_step,
-    make_train_step,
-    step_key,
-)
+from train.run.step import make_eval_step, make_train_step, step_key
 from train.settings.config import OptimizerConfig
 from train.settings.options import MethodOptions
 
@@ -86,19 +82,11 @@ def test_a_step_is_that_of_optax_with_clipping():
         np.testing.assert_allclose(a, b, atol=2e-2 * settings.learning_rate)
 
 
-def test_refreshes_are_due_at_the_gap_together_or_staggered():
+def test_refreshes_are_due_at_the_gap():
     config = dataclasses.replace(CONFIG, method="subspace", options=MethodOptions(rank=4, gap=6))
-    due = [recipe(config).due_layers(i) for i in range(8)]
-    assert [None if d is None else d.tolist() for d in due] == [
-        [True] * 3, None, None, None, None, None, [True] * 3, None
-    ]  # fmt: skip
-    options = dataclasses.replace(config.options, stagger=True)
-    staggered = recipe(dataclasses.replace(config, options=options))
-    due = [staggered.due_layers(i) for i in range(7)]
-    assert [None if d is None else d.nonzero()[0].tolist() for d in due] == [
-        [0, 1, 2], None, [1], None, [2], None, [0]
-    ]  # fmt: skip
-    assert recipe().due_layers(0) is None
+    one = recipe(config)
+    assert [i for i in range(14) if one.refreshes(i)] == [0, 6, 12]
+    assert not recipe().refreshes(0)
 
 
 def test_evaluation_sums_over_the_tokens_that_count():

@@ -32,7 +32,7 @@ EIGHT_BIT = OptimizerConfig(moment_dtype="8bit")
         pytest.param(with_method("subspace", in_backward=True), marks=pytest.mark.slow),
         with_method("exact", in_backward=True, optimizer=EIGHT_BIT),
         with_method("remat", in_backward=True),
-        with_method("exact", weight_dtype="bfloat16", weight_rounding="compensated"),
+        with_method("exact", weight_dtype="bfloat16"),
         pytest.param(
             with_method("random_projection", weight_dtype="bfloat16"), marks=pytest.mark.slow
         ),

@@ -123,6 +123,25 @@ def test_values_of_a_flag_that_is_given_several_times_are_joined():
         assert (read.options.codec, read.steps) == (texts, 5)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--moments rotate", "`--moments` was removed: a refresh keeps the moments"),
+        ("--moments=keep", "`--moments` was removed: a refresh keeps the moments"),
+        ("--no-stagger", "`--no-stagger` was removed: the subspaces of all layers are refreshed"),
+        ("--optimizer apollo", "`--optimizer apollo` was removed: it was never measured. Choose"),
+        ("--optimizer=frugal_signs", "`--optimizer frugal_signs` was removed: it was never"),
+        ("--weight-rounding compensated", "`--weight-rounding compensated` was removed: it came"),
+    ],
+)
+def test_former_flags_say_what_holds_now(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.parse(PretrainConfig, "program", args=arguments.split())
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
 def test_settings_are_read_by_flags_without_prefixes():
     arguments = ["--rank", "8", "--method=low_rank", "--learning_rate=0.5", "--vocab-size", "300"]
     config = cli.parse(PretrainConfig, "program", args=[*arguments, "--resume"])

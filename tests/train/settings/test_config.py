@@ -31,11 +31,6 @@ def test_optimizers_that_do_not_exist_or_do_not_fit_are_refused():
             {"optimizer": "adafactor", "moment_dtype": "4bit"},
             "`--moment-dtype 4bit` has no effect with `--optimizer adafactor`",
         ),
-        ({"projection_rank": 8}, "`--projection-rank` has no effect with `--optimizer adamw`"),
-        (
-            {"optimizer": "apollo_mini", "projection_rank": 8},
-            "`--projection-rank 8`: apollo_mini has rank 1",
-        ),
     ):
         with pytest.raises(ValueError, match=message):
             OptimizerConfig(**settings)

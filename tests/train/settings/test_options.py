@@ -22,12 +22,11 @@ from train.settings.options import (
 
 MODEL = preset("llama_60m")
 OTHER = {
-    "codec": ("Quantized(3)",), "rank": 7, "gap": 9, "scale": 0.5, "moments": "reset",
+    "codec": ("Quantized(3)",), "rank": 7, "gap": 9, "scale": 0.5,
     "level": "none", "average_bits": 3.0, "adapt_every": 5, "offload": True, "remat": True,
-    "stagger": True,
 }  # fmt: skip
 """A value of each option that is not its default."""
-NOT_IN_STORAGE = ("gap", "scale", "moments", "stagger", "average_bits", "adapt_every")
+NOT_IN_STORAGE = ("gap", "scale", "average_bits", "adapt_every")
 CODECS = {"pamm": "PointApproximation(0.5)", "low_rank": "RandomizedSVD(3)"}
 """Texts of `--codec`, by method; for the others Quantized(3)."""
 
@@ -75,7 +74,7 @@ def test_former_flags_answer_with_one_that_exists():
 
 def test_options_of_subspaces_are_for_the_methods_with_one():
     with_subspace = [name for name, one in METHODS.items() if one.subspace is not None]
-    for option in ("gap", "scale", "moments", "stagger"):
+    for option in ("gap", "scale"):
         assert list(FLAG_METHODS[option]) == with_subspace
     assert set(FLAG_METHODS["rank"]) == {"low_rank", *with_subspace}
     adaptive = [name for name, one in METHODS.items() if one.adaptive]

@@ -7,7 +7,7 @@ import pytest
 from tiny import CONFIG as MODEL
 
 from models import preset
-from train.run.step import build_recipe
+from train.run.recipe import build_recipe
 from train.settings.config import AdapterConfig, FinetuneConfig, OptimizerConfig, PretrainConfig
 from train.settings.methods import METHODS
 from train.settings.options import MethodOptions
@@ -87,7 +87,7 @@ def test_the_dtype_of_weights_follows_from_the_method_unless_it_is_given(
     ("method", "dtype", "given", "want"),
     [
         ("exact", "bfloat16", "auto", "stochastic"),
-        ("lean", "bfloat16", "compensated", "compensated"),
+        ("lean", "bfloat16", "stochastic", "stochastic"),
         ("lean", "bfloat16", "nearest", "nearest"),
         ("exact", "float32", "auto", "nearest"),
         ("exact", "auto", "nearest", "nearest"),
@@ -140,23 +140,20 @@ def test_bfloat16_weights_that_are_rounded_to_nearest_are_warned_about():
             "`--optimizer fira` projects .* `--method galore` projects gradients too",
         ),
         (
-            {
-                "method": "lean_subspace",
-                "options": MethodOptions(moments="rotate"),
-                "optimizer": OptimizerConfig(moment_dtype="float32-factored"),
-            },
-            "`--moments rotate` cannot rotate the means of rows and columns",
-        ),
-        (
             {"method": "subspace", "optimizer": OptimizerConfig(optimizer="muon")},
             "`--optimizer muon` reads whole weights, and `--method subspace` shows it gradients in",
         ),
         (
             {
                 "method": "lean",
-                "optimizer": OptimizerConfig(optimizer="apollo", projection_rank=9),
+                "optimizer": OptimizerConfig(optimizer="fira"),
+                "options": MethodOptions(rank=9),
             },
-            "`--projection-rank` 9 is above 8, the smallest dimension of a weight of llama_9m",
+            "`--rank` 9 is above 8, the smallest dimension .* that --optimizer fira projects",
+        ),
+        (
+            {"method": "low_rank", "optimizer": OptimizerConfig(optimizer="fira")},
+            "`--optimizer fira` reads whole gradients, and `--method low_rank` makes them two",
         ),
     ],
     ids=str,
@@ -173,9 +170,11 @@ def test_a_method_named_after_a_paper_has_its_defaults():
         assert (found.optimizer.betas[1], found.options.rank) == (decay, rank)
     given = PretrainConfig(method="galore", optimizer=OptimizerConfig(beta2=0.9))
     assert resolve(given, MODEL).optimizer.betas == (0.9, 0.9)
-    for optimizer, rank, betas in (("apollo", 8, (0.9, 0.95)), ("lion", 0, (0.9, 0.99))):
-        found = pretrain(method="lean", optimizer=OptimizerConfig(optimizer=optimizer)).optimizer
-        assert (found.projection_rank, found.betas) == (rank, betas)
+    for optimizer, rank, betas in (("fira", 6, (0.9, 0.95)), ("lion", 32, (0.9, 0.99))):
+        found = pretrain(method="lean", optimizer=OptimizerConfig(optimizer=optimizer))
+        assert (found.options.rank, found.optimizer.betas) == (rank, betas)
+    scaled = MethodOptions(rank=4, gap=7, scale=0.5)
+    assert pretrain(optimizer=OptimizerConfig(optimizer="fira"), options=scaled).options == scaled
 
 
 def test_flags_of_adapters_are_checked_too():

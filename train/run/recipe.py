@@ -1,0 +1,204 @@
+"""The recipe of a run: resolved settings, with the storage and the optimizer that follow."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import optax
+
+import actjax
+from actjax.optim.pieces import count_pieces
+from models import Decoder, ModelConfig, Storage, StorageChoice
+from models.lora import LoRAConfig
+from train.run.calibration import calibrated_sites
+from train.run.loss import batch_shapes, loss_function
+from train.run.optimizer import make_optimizer, moment_block, moment_group
+from train.settings.config import FinetuneConfig, PretrainConfig
+from train.settings.methods import Method, Subspace, coordinate_bits
+from train.settings.options import ANY_FULL_RANK
+from train.settings.resolve import ResolvedConfig, resolve
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """The resolved settings of a run, with the storage and the optimizer that follow from them.
+
+    Attributes:
+      config: the settings.
+      storage: what each site stores.
+      optimizer: the transform, for `actjax.optim.apply`.
+      bits: of the sites whose bits were chosen by `train.run.adapt`.
+    """
+
+    config: ResolvedConfig
+    storage: StorageChoice
+    optimizer: optax.GradientTransformation
+    bits: Mapping[str, int]
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """Dimensions of the model."""
+        return self.config.model_config
+
+    @property
+    def lora(self) -> LoRAConfig | None:
+        """The adapters; None if all weights are trained."""
+        return self.config.lora
+
+    @property
+    def method(self) -> Method:
+        """The method."""
+        return self.config.info
+
+    @property
+    def subspace(self) -> actjax.optim.SubspaceTransformation | None:
+        """The transform if some steps are refresh steps, else None."""
+        tx = self.optimizer
+        return tx if isinstance(tx, actjax.optim.SubspaceTransformation) else None
+
+    def _short_blocks(self) -> list[int]:
+        """Returns the sizes of shared scales of moments that are not the usual one."""
+        rules = {"8bit": (moment_block, 256), "4bit": (moment_group, 128)}
+        if self.config.optimizer.stored_dtype not in rules:
+            return []
+        rule, usual = rules[self.config.optimizer.stored_dtype]
+        one = self.model_config
+        d, keys = one.hidden_size, one.num_kv_heads * one.head_size
+        sides = (one.ffn_size, one.num_heads * one.head_size, keys, one.vocab_size)
+        shapes = [shape for n in sides for shape in ((d, n), (n, d))]
+        return sorted({rule(shape) for shape in shapes} - {usual})
+
+    @property
+    def _pieces(self) -> list[int]:
+        """The numbers of pieces of the embedding and the head, if these are updated in pieces."""
+        if self.lora is not None:
+            return []
+        one = self.model_config
+        shapes = (one.vocab_size, one.hidden_size), (one.hidden_size, one.vocab_size)
+        counts = [count_pieces(shape) for shape in shapes]
+        return [] if counts == [1, 1] else counts
+
+    @property
+    def _update_form(self) -> dict[str, Any]:
+        """The part of the form that differs from that of AdamW with both moments."""
+        given = self.config.optimizer
+        form: dict[str, Any] = {}
+        if given.optimizer != "adamw":
+            form["name"] = given.optimizer
+        if given.projects:
+            form["projection_rank"] = self.config.options.rank
+        if given.factored_second_moment:
+            form["factored_second_moment"] = True
+            form |= {} if given.betas[0] else {"first_moment": "none"}
+        return form
+
+    @property
+    def optimizer_form(self) -> dict[str, Any]:
+        """Settings that shape the optimizer state: a checkpoint must agree with them."""
+        config, is_full = self.config, self.method.subspace is None
+        return {
+            "moment_dtype": config.optimizer.stored_dtype,
+            "weight_rounding": config.weight_rounding,
+            "in_backward": config.in_backward,
+            # A run may change from one full-rank method to another.
+            "method": ANY_FULL_RANK if is_full else config.method,
+            "rank": None if is_full else config.options.rank,
+            **({"norm_estimate": "parts"} if config.in_backward else {}),
+            **self._update_form,
+            **({"pieces": pieces} if (pieces := self._pieces) else {}),
+            **({"moment_blocks": blocks} if (blocks := self._short_blocks()) else {}),
+            **({} if self.lora is None else {"adapters": dataclasses.asdict(self.lora)}),
+        }
+
+    @property
+    def calibration_form(self) -> dict[str, Any]:
+        """Settings that give calibrated statistics their meaning: a checkpoint must agree too."""
+        if not self.method.calibrates:
+            return {}
+        # Means and spreads describe the activations, whatever these are stored in. Scales of
+        # channels belong to a code.
+        codecs = calibrated_sites(self.storage).items()
+        by_channel = {site: str(code) for site, code in codecs if code.scaling == "channel"}
+        return {"scaling": "channel", **by_channel} if by_channel else {"scaling": "group"}
+
+    def refreshes(self, step: int) -> bool:
+        """Returns whether a step refreshes the subspaces of the layers."""
+        return self.subspace is not None and step % self.subspace.gap == 0
+
+
+def make_recipe(
+    config: PretrainConfig | FinetuneConfig,
+    model_config: ModelConfig,
+    bits: Mapping[str, int] | None = None,
+) -> Recipe:
+    """Resolves settings and returns their recipe.
+
+    Args:
+      config: settings as the user gave them.
+      model_config: dimensions.
+      bits: as for `build_recipe`.
+
+    Raises:
+      ValueError: an unknown method, or options out of range.
+    """
+    return build_recipe(resolve(config, model_config), bits)
+
+
+def build_recipe(config: ResolvedConfig, bits: Mapping[str, int] | None = None) -> Recipe:
+    """Returns the recipe of resolved settings.
+
+    Args:
+      config: the settings.
+      bits: of sites whose bits were chosen (`train.run.adapt`); None for those of the method.
+
+    Raises:
+      ValueError: options out of range.
+    """
+    longest = max(config.seq_len, config.model_config.max_seq_len)
+    model_config = dataclasses.replace(config.model_config, max_seq_len=longest)
+    config = dataclasses.replace(config, model_config=model_config)
+    storage = config.info.storage_of(config.options, bits or {})
+    optimizer = make_optimizer(
+        config.optimizer,
+        config.steps,
+        _subspace(config, storage),
+        config.weight_rounding,
+        config.seed,
+    )
+    return Recipe(config, storage, optimizer, bits or {})
+
+
+def _subspace(
+    config: ResolvedConfig, storage: StorageChoice
+) -> Callable[..., actjax.optim.SubspaceTransformation] | None:
+    """Returns `actjax.optim.subspace` without its transforms; None without a subspace."""
+    options, subspace, remainder = config.options, config.info.subspace, None
+    if config.optimizer.projects:
+        subspace, remainder = Subspace(side="smaller"), actjax.optim.ScaledRemainder()
+    if subspace is None:
+        return None
+    # Where inputs are rebuilt from codes, so are their coordinates, and none are stored.
+    is_rebuilt = isinstance(storage, Storage) and storage.attention_in is None
+    return functools.partial(
+        actjax.optim.subspace,
+        rank=options.rank,
+        gap=options.gap,
+        scale=options.scale,
+        source=subspace.source,
+        side=subspace.side,
+        groups=_input_groups(config, storage),
+        bits=16 if is_rebuilt else coordinate_bits(options),
+        remainder=remainder,
+        seed=config.seed,
+    )
+
+
+def _input_groups(config: ResolvedConfig, storage: StorageChoice) -> dict[str, str]:
+    """Returns the input group of each weight of the layers."""
+    make = functools.partial(Decoder, config.model_config, dtype=config.weight_dtype)
+    model = jax.eval_shape(make, jax.random.key(0))
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    batch = batch_shapes(config, packed=config.packed)
+    return actjax.input_groups(loss_function(config, storage), model, batch, key)
