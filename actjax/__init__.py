@@ -10,11 +10,9 @@ from actjax.codecs import Codec as Codec
 from actjax.codecs import Exact as Exact
 from actjax.codecs import Offloaded as Offloaded
 from actjax.codecs import PointApproximation as PointApproximation
-from actjax.codecs import PrincipalPlusRandom as PrincipalPlusRandom
 from actjax.codecs import Quantized as Quantized
 from actjax.codecs import RandomizedSVD as RandomizedSVD
 from actjax.codecs import RandomProjection as RandomProjection
-from actjax.codecs.low_rank import Sketch as Sketch
 from actjax.kernels.format import Levels as Levels
 from actjax.kernels.format import Rounding as Rounding
 from actjax.kernels.format import Scaling as Scaling

@@ -29,7 +29,6 @@ from low_rank_cases import (
     norm_rounding,
     norms,
     scales,
-    singular_values,
     size,
     stacks,
     to_dense,
@@ -212,23 +211,6 @@ def test_transposes_swap_the_factors():
     np.testing.assert_array_equal(one.T.right, one.mT.right)
 
 
-@stacks
-def test_singular_values_are_those_of_the_dense_matrix(shape, lead, x64):
-    a = factored(shape=shape, lead=lead, dtype="float64")
-    got = singular_values(a)
-    want = np.linalg.svd(dense(a), compute_uv=False)[..., : min(shape)]
-    assert (got.shape, got.dtype) == ((*lead, min(shape)), jnp.float64)
-    np.testing.assert_allclose(got, want, rtol=0, atol=decomposition_rounding(a))
-    assert np.all(np.diff(got) <= 0)
-
-
-@scales
-def test_singular_values_do_not_overflow(scale):
-    a = factored(scale=scale)
-    want = np.linalg.svd(dense(a), compute_uv=False)[:3]
-    np.testing.assert_allclose(singular_values(a), want, rtol=0, atol=decomposition_rounding(a))
-
-
 @pytest.mark.parametrize("lead", [(), (3,)], ids=str)
 @pytest.mark.parametrize("rank", [1, 2, 4])
 def test_truncation_has_the_least_error(rank, lead, x64):
@@ -241,8 +223,6 @@ def test_truncation_has_the_least_error(rank, lead, x64):
     # tolerance.
     tolerance = 2 * decomposition_rounding(a)
     np.testing.assert_allclose(error, best, rtol=0, atol=tolerance)
-    dropped = norms(singular_values(a)[..., None, rank:]).ravel()
-    np.testing.assert_allclose(error, dropped, rtol=0, atol=tolerance)
 
 
 def orthonormal_to(tolerance, left):
@@ -285,7 +265,6 @@ def test_a_sum_of_dependent_terms_is_truncated_exactly():
     orthonormal_to({"rtol": 0, "atol": 2 * (7 + 9) * 2**-23}, got.left)
     tolerance = decomposition_rounding(doubled)
     np.testing.assert_allclose(dense(got), 3 * dense(a), rtol=0, atol=tolerance)
-    np.testing.assert_allclose(singular_values(doubled)[3:], 0, atol=tolerance)
 
 
 @pytest.mark.parametrize("lead", [(), (3,)], ids=str)
@@ -294,7 +273,6 @@ def test_zeros_have_norm_zero_and_a_truncation(lead):
     nothing = jax.tree.map(np.zeros_like, zero)
     for a in (zero, nothing):
         np.testing.assert_array_equal(norm(a), np.zeros(lead))
-        np.testing.assert_array_equal(singular_values(a), np.zeros((*lead, 3)))
         got = truncate(a, 2)
         np.testing.assert_array_equal(to_dense(got), np.zeros(a.shape))
         orthonormal_to({"rtol": 0, "atol": 2 * (6 + 3) * 2**-23}, got.left)
@@ -354,14 +332,6 @@ def test_gradients_are_those_of_the_factors(x64):
         np.testing.assert_allclose(got.right, f64(a.left).T @ want, rtol=0, atol=1e-12)
 
 
-def test_singular_values_have_a_gradient(x64):
-    a = factored(dtype="float64")
-    got = jax.jit(jax.grad(lambda a: jnp.sum(singular_values(a))))(a)
-    u, _, vt = np.linalg.svd(dense(a))
-    want = u[:, :3] @ vt[:3]
-    np.testing.assert_allclose(got.left, want @ f64(a.right).T, rtol=0, atol=1e-11)
-
-
 BIG = (1 << 12, 4, 1 << 13)
 
 
@@ -380,7 +350,6 @@ THIN = {
     "arithmetic": lambda a, b: 2 * a - b / 3,
     "transpose": lambda a, b: a.mT,
     "truncate": lambda a, b: a.truncate(2),
-    "singular values": lambda a, b: a.singular_values(),
     "global norm": lambda a, b: global_norm([a, b]),
     "clip": lambda a, b: clip_by_global_norm([a, b], 1.0),
 }

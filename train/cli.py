@@ -24,7 +24,14 @@ from rich.table import Table
 from rich.text import Text
 
 from actjax._host import read_right
-from train.options import ADAPTERS, FLAG_METHODS, FULL_WEIGHTS, flag_name, near_hint
+from train.options import (
+    ADAPTERS,
+    FLAG_METHODS,
+    FORMER_FLAGS,
+    FULL_WEIGHTS,
+    flag_name,
+    near_hint,
+)
 
 T = TypeVar("T")
 
@@ -152,6 +159,8 @@ def _check_arguments(args: Sequence[str], flags: Mapping[str, Flag], prog: str) 
         if match is None:
             continue
         name = match[1].replace("_", "-")
+        if name in FORMER_FLAGS:
+            _fail(f"`{name}` is a flag of an earlier version: {FORMER_FLAGS[name]}.")
         if name not in known:
             hint = near_hint(name, known, cutoff=0.6)
             _fail(f"unknown flag `{match[1]}`.{hint} See `{prog} --help`.")

@@ -108,7 +108,7 @@ def _linear_inputs(codec: Codec) -> Storage:
 
 
 def _randomized_svd(o: MethodOptions) -> Storage:
-    return _linear_inputs(_placed(RandomizedSVD(o.rank, o.power_iterations, o.sketch), o))
+    return _linear_inputs(_placed(RandomizedSVD(o.rank, o.power_iterations), o))
 
 
 _QUANTIZER = ("group", "rounding", "balance", "outlier_fraction")

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 import tyro
 
-from actjax import Rounding, Scaling, Sketch
+from actjax import Rounding, Scaling
 from actjax.optim import Moments
 from models.storage import LINEAR_INPUTS, SITES
 
@@ -49,8 +49,6 @@ class MethodOptions:
     """Drop tokens whose relative error is above this; inf keeps all."""
     power_iterations: int = 0
     """Power iterations of the randomized SVD. Each costs two thin products and lowers the error."""
-    sketch: Sketch = "gaussian"
-    """Sketch of the randomized SVD: a Gaussian matrix, or random rows of the activation."""
     gap: int = 200
     """Steps between two refreshes of the subspace."""
     scale: float = 0.25
@@ -158,7 +156,6 @@ FLAG_METHODS: dict[str, tuple[str, ...]] = {
     "points": ("pamm",),
     "tolerance": ("pamm",),
     "power_iterations": ("low_rank", "subspace"),
-    "sketch": ("low_rank", "subspace"),
     "gap": _SUBSPACE,
     "scale": _SUBSPACE,
     "moments": _SUBSPACE,
@@ -193,6 +190,8 @@ FLAG_METHODS: dict[str, tuple[str, ...]] = {
 
 RENAMED = {"frugal": "lean", "frugal_subspace": "lean_subspace"}
 """Former names of methods. FRUGAL is another, published method (ICML 2025)."""
+FORMER_FLAGS = {"--sketch": "sketches are Gaussian: drop it"}
+"""Flags of earlier versions, and what to do instead."""
 ANY_FULL_RANK = "any full-rank method"
 """Stands for the method in the identity of a run with full-rank optimizer states."""
 

@@ -81,6 +81,7 @@ def test_help_of_the_other_programs():
         ),
         ("--out=", "`--out` is empty: give it a value, or leave it out."),
         ("--rounding=dithr", "got 'dithr'. Did you mean dither?"),
+        ("--sketch=rows", "`--sketch` is a flag of an earlier version: sketches are Gaussian"),
     ],
 )
 def test_unknown_flags_and_values_get_the_nearest_name(argument, message, capsys):

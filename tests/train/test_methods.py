@@ -18,7 +18,7 @@ from models.storage import LINEAR_INPUTS, SITES
 from train.methods import METHODS, Subspace, method
 from train.options import MethodOptions
 
-OPTIONS = MethodOptions(rank=7, ratio=0.25, tolerance=0.5, power_iterations=2, sketch="rows")
+OPTIONS = MethodOptions(rank=7, ratio=0.25, tolerance=0.5, power_iterations=2)
 SVD, PROJECTION = RandomizedSVD(7, 2, "rows"), RandomProjection(7)
 
 

@@ -20,7 +20,7 @@ from train.options import (
 MODEL = preset("llama_60m")
 OTHER = {
     "rank": 7, "ratio": 0.25, "points": 3, "tolerance": 0.5, "power_iterations": 2,
-    "sketch": "rows", "gap": 9, "scale": 0.5, "moments": "reset", "bits": 3, "sites": ("gate",),
+    "gap": 9, "scale": 0.5, "moments": "reset", "bits": 3, "sites": ("gate",),
     "group": 32, "rounding": "dither", "same_bits": True, "levels": "normal",
     "rotate": True, "balance": False, "outlier_fraction": 0.25, "scaling": "channel",
     "level": "none",
