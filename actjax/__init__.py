@@ -36,7 +36,6 @@ from actjax.ops import rope as rope
 from actjax.ops import swiglu as swiglu
 from actjax.ops import swiglu_linear as swiglu_linear
 from actjax.transforms.accumulate import accumulate as accumulate
-from actjax.transforms.bits import Estimate as Estimate
 from actjax.transforms.bits import allocate_bits as allocate_bits
 from actjax.transforms.bits import compression_variance as compression_variance
 from actjax.transforms.bits import sampling_variance as sampling_variance

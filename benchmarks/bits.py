@@ -1,8 +1,8 @@
 """Bits chosen for each site of a trained model, compared with uniform bits.
 
 `python -m benchmarks.bits --model llama_3m --steps 300` trains a model exactly and measures the
-sensitivity of its gradient to each site, by GACT's Algorithm 1 and by the probe. It chooses bits
-for average budgets, and compares the error of the gradient over keys with that of uniform bits.
+sensitivity of its gradient to each site, by GACT's Algorithm 1. It chooses bits for average
+budgets, and compares the error of the gradient over keys with that of uniform bits.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ import numpy as np
 import actjax
 from benchmarks import command, record
 from benchmarks.tables import print_table
-from models import Decoder, ModelConfig, Storage, StorageChoice
+from models import Decoder, Storage, StorageChoice
 from train.adapt import gradient_by_codecs, measure_sensitivity, site_width
 from train.config import PretrainConfig
 from train.corpus import open_corpus
@@ -58,7 +58,7 @@ class Config:
 
 def trained(config: PretrainConfig) -> tuple[Decoder, Batch]:
     """Returns a trained model, and the batch after its last step."""
-    recipe = make_recipe(config, _dimensions(config))
+    recipe = make_recipe(config, dimensions(config))
     data_dir = config.data.data_dir.expanduser()
     corpus = open_corpus(config.data.data, data_dir)
     tokenizer = default_tokenizer(corpus, dimensions(config).vocab_size, data_dir)
@@ -74,23 +74,17 @@ def trained(config: PretrainConfig) -> tuple[Decoder, Batch]:
     return state.model, batch
 
 
-def _dimensions(config: PretrainConfig) -> ModelConfig:
-    # The probe needs second derivatives, and only this implementation of attention has them.
-    return dataclasses.replace(dimensions(config), attention="dense")
-
-
 def measure(config: Config) -> tuple[list[dict], dict[str, Any]]:
     """Returns one row for each choice of bits, and the sensitivities by all estimates."""
     model, batch = trained(config.train)
     method = METHODS[config.sites_of]
     options = MethodOptions(average_bits=4, rounding="stochastic")
     train = dataclasses.replace(config.train, method=config.sites_of, options=options)
-    recipe = make_recipe(train, _dimensions(train))
+    recipe = make_recipe(train, dimensions(train))
     key = jax.random.key(0)
     found = {
-        "algorithm 1": measure_sensitivity(recipe, model, batch, key, "algorithm 1", samples=8),
-        "algorithm 1, one sample": measure_sensitivity(recipe, model, batch, key, "algorithm 1"),
-        "probe": measure_sensitivity(recipe, model, batch, key, "probe", samples=8),
+        "algorithm 1": measure_sensitivity(recipe, model, batch, key, samples=8),
+        "algorithm 1, one sample": measure_sensitivity(recipe, model, batch, key),
     }
     sites = list(method.adaptive)
     reference = [found["algorithm 1"][site] for site in sites]

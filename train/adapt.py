@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 import actjax
-from actjax import Estimate
 from models import Decoder, Remat, StorageChoice
 from models.config import site_width
 from models.storage import SITES
@@ -94,7 +93,6 @@ def measure_sensitivity(
     model: Decoder,
     batch: Batch,
     key: jax.Array,
-    estimate: Estimate = "algorithm 1",
     samples: int = 1,
 ) -> dict[str, float]:
     """Returns the sensitivity of the gradient to the error of each adaptive site of a method.
@@ -104,7 +102,6 @@ def measure_sensitivity(
       model: the weights.
       batch: batch of the gradients; its first micro-batch is used.
       key: randomness, consumed.
-      estimate: as in `actjax.sensitivity`.
       samples: as in `actjax.sensitivity`.
     """
     config, method = recipe.config, recipe.method
@@ -112,9 +109,7 @@ def measure_sensitivity(
     codecs: Any = {site: getattr(uniform, site) for site in method.adaptive}
     gradient = gradient_by_codecs(recipe, uniform)
     micro = _micro(recipe, batch)
-    return actjax.sensitivity(
-        gradient, codecs, key, model, micro, estimate=estimate, samples=samples
-    )
+    return actjax.sensitivity(gradient, codecs, key, model, micro, samples=samples)
 
 
 def gradient_by_codecs(recipe: Recipe, storage: StorageChoice) -> Callable[..., Any]:
@@ -123,10 +118,7 @@ def gradient_by_codecs(recipe: Recipe, storage: StorageChoice) -> Callable[..., 
     def gradient(codecs: Any, keys: Mapping[str, jax.Array], model: Decoder, batch: Batch) -> Any:
         # The other sites take any key: their codecs are not random.
         every = {**dict.fromkeys(SITES, next(iter(keys.values()))), **keys}
-        # A codec's arrays, such as a probe's, are the same in all layers.
-        count = recipe.model_config.num_layers
-        stacked = jax.tree.map(lambda a: jnp.broadcast_to(a, (count, *a.shape)), codecs)
-        chosen = dataclasses.replace(storage, **stacked)
+        chosen = dataclasses.replace(storage, **codecs)
         return jax.grad(loss_function(recipe.config, chosen))(model, batch, every)
 
     return gradient

@@ -8,19 +8,17 @@ sensitivity of the gradient to tensor l, is the only quantity to measure.
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from actjax._math.precision import accumulation_dtype, contract_tokens
 from actjax.codecs import Codec, Quantized
 from actjax.kernels.packing import BITS
 
 Gradient = Callable[..., Any]
 """From `{name: codec}`, `{name: key}` and further arguments to a gradient, a pytree of arrays."""
-Estimate = Literal["probe", "algorithm 1"]
 
 
 def error_of_bits(bits: int) -> float:
@@ -33,21 +31,13 @@ def sensitivity(
     codecs: Mapping[str, Quantized],
     key: jax.Array,
     *args: Any,
-    estimate: Estimate = "probe",
     samples: int = 4,
 ) -> dict[str, float]:
     """Returns `c_l` for each stored tensor: the variance it adds to the gradient, over `S(b_l)`.
 
-    "algorithm 1" is GACT's Algorithm 1: `½ ‖g_0 - g_1‖² / S(b_l)` for two gradients that differ
-    only in the random rounding of tensor l. It takes `samples (L + 1)` gradients for L tensors and
-    includes every effect of the error.
-
-    "probe" takes `samples` gradients of gradients; its cost does not grow with L. With random signs
-    `v`, the derivative of `<v, g>` with respect to a stored tensor is `u = J_lᵀ v`, and
-    `E_v Σ_j u_j² Var(Δ_j) = Σ_j ‖J_l,j‖² Var(Δ_j)`, GACT's bound (appendix A.4). The variance of
-    rounding is known from the scales. To first order both estimates have the same mean, and the
-    probe has less noise. The function must be twice differentiable; attention is only with
-    implementation="dense".
+    GACT's Algorithm 1: `½ ‖g_0 - g_1‖² / S(b_l)` for two gradients that differ only in the random
+    rounding of tensor l. It takes `samples (L + 1)` gradients for L tensors and includes every
+    effect of the error.
 
     Args:
       gradient: the gradient on a batch, a function of `{name: codec}`, `{name: key}` and `args`. It
@@ -57,15 +47,12 @@ def sensitivity(
         rounding, which the theory assumes, instead of those of the codec.
       key: randomness of the estimate; consumed.
       *args: further arguments of `gradient`, such as parameters and a batch.
-      estimate: "probe" or "algorithm 1".
       samples: number of estimates to average.
 
     Raises:
-      ValueError: an unknown estimate, no samples, or no codecs.
+      ValueError: no samples, or no codecs.
       TypeError: a codec that is not a `Quantized`.
     """
-    if estimate not in get_args(Estimate):
-        raise ValueError(f"`estimate` must be one of {get_args(Estimate)}, got {estimate!r}.")
     if samples < 1 or not codecs:
         raise ValueError(
             f"`samples` must be at least 1 and `codecs` not empty, got {samples} and {codecs}."
@@ -73,22 +60,19 @@ def sensitivity(
     for name, codec in codecs.items():
         if not isinstance(codec, Quantized):
             raise TypeError(f"`codecs` of sensitivity must be Quantized, got {codec!r} for {name}.")
-    return Sensitivity(gradient, codecs, estimate)(key, *args, samples=samples)
+    return Sensitivity(gradient, codecs)(key, *args, samples=samples)
 
 
 class Sensitivity:
     """As `sensitivity`; it is compiled once for all calls."""
 
-    def __init__(
-        self, gradient: Gradient, codecs: Mapping[str, Quantized], estimate: Estimate
-    ) -> None:
+    def __init__(self, gradient: Gradient, codecs: Mapping[str, Quantized]) -> None:
         """As `sensitivity`."""
         random = {
             name: dataclasses.replace(codec, rounding="stochastic", levels="uniform")
             for name, codec in codecs.items()
         }
-        measure = _probe if estimate == "probe" else _algorithm_1
-        self._run = measure(gradient, random)
+        self._run = _algorithm_1(gradient, random)
         self._errors = {name: error_of_bits(codec.bits) for name, codec in codecs.items()}
 
     def __call__(self, key: jax.Array, *args: Any, samples: int = 1) -> dict[str, float]:
@@ -114,27 +98,6 @@ def _algorithm_1(gradient: Gradient, codecs: dict[str, Quantized]) -> Callable[.
     return measure
 
 
-def _probe(gradient: Gradient, codecs: dict[str, Quantized]) -> Callable[..., Any]:
-    def along(taps: dict[str, jax.Array], keys: Any, signs_key: jax.Array, *args: Any) -> jax.Array:
-        probed = {name: _Probed(codecs[name], taps[name]) for name in codecs}
-        grads = gradient(probed, keys, *args)
-        leaves = jax.tree.leaves(grads)
-        keys = jax.random.split(signs_key, len(leaves))
-        signs = (
-            jax.random.rademacher(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)
-        )
-        products = (jnp.sum(s * x, dtype=jnp.float32) for s, x in zip(signs, leaves, strict=True))
-        return sum(products, jnp.zeros(()))
-
-    @jax.jit
-    def measure(key: jax.Array, *args: Any) -> dict[str, jax.Array]:
-        keys_key, signs_key = jax.random.split(key)
-        taps = {name: jnp.zeros(()) for name in codecs}
-        return jax.grad(along)(taps, _keys(codecs, keys_key), signs_key, *args)
-
-    return measure
-
-
 def _keys(codecs: Mapping[str, Codec], key: jax.Array) -> dict[str, jax.Array]:
     return dict(zip(codecs, jax.random.split(key, len(codecs)), strict=True))
 
@@ -144,55 +107,6 @@ def _distance(a: Any, b: Any) -> jax.Array:
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     wide = ((x.astype(jnp.float32), y.astype(jnp.float32)) for x, y in pairs)
     return sum((jnp.sum((x - y) ** 2) for x, y in wide), jnp.zeros(()))
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, repr=False, eq=False)
-class _Probed(Codec, holds_arrays=True):
-    """Stores the tensor itself; the cotangent of its tap is the variance that `codec` would add.
-
-    Attributes:
-      codec: the codec to measure. Static.
-      tap: zero. Its cotangent is `Σ_j u_j² Var(Δ_j)` for a cotangent `u` of the tensor, summed over
-        all operators and layers that read it.
-    """
-
-    codec: Quantized = dataclasses.field(metadata={"static": True})
-    tap: Any
-
-    biased = False
-    needs_key = False
-
-    def encode(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        del key
-        return x
-
-    def decode(self, code: jax.Array) -> jax.Array:
-        return _tapped(self.codec, code, self.tap)
-
-    def weight_grad(self, code: jax.Array, dz: jax.Array) -> jax.Array:
-        return contract_tokens(self.decode(code), dz)
-
-    def stored_bytes(self, shape: Sequence[int], dtype: jax.typing.DTypeLike) -> int:
-        return self.codec.stored_bytes(shape, dtype)
-
-
-def _tapped(codec: Quantized, x: jax.Array, tap: jax.Array) -> jax.Array:
-    @jax.custom_vjp
-    def identity(x: jax.Array, tap: jax.Array) -> jax.Array:
-        del tap
-        return x
-
-    def forward(x: jax.Array, tap: jax.Array) -> Any:
-        return x, (codec.expected_error(x), tap)
-
-    def backward(residuals: Any, u: jax.Array) -> Any:
-        error, tap = residuals
-        wide = accumulation_dtype(u.dtype)
-        return u, jnp.sum(u.astype(wide) ** 2 * error).astype(tap.dtype)
-
-    identity.defvjp(forward, backward)
-    return identity(x, tap)
 
 
 def allocate_bits(

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from actjax.codecs import Codec, Offloaded, Quantized
-from actjax.transforms.bits import Estimate, Sensitivity, allocate_bits, compression_variance
+from actjax.transforms.bits import Sensitivity, allocate_bits, compression_variance
 from actjax.transforms.candidates import Candidate, Remat, Settings
 from actjax.transforms.checks import check_function
 from actjax.transforms.choice import BITS, Labels, codable
@@ -103,7 +103,6 @@ class Controller:
         has_aux: bool = False,
         codec: Quantized = Quantized(4, rounding="stochastic"),
         choices: Sequence[int] = BITS,
-        estimate: Estimate = "algorithm 1",
     ) -> None:
         """Takes a loss.
 
@@ -120,7 +119,6 @@ class Controller:
           has_aux: whether `fun` returns auxiliary data.
           codec: how arrays are stored; its bits are chosen. With stochastic rounding.
           choices: the allowed numbers of bits.
-          estimate: as for `actjax.sensitivity`.
 
         Raises:
           TypeError: an argument has the wrong type.
@@ -147,7 +145,6 @@ class Controller:
         self._fun, self._every, self._has_aux = fun, every, has_aux
         self._argnums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
         self._average, self._choices = average_bits, tuple(sorted(choices))
-        self._estimate: Estimate = estimate
         self.arrays: dict[str, Candidate] = {}
         self._shapes: Any = None
         self._compiled: tuple[Any, Sensitivity] | None = None
@@ -228,7 +225,7 @@ class Controller:
             settings = Settings(lambda c: codecs.get(c.label), remat=_remat(stored.level))
             return loss.gradient(settings, keys)(leaves)
 
-        return Sensitivity(gradient, codecs, self._estimate)
+        return Sensitivity(gradient, codecs)
 
     def _allocate(self) -> None:
         sizes = {label: c.size * c.layers for label, c in self.arrays.items()}
