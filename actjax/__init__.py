@@ -38,8 +38,6 @@ from actjax.ops import swiglu_linear as swiglu_linear
 from actjax.transforms.accumulate import accumulate as accumulate
 from actjax.transforms.bits import allocate_bits as allocate_bits
 from actjax.transforms.bits import compression_variance as compression_variance
-from actjax.transforms.bits import sampling_variance as sampling_variance
-from actjax.transforms.bits import sensitivity as sensitivity
 from actjax.transforms.candidates import Candidate as Candidate
 from actjax.transforms.checkpoint import checkpoint as checkpoint
 from actjax.transforms.choice import Choice as Choice
@@ -49,6 +47,8 @@ from actjax.transforms.controller import Controller as Controller
 from actjax.transforms.explain import Explanation as Explanation
 from actjax.transforms.explain import Residual as Residual
 from actjax.transforms.explain import explain as explain
+from actjax.transforms.measuring import sampling_variance as sampling_variance
+from actjax.transforms.measuring import sensitivity as sensitivity
 from actjax.transforms.residuals import compress_residuals as compress_residuals
 from actjax.transforms.taps import Bases as Bases
 from actjax.transforms.value_and_grad import input_groups as input_groups

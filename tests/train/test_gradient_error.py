@@ -107,7 +107,7 @@ def test_the_bias_of_random_rounding_is_below_its_error(model):
 def test_bad_measurements_are_refused(model):
     recipe = make_recipe(ROUNDED, TINY)
     choices = by_site(recipe.storage, TINY.num_layers)
-    huge = jax.tree.map(lambda x: x * 1e30, model)
+    huge = jax.jit(lambda model: jax.tree.map(lambda x: x * 1e30, model))(model)
     with pytest.raises(ValueError, match=r"exact gradient on batch 0 .* activations .* overflow"):
         measure(recipe, recipe.storage, huge, batches(1), choices)
     with pytest.raises(ValueError, match="`batches` must have at least one"):

@@ -1,4 +1,4 @@
-"""Tests of actjax/transforms/bits.py: sensitivities of the gradient, and allocation of bits."""
+"""Tests of sensitivities of the gradient, and of the allocation of bits."""
 
 import itertools
 import re
@@ -11,15 +11,22 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import actjax
-from actjax import Exact, Quantized, allocate_bits, compression_variance, sampling_variance
-from actjax.transforms.bits import error_of_bits, sensitivity
+from actjax import (
+    Exact,
+    Quantized,
+    allocate_bits,
+    compression_variance,
+    sampling_variance,
+    sensitivity,
+)
+from actjax.transforms.bits import error_of_bits, fewest_bits
 
 KEY = jax.random.key(5)
 TOKENS, FEATURES = 48, 16
 
 
 def normal(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), "float32")
+    return np.random.default_rng(seed).normal(size=shape).astype("float32")
 
 
 X, W, DZ = normal(0, TOKENS, FEATURES), normal(1, FEATURES, 5), normal(2, TOKENS, 5)
@@ -142,6 +149,17 @@ def test_many_tensors_spend_their_budget():
 def test_a_choice_may_be_to_keep():
     bits = allocate_bits({"a": 1e6, "b": 1.0}, {"a": 1, "b": 100}, 3.0, (2, 4, 32))
     assert bits == {"a": 32, "b": 2}
+
+
+def test_bits_within_a_bound():
+    sizes, choices = {"a": 1000, "b": 1000, "c": 10}, (2, 3, 4, 5, 6, 8, 32)
+    at_4_bits = {"a": 1e-2, "b": 1e-6, "c": 1e-1}
+    sensitivities = {name: v / error_of_bits(4) for name, v in at_4_bits.items()}
+    bits = fewest_bits(sensitivities, sizes, 1e-3, choices)
+    assert compression_variance(sensitivities, bits) <= 1e-3
+    assert bits["c"] > bits["a"] > bits["b"] == 2
+    assert fewest_bits(sensitivities, sizes, 1e-12, choices) == dict.fromkeys(sizes, 32)
+    assert fewest_bits(sensitivities, sizes, 1e9, choices) == dict.fromkeys(sizes, 2)
 
 
 def test_variances():
