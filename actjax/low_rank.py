@@ -164,8 +164,8 @@ class LowRank:
         dtype = accumulation_dtype(self.dtype)
         factors = self.left.astype(dtype), self.right.mT.astype(dtype)
         left, values, right = for_each_matrix(_singular_value_decomposition, *factors)
-        kept = values[..., :rank, None] * right[..., :rank, :]
-        return LowRank(left[..., :rank].astype(self.dtype), kept.astype(self.dtype))
+        scaled = values[..., :rank, None] * right[..., :rank, :]
+        return LowRank(left[..., :rank].astype(self.dtype), scaled.astype(self.dtype))
 
     def __add__(self, other: "LowRank") -> "LowRank":
         """Returns the sum. Its rank is the sum of both ranks, unless both have the same basis."""

@@ -1,4 +1,4 @@
-"""What a method does to the gradient of a checkpoint, on text: the measurement of `train.plan`."""
+"""The error that a method makes in the gradient of a checkpoint: `train.plan --measure`."""
 
 import dataclasses
 import functools
@@ -144,7 +144,7 @@ def _corpus(config: MeasureConfig, train: PretrainConfig) -> Corpus:
         return open_corpus(data.data, data.data_dir.expanduser(), text_field=data.text_field)
     template = FieldTemplate("--template", config.template, {})
     texts = [
-        record.apply(lambda one: template.fill(one.fields))
+        record.apply(lambda r: template.fill(r.fields))
         for record in read_records(data.data, "--data")
     ]
     return Corpus(data.data, texts, texts[:1], fingerprint="")
@@ -163,11 +163,11 @@ def _of_gradient(config: PretrainConfig) -> PretrainConfig:
     )
 
 
-def table_of_errors(found: dict[str, dict[str, GradientError]], measured: Measured) -> Table:
+def table_of_errors(plans: dict[str, dict[str, GradientError]], measured: Measured) -> Table:
     """Returns the errors of plans as a table.
 
     Args:
-      found: by plan, its errors by site.
+      plans: by plan, its errors by site.
       measured: what they were measured on.
     """
     rows, length = measured.batches[0]["inputs"].shape
@@ -179,10 +179,10 @@ def table_of_errors(found: dict[str, dict[str, GradientError]], measured: Measur
     for name in ("plan", "error", "±", "cosine", "bias", "by site"):
         right = name not in ("plan", "by site")
         table.add_column(name, justify="right" if right else "left", no_wrap=right)
-    for plan, errors in found.items():
-        whole = errors[WHOLE]
-        sites = [f"{site} {one.error:.3f}" for site, one in errors.items() if site != WHOLE]
-        cells = (whole.error, whole.uncertainty, whole.cosine, whole.bias)
+    for plan, errors in plans.items():
+        total = errors[WHOLE]
+        sites = [f"{site} {alone.error:.3f}" for site, alone in errors.items() if site != WHOLE]
+        cells = (total.error, total.uncertainty, total.cosine, total.bias)
         # One batch tells no uncertainty.
         shown = ("" if math.isnan(x) else f"{x:.4f}" for x in cells)
         table.add_row(plan, *shown, ", ".join(sites))
