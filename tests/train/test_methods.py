@@ -19,7 +19,7 @@ from train.methods import METHODS, Subspace, method
 from train.options import MethodOptions
 
 OPTIONS = MethodOptions(rank=7, ratio=0.25, tolerance=0.5, power_iterations=2)
-SVD, PROJECTION = RandomizedSVD(7, 2, "rows"), RandomProjection(7)
+SVD, PROJECTION = RandomizedSVD(7, 2), RandomProjection(7)
 
 
 @pytest.mark.parametrize(
