@@ -594,7 +594,7 @@ draw_ratios(found)
 #   1.0 times.
 # - Rotation helps where there are outliers: in `mlp_out` the error at 4 bits is 7.2% instead of
 #   16.5%. At the other sites it changes little at 4 bits.
-# - Balanced channels help in `attention_out` (3.4% instead of 7.6%) and `mlp_out` (6.1%).
+# - Balanced channels help in `attention_out` (3.4% instead of 7.5%) and `mlp_out` (6.1%).
 # - Normal levels alone cut outliers off: in `mlp_out` at 4 bits they more than double the error.
 # - All three together are far better than balanced channels alone at 1 and 2 bits. At 4 bits they
 #   are better in `mlp_out` alone; at the other sites balanced channels are a little better (6.4%,
