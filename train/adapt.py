@@ -82,8 +82,8 @@ class SiteChooser:
         """Returns whether bits are chosen before the step after `step`."""
         return self._chooser.is_due(step)
 
-    def choose(self, model: Decoder, batch: Batch, step: int) -> SiteBits:
-        """Returns bits, chosen on a batch by GACT's Algorithm 1.
+    def choose(self, model: Decoder, batch: Batch, step: int) -> dict[str, int]:
+        """Returns the bits of each site, chosen on a batch by GACT's Algorithm 1.
 
         Takes one gradient per site and one more. Two gradients of all weights exist at once; none
         needs more memory than a training step with a gradient of all weights. If a gradient is not
@@ -94,18 +94,25 @@ class SiteChooser:
           batch: batch of the gradients; its first micro-batch is used.
           step: steps done; the keys are folded from it.
         """
-        key = step_key(self._config, jnp.asarray(step))
-        micro = {k: x[: len(x) // self._config.accumulate] for k, x in batch.items()}
-        is_measured = self._chooser.choose(key, model, micro)
-        bits = self._chooser.bits
-        return SiteBits(
-            bits,
-            compression_variance(self._chooser.sensitivity, bits) if is_measured else math.nan,
-            self._sampling_variance(model, micro, key),
-        )
+        self._chooser.choose(self._key(step), model, self._micro(batch))
+        return self._chooser.bits
 
-    def _sampling_variance(self, model: Decoder, batch: Batch, key: jax.Array) -> float:
+    def choose_and_compare(self, model: Decoder, batch: Batch, step: int) -> SiteBits:
+        """Returns the bits of `choose`, with the variances of compression and of sampling."""
+        bits = self.choose(model, batch, step)
+        variance = compression_variance(self._chooser.sensitivity, bits)
+        return SiteBits(bits, variance, self._sampling_variance(model, batch, step))
+
+    def _key(self, step: int) -> jax.Array:
+        return step_key(self._config, jnp.asarray(step))
+
+    def _micro(self, batch: Batch) -> Batch:
+        """Returns the first micro-batch."""
+        return {k: x[: len(x) // self._config.accumulate] for k, x in batch.items()}
+
+    def _sampling_variance(self, model: Decoder, batch: Batch, step: int) -> float:
         """Returns the gradient's variance, estimated from halves of a batch; NaN for one row."""
+        batch, key = self._micro(batch), self._key(step)
         rows = len(batch["inputs"]) // 2
         if rows == 0:
             return math.nan

@@ -306,7 +306,7 @@ class _Trainer:
 def _choose_bits(run: Run, chooser: SiteChooser, batch: Batch, console: Console) -> None:
     """Chooses the bits of each site, and compiles the step again if any of them changed."""
     step = int(run.state.step)
-    chosen = chooser.choose(run.state.model, batch, step)
+    chosen = chooser.choose_and_compare(run.state.model, batch, step)
     console.print(f"step {step}: {chosen.describe()}")
     if chosen.bits == run.recipe.bits:
         return

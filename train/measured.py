@@ -13,6 +13,7 @@ from rich.table import Table
 
 from models import Decoder
 from models.checkpoints import load_checkpoint
+from train.adapt import site_chooser
 from train.blame import blamed_on
 from train.config import PretrainConfig
 from train.corpus import Corpus, open_corpus
@@ -20,7 +21,7 @@ from train.data import train_batches
 from train.gradient_error import WHOLE, GradientError, by_site, measure
 from train.records import FieldTemplate, read_records
 from train.resolve import dimensions
-from train.step import Batch, make_recipe
+from train.step import Batch, build_recipe, make_recipe
 from train.tokenizer import Tokenizer, tokenizer_of
 
 
@@ -77,7 +78,8 @@ class Measured:
         """Returns the error of a plan's gradient, by site and as a whole (`WHOLE`).
 
         For a method with a subspace it is that of its refresh steps, whose gradients have all
-        directions that the code kept.
+        directions that the code kept. With `--average-bits` the bits are those that a run would
+        choose on the first batch.
 
         Raises:
           ValueError: a gradient that is not finite.
@@ -90,6 +92,10 @@ class Measured:
 
     def _measure(self, config: PretrainConfig) -> dict[str, GradientError]:
         recipe = make_recipe(config, dimensions(config))
+        chooser = site_chooser(recipe)
+        if chooser is not None:
+            bits = chooser.choose(self.model, self.batches[0], step=0)
+            recipe = build_recipe(recipe.config, bits)
         places = by_site(recipe.storage, recipe.model_config.num_layers)
         arguments = (recipe, recipe.storage, self.model, self.batches, places)
         return measure(*arguments, keys=self.config.keys)

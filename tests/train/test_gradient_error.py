@@ -13,10 +13,11 @@ from tiny import CONFIG
 from actjax import Exact
 from models import Decoder, huggingface
 from tests.train.runs import quiet
-from train import cli, plan
+from train import cli, measured, plan
 from train.config import DataConfig, FinetuneConfig, PretrainConfig
 from train.gradient_error import WHOLE, by_site, measure
 from train.measured import MeasureConfig
+from train.methods import METHODS
 from train.options import MethodOptions
 from train.plan import PlanConfig, run
 from train.step import loss_function, make_recipe
@@ -168,6 +169,18 @@ def test_a_budget_and_an_error_choose_a_plan_or_say_why_not(checkpoint, capsys, 
     assert command[-4:] == ["--prompt-template", "", "--completion-template", "{q}\\n{a}"]
     read = cli.parse(FinetuneConfig, "train.finetune", args=command[3:])
     assert (read.data.prompt_template, read.data.completion_template) == ("", "{q}\\n{a}")
+
+
+def test_average_bits_are_chosen_before_they_are_measured(model, checkpoint, monkeypatch):
+    class EightBits:
+        def choose(self, model, batch, step):
+            return dict.fromkeys(METHODS["quantized"].adaptive, 8)
+
+    monkeypatch.setattr(measured, "site_chooser", lambda recipe: EightBits())
+    options = MethodOptions(average_bits=2, group=16)
+    train = dataclasses.replace(TRAIN, model=str(checkpoint), options=options)
+    known = measured.Measured(model, tuple(batches(1)), MeasureConfig(measure=True))
+    assert 0 < known.errors(train)[WHOLE].error < 0.05
 
 
 def test_text_of_a_token_and_settings_that_do_not_fit_are_refused(checkpoint):
