@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from low_rank_cases import (
     DTYPES,
+    LEADS,
     SCALES,
     SHAPES,
     clip_by_global_norm,
@@ -42,15 +43,15 @@ from actjax.low_rank import LowRank, is_low_rank
 
 
 @dtypes
-@leads
-def test_dense_is_the_product(lead, dtype, x64):
+def test_dense_is_the_product(dtype, x64):
     # Values of 8 bits, which no device rounds before it multiplies them.
-    a = factored(lead=lead, dtype="bfloat16").astype(dtype)
-    got = to_dense(a)
-    assert (got.shape, got.dtype) == (a.shape, dtype)
-    rounding = a.rank * epsilon(dtype) * (abs(f64(a.left)) @ abs(f64(a.right)))
-    once = float(jnp.finfo(dtype).eps) / 2 * (abs(dense(a)) + rounding)
-    assert np.all(abs(f64(got) - dense(a)) <= rounding + once)
+    matrices = [factored(lead=lead, dtype="bfloat16").astype(dtype) for lead in LEADS]
+    results = jax.jit(lambda matrices: [m.dense() for m in matrices])(matrices)
+    for a, got in zip(matrices, results, strict=True):
+        assert (got.shape, got.dtype) == (a.shape, dtype)
+        rounding = a.rank * epsilon(dtype) * (abs(f64(a.left)) @ abs(f64(a.right)))
+        once = float(jnp.finfo(dtype).eps) / 2 * (abs(dense(a)) + rounding)
+        assert np.all(abs(f64(got) - dense(a)) <= rounding + once)
 
 
 @leads
@@ -84,13 +85,28 @@ def test_astype_rounds_both_factors_and_keeps_the_basis():
     np.testing.assert_array_equal(got.right, a.right.astype("bfloat16"))
 
 
+@jax.jit
+def products(a, b, array):
+    """Returns the norm of `a`, and its inner products with `b` and with an array."""
+    return a.norm(), a.vdot(b), a.vdot(array)
+
+
 @dtypes
 @stacks
-def test_the_norm_is_that_of_the_dense_matrix(shape, lead, dtype, x64):
-    a = factored(shape=shape, lead=lead, dtype=dtype)
-    got = norm(a)
-    assert got.dtype == jnp.promote_types(dtype, "float32")
-    np.testing.assert_allclose(got, norms(dense(a)), rtol=norm_rounding(a))
+def test_norms_and_inner_products_are_those_of_dense_matrices(shape, lead, dtype, x64):
+    d, k, n = shape
+    a = factored(0, shape, lead, dtype)
+    b = factored(1, (d, k + 1, n), lead, dtype)
+    array = np.random.default_rng(2).normal(size=a.shape).astype(jnp.dtype(dtype))
+    of_a, *inner = products(a, b, array)
+    assert {x.dtype for x in (of_a, *inner)} == {jnp.promote_types(dtype, "float32")}
+    np.testing.assert_allclose(of_a, norms(dense(a)), rtol=norm_rounding(a))
+    others = (dense(b), size(b), d + n + k * (k + 1)), (f64(array), norms(array), d + k * n)
+    for got, (other, of_other, terms) in zip(inner, others, strict=True):
+        assert got.shape == ()
+        # By Cauchy and Schwarz this bounds the terms, and each errs by half an eps.
+        bound = (terms + math.prod(lead)) * epsilon(dtype) * np.sum(size(a) * of_other)
+        assert abs(float(got) - np.sum(dense(a) * other)) <= bound
 
 
 @scales
@@ -112,29 +128,9 @@ def test_a_norm_beyond_the_largest_number_is_infinite():
 @dtypes
 def test_a_norm_that_cancels_errs_as_its_docstring_says(dtype, x64):
     a = factored(dtype=dtype)
-    difference = a - a
+    difference, got = jax.jit(lambda a: (a - a, (a - a).norm()))(a)
     # The square has an error of `size² gram_rounding`, and is at least zero.
-    assert 0 <= norm(difference) <= size(difference) * math.sqrt(gram_rounding(difference))
-
-
-@dtypes
-@stacks
-def test_vdot_is_the_inner_product_of_dense_matrices(shape, lead, dtype, x64):
-    d, k, n = shape
-    a = factored(0, shape, lead, dtype)
-    b = factored(1, (d, k + 1, n), lead, dtype)
-    array = np.random.default_rng(2).normal(size=a.shape).astype(jnp.dtype(dtype))
-    matrices = math.prod(lead)
-    for other, of_other, terms in [
-        (b, size(b), d + n + k * (k + 1)),
-        (array, norms(array), d + k * n),
-    ]:
-        got = vdot(a, other)
-        assert (got.shape, got.dtype) == ((), jnp.promote_types(dtype, "float32"))
-        wide = dense(other) if is_low_rank(other) else f64(other)
-        # By Cauchy and Schwarz this bounds the terms, and each errs by half an eps.
-        bound = (terms + matrices) * epsilon(dtype) * np.sum(size(a) * of_other)
-        assert abs(float(got) - np.sum(dense(a) * wide)) <= bound
+    assert 0 <= got <= size(difference) * math.sqrt(gram_rounding(difference))
 
 
 def test_vdot_with_itself_is_the_square_of_the_norm(x64):
@@ -265,23 +261,27 @@ def test_the_whole_rank_gives_the_matrix_back(scale):
 
 def test_a_sum_of_dependent_terms_is_truncated_exactly():
     a = factored(shape=(7, 3, 6))
-    doubled = a + a + a
-    got = truncate(doubled, 3)
+    sum_of_three = lambda a: a + a + a  # noqa: E731
+    tripled, got = jax.jit(lambda a: (sum_of_three(a), sum_of_three(a).truncate(3)))(a)
     orthonormal_to({"rtol": 0, "atol": 2 * (7 + 9) * 2**-23}, got.left)
-    tolerance = decomposition_rounding(doubled)
+    tolerance = decomposition_rounding(tripled)
     np.testing.assert_allclose(dense(got), 3 * dense(a), rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("lead", [(), (3,)], ids=str)
 def test_zeros_have_norm_zero_and_a_truncation(lead):
-    zero = 0 * factored(lead=lead)
-    nothing = jax.tree.map(np.zeros_like, zero)
-    for a in (zero, nothing):
-        np.testing.assert_array_equal(norm(a), np.zeros(lead))
-        got = truncate(a, 2)
-        np.testing.assert_array_equal(to_dense(got), np.zeros(a.shape))
-        orthonormal_to({"rtol": 0, "atol": 2 * (6 + 3) * 2**-23}, got.left)
-        assert vdot(a, a) == 0
+    @jax.jit
+    def facts(a):
+        truncated = a.truncate(2)
+        return a.norm(), a.vdot(a), truncated, truncated.dense()
+
+    a = factored(lead=lead)
+    for zero in (LowRank(a.left, 0 * a.right), jax.tree.map(np.zeros_like, a)):
+        of_zero, square, truncated, matrix = facts(zero)
+        np.testing.assert_array_equal(of_zero, np.zeros(lead))
+        np.testing.assert_array_equal(matrix, np.zeros(a.shape))
+        orthonormal_to({"rtol": 0, "atol": 2 * (6 + 3) * 2**-23}, truncated.left)
+        assert square == 0
 
 
 def test_it_is_a_pytree_of_two_arrays_and_a_static_name():
@@ -303,15 +303,12 @@ def test_jit_takes_and_returns_it(x64):
 
 def test_vmap_maps_over_a_stack(x64):
     a, b = (factored(i, lead=(4,), dtype="float64") for i in range(2))
-    np.testing.assert_allclose(jax.jit(jax.vmap(LowRank.norm))(a), norm(a), rtol=1e-14)
-    combine = lambda a, b: a - 2 * b  # noqa: E731
-    together, want = jax.jit(lambda a, b: (jax.vmap(combine)(a, b), combine(a, b)))(a, b)
-    assert together.shape == (4, 6, 5)
-    np.testing.assert_array_equal(together.left, want.left)
-    np.testing.assert_array_equal(together.right, want.right)
-    np.testing.assert_allclose(
-        np.sum(jax.jit(jax.vmap(LowRank.vdot))(a, b)), vdot(a, b), rtol=1e-13
-    )
+    combine = lambda a, b: (a.norm(), a.vdot(b), a - 2 * b)  # noqa: E731
+    mapped, want = jax.jit(lambda a, b: (jax.vmap(combine)(a, b), combine(a, b)))(a, b)
+    np.testing.assert_allclose(mapped[0], want[0], rtol=1e-14)
+    np.testing.assert_allclose(np.sum(mapped[1]), want[1], rtol=1e-13)
+    assert mapped[2].shape == (4, 6, 5)
+    jax.tree.map(np.testing.assert_array_equal, mapped[2], want[2])
 
 
 def test_scan_slices_a_stack_and_carries_a_sum(x64):
@@ -321,10 +318,11 @@ def test_scan_slices_a_stack_and_carries_a_sum(x64):
     scan = jax.jit(
         lambda start, stack: jax.lax.scan(lambda total, a: (total + a, a.norm()), start, stack)
     )
-    total, found = scan(0 * shared, stack)
+    start = LowRank(shared.left, 0 * shared.right, "p")
+    total, of_each = scan(start, stack)
     assert (total.rank, total.basis_name) == (3, "p")
     np.testing.assert_allclose(dense(total), dense(stack).sum(0), rtol=0, atol=1e-13)
-    np.testing.assert_allclose(found, norms(dense(stack)), rtol=1e-13)
+    np.testing.assert_allclose(of_each, norms(dense(stack)), rtol=1e-13)
 
 
 def test_gradients_are_those_of_the_factors(x64):
