@@ -10,11 +10,9 @@ from actjax.codecs import Codec as Codec
 from actjax.codecs import Exact as Exact
 from actjax.codecs import Offloaded as Offloaded
 from actjax.codecs import PointApproximation as PointApproximation
-from actjax.codecs import PrincipalPlusRandom as PrincipalPlusRandom
 from actjax.codecs import Quantized as Quantized
 from actjax.codecs import RandomizedSVD as RandomizedSVD
 from actjax.codecs import RandomProjection as RandomProjection
-from actjax.codecs.low_rank import Sketch as Sketch
 from actjax.kernels.format import Levels as Levels
 from actjax.kernels.format import Rounding as Rounding
 from actjax.kernels.format import Scaling as Scaling
@@ -38,11 +36,8 @@ from actjax.ops import rope as rope
 from actjax.ops import swiglu as swiglu
 from actjax.ops import swiglu_linear as swiglu_linear
 from actjax.transforms.accumulate import accumulate as accumulate
-from actjax.transforms.bits import Estimate as Estimate
 from actjax.transforms.bits import allocate_bits as allocate_bits
 from actjax.transforms.bits import compression_variance as compression_variance
-from actjax.transforms.bits import sampling_variance as sampling_variance
-from actjax.transforms.bits import sensitivity as sensitivity
 from actjax.transforms.candidates import Candidate as Candidate
 from actjax.transforms.checkpoint import checkpoint as checkpoint
 from actjax.transforms.choice import Choice as Choice
@@ -52,6 +47,8 @@ from actjax.transforms.controller import Controller as Controller
 from actjax.transforms.explain import Explanation as Explanation
 from actjax.transforms.explain import Residual as Residual
 from actjax.transforms.explain import explain as explain
+from actjax.transforms.measuring import sampling_variance as sampling_variance
+from actjax.transforms.measuring import sensitivity as sensitivity
 from actjax.transforms.residuals import compress_residuals as compress_residuals
 from actjax.transforms.taps import Bases as Bases
 from actjax.transforms.value_and_grad import input_groups as input_groups

@@ -148,15 +148,11 @@ class LowRank:
         largest = jnp.max(powers, axis=-1, initial=jnp.iinfo(powers.dtype).min // 2)
         return jnp.ldexp(left, (powers - largest[..., None])[..., None, :]), right.mT, largest
 
-    def singular_values(self) -> jax.Array:
-        """Returns the singular values, [..., min(d, n, k)], descending; needs no dense matrix."""
-        return self._decompose()[1]
-
     def truncate(self, rank: int) -> "LowRank":
         """Returns the best approximation of rank `rank`; `left` becomes orthonormal.
 
         Error: the Frobenius norm of the error is the root of the sum of squares of the dropped
-        `singular_values()`, the least for any matrix of that rank (Eckart and Young, 1936). It is
+        singular values, the least for any matrix of that rank (Eckart and Young, 1936). It is
         computed by QR of both factors and an SVD of k by k. The rank of the result is at most the
         number of rows or columns.
 
@@ -165,15 +161,11 @@ class LowRank:
         """
         if not 1 <= rank <= self.rank:
             raise ValueError(f"`rank` must be within 1 and {self.rank} for {self}, got {rank}.")
-        left, values, right = self._decompose()
-        kept = values[..., :rank, None] * right[..., :rank, :]
-        return LowRank(left[..., :rank].astype(self.dtype), kept.astype(self.dtype))
-
-    def _decompose(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns the singular value decomposition, at least in float32."""
         dtype = accumulation_dtype(self.dtype)
         factors = self.left.astype(dtype), self.right.mT.astype(dtype)
-        return for_each_matrix(_singular_value_decomposition, *factors)
+        left, values, right = for_each_matrix(_singular_value_decomposition, *factors)
+        scaled = values[..., :rank, None] * right[..., :rank, :]
+        return LowRank(left[..., :rank].astype(self.dtype), scaled.astype(self.dtype))
 
     def __add__(self, other: "LowRank") -> "LowRank":
         """Returns the sum. Its rank is the sum of both ranks, unless both have the same basis."""

@@ -21,8 +21,8 @@ from benchmarks import command, record
 from benchmarks.tables import print_table
 from benchmarks.variants import check_names
 from models.config import site_width
-from train.planning.gradient_error import WHOLE, by_site, measure
 from train.planning.measured import MeasureConfig, Measured, open_measured
+from train.run.gradient_error import WHOLE, by_site, measure
 from train.run.recipe import Recipe, make_recipe
 from train.settings.config import DataConfig, PretrainConfig
 from train.settings.options import MethodOptions

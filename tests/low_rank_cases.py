@@ -24,7 +24,6 @@ SCALES = {
 """Sizes of the factors: some squares overflow float32, the product does not."""
 
 norm, vdot, to_dense = jax.jit(LowRank.norm), jax.jit(LowRank.vdot), jax.jit(LowRank.dense)
-singular_values = jax.jit(LowRank.singular_values)
 truncate = jax.jit(LowRank.truncate, static_argnums=1)
 global_norm = jax.jit(low_rank.global_norm)
 clip_by_global_norm = jax.jit(low_rank.clip_by_global_norm)

@@ -115,24 +115,6 @@ def halko_expected_bound(x: npt.ArrayLike, k: int, p: int) -> float:
     return math.sqrt(1 + k / (p - 1)) * best_rank_k_error(x, k)
 
 
-def principal_plus_random(
-    x: npt.ArrayLike, omega: npt.ArrayLike, s: npt.ArrayLike, power_iterations: int
-) -> Array:
-    """Returns `l + (x - l) s sᵀ` [T, d], with `l = randomized_svd(x, omega, power_iterations)`.
-
-    Unbiased over `s`, like `random_projection`. Given `l`, its error is that of projecting `x - l`.
-
-    Args:
-      x: [T, d].
-      omega: [d, k].
-      s: [d, m], `m` the rank of the random tail.
-      power_iterations: as for `randomized_svd`.
-    """
-    x = _f64(x)
-    low_rank = randomized_svd(x, omega, power_iterations)
-    return low_rank + random_projection(x - low_rank, s)
-
-
 # Generating points.
 
 

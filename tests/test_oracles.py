@@ -139,21 +139,6 @@ def test_halko_bound_refuses_ranks_outside_the_theorem(k, p):
         oracles.halko_expected_bound(np.ones((10, 8)), k, p)
 
 
-def test_principal_plus_random_projects_only_the_remainder(rng):
-    x, omega = rng.normal(size=(7, 5)), rng.normal(size=(5, 2))
-    y = x @ x.T @ x @ omega
-    low_rank = y @ np.linalg.pinv(y) @ x
-    s = rng.normal(size=(5, 3))
-    want = low_rank + (x - low_rank) @ (s @ s.T)
-    got = oracles.principal_plus_random(x, omega, s, 1)
-    np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9)
-    # An orthogonal `s` is exact; with `s = 0` only the low-rank part is left.
-    full = oracles.principal_plus_random(x, omega, np.eye(5), 1)
-    np.testing.assert_allclose(full, x, rtol=1e-12, atol=1e-12)
-    none = oracles.principal_plus_random(x, omega, np.zeros((5, 3)), 1)
-    np.testing.assert_allclose(none, low_rank, rtol=1e-9, atol=1e-9)
-
-
 # Generating points.
 
 

@@ -126,9 +126,9 @@ def test_actjax_exports_its_public_names_and_no_others():
         "weights",
     }
     assert names - submodules == {
-        *("Codec", "Exact", "PointApproximation", "PrincipalPlusRandom", "RandomProjection"),
+        *("Codec", "Exact", "PointApproximation", "RandomProjection"),
         *("RandomizedSVD", "Quantized", "Calibrated", "Offloaded", "ChannelRange"),
-        *("Estimate", "Levels", "Rounding", "Scaling", "Sketch"),
+        *("Levels", "Rounding", "Scaling"),
         *("Explanation", "Residual", "Candidate", "explain", "compress_residuals", "checkpoint"),
         *("Choice", "Compressed", "Controller", "compress"),
         *("attention", "cross_entropy", "linear", "qkv_projection", "rms_norm", "rope", "swiglu"),

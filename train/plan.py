@@ -33,10 +33,10 @@ from models.checkpoints import read_dimensions
 from train.planning.devices import DEVICES, HERE, find_device
 from train.planning.estimate import Compiled, bytes_of_device, compile_plan, make_plan
 from train.planning.gpus import GIB
-from train.planning.gradient_error import WHOLE
 from train.planning.measured import MeasureConfig, Measured, open_measured, table_of_errors
 from train.planning.stages import METHODS, OPTIONS, stages
 from train.planning.tables import choice, flags, size_text, table_of
+from train.run.gradient_error import WHOLE
 from train.run.sharding import mesh_sizes
 from train.settings import cli
 from train.settings.cli import Headings

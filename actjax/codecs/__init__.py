@@ -3,7 +3,7 @@
 from actjax.codecs.base import Codec
 from actjax.codecs.calibrated import Calibrated, ChannelRange
 from actjax.codecs.exact import Exact
-from actjax.codecs.low_rank import PrincipalPlusRandom, RandomizedSVD, RandomProjection
+from actjax.codecs.low_rank import RandomizedSVD, RandomProjection
 from actjax.codecs.offloaded import Offloaded
 from actjax.codecs.point import PointApproximation
 from actjax.codecs.quantized import Quantized
@@ -15,7 +15,6 @@ __all__ = [
     "Exact",
     "Offloaded",
     "PointApproximation",
-    "PrincipalPlusRandom",
     "Quantized",
     "RandomProjection",
     "RandomizedSVD",

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 
 from actjax.codecs.base import FactoredCodec, check_activation, check_positive_integer, token_count
-from actjax.codecs.low_rank import sample_rows
 from actjax.kernels.point_assignment.api import point_assignment
 from actjax.kernels.segment_sum.api import scaled_segment_sum
 
@@ -108,7 +107,7 @@ class PointApproximation(FactoredCodec):
         if x.shape[-1] == 0:
             raise ValueError(f"`x` of {self} must have features, got shape {x.shape}.")
         count = self.count(x.shape)
-        points = sample_rows(x, key, count)
+        points = _sample_rows(x, key, count)
         index, scale, kept = point_assignment(x, points, tolerance=self.tolerance)
         beta = kept.size / jnp.maximum(kept.sum(dtype=scale.dtype), 1)
         return PointCode(
@@ -139,3 +138,12 @@ def _index_dtype(count: int) -> jnp.dtype:
     """Returns the narrowest unsigned integer dtype that holds `count` indices."""
     types = (jnp.uint8, jnp.uint16, jnp.uint32)
     return jnp.dtype(next(t for t in types if count - 1 <= jnp.iinfo(t).max))
+
+
+def _sample_rows(x: jax.Array, key: jax.Array, count: int) -> jax.Array:
+    """Returns `count` tokens of `x` [..., d], drawn without replacement, [count, d]."""
+    if x.ndim == 1:
+        return x[None]  # A single token.
+    rows = jax.random.choice(key, token_count(x.shape), (count,), replace=False)
+    # Where devices divide sequences, `x` as a matrix would be gathered.
+    return x[jnp.unravel_index(rows, x.shape[:-1])]

@@ -22,7 +22,6 @@ from actjax.kernels import group_scales, noise
 from actjax.kernels.balance import balance_of, statistics_shape
 from actjax.kernels.dequantize.api import dequantize
 from actjax.kernels.format import Format, Levels, QuantizedCode, Rounding, ScaleDtype, Scaling
-from actjax.kernels.levels import normal_error
 from actjax.kernels.packing import BITS, packed_bytes
 from actjax.kernels.quantize.api import quantize
 
@@ -189,40 +188,6 @@ class Quantized(Codec):
         while len(shape) > 1 and shape[-1] < enough:
             shape = (*shape[:-2], shape[-2] * shape[-1])
         return shape
-
-    def expected_error(self, x: jax.Array) -> jax.Array:
-        """Returns the theoretical mean squared error of each number of `x`, [..., d].
-
-        It is averaged over a group, rotated or not: `Δ²/12` for the nearest and for dither, `Δ²/6`
-        for stochastic rounding, and Lloyd's error for "normal" levels. The least and the largest
-        number of a group are exact, except under dither.
-        """
-        channels = self.outlier_channels(x)
-        mean, spread = balance_of(x, self.scale_dtype) if self.balance else (None, None)
-        values = group_scales.balanced(x, mean, spread, self.format)
-        values = group_scales.without(channels, values)
-        parts = []
-        for segment in fmt.segments(x.shape[-1], self.group):
-            part = group_scales.prepare(segment.take(values), self.format)
-            unit = group_scales.fit(part, self.format)[1]
-            errors = self._error_of_unit(segment.size) * unit * unit
-            parts.append(segment.flatten(jnp.broadcast_to(errors, part.shape)))
-        joined = jnp.concatenate(parts, axis=-1)
-        if spread is not None:
-            scaled = group_scales.unbalanced(
-                jnp.ones_like(joined), jnp.zeros_like(spread), spread, self.format
-            )
-            joined = joined * jnp.square(scaled)
-        return joined if channels is None else joined.at[..., channels].set(0)
-
-    def _error_of_unit(self, size: int) -> float:
-        """Returns the mean squared error divided by the squared scale, in a group of `size`."""
-        if self.levels == "normal":
-            return normal_error(self.bits)
-        if self.rounding == "dither":
-            return 1 / 12
-        inner = max(0, size - 2) / size if self.scaling == "group" else 1
-        return inner / (6 if self.rounding == "stochastic" else 12)
 
     def outlier_channels(self, x: jax.Array) -> jax.Array | None:
         """Returns the channels of `x` [..., d] with the largest norms, [m]; None for m = 0."""

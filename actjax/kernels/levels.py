@@ -69,12 +69,3 @@ def normal_levels(bits: int) -> np.ndarray:
         levels = -np.diff(density) / np.diff(below)
     # Without what is left of rounding errors, levels are symmetric about zero.
     return (levels - levels[::-1]) / 2
-
-
-def normal_error(bits: int) -> float:
-    """Returns the mean square error of `normal_levels` for standard normal numbers."""
-    levels = normal_levels(bits)
-    bounds = np.concatenate([[-np.inf], (levels[1:] + levels[:-1]) / 2, [np.inf]])
-    shares = np.diff([(1 + math.erf(b / math.sqrt(2))) / 2 for b in bounds])
-    # Each level is the mean of its numbers, so the error is the variance that the levels lack.
-    return float(1 - np.sum(shares * levels**2))

@@ -1,26 +1,18 @@
-"""Bits for each stored tensor: measured sensitivities, and allocation within a budget.
+"""Bits for each stored array, within a budget of bits or within an error.
 
 GACT (Liu et al., 2022): to first order the variance that compression adds to the gradient is a sum
 over the stored tensors, `Σ_l c_l S(b_l)` with `S(b) = (2^b - 1)^-2` (Theorem 2), so `c_l`, the
-sensitivity of the gradient to tensor l, is the only quantity to measure.
+sensitivity of the gradient to tensor l, is the only quantity to measure
+(`actjax.transforms.measuring`).
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Mapping, Sequence
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from actjax._math.precision import accumulation_dtype, contract_tokens
-from actjax.codecs import Codec, Quantized
 from actjax.kernels.packing import BITS
-
-Gradient = Callable[..., Any]
-"""From `{name: codec}`, `{name: key}` and further arguments to a gradient, a pytree of arrays."""
-Estimate = Literal["probe", "algorithm 1"]
 
 
 def error_of_bits(bits: int) -> float:
@@ -28,171 +20,14 @@ def error_of_bits(bits: int) -> float:
     return (2.0**bits - 1) ** -2
 
 
-def sensitivity(
-    gradient: Gradient,
-    codecs: Mapping[str, Quantized],
-    key: jax.Array,
-    *args: Any,
-    estimate: Estimate = "probe",
-    samples: int = 4,
-) -> dict[str, float]:
-    """Returns `c_l` for each stored tensor: the variance it adds to the gradient, over `S(b_l)`.
-
-    "algorithm 1" is GACT's Algorithm 1: `½ ‖g_0 - g_1‖² / S(b_l)` for two gradients that differ
-    only in the random rounding of tensor l. It takes `samples (L + 1)` gradients for L tensors and
-    includes every effect of the error.
-
-    "probe" takes `samples` gradients of gradients; its cost does not grow with L. With random signs
-    `v`, the derivative of `<v, g>` with respect to a stored tensor is `u = J_lᵀ v`, and
-    `E_v Σ_j u_j² Var(Δ_j) = Σ_j ‖J_l,j‖² Var(Δ_j)`, GACT's bound (appendix A.4). The variance of
-    rounding is known from the scales. To first order both estimates have the same mean, and the
-    probe has less noise. The function must be twice differentiable; attention is only with
-    implementation="dense".
+def compression_variance(sensitivity: Mapping[str, float], bits: Mapping[str, int]) -> float:
+    """Returns `Σ c_l S(b_l)`, the variance that compression adds to the gradient (Theorem 2).
 
     Args:
-      gradient: the gradient on a batch, a function of `{name: codec}`, `{name: key}` and `args`. It
-        passes codecs and keys to the operators, or to `compress_residuals`, that store these
-        tensors. It is jitted here.
-      codecs: how each tensor is stored. The measurement uses uniform levels and stochastic
-        rounding, which the theory assumes, instead of those of the codec.
-      key: randomness of the estimate; consumed.
-      *args: further arguments of `gradient`, such as parameters and a batch.
-      estimate: "probe" or "algorithm 1".
-      samples: number of estimates to average.
-
-    Raises:
-      ValueError: an unknown estimate, no samples, or no codecs.
-      TypeError: a codec that is not a `Quantized`.
+      sensitivity: `c_l`, by name.
+      bits: bits of each tensor, by name.
     """
-    if estimate not in get_args(Estimate):
-        raise ValueError(f"`estimate` must be one of {get_args(Estimate)}, got {estimate!r}.")
-    if samples < 1 or not codecs:
-        raise ValueError(
-            f"`samples` must be at least 1 and `codecs` not empty, got {samples} and {codecs}."
-        )
-    for name, codec in codecs.items():
-        if not isinstance(codec, Quantized):
-            raise TypeError(f"`codecs` of sensitivity must be Quantized, got {codec!r} for {name}.")
-    return Sensitivity(gradient, codecs, estimate)(key, *args, samples=samples)
-
-
-class Sensitivity:
-    """As `sensitivity`; it is compiled once for all calls."""
-
-    def __init__(
-        self, gradient: Gradient, codecs: Mapping[str, Quantized], estimate: Estimate
-    ) -> None:
-        """As `sensitivity`."""
-        random = {
-            name: dataclasses.replace(codec, rounding="stochastic", levels="uniform")
-            for name, codec in codecs.items()
-        }
-        measure = _probe if estimate == "probe" else _algorithm_1
-        self._run = measure(gradient, random)
-        self._errors = {name: error_of_bits(codec.bits) for name, codec in codecs.items()}
-
-    def __call__(self, key: jax.Array, *args: Any, samples: int = 1) -> dict[str, float]:
-        """As `sensitivity`."""
-        totals = dict.fromkeys(self._errors, 0.0)
-        for own in jax.random.split(key, samples):
-            for name, variance in self._run(own, *args).items():
-                totals[name] += float(variance) / self._errors[name] / samples
-        return totals
-
-
-def _algorithm_1(gradient: Gradient, codecs: dict[str, Quantized]) -> Callable[..., Any]:
-    run = jax.jit(lambda keys, *args: gradient(codecs, keys, *args))
-
-    def measure(key: jax.Array, *args: Any) -> dict[str, jax.Array]:
-        first, second = (_keys(codecs, k) for k in jax.random.split(key))
-        base = run(first, *args)
-        # In sequence: at most two gradients exist at once.
-        return {
-            name: _distance(base, run({**first, name: second[name]}, *args)) / 2 for name in codecs
-        }
-
-    return measure
-
-
-def _probe(gradient: Gradient, codecs: dict[str, Quantized]) -> Callable[..., Any]:
-    def along(taps: dict[str, jax.Array], keys: Any, signs_key: jax.Array, *args: Any) -> jax.Array:
-        probed = {name: _Probed(codecs[name], taps[name]) for name in codecs}
-        grads = gradient(probed, keys, *args)
-        leaves = jax.tree.leaves(grads)
-        keys = jax.random.split(signs_key, len(leaves))
-        signs = (
-            jax.random.rademacher(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)
-        )
-        products = (jnp.sum(s * x, dtype=jnp.float32) for s, x in zip(signs, leaves, strict=True))
-        return sum(products, jnp.zeros(()))
-
-    @jax.jit
-    def measure(key: jax.Array, *args: Any) -> dict[str, jax.Array]:
-        keys_key, signs_key = jax.random.split(key)
-        taps = {name: jnp.zeros(()) for name in codecs}
-        return jax.grad(along)(taps, _keys(codecs, keys_key), signs_key, *args)
-
-    return measure
-
-
-def _keys(codecs: Mapping[str, Codec], key: jax.Array) -> dict[str, jax.Array]:
-    return dict(zip(codecs, jax.random.split(key, len(codecs)), strict=True))
-
-
-def _distance(a: Any, b: Any) -> jax.Array:
-    """Returns the squared distance of two gradients, in float32."""
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    wide = ((x.astype(jnp.float32), y.astype(jnp.float32)) for x, y in pairs)
-    return sum((jnp.sum((x - y) ** 2) for x, y in wide), jnp.zeros(()))
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, repr=False, eq=False)
-class _Probed(Codec, holds_arrays=True):
-    """Stores the tensor itself; the cotangent of its tap is the variance that `codec` would add.
-
-    Attributes:
-      codec: the codec to measure. Static.
-      tap: zero. Its cotangent is `Σ_j u_j² Var(Δ_j)` for a cotangent `u` of the tensor, summed over
-        all operators and layers that read it.
-    """
-
-    codec: Quantized = dataclasses.field(metadata={"static": True})
-    tap: Any
-
-    biased = False
-    needs_key = False
-
-    def encode(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        del key
-        return x
-
-    def decode(self, code: jax.Array) -> jax.Array:
-        return _tapped(self.codec, code, self.tap)
-
-    def weight_grad(self, code: jax.Array, dz: jax.Array) -> jax.Array:
-        return contract_tokens(self.decode(code), dz)
-
-    def stored_bytes(self, shape: Sequence[int], dtype: jax.typing.DTypeLike) -> int:
-        return self.codec.stored_bytes(shape, dtype)
-
-
-def _tapped(codec: Quantized, x: jax.Array, tap: jax.Array) -> jax.Array:
-    @jax.custom_vjp
-    def identity(x: jax.Array, tap: jax.Array) -> jax.Array:
-        del tap
-        return x
-
-    def forward(x: jax.Array, tap: jax.Array) -> Any:
-        return x, (codec.expected_error(x), tap)
-
-    def backward(residuals: Any, u: jax.Array) -> Any:
-        error, tap = residuals
-        wide = accumulation_dtype(u.dtype)
-        return u, jnp.sum(u.astype(wide) ** 2 * error).astype(tap.dtype)
-
-    identity.defvjp(forward, backward)
-    return identity(x, tap)
+    return sum(c * error_of_bits(bits[name]) for name, c in sensitivity.items())
 
 
 def allocate_bits(
@@ -230,8 +65,30 @@ def allocate_bits(
             f"`average_bits` must be at least {steps[0]}, the least of {steps}, got {average_bits}."
         )
     spare = (average_bits - steps[0]) * sum(sizes.values())
-    found = best_allocations(sensitivity, sizes, steps, spare)
-    return found.bits(int(np.argmin(found.variances)))
+    best = best_allocations(sensitivity, sizes, steps, spare)
+    return best.bits(int(np.argmin(best.variances)))
+
+
+def fewest_bits(
+    sensitivity: Mapping[str, float],
+    sizes: Mapping[str, int],
+    bound: float,
+    choices: Sequence[int] = BITS,
+) -> dict[str, int]:
+    """Returns bits for each tensor that take few bits in all and keep `Σ c_l S(b_l)` in a bound.
+
+    If nothing meets the bound, the result is the allocation with the least sum.
+
+    Args:
+      sensitivity: `c_l`, by name.
+      sizes: number of elements, by name.
+      bound: the largest `Σ c_l S(b_l)`.
+      choices: the allowed numbers of bits, as for `allocate_bits`.
+    """
+    best = best_allocations(sensitivity, sizes, sorted(choices))
+    meets = best.variances * best.unit <= bound
+    # Fewest bits come first, and the last one has the least variance.
+    return best.bits(int(meets.argmax()) if meets.any() else len(meets) - 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,11 +111,11 @@ class Allocations:
 
     def bits(self, number: int) -> dict[str, int]:
         """Returns the bits of each tensor in one of the allocations."""
-        found = {}
+        bits = {}
         for name, (before, step) in zip(reversed(self.names), reversed(self.history), strict=True):
-            found[name] = self.steps[step[number]]
+            bits[name] = self.steps[step[number]]
             number = before[number]
-        return {name: found[name] for name in self.names}
+        return {name: bits[name] for name in self.names}
 
 
 def best_allocations(
@@ -282,10 +139,10 @@ def best_allocations(
     used, total = np.zeros(1), np.zeros(1)
     history = []
     for name, size in sizes.items():
-        more = (used[:, None] + size * (np.array(steps) - steps[0])).ravel()
+        spent = (used[:, None] + size * (np.array(steps) - steps[0])).ravel()
         sums = (total[:, None] + sensitivity[name] / unit * errors).ravel()
-        chosen = _best_of_each_use(more, sums, spare)
-        used, total = more[chosen], sums[chosen]
+        chosen = _best_of_each_use(spent, sums, spare)
+        used, total = spent[chosen], sums[chosen]
         history.append(np.divmod(chosen, len(steps)))
     return Allocations(total, unit, tuple(sizes), tuple(steps), history)
 
@@ -313,30 +170,3 @@ def _best_of_each_use(used: np.ndarray, total: np.ndarray, spare: float) -> np.n
     last = np.append(place[1:] != place[:-1], True)
     last[0] = True
     return order[last]
-
-
-def compression_variance(sensitivity: Mapping[str, float], bits: Mapping[str, int]) -> float:
-    """Returns `Σ c_l S(b_l)`, the variance that compression adds to the gradient (Theorem 2).
-
-    Args:
-      sensitivity: `c_l`, by name.
-      bits: bits of each tensor, by name.
-    """
-    return sum(c * error_of_bits(bits[name]) for name, c in sensitivity.items())
-
-
-def sampling_variance(gradients: Sequence[Any]) -> float:
-    """Returns the variance of the mean of gradients of independent batches.
-
-    Args:
-      gradients: two or more pytrees of arrays.
-
-    Raises:
-      ValueError: fewer than two gradients.
-    """
-    count = len(gradients)
-    if count < 2:
-        raise ValueError(f"`gradients` must be two or more, got {count}.")
-    mean = jax.tree.map(lambda *g: sum(g) / count, *gradients)
-    spread = sum(float(_distance(g, mean)) for g in gradients)
-    return spread / (count * (count - 1))

@@ -84,7 +84,7 @@ Rule = Callable[[Candidate], Codec | Literal["leave"] | None]
 
 @dataclasses.dataclass(frozen=True)
 class Remat:
-    """What is computed again in the backward pass.
+    """The part of a function that is computed again in the backward pass.
 
     Attributes:
       codes: whether the arrays that are computed again are stored as codes, too, until the backward
@@ -152,26 +152,26 @@ def describe(
       dies: which inputs are dead after the forward pass.
       settings: settings of the whole function.
     """
-    origins, given = Origins(jaxpr), _given_names(jaxpr, graph)
-    found = []
+    origins, tagged = Origins(jaxpr), _tagged_names(jaxpr, graph)
+    arrays = []
     for var in kept:
-        one = _describe(jaxpr, origins.of(var), given.get(var, ""), var, names, dies, settings)
-        if var in foreign and not one.reason:
-            one = dataclasses.replace(one, reason=_FOREIGN)
-        found.append(one)
-    return _told_apart(found)
+        array = _describe(jaxpr, origins.of(var), tagged.get(var, ""), var, names, dies, settings)
+        if var in foreign and not array.reason:
+            array = dataclasses.replace(array, reason=_FOREIGN)
+        arrays.append(array)
+    return _told_apart(arrays)
 
 
-def decide(found: list[Kept], rule: Rule | Codec) -> tuple[list[StoredBy | None], list[str]]:
+def decide(arrays: list[Kept], rule: Rule | Codec) -> tuple[list[StoredBy | None], list[str]]:
     """Returns what stores each array, and for those that are stored exactly the reason."""
-    largest = max((k.candidate.size for k in found if not k.reason), default=0)
+    largest = max((k.candidate.size for k in arrays if not k.reason), default=0)
     is_small = lambda c: not c.shape or c.size * LARGEST_OVER_SMALL < largest  # noqa: E731
     if isinstance(rule, Codec):
         codec = rule
         rule = lambda c: None if is_small(c) or not largest else codec  # noqa: E731
     codecs: list[StoredBy | None] = []
     reasons: list[str] = []
-    for k in found:
+    for k in arrays:
         what, stored, reason = k.candidate, None, k.reason
         # Few booleans, one for each token for example, are not worth the operations.
         if reason == _NOT_FLOATING and what.dtype == "bool" and not is_small(what):
@@ -195,7 +195,7 @@ def decide(found: list[Kept], rule: Rule | Codec) -> tuple[list[StoredBy | None]
 def _describe(
     jaxpr: core.Jaxpr,
     origin: Origin,
-    given: str,
+    tagged: str,
     var: core.Var,
     names: Sequence[str],
     dies: Sequence[bool],
@@ -203,7 +203,7 @@ def _describe(
 ) -> Kept:
     """Returns the description of a stored array."""
     aval: Any = var.aval
-    name, primitive, reason = given or origin.name, origin.operator, ""
+    name, primitive, reason = tagged or origin.name, origin.operator, ""
     if var in jaxpr.invars:
         position = jaxpr.invars.index(var)
         name, primitive = name or names[position], "argument"
@@ -227,20 +227,20 @@ def _describe(
     return Kept(var, Candidate(name, primitive, shape, dtype, scope, settings.layers), reason)
 
 
-def _told_apart(found: Sequence[Kept]) -> list[Kept]:
+def _told_apart(arrays: Sequence[Kept]) -> list[Kept]:
     """Returns the same arrays, with numbers where several have one scope and name."""
     count: collections.Counter[tuple[str, str]] = collections.Counter()
     result = []
-    for kept in found:
-        what = kept.candidate
-        if not kept.reason:
+    for array in arrays:
+        what = array.candidate
+        if not array.reason:
             what = dataclasses.replace(what, occurrence=count[what.scope, what.name])
             count[what.scope, what.name] += 1
-        result.append(dataclasses.replace(kept, candidate=what))
+        result.append(dataclasses.replace(array, candidate=what))
     return result
 
 
-def _given_names(jaxpr: core.Jaxpr, graph: Graph) -> dict[core.Var, str]:
+def _tagged_names(jaxpr: core.Jaxpr, graph: Graph) -> dict[core.Var, str]:
     """Returns the names that the user, or else an operator, gave arrays.
 
     The user's name of a value is also that of the array that is stored instead of it: one that is

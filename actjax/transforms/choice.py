@@ -1,28 +1,100 @@
-"""What `actjax.compress` decides: for each array its bits, and what is computed again."""
+"""The choice of bits for stored arrays, and of what is computed again."""
 
 import dataclasses
-import re
+import math
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from actjax.codecs import Codec, Offloaded, Quantized
-from actjax.transforms.bits import best_allocations, error_of_bits
-from actjax.transforms.candidates import LARGEST_OVER_SMALL, Candidate, Remat
+from actjax.transforms.bits import compression_variance
+from actjax.transforms.candidates import LARGEST_OVER_SMALL, Candidate, Remat, Settings
+from actjax.transforms.residuals import compressed_function
 
 KEEP = 0
 """Bits of an array that is stored exactly."""
 BITS = (2, 3, 4, 5, 6, 8)
 """Bits that an array may have. One bit, the ends of a range, is worse than storing nothing."""
-_KEPT_BITS = 32
-"""What a number that is kept takes, where bits are allocated."""
-MEASURED_BITS = 4
-"""Bits at which the error of each array is measured. The error at other bits follows from it."""
+_SHARE = 100
+"""A choice is due once the steps since the last one cost so many times as much as its gradients."""
+
+
+class Chooser:
+    """Chooses bits of stored arrays by the sensitivity of a gradient to each of them (GACT).
+
+    It measures sensitivities, allocates bits, and holds both by label. `compress` measures once,
+    within an error; `Controller` and `train.run.adapt` measure again at an interval, within bits on
+    average.
+
+    Attributes:
+      sensitivity: `c_l` by label, as last measured; empty before.
+      bits: by label; empty before the first choice. It can be set, to the bits of a checkpoint.
+    """
+
+    def __init__(
+        self,
+        measure: Callable[..., Mapping[str, float]],
+        allocate: Callable[[Mapping[str, float]], Mapping[str, int]],
+        *,
+        every: int | None = None,
+        early: Collection[int] = (),
+        gain: float | None = None,
+    ) -> None:
+        """Takes both parts of a choice, and says when to repeat it.
+
+        Args:
+          measure: from the arguments of `choose` to sensitivities.
+          allocate: from sensitivities to bits.
+          every: steps between two choices. By default 100 times the number of gradients that a
+            measurement takes, so that it takes less than 1% of the time.
+          early: further numbers of steps after which a choice is due.
+          gain: other bits are chosen only if they lower the variance by more than this factor; None
+            for any other bits.
+        """
+        self._measure, self._allocate = measure, allocate
+        self._every, self._early, self._gain = every, early, gain
+        self.sensitivity: dict[str, float] = {}
+        self.bits: dict[str, int] = {}
+
+    @property
+    def every(self) -> int:
+        """Steps between two choices."""
+        # Before the first measurement the number of arrays is not known.
+        return self._every or _SHARE * (len(self.bits) + 1)
+
+    def is_due(self, step: int) -> bool:
+        """Returns whether to choose after `step` steps."""
+        return step in self._early or step % self.every == 0
+
+    def choose(self, *args: Any, **kwargs: Any) -> bool:
+        """Measures and allocates; returns whether all sensitivities are finite.
+
+        If one is not, nothing changes.
+
+        Args:
+          *args: arguments of the measurement.
+          **kwargs: keyword arguments of the measurement.
+        """
+        measured = self._measure(*args, **kwargs)
+        if not all(map(math.isfinite, measured.values())):
+            return False
+        self.sensitivity = dict(measured)
+        bits = dict(self._allocate(measured))
+        if not self._keeps(bits):
+            self.bits = bits
+        return True
+
+    def _keeps(self, bits: Mapping[str, int]) -> bool:
+        """Returns whether other bits gain too little to replace the present ones."""
+        if self._gain is None or self.bits.keys() != bits.keys():
+            return False
+        present, other = (compression_variance(self.sensitivity, b) for b in (self.bits, bits))
+        return present <= self._gain * other
 
 
 @dataclasses.dataclass(frozen=True)
 class Tried:
-    """A way to run the backward pass, and what was measured of it.
+    """A way to run the backward pass, and its measurements.
 
     Attributes:
       name: "exact", "codes", "remat in part", "remat", "remat and codes".
@@ -39,7 +111,7 @@ class Tried:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What `actjax.compress` chose.
+    """The way that `actjax.compress` chose, and the bits of its codes.
 
     Attributes:
       name: the chosen way, one of `tried`.
@@ -61,20 +133,12 @@ class Choice:
 
     @property
     def chosen(self) -> Tried:
-        """What was measured of the chosen way."""
-        return next(one for one in self.tried if one.name == self.name)
-
-    def rule(self, codec: Quantized) -> Callable[[Candidate], Codec | None]:
-        """Returns the rule of `compress_residuals`.
-
-        Args:
-          codec: how arrays are stored. An array without bits is stored exactly.
-        """
-        return rule_of(self.bits, codec, self.offload)
+        """The measurements of the chosen way."""
+        return next(tried for tried in self.tried if tried.name == self.name)
 
     @property
     def remat_settings(self) -> Remat | None:
-        """The same for `compress_residuals`."""
+        """The segments that are computed again; None for none."""
         return Remat(self.codes_within, self.share) if self.remat else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -91,7 +155,7 @@ class Choice:
         names = {field.name for field in dataclasses.fields(Choice)}
         if set(data) != names:
             raise ValueError(f"a Choice has the entries {sorted(names)}, got {sorted(data)}.")
-        tried = tuple(Tried(**one) for one in data["tried"])
+        tried = tuple(Tried(**entry) for entry in data["tried"])
         return Choice(**{**data, "bits": dict(data["bits"]), "tried": tried})
 
 
@@ -110,30 +174,51 @@ def rule_of(
     return rule
 
 
-class Labels:
-    """A rule that takes note of the arrays it is asked about."""
+def coded_function(
+    fun: Callable[..., Any],
+    bits: Mapping[str, int],
+    codec: Quantized,
+    *,
+    remat: Remat | None,
+    offload: bool,
+    caller: str,
+    key: Any = None,
+) -> Callable[..., Any]:
+    """Returns a function whose backward pass reads codes.
 
-    def __init__(self, rule: Callable[[Candidate], Codec | None], known: Collection[str]) -> None:
-        """Takes a rule, and the labels that bits were chosen for."""
-        self._rule, self._known = rule, set(known)
-        self._seen: set[str] = set()
+    It warns if bits were chosen for arrays that the function does not have.
 
-    def __call__(self, what: Candidate) -> Codec | None:
-        """Returns what the rule says."""
-        self._seen.add(what.label)
-        return self._rule(what)
+    Args:
+      fun: the function.
+      bits: by label. An array without bits is stored exactly.
+      codec: how arrays are stored.
+      remat: what is computed again.
+      offload: whether codes are kept in the memory of the host.
+      caller: name for the warning.
+      key: randomness of the codes; consumed.
+    """
+    rule, seen = rule_of(bits, codec, offload), set()
 
-    def check(self, where: str) -> None:
-        """Warns if bits were chosen for arrays that the function, now traced, does not have."""
-        lost = self._known - self._seen
-        if self._seen and lost:
+    def noting_rule(what: Candidate) -> Codec | None:
+        seen.add(what.label)
+        return rule(what)
+
+    def coded(*args: Any, **kwargs: Any) -> Any:
+        seen.clear()
+        settings = Settings(noting_rule, remat=remat)
+        output = compressed_function(fun, settings, key=key)(*args, **kwargs)
+        lost = bits.keys() - seen
+        if seen and lost:
             warnings.warn(
-                f"{where}: {len(lost)} of the {len(self._known)} arrays that bits were chosen for"
+                f"{caller}: {len(lost)} of the {len(bits)} arrays that bits were chosen for"
                 f" are not in this function, such as {min(lost)!r}. Labels name places in its code:"
                 " the code, or the shapes of the arguments, differ from what was measured. Measure"
                 " again.",
                 stacklevel=3,
             )
+        return output
+
+    return coded
 
 
 def with_bits(codec: Quantized, bits: int) -> Quantized:
@@ -141,53 +226,10 @@ def with_bits(codec: Quantized, bits: int) -> Quantized:
     return dataclasses.replace(codec, bits=bits, levels=codec.levels if bits <= 4 else "uniform")
 
 
-def fewer_codes(bits: Mapping[str, int]) -> dict[str, int]:
-    """Returns bits with a smaller error: one step more for each array."""
-    steps = (*BITS, KEEP)
-    return {
-        name: steps[min(steps.index(number) + 1, len(steps) - 1)] for name, number in bits.items()
-    }
-
-
-def codable(found: Sequence[Candidate]) -> list[Candidate]:
+def codable(arrays: Sequence[Candidate]) -> list[Candidate]:
     """Returns the arrays that are worth a code: no scalars, and none that is small."""
-    largest = max((c.size * c.layers for c in found), default=0)
-    return [c for c in found if c.shape and c.size * c.layers * LARGEST_OVER_SMALL >= largest]
-
-
-def groups_of(found: Sequence[Candidate], most: int) -> list[list[Candidate]]:
-    """Returns arrays that are measured together: each alone if there are at most `most`.
-
-    Otherwise arrays that differ only in the numbers of their label, which are those of layers, are
-    one group.
-    """
-    if len(found) <= most:
-        return [[c] for c in found]
-    groups: dict[Any, list[Candidate]] = {}
-    for c in found:
-        kind = re.sub(r"\d+", "*", c.scope), c.name, c.shape
-        groups.setdefault(kind, []).append(c)
-    return list(groups.values())
-
-
-def fewest_bits(
-    variances: Mapping[str, float], sizes: Mapping[str, int], bound: float
-) -> dict[str, int]:
-    """Returns bits for each array that store few bytes within a bound of the variance.
-
-    The variance of array l is `variances[l] S(b) / S(4)`, and next to none if it is kept.
-
-    Args:
-      variances: squared error of the gradient by each array at `MEASURED_BITS`.
-      sizes: numbers of elements.
-      bound: the largest sum of variances.
-    """
-    at_one = {name: v / error_of_bits(MEASURED_BITS) for name, v in variances.items()}
-    found = best_allocations(at_one, sizes, (*BITS, _KEPT_BITS))
-    meets = found.variances * found.unit <= bound
-    # Fewest bits come first. If nothing meets the bound, the last one has the least variance.
-    bits = found.bits(int(meets.argmax()) if meets.any() else len(meets) - 1)
-    return {name: KEEP if n == _KEPT_BITS else n for name, n in bits.items()}
+    largest = max((c.size * c.layers for c in arrays), default=0)
+    return [c for c in arrays if c.shape and c.size * c.layers * LARGEST_OVER_SMALL >= largest]
 
 
 def preferred(tried: Sequence[Tried], budget: float | None, error: float | None) -> Tried | None:

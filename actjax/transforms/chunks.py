@@ -18,11 +18,12 @@ Run = Callable[[Any, Any], list[jax.Array]]
 class InChunks(Operator):
     """A function of chunks of its activations, for `coded_call`.
 
-    What the function computes for one chunk is gone when the next one begins: in the forward pass,
-    and in the backward pass, which runs it again. Gradients of `others` are summed in float32.
+    Intermediate values of one chunk are freed before the next one begins: in the forward pass, and
+    in the backward pass, which runs the function again. Gradients of `others` are summed in
+    float32.
 
-    If the length is not a multiple of the size, what is left runs as the end of a whole chunk, so
-    that the function is traced for one size alone.
+    If the length is not a multiple of the size, the remaining positions run as the end of a full
+    chunk, so that the function is traced for one size alone.
 
     Attributes:
       run: the function.
@@ -67,8 +68,8 @@ class InChunks(Operator):
         sums = [jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in smooth]
         arrays = list(decoded)
         if left:
-            own = [self._without_start(x, left) for x in self._end(cotangent)]
-            grads, dfloats = differentiate(self._end(decoded), own)
+            ends = [self._without_start(x, left) for x in self._end(cotangent)]
+            grads, dfloats = differentiate(self._end(decoded), ends)
             arrays, sums = self._put_end(arrays, grads, left), _added(sums, dfloats)
         arrays, sums = jax.lax.fori_loop(0, length // self.size, body, (arrays, sums))
         sums = [s.astype(x.dtype) for s, x in zip(sums, smooth, strict=True)]
@@ -116,5 +117,5 @@ class InChunks(Operator):
         return jnp.where((jnp.arange(self.size) >= self.size - left).reshape(shape), x, 0)
 
 
-def _added(sums: Sequence[jax.Array], more: Sequence[jax.Array]) -> list[jax.Array]:
-    return [s + x.astype(s.dtype) for s, x in zip(sums, more, strict=True)]
+def _added(sums: Sequence[jax.Array], terms: Sequence[jax.Array]) -> list[jax.Array]:
+    return [s + x.astype(s.dtype) for s, x in zip(sums, terms, strict=True)]

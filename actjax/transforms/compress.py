@@ -16,12 +16,12 @@ from rich.console import Console
 from rich.table import Table
 
 from actjax.codecs import Quantized
-from actjax.transforms.candidates import Candidate, Settings
+from actjax.transforms.candidates import Candidate
 from actjax.transforms.checks import check_function
-from actjax.transforms.choice import KEEP, Choice, Labels, preferred
+from actjax.transforms.choice import KEEP, Choice, coded_function, preferred
 from actjax.transforms.explain import bytes_text
-from actjax.transforms.measuring import Loss, Measuring, Memory
-from actjax.transforms.residuals import compressed_function
+from actjax.transforms.measuring import Loss
+from actjax.transforms.ways import Memory, Ways
 
 DEFAULT_ERROR = 0.05
 """Relative error of the gradient that a budget alone allows."""
@@ -120,8 +120,7 @@ def compress(
     positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in positions):
         raise TypeError(f"`argnums` of compress must be integers, got {argnums!r}.")
-    options = Options(limit, error, positions, has_aux, codec, remat, offload, memory, verbose)
-    return Compressed(fun, options)
+    return Compressed(fun, limit, error, positions, has_aux, codec, remat, offload, memory, verbose)
 
 
 def parse_bytes(budget: str | float) -> int:
@@ -143,33 +142,6 @@ def parse_bytes(budget: str | float) -> int:
     return int(float(match[1]) * _UNITS[(match[2] or "B").upper()])
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """Arguments of `compress`.
-
-    Attributes:
-      budget: in bytes; None for no limit.
-      error: None for no limit.
-      argnums: positions of arguments.
-      has_aux: whether the function returns auxiliary data.
-      codec: how arrays are stored.
-      remat: whether segments may be computed again.
-      offload: whether codes may be kept in the memory of the host.
-      memory: what tells the bytes of temporaries; None for the compiler.
-      verbose: whether to print.
-    """
-
-    budget: int | None
-    error: float | None
-    argnums: tuple[int, ...]
-    has_aux: bool
-    codec: Quantized
-    remat: bool
-    offload: bool
-    memory: Memory | None
-    verbose: bool
-
-
 class Compressed:
     """A loss whose backward pass takes less memory; what `actjax.compress` returns.
 
@@ -178,11 +150,25 @@ class Compressed:
         checkpoint held.
     """
 
-    def __init__(self, fun: Callable[..., Any], options: Options) -> None:
-        """Takes what `compress` has checked."""
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        budget: int | None,
+        error: float | None,
+        argnums: tuple[int, ...],
+        has_aux: bool,
+        codec: Quantized,
+        remat: bool,
+        offload: bool,
+        memory: Memory | None,
+        verbose: bool,
+    ) -> None:
+        """Takes the arguments of `compress`, which checks them."""
         functools.update_wrapper(self, fun)
-        self._fun = fun
-        self._options = options
+        self._fun, self._argnums, self._has_aux = fun, argnums, has_aux
+        self._budget, self._error = budget, DEFAULT_ERROR if error is None else error
+        self._codec, self._remat, self._offload = codec, remat, offload
+        self._memory, self._verbose = memory, verbose
         self._arrays: tuple[tuple[Candidate, int], ...] = ()
         self.choice: Choice | None = None
 
@@ -193,22 +179,27 @@ class Compressed:
           ValueError: nothing was measured yet, and the arguments have no values to measure on.
         """
         if self.choice is None:
-            given = jax.tree.map(_without_derivative, (args, kwargs))
-            if any(isinstance(x, Tracer) for x in jax.tree.leaves(given)):
+            arguments = jax.tree.map(_without_derivative, (args, kwargs))
+            if any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments)):
                 raise ValueError(
                     "compress chooses by a measurement, which needs arrays, and this call is within"
                     " jit (or another transformation): call `.measure(...)` before, with the"
                     " arguments of one call, such as parameters and a batch."
                 )
-            self.measure(*given[0], **given[1])
-        assert self.choice is not None
-        if not self.choice.bits and not self.choice.remat:
+            self.measure(*arguments[0], **arguments[1])
+        choice = self.choice
+        assert choice is not None
+        if not choice.bits and not choice.remat:
             return self._fun(*args, **kwargs)
-        rule = Labels(self.choice.rule(self._options.codec), self.choice.bits)
-        settings = Settings(rule, remat=self.choice.remat_settings)
-        output = compressed_function(self._fun, settings)(*args, **kwargs)
-        rule.check("compress")
-        return output
+        run = coded_function(
+            self._fun,
+            choice.bits,
+            self._codec,
+            remat=choice.remat_settings,
+            offload=choice.offload,
+            caller="compress",
+        )
+        return run(*args, **kwargs)
 
     def measure(self, *args: Any, **kwargs: Any) -> "Compressed":
         """Measures and chooses, and returns the function itself.
@@ -222,29 +213,28 @@ class Compressed:
           ValueError: the loss is not a scalar; its gradient is not finite on this batch; or nothing
             meets the limits: the message says what each way takes.
         """
-        o = self._options
-        if o.verbose:
+        if self._verbose:
             Console().print(
                 "actjax.compress measures: it compiles up to seven gradients, which takes minutes"
                 " for a large model in a Python loop."
             )
         fun = functools.partial(self._fun, **kwargs)
-        measuring = Measuring(Loss(fun, args, o.argnums, o.has_aux), o.codec, o.memory)
-        error = DEFAULT_ERROR if o.error is None else o.error
+        ways = Ways(Loss(fun, args, self._argnums, self._has_aux), self._codec, self._memory)
+        limits = self._budget, self._error
         choices = []
-        for choice in measuring.ways(error, o.budget, o.remat, o.offload):
+        for choice in ways.choices(self._error, self._budget, self._remat, self._offload):
             choices.append(choice)
             # With a budget the ways come in the order in which they are preferred.
-            if o.budget is not None and preferred([choice.chosen], o.budget, error) is not None:
+            if self._budget is not None and preferred([choice.chosen], *limits) is not None:
                 break
-        best = preferred([c.chosen for c in choices], o.budget, error)
         tried = tuple(c.chosen for c in choices)
+        best = preferred(tried, *limits)
         if best is None:
-            raise ValueError(_nothing_fits(tried, o.budget, error))
+            raise ValueError(_nothing_fits(tried, *limits))
         chosen = next(c for c in choices if c.name == best.name)
         chosen = dataclasses.replace(chosen, tried=tried)
-        self.choice, self._arrays = chosen, measuring.arrays_of(chosen)
-        untouched = measuring.untouched() if chosen.bits else 0.0
+        self.choice, self._arrays = chosen, ways.arrays_of(chosen)
+        untouched = ways.untouched() if chosen.bits else 0.0
         if untouched > _MOST_UNTOUCHED:
             warnings.warn(
                 f"compress: the gradient of {_percent(untouched)} of the parameters is zero on this"
@@ -252,7 +242,7 @@ class Compressed:
                 " without them: call `measure` again after some steps.",
                 stacklevel=2,
             )
-        if o.verbose:
+        if self._verbose:
             out = Console()
             # Rich takes a file to be 80 columns wide, which breaks the labels into pieces.
             has_width = out.is_terminal or out.is_jupyter

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
@@ -10,19 +9,16 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from actjax.codecs import Codec, Offloaded, Quantized
-from actjax.transforms.bits import Estimate, Sensitivity, allocate_bits, compression_variance
+from actjax.codecs import Codec, Quantized
+from actjax.transforms.bits import allocate_bits
 from actjax.transforms.candidates import Candidate, Remat, Settings
 from actjax.transforms.checks import check_function
-from actjax.transforms.choice import BITS, Labels, codable
-from actjax.transforms.measuring import Loss
-from actjax.transforms.residuals import compressed_function
+from actjax.transforms.choice import BITS, Chooser, codable, coded_function, with_bits
+from actjax.transforms.measuring import Loss, Sensitivity
 
 Level = Literal["L1", "L2", "CB1"]
 _GAIN = 1.1
 """Bits are kept if others would not lower the variance by more than this factor."""
-_SHARE = 100
-"""A measurement is due once the steps since the last one cost so many times as much."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,13 +48,16 @@ class Stored:
           code_key: randomness of the codes; consumed. Another one in each step.
           **kwargs: further arguments of the loss.
         """
-        codecs = {label: _codec(self.codec, bits, self.level) for label, bits in self.bits}
-        rule = Labels(lambda c: codecs.get(c.label), codecs)
-        settings = Settings(rule, remat=_remat(self.level))
-        fun = functools.partial(self.fun, **kwargs)
-        output = compressed_function(fun, settings, key=code_key)(*args)
-        rule.check("Controller")
-        return output
+        run = coded_function(
+            functools.partial(self.fun, **kwargs),
+            dict(self.bits),
+            self.codec,
+            remat=_remat(self.level),
+            offload=self.level == "L2",
+            caller="Controller",
+            key=code_key,
+        )
+        return run(*args)
 
 
 class Controller:
@@ -76,19 +75,16 @@ class Controller:
             return jax.value_and_grad(functools.partial(stored, code_key=key))(params, batch)
 
         for batch in batches:
-            key, own = jax.random.split(key)
-            controller.step(params, batch, key=own)
-            value, grads = gradient(controller.stored, params, batch, own)
+            key, step_key = jax.random.split(key)
+            controller.step(params, batch, key=step_key)
+            value, grads = gradient(controller.stored, params, batch, step_key)
 
     Codes are rounded stochastically, as the paper has it, so that to first order the gradient is
     unbiased. Arrays that are small stay exact. Under a `lax.scan` all layers of an array have the
     same bits, since one program runs them.
 
     Attributes:
-      stored: the loss with the present bits. Before the first measurement all arrays have the
-        highest choice that `average_bits` pays for.
       arrays: the stored arrays that have bits, by label; empty before the first measurement.
-      sensitivity: the measured `c_l`, by label; empty before the first measurement.
       steps: calls of `step` so far.
     """
 
@@ -103,7 +99,6 @@ class Controller:
         has_aux: bool = False,
         codec: Quantized = Quantized(4, rounding="stochastic"),
         choices: Sequence[int] = BITS,
-        estimate: Estimate = "algorithm 1",
     ) -> None:
         """Takes a loss.
 
@@ -120,7 +115,6 @@ class Controller:
           has_aux: whether `fun` returns auxiliary data.
           codec: how arrays are stored; its bits are chosen. With stochastic rounding.
           choices: the allowed numbers of bits.
-          estimate: as for `actjax.sensitivity`.
 
         Raises:
           TypeError: an argument has the wrong type.
@@ -144,29 +138,36 @@ class Controller:
                 f"`average_bits` must be between {min(choices)} and {max(choices)}, the choices,"
                 f" got {average_bits!r}."
             )
-        self._fun, self._every, self._has_aux = fun, every, has_aux
+        self._fun, self._has_aux, self._codec = fun, has_aux, codec
+        self._level: Level = level
         self._argnums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
         self._average, self._choices = average_bits, tuple(sorted(choices))
-        self._estimate: Estimate = estimate
-        self.arrays: dict[str, Candidate] = {}
+        self._chooser = Chooser(self._measure, self._allocate, every=every, gain=_GAIN)
         self._shapes: Any = None
-        self._compiled: tuple[Any, Sensitivity] | None = None
-        self.stored = Stored(fun, (), level, codec)
-        self.sensitivity: dict[str, float] = {}
+        self._sensitivity: Sensitivity | None = None
+        self.arrays: dict[str, Candidate] = {}
         self.steps = 0
+
+    @property
+    def stored(self) -> Stored:
+        """The loss with the present bits. Before the first measurement all arrays are exact."""
+        bits = tuple(sorted(self.bits.items()))
+        return Stored(self._fun, bits, self._level, self._codec)
+
+    @property
+    def sensitivity(self) -> dict[str, float]:
+        """The measured `c_l`, by label; empty before the first measurement."""
+        return self._chooser.sensitivity
 
     @property
     def bits(self) -> dict[str, int]:
         """Bits of each array, by its label."""
-        return dict(self.stored.bits)
+        return dict(self._chooser.bits)
 
     @property
     def every(self) -> int:
         """Steps between measurements."""
-        if self._every is not None:
-            return self._every
-        # Before the first measurement the number of arrays is not known.
-        return _SHARE * (len(self.bits) + 1)
+        return self._chooser.every
 
     def step(self, *args: Any, key: jax.Array, **kwargs: Any) -> bool:
         """Counts a step, measures if it is due, and returns whether the bits changed.
@@ -176,7 +177,7 @@ class Controller:
           key: randomness of the measurement.
           **kwargs: further arguments of the loss.
         """
-        due = not self.sensitivity or self.steps % self.every == 0
+        due = not self.sensitivity or self._chooser.is_due(self.steps)
         self.steps += 1
         return self.measure(*args, key=key, **kwargs) if due else False
 
@@ -192,52 +193,45 @@ class Controller:
           key: randomness; consumed.
           **kwargs: further arguments of the loss.
         """
-        stored = self.stored
-        loss = Loss(functools.partial(self._fun, **kwargs), args, self._argnums, self._has_aux)
-        shapes = [(jnp.shape(x), jnp.result_type(x)) for x in loss.leaves]
-        if self._shapes != shapes:
-            found = codable(loss.candidates(_remat(stored.level)))
-            self.arrays, self._shapes = {c.label: c for c in found}, shapes
-        if not self.arrays:
-            raise ValueError(
-                "Controller: the backward pass stores no array that a code could make smaller."
-            )
-        # The same bits for all, whatever they have now: it is compiled once. To first order the
-        # sensitivity does not depend on them.
-        bits = dict.fromkeys(self.arrays, max(n for n in self._choices if n <= self._average))
-        if self._compiled is None or self._compiled[0] != (bits, shapes):
-            self._compiled = (bits, shapes), self._measurement(loss, bits)
-        found = self._compiled[1](key, loss.leaves)
-        if not all(map(math.isfinite, found.values())):
+        before = self.bits
+        if not self._chooser.choose(key, args, kwargs):
             warnings.warn(
                 "Controller: the gradient of this batch is not finite, so nothing was measured: the"
                 " bits stay as they are.",
                 stacklevel=2,
             )
-            return False
-        self.sensitivity = found
-        self._allocate()
-        return self.stored != stored
+        return self.bits != before
 
-    def _measurement(self, loss: Loss, bits: Mapping[str, int]) -> Sensitivity:
-        """Returns a measurement at the given bits; it is compiled once for equal bits."""
-        stored = self.stored
-        codecs = {label: dataclasses.replace(stored.codec, bits=n) for label, n in bits.items()}
+    def _measure(
+        self, key: jax.Array, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[str, float]:
+        """Returns the sensitivity of each array."""
+        loss = Loss(functools.partial(self._fun, **kwargs), args, self._argnums, self._has_aux)
+        shapes = [(jnp.shape(x), jnp.result_type(x)) for x in loss.leaves]
+        # A compiled measurement holds the values of keyword arguments.
+        if self._sensitivity is None or self._shapes != shapes or kwargs:
+            self._sensitivity, self._shapes = self._measurement(loss), shapes
+        return self._sensitivity(key, loss.leaves)
+
+    def _measurement(self, loss: Loss) -> Sensitivity:
+        """Returns the measurement for all arrays of a loss; it is compiled once."""
+        remat = _remat(self._level)
+        self.arrays = {c.label: c for c in codable(loss.candidates(remat))}
+        if not self.arrays:
+            raise ValueError(
+                "Controller: the backward pass stores no array that a code could make smaller."
+            )
 
         def gradient(codecs: Mapping[str, Codec], keys: Any, leaves: Any) -> Any:
-            settings = Settings(lambda c: codecs.get(c.label), remat=_remat(stored.level))
-            return loss.gradient(settings, keys)(leaves)
+            return loss.gradient(Settings(lambda c: codecs.get(c.label), remat=remat), keys)(leaves)
 
-        return Sensitivity(gradient, codecs, self._estimate)
+        # The same bits for all arrays: to first order the sensitivity does not depend on them.
+        bits = max(n for n in self._choices if n <= self._average)
+        return Sensitivity(gradient, dict.fromkeys(self.arrays, with_bits(self._codec, bits)))
 
-    def _allocate(self) -> None:
+    def _allocate(self, sensitivity: Mapping[str, float]) -> dict[str, int]:
         sizes = {label: c.size * c.layers for label, c in self.arrays.items()}
-        bits = allocate_bits(self.sensitivity, sizes, self._average, self._choices)
-        # Other bits compile the training step again: only for a gain above the noise.
-        variance = functools.partial(compression_variance, self.sensitivity)
-        if self.bits.keys() == bits.keys() and variance(self.bits) <= _GAIN * variance(bits):
-            return
-        self.stored = dataclasses.replace(self.stored, bits=tuple(sorted(bits.items())))
+        return allocate_bits(sensitivity, sizes, self._average, self._choices)
 
     def state(self) -> dict[str, Any]:
         """Returns steps, bits and sensitivities as plain data, for a checkpoint."""
@@ -259,15 +253,9 @@ class Controller:
                 f" {sorted(state)}."
             )
         self.steps = int(state["steps"])
-        self.sensitivity = {name: float(c) for name, c in state["sensitivity"].items()}
-        bits = {name: int(n) for name, n in state["bits"].items()}
-        self.stored = dataclasses.replace(self.stored, bits=tuple(sorted(bits.items())))
+        self._chooser.sensitivity = {name: float(c) for name, c in state["sensitivity"].items()}
+        self._chooser.bits = {name: int(n) for name, n in state["bits"].items()}
 
 
 def _remat(level: Level) -> Remat | None:
     return Remat(codes=True) if level == "CB1" else None
-
-
-def _codec(codec: Quantized, bits: int, level: Level) -> Codec:
-    stored = dataclasses.replace(codec, bits=bits)
-    return Offloaded(stored) if level == "L2" else stored

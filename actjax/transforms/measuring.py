@@ -1,68 +1,176 @@
-"""What a gradient takes and how wrong it is, for each way to run its backward pass."""
+"""The effect of compression on a gradient: its sensitivity to each stored array, and its error."""
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from actjax._core.nnx_modules import are_parameters
 from actjax._jaxpr.products import product_flops
 from actjax._jaxpr.variables import is_floating
-from actjax.codecs import Codec, Quantized
-from actjax.codecs.levels import AnyLevels
+from actjax.codecs import Quantized
+from actjax.transforms.bits import error_of_bits
 from actjax.transforms.candidates import Candidate, Remat, Settings
-from actjax.transforms.choice import (
-    BITS,
-    KEEP,
-    MEASURED_BITS,
-    Choice,
-    Tried,
-    codable,
-    fewer_codes,
-    fewest_bits,
-    groups_of,
-    rule_of,
-    with_bits,
-)
 from actjax.transforms.opened import open_function
 from actjax.transforms.residuals import compressed_function
-from actjax.transforms.stored_by import fitted
 
-_MOST_MEASURED = 64
-"""With more arrays than these, arrays of a kind are measured together."""
-_PARTS = 8
-"""Parts of a function that may be computed again, each as well as all before it."""
-_ROUNDS = 4
-"""How often bits are chosen anew because the error of all arrays together was above the bound."""
-_TOP = 255.0
+Gradient = Callable[..., Any]
+"""From `{name: codec}`, `{name: key}` and further arguments to a gradient, a pytree of arrays."""
 _WIDE = jnp.float32
-_SMALLER_HEAP = {"xla_cpu_enable_concurrency_optimized_scheduler": False}
-"""XLA's default schedule for CPUs runs what it can at once, and holds arrays for that, whatever the
-program says. The other one tells what a program needs."""
 
 
-Memory = Callable[..., int]
-"""From a function and its arguments to the bytes of its temporaries."""
+def sensitivity(
+    gradient: Gradient,
+    codecs: Mapping[str, Quantized],
+    key: jax.Array,
+    *args: Any,
+    samples: int = 4,
+) -> dict[str, float]:
+    """Returns `c_l` for each stored tensor: the variance it adds to the gradient, over `S(b_l)`.
 
+    GACT's Algorithm 1: `½ ‖g_0 - g_1‖² / S(b_l)` for two gradients that differ only in the random
+    rounding of tensor l. It takes `samples (L + 1)` gradients for L tensors and includes every
+    effect of the error.
 
-@dataclasses.dataclass(frozen=True)
-class _Program:
-    """A compiled gradient.
+    Args:
+      gradient: the gradient on a batch, a function of `{name: codec}`, `{name: key}` and `args`. It
+        passes codecs and keys to the operators, or to `compress_residuals`, that store these
+        tensors. It is jitted here.
+      codecs: how each tensor is stored. The measurement uses uniform levels and stochastic
+        rounding, which the theory assumes, instead of those of the codec.
+      key: randomness of the estimate; consumed.
+      *args: further arguments of `gradient`, such as parameters and a batch.
+      samples: number of estimates to average.
 
-    Attributes:
-      run: the compiled function.
-      memory: bytes of its temporaries.
-      products: operations of its matrix products.
+    Raises:
+      ValueError: no samples, or no codecs.
+      TypeError: a codec that is not a `Quantized`.
     """
+    if samples < 1 or not codecs:
+        raise ValueError(
+            f"`samples` must be at least 1 and `codecs` not empty, got {samples} and {codecs}."
+        )
+    return Sensitivity(gradient, codecs)(key, *args, samples=samples)
 
-    run: Any
-    memory: int
-    products: float
+
+class Sensitivity:
+    """As `sensitivity`; it is compiled once for all calls."""
+
+    def __init__(self, gradient: Gradient, codecs: Mapping[str, Quantized]) -> None:
+        """As `sensitivity`."""
+        for name, codec in codecs.items():
+            if not isinstance(codec, Quantized):
+                raise TypeError(
+                    f"`codecs` of sensitivity must be Quantized, got {codec!r} for {name}."
+                )
+        random = {
+            name: dataclasses.replace(codec, rounding="stochastic", levels="uniform")
+            for name, codec in codecs.items()
+        }
+        self._run = jax.jit(lambda keys, *args: gradient(random, keys, *args))
+        self._errors = {name: error_of_bits(codec.bits) for name, codec in codecs.items()}
+
+    def __call__(self, key: jax.Array, *args: Any, samples: int = 1) -> dict[str, float]:
+        """As `sensitivity`."""
+        totals = dict.fromkeys(self._errors, 0.0)
+        for first, second in _pairs_of_keys(key, tuple(self._errors), samples):
+            base = self._run(first, *args)
+            # In sequence: at most two gradients exist at once.
+            for name, error in self._errors.items():
+                other = self._run({**first, name: second[name]}, *args)
+                variance = float(squared_distance(base, other)) / 2
+                totals[name] += variance / error / samples
+        return totals
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _pairs_of_keys(key: jax.Array, names: tuple[str, ...], samples: int) -> Any:
+    """Returns two keys for each name, as two dictionaries, for each sample."""
+    return [
+        [dict(zip(names, jax.random.split(k, len(names)), strict=True)) for k in pair]
+        for pair in map(jax.random.split, jax.random.split(key, samples))
+    ]
+
+
+def sampling_variance(gradients: Sequence[Any]) -> float:
+    """Returns the variance of the mean of gradients of independent batches.
+
+    Args:
+      gradients: two or more pytrees of arrays.
+
+    Raises:
+      ValueError: fewer than two gradients.
+    """
+    count = len(gradients)
+    if count < 2:
+        raise ValueError(f"`gradients` must be two or more, got {count}.")
+    mean = _mean(gradients)
+    spread = sum(float(squared_distance(g, mean)) for g in gradients)
+    return spread / (count * (count - 1))
+
+
+@jax.jit
+def _mean(gradients: Sequence[Any]) -> Any:
+    return jax.tree.map(lambda *g: sum(g) / len(g), *gradients)
+
+
+@jax.jit
+def squared_distance(gradient: Any, other: Any) -> jax.Array:
+    """Returns `‖gradient - other‖²`, in float32."""
+    return _sum(jnp.sum((x - y) ** 2) for x, y in _wide(gradient, other))
+
+
+@jax.jit
+def compare(gradient: Any, exact: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns `<gradient, exact>`, `‖gradient‖²` and `‖gradient - exact‖²`, in float32."""
+    pairs = _wide(gradient, exact)
+    return (
+        _sum(jnp.sum(x * y) for x, y in pairs),
+        _sum(jnp.sum(x * x) for x, _ in pairs),
+        _sum(jnp.sum(jnp.square(x - y)) for x, y in pairs),
+    )
+
+
+def _wide(gradient: Any, other: Any) -> list[tuple[jax.Array, jax.Array]]:
+    """Returns the arrays of two gradients, pair by pair, in float32."""
+    pairs = zip(jax.tree.leaves(gradient), jax.tree.leaves(other), strict=True)
+    return [(x.astype(_WIDE), y.astype(_WIDE)) for x, y in pairs]
+
+
+def _sum(terms: Any) -> jax.Array:
+    return sum(terms, jnp.zeros(()))
+
+
+_LEAST_LEAF = 0.01
+"""Root mean square of an array's gradient, over that of the whole, below which it counts as zero:
+that of the biases of keys in attention is nothing but rounding."""
+
+
+@jax.jit
+def worst_error(gradient: Sequence[jax.Array], exact: Sequence[jax.Array]) -> jax.Array:
+    """Returns the larger of two relative errors of a gradient.
+
+    They are those of the whole gradient, `‖g - g_exact‖ / ‖g_exact‖`, and of its
+    arrays, each over its own norm, as an optimizer such as Adam sees them: the root mean square
+    over all parameters.
+
+    Args:
+      gradient: arrays.
+      exact: arrays.
+    """
+    pairs = [(x.astype(_WIDE), y.astype(_WIDE)) for x, y in zip(gradient, exact, strict=True)]
+    wrong = jnp.stack([jnp.sum((x - y) ** 2) for x, y in pairs])
+    norms = jnp.stack([jnp.sum(y**2) for _, y in pairs])
+    shares = jnp.asarray([y.size for _, y in pairs]) / sum(y.size for _, y in pairs)
+    total = jnp.sum(norms)
+    least = _LEAST_LEAF**2 * shares * total
+    by_array = jnp.sum(shares * wrong / jnp.maximum(norms, least))
+    # If the exact gradient is zero everywhere, any difference is an error.
+    overall = jnp.where(total > 0, jnp.sum(wrong) / total, jnp.sum(wrong) > 0)
+    return jnp.sqrt(jnp.maximum(overall, jnp.where(total > 0, by_array, 0)))
 
 
 class Loss:
@@ -149,217 +257,15 @@ class Loss:
 
     def products(self) -> float:
         """Returns the operations of the matrix products of the loss."""
-        given = jax.tree.unflatten(self._treedef, self.leaves)
-        return product_flops(jax.make_jaxpr(self._value)(*given).jaxpr)
+        args = jax.tree.unflatten(self._treedef, self.leaves)
+        return product_flops(jax.make_jaxpr(self._value)(*args).jaxpr)
 
     def candidates(self, remat: Remat | None) -> list[Candidate]:
         """Returns the arrays that a rule decides on."""
-        found: dict[str, Candidate] = {}
+        arrays: dict[str, Candidate] = {}
 
         def record(what: Candidate) -> None:
-            found[what.label] = what
+            arrays[what.label] = what
 
         jax.eval_shape(self.gradient(Settings(record, remat=remat)), self.leaves)
-        return list(found.values())
-
-
-class Measuring:
-    """Compiles and runs the gradient of a loss on one batch."""
-
-    def __init__(self, loss: Loss, codec: Quantized, memory: Memory | None = None) -> None:
-        """Takes a loss with its arguments.
-
-        Args:
-          loss: the loss.
-          codec: how arrays are stored; its bits are chosen.
-          memory: tells what a gradient takes; None for what the compiler says here.
-        """
-        self.gradient, self._leaves, self._codec = loss.gradient, loss.leaves, codec
-        self._compile = functools.partial(_compiled, memory_of=memory)
-        self._candidates = functools.cache(loss.candidates)
-        self._forward_products = loss.products()
-        self._exact: list[jax.Array] = []
-
-    def ways(
-        self, error: float, budget: int | None, remat: bool, offload: bool
-    ) -> Iterator[Choice]:
-        """Yields choices with what was measured of them, those first that compute least again.
-
-        Args:
-          error: the largest relative error of the gradient.
-          budget: of the device's memory, in bytes; only for which of the ways are tried.
-          remat: whether segments may be computed again.
-          offload: whether codes may be kept on the host.
-        """
-        exact = self._compile(self.gradient(None), self._leaves)
-        tried = Tried("exact", exact.memory, 0.0, 0.0)
-        yield Choice("exact", {}, False, False, False, (tried,))
-        self._exact_products = exact.products
-        settings = Settings(_keep, remat=Remat())
-        again = self._compile(self.gradient(settings), self._leaves) if remat else exact
-        # The way that takes less memory computes the gradient that the others are compared with.
-        self._exact = min((exact, again), key=lambda p: p.memory).run(self._leaves)
-        if not all(jnp.isfinite(g).all() for g in self._exact):
-            raise ValueError(
-                "compress: the exact gradient of the measured batch is not finite, so no error can"
-                " be measured against it: measure on a batch without nan and inf, after steps whose"
-                " loss is finite."
-            )
-        yield self._with_codes("codes", None, error, False)
-        if remat:
-            tried = Tried("remat", again.memory, 0.0, self._recomputed(again))
-            if budget is not None and again.memory <= budget:
-                yield from self._in_part(budget, again.products)
-            yield Choice("remat", {}, True, False, False, (tried,))
-            yield self._with_codes("remat and codes", Remat(codes=True), error, False)
-        if offload and budget is not None:
-            yield self._with_codes("codes on the host", None, error, True)
-            if remat:
-                yield self._with_codes("remat and codes on the host", Remat(True), error, True)
-
-    def untouched(self) -> float:
-        """Returns the share of the parameters in arrays whose gradient is zero on the batch."""
-        zero = sum(g.size for g in self._exact if not jnp.any(g))
-        return zero / sum(g.size for g in self._exact) if zero else 0.0
-
-    def _in_part(self, budget: int, most: float) -> Iterator[Choice]:
-        """Yields the way that computes least again within a budget, if it is less than `most`."""
-        best: tuple[float, _Program] | None = None
-        low, high = 0, _PARTS
-        while high - low > 1:
-            middle = (low + high) // 2
-            settings = Settings(_keep, remat=Remat(share=middle / _PARTS))
-            program = self._compile(self.gradient(settings), self._leaves)
-            if program.memory > budget:
-                low = middle
-                continue
-            high = middle
-            if program.products < most:
-                best = middle / _PARTS, program
-        if best is not None:
-            share, program = best
-            tried = Tried("remat in part", program.memory, 0.0, self._recomputed(program))
-            yield Choice(tried.name, {}, True, False, False, (tried,), share)
-
-    def arrays_of(self, choice: Choice) -> tuple[tuple[Candidate, int], ...]:
-        """Returns the arrays that a choice stores, with the bytes that each takes in a layer."""
-        result = []
-        for what in self._candidates(choice.remat_settings):
-            bits, nbytes = choice.bits.get(what.label, KEEP), what.nbytes
-            if bits != KEEP:
-                codec = with_bits(self._codec, bits)
-                if fitted(codec, what.shape, what.dtype) is not None:
-                    nbytes = codec.stored_bytes(codec.grouped_shape(what.shape), what.dtype)
-            result.append((what, nbytes))
-        return tuple(result)
-
-    def _with_codes(self, name: str, remat: Remat | None, error: float, offload: bool) -> Choice:
-        """Chooses bits for one way, and measures it."""
-        found = codable(self._candidates(remat))
-        bits = self._choose(found, remat, error)
-        while True:
-            settings = Settings(rule_of(bits, self._codec, offload), remat=remat)
-            program = self._compile(self.gradient(settings), self._leaves)
-            got = self._error(program.run(self._leaves))
-            # The bits were chosen with codes of 8 bits in place of what is kept, and with uniform
-            # levels, so the error may still be above the bound. Each round stores more exactly.
-            if got <= error or not any(bits.values()):
-                break
-            bits = fewer_codes(bits)
-        tried = Tried(name, program.memory, got, self._recomputed(program))
-        return Choice(name, bits, remat is not None, remat is not None, offload, (tried,))
-
-    def _choose(
-        self, found: Sequence[Candidate], remat: Remat | None, error: float
-    ) -> dict[str, int]:
-        """Returns bits for arrays, by the error of the gradient for each of them."""
-        groups = groups_of(found, _MOST_MEASURED)
-        number = {c.label: i for i, group in enumerate(groups) for c in group}
-        if not groups:
-            return {}
-
-        def gradient(tops: jax.Array, leaves: Any) -> list[jax.Array]:
-            def rule(what: Candidate) -> Codec | None:
-                i = number.get(what.label)
-                return None if i is None else AnyLevels(tops[i], self._codec)
-
-            return self.gradient(Settings(rule, remat=remat))(leaves)
-
-        highest = np.full(len(groups), _TOP, np.float32)
-        run = _compiled(gradient, highest, self._leaves).run
-        error_at = lambda tops: self._error(run(tops, self._leaves))  # noqa: E731
-        base = error_at(highest) ** 2
-        variances, sizes = {}, {}
-        for i, group in enumerate(groups):
-            tops = highest.copy()
-            tops[i] = 2.0**MEASURED_BITS - 1
-            # What rounding leaves of a difference of nearly equal numbers is not zero.
-            variance = max(error_at(tops) ** 2 - base, 1e-6 * base, 1e-30)
-            total = sum(c.size * c.layers for c in group)
-            for c in group:
-                sizes[c.label] = c.size * c.layers
-                variances[c.label] = variance * sizes[c.label] / total
-        bits: dict[str, int] = {}
-        scale = 1.0
-        for _ in range(_ROUNDS):
-            scaled = {name: v * scale for name, v in variances.items()}
-            bits = fewest_bits(scaled, sizes, error**2)
-            fewest = [min(bits[c.label] or max(BITS) for c in group) for group in groups]
-            got = error_at(np.asarray([2.0**n - 1 for n in fewest], np.float32))
-            if got <= error or not math.isfinite(got):
-                break
-            scale *= (got / error) ** 2 * 1.05
-        return bits
-
-    def _error(self, gradient: Sequence[jax.Array]) -> float:
-        return float(gradient_error(gradient, self._exact))
-
-    def _recomputed(self, program: _Program) -> float:
-        """Returns the products that are computed again, as a share of the forward pass."""
-        again = max(0.0, program.products - self._exact_products)
-        return round(again / max(self._forward_products, 1.0), 3)
-
-
-def _keep(_: Candidate) -> None:
-    """A rule that keeps everything."""
-
-
-def _compiled(fun: Callable[..., Any], *args: Any, memory_of: Memory | None = None) -> _Program:
-    traced = jax.jit(fun).trace(*args)
-    options: Any = _SMALLER_HEAP if jax.default_backend() == "cpu" else None
-    compiled = traced.lower().compile(options)
-    if memory_of is None:
-        analysis: Any = compiled.memory_analysis()
-        memory = analysis.temp_size_in_bytes
-    else:
-        memory = memory_of(fun, *args)
-    return _Program(compiled, memory, product_flops(traced.jaxpr.jaxpr))
-
-
-_LEAST_LEAF = 0.01
-"""Root mean square of an array's gradient, over that of the whole, below which it counts as zero:
-that of the biases of keys in attention is nothing but rounding."""
-
-
-@jax.jit
-def gradient_error(gradient: Sequence[jax.Array], exact: Sequence[jax.Array]) -> jax.Array:
-    """Returns the relative error of a gradient.
-
-    The larger of two: of the whole gradient, `‖g - g_exact‖ / ‖g_exact‖`, and of its arrays, each
-    over its own norm, as an optimizer such as Adam sees them: the root mean square over all
-    parameters.
-
-    Args:
-      gradient: arrays.
-      exact: arrays.
-    """
-    pairs = [(x.astype(_WIDE), y.astype(_WIDE)) for x, y in zip(gradient, exact, strict=True)]
-    wrong = jnp.stack([jnp.sum((x - y) ** 2) for x, y in pairs])
-    norms = jnp.stack([jnp.sum(y**2) for _, y in pairs])
-    shares = jnp.asarray([y.size for _, y in pairs]) / sum(y.size for _, y in pairs)
-    total = jnp.sum(norms)
-    least = _LEAST_LEAF**2 * shares * total
-    by_array = jnp.sum(shares * wrong / jnp.maximum(norms, least))
-    # Of a gradient that is zero everywhere, any difference is an error.
-    whole = jnp.where(total > 0, jnp.sum(wrong) / total, jnp.sum(wrong) > 0)
-    return jnp.sqrt(jnp.maximum(whole, jnp.where(total > 0, by_array, 0)))
+        return list(arrays.values())

@@ -42,8 +42,8 @@ def without_statics(
         return fun, args
 
     def of_arrays(*args: Any) -> Any:
-        given = treedef.flatten_up_to(args)
-        merged = [y if _is_array(x) else x for x, y in zip(leaves, given, strict=True)]
+        arrays = treedef.flatten_up_to(args)
+        merged = [y if _is_array(x) else x for x, y in zip(leaves, arrays, strict=True)]
         return fun(*treedef.unflatten(merged))
 
     return of_arrays, treedef.unflatten([x if _is_array(x) else None for x in leaves])

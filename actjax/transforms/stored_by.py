@@ -1,4 +1,4 @@
-"""What stores a residual besides a codec."""
+"""Storage of residuals besides codecs: masks of bits, and codes of arrays in another shape."""
 
 import dataclasses
 import functools

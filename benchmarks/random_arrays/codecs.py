@@ -80,9 +80,6 @@ def fitted(codec: Codec, shape: tuple[int, ...]) -> Codec:
     limit = min(token_count(shape), shape[-1])
     if isinstance(codec, actjax.Offloaded):
         return dataclasses.replace(codec, codec=fitted(codec.codec, shape))
-    if isinstance(codec, actjax.PrincipalPlusRandom) and limit > 1:
-        rank = min(codec.rank, limit - 1)
-        return dataclasses.replace(codec, rank=rank, tail=min(codec.tail, limit - rank))
     if isinstance(codec, actjax.PointApproximation) and codec.points and limit:
         return dataclasses.replace(codec, points=min(codec.points, token_count(shape)))
     if isinstance(codec, actjax.RandomProjection | actjax.RandomizedSVD) and limit:
@@ -91,27 +88,13 @@ def fitted(codec: Codec, shape: tuple[int, ...]) -> Codec:
 
 
 def _factored() -> list[Codec]:
-    """Returns the codecs of thin factors and of few tokens, with other codecs of their factors."""
-    factors = (
-        actjax.Exact(),
-        actjax.Quantized(8, group=2),
-        actjax.Quantized(4, group=2, rounding="dither"),
-        actjax.Quantized(4, group=4, levels="normal", rotate=True),
-    )
-    codecs: list[Codec] = []
-    for i, factor in enumerate(factors):
-        sketch = ("gaussian", "rows")[i % 2]
-        codecs.append(actjax.RandomProjection((3, 1, 2, 4)[i], factor=factor))
-        codecs.append(
-            actjax.RandomizedSVD(
-                (3, 1, 4, 2)[i], power_iterations=i % 3, sketch=sketch, factor=factor
-            )
-        )
-        codecs.append(
-            actjax.PrincipalPlusRandom(2, (1, 2, 2, 3)[i], i % 2, sketch=sketch, factor=factor)
-        )
+    """Returns the codecs of thin factors and of few tokens."""
     return [
-        *codecs,
+        *(actjax.RandomProjection(rank) for rank in (3, 1, 2, 4)),
+        *(
+            actjax.RandomizedSVD(rank, power_iterations=i % 3)
+            for i, rank in enumerate((3, 1, 4, 2))
+        ),
         actjax.PointApproximation(ratio=1 / 4),
         actjax.PointApproximation(ratio=1.0),
         actjax.PointApproximation(points=1),

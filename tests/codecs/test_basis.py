@@ -31,18 +31,20 @@ def directions(dtype="float32"):
     return normal(1, FEATURES, RANK, dtype=dtype)
 
 
-encode = jax.jit(in_basis.encode, static_argnums=2)
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def _both(x, basis, bits):
-    code = in_basis.encode(x, basis, bits)
-    return code, in_basis.decode(code)
+@jax.jit
+def _coded(x, basis):
+    """Returns the code in all numbers of bits, and the decoded coordinates."""
+    codes = {bits: in_basis.encode(x, basis, bits) for bits in in_basis.BITS}
+    return {bits: (code, in_basis.decode(code)) for bits, code in codes.items()}
 
 
 def both(x, basis, bits):
-    """Returns the code and what it decodes to, as NumPy arrays."""
-    return jax.tree.map(np.asarray, _both(x, basis, bits))
+    """Returns the code and the decoded coordinates, as NumPy arrays."""
+    return jax.tree.map(np.asarray, _coded(x, basis)[bits])
+
+
+def encode(x, basis, bits):
+    return both(x, basis, bits)[0]
 
 
 def round_trip(x, basis, bits):

@@ -1,14 +1,25 @@
 """Tests of actjax/codecs/quantized.py: balanced channels."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quantized_codes import KEYS, TINY, coded, draws, f64, levels_of, many_keys, normal, round_trip
+from quantized_codes import (
+    KEYS,
+    TINY,
+    coded,
+    draws,
+    f64,
+    levels_of,
+    many_keys,
+    normal,
+    round_trip,
+    scales,
+)
 
 from actjax import Quantized
+from actjax.kernels.levels import normal_levels
 
 BALANCED = Quantized(4, group=16, balance=True)
 ROTATED = Quantized(5, group=16, rotate=True, balance=True)
@@ -81,9 +92,9 @@ def test_levels_are_spent_within_channels():
 def test_dither_has_the_expected_error_of_each_number():
     codec = Quantized(3, group=16, rounding="dither", rotate=True, balance=True)
     x = channels_apart(3, 24)
-    _, samples = draws(codec, x, many_keys())
-    expected = f64(jax.jit(codec.expected_error)(x))
-    errors = (f64(samples) - f64(x)) / np.sqrt(expected)
+    code, samples = coded(codec, x)[0], draws(codec, x, many_keys())[1]
+    deviation = by_channel(code.spread) * levels_of(codec, code)[1] / np.sqrt(12)
+    errors = (f64(samples) - f64(x)) / deviation
     # As if unrotated: independent errors of the same variance, whose sums have a fourth moment of
     # at most that of a normal, 3. Float32 adds a few parts of 2^-24 of a range of 8 levels.
     assert np.all(abs(errors.mean(0)) <= 5 / np.sqrt(KEYS) + 2**-12)
@@ -93,8 +104,13 @@ def test_dither_has_the_expected_error_of_each_number():
 def test_normal_levels_have_the_expected_error_on_average():
     codec = Quantized(4, group=2048, levels="normal", rotate=True, balance=True)
     x = channels_apart(64, 2048, apart=0.5)
-    expected = f64(jax.jit(codec.expected_error)(x))
-    ratio = (round_trip(codec, x) - f64(x)) ** 2 / expected
+    code, _, decoded = coded(codec, x)
+    unit = by_channel(code.spread) * np.repeat(scales(codec, code)[1], 2048, -1)
+    # The mean square distance of a normal number from the nearest level, which is Lloyd's error.
+    grid = np.linspace(-8, 8, 20_001)
+    nearest = abs(grid[:, None] - normal_levels(4)).min(1)
+    square = np.average(nearest**2, weights=np.exp(-(grid**2) / 2))
+    ratio = (f64(decoded) - f64(x)) ** 2 / (square * unit**2)
     # In bfloat16 a scale is off by 2^-9 at most. Rotated numbers are normal up to one part in the
     # number of channels, which counts as 1600 channels of one deviation; so is the fitted scale.
     assert abs(ratio.mean() - 1) <= 5 * ratio.std() / np.sqrt(x.size) + 2**-8 + 8 / 1600

@@ -10,7 +10,6 @@ import actjax
 from actjax import (
     Codec,
     PointApproximation,
-    PrincipalPlusRandom,
     RandomizedSVD,
     RandomProjection,
     linear,
@@ -27,7 +26,7 @@ BOTH = actjax.value_and_grad, jax.value_and_grad
 RP, SVD = RandomProjection(3), RandomizedSVD(3)
 
 
-KINDS = RP, SVD, PrincipalPlusRandom(2, 2), PointApproximation(1 / 4)
+KINDS = RP, SVD, PointApproximation(1 / 4)
 
 
 XS = np.random.default_rng(0).standard_normal((4, 12, 8))

@@ -12,8 +12,8 @@ from transforms.residual_helpers import normal, relative_error
 import actjax
 from actjax import Quantized
 
-WEIGHTS = normal(1, 3, 32, 32) / 5
-X = normal(0, 64, 32)
+WEIGHTS = np.asarray(normal(1, 3, 32, 32)) / 5
+X = np.asarray(normal(0, 64, 32))
 KEY = jax.random.key(3)
 
 
@@ -34,6 +34,12 @@ def scanned(weights, x):
 
 
 CODEC = Quantized(4, group=32, rounding="stochastic")
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def gradient(fun, key=None):
+    fun = fun if key is None else functools.partial(fun, code_key=key)
+    return jax.grad(fun)(WEIGHTS, X)
 
 
 @pytest.fixture(scope="module", params=[unrolled, scanned], ids=lambda f: f.__name__)
@@ -59,13 +65,12 @@ def test_each_array_has_its_own_bits_within_the_budget(controller):
 def test_the_gradient_is_unbiased_to_first_order(controller):
     @jax.jit
     def mean_gradient(keys):
-        one = lambda key: jax.grad(functools.partial(controller.stored, code_key=key))(WEIGHTS, X)  # noqa: E731
-        grads = jax.lax.map(one, keys)
+        grads = jax.lax.map(lambda key: gradient(controller.stored, key), keys)
         return grads.mean(0), grads.std(0)
 
     mean, deviation = mean_gradient(jax.random.split(KEY, 400))
-    exact = jax.grad(controller.stored.fun)(WEIGHTS, X)
-    noise = float(jnp.linalg.norm(deviation) / jnp.linalg.norm(exact)) / 400**0.5
+    exact = gradient(controller.stored.fun)
+    noise = np.linalg.norm(deviation) / np.linalg.norm(exact) / 400**0.5
     # Four deviations of the mean, and the second order of an error of `20 noise`.
     assert relative_error(mean, exact) < 4 * noise + (20 * noise) ** 2
 
@@ -86,7 +91,7 @@ def test_steps_measure_when_due_and_states_come_back(controller):
 def test_a_batch_that_is_not_finite_changes_nothing(controller):
     before = controller.state()
     with pytest.warns(UserWarning, match=r"gradient of this batch is not finite"):
-        assert not controller.measure(WEIGHTS, X.at[0, 0].set(jnp.nan), key=KEY)
+        assert not controller.measure(WEIGHTS, np.where(X[0, 0] == X, np.nan, X), key=KEY)
     assert controller.state() == before
 
 
@@ -100,9 +105,17 @@ def test_a_state_of_other_code_warns(controller):
 def test_a_controller_of_segments_that_are_computed_again():
     made = actjax.Controller(scanned, 4.0, codec=CODEC, level="CB1")
     made.step(WEIGHTS, X, key=KEY)
-    got = jax.grad(functools.partial(made.stored, code_key=KEY))(WEIGHTS, X)
-    # What is computed again starts from a code, and is stored as codes itself.
-    assert 0 < relative_error(got, jax.grad(scanned)(WEIGHTS, X)) < 0.5
+    # The second forward pass starts from a code, and its arrays are stored as codes.
+    assert 0 < relative_error(gradient(made.stored, KEY), gradient(scanned)) < 0.5
+
+
+def test_keyword_arguments_are_measured_anew():
+    made = actjax.Controller(lambda w, *, x: scanned(w, x), 4.0, codec=CODEC)
+    made.measure(WEIGHTS, x=X, key=KEY)
+    before = made.sensitivity
+    made.measure(WEIGHTS, x=2 * X, key=KEY)
+    assert made.sensitivity.keys() == before.keys()
+    assert made.sensitivity != before
 
 
 def test_wrong_arguments_are_refused():
@@ -125,8 +138,7 @@ def test_bytes_of_a_level_l2_are_on_the_host():
     made.step(WEIGHTS, X, key=KEY)
     l1 = actjax.Controller(scanned, 4.0, codec=CODEC)
     l1.restore(made.state())
-    grads = [jax.grad(functools.partial(c.stored, code_key=KEY))(WEIGHTS, X) for c in (made, l1)]
-    np.testing.assert_array_equal(*grads)
+    np.testing.assert_array_equal(*(gradient(c.stored, KEY) for c in (made, l1)))
     assert "Offloaded" in str(
         actjax.explain(functools.partial(made.stored, code_key=KEY), WEIGHTS, X)
     )

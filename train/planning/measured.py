@@ -1,4 +1,4 @@
-"""What a method does to the gradient of a checkpoint, on text: the measurement of `train.plan`."""
+"""The error that a method makes in the gradient of a checkpoint: `train.plan --measure`."""
 
 import dataclasses
 import functools
@@ -13,9 +13,10 @@ from rich.table import Table
 
 from models import Decoder
 from models.checkpoints import load_checkpoint
-from train.planning.gradient_error import WHOLE, GradientError, by_site, measure
+from train.run.adapt import site_chooser
+from train.run.gradient_error import WHOLE, GradientError, by_site, measure
 from train.run.loss import Batch
-from train.run.recipe import make_recipe
+from train.run.recipe import build_recipe, make_recipe
 from train.settings.config import PretrainConfig
 from train.settings.flag_errors import naming_flag
 from train.settings.resolve import dimensions
@@ -78,7 +79,8 @@ class Measured:
         """Returns the error of a plan's gradient, by site and as a whole (`WHOLE`).
 
         For a method with a subspace it is that of its refresh steps, whose gradients have all
-        directions that the code kept.
+        directions that the code kept. With `--average-bits` the bits are those that a run would
+        choose on the first batch.
 
         Raises:
           ValueError: a gradient that is not finite.
@@ -91,6 +93,10 @@ class Measured:
 
     def _measure(self, config: PretrainConfig) -> dict[str, GradientError]:
         recipe = make_recipe(config, dimensions(config))
+        chooser = site_chooser(recipe)
+        if chooser is not None:
+            bits = chooser.choose(self.model, self.batches[0], step=0)
+            recipe = build_recipe(recipe.config, bits)
         places = by_site(recipe.storage, recipe.model_config.num_layers)
         arguments = (recipe, recipe.storage, self.model, self.batches, places)
         return measure(*arguments, keys=self.config.keys)
@@ -145,7 +151,7 @@ def _corpus(config: MeasureConfig, train: PretrainConfig) -> Corpus:
         return open_corpus(data.data, data.data_dir.expanduser(), text_field=data.text_field)
     template = FieldTemplate("--template", config.template, {})
     texts = [
-        record.apply(lambda one: template.fill(one.fields))
+        record.apply(lambda r: template.fill(r.fields))
         for record in read_records(data.data, "--data")
     ]
     return Corpus(data.data, texts, texts[:1], fingerprint="")
@@ -164,11 +170,11 @@ def _of_gradient(config: PretrainConfig) -> PretrainConfig:
     )
 
 
-def table_of_errors(found: dict[str, dict[str, GradientError]], measured: Measured) -> Table:
+def table_of_errors(plans: dict[str, dict[str, GradientError]], measured: Measured) -> Table:
     """Returns the errors of plans as a table.
 
     Args:
-      found: by plan, its errors by site.
+      plans: by plan, its errors by site.
       measured: what they were measured on.
     """
     rows, length = measured.batches[0]["inputs"].shape
@@ -180,10 +186,10 @@ def table_of_errors(found: dict[str, dict[str, GradientError]], measured: Measur
     for name in ("plan", "error", "±", "cosine", "bias", "by site"):
         right = name not in ("plan", "by site")
         table.add_column(name, justify="right" if right else "left", no_wrap=right)
-    for plan, errors in found.items():
-        whole = errors[WHOLE]
-        sites = [f"{site} {one.error:.3f}" for site, one in errors.items() if site != WHOLE]
-        cells = (whole.error, whole.uncertainty, whole.cosine, whole.bias)
+    for plan, errors in plans.items():
+        total = errors[WHOLE]
+        sites = [f"{site} {alone.error:.3f}" for site, alone in errors.items() if site != WHOLE]
+        cells = (total.error, total.uncertainty, total.cosine, total.bias)
         # One batch tells no uncertainty.
         shown = ("" if math.isnan(x) else f"{x:.4f}" for x in cells)
         table.add_row(plan, *shown, ", ".join(sites))

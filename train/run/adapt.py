@@ -5,21 +5,23 @@ batch, bits go where they reduce the variance most, and the choice is repeated a
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-import actjax
-from actjax import Estimate
-from models import Decoder, Remat, StorageChoice
+from actjax import Quantized, allocate_bits, compression_variance, sampling_variance
+from actjax.transforms.choice import Chooser
+from actjax.transforms.measuring import Sensitivity
+from models import Decoder, Remat
 from models.config import site_width
-from models.storage import SITES
+from train.run.gradient_error import gradient_by_codecs
 from train.run.loss import Batch, loss_function
 from train.run.recipe import Recipe
 from train.run.step import step_key
+from train.settings.codecs import read_codecs
 from train.settings.methods import CODE_BITS
 from train.settings.options import MethodOptions
 
@@ -30,7 +32,7 @@ them too few bits for the later steps."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class SiteBits:
     """Bits of each site, and the measured variances.
 
     Attributes:
@@ -56,107 +58,86 @@ class Choice:
         )
 
 
-def is_adaptive(recipe: Recipe) -> bool:
-    """Returns whether bits are chosen for each site."""
-    return recipe.config.options.average_bits > 0
+class SiteChooser:
+    """Chooses the bits of the sites of a run. Its programs are compiled once for all choices."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        """Takes a run whose bits are chosen for each site (`--average-bits`)."""
+        self._config, options = recipe.config, recipe.config.options
+        uniform = recipe.method.storage(dataclasses.replace(options, offload=False))
+        sites = {site: getattr(uniform, site) for site in recipe.method.adaptive}
+        codecs = {site: codec for site, codec in sites.items() if isinstance(codec, Quantized)}
+        allocate = functools.partial(
+            allocate_bits,
+            sizes={site: site_width(recipe.model_config, site) for site in codecs},
+            average_bits=options.average_bits,
+            choices=_choices(options),
+        )
+        self._chooser = Chooser(
+            Sensitivity(gradient_by_codecs(recipe, uniform), codecs),
+            allocate,
+            every=options.adapt_every,
+            early=EARLY_CHOICES,
+        )
+        self._chooser.bits = dict(recipe.bits)
+        self._gradient = jax.jit(jax.grad(loss_function(recipe.config, Remat())))
+
+    def is_due(self, step: int) -> bool:
+        """Returns whether bits are chosen before the step after `step`."""
+        return self._chooser.is_due(step)
+
+    def choose(self, model: Decoder, batch: Batch, step: int) -> dict[str, int]:
+        """Returns the bits of each site, chosen on a batch by GACT's Algorithm 1.
+
+        Takes one gradient per site and one more. Two gradients of all weights exist at once; none
+        needs more memory than a training step with a gradient of all weights. If a gradient is not
+        finite, the bits stay as they are.
+
+        Args:
+          model: the weights.
+          batch: batch of the gradients; its first micro-batch is used.
+          step: steps done; the keys are folded from it.
+        """
+        self._chooser.choose(self._key(step), model, self._micro(batch))
+        return self._chooser.bits
+
+    def choose_and_compare(self, model: Decoder, batch: Batch, step: int) -> SiteBits:
+        """Returns the bits of `choose`, with the variances of compression and of sampling."""
+        bits = self.choose(model, batch, step)
+        variance = compression_variance(self._chooser.sensitivity, bits)
+        return SiteBits(bits, variance, self._sampling_variance(model, batch, step))
+
+    def _key(self, step: int) -> jax.Array:
+        return step_key(self._config, jnp.asarray(step))
+
+    def _micro(self, batch: Batch) -> Batch:
+        """Returns the first micro-batch."""
+        return {k: x[: len(x) // self._config.accumulate] for k, x in batch.items()}
+
+    def _sampling_variance(self, model: Decoder, batch: Batch, step: int) -> float:
+        """Returns the gradient's variance, estimated from halves of a batch; NaN for one row."""
+        batch, key = self._micro(batch), self._key(step)
+        rows = len(batch["inputs"]) // 2
+        if rows == 0:
+            return math.nan
+        halves: Any = (
+            {k: x[part] for k, x in batch.items()} for part in (slice(rows), slice(rows, None))
+        )
+        return sampling_variance([self._gradient(model, half, key) for half in halves])
 
 
-def is_due(recipe: Recipe, step: int) -> bool:
-    """Returns whether bits are chosen before the step after `step`."""
-    return is_adaptive(recipe) and (
-        step in EARLY_CHOICES or step % recipe.config.options.adapt_every == 0
-    )
+def site_chooser(recipe: Recipe) -> SiteChooser | None:
+    """Returns what chooses the bits of a run; None if they are those of its method."""
+    return SiteChooser(recipe) if recipe.config.options.average_bits > 0 else None
 
 
-def choose_bits(recipe: Recipe, model: Decoder, batch: Batch, step: int) -> Choice:
-    """Returns bits for the sites of a model, chosen on a batch by GACT's Algorithm 1.
-
-    Takes one gradient per site and one more. Two gradients of all weights exist at once; none
-    needs more memory than a training step with a gradient of all weights.
-
-    Args:
-      recipe: the run.
-      model: the weights.
-      batch: batch of the gradients.
-      step: steps done; the keys are folded from it.
-    """
-    key = step_key(recipe.config, jnp.asarray(step))
-    found = measure_sensitivity(recipe, model, batch, key)
-    options = recipe.config.options
-    widths = {site: site_width(recipe.model_config, site) for site in found}
-    bits = actjax.allocate_bits(
-        found, widths, options.average_bits, _choices(recipe.storage, options)
-    )
-    return Choice(
-        bits,
-        actjax.compression_variance(found, bits),
-        _sampling_variance(recipe, model, _micro(recipe, batch), key),
-    )
-
-
-def measure_sensitivity(
-    recipe: Recipe,
-    model: Decoder,
-    batch: Batch,
-    key: jax.Array,
-    estimate: Estimate = "algorithm 1",
-    samples: int = 1,
-) -> dict[str, float]:
-    """Returns the sensitivity of the gradient to the error of each adaptive site of a method.
-
-    Args:
-      recipe: the run.
-      model: the weights.
-      batch: batch of the gradients; its first micro-batch is used.
-      key: randomness, consumed.
-      estimate: as in `actjax.sensitivity`.
-      samples: as in `actjax.sensitivity`.
-    """
-    config, method = recipe.config, recipe.method
-    uniform = method.storage(dataclasses.replace(config.options, offload=False))
-    codecs: Any = {site: getattr(uniform, site) for site in method.adaptive}
-    gradient = gradient_by_codecs(recipe, uniform)
-    micro = _micro(recipe, batch)
-    return actjax.sensitivity(
-        gradient, codecs, key, model, micro, estimate=estimate, samples=samples
-    )
-
-
-def gradient_by_codecs(recipe: Recipe, storage: StorageChoice) -> Callable[..., Any]:
-    """Returns a function from codecs of some sites, their keys, model and batch to the gradient."""
-
-    def gradient(codecs: Any, keys: Mapping[str, jax.Array], model: Decoder, batch: Batch) -> Any:
-        # The other sites take any key: their codecs are not random.
-        every = {**dict.fromkeys(SITES, next(iter(keys.values()))), **keys}
-        # A codec's arrays, such as a probe's, are the same in all layers.
-        count = recipe.model_config.num_layers
-        stacked = jax.tree.map(lambda a: jnp.broadcast_to(a, (count, *a.shape)), codecs)
-        chosen = dataclasses.replace(storage, **stacked)
-        return jax.grad(loss_function(recipe.config, chosen))(model, batch, every)
-
-    return gradient
-
-
-def _micro(recipe: Recipe, batch: Batch) -> Batch:
-    return {k: x[: len(x) // recipe.config.accumulate] for k, x in batch.items()}
-
-
-def _choices(storage: StorageChoice, options: MethodOptions) -> tuple[int, ...]:
+def _choices(options: MethodOptions) -> tuple[int, ...]:
     """Returns the numbers of bits that a site may have.
 
     The two uniform levels of one bit are the ends of a group's range. For normally distributed
     numbers their squared error is above three times the variance: worse than storing nothing.
     """
-    uniform = any(getattr(codec, "levels", "") == "uniform" for codec in storage.codecs.values())
+    texts = read_codecs(options.codec).values()
+    uniform = any(text.given.get("levels") == "uniform" for text in texts)
     fewest = 2 if uniform and options.average_bits >= 2 else 1
     return tuple(bits for bits in CODE_BITS if bits >= fewest)
-
-
-def _sampling_variance(recipe: Recipe, model: Decoder, batch: Batch, key: jax.Array) -> float:
-    """Returns the gradient's variance, estimated from the halves of a batch; NaN for one row."""
-    rows = len(batch["inputs"]) // 2
-    if rows == 0:
-        return math.nan
-    gradient = jax.jit(jax.grad(loss_function(recipe.config, Remat())))
-    halves = ({k: x[part] for k, x in batch.items()} for part in (slice(rows), slice(rows, None)))
-    return actjax.sampling_variance([gradient(model, half, key) for half in halves])

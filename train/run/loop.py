@@ -19,7 +19,8 @@ import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
 
-from train.run import adapt, hosts
+from train.run import hosts
+from train.run.adapt import SiteChooser, site_chooser
 from train.run.calibration import calibrate
 from train.run.checkpoint import Checkpoints
 from train.run.lock import RunLock
@@ -227,6 +228,7 @@ class _Trainer:
         self._run, self._console = run, console
         self._recorder, self._progress = recorder, progress
         self._metrics: dict[str, jax.Array] = {}
+        self._chooser = site_chooser(run.recipe)
         self._learning_rate = learning_rate_schedule(run.config.optimizer, run.config.steps)
         self._eval_step = jax.jit(make_eval_step(run.recipe))
         # Compiled at the first refresh step, if there is one.
@@ -275,9 +277,9 @@ class _Trainer:
     def _adapt(self, step: int, batch: Batch) -> None:
         """Chooses bits and measures scales of channels when that is due after a step."""
         run = self._run
-        if adapt.is_due(run.recipe, step):
+        if self._chooser is not None and self._chooser.is_due(step):
             with self._progress.paused():
-                _choose_bits(run, batch, self._console)
+                _choose_bits(run, self._chooser, batch, self._console)
         every = run.config.recalibrate_every
         if every and step > 0 and step % every == 0:
             run.state = _recalibrated(run, batch)
@@ -290,13 +292,14 @@ class _Trainer:
         self._recorder.record(step, **values, tokens_per_second=speed)
 
 
-def _choose_bits(run: Run, batch: Batch, console: Console) -> None:
+def _choose_bits(run: Run, chooser: SiteChooser, batch: Batch, console: Console) -> None:
     """Chooses the bits of each site, and compiles the step again if any of them changed."""
-    choice = adapt.choose_bits(run.recipe, run.state.model, batch, int(run.state.step))
-    console.print(f"step {int(run.state.step)}: {choice.describe()}")
-    if choice.bits == run.recipe.bits:
+    step = int(run.state.step)
+    chosen = chooser.choose_and_compare(run.state.model, batch, step)
+    console.print(f"step {step}: {chosen.describe()}")
+    if chosen.bits == run.recipe.bits:
         return
-    run.recipe = build_recipe(run.config, choice.bits)
+    run.recipe = build_recipe(run.config, chosen.bits)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), run.state)
     shardings = jax.tree.map(lambda x: x.sharding, run.state)
     run.train_step = compile_step(run.recipe, run.mesh, shapes, shardings)

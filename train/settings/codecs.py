@@ -67,11 +67,6 @@ class CodecText:
         """The fields that the text gives."""
         return dict(self.fields)
 
-    @property
-    def fixes_bits(self) -> bool:
-        """Whether it leaves no choice of bits."""
-        return self.kind != "Quantized" or "bits" in self.given
-
     def build(self, default: Codec) -> Codec:
         """Returns the codec.
 
@@ -220,5 +215,9 @@ def codec_at(texts: tuple[str, ...], site: str) -> CodecText | None:
 
 
 def fix_bits(texts: Iterable[str]) -> bool:
-    """Returns whether some text of `--codec` fixes the bits of its sites."""
-    return any(codec.fixes_bits for codec in read_codecs(tuple(texts)).values())
+    """Returns whether texts of `--codec` give bits, or quantize nothing."""
+    by_site = read_codecs(tuple(texts))
+    quantized = [codec for codec in by_site.values() if codec.kind == "Quantized"]
+    if EVERY_SITE in by_site and not quantized:
+        return True
+    return any("bits" in codec.given for codec in quantized)

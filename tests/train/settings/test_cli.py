@@ -90,6 +90,7 @@ def test_help_of_the_other_programs():
         ("--same-bits", '`--same-bits` is now `--codec "Quantized(4)" q="Quantized(4)"'),
         ("--factored-second-moment", "is now part of `--moment-dtype`, such as 4bit-factored."),
         ("--no-balance", '`--no-balance` is now `--codec "Quantized(balance=False)"`.'),
+        ("--sketch=rows", "`--sketch` was removed: sketches are Gaussian. Drop it."),
     ],
 )
 def test_unknown_flags_and_values_get_the_nearest_name(argument, message, capsys):

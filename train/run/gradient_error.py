@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from actjax import Codec, Exact
+from actjax.transforms.measuring import compare
 from models import Decoder, StorageChoice
+from models.storage import SITES
 from train.run.loss import Batch, loss_function
 from train.run.recipe import Recipe
 
@@ -54,6 +56,10 @@ def by_site(storage: StorageChoice, num_layers: int) -> dict[str, Places]:
     return {WHOLE: everywhere, **(sites if len(sites) > 1 else {})}
 
 
+def _lossy(storage: StorageChoice) -> dict[str, Codec]:
+    return {site: codec for site, codec in storage.codecs.items() if not isinstance(codec, Exact)}
+
+
 def measure(
     recipe: Recipe,
     storage: StorageChoice,
@@ -80,14 +86,14 @@ def measure(
     """
     if keys < 1:
         raise ValueError(f"`keys` must be at least 1, got {keys}.")
-    gradient = _gradient(recipe, storage)
+    gradient = _gradient_at_places(recipe, storage)
     draws = any(codec.needs_key for codec in storage.codecs.values())
     needed = keys if draws else 1
-    found: dict[str, list[_OfBatch]] = {name: [] for name in choices}
+    errors: dict[str, list[_OfBatch]] = {name: [] for name in choices}
     for number, batch in enumerate(batches):
         key = jax.random.fold_in(jax.random.key(recipe.config.seed), number)
         true = gradient({}, model, batch, key)
-        size = float(_products(true, true)[0])
+        size = float(compare(true, true)[0])
         if not 0 < size < math.inf:
             raise ValueError(
                 f"the exact gradient on batch {number} has the squared norm {size}: with"
@@ -95,29 +101,44 @@ def measure(
                 " overflow, or no target counts. Try `--compute-dtype float32`, or other text."
             )
         for name, places in choices.items():
-            of_keys = (gradient(places, model, batch, one) for one in jax.random.split(key, needed))
-            found[name].append(_of_batch(of_keys, true, size, draws))
-    if not all(found.values()):
+            of_keys = (gradient(places, model, batch, k) for k in jax.random.split(key, needed))
+            errors[name].append(_of_batch(of_keys, true, size, draws))
+    if not all(errors.values()):
         raise ValueError("`batches` must have at least one batch.")
-    return {name: _summary(rows) for name, rows in found.items()}
+    return {name: _summary(rows) for name, rows in errors.items()}
 
 
-def _lossy(storage: StorageChoice) -> list[str]:
-    return [name for name, codec in storage.codecs.items() if not isinstance(codec, Exact)]
+def gradient_by_codecs(recipe: Recipe, storage: StorageChoice) -> Callable[..., Any]:
+    """Returns a function from codecs of some sites, keys, model and batch to the gradient.
+
+    Its keys are one key, or a key by site; sites without one have codecs that draw nothing.
+
+    Args:
+      recipe: the run; its compute dtype and its loss are used.
+      storage: what the other sites store.
+    """
+
+    def gradient(codecs: Mapping[str, Any], keys: Any, model: Decoder, batch: Batch) -> Any:
+        if isinstance(keys, Mapping):
+            keys = {**dict.fromkeys(SITES, next(iter(keys.values()))), **keys}
+        chosen = dataclasses.replace(storage, **codecs)
+        return jax.grad(loss_function(recipe.config, chosen))(model, batch, keys)
+
+    return gradient
 
 
-def _gradient(recipe: Recipe, storage: StorageChoice) -> Callable[..., Any]:
+def _gradient_at_places(recipe: Recipe, storage: StorageChoice) -> Callable[..., Any]:
     """Returns a function from places, model, batch and key to the gradient."""
-    count, lossy = recipe.model_config.num_layers, _lossy(storage)
+    nowhere = np.zeros(recipe.model_config.num_layers, bool)
+    lossy = _lossy(storage)
+    of_codecs = gradient_by_codecs(recipe, storage)
 
     @jax.jit
     def gradient(used: dict[str, jax.Array], model: Decoder, batch: Batch, key: jax.Array) -> Any:
-        switched: Any = {site: _Switched(storage.codecs[site], used[site]) for site in lossy}
-        chosen = dataclasses.replace(storage, **switched)
-        return jax.grad(loss_function(recipe.config, chosen))(model, batch, key)
+        codecs = {site: _Switched(codec, used[site]) for site, codec in lossy.items()}
+        return of_codecs(codecs, key, model, batch)
 
     def at(places: Places, model: Decoder, batch: Batch, key: jax.Array) -> Any:
-        nowhere = np.zeros(count, bool)
         return gradient({site: places.get(site, nowhere) for site in lossy}, model, batch, key)
 
     return at
@@ -178,17 +199,16 @@ def _of_batch(gradients: Iterable[Any], true: Any, size: float, draws: bool) -> 
     """
     errors, cosines, total = [], [], None
     for got in gradients:
-        along, square, apart = (float(x) for x in _products(got, true))
+        along, square, apart = (float(x) for x in compare(got, true))
         errors.append(apart / size)
         cosines.append(along / math.sqrt(square * size) if square > 0 else 0.0)
-        total = got if total is None else jax.tree.map(jnp.add, total, got)
+        total = got if total is None else _added(total, got)
     count = len(errors)
     error = statistics.mean(errors)
     if count == 1:
         return _OfBatch(error, math.nan if draws else error, cosines[0])
-    mean = jax.tree.map(lambda g: g / count, total)
     # The mean over a few keys has a variance, which is not bias.
-    apart = float(_products(mean, true)[2]) / size
+    apart = float(compare(_divided(total, count), true)[2]) / size
     return _OfBatch(
         error, max(0.0, (count * apart - error) / (count - 1)), statistics.mean(cosines)
     )
@@ -207,12 +227,10 @@ def _summary(rows: Sequence[_OfBatch]) -> GradientError:
 
 
 @jax.jit
-def _products(got: Any, true: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns `<got, true>`, `‖got‖²` and `‖got - true‖²`, in float32."""
-    sums = [jnp.zeros(()) for _ in range(3)]
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(true), strict=True):
-        x, y = a.astype(jnp.float32), b.astype(jnp.float32)
-        parts = (x * y, x * x, jnp.square(x - y))
-        sums = [total + jnp.sum(part) for total, part in zip(sums, parts, strict=True)]
-    along, square, apart = sums
-    return along, square, apart
+def _added(total: Any, gradient: Any) -> Any:
+    return jax.tree.map(jnp.add, total, gradient)
+
+
+@jax.jit
+def _divided(total: Any, count: int) -> Any:
+    return jax.tree.map(lambda g: g / count, total)

@@ -15,12 +15,14 @@ from models import Decoder, huggingface
 from tests.train.runs import quiet
 from train import plan
 from train.plan import PlanConfig, run
-from train.planning.gradient_error import WHOLE, by_site, measure
+from train.planning import measured
 from train.planning.measured import MeasureConfig
+from train.run.gradient_error import WHOLE, by_site, measure
 from train.run.loss import loss_function
 from train.run.recipe import make_recipe
 from train.settings import cli
 from train.settings.config import DataConfig, FinetuneConfig, PretrainConfig
+from train.settings.methods import METHODS
 from train.settings.options import MethodOptions
 from train.text.tokenizer import train_bpe
 
@@ -109,7 +111,7 @@ def test_the_bias_of_random_rounding_is_below_its_error(model):
 def test_bad_measurements_are_refused(model):
     recipe = make_recipe(ROUNDED, TINY)
     choices = by_site(recipe.storage, TINY.num_layers)
-    huge = jax.tree.map(lambda x: x * 1e30, model)
+    huge = jax.jit(lambda model: jax.tree.map(lambda x: x * 1e30, model))(model)
     with pytest.raises(ValueError, match=r"exact gradient on batch 0 .* activations .* overflow"):
         measure(recipe, recipe.storage, huge, batches(1), choices)
     with pytest.raises(ValueError, match="`batches` must have at least one"):
@@ -170,6 +172,18 @@ def test_a_budget_and_an_error_choose_a_plan_or_say_why_not(checkpoint, capsys, 
     assert command[-4:] == ["--prompt-template", "", "--completion-template", "{q}\\n{a}"]
     read = cli.parse(FinetuneConfig, "train.finetune", args=command[3:])
     assert (read.data.prompt_template, read.data.completion_template) == ("", "{q}\\n{a}")
+
+
+def test_average_bits_are_chosen_before_they_are_measured(model, checkpoint, monkeypatch):
+    class EightBits:
+        def choose(self, model, batch, step):
+            return dict.fromkeys(METHODS["lean"].adaptive, 8)
+
+    monkeypatch.setattr(measured, "site_chooser", lambda recipe: EightBits())
+    options = MethodOptions(average_bits=2, codec=("Quantized(group=16)",))
+    train = dataclasses.replace(TRAIN, model=str(checkpoint), options=options)
+    known = measured.Measured(model, tuple(batches(1)), MeasureConfig(measure=True))
+    assert 0 < known.errors(train)[WHOLE].error < 0.05
 
 
 def test_text_of_a_token_and_settings_that_do_not_fit_are_refused(checkpoint):
