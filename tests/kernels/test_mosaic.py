@@ -14,6 +14,7 @@ from actjax.kernels.adam_8bit import rows
 from actjax.kernels.adam_8bit.api import adam_8bit
 from actjax.kernels.blockwise import blockwise_zeros
 from actjax.kernels.dequantize.api import dequantize
+from actjax.kernels.format import QuantizeInputs
 from actjax.kernels.packing import unpack
 from actjax.kernels.quantize.api import quantize
 from actjax.kernels.rms_norm_backward.api import rms_norm_backward
@@ -51,9 +52,9 @@ def test_codes_and_numbers_are_those_of_the_definition(shape, dtype, balance):
     x = activation(shape, dtype)
     codec = CODEC if balance else Quantized(4, levels="normal", rotate=True, group=128)
     code = codec.encode(x)
-    given = x, None, None, None, None, code.mean, code.spread
-    got = quantize(*given, format=codec.format, implementation="mosaic")
-    want = quantize(*given, format=codec.format, implementation="reference")
+    given = QuantizeInputs(x, mean=code.mean, spread=code.spread)
+    got = quantize(given, format=codec.format, implementation="mosaic")
+    want = quantize(given, format=codec.format, implementation="reference")
     assert jax.tree.structure(got) == jax.tree.structure(want)
     # Sums in another order may move a scale to the next bfloat16, and a number to the next level.
     scales = [jax.lax.bitcast_convert_type(c.scale, jnp.bfloat16) for c in (got, want)]
@@ -82,14 +83,14 @@ def test_codes_and_numbers_are_those_of_the_definition(shape, dtype, balance):
 def test_other_codes_are_refused(codec, shape, message):
     x = jnp.ones(shape)
     with pytest.raises(ValueError, match=re.escape(message)):
-        quantize(x, format=codec.format, implementation="mosaic")
+        quantize(QuantizeInputs(x), format=codec.format, implementation="mosaic")
 
 
 def test_a_tpu_falls_back_to_the_definition(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     x, codec = activation((2, 4, 16), "float32"), Quantized(3, group=8)
-    want = quantize(x, format=codec.format, implementation="reference")
-    got = quantize(x, format=codec.format)
+    want = quantize(QuantizeInputs(x), format=codec.format, implementation="reference")
+    got = quantize(QuantizeInputs(x), format=codec.format)
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
@@ -133,7 +134,7 @@ def test_programs_lower_for_a_tpu_at_the_shapes_of_real_models(features, monkeyp
     code = jax.eval_shape(CODEC.encode, x)
 
     def both(x, mean, spread, code):
-        coded = quantize(x, None, None, None, None, mean, spread, format=CODEC.format)
+        coded = quantize(QuantizeInputs(x, mean=mean, spread=spread), format=CODEC.format)
         return coded, dequantize(code)
 
     traced = jax.jit(both).trace(x, code.mean, code.spread, code)

@@ -42,14 +42,7 @@ def problem(codec, dtype, scale_dtype, shape, outliers):
     if codec is None:
         x = 3 * normal(*shape).astype(dtype)
     else:
-        x = random_code(
-            codec,
-            dtype,
-            shape,
-            outliers=outliers,
-            centred=codec.scaling == "channel",
-            zero_row=not outliers,
-        )
+        x = random_code(codec, dtype, shape, outliers=outliers, zero_row=not outliers)
     scale = 1 + 0.3 * normal(shape[-1], seed=1)
     return x, scale.astype(scale_dtype), normal(*shape, seed=2).astype(dtype)
 

@@ -25,7 +25,7 @@ CASES = [
     ),
     (
         Quantized(8, group=32, scale_dtype="float32"),
-        Quantized(4, group=32, scaling="channel"),
+        Quantized(4, group=32, levels="normal"),
         "float16",
         (5, 21),
         2,
@@ -43,9 +43,7 @@ decoded = jax.jit(functools.partial(dequantize, implementation="reference"))
 
 def problem(gate, up, dtype, shape, outliers):
     codes = (
-        random_code(
-            codec, dtype, shape, outliers=outliers, centred=codec.scaling == "channel", seed=seed
-        )
+        random_code(codec, dtype, shape, outliers=outliers, seed=seed)
         for seed, codec in enumerate((gate, up))
     )
     return *codes, normal(*shape, seed=2).astype(dtype)
