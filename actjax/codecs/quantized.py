@@ -166,7 +166,8 @@ class Quantized(Codec):
         return dataclasses.replace(quantize(inputs, format=self.format), mean=mean, spread=spread)
 
     def decode(self, code: QuantizedCode | by_channel.ChannelCode) -> jax.Array:
-        return by_channel.decode(code) if self.scaling == "channel" else dequantize(code)
+        is_by_channel = isinstance(code, by_channel.ChannelCode)
+        return by_channel.decode(code) if is_by_channel else dequantize(code)
 
     def weight_grad(self, code: QuantizedCode | by_channel.ChannelCode, dz: jax.Array) -> jax.Array:
         return contract_tokens(self.decode(code), dz)

@@ -20,15 +20,17 @@ Static = tuple[tuple[str, Any], ...]
 
 
 class Choice(Protocol):
-    """A function that is computed in several ways, such as an `actjax.kernels.dispatch.Kernel`.
+    """A function that is computed in several ways, such as an `actjax.kernels.dispatch.Kernel`."""
 
-    Attributes:
-      name: name in traced programs.
-      reference: the definition.
-    """
+    @property
+    def name(self) -> str:
+        """Name in traced programs."""
+        ...
 
-    name: str
-    reference: Callable[..., Any]
+    @property
+    def reference(self) -> Callable[..., Any]:
+        """The definition."""
+        ...
 
     def compute(self, platform: str | None, chosen: Any, static: Static, *args: Any) -> Any:
         """Computes the function in a program that is lowered for a platform.

@@ -1,8 +1,12 @@
-"""Tests of actjax/kernels/dispatch.py without the backends of the kernels, which JAX may remove."""
+"""Tests of actjax/kernels without the backends of the kernels, which JAX may remove."""
 
+import ast
 import os
+import pathlib
 import subprocess
 import sys
+
+import actjax.kernels
 
 PROGRAM = """
 import sys, warnings
@@ -68,3 +72,29 @@ def test_without_pallas_and_jax_triton_all_kernels_are_their_definitions():
         capture_output=True, text=True, timeout=600, check=False, env=environment,
     )  # fmt: skip
     assert done.stdout.strip() == "done", done.stderr[-3000:]
+
+
+PLAIN = (
+    "balance", "blockwise", "format", "four_bit", "group_scales", "levels", "limits", "noise",
+    "packing", "rotation",
+)  # fmt: skip
+"""Modules that say what stored bits mean. A reader needs no others to understand a code."""
+
+
+def imports_of(path):
+    """Returns the modules that a file imports from."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from names if node.module == "actjax.kernels" else [node.module]
+
+
+def test_the_meaning_of_bits_needs_no_program_and_no_choice_of_one():
+    folder = pathlib.Path(actjax.kernels.__path__[0])
+    definitions = [f"{path.parent.name}.reference" for path in folder.glob("*/reference.py")]
+    plain = {f"actjax.kernels.{name}" for name in (*PLAIN, *definitions)}
+    for name in plain:
+        path = folder.joinpath(*name.split(".")[2:]).with_suffix(".py")
+        for module in imports_of(path):
+            assert "pallas" not in module, (name, module)
+            assert module in plain or not module.startswith("actjax.kernels"), (name, module)
