@@ -310,25 +310,33 @@ def test_a_mesh_of_one_device_partitions_nothing():
 # Transformations.
 
 
-def with_scale(scale, implementation=None):
-    code = dataclasses.replace(CODE, scale=scale)
-    return dequantize(code, implementation=implementation)
+def with_scale(scale):
+    return dequantize(dataclasses.replace(CODE, scale=scale))
 
 
-@pytest.mark.parametrize("use", [None, "interpreted"])
-def test_derivatives_are_those_of_the_definition(use):
-    tangent, scale = normal(*CODE.scale.shape, seed=1), CODE.scale
-    jvp = lambda name: jax.jvp(lambda s: with_scale(s, name), (scale,), (tangent,))  # noqa: E731
-    grad = lambda name: jax.grad(lambda s: jnp.vdot(with_scale(s, name), X))(scale)  # noqa: E731
-    backward = lambda name: jax.grad(  # noqa: E731
-        lambda dy: jnp.sum(swiglu_backward(CODE, CODE, dy, implementation=name)[1])
-    )(X)
-    for derivative, rtol in ((jvp, 0), (grad, 16 * TINY), (backward, 16 * TINY)):
-        want = jax.jit(functools.partial(derivative, "reference"))()
-        assert any(np.any(leaf) for leaf in jax.tree.leaves(want))
-        with actjax.kernels.use(use):
-            got = jax.jit(functools.partial(derivative, None))()
-        jax.tree.map(lambda a, b, r=rtol: np.testing.assert_allclose(a, b, rtol=r), got, want)
+def derivatives():
+    """Returns a derivative in each mode of `dequantize`, and one of a kernel with two codes."""
+    tangent = normal(*CODE.scale.shape, seed=1)
+    backward = lambda dy: jnp.sum(swiglu_backward(CODE, CODE, dy)[1])  # noqa: E731
+    return (
+        jax.jvp(with_scale, (CODE.scale,), (tangent,)),
+        jax.grad(lambda scale: jnp.vdot(with_scale(scale), X))(CODE.scale),
+        jax.grad(backward)(X),
+    )
+
+
+def test_derivatives_are_those_of_the_definition():
+    computed = {}
+    for name in ("reference", None, "interpreted"):
+        with actjax.kernels.use(name):
+            computed[name] = jax.jit(lambda: derivatives())()
+    want = computed.pop("reference")
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(want))
+    for got in computed.values():
+        # All but the first sum numbers in another order.
+        for rtol, a, b in zip((0, 16 * TINY, 16 * TINY), got, want, strict=True):
+            close = functools.partial(np.testing.assert_allclose, rtol=rtol)
+            jax.tree.map(close, a, b)
 
 
 def test_outlier_channels_pass_derivatives_on():
@@ -346,17 +354,19 @@ def test_outlier_channels_pass_derivatives_on():
         np.testing.assert_array_equal(got, want)
 
 
-def test_vmap_equals_one_call_each():
-    values, scale = np.stack([X + i for i in range(3)]), X[0]
-    for implementation in (None, "interpreted"):
-        one = functools.partial(rms_norm_backward, implementation=implementation)
-        got = jax.jit(jax.vmap(one, in_axes=(0, None, None)))(values, scale, X)
-        alone = jax.jit(one)
-        for i in range(3):
-            jax.tree.map(
-                lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6),
-                jax.tree.map(lambda x, i=i: x[i], got), alone(values[i], scale, X),
-            )  # fmt: skip
+@pytest.mark.parametrize("implementation", [None, "interpreted"])
+def test_vmap_equals_one_call_each(implementation):
+    @jax.jit
+    def mapped_and_alone(values, scale, dy):
+        call = functools.partial(rms_norm_backward, implementation=implementation)
+        alone = [call(x, scale, dy) for x in values]
+        return jax.vmap(call, in_axes=(0, None, None))(values, scale, dy), alone
+
+    mapped, alone = mapped_and_alone(np.stack([X + i for i in range(3)]), X[0], X)
+    for i, want in enumerate(alone):
+        # Sums of 32 numbers and of 4, in another order.
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
+        jax.tree.map(lambda a, b, i=i, close=close: close(a[i], b), mapped, want)
 
 
 def test_explicitly_sharded_arrays_are_left_to_xla():

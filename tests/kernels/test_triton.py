@@ -81,10 +81,10 @@ def test_without_jax_triton_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "jax_triton", None)
     monkeypatch.setattr(dispatch, "_lacks", dispatch._lacks.__wrapped__)
     within = actjax.kernels.use("triton")
-    with pytest.raises(ValueError, match=r"'triton' needs jax-triton.*pip install"), within:
+    with pytest.raises(ValueError, match=r"'triton' needs jax_triton.*pip install"), within:
         pass
     kernel, cases = KERNELS["quantize"]
-    with pytest.raises(ValueError, match=r"'triton' of quantize needs jax-triton"):
+    with pytest.raises(ValueError, match=r"'triton' of quantize needs jax_triton"):
         jax.jit(functools.partial(kernel, implementation="triton", **cases[0].options)).trace(
             *cases[0].shapes()
         )
