@@ -154,7 +154,7 @@ JOBS = (
         "triton_kernels", "benchmarks.triton_kernels",
         "Kernels in Triton and in Pallas, assembled for an H100",
         ("actjax/kernels", "benchmarks/kernel_cases"), _triton,
-        quick=("--cases", "llama_1b block input, 4 bits by channel, 1% whole"),
+        quick=("--cases", "llama_1b, 16 points"),
         needs="`pip install -e '.[programs,triton,compile]'`",
     ),
     Job(

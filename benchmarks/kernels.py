@@ -83,7 +83,7 @@ WITHOUT_KERNEL: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to compile."""
+    """The kernels to compile."""
 
     device: str = "h100"
     """GPU to compile for, as for `train.plan`."""

@@ -26,7 +26,7 @@ from benchmarks.kernel_cases.case import Case
 from benchmarks.kernel_check import compared, definition
 
 FILLED = 0x5A
-"""What results hold before: a byte that is not written shows."""
+"""The byte that results hold before: a byte that is not written shows."""
 
 
 def rows(name: str, case: Case) -> list[dict[str, Any]]:
@@ -37,7 +37,7 @@ def rows(name: str, case: Case) -> list[dict[str, Any]]:
     if kernel.refusal("triton", args, dict(case.options)) is not None:
         return []
     assert kernel.triton is not None
-    call = importlib.import_module(kernel.triton.module).launch(*args, **case.options)
+    call = importlib.import_module(kernel.triton).launch(*args, **case.options)
     exact = definition(kernel, case, args)
     found = []
     for choice in call.choices:
@@ -45,7 +45,7 @@ def rows(name: str, case: Case) -> list[dict[str, Any]]:
         if name == "quantize":
             planes = [*exact.planes, None][:2]
             pairs = zip(
-                [*planes, exact.scale if exact.outliers is None else exact.outliers],
+                [*planes, exact.scale],
                 results,
                 strict=True,
             )

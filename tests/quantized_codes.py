@@ -41,7 +41,8 @@ def f64(x):
 
 def scales(codec, code):
     """Returns the stored offsets, or None, and the stored scales, [..., groups] or [d]."""
-    stored = (None if s is None else np.asarray(s) for s in (code.offset, code.scale))
+    offset = None if codec.scaling == "channel" else code.offset
+    stored = (None if s is None else np.asarray(s) for s in (offset, code.scale))
     return tuple(None if s is None else f64(s.view(jnp.dtype(codec.scale_dtype))) for s in stored)
 
 

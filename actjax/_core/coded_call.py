@@ -136,7 +136,8 @@ def differentiate(
       cotangent: cotangent of the value.
       with_value: whether the caller reads the value.
     """
-    if isinstance(fun, FromCodes) and all(isinstance(codec, Quantized) for codec in codecs):
+    grouped = all(isinstance(codec, Quantized) and codec.scaling == "group" for codec in codecs)
+    if isinstance(fun, FromCodes) and grouped:
         codes, cotangent = wait_for(codes, cotangent)
         return fun.from_codes(codes, others, cotangent, with_value)
     decoded, cotangent = decode_late(codes, codecs, cotangent)

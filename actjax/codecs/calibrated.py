@@ -9,10 +9,12 @@ import jax.numpy as jnp
 
 from actjax._math.division import over
 from actjax.codecs.base import Codec, check_activation
+from actjax.codecs.by_channel import ChannelCode
 from actjax.codecs.quantized import Quantized
 from actjax.kernels import group_scales
-from actjax.kernels.balance import balance_of, spread_of, stored, weighted_sums
+from actjax.kernels.balance import balance_of, spread_of, weighted_sums
 from actjax.kernels.format import QuantizedCode
+from actjax.kernels.group_scales import stored
 
 REACHES = tuple(2 ** (-i / 3) for i in range(25))
 """Parts of the range of a channel that its levels may cover: from all of it to 1/256, because first
@@ -161,7 +163,7 @@ class Calibrated(Codec, holds_arrays=True):
         centre = group_scales.rounded_scale(known.mean, dtype)
         reach = jnp.maximum(known.high - centre, centre - known.low)
         scale = codec.fit_channels(reach[None], None)
-        return cls(codec, scale, channels, group_scales.stored_scales([centre[None]], codec.format))
+        return cls(codec, scale, channels, stored(centre, dtype))
 
     @classmethod
     def least_error(cls, codec: Quantized, x: jax.Array) -> "Calibrated":
@@ -177,8 +179,8 @@ class Calibrated(Codec, holds_arrays=True):
         check_activation(codec, x)
         if x.size == 0:
             raise ValueError(f"`x` must have tokens and features to calibrate {codec}: {x.shape}.")
-        whole = cls.over_range(codec, ChannelRange.of(x))
-        return whole.refined(whole.observe(x)) if whole.narrows else whole
+        first = cls.over_range(codec, ChannelRange.of(x))
+        return first.refined(first.observe(x)) if first.narrows else first
 
     def __repr__(self) -> str:
         return f"Calibrated({self.codec!r})"
@@ -234,12 +236,12 @@ class Calibrated(Codec, holds_arrays=True):
         if self.codec.balance:
             raise ValueError(f"{self} has no scales of channels to narrow: use `observe`.")
 
-        def one(reach: jax.Array) -> jax.Array:
+        def squared_error(reach: jax.Array) -> jax.Array:
             codec = self._scaled(reach)
             error = (codec.decode(codec.encode(x)) - x).astype(jnp.float32)
             return jnp.square(error).sum(range(x.ndim - 1))
 
-        return jax.lax.map(one, jnp.asarray(REACHES, jnp.float32))
+        return jax.lax.map(squared_error, jnp.asarray(REACHES, jnp.float32))
 
     def narrowed(self, errors: jax.Array) -> "Calibrated":
         """Returns this codec with each scale multiplied by the reach of the least of `errors`."""
@@ -248,12 +250,10 @@ class Calibrated(Codec, holds_arrays=True):
     def _scaled(self, factor: jax.Array) -> "Calibrated":
         dtype = self.codec.scale_dtype
         scale = self.scale.view(dtype).astype(jnp.float32) * factor
-        rounded = group_scales.rounded_scale(scale, dtype)[None]
-        return dataclasses.replace(
-            self, scale=group_scales.stored_scales([rounded], self.codec.format)
-        )
+        rounded = group_scales.rounded_scale(scale, dtype)
+        return dataclasses.replace(self, scale=stored(rounded, dtype))
 
-    def encode(self, x: jax.Array, key: jax.Array | None = None) -> QuantizedCode:
+    def encode(self, x: jax.Array, key: jax.Array | None = None) -> QuantizedCode | ChannelCode:
         if jnp.shape(x)[-1:] != self.scale.shape:
             raise ValueError(
                 f"`x` has {jnp.shape(x)[-1:]} channels, but the calibration has {self.scale.shape}."
@@ -262,13 +262,13 @@ class Calibrated(Codec, holds_arrays=True):
         code = self.codec.encode_with(x, key, self.channels, self.scale, self.centre)
         return dataclasses.replace(code, channels=None)
 
-    def decode(self, code: QuantizedCode) -> jax.Array:
+    def decode(self, code: QuantizedCode | ChannelCode) -> jax.Array:
         return self.codec.decode(self._whole(code))
 
-    def weight_grad(self, code: QuantizedCode, dz: jax.Array) -> jax.Array:
+    def weight_grad(self, code: QuantizedCode | ChannelCode, dz: jax.Array) -> jax.Array:
         return self.codec.weight_grad(self._whole(code), dz)
 
-    def _whole(self, code: QuantizedCode) -> QuantizedCode:
+    def _whole(self, code: Any) -> Any:
         """Returns the code completed with the arrays of this codec."""
         if self.codec.balance:
             # Scales of groups, [..., S, groups], tell the number of sequences.

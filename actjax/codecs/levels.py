@@ -57,17 +57,11 @@ class AnyLevels(Codec, holds_arrays=True):
         joined = jnp.concatenate(codes, axis=-1)
         return QuantizedCode(
             planes=pack(joined, format.bits, format.group),
-            offset=group_scales.stored_scales(offsets, format),
             scale=group_scales.stored_scales(scales, format),
-            centre=None,
-            mean=None,
-            spread=None,
-            outliers=None,
-            channels=None,
-            seed=None,
             features=x.shape[-1],
             dtype=jnp.dtype(x.dtype),
             format=format,
+            offset=group_scales.stored_scales(offsets, format),
         )
 
     def decode(self, code: QuantizedCode) -> jax.Array:

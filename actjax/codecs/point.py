@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from actjax._math.precision import contract_tokens
 from actjax.codecs.base import FactoredCodec, check_activation, check_positive_integer, token_count
 from actjax.kernels.point_assignment.api import point_assignment
-from actjax.kernels.segment_sum.api import scaled_segment_sum
 
 
 @jax.tree_util.register_dataclass
@@ -126,12 +126,30 @@ class PointApproximation(FactoredCodec):
         return code.points.T
 
     def right(self, code: PointCode, dz: jax.Array) -> jax.Array:
-        return scaled_segment_sum(code.index, code.scale, dz, segments=code.points.shape[0])
+        return scaled_sums(code.index, code.scale, dz, len(code.points))
 
     def stored_bytes(self, shape: Sequence[int], dtype: jax.typing.DTypeLike) -> int:
         count, tokens = self.count(shape), token_count(shape)
         values = count * shape[-1] + tokens
         return values * jnp.dtype(dtype).itemsize + tokens * _index_dtype(count).itemsize
+
+
+def scaled_sums(index: jax.Array, scale: jax.Array, values: jax.Array, segments: int) -> jax.Array:
+    """Returns `B̃_j = Σ_{f(i)=j} α_i dz_i`, [k, n] in the accumulation dtype (PAMM, section 3).
+
+    It is a product with a sparse [T, k] matrix. Unlike a scatter, a product adds in a fixed order,
+    so two runs give equal bits on every device, and it runs on the matrix units.
+
+    Args:
+      index: `f`, [...], below `segments`.
+      scale: `α`, [...]; rounded to the dtype of `values`.
+      values: `dz`, [..., n].
+      segments: k.
+    """
+    columns = jnp.arange(segments, dtype=jnp.int32)
+    factor = scale[..., None].astype(values.dtype)
+    selection = jnp.where(index[..., None].astype(jnp.int32) == columns, factor, 0)
+    return contract_tokens(selection, values)
 
 
 def _index_dtype(count: int) -> jnp.dtype:

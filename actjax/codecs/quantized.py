@@ -16,12 +16,21 @@ import jax
 import jax.numpy as jnp
 
 from actjax._math.precision import accumulation_dtype, contract_tokens
+from actjax.codecs import by_channel
 from actjax.codecs.base import Codec, check_activation, check_positive_integer, token_count
 from actjax.kernels import format as fmt
-from actjax.kernels import group_scales, noise
+from actjax.kernels import noise
 from actjax.kernels.balance import balance_of, statistics_shape
 from actjax.kernels.dequantize.api import dequantize
-from actjax.kernels.format import Format, Levels, QuantizedCode, Rounding, ScaleDtype, Scaling
+from actjax.kernels.format import (
+    Format,
+    Levels,
+    QuantizedCode,
+    QuantizeInputs,
+    Rounding,
+    ScaleDtype,
+    Scaling,
+)
 from actjax.kernels.packing import BITS, packed_bytes
 from actjax.kernels.quantize.api import quantize
 
@@ -143,18 +152,23 @@ class Quantized(Codec):
         """As in `Codec`."""
         return self.rounding != "nearest"
 
-    def encode(self, x: jax.Array, key: jax.Array | None = None) -> QuantizedCode:
+    def encode(
+        self, x: jax.Array, key: jax.Array | None = None
+    ) -> QuantizedCode | by_channel.ChannelCode:
         check_activation(self, x)
         channels = self.outlier_channels(x)
-        if self.scaling == "group":
-            return self.encode_with(x, key, channels, None)
-        scale = self.fit_channels(x, channels)
-        return dataclasses.replace(self.encode_with(x, key, channels, scale), scale=scale)
+        if self.scaling == "channel":
+            scale = self.fit_channels(x, channels)
+            return dataclasses.replace(self.encode_with(x, key, channels, scale), scale=scale)
+        mean, spread = balance_of(x, self.scale_dtype) if self.balance else (None, None)
+        inputs = QuantizeInputs(x, self._seed(key), channels, mean, spread)
+        return dataclasses.replace(quantize(inputs, format=self.format), mean=mean, spread=spread)
 
-    def decode(self, code: QuantizedCode) -> jax.Array:
-        return dequantize(code)
+    def decode(self, code: QuantizedCode | by_channel.ChannelCode) -> jax.Array:
+        is_by_channel = isinstance(code, by_channel.ChannelCode)
+        return by_channel.decode(code) if is_by_channel else dequantize(code)
 
-    def weight_grad(self, code: QuantizedCode, dz: jax.Array) -> jax.Array:
+    def weight_grad(self, code: QuantizedCode | by_channel.ChannelCode, dz: jax.Array) -> jax.Array:
         return contract_tokens(self.decode(code), dz)
 
     def stored_bytes(self, shape: Sequence[int], dtype: jax.typing.DTypeLike) -> int:
@@ -204,48 +218,43 @@ class Quantized(Codec):
         x: jax.Array,
         key: jax.Array | None,
         channels: jax.Array | None,
-        scale: jax.Array | None,
+        scale: jax.Array,
         centre: jax.Array | None = None,
-    ) -> QuantizedCode:
-        """Returns the code of `x` for given outlier channels, and for given scales by channel.
+    ) -> QuantizedCode | by_channel.ChannelCode:
+        """Returns the code of `x` for given outlier channels and statistics of channels.
 
-        Numbers outside the levels saturate. The code does not hold given scales and centres.
+        Numbers outside the levels saturate. The code does not hold the statistics.
 
         Args:
           x: [..., d].
           key: as for `encode`.
           channels: outlier channels, [m]; None for none.
-          scale: stored scales of the channels, [d]; with `balance` their spreads. None with
-            scaling="group", where `balance` measures means and spreads, which the code holds.
+          scale: stored scales of the channels, [d]; with `balance` their spreads.
           centre: stored middles of the levels of the channels, [d]; None for zero. With `balance`
             their means.
         """
         check_activation(self, x)
-        seed = noise.seed_of(self.required_key(key)) if self.needs_key else None
-        if not self.balance:
-            return quantize(x, seed, channels, scale, centre, format=self.format)
-        if (scale is None) != (centre is None):
+        if self.scaling == "channel":
+            return by_channel.encode(
+                x, self._seed(key), channels, scale, centre, format=self.format
+            )
+        if centre is None:
             raise ValueError(f"`scale` and `centre` of {self} must be given together.")
-        if scale is None or centre is None:
-            mean, spread = balance_of(x, self.scale_dtype)
-            code = quantize(x, seed, channels, mean=mean, spread=spread, format=self.format)
-            return dataclasses.replace(code, mean=mean, spread=spread)
-        mean, spread = (self.of_sequences(one, x.shape) for one in (centre, scale))
-        return quantize(x, seed, channels, mean=mean, spread=spread, format=self.format)
+        mean, spread = (self.of_sequences(y, x.shape) for y in (centre, scale))
+        inputs = QuantizeInputs(x, self._seed(key), channels, mean, spread)
+        return quantize(inputs, format=self.format)
+
+    def _seed(self, key: jax.Array | None) -> jax.Array | None:
+        return noise.seed_of(self.required_key(key)) if self.needs_key else None
 
     @staticmethod
-    def of_sequences(given: jax.Array, shape: Sequence[int]) -> jax.Array:
+    def of_sequences(statistics: jax.Array, shape: Sequence[int]) -> jax.Array:
         """Returns means or spreads of channels [d] as those of all sequences of [..., S, d]."""
-        return jnp.broadcast_to(given, statistics_shape(shape))
+        return jnp.broadcast_to(statistics, statistics_shape(shape))
 
     def fit_channels(self, x: jax.Array, channels: jax.Array | None) -> jax.Array:
         """Returns the stored scales [d] of the channels of `x` [..., d], without outliers."""
-        values, format = group_scales.without(channels, x), self.format
-        scales = []
-        for segment in fmt.segments(x.shape[-1], self.group):
-            part = group_scales.prepare(segment.take(values), format)
-            scales.append(group_scales.fit(part, format)[1])
-        return group_scales.stored_scales(scales, format)
+        return by_channel.fit_scales(x, channels, self.format)
 
     @staticmethod
     def _statistics(shape: Sequence[int]) -> int:

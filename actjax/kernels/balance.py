@@ -9,7 +9,6 @@ Schwarz if `spread²` is proportional to `deviation`.
 """
 
 from collections.abc import Sequence
-from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 from actjax._math.division import over
 from actjax._math.precision import accumulation_dtype
 from actjax.kernels.format import ScaleDtype
+from actjax.kernels.group_scales import stored
 
 _LEAST = 2.0**-12
 """Least deviation of a channel, relative to the largest: dividing by less only adds noise."""
@@ -91,10 +91,3 @@ def _weighted(tokens: jax.Array, values: jax.Array) -> jax.Array:
     norms = jnp.sqrt(jnp.sum(jnp.square(tokens), axis=-1, keepdims=True))
     weights = jnp.where(norms > 0, 1 / jnp.where(norms > 0, norms, 1), 0)
     return over(jnp.sum(weights * values, -2, keepdims=True), jnp.sum(weights, -2, keepdims=True))
-
-
-def stored(x: jax.Array, dtype: ScaleDtype) -> jax.Array:
-    """Returns means or spreads in the form that codes hold: bfloat16 as its bits, uint16."""
-    rounded = x.astype(dtype)
-    # As bits, because XLA for CPUs holds stacks of 16-bit floats in 32 bits.
-    return cast(jax.Array, rounded if dtype == "float32" else rounded.view(jnp.uint16))

@@ -12,63 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from actjax.kernels import format as fmt
-from actjax.kernels.rotation import block_size, signs_of
+from actjax.kernels.rotation import block_size
 from actjax.kernels.tiles import Part, load
-
-_LANES = 32
-"""Numbers of a slice of a whole block, if its bytes allow."""
-_MOST_SLICES = 32
-"""Slices whose numbers fit the registers."""
-
-
-def slices_of(size: int, least: int) -> int:
-    """Returns the number of slices to read a group in, so that it can be rotated.
-
-    A slice lies within a block, and has a power of two of numbers. In a group of an odd size, a
-    block is a number, and any slices do.
-
-    Args:
-      size: features of the group.
-      least: least number of slices of a block, a power of two.
-    """
-    block = block_size(size)
-    if block == 1:
-        return least
-    return max(least, min(16, block // _LANES)) if block == size else size // block * least
-
-
-def refuses(features: int, group: int, least: int) -> str | None:
-    """Returns why a kernel cannot rotate the groups of a token; None if it can.
-
-    Args:
-      features: d.
-      group: features of a whole group, a power of two from 16.
-      least: as for `slices_of`.
-    """
-    size = features % group
-    block = block_size(size)
-    if block <= 1 or (block >= least and slices_of(size, least) <= _MOST_SLICES):
-        return None
-    return (
-        f"rotates last groups of an odd size or of up to {_MOST_SLICES // least} blocks, powers of"
-        f" two from {least}, got a last group of {size} features"
-    )
-
-
-def signs_row(features: int, group: int) -> jax.Array:
-    """Returns the signs of a whole group, then those of a smaller last one, float32 [1, n]."""
-    rows = [signs_of(segment.size) for segment in fmt.segments(features, group)]
-    return jnp.asarray(np.concatenate(rows)[None], jnp.float32)
 
 
 def rotate(part: Part, values: list[jax.Array], signs: Any, group: int) -> list[jax.Array]:
     """Returns the slices of groups, rotated.
 
     Args:
-      part: groups in the slices of `slices_of`.
+      part: groups in the slices of `actjax.kernels.limits.slice_count`.
       values: numbers of each slice, float32.
-      signs: reference to the result of `signs_row`.
+      signs: reference to the result of `actjax.kernels.rotation.signs_row`.
       group: features of a whole group.
     """
     signed = [v * _signs(part, signs, group, n) for n, v in enumerate(values)]

@@ -4,14 +4,14 @@ import contextlib
 import dataclasses
 import functools
 import importlib
-import importlib.util
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, get_args
 
 import jax
 from jax.core import Tracer
 
-from actjax._shards import can_split, is_bound, is_partitioned, on_shards
+from actjax._shards import is_bound, is_partitioned, on_shards
 from actjax.kernels import measured, primitive
 from actjax.kernels.format import QuantizedCode
 
@@ -22,50 +22,38 @@ is compiled by Mosaic for a TPU, and elsewhere run slowly; `triton` is written i
 for an NVIDIA GPU, and needs jax-triton; `fastest` is the one of `reference`, `pallas` and `triton`
 that takes the least time on the GPU of this process, measured once for each shape."""
 
+_BACKENDS = {
+    "pallas": ("jax.experimental.pallas.triton", f"which JAX {jax.__version__} does not have"),
+    "mosaic": ("jax.experimental.pallas.tpu", f"which JAX {jax.__version__} does not have"),
+    "triton": ("jax_triton", "which is not installed (`pip install 'actjax[triton]'`)"),
+}
+_BACKENDS["interpreted"] = _BACKENDS["pallas"]
+"""The module that each implementation needs, and why it may be missing. JAX may remove one."""
 
-@dataclasses.dataclass(frozen=True)
-class Mosaic:
-    """A program for TPUs.
-
-    Attributes:
-      program: the program: `program(*args, interpret, **options)`.
-      refuses: returns why it cannot take the arguments; None if it can.
-    """
-
-    program: Callable[..., Any]
-    refuses: Callable[..., str | None]
+_DEFAULTS: dict[str | None, Implementation] = {"cuda": "pallas", "tpu": "mosaic"}
+"""The implementation of each platform, if it can take the arguments."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Triton:
-    """A program in Triton. Its module needs jax-triton, and is imported when it is asked for.
-
-    Attributes:
-      module: the module. It has the program, `refuses`, and `launch`, which returns the
-        `actjax.kernels.triton_call.Call` of the arguments.
-      program: name of the program.
-    """
-
-    module: str
-    program: str
-
-    def refuses(self, *args: Any, **options: Any) -> str | None:
-        """Returns why it cannot take the arguments; None if it can."""
-        if not _has_triton():
-            return _NO_TRITON
-        return importlib.import_module(self.module).refuses(*args, **options)
-
-    def run(self, *args: Any, **options: Any) -> Any:
-        """Computes the function. `jax.vmap` runs it once for each entry of the mapped axis."""
-        program = getattr(importlib.import_module(self.module), self.program)
-        return jax.custom_batching.sequential_vmap(functools.partial(program, **options))(*args)
+@functools.cache
+def _lacks(implementation: Implementation) -> str | None:
+    """Returns why the backend of an implementation cannot be used; None if it can."""
+    if implementation not in _BACKENDS:
+        return None
+    module, reason = _BACKENDS[implementation]
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        return f"needs {module}, {reason}"
+    return None
 
 
-_NO_TRITON = "needs jax-triton, which is not installed (`pip install 'actjax[triton]'`)"
-
-
-def _has_triton() -> bool:
-    return importlib.util.find_spec("jax_triton") is not None
+@functools.cache  # One line in each process.
+def _tell_that_definitions_run(platform: str, reason: str) -> None:
+    warnings.warn(
+        f"On {platform} all kernels of actjax are their definitions in plain JAX: the program for"
+        f" it {reason}.",
+        stacklevel=2,
+    )
 
 
 _asked: Any = jax.make_user_context(None)
@@ -85,11 +73,12 @@ def use(implementation: Implementation | None) -> Iterator[None]:
       implementation: one of `Implementation`; None for the best one that applies, the default.
 
     Raises:
-      ValueError: an unknown name, or "triton" without jax-triton.
+      ValueError: an unknown name, or an implementation whose backend is missing: "triton" without
+        jax-triton, or "pallas" and "interpreted" if JAX has no Pallas for Triton.
     """
     _check(implementation)
-    if implementation == "triton" and not _has_triton():
-        raise ValueError(f"`implementation` 'triton' {_NO_TRITON}.")
+    if implementation is not None and (reason := _lacks(implementation)):
+        raise ValueError(f"`implementation` {implementation!r} {reason}.")
     with _asked(implementation):
         yield
 
@@ -105,9 +94,9 @@ class Kernel:
     """A function with a definition, and a faster program for some arguments and devices.
 
     It is called as `kernel(*args, implementation=None, **options)`, with pytrees of arrays and
-    hashable options by name. By default a traced program can be lowered for any platform: where
-    it is lowered for an NVIDIA GPU or a TPU, and the arguments allow it, the program for it is
-    traced and used, elsewhere the definition. Derivatives are those of the definition.
+    hashable options by name. It is one equation of a traced program, which can be lowered for any
+    platform: where that is an NVIDIA GPU or a TPU, and the arguments allow it, the program for it
+    is imported, traced and used, elsewhere the definition. Derivatives are those of the definition.
 
     Where XLA partitions the program over devices (under `jax.set_mesh`), each device computes the
     kernel for its part of the arrays, as `dims` tells. A kernel that draws random numbers by their
@@ -115,15 +104,21 @@ class Kernel:
     shardings, and within a `jax.shard_map` without `check_vma=False` or over some of the mesh axes.
     (Shardings over automatic axes without `jax.set_mesh` are not known during tracing.)
 
+    A program is the name of a module, which is imported where the program is chosen, since it needs
+    a backend that may be missing. The module has a function with the name of the definition,
+    `program(*args, interpret, **options)`, and `refuses(*args, **options)`, which returns why the
+    program cannot take the arguments; None if it can.
+
     Attributes:
       name: name in messages.
       reference: the definition.
-      pallas: the program: `pallas(*args, interpret, **options)`.
-      refuses: returns why the program cannot take the arguments; None if it can.
       dims: `dims(result, *args, **options)` returns the `Dims` of the arguments, a tuple, and those
         of the result, whose shapes are given; None if parts cannot be computed apart.
+      pallas: the program for NVIDIA GPUs.
       mosaic: the program for TPUs; None if there is none. XLA cannot divide it over devices.
-      triton: a second program for NVIDIA GPUs; None if there is none.
+      triton: a second program for NVIDIA GPUs, without the argument `interpret`; None if there is
+        none. Its module also has `launch`, which returns the `actjax.kernels.triton_call.Call` of
+        the arguments. `jax.vmap` runs it once for each entry of the mapped axis.
       slower: `slower(*args, **options)` returns whether XLA's program for the definition took less
         time than `pallas` where a GPU measured both (`benchmarks/results/gpu.json`). Then `pallas`
         is used where it is asked for, and not by default.
@@ -131,11 +126,10 @@ class Kernel:
 
     name: str
     reference: Callable[..., Any]
-    pallas: Callable[..., Any]
-    refuses: Callable[..., str | None]
     dims: Callable[..., tuple[tuple, Any] | None]
-    mosaic: Mosaic | None = None
-    triton: Triton | None = None
+    pallas: str
+    mosaic: str | None = None
+    triton: str | None = None
     slower: Callable[..., bool] = _never
 
     def __call__(
@@ -151,117 +145,119 @@ class Kernel:
         Raises:
           ValueError: the implementation is unknown or cannot take these arguments.
         """
-        _check(implementation)
-        reference = functools.partial(self.reference, **options)
-        asked = implementation or _asked.value
-        if asked == "fastest":
-            on_shards = is_partitioned(args) or is_bound(args)
-            asked = None if on_shards else measured.fastest(self, args, options)
-            implementation = None  # What was measured takes the arguments, and else the default.
-        if asked == "reference" or (asked is None and is_bound(args)):
-            return reference(*args)
-        reason = self.refusal(asked, args, options)
-        if reason is not None and implementation is None and asked == "triton":
-            asked, reason = None, self.refusal(None, args, options)
-        if reason is not None:
-            if implementation is None:
-                return reference(*args)
-            raise ValueError(
-                f"`implementation` {implementation!r} of {self.name} {reason}: use 'reference'."
-            )
-        on_gpus_only = asked in ("pallas", "triton")
-        if on_gpus_only and jax.default_backend() == "cpu" and not _traced(args):
-            if implementation is None:
-                return reference(*args)
-            raise ValueError(
-                f"`implementation` {asked!r} of {self.name} is compiled for NVIDIA GPUs, and this"
-                " runs on a CPU: use 'interpreted' or 'reference'."
-            )
-        if asked is None and not is_partitioned(args):
-            return self._choose(None, options, *args)
-        call = _called_once if _traced(args) else Kernel.call
-        return call(self, asked, tuple(sorted(options.items())), *args)
+        chosen = self._chosen(implementation, args, options)
+        if chosen == "reference":
+            return self.reference(*args, **options)
+        call = _call_on_shards if is_partitioned(args) else primitive.call
+        return call(self, chosen, tuple(sorted(options.items())), *args)
 
-    def call(self, asked: Implementation | None, static: tuple, *args: Any) -> Any:
-        """Computes the function by a program that can take the arguments."""
-        options = dict(static)
-        reference = functools.partial(self.reference, **options)
-        choose = functools.partial(self._choose, asked, options)
-        if is_partitioned(args):
-            choose = self._on_shards(choose, reference, args, options)
-        computed = jax.custom_jvp(choose)
-        computed.defjvp(lambda primals, tangents: jax.jvp(reference, primals, tangents))
-        return computed(*args)
+    def _chosen(
+        self, passed: Implementation | None, args: tuple, options: dict[str, Any]
+    ) -> Implementation | None:
+        """Returns an implementation that can take the arguments; None for that of the platform."""
+        _check(passed)
+        asked = passed or _asked.value
+        if is_bound(args):
+            return "reference"
+        if asked == "fastest":
+            passed = None  # The definition and the default take all arguments.
+            asked = None if is_partitioned(args) else measured.fastest(self, args, options)
+        if asked is None or asked == "reference":
+            return asked
+        reason = self.refusal(asked, args, options)
+        if reason is None and asked in ("pallas", "triton") and _is_now_on_a_cpu(args):
+            reason = "is compiled for NVIDIA GPUs, and this runs on a CPU, as 'interpreted' can"
+        if reason is None:
+            return asked
+        if passed is not None:
+            raise ValueError(
+                f"`implementation` {passed!r} of {self.name} {reason}: use 'reference'."
+            )
+        # Few kernels have a program in Triton: the others keep their default.
+        return None if asked == "triton" else "reference"
 
     def refusal(
-        self, asked: Implementation | None, args: tuple, options: dict[str, Any]
+        self, implementation: Implementation, args: tuple, options: dict[str, Any]
     ) -> str | None:
-        """Returns why no program, or not the one that is asked for, can take the arguments."""
-        if asked == "triton":
-            return self.triton.refuses(*args, **options) if self.triton else "has no such program"
-        reason = None if asked == "mosaic" else self.refuses(*args, **options)
-        if asked in ("pallas", "interpreted"):
-            return reason
-        no_mosaic = "has no program for TPUs"
-        if self.mosaic is not None:
-            no_mosaic = self.mosaic.refuses(*args, **options)
-        return no_mosaic if asked == "mosaic" else reason and no_mosaic and reason
+        """Returns why an implementation other than "reference" cannot take the arguments."""
+        module = self._module(implementation)
+        if module is None:
+            return "has no such program"
+        return _lacks(implementation) or importlib.import_module(module).refuses(*args, **options)
 
-    def _choose(self, asked: Implementation | None, options: dict[str, Any], *args: Any) -> Any:
-        """Computes the function by the program, if it is asked for or fits the platform."""
-        static = tuple(sorted(options.items()))
-        if asked == "mosaic" and self.mosaic is not None:
-            interpret = ("interpret", jax.default_backend() != "tpu")
-            return primitive.traced_once(self.mosaic.program, (interpret, *static), *args)
-        if asked == "triton" and self.triton is not None:
-            # On other platforms it is the definition.
-            return primitive.call(_programs_with(self), static, *args)
-        if asked is not None:
-            interpret = ("interpret", asked == "interpreted")
-            return primitive.traced_once(self.pallas, (interpret, *static), *args)
-        # `args` may be a part of an array that a program can take.
-        on_cuda = self.refusal("pallas", args, options) is None and not self.slower(
-            *args, **options
-        )
-        on_tpu = self.refusal("mosaic", args, options) is None
-        return primitive.call(_programs(self, on_cuda, on_tpu), static, *args)
+    def compute(
+        self,
+        platform: str | None,
+        chosen: Implementation | None,
+        static: primitive.Static,
+        *args: Any,
+    ) -> Any:
+        """Computes the function in a program that is lowered for a platform.
 
-    def _on_shards(
-        self, choose: Callable, reference: Callable, args: tuple, options: dict[str, Any]
-    ) -> Callable:
-        """Returns the function for the parts of the arrays that each device holds."""
-        dims = self.dims(jax.eval_shape(reference, *args), *args, **options)
-        if dims is None or not can_split(args):
-            return reference
-        return lambda *args: on_shards(lambda *own: choose(*map(_of_part, own)), args, *dims)
+        Args:
+          platform: "cuda" or "tpu"; None for any other.
+          chosen: result of `_chosen`.
+          static: the options, as sorted items.
+          *args: pytrees of arrays.
+        """
+        if chosen is None:
+            chosen = self._default(platform, args, dict(static))
+        module = self._module(chosen)
+        if module is None or (chosen == "triton" and platform != "cuda"):
+            return primitive.traced_once(self.reference, static, *args)
+        program = getattr(importlib.import_module(module), self.reference.__name__)
+        if chosen == "triton":
+            program = functools.partial(program, **dict(static))
+            return jax.custom_batching.sequential_vmap(program)(*args)
+        interpret = {"interpreted": True, "mosaic": platform != "tpu"}.get(chosen, False)
+        return primitive.traced_once(program, (("interpret", interpret), *static), *args)
 
+    def _module(self, implementation: Implementation) -> str | None:
+        """Returns the module of the program of an implementation; None if there is none."""
+        name = "pallas" if implementation == "interpreted" else implementation
+        return None if name == "reference" else getattr(self, name)
 
-_called_once = jax.jit(Kernel.call, static_argnums=(0, 1, 2))
-"""The same, as a function of the traced program: equal calls share one trace and one lowering."""
-
-
-@functools.cache
-def _programs(kernel: Kernel, on_cuda: bool, on_tpu: bool) -> primitive.Programs:
-    """Returns what a kernel is on each platform; always the same object, for caches."""
-    cuda = functools.partial(kernel.pallas, interpret=False) if on_cuda else None
-    tpu = (
-        functools.partial(kernel.mosaic.program, interpret=False)
-        if kernel.mosaic and on_tpu
-        else None
-    )
-    return primitive.Programs(kernel.name, kernel.reference, cuda, tpu)
+    def _default(
+        self, platform: str | None, args: tuple, options: dict[str, Any]
+    ) -> Implementation:
+        """Returns the implementation for a platform."""
+        default = _DEFAULTS.get(platform, "reference")
+        if self._module(default) is None:
+            return "reference"
+        if reason := _lacks(default):
+            _tell_that_definitions_run(str(platform), reason)
+            return "reference"
+        is_slower = default == "pallas" and self.slower(*args, **options)
+        return "reference" if is_slower or self.refusal(default, args, options) else default
 
 
-@functools.cache
-def _programs_with(kernel: Kernel) -> primitive.Programs:
-    """Returns what a kernel is on each platform if its program in Triton is asked for."""
-    assert kernel.triton is not None
-    return primitive.Programs(kernel.name, kernel.reference, kernel.triton.run)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _call_on_shards(
+    kernel: Kernel, chosen: Implementation | None, static: primitive.Static, *args: Any
+) -> Any:
+    """Computes a kernel on the parts of the arrays that each device holds.
+
+    It is jitted, so that equal calls share one trace and one lowering.
+    """
+    options = dict(static)
+    reference = functools.partial(kernel.reference, **options)
+    dims = kernel.dims(jax.eval_shape(reference, *args), *args, **options)
+    if dims is None:
+        return reference(*args)
+
+    def of_parts(*parts: Any) -> Any:
+        return primitive.call(kernel, chosen, static, *map(_of_part, parts))
+
+    # A function that XLA partitions has no derivatives.
+    computed = jax.custom_jvp(lambda *args: on_shards(of_parts, args, *dims))
+    computed.defjvp(lambda primals, tangents: jax.jvp(reference, primals, tangents))
+    return computed(*args)
 
 
-def _traced(args: Any) -> bool:
-    """Returns whether a program is being traced, possibly for another device."""
-    return any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
+def _is_now_on_a_cpu(args: Any) -> bool:
+    """Returns whether a CPU computes a call now; a program that is traced may be for a GPU."""
+    traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
+    return not traced and jax.default_backend() == "cpu"
 
 
 def _check(implementation: object) -> None:

@@ -1,7 +1,4 @@
-"""The format of quantized numbers: their settings, their arrays, and the order of their groups.
-
-Kernels that write codes and kernels that read them share it.
-"""
+"""The format of quantized numbers: their settings, their arrays, and the order of their groups."""
 
 import dataclasses
 from typing import Any, Literal, NamedTuple
@@ -24,15 +21,30 @@ class Format:
     bits: int
     group: int
     rounding: Rounding
-    scaling: Scaling
     scale_dtype: ScaleDtype
     levels: Levels
     rotate: bool
 
-    @property
-    def affine(self) -> bool:
-        """Whether groups have an offset and a scale."""
-        return self.scaling == "group" and self.levels == "uniform"
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantizeInputs:
+    """An activation, and arrays that its encoding needs.
+
+    Attributes:
+      x: [..., d], floating point. A number that is not finite spoils its group.
+      seed: seed of the random numbers, uint32 [2]; None for rounding to the nearest.
+      channels: channels to store whole, int32 [m], distinct, in [0, d); None for none.
+      mean: stored means of the channels of each sequence, [..., d] for x [..., S, d], which are
+        subtracted first; None for nothing. Not in the code.
+      spread: stored positive numbers that the channels are then divided by, as `mean`; with it.
+    """
+
+    x: Any
+    seed: Any = None
+    channels: Any = None
+    mean: Any = None
+    spread: Any = None
 
 
 @jax.tree_util.register_dataclass
@@ -44,34 +56,30 @@ class QuantizedCode:
 
     Attributes:
       planes: packed bytes of each group, as returned by `actjax.kernels.packing.pack`.
-      offset: value of the code 0, [..., groups]; None with symmetric levels.
-      scale: distance between two levels, or the unit of uneven levels: [..., groups], or [d] by
-        channel.
-      centre: value of the middle of the levels, by channel [d]; None if it is zero or follows from
-        `offset`.
+      scale: distance between two levels, or the unit of uneven levels, [..., groups].
+      features: d. Static.
+      dtype: dtype of the activation. Static.
+      format: meaning of the bits. Static.
+      offset: value of the code 0, [..., groups]; None with "normal" levels.
       mean: what was subtracted from each channel before anything else, by sequence: [..., d] for
         [..., S, d]; None for nothing.
       spread: what each channel was then divided by, in the shape of `mean`; None with it.
       outliers: channels that are stored whole, [..., m]; None if there are none.
       channels: indices of these channels, int32 [m].
       seed: seed of the dither, uint32 [2]; None without dither.
-      features: d. Static.
-      dtype: dtype of the activation. Static.
-      format: meaning of the bits. Static.
     """
 
     planes: Any
-    offset: Any
     scale: Any
-    centre: Any
-    mean: Any
-    spread: Any
-    outliers: Any
-    channels: Any
-    seed: Any
     features: int = dataclasses.field(metadata={"static": True})
     dtype: Any = dataclasses.field(metadata={"static": True})
     format: Format = dataclasses.field(metadata={"static": True})
+    offset: Any = None
+    mean: Any = None
+    spread: Any = None
+    outliers: Any = None
+    channels: Any = None
+    seed: Any = None
 
     def dims(self, features: str | None = "features") -> "QuantizedCode":
         """Returns the `Dims` of the arrays: tokens, and features if they are in whole groups.
@@ -83,20 +91,18 @@ class QuantizedCode:
             features = None
         tokens = token_names(self.planes[0].ndim - 1)
         by_token, by_sequence = Dims((*tokens, features)), Dims((*tokens[:-1], features))
-        by_group = by_token if self.format.scaling == "group" else Dims((features,))
-        given = {
+        arrays = {
             "planes": tuple(by_token for _ in self.planes),
             "offset": by_token,
-            "scale": by_group,
-            "centre": Dims((features,)),
+            "scale": by_token,
             "mean": by_sequence,
             "spread": by_sequence,
             "outliers": Dims((*tokens, None)),
             "channels": Dims((None,)),
             "seed": Dims((None,)),
         }
-        given = {name: dims for name, dims in given.items() if getattr(self, name) is not None}
-        return dataclasses.replace(self, **given)
+        present = {name: dims for name, dims in arrays.items() if getattr(self, name) is not None}
+        return dataclasses.replace(self, **present)
 
     def of_part(self) -> "QuantizedCode":
         """Returns the code of some whole groups, whose arrays this one holds, with `features`."""
@@ -149,9 +155,9 @@ class Segment(NamedTuple):
 
 def segments(features: int, group: int) -> list[Segment]:
     """Returns the run of whole groups, and the run of one smaller group that remains, if any."""
-    groups, rest = divmod(features, group)
-    whole = [Segment(0, 0, groups, group)] if groups or not rest else []
-    return whole + ([Segment(groups * group, groups, 1, rest)] if rest else [])
+    groups, last = divmod(features, group)
+    runs = [Segment(0, 0, groups, group)] if groups or not last else []
+    return runs + ([Segment(groups * group, groups, 1, last)] if last else [])
 
 
 def group_count(features: int, group: int) -> int:
@@ -161,5 +167,5 @@ def group_count(features: int, group: int) -> int:
 
 def noise_words(features: int, group: int) -> int:
     """Returns the random words of a token: for each group, half its features, rounded up."""
-    groups, rest = divmod(features, group)
-    return groups * -(-group // 2) + -(-rest // 2)
+    groups, last = divmod(features, group)
+    return groups * -(-group // 2) + -(-last // 2)

@@ -1,6 +1,6 @@
-"""Scales and offsets of groups: fitting them, rounding them, and dividing by them."""
+"""Scales and offsets of groups: fitting them, rounding them, storing them, and dividing by them."""
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,35 +22,34 @@ def fit(part: jax.Array, format: Format) -> tuple[jax.Array | None, jax.Array]:
 
     They have the values that will be stored, in the dtype of `part`, and broadcast against it.
     """
-    axes = (-1,) if format.scaling == "group" else tuple(range(part.ndim - 2))
-    top = 2**format.bits - 1
     if format.levels == "normal":
-        # Numbers within one, so that no square overflows.
-        largest = jnp.max(jnp.abs(part), axes, keepdims=True, initial=0)
-        part = over(part, largest)
-        deviation = jnp.sqrt(jnp.mean(part * part, axes, keepdims=True))
-        # Computed once: XLA would fuse the search for levels into each of the sums.
-        codes = jax.lax.optimization_barrier(nearest_level(part, deviation, format.bits))
-        levels = jax.lax.optimization_barrier(level_values(codes, format.bits, part.dtype))
-        fitted = jnp.sum(part * levels, axes, keepdims=True) / jnp.sum(
-            levels * levels, axes, keepdims=True
-        )
-        return None, rounded_scale(fitted * largest, format.scale_dtype)
-    if format.scaling == "channel":
-        largest = jnp.max(jnp.abs(part), axes, keepdims=True, initial=0)
-        largest = _nan_where_any(part, axes, largest)
-        return None, rounded_scale(largest * (2 / top), format.scale_dtype, towards=1)
-    return fit_range(part, top, format)
+        return None, fit_normal(part, (-1,), format)
+    return fit_range(part, 2**format.bits - 1, format)
+
+
+def fit_normal(part: jax.Array, axes: tuple[int, ...], format: Format) -> jax.Array:
+    """Returns the least-squares scale of "normal" levels for the numbers along some axes."""
+    # Numbers within one, so that no square overflows.
+    largest = jnp.max(jnp.abs(part), axes, keepdims=True, initial=0)
+    part = over(part, largest)
+    deviation = jnp.sqrt(jnp.mean(part * part, axes, keepdims=True))
+    # Computed once: XLA would fuse the search for levels into each of the sums.
+    codes = jax.lax.optimization_barrier(nearest_level(part, deviation, format.bits))
+    levels = jax.lax.optimization_barrier(level_values(codes, format.bits, part.dtype))
+    fitted = jnp.sum(part * levels, axes, keepdims=True) / jnp.sum(
+        levels * levels, axes, keepdims=True
+    )
+    return rounded_scale(fitted * largest, format.scale_dtype)
 
 
 def fit_range(part: jax.Array, top: jax.Array | int, format: Format) -> tuple[jax.Array, jax.Array]:
     """Returns offset and scale of uniform levels from 0 to `top` over the range of each group."""
-    high = _nan_where_any(part, (-1,), jnp.max(part, -1, keepdims=True))
+    high = nan_where_any(part, (-1,), jnp.max(part, -1, keepdims=True))
     offset = rounded_scale(jnp.min(part, -1, keepdims=True), format.scale_dtype, towards=-1)
     return offset, rounded_scale((high - offset) / top, format.scale_dtype, towards=1)
 
 
-def _nan_where_any(part: jax.Array, axes: tuple[int, ...], extreme: jax.Array) -> jax.Array:
+def nan_where_any(part: jax.Array, axes: tuple[int, ...], extreme: jax.Array) -> jax.Array:
     """Returns an extreme of `part` over `axes`, NaN where it has one: XLA for CPUs may drop it."""
     return jnp.where(jnp.isnan(part).any(axes, keepdims=True), jnp.nan, extreme)
 
@@ -79,21 +78,22 @@ def rounded_scale(scale: jax.Array, dtype: ScaleDtype, towards: int = 0) -> jax.
     return jax.lax.select(wrong, next_one, rounded)
 
 
-def stored_scales(scales: list[jax.Array], format: Format) -> jax.Array:
-    """Returns the scales of all segments side by side, as stored."""
-    if format.scaling == "channel":
-        flat = [scale.reshape(-1) for scale in scales]
-    else:
-        flat = [scale[..., 0] for scale in scales]
-    joined = jnp.concatenate(flat, axis=-1).astype(format.scale_dtype)
+def stored(x: jax.Array, dtype: ScaleDtype) -> jax.Array:
+    """Returns scales or statistics in the form that codes hold: bfloat16 as its bits, uint16."""
+    rounded = x.astype(dtype)
     # As bits, because XLA for CPUs holds stacks of 16-bit floats in 32 bits.
-    return joined if format.scale_dtype == "float32" else joined.view(jnp.uint16)
+    return cast(jax.Array, rounded if dtype == "float32" else rounded.view(jnp.uint16))
+
+
+def stored_scales(scales: list[jax.Array], format: Format) -> jax.Array:
+    """Returns the scales of the groups of all segments side by side, as stored."""
+    joined = jnp.concatenate([scale[..., 0] for scale in scales], axis=-1)
+    return stored(joined, format.scale_dtype)
 
 
 def scale_of(segment: Segment, scale: jax.Array, format: Format, dtype: Any) -> jax.Array:
     """Returns the stored scales of a segment, which broadcast against its [..., groups, size]."""
-    scale = scale.view(format.scale_dtype).astype(dtype)
-    return segment.take(scale) if format.scaling == "channel" else segment.of_groups(scale)
+    return segment.of_groups(scale.view(format.scale_dtype).astype(dtype))
 
 
 def balanced(
@@ -134,5 +134,5 @@ def without(channels: jax.Array | None, x: jax.Array) -> jax.Array:
     """Returns `x` [..., d] with zeros in the given channels."""
     if channels is None:
         return x
-    whole = jnp.zeros(x.shape[-1], bool).at[channels].set(True)
-    return jnp.where(whole, jnp.zeros((), x.dtype), x)
+    is_outlier = jnp.zeros(x.shape[-1], bool).at[channels].set(True)
+    return jnp.where(is_outlier, jnp.zeros((), x.dtype), x)

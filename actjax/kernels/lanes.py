@@ -20,8 +20,8 @@ LANES = 128
 _HALF = LANES // 2
 TOKENS = 128
 """Tokens of a block. Of 512, the registers that wait take more memory than a core has."""
-_FORMAT = {"bits": 4, "group": LANES, "rounding": "nearest", "scaling": "group",
-           "scale_dtype": "bfloat16", "levels": "normal", "rotate": True}  # fmt: skip
+_FORMAT = {"bits": 4, "group": LANES, "rounding": "nearest", "scale_dtype": "bfloat16",
+           "levels": "normal", "rotate": True}  # fmt: skip
 
 
 class Group(NamedTuple):
@@ -79,9 +79,9 @@ def tables(features: int) -> tuple[np.ndarray, np.ndarray]:
     for part in fmt.segments(features, LANES):
         end = part.start + part.groups * part.size
         signs[0, part.start : end] = np.tile(signs_of(part.size), part.groups)
-    if rest := features % LANES:
-        block = block_size(rest)
-        last[:rest, :rest] = np.kron(np.eye(rest // block), hadamard(block))
+    if last_size := features % LANES:
+        block = block_size(last_size)
+        last[:last_size, :last_size] = np.kron(np.eye(last_size // block), hadamard(block))
     return signs, np.stack([hadamard(LANES).astype(np.float32), last])
 
 

@@ -18,10 +18,10 @@ def nearest_level(part: jax.Array, scale: jax.Array, bits: int) -> jax.Array:
     bounds = tuple((levels[1:] + levels[:-1])[half:] / 2)
     # The levels are symmetric about zero. The place among those of one sign is found bit by bit.
     size = jnp.abs(position)
-    found: list[jax.Array] = []
+    steps: list[jax.Array] = []
     for _ in range(bits - 1):
-        found.append(size > _middle(bounds, found))
-    place = sum((bit.astype(jnp.int32) << i for i, bit in enumerate(reversed(found))), 0)
+        steps.append(size > _middle(bounds, steps))
+    place = sum((bit.astype(jnp.int32) << i for i, bit in enumerate(reversed(steps))), 0)
     return jnp.where(position > 0, half + place, half - 1 - place).astype(jnp.uint8)
 
 
@@ -31,8 +31,8 @@ def level_values(codes: jax.Array, bits: int, dtype: Any) -> jax.Array:
     positive = codes >= half
     place = jnp.where(positive, codes, 2 * half - 1 - codes).astype(jnp.uint8)
     # Selected by the bits of the place: a CPU takes many times longer for a lookup.
-    given = [((place >> i) & 1).astype(bool) for i in reversed(range(bits - 1))]
-    size = _leaf(tuple(normal_levels(bits)[half:]), given)
+    steps = [((place >> i) & 1).astype(bool) for i in reversed(range(bits - 1))]
+    size = _leaf(tuple(normal_levels(bits)[half:]), steps)
     return jnp.where(positive, size, -size).astype(dtype)
 
 

@@ -67,8 +67,8 @@ def unpack(
             _unpack_runs(plane[..., a * width // 8 : -(-b * width // 8)], width, b - a, run, fuse)
             for a, b, run in _runs(shape, group)
         ]
-        whole = jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
-        codes.append(whole << shift if shift else whole)
+        plane_codes = jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
+        codes.append(plane_codes << shift if shift else plane_codes)
         shift += width
     return functools.reduce(operator.or_, codes)
 
@@ -82,8 +82,8 @@ def _runs(codes: jax.Array | jax.ShapeDtypeStruct, group: int | None) -> list[tu
     """Returns begin, end and run length of the features in whole runs, and of those that remain."""
     features = codes.shape[-1]
     run = features if group is None else group * (8 // math.gcd(group, 8))
-    whole = features // run * run if run else 0
-    parts = [(0, whole, run), (whole, features, features - whole)]
+    end = features // run * run if run else 0
+    parts = [(0, end, run), (end, features, features - end)]
     return [part for part in parts if part[1] > part[0]] or [(0, 0, 0)]
 
 
@@ -99,8 +99,8 @@ def _pack_runs(codes: jax.Array, width: int, run: int) -> jax.Array:
     shifted = slices << (width * jnp.arange(count, dtype=jnp.uint8)[:, None])
     # A sum, not a chain of operations on slices: with these a CPU takes five times longer, since
     # XLA fuses the computation of the codes with a reshape of the result.
-    whole = jnp.sum(shifted, axis=-2, dtype=jnp.uint8)
-    return whole.reshape(*codes.shape[:-1], number * size)
+    packed = jnp.sum(shifted, axis=-2, dtype=jnp.uint8)
+    return packed.reshape(*codes.shape[:-1], number * size)
 
 
 def _unpack_runs(plane: jax.Array, width: int, features: int, run: int, fuse: bool) -> jax.Array:

@@ -8,29 +8,40 @@ calls share one function of the lowered program.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from jax.core import ShapedArray
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
+Static = tuple[tuple[str, Any], ...]
+"""Options of a kernel, as sorted items of hashable values."""
 
-@dataclasses.dataclass(frozen=True)
-class Programs:
-    """What a call computes, as functions of pytrees of arrays.
 
-    Attributes:
-      name: name of the kernel.
-      definition: computes it on any platform, and has its derivatives.
-      cuda: the program for NVIDIA GPUs; None if there is none, or it cannot take the arguments.
-      tpu: that for TPUs.
-    """
+class Choice(Protocol):
+    """A function that is computed in several ways, such as an `actjax.kernels.dispatch.Kernel`."""
 
-    name: str
-    definition: Callable[..., Any]
-    cuda: Callable[..., Any] | None = None
-    tpu: Callable[..., Any] | None = None
+    @property
+    def name(self) -> str:
+        """Name in traced programs."""
+        ...
+
+    @property
+    def reference(self) -> Callable[..., Any]:
+        """The definition."""
+        ...
+
+    def compute(self, platform: str | None, chosen: Any, static: Static, *args: Any) -> Any:
+        """Computes the function in a program that is lowered for a platform.
+
+        Args:
+          platform: "cuda" or "tpu"; None for any other.
+          chosen: "reference" for the definition, which has the derivatives; or another way.
+          static: the options.
+          *args: the arguments.
+        """
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,21 +49,23 @@ class _Call:
     """A call without its arrays. It is hashable: equal ones are lowered once.
 
     Attributes:
-      programs: functions to call.
-      options: their options, as sorted items.
-      arguments: structure of their arguments.
-      results: shape and dtype of each array that they return.
+      kernel: what is computed.
+      chosen: how it is computed, as for `Choice.compute`.
+      options: static arguments.
+      arguments: structure of the arguments.
+      results: shape and dtype of each array that the call returns.
       axes: for each `jax.vmap` around the call, innermost first, the mapped axes of the leaves.
     """
 
-    programs: Programs
-    options: tuple[tuple[str, Any], ...]
+    kernel: Choice
+    chosen: Any
+    options: Static
     arguments: Any
     results: tuple[tuple[tuple[int, ...], Any], ...]
     axes: tuple[tuple[int | None, ...], ...] = ()
 
     def __repr__(self) -> str:
-        return self.programs.name
+        return self.kernel.name
 
     def on(self, platform: str | None) -> Callable[..., list[jax.Array]]:
         """Returns what a platform computes, as a function of leaves that returns leaves.
@@ -60,41 +73,40 @@ class _Call:
         Args:
           platform: "cuda" or "tpu"; None for any other.
         """
-        own = None if platform is None else getattr(self.programs, platform)
-        program = self.programs.definition if own is None else own
 
         def run(*leaves: jax.Array) -> list[jax.Array]:
             args = jax.tree.unflatten(self.arguments, leaves)
-            return jax.tree.leaves(traced_once(program, self.options, *args))
+            return jax.tree.leaves(self.kernel.compute(platform, self.chosen, self.options, *args))
 
         return functools.reduce(jax.vmap, self.axes, run)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def traced_once(program: Callable, options: tuple[tuple[str, Any], ...], *args: Any) -> Any:
+def traced_once(program: Callable, options: Static, *args: Any) -> Any:
     """Returns `program(*args, **options)`. It is jitted, so that equal calls share one trace.
 
     Args:
       program: a function of pytrees of arrays.
-      options: its options, as sorted items of hashable values.
+      options: its options.
       *args: its arguments.
     """
     return program(*args, **dict(options))
 
 
-def call(programs: Programs, options: tuple[tuple[str, Any], ...], *args: Any) -> Any:
+def call(kernel: Choice, chosen: Any, options: Static, *args: Any) -> Any:
     """Returns what a kernel computes; the program is chosen where the call is lowered.
 
     Args:
-      programs: the functions to choose from.
-      options: their options, as sorted items of hashable values.
-      *args: their arguments, pytrees of arrays.
+      kernel: what to compute.
+      chosen: how, as for `Choice.compute`.
+      options: its options.
+      *args: its arguments, pytrees of arrays.
     """
     leaves, arguments = jax.tree.flatten(args)
-    results = traced_once.eval_shape(programs.definition, options, *args)
+    results = traced_once.eval_shape(kernel.reference, options, *args)
     shapes, returned = jax.tree.flatten(results)
     known = tuple((x.shape, x.dtype) for x in shapes)
-    outputs = _kernel.bind(*leaves, call=_Call(programs, options, arguments, known))
+    outputs = _kernel.bind(*leaves, call=_Call(kernel, chosen, options, arguments, known))
     return jax.tree.unflatten(returned, outputs)
 
 
@@ -119,18 +131,19 @@ def _jvp(
 ) -> tuple[list[Any], list[Any]]:
     """Differentiates the definition."""
     moved = tuple(ad.instantiate_zeros(t) for t in tangents)
-    return jax.jvp(call.on(None), tuple(primals), moved)
+    definition = dataclasses.replace(call, chosen="reference").on(None)
+    return jax.jvp(definition, tuple(primals), moved)
 
 
 def _batched(
     leaves: Sequence[Any], axes: Sequence[Any], *, call: _Call
 ) -> tuple[list[Any], list[int]]:
     """Maps the program over an axis, as `jax.vmap` does; all results have it in front."""
-    own = tuple(a if isinstance(a, int) else None for a in axes)
-    size = next(x.shape[a] for x, a in zip(leaves, own, strict=True) if a is not None)
+    mapped = tuple(a if isinstance(a, int) else None for a in axes)
+    size = next(x.shape[a] for x, a in zip(leaves, mapped, strict=True) if a is not None)
     results = tuple(((size, *shape), dtype) for shape, dtype in call.results)
-    mapped = dataclasses.replace(call, results=results, axes=(*call.axes, own))
-    outputs = _kernel.bind(*leaves, call=mapped)
+    batched = dataclasses.replace(call, results=results, axes=(*call.axes, mapped))
+    outputs = _kernel.bind(*leaves, call=batched)
     return outputs, [0] * len(outputs)
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from actjax._math.precision import accumulation_dtype
+from actjax.kernels.format import segments
 
 
 def rotate(x: jax.Array) -> jax.Array:
@@ -59,3 +60,9 @@ def hadamard(size: int) -> np.ndarray:
 def signs_of(features: int) -> np.ndarray:
     """Returns `features` fixed random signs, the same in every process."""
     return np.random.Generator(np.random.PCG64(features)).choice([-1.0, 1.0], features)
+
+
+def signs_row(features: int, group: int) -> jax.Array:
+    """Returns the signs of a whole group, then those of a smaller last one, float32 [1, n]."""
+    rows = [signs_of(segment.size) for segment in segments(features, group)]
+    return jnp.asarray(np.concatenate(rows)[None], jnp.float32)

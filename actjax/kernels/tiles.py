@@ -72,8 +72,8 @@ class Part:
     def exists(self, number: int) -> jax.Array | None:
         """Returns which numbers of a slice exist; None for all."""
         end = min(self.width, self.size - number * self.width)
-        whole = end == pl.next_power_of_2(self.width)
-        return both(self.groups_exist(), None if whole else self.lane < end)
+        is_full = end == pl.next_power_of_2(self.width)
+        return both(self.groups_exist(), None if is_full else self.lane < end)
 
 
 def load_row(ref: Any, part: Part, number: int, fill: float = 0) -> jax.Array:
@@ -104,8 +104,8 @@ def as_float(scale: jax.Array) -> jax.Array:
 
 def both(*masks: jax.Array | None) -> jax.Array | None:
     """Returns where all masks are true; a mask of None is true everywhere."""
-    given = [mask for mask in masks if mask is not None]
-    return functools.reduce(operator.and_, given) if given else None
+    present = [mask for mask in masks if mask is not None]
+    return functools.reduce(operator.and_, present) if present else None
 
 
 def load(ref: Any, row: Any, column: Any, mask: Any, fill: float = 0) -> jax.Array:

@@ -5,16 +5,11 @@ They skip blocks that see nothing, and hold q, k, v, the output and a log-sum-ex
 
 import dataclasses
 import functools
+import importlib
 import math
 from typing import Any
 
 import jax
-from jax.experimental.pallas.ops.tpu.splash_attention import (
-    splash_attention_kernel as kernels,
-)
-from jax.experimental.pallas.ops.tpu.splash_attention import (
-    splash_attention_mask as masks,
-)
 
 from actjax._shards import is_partitioned
 from actjax.ops.mask import Mask
@@ -22,6 +17,7 @@ from actjax.ops.mask import Mask
 _LANES = 128
 _BLOCKS = (512, 256, _LANES)
 """Queries and keys of a block, the largest first."""
+_LIBRARY = "jax.experimental.pallas.ops.tpu.splash_attention"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -38,6 +34,7 @@ def splash(mask: Mask, name: str, q: Any, k: Any, v: Any, segments: Any) -> jax.
 def _run(mask: Mask, segments: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     if reason := _refuses(q):
         raise ValueError(f"`implementation` 'splash' of attention {reason}: use 'blockwise'.")
+    kernels = _library("splash_attention_kernel")
     length, heads, size = q.shape[1:]
     block = next(block for block in _BLOCKS if length % block == 0)
     sizes = kernels.BlockSizes(
@@ -45,7 +42,7 @@ def _run(mask: Mask, segments: Any, q: jax.Array, k: jax.Array, v: jax.Array) ->
         block_kv_dkv_compute=block, use_fused_bwd_kernel=True,
     )  # fmt: skip
     kernel: Any = kernels.make_splash_mha(
-        mask=masks.MultiHeadMask([_splash_mask(mask, length)] * heads),
+        mask=_library("splash_attention_mask").MultiHeadMask([_splash_mask(mask, length)] * heads),
         block_sizes=sizes,
         head_shards=1,
         q_seq_shards=1,
@@ -122,11 +119,20 @@ def _refuses(q: jax.Array) -> str | None:
         return f"takes lengths that are multiples of {_LANES}, got {q.shape[1]}"
     if is_partitioned(q):
         return "takes arrays of one device, or within `jax.shard_map`"
+    try:
+        _library("splash_attention_kernel")
+    except ImportError:
+        return f"needs {_LIBRARY}, which JAX {jax.__version__} does not have"
     return None
 
 
+def _library(module: str) -> Any:
+    """Imports a module of JAX's where it is used, since it needs Pallas."""
+    return importlib.import_module(f"{_LIBRARY}.{module}")
+
+
 def _splash_mask(mask: Mask, length: int) -> Any:
-    shape = length, length
+    masks, shape = _library("splash_attention_mask"), (length, length)
     if not mask.causal:
         return masks.FullMask(shape)
     if mask.window is None:

@@ -13,7 +13,6 @@ from actjax.kernels.dispatch import Kernel
 from actjax.kernels.point_assignment.api import KERNEL as POINT_ASSIGNMENT
 from actjax.kernels.quantize.api import KERNEL as QUANTIZE
 from actjax.kernels.rms_norm_backward.api import KERNEL as RMS_NORM_BACKWARD
-from actjax.kernels.segment_sum.api import KERNEL as SEGMENT_SUM
 from actjax.kernels.swiglu_backward.api import KERNEL as SWIGLU_BACKWARD
 from benchmarks.kernel_cases import (
     adam_4bit,
@@ -22,7 +21,6 @@ from benchmarks.kernel_cases import (
     point_assignment,
     quantize,
     rms_norm_backward,
-    segment_sum,
     swiglu_backward,
 )
 from benchmarks.kernel_cases.case import Case
@@ -41,7 +39,6 @@ KERNELS: dict[str, Entry] = {
     "swiglu_backward": Entry(SWIGLU_BACKWARD, swiglu_backward.CASES),
     "rms_norm_backward": Entry(RMS_NORM_BACKWARD, rms_norm_backward.CASES),
     "point_assignment": Entry(POINT_ASSIGNMENT, point_assignment.CASES),
-    "scaled_segment_sum": Entry(SEGMENT_SUM, segment_sum.CASES),
     "adam_8bit": Entry(ADAM_8BIT, adam_8bit.CASES),
     "adam_4bit_maxima": Entry(ADAM_4BIT_MAXIMA, adam_4bit.MAXIMA_CASES),
     "adam_4bit": Entry(ADAM_4BIT, adam_4bit.CASES),

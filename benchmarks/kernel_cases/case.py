@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from actjax import Quantized
 from actjax.kernels.balance import balance_of
-from actjax.kernels.format import QuantizedCode
+from actjax.kernels.format import QuantizedCode, QuantizeInputs
 from actjax.kernels.noise import seed_of
 from actjax.kernels.quantize.reference import quantize
 
@@ -68,8 +68,8 @@ def code(
     """Returns a code of normally distributed numbers, with a mean and a spread for each channel."""
     seed = seed_of(jax.random.fold_in(key, 1)) if codec.needs_key else None
     mean, spread = channels_of(jax.random.fold_in(key, 2), shape[-1], codec)
-    x = normal(key, shape, dtype)
-    made = quantize(x, seed, None, None, None, mean, spread, format=codec.format)
+    inputs = QuantizeInputs(normal(key, shape, dtype), seed, None, mean, spread)
+    made = quantize(inputs, format=codec.format)
     return dataclasses.replace(made, mean=mean, spread=spread)
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from actjax import Quantized
+from actjax.kernels.format import QuantizeInputs
 from actjax.kernels.noise import seed_of
 from benchmarks.kernel_cases.case import BALANCED, TOKENS, Case, balanced_cases, channels_of, normal
 
@@ -17,13 +18,8 @@ def _make(
     seed = seed_of(jax.random.fold_in(key, 1)) if codec.needs_key else None
     order = jax.random.permutation(jax.random.fold_in(key, 2), features)
     channels = order[:outliers].astype(jnp.int32) if outliers else None
-    scale = centre = None
-    if codec.scaling == "channel":
-        scales = jax.random.uniform(jax.random.fold_in(key, 3), (features,), minval=0.1, maxval=1)
-        scale = scales.astype(jnp.bfloat16).view(jnp.uint16)
-        centre = normal(jax.random.fold_in(key, 4), (features,)).view(jnp.uint16)
     balance = channels_of(jax.random.fold_in(key, 5), features, codec)
-    return normal(key, (tokens, features), dtype), seed, channels, scale, centre, *balance
+    return (QuantizeInputs(normal(key, (tokens, features), dtype), seed, channels, *balance),)
 
 
 def _case(
@@ -48,7 +44,7 @@ CASES = (
     _case("whole groups", 9, 256, 4, small=True),
     _case("groups left over, dither", 5, 341, 2, rounding="dither", dtype=jnp.float32, small=True),
     _case("outliers, 8 bits", 6, 300, 8, rounding="stochastic", outliers=5, small=True),
-    _case("by channel, 3 bits", 7, 200, 3, scaling="channel", outliers=2, small=True),
+    _case("outliers, 3 bits", 7, 200, 3, outliers=2, small=True),
     _case("normal levels", 4, 192, 2, levels="normal", group=64, small=True),
     _case("balanced, rotated, normal levels, outliers", 9, 576, 4, outliers=3, levels="normal",
           small=True, **BALANCED),
@@ -69,10 +65,6 @@ CASES = (
     _case("llama_1b block input, 4 bits, stochastic", TOKENS, 2048, 4, rounding="stochastic"),
     _case("llama_1b block input, 2 bits, normal levels", TOKENS, 2048, 2, levels="normal"),
     _case("llama_1b block input, float32, 4 bits", TOKENS, 2048, 4, dtype=jnp.float32),
-    _case(
-        "llama_1b block input, 4 bits by channel, 1% whole", TOKENS, 2048, 4,
-        scaling="channel", outliers=20,
-    ),
     _case(
         "llama_7b block input, 2 bits, normal levels, balanced, rotated, 0.5% whole", TOKENS, 4096,
         2, levels="normal", outliers=20, **BALANCED,

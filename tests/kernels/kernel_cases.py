@@ -1,4 +1,4 @@
-"""What tests of kernels share: arguments, and comparisons of results."""
+"""Arguments of kernels for tests, and comparisons of results."""
 
 import contextlib
 
@@ -66,7 +66,7 @@ def assert_same(got, want, slack):
         assert np.mean(f64(got) != f64(want)) <= 0.01
 
 
-def random_code(codec, dtype, shape, *, outliers=0, centred=False, zero_row=False, seed=0):
+def random_code(codec, dtype, shape, *, outliers=0, zero_row=False, seed=0):
     """Returns a code of random bytes that decodes to the same floats in any order of operations.
 
     Scales and spreads are powers of two, offsets and means whole multiples of powers of two. Up to
@@ -78,14 +78,12 @@ def random_code(codec, dtype, shape, *, outliers=0, centred=False, zero_row=Fals
       dtype: dtype of the decoded array.
       shape: shape of the decoded array.
       outliers: number of channels that are stored whole.
-      centred: whether the levels of channels have centres other than zero.
       zero_row: whether the first row is zero.
       seed: seed of the bytes.
     """
     rng, (*leading, features) = np.random.default_rng(seed), shape
     half = 2 ** (codec.bits - 1)
-    by_channel = codec.scaling == "channel"
-    scales = (features,) if by_channel else (*leading, -(-features // codec.group))
+    scales = (*leading, -(-features // codec.group))
     scale = 2.0 ** rng.integers(-2, 3, scales) / half
     low = -scale * rng.integers(half, half + 2, scales)
     mean = rng.integers(-20, 20, features) / 4
@@ -102,9 +100,11 @@ def random_code(codec, dtype, shape, *, outliers=0, centred=False, zero_row=Fals
             rng.integers(0, 256, (*leading, -(-features * width // 8))).astype(np.uint8)
             for width in PLANES[codec.bits]
         ),
-        offset=_stored(np.where(scale > 0, low, 0), codec) if codec.format.affine else None,
         scale=_stored(scale, codec),
-        centre=_stored(scale * rng.integers(-3, 4, scales), codec) if centred else None,
+        features=features,
+        dtype=jnp.dtype(dtype),
+        format=codec.format,
+        offset=_stored(np.where(scale > 0, low, 0), codec) if codec.levels == "uniform" else None,
         mean=_stored(mean, codec) if codec.balance else None,
         spread=_stored(spread, codec) if codec.balance else None,
         outliers=rng.normal(size=(*leading, outliers)).astype(jnp.dtype(dtype))
@@ -112,9 +112,6 @@ def random_code(codec, dtype, shape, *, outliers=0, centred=False, zero_row=Fals
         else None,
         channels=channels,
         seed=seeds,
-        features=features,
-        dtype=jnp.dtype(dtype),
-        format=codec.format,
     )
 
 

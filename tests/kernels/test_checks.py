@@ -11,10 +11,10 @@ from kernels.kernel_cases import random_code
 import actjax
 from actjax.kernels.adam_8bit.api import adam_8bit
 from actjax.kernels.blockwise import blockwise_zeros
+from actjax.kernels.format import QuantizeInputs
 from actjax.kernels.point_assignment.api import point_assignment
 from actjax.kernels.quantize.api import quantize
 from actjax.kernels.rms_norm_backward.api import rms_norm_backward
-from actjax.kernels.segment_sum.api import scaled_segment_sum
 from actjax.kernels.swiglu_backward.api import swiglu_backward
 
 X = np.ones((4, 256), np.float32)
@@ -25,39 +25,26 @@ MU, NU = (
     for u in (False, True)
 )
 ADAM = {"b1": 0.9, "b2": 0.999, "eps": 1e-8}
-CHANNEL = actjax.Quantized(4, scaling="channel").format
 DITHER = actjax.Quantized(4, rounding="dither").format
 SEED = np.zeros(2, jnp.uint32)
 SCALES = np.ones(256, jnp.uint16)
 
 
+def quantized(*arrays, format=actjax.Quantized(4).format, **others):
+    return quantize(QuantizeInputs(*arrays, **others), format=format)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda: quantize(np.ones((4, 8), jnp.int32), format=actjax.Quantized(4).format),
-            "`x` of quantize",
-        ),
-        (
-            lambda: quantize(np.float32(1), format=actjax.Quantized(4).format),
-            "[..., d], got shape ()",
-        ),
-        (lambda: quantize(X, format=DITHER), "`seed` of quantize must be given"),
-        (
-            lambda: quantize(X, SEED, format=actjax.Quantized(4).format),
-            "`seed` of quantize must not be given",
-        ),
-        (lambda: quantize(X, np.zeros(3, jnp.uint32), format=DITHER), "(2,), got (3,)"),
-        (lambda: quantize(X, None, None, SCALES[:128], format=CHANNEL), "(256,), got (128,)"),
-        (
-            lambda: quantize(X, None, None, None, SCALES, format=actjax.Quantized(4).format),
-            "`centre` of quantize",
-        ),
-        (
-            lambda: quantize(X, None, None, SCALES, X[0], format=CHANNEL),
-            "`centre` of quantize must be",
-        ),
-        (lambda: quantize(X, None, None, X[0], format=CHANNEL), "uint16, as stored, got float32"),
+        (lambda: quantized(np.ones((4, 8), jnp.int32)), "`x` of quantize"),
+        (lambda: quantized(np.float32(1)), "[..., d], got shape ()"),
+        (lambda: quantized(X, format=DITHER), "`seed` of quantize must be given"),
+        (lambda: quantized(X, SEED), "`seed` of quantize must not be given"),
+        (lambda: quantized(X, SEED[:1], format=DITHER), "(2,), got (1,)"),
+        (lambda: quantized(X, mean=SCALES), "`mean` and `spread` of quantize must be given"),
+        (lambda: quantized(X, mean=SCALES[:8], spread=SCALES), "(256,), got (8,)"),
+        (lambda: quantized(X, mean=SCALES, spread=X[0]), "uint16, as stored, got float32"),
         (lambda: swiglu_backward(CODE, NARROW, X), "`up` of swiglu_backward"),
         (lambda: swiglu_backward(CODE, CODE, X[:1]), "code of (1, 256), got one of (4, 256)"),
         (lambda: swiglu_backward(X, X, X), "must be a QuantizedCode, got"),
@@ -66,8 +53,6 @@ SCALES = np.ones(256, jnp.uint16)
         (lambda: rms_norm_backward(X, X[0], X[:1]), "`x` of rms_norm_backward"),
         (lambda: point_assignment(X, X[:2, :128]), "`points` of point_assignment"),
         (lambda: point_assignment(X, X[:0]), "at least one point"),
-        (lambda: scaled_segment_sum(np.zeros(3, int), X[:, 0], X, segments=2), "`index` of"),
-        (lambda: scaled_segment_sum(np.zeros(4, int), X[:, 0], X, segments=0), "`segments` of"),
         (lambda: adam_8bit(X[:, :128], MU, NU, np.ones(2), **ADAM), "`grad` of adam_8bit"),
         (lambda: adam_8bit(X, MU, NU, np.ones(1), **ADAM), "`corrections` of adam_8bit"),
     ],

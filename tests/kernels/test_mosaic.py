@@ -14,6 +14,7 @@ from actjax.kernels.adam_8bit import rows
 from actjax.kernels.adam_8bit.api import adam_8bit
 from actjax.kernels.blockwise import blockwise_zeros
 from actjax.kernels.dequantize.api import dequantize
+from actjax.kernels.format import QuantizeInputs
 from actjax.kernels.packing import unpack
 from actjax.kernels.quantize.api import quantize
 from actjax.kernels.rms_norm_backward.api import rms_norm_backward
@@ -30,9 +31,20 @@ def activation(shape, dtype):
     draw = np.random.default_rng(0)
     x = draw.standard_normal(shape) * np.exp(draw.standard_normal(shape[-1]))
     x[0, 0] = 0
-    return jnp.asarray(x, dtype)
+    return x.astype(jnp.dtype(dtype))
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def by_both(codec, x):
+    """Returns codes by the program and by the definition, their unpacked integers, and numbers."""
+    code = codec.encode(x)
+    inputs = QuantizeInputs(x, mean=code.mean, spread=code.spread)
+    codes = [quantize(inputs, format=codec.format, implementation=name) for name in BOTH]
+    integers = [unpack(c.planes, 4, x.shape[-1], 128).astype(jnp.int32) for c in codes]
+    return codes, integers, [dequantize(code, implementation=name) for name in BOTH]
+
+
+BOTH = ("mosaic", "reference")
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
@@ -50,23 +62,20 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 def test_codes_and_numbers_are_those_of_the_definition(shape, dtype, balance):
     x = activation(shape, dtype)
     codec = CODEC if balance else Quantized(4, levels="normal", rotate=True, group=128)
-    code = codec.encode(x)
-    given = x, None, None, None, None, code.mean, code.spread
-    got = quantize(*given, format=codec.format, implementation="mosaic")
-    want = quantize(*given, format=codec.format, implementation="reference")
+    (got, want), integers, numbers = by_both(codec, x)
     assert jax.tree.structure(got) == jax.tree.structure(want)
     # Sums in another order may move a scale to the next bfloat16, and a number to the next level.
-    scales = [jax.lax.bitcast_convert_type(c.scale, jnp.bfloat16) for c in (got, want)]
-    np.testing.assert_allclose(*(s.astype(jnp.float32) for s in scales), rtol=2**-7, atol=0)
-    codes = [unpack(c.planes, 4, shape[-1], 128).astype(jnp.int32) for c in (got, want)]
-    apart = np.abs(codes[0] - codes[1])
+    scales = [np.asarray(c.scale).view(jnp.bfloat16).astype("float32") for c in (got, want)]
+    np.testing.assert_allclose(*scales, rtol=2**-7, atol=0)
+    apart = np.abs(np.subtract(*map(np.asarray, integers)))
     assert apart.max() <= 1
     assert apart.mean() < 0.002
-    numbers = [dequantize(code, implementation=name) for name in ("mosaic", "reference")]
     # Sums of 128 products in float32, then one rounding.
     tolerance = 2**-7 if dtype == "bfloat16" else 1e-5
     np.testing.assert_allclose(
-        *(n.astype(jnp.float32) for n in numbers), rtol=tolerance, atol=tolerance * np.abs(x).max()
+        *(np.asarray(n, "float32") for n in numbers),
+        rtol=tolerance,
+        atol=tolerance * float(abs(x).max()),
     )
 
 
@@ -82,48 +91,57 @@ def test_codes_and_numbers_are_those_of_the_definition(shape, dtype, balance):
 def test_other_codes_are_refused(codec, shape, message):
     x = jnp.ones(shape)
     with pytest.raises(ValueError, match=re.escape(message)):
-        quantize(x, format=codec.format, implementation="mosaic")
+        quantize(QuantizeInputs(x), format=codec.format, implementation="mosaic")
 
 
 def test_a_tpu_falls_back_to_the_definition(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     x, codec = activation((2, 4, 16), "float32"), Quantized(3, group=8)
-    want = quantize(x, format=codec.format, implementation="reference")
-    got = quantize(x, format=codec.format)
+    want = quantize(QuantizeInputs(x), format=codec.format, implementation="reference")
+    got = quantize(QuantizeInputs(x), format=codec.format)
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def test_backward_passes_decode_with_it():
-    x, dy = (activation((2, 4, 200), "float32") for _ in range(2))
-    code, other = CODEC.encode(x), CODEC.encode(x + 1)
+    @jax.jit
+    def both(x, dy):
+        code, other = CODEC.encode(x), CODEC.encode(x + 1)
+        return [
+            (
+                swiglu_backward(code, other, dy, with_value=True, implementation=name),
+                rms_norm_backward(code, jnp.ones(200), dy, with_value=True, implementation=name),
+            )
+            for name in BOTH
+        ]
 
-    def both(kernel, *args, **options):
-        names = "mosaic", "reference"
-        got, want = (kernel(*args, **options, implementation=name) for name in names)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, want)
-
-    both(swiglu_backward, code, other, dy, with_value=True)
-    both(rms_norm_backward, code, jnp.ones(200), dy, eps=1e-6, with_value=True)
+    got, want = both(*(activation((2, 4, 200), "float32") for _ in range(2)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, want)
 
 
 def test_large_moments_are_updated_some_rows_at_a_time(monkeypatch):
     monkeypatch.setattr(rows, "_NUMBERS", 96)
     draw = np.random.default_rng(0).standard_normal
-    mu, nu = (blockwise_zeros((24, 32), "float32", unsigned=u, block=16) for u in (False, True))
-    mu, nu = mu.encode(jnp.asarray(draw((24, 32)))), nu.encode(jnp.asarray(draw((24, 32)) ** 2))
-    corrections = jnp.asarray([0.1, 0.001])
-    given = jnp.asarray(draw((24, 32)), jnp.float32), mu, nu, corrections
-    hyper = {"b1": 0.9, "b2": 0.999, "eps": 1e-8, "eps_root": 0.0}
-    got, want = (adam_8bit(*given, **hyper, implementation=n) for n in ("mosaic", "reference"))
+    numbers = [draw((24, 32)).astype("float32") for _ in range(3)]
+    hyper = {"b1": 0.9, "b2": 0.999, "eps": 1e-8}
+
+    def both(grad, first, second):
+        zeros = (blockwise_zeros((24, 32), "float32", unsigned=u, block=16) for u in (False, True))
+        mu, nu = (x.encode(y) for x, y in zip(zeros, (first, second**2), strict=True))
+        args = grad, mu, nu, jnp.asarray([0.1, 0.001])
+        results = [adam_8bit(*args, **hyper, implementation=name) for name in BOTH]
+        return results, [[moment.decode() for moment in result[1:]] for result in results]
+
+    (got, want), decoded = jax.jit(both)(*numbers)
     # XLA fuses both in another order: a last bit may differ, and then a code.
     np.testing.assert_allclose(got[0], want[0], rtol=2e-5, atol=1e-6)
+    for a, b in zip(*decoded, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0.15, atol=1e-6)
     for a, b in zip(got[1:], want[1:], strict=True):
         assert a.codes.shape == b.codes.shape
-        np.testing.assert_allclose(a.decode(), b.decode(), rtol=0.15, atol=1e-6)
         assert np.mean(np.asarray(a.codes) != np.asarray(b.codes)) < 0.01
     monkeypatch.setattr(rows, "_NUMBERS", 8)
     with pytest.raises(ValueError, match="takes large matrices on TPUs, got"):
-        adam_8bit(*given, **hyper, implementation="mosaic")
+        jax.eval_shape(lambda *numbers: both(*numbers), *numbers)
 
 
 @pytest.mark.parametrize("features", [2048, slow(5461)])
@@ -133,7 +151,7 @@ def test_programs_lower_for_a_tpu_at_the_shapes_of_real_models(features, monkeyp
     code = jax.eval_shape(CODEC.encode, x)
 
     def both(x, mean, spread, code):
-        coded = quantize(x, None, None, None, None, mean, spread, format=CODEC.format)
+        coded = quantize(QuantizeInputs(x, mean=mean, spread=spread), format=CODEC.format)
         return coded, dequantize(code)
 
     traced = jax.jit(both).trace(x, code.mean, code.spread, code)

@@ -9,9 +9,11 @@ from kernels.kernel_cases import TINY, assert_near, assert_same, f64, normal, ra
 
 from actjax import Quantized
 from actjax.kernels.dequantize.api import dequantize
+from actjax.kernels.format import QuantizedCode
 from actjax.kernels.rms_norm_backward.api import rms_norm_backward
 
 EPS = 1e-4
+BOTH = ("interpreted", "reference")
 
 # Codec (None for an array), dtype, dtype of the scale, shape, outlier channels. 1501 rows are in
 # programs of three, of which the last has one; groups and rows that are not powers of two; a
@@ -25,31 +27,19 @@ CASES = [
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4))
-def backward(implementation, x, scale, dy, with_value=True):
-    return rms_norm_backward(
-        x, scale, dy, eps=EPS, with_value=with_value, implementation=implementation
-    )
-
-
-_decoded = jax.jit(functools.partial(dequantize, implementation="reference"))
-
-
-def decoded(x):
-    return f64(x if isinstance(x, np.ndarray) else _decoded(x))
+def backward(implementations, x, scale, dy, with_value=True):
+    """Returns the results of each implementation, and the decoded input."""
+    run = functools.partial(rms_norm_backward, eps=EPS, with_value=with_value)
+    results = [run(x, scale, dy, implementation=name) for name in implementations]
+    is_code = isinstance(x, QuantizedCode)
+    return results, dequantize(x, implementation="reference") if is_code else x
 
 
 def problem(codec, dtype, scale_dtype, shape, outliers):
     if codec is None:
         x = 3 * normal(*shape).astype(dtype)
     else:
-        x = random_code(
-            codec,
-            dtype,
-            shape,
-            outliers=outliers,
-            centred=codec.scaling == "channel",
-            zero_row=not outliers,
-        )
+        x = random_code(codec, dtype, shape, outliers=outliers, zero_row=not outliers)
     scale = 1 + 0.3 * normal(shape[-1], seed=1)
     return x, scale.astype(scale_dtype), normal(*shape, seed=2).astype(dtype)
 
@@ -69,8 +59,9 @@ def oracle(x, scale, dy):
 def test_the_reference_is_the_oracle(x64):
     codec, _, _, *rest = CASES[1]
     x, scale, dy = problem(codec, "float64", "float64", *rest)
-    want, bounds = oracle(decoded(x), scale, dy)
-    for got, expected, bound in zip(backward("reference", x, scale, dy), want, bounds, strict=True):
+    (results,), decoded = backward(("reference",), x, scale, dy)
+    want, bounds = oracle(f64(decoded), scale, dy)
+    for got, expected, bound in zip(results, want, bounds, strict=True):
         assert got.dtype == "float64"
         assert np.all(abs(got - expected) <= 1e-12 * bound)
 
@@ -78,8 +69,8 @@ def test_the_reference_is_the_oracle(x64):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[1]}-{case[3]}")
 def test_implementations_agree(case):
     x, scale, dy = problem(*case)
-    results = [backward(name, x, scale, dy) for name in ("interpreted", "reference")]
-    want, bounds = oracle(decoded(x), f64(scale), f64(dy))
+    results, decoded = backward(BOTH, x, scale, dy)
+    want, bounds = oracle(f64(decoded), f64(scale), f64(dy))
     # A mean of `d` terms and its root; in the gradient twice, with another mean; then a sum over
     # rows. Each operation errs by 2^-24 of the bound of its terms.
     d, rows = dy.shape[-1], dy.size // dy.shape[-1]
@@ -104,16 +95,15 @@ def test_missing_rows_of_the_last_program_add_nothing_if_eps_is_zero():
 
 def test_without_value_it_is_none():
     args = problem(*CASES[-1])
-    for name in ("reference", "interpreted"):
-        value, *gradients = backward(name, *args, False)
+    results, with_value = backward(BOTH, *args, False)[0], backward(BOTH, *args)[0]
+    for (value, *gradients), (_, *want) in zip(results, with_value, strict=True):
         assert value is None
-        jax.tree.map(np.testing.assert_array_equal, gradients, list(backward(name, *args)[1:]))
+        jax.tree.map(np.testing.assert_array_equal, gradients, want)
 
 
 def test_a_row_of_zeros_has_the_slope_of_the_root_of_eps():
     x, scale, dy = problem(*CASES[0])
-    for name in ("reference", "interpreted"):
-        value, dx, _ = backward(name, x, scale, dy)
+    for value, dx, _ in backward(BOTH, x, scale, dy)[0]:
         np.testing.assert_array_equal(value[0], 0)
         np.testing.assert_allclose(dx[0], dy[0] * scale / np.sqrt(EPS), rtol=8 * TINY)
 

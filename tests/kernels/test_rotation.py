@@ -7,9 +7,19 @@ import pytest
 
 from actjax.kernels.rotation import block_size, rotate, rotate_back
 
-forth, back = jax.jit(rotate), jax.jit(rotate_back)
 
-every = pytest.mark.parametrize("features", [1, 7, 8, 12, 64, 96])
+@jax.jit
+def forth(xs):
+    """Returns rotated arrays; a list is one program."""
+    return jax.tree.map(rotate, xs)
+
+
+@jax.jit
+def back(ys):
+    return jax.tree.map(rotate_back, ys)
+
+
+SIZES = (1, 7, 8, 12, 64, 96)
 
 
 def normal(*shape, seed=0):
@@ -29,52 +39,53 @@ def test_blocks_are_the_largest_power_of_two():
         assert block_size(features) == largest_power_of_two_in(features)
 
 
-@every
-def test_the_map_is_orthogonal_block_by_block(features, x64):
-    r, size = f64(forth(np.eye(features))), largest_power_of_two_in(features)
-    # A single outlier gives a row: its block gets equal shares, other blocks nothing.
-    block = np.arange(features) // size
-    share = (block[:, None] == block) / np.sqrt(size)
-    np.testing.assert_allclose(abs(r), share, rtol=1e-15, atol=0)
-    np.testing.assert_allclose(r @ r.T, np.eye(features), rtol=0, atol=1e-14)
-    # Linear in each token, and back by the transpose. Sums of 96 terms, each off by 2^-53.
-    x = normal(3, features)
-    np.testing.assert_allclose(forth(x), x @ r, rtol=0, atol=1e-13)
-    np.testing.assert_allclose(back(x), x @ r.T, rtol=0, atol=1e-13)
+def test_the_map_is_orthogonal_block_by_block(x64):
+    xs = [normal(3, features) for features in SIZES]
+    matrices, rotated, returned = forth([np.eye(n) for n in SIZES]), forth(xs), back(xs)
+    for features, r, x, y, z in zip(SIZES, matrices, xs, rotated, returned, strict=True):
+        r, size = f64(r), largest_power_of_two_in(features)
+        # A single outlier gives a row: its block gets equal shares, other blocks nothing.
+        block = np.arange(features) // size
+        share = (block[:, None] == block) / np.sqrt(size)
+        np.testing.assert_allclose(abs(r), share, rtol=1e-15, atol=0)
+        np.testing.assert_allclose(r @ r.T, np.eye(features), rtol=0, atol=1e-14)
+        # Linear in each token, and back by the transpose. Sums of 96 terms, each off by 2^-53.
+        np.testing.assert_allclose(y, x @ r, rtol=0, atol=1e-13)
+        np.testing.assert_allclose(z, x @ r.T, rtol=0, atol=1e-13)
 
 
-@every
-def test_lengths_and_inner_products_stay(features):
-    x, y = (normal(3, features, seed=seed).astype("float32") for seed in (0, 1))
-    a, b, x, y = f64(forth(x)), f64(forth(y)), f64(x), f64(y)
-    lengths = np.linalg.norm(x, axis=-1) * np.linalg.norm(y, axis=-1)
-    # A coordinate is off by 2^-24 for each term of its block, the root and the quotient, relative
-    # to the sum of magnitudes over the root of the block, which is at most the length of the block.
-    size = largest_power_of_two_in(features)
-    off = 2 * (size + 2) * 2**-24 * np.sqrt(size)
-    assert np.all(abs(np.sum(a * b, -1) - np.sum(x * y, -1)) <= off * lengths)
-    assert np.all(abs(np.sum(a * a, -1) / np.sum(x * x, -1) - 1) <= off)
+def test_lengths_and_inner_products_stay():
+    pairs = [normal(2, 3, features).astype("float32") for features in SIZES]
+    for (x, y), rotated in zip(pairs, forth(pairs), strict=True):
+        (a, b), x, y = f64(rotated), f64(x), f64(y)
+        lengths = np.linalg.norm(x, axis=-1) * np.linalg.norm(y, axis=-1)
+        # A coordinate is off by 2^-24 for each term of its block, the root and the quotient,
+        # relative to the sum of magnitudes over the root of the block, which is at most the length
+        # of the block.
+        size = largest_power_of_two_in(x.shape[-1])
+        off = 2 * (size + 2) * 2**-24 * np.sqrt(size)
+        assert np.all(abs(np.sum(a * b, -1) - np.sum(x * y, -1)) <= off * lengths)
+        assert np.all(abs(np.sum(a * a, -1) / np.sum(x * x, -1) - 1) <= off)
 
 
-@every
-def test_rotating_back_is_the_inverse(features, x64):
-    x = normal(3, features)
-    np.testing.assert_allclose(back(forth(x)), x, rtol=0, atol=1e-13)
-    np.testing.assert_allclose(forth(back(x)), x, rtol=0, atol=1e-13)
+def test_rotating_back_is_the_inverse(x64):
+    xs = [normal(3, features) for features in SIZES]
+    for got in (back(forth(xs)), forth(back(xs))):
+        for x, y in zip(xs, got, strict=True):
+            np.testing.assert_allclose(y, x, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("turn", [forth, back], ids=["rotate", "rotate back"])
-@pytest.mark.parametrize("features", [7, 12, 64])
-def test_bfloat16_is_summed_in_float32(turn, features):
-    x = normal(50, features).astype(jnp.bfloat16)
-    got = turn(x)
-    assert got.dtype == jnp.float32
+def test_bfloat16_is_summed_in_float32(turn):
+    xs = [normal(50, features).astype(jnp.bfloat16) for features in (7, 12, 64)]
     with jax.enable_x64(True):
-        want = f64(turn(f64(x)))
-    size = largest_power_of_two_in(features)
-    # Sums over a block with 2^-24 per term, the root and the quotient: no rounding to bfloat16.
-    sums = abs(f64(x)).reshape(50, -1, size).sum(-1).repeat(size, -1) / np.sqrt(size)
-    assert np.all(abs(f64(got) - want) <= (size + 2) * 2**-24 * sums)
+        exact = turn([f64(x) for x in xs])
+    for x, got, want in zip(xs, turn(xs), exact, strict=True):
+        assert got.dtype == jnp.float32
+        size = largest_power_of_two_in(x.shape[-1])
+        # Sums over a block with 2^-24 per term, the root and the quotient: no rounding to bfloat16.
+        sums = abs(f64(x)).reshape(50, -1, size).sum(-1).repeat(size, -1) / np.sqrt(size)
+        assert np.all(abs(f64(got) - f64(want)) <= (size + 2) * 2**-24 * sums)
 
 
 @pytest.mark.parametrize("features", [5, 8])
@@ -85,15 +96,17 @@ def test_the_result_has_the_accumulation_dtype(features, x64):
             assert jax.eval_shape(turn, x) == jax.ShapeDtypeStruct(x.shape, want)
 
 
-@pytest.mark.parametrize("features", [32, 128, 1024])
-@pytest.mark.parametrize("slope", [0, 1], ids=["constant", "slope"])
-def test_the_common_part_of_neighbours_is_spread(features, slope):
-    x = 1 + slope * np.arange(features) / features
-    rotated = abs(f64(forth(x.astype("float32"))))
-    # Hoeffding's inequality for random signs: any coordinate exceeds this with a probability below
-    # 2 d exp(-t² / 2) = 1/1000. Without signs, one coordinate gets all of a constant.
-    t = np.sqrt(2 * np.log(2000 * features))
-    assert rotated.max() <= t * np.linalg.norm(x) / np.sqrt(features)
+def test_the_common_part_of_neighbours_is_spread():
+    xs = [
+        (1 + slope * np.arange(features) / features).astype("float32")
+        for features in (32, 128, 1024)
+        for slope in (0, 1)
+    ]
+    for x, rotated in zip(xs, forth(xs), strict=True):
+        # Hoeffding's inequality for random signs: any coordinate exceeds this with a probability
+        # below 2 d exp(-t² / 2) = 1/1000. Without signs, one coordinate gets all of a constant.
+        t = np.sqrt(2 * np.log(2000 * x.size))
+        assert abs(f64(rotated)).max() <= t * np.linalg.norm(f64(x)) / np.sqrt(x.size)
 
 
 def test_both_signs_are_equally_frequent():

@@ -12,6 +12,8 @@ from actjax import Quantized
 from actjax.kernels.dequantize.api import dequantize
 from actjax.kernels.swiglu_backward.api import swiglu_backward
 
+BOTH = ("reference", "interpreted")
+
 # Gate, up, dtype, shape, outlier channels of each: whole groups in many rows, so that a program has
 # several; whole groups and a smaller one, of which one code is rotated; a smaller one alone.
 CASES = [
@@ -25,7 +27,7 @@ CASES = [
     ),
     (
         Quantized(8, group=32, scale_dtype="float32"),
-        Quantized(4, group=32, scaling="channel"),
+        Quantized(4, group=32, levels="normal"),
         "float16",
         (5, 21),
         2,
@@ -34,18 +36,16 @@ CASES = [
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4))
-def backward(implementation, gate, up, dy, with_value=True):
-    return swiglu_backward(gate, up, dy, with_value=with_value, implementation=implementation)
-
-
-decoded = jax.jit(functools.partial(dequantize, implementation="reference"))
+def backward(implementations, gate, up, dy, with_value=True):
+    """Returns the results of each implementation, and the decoded inputs."""
+    run = functools.partial(swiglu_backward, with_value=with_value)
+    results = [run(gate, up, dy, implementation=name) for name in implementations]
+    return results, [dequantize(code, implementation="reference") for code in (gate, up)]
 
 
 def problem(gate, up, dtype, shape, outliers):
     codes = (
-        random_code(
-            codec, dtype, shape, outliers=outliers, centred=codec.scaling == "channel", seed=seed
-        )
+        random_code(codec, dtype, shape, outliers=outliers, seed=seed)
         for seed, codec in enumerate((gate, up))
     )
     return *codes, normal(*shape, seed=2).astype(dtype)
@@ -61,8 +61,9 @@ def oracle(g, u, dy):
 def test_the_reference_is_the_oracle(x64):
     gate, up, _, *rest = CASES[1]
     gate, up, dy = problem(gate, up, "float64", *rest)
-    want = oracle(f64(decoded(gate)), f64(decoded(up)), f64(dy))
-    for got, expected in zip(backward("reference", gate, up, dy), want, strict=True):
+    (results,), decoded = backward(("reference",), gate, up, dy)
+    want = oracle(*map(f64, decoded), f64(dy))
+    for got, expected in zip(results, want, strict=True):
         assert got.dtype == "float64"
         np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-12)
 
@@ -70,8 +71,8 @@ def test_the_reference_is_the_oracle(x64):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[2]}-{case[3]}")
 def test_implementations_agree(case):
     gate, up, dy = problem(*case)
-    reference, interpreted = (backward(name, gate, up, dy) for name in ("reference", "interpreted"))
-    g, u, dy = f64(decoded(gate)), f64(decoded(up)), f64(dy)
+    (reference, interpreted), decoded = backward(BOTH, gate, up, dy)
+    g, u, dy = *map(f64, decoded), f64(dy)
     want = oracle(g, u, dy)
     # The exponential of a rounded number, and a dozen operations. The slope of `silu` adds terms of
     # both signs, below one plus the gate.
@@ -85,18 +86,18 @@ def test_implementations_agree(case):
 
 def test_without_value_it_is_none():
     args = problem(*CASES[-1])
-    for name in ("reference", "interpreted"):
-        value, *gradients = backward(name, *args, False)
+    results, with_value = backward(BOTH, *args, False)[0], backward(BOTH, *args)[0]
+    for (value, *gradients), (_, *wanted) in zip(results, with_value, strict=True):
         assert value is None
         # A program of the same operations, fused in another way.
-        for got, want in zip(gradients, backward(name, *args)[1:], strict=True):
+        for got, want in zip(gradients, wanted, strict=True):
             assert_same(got, want, 4 * TINY * abs(f64(want)))
 
 
 def test_a_code_of_float64_is_for_the_reference(x64):
     gate, up, dy = problem(*CASES[0][:2], "float64", (2, 32), 0)
     with pytest.raises(ValueError, match="`implementation` 'interpreted' of swiglu_backward takes"):
-        backward("interpreted", gate, up, dy)
+        backward(("interpreted",), gate, up, dy)
     other = dataclasses.replace(up, format=dataclasses.replace(up.format, group=32))
     with pytest.raises(ValueError, match="groups of one size for `gate` and `up`, got 16 and 32"):
-        backward("interpreted", gate, other, dy)
+        backward(("interpreted",), gate, other, dy)

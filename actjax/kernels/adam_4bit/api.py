@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from actjax._shards import Dims
-from actjax.kernels.adam_4bit import pallas, reference
+from actjax.kernels.adam_4bit import reference
 from actjax.kernels.blockwise import STEP
 from actjax.kernels.checks import check_floating, check_shape
 from actjax.kernels.dispatch import Implementation, Kernel
@@ -65,22 +65,6 @@ def adam_4bit(
     return KERNEL(*args, implementation=implementation, **decays, eps=eps, eps_root=eps_root)
 
 
-def _refuses(
-    grad: jax.Array, mu: SignedFourBit, nu: RankOneFourBit, *args: jax.Array, **hyper: float
-) -> str | None:
-    del args, hyper
-    if grad.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        return f"takes gradients of 16 or 32 bits, got {grad.dtype}"
-    if mu.group != nu.group:
-        return f"takes groups of one size, got {mu.group} and {nu.group}"
-    if mu.group & (mu.group - 1) or not 32 <= mu.group <= reference.TILE:
-        return f"takes groups of 32, 64, ... {reference.TILE} values, got {mu.group}"
-    for moment in (mu, nu):
-        if jnp.dtype(moment.dtype) != jnp.float32:
-            return f"takes moments of float32, got {moment.dtype}"
-    return f"takes arrays that are not empty, got {grad.shape}" if grad.size == 0 else None
-
-
 def _dims_maxima(
     result: Any, grad: jax.Array, mu: SignedFourBit, nu: RankOneFourBit, **_: float
 ) -> tuple:
@@ -123,11 +107,13 @@ def _moments(
     )
 
 
-MAXIMA = Kernel("adam_4bit_maxima", reference.maxima, pallas.maxima, _refuses, _dims_maxima)
+_PALLAS = "actjax.kernels.adam_4bit.pallas"
+
+MAXIMA = Kernel("adam_4bit_maxima", reference.maxima, _dims_maxima, pallas=_PALLAS)
 """From `grad`, `mu`, `nu` and the options `b1` and `b2` to the largest magnitudes of the new
 moments, first `mu`, then `nu`: of each row in every `reference.TILE` columns, [..., d, tiles], and
 of each column in every `blockwise.STEP` rows, [..., steps, n]."""
 
-KERNEL = Kernel("adam_4bit", reference.adam_4bit, pallas.adam_4bit, _refuses, _dims)
+KERNEL = Kernel("adam_4bit", reference.adam_4bit, _dims, pallas=_PALLAS)
 """From `grad`, `mu`, `nu`, the largest magnitudes of rows and columns of the new `mu` and of the
 new `nu`, and `corrections`, with the options of `adam_4bit`, to its results."""

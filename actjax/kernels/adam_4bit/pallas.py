@@ -94,6 +94,23 @@ class _Tile:
         return place, None if mask is None else jnp.broadcast_to(mask, shape)
 
 
+def refuses(
+    grad: jax.Array, mu: SignedFourBit, nu: RankOneFourBit, *args: jax.Array, **hyper: float
+) -> str | None:
+    """Returns why the program cannot take the arguments; None if it can."""
+    del args, hyper
+    if grad.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"takes gradients of 16 or 32 bits, got {grad.dtype}"
+    if mu.group != nu.group:
+        return f"takes groups of one size, got {mu.group} and {nu.group}"
+    if mu.group & (mu.group - 1) or not 32 <= mu.group <= TILE:
+        return f"takes groups of 32, 64, ... {TILE} values, got {mu.group}"
+    for moment in (mu, nu):
+        if jnp.dtype(moment.dtype) != jnp.float32:
+            return f"takes moments of float32, got {moment.dtype}"
+    return f"takes arrays that are not empty, got {grad.shape}" if grad.size == 0 else None
+
+
 def maxima(
     grad: jax.Array,
     mu: SignedFourBit,

@@ -4,13 +4,12 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from actjax._shards import Dims
-from actjax.kernels.adam_8bit import pallas, reference, rows
+from actjax.kernels.adam_8bit import reference
 from actjax.kernels.blockwise import Blockwise
 from actjax.kernels.checks import check_floating, check_shape
-from actjax.kernels.dispatch import Implementation, Kernel, Mosaic
+from actjax.kernels.dispatch import Implementation, Kernel
 
 
 def adam_8bit(
@@ -57,21 +56,6 @@ def adam_8bit(
     return KERNEL(grad, mu, nu, corrections, implementation=implementation, **hyper)
 
 
-def _refuses(
-    grad: jax.Array, mu: Blockwise, nu: Blockwise, corrections: jax.Array, **hyper: float
-) -> str | None:
-    del corrections, hyper
-    if grad.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        return f"takes gradients of 16 or 32 bits, got {grad.dtype}"
-    if mu.block != nu.block or mu.block > pallas.LARGEST_BLOCK:
-        return f"takes blocks of one size up to {pallas.LARGEST_BLOCK}, got {mu.block}, {nu.block}"
-    if (mu.codes.dtype, nu.codes.dtype) != (jnp.int8, jnp.uint8):
-        return f"takes `mu` in int8 and `nu` in uint8, got {mu.codes.dtype} and {nu.codes.dtype}"
-    if {jnp.dtype(mu.dtype), jnp.dtype(nu.dtype)} != {jnp.dtype(jnp.float32)}:
-        return f"takes moments of float32, got {mu.dtype} and {nu.dtype}"
-    return f"takes arrays that are not empty, got {grad.shape}" if grad.size == 0 else None
-
-
 def _dims(
     result: Any, grad: jax.Array, mu: Blockwise, nu: Blockwise, corrections: jax.Array, **_: float
 ) -> tuple[tuple, tuple[Dims, Blockwise, Blockwise]]:
@@ -84,6 +68,9 @@ def _dims(
 
 
 KERNEL = Kernel(
-    "adam_8bit", reference.adam_8bit, pallas.adam_8bit, _refuses, _dims,
-    Mosaic(rows.adam_8bit, rows.refuses),
-)  # fmt: skip
+    "adam_8bit",
+    reference.adam_8bit,
+    _dims,
+    pallas="actjax.kernels.adam_8bit.pallas",
+    mosaic="actjax.kernels.adam_8bit.rows",
+)

@@ -13,12 +13,28 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from actjax._math.division import over
-from actjax.kernels import coded, tiles
+from actjax.kernels import operands, tiles
 from actjax.kernels.blockwise import Blockwise, decades
 
 LARGEST_BLOCK = 4096
 """Values that share a scale at most: registers hold all of them."""
 _LOG2_OF_10 = np.float32(math.log2(10))
+
+
+def refuses(
+    grad: jax.Array, mu: Blockwise, nu: Blockwise, corrections: jax.Array, **hyper: float
+) -> str | None:
+    """Returns why the program cannot take the arguments; None if it can."""
+    del corrections, hyper
+    if grad.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"takes gradients of 16 or 32 bits, got {grad.dtype}"
+    if mu.block != nu.block or mu.block > LARGEST_BLOCK:
+        return f"takes blocks of one size up to {LARGEST_BLOCK}, got {mu.block}, {nu.block}"
+    if (mu.codes.dtype, nu.codes.dtype) != (jnp.int8, jnp.uint8):
+        return f"takes `mu` in int8 and `nu` in uint8, got {mu.codes.dtype} and {nu.codes.dtype}"
+    if {jnp.dtype(mu.dtype), jnp.dtype(nu.dtype)} != {jnp.dtype(jnp.float32)}:
+        return f"takes moments of float32, got {mu.dtype} and {nu.dtype}"
+    return f"takes arrays that are not empty, got {grad.shape}" if grad.size == 0 else None
 
 
 def adam_8bit(
@@ -42,7 +58,7 @@ def adam_8bit(
         body = functools.partial(_update, refs, b1=b1, b2=b2, eps=eps, eps_root=eps_root)
         grid.run(lambda cut: body(cut(1)))
 
-    arrays = [coded.rows(x) for x in (grad, mu.codes, mu.scales, nu.codes, nu.scales)]
+    arrays = [operands.rows(x) for x in (grad, mu.codes, mu.scales, nu.codes, nu.scales)]
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
     shapes[0] = jax.ShapeDtypeStruct(arrays[0].shape, jnp.float32)
     update, *moments = pl.pallas_call(

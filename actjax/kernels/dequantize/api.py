@@ -3,9 +3,8 @@
 import jax
 
 from actjax._shards import Dims
-from actjax.kernels import coded
-from actjax.kernels.dequantize import mosaic, pallas, reference
-from actjax.kernels.dispatch import Implementation, Kernel, Mosaic
+from actjax.kernels.dequantize import reference
+from actjax.kernels.dispatch import Implementation, Kernel
 from actjax.kernels.format import QuantizedCode
 
 
@@ -13,18 +12,13 @@ def dequantize(code: QuantizedCode, *, implementation: Implementation | None = N
     """Returns the decoded numbers of a code, [..., d], in the dtype of the encoded array.
 
     Args:
-      code: result of `quantize`, completed with `scale` (and `centre`) if it scales by channel.
+      code: result of `quantize`, completed with `mean` and `spread` if it was balanced.
       implementation: what computes it; None for the best one that applies.
 
     Raises:
       ValueError: an implementation that cannot take the code.
     """
     return KERNEL(code, implementation=implementation)
-
-
-def _refuses(code: QuantizedCode) -> str | None:
-    shape = (*code.planes[0].shape[:-1], code.features)
-    return coded.refuses([code.format], code.dtype, shape)
 
 
 def _dims(x: jax.Array, code: QuantizedCode) -> tuple[tuple, Dims] | None:
@@ -34,6 +28,9 @@ def _dims(x: jax.Array, code: QuantizedCode) -> tuple[tuple, Dims] | None:
 
 
 KERNEL = Kernel(
-    "dequantize", reference.dequantize, pallas.dequantize, _refuses, _dims,
-    Mosaic(mosaic.dequantize, mosaic.refuses),
-)  # fmt: skip
+    "dequantize",
+    reference.dequantize,
+    _dims,
+    pallas="actjax.kernels.dequantize.pallas",
+    mosaic="actjax.kernels.dequantize.mosaic",
+)

@@ -14,8 +14,8 @@ from actjax.kernels.lanes import LANES, Group
 
 def refuses(code: QuantizedCode) -> str | None:
     """Returns why the program cannot take a code; None if it can."""
-    if code.channels is not None or code.centre is not None or code.offset is not None:
-        return "takes no channels, centres or offsets on TPUs"
+    if code.channels is not None or code.offset is not None:
+        return "takes no channels or offsets on TPUs"
     return lanes.refuses(code.format, code.dtype, (*code.planes[0].shape[:-1], code.features))
 
 

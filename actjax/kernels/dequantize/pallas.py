@@ -7,14 +7,20 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from actjax.kernels import coded, tiles
+from actjax.kernels import limits, operands, tiles
 from actjax.kernels.format import QuantizedCode
+
+
+def refuses(code: QuantizedCode) -> str | None:
+    """Returns why the program cannot take a code; None if it can."""
+    shape = (*code.planes[0].shape[:-1], code.features)
+    return limits.refuses([code.format], code.dtype, shape)
 
 
 def dequantize(code: QuantizedCode, *, interpret: bool = False) -> jax.Array:
     """As `actjax.kernels.dequantize.api.dequantize`."""
     lead = code.planes[0].shape[:-1]
-    arrays, bind = coded.operands(code)
+    arrays, bind = operands.operands(code)
     grid = tiles.grid_of(math.prod(lead), code.features, code.format.group, interpret=interpret)
 
     def kernel(*refs: Any) -> None:
@@ -22,7 +28,7 @@ def dequantize(code: QuantizedCode, *, interpret: bool = False) -> jax.Array:
         read = bind(*inputs)
 
         def body(cut: Any) -> None:
-            part = cut(coded.slice_count([code.format], cut(1).size))
+            part = cut(limits.slice_count([code.format], cut(1).size))
             for number, value in enumerate(read.decode(part)):
                 tiles.store(out, part.token, part.feature(number), value, part.exists(number))
 

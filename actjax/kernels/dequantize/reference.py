@@ -21,10 +21,8 @@ def dequantize(code: fmt.QuantizedCode) -> jax.Array:
     for segment in fmt.segments(code.features, format.group):
         scale = scale_of(segment, code.scale, format, wide)
         offset = None if code.offset is None else scale_of(segment, code.offset, format, wide)
-        shift = None if code.seed is None else draw(code.seed, segment, codes.shape, format, wide)
-        part = _values(segment.take(codes), offset, scale, shift, format)
-        if code.centre is not None:
-            part = part + scale_of(segment, code.centre, format, wide)
+        shift = None if code.seed is None else draw(code.seed, segment, codes.shape, format)
+        part = values_of(segment.take(codes), offset, scale, shift, format)
         if format.rotate:
             part = rotate_back(part)
         parts.append(segment.flatten(part))
@@ -33,19 +31,19 @@ def dequantize(code: fmt.QuantizedCode) -> jax.Array:
     return x if code.channels is None else x.at[..., code.channels].set(code.outliers)
 
 
-def _values(
+def values_of(
     codes: jax.Array,
     offset: jax.Array | None,
     scale: jax.Array,
     shift: jax.Array | None,
     format: fmt.Format,
 ) -> jax.Array:
-    """Returns the values of codes."""
+    """Returns the values of codes, as `actjax.kernels.quantize.reference.codes_of` has them."""
     if format.levels == "normal":
         return level_values(codes, format.bits, scale.dtype) * scale
     position = codes.astype(scale.dtype)
     if shift is not None:
-        position = position - shift
+        position = position - shift.astype(position.dtype)
     if offset is None:
         return (position - (2**format.bits - 1) / 2) * scale
     return position * scale + offset

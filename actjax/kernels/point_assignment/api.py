@@ -4,13 +4,12 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from actjax._shards import Dims
 from actjax.kernels.checks import check_floating
-from actjax.kernels.dispatch import Implementation, Kernel, Triton
+from actjax.kernels.dispatch import Implementation, Kernel
 from actjax.kernels.format import token_names
-from actjax.kernels.point_assignment import pallas, reference
+from actjax.kernels.point_assignment import reference
 
 
 def point_assignment(
@@ -48,16 +47,6 @@ def point_assignment(
     return KERNEL(x, points, tolerance=tolerance, implementation=implementation)
 
 
-def _refuses(x: jax.Array, points: jax.Array, *, tolerance: float) -> str | None:
-    del tolerance
-    if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32) or x.dtype != points.dtype:
-        return f"takes tokens and points of one dtype, not float64: {x.dtype} and {points.dtype}"
-    most = pallas.MOST_POINTS[x.dtype.itemsize]
-    if x.size == 0 or points.shape[0] > most:
-        return f"takes up to {most} points of {x.dtype}, got {points.shape[0]} for {x.shape}"
-    return None
-
-
 def _dims(
     result: Any, x: jax.Array, points: jax.Array, *, tolerance: float
 ) -> tuple[tuple, tuple[Dims, Dims, Dims]]:
@@ -75,6 +64,10 @@ def _slower(x: jax.Array, points: jax.Array, *, tolerance: float) -> bool:
 
 
 KERNEL = Kernel(
-    "point_assignment", reference.point_assignment, pallas.point_assignment, _refuses, _dims,
-    triton=Triton("actjax.kernels.point_assignment.triton", "point_assignment"), slower=_slower,
-)  # fmt: skip
+    "point_assignment",
+    reference.point_assignment,
+    _dims,
+    pallas="actjax.kernels.point_assignment.pallas",
+    triton="actjax.kernels.point_assignment.triton",
+    slower=_slower,
+)

@@ -55,6 +55,17 @@ class _Tiling:
         return jax.lax.fori_loop(0, pl.cdiv(self.features, self.block), body, initial)
 
 
+def refuses(x: jax.Array, points: jax.Array, *, tolerance: float) -> str | None:
+    """Returns why the program cannot take the arguments; None if it can."""
+    del tolerance
+    if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32) or x.dtype != points.dtype:
+        return f"takes tokens and points of one dtype, not float64: {x.dtype} and {points.dtype}"
+    most = MOST_POINTS[x.dtype.itemsize]
+    if x.size == 0 or points.shape[0] > most:
+        return f"takes up to {most} points of {x.dtype}, got {points.shape[0]} for {x.shape}"
+    return None
+
+
 def point_assignment(
     x: jax.Array, points: jax.Array, *, tolerance: float, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -46,7 +46,7 @@ def launch(x: jax.Array, points: jax.Array, *, tolerance: float) -> Call:
     padded = max(16, triton.next_power_of_2(count))
     # Shared memory holds the stages of both operands; registers hold the scores.
     block = min(64 if x.dtype.itemsize == 4 else 128, max(16, triton.next_power_of_2(features)))
-    # Those whose numbers fit the registers.
+    # Blocks whose numbers fit the registers.
     blocks = ((16, 2), (32, 4), (64, 8))
     if padded >= 128 and x.dtype.itemsize == 4:
         blocks, block = ((64, 8),), min(block, 32)
@@ -98,7 +98,7 @@ def actjax_point_assignment(
         if TOLERANCE >= 0:
             most = tl.maximum(most, tl.abs(tokens.to(tl.float32)))
     norm = tl.load(inverse_norm + point, point < COUNT, 0)
-    # Of a token with a NaN, all scores are NaN, and the largest is at any place.
+    # All scores of a token with a NaN are NaN, and the largest is at any place.
     chosen = tl.minimum(tl.argmax(tl.abs(products) * norm[None, :], axis=1), COUNT - 1)
     is_chosen = chosen[:, None] == point[None, :]
     factor = tl.sum(tl.where(is_chosen, products * (norm * norm)[None, :], 0.0), 1)

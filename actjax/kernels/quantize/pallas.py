@@ -13,31 +13,27 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from actjax._math.division import over
-from actjax.kernels import butterflies, coded, group_scales, level_search, tiles
+from actjax.kernels import butterflies, group_scales, level_search, limits, operands, tiles
 from actjax.kernels import format as fmt
 from actjax.kernels.packing import PLANES
+from actjax.kernels.rotation import signs_row
 from actjax.kernels.tiles import Part, load, store
 
 _INTEGERS = np.float32(2**23)
 """Adding it to a smaller number rounds that number to an integer, and ties to an even one."""
 
 
+def refuses(inputs: fmt.QuantizeInputs, *, format: fmt.Format) -> str | None:
+    """Returns why the program cannot take the arguments; None if it can."""
+    return limits.refuses([format], inputs.x.dtype, inputs.x.shape)
+
+
 def quantize(
-    x: jax.Array,
-    seed: jax.Array | None,
-    channels: jax.Array | None,
-    scale: jax.Array | None,
-    centre: jax.Array | None,
-    mean: jax.Array | None,
-    spread: jax.Array | None,
-    *,
-    format: fmt.Format,
-    interpret: bool = False,
+    inputs: fmt.QuantizeInputs, *, format: fmt.Format, interpret: bool = False
 ) -> fmt.QuantizedCode:
     """As `actjax.kernels.quantize.api.quantize`."""
-    features, lead = x.shape[-1], x.shape[:-1]
-    arguments = _arguments(x, seed, channels, scale, centre, mean, spread, format)
-    outputs = _outputs(x, channels, scale, format)
+    features, lead = inputs.x.shape[-1], inputs.x.shape[:-1]
+    arguments, outputs = _arguments(inputs, format), _outputs(inputs, format)
     grid = tiles.grid_of(math.prod(lead), features, format.group, interpret=interpret)
 
     def kernel(*refs: Any) -> None:
@@ -56,66 +52,50 @@ def quantize(
     named = {name: y.reshape(*lead, y.shape[-1]) for name, y in named.items()}
     return fmt.QuantizedCode(
         planes=tuple(named[f"plane{i}"] for i in range(len(PLANES[format.bits]))),
-        offset=named.get("offset"),
-        scale=named.get("scale"),
-        centre=None,
-        mean=None,
-        spread=None,
-        outliers=named.get("outliers"),
-        channels=channels,
-        seed=seed if format.rounding == "dither" else None,
+        scale=named["scale"],
         features=features,
-        dtype=jnp.dtype(x.dtype),
+        dtype=jnp.dtype(inputs.x.dtype),
         format=format,
+        offset=named.get("offset"),
+        outliers=named.get("outliers"),
+        channels=inputs.channels,
+        seed=inputs.seed if format.rounding == "dither" else None,
     )
 
 
-def _arguments(
-    x: jax.Array,
-    seed: jax.Array | None,
-    channels: jax.Array | None,
-    scale: jax.Array | None,
-    centre: jax.Array | None,
-    mean: jax.Array | None,
-    spread: jax.Array | None,
-    format: fmt.Format,
-) -> dict[str, jax.Array]:
+def _arguments(inputs: fmt.QuantizeInputs, format: fmt.Format) -> dict[str, jax.Array]:
     """Returns the arrays that the kernel reads, by name."""
-    arrays = {"x": coded.rows(x)}
-    if seed is not None:
-        arrays["seed"] = seed
-    by_channel = {"scale": scale, "centre": centre}
-    arrays |= {name: row[None] for name, row in by_channel.items() if row is not None}
-    if mean is not None and spread is not None:
+    features = inputs.x.shape[-1]
+    arrays = {"x": operands.rows(inputs.x)}
+    if inputs.seed is not None:
+        arrays["seed"] = inputs.seed
+    if inputs.mean is not None:
         # As numbers, since a division for each token would cost more than larger loads.
-        by_sequence = {"mean": tiles.as_float(mean), "inverse": 1 / tiles.as_float(spread)}
-        arrays |= {name: coded.rows(y) for name, y in by_sequence.items()}
-    if channels is not None:
-        arrays["position"] = coded.positions(channels, x.shape[-1])
+        arrays["mean"] = operands.rows(tiles.as_float(inputs.mean))
+        arrays["inverse"] = operands.rows(1 / tiles.as_float(inputs.spread))
+    if inputs.channels is not None:
+        arrays["position"] = operands.positions(inputs.channels, features)
     if format.rotate:
-        arrays["signs"] = butterflies.signs_row(x.shape[-1], format.group)
+        arrays["signs"] = signs_row(features, format.group)
     return arrays
 
 
-def _outputs(
-    x: jax.Array, channels: jax.Array | None, scale: jax.Array | None, format: fmt.Format
-) -> dict[str, jax.ShapeDtypeStruct]:
+def _outputs(inputs: fmt.QuantizeInputs, format: fmt.Format) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the shapes of the arrays that the kernel writes, by name."""
-    tokens, features = math.prod(x.shape[:-1]), x.shape[-1]
+    tokens, features = math.prod(inputs.x.shape[:-1]), inputs.x.shape[-1]
     shapes = {
         f"plane{i}": jax.ShapeDtypeStruct((tokens, -(-features * width // 8)), jnp.uint8)
         for i, width in enumerate(PLANES[format.bits])
     }
-    if scale is None:
-        by_group = jax.ShapeDtypeStruct(
-            (tokens, fmt.group_count(features, format.group)),
-            jnp.float32 if format.scale_dtype == "float32" else jnp.uint16,
-        )
-        shapes["scale"] = by_group
-        if format.levels == "uniform":
-            shapes["offset"] = by_group
-    if channels is not None:
-        shapes["outliers"] = jax.ShapeDtypeStruct((tokens, channels.shape[0]), x.dtype)
+    shapes["scale"] = jax.ShapeDtypeStruct(
+        (tokens, fmt.group_count(features, format.group)),
+        jnp.float32 if format.scale_dtype == "float32" else jnp.uint16,
+    )
+    if format.levels == "uniform":
+        shapes["offset"] = shapes["scale"]
+    if inputs.channels is not None:
+        outliers = (tokens, inputs.channels.shape[0])
+        shapes["outliers"] = jax.ShapeDtypeStruct(outliers, inputs.x.dtype)
     return shapes
 
 
@@ -128,42 +108,24 @@ def _encode(
     below = 0
     aligned = features * refs["x"].dtype.itemsize % 16 == 0
     for number, width in enumerate(PLANES[format.bits]):
-        own = _cut(cut, width, aligned, format)
-        if part is None or part.slices != own.slices:
-            part, first = own, number == 0
+        sliced = _cut(cut, width, aligned, format)
+        if part is None or part.slices != sliced.slices:
+            part, first = sliced, number == 0
             values = [_value(refs, part, i, keep_whole=first) for i in range(part.slices)]
             if format.rotate:
                 values = butterflies.rotate(part, values, refs["signs"], format.group)
-            if first and format.scaling == "group":
+            if first:
                 offset, scale = _fit(part, values, format)
                 _store_scales(refs, part, offset, scale, format)
-            codes = _codes(refs, part, values, offset, scale, features, format)
+            shift = None
+            if "seed" in refs:
+                shift = operands.shifts(part, refs["seed"], features, format.group)
+            codes = [
+                _round(value, offset, scale, None if shift is None else shift(i), format)
+                for i, value in enumerate(values)
+            ]
         _store_plane(refs[f"plane{number}"], part, width, [code >> below for code in codes])
         below += width
-
-
-def _codes(
-    refs: dict[str, Any],
-    part: Part,
-    values: list[jax.Array],
-    offset: jax.Array | None,
-    scale: jax.Array | None,
-    features: int,
-    format: fmt.Format,
-) -> list[jax.Array]:
-    """Returns the codes of each slice, int32."""
-    shift = None
-    if "seed" in refs:
-        shift = coded.shifts(part, refs["seed"], features, format.group)
-    codes = []
-    for i, value in enumerate(values):
-        unit = scale
-        if unit is None:
-            unit = tiles.as_float(tiles.load_row(refs["scale"], part, i))
-        if "centre" in refs:
-            value = value - tiles.as_float(tiles.load_row(refs["centre"], part, i))
-        codes.append(_round(value, offset, unit, None if shift is None else shift(i), format))
-    return codes
 
 
 def _cut(cut: Callable[[int], Part], width: int, aligned: bool, format: fmt.Format) -> Part:
@@ -175,7 +137,7 @@ def _cut(cut: Callable[[int], Part], width: int, aligned: bool, format: fmt.Form
     """
     size, per_byte = cut(1).size, 8 // width
     if format.rotate and size % 2 == 0:
-        return cut(coded.slice_count([format], size))
+        return cut(limits.slice_count([format], size))
     if size % 8 != 0:
         return cut(per_byte)
     return cut(max(2, per_byte if aligned else 8))
@@ -196,10 +158,10 @@ def _value(refs: dict[str, Any], part: Part, number: int, *, keep_whole: bool) -
         return value
     position = tiles.load_row(refs["position"], part, number, -1)
     if keep_whole:
-        whole = tiles.both(mask, position >= 0)
+        is_outlier = tiles.both(mask, position >= 0)
         # Out of bounds where masked: the interpreter writes masked entries back.
         place = jnp.where(position >= 0, position, refs["outliers"].shape[-1])
-        store(refs["outliers"], part.token, place, stored, whole)
+        store(refs["outliers"], part.token, place, stored, is_outlier)
     return jnp.where(position >= 0, np.float32(0), value)
 
 
@@ -277,21 +239,15 @@ def _store_scales(
 
 
 def _round(
-    value: jax.Array, offset: Any, scale: jax.Array, shift: jax.Array | None, format: fmt.Format
+    value: jax.Array, offset: Any, scale: Any, shift: jax.Array | None, format: fmt.Format
 ) -> jax.Array:
     """Returns the codes of numbers, int32."""
     if format.levels == "normal":
         return level_search.nearest_code(over(value, scale), format.bits)
-    top = 2**format.bits - 1
-    if offset is None:
-        position = over(value, scale) + np.float32(top / 2)
-    else:
-        position = over(value - offset, scale)
-    if shift is not None:
-        position = position + shift
+    top, position = 2**format.bits - 1, over(value - offset, scale)
     # Without a shift it is already within the levels, up to the rounding of the last line.
-    if shift is not None or offset is None:
-        position = jnp.minimum(jnp.maximum(position, np.float32(0)), np.float32(top))
+    if shift is not None:
+        position = jnp.minimum(jnp.maximum(position + shift, np.float32(0)), np.float32(top))
     return jax.lax.bitcast_convert_type(position + _INTEGERS, jnp.int32) & top
 
 

@@ -16,7 +16,7 @@ The last group of an odd size, such as 85 of 5,461 features, has its own branch 
 
 import functools
 import math
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +24,11 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from actjax.kernels import butterflies, coded, tiles
 from actjax.kernels import format as fmt
+from actjax.kernels import limits
 from actjax.kernels.levels import normal_levels
 from actjax.kernels.packing import PLANES
-from actjax.kernels.quantize import triton_by_channel
-from actjax.kernels.quantize.triton_planes import joined, packed_tiles, plane_shapes
+from actjax.kernels.rotation import signs_row
 from actjax.kernels.triton_call import Call, choices
 
 COLUMNS = 16
@@ -39,95 +38,60 @@ GROUPS = (64, 128, 256)
 CHOICES = choices((16, 2), (32, 2), (32, 4), (64, 8))
 
 
-def refuses(
-    x: jax.Array, seed: Any, channels: Any, scale: Any, centre: Any, mean: Any, spread: Any,
-    *, format: fmt.Format,
-) -> str | None:  # fmt: skip
-    """Returns why neither program can take the arguments; None if one can."""
-    del scale, centre, mean, spread
-    if format.scaling == "channel":
-        return triton_by_channel.refuses(x, seed, format)
-    if not format.rotate or format.levels != "normal" or channels is not None:
-        return "takes rotated groups with normal levels, or scales by channel"
+def refuses(inputs: fmt.QuantizeInputs, *, format: fmt.Format) -> str | None:
+    """Returns why the program cannot take the arguments; None if it can."""
+    if not format.rotate or format.levels != "normal" or inputs.channels is not None:
+        return "takes rotated groups with normal levels"
     narrowest = 8 // PLANES[format.bits][-1]
     if format.group not in GROUPS or format.group // COLUMNS < narrowest:
         return f"takes groups of {GROUPS}, got group={format.group} of {format.bits} bits"
-    tail = x.shape[-1] % format.group
-    if x.shape[-1] < format.group or (tail and tail % 2 == 0):
-        return f"takes whole groups, and a last one of an odd size, got {x.shape[-1]} features"
-    return coded.refuses([format], x.dtype, x.shape)
+    features = inputs.x.shape[-1]
+    tail = features % format.group
+    if features < format.group or (tail and tail % 2 == 0):
+        return f"takes whole groups, and a last one of an odd size, got {features} features"
+    return limits.refuses([format], inputs.x.dtype, inputs.x.shape)
 
 
-def quantize(
-    x: jax.Array,
-    seed: jax.Array | None,
-    channels: jax.Array | None,
-    scale: jax.Array | None,
-    centre: jax.Array | None,
-    mean: jax.Array | None,
-    spread: jax.Array | None,
-    *,
-    format: fmt.Format,
-) -> fmt.QuantizedCode:
+def quantize(inputs: fmt.QuantizeInputs, *, format: fmt.Format) -> fmt.QuantizedCode:
     """As `actjax.kernels.quantize.api.quantize`."""
-    results = launch(x, seed, channels, scale, centre, mean, spread, format=format).run()
-    planes, lead = len(PLANES[format.bits]), x.shape[:-1]
-    scales = results[2] if format.scaling == "group" else None
-    outliers = None
-    if channels is not None:
-        outliers = results[2] if channels.size else jnp.zeros((x.size // x.shape[-1], 0), x.dtype)
+    *planes, scales = launch(inputs, format=format).run()
+    x, lead = inputs.x, inputs.x.shape[:-1]
     return fmt.QuantizedCode(
-        planes=tuple(plane.reshape(*lead, -1) for plane in results[:planes]),
-        offset=None,
-        scale=None if scales is None else scales.reshape(*lead, -1),
-        centre=None,
-        mean=None,
-        spread=None,
-        outliers=None if outliers is None else outliers.reshape(*lead, channels.size),
-        channels=channels,
-        seed=None,
+        planes=tuple(plane.reshape(*lead, -1) for plane in planes[: len(PLANES[format.bits])]),
+        scale=scales.reshape(*lead, -1),
         features=x.shape[-1],
         dtype=jnp.dtype(x.dtype),
         format=format,
     )
 
 
-def launch(
-    x: jax.Array, seed: Any, channels: Any, scale: Any, centre: Any, mean: Any, spread: Any,
-    *, format: fmt.Format,
-) -> Call:  # fmt: skip
-    """Returns the launch of the program for the arguments, which is not refused.
+def launch(inputs: fmt.QuantizeInputs, *, format: fmt.Format) -> Call:
+    """Returns the launch of the program for arguments that it does not refuse.
 
-    It writes two planes, the second of them a byte that is not used if a code has one plane; and
-    the scales, or the whole channels, or a number that is not used.
+    It writes two planes, the second of them a byte that is not used if a code has one plane, and
+    scales.
     """
-    del seed
-    if format.scaling == "channel":
-        return triton_by_channel.launch(x, channels, scale, centre, format)
-    return _launch_rotated(x, mean, spread, format)
-
-
-def _launch_rotated(
-    x: jax.Array, mean: jax.Array | None, spread: jax.Array | None, format: fmt.Format
-) -> Call:
-    """Returns the launch for rotated groups. It writes two planes, and scales."""
+    x = inputs.x
     features, group, planes = x.shape[-1], format.group, PLANES[format.bits]
     rows = math.prod(x.shape[:-1])
     groups, tail = divmod(features, group)
-    signs = butterflies.signs_row(features, group)
-    # Those of a whole group again for each.
+    signs = signs_row(features, group)
+    # The signs of a whole group again for each.
     factor = jnp.concatenate([jnp.tile(signs[:, :group], groups), signs[:, group:]], axis=1)
     means = jnp.zeros((1, 1), jnp.float32)
-    if mean is not None and spread is not None:
-        factor = factor / coded.rows(tiles.as_float(spread))
-        means = coded.rows(tiles.as_float(mean))
+    if inputs.mean is not None:
+        means, spreads = (
+            y.view(format.scale_dtype).astype(jnp.float32).reshape(-1, features)
+            for y in (inputs.mean, inputs.spread)
+        )
+        factor = factor / spreads
     scale_dtype = jnp.float32 if format.scale_dtype == "float32" else jnp.uint16
     scales = jax.ShapeDtypeStruct((rows, groups + (tail > 0)), scale_dtype)
     index, level = polynomials(format.bits)
     return Call(
         actjax_quantize_rotated,
         [x.reshape(rows, features), means, factor],
-        [*plane_shapes(rows, features, planes), scales],
+        [*_plane_shapes(rows, features, planes), scales],
         lambda meta: (triton.cdiv(rows, meta["TILE"]) * (groups + (tail > 0)),),
         {
             "ROWS": rows,
@@ -138,7 +102,7 @@ def _launch_rotated(
             "BITS": format.bits,
             "WIDTH": planes,
             "SEQUENCE": rows // factor.shape[0],
-            "BALANCED": mean is not None,
+            "BALANCED": inputs.mean is not None,
             "WIDE": format.scale_dtype == "float32",
             "TOP": float(normal_levels(format.bits)[-1]),
             "INDEX": index,
@@ -146,6 +110,12 @@ def _launch_rotated(
         },
         CHOICES,
     )
+
+
+def _plane_shapes(rows: int, features: int, widths: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
+    """Returns the shapes of two planes; the second is a byte if there is one width."""
+    sizes = [(rows, -(-features * width // 8)) for width in widths] + [(1, 1)]
+    return [jax.ShapeDtypeStruct(size, jnp.uint8) for size in sizes[:2]]
 
 
 @functools.cache
@@ -196,7 +166,7 @@ def actjax_quantize_rotated(
         for b in tl.static_range(TILES):
             codes += (_code(units[b], ratio, BITS, TOP, INDEX),)
         for number in tl.static_range(len(WIDTH)):
-            packed = joined(packed_tiles(codes, WIDTH[number], WIDTH[0] if number else 0))
+            packed = _joined(_packed_tiles(codes, WIDTH[number], WIDTH[0] if number else 0))
             byte = start * WIDTH[number] // 8 + tl.arange(0, TILES * 2 * WIDTH[number])
             place = row[:, None] * ((FEATURES * WIDTH[number] + 7) // 8) + byte[None, :]
             tl.store(planes[number] + place, packed.to(tl.uint8), live[:, None])
@@ -234,7 +204,7 @@ def _tail(
     for i in tl.static_range(8 // WIDTH):
         code = _code(units[i], ratio, BITS, TOP, INDEX)
         codes += (tl.where(exist[i][None, :], code, 0),)
-    packed = packed_tiles(codes, WIDTH, SHIFT)[0]
+    packed = _packed_tiles(codes, WIDTH, SHIFT)[0]
     wide: tl.constexpr = (FEATURES * WIDTH + 7) // 8
     place = row[:, None] * wide + (start * WIDTH // 8 + lane)[None, :]
     tl.store(plane + place, packed.to(tl.uint8), live[:, None] & (lane < SLICE)[None, :])
@@ -318,7 +288,7 @@ def _fit(
         products += tl.abs(units[b]) * level
         squares += level * level
     fitted = tl.div_rn(tl.sum(products, 1), tl.sum(squares, 1))
-    # What a number to store is, of its unit.
+    # The ratio of a number to store to its unit.
     part = tl.div_rn(1.0 / BLOCK**0.5, power)
     stored = fitted * part
     if not WIDE:
@@ -370,3 +340,39 @@ def _store_scale(place, scale, live, WIDE: tl.constexpr):
         tl.store(place, scale, live)
     else:
         tl.store(place, (scale.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16), live)
+
+
+@triton.jit
+def _packed_tiles(codes, WIDTH: tl.constexpr, SHIFT: tl.constexpr):
+    """Tiles of bytes, from tiles of codes: the codes of a byte are in tiles far apart."""
+    COUNT: tl.constexpr = len(codes) * WIDTH // 8
+    packed = ()
+    for first in tl.static_range(COUNT):
+        byte = (codes[first] >> SHIFT) & (2**WIDTH - 1)
+        for i in tl.static_range(8 // WIDTH - 1):
+            code = (codes[first + (i + 1) * COUNT] >> SHIFT) & (2**WIDTH - 1)
+            byte |= code << ((i + 1) * WIDTH)
+        packed += (byte,)
+    return packed
+
+
+@triton.jit
+def _joined(parts):
+    """Tiles [n, 16] next to each other, [n, 16 B]."""
+    COUNT: tl.constexpr = len(parts)
+    if COUNT == 1:
+        return parts[0]
+    elif COUNT == 2:
+        return _flat(tl.permute(tl.join(parts[0], parts[1]), (0, 2, 1)))
+    elif COUNT == 4:
+        halves = tl.join(tl.join(parts[0], parts[2]), tl.join(parts[1], parts[3]))
+        return _flat(tl.permute(halves, (0, 2, 3, 1)))
+    else:
+        low = tl.join(tl.join(parts[0], parts[4]), tl.join(parts[2], parts[6]))
+        high = tl.join(tl.join(parts[1], parts[5]), tl.join(parts[3], parts[7]))
+        return _flat(tl.permute(tl.join(low, high), (0, 2, 3, 4, 1)))
+
+
+@triton.jit
+def _flat(x):
+    return tl.reshape(x, (x.shape[0], x.numel // x.shape[0]))

@@ -7,11 +7,10 @@ import jax
 
 from actjax._math.precision import accumulation_dtype
 from actjax._shards import Dims
-from actjax.kernels import coded
 from actjax.kernels.checks import check_code, check_floating, check_shape
-from actjax.kernels.dispatch import Implementation, Kernel, Mosaic
+from actjax.kernels.dispatch import Implementation, Kernel
 from actjax.kernels.format import QuantizedCode, token_names
-from actjax.kernels.rms_norm_backward import mosaic, pallas, reference
+from actjax.kernels.rms_norm_backward import reference
 
 
 def rms_norm_backward(
@@ -58,23 +57,6 @@ def rms_norm_backward(
     return value, dx, dscale.astype(scale.dtype)
 
 
-def _refuses(
-    x: QuantizedCode | jax.Array,
-    scale: jax.Array,
-    dy: jax.Array,
-    *,
-    eps: float,
-    with_value: bool,
-) -> str | None:
-    del scale, eps, with_value
-    features, group = dy.shape[-1], coded.group_of(x)
-    if features > pallas.LARGEST:
-        return f"holds whole rows, of up to {pallas.LARGEST} features, got {features}"
-    if features % group:
-        return f"takes whole groups, got {features} features in groups of {group}"
-    return coded.refuses_operand(x, dy.shape)
-
-
 def _dims(
     result: Any, x: QuantizedCode | jax.Array, scale: jax.Array, dy: jax.Array, **options: Any
 ) -> tuple[tuple, tuple] | None:
@@ -88,6 +70,9 @@ def _dims(
 
 
 KERNEL = Kernel(
-    "rms_norm_backward", reference.rms_norm_backward, pallas.rms_norm_backward, _refuses, _dims,
-    Mosaic(mosaic.rms_norm_backward, mosaic.refuses),
-)  # fmt: skip
+    "rms_norm_backward",
+    reference.rms_norm_backward,
+    _dims,
+    pallas="actjax.kernels.rms_norm_backward.pallas",
+    mosaic="actjax.kernels.rms_norm_backward.mosaic",
+)

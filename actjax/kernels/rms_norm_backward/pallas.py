@@ -12,10 +12,10 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from actjax.kernels import coded, tiles
+from actjax.kernels import limits, operands, tiles
 from actjax.kernels.format import QuantizedCode
 
-LARGEST = 16384
+_LARGEST = 16384
 """Features of a row that registers can hold."""
 _PROGRAMS = 528
 """Largest number of programs, which a large GPU runs at once; each processes a run of rows.
@@ -58,6 +58,19 @@ class _Rows:
         )
 
 
+def refuses(
+    x: QuantizedCode | jax.Array, scale: jax.Array, dy: jax.Array, **options: Any
+) -> str | None:
+    """Returns why the program cannot take the arguments; None if it can."""
+    del scale, options
+    features, group = dy.shape[-1], limits.group_of(x)
+    if features > _LARGEST:
+        return f"holds whole rows, of up to {_LARGEST} features, got {features}"
+    if features % group:
+        return f"takes whole groups, got {features} features in groups of {group}"
+    return limits.refuses_operand(x, dy.shape)
+
+
 def rms_norm_backward(
     x: QuantizedCode | jax.Array,
     scale: jax.Array,
@@ -69,9 +82,9 @@ def rms_norm_backward(
 ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
     """As `actjax.kernels.rms_norm_backward.api.rms_norm_backward`."""
     features, tokens = dy.shape[-1], math.prod(dy.shape[:-1])
-    arrays, bind = coded.operands(x)
-    group, formats = coded.group_of(x), [x.format] if isinstance(x, QuantizedCode) else []
-    slices = coded.slice_count(formats, group)
+    arrays, bind = operands.operands(x)
+    group, formats = limits.group_of(x), [x.format] if isinstance(x, QuantizedCode) else []
+    slices = limits.slice_count(formats, group)
     count = pl.cdiv(tokens, _PROGRAMS)
     rows = _Rows(tokens, features, group, slices, count, interpret)
     programs = pl.cdiv(tokens, rows.count)
@@ -88,7 +101,7 @@ def rms_norm_backward(
         compiler_params=plgpu.CompilerParams(num_warps=_warps(features), num_stages=1),
         interpret=interpret,
         name="actjax_rms_norm_backward",
-    )(*arrays, scale[None], coded.rows(dy))
+    )(*arrays, scale[None], operands.rows(dy))
     dscale = jnp.sum(dscale, axis=0).astype(scale.dtype)
     return value[0].reshape(dy.shape) if value else None, dx.reshape(dy.shape), dscale
 

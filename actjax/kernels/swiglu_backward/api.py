@@ -4,11 +4,10 @@ from typing import Any
 
 import jax
 
-from actjax.kernels import coded
 from actjax.kernels.checks import check_code, check_floating
-from actjax.kernels.dispatch import Implementation, Kernel, Mosaic
+from actjax.kernels.dispatch import Implementation, Kernel
 from actjax.kernels.format import QuantizedCode
-from actjax.kernels.swiglu_backward import mosaic, pallas, reference
+from actjax.kernels.swiglu_backward import reference
 
 
 def swiglu_backward(
@@ -45,18 +44,6 @@ def swiglu_backward(
     return KERNEL(gate, up, dy, with_value=with_value, implementation=implementation)
 
 
-def _refuses(
-    gate: QuantizedCode, up: QuantizedCode, dy: jax.Array, *, with_value: bool
-) -> str | None:
-    del with_value
-    if gate.format.group != up.format.group:
-        groups = f"{gate.format.group} and {up.format.group}"
-        return f"takes groups of one size for `gate` and `up`, got {groups}"
-    formats = [gate.format, up.format]
-    reasons = (coded.refuses(formats, code.dtype, dy.shape) for code in (gate, up))
-    return next((reason for reason in reasons if reason is not None), None)
-
-
 def _dims(
     result: Any, gate: QuantizedCode, up: QuantizedCode, dy: jax.Array, *, with_value: bool
 ) -> tuple[tuple, tuple] | None:
@@ -73,6 +60,9 @@ def _dims(
 
 
 KERNEL = Kernel(
-    "swiglu_backward", reference.swiglu_backward, pallas.swiglu_backward, _refuses, _dims,
-    Mosaic(mosaic.swiglu_backward, mosaic.refuses),
-)  # fmt: skip
+    "swiglu_backward",
+    reference.swiglu_backward,
+    _dims,
+    pallas="actjax.kernels.swiglu_backward.pallas",
+    mosaic="actjax.kernels.swiglu_backward.mosaic",
+)

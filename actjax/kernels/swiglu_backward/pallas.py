@@ -8,9 +8,22 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from actjax.kernels import coded, tiles
+from actjax.kernels import limits, operands, tiles
 from actjax.kernels.format import QuantizedCode
 from actjax.kernels.swiglu_backward.reference import value_and_grads
+
+
+def refuses(
+    gate: QuantizedCode, up: QuantizedCode, dy: jax.Array, *, with_value: bool
+) -> str | None:
+    """Returns why the program cannot take the arguments; None if it can."""
+    del with_value
+    if gate.format.group != up.format.group:
+        groups = f"{gate.format.group} and {up.format.group}"
+        return f"takes groups of one size for `gate` and `up`, got {groups}"
+    formats = [gate.format, up.format]
+    reasons = (limits.refuses(formats, code.dtype, dy.shape) for code in (gate, up))
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def swiglu_backward(
@@ -23,8 +36,8 @@ def swiglu_backward(
 ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
     """As `actjax.kernels.swiglu_backward.api.swiglu_backward`."""
     features, tokens = dy.shape[-1], math.prod(dy.shape[:-1])
-    gate_arrays, bind_gate = coded.operands(gate)
-    up_arrays, bind_up = coded.operands(up)
+    gate_arrays, bind_gate = operands.operands(gate)
+    up_arrays, bind_up = operands.operands(up)
     # A rotation holds all slices of a group, of both codes: half as many numbers fit the registers.
     rotated = gate.format.rotate or up.format.rotate
     numbers = 1024 if rotated else 2048
@@ -36,7 +49,7 @@ def swiglu_backward(
         dy_ref, *outputs = refs[len(gate_arrays) + len(up_arrays) :]
 
         def body(cut: Any) -> None:
-            part = cut(coded.slice_count([gate.format, up.format], cut(1).size))
+            part = cut(limits.slice_count([gate.format, up.format], cut(1).size))
             decoded = zip(coded_gate.decode(part), coded_up.decode(part), strict=True)
             for number, (g, u) in enumerate(decoded):
                 place = part.token, part.feature(number)
@@ -57,6 +70,6 @@ def swiglu_backward(
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="actjax_swiglu_backward",
-    )(*gate_arrays, *up_arrays, coded.rows(dy))
+    )(*gate_arrays, *up_arrays, operands.rows(dy))
     *value, dgate, dup = (x.reshape(dy.shape) for x in results)
     return value[0] if value else None, dgate, dup

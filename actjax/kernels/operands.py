@@ -6,39 +6,18 @@ load.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from actjax.kernels import butterflies, level_search
 from actjax.kernels import format as fmt
 from actjax.kernels.noise import halves, random_words
 from actjax.kernels.packing import PLANES
+from actjax.kernels.rotation import signs_row
 from actjax.kernels.tiles import Part, as_float, both, load, load_row, load_sequence
-
-
-def slice_count(formats: Sequence[fmt.Format], size: int) -> int:
-    """Returns the number of slices that a group is read in, for codes of these formats.
-
-    Those that share a byte; more if the group is rotated.
-
-    Args:
-      formats: formats of the codes.
-      size: features of the group.
-    """
-    least = _least_slices(formats)
-    rotated = any(format.rotate for format in formats)
-    return butterflies.slices_of(size, least) if rotated else least
-
-
-def _least_slices(formats: Sequence[fmt.Format]) -> int:
-    """Returns the number of slices that share a byte of the narrowest plane; at least two, which
-    share random words.
-    """
-    return max([2, *(8 // width for format in formats for width in PLANES[format.bits])])
 
 
 def shifts(part: Part, seed: Any, features: int, group: int) -> Callable[[int], jax.Array]:
@@ -78,33 +57,31 @@ class CodeRefs:
 
     Attributes:
       planes: [T, bytes] each.
+      scale: [T, groups].
+      features: d.
+      dtype: dtype of the activation.
+      format: meaning of the bits.
       offset: [T, groups], or None.
-      scale: [T, groups], or [1, d] by channel.
-      centre: [1, d], or None.
       mean: a row for each sequence, [N, d]; or None.
       spread: as `mean`; None with it.
       outliers: [T, m], or None.
       position: index of each feature among the outliers, -1 for other features, [1, d]; or None.
-      signs: signs of the rotation, as `actjax.kernels.butterflies.signs_row`; or None.
+      signs: signs of the rotation, as `actjax.kernels.rotation.signs_row`; or None.
       seed: [2], or None.
-      features: d.
-      dtype: dtype of the activation.
-      format: meaning of the bits.
     """
 
     planes: Any
-    offset: Any
     scale: Any
-    centre: Any
-    mean: Any
-    spread: Any
-    outliers: Any
-    position: Any
-    signs: Any
-    seed: Any
     features: int
     dtype: Any
     format: fmt.Format
+    offset: Any = None
+    mean: Any = None
+    spread: Any = None
+    outliers: Any = None
+    position: Any = None
+    signs: Any = None
+    seed: Any = None
 
     def decode(self, part: Part) -> list[jax.Array]:
         """Returns the values of each slice of a part, rounded to the dtype of `x`, in float32."""
@@ -126,25 +103,17 @@ class CodeRefs:
 
     def _levels(self, part: Part) -> list[jax.Array]:
         """Returns the values of the codes of each slice, float32."""
-        offset = None if self.offset is None else self._scale(part, self.offset, 0)
-        scale = self._scale(part, self.scale, 0)
-        shift = None
+        offset = None if self.offset is None else self._of_groups(part, self.offset)
+        scale, shift = self._of_groups(part, self.scale), None
         if self.seed is not None:
             shift = shifts(part, self.seed, self.features, self.format.group)
-        values = []
-        for number, code in enumerate(self._codes(part)):
-            if self.format.scaling == "channel":
-                scale = self._scale(part, self.scale, number)
-            value = self._value(code, offset, scale, None if shift is None else shift(number))
-            if self.centre is not None:
-                value = value + self._scale(part, self.centre, number)
-            values.append(value)
-        return values
+        return [
+            self._value(code, offset, scale, None if shift is None else shift(number))
+            for number, code in enumerate(self._codes(part))
+        ]
 
-    def _scale(self, part: Part, ref: Any, number: int) -> jax.Array:
-        """Returns the scales of a slice, float32, which broadcast against it."""
-        if self.format.scaling == "channel":
-            return as_float(load_row(ref, part, number))
+    def _of_groups(self, part: Part, ref: Any) -> jax.Array:
+        """Returns the scales or offsets of the groups, float32 [tokens, groups, 1]."""
         return as_float(load(ref, part.token, part.first + part.group, part.groups_exist()))
 
     def _value(self, code: jax.Array, offset: Any, scale: Any, shift: Any) -> jax.Array:
@@ -153,8 +122,6 @@ class CodeRefs:
         position = code.astype(jnp.float32)
         if shift is not None:
             position = position - shift
-        if offset is None:
-            return (position - np.float32((2**self.format.bits - 1) / 2)) * scale
         return position * scale + offset
 
     def _with_outliers(self, part: Part, number: int, value: jax.Array) -> jax.Array:
@@ -162,8 +129,8 @@ class CodeRefs:
             return value
         position = load_row(self.position, part, number, -1)
         mask = both(part.exists(number), position >= 0)
-        whole = load(self.outliers, part.token, jnp.maximum(position, 0), mask)
-        return jnp.where(position >= 0, whole.astype(jnp.float32), value)
+        outlier = load(self.outliers, part.token, jnp.maximum(position, 0), mask)
+        return jnp.where(position >= 0, outlier.astype(jnp.float32), value)
 
     def _codes(self, part: Part) -> list[jax.Array]:
         """Returns the codes of each slice, int32."""
@@ -220,51 +187,24 @@ def operands(
     """
     if not isinstance(x, fmt.QuantizedCode):
         return [rows(x)], ArrayRef
-    by_sequence = {"mean": x.mean, "spread": x.spread}
+    by_row = {name: getattr(x, name) for name in ("scale", "offset", "mean", "spread")}
     arrays = {
         **{f"plane{i}": rows(plane) for i, plane in enumerate(x.planes)},
-        "scale": x.scale[None] if x.format.scaling == "channel" else rows(x.scale),
-        **({} if x.offset is None else {"offset": rows(x.offset)}),
-        **({} if x.centre is None else {"centre": x.centre[None]}),
-        **{name: rows(y) for name, y in by_sequence.items() if y is not None},
+        **{name: rows(y) for name, y in by_row.items() if y is not None},
         **({} if x.seed is None else {"seed": x.seed}),
     }
     if x.channels is not None:
         arrays["outliers"] = rows(x.outliers)
         arrays["position"] = positions(x.channels, x.features)
     if x.format.rotate:
-        arrays["signs"] = butterflies.signs_row(x.features, x.format.group)
+        arrays["signs"] = signs_row(x.features, x.format.group)
 
     def bind(*refs: Any) -> CodeRefs:
-        given = dict(zip(arrays, refs, strict=True))
-        planes = tuple(given[f"plane{i}"] for i in range(len(x.planes)))
-        return CodeRefs(
-            planes,
-            given.get("offset"),
-            given["scale"],
-            given.get("centre"),
-            given.get("mean"),
-            given.get("spread"),
-            given.get("outliers"),
-            given.get("position"),
-            given.get("signs"),
-            given.get("seed"),
-            x.features,
-            x.dtype,
-            x.format,
-        )
+        named = dict(zip(arrays, refs, strict=True))
+        planes = tuple(named.pop(f"plane{i}") for i in range(len(x.planes)))
+        return CodeRefs(planes, features=x.features, dtype=x.dtype, format=x.format, **named)
 
     return list(arrays.values()), bind
-
-
-def group_of(x: fmt.QuantizedCode | jax.Array) -> int:
-    """Returns the features of a group of an operand.
-
-    For an array it is the largest power of two that divides d, up to 128.
-    """
-    if isinstance(x, fmt.QuantizedCode):
-        return x.format.group
-    return min(128, x.shape[-1] & -x.shape[-1]) or 1
 
 
 def rows(x: jax.Array) -> jax.Array:
@@ -276,35 +216,3 @@ def positions(channels: jax.Array, features: int) -> jax.Array:
     """Returns the index of each feature in `channels`, -1 if it is not there, int32 [1, d]."""
     count = jnp.arange(channels.shape[0], dtype=jnp.int32)
     return jnp.full((1, features), -1, jnp.int32).at[0, channels].set(count)
-
-
-def refuses_operand(x: fmt.QuantizedCode | jax.Array, shape: Sequence[int]) -> str | None:
-    """Returns why tiles cannot hold an operand of this shape; None if they can."""
-    if isinstance(x, fmt.QuantizedCode):
-        return refuses([x.format], x.dtype, shape)
-    if group_of(x) < 16:
-        return f"takes a multiple of 16 features, got {shape[-1]}"
-    return _refuses_array(x.dtype, shape)
-
-
-def refuses(formats: Sequence[fmt.Format], dtype: Any, shape: Sequence[int]) -> str | None:
-    """Returns why tiles cannot hold codes that are read together; None if they can.
-
-    Args:
-      formats: formats of the codes, with groups of one size.
-      dtype: dtype of the activation.
-      shape: shape of the activation, [..., d].
-    """
-    group = formats[0].group
-    if group < 16 or group & (group - 1) or group > 1024:
-        return f"takes groups of 16, 32, ... 1024 features, got group={group}"
-    rotation = None
-    if any(format.rotate for format in formats):
-        rotation = butterflies.refuses(shape[-1], group, _least_slices(formats))
-    return rotation or _refuses_array(dtype, shape)
-
-
-def _refuses_array(dtype: Any, shape: Sequence[int]) -> str | None:
-    if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        return f"takes floating point numbers of 16 or 32 bits, got {dtype}"
-    return f"takes arrays that are not empty, got shape {tuple(shape)}" if 0 in shape else None

@@ -1,1 +1,0 @@
-"""Sums of scaled rows by segment."""
