@@ -1,0 +1,16 @@
+"""How many examples a test draws."""
+
+from hypothesis import HealthCheck, Phase, settings
+
+# No `explain`: it runs a failing example again many times, and each run starts a program.
+PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
+
+
+def examples(count: int) -> settings:
+    """Returns the settings of a test: always the same `count` examples, or those of "thorough"."""
+    if settings().max_examples == 2000:
+        return settings()
+    return settings(
+        max_examples=count, derandomize=True, database=None, deadline=None, phases=PHASES,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )  # fmt: skip
