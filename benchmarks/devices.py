@@ -8,11 +8,12 @@ bound for gathered bytes is three times the weights: forward pass, backward pass
 import dataclasses
 import math
 import pathlib
+from typing import Any
 
 import jax
 
 from benchmarks import command, record
-from benchmarks.tables import print_table
+from benchmarks.tables import cell, print_cells
 from train.collectives import KINDS
 from train.config import PretrainConfig
 from train.devices import find_device
@@ -80,20 +81,23 @@ def measure(config: Config) -> list[dict]:
     return rows
 
 
-def show(config: Config, rows: list[dict]) -> None:
-    """Prints memory and traffic, and gathered bytes relative to the weights."""
+def show(config: Config, rows: list[dict[str, Any]]) -> None:
+    """Prints memory and traffic in GiB, and gathered bytes relative to the weights."""
     train = config.train
+    cells = [
+        {
+            "method": row["method"],
+            "mesh": row["mesh"],
+            **{name: f"{row[name] / GIB:.2f}" for name in ("peak", "weights", "states")},
+            **{kind: f"{row['exchanged'].get(kind, 0) / GIB:.2f}" for kind in KINDS},
+            "gathered / weights": cell(
+                row["exchanged"].get("all-gather", 0), ".2f", row["all_weights"]
+            ),
+        }
+        for row in rows
+    ]
     title = f"{train.model}, {train.batch_size} x {train.seq_len} a device, {config.device}, GiB"
-    headers = ("method", "mesh", "peak", "weights", "states", *KINDS, "gathered / weights")
-    cells = []
-    for row in rows:
-        sizes = [row["peak"], row["weights"], row["states"]]
-        sizes += [row["exchanged"].get(kind, 0) for kind in KINDS]
-        share = row["exchanged"].get("all-gather", 0) / row["all_weights"]
-        cells.append(
-            (row["method"], row["mesh"], *(f"{x / GIB:.2f}" for x in sizes), f"{share:.2f}")
-        )
-    print_table(title, headers, cells)
+    print_cells(title, cells)
 
 
 if __name__ == "__main__":

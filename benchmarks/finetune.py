@@ -18,8 +18,8 @@ import statistics
 from typing import Any
 
 from benchmarks import command, record
-from benchmarks.runs import first_loss, last_loss, timed, trained
-from benchmarks.tables import print_table
+from benchmarks.tables import Cells, print_cells
+from benchmarks.training import first_loss, last_loss, mean_and_spread, timed, trained
 from benchmarks.variants import check_names
 from train.config import AdapterConfig, FinetuneConfig, OptimizerConfig
 from train.options import MethodOptions, given_fields
@@ -161,13 +161,9 @@ def _settings(config: Config, name: str, seed: int, rate: float) -> FinetuneConf
     )
 
 
-def show(config: Config, rows: list[dict]) -> None:
-    """Prints the rows as a table."""
-    train = config.train
-    title = f"{train.title}, {train.steps} steps of {train.batch_size} x {train.seq_len} tokens"
-    headers = ("row", "held-out loss", "share of the way, %", "stored, MiB", "peak, MiB",
-               "ms a step", "rate", "seeds")  # fmt: skip
-    names = list(dict.fromkeys(row["name"] for row in rows))
+def table(rows: list[dict[str, Any]]) -> Cells:
+    """Returns loss, share of the way, memory and time of each configuration at its best rate."""
+    names = dict.fromkeys(row["name"] for row in rows)
     best = {name: _best_rate(rows, name) for name in names}
     groups = {
         name: [r for r in rows if r["name"] == name and r["learning_rate"] == best[name]]
@@ -180,29 +176,31 @@ def show(config: Config, rows: list[dict]) -> None:
         shares = [_share(row, ends[row["seed"]]) for row in group if row["seed"] in ends]
         times = [second for row in group for second in row.get("seconds", ())]
         cells.append(
-            (
-                name,
-                _spread([last_loss(row) for row in group], 4),
-                _spread([100 * share for share in shares], 1) if shares else "",
-                f"{group[0]['stored'] / 2**20:.2f}",
-                f"{group[0]['peak'] / 2**20:.1f}",
-                f"{statistics.median(times) * 1e3:.0f}" if times else "",
-                f"{best[name]:g}",
-                str(len(group)),
-            )
+            {
+                "row": name,
+                "held-out loss": mean_and_spread([last_loss(row) for row in group], ".4f"),
+                "share of the way, %": mean_and_spread(shares, ".1f") if shares else "",
+                "stored, MiB": f"{group[0]['stored'] / 2**20:.2f}",
+                "peak, MiB": f"{group[0]['peak'] / 2**20:.1f}",
+                "ms a step": f"{statistics.median(times) * 1e3:.0f}" if times else "",
+                "rate": f"{best[name]:g}",
+                "seeds": str(len(group)),
+            }
         )
-    print_table(title, headers, cells)
+    return cells
 
 
-def _share(row: dict, reference: dict) -> float:
-    """Returns the share of the way of the reference that a row keeps."""
+def _share(row: dict[str, Any], reference: dict[str, Any]) -> float:
+    """Returns the share of the way of the reference that a row keeps, in %."""
     first = first_loss(reference)
-    return (first - last_loss(row)) / (first - last_loss(reference))
+    return 100 * (first - last_loss(row)) / (first - last_loss(reference))
 
 
-def _spread(values: list[float], digits: int) -> str:
-    mean = f"{statistics.mean(values):.{digits}f}"
-    return f"{mean} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
+def show(config: Config, rows: list[dict[str, Any]]) -> None:
+    """Prints the table."""
+    train = config.train
+    title = f"{train.title}, {train.steps} steps of {train.batch_size} x {train.seq_len} tokens"
+    print_cells(title, table(rows))
 
 
 if __name__ == "__main__":

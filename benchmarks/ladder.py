@@ -19,7 +19,7 @@ import jax
 
 from benchmarks import command, memory, record
 from benchmarks.rivals import rival
-from benchmarks.tables import Cells, cell, print_table
+from benchmarks.tables import Cells, cell, print_cells
 from models import PRESETS
 from train.config import OptimizerConfig, PretrainConfig
 from train.corpus import open_corpus
@@ -218,12 +218,10 @@ def table(rows: list[dict[str, Any]]) -> Cells:
 
 def show(config: Config, rows: list[dict[str, Any]]) -> None:
     """Prints the ladder."""
-    cells = table(rows)
-    print_table(
+    print_cells(
         f"{config.compiled} compiled for {config.device}; {config.model} trained here for"
         f" {config.steps} steps",
-        list(cells[0]),
-        (list(row.values()) for row in cells),
+        table(rows),
     )
 
 

@@ -8,10 +8,11 @@ each run; `--add` keeps the rows that exist.
 import dataclasses
 import pathlib
 import statistics
+from typing import Any
 
 from benchmarks import command, record
-from benchmarks.runs import last_loss, timed, trained
-from benchmarks.tables import print_table
+from benchmarks.tables import Cells, cell, print_cells
+from benchmarks.training import last_loss, mean_and_spread, timed, trained
 from benchmarks.variants import VARIANTS, check_names
 from train.config import PretrainConfig
 
@@ -96,42 +97,45 @@ def _mean_loss(rows: list[dict]) -> float:
     return statistics.mean(map(last_loss, rows))
 
 
-def show(config: Config, rows: list[dict]) -> None:
-    """Prints the last held-out loss of each variant, and its difference to `exact`."""
-    train = config.train
-    title = f"{train.model}, {train.steps} steps of {train.batch_size} x {train.seq_len} tokens"
-    headers = ("variant", "held-out loss", "above exact", "in %", "stored, MiB", "peak, MiB",
-               "ms a step", "rate", "on the grid", "seeds")  # fmt: skip
-    cells = []
-    best = best_rows(rows)
-    for name in config.variants:
-        one, losses = best[name][0], [last_loss(row) for row in best[name]]
-        gap, share = _gap(best[name], best["exact"]) if "exact" in best else ("", "")
-        spread = f" ± {statistics.stdev(losses):.4f}" if config.seeds > 1 else ""
+def table(rows: list[dict[str, Any]]) -> Cells:
+    """Returns the last held-out loss of each variant, and its difference to `exact`."""
+    cells, best = [], best_rows(rows)
+    for name, group in best.items():
+        one, losses = group[0], [last_loss(row) for row in group]
+        gap, share = _gap(group, best["exact"]) if "exact" in best else ("", "")
         grid = [last_loss(row) for row in rows if row["variant"] == name and row["seed"] == 0]
+        seconds = one.get("seconds")
         cells.append(
-            (
-                name,
-                f"{statistics.mean(losses):.4f}{spread}",
-                gap,
-                share,
-                *(f"{one[part] / 2**20:.1f}" if part in one else "" for part in ("stored", "peak")),
-                f"{statistics.median(one['seconds']) * 1e3:.0f}" if "seconds" in one else "",
-                f"{best[name][0]['learning_rate']:g}",
-                " ".join(f"{loss:.3f}" for loss in grid),
-                str(len(losses)),
-            )
+            {
+                "variant": name,
+                "held-out loss": mean_and_spread(losses, ".4f"),
+                "above exact": gap,
+                "in %": share,
+                **{
+                    f"{part}, MiB": cell(one.get(part), ".1f", 2**20) for part in ("stored", "peak")
+                },
+                "ms a step": f"{statistics.median(seconds) * 1e3:.0f}" if seconds else "",
+                "rate": f"{one['learning_rate']:g}",
+                "on the grid": " ".join(f"{loss:.3f}" for loss in grid),
+                "seeds": str(len(losses)),
+            }
         )
-    print_table(title, headers, cells)
+    return cells
 
 
-def _gap(rows: list[dict], exact: list[dict]) -> tuple[str, str]:
+def _gap(rows: list[dict[str, Any]], exact: list[dict[str, Any]]) -> tuple[str, str]:
     """Returns the mean difference to the runs of `exact` with the same seeds, also in %."""
     reference = {row["seed"]: last_loss(row) for row in exact}
     gaps = [last_loss(row) - reference[row["seed"]] for row in rows if row["seed"] in reference]
-    mean = statistics.mean(gaps)
-    spread = f" ± {statistics.stdev(gaps):.4f}" if len(gaps) > 1 else ""
-    return f"{mean:+.4f}{spread}", f"{100 * mean / statistics.mean(reference.values()):+.2f}"
+    share = 100 * statistics.mean(gaps) / statistics.mean(reference.values())
+    return mean_and_spread(gaps, "+.4f"), f"{share:+.2f}"
+
+
+def show(config: Config, rows: list[dict[str, Any]]) -> None:
+    """Prints the table."""
+    train = config.train
+    title = f"{train.model}, {train.steps} steps of {train.batch_size} x {train.seq_len} tokens"
+    print_cells(title, table(rows))
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ class RandomProjection(FactoredCodec):
 
     Storage: `T k` values of the dtype of `x`, as stored by `factor`, and 8 bytes of key.
     Overflow: sums over tokens and features may become infinite or NaN where numbers are above the
-      largest of their dtype over `1024 sqrt(T d)`; none below did (`benchmarks.random_arrays`).
+      largest of their dtype over `1024 sqrt(T d)`; none below did (`tests/fuzz/test_arrays.py`).
     Error: `E‖x_hat − x‖² = ‖x‖² (d + 1) / k` (Frobenius): larger than `x` itself while `k <= d`.
     Devices: add up `(x S)ᵀ dz` [k, n] in place of the gradient [d, n].
     Unbiased, since `E[S Sᵀ] = I`, if `factor` is. Biased: if `factor` is.
@@ -160,7 +160,7 @@ class RandomizedSVD(FactoredCodec):
 
     Storage: `k (T + d)` values of the dtype of `x`, those of `u` as stored by `factor`.
     Overflow: sums over tokens and features may become infinite or NaN where numbers are above the
-      largest of their dtype over `1024 sqrt(T d)`; none below did (`benchmarks.random_arrays`).
+      largest of their dtype over `1024 sqrt(T d)`; none below did (`tests/fuzz/test_arrays.py`).
     Error: close to that of the best approximation of rank k: for Gaussian sketches and any
     `p in 2..k-2`, `E‖x_hat − x‖ <= sqrt(1 + (k − p) / (p − 1)) (Σ_{j > k − p} σ_j²)^½`
     (Halko et al., Theorem 10.5); each power iteration brings it closer to the best.
@@ -230,7 +230,7 @@ class PrincipalPlusRandom(FactoredCodec):
     Storage: `rank (T + d) + tail T` values of the dtype of `x`, those of tokens as stored by
       `factor`, and 8 bytes of key.
     Overflow: sums over tokens and features may become infinite or NaN where numbers are above the
-      largest of their dtype over `1024 sqrt(T d)`; none below did (`benchmarks.random_arrays`).
+      largest of their dtype over `1024 sqrt(T d)`; none below did (`tests/fuzz/test_arrays.py`).
     Error: `E‖x_hat − x‖² = E‖r‖² (d + 1) / tail`, where `r` is the remainder of the randomised SVD.
     Devices: exchange what `RandomizedSVD` and `RandomProjection` do.
     Unbiased if `factor` is, since the projection of the remainder is unbiased; only the remainder

@@ -5,9 +5,10 @@ import dataclasses
 import hashlib
 import pathlib
 import shutil
+import statistics
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -100,6 +101,13 @@ def first_loss(row: Mapping[str, Any]) -> float:
 def last_loss(row: Mapping[str, Any]) -> float:
     """Returns the last held-out loss of a run; infinite if it diverged."""
     return row["evaluations"][-1]["validation_loss"] if row["evaluations"] else float("inf")
+
+
+def mean_and_spread(values: Sequence[float], spec: str) -> str:
+    """Returns the text of a mean, with the standard deviation if there are several values."""
+    mean = f"{statistics.mean(values):{spec}}"
+    spread = f" ± {statistics.stdev(values):{spec.strip('+')}}" if len(values) > 1 else ""
+    return mean + spread
 
 
 def _name(settings: Settings) -> str:
