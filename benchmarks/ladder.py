@@ -20,12 +20,12 @@ import jax
 from benchmarks import command, memory, record
 from benchmarks.rivals import rival
 from benchmarks.tables import Cells, cell, print_cells
+from benchmarks.variants import check_names
 from models import PRESETS
 from train.config import OptimizerConfig, PretrainConfig
 from train.corpus import open_corpus
 from train.data import ValidationSet, train_batches, validation_batches
 from train.devices import find_device
-from train.options import near_hint
 from train.resolve import dimensions
 from train.step import make_eval_step, make_recipe
 from train.tokenizer import default_tokenizer
@@ -74,31 +74,13 @@ class Config:
 
     def __post_init__(self) -> None:
         find_device(self.device)
-        for flag, name in (("--compiled", self.compiled), ("--model", self.model)):
-            if name not in PRESETS:
-                raise ValueError(
-                    f"unknown `{flag}` {name!r}.{near_hint(name, PRESETS)} There are:"
-                    f" {', '.join(PRESETS)}."
-                )
-        # They refuse what is out of range.
-        _ = self.training(), self.compiled_step()
-        if self.eval_batches < 1:
-            raise ValueError(f"`--eval-batches` must be at least 1, got {self.eval_batches}.")
+        check_names((self.compiled,), tuple(PRESETS), "--compiled")
+        check_names((self.model,), tuple(PRESETS), "--model")
         if not 1 <= self.evaluations <= self.steps:
             raise ValueError(
                 f"`--evaluations` must be between 1 and `--steps` {self.steps}, got"
                 f" {self.evaluations}."
             )
-
-    def compiled_step(self) -> PretrainConfig:
-        """Returns the step that is compiled, without a method."""
-        return PretrainConfig(
-            model=self.compiled,
-            batch_size=self.compiled_batch_size,
-            seq_len=self.compiled_seq_len,
-            weight_dtype="bfloat16",
-            compute_dtype="bfloat16",
-        )
 
     def training(self) -> PretrainConfig:
         """Returns the run, without a method. Weights are in bfloat16, as compiled."""
@@ -118,7 +100,13 @@ class Config:
 
 def measure(config: Config) -> list[dict[str, Any]]:
     """Returns a row for each rung."""
-    step: Any = config.compiled_step()
+    step: Any = PretrainConfig(
+        model=config.compiled,
+        batch_size=config.compiled_batch_size,
+        seq_len=config.compiled_seq_len,
+        weight_dtype="bfloat16",
+        compute_dtype="bfloat16",
+    )
     rows = []
     for name in RUNGS:
         row = memory.measure_step(name, memory.Config(train=step, device=config.device))

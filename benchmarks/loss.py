@@ -1,8 +1,8 @@
 """Held-out loss of every method, trained on the same tokens from the same weights.
 
 `python -m benchmarks.loss --model llama_9m --steps 2000` trains every variant at each learning rate
-of a grid, and prints the held-out loss after the last step at the best rate. Rows are written after
-each run; `--add` keeps the rows that exist.
+of a grid, with further seeds at the best one, and prints the held-out loss after the last step.
+Rows are written after each run; `--add` keeps the rows that exist.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks import command, record
 from benchmarks.tables import Cells, cell, print_cells
-from benchmarks.training import last_loss, mean_and_spread, timed, trained
+from benchmarks.training import last_loss, mean_and_spread, sweep
 from benchmarks.variants import VARIANTS, check_names
 from train.config import PretrainConfig
 
@@ -37,7 +37,7 @@ class Config:
     learning_rates: tuple[float, ...] = (2e-3, 4e-3, 8e-3, 16e-3)
     """The grid, the same for all variants. Empty, with `--add`: no runs, only timing."""
     seeds: int = 1
-    """Runs of each variant, with other weights, data order and keys of codecs."""
+    """Runs of each variant at its best rate, with other weights, data order and keys of codecs."""
     rounds: int = 10
     """Timed steps of the best rows, with the variants in turn: all are in memory at once. 0: no
     timing."""
@@ -49,33 +49,15 @@ class Config:
         check_names(self.variants, tuple(VARIANTS))
 
 
-def measure(config: Config) -> list[dict]:
+def measure(config: Config) -> list[dict[str, Any]]:
     """Returns one row for each variant, learning rate and seed: metrics of every evaluation."""
-    rows = record.rows_to_keep(config.results, config.add)
-    known = {(row["variant"], row["learning_rate"], row["seed"]) for row in rows}
-    for seed in range(config.seeds):
-        for rate in config.learning_rates:
-            for name in config.variants:
-                if (name, rate, seed) not in known:
-                    settings = _settings(config, name, rate, seed)
-                    row = {"variant": name, "learning_rate": rate, "seed": seed}
-                    rows.append(row | trained(settings))
-                    record.write(config, rows)
-    missing = set(config.variants) - {row["variant"] for row in rows}
-    if missing:
-        raise SystemExit(f"no rows of {', '.join(sorted(missing))}: give `--learning-rates`.")
-    if config.rounds:
-        rates = {name: group[0]["learning_rate"] for name, group in best_rows(rows).items()}
-        settings = {name: _settings(config, name, rates[name], 0) for name in config.variants}
-        for name, seconds in timed(settings, config.rounds).items():
-            best_rows(rows)[name][0]["seconds"] = seconds
-    return rows
 
+    def settings(name: str, seed: int, rate: float) -> PretrainConfig:
+        run = VARIANTS[name].configure(config.train)
+        optimizer = dataclasses.replace(run.optimizer, learning_rate=rate)
+        return dataclasses.replace(run, optimizer=optimizer, seed=seed)
 
-def _settings(config: Config, name: str, learning_rate: float, seed: int) -> PretrainConfig:
-    settings = VARIANTS[name].configure(config.train)
-    optimizer = dataclasses.replace(settings.optimizer, learning_rate=learning_rate)
-    return dataclasses.replace(settings, optimizer=optimizer, seed=seed)
+    return sweep(config, "variant", config.variants, lambda name: config.learning_rates, settings)
 
 
 def best_rows(rows: list[dict]) -> dict[str, list[dict]]:
@@ -88,13 +70,12 @@ def best_rows(rows: list[dict]) -> dict[str, list[dict]]:
     for row in rows:
         groups.setdefault(row["variant"], {}).setdefault(row["learning_rate"], []).append(row)
     return {
-        name: min(by_rate.values(), key=lambda rows: (-len(rows), _mean_loss(rows)))
+        name: min(
+            by_rate.values(),
+            key=lambda rows: (-len(rows), statistics.mean(map(last_loss, rows))),
+        )
         for name, by_rate in groups.items()
     }
-
-
-def _mean_loss(rows: list[dict]) -> float:
-    return statistics.mean(map(last_loss, rows))
 
 
 def table(rows: list[dict[str, Any]]) -> Cells:

@@ -36,18 +36,10 @@ _PATIENCE = 30.0
 class Config:
     """What to run."""
 
-    model: str = "llama_3m"
-    """Preset of the model."""
-    method: str = "lean"
-    """Method of `train.pretrain`."""
     steps: int = 10_000
     """Steps of a run."""
     kills: int = 40
     """Signals."""
-    batch_size: int = 4
-    """Sequences of a step."""
-    seq_len: int = 32
-    """Tokens of a sequence."""
     vocab_size: int = 8192
     """Vocabulary of the tokenizer."""
     save_every: int = 250
@@ -111,14 +103,15 @@ class Life:
         self.root, self.began = root, time.monotonic()
         self._metrics, self._log = root / "run" / "metrics.jsonl", root / "log.txt"
         self._former = self._metrics.stat().st_ino if self._metrics.exists() else None
-        names = ("model", "method", "steps", "batch_size", "seq_len", "vocab_size", "save_every")
-        flags = {name: getattr(config, name) for name in names}
-        # Evaluated and drawn now and then, as any run is.
-        flags |= {"log_every": 10, "eval_every": config.steps // 10, "eval_batches": 2}
-        flags |= {"out": root / "run", "data_dir": root / "data"}
+        flags = {
+            "model": "llama_3m", "method": "lean", "batch-size": 4, "seq-len": 32,
+            "steps": config.steps, "vocab-size": config.vocab_size,
+            "save-every": config.save_every, "out": root / "run", "data-dir": root / "data",
+            # Evaluated and drawn now and then, as any run is.
+            "log-every": 10, "eval-every": config.steps // 10, "eval-batches": 2,
+        }  # fmt: skip
         line = [sys.executable, "-m", "train.pretrain", "--resume"]
-        for name, value in flags.items():
-            line += ["--" + name.replace("_", "-"), str(value)]
+        line += [part for name, value in flags.items() for part in (f"--{name}", str(value))]
         variables = {
             "PYTHONPATH": str(_ROOT),
             "TMPDIR": str(root / "tmp"),
@@ -311,7 +304,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     rows = measure(config)
     record.write(config, rows)
-    print_cells(f"{config.model}, {config.method}, seed {config.seed}", table(rows))
+    print_cells(f"llama_3m, lean, seed {config.seed}", table(rows))
     print("\n".join(fault for row in rows for fault in row["faults"]))
     sys.exit(any(row["faults"] for row in rows))
 

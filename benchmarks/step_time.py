@@ -21,6 +21,7 @@ from benchmarks import command, memory, record
 from benchmarks.rivals import ON_DEVICE, compiled_memory, random_batch, rival
 from benchmarks.tables import Cells, print_cells
 from benchmarks.variants import check_names
+from benchmarks.whole_step import compile_rival
 from train.config import PretrainConfig
 from train.resolve import dimensions
 
@@ -53,49 +54,36 @@ class Config:
         check_names(self.only, ON_DEVICE)
 
 
-@dataclasses.dataclass
-class _Running:
-    """A rival that is being timed: its compiled steps and its state."""
-
-    program: Any
-    refresh: Any
-    state: Any
-    seconds: list[float] = dataclasses.field(default_factory=list)
-    refresh_seconds: list[float] = dataclasses.field(default_factory=list)
-
-
 def measure(config: Config) -> tuple[list[dict[str, Any]], float]:
     """Returns one row for each rival, and the rate of a large product in FLOP/s."""
     batch = random_batch(config.train, dimensions(config.train).vocab_size)
-    rows, running = {}, {}
+    rows, running = [], []
     for name in config.only:
         one = rival(name, config.train)
-        state = jax.jit(one.init)()
-        program = _compile(one.step, state, batch)
-        rows[name] = {"rival": name, "matmul_flops": memory.operations(one.step, state, batch)}
-        rows[name] |= compiled_memory(program)
-        refresh = None
+        programs, state = compile_rival(one, batch), jax.eval_shape(one.init)
+        row: dict[str, Any] = {
+            "rival": name,
+            "matmul_flops": memory.operations(one.step, state, batch),
+            **compiled_memory(programs.step),
+        }
         if one.refresh is not None:
-            refresh = _compile(one.refresh, state, batch)
-            rows[name]["refresh_matmul_flops"] = memory.operations(one.refresh, state, batch)
-        running[name] = _Running(program, refresh, state)
-    for _ in range(2 + config.rounds):
-        for name, one in running.items():
-            begin = time.perf_counter()
-            one.state, metrics = jax.block_until_ready(one.program(one.state, batch))
-            one.seconds.append(time.perf_counter() - begin)
-            rows[name]["loss"] = float(metrics["loss"])
-            if one.refresh is not None:
+            row["refresh_matmul_flops"] = memory.operations(one.refresh, state, batch)
+        rows.append(row | {"seconds": [], "refresh_seconds": []})
+        running.append((programs, programs.init()))
+    for number in range(2 + config.rounds):
+        for i, (row, (programs, state)) in enumerate(zip(rows, running, strict=True)):
+            for name, program in (
+                ("seconds", programs.step),
+                ("refresh_seconds", programs.refresh),
+            ):
+                if program is None:
+                    continue
                 begin = time.perf_counter()
-                one.state, _ = jax.block_until_ready(one.refresh(one.state, batch))
-                one.refresh_seconds.append(time.perf_counter() - begin)
-    for name, one in running.items():
-        rows[name] |= {"seconds": one.seconds[2:], "refresh_seconds": one.refresh_seconds[2:]}
-    return list(rows.values()), _matmul_rate(jnp.dtype(config.train.compute_dtype))
-
-
-def _compile(step: Any, state: Any, batch: Any) -> Any:
-    return jax.jit(step, donate_argnums=0).lower(state, batch).compile()
+                state, metrics = jax.block_until_ready(program(state, batch))
+                row[name] += [time.perf_counter() - begin] if number >= 2 else []
+                row["loss"] = float(metrics["loss"]) if name == "seconds" else row["loss"]
+            running[i] = programs, state
+    return rows, _matmul_rate(jnp.dtype(config.train.compute_dtype))
 
 
 def _matmul_rate(dtype: jnp.dtype) -> float:

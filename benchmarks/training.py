@@ -8,7 +8,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -72,11 +72,62 @@ def trained(settings: Settings) -> dict[str, Any]:
     }
 
 
-def timed(settings: Mapping[str, Settings], rounds: int) -> dict[str, list[float]]:
-    """Returns the seconds of steps after the first, by name, with the runs in turn.
+def sweep(
+    config: Any,
+    label: str,
+    names: Sequence[str],
+    rates: Callable[[str], Sequence[float]],
+    settings: Callable[[str, int, float], Settings],
+) -> list[dict[str, Any]]:
+    """Trains configurations: with seed 0 at each rate, with further seeds at the best of them.
 
-    All of them are in memory at once.
+    Rows are written after each run. The best rows get the `seconds` of steps after the first, with
+    the configurations in turn: all of them are in memory at once.
+
+    Args:
+      config: `seeds`, timed `rounds`, `results`, and whether to `add` to them.
+      label: the entry of a row that names its configuration.
+      names: the configurations.
+      rates: returns the learning rates of a name.
+      settings: returns the run of a name, a seed and a learning rate.
     """
+    rows = record.rows_to_keep(config.results, config.add)
+    known = {(row[label], row["seed"], row["learning_rate"]) for row in rows}
+
+    def run(name: str, seed: int, rate: float) -> None:
+        if (name, seed, rate) not in known:
+            row = {label: name, "seed": seed, "learning_rate": rate}
+            rows.append(row | trained(settings(name, seed, rate)))
+            record.write(config, rows)
+
+    for name in names:
+        for rate in rates(name):
+            run(name, 0, rate)
+    best = {name: best_row(rows, label, name) for name in names}
+    for seed in range(1, config.seeds):
+        for name in names:
+            run(name, seed, best[name]["learning_rate"])
+    if config.rounds:
+        runs = {name: settings(name, 0, row["learning_rate"]) for name, row in best.items()}
+        for name, seconds in _timed(runs, config.rounds).items():
+            best[name]["seconds"] = seconds
+    return rows
+
+
+def best_row(rows: Sequence[dict[str, Any]], label: str, name: str) -> dict[str, Any]:
+    """Returns the row of a configuration with the lowest last loss of seed 0.
+
+    Raises:
+      SystemExit: there is no such row.
+    """
+    tried = [row for row in rows if row[label] == name and row["seed"] == 0]
+    if not tried:
+        raise SystemExit(f"no rows of {name!r}: give it a learning rate.")
+    return min(tried, key=last_loss)
+
+
+def _timed(settings: Mapping[str, Settings], rounds: int) -> dict[str, list[float]]:
+    """Returns the seconds of steps after the first, by name, with the runs in turn."""
     seconds: dict[str, list[float]] = {name: [] for name in settings}
     quiet = Console(quiet=True)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as open_data:
