@@ -15,8 +15,6 @@ from benchmarks.ladder import RUNGS
 from benchmarks.loss import best_rows
 from benchmarks.record import read
 from benchmarks.training import last_loss
-from benchmarks.variants import VARIANTS
-from train.methods import METHODS
 
 _KEY = "Description"
 _COLORS = ("#0072B2", "#56B4E9", "#009E73", "#D55E00", "#E69F00", "#BBBBBB", "#CC79A7")
@@ -27,6 +25,8 @@ _OVERVIEW = (
     *("lean", "lean_subspace d/4"),
 )
 """Rivals whose memory the picture of the README shows."""
+_SUBSPACES = ("subspace", "galore", "lean_subspace", "random_projection")
+"""How names of rivals begin whose optimizers read most gradients in a subspace only."""
 Result = dict[str, Any]
 
 
@@ -87,14 +87,13 @@ class Point(NamedTuple):
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is a method of `train.pretrain`."""
-        return self.name in VARIANTS
+        """Whether it is a method of `train.pretrain`, of now or of before."""
+        return not self.name.startswith(("plain", "jax.checkpoint", "optax."))
 
     @property
     def is_in_subspace(self) -> bool:
         """Whether its optimizer reads most gradients in a subspace only."""
-        ours = self.is_ours and METHODS[VARIANTS[self.name].method].subspace is not None
-        return ours or self.name.startswith("optax.contrib.galore")
+        return self.name.removeprefix("optax.contrib.").startswith(_SUBSPACES)
 
     def beats(self, other: "Point") -> bool:
         """Whether it is no worse in both costs, better in one, and trains as much."""

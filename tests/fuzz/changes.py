@@ -86,10 +86,7 @@ def spoil(draw: Draw, path: pathlib.Path) -> str:
     Returns:
       What it is.
     """
-    what = one_of(draw, "missing", "a folder", "unreadable", "a broken link", "empty", "blank")
-    if what == "unreadable":
-        path.chmod(0)
-        return what
+    what = one_of(draw, "missing", "a folder", "a broken link", "empty", "blank")
     path.unlink()
     if what == "a folder":
         path.mkdir()

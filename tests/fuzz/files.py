@@ -104,23 +104,25 @@ _TOKENIZERS = {
 
 
 def tokenizer(draw: Draw, folder: pathlib.Path) -> Case:
-    """A tokenizer that is damaged or of another kind, or a path without one."""
-    program, flags = one_of(
-        draw, ("pretrain", PRETRAIN), ("finetune", FINETUNE), ("evaluate", PERPLEXITY)
-    )
-    command = program, flags, "--tokenizer"
+    """A tokenizer that is damaged, or a path without one."""
+    commands = (("pretrain", PRETRAIN), ("finetune", FINETUNE), ("evaluate", PERPLEXITY))
+    command = *one_of(draw, *commands), "--tokenizer"
     if one_of(draw, *range(4)) == 0:
         path = one_of(draw, "missing", "adapter", "text.txt", "records.jsonl", "/dev/null", "new")
         return _case(f"tokenizer: {path}", command, True, tokenizer=path)
     path = one_of(draw, *_TOKENIZERS)
     file = folder / one_of(draw, *_TOKENIZERS[path])
+    # Settings of a tokenizer are optional.
+    return _case(f"{file.name}: {_damaged(draw, file)}", command, False, tokenizer=path)
+
+
+def _damaged(draw: Draw, path: pathlib.Path) -> str:
+    """Spoils a file or changes its content, JSON by entries too. Returns what it is then."""
     if one_of(draw, *range(4)) == 0:
-        what = spoil(draw, file)
-    else:
-        change, what = damaged_json if file.suffix == ".json" else damaged_bytes, "changed"
-        file.write_bytes(change(draw, file.read_bytes()))
-    # Settings of a tokenizer are optional, and of pairs all files are in one folder.
-    return _case(f"{file.name}: {what}", command, False, tokenizer=path)
+        return spoil(draw, path)
+    change = damaged_json if path.suffix == ".json" else damaged_bytes
+    path.write_bytes(change(draw, path.read_bytes()))
+    return "changed"
 
 
 def weights(draw: Draw, folder: pathlib.Path) -> Case:
@@ -140,16 +142,12 @@ def weights(draw: Draw, folder: pathlib.Path) -> Case:
 def config(draw: Draw, folder: pathlib.Path) -> Case:
     """A config.json that is damaged, or of another model."""
     path = folder / "model" / "config.json"
-    match one_of(draw, *range(5)):
-        case 0:
-            shutil.copy(folder / "other" / "config.json", path)
-            return _case("config.json: of another model", one_of(draw, *_WEIGHTS), True)
-        case 1:
-            what, certain = spoil(draw, path), True
-        case _:
-            what, certain = "changed", False
-            path.write_bytes(damaged_json(draw, path.read_bytes()))
-    return _case(f"config.json: {what}", one_of(draw, *_WEIGHTS, *_DIMENSIONS), certain)
+    if one_of(draw, *range(5)) == 0:
+        shutil.copy(folder / "other" / "config.json", path)
+        return _case("config.json: of another model", one_of(draw, *_WEIGHTS), True)
+    what = _damaged(draw, path)
+    command = one_of(draw, *_WEIGHTS, *_DIMENSIONS)
+    return _case(f"config.json: {what}", command, what != "changed")
 
 
 def index(draw: Draw, folder: pathlib.Path) -> Case:
@@ -182,21 +180,18 @@ _NO_SETTINGS: dict[str, tuple[Any, ...]] = {
 
 def adapter(draw: Draw, folder: pathlib.Path) -> Case:
     """An adapter that is damaged, or of another model."""
-    settings = folder / "adapter" / "adapter_config.json"
-    tensors = folder / "adapter" / "adapter_model.safetensors"
     command = "evaluate", one_of(draw, PERPLEXITY, WRITING), "--adapter"
-    certain, changed = True, {"adapter": "adapter"}
-    what = one_of(draw, *_NO_SETTINGS, "file", "settings", "weights", "another model", "no adapter")
+    settings, changed = folder / "adapter" / "adapter_config.json", {"adapter": "adapter"}
+    what = one_of(draw, *_NO_SETTINGS, "settings", "weights", "another model", "no adapter")
+    certain = True
     if what in _NO_SETTINGS:
         fields = json.loads(settings.read_text()) | {what: one_of(draw, *_NO_SETTINGS[what])}
         settings.write_text(json.dumps(fields))
-    elif what == "file":
-        what = spoil(draw, one_of(draw, settings, tensors))
     elif what == "settings":
-        certain = False
-        settings.write_bytes(damaged_json(draw, settings.read_bytes()))
+        what = _damaged(draw, settings)
+        certain = what != "changed"
     elif what == "weights":
-        what, certain = _damage_tensors(draw, tensors)
+        what, certain = _damage_tensors(draw, folder / "adapter" / "adapter_model.safetensors")
         certain = certain and what != "another dtype"
     elif what == "another model":
         changed["checkpoint"] = "other"
@@ -256,49 +251,35 @@ def _damage_tensors(draw: Draw, path: pathlib.Path) -> tuple[str, bool]:
     return what, what != "a changed header"
 
 
-_OTHER_SETTINGS: tuple[dict[str, str | None], ...] = (
-    {"--seed": "7"},
-    {"--batch-size": "4"},
-    {"--model": "other"},
-    {"--tokenizer": "pieces.model"},
-    {"--weight-dtype": "bfloat16"},
-    {"--optimizer": "lion"},
+_OTHER_SETTINGS: tuple[Flags, ...] = (
+    {"--seed": "7"}, {"--batch-size": "4"}, {"--model": "other"}, {"--optimizer": "lion"},
+    {"--tokenizer": "pieces.model"}, {"--weight-dtype": "bfloat16"},
     {"--method": "galore", "--rank": "2"},
-    {"--steps": "1"},
-)
+)  # fmt: skip
 """Settings that the run of `PRETRAIN` cannot be resumed with."""
 
 
 def existing(draw: Draw, folder: pathlib.Path) -> Case:
     """A run with a damaged file, without `--resume`, or resumed with other settings."""
-    program, flags, flag = "pretrain", PRETRAIN | {"--out": "run", "--resume": None}, "--out"
-    what = one_of(draw, "other settings", "no --resume", "damaged", "damaged")
-    if what == "other settings":
-        flags |= one_of(draw, *_OTHER_SETTINGS)
-        flag = "--steps" if flags["--steps"] == "1" else "--out"
-    elif what == "no --resume":
-        flags.pop("--resume")
-    else:
-        flags["--steps"] = one_of(draw, "2", "3")
-        files = sorted(p for p in (folder / "run").rglob("*") if p.is_file() and p.suffix != ".png")
-        path = one_of(draw, *files)
-        what = f"{path.relative_to(folder / 'run').parts[0]} damaged"
-        if draw(st.booleans()):
-            spoil(draw, path)
-        else:
-            path.write_bytes(damaged_bytes(draw, path.read_bytes()))
-    return Case(f"run: {what}", program, words(flags), (flag,), "damaged" not in what)
+    flags, what = PRETRAIN | {"--out": "run", "--resume": None}, "damaged"
+    match one_of(draw, *range(4)):
+        case 0:
+            what, flags = "other settings", flags | one_of(draw, *_OTHER_SETTINGS)
+        case 1:
+            what = "no --resume"
+            flags.pop("--resume")
+        case _:
+            flags["--steps"] = one_of(draw, "2", "3")
+            files = (path for path in (folder / "run").rglob("*") if path.is_file())
+            _damaged(draw, one_of(draw, *sorted(files)))
+    return Case(f"run: {what}", "pretrain", words(flags), ("--out",), what != "damaged")
 
 
 def place(draw: Draw, folder: pathlib.Path) -> Case:
     """A place where no folder of a run, or no file of answers, can be."""
-    command = one_of(
-        draw, ("pretrain", PRETRAIN, "--out"), ("finetune", FINETUNE, "--out"),
-        ("evaluate", ANSWERS, "--out"),
-    )  # fmt: skip
-    (folder / "closed").mkdir(mode=0o555)
-    out = one_of(draw, "text.txt", "text.txt/run", "closed/run", "/proc/run")
-    return _case(f"place: {out}", command, True, out=out)
+    commands = (("pretrain", PRETRAIN), ("finetune", FINETUNE), ("evaluate", ANSWERS))
+    out = one_of(draw, "text.txt", "text.txt/run", "/proc/run")
+    return _case(f"place: {out}", (*one_of(draw, *commands), "--out"), True, out=out)
 
 
 STRATEGIES = {

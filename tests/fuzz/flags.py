@@ -25,25 +25,6 @@ _OUT_OF_RANGE = ("-1", "-7", "nan", "-inf", str(-(10**30)))
 _UNCLEAR = ("0", "0.5", "1e999", "inf", "1e30", str(2**31), str(2**63), str(10**30))
 _LISTS = ("--targets", "--sites")
 
-CONTRADICTIONS: tuple[tuple[str, Flags, tuple[str, ...]], ...] = (
-    ("pretrain", {"--method": "pamm", "--points": "4", "--ratio": "0.1"}, ("--points", "--ratio")),
-    ("pretrain", {"--method": "lean", "--bits": "4", "--average-bits": "3"}, ("--bits",)),
-    ("pretrain", {"--method": "galore", "--optimizer": "fira"}, ("--optimizer", "--method")),
-    ("pretrain", {"--vocab-size": "300"}, ("--vocab-size",)),
-    ("pretrain", {"--batch-size": "3", "--accumulate": "2"}, ("--accumulate",)),
-    ("pretrain", {"--method": "lora"}, ("--method",)),
-    ("finetune", {"--validation": "records.jsonl", "--held-out": "0.5"}, ("--held-out",)),
-    ("finetune", {"--method": "lean", "--lora-rank": "4"}, ("--lora-rank",)),
-    ("finetune", {"--format": "chat", "--prompt-template": "{prompt}!"}, ("--prompt-template",)),
-    ("evaluate", {"--task": "gsm8k"}, ("--questions",)),
-    ("evaluate", {"--top-k": "3"}, ("--top-k",)),
-    ("evaluate", {"--data-dir": "cache"}, ("--data-dir",)),
-    ("plan", {"--model": "llama_9m"}, ("--model", "--checkpoint")),
-    ("plan", {"--error": "0.1"}, ("--error",)),
-    ("plan", {"--budget": "24"}, ("--budget",)),
-)
-"""Settings that contradict the first correct command of a program, and flags to be named."""
-
 
 def unknown(draw: Draw, folder: pathlib.Path) -> Case:
     """A flag whose name is misspelt, a word that belongs to no flag, or no `--checkpoint`."""
@@ -122,13 +103,6 @@ def unused(draw: Draw, folder: pathlib.Path) -> Case:
     return Case(f"unused {name}", program, argv, (flag.name, name), certain=True)
 
 
-def contradiction(draw: Draw, folder: pathlib.Path) -> Case:
-    """Flags that exclude each other."""
-    program, added, names = one_of(draw, *CONTRADICTIONS)
-    flags = {k: v for k, v in COMMANDS[program][0].items() if k != "--lora-rank"}
-    return Case("contradiction", program, words(flags | added), names, certain=True)
-
-
 _NO_MESH = (
     *("fsdp", "fsdp=", "=2", "fsdp=0", "fsdp=-1", "fsdp=1.5", "fsdp=two", "8", "fsdp==2", "fdsp=2"),
     *("fsdp=2,fsdp=2", "FSDP=2", "fsdp:2", "fsdp=2;data=1", "fsdp=2=1", "fsdp=\u00b2", "fsdp=0x2"),
@@ -156,4 +130,4 @@ def _command(draw: Draw) -> tuple[str, Flags]:
     return program, dict(one_of(draw, *COMMANDS[program]))
 
 
-STRATEGIES = (unknown, bad_value, bad_value, no_value, unused, contradiction)
+STRATEGIES = (unknown, bad_value, bad_value, no_value, unused)

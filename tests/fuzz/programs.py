@@ -5,7 +5,6 @@ milliseconds. They have limits of time and memory: a malformed input must not ta
 """
 
 import contextlib
-import ctypes
 import dataclasses
 import hashlib
 import importlib
@@ -24,20 +23,13 @@ MODULES = {name: f"train.{name}" for name in ("pretrain", "finetune", "evaluate"
 SECONDS = 60
 """Processor time of a program. On the clock it may take ten times as long, on a busy machine."""
 _ADDRESSES = 24 * 2**30  # bytes
-_CAPABILITIES = 0x20080522
-"""Version of the header of `capset`, for two words of capabilities."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A malformed input.
+    """A malformed input of a program, and flags of which a message must name one.
 
-    Attributes:
-      what: what is malformed.
-      program: "pretrain", "finetune", "evaluate" or "plan".
-      argv: its command line.
-      names: a message must name one of these flags.
-      certain: whether it must be refused. A random change may leave an input valid.
+    `certain` tells whether it must be refused: a random change may leave an input valid.
     """
 
     what: str
@@ -80,7 +72,6 @@ def _child(module: str, argv: tuple[str, ...], folder: str, seconds: int) -> Non
         sys.stdout, sys.stderr = (
             os.fdopen(number, "w", buffering=1, encoding="utf-8") for number in (1, 2)
         )
-        _obey_modes()
         resource.setrlimit(resource.RLIMIT_AS, (_ADDRESSES, _ADDRESSES))
         used = math.ceil(time.process_time() + seconds)
         resource.setrlimit(resource.RLIMIT_CPU, (used, used + 5))
@@ -98,20 +89,12 @@ def _child(module: str, argv: tuple[str, ...], folder: str, seconds: int) -> Non
         os._exit(code)
 
 
-def _obey_modes() -> None:
-    """Takes from root the right to read and write files whatever their mode."""
-    if os.geteuid() == 0 and sys.platform == "linux":
-        words = (ctypes.c_uint32 * 2)(_CAPABILITIES, 0)
-        if ctypes.CDLL(None, use_errno=True).capset(words, (ctypes.c_uint32 * 6)()):
-            raise OSError(ctypes.get_errno(), "capset")
-
-
 def digests(folder: pathlib.Path) -> dict[str, str]:
     """Returns a hash of each file by path, but not of locks, where runs write their process."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in folder.rglob("*")
-        if path.is_file() and os.access(path, os.R_OK) and path.name != "lock"
+        if path.is_file() and path.name != "lock"
     }
 
 
@@ -123,16 +106,10 @@ def message_of(err: str) -> list[str]:
 
 
 def faults(case: Case, end: Ending, before: dict[str, str], after: dict[str, str]) -> list[str]:
-    """Returns what is wrong with the end of a program; nothing if all is well.
+    """Returns what is wrong with the end of a program, from hashes of all files before and after.
 
     A program must refuse a malformed input: exit with 2 and one message that names a flag, without
     a traceback, and leave all files as they were. A valid input must run.
-
-    Args:
-      case: the input.
-      end: how the program ended.
-      before: hashes of all files before.
-      after: the hashes afterwards.
     """
     faults = ["prints a traceback"] if "Traceback (most recent" in end.out + end.err else []
     shown = " ".join(message_of(end.err))
