@@ -176,7 +176,7 @@ def commit_of(name: str) -> str:
     return f"{'commit' if len(commits) == 1 else 'commits'} {', '.join(commits)}"
 
 
-_LINK = re.compile(r"(\]\([./]*benchmarks/results/(\w+)\.json\))( \(historical, commit [^)]*\))?")
+_LINK = re.compile(r"(\]\([./]*benchmarks/results/(\w+)\.json\))( \(historical, commits? [^)]*\))?")
 
 
 def marked(text: str) -> str:

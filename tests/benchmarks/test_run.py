@@ -102,6 +102,8 @@ def test_links_to_results_of_deleted_studies_are_marked_as_historical():
     link = "[bits.json](../../benchmarks/results/bits.json)"
     mark = f"{link} (historical, commit 1029ad4-dirty)"
     assert [render.marked(text) for text in (link, mark)] == [mark, mark]
+    several = render.marked("[anybody.json](benchmarks/results/anybody.json)")
+    assert render.marked(several) == several
     present = "[loss.json](../benchmarks/results/loss.json)"
     assert render.marked(f"{present} (historical, commit 1029ad4)") == present
     assert render.commit_of("anybody").startswith("commits 44e9e14, 5ddb045")
