@@ -62,22 +62,22 @@ def measure(config: Config) -> list[dict]:
             train = dataclasses.replace(
                 config.train, method=method, mesh=mesh, batch_size=config.train.batch_size * groups
             )
-            one = compile_plan(make_plan(train, config.device), config.device)
+            step = compile_plan(make_plan(train, config.device), config.device)
             rows.append(
                 {
                     "method": method,
                     "mesh": mesh,
                     "devices": math.prod(sizes.values()),
                     "batch_size": train.batch_size,
-                    "peak": one.peak,
-                    "temporaries": one.temporaries,
-                    "weights": one.weights,
-                    "states": one.states,
-                    "all_weights": one.plan.memory.weights,
-                    "exchanged": dict(one.exchanged),
+                    "peak": step.peak,
+                    "temporaries": step.temporaries,
+                    "weights": step.weights,
+                    "states": step.states,
+                    "all_weights": step.plan.memory.weights,
+                    "exchanged": dict(step.exchanged),
                 }
             )
-            print(f"{method} on {mesh or 'one device'}: {one.peak / GIB:.2f} GiB", flush=True)
+            print(f"{method} on {mesh or 'one device'}: {step.peak / GIB:.2f} GiB", flush=True)
     return rows
 
 

@@ -157,8 +157,8 @@ def _measure(name: str, config: Config) -> dict[str, Any]:
         (init, gradient, _), batch = functions(name, config, shallow)
         state = jax.eval_shape(init)
         flops.append(memory.operations(gradient, state, batch))
-        found = memory.compiled(gradient, state, batch, device=config.device)
-        temporaries.append(found["temporaries"])
+        sizes = memory.compiled(gradient, state, batch, device=config.device)
+        temporaries.append(sizes["temporaries"])
     layers = _DEPTHS[1] - _DEPTHS[0]
     row: dict[str, Any] = {
         "name": name,

@@ -126,7 +126,7 @@ def _measured(config: Config, train: PretrainConfig, code: str, measured: Measur
     return {
         "bits": 8 * stored / numbers,
         "bytes_of_a_layer": stored,
-        "errors": {name: dataclasses.asdict(one) for name, one in errors.items()},
+        "errors": {name: dataclasses.asdict(error) for name, error in errors.items()},
     }
 
 
@@ -149,12 +149,12 @@ def table(rows: list[dict[str, Any]]) -> Cells:
         by.setdefault(row["code"], {})[row["text"]] = row
     cells = []
     for code, of_texts in by.items():
-        one = next(iter(of_texts.values()))
+        first = next(iter(of_texts.values()))
         errors = {text: row["errors"][WHOLE] for text, row in of_texts.items()}
         cells.append(
-            {"code": code, "bits": f"{one['bits']:.2f}"}
+            {"code": code, "bits": f"{first['bits']:.2f}"}
             | {text: f"{x['error']:.3f} ({x['cosine']:.3f})" for text, x in errors.items()}
-            | {"KiB a layer": f"{one['bytes_of_a_layer'] / 2**10:.0f}"}
+            | {"KiB a layer": f"{first['bytes_of_a_layer'] / 2**10:.0f}"}
         )
     return cells
 

@@ -107,7 +107,7 @@ def resources(folder: pathlib.Path, capability: tuple[int, int]) -> dict[str, in
     """Returns registers, spilled bytes and shared memory of the actjax kernel in a dump of XLA."""
     accelerated = "a" if capability[0] >= 9 else ""
     target = f"-arch=sm_{capability[0]}{capability[1]}{accelerated}"
-    found: dict[str, int] = {}
+    measured: dict[str, int] = {}
     if (path := ptx_of(folder)) is not None:
         done = subprocess.run(
             [_ptxas(), "-v", target, str(path), "-o", "/dev/null"],
@@ -116,19 +116,19 @@ def resources(folder: pathlib.Path, capability: tuple[int, int]) -> dict[str, in
             check=True,
         )
         says = done.stderr + done.stdout
-        found = {
+        measured = {
             "registers": _number(r"Used (\d+) registers", says),
             "spilled": sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", says)),
         }
     for path in folder.glob("*thunk_sequence.txt"):
         for line in path.read_text().splitlines():
             if " actjax_" in line:
-                found["shared"] = _number(r"shared_memory: (\d+) bytes", line)
-                found["threads"] = _number(r"threads: \[(\d+)", line)
-                found["programs"] = _number(r"grid: \[(\d+)", line) * _number(
+                measured["shared"] = _number(r"shared_memory: (\d+) bytes", line)
+                measured["threads"] = _number(r"threads: \[(\d+)", line)
+                measured["programs"] = _number(r"grid: \[(\d+)", line) * _number(
                     r"grid: \[\d+, (\d+)", line
                 )
-    return found
+    return measured
 
 
 def ptx_of(folder: pathlib.Path) -> pathlib.Path | None:

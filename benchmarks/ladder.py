@@ -166,10 +166,10 @@ def _run(
     config: Config,
 ) -> Iterator[dict[str, Any]]:
     """Trains, and yields at each evaluation."""
-    one = rival(name, train)
+    trained = rival(name, train)
     evaluate = jax.jit(make_eval_step(make_recipe(train, dimensions(train))))
-    state = jax.jit(one.init)()
-    step = jax.jit(one.step, donate_argnums=0).lower(state, batches[0]).compile()
+    state = jax.jit(trained.init)()
+    step = jax.jit(trained.step, donate_argnums=0).lower(state, batches[0]).compile()
     seconds, taken = 0.0, []
     every = len(batches) // config.evaluations
     for i, batch in enumerate(batches[: every * config.evaluations], start=1):

@@ -82,10 +82,10 @@ def table(rows: list[dict[str, Any]]) -> Cells:
     """Returns the last held-out loss of each variant, and its difference to `exact`."""
     cells, best = [], best_rows(rows)
     for name, group in best.items():
-        one, losses = group[0], [last_loss(row) for row in group]
+        best_run, losses = group[0], [last_loss(row) for row in group]
         gap, share = _gap(group, best["exact"]) if "exact" in best else ("", "")
         grid = [last_loss(row) for row in rows if row["variant"] == name and row["seed"] == 0]
-        seconds = one.get("seconds")
+        seconds = best_run.get("seconds")
         cells.append(
             {
                 "variant": name,
@@ -93,10 +93,11 @@ def table(rows: list[dict[str, Any]]) -> Cells:
                 "above exact": gap,
                 "in %": share,
                 **{
-                    f"{part}, MiB": cell(one.get(part), ".1f", 2**20) for part in ("stored", "peak")
+                    f"{part}, MiB": cell(best_run.get(part), ".1f", 2**20)
+                    for part in ("stored", "peak")
                 },
                 "ms a step": f"{statistics.median(seconds) * 1e3:.0f}" if seconds else "",
-                "rate": f"{one['learning_rate']:g}",
+                "rate": f"{best_run['learning_rate']:g}",
                 "on the grid": " ".join(f"{loss:.3f}" for loss in grid),
                 "seeds": str(len(losses)),
             }

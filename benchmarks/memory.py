@@ -56,26 +56,26 @@ def measure(config: Config) -> list[dict]:
 
 def measure_step(name: str, config: Config) -> dict[str, int]:
     """Returns the `peak` and the `matmul_flops` of the step of one rival, without its gradient."""
-    one = rival(name, config.train)
-    state, batch = jax.eval_shape(one.init), batch_shapes(config.train)
-    flops = operations(one.step, state, batch)
-    peak = compiled(one.step, state, batch, device=config.device, donate=True)["peak"]
+    measured = rival(name, config.train)
+    state, batch = jax.eval_shape(measured.init), batch_shapes(config.train)
+    flops = operations(measured.step, state, batch)
+    peak = compiled(measured.step, state, batch, device=config.device, donate=True)["peak"]
     return {"peak": peak, "matmul_flops": flops}
 
 
 def _measure(name: str, config: Config) -> dict[str, Any]:
-    one = rival(name, config.train)
-    state, batch = jax.eval_shape(one.init), batch_shapes(config.train)
+    measured = rival(name, config.train)
+    state, batch = jax.eval_shape(measured.init), batch_shapes(config.train)
     bytes_of = functools.partial(compiled, device=config.device)
-    row: dict[str, Any] = {"rival": name, "matmul_flops": operations(one.step, state, batch)}
-    row["layer_gradients"], row["layer_states"] = one.of_layers()
-    row |= bytes_of(one.step, state, batch, donate=True)
-    row["categories"] = dataclasses.asdict(one.memory().with_workspace(row["temporaries"]))
-    if one.refresh is not None:
-        row["refresh_matmul_flops"] = operations(one.refresh, state, batch)
-        row["refresh_peak"] = bytes_of(one.refresh, state, batch, donate=True)["peak"]
-    if one.gradient is not None:
-        row["forward_and_backward"] = bytes_of(one.gradient, state, batch)["temporaries"]
+    row: dict[str, Any] = {"rival": name, "matmul_flops": operations(measured.step, state, batch)}
+    row["layer_gradients"], row["layer_states"] = measured.of_layers()
+    row |= bytes_of(measured.step, state, batch, donate=True)
+    row["categories"] = dataclasses.asdict(measured.memory().with_workspace(row["temporaries"]))
+    if measured.refresh is not None:
+        row["refresh_matmul_flops"] = operations(measured.refresh, state, batch)
+        row["refresh_peak"] = bytes_of(measured.refresh, state, batch, donate=True)["peak"]
+    if measured.gradient is not None:
+        row["forward_and_backward"] = bytes_of(measured.gradient, state, batch)["temporaries"]
     return row
 
 

@@ -190,14 +190,14 @@ def curves(figure: Figure, result: Result) -> None:
 
 def _first_runs(rows: list[Result]) -> dict[str, Result]:
     """Returns the first run of each name: that of the best rate, if several have this seed."""
-    found: dict[str, Result] = {}
+    runs: dict[str, Result] = {}
     for row in sorted(rows, key=lambda row: row.get("seed", 0)):
         name = row.get("name") or row.get("variant")
         if name and row.get("training"):
-            best = found.setdefault(name, row)
+            best = runs.setdefault(name, row)
             if row.get("seed") == best.get("seed") and last_loss(row) < last_loss(best):
-                found[name] = row
-    return found
+                runs[name] = row
+    return runs
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
@@ -260,8 +260,8 @@ def note(path: pathlib.Path) -> str:
 
 def _digests(results: Sequence[pathlib.Path]) -> str:
     """Returns names and digests; results that are not there have none."""
-    found = []
+    digests = []
     for path in results:
         digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else "missing"
-        found.append(f"{path.name} {digest[:16]}")
-    return ", ".join(found)
+        digests.append(f"{path.name} {digest[:16]}")
+    return ", ".join(digests)

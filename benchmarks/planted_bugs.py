@@ -236,9 +236,9 @@ def show(config: Config, rows: list[dict[str, Any]]) -> None:
     """Prints the number of bugs that are caught in each area, and all other rows."""
     counts = []
     for area in dict.fromkeys(row["area"] for row in rows):
-        own = [row for row in rows if row["area"] == area and "old" in row]
-        caught = sum(row["verdict"] == "caught" for row in own)
-        counts.append({"area": area, "caught": f"{caught} of {len(own)}"})
+        planted = [row for row in rows if row["area"] == area and "old" in row]
+        caught = sum(row["verdict"] == "caught" for row in planted)
+        counts.append({"area": area, "caught": f"{caught} of {len(planted)}"})
     print_cells(f"Planted bugs in {config.root}", counts)
     for row in rows:
         if row["verdict"] in ("survived", "failed"):

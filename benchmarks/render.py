@@ -56,7 +56,7 @@ class Section(NamedTuple):
 def _gpu(rows: list[dict[str, Any]]) -> Cells:
     cells = []
     for row in rows:
-        for one in row.get("rounds", ())[:1]:
+        for first in row.get("rounds", ())[:1]:
             seconds = statistics.median(t for x in row["rounds"] for t in x["seconds"])
             tokens = row["batch_size"] * row["seq_len"]
             cells.append(
@@ -66,9 +66,9 @@ def _gpu(rows: list[dict[str, Any]]) -> Cells:
                     "tokens": f"{row['batch_size']} x {row['seq_len']}",
                     "ms": f"{seconds * 1e3:,.0f}",
                     "tokens/s": f"{tokens / seconds:,.0f}",
-                    "matmul TFLOP/s": f"{one['matmul_flops'] / seconds / 1e12:.0f}",
-                    "peak, GiB: device": cell(one["peak"], ".2f", 2**30),
-                    "compiler": cell(one["planned_peak"], ".2f", 2**30),
+                    "matmul TFLOP/s": f"{first['matmul_flops'] / seconds / 1e12:.0f}",
+                    "peak, GiB: device": cell(first["peak"], ".2f", 2**30),
+                    "compiler": cell(first["planned_peak"], ".2f", 2**30),
                 }
             )
     return cells

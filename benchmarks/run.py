@@ -151,16 +151,16 @@ def changes(name: str, before: dict[str, Any], now: dict[str, Any]) -> Iterator[
       before: content of the committed file.
       now: content of the new one.
     """
-    former, present = ({_key(row): row for row in result["rows"]} for result in (before, now))
-    for key in former | present:
+    rows_before, rows_now = ({_key(row): row for row in result["rows"]} for result in (before, now))
+    for key in rows_before | rows_now:
         for value in COMPARED[name]:
-            a, b = former.get(key, {}).get(value), present.get(key, {}).get(value)
+            a, b = rows_before.get(key, {}).get(value), rows_now.get(key, {}).get(value)
             place = f"{name}: {key}, {value}"
             if isinstance(a, list) or isinstance(b, list):
                 # A fault that another one replaces is new.
-                known, found = (collections.Counter(map(str, x or ())) for x in (a, b))
-                count = math.inf if b is None else found.total()
-                yield Change(place, (known & found).total(), count, counted=True)
+                known, present = (collections.Counter(map(str, x or ())) for x in (a, b))
+                count = math.inf if b is None else present.total()
+                yield Change(place, (known & present).total(), count, counted=True)
             elif a is not None:
                 yield Change(place, float(a), math.inf if b is None else float(b))
 
@@ -179,7 +179,7 @@ def compare(config: Config, folder: pathlib.Path = QUICK) -> bool:
     Raises:
       ValueError: the commit is not known, or has no result of the folder.
     """
-    found: list[Change] = []
+    compared: list[Change] = []
     skipped = False
     for name in COMPARED:
         path = folder / f"{name}.json"
@@ -199,15 +199,15 @@ def compare(config: Config, folder: pathlib.Path = QUICK) -> bool:
             continue
         if before["environment"]["versions"] != now["environment"]["versions"]:
             print(f"{name}: other versions of JAX or its companions than in {config.against}")
-        found += changes(name, before, now)
-    if not found and not skipped:
+        compared += changes(name, before, now)
+    if not compared and not skipped:
         raise ValueError(f"`--against` {config.against!r} has no result in {folder}.")
-    worse = [change for change in found if change.is_worse(config.most)]
+    worse = [change for change in compared if change.is_worse(config.most)]
     if worse:
         cells = [{"value": x.place, "before": f"{x.before:,.4g}", "now": f"{x.now:,.4g}"}
                  for x in worse]  # fmt: skip
         print_cells(f"worse by more than {config.most:.0%}", cells)
-    print(f"{len(found)} values compared with {config.against}, {len(worse)} worse")
+    print(f"{len(compared)} values compared with {config.against}, {len(worse)} worse")
     return bool(worse) or skipped
 
 

@@ -202,7 +202,7 @@ def measure(config: Config) -> list[dict[str, Any]]:
                 lives.append(ending := life.end(kill))
             shown = {name: x for name, x in ending.items() if name != "output"}
             print(f"{len(lives)} of {config.kills + 1}: {shown}", flush=True)
-        signals, moments = ([one[name] for one in lives] for name in ("signal", "moment"))
+        signals, moments = ([life[name] for life in lives] for name in ("signal", "moment"))
         row = {
             "processes": 1,
             "steps": config.steps,
@@ -214,36 +214,36 @@ def measure(config: Config) -> list[dict[str, Any]]:
             "differences": differences(unbroken, broken),
             "leftovers": sorted(_names(broken) - _names(unbroken)),
         }
-    return [row | {"faults": faults(row, [first, *lives], config.kills)}]
+    return [row | {"faults": faults_of(row, [first, *lives], config.kills)}]
 
 
-def faults(row: dict[str, Any], lives: list[dict[str, Any]], kills: int) -> list[str]:
+def faults_of(row: dict[str, Any], lives: list[dict[str, Any]], kills: int) -> list[str]:
     """Returns what is wrong with a row and its starts, each in a line.
 
     SIGTERM must end a run after a save, or at once before its first step.
     """
-    found = [f"differs: {name}" for name in row["differences"]]
-    found += [f"left over: {name}" for name in row["leftovers"]]
+    faults = [f"differs: {name}" for name in row["differences"]]
+    faults += [f"left over: {name}" for name in row["leftovers"]]
     allowed = {"SIGKILL": (-signal.SIGKILL,), "SIGTERM": (0, -signal.SIGTERM), None: (0,)}
-    found += [
+    faults += [
         f"start {i} ended with {life['code']}: {life['output'][-300:]}"
         for i, life in enumerate(lives)
         if life["code"] not in allowed[life["signal"]] or "Traceback" in life["output"]
     ]
     if (count := sum(row["kills"].values())) != kills:
-        found.append(f"{count} of {kills} kills met a run that was still alive")
-    return found
+        faults.append(f"{count} of {kills} kills met a run that was still alive")
+    return faults
 
 
-def differences(one: pathlib.Path, other: pathlib.Path) -> list[str]:
-    """Returns what differs in `other` from a run: arrays, losses, and files that are missing."""
-    (step, arrays), (other_step, other_arrays) = map(_last_state, (one, other))
+def differences(unbroken: pathlib.Path, killed: pathlib.Path) -> list[str]:
+    """Returns what differs in a killed run: arrays, losses, and files that are missing."""
+    (step, arrays), (other_step, other_arrays) = map(_last_state, (unbroken, killed))
     if step != other_step or arrays.keys() != other_arrays.keys():
         return [f"checkpoints of step {step} and {other_step}, or with other arrays"]
-    found = [name for name, x in arrays.items() if x.tobytes() != other_arrays[name].tobytes()]
-    logs = [_losses(root) for root in (one, other)]
-    found += [f"the recorded losses ({len(logs[0])} and {len(logs[1])})"] * (logs[0] != logs[1])
-    return found + [f"missing: {name}" for name in sorted(_names(one) - _names(other))]
+    differing = [name for name, x in arrays.items() if x.tobytes() != other_arrays[name].tobytes()]
+    logs = [_losses(root) for root in (unbroken, killed)]
+    differing += [f"the recorded losses ({len(logs[0])} and {len(logs[1])})"] * (logs[0] != logs[1])
+    return differing + [f"missing: {name}" for name in sorted(_names(unbroken) - _names(killed))]
 
 
 def _last_state(root: pathlib.Path) -> tuple[int, dict[str, np.ndarray]]:

@@ -103,11 +103,11 @@ def measure(config: Config) -> list[dict[str, Any]]:
     copied = []
     for _ in range(2 + config.rounds):
         copied.append(_copy_rate())
-        for one in running.values():
-            one.run(grads)
+        for optimizer in running.values():
+            optimizer.run(grads)
     rate = statistics.median(copied)
-    for row, one in zip(rows, running.values(), strict=True):
-        row["seconds"] = one.seconds[2:]
+    for row, optimizer in zip(rows, running.values(), strict=True):
+        row["seconds"] = optimizer.seconds[2:]
         row["bound"] = row["bytes"] / rate
     return rows
 

@@ -59,15 +59,15 @@ def measure(config: Config) -> tuple[list[dict[str, Any]], float]:
     batch = random_batch(config.train, dimensions(config.train).vocab_size)
     rows, running = [], []
     for name in config.only:
-        one = rival(name, config.train)
-        programs, state = compile_rival(one, batch), jax.eval_shape(one.init)
+        measured = rival(name, config.train)
+        programs, state = compile_rival(measured, batch), jax.eval_shape(measured.init)
         row: dict[str, Any] = {
             "rival": name,
-            "matmul_flops": memory.operations(one.step, state, batch),
+            "matmul_flops": memory.operations(measured.step, state, batch),
             **compiled_memory(programs.step),
         }
-        if one.refresh is not None:
-            row["refresh_matmul_flops"] = memory.operations(one.refresh, state, batch)
+        if measured.refresh is not None:
+            row["refresh_matmul_flops"] = memory.operations(measured.refresh, state, batch)
         rows.append(row | {"seconds": [], "refresh_seconds": []})
         running.append((programs, programs.init()))
     for number in range(2 + config.rounds):

@@ -132,8 +132,8 @@ def _timed(settings: Mapping[str, Settings], rounds: int) -> dict[str, list[floa
     quiet = Console(quiet=True)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as open_data:
         runs = {}
-        for number, (name, one) in enumerate(settings.items()):
-            runs[name] = run = _prepare(one, pathlib.Path(folder, str(number)), quiet)
+        for number, (name, run_settings) in enumerate(settings.items()):
+            runs[name] = run = _prepare(run_settings, pathlib.Path(folder, str(number)), quiet)
             open_data.callback(run.batches.close)
         batches = {name: jax.device_put(next(run.batches)) for name, run in runs.items()}
         for _ in range(1 + rounds):

@@ -235,5 +235,5 @@ def test_new_faults_are_worse(before, now, is_worse):
     def result(faults):
         return {"rows": [] if faults is None else [{"processes": 1, "faults": faults}]}
 
-    found = run.changes("soak", result(before), result(now))
-    assert any(change.is_worse(0.02) for change in found) is is_worse
+    values = run.changes("soak", result(before), result(now))
+    assert any(change.is_worse(0.02) for change in values) is is_worse

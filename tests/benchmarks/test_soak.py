@@ -54,8 +54,8 @@ def test_files_that_are_left_over_or_missing_are_found(tmp_path, monkeypatch):
 def test_a_run_ends_as_its_signal_says(signal, code, output, well):
     life = {"signal": signal, "code": code, "output": output}
     row = {"differences": [], "leftovers": [], "kills": {"SIGKILL": 1}}
-    assert (soak.faults(row, [life], 1) == []) is well
-    assert soak.faults(row, [], 2) == ["1 of 2 kills met a run that was still alive"]
+    assert (soak.faults_of(row, [life], 1) == []) is well
+    assert soak.faults_of(row, [], 2) == ["1 of 2 kills met a run that was still alive"]
 
 
 @pytest.mark.slow  # 70 s of processor time: five starts of the program.

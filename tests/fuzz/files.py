@@ -214,25 +214,25 @@ def _damage_tensors(draw: Draw, path: pathlib.Path) -> tuple[str, bool]:
         return "changed bytes", False
     header, body = _read(path)
     name = one_of(draw, *sorted(header.keys() - {"__metadata__"}))
-    one, size = header[name], len(body)
-    start, end = one["data_offsets"]
+    tensor, size = header[name], len(body)
+    start, end = tensor["data_offsets"]
     what = one_of(draw, "another shape", "another dtype", "other places", "a renamed tensor",
                   "a tensor more", "extra bytes", "cut", "NaN", "a changed header",
                   "another header size")  # fmt: skip
     match what:
         case "another shape":
-            shapes = ([*one["shape"][::-1], 1], [-1], [], [0], [2**62, 4], [1.5], "a")
-            one["shape"] = one_of(draw, *shapes)
+            shapes = ([*tensor["shape"][::-1], 1], [-1], [], [0], [2**62, 4], [1.5], "a")
+            tensor["shape"] = one_of(draw, *shapes)
         case "another dtype":
-            one["dtype"] = one_of(draw, "I32", "U32", "I64", "F16", "BOOL", "F99", None, 3)
+            tensor["dtype"] = one_of(draw, "I32", "U32", "I64", "F16", "BOOL", "F99", None, 3)
         case "other places":
             places = ([0, 0], [end, start], [start, end + 4], [-4, 0], [2**70, 1])
-            one["data_offsets"] = one_of(draw, *places)
+            tensor["data_offsets"] = one_of(draw, *places)
         case "a renamed tensor":
             header[f"{name}_"] = header.pop(name)
         case "a tensor more":
-            more = {"dtype": "F32", "shape": [1], "data_offsets": [size, size + 4]}
-            header, body = header | {"model.more.weight": more}, body + bytes(4)
+            extra = {"dtype": "F32", "shape": [1], "data_offsets": [size, size + 4]}
+            header, body = header | {"model.extra.weight": extra}, body + bytes(4)
         case "extra bytes":
             body += bytes(draw(st.integers(1, 64)))
         case "cut":

@@ -36,12 +36,12 @@ def unknown(draw: Draw, folder: pathlib.Path) -> Case:
     name = _misspelt(draw, one_of(draw, *sorted(known)))
     if name in known or name.startswith("--no-"):
         name = "--xyz"
-    more = one_of(draw, (name,), (name, "1"), (f"{name}=1",), ("--seed", "1", name[2:]))
-    return Case("unknown", program, (*words(flags), *more), (name, name[2:]), certain=True)
+    added = one_of(draw, (name,), (name, "1"), (f"{name}=1",), ("--seed", "1", name[2:]))
+    return Case("unknown", program, (*words(flags), *added), (name, name[2:]), certain=True)
 
 
 def _misspelt(draw: Draw, name: str) -> str:
-    """Returns a flag with a letter more, or with one letter less."""
+    """Returns a flag with a letter added, or with one letter less."""
     place = draw(st.integers(3, len(name) - 1))
     return name[:place] + (name[place + 1 :] if draw(st.booleans()) else "x" + name[place:])
 
@@ -56,16 +56,16 @@ def bad_value(draw: Draw, folder: pathlib.Path) -> Case:
         # A huge number of steps is what was asked for, and does not end.
         unclear = () if flag.name == "--steps" else _UNCLEAR
         value = one_of(draw, *_NO_NUMBER, *_OUT_OF_RANGE, *unclear)
-        certain, more = value not in unclear, (f"{flag.name}={value}",)
+        certain, added = value not in unclear, (f"{flag.name}={value}",)
     else:
         right = one_of(draw, *(flag.choices or (*FULL_WEIGHTS, *TARGETS)))
         value = one_of(draw, right + "x", right.upper() + "_", "", "None")
         value += "_" if value in flag.choices else ""
-        certain, more = True, (flag.name, value)
+        certain, added = True, (flag.name, value)
     certain = certain and not (value == "None" and flag.default is None)
     flags.pop(flag.name, None)
     what = f"{flag.name} {value}"
-    return Case(what, program, (*words(flags), *more), (flag.name,), certain)
+    return Case(what, program, (*words(flags), *added), (flag.name,), certain)
 
 
 def no_value(draw: Draw, folder: pathlib.Path) -> Case:

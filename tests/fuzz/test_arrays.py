@@ -133,18 +133,18 @@ def faults(codec, x, seed=0):
     first, again = (jax.tree.map(np.asarray, both(x, seed, dz)) for _ in range(2))
     decoded, grad, _ = first
     pairs = zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True)
-    found = [f"holds {held} bytes, and states {stated}"] if held != stated else []
+    wrong = [f"holds {held} bytes, and states {stated}"] if held != stated else []
     if any(a.tobytes() != b.tobytes() for a, b in pairs):
-        found.append("gives other bits for the same key")
+        wrong.append("gives other bits for the same key")
     if (decoded.shape, decoded.dtype) != (x.shape, x.dtype):
-        return [*found, f"decodes to {decoded.dtype}{decoded.shape}"]
+        return [*wrong, f"decodes to {decoded.dtype}{decoded.shape}"]
     if (grad.shape, grad.dtype) != ((x.shape[-1], 2), np.float32):
-        return [*found, f"has a gradient {grad.dtype}{grad.shape}"]
+        return [*wrong, f"has a gradient {grad.dtype}{grad.shape}"]
     if not x.size:
-        return found
+        return wrong
     wide, back = x.astype("float64"), decoded.astype("float64")
     check = of_finite if np.isfinite(wide).all() else of_not_finite
-    return found + check(codec, wide, back, grad, dz, float(jnp.finfo(x.dtype).max))
+    return wrong + check(codec, wide, back, grad, dz, float(jnp.finfo(x.dtype).max))
 
 
 def of_finite(codec, x, back, grad, dz, top):

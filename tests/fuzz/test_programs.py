@@ -119,7 +119,7 @@ BOX = "╭─ Value error ─╮\n│ Error parsing --steps: 'a' │\n╰──�
 
 
 def test_what_is_a_fault():
-    for code, err, after, found in (
+    for code, err, after, wrong in (
         (2, "a warning\nerror: `--steps` is bad.\n", "1", []),
         (2, BOX + BOX, "1", []),
         (2, "error: `--steps` is bad.\n", "2", ["changes text.txt"]),
@@ -130,4 +130,4 @@ def test_what_is_a_fault():
         (0, "", "2", ["is accepted"]),
     ):
         end = Ending(code, "", err)
-        assert faults(CASE, end, {"text.txt": "1"}, {"text.txt": after}) == found
+        assert faults(CASE, end, {"text.txt": "1"}, {"text.txt": after}) == wrong
