@@ -10,8 +10,8 @@ Here a first moment is divided by the smaller of the largest magnitudes of its r
 too, before its groups get their scales. What remains in a group is of similar size, so that nearly
 even levels fit: on the moments of a small trained model, their rounding errors, relative to the
 root of the second moment, have less than a fifth of the variance of those of the published map
-(`benchmarks/results/moment_rounding.json`). They are bounded, too: both moments of a number have scales of the
-same row and the same column.
+(`benchmarks/results/moment_rounding.json`). They are bounded, too: both moments of a number have
+scales of the same row and the same column.
 
 The published form of a first moment is kept as well (`SignedFourBit.rows` is None). Its levels are
 the middles of intervals, and the largest negative number of a group becomes -0.8875 of it; here
