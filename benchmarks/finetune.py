@@ -112,13 +112,10 @@ def measure(config: Config) -> list[dict[str, Any]]:
         return config.adapter_rates if _has_adapters(name) else config.full_rates
 
     def settings(name: str, seed: int, rate: float) -> FinetuneConfig:
-        run = ROWS[name].configure(config.train)
-        return dataclasses.replace(
-            run,
-            adapter=config.train.adapter if _has_adapters(name) else AdapterConfig(),
-            optimizer=dataclasses.replace(run.optimizer, learning_rate=rate),
-            seed=seed,
-        )
+        adapter = config.train.adapter if _has_adapters(name) else AdapterConfig()
+        run = ROWS[name].configure(dataclasses.replace(config.train, adapter=adapter))
+        optimizer = dataclasses.replace(run.optimizer, learning_rate=rate)
+        return dataclasses.replace(run, optimizer=optimizer, seed=seed)
 
     return sweep(config, "name", config.only, rates, settings)
 

@@ -70,7 +70,9 @@ def _measure(name: str, config: Config) -> dict[str, Any]:
     row: dict[str, Any] = {"rival": name, "matmul_flops": operations(measured.step, state, batch)}
     row["layer_gradients"], row["layer_states"] = measured.of_layers()
     row |= bytes_of(measured.step, state, batch, donate=True)
-    row["categories"] = dataclasses.asdict(measured.memory().with_workspace(row["temporaries"]))
+    with compile_for(find_device(config.device)):  # What is stored depends on the kernels there.
+        known = measured.memory()
+    row["categories"] = dataclasses.asdict(known.with_workspace(row["temporaries"]))
     if measured.refresh is not None:
         row["refresh_matmul_flops"] = operations(measured.refresh, state, batch)
         row["refresh_peak"] = bytes_of(measured.refresh, state, batch, donate=True)["peak"]
