@@ -6,9 +6,14 @@ from hypothesis import HealthCheck, Phase, settings
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
 
 
+def is_thorough() -> bool:
+    """Returns whether the profile of a long search is loaded."""
+    return settings().max_examples == 2000
+
+
 def examples(count: int) -> settings:
     """Returns the settings of a test: always the same `count` examples, or those of "thorough"."""
-    if settings().max_examples == 2000:
+    if is_thorough():
         return settings()
     return settings(
         max_examples=count, derandomize=True, database=None, deadline=None, phases=PHASES,
