@@ -40,7 +40,7 @@ def with_run(valid, tmp_path_factory):
 def search(strategies, valid, tmp_path, every=True):
     """Draws a case on a copy of the valid inputs, runs it, and fails if it ends wrongly.
 
-    A case that may be valid trains for seconds: unless `every` is set, a short search leaves it out.
+    A case that may be valid trains for seconds: without `every`, a short search leaves it out.
     """
     folder = tmp_path / "folder"
 
