@@ -56,7 +56,7 @@ JOBS = {
     ),
     "triton_kernels": Job(
         "benchmarks.triton_kernels",
-        ("--cases", "llama_1b block input, 4 bits by channel, 1% whole"),
+        ("--cases", "llama_1b block input, 4 bits, normal levels, balanced, rotated"),
     ),
     "soak": Job(
         "benchmarks.soak",
