@@ -73,12 +73,12 @@ def test_malformed_files_are_refused(kind, valid, tmp_path):
     "kind", ["flags", "meshes", "texts and records", "checkpoints", "tokenizers", "adapters"]
 )
 def test_inputs_are_refused_or_run(kind, valid, tmp_path):
-    examples(20)(search(KINDS[kind], valid, tmp_path))()
+    examples(6)(search(KINDS[kind], valid, tmp_path))()
 
 
 @pytest.mark.slow
 def test_what_is_no_folder_for_a_run_is_refused(with_run, tmp_path):
-    examples(10)(search(KINDS["run folders"], with_run, tmp_path))()
+    examples(6)(search(KINDS["run folders"], with_run, tmp_path))()
 
 
 @pytest.mark.slow
