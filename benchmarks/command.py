@@ -60,10 +60,10 @@ def environment() -> dict[str, str]:
     On a machine without an NVIDIA GPU it says so: otherwise JAX's plugin for GPUs, where it is
     installed, prints a traceback.
     """
-    given = dict(os.environ)
+    variables = dict(os.environ)
     if not os.path.exists("/dev/nvidia0"):
-        given.setdefault("JAX_PLATFORMS", "cpu")
-    return given
+        variables.setdefault("JAX_PLATFORMS", "cpu")
+    return variables
 
 
 def _fail(message: str) -> None:

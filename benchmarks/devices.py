@@ -8,11 +8,12 @@ bound for gathered bytes is three times the weights: forward pass, backward pass
 import dataclasses
 import math
 import pathlib
+from typing import Any
 
 import jax
 
 from benchmarks import command, record
-from benchmarks.tables import print_table
+from benchmarks.tables import cell, print_cells
 from train.planning.collectives import KINDS
 from train.planning.devices import find_device
 from train.planning.estimate import compile_plan, make_plan
@@ -61,39 +62,42 @@ def measure(config: Config) -> list[dict]:
             train = dataclasses.replace(
                 config.train, method=method, mesh=mesh, batch_size=config.train.batch_size * groups
             )
-            one = compile_plan(make_plan(train, config.device), config.device)
+            step = compile_plan(make_plan(train, config.device), config.device)
             rows.append(
                 {
                     "method": method,
                     "mesh": mesh,
                     "devices": math.prod(sizes.values()),
                     "batch_size": train.batch_size,
-                    "peak": one.peak,
-                    "temporaries": one.temporaries,
-                    "weights": one.weights,
-                    "states": one.states,
-                    "all_weights": one.plan.memory.weights,
-                    "exchanged": dict(one.exchanged),
+                    "peak": step.peak,
+                    "temporaries": step.temporaries,
+                    "weights": step.weights,
+                    "states": step.states,
+                    "all_weights": step.plan.memory.weights,
+                    "exchanged": dict(step.exchanged),
                 }
             )
-            print(f"{method} on {mesh or 'one device'}: {one.peak / GIB:.2f} GiB", flush=True)
+            print(f"{method} on {mesh or 'one device'}: {step.peak / GIB:.2f} GiB", flush=True)
     return rows
 
 
-def show(config: Config, rows: list[dict]) -> None:
-    """Prints memory and traffic, and gathered bytes relative to the weights."""
+def show(config: Config, rows: list[dict[str, Any]]) -> None:
+    """Prints memory and traffic in GiB, and gathered bytes relative to the weights."""
     train = config.train
+    cells = [
+        {
+            "method": row["method"],
+            "mesh": row["mesh"],
+            **{name: f"{row[name] / GIB:.2f}" for name in ("peak", "weights", "states")},
+            **{kind: f"{row['exchanged'].get(kind, 0) / GIB:.2f}" for kind in KINDS},
+            "gathered / weights": cell(
+                row["exchanged"].get("all-gather", 0), ".2f", row["all_weights"]
+            ),
+        }
+        for row in rows
+    ]
     title = f"{train.model}, {train.batch_size} x {train.seq_len} a device, {config.device}, GiB"
-    headers = ("method", "mesh", "peak", "weights", "states", *KINDS, "gathered / weights")
-    cells = []
-    for row in rows:
-        sizes = [row["peak"], row["weights"], row["states"]]
-        sizes += [row["exchanged"].get(kind, 0) for kind in KINDS]
-        share = row["exchanged"].get("all-gather", 0) / row["all_weights"]
-        cells.append(
-            (row["method"], row["mesh"], *(f"{x / GIB:.2f}" for x in sizes), f"{share:.2f}")
-        )
-    print_table(title, headers, cells)
+    print_cells(title, cells)
 
 
 if __name__ == "__main__":

@@ -18,33 +18,19 @@ import statistics
 from typing import Any
 
 from benchmarks import command, record
-from benchmarks.runs import first_loss, last_loss, timed, trained
-from benchmarks.tables import print_table
-from benchmarks.variants import check_names
-from train.settings.config import AdapterConfig, FinetuneConfig, OptimizerConfig
-from train.settings.options import MethodOptions, given_fields
+from benchmarks.tables import Cells, print_cells
+from benchmarks.training import best_row, first_loss, last_loss, mean_and_spread, sweep
+from benchmarks.variants import Variant, check_names
+from train.settings.config import AdapterConfig, FinetuneConfig, OptimizerConfig, WeightDtype
+from train.settings.options import ADAPTERS, MethodOptions
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """A configuration to compare.
+def _row(method: str, weight_dtype: WeightDtype = "bfloat16", **options: Any) -> Variant:
+    return Variant(method, options=MethodOptions(**options), weight_dtype=weight_dtype)
 
-    Attributes:
-      method: the method.
-      options: its options.
-      weight_dtype: dtype of the weights. bfloat16 weights that train are rounded stochastically.
-      optimizer: settings of the optimizer that differ from those of the run.
-    """
 
-    method: str
-    options: MethodOptions = MethodOptions()
-    weight_dtype: str = "bfloat16"
-    optimizer: OptimizerConfig = OptimizerConfig()
-
-    @property
-    def has_adapters(self) -> bool:
-        """Whether adapters are trained."""
-        return self.method in ("lora", "qlora", "hyc_lora")
+def _adapters(method: str, **options: Any) -> Variant:
+    return _row(method, "auto", **options)
 
 
 _SMALL_STATES = {
@@ -52,44 +38,47 @@ _SMALL_STATES = {
     "factored": OptimizerConfig(factored_second_moment=True),
     "4-bit and factored": OptimizerConfig(moment_dtype="4bit", factored_second_moment=True),
 }
-_LEVELS: Any = ("none", "intra", "intra+inter")
+_PUBLISHED: dict[str, Any] = {"scaling": "channel", "same_bits": True}
 REFERENCE, ADAPTER_REFERENCE = "exact, float32 weights", "qlora"
 """Rows that the others are compared with."""
-ROWS: dict[str, Row] = {
-    REFERENCE: Row("exact", weight_dtype="float32"),
-    "exact": Row("exact"),
-    **{f"exact, {name}": Row("exact", optimizer=o) for name, o in _SMALL_STATES.items()},
-    "remat": Row("remat"),
-    **{f"lean, {bits} bits": Row("lean", MethodOptions(bits=bits)) for bits in (4, 3, 2)},
-    "gact": Row("gact"),
-    "compressed_remat": Row("compressed_remat"),
-    "pamm, 1/64": Row("pamm", MethodOptions(ratio=1 / 64)),
-    "pamm, 1/512": Row("pamm", MethodOptions(ratio=1 / 512)),
-    "pamm, one point": Row("pamm", MethodOptions(points=1)),
-    "low_rank": Row("low_rank"),
-    "subspace, d/4": Row("subspace"),
-    "galore, d/4": Row("galore"),
-    "lora": Row("lora", weight_dtype="auto"),
-    "qlora": Row("qlora", weight_dtype="auto"),
-    "qlora, remat": Row("qlora", MethodOptions(remat=True), "auto"),
-    **{f"hyc_lora, {n} bits": Row("hyc_lora", MethodOptions(bits=n), "auto") for n in (4, 2)},
+ROWS = {
+    REFERENCE: _row("exact", "float32"),
+    "exact": _row("exact"),
     **{
-        f"hyc_lora, {bits} bits, {level}": Row(
-            "hyc_lora",
-            MethodOptions(bits=bits, scaling="channel", same_bits=True, level=level),
-            "auto",
+        f"exact, {name}": dataclasses.replace(_row("exact"), optimizer=optimizer)
+        for name, optimizer in _SMALL_STATES.items()
+    },
+    "remat": _row("remat"),
+    **{f"lean, {bits} bits": _row("lean", bits=bits) for bits in (4, 3, 2)},
+    "gact": _row("gact"),
+    "compressed_remat": _row("compressed_remat"),
+    "pamm, 1/64": _row("pamm", ratio=1 / 64),
+    "pamm, 1/512": _row("pamm", ratio=1 / 512),
+    "pamm, one point": _row("pamm", points=1),
+    "low_rank": _row("low_rank"),
+    "subspace, d/4": _row("subspace"),
+    "galore, d/4": _row("galore"),
+    "lora": _adapters("lora"),
+    "qlora": _adapters("qlora"),
+    "qlora, remat": _adapters("qlora", remat=True),
+    **{f"hyc_lora, {bits} bits": _adapters("hyc_lora", bits=bits) for bits in (4, 2)},
+    **{
+        f"hyc_lora, {bits} bits, {level}": _adapters(
+            "hyc_lora", bits=bits, level=level, **_PUBLISHED
         )
         for bits in (4, 2)
-        for level in _LEVELS
+        for level in ("none", "intra", "intra+inter")
     },
     **{
-        f"hyc_lora, {bits} bits, remat": Row(
-            "hyc_lora", MethodOptions(bits=bits, remat=True), "auto"
-        )
+        f"hyc_lora, {bits} bits, remat": _adapters("hyc_lora", bits=bits, remat=True)
         for bits in (4, 2)
     },
 }
 """The configurations, by name. Those of `hyc_lora` that name a level have the published codes."""
+
+
+def _has_adapters(name: str) -> bool:
+    return ROWS[name].method in ADAPTERS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,93 +105,61 @@ class Config:
         check_names(self.only, tuple(ROWS))
 
 
-def measure(config: Config) -> list[dict]:
+def measure(config: Config) -> list[dict[str, Any]]:
     """Returns one row for each configuration, learning rate of seed 0, and further seed."""
-    rows = record.rows_to_keep(config.results, config.add)
-    known = {(row["name"], row["seed"], row["learning_rate"]) for row in rows}
 
-    def run(name: str, seed: int, rate: float) -> None:
-        if (name, seed, rate) not in known:
-            row = {"name": name, "seed": seed, "learning_rate": rate}
-            rows.append(row | trained(_settings(config, name, seed, rate)))
-            record.write(config, rows)
+    def rates(name: str) -> tuple[float, ...]:
+        return config.adapter_rates if _has_adapters(name) else config.full_rates
 
-    for name in config.only:
-        for rate in config.adapter_rates if ROWS[name].has_adapters else config.full_rates:
-            run(name, 0, rate)
-    for seed in range(1, config.seeds):
-        for name in config.only:
-            run(name, seed, _best_rate(rows, name))
-    if config.rounds:
-        untimed = {row["name"]: row for row in reversed(rows) if row["name"] in config.only}
-        settings = {name: _settings(config, name, 0, 1e-5) for name in untimed}
-        for name, seconds in timed(settings, config.rounds).items():
-            untimed[name]["seconds"] = seconds
-    return rows
+    def settings(name: str, seed: int, rate: float) -> FinetuneConfig:
+        adapter = config.train.adapter if _has_adapters(name) else AdapterConfig()
+        run = ROWS[name].configure(dataclasses.replace(config.train, adapter=adapter))
+        optimizer = dataclasses.replace(run.optimizer, learning_rate=rate)
+        return dataclasses.replace(run, optimizer=optimizer, seed=seed)
+
+    return sweep(config, "name", config.only, rates, settings)
 
 
-def _best_rate(rows: list[dict], name: str) -> float:
-    """Returns the learning rate of the lowest last loss with seed 0."""
-    tried = [row for row in rows if row["name"] == name and row["seed"] == 0]
-    return min(tried, key=last_loss)["learning_rate"]
-
-
-def _settings(config: Config, name: str, seed: int, rate: float) -> FinetuneConfig:
-    row = ROWS[name]
-    optimizer = dataclasses.replace(config.train.optimizer, **given_fields(row.optimizer))
-    return dataclasses.replace(
-        config.train,
-        method=row.method,
-        options=row.options,
-        weight_dtype=row.weight_dtype,
-        adapter=config.train.adapter if row.has_adapters else AdapterConfig(),
-        optimizer=dataclasses.replace(optimizer, learning_rate=rate),
-        seed=seed,
-    )
-
-
-def show(config: Config, rows: list[dict]) -> None:
-    """Prints the rows as a table."""
-    train = config.train
-    title = f"{train.title}, {train.steps} steps of {train.batch_size} x {train.seq_len} tokens"
-    headers = ("row", "held-out loss", "share of the way, %", "stored, MiB", "peak, MiB",
-               "ms a step", "rate", "seeds")  # fmt: skip
-    names = list(dict.fromkeys(row["name"] for row in rows))
-    best = {name: _best_rate(rows, name) for name in names}
+def table(rows: list[dict[str, Any]]) -> Cells:
+    """Returns loss, share of the way, memory and time of each configuration at its best rate."""
+    names = dict.fromkeys(row["name"] for row in rows)
+    best = {name: best_row(rows, "name", name)["learning_rate"] for name in names}
     groups = {
         name: [r for r in rows if r["name"] == name and r["learning_rate"] == best[name]]
         for name in names
     }
     cells = []
     for name, group in groups.items():
-        reference = groups.get(ADAPTER_REFERENCE if ROWS[name].has_adapters else REFERENCE, [])
+        reference = groups.get(ADAPTER_REFERENCE if _has_adapters(name) else REFERENCE, [])
         ends = {row["seed"]: row for row in reference}
         shares = [_share(row, ends[row["seed"]]) for row in group if row["seed"] in ends]
         times = [second for row in group for second in row.get("seconds", ())]
         cells.append(
-            (
-                name,
-                _spread([last_loss(row) for row in group], 4),
-                _spread([100 * share for share in shares], 1) if shares else "",
-                f"{group[0]['stored'] / 2**20:.2f}",
-                f"{group[0]['peak'] / 2**20:.1f}",
-                f"{statistics.median(times) * 1e3:.0f}" if times else "",
-                f"{best[name]:g}",
-                str(len(group)),
-            )
+            {
+                "row": name,
+                "held-out loss": mean_and_spread([last_loss(row) for row in group], ".4f"),
+                "share of the way, %": mean_and_spread(shares, ".1f") if shares else "",
+                "stored, MiB": f"{group[0]['stored'] / 2**20:.2f}",
+                "peak, MiB": f"{group[0]['peak'] / 2**20:.1f}",
+                "ms a step": f"{statistics.median(times) * 1e3:.0f}" if times else "",
+                "rate": f"{best[name]:g}",
+                "seeds": str(len(group)),
+            }
         )
-    print_table(title, headers, cells)
+    return cells
 
 
-def _share(row: dict, reference: dict) -> float:
-    """Returns the share of the way of the reference that a row keeps."""
+def _share(row: dict[str, Any], reference: dict[str, Any]) -> float:
+    """Returns the share of the way of the reference that a row keeps, in %."""
     first = first_loss(reference)
-    return (first - last_loss(row)) / (first - last_loss(reference))
+    return 100 * (first - last_loss(row)) / (first - last_loss(reference))
 
 
-def _spread(values: list[float], digits: int) -> str:
-    mean = f"{statistics.mean(values):.{digits}f}"
-    return f"{mean} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
+def show(config: Config, rows: list[dict[str, Any]]) -> None:
+    """Prints the table."""
+    train = config.train
+    title = f"{train.title}, {train.steps} steps of {train.batch_size} x {train.seq_len} tokens"
+    print_cells(title, table(rows))
 
 
 if __name__ == "__main__":

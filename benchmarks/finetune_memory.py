@@ -16,25 +16,24 @@ from typing import Any
 import jax
 import optax
 
-from benchmarks import command, plain, record
-from benchmarks.rivals import compiled_memory
-from benchmarks.tables import print_table
+from benchmarks import command, memory, plain, record
+from benchmarks.tables import Cells, print_cells
 from benchmarks.variants import check_names
 from models import ModelConfig, preset
 from models.lora import attach
-from train.planning.devices import HERE, compile_for, find_device
-from train.planning.flops import causal_loop_length, matmul_flops
+from train.planning.devices import HERE, find_device
 from train.run.loss import batch_shapes
 from train.run.recipe import make_recipe
 from train.run.step import TrainState, gradient_function, init_state, make_train_step, step_key
 from train.settings.config import AdapterConfig, FinetuneConfig
-from train.settings.options import Level, MethodOptions
+from train.settings.options import MethodOptions
 
 
-def _hyc(bits: Any, level: Level = "intra+inter", remat: bool = False) -> MethodOptions:
-    return MethodOptions(bits=bits, level=level, remat=remat)
+def _hyc(bits: Any, **options: Any) -> tuple[str, MethodOptions, None]:
+    return "hyc_lora", MethodOptions(bits=bits, **options), None
 
 
+_BITS = (4, 2)
 ROWS: dict[str, tuple[str, MethodOptions, str | None]] = {
     "qlora, autodiff": ("qlora", MethodOptions(), "none"),
     "qlora, jax.checkpoint": ("qlora", MethodOptions(), "full"),
@@ -42,23 +41,13 @@ ROWS: dict[str, tuple[str, MethodOptions, str | None]] = {
     "qlora": ("qlora", MethodOptions(), None),
     "lora, remat": ("lora", MethodOptions(remat=True), None),
     "qlora, remat": ("qlora", MethodOptions(remat=True), None),
-    "hyc_lora, 4 bits, none": ("hyc_lora", _hyc(4, "none"), None),
-    "hyc_lora, 4 bits, intra": ("hyc_lora", _hyc(4, "intra"), None),
-    "hyc_lora, 4 bits": ("hyc_lora", _hyc(4), None),
-    "hyc_lora, 2 bits, none": ("hyc_lora", _hyc(2, "none"), None),
-    "hyc_lora, 2 bits, intra": ("hyc_lora", _hyc(2, "intra"), None),
-    "hyc_lora, 2 bits": ("hyc_lora", _hyc(2), None),
-    **{
-        f"hyc_lora, {bits} bits, published codes": (
-            "hyc_lora",
-            MethodOptions(bits=bits, scaling="channel", same_bits=True),
-            None,
-        )
-        for bits in (4, 2)
-    },
-    "hyc_lora, 4 bits, remat": ("hyc_lora", _hyc(4, remat=True), None),
-    "hyc_lora, 2 bits, remat": ("hyc_lora", _hyc(2, remat=True), None),
-}
+    **{f"hyc_lora, {n} bits, {level}": _hyc(n, level=level)
+       for n in _BITS for level in ("none", "intra")},
+    **{f"hyc_lora, {n} bits": _hyc(n) for n in _BITS},
+    **{f"hyc_lora, {n} bits, published codes": _hyc(n, scaling="channel", same_bits=True)
+       for n in _BITS},
+    **{f"hyc_lora, {n} bits, remat": _hyc(n, remat=True) for n in _BITS},
+}  # fmt: skip
 """By name: method, options, and for a rival in ordinary JAX its rematerialization policy."""
 
 
@@ -142,31 +131,28 @@ def functions(name: str, config: Config, dims: ModelConfig) -> tuple[Functions, 
     return (plain_init, plain_gradient, plain_step), batch
 
 
-def measure(config: Config) -> list[dict]:
+def measure(config: Config) -> list[dict[str, Any]]:
     """Returns one row for each method."""
     rows = []
     for name in config.only:
         rows.append(_measure(name, config))
-        print(name, {k: v for k, v in rows[-1].items() if k != "name"}, flush=True)
+        print(rows[-1], flush=True)
     return rows
 
 
 _DEPTHS = (4, 8)
 
 
-def _measure(name: str, config: Config) -> dict:
+def _measure(name: str, config: Config) -> dict[str, Any]:
     dims = preset(config.model)
-    # Counted in the form that a CPU runs: the trace of cuDNN's attention has no products.
-    length = causal_loop_length(config.seq_len)
     flops, temporaries = [], []
     for depth in _DEPTHS:
         shallow = dataclasses.replace(dims, num_layers=depth)
         (init, gradient, _), batch = functions(name, config, shallow)
         state = jax.eval_shape(init)
-        flops.append(matmul_flops(gradient, state, batch, loop_length=length))
-        with compile_for(find_device(config.device)) as place:
-            program = jax.jit(gradient).lower(place(state), place(batch)).compile()
-        temporaries.append(compiled_memory(program)["temporaries"])
+        flops.append(memory.operations(gradient, state, batch))
+        sizes = memory.compiled(gradient, state, batch, device=config.device)
+        temporaries.append(sizes["temporaries"])
     layers = _DEPTHS[1] - _DEPTHS[0]
     row: dict[str, Any] = {
         "name": name,
@@ -176,36 +162,34 @@ def _measure(name: str, config: Config) -> dict:
     if config.whole:
         (init, _, step), batch = functions(name, config, dims)
         state = jax.eval_shape(init)
-        with compile_for(find_device(config.device)) as place:
-            lowered = jax.jit(step, donate_argnums=0).lower(place(state), place(batch))
-            row |= compiled_memory(lowered.compile())
+        row |= memory.compiled(step, state, batch, device=config.device, donate=True)
     return row
 
 
-def show(config: Config, rows: list[dict]) -> None:
-    """Prints the rows as a table, with ratios to the first row."""
+def table(rows: list[dict[str, Any]]) -> Cells:
+    """Returns the table of the rows, with ratios to the first row."""
+    first = rows[0]
+    return [
+        {
+            "method": row["name"],
+            "buffered a layer, MiB": f"{row['buffered'] / 2**20:,.1f}",
+            "first / it": f"{first['buffered'] / row['buffered']:.2f}",
+            "block TFLOP": f"{row['block_matmul_flops'] / 1e12:.3f}",
+            "it / first": f"{row['block_matmul_flops'] / first['block_matmul_flops']:.3f}",
+            "peak, GiB": f"{row['peak'] / 2**30:.2f}" if "peak" in row else "",
+        }
+        for row in rows
+    ]
+
+
+def show(config: Config, rows: list[dict[str, Any]]) -> None:
+    """Prints the table."""
     where = "this CPU" if config.device == HERE else config.device
-    title = (
+    print_cells(
         f"{config.model}, {config.batch_size} x {config.seq_len}, rank {config.adapter.lora_rank},"
-        f" {config.dtype}, compiled for {where}"
+        f" {config.dtype}, compiled for {where}",
+        table(rows),
     )
-    headers = ("method", "buffered a layer, MiB", "first /", "peak, GiB", "first /",
-               "block TFLOP", "/ first")  # fmt: skip
-    cells = []
-    for row in rows:
-        peak = row.get("peak")
-        cells.append(
-            (
-                row["name"],
-                f"{row['buffered'] / 2**20:,.1f}",
-                f"{rows[0]['buffered'] / row['buffered']:.2f}",
-                "" if peak is None else f"{peak / 2**30:.2f}",
-                "" if peak is None else f"{rows[0]['peak'] / peak:.2f}",
-                f"{row['block_matmul_flops'] / 1e12:.3f}",
-                f"{row['block_matmul_flops'] / rows[0]['block_matmul_flops']:.3f}",
-            )
-        )
-    print_table(title, headers, cells)
 
 
 if __name__ == "__main__":

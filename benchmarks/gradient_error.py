@@ -2,23 +2,19 @@
 
 `python -m benchmarks.gradient_error --checkpoint DIR --texts gsm8k=FILE ...`. The gradient of all
 weights with codes is compared with the exact one on the same tokens: as a whole, with codes at one
-site alone, and with codes in one layer alone. Bits count everything that is stored, scales and
-means included. Times are those of encoding and decoding what one layer stores, the codes in turn.
+site alone, and with codes in one layer alone. Bits count all that is stored, with scales and means.
 """
 
 import dataclasses
 import pathlib
-import statistics
-import time
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from actjax import Codec, Exact
+from actjax import Exact
 from benchmarks import command, record
-from benchmarks.tables import print_table
+from benchmarks.tables import Cells, print_cells
 from benchmarks.variants import check_names
 from models.config import site_width
 from train.planning.measured import MeasureConfig, Measured, open_measured
@@ -73,8 +69,6 @@ class Config:
     """Batches of each text."""
     seed: int = 0
     """Seed of the order of the text."""
-    rounds: int = 20
-    """Timed rounds. 0: no timing."""
     add: bool = False
     """Keep the rows in `--results`, and measure only those that are missing."""
     results: pathlib.Path = record.RESULTS / "gradient_error.json"
@@ -107,8 +101,7 @@ def measure_all(config: Config) -> list[dict[str, Any]]:
                 )
                 print(f"{text}, {code}: {rows[-1]['errors'][WHOLE]['error']:.4f}", flush=True)
                 record.write(config, rows)
-    times = _times(config, {row["code"] for row in rows}) if config.rounds else {}
-    return [{**row, **times.get(row["code"], {})} for row in rows]
+    return rows
 
 
 def _recipe(train: PretrainConfig, code: str) -> Recipe:
@@ -133,98 +126,55 @@ def _measured(config: Config, train: PretrainConfig, code: str, measured: Measur
     return {
         "bits": 8 * stored / numbers,
         "bytes_of_a_layer": stored,
-        "errors": {name: dataclasses.asdict(one) for name, one in errors.items()},
-    }
-
-
-def _arrays(config: Config, recipe: Recipe) -> dict[str, tuple[Codec, tuple[int, ...]]]:
-    """Returns the codec and the shape of what each lossy site of a layer stores."""
-    lead = (config.batch_size, config.seq_len)
-    names = {"codec": "attention_norm"}
-    return {
-        site: (codec, (*lead, site_width(recipe.model_config, names.get(site, site))))
-        for site, codec in recipe.storage.codecs.items()
-        if not isinstance(codec, Exact)
+        "errors": {name: dataclasses.asdict(error) for name, error in errors.items()},
     }
 
 
 def _stored(config: Config, recipe: Recipe) -> tuple[int, int]:
     """Returns the bytes of the lossy sites of a layer, and how many numbers they hold."""
-    arrays = _arrays(config, recipe).values()
-    stored = sum(codec.stored_bytes(shape, jnp.float32) for codec, shape in arrays)
-    return stored, sum(int(np.prod(shape)) for _, shape in arrays)
+    stored = numbers = 0
+    for site, codec in recipe.storage.codecs.items():
+        if not isinstance(codec, Exact):
+            width = site_width(recipe.model_config, {"codec": "attention_norm"}.get(site, site))
+            shape = (config.batch_size, config.seq_len, width)
+            stored += codec.stored_bytes(shape, jnp.float32)
+            numbers += int(np.prod(shape))
+    return stored, numbers
 
 
-def _times(config: Config, codes: set[str]) -> dict[str, dict[str, float]]:
-    """Returns the median seconds of encoding and of decoding the sites of a layer."""
-    runs, seconds = {}, {}
-    for code in sorted(codes):
-        recipe = _recipe(PretrainConfig(model=str(config.checkpoint)), code)
-        arrays = _arrays(config, recipe)
-        key = jax.random.key(0)
-        xs = {s: jax.random.normal(key, shape, jnp.bfloat16) for s, (_, shape) in arrays.items()}
-        codecs = {site: codec for site, (codec, _) in arrays.items()}
-        encode, decode = _coders(codecs, key)
-        runs[code] = ((encode, xs), (decode, encode(xs)))
-        seconds[code] = ([], [])
-    for number in range(1 + config.rounds):
-        for code, pair in runs.items():
-            for (run, argument), times in zip(pair, seconds[code], strict=True):
-                begin = time.perf_counter()
-                jax.block_until_ready(run(argument))
-                times.extend([time.perf_counter() - begin] if number else [])
-    return {
-        code: {
-            "encode_seconds": statistics.median(encoding),
-            "decode_seconds": statistics.median(decoding),
-        }
-        for code, (encoding, decoding) in seconds.items()
-    }
-
-
-def _coders(codecs: dict[str, Codec], key: jax.Array) -> tuple[Any, Any]:
-    """Returns functions that encode and decode arrays, by site."""
-    encode = jax.jit(lambda xs: {site: codecs[site].encode(x, key) for site, x in xs.items()})
-    return encode, jax.jit(lambda xs: {site: codecs[site].decode(x) for site, x in xs.items()})
+def table(rows: list[dict[str, Any]]) -> Cells:
+    """Returns errors and cosines of gradients by code, for all texts."""
+    by: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        by.setdefault(row["code"], {})[row["text"]] = row
+    cells = []
+    for code, of_texts in by.items():
+        first = next(iter(of_texts.values()))
+        errors = {text: row["errors"][WHOLE] for text, row in of_texts.items()}
+        cells.append(
+            {"code": code, "bits": f"{first['bits']:.2f}"}
+            | {text: f"{x['error']:.3f} ({x['cosine']:.3f})" for text, x in errors.items()}
+            | {"KiB a layer": f"{first['bytes_of_a_layer'] / 2**10:.0f}"}
+        )
+    return cells
 
 
 def show(config: Config, rows: list[dict[str, Any]]) -> None:
-    """Prints a table of whole gradients for all texts, and one of sites and layers for each."""
-    by = {(row["text"], row["code"]): row for row in rows}
-    codes = list(dict.fromkeys(row["code"] for row in rows))
-    texts = list(dict.fromkeys(row["text"] for row in rows))
-    cells = []
-    for code in codes:
-        found = [by.get((text, code)) for text in texts]
-        one = next(row for row in found if row)
-        wholes = [row and row["errors"][WHOLE] for row in found]
-        cells.append(
-            (
-                code,
-                f"{one['bits']:.2f}",
-                *(f"{w['error']:.3f} ({w['cosine']:.3f})" if w else "" for w in wholes),
-                f"{one['bytes_of_a_layer'] / 2**10:.0f}",
-                *(
-                    f"{one[name] * 1e3:.1f}" if name in one else ""
-                    for name in ("encode_seconds", "decode_seconds")
-                ),
-            )
-        )
+    """Prints the table, and one of sites and layers for each text."""
     title = f"error (cosine) of the gradient, {config.batch_size} x {config.seq_len} tokens"
-    headers = ("code", "bits", *texts, "KiB a layer", "encode, ms", "decode, ms")
-    print_table(title, headers, cells)
-    for text in texts:
-        detailed = [c for c in codes if len(by.get((text, c), {"errors": ()})["errors"]) > 1]
-        if detailed:
-            names = list(by[text, detailed[0]]["errors"])
-            print_table(
-                f"{text}: error with codes in one place alone",
-                ("place", *detailed),
-                [
-                    (n, *(f"{by[text, c]['errors'][n]['error']:.3f}" for c in detailed))
-                    for n in names
-                ],
-            )
+    print_cells(title, table(rows))
+    for text in dict.fromkeys(row["text"] for row in rows):
+        detailed = {row["code"]: row["errors"] for row in rows
+                    if row["text"] == text and len(row["errors"]) > 1}  # fmt: skip
+        places = list(next(iter(detailed.values()), ()))
+        print_cells(
+            f"{text}: error with codes in one place alone",
+            [
+                {"place": place}
+                | {code: f"{x[place]['error']:.3f}" for code, x in detailed.items()}
+                for place in places
+            ],
+        )
 
 
 if __name__ == "__main__":

@@ -17,68 +17,15 @@ import tempfile
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-import actjax
-from actjax.codecs import basis
 from actjax.kernels.dispatch import Kernel
 from benchmarks import command, record
 from benchmarks.hlo import traffic
 from benchmarks.kernel_cases import KERNELS
 from benchmarks.kernel_cases.case import Case
-from benchmarks.tables import print_table
+from benchmarks.tables import Cells, cell, print_cells
 from benchmarks.variants import check_names
 from train.planning.devices import compile_for, find_gpu
-
-_TOKENS, _WIDTH, _FFN, _RANK = 8192, 2048, 5461, 512
-
-
-def _array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def _adamw(
-    grad: jax.Array, weight: jax.Array, mu: jax.Array, nu: jax.Array
-) -> tuple[jax.Array, ...]:
-    """Returns a weight and its moments after a step of AdamW."""
-    g = grad.astype(jnp.float32)
-    mu, nu = 0.9 * mu + 0.1 * g, 0.999 * nu + 0.001 * g * g
-    wide = weight.astype(jnp.float32)
-    update = mu / 0.1 / (jnp.sqrt(nu / 0.001) + 1e-8) + 0.1 * wide
-    return (wide - 1e-3 * update).astype(weight.dtype), mu, nu
-
-
-def _pull_back(fun: Any, count: int) -> Any:
-    """Returns the backward pass of a function of `count` arrays."""
-
-    def run(*args: jax.Array) -> Any:
-        return jax.vjp(fun, *args[:count])[1](args[count])
-
-    return run
-
-
-WITHOUT_KERNEL: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "SwiGLU": (actjax.swiglu, (_array(_TOKENS, _FFN),) * 2),
-    "SwiGLU backward, exact": (_pull_back(actjax.swiglu, 2), (_array(_TOKENS, _FFN),) * 3),
-    "RMSNorm": (actjax.rms_norm, (_array(_TOKENS, _WIDTH), _array(_WIDTH))),
-    "RoPE": (
-        actjax.rope,
-        (_array(8, 1024, 32, 64), *(_array(1024, 32, dtype=jnp.float32),) * 2),
-    ),
-    "random projection of rank 512, its product too": (
-        functools.partial(actjax.RandomProjection(_RANK).encode, key=jax.random.key(0)),
-        (_array(_TOKENS, _WIDTH),),
-    ),
-    "coordinates in a basis, in 8 bits, their product too": (
-        functools.partial(basis.encode, bits=8),
-        (_array(_TOKENS, _WIDTH), _array(_WIDTH, _RANK)),
-    ),
-    "AdamW on float32 moments": (
-        _adamw,
-        tuple(_array(_WIDTH, _FFN, dtype=d) for d in (jnp.bfloat16,) * 2 + (jnp.float32,) * 2),
-    ),
-}
-"""Functions without a kernel, at the shapes of `llama_1b`: XLA fuses most of them well."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +43,7 @@ class Config:
     one_each: bool = False
     """Only the first case of a real model for each kernel: a quick check."""
     against_xla: bool = True
-    """Also compile the definitions, and functions without a kernel, by XLA alone."""
+    """Also compile the definitions by XLA alone."""
     results: pathlib.Path = record.RESULTS / "kernels.json"
 
     def __post_init__(self) -> None:
@@ -120,14 +67,6 @@ def measure(config: Config) -> list[dict[str, Any]]:
                 **_compiled(kernel, case, config),
             }
             rows.append(row)
-    if config.against_xla:
-        for name, (fun, shapes) in WITHOUT_KERNEL.items():
-            least = _bytes((shapes, jax.eval_shape(fun, *shapes)))
-            text, _ = _compile(fun, shapes, config.device)
-            moved, kernels = traffic(text)
-            bound = least / config.bandwidth * 1e6
-            row = {"kernel": None, "case": name, "bytes": least, "bound_us": bound, "moved": None}
-            rows.append(row | {"xla_moved": moved, "xla_kernels": kernels})
     return rows
 
 
@@ -142,10 +81,6 @@ def _compiled(kernel: Kernel, case: Case, config: Config) -> dict[str, Any]:
         plain, _ = _compile(reference, shapes, config.device)
         row["xla_moved"], row["xla_kernels"] = traffic(plain)
     return row
-
-
-def _bytes(tree: Any) -> int:
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def _compile(fun: Any, shapes: Any, device: str) -> tuple[str, dict[str, int]]:
@@ -172,7 +107,7 @@ def resources(folder: pathlib.Path, capability: tuple[int, int]) -> dict[str, in
     """Returns registers, spilled bytes and shared memory of the actjax kernel in a dump of XLA."""
     accelerated = "a" if capability[0] >= 9 else ""
     target = f"-arch=sm_{capability[0]}{capability[1]}{accelerated}"
-    found: dict[str, int] = {}
+    measured: dict[str, int] = {}
     if (path := ptx_of(folder)) is not None:
         done = subprocess.run(
             [_ptxas(), "-v", target, str(path), "-o", "/dev/null"],
@@ -181,19 +116,19 @@ def resources(folder: pathlib.Path, capability: tuple[int, int]) -> dict[str, in
             check=True,
         )
         says = done.stderr + done.stdout
-        found = {
+        measured = {
             "registers": _number(r"Used (\d+) registers", says),
             "spilled": sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", says)),
         }
     for path in folder.glob("*thunk_sequence.txt"):
         for line in path.read_text().splitlines():
             if " actjax_" in line:
-                found["shared"] = _number(r"shared_memory: (\d+) bytes", line)
-                found["threads"] = _number(r"threads: \[(\d+)", line)
-                found["programs"] = _number(r"grid: \[(\d+)", line) * _number(
+                measured["shared"] = _number(r"shared_memory: (\d+) bytes", line)
+                measured["threads"] = _number(r"threads: \[(\d+)", line)
+                measured["programs"] = _number(r"grid: \[(\d+)", line) * _number(
                     r"grid: \[\d+, (\d+)", line
                 )
-    return found
+    return measured
 
 
 def ptx_of(folder: pathlib.Path) -> pathlib.Path | None:
@@ -220,32 +155,25 @@ def _ptxas() -> str:
     return path
 
 
+def table(rows: list[dict[str, Any]]) -> Cells:
+    """Returns one line for each kernel and case."""
+    return [
+        {
+            "kernel": row["kernel"] or "none",
+            "case": row["case"],
+            "MB": f"{row['bytes'] / 1e6:,.1f}",
+            "bound, us": f"{row['bound_us']:,.1f}",
+            **{name: str(row.get(name, "")) for name in ("registers", "spilled", "shared")},
+            "moved / least": f"{row['moved'] / row['bytes']:.2f}" if row["moved"] else "",
+            "XLA's / least": cell(row.get("xla_moved"), ".2f", row["bytes"]),
+        }
+        for row in rows
+    ]
+
+
 def show(config: Config, rows: list[dict[str, Any]]) -> None:
-    """Prints one line for each kernel and case."""
-    resources_of = ("registers", "spilled", "shared", "threads")
-    headers = (
-        "kernel, case",
-        "MB",
-        f"bound us at {config.bandwidth / 1e12:g} TB/s",
-        *resources_of,
-        "moved / least",
-        "XLA's / least",
-        "XLA's kernels",
-    )
-    cells = []
-    for row in rows:
-        cells.append(
-            (
-                f"{row['kernel'] or 'no kernel'}, {row['case']}",
-                f"{row['bytes'] / 1e6:,.1f}",
-                f"{row['bound_us']:,.1f}",
-                *(str(row.get(name, "")) for name in resources_of),
-                f"{row['moved'] / row['bytes']:.2f}" if row["moved"] else "",
-                f"{row['xla_moved'] / row['bytes']:.2f}" if "xla_moved" in row else "",
-                str(row.get("xla_kernels", "")),
-            )
-        )
-    print_table(f"Kernels, compiled for {config.device}", headers, cells)
+    """Prints the table."""
+    print_cells(f"Kernels, compiled for {config.device}", table(rows))
 
 
 if __name__ == "__main__":

@@ -19,13 +19,13 @@ import jax
 
 from benchmarks import command, memory, record
 from benchmarks.rivals import rival
-from benchmarks.tables import Cells, cell, print_table
+from benchmarks.tables import Cells, cell, print_cells
+from benchmarks.variants import check_names
 from models import PRESETS
 from train.planning.devices import find_device
 from train.run.recipe import make_recipe
 from train.run.step import make_eval_step
 from train.settings.config import OptimizerConfig, PretrainConfig
-from train.settings.hints import near_hint
 from train.settings.resolve import dimensions
 from train.text.corpus import open_corpus
 from train.text.data import ValidationSet, train_batches, validation_batches
@@ -75,31 +75,13 @@ class Config:
 
     def __post_init__(self) -> None:
         find_device(self.device)
-        for flag, name in (("--compiled", self.compiled), ("--model", self.model)):
-            if name not in PRESETS:
-                raise ValueError(
-                    f"unknown `{flag}` {name!r}.{near_hint(name, PRESETS)} There are:"
-                    f" {', '.join(PRESETS)}."
-                )
-        # They refuse what is out of range.
-        _ = self.training(), self.compiled_step()
-        if self.eval_batches < 1:
-            raise ValueError(f"`--eval-batches` must be at least 1, got {self.eval_batches}.")
+        check_names((self.compiled,), tuple(PRESETS), "--compiled")
+        check_names((self.model,), tuple(PRESETS), "--model")
         if not 1 <= self.evaluations <= self.steps:
             raise ValueError(
                 f"`--evaluations` must be between 1 and `--steps` {self.steps}, got"
                 f" {self.evaluations}."
             )
-
-    def compiled_step(self) -> PretrainConfig:
-        """Returns the step that is compiled, without a method."""
-        return PretrainConfig(
-            model=self.compiled,
-            batch_size=self.compiled_batch_size,
-            seq_len=self.compiled_seq_len,
-            weight_dtype="bfloat16",
-            compute_dtype="bfloat16",
-        )
 
     def training(self) -> PretrainConfig:
         """Returns the run, without a method. Weights are in bfloat16, as compiled."""
@@ -119,7 +101,13 @@ class Config:
 
 def measure(config: Config) -> list[dict[str, Any]]:
     """Returns a row for each rung."""
-    step: Any = config.compiled_step()
+    step: Any = PretrainConfig(
+        model=config.compiled,
+        batch_size=config.compiled_batch_size,
+        seq_len=config.compiled_seq_len,
+        weight_dtype="bfloat16",
+        compute_dtype="bfloat16",
+    )
     rows = []
     for name in RUNGS:
         row = memory.measure_step(name, memory.Config(train=step, device=config.device))
@@ -179,10 +167,10 @@ def _run(
     config: Config,
 ) -> Iterator[dict[str, Any]]:
     """Trains, and yields at each evaluation."""
-    one = rival(name, train)
+    trained = rival(name, train)
     evaluate = jax.jit(make_eval_step(make_recipe(train, dimensions(train))))
-    state = jax.jit(one.init)()
-    step = jax.jit(one.step, donate_argnums=0).lower(state, batches[0]).compile()
+    state = jax.jit(trained.init)()
+    step = jax.jit(trained.step, donate_argnums=0).lower(state, batches[0]).compile()
     seconds, taken = 0.0, []
     every = len(batches) // config.evaluations
     for i, batch in enumerate(batches[: every * config.evaluations], start=1):
@@ -219,12 +207,10 @@ def table(rows: list[dict[str, Any]]) -> Cells:
 
 def show(config: Config, rows: list[dict[str, Any]]) -> None:
     """Prints the ladder."""
-    cells = table(rows)
-    print_table(
+    print_cells(
         f"{config.compiled} compiled for {config.device}; {config.model} trained here for"
         f" {config.steps} steps",
-        list(cells[0]),
-        (list(row.values()) for row in cells),
+        table(rows),
     )
 
 

@@ -1,17 +1,18 @@
 """Held-out loss of every method, trained on the same tokens from the same weights.
 
 `python -m benchmarks.loss --model llama_9m --steps 2000` trains every variant at each learning rate
-of a grid, and prints the held-out loss after the last step at the best rate. Rows are written after
-each run; `--add` keeps the rows that exist.
+of a grid, with further seeds at the best one, and prints the held-out loss after the last step.
+Rows are written after each run; `--add` keeps the rows that exist.
 """
 
 import dataclasses
 import pathlib
 import statistics
+from typing import Any
 
 from benchmarks import command, record
-from benchmarks.runs import last_loss, timed, trained
-from benchmarks.tables import print_table
+from benchmarks.tables import Cells, cell, print_cells
+from benchmarks.training import last_loss, mean_and_spread, sweep
 from benchmarks.variants import VARIANTS, check_names
 from train.settings.config import PretrainConfig
 
@@ -36,7 +37,7 @@ class Config:
     learning_rates: tuple[float, ...] = (2e-3, 4e-3, 8e-3, 16e-3)
     """The grid, the same for all variants. Empty, with `--add`: no runs, only timing."""
     seeds: int = 1
-    """Runs of each variant, with other weights, data order and keys of codecs."""
+    """Runs of each variant at its best rate, with other weights, data order and keys of codecs."""
     rounds: int = 10
     """Timed steps of the best rows, with the variants in turn: all are in memory at once. 0: no
     timing."""
@@ -48,33 +49,15 @@ class Config:
         check_names(self.variants, tuple(VARIANTS))
 
 
-def measure(config: Config) -> list[dict]:
+def measure(config: Config) -> list[dict[str, Any]]:
     """Returns one row for each variant, learning rate and seed: metrics of every evaluation."""
-    rows = record.rows_to_keep(config.results, config.add)
-    known = {(row["variant"], row["learning_rate"], row["seed"]) for row in rows}
-    for seed in range(config.seeds):
-        for rate in config.learning_rates:
-            for name in config.variants:
-                if (name, rate, seed) not in known:
-                    settings = _settings(config, name, rate, seed)
-                    row = {"variant": name, "learning_rate": rate, "seed": seed}
-                    rows.append(row | trained(settings))
-                    record.write(config, rows)
-    missing = set(config.variants) - {row["variant"] for row in rows}
-    if missing:
-        raise SystemExit(f"no rows of {', '.join(sorted(missing))}: give `--learning-rates`.")
-    if config.rounds:
-        rates = {name: group[0]["learning_rate"] for name, group in best_rows(rows).items()}
-        settings = {name: _settings(config, name, rates[name], 0) for name in config.variants}
-        for name, seconds in timed(settings, config.rounds).items():
-            best_rows(rows)[name][0]["seconds"] = seconds
-    return rows
 
+    def settings(name: str, seed: int, rate: float) -> PretrainConfig:
+        run = VARIANTS[name].configure(config.train)
+        optimizer = dataclasses.replace(run.optimizer, learning_rate=rate)
+        return dataclasses.replace(run, optimizer=optimizer, seed=seed)
 
-def _settings(config: Config, name: str, learning_rate: float, seed: int) -> PretrainConfig:
-    settings = VARIANTS[name].configure(config.train)
-    optimizer = dataclasses.replace(settings.optimizer, learning_rate=learning_rate)
-    return dataclasses.replace(settings, optimizer=optimizer, seed=seed)
+    return sweep(config, "variant", config.variants, lambda name: config.learning_rates, settings)
 
 
 def best_rows(rows: list[dict]) -> dict[str, list[dict]]:
@@ -87,51 +70,54 @@ def best_rows(rows: list[dict]) -> dict[str, list[dict]]:
     for row in rows:
         groups.setdefault(row["variant"], {}).setdefault(row["learning_rate"], []).append(row)
     return {
-        name: min(by_rate.values(), key=lambda rows: (-len(rows), _mean_loss(rows)))
+        name: min(
+            by_rate.values(),
+            key=lambda rows: (-len(rows), statistics.mean(map(last_loss, rows))),
+        )
         for name, by_rate in groups.items()
     }
 
 
-def _mean_loss(rows: list[dict]) -> float:
-    return statistics.mean(map(last_loss, rows))
-
-
-def show(config: Config, rows: list[dict]) -> None:
-    """Prints the last held-out loss of each variant, and its difference to `exact`."""
-    train = config.train
-    title = f"{train.model}, {train.steps} steps of {train.batch_size} x {train.seq_len} tokens"
-    headers = ("variant", "held-out loss", "above exact", "in %", "stored, MiB", "peak, MiB",
-               "ms a step", "rate", "on the grid", "seeds")  # fmt: skip
-    cells = []
-    best = best_rows(rows)
-    for name in config.variants:
-        one, losses = best[name][0], [last_loss(row) for row in best[name]]
-        gap, share = _gap(best[name], best["exact"]) if "exact" in best else ("", "")
-        spread = f" ± {statistics.stdev(losses):.4f}" if config.seeds > 1 else ""
+def table(rows: list[dict[str, Any]]) -> Cells:
+    """Returns the last held-out loss of each variant, and its difference to `exact`."""
+    cells, best = [], best_rows(rows)
+    for name, group in best.items():
+        best_run, losses = group[0], [last_loss(row) for row in group]
+        gap, share = _gap(group, best["exact"]) if "exact" in best else ("", "")
         grid = [last_loss(row) for row in rows if row["variant"] == name and row["seed"] == 0]
+        seconds = best_run.get("seconds")
         cells.append(
-            (
-                name,
-                f"{statistics.mean(losses):.4f}{spread}",
-                gap,
-                share,
-                *(f"{one[part] / 2**20:.1f}" if part in one else "" for part in ("stored", "peak")),
-                f"{statistics.median(one['seconds']) * 1e3:.0f}" if "seconds" in one else "",
-                f"{best[name][0]['learning_rate']:g}",
-                " ".join(f"{loss:.3f}" for loss in grid),
-                str(len(losses)),
-            )
+            {
+                "variant": name,
+                "held-out loss": mean_and_spread(losses, ".4f"),
+                "above exact": gap,
+                "in %": share,
+                **{
+                    f"{part}, MiB": cell(best_run.get(part), ".1f", 2**20)
+                    for part in ("stored", "peak")
+                },
+                "ms a step": f"{statistics.median(seconds) * 1e3:.0f}" if seconds else "",
+                "rate": f"{best_run['learning_rate']:g}",
+                "on the grid": " ".join(f"{loss:.3f}" for loss in grid),
+                "seeds": str(len(losses)),
+            }
         )
-    print_table(title, headers, cells)
+    return cells
 
 
-def _gap(rows: list[dict], exact: list[dict]) -> tuple[str, str]:
+def _gap(rows: list[dict[str, Any]], exact: list[dict[str, Any]]) -> tuple[str, str]:
     """Returns the mean difference to the runs of `exact` with the same seeds, also in %."""
     reference = {row["seed"]: last_loss(row) for row in exact}
     gaps = [last_loss(row) - reference[row["seed"]] for row in rows if row["seed"] in reference]
-    mean = statistics.mean(gaps)
-    spread = f" ± {statistics.stdev(gaps):.4f}" if len(gaps) > 1 else ""
-    return f"{mean:+.4f}{spread}", f"{100 * mean / statistics.mean(reference.values()):+.2f}"
+    share = 100 * statistics.mean(gaps) / statistics.mean(reference.values())
+    return mean_and_spread(gaps, "+.4f"), f"{share:+.2f}"
+
+
+def show(config: Config, rows: list[dict[str, Any]]) -> None:
+    """Prints the table."""
+    train = config.train
+    title = f"{train.model}, {train.steps} steps of {train.batch_size} x {train.seq_len} tokens"
+    print_cells(title, table(rows))
 
 
 if __name__ == "__main__":

@@ -9,13 +9,14 @@ gradients. For bf16, compile for a GPU: on a CPU, XLA turns bf16 products into f
 import dataclasses
 import functools
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from benchmarks import command, record
 from benchmarks.rivals import ON_DEVICE, compiled_memory, rival
-from benchmarks.tables import print_table
+from benchmarks.tables import Cells, cell, print_cells
 from benchmarks.variants import check_names
 from train.planning.devices import HERE, compile_for, find_device
 from train.planning.flops import causal_loop_length, matmul_flops
@@ -55,77 +56,75 @@ def measure(config: Config) -> list[dict]:
 
 def measure_step(name: str, config: Config) -> dict[str, int]:
     """Returns the `peak` and the `matmul_flops` of the step of one rival, without its gradient."""
-    one = rival(name, config.train)
-    state, batch = jax.eval_shape(one.init), batch_shapes(config.train)
-    flops = _flops(one.step, config, state, batch)
-    with compile_for(find_device(config.device)) as place:
-        program = _compile(one.step, (place(state), place(batch)), donate=True)
-    return {"peak": compiled_memory(program)["peak"], "matmul_flops": flops}
+    measured = rival(name, config.train)
+    state, batch = jax.eval_shape(measured.init), batch_shapes(config.train)
+    flops = operations(measured.step, state, batch)
+    peak = compiled(measured.step, state, batch, device=config.device, donate=True)["peak"]
+    return {"peak": peak, "matmul_flops": flops}
 
 
-def _measure(name: str, config: Config) -> dict:
-    one = rival(name, config.train)
-    state, batch = jax.eval_shape(one.init), batch_shapes(config.train)
-    row: dict[str, Any] = {"rival": name, "matmul_flops": _flops(one.step, config, state, batch)}
-    if one.refresh is not None:
-        row["refresh_matmul_flops"] = _flops(one.refresh, config, state, batch)
-    gradients, states = one.of_layers()
-    row |= {"layer_gradients": gradients, "layer_states": states}
-    with compile_for(find_device(config.device)) as place:
-        placed = place(state), place(batch)
-        known = one.memory()
-        row |= compiled_memory(_compile(one.step, placed, donate=True))
-        row["categories"] = dataclasses.asdict(known.with_workspace(row["temporaries"]))
-        if one.refresh is not None:
-            row["refresh_peak"] = compiled_memory(_compile(one.refresh, placed, True))["peak"]
-        if one.gradient is not None:
-            program = _compile(one.gradient, placed, donate=False)
-            row["forward_and_backward"] = compiled_memory(program)["temporaries"]
+def _measure(name: str, config: Config) -> dict[str, Any]:
+    measured = rival(name, config.train)
+    state, batch = jax.eval_shape(measured.init), batch_shapes(config.train)
+    bytes_of = functools.partial(compiled, device=config.device)
+    row: dict[str, Any] = {"rival": name, "matmul_flops": operations(measured.step, state, batch)}
+    row["layer_gradients"], row["layer_states"] = measured.of_layers()
+    row |= bytes_of(measured.step, state, batch, donate=True)
+    with compile_for(find_device(config.device)):  # What is stored depends on the kernels there.
+        known = measured.memory()
+    row["categories"] = dataclasses.asdict(known.with_workspace(row["temporaries"]))
+    if measured.refresh is not None:
+        row["refresh_matmul_flops"] = operations(measured.refresh, state, batch)
+        row["refresh_peak"] = bytes_of(measured.refresh, state, batch, donate=True)["peak"]
+    if measured.gradient is not None:
+        row["forward_and_backward"] = bytes_of(measured.gradient, state, batch)["temporaries"]
     return row
 
 
-def _flops(step: Any, config: Config, state: Any, batch: Any) -> int:
+def operations(step: Callable[..., Any], state: Any, batch: Any) -> int:
+    """Returns the operations of the products of a step, from its trace."""
     # Counted in the form that a CPU runs: the trace of cuDNN's attention has no products.
-    length = causal_loop_length(config.train.seq_len)
+    length = causal_loop_length(batch["inputs"].shape[1])
     return matmul_flops(step, state, batch, loop_length=length)
 
 
-def _compile(function: Any, arguments: Any, donate: bool) -> Any:
-    donated = (0,) if donate else ()
-    return jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
+def compiled(
+    step: Callable[..., Any], state: Any, batch: Any, *, device: str, donate: bool = False
+) -> dict[str, int]:
+    """Returns `temporaries` and `peak` of a step, compiled for a device, in bytes."""
+    with compile_for(find_device(device)) as place:
+        program = jax.jit(step, donate_argnums=(0,) if donate else ())
+        return compiled_memory(program.lower(place(state), place(batch)).compile())
 
 
-def show(config: Config, rows: list[dict]) -> None:
-    """Prints the rows as a table, with ratios to the first row."""
+def table(rows: list[dict[str, Any]]) -> Cells:
+    """Returns the table of the rows, in GiB, with ratios to the first row."""
+    first = rows[0]
+    gib = functools.partial(cell, spec=",.2f", unit=2**30)
+    return [
+        {
+            "rival": row["rival"],
+            "peak, GiB": gib(row["peak"]),
+            "/ first": f"{row['peak'] / first['peak']:.3f}",
+            "refresh": gib(row.get("refresh_peak")),
+            **{name.replace("_", " "): gib(size) for name, size in row["categories"].items()},
+            "temporaries of the gradient": gib(row.get("forward_and_backward")),
+            "operations, TFLOP": cell(row["matmul_flops"], ",.2f", 1e12),
+            "operations, / first": f"{row['matmul_flops'] / first['matmul_flops']:.3f}",
+        }
+        for row in rows
+    ]
+
+
+def show(config: Config, rows: list[dict[str, Any]]) -> None:
+    """Prints the table."""
     train = config.train
     where = "this CPU" if config.device == HERE else config.device
-    title = (
+    print_cells(
         f"{train.model}, {train.batch_size} x {train.seq_len}, weights {train.weight_dtype},"
-        f" compute {train.compute_dtype}, compiled for {where}; GiB"
+        f" compute {train.compute_dtype}, compiled for {where}; GiB",
+        table(rows),
     )
-    headers = ("rival", "peak", "/ first", "refresh", "weights", "gradients", "states",
-               "linear res.", "other res.", "workspace", "fwd+bwd", "matmul TFLOP",
-               "/ first")  # fmt: skip
-    cells = []
-    gib = functools.partial(_scaled, unit=2**30)
-    for row in rows:
-        cells.append(
-            (
-                row["rival"],
-                gib(row["peak"]),
-                f"{row['peak'] / rows[0]['peak']:.3f}",
-                gib(row.get("refresh_peak")),
-                *(gib(size) for size in row["categories"].values()),
-                gib(row.get("forward_and_backward")),
-                _scaled(row["matmul_flops"], unit=1e12),
-                f"{row['matmul_flops'] / rows[0]['matmul_flops']:.3f}",
-            )
-        )
-    print_table(title, headers, cells)
-
-
-def _scaled(size: int | None, unit: float) -> str:
-    return "" if size is None else f"{size / unit:,.2f}"
 
 
 if __name__ == "__main__":

@@ -2,14 +2,12 @@
 
 `python -m benchmarks.planted_bugs` copies the repository for each bug of `planted_bugs.toml`,
 plants the bug in the copy and runs the tests that should fail. A bug survives if these tests pass:
-then no test covers that behaviour, or only a test that the table does not name (`--widen` also runs
-all tests of the area). `--clean` runs the same tests without a bug. Bugs whose result is in `--out`
-are not run again.
+then no test covers that behavior, or only a test that the table does not name. `--clean` runs the
+same tests without a bug. Bugs whose result is in `--out` are not run again.
 """
 
 import concurrent.futures
 import dataclasses
-import json
 import os
 import pathlib
 import re
@@ -20,13 +18,14 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import jax
 import tyro
 
 from benchmarks import command, record
-from benchmarks.tables import print_table
+from benchmarks.tables import print_cells
+from benchmarks.variants import check_names
 
 TABLE = pathlib.Path(__file__).with_suffix(".toml")
 _SOURCES = ("actjax", "models", "train")
@@ -43,10 +42,6 @@ class Config:
     """Areas to take bugs from; all areas by default."""
     only: tuple[str, ...] = ()
     """Names of bugs; all bugs of the areas by default."""
-    tests: Literal["mapping", "area"] = "mapping"
-    """Which tests to run: those that the table names for the bug, or all tests of its area."""
-    widen: bool = False
-    """Run all tests of the area if those of the table pass."""
     clean: bool = False
     """Run the tests of each area once, without a bug: all must pass."""
     jobs: int = 1
@@ -55,8 +50,6 @@ class Config:
     """Seconds after which a bug counts as caught: a bug can make a test wait forever."""
     root: pathlib.Path = pathlib.Path(".")
     """Checkout of this repository to copy."""
-    cache: pathlib.Path | None = None
-    """Compilation cache that all runs share. By default a temporary folder."""
     results: Annotated[pathlib.Path, tyro.conf.arg(name="out")] = (
         record.RESULTS / "planted_bugs.json"
     )
@@ -109,19 +102,9 @@ def read_table(path: pathlib.Path = TABLE) -> tuple[list[Bug], dict[str, list[st
 
 
 def chosen(bugs: Sequence[Bug], config: Config) -> list[Bug]:
-    """Returns the bugs that the settings select.
-
-    Raises:
-      ValueError: an unknown name.
-    """
-    for flag, asked, known in (
-        ("--area", config.area, {bug.area for bug in bugs}),
-        ("--only", config.only, {bug.name for bug in bugs}),
-    ):
-        if unknown := sorted(set(asked) - known):
-            raise ValueError(
-                f"unknown {', '.join(unknown)} in `{flag}`: choose from {sorted(known)}."
-            )
+    """Returns the bugs that the settings select. Raises a `ValueError` for an unknown name."""
+    check_names(config.area, tuple(dict.fromkeys(bug.area for bug in bugs)), "--area")
+    check_names(config.only, tuple(bug.name for bug in bugs), "--only")
     return [
         bug
         for bug in bugs
@@ -167,87 +150,51 @@ def measure(config: Config) -> list[dict[str, Any]]:
     bugs = chosen(table, config)
     for bug in bugs:
         find(bug, config.root)
-    tasks = list(_tasks(bugs, areas, config))
+    tasks = list(_tasks(bugs, config))
     known = [*(bug.name for bug in table), *(f"{_CLEAN} {area}" for area in areas)]
-    done = {row["name"]: row for row in _read_rows(config.results) if row["name"] in known}
-    waiting = [task for task in tasks if not _is_of(done.get(task["name"]), task, config)]
-    with tempfile.TemporaryDirectory(prefix="planted-bugs-") as scratch:
-        cache = config.cache or pathlib.Path(scratch, "cache")
-
-        def run(task: dict[str, Any]) -> dict[str, Any]:
-            return _run(task, config, areas, cache, pathlib.Path(scratch))
-
-        with concurrent.futures.ThreadPoolExecutor(config.jobs) as pool:
-            futures = [pool.submit(run, task) for task in waiting]
-            try:
-                for future in concurrent.futures.as_completed(futures):
-                    row = future.result()
-                    done[row["name"]] = row
-                    print(f"{row['verdict']:9} {row['seconds']:6.1f} s  {row['name']}", flush=True)
-                    record.write(config, _in_order(done, known))
-            finally:
-                for future in futures:
-                    future.cancel()
-    return _in_order(done, known)
+    former = record.read(config.results)["rows"] if config.results.exists() else []
+    done = {row["name"]: row for row in former if row["name"] in known}
+    waiting = [task for task in tasks if not task.items() <= done.get(task["name"], {}).items()]
+    with (
+        tempfile.TemporaryDirectory(prefix="planted-bugs-") as scratch,
+        concurrent.futures.ThreadPoolExecutor(config.jobs) as pool,
+    ):
+        futures = [pool.submit(_run, task, config, pathlib.Path(scratch)) for task in waiting]
+        try:
+            for future in concurrent.futures.as_completed(futures):
+                row = future.result()
+                done[row["name"]] = row
+                print(f"{row['verdict']:9} {row['seconds']:6.1f} s  {row['name']}", flush=True)
+                record.write(config, [done[name] for name in known if name in done])
+        finally:
+            for future in futures:
+                future.cancel()
+    return [done[name] for name in known if name in done]
 
 
-def _in_order(rows: dict[str, dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
-    return [rows[name] for name in names if name in rows]
-
-
-def _is_of(row: dict[str, Any] | None, task: dict[str, Any], config: Config) -> bool:
-    """Returns whether a row of an earlier run is the result of a task."""
-    if row is None or any(row.get(name) != value for name, value in task.items()):
-        return False
-    return not (config.widen and row["verdict"] == "survived" and not row["wider"])
-
-
-def _tasks(
-    bugs: Sequence[Bug], areas: dict[str, list[str]], config: Config
-) -> Iterator[dict[str, Any]]:
+def _tasks(bugs: Sequence[Bug], config: Config) -> Iterator[dict[str, Any]]:
     """Yields the first entries of each row: what is planted and which tests run."""
     if not config.clean:
         for bug in bugs:
-            tests = list(bug.tests) if config.tests == "mapping" else areas[bug.area]
-            yield {**dataclasses.asdict(bug), "tests": tests}
+            yield dataclasses.asdict(bug) | {"tests": list(bug.tests)}
         return
     for area in dict.fromkeys(bug.area for bug in bugs):
-        mapped = sorted({test for bug in bugs if bug.area == area for test in bug.tests})
-        tests = mapped if config.tests == "mapping" else areas[area]
+        tests = sorted({test for bug in bugs if bug.area == area for test in bug.tests})
         yield {"name": f"{_CLEAN} {area}", "area": area, "tests": tests}
 
 
-def _read_rows(path: pathlib.Path) -> list[dict[str, Any]]:
-    return json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
-
-
-def _run(
-    task: dict[str, Any],
-    config: Config,
-    areas: dict[str, list[str]],
-    cache: pathlib.Path,
-    scratch: pathlib.Path,
-) -> dict[str, Any]:
+def _run(task: dict[str, Any], config: Config, scratch: pathlib.Path) -> dict[str, Any]:
     """Runs the tests in a copy of the tree and returns the row."""
-    start = time.monotonic()
-    clean = config.clean
+    start, clean = time.monotonic(), "old" not in task
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         tree = pathlib.Path(folder, "tree")
         shutil.copytree(config.root, tree, ignore=_LEFT_OUT)
         if not clean:
-            bug = Bug(**{**task, "tests": tuple(task["tests"])})
-            plant(bug, tree)
-        failing = _failing(task["tests"], tree, cache, config.timeout, stop=not clean)
-        wider = []
-        if config.widen and config.tests == "mapping" and not clean and not failing:
-            wider = areas[task["area"]]
-            failing = _failing(wider, tree, cache, config.timeout, stop=True)
-    if clean:
-        verdict = "failed" if failing else "passed"
-    else:
-        verdict = ("caught" if not wider else "wider") if failing else "survived"
+            plant(Bug(**task), tree)
+        failing = _failing(task["tests"], tree, scratch / "cache", config.timeout, stop=not clean)
+    verdicts = ("passed", "failed") if clean else ("survived", "caught")
     seconds = round(time.monotonic() - start, 1)
-    return {**task, "verdict": verdict, "failing": failing, "wider": wider, "seconds": seconds}
+    return {**task, "verdict": verdicts[bool(failing)], "failing": failing, "seconds": seconds}
 
 
 def _failing(
@@ -258,11 +205,8 @@ def _failing(
     Raises:
       RuntimeError: pytest does not find the tests or does not run.
     """
-    options = ["-q", "-n0", "-rfE", "--tb=short", "-p", "no:cacheprovider"]
-    if stop:
-        options.append("-x")
-    environment = {
-        **os.environ,
+    options = ["-q", "-n0", "-rfE", "--tb=short", "-p", "no:cacheprovider", *["-x"] * stop]
+    environment = os.environ | {
         "PYTHONPATH": str(tree),
         "PYTHONDONTWRITEBYTECODE": "1",
         "JAX_COMPILATION_CACHE_DIR": str(cache),
@@ -272,13 +216,8 @@ def _failing(
     try:
         done = subprocess.run(
             [sys.executable, "-m", "pytest", *options, *tests],
-            cwd=tree,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
+            cwd=tree, env=environment, capture_output=True, text=True, timeout=timeout, check=False,
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
         return [f"timeout after {timeout} s"]
     failing = re.findall(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", done.stdout, re.MULTILINE)
@@ -294,29 +233,16 @@ def _failing(
 
 
 def show(config: Config, rows: list[dict[str, Any]]) -> None:
-    """Prints the rows and the number of bugs that are caught in each area."""
-    cells = [
-        (row["name"], row["area"], row["verdict"], f"{row['seconds']:.0f}", _short(row["failing"]))
-        for row in rows
-    ]
-    title = f"Planted bugs in {config.root}"
-    print_table(title, ("bug", "area", "verdict", "seconds", "failing test"), cells)
-    planted = [row for row in rows if "old" in row]
+    """Prints the number of bugs that are caught in each area, and all other rows."""
     counts = []
-    for area in dict.fromkeys(row["area"] for row in planted):
-        own = [row for row in planted if row["area"] == area]
-        found = [row for row in own if row["verdict"] != "survived"]
-        counts.append((area, f"{len(found)} of {len(own)}"))
-    if counts:
-        print_table("Caught, by area", ("area", "caught"), counts)
-    for row in planted:
-        if row["verdict"] == "survived":
-            print(f"survived: {row['name']} ({row['file']}): {row['effect']}")
-
-
-def _short(failing: Sequence[str]) -> str:
-    more = f" and {len(failing) - 1} more" if len(failing) > 1 else ""
-    return f"{failing[0].rpartition('::')[2][:80]}{more}" if failing else ""
+    for area in dict.fromkeys(row["area"] for row in rows):
+        planted = [row for row in rows if row["area"] == area and "old" in row]
+        caught = sum(row["verdict"] == "caught" for row in planted)
+        counts.append({"area": area, "caught": f"{caught} of {len(planted)}"})
+    print_cells(f"Planted bugs in {config.root}", counts)
+    for row in rows:
+        if row["verdict"] in ("survived", "failed"):
+            print(f"{row['verdict']}: {row['name']} {row['failing']}: {row.get('effect', '')}")
 
 
 if __name__ == "__main__":

@@ -14,9 +14,6 @@ from typing import Any
 import jax
 
 RESULTS = pathlib.Path(__file__).parent / "results"
-_FORMER_NAMES = {"frugal": "lean"}
-"""Methods that were renamed after results had been written. The new name replaces the old one where
-a string begins with it, as in "frugal_subspace d/4"."""
 
 
 def environment() -> dict[str, Any]:
@@ -66,8 +63,8 @@ def write(config: Any, rows: list[dict[str, Any]], *, say: bool = True, **extra:
 
 
 def read(path: pathlib.Path) -> dict[str, Any]:
-    """Returns the content of a result file, with former names of methods replaced."""
-    return _renamed(json.loads(path.read_text()))
+    """Returns the content of a result file."""
+    return json.loads(path.read_text())
 
 
 def rows_to_keep(path: pathlib.Path, add: bool) -> list[dict[str, Any]]:
@@ -79,18 +76,6 @@ def rows_to_keep(path: pathlib.Path, add: bool) -> list[dict[str, Any]]:
         return []
     former = read(path)
     return [{"commit": former["environment"]["commit"]} | row for row in former["rows"]]
-
-
-def _renamed(x: Any) -> Any:
-    if isinstance(x, dict):
-        return {key: _renamed(value) for key, value in x.items()}
-    if isinstance(x, list):
-        return [_renamed(value) for value in x]
-    if isinstance(x, str):
-        for former, present in _FORMER_NAMES.items():
-            if x.startswith(former):
-                return present + x.removeprefix(former)
-    return x
 
 
 def _plain(x: Any) -> Any:

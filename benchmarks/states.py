@@ -7,7 +7,6 @@ must read and write at the rate of an update of a large array in place in the sa
 whose updates take less than their launch, a time is that of several updates, each after the other.
 """
 
-import concurrent.futures
 import dataclasses
 import functools
 import pathlib
@@ -22,7 +21,7 @@ import optax
 
 from actjax import optim
 from benchmarks import command, record
-from benchmarks.tables import print_table
+from benchmarks.tables import print_cells
 from benchmarks.variants import check_names
 from models import preset
 
@@ -92,9 +91,7 @@ def layer_of(model: str) -> dict[str, tuple[int, int]]:
 def measure(config: Config) -> list[dict[str, Any]]:
     """Returns one row for each optimizer."""
     grads = _normal(jax.random.key(0), layer_of(config.model), 1e-3)
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        started = pool.map(functools.partial(_start, grads=grads), config.only)
-        running = dict(zip(config.only, started, strict=True))
+    running = {name: _start(name, grads) for name in config.only}
     rows = []
     for name in config.only:
         state = sum(x.nbytes for x in jax.tree.leaves(running[name].state))
@@ -106,11 +103,11 @@ def measure(config: Config) -> list[dict[str, Any]]:
     copied = []
     for _ in range(2 + config.rounds):
         copied.append(_copy_rate())
-        for one in running.values():
-            one.run(grads)
+        for optimizer in running.values():
+            optimizer.run(grads)
     rate = statistics.median(copied)
-    for row, one in zip(rows, running.values(), strict=True):
-        row["seconds"] = one.seconds[2:]
+    for row, optimizer in zip(rows, running.values(), strict=True):
+        row["seconds"] = optimizer.seconds[2:]
         row["bound"] = row["bytes"] / rate
     return rows
 
@@ -180,22 +177,19 @@ def show(config: Config, rows: list[dict[str, Any]]) -> None:
     """Prints one line for each optimizer."""
     times = {row["optimizer"]: statistics.median(row["seconds"]) for row in rows}
     base = times.get(_BASELINE)
-    headers = (
-        "optimizer", "state MB", "temporary MB", "median ms", "least ms", "bound ms", "/ float32"
-    )  # fmt: skip
     cells = [
-        (
-            row["optimizer"],
-            f"{row['state_bytes'] / 1e6:,.0f}",
-            f"{row['temporary_bytes'] / 1e6:,.0f}",
-            f"{1e3 * times[row['optimizer']]:,.3g}",
-            f"{1e3 * min(row['seconds']):,.3g}",
-            f"{1e3 * row['bound']:,.3g}",
-            f"{times[row['optimizer']] / base:.2f}" if base else "",
-        )
+        {
+            "optimizer": row["optimizer"],
+            "state MB": f"{row['state_bytes'] / 1e6:,.0f}",
+            "temporary MB": f"{row['temporary_bytes'] / 1e6:,.0f}",
+            "median ms": f"{1e3 * times[row['optimizer']]:,.3g}",
+            "least ms": f"{1e3 * min(row['seconds']):,.3g}",
+            "bound ms": f"{1e3 * row['bound']:,.3g}",
+            "/ float32": f"{times[row['optimizer']] / base:.2f}" if base else "",
+        }
         for row in rows
     ]
-    print_table(f"Update of one layer of {config.model}", headers, cells)
+    print_cells(f"Update of one layer of {config.model}", cells)
 
 
 if __name__ == "__main__":

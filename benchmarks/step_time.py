@@ -9,7 +9,6 @@ time of the step's matrix products at the rate of a large product in the same ru
 """
 
 import dataclasses
-import functools
 import pathlib
 import statistics
 import time
@@ -18,11 +17,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks import command, record
+from benchmarks import command, memory, record
 from benchmarks.rivals import ON_DEVICE, compiled_memory, random_batch, rival
-from benchmarks.tables import print_table
+from benchmarks.tables import Cells, print_cells
 from benchmarks.variants import check_names
-from train.planning.flops import causal_loop_length, matmul_flops
+from benchmarks.whole_step import compile_rival
 from train.settings.config import PretrainConfig
 from train.settings.resolve import dimensions
 
@@ -55,52 +54,36 @@ class Config:
         check_names(self.only, ON_DEVICE)
 
 
-@dataclasses.dataclass
-class _Running:
-    """A rival that is being timed: its compiled steps and its state."""
-
-    program: Any
-    refresh: Any
-    state: Any
-    seconds: list[float] = dataclasses.field(default_factory=list)
-    refresh_seconds: list[float] = dataclasses.field(default_factory=list)
-
-
-def measure(config: Config) -> tuple[list[dict], float]:
+def measure(config: Config) -> tuple[list[dict[str, Any]], float]:
     """Returns one row for each rival, and the rate of a large product in FLOP/s."""
     batch = random_batch(config.train, dimensions(config.train).vocab_size)
-    rows, running = [], {}
+    rows, running = [], []
     for name in config.only:
-        one = rival(name, config.train)
-        state = jax.jit(one.init)()
-        flops = functools.partial(
-            matmul_flops, loop_length=causal_loop_length(config.train.seq_len)
-        )
-        program = _compile(one.step, state, batch)
-        refresh = None if one.refresh is None else _compile(one.refresh, state, batch)
-        rows.append({"rival": name, "matmul_flops": flops(one.step, state, batch)})
-        rows[-1] |= compiled_memory(program)
-        if one.refresh is not None:
-            rows[-1]["refresh_matmul_flops"] = flops(one.refresh, state, batch)
-        running[name] = _Running(program, refresh, state)
-
-    for _ in range(2 + config.rounds):
-        for name, one in running.items():
-            begin = time.perf_counter()
-            one.state, metrics = jax.block_until_ready(one.program(one.state, batch))
-            one.seconds.append(time.perf_counter() - begin)
-            if one.refresh is not None:
+        measured = rival(name, config.train)
+        programs, state = compile_rival(measured, batch), jax.eval_shape(measured.init)
+        row: dict[str, Any] = {
+            "rival": name,
+            "matmul_flops": memory.operations(measured.step, state, batch),
+            **compiled_memory(programs.step),
+        }
+        if measured.refresh is not None:
+            row["refresh_matmul_flops"] = memory.operations(measured.refresh, state, batch)
+        rows.append(row | {"seconds": [], "refresh_seconds": []})
+        running.append((programs, programs.init()))
+    for number in range(2 + config.rounds):
+        for i, (row, (programs, state)) in enumerate(zip(rows, running, strict=True)):
+            for name, program in (
+                ("seconds", programs.step),
+                ("refresh_seconds", programs.refresh),
+            ):
+                if program is None:
+                    continue
                 begin = time.perf_counter()
-                one.state, _ = jax.block_until_ready(one.refresh(one.state, batch))
-                one.refresh_seconds.append(time.perf_counter() - begin)
-            next(row for row in rows if row["rival"] == name)["loss"] = float(metrics["loss"])
-    for row, one in zip(rows, running.values(), strict=True):
-        row["seconds"], row["refresh_seconds"] = one.seconds[2:], one.refresh_seconds[2:]
+                state, metrics = jax.block_until_ready(program(state, batch))
+                row[name] += [time.perf_counter() - begin] if number >= 2 else []
+                row["loss"] = float(metrics["loss"]) if name == "seconds" else row["loss"]
+            running[i] = programs, state
     return rows, _matmul_rate(jnp.dtype(config.train.compute_dtype))
-
-
-def _compile(step: Any, state: Any, batch: Any) -> Any:
-    return jax.jit(step, donate_argnums=0).lower(state, batch).compile()
 
 
 def _matmul_rate(dtype: jnp.dtype) -> float:
@@ -117,43 +100,43 @@ def _matmul_rate(dtype: jnp.dtype) -> float:
     return 2 * size**3 / min(times)
 
 
-def show(config: Config, rows: list[dict], rate: float) -> None:
-    """Prints medians, ratios to the first rival, and bounds."""
-    train, device = config.train, jax.devices()[0].device_kind
-    title = (
-        f"{train.model}, {train.batch_size} x {train.seq_len}, weights {train.weight_dtype},"
-        f" computed in {train.compute_dtype}, {device}, large product {rate / 1e12:.2f} TFLOP/s"
-    )
-    headers = ("rival", "ms (min to max)", "/ first", "tokens/s", "refresh ms", "bound ms", "of it",
-               "peak GiB", "/ first")  # fmt: skip
-    cells = []
-    tokens = train.batch_size * train.seq_len
-    first = statistics.median(rows[0]["seconds"])
+def table(rows: list[dict[str, Any]], rate: float, tokens: int) -> Cells:
+    """Returns medians, ratios to the first rival, and bounds.
+
+    Args:
+      rows: the rows.
+      rate: FLOP/s of a large product.
+      tokens: tokens of a step.
+    """
+    cells, first = [], statistics.median(rows[0]["seconds"])
     for row in rows:
-        median = statistics.median(row["seconds"])
-        spread = f"({min(row['seconds']) * 1e3:,.1f} to {max(row['seconds']) * 1e3:,.1f})"
-        refresh = row["refresh_seconds"]
-        bound = row["matmul_flops"] / rate
+        seconds, refresh = row["seconds"], row["refresh_seconds"]
+        median, bound = statistics.median(seconds), row["matmul_flops"] / rate
+        spread = f"({min(seconds) * 1e3:,.1f} to {max(seconds) * 1e3:,.1f})"
         cells.append(
-            (
-                row["rival"],
-                f"{median * 1e3:,.1f} {spread}",
-                f"{median / first:.3f}",
-                f"{tokens / median:,.0f}",
-                f"{statistics.median(refresh) * 1e3:,.1f}" if refresh else "",
-                f"{bound * 1e3:,.1f}",
-                f"{bound / median:.2f}",
-                f"{row['peak'] / 2**30:.2f}",
-                f"{row['peak'] / rows[0]['peak']:.3f}",
-            )
+            {
+                "rival": row["rival"],
+                "ms (min to max)": f"{median * 1e3:,.1f} {spread}",
+                "/ first": f"{median / first:.3f}",
+                "tokens/s": f"{tokens / median:,.0f}",
+                "refresh ms": f"{statistics.median(refresh) * 1e3:,.1f}" if refresh else "",
+                "bound ms": f"{bound * 1e3:,.1f}",
+                "of it": f"{bound / median:.2f}",
+                "peak GiB": f"{row['peak'] / 2**30:.2f}",
+            }
         )
-    print_table(title, headers, cells)
+    return cells
 
 
 def main() -> None:
     config = command.settings(Config, __doc__)
     rows, rate = measure(config)
-    show(config, rows, rate)
+    train, device = config.train, jax.devices()[0].device_kind
+    print_cells(
+        f"{train.model}, {train.batch_size} x {train.seq_len}, weights {train.weight_dtype},"
+        f" computed in {train.compute_dtype}, {device}, large product {rate / 1e12:.2f} TFLOP/s",
+        table(rows, rate, train.batch_size * train.seq_len),
+    )
     record.write(config, rows, matmul_flops_per_second=rate)
 
 

@@ -1,12 +1,14 @@
 """Methods with options, by name."""
 
 import dataclasses
-from typing import Literal
+from typing import Literal, TypeVar
 
 from actjax.kernels.format import Rounding
 from models import preset
-from train.settings.config import OptimizerConfig, PretrainConfig, WeightDtype
+from train.settings.config import FinetuneConfig, OptimizerConfig, PretrainConfig, WeightDtype
 from train.settings.options import MethodOptions, given_fields
+
+Settings = TypeVar("Settings", PretrainConfig, FinetuneConfig)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,11 +32,11 @@ class Variant:
     in_backward: bool = False
     weight_dtype: WeightDtype | None = None
 
-    def configure(self, train: PretrainConfig) -> PretrainConfig:
+    def configure(self, train: Settings) -> Settings:
         """Returns the settings of a run with this variant."""
         options = self.options
         of_run = "float32" if train.weight_dtype == "auto" else train.weight_dtype
-        if self.width_over_rank:
+        if self.width_over_rank and isinstance(train, PretrainConfig):
             rank = preset(train.model).hidden_size // self.width_over_rank
             options = dataclasses.replace(options, rank=rank)
         return dataclasses.replace(

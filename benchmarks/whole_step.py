@@ -19,11 +19,12 @@ import numpy as np
 
 from actjax import kernels
 from actjax.optim.host_states import HOST
+from benchmarks import memory
 from benchmarks.gpu.parts import wait_to_be_alone
 from benchmarks.rivals import Rival, compiled_memory, rival
 from models import preset
-from train.planning.flops import causal_loop_length, matmul_flops
 from train.run.loop import with_sharding
+from train.run.loss import Batch
 from train.run.report import tree_bytes
 from train.settings.config import Dtype, PretrainConfig
 
@@ -66,14 +67,11 @@ def measure(job: Job) -> dict[str, Any]:
     )
     with kernels.use(job.implementation):
         one = rival(job.rival, config)
-        programs = _compile(one, config)
+        batches = real_batches(config, job.warmup + job.steps)
+        programs = compile_rival(one, batches[0])
         if job.only_compile:
             return {}
-        batches = real_batches(config, job.warmup + job.steps)
-        state_shapes = jax.eval_shape(one.init)
-        flops = matmul_flops(
-            one.step, state_shapes, batches[0], loop_length=causal_loop_length(job.seq_len)
-        )
+        flops = memory.operations(one.step, jax.eval_shape(one.init), batches[0])
         # Until this process ends: its memory is the device's until then.
         wait_to_be_alone()
         state = programs.init()
@@ -97,17 +95,17 @@ def measure(job: Job) -> dict[str, Any]:
     }
 
 
-class _Programs(NamedTuple):
-    """Compiled programs of a rival."""
+class Programs(NamedTuple):
+    """Compiled programs of a rival; `refresh` is None without refresh steps."""
 
     init: Any
     refresh: Any
     step: Any
 
 
-def _compile(one: Rival, config: PretrainConfig) -> _Programs:
+def compile_rival(one: Rival, batch: Batch) -> Programs:
+    """Returns the compiled programs of a rival for a batch."""
     state = jax.eval_shape(one.init)
-    batch = jax.eval_shape(lambda: real_batches(config, 1)[0])
     places: dict[str, Any] = {}
     if one.on_host is None:
         init = jax.jit(one.init).lower().compile()
@@ -119,7 +117,7 @@ def _compile(one: Rival, config: PretrainConfig) -> _Programs:
         None if run is None else jax.jit(run, donate_argnums=0, **places).lower(state, batch)
         for run in (one.step, one.refresh)
     )
-    return _Programs(init, refresh and refresh.compile(), step and step.compile())
+    return Programs(init, refresh and refresh.compile(), step and step.compile())
 
 
 def summary(rounds: list[dict[str, Any]]) -> dict[str, Any] | None:

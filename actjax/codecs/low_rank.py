@@ -67,7 +67,7 @@ class RandomProjection(FactoredCodec):
 
     Storage: `T k` values of the dtype of `x`, and 8 bytes of key.
     Overflow: sums over tokens and features may become infinite or NaN where numbers are above the
-      largest of their dtype over `1024 sqrt(T d)`; none below did (`benchmarks.random_arrays`).
+      largest of their dtype over `1024 sqrt(T d)`; none below did (`tests/fuzz/test_arrays.py`).
     Error: `E‖x_hat − x‖² = ‖x‖² (d + 1) / k` (Frobenius): larger than `x` itself while `k <= d`.
     Devices: add up `(x S)ᵀ dz` [k, n] in place of the gradient [d, n].
     Unbiased, since `E[S Sᵀ] = I`.
@@ -122,7 +122,7 @@ class RandomizedSVD(FactoredCodec):
 
     Storage: `k (T + d)` values of the dtype of `x`.
     Overflow: sums over tokens and features may become infinite or NaN where numbers are above the
-      largest of their dtype over `1024 sqrt(T d)`; none below did (`benchmarks.random_arrays`).
+      largest of their dtype over `1024 sqrt(T d)`; none below did (`tests/fuzz/test_arrays.py`).
     Error: close to that of the best approximation of rank k: for any `p in 2..k-2`,
     `E‖x_hat − x‖ <= sqrt(1 + (k − p) / (p − 1)) (Σ_{j > k − p} σ_j²)^½`
     (Halko et al., Theorem 10.5); each power iteration brings it closer to the best.

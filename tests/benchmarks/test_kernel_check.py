@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import record, report
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import config as gpu_config
 from benchmarks.gpu import steps
@@ -144,47 +143,3 @@ def test_a_summary_has_medians_or_is_none_after_a_failure():
     assert (one["seconds"], one["memory"], one["loss"]) == (2.0, 2**30, 4.0)
     assert summary([ROUND, {"failure": "no memory"}]) is None
     assert summary([]) is None
-
-
-def test_the_report_omits_columns_without_measurements():
-    row = {
-        "kernel": "quantize", "case": "c", "bytes": 2e6, "bound_us": 0.5, "registers": 48,
-        "spilled": 0, "shared": 64, "moved": 2e6, "xla_moved": 4e6,
-    }  # fmt: skip
-    table = report.kernel_table([row], [])
-    assert "| `quantize` | c | 2.0 | 0.5 | 48 | 0 | 64 | 1.00 | 2.00 |" in table
-    assert "TB/s" not in table
-    measured = {**row, "seconds": {}, "bandwidth": 4e12, "share_of_copy": 0.9, "of_xla": 0.5}
-    assert "| 4.00 | 0.90 | 0.50 |" in report.kernel_table([row], [measured])
-    size = {"batch_size": 4, "seq_len": 25}
-    rows = [
-        {"rival": "plain", **size, "rounds": [ROUND]},
-        {"rival": "x", **size, "rounds": [{"failure": "f"}]},
-    ]
-    table = report.step_table(rows)
-    assert "| plain | 50 | 1.000 | 1.00 | 1.000 | 4.000 |" in table
-    assert "| x | failed |" in table
-
-
-def test_the_report_reads_what_the_repository_has(monkeypatch, capsys):
-    paths = [str(record.RESULTS / name) for name in ("kernels.json", "gpu.json")]
-    monkeypatch.setattr(sys, "argv", ["report", *paths])
-    report.main()
-    printed = capsys.readouterr().out
-    assert "| TB/s |" in printed
-    assert "llama_1b, 8 x 1024" in printed
-    assert "llama_7b, 4 x 1024, within 22 GiB" in printed
-
-
-def test_the_report_shows_failures_first():
-    kernels = [
-        {"kernel": "quantize", "case": "a", "ok": True, "error": 1e-7},
-        {"kernel": "quantize", "case": "b", "ok": False, "failure": "out of registers"},
-    ]
-    lines = report.check_table(kernels, [{"operator": "rms_norm", "ok": False, "error": 0.1}])
-    shown = lines.splitlines()[2:]
-    assert "out of registers" in shown[0]
-    assert "| rms_norm | NO | 1.0e-01 |" in shown[1]
-    assert "| yes | 1.0e-07 |" in shown[2]
-    steps = report.determinism_table([{"rival": "pamm", "same_bits": False, "apart": 0.0}])
-    assert "| pamm | NO | 0.0e+00 |" in steps

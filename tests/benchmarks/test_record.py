@@ -24,13 +24,3 @@ def test_results_are_json_with_their_environment(tmp_path):
     assert {"commit", "cores", "device", "python", "versions", "xla_flags"} <= set(
         content["environment"]
     )
-
-
-def test_former_names_of_methods_are_read_as_the_present_ones(tmp_path):
-    path = tmp_path / "old.json"
-    rows = [{"rival": "frugal_subspace d/4"}, {"rival": "exact"}]
-    path.write_text(json.dumps({"rows": rows, "settings": {"train": {"method": "frugal"}}}))
-    assert record.read(path) == {
-        "rows": [{"rival": "lean_subspace d/4"}, {"rival": "exact"}],
-        "settings": {"train": {"method": "lean"}},
-    }

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tiny
 
+from benchmarks import finetune
 from benchmarks.rivals import (
     PLAIN,
     RIVALS,
@@ -21,7 +22,7 @@ from benchmarks.variants import EIGHT_BIT, VARIANTS, Variant, check_names
 from models import ModelConfig, preset
 from train.planning.flops import causal_loop_length, matmul_flops
 from train.run.loss import batch_shapes
-from train.settings.config import PretrainConfig
+from train.settings.config import FinetuneConfig, PretrainConfig
 from train.settings.options import MethodOptions
 from train.settings.resolve import resolve
 
@@ -50,6 +51,8 @@ def test_a_variant_takes_its_rank_from_the_width():
 def test_the_settings_of_every_variant_fit():
     for variant in VARIANTS.values():
         resolve(variant.configure(PretrainConfig()), preset("llama_9m"))
+    for row in finetune.ROWS.values():
+        resolve(row.configure(FinetuneConfig(checkpoint="none")), preset("llama_9m"))
 
 
 @functools.cache

@@ -1,0 +1,246 @@
+"""Writes what is made from raw results: the page of tables, the pictures, the marks in the docs.
+
+`python -m benchmarks.render` writes `docs/results/tables.md` from the committed results, says where
+the code that a result measures has changed since, draws the pictures whose results have changed,
+and marks links to the results of deleted studies in the documentation as historical, with the
+commit that made them and can repeat them.
+"""
+
+import math
+import pathlib
+import re
+import statistics
+import subprocess
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from benchmarks import kernels, ladder, memory, pictures, record, soak
+from benchmarks.record import RESULTS
+from benchmarks.tables import Cells, cell, markdown
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "results" / "tables.md"
+HISTORICAL = {
+    "anybody": "`compress` on models of twelve other libraries",
+    "all_reduce": "bytes that data-parallel devices exchange",
+    "bits": "bits chosen for each site, and the error of the gradient",
+    "controller": "what the controller of bits chooses, and what it costs",
+    "malformed": "1,000 malformed inputs of the programs; `tests/fuzz` draws them now",
+    "moment_rounding": "rounding errors of first moments in 4 bits",
+    "others": "`compress_residuals` on code of other libraries",
+    "random_arrays": "10,000 arrays through every codec; `tests/fuzz` draws them now",
+    "refresh": "cost of a refresh of the subspace",
+    "state_memory": "whole steps with small optimizer states",
+    "subspace_loops": "subspaces in the loops of optax",
+    "weight_rounding": "roundings of bfloat16 weights",
+}
+"""Results whose programs are gone: what each measured. They cannot become stale."""
+
+
+class Section(NamedTuple):
+    """A table of the page.
+
+    Attributes:
+      title: its title.
+      table: returns the table of the rows of a result.
+      sources: files and folders whose code the result measures.
+      needs: what a full run needs that not every machine has.
+    """
+
+    title: str
+    table: Callable[[list[dict[str, Any]]], Cells]
+    sources: tuple[str, ...]
+    needs: str = ""
+
+
+def _gpu(rows: list[dict[str, Any]]) -> Cells:
+    cells = []
+    for row in rows:
+        for first in row.get("rounds", ())[:1]:
+            seconds = statistics.median(t for x in row["rounds"] for t in x["seconds"])
+            tokens = row["batch_size"] * row["seq_len"]
+            cells.append(
+                {
+                    "model": row["model"],
+                    "step": ladder.RUNGS.get(row["rival"], row["rival"]),
+                    "tokens": f"{row['batch_size']} x {row['seq_len']}",
+                    "ms": f"{seconds * 1e3:,.0f}",
+                    "tokens/s": f"{tokens / seconds:,.0f}",
+                    "matmul TFLOP/s": f"{first['matmul_flops'] / seconds / 1e12:.0f}",
+                    "peak, GiB: device": cell(first["peak"], ".2f", 2**30),
+                    "compiler": cell(first["planned_peak"], ".2f", 2**30),
+                }
+            )
+    return cells
+
+
+def _triton(rows: list[dict[str, Any]]) -> Cells:
+    names = {"program": "program", "choice": "blocks", "registers": "registers",
+             "spilled": "spilled", "shared": "shared, bytes",
+             "instructions": "instructions"}  # fmt: skip
+    return [
+        {"case": row["case"]}
+        | {
+            title: f"{x:,}" if isinstance(x := row[name], int) else x
+            for name, title in names.items()
+        }
+        for row in rows
+    ]
+
+
+_STEP = ("actjax", "models", "train", "benchmarks/memory.py", "benchmarks/rivals.py",
+         "benchmarks/variants.py", "benchmarks/plain.py")  # fmt: skip
+_COMPILES = "`pip install -e '.[programs,compile]'`"
+SECTIONS = {
+    "ladder": Section(
+        "One change at a time", ladder.table, (*_STEP, "benchmarks/ladder.py"), _COMPILES
+    ),
+    "memory": Section("A step of `llama_130m`, compiled for a CPU", memory.table, _STEP),
+    "memory_h100": Section(
+        "A step of `llama_1b`, compiled for an H100", memory.table, _STEP, _COMPILES
+    ),
+    "gpu": Section(
+        "Steps on a GPU", _gpu, _STEP,
+        "an NVIDIA GPU, and `python -m benchmarks.gpu --processes 12`",
+    ),
+    "kernels": Section(
+        "Kernels, compiled for an H100", kernels.table,
+        ("actjax/kernels", "benchmarks/kernel_cases"), _COMPILES,
+    ),
+    "triton_kernels": Section(
+        "Kernels in Triton and in Pallas, assembled for an H100", _triton,
+        ("actjax/kernels", "benchmarks/kernel_cases"),
+        "`pip install -e '.[programs,triton,compile]'`",
+    ),
+    "soak": Section("A run under random kills", soak.table, ("actjax", "models", "train")),
+}  # fmt: skip
+"""By the names of their results, in the order of the page."""
+
+
+def page(folders: dict[str, pathlib.Path]) -> str:
+    """Returns the page of all tables.
+
+    Args:
+      folders: by title, folders of results.
+    """
+    parts = [
+        "# Tables",
+        "Written by `python -m benchmarks.render`. Raw results name machine, versions, settings and"
+        "\ncommit. A result whose code has changed since is marked as stale.",
+    ]
+    for title, folder in folders.items():
+        parts.append(f"## {title}")
+        for name, section in SECTIONS.items():
+            path = folder / f"{name}.json"
+            if path.exists():
+                parts += _section(section, record.read(path), path)
+    parts += [
+        "## Historical results",
+        "Their programs are gone; the commit of each has them. Pages that cite them say so.",
+        markdown(
+            [
+                {"result": f"[{name}.json](../../benchmarks/results/{name}.json)", "of": what,
+                 "made by": commit_of(name)}
+                for name, what in HISTORICAL.items()
+            ]
+        ),
+    ]  # fmt: skip
+    return "\n\n".join(parts) + "\n"
+
+
+def _section(section: Section, result: dict[str, Any], path: pathlib.Path) -> list[str]:
+    where = result["environment"]
+    relative = path.relative_to(ROOT)
+    parts = [
+        f"### {section.title}",
+        f"[{path.name}](../../{relative}): {where['device']}, {where['cores']} cores,"
+        f" JAX {where['versions']['jax']}, Python {where['python']}, commit {where['commit']},"
+        f" {where['date'][:10]}.",
+    ]
+    if stale := staleness(result, section.sources):
+        parts.append(f"**{stale}**")
+    if section.needs:
+        parts.append(f"It needs {section.needs}.")
+    parts.append(markdown(section.table(result["rows"])))
+    picture = path.with_suffix(".png")
+    if picture.name in pictures.PICTURES:
+        parts.append(f"![{section.title}](../../{relative.with_suffix('.png')})")
+    return parts
+
+
+def commit_of(name: str) -> str:
+    """Returns the commit that made a historical result, or those that made its parts."""
+    result = record.read(RESULTS / f"{name}.json")
+    parts = [result] if "environment" in result else result.values()
+    commits = sorted({part["environment"]["commit"] for part in parts})
+    return f"{'commit' if len(commits) == 1 else 'commits'} {', '.join(commits)}"
+
+
+_LINK = re.compile(r"(\]\([./]*benchmarks/results/(\w+)\.json\))( \(historical, commits? [^)]*\))?")
+
+
+def marked(text: str) -> str:
+    """Returns a page whose links to historical results are marked, and no others."""
+
+    def mark(match: re.Match[str]) -> str:
+        name = match[2]
+        return match[1] + (f" (historical, {commit_of(name)})" if name in HISTORICAL else "")
+
+    return _LINK.sub(mark, text)
+
+
+def staleness(result: dict[str, Any], sources: Sequence[str], root: pathlib.Path = ROOT) -> str:
+    """Returns what is wrong with the age of a result; nothing if its code has not changed since.
+
+    Args:
+      result: content of a result file, with the commit in its `environment`, or in each row where
+        several calls made them. The commit with the most changes since counts.
+      sources: files and folders whose code the result measures, from the root of the repository.
+      root: the repository.
+    """
+    of_file = result.get("environment", {}).get("commit", "unknown")
+    commits = {str(row.get("commit", of_file)) for row in result.get("rows", ())} or {str(of_file)}
+    notes = (_staleness(commit, sources, root) for commit in sorted(commits))
+    return max(notes, key=lambda note: note[0])[1]
+
+
+def _staleness(commit: str, sources: Sequence[str], root: pathlib.Path) -> tuple[float, str]:
+    """Returns the number of changes since a commit, infinite if it is not known, and the note."""
+    clean = commit.removesuffix("-dirty")
+    changes = _git(root, "log", "--format=%h", f"{clean}..HEAD", "--", *sources)
+    if changes is None:
+        text = f"Its commit, {commit}, is not known here: it may be older than the code."
+        return math.inf, text
+    if commit != clean:
+        text = f"Measured at {clean} with changes that no commit has: it may be of other code."
+        return math.inf, text
+    if _git(root, "status", "--porcelain", "--", *sources):
+        text = f"Stale: measured at {clean}; what it measures has changes without a commit."
+        return math.inf, text
+    count = len(changes.split())
+    commits = "one commit has" if count == 1 else f"{count} commits have"
+    text = f"Stale: measured at {clean}; {commits} changed what it measures since."
+    return count, text if count else ""
+
+
+def _git(root: pathlib.Path, *arguments: str) -> str | None:
+    """Returns what git prints; None if it fails."""
+    command = ["git", "-C", str(root), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout if done.returncode == 0 else None
+
+
+def main() -> None:
+    """Writes all of it."""
+    folders = {"Full runs": RESULTS, "Quick runs": RESULTS / "quick"}
+    pictures.draw_all([*folders.values()])
+    PAGE.write_text(page(folders), encoding="utf-8")
+    for path in sorted((ROOT / "docs").rglob("*.md")):
+        if path != PAGE and (text := path.read_text(encoding="utf-8")) != marked(text):
+            path.write_text(marked(text), encoding="utf-8")
+            print(f"marked {path.relative_to(ROOT)}")
+    print(f"wrote {PAGE.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

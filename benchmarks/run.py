@@ -1,0 +1,229 @@
+"""Benchmarks that need no GPU in one command, and whether their results have become worse.
+
+`python -m benchmarks.run --quick` runs each in small, in about ten minutes on two cores, and writes
+to `benchmarks/results/quick`. `--full` runs them as they are committed, which takes hours, and
+writes to `benchmarks/results`. Both write the page of tables, as `benchmarks.render` does.
+
+`--compare` compares the quick results with those of the last commit, row by row, and exits with 1
+if a peak, a temporary memory, a loss or a number of operations is more than 2% larger or missing,
+if there are new faults, or if a result is missing or has other settings. Times are not compared:
+machines differ.
+"""
+
+import collections
+import dataclasses
+import json
+import math
+import pathlib
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import tyro
+
+from benchmarks import command, render
+from benchmarks.record import RESULTS
+from benchmarks.tables import print_cells
+
+QUICK = RESULTS / "quick"
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """The arguments of a benchmark in a quick and in a full run; None if it has no such run."""
+
+    module: str
+    quick: tuple[str, ...] | None = None
+    full: tuple[str, ...] | None = ()
+
+
+JOBS = {
+    "ladder": Job(
+        "benchmarks.ladder",
+        ("--steps", "40", "--batch-size", "4", "--evaluations", "4", "--eval-batches", "2"),
+    ),
+    "memory": Job(
+        "benchmarks.memory",
+        ("--only", "plain", "jax.checkpoint, full", "exact", "lean", "lean, 4-bit and factored"),
+    ),
+    "memory_h100": Job(
+        "benchmarks.memory",
+        full=("--model", "llama_1b", "--batch-size", "8", "--seq-len", "1024", "--weight-dtype",
+              "bfloat16", "--compute-dtype", "bfloat16", "--device", "h100"),
+    ),
+    "triton_kernels": Job(
+        "benchmarks.triton_kernels",
+        ("--cases", "llama_1b block input, 4 bits, normal levels, balanced, rotated"),
+    ),
+    "soak": Job(
+        "benchmarks.soak",
+        ("--steps", "200", "--kills", "3", "--save-every", "20", "--vocab-size", "512"),
+    ),
+}  # fmt: skip
+"""By the names of their results. Runs that take hours are not among them: their commands stand
+beside their tables in `docs/results/quality.md`."""
+
+COMPARED = {
+    "memory": ("peak", "forward_and_backward", "matmul_flops"),
+    "ladder": ("peak", "matmul_flops", "loss"),
+    "soak": ("faults",),
+}
+"""Values of the rows of each result: less is better. Lists count by their length."""
+_WITHOUT_INFLUENCE = ("add",)
+"""Settings that change no row."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What to run."""
+
+    quick: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Run each benchmark in small."""
+    full: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Run each benchmark as its committed result was made."""
+    compare: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Compare the quick results with those of `--against`."""
+    only: tuple[str, ...] = tuple(JOBS)
+    """Benchmarks to run, by the names of their results."""
+    against: str = "HEAD"
+    """Commit of the results to compare with."""
+    most: float = 0.02
+    """Largest growth that is not a loss."""
+
+    def __post_init__(self) -> None:
+        if self.quick + self.full + self.compare != 1:
+            raise ValueError("give one of `--quick`, `--full` and `--compare`.")
+        if unknown := sorted(set(self.only) - set(JOBS)):
+            names = ", ".join(JOBS)
+            raise ValueError(f"`--only` has {unknown[0]!r}: choose from {names}.")
+        if not self.most >= 0:
+            raise ValueError(f"`--most` must not be negative, got {self.most}.")
+
+
+def run(config: Config) -> list[dict[str, str]]:
+    """Runs the benchmarks, each in a new process, and returns how they ended."""
+    folder = QUICK if config.quick else RESULTS
+    folder.mkdir(parents=True, exist_ok=True)
+    ended = []
+    for name in config.only:
+        arguments = JOBS[name].quick if config.quick else JOBS[name].full
+        if arguments is None:
+            continue
+        line = ["-m", JOBS[name].module, *arguments, "--results", str(folder / f"{name}.json")]
+        print(f"\n{name}: {shlex.join(line)}", flush=True)
+        began = time.monotonic()
+        done = subprocess.run([sys.executable, *line], env=command.environment(), check=False)
+        state = "failed" if done.returncode else "done"
+        ended.append({"benchmark": name, "": state, "s": f"{time.monotonic() - began:.0f}"})
+    return ended
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """A value before and now.
+
+    Attributes:
+      place: result, row and value.
+      before: as committed.
+      now: as measured; infinite if it is missing.
+      counted: whether it is a number of faults: then any growth is a loss.
+    """
+
+    place: str
+    before: float
+    now: float
+    counted: bool = False
+
+    def is_worse(self, most: float) -> bool:
+        """Whether it grew by more than a share."""
+        # Not `>`, which holds for no NaN.
+        return not self.now <= self.before * (1 if self.counted else 1 + most)
+
+
+def changes(name: str, before: dict[str, Any], now: dict[str, Any]) -> Iterator[Change]:
+    """Yields the values of a committed result with those of a new one, and faults of new rows.
+
+    Args:
+      name: name of the result.
+      before: content of the committed file.
+      now: content of the new one.
+    """
+    rows_before, rows_now = ({_key(row): row for row in result["rows"]} for result in (before, now))
+    for key in rows_before | rows_now:
+        for value in COMPARED[name]:
+            a, b = rows_before.get(key, {}).get(value), rows_now.get(key, {}).get(value)
+            place = f"{name}: {key}, {value}"
+            if isinstance(a, list) or isinstance(b, list):
+                # A fault that another one replaces is new.
+                known, present = (collections.Counter(map(str, x or ())) for x in (a, b))
+                count = math.inf if b is None else present.total()
+                yield Change(place, (known & present).total(), count, counted=True)
+            elif a is not None:
+                yield Change(place, float(a), math.inf if b is None else float(b))
+
+
+def _key(row: dict[str, Any]) -> str:
+    return str(row.get("rival", row.get("processes")))
+
+
+def compare(config: Config, folder: pathlib.Path = QUICK) -> bool:
+    """Prints what is worse than in a commit. Returns whether anything is, or cannot be compared.
+
+    Args:
+      config: which commit, and how much worse.
+      folder: the results to judge.
+
+    Raises:
+      ValueError: the commit is not known, or has no result of the folder.
+    """
+    compared: list[Change] = []
+    skipped = False
+    for name in COMPARED:
+        path = folder / f"{name}.json"
+        show = ["git", "-C", str(folder), "show", f"{config.against}:./{path.name}"]
+        done = subprocess.run(show, capture_output=True, text=True, check=False)
+        if done.returncode:
+            continue
+        before, now = (
+            json.loads(done.stdout),
+            json.loads(path.read_text() if path.exists() else "{}"),
+        )
+        settings = [{k: v for k, v in x.get("settings", {}).items() if k not in _WITHOUT_INFLUENCE}
+                    for x in (before, now)]  # fmt: skip
+        if settings[0] != settings[1]:
+            print(f"{name}: missing, or with other settings than those of {config.against}")
+            skipped = True
+            continue
+        if before["environment"]["versions"] != now["environment"]["versions"]:
+            print(f"{name}: other versions of JAX or its companions than in {config.against}")
+        compared += changes(name, before, now)
+    if not compared and not skipped:
+        raise ValueError(f"`--against` {config.against!r} has no result in {folder}.")
+    worse = [change for change in compared if change.is_worse(config.most)]
+    if worse:
+        cells = [{"value": x.place, "before": f"{x.before:,.4g}", "now": f"{x.now:,.4g}"}
+                 for x in worse]  # fmt: skip
+        print_cells(f"worse by more than {config.most:.0%}", cells)
+    print(f"{len(compared)} values compared with {config.against}, {len(worse)} worse")
+    return bool(worse) or skipped
+
+
+def main() -> None:
+    """Runs or compares. Exits with 1 if something failed or is worse."""
+    config = tyro.cli(Config, description=__doc__)
+    if config.compare:
+        try:
+            sys.exit(compare(config))
+        except ValueError as error:
+            sys.exit(f"error: {error}")
+    ended = run(config)
+    print_cells("benchmarks", ended)
+    render.main()
+    sys.exit(any(row[""] == "failed" for row in ended))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,291 @@
+"""Strategies of malformed files: texts, records, tokenizers, checkpoints, adapters and runs."""
+
+import json
+import pathlib
+import shutil
+import struct
+from typing import Any
+
+import numpy as np
+from fuzz.changes import Draw, damaged_bytes, damaged_json, damaged_tree, one_of, spoil
+from fuzz.inputs import ANSWERS, FINETUNE, PERPLEXITY, PLAN, PRETRAIN, WRITING, Flags, words
+from fuzz.programs import Case
+from hypothesis import strategies as st
+
+Command = tuple[str, Flags, str]
+"""A program, its flags, and the flag that names the damaged file."""
+_TEXTS: tuple[Command, ...] = (("pretrain", PRETRAIN, "--data"), ("evaluate", PERPLEXITY, "--data"))
+_RECORDS: tuple[Command, ...] = (
+    ("finetune", FINETUNE, "--data"),
+    ("evaluate", ANSWERS, "--questions"),
+    *((program, flags | {"--data": "texts.jsonl"}, "--data") for program, flags, _ in _TEXTS),
+)
+_WEIGHTS: tuple[Command, ...] = (
+    ("finetune", FINETUNE, "--checkpoint"),
+    *(("evaluate", flags, "--checkpoint") for flags in (PERPLEXITY, ANSWERS, WRITING)),
+)
+_DIMENSIONS: tuple[Command, ...] = (
+    ("pretrain", PRETRAIN, "--model"),
+    ("plan", PLAN, "--checkpoint"),
+)
+
+
+def _case(what: str, command: Command, certain: bool, **changed: str | None) -> Case:
+    program, flags, flag = command
+    flags = flags | {f"--{name}": value for name, value in changed.items()}
+    return Case(what, program, words(flags), (flag,), certain)
+
+
+def text(draw: Draw, folder: pathlib.Path) -> Case:
+    """A text that cannot be read, or that is too short."""
+    path, command = folder / "text.txt", one_of(draw, *_TEXTS)
+    data = path.read_bytes()
+    place = draw(st.integers(0, len(data) - 1))
+    what = one_of(draw, "spoilt", "not UTF-8", "another kind", "no path", "short", "changed")
+    if what == "another kind":
+        name = one_of(draw, "text.jsonl", "text.parquet", "text.gz", "text.json")
+        path.rename(folder / name)
+        return _case(f"text: {name}", command, True, data=name)
+    if what == "no path":
+        paths = ("", "/dev/null", "none/such", "adapter/adapter_model.safetensors", "/proc/1/mem")
+        return _case("text: no path", command, True, data=one_of(draw, *paths))
+    if what == "spoilt":
+        what = spoil(draw, path)
+    elif what == "not UTF-8":
+        path.write_bytes(data[:place] + one_of(draw, b"\xff", b"\xc3(", b"\xed\xa0\x80", b"\x80"))
+    elif what == "short":
+        path.write_bytes(one_of(draw, b"a", b"\0", b"\xc3\xa9", data[: 2 + place % 80]))
+    else:
+        path.write_bytes(damaged_bytes(draw, data))
+    return _case(f"text: {what}", command, what not in ("short", "changed"))
+
+
+def records(draw: Draw, folder: pathlib.Path) -> Case:
+    """Records for training, questions, or records of text that are broken."""
+    command = one_of(draw, *_RECORDS)
+    path = folder / str(command[1][command[2]])
+    if one_of(draw, *range(4)) == 0:
+        return _case(f"records: {spoil(draw, path)}", command, True)
+    lines = path.read_bytes().splitlines()
+    place = draw(st.integers(0, len(lines) - 1))
+    record = json.loads(lines[place])
+    field, depth = one_of(draw, *record), draw(st.integers(2_000, 200_000))
+    # A number may stand for a text in a record, but not for the text of a document.
+    wrong = (None, [], {}, ["a"], {"a": 1}, [["x"]], *((1, True) if "text" in record else ()))
+    as_text = {
+        "a broken line": lambda: lines[place][: draw(st.integers(1, len(lines[place]) - 1))],
+        "no known field": lambda: {f"{k}_": v for k, v in record.items()},
+        "no object": lambda: one_of(draw, [record], 3, "a", None, True, [[]]),
+        "a wrong type": lambda: record | {field: one_of(draw, *wrong)},
+        "nested too deeply": lambda: b'{"prompt": ' + b"[" * depth + b"]" * depth + b"}",
+        "half a surrogate pair": lambda: record | {field: f"{record[field]}\ud800"},
+        # A number of more than 4,300 digits is none for Python.
+        "a huge number": lambda: b'{"prompt": 1' + b"0" * (depth % 9_000) + b"}",
+        "not UTF-8": lambda: b'{"prompt": "\xff"}',
+        "a changed line": lambda: damaged_bytes(draw, lines[place]),
+        "a changed record": lambda: damaged_tree(draw, record),
+    }
+    what = one_of(draw, *as_text)
+    line = as_text[what]()
+    lines[place] = line if isinstance(line, bytes) else json.dumps(line).encode()
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    certain = not what.startswith("a changed") and (what, field) != (
+        "half a surrogate pair", "answer"
+    )  # fmt: skip
+    return _case(f"records: {what}", command, certain)
+
+
+_TOKENIZERS = {
+    "model/tokenizer.json": ("model/tokenizer.json", "model/tokenizer_config.json"),
+    "pairs": ("pairs/vocab.json", "pairs/merges.txt", "pairs/tokenizer_config.json"),
+    "pieces.model": ("pieces.model",),
+}
+"""By what `--tokenizer` names, its files."""
+
+
+def tokenizer(draw: Draw, folder: pathlib.Path) -> Case:
+    """A tokenizer that is damaged, or a path without one."""
+    commands = (("pretrain", PRETRAIN), ("finetune", FINETUNE), ("evaluate", PERPLEXITY))
+    command = *one_of(draw, *commands), "--tokenizer"
+    if one_of(draw, *range(4)) == 0:
+        path = one_of(draw, "missing", "adapter", "text.txt", "records.jsonl", "/dev/null", "new")
+        return _case(f"tokenizer: {path}", command, True, tokenizer=path)
+    path = one_of(draw, *_TOKENIZERS)
+    file = folder / one_of(draw, *_TOKENIZERS[path])
+    # Settings of a tokenizer are optional.
+    return _case(f"{file.name}: {_damaged(draw, file)}", command, False, tokenizer=path)
+
+
+def _damaged(draw: Draw, path: pathlib.Path) -> str:
+    """Spoils a file or changes its content, JSON by entries too. Returns what it is then."""
+    if one_of(draw, *range(4)) == 0:
+        return spoil(draw, path)
+    change = damaged_json if path.suffix == ".json" else damaged_bytes
+    path.write_bytes(change(draw, path.read_bytes()))
+    return "changed"
+
+
+def weights(draw: Draw, folder: pathlib.Path) -> Case:
+    """A file of weights that is damaged, or a path that is no checkpoint."""
+    command = one_of(draw, *_WEIGHTS)
+    match one_of(draw, *range(8)):
+        case 0:
+            path = one_of(draw, "none", "adapter", "text.txt", "pairs", "/dev/null", "")
+            return _case(f"no checkpoint: {path}", command, True, checkpoint=path)
+        case 1:
+            what, certain = spoil(draw, folder / "model" / "model.safetensors"), True
+        case _:
+            what, certain = _damage_tensors(draw, folder / "model" / "model.safetensors")
+    return _case(f"weights: {what}", command, certain)
+
+
+def config(draw: Draw, folder: pathlib.Path) -> Case:
+    """A config.json that is damaged, or of another model."""
+    path = folder / "model" / "config.json"
+    if one_of(draw, *range(5)) == 0:
+        shutil.copy(folder / "other" / "config.json", path)
+        return _case("config.json: of another model", one_of(draw, *_WEIGHTS), True)
+    what = _damaged(draw, path)
+    command = one_of(draw, *_WEIGHTS, *_DIMENSIONS)
+    return _case(f"config.json: {what}", command, what != "changed")
+
+
+def index(draw: Draw, folder: pathlib.Path) -> Case:
+    """An index of several files of weights that does not fit them."""
+    model, file = folder / "model", "model-00001-of-00001.safetensors"
+    names = [name for name in _read(model / "model.safetensors")[0] if name != "__metadata__"]
+    (model / "model.safetensors").rename(model / file)
+    tree, name = dict.fromkeys(names, file), one_of(draw, *names)
+    what = one_of(draw, "another file", "one missing", "one more", "none", "changed")
+    if what == "another file":
+        tree[name] = one_of(draw, "model-00002-of-00002.safetensors", f"../other/{file}")
+    elif what == "one missing":
+        del tree[name]
+    elif what == "one more":
+        tree["model.layers.9.mlp.up_proj.weight"] = file
+    elif what == "none":
+        (model / file).unlink()
+    text = json.dumps({"metadata": {}, "weight_map": tree}).encode()
+    text = damaged_json(draw, text) if what == "changed" else text
+    (model / "model.safetensors.index.json").write_bytes(text)
+    return _case(f"index: {what}", one_of(draw, *_WEIGHTS), what != "changed")
+
+
+_NO_SETTINGS: dict[str, tuple[Any, ...]] = {
+    "r": (0, -1, 1, 3, 1.5, "2", None, [2], 10**30),
+    "lora_alpha": (0, -1, "16", None, [], 10**400, float("nan")),
+    "target_modules": ("all-linear", [], ["q_proj"], ["qq_proj"], [1], {}, None, [None]),
+}
+
+
+def adapter(draw: Draw, folder: pathlib.Path) -> Case:
+    """An adapter that is damaged, or of another model."""
+    command = "evaluate", one_of(draw, PERPLEXITY, WRITING), "--adapter"
+    settings, changed = folder / "adapter" / "adapter_config.json", {"adapter": "adapter"}
+    what = one_of(draw, *_NO_SETTINGS, "settings", "weights", "another model", "no adapter")
+    certain = True
+    if what in _NO_SETTINGS:
+        fields = json.loads(settings.read_text()) | {what: one_of(draw, *_NO_SETTINGS[what])}
+        settings.write_text(json.dumps(fields))
+    elif what == "settings":
+        what = _damaged(draw, settings)
+        certain = what != "changed"
+    elif what == "weights":
+        what, certain = _damage_tensors(draw, folder / "adapter" / "adapter_model.safetensors")
+        certain = certain and what != "another dtype"
+    elif what == "another model":
+        changed["checkpoint"] = "other"
+    else:
+        changed["adapter"] = one_of(draw, "none", "model", "text.txt", "pairs", "/dev/null", "")
+    return _case(f"adapter: {what}", command, certain, **changed)
+
+
+def _read(path: pathlib.Path) -> tuple[dict[str, Any], bytes]:
+    """Returns the header of a file of tensors and the bytes after it."""
+    data = path.read_bytes()
+    (size,) = struct.unpack_from("<Q", data)
+    return json.loads(data[8 : 8 + size]), data[8 + size :]
+
+
+def _damage_tensors(draw: Draw, path: pathlib.Path) -> tuple[str, bool]:
+    """Changes a file of tensors. Returns what was changed, and whether it is no longer valid."""
+    if one_of(draw, *range(4)) == 0:
+        path.write_bytes(damaged_bytes(draw, path.read_bytes()))
+        return "changed bytes", False
+    header, body = _read(path)
+    name = one_of(draw, *sorted(header.keys() - {"__metadata__"}))
+    tensor, size = header[name], len(body)
+    start, end = tensor["data_offsets"]
+    what = one_of(draw, "another shape", "another dtype", "other places", "a renamed tensor",
+                  "a tensor more", "extra bytes", "cut", "NaN", "a changed header",
+                  "another header size")  # fmt: skip
+    match what:
+        case "another shape":
+            shapes = ([*tensor["shape"][::-1], 1], [-1], [], [0], [2**62, 4], [1.5], "a")
+            tensor["shape"] = one_of(draw, *shapes)
+        case "another dtype":
+            tensor["dtype"] = one_of(draw, "I32", "U32", "I64", "F16", "BOOL", "F99", None, 3)
+        case "other places":
+            places = ([0, 0], [end, start], [start, end + 4], [-4, 0], [2**70, 1])
+            tensor["data_offsets"] = one_of(draw, *places)
+        case "a renamed tensor":
+            header[f"{name}_"] = header.pop(name)
+        case "a tensor more":
+            extra = {"dtype": "F32", "shape": [1], "data_offsets": [size, size + 4]}
+            header, body = header | {"model.extra.weight": extra}, body + bytes(4)
+        case "extra bytes":
+            body += bytes(draw(st.integers(1, 64)))
+        case "cut":
+            body = body[: draw(st.integers(0, size - 1))]
+        case "NaN":
+            array = np.frombuffer(body, "<f4").copy()
+            array[draw(st.integers(0, len(array) - 1))] = one_of(draw, np.nan, np.inf, -np.inf)
+            body = array.tobytes()
+        case "a changed header":
+            header = damaged_tree(draw, header)
+    text = json.dumps(header).encode()
+    length = len(text)
+    if what == "another header size":
+        length = one_of(draw, 0, 1, len(text) // 2, 2**40, 2**64 - 1)
+    path.write_bytes(struct.pack("<Q", length) + text + body)
+    return what, what != "a changed header"
+
+
+_OTHER_SETTINGS: tuple[Flags, ...] = (
+    {"--seed": "7"}, {"--batch-size": "4"}, {"--model": "other"}, {"--optimizer": "lion"},
+    {"--tokenizer": "pieces.model"}, {"--weight-dtype": "bfloat16"},
+    {"--method": "galore", "--rank": "2"},
+)  # fmt: skip
+"""Settings that the run of `PRETRAIN` cannot be resumed with."""
+
+
+def existing(draw: Draw, folder: pathlib.Path) -> Case:
+    """A run with a damaged file, without `--resume`, or resumed with other settings."""
+    flags, what = PRETRAIN | {"--out": "run", "--resume": None}, "damaged"
+    match one_of(draw, *range(4)):
+        case 0:
+            what, flags = "other settings", flags | one_of(draw, *_OTHER_SETTINGS)
+        case 1:
+            what = "no --resume"
+            flags.pop("--resume")
+        case _:
+            flags["--steps"] = one_of(draw, "2", "3")
+            files = (path for path in (folder / "run").rglob("*") if path.is_file())
+            _damaged(draw, one_of(draw, *sorted(files)))
+    return Case(f"run: {what}", "pretrain", words(flags), ("--out",), what != "damaged")
+
+
+def place(draw: Draw, folder: pathlib.Path) -> Case:
+    """A place where no folder of a run, or no file of answers, can be."""
+    commands = (("pretrain", PRETRAIN), ("finetune", FINETUNE), ("evaluate", ANSWERS))
+    out = one_of(draw, "text.txt", "text.txt/run", "/proc/run")
+    return _case(f"place: {out}", (*one_of(draw, *commands), "--out"), True, out=out)
+
+
+STRATEGIES = {
+    "texts and records": (text, records, records),
+    "tokenizers": (tokenizer,),
+    "checkpoints": (weights, weights, config, index),
+    "adapters": (adapter,),
+    "run folders": (existing, existing, place),
+}
