@@ -148,7 +148,7 @@ JOBS = (
     ),
     Job(
         "gpu", "benchmarks.gpu", "Steps on a GPU", _STEP, _gpu, full=None,
-        needs="an NVIDIA GPU, and `python -m benchmarks.gpu --processes 12`",
+        needs="an NVIDIA GPU, and `python -m benchmarks.gpu --queue`",
     ),
     Job(
         "triton_kernels", "benchmarks.triton_kernels",

@@ -8,6 +8,7 @@ gpu.png` draws the whole steps.
 
 import dataclasses
 import pathlib
+import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,7 +16,6 @@ import matplotlib.pyplot as plt
 import tyro
 
 from benchmarks import record
-from benchmarks.whole_step import summary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +119,27 @@ def determinism_table(rows: list[dict[str, Any]]) -> str:
         (row["rival"], "yes" if row["same_bits"] else "NO", f"{row['apart']:.1e}") for row in rows
     ]
     return markdown(("", "same bits twice", "from the step without kernels"), cells)
+
+
+def summary(rounds: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Returns the last of several rounds of a rival, with medians; None if a round failed.
+
+    Args:
+      rounds: rows of whole steps in `gpu.json`, or dictionaries with `failure`.
+
+    Returns:
+      The last result, where `seconds` is the median over all steps of all rounds, `memory` is the
+      peak (the planned peak if the device reports none), and `loss` is the last loss.
+    """
+    if not rounds or any("failure" in x for x in rounds):
+        return None
+    last = rounds[-1]
+    return {
+        **last,
+        "seconds": statistics.median(s for x in rounds for s in x["seconds"]),
+        "memory": last["peak"] or last["planned_peak"],
+        "loss": last["losses"][-1],
+    }
 
 
 def step_table(rows: list[dict[str, Any]]) -> str:
