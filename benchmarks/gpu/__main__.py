@@ -10,6 +10,7 @@ H100 (extra `compile`), interprets kernels on small shapes, and profiles a small
 import dataclasses
 import math
 import pathlib
+import shutil
 import sys
 from typing import Any
 
@@ -59,6 +60,8 @@ def run(config: Config) -> bool:
         queue.run_part(PARTS[NAMES.index(config.part)], config.results, config.dry_run)
     elif config.dry_run:
         return queue.dry_run(parts)
+    elif shutil.which("nvidia-smi") is None:
+        sys.exit("error: there is no NVIDIA GPU here (`nvidia-smi`): add `--dry-run`.")
     else:
         queue.run(parts, config.results, minutes=config.minutes, again=config.again)
     return True

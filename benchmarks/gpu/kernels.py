@@ -1,7 +1,4 @@
-"""Parts about kernels: comparison with their definitions in float64, and times.
-
-A time stands beside that of XLA's program for the same definition and of a copy of as many bytes.
-"""
+"""Kernels beside their definitions in float64, XLA's programs, and a copy of as many bytes."""
 
 import concurrent.futures
 import functools
@@ -63,11 +60,7 @@ def check_operators(dry: bool) -> Rows:
 
 
 def _checked(run: Callable[[Unit], Any], units: list[Unit], dry: bool) -> Rows:
-    """Returns a row for each unit, from several processes on a GPU.
-
-    Raises:
-      RuntimeError: in a dry run, a check failed.
-    """
+    """Returns a row for each unit, from several processes on a GPU; a dry run raises an error."""
     if dry:
         if bad := [row for row in (run(unit) for unit in units) if not row["ok"]]:
             raise RuntimeError(f"{len(bad)} checks failed: {bad}")

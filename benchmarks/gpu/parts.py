@@ -25,7 +25,6 @@ from benchmarks.gpu.steps import (
 
 _NO_BUFFERS = {"xla_gpu_enable_command_buffer": ""}
 _DOUBLE = "xla_gpu_enable_while_loop_double_buffering"
-_REMAT = "remat, 8-bit states, in backward"
 _SMALL_STATES, _ON_HOST = "lean, 4-bit and factored", "lean, states on the host"
 _PROFILED, _PROFILED_STEPS = ("exact", "lean", "jax.checkpoint, full"), 3
 _CARD_GIB = 22
@@ -71,11 +70,7 @@ def _profile(steps: Steps, i: int) -> dict[str, Any]:
 
 
 def _kinds_for_gpu(setting: Setting) -> str:
-    """Returns the kinds of the instructions of a step that is compiled for a GPU.
-
-    Raises:
-      RuntimeError: a kind is missing that every step has.
-    """
+    """Returns the kinds of the instructions of a step for a GPU; an error if one is missing."""
     program = trace.instructions(compiled_for_gpu(setting).as_text())
     kinds = {trace.category(trace.Event(name, name), program) for name in program}
     if missing := trace.KINDS - kinds:
@@ -85,7 +80,7 @@ def _kinds_for_gpu(setting: Setting) -> str:
 
 def remat(dry: bool) -> Rows:
     """Times `remat` with the optimizer of `lean` beside `lean`."""
-    return _timed([Setting("lean"), Setting(_REMAT)], dry)
+    return _timed([Setting("lean"), Setting("remat, 8-bit states, in backward")], dry)
 
 
 def width(dry: bool) -> Rows:

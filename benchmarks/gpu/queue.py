@@ -78,7 +78,7 @@ def run(
         content = record.read(results)
     end, former = time.monotonic() + 60 * minutes, dict(content["parts"])
     for part in sorted(parts, key=lambda part: "failure" in former.get(part.name, {})):
-        if "rows" in former.get(part.name, {}) and part.name not in again:
+        if "failure" not in former.get(part.name, {"failure": ""}) and part.name not in again:
             commit = former[part.name]["environment"]["commit"]
             print(f"{part.name}: done at {commit}; `--again {part.name}` measures it again")
             continue
@@ -87,10 +87,12 @@ def run(
             print(f"{part.name}: left for the next time, {remaining:.0f} of {part.seconds:g} s")
             continue
         result = _measured(part, min(_LIMIT * part.seconds, remaining), False, command)
+        rows = result.get("rows", [])
+        if rows and all("failure" in row for row in rows):
+            result["failure"] = rows[0]["failure"]  # It is not done.
         content["parts"][part.name] = result
         content["environment"] = result.get("environment", content["environment"])
         _write(results, content)
-        rows = result.get("rows", [])
         failed = sum("failure" in row or not row.get("ok", True) for row in rows)
         times = [f"{x['name']} {1e3 * x['median']:.1f} ms" for x in rows if "median" in x]
         said = "; ".join([f"{len(rows)} rows, {failed} of them failed", *times])

@@ -77,7 +77,8 @@ class Setting:
         shape = dataclasses.replace(shape, ffn_size=self.ffn_size or shape.ffn_size)
         built = rival(self.rival or self.name, self.config(), shape)
         state, batch = jax.eval_shape(built.init), jax.eval_shape(self.batch)
-        init, places = jax.jit(built.init), {}
+        init: Any = jax.jit(built.init)
+        places: dict[str, Any] = {}
         if built.on_host is not None:
             shardings, init = built.on_host()
             state = jax.tree.map(with_sharding, state, shardings)
@@ -111,10 +112,10 @@ class Setting:
 class Steps:
     """Compiled settings, with the states of those that have run."""
 
-    def __init__(self, settings: Sequence[Setting]) -> None:
-        """Traces the settings in turn, and compiles them all at once."""
+    def __init__(self, settings: Sequence[Setting], alone: bool = False) -> None:
+        """Traces the settings in turn, and compiles all at once; `alone`: keeps one state only."""
         self.programs: list[dict[str, Any]] = [attempt(setting.lowered) for setting in settings]
-        self._settings, self._states = settings, {}
+        self._settings, self._states, self._alone = settings, {}, alone
 
         def compiled(programs: dict[str, Any], setting: Setting) -> dict[str, Any]:
             options = dict(setting.options)
@@ -124,16 +125,11 @@ class Steps:
             }
 
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            compiled_or_not = functools.partial(attempt, compiled)
-            self.programs = list(pool.map(compiled_or_not, self.programs, settings))
+            run = functools.partial(attempt, compiled)
+            self.programs = list(pool.map(run, self.programs, settings))
 
-    def run(self, i: int, calls: int, alone: bool = False) -> dict[str, Any]:
+    def run(self, i: int, calls: int) -> dict[str, Any]:
         """Takes steps of a setting, each after the other. Settings with equal states share one.
-
-        Args:
-          i: number of the setting.
-          calls: steps to take.
-          alone: whether to forget the states of other settings before.
 
         Returns:
           `seconds` of a step, the last `loss`, bytes of the state `on_host`, and the `peak` of the
@@ -146,7 +142,7 @@ class Steps:
         # The state is donated: a step that fails must not leave it behind.
         key = setting.rival or setting.name, setting.model, setting.ffn_size
         state = self._states.pop(key, None)
-        self._states = {} if alone else self._states
+        self._states = {} if self._alone else self._states
         if state is None:
             state = programs["init"]()
             if "refresh" in programs:
@@ -183,11 +179,11 @@ def time_steps(
       round; their `median`, `tokens_per_second`, and the `planned_peak` of the compiler.
     """
     rows: Rows = [{**dataclasses.asdict(setting), "seconds": []} for setting in settings]
-    steps = Steps(settings)
+    steps = Steps(settings, alone)
     order = [(turn, i) for turn in range(1 + rounds) for i in range(len(settings))]
     for turn, i in sorted(order, key=lambda pair: pair[1]) if alone else order:
         if "failure" not in rows[i]:
-            result = attempt(steps.run, i, calls if turn else 1, alone)
+            result = attempt(steps.run, i, calls if turn else 1)
             times = [result.pop("seconds")] if turn and "seconds" in result else []
             rows[i] |= {**result, "seconds": rows[i]["seconds"] + times}
     for row, setting, programs in zip(rows, settings, steps.programs, strict=True):

@@ -1,9 +1,8 @@
 """A profile of the device's time by kind of kernel, from the files that `jax.profiler` writes.
 
-JAX 0.10 to 0.12 write `*.xplane.pb` beside a `*.trace.json.gz` with the same events. The first is
-read by `jax.profiler.ProfileData`, without TensorFlow. On a GPU an event is a kernel, and names the
-instruction of the compiled program that launched it; the text of that program says which operations
-the instruction consists of, and which functions of Python they come from.
+JAX 0.10 to 0.12 write `*.xplane.pb`, and read it without TensorFlow. On a GPU an event is a kernel,
+and names the instruction of the compiled program that launched it; the text of that program says
+which operations the instruction consists of, and which functions of Python they come from.
 """
 
 import collections
