@@ -22,7 +22,6 @@ from benchmarks.kernel_check import check
 _LEAST_BYTES = 600_000_000
 """Enough that a call takes longer than its launch and does not fit into a cache."""
 Unit = dict[str, str]
-"""Names of what a row is of, its first entries."""
 
 
 def case_units(small: bool | None = None) -> list[Unit]:
