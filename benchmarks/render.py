@@ -101,7 +101,7 @@ SECTIONS = {
     ),
     "gpu": Section(
         "Steps on a GPU", _gpu, _STEP,
-        "an NVIDIA GPU, and `python -m benchmarks.gpu --processes 12`",
+        "an NVIDIA GPU, and `python -m benchmarks.gpu --queue`",
     ),
     "kernels": Section(
         "Kernels, compiled for an H100", kernels.table,

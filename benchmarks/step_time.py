@@ -12,16 +12,16 @@ import dataclasses
 import pathlib
 import statistics
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from benchmarks import command, memory, record
-from benchmarks.rivals import ON_DEVICE, compiled_memory, random_batch, rival
+from benchmarks.rivals import ON_DEVICE, Rival, compiled_memory, random_batch, rival
 from benchmarks.tables import Cells, print_cells
 from benchmarks.variants import check_names
-from benchmarks.whole_step import compile_rival
+from train.run.loss import Batch
 from train.settings.config import PretrainConfig
 from train.settings.resolve import dimensions
 
@@ -52,6 +52,24 @@ class Config:
 
     def __post_init__(self) -> None:
         check_names(self.only, ON_DEVICE)
+
+
+class Programs(NamedTuple):
+    """Compiled programs of a rival; `refresh` is None without refresh steps."""
+
+    init: Any
+    refresh: Any
+    step: Any
+
+
+def compile_rival(measured: Rival, batch: Batch) -> Programs:
+    """Returns the compiled programs of a rival for a batch."""
+    state = jax.eval_shape(measured.init)
+    step, refresh = (
+        None if run is None else jax.jit(run, donate_argnums=0).lower(state, batch).compile()
+        for run in (measured.step, measured.refresh)
+    )
+    return Programs(jax.jit(measured.init).lower().compile(), refresh, step)
 
 
 def measure(config: Config) -> tuple[list[dict[str, Any]], float]:

@@ -1,1 +1,1 @@
-"""Checks and timings on a GPU, in sections that run in several processes at once."""
+"""A queue of measurements for a GPU, and its parts."""

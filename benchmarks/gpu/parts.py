@@ -1,90 +1,170 @@
-"""Work divided over processes: units of sections, and a lock for what is timed."""
+"""The parts of the queue for a GPU, in their order. A new part is a function and a row of `PARTS`.
 
-import contextlib
-import fcntl
-import json
-import os
+The first answer questions that nobody has measured. The last repeat what was measured before, for
+another version of JAX, another GPU or changed kernels.
+"""
+
 import pathlib
-import subprocess
-import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Sequence
 from typing import Any
 
-_LOCK, CACHE = "ACTJAX_GPU_LOCK", "JAX_COMPILATION_CACHE_DIR"
+import jax
+
+from benchmarks.gpu import kernels, trace
+from benchmarks.gpu.queue import Part
+from benchmarks.gpu.steps import (
+    Rows,
+    Setting,
+    Steps,
+    attempt,
+    compile_only,
+    compiled_for_gpu,
+    time_steps,
+)  # fmt: skip
+
+_NO_BUFFERS = {"xla_gpu_enable_command_buffer": ""}
+_DOUBLE = "xla_gpu_enable_while_loop_double_buffering"
+_SMALL_STATES, _ON_HOST = "lean, 4-bit and factored", "lean, states on the host"
+_PROFILED, _PROFILED_STEPS = ("exact", "lean", "jax.checkpoint, full"), 3
+_CARD_GIB = 22
+"""Memory of a card of 24 GB without what the driver and CUDA take."""
+_METHODS = (
+    "plain", "jax.checkpoint, dots", "jax.checkpoint, full", "jax.checkpoint, dots offloaded",
+    "exact", "pamm", "low_rank 32", "subspace d/4", "subspace d/16", "gact, 4 bits",
+    "quantized, 4 bits", "compressed_remat", "lean", _SMALL_STATES, "lean_subspace d/4",
+)  # fmt: skip
 
 
-_held: list[Any] = []
+def profile(dry: bool) -> Rows:
+    """Profiles steps by kernel, without command buffers, which would hide what launched a kernel.
 
-
-def wait_to_be_alone() -> None:
-    """Waits until no other process of this measurement is timed; the others then wait for this."""
-    path = os.environ.get(_LOCK)
-    if path is not None and not _held:
-        _held.append(open(path, "w"))  # noqa: SIM115
-        fcntl.flock(_held[0], fcntl.LOCK_EX)
-
-
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """Waits as `wait_to_be_alone`, and lets the others go on at the end."""
-    wait_to_be_alone()
-    try:
-        yield
-    finally:
-        while _held:
-            _held.pop().close()
-
-
-def environment(folder: pathlib.Path) -> dict[str, str]:
-    """Returns the environment of processes that share a folder with a lock and compiled programs.
-
-    Everything that a process compiles is kept, so that another one need not compile it.
+    The dry run compiles them for a GPU, finds the kinds of their instructions, and profiles a step
+    of a small model on this machine.
     """
-    return {
-        **os.environ,
-        _LOCK: str(folder / "lock"),
-        CACHE: os.environ.get(CACHE, str(folder / "programs")),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        # The memory of the device is shared.
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-    }
+    settings = [Setting(name, options=_NO_BUFFERS) for name in _PROFILED]
+    if not dry:
+        return _profiles(settings)
+    rows = [{"checked": f"{setting.name} has {_kinds_for_gpu(setting)}"} for setting in settings]
+    small = Setting("lean", model="llama_3m", batch_size=2, seq_len=64)
+    (here,) = _profiles([small])
+    shares = [f"{kind} {100 * x['share']:.0f}%" for kind, x in here["kinds"].items()]
+    return [*rows, {"checked": f"a profile of llama_3m on this CPU: {', '.join(shares)}"}]
 
 
-Rows = dict[str, list[dict[str, Any]]]
+def _profiles(settings: list[Setting]) -> Rows:
+    steps = Steps(settings)
+    rows = [{"name": setting.name, "model": setting.model} for setting in settings]
+    return [{**row, **attempt(_profile, steps, i)} for i, row in enumerate(rows)]
 
 
-def in_parts(former: Rows, arguments: list[str], processes: int, folder: pathlib.Path) -> Rows:
-    """Runs sections in several processes, each a part of every section; returns the new rows.
+def _profile(steps: Steps, i: int) -> dict[str, Any]:
+    if "failure" in (first := steps.run(i, 2)):
+        return first
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            seconds = steps.run(i, _PROFILED_STEPS)["seconds"]
+        events = trace.read_events(pathlib.Path(folder))
+    summary = trace.summary(events, steps.programs[i]["step"].as_text(), _PROFILED_STEPS)
+    return {"wall_ms": 1e3 * seconds, **summary}
 
-    A process that ends with an error leaves the rows that it has written.
 
-    Args:
-      former: by section, rows that need not be computed again.
-      arguments: the command line.
-      processes: the number of processes.
-      folder: where programs and the lock are shared.
-    """
-    sections = tuple(former)
-    running = []
-    for i in range(processes):
-        path = folder / f"part_{i}.json"
-        path.write_text(json.dumps({**former, "rows": []}))
-        command = [
-            sys.executable, "-m", "benchmarks.gpu", *arguments, "--sections", *sections,
-            "--part", str(i), str(processes), "--processes", "1", "--add", "--results", str(path),
-        ]  # fmt: skip
-        with open(folder / f"part_{i}.log", "w") as log:
-            child = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env=environment(folder)
-            )
-        running.append((child, path))
-    found: Rows = {section: [] for section in sections}
-    for i, (child, path) in enumerate(running):
-        if child.wait() != 0:
-            log = (folder / f"part_{i}.log").read_text()
-            print(f"part {i} ended with {child.returncode}: {log[-1500:]}")
-        content = json.loads(path.read_text())
-        for section in sections:
-            found[section] += [row for row in content[section] if row not in former[section]]
-    return found
+def _kinds_for_gpu(setting: Setting) -> str:
+    """Returns the kinds of the instructions of a step for a GPU; an error if one is missing."""
+    program = trace.instructions(compiled_for_gpu(setting).as_text())
+    kinds = {trace.category(trace.Event(name, name), program) for name in program}
+    if missing := trace.KINDS - kinds:
+        raise RuntimeError(f"{setting.name} lacks {', '.join(missing)}.")
+    return ", ".join(["all kinds", *sorted(kind for kind in kinds - trace.KINDS if kind)])
+
+
+def remat(dry: bool) -> Rows:
+    """Times `remat` with the optimizer of `lean` beside `lean`."""
+    return _timed([Setting("lean"), Setting("remat, 8-bit states, in backward")], dry)
+
+
+def width(dry: bool) -> Rows:
+    """Times `exact` with rows of 5461 and of 5504 numbers, with products in Triton and without."""
+    settings = []
+    for size in (5461, 5504):
+        for name, is_on in (("Triton", True), ("cuBLAS", False)):
+            options = {"xla_gpu_enable_triton_gemm": is_on}
+            name = f"exact, width {size}, {name}"
+            settings.append(Setting(name, "exact", ffn_size=size, options=options))
+    return _timed(settings, dry)
+
+
+def loops(dry: bool) -> Rows:
+    """Times loops over one layer and over two, with two buffers, and without command buffers."""
+    settings = [
+        Setting("exact"),
+        Setting("exact, unrolled by 2", "exact", unroll=2),
+        Setting("exact, double buffers", "exact", options={_DOUBLE: True}),
+        Setting("exact, no command buffers", "exact", options=_NO_BUFFERS),
+        # Not unrolled, whose backward loop is no `scan`, nor twice, which takes minutes to compile.
+        Setting("lean"),
+        Setting("lean, no command buffers", "lean", options=_NO_BUFFERS),
+    ]
+    return _timed(settings, dry)
+
+
+def micro_batches(dry: bool) -> Rows:
+    """Times steps of 32 and 64 sequences in micro-batches; the dry run compiles the largest."""
+    settings = [
+        Setting(f"{name}, {size} in {count}", name, batch_size=size, accumulate=count)
+        for name, size, count in (
+            ("exact", 32, 4), ("lean", 32, 4), ("lean", 64, 8), ("exact", 64, 8), ("lean", 64, 2)
+        )
+    ]  # fmt: skip
+    return compile_only(settings[-2:]) if dry else time_steps(settings, rounds=2, calls=1)
+
+
+def llama3_8b(dry: bool) -> Rows:
+    """Times `llama3_8b` with an allocator that gives no more than a card of 24 GB has."""
+    # Compiled, small states take 22.39 GiB with 2,048 tokens; those on the host 20.49 with 4,096.
+    sizes = ((_ON_HOST, 2, 2048), (_SMALL_STATES, 1, 1024))
+    settings = [Setting(name, "", "llama3_8b", *size) for name, *size in sizes]
+    return compile_only(settings) if dry else time_steps(settings, alone=True)
+
+
+def host_states(dry: bool) -> Rows:
+    """Times `lean` with its states on the device and on the host."""
+    return _timed([Setting("lean"), Setting(_ON_HOST)], dry)
+
+
+def triton(dry: bool) -> Rows:
+    """Times kernels in Triton beside Pallas's and XLA's, and steps of `lean` with both."""
+    settings = [Setting("lean"), Setting("lean, Triton", "lean", implementation="triton")]
+    return kernels.time_kernels(dry, in_triton=True) + ([] if dry else time_steps(settings))
+
+
+def methods(dry: bool) -> Rows:
+    """Times a step of every method; the dry run compiles the first."""
+    settings = [Setting(name) for name in _METHODS]
+    return compile_only(settings[:1]) if dry else time_steps(settings, alone=True)
+
+
+def _timed(settings: Sequence[Setting], dry: bool) -> Rows:
+    """Times settings in turn; the dry run compiles those that `profile` does not."""
+    if not dry:
+        return time_steps(settings)
+    names = {x.name for x in settings if x.options == _NO_BUFFERS} | {*_PROFILED}
+    return compile_only([x for x in settings if x.name not in names])
+
+
+PARTS = (
+    Part("profile", 100, profile),
+    Part("remat", 60, remat),
+    Part("width", 70, width),
+    Part("loops", 90, loops),
+    Part("micro_batches", 80, micro_batches),
+    Part("llama3_8b", 120, llama3_8b, _CARD_GIB),
+    Part("host_states", 45, host_states),
+    Part("triton", 60, triton),
+    Part("kernels", 240, kernels.check_kernels),
+    Part("operators", 60, kernels.check_operators),
+    Part("times", 180, kernels.time_kernels),
+    Part("methods", 300, methods),
+)
+"""Names, seconds that they are expected to take on an H100, and functions; the memory of one of
+them is limited. The seconds were not measured: 40 are for imports, tracing and compilers."""

@@ -1,127 +1,223 @@
-"""Whole steps of rivals, each in a separate process: a device reports the peak of a process."""
+"""Whole steps, timed in turn in one process.
+
+Flags of XLA are options of the compiler here, so that programs with different flags are timed
+within seconds of each other.
+"""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
-import json
-import pathlib
-import subprocess
-import sys
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
-from benchmarks.gpu.config import Config, on_gpu
-from benchmarks.gpu.parts import environment
-from benchmarks.whole_step import Job, summary
+import jax
+
+from actjax import kernels
+from actjax.optim.host_states import HOST
+from benchmarks.rivals import compiled_memory, random_batch, rival
+from benchmarks.variants import VARIANTS
+from models import preset
+from train.planning.devices import compile_for, find_device
+from train.planning.estimate import compile_plan, make_plan
+from train.run.loop import with_sharding
+from train.run.report import tree_bytes
+from train.settings.config import PretrainConfig
+
+DEVICE = "h100"
+"""The GPU that dry runs compile for."""
+Rows = list[dict[str, Any]]
 
 
-def time_steps(config: Config, folder: pathlib.Path, rows: list[dict[str, Any]]) -> None:
-    """Runs the rivals in rounds, and appends each result to the rows, which it extends.
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A step.
 
-    A rival is traced while another one runs.
+    Attributes:
+      name: what tells it from the others.
+      rival: its name in `benchmarks.rivals`; `name` if empty.
+      model: name of the preset.
+      batch_size: sequences in a step.
+      seq_len: tokens in a sequence.
+      accumulate: micro-batches of a step.
+      ffn_size: width of the feed-forward layers; 0 for that of the preset.
+      unroll: layers in an iteration of `jax.lax.scan` over them.
+      implementation: implementation of the kernels, as for `actjax.kernels.use`.
+      options: options of the compiler by name, which are the flags of XLA.
+    """
+
+    name: str
+    rival: str = ""
+    model: str = "llama_1b"
+    batch_size: int = 8
+    seq_len: int = 1024
+    accumulate: int = 1
+    ffn_size: int = 0
+    unroll: int = 1
+    implementation: kernels.Implementation | None = None
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def config(self) -> PretrainConfig:
+        """Returns the settings of a run."""
+        names = ("model", "batch_size", "seq_len", "accumulate")
+        same: Any = {name: getattr(self, name) for name in names}
+        return PretrainConfig(**same, weight_dtype="bfloat16", compute_dtype="bfloat16")
+
+    def lowered(self, place: Any = None) -> dict[str, Any]:
+        """Returns `init`, and the traced programs `step` and, for some methods, `refresh`.
+
+        Args:
+          place: returns shapes on a device to compile for; None for those of this machine.
+        """
+        shape = preset(self.model)
+        shape = dataclasses.replace(shape, ffn_size=self.ffn_size or shape.ffn_size)
+        built = rival(self.rival or self.name, self.config(), shape)
+        state, batch = jax.eval_shape(built.init), jax.eval_shape(self.batch)
+        init: Any = jax.jit(built.init)
+        places: dict[str, Any] = {}
+        if built.on_host is not None:
+            shardings, init = built.on_host()
+            state = jax.tree.map(with_sharding, state, shardings)
+            places = {"out_shardings": (shardings, None)}
+        if place is not None:
+            state, batch = place(state), place(batch)
+        with kernels.use(self.implementation), self._unrolled():
+            return {"init": init} | {
+                name: jax.jit(run, donate_argnums=0, **places).lower(state, batch)
+                for name, run in (("refresh", built.refresh), ("step", built.step))
+                if run is not None
+            }
+
+    @contextlib.contextmanager
+    def _unrolled(self) -> Iterator[None]:
+        scan, layers = jax.lax.scan, preset(self.model).num_layers
+
+        def unrolled(body: Any, init: Any, xs: Any = None, length: Any = None, **options: Any):
+            if {x.shape[0] for x in jax.tree.leaves(xs)} == {layers}:
+                options["unroll"] = self.unroll
+            return scan(body, init, xs, length, **options)
+
+        with mock.patch.object(jax.lax, "scan", unrolled if self.unroll > 1 else scan):
+            yield
+
+    def batch(self) -> dict[str, jax.Array]:
+        """Returns random tokens."""
+        return random_batch(self.config(), preset(self.model).vocab_size)
+
+
+class Steps:
+    """Compiled settings, with the states of those that have run."""
+
+    def __init__(self, settings: Sequence[Setting], alone: bool = False) -> None:
+        """Traces the settings in turn, and compiles all at once; `alone`: keeps one state only."""
+        self.programs: list[dict[str, Any]] = [attempt(setting.lowered) for setting in settings]
+        self._settings, self._states, self._alone = settings, {}, alone
+
+        def compiled(programs: dict[str, Any], setting: Setting) -> dict[str, Any]:
+            options = dict(setting.options)
+            return {
+                name: x if name in ("init", "failure") else x.compile(compiler_options=options)
+                for name, x in programs.items()
+            }
+
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            run = functools.partial(attempt, compiled)
+            self.programs = list(pool.map(run, self.programs, settings))
+
+    def run(self, i: int, calls: int) -> dict[str, Any]:
+        """Takes steps of a setting, each after the other. Settings with equal states share one.
+
+        Returns:
+          `seconds` of a step, the last `loss`, bytes of the state `on_host`, and the `peak` of the
+          device's memory in this process so far; `failure` if the setting does not compile.
+        """
+        programs, setting = self.programs[i], self._settings[i]
+        if "failure" in programs:
+            return programs
+        batch, metrics = setting.batch(), {}
+        # The state is donated: a step that fails must not leave it behind.
+        key = setting.rival or setting.name, setting.model, setting.ffn_size
+        state = self._states.pop(key, None)
+        self._states = {} if self._alone else self._states
+        if state is None:
+            state = programs["init"]()
+            if "refresh" in programs:
+                state, _ = programs["refresh"](state, batch)
+        jax.block_until_ready((state, batch))
+        begin = time.perf_counter()
+        for _ in range(calls):
+            state, metrics = programs["step"](state, batch)
+        jax.block_until_ready((state, metrics))
+        seconds = (time.perf_counter() - begin) / calls
+        self._states[key] = state
+        there = [x for x in jax.tree.leaves(state) if x.sharding.memory_kind == HOST]
+        return {
+            "seconds": seconds,
+            "loss": str(metrics["loss"]),  # JSON has no NaN.
+            "on_host": tree_bytes(there),
+            "peak": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
+        }
+
+
+def time_steps(
+    settings: Sequence[Setting], rounds: int = 4, calls: int = 3, alone: bool = False
+) -> Rows:
+    """Times settings in turn, so that a drift of the device affects all of them equally.
 
     Args:
-      config: models, rivals and rounds.
-      folder: where programs and the lock are shared.
-      rows: rows with `model`, `rival`, sizes and `rounds`.
+      settings: steps.
+      rounds: timed rounds, after one that is not timed.
+      calls: steps of a setting in a round.
+      alone: whether to run all rounds of a setting before the next, as states do not fit together.
+
+    Returns:
+      A row for each setting, with what `Steps.run` returns, where `seconds` has an entry for each
+      round; their `median`, `tokens_per_second`, and the `planned_peak` of the compiler.
     """
-    todo = []
-    for unit in _units(config):
-        row = next((row for row in rows if unit.items() <= row.items()), None)
-        if row is None:
-            rows.append(row := {**unit, "rounds": []})
-        row["rounds"] = [one for one in row["rounds"] if "failure" not in one]
-        todo += [(turn, row) for turn in range(len(row["rounds"]), config.rounds)]
-    todo.sort(key=lambda one: one[0])
-    run = functools.partial(_run, config, folder)
-    with concurrent.futures.ThreadPoolExecutor(min(3, config.processes)) as pool:
-        results = pool.map(run, [row for _, row in todo])
-        for (_, row), result in zip(todo, results, strict=True):
-            row["rounds"].append(result)
+    rows: Rows = [{**dataclasses.asdict(setting), "seconds": []} for setting in settings]
+    steps = Steps(settings, alone)
+    order = [(turn, i) for turn in range(1 + rounds) for i in range(len(settings))]
+    for turn, i in sorted(order, key=lambda pair: pair[1]) if alone else order:
+        if "failure" not in rows[i]:
+            result = attempt(steps.run, i, calls if turn else 1)
+            times = [result.pop("seconds")] if turn and "seconds" in result else []
+            rows[i] |= {**result, "seconds": rows[i]["seconds"] + times}
+    for row, setting, programs in zip(rows, settings, steps.programs, strict=True):
+        if "failure" not in row:
+            row["median"] = statistics.median(row["seconds"])
+            row["tokens_per_second"] = setting.batch_size * setting.seq_len / row["median"]
+            row["planned_peak"] = compiled_memory(programs["step"])["peak"]
+    return rows
 
 
-def _units(config: Config) -> list[dict[str, Any]]:
-    """Returns what a row is of: with `--add`, rows of other sizes are other rows."""
-    sizes = {name: getattr(config, name) for name in ("batch_size", "seq_len", "memory_gib")}
-    return [
-        {"model": model, "rival": name, **sizes}
-        for model in config.models
-        for name in config.rivals
-    ]
+def compiled_for_gpu(setting: Setting) -> Any:
+    """Returns the step of a setting, compiled for a GPU that is not there."""
+    with compile_for(find_device(DEVICE)) as place:
+        return setting.lowered(place)["step"].compile(compiler_options=dict(setting.options))
 
 
-def compile_steps(config: Config, folder: pathlib.Path) -> list[dict[str, Any]]:
-    """Compiles what `time_steps` runs; returns the rivals that failed."""
-    rows = _units(config)
-    run = functools.partial(_run, config, folder, only_compile=True)
-    with concurrent.futures.ThreadPoolExecutor(config.processes) as pool:
-        results = list(pool.map(run, rows))
-    return [row | result for row, result in zip(rows, results, strict=True) if result]
+def compile_only(settings: Sequence[Setting]) -> Rows:
+    """Compiles steps for a GPU that is not there; returns the compiler's peaks as `checked`."""
+    rows = []
+    for setting in settings:
+        variant, on_host = VARIANTS.get(setting.rival or setting.name), 0
+        if variant is not None and variant.optimizer.offload_states:
+            plan = compile_plan(make_plan(variant.configure(setting.config()), DEVICE), DEVICE)
+            peak, on_host = plan.peak, plan.on_host
+        else:
+            peak = compiled_memory(compiled_for_gpu(setting))["peak"]
+        host = f", {on_host / 2**30:.2f} on the host" if on_host else ""
+        rows.append({"checked": f"{setting.name} {peak / 2**30:.2f} GiB{host}"})
+    return rows
 
 
-def _run(
-    config: Config, folder: pathlib.Path, row: dict[str, Any], only_compile: bool = False
-) -> dict[str, Any]:
-    """Runs a rival in a separate process; returns what it printed, or why it failed."""
-    job = Job(
-        rival=row["rival"],
-        model=row["model"],
-        batch_size=config.batch_size,
-        seq_len=config.seq_len,
-        dtype="bfloat16" if on_gpu() else "float32",
-        warmup=config.warmup,
-        steps=config.steps,
-        implementation=None if on_gpu() else "interpreted",
-        only_compile=only_compile,
-    )
-    command = [sys.executable, "-m", "benchmarks.whole_step", json.dumps(dataclasses.asdict(job))]
-    settings = environment(folder)
-    if config.memory_gib and not only_compile:
-        share = config.memory_gib / _total_gib()
-        settings |= {
-            "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
-            "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{share:.5f}",
-        }
+def attempt(function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+    """Returns what a function returns, or its error in one line under `failure`."""
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=config.seconds, env=settings,
-            check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return {"failure": f"took more than {config.seconds:g} seconds"}
-    if done.returncode != 0:
-        return {"failure": done.stderr[-800:] or f"ended with {done.returncode}"}
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def _total_gib() -> float:
-    """Returns the memory of the first GPU as its driver reports it."""
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return float(done.stdout.split()[0]) / 1024
-
-
-def step_cells(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Returns a line of a table for each row; all are of one model and one size."""
-    first = next((one for row in rows if (one := summary(row["rounds"])) is not None), None)
-    cells = []
-    for row in rows:
-        one = summary(row["rounds"])
-        if one is None:
-            why = next((one["failure"] for one in row["rounds"] if "failure" in one), "not run")
-            cells.append((row["rival"], why[-60:], *[""] * 6))
-            continue
-        against = one if first is None else first
-        tokens = row["batch_size"] * row["seq_len"]
-        cells.append(
-            (
-                row["rival"],
-                f"{one['seconds'] * 1e3:,.1f}",
-                f"{tokens / one['seconds']:,.0f}",
-                f"{against['seconds'] / one['seconds']:.3f}",
-                f"{one['memory'] / 2**30:.2f}" + ("" if one["peak"] else " (planned)"),
-                f"{one['planned_peak'] / 2**30:.2f}",
-                f"{one['matmul_flops'] / one['seconds'] / 1e12:,.2f}",
-                f"{one['loss']:.4f}",
-            )
-        )
-    return cells
+        return function(*args)
+    except Exception as error:
+        return {"failure": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
