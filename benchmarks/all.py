@@ -140,8 +140,7 @@ def main() -> None:
             continue
         well, seconds = run(job, arguments, QUICK if config.quick else record.RESULTS)
         done.append((job.name, "done" if well else "failed", f"{seconds:.0f}"))
-    # Quick results are for `benchmarks.regression`.
-    PAGE.write_text(page([("Full runs", record.RESULTS)]), encoding="utf-8")
+    PAGE.write_text(page([("Full runs", record.RESULTS), ("Quick runs", QUICK)]), encoding="utf-8")
     if done:
         total = sum(float(seconds) for *_, seconds in done)
         print_table(f"{total / 60:.1f} minutes", ("benchmark", "", "s"), done)

@@ -23,10 +23,11 @@ PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
     for path in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")))
 }
-# Flags of other programs: of pip, mkdocs, `.ci/browse.py`, `benchmarks` and XLA.
+# Flags of other programs: of pip, pytest, mkdocs, `.ci/browse.py`, `benchmarks` and XLA.
 OTHER_FLAGS = {
-    "--add", "--full", "--help", "--constraint", "--extra-index-url", "--pictures", "--processes",
-    "--quick", "--render", "--site-dir", "--strict", "--xla",
+    "--add", "--compare", "--full", "--help", "--constraint", "--extra-index-url",
+    "--hypothesis-profile", "--pictures", "--processes", "--quick", "--site-dir", "--strict",
+    "--xla",
 }  # fmt: skip
 
 
@@ -239,19 +240,15 @@ def test_spelling_is_american():
     assert words == set()
 
 
-def test_historical_figures_name_the_commit_of_their_result():
+def test_historical_results_have_the_commit_of_their_mark():
     marks = [
         (page, mark)
         for page, text in PAGES.items()
-        # The result is linked in the same mark, in the same row of a table, or after it.
-        for mark in re.findall(r"historical, commit (\w{7}\b.*?\w+\.json\))", text, re.DOTALL)
+        for mark in re.findall(r"\]\((\S+\.json)\)\s\(historical,\scommits?\s(\w{7})", text)
     ]
     assert marks
-    for page, mark in marks:
-        path = ROOT / page
-        result = re.search(r"\]\((\S+\.json)\)", mark)
-        assert result is not None, (page, mark)
-        assert mark[:7] in (path.parent / result[1]).read_text(), (page, mark)
+    for page, (result, commit) in marks:
+        assert commit in ((ROOT / page).parent / result).read_text(), (page, result)
 
 
 def test_files_that_the_glossary_names_exist():
