@@ -251,10 +251,13 @@ def test_historical_results_have_the_commit_of_their_mark():
         assert commit in ((ROOT / page).parent / result).read_text(), (page, result)
 
 
-def test_files_that_the_glossary_names_exist():
+def test_names_and_files_of_the_glossary_exist():
     paths = re.findall(r"`((?:actjax|models|train)/[\w/*.]+)`", PAGES["docs/glossary.md"])
+    names = re.findall(r"`(actjax(?:\.\w+)+)`", PAGES["docs/glossary.md"])
     assert paths
     assert [path for path in paths if not list(ROOT.glob(path))] == []
+    for name in names:
+        resolve(name)
 
 
 def test_all_five_papers_are_cited():
