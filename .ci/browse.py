@@ -72,7 +72,7 @@ def serve(folder: pathlib.Path) -> str:
 
 
 def start(profile: str, scheme: str) -> webdriver.Chrome:
-    """Starts Chromium, which prefers a colour scheme and records requests and messages."""
+    """Starts Chromium, which prefers a color scheme and records requests and messages."""
     options = webdriver.ChromeOptions()
     options.binary_location = shutil.which("chromium") or ""
     for flag in FLAGS.split():

@@ -23,11 +23,11 @@ PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
     for path in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")))
 }
-# Flags of other programs: of pip, mkdocs, pytest, `.ci/browse.py`, `benchmarks` and XLA.
+# Flags of other programs: of pip, pytest, mkdocs, `.ci/browse.py`, `benchmarks` and XLA.
 OTHER_FLAGS = {
-    "--add", "--compare", "--full", "--help", "--hypothesis-profile", "--constraint",
-    "--extra-index-url", "--pictures", "--processes", "--quick", "--render", "--site-dir",
-    "--strict", "--xla",
+    "--add", "--compare", "--full", "--help", "--constraint", "--extra-index-url",
+    "--hypothesis-profile", "--pictures", "--processes", "--quick", "--site-dir", "--strict",
+    "--xla",
 }  # fmt: skip
 
 
@@ -201,20 +201,64 @@ def test_a_function_with_the_name_of_its_module_is_documented_itself():
             assert not path.with_suffix(".py").exists(), name
 
 
-def table(text: str, head: str) -> str:
-    """Returns the table that begins with a head, without the folder of its links."""
-    return re.search(rf"^{re.escape(head)}.*?\n\n", text, re.M | re.S)[0].replace("](docs/", "](")
-
-
-def test_the_tables_of_the_first_page_are_those_of_the_readme():
+def test_choices_are_told_on_one_page():
     for head in ("| you want | method |", "| GPU | every weight |"):
-        assert table(PAGES["docs/index.md"], head) == table(PAGES["README.md"], head)
+        assert [page for page, text in PAGES.items() if head in text] == ["docs/guides/choosing.md"]
 
 
-def test_files_that_the_glossary_names_exist():
+def test_the_pages_have_at_most_4200_lines():
+    pages = (text for page, text in PAGES.items() if page.startswith("docs/"))
+    assert sum(len(text.splitlines()) for text in pages) <= 4200
+
+
+# A sentence whose subject is a relative clause: "What is stored is ...".
+RELATIVE_SUBJECT = re.compile(r"(?:^|[.:;?] |\| |- )(?:What|Those|That of|Of) .*", re.MULTILINE)
+BRITISH = re.compile(
+    r"\w*(?:colour|behaviour|favour|neighbour|centre[sd]?\b|labelled|learnt)\w*"
+    r"|\w+(?:isation|(?:nal|orm|dom|ial|tim|mor|ant)is(?:e[sd]?|ing))\b",
+    re.IGNORECASE,
+)
+
+
+def test_sentences_begin_with_their_subject():
+    found = {
+        (page, sentence[:60])
+        for page, text in PAGES.items()
+        if page != "CHANGELOG.md"
+        for sentence in RELATIVE_SUBJECT.findall(prose(text))
+    }
+    # A question that a user asks a model.
+    assert {(page, s) for page, s in found if "What is 3 + 4" not in s} == set()
+
+
+def test_spelling_is_american():
+    words = {
+        (page, word[0])
+        for page, text in PAGES.items()
+        if page != "CHANGELOG.md"
+        for word in BRITISH.finditer(re.sub(r"`[^`]*`", "", prose(text)))
+    }
+    assert words == set()
+
+
+def test_historical_results_have_the_commit_of_their_mark():
+    marks = [
+        (page, mark)
+        for page, text in PAGES.items()
+        for mark in re.findall(r"\]\((\S+\.json)\)\s\(historical,\scommits?\s(\w{7})", text)
+    ]
+    assert marks
+    for page, (result, commit) in marks:
+        assert commit in ((ROOT / page).parent / result).read_text(), (page, result)
+
+
+def test_names_and_files_of_the_glossary_exist():
     paths = re.findall(r"`((?:actjax|models|train)/[\w/*.]+)`", PAGES["docs/glossary.md"])
+    names = re.findall(r"`(actjax(?:\.\w+)+)`", PAGES["docs/glossary.md"])
     assert paths
     assert [path for path in paths if not list(ROOT.glob(path))] == []
+    for name in names:
+        resolve(name)
 
 
 def test_all_five_papers_are_cited():
