@@ -10,7 +10,7 @@ import oracles
 import pytest
 from jax.test_util import check_grads
 from transforms.checkpoint_helpers import (
-    DITHER,
+    DRAWN,
     KEY,
     NEAREST,
     assert_close,
@@ -32,7 +32,7 @@ from actjax import (
     linear,
 )
 
-CODECS = Exact(), NEAREST, DITHER, RandomizedSVD(3)
+CODECS = Exact(), NEAREST, DRAWN, RandomizedSVD(3)
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
@@ -78,9 +78,9 @@ def test_gradients_agree_with_a_numpy_oracle(x64):
     @jax.jit
     def run(gate, up):
         fun = lambda gate, up: gate * jax.nn.sigmoid(gate) * up  # noqa: E731
-        compressed = checkpoint(fun, DITHER, activations=(0, 1), key=KEY)
+        compressed = checkpoint(fun, DRAWN, activations=(0, 1), key=KEY)
         y, pullback = jax.vjp(compressed, gate, up)
-        return y, pullback(dy), [hat(DITHER, x, i) for i, x in enumerate((gate, up))]
+        return y, pullback(dy), [hat(DRAWN, x, i) for i, x in enumerate((gate, up))]
 
     y, got, hats = run(gate, up)
     np.testing.assert_allclose(y, oracles.swiglu(gate, up), rtol=1e-12, atol=1e-13)
@@ -141,7 +141,7 @@ FLOATS = {0: 2, 1: 1, 2: 1}
 def test_only_floating_point_arrays_at_the_positions_are_encoded(activations, x64):
     args = trees()
     positions = {activations} if isinstance(activations, int) else set(activations)
-    compressed = checkpoint(of_trees, DITHER, activations=activations, key=KEY)
+    compressed = checkpoint(of_trees, DRAWN, activations=activations, key=KEY)
 
     def split(args):
         """Returns the differentiable leaves, and a function that puts them back."""
@@ -164,7 +164,7 @@ def test_only_floating_point_arrays_at_the_positions_are_encoded(activations, x6
     def run(floats):
         hats = list(floats)
         for number, i in enumerate(coded):
-            hats[i] = hat(DITHER, floats[i], number)
+            hats[i] = hat(DRAWN, floats[i], number)
         y, pullback = jax.vjp(lambda floats: compressed(*join(floats)), floats)
         want_y = of_trees(*join(floats))
         _, at_decoded = jax.vjp(lambda floats: of_trees(*join(floats)), hats)
@@ -173,7 +173,7 @@ def test_only_floating_point_arrays_at_the_positions_are_encoded(activations, x6
     assert_close(*run(floats))
     # The pullback holds codes, and all other leaves unchanged.
     pullback = jax.eval_shape(lambda f: jax.vjp(lambda f: compressed(*join(f)), f)[1], floats)
-    stored = sum(DITHER.stored_bytes(floats[i].shape, floats[i].dtype) for i in coded)
+    stored = sum(DRAWN.stored_bytes(floats[i].shape, floats[i].dtype) for i in coded)
     plain = [x for i, x in enumerate(floats) if i not in coded]
     assert nbytes(pullback) == stored + nbytes(
         (plain, [args[0][n] for n in ("key", "mask", "rows")])
@@ -230,7 +230,7 @@ def test_the_random_numbers_depend_on_the_key_only():
 
     @jax.jit
     def gradient(key):
-        return jax.grad(lambda x: total(checkpoint(layer, DITHER, key=key)(x, w)))(x)
+        return jax.grad(lambda x: total(checkpoint(layer, DRAWN, key=key)(x, w)))(x)
 
     first, again, other = (gradient(jax.random.key(seed)) for seed in (1, 1, 2))
     np.testing.assert_array_equal(first, again)
@@ -365,10 +365,10 @@ def test_a_position_out_of_range_is_refused_in_the_call(activations):
 @pytest.mark.parametrize("key", [None, 0])
 def test_a_missing_key_is_refused_in_the_call(key):
     x, w = normal(0, 6, 8), normal(1, 8, 5)
-    run = checkpoint(layer, DITHER, key=key)
+    run = checkpoint(layer, DRAWN, key=key)
     with pytest.raises(ValueError, match=re.escape(f"got key={key}: pass `key`")):
         run(x, w)
-    with pytest.raises(ValueError, match=re.escape(f"`codec` {DITHER} draws random numbers")):
+    with pytest.raises(ValueError, match=re.escape(f"`codec` {DRAWN} draws random numbers")):
         jax.grad(lambda x: total(run(x, w)))(x)
 
 

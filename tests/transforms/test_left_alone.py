@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from transforms.residual_helpers import Q4, held_bytes, normal, relative_error
+from transforms.residual_helpers import CODE, held_bytes, normal, relative_error
 
 import actjax
 from actjax import Quantized, compress_residuals
@@ -93,9 +93,9 @@ def test_only_what_the_wanted_gradient_needs_is_stored():
     def fun(w, x):
         return jnp.sum(jnp.sin(jnp.sin(x @ w[0]) @ w[1]))
 
-    small = compress_residuals(fun, Q4, activations=1)
+    small = compress_residuals(fun, CODE, activations=1)
     weights = [W, W]
-    code = Q4.stored_bytes(X.shape, X.dtype)
+    code = CODE.stored_bytes(X.shape, X.dtype)
     # The last product and the one before it; and the data for the first weight.
     last = held_bytes(lambda w: small([W, w], X), W)
     first = held_bytes(lambda w: small([w, W], X), W)
@@ -167,4 +167,4 @@ def test_a_gradient_through_what_a_custom_rule_closes_over_is_refused():
         return jnp.sum(product(X))
 
     with pytest.raises(ValueError, match="custom_vjp that closes over it"):
-        jax.grad(compress_residuals(fun, Q4))(W)
+        jax.grad(compress_residuals(fun, CODE))(W)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax import lax
 from transforms.residual_helpers import (
+    CODE,
     KEY,
     LAYERS,
-    Q4,
     RULES,
     asked,
     assert_close,
@@ -176,7 +176,7 @@ def _halved(x):
     ids=["at once", "looped", "carried"],
 )
 def test_gradients_through_operations_without_derivative_are_refused(fun):
-    wrapped = compress_residuals(fun, Q4)
+    wrapped = compress_residuals(fun, CODE)
     with pytest.raises(ValueError, match=r"`while`, which has no derivative in reverse mode: use"):
         jax.grad(loss_of(wrapped))(normal(0, 6, 6), normal(1, 6, 6))
 
@@ -215,7 +215,7 @@ def test_side_effects_of_a_forward_pass_happen_once():
         jax.debug.callback(lambda _: told.append("layer"), x)
         return tanh_layer(x, w)
 
-    jax.jit(jax.grad(loss_of(compress_residuals(scanned(layer), Q4))))(*LAYERS)
+    jax.jit(jax.grad(loss_of(compress_residuals(scanned(layer), CODE))))(*LAYERS)
     jax.effects_barrier()
     assert told == ["layer"] * 3
 
@@ -239,7 +239,7 @@ def test_rebuilding_a_chain_is_linear_in_its_length():
     def chain(length):
         step = lambda h, _: jnp.sin(h) + h  # noqa: E731
         fun = lambda x, w: functools.reduce(step, range(length), x @ w)  # noqa: E731
-        loss = loss_of(compress_residuals(fun, Q4))
+        loss = loss_of(compress_residuals(fun, CODE))
         return len(jax.make_jaxpr(jax.grad(loss))(normal(0, 6, 8), normal(1, 8, 8)).eqns)
 
     # A chain of twice the length gives twice the program; quadratic growth would give four times.
@@ -258,9 +258,9 @@ def test_activations_are_stored_as_codes(x64):
     assert not asked(fun, params, batch)
     names = {c.name for c in asked(fun, params, batch, activations=1)}
     assert names == {"[1]['x']", "[1]['y']"}
-    wrapped = compress_residuals(fun, Q4, activations=[1])
+    wrapped = compress_residuals(fun, CODE, activations=[1])
     stored = {r.name: r.stored_bytes for r in rows_kept(wrapped, params, batch)}
-    assert stored == dict.fromkeys(names, Q4.stored_bytes((16, 8), "float64"))
+    assert stored == dict.fromkeys(names, CODE.stored_bytes((16, 8), "float64"))
 
     @jax.jit
     def run(params, batch):
@@ -268,7 +268,7 @@ def test_activations_are_stored_as_codes(x64):
         g = jnp.cos(y)
         dparams, dbatch = pullback((g, np.zeros(3, jax.dtypes.float0)))
         assert (dbatch["count"].dtype, dbatch["count"].shape) == (jax.dtypes.float0, (3,))
-        x, z, dz = lossy(Q4, batch["x"]), lossy(Q4, batch["y"]), g @ params.T
+        x, z, dz = lossy(CODE, batch["x"]), lossy(CODE, batch["y"]), g @ params.T
         want = (jnp.exp(x) + z**2).T @ g, dz * jnp.exp(x), 2 * dz * z
         return (dparams, dbatch["x"], dbatch["y"]), want
 
@@ -290,10 +290,10 @@ def test_activations_may_be_outputs_and_scanned(x64):
 @pytest.mark.parametrize("wrong", [-1, True, "x", [0, 1.5], None])
 def test_invalid_activations_are_refused(wrong):
     with pytest.raises(TypeError):
-        compress_residuals(two_products, Q4, activations=wrong)
+        compress_residuals(two_products, CODE, activations=wrong)
 
 
 def test_an_activation_position_out_of_range_is_refused():
-    wrapped = compress_residuals(two_products, Q4, activations=2)
+    wrapped = compress_residuals(two_products, CODE, activations=2)
     with pytest.raises(ValueError, match="position 2, but the function was called with 2"):
         wrapped(normal(0, 6, 8), normal(1, 8, 8))

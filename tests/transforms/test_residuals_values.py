@@ -9,10 +9,10 @@ import pytest
 from jax import lax
 from jax.extend import core
 from transforms.residual_helpers import (
+    CODE,
     KEY,
     LAYERS,
     MLP_SHAPES,
-    Q4,
     RANDOM,
     assert_close,
     held_bytes,
@@ -111,12 +111,12 @@ def check_by_hand(fun, by_hand, args, tolerance=1e-12, **options):
 
 def test_an_exponential_by_hand(x64):
     def by_hand(g, x, w, v):
-        e = lossy(Q4, jnp.exp(x @ w))
+        e = lossy(CODE, jnp.exp(x @ w))
         dh = g @ v.T * e
         return dh @ w.T, x.T @ dh, e.T @ g
 
     args = [normal(i, *shape) / 2 for i, shape in enumerate(MLP_SHAPES)]
-    check_by_hand(lambda x, w, v: jnp.exp(x @ w) @ v, by_hand, args, rule=Q4, rebuild=False)
+    check_by_hand(lambda x, w, v: jnp.exp(x @ w) @ v, by_hand, args, rule=CODE, rebuild=False)
 
 
 @pytest.mark.parametrize("approximate", [True, False])
@@ -124,17 +124,17 @@ def test_a_gelu_by_hand(x64, approximate):
     gelu = functools.partial(jax.nn.gelu, approximate=approximate)
 
     def by_hand(g, x, w, v):
-        h = lossy(Q4, x @ w)
+        h = lossy(CODE, x @ w)
         dh = g @ v.T * jax.grad(lambda h: jnp.sum(gelu(h)))(h)
         return dh @ w.T, x.T @ dh, gelu(h).T @ g
 
     args = [normal(i, *shape) for i, shape in enumerate(MLP_SHAPES)]
-    check_by_hand(lambda x, w, v: gelu(x @ w) @ v, by_hand, args, rule=Q4)
+    check_by_hand(lambda x, w, v: gelu(x @ w) @ v, by_hand, args, rule=CODE)
 
 
 def test_a_layer_norm_by_hand(x64):
     def by_hand(g, x, w, v, scale):
-        h = lossy(Q4, x @ w)
+        h = lossy(CODE, x @ w)
         deviation = jnp.sqrt(h.var(-1, keepdims=True) + 1e-6)
         unit = (h - h.mean(-1, keepdims=True)) / deviation
         dn = g @ v.T * scale
@@ -145,7 +145,9 @@ def test_a_layer_norm_by_hand(x64):
 
     args = [normal(i, *shape) for i, shape in enumerate((*MLP_SHAPES, (8,)))]
     fun = lambda x, w, v, s: layer_norm(x @ w, s, 0.0) @ v  # noqa: E731
-    check_by_hand(fun, by_hand, args, 1e-11, rule=Q4)  # Differences of numbers ten times as large.
+    check_by_hand(
+        fun, by_hand, args, 1e-11, rule=CODE
+    )  # Differences of numbers ten times as large.
 
 
 @pytest.mark.parametrize("rebuild", [True, False])
@@ -170,21 +172,21 @@ def test_a_residual_stream_by_hand(x64):
 
     def by_hand(g, x, w0, w1, w2):
         h, u = x @ w0, x @ w0 @ w1
-        s = lossy(Q4, h + jnp.tanh(u))  # The sum has a separate code.
-        h, u = lossy(Q4, h), lossy(Q4, u)
+        s = lossy(CODE, h + jnp.tanh(u))  # The sum has a separate code.
+        h, u = lossy(CODE, h), lossy(CODE, u)
         ds = g @ w2.T
         du = ds * (1 - jnp.tanh(u) ** 2)
         dh = ds + du @ w1.T
         return dh @ w0.T, x.T @ dh, h.T @ du, s.T @ g
 
-    check_by_hand(fun, by_hand, [normal(i, 8, 8) / 2 for i in range(4)], rule=Q4)
+    check_by_hand(fun, by_hand, [normal(i, 8, 8) / 2 for i in range(4)], rule=CODE)
 
 
 def test_a_loop_by_hand(x64):
     def by_hand(g, x, ws):
         codes = []
         for w in ws:
-            codes.append((lossy(Q4, x), lossy(Q4, x @ w)))
+            codes.append((lossy(CODE, x), lossy(CODE, x @ w)))
             x = jnp.tanh(x @ w)
         dws = []
         for w, (c, u) in reversed([*zip(ws, codes, strict=True)]):
@@ -193,7 +195,7 @@ def test_a_loop_by_hand(x64):
         return g, jnp.stack(dws)
 
     args = normal(0, 6, 8), normal(1, 3, 8, 8) / 2
-    check_by_hand(scanned(tanh_layer), by_hand, args, rule=Q4)
+    check_by_hand(scanned(tanh_layer), by_hand, args, rule=CODE)
 
 
 # When codes are made and decoded.
@@ -218,8 +220,8 @@ def arrays(jaxpr, dtype, *shape) -> set:
 
 def test_codes_are_made_before_outputs_are_read():
     # Only the backward pass of the second function reads the cosine that it encodes.
-    wrapped = compress_residuals(mlp, Q4)
-    sine = compress_residuals(lambda x, w, v: jnp.sin(x @ w) @ v, Q4, rebuild=False)
+    wrapped = compress_residuals(mlp, CODE)
+    sine = compress_residuals(lambda x, w, v: jnp.sin(x @ w) @ v, CODE, rebuild=False)
     args = [normal(i, *shape) for i, shape in enumerate(MLP_SHAPES)]
     for fun in (wrapped, sine):
         jaxpr = jax.make_jaxpr(lambda *args, fun=fun: jax.vjp(fun, *args))(*args).jaxpr
@@ -232,7 +234,7 @@ def test_codes_are_made_before_outputs_are_read():
 
 
 def test_no_code_is_decoded_before_it_is_needed():
-    wrapped = compress_residuals(lambda x, w, v: jnp.sin(jnp.tanh(x @ w) @ v), Q4)
+    wrapped = compress_residuals(lambda x, w, v: jnp.sin(jnp.tanh(x @ w) @ v), CODE)
     args = normal(3, 6, 24), normal(0, 6, 8), normal(1, 8, 16), normal(2, 16, 24)
     jaxpr = jax.make_jaxpr(lambda g, *args: jax.vjp(wrapped, *args)[1](g))(*args).jaxpr
     # Decoded arrays are floats that follow from bytes with two 4-bit numbers each.

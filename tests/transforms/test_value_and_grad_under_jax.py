@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cheap_codecs import Projected
 from flax import linen, nnx
 from tiny import batch, decoder
 from transforms.gradient_helpers import (
@@ -30,7 +31,6 @@ from transforms.gradient_helpers import (
 )
 
 import actjax
-from actjax import RandomProjection
 from models import Storage
 
 
@@ -271,7 +271,7 @@ def test_inside_linen_modules(x64):
 
 
 def test_every_weight_of_a_decoder_can_have_a_factored_gradient(x64):
-    storage, (tokens, targets) = Storage(RandomProjection(5), RP, SVD, RandomProjection(6)), batch()
+    storage, (tokens, targets) = Storage(Projected(5), RP, SVD, Projected(6)), batch()
 
     def loss(model, key):
         return model.loss(tokens, targets, storage=storage, key=key, compute_dtype="float64")

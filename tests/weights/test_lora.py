@@ -17,7 +17,7 @@ from ops.helpers import (
     ones,
     shaped,
 )
-from ops.operator_cases import BATCH, DITHER, LENGTH, NEAREST, OPERATORS, WIDTH, decoded
+from ops.operator_cases import BATCH, DRAWN, LENGTH, NEAREST, OPERATORS, WIDTH, decoded
 from weights.lora_cases import problem, run_oracle, with_adapters, with_masks
 
 from actjax import (
@@ -45,9 +45,9 @@ same = functools.partial(assert_close, rtol=1e-11, atol=1e-12)
         ("linear", Exact()),
         ("linear", RandomProjection(3)),
         ("linear", PointApproximation(points=4)),
-        ("norm", DITHER),
-        ("swiglu", (NEAREST, DITHER)),
-        ("attention", (DITHER, Exact(), NEAREST)),
+        ("norm", DRAWN),
+        ("swiglu", (NEAREST, DRAWN)),
+        ("attention", (DRAWN, Exact(), NEAREST)),
     ],
     ids=str,
 )
@@ -358,7 +358,7 @@ def test_errors_name_the_argument_and_its_value():
             "`scale` of `w` must be fini",
         ),
         "no key of the codec": (
-            lambda: linear(x, LoRA(w, a, b), codec=DITHER), ValueError, "got key=None: pass `key`",
+            lambda: linear(x, LoRA(w, a, b), codec=DRAWN), ValueError, "got key=None: pass `key`",
         ),
         "norm": (
             lambda: norm_linear(x, ones(8), LoRA(w, at, b)), ValueError, PARTS + "a(2, 8)",
