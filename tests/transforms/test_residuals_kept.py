@@ -82,10 +82,6 @@ def test_views_of_one_array_are_stored_once(x64):
     for rule, want in ((leave, 16 * 8 * 4), (CODE, CODE.stored_bytes((16, 8), "float32"))):
         assert held_bytes(compress_residuals(saved_often, rule), *args) == want
     assert held_bytes(saved_often, *args) > 3 * 16 * 8 * 4
-    # The same for the leaves of the actual pullback.
-    leaves = jax.tree.leaves(jax.vjp(compress_residuals(saved_often, leave), *args)[1])
-    given = {id(x) for x in args}
-    assert sum(x.nbytes for x in {id(x): x for x in leaves if id(x) not in given}.values()) == 512
 
 
 def test_views_of_one_array_are_stored_once_without_rebuilding():
@@ -260,9 +256,10 @@ def test_a_codec_as_rule_does_not_encode_small_arrays():
     ids=["scalar", "scalar carry", "no rows"],
 )
 def test_a_codec_as_rule_does_not_encode_scalars_and_empty_arrays(fun, args):
-    got = jax.grad(loss_of(compress_residuals(fun, CODE)))(*args)
+    variants = compress_residuals(fun, CODE), fun
+    got, want = jax.jit(lambda *args: [jax.grad(loss_of(f))(*args) for f in variants])(*args)
     # Scalars and empty arrays are not encoded: the gradient is exact up to float32.
-    assert_close(got, jax.grad(loss_of(fun))(*args), 1e-5)
+    assert_close(got, want, 1e-5)
 
 
 def test_explain_reports_each_decision():
@@ -297,7 +294,7 @@ def test_the_table_has_room_for_codecs_beside_long_names():
     def and_another_one_around_it(x, w):
         return a_function_with_a_name_that_is_longer_than_most_names(x, w)
 
-    wrapped = compress_residuals(and_another_one_around_it, CODE)
+    wrapped = compress_residuals(and_another_one_around_it, Quantized(4, group=8))
     table = str(explain(wrapped, *ONE))
     assert "Quantized(bits=4" in table
 
