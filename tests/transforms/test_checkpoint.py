@@ -1,13 +1,13 @@
 """Tests of `actjax.checkpoint`: `jax.checkpoint`, but from codes of its arguments."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+from messages import assert_messages
 from ops.helpers import assert_gradients_are_differences
 from transforms.checkpoint_helpers import (
     DRAWN,
@@ -322,53 +322,28 @@ def test_empty_activations(codec, shape):
 # Errors.
 
 
-def test_fun_must_be_a_function():
-    with pytest.raises(TypeError, match="`fun` of checkpoint must be a function, got 3"):
-        checkpoint(3)
-
-
-@pytest.mark.parametrize(
-    ("codec", "shown"),
-    [(Quantized, "<class 'actjax."), ("exact", "'exact'"), (None, "None"), ((Exact(),), "(Exact")],
-)
-def test_codec_must_be_a_codec(codec, shown):
-    message = f"`codec` of checkpoint must be an actjax.Codec, got {shown}"
-    with pytest.raises(TypeError, match=re.escape(message)):
-        checkpoint(layer, codec)
-
-
-@pytest.mark.parametrize("activations", [-1, True, [0, -1], "0", (0, "x"), [0, False], (0.0,)])
-def test_activations_must_be_positions(activations):
-    message = "`activations` of checkpoint must be positions of arguments, 0 or above: "
-    with pytest.raises(TypeError, match=re.escape(message + repr(activations))):
-        checkpoint(layer, activations=activations)
-
-
-@pytest.mark.parametrize("activations", [1.5, None])
-def test_activations_must_be_integers(activations):
-    with pytest.raises(TypeError, match="`activations` of checkpoint"):
-        checkpoint(layer, activations=activations)
-
-
-@pytest.mark.parametrize("activations", [2, (0, 5)])
-def test_a_position_out_of_range_is_refused_in_the_call(activations):
-    x, w = normal(0, 6, 8), normal(1, 8, 5)
-    position = np.max(activations)
-    message = (
-        f"`activations` of checkpoint has position {position}, but the function was called with 2"
-    )
-    with pytest.raises(ValueError, match=re.escape(message)):
-        checkpoint(layer, activations=activations)(x, w)
-
-
-@pytest.mark.parametrize("key", [None, 0])
-def test_a_missing_key_is_refused_in_the_call(key):
-    x, w = normal(0, 6, 8), normal(1, 8, 5)
-    run = checkpoint(layer, DRAWN, key=key)
-    with pytest.raises(ValueError, match=re.escape(f"got key={key}: pass `key`")):
-        run(x, w)
-    with pytest.raises(ValueError, match=re.escape(f"`codec` {DRAWN} draws random numbers")):
-        jax.grad(lambda x: total(run(x, w)))(x)
+def test_messages():
+    x, w = np.ones((6, 8), np.float32), np.ones((8, 5), np.float32)
+    positions = "`activations` of checkpoint must be positions of arguments, 0 or above: "
+    codecs = (Quantized, "<class"), ("exact", "'exact'"), (None, "None"), ((Exact(),), "(Exact")
+    assert_messages(TypeError, [
+        (lambda: checkpoint(3), "`fun` of checkpoint must be a function, got 3"),
+        *((lambda it=it: checkpoint(layer, it),
+           f"`codec` of checkpoint must be an actjax.Codec, got {shown}") for it, shown in codecs),
+        *((lambda it=it: checkpoint(layer, activations=it), positions + repr(it))
+          for it in (-1, True, [0, -1], "0", (0, "x"), [0, False], (0.0,))),
+        *((lambda it=it: checkpoint(layer, activations=it), "`activations` of checkpoint")
+          for it in (1.5, None)),
+    ])  # fmt: skip
+    of_position = "`activations` of checkpoint has position {}, but the function was called with 2"
+    assert_messages(ValueError, [
+        (lambda: checkpoint(layer, activations=2)(x, w), of_position.format(2)),
+        (lambda: checkpoint(layer, activations=(0, 5))(x, w), of_position.format(5)),
+        *((lambda key=key: checkpoint(layer, DRAWN, key=key)(x, w), f"got key={key}: pass `key`")
+          for key in (None, 0)),
+        (lambda: jax.grad(lambda x: total(checkpoint(layer, DRAWN)(x, w)))(x),
+         f"`codec` {DRAWN} draws random numbers"),
+    ])  # fmt: skip
 
 
 def test_the_wrapper_has_the_name_and_docstring_of_the_function():

@@ -7,6 +7,7 @@ import pytest
 from flax import linen
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from messages import assert_messages
 from transforms.residual_helpers import (
     CODE,
     KEY,
@@ -315,24 +316,16 @@ def test_explain_shows_codes_of_scattered_arrays(looped):
 # Errors.
 
 
-@pytest.mark.parametrize(
-    "wrong", [4, True, "exact", Exact, np.ones(3), jnp.ones(3)], ids=lambda x: type(x).__name__
-)
-def test_invalid_decisions_of_a_rule_are_refused(wrong):
-    wrapped = compress_residuals(two_products, lambda _: wrong)
-    with pytest.raises(TypeError, match=r"`rule` returned .*Candidate\(name=.*Codec, or None"):
-        jax.eval_shape(wrapped, normal(0, 6, 8), normal(1, 8, 8))
-
-
-def test_fun_must_be_a_function():
-    with pytest.raises(TypeError, match="`fun` of compress_residuals must be a function, got 3"):
-        compress_residuals(3, CODE)
-
-
-@pytest.mark.parametrize("wrong", [None, "leave", 4])
-def test_invalid_rules_are_refused(wrong):
-    with pytest.raises(TypeError, match=r"`rule` of compress_residuals must be an actjax\.Codec"):
-        compress_residuals(two_products, wrong)
+def test_messages():
+    for wrong in (4, True, "exact", Exact, np.ones(3), jnp.ones(3)):
+        wrapped = compress_residuals(two_products, lambda _, wrong=wrong: wrong)
+        with pytest.raises(TypeError, match=r"`rule` returned .*Candidate\(name=.*Codec, or None"):
+            jax.eval_shape(wrapped, normal(0, 6, 8), normal(1, 8, 8))
+    rule = "`rule` of compress_residuals must be an actjax.Codec"
+    assert_messages(TypeError, [
+        (lambda: compress_residuals(3, CODE), "`fun` of compress_residuals must be a function"),
+        *((lambda it=it: compress_residuals(two_products, it), rule) for it in (None, "leave", 4)),
+    ])  # fmt: skip
 
 
 def test_a_rank_that_is_too_large_is_refused():
