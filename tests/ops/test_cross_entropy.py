@@ -242,9 +242,9 @@ def test_logits_far_apart_do_not_overflow():
 
 
 def test_gradients_in_float16_do_not_underflow():
-    # The mean over 16,384 tokens gives each logit a gradient of 1 / (16,384 * 5,000), which float16
+    # The mean over 8,192 tokens gives each logit a gradient of 1 / (8,192 * 5,000), which float16
     # cannot hold.
-    tokens, features, vocabulary = 16_384, 2, 5_000
+    tokens, features, vocabulary = 8_192, 2, 5_000
     rng = np.random.default_rng(0)
     hidden = rng.normal(size=(tokens, features)).astype(np.float16)
     head = rng.normal(size=(features, vocabulary)).astype(np.float32)
