@@ -27,6 +27,39 @@ PROCESS = pathlib.Path("/proc/self")
 # Linux allows a process 65,530 memory maps; a compiled program takes several.
 MANY_MAPS = 30_000
 MUCH_MEMORY = 3 * 2**30  # bytes; four workers fit into 16 GB
+COMPILATIONS = 60
+"""Programs that the tests of a file may compile.
+
+Tracing and compiling take nearly all of the time. A file above its budget computes eagerly, or in
+a program for each case: jit the body of a test, build inputs in NumPy, put cases into one program.
+"""
+MORE_COMPILATIONS = {
+    # Run equation by equation, as what they test does.
+    "jaxpr/test_programs.py": 80,
+    "jaxpr/test_rebuilding.py": 140,
+    "flax_layers/test_layers.py": 220,
+    "equinox_layers/test_equinox.py": 90,
+    "test_low_rank.py": 300,
+    "test_low_rank_trees.py": 90,
+    "transforms/test_compress.py": 420,
+    "transforms/test_controller.py": 100,
+    "transforms/test_chunks.py": 90,
+    "transforms/test_nnx_modules.py": 70,
+    "transforms/test_residuals_exact.py": 80,
+    "transforms/test_residuals_functions.py": 90,
+    "transforms/test_stored_by.py": 180,
+    "transforms/test_value_and_grad_under_jax.py": 80,
+    # Not measured file by file.
+    "benchmarks": 400,
+    "codecs": 400,
+    "kernels": 600,
+    "models": 600,
+    "optim": 800,
+    "train": 2000,
+}
+"""Budgets of files and of the files of folders that need more, by their path below `tests`."""
+TESTS = pathlib.Path(__file__).parent
+COUNTS, BEFORE, IS_LAST = (pytest.StashKey() for _ in range(3))
 LONG_FILES = ("test_finetune.py", "test_pretrain.py", "test_step_methods.py", "test_contract.py")
 
 
@@ -51,6 +84,78 @@ def pytest_configure(config):
     os.environ["JAX_COMPILATION_CACHE_DIR"] = cache.name
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--compilations",
+        action="store_true",
+        help="list the files by the programs that they compile, and let none exceed its budget",
+    )
+
+
+def pytest_collection_finish(session):
+    """Counts programs that are compiled or read from the cache, from here on."""
+    import jax.monitoring
+
+    counts = session.config.stash.setdefault(COUNTS, {"": 0})
+
+    def count(event: str, _: float, **__) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            counts[""] += 1
+
+    if session.items:
+        jax.monitoring.register_event_duration_secs_listener(count)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item, nextitem):
+    """Counts the programs of a test, and tells `pytest_runtest_teardown` which test is the last."""
+    item.stash[IS_LAST] = nextitem is None or nextitem.path != item.path
+    item.stash[BEFORE] = item.config.stash[COUNTS][""]
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item):
+    """Fails the last test of a file that compiled more programs than its budget."""
+    result = yield
+    counts, file = item.config.stash[COUNTS], item.path.relative_to(TESTS).as_posix()
+    counts[file] = counts.get(file, 0) + counts[""] - item.stash[BEFORE]
+    if item.stash[IS_LAST]:
+        item.user_properties.append(("compilations", (file, counts[file])))
+        message = over_budget(file, counts[file])
+        if message and not item.config.getoption("--compilations"):
+            pytest.fail(message, pytrace=False)
+    return result
+
+
+def over_budget(file: str, count: int) -> str | None:
+    """Returns what is wrong with the number of programs that a file compiled, or None."""
+    of_folder = MORE_COMPILATIONS.get(file.partition("/")[0], COMPILATIONS)
+    budget = MORE_COMPILATIONS.get(file, of_folder)
+    if count <= budget:
+        return None
+    return (
+        f"tests/{file} compiled {count} programs and may compile {budget}: jit the bodies of its"
+        " tests, or give it a budget in `MORE_COMPILATIONS` of tests/conftest.py."
+    )
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Lists the files by the programs that they compiled, if asked to."""
+    if not config.getoption("--compilations"):
+        return
+    reports = (r for rs in terminalreporter.stats.values() for r in rs)
+    found = {
+        value[0]: value[1]
+        for report in reports
+        for name, value in getattr(report, "user_properties", ())
+        if name == "compilations"
+    }
+    for file, count in sorted(found.items(), key=lambda pair: -pair[1]):
+        terminalreporter.write_line(f"{count:6} {file}")
+    terminalreporter.write_line(f"{sum(found.values()):6} in all")
 
 
 def pytest_collection_modifyitems(items):

@@ -42,21 +42,27 @@ class LinenBlock(linen.Module):
         return x, linen.Dense(8, name="last")(y)
 
 
+@nnx.jit
+def block():
+    return Block(nnx.Rngs(0))
+
+
 def total(tree):
     return sum(jnp.sum(jnp.sin(1.3 * y)) for y in jax.tree.leaves(tree))
 
 
+@nnx.jit
 def value_and_gradient(model, x):
     return nnx.value_and_grad(lambda model, x: total(model(x)))(model, x)
 
 
 def assert_same(a, b, rtol=2e-5):
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol * float(jnp.max(jnp.abs(y)) + 1e-9))
+        np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol * float(np.max(np.abs(y)) + 1e-9))
 
 
 def test_a_replaced_model_of_nnx_has_the_same_gradient_and_stores_less():
-    model = Block(nnx.Rngs(0))
+    model = block()
     exact, small = replace(model, Exact()), replace(model, Q8)
     assert type(small.up) is coded_nnx.Linear
     assert type(small.attention.query) is coded_nnx.LinearGeneral
@@ -75,7 +81,7 @@ def test_a_replaced_model_of_nnx_has_the_same_gradient_and_stores_less():
 
 
 def test_rules_by_path_and_by_function():
-    model = Block(nnx.Rngs(0))
+    model = block()
     by_path = replace(model, {"attention/(query|key)$": Q8, "up": None})
     assert type(by_path.attention.key) is coded_nnx.LinearGeneral
     assert type(by_path.attention.value) is nnx.LinearGeneral
@@ -86,7 +92,7 @@ def test_rules_by_path_and_by_function():
 
 
 def test_random_codecs_draw_from_the_stream_of_codes_and_gradients_are_factored():
-    model = replace(Block(nnx.Rngs(0)), {"up": RandomProjection(4)}, rngs=nnx.Rngs(codes=3))
+    model = replace(block(), {"up": RandomProjection(4)}, rngs=nnx.Rngs(codes=3))
     first, second = (value_and_gradient(model, X)[1]["up"]["kernel"][...] for _ in range(2))
     assert not np.array_equal(first, second)
     graph, params, rest = nnx.split(model, nnx.Param, ...)
@@ -97,26 +103,22 @@ def test_random_codecs_draw_from_the_stream_of_codes_and_gradients_are_factored(
 
 
 def test_layers_of_nnx_take_a_codec():
-    rngs = nnx.Rngs(0, codes=1)
-    pairs = [
-        (coded_nnx.Linear(32, 8, codec=Q8, rngs=rngs), nnx.Linear(32, 8, rngs=nnx.Rngs(0)), X),
-        (
-            coded_nnx.Conv(6, 4, (3, 3), strides=2, codec=Q8, rngs=rngs),
-            nnx.Conv(6, 4, (3, 3), strides=2, rngs=nnx.Rngs(0)),
-            IMAGE,
-        ),
-        (
-            coded_nnx.Einsum("...d,ndh->n...h", (4, 32, 2), (4, 2), codec=Q8, rngs=rngs),
-            nnx.Einsum("...d,ndh->n...h", (4, 32, 2), (4, 2), rngs=nnx.Rngs(0)),
-            X,
-        ),
-        (
-            coded_nnx.MultiHeadAttention(4, 32, codec=Q8, decode=False, rngs=rngs),
-            nnx.MultiHeadAttention(4, 32, decode=False, rngs=nnx.Rngs(0)),
-            X,
-        ),
+    attention = {"num_heads": 4, "in_features": 32, "decode": False}
+    layers = [
+        ("Linear", (32, 8), {}, X),
+        ("Conv", (6, 4, (3, 3)), {"strides": 2}, IMAGE),
+        ("Einsum", ("...d,ndh->n...h", (4, 32, 2), (4, 2)), {}, X),
+        ("MultiHeadAttention", (), attention, X),
     ]
-    for own, plain, x in pairs:
+    for name, arguments, options, x in layers:
+
+        @nnx.jit
+        def make(name=name, arguments=arguments, options=options):
+            rngs = nnx.Rngs(0, codes=1)
+            coded = getattr(coded_nnx, name)(*arguments, **options, codec=Q8, rngs=rngs)
+            return coded, getattr(nnx, name)(*arguments, **options, rngs=nnx.Rngs(0))
+
+        own, plain = make()
         nnx.update(own, nnx.state(plain, nnx.Param))
         (value, got), (exact, gradient) = (value_and_gradient(m, x) for m in (own, plain))
         assert_same(value, exact)
@@ -125,7 +127,7 @@ def test_layers_of_nnx_take_a_codec():
 
 def test_a_model_of_linen_under_the_interceptor():
     model = LinenBlock()
-    params = model.init(KEY, X)
+    params = jax.jit(model.init)(KEY, X)
     loss = lambda params: total(model.apply(params, X))  # noqa: E731
 
     def under(rules):
@@ -135,11 +137,11 @@ def test_a_model_of_linen_under_the_interceptor():
 
         return run
 
-    plain = jax.value_and_grad(loss)(params)
-    value, gradient = jax.value_and_grad(under(Exact()))(params)
+    functions = loss, under(Exact()), under(Q8)
+    run = jax.jit(lambda params: [jax.value_and_grad(f)(params) for f in functions])
+    plain, (value, gradient), (_, got) = run(params)
     assert_same(value, plain[0])
     assert relative_error(gradient, plain[1]) < 1e-5
-    got = jax.grad(under(Q8))(params)
     assert 1e-5 < relative_error(got, plain[1]) < 0.02
     table = str(actjax.explain(under({"query|last": Q8}), params))
     assert "linear: attention/query" in table
@@ -164,12 +166,11 @@ def test_layers_of_linen_take_a_codec():
         (coded_linen.LayerNorm(codec=Q8), linen.LayerNorm(), X),
         (coded_linen.RMSNorm(), linen.RMSNorm(), X),
     ):
-        params = plain.init(KEY, x)
-        assert jax.tree.structure(own.init(KEY, x)) == jax.tree.structure(params)
-        results = [
-            jax.value_and_grad(lambda p, m=m, x=x: total(m.apply(p, x)))(params)
-            for m in (own, plain)
-        ]
+        params = jax.jit(plain.init)(KEY, x)
+        of_own = jax.eval_shape(own.init, KEY, x)
+        assert jax.tree.structure(of_own) == jax.tree.structure(params)
+        losses = [lambda p, m=m, x=x: total(m.apply(p, x)) for m in (own, plain)]
+        results = jax.jit(lambda p, fs=losses: [jax.value_and_grad(f)(p) for f in fs])(params)
         assert_same(results[0][0], results[1][0])
         assert relative_error(results[0][1], results[1][1]) < 0.02
 
@@ -189,11 +190,17 @@ def test_layers_of_linen_take_a_codec():
 def test_an_einsum_stores_codes_where_it_is_a_linear_layer(spec, x_shape, w_shape, is_linear):
     x, w = normal(1, *x_shape), normal(2, *w_shape)
     own = functools.partial(products.einsum, spec, codec=Q8, key=None, name="mine")
-    np.testing.assert_allclose(own(x, w), jnp.einsum(spec, x, w), rtol=1e-5, atol=1e-5)
-    got, exact = (
-        jax.grad(lambda x, w, f=f: total(f(x, w)), argnums=(0, 1))(x, w)
-        for f in (own, functools.partial(jnp.einsum, spec))
-    )
+    functions = own, functools.partial(jnp.einsum, spec)
+
+    @jax.jit
+    def run(x, w):
+        gradients = [
+            jax.grad(lambda x, w, f=f: total(f(x, w)), argnums=(0, 1))(x, w) for f in functions
+        ]
+        return [f(x, w) for f in functions], gradients
+
+    values, (got, exact) = run(x, w)
+    np.testing.assert_allclose(*values, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(got[0], exact[0], rtol=1e-5, atol=1e-5)
     assert (relative_error(got[1], exact[1]) > 1e-5) == is_linear
 
@@ -206,7 +213,7 @@ def test_a_product_that_a_user_gave_is_never_replaced():
     with pytest.raises(ValueError, match="fit no layer of the model"):
         replace(model, Q8)
     layer = linen.Dense(8, dot_general=doubled)
-    params = layer.init(KEY, X)
+    params = jax.jit(layer.init)(KEY, X)
     with linen.intercept_methods(coded_linen.interceptor(Q8)):
         assert_same(layer.apply(params, X), 2 * linen.Dense(8).apply(params, X))
     with pytest.raises(ValueError, match=r"`dot_general` of a layer of actjax\.flax"):
@@ -216,7 +223,7 @@ def test_a_product_that_a_user_gave_is_never_replaced():
 
 
 def test_wrong_arguments_are_refused():
-    model = Block(nnx.Rngs(0))
+    model = block()
     with pytest.raises(TypeError, match=r"`rules` of replace must be an actjax\.Codec.*got 3"):
         replace(model, 3)
     with pytest.raises(TypeError, match=r"use linen\.intercept_methods"):

@@ -1,5 +1,6 @@
 """Tests of actjax/_jaxpr/rebuilding.py: few arrays are stored, the others are rebuilt exactly."""
 
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -32,12 +33,18 @@ class Program:
         self.rebuild = rebuild
         self.residuals = list(self.jaxpr.outvars)
         self.given = {*self.jaxpr.invars, *self.jaxpr.constvars}
-        self.values = dict(zip(self.jaxpr.constvars, closed.consts, strict=True))
-        self.values |= zip(self.jaxpr.invars, args, strict=True)
-        read = lambda x: x.val if isinstance(x, core.Literal) else self.values[x]  # noqa: E731
+        self.constants = closed.consts
+
+    @functools.cached_property
+    def values(self) -> dict[core.Var, Any]:
+        """The value of each variable. Each equation runs by itself, so most tests do not ask."""
+        values = dict(zip(self.jaxpr.constvars, self.constants, strict=True))
+        values |= zip(self.jaxpr.invars, self.args, strict=True)
+        read = lambda x: x.val if isinstance(x, core.Literal) else values[x]  # noqa: E731
         for eqn in self.jaxpr.eqns:
             outputs = run_equation(eqn, [read(x) for x in eqn.invars])
-            self.values |= zip(eqn.outvars, outputs, strict=True)
+            values |= zip(eqn.outvars, outputs, strict=True)
+        return values
 
     def price(self, var: core.Var) -> int:
         """Returns bytes, and 0 for arguments and constants."""

@@ -1,21 +1,17 @@
 """Helpers of the tests of operators: inputs, RoPE tables, comparisons, and sizes."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
-import pytest
 
 BF16 = 2.0**-8
 """Unit roundoff of bfloat16: the relative error of one rounding."""
 KEY = jax.random.key(7)
 THETA = 100.0
 """Base of the RoPE frequencies."""
-
-Error = tuple[Callable[[], Any], type[Exception], str]
-"""A call, the exception that it raises, and a part of the message."""
 
 
 def normal(seed: int, *shape: int, dtype: Any = None) -> jax.Array:
@@ -44,14 +40,6 @@ def assert_close(got: Any, want: Any, rtol: float, atol: float) -> None:
 def assert_equal(got: Any, want: Any) -> None:
     """Compares two trees of arrays bit for bit."""
     jax.tree.map(np.testing.assert_array_equal, got, want)
-
-
-def assert_raises(errors: Mapping[str, Error]) -> None:
-    """Checks that each call raises its exception with its message."""
-    for case, (call, kind, message) in errors.items():
-        with pytest.raises(kind) as raised:
-            call()
-        assert message in str(raised.value), case
 
 
 def pullback(fun: Callable[..., Any], *args: Any) -> Any:

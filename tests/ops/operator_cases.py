@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 import oracles
+from cheap_codecs import Coarse, CoarseRandom
 from ops.helpers import KEY, THETA, normal, tables
 
 from actjax import (
     Exact,
-    Quantized,
     attention,
     attention_linear,
     gelu,
@@ -24,8 +24,8 @@ from actjax import (
     swiglu_linear,
 )
 
-NEAREST = Quantized(4, group=3)  # The last group of 8 features is shorter.
-DITHER = Quantized(2, group=4, rounding="dither")
+NEAREST = Coarse()
+DRAWN = CoarseRandom()
 BATCH, LENGTH, HEADS, KV_HEADS, SIZE = 2, 5, 4, 2, 2
 WIDTH = HEADS * SIZE
 """Features of the linear input, and of everything that is normalised or gated."""
@@ -141,10 +141,10 @@ REBUILT = {
 """The operators with a rebuilt input."""
 OPERATORS = {"linear": LINEAR, **REBUILT}
 MIXED = {
-    "norm": (DITHER,),
-    "swiglu": (NEAREST, DITHER),
-    "gelu": (DITHER,),
-    "attention": (DITHER, Exact(), NEAREST),
+    "norm": (DRAWN,),
+    "swiglu": (NEAREST, DRAWN),
+    "gelu": (DRAWN,),
+    "attention": (DRAWN, Exact(), NEAREST),
 }
 """A codec for each input."""
 

@@ -13,7 +13,6 @@ from ops.helpers import (
     BF16,
     assert_equal,
     assert_gradients_are_differences,
-    assert_raises,
     compiled_temporaries,
     ones,
     pullback,
@@ -56,18 +55,6 @@ def oracle(hidden, head, labels, mask=None, z_loss=0.0):
 def assert_agree(got, want, rtol, atol=None):
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(np.float64(a), b, rtol=rtol, atol=rtol if atol is None else atol)
-
-
-def test_the_weighted_oracle_is_the_oracle():
-    hidden, head, labels = problem()
-    mask = np.arange(13) % 3 > 0
-    options = {"mask": mask, "z_loss": 0.1}
-    want = oracles.cross_entropy(hidden, head, labels, **options)
-    want = want, *oracles.cross_entropy_vjp(hidden, head, labels, **options)
-    assert_agree(oracle(hidden, head, labels, mask, 0.1), want, 1e-12)
-
-
-# Values and gradients.
 
 
 # One token at a time, ragged last chunks (13 = 2 x 5 + 3 = 12 + 1), one chunk, more than there are.
@@ -255,9 +242,9 @@ def test_logits_far_apart_do_not_overflow():
 
 
 def test_gradients_in_float16_do_not_underflow():
-    # The mean over 16,384 tokens gives each logit a gradient of 1 / (16,384 * 5,000), which float16
+    # The mean over 8,192 tokens gives each logit a gradient of 1 / (8,192 * 5,000), which float16
     # cannot hold.
-    tokens, features, vocabulary = 16_384, 2, 5_000
+    tokens, features, vocabulary = 8_192, 2, 5_000
     rng = np.random.default_rng(0)
     hidden = rng.normal(size=(tokens, features)).astype(np.float16)
     head = rng.normal(size=(features, vocabulary)).astype(np.float32)
@@ -345,52 +332,3 @@ def test_gradients_are_the_same_under_transformations():
     for got in run(hidden, head):
         # Float32 sums of some tens of terms of at most size 1.
         assert_agree(got, want, 1e-5)
-
-
-# Errors.
-
-
-def test_errors_name_the_argument_and_its_value():
-    h, w, y = problem()
-    call = functools.partial(functools.partial, cross_entropy)
-    assert_raises({
-        "transposed head": (
-            call(h, ones(11, 6), y),
-            ValueError,
-            "`head` must be [d, V] with d = (6,) features of `hidden`,"
-            " got hidden(13, 6) @ head(11, 6)",
-        ),
-        "head of one axis": (call(h, ones(11), y), ValueError, "`head` must be"),
-        "scalar hidden": (call(ones(), w, y), ValueError, "hidden() @ head"),
-        "float labels": (
-            call(h, w, np.float32(y)),
-            TypeError,
-            "`labels` must be an array of integers, got float32.",
-        ),
-        "labels of another shape": (
-            call(h, w, y[1:]), ValueError, "`labels` must be (13,) for hidden(13, 6), got (12,).",
-        ),
-        "mask of another shape": (
-            call(h, w, y, mask=ones(13, 1)),
-            ValueError,
-            "`mask` must be (13,) for hidden(13, 6), got (13, 1).",
-        ),
-        "no chunk": (
-            call(h, w, y, chunk=0), ValueError, "`chunk` must be at least 1 token, got 0.",
-        ),
-        "integer hidden": (
-            call(ones(13, 6, dtype=np.int32), w, y),
-            TypeError,
-            "`hidden` must be a floating point array, got int32",
-        ),
-        "integer head": (
-            call(h, ones(6, 11, dtype=np.int32), y),
-            TypeError,
-            "`head` must be a floating point array, got int32",
-        ),
-        "no tokens": (
-            call(ones(0, 4), ones(4, 5), np.ones(0, np.int32)),
-            ValueError,
-            "`hidden` must hold at least one token",
-        ),
-    })  # fmt: skip

@@ -1,31 +1,25 @@
 """Tests of actjax/ops/linear.py: everything is exact but `dw`, which carries the codec's error."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
+from cheap_codecs import Coarse, CoarseRandom
 from ops.helpers import (
     KEY,
     assert_close,
     assert_equal,
-    assert_gradients_are_differences,
-    assert_raises,
     normal,
     ones,
 )
 
 from actjax import (
     Exact,
-    PointApproximation,
-    RandomizedSVD,
     RandomProjection,
     linear,
     qkv_projection,
 )
 
-LOSSY = (RandomProjection(3), RandomizedSVD(3), PointApproximation(0.5))
+LOSSY = (Coarse(),)
 
 
 def value_and_pullback(fun, cotangents, *arguments):
@@ -64,7 +58,7 @@ def test_any_number_of_leading_axes(x64):
     def run(inputs, w):
         found = []
         for x, dz in inputs:
-            for codec in (Exact(), RandomProjection(1)):
+            for codec in (Exact(), Coarse()):
                 fun = lambda x, w, codec=codec: linear(x, w, codec=codec, key=KEY)  # noqa: E731
                 x_hat = codec.decode(codec.encode(x, KEY))
                 found.append(((x, dz, x_hat), value_and_pullback(fun, dz, x, w)))
@@ -99,7 +93,7 @@ def test_several_weights_give_a_tuple_of_products():
 
 def test_qkv_projection_is_linear_with_three_weights():
     x, ws = normal(0, 6, 8), tuple(normal(i, 8, n) for i, n in enumerate((8, 4, 4), 1))
-    options = {"bias": (normal(4, 8), None, normal(5, 4)), "codec": RandomProjection(3), "key": KEY}
+    options = {"bias": (normal(4, 8), None, normal(5, 4)), "codec": CoarseRandom(), "key": KEY}
 
     @jax.jit
     def run(x, ws):
@@ -117,34 +111,6 @@ def test_qkv_projection_is_linear_with_three_weights():
 
 
 # Gradients.
-
-
-@pytest.mark.parametrize("codec", LOSSY, ids=repr)
-def test_gradients_are_those_at_the_decoded_input(codec, x64):
-    x, bias = normal(0, 2, 5, 6), (normal(1, 4), None, normal(2, 3))
-    ws, dzs = (
-        tuple(normal(i, *lead, n) for i, n in enumerate((4, 2, 3))) for lead in ((6,), (2, 5))
-    )
-
-    @jax.jit
-    def run(x, ws, bias):
-        fun = lambda *args: linear(*args[:2], bias=args[2], codec=codec, key=KEY)  # noqa: E731
-        return *jax.vjp(fun, x, ws, bias)[1](dzs), codec.decode(codec.encode(x, KEY))
-
-    # The backward pass draws the key's numbers again, in the same dtype: equal numbers.
-    dx, dws, dbs, x_hat = run(x, ws, bias)
-    want_dx = sum(np.asarray(dz) @ np.asarray(w).T for w, dz in zip(ws, dzs, strict=True))
-    assert_close(dx, want_dx, 1e-12, 1e-13)
-    # Sums of ten terms of size 1 and more, in another order: some 1e-16 each.
-    assert_close(dws, tuple(np.einsum("bsd,bsn->dn", x_hat, dz) for dz in dzs), 1e-11, 1e-12)
-    assert dbs[1] is None
-    for db, dz in ((dbs[0], dzs[0]), (dbs[2], dzs[2])):
-        assert_close(db, np.asarray(dz).sum((0, 1)), 1e-12, 1e-13)
-
-
-def test_exact_codec_passes_finite_differences(x64):
-    fun = lambda x, w, b: linear(x, w, bias=b)  # noqa: E731
-    assert_gradients_are_differences(fun, normal(0, 2, 3, 5), normal(1, 5, 4), normal(2, 4))
 
 
 def test_weight_gradient_is_unbiased_if_the_codec_is(x64):
@@ -200,89 +166,4 @@ def test_bias_is_added_before_rounding():
     assert y[0, 0] == 258
 
 
-# Errors.
-
 X, W = ones(6, 8), ones(8, 5)
-
-
-def test_errors_name_the_argument_and_its_value():
-    transposed, short, integers = ones(5, 8), ones(7, 5), ones(6, 8, dtype=np.int32)
-    assert_raises({
-        "transposed weight": (
-            lambda: linear(X, transposed),
-            ValueError,
-            "`w` must be [d, n] with d = (8,) features of `x`: got x(6, 8) @ w(5, 8)."
-            " Did you pass it transposed?",
-        ),
-        "weight of other features": (
-            lambda: linear(X, (W, short)),
-            ValueError,
-            "`w[1]` must be [d, n] with d = (8,) features of `x`: got x(6, 8) @ w[1](7, 5).",
-        ),
-        "weight of three axes": (
-            lambda: linear(X, ones(1, 8, 5)), ValueError, "`w` must be [d, n]",
-        ),
-        "scalar input": (lambda: linear(ones(), W), ValueError, "got x() @ w(8, 5)"),
-        "bias of other outputs": (
-            lambda: linear(X, W, bias=ones(8)),
-            ValueError,
-            "the bias of `w`(8, 5) must be (5,), got (8,).",
-        ),
-        "no weight": (lambda: linear(X, ()), ValueError, "`w` is an empty tuple"),
-        "bias count": (
-            lambda: linear(X, (W, W), bias=(None,)),
-            ValueError,
-            "`bias` has 1 entries for 2 weights",
-        ),
-        "no key": (
-            lambda: linear(X, W, codec=RandomProjection(3)),
-            ValueError,
-            "`codec` RandomProjection(rank=3) draws random numbers, but got key=None: pass `key`",
-        ),
-        "codec class": (
-            lambda: linear(X, W, codec=Exact),
-            TypeError,
-            "`codec` must be an actjax.Codec (an instance, not the class)",
-        ),
-        "codec name": (lambda: linear(X, W, codec="exact"), TypeError, "got 'exact'"),
-        "integer input": (
-            lambda: linear(integers, W),
-            TypeError,
-            "`x` must be a floating point array, got int32: cast it",
-        ),
-        "a list as input": (lambda: linear([1.0], W), TypeError, "got list"),
-        **{
-            f"weight {dtype}": (
-                lambda w=w: linear(X, w), TypeError, "`w` must be a floating point array",
-            )
-            for dtype, w in (
-                ("float", 3.0), ("int", ones(8, 4, dtype=np.int32)),
-                ("8 bits", ones(8, 4, dtype="float8_e4m3fn")),
-            )
-        },
-        "a number as bias": (
-            lambda: linear(X, W, bias=3),
-            TypeError,
-            "`bias` must be a floating point array, got int",
-        ),
-        "integer bias": (
-            lambda: linear(X, (W, W), bias=(None, ones(5, dtype=np.int32))),
-            TypeError,
-            "`bias[1]` must be a floating point array, got int32",
-        ),
-    })  # fmt: skip
-
-
-def test_a_rank_above_the_dimensions_is_an_error_of_the_backward_pass_only():
-    for codec in (RandomProjection(7), RandomizedSVD(7)):
-        jax.eval_shape(lambda x, codec=codec: linear(x, W, codec=codec, key=KEY), X)
-        message = re.escape(f"`rank` 7 of {codec} is above min(T, d) = 6")
-        fun = lambda x, codec=codec: linear(x, W, codec=codec, key=KEY).sum()  # noqa: E731
-        with pytest.raises(ValueError, match=message):
-            jax.eval_shape(jax.grad(fun), X)
-
-
-def test_no_hint_of_a_transposed_weight_where_it_would_not_fit():
-    with pytest.raises(ValueError) as error:
-        linear(X, ones(7, 5))
-    assert "transposed" not in str(error.value)

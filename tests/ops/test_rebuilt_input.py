@@ -18,7 +18,6 @@ from ops.helpers import (
 )
 from ops.operator_cases import (
     BATCH,
-    DITHER,
     LENGTH,
     MIXED,
     NEAREST,
@@ -86,24 +85,6 @@ def run_oracle(operator, exact, hats, scale, ws, bs, dzs):
 
 
 # Values and gradients.
-
-
-@pytest.mark.parametrize("name", REBUILT)
-def test_value_is_exact_and_gradients_are_those_at_the_decoded_input(name, x64):
-    operator, codecs = REBUILT[name], (Exact(), MIXED[name])
-    activations, dzs = operator.activations(), cotangents()
-    rest = operator.scale(), weights(), biases()
-    found, value, apart = run_each(operator, codecs, (activations, *rest), dzs)
-    # Bit for bit, with a backward pass to come and without.
-    for zs in (*(zs for zs, _ in found), value):
-        assert_equal(zs, apart)
-    hats = jax.jit(lambda xs: decoded(name, xs, MIXED[name]))(activations)
-    for one, x, hat in zip(MIXED[name], activations, hats, strict=True):
-        assert np.array_equal(x, hat) == (one == Exact())
-    for got, seen in zip(found, (activations, hats), strict=True):
-        assert {x.dtype for x in jax.tree.leaves(got)} == {jnp.dtype("float64")}
-        # Sums of up to 40 terms of size 1 to 10, in another order: some 1e-16 each.
-        assert_close(got, run_oracle(operator, activations, seen, *rest, dzs), 1e-11, 1e-12)
 
 
 def test_full_attention_without_rotation_and_one_kv_head(x64):
@@ -199,29 +180,6 @@ def test_the_error_of_dither_is_proportional_to_the_distance_of_its_levels():
     # The second order is a share of the distance, with 3 bits a seventh of the range: with its
     # sign, a fifth.
     assert coarse / fine == pytest.approx((2**8 - 1) / (2**3 - 1), rel=0.2)
-
-
-def test_another_key_draws_other_numbers_and_the_same_key_the_same():
-    x, w = normal(0, 6, 8), normal(1, 8, 3)
-
-    def run(key):
-        fun = lambda *args: jnp.sum(swiglu_linear(*args, w, codec=DITHER, key=key))  # noqa: E731
-        return jax.value_and_grad(fun, (0, 1))(x, x)
-
-    @jax.jit
-    def all_keys(seeds):
-        # Keys of the old style, and one for each input as the operator folds them.
-        key = jax.random.key(1)
-        folded = tuple(jax.random.fold_in(key, i) for i in range(2))
-        typed = jax.lax.map(lambda seed: run(jax.random.key(seed)), seeds)
-        return typed, run(jax.random.PRNGKey(1)), run(folded)
-
-    typed, *same = all_keys(np.asarray([1, 1, 2]))
-    first, again, other = (jax.tree.map(lambda x, i=i: np.asarray(x)[i], typed) for i in range(3))
-    for one in (again, *same):
-        assert_equal(one, first)
-    assert first[0] == other[0]
-    assert not any(np.array_equal(a, b) for a, b in zip(first[1], other[1], strict=True))
 
 
 # Precision.

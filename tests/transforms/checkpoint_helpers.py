@@ -6,16 +6,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-from actjax import Quantized
+from cheap_codecs import Coarse, CoarseRandom
 
 KEY = jax.random.key(3)
 
 
-NEAREST = Quantized(4, group=3)
+NEAREST = Coarse()
 
 
-DITHER = Quantized(2, group=4, rounding="dither")
+DRAWN = CoarseRandom()
 
 
 def normal(seed: int, *shape: int, dtype=None) -> jax.Array:

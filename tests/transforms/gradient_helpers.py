@@ -5,15 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from cheap_codecs import Projected, Spanned
 
 import actjax
-from actjax import (
-    Codec,
-    PointApproximation,
-    RandomizedSVD,
-    RandomProjection,
-    linear,
-)
+from actjax import Codec, PointApproximation, linear
 from actjax._core.paths import path_name
 from actjax.low_rank import is_low_rank
 
@@ -23,7 +18,7 @@ KEY = jax.random.key(7)
 BOTH = actjax.value_and_grad, jax.value_and_grad
 
 
-RP, SVD = RandomProjection(3), RandomizedSVD(3)
+RP, SVD = Projected(3), Spanned(3)
 
 
 KINDS = RP, SVD, PointApproximation(1 / 4)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from cheap_codecs import Coarse
 from jax import lax
 from jax.extend import core
 
@@ -19,7 +20,8 @@ from actjax import Candidate, Exact, Quantized, compress_residuals, explain
 KEY = jax.random.key(5)
 
 
-Q4 = Quantized(4, group=8)
+CODE = Coarse()
+"""A codec of few operations. Tests of bits and levels have one of their own."""
 
 
 RANDOM = Quantized(2, group=8, rounding="stochastic")

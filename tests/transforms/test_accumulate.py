@@ -166,22 +166,6 @@ def test_weights_may_have_a_wider_dtype_than_the_gradient(x64):
     np.testing.assert_array_equal(gradient["w"], want["w"])
 
 
-@pytest.mark.parametrize(
-    ("batches", "weights", "message"),
-    [
-        ({}, None, r"`batches` must share .* lengths are \[\]"),
-        (jnp.ones(()), None, r"`batches` must share .* lengths are \[0\]"),
-        (jnp.ones((0, 2)), None, r"`batches` must share .* lengths are \[0\]"),
-        ((jnp.ones(2), jnp.ones(3)), None, r"`batches` must share .* lengths are \[2, 3\]"),
-        (jnp.ones(3), jnp.ones(4), r"`weights` must be \[3\], .* got \[4\]"),
-    ],
-)
-def test_batches_and_weights_of_different_lengths_are_refused(batches, weights, message):
-    loss_and_grad = actjax.value_and_grad(lambda w, b: total(w))
-    with pytest.raises(ValueError, match=message):
-        actjax.accumulate(loss_and_grad, jnp.ones(2), batches, weights=weights)
-
-
 def test_weights_may_be_a_list():
     loss_and_grad = actjax.value_and_grad(lambda w, b: b * jnp.sum(w))
     value, grad = actjax.accumulate(
@@ -189,9 +173,3 @@ def test_weights_may_be_a_list():
     )
     assert value == 5
     np.testing.assert_allclose(grad, [2.5, 2.5])
-
-
-def test_an_auxiliary_output_is_refused():
-    loss_and_grad = actjax.value_and_grad(lambda w, b: (jnp.sum(w), b), has_aux=True)
-    with pytest.raises(ValueError, match=r"`loss_and_grad` must return a scalar and its gradient"):
-        actjax.accumulate(loss_and_grad, jnp.ones(2), jnp.ones(3))

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import re
 
 import jax
 import jax.numpy as jnp
@@ -218,60 +217,6 @@ def test_weights_that_other_operations_read_are_in_no_input_group():
 # Errors.
 
 
-BAD_BASES = {
-    "unknown input": (
-        {"v": (8, 3)},
-        "`bases` has ['v'], but the inputs of linear operators are: k, o.",
-    ),
-    "two unknown inputs": (
-        {"z": (8, 3), "k": (8, 3), "y": (8, 3)},
-        "`bases` has ['y', 'z'], but the inputs of linear operators are: k, o.",
-    ),
-    "wrong number of features": (
-        {"k": (7, 3)},
-        "the basis of `k` must have shape (8, 3), for the weight `k` of (8, 4), got (7, 3).",
-    ),
-    "transposed": (
-        {"o": (3, 8)},
-        "the basis of `o` must have shape (8, 8), for the weight `o` of (8, 8), got (3, 8).",
-    ),
-    "stacked": (
-        {"o": (2, 8, 3)},
-        "the basis of `o` must have shape (8, 3), for the weight `o` of (8, 8), got (2, 8, 3).",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", BAD_BASES)
-def test_bases_that_do_not_fit_an_input_are_refused(name):
-    shapes, message = BAD_BASES[name]
-    bases = {group: normal(i, *shape) for i, (group, shape) in enumerate(shapes.items())}
-    for fun in (actjax.value_and_grad(qkv_loss, bases=bases), with_bases(qkv_loss, bases)):
-        with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-            fun(qkv_params(), normal(5, 12, 8))
-
-
-def test_bases_without_a_linear_operator_are_refused():
-    with pytest.raises(ValueError, match=r"`bases` has \['w'\], but .* are: none\. If a subspace"):
-        actjax.value_and_grad(lambda p: total(p["w"]), bases={"w": normal(0, 8, 3)})({"w": XS[0]})
-
-
-def test_stacked_weights_need_a_stacked_basis():
-    fun = lambda p, x: total(run_stack(p, x, tanh_layer))  # noqa: E731
-    message = (
-        "the basis of `w` must have shape (3, 8, 2), for the weight `w` of (3, 8, 8), got (8, 2)."
-    )
-    with pytest.raises(ValueError, match=re.escape(message)):
-        actjax.value_and_grad(fun, bases={"w": normal(3, 8, 2)})(stack(), normal(0, 12, 8))
-
-
-@pytest.mark.parametrize("bits", [5, 32, None])
-def test_other_bits_than_4_8_and_16_are_refused(bits):
-    message = f"`bits` of Bases must be one of (4, 8, 16), got {bits}."
-    with pytest.raises(ValueError, match=re.escape(message)):
-        Bases({}, bits=bits)
-
-
 def test_a_weight_with_a_basis_must_be_read_by_one_operator_only():
     fun = lambda p: total(project(XS[0], p["w"]), project(XS[1], p["w"]))  # noqa: E731
     with pytest.raises(ValueError, match="the weight `w` is read by 2 linear operators"):
@@ -279,12 +224,6 @@ def test_a_weight_with_a_basis_must_be_read_by_one_operator_only():
     fun = lambda p: total(project(XS[0], p["w"]), p["w"])  # noqa: E731
     with pytest.raises(ValueError, match=r"the weight `w` has .* `sin` does too"):
         actjax.value_and_grad(fun, bases={"w": normal(0, 8, 3)})({"w": normal(1, 8, 5)})
-
-
-@pytest.mark.parametrize("bases", [[1], {"w": None}, {"w": 1.0}], ids=str)
-def test_bases_must_map_names_to_arrays(bases):
-    with pytest.raises(TypeError, match=r"`bases` must map names of inputs to arrays"):
-        actjax.value_and_grad(total, bases=bases)
 
 
 # What is stored.

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from transforms.checkpoint_helpers import (
-    DITHER,
+    DRAWN,
     KEY,
     NEAREST,
     assert_close,
@@ -91,7 +91,7 @@ def test_gradients_of_complex_weights_are_not_lost(closed_over):
 # What is stored.
 
 
-CODECS = Exact(), NEAREST, DITHER, RandomizedSVD(3)
+CODECS = Exact(), NEAREST, DRAWN, RandomizedSVD(3)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -174,7 +174,7 @@ def test_under_vmap_each_example_may_have_its_own_key():
 
     @jax.jit
     def gradient(key):
-        return jax.grad(lambda x: total(checkpoint(layer, DITHER, key=key)(x, w)))(x)
+        return jax.grad(lambda x: total(checkpoint(layer, DRAWN, key=key)(x, w)))(x)
 
     mapped = jax.jit(jax.vmap(gradient))(keys)
     # Float32 sums of 8 terms of size 1 to 10.

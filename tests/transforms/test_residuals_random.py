@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cheap_codecs import CoarseRandom
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from transforms.residual_helpers import (
@@ -24,7 +25,7 @@ from actjax import compress_residuals
 
 
 def random_gradient(key, fun, *args):
-    return jax.grad(loss_of(compress_residuals(fun, RANDOM, key=key)))(*args)
+    return jax.grad(loss_of(compress_residuals(fun, CoarseRandom(), key=key)))(*args)
 
 
 def loop_in_loop(x, ws):
@@ -47,7 +48,7 @@ def test_the_gradient_depends_on_the_key_only(fun, args):
     ("fun", "args"), [(two_products, ONE), (scanned(tanh_layer), LAYERS)], ids=["once", "loop"]
 )
 def test_a_missing_key_is_refused(fun, args):
-    with pytest.raises(ValueError, match=r"rounding='stochastic'\) draws random.*pass `key`"):
+    with pytest.raises(ValueError, match=r"CoarseRandom\(\) draws random.*pass `key`"):
         random_gradient(None, fun, *args)
 
 
@@ -113,7 +114,7 @@ def test_keys_may_be_given_by_name():
 
     @jax.jit
     def run(keys):
-        return jax.grad(loss_of(compress_residuals(fun, RANDOM, key=keys)), 1)(*LAYERS)
+        return jax.grad(loss_of(compress_residuals(fun, CoarseRandom(), key=keys)), 1)(*LAYERS)
 
     names = "first", "second", "carry"
     keys = dict(zip(names, jax.random.split(KEY, 3), strict=True))

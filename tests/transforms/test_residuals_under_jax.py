@@ -11,10 +11,10 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from transforms.residual_helpers import (
+    CODE,
     KEY,
     LAYERS,
     ONE,
-    Q4,
     RANDOM,
     RULES,
     asked,
@@ -75,7 +75,7 @@ def test_jit_changes_nothing():
 
 
 def test_vmap_equals_a_loop_over_examples(x64):
-    fun = compress_residuals(two_products, Q4)
+    fun = compress_residuals(two_products, CODE)
 
     @jax.jit
     def run(xs, w):
@@ -97,13 +97,13 @@ def test_collectives_of_a_named_axis(x64):
 
 
 def test_a_scan_around_it_stores_codes_only(x64):
-    layer = compress_residuals(tanh_layer, Q4, activations=0)
+    layer = compress_residuals(tanh_layer, CODE, activations=0)
     # Inside the loop the carry is not an argument; here `activations` says the same.
-    variants = scanned(layer), compress_residuals(scanned(tanh_layer), Q4)
+    variants = scanned(layer), compress_residuals(scanned(tanh_layer), CODE)
     args = normal(0, 6, 8), normal(1, 3, 8, 8) / 3
     run = jax.jit(lambda *args: [jax.grad(loss_of(f), (0, 1))(*args) for f in variants])
     assert_close(*run(*args))
-    codes = 2 * 3 * Q4.stored_bytes((6, 8), "float64")
+    codes = 2 * 3 * CODE.stored_bytes((6, 8), "float64")
     assert [held_bytes(f, *args) for f in variants] == [codes, codes]
 
 
@@ -118,7 +118,7 @@ def test_a_scan_around_a_loop_passes_keys():
 
 
 def test_checkpoint_around_it_stores_arguments_only(x64):
-    fun = compress_residuals(two_products, Q4)
+    fun = compress_residuals(two_products, CODE)
     variants = jax.checkpoint(fun), fun
     args = normal(0, 6, 8), normal(1, 8, 8)
     assert_close(*jax.jit(lambda *args: [jax.grad(loss_of(f))(*args) for f in variants])(*args))
@@ -129,7 +129,7 @@ def test_inputs_of_a_checkpoint_inside_are_candidates(x64):
     fun = scanned(jax.checkpoint(two_products))
     args = normal(0, 6, 8), normal(1, 3, 8, 8) / 3
     assert [c.name for c in asked(fun, *args)] == ["carry"]
-    variants = compress_residuals(fun, Q4), scanned(actjax.checkpoint(two_products, Q4))
+    variants = compress_residuals(fun, CODE), scanned(actjax.checkpoint(two_products, CODE))
     assert_close(*jax.jit(lambda *args: [jax.grad(loss_of(f))(*args) for f in variants])(*args))
 
 
@@ -159,7 +159,7 @@ def test_the_compiled_loop_holds_codes_and_no_floats(checkpointed):
 def test_data_may_be_sharded(kind):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
     x, ws = normal(0, 8, 8), LAYERS[1]
-    gradient = jax.jit(jax.grad(loss_of(compress_residuals(scanned(tanh_layer), Q4)), (0, 1)))
+    gradient = jax.jit(jax.grad(loss_of(compress_residuals(scanned(tanh_layer), CODE)), (0, 1)))
     with jax.set_mesh(mesh):
         sharded = jax.device_put(x, NamedSharding(mesh, P("data")))
         weights = jax.device_put(ws, NamedSharding(mesh, P()))
@@ -170,7 +170,7 @@ def test_data_may_be_sharded(kind):
     assert_close(jax.device_get(got), jax.device_get(gradient(x, ws)), 1e-5)  # Float32.
 
 
-@pytest.mark.parametrize("codec", [Exact(), Q4], ids=str)
+@pytest.mark.parametrize("codec", [Exact(), CODE], ids=str)
 @pytest.mark.parametrize("where", ["within", "around"])
 def test_shard_map(where, codec):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
@@ -264,4 +264,4 @@ def test_second_derivatives_through_codes_are_right_or_refused():
 def test_forward_mode_is_refused():
     with pytest.raises(TypeError, match="forward-mode autodiff"):
         # JAX refuses when the derivative is evaluated, so nothing is jitted here.
-        jax.jvp(compress_residuals(jnp.sin, Q4), ONE[:1], ONE[:1])
+        jax.jvp(compress_residuals(jnp.sin, CODE), ONE[:1], ONE[:1])

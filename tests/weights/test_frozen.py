@@ -13,10 +13,8 @@ from ops.helpers import (
     KEY,
     assert_close,
     assert_equal,
-    assert_raises,
     compiled_temporaries,
     normal,
-    ones,
     pullback,
     shaped,
 )
@@ -334,33 +332,3 @@ def test_gradients_are_the_same_under_transformations(x64):
         return gradients(FrozenWeight), gradients(lambda w: w)
 
     assert_close(*run(x, ws), 1e-12, 1e-13)
-
-
-# Errors.
-
-
-def test_errors_name_the_argument_and_its_value():
-    x, w = ones(6, 8), ones(8, 5)
-    integers = ones(8, 5, dtype=np.int32)
-    short = jax.eval_shape(NF4Weight.quantize, shaped(7, 5))
-    assert_raises({
-        "transposed": (
-            lambda: linear(x, FrozenWeight(ones(5, 8))),
-            ValueError,
-            "got x(6, 8) @ w(5, 8). Did you pass it",
-        ),
-        "4 bits of other features": (
-            lambda: linear(x, short), ValueError, "got x(6, 8) @ w(7, 5)",
-        ),
-        "integers": (
-            lambda: linear(x, FrozenWeight(integers)),
-            TypeError,
-            "`w` must be a floating point array, got int32",
-        ),
-        "a number": (
-            lambda: linear(x, FrozenWeight(3.0)), TypeError, "`w` must be a floating point",
-        ),
-        "bias": (
-            lambda: linear(x, FrozenWeight(w), bias=ones(4)), ValueError, "must be (5,), got (4,)",
-        ),
-    })  # fmt: skip

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ops.helpers import KEY, assert_close, normal, ones
-from ops.operator_cases import DITHER, OPERATORS, WIDTH, decoded
+from ops.operator_cases import DRAWN, OPERATORS, WIDTH, decoded
 from weights.lora_cases import problem, run_oracle, with_adapters, with_masks
 
 from actjax import LoRA, PointApproximation, linear
@@ -22,7 +22,7 @@ def recovered(operator, xs, key, rate):
 
 
 @pytest.mark.parametrize(
-    ("name", "codec"), [("linear", PointApproximation(points=4)), ("norm", DITHER)], ids=str
+    ("name", "codec"), [("linear", PointApproximation(points=4)), ("norm", DRAWN)], ids=str
 )
 def test_dropout_is_the_same_in_both_passes_and_spares_the_weight(name, codec, x64):
     operator, (ws, adapters, biases, dzs) = OPERATORS[name], problem()

@@ -7,7 +7,7 @@ from jaxprs import nbytes, products
 from ops.helpers import KEY, compiled_temporaries, normal, pullback, shaped, tables
 from ops.operator_cases import (
     BATCH,
-    DITHER,
+    DRAWN,
     LENGTH,
     NEAREST,
     OPERATORS,
@@ -52,7 +52,7 @@ def test_backward_holds_codes_and_thin_products_and_no_linear_input(name):
     def fun(xs, scale, ws, adapters, biases):
         negated = tuple(-x for x in xs)
         given = with_adapters(*ws, adapters)
-        return operator.call(negated, scale, given, bias=biases, codec=DITHER, key=KEY)
+        return operator.call(negated, scale, given, bias=biases, codec=DRAWN, key=KEY)
 
     # Ranks of 2 and of 3, and a number to scale each.
     thin = BATCH * LENGTH * (2 + 3) * 4 + 2 * 4
@@ -60,7 +60,7 @@ def test_backward_holds_codes_and_thin_products_and_no_linear_input(name):
     # The pullback lists the arguments too, which are alive anyway.
     arguments = jax.eval_shape(lambda *args: args, scale, ws, adapters, biases)
     held = nbytes(pullback(fun, xs, scale, ws, adapters, biases))
-    assert held == operator.stored_bytes(DITHER, "float32") + thin + nbytes((arguments, others))
+    assert held == operator.stored_bytes(DRAWN, "float32") + thin + nbytes((arguments, others))
 
 
 def test_explain_names_the_thin_product():
@@ -85,7 +85,7 @@ def test_explain_names_the_thin_product():
 def test_no_product_is_computed_for_a_gradient_of_the_weight():
     w, a, b = normal(1, WIDTH, 7), normal(2, WIDTH, 3), normal(3, 3, 7)
     cases = [("linear", codec) for codec in (Exact(), RandomProjection(3), NEAREST)]
-    for name, codec in (*cases, *((name, DITHER) for name in ("norm", "swiglu", "attention"))):
+    for name, codec in (*cases, *((name, DRAWN) for name in ("norm", "swiglu", "attention"))):
         operator = OPERATORS[name]
         xs, scale = operator.activations(), operator.scale()
 

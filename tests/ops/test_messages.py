@@ -1,0 +1,282 @@
+"""Errors of the operators: each names the argument, what came, and what to do.
+
+A row is a call and a part of its message. Nothing is compiled.
+"""
+
+import jax
+import numpy as np
+import pytest
+from messages import assert_messages
+from ops.helpers import KEY, ones, tables
+
+from actjax import (
+    Exact,
+    FrozenWeight,
+    Quantized,
+    RandomizedSVD,
+    RandomProjection,
+    attention,
+    attention_linear,
+    conv,
+    cross_entropy,
+    embedding,
+    gelu,
+    gelu_linear,
+    layer_norm,
+    linear,
+    norm_linear,
+    rms_norm,
+    rope,
+    swiglu,
+    swiglu_linear,
+)
+
+Q4, PAIR = Quantized(4, group=3), (Quantized(4, group=3),) * 2
+DITHER = Quantized(2, group=4, rounding="dither")
+MIXED = Exact(), DITHER
+NO_KEY = f"`codec` {DITHER} draws random numbers, but got key="
+CLASS = "`codec` must be an actjax.Codec (an instance, not the class)"
+CODEC = "`codec` must be an actjax.Codec, for example Exact(), got "
+COUNT = "`codec` must be one codec, or one for each of "
+FLOATS = "must be a floating point array, got int32"
+FEATURES = "`w` must be [d, n] with d = (8,) features of `x`: got x(6, 8) @ w(5, 8). Did you pass"
+
+
+def integers(*shape):
+    return ones(*shape, dtype=np.int32)
+
+
+X, W, WT, W7, S = ones(6, 8), ones(8, 5), ones(5, 8), ones(7, 5), ones(8)
+INTEGERS = integers(6, 8)
+Q, K, LIST = ones(2, 5, 4, 2), ones(2, 5, 2, 2), (Exact(),) * 4
+IMAGE, WINDOW = ones(2, 5, 4, 6), ones(3, 2, 6, 4)
+TABLE, IDS = ones(7, 3), np.arange(4, dtype=np.int32)
+HIDDEN, HEAD, LABELS = ones(13, 6), ones(6, 11), np.zeros(13, np.int32)
+HALF = ones(2, 5, 2, 2, dtype="bfloat16")
+
+
+def each_setting(*settings):
+    """Returns what `strides` and `dilation` say to settings that are not integers above zero."""
+    text = "must be an integer >= 1, or 2 of them, one for each spatial axis of `x`: got"
+    return [
+        (lambda name=name, it=it: conv(IMAGE, WINDOW, **{name: it}), f"`{name}` {text} {it!r}.")
+        for name in ("strides", "dilation")
+        for it in settings
+    ]
+
+
+VALUE_ERRORS = [
+    # linear
+    (lambda: linear(X, WT), FEATURES + " it transposed?"),
+    (lambda: linear(X, (W, W7)), "`w[1]` must be [d, n] with d = (8,) features of `x`: got x(6, 8) "
+                                 "@ w[1](7, 5)."),
+    (lambda: linear(X, ones(1, 8, 5)), "`w` must be [d, n]"),
+    (lambda: linear(ones(), W), "got x() @ w(8, 5)"),
+    (lambda: linear(X, W, bias=S), "the bias of `w`(8, 5) must be (5,), got (8,)."),
+    (lambda: linear(X, ()), "`w` is an empty tuple"),
+    (lambda: linear(X, (W, W), bias=(None,)), "`bias` has 1 entries for 2 weights"),
+    (lambda: linear(X, W, codec=DITHER), NO_KEY + "None: pass `key`"),
+    (lambda: jax.grad(lambda x: linear(x, W, codec=RandomProjection(7), key=KEY).sum())(X),
+     "`rank` 7 of RandomProjection(rank=7) is above min(T, d) = 6"),
+    (lambda: jax.grad(lambda x: linear(x, W, codec=RandomizedSVD(7), key=KEY).sum())(X),
+     "`rank` 7 of RandomizedSVD(rank=7) is above min(T, d) = 6"),
+    # norm_linear, swiglu_linear, gelu_linear
+    (lambda: norm_linear(X, ones(7), W), "`scale` must be (8,) for x(6, 8)"),
+    (lambda: norm_linear(X, S, WT), FEATURES),
+    (lambda: norm_linear(X, S, (W, W7)), "@ w[1](7, 5)"),
+    (lambda: norm_linear(X, S, ()), "`w` is an empty tuple"),
+    (lambda: norm_linear(X, S, W, bias=S), "the bias of `w`(8, 5) must be (5,), got (8,)."),
+    (lambda: norm_linear(X, S, (W, W), bias=(None,)), "`bias` has 1 entries for 2 weights"),
+    (lambda: norm_linear(X, S, W, codec=LIST), COUNT + "x: got 4."),
+    (lambda: norm_linear(X, S, W, codec=DITHER), NO_KEY + "None: pass `key`"),
+    (lambda: norm_linear(X, S, W, codec=DITHER, key=0), NO_KEY + "0: pass `key`"),
+    (lambda: swiglu_linear(X, WT, W), "`gate` and `up` must agree in shape"),
+    (lambda: swiglu_linear(X, X, W7), "got x(6, 8) @ w(7, 5)"),
+    (lambda: swiglu_linear(X, X, W, codec=LIST), COUNT + "gate, up: got 4."),
+    (lambda: swiglu_linear(X, X, W, codec=MIXED), NO_KEY + "None"),
+    (lambda: swiglu_linear(X, X, W, codec=DITHER, key=(KEY,)),
+     "`key` must be one key, or one for each of gate, up: got 1."),
+    (lambda: gelu_linear(X, W7), "got x(6, 8) @ w(7, 5)"),
+    (lambda: gelu_linear(X, W, codec=LIST), COUNT + "x: got 4."),
+    (lambda: gelu_linear(X, W, codec=DITHER), NO_KEY + "None"),
+    # attention_linear
+    (lambda: attention_linear(Q, *(ones(2, 4, 2, 2),) * 2, W),
+     "`q` and `k` must agree in batch, length and head size"),
+    (lambda: attention_linear(Q, K, K, ones(4, 5)), "got x(2, 5, 8) @ w(4, 5)"),
+    (lambda: attention_linear(Q, K, K, W, implementation="triton"), "or None, got 'triton'."),
+    (lambda: attention_linear(Q, K, K, W, rope=(ones(4, 1),) * 2), "`cos` and `sin` [S, D / 2]"),
+    (lambda: attention_linear(Q, K, K, W, codec=[Exact()] * 2), COUNT + "q, k, v: got 2."),
+    (lambda: attention_linear(Q, K, K, W, codec=DITHER), NO_KEY + "None"),
+    (lambda: attention_linear(Q, K, K, W, codec=DITHER, key=(KEY, None, KEY)), NO_KEY + "None"),
+    # attention
+    (lambda: attention(Q[0], K, K), "`q` must be [B, S, H, D] and `k` and `v` both [B, S, G, D], "
+                                    "got q(5, 4"),
+    (lambda: attention(Q, K, Q), "`k` and `v` both [B, S, G, D], got q(2, 5, 4, 2), k(2, 5, 2, 2)"),
+    (lambda: attention(Q, *(ones(2, 6, 2, 2),) * 2), "agree in batch, length and head size"),
+    (lambda: attention(Q, *(ones(1, 5, 2, 2),) * 2), "agree in batch, length and head size"),
+    (lambda: attention(Q, *(ones(2, 5, 2, 4),) * 2), "agree in batch, length and head size"),
+    (lambda: attention(Q, *(ones(2, 5, 3, 2),) * 2),
+     "the heads of `q` must be a multiple of those of `k`"),
+    (lambda: attention(*(ones(2, 0, 4, 8),) * 3), "`q` must not be empty"),
+    (lambda: attention(Q, K, HALF), "`q`, `k` and `v` must have one dtype, got float32, float32, "
+                                    "bfloat16."),
+    (lambda: attention(Q, K, K, implementation="triton"),
+     "`implementation` must be one of ('blockwise', 'cudnn', 'dense', 'splash') or None, got "
+     "'triton'."),
+    (lambda: attention(Q, K, K, codec=PAIR), "one codec, or one for each of q, k, v: got 2."),
+    (lambda: attention(Q, K, K, codec=DITHER), NO_KEY + "None"),
+    (lambda: attention(Q, K, K, codec=DITHER, key=1), "but got key=1: pass `key`"),
+    (lambda: attention(Q, K, K, codec=DITHER, key=(KEY,) * 2),
+     "`key` must be one key, or one for each of q, k, v: got 2."),
+    (lambda: attention(Q, K, K, codec=Q4, implementation="triton"), "got 'triton'."),
+    (lambda: attention(Q, K, K, rope=(ones(5, 3),) * 2), "`cos` and `sin` [S, D / 2]"),
+    (lambda: attention(Q, K, K, codec=Q4, rope=(ones(5, 3),) * 2), "`cos` and `sin` [S, D"),
+    (lambda: attention(Q, K, K, window=0), "`window` must be at least 1"),
+    (lambda: attention(Q, K, K, window=3, causal=False), "needs causal=True"),
+    (lambda: attention(Q, K, K, segments=np.zeros((2, 6), int)), "must be integers (2, 5)"),
+    (lambda: attention(Q, K, K, segments=np.zeros((2, 5), np.float32)),
+     "`segments` must be integers (2, 5), got float32(2, 5)"),
+    # rope
+    *((lambda x=x, tables=tables: rope(ones(*x), *(ones(*t) for t in tables)),
+       "with D even, and `cos` and `sin` [S, D / 2], got "
+       f"x{x}, cos{tables[0]}, sin{tables[1]}.")
+      for x, tables in (
+          ((2, 5, 3, 6), ((4, 3), (5, 3))), ((2, 5, 3, 6), ((5, 3), (5, 6))),
+          ((2, 5, 3, 6), ((5, 1, 3), (5, 1, 3))), ((2, 5, 3), ((5, 3), (5, 3))),
+          ((2, 5, 3, 7), ((5, 3), (5, 3))),
+      )),
+    # norms
+    (lambda: rms_norm(X, ones(7)), "`scale` must be (8,) for x(6, 8), got (7,)."),
+    (lambda: rms_norm(ones(), ones(1)), "`scale` must be () for x()"),
+    (lambda: rms_norm(X, S, codec=PAIR), "one codec, or one for each of x: got 2."),
+    (lambda: rms_norm(X, S, codec=()), "one codec, or one for each of x: got 0."),
+    (lambda: rms_norm(X, S, codec=DITHER), NO_KEY + "None"),
+    (lambda: rms_norm(X, S, codec=DITHER, key=1), "but got key=1: pass `key`"),
+    (lambda: layer_norm(X, ones(7), S),
+     "`scale` must be (8,) for x(6, 8), got (7,): pass one number for each feature, or None"),
+    (lambda: layer_norm(X, S, X), "`bias` must be (8,) for x(6, 8), got (6, 8)"),
+    (lambda: layer_norm(ones(), None, None), "`x` must have features, [..., d]"),
+    (lambda: layer_norm(X, S, S, codec=PAIR), "one codec, or one for each of x: got 2."),
+    (lambda: layer_norm(X, S, S, codec=DITHER), NO_KEY + "None"),
+    # swiglu, gelu
+    (lambda: swiglu(X, S), "got gate float32(6, 8) and up float32(8,)."),
+    (lambda: swiglu(K, HALF), "and up bfloat16(2, 5, 2, 2)"),
+    (lambda: swiglu(X, X, codec=(Q4,)), "one codec, or one for each of gate, up: got 1."),
+    (lambda: swiglu(X, X, codec=MIXED), NO_KEY + "None"),
+    (lambda: swiglu(X, X, codec=DITHER, key=1), "but got key=1: pass `key`"),
+    (lambda: swiglu(X, X, codec=DITHER, key=(KEY,) * 3),
+     "`key` must be one key, or one for each of gate, up: got 3."),
+    (lambda: swiglu(X, X, codec=DITHER, key=(KEY, None)), "but got key=None: pass `key`"),
+    (lambda: gelu(X, codec=PAIR), "one codec, or one for each of x: got 2."),
+    (lambda: gelu(X, codec=DITHER), NO_KEY + "None"),
+    # conv
+    (lambda: conv(IMAGE, ones(3, 2, 5, 4)),
+     "`w` must be [*window, C / groups, O] with C = 6 channels of `x` in `feature_group_count` = 1 "
+     "groups, got x(2, 5, 4, 6) and w(3, 2, 5, 4)."),
+    (lambda: conv(IMAGE, ones(3, 6, 4)), "with as many axes, got x(2, 5, 4, 6) and w(3, 6, 4)."),
+    (lambda: conv(ones(6), ones(6)), "got x(6,) and w(6,)."),
+    (lambda: conv(IMAGE, ones(3, 2, 2, 4), feature_group_count=3),
+     "`feature_group_count` = 3 must divide the 4 outputs of w(3, 2, 2, 4)."),
+    (lambda: conv(IMAGE, ones(3, 5, 6, 4), padding="VALID"),
+     "the window of `w`, (3, 5) positions with its dilation, must fit into `x` with its padding, "
+     "(5, 4) positions: got x(2, 5, 4, 6) and w(3, 5, 6, 4). Pad more, or pass"),
+    (lambda: conv(IMAGE, ones(0, 2, 6, 4)), "the window of `w`, (0, 2) positions"),
+    *each_setting(0, 1.5, True, (1,), (1, 0), "ab"),
+    *((lambda it=it: conv(IMAGE, WINDOW, padding=it), f"`x`, got {it!r}.")
+      for it in ("same", 1, (1, 1), [(1, 1)], [(1, 1), (1,)], [(1, 1), (0.5, 1)], None)),
+    (lambda: conv(IMAGE, WINDOW, padding="FULL"),
+     '`padding` must be "SAME", "SAME_LOWER", "VALID", or a pair of integers for each of the 2'),
+    *((lambda it=it: conv(IMAGE, WINDOW, feature_group_count=it),
+       f"`feature_group_count` must be an integer >= 1, got {it!r}.") for it in (0, 2.0, True)),
+    (lambda: conv(IMAGE, WINDOW, codec=DITHER), NO_KEY + "None: pass `key`"),
+    (lambda: jax.grad(lambda x: conv(x, WINDOW, codec=RandomizedSVD(7), key=KEY).sum())(IMAGE),
+     "`rank` 7 of RandomizedSVD(rank=7) is above min(T, d) = 6"),
+    # embedding
+    (lambda: embedding(ones(4), IDS), "`table` must be [vocab, d] with vocab > 0, got (4,)."),
+    (lambda: embedding(ones(0, 2), IDS), "vocab > 0, got (0, 2)."),
+    # cross_entropy
+    (lambda: cross_entropy(HIDDEN, ones(11, 6), LABELS),
+     "`head` must be [d, V] with d = (6,) features of `hidden`, got hidden(13, 6) @ head(11, 6)"),
+    (lambda: cross_entropy(HIDDEN, ones(11), LABELS), "`head` must be"),
+    (lambda: cross_entropy(ones(), HEAD, LABELS), "hidden() @ head"),
+    (lambda: cross_entropy(HIDDEN, HEAD, LABELS[1:]),
+     "`labels` must be (13,) for hidden(13, 6), got (12,)."),
+    (lambda: cross_entropy(HIDDEN, HEAD, LABELS, mask=ones(13, 1)),
+     "`mask` must be (13,) for hidden(13, 6), got (13, 1)."),
+    (lambda: cross_entropy(HIDDEN, HEAD, LABELS, chunk=0), "`chunk` must be at least 1 token, "
+                                                           "got 0."),
+    (lambda: cross_entropy(ones(0, 4), ones(4, 5), LABELS[:0]),
+     "`hidden` must hold at least one token"),
+]  # fmt: skip
+TYPE_ERRORS = [
+    (lambda: linear(X, W, codec=Exact), CLASS),
+    (lambda: linear(X, W, codec="exact"), "got 'exact'"),
+    (lambda: linear(INTEGERS, W), f"`x` {FLOATS}: cast it"),
+    (lambda: linear([1.0], W), "got list"),
+    (lambda: linear(X, 3.0), "`w` must be a floating point array"),
+    (lambda: linear(X, integers(8, 4)), "`w` must be a floating point array"),
+    (lambda: linear(X, ones(8, 4, dtype="float8_e4m3fn")), "`w` must be a floating point array"),
+    (lambda: linear(X, W, bias=3), "`bias` must be a floating point array, got int"),
+    (lambda: linear(X, (W, W), bias=(None, integers(5))), f"`bias[1]` {FLOATS}"),
+    (lambda: norm_linear(INTEGERS, S, W), f"`x` {FLOATS}"),
+    (lambda: norm_linear(X, S, W, codec=Exact), CLASS),
+    (lambda: norm_linear(X, S, W, codec="exact"), "got 'exact'"),
+    (lambda: swiglu_linear(X, INTEGERS, W), "`up` must be a floating point"),
+    (lambda: swiglu_linear(X, X, W, codec=None), "got None"),
+    (lambda: swiglu_linear(X, X, W, codec=(Exact(), "exact")), "got 'exact'"),
+    (lambda: gelu_linear(INTEGERS, W), "`x` must be a floating point"),
+    (lambda: gelu_linear(X, W, codec=None), "got None"),
+    (lambda: attention_linear(Q, K, K, W, codec=(Exact(), Exact(), Exact)), CLASS),
+    *((lambda i=i: attention(*(integers(*x.shape) if i == j else x for j, x in enumerate((Q, K, K)))
+                             ), f"`{'qkv'[i]}` {FLOATS}") for i in range(3)),
+    (lambda: attention(Q, K, K, codec=Exact), CLASS),
+    (lambda: attention(Q, K, K, codec=(Q4, "k", Q4)), CODEC),
+    (lambda: rope(integers(2, 5, 3, 6), *tables(5, 6)), f"`x` {FLOATS}"),
+    (lambda: rms_norm(INTEGERS, S), f"`x` {FLOATS}"),
+    (lambda: rms_norm(X, S, codec=Exact), CLASS),
+    (lambda: rms_norm(X, S, codec=None), CODEC + "None"),
+    (lambda: layer_norm(X, integers(8), S), f"`scale` {FLOATS}"),
+    (lambda: layer_norm(X, S, 0.0), "`bias` must be a floating point array, got float"),
+    (lambda: layer_norm(INTEGERS, S, S), f"`x` {FLOATS}"),
+    (lambda: layer_norm(X, S, S, codec=Exact), CLASS),
+    (lambda: swiglu(INTEGERS, X), "`gate` must be a floating point array"),
+    (lambda: swiglu(X, INTEGERS), "`up` must be a floating point array"),
+    (lambda: swiglu(X, X, codec=Exact), CLASS),
+    (lambda: swiglu(X, X, codec=(Q4, "up")), CODEC),
+    (lambda: gelu(INTEGERS), f"`x` {FLOATS}: cast it"),
+    (lambda: gelu(1.0), "`x` must be a floating point array, got float"),
+    (lambda: gelu(X, codec=Exact), CLASS),
+    (lambda: conv(integers(2, 5, 4, 6), WINDOW), f"`x` {FLOATS}"),
+    (lambda: conv(IMAGE, integers(3, 2, 6, 4)), f"`w` {FLOATS}"),
+    (lambda: conv(IMAGE, FrozenWeight(WINDOW)),
+     "`w` must be an array, got FrozenWeight: only linear operators take such a weight."),
+    (lambda: conv(IMAGE, WINDOW, codec=Exact), CLASS),
+    (lambda: embedding(TABLE, ones(4)),
+     "`ids` must be an array of integers, got float32: cast it with `jnp.asarray(ids, jnp."),
+    (lambda: embedding(TABLE, IDS > 2), "of integers, got bool"),
+    (lambda: embedding(TABLE, [1, 2]), "of integers, got list"),
+    (lambda: embedding(integers(4, 2), IDS), f"`table` {FLOATS}"),
+    (lambda: embedding(IDS, TABLE), "`table` must be a floating point"),
+    (lambda: cross_entropy(HIDDEN, HEAD, np.float32(LABELS)),
+     "`labels` must be an array of integers, got float32."),
+    (lambda: cross_entropy(integers(13, 6), HEAD, LABELS), f"`hidden` {FLOATS}"),
+    (lambda: cross_entropy(HIDDEN, integers(6, 11), LABELS), f"`head` {FLOATS}"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows"), [(ValueError, VALUE_ERRORS), (TypeError, TYPE_ERRORS)], ids=["value", "type"]
+)
+def test_messages(kind, rows):
+    assert_messages(kind, rows)
+
+
+def test_a_large_rank_is_no_error_without_a_backward_pass():
+    for codec in (RandomProjection(7), RandomizedSVD(7)):
+        jax.eval_shape(lambda x, codec=codec: linear(x, W, codec=codec, key=KEY), X)
+
+
+def test_no_hint_of_a_transposed_weight_where_it_would_not_fit():
+    with pytest.raises(ValueError) as error:
+        linear(X, W7)
+    assert "transposed" not in str(error.value)
