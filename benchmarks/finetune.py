@@ -20,57 +20,60 @@ from typing import Any
 from benchmarks import command, record
 from benchmarks.tables import Cells, print_cells
 from benchmarks.training import best_row, first_loss, last_loss, mean_and_spread, sweep
-from benchmarks.variants import Variant, check_names
+from benchmarks.variants import VARIANTS, Variant, check_names, codec
 from train.settings.config import AdapterConfig, FinetuneConfig, OptimizerConfig, WeightDtype
-from train.settings.options import ADAPTERS, MethodOptions
+from train.settings.options import ADAPTERS
 
 
-def _row(method: str, weight_dtype: WeightDtype = "bfloat16", **options: Any) -> Variant:
-    return Variant(method, options=MethodOptions(**options), weight_dtype=weight_dtype)
+def _row(
+    method: str, text: str = "", weight_dtype: WeightDtype = "bfloat16", **options: Any
+) -> Variant:
+    """Returns a row; `text` is the value of `--codec`."""
+    texts = (text,) if text else ()
+    return Variant(method, options=codec(*texts, **options), weight_dtype=weight_dtype)
 
 
-def _adapters(method: str, **options: Any) -> Variant:
-    return _row(method, "auto", **options)
+def _adapters(method: str, text: str = "", **options: Any) -> Variant:
+    return _row(method, text, "auto", **options)
 
 
 _SMALL_STATES = {
     "4-bit states": OptimizerConfig(moment_dtype="4bit"),
-    "factored": OptimizerConfig(factored_second_moment=True),
-    "4-bit and factored": OptimizerConfig(moment_dtype="4bit", factored_second_moment=True),
+    "factored": OptimizerConfig(moment_dtype="float32-factored"),
+    "4-bit and factored": OptimizerConfig(moment_dtype="4bit-factored"),
 }
-_PUBLISHED: dict[str, Any] = {"scaling": "channel", "same_bits": True}
 REFERENCE, ADAPTER_REFERENCE = "exact, float32 weights", "qlora"
 """Rows that the others are compared with."""
 ROWS = {
-    REFERENCE: _row("exact", "float32"),
+    REFERENCE: _row("exact", weight_dtype="float32"),
     "exact": _row("exact"),
     **{
         f"exact, {name}": dataclasses.replace(_row("exact"), optimizer=optimizer)
         for name, optimizer in _SMALL_STATES.items()
     },
     "remat": _row("remat"),
-    **{f"lean, {bits} bits": _row("lean", bits=bits) for bits in (4, 3, 2)},
+    **{f"lean, {bits} bits": _row("lean", f"Quantized({bits})") for bits in (4, 3, 2)},
     "gact": _row("gact"),
-    "compressed_remat": _row("compressed_remat"),
-    "pamm, 1/64": _row("pamm", ratio=1 / 64),
-    "pamm, 1/512": _row("pamm", ratio=1 / 512),
-    "pamm, one point": _row("pamm", points=1),
+    "compressed_remat": VARIANTS["compressed_remat"],
+    "pamm, 1/64": _row("pamm", "PointApproximation(0.015625)"),
+    "pamm, 1/512": _row("pamm", "PointApproximation(0.001953125)"),
+    "pamm, one point": _row("pamm", "PointApproximation(points=1)"),
     "low_rank": _row("low_rank"),
     "subspace, d/4": _row("subspace"),
     "galore, d/4": _row("galore"),
     "lora": _adapters("lora"),
     "qlora": _adapters("qlora"),
     "qlora, remat": _adapters("qlora", remat=True),
-    **{f"hyc_lora, {bits} bits": _adapters("hyc_lora", bits=bits) for bits in (4, 2)},
+    **{f"hyc_lora, {n} bits": _adapters("hyc_lora", f"Quantized({n})") for n in (4, 2)},
     **{
         f"hyc_lora, {bits} bits, {level}": _adapters(
-            "hyc_lora", bits=bits, level=level, **_PUBLISHED
+            "hyc_lora", f"Quantized({bits}, scaling='channel')", level=level
         )
         for bits in (4, 2)
         for level in ("none", "intra", "intra+inter")
     },
     **{
-        f"hyc_lora, {bits} bits, remat": _adapters("hyc_lora", bits=bits, remat=True)
+        f"hyc_lora, {bits} bits, remat": _adapters("hyc_lora", f"Quantized({bits})", remat=True)
         for bits in (4, 2)
     },
 }

@@ -18,7 +18,7 @@ import optax
 
 from benchmarks import command, memory, plain, record
 from benchmarks.tables import Cells, print_cells
-from benchmarks.variants import check_names
+from benchmarks.variants import check_names, codec
 from models import ModelConfig, preset
 from models.lora import attach
 from train.planning.devices import HERE, find_device
@@ -29,8 +29,8 @@ from train.settings.config import AdapterConfig, FinetuneConfig
 from train.settings.options import MethodOptions
 
 
-def _hyc(bits: Any, **options: Any) -> tuple[str, MethodOptions, None]:
-    return "hyc_lora", MethodOptions(bits=bits, **options), None
+def _hyc(fields: Any, **options: Any) -> tuple[str, MethodOptions, None]:
+    return "hyc_lora", codec(f"Quantized({fields})", **options), None
 
 
 _BITS = (4, 2)
@@ -44,7 +44,7 @@ ROWS: dict[str, tuple[str, MethodOptions, str | None]] = {
     **{f"hyc_lora, {n} bits, {level}": _hyc(n, level=level)
        for n in _BITS for level in ("none", "intra")},
     **{f"hyc_lora, {n} bits": _hyc(n) for n in _BITS},
-    **{f"hyc_lora, {n} bits, published codes": _hyc(n, scaling="channel", same_bits=True)
+    **{f"hyc_lora, {n} bits, published codes": _hyc(f"{n}, scaling='channel'")
        for n in _BITS},
     **{f"hyc_lora, {n} bits, remat": _hyc(n, remat=True) for n in _BITS},
 }  # fmt: skip

@@ -16,6 +16,7 @@ from actjax import Exact
 from benchmarks import command, record
 from benchmarks.tables import Cells, print_cells
 from benchmarks.variants import check_names
+from benchmarks.variants import codec as codec_options
 from models.config import site_width
 from train.planning.measured import MeasureConfig, Measured, open_measured
 from train.run.gradient_error import WHOLE, by_site, measure
@@ -24,23 +25,27 @@ from train.settings.config import DataConfig, PretrainConfig
 from train.settings.options import MethodOptions
 from train.settings.resolve import dimensions
 
-_PLAIN: dict[str, Any] = {"levels": "uniform", "balance": False, "same_bits": True}
-"""Options of the codes before balanced channels."""
+_PLAIN = "levels='uniform', rotate=False, balance=False"
+"""Fields of the codes before balanced channels."""
+
+
+def _same_bits(text: str) -> MethodOptions:
+    """Returns options with the same code for queries, keys and values as for the others."""
+    return codec_options(text, *(f"{site}={text}" for site in ("q", "k", "v")))
+
+
 CODES: dict[str, tuple[str, MethodOptions]] = {
-    **{f"{bits} bits before": ("lean", MethodOptions(bits=bits, **_PLAIN)) for bits in (4, 3, 2)},
-    **{f"{bits} bits": ("lean", MethodOptions(bits=bits)) for bits in (4, 3, 2)},
-    "4 bits, balanced": ("lean", MethodOptions(bits=4, levels="uniform", same_bits=True)),
-    "4 bits, same bits": ("lean", MethodOptions(bits=4, same_bits=True)),
-    "8 bits": ("lean", MethodOptions(bits=8)),
-    "compressed_remat before": (
-        "compressed_remat",
-        MethodOptions(bits=4, **{**_PLAIN, "same_bits": False}),
-    ),
-    "compressed_remat": ("compressed_remat", MethodOptions(bits=4)),
-    "gact": ("gact", MethodOptions(bits=4)),
-    "pamm 1/64": ("pamm", MethodOptions(ratio=1 / 64)),
-    "pamm 1/512": ("pamm", MethodOptions(ratio=1 / 512)),
-    "pamm, one point": ("pamm", MethodOptions(points=1)),
+    **{f"{n} bits before": ("lean", _same_bits(f"Quantized({n}, {_PLAIN})")) for n in (4, 3, 2)},
+    **{f"{n} bits": ("lean", codec_options(f"Quantized({n})")) for n in (4, 3, 2)},
+    "4 bits, balanced": ("lean", _same_bits("Quantized(4, levels='uniform', rotate=False)")),
+    "4 bits, same bits": ("lean", _same_bits("Quantized(4)")),
+    "8 bits": ("lean", codec_options("Quantized(8)")),
+    "compressed_remat before": ("lean_remat", codec_options(f"Quantized(4, {_PLAIN})")),
+    "compressed_remat": ("lean_remat", codec_options("Quantized(4)")),
+    "gact": ("gact", codec_options("Quantized(4)")),
+    "pamm 1/64": ("pamm", codec_options("PointApproximation(0.015625)")),
+    "pamm 1/512": ("pamm", codec_options("PointApproximation(0.001953125)")),
+    "pamm, one point": ("pamm", codec_options("PointApproximation(points=1)")),
     "low_rank 128": ("low_rank", MethodOptions(rank=128)),
     "low_rank 32": ("low_rank", MethodOptions(rank=32)),
 }

@@ -1,7 +1,7 @@
 """Methods with options, by name."""
 
 import dataclasses
-from typing import Literal, TypeVar
+from typing import Any, TypeVar
 
 from actjax.kernels.format import Rounding
 from models import preset
@@ -20,7 +20,8 @@ class Variant:
       width_over_rank: the width of the model divided by the rank; 0 for the rank of `options`.
       options: options of the method.
       optimizer: settings of the optimizer that differ from those of the run.
-      in_backward: whether the optimizer runs in the backward pass.
+      in_backward: whether the optimizer runs in the backward pass; None for the default of the
+        method.
       weight_dtype: dtype of the weights; None for that of the run, where auto stands for float32,
         so that methods are compared with the same weights.
     """
@@ -29,7 +30,7 @@ class Variant:
     width_over_rank: int = 0
     options: MethodOptions = dataclasses.field(default_factory=MethodOptions)
     optimizer: OptimizerConfig = OptimizerConfig()
-    in_backward: bool = False
+    in_backward: bool | None = None
     weight_dtype: WeightDtype | None = None
 
     def configure(self, train: Settings) -> Settings:
@@ -49,10 +50,17 @@ class Variant:
         )
 
 
+def codec(*texts: str, **others: Any) -> MethodOptions:
+    """Returns the options of a method with the values of `--codec`."""
+    return MethodOptions(codec=texts, **others)
+
+
 EIGHT_BIT = OptimizerConfig(moment_dtype="8bit")
 _FOUR_BIT = OptimizerConfig(moment_dtype="4bit")
-_FACTORED = OptimizerConfig(moment_dtype="4bit", factored_second_moment=True)
-_FEW_BITS: tuple[Literal[4, 3, 2], ...] = (4, 3, 2)
+_FACTORED = OptimizerConfig(moment_dtype="4bit-factored")
+_FLOAT32 = OptimizerConfig(moment_dtype="float32")
+_AWAY = MethodOptions(offload=True)
+_FEW_BITS = (4, 3, 2)
 _ROUNDINGS: dict[Rounding, str] = {
     "nearest": "",
     "stochastic": ", stochastic rounding",
@@ -66,29 +74,23 @@ VARIANTS = {
     "exact, 8-bit states, in backward": Variant("exact", optimizer=EIGHT_BIT, in_backward=True),
     "exact, 4-bit states": Variant("exact", optimizer=_FOUR_BIT),
     "exact, 4-bit and factored": Variant("exact", optimizer=_FACTORED),
-    "exact, factored": Variant("exact", optimizer=OptimizerConfig(factored_second_moment=True)),
+    "exact, factored": Variant("exact", optimizer=OptimizerConfig(moment_dtype="float32-factored")),
     **{
         f"exact, {name}": Variant("exact", optimizer=OptimizerConfig(optimizer=name))
         for name in ("adafactor", "lion", "muon")
     },
-    # The rank is a quarter of the width of llama_9m.
-    "exact, fira d/4": Variant(
-        "exact", optimizer=OptimizerConfig(optimizer="fira", projection_rank=32)
-    ),
+    "exact, fira d/4": Variant("exact", 4, optimizer=OptimizerConfig(optimizer="fira")),
     "remat": Variant("remat"),
     "remat, 8-bit states, in backward": Variant("remat", optimizer=EIGHT_BIT, in_backward=True),
-    "pamm": Variant("pamm", options=MethodOptions(ratio=1 / 64)),
-    "pamm 1/512": Variant("pamm", options=MethodOptions(ratio=1 / 512)),
+    "pamm": Variant("pamm", options=codec("PointApproximation(0.015625)")),
+    "pamm 1/512": Variant("pamm", options=codec("PointApproximation(0.001953125)")),
     "low_rank 32": Variant("low_rank", options=MethodOptions(rank=32)),
     "galore d/4": Variant("galore", 4),
     "galore d/16": Variant("galore", 16),
     "subspace d/4": Variant("subspace", 4),
-    "subspace d/4, power iteration": Variant(
-        "subspace", 4, options=MethodOptions(power_iterations=1)
-    ),
     "subspace d/4, 8-bit states": Variant("subspace", 4, optimizer=EIGHT_BIT),
     "subspace d/4, 8-bit states and inputs": Variant(
-        "subspace", 4, options=MethodOptions(bits=8), optimizer=EIGHT_BIT
+        "subspace", 4, options=codec("Quantized(8)"), optimizer=EIGHT_BIT
     ),
     "subspace d/8": Variant("subspace", 8),
     "subspace d/16": Variant("subspace", 16),
@@ -99,28 +101,38 @@ VARIANTS = {
     },
     **{
         f"quantized, {bits} bits{suffix}": Variant(
-            "quantized", options=MethodOptions(bits=bits, rounding=rounding)
+            "lean",
+            options=codec(f"Quantized({bits}, rounding='{rounding}')"),
+            optimizer=_FLOAT32,
+            in_backward=False,
         )
         for bits in _FEW_BITS
         for rounding, suffix in _ROUNDINGS.items()
     },
     **{
         f"quantized, {bits} bits allocated{suffix}": Variant(
-            "quantized", options=MethodOptions(average_bits=bits, rounding=rounding)
+            "lean",
+            options=codec(f"Quantized(rounding='{rounding}')", average_bits=bits),
+            optimizer=_FLOAT32,
+            in_backward=False,
         )
         for bits in (3, 2)
         for rounding, suffix in _ROUNDINGS.items()
     },
-    "quantized, 4 bits, in backward": Variant("quantized", in_backward=True),
-    "compressed_remat": Variant("compressed_remat"),
-    "compressed_remat, offloaded": Variant("compressed_remat", options=MethodOptions(offload=True)),
-    "quantized, 4 bits, offloaded": Variant("quantized", options=MethodOptions(offload=True)),
+    "quantized, 4 bits, in backward": Variant("lean", optimizer=_FLOAT32),
+    "compressed_remat": Variant("lean_remat", optimizer=_FLOAT32, in_backward=False),
+    "compressed_remat, offloaded": Variant(
+        "lean_remat", options=_AWAY, optimizer=_FLOAT32, in_backward=False
+    ),
+    "quantized, 4 bits, offloaded": Variant(
+        "lean", options=_AWAY, optimizer=_FLOAT32, in_backward=False
+    ),
     "lean": Variant("lean"),
     "lean, 4-bit states": Variant("lean", optimizer=_FOUR_BIT),
     "lean, 4-bit and factored": Variant("lean", optimizer=_FACTORED),
     "lean, states on the host": Variant("lean", optimizer=OptimizerConfig(offload_states=True)),
-    "lean, 3 bits": Variant("lean", options=MethodOptions(bits=3)),
-    "lean, 2 bits": Variant("lean", options=MethodOptions(bits=2)),
+    "lean, 3 bits": Variant("lean", options=codec("Quantized(3)")),
+    "lean, 2 bits": Variant("lean", options=codec("Quantized(2)")),
     "lean_subspace d/4": Variant("lean_subspace", 4),
     "lean_subspace d/16": Variant("lean_subspace", 16),
     "random_projection d/4": Variant("random_projection", 4),

@@ -123,7 +123,7 @@ def llama3_8b(dry: bool) -> Rows:
     """Times `llama3_8b` with an allocator that gives no more than a card of 24 GB has."""
     # Compiled, small states take 22.39 GiB with 2,048 tokens; those on the host 20.49 with 4,096.
     sizes = ((_ON_HOST, 2, 2048), (_SMALL_STATES, 1, 1024))
-    settings = [Setting(name, "", "llama3_8b", *size) for name, *size in sizes]
+    settings = [Setting(name, "", "llama3_8b", rows, length) for name, rows, length in sizes]
     return compile_only(settings) if dry else time_steps(settings, alone=True)
 
 

@@ -188,7 +188,8 @@ def _quantized(
         default_bits = max(n for n in CODE_BITS if n <= o.average_bits)
     names_site = site in read_codecs(o.codec)
     count = bits or fields.pop("bits", default_bits)
-    if bits is None and not names_site:
+    # Published codes by channel have the same bits everywhere.
+    if bits is None and not names_site and fields.get("scaling") != "channel":
         wanted = count + MORE_BITS.get(site, 0)
         count = next((n for n in CODE_BITS if n >= wanted), CODE_BITS[-1])
     fields |= {"bits": count}
