@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from actjax.kernels.blockwise import Blockwise
+from actjax.formats.blockwise import Blockwise
+from actjax.formats.code import QuantizedCode
+from actjax.formats.four_bit import RankOneFourBit, SignedFourBit
 from actjax.kernels.dispatch import Implementation, Kernel
-from actjax.kernels.format import QuantizedCode
-from actjax.kernels.four_bit import RankOneFourBit, SignedFourBit
 from benchmarks.kernel_cases.case import Case
 
 _HALF = 2.0**-8

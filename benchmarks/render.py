@@ -14,7 +14,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks import kernels, ladder, memory, pictures, record, soak
+from benchmarks import ladder, memory, pictures, record, soak
 from benchmarks.record import RESULTS
 from benchmarks.tables import Cells, cell, markdown
 
@@ -103,10 +103,6 @@ SECTIONS = {
         "Steps on a GPU", _gpu, _STEP,
         "an NVIDIA GPU, and `python -m benchmarks.gpu --queue`",
     ),
-    "kernels": Section(
-        "Kernels, compiled for an H100", kernels.table,
-        ("actjax/kernels", "benchmarks/kernel_cases"), _COMPILES,
-    ),
     "triton_kernels": Section(
         "Kernels in Triton and in Pallas, assembled for an H100", _triton,
         ("actjax/kernels", "benchmarks/kernel_cases"),
@@ -117,23 +113,21 @@ SECTIONS = {
 """By the names of their results, in the order of the page."""
 
 
-def page(folders: dict[str, pathlib.Path]) -> str:
+def page(folder: pathlib.Path) -> str:
     """Returns the page of all tables.
 
     Args:
-      folders: by title, folders of results.
+      folder: the results.
     """
     parts = [
         "# Tables",
         "Written by `python -m benchmarks.render`. Raw results name machine, versions, settings and"
         "\ncommit. A result whose code has changed since is marked as stale.",
     ]
-    for title, folder in folders.items():
-        parts.append(f"## {title}")
-        for name, section in SECTIONS.items():
-            path = folder / f"{name}.json"
-            if path.exists():
-                parts += _section(section, record.read(path), path)
+    for name, section in SECTIONS.items():
+        path = folder / f"{name}.json"
+        if path.exists():
+            parts += _section(section, record.read(path), path)
     parts += [
         "## Historical results",
         "Their programs are gone; the commit of each has them. Pages that cite them say so.",
@@ -152,7 +146,7 @@ def _section(section: Section, result: dict[str, Any], path: pathlib.Path) -> li
     where = result["environment"]
     relative = path.relative_to(ROOT)
     parts = [
-        f"### {section.title}",
+        f"## {section.title}",
         f"[{path.name}](../../{relative}): {where['device']}, {where['cores']} cores,"
         f" JAX {where['versions']['jax']}, Python {where['python']}, commit {where['commit']},"
         f" {where['date'][:10]}.",
@@ -232,9 +226,8 @@ def _git(root: pathlib.Path, *arguments: str) -> str | None:
 
 def main() -> None:
     """Writes all of it."""
-    folders = {"Full runs": RESULTS, "Quick runs": RESULTS / "quick"}
-    pictures.draw_all([*folders.values()])
-    PAGE.write_text(page(folders), encoding="utf-8")
+    pictures.draw_all([RESULTS, RESULTS / "quick"])
+    PAGE.write_text(page(RESULTS), encoding="utf-8")
     for path in sorted((ROOT / "docs").rglob("*.md")):
         if path != PAGE and (text := path.read_text(encoding="utf-8")) != marked(text):
             path.write_text(marked(text), encoding="utf-8")

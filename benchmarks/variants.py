@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, TypeVar
 
-from actjax.kernels.format import Rounding
+from actjax.formats.code import Rounding
 from models import preset
 from train.settings.config import FinetuneConfig, OptimizerConfig, PretrainConfig, WeightDtype
 from train.settings.options import MethodOptions, given_fields

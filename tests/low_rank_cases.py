@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from actjax import low_rank
-from actjax.low_rank import LowRank
+from actjax.factored import low_rank
+from actjax.factored.low_rank import LowRank
 
 LEADS = [(), (3,), (2, 2)]
 DTYPES = ("bfloat16", "float32", "float64")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from actjax.kernels.packing import unpack
+from actjax.formats.packing import unpack
 
 KEY = jax.random.key(5)
 KEYS = 2000

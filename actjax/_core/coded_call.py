@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from actjax._core.tags import keep
 from actjax.codecs import Codec, Quantized
 from actjax.codecs.base import Code
-from actjax.kernels.format import QuantizedCode
+from actjax.formats.code import QuantizedCode
 
 
 class Holdable:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from actjax._math.precision import accumulation_dtype, matmul
 from actjax._shards import gathered
-from actjax.kernels.packing import pack, unpack
+from actjax.formats.packing import pack, unpack
 
 BITS = (4, 8, 16)
 """Bits that a coordinate can be stored in; 16 keeps the dtype of the activation."""
@@ -26,7 +26,7 @@ class BasisCode:
 
     Attributes:
       values: [..., k], in the dtype of `x`; or int8; or two numbers of 4 bits per byte, with 7 for
-        zero, as returned by `actjax.kernels.packing.pack`.
+        zero, as returned by `actjax.formats.packing.pack`.
       scale: distance between two integers, [..., 1], in the dtype of `x`; None if `values` are
         floating point.
       rank: k. Static.

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from actjax._math.precision import accumulation_dtype
-from actjax.kernels import format as fmt
-from actjax.kernels import group_scales
-from actjax.kernels.dequantize.reference import values_of
-from actjax.kernels.packing import pack, unpack
-from actjax.kernels.quantize.reference import codes_of, draw
-from actjax.kernels.rotation import rotate_back
+from actjax.formats import code as fmt
+from actjax.formats import scales as group_scales
+from actjax.formats.dequantize import values_of
+from actjax.formats.packing import pack, unpack
+from actjax.formats.quantize import codes_of, draw
+from actjax.formats.rotation import rotate_back
 
 
 @jax.tree_util.register_dataclass
@@ -29,7 +29,7 @@ class ChannelCode:
     Scales and centres of 16 bits are held as the bits of their dtype, in uint16.
 
     Attributes:
-      planes: packed bytes of each group, as returned by `actjax.kernels.packing.pack`.
+      planes: packed bytes of each group, as returned by `actjax.formats.packing.pack`.
       features: d. Static.
       dtype: dtype of the activation. Static.
       format: meaning of the bits; a group is what is rotated together. Static.

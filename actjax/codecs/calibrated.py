@@ -11,10 +11,10 @@ from actjax._math.division import over
 from actjax.codecs.base import Codec, check_activation
 from actjax.codecs.by_channel import ChannelCode
 from actjax.codecs.quantized import Quantized
-from actjax.kernels import group_scales
-from actjax.kernels.balance import balance_of, spread_of, weighted_sums
-from actjax.kernels.format import QuantizedCode
-from actjax.kernels.group_scales import stored
+from actjax.formats import scales as group_scales
+from actjax.formats.balance import balance_of, spread_of, weighted_sums
+from actjax.formats.code import QuantizedCode
+from actjax.formats.scales import stored
 
 REACHES = tuple(2 ** (-i / 3) for i in range(25))
 """Parts of the range of a channel that its levels may cover: from all of it to 1/256, because first
@@ -104,7 +104,7 @@ class Calibrated(Codec, holds_arrays=True):
     Unbiased, within that range, if `codec` is.
     Source: HyC-LoRA (2025), section on the calibration of intra-operator scales. Its scales and
       zero points cover the whole range; those of `least_error` are better at few bits. Balanced
-      channels are `actjax.kernels.balance`.
+      channels are `actjax.formats.balance`.
 
     Attributes:
       codec: how numbers are stored. Static.

@@ -11,11 +11,11 @@ from actjax._math.division import over
 from actjax._math.precision import contract_tokens
 from actjax.codecs.base import Codec, check_activation
 from actjax.codecs.quantized import Quantized
-from actjax.kernels import format as fmt
-from actjax.kernels import group_scales
+from actjax.formats import code as fmt
+from actjax.formats import scales as group_scales
+from actjax.formats.code import QuantizedCode
+from actjax.formats.packing import pack
 from actjax.kernels.dequantize.api import dequantize
-from actjax.kernels.format import QuantizedCode
-from actjax.kernels.packing import pack
 
 
 @jax.tree_util.register_dataclass

@@ -4,7 +4,7 @@ Affine groups with stochastic rounding follow ActNN (Chen et al., 2021) and GACT
 appendix A.4); symmetric channels and outlier channels follow HyC-LoRA (2025). Further options are
 subtractive dither (Schuchman, 1964), which is unbiased with the variance of rounding to the
 nearest, rotated groups, levels for normally distributed values (Lloyd, 1982), and balanced
-channels (`actjax.kernels.balance`).
+channels (`actjax.formats.balance`).
 """
 
 import dataclasses
@@ -18,11 +18,10 @@ import jax.numpy as jnp
 from actjax._math.precision import accumulation_dtype, contract_tokens
 from actjax.codecs import by_channel
 from actjax.codecs.base import Codec, check_activation, check_positive_integer, token_count
-from actjax.kernels import format as fmt
-from actjax.kernels import noise
-from actjax.kernels.balance import balance_of, statistics_shape
-from actjax.kernels.dequantize.api import dequantize
-from actjax.kernels.format import (
+from actjax.formats import code as fmt
+from actjax.formats import noise
+from actjax.formats.balance import balance_of, statistics_shape
+from actjax.formats.code import (
     Format,
     Levels,
     QuantizedCode,
@@ -31,7 +30,8 @@ from actjax.kernels.format import (
     ScaleDtype,
     Scaling,
 )
-from actjax.kernels.packing import BITS, packed_bytes
+from actjax.formats.packing import BITS, packed_bytes
+from actjax.kernels.dequantize.api import dequantize
 from actjax.kernels.quantize.api import quantize
 
 _SEED_BYTES = 8

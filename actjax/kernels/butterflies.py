@@ -1,4 +1,4 @@
-"""Rotation of groups that a kernel holds in registers, as `actjax.kernels.rotation` defines it.
+"""Rotation of groups that a kernel holds in registers, as `actjax.formats.rotation` defines it.
 
 Sylvester's matrix of a block of `2^n` numbers is a product of `n` factors. Each replaces pairs of
 numbers, a power of two apart, by their sum and their difference: the fast Walsh-Hadamard transform
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from actjax.kernels.rotation import block_size
+from actjax.formats.rotation import block_size
 from actjax.kernels.tiles import Part, load
 
 
@@ -22,7 +22,7 @@ def rotate(part: Part, values: list[jax.Array], signs: Any, group: int) -> list[
     Args:
       part: groups in the slices of `actjax.kernels.limits.slice_count`.
       values: numbers of each slice, float32.
-      signs: reference to the result of `actjax.kernels.rotation.signs_row`.
+      signs: reference to the result of `actjax.formats.rotation.signs_row`.
       group: features of a whole group.
     """
     signed = [v * _signs(part, signs, group, n) for n, v in enumerate(values)]

@@ -12,8 +12,8 @@ import jax
 from jax.core import Tracer
 
 from actjax._shards import is_bound, is_partitioned, on_shards
+from actjax.formats.code import QuantizedCode
 from actjax.kernels import measured, primitive
-from actjax.kernels.format import QuantizedCode
 
 Implementation = Literal["reference", "pallas", "interpreted", "mosaic", "triton", "fastest"]
 """`reference` is plain JAX, fused by XLA; `pallas` is compiled by Triton for an NVIDIA GPU;

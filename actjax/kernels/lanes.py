@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from actjax.kernels import format as fmt
-from actjax.kernels.rotation import block_size, hadamard, signs_of
+from actjax.formats import code as fmt
+from actjax.formats.rotation import block_size, hadamard, signs_of
 
 LANES = 128
 _HALF = LANES // 2

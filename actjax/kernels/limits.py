@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from actjax.kernels import format as fmt
-from actjax.kernels.packing import PLANES
-from actjax.kernels.rotation import block_size
+from actjax.formats import code as fmt
+from actjax.formats.packing import PLANES
+from actjax.formats.rotation import block_size
 
 _LANES = 32
 """Numbers of a slice of a whole block, if its bytes allow."""

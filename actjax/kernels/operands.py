@@ -12,17 +12,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from actjax.kernels import butterflies, level_search
-from actjax.kernels import format as fmt
-from actjax.kernels.noise import halves, random_words
-from actjax.kernels.packing import PLANES
-from actjax.kernels.rotation import signs_row
+from actjax.formats import code as fmt
+from actjax.formats import level_search
+from actjax.formats.noise import halves, random_words
+from actjax.formats.packing import PLANES
+from actjax.formats.rotation import signs_row
+from actjax.kernels import butterflies
 from actjax.kernels.tiles import Part, as_float, both, load, load_row, load_sequence
 
 
 def shifts(part: Part, seed: Any, features: int, group: int) -> Callable[[int], jax.Array]:
     """Returns a function from a slice to its random shifts, those of
-    `actjax.kernels.noise.uniform`.
+    `actjax.formats.noise.uniform`.
 
     Args:
       part: the numbers to shift.
@@ -66,7 +67,7 @@ class CodeRefs:
       spread: as `mean`; None with it.
       outliers: [T, m], or None.
       position: index of each feature among the outliers, -1 for other features, [1, d]; or None.
-      signs: signs of the rotation, as `actjax.kernels.rotation.signs_row`; or None.
+      signs: signs of the rotation, as `actjax.formats.rotation.signs_row`; or None.
       seed: [2], or None.
     """
 

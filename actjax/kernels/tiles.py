@@ -1,7 +1,7 @@
 """The division of rows of grouped features into programs of a kernel, with their loads and stores.
 
 A tile is [tokens, groups, lanes]. A group is processed in slices that lie side by side in its bytes
-(see `actjax.kernels.packing`), so nothing moves between lanes. All blocks are powers of two, as
+(see `actjax.formats.packing`), so nothing moves between lanes. All blocks are powers of two, as
 Triton requires.
 """
 

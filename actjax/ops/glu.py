@@ -11,7 +11,7 @@ from actjax._core.coded_call import coded_call
 from actjax._core.tags import keep
 from actjax._math.precision import accumulation_dtype
 from actjax.codecs import Codec, Exact
-from actjax.kernels.format import QuantizedCode
+from actjax.formats.code import QuantizedCode
 from actjax.kernels.swiglu_backward.api import swiglu_backward
 from actjax.kernels.swiglu_backward.reference import value_and_grads
 from actjax.ops.activations import Activation, of_sums, split_sums

@@ -10,7 +10,7 @@ from actjax._core.coded_call import coded_call
 from actjax._core.tags import keep
 from actjax._math.precision import accumulation_dtype
 from actjax.codecs import Codec, Exact
-from actjax.kernels.format import QuantizedCode
+from actjax.formats.code import QuantizedCode
 from actjax.kernels.rms_norm_backward.api import rms_norm_backward
 from actjax.kernels.rms_norm_backward.reference import normalize
 

@@ -16,7 +16,7 @@ from actjax._core.paths import named_leaves
 from actjax._host import is_on_host
 from actjax._math.precision import row_major
 from actjax._shards import is_partitioned
-from actjax.low_rank import LowRank, is_low_rank
+from actjax.factored.low_rank import LowRank, is_low_rank
 
 
 class LayerwiseState(NamedTuple):
@@ -26,7 +26,7 @@ class LayerwiseState(NamedTuple):
       layers: states of the layers; every array, counters included, has a leading axis of layers.
       rest: state of all other parameters.
       pieces: states of large matrices outside the layers, by path, with a leading axis of pieces
-        (`actjax.optim.pieces`).
+        (`actjax.optim.stepping.pieces`).
     """
 
     layers: Any

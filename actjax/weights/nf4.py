@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from actjax._shards import gathered
-from actjax.kernels.blockwise import Blockwise, blockwise_zeros
+from actjax.formats.blockwise import Blockwise, blockwise_zeros
 from actjax.weights.base import Weight
 from actjax.weights.frozen import FrozenWeight
 

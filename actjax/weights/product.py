@@ -13,10 +13,10 @@ import jax.numpy as jnp
 
 from actjax._core.coded_call import Operator, coded_call
 from actjax._core.tags import encoded_first, keep, name_code
-from actjax._jaxpr.uses import mark_weights
 from actjax._math.precision import accumulation_dtype
 from actjax.codecs import Codec, Exact
 from actjax.codecs import basis as in_basis
+from actjax.residuals.graph.uses import mark_weights
 from actjax.weights.base import ArrayWeight, StoredInput, Weight, as_weight
 
 Weights = tuple[Weight, ...]

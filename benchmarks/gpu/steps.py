@@ -18,7 +18,7 @@ from unittest import mock
 import jax
 
 from actjax import kernels
-from actjax.optim.host_states import HOST
+from actjax.optim.states.host_states import HOST
 from benchmarks.rivals import compiled_memory, random_batch, rival
 from benchmarks.variants import VARIANTS
 from models import preset

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from actjax.kernels.four_bit import rank_one_zeros, signed_zeros
+from actjax.formats.four_bit import rank_one_zeros, signed_zeros
 from benchmarks.kernel_cases.case import Case, normal
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from actjax.kernels.blockwise import blockwise_zeros
+from actjax.formats.blockwise import blockwise_zeros
 from benchmarks.kernel_cases.case import Case, normal
 
 

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from actjax import Quantized
-from actjax.kernels.balance import balance_of
-from actjax.kernels.format import QuantizedCode, QuantizeInputs
-from actjax.kernels.noise import seed_of
-from actjax.kernels.quantize.reference import quantize
+from actjax.formats.balance import balance_of
+from actjax.formats.code import QuantizedCode, QuantizeInputs
+from actjax.formats.noise import seed_of
+from actjax.formats.quantize import quantize
 
 TOKENS = 8192
 """Tokens of a batch of 8 sequences of 1,024."""

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from actjax import Quantized
-from actjax.kernels.format import QuantizeInputs
-from actjax.kernels.noise import seed_of
+from actjax.formats.code import QuantizeInputs
+from actjax.formats.noise import seed_of
 from benchmarks.kernel_cases.case import BALANCED, TOKENS, Case, balanced_cases, channels_of, normal
 
 

@@ -11,7 +11,7 @@ import pytest
 import actjax
 from actjax import Calibrated, Quantized
 from actjax.codecs import ChannelRange
-from actjax.kernels.levels import normal_levels
+from actjax.formats.levels import normal_levels
 
 KEY = jax.random.key(3)
 ROUNDINGS = ("nearest", "stochastic", "dither")

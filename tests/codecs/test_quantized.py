@@ -27,7 +27,7 @@ from quantized_codes import (
 
 import actjax
 from actjax import Quantized
-from actjax.kernels.group_scales import SLACK
+from actjax.formats.scales import SLACK
 
 scale_dtypes = pytest.mark.parametrize("scale_dtype", ["bfloat16", "float32"])
 

@@ -19,7 +19,7 @@ from quantized_codes import (
 )
 
 from actjax import Quantized
-from actjax.kernels.levels import normal_levels
+from actjax.formats.levels import normal_levels
 
 BALANCED = Quantized(4, group=16, balance=True)
 ROTATED = Quantized(5, group=16, rotate=True, balance=True)

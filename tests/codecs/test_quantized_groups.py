@@ -21,7 +21,7 @@ from quantized_codes import (
 )
 
 from actjax import Quantized
-from actjax.kernels.levels import normal_levels
+from actjax.formats.levels import normal_levels
 
 # Levels for normal numbers.
 

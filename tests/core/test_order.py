@@ -11,7 +11,7 @@ import pytest
 from jax.extend import core
 
 import actjax
-from actjax._jaxpr.programs import inlined
+from actjax.residuals.graph.programs import inlined
 
 CODEC = actjax.Quantized(4, group=8, rounding="stochastic")
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
-from transforms.residual_helpers import KEY, normal, relative_error
+from residuals.residual_helpers import KEY, normal, relative_error
 
 import actjax
 from actjax import Exact, Quantized, RandomProjection

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from actjax.kernels.format import QuantizedCode
+from actjax.formats.code import QuantizedCode
 
 PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
 """Widths of the planes of a code, as documented by `pack`."""

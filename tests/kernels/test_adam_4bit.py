@@ -10,8 +10,8 @@ import pytest
 from kernels.kernel_cases import TINY, f64, normal
 from optim.nearest import nearest
 
+from actjax.formats.four_bit import rank_one_zeros, signed_zeros
 from actjax.kernels.adam_4bit.api import KERNEL, MAXIMA, adam_4bit
-from actjax.kernels.four_bit import rank_one_zeros, signed_zeros
 
 HYPER = {"b1": 0.9, "b2": 0.99, "eps": 1e-6, "eps_root": 1e-9}
 LEVEL = 4e-7

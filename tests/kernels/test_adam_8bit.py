@@ -12,8 +12,8 @@ from kernels.kernel_cases import TINY, f64, normal
 from optim.optim_oracles import blockwise_round_trip
 
 import actjax
+from actjax.formats.blockwise import Blockwise, blockwise_zeros
 from actjax.kernels.adam_8bit.api import adam_8bit
-from actjax.kernels.blockwise import Blockwise, blockwise_zeros
 from actjax.optim import eight_bit, scale_by_adam_8bit
 
 HYPER = {"b1": 0.9, "b2": 0.99, "eps": 1e-6, "eps_root": 1e-9}

@@ -20,7 +20,7 @@ class Blocked:
 
 sys.meta_path.insert(0, Blocked())
 import actjax, jax, numpy as np
-from actjax.kernels.format import QuantizeInputs
+from actjax.formats.code import QuantizeInputs
 from actjax.kernels.quantize.api import quantize
 assert not [name for name in sys.modules if name.startswith(BLOCKED)]
 

@@ -1,6 +1,6 @@
 """Tests of actjax/kernels/butterflies.py: the exchange of numbers within a slice.
 
-The rotation itself is tested with the kernels, against `actjax.kernels.rotation`.
+The rotation itself is tested with the kernels, against `actjax.formats.rotation`.
 """
 
 import functools

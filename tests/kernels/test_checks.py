@@ -9,9 +9,9 @@ import pytest
 from kernels.kernel_cases import random_code
 
 import actjax
+from actjax.formats.blockwise import blockwise_zeros
+from actjax.formats.code import QuantizeInputs
 from actjax.kernels.adam_8bit.api import adam_8bit
-from actjax.kernels.blockwise import blockwise_zeros
-from actjax.kernels.format import QuantizeInputs
 from actjax.kernels.point_assignment.api import point_assignment
 from actjax.kernels.quantize.api import quantize
 from actjax.kernels.rms_norm_backward.api import rms_norm_backward

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from actjax import Quantized
+from actjax.formats.blockwise import blockwise_zeros
+from actjax.formats.code import QuantizeInputs
+from actjax.formats.packing import unpack
 from actjax.kernels.adam_8bit import rows
 from actjax.kernels.adam_8bit.api import adam_8bit
-from actjax.kernels.blockwise import blockwise_zeros
 from actjax.kernels.dequantize.api import dequantize
-from actjax.kernels.format import QuantizeInputs
-from actjax.kernels.packing import unpack
 from actjax.kernels.quantize.api import quantize
 from actjax.kernels.rms_norm_backward.api import rms_norm_backward
 from actjax.kernels.swiglu_backward.api import swiglu_backward

@@ -13,11 +13,11 @@ from kernels.kernel_cases import PLANES, TINY, assert_near, assert_same, f64, no
 
 from actjax import Quantized
 from actjax.codecs import by_channel
-from actjax.kernels.balance import statistics_shape
+from actjax.formats.balance import statistics_shape
+from actjax.formats.code import QuantizeInputs
+from actjax.formats.levels import normal_levels
+from actjax.formats.noise import halves, random_words
 from actjax.kernels.dequantize.api import dequantize
-from actjax.kernels.format import QuantizeInputs
-from actjax.kernels.levels import normal_levels
-from actjax.kernels.noise import halves, random_words
 from actjax.kernels.quantize.api import quantize
 
 IMPLEMENTATIONS = ("reference", "interpreted")

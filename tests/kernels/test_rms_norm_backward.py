@@ -8,8 +8,8 @@ import pytest
 from kernels.kernel_cases import TINY, assert_near, assert_same, f64, normal, random_code
 
 from actjax import Quantized
+from actjax.formats.code import QuantizedCode
 from actjax.kernels.dequantize.api import dequantize
-from actjax.kernels.format import QuantizedCode
 from actjax.kernels.rms_norm_backward.api import rms_norm_backward
 
 EPS = 1e-4

@@ -14,8 +14,8 @@ import pytest
 from kernels.kernel_cases import gpu_named
 
 import actjax
+from actjax.formats.code import QuantizeInputs
 from actjax.kernels import dispatch, measured
-from actjax.kernels.format import QuantizeInputs
 from benchmarks.kernel_cases import KERNELS
 
 NEEDED = ("jax_triton", "jax_cuda12_plugin")

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import optax
 
-from actjax.kernels.four_bit import RankOneFourBit, SignedFourBit
+from actjax.formats.four_bit import RankOneFourBit, SignedFourBit
 
 
 def nearest(tree: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Tests of actjax/optim/adam_4bit.py: the transform, compared with `four_bit` of optax's Adam."""
+"""The transform, compared with `four_bit` of optax's Adam."""
 
 import jax
 import jax.numpy as jnp

@@ -8,7 +8,7 @@ import pytest
 from optim.projected import normal
 
 from actjax import LowRank
-from actjax.optim.bases import leading_basis, random_basis
+from actjax.optim.projected.bases import leading_basis, random_basis
 
 pytestmark = pytest.mark.usefixtures("x64")
 

@@ -7,7 +7,7 @@ import optax
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actjax.optim.bfloat16 import difference, round_stochastically, words_by_position
+from actjax.optim.rounding.bfloat16 import difference, round_stochastically, words_by_position
 
 COUNT = 512
 LARGEST = float(jnp.finfo("bfloat16").max)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from optim.optim_oracles import blockwise_round_trip, dynamic_levels
 
-from actjax.kernels.blockwise import Blockwise, blockwise_zeros
+from actjax.formats.blockwise import Blockwise, blockwise_zeros
 
 both = pytest.mark.parametrize("unsigned", [False, True], ids=["signed", "unsigned"])
 

@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import actjax
-from actjax.kernels.blockwise import is_blockwise
+from actjax.formats.blockwise import is_blockwise
 from actjax.optim import EightBitState, eight_bit
-from actjax.optim.codes import decoded, encoded_like
+from actjax.optim.states.codes import decoded, encoded_like
 from train.run.checkpoint import Checkpoints
 from train.run.sharding import make_mesh, state_shardings
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from optim.state_oracles import SIGNED_LEVELS, quantize_rank_one, quantize_signed
 from optim.test_eight_bit_training import least_squares, losses_of
 
-from actjax.kernels.four_bit import rank_one_zeros, signed_zeros
+from actjax.formats.four_bit import rank_one_zeros, signed_zeros
 from actjax.optim import four_bit
-from actjax.optim.codes import is_code
+from actjax.optim.states.codes import is_code
 
 
 def rounded(zeros_of, x, nearest):

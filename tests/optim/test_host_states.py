@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import AxisType
 
 from actjax import optim
-from actjax.optim import pieces
-from actjax.optim.host_states import HOST, host_sharding
+from actjax.optim.states.host_states import HOST, host_sharding
+from actjax.optim.stepping import pieces
 from train.run.checkpoint import Checkpoints
 from train.run.sharding import state_shardings
 

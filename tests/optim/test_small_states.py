@@ -23,8 +23,8 @@ from optim.state_oracles import (
 )
 
 from actjax import LowRank, optim
-from actjax.optim import pieces
-from actjax.optim.remainders import limit_growth
+from actjax.optim.projected.remainders import limit_growth
+from actjax.optim.stepping import pieces
 
 STEPS, LAYERS, SHAPE, RANK = 10, 3, (12, 20), 4
 B1, B2, EPS = 0.9, 0.99, 1e-8

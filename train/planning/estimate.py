@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 import actjax
-from actjax.optim.host_states import HOST
+from actjax.optim.states.host_states import HOST
 from train.planning.collectives import bytes_by_kind, collectives
 from train.planning.devices import DEVICES, HERE, compile_for, compile_for_mesh, find_device
 from train.planning.flops import causal_loop_length, matmul_flops

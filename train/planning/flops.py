@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from actjax._jaxpr.products import product_flops
+from actjax.residuals.graph.products import product_flops
 
 ATTENTION_BLOCK = 256
 """Queries, and keys, of a block in the blockwise form of `actjax.attention`."""

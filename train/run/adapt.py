@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from actjax import Quantized, allocate_bits, compression_variance, sampling_variance
-from actjax.transforms.choice import Chooser
-from actjax.transforms.measuring import Sensitivity
+from actjax.choosing.choice import Chooser
+from actjax.choosing.measure import Sensitivity
 from models import Decoder, Remat
 from models.config import site_width
 from train.run.gradient_error import gradient_by_codecs

@@ -13,8 +13,8 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 import actjax
-from actjax.kernels.packing import BITS
-from actjax.optim.host_states import HOST
+from actjax.formats.packing import BITS
+from actjax.optim.states.host_states import HOST
 from models.sharding import head_repeats
 from train.run import hosts
 from train.run.checkpoint import Checkpoints, identity_of

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from actjax import Codec, Exact
-from actjax.transforms.measuring import compare
+from actjax.choosing.measure import compare
 from models import Decoder, StorageChoice
 from models.storage import SITES
 from train.run.loss import Batch, loss_function

@@ -9,7 +9,7 @@ import jax
 import optax
 
 import actjax
-from actjax.optim.pieces import count_pieces
+from actjax.optim.stepping.pieces import count_pieces
 from models import Decoder, ModelConfig, Storage, StorageChoice
 from models.lora import LoRAConfig
 from train.run.calibration import calibrated_sites

@@ -13,7 +13,7 @@ from rich.table import Table
 
 import actjax
 from actjax._core.paths import path_name
-from actjax.optim.host_states import HOST
+from actjax.optim.states.host_states import HOST
 from models import Decoder
 from train.run.loss import batch_shapes, loss_function, whole_batch_shapes
 from train.run.recipe import Recipe, build_recipe

@@ -13,7 +13,7 @@ from actjax import (
     RandomizedSVD,
     RandomProjection,
 )
-from actjax.kernels.packing import BITS as CODE_BITS
+from actjax.formats.packing import BITS as CODE_BITS
 from actjax.optim import Side, Source
 from models import CompressedResiduals, ModelConfig, Remat, Storage, StorageChoice
 from models.storage import LINEAR_INPUTS, SITES
@@ -40,6 +40,11 @@ class Subspace:
         inputs = (model.hidden_size, model.num_heads * model.head_size, model.ffn_size)
         keys_and_values = model.num_kv_heads * model.head_size
         return min(inputs) if self.side == "input" else min(*inputs, keys_and_values)
+
+
+def _no_sites(_: MethodOptions) -> tuple[str, ...]:
+    """Returns the sites of a method without any."""
+    return ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +74,7 @@ class Method:
 
     summary: str
     storage: Callable[[MethodOptions], StorageChoice]
-    sites: Callable[[MethodOptions], tuple[str, ...]] = lambda _: ()
+    sites: Callable[[MethodOptions], tuple[str, ...]] = _no_sites
     subspace: Subspace | None = None
     average_bits: float = 0.0
     adaptive: tuple[str, ...] = ()

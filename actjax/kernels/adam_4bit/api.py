@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from actjax._shards import Dims
+from actjax.formats.blockwise import STEP
+from actjax.formats.four_bit import RankOneFourBit, SignedFourBit
 from actjax.kernels.adam_4bit import reference
-from actjax.kernels.blockwise import STEP
 from actjax.kernels.checks import check_floating, check_shape
 from actjax.kernels.dispatch import Implementation, Kernel
-from actjax.kernels.four_bit import RankOneFourBit, SignedFourBit
 
 
 def adam_4bit(

@@ -10,9 +10,8 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from actjax.kernels.adam_4bit.reference import TILE
-from actjax.kernels.blockwise import STEP, inverse_of, times_inverse
-from actjax.kernels.four_bit import (
+from actjax.formats.blockwise import STEP, inverse_of, times_inverse
+from actjax.formats.four_bit import (
     RankOneFourBit,
     SignedFourBit,
     fraction_of_hash,
@@ -20,6 +19,7 @@ from actjax.kernels.four_bit import (
     signed_index,
     signed_level,
 )
+from actjax.kernels.adam_4bit.reference import TILE
 from actjax.kernels.tiles import both
 
 

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from actjax.kernels.blockwise import largest_of_blocks, largest_of_steps
-from actjax.kernels.four_bit import RankOneFourBit, SignedFourBit
+from actjax.formats.blockwise import largest_of_blocks, largest_of_steps
+from actjax.formats.four_bit import RankOneFourBit, SignedFourBit
 
 TILE = 256
 """Columns of which `maxima` takes the maximum."""

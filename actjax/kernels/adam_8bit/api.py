@@ -6,8 +6,8 @@ from typing import Any
 import jax
 
 from actjax._shards import Dims
+from actjax.formats.blockwise import Blockwise
 from actjax.kernels.adam_8bit import reference
-from actjax.kernels.blockwise import Blockwise
 from actjax.kernels.checks import check_floating, check_shape
 from actjax.kernels.dispatch import Implementation, Kernel
 

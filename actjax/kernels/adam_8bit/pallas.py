@@ -13,8 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from actjax._math.division import over
+from actjax.formats.blockwise import Blockwise, decades
 from actjax.kernels import operands, tiles
-from actjax.kernels.blockwise import Blockwise, decades
 
 LARGEST_BLOCK = 4096
 """Values that share a scale at most: registers hold all of them."""

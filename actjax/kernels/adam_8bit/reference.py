@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from actjax.kernels.blockwise import Blockwise
+from actjax.formats.blockwise import Blockwise
 
 
 def adam_8bit(

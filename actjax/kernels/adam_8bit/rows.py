@@ -8,8 +8,8 @@ import functools
 
 import jax
 
+from actjax.formats.blockwise import Blockwise
 from actjax.kernels.adam_8bit import reference
-from actjax.kernels.blockwise import Blockwise
 
 _NUMBERS = 2**21
 """Most numbers of a piece: 8 MiB in float32."""

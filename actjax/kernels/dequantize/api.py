@@ -3,9 +3,9 @@
 import jax
 
 from actjax._shards import Dims
-from actjax.kernels.dequantize import reference
+from actjax.formats import dequantize as reference
+from actjax.formats.code import QuantizedCode
 from actjax.kernels.dispatch import Implementation, Kernel
-from actjax.kernels.format import QuantizedCode
 
 
 def dequantize(code: QuantizedCode, *, implementation: Implementation | None = None) -> jax.Array:

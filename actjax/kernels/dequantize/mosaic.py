@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from actjax.kernels import lanes, level_search
-from actjax.kernels.format import QuantizedCode
+from actjax.formats import level_search
+from actjax.formats.code import QuantizedCode
+from actjax.kernels import lanes
 from actjax.kernels.lanes import LANES, Group
 
 

@@ -7,8 +7,8 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from actjax.formats.code import QuantizedCode
 from actjax.kernels import limits, operands, tiles
-from actjax.kernels.format import QuantizedCode
 
 
 def refuses(code: QuantizedCode) -> str | None:

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 
 from actjax._shards import Dims
+from actjax.formats.code import token_names
 from actjax.kernels.checks import check_floating
 from actjax.kernels.dispatch import Implementation, Kernel
-from actjax.kernels.format import token_names
 from actjax.kernels.point_assignment import reference
 
 

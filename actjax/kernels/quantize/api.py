@@ -3,11 +3,11 @@
 import jax.numpy as jnp
 
 from actjax._shards import Dims
-from actjax.kernels.balance import statistics_shape
+from actjax.formats import quantize as reference
+from actjax.formats.balance import statistics_shape
+from actjax.formats.code import Format, QuantizedCode, QuantizeInputs
 from actjax.kernels.checks import check_floating, check_shape
 from actjax.kernels.dispatch import Implementation, Kernel
-from actjax.kernels.format import Format, QuantizedCode, QuantizeInputs
-from actjax.kernels.quantize import reference
 
 
 def quantize(

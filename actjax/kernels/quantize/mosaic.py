@@ -9,8 +9,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from actjax._math.division import over
-from actjax.kernels import format as fmt
-from actjax.kernels import lanes, level_search
+from actjax.formats import code as fmt
+from actjax.formats import level_search
+from actjax.kernels import lanes
 from actjax.kernels.lanes import LANES, Group
 
 

@@ -13,10 +13,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from actjax._math.division import over
-from actjax.kernels import butterflies, group_scales, level_search, limits, operands, tiles
-from actjax.kernels import format as fmt
-from actjax.kernels.packing import PLANES
-from actjax.kernels.rotation import signs_row
+from actjax.formats import code as fmt
+from actjax.formats import level_search
+from actjax.formats import scales as group_scales
+from actjax.formats.packing import PLANES
+from actjax.formats.rotation import signs_row
+from actjax.kernels import butterflies, limits, operands, tiles
 from actjax.kernels.tiles import Part, load, store
 
 _INTEGERS = np.float32(2**23)
@@ -170,7 +172,7 @@ def _fit(
 ) -> tuple[jax.Array | None, jax.Array]:
     """Returns the offset (or None) and the scale of each group, [tokens, groups, 1], float32.
 
-    As `actjax.kernels.group_scales.fit`.
+    As `actjax.formats.scales.fit`.
     """
     if format.levels == "uniform":
         offset = _least([_where_exists(part, i, v, np.inf) for i, v in enumerate(values)])
@@ -206,7 +208,7 @@ def _total(values: list[jax.Array]) -> jax.Array:
 
 
 def _rounded(scale: jax.Array, towards: int, format: fmt.Format) -> jax.Array:
-    """As `actjax.kernels.group_scales.rounded_scale`, for bfloat16 and float32."""
+    """As `actjax.formats.scales.rounded_scale`, for bfloat16 and float32."""
     if format.scale_dtype == "float32":
         return scale
     rounded = _to_bfloat16(scale)

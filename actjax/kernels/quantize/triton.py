@@ -24,11 +24,11 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from actjax.kernels import format as fmt
+from actjax.formats import code as fmt
+from actjax.formats.levels import normal_levels
+from actjax.formats.packing import PLANES
+from actjax.formats.rotation import signs_row
 from actjax.kernels import limits
-from actjax.kernels.levels import normal_levels
-from actjax.kernels.packing import PLANES
-from actjax.kernels.rotation import signs_row
 from actjax.kernels.triton_call import Call, choices
 
 COLUMNS = 16
@@ -261,7 +261,7 @@ def _fit(
     values, exist, SIZE: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, WIDE: tl.constexpr,
     TOP: tl.constexpr, INDEX: tl.constexpr, LEVEL: tl.constexpr,
 ):  # fmt: skip
-    """Fits a scale to a group, as `actjax.kernels.group_scales.fit`.
+    """Fits a scale to a group, as `actjax.formats.scales.fit`.
 
     The numbers to store are the given ones over `sqrt(BLOCK)`. Returns the given ones times a power
     of two; the factor from these to multiples of the scale; and the scale as stored, float32.

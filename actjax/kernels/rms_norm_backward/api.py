@@ -7,9 +7,9 @@ import jax
 
 from actjax._math.precision import accumulation_dtype
 from actjax._shards import Dims
+from actjax.formats.code import QuantizedCode, token_names
 from actjax.kernels.checks import check_code, check_floating, check_shape
 from actjax.kernels.dispatch import Implementation, Kernel
-from actjax.kernels.format import QuantizedCode, token_names
 from actjax.kernels.rms_norm_backward import reference
 
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import jax
 
+from actjax.formats.code import QuantizedCode
 from actjax.kernels.dequantize import mosaic
-from actjax.kernels.format import QuantizedCode
 from actjax.kernels.rms_norm_backward import reference
 
 

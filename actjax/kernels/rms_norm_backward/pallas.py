@@ -12,8 +12,8 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from actjax.formats.code import QuantizedCode
 from actjax.kernels import limits, operands, tiles
-from actjax.kernels.format import QuantizedCode
 
 _LARGEST = 16384
 """Features of a row that registers can hold."""

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from actjax._math.precision import accumulation_dtype
-from actjax.kernels.dequantize.reference import dequantize
-from actjax.kernels.format import QuantizedCode
+from actjax.formats.code import QuantizedCode
+from actjax.formats.dequantize import dequantize
 
 
 def rms_norm_backward(

@@ -4,9 +4,9 @@ from typing import Any
 
 import jax
 
+from actjax.formats.code import QuantizedCode
 from actjax.kernels.checks import check_code, check_floating
 from actjax.kernels.dispatch import Implementation, Kernel
-from actjax.kernels.format import QuantizedCode
 from actjax.kernels.swiglu_backward import reference
 
 

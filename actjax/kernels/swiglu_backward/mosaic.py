@@ -3,8 +3,8 @@
 import jax
 
 from actjax._math.precision import accumulation_dtype
+from actjax.formats.code import QuantizedCode
 from actjax.kernels.dequantize import mosaic
-from actjax.kernels.format import QuantizedCode
 from actjax.kernels.swiglu_backward.reference import value_and_grads
 
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from actjax.formats.code import QuantizedCode
 from actjax.kernels import limits, operands, tiles
-from actjax.kernels.format import QuantizedCode
 from actjax.kernels.swiglu_backward.reference import value_and_grads
 
 

@@ -3,8 +3,8 @@
 import jax
 
 from actjax._math.precision import accumulation_dtype
-from actjax.kernels.dequantize.reference import dequantize
-from actjax.kernels.format import QuantizedCode
+from actjax.formats.code import QuantizedCode
+from actjax.formats.dequantize import dequantize
 
 
 def swiglu_backward(

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from tiny import decoder
 
 from actjax._shards import Dims, on_shards
-from actjax.kernels.blockwise import blockwise_zeros
+from actjax.formats.blockwise import blockwise_zeros
 from models.sharding import RULES
 from train.run import sharding
 from train.run.loop import run_program

@@ -1,1 +1,0 @@
-"""Analysis of traced programs (jaxprs) of JAX."""

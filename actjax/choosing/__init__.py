@@ -1,0 +1,1 @@
+"""Bits and segments, chosen by measured gradients."""

@@ -1,0 +1,1 @@
+"""Weight gradients in two factors."""

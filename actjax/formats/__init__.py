@@ -1,0 +1,1 @@
+"""Formats of codes in plain JAX: what the stored bits mean."""

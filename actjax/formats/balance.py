@@ -1,0 +1,93 @@
+"""Means and deviations of channels, which make the values of a token alike before it is encoded.
+
+In a trained transformer some channels of keys, gates and residual streams have means and deviations
+many times those of others. A group then spends its levels on the difference between its channels.
+`y = (x - mean) / spread` removes it. With the spread `sqrt(deviation)` and white noise in `y`, as a
+rotation gives it, the squared error of `x` is least: noise of power `mean(y²)` in each channel of
+`y` is an error of `Σ spread² · Σ deviation² / spread²`, least by the inequality of Cauchy and
+Schwarz if `spread²` is proportional to `deviation`.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from actjax._math.division import over
+from actjax._math.precision import accumulation_dtype
+from actjax.formats.code import ScaleDtype
+from actjax.formats.scales import stored
+
+_LEAST = 2.0**-12
+"""Least deviation of a channel, relative to the largest: dividing by less only adds noise."""
+
+
+def balance_of(x: jax.Array, dtype: ScaleDtype) -> tuple[jax.Array, jax.Array]:
+    """Returns the mean and the spread of each channel of each sequence, in stored form.
+
+    They are of a sequence alone, which fits its text better than the batch does (SmolLM2-135M on
+    GSM8K: 12% less error of the gradient) and needs no reduction over devices that share a batch.
+    The first tokens of a sequence can be a thousand times larger than all others. Tokens are
+    therefore weighted by the inverse of their norm (a step of Weiszfeld's algorithm for the
+    geometric median, 1937), so that no token counts for more than its direction.
+
+    Args:
+      x: activations, [..., S, d], or [d] for a single token.
+      dtype: dtype of the results; bfloat16 is returned as its bits, uint16.
+
+    Returns:
+      Both [..., d].
+    """
+    wide = x.astype(accumulation_dtype(x.dtype))
+    tokens = wide[None] if x.ndim == 1 else wide
+    # Numbers within one, so that no square overflows.
+    largest = jnp.max(jnp.abs(tokens), axis=(-2, -1), keepdims=True, initial=0)
+    tokens = over(tokens, largest)
+    mean = _weighted(tokens, tokens)
+    apart = tokens - mean
+    spread = spread_of(jnp.sqrt(_weighted(apart, jnp.square(apart))))
+    return stored((mean * largest)[..., 0, :], dtype), stored(spread[..., 0, :], dtype)
+
+
+def spread_of(deviation: jax.Array) -> jax.Array:
+    """Returns the spreads of channels with these deviations [..., d]: at most 1."""
+    widest = jnp.max(deviation, axis=-1, keepdims=True, initial=0)
+    # At most one, so that only numbers near the largest of the dtype overflow when divided.
+    relative = jnp.where(widest > 0, over(deviation, widest), 1)
+    return jnp.sqrt(jnp.maximum(relative, _LEAST))
+
+
+def weighted_sums(tokens: jax.Array, power: int) -> tuple[jax.Array, jax.Array]:
+    """Returns sums that the mean or the deviations of many activations follow from, in float32.
+
+    Sums of several activations may be added. Divided by the sum of the weights, those of tokens
+    (power 1) are the mean of `balance_of`, and those of tokens less the mean (power 2) the squares
+    of its deviations.
+
+    Args:
+      tokens: [..., d].
+      power: 1 or 2, of the numbers that are summed.
+
+    Returns:
+      The sum of the weights, which are inverse norms, a scalar; and the weighted sums, [d].
+    """
+    wide = tokens.astype(jnp.float32).reshape(-1, tokens.shape[-1])
+    largest = jnp.max(jnp.abs(wide), axis=-1, keepdims=True, initial=0)
+    within = over(wide, largest)
+    norms = jnp.sqrt(jnp.sum(jnp.square(within), -1, keepdims=True))
+    # Each token divided by its norm: no square or inverse of the numbers themselves.
+    unit = over(within, norms)
+    weight = jnp.sum(over(over(jnp.where(norms > 0, 1.0, 0.0), norms), largest))
+    return weight, jnp.sum(unit if power == 1 else unit * wide, 0)
+
+
+def statistics_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns the shape of the means, and of the spreads, of an activation of this shape."""
+    return (*shape[:-2], shape[-1])
+
+
+def _weighted(tokens: jax.Array, values: jax.Array) -> jax.Array:
+    """Returns the mean of `values` over the tokens [..., S, d], weighted by inverse norms."""
+    norms = jnp.sqrt(jnp.sum(jnp.square(tokens), axis=-1, keepdims=True))
+    weights = jnp.where(norms > 0, 1 / jnp.where(norms > 0, norms, 1), 0)
+    return over(jnp.sum(weights * values, -2, keepdims=True), jnp.sum(weights, -2, keepdims=True))

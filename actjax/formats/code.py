@@ -1,0 +1,171 @@
+"""The format of quantized numbers: their settings, their arrays, and the order of their groups."""
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+import jax
+
+from actjax._shards import Dims
+from actjax.formats.packing import PLANES
+
+Rounding = Literal["nearest", "stochastic", "dither"]
+Scaling = Literal["group", "channel"]
+Levels = Literal["uniform", "normal"]
+ScaleDtype = Literal["bfloat16", "float32"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """How numbers are stored. `actjax.Quantized` documents, checks and sets each field."""
+
+    bits: int
+    group: int
+    rounding: Rounding
+    scale_dtype: ScaleDtype
+    levels: Levels
+    rotate: bool
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantizeInputs:
+    """An activation, and arrays that its encoding needs.
+
+    Attributes:
+      x: [..., d], floating point. A number that is not finite spoils its group.
+      seed: seed of the random numbers, uint32 [2]; None for rounding to the nearest.
+      channels: channels to store whole, int32 [m], distinct, in [0, d); None for none.
+      mean: stored means of the channels of each sequence, [..., d] for x [..., S, d], which are
+        subtracted first; None for nothing. Not in the code.
+      spread: stored positive numbers that the channels are then divided by, as `mean`; with it.
+    """
+
+    x: Any
+    seed: Any = None
+    channels: Any = None
+    mean: Any = None
+    spread: Any = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantizedCode:
+    """Numbers in a few bits each, with what is needed to decode them.
+
+    Scales and offsets of 16 bits are held as the bits of their dtype, in uint16.
+
+    Attributes:
+      planes: packed bytes of each group, as returned by `actjax.formats.packing.pack`.
+      scale: distance between two levels, or the unit of uneven levels, [..., groups].
+      features: d. Static.
+      dtype: dtype of the activation. Static.
+      format: meaning of the bits. Static.
+      offset: value of the code 0, [..., groups]; None with "normal" levels.
+      mean: what was subtracted from each channel before anything else, by sequence: [..., d] for
+        [..., S, d]; None for nothing.
+      spread: what each channel was then divided by, in the shape of `mean`; None with it.
+      outliers: channels that are stored whole, [..., m]; None if there are none.
+      channels: indices of these channels, int32 [m].
+      seed: seed of the dither, uint32 [2]; None without dither.
+    """
+
+    planes: Any
+    scale: Any
+    features: int = dataclasses.field(metadata={"static": True})
+    dtype: Any = dataclasses.field(metadata={"static": True})
+    format: Format = dataclasses.field(metadata={"static": True})
+    offset: Any = None
+    mean: Any = None
+    spread: Any = None
+    outliers: Any = None
+    channels: Any = None
+    seed: Any = None
+
+    def dims(self, features: str | None = "features") -> "QuantizedCode":
+        """Returns the `Dims` of the arrays: tokens, and features if they are in whole groups.
+
+        Args:
+          features: name of the axis of features; None if it cannot be split.
+        """
+        if self.outliers is not None or not is_in_groups(self.features, self.format):
+            features = None
+        tokens = token_names(self.planes[0].ndim - 1)
+        by_token, by_sequence = Dims((*tokens, features)), Dims((*tokens[:-1], features))
+        arrays = {
+            "planes": tuple(by_token for _ in self.planes),
+            "offset": by_token,
+            "scale": by_token,
+            "mean": by_sequence,
+            "spread": by_sequence,
+            "outliers": Dims((*tokens, None)),
+            "channels": Dims((None,)),
+            "seed": Dims((None,)),
+        }
+        present = {name: dims for name, dims in arrays.items() if getattr(self, name) is not None}
+        return dataclasses.replace(self, **present)
+
+    def of_part(self) -> "QuantizedCode":
+        """Returns the code of some whole groups, whose arrays this one holds, with `features`."""
+        if not is_in_groups(self.features, self.format):
+            return self
+        features = self.planes[0].shape[-1] * 8 // PLANES[self.format.bits][0]
+        return dataclasses.replace(self, features=features)
+
+
+def token_names(count: int) -> tuple[str, ...]:
+    """Returns the names of the axes before the features, for `Dims`."""
+    return tuple(f"tokens{i}" for i in range(count))
+
+
+def is_in_groups(features: int, format: Format) -> bool:
+    """Returns whether features are whole groups of whole bytes, which can be taken apart."""
+    bytes_are_whole = all(format.group * width % 8 == 0 for width in PLANES[format.bits])
+    return features % format.group == 0 and bytes_are_whole
+
+
+class Segment(NamedTuple):
+    """A run of features that is divided into groups of one size.
+
+    Attributes:
+      start: index of its first feature.
+      first: index of its first group.
+      groups: number of groups.
+      size: features of a group.
+    """
+
+    start: int
+    first: int
+    groups: int
+    size: int
+
+    def take(self, x: jax.Array) -> jax.Array:
+        """Returns this run of `x` [..., d], as [..., groups, size]."""
+        part = x[..., self.start : self.start + self.groups * self.size]
+        return part.reshape(*x.shape[:-1], self.groups, self.size)
+
+    def of_groups(self, scale: jax.Array) -> jax.Array:
+        """Returns the scales of these groups out of [..., all groups], as [..., groups, 1]."""
+        return scale[..., self.first : self.first + self.groups, None]
+
+    @staticmethod
+    def flatten(part: jax.Array) -> jax.Array:
+        """Returns [..., groups, size] as [..., features]; the inverse of `take`."""
+        return part.reshape(*part.shape[:-2], part.shape[-2] * part.shape[-1])
+
+
+def segments(features: int, group: int) -> list[Segment]:
+    """Returns the run of whole groups, and the run of one smaller group that remains, if any."""
+    groups, last = divmod(features, group)
+    runs = [Segment(0, 0, groups, group)] if groups or not last else []
+    return runs + ([Segment(groups * group, groups, 1, last)] if last else [])
+
+
+def group_count(features: int, group: int) -> int:
+    """Returns the number of groups, with a smaller last group."""
+    return -(-features // group)
+
+
+def noise_words(features: int, group: int) -> int:
+    """Returns the random words of a token: for each group, half its features, rounded up."""
+    groups, last = divmod(features, group)
+    return groups * -(-group // 2) + -(-last // 2)

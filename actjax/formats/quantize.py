@@ -1,0 +1,90 @@
+"""The definition of `quantize`: plain JAX, never tuned."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from actjax._math.division import over
+from actjax.formats import code as fmt
+from actjax.formats import scales as group_scales
+from actjax.formats.levels import nearest_level
+from actjax.formats.noise import uniform
+from actjax.formats.packing import pack
+
+
+def quantize(inputs: fmt.QuantizeInputs, *, format: fmt.Format) -> fmt.QuantizedCode:
+    """As `actjax.kernels.quantize.api.quantize`."""
+    x, seed, channels = inputs.x, inputs.seed, inputs.channels
+    values = group_scales.balanced(x, inputs.mean, inputs.spread, format)
+    values = group_scales.without(channels, values)
+    codes, offsets, scales = [], [], []
+    for segment in fmt.segments(x.shape[-1], format.group):
+        part = group_scales.prepare(segment.take(values), format)
+        offset, scale = group_scales.fit(part, format)
+        scales.append(scale)
+        if offset is not None:
+            offsets.append(offset)
+        shift = None if seed is None else draw(seed, segment, x.shape, format)
+        codes.append(segment.flatten(codes_of(part, offset, scale, shift, format)))
+    return fmt.QuantizedCode(
+        planes=pack(jnp.concatenate(codes, axis=-1), format.bits, format.group),
+        scale=group_scales.stored_scales(scales, format),
+        features=x.shape[-1],
+        dtype=jnp.dtype(x.dtype),
+        format=format,
+        offset=group_scales.stored_scales(offsets, format) if offsets else None,
+        outliers=None if channels is None else x[..., channels],
+        channels=channels,
+        seed=seed if format.rounding == "dither" else None,
+    )
+
+
+def draw(
+    seed: jax.Array, segment: fmt.Segment, shape: tuple[int, ...], format: fmt.Format
+) -> jax.Array:
+    """Returns the random shifts of a segment of `x`, [..., groups, size], float32.
+
+    Args:
+      seed: uint32 [2].
+      segment: which groups.
+      shape: shape of `x`, [..., d].
+      format: format of the code.
+    """
+    shift = uniform(
+        seed,
+        math.prod(shape[:-1]),
+        segment.groups,
+        segment.size,
+        segment.first * -(-format.group // 2),
+        fmt.noise_words(shape[-1], format.group),
+    )
+    return shift.reshape(*shape[:-1], segment.groups, segment.size)
+
+
+def codes_of(
+    part: jax.Array,
+    offset: jax.Array | None,
+    scale: jax.Array,
+    shift: jax.Array | None,
+    format: fmt.Format,
+) -> jax.Array:
+    """Returns the codes of numbers, uint8.
+
+    Args:
+      part: numbers, [..., groups, size].
+      offset: value of the code 0; None for levels about zero.
+      scale: distance between two levels, or the unit of "normal" ones.
+      shift: random numbers in (-1/2, 1/2) levels, which are added; None for none.
+      format: format of the code.
+    """
+    if format.levels == "normal":
+        return nearest_level(part, scale, format.bits)
+    top = 2**format.bits - 1
+    position = over(part, scale) + top / 2 if offset is None else over(part - offset, scale)
+    if shift is not None:
+        position = position + shift.astype(position.dtype)
+    rounded = jax.lax.round(position, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
+    low, high = (np.asarray(bound, rounded.dtype) for bound in (0, top))
+    return jax.lax.clamp(low, rounded, high).astype(jnp.uint8)

@@ -1,0 +1,1 @@
+"""Weights that are rounded after an update."""

@@ -1,0 +1,1 @@
+"""Optimizer states in few bits, in factors, or on the host."""

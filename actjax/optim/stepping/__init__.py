@@ -1,0 +1,1 @@
+"""Updates of one layer at a time."""

@@ -1,0 +1,381 @@
+"""Updates of stacked weights in place, one layer at a time.
+
+`optax.apply_updates(params, tx.update(grads, state, params))` creates an update as large as the
+model, and writes new weights and moments while the old ones are still read. Here a loop takes one
+layer out of donated stacks, updates it and writes it back, so that only one layer exists twice.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from actjax._core.paths import named_leaves
+from actjax._host import fetched
+from actjax.factored.low_rank import LowRank, is_low_rank
+from actjax.optim.checks import check_callable, check_transform
+from actjax.optim.layers import (
+    LayerwiseState,
+    count_layers,
+    default_layers,
+    densify,
+    merge,
+    no_layers,
+    put,
+    split,
+    split_gradient,
+    square_norm,
+    take,
+)
+from actjax.optim.projected.subspace import Subspace, SubspaceState, SubspaceTransformation
+from actjax.optim.rounding.stochastic import RoundedState, RoundedTransformation, WeightRounding
+from actjax.optim.states.host_states import read_before_writing
+from actjax.optim.stepping.pieces import count_pieces, cut, filled, only, plan_pieces, without
+from actjax.optim.stepping.pieces import stacked as cut_into
+
+
+def init(
+    tx: optax.GradientTransformation,
+    params: Any,
+    *,
+    layers: Callable[[Any], Any] | None = None,
+) -> LayerwiseState:
+    """Returns the state of `tx` for `apply`: one for each layer, and one for the rest.
+
+    Args:
+      tx: an optax transform that treats each array separately: see `apply`.
+      params: the parameters.
+      layers: from the parameters to the subtree whose arrays have a leading axis of layers; by
+        default the attribute or entry `layers`, and without stacked layers there nothing.
+
+    Raises:
+      TypeError: `tx` is not a transform, or `layers` is not a function.
+      ValueError: the arrays of the layers do not share their leading axis; a `subspace`, or a
+        transform that rounds weights, is inside another transform; an input group of a `subspace`
+        has weights inside and outside the layers.
+    """
+    check_transform("tx", tx)
+    layers = default_layers(params) if layers is None else layers
+    check_callable("layers", layers)
+    if isinstance(tx, RoundedTransformation):
+        return _init_rounded(tx.rounding, params, layers)
+    stacked, rest = split(params, layers)
+    count = _count(stacked, layers)
+    if isinstance(tx, SubspaceTransformation):
+        tx.subspace.check_groups(params)
+        return _init_subspace(tx.subspace, stacked, rest, count)
+    cuts = _cuts_of(tx, rest)
+    state = LayerwiseState(
+        jax.vmap(tx.init)(stacked) if count else (),
+        tx.init(without(rest, cuts)),
+        {name: jax.vmap(tx.init)(_stack_of(rest, name, n)) for name, n in cuts.items()},
+    )
+    _check_outermost(state)
+    return state
+
+
+def _cuts_of(tx: optax.GradientTransformation, rest: Any) -> dict[str, int]:
+    """Returns the number of pieces of each matrix of the rest that is updated in pieces, by path.
+
+    A matrix that a subspace projects stays whole: its basis is one of all its rows.
+    """
+    if not isinstance(tx, SubspaceTransformation):
+        return plan_pieces(rest, lambda _: False)
+    return plan_pieces(rest, tx.subspace.projects)
+
+
+def _stack_of(tree: Any, name: str, count: int) -> Any:
+    """Returns the pieces of one matrix, with a leading axis, in the place of it."""
+    return only(tree, name, cut_into(named_leaves(tree)[name], count))
+
+
+def _count(stacked: Any, layers: Callable[[Any], Any]) -> int:
+    """Returns the number of stacked layers; 0 if the parameters have none."""
+    return 0 if layers is no_layers else count_layers(stacked)
+
+
+def _check_outermost(state: LayerwiseState) -> None:
+    """Raises a `ValueError` for the state of a transform that `apply` cannot see in another."""
+    kinds = SubspaceState, RoundedState
+    found = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kinds))
+    if any(isinstance(x, SubspaceState) for x in found):
+        raise ValueError(
+            "`tx` has a subspace inside another transform, where `apply` cannot refresh it: pass"
+            " the transforms before it as its `inner`, such as subspace(eight_bit(adam), rank), and"
+            " those after it as its `outer`."
+        )
+    if any(isinstance(x, RoundedState) for x in found):
+        raise ValueError(
+            "`tx` has stochastic_rounding inside another transform, where `apply` cannot write"
+            " rounded weights: put the other transforms into it, such as"
+            " stochastic_rounding(optax.chain(clip, adamw))."
+        )
+
+
+def _init_rounded(
+    rounding: WeightRounding, params: Any, layers: Callable[[Any], Any]
+) -> LayerwiseState:
+    rounding.check_params(params)
+    inner = init(rounding.inner, rounding.seen_by_inner(params), layers=layers)
+    stacked, rest = split(params, layers)
+    cuts, count = _cuts_of(rounding.inner, rest), _count(stacked, layers)
+    of_rest = rounding.state_of(inner.rest, rounding.key)
+    # A separate key for each layer: otherwise all layers would be rounded by the same numbers.
+    keys = jax.random.split(rounding.key, count + sum(cuts.values()))
+    of_layers = ()
+    if count:
+        of_layers = jax.vmap(rounding.state_of)(inner.layers, keys[:count])
+    pieces, used = {}, count
+    for name, n in cuts.items():
+        pieces[name] = jax.vmap(rounding.state_of)(inner.pieces[name], keys[used : used + n])
+        used += n
+    return LayerwiseState(of_layers, of_rest, pieces)
+
+
+def _init_subspace(subspace: Subspace, stacked: Any, rest: Any, count: int) -> LayerwiseState:
+    key = jax.random.key(subspace.seed)
+    cuts = plan_pieces(rest, subspace.projects)
+    of_rest = subspace.init_from(without(rest, cuts), key)
+    # Without bases, the key of a piece is never used.
+    pieces = {
+        name: jax.vmap(lambda piece: subspace.init_from(piece, key))(_stack_of(rest, name, n))
+        for name, n in cuts.items()
+    }
+    if not count:
+        return LayerwiseState((), of_rest, pieces)
+    # A separate key for each layer: otherwise all layers would get the same random bases.
+    keys = jax.random.split(key, count)
+    of_layers = jax.lax.map(lambda layer: subspace.init_from(*layer), (stacked, keys))
+    state = LayerwiseState(of_layers, of_rest, pieces)
+    if shared := sorted(set(state.layers.bases) & set(state.rest.bases)):
+        raise ValueError(
+            f"input groups {shared} in `groups` of subspace have weights inside and outside the"
+            " layers, but each layer has a separate basis: use different names."
+        )
+    return state
+
+
+def apply(
+    tx: optax.GradientTransformation,
+    grads: Any,
+    state: LayerwiseState,
+    params: Any,
+    *,
+    layers: Callable[[Any], Any] | None = None,
+    refresh: bool = False,
+    with_norm: bool = False,
+) -> Any:
+    """Updates parameters and state with a gradient, one stacked layer after the other, in place.
+
+    It computes `optax.apply_updates(params, tx.update(grads, state, params)[0])` for each layer
+    separately and for the rest, without an update or a second copy of all weights. Parameters
+    without stacked layers, such as a dict of arrays or a list of trees, are the rest. A matrix of
+    the rest with more than 2^24 numbers, such as an embedding, is updated in pieces: some of its
+    rows are an array to the transform, and one that reads norms or means of whole arrays sees those
+    of a piece.
+
+    Donate `state` and `params` to the jitted function around it, which must take and return them in
+    the same order: JAX assigns donated buffers to results of the same shape in this order, and
+    everything would be copied if a first moment got the buffer of a weight.
+
+        @functools.partial(jax.jit, donate_argnums=(0, 1))
+        def step(params, state, batch):
+            loss, grads = actjax.value_and_grad(loss_function)(params, batch)
+            params, state = actjax.optim.apply(tx, grads, state, params)
+            return params, state, loss
+
+    On several devices, place `params` and `state` on a mesh, or set it with `jax.set_mesh`. If the
+    mesh is named only in `in_shardings` of `jax.jit`, all weights and states are gathered whole.
+
+    `LowRank` gradients are multiplied out one layer at a time (Wei et al., 2026, section 4,
+    strategy (i)); `actjax.optim.subspace` takes the factors (strategy (ii)).
+
+    Args:
+      tx: an optax transform. A transform that reads several arrays at once, such as
+        `optax.clip_by_global_norm`, gets one layer: clip with `actjax.clip_by_global_norm` before.
+        A mask that is a function gets one layer, or the rest. Transforms that need more than
+        gradients and parameters, such as the value of the loss, are not supported.
+      grads: gradient, in the structure of `params`, with `LowRank` for factored gradients.
+      state: what `actjax.optim.init(tx, params)` or the last `apply` returned.
+      params: the parameters.
+      layers: as for `init`.
+      refresh: for a `subspace`, whether to take new bases from this gradient before it is applied:
+        static under `jax.jit`.
+      with_norm: whether to also return the norm of what was added to the parameters, before they
+        were rounded.
+
+    Returns:
+      The new parameters and state, and the norm, float32, if `with_norm`.
+
+    Raises:
+      ValueError: a gradient or state whose structure or shapes do not fit the parameters, or
+        `refresh` for a transform other than `subspace`.
+    """
+    layers = default_layers(params) if layers is None else layers
+    check_state(tx, state, params, layers)
+    stacked, rest = split(params, layers)
+    stacked_grads, rest_grads = split_gradient(grads, params, layers)
+    count = _count(stacked, layers)
+    check_refresh(tx, refresh)
+
+    def body(i: jax.Array, carry: Any) -> Any:
+        params, state, square = carry
+        state, own = read_before_writing(state, fetched(take(state, i)))
+        layer = take(stacked_grads, i), own, take(params, i)
+        new, new_state, moved = update_one(tx, *layer, refresh)
+        return put(params, new, i), put(state, new_state, i), square + moved
+
+    carry = stacked, state.layers, jnp.zeros((), jnp.float32)
+    stacked, layers_state, square = jax.lax.fori_loop(0, count, body, carry) if count else carry
+    pieces = {}
+    for name in state.pieces:
+        gradient = named_leaves(rest_grads, is_leaf=is_low_rank)[name]
+        rest, pieces[name], moved = update_pieces(tx, name, gradient, state.pieces[name], rest)
+        square += moved
+    rest, rest_state, moved = update_rest(tx, rest_grads, state, rest, refresh)
+    result = merge(stacked, rest, params), LayerwiseState(layers_state, rest_state, pieces)
+    return (*result, jnp.sqrt(square + moved)) if with_norm else result
+
+
+def update_rest(
+    tx: optax.GradientTransformation, grads: Any, state: LayerwiseState, rest: Any, refresh: bool
+) -> tuple[Any, Any, jax.Array]:
+    """Updates what is in no layer and not cut into pieces: returns as `update_one`."""
+    small = without(rest, state.pieces)
+    new, new_state, moved = update_one(tx, without(grads, state.pieces), state.rest, small, refresh)
+    large = {name: named_leaves(rest)[name] for name in state.pieces}
+    return filled(new, large, rest), new_state, moved
+
+
+def update_pieces(
+    tx: optax.GradientTransformation, name: str, gradient: Any, state: Any, rest: Any
+) -> tuple[Any, Any, jax.Array]:
+    """Updates one matrix a piece at a time, in place.
+
+    Args:
+      tx: the transform.
+      name: path of the matrix.
+      gradient: its gradient.
+      state: states of its pieces.
+      rest: the parameters that are in no layer.
+
+    Returns:
+      The rest with the new matrix, the states, and the squared norm of what was added.
+    """
+    matrix = named_leaves(rest)[name]
+    count = count_pieces(matrix.shape)
+    # The right factor of a factored gradient is that of every piece.
+    rows = cut(gradient.left if is_low_rank(gradient) else gradient, count)
+
+    def body(i: jax.Array, carry: Any) -> Any:
+        weight, state, square = carry
+        g, w = take((rows, weight), i, axis=1)
+        g = LowRank(g, gradient.right) if is_low_rank(gradient) else g
+        state, own = read_before_writing(state, fetched(take(state, i)))
+        new = update_one(tx, only(rest, name, g), own, only(rest, name, w), False)
+        (w,) = jax.tree.leaves(new[0])
+        return put(weight, w, i, axis=1), put(state, new[1], i), square + new[2]
+
+    carry = cut(matrix, count), state, jnp.zeros((), jnp.float32)
+    weight, state, square = jax.lax.fori_loop(0, count, body, carry)
+    changed = {**named_leaves(rest), name: weight.reshape(matrix.shape)}
+    return filled(rest, changed, rest), state, square
+
+
+def redraw(
+    tx: SubspaceTransformation,
+    state: LayerwiseState,
+    params: Any,
+    *,
+    layers: Callable[[Any], Any] | None = None,
+) -> LayerwiseState:
+    """Returns the state with new random bases, for a `subspace` whose `source` is "random".
+
+    Args:
+      tx: the transform.
+      state: what `init` or `apply` returned.
+      params: the parameters.
+      layers: as for `init`.
+
+    Raises:
+      ValueError: a state whose structure or shapes do not fit, or a source other than "random".
+    """
+    layers = default_layers(params) if layers is None else layers
+    check_state(tx, state, params, layers)
+    stacked, rest = split(params, layers)
+    count = _count(stacked, layers)
+    check_refresh(tx, True)
+
+    def body(i: jax.Array, layers_state: Any) -> Any:
+        layers_state, old = read_before_writing(layers_state, fetched(take(layers_state, i)))
+        return put(layers_state, tx.refresh(None, old, take(stacked, i)), i)
+
+    drawn = jax.lax.fori_loop(0, count, body, state.layers) if count else ()
+    of_rest = tx.refresh(None, state.rest, without(rest, state.pieces))
+    return LayerwiseState(drawn, of_rest, state.pieces)
+
+
+def check_state(
+    tx: optax.GradientTransformation, state: Any, params: Any, layers: Callable[[Any], Any]
+) -> None:
+    """Raises a `ValueError` unless a state has the arrays that `init` makes, with their shapes.
+
+    Layers are indexed in stacks, and JAX raises no error for an index out of range.
+    """
+    expected = _shapes(jax.eval_shape(lambda p: init(tx, p, layers=layers), params))
+    got = _shapes(state)
+    if isinstance(state, LayerwiseState) and got == expected:
+        return
+    differing = [name for name in {**expected, **got} if got.get(name) != expected.get(name)]
+    shown = "".join(
+        f" `{name}` is {got.get(name, 'missing')}, expected {expected.get(name, 'nothing')}."
+        for name in differing[:1]
+    )
+    raise ValueError(
+        "`state` must be what `actjax.optim.init(tx, params)` or the last `apply` returned for this"
+        f" transform and these parameters: got {type(state).__name__}.{shown}"
+    )
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in leaves}
+
+
+def check_refresh(tx: optax.GradientTransformation, refresh: Any) -> None:
+    """Raises a `ValueError` unless `refresh` is a bool, and False if `tx` is not a `subspace`."""
+    if not isinstance(refresh, bool | np.bool_):
+        raise ValueError(
+            "`refresh` must be a bool that is known when the step is traced (under jax.jit,"
+            f' static_argnames="refresh"): got {refresh!r}.'
+        )
+    if refresh and not isinstance(tx, SubspaceTransformation):
+        raise ValueError(f"`refresh` is for actjax.optim.subspace, got tx={type(tx).__name__}.")
+
+
+def update_one(
+    tx: optax.GradientTransformation, grads: Any, state: Any, params: Any, refresh: bool
+) -> tuple[Any, Any, jax.Array]:
+    """Updates one tree: returns parameters, state and the squared norm of what was added.
+
+    Args:
+      tx: the transform.
+      grads: gradient, with `LowRank` for factored gradients.
+      state: state of the transform for this tree.
+      params: the parameters.
+      refresh: whether to take new bases first.
+    """
+    if not isinstance(tx, SubspaceTransformation):
+        grads = densify(grads)
+    elif refresh:
+        state = tx.refresh(grads, state, params)
+    if isinstance(tx, RoundedTransformation):
+        params, state, updates = tx.rounding.apply(grads, state, params)
+    else:
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    squares = map(square_norm, jax.tree.leaves(updates))
+    return params, state, sum(squares, jnp.zeros((), jnp.float32))

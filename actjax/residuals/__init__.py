@@ -1,0 +1,1 @@
+"""Compressed residuals of any function."""

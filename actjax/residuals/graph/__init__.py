@@ -1,0 +1,1 @@
+"""Programs of JAX: what they read, and how values can be computed again."""

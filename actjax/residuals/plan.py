@@ -1,0 +1,230 @@
+"""Decides which arrays a function stores for its backward pass, and with which codecs.
+
+GACT recognizes parameters by their address, and stores a tensor that several operators need only
+once. Here both follow from the traced program.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import AbstractValue
+from jax.extend import core
+
+from actjax.residuals.candidates import Kept, Settings, decide, describe
+from actjax.residuals.graph.equations import is_marked
+from actjax.residuals.graph.programs import inlined
+from actjax.residuals.graph.rebuilding import Graph
+from actjax.residuals.graph.variables import nbytes
+from actjax.residuals.stored_by import StoredBy
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ResidualPlan:
+    """The arrays that a function stores for its backward pass. Made before the function runs.
+
+    Attributes:
+      forward: from inputs to outputs and stored arrays, in the order of `kept`.
+      outputs: number of outputs.
+      kept: the stored arrays.
+      codecs: the codec of each stored array; None if it is stored exactly.
+      leaves: for each leaf of the pullback its variable in the forward program, or a literal.
+      graph: how the leaves are rebuilt from the stored arrays.
+      backward: the pullback, from its leaves and the cotangents of the smooth outputs to the
+        cotangents of the smooth inputs.
+      smooth_inputs: positions of the inputs that can be differentiated.
+      one_way: for inputs that no gradient may pass, the operation without a derivative.
+      smooth_outputs: positions of the outputs that can be differentiated.
+    """
+
+    forward: core.ClosedJaxpr
+    outputs: int
+    kept: tuple[Kept, ...]
+    codecs: tuple[StoredBy | None, ...]
+    leaves: tuple[core.Var | core.Literal, ...]
+    graph: Graph
+    backward: core.ClosedJaxpr
+    smooth_inputs: tuple[int, ...]
+    one_way: dict[int, str]
+    smooth_outputs: tuple[int, ...]
+
+    def narrowed(self, wanted: Sequence[bool]) -> "ResidualPlan":
+        """Returns the plan of a pullback to some inputs, which needs fewer arrays.
+
+        Args:
+          wanted: for each input, whether its cotangent is needed.
+        """
+        chosen = [i for i, x in enumerate(self.smooth_inputs) if wanted[x]]
+        if len(chosen) == len(self.smooth_inputs):
+            return self
+        jaxpr = self.backward.jaxpr
+        outvars = [jaxpr.outvars[i] for i in chosen]
+        eqns, read = _needed(jaxpr, outvars)
+        pairs = zip(jaxpr.invars[: len(self.leaves)], self.leaves, strict=True)
+        leaves = [leaf for x, leaf in pairs if x in read and isinstance(leaf, core.Var)]
+        stored = self.graph.needed(leaves, {k.var for k in self.kept})
+        places = [i for i, k in enumerate(self.kept) if k.var in stored]
+        outputs = self.forward.jaxpr.outvars[: self.outputs]
+        forward = _with_outputs(self.forward.jaxpr, [*outputs, *(self.kept[i].var for i in places)])
+        backward = _with_outputs(jaxpr.replace(eqns=eqns), outvars)
+        return dataclasses.replace(
+            self,
+            forward=core.ClosedJaxpr(forward, self.forward.consts),
+            kept=tuple(self.kept[i] for i in places),
+            codecs=tuple(self.codecs[i] for i in places),
+            backward=core.ClosedJaxpr(backward, self.backward.consts),
+            smooth_inputs=tuple(self.smooth_inputs[i] for i in chosen),
+        )
+
+
+def _read_by_foreign_rules(jaxpr: core.Jaxpr, leaves: Sequence[Any]) -> dict[core.Var, None]:
+    """Returns the residuals that other people's custom backward passes read.
+
+    Such a residual may be valid for exact values only, or not be an activation: the statistics of a
+    softmax, the times of a solver, indices.
+
+    Args:
+      jaxpr: the pullback.
+      leaves: its residuals, its first inputs.
+    """
+    read = {
+        x for eqn in jaxpr.eqns if is_marked(eqn) for x in eqn.invars if isinstance(x, core.Var)
+    }
+    pairs = zip(jaxpr.invars, leaves, strict=False)
+    return {leaf: None for x, leaf in pairs if x in read and isinstance(leaf, core.Var)}
+
+
+def _needed(jaxpr: core.Jaxpr, outvars: Sequence[Any]) -> tuple[list[core.JaxprEqn], set[core.Var]]:
+    """Returns the equations that outputs need, or that have an effect, and what these read."""
+    read = {x for x in outvars if isinstance(x, core.Var)}
+    eqns = []
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.effects or any(x in read for x in eqn.outvars):
+            eqns.append(eqn)
+            read |= {x for x in eqn.invars if isinstance(x, core.Var)}
+    return eqns[::-1], read
+
+
+def make_plan(
+    run: Callable[..., list[Any]],
+    inputs: Sequence[Any],
+    names: Sequence[str],
+    dies: Sequence[bool],
+    fixed: Sequence[bool],
+    settings: Settings,
+    one_way: dict[int, str],
+) -> ResidualPlan:
+    """Traces a function with its pullback, and decides what to store for the pullback.
+
+    Args:
+      run: from inputs to outputs.
+      inputs: arrays.
+      names: names of the inputs.
+      dies: which inputs are dead after the forward pass.
+      fixed: which inputs cannot be differentiated.
+      settings: the rule, and whether residuals are rebuilt.
+      one_way: for the inputs that no gradient may pass, the operation without a derivative.
+    """
+    traced = _trace(run, inputs, fixed)
+    jaxpr, count = traced.forward.jaxpr, traced.outputs
+    alive = {*jaxpr.constvars}
+    alive |= {x for x, dead in zip(jaxpr.invars, dies, strict=True) if not dead}
+    leaves = jaxpr.outvars[count:]
+    foreign = _read_by_foreign_rules(traced.backward.jaxpr, leaves)
+    free = {*alive, *foreign}
+    graph = Graph(jaxpr, lambda x: 0 if x in free else nbytes(x), rebuild=settings.rebuild)
+    chosen = graph.choose([x for x in leaves if isinstance(x, core.Var) and x not in foreign])
+    to_store = list(dict.fromkeys([*foreign, *chosen]))
+    described = describe(jaxpr, graph, to_store, foreign, names, dies, settings)
+    codecs, reasons = decide(described, settings.rule)
+    settled = [
+        dataclasses.replace(k, reason=reason, number=i)
+        for i, (k, reason) in enumerate(zip(described, reasons, strict=True))
+    ]
+    shortened = _with_outputs(jaxpr, [*jaxpr.outvars[:count], *to_store])
+    return ResidualPlan(
+        forward=core.ClosedJaxpr(shortened, traced.forward.consts),
+        outputs=count,
+        kept=tuple(settled),
+        codecs=tuple(codecs),
+        leaves=tuple(leaves),
+        graph=graph,
+        backward=traced.backward,
+        smooth_inputs=traced.smooth_inputs,
+        one_way=one_way,
+        smooth_outputs=traced.smooth_outputs,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Traced:
+    """A function and its pullback as programs.
+
+    Attributes:
+      forward: from inputs to outputs and the leaves of the pullback.
+      outputs: number of outputs.
+      backward: from the leaves and the cotangents of the smooth outputs to those of the smooth
+        inputs.
+      smooth_inputs: positions of the inputs that can be differentiated.
+      smooth_outputs: positions of the outputs that can be differentiated.
+    """
+
+    forward: core.ClosedJaxpr
+    outputs: int
+    backward: core.ClosedJaxpr
+    smooth_inputs: tuple[int, ...]
+    smooth_outputs: tuple[int, ...]
+
+
+def _trace(run: Callable[..., list[Any]], inputs: Sequence[Any], fixed: Sequence[bool]) -> _Traced:
+    smooth = tuple(i for i in _smooth(inputs) if not fixed[i])
+    structures: list[Any] = []
+
+    def forward(*inputs: Any) -> list[Any]:
+        def of_smooth(*floats: Any) -> Any:
+            merged = list(inputs)
+            for i, x in zip(smooth, floats, strict=True):
+                merged[i] = x
+            outputs = run(*merged)
+            chosen = _smooth(outputs)
+            structures.append((len(outputs), chosen))
+            return [outputs[i] for i in chosen], outputs
+
+        floats = [inputs[i] for i in smooth]
+        _, pullback, outputs = jax.vjp(of_smooth, *floats, has_aux=True)
+        leaves, treedef = jax.tree.flatten(pullback)
+        structures.append(treedef)
+        return [*outputs, *leaves]
+
+    program = _inlined(forward, inputs)
+    (count, smooth_outputs), treedef = structures[-2:]
+    avals = [x.aval for x in program.jaxpr.outvars]
+    backward = _inlined(
+        lambda leaves, cotangents: jax.tree.unflatten(treedef, leaves)(cotangents),
+        (avals[count:], [avals[i] for i in smooth_outputs]),
+    )
+    return _Traced(program, count, backward, smooth, smooth_outputs)
+
+
+def _smooth(values: Sequence[Any]) -> tuple[int, ...]:
+    """Returns the positions of the arrays that can be differentiated: floating point or complex."""
+    inexact = (jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact) for x in values)
+    return tuple(i for i, yes in enumerate(inexact) if yes)
+
+
+def _inlined(fun: Callable[..., Any], args: Sequence[Any]) -> core.ClosedJaxpr:
+    """Returns the program of a function of arrays (or shapes) with all calls inlined."""
+    structs = jax.tree.map(_typed, list(args))
+    return inlined(jax.make_jaxpr(fun)(*structs), custom=True)
+
+
+def _typed(x: Any) -> Any:
+    """Returns the abstract value of an array, with its mesh axes and without a weak type."""
+    aval: Any = x if isinstance(x, AbstractValue) else jax.typeof(x)
+    return aval.strip_weak_type()
+
+
+def _with_outputs(jaxpr: core.Jaxpr, outvars: list[Any]) -> core.Jaxpr:
+    return jaxpr.replace(outvars=outvars, debug_info=jaxpr.debug_info.with_unknown_names())

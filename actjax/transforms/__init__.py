@@ -1,1 +1,0 @@
-"""Transforms of functions: gradients, rematerialization, compressed residuals, explanations."""

@@ -1,0 +1,285 @@
+"""Tests of `actjax.value_and_grad` in transformations of JAX, modules of Flax and a decoder."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cheap_codecs import Projected
+from factored.gradient_helpers import (
+    BOTH,
+    KEY,
+    RP,
+    SVD,
+    WEIGHTS,
+    XS,
+    assert_same,
+    by_path,
+    compare,
+    factored,
+    normal,
+    project,
+    run_jitted,
+    run_stack,
+    stack,
+    tanh_layer,
+    total,
+)
+from flax import linen, nnx
+from tiny import batch, decoder
+
+import actjax
+from models import Storage
+
+
+def test_scan_stacks_the_factors_of_its_layers(x64):
+    params, x = stack(), normal(0, 12, 8)
+    layer = functools.partial(tanh_layer, codec=SVD)
+    gradient = compare(lambda p: total(run_stack(p, x, layer)), params)
+    assert gradient["w"].left.shape == (3, 8, 3)
+    assert gradient["w"].right.shape == (3, 3, 8)
+    # The same layers written out, each with a separate weight.
+    keys = jax.random.split(KEY, 3)
+
+    def unrolled(layers):
+        y = x
+        for i, p in enumerate(layers):
+            y = layer(p, keys[i], y)
+        return total(y)
+
+    layers = [jax.tree.map(lambda a, i=i: a[i], params) for i in range(3)]
+    for i, of_layer in enumerate(jax.jit(actjax.value_and_grad(unrolled))(layers)[1]):
+        slices = jax.tree.map(lambda a, i=i: a[i], gradient)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), slices, of_layer
+        )
+
+
+def test_scans_in_scans(x64):
+    x, keys = normal(0, 12, 8), jax.random.split(KEY, (2, 3))
+
+    def fun(params):
+        def outer(x, slices):
+            inner = lambda x, s: (tanh_layer(s[0], s[1], x), None)  # noqa: E731
+            return jax.lax.scan(inner, x, slices)[0], None
+
+        return total(jax.lax.scan(outer, x, (params, keys))[0])
+
+    params = {"w": normal(1, 2, 3, 8, 8), "b": normal(2, 2, 3, 8)}
+    assert compare(fun, params)["w"].left.shape == (2, 3, 8, 3)
+
+
+@pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.dots_saveable])
+def test_checkpoint_around_a_layer(policy, x64):
+    layer = jax.checkpoint(tanh_layer, policy=policy)
+    params, x = stack(), normal(0, 12, 8)
+    assert factored(compare(lambda p: total(run_stack(p, x, layer)), params)) == {"w"}
+    assert factored(
+        compare(lambda p: total(layer(p, KEY, x)), {"w": normal(1, 8, 8), "b": normal(2, 8)})
+    )
+
+
+def test_vmap_over_examples_with_separate_weights(x64):
+    xs, keys = normal(0, 3, 12, 8), jax.random.split(KEY, 3)
+
+    def fun(params):
+        return total(*jax.vmap(tanh_layer)(params, keys, xs))
+
+    assert compare(fun, stack())["w"].left.shape == (3, 8, 3)
+    over_weights = lambda params: total(*jax.vmap(tanh_layer, (0, None, None))(params, KEY, xs[0]))  # noqa: E731
+    assert factored(compare(over_weights, stack())) == {"w"}
+
+
+def test_vmap_of_a_scan_has_a_dense_gradient(x64):
+    params = jax.tree.map(lambda a: jnp.stack([a, -a]), stack())
+    fun = lambda p: total(jax.vmap(lambda p: run_stack(p, XS[0], tanh_layer))(p))  # noqa: E731
+    assert factored(compare(fun, params)) == set()
+
+
+def test_vmap_of_the_gradient(x64):
+    def fun(params, x):
+        return total(tanh_layer(params, KEY, x))
+
+    for params, axes in ((stack(), (0, 0)), ({"w": normal(1, 8, 8), "b": normal(2, 8)}, (None, 0))):
+        xs = normal(0, 3, 12, 8)
+        got, want = run_jitted([jax.vmap(f(fun), axes) for f in BOTH], params, xs)
+        assert got[1]["w"].left.shape == (3, 8, 3)
+        assert_same(got[1], want[1])
+
+
+@pytest.mark.parametrize("pred", [True, False])
+def test_cond_between_operators_of_one_weight(pred, x64):
+    x, other = normal(0, 12, 8), normal(1, 12, 8)
+
+    def fun(params, pred):
+        return total(
+            jax.lax.cond(pred, lambda: project(x, params["a"]), lambda: project(other, params["a"]))
+        )
+
+    assert factored(compare(fun, {"a": normal(2, 8, 5)}, pred)) == {"a"}
+
+
+@pytest.mark.parametrize("pred", [True, False])
+@pytest.mark.parametrize("flip", [False, True])
+def test_cond_that_may_skip_a_weight(flip, pred, x64):
+    x = normal(0, 12, 8)
+
+    def fun(params, pred):
+        branches = lambda: project(x, params["w"]), lambda: jnp.zeros((12, 5))
+        return total(jax.lax.cond(pred, *(branches[::-1] if flip else branches)))
+
+    gradient = compare(fun, {"w": normal(2, 8, 5)}, pred)
+    assert factored(gradient) == {"w"}
+    assert np.any(gradient["w"].right != 0) == (pred != flip)
+
+
+@jax.custom_jvp
+def sine(x):
+    return jnp.sin(x)
+
+
+sine.defjvp(lambda x, dx: (sine(x[0]), jnp.cos(x[0]) * dx[0]))
+
+
+@jax.custom_gradient
+def doubled(x):
+    return x, lambda dx: 2 * dx
+
+
+@jax.custom_vjp
+def nested(x, w):
+    return project(x, w)
+
+
+nested.defvjp(lambda x, w: jax.vjp(project, x, w), lambda pullback, dy: pullback(2 * dy))
+
+
+CUSTOM = {
+    "beside, custom_jvp": lambda x, w: sine(project(x, w)),
+    "beside, custom_vjp": lambda x, w: doubled(project(doubled(x), w)),
+    "around": nested,
+    "jit": jax.jit(project),
+    "jit of a closure": lambda x, w: jax.jit(lambda x: project(x, w))(x),
+}
+
+
+@pytest.mark.parametrize("call", CUSTOM.values(), ids=CUSTOM)
+def test_operators_beside_and_inside_custom_rules(call, x64):
+    x = normal(0, 12, 8)
+    assert factored(compare(lambda p: total(call(x, p["w"])), {"w": normal(1, 8, 5)})) == {"w"}
+
+
+def test_a_custom_rule_that_reads_the_weight_as_an_array_is_refused():
+    @jax.custom_vjp
+    def custom(x, w):
+        return project(x, w, RP)
+
+    custom.defvjp(lambda x, w: (custom(x, w), (x, w)), lambda r, dy: (dy @ r[1].T, 2 * r[0].T @ dy))
+    x, params = normal(0, 12, 8), {"w": normal(1, 8, 5)}
+    with pytest.raises(TypeError, match="the weight `w` has a factored gradient, so only"):
+        actjax.value_and_grad(lambda p: total(custom(x, p["w"])))(params)
+
+
+# Modules of Flax.
+
+
+class NnxLayer(nnx.Module):
+    def __init__(self, seed: int, read=lambda param: param[...]):
+        self.w = nnx.Param(normal(seed, 8, 8))
+        self.b = nnx.Param(normal(seed + 1, 8))
+        self.read = read
+
+    def __call__(self, x, key):
+        return jnp.tanh(project(x, self.read(self.w), SVD, key, bias=self.b[...]))
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda param: param[...],
+        lambda param: param.get_value(),
+        lambda param: param,
+    ],
+    ids=["brackets", "get_value", "the variable itself"],
+)
+def test_inside_nnx_modules(read, x64):
+    x, layers = normal(0, 12, 8), nnx.List([NnxLayer(1, read), NnxLayer(3, read)])
+    graph, state = nnx.split(layers)
+
+    def of_state(state):
+        y = x
+        for layer, key in zip(nnx.merge(graph, state), jax.random.split(KEY), strict=True):
+            y = layer(y, key)
+        return total(y)
+
+    assert factored(compare(of_state, state)) == {"0.w", "1.w"}
+    assert factored(compare(lambda layer: total(layer(x, KEY)), layers[0])) == {"w"}
+
+
+def test_inside_transformations_of_nnx(x64):
+    x, keys = normal(0, 12, 8), jax.random.split(KEY, 3)
+    graph, state = nnx.split(NnxLayer(1))
+    stacked = jax.tree.map(lambda a: normal(2, 3, *a.shape), state)
+
+    def scanned(state):
+        body = nnx.remat(lambda x, layer, key: layer(x, key))
+        over_layers = nnx.scan(body, in_axes=(nnx.Carry, 0, 0), out_axes=nnx.Carry)
+        return total(over_layers(x, nnx.merge(graph, state), keys))
+
+    def mapped(state):
+        each = nnx.vmap(lambda layer, key: layer(x, key))
+        return total(each(nnx.merge(graph, state), keys))
+
+    for fun in (scanned, mapped):
+        assert by_path(compare(fun, stacked))["w"].left.shape == (3, 8, 3)
+
+
+class LinenLayer(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        w = self.param("w", linen.initializers.lecun_normal(), (8, 8), x.dtype)
+        b = self.param("b", linen.initializers.normal(), (8,), x.dtype)
+        return jnp.tanh(project(x, w, SVD, self.make_rng("codec"), bias=b))
+
+
+class LinenLayers(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        x = linen.remat(LinenLayer)(name="remat")(LinenLayer(name="plain")(x))
+        scanned = linen.scan(
+            lambda layer, x, _: (layer(x), None),
+            variable_axes={"params": 0},
+            split_rngs={"params": True, "codec": True},
+            length=3,
+        )
+        return scanned(LinenLayer(name="scanned"), x, None)[0]
+
+
+def test_inside_linen_modules(x64):
+    x, rngs = normal(0, 12, 8), {"params": jax.random.key(0), "codec": KEY}
+    params = jax.jit(LinenLayers().init)(rngs, x)
+    apply: Any = LinenLayers().apply
+    gradient = compare(lambda params: total(apply(params, x, rngs=rngs)), params)
+    assert factored(gradient) == {f"params.{name}.w" for name in ("plain", "remat", "scanned")}
+    assert gradient["params"]["scanned"]["w"].left.shape == (3, 8, 3)
+
+
+# A whole model.
+
+
+def test_every_weight_of_a_decoder_can_have_a_factored_gradient(x64):
+    storage, (tokens, targets) = Storage(Projected(5), RP, SVD, Projected(6)), batch()
+
+    def loss(model, key):
+        return model.loss(tokens, targets, storage=storage, key=key, compute_dtype="float64")
+
+    model = jax.jit(functools.partial(decoder, dtype="float64"))()
+    gradient = compare(loss, model, KEY)
+    assert factored(gradient) == set(WEIGHTS)
+    leaves, weights = by_path(gradient), by_path(model)
+    for path, site in WEIGHTS.items():
+        g = leaves[path]
+        assert g.shape == weights[path].shape
+        assert g.left.shape == (*g.shape[:-1], getattr(storage, site).rank)

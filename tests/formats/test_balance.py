@@ -1,0 +1,109 @@
+"""Tests of actjax/formats/balance.py: means and spreads of channels, robust to massive tokens."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernels.kernel_cases import TINY, f64, normal
+
+from actjax.formats.balance import balance_of
+
+balance = jax.jit(balance_of, static_argnums=1)
+
+LEAST = 2.0**-6
+"""Least spread: the root of the least deviation relative to the largest, 2^-12."""
+
+
+def channels_apart(*shape, seed=0):
+    """Returns normal numbers, in channels of other means and deviations."""
+    deviation, mean = np.exp(2 * normal(shape[-1], seed=seed + 1)), normal(shape[-1], seed=seed + 2)
+    return (normal(*shape, seed=seed) * deviation + 5 * mean).astype("float32")
+
+
+def weights(tokens):
+    norms = np.linalg.norm(tokens, axis=-1)
+    inverse = np.divide(1, norms, out=np.zeros_like(norms), where=norms > 0)
+    return inverse / max(inverse.sum(), 1e-300)
+
+
+def oracle(x):
+    """Returns the mean and the spread of each channel [..., d], weighted by the inverse of norms.
+
+    Each sequence [S, d] of x [..., S, d] is alone.
+    """
+    if x.ndim > 2:
+        return tuple(np.stack(parts) for parts in zip(*map(oracle, x), strict=True))
+    tokens = f64(x)
+    mean = weights(tokens) @ tokens
+    apart = tokens - mean
+    deviation = np.sqrt(weights(apart) @ apart**2)
+    return mean, np.sqrt(np.maximum(deviation / deviation.max(), LEAST**2))
+
+
+@pytest.mark.parametrize("shape", [(40, 6), (3, 5, 7)])
+def test_it_is_a_step_towards_the_geometric_median(shape, x64):
+    x = f64(channels_apart(*shape))
+    mean, spread = (f64(a) for a in balance(x, "float32"))
+    want_mean, want_spread = oracle(x)
+    # Stored in 24 bits.
+    np.testing.assert_allclose(mean, want_mean, rtol=TINY)
+    np.testing.assert_allclose(spread, want_spread, rtol=TINY)
+    # Weiszfeld's step never lengthens the distances to the tokens. It starts from zero.
+    after = np.linalg.norm(x - mean[..., None, :], axis=-1).sum(-1)
+    assert np.all(after < np.linalg.norm(x, axis=-1).sum(-1))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sums_are_in_float32_and_results_are_rounded_once(dtype):
+    x = channels_apart(40, 6).astype(jnp.dtype(dtype))
+    mean, spread = balance(x, "bfloat16")
+    assert (mean.dtype, spread.dtype) == ("uint16", "uint16")
+    want_mean, want_spread = oracle(x)
+    # Two sums of 40 terms, with norms of 6; the deviation is that of differences.
+    off = (40 + 6 + 8) * TINY * abs(f64(x)).max()
+    got = f64(np.asarray(mean).view(jnp.bfloat16))
+    assert np.all(abs(got - want_mean) <= 2**-8 * abs(want_mean) + off)
+    got = f64(np.asarray(spread).view(jnp.bfloat16))
+    np.testing.assert_allclose(got, want_spread, rtol=2**-8 + 2**-12)
+
+
+def test_a_massive_first_token_counts_as_one_token():
+    x = channels_apart(40, 6)
+    x[0] *= 1000
+    mean = f64(balance(x, "float32")[0])
+    norms = np.linalg.norm(f64(x), axis=-1)
+    rest = weights(f64(x[1:])) @ f64(x[1:])
+    # The step is a sum of directions over a sum of inverse norms, and one of each is new.
+    most = (1 + np.linalg.norm(rest) / norms[0]) / (1 / norms).sum()
+    assert np.linalg.norm(mean - rest) <= most + 50 * TINY * np.linalg.norm(rest)
+    assert most < 0.05 * np.linalg.norm(f64(x).mean(0) - rest)
+
+
+def test_a_power_of_two_multiplies_the_means_only():
+    x = channels_apart(40, 6)
+    mean, spread = balance(x, "float32")
+    for power in (-90, 90):
+        scaled, same = balance(np.ldexp(x, power), "float32")
+        np.testing.assert_array_equal(scaled, np.ldexp(mean, power))
+        np.testing.assert_array_equal(same, spread)
+
+
+def test_constant_channels_get_their_value_and_the_least_spread():
+    x = channels_apart(40, 6)
+    x[:, 2], x[:, 4] = -7.5, 0
+    mean, spread = balance(x, "float32")
+    np.testing.assert_allclose(mean[2], -7.5, rtol=50 * TINY)
+    assert mean[4] == 0
+    np.testing.assert_array_equal(spread[np.array([2, 4])], LEAST)
+
+
+@pytest.mark.parametrize("tokens", [1, 0])
+def test_one_token_is_its_own_mean_and_zeros_change_nothing(tokens):
+    x = channels_apart(40, 6)
+    x[tokens:] = 0
+    mean, spread = balance(x[: tokens or 40], "float32")
+    np.testing.assert_allclose(mean, x[0] if tokens else np.zeros(6), rtol=4 * TINY)
+    # Deviations are zero up to the rounding of the mean.
+    assert np.all((f64(spread) >= LEAST) & (f64(spread) <= 1))
+    if not tokens:
+        np.testing.assert_array_equal(spread, 1)

@@ -1,0 +1,87 @@
+"""Tests of actjax/residuals/graph/equations.py: running one equation, and the body of a call."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core, source_info_util
+
+from actjax.residuals.graph.equations import called, run_equation
+from actjax.residuals.graph.programs import run_inlined
+
+X = jnp.asarray(np.random.default_rng(0).standard_normal((4, 3)), "float32")
+
+
+C = jnp.asarray(np.random.default_rng(1).standard_normal(3), "float32")
+
+
+def same(got, want) -> None:
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@jax.custom_vjp
+def tripled(x):
+    return jnp.sin(x)
+
+
+tripled.defvjp(lambda x: (jnp.sin(x), jnp.cos(x)), lambda cos, g: (3 * g * cos,))
+
+
+def equation(fun, *args) -> core.JaxprEqn:
+    return jax.make_jaxpr(fun)(*args).eqns[0]
+
+
+def test_an_equation_returns_a_list():
+    (got,) = run_equation(equation(jnp.sin, X), [X])
+    np.testing.assert_array_equal(got, jnp.sin(X))
+    values, indices = run_equation(equation(lambda x: lax.top_k(x, 2), X), [X])
+    same([values, indices], list(lax.top_k(X, 2)))
+
+
+def test_an_equation_keeps_its_source_line():
+    eqn = equation(lambda x: jnp.sin(x), X)
+    again = jax.make_jaxpr(lambda x: run_equation(eqn, [x]))(X).eqns[0]
+    where = source_info_util.summarize(eqn.source_info)
+    assert "test_equations.py" in where
+    assert source_info_util.summarize(again.source_info) == where
+
+
+def test_an_equation_keeps_its_name_scope():
+    def fun(x):
+        with jax.named_scope("mine"):
+            return jnp.sin(x)
+
+    eqn = equation(fun, X)
+
+    def outer(x):
+        with jax.named_scope("outer"):
+            return run_equation(eqn, [x])
+
+    assert str(equation(outer, X).source_info.name_stack) == "outer/mine"
+
+
+def test_an_equation_keeps_the_settings_of_its_trace():
+    def fun(key):
+        with jax.threefry_partitionable(False):
+            return jax.random.bits(key, (2, 3))
+
+    key = jax.random.key(0)
+    with jax.threefry_partitionable(True):
+        program = jax.make_jaxpr(fun)(key)
+        np.testing.assert_array_equal(run_inlined(program, [key])[0], fun(key))
+
+
+def test_the_body_of_a_call():
+    jitted = equation(jax.jit(jnp.sin), X)
+    body = called(jitted)
+    assert [eqn.primitive.name for eqn in body.eqns] == ["sin"]
+    custom = equation(tripled, X)
+    assert called(custom) is None
+    assert [eqn.primitive.name for eqn in called(custom, custom=True).eqns] == ["sin"]
+    others = equation(jnp.sin, X), equation(jax.checkpoint(jnp.sin), X)
+    loop = equation(lambda x: lax.scan(lambda c, _: (c, c), x, None, 2), X)
+    for eqn in (*others, loop):
+        assert called(eqn) is None
+        assert called(eqn, custom=True) is None

@@ -1,0 +1,409 @@
+"""Few arrays are stored, the others are rebuilt exactly."""
+
+import functools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core
+
+from actjax import Quantized
+from actjax._core.tags import name_code
+from actjax.residuals.graph.equations import run_equation
+from actjax.residuals.graph.programs import inlined
+from actjax.residuals.graph.rebuilding import Graph
+
+X = jnp.asarray(np.random.default_rng(0).standard_normal((16, 8)), "float32")
+W = jnp.asarray(np.random.default_rng(1).standard_normal((8, 8)), "float32")
+
+
+class Program:
+    """A function whose outputs are the residuals, as a graph."""
+
+    def __init__(self, fun: Callable[..., Any], *args: Any, rebuild: bool = True) -> None:
+        traced = jax.make_jaxpr(lambda *args: jax.tree.leaves(fun(*args)))(*args)
+        closed = inlined(traced, custom=True)
+        self.jaxpr, self.args = closed.jaxpr, args
+        self.rebuild = rebuild
+        self.residuals = list(self.jaxpr.outvars)
+        self.given = {*self.jaxpr.invars, *self.jaxpr.constvars}
+        self.constants = closed.consts
+
+    @functools.cached_property
+    def values(self) -> dict[core.Var, Any]:
+        """The value of each variable. Each equation runs by itself, so most tests do not ask."""
+        values = dict(zip(self.jaxpr.constvars, self.constants, strict=True))
+        values |= zip(self.jaxpr.invars, self.args, strict=True)
+        read = lambda x: x.val if isinstance(x, core.Literal) else values[x]  # noqa: E731
+        for eqn in self.jaxpr.eqns:
+            outputs = run_equation(eqn, [read(x) for x in eqn.invars])
+            values |= zip(eqn.outvars, outputs, strict=True)
+        return values
+
+    def price(self, var: core.Var) -> int:
+        """Returns bytes, and 0 for arguments and constants."""
+        return 0 if var in self.given else var.aval.size * var.aval.dtype.itemsize
+
+    def choose(self, price=None) -> list[core.Var]:
+        return self.graph(price).choose(self.residuals)
+
+    def graph(self, price=None) -> Graph:
+        return Graph(self.jaxpr, price or self.price, rebuild=self.rebuild)
+
+    def makers(self, price=None) -> list[str]:
+        """Returns the primitives that make the stored arrays, "given" for arguments."""
+        names = {out: eqn.primitive.name for eqn in self.jaxpr.eqns for out in eqn.outvars}
+        return [names.get(var, "given") for var in self.choose(price)]
+
+    def rebuilt(self, kept: dict[core.Var, Any]) -> list[Any]:
+        graph = self.graph()
+        return [graph.rebuild(var, kept.get)[var] for var in self.residuals]
+
+
+def kept_of(fun, *args, **options) -> list[str]:
+    return Program(fun, *(args or (X, W)), **options).makers()
+
+
+def check_rebuilt(program: Program) -> None:
+    """Checks that all residuals follow from the stored arrays to the bit."""
+    kept = {var: program.values[var] for var in program.choose()}
+    for var, value in zip(program.residuals, program.rebuilt(kept), strict=True):
+        np.testing.assert_array_equal(value, program.values[var])
+
+
+# What is kept.
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda h: (jnp.exp(h), jnp.tanh(h), h),
+        lambda h: (h - h.mean(1, keepdims=True), h.var(1, keepdims=True), lax.rsqrt(h * h)),
+        lambda h: (jax.nn.gelu(h), jax.nn.softmax(h), jax.nn.silu(h) + h),
+        lambda h: (jnp.concatenate([h, -h]), jnp.pad(h, 1), h[2:], h[:, ::-1].T, *jnp.split(h, 2)),
+        lambda h: (jnp.where(jnp.arange(8) > 3, h, 0), h.at[...].get() * jnp.ones(8)),
+    ],
+    ids=["elementwise", "statistics", "activations", "pieces", "constants"],
+)
+def test_one_product_is_stored_if_all_residuals_follow_from_it(fun):
+    program = Program(lambda x, w: (fun(x @ w), x @ w), X, W)
+    program.residuals = program.residuals[:-1]
+    # The last output is another product with the same inputs and not a residual.
+    assert program.makers() == ["dot_general"]
+    check_rebuilt(program)
+
+
+def test_expensive_operations_are_not_rebuilt():
+    assert kept_of(lambda x, w: jnp.exp(jnp.sin(x @ w) @ w)) == ["dot_general"]
+    assert kept_of(lambda x, w: jnp.sin(jnp.sort(jnp.exp(x @ w), 1))) == ["sort"]
+    assert kept_of(lambda x, w: jnp.sin(jnp.cumsum(x, 0))) == ["cumsum"]
+
+
+def test_residuals_are_stored_if_they_are_smaller_than_their_roots():
+    assert kept_of(lambda x, w: jnp.sum(x @ w, 1)) == ["reduce_sum"]
+    assert kept_of(lambda x, w: (x @ w)[:3]) == ["slice"]
+    # Two parts with 14 of 16 rows take less than the product; with all rows they take as much.
+    halves = lambda x, w: (lambda h: (jnp.sin(h[:7]), h[7:14]))(x @ w)  # noqa: E731
+    assert kept_of(halves) == ["sin", "slice"]
+    wholes = lambda x, w: (lambda h: (jnp.sin(h[:8]), h[8:]))(x @ w)  # noqa: E731
+    assert kept_of(wholes) == ["dot_general"]
+    # Two roots take less than three residuals that follow from them.
+    both = lambda x, w: (lambda a, b: (a * b, a * jnp.sin(b), b))(x @ w, jnp.cumsum(x, 0))  # noqa: E731
+    assert sorted(kept_of(both)) == ["cumsum", "dot_general"]
+
+
+def test_at_equal_price_the_root_is_stored():
+    assert kept_of(lambda x, w: jnp.exp(x @ w)) == ["dot_general"]
+    assert kept_of(lambda x, w: (x @ w) * jnp.cumsum(x, 0)) == ["mul"]
+
+
+def test_arrays_that_are_alive_are_free():
+    assert kept_of(lambda x, w: (jnp.exp(x), jnp.tanh(x) * x)) == ["given"]
+    assert set(kept_of(lambda x, w: jnp.exp(x @ w) * jnp.sin(x))) == {"given", "dot_general"}
+    table = jnp.arange(8.0)
+    assert kept_of(lambda x: jnp.sin(x * table), X) == ["given", "given"]
+    program = Program(lambda x: jnp.exp(x), X)
+    assert program.choose() == list(program.jaxpr.invars)
+    # Where the argument is not alive it costs as much as a residual of its size.
+    bytes_of = lambda var: var.aval.size * 4  # noqa: E731
+    assert program.makers(bytes_of) == ["given"]
+    assert Program(lambda x: jnp.sum(x, 0), X).makers(bytes_of) == ["reduce_sum"]
+
+
+def test_arrays_that_are_alive_do_not_connect_residuals():
+    def fun(x, w):
+        a, b = x @ w, jnp.cumsum(x, 0)
+        return a * x, jnp.exp(a), jnp.sum(b * x)
+
+    # Together the roots would take 1,024 bytes and the residuals 1,028.
+    assert set(kept_of(fun)) == {"given", "dot_general", "reduce_sum"}
+
+
+def test_a_cast_of_an_array_that_is_alive_is_free():
+    assert kept_of(lambda x: x.astype("bfloat16"), X) == ["given"]
+    assert kept_of(lambda x: jnp.exp(x.astype("bfloat16")) * 2, X) == ["given"]
+
+
+def test_a_narrower_copy_is_stored_instead_of_the_product():
+    def fun(x, w):
+        h = (x @ w).astype("bfloat16")
+        return jnp.exp(h), h.astype("float32")
+
+    for rebuild in (True, False):
+        kept = kept_of(fun, rebuild=rebuild)
+        assert "dot_general" not in kept
+        assert "convert_element_type" in kept
+
+
+@pytest.mark.parametrize(
+    ("fun", "want"),
+    [
+        (lambda a, b: a + b, ["add"]),
+        (lambda a, b: a - jnp.tanh(b), ["sub"]),
+        (lambda a, b: jnp.exp(a * 2 + b), ["add"]),
+        (lambda a, b: a + jnp.arange(8.0), ["dot_general"]),
+        (lambda a, b: a + jax.nn.gelu(a), ["dot_general"]),
+        (lambda a, b: a + a * b, ["cumsum", "dot_general"]),
+        (lambda a, b: a * b, ["cumsum", "dot_general"]),
+        (lambda a, b: (a + 1.5) - 2, ["dot_general"]),
+    ],
+    ids=["sum", "difference", "within", "bias", "of itself", "gated", "product", "constants"],
+)
+def test_a_sum_of_two_large_values_is_a_root(fun, want):
+    def residuals(x, w):
+        y = fun(x @ w, jnp.cumsum(x, 0))
+        return y, jnp.cos(y)  # Two residuals cost as much as two roots.
+
+    assert sorted(kept_of(residuals)) == want
+
+
+def test_errors_do_not_accumulate_along_a_residual_stream():
+    def fun(x, w):
+        h, found = x @ w, []
+        for _ in range(3):
+            h = h + jnp.tanh(h @ w)
+            found.append(jnp.exp(h))
+        return found
+
+    program = Program(fun, X, W)
+    assert program.makers() == ["add"] * 3
+    assert all(len(program.graph()._roots[var]) == 1 for var in program.residuals)
+
+
+def test_the_choice_is_deterministic():
+    def fun(x, w):
+        a, b, c, d = x @ w, jnp.cumsum(x, 0), jnp.sort(x, 1), jnp.cumprod(x, 1)
+        return a * b, b * c, c * d, d * a, a, b
+
+    want = ["dot_general", "cumsum", "sort", "cumprod"]  # In the order of the program.
+    for _ in range(5):  # Variables hash by address, so sets have another order each time.
+        program = Program(fun, X, W)
+        assert program.makers() == want
+        program.residuals = program.residuals[::-1] * 2
+        assert program.makers() == want
+
+
+def test_without_residuals_nothing_is_stored():
+    assert Program(lambda x: (), X).choose() == []
+
+
+def test_constants_are_rebuilt():
+    program = Program(lambda x: (jnp.arange(5) * 2, jnp.ones(3), jnp.zeros((2, 2)).T), X)
+    program.residuals = [x for x in program.residuals if isinstance(x, core.Var)]
+    assert program.choose() == []
+    check_rebuilt(program)
+
+
+def test_without_rebuilding_views_are_stored_once():
+    def views(x, w):
+        h = jnp.exp(x @ w)
+        return h, h.T, h.reshape(4, 32), h[None], h[::-1], h[3:], jnp.broadcast_to(h, (2, 16, 8))
+
+    assert kept_of(views, rebuild=False) == ["exp"]
+    both = lambda x, w: (lambda h: (h, jnp.sin(h), -h))(x @ w)  # noqa: E731
+    assert kept_of(both, rebuild=False) == ["dot_general", "sin", "neg"]
+    check_rebuilt(Program(views, X, W, rebuild=False))
+
+
+def test_a_wider_copy_is_a_view_and_an_integer_is_not(x64):
+    def fun(x, w):
+        h = jnp.exp(x @ w)
+        return h.astype("float64"), h
+
+    for rebuild in (True, False):
+        program = Program(fun, X, W, rebuild=rebuild)
+        assert len(program.choose()) == 1
+        check_rebuilt(program)
+    rounded = lambda x, w: (lambda h: (h.astype("int32"), h))(jnp.exp(x @ w))  # noqa: E731
+    assert len(kept_of(rounded, rebuild=False)) == 2
+
+
+# Masks.
+
+
+@pytest.mark.parametrize("rebuild", [True, False])
+def test_a_mask_of_lossy_values_is_stored_beside_them(rebuild):
+    def fun(x, w):
+        h = x @ w
+        return h > 0, jnp.sum(h, 1) < 1, (h * 8).astype("int32"), h
+
+    program = Program(fun, X, W, rebuild=rebuild)
+    kept = {var: program.values[var] for var in program.choose()}
+    assert len(kept) == 4
+    lossy = {v: -x if jnp.issubdtype(x.dtype, jnp.floating) else x for v, x in kept.items()}
+    for var, value in zip(program.residuals[:3], program.rebuilt(lossy)[:3], strict=True):
+        np.testing.assert_array_equal(value, program.values[var])
+
+
+def test_a_mask_of_floats_is_a_mask():
+    def fun(x, w):
+        h = x @ w
+        return h, (h > 0).astype("float32"), jnp.sign(h)
+
+    program = Program(fun, X, W)
+    h, *masks = program.residuals
+    kept = {var: program.values[var] for var in program.choose()}
+    for var, value in zip(masks, program.rebuilt({**kept, h: -kept[h]})[1:], strict=True):
+        np.testing.assert_array_equal(value, program.values[var])
+
+
+def test_a_mask_of_arrays_that_are_alive_or_of_integers_is_rebuilt():
+    def fun(x, key, labels):
+        order = jnp.argsort(labels)
+        keep = jax.random.bernoulli(key, 0.5, x.shape)
+        return x > 0, keep, labels[:, None] == jnp.arange(16), order > 3
+
+    program = Program(fun, X, jax.random.key(3), jnp.arange(16)[::-1])
+    floats = [var for var in program.choose() if jnp.issubdtype(var.aval.dtype, jnp.floating)]
+    assert floats == [program.jaxpr.invars[0]]
+    # Of the rest only the order is stored: the masks would take more, a byte each.
+    assert sum(map(program.price, program.choose())) <= 16 * 4
+    check_rebuilt(program)
+
+
+# Names.
+
+
+def test_a_named_array_is_a_view_unless_it_is_a_code():
+    named = lambda x, w: (lambda h: (checkpoint_name(h, "mine"), h))(x @ w)  # noqa: E731
+    for rebuild in (True, False):
+        assert kept_of(named, rebuild=rebuild) == ["dot_general"]
+
+    def coded(x, w):
+        codec = Quantized(4)
+        code = name_code(codec.encode(x @ w), x @ w, repr(codec), "linear", "input")
+        return jax.tree.leaves(code)
+
+    kept = kept_of(coded)
+    assert kept == ["name"] * len(kept)
+    assert len(kept) == 3
+
+
+def test_views():
+    def fun(x, w):
+        h = x @ w
+        constant = checkpoint_name(jnp.zeros(3), "constant")
+        return h, h.T.reshape(-1)[None], checkpoint_name(h, "mine"), jnp.exp(h), constant
+
+    program = Program(fun, X, W)
+    h, view, named, other, constant = program.residuals
+    assert [program.graph().is_view(v, h) for v in (h, view, named, other)] == [True] * 3 + [False]
+    assert not program.graph().is_view(h, view)
+    assert not program.graph().is_view(constant, h)
+
+
+# Rebuilding.
+
+
+def test_rebuilding_runs_only_the_equations_it_needs(monkeypatch):
+    def fun(x, w):
+        h = jnp.exp(x @ w)
+        return jnp.sin(h) + 1, jnp.cos(h @ w)
+
+    program = Program(fun, X, W)
+    run = []
+    monkeypatch.setattr(
+        "actjax.residuals.graph.rebuilding.run_equation",
+        lambda eqn, inputs: run.append(eqn.primitive.name) or run_equation(eqn, inputs),
+    )
+    exp = next(e.outvars[0] for e in program.jaxpr.eqns if e.primitive.name == "exp")
+    asked = []
+
+    def value(var):
+        asked.append(var)
+        return program.values[var] if var is exp else None
+
+    got = program.graph().rebuild(program.residuals[0], value)[program.residuals[0]]
+    np.testing.assert_array_equal(got, program.values[program.residuals[0]])
+    assert run == ["sin", "add"]
+    assert len(asked) == len(set(asked)) == 3
+
+
+def test_a_stored_residual_is_read_and_not_rebuilt():
+    program = Program(lambda x, w: jnp.exp(x @ w), X, W)
+    (var,) = program.residuals
+    stored = program.graph().rebuild(var, lambda v: "stored" if v is var else None)
+    assert stored == {var: "stored"}
+
+
+def test_stored_intermediate_values_are_read():
+    program = Program(lambda x, w: jnp.exp(jnp.sin(x @ w)), X, W)
+    sin = next(e.outvars[0] for e in program.jaxpr.eqns if e.primitive.name == "sin")
+    got = program.rebuilt({sin: jnp.zeros_like(X), **dict.fromkeys(program.jaxpr.invars, 1.0)})
+    np.testing.assert_array_equal(got[0], 1)
+
+
+def random_program(seed: int) -> Callable[..., Any]:
+    """Returns a function of a few cheap and expensive operations and some of their values."""
+    draw = random.Random(seed)
+    one = [
+        jnp.exp, jnp.sin, jnp.transpose, lambda h: h[::-1], lambda h: h.astype("bfloat16") + 1,
+        lambda h: h - h.max(1, keepdims=True), lambda h: h / (1 + h * h), lambda h: h > 0.1,
+        lambda h: jnp.where(h > 0, h, -h), lambda h: jnp.cumsum(h, 0), lambda h: jnp.sort(h, 1),
+        lambda h: (h * 3).astype("int32"), lambda h: jnp.argsort(h, 1), lambda h: h @ h.T / 8,
+        lambda h: jnp.concatenate([h[4:], h[:4]]), lambda h: h.sum(1), lambda h: h[:3] * 2,
+    ]  # fmt: skip
+    two = [jnp.add, jnp.multiply, jnp.subtract, jnp.matmul, jnp.maximum]
+    steps = [(draw.choice(one) if draw.random() < 0.65 else draw.choice(two), draw.random(),
+              draw.random()) for _ in range(14)]  # fmt: skip
+    shares = [draw.random() < 0.5 for _ in range(14)]
+
+    def fun(*squares):
+        squares, found = list(squares), []
+        for (step, i, j), wanted in zip(steps, shares, strict=True):
+            a, b = squares[int(i * len(squares))], squares[int(j * len(squares))]
+            y = step(a, b) if step in two else step(a)
+            if wanted:
+                found.append(y)
+            if y.shape == a.shape and jnp.issubdtype(y.dtype, jnp.floating):
+                squares.append(jnp.tanh(y.astype("float32")))
+        return found
+
+    return fun
+
+
+@pytest.mark.parametrize("rebuild", [True, False])
+@pytest.mark.parametrize("seed", range(10))
+def test_random_programs_are_rebuilt_from_no_more_bytes(seed, rebuild):
+    draw = np.random.default_rng(seed)
+    args = [jnp.asarray(draw.standard_normal((8, 8)), "float32") for _ in range(3)]
+    program = Program(random_program(seed), *args, rebuild=rebuild)
+    program.given.discard(program.jaxpr.invars[seed % 3])  # One argument is not alive.
+    kept = program.choose()
+    assert len(set(kept)) == len(kept)
+    least = sum(map(program.price, dict.fromkeys(program.residuals)))
+    assert sum(map(program.price, kept)) <= least
+    check_rebuilt(program)
+    # Masks and integers do not depend on errors of stored floats.
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
+    lossy = {var: program.values[var] for var in kept}
+    lossy = {v: -x if is_float(x) and program.price(v) else x for v, x in lossy.items()}
+    for var, value in zip(program.residuals, program.rebuilt(lossy), strict=True):
+        if not is_float(value):
+            np.testing.assert_array_equal(value, program.values[var])

@@ -1,0 +1,142 @@
+"""Tests of segments that the backward pass computes again, exactly and with codes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import io_callback
+from residuals.residual_helpers import normal, relative_error
+
+import actjax
+from actjax import Quantized
+from actjax.residuals.candidates import Remat, Settings
+from actjax.residuals.function import compressed_function
+
+LAYERS, WIDTH = 6, 32
+WEIGHTS = {
+    "up": normal(1, LAYERS, WIDTH, 8 * WIDTH) / WIDTH**0.5,
+    "down": normal(2, LAYERS, 8 * WIDTH, WIDTH) / WIDTH,
+}
+X = normal(0, 512, WIDTH)
+
+
+def layer(x, w):
+    return x + jnp.tanh(x @ w["up"]) @ w["down"]
+
+
+def unrolled(weights, x):
+    for i in range(LAYERS):
+        x = layer(x, jax.tree.map(lambda w, i=i: w[i], weights))
+    return jnp.mean(jnp.sin(x))
+
+
+def scanned(weights, x, run=layer):
+    x, _ = jax.lax.scan(lambda x, w: (run(x, w), None), x, weights)
+    return jnp.mean(jnp.sin(x))
+
+
+def keep(_):
+    """A rule that keeps everything."""
+
+
+again = functools.partial(Settings, keep, remat=Remat())
+both = pytest.mark.parametrize("fun", [unrolled, scanned], ids=lambda f: f.__name__)
+
+
+@both
+def test_the_gradient_is_exact(fun):
+    small = compressed_function(fun, again())
+    (value, got), (exact, gradient) = (
+        jax.jit(jax.value_and_grad(f))(WEIGHTS, X) for f in (small, fun)
+    )
+    np.testing.assert_allclose(value, exact, rtol=1e-6)
+    # Another order of the same operations in float32.
+    assert relative_error(got, gradient) < 1e-5
+
+
+def test_under_a_scan_memory_is_that_of_checkpoint_around_each_layer():
+    def memory(fun):
+        compiled = jax.jit(jax.grad(fun)).lower(WEIGHTS, X).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    stack = LAYERS * 512 * 8 * WIDTH * 4
+    by_hand = memory(functools.partial(scanned, run=jax.checkpoint(layer)))
+    own, codes = (
+        memory(compressed_function(scanned, settings))
+        for settings in (again(), Settings(Quantized(4), remat=Remat(codes=True)))
+    )
+    assert memory(scanned) > stack
+    assert own <= 1.05 * by_hand < stack
+    assert codes <= own
+
+
+def test_unrolled_layers_store_what_is_alive_between_them():
+    small = compressed_function(unrolled, again())
+    stored = actjax.explain(lambda w: small(w, X), WEIGHTS).stored_bytes
+    # At most the input of each layer and of the last mean.
+    assert stored <= (LAYERS + 1) * X.nbytes
+    assert actjax.explain(lambda w: unrolled(w, X), WEIGHTS).stored_bytes > 8 * stored
+
+
+@both
+def test_with_codes_each_array_of_each_segment_has_a_label(fun):
+    found = []
+
+    def rule(what):
+        found.append(what.label)
+        return Quantized(8, group=32)
+
+    small = compressed_function(fun, Settings(rule, remat=Remat(codes=True)))
+    got, exact = (jax.jit(jax.grad(f))(WEIGHTS, X) for f in (small, fun))
+    assert 1e-6 < relative_error(got, exact) < 0.05
+    labels = set(found)
+    if fun is unrolled:
+        # Equal layers are on equal lines: segments tell them apart.
+        assert sum("segment" in label for label in labels) >= LAYERS
+
+
+def test_an_effect_happens_once():
+    calls = []
+
+    def fun(weights, x):
+        x = layer(x, jax.tree.map(lambda w: w[0], weights))
+        io_callback(lambda: calls.append(1), None)
+        return jnp.mean(jnp.sin(layer(x, jax.tree.map(lambda w: w[1], weights))))
+
+    for settings in (Settings(keep), again()):
+        calls.clear()
+        jax.block_until_ready(jax.jit(jax.grad(compressed_function(fun, settings)))(WEIGHTS, X))
+        jax.effects_barrier()
+        assert calls == [1], settings
+
+
+def test_data_that_a_foreign_rule_refuses_to_differentiate_stays_data():
+    # As `equinox.filter_custom_vjp` does with what it is not differentiated in.
+    @jax.custom_jvp
+    def data(x):
+        return x
+
+    @data.defjvp
+    def refuse(*_):
+        raise RuntimeError("Unexpected tangent")
+
+    @jax.custom_vjp
+    def scaled(x, by):
+        return x * by
+
+    scaled.defvjp(lambda x, by: (x * by, by), lambda by, dy: (dy * by, jnp.zeros_like(by)))
+    times = jnp.linspace(0.5, 1.5, WIDTH)
+
+    def fun(weights, x):
+        for i in range(LAYERS):
+            by = data(jnp.exp(times) / jnp.sum(times))
+            x = scaled(layer(x, jax.tree.map(lambda w, i=i: w[i], weights)), by)
+        return jnp.mean(jnp.sin(x))
+
+    settings = Settings(Quantized(8, group=32), remat=Remat(codes=True))
+    got, exact = (
+        jax.jit(jax.grad(f))(WEIGHTS, X) for f in (compressed_function(fun, settings), fun)
+    )
+    assert 0 < relative_error(got, exact) < 0.05
