@@ -80,7 +80,7 @@ def test_the_arguments_of_a_job_are_understood(name):
 
 def test_the_page_has_every_committed_result_and_says_which_are_stale(monkeypatch):
     monkeypatch.setattr(render, "_git", lambda *_: "abc def")
-    text = render.page({"Full runs": record.RESULTS})
+    text = render.page(record.RESULTS)
     for section in render.SECTIONS.values():
         assert f"### {section.title}\n" in text
         assert [s for s in section.sources if not (render.ROOT / s).exists()] == []
