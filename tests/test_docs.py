@@ -26,8 +26,8 @@ PAGES = {
 # Flags of other programs: of pip, pytest, mkdocs, `.ci/browse.py`, `benchmarks` and XLA.
 OTHER_FLAGS = {
     "--add", "--compare", "--full", "--help", "--constraint", "--extra-index-url",
-    "--hypothesis-profile", "--pictures", "--processes", "--queue", "--quick", "--site-dir", "--strict",
-    "--xla",
+    "--hypothesis-profile", "--pictures", "--processes", "--queue", "--quick", "--site-dir",
+    "--strict", "--xla",
 }  # fmt: skip
 
 

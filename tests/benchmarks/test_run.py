@@ -82,7 +82,7 @@ def test_the_page_has_every_committed_result_and_says_which_are_stale(monkeypatc
     monkeypatch.setattr(render, "_git", lambda *_: "abc def")
     text = render.page(record.RESULTS)
     for section in render.SECTIONS.values():
-        assert f"### {section.title}\n" in text
+        assert f"## {section.title}\n" in text
         assert [s for s in section.sources if not (render.ROOT / s).exists()] == []
     assert "**Stale: measured at" in text
     assert "[bits.json](../../benchmarks/results/bits.json)" in text
