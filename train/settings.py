@@ -11,6 +11,9 @@ from train.options import RENAMED
 _NOT_COMPARED = ("out", "resume", "weight_dtype", "weight_rounding")
 """Settings whose change is not reported. The identity of a checkpoint covers the last two."""
 
+_REMOVED = {"options.moments": "keep", "options.stagger": False}
+"""Settings that were removed, and their values in runs that do the same now."""
+
 
 def write_settings(folder: pathlib.Path, config: RunConfig) -> None:
     """Writes the settings of a run into its folder."""
@@ -32,6 +35,7 @@ def changed_settings(folder: pathlib.Path, config: RunConfig) -> list[str]:
     before = flat(written)
     method = before.get("method")
     before["method"] = RENAMED.get(str(method), method)
+    before = {k: v for k, v in before.items() if k not in _REMOVED or v != _REMOVED[k]}
     now = flat(json.loads(json.dumps(dataclasses.asdict(config), default=str)))
     return [
         f"{name}: {before.get(name)}, now {now.get(name)}"
