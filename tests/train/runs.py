@@ -109,6 +109,7 @@ def final_state(config: PretrainConfig):
     assert config.out is not None
     folder, step = config.out / "checkpoints", saved_steps(config.out)[-1]
     identity = json.loads((folder / str(step) / "identity" / "metadata").read_text())
+    identity.pop("format")  # Of the names of arrays: no part of the identity of a run.
     checkpoints = Checkpoints(folder, keep=2)
     restored, _ = checkpoints.restore(step, like, identity)
     checkpoints.close()

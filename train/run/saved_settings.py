@@ -11,6 +11,23 @@ from train.settings.options import RENAMED
 _NOT_COMPARED = ("out", "resume", "weight_dtype", "weight_rounding")
 """Settings whose change is not reported. The identity of a checkpoint covers the last two."""
 
+_REMOVED = {
+    **{f"options.{name}": value for name, value in {
+        "ratio": 1 / 512, "points": 0, "tolerance": float("inf"), "power_iterations": 0,
+        "sketch": "gaussian", "moments": "keep", "stagger": False, "bits": 0, "sites": [],
+        "group": 128, "rounding": "nearest", "same_bits": False, "levels": "auto", "rotate": False,
+        "balance": True, "outlier_fraction": 0.0, "scaling": "group",
+    }.items()},
+    **{f"optimizer.{name}": value for name, value in {
+        "final_learning_rate": 0.1, "factored_second_moment": False, "projection_rank": 0,
+        "projection_gap": 200, "projection_scale": 0.0,
+    }.items()},
+    "data.readers": 1,
+    "in_backward": False,
+}  # fmt: skip
+"""Settings that were removed, or have None for the default of a method now, and their values in
+runs that do the same."""
+
 
 def write_settings(folder: pathlib.Path, config: RunConfig) -> None:
     """Writes the settings of a run into its folder."""
@@ -31,12 +48,15 @@ def changed_settings(folder: pathlib.Path, config: RunConfig) -> list[str]:
         return []
     before = flat(written)
     method = before.get("method")
-    before["method"] = RENAMED.get(str(method), method)
+    before["method"] = RENAMED.get(str(method), str(method)).split()[0]
     now = flat(json.loads(json.dumps(dataclasses.asdict(config), default=str)))
+    unset = (name for name in _REMOVED if now.get(name) is None)
+    removed = {name for name in unset if before.get(name) == _REMOVED[name]}
+    added = {name for name, value in now.items() if name not in before and not value}
     return [
         f"{name}: {before.get(name)}, now {now.get(name)}"
         for name in {**before, **now}
-        if name not in _NOT_COMPARED and before.get(name) != now.get(name)
+        if name not in {*_NOT_COMPARED, *removed, *added} and before.get(name) != now.get(name)
     ]
 
 

@@ -26,6 +26,17 @@ def test_a_former_name_of_the_method_is_no_change(tmp_path):
     assert changed_settings(tmp_path, PretrainConfig("exact")) == ["method: lean, now exact"]
 
 
+def test_a_removed_setting_is_a_change_if_it_did_something_else(tmp_path):
+    write_settings(tmp_path, PretrainConfig(method="subspace"))
+    path = tmp_path / "settings.json"
+    written = json.loads(path.read_text())
+    written["options"] |= {"moments": "keep", "stagger": True, "group": 128, "bits": 0}
+    written["options"].pop("codec")
+    path.write_text(json.dumps(written | {"in_backward": False}))
+    changed = changed_settings(tmp_path, PretrainConfig(method="subspace"))
+    assert changed == ["options.stagger: True, now None"]
+
+
 def test_missing_and_torn_settings_have_not_changed(tmp_path):
     assert changed_settings(tmp_path, PretrainConfig()) == []
     for text in ("{", "[]", "7", "[" * 100_000):
