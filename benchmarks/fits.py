@@ -1,7 +1,8 @@
 """What fits where: the largest model and the most tokens that a step of each way to train takes.
 
-Every figure is the peak of a compiled step. Steps are compiled for one device, whatever memory it
-has; other GPUs take about the same.
+`python -m benchmarks.fits` prints a Markdown table. Every figure is the peak of a compiled step.
+Steps are compiled for one device, whatever memory it has; other GPUs take about the same. It takes
+about an hour.
 """
 
 import dataclasses
@@ -10,9 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import tyro
 
 from models import Decoder
 from models.presets import PRESETS
+from train.planning.devices import find_device
 from train.planning.estimate import compiled_peak, least_bytes
 from train.planning.gpus import GIB
 from train.run.recipe import Recipe, build_recipe
@@ -166,3 +169,26 @@ def _cell(fit: Fit) -> str:
 
 def _line(cells: Any) -> str:
     return f"| {' | '.join(cells)} |"
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What to compile for."""
+
+    device: str = "h100"
+    """GPU, which need not be there: h100, h200, a100_80, a100_40, rtx_4090, ..."""
+
+    def __post_init__(self) -> None:
+        find_device(self.device)
+
+
+def main() -> None:
+    """Prints the table."""
+    config = tyro.cli(Config, description=__doc__)
+    jax.config.update("jax_platforms", "cpu")  # The CUDA plugin would ask for a driver.
+    say = functools.partial(print, flush=True)
+    print(markdown(list(fits(config.device, say=say))))
+
+
+if __name__ == "__main__":
+    main()

@@ -3,7 +3,6 @@
 import pytest
 
 from benchmarks import fits
-from train.plan import PlanConfig
 from train.planning.gpus import GIB
 
 MODELS = ("llama_9m", "llama_60m")
@@ -56,9 +55,3 @@ def test_every_way_is_a_run_that_begins():
         recipe = way.recipe("llama_9m", 2)
         assert recipe.config.batch_size == 2
         assert fits.least_bytes(recipe) > 0
-
-
-def test_the_table_chooses_everything_but_the_device():
-    PlanConfig(table=True, device="h100")
-    with pytest.raises(ValueError, match=r"`--table` chooses models.* of `--budge"):
-        PlanConfig(table=True, budget="24GiB")

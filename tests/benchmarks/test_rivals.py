@@ -18,7 +18,7 @@ from benchmarks.rivals import (
     random_batch,
     rival,
 )
-from benchmarks.variants import EIGHT_BIT, VARIANTS, Variant, check_names
+from benchmarks.variants import EIGHT_BIT, VARIANTS, Variant, check_names, codec
 from models import ModelConfig, preset
 from train.planning.flops import causal_loop_length, matmul_flops
 from train.run.loss import batch_shapes
@@ -128,7 +128,7 @@ def test_exact_rivals_have_the_same_gradient(name):
 METHODS = {
     "exact": Variant("exact"),
     "remat": Variant("remat"),
-    "pamm": Variant("pamm", options=MethodOptions(ratio=1 / 64)),
+    "pamm": Variant("pamm", options=codec("PointApproximation(0.015625)")),
     "low_rank": Variant("low_rank", options=MethodOptions(rank=8)),
     "subspace d/16": Variant("subspace", options=MethodOptions(rank=16)),
     "subspace d/4": Variant("subspace", options=MethodOptions(rank=64)),

@@ -127,6 +127,10 @@ def test_a_checkpoint_of_hyc_lora_tells_what_was_calibrated():
     by_channel = form(published)
     assert by_channel["scaling"] == "channel"
     normal = "Quantized(4, scaling='channel', levels='normal')"
-    for other in (("Quantized(2, scaling='channel')",), (published, f"q={published}"), (normal,)):
+    for other in (
+        ("Quantized(2, scaling='channel')",),
+        (published, "q=Quantized(5, scaling='channel')"),
+        (normal,),
+    ):
         assert form(*other) != by_channel
     assert form(method="qlora") == {}

@@ -154,7 +154,6 @@ def test_a_single_process_needs_no_agreement(tmp_path):
     assert hosts.main_first(lambda: 3) == 3
     hosts.check_equal({"a": 1})
     hosts.check_shared(tmp_path)
-    assert hosts.merged({"a": 1}) == {"a": 1}
     assert rows_of_process(make_mesh("fsdp=4"), 8) == (0, 1)
     placed = hosts.place(np.ones((4, 2)), batch_sharding(make_mesh("fsdp=4")))
     assert isinstance(placed, jax.Array)
