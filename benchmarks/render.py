@@ -105,7 +105,7 @@ SECTIONS = {
     ),
     "triton_kernels": Section(
         "Kernels in Triton and in Pallas, assembled for an H100", _triton,
-        ("actjax/kernels", "benchmarks/kernel_cases"),
+        ("actjax/formats", "actjax/kernels", "benchmarks/kernel_cases"),
         "`pip install -e '.[programs,triton,compile]'`",
     ),
     "soak": Section("A run under random kills", soak.table, ("actjax", "models", "train")),

@@ -23,8 +23,8 @@ _ATTENTION = re.compile(r"fmha|flash|sdpa|dot_product_attention", re.IGNORECASE)
 _WITHIN_ATTENTION = re.compile(r"actjax\.attention(?!_linear)")
 _KERNEL = re.compile(r"\b_?(actjax_\w+?)(?=[./]|$)")
 _COPY = re.compile(r"memcpy|memset", re.IGNORECASE)
-_OF_OPTIMIZER = re.compile(r"/optim/|/optax/|/train/optimizer\.py$")
-_OF_MODEL = re.compile(r"/(models|ops|transforms|residuals)/\w+\.py$")
+_OF_OPTIMIZER = re.compile(r"/optim/|/optax/|/train/run/optimizer\.py$")
+_OF_MODEL = re.compile(r"/(models|ops|residuals|factored)/(\w+/)?\w+\.py$")
 _MOVE = re.compile("broadcast|concatenate|copy.*|convert|dynamic-.*|pad|reshape|slice|transpose")
 _POSITION = re.compile(
     "add|and|bitcast|clamp|compare|constant|get-.*|iota|m..imum|parameter|select|subtract|tuple"

@@ -15,7 +15,7 @@ _CALLS = ("jit", "pjit", "closed_call", "core_call")
 """Equations that only run a program. `jax.jit` has different names in different versions of JAX."""
 CUSTOM_VJP = ("custom_vjp_call", "custom_vjp_call_jaxpr")
 _CUSTOM = ("custom_jvp_call", *CUSTOM_VJP)
-_OWN_CODE = f" at {pathlib.Path(__file__).parents[1]}{os.sep}"
+_OWN_CODE = f" at {pathlib.Path(__file__).parents[2]}{os.sep}"
 _FOREIGN = "actjax.foreign"
 """Name scope of the forward and backward functions of other people's custom rules."""
 _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
