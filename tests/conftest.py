@@ -27,37 +27,51 @@ PROCESS = pathlib.Path("/proc/self")
 # Linux allows a process 65,530 memory maps; a compiled program takes several.
 MANY_MAPS = 30_000
 MUCH_MEMORY = 3 * 2**30  # bytes; four workers fit into 16 GB
-COMPILATIONS = 60
+COMPILATIONS = 80
 """Programs that the tests of a file may compile.
 
 Tracing and compiling take nearly all of the time. A file above its budget computes eagerly, or in
 a program for each case: jit the body of a test, build inputs in NumPy, put cases into one program.
 """
 MORE_COMPILATIONS = {
-    # Run equation by equation, as what they test does.
-    "jaxpr/test_programs.py": 80,
-    "jaxpr/test_rebuilding.py": 140,
-    "flax_layers/test_layers.py": 220,
-    "equinox_layers/test_equinox.py": 90,
-    "test_low_rank.py": 300,
-    "test_low_rank_trees.py": 90,
-    "transforms/test_compress.py": 420,
-    "transforms/test_controller.py": 100,
-    "transforms/test_chunks.py": 90,
-    "transforms/test_nnx_modules.py": 70,
-    "transforms/test_residuals_exact.py": 80,
-    "transforms/test_residuals_functions.py": 90,
-    "transforms/test_stored_by.py": 180,
-    "transforms/test_value_and_grad_under_jax.py": 80,
-    # Not measured file by file.
-    "benchmarks": 400,
-    "codecs": 400,
-    "kernels": 600,
-    "models": 600,
-    "optim": 800,
-    "train": 2000,
+    "benchmarks/test_kernel_check.py": 110,
+    "choosing/test_compress.py": 120,
+    "codecs/test_calibrated.py": 220,
+    "codecs/test_contract.py": 110,
+    "codecs/test_quantized.py": 90,
+    "codecs/test_quantized_groups.py": 90,
+    "equinox_layers/test_equinox.py": 110,
+    "factored/test_bases.py": 90,
+    "factored/test_low_rank.py": 160,
+    "factored/test_value_and_grad.py": 90,
+    "factored/test_value_and_grad_under_jax.py": 120,
+    "flax_layers/test_layers.py": 310,
+    "kernels/test_mosaic.py": 90,
+    "kernels/test_quantize.py": 110,
+    "kernels/test_triton.py": 110,
+    "models/test_huggingface.py": 90,
+    "models/test_lora.py": 90,
+    "optim/test_four_bit.py": 90,
+    "optim/test_rounding.py": 120,
+    "optim/test_small_states.py": 100,
+    "optim/test_subspace.py": 100,
+    "optim/test_subspace_refresh.py": 120,
+    "residuals/graph/test_programs.py": 100,
+    "residuals/graph/test_rebuilding.py": 180,
+    "residuals/test_nnx_modules.py": 100,
+    "residuals/test_residuals_exact.py": 110,
+    "residuals/test_residuals_functions.py": 120,
+    "residuals/test_residuals_under_jax.py": 90,
+    "test_accumulate.py": 90,
+    "test_checkpoint.py": 100,
+    "test_pages.py": 150,
+    "train/run/test_adapter_steps.py": 170,
+    "train/run/test_optimizer.py": 330,
+    "train/run/test_step.py": 150,
+    "train/test_finetune.py": 310,
 }
-"""Budgets of files and of the files of folders that need more, by their path below `tests`."""
+"""Budgets of files that need more, by their path below `tests`: half above what they compile, since
+the count depends on the files that the same worker ran before."""
 TESTS = pathlib.Path(__file__).parent
 COUNTS, BEFORE, IS_LAST = (pytest.StashKey() for _ in range(3))
 LONG_FILES = ("test_finetune.py", "test_pretrain.py", "test_step_methods.py", "test_contract.py")
@@ -125,15 +139,16 @@ def pytest_runtest_teardown(item):
     if item.stash[IS_LAST]:
         item.user_properties.append(("compilations", (file, counts[file])))
         message = over_budget(file, counts[file])
-        if message and not item.config.getoption("--compilations"):
+        # Slow tests may compile what they need, and the tests of a file are spread over workers.
+        is_fast = item.config.option.markexpr == "not slow"
+        if message and is_fast and not item.config.getoption("--compilations"):
             pytest.fail(message, pytrace=False)
     return result
 
 
 def over_budget(file: str, count: int) -> str | None:
     """Returns what is wrong with the number of programs that a file compiled, or None."""
-    of_folder = MORE_COMPILATIONS.get(file.partition("/")[0], COMPILATIONS)
-    budget = MORE_COMPILATIONS.get(file, of_folder)
+    budget = MORE_COMPILATIONS.get(file, COMPILATIONS)
     if count <= budget:
         return None
     return (
