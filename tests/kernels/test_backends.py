@@ -88,7 +88,8 @@ def test_the_meaning_of_bits_needs_no_program_and_no_choice_of_one():
     formats = [*(kernels.parent / "formats").glob("*.py")]
     definitions = [*kernels.glob("*/reference.py")]
     plain = {f"actjax.kernels.{path.parent.name}.reference" for path in definitions}
-    assert len(formats) > 10 and len(definitions) > 3
+    assert len(formats) > 10
+    assert len(definitions) > 3
     for path in (*formats, *definitions):
         for module in imports_of(path):
             assert "pallas" not in module, (path, module)
