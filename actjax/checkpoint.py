@@ -20,6 +20,7 @@ from actjax.residuals.arrays_alone import open_function
 from actjax.residuals.checks import check_function, check_positions, positions_of
 from actjax.residuals.chunks import InChunks
 from actjax.residuals.graph.programs import close
+from actjax.residuals.graph.variables import is_floating
 
 
 def checkpoint(
@@ -89,7 +90,7 @@ def checkpoint(
         coded = [
             i
             for i, (owner, leaf) in enumerate(zip(owners, leaves, strict=True))
-            if owner in positions and _can_be_coded(leaf)
+            if owner in positions and is_floating(leaf) and leaf.ndim > 0 and leaf.size > 0
         ]
         coded_leaves = [leaves[i] for i in coded]
         size = _chunk_size(coded_leaves, chunk, axis)
@@ -146,8 +147,3 @@ def _filled(places: Sequence[Any], values: Sequence[Any]) -> list[Any]:
     """Returns `places` with the values, in order, in place of None."""
     left = iter(values)
     return [next(left) if x is None else x for x in places]
-
-
-def _can_be_coded(x: Any) -> bool:
-    """Returns whether `x` is a non-empty floating point array with at least one axis."""
-    return jnp.ndim(x) > 0 and jnp.size(x) > 0 and jnp.issubdtype(jnp.result_type(x), jnp.floating)

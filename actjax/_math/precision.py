@@ -1,4 +1,4 @@
-"""Products that accumulate at least in float32, whatever the dtype of their operands."""
+"""Products that accumulate at least in float32, and quotients of scales of any size."""
 
 import jax
 import jax.numpy as jnp
@@ -93,3 +93,12 @@ def row_major(x: jax.Array) -> jax.Array:
     layers that it is sliced from. It then copies the whole stack before and after the loop.
     """
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
+
+def over(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Returns `x / scale`, and `x` where the scale is zero."""
+    # Two factors: the inverse of the largest scales underflows, that of the smallest overflows.
+    small = jnp.where(scale < 2.0**-64, 2.0**64, 1)
+    factor = jnp.where(scale > 2.0**64, 2.0**-64, small).astype(scale.dtype)
+    inverse = 1 / jnp.where(scale > 0, scale * factor, 1)
+    return x * factor * inverse

@@ -15,9 +15,8 @@ import jax.numpy as jnp
 from actjax._math.precision import accumulation_dtype
 from actjax.formats import code as fmt
 from actjax.formats import scales as group_scales
-from actjax.formats.dequantize import values_of
 from actjax.formats.packing import pack, unpack
-from actjax.formats.quantize import codes_of, draw
+from actjax.formats.quantize import codes_of, draw, values_of
 from actjax.formats.rotation import rotate_back
 
 

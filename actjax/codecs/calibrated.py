@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from actjax._math.division import over
+from actjax._math.precision import over
 from actjax.codecs.base import Codec, check_activation
 from actjax.codecs.by_channel import ChannelCode
 from actjax.codecs.quantized import Quantized

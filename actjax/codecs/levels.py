@@ -7,8 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from actjax._math.division import over
-from actjax._math.precision import contract_tokens
+from actjax._math.precision import contract_tokens, over
 from actjax.codecs.base import Codec, check_activation
 from actjax.codecs.quantized import Quantized
 from actjax.formats import code as fmt

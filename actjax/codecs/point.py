@@ -7,6 +7,7 @@ assignment has the narrowest unsigned integer dtype that fits.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -14,9 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from actjax._math.precision import contract_tokens
+from actjax._math.precision import accumulation_dtype, contract_tokens, matmul
+from actjax._shards import Dims, on_shards
 from actjax.codecs.base import FactoredCodec, check_activation, check_positive_integer, token_count
-from actjax.kernels.point_assignment.api import point_assignment
+from actjax.formats.code import token_names
+
+_MAX_SCORES = 2**22
+"""Largest number of entries of the [tokens, points] score matrix; tokens are cut into blocks."""
 
 
 @jax.tree_util.register_dataclass
@@ -108,7 +113,7 @@ class PointApproximation(FactoredCodec):
             raise ValueError(f"`x` of {self} must have features, got shape {x.shape}.")
         count = self.count(x.shape)
         points = _sample_rows(x, key, count)
-        index, scale, kept = point_assignment(x, points, tolerance=self.tolerance)
+        index, scale, kept = nearest_points(x, points, self.tolerance)
         beta = kept.size / jnp.maximum(kept.sum(dtype=scale.dtype), 1)
         return PointCode(
             points,
@@ -132,6 +137,67 @@ class PointApproximation(FactoredCodec):
         count, tokens = self.count(shape), token_count(shape)
         values = count * shape[-1] + tokens
         return values * jnp.dtype(dtype).itemsize + tokens * _index_dtype(count).itemsize
+
+
+def nearest_points(
+    x: jax.Array, points: jax.Array, tolerance: float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns `f(i) = argmax_j |cos(x_i, C_j)|`, `α_i = <x_i, C_f(i)> / |C_f(i)|²`, and a mask.
+
+    No matrix of all tokens by all points exists. Devices that divide the tokens assign their own.
+
+    Args:
+      x: tokens, [..., d].
+      points: `C`, [k, d], of the same dtype.
+      tolerance: ε; tokens with `|x_i - α_i C_f(i)| > ε |x_i|` are dropped.
+
+    Returns:
+      Indices, int32; coefficients, in the accumulation dtype; whether a token is kept, bool. Each
+      is [...].
+    """
+    tokens = Dims(token_names(x.ndim - 1))
+    inputs = Dims((*tokens.names, None)), Dims.whole(points)
+    assign = functools.partial(_nearest_points, tolerance)
+    return on_shards(assign, (x, points), inputs, (tokens, tokens, tokens))
+
+
+def _nearest_points(tolerance: float, x: jax.Array, points: jax.Array) -> tuple[jax.Array, ...]:
+    dtype = accumulation_dtype(x.dtype)
+    scaled, exponent, inverse_norm = _normalized(points, x.dtype)
+
+    def assign_token(token: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        products = matmul(scaled, token)
+        index = jnp.argmax(jnp.abs(products) * inverse_norm).astype(jnp.int32)
+        alpha = products[index] * inverse_norm[index] ** 2
+        if math.isinf(tolerance):
+            kept = jnp.bool_(True)
+        else:
+            size = jnp.max(jnp.abs(token)).astype(dtype)
+            unit = token.astype(dtype) / jnp.where(size > 0, size, 1)
+            rest = unit - (alpha / jnp.where(size > 0, size, 1)) * scaled[index].astype(dtype)
+            # A token that is not finite is kept, so that it is seen: it compares as false.
+            kept = ~(jnp.linalg.norm(rest) > tolerance * jnp.linalg.norm(unit))
+        return index, jnp.ldexp(alpha, -exponent[index]), kept
+
+    tokens = x.reshape(-1, x.shape[-1])
+    block = max(1, _MAX_SCORES // points.shape[0])
+    results = jax.lax.map(assign_token, tokens, batch_size=min(block, tokens.shape[0]))
+    return tuple(result.reshape(x.shape[:-1]) for result in results)
+
+
+def _normalized(points: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns points scaled to a largest entry in [0.5, 1), their exponents, and inverse norms.
+
+    The scale is a power of two, so it is exact; the norms of huge or tiny points stay finite. The
+    inverse norm of a point of zeros is zero.
+    """
+    wide = accumulation_dtype(points.dtype)
+    largest = jnp.max(jnp.abs(points), axis=-1).astype(wide)
+    exponent = jnp.where(largest > 0, jnp.frexp(largest)[1], 0)
+    scaled = jnp.ldexp(points.astype(wide), -exponent[:, None])
+    square = jnp.sum(scaled**2, axis=-1)
+    inverse_norm = jnp.where(square > 0, jax.lax.rsqrt(jnp.where(square > 0, square, 1)), 0)
+    return scaled.astype(dtype), exponent, inverse_norm
 
 
 def scaled_sums(index: jax.Array, scale: jax.Array, values: jax.Array, segments: int) -> jax.Array:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from actjax._math.orthogonal import for_each_matrix
-from actjax._math.precision import accumulation_dtype
+from actjax._math.precision import accumulation_dtype, matmul
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
@@ -118,23 +118,6 @@ class LowRank:
         left, right, exponent = self._balanced()
         square = jnp.sum(_gram(left.mT) * _gram(right), axis=(-2, -1))
         return jnp.ldexp(jnp.sqrt(jnp.maximum(square, 0)), exponent)
-
-    def vdot(self, other: "LowRank | jax.Array") -> jax.Array:
-        """Returns the inner product `Σ self_ij other_ij`, over leading axes too.
-
-        Args:
-          other: a `LowRank` or an array of the same shape.
-        """
-        if self.shape != other.shape:
-            raise ValueError(f"`other` must have shape {self.shape}, got {other.shape}.")
-        left, right, exponent = self._balanced()
-        if isinstance(other, LowRank):
-            other_left, other_right, other_exponent = other._balanced()
-            terms = _product(left.mT, other_left) * _product(right, other_right.mT)
-            exponent += other_exponent
-        else:
-            terms = _product(left.mT, other) * right
-        return jnp.sum(jnp.ldexp(jnp.sum(terms, axis=(-2, -1)), exponent))
 
     def _balanced(self) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns factors with entries within 1, and the exponent [...] of their common scale.
@@ -328,11 +311,6 @@ def _singular_value_decomposition(left: jax.Array, right: jax.Array) -> Any:
     )
 
 
-def _product(a: jax.Array, b: jax.Array) -> jax.Array:
-    dtype = accumulation_dtype(a.dtype, b.dtype)
-    return jnp.matmul(a, b, precision="highest", preferred_element_type=dtype)
-
-
 def _norm(x: jax.Array) -> jax.Array:
     """Returns the Frobenius norm of matrices, [...], for numbers of any size."""
     largest = jnp.max(jnp.abs(x), axis=(-2, -1), initial=0)
@@ -342,7 +320,7 @@ def _norm(x: jax.Array) -> jax.Array:
 
 
 def _gram(rows: jax.Array) -> jax.Array:
-    return _product(rows, rows.mT)
+    return matmul(rows, rows.mT, precision="highest")
 
 
 def _unit_columns(factor: jax.Array) -> tuple[jax.Array, jax.Array]:

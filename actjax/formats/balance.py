@@ -13,8 +13,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from actjax._math.division import over
-from actjax._math.precision import accumulation_dtype
+from actjax._math.precision import accumulation_dtype, over
 from actjax.formats.code import ScaleDtype
 from actjax.formats.scales import stored
 

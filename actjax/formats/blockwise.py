@@ -76,11 +76,6 @@ class Blockwise:
         return jnp.repeat(scales, self.block, axis=-1)[..., : shape[-1]]
 
 
-def is_blockwise(x: Any) -> bool:
-    """Returns whether `x` is a `Blockwise`: for `is_leaf` of `jax.tree` functions."""
-    return isinstance(x, Blockwise)
-
-
 def blockwise_zeros(
     shape: Sequence[int], dtype: Any, *, unsigned: bool, block: int = 256
 ) -> Blockwise:

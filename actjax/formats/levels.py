@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from actjax._math.division import over
+from actjax._math.precision import over
 
 
 def nearest_level(part: jax.Array, scale: jax.Array, bits: int) -> jax.Array:

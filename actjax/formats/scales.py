@@ -5,8 +5,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from actjax._math.division import over
-from actjax._math.precision import accumulation_dtype
+from actjax._math.precision import accumulation_dtype, over
 from actjax.formats.code import Format, ScaleDtype, Segment
 from actjax.formats.levels import level_values, nearest_level
 from actjax.formats.rotation import rotate

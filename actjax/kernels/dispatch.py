@@ -13,14 +13,13 @@ from jax.core import Tracer
 
 from actjax._shards import is_bound, is_partitioned, on_shards
 from actjax.formats.code import QuantizedCode
-from actjax.kernels import measured, primitive
+from actjax.kernels import primitive
 
-Implementation = Literal["reference", "pallas", "interpreted", "mosaic", "triton", "fastest"]
+Implementation = Literal["reference", "pallas", "interpreted", "mosaic", "triton"]
 """`reference` is plain JAX, fused by XLA; `pallas` is compiled by Triton for an NVIDIA GPU;
 `interpreted` is the same program as `pallas`, run slowly by XLA on any device, for tests; `mosaic`
 is compiled by Mosaic for a TPU, and elsewhere run slowly; `triton` is written in Triton itself,
-for an NVIDIA GPU, and needs jax-triton; `fastest` is the one of `reference`, `pallas` and `triton`
-that takes the least time on the GPU of this process, measured once for each shape."""
+for an NVIDIA GPU, and needs jax-triton."""
 
 _BACKENDS = {
     "pallas": ("jax.experimental.pallas.triton", f"which JAX {jax.__version__} does not have"),
@@ -83,12 +82,6 @@ def use(implementation: Implementation | None) -> Iterator[None]:
         yield
 
 
-def _never(*args: Any, **options: Any) -> bool:
-    """Returns False: no case of the kernel was measured to be slower than XLA's program."""
-    del args, options
-    return False
-
-
 @dataclasses.dataclass(frozen=True)
 class Kernel:
     """A function with a definition, and a faster program for some arguments and devices.
@@ -119,9 +112,6 @@ class Kernel:
       triton: a second program for NVIDIA GPUs, without the argument `interpret`; None if there is
         none. Its module also has `launch`, which returns the `actjax.kernels.triton_call.Call` of
         the arguments. `jax.vmap` runs it once for each entry of the mapped axis.
-      slower: `slower(*args, **options)` returns whether XLA's program for the definition took less
-        time than `pallas` where a GPU measured both (`benchmarks/results/gpu.json`). Then `pallas`
-        is used where it is asked for, and not by default.
     """
 
     name: str
@@ -130,7 +120,6 @@ class Kernel:
     pallas: str
     mosaic: str | None = None
     triton: str | None = None
-    slower: Callable[..., bool] = _never
 
     def __call__(
         self, *args: Any, implementation: Implementation | None = None, **options: Any
@@ -159,9 +148,6 @@ class Kernel:
         asked = passed or _asked.value
         if is_bound(args):
             return "reference"
-        if asked == "fastest":
-            passed = None  # The definition and the default take all arguments.
-            asked = None if is_partitioned(args) else measured.fastest(self, args, options)
         if asked is None or asked == "reference":
             return asked
         reason = self.refusal(asked, args, options)
@@ -227,8 +213,7 @@ class Kernel:
         if reason := _lacks(default):
             _tell_that_definitions_run(str(platform), reason)
             return "reference"
-        is_slower = default == "pallas" and self.slower(*args, **options)
-        return "reference" if is_slower or self.refusal(default, args, options) else default
+        return "reference" if self.refusal(default, args, options) else default
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

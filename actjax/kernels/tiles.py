@@ -16,9 +16,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-dot: Callable[..., jax.Array] = getattr(plgpu, "dot", None) or getattr(pl, "dot")  # noqa: B009
-"""The product of two tiles. JAX 0.9 has it in another module."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Part:
@@ -123,16 +120,6 @@ def store(ref: Any, row: Any, column: Any, value: jax.Array, mask: Any) -> None:
     place = ref.at[jnp.broadcast_to(row, shape), jnp.broadcast_to(column, shape)]
     value = jnp.broadcast_to(value, shape).astype(ref.dtype)
     plgpu.store(place, value, mask=None if mask is None else jnp.broadcast_to(mask, shape))
-
-
-def dot_precision(dtype: Any, interpret: bool) -> Any:
-    """Returns the precision with which the matrix units keep all bits of `dtype`.
-
-    They round float32 to 11 bits, so it takes three products of parts of a number.
-    """
-    if dtype != jnp.float32 or interpret:
-        return jax.lax.Precision.HIGHEST
-    return jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
 
 
 def _iota(size: int, axis: int) -> jax.Array:

@@ -75,7 +75,8 @@ def conv(
     axes = x.ndim - 2
     steps = _for_each_axis("strides", strides, axes)
     spread = _for_each_axis("dilation", dilation, axes)
-    reach = _dilated(w.shape[:-2], spread)
+    # Entries of the window are moved apart.
+    reach = tuple((n - 1) * apart + 1 for n, apart in zip(w.shape[:-2], spread, strict=True))
     pads = _pads(padding, x.shape[1:-1], reach, steps)
     _check_reach(x, w, reach, pads)
     convolution = _Convolution(x.shape, steps, pads, spread, feature_group_count)
@@ -154,11 +155,6 @@ def _check_reach(
             f" its padding, {tuple(padded)} positions: got x{x.shape} and w{w.shape}. Pad more, or"
             ' pass padding="SAME".'
         )
-
-
-def _dilated(sizes: Sequence[int], distances: Sequence[int]) -> tuple[int, ...]:
-    """Returns the sizes of axes whose entries are moved apart."""
-    return tuple((size - 1) * apart + 1 for size, apart in zip(sizes, distances, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -89,7 +89,8 @@ class NF4Weight(Weight):
         scales = like.encode((largest - mean).reshape(-1))
         # Weights are divided by the decoded scales: the largest weight is then not at the last
         # level, but the error of all others is smaller.
-        unit = blocks / _nonzero(_largest(scales, mean, n))[:, None]
+        largest = _largest(scales, mean, n)
+        unit = blocks / jnp.where(largest == 0, 1, largest)[:, None]
         middles = (levels()[1:] + levels()[:-1]) / 2
         codes = jnp.searchsorted(jnp.asarray(middles), unit).astype(jnp.uint8)
         first, second = jnp.split(codes, 2, axis=1)
@@ -141,7 +142,3 @@ class NF4Weight(Weight):
 def _largest(scales: Blockwise, mean: jax.Array, n: int) -> jax.Array:
     """Returns the scale of each block, [blocks, n]."""
     return (scales.decode() + mean).reshape(-1, n)
-
-
-def _nonzero(x: jax.Array) -> jax.Array:
-    return jnp.where(x == 0, 1, x)

@@ -99,11 +99,9 @@ class _Product(Operator):
 
 
 def _products(x: jax.Array, weights: Sequence[Weight], biases: Biases) -> tuple[jax.Array, ...]:
-    return tuple(_biased(w.times(x), b, x.dtype) for w, b in zip(weights, biases, strict=True))
-
-
-def _biased(z: jax.Array, bias: jax.Array | None, dtype: Any) -> jax.Array:
-    return (z if bias is None else z + bias.astype(z.dtype)).astype(dtype)
+    products = [w.times(x) for w in weights]
+    pairs = zip(products, biases, strict=True)
+    return tuple((z if b is None else z + b.astype(z.dtype)).astype(x.dtype) for z, b in pairs)
 
 
 def _keep_input(
@@ -184,11 +182,9 @@ def _parameter_grads(
     stored: StoredInput, weights: Weights, biases: Biases, dzs: Sequence[jax.Array]
 ) -> tuple[tuple[Any, ...], Biases]:
     dws = tuple(w.gradient(stored, dz) for w, dz in zip(weights, dzs, strict=True))
-    dbs = tuple(_bias_grad(b, dz) for b, dz in zip(biases, dzs, strict=True))
+    tokens, wide = range(dzs[0].ndim - 1), accumulation_dtype(dzs[0].dtype)
+    dbs = tuple(
+        None if b is None else jnp.sum(dz, tokens, wide).astype(b.dtype)
+        for b, dz in zip(biases, dzs, strict=True)
+    )
     return dws, dbs
-
-
-def _bias_grad(bias: jax.Array | None, dz: jax.Array) -> jax.Array | None:
-    if bias is None:
-        return None
-    return jnp.sum(dz, range(dz.ndim - 1), accumulation_dtype(dz.dtype)).astype(bias.dtype)

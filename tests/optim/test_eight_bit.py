@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import actjax
 from actjax.formats.blockwise import is_blockwise
 from actjax.optim import EightBitState, eight_bit
-from actjax.optim.states.codes import decoded, encoded_like
+from actjax.optim.states.stored import decoded, encoded_like
 from train.run.checkpoint import Checkpoints
 from train.run.sharding import make_mesh, state_shardings
 

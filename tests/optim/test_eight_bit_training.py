@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from actjax.optim import eight_bit
-from actjax.optim.states.codes import decoded
+from actjax.optim.states.stored import decoded
 
 RATE = 1e-2
 

@@ -15,7 +15,7 @@ from optim.test_eight_bit_training import least_squares, losses_of
 
 from actjax.formats.four_bit import rank_one_zeros, signed_zeros
 from actjax.optim import four_bit
-from actjax.optim.states.codes import is_code
+from actjax.optim.states.stored import is_code
 
 
 def rounded(zeros_of, x, nearest):

@@ -10,7 +10,7 @@ import optax
 import actjax
 from actjax.optim import SubspaceTransformation
 from actjax.optim.paths import map_state
-from actjax.optim.states.moments import FIRST_MOMENTS, SECOND_MOMENTS
+from actjax.optim.states.stored import FIRST_MOMENTS, SECOND_MOMENTS
 from train.settings.config import OptimizerConfig
 
 _LAST_RATE = 0.1

@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental.layout import Format, Layout
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from actjax.optim.states.codes import is_code
+from actjax.optim.states.stored import is_code
 from models.sharding import AXES, BATCH, RULES, WEIGHTS, Entry, Rules, axes_of, rule_of
 
 _THREADS = 4

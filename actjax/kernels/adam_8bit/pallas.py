@@ -12,7 +12,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from actjax._math.division import over
+from actjax._math.precision import over
 from actjax.formats.blockwise import Blockwise, decades
 from actjax.kernels import operands, tiles
 

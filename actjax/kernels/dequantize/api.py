@@ -3,7 +3,7 @@
 import jax
 
 from actjax._shards import Dims
-from actjax.formats import dequantize as reference
+from actjax.formats import quantize as reference
 from actjax.formats.code import QuantizedCode
 from actjax.kernels.dispatch import Implementation, Kernel
 

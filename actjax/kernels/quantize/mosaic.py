@@ -8,7 +8,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from actjax._math.division import over
+from actjax._math.precision import over
 from actjax.formats import code as fmt
 from actjax.formats import level_search
 from actjax.kernels import lanes

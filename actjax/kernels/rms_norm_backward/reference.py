@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from actjax._math.precision import accumulation_dtype
 from actjax.formats.code import QuantizedCode
-from actjax.formats.dequantize import dequantize
+from actjax.formats.quantize import dequantize
 
 
 def rms_norm_backward(

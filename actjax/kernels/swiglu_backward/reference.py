@@ -4,7 +4,7 @@ import jax
 
 from actjax._math.precision import accumulation_dtype
 from actjax.formats.code import QuantizedCode
-from actjax.formats.dequantize import dequantize
+from actjax.formats.quantize import dequantize
 
 
 def swiglu_backward(

@@ -57,8 +57,13 @@ def round_stochastically(x: jax.Array, words: jax.Array) -> jax.Array:
       x: float32.
       words: random bits, uint32, in the shape of `x`.
     """
-    size, sign = _size_and_sign(x)
-    return _to_bfloat16(_plus(size, words >> 16, _LARGEST | ~_UPPER_16) & _UPPER_16, sign)
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    size, sign = bits & ~_SIGN, bits & _SIGN
+    raised = jnp.minimum(size + (words >> 16), _LARGEST | ~_UPPER_16)
+    not_finite = jnp.where(size > _INFINITY, _NAN, _INFINITY)
+    size = jnp.where(size < _INFINITY, raised, not_finite) & _UPPER_16
+    bits = jnp.where(size == 0, 0, size | sign)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32).astype(jnp.bfloat16)
 
 
 def difference(new: jax.Array, old: jax.Array) -> jax.Array:
@@ -87,22 +92,3 @@ def difference(new: jax.Array, old: jax.Array) -> jax.Array:
     #
     # The comparison is for infinities: one minus itself would be NaN.
     return jnp.where(new == old, 0, new.astype(jnp.float32) - old.astype(jnp.float32))
-
-
-def _size_and_sign(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    return bits & ~_SIGN, bits & _SIGN
-
-
-def _plus(size: jax.Array, noise: jax.Array, largest: np.uint32) -> jax.Array:
-    """Returns finite sizes plus noise, at most `largest`; infinity and NaN without noise."""
-    other = jnp.where(size > _INFINITY, _NAN, _INFINITY)
-    return jnp.where(size < _INFINITY, jnp.minimum(size + noise, largest), other)
-
-
-def _to_float32(size: jax.Array, sign: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(jnp.where(size == 0, 0, size | sign), jnp.float32)
-
-
-def _to_bfloat16(size: jax.Array, sign: jax.Array) -> jax.Array:
-    return _to_float32(size, sign).astype(jnp.bfloat16)

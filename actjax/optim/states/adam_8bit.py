@@ -12,8 +12,8 @@ from actjax.factored.low_rank import is_low_rank
 from actjax.kernels.adam_8bit.api import adam_8bit
 from actjax.optim.checks import check_parameters
 from actjax.optim.layers import densify
-from actjax.optim.states.codes import is_code
 from actjax.optim.states.eight_bit import BlockOf, EightBitState, eight_bit
+from actjax.optim.states.stored import is_code
 
 
 def scale_by_adam_8bit(

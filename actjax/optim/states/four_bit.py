@@ -12,9 +12,7 @@ import optax
 from actjax.codecs.base import check_positive_integer
 from actjax.formats.four_bit import GROUP, rank_one_zeros, signed_zeros
 from actjax.optim.checks import check_inner
-from actjax.optim.states.codes import Code
-from actjax.optim.states.moments import FIRST_MOMENTS, SECOND_MOMENTS
-from actjax.optim.states.stored import store_moments
+from actjax.optim.states.stored import FIRST_MOMENTS, SECOND_MOMENTS, Code, store_moments
 
 
 class FourBitState(NamedTuple):

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from actjax._core.paths import path_name
 from actjax._host import is_on_host, reads_wrong
 from actjax.optim.layers import LayerwiseState
-from actjax.optim.states.moments import FIRST_MOMENTS, SECOND_MOMENTS
+from actjax.optim.states.stored import FIRST_MOMENTS, SECOND_MOMENTS
 
 HOST = "pinned_host"
 """Name of the memory that a device can copy from and to while it computes."""

@@ -8,9 +8,16 @@ import jax.numpy as jnp
 import optax
 
 from actjax._core.flax import in_structure_of, register_fields, without_variables
+from actjax.formats.blockwise import Blockwise
+from actjax.formats.four_bit import RankOneFourBit, SignedFourBit
 from actjax.optim.paths import map_state
-from actjax.optim.states.codes import Code, decoded, encoded_like
 
+FIRST_MOMENTS = ("mu", "trace", "m1", "m2")
+"""Means of gradients."""
+SECOND_MOMENTS = ("nu", "nu_max", "sum_of_squares", "e_g", "e_x")
+"""Means of squares, which are never negative."""
+Code = Blockwise | SignedFourBit | RankOneFourBit
+"""A moment in 8 or 4 bits. `decode()` returns the array, `encode(x)` another one in its form."""
 _KEPT = (optax.ScaleByRStdDevState, optax.ScaleBySM3State, optax.contrib.SophiaState)
 """States that use the names of moments for something else. The first subtracts the square of one
 field from the other, which leaves only rounding errors of few bits; in the second `nu` is a
@@ -19,6 +26,21 @@ momentum, and in the third a curvature, which may be negative."""
 ZerosOf = Callable[[tuple[int, ...], Any, bool], Code | None]
 """From shape and dtype of a moment, and whether it has no negative values, to zeros in its form;
 None for moments that stay as they are."""
+
+
+def is_code(x: Any) -> bool:
+    """Returns whether `x` is a moment in few bits: for `is_leaf` of `jax.tree` functions."""
+    return isinstance(x, Code)
+
+
+def decoded(state: Any) -> Any:
+    """Returns a state with every moment as an array."""
+    return jax.tree.map(lambda x: x.decode() if is_code(x) else x, state, is_leaf=is_code)
+
+
+def encoded_like(old: Any, new: Any) -> Any:
+    """Returns the arrays of `new` in the form of those in `old`."""
+    return jax.tree.map(lambda a, b: a.encode(b) if is_code(a) else b, old, new, is_leaf=is_code)
 
 
 def store_moments(

@@ -44,7 +44,7 @@ from actjax.optim.stepping.apply import (
     update_rest,
 )
 from actjax.optim.stepping.apply import init as init_layerwise
-from actjax.optim.stepping.clip_estimate import Clipping, PartNorms, followed, squared_norm
+from actjax.optim.stepping.clipping import Clipping, PartNorms, followed, squared_norm
 from actjax.optim.stepping.layer_vjp import LayerVjp, form_of
 from actjax.optim.stepping.pieces import filled, without
 
@@ -231,7 +231,7 @@ def in_backward(
 
     The norm of the whole gradient is known only after the last layer has been updated. Layers are
     clipped by an estimate of it, and at least by the norm of the parts that are known
-    (`actjax.optim.stepping.clip_estimate`). Parameters outside the layers are clipped by the norm
+    (`actjax.optim.stepping.clipping`). Parameters outside the layers are clipped by the norm
     itself, except for large matrices that only `after` reads, which are updated before the layers.
 
     Args:
@@ -387,7 +387,10 @@ class _Step:
     def _update_layer(self, residuals: Any, i: jax.Array, carry: _Carry) -> _Carry:
         """Differentiates and updates layer `i`: the body of the backward loop."""
         block, state = take(carry.stacked, i), fetched(take(carry.states, i))
-        arguments = _inserted(block, carry.ahead), self._bases_of(state)
+        leaves, treedef = jax.tree.flatten(block)
+        pairs = zip(leaves, carry.ahead, strict=True)
+        gathered = treedef.unflatten([x if ahead is None else ahead for x, ahead in pairs])
+        arguments = gathered, self._bases_of(state)
         ahead = self._fetched(carry.stacked, jnp.maximum(i - 1, 0))
         grads, dx = self._gradient_of_layer(i, arguments, residuals, carry.dx)
         # The copy from the host overlaps with the computation of the gradient.
@@ -500,7 +503,10 @@ class _Step:
         # in float32 in between.
         weight = weight.astype(loss.dtype)
         (grads,) = jax.lax.optimization_barrier(vjp(weight))
-        return loss * weight, grads["rest"], _filled_with_zeros(grads["x"], x)
+        known = named_leaves(grads["x"])
+        unread = {name: y for name, y in named_leaves(x).items() if name not in known}
+        dx = filled(grads["x"], jax.tree.map(jnp.zeros_like, unread), x)
+        return loss * weight, grads["rest"], dx
 
     def _bases_of(self, state: Any) -> Bases:
         """Returns the bases that inputs are stored in under a state of all layers or of one."""
@@ -542,25 +548,11 @@ def _differentiated(fun: Callable[[Any], Any], rest: Any) -> tuple[Any, Any]:
     return jax.vjp(lambda some: fun(filled(some, others, rest)), without(rest, others))
 
 
-def _inserted(block: Any, ahead: list[Any]) -> Any:
-    """Returns the parameters of a layer, with those that were fetched ahead in their places."""
-    leaves, treedef = jax.tree.flatten(block)
-    pairs = zip(leaves, ahead, strict=True)
-    return jax.tree.unflatten(treedef, [x if found is None else found for x, found in pairs])
-
-
 def _read_by(fun: Callable[..., Any], params: Any, *args: Any) -> set[str]:
     """Returns the paths of the parameters that `fun(params, *args)` reads."""
     jaxpr = jax.make_jaxpr(fun)(params, *args).jaxpr
     _, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     return {name for name, is_read in zip(named_leaves(params), used, strict=False) if is_read}
-
-
-def _filled_with_zeros(grads: Any, like: Any) -> Any:
-    """Returns gradients with zeros in the place of `None`."""
-    known = named_leaves(grads)
-    zeros = {name: jnp.zeros_like(x) for name, x in named_leaves(like).items() if name not in known}
-    return filled(grads, zeros, like)
 
 
 def _sum_of_parts(rest: Any, *parts: Any) -> Any:
@@ -570,10 +562,9 @@ def _sum_of_parts(rest: Any, *parts: Any) -> Any:
       rest: the parameters.
       *parts: the gradients.
     """
-    found: dict[str, Any] = {}
+    sums: dict[str, Any] = {}
     for part in parts:
         for name, g in named_leaves(part).items():
-            found[name] = found[name] + g if name in found else g
-    wanted = {name: found[name] for name in named_leaves(rest) if name in found}
-    zeros = {name: jnp.zeros_like(x) for name, x in named_leaves(rest).items()}
-    return filled(rest, {**zeros, **wanted}, rest)
+            sums[name] = sums[name] + g if name in sums else g
+    totals = {name: sums.get(name, jnp.zeros_like(x)) for name, x in named_leaves(rest).items()}
+    return filled(rest, totals, rest)

@@ -176,7 +176,8 @@ class Graph:
     def _jumps(self, eqn: core.JaxprEqn) -> bool:
         """Returns whether the result is a discontinuous function of the inputs."""
         if eqn.primitive.name == "convert_element_type":
-            return _is_floating(eqn.invars[0]) and not _is_inexact(eqn.outvars[0])
+            is_inexact = jnp.issubdtype(_dtype(eqn.outvars[0]), jnp.inexact)
+            return _is_floating(eqn.invars[0]) and not is_inexact
         return eqn.primitive.name in _JUMPS
 
     def _is_narrower_copy(self, eqn: core.JaxprEqn, roots: list[frozenset[core.Var]]) -> bool:
@@ -215,10 +216,6 @@ def _size(var: Any) -> int:
 
 def _dtype(var: Any) -> Any:
     return var.aval.dtype
-
-
-def _is_inexact(var: Any) -> bool:
-    return jnp.issubdtype(_dtype(var), jnp.inexact)
 
 
 def _is_floating(var: Any) -> bool:

@@ -59,7 +59,11 @@ def cut(
     if not eqns:
         return []
     alive = _alive(jaxpr, dies)
-    inside = [_computed(eqn) for eqn in eqns]
+    # Bytes that each equation computes, but for those that are cheap to rebuild.
+    inside = [
+        0 if is_cheap(eqn) else sum(nbytes(x) for x in eqn.outvars if is_floating(x.aval))
+        for eqn in eqns
+    ]
     single = [i for i, eqn in enumerate(eqns) if apart(eqn)]
     segments: list[ProgramSegment] = []
     start = 0
@@ -98,13 +102,6 @@ def _alive(jaxpr: core.Jaxpr, dies: Sequence[bool]) -> list[int]:
         total += step
         alive.append(total)
     return alive
-
-
-def _computed(eqn: core.JaxprEqn) -> int:
-    """Returns the bytes that an equation computes; 0 if they are cheap to rebuild."""
-    if is_cheap(eqn):
-        return 0
-    return sum(nbytes(x) for x in eqn.outvars if is_floating(x.aval))
 
 
 def _cut(

@@ -11,7 +11,7 @@ import pytest
 from tiny import decoder, gradients
 
 import actjax
-from actjax.optim.states.codes import is_code
+from actjax.optim.states.stored import is_code
 from train.run.optimizer import learning_rate_schedule, make_optimizer
 from train.settings.config import OptimizerConfig
 

@@ -1,1 +1,0 @@
-"""The assignment of each token to the most similar point."""
