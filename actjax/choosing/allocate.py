@@ -165,7 +165,7 @@ def _best_of_each_use(used: np.ndarray, total: np.ndarray, spare: float) -> np.n
     order = order[np.concatenate(([True], least[1:] < least[:-1]))]
     if len(order) <= _MOST_ALLOCATIONS:
         return order
-    # Of neighbours in bits the last, which has the least error.
+    # The last of neighbors in bits has the least error.
     place = used[order] * (_MOST_ALLOCATIONS - 1) // used[order[-1]]
     last = np.append(place[1:] != place[:-1], True)
     last[0] = True

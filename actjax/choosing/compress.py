@@ -81,7 +81,7 @@ def compress(
       error: the largest relative error of the gradient on the measured batch: of the whole,
         `‖g - g_exact‖ / ‖g_exact‖`, and of its arrays, each over its own norm, as Adam sees them
         (the root mean square over all parameters). If only a budget is given, 0.05.
-      argnums: arguments whose gradient is measured. Of an nnx module it is that of `nnx.Param`.
+      argnums: arguments whose gradient is measured. For an nnx module: its `nnx.Param`s.
       has_aux: whether `fun` returns auxiliary data.
       codec: how arrays are stored; its bits are chosen.
       remat: whether segments may be computed again.

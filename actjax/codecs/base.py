@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from actjax._math.precision import matmul
 
 Code = Any
-"""What a codec stores: a pytree of arrays. Everything else is freed after the forward pass."""
+"""Result of `Codec.encode`, a pytree of arrays. All else is freed after the forward pass."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -48,12 +48,12 @@ class Codec(abc.ABC):
 
     def __repr__(self) -> str:
         """The constructor call that makes this codec, without defaults."""
-        given = [
+        settings = [
             f"{field.name}={getattr(self, field.name)!r}"
             for field in dataclasses.fields(self)
             if getattr(self, field.name) != field.default
         ]
-        return f"{type(self).__name__}({', '.join(given)})"
+        return f"{type(self).__name__}({', '.join(settings)})"
 
     @abc.abstractmethod
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> Code:

@@ -53,7 +53,7 @@ def encode(x: jax.Array, basis: jax.Array, bits: int = 16) -> BasisCode:
         raise ValueError(f"`bits` must be one of {BITS}, got {bits!r}.")
     if basis.ndim != 2 or basis.shape[0] != x.shape[-1]:
         raise ValueError(f"`basis` must be [{x.shape[-1]}, k] for x{x.shape}, got {basis.shape}.")
-    # Of divided features XLA would divide the coordinates, and replicate the basis for that.
+    # If features are divided, XLA would divide the coordinates and replicate the basis for that.
     coordinates = matmul(x, gathered(basis.astype(x.dtype), axes=(0, 1)))
     if bits == 16:
         return BasisCode(coordinates.astype(x.dtype), None, basis.shape[1])

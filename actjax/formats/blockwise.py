@@ -106,12 +106,12 @@ def times_inverse(x: jax.Array, inverse: jax.Array) -> jax.Array:
 def largest_of_blocks(x: jax.Array, block: int) -> jax.Array:
     """Returns the largest magnitude of each block of the last axis, [..., blocks]."""
     whole = x.shape[-1] - x.shape[-1] % block
-    found = []
+    maxima = []
     if whole:
-        found.append(largest_of_row(x[..., :whole].reshape(*x.shape[:-1], -1, block)))
+        maxima.append(largest_of_row(x[..., :whole].reshape(*x.shape[:-1], -1, block)))
     if whole < x.shape[-1]:
-        found.append(largest_of_row(x[..., whole:])[..., None])
-    return jnp.concatenate(found, axis=-1)
+        maxima.append(largest_of_row(x[..., whole:])[..., None])
+    return jnp.concatenate(maxima, axis=-1)
 
 
 def largest_of_row(x: jax.Array) -> jax.Array:
@@ -129,10 +129,10 @@ def _largest_of_row(bits: jax.Array) -> jax.Array:
         return jnp.max(bits, axis=-1)
     steps = min(32, width // 32)
     whole = width - width % (steps * 32)
-    found = bits[..., :whole].reshape(*bits.shape[:-1], -1, steps, 32).max(axis=-2)
+    maxima = bits[..., :whole].reshape(*bits.shape[:-1], -1, steps, 32).max(axis=-2)
     # Without the barrier, XLA makes one maximum of both.
-    found = jax.lax.optimization_barrier(found.reshape(*bits.shape[:-1], -1))
-    largest = _largest_of_row(found)
+    maxima = jax.lax.optimization_barrier(maxima.reshape(*bits.shape[:-1], -1))
+    largest = _largest_of_row(maxima)
     if whole < width:
         largest = jnp.maximum(largest, _largest_of_row(bits[..., whole:]))
     return largest
@@ -151,13 +151,13 @@ def largest_of_steps(x: jax.Array) -> jax.Array:
     """Returns the largest magnitudes of every `STEP` rows, [..., steps, n]."""
     bits, (rows, columns) = _magnitude_bits(x), x.shape[-2:]
     whole = rows - rows % STEP
-    found = []
+    maxima = []
     if whole:
         steps = bits[..., :whole, :].reshape(*x.shape[:-2], -1, STEP, columns)
-        found.append(jnp.max(steps, axis=-2))
+        maxima.append(jnp.max(steps, axis=-2))
     if whole < rows:
-        found.append(jnp.max(bits[..., whole:, :], axis=-2, keepdims=True))
-    return jax.lax.bitcast_convert_type(jnp.concatenate(found, axis=-2), jnp.float32)
+        maxima.append(jnp.max(bits[..., whole:, :], axis=-2, keepdims=True))
+    return jax.lax.bitcast_convert_type(jnp.concatenate(maxima, axis=-2), jnp.float32)
 
 
 def _magnitude_bits(x: jax.Array) -> jax.Array:

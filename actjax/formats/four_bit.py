@@ -7,7 +7,7 @@ and since outliers fill whole rows or whole columns of it, a scale for each row 
 (section 4.2 and Definition 1, rank-1 normalization).
 
 Here a first moment is divided by the smaller of the largest magnitudes of its row and of its column
-too, before its groups get their scales. What remains in a group is of similar size, so that nearly
+too, before its groups get their scales. The values left in a group are of similar size, so nearly
 even levels fit: on the moments of a small trained model, their rounding errors, relative to the
 root of the second moment, have less than a fifth of the variance of those of the published map
 (`benchmarks/results/moment_rounding.json`). They are bounded, too: both moments of a number have

@@ -54,7 +54,7 @@ def check_keeps_sign(owner: str, inner: optax.GradientTransformation) -> None:
             tx = optax.with_extra_args_support(inner)
             updates, _ = tx.update(ones, tx.init(ones), ones)
             is_turned = bool(jnp.sum(jax.tree.leaves(updates)[0]) < 0)
-    except Exception:  # Whatever a transform raises that wants other parameters.
+    except Exception:  # A transform that wants other parameters may raise anything.
         return
     if is_turned:
         raise ValueError(

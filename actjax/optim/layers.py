@@ -38,7 +38,7 @@ _PLAIN = (
     "differentiate with `jax.value_and_grad`, and use `tx.init`, `tx.update` and"
     " `optax.apply_updates`."
 )
-"""What a model without stacked layers can do."""
+"""Advice for a model without stacked layers."""
 
 
 def layers_of(params: Any) -> Any:
@@ -47,19 +47,19 @@ def layers_of(params: Any) -> Any:
     Raises:
       ValueError: it has neither, or it holds one tree for each layer instead of a stack.
     """
-    found = _entry(params)
-    if found is None:
+    entry = _entry(params)
+    if entry is None:
         raise ValueError(
             f"{type(params).__name__} has no `layers`: pass `layers`, a function from the"
             " parameters to the subtree whose arrays have a leading axis of layers. Without such"
             f" arrays {_PLAIN}"
         )
-    if _is_list_of_trees(found):
+    if _is_list_of_trees(entry):
         raise ValueError(
-            f"`layers` of {type(params).__name__} holds {len(found)} trees, one per layer: stack"
+            f"`layers` of {type(params).__name__} holds {len(entry)} trees, one per layer: stack"
             " them, `jax.tree.map(lambda *x: jnp.stack(x), *layers)`, and run them by lax.scan."
         )
-    return found
+    return entry
 
 
 def default_layers(params: Any) -> Callable[[Any], Any]:
@@ -68,9 +68,9 @@ def default_layers(params: Any) -> Callable[[Any], Any]:
     The arrays of `layers` are a stack if they share their leading axis, and are not those of one
     tree for each layer.
     """
-    found = _entry(params)
-    lengths = {jnp.shape(x)[:1] for x in jax.tree.leaves(found)}
-    is_stack = len(lengths) == 1 and lengths != {()} and not _is_list_of_trees(found)
+    entry = _entry(params)
+    lengths = {jnp.shape(x)[:1] for x in jax.tree.leaves(entry)}
+    is_stack = len(lengths) == 1 and lengths != {()} and not _is_list_of_trees(entry)
     return layers_of if is_stack else no_layers
 
 

@@ -69,8 +69,8 @@ def _dims_maxima(
     result: Any, grad: jax.Array, mu: SignedFourBit, nu: RankOneFourBit, **_: float
 ) -> tuple:
     *stack, d, n = grad.shape
-    whole, of_rows, of_columns = _axes(len(stack), d % STEP == 0, n % reference.TILE == 0)
-    return (whole, *_moments(mu, nu, whole, of_rows, of_columns)), (whole,) * 4
+    matrix, of_rows, of_columns = _axes(len(stack), d % STEP == 0, n % reference.TILE == 0)
+    return (matrix, *_moments(mu, nu, matrix, of_rows, of_columns)), (matrix,) * 4
 
 
 def _dims(
@@ -83,10 +83,10 @@ def _dims(
 ) -> tuple:
     # Groups must not cross devices.
     apart = grad.shape[-1] % mu.group == 0 and mu.group == nu.group
-    whole, of_rows, of_columns = _axes(grad.ndim - 2, True, apart)
-    moments = _moments(mu, nu, whole, of_rows, of_columns)
+    matrix, of_rows, of_columns = _axes(grad.ndim - 2, True, apart)
+    moments = _moments(mu, nu, matrix, of_rows, of_columns)
     scales = of_rows, of_columns, of_rows, of_columns
-    return (whole, *moments, *scales, Dims.whole(args[-1])), (whole, *moments)
+    return (matrix, *moments, *scales, Dims.whole(args[-1])), (matrix, *moments)
 
 
 def _axes(stack: int, rows: bool, columns: bool) -> tuple[Dims, Dims, Dims]:
@@ -97,12 +97,12 @@ def _axes(stack: int, rows: bool, columns: bool) -> tuple[Dims, Dims, Dims]:
 
 
 def _moments(
-    mu: SignedFourBit, nu: RankOneFourBit, whole: Dims, rows: Dims, columns: Dims
+    mu: SignedFourBit, nu: RankOneFourBit, matrix: Dims, rows: Dims, columns: Dims
 ) -> tuple[SignedFourBit, RankOneFourBit]:
     """Returns the moments with dims in the place of their arrays."""
-    scales = {"codes": whole, "rows": rows, "columns": columns}
+    scales = {"codes": matrix, "rows": rows, "columns": columns}
     return (
-        dataclasses.replace(mu, scales=whole, **scales),
+        dataclasses.replace(mu, scales=matrix, **scales),
         dataclasses.replace(nu, **scales),
     )
 

@@ -133,7 +133,7 @@ def maxima(
         _maxima(refs, tile, step, place, b1, b2)
 
     shapes = (count, d, tiles), (count, steps, n)
-    found = pl.pallas_call(
+    largest = pl.pallas_call(
         kernel,
         grid=(count * steps * tiles,),
         out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in 2 * shapes],
@@ -141,7 +141,7 @@ def maxima(
         interpret=interpret,
         name="actjax_adam_4bit_maxima",
     )(*arrays)
-    return tuple(x.reshape(*stack, *x.shape[1:]) for x in found)
+    return tuple(x.reshape(*stack, *x.shape[1:]) for x in largest)
 
 
 def _maxima(refs: Sequence[Any], tile: _Tile, step: Any, place: Any, b1: float, b2: float) -> None:

@@ -41,18 +41,23 @@ class ScaledRemainder:
         return jnp.zeros(tuple(shape[:-2]), jnp.float32)
 
     def update(
-        self, rest: jax.Array, projected: jax.Array, adapted: jax.Array, axis: int, norm: jax.Array
+        self,
+        left_out: jax.Array,
+        projected: jax.Array,
+        adapted: jax.Array,
+        axis: int,
+        norm: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
         """Returns what is added to `P ψ(R)`, [..., d, n], and its norm.
 
         Args:
-          rest: `S = G - P R`, [..., d, n].
+          left_out: `S = G - P R`, [..., d, n].
           projected: `R`, [..., k, n] on the input side, [..., d, k] on the output side.
           adapted: `ψ(R)`, what the inner transform made of it.
           axis: the axis of `R` that is projected: -2 or -1.
           norm: that of the last step.
         """
-        return limit_growth(rest * step_size(projected, adapted, axis), norm, self.limit)
+        return limit_growth(left_out * step_size(projected, adapted, axis), norm, self.limit)
 
 
 def step_size(gradient: jax.Array, adapted: jax.Array, axis: int) -> jax.Array:

@@ -210,12 +210,14 @@ class Subspace:
         if in_bases:
             raise_if(due, _needs_refresh(self, in_bases[0]))
             return state
-        given = None if self.source == "random" else grads
-        if given is not None:
+        gradient = None if self.source == "random" else grads
+        if gradient is not None:
             # A gradient of zeros has no directions: bases wait for the next one.
             leaves = jax.tree.leaves(grads)
             due &= jnp.any(jnp.stack([jnp.any(g != 0) for g in leaves])) if leaves else False
-        return jax.lax.cond(due, lambda: self.refresh(given, state, _shapes(grads)), lambda: state)
+        return jax.lax.cond(
+            due, lambda: self.refresh(gradient, state, _shapes(grads)), lambda: state
+        )
 
     def _projected(self, tree: Any, bases: dict[str, Any], plan: dict[str, Projection]) -> Any:
         """Returns gradients or parameters in the subspace, in float32 or float64."""
@@ -255,10 +257,10 @@ class Subspace:
             if self.remainder is None:
                 return self.scale * update
             g, r = _dense(path, gradients[path]), projected[path]
-            rest = g - projection.project_back(r, state.bases)
+            left_out = g - projection.project_back(r, state.bases)
             axis = -2 if projection.input_basis is not None else -1
-            more, kept[path] = self.remainder.update(rest, r, n, axis, state.remainder[path])
-            return self.scale * (update + more)
+            outside, kept[path] = self.remainder.update(left_out, r, n, axis, state.remainder[path])
+            return self.scale * (update + outside)
 
         return _map_by_path(back, adapted), kept
 
@@ -313,11 +315,11 @@ class Subspace:
                     members.setdefault(name, []).append(side)
         new = {}
         for name, basis in old.items():
-            found = leading_basis(members[name], self.rank, _fold_name(key, name), name)
-            found = found.astype(basis.dtype)
+            leading = leading_basis(members[name], self.rank, _fold_name(key, name), name)
+            leading = leading.astype(basis.dtype)
             # The caller may skip the step of a non-finite gradient: its basis must not stay.
-            finite = jnp.all(jnp.isfinite(found), axis=(-2, -1), keepdims=True)
-            new[name] = jnp.where(finite, found, basis)
+            finite = jnp.all(jnp.isfinite(leading), axis=(-2, -1), keepdims=True)
+            new[name] = jnp.where(finite, leading, basis)
         return new
 
     def bases(self, state: Any) -> Bases:

@@ -72,10 +72,10 @@ class WeightRounding:
                 " in bfloat16, or in float32 without rounding."
             )
         if jnp.dtype("bfloat16") not in dtypes:
-            found = ", ".join(sorted(map(str, dtypes)))
+            present = ", ".join(sorted(map(str, dtypes)))
             raise ValueError(
                 "stochastic_rounding has no effect, because no weight is bfloat16 (they are"
-                f" {found}): drop it, or store the weights in bfloat16."
+                f" {present}): drop it, or store the weights in bfloat16."
             )
 
     def seen_by_inner(self, params: Any) -> Any:

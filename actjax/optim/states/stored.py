@@ -87,8 +87,8 @@ def store_moments(
     def update(
         updates: optax.Updates, state: Any, params: Any = None, **extra: Any
     ) -> tuple[optax.Updates, Any]:
-        own = without_variables(updates), decoded(state.inner), without_variables(params)
-        changes, new = inner.update(*own, **extra)
+        arguments = without_variables(updates), decoded(state.inner), without_variables(params)
+        changes, new = inner.update(*arguments, **extra)
         return in_structure_of(changes, updates), make_state(encoded_like(state.inner, new))
 
     return optax.GradientTransformationExtraArgs(init, cast(Any, update))

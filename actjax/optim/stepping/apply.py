@@ -100,14 +100,14 @@ def _count(stacked: Any, layers: Callable[[Any], Any]) -> int:
 def _check_outermost(state: LayerwiseState) -> None:
     """Raises a `ValueError` for the state of a transform that `apply` cannot see in another."""
     kinds = SubspaceState, RoundedState
-    found = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kinds))
-    if any(isinstance(x, SubspaceState) for x in found):
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kinds))
+    if any(isinstance(x, SubspaceState) for x in nodes):
         raise ValueError(
             "`tx` has a subspace inside another transform, where `apply` cannot refresh it: pass"
             " the transforms before it as its `inner`, such as subspace(eight_bit(adam), rank), and"
             " those after it as its `outer`."
         )
-    if any(isinstance(x, RoundedState) for x in found):
+    if any(isinstance(x, RoundedState) for x in nodes):
         raise ValueError(
             "`tx` has stochastic_rounding inside another transform, where `apply` cannot write"
             " rounded weights: put the other transforms into it, such as"
@@ -223,8 +223,8 @@ def apply(
 
     def body(i: jax.Array, carry: Any) -> Any:
         params, state, square = carry
-        state, own = read_before_writing(state, fetched(take(state, i)))
-        layer = take(stacked_grads, i), own, take(params, i)
+        state, old = read_before_writing(state, fetched(take(state, i)))
+        layer = take(stacked_grads, i), old, take(params, i)
         new, new_state, moved = update_one(tx, *layer, refresh)
         return put(params, new, i), put(state, new_state, i), square + moved
 
@@ -274,8 +274,8 @@ def update_pieces(
         weight, state, square = carry
         g, w = take((rows, weight), i, axis=1)
         g = LowRank(g, gradient.right) if is_low_rank(gradient) else g
-        state, own = read_before_writing(state, fetched(take(state, i)))
-        new = update_one(tx, only(rest, name, g), own, only(rest, name, w), False)
+        state, old = read_before_writing(state, fetched(take(state, i)))
+        new = update_one(tx, only(rest, name, g), old, only(rest, name, w), False)
         (w,) = jax.tree.leaves(new[0])
         return put(weight, w, i, axis=1), put(state, new[1], i), square + new[2]
 

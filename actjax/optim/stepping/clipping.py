@@ -20,9 +20,9 @@ import actjax.factored.low_rank as low_rank
 from actjax.factored.low_rank import clip_factor, global_norm, scale_tree
 
 _DECAY = 0.8
-"""Of typical norms. 0.5 to 0.9 estimate about equally well."""
+"""Decay of typical norms. 0.5 to 0.9 estimate about equally well."""
 _MOST_GROWTH = 1e12
-"""Of a squared norm, so that layers whose gradients were nearly zero do not give inf."""
+"""Largest growth of a squared norm: layers with gradients of nearly zero must not give inf."""
 
 
 class PartNorms(NamedTuple):

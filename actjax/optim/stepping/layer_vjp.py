@@ -25,7 +25,7 @@ class LayerVjp:
     """
 
     def __init__(self, layer: Callable[[Any, Any, Any, Any], Any]) -> None:
-        """Takes a function `layer(params, x, inputs, own)`.
+        """Takes a function `layer(params, x, inputs, sliced)`.
 
         Args:
           layer: from the parameters of one layer, in the structure of all parameters, its input,
@@ -33,25 +33,25 @@ class LayerVjp:
         """
         self._layer = layer
 
-    def forward(self, inputs: Any, x: Any, given: Any) -> tuple[Any, list[jax.Array]]:
+    def forward(self, inputs: Any, x: Any, arguments: Any) -> tuple[Any, list[jax.Array]]:
         """Returns the output, and the residuals that are not arguments; a body of `lax.scan`.
 
         Args:
           inputs: arrays that are the same in every layer.
           x: input of the layer.
-          given: parameters of the layer, bases, and its slice of `per_layer`.
+          arguments: parameters of the layer, bases, and its slice of `per_layer`.
 
         Raises:
           ValueError: the output has another form than the input.
         """
-        block, bases, own = given
+        block, bases, sliced = arguments
         if not is_partitioned(block):
             # Or TPUs copy the stacks into another layout. A partitioned stack would be gathered.
             block = jax.tree.map(row_major, block)
-            given = block, bases, own
-        self._taps = taps = plan_taps(lambda p: self._layer(p, x, inputs, own), block, bases)
+            arguments = block, bases, sliced
+        self._taps = taps = plan_taps(lambda p: self._layer(p, x, inputs, sliced), block, bases)
         y, vjp = jax.vjp(
-            lambda d, x: self._layer(taps.merge(block, d, bases), x, inputs, own),
+            lambda d, x: self._layer(taps.merge(block, d, bases), x, inputs, sliced),
             taps.split(block),
             x,
         )
@@ -61,20 +61,22 @@ class LayerVjp:
                 f" and dtype: it got {form_of(x)} and returned {form_of(y)}."
             )
         residuals, self._treedef = jax.tree.flatten(vjp)
-        places = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves((given, inputs)))}
+        places = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves((arguments, inputs)))}
         self._places = [places.get(id(residual)) for residual in residuals]
         return y, [r for r, i in zip(residuals, self._places, strict=True) if i is None]
 
-    def backward(self, inputs: Any, given: Any, kept: list[jax.Array], dy: Any) -> tuple[Any, Any]:
+    def backward(
+        self, inputs: Any, arguments: Any, kept: list[jax.Array], dy: Any
+    ) -> tuple[Any, Any]:
         """Returns the gradient of the layer's parameters, and the cotangent of its input.
 
         Args:
           inputs: as for `forward`.
-          given: as for `forward`.
+          arguments: as for `forward`.
           kept: residuals that `forward` returned.
           dy: cotangent of the output.
         """
-        leaves, own = jax.tree.leaves((given, inputs)), iter(kept)
-        residuals = [next(own) if i is None else leaves[i] for i in self._places]
+        leaves, stored = jax.tree.leaves((arguments, inputs)), iter(kept)
+        residuals = [next(stored) if i is None else leaves[i] for i in self._places]
         gradient, dx = jax.tree.unflatten(self._treedef, residuals)(dy)
-        return self._taps.join(gradient, given[1]), dx
+        return self._taps.join(gradient, arguments[1]), dx

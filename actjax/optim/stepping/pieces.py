@@ -63,5 +63,5 @@ def without(tree: Any, names: Iterable[str]) -> Any:
 
 def filled(tree: Any, values: Mapping[str, Any], like: Any) -> Any:
     """Returns a tree with values where `without` left them out, in the structure of `like`."""
-    found = {**named_leaves(tree), **values}
-    return map_named(lambda leaf, _: found[leaf], like)
+    leaves = {**named_leaves(tree), **values}
+    return map_named(lambda leaf, _: leaves[leaf], like)
