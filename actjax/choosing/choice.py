@@ -8,7 +8,7 @@ from typing import Any
 
 from actjax.choosing.allocate import compression_variance
 from actjax.codecs import Codec, Offloaded, Quantized
-from actjax.residuals.candidates import LARGEST_OVER_SMALL, Candidate, Remat, Settings
+from actjax.residuals.candidates import LARGEST_OVER_SMALL, Candidate, Recompute, Settings
 from actjax.residuals.function import compressed_function
 
 KEEP = 0
@@ -137,9 +137,9 @@ class Choice:
         return next(tried for tried in self.tried if tried.name == self.name)
 
     @property
-    def remat_settings(self) -> Remat | None:
+    def remat_settings(self) -> Recompute | None:
         """The segments that are computed again; None for none."""
-        return Remat(self.codes_within, self.share) if self.remat else None
+        return Recompute(self.codes_within, self.share) if self.remat else None
 
     def to_dict(self) -> dict[str, Any]:
         """Returns it as plain data, for a checkpoint or JSON."""
@@ -179,7 +179,7 @@ def coded_function(
     bits: Mapping[str, int],
     codec: Quantized,
     *,
-    remat: Remat | None,
+    remat: Recompute | None,
     offload: bool,
     caller: str,
     key: Any = None,

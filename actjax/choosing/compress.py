@@ -15,9 +15,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from actjax.choosing.alternatives import Alternatives, Memory
 from actjax.choosing.choice import KEEP, Choice, coded_function, preferred
-from actjax.choosing.measure import Loss
-from actjax.choosing.ways import Memory, Ways
+from actjax.choosing.measure import BoundLoss
 from actjax.codecs import Quantized
 from actjax.explain import bytes_text
 from actjax.residuals.candidates import Candidate
@@ -219,7 +219,9 @@ class Compressed:
                 " for a large model in a Python loop."
             )
         fun = functools.partial(self._fun, **kwargs)
-        ways = Ways(Loss(fun, args, self._argnums, self._has_aux), self._codec, self._memory)
+        ways = Alternatives(
+            BoundLoss(fun, args, self._argnums, self._has_aux), self._codec, self._memory
+        )
         limits = self._budget, self._error
         choices = []
         for choice in ways.choices(self._error, self._budget, self._remat, self._offload):

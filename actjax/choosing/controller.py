@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 from actjax.choosing.allocate import allocate_bits
 from actjax.choosing.choice import BITS, Chooser, codable, coded_function, with_bits
-from actjax.choosing.measure import Loss, Sensitivity
+from actjax.choosing.measure import BoundLoss, Sensitivity
 from actjax.codecs import Codec, Quantized
-from actjax.residuals.candidates import Candidate, Remat, Settings
+from actjax.residuals.candidates import Candidate, Recompute, Settings
 from actjax.residuals.checks import check_function
 
 Level = Literal["L1", "L2", "CB1"]
@@ -206,14 +206,14 @@ class Controller:
         self, key: jax.Array, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, float]:
         """Returns the sensitivity of each array."""
-        loss = Loss(functools.partial(self._fun, **kwargs), args, self._argnums, self._has_aux)
+        loss = BoundLoss(functools.partial(self._fun, **kwargs), args, self._argnums, self._has_aux)
         shapes = [(jnp.shape(x), jnp.result_type(x)) for x in loss.leaves]
         # A compiled measurement holds the values of keyword arguments.
         if self._sensitivity is None or self._shapes != shapes or kwargs:
             self._sensitivity, self._shapes = self._measurement(loss), shapes
         return self._sensitivity(key, loss.leaves)
 
-    def _measurement(self, loss: Loss) -> Sensitivity:
+    def _measurement(self, loss: BoundLoss) -> Sensitivity:
         """Returns the measurement for all arrays of a loss; it is compiled once."""
         remat = _remat(self._level)
         self.arrays = {c.label: c for c in codable(loss.candidates(remat))}
@@ -257,5 +257,5 @@ class Controller:
         self._chooser.bits = {name: int(n) for name, n in state["bits"].items()}
 
 
-def _remat(level: Level) -> Remat | None:
-    return Remat(codes=True) if level == "CB1" else None
+def _remat(level: Level) -> Recompute | None:
+    return Recompute(codes=True) if level == "CB1" else None

@@ -12,7 +12,7 @@ from actjax._core.nnx_modules import are_parameters
 from actjax.choosing.allocate import error_of_bits
 from actjax.codecs import Quantized
 from actjax.residuals.arrays_alone import open_function
-from actjax.residuals.candidates import Candidate, Remat, Settings
+from actjax.residuals.candidates import Candidate, Recompute, Settings
 from actjax.residuals.function import compressed_function
 from actjax.residuals.graph.products import product_flops
 from actjax.residuals.graph.variables import is_floating
@@ -173,7 +173,7 @@ def worst_error(gradient: Sequence[jax.Array], exact: Sequence[jax.Array]) -> ja
     return jnp.sqrt(jnp.maximum(overall, jnp.where(total > 0, by_array, 0)))
 
 
-class Loss:
+class BoundLoss:
     """A loss and its arguments, as a function of arrays.
 
     Attributes:
@@ -260,7 +260,7 @@ class Loss:
         args = jax.tree.unflatten(self._treedef, self.leaves)
         return product_flops(jax.make_jaxpr(self._value)(*args).jaxpr)
 
-    def candidates(self, remat: Remat | None) -> list[Candidate]:
+    def candidates(self, remat: Recompute | None) -> list[Candidate]:
         """Returns the arrays that a rule decides on."""
         arrays: dict[str, Candidate] = {}
 

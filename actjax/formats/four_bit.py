@@ -86,7 +86,7 @@ class SignedFourBit:
     def decode(self) -> jax.Array:
         """Returns the array."""
         # Two's complement of four bits.
-        index = (unpack(self.codes, self.group) ^ 8) - 8
+        index = (unpack_nibbles(self.codes, self.group) ^ 8) - 8
         unit = signed_level(jnp.abs(index).astype(jnp.float32))
         values = jnp.where(index < 0, -unit, unit) * self.scales[..., None]
         values = _joined(values, self.width) * jnp.minimum(self.rows, self.columns)
@@ -117,7 +117,7 @@ def _encoded_groups(groups: jax.Array, offset: jax.Array) -> tuple[jax.Array, ja
     scales = largest_of_row(groups)
     size = times_inverse(jnp.abs(groups), inverse_of(scales)[..., None])
     index = signed_index(size, offset)
-    return pack(jnp.where(groups < 0, -index, index) & 15), scales
+    return pack_nibbles(jnp.where(groups < 0, -index, index) & 15), scales
 
 
 @jax.tree_util.register_dataclass
@@ -153,7 +153,7 @@ class RankOneFourBit:
     def decode(self) -> jax.Array:
         """Returns the array."""
         width = self.columns.shape[-1]
-        level = _joined(unpack(self.codes, self.group), width).astype(jnp.float32)
+        level = _joined(unpack_nibbles(self.codes, self.group), width).astype(jnp.float32)
         scale = jnp.minimum(self.rows, self.columns)
         return ((level + 1) * (1 / 16) * scale).astype(self.dtype)
 
@@ -172,7 +172,7 @@ class RankOneFourBit:
         # The inverse of the smaller scale.
         inverse = jnp.maximum(inverse_of(rows), inverse_of(columns))
         index = linear_index(times_inverse(x, inverse), _offset(x, self.stochastic))
-        parts = [pack(groups) for groups in _grouped(index, self.group)]
+        parts = [pack_nibbles(groups) for groups in _grouped(index, self.group)]
         codes = jnp.concatenate(parts, axis=-1)
         return dataclasses.replace(self, codes=codes, rows=rows, columns=columns)
 
@@ -256,15 +256,15 @@ def fraction_of_hash(x: jax.Array) -> jax.Array:
     return (words >> np.uint32(8)).astype(jnp.int32).astype(jnp.float32) * np.float32(2**-24)
 
 
-def pack(index: jax.Array) -> jax.Array:
+def pack_nibbles(index: jax.Array) -> jax.Array:
     """Returns numbers below 16 in groups, int32 [..., groups, group], as bytes [..., bytes]."""
     halves = index.reshape(*index.shape[:-1], 2, -1) << _SHIFTS
     # A sum, which XLA fuses with the numbers, unlike two slices of them.
     return jnp.sum(halves, axis=-2).reshape(*index.shape[:-2], -1).astype(jnp.uint8)
 
 
-def unpack(codes: jax.Array, group: int) -> jax.Array:
-    """Returns what `pack` packed, int32 [..., groups, group]."""
+def unpack_nibbles(codes: jax.Array, group: int) -> jax.Array:
+    """Returns what `pack_nibbles` packed, int32 [..., groups, group]."""
     halves = codes.reshape(*codes.shape[:-1], -1, 1, group // 2).astype(jnp.int32)
     # Shifts of the same bytes: XLA for CPUs writes joined halves to memory.
     return ((halves >> _SHIFTS) & 15).reshape(*codes.shape[:-1], -1, group)

@@ -16,7 +16,7 @@ from actjax.formats.rotation import block_size
 from actjax.kernels.tiles import Part, load
 
 
-def rotate(part: Part, values: list[jax.Array], signs: Any, group: int) -> list[jax.Array]:
+def rotate_slices(part: Part, values: list[jax.Array], signs: Any, group: int) -> list[jax.Array]:
     """Returns the slices of groups, rotated.
 
     Args:
@@ -30,8 +30,10 @@ def rotate(part: Part, values: list[jax.Array], signs: Any, group: int) -> list[
     return [v * unit for v in _transformed(part, signed)]
 
 
-def rotate_back(part: Part, values: list[jax.Array], signs: Any, group: int) -> list[jax.Array]:
-    """Returns the argument of `rotate`; its inverse."""
+def rotate_slices_back(
+    part: Part, values: list[jax.Array], signs: Any, group: int
+) -> list[jax.Array]:
+    """Returns the argument of `rotate_slices`; its inverse."""
     unit, values = _unit(part), _transformed(part, values)
     return [v * (unit * _signs(part, signs, group, n)) for n, v in enumerate(values)]
 

@@ -88,7 +88,7 @@ class CodeRefs:
         """Returns the values of each slice of a part, rounded to the dtype of `x`, in float32."""
         values = self._levels(part)
         if self.signs is not None:
-            values = butterflies.rotate_back(part, values, self.signs, self.format.group)
+            values = butterflies.rotate_slices_back(part, values, self.signs, self.format.group)
         decoded = []
         for number, value in enumerate(values):
             if self.mean is not None:

@@ -19,7 +19,7 @@ Static = tuple[tuple[str, Any], ...]
 """Options of a kernel, as sorted items of hashable values."""
 
 
-class Choice(Protocol):
+class Computation(Protocol):
     """A function that is computed in several ways, such as an `actjax.kernels.dispatch.Kernel`."""
 
     @property
@@ -50,14 +50,14 @@ class _Call:
 
     Attributes:
       kernel: what is computed.
-      chosen: how it is computed, as for `Choice.compute`.
+      chosen: how it is computed, as for `Computation.compute`.
       options: static arguments.
       arguments: structure of the arguments.
       results: shape and dtype of each array that the call returns.
       axes: for each `jax.vmap` around the call, innermost first, the mapped axes of the leaves.
     """
 
-    kernel: Choice
+    kernel: Computation
     chosen: Any
     options: Static
     arguments: Any
@@ -93,12 +93,12 @@ def traced_once(program: Callable, options: Static, *args: Any) -> Any:
     return program(*args, **dict(options))
 
 
-def call(kernel: Choice, chosen: Any, options: Static, *args: Any) -> Any:
+def call(kernel: Computation, chosen: Any, options: Static, *args: Any) -> Any:
     """Returns what a kernel computes; the program is chosen where the call is lowered.
 
     Args:
       kernel: what to compute.
-      chosen: how, as for `Choice.compute`.
+      chosen: how, as for `Computation.compute`.
       options: its options.
       *args: its arguments, pytrees of arrays.
     """

@@ -145,7 +145,7 @@ def from_merged(
     implementation: Implementation | None,
     on_devices: OnDevices | None,
 ) -> Callable[[Any, SideInputs], jax.Array]:
-    """Returns exact attention as a function of (q, k, v), with merged heads, and of `Beside`.
+    """Returns exact attention as a function of (q, k, v), with merged heads, and of `SideInputs`.
 
     The function closes over no arrays.
 

@@ -83,12 +83,12 @@ def cross_entropy(
     weights = jnp.where(outside & (weights != 0), jnp.nan, weights)
     frozen = isinstance(head, FrozenWeight)
     numbers = head.astype(hidden.dtype) if frozen else head
-    options = _Options(z_loss, min(chunk, tokens), name, not frozen)
-    return _cross_entropy(options, hidden, numbers, labels, weights)
+    static = _Static(z_loss, min(chunk, tokens), name, not frozen)
+    return _cross_entropy(static, hidden, numbers, labels, weights)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Options:
+class _Static:
     """The static arguments of a call.
 
     Attributes:
@@ -106,7 +106,7 @@ class _Options:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _cross_entropy(
-    options: _Options,
+    static: _Static,
     hidden: jax.Array,
     head: jax.Array,
     labels: jax.Array,
@@ -115,11 +115,11 @@ def _cross_entropy(
     def add_up(hidden, head, labels, weights, _):
         def add_chunk(total, slices):
             h, label, weight = slices
-            loss, _, _ = _chunk_loss(options.z_loss, h, head, label, weight)
+            loss, _, _ = _chunk_loss(static.z_loss, h, head, label, weight)
             return total + loss, None
 
         zero = jnp.zeros((), weights.dtype)
-        return _over_chunks(add_chunk, zero, options.chunk, hidden, labels, weights)[0]
+        return _over_chunks(add_chunk, zero, static.chunk, hidden, labels, weights)[0]
 
     inverse = _inverse_sum(weights)
     return inverse * _on_tokens(add_up, hidden, head, labels, weights, inverse, lambda _: _SUM)
@@ -186,16 +186,16 @@ def _chunk_loss(z_loss, h, head, label, weight):
     return jnp.sum(jnp.where(weight > 0, weight * per_token, 0)), logits, lse
 
 
-def _cross_entropy_fwd(options, hidden, head, labels, weights):
-    name = options.name
+def _cross_entropy_fwd(static, hidden, head, labels, weights):
+    name = static.name
 
     def outputs(of_hidden: Dims) -> tuple:
-        of_head = Dims((None, None), summed=True) if options.with_head else None
+        of_head = Dims((None, None), summed=True) if static.with_head else None
         return _SUM, of_head, of_hidden
 
     with jax.named_scope("actjax.cross_entropy"):
         inverse = _inverse_sum(weights)
-        sums = functools.partial(_sums_and_gradients, options, labels.size)
+        sums = functools.partial(_sums_and_gradients, static, labels.size)
         total, dhead, dhidden = _on_tokens(sums, hidden, head, labels, weights, inverse, outputs)
         inverse = keep_output(inverse, "cross_entropy", f"{name} inverse sum of mask".strip())
         dhidden = keep_output(dhidden, "cross_entropy", f"{name} gradient of hidden".strip())
@@ -206,13 +206,13 @@ def _cross_entropy_fwd(options, hidden, head, labels, weights):
     return total * inverse, (dhidden, dhead, inverse)
 
 
-def _sums_and_gradients(options, all_tokens, hidden, head, labels, weights, inverse) -> Any:
+def _sums_and_gradients(static, all_tokens, hidden, head, labels, weights, inverse) -> Any:
     """Returns the weighted sum of the losses, and its gradients of the head and of `hidden`.
 
     The gradient of the head is the gradient of the mean, in the dtype of the head.
 
     Args:
-      options: as for `_cross_entropy`.
+      static: as for `_cross_entropy`.
       all_tokens: tokens of all devices.
       hidden: hidden states of this device; likewise the other arguments.
       head: as for `cross_entropy`.
@@ -220,7 +220,7 @@ def _sums_and_gradients(options, all_tokens, hidden, head, labels, weights, inve
       weights: of the tokens.
       inverse: 1 over the sum of the weights of all devices.
     """
-    z_loss, dtype = options.z_loss, hidden.dtype
+    z_loss, dtype = static.z_loss, hidden.dtype
     wide = accumulation_dtype(dtype)
     in_pieces = _is_smaller_in_pieces(head, dtype, labels.size, all_tokens // labels.size)
 
@@ -235,21 +235,21 @@ def _sums_and_gradients(options, all_tokens, hidden, head, labels, weights, inve
         dh = matmul_transposed(dlogits, head.astype(dtype)).astype(dtype)
         if dhead is not None:
             dhead += contract_tokens(h, dlogits)
-        kept_dlogits = dlogits if options.with_head and in_pieces else None
+        kept_dlogits = dlogits if static.with_head and in_pieces else None
         return (total + loss, dhead), (dh, kept_dlogits)
 
     def finish(dhead: jax.Array) -> jax.Array:
         return (dhead * inverse).astype(head.dtype)
 
-    dhead = jnp.zeros(head.shape, wide) if options.with_head and not in_pieces else None
+    dhead = jnp.zeros(head.shape, wide) if static.with_head and not in_pieces else None
     carry = (jnp.zeros((), weights.dtype), dhead)
     # Chunks may be small where they do not read and write the gradient of the head.
-    chunk = min(options.chunk, _PIECES_CHUNK) if in_pieces else options.chunk
+    chunk = min(static.chunk, _PIECES_CHUNK) if in_pieces else static.chunk
     (total, dhead), (dhidden, dlogits) = _over_chunks(
         add_chunk, carry, chunk, hidden, labels, weights
     )
     tokens = hidden.reshape(-1, hidden.shape[-1])
-    if options.with_head:
+    if static.with_head:
         # One row at a time would be as exact: rows do not depend on each other.
         rows, of = len(head), lambda rows: contract_tokens(jnp.take(tokens, rows, axis=1), dlogits)
         dhead = InPieces(of, rows, finish, _PIECES) if in_pieces else Sum(dhead, finish)
@@ -275,8 +275,8 @@ def _is_smaller_in_pieces(head: jax.Array, dtype: Any, tokens: int, devices: int
     return stored < carried
 
 
-def _cross_entropy_bwd(options, residuals, dloss):
-    del options
+def _cross_entropy_bwd(static, residuals, dloss):
+    del static
     dhidden, dhead, inverse = residuals
     scales = (dloss * inverse, dloss)
     scaled = tuple(

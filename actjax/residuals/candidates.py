@@ -15,7 +15,7 @@ from actjax.residuals.graph.equations import joined_scopes
 from actjax.residuals.graph.origins import Origin, Origins
 from actjax.residuals.graph.rebuilding import Graph, is_cheap
 from actjax.residuals.graph.variables import is_floating
-from actjax.residuals.stored_by import StoredBy, fitted, in_bits
+from actjax.residuals.residual_codecs import ResidualCodec, fitted, in_bits
 
 LARGEST_OVER_SMALL = 32
 """If the rule is a codec, arrays smaller than the largest by more than this factor stay exact:
@@ -83,7 +83,7 @@ Rule = Callable[[Candidate], Codec | Literal["leave"] | None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Remat:
+class Recompute:
     """The part of a function that is computed again in the backward pass.
 
     Attributes:
@@ -110,7 +110,7 @@ class Settings:
 
     rule: Rule | Codec
     rebuild: bool = True
-    remat: Remat | None = None
+    remat: Recompute | None = None
     scope: str = ""
     layers: int = 1
 
@@ -162,14 +162,14 @@ def describe(
     return _told_apart(arrays)
 
 
-def decide(arrays: list[Kept], rule: Rule | Codec) -> tuple[list[StoredBy | None], list[str]]:
+def decide(arrays: list[Kept], rule: Rule | Codec) -> tuple[list[ResidualCodec | None], list[str]]:
     """Returns what stores each array, and for those that are stored exactly the reason."""
     largest = max((k.candidate.size for k in arrays if not k.reason), default=0)
     is_small = lambda c: not c.shape or c.size * LARGEST_OVER_SMALL < largest  # noqa: E731
     if isinstance(rule, Codec):
         codec = rule
         rule = lambda c: None if is_small(c) or not largest else codec  # noqa: E731
-    codecs: list[StoredBy | None] = []
+    codecs: list[ResidualCodec | None] = []
     reasons: list[str] = []
     for k in arrays:
         what, stored, reason = k.candidate, None, k.reason

@@ -16,7 +16,7 @@ from jax.extend import core
 
 from actjax.codecs import Codec
 from actjax.residuals.arrays_alone import open_function
-from actjax.residuals.candidates import Candidate, Remat, Rule, Settings
+from actjax.residuals.candidates import Candidate, Recompute, Rule, Settings
 from actjax.residuals.checks import check_function, check_positions, positions_of
 from actjax.residuals.graph.equations import (
     CUSTOM_VJP,
@@ -34,7 +34,7 @@ from actjax.residuals.graph.segments import cut, pieces
 from actjax.residuals.graph.variables import is_floating
 from actjax.residuals.passes import key_of, run_compressed
 from actjax.residuals.plan import make_plan
-from actjax.residuals.stored_by import Reshaped
+from actjax.residuals.residual_codecs import Reshaped
 
 _FIRST_LOOP = 2**30
 """First number that the keys of loops are folded with. Arrays use smaller numbers."""
@@ -245,7 +245,7 @@ def _run_segments(
     dies: Sequence[bool],
     fixed: Sequence[bool],
     settings: Settings,
-    remat: Remat,
+    remat: Recompute,
     key: Any,
 ) -> list[Any]:
     """Runs a program whose backward pass computes its segments again.

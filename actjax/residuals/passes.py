@@ -16,7 +16,7 @@ from actjax.residuals.candidates import LEFT
 from actjax.residuals.graph.equations import run_equation
 from actjax.residuals.graph.programs import run_inlined
 from actjax.residuals.plan import ResidualPlan
-from actjax.residuals.stored_by import StoredBy
+from actjax.residuals.residual_codecs import ResidualCodec
 
 LIFETIME = 32
 """Number of backward equations for which a decoded or rebuilt value is reused; after that it is
@@ -114,7 +114,7 @@ def _written_out(cotangent: Any) -> jax.Array:
 def _run_backward(
     plan: ResidualPlan,
     codes: Sequence[Any],
-    codecs: Sequence[StoredBy | None],
+    codecs: Sequence[ResidualCodec | None],
     cotangents: Sequence[Any],
 ) -> list[Any]:
     """Runs the pullback; decodes or rebuilds each residual just before it is first read.
@@ -174,7 +174,7 @@ class _Store:
         self,
         plan: ResidualPlan,
         codes: Sequence[Any],
-        codecs: Sequence[StoredBy | None],
+        codecs: Sequence[ResidualCodec | None],
         clock: jax.Array,
     ) -> None:
         """Takes the codes of the forward pass and the first cotangent.

@@ -18,7 +18,7 @@ from actjax.residuals.graph.equations import is_marked
 from actjax.residuals.graph.programs import inlined
 from actjax.residuals.graph.rebuilding import Graph
 from actjax.residuals.graph.variables import nbytes
-from actjax.residuals.stored_by import StoredBy
+from actjax.residuals.residual_codecs import ResidualCodec
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,7 +42,7 @@ class ResidualPlan:
     forward: core.ClosedJaxpr
     outputs: int
     kept: tuple[Kept, ...]
-    codecs: tuple[StoredBy | None, ...]
+    codecs: tuple[ResidualCodec | None, ...]
     leaves: tuple[core.Var | core.Literal, ...]
     graph: Graph
     backward: core.ClosedJaxpr

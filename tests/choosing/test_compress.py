@@ -16,10 +16,10 @@ from flax import nnx
 from residuals.residual_helpers import normal, relative_error
 
 import actjax
+from actjax.choosing.alternatives import fewer_codes
 from actjax.choosing.choice import KEEP, Choice, Tried, preferred
 from actjax.choosing.compress import parse_bytes
 from actjax.choosing.measure import worst_error
-from actjax.choosing.ways import fewer_codes
 from actjax.codecs.levels import AnyLevels
 from actjax.residuals.graph.products import product_flops
 

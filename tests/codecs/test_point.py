@@ -219,7 +219,7 @@ def test_a_ratio_is_rounded_and_at_least_one_point(ratio, count):
 def test_the_block_of_tokens_changes_nothing(block, monkeypatch, x64):
     codec = PointApproximation(points=4)
     want = encode(codec, tokens())
-    monkeypatch.setattr("actjax.kernels.point_assignment.reference._MAX_SCORES", 4 * block)
+    monkeypatch.setattr("actjax.codecs.point._MAX_SCORES", 4 * block)
     # Another function, so that it is traced again.
     got = jax.jit(lambda x: codec.encode(x, KEY))(tokens())
     np.testing.assert_array_equal(got.index, want.index)

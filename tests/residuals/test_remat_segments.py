@@ -11,7 +11,7 @@ from residuals.residual_helpers import normal, relative_error
 
 import actjax
 from actjax import Quantized
-from actjax.residuals.candidates import Remat, Settings
+from actjax.residuals.candidates import Recompute, Settings
 from actjax.residuals.function import compressed_function
 
 LAYERS, WIDTH = 6, 32
@@ -41,7 +41,7 @@ def keep(_):
     """A rule that keeps everything."""
 
 
-again = functools.partial(Settings, keep, remat=Remat())
+again = functools.partial(Settings, keep, remat=Recompute())
 both = pytest.mark.parametrize("fun", [unrolled, scanned], ids=lambda f: f.__name__)
 
 
@@ -65,7 +65,7 @@ def test_under_a_scan_memory_is_that_of_checkpoint_around_each_layer():
     by_hand = memory(functools.partial(scanned, run=jax.checkpoint(layer)))
     own, codes = (
         memory(compressed_function(scanned, settings))
-        for settings in (again(), Settings(Quantized(4), remat=Remat(codes=True)))
+        for settings in (again(), Settings(Quantized(4), remat=Recompute(codes=True)))
     )
     assert memory(scanned) > stack
     assert own <= 1.05 * by_hand < stack
@@ -88,7 +88,7 @@ def test_with_codes_each_array_of_each_segment_has_a_label(fun):
         found.append(what.label)
         return Quantized(8, group=32)
 
-    small = compressed_function(fun, Settings(rule, remat=Remat(codes=True)))
+    small = compressed_function(fun, Settings(rule, remat=Recompute(codes=True)))
     got, exact = (jax.jit(jax.grad(f))(WEIGHTS, X) for f in (small, fun))
     assert 1e-6 < relative_error(got, exact) < 0.05
     labels = set(found)
@@ -135,7 +135,7 @@ def test_data_that_a_foreign_rule_refuses_to_differentiate_stays_data():
             x = scaled(layer(x, jax.tree.map(lambda w, i=i: w[i], weights)), by)
         return jnp.mean(jnp.sin(x))
 
-    settings = Settings(Quantized(8, group=32), remat=Remat(codes=True))
+    settings = Settings(Quantized(8, group=32), remat=Recompute(codes=True))
     got, exact = (
         jax.jit(jax.grad(f))(WEIGHTS, X) for f in (compressed_function(fun, settings), fun)
     )

@@ -115,7 +115,7 @@ def _encode(
             part, first = sliced, number == 0
             values = [_value(refs, part, i, keep_whole=first) for i in range(part.slices)]
             if format.rotate:
-                values = butterflies.rotate(part, values, refs["signs"], format.group)
+                values = butterflies.rotate_slices(part, values, refs["signs"], format.group)
             if first:
                 offset, scale = _fit(part, values, format)
                 _store_scales(refs, part, offset, scale, format)

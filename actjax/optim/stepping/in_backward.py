@@ -45,7 +45,7 @@ from actjax.optim.stepping.apply import (
 )
 from actjax.optim.stepping.apply import init as init_layerwise
 from actjax.optim.stepping.clipping import Clipping, PartNorms, followed, squared_norm
-from actjax.optim.stepping.layer_vjp import LayerVjp, form_of
+from actjax.optim.stepping.layer_vjp import LayerVjp, shape_structs
 from actjax.optim.stepping.pieces import filled, without
 
 
@@ -495,7 +495,7 @@ class _Step:
         """Returns the loss times a weight, and its gradients: of parameters, and of the input."""
         both, after = {"rest": rest, "x": x}, self._settings.after
         loss, vjp = _differentiated(lambda p: after(p["rest"], p["x"], inputs), both)
-        form = form_of(loss)
+        form = shape_structs(loss)
         is_scalar = isinstance(form, jax.ShapeDtypeStruct) and form.shape == ()
         if not is_scalar or not jnp.issubdtype(form.dtype, jnp.floating):
             raise ValueError(f"`after` must return a floating point scalar, got {form}.")

@@ -11,7 +11,7 @@ from actjax._shards import is_partitioned
 from actjax.factored.taps import plan_taps
 
 
-def form_of(tree: Any) -> Any:
+def shape_structs(tree: Any) -> Any:
     """Returns the shapes and dtypes of a pytree of arrays."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree)
 
@@ -55,10 +55,10 @@ class LayerVjp:
             taps.split(block),
             x,
         )
-        if jax.tree.flatten(form_of(y)) != jax.tree.flatten(form_of(x)):
+        if jax.tree.flatten(shape_structs(y)) != jax.tree.flatten(shape_structs(x)):
             raise ValueError(
                 "the output of `layer` is the input of the next layer, so both must have one shape"
-                f" and dtype: it got {form_of(x)} and returned {form_of(y)}."
+                f" and dtype: it got {shape_structs(x)} and returned {shape_structs(y)}."
             )
         residuals, self._treedef = jax.tree.flatten(vjp)
         places = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves((arguments, inputs)))}

@@ -22,12 +22,12 @@ from actjax.choosing.choice import (
     rule_of,
     with_bits,
 )
-from actjax.choosing.measure import Loss, worst_error
+from actjax.choosing.measure import BoundLoss, worst_error
 from actjax.codecs import Codec, Quantized
 from actjax.codecs.levels import AnyLevels
-from actjax.residuals.candidates import Candidate, Remat, Settings
+from actjax.residuals.candidates import Candidate, Recompute, Settings
 from actjax.residuals.graph.products import product_flops
-from actjax.residuals.stored_by import fitted
+from actjax.residuals.residual_codecs import fitted
 
 MEASURED_BITS = 4
 """Bits at which the error of each array is measured. The error at other bits follows from it."""
@@ -64,10 +64,10 @@ class _Program:
     products: float
 
 
-class Ways:
+class Alternatives:
     """Compiles and runs the gradient of a loss on one batch, in each way."""
 
-    def __init__(self, loss: Loss, codec: Quantized, memory: Memory | None = None) -> None:
+    def __init__(self, loss: BoundLoss, codec: Quantized, memory: Memory | None = None) -> None:
         """Takes a loss with its arguments.
 
         Args:
@@ -96,7 +96,7 @@ class Ways:
         tried = Tried("exact", exact.memory, 0.0, 0.0)
         yield Choice("exact", {}, False, False, False, (tried,))
         self._exact_products = exact.products
-        settings = Settings(_keep, remat=Remat())
+        settings = Settings(_keep, remat=Recompute())
         again = self._compile(self.gradient(settings), self._leaves) if remat else exact
         # The way that takes less memory computes the gradient that the others are compared with.
         self._exact = min((exact, again), key=lambda p: p.memory).run(self._leaves)
@@ -112,11 +112,11 @@ class Ways:
             if budget is not None and again.memory <= budget:
                 yield from self._in_part(budget, again.products)
             yield Choice("remat", {}, True, False, False, (tried,))
-            yield self._with_codes("remat and codes", Remat(codes=True), error, False)
+            yield self._with_codes("remat and codes", Recompute(codes=True), error, False)
         if offload and budget is not None:
             yield self._with_codes("codes on the host", None, error, True)
             if remat:
-                yield self._with_codes("remat and codes on the host", Remat(True), error, True)
+                yield self._with_codes("remat and codes on the host", Recompute(True), error, True)
 
     def untouched(self) -> float:
         """Returns the share of the parameters in arrays whose gradient is zero on the batch."""
@@ -130,7 +130,7 @@ class Ways:
         low, high = 0, _PARTS
         while high - low > 1:
             middle = (low + high) // 2
-            settings = Settings(_keep, remat=Remat(share=middle / _PARTS))
+            settings = Settings(_keep, remat=Recompute(share=middle / _PARTS))
             program = self._compile(self.gradient(settings), self._leaves)
             if program.memory > budget:
                 low = middle
@@ -155,7 +155,9 @@ class Ways:
             result.append((what, nbytes))
         return tuple(result)
 
-    def _with_codes(self, name: str, remat: Remat | None, error: float, offload: bool) -> Choice:
+    def _with_codes(
+        self, name: str, remat: Recompute | None, error: float, offload: bool
+    ) -> Choice:
         """Chooses bits for one way, and measures it."""
         bits = self._choose(codable(self._candidates(remat)), remat, error)
         while True:
@@ -171,7 +173,7 @@ class Ways:
         return Choice(name, bits, remat is not None, remat is not None, offload, (tried,))
 
     def _choose(
-        self, arrays: Sequence[Candidate], remat: Remat | None, error: float
+        self, arrays: Sequence[Candidate], remat: Recompute | None, error: float
     ) -> Mapping[str, int]:
         """Returns bits for arrays, by the error of the gradient for each of them."""
         if not arrays:
@@ -186,7 +188,7 @@ class Ways:
         return chooser.bits
 
     def _error_at_levels(
-        self, groups: Sequence[Sequence[Candidate]], remat: Remat | None
+        self, groups: Sequence[Sequence[Candidate]], remat: Recompute | None
     ) -> Callable[[np.ndarray], float]:
         """Returns a function from the highest level of each group to the error of the gradient."""
         number = {c.label: i for i, group in enumerate(groups) for c in group}

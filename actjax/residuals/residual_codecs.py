@@ -75,10 +75,10 @@ class Reshaped:
         return self.codec.decode(code).reshape(self.shape)
 
 
-StoredBy = Codec | BitMask | Reshaped
+ResidualCodec = Codec | BitMask | Reshaped
 
 
-def in_bits(shape: tuple[int, ...]) -> StoredBy:
+def in_bits(shape: tuple[int, ...]) -> ResidualCodec:
     """Returns what stores booleans of a shape, in bytes that are full if they can be."""
     axes, last = 0, 1
     for size in reversed(shape):
@@ -89,7 +89,7 @@ def in_bits(shape: tuple[int, ...]) -> StoredBy:
     return mask if grouped == shape else Reshaped(mask, shape, grouped)
 
 
-def fitted(codec: Codec, shape: tuple[int, ...], dtype: str) -> StoredBy | None:
+def fitted(codec: Codec, shape: tuple[int, ...], dtype: str) -> ResidualCodec | None:
     """Returns what stores an array with a codec; None if a code would be larger than the array."""
     if not shape:  # The codec raises an error that says so.
         return codec

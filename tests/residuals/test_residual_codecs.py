@@ -7,7 +7,7 @@ import pytest
 from residuals.residual_helpers import held_bytes, normal
 
 from actjax import Quantized, compress_residuals, explain
-from actjax.residuals.stored_by import Reshaped, fitted, in_bits
+from actjax.residuals.residual_codecs import Reshaped, fitted, in_bits
 
 
 def coded(bits):
