@@ -1,4 +1,4 @@
-"""A BERT encoder on labelled lines of text: full training, adapters and a subspace.
+"""A BERT encoder on labeled lines of text: full training, adapters and a subspace.
 
 `python -m examples.bert --steps 300` tells code, comments and docstrings of Python's standard
 library apart. The encoder first learns to fill in masked words of the same lines; all methods then

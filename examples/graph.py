@@ -1,7 +1,7 @@
 """A graph network of jraph on a graph of handwritten digits: node classification.
 
 `python -m examples.graph --steps 200` makes a graph of the 1,797 digits that come with
-scikit-learn: each is joined to its nearest neighbours. A few digits of each class have a label, and
+scikit-learn: each is joined to its nearest neighbors. A few digits of each class have a label, and
 the network predicts the others. `--layer gat` takes graph attention, which stores arrays of the
 number of edges.
 """
@@ -37,8 +37,8 @@ class Config(compare.Settings):
     """Number of layers."""
     width: int = 64
     """Number of features of a node."""
-    neighbours: int = 8
-    """Number of nearest neighbours that a node is joined to."""
+    neighbors: int = 8
+    """Number of nearest neighbors that a node is joined to."""
     labels: int = 10
     """Number of nodes of each class that have a label."""
 
@@ -88,34 +88,34 @@ class GraphNetwork(nnx.Module):
 def load_graph(config: Config) -> tuple[jraph.GraphsTuple, np.ndarray, np.ndarray]:
     """Returns the graph, the class of each node, and whether a node has a label."""
     data = sklearn.datasets.load_digits()
-    near = sklearn.neighbors.kneighbors_graph(data.data, config.neighbours)
+    near = sklearn.neighbors.kneighbors_graph(data.data, config.neighbors)
     graph = networkx.from_scipy_sparse_array(near)  # Undirected.
     edges = np.asarray(graph.to_directed().edges, np.int32)
     itself = np.arange(len(data.target), dtype=np.int32)
     senders, receivers = (np.concatenate([edges[:, i], itself]) for i in range(2))
     pixels = (data.data - data.data.mean()) / data.data.std()
-    labelled = np.zeros(len(data.target), bool)
+    labeled = np.zeros(len(data.target), bool)
     for digit in range(10):
-        labelled[np.flatnonzero(data.target == digit)[: config.labels]] = True
+        labeled[np.flatnonzero(data.target == digit)[: config.labels]] = True
     nodes = jnp.asarray(pixels, jnp.float32)
     count = (jnp.asarray([len(x)]) for x in (nodes, senders))
     whole = jraph.GraphsTuple(
         nodes, None, jnp.asarray(receivers), jnp.asarray(senders), None, *count
     )
-    return whole, data.target.astype(np.int32), labelled
+    return whole, data.target.astype(np.int32), labeled
 
 
 def loss(model: GraphNetwork, batch: compare.Batch, **how: bool) -> jax.Array:
     """Returns the mean cross-entropy of the nodes with a label."""
     logits = model(batch["graph"], **how)
     entropy = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
-    return jnp.mean(entropy, where=batch["labelled"])
+    return jnp.mean(entropy, where=batch["labeled"])
 
 
 def run(config: Config) -> tuple[compare.Example, list[dict[str, Any]]]:
     """Returns the example and its rows."""
-    graph, labels, labelled = load_graph(config)
-    batch = {"graph": graph, "labels": jnp.asarray(labels), "labelled": jnp.asarray(labelled)}
+    graph, labels, labeled = load_graph(config)
+    batch = {"graph": graph, "labels": jnp.asarray(labels), "labeled": jnp.asarray(labeled)}
 
     def batches(seed: int) -> Iterator[compare.Batch]:
         del seed  # The seed decides on the weights alone.
@@ -123,7 +123,7 @@ def run(config: Config) -> tuple[compare.Example, list[dict[str, Any]]]:
             yield batch
 
     def evaluate(model: GraphNetwork) -> dict[str, jax.Array]:
-        logits, others = model(graph), ~batch["labelled"]
+        logits, others = model(graph), ~batch["labeled"]
         entropy = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
         right = logits.argmax(-1) == batch["labels"]
         return {

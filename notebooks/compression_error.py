@@ -489,7 +489,7 @@ def draw_all(captured, results):
 draw_all(small, found)
 
 # %% [markdown]
-# The grey line is the error of storing nothing. Solid lines are low-rank codecs and PAMM, dashed
+# The gray line is the error of storing nothing. Solid lines are low-rank codecs and PAMM, dashed
 # and dotted lines are `Quantized`. The table has the same errors. Its first error, of the copy, and
 # bias and deviation of `dw`, are root mean squares over the four sites. Bias and deviation come
 # from 8 keys (64 for one codec of seven families). A codec without a key has no deviation: its
@@ -537,7 +537,7 @@ table_of_all(
 )
 
 # %% [markdown]
-# A random projection is above the grey line at every rank below `d`: the decoded activation is
+# A random projection is above the gray line at every rank below `d`: the decoded activation is
 # *worse than zeros*, as `E‖x_hat − x‖² = ‖x‖² (d + 1) / k` says. Its advantage is that it has no
 # bias. The next figure has the errors of low-rank codecs against the rank. One power iteration
 # brings the randomized SVD close to the best approximation of its rank.

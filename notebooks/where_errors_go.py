@@ -542,7 +542,7 @@ def unit(x):
 
 
 class Chain:
-    """Some neighbouring layers of a model."""
+    """Some neighboring layers of a model."""
 
     def __init__(self, model, streams, first, last):
         self.config, self.layers, self.streams = model.config, model.layers, streams
@@ -984,7 +984,7 @@ print(f"{'from the formula':28s} compression / sampling: {cells}")
 #   sampling alone. But its bias does not average out over steps.
 # - The bound in the appendix, with `‖G_l‖² ‖Δ_l‖²`, is 250 to 560 times the second term.
 # - Most of the sum comes from the first layer, and from v, o and down.
-# - The share of dither is nearly the same for B = 1, 2 and 4. That of a random projection grows
+# - The share of dither is nearly the same for B = 1, 2 and 4. A random projection's share grows
 #   with B, in the measurement and in the formula (B = 16 is half of all samples here).
 # - Nonlinear operators, which the theorem leaves out, add at most 0.001 with 3 or 4 bits.
 #

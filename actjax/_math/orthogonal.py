@@ -1,7 +1,7 @@
 """Orthonormal bases by matrix products: Cholesky factors of the Gram matrix, shifted, twice.
 
 Yamamoto et al., "Roundoff error analysis of the CholeskyQR2 algorithm" (2015); the shift is that of
-Fukaya et al. (2020). Each of the two steps takes two matrix products and a k by k factorisation,
+Fukaya et al. (2020). Each of the two steps takes two matrix products and a k by k factorization,
 and no Householder QR. So it runs at the speed of matrix products and partitions over rows.
 """
 
@@ -45,7 +45,7 @@ def _cholesky_qr(y: jax.Array) -> jax.Array:
 def _shifted_cholesky(gram: jax.Array, rows: int) -> jax.Array:
     """Returns the Cholesky factor of a Gram matrix plus a multiple of the identity.
 
-    A shift above the rounding errors of the Gram matrix keeps the factorisation real. A shift
+    A shift above the rounding errors of the Gram matrix keeps the factorization real. A shift
     relative to each column would amplify what rounding leaves of dependent columns.
 
     Args:
@@ -72,7 +72,7 @@ def _shifted_cholesky(gram: jax.Array, rows: int) -> jax.Array:
 def for_each_matrix(fun: Callable[..., Any], *stacks: jax.Array) -> Any:
     """Applies a function of matrices to stacks [..., m, n], one matrix after the other.
 
-    It is for factorisations by LAPACK. Batched ones can hang on a CPU (QR in JAX 0.10 on two busy
+    It is for factorizations by LAPACK. Batched ones can hang on a CPU (QR in JAX 0.10 on two busy
     cores) or corrupt memory (jax-ml/jax issue 39292); on a GPU they run one by one anyway.
     """
     lead = stacks[0].shape[:-2]

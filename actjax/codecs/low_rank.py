@@ -3,7 +3,7 @@
 Wei et al. (2026), section 4, store `x ≈ u vᵀ` with `u` [T, k] and `v` [d, k]; the weight gradient
 `v (uᵀ dz)` then costs `2 k (T + d) n` operations instead of `2 T d n`. The randomised range finder
 follows Halko, Martinsson and Tropp, "Finding structure with randomness" (2011), with one change:
-the sketch is orthonormalised with Cholesky factors of its Gram matrix (`actjax._math.orthogonal`),
+the sketch is orthonormalized with Cholesky factors of its Gram matrix (`actjax._math.orthogonal`),
 which runs at the speed of matrix products and partitions over tokens.
 """
 
@@ -127,14 +127,14 @@ class RandomizedSVD(FactoredCodec):
     `E‖x_hat − x‖ <= sqrt(1 + (k − p) / (p − 1)) (Σ_{j > k − p} σ_j²)^½`
     (Halko et al., Theorem 10.5); each power iteration brings it closer to the best.
     Devices: add up `v` [d, k] and `uᵀ dz` [k, n] in place of the gradient [d, n], k² numbers for
-      each orthonormalisation, and [d, k] for each power iteration.
+      each orthonormalization, and [d, k] for each power iteration.
     Biased: `x_hat` is a projection of `x`, so what lies outside the span of `u` is lost.
     Source: Wei et al. (2026), section 4, "RSVD"; Halko et al. (2011), algorithms 4.3 and 4.4.
 
     Attributes:
       rank: k.
       power_iterations: how often `x xᵀ` is applied to the sketch `x Ω`, with `Ω` [d, k] of normal
-        numbers. The sketch is orthonormalised after each time.
+        numbers. The sketch is orthonormalized after each time.
     """
 
     rank: int

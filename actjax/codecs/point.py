@@ -2,7 +2,7 @@
 
 Follows PAMM ("QKV Projections Require a Fraction of Their Memory", arXiv 2506.02939): random
 rows of `x` as generating points, assignment by absolute cosine, aggregation of `dz` before the
-product. Two details differ: the normalisation β is multiplied into the stored coefficients, and the
+product. Two details differ: the normalization β is multiplied into the stored coefficients, and the
 assignment has the narrowest unsigned integer dtype that fits.
 """
 

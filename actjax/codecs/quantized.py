@@ -42,7 +42,7 @@ _CHOICES = {"rounding": Rounding, "scaling": Scaling, "scale_dtype": ScaleDtype,
 class Quantized(Codec):
     """Stores each number of `x` in 1, 2, 3, 4, 5, 6 or 8 bits.
 
-    With scaling="group", `group` neighbouring features of a token share a scale and an offset
+    With scaling="group", `group` neighboring features of a token share a scale and an offset
     (their lowest value). With scaling="channel", all tokens of a feature share a scale, and the
     levels are symmetric about zero. `Δ`, the scale, is the distance between two levels:
     `(max - min) / (2^bits - 1)`.

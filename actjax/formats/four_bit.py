@@ -220,7 +220,7 @@ def rank_one_zeros(shape: Sequence[int], dtype: Any, group: int = GROUP) -> Rank
 
 
 def signed_index(size: jax.Array, offset: jax.typing.ArrayLike) -> jax.Array:
-    """Returns one of the two neighbouring levels of magnitudes in [0, 1] as an index, int32.
+    """Returns one of the two neighboring levels of magnitudes in [0, 1] as an index, int32.
 
     The levels are 0, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8 and 1: the smaller of two lines through them.
 

@@ -3,7 +3,7 @@
 They come from a counter-based generator, as in Salmon et al., "Parallel random numbers: as easy as
 1, 2, 3" (2011): the numbers do not depend on the order in which they are drawn. The function is
 shorter than those of the paper, since encoding has time for about ten integer operations per
-number: a product mixes the counter with the seed, then follows the finaliser of MurmurHash3
+number: a product mixes the counter with the seed, then follows the finalizer of MurmurHash3
 (Appleby, 2011). This is enough for rounding, but not for cryptography.
 """
 
@@ -38,10 +38,10 @@ def halves(words: jax.Array) -> tuple[jax.Array, jax.Array]:
     Each has 16 bits and is the middle of its interval, so that the mean is zero.
     """
     low, high = words & np.uint32(0xFFFF), words >> np.uint32(16)
-    return _centred(low), _centred(high)
+    return _centered(low), _centered(high)
 
 
-def _centred(sixteen_bits: jax.Array) -> jax.Array:
+def _centered(sixteen_bits: jax.Array) -> jax.Array:
     # GPUs convert signed integers to floats faster than unsigned ones.
     number = sixteen_bits.astype(jnp.int32).astype(jnp.float32)
     return number * np.float32(2**-16) + np.float32(2**-17 - 0.5)

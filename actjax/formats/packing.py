@@ -18,7 +18,7 @@ BITS = tuple(PLANES)
 def pack(codes: jax.Array, bits: int, group: int | None = None) -> tuple[jax.Array, ...]:
     """Returns `codes` [..., d] as arrays of bytes, one array for each plane of bits.
 
-    A byte holds features that are far apart, not neighbours: in a plane of 4 bits, byte `j` of a
+    A byte holds features that are far apart, not neighbors: in a plane of 4 bits, byte `j` of a
     run of `r` features is `codes[j] | codes[j + w] << 4`, with `w = ceil(r / 2)`. So nothing moves
     between lanes, and a kernel that loads a group loads whole bytes.
 

@@ -1,7 +1,7 @@
 """Rotating features by Hadamard matrices, which spreads a large feature over its whole block.
 
 As in QuaRot (Ashkboos et al., 2024), with random signs before the rotation. Without the signs, the
-common part of neighbouring features would all go into one coordinate.
+common part of neighboring features would all go into one coordinate.
 """
 
 import functools

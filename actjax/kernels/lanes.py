@@ -31,7 +31,7 @@ class Group(NamedTuple):
       index: its number.
       size: its numbers, 128 but for the last.
       at: the lanes of its numbers in a row.
-      bytes_at: the lanes of its bytes, and of those of its neighbour.
+      bytes_at: the lanes of its bytes, and of those of its neighbor.
     """
 
     index: int

@@ -1,1 +1,1 @@
-"""The backward pass of RMS normalisation, from few bits."""
+"""The backward pass of RMS normalization, from few bits."""

@@ -1,4 +1,4 @@
-"""The backward pass of RMS normalisation from its input or a code of it."""
+"""The backward pass of RMS normalization from its input or a code of it."""
 
 import dataclasses
 from typing import Any

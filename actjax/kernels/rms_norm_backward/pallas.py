@@ -136,7 +136,7 @@ def _run(rows: _Rows, read: Any, refs: Sequence[Any], eps: float) -> None:
 def _row_gradients(
     part: tiles.Part, read: Any, dy_ref: Any, factors: list[jax.Array], eps: float, features: int
 ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
-    """Returns the normalised values, `dy` and `dx` of a row, as a list of slices each."""
+    """Returns the normalized values, `dy` and `dx` of a row, as a list of slices each."""
     masks = [part.exists(n) for n in range(part.slices)]
     # Numbers that do not exist decode to arbitrary values.
     values = _where_exists(read.decode(part), masks)

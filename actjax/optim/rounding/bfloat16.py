@@ -2,7 +2,7 @@
 
 A bfloat16 number is a float32 number whose lower 16 bits are zero. Without their signs, the bits of
 floats are integers in the order of the values. Adding to these integers and cutting lower bits off
-therefore rounds to a neighbour everywhere: at powers of two, where the spacing changes, among
+therefore rounds to a neighbor everywhere: at powers of two, where the spacing changes, among
 subnormals, and from zero. Only the step from the largest finite number to infinity is excluded.
 
 Every result is cut by a mask before it is converted. XLA may drop a conversion to bfloat16 and back
@@ -46,9 +46,9 @@ def words_by_position(shape: tuple[int, ...], seed: jax.Array) -> jax.Array:
 
 
 def round_stochastically(x: jax.Array, words: jax.Array) -> jax.Array:
-    """Returns a neighbour in bfloat16 of each number: the nearer, the more often.
+    """Returns a neighbor in bfloat16 of each number: the nearer, the more often.
 
-    16 random bits are added to the lower 16 bits, which are then cut off. The upper neighbour comes
+    16 random bits are added to the lower 16 bits, which are then cut off. The upper neighbor comes
     with a probability of exactly the distance from the lower one, in spacings: the mean over the
     random bits is `x`. A number that bfloat16 represents stays, and so do infinities. A finite
     number stays finite. A zero has no sign.
@@ -69,7 +69,7 @@ def round_stochastically(x: jax.Array, words: jax.Array) -> jax.Array:
 def difference(new: jax.Array, old: jax.Array) -> jax.Array:
     """Returns an update, float32, with which `old + update`, rounded to nearest, is `new`.
 
-    `new` is a neighbour in bfloat16 of `old + u`, a sum in float32. Exceptions: differences below
+    `new` is a neighbor in bfloat16 of `old + u`, a sum in float32. Exceptions: differences below
     1.2e-38, if the device replaces subnormal numbers with zero, so that weights below 3e-36 may
     stay; and differences above 3.4e38, which float32 does not represent.
 
@@ -87,7 +87,7 @@ def difference(new: jax.Array, old: jax.Array) -> jax.Array:
     #   that `old` is a multiple of 2^(e - 7), and k is e - 1, e or e + 1. The number at distance
     #   2^k from `old`, on the side of `new`, is a bfloat16. No rounding passes it: either `new` is
     #   this number, and the difference 2^k, or |u| >= 2^k.
-    # - Then u is a multiple of 2^(k - 23), and therefore s, its neighbour `new`, and `new - old`,
+    # - Then u is a multiple of 2^(k - 23), and therefore s, its neighbor `new`, and `new - old`,
     #   which is below 2^(k + 1) and so has at most 24 bits.
     #
     # The comparison is for infinities: one minus itself would be NaN.

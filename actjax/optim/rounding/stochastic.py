@@ -193,7 +193,7 @@ def stochastic_rounding(
 ) -> RoundedTransformation:
     """Wraps a transform so that bfloat16 weights are rounded stochastically after each update.
 
-    A weight plus its update, added in float32, becomes one of its two neighbours in bfloat16: the
+    A weight plus its update, added in float32, becomes one of its two neighbors in bfloat16: the
     nearer, the more often. Nothing is lost on average, however small the update. Rounding to
     nearest, which JAX and optax do, loses every update below 1/512 of the weight.
 
