@@ -1,56 +1,67 @@
-"""Levels for normally distributed numbers."""
+"""Levels for normally distributed numbers, found and looked up bit by bit.
+
+Registers of a kernel cannot be indexed, and a CPU takes many times longer for a lookup: each bit
+selects among the levels that may follow. The levels are symmetric about zero, so magnitudes are
+searched: half as many.
+"""
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from actjax._math.precision import over
+
+def nearest_code(position: jax.Array, bits: int) -> jax.Array:
+    """Returns the codes of the "normal" levels that are nearest to numbers, int32."""
+    place = jnp.zeros(position.shape, jnp.int32)
+    for above in _steps(position, bits):
+        place = place * 2 + above.astype(jnp.int32)
+    # From the middle up, or from the code below the middle down.
+    half = 2 ** (bits - 1)
+    return jnp.where(position > 0, half + place, half - 1 - place)
 
 
-def nearest_level(part: jax.Array, scale: jax.Array, bits: int) -> jax.Array:
-    """Returns the codes of the "normal" levels that are nearest to `part / scale`, uint8."""
-    position = over(part, scale)
-    levels, half = normal_levels(bits), 2 ** (bits - 1)
-    bounds = tuple((levels[1:] + levels[:-1])[half:] / 2)
-    # The levels are symmetric about zero. The place among those of one sign is found bit by bit.
-    size = jnp.abs(position)
-    steps: list[jax.Array] = []
-    for _ in range(bits - 1):
-        steps.append(size > _middle(bounds, steps))
-    place = sum((bit.astype(jnp.int32) << i for i, bit in enumerate(reversed(steps))), 0)
-    return jnp.where(position > 0, half + place, half - 1 - place).astype(jnp.uint8)
+def nearest_value(position: jax.Array, bits: int) -> jax.Array:
+    """Returns the "normal" levels that are nearest to numbers."""
+    size = _selected(_magnitudes(bits, position.dtype), _steps(position, bits))
+    return jnp.where(position > 0, size, -size)
 
 
-def level_values(codes: jax.Array, bits: int, dtype: Any) -> jax.Array:
+def value_of(codes: jax.Array, bits: int, dtype: Any) -> jax.Array:
     """Returns the "normal" levels of codes for a scale of 1."""
     half = 2 ** (bits - 1)
-    positive = codes >= half
-    place = jnp.where(positive, codes, 2 * half - 1 - codes).astype(jnp.uint8)
-    # Selected by the bits of the place: a CPU takes many times longer for a lookup.
-    steps = [((place >> i) & 1).astype(bool) for i in reversed(range(bits - 1))]
-    size = _leaf(tuple(normal_levels(bits)[half:]), steps)
-    return jnp.where(positive, size, -size).astype(dtype)
+    place = jnp.where(codes < half, 2 * half - 1 - codes, codes)
+    steps = [(place & (1 << bit)) != 0 for bit in reversed(range(bits - 1))]
+    size = _selected(_magnitudes(bits, dtype), steps)
+    return jnp.where(codes < half, -size, size)
 
 
-def _middle(bounds: tuple[float, ...], bits: list[jax.Array]) -> Any:
-    """Returns the bound in the middle of those that the bits known so far leave, an odd number."""
-    middle = len(bounds) // 2
-    if not bits:
-        return bounds[middle]
-    above, below = bounds[middle + 1 :], bounds[:middle]
-    return jnp.where(bits[0], _middle(above, bits[1:]), _middle(below, bits[1:]))
+def _magnitudes(bits: int, dtype: Any) -> Sequence[Any]:
+    return normal_levels(bits)[2 ** (bits - 1) :].astype(dtype)
 
 
-def _leaf(values: tuple[float, ...], bits: list[jax.Array]) -> Any:
-    """Returns the value that the bits choose, most significant first."""
-    if not bits:
+def _steps(position: jax.Array, bits: int) -> list[jax.Array]:
+    """Returns the bits of the index of the nearest magnitude, the highest first."""
+    levels, size = normal_levels(bits)[2 ** (bits - 1) :], jnp.abs(position)
+    bounds = ((levels[1:] + levels[:-1]) / 2).astype(position.dtype)
+    steps: list[jax.Array] = []
+    for depth in range(bits - 1):
+        apart = 2 ** (bits - 1 - depth)
+        steps.append(size > _selected(bounds[apart // 2 - 1 :: apart], steps))
+    return steps
+
+
+def _selected(values: Sequence[Any], steps: list[jax.Array]) -> Any:
+    """Returns the value whose index has these bits, the highest first."""
+    if not steps:
         return values[0]
     half = len(values) // 2
-    return jnp.where(bits[0], _leaf(values[half:], bits[1:]), _leaf(values[:half], bits[1:]))
+    above, below = _selected(values[half:], steps[1:]), _selected(values[:half], steps[1:])
+    return jnp.where(steps[0], above, below)
 
 
 @functools.cache

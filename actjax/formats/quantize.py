@@ -9,7 +9,7 @@ import numpy as np
 from actjax._math.precision import accumulation_dtype, over
 from actjax.formats import code as fmt
 from actjax.formats import scales as group_scales
-from actjax.formats.levels import level_values, nearest_level
+from actjax.formats.levels import nearest_code, value_of
 from actjax.formats.noise import uniform
 from actjax.formats.packing import pack, unpack
 from actjax.formats.rotation import rotate_back
@@ -81,7 +81,7 @@ def codes_of(
       format: format of the code.
     """
     if format.levels == "normal":
-        return nearest_level(part, scale, format.bits)
+        return nearest_code(over(part, scale), format.bits).astype(jnp.uint8)
     top = 2**format.bits - 1
     position = over(part, scale) + top / 2 if offset is None else over(part - offset, scale)
     if shift is not None:
@@ -123,7 +123,7 @@ def values_of(
 ) -> jax.Array:
     """Returns the values of codes, as `codes_of` has them."""
     if format.levels == "normal":
-        return level_values(codes, format.bits, scale.dtype) * scale
+        return value_of(codes, format.bits, scale.dtype) * scale
     position = codes.astype(scale.dtype)
     if shift is not None:
         position = position - shift.astype(position.dtype)

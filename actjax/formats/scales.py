@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from actjax._math.precision import accumulation_dtype, over
 from actjax.formats.code import Format, ScaleDtype, Segment
-from actjax.formats.levels import level_values, nearest_level
+from actjax.formats.levels import nearest_code, value_of
 from actjax.formats.rotation import rotate
 
 
@@ -33,8 +33,9 @@ def fit_normal(part: jax.Array, axes: tuple[int, ...], format: Format) -> jax.Ar
     part = over(part, largest)
     deviation = jnp.sqrt(jnp.mean(part * part, axes, keepdims=True))
     # Computed once: XLA would fuse the search for levels into each of the sums.
-    codes = jax.lax.optimization_barrier(nearest_level(part, deviation, format.bits))
-    levels = jax.lax.optimization_barrier(level_values(codes, format.bits, part.dtype))
+    nearest = nearest_code(over(part, deviation), format.bits).astype(jnp.uint8)
+    codes = jax.lax.optimization_barrier(nearest)
+    levels = jax.lax.optimization_barrier(value_of(codes, format.bits, part.dtype))
     fitted = jnp.sum(part * levels, axes, keepdims=True) / jnp.sum(
         levels * levels, axes, keepdims=True
     )

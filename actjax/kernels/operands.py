@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from actjax.formats import code as fmt
-from actjax.formats import level_search
+from actjax.formats import levels as normal
 from actjax.formats.noise import halves, random_words
 from actjax.formats.packing import PLANES
 from actjax.formats.rotation import signs_row
@@ -119,7 +119,7 @@ class CodeRefs:
 
     def _value(self, code: jax.Array, offset: Any, scale: Any, shift: Any) -> jax.Array:
         if self.format.levels == "normal":
-            return level_search.value_of(code, self.format.bits) * scale
+            return normal.value_of(code, self.format.bits, jnp.float32) * scale
         position = code.astype(jnp.float32)
         if shift is not None:
             position = position - shift

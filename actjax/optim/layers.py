@@ -138,17 +138,10 @@ def split_gradient(gradient: Any, params: Any, layers: Callable[[Any], Any]) -> 
 
 def merge(stacked: Any, rest: Any, params: Any) -> Any:
     """Inverse of `split`, in the structure of `params`."""
-    pairs = zip(*(_leaves_with_holes(tree, params) for tree in (stacked, rest)), strict=True)
-    leaves = [a if b is None else b for a, b in pairs]
-    return jax.tree.unflatten(jax.tree.structure(params), leaves)
-
-
-def _leaves_with_holes(tree: Any, params: Any) -> list[Any]:
-    """Returns the leaves of a tree, in the order of `params`, with `None` where `split` put it."""
-    leaves = jax.tree.leaves(tree, is_leaf=lambda x: x is None)
+    columns = (jax.tree.leaves(x, is_leaf=lambda y: y is None) for x in (stacked, rest, params))
     # A parameter that is `None`, such as an absent bias, is not a leaf of `params`.
-    expected = jax.tree.leaves(params, is_leaf=lambda x: x is None)
-    return [leaf for leaf, weight in zip(leaves, expected, strict=True) if weight is not None]
+    leaves = [a if b is None else b for a, b, w in zip(*columns, strict=True) if w is not None]
+    return jax.tree.unflatten(jax.tree.structure(params), leaves)
 
 
 def count_layers(stacked: Any) -> int:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from actjax.formats import level_search
+from actjax.formats import levels as normal
 from actjax.formats.code import QuantizedCode
 from actjax.kernels import lanes
 from actjax.kernels.lanes import LANES, Group
@@ -58,7 +58,7 @@ def _kernel(features, plane, scales, signs, matrices, mean, spread, x) -> None:
     stored = scales[0].astype(jnp.float32)
     for group in lanes.groups_of(features):
         codes = _unpacked(plane[0, :, group.bytes_at].astype(jnp.int32), lane, group)
-        values = level_search.value_of(codes, 4) * stored[:, group.index : group.index + 1]
+        values = normal.value_of(codes, 4, jnp.float32) * stored[:, group.index : group.index + 1]
         # Lanes beyond the row hold anything.
         values = jnp.where(lane < group.size, values, 0)
         values = lanes.rotated(values, matrices, group) * (lanes.unit(group) * signs[:, group.at])

@@ -10,7 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from actjax._math.precision import over
 from actjax.formats import code as fmt
-from actjax.formats import level_search
+from actjax.formats import levels as normal
 from actjax.kernels import lanes
 from actjax.kernels.lanes import LANES, Group
 
@@ -92,12 +92,12 @@ def _encoded(values: jax.Array, lane: jax.Array, group: Group) -> tuple[jax.Arra
     largest = jnp.max(jnp.abs(values), axis=1, keepdims=True)
     relative = over(values, largest)
     mean_square = jnp.sum(relative * relative, axis=1, keepdims=True) * np.float32(1 / group.size)
-    level = level_search.nearest_value(over(relative, jnp.sqrt(mean_square)), 4)
+    level = normal.nearest_value(over(relative, jnp.sqrt(mean_square)), 4)
     level = jnp.where(exists, level, 0)
     fitted = jnp.sum(relative * level, axis=1, keepdims=True)
     fitted = fitted / jnp.sum(level * level, axis=1, keepdims=True)
     scale = (fitted * largest).astype(jnp.bfloat16).astype(jnp.float32)
-    codes = level_search.nearest_code(over(values, scale), 4)
+    codes = normal.nearest_code(over(values, scale), 4)
     return jnp.where(exists, codes, 0), scale
 
 

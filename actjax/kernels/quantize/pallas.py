@@ -14,7 +14,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from actjax._math.precision import over
 from actjax.formats import code as fmt
-from actjax.formats import level_search
+from actjax.formats import levels as normal
 from actjax.formats import scales as group_scales
 from actjax.formats.packing import PLANES
 from actjax.formats.rotation import signs_row
@@ -182,7 +182,7 @@ def _fit(
     largest = _largest([jnp.abs(v) for v in values])
     units = [over(v, largest) for v in values]
     deviation = jnp.sqrt(_total([u * u for u in units]) * np.float32(1 / part.size))
-    levels = [level_search.nearest_value(over(u, deviation), format.bits) for u in units]
+    levels = [normal.nearest_value(over(u, deviation), format.bits) for u in units]
     squares = [_where_exists(part, i, level * level, 0) for i, level in enumerate(levels)]
     fitted = _total([u * level for u, level in zip(units, levels, strict=True)]) / _total(squares)
     return None, _rounded(fitted * largest, 0, format)
@@ -245,7 +245,7 @@ def _round(
 ) -> jax.Array:
     """Returns the codes of numbers, int32."""
     if format.levels == "normal":
-        return level_search.nearest_code(over(value, scale), format.bits)
+        return normal.nearest_code(over(value, scale), format.bits)
     top, position = 2**format.bits - 1, over(value - offset, scale)
     # Without a shift it is already within the levels, up to the rounding of the last line.
     if shift is not None:
