@@ -29,7 +29,7 @@ from train.settings.flag_errors import naming_flag
 from train.text.chat import open_chat_template
 from train.text.corpus import open_corpus, open_whole
 from train.text.data import ValidationSet, validation_batches
-from train.text.tokenizer import Tokenizer, tokenizer_of
+from train.text.tokenizer import Tokenizer, check_vocabulary, tokenizer_of
 
 AttachAdapter = Callable[[Decoder, pathlib.Path], Decoder]
 """From a decoder and the folder of an adapter to the decoder with the adapter."""
@@ -126,11 +126,7 @@ def prepare(config: EvaluateConfig, attach_adapter: AttachAdapter = attach_lora)
         model_config, _ = read_dimensions(checkpoint)
     longest = model_config.max_seq_len
     tokenizer = tokenizer_of(checkpoint, config.tokenizer)
-    if tokenizer.vocab_size > model_config.vocab_size:
-        raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, but the model in '{checkpoint}' has"
-            f" {model_config.vocab_size}: `--tokenizer` belongs to another model."
-        )
+    check_vocabulary(tokenizer, f"the model in '{checkpoint}'", model_config.vocab_size)
     asked, writing, data = config.asked, config.writing, config.text.data
     encode = _encoder(config, tokenizer)
     questions = [] if asked.task is None else read_questions(asked, encode)

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 from rich.console import Console
 
 from models import Decoder, huggingface
@@ -19,7 +18,7 @@ from models.checkpoints import load_checkpoint, read_dimensions
 from models.lora import merge, quantize
 from models.peft import save_adapters
 from train.run import hosts
-from train.run.begin import Data, Weights, begin, check_sizes, first_state, run_identity
+from train.run.begin import begin, check_sizes, first_state, run_identity
 from train.run.calibration import calibrate
 from train.run.loop import Run, make_console, moved, prepare_and_train, put_rows, run_program
 from train.run.recipe import Recipe, build_recipe
@@ -28,17 +27,15 @@ from train.run.step import TrainState, model_of
 from train.settings import cli
 from train.settings.config import FinetuneConfig
 from train.settings.flag_errors import naming_flag
-from train.settings.resolve import ResolvedConfig, resolve
+from train.settings.resolve import resolve
 from train.text.examples import Examples, open_examples
 from train.text.packing import packed_batches, validation_set
-from train.text.tokenizer import Tokenizer, tokenizer_of
-
-PROG = "python -m train.finetune"
+from train.text.tokenizer import Tokenizer, check_vocabulary, tokenizer_of
 
 
 def main() -> None:
     """Reads the command line and trains. Exits with 2 if it cannot begin, with 1 on a NaN."""
-    config = cli.parse(FinetuneConfig, PROG, choices=FinetuneConfig.choices())
+    config = cli.parse(FinetuneConfig, "python -m train.finetune", choices=FinetuneConfig.choices())
     run_program(lambda: run(config, make_console()))
 
 
@@ -66,7 +63,7 @@ def prepare(given: FinetuneConfig, console: Console) -> Run:
       ValueError: settings that do not fit each other, the examples or a checkpoint.
       OSError: a file that cannot be read.
     """
-    checkpoint = _checkpoint(given)
+    checkpoint = pathlib.Path(given.checkpoint).expanduser()
     with hosts.failing_together():
         with naming_flag("--checkpoint"):
             model_config, dtype = read_dimensions(checkpoint)
@@ -75,75 +72,40 @@ def prepare(given: FinetuneConfig, console: Console) -> Run:
         check_sizes(config, mesh)
         recipe = build_recipe(config)
         tokenizer = tokenizer_of(checkpoint, given.tokenizer)
-        _check_vocabulary(config, tokenizer)
+        check_vocabulary(tokenizer, config.title, config.model_config.vocab_size)
         folder = given.tokenizer or checkpoint
         examples = open_examples(given.data, tokenizer, config.seq_len, folder)
         with naming_flag("--checkpoint"):
             hashed = fingerprint(checkpoint)
-        identity = run_identity(recipe, tokenizer, examples.fingerprint, checkpoint=hashed)
-        batches = _packed(recipe, examples, tokenizer, mesh)
-        weights = Weights(
-            first_state=functools.partial(_first_state, recipe, checkpoint, batches),
-            frozen=lambda places: (
-                None if places is None else read_model(checkpoint, recipe, places)
-            ),
+        sizes = {"batch_size": config.batch_size, "seq_len": config.seq_len}
+        rows = {**sizes, "pad_id": tokenizer.eos_id}
+        part, count = rows_of_process(mesh, config.batch_size)
+        own_rows = {"process_index": part, "process_count": count}
+        open_batches = functools.partial(
+            packed_batches, examples.train, seed=config.seed, **rows, **own_rows
         )
-        data = Data(
-            batches(),
-            _validation(recipe, examples, tokenizer),
-            _describe(examples, tokenizer),
+        batches = open_batches()
+        validation = validation_set(
+            examples.validation, tokenizer, max_batches=config.eval_batches, **rows
         )
-    return begin(given, recipe, mesh, data, weights, identity, console)
-
-
-def _checkpoint(given: FinetuneConfig) -> pathlib.Path:
-    return pathlib.Path(given.checkpoint).expanduser()
-
-
-def _check_vocabulary(config: ResolvedConfig, tokenizer: Tokenizer) -> None:
-    """Raises a `ValueError` unless the model has an embedding for every token."""
-    known = config.model_config.vocab_size
-    if tokenizer.vocab_size > known:
-        raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, but {config.title} has {known}:"
-            " `--tokenizer` belongs to another model."
-        )
-
-
-def _packed(
-    recipe: Recipe, examples: Examples, tokenizer: Tokenizer, mesh: Mesh
-) -> Callable[[], Any]:
-    """Returns what opens the training batches at their beginning."""
-    config = recipe.config
-    part, count = rows_of_process(mesh, config.batch_size)
-    return functools.partial(
-        packed_batches,
-        examples.train,
-        batch_size=config.batch_size,
-        seq_len=config.seq_len,
-        seed=config.seed,
-        pad_id=tokenizer.eos_id,
-        process_index=part,
-        process_count=count,
-    )
-
-
-def _validation(recipe: Recipe, examples: Examples, tokenizer: Tokenizer) -> Any:
-    config = recipe.config
-    return validation_set(
-        examples.validation,
-        tokenizer,
-        batch_size=config.batch_size,
-        seq_len=config.seq_len,
-        max_batches=config.eval_batches,
-        pad_id=tokenizer.eos_id,
+    return begin(
+        given,
+        recipe,
+        mesh,
+        console,
+        batches=batches,
+        validation=validation,
+        summary=_describe(examples, tokenizer),
+        first_state=functools.partial(_first_state, recipe, checkpoint, open_batches),
+        frozen=lambda places: None if places is None else read_model(checkpoint, recipe, places),
+        identity=run_identity(recipe, tokenizer, examples.fingerprint, checkpoint=hashed),
     )
 
 
 def _first_state(
     recipe: Recipe,
     checkpoint: pathlib.Path,
-    batches: Callable[[], Any],
+    open_batches: Callable[[], Any],
     shardings: TrainState,
 ) -> TrainState:
     """Returns the state before the first step: pretrained weights, and calibrated channels."""
@@ -153,17 +115,17 @@ def _first_state(
     if not recipe.method.calibrates:
         return state
     config, mesh = recipe.config, shardings.step.mesh
-    with contextlib.closing(batches()) as fresh:
+    with contextlib.closing(open_batches()) as fresh:
         first = itertools.islice(fresh, config.calibration_batches)
         put = functools.partial(put_rows, mesh=mesh, batch_size=config.batch_size)
         model = model_of(recipe, state)
-        found = calibrate(recipe.storage, model, map(put, first), config.compute_dtype)
-    return dataclasses.replace(state, calibration=moved(found, shardings.calibration))
+        measured = calibrate(recipe.storage, model, map(put, first), config.compute_dtype)
+    return dataclasses.replace(state, calibration=moved(measured, shardings.calibration))
 
 
 def _describe(examples: Examples, tokenizer: Tokenizer) -> str:
-    counted = sum(int(one.counted.sum()) for one in examples.train)
-    tokens = sum(len(one.tokens) for one in examples.train)
+    counted = sum(int(example.counted.sum()) for example in examples.train)
+    tokens = sum(len(example.tokens) for example in examples.train)
     lost = f"; {examples.cut:,} cut, {examples.dropped:,} dropped"
     return (
         f"examples: {examples.name}, {len(examples.train):,} with {tokens:,} tokens, of which"
@@ -215,7 +177,7 @@ def export(given: FinetuneConfig, run: Run, console: Console) -> None:
     All processes call it together; the first one writes.
     """
     recipe, state, folder = run.recipe, run.state, run.config.folder
-    checkpoint = _checkpoint(given)
+    checkpoint = pathlib.Path(given.checkpoint).expanduser()
 
     def write_model(model: Decoder, path: pathlib.Path) -> None:
         huggingface.save(model, path, like=checkpoint)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from train.evaluation.scoring import Options, choice_letter, gsm8k_answer, gsm8k_gold, read_options
+from train.settings.options import check_at_least
 from train.text.records import FieldTemplate, Record, field_of, read_records
 
 Task = Literal["gsm8k", "choice"]
@@ -68,10 +69,8 @@ class QuestionConfig:
     """File for the answers, one JSON object per line."""
 
     def __post_init__(self) -> None:
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(f"`--limit` must be at least 1, got {self.limit}.")
-        if self.shots < 0:
-            raise ValueError(f"`--shots` must be at least 0, got {self.shots}.")
+        check_at_least(1, limit=self.limit)
+        check_at_least(0, shots=self.shots)
         if (self.task is None) != (self.questions is None):
             raise ValueError("`--task` and `--questions` need each other: give both.")
         if self.out is not None and self.task is None:

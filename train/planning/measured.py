@@ -19,11 +19,12 @@ from train.run.loss import Batch
 from train.run.recipe import build_recipe, make_recipe
 from train.settings.config import PretrainConfig
 from train.settings.flag_errors import naming_flag
+from train.settings.options import check_at_least
 from train.settings.resolve import dimensions
 from train.text.corpus import Corpus, open_corpus
 from train.text.data import train_batches
 from train.text.records import FieldTemplate, read_records
-from train.text.tokenizer import Tokenizer, tokenizer_of
+from train.text.tokenizer import Tokenizer, check_vocabulary, tokenizer_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +50,7 @@ class MeasureConfig:
     """Gradients of each batch for methods that draw random numbers."""
 
     def __post_init__(self) -> None:
-        for name in ("batches", "keys"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`--{name}` must be at least 1, got {getattr(self, name)}.")
+        check_at_least(1, batches=self.batches, keys=self.keys)
         if not 0 <= self.error < float("inf"):
             raise ValueError(f"`--error` must be at least 0, got {self.error}.")
 
@@ -120,11 +119,7 @@ def open_measured(
     tokenizer = tokenizer_of(checkpoint, train.data.tokenizer)
     with naming_flag("--checkpoint"):
         model = load_checkpoint(checkpoint, dtype="float32")
-    if tokenizer.vocab_size > model.config.vocab_size:
-        raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, but the model in '{checkpoint}' has"
-            f" {model.config.vocab_size}: `--tokenizer` belongs to another model."
-        )
+    check_vocabulary(tokenizer, f"the model in '{checkpoint}'", model.config.vocab_size)
     return Measured(model, _batches(config, train, tokenizer), config)
 
 

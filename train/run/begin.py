@@ -34,42 +34,18 @@ from train.text.data import ValidationSet
 from train.text.tokenizer import Tokenizer
 
 
-@dataclasses.dataclass(frozen=True)
-class Data:
-    """The data of a run.
-
-    Attributes:
-      batches: the training data, at its beginning.
-      validation: the held-out data.
-      summary: a line for the user.
-    """
-
-    batches: Any
-    validation: ValidationSet
-    summary: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Weights:
-    """Where the weights of a run come from.
-
-    Attributes:
-      first_state: from shardings to the state before the first step.
-      frozen: from shardings to `TrainState.frozen`, which is in no checkpoint of a run.
-    """
-
-    first_state: Callable[[TrainState], TrainState]
-    frozen: Callable[[Any], Any]
-
-
 def begin(
     given: RunConfig,
     recipe: Recipe,
     mesh: Mesh,
-    data: Data,
-    weights: Weights,
-    identity: dict[str, Any],
     console: Console,
+    *,
+    batches: Any,
+    validation: ValidationSet,
+    summary: str,
+    first_state: Callable[[TrainState], TrainState],
+    frozen: Callable[[Any], Any] = lambda _: None,
+    identity: dict[str, Any],
 ) -> Run:
     """Returns a run at its first step or at its last checkpoint, and prints what it is.
 
@@ -77,10 +53,13 @@ def begin(
       given: the settings as the user gave them, for `settings.json`.
       recipe: what each step does.
       mesh: the devices.
-      data: what to train on.
-      weights: where the weights come from.
-      identity: what a checkpoint must agree with.
       console: where to print.
+      batches: the training data, at its beginning.
+      validation: the held-out data.
+      summary: a line about both for the user.
+      first_state: from shardings to the state before the first step.
+      frozen: from shardings to `TrainState.frozen`, which is in no checkpoint of a run.
+      identity: what a checkpoint must agree with.
 
     Raises:
       ValueError: settings that do not fit each other or the checkpoint, or another run is in the
@@ -99,8 +78,8 @@ def begin(
         shardings = shardings_of_run(recipe, shapes, mesh)
         with naming_flag("--out"):
             checkpoints = _open_checkpoints(config)
-            state, bits = _restored(checkpoints, data.batches, shapes, shardings, identity)
-        data.batches.start_prefetch()  # The first batch takes seconds, as does compiling the step.
+            state, bits = _restored(checkpoints, batches, shapes, shardings, identity)
+        batches.start_prefetch()  # The first batch takes seconds, as does compiling the step.
         if bits:
             recipe = build_recipe(config, bits)
         explanation = explanation or explain_step(recipe, shapes)
@@ -110,11 +89,11 @@ def begin(
         print_opening(console, recipe, shapes, explanation, memory.with_workspace(temporaries))
         for warning in config.warnings:
             console.print(f"[bold yellow]warning[/bold yellow]: {warning}")
-        console.print(data.summary)
+        console.print(summary)
         if state is None:
-            state = weights.first_state(shardings)
+            state = first_state(shardings)
         else:
-            state = dataclasses.replace(state, frozen=weights.frozen(shardings.frozen))
+            state = dataclasses.replace(state, frozen=frozen(shardings.frozen))
             console.print(f"resuming from step {int(state.step)} in {config.folder}")
             if changed := changed_settings(config.folder, given):
                 text = "; ".join(changed)
@@ -123,9 +102,7 @@ def begin(
         if hosts.is_main():
             write_settings(config.folder, given)
         on_error.pop_all()
-    return Run(
-        recipe, mesh, train_step, state, data.batches, data.validation, checkpoints, lock, identity
-    )
+    return Run(recipe, mesh, train_step, state, batches, validation, checkpoints, lock, identity)
 
 
 def shardings_of_run(recipe: Recipe, shapes: TrainState, mesh: Mesh) -> TrainState:
@@ -159,15 +136,15 @@ def first_state(recipe: Recipe, shardings: TrainState, *models: Any) -> TrainSta
     places, treedef = jax.tree.flatten(shardings)
     made: dict[int, jax.Array] = {}
     for i in [i for i, place in enumerate(places) if place.memory_kind == HOST]:
-        one = jax.jit(lambda *models, i=i: jax.tree.leaves(make(*models))[i])(*models)
-        made[i] = jax.device_put(one, places[i])
+        array = jax.jit(lambda *models, i=i: jax.tree.leaves(make(*models))[i])(*models)
+        made[i] = jax.device_put(array, places[i])
     others = [i for i in range(len(places)) if i not in made]
-    rest = jax.jit(
+    arrays = jax.jit(
         lambda *models: [jax.tree.leaves(make(*models))[i] for i in others],
         donate_argnums=tuple(range(len(models))),
         out_shardings=[places[i] for i in others],
     )(*models)
-    made |= zip(others, rest, strict=True)
+    made |= zip(others, arrays, strict=True)
     return jax.tree.unflatten(treedef, [made[i] for i in range(len(places))])
 
 
@@ -249,26 +226,25 @@ def _restored(
     saved, places = (dataclasses.replace(x, frozen=None) for x in (shapes, shardings))
     like = jax.tree.map(with_sharding, saved, places)
     state, progress = checkpoints.restore(step, like, identity)
-    found = progress if isinstance(progress, dict) else {}
     form = {"position": batches.get_state(), "bits": {}}
-    if not _has_form(found, form) or any(n not in BITS for n in found["bits"].values()):
+    if not _has_form(progress, form) or any(n not in BITS for n in progress["bits"].values()):
         raise ValueError(
             f"the position of checkpoint {step} is damaged ({progress}): remove its folder to"
             " resume from the one before."
         )
-    batches.set_state(found["position"])
-    return state, found["bits"]
+    batches.set_state(progress["position"])
+    return state, progress["bits"]
 
 
-def _has_form(found: Any, form: Any) -> bool:
+def _has_form(tree: Any, form: Any) -> bool:
     """Returns whether plain JSON has the entries of another, with values of the same types."""
     if isinstance(form, dict):
-        return isinstance(found, dict) and all(
-            name in found and _has_form(found[name], value) for name, value in form.items()
+        return isinstance(tree, dict) and all(
+            name in tree and _has_form(tree[name], value) for name, value in form.items()
         )
     if isinstance(form, int):
-        return type(found) is int and found >= 0
-    return isinstance(found, type(form))
+        return type(tree) is int and tree >= 0
+    return isinstance(tree, type(form))
 
 
 def check_sizes(config: ResolvedConfig, mesh: Mesh) -> None:

@@ -13,7 +13,13 @@ from train.settings.cli import Headings
 from train.settings.data import DataConfig, ExampleConfig
 from train.settings.hints import near_hint
 from train.settings.methods import METHODS
-from train.settings.options import ADAPTERS, FULL_WEIGHTS, MethodOptions, flag_name
+from train.settings.options import (
+    ADAPTERS,
+    FULL_WEIGHTS,
+    MethodOptions,
+    check_at_least,
+    flag_name,
+)
 
 Dtype = Literal["float32", "bfloat16"]
 WeightDtype = Literal["auto", "float32", "bfloat16"]
@@ -212,11 +218,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         positive = ("steps", "batch_size", "seq_len", "accumulate", "log_every", "eval_every",
                     "eval_batches", "save_every", "keep")  # fmt: skip
-        for name in positive:
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"`{flag_name(name)}` must be at least 1, got {getattr(self, name)}."
-                )
+        check_at_least(1, **{name: getattr(self, name) for name in positive})
         _check_range("steps", self.steps, 1, 2**31)
         if self.batch_size * self.seq_len >= 2**31:
             raise ValueError(
@@ -342,10 +344,7 @@ class AdapterConfig:
     """Also write the model with its adapters merged when the run is done."""
 
     def __post_init__(self) -> None:
-        if self.calibration_batches < 1:
-            raise ValueError(
-                f"`--calibration-batches` must be at least 1, got {self.calibration_batches}."
-            )
+        check_at_least(1, calibration_batches=self.calibration_batches)
         _check_range("recalibrate_every", self.recalibrate_every, 0, math.inf)
         assert self.lora is not None  # Raises for values out of range.
 

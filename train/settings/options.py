@@ -49,12 +49,8 @@ class MethodOptions:
 
     def __post_init__(self) -> None:
         read_codecs(self.codec)  # Raises for text that is no codec.
-        if self.rank < 0:
-            raise ValueError(f"`--rank` must be at least 0, got {self.rank}.")
-        if self.gap < 1:
-            raise ValueError(f"`--gap` must be at least 1, got {self.gap}.")
-        if self.adapt_every < 1:
-            raise ValueError(f"`--adapt-every` must be at least 1, got {self.adapt_every}.")
+        check_at_least(0, rank=self.rank)
+        check_at_least(1, gap=self.gap, adapt_every=self.adapt_every)
         if not (self.average_bits == 0 or 1 <= self.average_bits <= 8):
             raise ValueError(f"`--average-bits` must be 0 or in [1, 8], got {self.average_bits}.")
 
@@ -155,6 +151,13 @@ _OF_A_PROJECTION = ("rank", "gap", "scale")
 def flag_name(field: str) -> str:
     """Returns the flag of a field: "--lora-rank" for "lora_rank"."""
     return "--" + field.replace("_", "-")
+
+
+def check_at_least(least: int, **values: float | None) -> None:
+    """Raises a `ValueError` that names the flag of the first value below `least`, unless None."""
+    for field, value in values.items():
+        if value is not None and value < least:
+            raise ValueError(f"`{flag_name(field)}` must be at least {least}, got {value}.")
 
 
 def given_fields(config: Any) -> dict[str, Any]:
