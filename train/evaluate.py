@@ -6,7 +6,7 @@ import json
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -31,10 +31,6 @@ from train.text.corpus import open_corpus, open_whole
 from train.text.data import ValidationSet, validation_batches
 from train.text.tokenizer import Tokenizer, check_vocabulary, tokenizer_of
 
-AttachAdapter = Callable[[Decoder, pathlib.Path], Decoder]
-"""From a decoder and the folder of an adapter to the decoder with the adapter."""
-
-PROG = "python -m train.evaluate"
 _HELD_OUT_BATCHES = 20
 _LONGEST_ROW = 1024
 
@@ -64,24 +60,16 @@ class Evaluation:
 
 def main() -> None:
     """Reads the command line and evaluates. Exits with 2 if it cannot begin."""
-    config = cli.parse(EvaluateConfig, PROG)
+    config = cli.parse(EvaluateConfig, "python -m train.evaluate")
     run_program(lambda: run(config, make_console()))
 
 
-def attach_lora(model: Decoder, folder: pathlib.Path) -> Decoder:
-    """Returns a decoder with the LoRA adapter in a folder."""
-    return lora.attach(model, *peft.load_adapters(folder, model.config))
-
-
-def run(
-    config: EvaluateConfig, console: Console, attach_adapter: AttachAdapter = attach_lora
-) -> dict[str, Any]:
+def run(config: EvaluateConfig, console: Console) -> dict[str, Any]:
     """Evaluates with the given settings: the program behind the command line.
 
     Args:
       config: settings.
       console: where to print.
-      attach_adapter: reads `--adapter`.
 
     Returns:
       The requested results: `text` (`nats_per_token`, `perplexity`, `bits_per_byte`, `tokens`),
@@ -91,7 +79,7 @@ def run(
       BadRunError: something is wrong with the settings, the checkpoint or an input file.
     """
     try:
-        ready = prepare(config, attach_adapter)
+        ready = prepare(config)
     except (ValueError, OSError) as error:
         raise BadRunError(str(error)) from error
     report: dict[str, Any] = {}
@@ -111,7 +99,7 @@ def _say(console: Console, text: str, **options: Any) -> None:
     console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True, **options)
 
 
-def prepare(config: EvaluateConfig, attach_adapter: AttachAdapter = attach_lora) -> Evaluation:
+def prepare(config: EvaluateConfig) -> Evaluation:
     """Returns an evaluation that is ready to begin. Everything that can be wrong is found here.
 
     Raises:
@@ -145,7 +133,8 @@ def prepare(config: EvaluateConfig, attach_adapter: AttachAdapter = attach_lora)
         ends = {tokenizer.eos_id, *stop_ids(checkpoint)}
     if config.adapter is not None:
         with naming_flag("--adapter"):
-            model = attach_adapter(model, config.adapter.expanduser())
+            adapters = peft.load_adapters(config.adapter.expanduser(), model.config)
+            model = lora.attach(model, *adapters)
     # Models that never saw an end of text, such as stories260K, write the next beginning.
     ends |= set() if tokenizer.bos_id is None else {tokenizer.bos_id}
     stop = tuple(sorted(index for index in ends if index < model_config.vocab_size))
@@ -169,22 +158,21 @@ def _check_out(out: pathlib.Path) -> None:
 
 
 def _rows(config: EvaluateConfig, data: str, tokenizer: Tokenizer, longest: int) -> ValidationSet:
-    given = config.text
-    seq_len = given.seq_len or min(_LONGEST_ROW, longest)
+    text = config.text
+    seq_len = text.seq_len or min(_LONGEST_ROW, longest)
     if seq_len > longest:
         raise ValueError(f"`--seq-len` {seq_len} is above the {longest} positions of the model.")
-    if given.whole:
-        corpus, batches = open_whole(data, text_field=given.text_field), sys.maxsize
+    if text.whole:
+        corpus, batches = open_whole(data, text_field=text.text_field), sys.maxsize
     else:
-        folder = given.data_dir.expanduser()
-        corpus = open_corpus(data, folder, text_field=given.text_field)
+        corpus = open_corpus(data, text.data_dir.expanduser(), text_field=text.text_field)
         batches = _HELD_OUT_BATCHES
     return validation_batches(
         corpus,
         tokenizer,
         batch_size=config.batch_size,
         seq_len=seq_len,
-        max_batches=given.eval_batches or batches,
+        max_batches=text.eval_batches or batches,
     )
 
 
@@ -247,9 +235,9 @@ def _not_empty(ids: list[int]) -> list[int]:
 
 def _check_length(question: Question, max_new_tokens: int, longest: int) -> None:
     # Nothing is predicted from the last token of an option.
-    more = max((len(c) - 1 for c in question.continuations), default=max_new_tokens)
-    if len(question.prompt) + more > longest:
-        kind = "an option" if question.continuations else f"`--max-new-tokens` {more}"
+    answer = max((len(c) - 1 for c in question.continuations), default=max_new_tokens)
+    if len(question.prompt) + answer > longest:
+        kind = "an option" if question.continuations else f"`--max-new-tokens` {answer}"
         raise ValueError(
             f"{question.where} has {len(question.prompt)} tokens; with {kind} that exceeds the"
             f" {longest} positions of the model: lower `--shots` or `--max-new-tokens`."
@@ -284,10 +272,10 @@ def _score_questions(ready: Evaluation, console: Console) -> dict[str, float]:
     }
 
 
-def _line(question: Question, prediction: str | None, **more: Any) -> dict[str, Any]:
+def _line(question: Question, prediction: str | None, **details: Any) -> dict[str, Any]:
     """Returns the line of an answer for `--out`."""
     correct = prediction == question.gold
-    head = {"number": question.number, "question": question.text, **more}
+    head = {"number": question.number, "question": question.text, **details}
     return {**head, "prediction": prediction, "gold": question.gold, "correct": correct}
 
 
@@ -314,10 +302,11 @@ def _likeliest(ready: Evaluation, questions: list[Question]) -> Iterator[dict[st
         ).tolist()
     )
     for question in questions:
-        own = [next(scores) for _ in question.continuations]
+        likelihoods = [next(scores) for _ in question.continuations]
         tokens = [len(c) for c in question.continuations]
         lengths = {"none": None, "tokens": tokens, "bytes": question.num_bytes}[normalize]
-        yield _line(question, question.letters[most_likely(own, lengths)], log_likelihoods=own)
+        letter = question.letters[most_likely(likelihoods, lengths)]
+        yield _line(question, letter, log_likelihoods=likelihoods)
 
 
 # ----- writing

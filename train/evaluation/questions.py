@@ -9,11 +9,16 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from train.evaluation.scoring import Options, choice_letter, gsm8k_answer, gsm8k_gold, read_options
+from train.evaluation.scoring import (
+    AnswerOptions,
+    choice_letter,
+    gsm8k_answer,
+    gsm8k_gold,
+    read_options,
+)
 from train.settings.options import check_at_least
 from train.text.records import FieldTemplate, Record, field_of, read_records
 
-Task = Literal["gsm8k", "choice"]
 Encode = Callable[[str, str], list[int]]
 """From a prompt and the text after it to ids, including those that begin a text."""
 
@@ -33,7 +38,7 @@ class QuestionConfig:
       ValueError: settings that contradict each other.
     """
 
-    task: Task | None = None
+    task: Literal["gsm8k", "choice"] | None = None
     """Questions to answer: gsm8k (a number after ####), or choice (one of several options)."""
     questions: pathlib.Path | None = None
     """File of questions: a .jsonl file with one JSON object per line, or a .json file with an array
@@ -185,7 +190,7 @@ class _Reader:
         num_bytes = tuple(max(1, len(ending.encode())) for ending in endings)
         return Question(*head, start, gold, options.letters, continuations, num_bytes)
 
-    def _answer(self, record: Record) -> tuple[str, Options | None]:
+    def _answer(self, record: Record) -> tuple[str, AnswerOptions | None]:
         """Returns the right number, or the right letter and the options."""
         answer = field_of(record.fields, self._answer_field)
         if self._config.task == "gsm8k":
@@ -194,7 +199,7 @@ class _Reader:
         return options.letters[options.gold], options
 
 
-def _texts(options: Options, index: int) -> dict[str, str]:
+def _texts(options: AnswerOptions, index: int) -> dict[str, str]:
     """Returns the texts for templates: all options, and one of them."""
     return {"options": options.listed, **options.named(index)}
 

@@ -94,10 +94,10 @@ def gsm8k_answer(text: str) -> str | None:
     Commas, `$` and trailing periods are removed. Numbers are compared as text: by GSM8K's rule
     (Cobbe et al., "Training Verifiers to Solve Math Word Problems", 2021) 18.0 is not 18.
     """
-    found = _FINAL_NUMBER.search(text)
-    if found is None:
+    match = _FINAL_NUMBER.search(text)
+    if match is None:
         return None
-    return found[1].replace(",", "").replace("$", "").rstrip(".")
+    return match[1].replace(",", "").replace("$", "").rstrip(".")
 
 
 def gsm8k_gold(answer: str) -> str:
@@ -128,8 +128,8 @@ def choice_letter(text: str, letters: str = "ABCDE") -> str | None:
     said = re.compile(
         rf"(?i:answer(?:\s+is)?\s*:?\s*(?:option\s+|choice\s+)?)[(\[*]*{choice.pattern}"
     )
-    found = said.search(text) or choice.search(text)
-    return None if found is None else found[1]
+    match = said.search(text) or choice.search(text)
+    return None if match is None else match[1]
 
 
 def most_likely(log_likelihoods: Sequence[float], lengths: Sequence[int] | None = None) -> int:
@@ -159,7 +159,7 @@ def most_likely(log_likelihoods: Sequence[float], lengths: Sequence[int] | None 
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class AnswerOptions:
     """The options of a question.
 
     Attributes:
@@ -186,7 +186,7 @@ class Options:
         return {"option": self.texts[index], "letter": self.letters[index]}
 
 
-def read_options(given: Any, correct: Any) -> Options:
+def read_options(given: Any, correct: Any) -> AnswerOptions:
     """Returns the options of a question.
 
     Args:
@@ -207,12 +207,12 @@ def read_options(given: Any, correct: Any) -> Options:
     names = [labels, list(LETTERS[: len(texts)]), list(map(str, range(len(texts)))), texts]
     for known in names:
         if str(correct).strip() in known:
-            return Options(tuple(texts), known.index(str(correct).strip()))
+            return AnswerOptions(tuple(texts), known.index(str(correct).strip()))
     raise ValueError(f"the right option is {correct!r}, but the options are: {', '.join(texts)}.")
 
 
 def _without_labels(options: list[str]) -> list[str]:
-    found = [_LABEL.match(option) for option in options]
-    if any(m is None or m[1] != letter for m, letter in zip(found, LETTERS, strict=False)):
+    matches = [_LABEL.match(option) for option in options]
+    if any(m is None or m[1] != letter for m, letter in zip(matches, LETTERS, strict=False)):
         return [option.strip() for option in options]
     return [_LABEL.sub("", option, count=1).strip() for option in options]

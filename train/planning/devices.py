@@ -10,7 +10,6 @@ from typing import Any
 from unittest import mock
 
 import jax
-import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -19,6 +18,7 @@ from train.planning.gpus import GIB as GIB
 from train.planning.gpus import GPUS as GPUS
 from train.planning.gpus import Gpu
 from train.planning.tpus import TPUS, Tpu
+from train.run.sharding import mesh_of
 from train.settings.hints import near_hint
 
 HERE = "here"
@@ -92,7 +92,7 @@ def compile_for_mesh(device: Device, sizes: dict[str, int]) -> Iterator[Mesh]:
     read_right()
     count, is_gpu = math.prod(sizes.values()), isinstance(device, Gpu)
     topology = _gpus(device, count) if isinstance(device, Gpu) else _tpus(device, count)
-    mesh = Mesh(np.array(topology.devices).reshape(tuple(sizes.values())), tuple(sizes))
+    mesh = mesh_of(sizes, topology.devices)
     with _tracing_on("gpu" if is_gpu else "tpu"), jax.set_mesh(mesh):
         yield mesh
 

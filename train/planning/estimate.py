@@ -1,4 +1,4 @@
-"""What a training step costs, before and after it is compiled."""
+"""The cost of a training step, before and after it is compiled."""
 
 import contextlib
 import dataclasses
@@ -15,7 +15,7 @@ from jax.sharding import SingleDeviceSharding
 import actjax
 from actjax.optim.states.host_states import HOST
 from train.planning.collectives import bytes_by_kind, collectives
-from train.planning.devices import DEVICES, HERE, compile_for, compile_for_mesh, find_device
+from train.planning.devices import compile_for, compile_for_mesh, find_device
 from train.planning.flops import causal_loop_length, matmul_flops
 from train.planning.tpus import TPUS
 from train.run.begin import check_sizes
@@ -106,17 +106,10 @@ def _seconds(memory: StepMemory, explanation: actjax.Explanation, flops: int, de
     traffic = sum(2 * r.exact_bytes + 2 * r.stored_bytes for r in coded)
     traffic += 2 * (explanation.stored_bytes - sum(r.stored_bytes for r in coded))
     traffic += 3 * memory.weights + 2 * memory.optimizer + 2 * memory.gradients
-    rate, bandwidth = (
-        _HERE if device == HERE else (DEVICES[device].flops, DEVICES[device].bandwidth)
-    )
+    kind = find_device(device)
+    rate, bandwidth = _HERE if kind is None else (kind.flops, kind.bandwidth)
     bus = 2 * sum(r.stored_bytes for r in coded if r.codec.startswith("Offloaded"))
     return flops / rate + traffic / bandwidth + bus / _BUS
-
-
-def parameter_bytes(config: PretrainConfig) -> int:
-    """Returns the bytes of weights and optimizer states."""
-    state = _shapes(_recipe(config))
-    return tree_bytes((state.model, state.optimizer))
 
 
 def _without_optimizer(config: PretrainConfig) -> PretrainConfig:
@@ -223,7 +216,7 @@ def _with_moments_on_host(optimizer: Any) -> Any:
 def bytes_of_device(config: PretrainConfig) -> int:
     """Returns the bytes of weights and optimizer states of each device, evenly divided."""
     sizes = mesh_sizes(config.mesh)
-    return parameter_bytes(config) // (math.prod(sizes.values()) // sizes["data"])
+    return least_bytes(_recipe(config)) // (math.prod(sizes.values()) // sizes["data"])
 
 
 def _recipe(config: PretrainConfig) -> Recipe:
@@ -266,13 +259,12 @@ def _compile(step: Any, state: Any, batch: Any, options: dict[str, Any] | None) 
         needed = re.search(r"Ran out of memory .*?\(([\d.]+)([MG])\) exceeds", str(error))
         if needed is None:
             raise
-        arguments = _bytes_of_device(state)
         size = int(float(needed[1]) * {"M": 2**20, "G": 2**30}[needed[2]])
-        return _TooLarge(size, max(0, size - arguments))
+        return _TooLarge(size, max(0, size - _bytes_of_device(state)))
 
 
 class _TooLarge(NamedTuple):
-    """What the compiler of a TPU says of a program that takes more memory than the chip has."""
+    """The message of a TPU's compiler about a program that takes more memory than the chip has."""
 
     peak: int
     temporaries: int

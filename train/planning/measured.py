@@ -1,5 +1,6 @@
 """The error that a method makes in the gradient of a checkpoint: `train.plan --measure`."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -24,7 +25,7 @@ from train.settings.resolve import dimensions
 from train.text.corpus import Corpus, open_corpus
 from train.text.data import train_batches
 from train.text.records import FieldTemplate, read_records
-from train.text.tokenizer import Tokenizer, check_vocabulary, tokenizer_of
+from train.text.tokenizer import check_vocabulary, tokenizer_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,36 +121,21 @@ def open_measured(
     with naming_flag("--checkpoint"):
         model = load_checkpoint(checkpoint, dtype="float32")
     check_vocabulary(tokenizer, f"the model in '{checkpoint}'", model.config.vocab_size)
-    return Measured(model, _batches(config, train, tokenizer), config)
-
-
-def _batches(
-    config: MeasureConfig, train: PretrainConfig, tokenizer: Tokenizer
-) -> tuple[Batch, ...]:
-    rows = train_batches(
-        _corpus(config, train),
-        tokenizer,
-        batch_size=train.batch_size,
-        seq_len=train.seq_len,
-        seed=train.seed,
-    )
-    try:
-        taken = itertools.islice(rows, config.batches)
-        return tuple({name: jnp.asarray(x) for name, x in batch.items()} for batch in taken)
-    finally:
-        rows.close()
-
-
-def _corpus(config: MeasureConfig, train: PretrainConfig) -> Corpus:
     data = train.data
-    if not config.template:
-        return open_corpus(data.data, data.data_dir.expanduser(), text_field=data.text_field)
-    template = FieldTemplate("--template", config.template, {})
-    texts = [
-        record.apply(lambda r: template.fill(r.fields))
-        for record in read_records(data.data, "--data")
-    ]
-    return Corpus(data.data, texts, texts[:1], fingerprint="")
+    if config.template:
+        template = FieldTemplate("--template", config.template, {})
+        texts = [
+            record.apply(lambda r: template.fill(r.fields))
+            for record in read_records(data.data, "--data")
+        ]
+        corpus = Corpus(data.data, texts, texts[:1], fingerprint="")
+    else:
+        corpus = open_corpus(data.data, data.data_dir.expanduser(), text_field=data.text_field)
+    sizes = {"batch_size": train.batch_size, "seq_len": train.seq_len}
+    with contextlib.closing(train_batches(corpus, tokenizer, **sizes, seed=train.seed)) as rows:
+        taken = itertools.islice(rows, config.batches)
+        batches = tuple({name: jnp.asarray(x) for name, x in batch.items()} for batch in taken)
+    return Measured(model, batches, config)
 
 
 def _of_gradient(config: PretrainConfig) -> PretrainConfig:

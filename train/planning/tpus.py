@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-GIB = 2**30
+from train.planning.gpus import GIB
 
 
 @dataclasses.dataclass(frozen=True)

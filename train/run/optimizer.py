@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 import actjax
+from actjax._core.paths import map_named
 from actjax.optim import SubspaceTransformation
 from actjax.optim.paths import map_state
 from actjax.optim.states.moments import FIRST_MOMENTS, SECOND_MOMENTS
@@ -56,7 +57,7 @@ def make_optimizer(
 
 
 def _moments(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Returns what the optimizer makes of a gradient, before weight decay and learning rate."""
+    """Returns the transform of a gradient, before weight decay and learning rate."""
     b1, b2 = config.betas
     if config.optimizer == "lion":
         return _stored(optax.scale_by_lion(b1, b2), config.stored_dtype)
@@ -112,18 +113,13 @@ def _with_rms_of_adam(update: jax.Array) -> jax.Array:
     return 0.2 * math.sqrt(max(update.shape[-2:])) * update
 
 
-def _is_layer_matrix(path: str, leaf: jax.Array) -> bool:
-    return path.startswith("layers.") and leaf.ndim >= 2
-
-
 def _muon_labels(params: optax.Params):
     """Returns which transform updates each parameter: matrices of layers are orthogonalized."""
 
-    def label(path: tuple, leaf: jax.Array) -> str:
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        return "muon" if _is_layer_matrix(name, leaf) else "adam"
+    def label(name: str, leaf: jax.Array) -> str:
+        return "muon" if name.startswith("layers.") and leaf.ndim >= 2 else "adam"
 
-    return jax.tree_util.tree_map_with_path(label, params)
+    return map_named(label, params)
 
 
 _BLOCKS, _GROUPS, _DEVICES = (256, 128, 64, 32), (128, 64, 32), 64
@@ -157,7 +153,9 @@ def _most_divisible(shape: tuple[int, ...], blocks: tuple[int, ...]) -> int:
 def full_space_updates(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
     """Returns the transform after Adam's moments: weight decay of matrices, and learning rate."""
     return optax.chain(
-        optax.add_decayed_weights(config.weight_decay, mask=_is_matrix),
+        optax.add_decayed_weights(
+            config.weight_decay, mask=lambda params: jax.tree.map(lambda x: x.ndim >= 2, params)
+        ),
         optax.scale_by_learning_rate(learning_rate_schedule(config, steps)),
     )
 
@@ -173,7 +171,7 @@ def store_states_as(
 
     Args:
       inner: the transform.
-      dtype: dtype of its moments between steps; what else it keeps is not cast.
+      dtype: dtype of its moments between steps; the rest of its state is not cast.
     """
     wide = jnp.dtype(jnp.float32)
 
@@ -201,8 +199,3 @@ def _cast(tree, dtype: jnp.dtype):
         return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
     return jax.tree.map(cast, tree)
-
-
-def _is_matrix(params: optax.Params):
-    """Returns a mask of the matrices of a layer or of the other parameters."""
-    return jax.tree.map(lambda leaf: leaf.ndim >= 2, params)

@@ -133,28 +133,24 @@ def check_sites(texts: tuple[str, ...], method: str, sites: Sequence[str]) -> No
 
 def _read(text: str) -> tuple[str, CodecText]:
     """Returns the site and the codec of a text."""
-    head, parenthesis, rest = text.partition("(")
+    head, parenthesis, fields = text.partition("(")
     site, equals, kind = head.rpartition("=")
     if not parenthesis and kind.strip() in CODECS:
         raise _not_a_codec(text, " Its parentheses are missing.")
     if not parenthesis or (equals and not site.strip().isidentifier()):
         raise _not_a_codec(text, _hint(kind.strip()))
-    codec = _parsed(f"{kind}({rest}".strip(), text)
+    if len(text) > _LONGEST:
+        raise _not_a_codec(f"{text[:40]}...", f" It has {len(text)} characters.")
+    try:
+        node = ast.parse(f"{kind}({fields}".strip(), mode="eval").body
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        raise _not_a_codec(text) from error
+    codec = _codec_of(node, text)
     try:
         codec.check()
     except (TypeError, ValueError) as error:
         raise ValueError(f"`--codec` {text!r}: {error}") from error
     return site.strip(), codec
-
-
-def _parsed(expression: str, text: str) -> CodecText:
-    if len(text) > _LONGEST:
-        raise _not_a_codec(f"{text[:40]}...", f" It has {len(text)} characters.")
-    try:
-        node = ast.parse(expression, mode="eval").body
-    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        raise _not_a_codec(text) from error
-    return _codec_of(node, text)
 
 
 def _codec_of(node: ast.expr, text: str) -> CodecText:
@@ -209,7 +205,7 @@ def _not_a_codec(text: str, hint: str = "") -> ValueError:
 
 
 def codec_at(texts: tuple[str, ...], site: str) -> CodecText | None:
-    """Returns the text for a site: its own, else that of all sites, else None."""
+    """Returns the text that names a site, else the text for all sites, else None."""
     by_site = read_codecs(texts)
     return by_site.get(site, by_site.get(EVERY_SITE))
 

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import pathlib
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, get_args
 
 import tyro
 
@@ -28,6 +28,10 @@ MomentDtype = Literal[
     "float32-factored", "bfloat16-factored", "8bit-factored", "4bit-factored",
 ]  # fmt: skip
 Optimizer = Literal["adamw", "adafactor", "lion", "sgd", "muon", "fira"]
+"""adafactor: a factored second moment, updates relative to the size of a weight. lion: one moment,
+whose sign is the update; learning rates of a third to a tenth. sgd: momentum. muon: one moment,
+orthogonalized, for the matrices of layers; AdamW for the others. fira: AdamW in a subspace, the
+remainder of the gradient with its step sizes."""
 WeightRounding = Literal["auto", "nearest", "stochastic"]
 _FACTORED = "-factored"
 
@@ -79,11 +83,11 @@ class OptimizerConfig:
     def betas(self) -> tuple[float, float]:
         """Decays of the moments, with defaults filled in."""
         usual = type(self).beta1, type(self).beta2
-        own = _BETAS.get(self.optimizer, usual)
-        given = self.beta1, self.beta2
-        pairs = zip(given, usual, own, strict=True)
-        first, second = (mine if x == default else x for x, default, mine in pairs)
-        return first, second
+        first, second = _BETAS.get(self.optimizer, usual)
+        return (
+            first if self.beta1 == usual[0] else self.beta1,
+            second if self.beta2 == usual[1] else self.beta2,
+        )
 
     def __post_init__(self) -> None:
         _check_range("learning_rate", self.learning_rate, 0, math.inf)
@@ -92,11 +96,10 @@ class OptimizerConfig:
         # A decay of 1 ignores every gradient, and its bias correction divides by zero.
         for name, decay in zip(("beta1", "beta2"), self.betas, strict=True):
             _check_range(name, decay, 0, 1)
-        if self.optimizer not in OPTIMIZERS:
-            hint = near_hint(self.optimizer, OPTIMIZERS)
+        if self.optimizer not in (known := get_args(Optimizer)):
+            hint = near_hint(self.optimizer, known)
             raise ValueError(
-                f"unknown `--optimizer` {self.optimizer!r}.{hint} There are:"
-                f" {', '.join(OPTIMIZERS)}."
+                f"unknown `--optimizer` {self.optimizer!r}.{hint} There are: {', '.join(known)}."
             )
         if self.factored_second_moment and self.optimizer in ("adafactor", "lion", "sgd"):
             raise ValueError(
@@ -126,15 +129,6 @@ class OptimizerConfig:
         return self.optimizer == "fira"
 
 
-OPTIMIZERS: dict[str, str] = {
-    "adamw": "two moments",
-    "adafactor": "a factored second moment, updates relative to the size of a weight",
-    "lion": "one moment, whose sign is the update; learning rates of a third to a tenth",
-    "sgd": "momentum",
-    "muon": "one moment, orthogonalized, for the matrices of layers; AdamW for the rest",
-    "fira": "AdamW in a subspace, the rest of the gradient with its step sizes",
-}
-"""What `--optimizer` names."""
 _UNUSED = {
     "adafactor": ("beta1", "beta2", "offload_states"),
     "sgd": ("beta2",),
@@ -239,14 +233,6 @@ def _method_choices(names: tuple[str, ...]) -> dict[str, str]:
     return {name: METHODS[name].summary for name in names}
 
 
-def _model_choices() -> dict[str, str]:
-    """Returns the size of each preset."""
-    return {
-        name: f"{one.num_layers} layers of {one.hidden_size}, vocabulary of {one.vocab_size:,}"
-        for name, one in PRESETS.items()
-    }
-
-
 _TRAINING: Headings = {
     "Memory": (
         *("accumulate", "in_backward", "weight_rounding", "moment_dtype"),
@@ -300,7 +286,12 @@ class PretrainConfig(RunConfig):
     @staticmethod
     def choices() -> dict[str, dict[str, str]]:
         """Returns the names that flags take, and a line about each."""
-        return {"--model": _model_choices(), "--method": _method_choices(FULL_WEIGHTS)}
+        models = {
+            name: f"{model.num_layers} layers of {model.hidden_size},"
+            f" vocabulary of {model.vocab_size:,}"
+            for name, model in PRESETS.items()
+        }
+        return {"--model": models, "--method": _method_choices(FULL_WEIGHTS)}
 
     @property
     def title(self) -> str:

@@ -5,8 +5,6 @@ from typing import Any, Literal
 
 from train.settings.codecs import read_codecs
 
-Level = Literal["none", "intra", "intra+inter"]
-
 
 @dataclasses.dataclass(frozen=True)
 class MethodOptions:
@@ -29,7 +27,7 @@ class MethodOptions:
     """Steps between two refreshes of the subspace."""
     scale: float = 0.25
     """Factor of the updates from the subspace (GaLore's alpha)."""
-    level: Level = "intra+inter"
+    level: Literal["none", "intra", "intra+inter"] = "intra+inter"
     """Parts of HyC-LoRA beside quantization per channel. intra: the outlier channels of the inputs
     of norms are stored exactly. intra+inter: also, q, k, v, gate and up are stored without the
     adapters' part, which is recomputed exactly, and linear inputs are rebuilt."""
@@ -162,16 +160,19 @@ def check_at_least(least: int, **values: float | None) -> None:
 
 def given_fields(config: Any) -> dict[str, Any]:
     """Returns the fields of a dataclass that have a default and another value."""
-    found = {}
-    for field in dataclasses.fields(config):
-        default = field.default
-        if default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            continue
-        if field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
-        if getattr(config, field.name) != default:
-            found[field.name] = getattr(config, field.name)
-    return found
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    defaults = {field.name: default_of(field) for field in dataclasses.fields(config)}
+    return {
+        name: value
+        for name, value in values.items()
+        if defaults[name] is not dataclasses.MISSING and value != defaults[name]
+    }
+
+
+def default_of(field: dataclasses.Field) -> Any:
+    """Returns the default of a field, or `dataclasses.MISSING`."""
+    make = field.default_factory
+    return field.default if make is dataclasses.MISSING else make()
 
 
 def check_flags(method: str, *configs: Any) -> None:
@@ -188,10 +189,8 @@ def check_flags(method: str, *configs: Any) -> None:
     projects = any(getattr(optimizer, "projects", False) for optimizer in optimizers)
     for config in configs:
         for field, value in given_fields(config).items():
-            methods = FLAG_METHODS.get(field)
-            if projects and field in _OF_A_PROJECTION:
-                continue
-            if methods is not None and method not in methods:
+            methods = FLAG_METHODS.get(field, (method,))
+            if method not in methods and not (projects and field in _OF_A_PROJECTION):
                 raise ValueError(
                     f"`{shown_flag(field, value)}` has no effect with `--method {method}`: it is"
                     f" for {', '.join(methods)}. Drop it, or choose another method."

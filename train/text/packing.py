@@ -18,7 +18,7 @@ from train.text.tokenizer import Tokenizer
 
 _READ_AHEAD_BATCHES = 2
 
-Row = list[Example]
+PackedRow = list[Example]
 """The examples that share a row."""
 
 
@@ -62,13 +62,13 @@ def packed_batches(
     _check(examples, batch_size, seq_len)
     mine = rows_of_process(batch_size, process_index, process_count)
 
-    def rows_of(epoch: int) -> list[Row]:
+    def rows_of(epoch: int) -> list[PackedRow]:
         generator = np.random.default_rng([seed, epoch])
         rows = _pack(examples, generator.permutation(len(examples)), seq_len)
         # Without this, the emptiest rows would come last.
         return [rows[index] for index in generator.permutation(len(rows))]
 
-    def batch_of(rows: Sequence[Row]) -> Batch:
+    def batch_of(rows: Sequence[PackedRow]) -> Batch:
         return _as_batch(rows[mine], batch_size // process_count, seq_len, pad_id)
 
     batches = _EpochsIterDataset(rows_of).batch(batch_size, batch_fn=batch_of)
@@ -121,26 +121,26 @@ def validation_set(
     return ValidationSet(batches, num_tokens, num_bytes)
 
 
-class _EpochsIterDataset(grain.IterDataset[Row]):
+class _EpochsIterDataset(grain.IterDataset[PackedRow]):
     """Endless rows, of one epoch after the other."""
 
-    def __init__(self, rows_of: Callable[[int], list[Row]]) -> None:
+    def __init__(self, rows_of: Callable[[int], list[PackedRow]]) -> None:
         super().__init__()
         self._rows_of = rows_of
 
-    def __iter__(self) -> grain.DatasetIterator[Row]:
+    def __iter__(self) -> grain.DatasetIterator[PackedRow]:
         return _EpochsIterator(self._rows_of)
 
 
-class _EpochsIterator(grain.DatasetIterator[Row]):
+class _EpochsIterator(grain.DatasetIterator[PackedRow]):
     """State: an epoch and its next row."""
 
-    def __init__(self, rows_of: Callable[[int], list[Row]]) -> None:
+    def __init__(self, rows_of: Callable[[int], list[PackedRow]]) -> None:
         super().__init__()
         self._rows_of = rows_of
         self.set_state({"epoch": 0, "row": 0})
 
-    def __next__(self) -> Row:
+    def __next__(self) -> PackedRow:
         if self._rows is None:  # A new epoch, or a restored state.
             self._rows = self._rows_of(self._epoch)
         row = self._rows[self._row]
@@ -154,15 +154,15 @@ class _EpochsIterator(grain.DatasetIterator[Row]):
 
     def set_state(self, state: dict[str, Any]) -> None:
         self._epoch, self._row = state["epoch"], state["row"]
-        self._rows: list[Row] | None = None
+        self._rows: list[PackedRow] | None = None
 
 
-def _pack(examples: Sequence[Example], order: Iterable[int], seq_len: int) -> list[Row]:
+def _pack(examples: Sequence[Example], order: Iterable[int], seq_len: int) -> list[PackedRow]:
     """Packs examples in the given order, each into the fullest row with room ("best fit").
 
     Rows are in the order of their first example.
     """
-    rows: list[Row] = []
+    rows: list[PackedRow] = []
     room: list[tuple[int, int]] = []  # Free places of a row and its number, sorted.
     for index in order:
         needed = len(examples[index].tokens) - 1
@@ -178,7 +178,7 @@ def _pack(examples: Sequence[Example], order: Iterable[int], seq_len: int) -> li
     return rows
 
 
-def _as_batch(rows: Sequence[Row], count: int, seq_len: int, pad_id: int) -> Batch:
+def _as_batch(rows: Sequence[PackedRow], count: int, seq_len: int, pad_id: int) -> Batch:
     """Returns a batch of `count` rows; missing rows are padding."""
     shape = (count, seq_len)
     batch = {
