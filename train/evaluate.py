@@ -25,7 +25,7 @@ from train.evaluation.questions import Encode, Question, read_questions
 from train.evaluation.scoring import TextCost, exact_match, most_likely
 from train.run.loop import BadRunError, make_console, run_program
 from train.settings import cli
-from train.settings.flag_errors import naming_flag
+from train.settings.messages import naming_flag
 from train.text.chat import open_chat_template
 from train.text.corpus import open_corpus, open_whole
 from train.text.data import ValidationSet, validation_batches

@@ -26,16 +26,16 @@ from train.run.sharding import make_mesh, rows_of_process
 from train.run.step import TrainState, model_of
 from train.settings import cli
 from train.settings.config import FinetuneConfig
-from train.settings.flag_errors import naming_flag
+from train.settings.messages import naming_flag
 from train.settings.resolve import resolve
-from train.text.examples import Examples, open_examples
+from train.text.examples import open_examples
 from train.text.packing import packed_batches, validation_set
-from train.text.tokenizer import Tokenizer, check_vocabulary, tokenizer_of
+from train.text.tokenizer import check_vocabulary, tokenizer_of
 
 
 def main() -> None:
     """Reads the command line and trains. Exits with 2 if it cannot begin, with 1 on a NaN."""
-    config = cli.parse(FinetuneConfig, "python -m train.finetune", choices=FinetuneConfig.choices())
+    config = cli.parse(FinetuneConfig, "python -m train.finetune")
     run_program(lambda: run(config, make_console()))
 
 
@@ -56,25 +56,25 @@ def run(config: FinetuneConfig, console: Console) -> int:
     return prepare_and_train(prepared, config, console, functools.partial(export, config))
 
 
-def prepare(given: FinetuneConfig, console: Console) -> Run:
+def prepare(user_config: FinetuneConfig, console: Console) -> Run:
     """Returns a run that is ready for its first step. Everything that can be wrong is found here.
 
     Raises:
       ValueError: settings that do not fit each other, the examples or a checkpoint.
       OSError: a file that cannot be read.
     """
-    checkpoint = pathlib.Path(given.checkpoint).expanduser()
+    checkpoint = pathlib.Path(user_config.checkpoint).expanduser()
     with hosts.failing_together():
         with naming_flag("--checkpoint"):
             model_config, dtype = read_dimensions(checkpoint)
-        config = resolve(given, model_config, dtype)
+        config = resolve(user_config, model_config, dtype)
         mesh = make_mesh(config.mesh)
         check_sizes(config, mesh)
         recipe = build_recipe(config)
-        tokenizer = tokenizer_of(checkpoint, given.tokenizer)
+        tokenizer = tokenizer_of(checkpoint, user_config.tokenizer)
         check_vocabulary(tokenizer, config.title, config.model_config.vocab_size)
-        folder = given.tokenizer or checkpoint
-        examples = open_examples(given.data, tokenizer, config.seq_len, folder)
+        folder = user_config.tokenizer or checkpoint
+        examples = open_examples(user_config.data, tokenizer, config.seq_len, folder)
         with naming_flag("--checkpoint"):
             hashed = fingerprint(checkpoint)
         sizes = {"batch_size": config.batch_size, "seq_len": config.seq_len}
@@ -88,14 +88,20 @@ def prepare(given: FinetuneConfig, console: Console) -> Run:
         validation = validation_set(
             examples.validation, tokenizer, max_batches=config.eval_batches, **rows
         )
+    lost = f"; {examples.cut:,} cut, {examples.dropped:,} dropped"
     return begin(
-        given,
+        user_config,
         recipe,
         mesh,
         console,
         batches=batches,
         validation=validation,
-        summary=_describe(examples, tokenizer),
+        summary=f"examples: {examples.name}, {len(examples.train):,} with"
+        f" {sum(len(example.tokens) for example in examples.train):,} tokens, of which"
+        f" {sum(int(example.counted.sum()) for example in examples.train):,} count in the loss, and"
+        f" {len(examples.validation):,} held out"
+        f"{lost if examples.cut or examples.dropped else ''}; tokenizer of"
+        f" {tokenizer.vocab_size:,}",
         first_state=functools.partial(_first_state, recipe, checkpoint, open_batches),
         frozen=lambda places: None if places is None else read_model(checkpoint, recipe, places),
         identity=run_identity(recipe, tokenizer, examples.fingerprint, checkpoint=hashed),
@@ -103,10 +109,7 @@ def prepare(given: FinetuneConfig, console: Console) -> Run:
 
 
 def _first_state(
-    recipe: Recipe,
-    checkpoint: pathlib.Path,
-    open_batches: Callable[[], Any],
-    shardings: TrainState,
+    recipe: Recipe, checkpoint: pathlib.Path, open_batches: Callable[[], Any], shardings: TrainState
 ) -> TrainState:
     """Returns the state before the first step: pretrained weights, and calibrated channels."""
     places = shardings.model if recipe.lora is None else shardings.frozen
@@ -121,18 +124,6 @@ def _first_state(
         model = model_of(recipe, state)
         measured = calibrate(recipe.storage, model, map(put, first), config.compute_dtype)
     return dataclasses.replace(state, calibration=moved(measured, shardings.calibration))
-
-
-def _describe(examples: Examples, tokenizer: Tokenizer) -> str:
-    counted = sum(int(example.counted.sum()) for example in examples.train)
-    tokens = sum(len(example.tokens) for example in examples.train)
-    lost = f"; {examples.cut:,} cut, {examples.dropped:,} dropped"
-    return (
-        f"examples: {examples.name}, {len(examples.train):,} with {tokens:,} tokens, of which"
-        f" {counted:,} count in the loss, and {len(examples.validation):,} held out"
-        f"{lost if examples.cut or examples.dropped else ''}; tokenizer of"
-        f" {tokenizer.vocab_size:,}"
-    )
 
 
 def read_model(checkpoint: pathlib.Path, recipe: Recipe, places: Any) -> Decoder:
@@ -171,18 +162,18 @@ def fingerprint(checkpoint: pathlib.Path) -> str:
     return digest.hexdigest()
 
 
-def export(given: FinetuneConfig, run: Run, console: Console) -> None:
+def export(user_config: FinetuneConfig, run: Run, console: Console) -> None:
     """Writes what was trained into the folder of a run, in the format of other tools.
 
     All processes call it together; the first one writes.
     """
     recipe, state, folder = run.recipe, run.state, run.config.folder
-    checkpoint = pathlib.Path(given.checkpoint).expanduser()
+    checkpoint = pathlib.Path(user_config.checkpoint).expanduser()
 
     def write_model(model: Decoder, path: pathlib.Path) -> None:
         huggingface.save(model, path, like=checkpoint)
-        if hosts.is_main() and given.tokenizer is not None:
-            tokenizer_of(checkpoint, given.tokenizer).save(path)
+        if hosts.is_main() and user_config.tokenizer is not None:
+            tokenizer_of(checkpoint, user_config.tokenizer).save(path)
 
     if recipe.lora is None:
         _replace(folder / "model", functools.partial(write_model, state.model), console)
@@ -194,7 +185,7 @@ def export(given: FinetuneConfig, run: Run, console: Console) -> None:
             "the adapter was trained with 4-bit weights and fits them best: evaluate it with"
             " train.evaluate --four-bit (a merged model contains the 4-bit weights)"
         )
-    if given.adapter.merge:
+    if user_config.adapter.merge:
         merged = merge(state.frozen, state.model, recipe.lora)
         _replace(folder / "model", functools.partial(write_model, merged), console)
 

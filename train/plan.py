@@ -41,7 +41,7 @@ from train.run.sharding import mesh_sizes
 from train.settings import cli
 from train.settings.cli import Headings
 from train.settings.config import DataConfig, PretrainConfig
-from train.settings.flag_errors import naming_flag
+from train.settings.messages import naming_flag
 from train.settings.options import FLAG_METHODS, FULL_WEIGHTS, flag_name, given_fields, used_options
 from train.settings.resolve import dimensions, resolve
 from train.text.tokenizer import load_tokenizer
@@ -154,9 +154,7 @@ class PlanConfig:
 def main() -> None:
     """Reads the command line, and prints a table or a plan. Exits with 1 if nothing fits."""
     console = Console(width=None if sys.stdout.isatty() else 140)
-    config = cli.parse(
-        PlanConfig, "python -m train.plan", description=__doc__, choices=PlanConfig.choices()
-    )
+    config = cli.parse(PlanConfig, "python -m train.plan", description=__doc__)
     try:
         fits = run(config, console)
     except (ValueError, OSError) as error:

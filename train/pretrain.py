@@ -20,7 +20,7 @@ from train.text.tokenizer import Tokenizer, default_tokenizer, load_tokenizer
 
 def main() -> None:
     """Reads the command line and trains. Exits with 2 if it cannot begin, with 1 on a NaN."""
-    config = cli.parse(PretrainConfig, "python -m train.pretrain", choices=PretrainConfig.choices())
+    config = cli.parse(PretrainConfig, "python -m train.pretrain")
     run_program(lambda: run(config, make_console()))
 
 
@@ -37,7 +37,7 @@ def run(config: PretrainConfig, console: Console) -> int:
     return prepare_and_train(functools.partial(prepare, config), config, console)
 
 
-def prepare(given: PretrainConfig, console: Console) -> Run:
+def prepare(user_config: PretrainConfig, console: Console) -> Run:
     """Returns a run that is ready for its first step. Everything that can be wrong is found here.
 
     Raises:
@@ -45,12 +45,12 @@ def prepare(given: PretrainConfig, console: Console) -> Run:
       OSError: a file that cannot be read.
     """
     with hosts.failing_together():
-        config = resolve(given, dimensions(given))
+        config = resolve(user_config, dimensions(user_config))
         mesh = make_mesh(config.mesh)
         check_sizes(config, mesh)
-    corpus, tokenizer = hosts.main_first(functools.partial(_open_text, given.data))
+    corpus, tokenizer = hosts.main_first(functools.partial(_open_text, user_config.data))
     with hosts.failing_together():
-        model_config = dimensions(given, tokenizer.vocab_size)
+        model_config = dimensions(user_config, tokenizer.vocab_size)
         recipe = build_recipe(dataclasses.replace(config, model_config=model_config))
         sizes = {"batch_size": config.batch_size, "seq_len": config.seq_len}
         part, count = rows_of_process(mesh, config.batch_size)
@@ -58,7 +58,7 @@ def prepare(given: PretrainConfig, console: Console) -> Run:
         batches = train_batches(corpus, tokenizer, seed=config.seed, **sizes, **own_rows)
         validation = validation_batches(corpus, tokenizer, max_batches=config.eval_batches, **sizes)
     return begin(
-        given,
+        user_config,
         recipe,
         mesh,
         console,
@@ -71,12 +71,12 @@ def prepare(given: PretrainConfig, console: Console) -> Run:
     )
 
 
-def _open_text(given: DataConfig) -> tuple[Corpus, Tokenizer]:
-    data_dir = given.data_dir.expanduser()
-    corpus = open_corpus(given.data, data_dir, text_field=given.text_field)
-    if given.tokenizer is not None:
-        return corpus, load_tokenizer(given.tokenizer)
-    return corpus, default_tokenizer(corpus, given.vocab_size, data_dir)
+def _open_text(user_config: DataConfig) -> tuple[Corpus, Tokenizer]:
+    data_dir = user_config.data_dir.expanduser()
+    corpus = open_corpus(user_config.data, data_dir, text_field=user_config.text_field)
+    if user_config.tokenizer is not None:
+        return corpus, load_tokenizer(user_config.tokenizer)
+    return corpus, default_tokenizer(corpus, user_config.vocab_size, data_dir)
 
 
 if __name__ == "__main__":

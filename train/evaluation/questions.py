@@ -205,7 +205,7 @@ def _texts(options: AnswerOptions, index: int) -> dict[str, str]:
 
 
 def _continuations(
-    prompt: list[int], whole: Sequence[list[int]]
+    prompt: list[int], with_options: Sequence[list[int]]
 ) -> tuple[list[int], tuple[list[int], ...]]:
     """Splits prompts with options into the common prompt and the continuations, in tokens.
 
@@ -213,13 +213,13 @@ def _continuations(
 
     Args:
       prompt: ids of the prompt alone.
-      whole: ids of the prompt with each option.
+      with_options: ids of the prompt with each option.
     """
-    common = min(_common(prompt, other) for other in whole)
-    common = min(common, *(len(other) - 1 for other in whole))
+    common = min(_common(prompt, ids) for ids in with_options)
+    common = min(common, *(len(ids) - 1 for ids in with_options))
     if common < 1:
         raise ValueError("there is no token before the options: give a `--prompt-template`")
-    return prompt[:common], tuple(other[common:] for other in whole)
+    return prompt[:common], tuple(ids[common:] for ids in with_options)
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:

@@ -186,24 +186,24 @@ class AnswerOptions:
         return {"option": self.texts[index], "letter": self.letters[index]}
 
 
-def read_options(given: Any, correct: Any) -> AnswerOptions:
+def read_options(options: Any, correct: Any) -> AnswerOptions:
     """Returns the options of a question.
 
     Args:
-      given: a list of texts, whose labels, such as `A)`, are removed if all are in order; or, as in
-        ARC, a dict with lists `text` and `label`.
+      options: a list of texts, whose labels, such as `A)`, are removed if all are in order; or, as
+        in ARC, a dict with lists `text` and `label`.
       correct: the right option's label, letter, number from 0, or text; the first that fits.
 
     Raises:
       ValueError: no options, or `correct` is none of them.
     """
     labels: list[str] = []
-    if isinstance(given, Mapping):
-        labels = [str(label) for label in given.get("label", ())]
-        given = given.get("text")
-    if not isinstance(given, list) or not 2 <= len(given) <= len(LETTERS):
-        raise ValueError(f"expected a list of 2 to {len(LETTERS)} options, got {given!r}.")
-    texts = _without_labels([str(option) for option in given])
+    if isinstance(options, Mapping):
+        labels = [str(label) for label in options.get("label", ())]
+        options = options.get("text")
+    if not isinstance(options, list) or not 2 <= len(options) <= len(LETTERS):
+        raise ValueError(f"expected a list of 2 to {len(LETTERS)} options, got {options!r}.")
+    texts = _without_labels([str(option) for option in options])
     names = [labels, list(LETTERS[: len(texts)]), list(map(str, range(len(texts)))), texts]
     for known in names:
         if str(correct).strip() in known:

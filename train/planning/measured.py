@@ -19,7 +19,7 @@ from train.run.gradient_error import WHOLE, GradientError, by_site, measure
 from train.run.loss import Batch
 from train.run.recipe import build_recipe, make_recipe
 from train.settings.config import PretrainConfig
-from train.settings.flag_errors import naming_flag
+from train.settings.messages import naming_flag
 from train.settings.options import check_at_least
 from train.settings.resolve import dimensions
 from train.text.corpus import Corpus, open_corpus
@@ -85,7 +85,17 @@ class Measured:
         Raises:
           ValueError: a gradient that is not finite.
         """
-        return self._errors(_of_gradient(config))
+        neutral = PretrainConfig()  # For settings that the gradient does not depend on.
+        return self._errors(
+            dataclasses.replace(
+                config,
+                optimizer=neutral.optimizer,
+                in_backward=False,
+                weight_dtype="float32",
+                weight_rounding="auto",
+                options=dataclasses.replace(config.options, offload=False),
+            )
+        )
 
     @functools.cached_property
     def _errors(self) -> Callable[[PretrainConfig], dict[str, GradientError]]:
@@ -136,19 +146,6 @@ def open_measured(
         taken = itertools.islice(rows, config.batches)
         batches = tuple({name: jnp.asarray(x) for name, x in batch.items()} for batch in taken)
     return Measured(model, batches, config)
-
-
-def _of_gradient(config: PretrainConfig) -> PretrainConfig:
-    """Returns settings without those that the measured gradient does not depend on."""
-    neutral = PretrainConfig()
-    return dataclasses.replace(
-        config,
-        optimizer=neutral.optimizer,
-        in_backward=False,
-        weight_dtype="float32",
-        weight_rounding="auto",
-        options=dataclasses.replace(config.options, offload=False),
-    )
 
 
 def table_of_errors(plans: dict[str, dict[str, GradientError]], measured: Measured) -> Table:

@@ -90,8 +90,7 @@ def chosen_flags(config: PretrainConfig) -> str:
         options=config.options,
         in_backward=config.in_backward,
         optimizer=dataclasses.replace(
-            neutral.optimizer,
-            **{name: getattr(config.optimizer, name) for name in _OF_OPTIMIZER},
+            neutral.optimizer, **{name: getattr(config.optimizer, name) for name in _OF_OPTIMIZER}
         ),
     )
     return flags(chosen).removeprefix("--method ")

@@ -12,22 +12,21 @@ import jax
 from jax.sharding import Mesh
 from rich.console import Console
 
-import actjax
 from actjax.formats.packing import BITS
 from actjax.optim.states.host_states import HOST
 from models.sharding import head_repeats
 from train.run import hosts
 from train.run.checkpoint import Checkpoints, identity_of
 from train.run.lock import RunLock
-from train.run.loop import Run, compile_step, with_sharding
+from train.run.loop import Run, compile_step
 from train.run.metrics import read_metrics
 from train.run.recipe import Recipe, build_recipe
 from train.run.report import explain_step, print_opening, step_memory
 from train.run.saved_settings import changed_settings, flat, write_settings
-from train.run.sharding import reformatted, state_shardings
+from train.run.sharding import moments_on_host, reformatted, state_shardings, with_sharding
 from train.run.step import TrainState, init_state
 from train.settings.config import RunConfig
-from train.settings.flag_errors import naming_flag
+from train.settings.messages import naming_flag
 from train.settings.options import flag_name
 from train.settings.resolve import ResolvedConfig
 from train.text.data import ValidationSet
@@ -35,7 +34,7 @@ from train.text.tokenizer import Tokenizer
 
 
 def begin(
-    given: RunConfig,
+    user_config: RunConfig,
     recipe: Recipe,
     mesh: Mesh,
     console: Console,
@@ -50,7 +49,7 @@ def begin(
     """Returns a run at its first step or at its last checkpoint, and prints what it is.
 
     Args:
-      given: the settings as the user gave them, for `settings.json`.
+      user_config: the settings as the user gave them, for `settings.json`.
       recipe: what each step does.
       mesh: the devices.
       console: where to print.
@@ -69,7 +68,7 @@ def begin(
     shapes = jax.eval_shape(functools.partial(init_state, recipe))
     # A new run whose codecs do not fit writes nothing.
     explanation = None if config.resume else explain_step(recipe, shapes)
-    hosts.check_equal(_of_all_processes(given, identity))
+    hosts.check_equal(_shared_settings(user_config, identity))
     with contextlib.ExitStack() as on_error:
         with hosts.failing_together():
             lock = _locked(config)
@@ -95,12 +94,12 @@ def begin(
         else:
             state = dataclasses.replace(state, frozen=frozen(shardings.frozen))
             console.print(f"resuming from step {int(state.step)} in {config.folder}")
-            if changed := changed_settings(config.folder, given):
+            if changed := changed_settings(config.folder, user_config):
                 text = "; ".join(changed)
                 console.print(f"[yellow]with other settings than before[/yellow]: {text}")
         state = reformatted(state)
         if hosts.is_main():
-            write_settings(config.folder, given)
+            write_settings(config.folder, user_config)
         on_error.pop_all()
     return Run(recipe, mesh, train_step, state, batches, validation, checkpoints, lock, identity)
 
@@ -114,11 +113,7 @@ def shardings_of_run(recipe: Recipe, shapes: TrainState, mesh: Mesh) -> TrainSta
     shardings = state_shardings(shapes, mesh)
     if not recipe.config.optimizer.offload_states:
         return shardings
-    placed = jax.tree.map(with_sharding, shapes.optimizer, shardings.optimizer)
-    try:
-        placed = actjax.optim.to_host(placed)
-    except ValueError as error:
-        raise ValueError(f"`--offload-states`: {error}") from error
+    placed = moments_on_host(jax.tree.map(with_sharding, shapes.optimizer, shardings.optimizer))
     return dataclasses.replace(shardings, optimizer=jax.tree.map(lambda x: x.sharding, placed))
 
 
@@ -148,12 +143,12 @@ def first_state(recipe: Recipe, shardings: TrainState, *models: Any) -> TrainSta
     return jax.tree.unflatten(treedef, [made[i] for i in range(len(places))])
 
 
-def _of_all_processes(given: RunConfig, identity: dict[str, Any]) -> dict[str, Any]:
-    """Returns what several processes of a run must have in common, by name.
+def _shared_settings(user_config: RunConfig, identity: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings that several processes of a run must have in common, by name.
 
     Paths may differ between hosts. What is read from them must not: its hash is in the identity.
     """
-    settings = flat(dataclasses.asdict(given))
+    settings = flat(dataclasses.asdict(user_config))
     flags = {
         f"`{flag_name(name.rpartition('.')[2])}`": x
         for name, x in settings.items()

@@ -35,6 +35,7 @@ from train.run.sharding import (
     compiler_options,
     formats_of,
     rows_of_process,
+    with_sharding,
 )
 from train.run.signals import StopSignal, ending_on_ctrl_c
 from train.run.step import TrainState, make_eval_step, make_refresh_step, make_train_step, model_of
@@ -169,18 +170,14 @@ def prepare_and_train(
 def compile_step(recipe: Recipe, mesh: Mesh, shapes: TrainState, shardings: Any) -> Any:
     """Returns the compiled training step. Needs shapes only, no arrays."""
     state = jax.tree.map(with_sharding, shapes, shardings)
-    whole = whole_batch_shapes(recipe.config)
-    batch = {name: with_sharding(x, batch_sharding(mesh)) for name, x in whole.items()}
+    batch = jax.tree.map(
+        lambda x: with_sharding(x, batch_sharding(mesh)), whole_batch_shapes(recipe.config)
+    )
     formats = formats_of(state)
     state = jax.tree.map(with_sharding, state, formats)
     step = jax.jit(make_train_step(recipe), donate_argnums=0, out_shardings=(formats, None))
     with jax.set_mesh(mesh):
         return step.lower(state, batch).compile(compiler_options=compiler_options(mesh))
-
-
-def with_sharding(x: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
-    """Returns a shape with a sharding or a format."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def train(run: Run, console: Console, stop: StopSignal) -> int:

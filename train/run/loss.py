@@ -55,7 +55,7 @@ def inputs_of(batch: Batch, method_name: str) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What a loss reads beside what is trained; as in `TrainState`."""
+    """The arrays that a loss reads beside the trained ones; as in `TrainState`."""
 
     frozen: Any = None
     calibration: Any = None

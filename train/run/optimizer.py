@@ -173,7 +173,6 @@ def store_states_as(
       inner: the transform.
       dtype: dtype of its moments between steps; the rest of its state is not cast.
     """
-    wide = jnp.dtype(jnp.float32)
 
     def narrow(state: optax.OptState, params: optax.Params) -> optax.OptState:
         def cast(fields: list[str], _: str | None, x: jax.Array) -> jax.Array:
@@ -183,19 +182,19 @@ def store_states_as(
         return map_state(cast, state, params)
 
     def init(params: optax.Params) -> optax.OptState:
-        return narrow(inner.init(_cast(params, wide)), params)
+        return narrow(inner.init(_wide(params)), params)
 
     def update(updates, state, params=None):
         shapes = updates
-        updates, state, params = (_cast(tree, wide) for tree in (updates, state, params))
+        updates, state, params = (_wide(tree) for tree in (updates, state, params))
         updates, state = inner.update(updates, state, params)
         return updates, narrow(state, shapes)
 
     return optax.GradientTransformation(init, update)
 
 
-def _cast(tree, dtype: jnp.dtype):
+def _wide(tree):
     def cast(x: jax.Array) -> jax.Array:
-        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
     return jax.tree.map(cast, tree)

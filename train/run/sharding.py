@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Format, Layout
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+import actjax
 from actjax.optim.states.codes import is_code
 from models.sharding import AXES, BATCH, RULES, WEIGHTS, Entry, Rules, axes_of, rule_of
 
@@ -177,6 +178,25 @@ def _prefers_row_major(sharding: Any) -> bool:
     if isinstance(sharding.mesh, AbstractMesh):  # Of states on the host.
         return False
     return sharding.mesh.devices.flat[0].platform == "tpu"
+
+
+def with_sharding(x: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
+    """Returns a shape with a sharding or a format."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def moments_on_host(optimizer: Any) -> Any:
+    """Returns the shapes of an optimizer state with moments in the memory of the host.
+
+    Raises:
+      ValueError: the device has no such memory.
+    """
+    here = SingleDeviceSharding(jax.devices()[0])
+    placed = jax.tree.map(lambda x: with_sharding(x, here) if x.sharding is None else x, optimizer)
+    try:
+        return actjax.optim.to_host(placed)
+    except ValueError as error:
+        raise ValueError(f"`--offload-states`: {error}") from error
 
 
 def reformatted(tree: Any) -> Any:

@@ -45,7 +45,7 @@ class TrainState:
 
     @property
     def context(self) -> Context:
-        """What a loss reads beside what is trained."""
+        """The arrays that a loss reads beside the trained ones."""
         return Context(self.frozen, self.calibration)
 
 
@@ -76,17 +76,11 @@ def init_state(recipe: Recipe, model: Decoder | None = None) -> TrainState:
     return TrainState(jnp.zeros((), jnp.int32), trained, optimizer, frozen, calibration, norms)
 
 
-def model_of(recipe: Recipe, state: TrainState, key: jax.Array | None = None) -> Decoder:
-    """Returns the decoder that is trained, with its adapters if there are any.
-
-    Args:
-      recipe: the run.
-      state: the training state.
-      key: randomness of the adapters' dropout; None for no dropout.
-    """
+def model_of(recipe: Recipe, state: TrainState) -> Decoder:
+    """Returns the decoder that is trained, with its adapters, without dropout, if it has any."""
     if recipe.lora is None:
         return state.model
-    return attach(state.frozen, state.model, recipe.lora, key)
+    return attach(state.frozen, state.model, recipe.lora, None)
 
 
 TrainStep = Callable[..., tuple[TrainState, dict[str, jax.Array]]]
@@ -127,12 +121,9 @@ def step_key(config: RunConfig, step: jax.Array) -> jax.Array:
 
 def _step(recipe: Recipe, *, refresh: bool) -> TrainStep:
     """Returns a function from state and batch to the next state and metrics."""
-    make = _in_backward_step if recipe.config.in_backward else _ordinary_step
-    return make(recipe, refresh)
-
-
-def _ordinary_step(recipe: Recipe, refresh: bool) -> TrainStep:
     config, optimizer = recipe.config, recipe.optimizer
+    if config.in_backward:
+        return _in_backward_step(recipe, refresh)
 
     def step(state: TrainState, batch: Batch):
         loss_and_grad = gradient_function(recipe, state, refresh=refresh)
@@ -207,8 +198,7 @@ def _in_backward(recipe: Recipe) -> actjax.optim.InBackward:
 
 
 def _in_backward_step(recipe: Recipe, refresh: bool) -> TrainStep:
-    config = recipe.config
-    update = _in_backward(recipe)
+    config, update = recipe.config, _in_backward(recipe)
 
     def step(state: TrainState, batch: Batch):
         inputs, keys, weights = _micro_batches(config, batch, step_key(config, state.step))

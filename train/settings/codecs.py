@@ -23,20 +23,13 @@ from actjax import (
     RandomizedSVD,
     RandomProjection,
 )
-from train.settings.hints import near_hint
+from train.settings.messages import near_hint
 
 EVERY_SITE = ""
 """Site of a text that names none."""
 CODECS: dict[str, type[Codec]] = {
     kind.__name__: kind
-    for kind in (
-        Exact,
-        Quantized,
-        RandomizedSVD,
-        RandomProjection,
-        PointApproximation,
-        Offloaded,
-    )
+    for kind in (Exact, Quantized, RandomizedSVD, RandomProjection, PointApproximation, Offloaded)
 }
 """The codecs that a text can name."""
 _FOR_CHECK: dict[str, dict[str, Any]] = {
@@ -88,13 +81,13 @@ class CodecText:
         self._with(_FOR_CHECK.get(self.kind, {}), Quantized(1))
 
     def _with(self, inherited: Mapping[str, Any], default: Codec) -> Codec:
-        given = {
+        fields = {
             name: value.build(default) if isinstance(value, CodecText) else value
             for name, value in self.fields
         }
-        if {"ratio", "points"} & given.keys():  # Either gives the number of points.
+        if {"ratio", "points"} & fields.keys():  # Either gives the number of points.
             inherited = {k: v for k, v in inherited.items() if k not in ("ratio", "points")}
-        return CODECS[self.kind](**{**inherited, **given})
+        return CODECS[self.kind](**{**inherited, **fields})
 
 
 @functools.cache
@@ -162,17 +155,17 @@ def _codec_of(node: ast.expr, text: str) -> CodecText:
     names = [field.name for field in dataclasses.fields(CODECS[kind])]
     if len(node.args) > len(names):
         raise ValueError(f"`--codec` {text!r}: {kind} has the fields {', '.join(names)}.")
-    given = list(zip(names, node.args, strict=False))
+    fields = list(zip(names, node.args, strict=False))
     for keyword in node.keywords:
         if keyword.arg not in names:
             raise ValueError(
                 f"`--codec` {text!r}: {kind} has no field {keyword.arg!r}."
                 f"{near_hint(keyword.arg or '', names)} It has {', '.join(names) or 'none'}."
             )
-        if keyword.arg in dict(given):
+        if keyword.arg in dict(fields):
             raise ValueError(f"`--codec` {text!r} gives `{keyword.arg}` twice: drop one.")
-        given.append((keyword.arg, keyword.value))
-    return CodecText(kind, tuple((name, _value_of(value, text)) for name, value in given))
+        fields.append((keyword.arg, keyword.value))
+    return CodecText(kind, tuple((name, _value_of(value, text)) for name, value in fields))
 
 
 def _value_of(node: ast.expr, text: str) -> Any:

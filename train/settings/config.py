@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import pathlib
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import tyro
 
@@ -11,15 +11,9 @@ from models.lora import TARGETS, LoRAConfig
 from models.presets import PRESETS
 from train.settings.cli import Headings
 from train.settings.data import DataConfig, ExampleConfig
-from train.settings.hints import near_hint
+from train.settings.messages import near_hint
 from train.settings.methods import METHODS
-from train.settings.options import (
-    ADAPTERS,
-    FULL_WEIGHTS,
-    MethodOptions,
-    check_at_least,
-    flag_name,
-)
+from train.settings.options import ADAPTERS, FULL_WEIGHTS, MethodOptions, check_at_least, flag_name
 
 Dtype = Literal["float32", "bfloat16"]
 WeightDtype = Literal["auto", "float32", "bfloat16"]
@@ -90,12 +84,9 @@ class OptimizerConfig:
         )
 
     def __post_init__(self) -> None:
-        _check_range("learning_rate", self.learning_rate, 0, math.inf)
-        _check_range("warmup_steps", self.warmup_steps, 0, math.inf)
-        _check_range("weight_decay", self.weight_decay, 0, math.inf)
+        _check_range(self, math.inf, "learning_rate", "warmup_steps", "weight_decay")
         # A decay of 1 ignores every gradient, and its bias correction divides by zero.
-        for name, decay in zip(("beta1", "beta2"), self.betas, strict=True):
-            _check_range(name, decay, 0, 1)
+        _check_range(self, 1, "beta1", "beta2")
         if self.optimizer not in (known := get_args(Optimizer)):
             hint = near_hint(self.optimizer, known)
             raise ValueError(
@@ -113,13 +104,12 @@ class OptimizerConfig:
                 f"`--moment-dtype {self.moment_dtype}` has no effect with `--optimizer adafactor`,"
                 " which keeps no moments of the size of the weights: drop it."
             )
-        for optimizer, names in _UNUSED.items():
-            for name in names:
-                if self.optimizer == optimizer and getattr(self, name) != getattr(type(self), name):
-                    raise ValueError(
-                        f"`{flag_name(name)}` has no effect with `--optimizer {optimizer}`: drop"
-                        " it."
-                    )
+        for name in _UNUSED.get(self.optimizer, ()):
+            if getattr(self, name) != getattr(type(self), name):
+                raise ValueError(
+                    f"`{flag_name(name)}` has no effect with `--optimizer {self.optimizer}`: drop"
+                    " it."
+                )
         if not self.clip > 0:
             raise ValueError(f"`--clip` must be above 0 (inf for no clipping), got {self.clip}.")
 
@@ -129,18 +119,16 @@ class OptimizerConfig:
         return self.optimizer == "fira"
 
 
-_UNUSED = {
-    "adafactor": ("beta1", "beta2", "offload_states"),
-    "sgd": ("beta2",),
-}
+_UNUSED = {"adafactor": ("beta1", "beta2", "offload_states"), "sgd": ("beta2",)}
 """Settings that some optimizers have no use for."""
 _BETAS = {"lion": (0.9, 0.99), "muon": (0.95, 0.95), "sgd": (0.9, 0.0)}
 
 
-def _check_range(field: str, value: float, low: float, end: float) -> None:
-    """Raises a `ValueError` unless `low <= value < end`."""
-    if not low <= value < end:
-        raise ValueError(f"`{flag_name(field)}` must be in [{low}, {end}), got {value}.")
+def _check_range(config: Any, end: float, *fields: str, low: int = 0) -> None:
+    """Raises a `ValueError` unless `low <= value < end` for the values of all fields."""
+    for field in fields:
+        if not low <= (value := getattr(config, field)) < end:
+            raise ValueError(f"`{flag_name(field)}` must be in [{low}, {end}), got {value}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,14 +201,14 @@ class RunConfig:
         positive = ("steps", "batch_size", "seq_len", "accumulate", "log_every", "eval_every",
                     "eval_batches", "save_every", "keep")  # fmt: skip
         check_at_least(1, **{name: getattr(self, name) for name in positive})
-        _check_range("steps", self.steps, 1, 2**31)
+        _check_range(self, 2**31, "steps", low=1)
         if self.batch_size * self.seq_len >= 2**31:
             raise ValueError(
                 f"`--batch-size` {self.batch_size} times `--seq-len` {self.seq_len} must be below"
                 " 2^31 tokens: make one of them smaller."
             )
-        _check_range("seed", self.seed, 0, 2**32)
-        _check_range("z_loss", self.z_loss, 0, math.inf)
+        _check_range(self, 2**32, "seed")
+        _check_range(self, math.inf, "z_loss")
         if self.batch_size % self.accumulate:
             raise ValueError(
                 f"`--batch-size` {self.batch_size} must be a multiple of"
@@ -300,7 +288,7 @@ class PretrainConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_range("model_vocab_size", self.model_vocab_size, 0, math.inf)
+        _check_range(self, math.inf, "model_vocab_size")
         trains_tokenizer = self.data.tokenizer is None
         if trains_tokenizer and 0 < self.model_vocab_size < self.data.vocab_size:
             raise ValueError(
@@ -336,7 +324,7 @@ class AdapterConfig:
 
     def __post_init__(self) -> None:
         check_at_least(1, calibration_batches=self.calibration_batches)
-        _check_range("recalibrate_every", self.recalibrate_every, 0, math.inf)
+        _check_range(self, math.inf, "recalibrate_every")
         assert self.lora is not None  # Raises for values out of range.
 
     @property

@@ -18,7 +18,7 @@ from actjax.optim import Side, Source
 from models import CompressedResiduals, ModelConfig, Remat, Storage, StorageChoice
 from models.storage import LINEAR_INPUTS, SITES
 from train.settings.codecs import codec_at, fix_bits, read_codecs
-from train.settings.hints import near_hint
+from train.settings.messages import near_hint
 from train.settings.options import RENAMED, MethodOptions
 
 
@@ -165,9 +165,9 @@ def _code(
             text, is_offloaded = inner, True
     if text is not None and text.kind != "Quantized":
         return _placed(text.build(Exact()), o)
-    given = {} if text is None else text.given
+    named = {} if text is None else text.given
     # Fields that `--codec` gives have its values.
-    fields = {**(_balanced() if settings is None else settings), **given}
+    fields = {**(_balanced() if settings is None else settings), **named}
     if o.average_bits and bits is None:
         default_bits = max(n for n in CODE_BITS if n <= o.average_bits)
     names_site = site in read_codecs(o.codec)
@@ -328,11 +328,7 @@ METHODS: dict[str, Method] = {
         lean=True,
         zero_padding=True,
     ),
-    "lora": Method(
-        "adapters of frozen weights: exact gradients",
-        _exact_or_remat,
-        adapters=True,
-    ),
+    "lora": Method("adapters of frozen weights: exact gradients", _exact_or_remat, adapters=True),
     "qlora": Method(
         "adapters of frozen 4-bit weights (NF4): exact gradients",
         _exact_or_remat,

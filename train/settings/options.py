@@ -134,7 +134,7 @@ FORMER_CHOICES = {
     },
     "--weight-rounding": {
         "compensated": "it came 69% of the way of float32 weights, and stochastic 100%. Choose"
-        " stochastic.",
+        " stochastic."
     },
 }
 """By flag and value that were removed: what to choose."""
@@ -199,8 +199,8 @@ def check_flags(method: str, *configs: Any) -> None:
 
 def used_options(method: str, options: MethodOptions) -> MethodOptions:
     """Returns options with the defaults in place of those that a method does not use."""
-    given = given_fields(options)
-    return MethodOptions(**{k: v for k, v in given.items() if method in FLAG_METHODS[k]})
+    changed = given_fields(options)
+    return MethodOptions(**{k: v for k, v in changed.items() if method in FLAG_METHODS[k]})
 
 
 def shown_flag(field: str, value: Any) -> str:

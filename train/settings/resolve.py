@@ -11,7 +11,7 @@ from models.presets import PRESETS
 from train.settings import methods
 from train.settings.codecs import check_sites
 from train.settings.config import FinetuneConfig, OptimizerConfig, PretrainConfig, RunConfig
-from train.settings.flag_errors import naming_flag
+from train.settings.messages import naming_flag
 from train.settings.options import check_flags
 
 
@@ -214,7 +214,7 @@ def _weight_dtype(config: RunConfig, method: methods.Method, checkpoint_dtype: s
     if not method.adapters:
         # For every checkpoint: bfloat16 weights learn if they are rounded stochastically.
         return "bfloat16" if method.lean else "float32"
-    # Of the 16-bit dtypes, bfloat16 has the range of float32.
+    # bfloat16 has the range of float32, and float16 has not.
     return "bfloat16" if checkpoint_dtype == "float16" else checkpoint_dtype
 
 

@@ -116,12 +116,12 @@ def _template_beside(tokenizer_path: pathlib.Path | None) -> pathlib.Path:
 
 def _template_in(config: Any) -> str:
     """Returns the template of a tokenizer_config.json; of several, the one named "default"."""
-    found = config.get("chat_template") if isinstance(config, dict) else None
-    if isinstance(found, list):
-        found = {x["name"]: x["template"] for x in found}.get("default")
-    if not isinstance(found, str):
+    template = config.get("chat_template") if isinstance(config, dict) else None
+    if isinstance(template, list):
+        template = {x["name"]: x["template"] for x in template}.get("default")
+    if not isinstance(template, str):
         raise ValueError("it has no 'chat_template'")
-    return found
+    return template
 
 
 class _Generation(jinja2.ext.Extension):

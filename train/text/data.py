@@ -71,7 +71,7 @@ def train_batches(
       ValueError: an argument is out of range, or the documents do not fill one row.
     """
     check_at_least(1, batch_size=batch_size, seq_len=seq_len)
-    mine = rows_of_process(batch_size, process_index, process_count)
+    mine = slice_of_process(batch_size, process_index, process_count)
     # `Any`: grain's protocols name the index argument, unlike a list, and allow missing elements.
     source: Any = corpus.train
     documents: Any = grain.MapDataset.source(source)
@@ -103,7 +103,7 @@ class ValidationSet:
     Exact except for a few bytes where the first or last target is part of a character."""
 
 
-def rows_of_process(batch_size: int, process_index: int, process_count: int) -> slice:
+def slice_of_process(batch_size: int, process_index: int, process_count: int) -> slice:
     """Returns the rows of a batch that belong to a process.
 
     Raises:

@@ -120,10 +120,7 @@ Pieces = list[tuple[str, bool]]
 
 
 def _make_encoder(
-    config: ExampleConfig,
-    tokenizer: Tokenizer,
-    tokenizer_path: pathlib.Path | None,
-    first: Record,
+    config: ExampleConfig, tokenizer: Tokenizer, tokenizer_path: pathlib.Path | None, first: Record
 ) -> Callable[[Record], list[Example]]:
     """Returns a function from a record to its examples: one, or several for some conversations."""
     aliases = {"prompt": config.prompt_field, "completion": config.completion_field}
@@ -173,16 +170,16 @@ def _format_of(config: ExampleConfig, first: Record, fields: set[str]) -> Format
     Raises:
       ValueError: flags of another format, or of several, or a record that has the fields of none.
     """
-    given = given_fields(config)
+    changed = given_fields(config)
     wanted: dict[Format, str] = {
-        form: name for form, names in _FLAGS_OF.items() for name in names if name in given
+        form: name for form, names in _FLAGS_OF.items() for name in names if name in changed
     }
     if config.format != "auto":
         for form, name in wanted.items():
             if form != config.format:
                 raise ValueError(
-                    f"`{shown_flag(name, given[name])}` is for `--format {form}` and has no effect"
-                    f" with `--format {config.format}`: drop one of both."
+                    f"`{shown_flag(name, changed[name])}` is for `--format {form}` and has no"
+                    f" effect with `--format {config.format}`: drop one of both."
                 )
         return config.format
     if len(wanted) > 1:

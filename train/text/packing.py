@@ -12,7 +12,7 @@ import grain
 import numpy as np
 
 from train.settings.options import check_at_least
-from train.text.data import Batch, ValidationSet, rows_of_process
+from train.text.data import Batch, ValidationSet, slice_of_process
 from train.text.examples import Example
 from train.text.tokenizer import Tokenizer
 
@@ -60,7 +60,7 @@ def packed_batches(
       ValueError: an argument is out of range, or an example is too long or has no counted token.
     """
     _check(examples, batch_size, seq_len)
-    mine = rows_of_process(batch_size, process_index, process_count)
+    mine = slice_of_process(batch_size, process_index, process_count)
 
     def rows_of(epoch: int) -> list[PackedRow]:
         generator = np.random.default_rng([seed, epoch])

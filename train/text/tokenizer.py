@@ -221,15 +221,15 @@ def load_tokenizer(path: pathlib.Path | str) -> Tokenizer:
         ) from error
 
 
-def tokenizer_of(checkpoint: pathlib.Path, given: pathlib.Path | None) -> Tokenizer:
-    """Returns the given tokenizer, or the tokenizer of the checkpoint if none is given.
+def tokenizer_of(checkpoint: pathlib.Path, path: pathlib.Path | None) -> Tokenizer:
+    """Returns the tokenizer of a path, or that of the checkpoint if there is no path.
 
     Raises:
       ValueError: the checkpoint has no tokenizer, or it is damaged.
       OSError: a file that cannot be read.
     """
-    if given is not None:
-        return load_tokenizer(given)
+    if path is not None:
+        return load_tokenizer(path)
     try:
         return load_tokenizer(checkpoint)
     except FileNotFoundError as error:
