@@ -106,9 +106,8 @@ def prepare(config: EvaluateConfig) -> Evaluation:
       ValueError: settings that do not fit each other, the checkpoint, the text or the questions.
       OSError: a file that cannot be read.
     """
-    out = config.asked.out
-    if out is not None:
-        _check_out(out)
+    if config.asked.out is not None:
+        _check_out(config.asked.out)
     checkpoint = config.checkpoint.expanduser()
     with naming_flag("--checkpoint"):
         model_config, _ = read_dimensions(checkpoint)
@@ -119,7 +118,15 @@ def prepare(config: EvaluateConfig) -> Evaluation:
     encode = _encoder(config, tokenizer)
     questions = [] if asked.task is None else read_questions(asked, encode)
     for question in questions:
-        _check_length(question, writing.max_new_tokens, longest)
+        # Nothing is predicted from the last token of an option.
+        options = [len(ids) - 1 for ids in question.continuations]
+        answer = max(options, default=writing.max_new_tokens)
+        if len(question.prompt) + answer > longest:
+            kind = "an option" if options else f"`--max-new-tokens` {answer}"
+            raise ValueError(
+                f"{question.where} has {len(question.prompt)} tokens; with {kind} that exceeds the"
+                f" {longest} positions of the model: lower `--shots` or `--max-new-tokens`."
+            )
     beginning = None if writing.generate is None else encode(writing.generate, "")
     if beginning is not None and len(beginning) + writing.max_new_tokens > longest:
         raise ValueError(
@@ -185,17 +192,9 @@ def _nats(model: Decoder, batch: dict[str, jax.Array], compute_dtype: str) -> ja
 
 
 def _score_text(ready: Evaluation, text: ValidationSet, console: Console) -> dict[str, float]:
-    dtype = ready.config.compute_dtype
-    total = sum(
-        float(_nats(ready.model, batch, dtype)) for batch in _track(text.batches, "text", console)
-    )
+    batches, dtype = _track(text.batches, "text", console), ready.config.compute_dtype
+    total = sum(float(_nats(ready.model, batch, dtype)) for batch in batches)
     cost = TextCost(total, text.num_tokens, text.num_bytes)
-    report = {
-        "nats_per_token": cost.nats_per_token,
-        "perplexity": cost.perplexity,
-        "bits_per_byte": cost.bits_per_byte,
-        "tokens": cost.tokens,
-    }
     part = "all" if ready.config.text.whole else "a held-out part"
     console.print(
         f"text ({part} of it): {cost.nats_per_token:.4f} nats per token,"
@@ -203,7 +202,8 @@ def _score_text(ready: Evaluation, text: ValidationSet, console: Console) -> dic
         f" ({cost.tokens:,} tokens, {cost.num_bytes:,} bytes)",
         highlight=False,
     )
-    return report
+    names = ("nats_per_token", "perplexity", "bits_per_byte", "tokens")
+    return {name: getattr(cost, name) for name in names}
 
 
 # ----- questions
@@ -211,37 +211,25 @@ def _score_text(ready: Evaluation, text: ValidationSet, console: Console) -> dic
 
 def _encoder(config: EvaluateConfig, tokenizer: Tokenizer) -> Encode:
     """Returns a function from a prompt and a known ending to ids."""
-    writing = config.writing
-    if not writing.chat:
-        begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-        return lambda prompt, ending: _not_empty([*begin, *tokenizer.encode(prompt + ending)])
-    folder = config.tokenizer or config.checkpoint.expanduser()
-    template = open_chat_template(writing.chat_template, folder, tokenizer)
+    begin, template = [] if tokenizer.bos_id is None else [tokenizer.bos_id], None
+    if config.writing.chat:
+        folder = config.tokenizer or config.checkpoint.expanduser()
+        template = open_chat_template(config.writing.chat_template, folder, tokenizer)
 
     def encode(prompt: str, ending: str) -> list[int]:
-        asked = template.render([{"role": "user", "content": prompt}], add_generation_prompt=True)
-        return _not_empty(tokenizer.encode_with_special(asked + ending))
+        if template is None:
+            ids = [*begin, *tokenizer.encode(prompt + ending)]
+        else:
+            asked = [{"role": "user", "content": prompt}]
+            text = template.render(asked, add_generation_prompt=True) + ending
+            ids = tokenizer.encode_with_special(text)
+        if not ids:
+            raise ValueError(
+                "the prompt is empty, and the tokenizer has no start token: give some text."
+            )
+        return ids
 
     return encode
-
-
-def _not_empty(ids: list[int]) -> list[int]:
-    if not ids:
-        raise ValueError(
-            "the prompt is empty, and the tokenizer has no start token: give some text."
-        )
-    return ids
-
-
-def _check_length(question: Question, max_new_tokens: int, longest: int) -> None:
-    # Nothing is predicted from the last token of an option.
-    answer = max((len(c) - 1 for c in question.continuations), default=max_new_tokens)
-    if len(question.prompt) + answer > longest:
-        kind = "an option" if question.continuations else f"`--max-new-tokens` {answer}"
-        raise ValueError(
-            f"{question.where} has {len(question.prompt)} tokens; with {kind} that exceeds the"
-            f" {longest} positions of the model: lower `--shots` or `--max-new-tokens`."
-        )
 
 
 def _score_questions(ready: Evaluation, console: Console) -> dict[str, float]:
@@ -254,9 +242,8 @@ def _score_questions(ready: Evaluation, console: Console) -> dict[str, float]:
     for batch in _track(batches, str(config.asked.task), console):
         new = list(answer(ready, batch))
         lines += new
-        out = config.asked.out
-        if out is not None:
-            with out.open("a", encoding="utf-8") as file:
+        if config.asked.out is not None:
+            with config.asked.out.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in new)
     accuracy = exact_match([x["prediction"] for x in lines], [x["gold"] for x in lines])
     console.print(

@@ -121,10 +121,7 @@ class EvaluateConfig:
         check_at_least(1, batch_size=self.batch_size)
         if self.text.data is None and self.asked.task is None and self.writing.generate is None:
             raise ValueError("nothing to do: give `--data`, `--task` or `--generate`.")
-        self._check_effects()
-
-    def _check_effects(self) -> None:
-        """Raises a `ValueError` for a given flag without effect beside the others."""
+        # A given flag must have an effect beside the others.
         text, asked, writing = self.text, self.asked, self.writing
         has_data, has_task = text.data is not None, asked.task is not None
         writes = writing.generate is not None or (has_task and not asked.by_likelihood)

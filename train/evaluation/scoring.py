@@ -203,16 +203,12 @@ def read_options(options: Any, correct: Any) -> AnswerOptions:
         options = options.get("text")
     if not isinstance(options, list) or not 2 <= len(options) <= len(LETTERS):
         raise ValueError(f"expected a list of 2 to {len(LETTERS)} options, got {options!r}.")
-    texts = _without_labels([str(option) for option in options])
+    texts = [str(option).strip() for option in options]
+    matches = [_LABEL.match(str(option)) for option in options]
+    if all(m is not None and m[1] == x for m, x in zip(matches, LETTERS, strict=False)):
+        texts = [_LABEL.sub("", str(option), count=1).strip() for option in options]
     names = [labels, list(LETTERS[: len(texts)]), list(map(str, range(len(texts)))), texts]
     for known in names:
         if str(correct).strip() in known:
             return AnswerOptions(tuple(texts), known.index(str(correct).strip()))
     raise ValueError(f"the right option is {correct!r}, but the options are: {', '.join(texts)}.")
-
-
-def _without_labels(options: list[str]) -> list[str]:
-    matches = [_LABEL.match(option) for option in options]
-    if any(m is None or m[1] != letter for m, letter in zip(matches, LETTERS, strict=False)):
-        return [option.strip() for option in options]
-    return [_LABEL.sub("", option, count=1).strip() for option in options]

@@ -76,18 +76,17 @@ def _collectives(bodies: dict[str, list[str]], name: str, times: int) -> Iterato
 
 
 def _bytes_of(kind: str, shapes: str, line: str, *, started: bool) -> int:
-    sizes = [_size(*shape) for shape in _SHAPE.findall(shapes)]
+    # A `pred` has no number of bits in its name, and takes a byte.
+    sizes = [
+        max(1, int(bits or 8) // 8) * math.prod(int(n) for n in dims.split(",") if n)
+        for _, bits, dims in _SHAPE.findall(shapes)
+    ]
     if started and kind in ("all-gather", "reduce-scatter", "all-to-all", "collective-permute"):
         # Operands, then results of the same number; some kinds end in a context of a few bytes.
         count = len(sizes) // 2
         operands, results = sum(sizes[:count]), sum(sizes[count : 2 * count])
         return max(operands, results)
     return sum(sizes) * (_group_size(line) if kind == "reduce-scatter" else 1)
-
-
-def _size(_: str, bits: str, dims: str) -> int:
-    # A `pred` has no number of bits in its name, and takes a byte.
-    return max(1, int(bits or 8) // 8) * math.prod(int(n) for n in dims.split(",") if n)
 
 
 def _group_size(line: str) -> int:

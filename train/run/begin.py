@@ -173,23 +173,19 @@ def _locked(config: ResolvedConfig) -> RunLock | None:
     except OSError as error:
         raise ValueError(f"`--out` {folder} cannot be made a folder: {error}.") from error
     with naming_flag("--out"):
-        _check_entries(folder)
+        # A run could not write or read these.
+        for name in ("lock", "metrics.jsonl", "settings.json", "loss.png"):
+            if (folder / name).is_dir():
+                raise ValueError(f"{folder / name} is a folder, and a run writes a file there.")
+        for name in ("checkpoints", "tensorboard", "adapter", "model"):
+            if (folder / name).exists() and not (folder / name).is_dir():
+                raise ValueError(f"{folder / name} is a file, and a run writes a folder there.")
+        read_metrics(folder / "metrics.jsonl")
         lock = RunLock(folder)
         if not os.access(folder, os.W_OK | os.X_OK):
             lock.close()
             raise ValueError(f"{folder} cannot be written: permission denied.")
         return lock
-
-
-def _check_entries(folder: pathlib.Path) -> None:
-    """Raises a `ValueError` or `OSError` for what a run could not write or read in its folder."""
-    for name in ("lock", "metrics.jsonl", "settings.json", "loss.png"):
-        if (folder / name).is_dir():
-            raise ValueError(f"{folder / name} is a folder, and a run writes a file there.")
-    for name in ("checkpoints", "tensorboard", "adapter", "model"):
-        if (folder / name).exists() and not (folder / name).is_dir():
-            raise ValueError(f"{folder / name} is a file, and a run writes a folder there.")
-    read_metrics(folder / "metrics.jsonl")
 
 
 def _open_checkpoints(config: ResolvedConfig) -> Checkpoints:

@@ -97,26 +97,18 @@ def calibrate(
             compute_dtype=compute_dtype,
         )
 
-    ranges = [observe(_range, model, batch, dict.fromkeys(sites)) for batch in batches]
+    range_of, second = (lambda x, _: ChannelRange.of(x)), (lambda x, codec: codec.observe(x))
+    ranges = [observe(range_of, model, batch, dict.fromkeys(sites)) for batch in batches]
     merged = jax.vmap(ChannelRange.merged)
     known = functools.reduce(lambda a, b: {site: merged(a[site], b[site]) for site in a}, ranges)
     codecs = {site: _over_range(sites[site], channels) for site, channels in known.items()}
     narrow = {site: codec for site, codec in codecs.items() if codec.narrows}
     if narrow:
-        observed = [observe(_second, model, batch, narrow) for batch in batches]
+        observed = [observe(second, model, batch, narrow) for batch in batches]
         total = functools.reduce(functools.partial(jax.tree.map, jnp.add), observed)
         refined = jax.vmap(actjax.Calibrated.refined)
         codecs |= {site: refined(narrow[site], total[site]) for site in narrow}
     return _as_data(codecs)
-
-
-def _range(x: jax.Array, known: None) -> ChannelRange:
-    del known
-    return ChannelRange.of(x)
-
-
-def _second(x: jax.Array, codec: actjax.Calibrated) -> jax.Array:
-    return codec.observe(x)
 
 
 def _over_range(codec: actjax.Quantized, known: ChannelRange) -> actjax.Calibrated:

@@ -80,24 +80,18 @@ def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
     complete = []
     for i, line in enumerate(lines):
         try:
-            complete.append(_record(line))
+            record = json.loads(line)
+            is_record = isinstance(record, dict) and isinstance(record.get("step"), int)
         except (ValueError, RecursionError):
-            if i < len(lines) - 1:  # A kill can tear only the last line.
-                raise ValueError(
-                    f"{path}, line {i + 1} is not JSON, or no record of metrics: {line[:80]!r}."
-                    " Correct or remove it."
-                ) from None
+            record, is_record = {}, False
+        if is_record and all(isinstance(value, int | float) for value in record.values()):
+            complete.append(record)
+        elif i < len(lines) - 1:  # A kill can tear only the last line.
+            raise ValueError(
+                f"{path}, line {i + 1} is not JSON, or no record of metrics: {line[:80]!r}."
+                " Correct or remove it."
+            )
     return complete
-
-
-def _record(line: str) -> dict[str, Any]:
-    """Returns the metrics of a line, all of them numbers."""
-    record = json.loads(line)
-    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-        raise ValueError("no step")
-    if not all(isinstance(value, int | float) for value in record.values()):
-        raise ValueError("not numbers")
-    return record
 
 
 def draw_loss(lines: list[dict[str, Any]], path: pathlib.Path, title: str) -> None:

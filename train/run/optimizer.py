@@ -1,5 +1,6 @@
 """The optimizers of the programs: moments in a chosen dtype and, if chosen, in a subspace."""
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -71,11 +72,11 @@ def _moments(config: OptimizerConfig) -> optax.GradientTransformation:
         )
         return _stored(adafactor, "float32")
     if config.optimizer == "muon":
+        # All matrices are [in, out].
+        numbers = functools.partial(jax.tree.map, lambda _: optax.contrib.MuonDimensionNumbers())
+        muon = optax.contrib.scale_by_muon(beta=b1, weight_dimension_numbers=numbers)
         orthogonal = optax.chain(
-            _stored(
-                optax.contrib.scale_by_muon(beta=b1, weight_dimension_numbers=_inputs_first),
-                config.stored_dtype,
-            ),
+            _stored(muon, config.stored_dtype),
             optax.stateless(lambda updates, _: jax.tree.map(_with_rms_of_adam, updates)),
         )
         adam = _adam(0.9, b2, config)
@@ -103,11 +104,6 @@ def _stored(inner: optax.GradientTransformation, dtype: str) -> optax.GradientTr
     return store_states_as(inner, jnp.dtype(dtype))
 
 
-def _inputs_first(params: optax.Params):
-    """Returns that all matrices are [in, out]."""
-    return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(), params)
-
-
 def _with_rms_of_adam(update: jax.Array) -> jax.Array:
     """Scales an orthogonal matrix to the mean square of updates of AdamW (Liu et al., 2025)."""
     return 0.2 * math.sqrt(max(update.shape[-2:])) * update
@@ -115,11 +111,9 @@ def _with_rms_of_adam(update: jax.Array) -> jax.Array:
 
 def _muon_labels(params: optax.Params):
     """Returns which transform updates each parameter: matrices of layers are orthogonalized."""
-
-    def label(name: str, leaf: jax.Array) -> str:
-        return "muon" if name.startswith("layers.") and leaf.ndim >= 2 else "adam"
-
-    return map_named(label, params)
+    return map_named(
+        lambda name, x: "muon" if name.startswith("layers.") and x.ndim >= 2 else "adam", params
+    )
 
 
 _BLOCKS, _GROUPS, _DEVICES = (256, 128, 64, 32), (128, 64, 32), 64

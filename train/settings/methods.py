@@ -253,12 +253,6 @@ def _calibrated(o: MethodOptions) -> StorageChoice:
     return Storage(**sites, split_adapters=inter)
 
 
-def _calibrated_sites(o: MethodOptions) -> tuple[str, ...]:
-    if o.remat:
-        return (BLOCK,)
-    return KEPT_SITES if o.level == "intra+inter" else (*KEPT_SITES, *LINEAR_INPUTS)
-
-
 GALORE_BETA2 = 0.999
 """The decay of the second moment in the experiments of GaLore: the default of Adam."""
 
@@ -338,7 +332,11 @@ METHODS: dict[str, Method] = {
     "hyc_lora": Method(
         "qlora with activations in a few bits, channels calibrated (HyC-LoRA)",
         _calibrated,
-        _calibrated_sites,
+        lambda o: (
+            (BLOCK,)
+            if o.remat
+            else (KEPT_SITES if o.level == "intra+inter" else (*KEPT_SITES, *LINEAR_INPUTS))
+        ),
         adapters=True,
         four_bit=True,
         calibrates=True,

@@ -146,13 +146,13 @@ def resolve(
         )
     with naming_flag("--codec"):
         method.storage_of(options, {})  # Raises for options that do not fit each other.
-    weight_dtype = _weight_dtype(config, method, checkpoint_dtype)
+    weight_dtype, weight_rounding = _weights(config, method, checkpoint_dtype)
     shared = {field.name: getattr(config, field.name) for field in dataclasses.fields(RunConfig)}
     resolved: dict[str, Any] = {
         "options": options,
         "optimizer": _optimizer(config, method, model),
         "weight_dtype": weight_dtype,
-        "weight_rounding": _weight_rounding(config, method, weight_dtype),
+        "weight_rounding": weight_rounding,
         "in_backward": method.lean if config.in_backward is None else config.in_backward,
         "title": config.title,
         "model_config": model,
@@ -208,22 +208,24 @@ def _optimizer(
     return dataclasses.replace(optimizer, beta1=b1, beta2=b2, moment_dtype=moments)
 
 
-def _weight_dtype(config: RunConfig, method: methods.Method, checkpoint_dtype: str) -> str:
-    if config.weight_dtype != "auto":
-        return config.weight_dtype
-    if not method.adapters:
+def _weights(config: RunConfig, method: methods.Method, checkpoint_dtype: str) -> tuple[str, str]:
+    """Returns dtype and rounding of the weights.
+
+    Raises:
+      ValueError: stochastic rounding of weights that are not in bfloat16, or are not trained.
+    """
+    dtype, rounding = config.weight_dtype, config.weight_rounding
+    if dtype == "auto" and not method.adapters:
         # For every checkpoint: bfloat16 weights learn if they are rounded stochastically.
-        return "bfloat16" if method.lean else "float32"
-    # bfloat16 has the range of float32, and float16 has not.
-    return "bfloat16" if checkpoint_dtype == "float16" else checkpoint_dtype
-
-
-def _weight_rounding(config: RunConfig, method: methods.Method, weight_dtype: str) -> str:
-    if weight_dtype == "bfloat16" and not method.adapters:
-        return "stochastic" if config.weight_rounding == "auto" else config.weight_rounding
-    if config.weight_rounding == "stochastic":
+        dtype = "bfloat16" if method.lean else "float32"
+    elif dtype == "auto":
+        # bfloat16 has the range of float32, and float16 has not.
+        dtype = "bfloat16" if checkpoint_dtype == "float16" else checkpoint_dtype
+    if dtype == "bfloat16" and not method.adapters:
+        return dtype, "stochastic" if rounding == "auto" else rounding
+    if rounding == "stochastic":
         raise ValueError(
             "`--weight-rounding stochastic` has no effect on float32 weights: drop"
             " it, or pass `--weight-dtype bfloat16`."
         )
-    return "nearest"
+    return dtype, "nearest"

@@ -162,7 +162,8 @@ class SentencePieceTokenizer(Tokenizer):
     def encode_with_special(self, text: str) -> list[int]:
         # The parts between special tokens are encoded one by one, as in Llama 2's code.
         ids = []
-        for part in self._special_pattern.split(text):
+        pattern = "|".join(map(re.escape, self._special))
+        for part in re.split(f"({pattern})", text):
             index = self._special.get(part)
             ids += self.encode(part) if index is None else [index]
         return ids
@@ -171,10 +172,6 @@ class SentencePieceTokenizer(Tokenizer):
     def _special(self) -> dict[str, int]:
         indices = filter(self._inner.is_control, range(self.vocab_size))
         return {self._inner.id_to_piece(index): index for index in indices}
-
-    @functools.cached_property
-    def _special_pattern(self) -> re.Pattern[str]:
-        return re.compile(f"({'|'.join(map(re.escape, self._special))})")
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self._inner.decode(list(map(int, ids)))
@@ -199,7 +196,12 @@ def load_tokenizer(path: pathlib.Path | str) -> Tokenizer:
     if not path.exists():
         raise FileNotFoundError(f"`--tokenizer` is '{path}': no such path. Give {ACCEPTED}.")
     if path.is_dir():
-        path = _file_in(path)
+        names = ("tokenizer.json", "tokenizer.model", "vocab.json")
+        files = [path / name for name in names if (path / name).exists()]
+        if not files:
+            there = ", ".join(sorted(p.name for p in path.iterdir())) or "nothing"
+            raise FileNotFoundError(f"`--tokenizer` is '{path}': it has {there}. Give {ACCEPTED}.")
+        path = files[0]
     try:
         if path.suffix == ".model":
             return SentencePieceTokenizer(path.read_bytes())
@@ -310,14 +312,6 @@ def _byte_level(model: models.BPE) -> tokenizers.Tokenizer:
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     return inner
-
-
-def _file_in(directory: pathlib.Path) -> pathlib.Path:
-    for name in ("tokenizer.json", "tokenizer.model", "vocab.json"):
-        if (directory / name).exists():
-            return directory / name
-    there = ", ".join(sorted(p.name for p in directory.iterdir())) or "nothing"
-    raise FileNotFoundError(f"`--tokenizer` is '{directory}': it has {there}. Give {ACCEPTED}.")
 
 
 def _load_vocab_and_merges(directory: pathlib.Path) -> Tokenizer:
