@@ -14,23 +14,15 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from actjax import (
-    Codec,
-    Exact,
-    Offloaded,
-    PointApproximation,
-    Quantized,
-    RandomizedSVD,
-    RandomProjection,
-)
+import actjax
+from actjax import Codec, Quantized
 from train.settings.messages import near_hint
 
 EVERY_SITE = ""
 """Site of a text that names none."""
-CODECS: dict[str, type[Codec]] = {
-    kind.__name__: kind
-    for kind in (Exact, Quantized, RandomizedSVD, RandomProjection, PointApproximation, Offloaded)
-}
+_NAMES = ("Exact", "Quantized", "RandomizedSVD", "RandomProjection", "PointApproximation",
+          "Offloaded")  # fmt: skip
+CODECS: dict[str, type[Codec]] = {name: getattr(actjax, name) for name in _NAMES}
 """The codecs that a text can name."""
 _FOR_CHECK: dict[str, dict[str, Any]] = {
     "Quantized": {"bits": 1},
