@@ -146,11 +146,12 @@ def resolve(
         )
     with naming_flag("--codec"):
         method.storage_of(options, {})  # Raises for options that do not fit each other.
+    optimizer = _optimizer(config, method, model)
     weight_dtype, weight_rounding = _weights(config, method, checkpoint_dtype)
     shared = {field.name: getattr(config, field.name) for field in dataclasses.fields(RunConfig)}
     resolved: dict[str, Any] = {
         "options": options,
-        "optimizer": _optimizer(config, method, model),
+        "optimizer": optimizer,
         "weight_dtype": weight_dtype,
         "weight_rounding": weight_rounding,
         "in_backward": method.lean if config.in_backward is None else config.in_backward,
