@@ -87,8 +87,8 @@ def open_prepared(
         train, validation = f"train[:{end}]", f"train[{end}:]"
     shards = sorted([s.name, s.shard_lengths, int(s.num_bytes)] for s in splits.values())
     identity = [builder.info.full_name, field, train, validation, shards]
-    columns = (_column(builder, split, field, data) for split in (train, validation))
-    return *columns, digest_of([json.dumps(identity)])
+    columns = [_column(builder, split, field, data) for split in (train, validation)]
+    return columns[0], columns[1], digest_of([json.dumps(identity)])
 
 
 def _column(builder: tfds.core.DatasetBuilder, split: str, field: str, data: str) -> TextColumn:

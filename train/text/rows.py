@@ -46,7 +46,7 @@ class ShuffledRowsIterDataset(grain.IterDataset[np.ndarray]):
         """
         super().__init__()
         self.read, self.length = read, length
-        self.epoch, self.seed, self.window = epoch, seed, window
+        self.epoch, self.order_seed, self.window = epoch, seed, window
 
     def __iter__(self) -> grain.DatasetIterator[np.ndarray]:
         return _ShuffledRowsIterator(self)
@@ -99,7 +99,7 @@ class _ShuffledRowsIterator(grain.DatasetIterator[np.ndarray]):
         window = self._window
         while not window.is_complete:
             self._read_row(window)
-        generator = np.random.default_rng([self._data.seed, window.number])
+        generator = np.random.default_rng([self._data.order_seed, window.number])
         order = generator.permutation(len(window.rows))
         self._left.extend(window.rows[index] for index in order[self._taken :])
         window.rows.clear()  # A row's memory is freed when it was handed out.
