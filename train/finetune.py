@@ -18,7 +18,7 @@ from models.checkpoints import load_checkpoint, read_dimensions
 from models.lora import merge, quantize
 from models.peft import save_adapters
 from train.run import hosts
-from train.run.begin import begin, check_sizes, first_state, run_identity
+from train.run.begin import begin, check_sizes, first_state
 from train.run.calibration import calibrate
 from train.run.loop import Run, make_console, moved, prepare_and_train, put_rows, run_program
 from train.run.recipe import Recipe, build_recipe
@@ -104,7 +104,9 @@ def prepare(user_config: FinetuneConfig, console: Console) -> Run:
         f" {tokenizer.vocab_size:,}",
         first_state=functools.partial(_first_state, recipe, checkpoint, open_batches),
         frozen=lambda places: None if places is None else read_model(checkpoint, recipe, places),
-        identity=run_identity(recipe, tokenizer, examples.fingerprint, checkpoint=hashed),
+        tokenizer=tokenizer,
+        fingerprint=examples.fingerprint,
+        checkpoint=hashed,
     )
 
 

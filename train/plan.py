@@ -65,7 +65,7 @@ class PlannedConfig(PretrainConfig):
 
 @dataclasses.dataclass(frozen=True)
 class PlanConfig:
-    """What to plan.
+    """The settings of a plan.
 
     Raises:
       ValueError: an unknown device, a size that cannot be read, or a setting without effect here.

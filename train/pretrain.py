@@ -6,7 +6,7 @@ import functools
 from rich.console import Console
 
 from train.run import hosts
-from train.run.begin import begin, check_sizes, first_state, run_identity
+from train.run.begin import begin, check_sizes, first_state
 from train.run.loop import Run, make_console, prepare_and_train, run_program
 from train.run.recipe import build_recipe
 from train.run.sharding import make_mesh, rows_of_process
@@ -67,7 +67,9 @@ def prepare(user_config: PretrainConfig, console: Console) -> Run:
         summary=f"text: {corpus.name}, {len(corpus.train):,} documents and"
         f" {len(corpus.validation):,} held out; tokenizer of {tokenizer.vocab_size:,}",
         first_state=functools.partial(first_state, recipe),
-        identity=run_identity(recipe, tokenizer, corpus.fingerprint, row_order=ROW_ORDER),
+        tokenizer=tokenizer,
+        fingerprint=corpus.fingerprint,
+        row_order=ROW_ORDER,
     )
 
 

@@ -83,21 +83,16 @@ def flags(config: PretrainConfig) -> str:
 
 def chosen_flags(config: PretrainConfig) -> str:
     """Returns the flags that a plan chose."""
-    neutral = PretrainConfig()
+    neutral, names = PretrainConfig(), ("moment_dtype", "optimizer", "offload_states")
+    memory = {name: getattr(config.optimizer, name) for name in names}  # Memory depends on these.
     chosen = dataclasses.replace(
         neutral,
         method=config.method,
         options=config.options,
         in_backward=config.in_backward,
-        optimizer=dataclasses.replace(
-            neutral.optimizer, **{name: getattr(config.optimizer, name) for name in _OF_OPTIMIZER}
-        ),
+        optimizer=dataclasses.replace(neutral.optimizer, **memory),
     )
     return flags(chosen).removeprefix("--method ")
-
-
-_OF_OPTIMIZER = ("moment_dtype", "optimizer", "offload_states")
-"""Settings of the optimizer that memory depends on."""
 
 
 def _flags(config: Any, default: Any) -> Iterator[str]:

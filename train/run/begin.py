@@ -44,7 +44,9 @@ def begin(
     summary: str,
     first_state: Callable[[TrainState], TrainState],
     frozen: Callable[[Any], Any] = lambda _: None,
-    identity: dict[str, Any],
+    tokenizer: Tokenizer,
+    fingerprint: str,
+    **parts: Any,
 ) -> Run:
     """Returns a run at its first step or at its last checkpoint, and prints what it is.
 
@@ -58,13 +60,27 @@ def begin(
       summary: a line about both for the user.
       first_state: from shardings to the state before the first step.
       frozen: from shardings to `TrainState.frozen`, which is in no checkpoint of a run.
-      identity: what a checkpoint must agree with.
+      tokenizer: its tokenizer.
+      fingerprint: fingerprint of its data.
+      **parts: further parts of its identity, which a checkpoint must agree with.
 
     Raises:
       ValueError: settings that do not fit each other or the checkpoint, or another run is in the
         folder.
     """
     config = recipe.config
+    identity = identity_of(
+        model=config.model_config,
+        data=fingerprint,
+        tokenizer=tokenizer.fingerprint,
+        weight_dtype=config.weight_dtype,
+        seed=config.seed,
+        optimizer=recipe.optimizer_form,
+        calibrated=recipe.calibration_form,
+        batch_size=config.batch_size,
+        seq_len=config.seq_len,
+        **parts,
+    )
     shapes = jax.eval_shape(functools.partial(init_state, recipe))
     # A new run whose codecs do not fit writes nothing.
     explanation = None if config.resume else explain_step(recipe, shapes)
@@ -146,7 +162,7 @@ def first_state(recipe: Recipe, shardings: TrainState, *models: Any) -> TrainSta
 def _shared_settings(user_config: RunConfig, identity: dict[str, Any]) -> dict[str, Any]:
     """Returns the settings that several processes of a run must have in common, by name.
 
-    Paths may differ between hosts. What is read from them must not: its hash is in the identity.
+    Paths may differ between hosts. Their contents must not: hashes of them are in the identity.
     """
     settings = flat(dataclasses.asdict(user_config))
     flags = {
@@ -268,27 +284,3 @@ def check_sizes(config: ResolvedConfig, mesh: Mesh) -> None:
             f"`--seq-len` {config.seq_len} does not divide over the {tensor * seq} devices of"
             f" `--mesh` tensor={tensor},seq={seq} that share a sequence: make it a multiple."
         )
-
-
-def run_identity(recipe: Recipe, tokenizer: Tokenizer, data: str, **parts: Any) -> dict[str, Any]:
-    """Returns what the checkpoints of a run must agree with.
-
-    Args:
-      recipe: the run.
-      tokenizer: its tokenizer.
-      data: fingerprint of its data.
-      **parts: what else tells this run from others.
-    """
-    config = recipe.config
-    return identity_of(
-        model=config.model_config,
-        data=data,
-        tokenizer=tokenizer.fingerprint,
-        weight_dtype=config.weight_dtype,
-        seed=config.seed,
-        optimizer=recipe.optimizer_form,
-        calibrated=recipe.calibration_form,
-        batch_size=config.batch_size,
-        seq_len=config.seq_len,
-        **parts,
-    )

@@ -1,7 +1,7 @@
 """Several processes that train together: joining, agreeing, and what only one of them does.
 
-All processes run the same program. Whatever one of them alone can know, such as a signal or a file
-that it cannot read, is told to the others here, so that none waits for a step that never comes.
+All processes run the same program. A process tells the others here what it alone can know, such as
+a signal or a file that it cannot read, so that none waits for a step that never comes.
 """
 
 import contextlib

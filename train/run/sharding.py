@@ -20,7 +20,7 @@ _THREADS = 4
 
 
 def allow_simulated_devices() -> None:
-    """Gives simulated devices threads enough. To be called before JAX uses a device.
+    """Gives simulated devices enough threads. To be called before JAX uses a device.
 
     A collective keeps its thread until the other devices come, and XLA starts independent ones at
     once, in an order that differs. With a thread for each device they can wait for ever.
