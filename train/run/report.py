@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 import actjax
-from actjax._core.paths import path_name
+from actjax._core.paths import named_leaves
 from actjax.optim.states.host_states import HOST
 from models import Decoder
 from train.run.loss import batch_shapes, loss_function, whole_batch_shapes
@@ -161,25 +161,15 @@ def gradient_bytes(recipe: Recipe, state: TrainState) -> dict[str, int]:
     loss = loss_function(config, recipe.storage, recipe.lora)
     groups = actjax.input_groups(loss, state.model, *arguments)
     sizes, counted = {}, set()
-    for path, g in jax.tree_util.tree_flatten_with_path(grads, is_leaf=_is_low_rank)[0]:
-        name, parts = path_name(path), [g]
-        if _is_low_rank(g):
+    for name, g in named_leaves(grads, is_leaf=lambda x: isinstance(x, actjax.LowRank)).items():
+        parts = [g]
+        if isinstance(g, actjax.LowRank):
             first = g.basis_name is None and groups[name] not in counted
             parts = [g.left, g.right] if first else [g.right]
             counted.add(groups[name])
         one_layer = config.in_backward and name.startswith("layers.")
         sizes[name] = tree_bytes(parts) // (recipe.model_config.num_layers if one_layer else 1)
     return sizes
-
-
-def _is_low_rank(x: Any) -> bool:
-    return isinstance(x, actjax.LowRank)
-
-
-_ROUNDING = {
-    "nearest": "rounded to nearest after each update",
-    "stochastic": "rounded stochastically after each update",
-}
 
 
 def print_opening(
@@ -203,7 +193,8 @@ def print_opening(
     )
     console.print(f"{config.method}: {recipe.method.summary}")
     if config.trains_bfloat16:
-        console.print(f"weights: bfloat16, {_ROUNDING[config.weight_rounding]}")
+        how = {"nearest": "to nearest", "stochastic": "stochastically"}[config.weight_rounding]
+        console.print(f"weights: bfloat16, rounded {how} after each update")
     console.print(explanation)
     compares = recipe.lora is None and config.method != "exact"
     console.print(memory_table(memory, exact_memory(recipe) if compares else None))
