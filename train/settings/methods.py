@@ -42,6 +42,11 @@ class Subspace:
         return min(inputs) if self.side == "input" else min(*inputs, keys_and_values)
 
 
+def _no_sites(_: MethodOptions) -> tuple[str, ...]:
+    """Returns the sites of a method without any."""
+    return ()
+
+
 @dataclasses.dataclass(frozen=True)
 class Method:
     """A named storage choice.
@@ -69,7 +74,7 @@ class Method:
 
     summary: str
     storage: Callable[[MethodOptions], StorageChoice]
-    sites: Callable[[MethodOptions], tuple[str, ...]] = lambda _: ()
+    sites: Callable[[MethodOptions], tuple[str, ...]] = _no_sites
     subspace: Subspace | None = None
     average_bits: float = 0.0
     adaptive: tuple[str, ...] = ()
