@@ -6,7 +6,7 @@ import json
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -25,16 +25,12 @@ from train.evaluation.questions import Encode, Question, read_questions
 from train.evaluation.scoring import TextCost, exact_match, most_likely
 from train.run.loop import BadRunError, make_console, run_program
 from train.settings import cli
-from train.settings.flag_errors import naming_flag
+from train.settings.messages import naming_flag
 from train.text.chat import open_chat_template
 from train.text.corpus import open_corpus, open_whole
 from train.text.data import ValidationSet, validation_batches
-from train.text.tokenizer import Tokenizer, tokenizer_of
+from train.text.tokenizer import Tokenizer, check_vocabulary, tokenizer_of
 
-AttachAdapter = Callable[[Decoder, pathlib.Path], Decoder]
-"""From a decoder and the folder of an adapter to the decoder with the adapter."""
-
-PROG = "python -m train.evaluate"
 _HELD_OUT_BATCHES = 20
 _LONGEST_ROW = 1024
 
@@ -64,24 +60,16 @@ class Evaluation:
 
 def main() -> None:
     """Reads the command line and evaluates. Exits with 2 if it cannot begin."""
-    config = cli.parse(EvaluateConfig, PROG)
+    config = cli.parse(EvaluateConfig, "python -m train.evaluate")
     run_program(lambda: run(config, make_console()))
 
 
-def attach_lora(model: Decoder, folder: pathlib.Path) -> Decoder:
-    """Returns a decoder with the LoRA adapter in a folder."""
-    return lora.attach(model, *peft.load_adapters(folder, model.config))
-
-
-def run(
-    config: EvaluateConfig, console: Console, attach_adapter: AttachAdapter = attach_lora
-) -> dict[str, Any]:
+def run(config: EvaluateConfig, console: Console) -> dict[str, Any]:
     """Evaluates with the given settings: the program behind the command line.
 
     Args:
       config: settings.
       console: where to print.
-      attach_adapter: reads `--adapter`.
 
     Returns:
       The requested results: `text` (`nats_per_token`, `perplexity`, `bits_per_byte`, `tokens`),
@@ -91,7 +79,7 @@ def run(
       BadRunError: something is wrong with the settings, the checkpoint or an input file.
     """
     try:
-        ready = prepare(config, attach_adapter)
+        ready = prepare(config)
     except (ValueError, OSError) as error:
         raise BadRunError(str(error)) from error
     report: dict[str, Any] = {}
@@ -111,31 +99,34 @@ def _say(console: Console, text: str, **options: Any) -> None:
     console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True, **options)
 
 
-def prepare(config: EvaluateConfig, attach_adapter: AttachAdapter = attach_lora) -> Evaluation:
+def prepare(config: EvaluateConfig) -> Evaluation:
     """Returns an evaluation that is ready to begin. Everything that can be wrong is found here.
 
     Raises:
       ValueError: settings that do not fit each other, the checkpoint, the text or the questions.
       OSError: a file that cannot be read.
     """
-    out = config.asked.out
-    if out is not None:
-        _check_out(out)
+    if config.asked.out is not None:
+        _check_out(config.asked.out)
     checkpoint = config.checkpoint.expanduser()
     with naming_flag("--checkpoint"):
         model_config, _ = read_dimensions(checkpoint)
     longest = model_config.max_seq_len
     tokenizer = tokenizer_of(checkpoint, config.tokenizer)
-    if tokenizer.vocab_size > model_config.vocab_size:
-        raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, but the model in '{checkpoint}' has"
-            f" {model_config.vocab_size}: `--tokenizer` belongs to another model."
-        )
+    check_vocabulary(tokenizer, f"the model in '{checkpoint}'", model_config.vocab_size)
     asked, writing, data = config.asked, config.writing, config.text.data
     encode = _encoder(config, tokenizer)
     questions = [] if asked.task is None else read_questions(asked, encode)
     for question in questions:
-        _check_length(question, writing.max_new_tokens, longest)
+        # Nothing is predicted from the last token of an option.
+        options = [len(ids) - 1 for ids in question.continuations]
+        answer = max(options, default=writing.max_new_tokens)
+        if len(question.prompt) + answer > longest:
+            kind = "an option" if options else f"`--max-new-tokens` {answer}"
+            raise ValueError(
+                f"{question.where} has {len(question.prompt)} tokens; with {kind} that exceeds the"
+                f" {longest} positions of the model: lower `--shots` or `--max-new-tokens`."
+            )
     beginning = None if writing.generate is None else encode(writing.generate, "")
     if beginning is not None and len(beginning) + writing.max_new_tokens > longest:
         raise ValueError(
@@ -149,7 +140,8 @@ def prepare(config: EvaluateConfig, attach_adapter: AttachAdapter = attach_lora)
         ends = {tokenizer.eos_id, *stop_ids(checkpoint)}
     if config.adapter is not None:
         with naming_flag("--adapter"):
-            model = attach_adapter(model, config.adapter.expanduser())
+            adapters = peft.load_adapters(config.adapter.expanduser(), model.config)
+            model = lora.attach(model, *adapters)
     # Models that never saw an end of text, such as stories260K, write the next beginning.
     ends |= set() if tokenizer.bos_id is None else {tokenizer.bos_id}
     stop = tuple(sorted(index for index in ends if index < model_config.vocab_size))
@@ -173,22 +165,21 @@ def _check_out(out: pathlib.Path) -> None:
 
 
 def _rows(config: EvaluateConfig, data: str, tokenizer: Tokenizer, longest: int) -> ValidationSet:
-    given = config.text
-    seq_len = given.seq_len or min(_LONGEST_ROW, longest)
+    text = config.text
+    seq_len = text.seq_len or min(_LONGEST_ROW, longest)
     if seq_len > longest:
         raise ValueError(f"`--seq-len` {seq_len} is above the {longest} positions of the model.")
-    if given.whole:
-        corpus, batches = open_whole(data, text_field=given.text_field), sys.maxsize
+    if text.whole:
+        corpus, batches = open_whole(data, text_field=text.text_field), sys.maxsize
     else:
-        folder = given.data_dir.expanduser()
-        corpus = open_corpus(data, folder, text_field=given.text_field)
+        corpus = open_corpus(data, text.data_dir.expanduser(), text_field=text.text_field)
         batches = _HELD_OUT_BATCHES
     return validation_batches(
         corpus,
         tokenizer,
         batch_size=config.batch_size,
         seq_len=seq_len,
-        max_batches=given.eval_batches or batches,
+        max_batches=text.eval_batches or batches,
     )
 
 
@@ -201,17 +192,9 @@ def _nats(model: Decoder, batch: dict[str, jax.Array], compute_dtype: str) -> ja
 
 
 def _score_text(ready: Evaluation, text: ValidationSet, console: Console) -> dict[str, float]:
-    dtype = ready.config.compute_dtype
-    total = sum(
-        float(_nats(ready.model, batch, dtype)) for batch in _track(text.batches, "text", console)
-    )
+    batches, dtype = _track(text.batches, "text", console), ready.config.compute_dtype
+    total = sum(float(_nats(ready.model, batch, dtype)) for batch in batches)
     cost = TextCost(total, text.num_tokens, text.num_bytes)
-    report = {
-        "nats_per_token": cost.nats_per_token,
-        "perplexity": cost.perplexity,
-        "bits_per_byte": cost.bits_per_byte,
-        "tokens": cost.tokens,
-    }
     part = "all" if ready.config.text.whole else "a held-out part"
     console.print(
         f"text ({part} of it): {cost.nats_per_token:.4f} nats per token,"
@@ -219,7 +202,8 @@ def _score_text(ready: Evaluation, text: ValidationSet, console: Console) -> dic
         f" ({cost.tokens:,} tokens, {cost.num_bytes:,} bytes)",
         highlight=False,
     )
-    return report
+    names = ("nats_per_token", "perplexity", "bits_per_byte", "tokens")
+    return {name: getattr(cost, name) for name in names}
 
 
 # ----- questions
@@ -227,37 +211,25 @@ def _score_text(ready: Evaluation, text: ValidationSet, console: Console) -> dic
 
 def _encoder(config: EvaluateConfig, tokenizer: Tokenizer) -> Encode:
     """Returns a function from a prompt and a known ending to ids."""
-    writing = config.writing
-    if not writing.chat:
-        begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-        return lambda prompt, ending: _not_empty([*begin, *tokenizer.encode(prompt + ending)])
-    folder = config.tokenizer or config.checkpoint.expanduser()
-    template = open_chat_template(writing.chat_template, folder, tokenizer)
+    begin, template = [] if tokenizer.bos_id is None else [tokenizer.bos_id], None
+    if config.writing.chat:
+        folder = config.tokenizer or config.checkpoint.expanduser()
+        template = open_chat_template(config.writing.chat_template, folder, tokenizer)
 
     def encode(prompt: str, ending: str) -> list[int]:
-        asked = template.render([{"role": "user", "content": prompt}], add_generation_prompt=True)
-        return _not_empty(tokenizer.encode_with_special(asked + ending))
+        if template is None:
+            ids = [*begin, *tokenizer.encode(prompt + ending)]
+        else:
+            asked = [{"role": "user", "content": prompt}]
+            text = template.render(asked, add_generation_prompt=True) + ending
+            ids = tokenizer.encode_with_special(text)
+        if not ids:
+            raise ValueError(
+                "the prompt is empty, and the tokenizer has no start token: give some text."
+            )
+        return ids
 
     return encode
-
-
-def _not_empty(ids: list[int]) -> list[int]:
-    if not ids:
-        raise ValueError(
-            "the prompt is empty, and the tokenizer has no start token: give some text."
-        )
-    return ids
-
-
-def _check_length(question: Question, max_new_tokens: int, longest: int) -> None:
-    # Nothing is predicted from the last token of an option.
-    more = max((len(c) - 1 for c in question.continuations), default=max_new_tokens)
-    if len(question.prompt) + more > longest:
-        kind = "an option" if question.continuations else f"`--max-new-tokens` {more}"
-        raise ValueError(
-            f"{question.where} has {len(question.prompt)} tokens; with {kind} that exceeds the"
-            f" {longest} positions of the model: lower `--shots` or `--max-new-tokens`."
-        )
 
 
 def _score_questions(ready: Evaluation, console: Console) -> dict[str, float]:
@@ -270,9 +242,8 @@ def _score_questions(ready: Evaluation, console: Console) -> dict[str, float]:
     for batch in _track(batches, str(config.asked.task), console):
         new = list(answer(ready, batch))
         lines += new
-        out = config.asked.out
-        if out is not None:
-            with out.open("a", encoding="utf-8") as file:
+        if config.asked.out is not None:
+            with config.asked.out.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in new)
     accuracy = exact_match([x["prediction"] for x in lines], [x["gold"] for x in lines])
     console.print(
@@ -288,10 +259,10 @@ def _score_questions(ready: Evaluation, console: Console) -> dict[str, float]:
     }
 
 
-def _line(question: Question, prediction: str | None, **more: Any) -> dict[str, Any]:
+def _line(question: Question, prediction: str | None, **details: Any) -> dict[str, Any]:
     """Returns the line of an answer for `--out`."""
     correct = prediction == question.gold
-    head = {"number": question.number, "question": question.text, **more}
+    head = {"number": question.number, "question": question.text, **details}
     return {**head, "prediction": prediction, "gold": question.gold, "correct": correct}
 
 
@@ -318,10 +289,11 @@ def _likeliest(ready: Evaluation, questions: list[Question]) -> Iterator[dict[st
         ).tolist()
     )
     for question in questions:
-        own = [next(scores) for _ in question.continuations]
+        likelihoods = [next(scores) for _ in question.continuations]
         tokens = [len(c) for c in question.continuations]
         lengths = {"none": None, "tokens": tokens, "bytes": question.num_bytes}[normalize]
-        yield _line(question, question.letters[most_likely(own, lengths)], log_likelihoods=own)
+        letter = question.letters[most_likely(likelihoods, lengths)]
+        yield _line(question, letter, log_likelihoods=likelihoods)
 
 
 # ----- writing

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 from rich.console import Console
 
 from models import Decoder, huggingface
@@ -19,7 +18,7 @@ from models.checkpoints import load_checkpoint, read_dimensions
 from models.lora import merge, quantize
 from models.peft import save_adapters
 from train.run import hosts
-from train.run.begin import Data, Weights, begin, check_sizes, first_state, run_identity
+from train.run.begin import begin, check_sizes, first_state
 from train.run.calibration import calibrate
 from train.run.loop import Run, make_console, moved, prepare_and_train, put_rows, run_program
 from train.run.recipe import Recipe, build_recipe
@@ -27,18 +26,16 @@ from train.run.sharding import make_mesh, rows_of_process
 from train.run.step import TrainState, model_of
 from train.settings import cli
 from train.settings.config import FinetuneConfig
-from train.settings.flag_errors import naming_flag
-from train.settings.resolve import ResolvedConfig, resolve
-from train.text.examples import Examples, open_examples
+from train.settings.messages import naming_flag
+from train.settings.resolve import resolve
+from train.text.examples import open_examples
 from train.text.packing import packed_batches, validation_set
-from train.text.tokenizer import Tokenizer, tokenizer_of
-
-PROG = "python -m train.finetune"
+from train.text.tokenizer import check_vocabulary, tokenizer_of
 
 
 def main() -> None:
     """Reads the command line and trains. Exits with 2 if it cannot begin, with 1 on a NaN."""
-    config = cli.parse(FinetuneConfig, PROG, choices=FinetuneConfig.choices())
+    config = cli.parse(FinetuneConfig, "python -m train.finetune")
     run_program(lambda: run(config, make_console()))
 
 
@@ -59,92 +56,62 @@ def run(config: FinetuneConfig, console: Console) -> int:
     return prepare_and_train(prepared, config, console, functools.partial(export, config))
 
 
-def prepare(given: FinetuneConfig, console: Console) -> Run:
+def prepare(user_config: FinetuneConfig, console: Console) -> Run:
     """Returns a run that is ready for its first step. Everything that can be wrong is found here.
 
     Raises:
       ValueError: settings that do not fit each other, the examples or a checkpoint.
       OSError: a file that cannot be read.
     """
-    checkpoint = _checkpoint(given)
+    checkpoint = pathlib.Path(user_config.checkpoint).expanduser()
     with hosts.failing_together():
         with naming_flag("--checkpoint"):
             model_config, dtype = read_dimensions(checkpoint)
-        config = resolve(given, model_config, dtype)
+        config = resolve(user_config, model_config, dtype)
         mesh = make_mesh(config.mesh)
         check_sizes(config, mesh)
         recipe = build_recipe(config)
-        tokenizer = tokenizer_of(checkpoint, given.tokenizer)
-        _check_vocabulary(config, tokenizer)
-        folder = given.tokenizer or checkpoint
-        examples = open_examples(given.data, tokenizer, config.seq_len, folder)
+        tokenizer = tokenizer_of(checkpoint, user_config.tokenizer)
+        check_vocabulary(tokenizer, config.title, config.model_config.vocab_size)
+        folder = user_config.tokenizer or checkpoint
+        examples = open_examples(user_config.data, tokenizer, config.seq_len, folder)
         with naming_flag("--checkpoint"):
             hashed = fingerprint(checkpoint)
-        identity = run_identity(recipe, tokenizer, examples.fingerprint, checkpoint=hashed)
-        batches = _packed(recipe, examples, tokenizer, mesh)
-        weights = Weights(
-            first_state=functools.partial(_first_state, recipe, checkpoint, batches),
-            frozen=lambda places: (
-                None if places is None else read_model(checkpoint, recipe, places)
-            ),
+        sizes = {"batch_size": config.batch_size, "seq_len": config.seq_len}
+        rows = {**sizes, "pad_id": tokenizer.eos_id}
+        part, count = rows_of_process(mesh, config.batch_size)
+        own_rows = {"process_index": part, "process_count": count}
+        open_batches = functools.partial(
+            packed_batches, examples.train, seed=config.seed, **rows, **own_rows
         )
-        data = Data(
-            batches(),
-            _validation(recipe, examples, tokenizer),
-            _describe(examples, tokenizer),
+        batches = open_batches()
+        validation = validation_set(
+            examples.validation, tokenizer, max_batches=config.eval_batches, **rows
         )
-    return begin(given, recipe, mesh, data, weights, identity, console)
-
-
-def _checkpoint(given: FinetuneConfig) -> pathlib.Path:
-    return pathlib.Path(given.checkpoint).expanduser()
-
-
-def _check_vocabulary(config: ResolvedConfig, tokenizer: Tokenizer) -> None:
-    """Raises a `ValueError` unless the model has an embedding for every token."""
-    known = config.model_config.vocab_size
-    if tokenizer.vocab_size > known:
-        raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, but {config.title} has {known}:"
-            " `--tokenizer` belongs to another model."
-        )
-
-
-def _packed(
-    recipe: Recipe, examples: Examples, tokenizer: Tokenizer, mesh: Mesh
-) -> Callable[[], Any]:
-    """Returns what opens the training batches at their beginning."""
-    config = recipe.config
-    part, count = rows_of_process(mesh, config.batch_size)
-    return functools.partial(
-        packed_batches,
-        examples.train,
-        batch_size=config.batch_size,
-        seq_len=config.seq_len,
-        seed=config.seed,
-        pad_id=tokenizer.eos_id,
-        process_index=part,
-        process_count=count,
-    )
-
-
-def _validation(recipe: Recipe, examples: Examples, tokenizer: Tokenizer) -> Any:
-    config = recipe.config
-    return validation_set(
-        examples.validation,
-        tokenizer,
-        batch_size=config.batch_size,
-        seq_len=config.seq_len,
-        max_batches=config.eval_batches,
-        pad_id=tokenizer.eos_id,
+    lost = f"; {examples.cut:,} cut, {examples.dropped:,} dropped"
+    return begin(
+        user_config,
+        recipe,
+        mesh,
+        console,
+        batches=batches,
+        validation=validation,
+        summary=f"examples: {examples.name}, {len(examples.train):,} with"
+        f" {sum(len(example.tokens) for example in examples.train):,} tokens, of which"
+        f" {sum(int(example.counted.sum()) for example in examples.train):,} count in the loss, and"
+        f" {len(examples.validation):,} held out"
+        f"{lost if examples.cut or examples.dropped else ''}; tokenizer of"
+        f" {tokenizer.vocab_size:,}",
+        first_state=functools.partial(_first_state, recipe, checkpoint, open_batches),
+        frozen=lambda places: None if places is None else read_model(checkpoint, recipe, places),
+        tokenizer=tokenizer,
+        fingerprint=examples.fingerprint,
+        checkpoint=hashed,
     )
 
 
 def _first_state(
-    recipe: Recipe,
-    checkpoint: pathlib.Path,
-    batches: Callable[[], Any],
-    shardings: TrainState,
+    recipe: Recipe, checkpoint: pathlib.Path, open_batches: Callable[[], Any], shardings: TrainState
 ) -> TrainState:
     """Returns the state before the first step: pretrained weights, and calibrated channels."""
     places = shardings.model if recipe.lora is None else shardings.frozen
@@ -153,24 +120,12 @@ def _first_state(
     if not recipe.method.calibrates:
         return state
     config, mesh = recipe.config, shardings.step.mesh
-    with contextlib.closing(batches()) as fresh:
+    with contextlib.closing(open_batches()) as fresh:
         first = itertools.islice(fresh, config.calibration_batches)
         put = functools.partial(put_rows, mesh=mesh, batch_size=config.batch_size)
         model = model_of(recipe, state)
-        found = calibrate(recipe.storage, model, map(put, first), config.compute_dtype)
-    return dataclasses.replace(state, calibration=moved(found, shardings.calibration))
-
-
-def _describe(examples: Examples, tokenizer: Tokenizer) -> str:
-    counted = sum(int(one.counted.sum()) for one in examples.train)
-    tokens = sum(len(one.tokens) for one in examples.train)
-    lost = f"; {examples.cut:,} cut, {examples.dropped:,} dropped"
-    return (
-        f"examples: {examples.name}, {len(examples.train):,} with {tokens:,} tokens, of which"
-        f" {counted:,} count in the loss, and {len(examples.validation):,} held out"
-        f"{lost if examples.cut or examples.dropped else ''}; tokenizer of"
-        f" {tokenizer.vocab_size:,}"
-    )
+        measured = calibrate(recipe.storage, model, map(put, first), config.compute_dtype)
+    return dataclasses.replace(state, calibration=moved(measured, shardings.calibration))
 
 
 def read_model(checkpoint: pathlib.Path, recipe: Recipe, places: Any) -> Decoder:
@@ -209,18 +164,18 @@ def fingerprint(checkpoint: pathlib.Path) -> str:
     return digest.hexdigest()
 
 
-def export(given: FinetuneConfig, run: Run, console: Console) -> None:
+def export(user_config: FinetuneConfig, run: Run, console: Console) -> None:
     """Writes what was trained into the folder of a run, in the format of other tools.
 
     All processes call it together; the first one writes.
     """
     recipe, state, folder = run.recipe, run.state, run.config.folder
-    checkpoint = _checkpoint(given)
+    checkpoint = pathlib.Path(user_config.checkpoint).expanduser()
 
     def write_model(model: Decoder, path: pathlib.Path) -> None:
         huggingface.save(model, path, like=checkpoint)
-        if hosts.is_main() and given.tokenizer is not None:
-            tokenizer_of(checkpoint, given.tokenizer).save(path)
+        if hosts.is_main() and user_config.tokenizer is not None:
+            tokenizer_of(checkpoint, user_config.tokenizer).save(path)
 
     if recipe.lora is None:
         _replace(folder / "model", functools.partial(write_model, state.model), console)
@@ -232,7 +187,7 @@ def export(given: FinetuneConfig, run: Run, console: Console) -> None:
             "the adapter was trained with 4-bit weights and fits them best: evaluate it with"
             " train.evaluate --four-bit (a merged model contains the 4-bit weights)"
         )
-    if given.adapter.merge:
+    if user_config.adapter.merge:
         merged = merge(state.frozen, state.model, recipe.lora)
         _replace(folder / "model", functools.partial(write_model, merged), console)
 

@@ -35,18 +35,17 @@ from train.planning.estimate import Compiled, bytes_of_device, compile_plan, mak
 from train.planning.gpus import GIB
 from train.planning.measured import MeasureConfig, Measured, open_measured, table_of_errors
 from train.planning.stages import METHODS, OPTIONS, stages
-from train.planning.tables import choice, flags, size_text, table_of
+from train.planning.tables import chosen_flags, flags, size_text, table_of
 from train.run.gradient_error import WHOLE
 from train.run.sharding import mesh_sizes
 from train.settings import cli
 from train.settings.cli import Headings
 from train.settings.config import DataConfig, PretrainConfig
-from train.settings.flag_errors import naming_flag
+from train.settings.messages import naming_flag
 from train.settings.options import FLAG_METHODS, FULL_WEIGHTS, flag_name, given_fields, used_options
 from train.settings.resolve import dimensions, resolve
 from train.text.tokenizer import load_tokenizer
 
-PROG = "python -m train.plan"
 ALL = "all"
 
 
@@ -66,7 +65,7 @@ class PlannedConfig(PretrainConfig):
 
 @dataclasses.dataclass(frozen=True)
 class PlanConfig:
-    """What to plan.
+    """The settings of a plan.
 
     Raises:
       ValueError: an unknown device, a size that cannot be read, or a setting without effect here.
@@ -108,7 +107,7 @@ class PlanConfig:
             )
         self._check_measuring()
         if self.budget:
-            parse_bytes(self.budget)
+            parse_budget(self.budget)
             self._check_searched()
         if train.options.codec and train.method == ALL:
             raise ValueError(
@@ -117,25 +116,25 @@ class PlanConfig:
             )
 
     def _check_measuring(self) -> None:
-        given = [flag_name(name) for name in given_fields(self.measuring)]
-        if given and not self.checkpoint:
-            raise ValueError(f"`{given[0]}` needs trained weights: add `--checkpoint`.")
+        flags = [flag_name(name) for name in given_fields(self.measuring)]
+        if flags and not self.checkpoint:
+            raise ValueError(f"`{flags[0]}` needs trained weights: add `--checkpoint`.")
         if self.measuring.error and not self.budget:
             raise ValueError(
                 f"`--error {self.measuring.error}` is for the search of `--budget`: add `--budget`,"
                 " or pass `--measure` to see the error of every method."
             )
-        if given and not self.measuring.wanted:
-            raise ValueError(f"`{given[0]}` has no effect without `--measure`: add it, or drop it.")
+        if flags and not self.measuring.wanted:
+            raise ValueError(f"`{flags[0]}` has no effect without `--measure`: add it, or drop it.")
 
     def _check_searched(self) -> None:
         """Raises a `ValueError` for settings that the search would overwrite or never try."""
         train = self.train
-        given = {name for name in given_fields(train.options) if name in OPTIONS}
-        given |= set() if train.in_backward is None else {"in_backward"}
-        given |= {"moment_dtype"} if train.optimizer.moment_dtype != "auto" else set()
-        if given:
-            shown = ", ".join(f"`{flag_name(name)}`" for name in sorted(given))
+        chosen = {name for name in given_fields(train.options) if name in OPTIONS}
+        chosen |= set() if train.in_backward is None else {"in_backward"}
+        chosen |= {"moment_dtype"} if train.optimizer.moment_dtype != "auto" else set()
+        if chosen:
+            shown = ", ".join(f"`{flag_name(name)}`" for name in sorted(chosen))
             raise ValueError(f"{shown}: the search of `--budget` chooses it. Drop it.")
         if train.method not in (ALL, *METHODS):
             raise ValueError(
@@ -147,7 +146,7 @@ class PlanConfig:
     def choices() -> dict[str, dict[str, str]]:
         """Returns the names that flags take, and a line about each."""
         methods = {ALL: "every method", **PretrainConfig.choices()["--method"]}
-        cards = {name: f"{one.name}, {one.memory // GIB} GiB" for name, one in DEVICES.items()}
+        cards = {name: f"{card.name}, {card.memory // GIB} GiB" for name, card in DEVICES.items()}
         devices = {HERE: "the devices of this machine", **cards}
         return {**PretrainConfig.choices(), "--method": methods, "--device": devices}
 
@@ -155,7 +154,7 @@ class PlanConfig:
 def main() -> None:
     """Reads the command line, and prints a table or a plan. Exits with 1 if nothing fits."""
     console = Console(width=None if sys.stdout.isatty() else 140)
-    config = cli.parse(PlanConfig, PROG, description=__doc__, choices=PlanConfig.choices())
+    config = cli.parse(PlanConfig, "python -m train.plan", description=__doc__)
     try:
         fits = run(config, console)
     except (ValueError, OSError) as error:
@@ -184,8 +183,9 @@ def run(config: PlanConfig, console: Console) -> bool:
         with naming_flag("--checkpoint"):
             read_dimensions(checkpoint)  # Raises for a checkpoint that cannot be read.
         train = dataclasses.replace(train, model=str(checkpoint))
-    else:
-        train = _with_vocabulary(train)
+    elif train.data.tokenizer is not None:
+        size = load_tokenizer(train.data.tokenizer).vocab_size
+        train = dataclasses.replace(train, model_vocab_size=dimensions(train, size).vocab_size)
     config = dataclasses.replace(config, train=train)
     if train.method != ALL:
         resolve(train, dimensions(train))  # Raises for flags that the method does not use.
@@ -210,17 +210,9 @@ def run(config: PlanConfig, console: Console) -> bool:
     return True
 
 
-def _with_vocabulary(train: PretrainConfig) -> PretrainConfig:
-    """Returns settings whose model has the vocabulary of `--tokenizer`, if that is given."""
-    if train.data.tokenizer is None:
-        return train
-    size = load_tokenizer(train.data.tokenizer).vocab_size
-    return dataclasses.replace(train, model_vocab_size=dimensions(train, size).vocab_size)
-
-
 def _print_errors(rows: list[Compiled], measured: Measured, console: Console) -> None:
-    found = {choice(row.plan.config): measured.errors(row.plan.config) for row in rows}
-    console.print(table_of_errors(found, measured))
+    errors = {chosen_flags(row.plan.config): measured.errors(row.plan.config) for row in rows}
+    console.print(table_of_errors(errors, measured))
 
 
 def search(config: PlanConfig, console: Console, measured: Measured | None = None) -> bool:
@@ -231,33 +223,36 @@ def search(config: PlanConfig, console: Console, measured: Measured | None = Non
       console: where tables are printed.
       measured: what errors are measured on; None if they do not matter.
     """
-    began, budget = time.time(), parse_bytes(config.budget)
+    began, budget = time.time(), parse_budget(config.budget)
     methods = METHODS if config.train.method == ALL else (config.train.method,)
     tried: list[Compiled] = []
-    accurate: list[Compiled] = []
+    fitting: list[Compiled] = []
     for title, configs in stages(config.train, dimensions(config.train), methods):
-        for one in _by_speed(title, configs, config, console):
-            tried.append(one)
-            if one.peak > budget:
+        for compiled in _by_speed(title, configs, config, console):
+            tried.append(compiled)
+            if compiled.peak > budget:
                 continue
-            if measured is not None and not _is_within(one, measured, console):
-                accurate.append(one)
-                continue
+            fitting.append(compiled)
+            if measured is not None:
+                error = measured.errors(compiled.plan.config)[WHOLE].error
+                console.print(f"    error of its gradient: {error:.4f}", highlight=False)
+                if measured.config.error and not error <= measured.config.error:
+                    continue
             console.print(table_of(tried, config.train, config.device))
             if measured is not None:
-                _print_errors([*accurate, one], measured, console)
+                _print_errors(fitting, measured, console)
             console.print(
                 f"found in {time.time() - began:.0f} s; leave 0.5 GiB for the driver:\n",
                 highlight=False,
             )
-            print(_command(one.plan.config, config))
+            print(_command(compiled.plan.config, config))
             return True
     if tried:
         console.print(table_of(tried, config.train, config.device))
-    if measured is not None and accurate:
-        _print_errors(accurate, measured, console)
+    if measured is not None and fitting:
+        _print_errors(fitting, measured, console)
         console.print(
-            f"{len(accurate)} plans fit {config.budget}, and the error of none is at most"
+            f"{len(fitting)} plans fit {config.budget}, and the error of none is at most"
             f" {config.measuring.error}: raise `--error` or `--budget`."
         )
         return False
@@ -268,24 +263,17 @@ def search(config: PlanConfig, console: Console, measured: Measured | None = Non
     return False
 
 
-def _is_within(one: Compiled, measured: Measured, console: Console) -> bool:
-    """Returns whether the error of a plan's gradient is small enough, and prints it."""
-    error = measured.errors(one.plan.config)[WHOLE].error
-    console.print(f"    error of its gradient: {error:.4f}", highlight=False)
-    return not measured.config.error or error <= measured.config.error
-
-
-def _command(plan: PretrainConfig, config: PlanConfig) -> str:
+def _command(train: PretrainConfig, config: PlanConfig) -> str:
     """Returns the command that runs a plan."""
     if not config.checkpoint:
-        return f"python -m train.pretrain {flags(plan)}"
-    # What only pretraining has is left out.
-    data = DataConfig(
-        data=plan.data.data, tokenizer=plan.data.tokenizer, text_field=plan.data.text_field
+        return f"python -m train.pretrain {flags(train)}"
+    # Without the settings that only pretraining has.
+    text = {name: getattr(train.data, name) for name in ("data", "tokenizer", "text_field")}
+    shared = dataclasses.replace(
+        train, model=PretrainConfig.model, model_vocab_size=0, data=DataConfig(**text)
     )
-    only = dataclasses.replace(plan, model=PretrainConfig.model, model_vocab_size=0, data=data)
     command = (
-        f"python -m train.finetune --checkpoint {shlex.quote(config.checkpoint)} {flags(only)}"
+        f"python -m train.finetune --checkpoint {shlex.quote(config.checkpoint)} {flags(shared)}"
     )
     if template := config.measuring.template:
         # The errors are of gradients in which all tokens count, as those of a completion do.
@@ -297,10 +285,9 @@ def _by_speed(
     title: str, configs: list[PretrainConfig], config: PlanConfig, console: Console
 ) -> Iterator[Compiled]:
     """Yields the compiled plans of a stage, the fastest first, without those that cannot fit."""
-    budget = parse_bytes(config.budget)
-    # Weights and optimizer states first: estimating the rest takes a trace.
-    near = [one for one in configs if bytes_of_device(one) <= budget]
-    plans = [make_plan(one, config.device) for one in near]
+    budget = parse_budget(config.budget)
+    # Weights and optimizer states first: an estimate of the other parts takes a trace.
+    plans = [make_plan(c, config.device) for c in configs if bytes_of_device(c) <= budget]
     devices = math.prod(mesh_sizes(config.train.mesh).values())
     possible = [plan for plan in plans if plan.memory.total / devices <= budget]
     console.print(
@@ -309,9 +296,9 @@ def _by_speed(
         highlight=False,
     )
     for plan in sorted(possible, key=lambda p: p.seconds):
-        one = compile_plan(plan, config.device)
-        console.print(f"  {flags(plan.config)}: {size_text(one.peak)}", highlight=False)
-        yield one
+        compiled = compile_plan(plan, config.device)
+        console.print(f"  {flags(plan.config)}: {size_text(compiled.peak)}", highlight=False)
+        yield compiled
 
 
 _UNITS = {"": 1, "B": 1} | {
@@ -321,7 +308,7 @@ _UNITS = {"": 1, "B": 1} | {
 }
 
 
-def parse_bytes(text: str) -> int:
+def parse_budget(text: str) -> int:
     """Returns a number of bytes from text such as 24GiB. Without a unit, at least a MiB of bytes.
 
     Raises:

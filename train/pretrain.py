@@ -3,13 +3,12 @@
 import dataclasses
 import functools
 
-from jax.sharding import Mesh
 from rich.console import Console
 
 from train.run import hosts
-from train.run.begin import Data, Weights, begin, check_sizes, first_state, run_identity
+from train.run.begin import begin, check_sizes, first_state
 from train.run.loop import Run, make_console, prepare_and_train, run_program
-from train.run.recipe import Recipe, build_recipe
+from train.run.recipe import build_recipe
 from train.run.sharding import make_mesh, rows_of_process
 from train.settings import cli
 from train.settings.config import DataConfig, PretrainConfig
@@ -18,12 +17,10 @@ from train.text.corpus import Corpus, open_corpus
 from train.text.data import ROW_ORDER, train_batches, validation_batches
 from train.text.tokenizer import Tokenizer, default_tokenizer, load_tokenizer
 
-PROG = "python -m train.pretrain"
-
 
 def main() -> None:
     """Reads the command line and trains. Exits with 2 if it cannot begin, with 1 on a NaN."""
-    config = cli.parse(PretrainConfig, PROG, choices=PretrainConfig.choices())
+    config = cli.parse(PretrainConfig, "python -m train.pretrain")
     run_program(lambda: run(config, make_console()))
 
 
@@ -40,7 +37,7 @@ def run(config: PretrainConfig, console: Console) -> int:
     return prepare_and_train(functools.partial(prepare, config), config, console)
 
 
-def prepare(given: PretrainConfig, console: Console) -> Run:
+def prepare(user_config: PretrainConfig, console: Console) -> Run:
     """Returns a run that is ready for its first step. Everything that can be wrong is found here.
 
     Raises:
@@ -48,41 +45,40 @@ def prepare(given: PretrainConfig, console: Console) -> Run:
       OSError: a file that cannot be read.
     """
     with hosts.failing_together():
-        config = resolve(given, dimensions(given))
+        config = resolve(user_config, dimensions(user_config))
         mesh = make_mesh(config.mesh)
         check_sizes(config, mesh)
-    corpus, tokenizer = hosts.main_first(functools.partial(_open_text, given.data))
+    corpus, tokenizer = hosts.main_first(functools.partial(_open_text, user_config.data))
     with hosts.failing_together():
-        model_config = dimensions(given, tokenizer.vocab_size)
+        model_config = dimensions(user_config, tokenizer.vocab_size)
         recipe = build_recipe(dataclasses.replace(config, model_config=model_config))
-        data = _data(recipe, corpus, tokenizer, mesh)
-    identity = run_identity(recipe, tokenizer, corpus.fingerprint, row_order=ROW_ORDER)
-    return begin(given, recipe, mesh, data, _weights(recipe), identity, console)
-
-
-def _open_text(given: DataConfig) -> tuple[Corpus, Tokenizer]:
-    data_dir = given.data_dir.expanduser()
-    corpus = open_corpus(given.data, data_dir, text_field=given.text_field)
-    if given.tokenizer is not None:
-        return corpus, load_tokenizer(given.tokenizer)
-    return corpus, default_tokenizer(corpus, given.vocab_size, data_dir)
-
-
-def _data(recipe: Recipe, corpus: Corpus, tokenizer: Tokenizer, mesh: Mesh) -> Data:
-    config = recipe.config
-    sizes = {"batch_size": config.batch_size, "seq_len": config.seq_len}
-    part, count = rows_of_process(mesh, config.batch_size)
-    mine = {"process_index": part, "process_count": count}
-    return Data(
-        train_batches(corpus, tokenizer, seed=config.seed, **sizes, **mine),
-        validation_batches(corpus, tokenizer, max_batches=config.eval_batches, **sizes),
-        f"text: {corpus.name}, {len(corpus.train):,} documents and {len(corpus.validation):,}"
-        f" held out; tokenizer of {tokenizer.vocab_size:,}",
+        sizes = {"batch_size": config.batch_size, "seq_len": config.seq_len}
+        part, count = rows_of_process(mesh, config.batch_size)
+        own_rows = {"process_index": part, "process_count": count}
+        batches = train_batches(corpus, tokenizer, seed=config.seed, **sizes, **own_rows)
+        validation = validation_batches(corpus, tokenizer, max_batches=config.eval_batches, **sizes)
+    return begin(
+        user_config,
+        recipe,
+        mesh,
+        console,
+        batches=batches,
+        validation=validation,
+        summary=f"text: {corpus.name}, {len(corpus.train):,} documents and"
+        f" {len(corpus.validation):,} held out; tokenizer of {tokenizer.vocab_size:,}",
+        first_state=functools.partial(first_state, recipe),
+        tokenizer=tokenizer,
+        fingerprint=corpus.fingerprint,
+        row_order=ROW_ORDER,
     )
 
 
-def _weights(recipe: Recipe) -> Weights:
-    return Weights(first_state=functools.partial(first_state, recipe), frozen=lambda _: None)
+def _open_text(user_config: DataConfig) -> tuple[Corpus, Tokenizer]:
+    data_dir = user_config.data_dir.expanduser()
+    corpus = open_corpus(user_config.data, data_dir, text_field=user_config.text_field)
+    if user_config.tokenizer is not None:
+        return corpus, load_tokenizer(user_config.tokenizer)
+    return corpus, default_tokenizer(corpus, user_config.vocab_size, data_dir)
 
 
 if __name__ == "__main__":

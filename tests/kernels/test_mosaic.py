@@ -19,8 +19,7 @@ from actjax.kernels.dequantize.api import dequantize
 from actjax.kernels.quantize.api import quantize
 from actjax.kernels.rms_norm_backward.api import rms_norm_backward
 from actjax.kernels.swiglu_backward.api import swiglu_backward
-from train.planning.devices import compile_for
-from train.planning.tpus import TPUS
+from train.planning.devices import TPUS, compile_for
 
 CODEC = Quantized(4, levels="normal", rotate=True, group=128, balance=True)
 """As `lean` stores numbers."""

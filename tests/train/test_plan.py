@@ -11,7 +11,8 @@ from models import preset
 from models.presets import PRESETS
 from tests.train.runs import quiet
 from train import plan
-from train.plan import ALL, PlanConfig, parse_bytes, run
+from train.plan import ALL, PlanConfig, run
+from train.plan import parse_budget as parse_bytes
 from train.planning.devices import HERE
 from train.planning.estimate import compile_plan, make_plan
 from train.planning.stages import stages

@@ -3,12 +3,12 @@
 import dataclasses
 import math
 import pathlib
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from train.evaluation.questions import QuestionConfig
 from train.settings.cli import Headings
 from train.settings.config import Dtype
-from train.settings.options import flag_name, given_fields, shown_flag
+from train.settings.options import check_at_least, given_fields, shown_flag
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class TextConfig:
     """Largest number of batches of text. Default: 20 of held-out text, all with `--whole`."""
 
     def __post_init__(self) -> None:
-        _check_positive(self, "seq_len", "eval_batches")
+        check_at_least(1, seq_len=self.seq_len, eval_batches=self.eval_batches)
         if self.whole and self.data is None:
             raise ValueError("`--whole` has no effect without `--data`: give both, or neither.")
 
@@ -67,12 +67,8 @@ class WritingConfig:
     Default: the template in the folder of the tokenizer."""
 
     def __post_init__(self) -> None:
-        _check_positive(self, "max_new_tokens")
-        for name in ("top_k", "seed"):
-            if getattr(self, name) < 0:
-                raise ValueError(
-                    f"`{flag_name(name)}` must be at least 0, got {getattr(self, name)}."
-                )
+        check_at_least(1, max_new_tokens=self.max_new_tokens)
+        check_at_least(0, top_k=self.top_k, seed=self.seed)
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"`--temperature` must be in [0, inf), got {self.temperature}.")
         if not 0 < self.top_p <= 1:
@@ -122,13 +118,10 @@ class EvaluateConfig:
     """Order of the help page."""
 
     def __post_init__(self) -> None:
-        _check_positive(self, "batch_size")
+        check_at_least(1, batch_size=self.batch_size)
         if self.text.data is None and self.asked.task is None and self.writing.generate is None:
             raise ValueError("nothing to do: give `--data`, `--task` or `--generate`.")
-        self._check_effects()
-
-    def _check_effects(self) -> None:
-        """Raises a `ValueError` for a given flag without effect beside the others."""
+        # A given flag must have an effect beside the others.
         text, asked, writing = self.text, self.asked, self.writing
         has_data, has_task = text.data is not None, asked.task is not None
         writes = writing.generate is not None or (has_task and not asked.by_likelihood)
@@ -158,10 +151,3 @@ class EvaluateConfig:
                         f"`{shown_flag(name, value)}` has no effect {reason}. Drop it, or change"
                         " the other."
                     )
-
-
-def _check_positive(config: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            raise ValueError(f"`{flag_name(name)}` must be at least 1, got {value}.")

@@ -9,10 +9,16 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from train.evaluation.scoring import Options, choice_letter, gsm8k_answer, gsm8k_gold, read_options
+from train.evaluation.scoring import (
+    AnswerOptions,
+    choice_letter,
+    gsm8k_answer,
+    gsm8k_gold,
+    read_options,
+)
+from train.settings.options import check_at_least
 from train.text.records import FieldTemplate, Record, field_of, read_records
 
-Task = Literal["gsm8k", "choice"]
 Encode = Callable[[str, str], list[int]]
 """From a prompt and the text after it to ids, including those that begin a text."""
 
@@ -32,7 +38,7 @@ class QuestionConfig:
       ValueError: settings that contradict each other.
     """
 
-    task: Task | None = None
+    task: Literal["gsm8k", "choice"] | None = None
     """Questions to answer: gsm8k (a number after ####), or choice (one of several options)."""
     questions: pathlib.Path | None = None
     """File of questions: a .jsonl file with one JSON object per line, or a .json file with an array
@@ -68,10 +74,8 @@ class QuestionConfig:
     """File for the answers, one JSON object per line."""
 
     def __post_init__(self) -> None:
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(f"`--limit` must be at least 1, got {self.limit}.")
-        if self.shots < 0:
-            raise ValueError(f"`--shots` must be at least 0, got {self.shots}.")
+        check_at_least(1, limit=self.limit)
+        check_at_least(0, shots=self.shots)
         if (self.task is None) != (self.questions is None):
             raise ValueError("`--task` and `--questions` need each other: give both.")
         if self.out is not None and self.task is None:
@@ -186,7 +190,7 @@ class _Reader:
         num_bytes = tuple(max(1, len(ending.encode())) for ending in endings)
         return Question(*head, start, gold, options.letters, continuations, num_bytes)
 
-    def _answer(self, record: Record) -> tuple[str, Options | None]:
+    def _answer(self, record: Record) -> tuple[str, AnswerOptions | None]:
         """Returns the right number, or the right letter and the options."""
         answer = field_of(record.fields, self._answer_field)
         if self._config.task == "gsm8k":
@@ -195,13 +199,13 @@ class _Reader:
         return options.letters[options.gold], options
 
 
-def _texts(options: Options, index: int) -> dict[str, str]:
+def _texts(options: AnswerOptions, index: int) -> dict[str, str]:
     """Returns the texts for templates: all options, and one of them."""
     return {"options": options.listed, **options.named(index)}
 
 
 def _continuations(
-    prompt: list[int], whole: Sequence[list[int]]
+    prompt: list[int], with_options: Sequence[list[int]]
 ) -> tuple[list[int], tuple[list[int], ...]]:
     """Splits prompts with options into the common prompt and the continuations, in tokens.
 
@@ -209,13 +213,13 @@ def _continuations(
 
     Args:
       prompt: ids of the prompt alone.
-      whole: ids of the prompt with each option.
+      with_options: ids of the prompt with each option.
     """
-    common = min(_common(prompt, other) for other in whole)
-    common = min(common, *(len(other) - 1 for other in whole))
+    common = min(_common(prompt, ids) for ids in with_options)
+    common = min(common, *(len(ids) - 1 for ids in with_options))
     if common < 1:
         raise ValueError("there is no token before the options: give a `--prompt-template`")
-    return prompt[:common], tuple(other[common:] for other in whole)
+    return prompt[:common], tuple(ids[common:] for ids in with_options)
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:

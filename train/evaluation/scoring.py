@@ -94,10 +94,10 @@ def gsm8k_answer(text: str) -> str | None:
     Commas, `$` and trailing periods are removed. Numbers are compared as text: by GSM8K's rule
     (Cobbe et al., "Training Verifiers to Solve Math Word Problems", 2021) 18.0 is not 18.
     """
-    found = _FINAL_NUMBER.search(text)
-    if found is None:
+    match = _FINAL_NUMBER.search(text)
+    if match is None:
         return None
-    return found[1].replace(",", "").replace("$", "").rstrip(".")
+    return match[1].replace(",", "").replace("$", "").rstrip(".")
 
 
 def gsm8k_gold(answer: str) -> str:
@@ -128,8 +128,8 @@ def choice_letter(text: str, letters: str = "ABCDE") -> str | None:
     said = re.compile(
         rf"(?i:answer(?:\s+is)?\s*:?\s*(?:option\s+|choice\s+)?)[(\[*]*{choice.pattern}"
     )
-    found = said.search(text) or choice.search(text)
-    return None if found is None else found[1]
+    match = said.search(text) or choice.search(text)
+    return None if match is None else match[1]
 
 
 def most_likely(log_likelihoods: Sequence[float], lengths: Sequence[int] | None = None) -> int:
@@ -159,7 +159,7 @@ def most_likely(log_likelihoods: Sequence[float], lengths: Sequence[int] | None 
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class AnswerOptions:
     """The options of a question.
 
     Attributes:
@@ -186,33 +186,29 @@ class Options:
         return {"option": self.texts[index], "letter": self.letters[index]}
 
 
-def read_options(given: Any, correct: Any) -> Options:
+def read_options(options: Any, correct: Any) -> AnswerOptions:
     """Returns the options of a question.
 
     Args:
-      given: a list of texts, whose labels, such as `A)`, are removed if all are in order; or, as in
-        ARC, a dict with lists `text` and `label`.
+      options: a list of texts, whose labels, such as `A)`, are removed if all are in order; or, as
+        in ARC, a dict with lists `text` and `label`.
       correct: the right option's label, letter, number from 0, or text; the first that fits.
 
     Raises:
       ValueError: no options, or `correct` is none of them.
     """
     labels: list[str] = []
-    if isinstance(given, Mapping):
-        labels = [str(label) for label in given.get("label", ())]
-        given = given.get("text")
-    if not isinstance(given, list) or not 2 <= len(given) <= len(LETTERS):
-        raise ValueError(f"expected a list of 2 to {len(LETTERS)} options, got {given!r}.")
-    texts = _without_labels([str(option) for option in given])
+    if isinstance(options, Mapping):
+        labels = [str(label) for label in options.get("label", ())]
+        options = options.get("text")
+    if not isinstance(options, list) or not 2 <= len(options) <= len(LETTERS):
+        raise ValueError(f"expected a list of 2 to {len(LETTERS)} options, got {options!r}.")
+    texts = [str(option).strip() for option in options]
+    matches = [_LABEL.match(str(option)) for option in options]
+    if all(m is not None and m[1] == x for m, x in zip(matches, LETTERS, strict=False)):
+        texts = [_LABEL.sub("", str(option), count=1).strip() for option in options]
     names = [labels, list(LETTERS[: len(texts)]), list(map(str, range(len(texts)))), texts]
     for known in names:
         if str(correct).strip() in known:
-            return Options(tuple(texts), known.index(str(correct).strip()))
+            return AnswerOptions(tuple(texts), known.index(str(correct).strip()))
     raise ValueError(f"the right option is {correct!r}, but the options are: {', '.join(texts)}.")
-
-
-def _without_labels(options: list[str]) -> list[str]:
-    found = [_LABEL.match(option) for option in options]
-    if any(m is None or m[1] != letter for m, letter in zip(found, LETTERS, strict=False)):
-        return [option.strip() for option in options]
-    return [_LABEL.sub("", option, count=1).strip() for option in options]

@@ -56,17 +56,17 @@ def collectives(program: str) -> list[Collective]:
     return list(_collectives(bodies, entry, 1))
 
 
-def bytes_by_kind(found: list[Collective]) -> dict[str, int]:
+def bytes_by_kind(operations: list[Collective]) -> dict[str, int]:
     """Returns the bytes that a device exchanges in a step, by kind; zeros included."""
-    return {kind: sum(c.total for c in found if c.kind == kind) for kind in KINDS}
+    return {kind: sum(c.total for c in operations if c.kind == kind) for kind in KINDS}
 
 
 def _collectives(bodies: dict[str, list[str]], name: str, times: int) -> Iterator[Collective]:
     for line in bodies[name]:
-        if found := _OPERATION.search(line):
-            kind, started = found[2], bool(found[3])
-            size = _bytes_of(kind, found[1], line, started=started)
-            yield Collective(kind, found[1], size, times, started)
+        if operation := _OPERATION.search(line):
+            shapes, kind, started = operation[1], operation[2], bool(operation[3])
+            size = _bytes_of(kind, shapes, line, started=started)
+            yield Collective(kind, shapes, size, times, started)
         trips = _TRIPS.search(line)
         called = _CALLED.findall(line)
         if branches := _BRANCHES.search(line):
@@ -76,7 +76,11 @@ def _collectives(bodies: dict[str, list[str]], name: str, times: int) -> Iterato
 
 
 def _bytes_of(kind: str, shapes: str, line: str, *, started: bool) -> int:
-    sizes = [_size(*found) for found in _SHAPE.findall(shapes)]
+    # A `pred` has no number of bits in its name, and takes a byte.
+    sizes = [
+        max(1, int(bits or 8) // 8) * math.prod(int(n) for n in dims.split(",") if n)
+        for _, bits, dims in _SHAPE.findall(shapes)
+    ]
     if started and kind in ("all-gather", "reduce-scatter", "all-to-all", "collective-permute"):
         # Operands, then results of the same number; some kinds end in a context of a few bytes.
         count = len(sizes) // 2
@@ -85,19 +89,14 @@ def _bytes_of(kind: str, shapes: str, line: str, *, started: bool) -> int:
     return sum(sizes) * (_group_size(line) if kind == "reduce-scatter" else 1)
 
 
-def _size(_: str, bits: str, dims: str) -> int:
-    # A `pred` has no number of bits in its name, and takes a byte.
-    return max(1, int(bits or 8) // 8) * math.prod(int(n) for n in dims.split(",") if n)
-
-
 def _group_size(line: str) -> int:
     """Returns the number of devices that take part in each group of a collective operation."""
-    if found := re.search(r"replica_groups=\[(\d+),(\d+)\]", line):
-        return int(found[2])
-    if found := re.search(r"replica_groups=\{\{([\d,]*)\}", line):
-        return found[1].count(",") + 1
-    if found := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", line):
-        sizes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
-        axes = re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", found[2])
+    if groups := re.search(r"replica_groups=\[(\d+),(\d+)\]", line):
+        return int(groups[2])
+    if groups := re.search(r"replica_groups=\{\{([\d,]*)\}", line):
+        return groups[1].count(",") + 1
+    if groups := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", line):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", groups[1]))
+        axes = re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", groups[2])
         return math.prod(int(part or sizes[axis]) for axis, _, part in axes)
     raise ValueError(f"the groups of a collective operation are in an unknown form: {line.strip()}")

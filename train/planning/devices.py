@@ -1,6 +1,7 @@
 """Compiling for a GPU that is not there: XLA decides a program's memory when it compiles."""
 
 import contextlib
+import dataclasses
 import importlib
 import importlib.util
 import math
@@ -10,7 +11,6 @@ from typing import Any
 from unittest import mock
 
 import jax
-import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -18,8 +18,51 @@ from actjax._host import read_right
 from train.planning.gpus import GIB as GIB
 from train.planning.gpus import GPUS as GPUS
 from train.planning.gpus import Gpu
-from train.planning.tpus import TPUS, Tpu
-from train.settings.hints import near_hint
+from train.run.sharding import mesh_of
+from train.settings.messages import near_hint
+
+
+@dataclasses.dataclass(frozen=True)
+class Tpu:
+    """The properties of a TPU chip.
+
+    Attributes:
+      name: the vendor's name.
+      generation: its name in topologies, such as "v5e".
+      memory: bytes of a chip.
+      bandwidth: memory bandwidth of a chip, bytes per second.
+      flops: bfloat16 matrix products of a chip, operations per second.
+      axes: number of axes of the torus that joins chips.
+    """
+
+    name: str
+    generation: str
+    memory: int
+    bandwidth: float
+    flops: float
+    axes: int
+
+    def topology(self, count: int) -> str:
+        """Returns the name of a topology of `count` chips, as near to a cube as it can be.
+
+        Raises:
+          ValueError: `count` is not a power of two.
+        """
+        if count & (count - 1):
+            raise ValueError(
+                f"{self.name}: chips come in powers of two, and `--mesh` has {count}: change it."
+            )
+        power = int(math.log2(count))
+        sizes = sorted(2 ** ((power + i) // self.axes) for i in range(self.axes))
+        return f"{self.generation}:{'x'.join(map(str, sizes))}"
+
+
+TPUS: dict[str, Tpu] = {
+    "v5e": Tpu("Google TPU v5e", "v5e", 16 * GIB, 0.819e12, 197e12, axes=2),
+    "v5p": Tpu("Google TPU v5p", "v5p", 95 * GIB, 2.765e12, 459e12, axes=3),
+    "v6e": Tpu("Google TPU v6e", "v6e", 32 * GIB, 1.64e12, 918e12, axes=2),
+}
+"""TPUs by name."""
 
 HERE = "here"
 """The devices of this machine."""
@@ -92,7 +135,7 @@ def compile_for_mesh(device: Device, sizes: dict[str, int]) -> Iterator[Mesh]:
     read_right()
     count, is_gpu = math.prod(sizes.values()), isinstance(device, Gpu)
     topology = _gpus(device, count) if isinstance(device, Gpu) else _tpus(device, count)
-    mesh = Mesh(np.array(topology.devices).reshape(tuple(sizes.values())), tuple(sizes))
+    mesh = mesh_of(sizes, topology.devices)
     with _tracing_on("gpu" if is_gpu else "tpu"), jax.set_mesh(mesh):
         yield mesh
 

@@ -1,4 +1,4 @@
-"""What a training step costs, before and after it is compiled."""
+"""The cost of a training step, before and after it is compiled."""
 
 import contextlib
 import dataclasses
@@ -6,20 +6,17 @@ import functools
 import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
 
 import actjax
 from actjax.optim.states.host_states import HOST
 from train.planning.collectives import bytes_by_kind, collectives
-from train.planning.devices import DEVICES, HERE, compile_for, compile_for_mesh, find_device
+from train.planning.devices import TPUS, compile_for, compile_for_mesh, find_device
 from train.planning.flops import causal_loop_length, matmul_flops
-from train.planning.tpus import TPUS
 from train.run.begin import check_sizes
-from train.run.loop import with_sharding
 from train.run.loss import whole_batch_shapes
 from train.run.recipe import Recipe, make_recipe
 from train.run.report import StepMemory, bytes_on_host, explain_step, step_memory, tree_bytes
@@ -29,7 +26,9 @@ from train.run.sharding import (
     formats_of,
     make_mesh,
     mesh_sizes,
+    moments_on_host,
     state_shardings,
+    with_sharding,
 )
 from train.run.step import TrainState, init_state, make_refresh_step, make_train_step
 from train.settings.config import OptimizerConfig, PretrainConfig
@@ -106,17 +105,10 @@ def _seconds(memory: StepMemory, explanation: actjax.Explanation, flops: int, de
     traffic = sum(2 * r.exact_bytes + 2 * r.stored_bytes for r in coded)
     traffic += 2 * (explanation.stored_bytes - sum(r.stored_bytes for r in coded))
     traffic += 3 * memory.weights + 2 * memory.optimizer + 2 * memory.gradients
-    rate, bandwidth = (
-        _HERE if device == HERE else (DEVICES[device].flops, DEVICES[device].bandwidth)
-    )
+    kind = find_device(device)
+    rate, bandwidth = _HERE if kind is None else (kind.flops, kind.bandwidth)
     bus = 2 * sum(r.stored_bytes for r in coded if r.codec.startswith("Offloaded"))
     return flops / rate + traffic / bandwidth + bus / _BUS
-
-
-def parameter_bytes(config: PretrainConfig) -> int:
-    """Returns the bytes of weights and optimizer states."""
-    state = _shapes(_recipe(config))
-    return tree_bytes((state.model, state.optimizer))
 
 
 def _without_optimizer(config: PretrainConfig) -> PretrainConfig:
@@ -152,10 +144,10 @@ def _memory(config: PretrainConfig) -> StepMemory:
 def _gradient(config: PretrainConfig) -> tuple[actjax.Explanation, int]:
     """Returns what a step stores for its backward pass, and the operations of its products."""
     recipe = _recipe(config)
-    state, whole = _shapes(recipe), whole_batch_shapes(recipe.config)
+    state, batch = _shapes(recipe), whole_batch_shapes(recipe.config)
     explanation = explain_step(recipe, state)  # First: its errors name flags.
     length = causal_loop_length(config.seq_len)
-    flops = matmul_flops(make_train_step(recipe), state, whole, loop_length=length)
+    flops = matmul_flops(make_train_step(recipe), state, batch, loop_length=length)
     return explanation, flops
 
 
@@ -167,13 +159,12 @@ def compile_plan(plan: Plan, device: str) -> Compiled:
         the mesh.
     """
     recipe = _recipe(plan.config)
-    programs, state = _compiled_steps(recipe, device)
-    sizes = [_peak(program, device) for program in programs]
-    peak, temporaries = max(size for size, _ in sizes), sizes[0][1]
+    steps, state = _compiled_steps(recipe, device)
+    peak, (_, temporaries, program) = max(size for size, _, _ in steps), steps[0]
     exchanged: dict[str, int] = {}
     # Programs for TPUs do not say how often a loop runs.
     if plan.config.mesh and device not in TPUS:
-        exchanged = bytes_by_kind(collectives(programs[0].as_text()))
+        exchanged = bytes_by_kind(collectives(program.as_text()))
     weights, states = map(_bytes_of_device, ((state.model, state.frozen), state.optimizer))
     on_host = _bytes_of_device(state.optimizer, on_host=True)
     return Compiled(plan, peak, temporaries, weights, states, exchanged, on_host)
@@ -185,7 +176,7 @@ def compiled_peak(recipe: Recipe, device: str) -> int:
     Raises:
       ValueError: the compiler for the device is not installed.
     """
-    return max(_peak(program, device)[0] for program in _compiled_steps(recipe, device)[0])
+    return max(peak for peak, _, _ in _compiled_steps(recipe, device)[0])
 
 
 def least_bytes(recipe: Recipe) -> int:
@@ -194,36 +185,22 @@ def least_bytes(recipe: Recipe) -> int:
     return tree_bytes((state.model, state.frozen, state.optimizer))
 
 
-def _compiled_steps(recipe: Recipe, device: str) -> tuple[list[Any], TrainState]:
+def _compiled_steps(recipe: Recipe, device: str) -> tuple[list[tuple[int, int, Any]], TrainState]:
     """Returns the step and, if there is one, the refresh step, and the shapes of their state."""
     state, batch = _shapes(recipe), whole_batch_shapes(recipe.config)
     with _placed(recipe, state, batch, device) as (state, batch, options):
         if recipe.config.optimizer.offload_states:
-            state = dataclasses.replace(state, optimizer=_with_moments_on_host(state.optimizer))
+            state = dataclasses.replace(state, optimizer=moments_on_host(state.optimizer))
         steps = [make_train_step(recipe)]
         if recipe.refreshes(0):
             steps.append(make_refresh_step(recipe))
-        return [_compile(step, state, batch, options) for step in steps], state
-
-
-def _with_moments_on_host(optimizer: Any) -> Any:
-    """Returns the shapes of an optimizer state with moments in the memory of the host.
-
-    Raises:
-      ValueError: the device has no such memory.
-    """
-    here = SingleDeviceSharding(jax.devices()[0])
-    placed = jax.tree.map(lambda x: with_sharding(x, here) if x.sharding is None else x, optimizer)
-    try:
-        return actjax.optim.to_host(placed)
-    except ValueError as error:
-        raise ValueError(f"`--offload-states`: {error}") from error
+        return [_compile(step, state, batch, options, device) for step in steps], state
 
 
 def bytes_of_device(config: PretrainConfig) -> int:
     """Returns the bytes of weights and optimizer states of each device, evenly divided."""
     sizes = mesh_sizes(config.mesh)
-    return parameter_bytes(config) // (math.prod(sizes.values()) // sizes["data"])
+    return least_bytes(_recipe(config)) // (math.prod(sizes.values()) // sizes["data"])
 
 
 def _recipe(config: PretrainConfig) -> Recipe:
@@ -254,41 +231,31 @@ def _placed(recipe: Recipe, state: Any, batch: Any, device: str) -> Iterator[tup
         yield state, batch, compiler_options(mesh)
 
 
-def _compile(step: Any, state: Any, batch: Any, options: dict[str, Any] | None) -> Any:
+def _compile(
+    step: Any, state: Any, batch: Any, options: dict[str, Any] | None, device: str
+) -> tuple[int, int, Any]:
+    """Returns peak and temporaries of a step, in bytes, and the program if it was compiled."""
     places = None
     if options is not None or jax.tree.leaves(state)[0].sharding is not None:
         formats = formats_of(state)
         state, places = jax.tree.map(with_sharding, state, formats), (formats, None)
-    jitted = jax.jit(step, donate_argnums=0, out_shardings=places)
+    lowered = jax.jit(step, donate_argnums=0, out_shardings=places).lower(state, batch)
     try:
-        return jitted.lower(state, batch).compile(compiler_options=options)
+        program = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
+        # The compiler of a TPU refuses a program that takes more memory than the chip has.
         needed = re.search(r"Ran out of memory .*?\(([\d.]+)([MG])\) exceeds", str(error))
         if needed is None:
             raise
-        arguments = _bytes_of_device(state)
         size = int(float(needed[1]) * {"M": 2**20, "G": 2**30}[needed[2]])
-        return _TooLarge(size, max(0, size - arguments))
-
-
-class _TooLarge(NamedTuple):
-    """What the compiler of a TPU says of a program that takes more memory than the chip has."""
-
-    peak: int
-    temporaries: int
-
-
-def _peak(program: Any, device: str) -> tuple[int, int]:
-    """Returns the peak and the temporaries of a compiled step, in bytes."""
-    if isinstance(program, _TooLarge):
-        return program
+        return size, max(0, size - _bytes_of_device(state)), None
     stats: Any = program.memory_analysis()
     if device in TPUS:
         # The sum below counts buffers that never exist at once.
         peak = stats.peak_memory_in_bytes
-        return peak, max(0, peak - stats.argument_size_in_bytes)
+        return peak, max(0, peak - stats.argument_size_in_bytes), program
     live = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-    return live + stats.temp_size_in_bytes, stats.temp_size_in_bytes
+    return live + stats.temp_size_in_bytes, stats.temp_size_in_bytes, program
 
 
 def _bytes_of_device(tree: Any, *, on_host: bool = False) -> int:

@@ -43,33 +43,19 @@ class Gpu:
         versions = 'driver_version: "13.0.0" runtime_version: "12.9.0"'
         return f"""
 gpu_device_info {{
-  name: "{self.name}"
-  device_vendor: "NVIDIA Corporation"
+  name: "{self.name}" device_vendor: "NVIDIA Corporation"
   cuda_compute_capability {{ major: {major} minor: {minor}{accelerated} }}
   platform_version: "Compute Capability {major}.{minor}"
-  device_memory_size: {self.memory}
-  memory_bandwidth: {int(self.bandwidth)}
-  clock_rate_ghz: {self.clock_ghz}
-  l2_cache_size: {self.l2_cache}
-  core_count: {self.cores}
-  fpus_per_core: {self.fpus}
-  threads_per_core_limit: {self.threads}
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  shared_memory_per_core: {self.shared_memory}
-  shared_memory_per_block: 49152
+  device_memory_size: {self.memory} memory_bandwidth: {int(self.bandwidth)}
+  clock_rate_ghz: {self.clock_ghz} l2_cache_size: {self.l2_cache} ecc_enabled: true
+  core_count: {self.cores} fpus_per_core: {self.fpus}
+  threads_per_core_limit: {self.threads} threads_per_block_limit: 1024 threads_per_warp: 32
+  shared_memory_per_core: {self.shared_memory} shared_memory_per_block: 49152
   shared_memory_per_block_optin: {self.shared_memory - 1024}
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  thread_dim_limit_x: 1024
-  thread_dim_limit_y: 1024
-  thread_dim_limit_z: 64
-  device_address_bits: 64
-  ecc_enabled: true
-  {versions} compile_time_toolkit_version: "12.9.0" dnn_version: "9.10.0"
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  device_address_bits: 64 {versions} compile_time_toolkit_version: "12.9.0" dnn_version: "9.10.0"
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}

@@ -1,5 +1,6 @@
 """The error that a method makes in the gradient of a checkpoint: `train.plan --measure`."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -18,12 +19,13 @@ from train.run.gradient_error import WHOLE, GradientError, by_site, measure
 from train.run.loss import Batch
 from train.run.recipe import build_recipe, make_recipe
 from train.settings.config import PretrainConfig
-from train.settings.flag_errors import naming_flag
+from train.settings.messages import naming_flag
+from train.settings.options import check_at_least
 from train.settings.resolve import dimensions
 from train.text.corpus import Corpus, open_corpus
 from train.text.data import train_batches
 from train.text.records import FieldTemplate, read_records
-from train.text.tokenizer import Tokenizer, tokenizer_of
+from train.text.tokenizer import check_vocabulary, tokenizer_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +51,7 @@ class MeasureConfig:
     """Gradients of each batch for methods that draw random numbers."""
 
     def __post_init__(self) -> None:
-        for name in ("batches", "keys"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`--{name}` must be at least 1, got {getattr(self, name)}.")
+        check_at_least(1, batches=self.batches, keys=self.keys)
         if not 0 <= self.error < float("inf"):
             raise ValueError(f"`--error` must be at least 0, got {self.error}.")
 
@@ -85,7 +85,17 @@ class Measured:
         Raises:
           ValueError: a gradient that is not finite.
         """
-        return self._errors(_of_gradient(config))
+        neutral = PretrainConfig()  # For settings that the gradient does not depend on.
+        return self._errors(
+            dataclasses.replace(
+                config,
+                optimizer=neutral.optimizer,
+                in_backward=False,
+                weight_dtype="float32",
+                weight_rounding="auto",
+                options=dataclasses.replace(config.options, offload=False),
+            )
+        )
 
     @functools.cached_property
     def _errors(self) -> Callable[[PretrainConfig], dict[str, GradientError]]:
@@ -120,54 +130,22 @@ def open_measured(
     tokenizer = tokenizer_of(checkpoint, train.data.tokenizer)
     with naming_flag("--checkpoint"):
         model = load_checkpoint(checkpoint, dtype="float32")
-    if tokenizer.vocab_size > model.config.vocab_size:
-        raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, but the model in '{checkpoint}' has"
-            f" {model.config.vocab_size}: `--tokenizer` belongs to another model."
-        )
-    return Measured(model, _batches(config, train, tokenizer), config)
-
-
-def _batches(
-    config: MeasureConfig, train: PretrainConfig, tokenizer: Tokenizer
-) -> tuple[Batch, ...]:
-    rows = train_batches(
-        _corpus(config, train),
-        tokenizer,
-        batch_size=train.batch_size,
-        seq_len=train.seq_len,
-        seed=train.seed,
-    )
-    try:
-        taken = itertools.islice(rows, config.batches)
-        return tuple({name: jnp.asarray(x) for name, x in batch.items()} for batch in taken)
-    finally:
-        rows.close()
-
-
-def _corpus(config: MeasureConfig, train: PretrainConfig) -> Corpus:
+    check_vocabulary(tokenizer, f"the model in '{checkpoint}'", model.config.vocab_size)
     data = train.data
-    if not config.template:
-        return open_corpus(data.data, data.data_dir.expanduser(), text_field=data.text_field)
-    template = FieldTemplate("--template", config.template, {})
-    texts = [
-        record.apply(lambda r: template.fill(r.fields))
-        for record in read_records(data.data, "--data")
-    ]
-    return Corpus(data.data, texts, texts[:1], fingerprint="")
-
-
-def _of_gradient(config: PretrainConfig) -> PretrainConfig:
-    """Returns settings without those that the measured gradient does not depend on."""
-    neutral = PretrainConfig()
-    return dataclasses.replace(
-        config,
-        optimizer=neutral.optimizer,
-        in_backward=False,
-        weight_dtype="float32",
-        weight_rounding="auto",
-        options=dataclasses.replace(config.options, offload=False),
-    )
+    if config.template:
+        template = FieldTemplate("--template", config.template, {})
+        texts = [
+            record.apply(lambda r: template.fill(r.fields))
+            for record in read_records(data.data, "--data")
+        ]
+        corpus = Corpus(data.data, texts, texts[:1], fingerprint="")
+    else:
+        corpus = open_corpus(data.data, data.data_dir.expanduser(), text_field=data.text_field)
+    sizes = {"batch_size": train.batch_size, "seq_len": train.seq_len}
+    with contextlib.closing(train_batches(corpus, tokenizer, **sizes, seed=train.seed)) as rows:
+        taken = itertools.islice(rows, config.batches)
+        batches = tuple({name: jnp.asarray(x) for name, x in batch.items()} for batch in taken)
+    return Measured(model, batches, config)
 
 
 def table_of_errors(plans: dict[str, dict[str, GradientError]], measured: Measured) -> Table:

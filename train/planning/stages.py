@@ -8,7 +8,7 @@ from models import ModelConfig
 from train.settings.config import PretrainConfig
 from train.settings.options import used_options
 
-Choice = tuple[str, dict[str, Any]]
+Variant = tuple[str, dict[str, Any]]
 """A method, and the settings that the plan gives it."""
 
 METHODS = ("exact", "remat", "gact", "lean", "lean_remat", "lean_subspace")
@@ -43,9 +43,9 @@ def stages(
             yield title, list(dict.fromkeys(configs))
 
 
-def _full_rank(bits: Iterable[int]) -> Iterator[Choice]:
+def _full_rank(bits: Iterable[int]) -> Iterator[Variant]:
     """Yields every storage choice with every way to update the weights."""
-    storage: list[Choice] = []
+    storage: list[Variant] = []
     for n in bits:
         if n == 16:
             storage += [("exact", {}), ("lean", {"codec": ("Exact()",)}), ("remat", {})]
@@ -67,7 +67,7 @@ def _full_rank(bits: Iterable[int]) -> Iterator[Choice]:
             yield name, {**changes, "moment_dtype": "8bit", "in_backward": True}
 
 
-def _subspace(model: ModelConfig, share: int, bits: Iterable[int]) -> Iterator[Choice]:
+def _subspace(model: ModelConfig, share: int, bits: Iterable[int]) -> Iterator[Variant]:
     for n in bits:
         changes = {"codec": (f"Quantized({n})",), "rank": max(1, model.hidden_size // share)}
         yield "lean_subspace", changes

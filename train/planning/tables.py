@@ -53,7 +53,7 @@ def table_of(rows: list[Compiled], train: PretrainConfig, device: str) -> Table:
         sizes = (row.peak, memory.weights, memory.gradients, memory.optimizer,
                  residuals, memory.workspace or 0, row.on_host)[: len(parts)]  # fmt: skip
         cells = [f"{size / unit:.2f}" for size in sizes]
-        table.add_row(choice(row.plan.config), *cells, f"{row.plan.flops / 1e12:.2f}")
+        table.add_row(chosen_flags(row.plan.config), *cells, f"{row.plan.flops / 1e12:.2f}")
     return table
 
 
@@ -63,21 +63,17 @@ def _add_devices(table: Table, rows: list[Compiled], unit: int) -> None:
     kinds["moved"] = ("all-to-all", "collective-permute")
     for part in ("peak", "weights", "states", "the rest", *kinds, "TFLOP"):
         table.add_column(part, justify="right", no_wrap=True)
-    devices = _devices(rows[0])
+    devices = math.prod(mesh_sizes(rows[0].plan.config.mesh).values())
     for row in rows:
         moved = [
             sum(row.exchanged[kind] for kind in of) if row.exchanged else None
             for of in kinds.values()
         ]
-        rest = row.peak - row.weights - row.states
-        sizes = (row.peak, row.weights, row.states, rest, *moved)  # None: unknown.
+        others = row.peak - row.weights - row.states
+        sizes = (row.peak, row.weights, row.states, others, *moved)  # None: unknown.
         flops = row.plan.flops / devices / 1e12
         cells = ["-" if size is None else f"{size / unit:.2f}" for size in sizes]
-        table.add_row(choice(row.plan.config), *cells, f"{flops:.2f}")
-
-
-def _devices(row: Compiled) -> int:
-    return math.prod(mesh_sizes(row.plan.config.mesh).values())
+        table.add_row(chosen_flags(row.plan.config), *cells, f"{flops:.2f}")
 
 
 def flags(config: PretrainConfig) -> str:
@@ -85,24 +81,18 @@ def flags(config: PretrainConfig) -> str:
     return shlex.join(_flags(config, PretrainConfig(method="")))
 
 
-def choice(config: PretrainConfig) -> str:
+def chosen_flags(config: PretrainConfig) -> str:
     """Returns the flags that a plan chose."""
-    neutral = PretrainConfig()
+    neutral, names = PretrainConfig(), ("moment_dtype", "optimizer", "offload_states")
+    memory = {name: getattr(config.optimizer, name) for name in names}  # Memory depends on these.
     chosen = dataclasses.replace(
         neutral,
         method=config.method,
         options=config.options,
         in_backward=config.in_backward,
-        optimizer=dataclasses.replace(
-            neutral.optimizer,
-            **{name: getattr(config.optimizer, name) for name in _OF_OPTIMIZER},
-        ),
+        optimizer=dataclasses.replace(neutral.optimizer, **memory),
     )
     return flags(chosen).removeprefix("--method ")
-
-
-_OF_OPTIMIZER = ("moment_dtype", "optimizer", "offload_states")
-"""Settings of the optimizer that memory depends on."""
 
 
 def _flags(config: Any, default: Any) -> Iterator[str]:

@@ -127,7 +127,7 @@ class SiteChooser:
 
 
 def site_chooser(recipe: Recipe) -> SiteChooser | None:
-    """Returns what chooses the bits of a run; None if they are those of its method."""
+    """Returns the chooser of the bits of a run; None if they are those of its method."""
     return SiteChooser(recipe) if recipe.config.options.average_bits > 0 else None
 
 

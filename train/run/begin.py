@@ -12,85 +12,79 @@ import jax
 from jax.sharding import Mesh
 from rich.console import Console
 
-import actjax
 from actjax.formats.packing import BITS
 from actjax.optim.states.host_states import HOST
 from models.sharding import head_repeats
 from train.run import hosts
 from train.run.checkpoint import Checkpoints, identity_of
 from train.run.lock import RunLock
-from train.run.loop import Run, compile_step, with_sharding
+from train.run.loop import Run, compile_step
 from train.run.metrics import read_metrics
 from train.run.recipe import Recipe, build_recipe
 from train.run.report import explain_step, print_opening, step_memory
 from train.run.saved_settings import changed_settings, flat, write_settings
-from train.run.sharding import reformatted, state_shardings
+from train.run.sharding import moments_on_host, reformatted, state_shardings, with_sharding
 from train.run.step import TrainState, init_state
 from train.settings.config import RunConfig
-from train.settings.flag_errors import naming_flag
+from train.settings.messages import naming_flag
 from train.settings.options import flag_name
 from train.settings.resolve import ResolvedConfig
 from train.text.data import ValidationSet
 from train.text.tokenizer import Tokenizer
 
 
-@dataclasses.dataclass(frozen=True)
-class Data:
-    """The data of a run.
-
-    Attributes:
-      batches: the training data, at its beginning.
-      validation: the held-out data.
-      summary: a line for the user.
-    """
-
-    batches: Any
-    validation: ValidationSet
-    summary: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Weights:
-    """Where the weights of a run come from.
-
-    Attributes:
-      first_state: from shardings to the state before the first step.
-      frozen: from shardings to `TrainState.frozen`, which is in no checkpoint of a run.
-    """
-
-    first_state: Callable[[TrainState], TrainState]
-    frozen: Callable[[Any], Any]
-
-
 def begin(
-    given: RunConfig,
+    user_config: RunConfig,
     recipe: Recipe,
     mesh: Mesh,
-    data: Data,
-    weights: Weights,
-    identity: dict[str, Any],
     console: Console,
+    *,
+    batches: Any,
+    validation: ValidationSet,
+    summary: str,
+    first_state: Callable[[TrainState], TrainState],
+    frozen: Callable[[Any], Any] = lambda _: None,
+    tokenizer: Tokenizer,
+    fingerprint: str,
+    **parts: Any,
 ) -> Run:
     """Returns a run at its first step or at its last checkpoint, and prints what it is.
 
     Args:
-      given: the settings as the user gave them, for `settings.json`.
+      user_config: the settings as the user gave them, for `settings.json`.
       recipe: what each step does.
       mesh: the devices.
-      data: what to train on.
-      weights: where the weights come from.
-      identity: what a checkpoint must agree with.
       console: where to print.
+      batches: the training data, at its beginning.
+      validation: the held-out data.
+      summary: a line about both for the user.
+      first_state: from shardings to the state before the first step.
+      frozen: from shardings to `TrainState.frozen`, which is in no checkpoint of a run.
+      tokenizer: its tokenizer.
+      fingerprint: fingerprint of its data.
+      **parts: further parts of its identity, which a checkpoint must agree with.
 
     Raises:
       ValueError: settings that do not fit each other or the checkpoint, or another run is in the
         folder.
     """
     config = recipe.config
+    identity = identity_of(
+        model=config.model_config,
+        data=fingerprint,
+        tokenizer=tokenizer.fingerprint,
+        weight_dtype=config.weight_dtype,
+        seed=config.seed,
+        optimizer=recipe.optimizer_form,
+        calibrated=recipe.calibration_form,
+        batch_size=config.batch_size,
+        seq_len=config.seq_len,
+        **parts,
+    )
     shapes = jax.eval_shape(functools.partial(init_state, recipe))
     # A new run whose codecs do not fit writes nothing.
     explanation = None if config.resume else explain_step(recipe, shapes)
-    hosts.check_equal(_of_all_processes(given, identity))
+    hosts.check_equal(_shared_settings(user_config, identity))
     with contextlib.ExitStack() as on_error:
         with hosts.failing_together():
             lock = _locked(config)
@@ -99,8 +93,8 @@ def begin(
         shardings = shardings_of_run(recipe, shapes, mesh)
         with naming_flag("--out"):
             checkpoints = _open_checkpoints(config)
-            state, bits = _restored(checkpoints, data.batches, shapes, shardings, identity)
-        data.batches.start_prefetch()  # The first batch takes seconds, as does compiling the step.
+            state, bits = _restored(checkpoints, batches, shapes, shardings, identity)
+        batches.start_prefetch()  # The first batch takes seconds, as does compiling the step.
         if bits:
             recipe = build_recipe(config, bits)
         explanation = explanation or explain_step(recipe, shapes)
@@ -110,22 +104,20 @@ def begin(
         print_opening(console, recipe, shapes, explanation, memory.with_workspace(temporaries))
         for warning in config.warnings:
             console.print(f"[bold yellow]warning[/bold yellow]: {warning}")
-        console.print(data.summary)
+        console.print(summary)
         if state is None:
-            state = weights.first_state(shardings)
+            state = first_state(shardings)
         else:
-            state = dataclasses.replace(state, frozen=weights.frozen(shardings.frozen))
+            state = dataclasses.replace(state, frozen=frozen(shardings.frozen))
             console.print(f"resuming from step {int(state.step)} in {config.folder}")
-            if changed := changed_settings(config.folder, given):
+            if changed := changed_settings(config.folder, user_config):
                 text = "; ".join(changed)
                 console.print(f"[yellow]with other settings than before[/yellow]: {text}")
         state = reformatted(state)
         if hosts.is_main():
-            write_settings(config.folder, given)
+            write_settings(config.folder, user_config)
         on_error.pop_all()
-    return Run(
-        recipe, mesh, train_step, state, data.batches, data.validation, checkpoints, lock, identity
-    )
+    return Run(recipe, mesh, train_step, state, batches, validation, checkpoints, lock, identity)
 
 
 def shardings_of_run(recipe: Recipe, shapes: TrainState, mesh: Mesh) -> TrainState:
@@ -137,11 +129,7 @@ def shardings_of_run(recipe: Recipe, shapes: TrainState, mesh: Mesh) -> TrainSta
     shardings = state_shardings(shapes, mesh)
     if not recipe.config.optimizer.offload_states:
         return shardings
-    placed = jax.tree.map(with_sharding, shapes.optimizer, shardings.optimizer)
-    try:
-        placed = actjax.optim.to_host(placed)
-    except ValueError as error:
-        raise ValueError(f"`--offload-states`: {error}") from error
+    placed = moments_on_host(jax.tree.map(with_sharding, shapes.optimizer, shardings.optimizer))
     return dataclasses.replace(shardings, optimizer=jax.tree.map(lambda x: x.sharding, placed))
 
 
@@ -159,24 +147,24 @@ def first_state(recipe: Recipe, shardings: TrainState, *models: Any) -> TrainSta
     places, treedef = jax.tree.flatten(shardings)
     made: dict[int, jax.Array] = {}
     for i in [i for i, place in enumerate(places) if place.memory_kind == HOST]:
-        one = jax.jit(lambda *models, i=i: jax.tree.leaves(make(*models))[i])(*models)
-        made[i] = jax.device_put(one, places[i])
+        array = jax.jit(lambda *models, i=i: jax.tree.leaves(make(*models))[i])(*models)
+        made[i] = jax.device_put(array, places[i])
     others = [i for i in range(len(places)) if i not in made]
-    rest = jax.jit(
+    arrays = jax.jit(
         lambda *models: [jax.tree.leaves(make(*models))[i] for i in others],
         donate_argnums=tuple(range(len(models))),
         out_shardings=[places[i] for i in others],
     )(*models)
-    made |= zip(others, rest, strict=True)
+    made |= zip(others, arrays, strict=True)
     return jax.tree.unflatten(treedef, [made[i] for i in range(len(places))])
 
 
-def _of_all_processes(given: RunConfig, identity: dict[str, Any]) -> dict[str, Any]:
-    """Returns what several processes of a run must have in common, by name.
+def _shared_settings(user_config: RunConfig, identity: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings that several processes of a run must have in common, by name.
 
-    Paths may differ between hosts. What is read from them must not: its hash is in the identity.
+    Paths may differ between hosts. Their contents must not: hashes of them are in the identity.
     """
-    settings = flat(dataclasses.asdict(given))
+    settings = flat(dataclasses.asdict(user_config))
     flags = {
         f"`{flag_name(name.rpartition('.')[2])}`": x
         for name, x in settings.items()
@@ -201,23 +189,19 @@ def _locked(config: ResolvedConfig) -> RunLock | None:
     except OSError as error:
         raise ValueError(f"`--out` {folder} cannot be made a folder: {error}.") from error
     with naming_flag("--out"):
-        _check_entries(folder)
+        # A run could not write or read these.
+        for name in ("lock", "metrics.jsonl", "settings.json", "loss.png"):
+            if (folder / name).is_dir():
+                raise ValueError(f"{folder / name} is a folder, and a run writes a file there.")
+        for name in ("checkpoints", "tensorboard", "adapter", "model"):
+            if (folder / name).exists() and not (folder / name).is_dir():
+                raise ValueError(f"{folder / name} is a file, and a run writes a folder there.")
+        read_metrics(folder / "metrics.jsonl")
         lock = RunLock(folder)
         if not os.access(folder, os.W_OK | os.X_OK):
             lock.close()
             raise ValueError(f"{folder} cannot be written: permission denied.")
         return lock
-
-
-def _check_entries(folder: pathlib.Path) -> None:
-    """Raises a `ValueError` or `OSError` for what a run could not write or read in its folder."""
-    for name in ("lock", "metrics.jsonl", "settings.json", "loss.png"):
-        if (folder / name).is_dir():
-            raise ValueError(f"{folder / name} is a folder, and a run writes a file there.")
-    for name in ("checkpoints", "tensorboard", "adapter", "model"):
-        if (folder / name).exists() and not (folder / name).is_dir():
-            raise ValueError(f"{folder / name} is a file, and a run writes a folder there.")
-    read_metrics(folder / "metrics.jsonl")
 
 
 def _open_checkpoints(config: ResolvedConfig) -> Checkpoints:
@@ -249,26 +233,25 @@ def _restored(
     saved, places = (dataclasses.replace(x, frozen=None) for x in (shapes, shardings))
     like = jax.tree.map(with_sharding, saved, places)
     state, progress = checkpoints.restore(step, like, identity)
-    found = progress if isinstance(progress, dict) else {}
     form = {"position": batches.get_state(), "bits": {}}
-    if not _has_form(found, form) or any(n not in BITS for n in found["bits"].values()):
+    if not _has_form(progress, form) or any(n not in BITS for n in progress["bits"].values()):
         raise ValueError(
             f"the position of checkpoint {step} is damaged ({progress}): remove its folder to"
             " resume from the one before."
         )
-    batches.set_state(found["position"])
-    return state, found["bits"]
+    batches.set_state(progress["position"])
+    return state, progress["bits"]
 
 
-def _has_form(found: Any, form: Any) -> bool:
+def _has_form(tree: Any, form: Any) -> bool:
     """Returns whether plain JSON has the entries of another, with values of the same types."""
     if isinstance(form, dict):
-        return isinstance(found, dict) and all(
-            name in found and _has_form(found[name], value) for name, value in form.items()
+        return isinstance(tree, dict) and all(
+            name in tree and _has_form(tree[name], value) for name, value in form.items()
         )
     if isinstance(form, int):
-        return type(found) is int and found >= 0
-    return isinstance(found, type(form))
+        return type(tree) is int and tree >= 0
+    return isinstance(tree, type(form))
 
 
 def check_sizes(config: ResolvedConfig, mesh: Mesh) -> None:
@@ -301,27 +284,3 @@ def check_sizes(config: ResolvedConfig, mesh: Mesh) -> None:
             f"`--seq-len` {config.seq_len} does not divide over the {tensor * seq} devices of"
             f" `--mesh` tensor={tensor},seq={seq} that share a sequence: make it a multiple."
         )
-
-
-def run_identity(recipe: Recipe, tokenizer: Tokenizer, data: str, **parts: Any) -> dict[str, Any]:
-    """Returns what the checkpoints of a run must agree with.
-
-    Args:
-      recipe: the run.
-      tokenizer: its tokenizer.
-      data: fingerprint of its data.
-      **parts: what else tells this run from others.
-    """
-    config = recipe.config
-    return identity_of(
-        model=config.model_config,
-        data=data,
-        tokenizer=tokenizer.fingerprint,
-        weight_dtype=config.weight_dtype,
-        seed=config.seed,
-        optimizer=recipe.optimizer_form,
-        calibrated=recipe.calibration_form,
-        batch_size=config.batch_size,
-        seq_len=config.seq_len,
-        **parts,
-    )

@@ -32,12 +32,12 @@ _BLOCK_INPUT = "attention_norm"
 
 def calibrated_sites(storage: StorageChoice) -> dict[str, actjax.Quantized]:
     """Returns the codecs that can be calibrated, by site, without `Offloaded`."""
-    found = {}
+    sites = {}
     for field, codec in storage.codecs.items():
         inner = codec.codec if isinstance(codec, actjax.Offloaded) else codec
         if isinstance(inner, actjax.Quantized) and (inner.balance or inner.scaling == "channel"):
-            found[_BLOCK_INPUT if isinstance(storage, Remat) else field] = inner
-    return found
+            sites[_BLOCK_INPUT if isinstance(storage, Remat) else field] = inner
+    return sites
 
 
 def calibrated(storage: StorageChoice, calibration: Calibration | None) -> StorageChoice:
@@ -49,24 +49,23 @@ def calibrated(storage: StorageChoice, calibration: Calibration | None) -> Stora
     """
     if calibration is None:
         return storage
-    sites, given = calibrated_sites(storage), {}
-    for site, one in calibration.items():
+    sites, codecs = calibrated_sites(storage), {}
+    for site, data in calibration.items():
         field = "codec" if isinstance(storage, Remat) else site
-        code: Any = actjax.Calibrated(sites[site], one["step"], one.get("channels"), one["centre"])
+        statistics = data["step"], data.get("channels"), data["centre"]
+        code: Any = actjax.Calibrated(sites[site], *statistics)
         is_away = isinstance(storage.codecs[field], actjax.Offloaded)
-        given[field] = actjax.Offloaded(code) if is_away else code
-    return dataclasses.replace(storage, **given)
+        codecs[field] = actjax.Offloaded(code) if is_away else code
+    return dataclasses.replace(storage, **codecs)
 
 
 def calibration_zeros(config: ModelConfig, storage: StorageChoice) -> Calibration:
     """Returns a calibration of zeros with the right shapes."""
-    sites = calibrated_sites(storage)
-
-    def one(site: str) -> Any:
+    codecs = {}
+    for site, codec in calibrated_sites(storage).items():
         channels = jnp.zeros((config.num_layers, 1, site_width(config, site)))
-        return _over_range(sites[site], jax.vmap(ChannelRange.of)(channels))
-
-    return _as_data({site: one(site) for site in sites})
+        codecs[site] = _over_range(codec, jax.vmap(ChannelRange.of)(channels))
+    return _as_data(codecs)
 
 
 def calibrate(
@@ -98,28 +97,18 @@ def calibrate(
             compute_dtype=compute_dtype,
         )
 
-    ranges = [observe(_range, model, batch, dict.fromkeys(sites)) for batch in batches]
-    known = functools.reduce(_merged, ranges)
-    codecs = {site: _over_range(sites[site], one) for site, one in known.items()}
+    range_of, second = (lambda x, _: ChannelRange.of(x)), (lambda x, codec: codec.observe(x))
+    ranges = [observe(range_of, model, batch, dict.fromkeys(sites)) for batch in batches]
+    merged = jax.vmap(ChannelRange.merged)
+    known = functools.reduce(lambda a, b: {site: merged(a[site], b[site]) for site in a}, ranges)
+    codecs = {site: _over_range(sites[site], channels) for site, channels in known.items()}
     narrow = {site: codec for site, codec in codecs.items() if codec.narrows}
     if narrow:
-        observed = [observe(_second, model, batch, narrow) for batch in batches]
+        observed = [observe(second, model, batch, narrow) for batch in batches]
         total = functools.reduce(functools.partial(jax.tree.map, jnp.add), observed)
-        codecs |= {site: _refined(narrow[site], total[site]) for site in narrow}
+        refined = jax.vmap(actjax.Calibrated.refined)
+        codecs |= {site: refined(narrow[site], total[site]) for site in narrow}
     return _as_data(codecs)
-
-
-def _range(x: jax.Array, known: None) -> ChannelRange:
-    del known
-    return ChannelRange.of(x)
-
-
-def _second(x: jax.Array, codec: actjax.Calibrated) -> jax.Array:
-    return codec.observe(x)
-
-
-def _merged(a: Mapping[str, ChannelRange], b: Mapping[str, ChannelRange]) -> dict[str, Any]:
-    return {site: jax.vmap(ChannelRange.merged)(a[site], b[site]) for site in a}
 
 
 def _over_range(codec: actjax.Quantized, known: ChannelRange) -> actjax.Calibrated:
@@ -127,12 +116,9 @@ def _over_range(codec: actjax.Quantized, known: ChannelRange) -> actjax.Calibrat
     return jax.lax.map(functools.partial(actjax.Calibrated.over_range, codec), known)
 
 
-_refined = jax.vmap(actjax.Calibrated.refined)
-
-
 def _as_data(codecs: Mapping[str, actjax.Calibrated]) -> Calibration:
-    def one(codec: actjax.Calibrated) -> dict[str, Any]:
+    calibration = {}
+    for site, codec in codecs.items():
         data = {"step": codec.scale, "centre": codec.centre, "channels": codec.channels}
-        return {name: array for name, array in data.items() if array is not None}
-
-    return {site: one(codec) for site, codec in codecs.items()}
+        calibration[site] = {name: array for name, array in data.items() if array is not None}
+    return calibration

@@ -1,11 +1,9 @@
 """Checkpoints by orbax: arrays, position in the data and identity of the run, written together."""
 
-import contextlib
 import dataclasses
 import json
 import pathlib
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -17,11 +15,11 @@ from train.settings.options import ANY_FULL_RANK, RENAMED
 _FORMER = {**RENAMED, "one of full rank": ANY_FULL_RANK}
 """Values of `optimizer.method` in the identity of older checkpoints, and their present form."""
 _BEFORE = {"optimizer.weight_rounding": "nearest"}
-"""Settings that are newer than some checkpoints, and what these runs did, if it is not "off"."""
+"""Settings that are newer than some checkpoints, and their values there, if not "off"."""
 
 _FORMAT = 2
-"""Of the names of arrays. 1 has the norms of in-backward updates beside their optimizer's state, in
-`optimizer`, and this state in `optimizer.optimizer`."""
+"""Version of the names of arrays. 1 has the norms of in-backward updates beside their optimizer's
+state, in `optimizer`, and this state in `optimizer.optimizer`."""
 
 _OTHER_VERSION = " Finish the run with that version, or begin a new one with another `--out`."
 _HINTS = {
@@ -32,7 +30,7 @@ _HINTS = {
     "optimizer.norm_estimate": "The checkpoint was written by a version that estimated the norm of"
     " the gradient in another way." + _OTHER_VERSION,
 }
-"""What to know of some parts of the identity where they differ."""
+"""Remarks on parts of the identity, for where they differ."""
 
 
 class Checkpoints:
@@ -105,11 +103,15 @@ class Checkpoints:
         return jax.tree.unflatten(jax.tree.structure(like), leaves), restored["data"]
 
     def _read(self, step: int, **items: Any) -> Any:
+        # Threads that still read after an error print nothing: their tracebacks ("Event loop is
+        # closed"), which nobody can catch, would bury its message.
+        former, sys.unraisablehook = sys.unraisablehook, lambda _: None
         try:
-            with _quiet_threads():
-                return self._manager.restore(step, args=ocp.args.Composite(**items))
+            restored = self._manager.restore(step, args=ocp.args.Composite(**items))
         except Exception as error:  # The layers below orbax raise various errors on a torn file.
-            raise self._damaged(step, type(error).__name__) from error
+            raise self._damaged(step, type(error).__name__) from error  # The hook stays.
+        sys.unraisablehook = former
+        return restored
 
     def _damaged(self, step: int, reason: str) -> ValueError:
         folder = self._manager.directory / str(step)
@@ -123,18 +125,6 @@ class Checkpoints:
         """Waits until all checkpoints are on disk."""
         self._manager.wait_until_finished()
         self._manager.close()
-
-
-@contextlib.contextmanager
-def _quiet_threads() -> Iterator[None]:
-    """Context of reading. Threads that still read after an error print nothing.
-
-    Their tracebacks ("Event loop is closed"), which nobody can catch, would bury its message.
-    """
-    former = sys.unraisablehook
-    sys.unraisablehook = lambda _: None
-    yield  # After an error the hook stays: the threads do not end with it.
-    sys.unraisablehook = former
 
 
 def identity_of(**parts: Any) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def measure(
     gradient = _gradient_at_places(recipe, storage)
     draws = any(codec.needs_key for codec in storage.codecs.values())
     needed = keys if draws else 1
-    errors: dict[str, list[_OfBatch]] = {name: [] for name in choices}
+    rows: dict[str, list[tuple[float, ...]]] = {name: [] for name in choices}
     for number, batch in enumerate(batches):
         key = jax.random.fold_in(jax.random.key(recipe.config.seed), number)
         true = gradient({}, model, batch, key)
@@ -102,10 +102,22 @@ def measure(
             )
         for name, places in choices.items():
             of_keys = (gradient(places, model, batch, k) for k in jax.random.split(key, needed))
-            errors[name].append(_of_batch(of_keys, true, size, draws))
-    if not all(errors.values()):
+            rows[name].append(_of_batch(of_keys, true, size, draws))
+    if not all(rows.values()):
         raise ValueError("`batches` must have at least one batch.")
-    return {name: _summary(rows) for name, rows in errors.items()}
+    summary = {}
+    for name, of_batches in rows.items():
+        squares, biases, cosines = zip(*of_batches, strict=True)
+        errors = list(map(math.sqrt, squares))
+        summary[name] = GradientError(
+            error=math.sqrt(statistics.mean(squares)),
+            cosine=statistics.mean(cosines),
+            bias=math.sqrt(statistics.mean(biases)),
+            uncertainty=statistics.stdev(errors) / math.sqrt(len(errors))
+            if len(errors) > 1
+            else math.nan,
+        )
+    return summary
 
 
 def gradient_by_codecs(recipe: Recipe, storage: StorageChoice) -> Callable[..., Any]:
@@ -183,19 +195,13 @@ class _Switched(Codec, holds_arrays=True):
         return self.codec.stored_bytes(shape, dtype)
 
 
-@dataclasses.dataclass(frozen=True)
-class _OfBatch:
-    """Squared relative error and bias, and cosine, on one batch."""
-
-    error: float
-    bias: float
-    cosine: float
-
-
-def _of_batch(gradients: Iterable[Any], true: Any, size: float, draws: bool) -> _OfBatch:
+def _of_batch(
+    gradients: Iterable[Any], true: Any, size: float, draws: bool
+) -> tuple[float, float, float]:
     """Compares the gradients of several keys with the exact one, whose squared norm is `size`.
 
-    `draws` says whether gradients are random, so that one of them does not tell the bias.
+    Returns squared relative error and bias, and the cosine. `draws` says whether gradients are
+    random, so that a single one does not tell the bias.
     """
     errors, cosines, total = [], [], None
     for got in gradients:
@@ -206,24 +212,10 @@ def _of_batch(gradients: Iterable[Any], true: Any, size: float, draws: bool) -> 
     count = len(errors)
     error = statistics.mean(errors)
     if count == 1:
-        return _OfBatch(error, math.nan if draws else error, cosines[0])
+        return error, math.nan if draws else error, cosines[0]
     # The mean over a few keys has a variance, which is not bias.
     apart = float(compare(_divided(total, count), true)[2]) / size
-    return _OfBatch(
-        error, max(0.0, (count * apart - error) / (count - 1)), statistics.mean(cosines)
-    )
-
-
-def _summary(rows: Sequence[_OfBatch]) -> GradientError:
-    error = math.sqrt(statistics.mean(row.error for row in rows))
-    each = [math.sqrt(row.error) for row in rows]
-    spread = statistics.stdev(each) / math.sqrt(len(each)) if len(each) > 1 else math.nan
-    return GradientError(
-        error=error,
-        cosine=statistics.mean(row.cosine for row in rows),
-        bias=math.sqrt(statistics.mean(row.bias for row in rows)),
-        uncertainty=spread,
-    )
+    return error, max(0.0, (count * apart - error) / (count - 1)), statistics.mean(cosines)
 
 
 @jax.jit

@@ -1,7 +1,7 @@
 """Several processes that train together: joining, agreeing, and what only one of them does.
 
-All processes run the same program. Whatever one of them alone can know, such as a signal or a file
-that it cannot read, is told to the others here, so that none waits for a step that never comes.
+All processes run the same program. A process tells the others here what it alone can know, such as
+a signal or a file that it cannot read, so that none waits for a step that never comes.
 """
 
 import contextlib
@@ -56,9 +56,8 @@ def joined(distributed: bool) -> Iterator[None]:
         return
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
-        given = _from_environment()
         jax.distributed.initialize(
-            **given,
+            **_from_environment(),
             initialization_timeout=JOIN_SECONDS,
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
             shutdown_timeout_seconds=HEARTBEAT_SECONDS,
@@ -85,12 +84,12 @@ def _from_environment() -> dict[str, Any]:
     Raises:
       ValueError: only some of them are set, they are no numbers, or nobody answers.
     """
-    found = {name: os.environ.get(name) for name in (_ADDRESS, _COUNT, _INDEX)}
-    if not found[_COUNT] and not found[_INDEX]:
+    values = {name: os.environ.get(name, "") for name in (_ADDRESS, _COUNT, _INDEX)}
+    address, count, index = values.values()
+    if not count and not index:
         return {}
-    if missing := [name for name, value in found.items() if not value]:
+    if missing := [name for name, value in values.items() if not value]:
         raise ValueError(f"{', '.join(missing)} is not set in the environment")
-    address, count, index = (str(found[name]) for name in (_ADDRESS, _COUNT, _INDEX))
     host, _, port = address.rpartition(":")
     if not (host and port.isdecimal()):
         raise ValueError(f"{_ADDRESS} must be HOST:PORT, got {address!r}")
@@ -174,21 +173,19 @@ def check_equal(settings: Mapping[str, Any]) -> None:
     """Raises a `ValueError` in all processes if they differ in a setting, which it names."""
     if jax.process_count() == 1:
         return
-    mine = {name: _digest(value) for name, value in settings.items()}
+    mine = {}
+    for name, value in settings.items():
+        text = json.dumps(value, sort_keys=True, default=str)
+        mine[name] = hashlib.sha256(text.encode()).hexdigest()
     theirs = [json.loads(text) for text in _exchange(json.dumps(mine))]
-    names = dict.fromkeys(name for one in theirs for name in one)
-    for name in names:
-        digests = [one.get(name) for one in theirs]
+    for name in dict.fromkeys(name for process in theirs for name in process):
+        digests = [process.get(name) for process in theirs]
         if len(set(digests)) > 1:
             other = next(i for i, digest in enumerate(digests) if digest != digests[0])
             raise ValueError(
                 f"the processes of this run differ in {name}: process {other} has another than"
                 f" process 0. Start all with the same (here: {str(settings[name])[:200]})."
             )
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def check_shared(folder: pathlib.Path) -> None:
@@ -257,18 +254,17 @@ def place(x: Any, sharding: NamedSharding, rows: tuple[int, int] = (0, 1)) -> ja
     """
     if jax.process_count() == 1:
         return jax.device_put(x, sharding)
-    whole = np.asarray(x)
+    array = np.asarray(x)
     part, count = rows
-    first = part * len(whole) if count > 1 else 0
-    shape = (len(whole) * count, *whole.shape[1:]) if count > 1 else whole.shape
+    if count == 1:
+        return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
+    first, shape = part * len(array), (len(array) * count, *array.shape[1:])
 
-    def own(index: Any) -> np.ndarray:
-        if count == 1:
-            return whole[index]
+    def shard(index: Any) -> np.ndarray:
         start, stop, _ = index[0].indices(shape[0])
-        return whole[(slice(start - first, stop - first), *index[1:])]
+        return array[(slice(start - first, stop - first), *index[1:])]
 
-    return jax.make_array_from_callback(shape, sharding, own)
+    return jax.make_array_from_callback(shape, sharding, shard)
 
 
 def code_digest() -> str:

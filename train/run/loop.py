@@ -35,6 +35,7 @@ from train.run.sharding import (
     compiler_options,
     formats_of,
     rows_of_process,
+    with_sharding,
 )
 from train.run.signals import StopSignal, ending_on_ctrl_c
 from train.run.step import TrainState, make_eval_step, make_refresh_step, make_train_step, model_of
@@ -169,18 +170,14 @@ def prepare_and_train(
 def compile_step(recipe: Recipe, mesh: Mesh, shapes: TrainState, shardings: Any) -> Any:
     """Returns the compiled training step. Needs shapes only, no arrays."""
     state = jax.tree.map(with_sharding, shapes, shardings)
-    whole = whole_batch_shapes(recipe.config)
-    batch = {name: with_sharding(x, batch_sharding(mesh)) for name, x in whole.items()}
+    batch = jax.tree.map(
+        lambda x: with_sharding(x, batch_sharding(mesh)), whole_batch_shapes(recipe.config)
+    )
     formats = formats_of(state)
     state = jax.tree.map(with_sharding, state, formats)
     step = jax.jit(make_train_step(recipe), donate_argnums=0, out_shardings=(formats, None))
     with jax.set_mesh(mesh):
         return step.lower(state, batch).compile(compiler_options=compiler_options(mesh))
-
-
-def with_sharding(x: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
-    """Returns a shape with a sharding or a format."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def train(run: Run, console: Console, stop: StopSignal) -> int:
@@ -263,26 +260,56 @@ class _Trainer:
                 self.save()
 
     def evaluate(self, step: int) -> None:
-        """Records and prints the loss on the held-out data."""
-        report = _evaluate(self._eval_step, self._run)
-        check_finite(self._run, step, report)
+        """Records and prints loss, perplexity and bits per byte on the held-out data."""
+        run = self._run
+        # All processes have all of the held-out batches.
+        put = functools.partial(hosts.place, sharding=batch_sharding(run.mesh))
+        batches = (jax.tree.map(put, batch) for batch in run.validation.batches)
+        losses = (self._eval_step(run.state.model, batch, run.state.context) for batch in batches)
+        nats = sum(map(float, losses))
+        loss = nats / run.validation.num_tokens
+        report = {
+            "validation_loss": loss,
+            "perplexity": perplexity(loss),
+            "bits_per_byte": nats / math.log(2) / run.validation.num_bytes,
+        }
+        check_finite(run, step, report)
         self._recorder.record(step, **report)
         self._progress.say(step, report)
 
     def save(self) -> None:
         """Saves the run, if its last step is finite."""
-        check_finite(self._run, int(self._run.state.step), self._metrics)
-        _save(self._run)
+        run = self._run
+        check_finite(run, int(run.state.step), self._metrics)
+        progress = {"position": run.batches.get_state(), "bits": dict(run.recipe.bits)}
+        state = dataclasses.replace(run.state, frozen=None)
+        run.checkpoints.save(int(state.step), state, progress, run.identity)
 
     def _adapt(self, step: int, batch: Batch) -> None:
         """Chooses bits and measures scales of channels when that is due after a step."""
         run = self._run
         if self._chooser is not None and self._chooser.is_due(step):
             with self._progress.paused():
-                _choose_bits(run, self._chooser, batch, self._console)
+                self._choose_bits(self._chooser, batch)
         every = run.config.recalibrate_every
         if every and step > 0 and step % every == 0:
-            run.state = _recalibrated(run, batch)
+            recipe, state = run.recipe, run.state
+            model = model_of(recipe, state)  # With the current adapters.
+            measured = calibrate(recipe.storage, model, [batch], run.config.compute_dtype)
+            shardings = jax.tree.map(lambda x: x.sharding, state.calibration)
+            run.state = dataclasses.replace(state, calibration=moved(measured, shardings))
+
+    def _choose_bits(self, chooser: SiteChooser, batch: Batch) -> None:
+        """Chooses the bits of each site, and compiles the step again if any of them changed."""
+        run, step = self._run, int(self._run.state.step)
+        chosen = chooser.choose_and_compare(run.state.model, batch, step)
+        self._console.print(f"step {step}: {chosen.describe()}")
+        if chosen.bits == run.recipe.bits:
+            return
+        run.recipe = build_recipe(run.config, chosen.bits)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), run.state)
+        shardings = jax.tree.map(lambda x: x.sharding, run.state)
+        run.train_step = compile_step(run.recipe, run.mesh, shapes, shardings)
 
     def _log(self, step: int) -> None:
         check_finite(self._run, step, self._metrics)
@@ -290,43 +317,6 @@ class _Trainer:
         values["learning_rate"] = float(jnp.asarray(self._learning_rate(step - 1)))
         speed = self._progress.log(step, values["loss"])
         self._recorder.record(step, **values, tokens_per_second=speed)
-
-
-def _choose_bits(run: Run, chooser: SiteChooser, batch: Batch, console: Console) -> None:
-    """Chooses the bits of each site, and compiles the step again if any of them changed."""
-    step = int(run.state.step)
-    chosen = chooser.choose_and_compare(run.state.model, batch, step)
-    console.print(f"step {step}: {chosen.describe()}")
-    if chosen.bits == run.recipe.bits:
-        return
-    run.recipe = build_recipe(run.config, chosen.bits)
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), run.state)
-    shardings = jax.tree.map(lambda x: x.sharding, run.state)
-    run.train_step = compile_step(run.recipe, run.mesh, shapes, shardings)
-
-
-def _recalibrated(run: Run, batch: Batch) -> TrainState:
-    """Returns the state with scales of channels measured on a batch with the current adapters."""
-    recipe, state = run.recipe, run.state
-    model = model_of(recipe, state)
-    calibration = calibrate(recipe.storage, model, [batch], run.config.compute_dtype)
-    shardings = jax.tree.map(lambda x: x.sharding, state.calibration)
-    return dataclasses.replace(state, calibration=moved(calibration, shardings))
-
-
-def _evaluate(eval_step: Callable[..., jax.Array], run: Run) -> dict[str, float]:
-    """Returns loss, perplexity and bits per byte on the held-out data."""
-    state = run.state
-    # All processes have the whole held-out batches.
-    put = functools.partial(hosts.place, sharding=batch_sharding(run.mesh))
-    batches = (jax.tree.map(put, batch) for batch in run.validation.batches)
-    nats = sum(float(eval_step(state.model, batch, state.context)) for batch in batches)
-    loss = nats / run.validation.num_tokens
-    return {
-        "validation_loss": loss,
-        "perplexity": perplexity(loss),
-        "bits_per_byte": nats / math.log(2) / run.validation.num_bytes,
-    }
 
 
 def put_rows(batch: dict[str, np.ndarray], mesh: Mesh, batch_size: int) -> Batch:
@@ -361,9 +351,3 @@ def check_finite(run: Run, step: int, metrics: Mapping[str, float | jax.Array]) 
         f"step {step} is not finite ({shown}): stopped. The last good checkpoint in"
         f" {run.config.folder} was kept: {where}. {hint}"
     )
-
-
-def _save(run: Run) -> None:
-    progress = {"position": run.batches.get_state(), "bits": dict(run.recipe.bits)}
-    state = dataclasses.replace(run.state, frozen=None)
-    run.checkpoints.save(int(state.step), state, progress, run.identity)

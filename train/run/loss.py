@@ -5,12 +5,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from models import Decoder, StorageChoice
 from models.lora import LoRAConfig, attach
 from train.run.calibration import calibrated
-from train.run.padding import inputs_of
 from train.settings.config import RunConfig
+from train.settings.methods import method
 from train.settings.resolve import ResolvedConfig
 
 Batch = dict[str, jax.Array]
@@ -36,16 +37,31 @@ def whole_batch_shapes(config: ResolvedConfig) -> dict[str, jax.ShapeDtypeStruct
     return batch_shapes(dataclasses.replace(config, accumulate=1), packed=config.packed)
 
 
+def inputs_of(batch: Batch, method_name: str) -> jax.Array:
+    """Returns the input tokens of a batch, [B, S], as a method embeds them.
+
+    A method with `zero_padding` gets -1 for padding, which `Decoder.embed` makes zero. No token
+    attends to padding, so the loss is the same.
+
+    Args:
+      batch: `inputs`, and `segments` if examples are packed; padding has segment 0.
+      method_name: the method.
+    """
+    if "segments" not in batch or not method(method_name).zero_padding:
+        return batch["inputs"]
+    return jnp.where(batch["segments"] > 0, batch["inputs"], -1)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What a loss reads beside what is trained; as in `TrainState`."""
+    """The arrays that a loss reads beside the trained ones; as in `TrainState`."""
 
     frozen: Any = None
     calibration: Any = None
 
 
-Loss = Callable[..., jax.Array]
+BatchLoss = Callable[..., jax.Array]
 """From what is trained, a batch, a key and a `Context` (optional if empty) to a float32 scalar."""
 
 
@@ -55,7 +71,7 @@ def loss_function(
     lora: LoRAConfig | None = None,
     *,
     dropout: bool = True,
-) -> Loss:
+) -> BatchLoss:
     """Returns the loss of a batch.
 
     Args:

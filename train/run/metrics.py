@@ -33,7 +33,9 @@ class Recorder:
         # A run that starts over records step 0 again.
         done = start if start > 0 else -1
         self._lines = [r for r in read_metrics(directory / "metrics.jsonl") if r["step"] <= done]
-        _write_lines(directory / "metrics.jsonl", self._lines)
+        lines = "".join(json.dumps(line) + "\n" for line in self._lines)
+        (directory / "metrics.tmp").write_text(lines, encoding="utf-8")
+        (directory / "metrics.tmp").replace(directory / "metrics.jsonl")
         self._file = (directory / "metrics.jsonl").open("a", encoding="utf-8")
         self._board = tensorboardX.SummaryWriter(
             str(directory / "tensorboard"), purge_step=done + 1
@@ -78,30 +80,18 @@ def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
     complete = []
     for i, line in enumerate(lines):
         try:
-            complete.append(_record(line))
+            record = json.loads(line)
+            is_record = isinstance(record, dict) and isinstance(record.get("step"), int)
         except (ValueError, RecursionError):
-            if i < len(lines) - 1:  # A kill can tear only the last line.
-                raise ValueError(
-                    f"{path}, line {i + 1} is not JSON, or no record of metrics: {line[:80]!r}."
-                    " Correct or remove it."
-                ) from None
+            record, is_record = {}, False
+        if is_record and all(isinstance(value, int | float) for value in record.values()):
+            complete.append(record)
+        elif i < len(lines) - 1:  # A kill can tear only the last line.
+            raise ValueError(
+                f"{path}, line {i + 1} is not JSON, or no record of metrics: {line[:80]!r}."
+                " Correct or remove it."
+            )
     return complete
-
-
-def _record(line: str) -> dict[str, Any]:
-    """Returns the metrics of a line, all of them numbers."""
-    record = json.loads(line)
-    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-        raise ValueError("no step")
-    if not all(isinstance(value, int | float) for value in record.values()):
-        raise ValueError("not numbers")
-    return record
-
-
-def _write_lines(path: pathlib.Path, lines: list[dict[str, Any]]) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    temporary.replace(path)
 
 
 def draw_loss(lines: list[dict[str, Any]], path: pathlib.Path, title: str) -> None:

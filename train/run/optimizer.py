@@ -1,5 +1,6 @@
 """The optimizers of the programs: moments in a chosen dtype and, if chosen, in a subspace."""
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 import actjax
+from actjax._core.paths import map_named
 from actjax.optim import SubspaceTransformation
 from actjax.optim.paths import map_state
 from actjax.optim.states.stored import FIRST_MOMENTS, SECOND_MOMENTS
@@ -56,7 +58,7 @@ def make_optimizer(
 
 
 def _moments(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Returns what the optimizer makes of a gradient, before weight decay and learning rate."""
+    """Returns the transform of a gradient, before weight decay and learning rate."""
     b1, b2 = config.betas
     if config.optimizer == "lion":
         return _stored(optax.scale_by_lion(b1, b2), config.stored_dtype)
@@ -70,11 +72,11 @@ def _moments(config: OptimizerConfig) -> optax.GradientTransformation:
         )
         return _stored(adafactor, "float32")
     if config.optimizer == "muon":
+        # All matrices are [in, out].
+        numbers = functools.partial(jax.tree.map, lambda _: optax.contrib.MuonDimensionNumbers())
+        muon = optax.contrib.scale_by_muon(beta=b1, weight_dimension_numbers=numbers)
         orthogonal = optax.chain(
-            _stored(
-                optax.contrib.scale_by_muon(beta=b1, weight_dimension_numbers=_inputs_first),
-                config.stored_dtype,
-            ),
+            _stored(muon, config.stored_dtype),
             optax.stateless(lambda updates, _: jax.tree.map(_with_rms_of_adam, updates)),
         )
         adam = _adam(0.9, b2, config)
@@ -102,28 +104,16 @@ def _stored(inner: optax.GradientTransformation, dtype: str) -> optax.GradientTr
     return store_states_as(inner, jnp.dtype(dtype))
 
 
-def _inputs_first(params: optax.Params):
-    """Returns that all matrices are [in, out]."""
-    return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(), params)
-
-
 def _with_rms_of_adam(update: jax.Array) -> jax.Array:
     """Scales an orthogonal matrix to the mean square of updates of AdamW (Liu et al., 2025)."""
     return 0.2 * math.sqrt(max(update.shape[-2:])) * update
 
 
-def _is_layer_matrix(path: str, leaf: jax.Array) -> bool:
-    return path.startswith("layers.") and leaf.ndim >= 2
-
-
 def _muon_labels(params: optax.Params):
     """Returns which transform updates each parameter: matrices of layers are orthogonalized."""
-
-    def label(path: tuple, leaf: jax.Array) -> str:
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        return "muon" if _is_layer_matrix(name, leaf) else "adam"
-
-    return jax.tree_util.tree_map_with_path(label, params)
+    return map_named(
+        lambda name, x: "muon" if name.startswith("layers.") and x.ndim >= 2 else "adam", params
+    )
 
 
 _BLOCKS, _GROUPS, _DEVICES = (256, 128, 64, 32), (128, 64, 32), 64
@@ -157,7 +147,9 @@ def _most_divisible(shape: tuple[int, ...], blocks: tuple[int, ...]) -> int:
 def full_space_updates(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
     """Returns the transform after Adam's moments: weight decay of matrices, and learning rate."""
     return optax.chain(
-        optax.add_decayed_weights(config.weight_decay, mask=_is_matrix),
+        optax.add_decayed_weights(
+            config.weight_decay, mask=lambda params: jax.tree.map(lambda x: x.ndim >= 2, params)
+        ),
         optax.scale_by_learning_rate(learning_rate_schedule(config, steps)),
     )
 
@@ -173,9 +165,8 @@ def store_states_as(
 
     Args:
       inner: the transform.
-      dtype: dtype of its moments between steps; what else it keeps is not cast.
+      dtype: dtype of its moments between steps; the rest of its state is not cast.
     """
-    wide = jnp.dtype(jnp.float32)
 
     def narrow(state: optax.OptState, params: optax.Params) -> optax.OptState:
         def cast(fields: list[str], _: str | None, x: jax.Array) -> jax.Array:
@@ -185,24 +176,19 @@ def store_states_as(
         return map_state(cast, state, params)
 
     def init(params: optax.Params) -> optax.OptState:
-        return narrow(inner.init(_cast(params, wide)), params)
+        return narrow(inner.init(_wide(params)), params)
 
     def update(updates, state, params=None):
         shapes = updates
-        updates, state, params = (_cast(tree, wide) for tree in (updates, state, params))
+        updates, state, params = (_wide(tree) for tree in (updates, state, params))
         updates, state = inner.update(updates, state, params)
         return updates, narrow(state, shapes)
 
     return optax.GradientTransformation(init, update)
 
 
-def _cast(tree, dtype: jnp.dtype):
+def _wide(tree):
     def cast(x: jax.Array) -> jax.Array:
-        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
     return jax.tree.map(cast, tree)
-
-
-def _is_matrix(params: optax.Params):
-    """Returns a mask of the matrices of a layer or of the other parameters."""
-    return jax.tree.map(lambda leaf: leaf.ndim >= 2, params)

@@ -58,59 +58,51 @@ class Recipe:
         tx = self.optimizer
         return tx if isinstance(tx, actjax.optim.SubspaceTransformation) else None
 
-    def _short_blocks(self) -> list[int]:
-        """Returns the sizes of shared scales of moments that are not the usual one."""
-        rules = {"8bit": (moment_block, 256), "4bit": (moment_group, 128)}
-        if self.config.optimizer.stored_dtype not in rules:
-            return []
-        rule, usual = rules[self.config.optimizer.stored_dtype]
-        one = self.model_config
-        d, keys = one.hidden_size, one.num_kv_heads * one.head_size
-        sides = (one.ffn_size, one.num_heads * one.head_size, keys, one.vocab_size)
-        shapes = [shape for n in sides for shape in ((d, n), (n, d))]
-        return sorted({rule(shape) for shape in shapes} - {usual})
-
-    @property
-    def _pieces(self) -> list[int]:
-        """The numbers of pieces of the embedding and the head, if these are updated in pieces."""
-        if self.lora is not None:
-            return []
-        one = self.model_config
-        shapes = (one.vocab_size, one.hidden_size), (one.hidden_size, one.vocab_size)
-        counts = [count_pieces(shape) for shape in shapes]
-        return [] if counts == [1, 1] else counts
-
-    @property
-    def _update_form(self) -> dict[str, Any]:
-        """The part of the form that differs from that of AdamW with both moments."""
-        given = self.config.optimizer
-        form: dict[str, Any] = {}
-        if given.optimizer != "adamw":
-            form["name"] = given.optimizer
-        if given.projects:
-            form["projection_rank"] = self.config.options.rank
-        if given.factored_second_moment:
-            form["factored_second_moment"] = True
-            form |= {} if given.betas[0] else {"first_moment": "none"}
-        return form
-
     @property
     def optimizer_form(self) -> dict[str, Any]:
         """Settings that shape the optimizer state: a checkpoint must agree with them."""
-        config, is_full = self.config, self.method.subspace is None
-        return {
-            "moment_dtype": config.optimizer.stored_dtype,
+        config, optimizer, model = self.config, self.config.optimizer, self.model_config
+        is_full = self.method.subspace is None
+        form: dict[str, Any] = {
+            "moment_dtype": optimizer.stored_dtype,
             "weight_rounding": config.weight_rounding,
             "in_backward": config.in_backward,
             # A run may change from one full-rank method to another.
             "method": ANY_FULL_RANK if is_full else config.method,
             "rank": None if is_full else config.options.rank,
-            **({"norm_estimate": "parts"} if config.in_backward else {}),
-            **self._update_form,
-            **({"pieces": pieces} if (pieces := self._pieces) else {}),
-            **({"moment_blocks": blocks} if (blocks := self._short_blocks()) else {}),
-            **({} if self.lora is None else {"adapters": dataclasses.asdict(self.lora)}),
         }
+        if config.in_backward:
+            form["norm_estimate"] = "parts"
+        # The form of AdamW with both moments has no further parts.
+        if optimizer.optimizer != "adamw":
+            form["name"] = optimizer.optimizer
+        if optimizer.projects:
+            form["projection_rank"] = config.options.rank
+        if optimizer.factored_second_moment:
+            form["factored_second_moment"] = True
+            form |= {} if optimizer.betas[0] else {"first_moment": "none"}
+        # Numbers of pieces of the embedding and the head, if these are updated in pieces.
+        embedding = (model.vocab_size, model.hidden_size)
+        pieces = [count_pieces(embedding), count_pieces(embedding[::-1])]
+        if self.lora is None and pieces != [1, 1]:
+            form["pieces"] = pieces
+        if blocks := self._short_blocks():
+            form["moment_blocks"] = blocks
+        if self.lora is not None:
+            form["adapters"] = dataclasses.asdict(self.lora)
+        return form
+
+    def _short_blocks(self) -> list[int]:
+        """Returns the sizes of shared scales of moments that are not the usual ones."""
+        rules = {"8bit": (moment_block, 256), "4bit": (moment_group, 128)}
+        if self.config.optimizer.stored_dtype not in rules:
+            return []
+        rule, usual = rules[self.config.optimizer.stored_dtype]
+        model = self.model_config
+        d, keys = model.hidden_size, model.num_kv_heads * model.head_size
+        sides = (model.ffn_size, model.num_heads * model.head_size, keys, model.vocab_size)
+        shapes = [shape for n in sides for shape in ((d, n), (n, d))]
+        return sorted({rule(shape) for shape in shapes} - {usual})
 
     @property
     def calibration_form(self) -> dict[str, Any]:
@@ -160,12 +152,9 @@ def build_recipe(config: ResolvedConfig, bits: Mapping[str, int] | None = None) 
     model_config = dataclasses.replace(config.model_config, max_seq_len=longest)
     config = dataclasses.replace(config, model_config=model_config)
     storage = config.info.storage_of(config.options, bits or {})
+    subspace = _subspace(config, storage)
     optimizer = make_optimizer(
-        config.optimizer,
-        config.steps,
-        _subspace(config, storage),
-        config.weight_rounding,
-        config.seed,
+        config.optimizer, config.steps, subspace, config.weight_rounding, config.seed
     )
     return Recipe(config, storage, optimizer, bits or {})
 
@@ -179,6 +168,10 @@ def _subspace(
         subspace, remainder = Subspace(side="smaller"), actjax.optim.ScaledRemainder()
     if subspace is None:
         return None
+    make = functools.partial(Decoder, config.model_config, dtype=config.weight_dtype)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    batch = batch_shapes(config, packed=config.packed)
+    model = jax.eval_shape(make, key)
     # Where inputs are rebuilt from codes, so are their coordinates, and none are stored.
     is_rebuilt = isinstance(storage, Storage) and storage.attention_in is None
     return functools.partial(
@@ -188,17 +181,8 @@ def _subspace(
         scale=options.scale,
         source=subspace.source,
         side=subspace.side,
-        groups=_input_groups(config, storage),
+        groups=actjax.input_groups(loss_function(config, storage), model, batch, key),
         bits=16 if is_rebuilt else coordinate_bits(options),
         remainder=remainder,
         seed=config.seed,
     )
-
-
-def _input_groups(config: ResolvedConfig, storage: StorageChoice) -> dict[str, str]:
-    """Returns the input group of each weight of the layers."""
-    make = functools.partial(Decoder, config.model_config, dtype=config.weight_dtype)
-    model = jax.eval_shape(make, jax.random.key(0))
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    batch = batch_shapes(config, packed=config.packed)
-    return actjax.input_groups(loss_function(config, storage), model, batch, key)

@@ -3,27 +3,27 @@
 import dataclasses
 import functools
 import math
+import re
 from typing import Any
 
 import jax
-from jax.sharding import SingleDeviceSharding
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 import actjax
-from actjax._core.paths import path_name
+from actjax._core.paths import named_leaves
 from actjax.optim.states.host_states import HOST
 from models import Decoder
 from train.run.loss import batch_shapes, loss_function, whole_batch_shapes
 from train.run.recipe import Recipe, build_recipe
+from train.run.sharding import moments_on_host
 from train.run.step import TrainState, gradient_function, init_state
+from train.settings.codecs import CODECS
 from train.settings.config import OptimizerConfig
-from train.settings.flag_errors import naming_flag_of_option
 from train.settings.options import MethodOptions
 
 
-@naming_flag_of_option()
 def explain_step(recipe: Recipe, state: TrainState) -> actjax.Explanation:
     """Returns what is stored for the backward pass of one micro-batch, between refreshes.
 
@@ -38,16 +38,23 @@ def explain_step(recipe: Recipe, state: TrainState) -> actjax.Explanation:
     key = jax.eval_shape(lambda: jax.random.key(0))
     batch = batch_shapes(recipe.config, packed=recipe.config.packed)
     arguments = (state.model, batch, key, state.context)
-    if recipe.subspace is None:
-        return actjax.explain(loss, *arguments)
-    bases = jax.eval_shape(recipe.subspace.bases, state.optimizer)
 
-    def stored_in_bases(
-        model: Any, batch: Any, key: Any, context: Any, bases: actjax.Bases
-    ) -> jax.Array:
-        return actjax.with_bases(loss, bases)(model, batch, key, context)
+    def stored_in_bases(*arguments: Any) -> jax.Array:
+        return actjax.with_bases(loss, arguments[-1])(*arguments[:-1])
 
-    return actjax.explain(stored_in_bases, *arguments, bases)
+    try:
+        if recipe.subspace is None:
+            return actjax.explain(loss, *arguments)
+        bases = jax.eval_shape(recipe.subspace.bases, state.optimizer)
+        return actjax.explain(stored_in_bases, *arguments, bases)
+    except ValueError as error:
+        # An error of a codec begins with the name of its field, which a flag gave.
+        field = re.match(r"`(\w+)`", str(error))
+        fields = {field.name for codec in CODECS.values() for field in dataclasses.fields(codec)}
+        if field is None or field[1] not in fields:
+            raise
+        flag = "--rank" if field[1] == "rank" else "--codec"
+        raise ValueError(f"`{flag}`: {error}") from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,11 +108,9 @@ def bytes_on_host(recipe: Recipe, optimizer: Any) -> int:
     """Returns the bytes of an optimizer state, or of its shapes, that are kept on the host."""
     if not recipe.config.optimizer.offload_states:
         return 0
-    here = SingleDeviceSharding(jax.devices()[0])
-    placed = actjax.optim.to_host(
-        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), optimizer)
-    )
-    return tree_bytes([x for x in jax.tree.leaves(placed) if x.sharding.memory_kind == HOST])
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), optimizer)
+    placed = jax.tree.leaves(moments_on_host(shapes))
+    return tree_bytes([x for x in placed if x.sharding.memory_kind == HOST])
 
 
 def _residual_bytes(explanation: actjax.Explanation) -> dict[str, int]:
@@ -145,36 +150,26 @@ def gradient_bytes(recipe: Recipe, state: TrainState) -> dict[str, int]:
     and is not counted.
     """
     config = dataclasses.replace(recipe.config, accumulate=1)
-    whole = dataclasses.replace(recipe, config=config)
+    undivided = dataclasses.replace(recipe, config=config)
     key = jax.eval_shape(lambda: jax.random.key(0))
     arguments = whole_batch_shapes(config), key, state.context
 
     def gradient(state: TrainState, *arguments: Any) -> Any:
-        return gradient_function(whole, state, refresh=False)(state.model, *arguments)[1]
+        return gradient_function(undivided, state, refresh=False)(state.model, *arguments)[1]
 
     grads = jax.eval_shape(gradient, state, *arguments)
     loss = loss_function(config, recipe.storage, recipe.lora)
     groups = actjax.input_groups(loss, state.model, *arguments)
     sizes, counted = {}, set()
-    for path, g in jax.tree_util.tree_flatten_with_path(grads, is_leaf=_is_low_rank)[0]:
-        name, parts = path_name(path), [g]
-        if _is_low_rank(g):
+    for name, g in named_leaves(grads, is_leaf=lambda x: isinstance(x, actjax.LowRank)).items():
+        parts = [g]
+        if isinstance(g, actjax.LowRank):
             first = g.basis_name is None and groups[name] not in counted
             parts = [g.left, g.right] if first else [g.right]
             counted.add(groups[name])
         one_layer = config.in_backward and name.startswith("layers.")
         sizes[name] = tree_bytes(parts) // (recipe.model_config.num_layers if one_layer else 1)
     return sizes
-
-
-def _is_low_rank(x: Any) -> bool:
-    return isinstance(x, actjax.LowRank)
-
-
-_ROUNDING = {
-    "nearest": "rounded to nearest after each update",
-    "stochastic": "rounded stochastically after each update",
-}
 
 
 def print_opening(
@@ -198,7 +193,8 @@ def print_opening(
     )
     console.print(f"{config.method}: {recipe.method.summary}")
     if config.trains_bfloat16:
-        console.print(f"weights: bfloat16, {_ROUNDING[config.weight_rounding]}")
+        how = {"nearest": "to nearest", "stochastic": "stochastically"}[config.weight_rounding]
+        console.print(f"weights: bfloat16, rounded {how} after each update")
     console.print(explanation)
     compares = recipe.lora is None and config.method != "exact"
     console.print(memory_table(memory, exact_memory(recipe) if compares else None))

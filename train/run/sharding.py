@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Format, Layout
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+import actjax
 from actjax.optim.states.stored import is_code
 from models.sharding import AXES, BATCH, RULES, WEIGHTS, Entry, Rules, axes_of, rule_of
 
@@ -19,14 +20,14 @@ _THREADS = 4
 
 
 def allow_simulated_devices() -> None:
-    """Gives simulated devices threads enough. To be called before JAX uses a device.
+    """Gives simulated devices enough threads. To be called before JAX uses a device.
 
     A collective keeps its thread until the other devices come, and XLA starts independent ones at
     once, in an order that differs. With a thread for each device they can wait for ever.
     """
     flag = r"--xla_force_host_platform_device_count=(\d+)"
-    if found := re.findall(flag, os.environ.get("XLA_FLAGS", "")):
-        os.environ.setdefault("NPROC", str(_THREADS * int(found[-1])))
+    if counts := re.findall(flag, os.environ.get("XLA_FLAGS", "")):
+        os.environ.setdefault("NPROC", str(_THREADS * int(counts[-1])))
 
 
 def make_mesh(text: str) -> Mesh:
@@ -103,7 +104,7 @@ def rows_of_process(mesh: Mesh, batch_size: int) -> tuple[int, int]:
     indices = batch_sharding(mesh).devices_indices_map((batch_size, mesh.shape["seq"]))
     for device, index in indices.items():
         parts.setdefault(device.process_index, set()).add(index[0].indices(batch_size)[:2])
-    ranges = {process: (min(own)[0], max(own)[1]) for process, own in parts.items()}
+    ranges = {process: (min(rows)[0], max(rows)[1]) for process, rows in parts.items()}
     distinct = sorted(set(ranges.values()))
     if [start for start, _ in distinct] != [0, *(stop for _, stop in distinct[:-1])]:
         raise ValueError(
@@ -118,8 +119,8 @@ def state_shardings(state: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
     """Returns a sharding for each array of a training state (or of its shapes).
 
     Weights are divided as `rules` say, and so are optimizer states, whose paths contain those of
-    the weights. What no rule places on `WEIGHTS` is divided over them along the first axis of a
-    size that is a multiple, but not along the axis of stacked layers: every device needs a part of
+    the weights. An array that no rule places on `WEIGHTS` is divided over them along the first axis
+    of a size that is a multiple, but not along that of stacked layers: every device needs a part of
     each layer. Arrays without such an axis, such as scalars, are replicated.
 
     Args:
@@ -129,7 +130,7 @@ def state_shardings(state: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
     """
 
     def sharding(path: tuple, leaf: Any) -> Any:
-        names = [entry_name(entry) for entry in path]
+        names = [str(getattr(key, "name", getattr(key, "key", ""))) for key in path]
         rule, stacked = rule_of(".".join(names), rules), bool({"layers", "pieces"} & set(names))
         if not is_code(leaf):
             return NamedSharding(mesh, _spec(leaf.shape, rule, mesh, stacked))
@@ -138,8 +139,10 @@ def state_shardings(state: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
 
         def place(x: Any) -> NamedSharding:
             # An axis of one scale for all is on every device.
-            kept = (axis if size > 1 else None for axis, size in zip(spec, x.shape, strict=False))
-            return NamedSharding(mesh, PartitionSpec(*kept))
+            pairs = zip(spec, x.shape, strict=False)
+            return NamedSharding(
+                mesh, PartitionSpec(*(a if size > 1 else None for a, size in pairs))
+            )
 
         return jax.tree.map(place, leaf)
 
@@ -177,6 +180,25 @@ def _prefers_row_major(sharding: Any) -> bool:
     return sharding.mesh.devices.flat[0].platform == "tpu"
 
 
+def with_sharding(x: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
+    """Returns a shape with a sharding or a format."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def moments_on_host(optimizer: Any) -> Any:
+    """Returns the shapes of an optimizer state with moments in the memory of the host.
+
+    Raises:
+      ValueError: the device has no such memory.
+    """
+    here = SingleDeviceSharding(jax.devices()[0])
+    placed = jax.tree.map(lambda x: with_sharding(x, here) if x.sharding is None else x, optimizer)
+    try:
+        return actjax.optim.to_host(placed)
+    except ValueError as error:
+        raise ValueError(f"`--offload-states`: {error}") from error
+
+
 def reformatted(tree: Any) -> Any:
     """Returns arrays as `formats_of` says; deletes those that are not."""
     formats = formats_of(tree)
@@ -188,8 +210,8 @@ def reformatted(tree: Any) -> Any:
 def _spec(shape: tuple[int, ...], rule: tuple[Entry, ...], mesh: Mesh, stacked: bool) -> Any:
     """Returns how an array is divided by a rule, as far as its axes can be divided.
 
-    What the rule cannot place where it should be divides another axis, and so do `WEIGHTS` without
-    a rule.
+    Mesh axes that do not divide the axis of the rule divide another, and so do `WEIGHTS` without a
+    rule.
     """
     entries: list[tuple[str, ...]] = [()] * len(shape)
     first = int(stacked)
@@ -201,10 +223,13 @@ def _spec(shape: tuple[int, ...], rule: tuple[Entry, ...], mesh: Mesh, stacked: 
     for axes in (left, tuple(a for a in left if a in WEIGHTS)):
         # An axis that nothing divides, or else one that other axes divide already.
         with_axes = [(*entry, *axes) for entry in entries]
-        found = [i for i in range(first, len(shape))
-                 if axes and _dividing(shape[i], with_axes[i], mesh) == with_axes[i]]  # fmt: skip
-        if found:
-            i = next((i for i in found if not entries[i]), found[0])
+        possible = [
+            i
+            for i in range(first, len(shape))
+            if axes and _dividing(shape[i], with_axes[i], mesh) == with_axes[i]
+        ]
+        if possible:
+            i = next((i for i in possible if not entries[i]), possible[0])
             entries[i] = with_axes[i]
             break
     while entries and not entries[-1]:
@@ -213,23 +238,18 @@ def _spec(shape: tuple[int, ...], rule: tuple[Entry, ...], mesh: Mesh, stacked: 
 
 
 def _dividing(size: int, axes: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:
-    """Returns those of the axes whose product divides a size, without axes of one device."""
-    kept: tuple[str, ...] = ()
+    """Returns the axes whose product divides a size, without axes of one device."""
+    dividing: tuple[str, ...] = ()
     for axis in axes:
-        count = math.prod(mesh.shape[a] for a in (*kept, axis))
+        count = math.prod(mesh.shape[a] for a in (*dividing, axis))
         if mesh.shape.get(axis, 1) > 1 and size % count == 0:
-            kept += (axis,)
-    return kept
+            dividing += (axis,)
+    return dividing
 
 
 def _present(entry: Entry, mesh: Mesh) -> Any:
-    kept = tuple(axis for axis in axes_of(entry) if mesh.shape.get(axis, 1) > 1)
-    return kept[0] if len(kept) == 1 else kept or None
-
-
-def entry_name(entry: Any) -> str:
-    """Returns the name in one entry of a pytree path, for every kind of node."""
-    return str(getattr(entry, "name", getattr(entry, "key", "")))
+    axes = tuple(axis for axis in axes_of(entry) if mesh.shape.get(axis, 1) > 1)
+    return axes[0] if len(axes) == 1 else axes or None
 
 
 def compiler_options(mesh: Mesh) -> dict[str, Any] | None:

@@ -14,8 +14,7 @@ from models.layers import layer_function, layer_keys
 from models.lora import attach, init_adapters, quantize_layers
 from models.sharding import fetch_first
 from train.run.calibration import calibration_zeros
-from train.run.loss import Batch, Context, loss_function
-from train.run.padding import inputs_of
+from train.run.loss import Batch, Context, inputs_of, loss_function
 from train.run.recipe import Recipe
 from train.settings.config import RunConfig
 from train.settings.resolve import ResolvedConfig
@@ -46,7 +45,7 @@ class TrainState:
 
     @property
     def context(self) -> Context:
-        """What a loss reads beside what is trained."""
+        """The arrays that a loss reads beside the trained ones."""
         return Context(self.frozen, self.calibration)
 
 
@@ -77,17 +76,11 @@ def init_state(recipe: Recipe, model: Decoder | None = None) -> TrainState:
     return TrainState(jnp.zeros((), jnp.int32), trained, optimizer, frozen, calibration, norms)
 
 
-def model_of(recipe: Recipe, state: TrainState, key: jax.Array | None = None) -> Decoder:
-    """Returns the decoder that is trained, with its adapters if there are any.
-
-    Args:
-      recipe: the run.
-      state: the training state.
-      key: randomness of the adapters' dropout; None for no dropout.
-    """
+def model_of(recipe: Recipe, state: TrainState) -> Decoder:
+    """Returns the decoder that is trained, with its adapters, without dropout, if it has any."""
     if recipe.lora is None:
         return state.model
-    return attach(state.frozen, state.model, recipe.lora, key)
+    return attach(state.frozen, state.model, recipe.lora, None)
 
 
 TrainStep = Callable[..., tuple[TrainState, dict[str, jax.Array]]]
@@ -128,12 +121,9 @@ def step_key(config: RunConfig, step: jax.Array) -> jax.Array:
 
 def _step(recipe: Recipe, *, refresh: bool) -> TrainStep:
     """Returns a function from state and batch to the next state and metrics."""
-    make = _in_backward_step if recipe.config.in_backward else _ordinary_step
-    return make(recipe, refresh)
-
-
-def _ordinary_step(recipe: Recipe, refresh: bool) -> TrainStep:
     config, optimizer = recipe.config, recipe.optimizer
+    if config.in_backward:
+        return _in_backward_step(recipe, refresh)
 
     def step(state: TrainState, batch: Batch):
         loss_and_grad = gradient_function(recipe, state, refresh=refresh)
@@ -155,7 +145,9 @@ def _advanced(state: TrainState, model: Any, optimizer: Any, norms: Any = None) 
 
 
 def gradient_function(recipe: Recipe, state: TrainState, refresh: bool) -> Callable:
-    """Returns a function from the arguments of a `Loss` to loss and gradient.
+    """Returns a function from the arguments of a `BatchLoss` to loss and gradient.
+
+    Micro-batches run one after the other.
 
     Args:
       recipe: the run.
@@ -166,7 +158,21 @@ def gradient_function(recipe: Recipe, state: TrainState, refresh: bool) -> Calla
     if recipe.subspace is not None and not refresh:
         bases = recipe.subspace.bases(state.optimizer)
     loss = loss_function(recipe.config, recipe.storage, recipe.lora)
-    return _accumulated(actjax.value_and_grad(loss, bases=bases), recipe.config.accumulate)
+    loss_and_grad, count = actjax.value_and_grad(loss, bases=bases), recipe.config.accumulate
+    if count == 1:
+        return loss_and_grad
+
+    def accumulated(model: Any, batch: Batch, key: jax.Array, context: Context = Context()):
+        # Weighted by their unmasked tokens, micro-batches give the result of the whole batch.
+        micro = jax.tree.map(lambda x: _split_interleaved(x, count), batch)
+        return actjax.accumulate(
+            lambda model, slices: loss_and_grad(model, *slices, context),
+            model,
+            (micro, jax.random.split(key, count)),
+            weights=_shares_of_tokens(micro),
+        )
+
+    return accumulated
 
 
 def _in_backward(recipe: Recipe) -> actjax.optim.InBackward:
@@ -183,18 +189,16 @@ def _in_backward(recipe: Recipe) -> actjax.optim.InBackward:
         batch = inputs["batch"]
         return model.loss_after(x, batch["targets"], mask=batch["mask"], z_loss=config.z_loss)
 
-    clip = config.optimizer.clip
     return actjax.optim.in_backward(
         *(before, layer, after, recipe.optimizer),
-        clip=clip,
+        clip=config.optimizer.clip,
         fetch=fetch_first,
         accumulate=config.accumulate,
     )
 
 
 def _in_backward_step(recipe: Recipe, refresh: bool) -> TrainStep:
-    config = recipe.config
-    update = _in_backward(recipe)
+    config, update = recipe.config, _in_backward(recipe)
 
     def step(state: TrainState, batch: Batch):
         inputs, keys, weights = _micro_batches(config, batch, step_key(config, state.step))
@@ -243,27 +247,6 @@ def _shares_of_tokens(micro: Batch) -> jax.Array:
     """Returns the share of the unmasked tokens that each micro-batch has, [count]."""
     tokens = micro["mask"].astype(jnp.float32).sum((1, 2))
     return tokens / jnp.maximum(tokens.sum(), 1)
-
-
-def _accumulated(loss_and_grad: Callable, count: int) -> Callable:
-    """Returns `loss_and_grad` as the mean over `count` micro-batches, run one after the other.
-
-    Micro-batches are weighted by their unmasked tokens, which gives the result of the whole batch.
-    """
-    if count == 1:
-        return loss_and_grad
-
-    def run(model: Any, batch: Batch, key: jax.Array, context: Context = Context()):
-        micro = jax.tree.map(lambda x: _split_interleaved(x, count), batch)
-        keys = jax.random.split(key, count)
-        return actjax.accumulate(
-            lambda model, slices: loss_and_grad(model, *slices, context),
-            model,
-            (micro, keys),
-            weights=_shares_of_tokens(micro),
-        )
-
-    return run
 
 
 def _split_interleaved(x: jax.Array, count: int) -> jax.Array:

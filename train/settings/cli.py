@@ -26,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from actjax._host import read_right
-from train.settings.hints import near_hint
+from train.settings.messages import near_hint
 from train.settings.options import (
     ADAPTERS,
     FLAG_METHODS,
@@ -34,6 +34,7 @@ from train.settings.options import (
     FORMER_FLAGS,
     FULL_WEIGHTS,
     REMOVED_FLAGS,
+    default_of,
     flag_name,
 )
 
@@ -118,7 +119,6 @@ def parse(
     prog: str,
     *,
     description: str | None = None,
-    choices: Mapping[str, Mapping[str, str]] | None = None,
     args: Sequence[str] | None = None,
 ) -> T:
     """Returns the settings that a command line gives.
@@ -127,17 +127,18 @@ def parse(
     unknown flag, a value that a flag cannot have, or settings that the dataclass refuses.
 
     Args:
-      config: a dataclass. Its `HEADINGS` order the help page.
+      config: a dataclass. Its `HEADINGS` order the help page. Its `choices()`, if it has them, are
+        by flag the names that it takes, and a line about each, for the help page.
       prog: the command.
       description: first paragraphs of the help page; by default the docstring of `config`.
-      choices: by flag, the names that it takes and a line about each, for the help page.
       args: the command line; by default that of the process.
     """
     read_right()
     args = list(sys.argv[1:] if args is None else args)
     if {"-h", "--help"} & set(args):
         width = None if sys.stdout.isatty() else 100
-        Console(width=width).print(help_page(config, prog, description, choices or {}))
+        choices = getattr(config, "choices", dict)()
+        Console(width=width).print(help_page(config, prog, description, choices))
         sys.exit(0)
     _check_arguments(args, {flag.name: flag for flag in flags_of(config)}, prog)
     refused = io.StringIO()
@@ -189,7 +190,7 @@ def _plain(args: list[str], flags: Mapping[str, Flag]) -> list[str]:
         else:
             current = plain if name else current
             current.append(argument)
-    return [*plain, *(x for name, given in values.items() for x in (name, *given))]
+    return [*plain, *(x for name, joined in values.items() for x in (name, *joined))]
 
 
 def _fail(message: str) -> NoReturn:
@@ -207,29 +208,28 @@ def _check_arguments(args: Sequence[str], flags: Mapping[str, Flag], prog: str) 
             continue
         name = match[1].replace("_", "-")
         value = args[index + 1] if match[2] is None and index + 1 < len(args) else match[2]
-        if name not in known and name in FORMER_FLAGS:
-            _fail(f"`{name}` is now {FORMER_FLAGS[name].format(value=value or '...')}.")
-        removed = REMOVED_FLAGS.get(name.replace("--no-", "--"))
-        if name not in known and removed is not None:
-            _fail(f"`{match[1]}` was removed: {removed}")
         if name not in known:
+            if name in FORMER_FLAGS:
+                _fail(f"`{name}` is now {FORMER_FLAGS[name].format(value=value or '...')}.")
+            if removed := REMOVED_FLAGS.get(name.replace("--no-", "--")):
+                _fail(f"`{match[1]}` was removed: {removed}")
             hint = near_hint(name, known, cutoff=0.6)
             _fail(f"unknown flag `{match[1]}`.{hint} See `{prog} --help`.")
-        if match[2] is not None and (name not in flags or flags[name].kind is bool):
+        flag = flags.get(name)
+        if match[2] is not None and (flag is None or flag.kind is bool):
             _fail(f"`{name}` is a switch and takes no value, got {match[2]!r}: pass `{name}`.")
-        named = name in flags and (flags[name].kind is pathlib.Path or name in _NAMING)
-        if value == "" and named:
+        if flag is None:  # A switch that is turned off.
+            continue
+        names_path = flag.kind is pathlib.Path or name in _NAMING
+        if (value == "" and names_path) or (get_origin(flag.kind) is tuple and not value):
             _fail(f"`{name}` is empty: give it a value, or leave it out.")
-        if name in flags and get_origin(flags[name].kind) is tuple and not value:
-            _fail(f"`{name}` is empty: give it a value, or leave it out.")
-        choices = flags[name].choices if name in flags else ()
         former = FORMER_CHOICES.get(name, {}).get(str(value))
-        if former is not None and value not in choices:
+        if former is not None and value not in flag.choices:
             _fail(f"`{name} {value}` was removed: {former}")
-        if choices and value is not None and value not in choices:
+        if flag.choices and value is not None and value not in flag.choices:
             _fail(
-                f"`{name}` must be one of {', '.join(choices)}, got {value!r}."
-                f"{near_hint(value, choices)}"
+                f"`{name}` must be one of {', '.join(flag.choices)}, got {value!r}."
+                f"{near_hint(value, flag.choices)}"
             )
 
 
@@ -242,33 +242,27 @@ def flags_of(config: Any, path: str = "", default: Any = None) -> list[Flag]:
       default: an instance whose values are the defaults.
     """
     hints, marked = (typing.get_type_hints(config, include_extras=e) for e in (False, True))
-    texts, found = field_texts(config), []
+    texts, flags = field_texts(config), []
     for field in dataclasses.fields(config):
-        if tyro.conf.Fixed in getattr(marked[field.name], "__metadata__", ()):
+        markers = getattr(marked[field.name], "__metadata__", ())
+        if tyro.conf.Fixed in markers:
             continue
-        value = _default_of(field) if default is None else getattr(default, field.name)
+        value = default_of(field) if default is None else getattr(default, field.name)
         kind, name = _without_none(hints[field.name]), path + field.name
         if dataclasses.is_dataclass(kind):
-            found += flags_of(kind, f"{name}.", value)
+            flags += flags_of(kind, f"{name}.", value)
         else:
-            markers = getattr(marked[field.name], "__metadata__", ())
             is_optional = kind is bool and kind is not hints[field.name]
             off = tyro.conf.FlagCreatePairsOff in markers
             has_opposite = kind is bool and not is_optional and not off
             text = texts.get(field.name, "")
-            found.append(Flag(name, kind, value, text, has_opposite, is_optional))
-    return found
-
-
-def _default_of(field: dataclasses.Field) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
+            flags.append(Flag(name, kind, value, text, has_opposite, is_optional))
+    return flags
 
 
 def _without_none(kind: Any) -> Any:
     if get_origin(kind) in (typing.Union, types.UnionType):
-        kinds = [one for one in get_args(kind) if one is not type(None)]
+        kinds = [arg for arg in get_args(kind) if arg is not type(None)]
         return kinds[0] if len(kinds) == 1 else kind
     return kind
 
@@ -298,16 +292,16 @@ def under_headings(flags: Sequence[Flag], headings: Headings) -> dict[str, list[
       ValueError: a flag that no heading names.
     """
     left = list(flags)
-    found: dict[str, list[Flag]] = {}
+    by_heading: dict[str, list[Flag]] = {}
     for heading, names in headings.items():
-        found[heading] = []
+        by_heading[heading] = []
         for name in names:
             taken = [f for f in left if f".{name}." in f".{f.path}."]
-            found[heading] += taken
+            by_heading[heading] += taken
             left = [f for f in left if f not in taken]
     if left:
         raise ValueError(f"no heading names {', '.join(flag.path for flag in left)}.")
-    return found
+    return by_heading
 
 
 def help_page(

@@ -14,30 +14,15 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from actjax import (
-    Codec,
-    Exact,
-    Offloaded,
-    PointApproximation,
-    Quantized,
-    RandomizedSVD,
-    RandomProjection,
-)
-from train.settings.hints import near_hint
+import actjax
+from actjax import Codec, Quantized
+from train.settings.messages import near_hint
 
 EVERY_SITE = ""
 """Site of a text that names none."""
-CODECS: dict[str, type[Codec]] = {
-    kind.__name__: kind
-    for kind in (
-        Exact,
-        Quantized,
-        RandomizedSVD,
-        RandomProjection,
-        PointApproximation,
-        Offloaded,
-    )
-}
+_NAMES = ("Exact", "Quantized", "RandomizedSVD", "RandomProjection", "PointApproximation",
+          "Offloaded")  # fmt: skip
+CODECS: dict[str, type[Codec]] = {name: getattr(actjax, name) for name in _NAMES}
 """The codecs that a text can name."""
 _FOR_CHECK: dict[str, dict[str, Any]] = {
     "Quantized": {"bits": 1},
@@ -88,13 +73,13 @@ class CodecText:
         self._with(_FOR_CHECK.get(self.kind, {}), Quantized(1))
 
     def _with(self, inherited: Mapping[str, Any], default: Codec) -> Codec:
-        given = {
+        fields = {
             name: value.build(default) if isinstance(value, CodecText) else value
             for name, value in self.fields
         }
-        if {"ratio", "points"} & given.keys():  # Either gives the number of points.
+        if {"ratio", "points"} & fields.keys():  # Either gives the number of points.
             inherited = {k: v for k, v in inherited.items() if k not in ("ratio", "points")}
-        return CODECS[self.kind](**{**inherited, **given})
+        return CODECS[self.kind](**{**inherited, **fields})
 
 
 @functools.cache
@@ -133,28 +118,24 @@ def check_sites(texts: tuple[str, ...], method: str, sites: Sequence[str]) -> No
 
 def _read(text: str) -> tuple[str, CodecText]:
     """Returns the site and the codec of a text."""
-    head, parenthesis, rest = text.partition("(")
+    head, parenthesis, fields = text.partition("(")
     site, equals, kind = head.rpartition("=")
     if not parenthesis and kind.strip() in CODECS:
         raise _not_a_codec(text, " Its parentheses are missing.")
     if not parenthesis or (equals and not site.strip().isidentifier()):
         raise _not_a_codec(text, _hint(kind.strip()))
-    codec = _parsed(f"{kind}({rest}".strip(), text)
+    if len(text) > _LONGEST:
+        raise _not_a_codec(f"{text[:40]}...", f" It has {len(text)} characters.")
+    try:
+        node = ast.parse(f"{kind}({fields}".strip(), mode="eval").body
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        raise _not_a_codec(text) from error
+    codec = _codec_of(node, text)
     try:
         codec.check()
     except (TypeError, ValueError) as error:
         raise ValueError(f"`--codec` {text!r}: {error}") from error
     return site.strip(), codec
-
-
-def _parsed(expression: str, text: str) -> CodecText:
-    if len(text) > _LONGEST:
-        raise _not_a_codec(f"{text[:40]}...", f" It has {len(text)} characters.")
-    try:
-        node = ast.parse(expression, mode="eval").body
-    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        raise _not_a_codec(text) from error
-    return _codec_of(node, text)
 
 
 def _codec_of(node: ast.expr, text: str) -> CodecText:
@@ -166,17 +147,17 @@ def _codec_of(node: ast.expr, text: str) -> CodecText:
     names = [field.name for field in dataclasses.fields(CODECS[kind])]
     if len(node.args) > len(names):
         raise ValueError(f"`--codec` {text!r}: {kind} has the fields {', '.join(names)}.")
-    given = list(zip(names, node.args, strict=False))
+    fields = list(zip(names, node.args, strict=False))
     for keyword in node.keywords:
         if keyword.arg not in names:
             raise ValueError(
                 f"`--codec` {text!r}: {kind} has no field {keyword.arg!r}."
                 f"{near_hint(keyword.arg or '', names)} It has {', '.join(names) or 'none'}."
             )
-        if keyword.arg in dict(given):
+        if keyword.arg in dict(fields):
             raise ValueError(f"`--codec` {text!r} gives `{keyword.arg}` twice: drop one.")
-        given.append((keyword.arg, keyword.value))
-    return CodecText(kind, tuple((name, _value_of(value, text)) for name, value in given))
+        fields.append((keyword.arg, keyword.value))
+    return CodecText(kind, tuple((name, _value_of(value, text)) for name, value in fields))
 
 
 def _value_of(node: ast.expr, text: str) -> Any:
@@ -209,7 +190,7 @@ def _not_a_codec(text: str, hint: str = "") -> ValueError:
 
 
 def codec_at(texts: tuple[str, ...], site: str) -> CodecText | None:
-    """Returns the text for a site: its own, else that of all sites, else None."""
+    """Returns the text that names a site, else the text for all sites, else None."""
     by_site = read_codecs(texts)
     return by_site.get(site, by_site.get(EVERY_SITE))
 

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import pathlib
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import tyro
 
@@ -11,9 +11,9 @@ from models.lora import TARGETS, LoRAConfig
 from models.presets import PRESETS
 from train.settings.cli import Headings
 from train.settings.data import DataConfig, ExampleConfig
-from train.settings.hints import near_hint
+from train.settings.messages import near_hint
 from train.settings.methods import METHODS
-from train.settings.options import ADAPTERS, FULL_WEIGHTS, MethodOptions, flag_name
+from train.settings.options import ADAPTERS, FULL_WEIGHTS, MethodOptions, check_at_least, flag_name
 
 Dtype = Literal["float32", "bfloat16"]
 WeightDtype = Literal["auto", "float32", "bfloat16"]
@@ -22,6 +22,10 @@ MomentDtype = Literal[
     "float32-factored", "bfloat16-factored", "8bit-factored", "4bit-factored",
 ]  # fmt: skip
 Optimizer = Literal["adamw", "adafactor", "lion", "sgd", "muon", "fira"]
+"""adafactor: a factored second moment, updates relative to the size of a weight. lion: one moment,
+whose sign is the update; learning rates of a third to a tenth. sgd: momentum. muon: one moment,
+orthogonalized, for the matrices of layers; AdamW for the others. fira: AdamW in a subspace, the
+remainder of the gradient with its step sizes."""
 WeightRounding = Literal["auto", "nearest", "stochastic"]
 _FACTORED = "-factored"
 
@@ -73,24 +77,20 @@ class OptimizerConfig:
     def betas(self) -> tuple[float, float]:
         """Decays of the moments, with defaults filled in."""
         usual = type(self).beta1, type(self).beta2
-        own = _BETAS.get(self.optimizer, usual)
-        given = self.beta1, self.beta2
-        pairs = zip(given, usual, own, strict=True)
-        first, second = (mine if x == default else x for x, default, mine in pairs)
-        return first, second
+        first, second = _BETAS.get(self.optimizer, usual)
+        return (
+            first if self.beta1 == usual[0] else self.beta1,
+            second if self.beta2 == usual[1] else self.beta2,
+        )
 
     def __post_init__(self) -> None:
-        _check_range("learning_rate", self.learning_rate, 0, math.inf)
-        _check_range("warmup_steps", self.warmup_steps, 0, math.inf)
-        _check_range("weight_decay", self.weight_decay, 0, math.inf)
+        _check_range(self, math.inf, "learning_rate", "warmup_steps", "weight_decay")
         # A decay of 1 ignores every gradient, and its bias correction divides by zero.
-        for name, decay in zip(("beta1", "beta2"), self.betas, strict=True):
-            _check_range(name, decay, 0, 1)
-        if self.optimizer not in OPTIMIZERS:
-            hint = near_hint(self.optimizer, OPTIMIZERS)
+        _check_range(self, 1, "beta1", "beta2")
+        if self.optimizer not in (known := get_args(Optimizer)):
+            hint = near_hint(self.optimizer, known)
             raise ValueError(
-                f"unknown `--optimizer` {self.optimizer!r}.{hint} There are:"
-                f" {', '.join(OPTIMIZERS)}."
+                f"unknown `--optimizer` {self.optimizer!r}.{hint} There are: {', '.join(known)}."
             )
         if self.factored_second_moment and self.optimizer in ("adafactor", "lion", "sgd"):
             raise ValueError(
@@ -104,13 +104,12 @@ class OptimizerConfig:
                 f"`--moment-dtype {self.moment_dtype}` has no effect with `--optimizer adafactor`,"
                 " which keeps no moments of the size of the weights: drop it."
             )
-        for optimizer, names in _UNUSED.items():
-            for name in names:
-                if self.optimizer == optimizer and getattr(self, name) != getattr(type(self), name):
-                    raise ValueError(
-                        f"`{flag_name(name)}` has no effect with `--optimizer {optimizer}`: drop"
-                        " it."
-                    )
+        for name in _UNUSED.get(self.optimizer, ()):
+            if getattr(self, name) != getattr(type(self), name):
+                raise ValueError(
+                    f"`{flag_name(name)}` has no effect with `--optimizer {self.optimizer}`: drop"
+                    " it."
+                )
         if not self.clip > 0:
             raise ValueError(f"`--clip` must be above 0 (inf for no clipping), got {self.clip}.")
 
@@ -120,27 +119,16 @@ class OptimizerConfig:
         return self.optimizer == "fira"
 
 
-OPTIMIZERS: dict[str, str] = {
-    "adamw": "two moments",
-    "adafactor": "a factored second moment, updates relative to the size of a weight",
-    "lion": "one moment, whose sign is the update; learning rates of a third to a tenth",
-    "sgd": "momentum",
-    "muon": "one moment, orthogonalized, for the matrices of layers; AdamW for the rest",
-    "fira": "AdamW in a subspace, the rest of the gradient with its step sizes",
-}
-"""What `--optimizer` names."""
-_UNUSED = {
-    "adafactor": ("beta1", "beta2", "offload_states"),
-    "sgd": ("beta2",),
-}
+_UNUSED = {"adafactor": ("beta1", "beta2", "offload_states"), "sgd": ("beta2",)}
 """Settings that some optimizers have no use for."""
 _BETAS = {"lion": (0.9, 0.99), "muon": (0.95, 0.95), "sgd": (0.9, 0.0)}
 
 
-def _check_range(field: str, value: float, low: float, end: float) -> None:
-    """Raises a `ValueError` unless `low <= value < end`."""
-    if not low <= value < end:
-        raise ValueError(f"`{flag_name(field)}` must be in [{low}, {end}), got {value}.")
+def _check_range(config: Any, end: float, *fields: str, low: int = 0) -> None:
+    """Raises a `ValueError` unless `low <= value < end` for the values of all fields."""
+    for field in fields:
+        if not low <= (value := getattr(config, field)) < end:
+            raise ValueError(f"`{flag_name(field)}` must be in [{low}, {end}), got {value}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,19 +200,15 @@ class RunConfig:
     def __post_init__(self) -> None:
         positive = ("steps", "batch_size", "seq_len", "accumulate", "log_every", "eval_every",
                     "eval_batches", "save_every", "keep")  # fmt: skip
-        for name in positive:
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"`{flag_name(name)}` must be at least 1, got {getattr(self, name)}."
-                )
-        _check_range("steps", self.steps, 1, 2**31)
+        check_at_least(1, **{name: getattr(self, name) for name in positive})
+        _check_range(self, 2**31, "steps", low=1)
         if self.batch_size * self.seq_len >= 2**31:
             raise ValueError(
                 f"`--batch-size` {self.batch_size} times `--seq-len` {self.seq_len} must be below"
                 " 2^31 tokens: make one of them smaller."
             )
-        _check_range("seed", self.seed, 0, 2**32)
-        _check_range("z_loss", self.z_loss, 0, math.inf)
+        _check_range(self, 2**32, "seed")
+        _check_range(self, math.inf, "z_loss")
         if self.batch_size % self.accumulate:
             raise ValueError(
                 f"`--batch-size` {self.batch_size} must be a multiple of"
@@ -235,14 +219,6 @@ class RunConfig:
 def _method_choices(names: tuple[str, ...]) -> dict[str, str]:
     """Returns the summary of each method."""
     return {name: METHODS[name].summary for name in names}
-
-
-def _model_choices() -> dict[str, str]:
-    """Returns the size of each preset."""
-    return {
-        name: f"{one.num_layers} layers of {one.hidden_size}, vocabulary of {one.vocab_size:,}"
-        for name, one in PRESETS.items()
-    }
 
 
 _TRAINING: Headings = {
@@ -298,7 +274,12 @@ class PretrainConfig(RunConfig):
     @staticmethod
     def choices() -> dict[str, dict[str, str]]:
         """Returns the names that flags take, and a line about each."""
-        return {"--model": _model_choices(), "--method": _method_choices(FULL_WEIGHTS)}
+        models = {
+            name: f"{model.num_layers} layers of {model.hidden_size},"
+            f" vocabulary of {model.vocab_size:,}"
+            for name, model in PRESETS.items()
+        }
+        return {"--model": models, "--method": _method_choices(FULL_WEIGHTS)}
 
     @property
     def title(self) -> str:
@@ -307,7 +288,7 @@ class PretrainConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_range("model_vocab_size", self.model_vocab_size, 0, math.inf)
+        _check_range(self, math.inf, "model_vocab_size")
         trains_tokenizer = self.data.tokenizer is None
         if trains_tokenizer and 0 < self.model_vocab_size < self.data.vocab_size:
             raise ValueError(
@@ -342,11 +323,8 @@ class AdapterConfig:
     """Also write the model with its adapters merged when the run is done."""
 
     def __post_init__(self) -> None:
-        if self.calibration_batches < 1:
-            raise ValueError(
-                f"`--calibration-batches` must be at least 1, got {self.calibration_batches}."
-            )
-        _check_range("recalibrate_every", self.recalibrate_every, 0, math.inf)
+        check_at_least(1, calibration_batches=self.calibration_batches)
+        _check_range(self, math.inf, "recalibrate_every")
         assert self.lora is not None  # Raises for values out of range.
 
     @property

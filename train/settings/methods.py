@@ -18,7 +18,7 @@ from actjax.optim import Side, Source
 from models import CompressedResiduals, ModelConfig, Remat, Storage, StorageChoice
 from models.storage import LINEAR_INPUTS, SITES
 from train.settings.codecs import codec_at, fix_bits, read_codecs
-from train.settings.hints import near_hint
+from train.settings.messages import near_hint
 from train.settings.options import RENAMED, MethodOptions
 
 
@@ -141,11 +141,6 @@ def _chosen(o: MethodOptions, site: str, default: Codec) -> Codec:
     return _placed(default if text is None else text.build(default), o)
 
 
-def _linear_inputs(o: MethodOptions, default: Codec) -> Storage:
-    codecs: dict[str, Any] = {site: _chosen(o, site, default) for site in LINEAR_INPUTS}
-    return Storage(**codecs)
-
-
 def _balanced(**settings: Any) -> dict[str, Any]:
     """Returns the fields of the codes that lose least on trained activations."""
     return {"rotate": True, "balance": True, **settings}
@@ -168,27 +163,16 @@ def _code(
       bits: bits that were chosen by sensitivity.
       settings: fields of `actjax.Quantized` that the method gives.
     """
-    text = codec_at(o.codec, site)
-    given = {} if text is None else text.given
-    if text is not None and text.kind == "Offloaded" and "codec" in given:
-        inner = given["codec"]
+    text, is_offloaded = codec_at(o.codec, site), o.offload
+    if text is not None and text.kind == "Offloaded" and "codec" in text.given:
+        inner = text.given["codec"]
         if inner.kind == "Quantized":
-            return Offloaded(_quantized(o, site, default_bits, bits, settings, inner.given))
+            text, is_offloaded = inner, True
     if text is not None and text.kind != "Quantized":
         return _placed(text.build(Exact()), o)
-    return _placed(_quantized(o, site, default_bits, bits, settings, given), o)
-
-
-def _quantized(
-    o: MethodOptions,
-    site: str,
-    default_bits: int,
-    bits: int | None,
-    settings: Mapping[str, Any] | None,
-    given: Mapping[str, Any],
-) -> Quantized:
-    """Returns the code whose given fields are those of `--codec`."""
-    fields = {**(_balanced() if settings is None else settings), **given}
+    named = {} if text is None else text.given
+    # Fields that `--codec` gives have its values.
+    fields = {**(_balanced() if settings is None else settings), **named}
     if o.average_bits and bits is None:
         default_bits = max(n for n in CODE_BITS if n <= o.average_bits)
     names_site = site in read_codecs(o.codec)
@@ -205,30 +189,21 @@ def _quantized(
         fields["levels"] = "normal"
     if count > 4 and not (names_site and bits is None):
         fields["levels"] = "uniform"
-    return Quantized(**fields)
+    return Offloaded(Quantized(**fields)) if is_offloaded else Quantized(**fields)
 
 
-def _codes(o: MethodOptions, sites: Iterable[str], **settings: Any) -> dict[str, Any]:
-    """Returns the code of each site."""
-    return {site: _code(o, site, **settings) for site in sites}
+def _at(sites: Iterable[str], codec_of: Callable[[str], Codec | None]) -> dict[str, Any]:
+    """Returns the codec of each site."""
+    return {site: codec_of(site) for site in sites}
 
 
 def _rebuilt(o: MethodOptions) -> Storage:
     """Returns a storage of one code per value, with linear inputs rebuilt from the codes."""
-    rebuilt: dict[str, Any] = dict.fromkeys(LINEAR_INPUTS)
-    return Storage(**_codes(o, KEPT_SITES), **rebuilt)
+    rebuilt = _at(LINEAR_INPUTS, lambda _: None)
+    return Storage(**_at(KEPT_SITES, lambda site: _code(o, site)), **rebuilt)
 
 
 _RESIDUALS = (*KEPT_SITES, "attention_out")
-
-
-def _residuals(o: MethodOptions) -> CompressedResiduals:
-    """Returns the compressed residuals of a whole block (GACT)."""
-    return CompressedResiduals(**_codes(o, _RESIDUALS))
-
-
-def _block_input(o: MethodOptions) -> Remat:
-    return Remat(codec=_code(o, BLOCK))
 
 
 def coordinate_bits(o: MethodOptions) -> int:
@@ -269,26 +244,18 @@ def _calibrated(o: MethodOptions) -> StorageChoice:
             settings = _balanced(**settings)
         return _code(o, site, default_bits=2, settings=settings)
 
-    whole = 0.0 if o.level == "none" else 0.005
+    outliers = 0.0 if o.level == "none" else 0.005
     if o.remat:
         if o.level == "intra":
             raise ValueError(
                 "`--level intra` has no effect with `--remat`, which stores one input of each block"
                 " and no queries, keys or values: drop one of the two."
             )
-        return Remat(codec=code(BLOCK, whole))
+        return Remat(codec=code(BLOCK, outliers))
     inter = o.level == "intra+inter"
-    sites: dict[str, Any] = {
-        site: code(site, whole if site.endswith("_norm") else 0.0) for site in KEPT_SITES
-    }
-    sites |= {site: None if inter else code(site) for site in LINEAR_INPUTS}
+    sites = _at(KEPT_SITES, lambda site: code(site, outliers if site.endswith("_norm") else 0.0))
+    sites |= _at(LINEAR_INPUTS, lambda site: None if inter else code(site))
     return Storage(**sites, split_adapters=inter)
-
-
-def _calibrated_sites(o: MethodOptions) -> tuple[str, ...]:
-    if o.remat:
-        return (BLOCK,)
-    return KEPT_SITES if o.level == "intra+inter" else (*KEPT_SITES, *LINEAR_INPUTS)
 
 
 GALORE_BETA2 = 0.999
@@ -307,7 +274,9 @@ METHODS: dict[str, Method] = {
     ),
     "low_rank": Method(
         "linear inputs and weight gradients as factors (Wei et al., Ours): biased",
-        lambda o: _linear_inputs(o, RandomizedSVD(o.rank)),
+        lambda o: Storage(
+            **_at(LINEAR_INPUTS, lambda site: _chosen(o, site, RandomizedSVD(o.rank)))
+        ),
         lambda _: LINEAR_INPUTS,
     ),
     "subspace": Method(
@@ -328,7 +297,7 @@ METHODS: dict[str, Method] = {
     ),
     "gact": Method(
         "residuals of each block, in bits chosen per site (GACT)",
-        _residuals,
+        lambda o: CompressedResiduals(**_at(_RESIDUALS, lambda site: _code(o, site))),
         lambda _: _RESIDUALS,
         average_bits=4.0,
         adaptive=_RESIDUALS,
@@ -345,7 +314,7 @@ METHODS: dict[str, Method] = {
     ),
     "lean_remat": Method(
         "remat with each block's input in 4 bits, and otherwise as lean: for long sequences",
-        _block_input,
+        lambda o: Remat(codec=_code(o, BLOCK)),
         lambda _: (BLOCK,),
         lean=True,
         zero_padding=True,
@@ -358,11 +327,7 @@ METHODS: dict[str, Method] = {
         lean=True,
         zero_padding=True,
     ),
-    "lora": Method(
-        "adapters of frozen weights: exact gradients",
-        _exact_or_remat,
-        adapters=True,
-    ),
+    "lora": Method("adapters of frozen weights: exact gradients", _exact_or_remat, adapters=True),
     "qlora": Method(
         "adapters of frozen 4-bit weights (NF4): exact gradients",
         _exact_or_remat,
@@ -372,7 +337,11 @@ METHODS: dict[str, Method] = {
     "hyc_lora": Method(
         "qlora with activations in a few bits, channels calibrated (HyC-LoRA)",
         _calibrated,
-        _calibrated_sites,
+        lambda o: (
+            (BLOCK,)
+            if o.remat
+            else (KEPT_SITES if o.level == "intra+inter" else (*KEPT_SITES, *LINEAR_INPUTS))
+        ),
         adapters=True,
         four_bit=True,
         calibrates=True,

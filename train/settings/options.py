@@ -5,8 +5,6 @@ from typing import Any, Literal
 
 from train.settings.codecs import read_codecs
 
-Level = Literal["none", "intra", "intra+inter"]
-
 
 @dataclasses.dataclass(frozen=True)
 class MethodOptions:
@@ -29,7 +27,7 @@ class MethodOptions:
     """Steps between two refreshes of the subspace."""
     scale: float = 0.25
     """Factor of the updates from the subspace (GaLore's alpha)."""
-    level: Level = "intra+inter"
+    level: Literal["none", "intra", "intra+inter"] = "intra+inter"
     """Parts of HyC-LoRA beside quantization per channel. intra: the outlier channels of the inputs
     of norms are stored exactly. intra+inter: also, q, k, v, gate and up are stored without the
     adapters' part, which is recomputed exactly, and linear inputs are rebuilt."""
@@ -49,12 +47,8 @@ class MethodOptions:
 
     def __post_init__(self) -> None:
         read_codecs(self.codec)  # Raises for text that is no codec.
-        if self.rank < 0:
-            raise ValueError(f"`--rank` must be at least 0, got {self.rank}.")
-        if self.gap < 1:
-            raise ValueError(f"`--gap` must be at least 1, got {self.gap}.")
-        if self.adapt_every < 1:
-            raise ValueError(f"`--adapt-every` must be at least 1, got {self.adapt_every}.")
+        check_at_least(0, rank=self.rank)
+        check_at_least(1, gap=self.gap, adapt_every=self.adapt_every)
         if not (self.average_bits == 0 or 1 <= self.average_bits <= 8):
             raise ValueError(f"`--average-bits` must be 0 or in [1, 8], got {self.average_bits}.")
 
@@ -140,7 +134,7 @@ FORMER_CHOICES = {
     },
     "--weight-rounding": {
         "compensated": "it came 69% of the way of float32 weights, and stochastic 100%. Choose"
-        " stochastic.",
+        " stochastic."
     },
 }
 """By flag and value that were removed: what to choose."""
@@ -157,18 +151,28 @@ def flag_name(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
+def check_at_least(least: int, **values: float | None) -> None:
+    """Raises a `ValueError` that names the flag of the first value below `least`, unless None."""
+    for field, value in values.items():
+        if value is not None and value < least:
+            raise ValueError(f"`{flag_name(field)}` must be at least {least}, got {value}.")
+
+
 def given_fields(config: Any) -> dict[str, Any]:
     """Returns the fields of a dataclass that have a default and another value."""
-    found = {}
-    for field in dataclasses.fields(config):
-        default = field.default
-        if default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            continue
-        if field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
-        if getattr(config, field.name) != default:
-            found[field.name] = getattr(config, field.name)
-    return found
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    defaults = {field.name: default_of(field) for field in dataclasses.fields(config)}
+    return {
+        name: value
+        for name, value in values.items()
+        if defaults[name] is not dataclasses.MISSING and value != defaults[name]
+    }
+
+
+def default_of(field: dataclasses.Field) -> Any:
+    """Returns the default of a field, or `dataclasses.MISSING`."""
+    make = field.default_factory
+    return field.default if make is dataclasses.MISSING else make()
 
 
 def check_flags(method: str, *configs: Any) -> None:
@@ -185,10 +189,8 @@ def check_flags(method: str, *configs: Any) -> None:
     projects = any(getattr(optimizer, "projects", False) for optimizer in optimizers)
     for config in configs:
         for field, value in given_fields(config).items():
-            methods = FLAG_METHODS.get(field)
-            if projects and field in _OF_A_PROJECTION:
-                continue
-            if methods is not None and method not in methods:
+            methods = FLAG_METHODS.get(field, (method,))
+            if method not in methods and not (projects and field in _OF_A_PROJECTION):
                 raise ValueError(
                     f"`{shown_flag(field, value)}` has no effect with `--method {method}`: it is"
                     f" for {', '.join(methods)}. Drop it, or choose another method."
@@ -197,8 +199,8 @@ def check_flags(method: str, *configs: Any) -> None:
 
 def used_options(method: str, options: MethodOptions) -> MethodOptions:
     """Returns options with the defaults in place of those that a method does not use."""
-    given = given_fields(options)
-    return MethodOptions(**{k: v for k, v in given.items() if method in FLAG_METHODS[k]})
+    changed = given_fields(options)
+    return MethodOptions(**{k: v for k, v in changed.items() if method in FLAG_METHODS[k]})
 
 
 def shown_flag(field: str, value: Any) -> str:

@@ -11,7 +11,7 @@ from models.presets import PRESETS
 from train.settings import methods
 from train.settings.codecs import check_sites
 from train.settings.config import FinetuneConfig, OptimizerConfig, PretrainConfig, RunConfig
-from train.settings.flag_errors import naming_flag
+from train.settings.messages import naming_flag
 from train.settings.options import check_flags
 
 
@@ -51,16 +51,16 @@ class ResolvedConfig(RunConfig):
 
     @property
     def warnings(self) -> list[str]:
-        """What the user should know before the first step."""
-        found = []
+        """Facts that the user should know before the first step."""
+        warnings = []
         if self.trains_bfloat16 and self.weight_rounding == "nearest":
-            found.append(
+            warnings.append(
                 "bfloat16 weights are rounded to nearest after each step: updates below 1/512 of a"
                 " weight are lost. Use `--weight-rounding stochastic`, or `--weight-dtype float32`"
                 " if it fits."
             )
         if self.seq_len > self.positions:
-            found.append(
+            warnings.append(
                 f"`--seq-len` {self.seq_len} is above the {self.positions} positions of"
                 f" {self.title}. "
                 + (
@@ -70,7 +70,7 @@ class ResolvedConfig(RunConfig):
                     else f"The model that is trained here has {self.seq_len}."
                 )
             )
-        return found
+        return warnings
 
     @property
     def trains_bfloat16(self) -> bool:
@@ -137,16 +137,23 @@ def resolve(
             f"`--adapt-every {options.adapt_every}` has no effect without `--average-bits`: give"
             " both, or neither."
         )
-    _check_rank(config, method, options.rank, model)
+    subspace = methods.Subspace(side="smaller") if projects else method.subspace
+    if subspace is not None and options.rank > (largest := subspace.largest_rank(model)):
+        name = config.method if method.subspace else f"--optimizer {config.optimizer.optimizer}"
+        raise ValueError(
+            f"`--rank` {options.rank} is above {largest}, the smallest dimension of a weight of"
+            f" {config.title} that {name} projects: lower it."
+        )
     with naming_flag("--codec"):
         method.storage_of(options, {})  # Raises for options that do not fit each other.
-    weight_dtype = _weight_dtype(config, method, checkpoint_dtype)
-    given = {field.name: getattr(config, field.name) for field in dataclasses.fields(RunConfig)}
+    optimizer = _optimizer(config, method, model)
+    weight_dtype, weight_rounding = _weights(config, method, checkpoint_dtype)
+    shared = {field.name: getattr(config, field.name) for field in dataclasses.fields(RunConfig)}
     resolved: dict[str, Any] = {
         "options": options,
-        "optimizer": _optimizer(config, method, model),
+        "optimizer": optimizer,
         "weight_dtype": weight_dtype,
-        "weight_rounding": _weight_rounding(config, method, weight_dtype),
+        "weight_rounding": weight_rounding,
         "in_backward": method.lean if config.in_backward is None else config.in_backward,
         "title": config.title,
         "model_config": model,
@@ -161,22 +168,7 @@ def resolve(
             "calibration_batches": adapter.calibration_batches,
             "recalibrate_every": adapter.recalibrate_every,
         }
-    return ResolvedConfig(**{**given, **resolved})
-
-
-def _check_rank(
-    config: PretrainConfig | FinetuneConfig, method: methods.Method, rank: int, model: ModelConfig
-) -> None:
-    subspace = methods.Subspace(side="smaller") if config.optimizer.projects else method.subspace
-    if subspace is None:
-        return
-    largest = subspace.largest_rank(model)
-    if rank > largest:
-        name = config.method if method.subspace else f"--optimizer {config.optimizer.optimizer}"
-        raise ValueError(
-            f"`--rank` {rank} is above {largest}, the smallest dimension of a weight of"
-            f" {config.title} that {name} projects: lower it."
-        )
+    return ResolvedConfig(**{**shared, **resolved})
 
 
 def _optimizer(
@@ -187,55 +179,54 @@ def _optimizer(
     Raises:
       ValueError: an optimizer that the method excludes, or a rank above the width of the model.
     """
-    given = config.optimizer
-    if given.projects:
+    optimizer = config.optimizer
+    if optimizer.projects:
         if method.subspace is not None or method.adapters:
             why = "trains adapters" if method.adapters else "projects gradients too"
             raise ValueError(
-                f"`--optimizer {given.optimizer}` projects the gradients of all weights of the"
+                f"`--optimizer {optimizer.optimizer}` projects the gradients of all weights of the"
                 f" layers, and `--method {config.method}` {why}: choose another method, such as"
                 " lean, or `--optimizer adamw`."
             )
         if config.method == "low_rank":
             raise ValueError(
-                f"`--optimizer {given.optimizer}` reads whole gradients, and `--method low_rank`"
-                " makes them two factors: choose another method, such as lean."
+                f"`--optimizer {optimizer.optimizer}` reads whole gradients, and"
+                " `--method low_rank` makes them two factors: choose another method, such as lean."
             )
-    if method.subspace is not None and given.optimizer in ("muon", "adafactor"):
+    if method.subspace is not None and optimizer.optimizer in ("muon", "adafactor"):
         raise ValueError(
-            f"`--optimizer {given.optimizer}` reads whole weights, and `--method {config.method}`"
-            " shows it gradients in a subspace: choose adamw, lion or sgd, or another method."
+            f"`--optimizer {optimizer.optimizer}` reads whole weights, and"
+            f" `--method {config.method}` shows it gradients in a subspace: choose adamw, lion or"
+            " sgd, or another method."
         )
-    if (
-        config.method == "galore"
-        and given.beta2 == OptimizerConfig.beta2
-        and given.optimizer == "adamw"
-    ):
-        given = dataclasses.replace(given, beta2=methods.GALORE_BETA2)
-    b1, b2 = given.betas
-    moments = given.moment_dtype
+    is_published = config.method == "galore" and optimizer.optimizer == "adamw"
+    if is_published and optimizer.beta2 == OptimizerConfig.beta2:
+        optimizer = dataclasses.replace(optimizer, beta2=methods.GALORE_BETA2)
+    b1, b2 = optimizer.betas
+    moments = optimizer.moment_dtype
     if moments == "auto":
-        is_small = method.lean and given.optimizer != "adafactor"
-        moments = "8bit" if is_small else "float32"
-    return dataclasses.replace(given, beta1=b1, beta2=b2, moment_dtype=moments)
+        moments = "8bit" if method.lean and optimizer.optimizer != "adafactor" else "float32"
+    return dataclasses.replace(optimizer, beta1=b1, beta2=b2, moment_dtype=moments)
 
 
-def _weight_dtype(config: RunConfig, method: methods.Method, checkpoint_dtype: str) -> str:
-    if config.weight_dtype != "auto":
-        return config.weight_dtype
-    if not method.adapters:
-        # Whatever the checkpoint holds. bfloat16 weights learn if they are rounded stochastically.
-        return "bfloat16" if method.lean else "float32"
-    # Of the 16-bit dtypes, bfloat16 has the range of float32.
-    return "bfloat16" if checkpoint_dtype == "float16" else checkpoint_dtype
+def _weights(config: RunConfig, method: methods.Method, checkpoint_dtype: str) -> tuple[str, str]:
+    """Returns dtype and rounding of the weights.
 
-
-def _weight_rounding(config: RunConfig, method: methods.Method, weight_dtype: str) -> str:
-    if weight_dtype == "bfloat16" and not method.adapters:
-        return "stochastic" if config.weight_rounding == "auto" else config.weight_rounding
-    if config.weight_rounding == "stochastic":
+    Raises:
+      ValueError: stochastic rounding of weights that are not in bfloat16, or are not trained.
+    """
+    dtype, rounding = config.weight_dtype, config.weight_rounding
+    if dtype == "auto" and not method.adapters:
+        # For every checkpoint: bfloat16 weights learn if they are rounded stochastically.
+        dtype = "bfloat16" if method.lean else "float32"
+    elif dtype == "auto":
+        # bfloat16 has the range of float32, and float16 has not.
+        dtype = "bfloat16" if checkpoint_dtype == "float16" else checkpoint_dtype
+    if dtype == "bfloat16" and not method.adapters:
+        return dtype, "stochastic" if rounding == "auto" else rounding
+    if rounding == "stochastic":
         raise ValueError(
             "`--weight-rounding stochastic` has no effect on float32 weights: drop"
             " it, or pass `--weight-dtype bfloat16`."
         )
-    return "nearest"
+    return dtype, "nearest"

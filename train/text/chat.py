@@ -95,7 +95,12 @@ def open_chat_template(
     try:
         source = path.expanduser().read_text(encoding="utf-8")
         if path.suffix == ".json":
-            source = _template_in(json.loads(source))
+            config = json.loads(source)
+            source = config.get("chat_template") if isinstance(config, dict) else None
+            if isinstance(source, list):  # Several templates by name.
+                source = {x["name"]: x["template"] for x in source}.get("default")
+            if not isinstance(source, str):
+                raise ValueError("it has no 'chat_template'")
         return ChatTemplate(source, tokenizer)
     except ValueError as error:
         raise ValueError(f"`--chat-template`: '{path}': {error}. Give another template.") from error
@@ -112,16 +117,6 @@ def _template_beside(tokenizer_path: pathlib.Path | None) -> pathlib.Path:
         f"there is no chat template in '{tokenizer_path}': neither a chat_template.jinja nor a"
         " tokenizer_config.json. Give `--chat-template FILE`."
     )
-
-
-def _template_in(config: Any) -> str:
-    """Returns the template of a tokenizer_config.json; of several, the one named "default"."""
-    found = config.get("chat_template") if isinstance(config, dict) else None
-    if isinstance(found, list):
-        found = {x["name"]: x["template"] for x in found}.get("default")
-    if not isinstance(found, str):
-        raise ValueError("it has no 'chat_template'")
-    return found
 
 
 class _Generation(jinja2.ext.Extension):

@@ -78,7 +78,13 @@ def open_corpus(
         return Corpus("stdlib", *open_prepared(directory, "stdlib", "text", validation_fraction))
     path = pathlib.Path(data).expanduser()
     if data and path.exists():
-        return _open_path(path, validation_fraction, text_field)
+        if path.is_dir() or not is_text(path):
+            documents = documents_in(path, text_field)
+        else:  # Documents of a single text file, so that some can be held out.
+            documents = group_paragraphs(read_text(path))
+        train, validation = _hold_out(_with_text(documents, path), validation_fraction, path)
+        fingerprint = digest_of([str(len(train)), *train, *validation])
+        return Corpus(path.name, train, validation, fingerprint)
     directory = find_prepared(data, data_dir)
     if directory is None:
         raise FileNotFoundError(
@@ -113,23 +119,8 @@ def open_whole(data: str, *, text_field: str = "text") -> Corpus:
     return Corpus(path.name, [], documents, digest_of(documents))
 
 
-def _open_path(path: pathlib.Path, fraction: float, field: str) -> Corpus:
-    """Reads local files.
-
-    A single text file is split into documents, so that some can be held out. Documents without text
-    are dropped.
-    """
-    if path.is_dir() or not is_text(path):
-        documents = documents_in(path, field)
-    else:
-        documents = group_paragraphs(read_text(path))
-    documents = _with_text(documents, path)
-    train, validation = _hold_out(documents, fraction, path)
-    fingerprint = digest_of([str(len(train)), *train, *validation])
-    return Corpus(path.name, train, validation, fingerprint)
-
-
 def _with_text(documents: list[str], path: pathlib.Path) -> list[str]:
+    """Returns the documents without those that have no text."""
     documents = [text for text in documents if text.strip()]
     if not documents:
         raise ValueError(f"`--data` is '{path}': it has no text. Accepted: {ACCEPTED}.")

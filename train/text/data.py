@@ -7,12 +7,13 @@ batches that would have followed. Threads read ahead; no processes are started.
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import grain
 import numpy as np
 
+from train.settings.options import check_at_least
 from train.text.corpus import Corpus, RandomAccess
 from train.text.rows import WINDOW_ROWS, ShuffledRowsIterDataset
 from train.text.tokenizer import Tokenizer
@@ -69,8 +70,8 @@ def train_batches(
     Raises:
       ValueError: an argument is out of range, or the documents do not fill one row.
     """
-    _check_sizes(batch_size, seq_len)
-    mine = rows_of_process(batch_size, process_index, process_count)
+    check_at_least(1, batch_size=batch_size, seq_len=seq_len)
+    mine = slice_of_process(batch_size, process_index, process_count)
     # `Any`: grain's protocols name the index argument, unlike a list, and allow missing elements.
     source: Any = corpus.train
     documents: Any = grain.MapDataset.source(source)
@@ -102,7 +103,7 @@ class ValidationSet:
     Exact except for a few bytes where the first or last target is part of a character."""
 
 
-def rows_of_process(batch_size: int, process_index: int, process_count: int) -> slice:
+def slice_of_process(batch_size: int, process_index: int, process_count: int) -> slice:
     """Returns the rows of a batch that belong to a process.
 
     Raises:
@@ -139,7 +140,7 @@ def validation_batches(
     Raises:
       ValueError: a size is below 1, or the split has fewer than two tokens.
     """
-    _check_sizes(batch_size, seq_len)
+    check_at_least(1, batch_size=batch_size, seq_len=seq_len)
     if max_batches < 1:
         raise ValueError(f"`max_batches` must be at least 1, got {max_batches}.")
     per_batch = batch_size * seq_len
@@ -160,12 +161,6 @@ def validation_batches(
     shaped = {name: x.reshape(count, batch_size, seq_len) for name, x in columns.items()}
     batches = [{name: x[i] for name, x in shaped.items()} for i in range(count)]
     return ValidationSet(batches, num_tokens, num_bytes)
-
-
-def _check_sizes(batch_size: int, seq_len: int) -> None:
-    for name, value in (("--batch-size", batch_size), ("--seq-len", seq_len)):
-        if value < 1:
-            raise ValueError(f"`{name}` must be at least 1, got {value}.")
 
 
 def _check_fills_a_row(documents: RandomAccess[str], tokenizer: Tokenizer, seq_len: int) -> None:
@@ -217,18 +212,16 @@ def _first_tokens(
     """Returns up to `wanted` tokens, int32, and the UTF-8 bytes of all but the first."""
     pieces, num_bytes = [], 0
     longest = wanted if len(texts) == 1 else _LONGEST_HELD_OUT
-    for text in _iterate(texts):
+    for text in (texts[index] for index in range(len(texts))):
         (document,) = _encode(tokenizer, [text])
         tokens = document[: min(wanted, longest)]
         wanted -= len(tokens)
-        whole, cut = len(text.encode()), len(tokens) < len(document)
-        num_bytes += min(whole, len(tokenizer.decode(tokens).encode())) if cut else whole
+        size = len(text.encode())
+        if len(tokens) < len(document):
+            size = min(size, len(tokenizer.decode(tokens).encode()))
+        num_bytes += size
         pieces.append(tokens)
         if not wanted:
             break
     tokens = np.concatenate(pieces)
     return tokens, num_bytes - len(tokenizer.decode(tokens[:1]).encode())
-
-
-def _iterate(texts: RandomAccess[str]) -> Iterator[str]:
-    return (texts[index] for index in range(len(texts)))

@@ -6,18 +6,17 @@ records are found before the first step.
 """
 
 import dataclasses
-import functools
 import hashlib
 import itertools
 import json
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal
 
 import numpy as np
 
 from train.settings.data import ExampleConfig, Format
-from train.settings.options import flag_name, given_fields, shown_flag
+from train.settings.options import check_at_least, flag_name, given_fields, shown_flag
 from train.text.chat import ChatTemplate, open_chat_template
 from train.text.hashes import unit_hash
 from train.text.records import FieldTemplate, Record, field_of, quoted, read_records
@@ -79,8 +78,7 @@ def open_examples(
       FileNotFoundError: a file does not exist.
       ValueError: a record or a template is malformed, or no example is left.
     """
-    if seq_len < 1:
-        raise ValueError(f"`--seq-len` must be at least 1, got {seq_len}.")
+    check_at_least(1, seq_len=seq_len)
     records = read_records(config.data, "--data")
     encode = _make_encoder(config, tokenizer, tokenizer_path, records[0])
     if config.validation is None:
@@ -89,29 +87,28 @@ def open_examples(
     else:
         flag, source = "--validation", config.validation
         held_out = read_records(source, flag)
-    train, validation = (
-        _fit([example for record in part for example in encode(record)], seq_len + 1, config.long)
-        for part in (records, held_out)
-    )
-    if not train.examples:
-        _raise_nothing_left("--data", config.data, "train on", len(records), seq_len)
-    if not validation.examples:
-        _raise_nothing_left(flag, source, "validate on", len(held_out), seq_len)
+    encoded = [
+        [example for record in part for example in encode(record)] for part in (records, held_out)
+    ]
+    fitted = [_fit(examples, seq_len + 1, config.long) for examples in encoded]
+    train, validation = (examples for examples, _ in fitted)
+    for examples, name, data, use, count in (
+        (train, "--data", config.data, "train on", len(records)),
+        (validation, flag, source, "validate on", len(held_out)),
+    ):
+        if not examples:
+            raise ValueError(
+                f"`{name}` is '{data}': all {count} record(s) to {use} were dropped. No counted"
+                f" token (of a completion or of the assistant) is within `--seq-len` {seq_len}, or"
+                " `--long drop` removed them. Raise `--seq-len`, or give other records."
+            )
     return Examples(
         name=pathlib.Path(config.data).name,
-        train=train.examples,
-        validation=validation.examples,
-        cut=train.cut + validation.cut,
-        dropped=train.dropped + validation.dropped,
-        fingerprint=_fingerprint(train.examples, validation.examples),
-    )
-
-
-def _raise_nothing_left(flag: str, data: str, use: str, count: int, seq_len: int) -> NoReturn:
-    raise ValueError(
-        f"`{flag}` is '{data}': all {count} record(s) to {use} were dropped. No counted token (of "
-        f"a completion or of the assistant) is within `--seq-len` {seq_len}, or `--long drop` "
-        "removed them. Raise `--seq-len`, or give other records."
+        train=train,
+        validation=validation,
+        cut=sum(cut for _, cut in fitted),
+        dropped=sum(map(len, encoded)) - len(train) - len(validation),
+        fingerprint=_fingerprint(train, validation),
     )
 
 
@@ -123,10 +120,7 @@ Pieces = list[tuple[str, bool]]
 
 
 def _make_encoder(
-    config: ExampleConfig,
-    tokenizer: Tokenizer,
-    tokenizer_path: pathlib.Path | None,
-    first: Record,
+    config: ExampleConfig, tokenizer: Tokenizer, tokenizer_path: pathlib.Path | None, first: Record
 ) -> Callable[[Record], list[Example]]:
     """Returns a function from a record to its examples: one, or several for some conversations."""
     aliases = {"prompt": config.prompt_field, "completion": config.completion_field}
@@ -134,17 +128,21 @@ def _make_encoder(
     completion = FieldTemplate("--completion-template", config.completion_template, aliases)
     encode, after = tokenizer.encode, [tokenizer.eos_id]
     before = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    write: Callable[[dict[str, Any]], list[Pieces]]
-    match _format_of(config, first, prompt.fields | completion.fields):
-        case "completion":
-            write = functools.partial(_write_completion, prompt=prompt, completion=completion)
-        case "text":
-            write = functools.partial(_write_text, field=config.text_field)
-        case "chat":
-            template = open_chat_template(config.chat_template, tokenizer_path, tokenizer)
-            write = functools.partial(_write_chat, field=config.messages_field, template=template)
-            # The template writes special tokens, at both ends too.
-            encode, before, after = tokenizer.encode_with_special, [], []
+    form, template = _format_of(config, first, prompt.fields | completion.fields), None
+    if form == "chat":
+        template = open_chat_template(config.chat_template, tokenizer_path, tokenizer)
+        # The template writes special tokens, at both ends too.
+        encode, before, after = tokenizer.encode_with_special, [], []
+
+    def write(fields: dict[str, Any]) -> list[Pieces]:
+        if template is not None:
+            return _write_chat(fields, config.messages_field, template)
+        if form == "completion":
+            return [[(prompt.fill(fields), False), (completion.fill(fields), True)]]
+        text = field_of(fields, config.text_field)
+        if not isinstance(text, str):
+            raise ValueError(f"field '{config.text_field}' is {type(text).__name__}, not text")
+        return [[(text, True)]]
 
     def examples_of(record: Record) -> list[Example]:
         return [
@@ -156,12 +154,7 @@ def _make_encoder(
 
 
 _FLAGS_OF: dict[Format, tuple[str, ...]] = {
-    "completion": (
-        "prompt_template",
-        "completion_template",
-        "prompt_field",
-        "completion_field",
-    ),
+    "completion": ("prompt_template", "completion_template", "prompt_field", "completion_field"),
     "chat": ("messages_field", "chat_template"),
     "text": ("text_field",),
 }
@@ -177,16 +170,16 @@ def _format_of(config: ExampleConfig, first: Record, fields: set[str]) -> Format
     Raises:
       ValueError: flags of another format, or of several, or a record that has the fields of none.
     """
-    given = given_fields(config)
+    changed = given_fields(config)
     wanted: dict[Format, str] = {
-        form: name for form, names in _FLAGS_OF.items() for name in names if name in given
+        form: name for form, names in _FLAGS_OF.items() for name in names if name in changed
     }
     if config.format != "auto":
         for form, name in wanted.items():
             if form != config.format:
                 raise ValueError(
-                    f"`{shown_flag(name, given[name])}` is for `--format {form}` and has no effect"
-                    f" with `--format {config.format}`: drop one of both."
+                    f"`{shown_flag(name, changed[name])}` is for `--format {form}` and has no"
+                    f" effect with `--format {config.format}`: drop one of both."
                 )
         return config.format
     if len(wanted) > 1:
@@ -220,7 +213,7 @@ def _encode(
     tokens, counted, previous = [*before], [False] * len(before), ""
     for text, counts in pieces:
         text.encode()  # Raises for lone surrogates, which some tokenizers accept.
-        new = _encode_rest(text, previous, encode)
+        new = _encode_after(text, previous, encode)
         tokens += new
         counted += [counts or count_all] * len(new)
         previous = text or previous
@@ -230,7 +223,7 @@ def _encode(
     return Example(np.asarray(tokens, np.int32), np.asarray(counted, np.bool_))
 
 
-def _encode_rest(text: str, previous: str, encode: Callable[[str], list[int]]) -> list[int]:
+def _encode_after(text: str, previous: str, encode: Callable[[str], list[int]]) -> list[int]:
     """Returns the ids of `text` after `previous`, whose ids do not change.
 
     The text before can matter: sentencepiece adds a space before everything that it encodes, and
@@ -244,23 +237,19 @@ def _encode_rest(text: str, previous: str, encode: Callable[[str], list[int]]) -
     return encode(text)
 
 
-class _Fitted(NamedTuple):
-    examples: list[Example]
-    cut: int
-    dropped: int
-
-
-def _fit(examples: list[Example], longest: int, long: Literal["cut", "drop"]) -> _Fitted:
-    """Returns the examples with a counted token among their first `longest` tokens."""
-    kept, cut = [], 0
+def _fit(
+    examples: list[Example], longest: int, long: Literal["cut", "drop"]
+) -> tuple[list[Example], int]:
+    """Returns the examples with a counted token within `longest` tokens, and how many are cut."""
+    fitting, cut = [], 0
     for example in examples:
         is_long = len(example.tokens) > longest
         if not (is_long and long == "drop") and example.counted[:longest].any():
             if is_long:  # Copies, because a slice would keep the whole array in memory.
                 example = Example(example.tokens[:longest].copy(), example.counted[:longest].copy())
                 cut += 1
-            kept.append(example)
-    return _Fitted(kept, cut, len(examples) - len(kept))
+            fitting.append(example)
+    return fitting, cut
 
 
 def _fingerprint(*splits: list[Example]) -> str:
@@ -290,19 +279,6 @@ def _hold_out(records: list[Record], config: ExampleConfig) -> tuple[list[Record
     )
 
 
-def _write_completion(
-    fields: Mapping[str, Any], prompt: FieldTemplate, completion: FieldTemplate
-) -> list[Pieces]:
-    return [[(prompt.fill(fields), False), (completion.fill(fields), True)]]
-
-
-def _write_text(fields: Mapping[str, Any], field: str) -> list[Pieces]:
-    text = field_of(fields, field)
-    if not isinstance(text, str):
-        raise ValueError(f"field '{field}' is {type(text).__name__}, not text")
-    return [[(text, True)]]
-
-
 def _write_chat(fields: Mapping[str, Any], field: str, template: ChatTemplate) -> list[Pieces]:
     """Returns a conversation up to the assistant's last turn; the assistant's turns are learnt.
 
@@ -326,11 +302,11 @@ def _write_chat(fields: Mapping[str, Any], field: str, template: ChatTemplate) -
             turns.append((asked, said))
     if not turns:
         return [[]]
-    whole, ends = turns[-1][1], [len(text) for turn in turns for text in turn]
-    if ends != sorted(ends) or not all(whole.startswith(said) for _, said in turns):
+    conversation, ends = turns[-1][1], [len(text) for turn in turns for text in turn]
+    if ends != sorted(ends) or not all(conversation.startswith(said) for _, said in turns):
         return [[(asked, False), (said[len(asked) :], True)] for asked, said in turns]
     pairs = enumerate(itertools.pairwise([0, *ends]))
-    return [[(whole[start:end], index % 2 == 1) for index, (start, end) in pairs]]
+    return [[(conversation[start:end], index % 2 == 1) for index, (start, end) in pairs]]
 
 
 def _ending(text: str) -> str:

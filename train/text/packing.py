@@ -5,17 +5,21 @@ is an epoch and a row, and is equal in all processes.
 """
 
 import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import grain
 import numpy as np
 
-from train.text.data import Batch, ValidationSet, rows_of_process
+from train.settings.options import check_at_least
+from train.text.data import Batch, ValidationSet, slice_of_process
 from train.text.examples import Example
 from train.text.tokenizer import Tokenizer
 
 _READ_AHEAD_BATCHES = 2
+
+PackedRow = list[Example]
+"""The examples that share a row."""
 
 
 def packed_batches(
@@ -56,8 +60,18 @@ def packed_batches(
       ValueError: an argument is out of range, or an example is too long or has no counted token.
     """
     _check(examples, batch_size, seq_len)
-    mine = rows_of_process(batch_size, process_index, process_count)
-    batches = _PackedIterDataset(examples, batch_size, seq_len, seed, pad_id, mine)
+    mine = slice_of_process(batch_size, process_index, process_count)
+
+    def rows_of(epoch: int) -> list[PackedRow]:
+        generator = np.random.default_rng([seed, epoch])
+        rows = _pack(examples, generator.permutation(len(examples)), seq_len)
+        # Without this, the emptiest rows would come last.
+        return [rows[index] for index in generator.permutation(len(rows))]
+
+    def batch_of(rows: Sequence[PackedRow]) -> Batch:
+        return _as_batch(rows[mine], batch_size // process_count, seq_len, pad_id)
+
+    batches = _EpochsIterDataset(rows_of).batch(batch_size, batch_fn=batch_of)
     return iter(
         grain.experimental.ThreadPrefetchIterDataset(
             batches, prefetch_buffer_size=_READ_AHEAD_BATCHES
@@ -93,13 +107,12 @@ def validation_set(
     if max_batches < 1:
         raise ValueError(f"`max_batches` must be at least 1, got {max_batches}.")
     rows = _pack(examples, range(len(examples)), seq_len)[: max_batches * batch_size]
-    shown = [[examples[index] for index in row] for row in rows]
     batches = [
-        _as_batch(shown[start : start + batch_size], batch_size, seq_len, pad_id)
-        for start in range(0, len(shown), batch_size)
+        _as_batch(rows[start : start + batch_size], batch_size, seq_len, pad_id)
+        for start in range(0, len(rows), batch_size)
     ]
-    num_tokens = sum(int(example.counted[1:].sum()) for row in shown for example in row)
-    num_bytes = sum(_counted_bytes(example, tokenizer) for row in shown for example in row)
+    num_tokens = sum(int(example.counted[1:].sum()) for row in rows for example in row)
+    num_bytes = sum(_counted_bytes(example, tokenizer) for row in rows for example in row)
     if not num_bytes:
         raise ValueError(
             "`--data` or `--validation`: the counted tokens of the validation examples have no text"
@@ -108,55 +121,32 @@ def validation_set(
     return ValidationSet(batches, num_tokens, num_bytes)
 
 
-class _PackedIterDataset(grain.IterDataset[Batch]):
-    """Endless batches; `mine` selects the rows of this process."""
+class _EpochsIterDataset(grain.IterDataset[PackedRow]):
+    """Endless rows, of one epoch after the other."""
 
-    def __init__(
-        self,
-        examples: Sequence[Example],
-        batch_size: int,
-        seq_len: int,
-        seed: int,
-        pad_id: int,
-        mine: slice,
-    ) -> None:
+    def __init__(self, rows_of: Callable[[int], list[PackedRow]]) -> None:
         super().__init__()
-        self.examples, self.batch_size, self.seq_len = examples, batch_size, seq_len
-        self.pad_id, self.mine, self._seed = pad_id, mine, seed
+        self._rows_of = rows_of
 
-    def __iter__(self) -> grain.DatasetIterator[Batch]:
-        return _PackedIterator(self)
-
-    def rows_of(self, epoch: int) -> list[list[int]]:
-        """Returns the rows of an epoch, each a list of examples."""
-        generator = np.random.default_rng([self._seed, epoch])
-        rows = _pack(self.examples, generator.permutation(len(self.examples)), self.seq_len)
-        # Without this, the emptiest rows would come last.
-        return [rows[index] for index in generator.permutation(len(rows))]
+    def __iter__(self) -> grain.DatasetIterator[PackedRow]:
+        return _EpochsIterator(self._rows_of)
 
 
-class _PackedIterator(grain.DatasetIterator[Batch]):
+class _EpochsIterator(grain.DatasetIterator[PackedRow]):
     """State: an epoch and its next row."""
 
-    def __init__(self, dataset: _PackedIterDataset) -> None:
+    def __init__(self, rows_of: Callable[[int], list[PackedRow]]) -> None:
         super().__init__()
-        self._dataset = dataset
-        self._epoch, self._row = 0, 0
-        self._rows: list[list[int]] | None = None
+        self._rows_of = rows_of
+        self.set_state({"epoch": 0, "row": 0})
 
-    def __next__(self) -> Batch:
-        data = self._dataset
-        rows = [self._take() for _ in range(data.batch_size)][data.mine]
-        shown = [[data.examples[index] for index in row] for row in rows]
-        return _as_batch(shown, len(shown), data.seq_len, data.pad_id)
-
-    def _take(self) -> list[int]:
+    def __next__(self) -> PackedRow:
         if self._rows is None:  # A new epoch, or a restored state.
-            self._rows = self._dataset.rows_of(self._epoch)
+            self._rows = self._rows_of(self._epoch)
         row = self._rows[self._row]
         self._row += 1
         if self._row == len(self._rows):
-            self._epoch, self._row, self._rows = self._epoch + 1, 0, None
+            self.set_state({"epoch": self._epoch + 1, "row": 0})
         return row
 
     def get_state(self) -> dict[str, Any]:
@@ -164,32 +154,31 @@ class _PackedIterator(grain.DatasetIterator[Batch]):
 
     def set_state(self, state: dict[str, Any]) -> None:
         self._epoch, self._row = state["epoch"], state["row"]
-        self._rows = None
+        self._rows: list[PackedRow] | None = None
 
 
-def _pack(examples: Sequence[Example], order: Iterable[int], seq_len: int) -> list[list[int]]:
+def _pack(examples: Sequence[Example], order: Iterable[int], seq_len: int) -> list[PackedRow]:
     """Packs examples in the given order, each into the fullest row with room ("best fit").
 
-    Returns:
-      The examples of each row. Rows are in the order of their first example.
+    Rows are in the order of their first example.
     """
-    rows: list[list[int]] = []
+    rows: list[PackedRow] = []
     room: list[tuple[int, int]] = []  # Free places of a row and its number, sorted.
     for index in order:
         needed = len(examples[index].tokens) - 1
-        found = bisect.bisect_left(room, (needed, 0))
-        if found < len(room):
-            left, row = room.pop(found)
+        place = bisect.bisect_left(room, (needed, 0))
+        if place < len(room):
+            left, row = room.pop(place)
         else:
             left, row = seq_len, len(rows)
             rows.append([])
-        rows[row].append(int(index))
+        rows[row].append(examples[index])
         if left > needed:
             bisect.insort(room, (left - needed, row))
     return rows
 
 
-def _as_batch(rows: list[list[Example]], count: int, seq_len: int, pad_id: int) -> Batch:
+def _as_batch(rows: Sequence[PackedRow], count: int, seq_len: int, pad_id: int) -> Batch:
     """Returns a batch of `count` rows; missing rows are padding."""
     shape = (count, seq_len)
     batch = {
@@ -223,9 +212,7 @@ def _counted_bytes(example: Example, tokenizer: Tokenizer) -> int:
 
 
 def _check(examples: Sequence[Example], batch_size: int, seq_len: int) -> None:
-    for name, value in (("--batch-size", batch_size), ("--seq-len", seq_len)):
-        if value < 1:
-            raise ValueError(f"`{name}` must be at least 1, got {value}.")
+    check_at_least(1, batch_size=batch_size, seq_len=seq_len)
     if not len(examples):
         raise ValueError("`examples` is empty: give at least one.")
     for index, example in enumerate(examples):

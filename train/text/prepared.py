@@ -5,7 +5,7 @@ import json
 import os
 import pathlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow_datasets as tfds
 
@@ -26,29 +26,17 @@ class TextColumn:
         return self.records[index][self.field].decode()
 
 
-class Prepared(NamedTuple):
-    """Text of a prepared data set.
-
-    Attributes:
-      train: text to train on.
-      validation: held-out text.
-      fingerprint: a hash of the name, version, sizes and splits of the data set.
-    """
-
-    train: TextColumn
-    validation: TextColumn
-    fingerprint: str
-
-
 def find_prepared(data: str, data_dir: pathlib.Path) -> pathlib.Path | None:
     """Returns the folder of a data set, `"name[/config][:version]"`, or None if there is none.
 
     Without a version it is the newest one.
     """
     name, _, version = data.partition(":")
-    found = [p.parent for p in (data_dir / name).glob("*/dataset_info.json")]
-    found = [p for p in found if version in ("", p.name) and tfds.core.Version.is_valid(p.name)]
-    return max(found, key=lambda p: tfds.core.Version(p.name), default=None)
+    versions = [p.parent for p in (data_dir / name).glob("*/dataset_info.json")]
+    fitting = [
+        p for p in versions if version in ("", p.name) and tfds.core.Version.is_valid(p.name)
+    ]
+    return max(fitting, key=lambda p: tfds.core.Version(p.name), default=None)
 
 
 def prepared_names(data_dir: pathlib.Path) -> list[str]:
@@ -57,7 +45,9 @@ def prepared_names(data_dir: pathlib.Path) -> list[str]:
     return sorted(p.relative_to(data_dir).parent.parent.as_posix() for p in there)
 
 
-def open_prepared(directory: pathlib.Path, data: str, field: str, fraction: float) -> Prepared:
+def open_prepared(
+    directory: pathlib.Path, data: str, field: str, fraction: float
+) -> tuple[TextColumn, TextColumn, str]:
     """Opens the ArrayRecord data set in `directory`.
 
     Args:
@@ -66,6 +56,9 @@ def open_prepared(directory: pathlib.Path, data: str, field: str, fraction: floa
       field: the feature that holds the text.
       fraction: share of the training documents to hold out if there is no validation split. TFDS
         writes documents in the order of a hash of their keys, so the end is a random sample.
+
+    Returns:
+      Text to train on, held-out text, and a hash of the name, version, sizes and splits.
 
     Raises:
       ValueError: it has no such feature, no training text, or needs TensorFlow; or it is damaged.
@@ -84,15 +77,18 @@ def open_prepared(directory: pathlib.Path, data: str, field: str, fraction: floa
             )
     train, validation = "train", "validation"
     if "validation" not in splits:
-        kept = _kept(splits["train"].num_examples, fraction, data)
-        train, validation = f"train[:{kept}]", f"train[{kept}:]"
+        count = splits["train"].num_examples
+        if count < 2:
+            raise ValueError(
+                f"`--data` is '{data}': it has {count} document(s), and one must be held out. "
+                "Give at least two."
+            )
+        end = min(max(1, round(count * (1 - fraction))), count - 1)
+        train, validation = f"train[:{end}]", f"train[{end}:]"
     shards = sorted([s.name, s.shard_lengths, int(s.num_bytes)] for s in splits.values())
     identity = [builder.info.full_name, field, train, validation, shards]
-    return Prepared(
-        train=_column(builder, train, field, data),
-        validation=_column(builder, validation, field, data),
-        fingerprint=digest_of([json.dumps(identity)]),
-    )
+    columns = [_column(builder, split, field, data) for split in (train, validation)]
+    return columns[0], columns[1], digest_of([json.dumps(identity)])
 
 
 def _column(builder: tfds.core.DatasetBuilder, split: str, field: str, data: str) -> TextColumn:
@@ -121,13 +117,3 @@ def _damaged(data: str, directory: os.PathLike[str], error: Exception) -> ValueE
         f"`--data` is '{data}', but its prepared copy in '{directory}' is damaged ({error}). "
         "Delete that folder and prepare it again."
     )
-
-
-def _kept(count: int, fraction: float, data: str) -> int:
-    """Returns how many of `count` documents are for training: at least one, and not all."""
-    if count < 2:
-        raise ValueError(
-            f"`--data` is '{data}': it has {count} document(s), and one must be held out. "
-            "Give at least two."
-        )
-    return min(max(1, round(count * (1 - fraction))), count - 1)

@@ -7,7 +7,7 @@ import string
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from train.text.text_files import read_text, suffix_of
+from train.text.text_files import files_under, read_text, suffix_of
 
 T = TypeVar("T")
 
@@ -49,8 +49,7 @@ def read_records(data: str | pathlib.Path, flag: str) -> list[Record]:
         raise FileNotFoundError(f"`{flag}` is '{data}': there is no such path. Give {ACCEPTED}.")
     files = [path]
     if path.is_dir():
-        files = [p for p in sorted(path.rglob("*")) if _is_shown(p.relative_to(path))]
-        files = [p for p in files if p.is_file() and suffix_of(p) in _SUFFIXES]
+        files = [file for file in files_under(path, _SUFFIXES) if file.is_file()]
     elif suffix_of(path) not in _SUFFIXES:
         raise ValueError(f"`{flag}` is '{data}', which is not a file of records. Give {ACCEPTED}.")
     records = [record for file in files for record in _read_file(file, flag)]
@@ -150,10 +149,6 @@ def quoted(names: Iterable[str]) -> str:
 def _first_name(field_name: str) -> str:
     """Returns `a` for `a`, `a[0]` and `a.b`."""
     return re.split(r"[.\[]", field_name, maxsplit=1)[0]
-
-
-def _is_shown(path: pathlib.Path) -> bool:
-    return not any(part.startswith(".") for part in path.parts)
 
 
 def _read_file(path: pathlib.Path, flag: str) -> Iterator[Record]:

@@ -12,8 +12,8 @@ WINDOW_ROWS = 8192
 """Rows that are mixed with each other."""
 
 _ROWS_AHEAD = 2
-"""Rows that are read for each one that is handed out. A window can have twice as many rows as the
-one before."""
+"""Rows that are read for each row that is handed out. A window can have twice as many rows as the
+window before."""
 
 ReadDocuments = Callable[[int], Sequence[np.ndarray]]
 """From the index of a document to its tokens and those of any number of documents after it, each
@@ -45,46 +45,11 @@ class ShuffledRowsIterDataset(grain.IterDataset[np.ndarray]):
           window: rows of a window.
         """
         super().__init__()
-        self._read, self._length = read, length
-        self._epoch, self._seed, self._window = epoch, seed, window
+        self.read, self.length = read, length
+        self.epoch, self.order_seed, self.window = epoch, seed, window
 
     def __iter__(self) -> grain.DatasetIterator[np.ndarray]:
-        stream = _Stream(self._read, self._length)
-        return _ShuffledRowsIterator(stream, self._epoch, self._seed, self._window)
-
-
-class _Stream:
-    """The rows of the concatenated documents, in order.
-
-    Attributes:
-      document: index of the document in which the next row begins.
-      offset: tokens of this document that belong to earlier rows.
-    """
-
-    def __init__(self, read: ReadDocuments, length: int) -> None:
-        self._read, self._length = read, length
-        self.seek(0, 0)
-
-    def seek(self, document: int, offset: int) -> None:
-        """Sets where the next row begins."""
-        self.document, self.offset = document, offset
-        self._documents: collections.deque[np.ndarray] = collections.deque()
-
-    def next_row(self) -> np.ndarray:
-        """Returns the next row."""
-        pieces, missing = [], self._length
-        while missing:
-            if not self._documents:
-                self._documents.extend(self._read(self.document))
-            tokens = self._documents[0]
-            piece = tokens[self.offset : self.offset + missing]
-            pieces.append(piece)
-            missing -= len(piece)
-            self.offset += len(piece)
-            if self.offset == len(tokens):
-                self.document, self.offset = self.document + 1, 0
-                self._documents.popleft()
-        return np.concatenate(pieces)
+        return _ShuffledRowsIterator(self)
 
 
 @dataclasses.dataclass
@@ -96,14 +61,14 @@ class _Window:
       document: index of the document in which it begins.
       offset: tokens of this document that belong to the window before.
       rows: the rows that are read so far.
-      is_whole: whether all rows are read.
+      is_complete: whether all rows are read.
     """
 
     number: int
     document: int
     offset: int
     rows: list[np.ndarray] = dataclasses.field(default_factory=list)
-    is_whole: bool = False
+    is_complete: bool = False
 
 
 class _ShuffledRowsIterator(grain.DatasetIterator[np.ndarray]):
@@ -112,13 +77,10 @@ class _ShuffledRowsIterator(grain.DatasetIterator[np.ndarray]):
     A restored iterator reads this window again.
     """
 
-    def __init__(self, stream: _Stream, epoch: int, seed: int, size: int) -> None:
+    def __init__(self, data: ShuffledRowsIterDataset) -> None:
         super().__init__()
-        self._stream, self._epoch, self._seed, self._size = stream, epoch, seed, size
-        self._window, self._taken = _Window(0, 0, 0), 0
-        # Both are set when the window is whole: its rows that are left, and the window after it.
-        self._left: collections.deque[np.ndarray] = collections.deque()
-        self._after = self._window
+        self._data = data
+        self.set_state({"window": 0, "document": 0, "offset": 0, "taken": 0})
 
     def __next__(self) -> np.ndarray:
         self._assert_not_closed()
@@ -133,27 +95,42 @@ class _ShuffledRowsIterator(grain.DatasetIterator[np.ndarray]):
         return row
 
     def _open_window(self) -> None:
-        """Reads what is missing of the window, and puts its rows in order."""
+        """Reads the missing rows of the window, and puts its rows in order."""
         window = self._window
-        while not window.is_whole:
+        while not window.is_complete:
             self._read_row(window)
-        order = np.random.default_rng([self._seed, window.number]).permutation(len(window.rows))
+        generator = np.random.default_rng([self._data.order_seed, window.number])
+        order = generator.permutation(len(window.rows))
         self._left.extend(window.rows[index] for index in order[self._taken :])
         window.rows.clear()  # A row's memory is freed when it was handed out.
-        self._after = _Window(window.number + 1, self._stream.document, self._stream.offset)
+        self._after = _Window(window.number + 1, self._document, self._offset)
 
     def _read_row(self, window: _Window) -> None:
-        if not window.is_whole:
-            window.rows.append(self._stream.next_row())
-            window.is_whole = self._is_whole(window)
+        """Adds the next row of the concatenated documents to a window that is not complete."""
+        if window.is_complete:
+            return
+        pieces, missing = [], self._data.length
+        while missing:
+            if not self._documents:
+                self._documents.extend(self._data.read(self._document))
+            tokens = self._documents[0]
+            piece = tokens[self._offset : self._offset + missing]
+            pieces.append(piece)
+            missing -= len(piece)
+            self._offset += len(piece)
+            if self._offset == len(tokens):
+                self._document, self._offset = self._document + 1, 0
+                self._documents.popleft()
+        window.rows.append(np.concatenate(pieces))
+        window.is_complete = self._is_complete(window)
 
-    def _is_whole(self, window: _Window) -> bool:
-        end = (window.document // self._epoch + 1) * self._epoch
-        count, document = len(window.rows), self._stream.document
-        if document >= end or count == 2 * self._size:
+    def _is_complete(self, window: _Window) -> bool:
+        end = (window.document // self._data.epoch + 1) * self._data.epoch
+        count, size = len(window.rows), self._data.window
+        if self._document >= end or count == 2 * size:
             return True
         # Documents that are read and that are left tell about how many rows are left.
-        return count >= self._size and end - document >= document - window.document
+        return count >= size and end - self._document >= self._document - window.document
 
     def get_state(self) -> dict[str, Any]:
         window = self._window
@@ -165,7 +142,11 @@ class _ShuffledRowsIterator(grain.DatasetIterator[np.ndarray]):
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        self._stream.seek(state["document"], state["offset"])
+        # The next row begins in this document, after tokens that belong to earlier rows.
+        self._document, self._offset = state["document"], state["offset"]
+        self._documents: collections.deque[np.ndarray] = collections.deque()
         self._window = _Window(state["window"], state["document"], state["offset"])
         self._taken = state["taken"]
-        self._left.clear()
+        # Both are set when the window is complete: its rows that are left, and the window after it.
+        self._left: collections.deque[np.ndarray] = collections.deque()
+        self._after = self._window

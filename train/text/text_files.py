@@ -6,7 +6,7 @@ import json
 import pathlib
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import pyarrow
 import pyarrow.parquet
@@ -31,8 +31,18 @@ def documents_in(path: pathlib.Path, field: str) -> list[str]:
     """
     if not path.is_dir():
         return list(_read_documents(path, field))
-    files = [p for p in sorted(path.rglob("*")) if _is_accepted(p.relative_to(path))]
+    files = files_under(path, (*_TEXT_SUFFIXES, ".jsonl", ".parquet"))
     return [text for file in files for text in _read_documents(file, field)]
+
+
+def files_under(folder: pathlib.Path, suffixes: Collection[str]) -> list[pathlib.Path]:
+    """Returns the paths under a folder with some suffixes, in the order of names, if not hidden."""
+    return [
+        path
+        for path in sorted(folder.rglob("*"))
+        if suffix_of(path) in suffixes
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    ]
 
 
 def group_paragraphs(text: str) -> list[str]:
@@ -53,11 +63,6 @@ def suffix_of(path: pathlib.Path) -> str:
 def is_text(path: pathlib.Path) -> bool:
     """Returns whether a file is read as plain text."""
     return suffix_of(path) not in (".json", ".jsonl", ".parquet")
-
-
-def _is_accepted(path: pathlib.Path) -> bool:
-    hidden = any(part.startswith(".") for part in path.parts)
-    return not hidden and suffix_of(path) in (*_TEXT_SUFFIXES, ".jsonl", ".parquet")
 
 
 def _read_documents(path: pathlib.Path, field: str) -> Iterable[str]:

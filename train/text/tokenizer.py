@@ -5,6 +5,7 @@ letter by letter, and the caller adds `bos_id` and `eos_id`. `encode_with_specia
 of chat templates, which contains the names of special tokens.
 """
 
+import abc
 import contextlib
 import copy
 import functools
@@ -24,7 +25,6 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from models.folders import scratch_folder
 from train.text.corpus import Corpus, RandomAccess
-from train.text.tokenizer_base import Tokenizer as Tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 KNOWN_EOS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>")
@@ -45,6 +45,49 @@ _QWEN2_PATTERN = (
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 
+class Tokenizer(abc.ABC):
+    """The interface of every tokenizer. Calls are safe from several threads.
+
+    Attributes:
+      vocab_size: the largest id plus one. Ids may have gaps.
+      bos_id: id before each document; None if the vocabulary has none.
+      eos_id: id after each document.
+      bos_token: name of `bos_id` in templates, or None.
+      eos_token: name of `eos_id`.
+      fingerprint: hexadecimal; equal for equal vocabularies and rules.
+    """
+
+    vocab_size: int
+    bos_id: int | None
+    eos_id: int
+    bos_token: str | None
+    eos_token: str
+    fingerprint: str
+
+    @abc.abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Returns the ids of `text`, without `bos_id` and `eos_id`."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Returns `encode` of each text. Faster on several cores, for most tokenizers."""
+        return [self.encode(text) for text in texts]
+
+    def encode_with_special(self, text: str) -> list[int]:
+        """Returns the ids of `text`, in which names of special tokens stand for these tokens.
+
+        For text whose author means them so, such as that of a chat template.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no names for special tokens.")
+
+    @abc.abstractmethod
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Returns the text of `ids`, without special tokens; half a character gives U+FFFD."""
+
+    @abc.abstractmethod
+    def save(self, directory: pathlib.Path) -> None:
+        """Writes the files that `load_tokenizer(directory)` reads."""
+
+
 class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer of the `tokenizers` library, such as byte-level BPE.
 
@@ -61,7 +104,8 @@ class HuggingFaceTokenizer(Tokenizer):
         self.vocab_size = max(vocabulary.values()) + 1
         self.eos_id = vocabulary[eos]
         self.bos_id = None if bos is None else vocabulary[bos]
-        self.fingerprint = _sha256(json.dumps([inner.to_str(), bos, eos]).encode())
+        rules = json.dumps([inner.to_str(), bos, eos])
+        self.fingerprint = hashlib.sha256(rules.encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         return self._inner.encode(text, add_special_tokens=False).ids
@@ -104,9 +148,10 @@ class SentencePieceTokenizer(Tokenizer):
         self.bos_id = self._inner.bos_id() if self._inner.bos_id() >= 0 else None
         self.eos_id = self._inner.eos_id()
         self.bos_token = None if self.bos_id is None else self._inner.id_to_piece(self.bos_id)
-        # `load_tokenizer` refuses a model without one.
-        self.eos_token = "" if self.eos_id < 0 else self._inner.id_to_piece(self.eos_id)
-        self.fingerprint = _sha256(model)
+        if self.eos_id < 0:
+            raise ValueError("its model has no end-of-sentence piece. Train it with one (eos_id).")
+        self.eos_token = self._inner.id_to_piece(self.eos_id)
+        self.fingerprint = hashlib.sha256(model).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         return self._inner.encode(text, out_type=int)
@@ -117,7 +162,8 @@ class SentencePieceTokenizer(Tokenizer):
     def encode_with_special(self, text: str) -> list[int]:
         # The parts between special tokens are encoded one by one, as in Llama 2's code.
         ids = []
-        for part in self._special_pattern.split(text):
+        pattern = "|".join(map(re.escape, self._special))
+        for part in re.split(f"({pattern})", text):
             index = self._special.get(part)
             ids += self.encode(part) if index is None else [index]
         return ids
@@ -126,10 +172,6 @@ class SentencePieceTokenizer(Tokenizer):
     def _special(self) -> dict[str, int]:
         indices = filter(self._inner.is_control, range(self.vocab_size))
         return {self._inner.id_to_piece(index): index for index in indices}
-
-    @functools.cached_property
-    def _special_pattern(self) -> re.Pattern[str]:
-        return re.compile(f"({'|'.join(map(re.escape, self._special))})")
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self._inner.decode(list(map(int, ids)))
@@ -154,10 +196,15 @@ def load_tokenizer(path: pathlib.Path | str) -> Tokenizer:
     if not path.exists():
         raise FileNotFoundError(f"`--tokenizer` is '{path}': no such path. Give {ACCEPTED}.")
     if path.is_dir():
-        path = _file_in(path)
+        names = ("tokenizer.json", "tokenizer.model", "vocab.json")
+        files = [path / name for name in names if (path / name).exists()]
+        if not files:
+            there = ", ".join(sorted(p.name for p in path.iterdir())) or "nothing"
+            raise FileNotFoundError(f"`--tokenizer` is '{path}': it has {there}. Give {ACCEPTED}.")
+        path = files[0]
     try:
         if path.suffix == ".model":
-            return _load_sentencepiece(path)
+            return SentencePieceTokenizer(path.read_bytes())
         if path.suffix == ".bin":
             raise ValueError(
                 "a tokenizer of llama2.c is no longer read. Give the sentencepiece .model file that"
@@ -176,21 +223,30 @@ def load_tokenizer(path: pathlib.Path | str) -> Tokenizer:
         ) from error
 
 
-def tokenizer_of(checkpoint: pathlib.Path, given: pathlib.Path | None) -> Tokenizer:
-    """Returns the given tokenizer, or the tokenizer of the checkpoint if none is given.
+def tokenizer_of(checkpoint: pathlib.Path, path: pathlib.Path | None) -> Tokenizer:
+    """Returns the tokenizer of a path, or that of the checkpoint if there is no path.
 
     Raises:
       ValueError: the checkpoint has no tokenizer, or it is damaged.
       OSError: a file that cannot be read.
     """
-    if given is not None:
-        return load_tokenizer(given)
+    if path is not None:
+        return load_tokenizer(path)
     try:
         return load_tokenizer(checkpoint)
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"`--checkpoint` {checkpoint} has no tokenizer: pass `--tokenizer`: {ACCEPTED}."
         ) from error
+
+
+def check_vocabulary(tokenizer: Tokenizer, model: str, vocab_size: int) -> None:
+    """Raises a `ValueError` unless a model has an embedding for every token."""
+    if tokenizer.vocab_size > vocab_size:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, but {model} has {vocab_size}:"
+            " `--tokenizer` belongs to another model."
+        )
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -258,21 +314,6 @@ def _byte_level(model: models.BPE) -> tokenizers.Tokenizer:
     return inner
 
 
-def _file_in(directory: pathlib.Path) -> pathlib.Path:
-    for name in ("tokenizer.json", "tokenizer.model", "vocab.json"):
-        if (directory / name).exists():
-            return directory / name
-    there = ", ".join(sorted(p.name for p in directory.iterdir())) or "nothing"
-    raise FileNotFoundError(f"`--tokenizer` is '{directory}': it has {there}. Give {ACCEPTED}.")
-
-
-def _load_sentencepiece(path: pathlib.Path) -> Tokenizer:
-    tokenizer = SentencePieceTokenizer(path.read_bytes())
-    if tokenizer.eos_id < 0:
-        raise ValueError("its model has no end-of-sentence piece. Train it with one (eos_id).")
-    return tokenizer
-
-
 def _load_vocab_and_merges(directory: pathlib.Path) -> Tokenizer:
     for name in ("vocab.json", "merges.txt"):
         if not (directory / name).exists():
@@ -283,8 +324,8 @@ def _load_vocab_and_merges(directory: pathlib.Path) -> Tokenizer:
     if config.get("tokenizer_class", "").startswith("Qwen2Tokenizer"):
         inner.normalizer = normalizers.NFC()
         split = pre_tokenizers.Split(tokenizers.Regex(_QWEN2_PATTERN), behavior="isolated")
-        whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        inner.pre_tokenizer = pre_tokenizers.Sequence([split, whole])
+        to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        inner.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
     _add_tokens(inner, config.get("added_tokens_decoder", {}))
     return _with_special_tokens(inner, directory)
 
@@ -343,7 +384,3 @@ def _token(config: dict[str, Any], name: str) -> str | None:
 def _read_config(directory: pathlib.Path) -> dict[str, Any]:
     path = directory / "tokenizer_config.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-
-
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()

@@ -6,7 +6,6 @@ import pytest
 
 from train.evaluation.scoring import (
     Accuracy,
-    Options,
     TextCost,
     choice_letter,
     exact_match,
@@ -15,6 +14,7 @@ from train.evaluation.scoring import (
     most_likely,
     read_options,
 )
+from train.evaluation.scoring import AnswerOptions as Options
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,7 @@ import jax
 import pytest
 
 from train.planning import devices
-from train.planning.devices import GPUS, HERE, compile_for, find_device, find_gpu
-from train.planning.tpus import TPUS
+from train.planning.devices import GPUS, HERE, TPUS, compile_for, find_device, find_gpu
 
 
 def test_descriptions_have_the_properties_of_the_devices():

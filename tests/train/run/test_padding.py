@@ -9,8 +9,7 @@ from tiny import decoder
 
 import actjax
 from tests.train.steps import batch, first_state, recipe, with_method
-from train.run.loss import loss_function
-from train.run.padding import inputs_of
+from train.run.loss import inputs_of, loss_function
 from train.run.step import make_train_step
 
 PADDING = 7

@@ -1,0 +1,31 @@
+"""Parts of error messages: the flag to change, and the nearest name."""
+
+import contextlib
+import difflib
+from collections.abc import Iterable, Iterator
+
+
+def near_hint(name: str, known: Iterable[str], cutoff: float = 0.4) -> str:
+    """Returns " Did you mean X?" for the nearest known name; "" if none is near."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f" Did you mean {near[0]}?" if near else ""
+
+
+@contextlib.contextmanager
+def naming_flag(flag: str) -> Iterator[None]:
+    """Context whose errors name a flag.
+
+    Readers of files do not know which flag gave the file.
+
+    Args:
+      flag: such as "--checkpoint".
+
+    Raises:
+      ValueError: a `ValueError` or `OSError` whose message does not name the flag.
+    """
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        if f"`{flag}" in str(error):
+            raise
+        raise ValueError(f"`{flag}`: {error}") from error
