@@ -25,6 +25,7 @@ CODECS = {
     "four bits, normal levels, rotated, balanced": Quantized(
         4, group=4, levels="normal", rotate=True, balance=True
     ),
+    "two bits by channel, an outlier": Quantized(2, scaling="channel", outlier_fraction=0.1),
     "offloaded": Offloaded(Quantized(4, group=4)),
 }
 
