@@ -34,6 +34,10 @@ def round_trip(codec, x, key=KEY):
     return codec.decode(codec.encode(x, key))
 
 
+def f64(x):
+    return np.asarray(x, np.float64)
+
+
 def projection(key, rank, features=FEATURES):
     """Returns `S` as the codec draws it: normal numbers of variance 1 / rank."""
     return np.asarray(jax.random.normal(key, (features, rank), "float64")) / np.sqrt(rank)
@@ -131,12 +135,11 @@ def test_a_matrix_of_at_most_the_rank_comes_back_whole(codec, x64):
             np.testing.assert_allclose(got, x, rtol=0, atol=lost * abs(x).max(), err_msg=name)
 
 
-@pytest.mark.parametrize("rank", [32, 256])
-def test_a_large_rank_does_not_shorten_the_basis(rank):
-    x = np.random.default_rng(0).normal(size=(2048, 520)).astype("float32")
-    u = np.asarray(encode(RandomizedSVD(rank), x).u, np.float64)
-    lengths = np.linalg.svd(u, compute_uv=False)
-    shift = 2 * (rank + 2048**0.5) * 2**-23
+def test_a_large_rank_does_not_shorten_the_basis():
+    rank, count = 256, 512
+    x = np.random.default_rng(0).normal(size=(count, 300)).astype("float32")
+    lengths = np.linalg.svd(f64(encode(RandomizedSVD(rank), x).u), compute_uv=False)
+    shift = 2 * (rank + count**0.5) * 2**-23
     # Each of the two factorisations is off by half the shift, and rounding adds as much.
     assert abs(lengths - 1).max() < 2 * shift
 

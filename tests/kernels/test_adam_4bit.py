@@ -4,14 +4,13 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernels.kernel_cases import TINY, f64, normal
 from optim.nearest import nearest
 
 from actjax.formats.four_bit import rank_one_zeros, signed_zeros
-from actjax.kernels.adam_4bit.api import KERNEL, MAXIMA, adam_4bit
+from actjax.kernels.adam_4bit.api import MAXIMA, adam_4bit
 
 HYPER = {"b1": 0.9, "b2": 0.99, "eps": 1e-6, "eps_root": 1e-9}
 LEVEL = 4e-7
@@ -160,40 +159,3 @@ def test_the_first_pass_returns_the_maxima_of_tiles():
             np.testing.assert_allclose(found[2 * i], rows, rtol=4 * TINY)
             columns = padded.max(2).reshape(2, 2, 512)[..., :300]
             np.testing.assert_allclose(found[2 * i + 1], columns, rtol=4 * TINY)
-
-
-def refused():
-    def both(group=32, dtype="float32", width=64):
-        shape = (2, width)
-        return signed_zeros(shape, dtype, group), rank_one_zeros(shape, dtype, group)
-
-    mu, nu = both()
-    row, column = np.ones((2, 1), "float32"), np.ones((1, 64), "float32")
-    scales = (row, column) * 2
-    grad, rest = np.ones((2, 64), "float32"), (*scales, np.ones(2, "float32"))
-    narrow, wide = both(16), both(512, width=512)
-    return [
-        (grad, *narrow, *rest, "groups of 32, 64, ... 256 values, got 16"),
-        (np.ones((2, 512), "float32"), *wide, *rest, "groups of 32, 64, ... 256 values, got 512"),
-        (grad, mu, both(64)[1], *rest, "groups of one size, got 32 and 64"),
-        (grad, *both(dtype="bfloat16"), *rest, "moments of float32, got bfloat16"),
-        (grad.astype("int8"), mu, nu, *rest, "gradients of 16 or 32 bits, got int8"),
-    ]
-
-
-@pytest.mark.parametrize("arguments", refused(), ids=lambda arguments: arguments[-1])
-def test_arguments_that_the_program_refuses(arguments):
-    *args, reason = arguments
-    with pytest.raises(ValueError, match=f"'interpreted' of adam_4bit takes {reason}"):
-        KERNEL(*args, **HYPER, implementation="interpreted")
-
-
-def test_wrong_shapes_are_named():
-    mu, nu = moments((5, 70), 32)
-    grad, corrections = normal(5, 70), np.ones(2, "float32")
-    with pytest.raises(ValueError, match="`grad` of adam_4bit"):
-        adam_4bit(grad[:4], mu, nu, corrections, **HYPER)
-    with pytest.raises(ValueError, match="`mu` of adam_4bit"):
-        adam_4bit(grad, signed_zeros((5, 90), jnp.float32, 32), nu, corrections, **HYPER)
-    with pytest.raises(ValueError, match="`corrections` of adam_4bit"):
-        adam_4bit(grad, mu, nu, corrections[:1], **HYPER)

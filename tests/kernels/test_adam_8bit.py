@@ -20,8 +20,6 @@ HYPER = {"b1": 0.9, "b2": 0.99, "eps": 1e-6, "eps_root": 1e-9}
 LEVEL = 4e-7
 """Relative error of a decoded level (tests/optim/test_eight_bit.py) and of a product."""
 
-both = pytest.mark.parametrize("implementation", ["reference", "interpreted"])
-
 # Shape, block and dtype of gradients: whole blocks and a shorter last one, rows shorter than a
 # block, and many rows.
 CASES = [
@@ -201,40 +199,7 @@ def test_gradients_of_16_bits_are_cast_to_float32():
     jax.tree.map(np.testing.assert_array_equal, *results)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"b1": 1.0}, r"`b1` of scale_by_adam_8bit must be in \[0, 1\), got 1.0"),
-        ({"b1": -0.1}, r"`b1` of scale_by_adam_8bit must be in \[0, 1\), got -0.1"),
-        ({"b2": float("nan")}, r"`b2` of scale_by_adam_8bit must be in \[0, 1\), got nan"),
-        ({"eps": -1e-8}, "`eps` of scale_by_adam_8bit must be >= 0, got -1e-08"),
-        ({"eps_root": float("nan")}, "`eps_root` of scale_by_adam_8bit must be >= 0, got nan"),
-        ({"block": 0}, "`block` of .* must be"),
-        ({"min_size": 0}, "`min_size` of .* must be"),
-    ],
-)
-def test_wrong_settings_are_named_with_their_value(settings, message):
-    with pytest.raises(ValueError, match=message):
-        scale_by_adam_8bit(**settings)
-
-
-def refused():
-    mu, nu = (blockwise_zeros((2, 8), "float32", unsigned=u) for u in (False, True))
-    halved = dataclasses.replace(nu, dtype=jnp.dtype("bfloat16"))
-    grad, long = (
-        np.ones((2, 8), "float32"),
-        [blockwise_zeros((1, 5000), "float32", unsigned=u, block=5000) for u in (False, True)],
-    )
-    return [
-        (grad, nu, mu, "`mu` in int8 and `nu` in uint8, got uint8 and int8"),
-        (grad, mu, halved, "moments of float32, got float32 and bfloat16"),
-        (np.ones((1, 5000), "float32"), *long, "blocks of one size up to 4096, got 5000, 5000"),
-        (grad, mu, dataclasses.replace(nu, block=4), "blocks of one size up to 4096, got 8, 4"),
-    ]
-
-
-@pytest.mark.parametrize("arguments", refused(), ids=lambda arguments: arguments[-1])
-def test_arguments_that_the_program_refuses(arguments):
-    *args, reason = arguments
-    with pytest.raises(ValueError, match=f"'interpreted' of adam_8bit takes {reason}"):
-        stepped("interpreted", *args, np.ones(2, "float32"))
+def test_decays_may_be_arrays_under_jit():
+    tx, params = scale_by_adam_8bit(b1=jnp.float32(0.9)), np.ones((64, 256), np.float32)
+    updates, _ = jax.eval_shape(tx.update, params, jax.eval_shape(tx.init, params))
+    assert updates.shape == params.shape

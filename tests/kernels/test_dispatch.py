@@ -102,17 +102,6 @@ def assert_equal(got, want):
 # Names.
 
 
-@pytest.mark.parametrize("unknown", ["cuda", "", "Reference", 1, True])
-def test_an_unknown_implementation_is_named(unknown):
-    known = "('reference', 'pallas', 'interpreted', 'mosaic', 'triton', 'fastest')"
-    message = f"`implementation` must be None or one of {known}, got {unknown!r}."
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        dequantize(CODE, implementation=unknown)
-    within = actjax.kernels.use(unknown)
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"), within:
-        pass
-
-
 @pytest.mark.parametrize(
     ("name", "options", "args", "reason"), REFUSED, ids=[f"{r[0]} {r[-1]}" for r in REFUSED]
 )

@@ -158,20 +158,3 @@ def test_tokens_that_are_not_finite_are_kept_and_stay_so(implementation):
     # Huge tokens of tiny points overflow in any case.
     np.testing.assert_array_equal(np.isfinite(alpha), np.isfinite(want[1]) & ~bad)
     np.testing.assert_array_equal(np.asarray(kept)[~bad], np.asarray(want[2])[~bad])
-
-
-@pytest.mark.parametrize(
-    ("dtypes", "count", "reason"),
-    [
-        (("float64", "float64"), 2, "of one dtype, not float64: float64 and float64"),
-        (("float32", "bfloat16"), 2, "of one dtype, not float64: float32 and bfloat16"),
-        (("float32", "float32"), 129, r"up to 128 points of float32, got 129 for \(3, 8\)"),
-        (("bfloat16", "bfloat16"), 513, r"up to 512 points of bfloat16, got 513 for \(3, 8\)"),
-    ],
-)
-def test_arguments_that_the_program_refuses(dtypes, count, reason, x64):
-    x, points = np.ones((3, 8), dtypes[0]), np.ones((count, 8), dtypes[1])
-    with pytest.raises(ValueError, match=f"'interpreted' of point_assignment takes .*{reason}"):
-        point_assignment(
-            jax.numpy.asarray(x), jax.numpy.asarray(points), implementation="interpreted"
-        )

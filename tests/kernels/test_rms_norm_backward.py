@@ -106,24 +106,3 @@ def test_a_row_of_zeros_has_the_slope_of_the_root_of_eps():
     for value, dx, _ in backward(BOTH, x, scale, dy)[0]:
         np.testing.assert_array_equal(value[0], 0)
         np.testing.assert_allclose(dx[0], dy[0] * scale / np.sqrt(EPS), rtol=8 * TINY)
-
-
-@pytest.mark.parametrize(
-    ("codec", "dtype", "features", "reason"),
-    [
-        (
-            Quantized(4, group=16),
-            "float64",
-            32,
-            "takes floating point numbers of 16 or 32 bits, got float64",
-        ),
-        (Quantized(4, group=16), "float32", 40, "takes whole groups, got 40 features in groups"),
-        (Quantized(4, group=1024), "float32", 17 * 1024, "holds whole rows, of up to 16384"),
-        (None, "float32", 40, "takes a multiple of 16 features, got 40"),
-        (None, "float64", 32, "takes floating point numbers of 16 or 32 bits, got float64"),
-    ],
-)
-def test_arguments_that_the_program_refuses(codec, dtype, features, reason, x64):
-    x, scale, dy = problem(codec, dtype, dtype, (2, features), 0)
-    with pytest.raises(ValueError, match=f"'interpreted' of rms_norm_backward {reason}"):
-        rms_norm_backward(x, scale, dy, implementation="interpreted")
