@@ -105,17 +105,15 @@ def assert_equal(got, want):
 @pytest.mark.parametrize(
     ("name", "options", "args", "reason"), REFUSED, ids=[f"{r[0]} {r[-1]}" for r in REFUSED]
 )
-@pytest.mark.parametrize("implementation", ["pallas", "interpreted"])
-def test_an_implementation_that_refuses_says_why(name, options, args, reason, implementation):
+def test_an_implementation_that_refuses_says_why(name, options, args, reason):
     kernel = functools.partial(KERNELS[name][0], **options)
-    pattern = (
-        f"^`implementation` '{implementation}' of {name} .*{re.escape(reason)}: use 'reference'"
-    )
-    with pytest.raises(ValueError, match=pattern):
-        kernel(*args, implementation=implementation)
-    # As a preference, not an argument of the call, it falls back to the definition.
-    with actjax.kernels.use(implementation):
-        assert not uses_kernel(lambda *args: kernel(*args), *args)
+    for implementation in ("pallas", "interpreted"):
+        pattern = f"^`implementation` '{implementation}' of {name} .*{re.escape(reason)}: use"
+        with pytest.raises(ValueError, match=pattern):
+            kernel(*args, implementation=implementation)
+        # As a preference, not an argument of the call, it falls back to the definition.
+        with actjax.kernels.use(implementation):
+            assert not uses_kernel(lambda *args: kernel(*args), *args)
     assert "triton" not in lowered(kernel, *args)
 
 
@@ -171,15 +169,6 @@ def test_a_named_implementation_is_used(name):
         # The argument of a call takes precedence.
         reference = functools.partial(function, implementation="reference")
         assert not uses_kernel(reference, *args)
-
-
-def test_on_a_cpu_the_default_is_the_reference():
-    if jax.default_backend() != "cpu":
-        pytest.skip("there is a GPU")
-    for name in ("quantize", "dequantize"):
-        function, args = KERNELS[name]
-        want = jax.jit(functools.partial(function, implementation="reference"))(*args)
-        assert_equal(jax.jit(lambda *args, f=function: f(*args))(*args), want)
 
 
 def test_a_function_is_compiled_again_for_another_implementation():
@@ -248,13 +237,6 @@ def test_each_device_computes_a_kernel_for_its_tokens(implementation):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-@every
-def test_on_four_devices_a_gpu_runs_the_kernel(name):
-    function, args = KERNELS[name]
-    with jax.set_mesh(four_devices()):
-        assert uses_kernel(lambda *args: function(*args), *args)
-
-
 def test_features_are_split_where_groups_are_whole():
     function, _ = KERNELS["quantize"]
     mesh = jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Auto,))
@@ -278,22 +260,32 @@ def test_random_numbers_are_those_of_the_place_in_the_whole_array():
     assert_equal(got, jax.jit(function)(X, seed))
 
 
-def test_in_a_shard_map_nothing_is_partitioned():
-    spec = PartitionSpec("data")
-    function, _ = KERNELS["quantize"]
-    with jax.set_mesh(four_devices()):
-        # Each device has its own part.
-        own = jax.shard_map(lambda x: function(x), in_specs=spec, out_specs=spec, check_vma=False)
-        assert uses_kernel(own, X)
-        got = jax.jit(own)(X)
+def test_kernels_run_on_each_device_of_a_mesh_but_not_on_arrays_that_xla_partitions():
+    for mesh in (four_devices(), jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))):
+        with jax.set_mesh(mesh):
+            for function, args in KERNELS.values():
+                assert uses_kernel(lambda *args, f=function: f(*args), *args)
+    mesh = jax.make_mesh((2,), ("tokens",), axis_types=(AxisType.Explicit,))
+    x = jax.device_put(X, NamedSharding(mesh, PartitionSpec("tokens")))
+    fun = jax.grad(lambda x: actjax.rms_norm(x, np.ones(32, "float32"), codec=CODEC).sum())
+    assert not uses_kernel(fun, x)
+    assert jax.jit(fun)(x).shape == x.shape
+
+
+def test_a_shard_map_partitions_nothing_and_with_check_vma_uses_the_definition():
+    spec, (function, _) = PartitionSpec("data"), KERNELS["quantize"]
     # Rows do not depend on each other.
-    assert_equal(got, jax.jit(functools.partial(function, implementation="reference"))(X))
-
-
-def test_a_mesh_of_one_device_partitions_nothing():
-    function, args = KERNELS["dequantize"]
-    with jax.set_mesh(jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))):
-        assert uses_kernel(lambda *args: function(*args), *args)
+    want = jax.jit(functools.partial(function, implementation="reference"))(X)
+    for checks in (True, False):
+        each = jax.shard_map(
+            lambda x: function(x),
+            mesh=four_devices(),
+            in_specs=spec,
+            out_specs=spec,
+            check_vma=checks,
+        )
+        assert uses_kernel(each, X) != checks
+        assert_equal(jax.jit(each)(X), want)
 
 
 # Transformations.
@@ -324,8 +316,7 @@ def test_derivatives_are_those_of_the_definition():
     for got in computed.values():
         # All but the first sum numbers in another order.
         for rtol, a, b in zip((0, 16 * TINY, 16 * TINY), got, want, strict=True):
-            close = functools.partial(np.testing.assert_allclose, rtol=rtol)
-            jax.tree.map(close, a, b)
+            jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=rtol), a, b)
 
 
 def test_outlier_channels_pass_derivatives_on():
@@ -343,41 +334,17 @@ def test_outlier_channels_pass_derivatives_on():
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("implementation", [None, "interpreted"])
-def test_vmap_equals_one_call_each(implementation):
+def test_vmap_equals_one_call_each():
     @jax.jit
     def mapped_and_alone(values, scale, dy):
-        call = functools.partial(rms_norm_backward, implementation=implementation)
-        alone = [call(x, scale, dy) for x in values]
-        return jax.vmap(call, in_axes=(0, None, None))(values, scale, dy), alone
+        results = []
+        for implementation in (None, "interpreted"):
+            call = functools.partial(rms_norm_backward, implementation=implementation)
+            alone = jax.lax.map(lambda x, call=call: call(x, scale, dy), values)
+            results.append((jax.vmap(call, in_axes=(0, None, None))(values, scale, dy), alone))
+        return results
 
-    mapped, alone = mapped_and_alone(np.stack([X + i for i in range(3)]), X[0], X)
-    for i, want in enumerate(alone):
+    for mapped, alone in mapped_and_alone(np.stack([X + i for i in range(3)]), X[0], X):
         # Sums of 32 numbers and of 4, in another order.
         close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
-        jax.tree.map(lambda a, b, i=i, close=close: close(a[i], b), mapped, want)
-
-
-def test_explicitly_sharded_arrays_are_left_to_xla():
-    mesh = jax.make_mesh((2,), ("tokens",), axis_types=(jax.sharding.AxisType.Explicit,))
-    x = jax.device_put(
-        jnp.ones((4, 128)), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("tokens"))
-    )
-    fun = jax.grad(lambda x: actjax.rms_norm(x, jnp.ones(128), codec=actjax.Quantized(4)).sum())
-    assert not uses_kernel(fun, x)
-    assert jax.jit(fun)(x).shape == x.shape
-
-
-def test_a_shard_map_with_check_vma_uses_the_definition():
-    mesh = jax.make_mesh((2,), ("tokens",), axis_types=(jax.sharding.AxisType.Auto,))
-    by_tokens = jax.sharding.PartitionSpec("tokens")
-    x = jax.random.normal(jax.random.key(0), (4, 128))
-    results = []
-    for checks in (True, False):
-        run = jax.shard_map(
-            lambda x: actjax.Quantized(4).decode(actjax.Quantized(4).encode(x)),
-            mesh=mesh, in_specs=by_tokens, out_specs=by_tokens, check_vma=checks,
-        )  # fmt: skip
-        assert uses_kernel(run, x) != checks
-        results.append(jax.jit(run)(x))
-    assert (results[0] == results[1]).all()
+        jax.tree.map(close, mapped, alone)

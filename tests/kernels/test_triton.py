@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import json
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -26,11 +27,11 @@ needs_triton = pytest.mark.skipif(
 ROTATED = actjax.Quantized(4, balance=True, rotate=True, levels="normal")
 
 
-def run_module(*arguments, **environment):
-    """Runs a module of `benchmarks` in its own process: Triton reads the environment at import."""
+def run(*arguments, **environment):
+    """Runs a program in its own process: Triton reads the environment at import."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", **environment}
     return subprocess.run(
-        [sys.executable, "-m", *arguments],
+        [sys.executable, *map(str, arguments)],
         capture_output=True, text=True, timeout=900, check=False, env=environment,
     )  # fmt: skip
 
@@ -39,7 +40,8 @@ def run_module(*arguments, **environment):
 @pytest.mark.slow  # 45 s of processor time: the interpreter runs a program at a time.
 def test_interpreted_programs_agree_with_the_definitions_in_float64():
     pytest.importorskip("torch")
-    done = run_module("benchmarks.triton_interpreter", TRITON_INTERPRET="1")
+    program = pathlib.Path(__file__).with_name("triton_interpreter.py")
+    done = run(program, TRITON_INTERPRET="1", PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert {row["kernel"] for row in rows} == {"quantize", "point_assignment"}
@@ -57,7 +59,7 @@ def test_assembled_programs_fit_a_core_without_spills(tmp_path):
         "llama_1b, 128 points, float32",
         "llama_7b, 256 points of 131,072",
     ]
-    done = run_module("benchmarks.triton_kernels", "--cases", *cases, "--results", str(results))
+    done = run("-m", "benchmarks.triton_kernels", "--cases", *cases, "--results", str(results))
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [r for r in json.loads(results.read_text())["rows"] if r["program"] == "triton"]
     assert {row["case"] for row in rows} == set(cases)
