@@ -15,8 +15,8 @@ from actjax import (
 CODECS = {
     "exact": Exact(),
     "random projection": RandomProjection(3),
-    "randomised SVD": RandomizedSVD(3),
-    "randomised SVD, a power iteration": RandomizedSVD(3, power_iterations=1),
+    "randomized SVD": RandomizedSVD(3),
+    "randomized SVD, a power iteration": RandomizedSVD(3, power_iterations=1),
     "points, by ratio": PointApproximation(1 / 4),
     "points, one": PointApproximation(points=1),
     "points, by tolerance": PointApproximation(points=4, tolerance=0.8),

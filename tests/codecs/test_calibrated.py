@@ -103,8 +103,11 @@ def test_it_stores_neither_scales_nor_indices(name):
         assert stored == 30 * (planes + groups * scale_bytes + outliers * item) + key
         assert calibrated.stored_bytes(x.shape, dtype) == stored
         # A scale of each channel, or mean and spread of each channel of two sequences.
-        given = 12 if codec.scaling == "channel" else 2 * 2 * 12
-        assert codec.stored_bytes(x.shape, dtype) == stored + given * scale_bytes + 4 * outliers
+        statistics_count = 12 if codec.scaling == "channel" else 2 * 2 * 12
+        assert (
+            codec.stored_bytes(x.shape, dtype)
+            == stored + statistics_count * scale_bytes + 4 * outliers
+        )
 
         # The backward pass holds the code, the weight and the calibration.
         def pullback(x, w, codec):

@@ -191,7 +191,7 @@ def test_the_backward_pass_holds_the_documented_bytes(name):
 
 
 # A codec of each kind; the others store the same arrays. The second part runs in CI.
-SCANNED = ("randomised SVD", "four bits, ragged groups", "two bits by channel, an outlier")
+SCANNED = ("randomized SVD", "four bits, ragged groups", "two bits by channel, an outlier")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Tests of actjax/codecs/low_rank.py: random projection and the randomised SVD."""
+"""Tests of actjax/codecs/low_rank.py: random projection and the randomized SVD."""
 
 import functools
 
@@ -64,7 +64,7 @@ def test_random_projection_errs_as_its_docstring_says(x64):
     assert abs(squares.mean() - expected) <= 5 * squares.std() / np.sqrt(2000)
 
 
-def test_randomised_svd_is_the_oracle_on_the_same_sketch(x64):
+def test_randomized_svd_is_the_oracle_on_the_same_sketch(x64):
     x, omega = decaying(), np.asarray(jax.random.normal(KEY, (FEATURES, 6), "float64"))
     codecs = [RandomizedSVD(6, power_iterations) for power_iterations in range(3)]
 
@@ -86,8 +86,8 @@ def test_randomised_svd_is_the_oracle_on_the_same_sketch(x64):
 
 def test_the_basis_is_orthonormal_in_float32_though_the_sketch_is_ill_conditioned():
     # Columns differ by one part in ten thousand, so their Gram matrix has a condition of 1e8. A
-    # single Cholesky factorisation without a shift fails in float32. With the shift s = 4e-6, the
-    # first factorisation leaves directions of squared length 1e-8 / s, and the second shortens them
+    # single Cholesky factorization without a shift fails in float32. With the shift s = 4e-6, the
+    # first factorization leaves directions of squared length 1e-8 / s, and the second shortens them
     # by a share of s² / 1e-8, below one percent.
     rng = np.random.default_rng(0)
     x = np.outer(rng.normal(size=200), np.ones(8)) + 1e-4 * rng.normal(size=(200, 8))
@@ -95,7 +95,7 @@ def test_the_basis_is_orthonormal_in_float32_though_the_sketch_is_ill_conditione
     np.testing.assert_allclose(u.T @ u, np.eye(4), atol=1e-2)
 
 
-def test_randomised_svd_keeps_within_the_bound_of_halko(x64):
+def test_randomized_svd_keeps_within_the_bound_of_halko(x64):
     x = decaying()
     for rank in (6, 10):
         mean = np.sqrt(errors(RandomizedSVD(rank), x, 500)).mean()
@@ -127,7 +127,7 @@ def test_a_matrix_of_at_most_the_rank_comes_back_whole(codec, x64):
     matrices = np.stack([*DEFICIENT.values()])
     run = jax.jit(lambda xs: jax.lax.map(lambda x: codec.decode(codec.encode(x, KEY)), xs))
     for dtype in ("float32", "float64"):
-        # The shift of the Cholesky factorisation shortens the basis, squared, by 2 (k + sqrt(T))
+        # The shift of the Cholesky factorization shortens the basis, squared, by 2 (k + sqrt(T))
         # eps; the rounding of the products adds as much again.
         lost = 4 * (6 + TOKENS**0.5) * float(jnp.finfo(dtype).eps)
         xs = matrices.astype(dtype)
@@ -140,12 +140,12 @@ def test_a_large_rank_does_not_shorten_the_basis():
     x = np.random.default_rng(0).normal(size=(count, 300)).astype("float32")
     lengths = np.linalg.svd(f64(encode(RandomizedSVD(rank), x).u), compute_uv=False)
     shift = 2 * (rank + count**0.5) * 2**-23
-    # Each of the two factorisations is off by half the shift, and rounding adds as much.
+    # Each of the two factorizations is off by half the shift, and rounding adds as much.
     assert abs(lengths - 1).max() < 2 * shift
 
 
 def test_power_iterations_of_large_numbers_do_not_overflow():
-    # The sketch after an iteration has entries near 1e50 if it is not orthonormalised before.
+    # The sketch after an iteration has entries near 1e50 if it is not orthonormalized before.
     x = (1e20 * decaying()).astype("float32")
     small, large = (
         np.asarray(round_trip(RandomizedSVD(6, 1), y)) for y in (decaying().astype("float32"), x)

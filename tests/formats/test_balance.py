@@ -72,11 +72,11 @@ def test_a_massive_first_token_counts_as_one_token():
     x[0] *= 1000
     mean = f64(balance(x, "float32")[0])
     norms = np.linalg.norm(f64(x), axis=-1)
-    rest = weights(f64(x[1:])) @ f64(x[1:])
+    others = weights(f64(x[1:])) @ f64(x[1:])
     # The step is a sum of directions over a sum of inverse norms, and one of each is new.
-    most = (1 + np.linalg.norm(rest) / norms[0]) / (1 / norms).sum()
-    assert np.linalg.norm(mean - rest) <= most + 50 * TINY * np.linalg.norm(rest)
-    assert most < 0.05 * np.linalg.norm(f64(x).mean(0) - rest)
+    most = (1 + np.linalg.norm(others) / norms[0]) / (1 / norms).sum()
+    assert np.linalg.norm(mean - others) <= most + 50 * TINY * np.linalg.norm(others)
+    assert most < 0.05 * np.linalg.norm(f64(x).mean(0) - others)
 
 
 def test_a_power_of_two_multiplies_the_means_only():

@@ -98,15 +98,15 @@ def test_a_step_is_that_of_adam_at_the_decoded_moments(case):
         for moment, values in ((new_mu, abs(first)), (new_nu, second)):
             np.testing.assert_allclose(moment.rows, values.max(-1, keepdims=True), rtol=8 * TINY)
             np.testing.assert_allclose(moment.columns, values.max(-2, keepdims=True), rtol=8 * TINY)
-        whole = np.minimum(abs(first).max(-1, keepdims=True), abs(first).max(-2, keepdims=True))
-        scaled = abs(first) / np.where(whole > 0, whole, 1)
+        smaller = np.minimum(abs(first).max(-1, keepdims=True), abs(first).max(-2, keepdims=True))
+        scaled = abs(first) / np.where(smaller > 0, smaller, 1)
         grouped = np.pad(scaled, [(0, 0)] * (first.ndim - 1) + [(0, -shape[-1] % group)])
         scale = grouped.reshape(*shape[:-1], -1, group).max(-1)
         np.testing.assert_allclose(new_mu.scales, scale, rtol=16 * TINY)
         scale = np.repeat(scale, group, axis=-1)[..., : shape[-1]]
         unit = scaled / np.where(scale > 0, scale, 1)
         error = abs(f64(m) - first)
-        assert np.all(error <= whole * scale * (distance(unit, LEVELS) + 6 * LEVEL))
+        assert np.all(error <= smaller * scale * (distance(unit, LEVELS) + 6 * LEVEL))
         scale = np.minimum(second.max(-1, keepdims=True), second.max(-2, keepdims=True))
         unit = second / np.where(scale > 0, scale, 1)
         error = abs(f64(v) - second)
@@ -153,10 +153,10 @@ def test_the_first_pass_returns_the_maxima_of_tiles():
     shape, group, _ = CASES[1]
     grad, maxima = normal(*shape, seed=4), functools.partial(MAXIMA, b1=0.5, b2=0.5)
     run = jax.jit(lambda *args: [maxima(*args, implementation=name) for name in NAMES])
-    for found in run(grad, *zeros(shape, group)):
+    for maxima_of_tiles in run(grad, *zeros(shape, group)):
         for i, moment in enumerate((0.5 * abs(f64(grad)), 0.5 * f64(grad) ** 2)):
             padded = np.pad(moment, [(0, 0), (0, 11), (0, 212)]).reshape(2, 2, 16, 2, 256)
             rows = padded.max(-1).reshape(2, 32, 2)[:, :21]
-            np.testing.assert_allclose(found[2 * i], rows, rtol=4 * TINY)
+            np.testing.assert_allclose(maxima_of_tiles[2 * i], rows, rtol=4 * TINY)
             columns = padded.max(2).reshape(2, 2, 512)[..., :300]
-            np.testing.assert_allclose(found[2 * i + 1], columns, rtol=4 * TINY)
+            np.testing.assert_allclose(maxima_of_tiles[2 * i + 1], columns, rtol=4 * TINY)

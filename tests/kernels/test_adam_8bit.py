@@ -1,7 +1,6 @@
 """Tests of actjax/kernels/adam_8bit and its transform: Adam on moments in 8 bits."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from kernels.kernel_cases import TINY, f64, normal
 from optim.optim_oracles import blockwise_round_trip
 
 import actjax
-from actjax.formats.blockwise import Blockwise, blockwise_zeros
+from actjax.formats.blockwise import blockwise_zeros
 from actjax.kernels.adam_8bit.api import adam_8bit
 from actjax.optim import eight_bit, scale_by_adam_8bit
 
@@ -30,9 +29,14 @@ CASES = [
 every = pytest.mark.parametrize("case", CASES, ids=str)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def stepped(implementation, grad, mu, nu, corrections):
-    return adam_8bit(grad, mu, nu, corrections, **HYPER, implementation=implementation)
+@jax.jit
+def stepped(grad, mu, nu, corrections):
+    """Returns the results of both implementations, and the moments after and before as numbers."""
+    results = [
+        adam_8bit(grad, mu, nu, corrections, **HYPER, implementation=name)
+        for name in ("reference", "interpreted")
+    ]
+    return results, [[m.decode() for m in new[1:]] for new in results], (mu.decode(), nu.decode())
 
 
 def moments(shape, block, seed=0):
@@ -51,9 +55,6 @@ def moments(shape, block, seed=0):
     )
 
 
-decoded = jax.jit(Blockwise.decode)
-
-
 @every
 def test_a_step_is_that_of_adam_at_the_decoded_moments(case):
     shape, block, dtype = case
@@ -62,11 +63,9 @@ def test_a_step_is_that_of_adam_at_the_decoded_moments(case):
     # Some entries have no gradient.
     grad[..., ::4] = 0
     corrections = np.float32([0.19, 0.0199])
-    results = {
-        name: stepped(name, grad, mu, nu, corrections) for name in ("reference", "interpreted")
-    }
+    results, decoded, (m, v) = stepped(grad, mu, nu, corrections)
 
-    m, v, g = f64(decoded(mu)), f64(decoded(nu)), f64(grad)
+    m, v, g = f64(m), f64(v), f64(grad)
     first, second = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
     divisor = np.sqrt(second / f64(corrections)[1] + 1e-9) + 1e-6
     want = first / f64(corrections)[0] / divisor
@@ -74,20 +73,23 @@ def test_a_step_is_that_of_adam_at_the_decoded_moments(case):
     # in float32; two quotients, a root and two sums.
     scale = (0.9 * abs(m) + 0.1 * abs(g)) / f64(corrections)[0] / divisor
     slack = (2 * LEVEL + 20 * TINY) * scale
-    for update, new_mu, new_nu in results.values():
+    terms = (0.9 * abs(m) + 0.1 * abs(g)), second
+    for (update, *moments_after), values in zip(results, decoded, strict=True):
         assert update.dtype == "float32"
         assert np.all(abs(f64(update) - want) <= slack)
-        for old, new, exact in ((mu, new_mu, first), (nu, new_nu, second)):
+        for old, new, *numbers in zip(
+            (mu, nu), moments_after, values, (first, second), terms, strict=True
+        ):
             assert jax.tree.structure(old) == jax.tree.structure(new)
-            assert_nearest(new, exact, (0.9 * abs(m) + 0.1 * abs(g)) if old is mu else second)
+            assert_nearest(new, *numbers)
 
     # No number is so close to halfway between two levels that rounding decides.
-    for a, b in zip(results["interpreted"][1:], results["reference"][1:], strict=True):
+    for a, b in zip(*(result[1:] for result in results), strict=True):
         np.testing.assert_array_equal(a.codes, b.codes)
         np.testing.assert_allclose(a.scales, b.scales, rtol=8 * TINY)
 
 
-def assert_nearest(code, exact, terms):
+def assert_nearest(code, decoded, exact, terms):
     """Asserts that codes are the nearest levels, up to the error of `exact`."""
     unsigned = code.codes.dtype == np.uint8
     want = blockwise_round_trip(exact, unsigned, code.block)
@@ -95,7 +97,7 @@ def assert_nearest(code, exact, terms):
         # Positive values never become zero, so nothing is divided by zero.
         np.testing.assert_array_equal(np.asarray(code.codes) > 0, exact > 0)
     slack = (2 * LEVEL + 8 * TINY) * np.maximum(terms, abs(want))
-    assert np.all(abs(f64(decoded(code)) - exact) <= abs(want - exact) + slack)
+    assert np.all(abs(f64(decoded) - exact) <= abs(want - exact) + slack)
 
 
 # The transform.

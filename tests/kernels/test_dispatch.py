@@ -68,7 +68,9 @@ REFUSED = [
     ),
 ]
 
-every = pytest.mark.parametrize("name", KERNELS)
+ARGUMENTS = {name: args for name, (_, args) in KERNELS.items()}
+IMPLEMENTATIONS = ("reference", "interpreted", "pallas")
+TRITON = "__gpu$xla.gpu.triton"
 
 
 def all_kernels(implementation, args):
@@ -77,22 +79,16 @@ def all_kernels(implementation, args):
     return {name: functions[name](*x, implementation=implementation) for name, x in args.items()}
 
 
-@functools.cache
-def results_of_definitions():
-    args = {name: args for name, (_, args) in KERNELS.items()}
-    return jax.jit(functools.partial(all_kernels, "reference"))(args)
-
-
 def uses_kernel(function, *args):
     """Returns whether the traced program contains a kernel, which is chosen where it is lowered."""
     return "actjax_kernel" in str(jax.make_jaxpr(function)(*args))
 
 
-def lowered(function, *args, platform="cuda"):
-    """Returns the text of a program, traced anew for a platform."""
+def lowered(function, *args):
+    """Returns the text of a program for a GPU, traced anew."""
     with gpu_named():
         traced = jax.jit(lambda *args: function(*args)).trace(*args)
-        return traced.lower(lowering_platforms=(platform,)).as_text()
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def assert_equal(got, want):
@@ -128,47 +124,33 @@ def test_on_a_cpu_the_compiled_kernel_is_refused():
 # The choice.
 
 
-@every
-def test_by_default_the_device_decides(name):
-    function, args = KERNELS[name]
-    assert uses_kernel(lambda *args: function(*args), *args)
+def test_by_default_the_device_decides():
     # One traced program, lowered for all platforms.
     with gpu_named():
-        traced = jax.jit(lambda *args: function(*args)).trace(*args)
-    for platform in ("cpu", "cuda", "tpu"):
-        with gpu_named():
+        traced = jax.jit(lambda args: all_kernels(None, args)).trace(ARGUMENTS)
+        for platform, count in {"cpu": 0, "cuda": len(KERNELS), "tpu": 0}.items():
             text = traced.lower(lowering_platforms=(platform,)).as_text()
-        assert ("triton" in text) == (platform == "cuda"), platform
+            assert text.count(TRITON) == count, platform
 
 
-SLOWER = {
-    "point_assignment": (functools.partial(point_assignment, tolerance=0.9), (HALF, HALF[:2])),
-    "point_assignment, float32": (point_assignment, (X, X[:2])),
-}
+def test_a_kernel_that_was_measured_to_be_slower_runs_only_where_it_is_asked_for():
+    tolerant = functools.partial(point_assignment, tolerance=0.9)
+    for function, args in ((tolerant, (HALF, HALF[:2])), (point_assignment, (X, X[:2]))):
+        assert TRITON not in lowered(function, *args)
+        with actjax.kernels.use("pallas"):
+            assert TRITON in lowered(function, *args)
 
 
-@pytest.mark.parametrize("name", SLOWER)
-def test_a_kernel_that_was_measured_to_be_slower_runs_only_where_it_is_asked_for(name):
-    function, args = SLOWER[name]
-    assert "triton" not in lowered(function, *args)
-    with actjax.kernels.use("pallas"):
-        assert "triton" in lowered(function, *args)
-
-
-@every
-def test_a_named_implementation_is_used(name):
-    function, args = KERNELS[name]
-    texts = {
-        implementation: lowered(functools.partial(function, implementation=implementation), *args)
-        for implementation in ("reference", "interpreted", "pallas")
-    }
-    assert [key for key, text in texts.items() if "triton" in text] == ["pallas"]
+def test_a_named_implementation_is_used():
+    run = {name: functools.partial(all_kernels, name) for name in (None, *IMPLEMENTATIONS)}
+    texts = {name: lowered(run[name], ARGUMENTS) for name in IMPLEMENTATIONS}
+    counts = [text.count(TRITON) for text in texts.values()]
+    assert counts == [0, 0, len(KERNELS)]
     assert texts["interpreted"] != texts["reference"]
     with actjax.kernels.use("interpreted"):
-        assert lowered(function, *args) == texts["interpreted"]
+        assert lowered(run[None], ARGUMENTS) == texts["interpreted"]
         # The argument of a call takes precedence.
-        reference = functools.partial(function, implementation="reference")
-        assert not uses_kernel(reference, *args)
+        assert not uses_kernel(run["reference"], ARGUMENTS)
 
 
 def test_a_function_is_compiled_again_for_another_implementation():
@@ -224,14 +206,14 @@ def placed(args):
 
 @pytest.mark.parametrize("implementation", [None, "interpreted"])
 def test_each_device_computes_a_kernel_for_its_tokens(implementation):
-    args = placed({name: args for name, (_, args) in KERNELS.items()})
+    args = placed(ARGUMENTS)
     with jax.set_mesh(four_devices()):
         program = jax.jit(functools.partial(all_kernels, implementation)).lower(args).compile()
     exchanged = bytes_by_kind(collectives(program.as_text()))
     # The gradient of the scale of a norm is a sum over tokens.
     assert exchanged.pop("all-reduce") == X[0].nbytes
     assert not any(exchanged.values())
-    got, want = program(args), results_of_definitions()
+    got, want = program(args), jax.jit(functools.partial(all_kernels, "reference"))(ARGUMENTS)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         # The sums are added up in another order.
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)

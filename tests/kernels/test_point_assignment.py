@@ -89,10 +89,10 @@ def check(results, x, points, tolerance, unit):
     if tolerance == np.inf:
         assert kept.all()
         return clear
-    rest = np.linalg.norm(x - want[..., None] * chosen, axis=-1)
+    residuals = np.linalg.norm(x - want[..., None] * chosen, axis=-1)
     # A difference per feature, none above the length.
-    sure = abs(rest - tolerance * sizes) > 3 * off * sizes
-    np.testing.assert_array_equal(kept[sure], (rest <= tolerance * sizes)[sure])
+    sure = abs(residuals - tolerance * sizes) > 3 * off * sizes
+    np.testing.assert_array_equal(kept[sure], (residuals <= tolerance * sizes)[sure])
     # A zero token has a zero residual.
     assert kept[sizes == 0].all()
     assert np.mean(sure[sizes > 0]) > 0.9

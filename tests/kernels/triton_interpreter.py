@@ -39,7 +39,7 @@ def rows(name, case):
     if kernel.refusal("triton", args, dict(case.options)) is not None:
         return []
     call, exact = launch(name, *args, **case.options), definition(kernel, case, args)
-    found = []
+    agreements = []
     for choice in call.choices:
         results = run(call, choice.kwargs)
         if name == "quantize":
@@ -51,8 +51,8 @@ def rows(name, case):
             exponents = np.asarray(normalized(args[1], args[1].dtype)[1])
             want, results = exact, [index, np.ldexp(alpha, -exponents[index]), kept != 0]
         agreement = compared(list(results), list(want))
-        found.append({"kernel": name, "case": case.name, "choice": str(choice), **agreement})
-    return found
+        agreements.append({"kernel": name, "case": case.name, "choice": str(choice), **agreement})
+    return agreements
 
 
 def run(call, choice):
@@ -96,10 +96,8 @@ def not_finite(tolerance):
 
 
 if __name__ == "__main__":
-    small = [
-        (name, case) for name in ("quantize", "point_assignment") for case in KERNELS[name].cases
-    ]
-    found = [not_finite(math.inf), not_finite(0.9)]
-    found += [row for name, case in small if case.small for row in rows(name, case)]
-    print(*map(json.dumps, found), sep="\n")
-    sys.exit(not all(row["ok"] for row in found))
+    lines = [not_finite(math.inf), not_finite(0.9)]
+    for name in ("quantize", "point_assignment"):
+        lines += [row for case in KERNELS[name].cases if case.small for row in rows(name, case)]
+    print(*map(json.dumps, lines), sep="\n")
+    sys.exit(not all(row["ok"] for row in lines))
