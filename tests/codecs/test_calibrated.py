@@ -280,7 +280,7 @@ def test_the_reach_of_least_error_is_found(bits, levels):
 @pytest.mark.parametrize("rounding", ["stochastic", "dither"])
 def test_under_random_rounding_nothing_saturates(rounding):
     x = normal(500, 6)
-    x[3, 2] = 40
+    x[3, 2], x[4, 3] = 40, -40
     codec = Quantized(2, scaling="channel", rounding=rounding, scale_dtype="float32")
 
     @jax.jit
