@@ -49,11 +49,6 @@ class Config:
     cases: tuple[str, ...] = (
         "llama_1b block input, 4 bits, normal levels, balanced, rotated",
         "llama_1b gate, 4 bits, normal levels, balanced, rotated",
-        "llama_1b, 16 points",
-        "llama_1b, 16 points, a tolerance",
-        "llama_1b, 16 points, float32",
-        "llama_1b, 128 points, float32",
-        "llama_7b, 256 points of 131,072",
     )
     """Names of cases of `benchmarks.kernel_cases`."""
     results: pathlib.Path = record.RESULTS / "triton_kernels.json"

@@ -15,8 +15,8 @@ from actjax import (
 CODECS = {
     "exact": Exact(),
     "random projection": RandomProjection(3),
-    "randomised SVD": RandomizedSVD(3),
-    "randomised SVD, a power iteration": RandomizedSVD(3, power_iterations=1),
+    "randomized SVD": RandomizedSVD(3),
+    "randomized SVD, a power iteration": RandomizedSVD(3, power_iterations=1),
     "points, by ratio": PointApproximation(1 / 4),
     "points, one": PointApproximation(points=1),
     "points, by tolerance": PointApproximation(points=4, tolerance=0.8),
@@ -25,6 +25,7 @@ CODECS = {
     "four bits, normal levels, rotated, balanced": Quantized(
         4, group=4, levels="normal", rotate=True, balance=True
     ),
+    "two bits by channel, an outlier": Quantized(2, scaling="channel", outlier_fraction=0.1),
     "offloaded": Offloaded(Quantized(4, group=4)),
 }
 

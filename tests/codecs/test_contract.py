@@ -1,8 +1,7 @@
 """The battery: every codec of `cases.CODECS` keeps the contract and what its docstring promises.
 
-A codec compiles one program for all checks in float64 and one for those in float32 and bfloat16:
-compilation takes most of the time here. This module compiles about
-150 programs for 12 codecs, 70 of them in the one test without `jit`.
+A codec compiles one program for all checks in float64 and one for those in other dtypes:
+compilation takes most of the time here.
 """
 
 import dataclasses
@@ -13,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import CODECS, DTYPES, SHAPES
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from jax.test_util import check_grads
 
 import actjax
 
@@ -92,30 +90,23 @@ def in_float64(name):
 
 @functools.cache
 def in_narrow_dtypes(name):
-    """Returns the results of one program in float32 and bfloat16, by name."""
+    """Returns the results of one program in bfloat16, and of keys in float32, by name."""
     codec = CODECS[name]
 
     @jax.jit
-    def run(x, w, dz, half, half_dz, key, old_key, other_key):
+    def run(x, half, half_dz, key, old_key, other_key):
         # Encoded twice in one trace, so that a draw at trace time would show.
-        codes = {
-            "first": codec.encode(x, key),
-            "again": codec.encode(x, key),
-            "other": codec.encode(x, other_key),
-            "old key": codec.encode(x, old_key),
-        }
+        keys = {"first": key, "again": key, "other": other_key, "old key": old_key}
+        codes = {label: codec.encode(x, k) for label, k in keys.items() if codec.needs_key}
         half_code = codec.encode(half, key)
         return {
             "codes": codes,
             "decoded": {label: codec.decode(code) for label, code in codes.items()},
-            "half": (half_code, codec.decode(half_code), codec.weight_grad(half_code, half_dz)),
-            "linear": linear_vjp(codec, x, w, dz)[0],
-            "exact": x @ w,
+            "half": (codec.decode(half_code), codec.weight_grad(half_code, half_dz)),
         }
 
     half, half_dz = X.astype(jnp.bfloat16), DY.astype(jnp.bfloat16)
-    keys = KEY, jax.random.PRNGKey(3), jax.random.key(4)
-    return run(X, W, DY, half, half_dz, *keys)
+    return run(X, half, half_dz, KEY, jax.random.PRNGKey(3), jax.random.key(4))
 
 
 def test_every_codec_of_the_package_has_a_row():
@@ -147,18 +138,6 @@ def test_shapes_and_bytes_are_known_before_anything_is_computed(name):
 
 
 @every
-def test_decode_returns_the_shape_and_dtype_and_bytes_are_as_documented(name):
-    results, codec = in_narrow_dtypes(name), CODECS[name]
-    half_code, half_decoded, _ = results["half"]
-    for dtype, code, decoded in (
-        ("float32", results["codes"]["first"], results["decoded"]["first"]),
-        ("bfloat16", half_code, half_decoded),
-    ):
-        assert (decoded.shape, decoded.dtype) == (X.shape, dtype)
-        assert nbytes(code) == codec.stored_bytes(X.shape, dtype)
-
-
-@every
 def test_leading_dimensions_are_tokens(name):
     decoded = {shape: both[0] for shape, both in in_float64(name)["shapes"].items()}
     for shape, got in decoded.items():
@@ -180,7 +159,7 @@ def test_the_weight_gradient_is_the_product_with_the_decoded_input(name):
 
 @every
 def test_the_weight_gradient_of_bfloat16_is_summed_in_float32(name):
-    _, decoded, gradient = in_narrow_dtypes(name)["half"]
+    decoded, gradient = in_narrow_dtypes(name)["half"]
     assert gradient.dtype == jnp.float32
     decoded, dz = np.asarray(decoded, np.float64), DY.astype(jnp.bfloat16).astype(np.float64)
     # decode rounds x_hat to bfloat16, half an ulp of 2^-8; the factored product does not.
@@ -189,7 +168,7 @@ def test_the_weight_gradient_of_bfloat16_is_summed_in_float32(name):
 
 
 @every
-def test_gradients_are_the_exact_vjp_at_the_decoded_input(name):
+def test_the_value_is_exact_and_gradients_are_the_exact_vjp_at_the_decoded_input(name):
     results = in_float64(name)
     y, dx, dw = results["linear"]
     want_y, want_dx = results["exact"]
@@ -197,12 +176,6 @@ def test_gradients_are_the_exact_vjp_at_the_decoded_input(name):
     np.testing.assert_array_equal(dx, want_dx)
     decoded = results["shapes"][SHAPES[0]][0]
     np.testing.assert_allclose(dw, decoded.T @ DY.astype("float64"), rtol=1e-11, atol=1e-12)
-
-
-@every
-def test_the_forward_pass_is_exact_to_the_bit(name):
-    results = in_narrow_dtypes(name)
-    np.testing.assert_array_equal(results["linear"], results["exact"])
 
 
 @every
@@ -218,7 +191,7 @@ def test_the_backward_pass_holds_the_documented_bytes(name):
 
 
 # A codec of each kind; the others store the same arrays. The second part runs in CI.
-SCANNED = ("exact", "randomised SVD", "points, by ratio", "four bits, ragged groups")
+SCANNED = ("randomized SVD", "four bits, ragged groups", "two bits by channel, an outlier")
 
 
 @pytest.mark.parametrize(
@@ -286,37 +259,6 @@ def test_a_key_gives_the_same_code_again_and_another_key_another_code(name):
     assert nbytes(codes["old key"]) == nbytes(codes["first"])
 
 
-def test_a_missing_key_is_named():
-    for codec in CODECS.values():
-        for key in (None, 0):
-            if codec.needs_key:
-                with pytest.raises(ValueError, match=f"got key={key}: pass `key`"):
-                    codec.encode(X, key)
-        if codec.needs_key:
-            with pytest.raises(ValueError, match=r"must be a single key, got keys of shape \(2,\)"):
-                codec.encode(X, jax.random.split(KEY))
-
-
-def test_a_gradient_of_other_tokens_is_named():
-    with pytest.raises(ValueError, match=r"must agree in their leading axes, got \(24, 8\) and"):
-        actjax.Exact().weight_grad(X, DY[:-1])
-
-
-@pytest.mark.parametrize(
-    ("x", "error", "message"),
-    [
-        ([1.0, 2.0], TypeError, "must be an array, got list"),
-        (np.ones((2, 8), "int32"), TypeError, "must be floating point, got int32"),
-        (np.float32(1), ValueError, r"must have features, \[..., d\], got shape \(\)"),
-    ],
-)
-def test_what_is_not_an_activation_is_named(x, error, message):
-    for codec in CODECS.values():
-        if codec != actjax.Exact():
-            with pytest.raises(error, match=f"`x` of .* {message}"):
-                codec.encode(x, KEY)
-
-
 @every
 def test_vmap_and_scan_change_nothing(name):
     results = in_float64(name)
@@ -326,67 +268,17 @@ def test_vmap_and_scan_change_nothing(name):
 
 # Eager execution compiles each operation by itself, so one codec is enough for the default run.
 @pytest.mark.parametrize(
-    "name", [n if n == "offloaded" else pytest.param(n, marks=pytest.mark.slow) for n in CODECS]
+    "name",
+    [n if n == "random projection" else pytest.param(n, marks=pytest.mark.slow) for n in CODECS],
 )
 def test_without_jit_the_result_is_the_same(name, x64):
     got = round_trip(CODECS[name], jnp.asarray(X, "float64"), jax.random.split(KEY, 2)[0])
     np.testing.assert_allclose(got, in_float64(name)["plain"][0], rtol=1e-11, atol=1e-12)
 
 
-FILLS = {
-    "normal": lambda rng, shape: rng.normal(size=shape),
-    "zeros": lambda rng, shape: np.zeros(shape),
-    "constant": lambda rng, shape: np.full(shape, -2.5),
-    "huge": lambda rng, shape: 1e30 * rng.normal(size=shape),
-    # A projection to rank 1 lengthens 7 features up to 40-fold (chi-squared, one in a million), and
-    # its gradient sums 7 tokens: ten bits below the largest number leave room for both.
-    "near the largest": lambda rng, shape: 2.0**118 * rng.uniform(-1, 1, shape),
-    "tiny": lambda rng, shape: 1e-30 * rng.normal(size=shape),
-    "subnormal": lambda rng, shape: 1e-40 * rng.normal(size=shape),
-    "one token": lambda rng, shape: np.eye(shape[0], shape[1], dtype=float) * 3,
-    # The coefficient of a huge token and a tiny point overflows above 10^38.
-    "mixed scales": lambda rng, shape: 10.0 ** rng.integers(-19, 19, shape),
-}
-
-
-def fitted(codec, tokens, features):
-    """Returns the codec with its ranks lowered to what the shape allows."""
-    limit = {"rank": min(tokens, features), "tail": 1, "points": tokens}
-    given = {field.name: getattr(codec, field.name) for field in dataclasses.fields(codec)}
-    if "tail" in given:
-        if limit["rank"] < 2:
-            return actjax.RandomProjection(1)
-        limit["rank"] -= 1
-    lower = {name: min(given[name], limit[name]) for name in limit if given.get(name)}
-    return dataclasses.replace(codec, **lower)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def round_trips_and_gradients(codecs, xs, key):
-    codes = [codec.encode(x, key) for codec, x in zip(codecs, xs, strict=True)]
-    return [
-        (codec.decode(code), codec.weight_grad(code, jnp.ones((x.shape[0], 2), x.dtype)))
-        for codec, code, x in zip(codecs, codes, xs, strict=True)
-    ]
-
-
-# Few shapes and many fills: a codec is one program. CI takes all combinations.
-FEW = [((1, 7), "float32"), ((7, 1), "bfloat16"), ((5, 3), "float32")]
-ALL = [(shape, dtype) for shape in [(1, 1), (1, 7), (7, 1), (5, 3)] for dtype in DTYPES]
-
-
-@every
-@pytest.mark.parametrize("kinds", [FEW, pytest.param(ALL, marks=pytest.mark.slow)], ids=len)
-@settings(max_examples=25, deadline=None)
-@given(fill=st.sampled_from(sorted(FILLS)), seed=st.integers(0, 5))
-def test_any_activation_survives(name, kinds, fill, seed):
-    rng = np.random.default_rng(seed)
-    xs = [FILLS[fill](rng, shape).astype(jnp.dtype(dtype)) for shape, dtype in kinds]
-    codecs = tuple(fitted(CODECS[name], *x.shape) for x in xs)
-    results = round_trips_and_gradients(codecs, xs, jax.random.key(seed))
-    for x, (decoded, dw) in zip(xs, results, strict=True):
-        assert decoded.dtype == x.dtype
-        assert np.isfinite(np.asarray(decoded, np.float32)).all()
-        assert np.isfinite(dw).all()
-        if fill == "zeros":
-            assert not np.any(decoded)
+def test_gradients_of_the_exact_codec_agree_with_finite_differences(x64):
+    # Quadratic in its arguments, so central differences are exact up to rounding.
+    fun = jax.jit(lambda x, w, bias: actjax.linear(x, w, bias=bias))
+    args = (activation(shape, "float64") for shape in ((3, 4, 5), (5, 2), (2,)))
+    # With its defaults, `check_grads` passes an error of a tenth of a percent.
+    check_grads(fun, tuple(args), order=1, modes=["rev"], rtol=1e-8, atol=1e-8)

@@ -1,6 +1,6 @@
-"""What several devices exchange for the gradient of a weight whose input is stored as a code.
+"""Bytes that devices exchange for the gradient of a weight whose input is stored as a code.
 
-The bytes are those that the docstrings of the codecs state, read from the compiled program.
+They are those that the docstrings of the codecs state, read from the compiled program.
 """
 
 import functools
@@ -24,7 +24,7 @@ from train.planning.collectives import bytes_by_kind, collectives
 B, S, D, N, K = 8, 64, 128, 96, 8
 FLOAT = 4
 SCALARS = 64 * FLOAT
-"""The loss, counts, and norms that guard a factorisation."""
+"""The loss, counts, and norms that guard a factorization."""
 DENSE, FACTORED = D * N, K * N
 
 
@@ -61,10 +61,10 @@ CASES = (
 @pytest.mark.parametrize("divided", ["sequences", "tokens"])
 @pytest.mark.parametrize(("codec", "summed", "of_tokens"), CASES, ids=lambda x: repr(x)[:40])
 def test_a_codec_exchanges_what_its_docstring_says(codec, summed, of_tokens, divided):
-    exact, found = exchanged(Exact(), divided), exchanged(codec, divided)
+    exact, coded = exchanged(Exact(), divided), exchanged(codec, divided)
     # The weight is gathered, and never an activation.
-    assert found["all-gather"] == exact["all-gather"] == DENSE * FLOAT
-    assert found["all-to-all"] == found["collective-permute"] == 0
+    assert coded["all-gather"] == exact["all-gather"] == DENSE * FLOAT
+    assert coded["all-to-all"] == coded["collective-permute"] == 0
     numbers = summed + (of_tokens if divided == "tokens" else 0)
-    assert found["all-reduce"] + found["reduce-scatter"] <= numbers * FLOAT + SCALARS
-    assert found["all-reduce"] + found["reduce-scatter"] >= numbers * FLOAT - 2 * K * K * FLOAT
+    assert coded["all-reduce"] + coded["reduce-scatter"] <= numbers * FLOAT + SCALARS
+    assert coded["all-reduce"] + coded["reduce-scatter"] >= numbers * FLOAT - 2 * K * K * FLOAT

@@ -1,7 +1,5 @@
 """Tests of actjax/formats/noise.py: random numbers for rounding, drawn from a counter."""
 
-import functools
-
 import jax
 import numpy as np
 import pytest
@@ -16,8 +14,6 @@ SEEDS = np.array(
 """Seeds with few and with many set bits: the generator does not rely on random seeds."""
 
 of_seeds = pytest.mark.parametrize("seed", SEEDS, ids=str)
-
-uniform = functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))(noise.uniform)
 
 
 def words(count, seed):
@@ -46,44 +42,29 @@ def test_each_bit_flips_each_bit_half_the_time(argument):
         assert np.all(abs(flips.mean(0) - 0.5) <= 5 * 0.5 / np.sqrt(count))
 
 
-@of_seeds
-def test_counters_of_a_seed_give_different_words(seed):
-    # Each operation is a bijection, so no word repeats.
-    assert len(np.unique(words(2**18, seed))) == 2**18
-
-
 # Uniform.
 
 
-@of_seeds
-def test_all_numbers_are_equally_frequent(seed):
-    count, bins = 2**18, 256
-    for half in numbers(count, seed):
-        expected = count / bins
-        seen = np.histogram(half, bins, (-0.5, 0.5))[0]
-        # Chi-square with 255 degrees of freedom, whose variance is twice that.
-        chi_square = np.sum((seen - expected) ** 2) / expected
-        assert abs(chi_square - (bins - 1)) <= 5 * np.sqrt(2 * (bins - 1))
+def assert_equally_frequent(counts):
+    """Asserts by the chi-square statistic, whose variance is twice its degrees of freedom."""
+    expected, freedom = counts.mean(), counts.size - 1
+    chi_square = np.sum((counts - expected) ** 2) / expected
+    assert abs(chi_square - freedom) <= 5 * np.sqrt(2 * freedom)
 
 
 @of_seeds
-def test_pairs_of_neighbours_and_of_halves_are_equally_frequent(seed):
-    count, bins = 2**18, 16
+def test_numbers_and_pairs_of_them_are_equally_frequent(seed):
+    count, within = 2**18, (-0.5, 0.5)
+    # Each operation is a bijection, so no word repeats.
+    assert len(np.unique(words(count, seed))) == count
     low, high = numbers(count, seed)
-    for a, b in ((low[::2], low[1::2]), (high[::2], high[1::2]), (low, high)):
-        seen = np.histogram2d(a, b, bins, [(-0.5, 0.5)] * 2)[0]
-        expected = len(a) / bins**2
-        chi_square = np.sum((seen - expected) ** 2) / expected
-        assert abs(chi_square - (bins**2 - 1)) <= 5 * np.sqrt(2 * (bins**2 - 1))
-
-
-@of_seeds
-def test_moments_are_those_of_uniform_numbers(seed):
-    count = 2**18
-    for half in numbers(count, seed):
+    for half in (low, high):
+        assert_equally_frequent(np.histogram(half, 256, within)[0])
         # Variances of a uniform number and of its square.
         assert abs(half.mean()) <= 5 * np.sqrt(1 / 12 / count)
         assert abs(np.mean(half**2) - 1 / 12) <= 5 * np.sqrt(1 / 180 / count)
+    for a, b in ((low[::2], low[1::2]), (high[::2], high[1::2]), (low, high)):
+        assert_equally_frequent(np.histogram2d(a, b, 16, [within] * 2)[0])
 
 
 def test_halves_are_the_middles_of_their_intervals():
@@ -107,16 +88,11 @@ def assert_uncorrelated(a, b):
 
 
 @of_seeds
-def test_neighbours_are_uncorrelated(seed):
+def test_neighbors_and_halves_of_a_word_are_uncorrelated(seed):
     low, high = numbers(2**17, seed)
     for lag in (1, 2, 3, 4, 7, 16, 64, 100, 1000, 4096, 2**16):
         for a, b in ((low, low), (high, high), (low, high), (high, low)):
             assert_uncorrelated(a[lag:], b[:-lag])
-
-
-@of_seeds
-def test_halves_of_a_word_are_uncorrelated(seed):
-    low, high = numbers(2**18, seed)
     assert_uncorrelated(low, high)
     # Their magnitudes are independent too.
     squares = (low**2 - 1 / 12) * (high**2 - 1 / 12)
@@ -144,25 +120,18 @@ def test_seeds_of_keys_differ():
 # Numbers of groups of features.
 
 
-@pytest.mark.parametrize("size", [16, 7, 1])
-def test_a_number_depends_only_on_its_position(size):
-    seed, tokens, groups, first, of_token = SEEDS[3], 5, 3, 11, 50
-    got = uniform(seed, tokens, groups, size, first, of_token)
-    assert got.shape == (tokens, groups, size)
-    half = -(-size // 2)
-    for token in range(tokens):
-        for group in range(groups):
-            begin = token * of_token + first + group * half
-            counters = np.arange(begin, begin + half, dtype=np.uint32)
-            want = np.concatenate(halves(random_words(counters, *seed)))[:size]
-            np.testing.assert_array_equal(got[token, group], want)
+def test_a_number_depends_only_on_its_position():
+    seed, of_token = SEEDS[3], 50
 
+    def expected(tokens, groups, size, first=0):
+        half = -(-size // 2)
+        begin = np.add.outer(np.arange(tokens) * of_token + first, np.arange(groups) * half)
+        counters = np.uint32(begin[..., None] + np.arange(half))
+        return np.concatenate(halves(random_words(counters, *seed)), -1)[..., :size]
 
-def test_numbers_are_the_same_however_tokens_and_groups_are_split():
-    seed, of_token = SEEDS[3], 4 * 8
-    whole = uniform(seed, 6, 4, 16, 0, of_token)
-    np.testing.assert_array_equal(uniform(seed, 2, 4, 16, 0, of_token), whole[:2])
-    # Later tokens and groups start with later words.
-    np.testing.assert_array_equal(uniform(seed, 4, 4, 16, 2 * of_token, of_token), whole[2:])
-    np.testing.assert_array_equal(uniform(seed, 6, 3, 16, 8, of_token), whole[:, 1:])
-    assert len(np.unique(whole)) > 0.95 * whole.size
+    # Parts of it, of later tokens and groups, start with later words.
+    shapes = [(5, 3, 16, 11), (5, 3, 7, 11), (5, 3, 1, 11), (2, 3, 16, 11 + 3 * of_token)]
+    run = jax.jit(lambda seed: [noise.uniform(seed, *shape, of_token) for shape in shapes])
+    for shape, got in zip(shapes, run(seed), strict=True):
+        np.testing.assert_array_equal(got, expected(*shape))
+    assert len(np.unique(expected(6, 4, 16))) > 0.95 * 6 * 4 * 16

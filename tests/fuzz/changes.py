@@ -20,24 +20,18 @@ def damaged_bytes(draw: Draw, data: bytes) -> bytes:
     """Returns bytes with one change at any place."""
     place = st.integers(0, len(data))
     start, end = sorted((draw(place), draw(place)))
-    match one_of(draw, "flip", "cut off", "cut out", "double", "insert", "zero", "replace"):
-        case "flip":
-            changed = bytearray(data)
-            for i in draw(st.lists(st.integers(0, max(0, len(data) - 1)), min_size=1, max_size=8)):
-                if data:
-                    changed[i] ^= 1 << draw(st.integers(0, 7))
-            return bytes(changed)
-        case "cut off":
-            return data[:start]
-        case "cut out":
-            return data[:start] + data[end:]
-        case "double":
-            return data[:end] + data[start:]
-        case "insert":
-            return data[:start] + draw(st.binary(min_size=1, max_size=64)) + data[start:]
-        case "zero":
-            return data[:start] + bytes(end - start) + data[end:]
-    return draw(st.binary(max_size=256))
+    flipped = bytes(byte ^ 1 << draw(st.integers(0, 7)) for byte in data[start : start + 8])
+    added = draw(st.binary(min_size=1, max_size=64))
+    return one_of(
+        draw,
+        data[:start] + flipped + data[start + 8 :],
+        data[:start],
+        data[:start] + data[end:],
+        data[:end] + data[start:],
+        data[:start] + added + data[start:],
+        data[:start] + bytes(end - start) + data[end:],
+        added,
+    )
 
 
 WRONG: tuple[Any, ...] = (
@@ -49,20 +43,18 @@ WRONG: tuple[Any, ...] = (
 
 def damaged_tree(draw: Draw, tree: Any) -> Any:
     """Returns a JSON value with an entry at any place replaced, removed, renamed or nested."""
-    tree = copy.deepcopy(tree)
-    parent, key = one_of(draw, *(_places(tree) or [({"": tree}, "")]))
-    match one_of(draw, "replace", "replace", "replace", "remove", "rename", "nest", "all"):
-        case "remove":
+    root = {"": copy.deepcopy(tree)}
+    parent, key = one_of(draw, *_places(root))
+    match one_of(draw, "replace", "replace", "replace", "remove", "rename", "nest"):
+        case "remove" if parent is not root:
             del parent[key]
-        case "rename" if isinstance(parent, dict):
+        case "rename" if isinstance(parent, dict) and parent is not root:
             parent[f"{key}_"] = parent.pop(key)
         case "nest":
             parent[key] = [parent[key]]
-        case "all":
-            return one_of(draw, *WRONG)
         case _:
             parent[key] = one_of(draw, *WRONG)
-    return tree
+    return root[""]
 
 
 def _places(tree: Any) -> list[tuple[Any, Any]]:
@@ -73,19 +65,8 @@ def _places(tree: Any) -> list[tuple[Any, Any]]:
     return [place for key in keys for place in [(tree, key), *_places(tree[key])]]
 
 
-def damaged_json(draw: Draw, text: bytes) -> bytes:
-    """Returns JSON text with a change of an entry, or of bytes."""
-    if draw(st.booleans()):
-        return damaged_bytes(draw, text)
-    return json.dumps(damaged_tree(draw, json.loads(text))).encode()
-
-
 def spoil(draw: Draw, path: pathlib.Path) -> str:
-    """Replaces a file by nothing, a folder, a broken link, or a file without content.
-
-    Returns:
-      What it is.
-    """
+    """Replaces a file by nothing, a folder, a broken link, or blanks. Returns what it is then."""
     what = one_of(draw, "missing", "a folder", "a broken link", "empty", "blank")
     path.unlink()
     if what == "a folder":
@@ -95,3 +76,15 @@ def spoil(draw: Draw, path: pathlib.Path) -> str:
     elif what != "missing":
         path.write_bytes(b"" if what == "empty" else one_of(draw, b"\n", b" \t\n", b"\xef\xbb\xbf"))
     return what
+
+
+def damage(draw: Draw, path: pathlib.Path) -> str:
+    """Spoils a file or changes its content, JSON by entries too. Returns what it is then."""
+    if one_of(draw, *range(4)) == 0:
+        return spoil(draw, path)
+    data = path.read_bytes()
+    if path.suffix == ".json" and draw(st.booleans()):
+        path.write_bytes(json.dumps(damaged_tree(draw, json.loads(data))).encode())
+    else:
+        path.write_bytes(damaged_bytes(draw, data))
+    return "changed"

@@ -7,7 +7,7 @@ import struct
 from typing import Any
 
 import numpy as np
-from fuzz.changes import Draw, damaged_bytes, damaged_json, damaged_tree, one_of, spoil
+from fuzz.changes import Draw, damage, damaged_bytes, damaged_tree, one_of, spoil
 from fuzz.inputs import ANSWERS, FINETUNE, PERPLEXITY, PLAN, PRETRAIN, WRITING, Flags, words
 from fuzz.programs import Case
 from hypothesis import strategies as st
@@ -41,23 +41,22 @@ def text(draw: Draw, folder: pathlib.Path) -> Case:
     path, command = folder / "text.txt", one_of(draw, *_TEXTS)
     data = path.read_bytes()
     place = draw(st.integers(0, len(data) - 1))
-    what = one_of(draw, "spoilt", "not UTF-8", "another kind", "no path", "short", "changed")
-    if what == "another kind":
-        name = one_of(draw, "text.jsonl", "text.parquet", "text.gz", "text.json")
-        path.rename(folder / name)
-        return _case(f"text: {name}", command, True, data=name)
-    if what == "no path":
-        paths = ("", "/dev/null", "none/such", "adapter/adapter_model.safetensors", "/proc/1/mem")
-        return _case("text: no path", command, True, data=one_of(draw, *paths))
-    if what == "spoilt":
-        what = spoil(draw, path)
-    elif what == "not UTF-8":
-        path.write_bytes(data[:place] + one_of(draw, b"\xff", b"\xc3(", b"\xed\xa0\x80", b"\x80"))
-    elif what == "short":
-        path.write_bytes(one_of(draw, b"a", b"\0", b"\xc3\xa9", data[: 2 + place % 80]))
-    else:
-        path.write_bytes(damaged_bytes(draw, data))
-    return _case(f"text: {what}", command, what not in ("short", "changed"))
+    what, changed = one_of(draw, "damaged", "not UTF-8", "another kind", "no path", "short"), {}
+    match what:
+        case "damaged":
+            what = damage(draw, path)
+        case "not UTF-8":
+            wrong = one_of(draw, b"\xff", b"\xc3(", b"\xed\xa0\x80", b"\x80")
+            path.write_bytes(data[:place] + wrong)
+        case "another kind":
+            changed["data"] = one_of(draw, "text.jsonl", "text.parquet", "text.gz", "text.json")
+            path.rename(folder / changed["data"])
+        case "no path":
+            tensors = "adapter/adapter_model.safetensors"
+            changed["data"] = one_of(draw, "", "/dev/null", "none/such", tensors, "/proc/1/mem")
+        case "short":
+            path.write_bytes(one_of(draw, b"a", b"\0", b"\xc3\xa9", data[: 2 + place % 80]))
+    return _case(f"text: {what}", command, what not in ("short", "changed"), **changed)
 
 
 def records(draw: Draw, folder: pathlib.Path) -> Case:
@@ -113,16 +112,7 @@ def tokenizer(draw: Draw, folder: pathlib.Path) -> Case:
     path = one_of(draw, *_TOKENIZERS)
     file = folder / one_of(draw, *_TOKENIZERS[path])
     # Settings of a tokenizer are optional.
-    return _case(f"{file.name}: {_damaged(draw, file)}", command, False, tokenizer=path)
-
-
-def _damaged(draw: Draw, path: pathlib.Path) -> str:
-    """Spoils a file or changes its content, JSON by entries too. Returns what it is then."""
-    if one_of(draw, *range(4)) == 0:
-        return spoil(draw, path)
-    change = damaged_json if path.suffix == ".json" else damaged_bytes
-    path.write_bytes(change(draw, path.read_bytes()))
-    return "changed"
+    return _case(f"{file.name}: {damage(draw, file)}", command, False, tokenizer=path)
 
 
 def weights(draw: Draw, folder: pathlib.Path) -> Case:
@@ -145,7 +135,7 @@ def config(draw: Draw, folder: pathlib.Path) -> Case:
     if one_of(draw, *range(5)) == 0:
         shutil.copy(folder / "other" / "config.json", path)
         return _case("config.json: of another model", one_of(draw, *_WEIGHTS), True)
-    what = _damaged(draw, path)
+    what = damage(draw, path)
     command = one_of(draw, *_WEIGHTS, *_DIMENSIONS)
     return _case(f"config.json: {what}", command, what != "changed")
 
@@ -165,9 +155,10 @@ def index(draw: Draw, folder: pathlib.Path) -> Case:
         tree["model.layers.9.mlp.up_proj.weight"] = file
     elif what == "none":
         (model / file).unlink()
-    text = json.dumps({"metadata": {}, "weight_map": tree}).encode()
-    text = damaged_json(draw, text) if what == "changed" else text
-    (model / "model.safetensors.index.json").write_bytes(text)
+    path = model / "model.safetensors.index.json"
+    path.write_text(json.dumps({"metadata": {}, "weight_map": tree}))
+    if what == "changed":
+        what = damage(draw, path)
     return _case(f"index: {what}", one_of(draw, *_WEIGHTS), what != "changed")
 
 
@@ -188,11 +179,11 @@ def adapter(draw: Draw, folder: pathlib.Path) -> Case:
         fields = json.loads(settings.read_text()) | {what: one_of(draw, *_NO_SETTINGS[what])}
         settings.write_text(json.dumps(fields))
     elif what == "settings":
-        what = _damaged(draw, settings)
+        what = damage(draw, settings)
         certain = what != "changed"
     elif what == "weights":
         what, certain = _damage_tensors(draw, folder / "adapter" / "adapter_model.safetensors")
-        certain = certain and what != "another dtype"
+        certain = certain and what != "dtype"
     elif what == "another model":
         changed["checkpoint"] = "other"
     else:
@@ -214,35 +205,32 @@ def _damage_tensors(draw: Draw, path: pathlib.Path) -> tuple[str, bool]:
         return "changed bytes", False
     header, body = _read(path)
     name = one_of(draw, *sorted(header.keys() - {"__metadata__"}))
-    tensor, size = header[name], len(body)
+    tensor, size, array = header[name], len(body), np.frombuffer(body, "<f4").copy()
+    array[draw(st.integers(0, len(array) - 1))] = one_of(draw, np.nan, np.inf, -np.inf)
     start, end = tensor["data_offsets"]
-    what = one_of(draw, "another shape", "another dtype", "other places", "a renamed tensor",
-                  "a tensor more", "extra bytes", "cut", "NaN", "a changed header",
-                  "another header size")  # fmt: skip
-    match what:
-        case "another shape":
-            shapes = ([*tensor["shape"][::-1], 1], [-1], [], [0], [2**62, 4], [1.5], "a")
-            tensor["shape"] = one_of(draw, *shapes)
-        case "another dtype":
-            tensor["dtype"] = one_of(draw, "I32", "U32", "I64", "F16", "BOOL", "F99", None, 3)
-        case "other places":
-            places = ([0, 0], [end, start], [start, end + 4], [-4, 0], [2**70, 1])
-            tensor["data_offsets"] = one_of(draw, *places)
-        case "a renamed tensor":
-            header[f"{name}_"] = header.pop(name)
-        case "a tensor more":
-            extra = {"dtype": "F32", "shape": [1], "data_offsets": [size, size + 4]}
-            header, body = header | {"model.extra.weight": extra}, body + bytes(4)
-        case "extra bytes":
-            body += bytes(draw(st.integers(1, 64)))
-        case "cut":
-            body = body[: draw(st.integers(0, size - 1))]
-        case "NaN":
-            array = np.frombuffer(body, "<f4").copy()
-            array[draw(st.integers(0, len(array) - 1))] = one_of(draw, np.nan, np.inf, -np.inf)
-            body = array.tobytes()
-        case "a changed header":
-            header = damaged_tree(draw, header)
+    fields = {
+        "shape": ([*tensor["shape"][::-1], 1], [-1], [], [0], [2**62, 4], [1.5], "a"),
+        "dtype": ("I32", "U32", "I64", "F16", "BOOL", "F99", None, 3),
+        "data_offsets": ([0, 0], [end, start], [start, end + 4], [-4, 0], [2**70, 1]),
+    }
+    extra = {"dtype": "F32", "shape": [1], "data_offsets": [size, size + 4]}
+    others = {
+        "a renamed tensor": lambda: (
+            {f"{k}_" if k == name else k: header[k] for k in header},
+            body,
+        ),
+        "a tensor more": lambda: (header | {"model.extra.weight": extra}, body + bytes(4)),
+        "extra bytes": lambda: (header, body + bytes(draw(st.integers(1, 64)))),
+        "cut": lambda: (header, body[: draw(st.integers(0, size - 1))]),
+        "NaN": lambda: (header, array.tobytes()),
+        "a changed header": lambda: (damaged_tree(draw, header), body),
+        "another header size": lambda: (header, body),
+    }
+    what = one_of(draw, *fields, *others)
+    if what in fields:
+        tensor[what] = one_of(draw, *fields[what])
+    else:
+        header, body = others[what]()
     text = json.dumps(header).encode()
     length = len(text)
     if what == "another header size":
@@ -271,7 +259,7 @@ def existing(draw: Draw, folder: pathlib.Path) -> Case:
         case _:
             flags["--steps"] = one_of(draw, "2", "3")
             files = (path for path in (folder / "run").rglob("*") if path.is_file())
-            _damaged(draw, one_of(draw, *sorted(files)))
+            damage(draw, one_of(draw, *sorted(files)))
     return Case(f"run: {what}", "pretrain", words(flags), ("--out",), what != "damaged")
 
 

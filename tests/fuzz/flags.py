@@ -27,23 +27,20 @@ _LISTS = ("--targets", "--sites")
 
 
 def unknown(draw: Draw, folder: pathlib.Path) -> Case:
-    """A flag whose name is misspelt, a word that belongs to no flag, or no `--checkpoint`."""
+    """A flag whose name is misspelled, a word that belongs to no flag, or no `--checkpoint`."""
     program, flags = _command(draw)
     if "--checkpoint" in flags and program != "plan" and one_of(draw, *range(8)) == 0:
         flags.pop("--checkpoint")
         return Case("no checkpoint", program, words(flags), ("--checkpoint",), certain=True)
     known = {flag.name for flag in FLAGS[program]}
-    name = _misspelt(draw, one_of(draw, *sorted(known)))
+    name = one_of(draw, *sorted(known))
+    place = draw(st.integers(3, len(name) - 1))
+    # A letter less, or one more.
+    name = name[:place] + (name[place + 1 :] if draw(st.booleans()) else "x" + name[place:])
     if name in known or name.startswith("--no-"):
         name = "--xyz"
     added = one_of(draw, (name,), (name, "1"), (f"{name}=1",), ("--seed", "1", name[2:]))
     return Case("unknown", program, (*words(flags), *added), (name, name[2:]), certain=True)
-
-
-def _misspelt(draw: Draw, name: str) -> str:
-    """Returns a flag with a letter added, or with one letter less."""
-    place = draw(st.integers(3, len(name) - 1))
-    return name[:place] + (name[place + 1 :] if draw(st.booleans()) else "x" + name[place:])
 
 
 def bad_value(draw: Draw, folder: pathlib.Path) -> Case:

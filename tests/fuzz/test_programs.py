@@ -58,27 +58,16 @@ def search(strategies, valid, tmp_path, every=True):
     return example
 
 
-@pytest.mark.parametrize("kind", ["flags", "meshes"])
-def test_malformed_flags_are_refused(kind, valid, tmp_path):
-    examples(6)(search(KINDS[kind], valid, tmp_path, every=False))()
-
-
-@pytest.mark.parametrize("kind", ["texts and records", "checkpoints"])
-def test_malformed_files_are_refused(kind, valid, tmp_path):
+@pytest.mark.parametrize("kind", ["flags", "meshes", "texts and records", "checkpoints"])
+def test_malformed_inputs_are_refused(kind, valid, tmp_path):
     examples(6)(search(KINDS[kind], valid, tmp_path, every=False))()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", ["flags", "meshes", "texts and records", "checkpoints", "tokenizers", "adapters"]
-)
-def test_inputs_are_refused_or_run(kind, valid, tmp_path):
-    examples(6)(search(KINDS[kind], valid, tmp_path))()
-
-
-@pytest.mark.slow
-def test_what_is_no_folder_for_a_run_is_refused(with_run, tmp_path):
-    examples(6)(search(KINDS["run folders"], with_run, tmp_path))()
+@pytest.mark.parametrize("kind", KINDS)
+def test_inputs_are_refused_or_run(kind, request, tmp_path):
+    inputs = request.getfixturevalue("with_run" if kind == "run folders" else "valid")
+    examples(6)(search(KINDS[kind], inputs, tmp_path))()
 
 
 @pytest.mark.slow

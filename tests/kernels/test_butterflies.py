@@ -24,7 +24,7 @@ def test_a_sum_of_bits_gives_the_other_number():
 
 
 @pytest.mark.slow
-def test_an_optimised_program_of_the_interpreter_agrees():
+def test_an_optimized_program_of_the_interpreter_agrees():
     # It computes some numbers twice, with different roundings.
     x, dy = jnp.asarray(normal(16, 128)), jnp.asarray(normal(16, 128, seed=1))
     codec = Quantized(4, levels="normal", rotate=True)

@@ -17,7 +17,6 @@ from actjax.formats.blockwise import blockwise_zeros
 from actjax.formats.code import QuantizeInputs
 from actjax.kernels.adam_8bit.api import adam_8bit
 from actjax.kernels.dequantize.api import dequantize
-from actjax.kernels.point_assignment.api import point_assignment
 from actjax.kernels.quantize.api import quantize
 from actjax.kernels.rms_norm_backward.api import rms_norm_backward
 from actjax.kernels.swiglu_backward.api import swiglu_backward
@@ -40,7 +39,6 @@ KERNELS = {
     "dequantize": (dequantize, (CODE,)),
     "swiglu_backward": (swiglu_backward, (CODE, CODE, X)),
     "rms_norm_backward": (rms_norm_backward, (CODE, X[0], X)),
-    "point_assignment": (point_assignment, (HALF, HALF[:2])),
     "adam_8bit": (
         functools.partial(adam_8bit, b1=0.9, b2=0.99, eps=1e-8),
         (X, MU, NU, np.ones(2, np.float32)),
@@ -68,7 +66,9 @@ REFUSED = [
     ),
 ]
 
-every = pytest.mark.parametrize("name", KERNELS)
+ARGUMENTS = {name: args for name, (_, args) in KERNELS.items()}
+IMPLEMENTATIONS = ("reference", "interpreted", "pallas")
+TRITON = "__gpu$xla.gpu.triton"
 
 
 def all_kernels(implementation, args):
@@ -77,22 +77,16 @@ def all_kernels(implementation, args):
     return {name: functions[name](*x, implementation=implementation) for name, x in args.items()}
 
 
-@functools.cache
-def results_of_definitions():
-    args = {name: args for name, (_, args) in KERNELS.items()}
-    return jax.jit(functools.partial(all_kernels, "reference"))(args)
-
-
 def uses_kernel(function, *args):
     """Returns whether the traced program contains a kernel, which is chosen where it is lowered."""
     return "actjax_kernel" in str(jax.make_jaxpr(function)(*args))
 
 
-def lowered(function, *args, platform="cuda"):
-    """Returns the text of a program, traced anew for a platform."""
+def lowered(function, *args):
+    """Returns the text of a program for a GPU, traced anew."""
     with gpu_named():
         traced = jax.jit(lambda *args: function(*args)).trace(*args)
-        return traced.lower(lowering_platforms=(platform,)).as_text()
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def assert_equal(got, want):
@@ -102,31 +96,18 @@ def assert_equal(got, want):
 # Names.
 
 
-@pytest.mark.parametrize("unknown", ["cuda", "", "Reference", 1, True])
-def test_an_unknown_implementation_is_named(unknown):
-    known = "('reference', 'pallas', 'interpreted', 'mosaic', 'triton', 'fastest')"
-    message = f"`implementation` must be None or one of {known}, got {unknown!r}."
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        dequantize(CODE, implementation=unknown)
-    within = actjax.kernels.use(unknown)
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"), within:
-        pass
-
-
 @pytest.mark.parametrize(
     ("name", "options", "args", "reason"), REFUSED, ids=[f"{r[0]} {r[-1]}" for r in REFUSED]
 )
-@pytest.mark.parametrize("implementation", ["pallas", "interpreted"])
-def test_an_implementation_that_refuses_says_why(name, options, args, reason, implementation):
+def test_an_implementation_that_refuses_says_why(name, options, args, reason):
     kernel = functools.partial(KERNELS[name][0], **options)
-    pattern = (
-        f"^`implementation` '{implementation}' of {name} .*{re.escape(reason)}: use 'reference'"
-    )
-    with pytest.raises(ValueError, match=pattern):
-        kernel(*args, implementation=implementation)
-    # As a preference, not an argument of the call, it falls back to the definition.
-    with actjax.kernels.use(implementation):
-        assert not uses_kernel(lambda *args: kernel(*args), *args)
+    for implementation in ("pallas", "interpreted"):
+        pattern = f"^`implementation` '{implementation}' of {name} .*{re.escape(reason)}: use"
+        with pytest.raises(ValueError, match=pattern):
+            kernel(*args, implementation=implementation)
+        # As a preference, not an argument of the call, it falls back to the definition.
+        with actjax.kernels.use(implementation):
+            assert not uses_kernel(lambda *args: kernel(*args), *args)
     assert "triton" not in lowered(kernel, *args)
 
 
@@ -141,56 +122,25 @@ def test_on_a_cpu_the_compiled_kernel_is_refused():
 # The choice.
 
 
-@every
-def test_by_default_the_device_decides(name):
-    function, args = KERNELS[name]
-    assert uses_kernel(lambda *args: function(*args), *args)
+def test_by_default_the_device_decides():
     # One traced program, lowered for all platforms.
     with gpu_named():
-        traced = jax.jit(lambda *args: function(*args)).trace(*args)
-    for platform in ("cpu", "cuda", "tpu"):
-        with gpu_named():
+        traced = jax.jit(lambda args: all_kernels(None, args)).trace(ARGUMENTS)
+        for platform, count in {"cpu": 0, "cuda": len(KERNELS), "tpu": 0}.items():
             text = traced.lower(lowering_platforms=(platform,)).as_text()
-        assert ("triton" in text) == (platform == "cuda"), platform
+            assert text.count(TRITON) == count, platform
 
 
-SLOWER = {
-    "point_assignment": (functools.partial(point_assignment, tolerance=0.9), (HALF, HALF[:2])),
-    "point_assignment, float32": (point_assignment, (X, X[:2])),
-}
-
-
-@pytest.mark.parametrize("name", SLOWER)
-def test_a_kernel_that_was_measured_to_be_slower_runs_only_where_it_is_asked_for(name):
-    function, args = SLOWER[name]
-    assert "triton" not in lowered(function, *args)
-    with actjax.kernels.use("pallas"):
-        assert "triton" in lowered(function, *args)
-
-
-@every
-def test_a_named_implementation_is_used(name):
-    function, args = KERNELS[name]
-    texts = {
-        implementation: lowered(functools.partial(function, implementation=implementation), *args)
-        for implementation in ("reference", "interpreted", "pallas")
-    }
-    assert [key for key, text in texts.items() if "triton" in text] == ["pallas"]
+def test_a_named_implementation_is_used():
+    run = {name: functools.partial(all_kernels, name) for name in (None, *IMPLEMENTATIONS)}
+    texts = {name: lowered(run[name], ARGUMENTS) for name in IMPLEMENTATIONS}
+    counts = [text.count(TRITON) for text in texts.values()]
+    assert counts == [0, 0, len(KERNELS)]
     assert texts["interpreted"] != texts["reference"]
     with actjax.kernels.use("interpreted"):
-        assert lowered(function, *args) == texts["interpreted"]
+        assert lowered(run[None], ARGUMENTS) == texts["interpreted"]
         # The argument of a call takes precedence.
-        reference = functools.partial(function, implementation="reference")
-        assert not uses_kernel(reference, *args)
-
-
-def test_on_a_cpu_the_default_is_the_reference():
-    if jax.default_backend() != "cpu":
-        pytest.skip("there is a GPU")
-    for name in ("quantize", "dequantize"):
-        function, args = KERNELS[name]
-        want = jax.jit(functools.partial(function, implementation="reference"))(*args)
-        assert_equal(jax.jit(lambda *args, f=function: f(*args))(*args), want)
+        assert not uses_kernel(run["reference"], ARGUMENTS)
 
 
 def test_a_function_is_compiled_again_for_another_implementation():
@@ -246,24 +196,17 @@ def placed(args):
 
 @pytest.mark.parametrize("implementation", [None, "interpreted"])
 def test_each_device_computes_a_kernel_for_its_tokens(implementation):
-    args = placed({name: args for name, (_, args) in KERNELS.items()})
+    args = placed(ARGUMENTS)
     with jax.set_mesh(four_devices()):
         program = jax.jit(functools.partial(all_kernels, implementation)).lower(args).compile()
     exchanged = bytes_by_kind(collectives(program.as_text()))
     # The gradient of the scale of a norm is a sum over tokens.
     assert exchanged.pop("all-reduce") == X[0].nbytes
     assert not any(exchanged.values())
-    got, want = program(args), results_of_definitions()
+    got, want = program(args), jax.jit(functools.partial(all_kernels, "reference"))(ARGUMENTS)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         # The sums are added up in another order.
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-
-
-@every
-def test_on_four_devices_a_gpu_runs_the_kernel(name):
-    function, args = KERNELS[name]
-    with jax.set_mesh(four_devices()):
-        assert uses_kernel(lambda *args: function(*args), *args)
 
 
 def test_features_are_split_where_groups_are_whole():
@@ -289,22 +232,32 @@ def test_random_numbers_are_those_of_the_place_in_the_whole_array():
     assert_equal(got, jax.jit(function)(X, seed))
 
 
-def test_in_a_shard_map_nothing_is_partitioned():
-    spec = PartitionSpec("data")
-    function, _ = KERNELS["quantize"]
-    with jax.set_mesh(four_devices()):
-        # Each device has its own part.
-        own = jax.shard_map(lambda x: function(x), in_specs=spec, out_specs=spec, check_vma=False)
-        assert uses_kernel(own, X)
-        got = jax.jit(own)(X)
+def test_kernels_run_on_each_device_of_a_mesh_but_not_on_arrays_that_xla_partitions():
+    for mesh in (four_devices(), jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))):
+        with jax.set_mesh(mesh):
+            for function, args in KERNELS.values():
+                assert uses_kernel(lambda *args, f=function: f(*args), *args)
+    mesh = jax.make_mesh((2,), ("tokens",), axis_types=(AxisType.Explicit,))
+    x = jax.device_put(X, NamedSharding(mesh, PartitionSpec("tokens")))
+    fun = jax.grad(lambda x: actjax.rms_norm(x, np.ones(32, "float32"), codec=CODEC).sum())
+    assert not uses_kernel(fun, x)
+    assert jax.jit(fun)(x).shape == x.shape
+
+
+def test_a_shard_map_partitions_nothing_and_with_check_vma_uses_the_definition():
+    spec, (function, _) = PartitionSpec("data"), KERNELS["quantize"]
     # Rows do not depend on each other.
-    assert_equal(got, jax.jit(functools.partial(function, implementation="reference"))(X))
-
-
-def test_a_mesh_of_one_device_partitions_nothing():
-    function, args = KERNELS["dequantize"]
-    with jax.set_mesh(jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))):
-        assert uses_kernel(lambda *args: function(*args), *args)
+    want = jax.jit(functools.partial(function, implementation="reference"))(X)
+    for checks in (True, False):
+        each = jax.shard_map(
+            lambda x: function(x),
+            mesh=four_devices(),
+            in_specs=spec,
+            out_specs=spec,
+            check_vma=checks,
+        )
+        assert uses_kernel(each, X) != checks
+        assert_equal(jax.jit(each)(X), want)
 
 
 # Transformations.
@@ -335,8 +288,7 @@ def test_derivatives_are_those_of_the_definition():
     for got in computed.values():
         # All but the first sum numbers in another order.
         for rtol, a, b in zip((0, 16 * TINY, 16 * TINY), got, want, strict=True):
-            close = functools.partial(np.testing.assert_allclose, rtol=rtol)
-            jax.tree.map(close, a, b)
+            jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=rtol), a, b)
 
 
 def test_outlier_channels_pass_derivatives_on():
@@ -354,41 +306,17 @@ def test_outlier_channels_pass_derivatives_on():
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("implementation", [None, "interpreted"])
-def test_vmap_equals_one_call_each(implementation):
+def test_vmap_equals_one_call_each():
     @jax.jit
     def mapped_and_alone(values, scale, dy):
-        call = functools.partial(rms_norm_backward, implementation=implementation)
-        alone = [call(x, scale, dy) for x in values]
-        return jax.vmap(call, in_axes=(0, None, None))(values, scale, dy), alone
+        results = []
+        for implementation in (None, "interpreted"):
+            call = functools.partial(rms_norm_backward, implementation=implementation)
+            alone = jax.lax.map(lambda x, call=call: call(x, scale, dy), values)
+            results.append((jax.vmap(call, in_axes=(0, None, None))(values, scale, dy), alone))
+        return results
 
-    mapped, alone = mapped_and_alone(np.stack([X + i for i in range(3)]), X[0], X)
-    for i, want in enumerate(alone):
+    for mapped, alone in mapped_and_alone(np.stack([X + i for i in range(3)]), X[0], X):
         # Sums of 32 numbers and of 4, in another order.
         close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
-        jax.tree.map(lambda a, b, i=i, close=close: close(a[i], b), mapped, want)
-
-
-def test_explicitly_sharded_arrays_are_left_to_xla():
-    mesh = jax.make_mesh((2,), ("tokens",), axis_types=(jax.sharding.AxisType.Explicit,))
-    x = jax.device_put(
-        jnp.ones((4, 128)), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("tokens"))
-    )
-    fun = jax.grad(lambda x: actjax.rms_norm(x, jnp.ones(128), codec=actjax.Quantized(4)).sum())
-    assert not uses_kernel(fun, x)
-    assert jax.jit(fun)(x).shape == x.shape
-
-
-def test_a_shard_map_with_check_vma_uses_the_definition():
-    mesh = jax.make_mesh((2,), ("tokens",), axis_types=(jax.sharding.AxisType.Auto,))
-    by_tokens = jax.sharding.PartitionSpec("tokens")
-    x = jax.random.normal(jax.random.key(0), (4, 128))
-    results = []
-    for checks in (True, False):
-        run = jax.shard_map(
-            lambda x: actjax.Quantized(4).decode(actjax.Quantized(4).encode(x)),
-            mesh=mesh, in_specs=by_tokens, out_specs=by_tokens, check_vma=checks,
-        )  # fmt: skip
-        assert uses_kernel(run, x) != checks
-        results.append(jax.jit(run)(x))
-    assert (results[0] == results[1]).all()
+        jax.tree.map(close, mapped, alone)
