@@ -17,6 +17,7 @@ from ops.helpers import (
     KEY,
     assert_close,
     assert_equal,
+    assert_gradients_are_differences,
     compiled_temporaries,
     normal,
     pullback,
@@ -90,6 +91,40 @@ def test_value_is_exact_and_gradients_are_those_at_the_decoded_inputs(name, x64)
     assert_close(jax.tree.map(lambda x: x / 2, of_others), want_of_others, 1e-11, 1e-12)
 
 
+TOKENWISE = [name for name in CASES if not name.startswith(("attention", "conv"))]
+LEADS = {
+    "one token": (lambda x: x[0, 0], lambda x: x[None, None], lambda x: x[:1, :1]),
+    "three axes": (lambda x: x[None], lambda x: x[0], lambda x: x),
+}
+"""Changes of the leading axes, their inverses, and the same tokens with two leading axes."""
+
+
+def test_any_number_of_leading_axes(x64):
+    arguments = {name: CASES[name].arguments() for name in TOKENWISE}
+
+    @jax.jit
+    def run(arguments):
+        results = {}
+        for name, (inputs, others) in arguments.items():
+            call = functools.partial(CASES[name].call, codec=NEAREST)
+            for lead, (change, _, _) in LEADS.items():
+                y, pull = jax.vjp(call, jax.tree.map(change, inputs), others)
+                results[f"{name}, {lead}"] = y, pull(jax.tree.map(jnp.cos, y))
+            results[name] = CASES[name].decoded((NEAREST,) * len(inputs), inputs)
+        return results
+
+    results = run(arguments)
+    for name, (inputs, others) in arguments.items():
+        case = CASES[name]
+        for lead, (_, back, part) in LEADS.items():
+            y, (dxs, dothers) = results[f"{name}, {lead}"]
+            y, dxs = wide(jax.tree.map(back, (y, dxs)))
+            exact, hats = wide(jax.tree.map(part, (inputs, results[name])))
+            want = case.vjp(hats, wide(others), jax.tree.map(np.cos, y))
+            assert_close(y, case.oracle(exact, wide(others)), 1e-11, 1e-12)
+            assert_close((dxs, dothers), want, 1e-11, 1e-12)
+
+
 @every_case
 def test_gradients_are_differences_of_values(name):
     # Of the oracle, whose values and gradients are those of the operator.
@@ -108,6 +143,32 @@ def test_gradients_are_differences_of_values(name):
             sides.append(sum(np.vdot(y, g) for y, g in pairs))
         slope = (sides[0] - sides[1]) / (2 * step)
         np.testing.assert_allclose(np.vdot(gradient, direction), slope, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu, erf", "layer_norm", "conv"])
+def test_second_derivatives_without_a_codec_are_differences_of_gradients(name, x64):
+    (x,), others = CASES[name].arguments()
+
+    def slope(x, *others):
+        loss = lambda x: jnp.sum(CASES[name].call((x,), others) ** 3)  # noqa: E731
+        return jax.grad(loss)(x)
+
+    assert_gradients_are_differences(slope, x, *others)
+
+
+@every_case
+def test_second_derivatives_of_codes_are_refused(name):
+    case = CASES[name]
+    inputs, others = case.arguments()
+
+    def slope(inputs, others):
+        loss = lambda inputs: sum(  # noqa: E731
+            jnp.sum(y**3) for y in jax.tree.leaves(case.call(inputs, others, codec=NEAREST))
+        )
+        return jax.grad(loss)(inputs)
+
+    with pytest.raises(NotImplementedError, match="no derivative"):
+        jax.eval_shape(jax.jacobian(slope), inputs, others)
 
 
 @every_case
