@@ -129,16 +129,16 @@ def test_a_weight_has_the_gradient_at_the_decoded_tokens():
 def test_gradients_of_examples_and_models_of_an_ensemble():
     floats, static = eqx.partition(coded.replace(MODEL, Q8), eqx.is_inexact_array)
 
-    def one(floats, x):
+    def loss_of_example(floats, x):
         return loss(eqx.combine(floats, static), x[None])
 
-    over_examples = jax.jit(jax.vmap(jax.grad(one), (None, 0)))
+    over_examples = jax.jit(jax.vmap(jax.grad(loss_of_example), (None, 0)))
     each = over_examples(floats, X)
     # Groups are of a token, so a code of three examples is that of each.
     assert_same(jax.tree.map(lambda g: g.mean(0), each), gradient(eqx.combine(floats, static)))
     larger = jax.tree.map(lambda w: np.asarray(w) * np.float32(1.5), floats)
     two = jax.tree.map(lambda *w: np.stack(w), floats, larger)
-    got = jax.jit(jax.vmap(jax.grad(one), (0, None)))(two, X[0])
+    got = jax.jit(jax.vmap(jax.grad(loss_of_example), (0, None)))(two, X[0])
     wants = [
         jax.tree.map(lambda g: g[0], gradients) for gradients in (each, over_examples(larger, X))
     ]
@@ -151,8 +151,8 @@ def test_under_scan_checkpoint_and_a_mesh():
     def run(layers, x):
         floats, static = eqx.partition(layers, eqx.is_array)
 
-        def body(x, own):
-            return jnp.tanh(jax.vmap(jax.vmap(eqx.combine(own, static)))(x)), None
+        def body(x, layer):
+            return jnp.tanh(jax.vmap(jax.vmap(eqx.combine(layer, static)))(x)), None
 
         return jnp.sum(jax.lax.scan(jax.checkpoint(body), x, floats)[0] ** 2)
 
@@ -178,8 +178,8 @@ def test_a_scanned_stack_stores_no_weight():
         floats, static = eqx.partition(layers, eqx.is_inexact_array)
 
         def run(floats):
-            def body(x, own):
-                return jnp.tanh(jax.vmap(eqx.combine(own, static))(x)), None
+            def body(x, layer):
+                return jnp.tanh(jax.vmap(eqx.combine(layer, static))(x)), None
 
             return jnp.sum(jax.lax.scan(body, normal(0, 32, 64), floats)[0] ** 2)
 
@@ -227,8 +227,8 @@ def test_layers_in_bfloat16_and_norms_over_several_axes():
     (got, want), of_norms = run(x, X[0])
     assert got.dtype == want.dtype == jnp.float32
     assert_same(got, want)
-    for (whole, free_got), (want_whole, free_want) in of_norms:
-        assert_same(whole, want_whole)
+    for (over_axes, free_got), (want_over_axes, free_want) in of_norms:
+        assert_same(over_axes, want_over_axes)
         assert free_got.dtype == jnp.bfloat16
         assert_same(free_got, free_want, rtol=2**-7)
 

@@ -1,4 +1,4 @@
-"""The table of operators that `test_contract.py` tests, each with its oracle in NumPy float64.
+"""The operators that `test_contract.py` tests, each with its oracle in NumPy float64.
 
 A new operator that stores codes is one entry here.
 """
@@ -87,6 +87,8 @@ class Case:
 def of_weights(name: str, operator: Operator) -> Case:
     """Returns the case of an operator that ends in products with weights."""
     outputs = 3, 1, 4
+    # The case of attention alone has the blockwise form.
+    fixed = {"implementation": "dense"} if name == "attention" else {}
     codecs = (DRAWN,) if name == "linear" else MIXED[name]
     labels = {"swiglu": ("mine gate", "mine up"), "attention": ("mine q", "mine k", "mine v")}
 
@@ -111,7 +113,9 @@ def of_weights(name: str, operator: Operator) -> Case:
         return dxs, (dscale, dws, dbs)
 
     return Case(
-        lambda xs, rest, **options: operator.call(xs, rest[0], rest[1], bias=rest[2], **options),
+        lambda xs, others, **options: operator.call(
+            xs, others[0], others[1], bias=others[2], **fixed, **options
+        ),
         oracle,
         vjp,
         operator.shapes,

@@ -143,7 +143,7 @@ def decoded(name: str, activations: Any, codec: Any, key: jax.Array = KEY) -> tu
     if name == "linear":  # With a single input its key is not folded.
         return (codec.decode(codec.encode(*activations, key)),)
     hats = []
-    for i, (x, one) in enumerate(zip(activations, OPERATORS[name].codecs(codec), strict=True)):
-        code = one.encode(merged(x), jax.random.fold_in(key, i))
-        hats.append(one.decode(code).reshape(x.shape))
+    for i, (x, c) in enumerate(zip(activations, OPERATORS[name].codecs(codec), strict=True)):
+        code = c.encode(merged(x), jax.random.fold_in(key, i))
+        hats.append(c.decode(code).reshape(x.shape))
     return tuple(hats)

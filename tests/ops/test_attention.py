@@ -102,8 +102,8 @@ def test_with_a_codec_bfloat16_accumulates_in_float32():
 
 def test_equal_scores_give_the_mean_of_all_values():
     # The weights are 1 / 2048: sums of them in bfloat16 would stop at 256 / 2048.
-    zeros, threes, one = (np.full((1, 2048, 1, 1), x, jnp.bfloat16) for x in (0, 3, 1))
-    out, _, _, dv = run(zeros, zeros, threes, one, causal=False)
+    zeros, threes, ones = (np.full((1, 2048, 1, 1), x, jnp.bfloat16) for x in (0, 3, 1))
+    out, _, _, dv = run(zeros, zeros, threes, ones, causal=False)
     np.testing.assert_array_equal(np.float32(out), 3)
     np.testing.assert_array_equal(np.float32(dv), 1)
 

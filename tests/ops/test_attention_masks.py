@@ -61,7 +61,7 @@ def test_heads_are_normalised_before_they_are_rotated(x64):
 
     @jax.jit
     def run(q, k, v, q_scale, k_scale, dout):
-        found = []
+        results = []
         for form in FORMS.values():
 
             def fun(q, k, v, q_scale, k_scale, form=form):
@@ -69,8 +69,8 @@ def test_heads_are_normalised_before_they_are_rotated(x64):
                 return attention(q, k, v, rope=tables(7, 4), norm=norm, **form)
 
             out, pullback = jax.vjp(fun, q, k, v, q_scale, k_scale)
-            found.append((out, *pullback(dout)))
-        return found
+            results.append((out, *pullback(dout)))
+        return results
 
     normal = [oracles.rms_norm(x, scale, 1e-5) for x, scale in zip((q, k), scales, strict=True)]
     out, dq, dk, dv = rotated_oracle(*normal, v, dout)

@@ -106,15 +106,15 @@ def test_the_value_is_that_of_jax_bit_for_bit_with_any_codec():
     @jax.jit
     def run(x, w):
         plain = jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
-        found = []
+        values = []
         for codec in codecs:
             fun = functools.partial(conv, codec=codec, key=KEY)
-            found += [fun(x, w), jax.vjp(fun, x, w)[0]]
-        return plain, found
+            values += [fun(x, w), jax.vjp(fun, x, w)[0]]
+        return plain, values
 
     for dtype in ("float32", "bfloat16"):
-        plain, found = run(normal(0, *shape, dtype=dtype), normal(1, *window, dtype=dtype))
-        for z in found:
+        plain, values = run(normal(0, *shape, dtype=dtype), normal(1, *window, dtype=dtype))
+        for z in values:
             assert z.dtype == dtype
             np.testing.assert_array_equal(z, plain)
 
@@ -148,10 +148,10 @@ def test_the_weight_gradient_is_unbiased_if_the_codec_is(x64):
         return jax.vmap(sample)(jax.random.split(KEY, count))
 
     exact = oracles.conv_vjp(x, w, dz, *settings)[1]
-    found = np.asarray(samples(DITHER))
-    standard_error = found.std(0) / np.sqrt(count)
+    drawn = np.asarray(samples(DITHER))
+    standard_error = drawn.std(0) / np.sqrt(count)
     assert standard_error.min() > 0  # Each key draws other numbers.
-    assert np.all(np.abs(found.mean(0) - exact) <= 5 * standard_error)
+    assert np.all(np.abs(drawn.mean(0) - exact) <= 5 * standard_error)
 
 
 # Precision.
@@ -243,7 +243,7 @@ def test_vmap_over_weights_and_keys():
     mapped, looped = jax.jit(
         lambda ws, keys: (
             jax.vmap(gradients)(ws, keys),
-            jax.lax.map(lambda one: gradients(*one), (ws, keys)),
+            jax.lax.map(lambda pair: gradients(*pair), (ws, keys)),
         )
     )(ws, keys)
     assert_close(mapped, looped, 1e-5, 1e-5)  # Float32.
@@ -255,8 +255,8 @@ def test_weights_may_be_nnx_variables_and_are_dense_in_value_and_grad():
     @jax.jit
     def run(x, w):
         loss = lambda w: jnp.sum(jnp.sin(conv(x, w, codec=Spanned(2), key=KEY)))  # noqa: E731
-        found = conv(x, nnx.Param(w)), conv(x, w)
-        return found, value_and_grad(loss)(w), jax.value_and_grad(loss)(w)
+        both = conv(x, nnx.Param(w)), conv(x, w)
+        return both, value_and_grad(loss)(w), jax.value_and_grad(loss)(w)
 
     (variable, array), ours, plain = run(x, w)
     np.testing.assert_array_equal(variable, array)
