@@ -25,97 +25,68 @@ import actjax
 from actjax import Exact, LowRank, RandomProjection
 
 ADVICE = "give the operator codec=Exact(), or differentiate with jax.value_and_grad."
-
-
 FOREIGN = (
     "the weight `layer.w` has a factored gradient, so only actjax's linear operators may read it,"
     " but `{}` does too: " + ADVICE
 )
-
-
 TWICE = (
     "the weight `layer.w` is read by 2 linear operators, whose factors cannot be added: " + ADVICE
 )
-
-
 OFTEN = (
     "the weight `layer.w` is read with a factored codec {} times, in a loop that does not slice it"
     " or under a vmap that does not map it, and the factors cannot be added: pass all tokens to the"
     " operator at once, or " + ADVICE
 )
-
-
-SITUATIONS = {
-    "two operators": (
-        lambda w, c: total(project(XS[0], w, c), project(XS[1], w, c)),
-        TWICE,
+TWO_OPERATORS = {
+    "two operators": lambda w, c: (project(XS[0], w, c), project(XS[1], w, c)),
+    "the second exact": lambda w, c: (project(XS[0], w, c), project(XS[1], w, Exact())),
+    "the first exact": lambda w, c: (project(XS[0], w, Exact()), project(XS[1], w, c)),
+    "one of them in a scan": lambda w, c: (
+        project(XS[0], w, c), jax.lax.map(lambda x: project(x, w, c), XS)
     ),
-    "two operators, the second exact": (
-        lambda w, c: total(project(XS[0], w, c), project(XS[1], w, Exact())),
-        TWICE,
-    ),
-    "two operators, the first exact": (
-        lambda w, c: total(project(XS[0], w, Exact()), project(XS[1], w, c)),
-        TWICE,
-    ),
-    "two operators, one of them in a scan": (
-        lambda w, c: total(project(XS[0], w, c), jax.lax.map(lambda x: project(x, w, c), XS)),
-        TWICE,
-    ),
-    "two operators, in jitted functions": (
-        lambda w, c: total(*(jax.jit(project, static_argnums=2)(x, w, c) for x in XS[:2])),
-        TWICE,
-    ),
-    "twice in one operator": (lambda w, c: total(*project(XS[0], (w, w), c)), TWICE),
-    "a sum": (
-        lambda w, c: total(project(XS[0], w, c)) + w.sum(),
-        FOREIGN.format("reduce_sum"),
-    ),
-    "a power": (
-        lambda w, c: total(project(XS[0], w, c), w**2),
-        FOREIGN.format("__POWER__"),
-    ),
-    "a product": (
-        lambda w, c: total(project(XS[0], w, c), jnp.dot(XS[1], w)),
-        FOREIGN.format("dot_general"),
-    ),
-    "a transpose": (
-        lambda w, c: total(project(XS[0], w, c), w.T),
-        FOREIGN.format("transpose"),
-    ),
-    "a slice": (
-        lambda w, c: total(project(XS[0], w, c), w[:1]),
-        FOREIGN.format("__SLICE__"),
-    ),
-    "another operator of actjax": (
-        lambda w, c: total(project(XS[0], w, c), actjax.swiglu(w, 2 * w)),
-        FOREIGN.format("__SWIGLU__"),
-    ),
-    "no gradient": (
-        lambda w, c: total(project(XS[0], w, c), jax.lax.stop_gradient(w)),
-        FOREIGN.format("stop_gradient"),
-    ),
-    "a scan that does not slice it": (
-        lambda w, c: total(jax.lax.map(lambda x: project(x, w, c), XS)),
-        OFTEN.format(4),
-    ),
-    "a carry": (
-        lambda w, c: total(jax.lax.scan(lambda w, x: (w, project(x, w, c)), w, XS)[1]),
-        OFTEN.format(4),
-    ),
-    "a loop": (
-        lambda w, c: total(
-            jax.lax.fori_loop(0, 3, lambda _, x: x + project(x, w, c)[:, :1], jnp.asarray(XS[0]))
-        ),
-        OFTEN.format(3),
-    ),
-    "a vmap that does not map it": (
-        lambda w, c: total(jax.vmap(lambda x: project(x, w, c))(jnp.asarray(XS))),
-        OFTEN.format(4),
-    ),
+    "in jitted functions": lambda w, c: [
+        jax.jit(project, static_argnums=2)(x, w, c) for x in XS[:2]
+    ],
+    "twice in one operator": lambda w, c: project(XS[0], (w, w), c),
+}  # fmt: skip
+OTHER_READERS = {
+    "a sum": (lambda w: w.sum(), "reduce_sum"),
+    "a power": (lambda w: w**2, "__POWER__"),
+    "a product": (lambda w: jnp.dot(XS[1], w), "dot_general"),
+    "a transpose": (lambda w: w.T, "transpose"),
+    "a slice": (lambda w: w[:1], "__SLICE__"),
+    "another operator of actjax": (lambda w: actjax.swiglu(w, 2 * w), "__SWIGLU__"),
+    "no gradient": (jax.lax.stop_gradient, "stop_gradient"),
 }
+"""What reads a weight besides an operator, and the primitive that the error names."""
 
 
+def in_a_loop(w, c):
+    add = lambda _, x: x + project(x, w, c)[:, :1]  # noqa: E731
+    return jax.lax.fori_loop(0, 3, add, jnp.asarray(XS[0]))
+
+
+REPEATED = {
+    "a scan that does not slice it": (lambda w, c: jax.lax.map(lambda x: project(x, w, c), XS), 4),
+    "a carry": (lambda w, c: jax.lax.scan(lambda w, x: (w, project(x, w, c)), w, XS)[1], 4),
+    "a loop": (in_a_loop, 3),
+    "a vmap that does not map it": (
+        lambda w, c: jax.vmap(lambda x: project(x, w, c))(jnp.asarray(XS)), 4
+    ),
+}  # fmt: skip
+"""What reads a weight repeatedly, and how often."""
+SITUATIONS = {
+    **{name: (lambda w, c, f=f: total(*f(w, c)), TWICE) for name, f in TWO_OPERATORS.items()},
+    **{
+        name: (lambda w, c, f=f: total(project(XS[0], w, c), f(w)), FOREIGN.format(primitive))
+        for name, (f, primitive) in OTHER_READERS.items()
+    },
+    **{
+        name: (lambda w, c, f=f: total(f(w, c)), OFTEN.format(times))
+        for name, (f, times) in REPEATED.items()
+    },
+}
+"""From a weight and a codec to a scalar, and the error that a factored codec raises."""
 PARAMS = {"layer": {"w": normal(1, 8, 5)}}
 
 
@@ -190,23 +161,21 @@ def casted(call):
     )
 
 
+def between(first, second):
+    """Returns a function that reads weights in one of two branches."""
+
+    def fun(params, pred):
+        branches = (lambda: project(XS[0], *first(params)), lambda: project(XS[1], *second(params)))
+        return total(jax.lax.cond(pred, *branches))
+
+    return fun
+
+
 HARD = {
-    "cond between operators of two weights": lambda p, pred: total(
-        jax.lax.cond(pred, lambda: project(XS[0], p["a"]), lambda: project(XS[1], p["b"]))
-    ),
-    "cond between operators of two weights, one exact": lambda p, pred: total(
-        jax.lax.cond(pred, lambda: project(XS[0], p["a"], Exact()), lambda: project(XS[1], p["b"]))
-    ),
-    "cond between codecs": lambda p, pred: total(
-        jax.lax.cond(pred, lambda: project(XS[0], p["a"], Exact()), lambda: project(XS[1], p["a"]))
-    ),
-    "cond between ranks": lambda p, pred: total(
-        jax.lax.cond(
-            pred,
-            lambda: project(XS[0], p["a"], RandomProjection(2)),
-            lambda: project(XS[1], p["a"]),
-        )
-    ),
+    "cond of two weights": between(lambda p: (p["a"],), lambda p: (p["b"],)),
+    "cond of two weights, one exact": between(lambda p: (p["a"], Exact()), lambda p: (p["b"],)),
+    "cond of codecs": between(lambda p: (p["a"], Exact()), lambda p: (p["a"],)),
+    "cond of ranks": between(lambda p: (p["a"], RandomProjection(2)), lambda p: (p["a"],)),
     "cast in a jitted function": casted(jax.jit),
     "cast in a checkpoint": casted(jax.checkpoint),
     "vmap over another axis": lambda p, _: total(

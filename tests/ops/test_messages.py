@@ -47,7 +47,6 @@ def integers(*shape):
 
 
 X, W, WT, W7, S = ones(6, 8), ones(8, 5), ones(5, 8), ones(7, 5), ones(8)
-INTEGERS = integers(6, 8)
 Q, K = ones(2, 5, 4, 2), ones(2, 5, 2, 2)
 IMAGE, WINDOW = ones(2, 5, 4, 6), ones(3, 2, 6, 4)
 TABLE, IDS = ones(7, 3), np.arange(4, dtype=np.int32)
@@ -96,7 +95,24 @@ CODEC_VALUES = [
     row(swiglu, NO_KEY + "None", codec=DITHER, key=(KEY, None)),
     row(attention_linear, NO_KEY + "None", codec=DITHER, key=(KEY, None, KEY)),
 ]  # fmt: skip
+NAMES = {
+    **dict.fromkeys((linear, conv), "x w"), norm_linear: "x _ w", gelu_linear: "x w",
+    rms_norm: "x _", layer_norm: "x scale bias", gelu: "x", swiglu_linear: "gate up w",
+    swiglu: "gate up", attention_linear: "q k v w", attention: "q k v",
+}  # fmt: skip
+"""Names of the arguments, or _ where an integer is allowed."""
+
+
+def with_integers(operator, position):
+    """Returns a call with integers as an argument."""
+    arguments = list(CALLS[operator])
+    arguments[position] = integers(*arguments[position].shape)
+    return functools.partial(operator, *arguments)
+
+
 CODEC_TYPES = [
+    *((with_integers(operator, i), f"`{name}` {FLOATS}: cast it")
+      for operator, names in NAMES.items() for i, name in enumerate(names.split()) if name != "_"),
     *(row(operator, CLASS, codec=Exact) for operator in CALLS),
     *(row(operator, f"{CODEC}{codec!r}", codec=codec)
       for operator in CALLS for codec in ("exact", None)),
@@ -216,29 +232,14 @@ VALUE_ERRORS = [
      "`hidden` must hold at least one token"),
 ]  # fmt: skip
 TYPE_ERRORS = [
-    (lambda: linear(INTEGERS, W), f"`x` {FLOATS}: cast it"),
     (lambda: linear([1.0], W), "got list"),
     (lambda: linear(X, 3.0), "`w` must be a floating point array"),
-    (lambda: linear(X, integers(8, 4)), "`w` must be a floating point array"),
     (lambda: linear(X, ones(8, 4, dtype="float8_e4m3fn")), "`w` must be a floating point array"),
     (lambda: linear(X, W, bias=3), "`bias` must be a floating point array, got int"),
     (lambda: linear(X, (W, W), bias=(None, integers(5))), f"`bias[1]` {FLOATS}"),
-    (lambda: norm_linear(INTEGERS, S, W), f"`x` {FLOATS}"),
-    (lambda: swiglu_linear(X, INTEGERS, W), "`up` must be a floating point"),
-    (lambda: gelu_linear(INTEGERS, W), "`x` must be a floating point"),
-    *((lambda i=i: attention(*(integers(*x.shape) if i == j else x for j, x in enumerate((Q, K, K)))
-                             ), f"`{'qkv'[i]}` {FLOATS}") for i in range(3)),
     (lambda: rope(integers(2, 5, 3, 6), *tables(5, 6)), f"`x` {FLOATS}"),
-    (lambda: rms_norm(INTEGERS, S), f"`x` {FLOATS}"),
-    (lambda: layer_norm(X, integers(8), S), f"`scale` {FLOATS}"),
     (lambda: layer_norm(X, S, 0.0), "`bias` must be a floating point array, got float"),
-    (lambda: layer_norm(INTEGERS, S, S), f"`x` {FLOATS}"),
-    (lambda: swiglu(INTEGERS, X), "`gate` must be a floating point array"),
-    (lambda: swiglu(X, INTEGERS), "`up` must be a floating point array"),
-    (lambda: gelu(INTEGERS), f"`x` {FLOATS}: cast it"),
     (lambda: gelu(1.0), "`x` must be a floating point array, got float"),
-    (lambda: conv(integers(2, 5, 4, 6), WINDOW), f"`x` {FLOATS}"),
-    (lambda: conv(IMAGE, integers(3, 2, 6, 4)), f"`w` {FLOATS}"),
     (lambda: conv(IMAGE, FrozenWeight(WINDOW)),
      "`w` must be an array, got FrozenWeight: only linear operators take such a weight."),
     (lambda: embedding(TABLE, ones(4)),
