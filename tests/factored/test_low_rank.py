@@ -306,16 +306,6 @@ def test_it_is_a_pytree_of_two_arrays_and_a_static_name():
     assert hash(a) is not None
 
 
-def test_vmap_maps_over_a_stack(x64):
-    a, b = (factored(i, lead=(4,), dtype="float64") for i in range(2))
-    combine = lambda a, b: (a.norm(), a.vdot(b), a - 2 * b)  # noqa: E731
-    mapped, want = jax.jit(lambda a, b: (jax.vmap(combine)(a, b), combine(a, b)))(a, b)
-    np.testing.assert_allclose(mapped[0], want[0], rtol=1e-14)
-    np.testing.assert_allclose(np.sum(mapped[1]), want[1], rtol=1e-13)
-    assert mapped[2].shape == (4, 6, 5)
-    jax.tree.map(np.testing.assert_array_equal, mapped[2], want[2])
-
-
 def test_scan_slices_a_stack_and_carries_a_sum(x64):
     shared = factored(dtype="float64", basis_name="p")
     rights = factored(1, lead=(4,), dtype="float64").right

@@ -69,7 +69,6 @@ class Same(Codec):
 
 FORMS = {
     "blockwise": {"implementation": "blockwise"},
-    "recomputed": {"implementation": "blockwise", "recompute": True},
     "dense": {"implementation": "dense"},
     "coded": {"implementation": "blockwise", "codec": Same()},
 }

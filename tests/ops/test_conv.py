@@ -230,25 +230,6 @@ def test_positions_are_joined_where_channels_are_few():
     assert held - 4 * 3 * 3 * 3 * 4 == groups * (bits // 8 + 2 * 2)
 
 
-# Transformations.
-
-
-def test_vmap_over_weights_and_keys():
-    x, ws, keys = normal(0, 2, 5, 4), normal(1, 3, 2, 4, 3), jax.random.split(KEY, 3)
-
-    def gradients(w, key):
-        fun = lambda x, w: jnp.sum(jnp.sin(conv(x, w, codec=DITHER, key=key)))  # noqa: E731
-        return jax.grad(fun, (0, 1))(x, w)
-
-    mapped, looped = jax.jit(
-        lambda ws, keys: (
-            jax.vmap(gradients)(ws, keys),
-            jax.lax.map(lambda pair: gradients(*pair), (ws, keys)),
-        )
-    )(ws, keys)
-    assert_close(mapped, looped, 1e-5, 1e-5)  # Float32.
-
-
 def test_weights_may_be_nnx_variables_and_are_dense_in_value_and_grad():
     x, w = normal(0, 2, 5, 4), normal(1, 2, 4, 3)
 

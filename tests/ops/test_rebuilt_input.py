@@ -200,31 +200,6 @@ def test_a_barrier_keeps_the_two_passes_apart():
         assert "optimization_barrier" in str(jax.make_jaxpr(jax.grad(fun))(*arguments))
 
 
-# Transformations.
-
-
-def test_scan_over_stacked_layers(x64):
-    params, x = block_params(LAYERS), normal(50, BATCH, LENGTH, 8)
-
-    @jax.jit
-    def run(params, x):
-        got = jax.grad(functools.partial(scanned, codec=NEAREST), (0, 1))(params, x)
-        # Layer by layer, and backwards again.
-        layers = [{name: p[i] for name, p in params.items()} for i in range(LAYERS)]
-        y, pullbacks = x, []
-        for layer in layers:
-            y, pull = jax.vjp(lambda p, x: block(x, p, NEAREST, KEYS), layer, y)
-            pullbacks.append(pull)
-        dy, grads = jnp.cos(y), []
-        for pull in reversed(pullbacks):
-            grad, dy = pull(dy)
-            grads.insert(0, grad)
-        return got, (jax.tree.map(lambda *g: jnp.stack(g), *grads), dy)
-
-    # Two layers in another order of operations. No number lies so near the middle of two levels.
-    assert_close(*run(params, x), 1e-10, 1e-10)
-
-
 # Subspaces.
 
 
