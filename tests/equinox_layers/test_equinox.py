@@ -246,7 +246,7 @@ def test_wrong_arguments():
         (lambda: coded.replace(MODEL, {"no such layer": Q8}),
          "fit no layer of the model that is equinox.nn.Linear"),
         (lambda: layer(X[0, 0]), "key"),
-        # Of 32 tokens Equinox computes `weight @ x`, which is another product.
+        # For 32 tokens Equinox computes `weight @ x`, which is another product.
         (lambda: layer(np.ones((32, 32)), key=KEY), "must be one token, [32], got [32, 32]"),
         *((lambda norm=norm: norm(32)(X), "shape") for norm in (coded.LayerNorm, coded.RMSNorm)),
     ])  # fmt: skip

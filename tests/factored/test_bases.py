@@ -244,7 +244,7 @@ def test_a_weight_with_a_basis_must_be_read_by_one_operator_only():
         actjax.value_and_grad(fun, bases={"w": normal(0, 8, 3)})({"w": normal(1, 8, 5)})
 
 
-# What is stored.
+# Memory.
 
 
 def basis_row(name, codec, shape, runs=(), bits=16, rank=3) -> Residual:

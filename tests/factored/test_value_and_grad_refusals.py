@@ -58,7 +58,7 @@ OTHER_READERS = {
     "another operator of actjax": (lambda w: actjax.swiglu(w, 2 * w), "__SWIGLU__"),
     "no gradient": (jax.lax.stop_gradient, "stop_gradient"),
 }
-"""What reads a weight besides an operator, and the primitive that the error names."""
+"""Other readers of the weight, and the primitive that the error names."""
 
 
 def in_a_loop(w, c):
@@ -74,7 +74,7 @@ REPEATED = {
         lambda w, c: jax.vmap(lambda x: project(x, w, c))(jnp.asarray(XS)), 4
     ),
 }  # fmt: skip
-"""What reads a weight repeatedly, and how often."""
+"""Repeated reads of the weight, and their number."""
 SITUATIONS = {
     **{name: (lambda w, c, f=f: total(*f(w, c)), TWICE) for name, f in TWO_OPERATORS.items()},
     **{

@@ -28,7 +28,7 @@ NEAREST = Coarse()
 DRAWN = CoarseRandom()
 BATCH, LENGTH, HEADS, KV_HEADS, SIZE = 2, 5, 4, 2, 2
 WIDTH = HEADS * SIZE
-"""Features of the linear input, and of everything that is normalised or gated."""
+"""Features of the linear input, and of everything that is normalized or gated."""
 EPS = 1e-6
 
 

@@ -54,7 +54,7 @@ def test_documents_that_share_a_sequence_see_only_themselves(ends, forms, x64):
             assert_close([np.asarray(x)[:, start:end] for x in got], list(alone), 1e-11, 1e-13)
 
 
-def test_heads_are_normalised_before_they_are_rotated(x64):
+def test_heads_are_normalized_before_they_are_rotated(x64):
     q, k, v, dout = problem(2, 7, 4, 2, 4)
     rng = np.random.default_rng(0)
     scales = tuple(rng.standard_normal(4) for _ in "qk")

@@ -127,7 +127,7 @@ def test_any_number_of_leading_axes(x64):
 
 @every_case
 def test_gradients_are_differences_of_values(name):
-    # Of the oracle, whose values and gradients are those of the operator.
+    # The values and gradients of the oracle are those of the operator.
     case, step, rng = CASES[name], 1e-5, np.random.default_rng(0)
     inputs, others = wide(case.arguments())
     dy = cotangent(wide(case.oracle(inputs, others)))

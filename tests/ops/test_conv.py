@@ -219,7 +219,7 @@ def test_numbers_of_any_size_give_what_the_oracle_gives():
                 assert np.all(np.abs(np.float64(a) - b) <= bound + 8 * 2.0**-126)
 
 
-# What the backward pass holds.
+# Memory.
 
 
 def test_positions_are_joined_where_channels_are_few():

@@ -250,7 +250,7 @@ def test_gradients_in_float16_do_not_underflow():
         assert error < 4 * 2**-11
 
 
-# What is held.
+# Memory.
 
 
 def test_backward_holds_only_the_two_gradients_and_a_number():

@@ -149,7 +149,7 @@ def test_under_scan_an_exact_layer_takes_the_bytes_of_its_inputs_and_no_more():
     assert abs(grown - 8 * stored) < 4096
 
 
-# What is computed.
+# Products.
 
 
 @pytest.mark.parametrize("name", ["norm", "swiglu"])
