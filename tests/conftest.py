@@ -36,12 +36,6 @@ a program for each case: jit the body of a test, build inputs in NumPy, put case
 MORE_COMPILATIONS = {
     "benchmarks/test_kernel_check.py": 110,
     "choosing/test_compress.py": 120,
-    "equinox_layers/test_equinox.py": 110,
-    "factored/test_bases.py": 90,
-    "factored/test_low_rank.py": 160,
-    "factored/test_value_and_grad.py": 90,
-    "factored/test_value_and_grad_under_jax.py": 120,
-    "flax_layers/test_layers.py": 310,
     "models/test_huggingface.py": 90,
     "models/test_lora.py": 90,
     "optim/test_four_bit.py": 90,

@@ -5,8 +5,11 @@ layers in one fusion, and holds all of them as floats until then. In layers that
 after the other, data dependences keep the memory low.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.extend import core
 
@@ -16,58 +19,42 @@ from actjax.residuals.graph.programs import inlined
 CODEC = actjax.Quantized(4, group=8, rounding="stochastic")
 
 
-def by_linear(x, w, key):
-    return actjax.linear(x, w, codec=CODEC, key=key)
+def tanh(x, w):
+    return jnp.tanh(x @ w)
 
 
-def by_norm(x, w, key):
-    return actjax.rms_norm(x @ w, jnp.ones(8), codec=CODEC, key=key)
+def attention(x, **options):
+    q = x.reshape(1, 16, 2, 4)
+    return actjax.attention(q, q, q, merge_heads=True, **options)[0]
 
 
-def by_swiglu(x, w, key):
-    return actjax.swiglu(x @ w, x, codec=CODEC, key=key)
+OPERATORS = {
+    "linear": lambda x, w, **o: actjax.linear(x, w, **o),
+    "norm": lambda x, w, **o: actjax.rms_norm(x @ w, np.ones(8), **o),
+    "swiglu": lambda x, w, **o: actjax.swiglu(x @ w, x, **o),
+    "attention": lambda x, w, **o: attention(x @ w, **o),
+    "rebuilt input": lambda x, w, **o: actjax.norm_linear(x, np.ones(8), w, **o),
+    "checkpoint": lambda x, w, codec, key: actjax.checkpoint(tanh, codec, key=key)(x, w),
+    "residuals": lambda x, w, codec, key: actjax.compress_residuals(
+        tanh, codec, activations=0, key=key
+    )(x, w),
+}
+every_operator = pytest.mark.parametrize("name", OPERATORS)
 
 
-def by_attention(x, w, key):
-    q = (x @ w).reshape(1, 16, 2, 4)
-    return actjax.attention(q, q, q, codec=CODEC, key=key, merge_heads=True)[0]
+X, WEIGHTS = np.ones((16, 8), np.float32), (np.eye(8, dtype=np.float32),) * 2
 
 
-def by_rebuilt_input(x, w, key):
-    (y,) = actjax.norm_linear(x, jnp.ones(8), (w,), codec=CODEC, key=key)
-    return y
-
-
-def by_checkpoint(x, w, key):
-    return actjax.checkpoint(lambda x, w: jnp.tanh(x @ w), CODEC, key=key)(x, w)
-
-
-def by_residuals(x, w, key):
-    return actjax.compress_residuals(lambda x, w: jnp.tanh(x @ w), CODEC, activations=0, key=key)(
-        x, w
-    )
-
-
-LAYERS = (
-    by_linear,
-    by_norm,
-    by_swiglu,
-    by_attention,
-    by_rebuilt_input,
-    by_checkpoint,
-    by_residuals,
-)
-
-
-def programs(layer):
+@functools.cache
+def programs(name):
     """Returns the forward program of two layers, with its residuals, and the backward program."""
-    arguments = jnp.ones((16, 8)), (jnp.eye(8), jnp.eye(8)), jax.random.key(0)
+    arguments = X, WEIGHTS, jax.random.key(0)
     structure = []
 
     def forward(x, weights, key):
         def layers(x, weights):
             for i, w in enumerate(weights):
-                x = layer(x, w, jax.random.fold_in(key, i))
+                x = OPERATORS[name](x, w, codec=CODEC, key=jax.random.fold_in(key, i))
             return x
 
         y, pullback = jax.vjp(layers, x, weights)
@@ -102,9 +89,9 @@ def needed_by(jaxpr, variable):
     return needed
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-def test_the_output_waits_for_every_code(layer):
-    forward, _ = programs(layer)
+@every_operator
+def test_the_output_waits_for_every_code(name):
+    forward, _ = programs(name)
     makers = {out: eqn for eqn in forward.eqns for out in eqn.outvars}
     y, *leaves = forward.outvars
     needed = needed_by(forward, y)
@@ -118,9 +105,9 @@ def test_the_output_waits_for_every_code(layer):
         assert any(x in needed for x in maker.outvars)
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-def test_no_code_is_read_before_the_gradient_of_the_next_layer(layer):
-    _, backward = programs(layer)
+@every_operator
+def test_no_code_is_read_before_the_gradient_of_the_next_layer(name):
+    _, backward = programs(name)
     *leaves, dy = backward.invars
     assert any(map(is_packed, leaves))
     behind = {dy}
@@ -144,6 +131,6 @@ def test_inside_a_function_a_layer_waits_for_the_codes_of_earlier_layers():
         y, pullback = jax.vjp(lambda *a: layers(*a, key), x, weights)
         return y, jax.tree.leaves(pullback)
 
-    jaxpr = flat(forward, jnp.ones((16, 8)), (jnp.eye(8), jnp.eye(8)), jax.random.key(0))
+    jaxpr = flat(forward, X, WEIGHTS, jax.random.key(0))
     _, second = (e for e in jaxpr.eqns if e.primitive.name == "dot_general")
     assert any(is_packed(x) for x in needed_by(jaxpr, second.outvars[0]))

@@ -3,29 +3,54 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from actjax import Exact, RandomizedSVD, RandomProjection
 from actjax._core.tags import Tag, keep, keep_output
 
-sizes = st.integers(0, 2**40)
-tags = st.builds(
-    Tag,
-    operator=st.from_regex(r"[a-z_0-9]+", fullmatch=True),
-    name=st.text().filter(lambda name: "|" not in name),
-    codec=st.sampled_from([repr(Exact()), repr(RandomizedSVD(4, 1)), "Mine(a=[1, 2])"]),
-    shape=st.lists(sizes, max_size=5).map(tuple),
-    dtype=st.sampled_from(["float32", "bfloat16", "float8_e4m3fn"]),
-    leaf=st.integers(0, 100),
-    leaf_size=sizes,
+PIECES = (
+    "a",
+    "linear",
+    "é",
+    "☃",
+    " ",
+    "\n",
+    "[1, 2]",
+    ",",
+    ":",
+    "=",
+    "%",
+    "/",
+    "'",
+    '"',
+    "0",
+    "-1",
+    "",
 )
 
 
-@given(tags)
-def test_decode_is_the_inverse_of_encode(tag):
-    assert Tag.decode(tag.encode()) == tag
+def drawn_text(rng):
+    return "".join(rng.choice(PIECES, rng.integers(6)))
+
+
+def drawn_tag(rng):
+    return Tag(
+        operator=str(rng.choice(["linear", "rms_norm", "attention_2"])),
+        name=drawn_text(rng),
+        codec=str(rng.choice([repr(Exact()), repr(RandomizedSVD(4, 1)), "Mine(a=[1, 2])"])),
+        shape=tuple(map(int, rng.integers(0, 2**40, rng.integers(6)))),
+        dtype=str(rng.choice(["float32", "bfloat16", "float8_e4m3fn"])),
+        leaf=int(rng.integers(100)),
+        leaf_size=int(rng.integers(2**40)),
+    )
+
+
+def test_decode_is_the_inverse_of_encode_and_foreign_names_give_none():
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        tag, text = drawn_tag(rng), drawn_text(rng)
+        assert Tag.decode(tag.encode()) == tag
+        assert Tag.decode(text) is None
+        assert Tag.decode("|".join([text, *tag.encode().split("|")[1:]])) is None
 
 
 def test_the_separator_in_a_name_is_replaced():
@@ -36,16 +61,9 @@ def test_the_separator_in_a_name_is_replaced():
     assert decoded.shape == (2, 3)
 
 
-@given(st.text())
-def test_foreign_names_give_none(text):
-    assert Tag.decode(text) is None
-
-
-@pytest.mark.parametrize("change", [lambda s: "x" + s, lambda s: s + "x", lambda s: s[1:]])
-def test_malformed_tags_give_none(change):
+def test_malformed_tags_give_none():
     name = Tag("linear", "input", "Exact()", (2,), "float32", 0, 2).encode()
-    assert Tag.decode(name) is not None
-    assert Tag.decode(change(name)) is None
+    assert [Tag.decode(changed) for changed in ("x" + name, name + "x", name[1:])] == [None] * 3
 
 
 def names(fun, *args) -> list[Tag | None]:
@@ -55,28 +73,27 @@ def names(fun, *args) -> list[Tag | None]:
 
 
 def test_an_exact_input_is_tagged_for_the_forward_pass_only():
-    x = jnp.ones((2, 3))
-    for array in keep(x, Exact(), None, "linear", "input"):
-        np.testing.assert_array_equal(array, x)
+    x = np.ones((2, 3), np.float32)
     jaxpr = jax.make_jaxpr(lambda x: keep(x, Exact(), None, "linear", "input"))(x).jaxpr
     assert jaxpr.outvars[0] is not jaxpr.invars[0]
     assert jaxpr.outvars[1] is jaxpr.invars[0]
-    found = names(lambda x: keep(x, Exact(), None, "linear", "input")[0], x)
-    assert found == [Tag("linear", "input", "Exact()", (2, 3), "float32", 0, 6)]
+    in_program = names(lambda x: keep(x, Exact(), None, "linear", "input")[0], x)
+    assert in_program == [Tag("linear", "input", "Exact()", (2, 3), "float32", 0, 6)]
 
 
 def test_each_array_of_a_code_is_tagged_with_the_encoded_shape():
-    x, codec, key = jnp.ones((4, 3), jnp.bfloat16), RandomProjection(2), jax.random.key(0)
-    forward, code = keep(x, codec, key, "linear", "qkv input")
-    np.testing.assert_array_equal(forward, x)
-    assert jax.tree.structure(code) == jax.tree.structure(codec.encode(x, key))
-    found = names(lambda x: jax.tree.leaves(keep(x, codec, key, "linear", "qkv input")[1]), x)
+    x, codec, key = np.ones((4, 3), jnp.bfloat16), RandomProjection(2), jax.random.key(0)
+    encoded, (_, code) = jax.eval_shape(
+        lambda x: (codec.encode(x, key), keep(x, codec, key, "linear", "qkv input")), x
+    )
+    assert jax.tree.structure(code) == jax.tree.structure(encoded)
+    in_program = names(lambda x: jax.tree.leaves(keep(x, codec, key, "linear", "qkv input")[1]), x)
     tag = Tag("linear", "qkv input", "RandomProjection(rank=2)", (4, 3), "bfloat16", 0, 8)
-    assert found == [tag, Tag(**{**vars(tag), "leaf": 1, "leaf_size": 2})]
+    assert in_program == [tag, Tag(**{**vars(tag), "leaf": 1, "leaf_size": 2})]
 
 
 def test_an_output_is_returned_and_stored_as_one_array():
-    assert names(lambda y: keep_output(y, "attention", "output"), jnp.ones(3)) == [
+    assert names(lambda y: keep_output(y, "attention", "output"), np.ones(3, np.float32)) == [
         Tag("attention", "output", "Exact()", (3,), "float32", 0, 3)
     ]
 

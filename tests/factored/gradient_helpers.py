@@ -1,4 +1,4 @@
-"""What the tests of `value_and_grad`, of bases and of `accumulate` share."""
+"""Problems and comparisons for tests of `value_and_grad`, of bases and of `accumulate`."""
 
 from typing import Any
 
@@ -13,23 +13,17 @@ from actjax._core.paths import path_name
 from actjax.factored.low_rank import is_low_rank
 
 KEY = jax.random.key(7)
-
-
 BOTH = actjax.value_and_grad, jax.value_and_grad
-
-
 RP, SVD = Projected(3), Spanned(3)
-
-
 KINDS = RP, SVD, PointApproximation(1 / 4)
-
-
 XS = np.random.default_rng(0).standard_normal((4, 12, 8))
 """Four inputs, as NumPy arrays, so that they take the precision of the test."""
 
 
 def normal(seed: int, *shape: int, dtype=None) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+    """Returns an array that is drawn and cast in NumPy: in JAX each shape would compile."""
+    numbers = np.random.default_rng(seed).standard_normal(shape)
+    return jax.device_put(numbers.astype(dtype or jax.dtypes.canonicalize_dtype(float)))
 
 
 def project(x, w, codec: Codec = RP, key=KEY, **options):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from messages import assert_messages
 from residuals.residual_helpers import KEY, normal, relative_error
 
 import actjax
@@ -42,9 +43,9 @@ class LinenBlock(linen.Module):
         return x, linen.Dense(8, name="last")(y)
 
 
-@nnx.jit
+@functools.cache
 def block():
-    return Block(nnx.Rngs(0))
+    return nnx.jit(lambda: Block(nnx.Rngs(0)))()
 
 
 def total(tree):
@@ -52,8 +53,8 @@ def total(tree):
 
 
 @nnx.jit
-def value_and_gradient(model, x):
-    return nnx.value_and_grad(lambda model, x: total(model(x)))(model, x)
+def values_and_gradients(models, x):
+    return [nnx.value_and_grad(lambda model: total(model(x)))(model) for model in models]
 
 
 def assert_same(a, b, rtol=2e-5):
@@ -68,15 +69,15 @@ def test_a_replaced_model_of_nnx_has_the_same_gradient_and_stores_less():
     assert type(small.attention.query) is coded_nnx.LinearGeneral
     assert type(small.norm) is coded_nnx.LayerNorm
     assert type(model.up) is nnx.Linear
-    (value, got), (plain, gradient) = (value_and_gradient(m, X) for m in (exact, model))
+    results = values_and_gradients([exact, model, small], X)
+    (value, got), (plain, gradient), (_, of_small) = results
     assert_same(value, plain)
     # Gradients of the biases of keys are zero but for rounding.
     assert relative_error(got, gradient) < 1e-5
-    error = relative_error(value_and_gradient(small, X)[1], gradient)
-    assert 1e-5 < error < 0.02
+    assert 1e-5 < relative_error(of_small, gradient) < 0.02
     graph, state = nnx.split(small)
-    found = actjax.explain(lambda state, x: total(nnx.merge(graph, state)(x)), state, X)
-    stored = {f"{r.operator}: {r.name}" for r in found.residuals}
+    explanation = actjax.explain(lambda state, x: total(nnx.merge(graph, state)(x)), state, X)
+    stored = {f"{r.operator}: {r.name}" for r in explanation.residuals}
     assert {"linear: up", "linear: attention/query", "rms_norm: root"} <= stored
 
 
@@ -92,37 +93,50 @@ def test_rules_by_path_and_by_function():
 
 
 def test_random_codecs_draw_from_the_stream_of_codes_and_gradients_are_factored():
-    model = replace(block(), {"up": RandomProjection(4)}, rngs=nnx.Rngs(codes=3))
-    first, second = (value_and_gradient(model, X)[1]["up"]["kernel"][...] for _ in range(2))
-    assert not np.array_equal(first, second)
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
-    run = lambda params, x: total(nnx.merge(graph, params, rest, copy=True)(x))  # noqa: E731
-    kernel = actjax.value_and_grad(run)(params, X)[1]["up"]["kernel"].get_value()
+    linear = nnx.jit(lambda: nnx.List([nnx.Linear(32, 64, rngs=nnx.Rngs(0))]))()
+    model = replace(linear, RandomProjection(4), rngs=nnx.Rngs(codes=3))
+
+    @nnx.jit
+    def gradient(model, x):
+        return nnx.grad(lambda model: total(model[0](x)))(model)[0]["kernel"][...]
+
+    assert not np.array_equal(gradient(model, X), gradient(model, X))
+    graph, params, others = nnx.split(model, nnx.Param, ...)
+    run = lambda params: total(nnx.merge(graph, params, others, copy=True)[0](X))  # noqa: E731
+    gradients = jax.eval_shape(actjax.value_and_grad(run), params)[1]
+    kernel = gradients[0]["kernel"].get_value()
     assert isinstance(kernel, actjax.LowRank)
     assert kernel.rank == 4
 
 
-def test_layers_of_nnx_take_a_codec():
-    attention = {"num_heads": 4, "in_features": 32, "decode": False}
-    layers = [
-        ("Linear", (32, 8), {}, X),
-        ("Conv", (6, 4, (3, 3)), {"strides": 2}, IMAGE),
-        ("Einsum", ("...d,ndh->n...h", (4, 32, 2), (4, 2)), {}, X),
-        ("MultiHeadAttention", (), attention, X),
-    ]
-    for name, arguments, options, x in layers:
+ATTENTION = {"num_heads": 4, "in_features": 32, "decode": False}
+NNX_LAYERS = {
+    "Linear": ((32, 8), {}, X),
+    "Conv": ((6, 4, (3, 3)), {"strides": 2}, IMAGE),
+    "Einsum": (("...d,ndh->n...h", (4, 32, 2), (4, 2)), {}, X),
+    "MultiHeadAttention": ((), ATTENTION, X),
+}
 
-        @nnx.jit
-        def make(name=name, arguments=arguments, options=options):
+
+def test_layers_of_nnx_take_a_codec():
+    @jax.jit
+    def run():
+        results = []
+        for name, (arguments, options, x) in NNX_LAYERS.items():
             rngs = nnx.Rngs(0, codes=1)
             coded = getattr(coded_nnx, name)(*arguments, **options, codec=Q8, rngs=rngs)
-            return coded, getattr(nnx, name)(*arguments, **options, rngs=nnx.Rngs(0))
+            plain = getattr(nnx, name)(*arguments, **options, rngs=nnx.Rngs(0))
+            nnx.update(coded, nnx.state(plain, nnx.Param))
+            for layer in (coded, plain):
+                loss = lambda layer, x=x: total(layer(x))  # noqa: E731
+                value, gradient = nnx.value_and_grad(loss)(layer)
+                results.append((value, nnx.to_pure_dict(nnx.state(gradient, nnx.Param))))
+        return results
 
-        own, plain = make()
-        nnx.update(own, nnx.state(plain, nnx.Param))
-        (value, got), (exact, gradient) = (value_and_gradient(m, x) for m in (own, plain))
+    results = run()
+    for (value, got), (exact, gradient) in zip(results[::2], results[1::2], strict=True):
         assert_same(value, exact)
-        assert 0 < relative_error(nnx.state(got, nnx.Param), gradient) < 0.02
+        assert 0 < relative_error(got, gradient) < 0.02
 
 
 def test_a_model_of_linen_under_the_interceptor():
@@ -148,91 +162,108 @@ def test_a_model_of_linen_under_the_interceptor():
     assert "linear: attention/key" not in table
 
 
+LINEN_LAYERS = {
+    "Dense": ((8,), X),
+    "DenseGeneral": (((4, 2),), X),
+    "Conv": ((4, (3, 3)), IMAGE),
+    "Einsum": (((4, 32, 2), "...d,ndh->n...h"), X),
+    "MultiHeadDotProductAttention": ((4,), X),
+    "LayerNorm": ((), X),
+    "RMSNorm": ((), X),
+}
+
+
 def test_layers_of_linen_take_a_codec():
-    for own, plain, x in (
-        (coded_linen.Dense(8, codec=Q8), linen.Dense(8), X),
-        (coded_linen.DenseGeneral((4, 2), codec=Q8), linen.DenseGeneral((4, 2)), X),
-        (coded_linen.Conv(4, (3, 3), codec=Q8), linen.Conv(4, (3, 3)), IMAGE),
-        (
-            coded_linen.Einsum((4, 32, 2), "...d,ndh->n...h", codec=Q8),
-            linen.Einsum((4, 32, 2), "...d,ndh->n...h"),
-            X,
-        ),
-        (
-            coded_linen.MultiHeadDotProductAttention(4, codec=Q8),
-            linen.MultiHeadDotProductAttention(4),
-            X,
-        ),
-        (coded_linen.LayerNorm(codec=Q8), linen.LayerNorm(), X),
-        (coded_linen.RMSNorm(), linen.RMSNorm(), X),
-    ):
-        params = jax.jit(plain.init)(KEY, x)
-        of_own = jax.eval_shape(own.init, KEY, x)
-        assert jax.tree.structure(of_own) == jax.tree.structure(params)
-        losses = [lambda p, m=m, x=x: total(m.apply(p, x)) for m in (own, plain)]
-        results = jax.jit(lambda p, fs=losses: [jax.value_and_grad(f)(p) for f in fs])(params)
-        assert_same(results[0][0], results[1][0])
-        assert relative_error(results[0][1], results[1][1]) < 0.02
+    layers = {}
+    for name, (arguments, x) in LINEN_LAYERS.items():
+        layers[name] = (
+            x,
+            getattr(coded_linen, name)(*arguments, codec=Q8),
+            getattr(linen, name)(*arguments),
+        )
 
-
-@pytest.mark.parametrize(
-    ("spec", "x_shape", "w_shape", "is_linear"),
-    [
-        ("BTD,NDH->BTNH", (2, 3, 16), (4, 16, 2), True),
-        ("BTNH,NHD->BTD", (2, 3, 4, 8), (4, 8, 5), True),
-        ("dbt , df -> ftb", (16, 2, 3), (16, 5), True),
-        ("...d,df->...f", (16,), (16, 5), True),
-        ("bd,bdf->bf", (3, 16), (3, 16, 5), False),
-        ("btd,df->bf", (2, 3, 16), (16, 5), False),
-        ("bd,df->bdf", (3, 16), (16, 5), False),
-    ],
-)
-def test_an_einsum_stores_codes_where_it_is_a_linear_layer(spec, x_shape, w_shape, is_linear):
-    x, w = normal(1, *x_shape), normal(2, *w_shape)
-    own = functools.partial(products.einsum, spec, codec=Q8, key=None, name="mine")
-    functions = own, functools.partial(jnp.einsum, spec)
+    assert coded_linen.RMSNorm().codec == Exact()
 
     @jax.jit
-    def run(x, w):
-        gradients = [
-            jax.grad(lambda x, w, f=f: total(f(x, w)), argnums=(0, 1))(x, w) for f in functions
-        ]
-        return [f(x, w) for f in functions], gradients
+    def run():
+        results = {}
+        for name, (x, coded, plain) in layers.items():
+            params = plain.init(KEY, x)
+            of_coded = jax.eval_shape(coded.init, KEY, x)
+            assert jax.tree.structure(of_coded) == jax.tree.structure(params)
+            losses = [lambda p, m=m, x=x: total(m.apply(p, x)) for m in (coded, plain)]
+            results[name] = [jax.value_and_grad(loss)(params) for loss in losses]
+        return results
 
-    values, (got, exact) = run(x, w)
-    np.testing.assert_allclose(*values, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(got[0], exact[0], rtol=1e-5, atol=1e-5)
-    assert (relative_error(got[1], exact[1]) > 1e-5) == is_linear
+    for (value, got), (exact, gradient) in run().values():
+        assert_same(value, exact)
+        assert 0 < relative_error(got, gradient) < 0.02
+
+
+SPECS = {
+    "BTD,NDH->BTNH": ((2, 3, 16), (4, 16, 2), True),
+    "BTNH,NHD->BTD": ((2, 3, 4, 8), (4, 8, 5), True),
+    "dbt , df -> ftb": ((16, 2, 3), (16, 5), True),
+    "...d,df->...f": ((16,), (16, 5), True),
+    "bd,bdf->bf": ((3, 16), (3, 16, 5), False),
+    "btd,df->bf": ((2, 3, 16), (16, 5), False),
+    "bd,df->bdf": ((3, 16), (16, 5), False),
+}
+"""Shapes of both arguments, and whether the einsum is a linear layer."""
+
+
+def test_an_einsum_stores_codes_where_it_is_a_linear_layer():
+    arrays = {spec: (normal(1, *x), normal(2, *w)) for spec, (x, w, _) in SPECS.items()}
+
+    @jax.jit
+    def run(arrays):
+        results = {}
+        for spec, args in arrays.items():
+            coded = functools.partial(products.einsum, spec, codec=Q8, key=None, name="mine")
+            results[spec] = []
+            for fun in (coded, functools.partial(jnp.einsum, spec)):
+                y, pullback = jax.vjp(fun, *args)
+                results[spec].append((y, *pullback(jnp.cos(y))))
+        return results
+
+    for spec, ((y, dx, dw), (want_y, want_dx, want_dw)) in run(arrays).items():
+        np.testing.assert_allclose(y, want_y, rtol=1e-5, atol=1e-5, err_msg=spec)
+        np.testing.assert_allclose(dx, want_dx, rtol=1e-5, atol=1e-5, err_msg=spec)
+        assert (relative_error(dw, want_dw) > 1e-5) == SPECS[spec][2], spec
+
+
+def doubled(x, w, *args, **kwargs):
+    return 2 * jax.lax.dot_general(x, w, *args, **kwargs)
 
 
 def test_a_product_that_a_user_gave_is_never_replaced():
-    def doubled(x, w, *args, **kwargs):
-        return 2 * jax.lax.dot_general(x, w, *args, **kwargs)
-
-    model = nnx.Linear(32, 8, dot_general=doubled, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="fit no layer of the model"):
-        replace(model, Q8)
     layer = linen.Dense(8, dot_general=doubled)
-    params = jax.jit(layer.init)(KEY, X)
-    with linen.intercept_methods(coded_linen.interceptor(Q8)):
-        assert_same(layer.apply(params, X), 2 * linen.Dense(8).apply(params, X))
-    with pytest.raises(ValueError, match=r"`dot_general` of a layer of actjax\.flax"):
-        coded_nnx.Linear(32, 8, dot_general=doubled, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"`dot_general` of a layer of actjax\.flax"):
-        coded_linen.Dense(8, dot_general=doubled).apply(params, X)
+
+    @jax.jit
+    def run():
+        params = layer.init(KEY, X)
+        with linen.intercept_methods(coded_linen.interceptor(Q8)):
+            return layer.apply(params, X), linen.Dense(8).apply(params, X)
+
+    twice, once = run()
+    assert_same(twice, 2 * once)
 
 
 def test_wrong_arguments_are_refused():
-    model = block()
+    model = nnx.eval_shape(lambda: Block(nnx.Rngs(0)))
+    users = nnx.eval_shape(lambda: nnx.Linear(32, 8, dot_general=doubled, rngs=nnx.Rngs(0)))
+    own_product = "`dot_general` of a layer of actjax.flax"
     with pytest.raises(TypeError, match=r"`rules` of replace must be an actjax\.Codec.*got 3"):
         replace(model, 3)
-    with pytest.raises(TypeError, match=r"use linen\.intercept_methods"):
-        replace(LinenBlock(), Q8)
-    with pytest.raises(TypeError, match=r"must be a flax\.nnx.Module, got 3"):
-        replace(3, Q8)
-    with pytest.raises(ValueError, match="fit no layer of the model"):
-        replace(model, {"nothing": Q8})
-    with pytest.raises(ValueError, match="pass `rngs` with a stream `codes`"):
-        replace(model, RandomProjection(4))
-    with pytest.raises(TypeError, match="`rules` returned 4 for"):
-        replace(model, lambda path, layer: 4)
+    assert_messages(TypeError, [
+        (lambda: replace(LinenBlock(), Q8), "use linen.intercept_methods"),
+        (lambda: replace(3, Q8), "must be a flax.nnx.Module, got 3"),
+        (lambda: replace(model, lambda path, layer: 4), "`rules` returned 4 for"),
+    ])  # fmt: skip
+    assert_messages(ValueError, [
+        (lambda: replace(model, {"nothing": Q8}), "fit no layer of the model"),
+        (lambda: replace(users, Q8), "fit no layer of the model"),
+        (lambda: replace(model, RandomProjection(4)), "pass `rngs` with a stream `codes`"),
+        (lambda: coded_nnx.Linear(32, 8, dot_general=doubled, rngs=nnx.Rngs(0)), own_product),
+        (lambda: coded_linen.Dense(8, dot_general=doubled).init(KEY, X), own_product),
+    ])  # fmt: skip

@@ -32,22 +32,22 @@ def f64(x):
 
 
 def shift(rows, columns, dtype):
-    """Returns the shift of the Cholesky factorisation, relative to a squared column."""
+    """Returns the shift of the Cholesky factorization, relative to a squared column."""
     return 2 * (columns + rows**0.5) * float(jnp.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("shape", [(24,), (2, 12), (2, 3, 4)], ids=str)
-def test_all_leading_axes_are_rows_of_one_matrix(shape, dtype, x64):
-    y = normal(0, ROWS, COLUMNS, dtype=dtype)
-    got = orthonormalize(y.reshape(*shape, COLUMNS))
-    assert (got.shape, got.dtype) == ((*shape, COLUMNS), dtype)
-    q, wide = f64(got).reshape(ROWS, COLUMNS), f64(y)
-    # Each of the two factorisations is off by half the shift, and rounding adds as much.
-    tolerance = 2 * shift(ROWS, COLUMNS, dtype)
-    np.testing.assert_allclose(q.T @ q, np.eye(COLUMNS), rtol=0, atol=2 * tolerance)
-    lost = np.linalg.norm(wide - q @ (q.T @ wide))
-    assert lost <= 2 * tolerance * np.linalg.norm(wide)
+def test_all_leading_axes_are_rows_of_one_matrix(dtype, x64):
+    y, leads = normal(0, ROWS, COLUMNS, dtype=dtype), ((24,), (2, 12), (2, 3, 4))
+    run = jax.jit(lambda ys: [orthogonal.orthonormalize(y) for y in ys])
+    for got, lead in zip(run([y.reshape(*lead, COLUMNS) for lead in leads]), leads, strict=True):
+        assert (got.shape, got.dtype) == ((*lead, COLUMNS), dtype)
+        q, wide = f64(got).reshape(ROWS, COLUMNS), f64(y)
+        # Each of the two factorizations is off by half the shift, and rounding adds as much.
+        tolerance = 2 * shift(ROWS, COLUMNS, dtype)
+        np.testing.assert_allclose(q.T @ q, np.eye(COLUMNS), rtol=0, atol=2 * tolerance)
+        lost = np.linalg.norm(wide - q @ (q.T @ wide))
+        assert lost <= 2 * tolerance * np.linalg.norm(wide)
 
 
 def test_the_lengths_of_columns_do_not_matter():
@@ -91,7 +91,7 @@ def test_a_gram_matrix_that_is_off_by_more_than_usual_has_a_factor():
     factor = f64(orthogonal._shifted_cholesky(jnp.asarray(gram, jnp.float32), ROWS))
     larger = error / 3 + COLUMNS * ROWS * float(jnp.finfo("float32").eps)
     want = gram + larger * gram.max() * np.eye(COLUMNS)
-    # Rounding of the factorisation: (k + 1) eps of the matrix (Higham, Theorem 10.3).
+    # Rounding of the factorization: (k + 1) eps of the matrix (Higham, Theorem 10.3).
     tolerance = (COLUMNS + 1) * COLUMNS * float(jnp.finfo("float32").eps) * ROWS
     np.testing.assert_allclose(factor @ factor.T, want, rtol=0, atol=tolerance)
 
@@ -108,22 +108,23 @@ MATRICES = {
 }
 
 
-@pytest.mark.parametrize("lead", [(), (2, 2)], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("matrix", MATRICES.values(), ids=MATRICES)
-def test_a_householder_basis_is_orthonormal_and_contains_the_columns(matrix, dtype, lead, x64):
-    signs = np.random.default_rng(6).choice([-1, 1], size=(*lead, 1, 3))
-    y = (matrix * signs).astype(dtype)
-    got = householder_basis(y)
-    assert (got.shape, got.dtype) == (y.shape, dtype)
-    q, wide = f64(got), f64(y)
-    d, k = matrix.shape
-    # k reflections of d entries each, for any matrix: Higham, Theorem 19.4, column by column.
-    tolerance = d * k * float(jnp.finfo(dtype).eps)
-    grams = q.swapaxes(-2, -1) @ q
-    np.testing.assert_allclose(grams, np.broadcast_to(np.eye(k), grams.shape), atol=tolerance)
-    lost = np.linalg.norm(wide - q @ (q.swapaxes(-2, -1) @ wide), axis=-2)
-    assert np.all(lost <= tolerance * np.linalg.norm(wide, axis=-2))
+def test_householder_bases_are_orthonormal_and_contain_the_columns(dtype, x64):
+    rng, ys = np.random.default_rng(6), []
+    for matrix in MATRICES.values():
+        signs = rng.choice([-1, 1], size=(2, 2, 1, 3))
+        ys += [matrix.astype(dtype), (matrix * signs).astype(dtype)]
+    bases = jax.jit(lambda ys: [orthogonal.householder_basis(y) for y in ys])(ys)
+    for y, got in zip(ys, bases, strict=True):
+        assert (got.shape, got.dtype) == (y.shape, dtype)
+        q, wide = f64(got), f64(y)
+        d, k = y.shape[-2:]
+        # k reflections of d entries each, for any matrix: Higham, Theorem 19.4, column by column.
+        tolerance = d * k * float(jnp.finfo(dtype).eps)
+        grams = q.swapaxes(-2, -1) @ q
+        np.testing.assert_allclose(grams, np.broadcast_to(np.eye(k), grams.shape), atol=tolerance)
+        lost = np.linalg.norm(wide - q @ (q.swapaxes(-2, -1) @ wide), axis=-2)
+        assert np.all(lost <= tolerance * np.linalg.norm(wide, axis=-2))
 
 
 @leads
@@ -136,7 +137,7 @@ def test_a_function_is_applied_to_each_matrix_of_a_stack(lead, x64):
         return {"product": a @ b, "trace": jnp.sum(a), "column": a[:, 0]}
 
     got = jax.jit(lambda a, b: for_each_matrix(products, a, b))(a, b)
-    # Never with a batch axis, which a factorisation must not see.
+    # Never with a batch axis, which a factorization must not see.
     assert set(seen) == {((4, 3), (3, 2))}
     assert {name: x.shape for name, x in got.items()} == {
         "product": (*lead, 4, 2),
@@ -148,7 +149,7 @@ def test_a_function_is_applied_to_each_matrix_of_a_stack(lead, x64):
     np.testing.assert_array_equal(got["column"], a[..., 0])
 
 
-def test_a_stack_is_factorised_one_matrix_at_a_time():
+def test_a_stack_is_factorized_one_matrix_at_a_time():
     text = str(jax.make_jaxpr(orthogonal.householder_basis)(np.ones((2, 5, 4, 3), "float32")))
     assert re.search(r"f32\[4,3\] \w+:f32\[3,3\] = qr\[", text)
     assert "length=10" in text

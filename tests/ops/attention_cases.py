@@ -1,4 +1,4 @@
-"""What the tests of attention share: inputs, oracles, and the forms that attention has."""
+"""Inputs, oracles and forms of attention for its tests."""
 
 import functools
 
@@ -8,9 +8,6 @@ import oracles
 from ops.helpers import THETA
 
 from actjax import Codec, Exact, attention
-
-SHAPES = (2, 5, 4, 2, 4)
-"""Of a small problem: batch, length, heads, kv heads, head size."""
 
 
 def problem(batch, length, heads, kv_heads, size, dtype=None) -> list[jax.Array]:
@@ -29,7 +26,7 @@ def value_and_gradients(q, k, v, dout, **options):
 
 def run_each(arguments, cases):
     """Returns value and gradients for each dictionary of options, computed by one program."""
-    run = jax.jit(lambda *arguments: [value_and_gradients(*arguments, **one) for one in cases])
+    run = jax.jit(lambda *arguments: [value_and_gradients(*arguments, **case) for case in cases])
     return run(*arguments)
 
 
@@ -40,7 +37,7 @@ def oracle(q, k, v, dout, causal=True, window=None):
 
 
 def rotated_oracle(q, k, v, dout, causal=True):
-    """Returns what `oracle` does with q and k rotated first: their gradients are rotated back."""
+    """Returns the same with q and k rotated first: their gradients are rotated back."""
     positions = np.arange(q.shape[1])
     turn = functools.partial(oracles.rope, theta=THETA)
     out, dq, dk, dv = oracle(turn(q, positions), turn(k, positions), v, dout, causal)
@@ -72,7 +69,6 @@ class Same(Codec):
 
 FORMS = {
     "blockwise": {"implementation": "blockwise"},
-    "recomputed": {"implementation": "blockwise", "recompute": True},
     "dense": {"implementation": "dense"},
     "coded": {"implementation": "blockwise", "codec": Same()},
 }

@@ -31,17 +31,17 @@ def block_params(*lead: int, factor: int = 1) -> dict[str, jax.Array]:
 
 def block(x, p, codec, keys):
     """A layer of a decoder."""
-    given = [{"codec": codec, "key": key} for key in keys[:2]]
-    qkv = norm_linear(x, p["first"], (p["q"], p["k"], p["v"]), **given[0])
+    options = [{"codec": codec, "key": key} for key in keys[:2]]
+    qkv = norm_linear(x, p["first"], (p["q"], p["k"], p["v"]), **options[0])
     q, k, v = (y.reshape(*x.shape[:2], n, -1) for y, n in zip(qkv, (4, 2, 2), strict=True))
-    return mlp_block(x + attention_linear(q, k, v, p["o"], **given[1]), p, codec, keys)
+    return mlp_block(x + attention_linear(q, k, v, p["o"], **options[1]), p, codec, keys)
 
 
 def mlp_block(x, p, codec, keys):
     """The second half of the layer."""
-    given = [{"codec": codec, "key": key} for key in keys[2:]]
-    gate, up = norm_linear(x, p["second"], (p["gate"], p["up"]), **given[0])
-    return x + swiglu_linear(gate, up, p["down"], **given[1])
+    options = [{"codec": codec, "key": key} for key in keys[2:]]
+    gate, up = norm_linear(x, p["second"], (p["gate"], p["up"]), **options[0])
+    return x + swiglu_linear(gate, up, p["down"], **options[1])
 
 
 KEYS = tuple(jax.random.split(KEY, 4))

@@ -25,6 +25,21 @@ def ones(*shape: int, dtype: Any = np.float32) -> jax.Array:
     return jax.device_put(np.ones(shape, dtype))
 
 
+def of_all_sizes(seed: int, *shape: int, largest: int = 60) -> np.ndarray:
+    """Returns float32 numbers from zero and the smallest one up to 2**largest, and of size 10."""
+    rng = np.random.default_rng(seed)
+    powers = 2.0 ** rng.uniform(-149, largest, shape) * rng.choice(
+        [-1, 0, 1], shape, p=[0.4, 0.2, 0.4]
+    )
+    return np.where(rng.random(shape) < 0.5, powers, rng.uniform(-20, 20, shape)).astype(np.float32)
+
+
+def composed(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a scan of vmap of a checkpoint of `fun`, over two leading axes of its arguments."""
+    inner = jax.vmap(jax.checkpoint(fun))
+    return lambda *args: jax.lax.scan(lambda _, xs: (None, inner(*xs)), None, args)[1]
+
+
 def tables(length: int, size: int) -> tuple[jax.Array, jax.Array]:
     """Returns cosines and sines of RoPE, [length, size / 2]."""
     angles = np.arange(length)[:, None] * THETA ** (-2 * np.arange(size // 2) / size)

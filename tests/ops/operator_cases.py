@@ -28,7 +28,7 @@ NEAREST = Coarse()
 DRAWN = CoarseRandom()
 BATCH, LENGTH, HEADS, KV_HEADS, SIZE = 2, 5, 4, 2, 2
 WIDTH = HEADS * SIZE
-"""Features of the linear input, and of everything that is normalised or gated."""
+"""Features of the linear input, and of everything that is normalized or gated."""
 EPS = 1e-6
 
 
@@ -66,9 +66,7 @@ class Operator:
     def stored_bytes(self, codec: Any, dtype: Any) -> int:
         """Returns the bytes of the codes of all activations."""
         pairs = zip(self.codecs(codec), self.shapes, strict=True)
-        return sum(
-            one.stored_bytes((*shape[:2], math.prod(shape[2:])), dtype) for one, shape in pairs
-        )
+        return sum(c.stored_bytes((*s[:2], math.prod(s[2:])), dtype) for c, s in pairs)
 
 
 def merged(x):
@@ -81,33 +79,18 @@ def norm_vjp(x, scale, dy):
     return (dx,), dscale
 
 
-def attention_case(causal: bool, rotates: bool, kv_heads: int = KV_HEADS) -> Operator:
-    def rope():
-        return {"rope": tables(LENGTH, SIZE)} if rotates else {}
+def turn(x, sign=1):
+    return oracles.rope(x, sign * np.arange(LENGTH), THETA)
 
-    def turn(x, sign=1):
-        return oracles.rope(x, sign * np.arange(LENGTH), THETA) if rotates else x
 
-    def oracle(q, k, v):
-        return merged(oracles.attention(turn(q), turn(k), v, causal))
-
-    def vjp(q, k, v, dy):
-        dy = np.reshape(dy, np.shape(q))
-        dq, dk, dv = oracles.attention_vjp(turn(q), turn(k), v, dy, causal)
-        return turn(dq, -1), turn(dk, -1), dv
-
-    return Operator(
-        lambda xs, _, w, **given: attention_linear(*xs, w, causal=causal, **rope(), **given),
-        lambda xs, _: attention(*xs, causal=causal, merge_heads=True, **rope()),
-        lambda xs, _: oracle(*xs),
-        lambda xs, _, dy: (vjp(*xs, dy), None),
-        tuple((BATCH, LENGTH, heads, SIZE) for heads in (HEADS, kv_heads, kv_heads)),
-    )
+def attention_vjp(q, k, v, dy):
+    dq, dk, dv = oracles.attention_vjp(turn(q), turn(k), v, np.reshape(dy, np.shape(q)), True)
+    return (turn(dq, -1), turn(dk, -1), dv), None
 
 
 TOKENS = (BATCH, LENGTH, WIDTH)
 LINEAR = Operator(
-    lambda xs, _, w, **given: linear(*xs, w, **given),
+    lambda xs, _, w, **options: linear(*xs, w, **options),
     lambda xs, _: xs[0],
     lambda xs, _: xs[0],
     lambda xs, _, dy: ((dy,), None),
@@ -115,7 +98,7 @@ LINEAR = Operator(
 )
 REBUILT = {
     "norm": Operator(
-        lambda xs, scale, w, **given: norm_linear(*xs, scale, w, eps=EPS, **given),
+        lambda xs, scale, w, **options: norm_linear(*xs, scale, w, eps=EPS, **options),
         lambda xs, scale: rms_norm(*xs, scale, eps=EPS),
         lambda xs, scale: oracles.rms_norm(*xs, scale, EPS),
         lambda xs, scale, dy: norm_vjp(*xs, scale, dy),
@@ -123,20 +106,26 @@ REBUILT = {
         has_scale=True,
     ),
     "swiglu": Operator(
-        lambda xs, _, w, **given: swiglu_linear(*xs, w, **given),
+        lambda xs, _, w, **options: swiglu_linear(*xs, w, **options),
         lambda xs, _: swiglu(*xs),
         lambda xs, _: oracles.swiglu(*xs),
         lambda xs, _, dy: (oracles.swiglu_vjp(*xs, dy), None),
         (TOKENS,) * 2,
     ),
     "gelu": Operator(
-        lambda xs, _, w, **given: gelu_linear(*xs, w, approximate=False, **given),
+        lambda xs, _, w, **options: gelu_linear(*xs, w, approximate=False, **options),
         lambda xs, _: gelu(*xs, approximate=False),
         lambda xs, _: oracles.gelu(*xs, approximate=False),
         lambda xs, _, dy: ((oracles.gelu_vjp(*xs, False, dy),), None),
         (TOKENS,),
     ),
-    "attention": attention_case(causal=True, rotates=True),
+    "attention": Operator(
+        lambda xs, _, w, **options: attention_linear(*xs, w, rope=tables(LENGTH, SIZE), **options),
+        lambda xs, _: attention(*xs, merge_heads=True, rope=tables(LENGTH, SIZE)),
+        lambda xs, _: merged(oracles.attention(*map(turn, xs[:2]), xs[2], True)),
+        lambda xs, _, dy: attention_vjp(*xs, dy),
+        tuple((BATCH, LENGTH, heads, SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS)),
+    ),
 }
 """The operators with a rebuilt input."""
 OPERATORS = {"linear": LINEAR, **REBUILT}
@@ -153,8 +142,8 @@ def decoded(name: str, activations: Any, codec: Any, key: jax.Array = KEY) -> tu
     """Returns what the backward pass sees."""
     if name == "linear":  # With a single input its key is not folded.
         return (codec.decode(codec.encode(*activations, key)),)
-    found = []
-    for i, (x, one) in enumerate(zip(activations, OPERATORS[name].codecs(codec), strict=True)):
-        code = one.encode(merged(x), jax.random.fold_in(key, i))
-        found.append(one.decode(code).reshape(x.shape))
-    return tuple(found)
+    hats = []
+    for i, (x, c) in enumerate(zip(activations, OPERATORS[name].codecs(codec), strict=True)):
+        code = c.encode(merged(x), jax.random.fold_in(key, i))
+        hats.append(c.decode(code).reshape(x.shape))
+    return tuple(hats)

@@ -56,7 +56,7 @@ def test_recomputation_keeps_no_output_across_a_scan():
     def temporaries(layers: int) -> int:
         def loss(scales, q):
             def body(q, scale):
-                # What reads the output keeps no copy of it.
+                # The product with the output keeps no copy of it.
                 return q + scale * attention(q, q, q, recompute=True), None
 
             return jnp.sum(jax.lax.scan(body, q, scales)[0])

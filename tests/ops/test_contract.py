@@ -17,6 +17,7 @@ from ops.helpers import (
     KEY,
     assert_close,
     assert_equal,
+    assert_gradients_are_differences,
     compiled_temporaries,
     normal,
     pullback,
@@ -62,26 +63,26 @@ def test_value_is_exact_and_gradients_are_those_at_the_decoded_inputs(name, x64)
 
     @jax.jit
     def run(inputs, others):
-        found = []
+        results = []
         for codecs in (exact, case.codecs):
             codecs = codecs[0] if len(inputs) == 1 else codecs
             y, pull = jax.vjp(functools.partial(case.call, codec=codecs, key=KEY), inputs, others)
-            found.append((y, pull(dy)))
+            results.append((y, pull(dy)))
         value = case.call(inputs, others, codec=codecs, key=KEY)
         call = functools.partial(case.call, codec=nearest[0])
         hats = [case.decoded(codecs, inputs) for codecs in (case.codecs, nearest)]
-        return found, value, transformed(call, inputs, others, dy), hats
+        return results, value, transformed(call, inputs, others, dy), hats
 
-    found, value, (each, of_others), (hats, hats_of_nearest) = run(inputs, others)
-    assert {x.dtype for x in jax.tree.leaves(found)} == {jnp.dtype("float64")}
-    for y in (found[1][0], value):
-        assert_equal(y, found[0][0])
+    results, value, (each, of_others), (hats, hats_of_nearest) = run(inputs, others)
+    assert {x.dtype for x in jax.tree.leaves(results)} == {jnp.dtype("float64")}
+    for y in (results[1][0], value):
+        assert_equal(y, results[0][0])
     for codec, x, hat in zip(case.codecs, inputs, hats, strict=True):
         assert np.array_equal(x, hat) == (codec == Exact())
     inputs, others, hats, hats_of_nearest = wide((inputs, others, hats, hats_of_nearest))
     # Sums of up to 60 terms of size 1 to 10, in another order: some 1e-16 each.
     assert_close(value, case.oracle(inputs, others), 1e-11, 1e-12)
-    for (_, got), seen in zip(found, (inputs, hats), strict=True):
+    for (_, got), seen in zip(results, (inputs, hats), strict=True):
         assert_close(got, case.vjp(seen, others, dy), 1e-11, 1e-12)
     # Groups lie within tokens: examples are coded alike, alone or in a batch.
     want, want_of_others = case.vjp(hats_of_nearest, others, dy)
@@ -90,9 +91,43 @@ def test_value_is_exact_and_gradients_are_those_at_the_decoded_inputs(name, x64)
     assert_close(jax.tree.map(lambda x: x / 2, of_others), want_of_others, 1e-11, 1e-12)
 
 
+TOKENWISE = [name for name in CASES if not name.startswith(("attention", "conv"))]
+LEADS = {
+    "one token": (lambda x: x[0, 0], lambda x: x[None, None], lambda x: x[:1, :1]),
+    "three axes": (lambda x: x[None], lambda x: x[0], lambda x: x),
+}
+"""Changes of the leading axes, their inverses, and the same tokens with two leading axes."""
+
+
+def test_any_number_of_leading_axes(x64):
+    arguments = {name: CASES[name].arguments() for name in TOKENWISE}
+
+    @jax.jit
+    def run(arguments):
+        results = {}
+        for name, (inputs, others) in arguments.items():
+            call = functools.partial(CASES[name].call, codec=NEAREST)
+            for lead, (change, _, _) in LEADS.items():
+                y, pull = jax.vjp(call, jax.tree.map(change, inputs), others)
+                results[f"{name}, {lead}"] = y, pull(jax.tree.map(jnp.cos, y))
+            results[name] = CASES[name].decoded((NEAREST,) * len(inputs), inputs)
+        return results
+
+    results = run(arguments)
+    for name, (inputs, others) in arguments.items():
+        case = CASES[name]
+        for lead, (_, back, part) in LEADS.items():
+            y, (dxs, dothers) = results[f"{name}, {lead}"]
+            y, dxs = wide(jax.tree.map(back, (y, dxs)))
+            exact, hats = wide(jax.tree.map(part, (inputs, results[name])))
+            want = case.vjp(hats, wide(others), jax.tree.map(np.cos, y))
+            assert_close(y, case.oracle(exact, wide(others)), 1e-11, 1e-12)
+            assert_close((dxs, dothers), want, 1e-11, 1e-12)
+
+
 @every_case
 def test_gradients_are_differences_of_values(name):
-    # Of the oracle, whose values and gradients are those of the operator.
+    # The values and gradients of the oracle are those of the operator.
     case, step, rng = CASES[name], 1e-5, np.random.default_rng(0)
     inputs, others = wide(case.arguments())
     dy = cotangent(wide(case.oracle(inputs, others)))
@@ -108,6 +143,32 @@ def test_gradients_are_differences_of_values(name):
             sides.append(sum(np.vdot(y, g) for y, g in pairs))
         slope = (sides[0] - sides[1]) / (2 * step)
         np.testing.assert_allclose(np.vdot(gradient, direction), slope, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu, erf", "layer_norm", "conv"])
+def test_second_derivatives_without_a_codec_are_differences_of_gradients(name, x64):
+    (x,), others = CASES[name].arguments()
+
+    def slope(x, *others):
+        loss = lambda x: jnp.sum(CASES[name].call((x,), others) ** 3)  # noqa: E731
+        return jax.grad(loss)(x)
+
+    assert_gradients_are_differences(slope, x, *others)
+
+
+@every_case
+def test_second_derivatives_of_codes_are_refused(name):
+    case = CASES[name]
+    inputs, others = case.arguments()
+
+    def slope(inputs, others):
+        loss = lambda inputs: sum(  # noqa: E731
+            jnp.sum(y**3) for y in jax.tree.leaves(case.call(inputs, others, codec=NEAREST))
+        )
+        return jax.grad(loss)(inputs)
+
+    with pytest.raises(NotImplementedError, match="no derivative"):
+        jax.eval_shape(jax.jacobian(slope), inputs, others)
 
 
 @every_case
@@ -153,13 +214,13 @@ def test_explain_names_the_codes(name):
         return sum(map(jnp.sum, jax.tree.leaves(outputs)))
 
     rows = [r for r in explain(fun, *case.arguments()).residuals if r.codec]
-    found = {r.name: (r.operator, r.codec, r.stored_bytes) for r in rows}
+    named = {r.name: (r.operator, r.codec, r.stored_bytes) for r in rows}
     sizes = case.stored_bytes(case.codecs, "float32")
     want = zip(case.names, case.codecs, sizes, strict=True)
-    assert found == {label: (case.operator, repr(one), size) for label, one, size in want}
+    assert named == {label: (case.operator, repr(codec), n) for label, codec, n in want}
 
 
-def test_keys_of_inputs_may_be_given_or_folded():
+def test_keys_of_inputs_may_be_separate_or_folded():
     arrays = [CASES[name].arguments() for name in ("swiglu", "attention")]
 
     def run(case, arguments, key):
@@ -169,20 +230,20 @@ def test_keys_of_inputs_may_be_given_or_folded():
 
     @jax.jit
     def all_keys(key, old):
-        found = []
+        results = []
         for name, arguments in zip(("swiglu", "attention"), arrays, strict=True):
             case = CASES[name]
             each = tuple(jax.random.fold_in(key, i) for i in range(len(case.inputs)))
-            found.append([run(case, arguments, k) for k in (key, each)])
+            results.append([run(case, arguments, k) for k in (key, each)])
         # A key of the old style draws the same numbers.
-        return found, run(CASES["swiglu"], arrays[0], old)
+        return results, run(CASES["swiglu"], arrays[0], old)
 
-    found, old = all_keys(KEY, jax.random.key_data(KEY))
-    for folded, given in found:
-        assert_equal(given, folded)
-    assert_equal(old, found[0][0])
+    results, old = all_keys(KEY, jax.random.key_data(KEY))
+    for folded, separate in results:
+        assert_equal(separate, folded)
+    assert_equal(old, results[0][0])
     other = all_keys(jax.random.key(8), jax.random.key_data(KEY))[0]
-    assert not np.array_equal(found[0][0][0][0], other[0][0][0][0])
+    assert not np.array_equal(results[0][0][0][0], other[0][0][0][0])
 
 
 ROUNDED_ONCE = ("rms_norm", "layer_norm", "swiglu", "gelu", "gelu, erf")
@@ -191,21 +252,21 @@ ROUNDED_ONCE = ("rms_norm", "layer_norm", "swiglu", "gelu", "gelu, erf")
 def test_bfloat16_is_rounded_once_at_the_end():
     @jax.jit
     def run(arguments, dy):
-        found = []
+        results = []
         for name, (inputs, others) in zip(ROUNDED_ONCE, arguments, strict=True):
             case = CASES[name]
             for codec in (Exact(), NEAREST):
                 y, pull = jax.vjp(functools.partial(case.call, codec=codec), inputs, others)
-                found.append((y, pull(dy)))
-            found.append(case.decoded((NEAREST,) * len(inputs), inputs))
-        return found
+                results.append((y, pull(dy)))
+            results.append(case.decoded((NEAREST,) * len(inputs), inputs))
+        return results
 
     arguments = [CASES[name].arguments("bfloat16") for name in ROUNDED_ONCE]
     dy = normal(3, 2, 5, 8, dtype="bfloat16")
-    found = run(arguments, dy)
-    for i, (name, given) in enumerate(zip(ROUNDED_ONCE, arguments, strict=True)):
-        case, (inputs, others) = CASES[name], wide(given)
-        exact, coded, hats = found[3 * i : 3 * i + 3]
+    results = run(arguments, dy)
+    for i, (name, narrow) in enumerate(zip(ROUNDED_ONCE, arguments, strict=True)):
+        case, (inputs, others) = CASES[name], wide(narrow)
+        exact, coded, hats = results[3 * i : 3 * i + 3]
         assert_equal(exact[0], coded[0])
         for (y, grads), seen in ((exact, inputs), (coded, wide(hats))):
             want = case.oracle(inputs, others), case.vjp(seen, others, wide(dy))
@@ -222,7 +283,7 @@ def layer_of_all_operators(x, p, sizes):
     def call(name, fun, inputs, *others, codec=Coarse(), **options):
         codecs = codec if isinstance(codec, tuple) else (codec,) * len(inputs)
         pairs = zip(codecs, inputs, strict=True)
-        sizes[name] = sum(one.stored_bytes((512, y.size // 512), y.dtype) for one, y in pairs)
+        sizes[name] = sum(c.stored_bytes((512, y.size // 512), y.dtype) for c, y in pairs)
         return fun(*inputs, *others, codec=codec, key=KEY, **options)
 
     def heads(y):

@@ -6,19 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracles
-import pytest
-from cheap_codecs import Coarse, Spanned
-from flax import linen, nnx
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from cheap_codecs import Spanned
+from flax import nnx
 from jaxprs import nbytes
 from ops.helpers import (
     BF16,
     KEY,
     assert_close,
     assert_equal,
-    assert_gradients_are_differences,
     normal,
+    of_all_sizes,
     ones,
     pullback,
 )
@@ -30,7 +27,6 @@ from actjax import (
     value_and_grad,
 )
 
-NEAREST = Coarse()
 DITHER = Quantized(2, group=4, rounding="dither", scale_dtype="float32")
 JOINED = Quantized(4)
 """Joins positions where channels are few."""
@@ -67,55 +63,40 @@ SETTINGS = {
 }  # fmt: skip
 
 
-def decoded(codec, x, key=KEY):
-    """Returns what the backward pass sees."""
-    code = codec.encode(x.reshape(codec.grouped_shape(x.shape)), jax.random.fold_in(key, 0))
-    return codec.decode(code).reshape(x.shape)
-
-
 # Values and gradients.
 
 
+def drawn_case(seed):
+    """Returns shapes and settings as `SETTINGS` has them."""
+    rng = np.random.default_rng(seed)
+    axes, groups, channels, outputs = 1 + seed % 2, *map(int, rng.integers(1, (4, 3, 3)))
+    draw = lambda low, high: tuple(map(int, rng.integers(low, high + 1, axes)))  # noqa: E731
+    window, strides, dilation = draw(1, 3), draw(1, 3), draw(1, 2)
+    reach = [(n - 1) * d + 1 for n, d in zip(window, dilation, strict=True)]
+    padding = tuple(zip(draw(0, 4), draw(0, 4), strict=True))
+    spatial = [n + r for n, r in zip(draw(0, 4), reach, strict=True)]
+    x, w = (seed % 3, *spatial, channels * groups), (*window, channels, outputs * groups)
+    options = {"strides": strides, "padding": padding, "dilation": dilation}
+    return x, w, options | {"feature_group_count": groups}, (strides, padding, dilation, groups)
+
+
 def test_value_and_gradients_agree_with_the_oracle(x64):
-    inputs = [(normal(0, *one[0]), normal(1, *one[1])) for one in SETTINGS.values()]
+    cases = [*SETTINGS.values(), *map(drawn_case, range(8))]
+    inputs = [(normal(0, *x), normal(1, *w)) for x, w, _, _ in cases]
 
     @jax.jit
     def run(inputs):
-        found = []
-        for (x, w), (_, _, options, _) in zip(inputs, SETTINGS.values(), strict=True):
+        results = []
+        for (x, w), (_, _, options, _) in zip(inputs, cases, strict=True):
             z, pull = jax.vjp(functools.partial(conv, **options), x, w)
-            found.append((z, pull(jnp.cos(z))))
-        return found
+            results.append((z, pull(jnp.cos(z))))
+        return results
 
-    for (x, w), (z, got), one in zip(inputs, run(inputs), SETTINGS.values(), strict=True):
+    for (x, w), (z, got), (*_, settings) in zip(inputs, run(inputs), cases, strict=True):
         assert {a.dtype for a in (z, *got)} == {jnp.dtype("float64")}
         # Sums of up to 60 terms of size 1 to 10, in another order: some 1e-16 each.
-        assert_close(z, oracles.conv(x, w, *one[3]), 1e-12, 1e-13)
-        assert_close(got, oracles.conv_vjp(x, w, np.cos(z), *one[3]), 1e-12, 1e-12)
-
-
-def test_value_and_gradients_agree_with_flax():
-    x, w = normal(0, 2, 9, 8, 6), normal(1, 3, 2, 3, 4)
-    layer = linen.Conv(
-        4, (3, 2), strides=(2, 3), kernel_dilation=(2, 1), feature_group_count=2, use_bias=False
-    )
-    options = {"strides": (2, 3), "dilation": (2, 1), "feature_group_count": 2}
-
-    @jax.jit
-    def run(x, w):
-        funs = (
-            functools.partial(conv, **options),
-            lambda x, w: layer.apply({"params": {"kernel": w}}, x),
-        )
-        found = []
-        for fun in funs:
-            z, pull = jax.vjp(fun, x, w)
-            found.append((z, pull(z)))
-        return found
-
-    ours, theirs = run(x, w)
-    # Float32, sums of at most 60 terms of size 1 to 10.
-    assert_close(ours, theirs, 1e-5, 1e-4)
+        assert_close(z, oracles.conv(x, w, *settings), 1e-12, 1e-13)
+        assert_close(got, oracles.conv_vjp(x, w, np.cos(z), *settings), 1e-12, 1e-12)
 
 
 def test_the_value_is_that_of_jax_bit_for_bit_with_any_codec():
@@ -125,41 +106,33 @@ def test_the_value_is_that_of_jax_bit_for_bit_with_any_codec():
     @jax.jit
     def run(x, w):
         plain = jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
-        found = []
+        values = []
         for codec in codecs:
             fun = functools.partial(conv, codec=codec, key=KEY)
-            found += [fun(x, w), jax.vjp(fun, x, w)[0]]
-        return plain, found
+            values += [fun(x, w), jax.vjp(fun, x, w)[0]]
+        return plain, values
 
     for dtype in ("float32", "bfloat16"):
-        plain, found = run(normal(0, *shape, dtype=dtype), normal(1, *window, dtype=dtype))
-        for z in found:
+        plain, values = run(normal(0, *shape, dtype=dtype), normal(1, *window, dtype=dtype))
+        for z in values:
             assert z.dtype == dtype
             np.testing.assert_array_equal(z, plain)
 
 
-CODED = Spanned(3), Quantized(4, rounding="stochastic")
-"""The last joins positions."""
-
-
-def test_any_codec_gives_the_exact_dx_and_dw_at_the_decoded_input(x64):
-    x, w = normal(0, 2, 4, 3, 8), normal(1, 2, 2, 4, 6)
+def test_a_factored_codec_gives_the_exact_dx_and_dw_at_the_decoded_input(x64):
+    x, w, codec = normal(0, 2, 4, 3, 8), normal(1, 2, 2, 4, 6), Spanned(3)
     dz, settings = normal(2, 2, 4, 3, 6), ((1, 1), ((0, 1), (0, 1)), (1, 1), 2)
 
     @jax.jit
     def run(x, w):
-        found = []
-        for codec in CODED:
-            fun = functools.partial(conv, feature_group_count=2, codec=codec, key=KEY)
-            found.append((*jax.vjp(fun, x, w)[1](dz), decoded(codec, x)))
-        return found
+        fun = functools.partial(conv, feature_group_count=2, codec=codec, key=KEY)
+        return *jax.vjp(fun, x, w)[1](dz), codec.decode(codec.encode(x))
 
-    exact_dx = oracles.conv_vjp(x, w, dz, *settings)[0]
-    for codec, (dx, dw, x_hat) in zip(CODED, run(x, w), strict=True):
-        assert not np.array_equal(x, x_hat), codec
-        # Sums of up to 24 terms of size 1 and more, in another order: some 1e-16 each.
-        assert_close(dx, exact_dx, 1e-12, 1e-13)
-        assert_close(dw, oracles.conv_vjp(x_hat, w, dz, *settings)[1], 1e-11, 1e-12)
+    dx, dw, x_hat = run(x, w)
+    assert not np.array_equal(x, x_hat)
+    # Sums of up to 24 terms of size 1 and more, in another order: some 1e-16 each.
+    assert_close(dx, oracles.conv_vjp(x, w, dz, *settings)[0], 1e-12, 1e-13)
+    assert_close(dw, oracles.conv_vjp(x_hat, w, dz, *settings)[1], 1e-11, 1e-12)
 
 
 def test_the_weight_gradient_is_unbiased_if_the_codec_is(x64):
@@ -175,10 +148,10 @@ def test_the_weight_gradient_is_unbiased_if_the_codec_is(x64):
         return jax.vmap(sample)(jax.random.split(KEY, count))
 
     exact = oracles.conv_vjp(x, w, dz, *settings)[1]
-    found = np.asarray(samples(DITHER))
-    standard_error = found.std(0) / np.sqrt(count)
+    drawn = np.asarray(samples(DITHER))
+    standard_error = drawn.std(0) / np.sqrt(count)
     assert standard_error.min() > 0  # Each key draws other numbers.
-    assert np.all(np.abs(found.mean(0) - exact) <= 5 * standard_error)
+    assert np.all(np.abs(drawn.mean(0) - exact) <= 5 * standard_error)
 
 
 # Precision.
@@ -219,74 +192,34 @@ def test_a_wider_weight_is_cast_on_the_fly_and_results_are_rounded_once():
         np.testing.assert_allclose(np.float64(got), want, rtol=1.01 * BF16, atol=1e-4)
 
 
-# An operand below the smallest normal number may be flushed to zero before it is multiplied.
-numbers = st.one_of(st.just(0.0), st.floats(-(2.0**40), 2.0**40, width=32, allow_subnormal=False))
-
-
-@settings(deadline=None, max_examples=30)
-@given(st.data())
-def test_any_numbers_give_what_the_oracle_gives(data):
-    dtype = data.draw(st.sampled_from(["float32", "bfloat16"]))  # Each compiles once.
-    draw = lambda *shape: np.reshape(  # noqa: E731
-        np.asarray(data.draw(st.lists(numbers, min_size=(n := int(np.prod(shape))), max_size=n))),
-        shape,
-    ).astype(dtype)
-    x, w, dz = draw(1, 3, 2), draw(2, 2, 2), draw(1, 2, 2)
-    got = _gradients(x, w, dz)
-    absolute = [np.abs(np.float64(a)) for a in (x, w, dz)]
-    settings = (1,), ((0, 0),), (1,)
-    want, terms = (
-        (oracles.conv(x, w, *settings), *oracles.conv_vjp(x, w, dz, *settings))
-        for x, w, dz in ((x, w, dz), absolute)
-    )
-    # Sums of at most four terms in float32, and one rounding to the dtype.
-    for a, b, size in zip(got, want, terms, strict=True):
-        rounding = BF16 if dtype == "bfloat16" else 2.0**-24
-        bound = 4 * 2.0**-24 * size + 1.01 * rounding * np.abs(b)
-        # Numbers below the smallest normal one may be flushed to zero.
-        assert np.all(np.abs(np.float64(a) - b) <= bound + 8 * 2.0**-126)
-
-
 @jax.jit
-def _gradients(x, w, dz):
+@jax.vmap
+def without_padding(x, w, dz):
+    """Returns value and gradients of each example."""
     z, pull = jax.vjp(lambda x, w: conv(x, w, padding="VALID"), x, w)
     return z, *pull(dz)
 
 
-@settings(deadline=None, max_examples=12)
-@given(st.data())
-def test_any_shapes_and_settings_give_what_the_oracle_gives(data):
-    axes, groups = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 3))
-    draw = lambda low, high: tuple(data.draw(st.integers(low, high)) for _ in range(axes))  # noqa: E731
-    window, strides, dilation = draw(1, 3), draw(1, 3), draw(1, 2)
-    reach = [(n - 1) * d + 1 for n, d in zip(window, dilation, strict=True)]
-    padding = tuple(zip(draw(0, 4), draw(0, 4), strict=True))
-    spatial = tuple(n + r for n, r in zip(draw(0, 4), reach, strict=True))
-    channels, outputs = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2))
-    x = np.asarray(normal(0, data.draw(st.integers(0, 2)), *spatial, channels * groups))
-    w = np.asarray(normal(1, *window, channels, outputs * groups))
-    options = {"strides": strides, "padding": padding, "dilation": dilation}
-
-    @jax.jit
-    def run(x, w):
-        z, pull = jax.vjp(lambda *xs: conv(*xs, **options, feature_group_count=groups), x, w)
-        return z, *pull(jnp.cos(z))
-
-    z, dx, dw = run(x, w)
-    settings = strides, padding, dilation, groups
-    # Float32; sums of at most 2 x 9 x 10 terms of size 1 to 10.
-    assert_close(z, oracles.conv(x, w, *settings), 1e-5, 1e-5)
-    want = oracles.conv_vjp(x, w, np.cos(np.float64(z)), *settings)
-    assert_close((dx, dw), want, 1e-4, 1e-4)
+def test_numbers_of_any_size_give_what_the_oracle_gives():
+    shapes, settings = ((1, 3, 2), (2, 2, 2), (1, 2, 2)), ((1,), ((0, 0),), (1,))
+    drawn = [of_all_sizes(i, 50, *shape, largest=40) for i, shape in enumerate(shapes)]
+    # An operand below the smallest normal number may be flushed to zero before it is multiplied.
+    drawn = [np.where(np.abs(a) < 2.0**-100, 0, a) for a in drawn]
+    for dtype, rounding in (("float32", 2.0**-24), ("bfloat16", BF16)):
+        arrays = [a.astype(dtype) for a in drawn]
+        for x, w, dz, *got in zip(*arrays, *without_padding(*arrays), strict=True):
+            want, terms = (
+                (oracles.conv(x, w, *settings), *oracles.conv_vjp(x, w, dz, *settings))
+                for x, w, dz in ((x, w, dz), [np.abs(np.float64(a)) for a in (x, w, dz)])
+            )
+            # Sums of at most four terms in float32, and one rounding to the dtype.
+            for a, b, size in zip(got, want, terms, strict=True):
+                bound = 4 * 2.0**-24 * size + 1.01 * rounding * np.abs(b)
+                # Numbers below the smallest normal one may be flushed to zero.
+                assert np.all(np.abs(np.float64(a) - b) <= bound + 8 * 2.0**-126)
 
 
-# What the backward pass holds.
-
-
-def test_dx_reads_only_the_weight():
-    x, w = normal(0, 2, 5, 4, 6), normal(1, 3, 2, 6, 4)
-    dx = jax.jit(lambda x: jax.vjp(conv, x, w)[1](jnp.ones((2, 5, 4, 4)))[0])
-    np.testing.assert_array_equal(dx(x), dx(np.full_like(x, np.nan)))
+# Memory.
 
 
 def test_positions_are_joined_where_channels_are_few():
@@ -297,48 +230,15 @@ def test_positions_are_joined_where_channels_are_few():
     assert held - 4 * 3 * 3 * 3 * 4 == groups * (bits // 8 + 2 * 2)
 
 
-# Transformations.
-
-
-def test_vmap_over_weights_and_keys():
-    x, ws, keys = normal(0, 2, 5, 4), normal(1, 3, 2, 4, 3), jax.random.split(KEY, 3)
-
-    def gradients(w, key):
-        fun = lambda x, w: jnp.sum(jnp.sin(conv(x, w, codec=DITHER, key=key)))  # noqa: E731
-        return jax.grad(fun, (0, 1))(x, w)
-
-    mapped, looped = jax.jit(
-        lambda ws, keys: (
-            jax.vmap(gradients)(ws, keys),
-            jax.lax.map(lambda one: gradients(*one), (ws, keys)),
-        )
-    )(ws, keys)
-    assert_close(mapped, looped, 1e-5, 1e-5)  # Float32.
-
-
-def test_second_derivatives_are_exact_without_a_codec_and_refused_with_one(x64):
-    x, w = normal(0, 1, 4, 2), normal(1, 2, 2, 2)
-
-    def slope(x, codec=Exact()):
-        return jax.grad(lambda w: jnp.sum(jnp.sin(conv(x, w, codec=codec))))(w)
-
-    assert_gradients_are_differences(slope, x)
-    with pytest.raises(NotImplementedError, match="no derivative"):
-        jax.eval_shape(jax.jacobian(functools.partial(slope, codec=NEAREST)), x)
-
-
 def test_weights_may_be_nnx_variables_and_are_dense_in_value_and_grad():
     x, w = normal(0, 2, 5, 4), normal(1, 2, 4, 3)
 
     @jax.jit
     def run(x, w):
         loss = lambda w: jnp.sum(jnp.sin(conv(x, w, codec=Spanned(2), key=KEY)))  # noqa: E731
-        found = conv(x, nnx.Param(w)), conv(x, w)
-        return found, value_and_grad(loss)(w), jax.value_and_grad(loss)(w)
+        both = conv(x, nnx.Param(w)), conv(x, w)
+        return both, value_and_grad(loss)(w), jax.value_and_grad(loss)(w)
 
     (variable, array), ours, plain = run(x, w)
     np.testing.assert_array_equal(variable, array)
     assert_equal(ours, plain)
-
-
-X, W = ones(2, 5, 4, 6), ones(3, 2, 6, 4)

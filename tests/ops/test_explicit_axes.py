@@ -37,11 +37,11 @@ def losses(x, ids, w, scale, table):
 
 @jax.jit
 def gradients(*arrays):
-    found = {}
+    results = {}
     for name, (fun, *args) in losses(*arrays).items():
         total = lambda *args, fun=fun: jnp.sum(jnp.sin(fun(*args)))  # noqa: E731
-        found[name] = jax.grad(total, tuple(range(len(args))))(*args)
-    return found
+        results[name] = jax.grad(total, tuple(range(len(args))))(*args)
+    return results
 
 
 def test_operators_under_explicit_axes():

@@ -51,8 +51,8 @@ def test_cudnn_keeps_its_output_merged_and_once():
         return actjax.linear(out, w)
 
     leaves = jax.tree.leaves(jax.vjp(fun, q, w)[1])
-    whole = {id(x) for x in leaves if x.size == q.size}
-    assert len(whole) == 2  # q, which is k and v too, and the output.
+    large = {id(x) for x in leaves if x.size == q.size}
+    assert len(large) == 2  # q, which is k and v too, and the output.
 
 
 @pytest.mark.parametrize(

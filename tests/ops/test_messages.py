@@ -3,6 +3,8 @@
 A row is a call and a part of its message. Nothing is compiled.
 """
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -31,9 +33,7 @@ from actjax import (
     swiglu_linear,
 )
 
-Q4, PAIR = Quantized(4, group=3), (Quantized(4, group=3),) * 2
 DITHER = Quantized(2, group=4, rounding="dither")
-MIXED = Exact(), DITHER
 NO_KEY = f"`codec` {DITHER} draws random numbers, but got key="
 CLASS = "`codec` must be an actjax.Codec (an instance, not the class)"
 CODEC = "`codec` must be an actjax.Codec, for example Exact(), got "
@@ -47,8 +47,7 @@ def integers(*shape):
 
 
 X, W, WT, W7, S = ones(6, 8), ones(8, 5), ones(5, 8), ones(7, 5), ones(8)
-INTEGERS = integers(6, 8)
-Q, K, LIST = ones(2, 5, 4, 2), ones(2, 5, 2, 2), (Exact(),) * 4
+Q, K = ones(2, 5, 4, 2), ones(2, 5, 2, 2)
 IMAGE, WINDOW = ones(2, 5, 4, 6), ones(3, 2, 6, 4)
 TABLE, IDS = ones(7, 3), np.arange(4, dtype=np.int32)
 HIDDEN, HEAD, LABELS = ones(13, 6), ones(6, 11), np.zeros(13, np.int32)
@@ -56,7 +55,7 @@ HALF = ones(2, 5, 2, 2, dtype="bfloat16")
 
 
 def each_setting(*settings):
-    """Returns what `strides` and `dilation` say to settings that are not integers above zero."""
+    """Returns rows of settings of strides and dilation that are not integers above zero."""
     text = "must be an integer >= 1, or 2 of them, one for each spatial axis of `x`: got"
     return [
         (lambda name=name, it=it: conv(IMAGE, WINDOW, **{name: it}), f"`{name}` {text} {it!r}.")
@@ -65,6 +64,62 @@ def each_setting(*settings):
     ]
 
 
+CALLS = {
+    linear: (X, W), conv: (IMAGE, WINDOW), norm_linear: (X, S, W), gelu_linear: (X, W),
+    rms_norm: (X, S), layer_norm: (X, S, S), gelu: (X,), swiglu_linear: (X, X, W),
+    swiglu: (X, X), attention_linear: (Q, K, K, W), attention: (Q, K, K),
+}  # fmt: skip
+"""Operators that take a codec and a key, and arguments."""
+INPUTS = {
+    **dict.fromkeys((norm_linear, gelu_linear, rms_norm, layer_norm, gelu), "x"),
+    **dict.fromkeys((swiglu_linear, swiglu), "gate, up"),
+    **dict.fromkeys((attention_linear, attention), "q, k, v"),
+}
+"""The inputs of operators that take a codec for each input."""
+
+
+def row(operator, message, **options):
+    return functools.partial(operator, *CALLS[operator], **options), message
+
+
+CODEC_VALUES = [
+    *(row(operator, f"{NO_KEY}{key}: pass `key`", codec=DITHER, key=key)
+      for operator in CALLS for key in (None, 1)),
+    *(row(operator, f"{COUNT}{inputs}: got {len(codecs)}.", codec=codecs)
+      for operator, inputs in INPUTS.items() for codecs in ((Exact(),) * 4, [])),
+    *(row(operator, f"`key` must be one key, or one for each of {inputs}: got 4.",
+          codec=DITHER, key=(KEY,) * 4)
+      for operator, inputs in INPUTS.items() if "," in inputs),
+    # With several codecs or keys the one without a key is found.
+    row(swiglu_linear, NO_KEY + "None", codec=(Exact(), DITHER)),
+    row(swiglu, NO_KEY + "None", codec=DITHER, key=(KEY, None)),
+    row(attention_linear, NO_KEY + "None", codec=DITHER, key=(KEY, None, KEY)),
+]  # fmt: skip
+NAMES = {
+    **dict.fromkeys((linear, conv), "x w"), norm_linear: "x _ w", gelu_linear: "x w",
+    rms_norm: "x _", layer_norm: "x scale bias", gelu: "x", swiglu_linear: "gate up w",
+    swiglu: "gate up", attention_linear: "q k v w", attention: "q k v",
+}  # fmt: skip
+"""Names of the arguments, or _ where an integer is allowed."""
+
+
+def with_integers(operator, position):
+    """Returns a call with integers as an argument."""
+    arguments = list(CALLS[operator])
+    arguments[position] = integers(*arguments[position].shape)
+    return functools.partial(operator, *arguments)
+
+
+CODEC_TYPES = [
+    *((with_integers(operator, i), f"`{name}` {FLOATS}: cast it")
+      for operator, names in NAMES.items() for i, name in enumerate(names.split()) if name != "_"),
+    *(row(operator, CLASS, codec=Exact) for operator in CALLS),
+    *(row(operator, f"{CODEC}{codec!r}", codec=codec)
+      for operator in CALLS for codec in ("exact", None)),
+    row(swiglu_linear, CODEC + "'exact'", codec=(Exact(), "exact")),
+    row(attention_linear, CLASS, codec=(Exact(), Exact(), Exact)),
+    row(attention, CODEC + "'k'", codec=(Exact(), "k", Exact())),
+]  # fmt: skip
 VALUE_ERRORS = [
     # linear
     (lambda: linear(X, WT), FEATURES + " it transposed?"),
@@ -75,7 +130,6 @@ VALUE_ERRORS = [
     (lambda: linear(X, W, bias=S), "the bias of `w`(8, 5) must be (5,), got (8,)."),
     (lambda: linear(X, ()), "`w` is an empty tuple"),
     (lambda: linear(X, (W, W), bias=(None,)), "`bias` has 1 entries for 2 weights"),
-    (lambda: linear(X, W, codec=DITHER), NO_KEY + "None: pass `key`"),
     (lambda: jax.grad(lambda x: linear(x, W, codec=RandomProjection(7), key=KEY).sum())(X),
      "`rank` 7 of RandomProjection(rank=7) is above min(T, d) = 6"),
     (lambda: jax.grad(lambda x: linear(x, W, codec=RandomizedSVD(7), key=KEY).sum())(X),
@@ -87,27 +141,15 @@ VALUE_ERRORS = [
     (lambda: norm_linear(X, S, ()), "`w` is an empty tuple"),
     (lambda: norm_linear(X, S, W, bias=S), "the bias of `w`(8, 5) must be (5,), got (8,)."),
     (lambda: norm_linear(X, S, (W, W), bias=(None,)), "`bias` has 1 entries for 2 weights"),
-    (lambda: norm_linear(X, S, W, codec=LIST), COUNT + "x: got 4."),
-    (lambda: norm_linear(X, S, W, codec=DITHER), NO_KEY + "None: pass `key`"),
-    (lambda: norm_linear(X, S, W, codec=DITHER, key=0), NO_KEY + "0: pass `key`"),
     (lambda: swiglu_linear(X, WT, W), "`gate` and `up` must agree in shape"),
     (lambda: swiglu_linear(X, X, W7), "got x(6, 8) @ w(7, 5)"),
-    (lambda: swiglu_linear(X, X, W, codec=LIST), COUNT + "gate, up: got 4."),
-    (lambda: swiglu_linear(X, X, W, codec=MIXED), NO_KEY + "None"),
-    (lambda: swiglu_linear(X, X, W, codec=DITHER, key=(KEY,)),
-     "`key` must be one key, or one for each of gate, up: got 1."),
     (lambda: gelu_linear(X, W7), "got x(6, 8) @ w(7, 5)"),
-    (lambda: gelu_linear(X, W, codec=LIST), COUNT + "x: got 4."),
-    (lambda: gelu_linear(X, W, codec=DITHER), NO_KEY + "None"),
     # attention_linear
     (lambda: attention_linear(Q, *(ones(2, 4, 2, 2),) * 2, W),
      "`q` and `k` must agree in batch, length and head size"),
     (lambda: attention_linear(Q, K, K, ones(4, 5)), "got x(2, 5, 8) @ w(4, 5)"),
     (lambda: attention_linear(Q, K, K, W, implementation="triton"), "or None, got 'triton'."),
     (lambda: attention_linear(Q, K, K, W, rope=(ones(4, 1),) * 2), "`cos` and `sin` [S, D / 2]"),
-    (lambda: attention_linear(Q, K, K, W, codec=[Exact()] * 2), COUNT + "q, k, v: got 2."),
-    (lambda: attention_linear(Q, K, K, W, codec=DITHER), NO_KEY + "None"),
-    (lambda: attention_linear(Q, K, K, W, codec=DITHER, key=(KEY, None, KEY)), NO_KEY + "None"),
     # attention
     (lambda: attention(Q[0], K, K), "`q` must be [B, S, H, D] and `k` and `v` both [B, S, G, D], "
                                     "got q(5, 4"),
@@ -123,14 +165,10 @@ VALUE_ERRORS = [
     (lambda: attention(Q, K, K, implementation="triton"),
      "`implementation` must be one of ('blockwise', 'cudnn', 'dense', 'splash') or None, got "
      "'triton'."),
-    (lambda: attention(Q, K, K, codec=PAIR), "one codec, or one for each of q, k, v: got 2."),
-    (lambda: attention(Q, K, K, codec=DITHER), NO_KEY + "None"),
-    (lambda: attention(Q, K, K, codec=DITHER, key=1), "but got key=1: pass `key`"),
-    (lambda: attention(Q, K, K, codec=DITHER, key=(KEY,) * 2),
-     "`key` must be one key, or one for each of q, k, v: got 2."),
-    (lambda: attention(Q, K, K, codec=Q4, implementation="triton"), "got 'triton'."),
+    (lambda: attention(Q, K, K, codec=DITHER, key=KEY, implementation="triton"), "got 'triton'."),
     (lambda: attention(Q, K, K, rope=(ones(5, 3),) * 2), "`cos` and `sin` [S, D / 2]"),
-    (lambda: attention(Q, K, K, codec=Q4, rope=(ones(5, 3),) * 2), "`cos` and `sin` [S, D"),
+    (lambda: attention(Q, K, K, codec=DITHER, key=KEY, rope=(ones(5, 3),) * 2),
+     "`cos` and `sin` [S, D / 2]"),
     (lambda: attention(Q, K, K, window=0), "`window` must be at least 1"),
     (lambda: attention(Q, K, K, window=3, causal=False), "needs causal=True"),
     (lambda: attention(Q, K, K, segments=np.zeros((2, 6), int)), "must be integers (2, 5)"),
@@ -148,27 +186,13 @@ VALUE_ERRORS = [
     # norms
     (lambda: rms_norm(X, ones(7)), "`scale` must be (8,) for x(6, 8), got (7,)."),
     (lambda: rms_norm(ones(), ones(1)), "`scale` must be () for x()"),
-    (lambda: rms_norm(X, S, codec=PAIR), "one codec, or one for each of x: got 2."),
-    (lambda: rms_norm(X, S, codec=()), "one codec, or one for each of x: got 0."),
-    (lambda: rms_norm(X, S, codec=DITHER), NO_KEY + "None"),
-    (lambda: rms_norm(X, S, codec=DITHER, key=1), "but got key=1: pass `key`"),
     (lambda: layer_norm(X, ones(7), S),
      "`scale` must be (8,) for x(6, 8), got (7,): pass one number for each feature, or None"),
     (lambda: layer_norm(X, S, X), "`bias` must be (8,) for x(6, 8), got (6, 8)"),
     (lambda: layer_norm(ones(), None, None), "`x` must have features, [..., d]"),
-    (lambda: layer_norm(X, S, S, codec=PAIR), "one codec, or one for each of x: got 2."),
-    (lambda: layer_norm(X, S, S, codec=DITHER), NO_KEY + "None"),
     # swiglu, gelu
     (lambda: swiglu(X, S), "got gate float32(6, 8) and up float32(8,)."),
     (lambda: swiglu(K, HALF), "and up bfloat16(2, 5, 2, 2)"),
-    (lambda: swiglu(X, X, codec=(Q4,)), "one codec, or one for each of gate, up: got 1."),
-    (lambda: swiglu(X, X, codec=MIXED), NO_KEY + "None"),
-    (lambda: swiglu(X, X, codec=DITHER, key=1), "but got key=1: pass `key`"),
-    (lambda: swiglu(X, X, codec=DITHER, key=(KEY,) * 3),
-     "`key` must be one key, or one for each of gate, up: got 3."),
-    (lambda: swiglu(X, X, codec=DITHER, key=(KEY, None)), "but got key=None: pass `key`"),
-    (lambda: gelu(X, codec=PAIR), "one codec, or one for each of x: got 2."),
-    (lambda: gelu(X, codec=DITHER), NO_KEY + "None"),
     # conv
     (lambda: conv(IMAGE, ones(3, 2, 5, 4)),
      "`w` must be [*window, C / groups, O] with C = 6 channels of `x` in `feature_group_count` = 1 "
@@ -188,7 +212,6 @@ VALUE_ERRORS = [
      '`padding` must be "SAME", "SAME_LOWER", "VALID", or a pair of integers for each of the 2'),
     *((lambda it=it: conv(IMAGE, WINDOW, feature_group_count=it),
        f"`feature_group_count` must be an integer >= 1, got {it!r}.") for it in (0, 2.0, True)),
-    (lambda: conv(IMAGE, WINDOW, codec=DITHER), NO_KEY + "None: pass `key`"),
     (lambda: jax.grad(lambda x: conv(x, WINDOW, codec=RandomizedSVD(7), key=KEY).sum())(IMAGE),
      "`rank` 7 of RandomizedSVD(rank=7) is above min(T, d) = 6"),
     # embedding
@@ -209,48 +232,16 @@ VALUE_ERRORS = [
      "`hidden` must hold at least one token"),
 ]  # fmt: skip
 TYPE_ERRORS = [
-    (lambda: linear(X, W, codec=Exact), CLASS),
-    (lambda: linear(X, W, codec="exact"), "got 'exact'"),
-    (lambda: linear(INTEGERS, W), f"`x` {FLOATS}: cast it"),
     (lambda: linear([1.0], W), "got list"),
     (lambda: linear(X, 3.0), "`w` must be a floating point array"),
-    (lambda: linear(X, integers(8, 4)), "`w` must be a floating point array"),
     (lambda: linear(X, ones(8, 4, dtype="float8_e4m3fn")), "`w` must be a floating point array"),
     (lambda: linear(X, W, bias=3), "`bias` must be a floating point array, got int"),
     (lambda: linear(X, (W, W), bias=(None, integers(5))), f"`bias[1]` {FLOATS}"),
-    (lambda: norm_linear(INTEGERS, S, W), f"`x` {FLOATS}"),
-    (lambda: norm_linear(X, S, W, codec=Exact), CLASS),
-    (lambda: norm_linear(X, S, W, codec="exact"), "got 'exact'"),
-    (lambda: swiglu_linear(X, INTEGERS, W), "`up` must be a floating point"),
-    (lambda: swiglu_linear(X, X, W, codec=None), "got None"),
-    (lambda: swiglu_linear(X, X, W, codec=(Exact(), "exact")), "got 'exact'"),
-    (lambda: gelu_linear(INTEGERS, W), "`x` must be a floating point"),
-    (lambda: gelu_linear(X, W, codec=None), "got None"),
-    (lambda: attention_linear(Q, K, K, W, codec=(Exact(), Exact(), Exact)), CLASS),
-    *((lambda i=i: attention(*(integers(*x.shape) if i == j else x for j, x in enumerate((Q, K, K)))
-                             ), f"`{'qkv'[i]}` {FLOATS}") for i in range(3)),
-    (lambda: attention(Q, K, K, codec=Exact), CLASS),
-    (lambda: attention(Q, K, K, codec=(Q4, "k", Q4)), CODEC),
     (lambda: rope(integers(2, 5, 3, 6), *tables(5, 6)), f"`x` {FLOATS}"),
-    (lambda: rms_norm(INTEGERS, S), f"`x` {FLOATS}"),
-    (lambda: rms_norm(X, S, codec=Exact), CLASS),
-    (lambda: rms_norm(X, S, codec=None), CODEC + "None"),
-    (lambda: layer_norm(X, integers(8), S), f"`scale` {FLOATS}"),
     (lambda: layer_norm(X, S, 0.0), "`bias` must be a floating point array, got float"),
-    (lambda: layer_norm(INTEGERS, S, S), f"`x` {FLOATS}"),
-    (lambda: layer_norm(X, S, S, codec=Exact), CLASS),
-    (lambda: swiglu(INTEGERS, X), "`gate` must be a floating point array"),
-    (lambda: swiglu(X, INTEGERS), "`up` must be a floating point array"),
-    (lambda: swiglu(X, X, codec=Exact), CLASS),
-    (lambda: swiglu(X, X, codec=(Q4, "up")), CODEC),
-    (lambda: gelu(INTEGERS), f"`x` {FLOATS}: cast it"),
     (lambda: gelu(1.0), "`x` must be a floating point array, got float"),
-    (lambda: gelu(X, codec=Exact), CLASS),
-    (lambda: conv(integers(2, 5, 4, 6), WINDOW), f"`x` {FLOATS}"),
-    (lambda: conv(IMAGE, integers(3, 2, 6, 4)), f"`w` {FLOATS}"),
     (lambda: conv(IMAGE, FrozenWeight(WINDOW)),
      "`w` must be an array, got FrozenWeight: only linear operators take such a weight."),
-    (lambda: conv(IMAGE, WINDOW, codec=Exact), CLASS),
     (lambda: embedding(TABLE, ones(4)),
      "`ids` must be an array of integers, got float32: cast it with `jnp.asarray(ids, jnp."),
     (lambda: embedding(TABLE, IDS > 2), "of integers, got bool"),
@@ -265,7 +256,9 @@ TYPE_ERRORS = [
 
 
 @pytest.mark.parametrize(
-    ("kind", "rows"), [(ValueError, VALUE_ERRORS), (TypeError, TYPE_ERRORS)], ids=["value", "type"]
+    ("kind", "rows"),
+    [(ValueError, VALUE_ERRORS + CODEC_VALUES), (TypeError, TYPE_ERRORS + CODEC_TYPES)],
+    ids=["value", "type"],
 )
 def test_messages(kind, rows):
     assert_messages(kind, rows)
