@@ -63,7 +63,6 @@ MORE_COMPILATIONS = {
     "residuals/test_residuals_functions.py": 120,
     "residuals/test_residuals_under_jax.py": 90,
     "test_accumulate.py": 90,
-    "test_checkpoint.py": 100,
     "test_pages.py": 150,
     "train/run/test_adapter_steps.py": 170,
     "train/run/test_optimizer.py": 330,

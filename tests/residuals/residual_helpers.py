@@ -30,8 +30,10 @@ RANDOM = Quantized(2, group=8, rounding="stochastic")
 ALIVE = "alive without the backward pass"
 
 
-def normal(seed: int, *shape: int, dtype: Any = None) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+def normal(seed: int, *shape: int, dtype: Any = None) -> np.ndarray:
+    """Returns numbers of size 1 in the precision of the test, without compiling a program."""
+    dtype = dtype or jax.dtypes.canonicalize_dtype(float)
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
 def leave(_: Candidate) -> None:
@@ -54,9 +56,9 @@ def is_float(x: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jnp.floating)
 
 
-def total(tree: Any) -> jax.Array:
+def total(*trees: Any) -> jax.Array:
     """Returns a scalar whose cotangents are not constant."""
-    floats = [y for y in jax.tree.leaves(tree) if is_float(y)]
+    floats = [y for y in jax.tree.leaves(trees) if is_float(y)]
     return sum((jnp.sum(jnp.sin(1.3 * y + 0.2)) for y in floats), jnp.zeros(()))
 
 
