@@ -49,9 +49,6 @@ ONE = normal(0, 6, 8), normal(1, 8, 8)
 LAYERS = normal(0, 6, 8), normal(1, 3, 8, 8) / 3
 
 
-MLP_SHAPES = (6, 8), (8, 8), (8, 4)
-
-
 def is_float(x: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jnp.floating)
 
