@@ -110,8 +110,8 @@ def test_with_a_budget_no_more_is_computed_again_than_it_needs():
 
 
 def test_it_warns_where_many_gradients_are_zero():
-    start = MATRICES | {"down": np.zeros_like(MATRICES["down"])}
-    early = actjax.compress(mlp, error=0.05, remat=False, verbose=False)
+    start = PARAMS | {"down": np.zeros_like(PARAMS["down"])}
+    early = actjax.compress(loss, error=0.05, remat=False, verbose=False)
     with pytest.warns(UserWarning, match=r"gradient of 50% of the parameters is zero on this"):
         early.measure(start, X)
 
