@@ -1,4 +1,7 @@
-"""Tests of `actjax.checkpoint`: `jax.checkpoint`, but from codes of its arguments."""
+"""Tests of `actjax.checkpoint`: `jax.checkpoint`, but from codes of its arguments.
+
+`tests/residuals/test_residuals_exact.py` and `test_residuals_functions.py` wrap all functions.
+"""
 
 import functools
 import inspect
@@ -114,82 +117,6 @@ def test_bfloat16_stays_bfloat16():
 def test_the_default_codec_has_four_bits_and_the_function_keeps_its_name():
     assert inspect.signature(checkpoint).parameters["codec"].default == Quantized(4)
     assert (checkpoint(layer).__name__, checkpoint(layer).__doc__) == ("layer", layer.__doc__)
-
-
-# Functions of all kinds, with an exact codec. A row is a loss of arrays, which wraps functions.
-
-
-def closed_over(of, x, w):
-    ws = jnp.stack([w, w.T])
-    run = lambda x, w: of(lambda x: layer(x, w) * ws.sum() / 9)(x)  # noqa: E731
-    scanned = jax.lax.scan(lambda x, w: (run(x, w), None), x, ws)[0]
-    return total(run(x, w), scanned, jax.vmap(run, (None, 0))(x, ws))
-
-
-def integers_and_trees(of, x, w):
-    def fun(x, w):
-        y = x @ w
-        return {"loss": total(y), "aux": (jnp.argmax(y), [y > 0, None]), "y": y}
-
-    return of(fun)(x, w)["loss"]
-
-
-def branches(of, x, w):
-    def fun(x, w):
-        x = jax.lax.cond(x[0, 0] > 9, lambda: jnp.sin(x @ w), lambda: jnp.cos(x @ w))
-        x = jax.lax.cond(x[0, 0] < 9, lambda: jnp.sin(x @ w), lambda: jnp.cos(x @ w))
-        return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, 2)[0]
-
-    return total(of(fun)(x, w))
-
-
-def keywords(of, x, w):
-    def fun(x, *, w, train):
-        return jnp.sin(x @ w) if train else x
-
-    return total(of(fun)(x, w=w, train=True))
-
-
-def dropped_with(key):
-    def dropout(of, x, w):
-        fun = lambda x, key: x * jax.random.bernoulli(key, 0.5, x.shape)  # noqa: E731
-        return total(of(fun)(x, key))
-
-    return dropout
-
-
-FUNCTIONS = {
-    "closed over, also in a scan and under vmap": closed_over,
-    "complex, closed over": lambda of, x, w: total(of(lambda x: jnp.abs(x * (1 + 1j * w)))(x)),
-    "complex argument": lambda of, x, w: total(
-        of(lambda x, z: jnp.abs(x * z) ** 2)(x, 1 + 1j * w)
-    ),
-    "integers and trees returned": integers_and_trees,
-    "branches and loops": branches,
-    "keyword arguments": keywords,
-    "key": dropped_with(jax.random.key(5)),
-    "raw key": dropped_with(jax.random.PRNGKey(5)),
-    "only integers coded": lambda of, x, w: total(
-        of(lambda tokens, w: jnp.sin(w[tokens]))(np.array([3, 1, 3]), w)
-    ),
-    "numbers": lambda of, x, w: total(of(lambda x, a, b: jnp.sin(x * a) + b)(x, 2, 3.0)),
-    "scalars": lambda of, x, w: total(
-        of(lambda tree: jnp.sin(tree["x"]) * tree["a"])({"x": x, "a": w[0, 0]})
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_with_an_exact_codec_gradients_are_unchanged(name, x64):
-    @jax.jit
-    def run(x, w):
-        variants = functools.partial(checkpoint, codec=Exact()), lambda f: f
-        losses = [functools.partial(FUNCTIONS[name], of) for of in variants]
-        return [jax.grad(loss, (0, 1))(x, w) for loss in losses]
-
-    got, want = run(normal(0, 8, 8), normal(1, 8, 8) / 2)
-    assert np.any(want[0]) or np.any(want[1])
-    assert_close(got, want)
 
 
 # Which arguments are encoded.

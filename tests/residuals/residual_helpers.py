@@ -18,15 +18,9 @@ import actjax
 from actjax import Candidate, Exact, Quantized, compress_residuals, explain
 
 KEY = jax.random.key(5)
-
-
 CODE = Coarse()
-"""A codec of few operations. Tests of bits and levels have one of their own."""
-
-
+"""A codec of few operations. Tests of bits and levels have their own."""
 RANDOM = Quantized(2, group=8, rounding="stochastic")
-
-
 ALIVE = "alive without the backward pass"
 
 
@@ -41,11 +35,7 @@ def leave(_: Candidate) -> None:
 
 
 RULES = Exact(), leave
-
-
 ONE = normal(0, 6, 8), normal(1, 8, 8)
-
-
 LAYERS = normal(0, 6, 8), normal(1, 3, 8, 8) / 3
 
 
@@ -103,17 +93,17 @@ def held_bytes(fun, *args) -> int:
     """Returns the bytes that `fun` holds for its backward pass, without its arguments."""
     pullback = lambda *args: jax.tree.leaves(jax.vjp(fun, *args)[1])  # noqa: E731
     jaxpr = jax.make_jaxpr(pullback)(*args).jaxpr
-    given = {*jaxpr.invars, *jaxpr.constvars}
-    held = {x for x in jaxpr.outvars if not isinstance(x, core.Literal)} - given
+    held = {x for x in jaxpr.outvars if not isinstance(x, core.Literal)}
+    held -= {*jaxpr.invars, *jaxpr.constvars}
     return sum(x.aval.size * x.aval.dtype.itemsize for x in held)
 
 
 def asked(fun, *args, **options) -> list[Candidate]:
     """Returns the arrays that the rule is asked about, without repetitions."""
-    found: dict[Candidate, None] = {}
-    wrapped = compress_residuals(fun, lambda c: found.setdefault(c), **options)
+    candidates: dict[Candidate, None] = {}
+    wrapped = compress_residuals(fun, lambda c: candidates.setdefault(c), **options)
     jax.eval_shape(lambda *args: jax.vjp(wrapped, *args)[1], *args)
-    return list(found)
+    return list(candidates)
 
 
 def rows_kept(fun, *args) -> list[actjax.Residual]:

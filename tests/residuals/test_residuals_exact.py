@@ -1,4 +1,4 @@
-"""Tests of `compress_residuals` with exact codecs: functions of all kinds are unchanged."""
+"""Tests of `compress_residuals` and `checkpoint` with exact codecs: all functions are unchanged."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from residuals.residual_helpers import (
     two_products,
 )
 
-from actjax import Exact, compress_residuals
+from actjax import Exact, checkpoint, compress_residuals
 
 
 def together(functions):
@@ -253,6 +253,7 @@ def test_exact_codecs_change_nothing(x64, name):
         fun,
         compress_residuals(fun, Exact()),
         compress_residuals(fun, asked.append, rebuild=False),
+        checkpoint(fun, Exact()),
     )
 
     @jax.jit

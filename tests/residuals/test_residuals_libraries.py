@@ -119,15 +119,6 @@ def test_gradients_are_close_and_only_codes_are_stored(name):
     assert repr(codec) in str(explain(coded, params, x))
 
 
-def test_a_module_may_be_the_function():
-    """It closes over its parameters."""
-    graph, shapes = nnx.split(nnx.eval_shape(lambda: Block(nnx.Rngs(0))))
-    module, x = nnx.merge(graph, filled(shapes)), normal(3, 2, 12, 16)
-    coded = compress_residuals(module, FOUR)
-    assert held_bytes(coded, x) < held_bytes(module, x) / 10
-    assert "add: " in str(explain(coded, x))
-
-
 def test_weights_of_attention_made_of_codes_add_up_to_one():
     """If they do, the gradients of v sum over keys to the gradient of the output."""
     x, w, v = normal(0, 1, 12, 16), normal(1, 2, 16, 16), normal(2, 1, 12, 2, 8)

@@ -70,7 +70,7 @@ def two_loops(x, ws):
     return [scanned(tanh_layer)(x, ws) for _ in range(2)]
 
 
-@pytest.mark.parametrize(("fun", "count"), [(one_by_one_and_in_a_loop, 5), (two_loops, 12)])
+@pytest.mark.parametrize(("fun", "count"), [(one_by_one_and_in_a_loop, 5), (two_loops, 18)])
 def test_each_array_of_each_iteration_has_another_key(fun, count):
     @jax.jit
     def stored(*args):

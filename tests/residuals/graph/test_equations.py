@@ -1,12 +1,15 @@
-"""Tests of actjax/residuals/graph/equations.py: running one equation, and the body of a call."""
+"""Tests of actjax/residuals/graph/equations.py: running one equation, and the body of a call.
+
+`test_scopes.py` and `test_residuals_kept.py` test that scopes and lines stay.
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend import core, source_info_util
+from jax.extend import core
 
-from actjax.residuals.graph.equations import called, run_equation
+from actjax.residuals.graph.equations import called
 from actjax.residuals.graph.programs import run_inlined
 
 X = np.random.default_rng(0).standard_normal((4, 3)).astype("float32")
@@ -22,36 +25,6 @@ tripled.defvjp(lambda x: (jnp.sin(x), jnp.cos(x)), lambda cos, g: (3 * g * cos,)
 
 def equation(fun, *args) -> core.JaxprEqn:
     return jax.make_jaxpr(fun)(*args).eqns[0]
-
-
-def test_an_equation_returns_a_list():
-    (got,) = run_equation(equation(jnp.sin, X), [X])
-    np.testing.assert_array_equal(got, jnp.sin(X))
-    values, indices = run_equation(equation(lambda x: lax.top_k(x, 2), X), [X])
-    np.testing.assert_array_equal(values, np.sort(X, 1)[:, :0:-1])
-    np.testing.assert_array_equal(indices, np.argsort(X, 1)[:, :0:-1])
-
-
-def test_an_equation_keeps_its_source_line():
-    eqn = equation(lambda x: jnp.sin(x), X)
-    again = jax.make_jaxpr(lambda x: run_equation(eqn, [x]))(X).eqns[0]
-    where = source_info_util.summarize(eqn.source_info)
-    assert "test_equations.py" in where
-    assert source_info_util.summarize(again.source_info) == where
-
-
-def test_an_equation_keeps_its_name_scope():
-    def fun(x):
-        with jax.named_scope("mine"):
-            return jnp.sin(x)
-
-    eqn = equation(fun, X)
-
-    def outer(x):
-        with jax.named_scope("outer"):
-            return run_equation(eqn, [x])
-
-    assert str(equation(outer, X).source_info.name_stack) == "outer/mine"
 
 
 def test_an_equation_keeps_the_settings_of_its_trace():

@@ -237,20 +237,6 @@ def test_a_wider_copy_is_a_view(x64):
 # Masks.
 
 
-@pytest.mark.parametrize("rebuild", [True, False])
-def test_a_mask_of_lossy_values_is_stored_beside_them(rebuild):
-    def fun(x, w):
-        h = x @ w
-        return h > 0, jnp.sum(h, 1) < 1, (h * 8).astype("int32"), h
-
-    program = Program(fun, X, W, rebuild=rebuild)
-    kept = {var: program.values[var] for var in program.choose()}
-    assert len(kept) == 4
-    lossy = {v: -x if jnp.issubdtype(x.dtype, jnp.floating) else x for v, x in kept.items()}
-    for var, value in zip(program.residuals[:3], program.rebuilt(lossy)[:3], strict=True):
-        np.testing.assert_array_equal(value, program.values[var])
-
-
 def test_a_mask_of_floats_is_a_mask():
     def fun(x, w):
         h = x @ w
