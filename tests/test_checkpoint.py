@@ -315,7 +315,7 @@ def test_weights_inside_have_factored_gradients(x64):
     # At full rank the factors multiply to the exact gradient.
     codec = RandomizedSVD(6)
 
-    def given(params, codec):
+    def as_argument(params, codec):
         run = checkpoint(lambda x, w: jnp.sin(linear(x, w, codec=codec, key=KEY)), NEAREST)
         return total(run(x, params["w"]))
 
@@ -323,13 +323,15 @@ def test_weights_inside_have_factored_gradients(x64):
         fun = lambda x: jnp.sin(linear(x, params["w"], codec=codec, key=KEY))  # noqa: E731
         return total(checkpoint(fun, NEAREST)(x))
 
-    for fun in (given, closed_over):
+    for fun in (as_argument, closed_over):
         groups = actjax.input_groups(functools.partial(fun, codec=Exact()), {"w": w})
         assert groups == {"w": "w"}
 
     @jax.jit
     def run(params, basis):
-        factored = actjax.value_and_grad(functools.partial(given, codec=codec))(params)[1]["w"]
+        factored = actjax.value_and_grad(functools.partial(as_argument, codec=codec))(params)[1][
+            "w"
+        ]
         exact = functools.partial(closed_over, codec=Exact())
         in_basis = actjax.value_and_grad(exact, bases={"w": basis})(params)[1]["w"]
         want = jax.grad(exact)(params)["w"]

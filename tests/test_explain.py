@@ -3,6 +3,7 @@
 Nothing runs, so arguments are shapes.
 """
 
+import dataclasses
 import json
 import math
 
@@ -65,32 +66,17 @@ def attention(x, **options):
 
 X = array(2, 5, 4, 8)
 
-# For each operator: a call on values that are not arguments, the arguments, the expected rows.
+# A call on values that are not arguments, the arguments, the expected rows. The decoder below has
+# the other operators.
 OPERATORS = {
     "linear": (
         lambda x, w, b: actjax.linear(neg(x), w, bias=b, name="mine"),
-        (array(6, 8), array(8, 5), array(5)),
-        {exactly("linear", "mine", 6, 8), argument("[1]", 8, 5), argument("[2]", 5)},
-    ),
-    "linear of bfloat16": (
-        lambda x, w: actjax.linear(neg(x), w),
-        (array(6, 8, dtype="bfloat16"), array(8, 5)),
-        {exactly("linear", "input", 6, 8, dtype="bfloat16"), argument("[1]", 8, 5)},
-    ),
-    "qkv_projection": (
-        lambda x, w: actjax.qkv_projection(neg(x), w, w, w),
-        (array(2, 6, 8), array(8, 5)),
-        {exactly("linear", "qkv input", 2, 6, 8), argument("[1]", 8, 5)},
-    ),
-    "rms_norm": (
-        lambda x, scale: actjax.rms_norm(neg(x), scale),
-        (array(6, 8, dtype="bfloat16"), array(8)),
-        {exactly("rms_norm", "norm input", 6, 8, dtype="bfloat16"), argument("[1]", 8)},
-    ),
-    "swiglu": (
-        lambda gate, up: actjax.swiglu(neg(gate), neg(up), name="mlp"),
-        (array(6, 8), array(6, 8)),
-        {exactly("swiglu", "mlp gate", 6, 8), exactly("swiglu", "mlp up", 6, 8)},
+        (array(6, 8, dtype="bfloat16"), array(8, 5), array(5)),
+        {
+            exactly("linear", "mine", 6, 8, dtype="bfloat16"),
+            argument("[1]", 8, 5),
+            argument("[2]", 5),
+        },
     ),
     "rope": (
         lambda x, tables: actjax.rope(neg(x), *tables),
@@ -106,15 +92,6 @@ OPERATORS = {
             exactly("attention", "self v", 2, 5, 2, 8),
             exactly("attention", "self output", 2, 5, 32),
             exactly("attention", "self log-sum-exp", 2, 4, 5),
-        },
-    ),
-    "attention, recomputed": (
-        lambda x: attention(neg(x), recompute=True),
-        (X,),
-        {
-            exactly("attention", "q", 2, 5, 4, 8),
-            exactly("attention", "k", 2, 5, 2, 8),
-            exactly("attention", "v", 2, 5, 2, 8),
         },
     ),
     "cross_entropy": (
@@ -339,16 +316,8 @@ def test_bytes_are_printed_in_the_unit_that_fits():
 
 
 def test_as_dicts_is_json():
-    fun, args, _ = OPERATORS["linear"]
+    fun, args, _ = OPERATORS["attention"]
     explanation = explain(fun, *args)
     rows = json.loads(json.dumps(explanation.as_dicts()))
-    assert [tuple(row.pop("shape")) for row in rows] == [r.shape for r in explanation.residuals]
-    assert rows[0] == {
-        "operator": "linear",
-        "name": "mine",
-        "dtype": "float32",
-        "exact_bytes": 192,
-        "stored_bytes": 192,
-        "codec": "Exact()",
-        "reason": "",
-    }
+    want = [dataclasses.asdict(r) | {"shape": list(r.shape)} for r in explanation.residuals]
+    assert rows == want

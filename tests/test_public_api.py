@@ -21,16 +21,16 @@ OPTIONAL = ("triton", "jax_triton")
 
 def modules() -> list:
     """Returns every module of the three packages."""
-    found = []
+    modules = []
     for package in (actjax, models, train):
-        found.append(package)
+        modules.append(package)
         for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
             try:
-                found.append(importlib.import_module(module.name))
+                modules.append(importlib.import_module(module.name))
             except ModuleNotFoundError as error:
                 if error.name not in OPTIONAL:
                     raise
-    return found
+    return modules
 
 
 MODULES = modules()
@@ -38,13 +38,13 @@ MODULES = modules()
 
 def public_objects() -> dict[str, object]:
     """Returns every public function, class, method and property by its qualified name."""
-    found = {}
+    objects = {}
     for module in MODULES:
         for name, value in vars(module).items():
             is_ours = getattr(value, "__module__", None) == module.__name__
             if name.startswith("_") or not is_ours or not callable(value):
                 continue
-            found[f"{module.__name__}.{name}"] = value
+            objects[f"{module.__name__}.{name}"] = value
             if not isinstance(value, type):
                 continue
             for member, attribute in vars(value).items():
@@ -53,8 +53,8 @@ def public_objects() -> dict[str, object]:
                     inspect.isfunction(code) or isinstance(code, property)
                 ):
                     # From the class, so that an overriding method inherits its docstring.
-                    found[f"{module.__name__}.{name}.{member}"] = getattr(value, member)
-    return found
+                    objects[f"{module.__name__}.{name}.{member}"] = getattr(value, member)
+    return objects
 
 
 OBJECTS = public_objects()

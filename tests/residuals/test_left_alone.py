@@ -94,16 +94,12 @@ def test_only_what_the_wanted_gradient_needs_is_stored():
         return jnp.sum(jnp.sin(jnp.sin(x @ w[0]) @ w[1]))
 
     small = compress_residuals(fun, CODE, activations=1)
-    weights = [W, W]
     code = CODE.stored_bytes(X.shape, X.dtype)
     # The last product and the one before it, and for the first weight also the data.
     last = held_bytes(lambda w: small([W, w], X), W)
     first = held_bytes(lambda w: small([w, W], X), W)
     assert last == 2 * code
     assert first == 3 * code
-    gradients = jax.jit(lambda *args: [jax.grad(f, (0, 1))(*args) for f in (small, fun)])
-    for got, exact in zip(*gradients(weights, X), strict=True):
-        assert relative_error(got, exact) < 0.3
 
 
 def test_a_frozen_weight_in_four_bits_may_be_an_argument():

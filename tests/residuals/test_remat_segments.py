@@ -77,13 +77,13 @@ def test_under_a_scan_memory_is_that_of_checkpoint_around_each_layer():
 
     stack = LAYERS * 512 * 8 * WIDTH * 4
     by_hand = memory(functools.partial(scanned, run=jax.checkpoint(layer)))
-    own, codes = (
+    again_bytes, codes = (
         memory(compressed_function(scanned, settings))
         for settings in (again(), Settings(Quantized(4), remat=Remat(codes=True)))
     )
     assert memory(scanned) > stack
-    assert own <= 1.05 * by_hand < stack
-    assert codes <= own
+    assert again_bytes <= 1.05 * by_hand < stack
+    assert codes <= again_bytes
 
 
 def test_unrolled_layers_store_what_is_alive_between_them():

@@ -12,10 +12,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from residuals.residual_helpers import (
     CODE,
-    KEY,
     LAYERS,
     ONE,
-    RANDOM,
     RULES,
     asked,
     assert_close,
@@ -107,16 +105,6 @@ def test_scan_and_checkpoint_around_it_store_codes_or_arguments_only(x64):
         assert_close(got, want)
     codes = 2 * 3 * CODE.stored_bytes((6, 8), "float64")
     assert [held_bytes(f, *args) for f in (within, around, again)] == [codes, codes, 0]
-
-
-def test_a_scan_around_a_loop_passes_keys():
-    def layer(c, key):
-        return compress_residuals(scanned(tanh_layer), RANDOM, key=key)(c, LAYERS[1])
-
-    def run(key):
-        return jax.grad(loss_of(scanned(layer)))(LAYERS[0], jax.random.split(key, 2))
-
-    jax.eval_shape(run, KEY)
 
 
 def test_inputs_of_a_checkpoint_inside_are_candidates(x64):

@@ -1,6 +1,6 @@
 """Tests of `compress_residuals`: the backward pass reads decoded values and exact masks.
 
-`tests/core/test_order.py` tests when it encodes and decodes.
+`tests/core/test_order.py` tests when codes are decoded.
 """
 
 import jax
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from cheap_codecs import CoarseRandom, Spanned
 from jax import lax
+from jax.extend import core
 from residuals.residual_helpers import (
     CODE,
     KEY,
@@ -179,6 +180,28 @@ def test_gradients_by_hand(x64, name):
     got, want = run(*(normal(i, *shape) / 2 for i, shape in enumerate(shapes)))
     # Terms of a layer norm are differences of numbers ten times as large.
     assert_close(got, want, 1e-11 if name == "layer norm" else 1e-12)
+
+
+def behind(jaxpr, source) -> set:
+    """Returns the variables that depend on one."""
+    reached = {source}
+    for eqn in jaxpr.eqns:
+        if any(isinstance(x, core.Var) and x in reached for x in eqn.invars):
+            reached |= {*eqn.outvars}
+    return reached
+
+
+@pytest.mark.parametrize("rebuild", [True, False])
+def test_outputs_wait_for_codes(rebuild):
+    # Without rebuilding only the backward pass reads the cosine that is encoded.
+    coded = compress_residuals(lambda x, w, v: jnp.sin(x @ w) @ v, CODE, rebuild=rebuild)
+    args = [normal(i, *shape) for i, shape in enumerate(MLP)]
+    jaxpr = jax.make_jaxpr(lambda *args: jax.vjp(coded, *args))(*args).jaxpr
+    barriers = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "optimization_barrier"]
+    codes = [x for eqn in barriers for x in eqn.invars if x.aval.dtype == "uint8"]
+    assert codes
+    for code in codes:
+        assert jaxpr.outvars[0] in behind(jaxpr, code)
 
 
 # Masks are exact: with a mask from lossy values the gradient would flow where it must be zero.

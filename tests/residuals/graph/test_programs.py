@@ -6,6 +6,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
+from actjax.residuals.graph.equations import called
 from actjax.residuals.graph.programs import Search, close, inlined, run_inlined
 
 X = jax.device_put(np.random.default_rng(0).standard_normal((4, 3)).astype("float32"))
@@ -144,3 +145,35 @@ def test_an_output_may_be_an_argument_or_a_number():
     y, two, x, z, one = run_inlined(program, [X, C])
     assert (y is C, x is X, z is X) == (True, True, True)
     assert (two, one) == (2.0, 1)
+
+
+# Equations. `test_scopes.py` and `test_residuals_kept.py` test that scopes and lines stay.
+
+
+def equation_of(fun, *args) -> core.JaxprEqn:
+    return jax.make_jaxpr(fun)(*args).eqns[0]
+
+
+def test_an_equation_keeps_the_settings_of_its_trace():
+    def fun(key):
+        with jax.threefry_partitionable(False):
+            return jax.random.bits(key, (2, 3))
+
+    key = jax.random.key(0)
+    with jax.threefry_partitionable(True):
+        program = jax.make_jaxpr(fun)(key)
+        np.testing.assert_array_equal(run_inlined(program, [key])[0], fun(key))
+
+
+def test_the_body_of_a_call():
+    jitted = equation_of(jax.jit(jnp.sin), X)
+    body = called(jitted)
+    assert [eqn.primitive.name for eqn in body.eqns] == ["sin"]
+    custom = equation_of(tripled, X)
+    assert called(custom) is None
+    assert [eqn.primitive.name for eqn in called(custom, custom=True).eqns] == ["sin"]
+    others = equation_of(jnp.sin, X), equation_of(jax.checkpoint(jnp.sin), X)
+    loop = equation_of(lambda x: lax.scan(lambda c, _: (c, c), x, None, 2), X)
+    for eqn in (*others, loop):
+        assert called(eqn) is None
+        assert called(eqn, custom=True) is None

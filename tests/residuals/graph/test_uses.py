@@ -181,8 +181,8 @@ USES = {
 @pytest.mark.parametrize("name", USES)
 def test_uses_of_a_weight(name):
     fun, weight, want = USES[name]
-    (found,) = uses(fun, weight)
-    assert sorted((u.operator, u.rank, u.times) for u in found) == sorted(want)
+    (each,) = uses(fun, weight)
+    assert sorted((u.operator, u.rank, u.times) for u in each) == sorted(want)
 
 
 @pytest.mark.parametrize("functions", [(0, 1), (1, 1), (1, 2, 0)], ids=str)
@@ -190,9 +190,9 @@ def test_equal_branches_count_once_and_different_branches_all(functions):
     once, twice = lambda w: project(X, w), lambda w: project(X, w) + project(2 * X, w)
     none = lambda w: jnp.zeros((6, 5))  # noqa: E731
     funs = [(none, once, twice)[i] for i in functions]
-    _, found = uses(lambda i, w: lax.switch(i, funs, w), np.int32(0), W)
+    _, each = uses(lambda i, w: lax.switch(i, funs, w), np.int32(0), W)
     count = 1 if max(functions) == 1 else 3
-    assert [(u.operator, u.rank, u.times) for u in found] == [reads()] * count
+    assert [(u.operator, u.rank, u.times) for u in each] == [reads()] * count
 
 
 def test_weights_of_one_call_share_the_call():
