@@ -104,7 +104,7 @@ def halko_expected_bound(x: npt.ArrayLike, k: int, p: int) -> float:
 
 
 class PointApproximation(NamedTuple):
-    """What `point_approximation` returns.
+    """Result of `point_approximation`.
 
     Attributes:
       assignment: `f` [T], int64: the generator of each token, an index into `rows`. With ties,

@@ -119,7 +119,7 @@ def test_the_default_codec_has_four_bits_and_the_function_keeps_its_name():
     assert (checkpoint(layer).__name__, checkpoint(layer).__doc__) == ("layer", layer.__doc__)
 
 
-# Which arguments are encoded.
+# Encoded arguments.
 
 
 def of_trees(tree, scale, extra):
@@ -216,7 +216,7 @@ def test_codecs_may_hold_arrays_and_weights_may_be_of_four_bits(x64):
     assert_close(*run(x, w, normal(2, 8, 2), normal(3, 2, 5)))
 
 
-# What is stored.
+# Stored bytes.
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

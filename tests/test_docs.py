@@ -71,7 +71,7 @@ def broken_links(page: str, text: str) -> list[str]:
     return broken
 
 
-def exceptions(pattern: re.Pattern | str, change=lambda text: text) -> set[tuple[str, str]]:
+def matches(pattern: re.Pattern | str, change=lambda text: text) -> set[tuple[str, str]]:
     """Returns each page with each match of a pattern. The changelog names what is gone."""
     return {
         (page, match[0])
@@ -96,7 +96,7 @@ def test_links_lead_somewhere():
 def test_every_flag_that_the_pages_name_exists():
     known = {flag for c in (PretrainConfig, FinetuneConfig, EvaluateConfig, PlanConfig)
              for flag in flags(c)} | OTHER_FLAGS | {"--no-in-backward"}  # fmt: skip
-    named = exceptions(r"(?<![\w-])--[a-z][a-z0-9-]*", prose)
+    named = matches(r"(?<![\w-])--[a-z][a-z0-9-]*", prose)
     # `test_examples` checks the flags of examples.
     assert {
         (page, flag)
@@ -153,7 +153,7 @@ def test_code_names_what_exists_and_calls_fit_the_signature():
 
 def test_programs_that_the_pages_name_exist():
     missing = []
-    for _, command in exceptions(r"python -m (?:train|benchmarks)[\w.]*\w"):
+    for _, command in matches(r"python -m (?:train|benchmarks)[\w.]*\w"):
         path = ROOT / command.removeprefix("python -m ").replace(".", "/")
         if not path.with_suffix(".py").exists() and not (path / "__main__.py").exists():
             missing.append(command)
@@ -205,13 +205,13 @@ BRITISH = re.compile(
 
 
 def test_sentences_begin_with_their_subject():
-    sentences = exceptions(RELATIVE_SUBJECT, prose)
+    sentences = matches(RELATIVE_SUBJECT, prose)
     # A question that a user asks a model.
     assert {s for s in sentences if "What is 3 + 4" not in s[1]} == set()
 
 
 def test_spelling_is_american():
-    assert exceptions(BRITISH, lambda text: re.sub(r"`[^`]*`", "", prose(text))) == set()
+    assert matches(BRITISH, lambda text: re.sub(r"`[^`]*`", "", prose(text))) == set()
 
 
 def test_historical_results_have_the_commit_of_their_mark():

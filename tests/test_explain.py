@@ -278,7 +278,7 @@ def test_a_decoder_stores_what_its_table_lists(storage):
     assert any(r.name.startswith("[0].layers.attention.q") for r in alive)
 
 
-# What is printed.
+# Printed tables.
 
 
 def test_the_table_prints_every_row_and_the_total():

@@ -1,4 +1,4 @@
-"""What the tests of `compress_residuals` share.
+"""Helpers of the tests of `compress_residuals`.
 
 Tests of values run in float64: a tolerance of 1e-12 of the largest entry is a few hundred roundings
 of sums of some tens of terms. It allows another order of summation and no other formula.

@@ -104,7 +104,7 @@ def bf16(w):
 
 
 USES = {
-    # What is a use.
+    # Operations on a weight are uses.
     "every use counts": (
         lambda w: (project(X, w), project(2 * X, w, Exact()), jnp.sin(w), X @ w), W,
         [reads(), reads(rank=0), other("sin"), other("dot_general")],
