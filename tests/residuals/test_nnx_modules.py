@@ -4,13 +4,13 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from residuals.residual_helpers import normal
+from residuals.residual_helpers import CODE, normal
 
 import actjax
-from actjax import Exact, Quantized
+from actjax import Exact
 
 TRANSFORMS = {
-    "compress_residuals": lambda fun: actjax.compress_residuals(fun, Quantized(4)),
+    "compress_residuals": lambda fun: actjax.compress_residuals(fun, CODE),
     "checkpoint": lambda fun: actjax.checkpoint(fun, Exact(), activations=1),
 }
 every_transform = pytest.mark.parametrize("wrap", TRANSFORMS.values(), ids=TRANSFORMS)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cheap_codecs import CoarseRandom, Spanned
 from flax import linen
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -11,7 +12,6 @@ from residuals.residual_helpers import (
     CODE,
     KEY,
     ONE,
-    RANDOM,
     asked,
     assert_close,
     held_bytes,
@@ -26,7 +26,7 @@ from residuals.residual_helpers import (
 )
 
 import actjax
-from actjax import Candidate, Quantized, RandomizedSVD, compress_residuals, explain
+from actjax import Candidate, Quantized, compress_residuals, explain
 
 ARGS = normal(0, 16, 8), normal(1, 8, 8)
 STACKED = normal(0, 16, 8), normal(1, 3, 8, 8)
@@ -123,12 +123,12 @@ def test_parameters_integers_and_data_are_not_encoded(rebuild):
 
 def test_codes_are_not_encoded_again():
     def fun(x, w):
-        h = actjax.linear(jnp.sin(x @ w), w, codec=RandomizedSVD(2), key=KEY, name="mine")
-        return jnp.tanh(compress_residuals(two_products, RANDOM, key=KEY)(h, w)) @ w
+        h = actjax.linear(jnp.sin(x @ w), w, codec=Spanned(2), name="mine")
+        return jnp.tanh(compress_residuals(two_products, CoarseRandom(), key=KEY)(h, w)) @ w
 
     assert all(c.shape == (16, 8) for c in asked(fun, *ARGS))
     codecs = [r.codec for r in rows_kept(compress_residuals(fun, CODE), *ARGS)]
-    assert set(codecs) == {repr(RandomizedSVD(2)), repr(RANDOM), repr(CODE)}
+    assert set(codecs) == {repr(Spanned(2)), repr(CoarseRandom()), repr(CODE)}
 
 
 # Rules.
