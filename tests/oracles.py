@@ -7,7 +7,7 @@ Sources:
   Wei et al., "Activation Compression in LLMs" (2026): low-rank inputs of linear layers (Section 4).
   Shamshoum et al., CompAct (2025): random projection, as Wei et al. cite it in Section 5.
   PAMM, "QKV Projections Require a Fraction of Their Memory", arXiv:2506.02939: generating points.
-  Halko, Martinsson, Tropp, SIAM Review 53 (2011): the randomised SVD and its expected error.
+  Halko, Martinsson, Tropp, SIAM Review 53 (2011): the randomized SVD and its expected error.
   Hugging Face transformers, `modeling_rope_utils.py`: the rotation of Llama 3.
 
 Letters: `T` tokens, `d` features, `n` outputs, `k` rank or generators, `V` vocabulary, `B` batch,
@@ -38,10 +38,7 @@ def random_projection(x: npt.ArrayLike, s: npt.ArrayLike) -> Array:
 
     Unbiased when the entries of `s` are independent with mean 0 and variance `1 / k`.
     Source: random projection (CompAct), as used in Wei et al., Section 5.
-
-    Args:
-      x: [T, d].
-      s: [d, k].
+    `x` is [T, d] and `s` [d, k].
     """
     x, s = _f64(x), _f64(s)
     return (x @ s) @ s.T
@@ -54,9 +51,7 @@ def expected_rp_squared_error(x: npt.ArrayLike, k: int) -> float:
     columns, each `I / k²`, and `k` terms `E[|s|² s sᵀ] = (d + 2) I / k²`. So
     `E M² = (d + k + 1) / k · I`, and `E (M - I)² = E M² - I = (d + 1) / k · I`. Derived here.
 
-    Args:
-      x: [T, d].
-      k: columns of `S`.
+    `x` is [T, d].
     """
     x = _f64(x)
     return float((x.shape[1] + 1) / k * np.sum(x**2))
@@ -65,13 +60,9 @@ def expected_rp_squared_error(x: npt.ArrayLike, k: int) -> float:
 def randomized_svd(x: npt.ArrayLike, omega: npt.ArrayLike, power_iterations: int) -> Array:
     """Returns the decoded `Q Qᵀ x` [T, d], `Q` a basis of the range of `(x xᵀ)^power x omega`.
 
-    Source: Halko et al. (2011), Algorithm 4.4 (range finder with re-orthonormalisation at each
+    Source: Halko et al. (2011), Algorithm 4.4 (range finder with re-orthonormalization at each
     half step; Algorithm 4.1 when there is no power iteration), then their equation (1.2).
-
-    Args:
-      x: [T, d].
-      omega: test matrix [d, k]. Only the span of its columns matters.
-      power_iterations: how often `x xᵀ` is applied.
+    `x` is [T, d]. Only the span of the columns of the test matrix `omega` [d, k] matters.
     """
     x, omega = _f64(x), _f64(omega)
     q, _ = np.linalg.qr(x @ omega)
@@ -85,10 +76,7 @@ def best_rank_k_error(x: npt.ArrayLike, k: int) -> float:
     """Returns `(Σ_{j>k} σ_j²)^½`, the least Frobenius error of a matrix of rank `k`.
 
     Source: Eckart and Young; Mirsky. The norm, not its square.
-
-    Args:
-      x: [T, d].
-      k: rank. The error is 0 for `k >= min(T, d)`.
+    `x` is [T, d]. The error is 0 for `k >= min(T, d)`.
     """
     sigma = np.linalg.svd(_f64(x), compute_uv=False)
     return math.sqrt(float(np.sum(sigma[k:] ** 2)))
@@ -100,11 +88,8 @@ def halko_expected_bound(x: npt.ArrayLike, k: int, p: int) -> float:
     For `randomized_svd(x, omega, 0)` with `omega` [d, k + p] of iid N(0, 1) entries. The norm, not
     its square; the theorem's proof bounds the root of the expected square, so that holds too.
     Source: Halko et al. (2011), Theorem 10.5.
-
-    Args:
-      x: [T, d].
-      k: target rank, at least 2.
-      p: oversampling, at least 2, with `k + p <= min(T, d)`.
+    `x` is [T, d]. The target rank `k` and the oversampling `p` are at least 2, with
+    `k + p <= min(T, d)`.
     """
     x = _f64(x)
     if k < 2 or p < 2 or k + p > min(x.shape):
@@ -119,7 +104,7 @@ def halko_expected_bound(x: npt.ArrayLike, k: int, p: int) -> float:
 
 
 class PointApproximation(NamedTuple):
-    """What `point_approximation` returns.
+    """Result of `point_approximation`.
 
     Attributes:
       assignment: `f` [T], int64: the generator of each token, an index into `rows`. With ties,
@@ -160,11 +145,8 @@ def point_approximation(
     `alpha_i = cos(x_i, C_f) |x_i| / |C_f| = <x_i, C_f> / |C_f|²`; a token is dropped when
     `|x_i - alpha_i C_f| > tolerance |x_i|`; `beta = T / (T - dropped)`.
     Source: PAMM, arXiv:2506.02939, "Activation Compression" and the `beta` that follows it.
-
-    Args:
-      x: [T, d].
-      rows: [k], int: the rows of `x` that are generators.
-      tolerance: the paper's `ε`. `math.inf` keeps every token.
+    `x` is [T, d], `rows` [k] are the rows of `x` that are generators, and `tolerance` is the
+    paper's `ε`: `math.inf` keeps every token.
     """
     x, rows = _f64(x), np.asarray(rows)
     tokens, features = x.shape
@@ -200,12 +182,7 @@ def point_weight_gradient(
     `B̃_j` [n] is the sum of `alpha_i dz_i` over the kept tokens `i` with `f(i) = j`. Equal to
     `decodedᵀ dz`, but `x` is never decoded.
     Source: PAMM, arXiv:2506.02939, "Approximate Matrix Multiplication".
-
-    Args:
-      x: [T, d].
-      rows: [k], int.
-      tolerance: as for `point_approximation`.
-      dz: gradient of the linear layer's output [T, n].
+    `x` is [T, d], `rows` [k], and `dz` [T, n] the gradient of the linear layer's output.
     """
     x, dz = _f64(x), _f64(dz)
     code = point_approximation(x, rows, tolerance)
@@ -227,11 +204,7 @@ def rms_norm(x: npt.ArrayLike, scale: npt.ArrayLike, eps: float) -> Array:
     """Returns `scale x / sqrt(mean(x²) + eps)`, the mean over the last axis.
 
     Source: Zhang and Sennrich, arXiv:1910.07467, with `eps` as in Llama.
-
-    Args:
-      x: [..., d].
-      scale: [d], the factor itself (not `1 + scale`).
-      eps: added to the mean square.
+    `x` is [..., d], and `scale` [d] the factor itself (not `1 + scale`).
     """
     x = _f64(x)
     return _f64(scale) * x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps)
@@ -244,12 +217,6 @@ def rms_norm_vjp(
 
     With `r = (mean(x²) + eps)^-½`, `u = r x` and `g = scale dy`: `∂r/∂x_j = -r³ x_j / d`, hence
     `dx = r (g - u mean(g u))`, and `dscale` is the sum of `u dy` over all leading axes.
-
-    Args:
-      x: [..., d].
-      scale: [d].
-      eps: added to the mean square.
-      dy: [..., d].
     """
     x, scale, dy = _f64(x), _f64(scale), _f64(dy)
     r = 1 / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps)
@@ -268,23 +235,13 @@ def swiglu(gate: npt.ArrayLike, up: npt.ArrayLike) -> Array:
     """Returns `silu(gate) up`, with `silu(a) = a sigmoid(a)`.
 
     Source: Shazeer, arXiv:2002.05202 (SwiGLU), without the linear maps.
-
-    Args:
-      gate: any shape.
-      up: the same shape.
     """
     gate, up = _f64(gate), _f64(up)
     return gate * _sigmoid(gate) * up
 
 
 def swiglu_vjp(gate: npt.ArrayLike, up: npt.ArrayLike, dy: npt.ArrayLike) -> tuple[Array, Array]:
-    """Returns `dgate = dy up σ (1 + gate (1 - σ))` and `dup = dy gate σ`, with `σ = sigmoid(gate)`.
-
-    Args:
-      gate: any shape.
-      up: the same shape.
-      dy: the same shape.
-    """
+    """Returns `dgate = dy up σ (1 + gate (1 - σ))` and `dup = dy gate σ`; `σ = sigmoid(gate)`."""
     gate, up, dy = _f64(gate), _f64(up), _f64(dy)
     sigma, complement = _sigmoid(gate), _sigmoid(-gate)
     return dy * up * sigma * (1 + gate * complement), dy * gate * sigma
@@ -294,17 +251,12 @@ def layer_norm(x: npt.ArrayLike, scale: npt.ArrayLike, bias: npt.ArrayLike, eps:
     """Returns `scale (x - mean(x)) / sqrt(var(x) + eps) + bias`, over the last axis.
 
     Source: Ba et al., arXiv:1607.06450, equations 3 and 4.
-
-    Args:
-      x: [..., d].
-      scale: [d].
-      bias: [d].
-      eps: added to the variance.
+    `x` is [..., d], `scale` and `bias` are [d].
     """
     x = _f64(x)
-    centred = x - np.mean(x, axis=-1, keepdims=True)
-    deviation = np.sqrt(np.mean(centred**2, axis=-1, keepdims=True) + eps)
-    return _f64(scale) * centred / deviation + _f64(bias)
+    centered = x - np.mean(x, axis=-1, keepdims=True)
+    deviation = np.sqrt(np.mean(centered**2, axis=-1, keepdims=True) + eps)
+    return _f64(scale) * centered / deviation + _f64(bias)
 
 
 def layer_norm_vjp(
@@ -314,17 +266,11 @@ def layer_norm_vjp(
 
     With `r = (var(x) + eps)^-½`, `u = r (x - mean(x))` and `g = scale dy`:
     `dx = r (g - mean(g) - u mean(g u))`; `dscale` and `dbias` are the sums of `u dy` and of `dy`.
-
-    Args:
-      x: [..., d].
-      scale: [d].
-      eps: added to the variance.
-      dy: [..., d].
     """
     x, scale, dy = _f64(x), _f64(scale), _f64(dy)
-    centred = x - np.mean(x, axis=-1, keepdims=True)
-    r = 1 / np.sqrt(np.mean(centred**2, axis=-1, keepdims=True) + eps)
-    u, g = r * centred, scale * dy
+    centered = x - np.mean(x, axis=-1, keepdims=True)
+    r = 1 / np.sqrt(np.mean(centered**2, axis=-1, keepdims=True) + eps)
+    u, g = r * centered, scale * dy
     along = u * np.mean(g * u, axis=-1, keepdims=True)
     dx = r * (g - np.mean(g, axis=-1, keepdims=True) - along)
     flat = (-1, x.shape[-1])
@@ -335,23 +281,13 @@ def gelu(x: npt.ArrayLike, approximate: bool) -> Array:
     """Returns `x Φ(x)`, or its approximation by tanh.
 
     Source: Hendrycks and Gimpel, arXiv:1606.08415, section 2.
-
-    Args:
-      x: any shape.
-      approximate: whether to use tanh.
     """
     x = _f64(x)
     return x * _gelu_gate(x, approximate)[0]
 
 
 def gelu_vjp(x: npt.ArrayLike, approximate: bool, dy: npt.ArrayLike) -> Array:
-    """Returns `dy (Φ + x Φ')`, or that of the approximation.
-
-    Args:
-      x: any shape.
-      approximate: whether to use tanh.
-      dy: the same shape.
-    """
+    """Returns `dy (Φ + x Φ')`, or that of the approximation."""
     x = _f64(x)
     gate, slope = _gelu_gate(x, approximate)
     return _f64(dy) * (gate + x * slope)
@@ -379,14 +315,8 @@ def conv(
     """Returns the convolution of `x` with the window `w`, product by product.
 
     Source: the definition, as in `jax.lax.conv_general_dilated`: the window is not reversed.
-
-    Args:
-      x: [N, *spatial, C].
-      w: [*window, C / groups, O].
-      strides: for each spatial axis.
-      padding: zeros before and after each spatial axis.
-      dilation: for each spatial axis.
-      groups: number of groups of channels.
+    `x` is [N, *spatial, C], `w` [*window, C / groups, O]. Each spatial axis has a stride, a
+    dilation, and numbers of zeros before and after it.
     """
     x, w = _f64(x), _f64(w)
     axes = zip(x.shape[1:-1], w.shape[:-2], strides, padding, dilation, strict=True)
@@ -411,14 +341,7 @@ def conv_vjp(
 ) -> tuple[Array, Array]:
     """Returns `dx` and `dw` of `conv`: those of each of its products, summed.
 
-    Args:
-      x: [N, *spatial, C].
-      w: [*window, C / groups, O].
-      dz: [N, *positions, O].
-      strides: as for `conv`; this and what follows.
-      padding: zeros before and after each spatial axis.
-      dilation: for each spatial axis.
-      groups: number of groups of channels.
+    `dz` is [N, *positions, O].
     """
     x, w, dz = _f64(x), _f64(w), _f64(dz)
     dx, dw = np.zeros_like(x), np.zeros_like(w)
@@ -469,12 +392,8 @@ def rope(
     Source: Su et al., RoFormer, arXiv:2104.09864, in the halves ("rotate_half") layout of
     Hugging Face; scaling as its rope type `llama3` (`_compute_llama3_parameters`).
 
-    Args:
-      x: [B, S, H, D], `D` even.
-      positions: [S] or [B, S].
-      theta: base of the frequencies.
-      llama3_scaling: `factor`, `low_freq_factor`, `high_freq_factor` and
-        `original_max_position_embeddings`; other keys are ignored.
+    `x` is [B, S, H, D] with `D` even, `positions` [S] or [B, S], and `theta` the base of the
+    frequencies. Other keys of `llama3_scaling` than those four are ignored.
     """
     x = _f64(x)
     batch, sequence, _, features = x.shape
@@ -516,14 +435,9 @@ def attention(
     Query head `h` reads key/value head `h // (Hq / Hkv)`.
     Source: Vaswani et al., arXiv:1706.03762, equation 1; key/value heads: Ainslie et al.,
     arXiv:2305.13245.
-
-    Args:
-      q: [B, S, Hq, D], `Hq` a multiple of `Hkv`.
-      k: [B, S, Hkv, D].
-      v: [B, S, Hkv, D].
-      causal: whether position `i` reads only positions up to `i`.
-      window: largest number of positions, including `i`, that it reads (Jiang et al.,
-        arXiv:2310.06825).
+    `q` is [B, S, Hq, D], `k` and `v` are [B, S, Hkv, D]. With `causal`, position `i` reads
+    positions up to `i` only; `window` is the largest number of positions, including `i`, that it
+    reads (Jiang et al., arXiv:2310.06825).
     """
     q, k, v = _f64(q), _f64(k), _f64(v)
     group = q.shape[2] // k.shape[2]
@@ -547,14 +461,6 @@ def attention_vjp(
 
     For one head with weights `P`: `dv = Pᵀ do`, `dP = do vᵀ`, `dS = P (dP - rowsum(P dP))`,
     `dq = dS k / sqrt(D)`, `dk = dSᵀ q / sqrt(D)`; `dk` and `dv` sum over their query heads.
-
-    Args:
-      q: [B, S, Hq, D].
-      k: [B, S, Hkv, D].
-      v: [B, S, Hkv, D].
-      do: [B, S, Hq, D].
-      causal: as for `attention`.
-      window: as for `attention`.
     """
     q, k, v, do = _f64(q), _f64(k), _f64(v), _f64(do)
     group, root = q.shape[2] // k.shape[2], math.sqrt(q.shape[3])
@@ -598,13 +504,8 @@ def cross_entropy(
 
     `logits = hidden head`, `lse = log Σ exp(logits)`.
     Source: z-loss as in PaLM, arXiv:2204.02311, Section 5, there with weight 1e-4.
-
-    Args:
-      hidden: [T, d].
-      head: [d, V].
-      labels: [T], int. Not read where a token does not count.
-      mask: [T], true (or 1) where a token counts. None counts all.
-      z_loss: weight of the squared log-sum-exp.
+    `hidden` is [T, d], `head` [d, V], `labels` [T] and `mask` [T]: true (or 1) where a token
+    counts, None counts all. The label of a token that does not count is not read.
     """
     hidden, head, labels = _f64(hidden), _f64(head), np.asarray(labels)
     counted = _counted(len(hidden), mask)
@@ -628,13 +529,6 @@ def cross_entropy_vjp(
     With `N` counted tokens and `P = softmax(logits)`:
     `dlogits = (P (1 + 2 z_loss lse) - onehot) / N` on counted tokens and 0 elsewhere,
     `dhidden = dlogits headᵀ`, `dhead = hiddenᵀ dlogits`.
-
-    Args:
-      hidden: [T, d].
-      head: [d, V].
-      labels: [T], int.
-      mask: as for `cross_entropy`.
-      z_loss: as for `cross_entropy`.
     """
     hidden, head, labels = _f64(hidden), _f64(head), np.asarray(labels)
     counted = _counted(len(hidden), mask)

@@ -7,26 +7,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from factored.gradient_helpers import (
-    BOTH,
     SVD,
     assert_same,
     dense,
     factored,
-    normal,
     project,
     run_stack,
     stack,
     tanh_layer,
     total,
 )
+from residuals.residual_helpers import normal
 
 import actjax
 from actjax import Codec, Exact, accumulate
 
 
-def batches(count=4, tokens=12, features=8):
-    x = normal(10, count, tokens, features)
-    return x, normal(11, count, tokens, features)
+def batches():
+    return normal(10, 4, 12, 8), normal(11, 4, 12, 8)
 
 
 def regression(params, batch, codec: Codec = Exact()):
@@ -36,121 +34,121 @@ def regression(params, batch, codec: Codec = Exact()):
     return jnp.mean(jnp.square(project(h, params["b"], codec) - y))
 
 
-def regression_params(dtype=None):
-    return {
-        "a": normal(1, 8, 8, dtype=dtype),
-        "b": normal(2, 8, 8, dtype=dtype),
-        "bias": normal(3, 8, dtype=dtype),
-    }
+def regression_params():
+    return {"a": normal(1, 8, 8), "b": normal(2, 8, 8), "bias": normal(3, 8)}
 
 
 def accumulated(loss_and_grad, **options):
-    return jax.jit(lambda params, batches: accumulate(loss_and_grad, params, batches, **options))
+    return lambda params, batches: accumulate(loss_and_grad, params, batches, **options)
 
 
-def joined(batches):
-    return jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), batches)
+def in_one_program(params, batches, *functions):
+    return jax.jit(lambda *args: [f(*args) for f in functions])(params, batches)
 
 
-def micro_batches(fun, params, stack):
-    """Returns value and gradient of each micro-batch."""
-    count, fun = len(jax.tree.leaves(stack)[0]), jax.jit(fun)
-    return [fun(params, jax.tree.map(lambda a, i=i: a[i], stack)) for i in range(count)]
+def truncation_errors(matrices, truncated, rank):
+    """Returns the norms of the differences, and the least that a matrix of this rank can have."""
+    matrices = np.asarray(dense(matrices))
+    values = np.linalg.svd(matrices, compute_uv=False)
+    errors = np.linalg.norm(matrices - dense(truncated), axis=(-2, -1))
+    return errors, np.linalg.norm(values[..., rank:], axis=-1)
 
 
-@pytest.mark.parametrize("value_and_grad", BOTH, ids=["actjax", "jax"])
-def test_micro_batches_have_the_gradient_of_the_large_batch(value_and_grad, x64):
-    params, stack = regression_params(), batches()
-    value, gradient = accumulated(value_and_grad(regression))(params, stack)
-    want_value, want = jax.jit(jax.value_and_grad(regression))(params, joined(stack))
-    np.testing.assert_allclose(value, want_value, rtol=1e-13)
-    assert_same(gradient, want)
-    assert factored(gradient) == set()
-
-
-def test_micro_batches_in_a_shared_basis_have_the_gradient_of_the_large_batch(x64):
+def test_micro_batches_have_the_gradient_of_the_large_batch(x64):
     params, stack = regression_params(), batches()
     bases = {"a": normal(4, 8, 3), "b": normal(5, 8, 2)}
-    run = actjax.value_and_grad(regression, bases=bases)
-    # `max_rank` applies to factors without a basis only.
-    value, gradient = accumulated(run, max_rank=1)(params, stack)
-    want_value, want = jax.jit(run)(params, joined(stack))
-    np.testing.assert_allclose(value, want_value, rtol=1e-13)
-    assert_same(gradient, dense(want))
+    in_basis = actjax.value_and_grad(regression, bases=bases)
+    exact = actjax.value_and_grad(regression), jax.value_and_grad(regression)
+
+    def large(fun):
+        return lambda params, stack: fun(
+            params, jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), stack)
+        )
+
+    want, want_in_basis, *results = in_one_program(
+        params, stack, large(exact[1]), large(in_basis), *map(accumulated, exact),
+        # `max_rank` applies to factors without a basis only.
+        accumulated(in_basis, max_rank=1),
+    )  # fmt: skip
+    for value, gradient in results[:2]:
+        np.testing.assert_allclose(value, want[0], rtol=1e-13)
+        assert_same(gradient, want[1])
+        assert factored(gradient) == set()
+    value, gradient = results[2]
+    np.testing.assert_allclose(value, want[0], rtol=1e-13)
+    assert_same(gradient, dense(want_in_basis[1]))
     for name, basis in bases.items():
         assert gradient[name].basis_name == name
         np.testing.assert_array_equal(gradient[name].left, basis)
 
 
-@pytest.mark.parametrize("weights", [None, [0.1, 0.2, 0.3, 0.4]], ids=["equal", "given"])
-def test_factors_without_a_basis_are_concatenated(weights, x64):
-    params, stack = regression_params(), batches()
+SHARES = [0.1, 0.2, 0.3, 0.4]
+
+
+def test_factors_without_a_basis_are_concatenated_and_truncated(x64):
     run = actjax.value_and_grad(functools.partial(regression, codec=SVD))
-    given = None if weights is None else jnp.asarray(weights)
-    value, gradient = accumulated(run, weights=given)(params, stack)
-    parts, shares = micro_batches(run, params, stack), weights or [1 / 4] * 4
-    want_value, want = jax.tree.map(
-        lambda *all_of: sum(s * np.asarray(g) for s, g in zip(shares, all_of, strict=True)),
-        *dense(parts),
-    )
-    np.testing.assert_allclose(value, want_value, rtol=1e-13)
-    assert_same(gradient, want)
-    assert factored(gradient) == {"a", "b"}
+
+    def each(params, stack):
+        return [run(params, jax.tree.map(lambda a, i=i: a[i], stack)) for i in range(4)]
+
+    parts, equal, weighted, truncated, untruncated = in_one_program(
+        regression_params(), batches(), each, accumulated(run), accumulated(run, weights=SHARES),
+        accumulated(run, max_rank=5), accumulated(run, max_rank=12),
+    )  # fmt: skip
+    for (value, gradient), shares in ((equal, [1 / 4] * 4), (weighted, SHARES)):
+        want_value, want = jax.tree.map(
+            lambda *all_of, shares=shares: sum(
+                s * np.asarray(g) for s, g in zip(shares, all_of, strict=True)
+            ),
+            *dense(parts),
+        )
+        np.testing.assert_allclose(value, want_value, rtol=1e-13)
+        assert_same(gradient, want)
+        assert factored(gradient) == {"a", "b"}
+    gradient, truncated, untruncated = equal[1], truncated[1], untruncated[1]
+    np.testing.assert_array_equal(gradient["bias"], truncated["bias"])
     for name in ("a", "b"):
-        assert gradient[name].rank == 4 * SVD.rank
         lefts = [g[name].left for _, g in parts]
         np.testing.assert_allclose(gradient[name].left, np.concatenate(lefts, 1), rtol=1e-10)
-
-
-def test_max_rank_truncates_with_the_smallest_possible_error(x64):
-    params, stack = regression_params(), batches()
-    run = actjax.value_and_grad(functools.partial(regression, codec=SVD))
-    whole, truncated, same = (
-        accumulated(run, max_rank=rank)(params, stack)[1] for rank in (None, 5, 12)
-    )
-    for name in ("a", "b"):
-        assert (truncated[name].rank, same[name].rank) == (5, 12)
-        np.testing.assert_array_equal(same[name].left, whole[name].left)
-        np.testing.assert_array_equal(same[name].right, whole[name].right)
-        matrix = dense(whole[name])
-        values = np.linalg.svd(matrix, compute_uv=False)
-        error = np.linalg.norm(matrix - dense(truncated[name]))
-        np.testing.assert_allclose(error, np.linalg.norm(values[5:]), rtol=1e-10)
-    np.testing.assert_array_equal(whole["bias"], truncated["bias"])
+        ranks = [g[name].rank for g in (gradient, truncated, untruncated)]
+        assert ranks == [4 * SVD.rank, 5, 12]
+        np.testing.assert_array_equal(untruncated[name].left, gradient[name].left)
+        np.testing.assert_array_equal(untruncated[name].right, gradient[name].right)
+        error, least = truncation_errors(gradient[name], truncated[name], 5)
+        np.testing.assert_allclose(error, least, rtol=1e-10)
 
 
 def test_stacked_factors_are_concatenated_per_layer(x64):
-    params, xs = stack(), normal(0, 2, 12, 8)
     run = actjax.value_and_grad(lambda p, x: total(run_stack(p, x, tanh_layer)))
-    _, gradient = accumulated(run)(params, xs)
+    (_, first), (_, second), (_, gradient), (_, truncated) = in_one_program(
+        stack(), normal(0, 2, 12, 8), lambda p, xs: run(p, xs[0]), lambda p, xs: run(p, xs[1]),
+        accumulated(run), accumulated(run, max_rank=2),
+    )  # fmt: skip
     assert gradient["w"].left.shape == (3, 8, 2 * 3)
     assert gradient["w"].right.shape == (3, 2 * 3, 8)
-    (_, one), (_, two) = micro_batches(run, params, xs)
-    mean = jax.tree.map(lambda a, b: np.add(a, b) / 2, dense(one), dense(two))
+    mean = jax.tree.map(lambda a, b: np.add(a, b) / 2, dense(first), dense(second))
     assert_same(gradient, mean)
-    truncated = accumulated(run, max_rank=2)(params, xs)[1]["w"]
-    matrices = np.asarray(dense(gradient["w"]))
-    values = np.linalg.svd(matrices, compute_uv=False)
-    error = np.linalg.norm(dense(truncated) - matrices, axis=(-2, -1))
-    np.testing.assert_allclose(error, np.linalg.norm(values[:, 2:], axis=-1), rtol=1e-9)
+    errors, least = truncation_errors(gradient["w"], truncated["w"], 2)
+    np.testing.assert_allclose(errors, least, rtol=1e-9)
 
 
-def test_dense_gradients_and_gradients_in_a_basis_are_summed_in_float32():
+@pytest.mark.parametrize("in_basis", [False, True])
+def test_dense_gradients_and_gradients_in_a_basis_are_summed_in_float32(in_basis):
     params, ones = {"w": np.ones((8, 1), jnp.bfloat16)}, np.ones((600, 1, 8), jnp.bfloat16)
     fun = lambda p, x: jnp.sum(project(x, p["w"], Exact()).astype(jnp.float32))  # noqa: E731
-    weights = jnp.asarray(np.ones(600))
-    for bases in (None, {"w": jnp.asarray(np.eye(8, 2))}):
-        run = actjax.value_and_grad(fun, bases=bases)
-        value, gradient = accumulated(run, weights=weights)(params, ones)
-        summed = gradient["w"].right if bases else gradient["w"]
-        assert summed.dtype == "float32"
-        # A sum in bfloat16 would stop at 256.
-        np.testing.assert_array_equal(summed, 600)
-        assert value == 600 * 8
+    bases = {"w": np.eye(8, 2, dtype=np.float32)} if in_basis else None
+    run = actjax.value_and_grad(fun, bases=bases)
+    weights = np.ones(600, np.float32)
+    ((value, gradient),) = in_one_program(params, ones, accumulated(run, weights=weights))
+    summed = gradient["w"].right if in_basis else gradient["w"]
+    assert summed.dtype == "float32"
+    # A sum in bfloat16 would stop at 256.
+    np.testing.assert_array_equal(summed, 600)
+    assert value == 600 * 8
 
 
 def test_factors_without_a_basis_keep_the_dtype_of_the_weight():
-    params, xs = {"w": normal(1, 8, 5, dtype=jnp.bfloat16)}, normal(2, 2, 12, 8)
+    params, xs = {"w": normal(1, 8, 5, dtype="bfloat16")}, normal(2, 2, 12, 8)
     run = actjax.value_and_grad(lambda p, x: total(project(x, p["w"])))
     assert jax.eval_shape(accumulated(run), params, xs)[1]["w"].dtype == "bfloat16"
 
@@ -158,18 +156,10 @@ def test_factors_without_a_basis_keep_the_dtype_of_the_weight():
 def test_weights_may_have_a_wider_dtype_than_the_gradient(x64):
     params, xs = {"w": normal(1, 8, 5, dtype="float32")}, normal(2, 2, 12, 8, dtype="float32")
     run = actjax.value_and_grad(lambda p, x: total(project(x, p["w"], Exact())))
-    loss, gradient = accumulated(run, weights=jnp.asarray([0.5, 0.5], "float64"))(params, xs)
-    want_loss, want = accumulated(run)(params, xs)
+    (loss, gradient), (want_loss, want) = in_one_program(
+        params, xs, accumulated(run, weights=np.full(2, 0.5)), accumulated(run)
+    )
     assert gradient["w"].dtype == "float32"
     # A weight of one half is exact in both dtypes, and so is the product with it.
     np.testing.assert_array_equal(loss, want_loss)
     np.testing.assert_array_equal(gradient["w"], want["w"])
-
-
-def test_weights_may_be_a_list():
-    loss_and_grad = actjax.value_and_grad(lambda w, b: b * jnp.sum(w))
-    value, grad = actjax.accumulate(
-        loss_and_grad, jnp.ones(2), jnp.asarray([1.0, 3.0]), weights=[0.25, 0.75]
-    )
-    assert value == 5
-    np.testing.assert_allclose(grad, [2.5, 2.5])

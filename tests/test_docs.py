@@ -38,13 +38,13 @@ def prose(text: str) -> str:
 
 def flags(config: type) -> set[str]:
     """Returns the flags of a program, without the prefixes of nested settings."""
-    hints, found = typing.get_type_hints(config), set()
+    hints, names = typing.get_type_hints(config), set()
     for field in dataclasses.fields(config):
         nested = dataclasses.is_dataclass(hints[field.name])
         flag = flag_name(field.name)
-        names = {flag, flag.replace("--", "--no-")} if hints[field.name] is bool else {flag}
-        found |= flags(hints[field.name]) if nested else names
-    return found
+        both = {flag, flag.replace("--", "--no-")} if hints[field.name] is bool else {flag}
+        names |= flags(hints[field.name]) if nested else both
+    return names
 
 
 def public_names(module: types.ModuleType) -> set[str]:
@@ -71,39 +71,50 @@ def broken_links(page: str, text: str) -> list[str]:
     return broken
 
 
-def test_the_readme_has_at_most_150_lines():
+def matches(pattern: re.Pattern | str, change=lambda text: text) -> set[tuple[str, str]]:
+    """Returns each page with each match of a pattern. The changelog names what is gone."""
+    return {
+        (page, match[0])
+        for page, text in PAGES.items()
+        if page != "CHANGELOG.md"
+        for match in re.finditer(pattern, change(text))
+    }
+
+
+def test_pages_are_short():
     assert len(PAGES["README.md"].splitlines()) <= 150
+    pages = (text for page, text in PAGES.items() if page.startswith("docs/"))
+    assert sum(len(text.splitlines()) for text in pages) <= 4200
 
 
 def test_links_lead_somewhere():
-    assert {
-        page: links for page, text in PAGES.items() if (links := broken_links(page, prose(text)))
-    } == {}
-
-
-def test_a_broken_link_is_found():
+    broken = {page: broken_links(page, prose(text)) for page, text in PAGES.items()}
+    assert {page: links for page, links in broken.items() if links} == {}
     text = "[a](LICENSE) [b](docs/none.md) [c](docs/glossary.md#none) [d](#what-is-exact)"
     assert broken_links("README.md", text) == ["docs/none.md", "docs/glossary.md#none"]
 
 
 def test_every_flag_that_the_pages_name_exists():
     known = {flag for c in (PretrainConfig, FinetuneConfig, EvaluateConfig, PlanConfig)
-             for flag in flags(c)}  # fmt: skip
-    named = {
+             for flag in flags(c)} | OTHER_FLAGS | {"--no-in-backward"}  # fmt: skip
+    named = matches(r"(?<![\w-])--[a-z][a-z0-9-]*", prose)
+    # `test_examples` checks the flags of examples.
+    assert {
         (page, flag)
-        for page, text in PAGES.items()
-        # The changelog names flags that are gone; `test_examples` checks those of examples.
-        if page != "CHANGELOG.md" and not page.startswith("docs/examples/")
-        for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", prose(text))
+        for page, flag in named
+        if flag not in known and not page.startswith("docs/examples/")
+    } == set()
+
+
+def test_every_model_and_every_codec_is_described():
+    pretraining, codecs = PAGES["docs/guides/pretraining.md"], PAGES["docs/guides/codecs.md"]
+    assert [name for name in PRESETS if f"`{name}`" not in pretraining] == []
+    names = {
+        name
+        for name, value in vars(actjax).items()
+        if isinstance(value, type) and issubclass(value, actjax.Codec) and value != actjax.Codec
     }
-    own = {*known, *OTHER_FLAGS, "--no-in-backward"}
-    assert {(page, flag) for page, flag in named if flag not in own} == set()
-
-
-def test_every_model_is_described():
-    assert [
-        name for name in PRESETS if f"`{name}`" not in PAGES["docs/guides/pretraining.md"]
-    ] == []
+    assert {name for name in names if f"| `{name}(" not in codecs} == set()
 
 
 def table_rows(text: str, flag: str) -> list[str]:
@@ -142,24 +153,21 @@ def test_code_names_what_exists_and_calls_fit_the_signature():
 
 
 def test_programs_that_the_pages_name_exist():
-    modules = {
-        module
-        for page, text in PAGES.items()
-        if page != "CHANGELOG.md"  # It names programs that are gone.
-        for module in re.findall(r"python -m ((?:train|benchmarks)[\w.]*\w)", text)
-    }
-    files = {m: ROOT / m.replace(".", "/") for m in modules}
-    missing = [
-        m
-        for m, path in files.items()
-        if not path.with_suffix(".py").exists() and not (path / "__main__.py").exists()
-    ]
+    missing = []
+    for _, command in matches(r"python -m (?:train|benchmarks)[\w.]*\w"):
+        path = ROOT / command.removeprefix("python -m ").replace(".", "/")
+        if not path.with_suffix(".py").exists() and not (path / "__main__.py").exists():
+            missing.append(command)
     assert missing == []
 
 
 def test_every_public_name_is_in_the_api_reference():
     pages = "\n".join(text for page, text in PAGES.items() if page.startswith("docs/api/"))
     named = re.findall(r"^::: (\S+)$", pages, re.MULTILINE)
+    for name in named:
+        # The pages of Flax and Equinox document modules.
+        if not name.startswith(("actjax.flax.nnx", "actjax.flax.linen", "actjax.equinox")):
+            assert not (ROOT / name.replace(".", "/")).with_suffix(".py").exists(), name
     # Where a module has the name of its function, `package.name` would document the module.
     named = [re.sub(r"\.(\w+)\.\1$", r".\1", name) for name in named]
     assert len(named) == len(set(named))
@@ -174,15 +182,6 @@ def test_every_api_page_is_in_its_table():
     assert set(re.findall(r"\((\S+\.md)\)", PAGES["docs/api/index.md"])) == pages - {"index.md"}
 
 
-def test_every_codec_is_described():
-    codecs = {
-        name
-        for name, value in vars(actjax).items()
-        if isinstance(value, type) and issubclass(value, actjax.Codec) and value != actjax.Codec
-    }
-    assert {name for name in codecs if f"| `{name}(" not in PAGES["docs/guides/codecs.md"]} == set()
-
-
 def test_every_page_is_in_the_navigation():
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1]
     navigation = re.findall(r"[-:] (\S+\.md)$", text, re.MULTILINE)
@@ -192,23 +191,9 @@ def test_every_page_is_in_the_navigation():
     assert sorted(navigation) == sorted(pages | made)
 
 
-def test_a_function_with_the_name_of_its_module_is_documented_itself():
-    pages = "\n".join(text for page, text in PAGES.items() if page.startswith("docs/api/"))
-    for name in re.findall(r"^::: (actjax\.\S+)$", pages, re.MULTILINE):
-        path = ROOT / name.replace(".", "/")
-        # The pages of Flax and Equinox document modules.
-        if not name.startswith(("actjax.flax.nnx", "actjax.flax.linen", "actjax.equinox")):
-            assert not path.with_suffix(".py").exists(), name
-
-
 def test_choices_are_told_on_one_page():
     for head in ("| you want | method |", "| GPU | every weight |"):
         assert [page for page, text in PAGES.items() if head in text] == ["docs/guides/choosing.md"]
-
-
-def test_the_pages_have_at_most_4200_lines():
-    pages = (text for page, text in PAGES.items() if page.startswith("docs/"))
-    assert sum(len(text.splitlines()) for text in pages) <= 4200
 
 
 # A sentence whose subject is a relative clause: "What is stored is ...".
@@ -221,24 +206,13 @@ BRITISH = re.compile(
 
 
 def test_sentences_begin_with_their_subject():
-    found = {
-        (page, sentence[:60])
-        for page, text in PAGES.items()
-        if page != "CHANGELOG.md"
-        for sentence in RELATIVE_SUBJECT.findall(prose(text))
-    }
+    sentences = matches(RELATIVE_SUBJECT, prose)
     # A question that a user asks a model.
-    assert {(page, s) for page, s in found if "What is 3 + 4" not in s} == set()
+    assert {s for s in sentences if "What is 3 + 4" not in s[1]} == set()
 
 
 def test_spelling_is_american():
-    words = {
-        (page, word[0])
-        for page, text in PAGES.items()
-        if page != "CHANGELOG.md"
-        for word in BRITISH.finditer(re.sub(r"`[^`]*`", "", prose(text)))
-    }
-    assert words == set()
+    assert matches(BRITISH, lambda text: re.sub(r"`[^`]*`", "", prose(text))) == set()
 
 
 def test_historical_results_have_the_commit_of_their_mark():

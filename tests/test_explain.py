@@ -1,13 +1,18 @@
-"""Tests of `actjax.explain`: it lists exactly what JAX stores for the backward pass."""
+"""Tests of `actjax.explain`: it lists exactly what JAX stores for the backward pass.
 
+Nothing runs, so arguments are shapes.
+"""
+
+import dataclasses
 import json
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend import core
-from tiny import CONFIG, batch, decoder
+from residuals.residual_helpers import ALIVE, held_bytes
+from tiny import CONFIG, decoder
 
 import actjax
 from actjax import (
@@ -22,40 +27,32 @@ from actjax import (
 from models import Storage
 
 KEY = jax.random.key(3)
-LOSSY = (RandomProjection(2), RandomizedSVD(2), PointApproximation(0.25))
-ALIVE = "alive without the backward pass"
 FOREIGN = "no actjax operator"
 
 
-def ones(*shape: int, dtype="float32") -> jax.Array:
-    return jnp.asarray(np.ones(shape), dtype)
-
-
-def held_bytes(fun, *args) -> int:
-    """Returns the bytes that `fun` holds for its backward pass, without its arguments."""
-    pullback = lambda *args: jax.tree.leaves(jax.vjp(fun, *args)[1])  # noqa: E731
-    jaxpr = jax.make_jaxpr(pullback)(*args).jaxpr
-    given = {*jaxpr.invars, *jaxpr.constvars}
-    held = {x for x in jaxpr.outvars if not isinstance(x, core.Literal)} - given
-    return sum(x.aval.size * x.aval.dtype.itemsize for x in held)
+def array(*shape: int, dtype="float32") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def kept(explanation: Explanation) -> dict[str, Residual]:
     """Returns the rows of stored arrays by operator and name."""
     rows = [r for r in explanation.residuals if r.reason != ALIVE]
-    found = {f"{r.operator}: {r.name}": r for r in rows}
-    assert len(found) == len(rows)
-    return found
+    by_name = {f"{r.operator}: {r.name}": r for r in rows}
+    assert len(by_name) == len(rows)
+    return by_name
+
+
+def size(shape, dtype) -> int:
+    return math.prod(shape) * jnp.dtype(dtype).itemsize
 
 
 def exactly(operator: str, name: str, *shape: int, dtype="float32", codec="Exact()") -> Residual:
-    nbytes = int(np.prod(shape)) * jnp.dtype(dtype).itemsize
+    nbytes = size(shape, dtype)
     return Residual(operator, name, shape, dtype, nbytes, nbytes, codec, "")
 
 
 def argument(name: str, *shape: int, dtype="float32") -> Residual:
-    nbytes = int(np.prod(shape)) * jnp.dtype(dtype).itemsize
-    return Residual("argument", name, shape, dtype, nbytes, 0, "", ALIVE)
+    return Residual("argument", name, shape, dtype, size(shape, dtype), 0, "", ALIVE)
 
 
 def neg(x):
@@ -67,63 +64,39 @@ def attention(x, **options):
     return actjax.attention(x, x[:, :, :2], x[:, :, 2:], **options)
 
 
-X = ones(2, 5, 4, 8)
+X = array(2, 5, 4, 8)
 
-# For each operator: a call on values that are not arguments, the arguments, the expected rows.
+# A call on values that are not arguments, the arguments, the expected rows. The decoder below has
+# the other operators.
 OPERATORS = {
     "linear": (
         lambda x, w, b: actjax.linear(neg(x), w, bias=b, name="mine"),
-        (ones(6, 8), ones(8, 5), ones(5)),
-        {exactly("linear", "mine", 6, 8), argument("[1]", 8, 5), argument("[2]", 5)},
-    ),
-    "linear of bfloat16": (
-        lambda x, w: actjax.linear(neg(x), w),
-        (ones(6, 8, dtype="bfloat16"), ones(8, 5)),
-        {exactly("linear", "input", 6, 8, dtype="bfloat16"), argument("[1]", 8, 5)},
-    ),
-    "qkv_projection": (
-        lambda x, w: actjax.qkv_projection(neg(x), w, w, w),
-        (ones(2, 6, 8), ones(8, 5)),
-        {exactly("linear", "qkv input", 2, 6, 8), argument("[1]", 8, 5)},
-    ),
-    "rms_norm": (
-        lambda x, scale: actjax.rms_norm(neg(x), scale),
-        (ones(6, 8, dtype="bfloat16"), ones(8)),
-        {exactly("rms_norm", "norm input", 6, 8, dtype="bfloat16"), argument("[1]", 8)},
-    ),
-    "swiglu": (
-        lambda gate, up: actjax.swiglu(neg(gate), neg(up), name="mlp"),
-        (ones(6, 8), ones(6, 8)),
-        {exactly("swiglu", "mlp gate", 6, 8), exactly("swiglu", "mlp up", 6, 8)},
+        (array(6, 8, dtype="bfloat16"), array(8, 5), array(5)),
+        {
+            exactly("linear", "mine", 6, 8, dtype="bfloat16"),
+            argument("[1]", 8, 5),
+            argument("[2]", 5),
+        },
     ),
     "rope": (
         lambda x, tables: actjax.rope(neg(x), *tables),
-        (X, (ones(5, 4), ones(5, 4))),
+        (X, (array(5, 4), array(5, 4))),
         {argument("[1][0]", 5, 4), argument("[1][1]", 5, 4)},
     ),
-    "attention": (
+    "attention": (  # Here q is an argument.
         lambda x: attention(x, name="self"),
         (X,),
         {
-            exactly("attention", "self q", 2, 5, 4, 8),
+            argument("[0]", 2, 5, 4, 8),
             exactly("attention", "self k", 2, 5, 2, 8),
             exactly("attention", "self v", 2, 5, 2, 8),
             exactly("attention", "self output", 2, 5, 32),
             exactly("attention", "self log-sum-exp", 2, 4, 5),
         },
     ),
-    "attention, recomputed": (
-        lambda x: attention(neg(x), recompute=True),
-        (X,),
-        {
-            exactly("attention", "q", 2, 5, 4, 8),
-            exactly("attention", "k", 2, 5, 2, 8),
-            exactly("attention", "v", 2, 5, 2, 8),
-        },
-    ),
     "cross_entropy": (
-        lambda x, w: actjax.cross_entropy(neg(x), w, jnp.zeros(6, int), name="next token"),
-        (ones(6, 8), ones(8, 9)),
+        lambda x, w: actjax.cross_entropy(neg(x), w, np.zeros(6, int), name="next token"),
+        (array(6, 8), array(8, 9)),
         {
             exactly("cross_entropy", "next token gradient of hidden", 6, 8),
             exactly("cross_entropy", "next token gradient of head", 8, 9),
@@ -137,155 +110,110 @@ OPERATORS = {
 def test_each_operator_stores_what_it_documents(name):
     fun, args, want = OPERATORS[name]
     explanation = explain(fun, *args)
-    rows = set(explanation.residuals)
-    if name == "attention":  # Here q is an argument.
-        want = want - {exactly("attention", "self q", 2, 5, 4, 8)} | {argument("[0]", 2, 5, 4, 8)}
-    assert len(rows) == len(explanation.residuals)
-    assert rows == want
+    assert set(explanation.residuals) == want
+    assert len(explanation.residuals) == len(want)
     assert explanation.stored_bytes == explanation.exact_bytes == held_bytes(fun, *args)
+    sizes = [r.exact_bytes for r in explanation.residuals]
+    assert sizes == sorted(sizes, reverse=True)
 
 
-@pytest.mark.parametrize("codec", LOSSY, ids=repr)
-def test_a_code_of_several_arrays_is_one_row(codec):
-    def fun(x, w):
-        return actjax.linear(neg(x), (w, w), codec=codec, key=KEY)
+TRANSFORMS = {
+    "once": lambda f: lambda x, w: f(x, w, KEY),
+    "jit": lambda f: lambda x, w: jax.jit(f)(x, w, KEY),
+    "jit of jit": lambda f: lambda x, w: jax.jit(jax.jit(f))(x, w, KEY),
+    "vmap": lambda f: lambda x, w: jax.vmap(f, (0, None, 0))(x, w, jax.random.split(KEY, 3)),
+    "scan": lambda f: (
+        lambda x, w: jax.lax.scan(
+            lambda _, it: (None, f(it[0], w, it[1])), None, (x, jax.random.split(KEY, 3))
+        )[1]
+    ),
+}
 
-    x, w = ones(2, 6, 8), ones(8, 5)
-    stored = codec.stored_bytes(x.shape, x.dtype)
-    want = Residual("linear", "input", (2, 6, 8), "float32", x.nbytes, stored, repr(codec), "")
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize(
+    "codec",
+    [Exact(), RandomProjection(2), RandomizedSVD(2), PointApproximation(0.25)],
+    ids=repr,
+)
+def test_a_code_of_several_arrays_is_one_row(codec, transform):
+    fun = TRANSFORMS[transform](
+        lambda x, w, key: actjax.linear(neg(x), (w, w), codec=codec, key=key, name="mine")
+    )
+    lead = (3,) if transform in ("vmap", "scan") else ()
+    x, w = array(*lead, 2, 6, 8), array(8, 5)
+    stored = math.prod(lead) * codec.stored_bytes((2, 6, 8), x.dtype)
+    exact = size(x.shape, x.dtype)
+    want = Residual("linear", "mine", x.shape, "float32", exact, stored, repr(codec), "")
     explanation = explain(fun, x, w)
     assert explanation.residuals == (want, argument("[1]", 8, 5))
     assert explanation.stored_bytes == stored == held_bytes(fun, x, w)
-    assert explanation.exact_bytes == x.nbytes
+    assert explanation.exact_bytes == exact
 
 
-def test_an_array_that_two_operators_store_counts_once():
-    def fun(x, w):
-        return actjax.linear(attention(x, merge_heads=True), w, name="attention_out")
+def test_an_array_that_two_operators_store_counts_once_and_a_second_code_is_shown():
+    def fun(x, w, **options):
+        return actjax.linear(attention(x, merge_heads=True), w, name="attention_out", **options)
 
-    args = X, ones(32, 3)
+    args = X, array(32, 3)
     explanation = explain(fun, *args)
     row = kept(explanation)["attention: output, attention_out"]
     assert row == exactly("attention", "output, attention_out", 2, 5, 32)
     assert explanation.stored_bytes == held_bytes(fun, *args)
-
-
-def test_a_second_code_of_a_stored_array_is_shown():
-    def fun(x, w):
-        return actjax.linear(attention(x, merge_heads=True), w, codec=RandomProjection(2), key=KEY)
-
-    rows = kept(explain(fun, X, ones(32, 3)))
+    codec = RandomProjection(2)
+    rows = kept(explain(lambda x, w: fun(x, w, codec=codec, key=KEY), *args))
     assert rows["attention: output"].stored_bytes == 2 * 5 * 32 * 4
-    assert rows["linear: input"].stored_bytes == RandomProjection(2).stored_bytes(
-        (2, 5, 32), "float32"
-    )
+    code = codec.stored_bytes((2, 5, 32), "float32")
+    assert rows["linear: attention_out"].stored_bytes == code
 
 
-# Under transformations of JAX.
-
-
-@pytest.mark.parametrize("codec", [Exact(), *LOSSY], ids=repr)
-def test_a_scan_stacks_the_residuals_of_its_layers(codec):
-    def fun(x, ws):
-        def layer(x, layer):
-            w, key = layer
-            return actjax.linear(x, w, codec=codec, key=key, name="layer"), None
-
-        return jax.lax.scan(layer, x, (ws, jax.random.split(KEY, 5)))[0]
-
-    x, ws = ones(6, 8), ones(5, 8, 8)
-    stored = 5 * codec.stored_bytes(x.shape, x.dtype)
-    explanation = explain(fun, x, ws)
-    want = Residual("linear", "layer", (5, 6, 8), "float32", 5 * x.nbytes, stored, repr(codec), "")
-    assert kept(explanation) == {"linear: layer": want}
-    assert explanation.stored_bytes == held_bytes(fun, x, ws)
-
-
-@pytest.mark.parametrize("codec", [Exact(), *LOSSY], ids=repr)
-def test_vmap_stacks_the_residuals_of_its_examples(codec):
-    def fun(xs, w):
-        one = lambda x: actjax.linear(neg(x), w, codec=codec, key=KEY)  # noqa: E731
-        return jax.vmap(one)(xs)
-
-    xs, w = ones(3, 6, 8), ones(8, 5)
-    explanation = explain(fun, xs, w)
-    row = kept(explanation)["linear: input"]
-    assert row.shape == (3, 6, 8)
-    assert row.exact_bytes == xs.nbytes
-    assert explanation.stored_bytes == row.stored_bytes == held_bytes(fun, xs, w)
-
-
-@pytest.mark.parametrize("codec", [Exact(), RandomizedSVD(2)], ids=repr)
-def test_residuals_inside_jitted_functions_are_found(codec):
-    @jax.jit
-    def inner(x, w):
-        return actjax.linear(neg(x), w, codec=codec, key=KEY)
-
-    x, w = ones(6, 8), ones(8, 5)
-    stored = codec.stored_bytes(x.shape, x.dtype)
-    want = Residual("linear", "input", (6, 8), "float32", x.nbytes, stored, repr(codec), "")
-    for fun in (inner, jax.jit(inner), lambda x, w: inner(x, w)):
-        assert explain(fun, x, w).residuals == (want, argument("[1]", 8, 5))
-
-
-def test_checkpoint_stores_only_arguments():
-    fun = jax.checkpoint(lambda x, w: actjax.linear(neg(x), w, codec=RandomProjection(2), key=KEY))
-    explanation = explain(fun, ones(6, 8), ones(8, 5))
-    rows = {r for r in explanation.residuals if r.operator == "argument"}
-    assert rows == {argument("[0]", 6, 8), argument("[1]", 8, 5)}
-    assert explanation.stored_bytes == 0
-
-
-def test_a_checkpointed_layer_of_a_scan_stores_its_input():
+def test_checkpoint_stores_arguments_and_under_scan_inputs_of_layers():
     @jax.checkpoint
     def layer(x, w):
-        return jnp.tanh(actjax.linear(x, w)), None
+        codec = RandomProjection(2)
+        return jnp.tanh(actjax.linear(neg(x), w, codec=codec, key=KEY)), None
 
+    explanation = explain(lambda x, w: layer(x, w)[0], array(6, 8), array(8, 8))
+    rows = {r for r in explanation.residuals if r.operator == "argument"}
+    assert rows == {argument("[0]", 6, 8), argument("[1]", 8, 8)}
+    assert explanation.stored_bytes == 0
     fun = lambda x, ws: jax.lax.scan(layer, x, ws)[0]  # noqa: E731
-    x, ws = ones(6, 8), ones(5, 8, 8)
-    explanation = explain(fun, x, ws)
-    (row,) = kept(explanation).values()
+    args = array(6, 8), array(5, 8, 8)
+    (row,) = kept(explain(fun, *args)).values()
     assert row.shape == (5, 6, 8)
-    assert explanation.stored_bytes == 5 * x.nbytes == held_bytes(fun, x, ws)
+    assert row.stored_bytes == 5 * 6 * 8 * 4 == held_bytes(fun, *args)
 
 
-def test_functions_of_jax_are_explained():
-    x = ones(6, 8)
-    explanation = explain(lambda x: jnp.sin(jnp.exp(x)), x)
+def test_functions_of_jax_are_explained_and_names_of_policies_are_not_tags():
+    name = jax.ad_checkpoint.checkpoint_name
+    explanation = explain(lambda x: jnp.sin(name(jnp.exp(x), "theirs")), array(6, 8))
     # exp stores its value and sin its cosine; both are new arrays.
-    assert {(r.operator, r.reason, r.codec) for r in explanation.residuals} == {
-        ("exp", FOREIGN, ""),
-        ("cos", FOREIGN, ""),
-    }
+    rows = {(r.operator, r.reason, r.codec) for r in explanation.residuals}
+    assert rows == {("exp", FOREIGN, ""), ("cos", FOREIGN, "")}
     assert all("test_explain.py" in r.name for r in explanation.residuals)
-    assert explanation.stored_bytes == 2 * x.nbytes
-
-
-def test_names_of_checkpoint_policies_are_not_tags():
-    fun = lambda x: jnp.sin(jax.ad_checkpoint.checkpoint_name(x * 2, "theirs"))  # noqa: E731
-    (row,) = kept(explain(fun, ones(3))).values()
-    assert (row.operator, row.codec, row.reason) == ("cos", "", FOREIGN)
+    assert explanation.stored_bytes == 2 * 6 * 8 * 4
 
 
 # Arguments.
 
 
-def test_shapes_may_replace_arrays():
+def test_arrays_have_the_rows_of_their_shapes():
     fun, args, _ = OPERATORS["cross_entropy"]
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
-    assert explain(fun, *shapes) == explain(fun, *args)
+    arrays = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), args)
+    assert explain(fun, *arrays) == explain(fun, *args)
 
 
 def test_models_larger_than_memory_are_explained():
     fun = lambda x, w: actjax.linear(neg(x), w, codec=RandomizedSVD(32), key=KEY)  # noqa: E731
-    x = jax.ShapeDtypeStruct((2**22, 2**14), jnp.bfloat16)
-    row = kept(explain(fun, x, jax.ShapeDtypeStruct((2**14, 2**14), jnp.bfloat16)))["linear: input"]
+    x, w = array(2**22, 2**14, dtype="bfloat16"), array(2**14, 2**14, dtype="bfloat16")
+    row = kept(explain(fun, x, w))["linear: input"]
     assert row.exact_bytes == 2**37
     assert row.stored_bytes == (2**22 + 2**14) * 32 * 2
 
 
 def test_arguments_may_be_integers_keys_and_numbers():
-    tree = {"x": ones(6, 8), "labels": jnp.zeros(6, int), "none": None, "key": KEY, "scale": 2.0}
+    labels = np.zeros(6, int)
+    tree = {"x": array(6, 8), "labels": labels, "none": None, "key": KEY, "scale": 2.0}
 
     def fun(tree, count):
         x = tree["scale"] * jnp.sin(tree["x"]) * count
@@ -297,7 +225,7 @@ def test_arguments_may_be_integers_keys_and_numbers():
     assert {"RandomProjection(rank=2)"} == {r.codec for r in rows if r.operator == "linear"}
 
 
-@pytest.mark.parametrize("args", [(), (3,), (jnp.arange(3), None), (KEY,)], ids=str)
+@pytest.mark.parametrize("args", [(), (3,), (np.arange(3), None), (KEY,)], ids=str)
 def test_arguments_without_floating_point_arrays_are_refused(args):
     with pytest.raises(ValueError, match="no argument of `fun` has a floating point array"):
         explain(lambda *args: jnp.ones(3), *args)
@@ -310,15 +238,16 @@ STORED = Storage(RandomizedSVD(4), RandomProjection(4), PointApproximation(point
 
 @pytest.mark.parametrize("storage", [Storage(), STORED], ids=["exact", "lossy"])
 def test_a_decoder_stores_what_its_table_lists(storage):
-    model, (tokens, targets) = decoder(), batch()
+    model, lead = jax.eval_shape(decoder), (2, 11)
+    tokens = np.zeros(lead, np.int32)
 
     def loss(model):
-        return model.loss(tokens, targets, storage=storage, key=KEY, compute_dtype="float32")
+        return model.loss(tokens, tokens, storage=storage, key=KEY, compute_dtype="float32")
 
     explanation = explain(loss, model)
-    assert explanation.stored_bytes == held_bytes(loss, model)
     rows = kept(explanation)
-    lead, d, f = (2, 11), CONFIG.hidden_size, CONFIG.ffn_size
+    assert explanation.stored_bytes == held_bytes(loss, model)
+    d, f = CONFIG.hidden_size, CONFIG.ffn_size
     for site, width in (("attention_in", d), ("attention_out", d), ("mlp_in", d), ("mlp_out", f)):
         codec = getattr(storage, site)
         shared = site == "attention_out" and codec == Exact()
@@ -344,26 +273,20 @@ def test_a_decoder_stores_what_its_table_lists(storage):
     assert ("attention: log-sum-exp" in rows) == (storage == Storage())
     # The other arrays are small: cosines, sines and the tokens.
     assert sum(r.stored_bytes for r in rows.values() if r.reason == FOREIGN) < 500
-
-
-def test_every_weight_is_alive_without_the_backward_pass():
-    model, (tokens, targets) = decoder(), batch()
-    explanation = explain(lambda m: m.loss(tokens, targets, compute_dtype="float32"), model)
     alive = [r for r in explanation.residuals if r.reason == ALIVE]
     assert {r.operator for r in alive} <= {"argument", "constant"}
     assert any(r.name.startswith("[0].layers.attention.q") for r in alive)
-    assert all(r.stored_bytes == 0 for r in alive)
 
 
-# What is printed.
+# Printed tables.
 
 
 def test_the_table_prints_every_row_and_the_total():
-    def fun(x, w):
-        y = actjax.linear(neg(x), w, codec=RandomizedSVD(2), key=KEY, name="mine")
-        return jnp.sin(y) + attention(X * w[0, 0]).sum()
+    def fun(x, y, w):
+        z = actjax.linear(neg(x), w, codec=RandomizedSVD(2), key=KEY, name="mine")
+        return jnp.sin(z) + attention(y).sum()
 
-    explanation = explain(fun, ones(6, 8), ones(8, 5))
+    explanation = explain(fun, array(6, 8), X, array(8, 5))
     text = str(explanation)
     for r in explanation.residuals:
         if r.reason != ALIVE:
@@ -377,40 +300,24 @@ def test_the_table_prints_every_row_and_the_total():
     assert all(line == line.rstrip() for line in text.splitlines())
 
 
-def test_rows_are_sorted_by_size():
-    explanation = explain(OPERATORS["attention"][0], X)
-    sizes = [r.exact_bytes for r in explanation.residuals]
-    assert sizes == sorted(sizes, reverse=True)
-
-
 def test_small_foreign_arrays_share_a_line():
     fun = lambda x, y: (actjax.swiglu(neg(x), neg(x)), jnp.sin(y), jnp.cos(y))  # noqa: E731
-    explanation = explain(fun, ones(1000, 10), ones(3))
-    text = str(explanation)
-    line = next(line for line in text.splitlines() if "small arrays" in line)
-    assert "2 arrays" in line
+    text = str(explain(fun, array(1000, 10), array(3)))
+    assert "2 arrays" in next(line for line in text.splitlines() if "small arrays" in line)
     assert "cos:" not in text
 
 
-@pytest.mark.parametrize("count", [0, 1, 1023, 1024, 2**20, 3 * 2**30, 2**45])
-def test_bytes_are_printed_in_the_unit_that_fits(count):
-    row = Residual("linear", "x", (count,), "uint8", count, count, "Exact()", "")
-    units = {0: "0 B", 1: "1 B", 1023: "1023 B", 1024: "1.00 KiB", 2**20: "1.00 MiB"}
-    want = units.get(count, f"{count / 2**30:.2f} GiB")
-    assert want in str(Explanation((row,)))
+def test_bytes_are_printed_in_the_unit_that_fits():
+    texts = {0: "0 B", 1: "1 B", 1023: "1023 B", 1024: "1.00 KiB", 2**20: "1.00 MiB",
+             3 * 2**30: "3.00 GiB", 2**45: "32768.00 GiB"}  # fmt: skip
+    for count, want in texts.items():
+        row = Residual("linear", "x", (count,), "uint8", count, count, "Exact()", "")
+        assert want in str(Explanation((row,)))
 
 
 def test_as_dicts_is_json():
-    explanation = explain(OPERATORS["linear"][0], *OPERATORS["linear"][1])
+    fun, args, _ = OPERATORS["attention"]
+    explanation = explain(fun, *args)
     rows = json.loads(json.dumps(explanation.as_dicts()))
-    assert len(rows) == len(explanation.residuals)
-    assert rows[0] == {
-        "operator": "linear",
-        "name": "mine",
-        "shape": [6, 8],
-        "dtype": "float32",
-        "exact_bytes": 192,
-        "stored_bytes": 192,
-        "codec": "Exact()",
-        "reason": "",
-    }
+    want = [dataclasses.asdict(r) | {"shape": list(r.shape)} for r in explanation.residuals]
+    assert rows == want

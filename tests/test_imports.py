@@ -38,12 +38,12 @@ LAYERS = (
 
 def sources() -> dict[str, pathlib.Path]:
     """Returns the file of every module of the three packages."""
-    found = {}
+    files = {}
     for package in ("actjax", "models", "train"):
         for path in sorted((ROOT / package).rglob("*.py")):
             parts = path.relative_to(ROOT).with_suffix("").parts
-            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+            files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return files
 
 
 SOURCES = sources()
@@ -51,17 +51,17 @@ SOURCES = sources()
 
 def imports_of(tree: ast.AST, known: dict[str, pathlib.Path]) -> set[str]:
     """Returns the modules of `known` that a source imports, also inside its functions."""
-    found = set()
+    modules = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, "relative import"
             # `from package import name`: the name is a module or belongs to the package.
             for alias in node.names:
                 name = f"{node.module}.{alias.name}"
-                found.add(name if name in known else node.module)
-    return found & known.keys()
+                modules.add(name if name in known else node.module)
+    return modules & known.keys()
 
 
 IMPORTS = {
@@ -118,9 +118,9 @@ def test_no_modules_import_each_other():
 def test_an_upward_import_and_a_cycle_are_found():
     known = dict.fromkeys(("actjax.codecs.base", "actjax.ops", "actjax.ops.linear"), ROOT)
     source = "from actjax.ops import linear\ndef f():\n    import actjax.ops"
-    found = imports_of(ast.parse(source), known)
-    assert found == {"actjax.ops", "actjax.ops.linear"}
-    imports = {"actjax.codecs.base": found, "actjax.ops.linear": {"actjax.codecs.base"}}
+    imported = imports_of(ast.parse(source), known)
+    assert imported == {"actjax.ops", "actjax.ops.linear"}
+    imports = {"actjax.codecs.base": imported, "actjax.ops.linear": {"actjax.codecs.base"}}
     assert upward(imports) == [
         "actjax.codecs.base imports actjax.ops",
         "actjax.codecs.base imports actjax.ops.linear",

@@ -1,6 +1,6 @@
 """Tests of `actjax.compress`: limits are kept as measured from outside, and nothing is lost.
 
-One measurement compiles up to seven gradients, so most tests share one.
+A measurement compiles up to seven gradients, so tests share one or measure a loss of few arrays.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from messages import assert_messages
 from residuals.residual_helpers import normal, relative_error
 
 import actjax
@@ -25,33 +26,42 @@ from actjax.residuals.graph.products import product_flops
 
 LAYERS, TOKENS, WIDTH = 6, 512, 32
 PARAMS = {
-    "up": np.asarray(normal(1, LAYERS, WIDTH, 4 * WIDTH)) / np.float32(WIDTH**0.5),
-    "down": np.asarray(normal(2, LAYERS, 4 * WIDTH, WIDTH)) / np.float32(2 * WIDTH),
+    "up": normal(1, LAYERS, WIDTH, 4 * WIDTH) / np.float32(WIDTH**0.5),
+    "down": normal(2, LAYERS, 4 * WIDTH, WIDTH) / np.float32(2 * WIDTH),
 }
-X = np.asarray(normal(0, TOKENS, WIDTH))
+X = normal(0, TOKENS, WIDTH)
 
 
 def loss(params, x):
     def layer(x, w):
-        unit = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
-        return x + jax.nn.gelu(unit @ w["up"]) @ w["down"], None
+        return x + jnp.tanh(x @ w["up"]) @ w["down"], None
 
     return jnp.mean(jnp.sin(jax.lax.scan(layer, x, params)[0]))
 
 
-def memory(fun) -> int:
-    compiled = jax.jit(jax.grad(fun)).lower(PARAMS, X).compile()
-    return compiled.memory_analysis().temp_size_in_bytes
+MATRICES = {"up": PARAMS["up"][0], "down": PARAMS["down"][0]}
+
+
+def mlp(params, x):
+    """A loss of few arrays, for what does not depend on the model."""
+    return jnp.mean(jnp.sin(jnp.tanh(x @ params["up"]) @ params["down"]))
+
+
+def compiled(fun):
+    """Returns value and gradient, and the bytes of the temporaries."""
+    program = jax.jit(jax.value_and_grad(fun)).lower(PARAMS, X).compile()
+    return *program(PARAMS, X), program.memory_analysis().temp_size_in_bytes
 
 
 @pytest.fixture(scope="module")
 def small():
-    return actjax.compress(loss, error=0.05, verbose=False).measure(PARAMS, X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return actjax.compress(loss, error=0.05, verbose=False).measure(PARAMS, X)
 
 
 def test_the_error_is_within_the_bound_and_the_memory_below_both_rivals(small):
-    value, got = jax.jit(jax.value_and_grad(small))(PARAMS, X)
-    exact, gradient = jax.jit(jax.value_and_grad(loss))(PARAMS, X)
+    (value, got, memory), (exact, gradient, plain) = compiled(small), compiled(loss)
     assert value == exact
     assert relative_error(got, gradient) <= 0.05
     # The measured error is also that of each array over its own norm.
@@ -61,7 +71,7 @@ def test_the_error_is_within_the_bound_and_the_memory_below_both_rivals(small):
     by_name = {t.name: t for t in small.choice.tried}
     assert set(by_name) == {"exact", "codes", "remat", "remat and codes"}
     assert small.choice.chosen.memory <= 1.05 * min(t.memory for t in small.choice.tried)
-    assert memory(small) < memory(loss) / 2
+    assert memory < plain / 2
     assert by_name["remat"].recomputed > 0.4
     assert by_name["codes"].recomputed == 0
 
@@ -75,7 +85,7 @@ def test_the_tables_say_what_is_stored(small):
 
 def test_with_a_budget_no_more_is_computed_again_than_it_needs():
     def unrolled(params, x):
-        for i in range(4):
+        for i in range(3):
             x = x + jnp.sin(jnp.tanh(x @ params["up"][i]) @ params["down"][i])
         return jnp.mean(jnp.sin(x))
 
@@ -94,8 +104,8 @@ def test_with_a_budget_no_more_is_computed_again_than_it_needs():
     assert 0 < small.choice.share < 1
     assert 0.2 < tried["remat in part"].recomputed < 0.8
     assert Choice.from_dict(small.choice.to_dict()).remat_settings.share == small.choice.share
-    got, exact = (jax.jit(jax.grad(f))(PARAMS, X) for f in (small, unrolled))
-    assert relative_error(got, exact) < 1e-6
+    run = jax.jit(lambda *args: [jax.grad(f)(*args) for f in (small, unrolled)])
+    assert relative_error(*run(PARAMS, X)) < 1e-6
 
 
 def test_it_warns_where_many_gradients_are_zero():
@@ -103,29 +113,23 @@ def test_it_warns_where_many_gradients_are_zero():
     early = actjax.compress(loss, error=0.05, remat=False, verbose=False)
     with pytest.warns(UserWarning, match=r"gradient of 50% of the parameters is zero on this"):
         early.measure(start, X)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        early.measure(PARAMS, X)
 
 
 def test_a_gradient_that_is_not_finite_measures_nothing():
-    fun = actjax.compress(loss, error=0.05, remat=False, verbose=False)
+    fun = actjax.compress(mlp, error=0.05, remat=False, verbose=False)
     for bad in (np.nan, np.inf):
         x = X.copy()
         x[0, 0] = bad
         with pytest.raises(ValueError, match=r"exact gradient of the measured batch is not finite"):
-            fun.measure(PARAMS, x)
+            fun.measure(MATRICES, x)
         assert fun.choice is None
 
 
 def test_a_choice_of_other_code_warns(small):
-    def other(params, x):
-        return jnp.mean(jnp.sin(jnp.tanh(x @ params["up"][0]) @ params["down"][0]))
-
-    moved = actjax.compress(other, error=0.05)
+    moved = actjax.compress(mlp, error=0.05)
     moved.choice = small.choice
     with pytest.warns(UserWarning, match=r"arrays that bits were chosen for are not in this"):
-        jax.eval_shape(jax.grad(moved), PARAMS, X)
+        jax.eval_shape(jax.grad(moved), MATRICES, X)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         jax.eval_shape(jax.grad(small), PARAMS, X)
@@ -135,44 +139,37 @@ def test_a_choice_comes_back_from_a_checkpoint(small):
     other = actjax.compress(loss, error=0.05)
     other.choice = Choice.from_dict(json.loads(json.dumps(small.choice.to_dict())))
     assert other.choice == small.choice
-    a, b = (jax.jit(jax.grad(f))(PARAMS, X) for f in (small, other))
-    jax.tree.map(np.testing.assert_array_equal, a, b)
+    programs = [str(jax.make_jaxpr(jax.grad(f))(PARAMS, X)) for f in (small, other)]
+    assert programs[0] == programs[1]
     with pytest.raises(ValueError, match="a Choice has the entries"):
         Choice.from_dict({"bits": {}})
 
 
-def test_a_budget_that_plain_jax_meets_changes_nothing():
-    chosen = actjax.compress(loss, "1 GiB", verbose=False).measure(PARAMS, X).choice
-    assert chosen.name == "exact"
-    assert [t.name for t in chosen.tried] == ["exact"]
-
-
 def test_a_budget_that_nothing_meets_is_refused_with_what_there_is():
-    with pytest.raises(
-        ValueError, match=r"`budget` of 1\.00 KiB.*exact: .*remat and codes: .*Raise"
-    ):
-        actjax.compress(loss, "1KiB", 0.5, verbose=False).measure(PARAMS, X)
+    with pytest.raises(ValueError, match=r"`budget` of 1\.00 KiB.*exact: .*codes: .*Raise"):
+        actjax.compress(mlp, "1KiB", 0.5, remat=False, verbose=False).measure(MATRICES, X)
 
 
 def test_the_first_call_with_arrays_measures_and_one_within_jit_is_refused():
-    small = actjax.compress(loss, budget=2**30, verbose=False)
+    small = actjax.compress(mlp, budget="1 GiB", verbose=False)
     with pytest.raises(ValueError, match=r"is within jit .*call `\.measure"):
-        jax.eval_shape(jax.grad(small), PARAMS, X)
+        jax.eval_shape(jax.grad(small), MATRICES, X)
     assert small.choice is None
-    got = jax.grad(small)(PARAMS, X)
-    assert small.choice is not None
-    assert relative_error(got, jax.jit(jax.grad(loss))(PARAMS, X)) < 1e-5
+    got = jax.grad(small)(MATRICES, X)
+    # Plain JAX meets the budget, so nothing changes.
+    assert small.choice.name == "exact"
+    assert [t.name for t in small.choice.tried] == ["exact"]
+    assert relative_error(got, jax.jit(jax.grad(mlp))(MATRICES, X)) < 1e-5
 
 
 class Net(nnx.Module):
     def __init__(self, rngs):
-        self.first = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
+        self.linear = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
         self.norm = nnx.BatchNorm(4 * WIDTH, rngs=rngs)
         self.drop = nnx.Dropout(0.3, rngs=rngs)
-        self.last = nnx.Linear(4 * WIDTH, 1, rngs=rngs)
 
     def __call__(self, x):
-        return self.last(self.drop(jax.nn.gelu(self.norm(self.first(x)))))
+        return self.drop(jnp.tanh(self.norm(self.linear(x))))
 
 
 def test_the_state_of_a_module_moves_as_in_flax_and_measuring_leaves_it_alone():
@@ -197,44 +194,34 @@ def test_the_state_of_a_module_moves_as_in_flax_and_measuring_leaves_it_alone():
     np.testing.assert_allclose(models[0].norm.mean[...], models[1].norm.mean[...], rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "options", "error", "message"),
-    [
-        ((loss,), {}, ValueError, "needs `budget`, such as '4GiB', or `error`"),
-        ((loss, "4 elephants"), {}, ValueError, r"must be like '4GiB'.*'4 elephants'"),
-        ((loss, -1), {}, ValueError, "positive number of bytes, got -1"),
-        ((loss,), {"error": 2}, ValueError, "`error` of compress must be between 0 and 1, got 2"),
-        ((loss,), {"error": 0.1, "argnums": "p"}, TypeError, "`argnums` of compress must be"),
-        ((3,), {"error": 0.1}, TypeError, "`fun` of compress must be a function, got 3"),
-        (
-            (loss,),
-            {"error": 0.1, "codec": actjax.Exact()},
-            TypeError,
-            "must be an actjax.Quantized",
-        ),
-        (
-            (loss,),
-            {"error": 0.1, "codec": actjax.Quantized(4, rounding="dither")},
-            ValueError,
-            "must not draw random numbers.*actjax.Controller",
-        ),
-    ],
-)
-def test_wrong_arguments_are_refused(arguments, options, error, message):
-    with pytest.raises(error, match=message):
-        actjax.compress(*arguments, **options)
+def test_messages():
+    of = functools.partial
+    calls = [
+        (of(actjax.compress, loss), "needs `budget`, such as '4GiB', or `error`"),
+        (of(actjax.compress, loss, "4 elephants"), "must be like '4GiB', '500MB'"),
+        (of(actjax.compress, loss, -1), "positive number of bytes, got -1"),
+        (of(actjax.compress, loss, error=2), "`error` of compress must be between 0 and 1, got 2"),
+        (of(actjax.compress, loss, error=0.1, codec=actjax.Quantized(4, rounding="dither")),
+         "must not draw random numbers"),
+    ]  # fmt: skip
 
+    def measure(fun, *args, **options):
+        return lambda: actjax.compress(fun, 0.5, 0.1, **options).measure(*args)
 
-def test_wrong_calls_are_refused():
-    measure = lambda f, *args, **o: actjax.compress(f, 0.5, 0.1, **o).measure(*args)  # noqa: E731
-    with pytest.raises(ValueError, match=r"must return a floating point scalar, got float32\[512"):
-        measure(lambda params, x: x @ params["up"][0], PARAMS, X)
-    with pytest.raises(ValueError, match="scalar and auxiliary data"):
-        measure(loss, PARAMS, X, has_aux=True)
-    with pytest.raises(ValueError, match=r"`argnums` is \(2,\), but there are 2 arguments"):
-        measure(loss, PARAMS, X, argnums=2)
-    with pytest.raises(ValueError, match="no floating point array to differentiate"):
-        measure(lambda n: jnp.sum(n) * 1.0, jnp.arange(3))
+    assert_messages(ValueError, [
+        *calls,
+        (measure(lambda params, x: x @ params["up"][0], PARAMS, X),
+         "must return a floating point scalar, got float32[512"),
+        (measure(loss, PARAMS, X, has_aux=True), "scalar and auxiliary data"),
+        (measure(loss, PARAMS, X, argnums=2), "`argnums` is (2,), but there are 2 arguments"),
+        (measure(lambda n: jnp.sum(n) * 1.0, np.arange(3)),
+         "no floating point array to differentiate"),
+    ])  # fmt: skip
+    assert_messages(TypeError, [
+        (of(actjax.compress, loss, error=0.1, argnums="p"), "`argnums` of compress must be"),
+        (of(actjax.compress, 3, error=0.1), "`fun` of compress must be a function, got 3"),
+        (of(actjax.compress, loss, error=0.1, codec=actjax.Exact()), "must be an actjax.Quantized"),
+    ])  # fmt: skip
 
 
 def test_second_derivatives_and_forward_mode_are_refused(small):
@@ -277,16 +264,12 @@ def test_any_number_of_levels_is_rounded_as_by_the_codec_with_these_bits():
         return code, any_levels.decode(code), codec.decode(codec.encode(x))
 
     x = normal(4, 2, 5, 37)
-    for rotate, bits in ((False, 2), (False, 3), (True, 3), (True, 4), (False, 8)):
+    for rotate, bits in ((False, 2), (True, 3), (False, 8)):
         codec = actjax.Quantized(bits, group=16, rotate=rotate)
         code, decoded, want = both(codec, x, np.float32(2.0**bits - 1))
         np.testing.assert_array_equal(decoded, want)
         stored = sum(leaf.nbytes for leaf in jax.tree.leaves(code))
         assert stored == AnyLevels(15.0, codec).stored_bytes(x.shape, x.dtype)
-
-
-def test_a_bound_that_is_missed_is_missed():
-    assert preferred([Tried("codes", 20, 0.0501, 0.0)], None, 0.05) is None
 
 
 def test_which_way_is_preferred():
@@ -299,4 +282,5 @@ def test_which_way_is_preferred():
     assert preferred(every, 50, 0.05) is codes
     assert preferred(every, 10, 0.05) is None
     noisy = dataclasses.replace(codes, error=float("nan"))
-    assert preferred([noisy], None, 0.05) is None
+    missed = dataclasses.replace(codes, error=0.0501)
+    assert preferred([noisy], None, 0.05) is preferred([missed], None, 0.05) is None

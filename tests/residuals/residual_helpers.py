@@ -1,4 +1,4 @@
-"""What the tests of `compress_residuals` share.
+"""Helpers of the tests of `compress_residuals`.
 
 Tests of values run in float64: a tolerance of 1e-12 of the largest entry is a few hundred roundings
 of sums of some tens of terms. It allows another order of summation and no other formula.
@@ -18,20 +18,16 @@ import actjax
 from actjax import Candidate, Exact, Quantized, compress_residuals, explain
 
 KEY = jax.random.key(5)
-
-
 CODE = Coarse()
-"""A codec of few operations. Tests of bits and levels have one of their own."""
-
-
+"""A codec of few operations. Tests of bits and levels have their own."""
 RANDOM = Quantized(2, group=8, rounding="stochastic")
-
-
 ALIVE = "alive without the backward pass"
 
 
-def normal(seed: int, *shape: int, dtype: Any = None) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+def normal(seed: int, *shape: int, dtype: Any = None) -> np.ndarray:
+    """Returns numbers of size 1 in the precision of the test, without compiling a program."""
+    dtype = dtype or jax.dtypes.canonicalize_dtype(float)
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
 def leave(_: Candidate) -> None:
@@ -39,24 +35,17 @@ def leave(_: Candidate) -> None:
 
 
 RULES = Exact(), leave
-
-
 ONE = normal(0, 6, 8), normal(1, 8, 8)
-
-
 LAYERS = normal(0, 6, 8), normal(1, 3, 8, 8) / 3
-
-
-MLP_SHAPES = (6, 8), (8, 8), (8, 4)
 
 
 def is_float(x: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jnp.floating)
 
 
-def total(tree: Any) -> jax.Array:
+def total(*trees: Any) -> jax.Array:
     """Returns a scalar whose cotangents are not constant."""
-    floats = [y for y in jax.tree.leaves(tree) if is_float(y)]
+    floats = [y for y in jax.tree.leaves(trees) if is_float(y)]
     return sum((jnp.sum(jnp.sin(1.3 * y + 0.2)) for y in floats), jnp.zeros(()))
 
 
@@ -104,17 +93,17 @@ def held_bytes(fun, *args) -> int:
     """Returns the bytes that `fun` holds for its backward pass, without its arguments."""
     pullback = lambda *args: jax.tree.leaves(jax.vjp(fun, *args)[1])  # noqa: E731
     jaxpr = jax.make_jaxpr(pullback)(*args).jaxpr
-    given = {*jaxpr.invars, *jaxpr.constvars}
-    held = {x for x in jaxpr.outvars if not isinstance(x, core.Literal)} - given
+    held = {x for x in jaxpr.outvars if not isinstance(x, core.Literal)}
+    held -= {*jaxpr.invars, *jaxpr.constvars}
     return sum(x.aval.size * x.aval.dtype.itemsize for x in held)
 
 
 def asked(fun, *args, **options) -> list[Candidate]:
     """Returns the arrays that the rule is asked about, without repetitions."""
-    found: dict[Candidate, None] = {}
-    wrapped = compress_residuals(fun, lambda c: found.setdefault(c), **options)
+    candidates: dict[Candidate, None] = {}
+    wrapped = compress_residuals(fun, lambda c: candidates.setdefault(c), **options)
     jax.eval_shape(lambda *args: jax.vjp(wrapped, *args)[1], *args)
-    return list(found)
+    return list(candidates)
 
 
 def rows_kept(fun, *args) -> list[actjax.Residual]:

@@ -1,12 +1,16 @@
-"""Errors of `value_and_grad`, of bases and of `accumulate`: a call and a part of its message."""
+"""Errors of `compress_residuals`, `value_and_grad`, bases and `accumulate`: calls and messages."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from cheap_codecs import Coarse, CoarseRandom
 from factored.gradient_helpers import XS, normal, project, run_stack, stack, tanh_layer, total
 from messages import assert_messages
+from residuals.residual_helpers import KEY, LAYERS, ONE, loss_of, scanned, two_products
+from residuals.residual_helpers import tanh_layer as one_layer
 
 import actjax
-from actjax import Bases, accumulate, with_bases
+from actjax import Bases, Exact, RandomizedSVD, accumulate, compress_residuals, with_bases
 
 W = normal(0, 8, 5)
 TWO = {"a.b": W, "a": {"b": W}}
@@ -78,4 +82,36 @@ def test_messages():
         (lambda: actjax.value_and_grad(total, "w")(W), "`argnums` must be an integer, "),
         *((lambda it=it: actjax.value_and_grad(total, bases=it),
            "`bases` must map names of inputs to arrays") for it in ([1], {"w": None}, {"w": 1.0})),
+    ])  # fmt: skip
+
+
+def gradient(rule, args=ONE, fun=two_products, **options):
+    """Returns a call of the gradient of a function whose residuals are compressed."""
+    return lambda: jax.grad(loss_of(compress_residuals(fun, rule, **options)))(*args)
+
+
+def test_messages_of_compress_residuals():
+    rule = "`rule` of compress_residuals must be an actjax.Codec"
+    draws = "CoarseRandom() draws random numbers"
+    assert_messages(TypeError, [
+        (lambda: compress_residuals(3, Coarse()), "`fun` of compress_residuals must be a function"),
+        *((lambda it=it: compress_residuals(two_products, it), rule) for it in (None, "leave", 4)),
+        *((gradient(lambda _, it=it: it), "`rule` returned ")
+          for it in (4, True, "exact", Exact, np.ones(3))),
+        (gradient(lambda _: 4), "Codec, or None"),
+        (lambda: compress_residuals(two_products, CoarseRandom(), key=3),
+         "`key` of compress_residuals must be a jax.random key"),
+        *((lambda it=it: compress_residuals(two_products, Coarse(), activations=it),
+           "`activations` of compress_residuals")
+          for it in (-1, True, "x", [0, 1.5], None)),
+    ])  # fmt: skip
+    assert_messages(ValueError, [
+        (gradient(Coarse(), activations=2), "position 2, but the function was called with 2"),
+        (gradient(CoarseRandom()), draws),
+        (gradient(CoarseRandom(), LAYERS, scanned(one_layer)), draws),
+        (gradient(CoarseRandom(), key={"other": KEY}),
+         "`key` of compress_residuals has no entry for "),
+        (gradient(CoarseRandom(), LAYERS, scanned(one_layer), key={"other": KEY}),
+         "has no entry for "),
+        (gradient(RandomizedSVD(7), key=KEY), "`rank` 7 of RandomizedSVD"),
     ])  # fmt: skip

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from cheap_codecs import CoarseRandom
 from flax import linen
 from residuals.residual_helpers import asked, normal
 
@@ -33,8 +34,8 @@ ARGS = normal(0, 4, 8), normal(1, 8, 8), normal(2, 3, 8, 8)
 
 def test_scopes_reach_through_calls_and_loops():
     # In a loop its carry is stored too, in the scope of the loop.
-    found = {c.scope for c in asked(model, *ARGS)}
-    assert found == {"net/h0", "net/h1", "net/blocks", "net/blocks/mlp"}
+    scopes = {c.scope for c in asked(model, *ARGS)}
+    assert scopes == {"net/h0", "net/h1", "net/blocks", "net/blocks/mlp"}
 
 
 def test_a_rule_codes_one_of_two_equal_layers():
@@ -44,7 +45,7 @@ def test_a_rule_codes_one_of_two_equal_layers():
 
 
 def test_keys_by_label_give_each_layer_its_own():
-    codec = Quantized(8, rounding="stochastic")
+    codec = CoarseRandom()
     labels = [c.label for c in asked(model, *ARGS) if c.scope in ("net/h0", "net/h1")]
     assert len(set(labels)) == 2
 
@@ -69,7 +70,7 @@ def test_modules_of_linen_are_scopes():
 
     module, x = Mlp(), ARGS[0]
     params = jax.eval_shape(module.init, jax.random.key(0), x)
-    params = jax.tree.map(lambda p: jnp.ones(p.shape), params)
-    apply = lambda params, x: compress_residuals(module.apply, Exact())(params, x)  # noqa: E731
-    names = [r.name for r in explain(apply, params, x).residuals]
+    names = [
+        r.name for r in explain(compress_residuals(module.apply, Exact()), params, x).residuals
+    ]
     assert any(name.startswith("Mlp/") for name in names)

@@ -2,13 +2,12 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 
 from actjax.residuals.graph.one_way import passing_one_way
 
-X = jnp.asarray(np.random.default_rng(0).standard_normal((4, 3)), "float32")
+X = jax.ShapeDtypeStruct((4, 3), "float32")
 
 
 def _loop(x):
@@ -23,7 +22,7 @@ def _loop(x):
         (lambda a, b: lax.cond(b.sum() > 0, lambda a, b: _loop(b), jnp.add, a, b), {1: "while"}),
         (lambda a, b: _loop(lax.stop_gradient(a)) + b, {}),
         (lambda a, b: lax.scan(lambda c, b: (c + b, _loop(b)), a, b[None]), {1: "while"}),
-        # What enters the loop in one iteration depends on both arguments.
+        # The array that enters the loop in one iteration depends on both arguments.
         (
             lambda a, b: lax.scan(lambda c, _: (c[::-1] * b, _loop(c)), a, None, 3),
             dict.fromkeys((0, 1), "while"),

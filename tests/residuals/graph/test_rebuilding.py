@@ -1,6 +1,5 @@
 """Few arrays are stored, the others are rebuilt exactly."""
 
-import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
@@ -19,8 +17,8 @@ from actjax.residuals.graph.equations import run_equation
 from actjax.residuals.graph.programs import inlined
 from actjax.residuals.graph.rebuilding import Graph
 
-X = jnp.asarray(np.random.default_rng(0).standard_normal((16, 8)), "float32")
-W = jnp.asarray(np.random.default_rng(1).standard_normal((8, 8)), "float32")
+X = np.random.default_rng(0).standard_normal((16, 8)).astype("float32")
+W = np.random.default_rng(1).standard_normal((8, 8)).astype("float32")
 
 
 class Program:
@@ -35,11 +33,10 @@ class Program:
         self.given = {*self.jaxpr.invars, *self.jaxpr.constvars}
         self.constants = closed.consts
 
-    @functools.cached_property
-    def values(self) -> dict[core.Var, Any]:
-        """The value of each variable. Each equation runs by itself, so most tests do not ask."""
+    def values(self, args) -> dict[core.Var, Any]:
+        """Returns the value of each variable."""
         values = dict(zip(self.jaxpr.constvars, self.constants, strict=True))
-        values |= zip(self.jaxpr.invars, self.args, strict=True)
+        values |= zip(self.jaxpr.invars, args, strict=True)
         read = lambda x: x.val if isinstance(x, core.Literal) else values[x]  # noqa: E731
         for eqn in self.jaxpr.eqns:
             outputs = run_equation(eqn, [read(x) for x in eqn.invars])
@@ -61,9 +58,17 @@ class Program:
         names = {out: eqn.primitive.name for eqn in self.jaxpr.eqns for out in eqn.outvars}
         return [names.get(var, "given") for var in self.choose(price)]
 
-    def rebuilt(self, kept: dict[core.Var, Any]) -> list[Any]:
-        graph = self.graph()
-        return [graph.rebuild(var, kept.get)[var] for var in self.residuals]
+    def rebuilt(self, change: Callable[[core.Var, Any], Any] = lambda _, x: x) -> Any:
+        """Returns the residuals, and the same rebuilt from stored arrays that `change` changes."""
+
+        @jax.jit
+        def run(args):
+            values, graph = self.values(args), self.graph()
+            stored = {var: change(var, values[var]) for var in self.choose()}
+            rebuilt = [graph.rebuild(var, stored.get)[var] for var in self.residuals]
+            return [values[var] for var in self.residuals], rebuilt
+
+        return zip(*run(self.args), strict=True)
 
 
 def kept_of(fun, *args, **options) -> list[str]:
@@ -72,124 +77,131 @@ def kept_of(fun, *args, **options) -> list[str]:
 
 def check_rebuilt(program: Program) -> None:
     """Checks that all residuals follow from the stored arrays to the bit."""
-    kept = {var: program.values[var] for var in program.choose()}
-    for var, value in zip(program.residuals, program.rebuilt(kept), strict=True):
-        np.testing.assert_array_equal(value, program.values[var])
+    for value, rebuilt in program.rebuilt():
+        np.testing.assert_array_equal(rebuilt, value)
 
 
-# What is kept.
+# Arrays that are stored.
 
 
-@pytest.mark.parametrize(
-    "fun",
-    [
-        lambda h: (jnp.exp(h), jnp.tanh(h), h),
-        lambda h: (h - h.mean(1, keepdims=True), h.var(1, keepdims=True), lax.rsqrt(h * h)),
-        lambda h: (jax.nn.gelu(h), jax.nn.softmax(h), jax.nn.silu(h) + h),
-        lambda h: (jnp.concatenate([h, -h]), jnp.pad(h, 1), h[2:], h[:, ::-1].T, *jnp.split(h, 2)),
-        lambda h: (jnp.where(jnp.arange(8) > 3, h, 0), h.at[...].get() * jnp.ones(8)),
-    ],
-    ids=["elementwise", "statistics", "activations", "pieces", "constants"],
-)
-def test_one_product_is_stored_if_all_residuals_follow_from_it(fun):
-    program = Program(lambda x, w: (fun(x @ w), x @ w), X, W)
-    program.residuals = program.residuals[:-1]
-    # The last output is another product with the same inputs and not a residual.
-    assert program.makers() == ["dot_general"]
-    check_rebuilt(program)
+def roots(fun):
+    """Returns a function of a product and a sum over rows, which are roots of what it returns."""
+    return lambda x, w: fun(x @ w, jnp.cumsum(x, 0))
 
 
-def test_expensive_operations_are_not_rebuilt():
-    assert kept_of(lambda x, w: jnp.exp(jnp.sin(x @ w) @ w)) == ["dot_general"]
-    assert kept_of(lambda x, w: jnp.sin(jnp.sort(jnp.exp(x @ w), 1))) == ["sort"]
-    assert kept_of(lambda x, w: jnp.sin(jnp.cumsum(x, 0))) == ["cumsum"]
+def and_cosine(fun):
+    def residuals(a, b):
+        y = fun(a, b)
+        return y, jnp.cos(y)  # Two residuals cost as much as two roots.
+
+    return roots(residuals)
 
 
-def test_residuals_are_stored_if_they_are_smaller_than_their_roots():
-    assert kept_of(lambda x, w: jnp.sum(x @ w, 1)) == ["reduce_sum"]
-    assert kept_of(lambda x, w: (x @ w)[:3]) == ["slice"]
+def narrowed(x, w):
+    h = (x @ w).astype("bfloat16")
+    return jnp.exp(h), h.astype("float32")
+
+
+def views(x, w):
+    h = jnp.exp(x @ w)
+    return h, h.T, h.reshape(4, 32), h[None], h[::-1], h[3:], jnp.broadcast_to(h, (2, 16, 8))
+
+
+TABLE = np.arange(8.0, dtype=np.float32)
+KEPT = {
+    # Expensive operations are not rebuilt.
+    "product": (lambda x, w: jnp.exp(jnp.sin(x @ w) @ w), ["dot_general"]),
+    "sort": (lambda x, w: jnp.sin(jnp.sort(jnp.exp(x @ w), 1)), ["sort"]),
+    "cumulative sum": (lambda x, w: jnp.sin(jnp.cumsum(x, 0)), ["cumsum"]),
+    # Residuals are stored if they are smaller than their roots.
+    "row sums": (lambda x, w: jnp.sum(x @ w, 1), ["reduce_sum"]),
+    "slice": (lambda x, w: (x @ w)[:3], ["slice"]),
     # Two parts with 14 of 16 rows take less than the product; with all rows they take as much.
-    halves = lambda x, w: (lambda h: (jnp.sin(h[:7]), h[7:14]))(x @ w)  # noqa: E731
-    assert kept_of(halves) == ["sin", "slice"]
-    wholes = lambda x, w: (lambda h: (jnp.sin(h[:8]), h[8:]))(x @ w)  # noqa: E731
-    assert kept_of(wholes) == ["dot_general"]
+    "most rows": (roots(lambda a, b: (jnp.sin(a[:7]), a[7:14])), ["sin", "slice"]),
+    "all rows": (roots(lambda a, b: (jnp.sin(a[:8]), a[8:])), ["dot_general"]),
     # Two roots take less than three residuals that follow from them.
-    both = lambda x, w: (lambda a, b: (a * b, a * jnp.sin(b), b))(x @ w, jnp.cumsum(x, 0))  # noqa: E731
-    assert sorted(kept_of(both)) == ["cumsum", "dot_general"]
+    "two roots": (roots(lambda a, b: (a * b, a * jnp.sin(b), b)), ["cumsum", "dot_general"]),
+    "at equal price, the root": (lambda x, w: jnp.exp(x @ w), ["dot_general"]),
+    "at equal price, the product": (roots(lambda a, b: a * b), ["mul"]),
+    # Arguments are alive, so they are free.
+    "of arguments": (lambda x, w: (jnp.exp(x), jnp.tanh(x) * x), ["given"]),
+    "of an argument": (lambda x, w: jnp.exp(x @ w) * jnp.sin(x), ["dot_general", "given"]),
+    "of a constant": (lambda x, w: jnp.sin(x * TABLE), ["given", "given"]),
+    "cast of an argument": (lambda x, w: jnp.exp(x.astype("bfloat16")) * 2, ["given"]),
+    # They do not connect residuals: together the roots would take 1,024 bytes and the residuals
+    # 1,028.
+    "an argument between roots": (
+        lambda x, w: roots(lambda a, b: (a * x, jnp.exp(a), jnp.sum(b * x)))(x, w),
+        ["dot_general", "given", "reduce_sum"],
+    ),
+    # A sum of two large values is a root.
+    "sum": (and_cosine(lambda a, b: a + b), ["add"]),
+    "difference": (and_cosine(lambda a, b: a - jnp.tanh(b)), ["sub"]),
+    "sum within": (and_cosine(lambda a, b: jnp.exp(a * 2 + b)), ["add"]),
+    "sum with a bias": (and_cosine(lambda a, b: a + jnp.arange(8.0)), ["dot_general"]),
+    "sum with itself": (and_cosine(lambda a, b: a + jax.nn.gelu(a)), ["dot_general"]),
+    "gated": (and_cosine(lambda a, b: a + a * b), ["cumsum", "dot_general"]),
+    "product of roots": (and_cosine(lambda a, b: a * b), ["cumsum", "dot_general"]),
+    "sum with numbers": (and_cosine(lambda a, b: (a + 1.5) - 2), ["dot_general"]),
+    # All residuals follow from one product. `test_residuals_kept.py` has activations and norms.
+    "pieces": (
+        roots(lambda h, _: (
+            jnp.concatenate([h, -h]), jnp.pad(h, 1), h[2:], h[:, ::-1].T, *jnp.split(h, 2)
+        )),
+        ["dot_general"],
+    ),
+    "constants": (
+        roots(lambda h, _: (jnp.where(jnp.arange(8) > 3, h, 0), h.at[...].get() * jnp.ones(8))),
+        ["dot_general"],
+    ),
+    "nothing": (lambda x, w: (), []),
+}  # fmt: skip
 
 
-def test_at_equal_price_the_root_is_stored():
-    assert kept_of(lambda x, w: jnp.exp(x @ w)) == ["dot_general"]
-    assert kept_of(lambda x, w: (x @ w) * jnp.cumsum(x, 0)) == ["mul"]
+@pytest.mark.parametrize("name", KEPT)
+def test_fewest_bytes_are_stored(name):
+    fun, want = KEPT[name]
+    assert sorted(kept_of(fun)) == want
 
 
-def test_arrays_that_are_alive_are_free():
-    assert kept_of(lambda x, w: (jnp.exp(x), jnp.tanh(x) * x)) == ["given"]
-    assert set(kept_of(lambda x, w: jnp.exp(x @ w) * jnp.sin(x))) == {"given", "dot_general"}
-    table = jnp.arange(8.0)
-    assert kept_of(lambda x: jnp.sin(x * table), X) == ["given", "given"]
+NOT_REBUILT = {
+    "views": (views, ["exp"]),
+    "functions": (roots(lambda a, b: (a, jnp.sin(a), -a)), ["dot_general", "neg", "sin"]),
+    "integers are no views": (
+        roots(lambda a, b: (a.astype("int32"), a)), ["convert_element_type", "dot_general"]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOT_REBUILT)
+def test_without_rebuilding_views_are_stored_once(name):
+    fun, want = NOT_REBUILT[name]
+    assert sorted(kept_of(fun, rebuild=False)) == want
+    check_rebuilt(Program(fun, X, W, rebuild=False))
+
+
+def test_an_argument_that_is_not_alive_costs_as_much_as_a_residual():
     program = Program(lambda x: jnp.exp(x), X)
     assert program.choose() == list(program.jaxpr.invars)
-    # Where the argument is not alive it costs as much as a residual of its size.
     bytes_of = lambda var: var.aval.size * 4  # noqa: E731
     assert program.makers(bytes_of) == ["given"]
     assert Program(lambda x: jnp.sum(x, 0), X).makers(bytes_of) == ["reduce_sum"]
 
 
-def test_arrays_that_are_alive_do_not_connect_residuals():
-    def fun(x, w):
-        a, b = x @ w, jnp.cumsum(x, 0)
-        return a * x, jnp.exp(a), jnp.sum(b * x)
-
-    # Together the roots would take 1,024 bytes and the residuals 1,028.
-    assert set(kept_of(fun)) == {"given", "dot_general", "reduce_sum"}
-
-
-def test_a_cast_of_an_array_that_is_alive_is_free():
-    assert kept_of(lambda x: x.astype("bfloat16"), X) == ["given"]
-    assert kept_of(lambda x: jnp.exp(x.astype("bfloat16")) * 2, X) == ["given"]
-
-
-def test_a_narrower_copy_is_stored_instead_of_the_product():
-    def fun(x, w):
-        h = (x @ w).astype("bfloat16")
-        return jnp.exp(h), h.astype("float32")
-
-    for rebuild in (True, False):
-        kept = kept_of(fun, rebuild=rebuild)
-        assert "dot_general" not in kept
-        assert "convert_element_type" in kept
-
-
-@pytest.mark.parametrize(
-    ("fun", "want"),
-    [
-        (lambda a, b: a + b, ["add"]),
-        (lambda a, b: a - jnp.tanh(b), ["sub"]),
-        (lambda a, b: jnp.exp(a * 2 + b), ["add"]),
-        (lambda a, b: a + jnp.arange(8.0), ["dot_general"]),
-        (lambda a, b: a + jax.nn.gelu(a), ["dot_general"]),
-        (lambda a, b: a + a * b, ["cumsum", "dot_general"]),
-        (lambda a, b: a * b, ["cumsum", "dot_general"]),
-        (lambda a, b: (a + 1.5) - 2, ["dot_general"]),
-    ],
-    ids=["sum", "difference", "within", "bias", "of itself", "gated", "product", "constants"],
-)
-def test_a_sum_of_two_large_values_is_a_root(fun, want):
-    def residuals(x, w):
-        y = fun(x @ w, jnp.cumsum(x, 0))
-        return y, jnp.cos(y)  # Two residuals cost as much as two roots.
-
-    assert sorted(kept_of(residuals)) == want
+@pytest.mark.parametrize("rebuild", [True, False])
+def test_a_narrower_copy_is_stored_instead_of_the_product(rebuild):
+    kept = kept_of(narrowed, rebuild=rebuild)
+    assert "dot_general" not in kept
+    assert "convert_element_type" in kept
 
 
 def test_errors_do_not_accumulate_along_a_residual_stream():
     def fun(x, w):
-        h, found = x @ w, []
+        h, residuals = x @ w, []
         for _ in range(3):
             h = h + jnp.tanh(h @ w)
-            found.append(jnp.exp(h))
-        return found
+            residuals.append(jnp.exp(h))
+        return residuals
 
     program = Program(fun, X, W)
     assert program.makers() == ["add"] * 3
@@ -202,15 +214,11 @@ def test_the_choice_is_deterministic():
         return a * b, b * c, c * d, d * a, a, b
 
     want = ["dot_general", "cumsum", "sort", "cumprod"]  # In the order of the program.
-    for _ in range(5):  # Variables hash by address, so sets have another order each time.
+    for _ in range(3):  # Variables hash by address, so sets have another order each time.
         program = Program(fun, X, W)
         assert program.makers() == want
         program.residuals = program.residuals[::-1] * 2
         assert program.makers() == want
-
-
-def test_without_residuals_nothing_is_stored():
-    assert Program(lambda x: (), X).choose() == []
 
 
 def test_constants_are_rebuilt():
@@ -220,18 +228,7 @@ def test_constants_are_rebuilt():
     check_rebuilt(program)
 
 
-def test_without_rebuilding_views_are_stored_once():
-    def views(x, w):
-        h = jnp.exp(x @ w)
-        return h, h.T, h.reshape(4, 32), h[None], h[::-1], h[3:], jnp.broadcast_to(h, (2, 16, 8))
-
-    assert kept_of(views, rebuild=False) == ["exp"]
-    both = lambda x, w: (lambda h: (h, jnp.sin(h), -h))(x @ w)  # noqa: E731
-    assert kept_of(both, rebuild=False) == ["dot_general", "sin", "neg"]
-    check_rebuilt(Program(views, X, W, rebuild=False))
-
-
-def test_a_wider_copy_is_a_view_and_an_integer_is_not(x64):
+def test_a_wider_copy_is_a_view(x64):
     def fun(x, w):
         h = jnp.exp(x @ w)
         return h.astype("float64"), h
@@ -240,25 +237,9 @@ def test_a_wider_copy_is_a_view_and_an_integer_is_not(x64):
         program = Program(fun, X, W, rebuild=rebuild)
         assert len(program.choose()) == 1
         check_rebuilt(program)
-    rounded = lambda x, w: (lambda h: (h.astype("int32"), h))(jnp.exp(x @ w))  # noqa: E731
-    assert len(kept_of(rounded, rebuild=False)) == 2
 
 
 # Masks.
-
-
-@pytest.mark.parametrize("rebuild", [True, False])
-def test_a_mask_of_lossy_values_is_stored_beside_them(rebuild):
-    def fun(x, w):
-        h = x @ w
-        return h > 0, jnp.sum(h, 1) < 1, (h * 8).astype("int32"), h
-
-    program = Program(fun, X, W, rebuild=rebuild)
-    kept = {var: program.values[var] for var in program.choose()}
-    assert len(kept) == 4
-    lossy = {v: -x if jnp.issubdtype(x.dtype, jnp.floating) else x for v, x in kept.items()}
-    for var, value in zip(program.residuals[:3], program.rebuilt(lossy)[:3], strict=True):
-        np.testing.assert_array_equal(value, program.values[var])
 
 
 def test_a_mask_of_floats_is_a_mask():
@@ -267,10 +248,10 @@ def test_a_mask_of_floats_is_a_mask():
         return h, (h > 0).astype("float32"), jnp.sign(h)
 
     program = Program(fun, X, W)
-    h, *masks = program.residuals
-    kept = {var: program.values[var] for var in program.choose()}
-    for var, value in zip(masks, program.rebuilt({**kept, h: -kept[h]})[1:], strict=True):
-        np.testing.assert_array_equal(value, program.values[var])
+    h = program.residuals[0]
+    _, *masks = program.rebuilt(lambda var, x: -x if var is h else x)
+    for mask, rebuilt in masks:
+        np.testing.assert_array_equal(rebuilt, mask)
 
 
 def test_a_mask_of_arrays_that_are_alive_or_of_integers_is_rebuilt():
@@ -282,7 +263,7 @@ def test_a_mask_of_arrays_that_are_alive_or_of_integers_is_rebuilt():
     program = Program(fun, X, jax.random.key(3), jnp.arange(16)[::-1])
     floats = [var for var in program.choose() if jnp.issubdtype(var.aval.dtype, jnp.floating)]
     assert floats == [program.jaxpr.invars[0]]
-    # Of the rest only the order is stored: the masks would take more, a byte each.
+    # Only the order is stored beside it: the masks would take more, a byte each.
     assert sum(map(program.price, program.choose())) <= 16 * 4
     check_rebuilt(program)
 
@@ -337,10 +318,10 @@ def test_rebuilding_runs_only_the_equations_it_needs(monkeypatch):
 
     def value(var):
         asked.append(var)
-        return program.values[var] if var is exp else None
+        return X if var is exp else None
 
     got = program.graph().rebuild(program.residuals[0], value)[program.residuals[0]]
-    np.testing.assert_array_equal(got, program.values[program.residuals[0]])
+    np.testing.assert_array_equal(got, jnp.sin(X) + 1)
     assert run == ["sin", "add"]
     assert len(asked) == len(set(asked)) == 3
 
@@ -355,8 +336,9 @@ def test_a_stored_residual_is_read_and_not_rebuilt():
 def test_stored_intermediate_values_are_read():
     program = Program(lambda x, w: jnp.exp(jnp.sin(x @ w)), X, W)
     sin = next(e.outvars[0] for e in program.jaxpr.eqns if e.primitive.name == "sin")
-    got = program.rebuilt({sin: jnp.zeros_like(X), **dict.fromkeys(program.jaxpr.invars, 1.0)})
-    np.testing.assert_array_equal(got[0], 1)
+    stored = {sin: np.zeros_like(X), **dict.fromkeys(program.jaxpr.invars, 1.0)}
+    got = program.graph().rebuild(program.residuals[0], stored.get)[program.residuals[0]]
+    np.testing.assert_array_equal(got, 1)
 
 
 def random_program(seed: int) -> Callable[..., Any]:
@@ -375,24 +357,24 @@ def random_program(seed: int) -> Callable[..., Any]:
     shares = [draw.random() < 0.5 for _ in range(14)]
 
     def fun(*squares):
-        squares, found = list(squares), []
+        squares, shared = list(squares), []
         for (step, i, j), wanted in zip(steps, shares, strict=True):
             a, b = squares[int(i * len(squares))], squares[int(j * len(squares))]
             y = step(a, b) if step in two else step(a)
             if wanted:
-                found.append(y)
+                shared.append(y)
             if y.shape == a.shape and jnp.issubdtype(y.dtype, jnp.floating):
                 squares.append(jnp.tanh(y.astype("float32")))
-        return found
+        return shared
 
     return fun
 
 
 @pytest.mark.parametrize("rebuild", [True, False])
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(6))
 def test_random_programs_are_rebuilt_from_no_more_bytes(seed, rebuild):
     draw = np.random.default_rng(seed)
-    args = [jnp.asarray(draw.standard_normal((8, 8)), "float32") for _ in range(3)]
+    args = [draw.standard_normal((8, 8)).astype("float32") for _ in range(3)]
     program = Program(random_program(seed), *args, rebuild=rebuild)
     program.given.discard(program.jaxpr.invars[seed % 3])  # One argument is not alive.
     kept = program.choose()
@@ -402,8 +384,7 @@ def test_random_programs_are_rebuilt_from_no_more_bytes(seed, rebuild):
     check_rebuilt(program)
     # Masks and integers do not depend on errors of stored floats.
     is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
-    lossy = {var: program.values[var] for var in kept}
-    lossy = {v: -x if is_float(x) and program.price(v) else x for v, x in lossy.items()}
-    for var, value in zip(program.residuals, program.rebuilt(lossy), strict=True):
+    lossy = lambda var, x: -x if is_float(x) and program.price(var) else x  # noqa: E731
+    for value, rebuilt in program.rebuilt(lossy):
         if not is_float(value):
-            np.testing.assert_array_equal(value, program.values[var])
+            np.testing.assert_array_equal(rebuilt, value)
