@@ -52,12 +52,6 @@ def test_a_sketch_finds_the_energy_of_gradients_of_different_sizes(dtype):
     assert ((basis.T @ joined) ** 2).sum() > 0.99 * best
 
 
-def test_factors_of_too_low_a_rank_are_refused():
-    thin = LowRank(normal(0, 12, 2), normal(1, 2, 8))
-    with pytest.raises(ValueError, match=r"a basis of rank 3 for `w` cannot be taken .* of rank 2"):
-        basis_of([thin], 3)
-
-
 def test_random_bases_have_variance_1_over_k_or_are_orthonormal():
     basis = np.asarray(random_basis(jax.random.key(0), (2, 9, 4), orthonormal=True))
     np.testing.assert_allclose(basis.mT @ basis, np.broadcast_to(np.eye(4), (2, 4, 4)), atol=1e-5)

@@ -1,21 +1,14 @@
 """Optimizer states in 8 bits: which arrays, bytes, values, checkpoints, devices and layers."""
 
-import functools
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
-import actjax
 from actjax.formats.blockwise import is_blockwise
 from actjax.optim import EightBitState, eight_bit
 from actjax.optim.states.codes import decoded, encoded_like
-from train.run.checkpoint import Checkpoints
-from train.run.sharding import make_mesh, state_shardings
 
 SHAPES = {"weight": (64, 72), "small": (63, 65), "bias": (5,)}
 """4608, 4095 and 5 values: only the first is large enough."""
@@ -188,98 +181,4 @@ def test_a_state_keeps_its_structure_so_that_a_second_update_is_not_traced():
 
 # Where states live.
 
-ADAMW = eight_bit(optax.adamw(1e-2, weight_decay=0.1))
-STEP = step_of(ADAMW)
-
-
-def like(state):
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
-    )
-
-
-def test_a_state_is_restored_from_a_checkpoint_bit_for_bit(tmp_path):
-    params, before = trained(ADAMW, tree(9), GRADIENTS, STEP)
-    for mesh in ("", "fsdp=4"):
-        folder = tmp_path / (mesh or "one")
-        state = jax.device_put(before, state_shardings(before, make_mesh(mesh)))
-        first = Checkpoints(folder, keep=1)
-        first.save(3, state, {}, {})
-        first.close()
-        again = Checkpoints(folder, keep=1)
-        restored, _ = again.restore(3, like(state), {})
-        again.close()
-        assert like(restored) == like(state)
-        jax.tree.map(np.testing.assert_array_equal, restored, before)
-    following = [STEP(params, jax.device_get(s), GRADIENTS[0]) for s in (restored, before)]
-    jax.tree.map(np.testing.assert_array_equal, *following)
-
-
-def assert_alike(state, other):
-    """Asserts that arrays are equal up to rounding, after which a tie may take the other code."""
-    for got, want in zip(jax.tree.leaves(state), jax.tree.leaves(other), strict=True):
-        assert (got.shape, got.dtype) == (want.shape, want.dtype)
-        got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-        assert np.mean(~np.isclose(got, want, rtol=1e-6, atol=1e-7)) < 1e-3
-
-
-def test_four_devices_hold_the_state_of_one():
-    mesh, shapes = make_mesh("fsdp=4"), {"cut blocks": (16, 512), "ragged": (16, 600)}
-    start, gradients = tree(9, shapes=shapes), [tree(seed, shapes=shapes) for seed in range(3)]
-    alone = trained(ADAMW, start, gradients, STEP)
-    first = jax.jit(ADAMW.init)(start)
-    for spec in (("fsdp", None), (None, "fsdp")):
-        rows_or_columns = NamedSharding(mesh, PartitionSpec(*spec))
-        params = jax.device_put(start, rows_or_columns)
-        state = jax.device_put(first, state_shardings(first, mesh))
-        for grads in gradients:
-            params, state = STEP(params, state, jax.device_put(grads, rows_or_columns))
-        assert len(params["ragged"].sharding.device_set) == 4
-        assert_alike((params, state), alone)
-
-
-def test_stacked_layers_are_updated_independently():
-    # A layer of 2048 values stays float32, although the stack has 6144.
-    shapes, head = {"weight": (3, 64, 72), "small": (3, 32, 64)}, {"weight": (70, 64)}
-    start, *gradients = (
-        {"layers": tree(seed, shapes=shapes), "head": tree(10 + seed, shapes=head)}
-        for seed in range(4)
-    )
-    params, state = start, jax.jit(functools.partial(actjax.optim.init, ADAMW))(start)
-    first = state.layers.inner[0].mu["layers"]
-    assert first["weight"].codes.shape == (3, 64, 72)
-    assert first["small"].dtype == jnp.float32
-    apply = jax.jit(lambda g, s, p: actjax.optim.apply(ADAMW, g, s, p))
-    for grads in gradients:
-        params, state = apply(grads, state, params)
-    params, state = jax.device_get((params, state))
-    alone = trained(ADAMW, start["head"], [g["head"] for g in gradients], STEP)
-    assert_alike((params["head"], state.rest), alone)
-    for i in range(3):
-        layer, layer_state, begin, *layer_gradients = (
-            jax.tree.map(lambda x, i=i: x[i], t)
-            for t in (
-                params["layers"],
-                state.layers,
-                start["layers"],
-                *(g["layers"] for g in gradients),
-            )
-        )
-        assert_alike((layer, layer_state), trained(ADAMW, begin, layer_gradients, STEP))
-
-
 # Arguments.
-
-
-@pytest.mark.parametrize("name", ["block", "min_size"])
-def test_sizes_are_positive_integers(name):
-    for value in (0, -3, 2.5, True, "8"):
-        message = f"`{name}` of eight_bit must be an integer >= 1, got {value!r}."
-        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-            eight_bit(optax.adam(1e-3), **{name: value})
-
-
-def test_an_inner_object_that_is_not_a_transform_is_refused():
-    for inner in (None, optax.adam, 1e-3):
-        with pytest.raises(TypeError, match="`inner` must be an optax transform"):
-            eight_bit(inner)

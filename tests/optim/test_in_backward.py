@@ -2,7 +2,6 @@
 
 import functools
 import math
-import re
 
 import jax
 import jax.numpy as jnp
@@ -299,77 +298,3 @@ def test_a_growing_gradient_is_clipped_in_the_same_step():
 
 
 # Arguments.
-
-THREE = before, layer_function(), after
-
-
-def step_of(update, **changes):
-    """Returns a function without arguments that traces a step with other arguments."""
-    arguments = {"params": parameters(), "inputs": data(0), "per_layer": layer_keys(0)} | changes
-
-    def step():
-        state = changes.get("state", update.init(parameters()))
-        update.step(**arguments | {"state": state})
-
-    return step
-
-
-def changed_layer(change):
-    layer = lambda *args: change(layer_function()(*args))  # noqa: E731
-    return step_of(optim.in_backward(before, layer, after, ADAMW))
-
-
-def changed_loss(change):
-    loss = lambda *args: change(after(*args))  # noqa: E731
-    return step_of(optim.in_backward(before, layer_function(), loss, ADAMW))
-
-
-def refusals():
-    update, several = (
-        optim.in_backward(*THREE, ADAMW),
-        optim.in_backward(*THREE, ADAMW, accumulate=3),
-    )
-    other = jax.eval_shape(optim.in_backward(*THREE, optax.sgd(1.0, 0.9)).init, parameters())
-    inner = jax.eval_shape(update.init, parameters()).optimizer
-    counted = parameters() | {"count": np.zeros(3, "int32")}
-    another_form = "the output of `layer` is the input of the next layer"
-    no_scalar = "`after` must return a floating point scalar"
-    return {
-        "clip": (
-            lambda: optim.in_backward(*THREE, ADAMW, clip=0),
-            "`clip` of in_backward must be a number above 0, got 0",
-        ),
-        "micro-batches": (
-            step_of(several, per_layer=jnp.stack([layer_keys(0)] * 3)),
-            r"`accumulate=3` of in_backward: arrays of `inputs` must .*`\['labels'\]` has shape",
-        ),
-        "refresh": (step_of(update, refresh=True), "`refresh` is for actjax.optim.subspace"),
-        "per_layer": (
-            step_of(update, per_layer=layer_keys(0, 3)),
-            r"`per_layer` must begin with \(4,\), the layers: got one with shape \(3,",
-        ),
-        "state": (step_of(update, state=inner), "`state` must be what `init` .*got LayerwiseState"),
-        "other state": (step_of(update, state=other), "`state` must be what `actjax.optim.init"),
-        "integers": (
-            step_of(update, params=counted),
-            r"but \['count'\] is int32: give other arrays in",
-        ),
-        "layer, dtype": (changed_layer(lambda x: x.astype("bfloat16")), another_form),
-        "layer, structure": (changed_layer(lambda x: (x, x)), another_form),
-        "layer, shape": (changed_layer(jnp.sum), another_form),
-        "loss, shape": (changed_loss(lambda x: x * jnp.ones(3)), no_scalar),
-        "loss, dtype": (changed_loss(lambda x: x.astype(int)), no_scalar),
-        "loss, structure": (changed_loss(lambda x: (x, 0.0)), no_scalar),
-    }
-
-
-def test_arguments_that_do_not_fit_are_named():
-    for name, (run, message) in refusals().items():
-        with pytest.raises(ValueError) as caught:
-            jax.eval_shape(run)
-        assert re.search(message, str(caught.value)), name
-    optim.in_backward(*THREE, ADAMW, clip=np.float32(1))
-    with pytest.raises(TypeError, match=r"`tx` must be an optax transform, .* Call it"):
-        optim.in_backward(*THREE, optax.adamw)
-    with pytest.raises(TypeError, match=r"`before` must be a function, got None"):
-        optim.in_backward(None, *THREE[1:], ADAMW)

@@ -1,6 +1,5 @@
 """Parameters split into layers and the rest, and merged again."""
 
-import types
 from typing import NamedTuple
 
 import jax
@@ -11,7 +10,6 @@ import pytest
 import actjax.optim.layers as layers_module
 from actjax import LowRank
 from actjax.optim.layers import (
-    count_layers,
     densify,
     layers_of,
     merge,
@@ -47,51 +45,6 @@ def test_a_split_holds_each_array_once_and_is_inverted_by_merge():
     assert rest.layers == {"w": None, "b": None, "absent": None}
     assert_same(merge(stacked, rest, params()), params())
     assert_same(split_gradient(params(), params(), layers_of), (stacked, rest))
-
-
-def test_a_gradient_with_another_structure_is_named():
-    with pytest.raises(ValueError, match=r"`grads` must have the structure of `params`"):
-        split_gradient({"w": jnp.ones(2)}, params(), layers_of)
-
-
-def test_a_gradient_with_another_shape_is_named():
-    # JAX would broadcast it, or use the last layer's gradient for missing layers.
-    good = params()
-    for shape in [(2, 2, 2), (3, 1, 2), ()]:
-        bad = good._replace(layers=good.layers | {"w": np.ones(shape)})
-        with pytest.raises(ValueError, match=r"gradient of `layers.w` .* \(3, 2, 2\), got"):
-            split_gradient(bad, good, layers_of)
-    thin = LowRank(np.ones((3, 2, 1)), np.ones((3, 1, 5)))
-    with pytest.raises(ValueError, match=r"gradient of `layers.w` .*got \(3, 2, 5\)"):
-        split_gradient(good._replace(layers=good.layers | {"w": thin}), good, layers_of)
-
-
-def test_layers_are_an_attribute_or_an_entry():
-    assert layers_of({"layers": 1, "norm": 2}) == 1
-    assert layers_of(params()) is not None
-    assert layers_of(types.MappingProxyType({"layers": [1, 2]})) == [1, 2]
-    with pytest.raises(ValueError, match=r"dict has no `layers`: pass `layers`.* `optax.apply_up"):
-        layers_of({"blocks": 1})
-
-
-def test_one_tree_per_layer_is_not_a_stack():
-    for layers in ([{"w": 1}, {"w": 2}], ({"w": 1}, {"w": 2}), {0: {"w": 1}, 1: {"w": 2}},
-                   {"0": {"w": 1}, "1": {"w": 2}}):  # fmt: skip
-        with pytest.raises(ValueError, match=r"`layers` of dict holds 2 trees, one per layer: st"):
-            layers_of({"layers": layers})
-
-
-def test_stacks_must_share_a_leading_axis():
-    assert count_layers(params(4).layers) == 4
-    for bad, lengths in (
-        ({"a": np.ones((2, 3)), "b": np.ones((3, 3))}, "2, 3"),
-        ({"a": np.ones(())}, "a scalar's"),
-        ({"a": np.ones((0, 3))}, "0"),
-    ):
-        with pytest.raises(ValueError, match=rf"lengths are {lengths}\.$"):
-            count_layers(bad)
-    with pytest.raises(ValueError, match=r"holds no arrays: without stacked layers differentiate"):
-        count_layers({})
 
 
 @pytest.mark.parametrize(("count", "i"), [(1, 0), (3, 0), (3, 1), (3, 2)])

@@ -1,25 +1,18 @@
 """Optimizers that round bfloat16 weights: their states, subspaces inside them, and arguments."""
 
 import functools
-import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from optim.rounded import (
     ADAMW,
     GRADIENTS,
-    applied,
-    apply_step,
     assert_same_bits,
     parameters,
 )
 
 from actjax import optim
-from train.run.checkpoint import Checkpoints
-from train.run.sharding import make_mesh, state_shardings
 
 # Subspaces.
 
@@ -86,26 +79,6 @@ def test_the_state_has_twelve_bytes_for_each_layer():
     assert nbytes(jax.eval_shape(functools.partial(optim.init, tx), params)) == 4 * 12
 
 
-def test_a_run_continues_from_a_checkpoint_with_equal_bits(tmp_path):
-    tx, params = optim.stochastic_rounding(ADAMW), parameters()
-    step = apply_step(tx)
-    half = applied(tx, params, GRADIENTS[:2], step)
-    mesh = make_mesh("fsdp=4")
-    saved = jax.device_put(half, state_shardings(half, mesh))
-    first = Checkpoints(tmp_path, keep=1)
-    first.save(2, saved, {}, {})
-    first.close()
-    like = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), saved
-    )
-    again = Checkpoints(tmp_path, keep=1)
-    restored, _ = again.restore(2, like, {})
-    again.close()
-    restored = jax.device_get(restored)
-    assert_same_bits(restored, jax.device_get(half))
-    assert_same_bits(step(GRADIENTS[2], *restored[::-1]), step(GRADIENTS[2], *half[::-1]))
-
-
 def test_no_float32_copy_of_all_layers_exists():
     tx = optim.stochastic_rounding(ADAMW)
     sizes = []
@@ -124,54 +97,3 @@ def test_no_float32_copy_of_all_layers_exists():
 
 
 # Arguments.
-
-
-def test_weights_of_other_dtypes_are_refused():
-    tx, wide = optim.stochastic_rounding(ADAMW), {"layers": np.ones((2, 4, 4), "float32")}
-    for init in (tx.init, functools.partial(optim.init, tx)):
-        message = "stochastic_rounding has no effect, because no weight is bfloat16 .*float32"
-        with pytest.raises(ValueError, match=message):
-            jax.eval_shape(init, wide)
-        with pytest.raises(ValueError, match="some weights are float16"):
-            jax.eval_shape(init, wide | {"head": np.ones(3, "float16")})
-        # The weights outside the layers may be in float32.
-        jax.eval_shape(init, {"layers": jnp.ones((2, 4), jnp.bfloat16), "norm": np.ones(3)})
-
-
-def test_it_must_be_the_outermost():
-    tx, params, grads = optim.stochastic_rounding(ADAMW), parameters(), GRADIENTS[0]
-    outermost = "rounds weights, which only the"
-    for make, message in (
-        (lambda: optim.eight_bit(tx), f"` of eight_bit {outermost}"),
-        (lambda: optim.subspace(tx, 2), f"` of subspace {outermost}"),
-        (lambda: optim.subspace(optax.scale(1.0), 2, outer=tx), f"` of subspace {outermost}"),
-        (lambda: optim.stochastic_rounding(tx), "rounds weights already: drop one of both"),
-        (
-            lambda: optim.init(optax.chain(optax.clip(1.0), tx), params),
-            "`tx` has stochastic_rounding inside another transform",
-        ),
-        (
-            lambda: tx.update(grads, tx.init(params)),
-            "stochastic_rounding reads the weights that it rounds: call",
-        ),
-        (
-            lambda: tx.update(grads, optim.init(tx, params), params),
-            r"what `tx\.init` returned, got LayerwiseState",
-        ),
-        (
-            lambda: tx.init({"layers": optax.MaskedNode()}),
-            "stochastic_rounding got no weights. Inside `optax.masked`",
-        ),
-    ):
-        with pytest.raises(ValueError, match=message):
-            jax.eval_shape(make)
-
-
-def test_bad_arguments_are_named():
-    for inner in (None, optax.adam, 1e-3):
-        with pytest.raises(TypeError, match="`inner` must be an optax transform"):
-            optim.stochastic_rounding(inner)
-    for seed in (-1, 0.5, True):
-        message = f"`seed` of stochastic_rounding must be an integer >= 0, got {seed!r}."
-        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-            optim.stochastic_rounding(ADAMW, seed=seed)

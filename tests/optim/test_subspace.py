@@ -145,49 +145,6 @@ def test_inputs_in_8_bits_err_within_their_bound():
 # Arguments.
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rank": 0}, r"`rank` of subspace must be an integer >= 1, got 0"),
-        ({"rank": 2.5}, r"`rank` of subspace must be an integer >= 1, got 2.5"),
-        ({"gap": 0}, r"`gap` of subspace must be an integer >= 1, got 0"),
-        ({"source": "svd"}, r"`source` of subspace must be one of .*'svd'"),
-        ({"side": "left"}, r"`side` of subspace must be one of .*'left'"),
-        ({"bits": 5}, r"`bits` of Bases must be one of \(4, 8, 16\), got 5"),
-        ({"scale": 0}, r"`scale` of subspace must be a finite number above 0, got 0"),
-        ({"scale": "a"}, r"`scale` of subspace must be a finite number above 0, got 'a'"),
-        ({"scale": float("nan")}, r"`scale` of subspace must be .* got nan"),
-        ({"seed": 1.5}, r"`seed` of subspace must be an integer >= 0, got 1.5"),
-    ],
-)
-def test_bad_arguments_are_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        optim.subspace(optax.scale_by_adam(), **{"rank": 4, **options})
-
-
-def test_objects_that_are_not_transforms_or_groups_are_named():
-    for options in ({"inner": optax.adam}, {"inner": None}, {"outer": 0.1}):
-        (name,) = options
-        with pytest.raises(TypeError, match=rf"`{name}` must be an optax transform"):
-            optim.subspace(**{"inner": optax.scale_by_adam(), "rank": 4, **options})
-    for groups in (["w"], {"w": 3}):
-        with pytest.raises(TypeError, match=r"`groups` of subspace must map paths of weights"):
-            optim.subspace(optax.scale_by_adam(), 4, groups=groups)
-
-
-def test_ranks_and_groups_that_do_not_fit_the_parameters_are_named():
-    params = {"w": np.zeros((12, 8)), "v": np.zeros((11, 8)), "b": np.zeros(8)}
-    for rank, groups, message in (
-        (13, None, r"`rank` 13 of subspace is above 1\d, the projected dimension of `[vw]`"),
-        (4, {"b": "b"}, r"`groups` names `b` of shape \(8,\), which is no matrix"),
-        (4, {"u": "u"}, r"`groups` of subspace names \['u'\], but the parameters are: b, v, w"),
-        (4, {"w": "g", "v": "g"}, r"gives `v` and `w` the same basis, but .* \(11,\) and \(12,\)"),
-    ):
-        tx = optim.subspace(optax.scale_by_adam(), rank, groups=groups)
-        with pytest.raises(ValueError, match=message):
-            jax.eval_shape(tx.init, params)
-
-
 @pytest.mark.parametrize("side", ["input", "output", "both"])
 def test_the_inner_transform_sees_projected_parameters(side):
     params, grads = {"w": jnp.asarray(normal(0, 12, 8))}, {"w": jnp.asarray(normal(1, 12, 8))}
@@ -232,18 +189,6 @@ def test_a_gradient_is_projected_on_both_sides():
     assert np.linalg.svd(p.T @ u[:, :4])[1].min() > 0.9
     assert np.linalg.svd(q.T @ vt[:4].T)[1].min() > 0.9
     np.testing.assert_allclose(updates["w"], p @ (p.T @ grads["w"] @ q) @ q.T, atol=1e-12)
-
-
-def test_remainders_of_both_sides_and_other_objects_are_named():
-    with pytest.raises(ValueError, match=r"`remainder` .* no meaning with side='both'"):
-        optim.subspace(optax.scale(1.0), 4, side="both", remainder=optim.ScaledRemainder())
-    with pytest.raises(ValueError, match=r"`remainder` of subspace needs orthonormal bases"):
-        optim.subspace(optax.scale(1.0), 4, source="random", remainder=optim.ScaledRemainder())
-    with pytest.raises(TypeError, match=r"`remainder` of subspace must be .* got 'fira'"):
-        optim.subspace(optax.scale(1.0), 4, remainder="fira")
-    for limit in (1.0, "a", float("nan")):
-        with pytest.raises(ValueError, match="`limit` of ScaledRemainder must be a number above 1"):
-            optim.ScaledRemainder(limit)
 
 
 def test_bases_of_parameters_without_layers_are_read_and_updates_are_mapped():

@@ -318,30 +318,3 @@ def test_a_refresh_keeps_moments_and_a_gradient_that_is_not_finite_keeps_its_bas
 
 
 # Arguments.
-
-
-def test_gradients_that_give_no_basis_are_named():
-    params = {"w": np.zeros((12, 8), "float32"), "b": np.zeros(8, "float32")}
-    adam = optax.scale_by_adam()
-    tx, random = optim.subspace(adam, 4), optim.subspace(adam, 4, source="random")
-    thin = {"w": LowRank(np.ones((12, 3)), np.ones((3, 8))), "b": np.zeros(8)}
-    in_basis = thin | {"w": LowRank(np.ones((12, 4)), np.ones((4, 8)), "w")}
-    for transform, grads, message in (
-        (tx, None, "`grads` of refresh is None"),
-        (tx, thin, r"a basis of rank 4 for `w` cannot be taken .* of rank 3"),
-        (tx, in_basis, r"gradient of `w` was taken in the basis that is to be"),
-        (random, thin, "random bases are drawn before the gradient"),
-    ):
-        state = jax.eval_shape(transform.init, params)
-        with pytest.raises(ValueError, match=message):
-            jax.eval_shape(lambda g, s, t=transform: t.refresh(g, s, params), grads, state)
-
-
-def test_bases_are_read_from_the_states_of_every_step_function():
-    params = {"layers": {"w": np.ones((3, 12, 8), "float32")}}
-    tx = optim.subspace(optax.scale_by_adam(), 4, groups={"layers.w": "layers.w"})
-    update = optim.in_backward(lambda p, x: x, lambda p, x, i, s: x, lambda p, x, i: x.sum(), tx)
-    state = jax.eval_shape(update.init, params)
-    assert tx.bases(state.optimizer).arrays["layers.w"].shape == (3, 12, 4)
-    with pytest.raises(TypeError, match=r"InBackwardState pass `state.optimizer`: got InBackward"):
-        tx.bases(state)
