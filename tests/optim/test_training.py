@@ -1,4 +1,4 @@
-"""Training with moments in 8 bits: close to Adam on the dynamic map, divergent on a linear map."""
+"""Training with moments in few bits: close to Adam, and divergent on a linear map."""
 
 import functools
 
@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from actjax.optim import eight_bit
+from actjax.optim import eight_bit, four_bit
 from actjax.optim.states.codes import decoded
 
 RATE = 1e-2
@@ -68,7 +68,7 @@ def losses_of(tx):
 
 EXACT = optax.adam(RATE)
 DYNAMIC, SHORT_BLOCKS = eight_bit(EXACT), eight_bit(EXACT, block=64)
-LINEAR = adam_on_linear_map()
+LINEAR, FOUR_BITS = adam_on_linear_map(), four_bit(EXACT, min_size=1)
 
 
 @pytest.mark.parametrize("tx", [DYNAMIC, SHORT_BLOCKS], ids=["256", "64"])
@@ -78,6 +78,15 @@ def test_training_in_8_bits_stays_close_to_adam(decades, tx):
     want, got = (np.asarray(losses_of(t)(*problem)) for t in (EXACT, tx))
     assert want[-1] < 0.04 * want[0]
     np.testing.assert_allclose(got, want, rtol=0.2)
+
+
+@pytest.mark.parametrize("decades", [0, 1.5])
+def test_training_in_4_bits_stays_close_to_adam(decades):
+    problem = least_squares(0, decades)
+    want, got = (np.asarray(losses_of(tx)(*problem)) for tx in (EXACT, FOUR_BITS))
+    # No second moment is zero, so that no step is long, as on a linear map with a zero.
+    assert got.argmax() == 0
+    assert max(want[-1], got[-1]) < 0.04 * want[0]
 
 
 def test_a_linear_map_diverges_where_the_dynamic_map_does_not():
