@@ -9,6 +9,7 @@ from optim.optim_oracles import top_left_singular_vectors
 from optim.projected import first_state, normal, subspace
 
 from actjax import LowRank, optim
+from actjax.optim.checks import raise_if
 
 # Refreshes of a plain optax transform.
 
@@ -67,15 +68,17 @@ WRAPPERS = {
 def test_a_subspace_refreshes_itself_in_every_wrapper(source):
     tx = optim.subspace(optax.scale_by_adam(), 2, source=source, gap=GAP)
     params = {"w": np.zeros((6, 5), "float32"), "b": np.zeros(5, "float32")}
-    grads = gradients(range(STEPS))
+    wrappers = WRAPPERS if source == "gradient" else {"alone": WRAPPERS["alone"]}
 
     @jax.jit
     def run(grads):
-        found = {name: updates_of(wrap(tx), grads, params) for name, (wrap, _) in WRAPPERS.items()}
-        return found, by_hand(tx, grads["w"]), by_hand(tx, jnp.clip(grads["w"], -0.5, 0.5))
+        found = {name: updates_of(wrap(tx), grads, params) for name, (wrap, _) in wrappers.items()}
+        clipped = jnp.clip(grads["w"], -0.5, 0.5)
+        by_hands = jax.lax.map(lambda g: by_hand(tx, g), jnp.stack([grads["w"], clipped]))
+        return found, *by_hands
 
-    found, plain, clipped = jax.tree.map(np.asarray, run(grads))
-    for name, (_, factor) in WRAPPERS.items():
+    found, plain, clipped = jax.tree.map(np.asarray, run(gradients(range(STEPS))))
+    for name, (_, factor) in wrappers.items():
         want = clipped if name == "chain" else plain
         np.testing.assert_allclose(found[name], factor * want, rtol=1e-4, atol=1e-5, err_msg=name)
 
@@ -115,17 +118,14 @@ def test_hyperparameters_are_injected_into_a_subspace_itself():
     tx = make(inner=optax.scale(1.0), rank=2, scale=0.5)
 
     @jax.jit
-    def update(state):
-        return tx.update(grads, state, params)[0]["w"]
+    def run(params, scale):
+        state = tx.init(params)
+        first = tx.update(grads, state, params)[0]["w"]
+        state.hyperparams["scale"] = scale
+        return first, tx.update(grads, state, params)[0]["w"]
 
-    state = jax.jit(tx.init)(params)
-    half = update(state)
-    state.hyperparams["scale"] = jnp.float32(1.0)
-    np.testing.assert_allclose(update(state), 2 * half, rtol=1e-6)
-    with pytest.raises(ValueError, match=r"`gap` of subspace .* got an array. .* `static_args="):
-        optax.inject_hyperparams(optim.subspace, static_args="rank")(
-            inner=optax.scale(1.0), rank=2
-        ).init(params)
+    half, whole = run(params, np.float32(1.0))
+    np.testing.assert_allclose(whole, 2 * np.asarray(half), rtol=1e-6)
 
 
 @pytest.mark.parametrize("source", ["gradient", "random"])
@@ -137,23 +137,32 @@ def test_a_factored_gradient_where_a_refresh_is_due_is_an_error(source):
     remedy = (
         rf"(?s)refresh of the subspace is due.*tx\.refresh\({grads}, .*every 2 steps.*optim.init"
     )
-    state = jax.jit(chain.init)(params)
 
-    def in_basis(state):
-        return {"w": LowRank(state[1].bases["w"], np.ones((2, 5), "float32"), "w")}
+    @jax.jit
+    def init(params):
+        state = chain.init(params)
+        refreshed = tx.refresh(None if source == "random" else params, state[1], params)
+        return state, (state[0], refreshed)
 
-    with pytest.raises(ValueError, match=remedy):
-        chain.update(in_basis(state), state, params)
-    update = jax.jit(chain.update)
+    @jax.jit
+    def update(state):
+        in_basis = LowRank(state[1].bases["w"], jnp.ones((2, 5), "float32"), "w")
+        return chain.update({"w": in_basis}, state, params)[1]
+
+    due, state = init(params)
     with pytest.raises(jax.errors.JaxRuntimeError, match=remedy):
-        jax.block_until_ready(update(in_basis(state), state, params))
-    given = None if source == "random" else params
-    state = state[0], jax.jit(tx.refresh)(given, state[1], params)
+        jax.block_until_ready(update(due))
     for _ in range(GAP):
-        _, state = jax.block_until_ready(update(in_basis(state), state, params))
+        state = jax.block_until_ready(update(state))
     assert int(state[1].step) == GAP
     with pytest.raises(jax.errors.JaxRuntimeError, match=remedy):
-        jax.block_until_ready(update(in_basis(state), state, params))
+        jax.block_until_ready(update(state))
+
+
+def test_an_error_of_a_call_that_is_not_compiled_is_raised_at_once():
+    raise_if(np.False_, "a refresh is due")
+    with pytest.raises(ValueError, match="a refresh is due"):
+        raise_if(np.True_, "a refresh is due")
 
 
 def test_the_structure_of_a_state_does_not_change_between_refreshes():
@@ -206,12 +215,15 @@ def test_a_new_basis_spans_the_leading_singular_vectors():
     factored = {
         name: LowRank(left, normal(i, 6, n)) for i, (name, n) in enumerate(widths.items(), start=1)
     }
-    dense = {name: g.dense() for name, g in factored.items()}
+    dense = {name: left @ g.right for name, g in factored.items()}
     tx = subspace(k, groups=dict.fromkeys(dense, "q"))
     want = top_left_singular_vectors(np.concatenate(list(dense.values()), axis=1), k)
-    refresh = jax.jit(lambda grads, state: tx.refresh(grads, state, dense).bases)
-    for grads in (factored, dense):
-        bases = refresh(grads, first_state(tx, dense))
+
+    @jax.jit
+    def bases_of(*gradients):
+        return [tx.refresh(grads, first_state(tx, dense), dense).bases for grads in gradients]
+
+    for bases in bases_of(factored, dense):
         assert list(bases) == ["q"]
         got = np.asarray(bases["q"])
         np.testing.assert_allclose(got.T @ got, np.eye(k), atol=1e-12)
@@ -220,22 +232,25 @@ def test_a_new_basis_spans_the_leading_singular_vectors():
 
 @pytest.mark.usefixtures("x64")
 def test_a_basis_is_orthonormal_for_any_size_and_rank_of_the_gradient():
-    tx, params = subspace(4), {"w": jnp.zeros((12, 8))}
-    state = first_state(tx, params)
+    tx, params = subspace(4), {"w": np.zeros((12, 8))}
+    sizes = 0.0, 1.0, 1e300, 1e-300
 
     @jax.jit
-    def bases(grad):
-        forms = grad, LowRank(grad, jnp.eye(8))
-        return [tx.refresh({"w": g}, state, params).bases["w"] for g in forms]
+    def bases(grads):
+        def refreshed(grad):
+            state, forms = first_state(tx, params), (grad, LowRank(grad, jnp.eye(8)))
+            return [tx.refresh({"w": g}, state, params).bases["w"] for g in forms]
 
-    for shape in (np.ones((12, 8)), np.eye(12, 8)):
-        for size in (0.0, 1.0, 1e300, 1e-300):
-            for basis in map(np.asarray, bases(size * shape)):
-                np.testing.assert_allclose(basis.T @ basis, np.eye(4), atol=1e-10)
+        return jax.lax.map(refreshed, grads)
+
+    grads = np.stack([size * x for x in (np.ones((12, 8)), np.eye(12, 8)) for size in sizes])
+    for basis in map(np.asarray, bases(grads)):
+        want = np.broadcast_to(np.eye(4), (len(grads), 4, 4))
+        np.testing.assert_allclose(basis.mT @ basis, want, atol=1e-10)
 
 
 def test_random_bases_have_the_moments_of_compact_and_follow_the_seed():
-    params = {"w": jnp.zeros((400, 300))}
+    params = {"w": np.zeros((400, 300), "float32")}
 
     @jax.jit
     def drawn():
@@ -315,6 +330,3 @@ def test_a_refresh_keeps_moments_and_a_gradient_that_is_not_finite_keeps_its_bas
     np.testing.assert_array_equal(new_a[1], old_a[1])
     assert np.abs(new_a[0] - old_a[0]).max() > 0.1
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(after))
-
-
-# Arguments.
