@@ -19,6 +19,7 @@ from weights.lora_cases import problem, run_oracle, with_adapters, with_masks
 
 from actjax import (
     Exact,
+    FrozenWeight,
     LoRA,
     NF4Weight,
     PointApproximation,
@@ -39,6 +40,7 @@ same = functools.partial(assert_close, rtol=1e-11, atol=1e-12)
         ("linear", RandomProjection(3)),
         ("linear", PointApproximation(points=4)),
         ("norm", DRAWN),
+        ("gelu", NEAREST),
         ("swiglu", (NEAREST, DRAWN)),
         ("attention", (DRAWN, Exact(), NEAREST)),
     ],
@@ -47,22 +49,26 @@ same = functools.partial(assert_close, rtol=1e-11, atol=1e-12)
 def test_value_is_exact_and_gradients_are_those_at_the_decoded_input(name, codec, x64):
     operator, (ws, adapters, biases, dzs) = OPERATORS[name], problem()
     xs, scale = operator.activations(), operator.scale()
+    # The last weight is frozen and has no adapter.
+    ws, biases = (*ws, normal(70, WIDTH, 2)), (*biases, None)
+    dzs = (*dzs, normal(71, BATCH, LENGTH, 2))
 
     @jax.jit
     def run(xs, plain, adapters, biases):
         coded = NF4Weight.quantize(ws[2])
 
         def fun(xs, plain, adapters, biases):
-            given = with_adapters(ws[0], plain, coded, adapters)
+            given = *with_adapters(ws[0], plain, coded, adapters), FrozenWeight(ws[3])
             return operator.call(xs, scale, given, bias=biases, codec=codec, key=KEY)
 
         zs, pullback = jax.vjp(fun, xs, plain, adapters, biases)
         return zs, pullback(dzs), decoded(name, xs, codec), coded.astype(jnp.float64)
 
     zs, (dxs, dplain, dadapters, dbs), hats, last = run(xs, ws[1], adapters, biases)
-    weights = with_masks((ws[0], ws[1], last), adapters)
+    weights = *with_masks((ws[0], ws[1], last), adapters), (ws[3],)
+    want_zs, want_dxs, (*grads, _), want_dbs = run_oracle(name, xs, hats, weights, biases, dzs)
     got = zs, dxs, (dadapters[0], dplain, dadapters[1]), dbs
-    same(got, run_oracle(name, xs, hats, weights, biases, dzs))
+    same(got, (want_zs, want_dxs, tuple(grads), want_dbs))
 
 
 def test_any_number_of_leading_axes(x64):
@@ -92,27 +98,10 @@ def test_exact_codec_passes_finite_differences(x64):
 
     def fun(x, plain, adapters, biases):
         given = with_adapters(ws[0], plain, ws[2], adapters, keys, 0.3)
-        return linear(x, given, bias=biases)
+        return qkv_projection(x, *given, bias=biases)
 
     xs = OPERATORS["linear"].activations()
     assert_gradients_are_differences(fun, *xs, ws[1], adapters, biases)
-
-
-def test_a_projection_of_three_takes_adapters(x64):
-    (x,), (ws, adapters, biases, dzs) = OPERATORS["linear"].activations(), problem()
-
-    @jax.jit
-    def run(adapters):
-        def fun(adapters):
-            return qkv_projection(x, *with_adapters(*ws, adapters), bias=biases)
-
-        zs, pullback = jax.vjp(fun, adapters)
-        return zs, *pullback(dzs)
-
-    zs, dadapters = run(adapters)
-    weights = with_masks(ws, adapters)
-    want_zs, _, grads, _ = run_oracle("linear", (x,), (x,), weights, biases, dzs)
-    same((zs, dadapters), (want_zs, (grads[0], grads[2])))
 
 
 def test_a_single_weight_gives_a_single_output_and_a_tuple_a_tuple():
@@ -199,16 +188,20 @@ def test_the_adapters_of_peft_have_the_same_values_and_gradients():
 
 
 def test_merged_is_the_sum(x64):
-    w, a, b = normal(0, WIDTH, 4), normal(1, WIDTH, 2), normal(2, 2, 4)
+    w, a, b = normal(0, 3, WIDTH, 4), normal(1, 3, WIDTH, 2), normal(2, 3, 2, 4)
 
     @jax.jit
     def run(w, a, b):
-        coded = NF4Weight.quantize(w)
-        merged = [LoRA(weight, a, b, KEY, 3.0, 0.5).merged() for weight in (w, coded)]
-        return merged, [w, coded.astype("float64")]
+        # Stacked layers are merged each by itself, and quantized weights are decoded.
+        coded = NF4Weight.quantize(w[0])
+        lora = LoRA(w, a, b, scale=3.0)
+        assert (lora.shape, lora.ndim, lora.dtype) == ((3, WIDTH, 4), 3, "float64")
+        merged = jax.vmap(LoRA.merged)(lora), LoRA(coded, a[0], b[0], KEY, 3.0, 0.5).merged()
+        return merged, coded.astype("float64")
 
-    merged, ws = run(w, a, b)
-    same(merged, [np.asarray(w) + 3 * np.asarray(a) @ np.asarray(b) for w in ws])
+    merged, coded = run(w, a, b)
+    w, a, b = map(np.asarray, (w, a, b))
+    same(merged, (w + 3 * a @ b, coded + 3 * a[0] @ b[0]))
 
 
 def test_merged_has_the_dtype_of_the_weight_or_the_given_one():
@@ -225,14 +218,6 @@ def test_merged_has_the_dtype_of_the_weight_or_the_given_one():
     want = np.float64(w) + np.float64(a) @ np.float64(b)
     np.testing.assert_allclose(wide, want, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(np.float64(narrow), want, rtol=1.01 * BF16, atol=1e-5)
-
-
-def test_stacked_layers_are_merged_each_by_itself():
-    w, a, b = normal(0, 3, 8, 5), normal(1, 3, 8, 2), normal(2, 3, 2, 5)
-    lora = LoRA(w, a, b, scale=2.0)
-    assert (lora.shape, lora.ndim, lora.dtype) == ((3, 8, 5), 3, "float32")
-    want = np.asarray(w) + 2 * np.asarray(a) @ np.asarray(b)
-    np.testing.assert_allclose(jax.jit(jax.vmap(LoRA.merged))(lora), want, rtol=1e-5, atol=1e-5)
 
 
 # Precision.

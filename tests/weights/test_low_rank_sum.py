@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracles
 import pytest
 from jaxprs import nbytes
 from ops.helpers import (
@@ -198,47 +197,6 @@ def test_gradients_are_those_at_the_decoded_base_and_the_exact_rest(name, codec,
         same(got[0], dx)
         want = dx @ right.T, np.einsum("bsr,bsn->rn", left, dx)
         same(got[1:], want if two else tuple(0 * one for one in want))
-
-
-def test_what_an_adapter_has_learned_is_not_quantized(x64):
-    # HyC-LoRA (2025), Algorithm 2, from the input of the adapters to that of the gate.
-    (x,), (ws, *_) = OPERATORS["linear"].activations(), problem()
-    w = ws[0], normal(70, WIDTH, 5)
-    adapters = tuple((normal(71 + i, WIDTH, 2), normal(73 + i, 2, 5)) for i in range(2))
-    down, codec = normal(75, 5, 3), Quantized(2, group=5, rounding="dither")
-
-    @jax.jit
-    def run(x, adapters):
-        keys = tuple(jax.random.split(KEY))
-
-        def fun(x, adapters):
-            loras = tuple(
-                LoRA(w, *adapter, scale=0.5) for w, adapter in zip(w, adapters, strict=True)
-            )
-            gate, up = linear(x, loras, codec=NEAREST, split=True)
-            return swiglu_linear(gate, up, down, codec=codec, key=keys)
-
-        y, pull = jax.vjp(fun, x, adapters)
-        hats = tuple(
-            codec.decode(codec.encode(x @ w, key)) for w, key in zip(w, keys, strict=True)
-        )  # fmt: skip
-        return y, *pull(jnp.cos(y)), hats, NEAREST.decode(NEAREST.encode(x))
-
-    y, dx, dadapters, hats, x_hat = jax.tree.map(np.asarray, run(x, adapters))
-    x, w, adapters, down = jax.tree.map(np.asarray, (x, w, adapters, down))
-    lows = [0.5 * x @ a for a, _ in adapters]
-    added = [low @ b for low, (_, b) in zip(lows, adapters, strict=True)]
-    exact = [x @ w + more for w, more in zip(w, added, strict=True)]
-    same(y, oracles.swiglu(*exact) @ down)
-    point = [hat + more for hat, more in zip(hats, added, strict=True)]
-    dsums = oracles.swiglu_vjp(*point, np.cos(y) @ down.T)
-    want_dx = 0
-    for one, (a, b), low, dz, got in zip(w, adapters, lows, dsums, dadapters, strict=True):
-        dlow = 0.5 * dz @ b.T
-        want = np.einsum("bsd,bsr->dr", x_hat, dlow), np.einsum("bsr,bsn->rn", low, dz)
-        same(got, want)
-        want_dx = want_dx + dz @ one.T + dlow @ a.T
-    same(dx, want_dx)
 
 
 # What is held.
