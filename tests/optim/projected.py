@@ -1,4 +1,4 @@
-"""What the tests of `subspace` share."""
+"""Helpers of the tests of `subspace`."""
 
 from typing import Any
 

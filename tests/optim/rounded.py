@@ -1,4 +1,4 @@
-"""What the tests of rounded weights share."""
+"""Helpers of the tests of rounded weights."""
 
 import jax
 import jax.numpy as jnp

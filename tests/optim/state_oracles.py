@@ -141,25 +141,16 @@ def quantize_rank_one(v: npt.ArrayLike, bits: int = 4) -> tuple[Array, Mask]:
     return level * scale, ties & (scale > 0)
 
 
-@dataclass(frozen=True)
-class FourBitState:
-    """What the stored moments decode to, and which entries were ever near a tie in rounding."""
-
-    m: Array | None = None
-    v: Array | None = None
-    ties: Mask | None = None
-
-
 def adam_4bit_step(
     g: npt.ArrayLike,
-    state: FourBitState,
+    state: AdamState,
     t: int,
     b1: float,
     b2: float,
     eps: float,
     block: int = 128,
-) -> tuple[Array, FourBitState]:
-    """Returns the update of Adam with moments of 4 bits, and the new state.
+) -> tuple[Array, AdamState]:
+    """Returns the update of Adam with moments of 4 bits, and the decoded new moments.
 
     `m = b1 dec(m) + (1 - b1) g` and `v = b2 dec(v) + (1 - b2) g²`; the update is
     `m̂ / (sqrt(v̂) + eps)` of these, before they are rounded for the state.
@@ -174,13 +165,10 @@ def adam_4bit_step(
       eps: added to the root of the second moment.
       block: values of a row of `m` that share a scale.
     """
-    update, new = adam_step(g, AdamState(state.m, state.v), t, b1, b2, eps)
+    update, new = adam_step(g, state, t, b1, b2, eps)
     assert new.m is not None
     assert new.v is not None
-    m, m_ties = quantize_signed(new.m, block)
-    v, v_ties = quantize_rank_one(new.v, 4)
-    ties = m_ties | v_ties if state.ties is None else m_ties | v_ties | state.ties
-    return update, FourBitState(m, v, ties)
+    return update, AdamState(quantize_signed(new.m, block)[0], quantize_rank_one(new.v)[0])
 
 
 # A factored second moment.

@@ -16,7 +16,7 @@ from actjax.optim import RankOneFourBit, SignedFourBit, four_bit, scale_by_adam_
 
 SETTINGS = {"group": 32, "min_size": 50}
 SHAPES = {"w": (6, 40), "layers": [(60,), (2, 4, 34)], "small": (7, 2), "scalar": ()}
-"""Of these, `w` and the second of the layers are coded."""
+"""The matrix `w` and the second of the layers are coded."""
 
 
 def trees(steps, scale=1.0):

@@ -36,7 +36,7 @@ def test_stochastic_rounding_is_unbiased_over_keys():
     exact = np.asarray(weights, np.float64) - np.asarray(grads, np.float64)
     spacing = np.exp2(np.frexp(np.abs(exact))[1] - 8)
     share = np.abs(exact) / spacing % 1
-    # Of rare events, the standard error of a few is not that of a normal distribution.
+    # The mean of a few rare events is not normally distributed.
     standard_error = spacing * np.sqrt(np.maximum(share * (1 - share), 0.01) / count)
     assert np.all(np.abs(samples.mean(0) - exact) <= 5 * standard_error)
     np.testing.assert_array_equal(np.unique(np.abs(samples - exact) > spacing), False)

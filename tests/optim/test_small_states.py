@@ -10,9 +10,9 @@ import pytest
 from optim.nearest import to_nearest
 from optim.projected import normal
 from optim.state_oracles import (
+    AdamState,
     FactoredState,
     FiraState,
-    FourBitState,
     adam_4bit_step,
     factored_adam_step,
     fira_step,
@@ -88,7 +88,7 @@ CASES = {
     "four_bit": (
         to_nearest(optim.four_bit(optax.scale_by_adam(B1, B2, EPS), min_size=1)),
         lambda g, s, t, _: adam_4bit_step(g, s, t, B1, B2, EPS),
-        FourBitState(),
+        AdamState(),
         1e-4,
     ),
     "factored": (
@@ -125,17 +125,16 @@ def test_ten_steps_of_fira_equal_the_oracle():
     plain, key = make(optax.scale(1.0)), jax.random.key(0)
 
     @jax.jit
-    def bases(grads, keys):
-        def basis(one):
-            gradient = {"layers": {"w": one[0]}}
-            state = plain.subspace.init_from(gradient, one[1])
+    def bases(grads):
+        def basis(layer):
+            gradient = {"layers": {"w": layer[0]}}
+            state = plain.subspace.init_from(gradient, layer[1])
             return plain.refresh(gradient, state, gradient).bases["w"]
 
-        return jax.lax.map(basis, (grads, keys))
+        keys = jnp.stack([key] * LAYERS), jax.random.split(key, LAYERS)
+        return [jax.lax.map(basis, (grads, k)) for k in keys]
 
-    keys = jnp.stack([key] * LAYERS), jax.random.split(key, LAYERS)
-    for got, own in zip(run(tx), keys, strict=True):
-        basis = np.asarray(bases(gradients()[0], own))
+    for got, basis in zip(run(tx), map(np.asarray, bases(gradients()[0])), strict=True):
 
         def step(g, state, t, layer, basis=basis):
             del t
@@ -201,20 +200,20 @@ def test_no_array_of_a_large_matrix_exists_in_its_update(monkeypatch):
     assert temporaries() < whole - 2048 * 512 // 2
 
 
-@pytest.mark.parametrize("tx", [optax.sgd(1.0), optax.adam(0.1)], ids=["sgd", "adam"])
-def test_a_large_matrix_may_have_a_factored_gradient_and_a_transform_no_state(monkeypatch, tx):
-    factors = [(normal(0, 24, rank), normal(1, rank, 10)) for rank in (2, 3, 6)]
+def test_a_large_matrix_may_have_a_factored_gradient_and_a_transform_no_state(monkeypatch):
+    factors = [(normal(0, 24, rank), normal(1, rank, 10)) for rank in (2, 6)]
     params = {"table": normal(2, 24, 10)}
     monkeypatch.setattr(pieces, "LARGEST", 70)
 
     @jax.jit
     def both(factors):
-        state, plain_state = optim.init(tx, params), tx.init(params)
         found = []
-        for left, right in factors:
-            updates, _ = tx.update({"table": left @ right}, plain_state, params)
-            new, _ = optim.apply(tx, {"table": LowRank(left, right)}, state, params)
-            found.append((new, optax.apply_updates(params, updates)))
+        for tx in (optax.sgd(1.0), optax.adam(0.1)):
+            state, plain_state = optim.init(tx, params), tx.init(params)
+            for left, right in factors:
+                updates, _ = tx.update({"table": left @ right}, plain_state, params)
+                new, _ = optim.apply(tx, {"table": LowRank(left, right)}, state, params)
+                found.append((new, optax.apply_updates(params, updates)))
         return found
 
     for new, plain in both(factors):
@@ -234,13 +233,13 @@ def test_pieces_are_equal_and_few():
 
 def test_large_matrices_that_only_the_end_reads_are_updated_before_the_layers(monkeypatch):
     params = {
-        name: jnp.asarray(normal(i, *shape), "float32")
+        name: normal(i, *shape).astype("float32")
         for i, (name, shape) in enumerate(
             {"embedding": (12, 6), "head": (6, 12), "second": (6, 12), "unread": (12, 6)}.items()
         )
     }
-    params["layers"] = {"w": jnp.asarray(normal(9, 2, 6, 6), "float32") / 4}
-    ids = jnp.arange(8)
+    params["layers"] = {"w": normal(9, 2, 6, 6).astype("float32") / 4}
+    ids = np.arange(8)
 
     def before(p, inputs):
         return p["embedding"][inputs]
@@ -263,9 +262,6 @@ def test_large_matrices_that_only_the_end_reads_are_updated_before_the_layers(mo
     np.testing.assert_allclose(cut[1].grad_norm, whole[1].grad_norm, rtol=1e-6)
 
 
-# Growth of remainders.
-
-
 def test_a_weight_whose_gradient_was_zero_is_not_limited_for_ever():
     limited = jax.jit(functools.partial(limit_growth, limit=1.01))
     zeros, ones = np.zeros((3, 2), "float32"), np.ones((3, 2), "float32")
@@ -275,9 +271,6 @@ def test_a_weight_whose_gradient_was_zero_is_not_limited_for_ever():
     second, last = limited(10 * ones, last)
     np.testing.assert_allclose(second, 1.01 * ones, rtol=1e-6)
     np.testing.assert_allclose(last, 1.01 * 6**0.5, rtol=1e-6)
-
-
-# Arguments.
 
 
 @pytest.mark.parametrize("wrap", [lambda tx: tx, optim.four_bit], ids=["float32", "4 bits"])

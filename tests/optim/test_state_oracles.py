@@ -1,14 +1,20 @@
-"""Oracles of optimizers with small states, compared with other ways to compute them."""
+"""Oracles of the optimizers, compared with other ways to compute them, without the library."""
 
 import jax
 import numpy as np
 import optax
 import pytest
-from optim.optim_oracles import galore_adam
+from optim.optim_oracles import (
+    blockwise_round_trip,
+    dynamic_levels,
+    galore_adam,
+    nearest_level,
+    top_left_singular_vectors,
+)
 from optim.state_oracles import (
+    AdamState,
     FactoredState,
     FiraState,
-    FourBitState,
     adam_4bit_step,
     factored_adam_step,
     fira_step,
@@ -90,19 +96,15 @@ def test_rank_one_of_a_large_matrix(rng):
 
 def test_adam_of_4_bits_rounds_its_state_and_not_its_update(rng):
     grads = rng.normal(size=(3, 6, 40))
-    first, state = adam_4bit_step(grads[0], FourBitState(), 1, **ADAM, block=16)
+    first, state = adam_4bit_step(grads[0], AdamState(), 1, **ADAM, block=16)
     np.testing.assert_allclose(first, adam_of_past(grads[:1], **ADAM), rtol=1e-12)
     m, v = 0.1 * grads[0], 0.01 * grads[0] ** 2
     np.testing.assert_allclose(state.m, quantize_signed(m, 16)[0], rtol=1e-12)
     np.testing.assert_allclose(state.v, quantize_rank_one(v)[0], rtol=1e-12)
-    second, later = adam_4bit_step(grads[1], state, 2, **ADAM, block=16)
+    second, _ = adam_4bit_step(grads[1], state, 2, **ADAM, block=16)
     m, v = 0.9 * state.m + 0.1 * grads[1], 0.99 * state.v + 0.01 * grads[1] ** 2
     want = (m / 0.19) / (np.sqrt(v / 0.0199) + 1e-3)
     np.testing.assert_allclose(second, want, rtol=1e-12)
-    assert not later.ties.any()
-    doubtful = FourBitState(state.m, state.v, np.arange(240).reshape(6, 40) == 7)
-    _, later = adam_4bit_step(grads[1], doubtful, 2, **ADAM, block=16)
-    np.testing.assert_array_equal(later.ties, doubtful.ties)
     assert np.abs(second - adam_of_past(grads[:2], **ADAM)).max() > 0.1
 
 
@@ -167,3 +169,69 @@ def test_fira_is_galore_in_the_subspace(rng):
         norms.append(state.norm)
     assert norms[1] <= 1.01 * norms[0] * (1 + 1e-12)
     assert norms[2] <= 1.01 * norms[1] * (1 + 1e-12)
+
+
+# Subspaces and 8 bits.
+
+GALORE = {"lr": 0.05, "scale": 0.25, "weight_decay": 0.1, **ADAM}
+
+
+def test_galore_in_the_whole_space_is_adamw_with_a_scaled_update(rng):
+    w, grads = rng.normal(size=(6, 4)), rng.normal(size=(5, 6, 4))
+    want = [w]
+    for t in range(5):
+        update = 0.25 * adam_of_past(grads[: t + 1], **ADAM)
+        want.append((1 - 0.05 * 0.1) * want[-1] - 0.05 * update)
+    for basis, side in ((np.eye(6), "input"), (np.eye(4), "output")):
+        got = galore_adam(w, grads, basis, side=side, **GALORE)
+        np.testing.assert_allclose(got, want[1:], rtol=1e-12)
+
+
+def test_galore_on_one_side_is_the_transpose_of_the_other_and_stays_in_the_span(rng):
+    w, grads, p = rng.normal(size=(6, 4)), rng.normal(size=(5, 6, 4)), orthonormal(rng, 6, 2)
+    got = galore_adam(w, grads, p, **GALORE)
+    turned = galore_adam(w.T, grads.swapaxes(1, 2), p, side="output", **GALORE)
+    np.testing.assert_allclose(got, np.swapaxes(turned, 1, 2), rtol=1e-12)
+    moved = galore_adam(w, grads, p, **{**GALORE, "weight_decay": 0.0})[-1] - w
+    np.testing.assert_allclose(p @ (p.T @ moved), moved, atol=1e-14)
+    assert np.linalg.norm(moved) > 0.01
+    with pytest.raises(ValueError, match=r"basis \(6, 2\) does not fit .* on the output side"):
+        galore_adam(w, grads, p, side="output", **GALORE)
+
+
+def test_top_left_singular_vectors_are_eigenvectors_of_the_gram_matrix(rng):
+    a = rng.normal(size=(6, 4))
+    u = top_left_singular_vectors(a, 2)
+    want = np.linalg.eigh(a @ a.T)[1][:, -2:]
+    np.testing.assert_allclose(u @ u.T, want @ want.T, atol=1e-12)
+
+
+@pytest.mark.parametrize(("unsigned", "count", "lowest"), [(False, 255, 1e-6), (True, 256, 1e-7)])
+def test_levels_are_distinct_and_reach_from_the_lowest_decade_to_one(unsigned, count, lowest):
+    levels = dynamic_levels(unsigned)
+    assert len(np.unique(levels)) == len(levels) == count
+    assert levels[-1] == 1
+    assert levels[levels > 0][0] == pytest.approx(lowest, rel=1e-12)
+    if not unsigned:
+        np.testing.assert_array_equal(levels, -levels[::-1])
+    for decade in range(7):
+        inside = (levels > 10.0 ** -(decade + 1) * (1 + 1e-9)) & (levels <= 10.0**-decade)
+        assert inside.sum() == 2 ** ((7 if unsigned else 6) - decade)
+
+
+def test_the_nearest_level_is_found():
+    np.testing.assert_array_equal(nearest_level([0.4, -2, 0.6], [-1, 0, 1]), [0, -1, 1])
+    levels = dynamic_levels(False)
+    np.testing.assert_array_equal(nearest_level(levels, levels), levels)
+
+
+def test_blocks_are_rounded_independently(rng):
+    x = rng.normal(size=(2, 3, 37))
+    x[0, 1, :16] = 0
+    once = blockwise_round_trip(x, False, 16)
+    assert not once[0, 1, :16].any()
+    np.testing.assert_allclose(blockwise_round_trip(once, False, 16), once, rtol=1e-14)
+    np.testing.assert_array_equal(once[..., 32:], blockwise_round_trip(x[..., 32:], False, 16))
+    assert np.max(np.abs(once - x)) <= 0.45 / 64 * np.max(np.abs(x)) * (1 + 1e-12)
+    low = blockwise_round_trip([2, 1e-12, 0], True, 8)
+    np.testing.assert_allclose(low, [2, 2e-7, 0], rtol=1e-12)
