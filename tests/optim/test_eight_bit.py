@@ -78,17 +78,13 @@ def test_arrays_that_8_bits_cannot_represent_stay_as_they_are():
     assert [x.codes.dtype for x in moments] == [jnp.uint8]
 
 
-def test_a_parameter_may_be_named_like_a_second_moment():
+def test_a_parameter_may_be_named_like_a_moment_and_moments_may_have_other_names():
     weight = np.ones((64, 72), "float32")
     state = state_shapes(optax.adam(1e-3), {"weight": weight, "nu": {"weight": weight}})[0]
     for moments, dtype in ((state.mu, jnp.int8), (state.nu, jnp.uint8)):
         assert moments["weight"].codes.dtype == moments["nu"]["weight"].codes.dtype == dtype
-
-
-def test_names_of_moments_can_be_given():
-    params = {"weight": np.ones((70, 64), "float32")}
     tx = eight_bit(optax.adan(1e-2), signed=("m",), unsigned=("n",))
-    state = jax.eval_shape(tx.init, params).inner[0]
+    state = jax.eval_shape(tx.init, {"weight": weight}).inner[0]
     assert state.m["weight"].codes.dtype == jnp.int8
     assert state.n["weight"].codes.dtype == jnp.uint8
     assert state.v["weight"].dtype == jnp.float32

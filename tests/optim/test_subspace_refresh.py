@@ -197,12 +197,6 @@ def test_a_state_consists_of_plain_arrays_whose_paths_checkpoints_rely_on():
         assert not any(jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in leaves)
 
 
-def test_attributes_of_a_transform_are_those_of_its_subspace():
-    tx = optim.subspace(optax.scale_by_adam(), 4, gap=3, source="random", seed=5)
-    assert isinstance(tx.subspace, optim.Subspace)
-    assert (tx.gap, tx.source, tx.subspace.seed) == (3, "random", 5)
-
-
 # Where bases come from.
 
 
