@@ -156,13 +156,8 @@ def adam_4bit_step(
     `m̂ / (sqrt(v̂) + eps)` of these, before they are rounded for the state.
     Source: Li et al. (2023), Algorithm 1 and equation 1, with section 4.2 for `v`, and for `m` too.
 
-    Args:
+    Args (others as for `adam_step`):
       g: gradient [d, n].
-      state: moments.
-      t: number of this step, from 1.
-      b1: decay of the first moment.
-      b2: decay of the second moment.
-      eps: added to the root of the second moment.
       block: values of a row of `m` that share a scale.
     """
     update, new = adam_step(g, state, t, b1, b2, eps)
@@ -200,13 +195,10 @@ def factored_adam_step(
     Source: Shazeer and Stern (2018), Algorithm 4, for the factors (sums there, means here, which
     give the same `v`). Their clipped updates, relative steps and growing `b2` are not part of it.
 
-    Args:
+    Args (others as for `adam_step`):
       g: gradient [d, n].
       state: first moment and factors.
-      t: number of this step, from 1.
       b1: decay of the first moment; 0 for none.
-      b2: decay of the second moment.
-      eps: added to the root of the second moment.
       eps_squared: added to squares of the gradient.
     """
     g = _f64(g)
@@ -271,14 +263,11 @@ def fira_step(
     Source: Chen et al. (2024), equations 11 and 12 and Algorithm 1. Their code gives the scale to
     what leaves the subspace and to nothing else.
 
-    Args:
+    Args (others as for `adam_step`):
       g: gradient [d, n].
       p: orthonormal basis [d, k].
       state: state of the last step.
       scale: the paper's `α`.
-      b1: decay of the first moment.
-      b2: decay of the second moment.
-      eps: added to the root of the second moment.
       limit: largest growth of the norm of the scaled remainder in a step.
     """
     g, p = _f64(g), _f64(p)

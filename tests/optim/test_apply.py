@@ -143,15 +143,15 @@ def test_parameters_without_stacked_layers_are_updated_as_in_optax():
 
     @jax.jit
     def both(without):
-        found = []
+        results = []
         for params in without:
             grads = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size)).reshape(x.shape), params)
             state = optim.init(tx, params)
             assert state.layers == ()
             updates, _ = tx.update(grads, tx.init(params), params)
             got, _ = optim.apply(tx, grads, state, params)
-            found.append((got, optax.apply_updates(params, updates)))
-        return found
+            results.append((got, optax.apply_updates(params, updates)))
+        return results
 
     for got, want in both(without):
         jax.tree.map(np.testing.assert_array_equal, got, want)

@@ -134,11 +134,11 @@ def test_factored_gradients_are_multiplied_out_in_an_optax_loop():
 
     @jax.jit
     def run(left, right):
-        grads, found = (LowRank(left, right), left @ right), {}
+        grads, outcomes = (LowRank(left, right), left @ right), {}
         for name, tx in small.items():
             state = tx.init({"w": grads[1]})
-            found[name] = [tx.update({"w": g}, state)[0]["w"] for g in grads]
-        return found
+            outcomes[name] = [tx.update({"w": g}, state)[0]["w"] for g in grads]
+        return outcomes
 
     for got, want in run(left, right).values():
         np.testing.assert_allclose(got, want, rtol=1e-5)

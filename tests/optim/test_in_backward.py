@@ -77,14 +77,14 @@ def estimated_norms(of_after, seen, typical):
       seen: norms of the layers in the order of the backward pass, [layers].
       typical: typical norms of the layers, and of what the embedding adds; zeros in the first step.
     """
-    found = []
+    results = []
     for known in range(1, DEPTH + 1):
         growth = jnp.prod(seen[:known] / typical[:known]) ** (1 / known)
         later = sum(typical[known:] ** 2) * growth**2
         as_large = jnp.mean(seen[:known] ** 2) * (DEPTH + 1 - known)
         unknown = jnp.where(typical[0] > 0, later, as_large)
-        found.append(jnp.sqrt(of_after**2 + sum(seen[:known] ** 2) + unknown))
-    return jnp.stack(found[::-1])
+        results.append(jnp.sqrt(of_after**2 + sum(seen[:known] ** 2) + unknown))
+    return jnp.stack(results[::-1])
 
 
 def ordinary(layer, tx, params, clip, refreshes=()):
@@ -273,5 +273,5 @@ def test_a_growing_gradient_is_clipped_in_the_same_step():
         jax.tree.map(np.testing.assert_array_equal, step(params, lost, data(0), keys), first)
     # A layer whose gradient was always zero, or nearly so, does not make a step of inf or nan.
     for odd in (0, 1e-38):
-        one = state._replace(typical=state.typical.at[1].set(odd))
-        assert 0 < step(params, one, data(0), keys)[3] < 2e-3
+        small = state._replace(typical=state.typical.at[1].set(odd))
+        assert 0 < step(params, small, data(0), keys)[3] < 2e-3

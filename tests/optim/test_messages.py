@@ -168,8 +168,8 @@ def in_backward(layer=lambda x: x, loss=lambda x: x, state=None, tx=ADAMW, **opt
     arguments = {"params": STACKED, "inputs": np.arange(4), "per_layer": np.zeros(3)} | options
 
     def step():
-        own = update.init(STACKED) if state is None else state
-        return update.step(**arguments | {"state": own})
+        first = update.init(STACKED) if state is None else state
+        return update.step(**arguments | {"state": first})
 
     return step
 

@@ -83,28 +83,30 @@ def test_moments_are_float32_and_8_bit_moments_are_decoded_to_float32():
 
 def test_steps_layers_weights_and_seeds_have_different_random_numbers():
     # Equal layers and gradients, so that only random numbers tell them apart.
-    one = np.ones((16, 64), "bfloat16")
-    params = {"layers": {"a": np.stack([one] * 3), "b": np.stack([one] * 3)}, "head": one}
+    layer = np.ones((16, 64), "bfloat16")
+    params = {"layers": {"a": np.stack([layer] * 3), "b": np.stack([layer] * 3)}, "head": layer}
     grads = jax.tree.map(lambda x: np.full(x.shape, 2.0**-9, "float32"), params)
 
     @jax.jit
     def run(params, grads):
-        found = []
+        outcomes = []
         for seed in (0, 1, 0):
             tx = optim.stochastic_rounding(optax.sgd(1.0), seed=seed)
             new, state = optim.apply(tx, grads, optim.init(tx, params), params)
-            found.append(new)
+            outcomes.append(new)
         # The same weights again, at the next step.
-        return optim.apply(tx, grads, state, params)[0], *found
+        return optim.apply(tx, grads, state, params)[0], *outcomes
 
     *trees, again = run(params, grads)
-    samples = [np.asarray(x).reshape(-1, one.size) for tree in trees for x in jax.tree.leaves(tree)]
+    samples = [
+        np.asarray(x).reshape(-1, layer.size) for tree in trees for x in jax.tree.leaves(tree)
+    ]
     patterns = np.concatenate(samples) != 1
     assert len(patterns) == 3 * 7
     agreement = np.mean(patterns[:, None] == patterns[None], axis=-1)
     # Updates of half a spacing: independent patterns agree in a half of the 1,024 places.
     np.fill_diagonal(agreement, 0.5)
-    assert np.abs(agreement - 0.5).max() < 5 * 0.5 / np.sqrt(one.size)
+    assert np.abs(agreement - 0.5).max() < 5 * 0.5 / np.sqrt(layer.size)
     assert_same_bits(again, trees[1])
 
 

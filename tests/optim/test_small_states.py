@@ -75,12 +75,12 @@ def run(tx):
 
 def expected(step, first):
     """Returns the updates of an oracle, `step(g, state, t, layer) -> update, state`."""
-    found = np.zeros((STEPS, LAYERS, *SHAPE))
+    results = np.zeros((STEPS, LAYERS, *SHAPE))
     for layer in range(LAYERS):
         state = first
         for t, g in enumerate(gradients()):
-            found[t, layer], state = step(g[layer], state, t + 1, layer)
-    return found
+            results[t, layer], state = step(g[layer], state, t + 1, layer)
+    return results
 
 
 # Moments are rounded to levels in float32, a tie in a million numbers either way.
@@ -168,18 +168,18 @@ def test_a_large_matrix_is_updated_in_pieces_as_it_is_whole(monkeypatch):
 
         return jax.tree.map(np.asarray, steps(params, grads))
 
-    whole = trained()
+    uncut = trained()
     monkeypatch.setattr(pieces, "LARGEST", 70)
     cut = trained()
     assert set(cut[1].pieces) == {"table"}
-    assert not whole[1].pieces
+    assert not uncut[1].pieces
     moments = cut[1].pieces["table"][0].inner.mu["table"]
     # The least number of equal pieces with at most 70 numbers: rows 0, 4, 8, ... are the first.
     assert moments.codes.shape == (4, 6, 10)
-    np.testing.assert_array_equal(moments.codes[0], whole[1].rest[0].inner.mu["table"].codes[::4])
+    np.testing.assert_array_equal(moments.codes[0], uncut[1].rest[0].inner.mu["table"].codes[::4])
     for name in params:
-        np.testing.assert_allclose(cut[0][name], whole[0][name], rtol=1e-12)
-    np.testing.assert_allclose(cut[2], whole[2], rtol=1e-6)
+        np.testing.assert_allclose(cut[0][name], uncut[0][name], rtol=1e-12)
+    np.testing.assert_allclose(cut[2], uncut[2], rtol=1e-6)
 
 
 def test_no_array_of_a_large_matrix_exists_in_its_update(monkeypatch):
@@ -195,9 +195,9 @@ def test_no_array_of_a_large_matrix_exists_in_its_update(monkeypatch):
         return stats.temp_size_in_bytes
 
     # Codes of one piece instead of all: both moments, once each.
-    whole = temporaries()
+    uncut = temporaries()
     monkeypatch.setattr(pieces, "LARGEST", 2**17)
-    assert temporaries() < whole - 2048 * 512 // 2
+    assert temporaries() < uncut - 2048 * 512 // 2
 
 
 def test_a_large_matrix_may_have_a_factored_gradient_and_a_transform_no_state(monkeypatch):
@@ -207,14 +207,14 @@ def test_a_large_matrix_may_have_a_factored_gradient_and_a_transform_no_state(mo
 
     @jax.jit
     def both(factors):
-        found = []
+        results = []
         for tx in (optax.sgd(1.0), optax.adam(0.1)):
             state, plain_state = optim.init(tx, params), tx.init(params)
             for left, right in factors:
                 updates, _ = tx.update({"table": left @ right}, plain_state, params)
                 new, _ = optim.apply(tx, {"table": LowRank(left, right)}, state, params)
-                found.append((new, optax.apply_updates(params, updates)))
-        return found
+                results.append((new, optax.apply_updates(params, updates)))
+        return results
 
     for new, plain in both(factors):
         np.testing.assert_allclose(new["table"], plain["table"], rtol=1e-5, atol=1e-5)
@@ -254,12 +254,12 @@ def test_large_matrices_that_only_the_end_reads_are_updated_before_the_layers(mo
     def stepped():
         return jax.jit(lambda p: update.step(p, update.init(p), ids))(params)
 
-    whole = stepped()
+    uncut = stepped()
     monkeypatch.setattr(pieces, "LARGEST", 30)
     cut = stepped()
     assert set(cut[1].optimizer.pieces) == {"embedding", "head", "second", "unread"}
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), cut[0], whole[0])
-    np.testing.assert_allclose(cut[1].grad_norm, whole[1].grad_norm, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), cut[0], uncut[0])
+    np.testing.assert_allclose(cut[1].grad_norm, uncut[1].grad_norm, rtol=1e-6)
 
 
 def test_a_weight_whose_gradient_was_zero_is_not_limited_for_ever():

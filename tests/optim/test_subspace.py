@@ -167,12 +167,12 @@ def test_a_gradient_and_the_parameters_are_projected_on_each_side():
 
     @jax.jit
     def run(params, grads):
-        found = {}
+        results = {}
         for side in ("input", "output", "both"):
             tx = optim.subspace(inner, 4, side=side, scale=0.5)
             state = tx.refresh(grads, first_state(tx, params), params)
-            found[side] = state.bases, tx.update(grads, state, params)[0]["w"]
-        return found
+            results[side] = state.bases, tx.update(grads, state, params)[0]["w"]
+        return results
 
     w, g = params["w"], grads["w"]
     u, _, vt = np.linalg.svd(g)

@@ -28,8 +28,8 @@ def by_hand(tx, grads):
 
     def step(state, x):
         i, g = x[0], {"w": x[1]}
-        given = None if tx.source == "random" else g
-        refreshed = lambda: tx.refresh(given, state, params)  # noqa: E731
+        gradient = None if tx.source == "random" else g
+        refreshed = lambda: tx.refresh(gradient, state, params)  # noqa: E731
         updates, state = tx.update(g, jax.lax.cond(i % GAP == 0, refreshed, lambda: state), params)
         return state, updates["w"]
 
@@ -72,15 +72,17 @@ def test_a_subspace_refreshes_itself_in_every_wrapper(source):
 
     @jax.jit
     def run(grads):
-        found = {name: updates_of(wrap(tx), grads, params) for name, (wrap, _) in wrappers.items()}
+        results = {
+            name: updates_of(wrap(tx), grads, params) for name, (wrap, _) in wrappers.items()
+        }
         clipped = jnp.clip(grads["w"], -0.5, 0.5)
         by_hands = jax.lax.map(lambda g: by_hand(tx, g), jnp.stack([grads["w"], clipped]))
-        return found, *by_hands
+        return results, *by_hands
 
-    found, plain, clipped = jax.tree.map(np.asarray, run(gradients(range(STEPS))))
+    results, plain, clipped = jax.tree.map(np.asarray, run(gradients(range(STEPS))))
     for name, (_, factor) in wrappers.items():
         want = clipped if name == "chain" else plain
-        np.testing.assert_allclose(found[name], factor * want, rtol=1e-4, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(results[name], factor * want, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 def test_a_gradient_of_zeros_gives_no_basis_and_the_next_one_does():
@@ -104,12 +106,12 @@ def test_a_subspace_refreshes_itself_on_the_sums_of_multi_steps():
 
     @jax.jit
     def run(grads):
-        found = updates_of(optax.MultiSteps(tx, 2), {"w": grads}, params)
-        return found, by_hand(tx, (grads[::2] + grads[1::2]) / 2)
+        results = updates_of(optax.MultiSteps(tx, 2), {"w": grads}, params)
+        return results, by_hand(tx, (grads[::2] + grads[1::2]) / 2)
 
-    found, want = map(np.asarray, run(grads))
-    np.testing.assert_array_equal(found[::2], np.zeros((STEPS, 6, 5)))
-    np.testing.assert_allclose(found[1::2], want, rtol=1e-4, atol=1e-5)
+    results, want = map(np.asarray, run(grads))
+    np.testing.assert_array_equal(results[::2], np.zeros((STEPS, 6, 5)))
+    np.testing.assert_allclose(results[1::2], want, rtol=1e-4, atol=1e-5)
 
 
 def test_hyperparameters_are_injected_into_a_subspace_itself():
@@ -124,8 +126,8 @@ def test_hyperparameters_are_injected_into_a_subspace_itself():
         state.hyperparams["scale"] = scale
         return first, tx.update(grads, state, params)[0]["w"]
 
-    half, whole = run(params, np.float32(1.0))
-    np.testing.assert_allclose(whole, 2 * np.asarray(half), rtol=1e-6)
+    half, full = run(params, np.float32(1.0))
+    np.testing.assert_allclose(full, 2 * np.asarray(half), rtol=1e-6)
 
 
 @pytest.mark.parametrize("source", ["gradient", "random"])

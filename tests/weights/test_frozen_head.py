@@ -35,18 +35,18 @@ def test_a_frozen_head_gives_the_loss_and_dhidden(x64):
     @jax.jit
     def run(hidden, head, table):
         q = NF4Weight.quantize(table.T)
-        heads, found = (FrozenWeight(head), FrozenWeight(table).T, FrozenWeight(q)), []
+        heads, results = (FrozenWeight(head), FrozenWeight(table).T, FrozenWeight(q)), []
         for options, i in cases:
 
             def fun(hidden, options=options, i=i):
                 return 3 * cross_entropy(hidden, heads[i], labels, **options)
 
-            found.append((fun(hidden), jax.value_and_grad(fun)(hidden)))
-        return found, q.astype("float64")
+            results.append((fun(hidden), jax.value_and_grad(fun)(hidden)))
+        return results, q.astype("float64")
 
-    found, coded = run(hidden, head, table)
+    results, coded = run(hidden, head, table)
     heads = head, np.transpose(table), coded
-    for (options, i), (alone, (loss, dhidden)) in zip(cases, found, strict=True):
+    for (options, i), (alone, (loss, dhidden)) in zip(cases, results, strict=True):
         counted = options["mask"].reshape(12) if "mask" in options else None
         arguments = np.reshape(hidden, (12, 8)), heads[i], labels.reshape(12), counted
         z_loss = options.get("z_loss", 0.0)
@@ -60,14 +60,14 @@ def test_a_frozen_head_gives_the_loss_and_dhidden(x64):
 def test_a_frozen_head_gives_the_bits_of_a_plain_one():
     @jax.jit
     def run(hidden, head, labels, mask):
-        found = []
+        results = []
         for wrap in (FrozenWeight, lambda w: w):
 
             def fun(hidden, wrap=wrap):
                 return cross_entropy(hidden, wrap(head), labels, mask=mask, z_loss=1e-2)
 
-            found.append(jax.value_and_grad(fun)(hidden))
-        return found
+            results.append(jax.value_and_grad(fun)(hidden))
+        return results
 
     for dtype in ("float32", "bfloat16"):
         assert_equal(*run(*problem(dtype)))

@@ -58,8 +58,8 @@ def test_value_is_exact_and_gradients_are_those_at_the_decoded_input(name, codec
         coded = NF4Weight.quantize(ws[2])
 
         def fun(xs, plain, adapters, biases):
-            given = *with_adapters(ws[0], plain, coded, adapters), FrozenWeight(ws[3])
-            return operator.call(xs, scale, given, bias=biases, codec=codec, key=KEY)
+            adapted = *with_adapters(ws[0], plain, coded, adapters), FrozenWeight(ws[3])
+            return operator.call(xs, scale, adapted, bias=biases, codec=codec, key=KEY)
 
         zs, pullback = jax.vjp(fun, xs, plain, adapters, biases)
         return zs, pullback(dzs), decoded(name, xs, codec), coded.astype(jnp.float64)
@@ -77,15 +77,15 @@ def test_any_number_of_leading_axes(x64):
 
     @jax.jit
     def run(inputs, a, b):
-        found = []
+        results = []
         for x, dz in inputs:
             z, pullback = jax.vjp(lambda x, a, b: linear(x, LoRA(w, a, b, scale=3.0)), x, a, b)
-            found.append((z, *pullback(dz)))
-        return found
+            results.append((z, *pullback(dz)))
+        return results
 
-    found = run(inputs, a, b)
+    results = run(inputs, a, b)
     w, a, b = map(np.asarray, (w, a, b))
-    for got, (x, dz) in zip(found, jax.tree.map(np.asarray, inputs), strict=True):
+    for got, (x, dz) in zip(results, jax.tree.map(np.asarray, inputs), strict=True):
         flat, dflat = x.reshape(-1, 6), dz.reshape(-1, 5)
         dx, da = dz @ w.T + 3 * dz @ b.T @ a.T, flat.T @ (3 * dflat @ b.T)
         same(got, (x @ w + 3 * x @ a @ b, dx, da, (3 * flat @ a).T @ dflat))
@@ -97,8 +97,8 @@ def test_exact_codec_passes_finite_differences(x64):
     keys = tuple(jax.random.split(KEY))
 
     def fun(x, plain, adapters, biases):
-        given = with_adapters(ws[0], plain, ws[2], adapters, keys, 0.3)
-        return qkv_projection(x, *given, bias=biases)
+        adapted = with_adapters(ws[0], plain, ws[2], adapters, keys, 0.3)
+        return qkv_projection(x, *adapted, bias=biases)
 
     xs = OPERATORS["linear"].activations()
     assert_gradients_are_differences(fun, *xs, ws[1], adapters, biases)
@@ -108,9 +108,9 @@ def test_a_single_weight_gives_a_single_output_and_a_tuple_a_tuple():
     ws, adapters, *_ = problem()
     w = LoRA(ws[0], *adapters[0])
     for operator in OPERATORS.values():
-        given = operator.activations(), operator.scale()
+        arguments = operator.activations(), operator.scale()
         for weights, count in ((w, None), ((w,), 1), ([w, ws[0]], 2)):
-            zs = jax.eval_shape(lambda ws: operator.call(*given, ws), weights)
+            zs = jax.eval_shape(lambda ws: operator.call(*arguments, ws), weights)
             assert (len(zs) if isinstance(zs, tuple) else None) == count
             assert {z.shape for z in jax.tree.leaves(zs)} == {(BATCH, LENGTH, 5)}
 
@@ -144,10 +144,10 @@ def test_the_gradient_of_a_is_unbiased_if_the_codec_is(x64):
 
         return jax.vmap(sample)(jax.random.split(KEY, 2000))
 
-    found = np.asarray(samples())
-    standard_error = found.std(0) / np.sqrt(2000)
+    results = np.asarray(samples())
+    standard_error = results.std(0) / np.sqrt(2000)
     assert standard_error.min() > 0  # Each key draws other numbers.
-    error = np.abs(found.mean(0) - np.asarray(x).T @ np.asarray(dz) @ np.asarray(b).T)
+    error = np.abs(results.mean(0) - np.asarray(x).T @ np.asarray(dz) @ np.asarray(b).T)
     assert np.all(error <= 5 * standard_error)
 
 
@@ -175,10 +175,10 @@ def test_the_adapters_of_peft_have_the_same_values_and_gradients():
         return z, *pullback(dz), LoRA(w, a, b, scale=2.0).merged()
 
     w, bias = array(layer.base_layer.weight).T, array(layer.base_layer.bias)
-    found = run(array(x), w, bias, array(a).T, array(b).T, array(dz))
+    results = run(array(x), w, bias, array(a).T, array(b).T, array(dz))
     grads = array(z), array(x.grad), array(a.grad).T, array(b.grad).T
     merged_weight = array(model.merge_and_unload()[0].weight).T
-    for one, want in zip(found, (*grads, merged_weight), strict=True):
+    for one, want in zip(results, (*grads, merged_weight), strict=True):
         assert one.shape == want.shape
         # Float32 sums of 16 terms and less.
         np.testing.assert_allclose(one, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())

@@ -59,9 +59,9 @@ def test_the_parts_add_up_to_the_output(name, dropout, x64):
     xs, scale = operator.activations(), operator.scale()
 
     def outputs(split, keys, xs, plain, adapters, biases):
-        given = with_adapters(ws[0], plain, ws[2], adapters, keys, dropout)
+        adapted = with_adapters(ws[0], plain, ws[2], adapters, keys, dropout)
         options = {"bias": biases, "codec": DRAWN, "key": KEY, "split": split}
-        zs = operator.call(xs, scale, given, **options)
+        zs = operator.call(xs, scale, adapted, **options)
         if not split:
             return zs
         first, plain, last = zs
@@ -86,27 +86,27 @@ def test_the_base_is_the_output_of_the_weight_alone():
     @jax.jit
     def run(x, parts, bias):
         w = parts[0]
-        found = linear(x, LoRA(*parts, KEY, 2.0, 0.3), bias=bias, split=True)
+        total = linear(x, LoRA(*parts, KEY, 2.0, 0.3), bias=bias, split=True)
         q, k, _ = qkv_projection(x, LoRA(*parts), w, w, split=True)
-        pairs = [found.base, q.base, linear(x, w, split=True)]
-        return found, pairs, [linear(x, w, bias=bias), k, linear(x, w)]
+        pairs = [total.base, q.base, linear(x, w, split=True)]
+        return total, pairs, [linear(x, w, bias=bias), k, linear(x, w)]
 
-    found, got, want = run(x, parts, bias)
-    assert (found.left.shape, found.right.shape) == ((6, 2), (2, 5))
+    total, got, want = run(x, parts, bias)
+    assert (total.left.shape, total.right.shape) == ((6, 2), (2, 5))
     assert_equal(got, want)
 
 
 def test_features_are_split_into_heads_and_merged_again(x64):
-    found = LowRankSum(normal(0, 6, 4), normal(1, 6, 2), normal(2, 2, 4))
-    want = np.asarray(found.base) + np.asarray(found.left) @ np.asarray(found.right)
+    total = LowRankSum(normal(0, 6, 4), normal(1, 6, 2), normal(2, 2, 4))
+    want = np.asarray(total.base) + np.asarray(total.left) @ np.asarray(total.right)
     shapes = (2, 3, 4), (6, 2, -1)
 
     @jax.jit
-    def run(found):
-        cut = [found.reshape(*shape) for shape in shapes]
+    def run(total):
+        cut = [total.reshape(*shape) for shape in shapes]
         return cut, [one.value() for one in cut], [one.reshape(6, 4).value() for one in cut]
 
-    for shape, cut, value, again in zip(shapes, *run(found), strict=True):
+    for shape, cut, value, again in zip(shapes, *run(total), strict=True):
         want_cut = want.reshape(shape)
         assert (cut.shape, cut.ndim) == (want_cut.shape, want_cut.ndim)
         same(value, want_cut)
@@ -116,29 +116,29 @@ def test_features_are_split_into_heads_and_merged_again(x64):
 SHAPES = {name: REBUILT[name].shapes for name in ("swiglu", "attention")}
 OPERATIONS = {
     "swiglu": swiglu,
-    "attention": lambda *xs, **given: merged(
-        attention(*xs, rope=tables(LENGTH, SIZE), **given)
+    "attention": lambda *xs, **options: merged(
+        attention(*xs, rope=tables(LENGTH, SIZE), **options)
     ),
     "swiglu linear": swiglu_linear,
-    "attention linear": lambda *xs, **given: attention_linear(
-        *xs, rope=tables(LENGTH, SIZE), **given
+    "attention linear": lambda *xs, **options: attention_linear(
+        *xs, rope=tables(LENGTH, SIZE), **options
     ),
 }  # fmt: skip
 
 
 def sums(shapes):
     """Returns the parts of activations: base, left and right."""
-    found = []
+    total = []
     for i, shape in enumerate(shapes):
         wide, rank = int(np.prod(shape[2:])), 2 + i
-        found.append(
+        total.append(
             (
                 normal(i, BATCH, LENGTH, wide),
                 np.asarray(normal(10 + i, BATCH, LENGTH, rank)) / 2,
                 np.asarray(normal(20 + i, rank, wide)) / 2,
             )
         )
-    return tuple(found)
+    return tuple(total)
 
 
 # Operator, codecs, and which inputs have two parts.
