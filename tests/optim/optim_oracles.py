@@ -1,6 +1,6 @@
 """Oracles of the optimizers in NumPy float64, written directly from the definitions.
 
-They follow the papers, not the library; `test_optim_oracles.py` compares every function with
+They follow the papers, not the library; `test_state_oracles.py` compares every function with
 another way to compute it. Every argument is converted to float64, and every result is float64.
 
 Sources:

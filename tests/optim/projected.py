@@ -1,4 +1,4 @@
-"""What the tests of `subspace` share."""
+"""Helpers of the tests of `subspace`."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def subspace(rank: int, **options: Any) -> optim.SubspaceTransformation:
 def first_state(tx: optim.SubspaceTransformation, params: Any) -> optim.SubspaceState:
     """Returns the first state as `actjax.optim.init` makes it: its bases are used as they are."""
     key = jax.random.key(tx.subspace.seed)
-    return jax.jit(lambda params: tx.subspace.init_from(params, key))(params)
+    return tx.subspace.init_from(params, key)
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:

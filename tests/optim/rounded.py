@@ -1,27 +1,23 @@
-"""What the tests of rounded weights share."""
-
-import functools
+"""Helpers of the tests of rounded weights."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from actjax import optim
-
 ADAMW = optax.adamw(1e-3, weight_decay=0.1)
 
 
-def parameters(seed: int = 0, dtype="bfloat16", scale: float = 1.0):
+def parameters(seed: int = 0, scale: float = 1.0):
     """Returns three layers and two other weights; one is float32."""
     rng = np.random.default_rng(seed)
     shapes = {"layers": {"w": (3, 16, 24)}, "head": (24, 8), "norm": (8,)}
     params = jax.tree.map(
-        lambda shape: jnp.asarray(scale * rng.normal(size=shape), dtype),
+        lambda shape: (scale * rng.normal(size=shape)).astype("bfloat16"),
         shapes,
         is_leaf=lambda x: isinstance(x, tuple),
     )
-    return params | {"norm": params["norm"].astype(jnp.float32)}
+    return params | {"norm": params["norm"].astype("float32")}
 
 
 GRADIENTS = [parameters(seed, scale=0.1) for seed in (1, 2, 3)]
@@ -50,16 +46,4 @@ def loop(tx, params, gradients=GRADIENTS):
     def run(params, gradients):
         return jax.lax.scan(step, (params, tx.init(params)), gradients)[0]
 
-    return run(params, jax.tree.map(lambda *x: jnp.stack(x), *gradients))
-
-
-def apply_step(tx, **options):
-    return jax.jit(functools.partial(optim.apply, tx, **options))
-
-
-def applied(tx, params, gradients=GRADIENTS, step=None):
-    """Returns parameters and state after `optim.apply` with each gradient."""
-    state, step = jax.jit(functools.partial(optim.init, tx))(params), step or apply_step(tx)
-    for grads in gradients:
-        params, state = step(grads, state, params)
-    return params, state
+    return run(params, jax.tree.map(lambda *x: np.stack(x), *gradients))

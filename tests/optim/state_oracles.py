@@ -4,30 +4,24 @@ They work on one matrix [d, n] (input, output) and take and return plain arrays;
 in place. A step returns the update without the learning rate, and its new state.
 `test_state_oracles.py` compares every function with another way to compute it.
 
-A rounding or a sign may differ between two precisions where a value is near a tie. Functions that
-round or take signs therefore return a mask of ties, so that a comparison can leave them out.
+A rounding may differ between two precisions where a value is near a tie. Functions that round
+therefore return a mask of ties, so that a comparison can leave them out.
 
 Sources:
   Li et al., "Memory Efficient Optimizers with 4-bit States" (2023), arXiv 2309.01507.
   Shazeer and Stern, "Adafactor" (2018), arXiv 1804.04235.
   Chen et al., "Fira" (2024), arXiv 2410.01623.
-  Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023), arXiv 2302.06675: Lion.
-  Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
-Inner = Callable[[Array], Array]
 
 TIE = 1e-6
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
 def _f64(a: npt.ArrayLike) -> Array:
@@ -70,19 +64,6 @@ def adam_step(
     m = b1 * (zeros if state.m is None else state.m) + (1 - b1) * g
     v = b2 * (zeros if state.v is None else state.v) + (1 - b2) * g**2
     return m / (1 - b1**t) / (np.sqrt(v / (1 - b2**t)) + eps), AdamState(m, v)
-
-
-class InnerAdam:
-    """Adam as a function of the gradient alone: it keeps the moments and counts its steps."""
-
-    def __init__(self, b1: float, b2: float, eps: float):
-        self.b1, self.b2, self.eps = b1, b2, eps
-        self.t, self.state = 0, AdamState()
-
-    def __call__(self, g: npt.ArrayLike) -> Array:
-        self.t += 1
-        n, self.state = adam_step(g, self.state, self.t, self.b1, self.b2, self.eps)
-        return n
 
 
 # Four bits.
@@ -160,46 +141,29 @@ def quantize_rank_one(v: npt.ArrayLike, bits: int = 4) -> tuple[Array, Mask]:
     return level * scale, ties & (scale > 0)
 
 
-@dataclass(frozen=True)
-class FourBitState:
-    """What the stored moments decode to, and which entries were ever near a tie in rounding."""
-
-    m: Array | None = None
-    v: Array | None = None
-    ties: Mask | None = None
-
-
 def adam_4bit_step(
     g: npt.ArrayLike,
-    state: FourBitState,
+    state: AdamState,
     t: int,
     b1: float,
     b2: float,
     eps: float,
     block: int = 128,
-) -> tuple[Array, FourBitState]:
-    """Returns the update of Adam with moments of 4 bits, and the new state.
+) -> tuple[Array, AdamState]:
+    """Returns the update of Adam with moments of 4 bits, and the decoded new moments.
 
     `m = b1 dec(m) + (1 - b1) g` and `v = b2 dec(v) + (1 - b2) g²`; the update is
     `m̂ / (sqrt(v̂) + eps)` of these, before they are rounded for the state.
     Source: Li et al. (2023), Algorithm 1 and equation 1, with section 4.2 for `v`, and for `m` too.
 
-    Args:
+    Args (others as for `adam_step`):
       g: gradient [d, n].
-      state: moments.
-      t: number of this step, from 1.
-      b1: decay of the first moment.
-      b2: decay of the second moment.
-      eps: added to the root of the second moment.
       block: values of a row of `m` that share a scale.
     """
-    update, new = adam_step(g, AdamState(state.m, state.v), t, b1, b2, eps)
+    update, new = adam_step(g, state, t, b1, b2, eps)
     assert new.m is not None
     assert new.v is not None
-    m, m_ties = quantize_signed(new.m, block)
-    v, v_ties = quantize_rank_one(new.v, 4)
-    ties = m_ties | v_ties if state.ties is None else m_ties | v_ties | state.ties
-    return update, FourBitState(m, v, ties)
+    return update, AdamState(quantize_signed(new.m, block)[0], quantize_rank_one(new.v)[0])
 
 
 # A factored second moment.
@@ -231,13 +195,10 @@ def factored_adam_step(
     Source: Shazeer and Stern (2018), Algorithm 4, for the factors (sums there, means here, which
     give the same `v`). Their clipped updates, relative steps and growing `b2` are not part of it.
 
-    Args:
+    Args (others as for `adam_step`):
       g: gradient [d, n].
       state: first moment and factors.
-      t: number of this step, from 1.
       b1: decay of the first moment; 0 for none.
-      b2: decay of the second moment.
-      eps: added to the root of the second moment.
       eps_squared: added to squares of the gradient.
     """
     g = _f64(g)
@@ -257,160 +218,61 @@ def factored_adam_step(
 # Subspaces with a remainder.
 
 
-def limit_growth(
-    x: npt.ArrayLike, previous: float | None, limit: float, norm_eps: float = 0.0
-) -> tuple[Array, float]:
-    """Returns `x` with its norm at most `limit (previous + norm_eps)`, and the norm that it has.
+def limit_growth(x: npt.ArrayLike, previous: float | None, limit: float) -> tuple[Array, float]:
+    """Returns `x` with its norm at most `limit` times `previous`, and the norm that it has.
 
     Source: Fira's norm-growth limiter, Chen et al. (2024), equation 12 and Algorithm 1: `S` becomes
-    `limit S / max(|S| / (|S_before| + norm_eps), limit)`, where `S_before` is itself limited.
+    `limit S / max(|S| / |S_before|, limit)`, where `S_before` is itself limited.
 
     Args:
       x: any shape.
       previous: norm that the last step returned; `None` for no limit.
       limit: largest growth of the norm in a step.
-      norm_eps: added to the norm of the last step; 1e-8 in Fira's code. Where it is 0, `x` is zero
-        if `previous` is.
     """
     x = _f64(x)
     norm = float(np.linalg.norm(x))
-    if previous is None or norm <= limit * (previous + norm_eps):
+    if previous is None or norm <= limit * previous:
         return x, norm
-    bound = limit * (previous + norm_eps)
-    return x * (bound / norm), bound
+    return x * (limit * previous / norm), limit * previous
 
 
 @dataclass(frozen=True)
-class GrowthState:
-    """Norm of what was limited in the last step; `None` before the first."""
+class FiraState:
+    """Number of steps, moments, and norm of what was limited last; `None` before the first step."""
 
+    t: int = 0
+    adam: AdamState = AdamState()
     norm: float | None = None
 
 
 def fira_step(
     g: npt.ArrayLike,
     p: npt.ArrayLike,
-    state: GrowthState,
-    inner: Inner,
+    state: FiraState,
     scale: float,
+    b1: float,
+    b2: float,
+    eps: float,
     limit: float = 1.01,
-    *,
-    norm_eps: float = 0.0,
-    form: Literal["paper", "code"] = "paper",
-) -> tuple[Array, GrowthState]:
-    """Returns the update of Fira in a given basis on the input side, and the new state.
+) -> tuple[Array, FiraState]:
+    """Returns the update of Fira with Adam in a given basis on the input side, and the new state.
 
-    `r = pᵀ g`, `n = inner(r)`, and column `j` of the remainder `g - p r` is multiplied by
-    `|n_:j| / |r_:j|`, which is 0 where its denominator is. The limiter acts on that scaled
-    remainder `s` alone, before `scale`. The update is `scale (p n + s)`: the remainder has the
-    scale too. Source: Chen et al. (2024), equations 11 and 12 and Algorithm 1.
+    `r = pᵀ g`, `n` is the update of Adam for `r`, and column `j` of the remainder `g - p r` is
+    multiplied by `|n_:j| / |r_:j|`, which is 0 where its denominator is. The limiter acts on that
+    scaled remainder `s` alone, before `scale`. The update is `scale (p n + s)`.
+    Source: Chen et al. (2024), equations 11 and 12 and Algorithm 1. Their code gives the scale to
+    what leaves the subspace and to nothing else.
 
-    Their code gives the scale to whatever leaves the subspace and to nothing else: its remainder is
-    `g - scale p r`, and its update `scale p n + s`. `form` chooses; they agree if `scale` is 1.
-
-    Args:
+    Args (others as for `adam_step`):
       g: gradient [d, n].
       p: orthonormal basis [d, k].
-      state: norm of the limited remainder.
-      inner: the optimizer in the subspace; it keeps its own state.
+      state: state of the last step.
       scale: the paper's `α`.
       limit: largest growth of the norm of the scaled remainder in a step.
-      norm_eps: added to norms in denominators; 1e-8 in the code.
-      form: whose remainder and scale: the paper's Algorithm 1 or the published code.
     """
     g, p = _f64(g), _f64(p)
     r = p.T @ g
-    n = inner(r)
-    remainder = g - p @ r if form == "paper" else g - scale * (p @ r)
-    columns = _ratio(np.linalg.norm(n, axis=0), np.linalg.norm(r, axis=0) + norm_eps)
-    s, norm = limit_growth(columns * remainder, state.norm, limit, norm_eps)
-    update = scale * (p @ n + s) if form == "paper" else scale * (p @ n) + s
-    return update, GrowthState(norm)
-
-
-# One moment.
-
-
-def lion_step(g: npt.ArrayLike, m: npt.ArrayLike, b1: float, b2: float) -> tuple[Array, Array]:
-    """Returns `sign(b1 m + (1 - b1) g)`, and the moment `b2 m + (1 - b2) g`.
-
-    Source: Chen et al. (2023), Algorithm 2, without the weight decay.
-
-    Args:
-      g: gradient of any shape.
-      m: moment; zeros before the first step.
-      b1: weight of the moment in the update.
-      b2: decay of the moment.
-    """
-    g, m = _f64(g), _f64(m)
-    return np.sign(b1 * m + (1 - b1) * g), b2 * m + (1 - b2) * g
-
-
-def momentum_step(
-    g: npt.ArrayLike, m: npt.ArrayLike, decay: float, nesterov: bool = False
-) -> tuple[Array, Array]:
-    """Returns the trace `m <- decay m + g`, or `g + decay m` of the new one, and the trace.
-
-    Source: Sutskever et al. (2013), as `optax.trace` has it: the gradient has weight 1.
-
-    Args:
-      g: gradient of any shape.
-      m: trace; zeros before the first step.
-      decay: decay of the trace.
-      nesterov: whether the update looks a step ahead.
-    """
-    g = _f64(g)
-    m = decay * _f64(m) + g
-    return (g + decay * m if nesterov else m), m
-
-
-def newton_schulz(x: npt.ArrayLike, steps: int = 5, eps: float = 1e-8) -> Array:
-    """Returns the matrix with the singular vectors of `x`, and values near 1.
-
-    Singular values of `x / (|x| + eps)` go through `a s + b s³ + c s⁵` in each step; this is
-    computed from the decomposition, and not with products of matrices as optimizers do.
-    Source: Jordan et al. (2024); the coefficients are `NEWTON_SCHULZ`.
-
-    Args:
-      x: [d, n].
-      steps: number of iterations.
-      eps: added to the Frobenius norm.
-    """
-    x = _f64(x)
-    u, s, vt = np.linalg.svd(x / (np.linalg.norm(x) + eps), full_matrices=False)
-    a, b, c = NEWTON_SCHULZ
-    for _ in range(steps):
-        s = a * s + b * s**3 + c * s**5
-    return (u * s) @ vt
-
-
-def muon_step(
-    g: npt.ArrayLike,
-    m: npt.ArrayLike,
-    t: int,
-    beta: float = 0.95,
-    steps: int = 5,
-    eps: float = 1e-8,
-    nesterov: bool = True,
-) -> tuple[Array, Array]:
-    """Returns the orthogonalized momentum of Muon, and the moment `beta m + (1 - beta) g`.
-
-    As in `optax.contrib.scale_by_muon`, what is orthogonalized has a bias correction: with Nesterov
-    momentum `beta m / (1 - beta^(t + 1)) + (1 - beta) g / (1 - beta^t)`, without it
-    `m / (1 - beta^t)`. Jordan et al. (2024) have none. A factor of the shape is not part of it.
-
-    Args:
-      g: gradient [d, n].
-      m: moment; zeros before the first step.
-      t: number of this step, from 1.
-      beta: decay of the moment.
-      steps: number of Newton-Schulz iterations.
-      eps: added to the Frobenius norm.
-      nesterov: whether the update looks a step ahead.
-    """
-    g = _f64(g)
-    m = beta * _f64(m) + (1 - beta) * g
-    ahead = m / (1 - beta**t)
-    if nesterov:
-        ahead = beta * m / (1 - beta ** (t + 1)) + (1 - beta) * g / (1 - beta**t)
-    return newton_schulz(ahead, steps, eps), m
+    n, adam = adam_step(r, state.adam, state.t + 1, b1, b2, eps)
+    columns = _ratio(np.linalg.norm(n, axis=0), np.linalg.norm(r, axis=0))
+    s, norm = limit_growth(columns * (g - p @ r), state.norm, limit)
+    return scale * (p @ n + s), FiraState(state.t + 1, adam, norm)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jaxprs import nbytes
 
 import actjax
 from actjax import optim
@@ -40,6 +41,7 @@ TRANSFORMS = {
     "adamw": ADAMW,
     "momentum": optax.sgd(0.1, momentum=0.9),
     "lion": optax.lion(1e-3),
+    "muon": optax.contrib.muon(1e-2),
     "schedule and mask": optax.adamw(
         optax.linear_schedule(1e-2, 0, 4), mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)
     ),
@@ -93,37 +95,29 @@ def test_factored_gradients_are_multiplied_out_one_layer_at_a_time():
 
 
 @pytest.mark.parametrize(
-    ("tx", "bound"), [(ADAMW, 8), (optim.eight_bit(ADAMW), 10)], ids=["float32", "8 bits"]
+    ("tx", "dtype", "bound"),
+    [
+        (ADAMW, "float32", 8),
+        (optim.eight_bit(ADAMW), "float32", 10),
+        (optim.stochastic_rounding(ADAMW), "bfloat16", 9),
+    ],
+    ids=["float32", "8 bits", "rounded"],
 )
-def test_no_update_of_all_layers_and_no_second_copy_exists(tx, bound):
-    def step(params, state, grads):
-        return optim.apply(tx, grads, state, params)
-
+def test_no_update_of_all_layers_and_no_second_copy_exists(tx, dtype, bound):
     sizes = []
     for count in (8, 24):
-        params = {"layers": jax.ShapeDtypeStruct((count, 256, 256), "float32")}
+        params = {"layers": jax.ShapeDtypeStruct((count, 256, 256), dtype)}
         state = jax.eval_shape(functools.partial(optim.init, tx), params)
-        program = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, params).compile()
-        stats = program.memory_analysis()
+        step = jax.jit(lambda p, s, g: optim.apply(tx, g, s, p), donate_argnums=(0, 1))
+        stats = step.lower(params, state, params).compile().memory_analysis()
         sizes.append(stats.temp_size_in_bytes)
-        donated = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((state, params)))
-        assert stats.alias_size_in_bytes >= donated
+        assert stats.alias_size_in_bytes >= nbytes((state, params))
     one_layer = 256 * 256 * 4
     # The temporaries do not grow with the number of layers.
     assert abs(sizes[1] - sizes[0]) < one_layer / 10
     # For one layer: gradient, weight and moments, the new ones, and the update; for 8-bit moments
-    # also the levels that they are rounded to.
+    # also the levels that they are rounded to, and for rounded weights the sum in float32.
     assert sizes[0] < bound * one_layer
-
-
-def test_a_second_update_is_not_compiled_again():
-    tx = optim.subspace(optim.eight_bit(optax.scale_by_adam(), min_size=8), 4)
-    params = jax.tree.map(jnp.asarray, parameters())
-    state = jax.jit(functools.partial(optim.init, tx))(params)
-    step = jax.jit(functools.partial(optim.apply, tx))
-    for _ in range(3):
-        params, state = step(parameters(1), state, params)
-    assert step._cache_size() == 1
 
 
 def test_layers_may_have_another_name_and_parameters_may_be_absent():
@@ -136,14 +130,8 @@ def test_layers_may_have_another_name_and_parameters_may_be_absent():
     assert jax.tree.leaves(state.layers)[0].shape[0] == 3
 
 
-# Arguments.
-
-
 def test_parameters_without_stacked_layers_are_updated_as_in_optax():
-    transforms = (
-        optim.eight_bit(optax.adamw(0.1), min_size=16),
-        optim.stochastic_rounding(optax.adamw(0.1)),
-    )
+    tx = optim.stochastic_rounding(optim.eight_bit(optax.adamw(0.1), min_size=16))
     without = [
         {"w": np.ones((8, 8)), "b": np.ones(8)},
         # A tree for each layer, one dense layer, and a list.
@@ -151,20 +139,19 @@ def test_parameters_without_stacked_layers_are_updated_as_in_optax():
         {"layers": {"up": {"w": np.ones((8, 4)), "b": np.ones(4)}}, "norm": np.ones(8)},
         [np.ones((8, 8))],
     ]
-    without = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), without)
+    without = jax.tree.map(lambda x: x.astype("bfloat16"), without)
 
     @jax.jit
     def both(without):
-        found = []
+        results = []
         for params in without:
             grads = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size)).reshape(x.shape), params)
-            for tx in transforms:
-                state = optim.init(tx, params)
-                assert state.layers == ()
-                updates, _ = tx.update(grads, tx.init(params), params)
-                got, _ = optim.apply(tx, grads, state, params)
-                found.append((got, optax.apply_updates(params, updates)))
-        return found
+            state = optim.init(tx, params)
+            assert state.layers == ()
+            updates, _ = tx.update(grads, tx.init(params), params)
+            got, _ = optim.apply(tx, grads, state, params)
+            results.append((got, optax.apply_updates(params, updates)))
+        return results
 
     for got, want in both(without):
         jax.tree.map(np.testing.assert_array_equal, got, want)
@@ -178,77 +165,3 @@ def test_a_subspace_without_stacked_layers_is_refreshed():
     expected = -np.diag(np.where(np.arange(8) > 5, np.arange(8.0), 0))
     # Float32, of numbers up to 7.
     np.testing.assert_allclose(step(grads, params)["w"], expected, atol=1e-5)
-
-
-def stacked_params(count):
-    w = np.ones((count, 4, 4), "float32")
-    return {"layers": {"w": w}, "head": np.ones((4, 4), "float32")}
-
-
-def shapes_of_state(tx, params):
-    return jax.eval_shape(functools.partial(optim.init, tx), params)
-
-
-def test_bad_arguments_of_init_are_named():
-    good = stacked_params(3)
-    ragged = {"layers": {"a": np.ones((3, 4)), "b": np.ones((2, 4))}}
-    for layers, message in (
-        (lambda p: p["layers"], r"must share a leading axis.* are 2, 3\."),
-        (lambda p: {}, r"`layers` holds no arrays"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            optim.init(ADAMW, ragged, layers=layers)
-    for bad in (optax.adam, None, 0.1):
-        with pytest.raises(TypeError, match=r"`tx` must be an optax transform"):
-            optim.init(bad, good)
-    with pytest.raises(TypeError, match=r"`layers` must be a function, got 'layers'"):
-        optim.init(ADAMW, good, layers="layers")
-
-
-def test_bad_arguments_of_apply_are_named():
-    good = stacked_params(3)
-    subspace = optim.subspace(optax.scale_by_adam(), 2, groups={"head": "head"})
-    for tx, grads, refresh, message in (
-        (ADAMW, good, True, r"`refresh` is for actjax.optim.subspace"),
-        (ADAMW, {"layers": good["layers"]}, False, r"`grads` must have the structure of `params`"),
-        (subspace, good, np.ones(3, bool), r"`refresh` must be a bool that.*: got array"),
-    ):
-        update = functools.partial(optim.apply, tx, refresh=refresh)
-        with pytest.raises(ValueError, match=message):
-            jax.eval_shape(update, grads, shapes_of_state(tx, good), good)
-    with pytest.raises(ValueError, match=r'static_argnames="refresh"'):
-        jax.eval_shape(
-            lambda state, refresh: optim.apply(subspace, good, state, good, refresh=refresh),
-            shapes_of_state(subspace, good),
-            True,
-        )
-
-
-def test_a_subspace_inside_another_transform_is_refused():
-    for wrap in (optim.eight_bit, lambda tx: optax.chain(tx, optax.scale(-1.0))):
-        tx = wrap(optim.subspace(optax.scale_by_adam(), 2))
-        with pytest.raises(ValueError, match=r"`tx` has a subspace inside another tr.*`inner`"):
-            shapes_of_state(tx, stacked_params(3))
-
-
-def test_an_input_group_is_inside_or_outside_the_layers():
-    tx = optim.subspace(optax.scale_by_adam(), 2, groups={"layers.w": "g", "head": "g"})
-    with pytest.raises(ValueError, match=r"input groups \['g'\] in `groups` of subspace have weig"):
-        shapes_of_state(tx, stacked_params(3))
-
-
-def test_a_state_of_other_parameters_is_refused():
-    # JAX clamps an index out of range: missing layers would share the moments of the last.
-    params = stacked_params(3)
-    random = optim.subspace(optax.scale_by_adam(), 2, source="random")
-    for state, message in (
-        (jax.eval_shape(ADAMW.init, params), "got tuple"),
-        (None, "got NoneType"),
-        (shapes_of_state(optax.sgd(1.0, 0.9), params), r"is missing, expected \(3,\)"),
-        (shapes_of_state(ADAMW, stacked_params(2)), r"is \(2,\), expected \(3,\)"),
-    ):
-        refused = rf"`state` must be what `actjax.optim.init.*{message}"
-        with pytest.raises(ValueError, match=refused):
-            jax.eval_shape(functools.partial(optim.apply, ADAMW), params, state, params)
-        with pytest.raises(ValueError, match=r"`state` must be what `actjax.optim.init"):
-            jax.eval_shape(functools.partial(optim.redraw, random), state, params)

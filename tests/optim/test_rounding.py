@@ -1,27 +1,20 @@
 """Optimizers that round bfloat16 weights: values, random numbers, and where they work."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jaxprs import nbytes
 from optim.rounded import (
     ADAMW,
     GRADIENTS,
-    applied,
-    apply_step,
     assert_same_bits,
     loop,
     parameters,
     widened,
 )
 
-import actjax
 from actjax import optim
-from train.run.sharding import make_mesh, state_shardings
 
 # Values.
 
@@ -29,21 +22,21 @@ from train.run.sharding import make_mesh, state_shardings
 def test_stochastic_rounding_is_unbiased_over_keys():
     tx, count = optim.stochastic_rounding(optax.sgd(1.0)), 2000
     rng = np.random.default_rng(0)
-    weights = jnp.asarray(rng.normal(size=64), jnp.bfloat16)
+    weights = rng.normal(size=64).astype("bfloat16")
     # From a thousandth of the spacing to several spacings.
-    grads = jnp.asarray(rng.normal(size=64) * 10 ** rng.uniform(-5, -1, 64), jnp.float32)
-    state = tx.init(weights)
+    grads = np.float32(rng.normal(size=64) * 10 ** rng.uniform(-5, -1, 64))
 
     @jax.jit
     @jax.vmap
     def new(key):
-        return tx.rounding.apply(grads, state._replace(key=jax.random.key_data(key)), weights)[0]
+        state = tx.init(weights)._replace(key=jax.random.key_data(key))
+        return tx.rounding.apply(grads, state, weights)[0]
 
     samples = np.asarray(new(jax.random.split(jax.random.key(0), count)), np.float64)
     exact = np.asarray(weights, np.float64) - np.asarray(grads, np.float64)
     spacing = np.exp2(np.frexp(np.abs(exact))[1] - 8)
     share = np.abs(exact) / spacing % 1
-    # Of rare events, the standard error of a few is not that of a normal distribution.
+    # The mean of a few rare events is not normally distributed.
     standard_error = spacing * np.sqrt(np.maximum(share * (1 - share), 0.01) / count)
     assert np.all(np.abs(samples.mean(0) - exact) <= 5 * standard_error)
     np.testing.assert_array_equal(np.unique(np.abs(samples - exact) > spacing), False)
@@ -51,7 +44,7 @@ def test_stochastic_rounding_is_unbiased_over_keys():
 
 def test_small_updates_add_up_where_nearest_loses_them():
     # 4,096 updates of 2^-14 of the weight: rounded to nearest, none changes it.
-    weights, update = jnp.ones(256, jnp.bfloat16), jnp.full(256, 2.0**-14)
+    weights, update = np.ones(256, "bfloat16"), np.full(256, 2.0**-14, "float32")
     tx = optim.stochastic_rounding(optax.identity())
 
     @jax.jit
@@ -90,77 +83,42 @@ def test_moments_are_float32_and_8_bit_moments_are_decoded_to_float32():
 
 def test_steps_layers_weights_and_seeds_have_different_random_numbers():
     # Equal layers and gradients, so that only random numbers tell them apart.
-    one = jnp.ones((16, 64), jnp.bfloat16)
-    params = {"layers": {"a": jnp.stack([one] * 3), "b": jnp.stack([one] * 3)}, "head": one}
-    grads = jax.tree.map(lambda x: jnp.full(x.shape, 2.0**-9), params)
-    tx = optim.stochastic_rounding(optax.sgd(1.0))
-    step = apply_step(tx)
-    first, state = applied(tx, params, [grads], step)
-    # The same weights again, at the next step.
-    second, _ = step(grads, state, params)
-    other, _ = applied(optim.stochastic_rounding(optax.sgd(1.0), seed=1), params, [grads])
+    layer = np.ones((16, 64), "bfloat16")
+    params = {"layers": {"a": np.stack([layer] * 3), "b": np.stack([layer] * 3)}, "head": layer}
+    grads = jax.tree.map(lambda x: np.full(x.shape, 2.0**-9, "float32"), params)
+
+    @jax.jit
+    def run(params, grads):
+        outcomes = []
+        for seed in (0, 1, 0):
+            tx = optim.stochastic_rounding(optax.sgd(1.0), seed=seed)
+            new, state = optim.apply(tx, grads, optim.init(tx, params), params)
+            outcomes.append(new)
+        # The same weights again, at the next step.
+        return optim.apply(tx, grads, state, params)[0], *outcomes
+
+    *trees, again = run(params, grads)
     samples = [
-        np.asarray(x).reshape(-1, one.size)
-        for tree in (first, second, other)
-        for x in jax.tree.leaves(tree)
+        np.asarray(x).reshape(-1, layer.size) for tree in trees for x in jax.tree.leaves(tree)
     ]
     patterns = np.concatenate(samples) != 1
     assert len(patterns) == 3 * 7
     agreement = np.mean(patterns[:, None] == patterns[None], axis=-1)
     # Updates of half a spacing: independent patterns agree in a half of the 1,024 places.
     np.fill_diagonal(agreement, 0.5)
-    assert np.abs(agreement - 0.5).max() < 5 * 0.5 / np.sqrt(one.size)
-    assert_same_bits(applied(tx, params, [grads], step)[0], first)
-
-
-def test_four_devices_round_as_one():
-    params = {"layers": jnp.ones((2, 16, 64), jnp.bfloat16)}
-    grads = jax.tree.map(lambda x: jnp.full(x.shape, 2.0**-9, jnp.float32), params)
-    tx = optim.stochastic_rounding(optax.sgd(1.0))
-    state, step = jax.jit(functools.partial(optim.init, tx))(params), apply_step(tx)
-    alone = step(grads, state, params)
-    mesh = make_mesh("fsdp=4")
-    for spec in ((None, "fsdp"), (None, None, "fsdp")):
-        place = NamedSharding(mesh, PartitionSpec(*spec))
-        put = functools.partial(jax.device_put, device=place)
-        spread = jax.device_put(state, state_shardings(state, mesh))
-        together = step(jax.tree.map(put, grads), spread, jax.tree.map(put, params))
-        assert len(together[0]["layers"].sharding.device_set) == 4
-        assert_same_bits(jax.device_get(together), jax.device_get(alone))
+    assert np.abs(agreement - 0.5).max() < 5 * 0.5 / np.sqrt(layer.size)
+    assert_same_bits(again, trees[1])
 
 
 # Ways to apply it.
 
 
-def test_an_optax_loop_and_apply_give_the_same_bits_for_each_layer():
-    tx, params = optim.stochastic_rounding(ADAMW), parameters()
-    first = jax.jit(functools.partial(optim.init, tx))(params)
-    new, state = applied(tx, params)
-    first, new, state, params, gradients = jax.tree.map(
-        np.asarray, (first, new, state, params, GRADIENTS)
-    )
-
-    @jax.jit
-    def step(grads, state, layer):
-        updates, state = tx.update(grads, state, layer)
-        return optax.apply_updates(layer, updates), state
-
-    for i in range(3):
-        layer = {"layers": {"w": params["layers"]["w"][i]}, "head": None, "norm": None}
-        layer_state = jax.tree.map(lambda x, i=i: x[i], first.layers)
-        for grads in gradients:
-            grads = layer | {"layers": {"w": grads["layers"]["w"][i]}}
-            layer, layer_state = step(grads, layer_state, layer)
-        np.testing.assert_array_equal(layer["layers"]["w"], new["layers"]["w"][i])
-        assert_same_bits(layer_state, jax.tree.map(lambda x, i=i: x[i], state.layers))
-
-
 def test_an_in_backward_step_gives_the_same_bits_as_apply():
     # The gradient of every weight is a sign, exactly, however it is computed.
     rng = np.random.default_rng(0)
-    params = {"layers": jnp.asarray(rng.normal(size=(3, 256)), jnp.bfloat16)}
-    params["head"] = jnp.asarray(rng.normal(size=256), jnp.bfloat16)
-    signs = jnp.asarray(rng.choice([-1.0, 1.0], 256), jnp.bfloat16)
+    layers, head = (rng.normal(size=s).astype("bfloat16") for s in ((3, 256), 256))
+    params = {"layers": layers, "head": head}
+    signs = rng.choice([-1.0, 1.0], 256).astype("bfloat16")
     tx = optim.stochastic_rounding(optax.adam(1e-4))
     update = optim.in_backward(
         lambda p, x: x,
@@ -168,77 +126,90 @@ def test_an_in_backward_step_gives_the_same_bits_as_apply():
         lambda p, x, inputs: jnp.sum(((x + p["head"]) * signs).astype(jnp.float32)),
         tx,
     )
-    state = jax.jit(update.init)(params)
-    ours, ours_state, *_ = jax.jit(update.step)(params, state, jnp.zeros(256, jnp.bfloat16))
-    grads = jax.tree.map(lambda w: jnp.broadcast_to(signs, w.shape), params)
-    theirs, theirs_state = applied(tx, params, [grads])
-    assert_same_bits((ours, ours_state.optimizer), (theirs, theirs_state))
-    assert np.mean(np.asarray(ours["head"]) != np.asarray(params["head"])) > 0.01
-
-
-def test_factored_gradients_are_multiplied_out():
-    rng = np.random.default_rng(0)
-    left, right = rng.normal(size=(3, 16, 2)), rng.normal(size=(3, 2, 24))
-    params = {"layers": {"w": parameters()["layers"]["w"]}}
-    factored = actjax.LowRank(jnp.asarray(left, "float32"), jnp.asarray(right, "float32"))
-    tx = optim.stochastic_rounding(optax.sgd(1e-3))
 
     @jax.jit
-    def all_three(params):
-        state = optim.init(tx, params)
-        gradients = factored, factored.dense()
-        updates, _ = tx.update({"layers": {"w": factored}}, tx.init(params), params)
-        new = [optim.apply(tx, {"layers": {"w": g}}, state, params)[0] for g in gradients]
-        return *new, updates
+    def run(params):
+        grads = jax.tree.map(lambda w: jnp.broadcast_to(signs, w.shape), params)
+        inside = update.step(params, update.init(params), jnp.zeros(256, jnp.bfloat16))
+        return inside[:2], optim.apply(tx, grads, optim.init(tx, params), params)
 
-    *applied_to, updates = all_three(params)
-    got, want = (np.asarray(p["layers"]["w"], np.float32) for p in applied_to)
-    # The products of both programs differ in their last bits, which round a few weights otherwise.
-    np.testing.assert_allclose(got, want, rtol=2**-7)
-    assert np.mean(got == want) > 0.9
-    # In an optax loop as well.
-    assert updates["layers"]["w"].shape == (3, 16, 24)
+    (ours, ours_state), (theirs, theirs_state) = run(params)
+    assert_same_bits((ours, ours_state.optimizer), (theirs, theirs_state))
+    assert np.mean(np.asarray(ours["head"]) != np.asarray(params["head"])) > 0.01
 
 
 def test_it_is_the_last_part_of_a_chain_and_takes_other_transforms_inside():
     params = parameters()
     mask = lambda p: jax.tree.map(lambda x: x.ndim > 1, p)  # noqa: E731
     for inner in (
-        optim.eight_bit(ADAMW, min_size=8),
         optax.chain(optim.scale_by_adam_8bit(min_size=8), optax.scale(-1e-3)),
         optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3),
         optax.masked(ADAMW, mask),
         optax.chain(optax.clip_by_global_norm(1.0), ADAMW),
     ):
         tx = optim.stochastic_rounding(inner)
-
-        @jax.jit
-        def both(params, grads, tx=tx):
-            state = tx.init(params)
-            updates, after = tx.update(grads, state, params)
-            new = optax.apply_updates(params, updates)
-            return new, tx.rounding.apply(grads, state, params)[0], state, after
-
-        new, want, state, after = both(params, GRADIENTS[0])
-        assert_same_bits(new, want)
-        assert jax.eval_shape(lambda s: s, after) == jax.eval_shape(lambda s: s, state)
+        state = jax.eval_shape(tx.init, params)
+        assert jax.eval_shape(tx.update, GRADIENTS[0], state, params)[1] == state
+        new, *_ = jax.eval_shape(tx.rounding.apply, GRADIENTS[0], state, params)
+        assert new == jax.eval_shape(lambda: params)
     clipped = optax.chain(optax.clip(0.01), optim.stochastic_rounding(ADAMW))
     new, _ = loop(clipped, params)
     moved = np.asarray(new["head"], np.float64) - np.asarray(params["head"], np.float64)
     assert np.mean(moved != 0) > 0.1
 
 
-def test_an_nnx_optimizer_rounds_the_weights_of_its_model():
-    tx = optim.stochastic_rounding(optax.sgd(2.0**-14))
-    model = nnx.Linear(8, 16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    before = np.asarray(model.kernel[...], np.float64)
-    grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
-    step = nnx.jit(lambda model, optimizer, grads: optimizer.update(model, grads))
-    for _ in range(64):
-        step(model, optimizer, grads)
-    assert model.kernel.dtype == jnp.bfloat16
-    moved = np.asarray(model.kernel[...], np.float64) - before
-    # 64 / 2^14 on average. Weights are below 1, and their spacing is at most 2^-8: the variance of
-    # 64 updates is below 64 * 2^-14 * 2^-8, and that of their mean over 128 weights 128 times less.
-    assert abs(moved.mean() + 2**-8) < 5 * np.sqrt(64 * 2.0**-22 / 128)
+# Subspaces.
+
+SUBSPACE = optim.subspace(
+    optax.scale_by_adam(), 4, outer=optax.scale_by_learning_rate(0.1), gap=2,
+    groups={"layers.w": "layers.w"},
+)  # fmt: skip
+
+
+def test_a_subspace_inside_is_refreshed_and_gives_its_bases():
+    tx = optim.stochastic_rounding(SUBSPACE)
+    assert isinstance(tx, optim.SubspaceTransformation)
+    assert (tx.gap, tx.source) == (2, "gradient")
+    params = parameters()
+
+    @jax.jit
+    def trained(params, gradients):
+        results = []
+        for inner in (tx, SUBSPACE):
+            new, state = params, optim.init(inner, params)
+            for i, grads in enumerate(gradients):
+                new, state = optim.apply(inner, grads, state, new, refresh=i == 0)
+            results.append((new, state))
+        # As a plain transform, it refreshes itself.
+        first = tx.init(params)
+        plain = tx.refresh(grads, first, params), tx.update(grads, first, params)[1]
+        return *results, [tx.bases(state).arrays for state in plain]
+
+    (ours, state), (theirs, want), plain = trained(params, GRADIENTS[:2])
+    # Bases depend on gradients alone; the plain subspace rounds to nearest.
+    assert_same_bits(tx.bases(state).arrays, SUBSPACE.bases(want).arrays)
+    got, nearest = (np.asarray(p["layers"]["w"], np.float64) for p in (ours, theirs))
+    np.testing.assert_allclose(got, nearest, atol=1e-3, rtol=3 * 2**-7)
+    assert_same_bits(*plain)
+
+
+def test_a_random_subspace_inside_is_redrawn():
+    tx = optim.stochastic_rounding(optim.subspace(optax.scale_by_adam(), 4, source="random"))
+    params = {"layers": parameters()["layers"]}
+
+    @jax.jit
+    def drawn(params):
+        state = optim.init(tx, params)
+        return [tx.bases(s).arrays for s in (state, optim.redraw(tx, state, params))]
+
+    old, new = (np.asarray(x, np.float32) for arrays in drawn(params) for x in arrays.values())
+    assert np.all(np.any(old != new, axis=(1, 2)))
+
+
+# States.
+
+
+def test_the_state_has_twelve_bytes_for_each_layer():
+    params, tx = parameters(), optim.stochastic_rounding(optax.sgd(1.0))
+    assert nbytes(jax.eval_shape(tx.init, params)) == 12
+    assert nbytes(jax.eval_shape(lambda p: optim.init(tx, p), params)) == 4 * 12

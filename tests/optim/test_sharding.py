@@ -25,7 +25,7 @@ def parameters():
     rng = np.random.default_rng(0)
     w1, w2 = rng.normal(size=(2, LAYERS, WIDTH, WIDTH)) / WIDTH**0.5
     tied = rng.normal(size=(WIDTH, WIDTH)) / WIDTH**0.5
-    return jax.tree.map(jnp.asarray, {"tied": tied, "layers": {"w1": w1, "w2": w2}})
+    return {"tied": tied, "layers": {"w1": w1, "w2": w2}}
 
 
 def before(params, x):
@@ -77,35 +77,25 @@ def placed(tree):
 @pytest.mark.parametrize("name", STEPS)
 def test_four_devices_step_as_one_and_gather_no_stack_of_layers(name):
     init, step = STEPS[name]()
-    params = parameters()
-    x = jnp.asarray(np.random.default_rng(1).normal(size=(TOKENS, WIDTH)))
+    params, x = parameters(), np.random.default_rng(1).normal(size=(TOKENS, WIDTH))
     one = params, jax.jit(init)(params)
     four = placed(one)
     rows = jax.device_put(x, NamedSharding(mesh(), PartitionSpec("fsdp")))
+    shardings = jax.tree.map(lambda a: a.sharding, four)
+    # Layouts are pinned on one device only: the mesh is that of the arguments, or of the context.
+    alone = jax.jit(step).lower(*one, x)
     with jax.set_mesh(mesh()):
-        shardings = jax.tree.map(lambda a: a.sharding, four)
-        program = jax.jit(step, out_shardings=shardings).lower(*four, rows).compile()
-    step = jax.jit(step)
+        under_mesh = jax.jit(step).lower(*one, x)
+    together = jax.jit(step, out_shardings=shardings).lower(*four, rows)
+    programs = alone, under_mesh, together
+    assert ["LayoutConstraint" in p.as_text() for p in programs] == [True, False, False]
+    alone, together = alone.compile(), together.compile()
     for _ in range(2):
-        one, four = step(*one, x), program(*four, rows)
+        one, four = alone(*one, x), together(*four, rows)
     for a, b in zip(jax.tree.leaves(four[0]), jax.tree.leaves(one[0]), strict=True):
         # In float64, except for the norm that decides how far `in_backward` clips.
         np.testing.assert_allclose(a, b, atol=1e-7)
-    gathered = bytes_by_kind(collectives(program.as_text()))["all-gather"]
+    gathered = bytes_by_kind(collectives(together.as_text()))["all-gather"]
     # Forward pass, backward pass and update may gather each weight once. With a layout pinned, each
     # stack of weights and moments is gathered once for each layer.
     assert gathered <= 3 * sum(w.nbytes for w in jax.tree.leaves(params))
-
-
-@pytest.mark.parametrize("name", STEPS)
-def test_layouts_are_pinned_on_one_device_only(name):
-    init, step = STEPS[name]()
-    params = parameters()
-    arguments = params, jax.jit(init)(params), jnp.ones((TOKENS, WIDTH))
-    lower = jax.jit(step).lower
-    pinned = "LayoutConstraint"
-    assert pinned in lower(*arguments).as_text()
-    # The mesh is that of the arguments, or of `jax.set_mesh`.
-    assert pinned not in lower(*placed(arguments)).as_text()
-    with jax.set_mesh(mesh()):
-        assert pinned not in lower(*arguments).as_text()

@@ -1,6 +1,7 @@
 """Updates in a subspace that does not change, compared with GaLore in NumPy and in optax."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,246 +16,206 @@ from actjax import optim
 
 pytestmark = pytest.mark.usefixtures("x64")
 
-
-def problem(d: int = 12, n: int = 8, tokens: int = 30):
-    """Returns a loss whose inputs have a codec, the gradient of the same loss, and parameters.
-
-    Both depend on the number of the step.
-    """
-    w = jnp.asarray(normal(1, d, n))
-    x, target = jnp.asarray(normal(0, 10, tokens, d)), jnp.asarray(normal(2, 10, tokens, n))
-
-    def loss(params, i):
-        z = actjax.linear(x[i], params["w"], codec=actjax.RandomizedSVD(4), key=jax.random.key(0))
-        return jnp.sum(jnp.tanh(z - target[i]) ** 2)
-
-    def plain(params, i):
-        return jnp.sum(jnp.tanh(x[i] @ params["w"] - target[i]) ** 2)
-
-    return loss, jax.jit(jax.grad(plain)), {"w": w}
+STEPS, TOKENS = 10, 30
 
 
-def step_in_bases(tx, loss):
-    """Returns a step as a user runs it: inputs are stored in the bases of the state."""
+def problem(d=12, n=8):
+    """Returns the first weight, and inputs and targets of each step."""
+    return normal(1, d, n), normal(0, STEPS, TOKENS, d), normal(2, STEPS, TOKENS, n)
+
+
+def loss(params, x, target, codec=actjax.RandomizedSVD(4)):
+    z = actjax.linear(x, params["w"], codec=codec, key=jax.random.key(0))
+    return jnp.sum(jnp.tanh(z - target) ** 2)
+
+
+def gradient(w, x, target):
+    """Returns the gradient of the loss in NumPy."""
+    error = np.tanh(x @ w - target)
+    return x.T @ (2 * error * (1 - error**2))
+
+
+dense = jax.grad(functools.partial(loss, codec=actjax.Exact()))
+
+
+def ten_steps(tx, grad, state, w, *data):
+    """Returns the weight after each step. `grad` takes parameters, state and the data of a step."""
+
+    def step(carry, data):
+        params, state = carry
+        updates, state = tx.update(grad(params, state, *data), state, params)
+        params = optax.apply_updates(params, updates)
+        return (params, state), params["w"]
+
+    return jax.lax.scan(step, ({"w": w}, state), data)[1]
+
+
+def in_bases(tx):
+    """Returns the gradient as a user takes it: inputs are stored in the bases of the state."""
+    return lambda params, state, *data: actjax.value_and_grad(loss, bases=tx.bases(state))(
+        params, *data
+    )[1]
+
+
+def in_full(params, state, *data):
+    del state
+    return dense(params, *data)
+
+
+# Options, the shape of the weight, and the side that the oracle projects.
+CASES = {
+    "input": ({"scale": 0.25, "weight_decay": 0.3}, (12, 8), "input"),
+    "random": ({"scale": 0.25, "source": "random"}, (12, 8), "input"),
+    "output": ({"scale": 0.5, "side": "output"}, (12, 8), "output"),
+    "smaller, tall": ({"scale": 0.5, "side": "smaller"}, (12, 8), "output"),
+    "smaller, wide": ({"scale": 0.5, "side": "smaller"}, (8, 12), "input"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ten_steps_equal_those_of_galore_in_numpy(name):
+    options, shape, side = CASES[name]
+    tx, (w, *data) = subspace(4, **options), problem(*shape)
 
     @jax.jit
-    def step(params, state, i):
-        _, grads = actjax.value_and_grad(loss, bases=tx.bases(state))(params, i)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+    def run(w, *data):
+        state = first_state(tx, {"w": w})
+        # Other sides than the input need the dense gradient.
+        assert set(tx.bases(state).arrays) == (set() if "side" in options else {"w"})
+        return state.bases, ten_steps(
+            tx, in_full if "side" in options else in_bases(tx), state, w, *data
+        )
 
-    return step
-
-
-def ten_steps(step, params, state):
-    history = []
-    for i in range(10):
-        params, state = step(params, state, i)
-        history.append(np.asarray(params["w"]))
-    return history
-
-
-@pytest.mark.parametrize(("source", "weight_decay"), [("gradient", 0.3), ("random", 0.0)])
-def test_ten_steps_equal_those_of_galore_in_numpy(source, weight_decay):
-    loss, gradient, params = problem()
-    tx = subspace(4, scale=0.25, weight_decay=weight_decay, source=source)
-    state = first_state(tx, params)
-    (basis,) = state.bases.values()
-    got = ten_steps(step_in_bases(tx, loss), params, state)
+    bases, got = run(w, *data)
+    (basis,) = bases.values()
     # The oracle follows a separate trajectory: each gradient is taken at the oracle's weights.
-    options = {"lr": RATE, "scale": 0.25, "weight_decay": weight_decay, **ADAM}
-    grads, weight = [], params["w"]
-    for i in range(10):
-        grads.append(np.asarray(gradient({"w": weight}, i)["w"]))
-        want = galore_adam(params["w"], grads, basis, **options)
-        weight = jnp.asarray(want[-1])
+    settings = {"scale": options["scale"], "weight_decay": options.get("weight_decay", 0.0)}
+    grads, weight = [], w
+    for x, target in zip(*data, strict=True):
+        grads.append(gradient(weight, x, target))
+        want = galore_adam(w, grads, basis, lr=RATE, side=side, **settings, **ADAM)
+        weight = want[-1]
     np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-10)
 
 
 def test_ten_steps_equal_those_of_optax_on_the_input_side():
-    loss, gradient, params = problem(d=12, n=8)  # optax projects the larger side: d = 12 rows.
+    # optax projects the larger side: d = 12 rows.
     rival = optax.contrib.galore(
         RATE, rank=4, update_proj_gap=100, scale=0.25, base_optimizer=optax.scale_by_adam(**ADAM)
     )
+    tx, arguments = subspace(4, scale=0.25), problem()
 
     @jax.jit
-    def rival_step(params, state, i):
-        updates, state = rival.update(gradient(params, i), state, params)
-        return optax.apply_updates(params, updates), state
+    def run(w, *data):
+        params, first_data = {"w": w}, [x[0] for x in data]
+        first = rival.init(params)
+        grads = dense(params, *first_data)
+        projector = rival.update(grads, first, params)[1][0].projector["w"]
+        state = tx.refresh(grads, first_state(tx, params), params)
+        ours = dataclasses.replace(state, bases={"w": projector})
+        return (
+            (state.bases["w"], projector),
+            ten_steps(tx, in_bases(tx), ours, w, *data),
+            ten_steps(rival, in_full, first, w, *data),
+        )
 
-    rival_state = jax.jit(rival.init)(params)
-    _, after_one = rival_step(params, rival_state, 0)
-    projector = after_one[0].projector["w"]
-    assert projector.shape == (12, 4)
-
-    tx = subspace(4, scale=0.25)
-    state = jax.jit(tx.refresh)(gradient(params, 0), first_state(tx, params), params)
+    bases, got, want = run(*arguments)
     # Both bases span the same subspace, up to the error of the sketch. Then use optax's basis.
-    overlap = np.linalg.svd(np.asarray(state.bases["w"]).T @ np.asarray(projector))[1]
-    assert overlap.min() > 0.99
-    state = dataclasses.replace(state, bases={"w": projector})
-    got = ten_steps(step_in_bases(tx, loss), params, state)
-    want = ten_steps(rival_step, params, rival_state)
+    ours, projector = map(np.asarray, bases)
+    assert projector.shape == (12, 4)
+    assert np.linalg.svd(ours.T @ projector)[1].min() > 0.99
     np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize(
-    ("side", "d", "n"), [("output", 12, 8), ("smaller", 12, 8), ("smaller", 8, 12)]
-)
-def test_other_sides_equal_galore_on_dense_gradients(side, d, n):
-    _, gradient, params = problem(d, n)
-    tx = subspace(4, scale=0.5, side=side)
-    state, weights, grads = first_state(tx, params), params, []
-    (basis,) = state.bases.values()
-    assert tx.bases(state).arrays == {}
-
+def test_inputs_in_8_bits_err_within_their_bound():
     @jax.jit
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+    def run(w, *data):
+        return [
+            ten_steps(tx, in_bases(tx), first_state(tx, {"w": w}), w, *data)[-1]
+            for tx in (subspace(4), subspace(4, bits=8))
+        ]
 
-    for i in range(10):
-        grads.append(gradient(weights, i)["w"])
-        weights, state = step(weights, state, {"w": grads[-1]})
-    oracle_side = "input" if side == "smaller" and d < n else "output"
-    want = galore_adam(params["w"], grads, basis, lr=RATE, scale=0.5, side=oracle_side, **ADAM)
-    np.testing.assert_allclose(weights["w"], want[-1], rtol=1e-10, atol=1e-10)
+    w, *data = problem()
+    exact, rounded = map(np.asarray, run(w, *data))
+    assert 0 < np.abs(rounded - exact).max() < 0.1 * np.abs(exact - w).max()
 
 
 def test_parameters_outside_the_groups_are_updated_in_full_space():
-    params = {"w": normal(0, 12, 8), "b": normal(1, 8), "other": normal(2, 5, 6)}
-    grads = {"w": normal(3, 12, 8), "b": normal(4, 8), "other": normal(5, 5, 6)}
+    params, grads = (
+        {"w": normal(i, 12, 8), "b": normal(i + 1, 8), "other": normal(i + 2, 5, 6)} for i in (0, 3)
+    )
     tx = subspace(4, groups={"w": "w"})
     plain = optax.chain(optax.scale_by_adam(**ADAM), outer())
-    updates, _ = jax.jit(tx.update)(grads, first_state(tx, params), params)
-    expected, _ = jax.jit(lambda g, p: plain.update(g, plain.init(p), p))(grads, params)
+
+    @jax.jit
+    def run(params, grads):
+        return (
+            tx.update(grads, first_state(tx, params), params)[0],
+            plain.update(grads, plain.init(params), params)[0],
+        )
+
+    updates, expected = run(params, grads)
     np.testing.assert_allclose(updates["b"], expected["b"], rtol=1e-12)
     np.testing.assert_allclose(updates["other"], expected["other"], rtol=1e-12)
     assert np.linalg.matrix_rank(updates["w"]) == 4
 
 
-def test_inputs_in_8_bits_err_within_their_bound():
-    loss, _, params = problem()
-    exact, rounded = (
-        ten_steps(step_in_bases(tx, loss), params, first_state(tx, params))[-1]
-        for tx in (subspace(4), subspace(4, bits=8))
-    )
-    assert 0 < np.abs(rounded - exact).max() < 0.1 * np.abs(exact - params["w"]).max()
-
-
-# Arguments.
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rank": 0}, r"`rank` of subspace must be an integer >= 1, got 0"),
-        ({"rank": 2.5}, r"`rank` of subspace must be an integer >= 1, got 2.5"),
-        ({"gap": 0}, r"`gap` of subspace must be an integer >= 1, got 0"),
-        ({"source": "svd"}, r"`source` of subspace must be one of .*'svd'"),
-        ({"side": "left"}, r"`side` of subspace must be one of .*'left'"),
-        ({"bits": 5}, r"`bits` of Bases must be one of \(4, 8, 16\), got 5"),
-        ({"scale": 0}, r"`scale` of subspace must be a finite number above 0, got 0"),
-        ({"scale": "a"}, r"`scale` of subspace must be a finite number above 0, got 'a'"),
-        ({"scale": float("nan")}, r"`scale` of subspace must be .* got nan"),
-        ({"seed": 1.5}, r"`seed` of subspace must be an integer >= 0, got 1.5"),
-    ],
-)
-def test_bad_arguments_are_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        optim.subspace(optax.scale_by_adam(), **{"rank": 4, **options})
-
-
-def test_objects_that_are_not_transforms_or_groups_are_named():
-    for options in ({"inner": optax.adam}, {"inner": None}, {"outer": 0.1}):
-        (name,) = options
-        with pytest.raises(TypeError, match=rf"`{name}` must be an optax transform"):
-            optim.subspace(**{"inner": optax.scale_by_adam(), "rank": 4, **options})
-    for groups in (["w"], {"w": 3}):
-        with pytest.raises(TypeError, match=r"`groups` of subspace must map paths of weights"):
-            optim.subspace(optax.scale_by_adam(), 4, groups=groups)
-
-
-def test_ranks_and_groups_that_do_not_fit_the_parameters_are_named():
-    params = {"w": np.zeros((12, 8)), "v": np.zeros((11, 8)), "b": np.zeros(8)}
-    for rank, groups, message in (
-        (13, None, r"`rank` 13 of subspace is above 1\d, the projected dimension of `[vw]`"),
-        (4, {"b": "b"}, r"`groups` names `b` of shape \(8,\), which is no matrix"),
-        (4, {"u": "u"}, r"`groups` of subspace names \['u'\], but the parameters are: b, v, w"),
-        (4, {"w": "g", "v": "g"}, r"gives `v` and `w` the same basis, but .* \(11,\) and \(12,\)"),
-    ):
-        tx = optim.subspace(optax.scale_by_adam(), rank, groups=groups)
-        with pytest.raises(ValueError, match=message):
-            jax.eval_shape(tx.init, params)
-
-
-@pytest.mark.parametrize("side", ["input", "output", "both"])
-def test_the_inner_transform_sees_projected_parameters(side):
-    params, grads = {"w": jnp.asarray(normal(0, 12, 8))}, {"w": jnp.asarray(normal(1, 12, 8))}
-    decay = optax.chain(optax.scale(0.0), optax.add_decayed_weights(2.0))
-    tx = optim.subspace(decay, 4, side=side, scale=0.5)
-    state = first_state(tx, params)
-    updates, _ = jax.jit(tx.update)(grads, state, params)
-    w = np.asarray(params["w"])
-    projectors = [np.asarray(b) @ np.asarray(b).T for b in state.bases.values()]
-    # The names of the bases of both sides: `w` and `w:output`, in this order.
-    left, right = {
-        "input": lambda: (projectors[0], np.eye(8)),
-        "output": lambda: (np.eye(12), projectors[0]),
-        "both": lambda: projectors,
-    }[side]()
-    np.testing.assert_allclose(updates["w"], 0.5 * 2.0 * left @ w @ right, atol=1e-12)
-
-
-@pytest.mark.parametrize("inner", [optax.scale_by_factored_rms(), optax.adafactor(1e-2)])
-def test_transforms_that_need_parameters_run_inside(inner):
-    params = {"w": jnp.asarray(normal(0, 12, 8)), "b": jnp.asarray(normal(1, 8))}
-    tx = optim.subspace(inner, 4)
-    updates, state = jax.jit(tx.update)(params, jax.jit(tx.init)(params), params)
-    assert np.linalg.matrix_rank(updates["w"]) == 4
-    assert int(state.step) == 1
-
-
-def test_a_gradient_is_projected_on_both_sides():
+def test_a_gradient_and_the_parameters_are_projected_on_each_side():
     # GaLore, Definition 3.4: `Pᵀ G Q`, and `P N Qᵀ` back.
-    params, grads = {"w": jnp.asarray(normal(0, 12, 8))}, {"w": jnp.asarray(normal(1, 12, 8))}
-    tx = optim.subspace(optax.scale(1.0), 4, side="both", scale=1.0)
+    params, grads = ({"w": normal(i, 12, 8)} for i in (0, 1))
+    inner = optax.add_decayed_weights(2.0)
 
     @jax.jit
-    def refreshed(params, grads):
-        state = tx.refresh(grads, first_state(tx, params), params)
-        return state.bases, tx.update(grads, state, params)[0]
+    def run(params, grads):
+        results = {}
+        for side in ("input", "output", "both"):
+            tx = optim.subspace(inner, 4, side=side, scale=0.5)
+            state = tx.refresh(grads, first_state(tx, params), params)
+            results[side] = state.bases, tx.update(grads, state, params)[0]["w"]
+        return results
 
-    bases, updates = refreshed(params, grads)
-    u, _, vt = np.linalg.svd(np.asarray(grads["w"]))
-    p, q = np.asarray(bases["w"]), np.asarray(bases["w:output"])
-    # The sketch of the range finder is random: both span nearly the leading singular vectors.
-    assert np.linalg.svd(p.T @ u[:, :4])[1].min() > 0.9
-    assert np.linalg.svd(q.T @ vt[:4].T)[1].min() > 0.9
-    np.testing.assert_allclose(updates["w"], p @ (p.T @ grads["w"] @ q) @ q.T, atol=1e-12)
+    w, g = params["w"], grads["w"]
+    u, _, vt = np.linalg.svd(g)
+    for side, (bases, got) in run(params, grads).items():
+        projectors = [np.eye(12), np.eye(8)]
+        for name, basis in bases.items():
+            at = int(side == "output" or name == "w:output")
+            basis = np.asarray(basis)
+            projectors[at] = basis @ basis.T
+            # The sketch of the range finder is random: both span nearly the leading vectors.
+            leading = (u[:, :4], vt[:4].T)[at]
+            assert np.linalg.svd(basis.T @ leading)[1].min() > 0.9
+        assert len(bases) == (2 if side == "both" else 1)
+        left, right = projectors
+        np.testing.assert_allclose(got, 0.5 * left @ (g + 2 * w) @ right, atol=1e-12)
 
 
-def test_remainders_of_both_sides_and_other_objects_are_named():
-    with pytest.raises(ValueError, match=r"`remainder` .* no meaning with side='both'"):
-        optim.subspace(optax.scale(1.0), 4, side="both", remainder=optim.ScaledRemainder())
-    with pytest.raises(ValueError, match=r"`remainder` of subspace needs orthonormal bases"):
-        optim.subspace(optax.scale(1.0), 4, source="random", remainder=optim.ScaledRemainder())
-    with pytest.raises(TypeError, match=r"`remainder` of subspace must be .* got 'fira'"):
-        optim.subspace(optax.scale(1.0), 4, remainder="fira")
-    for limit in (1.0, "a", float("nan")):
-        with pytest.raises(ValueError, match="`limit` of ScaledRemainder must be a number above 1"):
-            optim.ScaledRemainder(limit)
+def test_transforms_that_need_parameters_run_inside():
+    params = {"w": normal(0, 12, 8), "b": normal(1, 8)}
+
+    @jax.jit
+    def run(params):
+        inners = optax.scale_by_factored_rms(), optax.adafactor(1e-2)
+        transforms = [optim.subspace(inner, 4) for inner in inners]
+        return [tx.update(params, tx.init(params), params) for tx in transforms]
+
+    for updates, state in run(params):
+        assert np.linalg.matrix_rank(updates["w"]) == 4
+        assert int(state.step) == 1
 
 
 def test_bases_of_parameters_without_layers_are_read_and_updates_are_mapped():
-    params = {"w": jnp.asarray(normal(0, 12, 8), "float32")}
+    params = {"w": normal(0, 12, 8).astype("float32")}
     tx = optim.subspace(optax.scale_by_adam(), 4)
     assert set(tx.bases(jax.eval_shape(lambda: optim.init(tx, params))).arrays) == {"w"}
-    state = jax.jit(lambda p: tx.refresh(p, tx.init(p), p))(params)
-    grads = {"w": actjax.LowRank(state.bases["w"], np.ones((4, 8), "float32"), "w")}
-    # Under `vmap` both branches of the check run.
-    two = jax.tree.map(lambda x: np.stack([x, x]), (grads, state))
-    updates, _ = jax.jit(jax.vmap(tx.update))(*two)
-    jax.block_until_ready(updates)
-    want, _ = jax.jit(tx.update)(grads, state)
-    np.testing.assert_allclose(updates["w"][0], want["w"], rtol=1e-5)
+
+    @jax.jit
+    def run(params):
+        state = tx.refresh(params, tx.init(params), params)
+        grads = {"w": actjax.LowRank(state.bases["w"], jnp.ones((4, 8), "float32"), "w")}
+        # Under `vmap` both branches of the check run.
+        two = jax.tree.map(lambda x: jnp.stack([x, x]), (grads, state))
+        return jax.vmap(tx.update)(*two)[0]["w"][0], tx.update(grads, state)[0]["w"]
+
+    got, want = jax.block_until_ready(run(params))
+    np.testing.assert_allclose(got, want, rtol=1e-5)

@@ -48,9 +48,8 @@ def test_weights_of_one_input_share_a_basis_and_its_stored_copy():
     assert {r.name for r in linear} >= {"attention_in", "attention_out", "mlp_in", "mlp_out"}
 
 
-@pytest.mark.parametrize(
-    "options", [{}, pytest.param({"source": "random", "bits": 8}, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"source": "random", "bits": 8}], ids=["svd", "random"])
 def test_a_model_trains_through_refreshes(options):
     tx = optim.subspace(
         optax.scale_by_adam(), RANK, groups=groups(), outer=optax.scale_by_learning_rate(2e-2),

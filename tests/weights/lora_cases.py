@@ -1,4 +1,4 @@
-"""What the tests of adapters share: a problem with three weights, and its oracle."""
+"""A problem with three weights for the tests of adapters, and its oracle."""
 
 import jax
 import numpy as np

@@ -23,73 +23,54 @@ def problem(dtype=None):
 
 def test_a_frozen_head_gives_the_loss_and_dhidden(x64):
     hidden, head, labels, mask = problem()
+    table = normal(5, 11, 8)
+    # Each: options, and which head: an array, an embedding, or 4 bits.
     cases = [
-        {"mask": mask, "z_loss": 0.1},
-        {"mask": mask, "chunk": 5},
-        {"z_loss": 0.1, "chunk": 5},
-        {},
+        ({"mask": mask, "z_loss": 0.1}, 0),
+        ({"mask": mask, "chunk": 5}, 0),
+        ({"z_loss": 0.1, "chunk": 5}, 0),
+        *(({}, i) for i in range(3)),
     ]
 
     @jax.jit
-    def run(hidden, head):
-        found = []
-        for case in cases:
-            given = case
+    def run(hidden, head, table):
+        q = NF4Weight.quantize(table.T)
+        heads, results = (FrozenWeight(head), FrozenWeight(table).T, FrozenWeight(q)), []
+        for options, i in cases:
 
-            def fun(hidden, given=given):
-                return 3 * cross_entropy(hidden, FrozenWeight(head), labels, **given)
+            def fun(hidden, options=options, i=i):
+                return 3 * cross_entropy(hidden, heads[i], labels, **options)
 
-            found.append((fun(hidden), jax.value_and_grad(fun)(hidden)))
-        return found
+            results.append((fun(hidden), jax.value_and_grad(fun)(hidden)))
+        return results, q.astype("float64")
 
-    flat = np.reshape(hidden, (12, 8)), head, labels.reshape(12)
-    for case, (alone, (loss, dhidden)) in zip(cases, run(hidden, head), strict=True):
-        given = case.get("mask"), case.get("z_loss", 0.0)
-        arguments = *flat, None if given[0] is None else given[0].reshape(12), given[1]
+    results, coded = run(hidden, head, table)
+    heads = head, np.transpose(table), coded
+    for (options, i), (alone, (loss, dhidden)) in zip(cases, results, strict=True):
+        counted = options["mask"].reshape(12) if "mask" in options else None
+        arguments = np.reshape(hidden, (12, 8)), heads[i], labels.reshape(12), counted
+        z_loss = options.get("z_loss", 0.0)
         # Sums of 12 tokens, with exponentials: some 1e-16 each.
-        want = 3 * oracles.cross_entropy(*arguments)
+        want = 3 * oracles.cross_entropy(*arguments, z_loss)
         assert_close((alone, loss), (want, want), 1e-12, 1e-13)
-        want = 3 * oracles.cross_entropy_vjp(*arguments)[0]
+        want = 3 * oracles.cross_entropy_vjp(*arguments, z_loss)[0]
         assert_close(dhidden, want.reshape(hidden.shape), 1e-12, 1e-13)
 
 
 def test_a_frozen_head_gives_the_bits_of_a_plain_one():
     @jax.jit
     def run(hidden, head, labels, mask):
-        found = []
+        results = []
         for wrap in (FrozenWeight, lambda w: w):
 
             def fun(hidden, wrap=wrap):
                 return cross_entropy(hidden, wrap(head), labels, mask=mask, z_loss=1e-2)
 
-            found.append(jax.value_and_grad(fun)(hidden))
-        return found
+            results.append(jax.value_and_grad(fun)(hidden))
+        return results
 
     for dtype in ("float32", "bfloat16"):
         assert_equal(*run(*problem(dtype)))
-
-
-def test_a_frozen_head_may_be_an_embedding_or_in_4_bits(x64):
-    hidden, _, labels, _ = problem()
-    table = normal(5, 11, 8)
-
-    @jax.jit
-    def run(hidden, table):
-        q = NF4Weight.quantize(table.T)
-        heads = {"embedding": FrozenWeight(table).T, "4 bits": FrozenWeight(q)}
-        found = {
-            name: jax.value_and_grad(lambda h, w=w: cross_entropy(h, w, labels))(hidden)
-            for name, w in heads.items()
-        }
-        return found, q.astype("float64")
-
-    found, decoded = run(hidden, table)
-    hidden, labels = np.reshape(hidden, (12, 8)), np.reshape(labels, 12)
-    for name, head in (("embedding", np.transpose(table)), ("4 bits", decoded)):
-        loss, dhidden = found[name]
-        assert_close(loss, oracles.cross_entropy(hidden, head, labels), 1e-12, 1e-13)
-        want = oracles.cross_entropy_vjp(hidden, head, labels)[0]
-        assert_close(dhidden, want.reshape(2, 6, 8), 1e-12, 1e-13)
 
 
 def test_no_product_is_computed_for_the_gradient_of_a_frozen_head():

@@ -19,6 +19,7 @@ from weights.lora_cases import problem, run_oracle, with_adapters, with_masks
 
 from actjax import (
     Exact,
+    FrozenWeight,
     LoRA,
     NF4Weight,
     PointApproximation,
@@ -39,6 +40,7 @@ same = functools.partial(assert_close, rtol=1e-11, atol=1e-12)
         ("linear", RandomProjection(3)),
         ("linear", PointApproximation(points=4)),
         ("norm", DRAWN),
+        ("gelu", NEAREST),
         ("swiglu", (NEAREST, DRAWN)),
         ("attention", (DRAWN, Exact(), NEAREST)),
     ],
@@ -47,22 +49,26 @@ same = functools.partial(assert_close, rtol=1e-11, atol=1e-12)
 def test_value_is_exact_and_gradients_are_those_at_the_decoded_input(name, codec, x64):
     operator, (ws, adapters, biases, dzs) = OPERATORS[name], problem()
     xs, scale = operator.activations(), operator.scale()
+    # The last weight is frozen and has no adapter.
+    ws, biases = (*ws, normal(70, WIDTH, 2)), (*biases, None)
+    dzs = (*dzs, normal(71, BATCH, LENGTH, 2))
 
     @jax.jit
     def run(xs, plain, adapters, biases):
         coded = NF4Weight.quantize(ws[2])
 
         def fun(xs, plain, adapters, biases):
-            given = with_adapters(ws[0], plain, coded, adapters)
-            return operator.call(xs, scale, given, bias=biases, codec=codec, key=KEY)
+            adapted = *with_adapters(ws[0], plain, coded, adapters), FrozenWeight(ws[3])
+            return operator.call(xs, scale, adapted, bias=biases, codec=codec, key=KEY)
 
         zs, pullback = jax.vjp(fun, xs, plain, adapters, biases)
         return zs, pullback(dzs), decoded(name, xs, codec), coded.astype(jnp.float64)
 
     zs, (dxs, dplain, dadapters, dbs), hats, last = run(xs, ws[1], adapters, biases)
-    weights = with_masks((ws[0], ws[1], last), adapters)
+    weights = *with_masks((ws[0], ws[1], last), adapters), (ws[3],)
+    want_zs, want_dxs, (*grads, _), want_dbs = run_oracle(name, xs, hats, weights, biases, dzs)
     got = zs, dxs, (dadapters[0], dplain, dadapters[1]), dbs
-    same(got, run_oracle(name, xs, hats, weights, biases, dzs))
+    same(got, (want_zs, want_dxs, tuple(grads), want_dbs))
 
 
 def test_any_number_of_leading_axes(x64):
@@ -71,15 +77,15 @@ def test_any_number_of_leading_axes(x64):
 
     @jax.jit
     def run(inputs, a, b):
-        found = []
+        results = []
         for x, dz in inputs:
             z, pullback = jax.vjp(lambda x, a, b: linear(x, LoRA(w, a, b, scale=3.0)), x, a, b)
-            found.append((z, *pullback(dz)))
-        return found
+            results.append((z, *pullback(dz)))
+        return results
 
-    found = run(inputs, a, b)
+    results = run(inputs, a, b)
     w, a, b = map(np.asarray, (w, a, b))
-    for got, (x, dz) in zip(found, jax.tree.map(np.asarray, inputs), strict=True):
+    for got, (x, dz) in zip(results, jax.tree.map(np.asarray, inputs), strict=True):
         flat, dflat = x.reshape(-1, 6), dz.reshape(-1, 5)
         dx, da = dz @ w.T + 3 * dz @ b.T @ a.T, flat.T @ (3 * dflat @ b.T)
         same(got, (x @ w + 3 * x @ a @ b, dx, da, (3 * flat @ a).T @ dflat))
@@ -91,37 +97,20 @@ def test_exact_codec_passes_finite_differences(x64):
     keys = tuple(jax.random.split(KEY))
 
     def fun(x, plain, adapters, biases):
-        given = with_adapters(ws[0], plain, ws[2], adapters, keys, 0.3)
-        return linear(x, given, bias=biases)
+        adapted = with_adapters(ws[0], plain, ws[2], adapters, keys, 0.3)
+        return qkv_projection(x, *adapted, bias=biases)
 
     xs = OPERATORS["linear"].activations()
     assert_gradients_are_differences(fun, *xs, ws[1], adapters, biases)
-
-
-def test_a_projection_of_three_takes_adapters(x64):
-    (x,), (ws, adapters, biases, dzs) = OPERATORS["linear"].activations(), problem()
-
-    @jax.jit
-    def run(adapters):
-        def fun(adapters):
-            return qkv_projection(x, *with_adapters(*ws, adapters), bias=biases)
-
-        zs, pullback = jax.vjp(fun, adapters)
-        return zs, *pullback(dzs)
-
-    zs, dadapters = run(adapters)
-    weights = with_masks(ws, adapters)
-    want_zs, _, grads, _ = run_oracle("linear", (x,), (x,), weights, biases, dzs)
-    same((zs, dadapters), (want_zs, (grads[0], grads[2])))
 
 
 def test_a_single_weight_gives_a_single_output_and_a_tuple_a_tuple():
     ws, adapters, *_ = problem()
     w = LoRA(ws[0], *adapters[0])
     for operator in OPERATORS.values():
-        given = operator.activations(), operator.scale()
+        arguments = operator.activations(), operator.scale()
         for weights, count in ((w, None), ((w,), 1), ([w, ws[0]], 2)):
-            zs = jax.eval_shape(lambda ws: operator.call(*given, ws), weights)
+            zs = jax.eval_shape(lambda ws: operator.call(*arguments, ws), weights)
             assert (len(zs) if isinstance(zs, tuple) else None) == count
             assert {z.shape for z in jax.tree.leaves(zs)} == {(BATCH, LENGTH, 5)}
 
@@ -155,10 +144,10 @@ def test_the_gradient_of_a_is_unbiased_if_the_codec_is(x64):
 
         return jax.vmap(sample)(jax.random.split(KEY, 2000))
 
-    found = np.asarray(samples())
-    standard_error = found.std(0) / np.sqrt(2000)
+    results = np.asarray(samples())
+    standard_error = results.std(0) / np.sqrt(2000)
     assert standard_error.min() > 0  # Each key draws other numbers.
-    error = np.abs(found.mean(0) - np.asarray(x).T @ np.asarray(dz) @ np.asarray(b).T)
+    error = np.abs(results.mean(0) - np.asarray(x).T @ np.asarray(dz) @ np.asarray(b).T)
     assert np.all(error <= 5 * standard_error)
 
 
@@ -186,10 +175,10 @@ def test_the_adapters_of_peft_have_the_same_values_and_gradients():
         return z, *pullback(dz), LoRA(w, a, b, scale=2.0).merged()
 
     w, bias = array(layer.base_layer.weight).T, array(layer.base_layer.bias)
-    found = run(array(x), w, bias, array(a).T, array(b).T, array(dz))
+    results = run(array(x), w, bias, array(a).T, array(b).T, array(dz))
     grads = array(z), array(x.grad), array(a.grad).T, array(b.grad).T
     merged_weight = array(model.merge_and_unload()[0].weight).T
-    for one, want in zip(found, (*grads, merged_weight), strict=True):
+    for one, want in zip(results, (*grads, merged_weight), strict=True):
         assert one.shape == want.shape
         # Float32 sums of 16 terms and less.
         np.testing.assert_allclose(one, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
@@ -199,16 +188,20 @@ def test_the_adapters_of_peft_have_the_same_values_and_gradients():
 
 
 def test_merged_is_the_sum(x64):
-    w, a, b = normal(0, WIDTH, 4), normal(1, WIDTH, 2), normal(2, 2, 4)
+    w, a, b = normal(0, 3, WIDTH, 4), normal(1, 3, WIDTH, 2), normal(2, 3, 2, 4)
 
     @jax.jit
     def run(w, a, b):
-        coded = NF4Weight.quantize(w)
-        merged = [LoRA(weight, a, b, KEY, 3.0, 0.5).merged() for weight in (w, coded)]
-        return merged, [w, coded.astype("float64")]
+        # Stacked layers are merged each by itself, and quantized weights are decoded.
+        coded = NF4Weight.quantize(w[0])
+        lora = LoRA(w, a, b, scale=3.0)
+        assert (lora.shape, lora.ndim, lora.dtype) == ((3, WIDTH, 4), 3, "float64")
+        merged = jax.vmap(LoRA.merged)(lora), LoRA(coded, a[0], b[0], KEY, 3.0, 0.5).merged()
+        return merged, coded.astype("float64")
 
-    merged, ws = run(w, a, b)
-    same(merged, [np.asarray(w) + 3 * np.asarray(a) @ np.asarray(b) for w in ws])
+    merged, coded = run(w, a, b)
+    w, a, b = map(np.asarray, (w, a, b))
+    same(merged, (w + 3 * a @ b, coded + 3 * a[0] @ b[0]))
 
 
 def test_merged_has_the_dtype_of_the_weight_or_the_given_one():
@@ -225,14 +218,6 @@ def test_merged_has_the_dtype_of_the_weight_or_the_given_one():
     want = np.float64(w) + np.float64(a) @ np.float64(b)
     np.testing.assert_allclose(wide, want, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(np.float64(narrow), want, rtol=1.01 * BF16, atol=1e-5)
-
-
-def test_stacked_layers_are_merged_each_by_itself():
-    w, a, b = normal(0, 3, 8, 5), normal(1, 3, 8, 2), normal(2, 3, 2, 5)
-    lora = LoRA(w, a, b, scale=2.0)
-    assert (lora.shape, lora.ndim, lora.dtype) == ((3, 8, 5), 3, "float32")
-    want = np.asarray(w) + 2 * np.asarray(a) @ np.asarray(b)
-    np.testing.assert_allclose(jax.jit(jax.vmap(LoRA.merged))(lora), want, rtol=1e-5, atol=1e-5)
 
 
 # Precision.

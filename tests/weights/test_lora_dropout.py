@@ -31,8 +31,8 @@ def test_dropout_is_the_same_in_both_passes_and_spares_the_weight(name, codec, x
     @jax.jit
     def run(xs, plain, adapters, keys):
         def fun(xs, plain, adapters):
-            given = with_adapters(ws[0], plain, ws[2], adapters, keys, rate)
-            return operator.call(xs, scale, given, bias=biases, codec=codec, key=KEY)
+            adapted = with_adapters(ws[0], plain, ws[2], adapters, keys, rate)
+            return operator.call(xs, scale, adapted, bias=biases, codec=codec, key=KEY)
 
         zs, pullback = jax.vjp(fun, xs, plain, adapters)
         masks = [recovered(operator, xs, key, rate) for key in keys]
@@ -77,11 +77,11 @@ def test_dropout_is_unbiased_over_keys(x64):
 
         return jax.vmap(sample)(jax.random.split(KEY, 2000))
 
-    found = jax.tree.map(np.asarray, samples())
+    results = jax.tree.map(np.asarray, samples())
     x, w, a, b, dz = map(np.asarray, (x, w, a, b, dz))
     low, dlow = 2 * x @ a, 2 * dz @ b.T
     exact = x @ w + low @ b, dz @ w.T + dlow @ a.T, x.T @ dlow, low.T @ dz
-    for sample, want in zip(found, exact, strict=True):
+    for sample, want in zip(results, exact, strict=True):
         standard_error = np.std(sample, 0) / np.sqrt(2000)
         assert standard_error.min() > 0
         assert np.all(np.abs(np.mean(sample, 0) - want) <= 5 * standard_error)

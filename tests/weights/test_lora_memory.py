@@ -51,8 +51,8 @@ def test_backward_holds_codes_and_thin_products_and_no_linear_input(name):
 
     def fun(xs, scale, ws, adapters, biases):
         negated = tuple(-x for x in xs)
-        given = with_adapters(*ws, adapters)
-        return operator.call(negated, scale, given, bias=biases, codec=DRAWN, key=KEY)
+        adapted = with_adapters(*ws, adapters)
+        return operator.call(negated, scale, adapted, bias=biases, codec=DRAWN, key=KEY)
 
     # Ranks of 2 and of 3, and a number to scale each.
     thin = BATCH * LENGTH * (2 + 3) * 4 + 2 * 4
@@ -71,8 +71,8 @@ def test_explain_names_the_thin_product():
         weight = LoRA(lora.weight, a, b)
         return jnp.sum(linear(-x, weight, codec=NEAREST, name="mine"))
 
-    found = explain(fun, normal(0, *TOKENS), lora.a, lora.b).residuals
-    sizes = {entry.name: entry.stored_bytes for entry in found if entry.operator == "linear"}
+    results = explain(fun, normal(0, *TOKENS), lora.a, lora.b).residuals
+    sizes = {entry.name: entry.stored_bytes for entry in results if entry.operator == "linear"}
     assert sizes["mine"] == NEAREST.stored_bytes(TOKENS, "float32")
     assert sorted(sizes.values())[0] == BATCH * LENGTH * 2 * 4
     assert len(sizes) == 2

@@ -31,7 +31,7 @@ def test_vmap_is_a_loop_and_checkpoint_drops_the_same_numbers_again():
 
     @jax.jit
     def run(*stack):
-        found = []
+        results = []
         for mapped in ((2, 3), (0, 1, 2, 3, 4)):
             axes = tuple(0 if i in mapped else None for i in range(5))
             lone = [x if i in mapped else x[0] for i, x in enumerate(stack)]
@@ -39,15 +39,15 @@ def test_vmap_is_a_loop_and_checkpoint_drops_the_same_numbers_again():
                 adapted, *(mapped_args.get(i, x) for i, x in enumerate(lone))
             )
             looped = jax.lax.map(one, {i: stack[i] for i in mapped})
-            found.append((jax.vmap(functools.partial(gradient, adapted), axes)(*lone), looped))
+            results.append((jax.vmap(functools.partial(gradient, adapted), axes)(*lone), looped))
         first = [x[0] for x in stack]
-        found.append((gradient(jax.checkpoint(adapted), *first), [g[0] for g in looped]))
+        results.append((gradient(jax.checkpoint(adapted), *first), [g[0] for g in looped]))
         # An adapter as a whole is mapped too.
         x, w, a, b, keys = stack
         whole = jax.vmap(linear)(x, LoRA(w, a, b, keys, 0.5, 0.3))
         each = [linear(x[i], LoRA(w[i], a[i], b[i], keys[i], 0.5, 0.3)) for i in range(3)]
-        found.append(([whole], [jnp.stack(each)]))
-        return found
+        results.append(([whole], [jnp.stack(each)]))
+        return results
 
     for got, want in run(*stack):
         # Float32 sums of up to 12 terms of size 1 to 10, compiled in another order.

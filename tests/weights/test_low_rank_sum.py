@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracles
 import pytest
 from jaxprs import nbytes
 from ops.helpers import (
@@ -60,9 +59,9 @@ def test_the_parts_add_up_to_the_output(name, dropout, x64):
     xs, scale = operator.activations(), operator.scale()
 
     def outputs(split, keys, xs, plain, adapters, biases):
-        given = with_adapters(ws[0], plain, ws[2], adapters, keys, dropout)
+        adapted = with_adapters(ws[0], plain, ws[2], adapters, keys, dropout)
         options = {"bias": biases, "codec": DRAWN, "key": KEY, "split": split}
-        zs = operator.call(xs, scale, given, **options)
+        zs = operator.call(xs, scale, adapted, **options)
         if not split:
             return zs
         first, plain, last = zs
@@ -87,27 +86,27 @@ def test_the_base_is_the_output_of_the_weight_alone():
     @jax.jit
     def run(x, parts, bias):
         w = parts[0]
-        found = linear(x, LoRA(*parts, KEY, 2.0, 0.3), bias=bias, split=True)
+        total = linear(x, LoRA(*parts, KEY, 2.0, 0.3), bias=bias, split=True)
         q, k, _ = qkv_projection(x, LoRA(*parts), w, w, split=True)
-        pairs = [found.base, q.base, linear(x, w, split=True)]
-        return found, pairs, [linear(x, w, bias=bias), k, linear(x, w)]
+        pairs = [total.base, q.base, linear(x, w, split=True)]
+        return total, pairs, [linear(x, w, bias=bias), k, linear(x, w)]
 
-    found, got, want = run(x, parts, bias)
-    assert (found.left.shape, found.right.shape) == ((6, 2), (2, 5))
+    total, got, want = run(x, parts, bias)
+    assert (total.left.shape, total.right.shape) == ((6, 2), (2, 5))
     assert_equal(got, want)
 
 
 def test_features_are_split_into_heads_and_merged_again(x64):
-    found = LowRankSum(normal(0, 6, 4), normal(1, 6, 2), normal(2, 2, 4))
-    want = np.asarray(found.base) + np.asarray(found.left) @ np.asarray(found.right)
+    total = LowRankSum(normal(0, 6, 4), normal(1, 6, 2), normal(2, 2, 4))
+    want = np.asarray(total.base) + np.asarray(total.left) @ np.asarray(total.right)
     shapes = (2, 3, 4), (6, 2, -1)
 
     @jax.jit
-    def run(found):
-        cut = [found.reshape(*shape) for shape in shapes]
+    def run(total):
+        cut = [total.reshape(*shape) for shape in shapes]
         return cut, [one.value() for one in cut], [one.reshape(6, 4).value() for one in cut]
 
-    for shape, cut, value, again in zip(shapes, *run(found), strict=True):
+    for shape, cut, value, again in zip(shapes, *run(total), strict=True):
         want_cut = want.reshape(shape)
         assert (cut.shape, cut.ndim) == (want_cut.shape, want_cut.ndim)
         same(value, want_cut)
@@ -117,29 +116,29 @@ def test_features_are_split_into_heads_and_merged_again(x64):
 SHAPES = {name: REBUILT[name].shapes for name in ("swiglu", "attention")}
 OPERATIONS = {
     "swiglu": swiglu,
-    "attention": lambda *xs, **given: merged(
-        attention(*xs, rope=tables(LENGTH, SIZE), **given)
+    "attention": lambda *xs, **options: merged(
+        attention(*xs, rope=tables(LENGTH, SIZE), **options)
     ),
     "swiglu linear": swiglu_linear,
-    "attention linear": lambda *xs, **given: attention_linear(
-        *xs, rope=tables(LENGTH, SIZE), **given
+    "attention linear": lambda *xs, **options: attention_linear(
+        *xs, rope=tables(LENGTH, SIZE), **options
     ),
 }  # fmt: skip
 
 
 def sums(shapes):
     """Returns the parts of activations: base, left and right."""
-    found = []
+    total = []
     for i, shape in enumerate(shapes):
         wide, rank = int(np.prod(shape[2:])), 2 + i
-        found.append(
+        total.append(
             (
                 normal(i, BATCH, LENGTH, wide),
                 np.asarray(normal(10 + i, BATCH, LENGTH, rank)) / 2,
                 np.asarray(normal(20 + i, rank, wide)) / 2,
             )
         )
-    return tuple(found)
+    return tuple(total)
 
 
 # Operator, codecs, and which inputs have two parts.
@@ -198,47 +197,6 @@ def test_gradients_are_those_at_the_decoded_base_and_the_exact_rest(name, codec,
         same(got[0], dx)
         want = dx @ right.T, np.einsum("bsr,bsn->rn", left, dx)
         same(got[1:], want if two else tuple(0 * one for one in want))
-
-
-def test_what_an_adapter_has_learned_is_not_quantized(x64):
-    # HyC-LoRA (2025), Algorithm 2, from the input of the adapters to that of the gate.
-    (x,), (ws, *_) = OPERATORS["linear"].activations(), problem()
-    w = ws[0], normal(70, WIDTH, 5)
-    adapters = tuple((normal(71 + i, WIDTH, 2), normal(73 + i, 2, 5)) for i in range(2))
-    down, codec = normal(75, 5, 3), Quantized(2, group=5, rounding="dither")
-
-    @jax.jit
-    def run(x, adapters):
-        keys = tuple(jax.random.split(KEY))
-
-        def fun(x, adapters):
-            loras = tuple(
-                LoRA(w, *adapter, scale=0.5) for w, adapter in zip(w, adapters, strict=True)
-            )
-            gate, up = linear(x, loras, codec=NEAREST, split=True)
-            return swiglu_linear(gate, up, down, codec=codec, key=keys)
-
-        y, pull = jax.vjp(fun, x, adapters)
-        hats = tuple(
-            codec.decode(codec.encode(x @ w, key)) for w, key in zip(w, keys, strict=True)
-        )  # fmt: skip
-        return y, *pull(jnp.cos(y)), hats, NEAREST.decode(NEAREST.encode(x))
-
-    y, dx, dadapters, hats, x_hat = jax.tree.map(np.asarray, run(x, adapters))
-    x, w, adapters, down = jax.tree.map(np.asarray, (x, w, adapters, down))
-    lows = [0.5 * x @ a for a, _ in adapters]
-    added = [low @ b for low, (_, b) in zip(lows, adapters, strict=True)]
-    exact = [x @ w + more for w, more in zip(w, added, strict=True)]
-    same(y, oracles.swiglu(*exact) @ down)
-    point = [hat + more for hat, more in zip(hats, added, strict=True)]
-    dsums = oracles.swiglu_vjp(*point, np.cos(y) @ down.T)
-    want_dx = 0
-    for one, (a, b), low, dz, got in zip(w, adapters, lows, dsums, dadapters, strict=True):
-        dlow = 0.5 * dz @ b.T
-        want = np.einsum("bsd,bsr->dr", x_hat, dlow), np.einsum("bsr,bsn->rn", low, dz)
-        same(got, want)
-        want_dx = want_dx + dz @ one.T + dlow @ a.T
-    same(dx, want_dx)
 
 
 # What is held.
