@@ -61,7 +61,7 @@ def documents_in(tokens: np.ndarray, tokenizer) -> list[str]:
 
 
 def test_rows_of_a_document_are_spread_over_the_epoch():
-    # Documents of 100 rows: in their order, 99 of 100 neighbours would be of one document.
+    # Documents of 100 rows: in their order, 99 of 100 neighbors would be of one document.
     letters = "abcdefghijklmnopqrstuvwxyz"
     corpus = Corpus("letters", train=[c * 1700 for c in letters], validation=["x"], fingerprint="2")
     rows = rows_of(batches_of(Bytes(), 600, corpus))
