@@ -74,7 +74,7 @@ MORE_COMPILATIONS = {
 the count depends on the files that the same worker ran before."""
 TESTS = pathlib.Path(__file__).parent
 COUNTS, BEFORE, IS_LAST = (pytest.StashKey() for _ in range(3))
-LONG_FILES = ("test_finetune.py", "test_pretrain.py", "test_step_methods.py", "test_contract.py")
+LONG_FILES = ("test_finetune.py", "test_pretrain.py", "test_step.py", "test_contract.py")
 
 
 @pytest.hookimpl(tryfirst=True)  # Before a plugin imports JAX.

@@ -74,7 +74,7 @@ def share_steps(patch: pytest.MonkeyPatch) -> None:
         make = getattr(module, name)
 
         def shared(recipe: Recipe, *args: Any) -> Any:
-            # What the steps do not depend on.
+            # The steps do not depend on these settings.
             config = dataclasses.replace(
                 recipe.config, folder=pathlib.Path(), out=None, resume=False, log_every=1,
                 eval_every=1, eval_batches=1, save_every=1,
@@ -145,7 +145,7 @@ def final_state(config: PretrainConfig):
     assert config.out is not None
     folder, step = config.out / "checkpoints", saved_steps(config.out)[-1]
     identity = json.loads((folder / str(step) / "identity" / "metadata").read_text())
-    identity.pop("format")  # Of the names of arrays: no part of the identity of a run.
+    identity.pop("format")  # The format of the names of arrays is no part of the identity.
     checkpoints = Checkpoints(folder, keep=2)
     restored, _ = checkpoints.restore(step, like, identity)
     checkpoints.close()

@@ -48,7 +48,7 @@ def state_of(method: str):
 
 @functools.cache
 def calibration():
-    """Returns that of `hyc_lora` in two bits, with outlier channels in the norms' inputs."""
+    """Calibrates `hyc_lora` in two bits, with outlier channels in the inputs of norms."""
     one = recipe("hyc_lora", codec=OUTLIERS)
     calibrated = jax.jit(
         lambda state: calibrate(one.storage, model_of(one, state), [batch()], "float32")

@@ -100,7 +100,7 @@ def test_memory_by_category():
     whole = one.with_workspace(one.gradients + linear + one.other_residuals + 1000)
     assert whole.workspace == 1000
     assert whole.total == one.total + 1000
-    # What other methods are compared with.
+    # Other methods are compared with it.
     assert exact_memory(recipe(method="lean", **BFLOAT16)) == one
 
 

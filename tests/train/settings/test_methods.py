@@ -1,4 +1,4 @@
-"""What the methods store."""
+"""Storage and subspace of each method."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""What batches of text and packed batches of examples have in common."""
+"""Properties of both kinds of batches: of text, and of packed examples."""
 
 import functools
 import itertools
