@@ -65,9 +65,6 @@ MORE_COMPILATIONS = {
     "test_accumulate.py": 90,
     "test_checkpoint.py": 100,
     "test_pages.py": 150,
-    "train/run/test_adapter_steps.py": 170,
-    "train/run/test_optimizer.py": 330,
-    "train/run/test_step.py": 150,
     "train/test_finetune.py": 310,
 }
 """Budgets of files that need more, by their path below `tests`: half above what they compile, since

@@ -27,23 +27,21 @@ def tokenizer(request) -> Tokenizer:
 # --- Prompts and completions, texts. ---
 
 
-def test_a_completion_and_its_end_token_count(tokenizer, open_rows):
-    (example,) = open_rows([PAIR], tokenizer).train
-    assert learnt(example, tokenizer) == [("Why?", False), (" Because.", True)]
+def test_a_completion_and_its_end_count_and_a_prompt_has_the_tokens_that_it_has_alone(
+    tokenizer, open_rows
+):
+    (example,) = open_rows([{"prompt": "asks: ", "completion": "why"}], tokenizer).train
+    assert learnt(example, tokenizer) == [("asks: ", False), ("why", True)]
     assert example.tokens[-1] == tokenizer.eos_id
     assert example.counted[-1]
-    assert (tokenizer.bos_id is None) == (example.tokens[0] != tokenizer.bos_id)
     assert (example.tokens.dtype, example.counted.dtype) == (np.int32, np.bool_)
-
-
-def test_a_prompt_has_the_same_tokens_without_its_completion(tokenizer, open_rows):
-    (example,) = open_rows([{"prompt": "asks: ", "completion": "why"}], tokenizer).train
     bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     prompt = [*bos, *tokenizer.encode("asks: ")]
     assert example.tokens[: len(prompt)].tolist() == prompt
     assert not example.counted[: len(prompt)].any()
 
 
+@hypothesis.example(prompt="quick", completion="fox")  # No space between them.
 @hypothesis.given(prompt=st.text(), completion=st.text(min_size=1))
 @hypothesis.settings(
     deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
@@ -53,20 +51,12 @@ def test_tokens_decode_to_the_prompt_and_the_completion(tokenizer, open_rows, pr
     assert tokenizer.decode(example.tokens) == prompt + completion
 
 
-def test_sentencepiece_adds_no_space_between_prompt_and_completion(pieces, open_rows):
-    (example,) = open_rows([{"prompt": "quick", "completion": "fox"}], pieces).train
-    assert pieces.decode(example.tokens) == "quickfox"
-
-
-def test_prompts_count_on_request(open_rows):
-    (example,) = open_rows([PAIR], count_prompts=True).train
-    assert learnt(example) == [("", False), ("Why? Because.", True)]
-
-
-def test_all_of_a_text_counts_except_its_first_token(bpe, open_rows):
+def test_all_of_a_text_counts_except_its_first_token_and_prompts_on_request(bpe, open_rows):
     (example,) = open_rows([{"text": "fox number"}], bpe).train
     assert example.counted.tolist() == [False] + [True] * (len(example.tokens) - 1)
     assert bpe.decode(example.tokens) == "fox number"
+    (example,) = open_rows([PAIR], count_prompts=True).train
+    assert learnt(example) == [("", False), ("Why? Because.", True)]
 
 
 @pytest.mark.parametrize(
@@ -136,24 +126,19 @@ def test_a_record_without_a_known_format_is_refused(open_rows):
 # --- Held-out records. ---
 
 
-def test_adding_records_does_not_move_held_out_ones(open_rows):
+def test_held_out_records_do_not_move_and_copies_stay_together(open_rows):
     few, more = (open_rows(numbered(n), held_out=0.1) for n in (200, 400))
     assert 5 < len(few.validation) < 40
     assert len(few.train) + len(few.validation) == 200
     assert set(texts_of(few.validation)) < set(texts_of(more.validation))
     assert set(texts_of(few.train)) < set(texts_of(more.train))
-
-
-def test_copies_and_reordered_fields_of_a_record_stay_together(open_rows):
+    # Copies, also with their fields in another order.
     rows = [*numbered(20), *(dict(reversed(row.items())) for row in numbered(20))]
-    examples = open_rows(rows, held_out=0.3)
-    assert not set(texts_of(examples.train)) & set(texts_of(examples.validation))
-
-
-@pytest.mark.parametrize("share", [1e-9, 1 - 1e-9])
-def test_both_sides_get_a_record(open_rows, share):
-    examples = open_rows(numbered(5), held_out=share)
-    assert sorted([len(examples.train), len(examples.validation)]) == [1, 4]
+    copied = open_rows(rows, held_out=0.3)
+    assert not set(texts_of(copied.train)) & set(texts_of(copied.validation))
+    for share in (1e-9, 1 - 1e-9):  # Both sides get a record.
+        examples = open_rows(numbered(5), held_out=share)
+        assert sorted([len(examples.train), len(examples.validation)]) == [1, 4]
 
 
 def test_a_single_record_cannot_be_held_out(open_rows):
