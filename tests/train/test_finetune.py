@@ -190,21 +190,10 @@ ADAPTER = "adapter/adapter_model.safetensors"
 
 
 @pytest.mark.slow
-def test_a_run_resumed_from_its_last_but_one_checkpoint_ends_with_equal_bits(folder):
-    config = make_config(folder, "resumed", **RANDOM)
-    run(config, quiet())
-    assert_learnt(config)
-    want, want_losses = (config.out / ADAPTER).read_bytes(), losses(config.out)
-    forget_last_checkpoint(config.out)
-    run(dataclasses.replace(config, resume=True), quiet())
-    assert (config.out / ADAPTER).read_bytes() == want
-    assert losses(config.out) == want_losses
-
-
-@pytest.mark.slow
 def test_a_killed_run_ends_with_equal_bits(folder):
     whole = make_config(folder, "whole", **RANDOM)
     finish(start("train.finetune", flags(whole)))
+    assert_learnt(whole)
     broken = dataclasses.replace(whole, out=folder / "killed")
     process = start("train.finetune", flags(broken))
     wait_for_step(process, broken.out, 5)

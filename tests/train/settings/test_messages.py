@@ -1,6 +1,7 @@
 """Settings that are refused, and what each message says."""
 
 import dataclasses
+import functools
 import math
 import pathlib
 
@@ -34,111 +35,99 @@ def pretrain(method: str, optimizer: str = "", **changes):
     return resolve(PretrainConfig(method=method, **changes), MODEL)
 
 
-def options(**changes):
-    return lambda: MethodOptions(**changes)
-
-
-def run(**changes):
-    return lambda: PretrainConfig(**changes)
-
-
-def optimizer(**changes):
-    return lambda: OptimizerConfig(**changes)
-
-
-def adapters(**changes):
-    return lambda: AdapterConfig(**changes)
-
-
-def flags(method, config):
-    return lambda: check_flags(method, config)
-
-
-def resolved(method, optimizer="", **changes):
-    return lambda: pretrain(method, optimizer, **changes)
-
+of = functools.partial
 
 TABLES = {
     "ranges": [
-        *((run(**{name: 0}), f"`--{name.replace('_', '-')}` must be at least 1, got 0")
+        *((of(PretrainConfig, **{name: 0}),
+         f"`--{name.replace('_', '-')}` must be at least 1, got 0")
           for name in ("steps", "batch_size", "seq_len", "save_every", "keep")),
-        (run(accumulate=3), "`--batch-size` 8 must be a multiple of `--accumulate` 3"),
-        (run(seed=-1), "`--seed` must be in"),
-        (run(z_loss=-1.0), "`--z-loss` must be in"),
-        (run(model_vocab_size=-1), "`--model-vocab-size` must be in [0, inf), got -1"),
-        (run(model_vocab_size=8191), "`--model-vocab-size 8191` is below the 8192 tokens"),
+        (of(PretrainConfig, accumulate=3),
+         "`--batch-size` 8 must be a multiple of `--accumulate` 3"),
+        (of(PretrainConfig, seed=-1), "`--seed` must be in"),
+        (of(PretrainConfig, z_loss=-1.0), "`--z-loss` must be in"),
+        (of(PretrainConfig, model_vocab_size=-1),
+         "`--model-vocab-size` must be in [0, inf), got -1"),
+        (of(PretrainConfig, model_vocab_size=8191),
+         "`--model-vocab-size 8191` is below the 8192 tokens"),
         (lambda: DataConfig(tokenizer=pathlib.Path("tokenizer.json"), vocab_size=300),
          "`--vocab-size 300` has no effect with `--tokenizer`"),
         (lambda: dimensions(PretrainConfig(model_vocab_size=9000), 9001),
          "9000` is below the 9001 tokens of the tokenizer: pass at least 9001, or 0"),
-        (optimizer(learning_rate=-1e-3), "`--learning-rate` must be in [0, inf), got -0.001"),
-        (optimizer(learning_rate=NAN), "`--learning-rate` must be in [0, inf), got nan"),
-        (optimizer(warmup_steps=-1), "`--warmup-steps` must be in [0, inf), got -1"),
-        (optimizer(weight_decay=math.inf), "`--weight-decay` must be in [0, inf), got inf"),
-        (optimizer(beta1=1.0), "`--beta1` must be in [0, 1), got 1.0"),
-        (optimizer(beta2=-0.1), "`--beta2` must be in [0, 1), got -0.1"),
-        (optimizer(clip=0.0), "`--clip` must be above 0 (inf for no clipping), got 0.0"),
-        (optimizer(clip=NAN), "`--clip` must be above 0 (inf for no clipping), got nan"),
-        (options(average_bits=9), "`--average-bits` must be 0 or in [1, 8], got 9"),
-        (options(adapt_every=0), "`--adapt-every` must be at least 1, got 0"),
-        (options(rank=-1), "`--rank` must be at least 0, got -1"),
-        (options(gap=0), "`--gap` must be at least 1, got 0"),
+        (of(OptimizerConfig, learning_rate=-1e-3),
+         "`--learning-rate` must be in [0, inf), got -0.001"),
+        (of(OptimizerConfig, learning_rate=NAN), "`--learning-rate` must be in [0, inf), got nan"),
+        (of(OptimizerConfig, warmup_steps=-1), "`--warmup-steps` must be in [0, inf), got -1"),
+        (of(OptimizerConfig, weight_decay=math.inf),
+         "`--weight-decay` must be in [0, inf), got inf"),
+        (of(OptimizerConfig, beta1=1.0), "`--beta1` must be in [0, 1), got 1.0"),
+        (of(OptimizerConfig, beta2=-0.1), "`--beta2` must be in [0, 1), got -0.1"),
+        (of(OptimizerConfig, clip=0.0), "`--clip` must be above 0 (inf for no clipping), got 0.0"),
+        (of(OptimizerConfig, clip=NAN), "`--clip` must be above 0 (inf for no clipping), got nan"),
+        (of(MethodOptions, average_bits=9), "`--average-bits` must be 0 or in [1, 8], got 9"),
+        (of(MethodOptions, adapt_every=0), "`--adapt-every` must be at least 1, got 0"),
+        (of(MethodOptions, rank=-1), "`--rank` must be at least 0, got -1"),
+        (of(MethodOptions, gap=0), "`--gap` must be at least 1, got 0"),
         (FinetuneConfig, "`--checkpoint` is missing"),
-        (adapters(targets=("q_prj",)), "'q_prj'"),
-        (adapters(lora_rank=0), "must be at least 1, got 0"),
-        (adapters(calibration_batches=0), "`--calibration-batches` must be at least 1, got 0"),
+        (of(AdapterConfig, targets=("q_prj",)), "'q_prj'"),
+        (of(AdapterConfig, lora_rank=0), "must be at least 1, got 0"),
+        (of(AdapterConfig, calibration_batches=0),
+         "`--calibration-batches` must be at least 1, got 0"),
         *((lambda x=x: ExampleConfig(held_out=x), f"`--held-out` must be in (0, 1), got {x}")
           for x in (0.0, 1.0, NAN)),
         (lambda: ExampleConfig(held_out=0.5, validation="other.jsonl"),
          "`--held-out 0.5` has no effect with `--validation`"),
     ],
     "optimizers": [
-        (optimizer(optimizer="adamv"), "unknown `--optimizer` 'adamv'. Did you mean adamw"),
-        (optimizer(optimizer="lion", moment_dtype="8bit-factored"),
+        (of(OptimizerConfig, optimizer="adamv"),
+         "unknown `--optimizer` 'adamv'. Did you mean adamw"),
+        (of(OptimizerConfig, optimizer="lion", moment_dtype="8bit-factored"),
          "moments of Adam, got `--optimizer lion`: pass `--moment-dtype 8bit`"),
-        (optimizer(optimizer="adafactor", moment_dtype="4bit"),
+        (of(OptimizerConfig, optimizer="adafactor", moment_dtype="4bit"),
          "`--moment-dtype 4bit` has no effect with `--optimizer adafactor`"),
-        (resolved("galore", "fira"), "`--method galore` projects gradients too"),
-        (resolved("subspace", "muon"),
+        (of(pretrain, "galore", "fira"), "`--method galore` projects gradients too"),
+        (of(pretrain, "subspace", "muon"),
          "`--optimizer muon` reads whole weights, and `--method subspace` shows it gradients in"),
-        (resolved("lean", "fira", options=MethodOptions(rank=9)),
+        (of(pretrain, "lean", "fira", options=MethodOptions(rank=9)),
          "`--rank` 9 is above 8, the smallest dimension"),
-        (resolved("low_rank", "fira"),
+        (of(pretrain, "low_rank", "fira"),
          "`--optimizer fira` reads whole gradients, and `--method low_rank` makes them two"),
     ],
     "methods": [
-        (lambda: method("lowrank"), "unknown `--method` 'lowrank'. Did you mean low_rank?"),
+        (of(method, "lowrank"), "unknown `--method` 'lowrank'. Did you mean low_rank?"),
         *((lambda former=former: method(former), f"`--method {former}` is now `--method {now}`")
           for former, now in (
               ("frugal", "lean"), ("frugal_subspace", "lean_subspace"),
               ("quantized", f"lean {DENSE}"), ("compressed_remat", f"lean_remat {DENSE}"))),
-        (resolved("remmat"), "unknown `--method` 'remmat'. Did you mean remat"),
-        (resolved("frugal"), "`--method frugal` is now `--method lean`"),
-        (resolved("lora"), "`--method lora` trains adapters of a checkpoint: use train.finetune"),
+        (of(pretrain, "lora"),
+         "`--method lora` trains adapters of a checkpoint: use train.finetune"),
         (lambda: method("hyc_lora").storage(MethodOptions(remat=True, level="intra")),
          "`--level intra` has no effect"),
         (lambda: method("gact").resolve(
             MethodOptions(average_bits=3, codec=("q=Quantized(4)",)), preset("llama_60m")),
          "`--average-bits 3` and the bits in `--codec q=Quant"),
-        (resolved("lean", options=MethodOptions(adapt_every=5)),
+        (of(pretrain, "lean", options=MethodOptions(adapt_every=5)),
          "`--adapt-every 5` has no effect without `--average-bits`"),
-        (resolved("subspace", options=MethodOptions(rank=25)),
+        (of(pretrain, "subspace", options=MethodOptions(rank=25)),
          "`--rank` 25 is above 24, the smallest dimension of a weight of llama_9m"),
     ],
     "flags of other methods": [
-        (flags("qlora", MethodOptions(offload=True)), "`--offload` has no effect with `--method q"),
-        (flags("exact", MethodOptions(remat=True)), "is for lora, qlora, hyc_l"),
-        (flags("exact", MethodOptions(rank=8)), "is for low_rank, subspace"),
-        (flags("lean", MethodOptions(gap=5)), "is for subspace, galore, random_projec"),
-        (flags("galore", MethodOptions(codec=("Quantized(8)",))), "`--codec Quantized(8)` has no"),
-        (flags("remat", MethodOptions(average_bits=3)), "is for gact, lean"),
-        (flags("exact", AdapterConfig(lora_rank=4)), "is for lora, qlora, hyc_lora"),
-        (flags("qlora", AdapterConfig(calibration_batches=2)), "is for hyc_lora"),
-        (flags("lora", PretrainConfig(in_backward=True)), "`--in-backward` has no effect"),
-        (flags("lora", PretrainConfig(in_backward=False)), "`--no-in-backward` has no effect"),
-        (resolved("exact", options=MethodOptions(rank=8)),
-         "`--rank 8` has no effect with `--method exact`"),
-        (resolved("exact", weight_rounding="stochastic"),
+        (of(check_flags, "qlora", MethodOptions(offload=True)),
+         "`--offload` has no effect with `--method q"),
+        (of(check_flags, "exact", MethodOptions(remat=True)), "is for lora, qlora, hyc_l"),
+        (of(check_flags, "lean", MethodOptions(gap=5)), "is for subspace, galore, random_projec"),
+        (of(check_flags, "galore", MethodOptions(codec=("Quantized(8)",))),
+         "`--codec Quantized(8)` has no"),
+        (of(check_flags, "remat", MethodOptions(average_bits=3)), "is for gact, lean"),
+        (of(check_flags, "exact", AdapterConfig(lora_rank=4)), "is for lora, qlora, hyc_lora"),
+        (of(check_flags, "qlora", AdapterConfig(calibration_batches=2)), "is for hyc_lora"),
+        (of(check_flags, "lora", PretrainConfig(in_backward=True)),
+         "`--in-backward` has no effect"),
+        (of(check_flags, "lora", PretrainConfig(in_backward=False)),
+         "`--no-in-backward` has no effect"),
+        (of(pretrain, "exact", options=MethodOptions(rank=8)),
+         "`--rank 8` has no effect with `--method exact`: it is for low_rank, subspace"),
+        (of(pretrain, "exact", weight_rounding="stochastic"),
          "`--weight-rounding stochastic` has no effect on float32 weights: drop it, or pass"
          " `--weight-dtype bfloat16`"),
         (lambda: resolve(dataclasses.replace(FINETUNE, method="exact"), MODEL),
@@ -158,11 +147,12 @@ TABLES = {
         *((lambda text=text: coordinate_bits(MethodOptions(codec=(text,))),
            "coordinates in a subspace are stored as")
           for text in ("Quantized(3)", "Quantized(4, group=32)", "RandomizedSVD(4)")),
-        (options(codec=("Quantized(4)", "Quantized(3)")), "names two codecs for all sites"),
-        (options(codec=("q=Exact()", "q=Quantized(3)")), "names two codecs for site q"),
+        (of(MethodOptions, codec=("Quantized(4)", "Quantized(3)")),
+         "names two codecs for all sites"),
+        (of(MethodOptions, codec=("q=Exact()", "q=Quantized(3)")), "names two codecs for site q"),
     ],
     "texts of codecs": [
-        (options(codec=(text,)), message)
+        (of(MethodOptions, codec=(text,)), message)
         for text, message in (
             ("Quantised(4)", "is no codec. Did you mean Quantized?"),
             ("Quantized(7)", "`bits` of Quantized must be one of (1, 2, 3, 4, 5, 6, 8), got 7"),

@@ -91,10 +91,13 @@ def small_stdlib(tmp_path, monkeypatch):
     return tmp_path / "data"
 
 
-def test_foreign_empty_and_undecodable_files_are_left_out(small_stdlib):
-    assert sorted(everything(open_corpus(None, small_stdlib))) == sorted(
-        f"x = {i}\n" for i in range(200)
-    )
+def test_foreign_and_bad_files_are_left_out_and_damaged_data_is_named(small_stdlib):
+    modules = sorted(f"x = {i}\n" for i in range(200))
+    assert sorted(everything(open_corpus(None, small_stdlib))) == modules
+    (shard,) = small_stdlib.glob("*/*/*/*train.array_record*")
+    shard.write_bytes(shard.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"`--data` is 'stdlib'.*damaged.*Delete that folder"):
+        open_corpus(None, small_stdlib)
 
 
 def test_data_of_a_killed_process_is_prepared_again(small_stdlib, monkeypatch):
@@ -128,14 +131,6 @@ def test_python_without_sources_is_an_error(tmp_path, monkeypatch):
     )
     with pytest.raises(ValueError, match=r"`--data` is 'stdlib'.*without its sources.*--data PATH"):
         open_corpus(None, tmp_path)
-
-
-def test_damaged_prepared_data_names_the_folder_to_delete(small_stdlib):
-    open_corpus(None, small_stdlib)
-    (shard,) = small_stdlib.glob("*/*/*/*train.array_record*")
-    shard.write_bytes(shard.read_bytes()[:1000])
-    with pytest.raises(ValueError, match=r"`--data` is 'stdlib'.*damaged.*Delete that folder"):
-        open_corpus(None, small_stdlib)
 
 
 # --- Prepared TFDS data sets. ---
@@ -250,12 +245,9 @@ def test_paragraph_groups_join_to_the_text(text):
     assert all(len(group) >= 10 for group in groups[:-1])
 
 
-def test_bom_and_crlf_are_not_part_of_the_text(tmp_path):
+def test_bom_and_crlf_are_no_text_and_a_single_document_is_held_out_by_its_end(tmp_path):
     path = write(tmp_path / "dos.txt", b"\xef\xbb\xbfone\r\ntwo\rthree\n" + b"x" * 100)
     assert "".join(everything(open_local(path))) == "one\ntwo\nthree\n" + "x" * 100
-
-
-def test_single_document_is_held_out_by_its_end(tmp_path):
     corpus = open_local(write(tmp_path / "line.txt", "ab" * 50), validation_fraction=0.1)
     assert (texts(corpus.train), texts(corpus.validation)) == (["ab" * 45], ["ab" * 5])
 
@@ -292,12 +284,14 @@ def test_folder_gathers_accepted_files_and_skips_others(tmp_path):
     assert sorted(everything(corpus)) == ["a note", "a text", "row one", "row two"]
 
 
-def test_held_out_documents_are_stable_when_others_are_added(tmp_path):
+def test_held_out_documents_are_stable_and_the_fingerprint_is_of_the_text(tmp_path):
     rows = [{"text": text} for text in numbered(400)]
     few = open_local(write_rows(tmp_path / "few.jsonl", rows[:300]))
     many = open_local(write_rows(tmp_path / "many.jsonl", rows))
     assert set(texts(few.validation)) <= set(texts(many.validation))
     assert set(texts(few.train)) <= set(texts(many.train))
+    moved = open_local(write_rows(tmp_path / "elsewhere" / "two.jsonl", rows))
+    assert many.fingerprint == moved.fingerprint != few.fingerprint
 
 
 @hypothesis.given(
@@ -311,14 +305,6 @@ def test_both_sides_get_a_document_without_loss(documents, fraction):
     assert sorted(train + validation) == sorted(documents)
     if len(set(documents)) == len(documents):
         assert not set(train) & set(validation)
-
-
-def test_fingerprint_is_of_the_text_and_not_of_the_path(tmp_path):
-    rows = [{"text": text} for text in numbered(20)]
-    one = open_local(write_rows(tmp_path / "one.jsonl", rows))
-    moved = open_local(write_rows(tmp_path / "elsewhere" / "two.jsonl", rows))
-    other = open_local(write_rows(tmp_path / "other.jsonl", rows[1:]))
-    assert one.fingerprint == moved.fingerprint != other.fingerprint
 
 
 @pytest.mark.parametrize(
