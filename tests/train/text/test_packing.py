@@ -107,13 +107,9 @@ def test_a_row_without_a_counted_target_does_not_occur():
     assert all(row["mask"].any() for row in rows_of(batches_of(100)))
 
 
-def test_one_example_fills_every_row():
+def test_one_example_fills_every_row_and_rows_of_one_token_have_examples_of_two():
     rows = rows_of(batches_of(3, examples_of([4]), batch_size=3, seq_len=7))
-    for row in rows:
-        assert row["segments"].tolist() == [1, 1, 1, 0, 0, 0, 0]
-
-
-def test_rows_of_one_token_have_examples_of_two():
+    assert all(row["segments"].tolist() == [1, 1, 1, 0, 0, 0, 0] for row in rows)
     (batch,) = batches_of(1, examples_of([2, 2]), batch_size=2, seq_len=1)
     assert sorted(batch["inputs"][:, 0]) == [1, 3]
     assert (batch["targets"] == batch["inputs"] + 1).all()
@@ -151,15 +147,12 @@ def test_the_number_of_batches_is_limited_and_tokens_are_those_of_the_batches():
     assert (whole.num_tokens, whole.num_bytes) == (5 + 2 + 15, 4 + 1 + 14)
 
 
-def test_bytes_are_those_of_the_counted_turns():
+def test_bytes_are_those_of_the_counted_turns_of_which_there_must_be_some():
     tokens = [256, *b"ask", *b"say", *b"more", *b"yes", 257]
     counted = [0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 1]
     example = Example(np.asarray(tokens, np.int32), np.asarray(counted, bool))
     held_out = validate([example])
     assert (held_out.num_tokens, held_out.num_bytes) == (7, 6)
-
-
-def test_validation_without_counted_text_is_refused():
     with pytest.raises(ValueError, match="counted tokens of the validation examples have no text"):
         validate([spoken("prompt", "")])
 

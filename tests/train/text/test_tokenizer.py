@@ -174,16 +174,13 @@ def test_qwen_splits_digits_and_composes_accents(folder):
     assert qwen.encode("fox\n\nfox") == qwen.encode("fox") + qwen.encode("\n\nfox")
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "renamed.json"])
-def test_a_file_without_configuration_has_the_usual_special_tokens(tmp_path, name):
+def test_special_tokens_are_the_usual_ones_unless_a_configuration_names_them(bpe, tmp_path):
     inner = tokenizers.Tokenizer(tokenizers.models.BPE())
     inner.add_special_tokens(["<s>", "</s>"])
-    inner.save(str(tmp_path / name))
-    loaded = load_tokenizer(tmp_path / name)
-    assert (loaded.bos_id, loaded.eos_id) == (0, 1)
-
-
-def test_configuration_names_the_special_tokens(bpe, tmp_path):
+    for name in ("tokenizer.json", "renamed.json"):
+        inner.save(str(tmp_path / name))
+        loaded = load_tokenizer(tmp_path / name)
+        assert (loaded.bos_id, loaded.eos_id) == (0, 1)
     bpe._inner.save(str(tmp_path / "tokenizer.json"))
     write_config(tmp_path, eos_token={"content": "q"}, bos_token=END_OF_TEXT)
     loaded = load_tokenizer(str(tmp_path))
