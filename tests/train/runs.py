@@ -111,7 +111,7 @@ def start_pretraining(config: PretrainConfig, **environment: str) -> subprocess.
 
 def finish(*processes: subprocess.Popen, code: int = 0) -> list[str]:
     """Returns what processes printed until they ended with an exit code."""
-    texts = [process.communicate(timeout=240)[0] for process in processes]
+    texts = [process.communicate(timeout=600)[0] for process in processes]
     assert [process.returncode for process in processes] == [code] * len(processes), texts
     return texts
 
