@@ -39,9 +39,6 @@ MORE_COMPILATIONS = {
     "models/test_huggingface.py": 90,
     "models/test_lora.py": 90,
     "test_pages.py": 140,
-    "train/run/test_adapter_steps.py": 170,
-    "train/run/test_optimizer.py": 330,
-    "train/run/test_step.py": 150,
     "train/test_finetune.py": 310,
 }
 """Budgets of files that need more, by their path below `tests`: half above what they compile, since

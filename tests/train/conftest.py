@@ -1,13 +1,15 @@
-"""Fixtures of the tests of data: tokenizers, and records in a file."""
+"""Fixtures of the programs and of data: tokenizers, records in a file, a model with questions."""
 
 import copy
 import io
+import os
 
 import pytest
 import sentencepiece
 
 from tests.train.evaluations import write_folder
 from tests.train.example_files import open_path, write_rows
+from tests.train.runs import share_steps
 from train import evaluate
 from train.text.examples import Examples
 from train.text.tokenizer import (
@@ -58,7 +60,7 @@ def open_rows(tmp_path):
 
 
 @pytest.fixture(scope="session")
-def folder_of_model(tmp_path_factory):
+def folder(tmp_path_factory):
     """A folder with a checkpoint, its tokenizer, a text and questions."""
     folder = tmp_path_factory.mktemp("evaluate")
     write_folder(folder)
@@ -84,3 +86,21 @@ def says(monkeypatch):
         return seen
 
     return put
+
+
+@pytest.fixture(scope="module")
+def shared_steps():
+    """Lets the runs of a file share their steps where these are equal."""
+    with pytest.MonkeyPatch.context() as patch:
+        share_steps(patch)
+        yield
+
+
+@pytest.fixture
+def exits_raise(monkeypatch):
+    """Raises `SystemExit` where a program exits at once."""
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", leave)

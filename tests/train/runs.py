@@ -11,6 +11,8 @@ import shutil
 import subprocess
 import sys
 import time
+import types
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,9 +20,10 @@ import pytest
 from rich.console import Console
 
 from train.planning.tables import flags
+from train.run import begin, loop
 from train.run.checkpoint import Checkpoints
 from train.run.metrics import read_metrics
-from train.run.recipe import make_recipe
+from train.run.recipe import Recipe, make_recipe
 from train.run.step import init_state
 from train.settings.config import DataConfig, PretrainConfig
 from train.settings.options import MethodOptions
@@ -63,21 +66,54 @@ def quiet() -> Console:
     return Console(file=io.StringIO(), width=140)
 
 
-def start(module: str, arguments: list[str]) -> subprocess.Popen:
+def share_steps(patch: pytest.MonkeyPatch) -> None:
+    """Lets runs with equal settings share their steps, so that JAX traces each step once."""
+    made: dict[tuple[str, str], Any] = {}
+
+    def share(module: types.ModuleType, name: str) -> None:
+        make = getattr(module, name)
+
+        def shared(recipe: Recipe, *args: Any) -> Any:
+            # The steps do not depend on these settings.
+            config = dataclasses.replace(
+                recipe.config, folder=pathlib.Path(), out=None, resume=False, log_every=1,
+                eval_every=1, eval_batches=1, save_every=1,
+            )  # fmt: skip
+            key = name, f"{config} {recipe.storage} {recipe.bits}"
+            if key not in made:
+                made[key] = make(recipe, *args)
+            return made[key]
+
+        patch.setattr(module, name, shared)
+
+    for name in ("explain_step", "compile_step"):
+        share(begin, name)
+    for name in ("make_train_step", "make_refresh_step", "make_eval_step"):
+        share(loop, name)
+
+
+def start(module: str, arguments: list[str], **environment: str) -> subprocess.Popen:
     """Starts a program in a separate process."""
     return subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
 
 
-def start_pretraining(config: PretrainConfig) -> subprocess.Popen:
+def start_pretraining(config: PretrainConfig, **environment: str) -> subprocess.Popen:
     """Starts a pretraining run in a separate process."""
-    return start("train.pretrain", shlex.split(flags(config)))
+    return start("train.pretrain", shlex.split(flags(config)), **environment)
+
+
+def finish(*processes: subprocess.Popen, code: int = 0) -> list[str]:
+    """Returns what processes printed until they ended with an exit code."""
+    texts = [process.communicate(timeout=600)[0] for process in processes]
+    assert [process.returncode for process in processes] == [code] * len(processes), texts
+    return texts
 
 
 def wait_for_step(process: subprocess.Popen, out: pathlib.Path, step: int) -> None:
@@ -109,7 +145,7 @@ def final_state(config: PretrainConfig):
     assert config.out is not None
     folder, step = config.out / "checkpoints", saved_steps(config.out)[-1]
     identity = json.loads((folder / str(step) / "identity" / "metadata").read_text())
-    identity.pop("format")  # Of the names of arrays: no part of the identity of a run.
+    identity.pop("format")  # The format of the names of arrays is no part of the identity.
     checkpoints = Checkpoints(folder, keep=2)
     restored, _ = checkpoints.restore(step, like, identity)
     checkpoints.close()

@@ -28,12 +28,6 @@ from train.evaluate import run, text_after
 from train.run.loop import BadRunError
 from train.text.tokenizer import load_tokenizer
 
-
-@pytest.fixture
-def folder(folder_of_model):
-    return folder_of_model
-
-
 # ----- text
 
 

@@ -1,6 +1,5 @@
 """The evaluation program: settings and files that it refuses."""
 
-import os
 import pathlib
 import sys
 
@@ -11,10 +10,7 @@ from train import evaluate
 from train.run.loop import BadRunError
 from train.text.tokenizer import train_bpe
 
-
-@pytest.fixture
-def folder(folder_of_model):
-    return folder_of_model
+SUMS = {"task": "gsm8k", "questions": pathlib.Path("q")}
 
 
 @pytest.mark.parametrize(
@@ -32,27 +28,17 @@ def folder(folder_of_model):
         ({"generate": "a", "top_k": 2}, "`--top-k 2` has no effect without `--temperature`"),
         ({"data": "a", "temperature": 0.5}, "`--temperature 0.5` has no effect without `--gener"),
         ({"data": "a", "chat": True}, "`--chat` has no effect without `--generate` or `--task`"),
-        (
-            {"data": "a", "whole": True, "data_dir": pathlib.Path("b")},
-            "`--data-dir b` has no effect with `--whole`",
-        ),
-        (
-            {"task": "gsm8k", "questions": pathlib.Path("q"), "choose": "likelihood"},
-            "`--choose likelihood` has no effect with `--task gsm8k`",
-        ),
-        (
-            {"task": "choice", "questions": pathlib.Path("q"), "normalize": "bytes"},
-            "`--normalize bytes` has no effect without `--choose likelihood`",
-        ),
-        (
-            {"task": "gsm8k", "questions": pathlib.Path("q"), "examples": pathlib.Path("e")},
-            "`--examples e` has no effect without `--shots`",
-        ),
+        ({"data": "a", "whole": True, "data_dir": pathlib.Path("b")},
+         "`--data-dir b` has no effect with `--whole`"),
+        ({**SUMS, "choose": "likelihood"}, "`--choose likelihood` has no effect with `--task gsm"),
+        ({**SUMS, "task": "choice", "normalize": "bytes"},
+         "`--normalize bytes` has no effect without `--choose likelihood`"),
+        ({**SUMS, "examples": pathlib.Path("e")}, "`--examples e` has no effect without `--shots`"),
         ({"generate": "a", "seed": -1}, "`--seed` must be at least 0, got -1"),
         ({"generate": "a", "temperature": -1.0}, r"`--temperature` must be in \[0, inf\), got -1"),
         ({"generate": "a", "top_p": 0.0}, r"`--top-p` must be above 0 and at most 1, got 0\.0"),
     ],
-)
+)  # fmt: skip
 def test_settings_in_conflict_or_without_effect_are_refused(folder, changes, message):
     with pytest.raises(ValueError, match=message):
         config(folder, **changes)
@@ -64,17 +50,12 @@ def test_settings_in_conflict_or_without_effect_are_refused(folder, changes, mes
         ({"checkpoint": "none"}, "the checkpoint 'none' cannot be read: no such file or folder"),
         ({"tokenizer": "none"}, "`--tokenizer` is 'none': no such path"),
         ({"generate": ""}, "the prompt is empty, and the tokenizer has no start token"),
-        (
-            {"max_new_tokens": 256},
-            r"`--generate` has \d+ tokens; with `--max-new-tokens` 256 that exceeds the 256",
-        ),
+        ({"max_new_tokens": 256},
+         r"`--generate` has \d+ tokens; with `--max-new-tokens` 256 that exceeds the 256"),
         ({"data": "text.txt", "seq_len": 257}, "`--seq-len` 257 is above the 256 positions"),
         ({"data": "nothing", "whole": True}, "`--whole` is for local files, and `--data` is"),
         ({"adapter": "none"}, "`--adapter`: the adapter 'none' cannot be read"),
-        (
-            {"limit": 9, "shots": 9},
-            "`--shots` is 9, but .* has 9 examples and .* 0 further",
-        ),
+        ({"limit": 9, "shots": 9}, "`--shots` is 9, but .* has 9 examples and .* 0 further"),
         ({"examples": "choices.jsonl", "shots": 4}, "`--shots` is 4, but .* has 3 examples"),
         ({"shots": 8}, r"line 9 of .* tokens; with `--max-new-tokens` 8 that exceeds the 256"),
         ({"questions": "none.jsonl"}, "`--questions` is '.*none.jsonl': there is no such path"),
@@ -85,7 +66,7 @@ def test_settings_in_conflict_or_without_effect_are_refused(folder, changes, mes
         ({"answer_field": "question"}, "line 1 of .* has no number after ####. Correct or"),
         ({"task": "choice"}, "line 1 of .*: there is no field 'correct', only 'question', 'answ"),
     ],
-)
+)  # fmt: skip
 def test_bad_settings_are_refused_in_one_line(folder, changes, message):
     names = ("checkpoint", "tokenizer", "questions", "examples", "adapter")
     there = {
@@ -104,35 +85,19 @@ def test_bad_settings_are_refused_in_one_line(folder, changes, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"question": 1}\n\n{', "`--questions`: line 3 of '.*' is not JSON"),
-        ("[1, 2]", "`--questions`: line 1 of '.*' is list, not an object"),
-        ("", "`--questions` is '.*': it has no records"),
-        (b"\xff", "`--questions`: .* is not UTF-8"),
-    ],
-)
-def test_files_of_questions_that_cannot_be_read_are_named(folder, text, message, tmp_path):
-    path = tmp_path / "bad.jsonl"
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(BadRunError, match=message):
-        quietly(asked(folder, "sums", questions=path))
+def test_files_of_questions_that_cannot_be_read_are_named(folder, tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"question": 1}\n\n{')
+    with pytest.raises(BadRunError, match=r"`--questions`: line 3 of '.*' is not JSON"):
+        quietly(asked(folder, "sums", questions=tmp_path / "bad.jsonl"))
 
 
 def test_a_place_for_answers_that_cannot_be_written_is_refused_first(folder, tmp_path):
     (tmp_path / "file").write_text("")
-    out = tmp_path / "file" / "answers.jsonl"
-    with pytest.raises(BadRunError, match=f"`--out` '{out}' cannot be written"):
-        quietly(asked(folder, "sums", out=out))
-
-
-def test_a_link_to_nothing_is_not_written_over_by_answers(folder, tmp_path):
-    out = tmp_path / "link"
-    out.symlink_to(tmp_path / "none" / "at" / "all")
-    with pytest.raises(BadRunError, match=f"`--out` '{out}' exists already"):
-        quietly(asked(folder, "sums", out=out))
-    assert out.is_symlink()
+    (tmp_path / "link").symlink_to(tmp_path / "none" / "at" / "all")
+    for out, message in (("file/answers.jsonl", "cannot be written"), ("link", "exists already")):
+        with pytest.raises(BadRunError, match=f"`--out` '{tmp_path / out}' {message}"):
+            quietly(asked(folder, "sums", out=tmp_path / out))
+    assert (tmp_path / "link").is_symlink()
 
 
 def test_a_tokenizer_of_another_model_is_refused(folder, tmp_path):
@@ -141,11 +106,8 @@ def test_a_tokenizer_of_another_model_is_refused(folder, tmp_path):
         quietly(config(folder, tokenizer=tmp_path, generate="One"))
 
 
+@pytest.mark.usefixtures("exits_raise")
 def test_the_command_line_prints_errors_in_one_line(monkeypatch, capsys):
-    def leave(code):
-        raise SystemExit(code)
-
-    monkeypatch.setattr(os, "_exit", leave)
     monkeypatch.setattr(sys, "argv", ["evaluate", "--checkpoint", "none", "--generate", "a"])
     with pytest.raises(SystemExit) as ending:
         evaluate.main()

@@ -13,6 +13,7 @@ from tests.train.runs import (
     STEPS,
     assert_equal_ends,
     final_state,
+    finish,
     forget_last_checkpoint,
     losses,
     make_config,
@@ -29,6 +30,8 @@ from train.run.metrics import read_metrics
 from train.settings.config import DataConfig, OptimizerConfig, PretrainConfig
 from train.settings.options import MethodOptions
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -39,7 +42,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def unbroken(folder):
+def unbroken(folder, shared_steps):
     """A run from beginning to end, and what it printed.
 
     Its state has bases, 8-bit moments and an estimated norm; it dithers, rounds its bfloat16
@@ -47,8 +50,9 @@ def unbroken(folder):
     """
     options = MethodOptions(rank=4, gap=4, codec=("Quantized(rounding='dither')",))
     whole = make_config(
-        folder, "unbroken", method="lean_subspace", options=options, weight_dtype="bfloat16"
-    )
+        folder, "unbroken", method="lean_subspace", options=options, weight_dtype="bfloat16",
+        save_every=10,
+    )  # fmt: skip
     console = quiet()
     assert run(whole, console) == STEPS
     return whole, console.file.getvalue()
@@ -75,19 +79,18 @@ def test_a_run_writes_metrics_picture_and_opening(unbroken):
 @pytest.mark.slow
 def test_a_terminated_and_then_killed_run_ends_with_equal_bits(folder, unbroken):
     whole, _ = unbroken
-    broken = dataclasses.replace(whole, out=folder / "broken", resume=True)
+    broken = dataclasses.replace(whole, out=folder / "broken", resume=True, save_every=100)
     process = start_pretraining(broken)
     wait_for_step(process, broken.out, 3)
     process.send_signal(signal.SIGTERM)
-    text = process.communicate()[0]
-    assert process.returncode == 0, text
+    (text,) = finish(process)
     assert "stopped by SIGTERM, saved at step" in text
+    broken = dataclasses.replace(broken, save_every=2)
     process = start_pretraining(broken)
     # After a refresh step, and before the next.
     wait_for_step(process, broken.out, 7)
     process.send_signal(signal.SIGKILL)
-    text = process.communicate()[0]
-    assert process.returncode == -signal.SIGKILL, text
+    finish(process, code=-signal.SIGKILL)
     console = quiet()
     assert run(broken, console) == STEPS
     assert "resuming from step" in console.file.getvalue()
@@ -121,125 +124,78 @@ def _store_in_former_form(one: PretrainConfig, method: str) -> None:
     (one.out / "settings.json").write_text(json.dumps(settings))
 
 
-@pytest.mark.slow
-def test_runs_in_processes_of_their_own_end_with_equal_bits(folder):
-    whole = make_config(folder, "alone")
-    process = start_pretraining(whole)
-    text = process.communicate()[0]
-    assert process.returncode == 0, text
-    for name, number, save_every in (("killed", signal.SIGKILL, 2), ("ended", signal.SIGTERM, 100)):
-        broken = dataclasses.replace(whole, out=folder / name, resume=True, save_every=save_every)
-        process = start_pretraining(broken)
-        wait_for_step(process, broken.out, 5)
-        process.send_signal(number)
-        process.communicate()
-        process = start_pretraining(broken)
-        text = process.communicate()[0]
-        assert process.returncode == 0, text
-        assert "resuming from step" in text
-        assert_equal_ends(broken, whole)
-
-
 def test_a_folder_with_a_run_is_resumed_only_on_request_and_with_its_settings(unbroken):
     whole, _ = unbroken
     console = quiet()
     with pytest.raises(BadRunError, match=r"`--out` .* holds a run at step 12: pass `--resume`"):
         run(whole, console)
     again = dataclasses.replace(whole, resume=True)
-    run(dataclasses.replace(again, z_loss=1e-4), console)
-    assert "with other settings than before: z_loss: 0.0, now 0.0001" in console.file.getvalue()
+    run(dataclasses.replace(again, eval_batches=3), console)
+    assert "with other settings than before: eval_batches: 2, now 3" in console.file.getvalue()
     assert console.file.getvalue().rstrip().endswith(f"everything is in {whole.out}")
-    no_options = {"options": MethodOptions()}
     for changes, message in (
         ({"steps": 11}, "`--steps` 11 is below the 12 steps that the run"),
         ({"model": "llama_20m"}, r"another run: .*model.hidden_size: 128 there, 256 now"),
-        (
-            {"method": "lean", **no_options},
-            r"optimizer.method: 'lean_subspace' there, 'any full-rank method' now",
-        ),
+        ({"method": "lean", "options": MethodOptions()},
+         r"optimizer.method: 'lean_subspace' there, 'any full-rank method' now"),
         ({"weight_dtype": "float32"}, "weight_dtype: 'bfloat16' there, 'float32' now"),
-        (
-            {"model_vocab_size": 512},
-            r"vocab_size: 384 there, 512 now.*`--model-vocab-size` is given",
-        ),
-        (
-            {"weight_rounding": "nearest"},
-            "optimizer.weight_rounding: 'stochastic' there, 'nearest' now",
-        ),
-    ):
+        ({"model_vocab_size": 512},
+         r"vocab_size: 384 there, 512 now.*`--model-vocab-size` is given"),
+        ({"weight_rounding": "nearest"},
+         "optimizer.weight_rounding: 'stochastic' there, 'nearest' now"),
+    ):  # fmt: skip
         with pytest.raises(BadRunError, match=message):
             run(dataclasses.replace(again, **changes), console)
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(folder):
+def test_a_step_that_is_not_finite_stops_the_run_and_is_never_saved(folder):
+    # The first step is finite, and the loss at its weights is not. The second step is saved, but
+    # not logged.
     wild = OptimizerConfig(learning_rate=1e10, warmup_steps=1)
-    doomed = make_config(folder, "doomed", optimizer=wild, save_every=1, method="exact")
-    with pytest.raises(NonFiniteError, match=r"step \d+ is not finite .*last good checkpoint") as e:
-        run(doomed, quiet())
-    assert f"it is that of step {saved_steps(doomed.out)[-1]}" in str(e.value)
-
-
-def test_weights_that_are_not_finite_are_never_saved(folder):
-    # Loss and gradient of the first step are finite; its update, 1e30 per weight, is not. The step
-    # is saved, but not logged.
-    wild = OptimizerConfig(learning_rate=1e30, warmup_steps=1)
     doomed = make_config(
-        folder, "overflow", optimizer=wild, log_every=100, save_every=1, method="exact"
+        folder, "doomed", optimizer=wild, log_every=100, save_every=1, method="exact"
     )
-    with pytest.raises(NonFiniteError, match=r"step 1 is not finite .*there is none yet"):
+    message = r"step 2 is not finite .*last good checkpoint .* it is that of step 1\."
+    with pytest.raises(NonFiniteError, match=message):
         run(doomed, quiet())
+    assert saved_steps(doomed.out) == [1]
+    with pytest.raises(NonFiniteError, match=message):  # Logged.
+        run(dataclasses.replace(doomed, resume=True, log_every=1), quiet())
 
 
 def test_bad_settings_are_refused_before_anything_is_written(folder):
-    subspace = {"method": "subspace", "options": MethodOptions(rank=129)}
+    points = MethodOptions(codec=("PointApproximation(points=500)",))
     for changes, message in (
         ({"model": "lama_9m"}, "unknown `--model` 'lama_9m'. Did you mean llama_9m"),
-        ({"method": "remmat"}, "unknown `--method` 'remmat'. Did you mean remat"),
-        ({"method": "frugal"}, "`--method frugal` is now `--method lean`"),
-        ({"method": "lora"}, "trains adapters of a checkpoint: use train.finetune"),
-        ({"method": "exact", "options": MethodOptions(rank=8)}, "`--rank 8` has no effect with"),
-        (
-            {"options": MethodOptions(rank=4096)},
-            r"`--rank`: `rank` 4096 .* above min\(T, d\) = 128",
-        ),
-        (subspace, "`--rank` 129 is above 128, the smallest dimension"),
+        ({"options": MethodOptions(rank=4096)},
+         r"`--rank`: `rank` 4096 .* above min\(T, d\) = 128"),
         ({"data": DataConfig("missing.txt", pathlib.Path("nowhere"))}, r"`--data`.*missing\.txt"),
         ({"mesh": "tensor=3"}, "tensor=3 does not divide the . heads of keys and values"),
         ({"mesh": "seq=3"}, "tensor=1,seq=3 does not divide the 4 heads of llama_3m over the 3"),
         ({"mesh": "seq=2", "seq_len": 31}, "`--seq-len` 31 does not divide over the 2 devices of"),
         ({"mesh": "fsdp=3"}, "4 sequences .* do not divide over the 3 parts of `--mesh` fsdp=3"),
         ({"mesh": "fsdp=99"}, "asks for 99 devices"),
-        (
-            {"method": "pamm", "options": MethodOptions(codec=("PointApproximation(points=500)",))},
-            "`--codec`: `points` 500 of PointApproximation",
-        ),
-    ):
+        ({"method": "pamm", "options": points}, "`--codec`: `points` 500 of PointApproximation"),
+    ):  # fmt: skip
         wrong = make_config(folder, "wrong", **changes)
         with pytest.raises(BadRunError, match=message):
             run(wrong, quiet())
         assert not wrong.out.exists()
 
 
-def test_an_out_that_is_a_file_is_refused(folder):
-    (folder / "file").write_text("")
+def test_files_that_are_no_folder_and_texts_that_are_too_small_are_refused(folder):
+    for name, text in (("file", ""), ("empty.txt", ""), ("short.txt", "a few words\n\nand more")):
+        (folder / name).write_text(text)
     with pytest.raises(BadRunError, match=r"`--out` .*file cannot be made a folder"):
         run(make_config(folder, "file"), quiet())
-
-
-def test_texts_that_are_too_small_are_refused(folder):
-    (folder / "empty.txt").write_text("")
-    (folder / "short.txt").write_text("a few words\n\nand a few more")
     for name, message in (("empty.txt", "empty.txt"), ("short.txt", "`--seq-len` is 32, so")):
         data = DataConfig(str(folder / name), folder / "cache", vocab_size=300)
         with pytest.raises(BadRunError, match=message):
             run(make_config(folder, "small", data=data), quiet())
 
 
+@pytest.mark.usefixtures("exits_raise")
 def test_the_command_line_prints_errors_in_one_line_and_exits_with_2(monkeypatch, capsys):
-    def leave(code: int) -> None:
-        raise SystemExit(code)
-
-    monkeypatch.setattr("os._exit", leave)
     monkeypatch.setattr("sys.argv", ["pretrain", "--model=lama"])
     with pytest.raises(SystemExit) as stopped:
         pretrain.main()
@@ -248,16 +204,13 @@ def test_the_command_line_prints_errors_in_one_line_and_exits_with_2(monkeypatch
     assert line.startswith("error: unknown `--model` 'lama'.")
 
 
+@pytest.mark.usefixtures("exits_raise")
 def test_a_signal_before_the_first_step_ends_the_program(folder, monkeypatch, capfd):
     def interrupted(*_: object) -> None:
         assert signal.getsignal(signal.SIGTERM) == before
         signal.raise_signal(signal.SIGINT)
 
-    def leave(code: int) -> None:
-        raise SystemExit(code)
-
     before, on_interrupt = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr("os._exit", leave)
     monkeypatch.setattr(pretrain, "prepare", interrupted)
     with pytest.raises(SystemExit) as stopped:
         run_program(lambda: run(make_config(folder, "interrupted"), quiet()))

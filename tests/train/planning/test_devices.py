@@ -17,30 +17,24 @@ def test_descriptions_have_the_properties_of_the_devices():
         assert f"core_count: {device.cores}" in text
         assert text.count("{") == text.count("}")
     assert find_device(HERE) is None
+    assert {23, 39, 79} <= {device.memory >> 30 for device in GPUS.values()}
 
 
-def test_gpus_have_several_sizes():
-    sizes = {device.memory >> 30 for device in GPUS.values()}
-    assert {23, 39, 79} <= sizes
-
-
-def test_an_unknown_device_is_refused_with_the_nearest_name():
-    message = "unknown device 'h1000'. Did you mean h100? There are: here, h100,"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        find_device("h1000")
-
-
-def test_a_tpu_is_no_gpu():
-    with pytest.raises(ValueError, match="'v5e' is no known GPU"):
-        find_gpu("v5e")
+def test_unknown_devices_and_topologies_are_refused():
+    for call, message in (
+        (lambda: find_device("h1000"),
+         "unknown device 'h1000'. Did you mean h100? There are: here, h100,"),
+        (lambda: find_gpu("v5e"), "'v5e' is no known GPU"),
+        (lambda: TPUS["v5e"].topology(6), "chips come in powers of two, and `--mesh` has 6"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=re.escape(message)):
+            call()
 
 
 def test_topologies_of_tpus_are_near_to_cubes():
     names = {name: [TPUS[name].topology(n) for n in (1, 2, 8, 64)] for name in ("v5e", "v5p")}
     assert names["v5e"] == ["v5e:1x1", "v5e:1x2", "v5e:2x4", "v5e:8x8"]
     assert names["v5p"] == ["v5p:1x1x1", "v5p:1x1x2", "v5p:2x2x2", "v5p:4x4x4"]
-    with pytest.raises(ValueError, match="chips come in powers of two, and `--mesh` has 6"):
-        TPUS["v5e"].topology(6)
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs the extra tpu")

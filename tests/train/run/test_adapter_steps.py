@@ -48,9 +48,12 @@ def state_of(method: str):
 
 @functools.cache
 def calibration():
-    """Returns that of `hyc_lora` in two bits, with outlier channels in the norms' inputs."""
-    one, state = recipe("hyc_lora", codec=OUTLIERS), state_of("hyc_lora")
-    return calibrate(one.storage, model_of(one, state), [batch()], "float32")
+    """Calibrates `hyc_lora` in two bits, with outlier channels in the inputs of norms."""
+    one = recipe("hyc_lora", codec=OUTLIERS)
+    calibrated = jax.jit(
+        lambda state: calibrate(one.storage, model_of(one, state), [batch()], "float32")
+    )
+    return calibrated(state_of("hyc_lora"))
 
 
 def gradient(one: Recipe, sites: tuple[str, ...] = ()):

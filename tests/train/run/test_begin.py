@@ -1,4 +1,4 @@
-"""What a resumed run takes from its last checkpoint."""
+"""A resumed run continues from its last checkpoint, and checks its folder first."""
 
 import dataclasses
 from types import SimpleNamespace

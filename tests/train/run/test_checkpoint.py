@@ -1,7 +1,9 @@
 """Checkpoints: equal bits after a restore, identities, damaged files."""
 
+import contextlib
 import functools
 import json
+import pathlib
 import shutil
 import time
 
@@ -16,138 +18,115 @@ from train.run.step import init_state
 from train.settings.config import PretrainConfig
 
 IDENTITY = identity_of(model=MODEL, seed=0)
-
-
-@pytest.fixture(scope="module")
-def state():
-    return jax.jit(functools.partial(init_state, make_recipe(PretrainConfig("exact"), MODEL)))()
+SMALL = {"w": np.arange(6, dtype=np.float32)}
 
 
 def like(state):
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
-    )
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), state)
 
 
-def test_a_restored_state_has_equal_bits(tmp_path, state):
-    first = Checkpoints(tmp_path, keep=2)
-    assert first.latest_step() is None
-    for step in (1, 2, 3):
-        first.save(step, state, {"next": step}, IDENTITY)
-    first.close()
-    again = Checkpoints(tmp_path, keep=2)
-    assert again.latest_step() == 3
-    restored, position = again.restore(3, like(state), IDENTITY)
+@contextlib.contextmanager
+def opened(folder: pathlib.Path, keep: int = 3):
+    with contextlib.closing(Checkpoints(folder, keep)) as checkpoints:
+        yield checkpoints
+
+
+def save(folder: pathlib.Path, *steps: int, state=SMALL) -> None:
+    with opened(folder) as checkpoints:
+        for step in steps:
+            checkpoints.save(step, jax.device_put(state), {"next": step}, IDENTITY)
+
+
+def rewrite(folder: pathlib.Path, step: int, identity) -> None:
+    """Changes the identity of a checkpoint."""
+    (folder / f"{step}/identity/metadata").write_text(json.dumps(identity))
+
+
+def test_a_restored_state_has_equal_bits_and_a_step_is_saved_once(tmp_path):
+    state = jax.jit(functools.partial(init_state, make_recipe(PretrainConfig("exact"), MODEL)))()
+    with opened(tmp_path, keep=2) as first:
+        assert first.latest_step() is None
+        for step in (1, 2, 3):
+            first.save(step, state, {"next": step}, IDENTITY)
+        first.save(3, state, {"next": 4}, IDENTITY)
+    with opened(tmp_path) as again:
+        assert again.latest_step() == 3
+        restored, position = again.restore(3, like(state), IDENTITY)
     assert position == {"next": 3}
     assert jax.tree.structure(restored) == jax.tree.structure(state)
     jax.tree.map(np.testing.assert_array_equal, restored, state)
-    again.close()
     assert sorted(p.name for p in tmp_path.iterdir() if p.name.isdigit()) == ["2", "3"]
 
 
-def test_a_step_is_saved_once(tmp_path, state):
-    checkpoints = Checkpoints(tmp_path, keep=2)
-    checkpoints.save(1, state, {"position": 1}, IDENTITY)
-    checkpoints.save(1, state, {"position": 2}, IDENTITY)
-    assert checkpoints.restore(1, like(state), IDENTITY)[1] == {"position": 1}
-    checkpoints.close()
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    save(folder, 1)
+    return folder
 
 
-def test_a_setting_that_is_newer_than_the_checkpoint_counts_as_off(tmp_path, state):
-    checkpoints = Checkpoints(tmp_path, keep=2)
-    model = IDENTITY["model"]
-    newer = ("qk_norm", "sliding_window")
-    before = {**IDENTITY, "model": {k: v for k, v in model.items() if k not in newer}}
-    checkpoints.save(1, state, {}, before)
-    checkpoints.restore(1, like(state), IDENTITY)
-    with pytest.raises(ValueError, match=r"model.qk_norm: False there, True now"):
-        checkpoints.restore(1, like(state), {**IDENTITY, "model": model | {"qk_norm": True}})
-    checkpoints.close()
+def of_model(**changes):
+    return {"model": IDENTITY["model"] | changes}
 
 
-def test_a_checkpoint_of_another_run_is_refused_with_the_differences(tmp_path, state):
-    checkpoints = Checkpoints(tmp_path, keep=2)
-    checkpoints.save(1, state, {}, IDENTITY)
-    other = {"model": IDENTITY["model"] | {"hidden_size": 48}, "seed": 0}
-    with pytest.raises(ValueError, match=r"another run: model.hidden_size: 24 there, 48 now\. "):
-        checkpoints.restore(1, like(state), other)
-    checkpoints.save(2, state, {}, {**IDENTITY, "removed": "nf4"})
-    with pytest.raises(ValueError, match=r"another run: removed: 'nf4' there, None now\. "):
-        checkpoints.restore(2, like(state), IDENTITY)
-    checkpoints.close()
+def optimizer(**settings):
+    return {"optimizer": settings}
 
 
-def test_a_checkpoint_with_another_order_of_rows_is_refused_with_the_reason(tmp_path, state):
-    checkpoints = Checkpoints(tmp_path, keep=2)
-    checkpoints.save(1, state, {}, IDENTITY)
-    now = {**IDENTITY, "row_order": "shuffled"}
-    with pytest.raises(ValueError, match=r"row_order: None there.*\. .*Finish the run with that"):
-        checkpoints.restore(1, like(state), now)
-    checkpoints.close()
+OLDER = {"model": {k: v for k, v in IDENTITY["model"].items() if k != "qk_norm"}}
+TYPICAL = optimizer(in_backward=True, norm_estimate="typical")
+NEAREST, STOCHASTIC = (optimizer(weight_rounding=x) for x in ("nearest", "stochastic"))
+FULL, GALORE = optimizer(method="any full-rank method"), optimizer(method="galore")
+FORMER_FULL, FORMER = optimizer(method="one of full rank"), optimizer(method="frugal_subspace")
 
 
-def test_a_checkpoint_with_another_estimate_of_the_norm_is_refused_with_the_reason(tmp_path, state):
-    checkpoints = Checkpoints(tmp_path, keep=2)
-    checkpoints.save(1, state, {}, {**IDENTITY, "optimizer": {"in_backward": True}})
-    now = {"in_backward": True, "norm_estimate": "typical"}
-    with pytest.raises(ValueError, match=r"norm_estimate: None there.*\. .*Finish the run with"):
-        checkpoints.restore(1, like(state), {**IDENTITY, "optimizer": now})
-    checkpoints.save(2, state, {}, {**IDENTITY, "optimizer": now})
-    after = r"another run: optimizer.in_backward: True there, False now\. Pass the settings"
-    with pytest.raises(ValueError, match=after):
-        checkpoints.restore(2, like(state), {**IDENTITY, "optimizer": {"in_backward": False}})
-    checkpoints.close()
+@pytest.mark.parametrize(
+    ("before", "now", "message"),
+    [
+        # A setting that is newer than the checkpoint counts as off.
+        (OLDER, {}, None),
+        (OLDER, of_model(qk_norm=True), r"model.qk_norm: False there, True now"),
+        ({}, of_model(hidden_size=48), r"another run: model.hidden_size: 24 there, 48 now\. "),
+        ({"removed": "nf4"}, {}, r"another run: removed: 'nf4' there, None now\. "),
+        ({}, {"row_order": "shuffled"}, r"row_order: None there.*\. .*Finish the run with that"),
+        (optimizer(in_backward=True), TYPICAL,
+         r"norm_estimate: None there.*\. .*Finish the run with"),
+        (TYPICAL, optimizer(in_backward=False),
+         r"another run: optimizer.in_backward: True there, False now\. Pass the settings"),
+        # Former names of methods.
+        (FORMER_FULL, FULL, None),
+        (FORMER_FULL, GALORE, "optimizer.method: 'any full-rank method' there, 'galore' now"),
+        (FORMER, optimizer(method="lean_subspace"), None),
+        (FORMER, GALORE, "optimizer.method: 'lean_subspace' there, 'galore' now"),
+        # A run from before weights were rounded resumes only with rounding to nearest.
+        (optimizer(rank=None), NEAREST, None),
+        (optimizer(rank=None), STOCHASTIC,
+         r"another run: optimizer.weight_rounding: 'nearest' there, 'stochastic' now\. "),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_of_another_run_is_refused_with_the_differences(saved, before, now, message):
+    rewrite(saved, 1, {**IDENTITY, **before, "format": 2})
+    refused = pytest.raises(ValueError, match=message) if message else contextlib.nullcontext()
+    with opened(saved) as checkpoints, refused:
+        restored, _ = checkpoints.restore(1, like(SMALL), {**IDENTITY, **now})
+        np.testing.assert_array_equal(restored["w"], SMALL["w"])
 
 
 def test_a_checkpoint_of_in_backward_updates_with_former_names_is_restored(tmp_path):
-    moments, norm = np.arange(6.0).reshape(2, 3), np.float32(2)
+    moments, norm = SMALL["w"], np.float32(2)
     former = {"model": moments + 1, "optimizer": {"optimizer": {"mu": moments}, "grad_norm": norm}}
     now = {"model": moments + 1, "norms": {"grad_norm": norm}, "optimizer": {"mu": moments}}
-    former, now = jax.device_put((former, now))
-    checkpoints = Checkpoints(tmp_path, keep=3)
-    checkpoints.save(1, former, {}, IDENTITY)
-    checkpoints.save(2, former, {}, IDENTITY)
-    checkpoints.close()
-    for path, changes in ((tmp_path / "1", {}), (tmp_path / "2", {"format": 3})):
-        path /= "identity/metadata"
-        identity = json.loads(path.read_text())
-        assert identity.pop("format") == 2
-        path.write_text(json.dumps(identity | changes))
-    checkpoints = Checkpoints(tmp_path, keep=3)
-    restored, _ = checkpoints.restore(1, like(now), IDENTITY)
-    jax.tree.map(np.testing.assert_array_equal, restored, now)
-    checkpoints.save(3, now, {}, IDENTITY)
-    jax.tree.map(np.testing.assert_array_equal, checkpoints.restore(3, like(now), IDENTITY)[0], now)
-    with pytest.raises(ValueError, match="has format 3, which a newer version of this program"):
-        checkpoints.restore(2, like(now), IDENTITY)
-    checkpoints.close()
-
-
-def test_former_names_of_methods_in_an_identity_are_understood(tmp_path, state):
-    checkpoints = Checkpoints(tmp_path, keep=2)
-    for step, (former, now) in enumerate(
-        (("one of full rank", "any full-rank method"), ("frugal_subspace", "lean_subspace"))
-    ):
-        checkpoints.save(step, state, {}, {**IDENTITY, "optimizer": {"method": former}})
-        checkpoints.restore(step, like(state), {**IDENTITY, "optimizer": {"method": now}})
-        other = {**IDENTITY, "optimizer": {"method": "galore"}}
-        with pytest.raises(ValueError, match=f"optimizer.method: '{now}' there, 'galore' now"):
-            checkpoints.restore(step, like(state), other)
-    checkpoints.close()
-
-
-def test_a_run_from_before_weights_were_rounded_resumes_only_with_rounding_to_nearest(
-    tmp_path, state
-):
-    checkpoints = Checkpoints(tmp_path, keep=2)
-    checkpoints.save(1, state, {}, {**IDENTITY, "optimizer": {"rank": None}})
-    now = {**IDENTITY, "optimizer": {"rank": None, "weight_rounding": "nearest"}}
-    checkpoints.restore(1, like(state), now)
-    now["optimizer"]["weight_rounding"] = "stochastic"
-    message = r"another run: optimizer.weight_rounding: 'nearest' there, 'stochastic' now\. "
-    with pytest.raises(ValueError, match=message):
-        checkpoints.restore(1, like(state), now)
-    checkpoints.close()
+    save(tmp_path, 1, 2, state=former)
+    rewrite(tmp_path, 1, IDENTITY)
+    rewrite(tmp_path, 2, IDENTITY | {"format": 3})
+    save(tmp_path, 3, state=now)
+    with opened(tmp_path) as checkpoints:
+        for step in (1, 3):
+            restored, _ = checkpoints.restore(step, like(now), IDENTITY)
+            jax.tree.map(np.testing.assert_array_equal, restored, now)
+        with pytest.raises(ValueError, match="has format 3, which a newer version of this program"):
+            checkpoints.restore(2, like(now), IDENTITY)
 
 
 def test_identity_is_plain_json():
@@ -156,42 +135,33 @@ def test_identity_is_plain_json():
 
 
 @pytest.mark.parametrize("item", ["state", "data", "identity"])
-def test_a_damaged_checkpoint_is_named_with_the_one_before_it(tmp_path, state, item):
-    checkpoints = Checkpoints(tmp_path, keep=2)
-    for step in (1, 2):
-        checkpoints.save(step, state, {"next": step}, IDENTITY)
-    checkpoints.close()
+def test_a_damaged_checkpoint_is_named_with_the_one_before_it(tmp_path, item):
+    save(tmp_path, 1, 2)
     for file in (tmp_path / "2" / item).rglob("*"):
         if file.is_file() and file.stat().st_size:
             file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    again = Checkpoints(tmp_path, keep=2)
-    with pytest.raises(ValueError, match=r"2 cannot be read.*to resume from step 1\."):
-        again.restore(2, like(state), IDENTITY)
-    again.close()
+    with (
+        opened(tmp_path) as again,
+        pytest.raises(ValueError, match=r"2 cannot be read.*to resume from step 1\."),
+    ):
+        again.restore(2, like(SMALL), IDENTITY)
 
 
-def test_an_identity_that_is_no_object_is_damaged(tmp_path, state):
-    checkpoints = Checkpoints(tmp_path, keep=2)
-    checkpoints.save(1, state, {}, IDENTITY)
-    checkpoints.close()
-    (path,) = tmp_path.glob("1/identity/metadata")
-    path.write_text("[]")
-    again = Checkpoints(tmp_path, keep=2)
-    with pytest.raises(ValueError, match=r"damaged \(its identity is no object\)"):
-        again.restore(1, like(state), IDENTITY)
-    again.close()
+def test_an_identity_that_is_no_object_is_damaged(saved):
+    rewrite(saved, 1, [])
+    message = r"damaged \(its identity is no object\)"
+    with opened(saved) as again, pytest.raises(ValueError, match=message):
+        again.restore(1, like(SMALL), IDENTITY)
 
 
 def test_threads_that_still_read_a_damaged_checkpoint_say_nothing(tmp_path, monkeypatch):
-    many = {f"w{i}": jax.device_put(np.full((64, 64), i)) for i in range(40)}
-    checkpoints = Checkpoints(tmp_path, keep=2)
-    checkpoints.save(1, many, {}, IDENTITY)
-    checkpoints.close()
+    many = {f"w{i}": np.full((64, 64), i, np.int32) for i in range(40)}
+    save(tmp_path, 1, state=many)
     shutil.rmtree(tmp_path / "1" / "state" / "d")
-    again, said = Checkpoints(tmp_path, keep=2), []
+    said = []
     monkeypatch.setattr("sys.unraisablehook", said.append)
-    with pytest.raises(ValueError, match="cannot be read: it is damaged"):
-        again.restore(1, like(many), IDENTITY)
-    time.sleep(0.5)  # The threads go on.
+    with opened(tmp_path) as again:
+        with pytest.raises(ValueError, match="cannot be read: it is damaged"):
+            again.restore(1, like(many), IDENTITY)
+        time.sleep(0.5)  # The threads go on.
     assert said == []
-    again.close()

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import shlex
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -16,10 +17,13 @@ from tests.train.runs import quiet
 from train import plan
 from train.plan import PlanConfig, run
 from train.planning import measured
+from train.planning.estimate import Compiled, Plan
 from train.planning.measured import MeasureConfig
-from train.run.gradient_error import WHOLE, by_site, measure
+from train.run import gradient_error
+from train.run.gradient_error import WHOLE, GradientError, by_site, measure
 from train.run.loss import loss_function
 from train.run.recipe import make_recipe
+from train.run.report import StepMemory
 from train.settings import cli
 from train.settings.config import DataConfig, FinetuneConfig, PretrainConfig
 from train.settings.methods import METHODS
@@ -27,9 +31,10 @@ from train.settings.options import MethodOptions
 from train.text.tokenizer import train_bpe
 
 TINY = dataclasses.replace(CONFIG, vocab_size=300)
+CODE = "Quantized(3, group=16)"
 TRAIN = PretrainConfig(
     method="lean",
-    options=MethodOptions(codec=("Quantized(3, group=16)",)),
+    options=MethodOptions(codec=("Exact()", f"gate={CODE}", f"up={CODE}")),
     batch_size=2,
     seq_len=16,
     compute_dtype="float32",
@@ -46,6 +51,18 @@ def model():
     return jax.jit(lambda key: Decoder(TINY, key))(jax.random.key(1))
 
 
+@pytest.fixture(scope="module")
+def rounded():
+    """A recipe with random codes. All measurements of it share one program."""
+    recipe = make_recipe(ROUNDED, TINY)
+    real = gradient_error._gradient_at_places
+    program = real(recipe, recipe.storage)
+    with pytest.MonkeyPatch.context() as patch:
+        shared = lambda one, storage: program if one is recipe else real(one, storage)  # noqa: E731
+        patch.setattr(gradient_error, "_gradient_at_places", shared)
+        yield recipe
+
+
 def batches(count):
     draw = np.random.default_rng(0)
     for _ in range(count):
@@ -54,26 +71,37 @@ def batches(count):
         yield {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "mask": mask}
 
 
-def gradients(storage, model, batches):
-    """Returns the gradient of each batch for a storage choice, as a vector in float64."""
-    of = jax.jit(jax.grad(loss_function(make_recipe(TRAIN, TINY).config, storage)))
-    trees = [jax.tree.leaves(of(model, batch, jax.random.key(0))) for batch in batches]
-    return [np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in t]) for t in trees]
-
-
 def test_errors_are_those_of_gradients_with_these_codes(model):
     recipe = make_recipe(TRAIN, TINY)
-    choices = by_site(recipe.storage, TINY.num_layers)
+    coded = recipe.storage
+    coded_sites = by_site(coded, TINY.num_layers)
+    assert list(coded_sites) == [WHOLE, "gate", "up"]
+    first = {site: np.arange(TINY.num_layers) == 0 for site in coded_sites[WHOLE]}
+    choices = {**coded_sites, "nowhere": {}, "first": first}
     two = list(batches(2))
-    found = measure(recipe, recipe.storage, model, two, choices)
-    assert list(found) == [WHOLE, *recipe.storage.codecs]
-    only_up = {site: Exact() for site in recipe.storage.codecs if site != "up"}
-    storages = {WHOLE: recipe.storage, "up": dataclasses.replace(recipe.storage, **only_up)}
-    exact = dataclasses.replace(recipe.storage, **dict.fromkeys(recipe.storage.codecs, Exact()))
-    wanted = gradients(exact, model, two)
-    for name, storage in storages.items():
+    found = measure(recipe, coded, model, two, choices)
+    storages = {"exact": dataclasses.replace(coded, gate=Exact(), up=Exact()),
+                WHOLE: coded, "up": dataclasses.replace(coded, gate=Exact())}  # fmt: skip
+
+    @jax.jit
+    def gradients(model, batch):
+        return {
+            name: jax.grad(loss_function(recipe.config, storage))(model, batch, jax.random.key(0))
+            for name, storage in storages.items()
+        }
+
+    def vectors(batch):
+        leaves = {name: jax.tree.leaves(tree) for name, tree in gradients(model, batch).items()}
+        return {
+            name: np.concatenate([np.ravel(np.float64(x)) for x in arrays])
+            for name, arrays in leaves.items()
+        }
+
+    of_batches = [vectors(batch) for batch in two]
+    for name in (WHOLE, "up"):
         errors, cosines = [], []
-        for g, got in zip(wanted, gradients(storage, model, two), strict=True):
+        for of_batch in of_batches:
+            g, got = of_batch["exact"], of_batch[name]
             errors.append(np.linalg.norm(got - g) / np.linalg.norm(g))
             cosines.append(got @ g / np.linalg.norm(g) / np.linalg.norm(got))
         # Float32 products of two programs differ in their last bits, and codes near a bound with
@@ -83,41 +111,34 @@ def test_errors_are_those_of_gradients_with_these_codes(model):
         assert found[name].cosine == pytest.approx(np.mean(cosines), abs=1e-4)
         spread = abs(errors[0] - errors[1]) / 2
         assert found[name].uncertainty == pytest.approx(spread, rel=0.05, abs=1e-4)
-
-
-def test_codes_can_be_measured_in_single_layers(model):
-    recipe = make_recipe(TRAIN, TINY)
-    places = by_site(recipe.storage, TINY.num_layers)[WHOLE]
-    first = {site: np.arange(TINY.num_layers) == 0 for site in places}
-    choices = {"nowhere": {}, "first": first, "all": places}
-    found = measure(recipe, recipe.storage, model, batches(1), choices)
+    # Codes can be measured in single layers.
     assert found["nowhere"].error == 0
-    assert 0 < found["first"].error < found["all"].error
-    assert math.isnan(found["all"].uncertainty)
+    assert 0 < found["first"].error < found[WHOLE].error
 
 
-def test_the_bias_of_random_rounding_is_below_its_error(model):
-    recipe = make_recipe(ROUNDED, TINY)
-    choices = by_site(recipe.storage, TINY.num_layers)
+def test_the_bias_of_random_rounding_is_below_its_error(model, rounded):
+    choices = by_site(rounded.storage, TINY.num_layers)
     assert list(choices) == [WHOLE]
-    one = measure(recipe, recipe.storage, model, batches(1), choices, keys=8)[WHOLE]
-    assert 0 <= one.bias < one.error / 2
+    several, single = (
+        measure(rounded, rounded.storage, model, batches(1), choices, keys=n)[WHOLE] for n in (8, 1)
+    )
+    assert 0 <= several.bias < several.error / 2
+    assert math.isnan(several.uncertainty)
     # One gradient of a random code tells nothing of its mean.
-    once = measure(recipe, recipe.storage, model, batches(1), choices, keys=1)[WHOLE]
-    assert math.isnan(once.bias)
-    assert once.error > 0
+    assert math.isnan(single.bias)
+    assert single.error > 0
 
 
-def test_bad_measurements_are_refused(model):
-    recipe = make_recipe(ROUNDED, TINY)
-    choices = by_site(recipe.storage, TINY.num_layers)
-    huge = jax.jit(lambda model: jax.tree.map(lambda x: x * 1e30, model))(model)
-    with pytest.raises(ValueError, match=r"exact gradient on batch 0 .* activations .* overflow"):
-        measure(recipe, recipe.storage, huge, batches(1), choices)
-    with pytest.raises(ValueError, match="`batches` must have at least one"):
-        measure(recipe, recipe.storage, model, [], choices)
-    with pytest.raises(ValueError, match="`keys` must be at least 1, got 0"):
-        measure(recipe, recipe.storage, model, batches(1), choices, keys=0)
+def test_bad_measurements_are_refused(model, rounded):
+    choices = by_site(rounded.storage, TINY.num_layers)
+    huge = jax.tree.map(lambda x: np.asarray(x) * np.float32(1e30), model)
+    for weights, data, keys, message in (
+        (huge, batches(1), 1, r"exact gradient on batch 0 .* activations .* overflow"),
+        (model, [], 1, "`batches` must have at least one"),
+        (model, batches(1), 0, "`keys` must be at least 1, got 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            measure(rounded, rounded.storage, weights, data, choices, keys=keys)
 
 
 @pytest.fixture(scope="module")
@@ -153,11 +174,19 @@ def test_plans_of_a_checkpoint_are_measured(checkpoint):
 
 def test_a_budget_and_an_error_choose_a_plan_or_say_why_not(checkpoint, capsys, monkeypatch):
     def stages(train, model, methods):
-        for bits in (2, 8) if train.data.tokenizer else (2,):
+        for bits in (2, 8):
             options = MethodOptions(codec=(f"Quantized({bits}, group=16)",))
             yield f"{bits} bits", [dataclasses.replace(train, options=options)]
 
+    def errors(self, config):
+        error = 0.01 if config.options.codec[0].startswith("Quantized(8") else 0.5
+        return {WHOLE: GradientError(error, 1.0, error, math.nan)}
+
     monkeypatch.setattr(plan, "stages", stages)
+    monkeypatch.setattr(measured.Measured, "errors", errors)
+    memory = StepMemory(1, 1, 1, 1, 1)
+    monkeypatch.setattr(plan, "make_plan", lambda config, _: Plan(config, memory, 1, 1.0))
+    monkeypatch.setattr(plan, "compile_plan", lambda one, _: Compiled(one, 1, 0, 0, 0, {}))
     done, text = planned(checkpoint, budget="1GiB", error=1e-9)
     assert not done
     assert "the error of none is at most 1e-09: raise `--error` or `--budget`" in text
@@ -175,15 +204,14 @@ def test_a_budget_and_an_error_choose_a_plan_or_say_why_not(checkpoint, capsys, 
 
 
 def test_average_bits_are_chosen_before_they_are_measured(model, checkpoint, monkeypatch):
-    class EightBits:
-        def choose(self, model, batch, step):
-            return dict.fromkeys(METHODS["lean"].adaptive, 8)
-
-    monkeypatch.setattr(measured, "site_chooser", lambda recipe: EightBits())
+    bits = dict.fromkeys(METHODS["lean"].adaptive, 8)
+    chooser = SimpleNamespace(choose=lambda model, batch, step: bits)
+    monkeypatch.setattr(measured, "site_chooser", lambda recipe: chooser)
+    monkeypatch.setattr(measured, "measure", lambda recipe, *_, **__: recipe.bits)
     options = MethodOptions(average_bits=2, codec=("Quantized(group=16)",))
     train = dataclasses.replace(TRAIN, model=str(checkpoint), options=options)
     known = measured.Measured(model, tuple(batches(1)), MeasureConfig(measure=True))
-    assert 0 < known.errors(train)[WHOLE].error < 0.05
+    assert known.errors(train) == bits
 
 
 def test_text_of_a_token_and_settings_that_do_not_fit_are_refused(checkpoint):
@@ -193,19 +221,13 @@ def test_text_of_a_token_and_settings_that_do_not_fit_are_refused(checkpoint):
         planned(checkpoint, template="{x}", measure=True)
     for changes, message in (
         ({"measuring": MeasureConfig(measure=True)}, "`--measure` needs trained weights"),
-        (
-            {"checkpoint": "x", "measuring": MeasureConfig(error=0.1)},
-            "`--error 0.1` is for the search of `--budget`",
-        ),
-        (
-            {"checkpoint": "x", "measuring": MeasureConfig(keys=2)},
-            "`--keys` has no effect without `--measure`",
-        ),
-        (
-            {"checkpoint": "x", "train": dataclasses.replace(TRAIN, model="llama_60m")},
-            "`--model llama_60m` and `--checkpoint x` exclude each other",
-        ),
-    ):
+        ({"checkpoint": "x", "measuring": MeasureConfig(error=0.1)},
+         "`--error 0.1` is for the search of `--budget`"),
+        ({"checkpoint": "x", "measuring": MeasureConfig(keys=2)},
+         "`--keys` has no effect without `--measure`"),
+        ({"checkpoint": "x", "train": dataclasses.replace(TRAIN, model="llama_60m")},
+         "`--model llama_60m` and `--checkpoint x` exclude each other"),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             PlanConfig(**{"train": TRAIN, **changes})
     for changes in ({"batches": 0}, {"keys": 0}):

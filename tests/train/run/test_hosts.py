@@ -1,27 +1,22 @@
 """Several processes that train together, as real processes on this machine."""
 
 import dataclasses
-import os
-import shlex
 import signal
 import socket
-import subprocess
-import sys
 
 import jax
 import numpy as np
 import pytest
 
 from tests.train.runs import (
-    REPOSITORY,
     STEPS,
+    finish,
     make_config,
     saved_steps,
     start_pretraining,
     wait_for_step,
     write_text,
 )
-from train.planning.tables import flags
 from train.run import hosts
 from train.run.metrics import read_metrics
 from train.run.sharding import batch_sharding, make_mesh, rows_of_process
@@ -35,32 +30,17 @@ def free_port() -> int:
         return opened.getsockname()[1]
 
 
-def start_processes(configs, devices=1, module="train.pretrain"):
+def start_processes(*configs):
     """Starts one process for each of the settings, which find each other by the environment."""
-    port, processes = free_port(), []
-    for i, config in enumerate(configs):
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(REPOSITORY),
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-            "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
-            "JAX_NUM_PROCESSES": str(len(configs)),
-            "JAX_PROCESS_ID": str(i),
-        }
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-m", module, *shlex.split(flags(config))],
-                cwd=REPOSITORY, env=environment, text=True,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            )
-        )  # fmt: skip
-    return processes
-
-
-def ended(processes):
-    """Returns what the processes printed, and their exit codes."""
-    texts = [process.communicate(timeout=240)[0] for process in processes]
-    return texts, [process.returncode for process in processes]
+    environment = {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
+        "JAX_NUM_PROCESSES": str(len(configs)),
+    }
+    return [
+        start_pretraining(config, **environment, JAX_PROCESS_ID=str(i))
+        for i, config in enumerate(configs)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +50,14 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def alone(folder):
+    """A run of one process."""
+    config = make_config(folder, "one", method="exact", compute_dtype="float32")
+    finish(start_pretraining(config))
+    return config
+
+
 def losses_of(folder):
     lines = read_metrics(folder / "metrics.jsonl")
     return [line.get("loss", line.get("validation_loss")) for line in lines]
@@ -77,41 +65,32 @@ def losses_of(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "mesh"), [(2, ""), (4, "data=2,fsdp=2")])
-def test_several_processes_train_as_one(folder, count, mesh):
-    one = make_config(folder, "one", method="exact", compute_dtype="float32")
-    if not (one.out / "metrics.jsonl").exists():
-        process = start_pretraining(one)
-        assert process.wait(timeout=240) == 0, process.communicate()[0]
-    together = dataclasses.replace(one, out=folder / f"{count}", distributed=True, mesh=mesh)
-    texts, codes = ended(start_processes([together] * count))
-    assert codes == [0] * count, "\n".join(texts)
-    assert f"done at step {STEPS}" in texts[0]
-    assert not any("loss" in text for text in texts[1:])
-    np.testing.assert_allclose(losses_of(together.out), losses_of(one.out), rtol=1e-5)
+def test_several_processes_train_as_one(folder, alone, count, mesh):
+    config = dataclasses.replace(alone, out=folder / f"{count}", distributed=True, mesh=mesh)
+    first, *others = finish(*start_processes(*[config] * count))
+    assert f"done at step {STEPS}" in first
+    assert not any("loss" in text for text in others)
+    got, want = losses_of(config.out), losses_of(alone.out)
+    assert len(got) == len(want)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
     # One set of files.
-    names = {path.name for path in together.out.iterdir()}
-    assert names == {path.name for path in one.out.iterdir()}
-    assert len(read_metrics(together.out / "metrics.jsonl")) == len(
-        read_metrics(one.out / "metrics.jsonl")
-    )
+    one, other = ({path.name for path in x.out.iterdir()} for x in (config, alone))
+    assert one == other
 
 
 @pytest.mark.slow
 def test_a_signal_to_one_process_saves_the_run_of_all_which_goes_on_with_other_devices(folder):
     config = make_config(folder, "stopped", **EXACT, steps=500, save_every=100)
-    processes = start_processes([config] * 2)
+    processes = start_processes(config, config)
     wait_for_step(processes[0], config.out, 3)
     processes[1].send_signal(signal.SIGTERM)
-    texts, codes = ended(processes)
-    assert codes == [0, 0], "\n".join(texts)
-    assert "stopped by a signal to another process, saved at step" in texts[0]
+    text, _ = finish(*processes)
+    assert "stopped by a signal to another process, saved at step" in text
     (step,) = saved_steps(config.out)
-    alone = dataclasses.replace(
+    further = dataclasses.replace(
         config, distributed=False, mesh="fsdp=4", resume=True, steps=step + 2
     )
-    process = start_pretraining(alone)
-    text = process.communicate(timeout=240)[0]
-    assert process.returncode == 0, text
+    (text,) = finish(start_pretraining(further))
     assert f"resuming from step {step}" in text
     steps = [line["step"] for line in read_metrics(config.out / "metrics.jsonl") if "loss" in line]
     assert steps == [*range(1, step + 3)]
@@ -120,7 +99,7 @@ def test_a_signal_to_one_process_saves_the_run_of_all_which_goes_on_with_other_d
 @pytest.mark.slow
 def test_a_killed_process_ends_the_others_with_a_message(folder):
     config = make_config(folder, "killed", **EXACT, steps=500)
-    processes = start_processes([config] * 2)
+    processes = start_processes(config, config)
     wait_for_step(processes[0], config.out, 5)
     processes[1].kill()
     text = processes[0].communicate(timeout=120)[0]
@@ -132,17 +111,14 @@ def test_a_killed_process_ends_the_others_with_a_message(folder):
 @pytest.mark.slow
 def test_processes_that_differ_fail_together(folder):
     config = make_config(folder, "differ", **EXACT)
-    for other, message in (
-        (dataclasses.replace(config, out=folder / "elsewhere"), "differ in `--out`"),
-        (dataclasses.replace(config, seed=1), "differ in `--seed`"),
-        (
-            dataclasses.replace(config, data=dataclasses.replace(config.data, data="/no.txt")),
-            "process 1 of 2: `--data` is '/no.txt'",
-        ),
+    elsewhere = dataclasses.replace(config.data, data="/no.txt")
+    for changes, message in (
+        ({"out": folder / "elsewhere"}, "differ in `--out`"),
+        ({"seed": 1}, "differ in `--seed`"),
+        ({"data": elsewhere}, "process 1 of 2: `--data` is '/no.txt'"),
     ):
-        texts, codes = ended(start_processes([config, other]))
-        assert codes == [2, 2], "\n".join(texts)
-        assert all(message in text for text in texts)
+        processes = start_processes(config, dataclasses.replace(config, **changes))
+        assert all(message in text for text in finish(*processes, code=2))
         assert not config.out.exists()
 
 
@@ -160,28 +136,22 @@ def test_a_single_process_needs_no_agreement(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("environment", "message"),
+    ("count", "number", "address", "message"),
     [
-        ({"JAX_NUM_PROCESSES": "2"}, "JAX_COORDINATOR_ADDRESS, JAX_PROCESS_ID is not set"),
-        (
-            {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0", "JAX_COORDINATOR_ADDRESS": "here"},
-            "JAX_COORDINATOR_ADDRESS must be HOST:PORT, got 'here'",
-        ),
-        (
-            {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2", "JAX_COORDINATOR_ADDRESS": "a:1"},
-            "JAX_PROCESS_ID must be from 0 to JAX_NUM_PROCESSES - 1, got '2' of '2'",
-        ),
-        (
-            {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1",
-             "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}"},
-            "no process answers at 127.0.0.1:",
-        ),
+        ("2", None, None, "JAX_COORDINATOR_ADDRESS, JAX_PROCESS_ID is not set"),
+        ("2", "0", "here", "JAX_COORDINATOR_ADDRESS must be HOST:PORT, got 'here'"),
+        ("2", "2", "a:1", "JAX_PROCESS_ID must be from 0 to JAX_NUM_PROCESSES - 1, got '2' of '2'"),
+        ("2", "1", "127.0.0.1:{port}", "no process answers at 127.0.0.1:"),
     ],
-)  # fmt: skip
-def test_processes_that_cannot_join_are_told_what_to_set(monkeypatch, environment, message):
+)
+def test_processes_that_cannot_join_are_told_what_to_set(
+    monkeypatch, count, number, address, message
+):
     monkeypatch.setattr(hosts, "JOIN_SECONDS", 0.1)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+    for name, value in (("JAX_NUM_PROCESSES", count), ("JAX_PROCESS_ID", number),
+                        ("JAX_COORDINATOR_ADDRESS", address)):  # fmt: skip
+        if value is not None:
+            monkeypatch.setenv(name, value.format(port=free_port()))
     with pytest.raises(ValueError, match=message), hosts.joined(True):
         pass
 

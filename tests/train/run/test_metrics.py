@@ -46,19 +46,15 @@ def test_a_run_that_starts_over_records_its_first_line_again(tmp_path):
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 0, "validation_loss": 1.0}]
 
 
-def test_a_broken_line_in_the_middle_is_an_error_with_its_number(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\noops\n{"step": 2}\n')
-    with pytest.raises(ValueError, match=r"metrics.jsonl, line 2 is not JSON, .*: 'oops'"):
-        read_metrics(tmp_path / "metrics.jsonl")
-
-
 @pytest.mark.parametrize(
-    "line", ["[]", "7", '{"loss": 1}', '{"step": "a"}', '{"step": 1, "loss": "a"}']
+    "line", ["oops", "[]", "7", '{"loss": 1}', '{"step": "a"}', '{"step": 1, "loss": "a"}']
 )
-def test_a_line_in_the_middle_that_is_no_record_is_an_error(line, tmp_path):
-    (tmp_path / "metrics.jsonl").write_text(f'{line}\n{{"step": 2}}\n')
-    with pytest.raises(ValueError, match=r"line 1 is not JSON, or no record of metrics"):
+def test_a_line_in_the_middle_that_is_no_record_is_an_error_with_its_number(line, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n')
+    message = "metrics.jsonl, line 2 is not JSON, or no record of metrics"
+    with pytest.raises(ValueError, match=message) as error:
         read_metrics(tmp_path / "metrics.jsonl")
+    assert line in str(error.value)
 
 
 def test_nan_is_refused(tmp_path):

@@ -1,6 +1,7 @@
 """The opening of a run: stored arrays, and memory by category."""
 
 import dataclasses
+import functools
 import io
 
 import jax
@@ -10,7 +11,7 @@ from tiny import CONFIG as MODEL
 
 from actjax import RandomizedSVD
 from models import ModelConfig, Storage
-from train.run.recipe import make_recipe
+from train.run.recipe import Recipe, make_recipe
 from train.run.report import (
     StepMemory,
     exact_memory,
@@ -24,89 +25,99 @@ from train.settings.config import OptimizerConfig, PretrainConfig
 from train.settings.options import MethodOptions, used_options
 
 CONFIG = PretrainConfig(method="exact", batch_size=4, seq_len=16, compute_dtype="float32")
-STORAGE = Storage(mlp_out=RandomizedSVD(4))
+RANK = MethodOptions(rank=4)
+LAYERS, TOKENS = MODEL.num_layers, 4 * 16
+BFLOAT16 = {"weight_dtype": "bfloat16"}
 
 
-def recipe(storage: Storage = Storage(), **changes):
-    made = make_recipe(dataclasses.replace(CONFIG, **changes), MODEL)
-    return dataclasses.replace(made, storage=storage) if storage != Storage() else made
+@functools.cache
+def recipe(**changes) -> Recipe:
+    return make_recipe(dataclasses.replace(CONFIG, **changes), MODEL)
 
 
-def shapes(one):
+def shapes(one: Recipe):
     return jax.eval_shape(lambda: init_state(one))
 
 
-def explained(one):
+@functools.cache
+def _explained(**changes):
+    one = recipe(**changes)
     return explain_step(one, shapes(one))
 
 
-def memory(one) -> StepMemory:
-    return step_memory(one, shapes(one), explained(one))
+def explained(weight_rounding: str = "", **changes):
+    """Returns what a step stores, which the rounding of the weights does not change."""
+    return _explained(**changes)
 
 
-def parameters() -> int:
-    return sum(x.size for x in jax.tree.leaves(shapes(recipe()).model))
+def stored(**changes) -> dict:
+    """Returns the stored arrays by name."""
+    return {residual.name: residual for residual in explained(**changes).residuals}
+
+
+def memory(**changes) -> StepMemory:
+    one = recipe(**changes)
+    return step_memory(one, shapes(one), explained(**changes))
+
+
+@functools.cache
+def gradients(**changes) -> dict[str, int]:
+    return gradient_bytes(recipe(**changes), shapes(recipe(**changes)))
 
 
 def test_the_explanation_has_each_site_and_its_storage():
-    by_name = {residual.name: residual for residual in explained(recipe(STORAGE)).residuals}
+    one = dataclasses.replace(recipe(), storage=Storage(mlp_out=RandomizedSVD(4)))
+    by_name = {residual.name: residual for residual in explain_step(one, shapes(one)).residuals}
     assert by_name["mlp_out"].codec == "RandomizedSVD(rank=4)"
-    assert by_name["mlp_out"].stored_bytes == 3 * 4 * 4 * (4 * 16 + 44)
+    assert by_name["mlp_out"].stored_bytes == LAYERS * 4 * 4 * (TOKENS + 44)
     assert by_name["mlp_in"].codec == "Exact()"
 
 
 def test_between_refreshes_inputs_are_stored_in_the_bases():
     options = MethodOptions(rank=4, codec=("Quantized(8)",))
-    found = explained(recipe(method="subspace", options=options)).residuals
-    by_name = {residual.name: residual for residual in found}
-    assert by_name["mlp_out"].codec == "Basis(rank=4, bits=8)"
+    mlp_out = stored(method="subspace", options=options)["mlp_out"]
+    assert mlp_out.codec == "Basis(rank=4, bits=8)"
     # A byte per coordinate and a scale per token.
-    assert by_name["mlp_out"].stored_bytes == 3 * 4 * 16 * (4 + 4)
+    assert mlp_out.stored_bytes == LAYERS * TOKENS * (4 + 4)
 
 
 def test_with_accumulation_one_micro_batch_is_stored():
-    row = {r.name: r.stored_bytes for r in explained(recipe(accumulate=2)).residuals}["mlp_out"]
-    assert 2 * row == {r.name: r.stored_bytes for r in explained(recipe()).residuals}["mlp_out"]
+    half, full = (stored(accumulate=n)["mlp_out"].stored_bytes for n in (2, 1))
+    assert 2 * half == full
 
 
 def test_memory_by_category():
-    one = memory(recipe())
-    assert one.weights == one.gradients == 4 * parameters()
-    # Two moments per weight, and up to three counters per layer and for the rest.
-    assert 0 <= one.optimizer - 8 * parameters() < 200
-    tokens = 4 * 16
+    one = memory()
+    parameters = sum(x.size for x in jax.tree.leaves(shapes(recipe()).model))
+    assert one.weights == one.gradients == 4 * parameters
+    # Two moments per weight, and up to three counters per layer and for the other weights.
+    assert 0 <= one.optimizer - 8 * parameters < 200
     # Attention stores the input of the output projection, which it needs too.
-    linear = (24 + 24 + 44) * tokens * MODEL.num_layers * 4
+    linear = (24 + 24 + 44) * TOKENS * LAYERS * 4
     assert one.linear_residuals == linear
     assert one.other_residuals > linear
     assert one.workspace is None
     whole = one.with_workspace(one.gradients + linear + one.other_residuals + 1000)
     assert whole.workspace == 1000
     assert whole.total == one.total + 1000
+    # Other methods are compared with it.
+    assert exact_memory(recipe(method="lean", **BFLOAT16)) == one
 
 
 def test_shared_factors_count_once_and_bases_do_not_count():
-    layers, rank = MODEL.num_layers, 4
-    kept = gradient_bytes(recipe(), shapes(recipe()))
-    low_rank = recipe(method="low_rank", options=MethodOptions(rank=rank))
-    sizes = gradient_bytes(low_rank, shapes(low_rank))
+    low_rank = gradients(method="low_rank", options=RANK)
     # k is the first of q, k and v, so the shared factor counts for it.
-    assert sizes["layers.attention.k"] == layers * rank * (24 + 8) * 4
-    assert sizes["layers.attention.q"] == layers * rank * 24 * 4
-    subspace = recipe(method="subspace", options=MethodOptions(rank=rank))
-    sizes = gradient_bytes(subspace, shapes(subspace))
-    assert sizes["layers.attention.k"] == layers * rank * 8 * 4
-    assert sizes["embedding"] == kept["embedding"]
+    assert low_rank["layers.attention.k"] == LAYERS * 4 * (24 + 8) * 4
+    assert low_rank["layers.attention.q"] == LAYERS * 4 * 24 * 4
+    subspace = gradients(method="subspace", options=RANK)
+    assert subspace["layers.attention.k"] == LAYERS * 4 * 8 * 4
+    assert subspace["embedding"] == gradients()["embedding"]
 
 
 def test_with_in_backward_updates_one_layer_has_a_gradient():
-    inside = recipe(in_backward=True)
-    sizes, whole = (
-        gradient_bytes(inside, shapes(inside)),
-        gradient_bytes(recipe(), shapes(recipe())),
-    )
-    for name, size in sizes.items():
-        assert size * (MODEL.num_layers if name.startswith("layers.") else 1) == whole[name]
+    every = gradients()
+    for name, size in gradients(in_backward=True).items():
+        assert size * (LAYERS if name.startswith("layers.") else 1) == every[name]
 
 
 def test_8_bit_states_take_a_quarter():
@@ -114,54 +125,42 @@ def test_8_bit_states_take_a_quarter():
     wide = ModelConfig(
         vocab_size=64, hidden_size=96, ffn_size=128, num_layers=2, num_heads=4, num_kv_heads=4
     )
-    sizes = []
-    for dtype in ("float32", "8bit"):
+
+    def optimizer_bytes(dtype: str) -> int:
         config = dataclasses.replace(CONFIG, optimizer=OptimizerConfig(moment_dtype=dtype))
         one = make_recipe(config, wide)
-        sizes.append(memory(one).optimizer)
+        return step_memory(one, shapes(one), explained()).optimizer
+
     # One byte instead of four, a scale per row of at least 64, and norms in float32.
-    assert 0.25 < sizes[1] / sizes[0] < 0.25 * (1 + 4 / 64) + 0.01
+    share = optimizer_bytes("8bit") / optimizer_bytes("float32")
+    assert 0.25 < share < 0.25 * (1 + 4 / 64) + 0.01
+
+
+def opening(**changes) -> str:
+    console, one = Console(file=io.StringIO(), width=140), recipe(**changes)
+    state, total = shapes(one), memory(**changes).with_workspace(10**9)
+    print_opening(console, one, state, explained(**changes), total)
+    return console.file.getvalue()
 
 
 @pytest.mark.parametrize("method", ["exact", "subspace", "lean"])
 def test_the_opening_shows_the_memory_by_category(method):
-    console = Console(file=io.StringIO(), width=140)
-    one = recipe(method=method, options=used_options(method, MethodOptions(rank=4)))
-    print_opening(console, one, shapes(one), explained(one), memory(one).with_workspace(10**9))
-    text = console.file.getvalue()
+    text = opening(method=method, options=used_options(method, RANK))
     for word in ("parameters", "weights", "gradients", "optimizer", "linear residuals", "total",
                  "other residuals", "workspace", "mlp"):  # fmt: skip
         assert word in text
     assert ("exact, float32" in text) == (method != "exact")
 
 
-def test_exact_is_what_other_methods_are_compared_with():
-    one = recipe()
-    assert exact_memory(recipe(method="lean", weight_dtype="bfloat16")) == memory(one)
-
-
 def test_a_rank_that_is_too_large_is_found_before_the_first_step():
+    one = dataclasses.replace(recipe(), storage=Storage(mlp_in=RandomizedSVD(25)))
     with pytest.raises(ValueError, match=r"`rank` 25 .* is above min\(T, d\) = 24"):
-        explained(recipe(Storage(mlp_in=RandomizedSVD(25))))
+        explain_step(one, shapes(one))
 
 
-@pytest.mark.parametrize(
-    ("rounding", "words"),
-    [
-        ("auto", "weights: bfloat16, rounded stochastically"),
-        ("nearest", "weights: bfloat16, rounded to nearest"),
-    ],
-)
-def test_the_opening_says_how_bfloat16_weights_are_rounded(rounding, words):
-    one = recipe(weight_dtype="bfloat16", weight_rounding=rounding)
-    console = Console(file=io.StringIO(), width=140)
-    print_opening(console, one, shapes(one), explained(one), memory(one))
-    assert words in console.file.getvalue()
-
-
-def test_stochastic_rounding_takes_a_step_and_a_key_for_each_layer_and_the_rest():
-    nearest, stochastic = (
-        memory(recipe(weight_dtype="bfloat16", weight_rounding=rounding)).optimizer
-        for rounding in ("nearest", "stochastic")
-    )
-    assert stochastic == nearest + 4 * 12
+def test_bfloat16_weights_are_rounded_as_the_opening_says():
+    """Stochastic rounding takes a step and a key for each layer and for the other weights."""
+    nearest = BFLOAT16 | {"weight_rounding": "nearest"}
+    assert "weights: bfloat16, rounded stochastically" in opening(**BFLOAT16)
+    assert "weights: bfloat16, rounded to nearest" in opening(**nearest)
+    assert memory(**BFLOAT16).optimizer == memory(**nearest).optimizer + (LAYERS + 1) * 12

@@ -29,8 +29,9 @@ SHAPES = {"scalar": (), "odd": (3, 5), "tall": (12, 4), "wide": (6, 16), "both":
 
 def specs_of(tree, mesh, **options):
     """Returns the specification of each array by path."""
-    found = jax.tree_util.tree_flatten_with_path(state_shardings(tree, make_mesh(mesh), **options))
-    return {jax.tree_util.keystr(path, simple=True, separator="."): s.spec for path, s in found[0]}
+    shardings = state_shardings(tree, make_mesh(mesh), **options)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(shardings)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): s.spec for path, s in leaves}
 
 
 def test_an_array_without_a_rule_is_divided_along_its_first_axis_that_can_be():
@@ -52,9 +53,8 @@ def test_weights_are_divided_by_the_table():
 
 def test_a_user_may_replace_the_table():
     rules = ((r"\bq\b", (None, "fsdp")), *RULES)
-    assert specs_of(decoder(), "fsdp=2", rules=rules)["layers.attention.q.value"] == P(
-        None, None, "fsdp"
-    )
+    specs = specs_of(decoder(), "fsdp=2", rules=rules)
+    assert specs["layers.attention.q.value"] == P(None, None, "fsdp")
 
 
 def test_no_block_of_an_eight_bit_array_crosses_devices():
@@ -111,7 +111,7 @@ def test_functions_on_shards_are_not_confused_in_the_compilation_cache():
     # Their bodies are not in the module that JAX hashes, but for an address. An option of JAX takes
     # the address out of the hash too.
     mesh, rows = make_mesh("fsdp=2"), Dims(("rows", None))
-    x = jax.device_put(jnp.ones((8, 128)), NamedSharding(mesh, P("fsdp")))
+    x = jax.device_put(np.ones((8, 128), np.float32), NamedSharding(mesh, P("fsdp")))
     results = []
 
     def compute() -> None:
@@ -128,7 +128,8 @@ def test_functions_on_shards_are_not_confused_in_the_compilation_cache():
 def test_a_device_that_prefers_row_major_arrays_gets_them(monkeypatch):
     monkeypatch.setattr(sharding, "_prefers_row_major", lambda _: True)
     place = NamedSharding(make_mesh("fsdp=2"), P("fsdp"))
-    tree = {"matrix": jnp.ones((4, 128)), "scales": jnp.ones((4, 6)), "vector": jnp.ones(4)}
+    shapes = {"matrix": (4, 128), "scales": (4, 6), "vector": (4,)}
+    tree = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
     tree = jax.device_put(tree, place)
     formats = formats_of(tree)
     assert formats["vector"] == formats["scales"] == place

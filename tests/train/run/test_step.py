@@ -1,4 +1,4 @@
-"""Steps: losses, keys, optimizers, refreshes, evaluation."""
+"""Steps of every method: losses, keys, optimizers, refreshes, accumulation, evaluation."""
 
 import dataclasses
 
@@ -6,42 +6,64 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
-from tests.train.steps import (
-    CONFIG,
-    LOSSY,
-    after,
-    batch,
-    first_state,
-    recipe,
-)
+from tests.train.steps import CONFIG, batch, programs, recipe, with_method
 from train.run.loss import loss_function
 from train.run.optimizer import learning_rate_schedule
-from train.run.step import make_eval_step, make_train_step, step_key
+from train.run.step import make_eval_step, step_key
 from train.settings.config import OptimizerConfig
-from train.settings.options import MethodOptions
+
+EIGHT_BIT = dataclasses.replace(CONFIG.optimizer, moment_dtype="8bit")
+FREE = dataclasses.replace(CONFIG.optimizer, clip=float("inf"))
+"""Without clipping, since the first update in the backward pass is not clipped."""
+WHOLE, INSIDE = (with_method("exact", in_backward=x, optimizer=FREE) for x in (False, True))
+LOW_RANK = with_method("low_rank", accumulate=2)
+"""The factors of its micro-batches are concatenated."""
 
 
-def test_a_step_lowers_the_loss_and_counts():
-    state, losses = after(recipe(), steps=6)
+def assert_equal_weights(got, want, learning_rate: float) -> None:
+    # Adam divides by the size of the gradient, so errors are relative to the learning rate.
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-2 * learning_rate)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        WHOLE,
+        LOW_RANK,
+        with_method("exact", in_backward=True, optimizer=EIGHT_BIT),
+        with_method("remat", in_backward=True),
+        with_method("exact", weight_dtype="bfloat16"),
+        *(
+            pytest.param(config, marks=pytest.mark.slow)
+            for config in (
+                with_method("low_rank"),
+                with_method("subspace"),
+                with_method("galore"),
+                with_method("random_projection"),
+                with_method("subspace", in_backward=True),
+                with_method("random_projection", weight_dtype="bfloat16"),
+            )
+        ),
+    ],
+    ids=lambda c: (
+        f"{c.method}{' in backward' if c.in_backward else ''}"
+        f"{f', {c.weight_dtype}' if c.weight_dtype != 'float32' else ''}"
+    ),
+)
+def test_every_method_learns_and_is_deterministic(config):
+    state, losses = programs(config).after(5)
     assert losses[-1] < losses[0]
-    assert int(state.step) == 6
+    assert int(state.step) == 5
+    jax.tree.map(np.testing.assert_array_equal, programs(config).after(5)[0], state)
 
 
-def test_the_same_run_gives_the_same_bits():
-    one, other = after(recipe(storage=LOSSY))[0], after(recipe(storage=LOSSY))[0]
-    jax.tree.map(np.testing.assert_array_equal, one, other)
-
-
-def test_keys_differ_from_step_to_step_and_from_seed_to_seed():
-    # With a learning rate of zero only the keys change.
-    still = dataclasses.replace(
-        CONFIG, optimizer=dataclasses.replace(CONFIG.optimizer, learning_rate=0.0, warmup_steps=1)
-    )
-    one = recipe(still, LOSSY)
-    step = jax.jit(make_train_step(one))
-    state, first = step(first_state(one), batch())
-    _, second = step(state, batch())
+def test_keys_differ_from_step_to_step():
+    run = programs(LOW_RANK)
+    later = dataclasses.replace(run.state, step=run.state.step + 1)
+    (_, first), (_, second) = run.step(run.state, batch()), run.step(later, batch())
     assert first["loss"] == second["loss"]
     assert first["grad_norm"] != second["grad_norm"]
 
@@ -49,8 +71,7 @@ def test_keys_differ_from_step_to_step_and_from_seed_to_seed():
 def test_a_step_is_that_of_optax_with_clipping():
     # Below the norm of every gradient here. Adam's second step depends on the clipping.
     settings = OptimizerConfig(learning_rate=1e-2, warmup_steps=1, clip=0.05)
-    one = recipe(dataclasses.replace(CONFIG, optimizer=settings))
-    state, _ = after(one, 3)
+    run = programs(dataclasses.replace(CONFIG, optimizer=settings))
     tx = optax.chain(
         optax.clip_by_global_norm(settings.clip),
         optax.adamw(
@@ -63,38 +84,61 @@ def test_a_step_is_that_of_optax_with_clipping():
             ),
         ),
     )
-    loss, data = loss_function(one.config, one.storage), batch()
+    loss, data = loss_function(run.recipe.config, run.recipe.storage), batch()
 
     @jax.jit
     def reference(model):
-        moments, norms = tx.init(model), []
-        for i in range(3):
-            grads = jax.grad(loss)(model, data, step_key(one.config, jnp.int32(i)))
-            norms.append(optax.tree.norm(grads))
+        def step(carry, i):
+            model, moments = carry
+            grads = jax.grad(loss)(model, data, step_key(run.recipe.config, i))
             updates, moments = tx.update(grads, moments, model)
-            model = optax.apply_updates(model, updates)
-        return model, jnp.stack(norms)
+            return (optax.apply_updates(model, updates), moments), optax.tree.norm(grads)
 
-    model, norms = reference(first_state(one).model)
+        (model, _), norms = jax.lax.scan(step, (model, tx.init(model)), jnp.arange(3))
+        return model, norms
+
+    model, norms = reference(run.state.model)
     assert np.all(norms > settings.clip)
-    # Adam divides by the size of the gradient, so errors are relative to the learning rate.
-    for a, b in zip(jax.tree.leaves(state.model), jax.tree.leaves(model), strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-2 * settings.learning_rate)
+    assert_equal_weights(run.after(3)[0].model, model, settings.learning_rate)
+
+
+def test_an_in_backward_update_equals_an_ordinary_one():
+    (ordinary, losses), (inside, inside_losses) = (programs(x).after(4) for x in (WHOLE, INSIDE))
+    np.testing.assert_allclose(inside_losses, losses, rtol=1e-5)
+    assert_equal_weights(inside.model, ordinary.model, FREE.learning_rate)
+
+
+@pytest.mark.parametrize(
+    ("config", "count"),
+    [
+        (WHOLE, 2),
+        (INSIDE, 2),
+        pytest.param(with_method("subspace"), 4, marks=pytest.mark.slow),
+    ],
+    ids=["exact", "exact in backward", "subspace"],
+)
+def test_accumulation_gives_the_gradient_of_the_whole_batch(config, count):
+    # Also in a subspace, whose basis is the same in all micro-batches. Except for refresh steps,
+    # which take the basis from the factors of each micro-batch.
+    whole, parts = programs(config), programs(dataclasses.replace(config, accumulate=count))
+    state, _ = whole.after(1)
+    (whole_state, want), (part_state, got) = (run.step(state, batch()) for run in (whole, parts))
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(got[name], want[name], rtol=1e-5)
+    assert_equal_weights(part_state.model, whole_state.model, CONFIG.optimizer.learning_rate)
 
 
 def test_refreshes_are_due_at_the_gap():
-    config = dataclasses.replace(CONFIG, method="subspace", options=MethodOptions(rank=4, gap=6))
-    one = recipe(config)
+    subspace = with_method("subspace")
+    options = dataclasses.replace(subspace.options, gap=6)
+    one = recipe(dataclasses.replace(subspace, options=options))
     assert [i for i in range(14) if one.refreshes(i)] == [0, 6, 12]
     assert not recipe().refreshes(0)
 
 
 def test_evaluation_sums_over_the_tokens_that_count():
-    state = first_state(recipe())
-    data = batch()
-    total = make_eval_step(recipe(dataclasses.replace(CONFIG, z_loss=1.0)))(state.model, data)
-    alone = [
-        make_eval_step(recipe())(state.model, {k: v[i : i + 1] for k, v in data.items()})
-        for i in range(4)
-    ]
-    np.testing.assert_allclose(total, sum(alone), rtol=1e-5)
+    model = programs(WHOLE).state.model
+    whole = jax.jit(make_eval_step(recipe(dataclasses.replace(CONFIG, z_loss=1.0))))
+    alone = jax.jit(jax.vmap(make_eval_step(recipe()), (None, 0)))
+    rows = {name: x[:, None] for name, x in batch().items()}
+    np.testing.assert_allclose(whole(model, batch()), np.sum(alone(model, rows)), rtol=1e-5)

@@ -1,6 +1,7 @@
-"""What the methods store."""
+"""Storage and subspace of each method."""
 
 import dataclasses
+import functools
 
 import pytest
 
@@ -19,32 +20,60 @@ from train.settings.codecs import check_sites
 from train.settings.methods import METHODS, Subspace, method
 from train.settings.options import MethodOptions
 
-OPTIONS = MethodOptions(rank=7)
 SVD, PROJECTION = RandomizedSVD(7), RandomProjection(7)
+CODE = Quantized(3, group=32, rounding="dither", rotate=True, balance=True)
+FEW = "Quantized(3, group=32, rounding='dither')"
+NORMAL = functools.partial(Quantized, levels="normal", rotate=True, balance=True)
+CHANNEL = "Quantized(4, scaling='channel')"
+AWAY = {"offload": True}
 
 
 @pytest.mark.parametrize(
-    ("name", "storage", "subspace"),
+    ("name", "text", "options", "storage"),
     [
-        ("exact", Storage(), None),
-        ("remat", Remat(), None),
-        ("pamm", Storage(PointApproximation(1 / 512)), None),
-        ("low_rank", Storage(SVD, SVD, SVD, SVD), None),
-        ("subspace", Storage(SVD, SVD, SVD, SVD), Subspace("gradient", "input")),
-        ("galore", Storage(), Subspace("gradient", "smaller")),
-        (
-            "random_projection",
-            Storage(PROJECTION, PROJECTION, PROJECTION, PROJECTION),
-            Subspace("random", "input"),
-        ),
+        ("exact", "", {}, Storage()),
+        ("remat", "", {}, Remat()),
+        ("remat", "", AWAY, Remat(codec=Offloaded(Exact()))),
+        ("pamm", "", {}, Storage(PointApproximation(1 / 512))),
+        ("pamm", "PointApproximation(points=3)", {}, Storage(PointApproximation(points=3))),
+        ("pamm", "PointApproximation(tolerance=0.5)", {},
+         Storage(PointApproximation(1 / 512, tolerance=0.5))),
+        ("low_rank", "", {}, Storage(SVD, SVD, SVD, SVD)),
+        ("low_rank", "RandomizedSVD(power_iterations=1)", {}, Storage(*4 * [RandomizedSVD(7, 1)])),
+        ("subspace", "", {}, Storage(SVD, SVD, SVD, SVD)),
+        ("galore", "", {}, Storage()),
+        ("random_projection", "", {}, Storage(*4 * [PROJECTION])),
+        ("gact", "Exact()", {}, CompressedResiduals()),
+        ("lean_remat", "block=Exact()", {}, Remat()),
+        ("lean_remat", FEW, {}, Remat(codec=CODE)),
+        ("lean_remat", FEW, AWAY, Remat(codec=Offloaded(CODE))),
+        # Levels follow from bits and rounding.
+        ("lean_remat", "Quantized(2)", {}, Remat(codec=NORMAL(2))),
+        ("lean_remat", "Quantized(4)", {}, Remat(codec=NORMAL(4))),
+        ("lean_remat", "Quantized(5)", {}, Remat(codec=Quantized(5, rotate=True, balance=True))),
+        ("lean_remat", "Quantized(2, rounding='stochastic')", {},
+         Remat(codec=Quantized(2, rounding="stochastic", rotate=True, balance=True))),
+        # Adapters with rematerialization store the input of a block.
+        ("lora", "Quantized(4)", {"remat": True}, Remat()),
+        ("qlora", "Quantized(4)", {"remat": True}, Remat()),
+        ("hyc_lora", "Quantized(4)", {"remat": True},
+         Remat(codec=NORMAL(4, outlier_fraction=0.005))),
+        ("hyc_lora", CHANNEL, {"remat": True, "level": "none", **AWAY},
+         Remat(codec=Offloaded(Quantized(4, scaling="channel")))),
     ],
-)
-def test_storage_and_subspace_of_a_method(name, storage, subspace):
-    assert method(name).storage(OPTIONS) == storage
-    assert method(name).subspace == subspace
+)  # fmt: skip
+def test_storage_of_a_method(name, text, options, storage):
+    codec = (text,) if text else ()
+    assert method(name).storage(MethodOptions(codec=codec, rank=7, **options)) == storage
 
 
-def test_every_method_has_a_summary():
+def test_subspaces_of_the_methods():
+    assert {name: one.subspace for name, one in METHODS.items() if one.subspace is not None} == {
+        "subspace": Subspace("gradient", "input"),
+        "galore": Subspace("gradient", "smaller"),
+        "random_projection": Subspace("random", "input"),
+        "lean_subspace": METHODS["lean_subspace"].subspace,
+    }
     assert all(one.summary for one in METHODS.values())
 
 
@@ -56,57 +85,31 @@ def test_ranks_have_the_defaults_of_their_papers():
     assert method("subspace").resolve(MethodOptions(rank=9), model).rank == 9
 
 
-CODE = Quantized(3, group=32, rounding="dither", rotate=True, balance=True)
-FEW = MethodOptions(codec=("Quantized(3, group=32, rounding='dither')",))
-
-
 def test_lean_stores_one_code_per_value_and_rebuilds_linear_inputs():
-    storage = method("lean").storage(FEW)
+    few = MethodOptions(codec=(FEW,))
+    storage = method("lean").storage(few)
+    more = {"q": 4, "k": 5, "v": 4}
     assert {site: getattr(storage, site) for site in SITES} == {
         **dict.fromkeys(LINEAR_INPUTS),
         **dict.fromkeys(("attention_norm", "mlp_norm", "gate", "up"), CODE),
-        **{
-            site: dataclasses.replace(CODE, bits=bits)
-            for site, bits in (("q", 4), ("k", 5), ("v", 4))
-        },
+        **{site: dataclasses.replace(CODE, bits=bits) for site, bits in more.items()},
     }
-    assert method("lean_subspace").storage(FEW) == storage
+    assert method("lean_subspace").storage(few) == storage
+    check_sites(("Quantized(4)", "gate=Exact()"), "lean", method("lean").sites(MethodOptions()))
 
 
-def test_adapters_with_rematerialization_store_the_input_of_a_block():
-    options = MethodOptions(remat=True, codec=("Quantized(4)",))
-    assert method("lora").storage(options) == method("qlora").storage(options) == Remat()
-    code = Quantized(4, levels="normal", rotate=True, balance=True, outlier_fraction=0.005)
-    assert method("hyc_lora").storage(options) == Remat(codec=code)
-    away = MethodOptions(
-        remat=True, offload=True, level="none", codec=("Quantized(4, scaling='channel')",)
-    )
-    plain = Quantized(4, scaling="channel")
-    assert method("hyc_lora").storage(away) == Remat(codec=Offloaded(plain))
+def test_hyc_lora_is_as_published_by_channel_and_has_more_bits_for_queries_keys_and_values():
+    def codecs(*texts):
+        return method("hyc_lora").storage(MethodOptions(codec=texts)).codecs
 
-
-def test_rematerialization_stores_no_sites_that_hyc_lora_could_treat_apart():
-    with pytest.raises(ValueError, match=r"`--level intra` has no effect"):
-        method("hyc_lora").storage(MethodOptions(remat=True, level="intra"))
-
-
-def test_hyc_lora_by_channel_with_the_same_bits_is_as_published():
-    text = "Quantized(2, scaling='channel')"
-    options = MethodOptions(codec=(text,))
-    found = method("hyc_lora").storage(options).codecs
     plain = Quantized(2, scaling="channel")
     norm = dataclasses.replace(plain, outlier_fraction=0.005)
-    assert found == {
-        site: norm if site.endswith("norm") else plain
-        for site in ("attention_norm", "q", "k", "v", "mlp_norm", "gate", "up")
-    }
-
-
-def test_hyc_lora_gives_queries_keys_and_values_more_bits():
-    found = method("hyc_lora").storage(MethodOptions()).codecs
     bits = {"attention_norm": 2, "q": 3, "k": 4, "v": 3, "mlp_norm": 2, "gate": 2, "up": 2}
-    assert {site: codec.bits for site, codec in found.items()} == bits
-    assert all(codec.balance for codec in found.values())
+    assert codecs("Quantized(2, scaling='channel')") == {
+        site: norm if site.endswith("norm") else plain for site in bits
+    }
+    assert {site: codec.bits for site, codec in codecs().items()} == bits
+    assert all(codec.balance for codec in codecs().values())
 
 
 def test_offloaded_codes_of_hyc_lora_are_those_of_its_sites():
@@ -114,24 +117,6 @@ def test_offloaded_codes_of_hyc_lora_are_those_of_its_sites():
         here = method("hyc_lora").storage(MethodOptions(level=level))
         away = method("hyc_lora").storage(MethodOptions(level=level, offload=True))
         assert away.codecs == {site: Offloaded(codec) for site, codec in here.codecs.items()}
-
-
-def test_lean_remat_stores_the_input_of_a_block():
-    assert method("lean_remat").storage(FEW) == Remat(codec=CODE)
-    away = dataclasses.replace(FEW, offload=True)
-    assert method("lean_remat").storage(away).codecs["codec"] == Offloaded(CODE)
-    assert method("remat").storage(away).codecs["codec"] == Offloaded(Exact())
-
-
-def test_sites_that_a_method_does_not_encode_are_refused():
-    known = method("lean").sites(MethodOptions())
-    check_sites(("Quantized(4)", "gate=Exact()"), "lean", known)
-    for site, hint in (("attention_out", " Did you mean attention_norm"), ("nose", " It encodes")):
-        with pytest.raises(ValueError, match=rf"`--codec {site}=\.\.\.` names no site.*{hint}"):
-            check_sites((f"{site}=Quantized(4)",), "lean", known)
-    for name, options in (("subspace", MethodOptions()), ("hyc_lora", MethodOptions(remat=True))):
-        with pytest.raises(ValueError, match=r"`--codec q=\.\.\.` names no site"):
-            check_sites(("q=Exact()",), name, method(name).sites(options))
 
 
 def test_bits_of_some_sites_can_be_given():
@@ -145,41 +130,10 @@ def test_bits_of_some_sites_can_be_given():
     assert isinstance(storage, CompressedResiduals)
 
 
-def test_given_bits_and_average_bits_exclude_each_other():
-    model = preset("llama_60m")
-    given = MethodOptions(average_bits=3, codec=("q=Quantized(4)",))
-    with pytest.raises(ValueError, match=r"`--average-bits 3` and the bits in `--codec q=Quant"):
-        method("gact").resolve(given, model)
-    assert method("gact").resolve(MethodOptions(), model).average_bits == 4
-    assert method("gact").resolve(MethodOptions(codec=("Exact()",)), model).average_bits == 0
-    group = MethodOptions(codec=("Quantized(group=64)",))
-    assert method("gact").resolve(group, model).average_bits == 4
-
-
 @pytest.mark.parametrize(
-    ("bits", "rounding", "want"),
-    [
-        (2, "nearest", {"levels": "normal", "rotate": True}),
-        (4, "nearest", {"levels": "normal", "rotate": True}),
-        (5, "nearest", {"rotate": True}),
-        (2, "stochastic", {"rounding": "stochastic", "rotate": True}),
-    ],
+    ("text", "bits"),
+    [("", 4), ("Quantized(group=64)", 4), ("Exact()", 0), ("Quantized(2)", 0)],
 )
-def test_levels_follow_from_bits_and_rounding(bits, rounding, want):
-    text = f"Quantized({bits}, rounding='{rounding}')"
-    storage = method("lean_remat").storage(MethodOptions(codec=(text,)))
-    assert storage == Remat(codec=Quantized(bits, balance=True, **want))
-
-
-def test_unknown_and_former_names_are_refused():
-    with pytest.raises(ValueError, match=r"unknown `--method` 'lowrank'\. Did you mean low_rank\?"):
-        method("lowrank")
-    dense = "--no-in-backward --moment-dtype float32 --weight-dtype float32"
-    for former, now in (
-        ("frugal", "lean"),
-        ("frugal_subspace", "lean_subspace"),
-        ("quantized", f"lean {dense}"),
-        ("compressed_remat", f"lean_remat {dense}"),
-    ):
-        with pytest.raises(ValueError, match=f"`--method {former}` is now `--method {now}`"):
-            method(former)
+def test_gact_chooses_bits_unless_they_are_given(text, bits):
+    options = MethodOptions(codec=(text,) if text else ())
+    assert method("gact").resolve(options, preset("llama_60m")).average_bits == bits

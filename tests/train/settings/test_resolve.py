@@ -57,12 +57,6 @@ def test_the_vocabulary_of_a_model_is_that_of_its_tokenizer_unless_it_is_given(
     assert found == dataclasses.replace(preset("llama_60m"), vocab_size=want)
 
 
-def test_fewer_tokens_than_those_of_the_tokenizer_are_refused():
-    config = PretrainConfig(model_vocab_size=9000)
-    with pytest.raises(ValueError, match=r"9000` is below the 9001 .*pass at least 9001, or 0"):
-        dimensions(config, 9001)
-
-
 @pytest.mark.parametrize(
     ("method", "given", "checkpoint", "want"),
     [
@@ -111,58 +105,6 @@ def test_bfloat16_weights_that_are_rounded_to_nearest_are_warned_about():
         assert quiet.warnings == []
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"method": "remmat"}, "unknown `--method` 'remmat'. Did you mean remat"),
-        ({"method": "frugal"}, "`--method frugal` is now `--method lean`"),
-        ({"method": "frugal_subspace"}, "is now `--method lean_subspace`"),
-        ({"method": "lora"}, "`--method lora` trains adapters of a checkpoint: use train.finetune"),
-        (
-            {"method": "exact", "options": MethodOptions(rank=8)},
-            "`--rank 8` has no effect with `--method exact`",
-        ),
-        (
-            {"method": "exact", "weight_rounding": "stochastic"},
-            "`--weight-rounding stochastic` has no effect on float32 weights: drop it, or pass"
-            " `--weight-dtype bfloat16`",
-        ),
-        (
-            {"method": "lean", "options": MethodOptions(adapt_every=5)},
-            "`--adapt-every 5` has no effect without `--average-bits`",
-        ),
-        (
-            {"method": "subspace", "options": MethodOptions(rank=25)},
-            "`--rank` 25 is above 24, the smallest dimension of a weight of llama_9m",
-        ),
-        (
-            {"method": "galore", "optimizer": OptimizerConfig(optimizer="fira")},
-            "`--optimizer fira` projects .* `--method galore` projects gradients too",
-        ),
-        (
-            {"method": "subspace", "optimizer": OptimizerConfig(optimizer="muon")},
-            "`--optimizer muon` reads whole weights, and `--method subspace` shows it gradients in",
-        ),
-        (
-            {
-                "method": "lean",
-                "optimizer": OptimizerConfig(optimizer="fira"),
-                "options": MethodOptions(rank=9),
-            },
-            "`--rank` 9 is above 8, the smallest dimension .* that --optimizer fira projects",
-        ),
-        (
-            {"method": "low_rank", "optimizer": OptimizerConfig(optimizer="fira")},
-            "`--optimizer fira` reads whole gradients, and `--method low_rank` makes them two",
-        ),
-    ],
-    ids=str,
-)
-def test_settings_that_do_not_fit_are_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        pretrain(**changes)
-
-
 def test_a_method_named_after_a_paper_has_its_defaults():
     model = dataclasses.replace(preset("llama_130m"), num_layers=1)
     for method, decay, rank in (("galore", 0.999, 256), ("lean_subspace", 0.95, 192)):
@@ -175,13 +117,6 @@ def test_a_method_named_after_a_paper_has_its_defaults():
         assert (found.options.rank, found.optimizer.betas) == (rank, betas)
     scaled = MethodOptions(rank=4, gap=7, scale=0.5)
     assert pretrain(optimizer=OptimizerConfig(optimizer="fira"), options=scaled).options == scaled
-
-
-def test_flags_of_adapters_are_checked_too():
-    with pytest.raises(ValueError, match="`--lora-rank 4` has no effect with `--method exact`"):
-        resolve(dataclasses.replace(FINETUNE, method="exact"), MODEL)
-    with pytest.raises(ValueError, match="`--in-backward` has no effect with `--method lora`"):
-        resolve(dataclasses.replace(FINETUNE, in_backward=True), MODEL)
 
 
 def test_sequences_beyond_the_positions_of_a_model_are_allowed_with_a_warning():

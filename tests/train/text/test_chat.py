@@ -27,36 +27,38 @@ THINKING = CHATML.replace(
 )
 
 
-def open_chat(open_rows, tmp_path, tokenizer, template: str, rows=(CHAT,), **options) -> Examples:
-    path = write(tmp_path / "template.jinja", template)
-    return open_rows(list(rows), tokenizer, chat_template=path, **options)
+@pytest.fixture
+def open_chat(open_rows, tmp_path):
+    """Returns a function that opens conversations with a template."""
+
+    def opened(tokenizer, template: str, rows=(CHAT,), **options) -> Examples:
+        path = write(tmp_path / "template.jinja", template)
+        return open_rows(list(rows), tokenizer, chat_template=path, **options)
+
+    return opened
 
 
-def test_turns_of_the_assistant_count(bpe, open_rows, tmp_path):
-    (example,) = open_chat(open_rows, tmp_path, bpe, CHATML).train
+def test_turns_of_the_assistant_count_and_special_tokens_are_those_of_the_template(bpe, open_chat):
+    (example,) = open_chat(bpe, CHATML).train
     assert learnt(example, bpe) == [
         ("system\nBe brief.\nuser\nWhy?\nassistant\n", False),
         ("Because.\n", True),
         ("user\nReally?\nassistant\n", False),
         ("Yes.\n", True),
     ]
-
-
-def test_special_tokens_of_the_template_are_special_tokens(bpe, open_rows, tmp_path):
-    (example,) = open_chat(open_rows, tmp_path, bpe, CHATML).train
     start, end = (bpe._inner.token_to_id(name) for name in ("<|im_start|>", "<|im_end|>"))
     assert (example.tokens == start).sum() == 5
     assert example.counted[example.tokens == end].tolist() == [False, False, True, False, True]
     assert not example.counted[example.tokens == start].any()
+    (every,) = open_chat(bpe, CHATML, count_prompts=True).train
+    assert every.counted.tolist() == [False] + [True] * (len(every.tokens) - 1)
 
 
 @pytest.mark.parametrize(("kind", "template"), [("bpe", CHATML), ("pieces", INST)])
-def test_the_text_before_a_turn_has_the_same_tokens_alone(
-    request, open_rows, tmp_path, kind, template
-):
+def test_the_text_before_a_turn_has_the_same_tokens_alone(request, open_chat, kind, template):
     tokenizer, messages = request.getfixturevalue(kind), CHAT["messages"][1:]
     row = {"messages": messages}
-    (example,) = open_chat(open_rows, tmp_path, tokenizer, template, [row]).train
+    (example,) = open_chat(tokenizer, template, [row]).train
     for index in (1, 3):
         asked = ChatTemplate(template, tokenizer).render(
             messages[:index], add_generation_prompt=True
@@ -66,9 +68,9 @@ def test_the_text_before_a_turn_has_the_same_tokens_alone(
         assert example.counted[len(ids) - 1 : len(ids) + 1].tolist() == [False, True]
 
 
-def test_only_the_template_adds_tokens_around_a_conversation(pieces, open_rows, tmp_path):
+def test_only_the_template_adds_tokens_around_a_conversation(pieces, open_chat):
     row = {"messages": CHAT["messages"][1:]}
-    (example,) = open_chat(open_rows, tmp_path, pieces, INST, [row]).train
+    (example,) = open_chat(pieces, INST, [row]).train
     tokens = example.tokens.tolist()
     assert (tokens[0], tokens.count(pieces.bos_id)) == (pieces.bos_id, 1)
     assert (tokens[-1], tokens.count(pieces.eos_id)) == (pieces.eos_id, 2)
@@ -77,39 +79,26 @@ def test_only_the_template_adds_tokens_around_a_conversation(pieces, open_rows, 
     assert pieces.decode(tokens) == text
 
 
-def test_an_empty_turn_adds_no_space(pieces, open_rows, tmp_path):
+def test_an_empty_turn_adds_no_space(pieces, open_chat):
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     roles = ("user", "assistant", "user", "assistant")
     texts = ("quick", "", "fox", "number")
     turns = [{"role": r, "content": t} for r, t in zip(roles, texts, strict=True)]
-    (example,) = open_chat(open_rows, tmp_path, pieces, template, [{"messages": turns}]).train
+    (example,) = open_chat(pieces, template, [{"messages": turns}]).train
     assert pieces.decode(example.tokens) == "quickfoxnumber"
 
 
-def test_all_tokens_except_the_first_count_on_request(bpe, open_rows, tmp_path):
-    (example,) = open_chat(open_rows, tmp_path, bpe, CHATML, count_prompts=True).train
-    assert example.counted.tolist() == [False] + [True] * (len(example.tokens) - 1)
-
-
-def test_messages_after_the_last_answer_are_left_out(bpe, open_rows, tmp_path):
-    row = {"messages": [*CHAT["messages"], {"role": "user", "content": "Thanks."}]}
-    (example,) = open_chat(open_rows, tmp_path, bpe, CHATML, [row]).train
+def test_only_what_is_up_to_the_last_answer_is_used(bpe, open_chat):
+    thanks = {"messages": [*CHAT["messages"], {"role": "user", "content": "Thanks."}]}
+    unanswered = {"messages": CHAT["messages"][:2]}
+    examples = open_chat(bpe, CHATML, [thanks, unanswered, {"messages": []}])
+    (example,) = examples.train
     assert "Thanks" not in bpe.decode(example.tokens)
+    assert examples.dropped == 4
 
 
-def test_a_conversation_without_an_answer_is_dropped(bpe, open_rows, tmp_path):
-    examples = open_chat(
-        open_rows,
-        tmp_path,
-        bpe,
-        CHATML,
-        [CHAT, {"messages": CHAT["messages"][:2]}, {"messages": []}],
-    )
-    assert (len(examples.train), examples.dropped) == (1, 4)
-
-
-def test_turns_that_a_template_changes_later_become_separate_examples(bpe, open_rows, tmp_path):
-    first, second = open_chat(open_rows, tmp_path, bpe, THINKING).train
+def test_turns_that_a_template_changes_later_become_separate_examples(bpe, open_chat):
+    first, second = open_chat(bpe, THINKING).train
     before = "system\nBe brief.\nuser\nWhy?\nassistant\n"
     answer = ("<think></think>Because.\n", True)
     assert learnt(first, bpe) == [(before, False), answer]
@@ -117,26 +106,22 @@ def test_turns_that_a_template_changes_later_become_separate_examples(bpe, open_
     assert learnt(second, bpe) == [(before, False), ("<think></think>Yes.\n", True)]
 
 
+BY_USE = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": CHATML}]
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [
         ("chat_template.jinja", CHATML),
         ("tokenizer_config.json", json.dumps({"chat_template": CHATML})),
-        (
-            "tokenizer_config.json",
-            json.dumps(
-                {
-                    "chat_template": [
-                        {"name": "tool_use", "template": "no"},
-                        {"name": "default", "template": CHATML},
-                    ]
-                }
-            ),
-        ),
+        ("tokenizer_config.json", json.dumps({"chat_template": BY_USE})),
     ],
+    ids=["file", "configuration", "several"],
 )
-def test_the_template_of_the_tokenizer_is_the_default(bpe, open_rows, tmp_path, name, content):
-    want = open_chat(open_rows, tmp_path, bpe, CHATML).fingerprint
+def test_the_template_of_the_tokenizer_is_the_default(
+    bpe, open_chat, open_rows, tmp_path, name, content
+):
+    want = open_chat(bpe, CHATML).fingerprint
     path = write(tmp_path / "tokenizer" / name, content)
     assert open_rows([CHAT], bpe, folder=path.parent).fingerprint == want
     other = write(tmp_path / "tokenizer" / "tokenizer.json", "{}")
@@ -170,9 +155,9 @@ def test_a_missing_template_is_refused(bpe, open_rows, tmp_path):
         ),
     ],
 )
-def test_templates_that_fail_are_refused(bpe, open_rows, tmp_path, template, match):
+def test_templates_that_fail_are_refused(bpe, open_chat, template, match):
     with pytest.raises(ValueError, match=match):
-        open_chat(open_rows, tmp_path, bpe, template)
+        open_chat(bpe, template)
 
 
 @pytest.mark.parametrize(
@@ -185,9 +170,9 @@ def test_templates_that_fail_are_refused(bpe, open_rows, tmp_path, template, mat
         ({"role": "user", "content": [{"type": "text"}]}, r"the 'content' of message 1 is list, n"),
     ],
 )
-def test_malformed_messages_are_refused(bpe, open_rows, tmp_path, message, match):
+def test_malformed_messages_are_refused(bpe, open_chat, message, match):
     with pytest.raises(ValueError, match=rf"line 1 of '.*': {match}"):
-        open_chat(open_rows, tmp_path, bpe, CHATML, [{"messages": [message]}])
+        open_chat(bpe, CHATML, [{"messages": [message]}])
 
 
 TEMPLATES = [
@@ -216,10 +201,10 @@ def test_conversations_are_rendered_like_transformers(
     assert ChatTemplate(template, pieces).render(CHAT["messages"], **options) == want
 
 
-def test_conversations_have_the_tokens_of_transformers(bpe, open_rows, tmp_path):
+def test_conversations_have_the_tokens_of_transformers(bpe, open_chat, tmp_path):
     transformers = pytest.importorskip("transformers")
     bpe.save(tmp_path)
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
     want = theirs.apply_chat_template(CHAT["messages"], chat_template=CHATML, return_dict=False)
-    (example,) = open_chat(open_rows, tmp_path, bpe, CHATML).train
+    (example,) = open_chat(bpe, CHATML).train
     assert example.tokens.tolist() == want

@@ -16,10 +16,11 @@ import pytest
 import tensorflow_datasets as tfds
 from hypothesis import strategies as st
 
+from tests.train.example_files import write, write_rows
+from tests.train.runs import REPOSITORY
 from train.text import corpus as corpus_lib
 from train.text import standard_library, text_files
 from train.text.corpus import Corpus, open_corpus
-from train.text.standard_library import PythonStandardLibrary
 
 
 def texts(column) -> list[str]:
@@ -28,16 +29,6 @@ def texts(column) -> list[str]:
 
 def everything(corpus: Corpus) -> list[str]:
     return texts(corpus.train) + texts(corpus.validation)
-
-
-def write(path: pathlib.Path, data: bytes | str) -> pathlib.Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data if isinstance(data, bytes) else data.encode())
-    return path
-
-
-def write_rows(path: pathlib.Path, rows: list[dict]) -> pathlib.Path:
-    return write(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def numbered(count: int) -> list[str]:
@@ -67,23 +58,15 @@ def test_standard_library_is_real_text_split_by_file(stdlib_dir):
     assert not set(validation) & {text for text in train if len(text) > 1000}
 
 
-def test_standard_library_is_prepared_once_and_leaves_no_scratch(stdlib_dir, monkeypatch):
+def test_standard_library_is_prepared_once_by_python_version(stdlib_dir, monkeypatch):
     monkeypatch.setattr(standard_library, "_build_standard_library", lambda _: pytest.fail("again"))
-    open_corpus(None, stdlib_dir)
-    assert [p.name for p in stdlib_dir.iterdir()] == ["python_standard_library"]
-
-
-def test_standard_library_is_kept_by_python_version(stdlib_dir):
-    version = "_".join(map(str, sys.version_info[:3]))
-    (config,) = (stdlib_dir / "python_standard_library").iterdir()
-    assert config.name.endswith(version)
-
-
-def test_standard_library_pickles_and_keeps_its_fingerprint(stdlib_dir):
     corpus = open_corpus(None, stdlib_dir)
     copy = pickle.loads(pickle.dumps(corpus))
     assert texts(copy.validation) == texts(corpus.validation)
     assert copy.fingerprint == open_corpus("stdlib", stdlib_dir).fingerprint
+    assert [p.name for p in stdlib_dir.iterdir()] == ["python_standard_library"]
+    (config,) = (stdlib_dir / "python_standard_library").iterdir()
+    assert config.name.endswith("_".join(map(str, sys.version_info[:3])))
 
 
 def test_tensorflow_is_not_imported(stdlib_dir):
@@ -92,8 +75,7 @@ def test_tensorflow_is_not_imported(stdlib_dir):
         f"c.open_corpus(None, pathlib.Path({str(stdlib_dir)!r})).train[0]; "
         "assert 'tensorflow' not in sys.modules"
     )
-    root = pathlib.Path(corpus_lib.__file__).parents[2]
-    subprocess.run([sys.executable, "-c", program], cwd=root, check=True)
+    subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, check=True)
 
 
 @pytest.fixture
@@ -109,10 +91,13 @@ def small_stdlib(tmp_path, monkeypatch):
     return tmp_path / "data"
 
 
-def test_foreign_empty_and_undecodable_files_are_left_out(small_stdlib):
-    assert sorted(everything(open_corpus(None, small_stdlib))) == sorted(
-        f"x = {i}\n" for i in range(200)
-    )
+def test_foreign_and_bad_files_are_left_out_and_damaged_data_is_named(small_stdlib):
+    modules = sorted(f"x = {i}\n" for i in range(200))
+    assert sorted(everything(open_corpus(None, small_stdlib))) == modules
+    (shard,) = small_stdlib.glob("*/*/*/*train.array_record*")
+    shard.write_bytes(shard.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"`--data` is 'stdlib'.*damaged.*Delete that folder"):
+        open_corpus(None, small_stdlib)
 
 
 def test_data_of_a_killed_process_is_prepared_again(small_stdlib, monkeypatch):
@@ -146,19 +131,6 @@ def test_python_without_sources_is_an_error(tmp_path, monkeypatch):
     )
     with pytest.raises(ValueError, match=r"`--data` is 'stdlib'.*without its sources.*--data PATH"):
         open_corpus(None, tmp_path)
-
-
-def test_damaged_prepared_data_names_the_folder_to_delete(small_stdlib):
-    open_corpus(None, small_stdlib)
-    (shard,) = small_stdlib.glob("*/*/*/*train.array_record*")
-    shard.write_bytes(shard.read_bytes()[:1000])
-    with pytest.raises(ValueError, match=r"`--data` is 'stdlib'.*damaged.*Delete that folder"):
-        open_corpus(None, small_stdlib)
-
-
-def test_builder_declares_its_features(tmp_path):
-    info = PythonStandardLibrary(data_dir=str(tmp_path)).info
-    assert sorted(info.features) == ["path", "text"]
 
 
 # --- Prepared TFDS data sets. ---
@@ -198,34 +170,21 @@ def tfds_dir(tmp_path_factory):
     return data_dir
 
 
-def test_prepared_data_set_has_its_own_splits(tfds_dir):
+def test_a_prepared_data_set_has_its_own_splits_or_some_of_train_is_held_out(tfds_dir):
     corpus = open_corpus("tiny_web/en", tfds_dir)
     assert sorted(texts(corpus.train)) == sorted(f"train é {i}" for i in range(20))
     assert sorted(texts(corpus.validation)) == sorted(f"validation é {i}" for i in range(3))
     assert corpus.name == "tiny_web/en"
-
-
-def test_without_a_validation_split_some_of_train_is_held_out(tfds_dir):
-    corpus = open_corpus("tiny_web/whole", tfds_dir, validation_fraction=0.1)
-    assert (len(corpus.train), len(corpus.validation)) == (45, 5)
-    assert sorted(everything(corpus)) == sorted(f"train é {i}" for i in range(50))
-    assert texts(pickle.loads(pickle.dumps(corpus)).train) == texts(corpus.train)
-
-
-def test_version_can_be_named_and_text_field_chosen(tfds_dir):
-    corpus = open_corpus("tiny_web/en:2.0.0", tfds_dir, text_field="label")
-    assert "label 7" in texts(corpus.train)
-
-
-def test_tfds_fingerprint_tells_splits_and_fields_apart(tfds_dir):
-    opened = [
-        open_corpus("tiny_web/en", tfds_dir),
-        open_corpus("tiny_web/en", tfds_dir, text_field="label"),
-        open_corpus("tiny_web/whole", tfds_dir),
-        open_corpus("tiny_web/whole", tfds_dir, validation_fraction=0.5),
-    ]
-    assert len({corpus.fingerprint for corpus in opened}) == 4
-    assert opened[0].fingerprint == open_corpus("tiny_web/en", tfds_dir).fingerprint
+    whole = open_corpus("tiny_web/whole", tfds_dir, validation_fraction=0.1)
+    assert (len(whole.train), len(whole.validation)) == (45, 5)
+    assert sorted(everything(whole)) == sorted(f"train é {i}" for i in range(50))
+    assert texts(pickle.loads(pickle.dumps(whole)).train) == texts(whole.train)
+    # A version can be named, and a field of text chosen.
+    labels = open_corpus("tiny_web/en:2.0.0", tfds_dir, text_field="label")
+    assert "label 7" in texts(labels.train)
+    half = open_corpus("tiny_web/whole", tfds_dir, validation_fraction=0.5)
+    assert len({x.fingerprint for x in (corpus, whole, labels, half)}) == 4
+    assert corpus.fingerprint == open_corpus("tiny_web/en", tfds_dir).fingerprint
 
 
 @pytest.mark.parametrize(
@@ -242,24 +201,17 @@ def test_an_unknown_name_is_refused_with_the_prepared_data_sets(tfds_dir, name):
 
 
 @pytest.mark.parametrize(
-    ("options", "match"),
+    ("name", "options", "match"),
     [
-        (
-            {"text_field": "body"},
-            r"`--data` is 'tiny_web/en': it has no feature 'body', only.*label",
-        ),
-        ({"validation_fraction": 0.0}, r"`validation_fraction` must be in \(0, 1\), got 0.0"),
-        ({"validation_fraction": 1.0}, r"`validation_fraction` must be in \(0, 1\), got 1.0"),
+        ("en", {"text_field": "body"}, r"'tiny_web/en': it has no feature 'body', only.*label"),
+        ("en", {"validation_fraction": 0.0}, r"`validation_fraction` must be in \(0, 1\), got 0.0"),
+        ("en", {"validation_fraction": 1.0}, r"`validation_fraction` must be in \(0, 1\), got 1.0"),
+        ("single", {}, r"'tiny_web/single': it has 1 document.*at least two"),
     ],
 )
-def test_bad_options_are_refused(tfds_dir, options, match):
+def test_bad_options_are_refused(tfds_dir, name, options, match):
     with pytest.raises(ValueError, match=match):
-        open_corpus("tiny_web/en", tfds_dir, **options)
-
-
-def test_data_set_of_one_document_cannot_be_split(tfds_dir):
-    with pytest.raises(ValueError, match=r"'tiny_web/single': it has 1 document.*at least two"):
-        open_corpus("tiny_web/single", tfds_dir)
+        open_corpus(f"tiny_web/{name}", tfds_dir, **options)
 
 
 def test_data_set_in_another_format_is_refused(tfds_dir, tmp_path):
@@ -293,28 +245,24 @@ def test_paragraph_groups_join_to_the_text(text):
     assert all(len(group) >= 10 for group in groups[:-1])
 
 
-def test_bom_and_crlf_are_not_part_of_the_text(tmp_path):
+def test_bom_and_crlf_are_no_text_and_a_single_document_is_held_out_by_its_end(tmp_path):
     path = write(tmp_path / "dos.txt", b"\xef\xbb\xbfone\r\ntwo\rthree\n" + b"x" * 100)
     assert "".join(everything(open_local(path))) == "one\ntwo\nthree\n" + "x" * 100
-
-
-def test_single_document_is_held_out_by_its_end(tmp_path):
     corpus = open_local(write(tmp_path / "line.txt", "ab" * 50), validation_fraction=0.1)
     assert (texts(corpus.train), texts(corpus.validation)) == (["ab" * 45], ["ab" * 5])
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_jsonl_rows_are_documents(tmp_path, suffix):
+def test_jsonl_rows_are_documents_and_gzipped_files_are_read(tmp_path, suffix):
+    def written(name: str, text: str) -> pathlib.Path:
+        data = text.encode()
+        return write(tmp_path / f"{name}{suffix}", gzip.compress(data, mtime=0) if suffix else data)
+
     # U+2028 is a line separator for str.splitlines, and a character for JSON.
     rows = [{"text": f"line\u2028{i}\nsecond"} for i in range(30)]
-    data = "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows).encode()
-    path = write(tmp_path / f"a.jsonl{suffix}", gzip.compress(data, mtime=0) if suffix else data)
+    path = written("a.jsonl", "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
     assert sorted(everything(open_local(path))) == sorted(row["text"] for row in rows)
-
-
-def test_gzipped_text_is_decompressed(tmp_path):
-    path = write(tmp_path / "a.txt.gz", gzip.compress(b"some text " * 10, mtime=0))
-    assert "".join(everything(open_local(path))) == "some text " * 10
+    assert "".join(everything(open_local(written("a.txt", "some text " * 10)))) == "some text " * 10
 
 
 def test_parquet_rows_are_documents_and_nulls_are_dropped(tmp_path):
@@ -336,12 +284,14 @@ def test_folder_gathers_accepted_files_and_skips_others(tmp_path):
     assert sorted(everything(corpus)) == ["a note", "a text", "row one", "row two"]
 
 
-def test_held_out_documents_are_stable_when_others_are_added(tmp_path):
+def test_held_out_documents_are_stable_and_the_fingerprint_is_of_the_text(tmp_path):
     rows = [{"text": text} for text in numbered(400)]
     few = open_local(write_rows(tmp_path / "few.jsonl", rows[:300]))
     many = open_local(write_rows(tmp_path / "many.jsonl", rows))
     assert set(texts(few.validation)) <= set(texts(many.validation))
     assert set(texts(few.train)) <= set(texts(many.train))
+    moved = open_local(write_rows(tmp_path / "elsewhere" / "two.jsonl", rows))
+    assert many.fingerprint == moved.fingerprint != few.fingerprint
 
 
 @hypothesis.given(
@@ -357,14 +307,6 @@ def test_both_sides_get_a_document_without_loss(documents, fraction):
         assert not set(train) & set(validation)
 
 
-def test_fingerprint_is_of_the_text_and_not_of_the_path(tmp_path):
-    rows = [{"text": text} for text in numbered(20)]
-    one = open_local(write_rows(tmp_path / "one.jsonl", rows))
-    moved = open_local(write_rows(tmp_path / "elsewhere" / "two.jsonl", rows))
-    other = open_local(write_rows(tmp_path / "other.jsonl", rows[1:]))
-    assert one.fingerprint == moved.fingerprint != other.fingerprint
-
-
 @pytest.mark.parametrize(
     ("name", "data", "match"),
     [
@@ -373,19 +315,11 @@ def test_fingerprint_is_of_the_text_and_not_of_the_path(tmp_path):
         ("a.txt", b"x", "a single document of 1 characters is too short"),
         ("a.txt", b"good \xff", r"a.txt' is not UTF-8 at byte 5 \(invalid start byte\)"),
         ("a.txt", b"\xef\xbb\xbfgood \xff", "is not UTF-8 at byte 8"),
-        (
-            "a.txt.gz",
-            gzip.compress(b"text" * 99, mtime=0)[:-9],
-            "a.txt.gz' is not a complete gzip file",
-        ),
+        ("a.txt.gz", gzip.compress(b"text" * 99, mtime=0)[:-9], "is not a complete gzip file"),
         ("a.txt.gz", b"plain", "is not a complete gzip file"),
         ("a.json", b"[]", ".json files are not read. Write one JSON object per line"),
         ("a.jsonl", b"", "it has no text"),
-        (
-            "a.jsonl",
-            b'{"text": "a"}\n{"text": ',
-            r"a.jsonl' line 2: not JSON \(Expecting value at column 10\)",
-        ),
+        ("a.jsonl", b'{"text": "a"}\n{"text": ', r"a.jsonl' line 2: not JSON \(.* column 10\)"),
         ("a.jsonl", b'{"text": "a"}\n\n[1]\n', "line 3: a JSON object is required, not list"),
         ("a.jsonl", b'{"body": "a", "id": 1}', "line 1: there is no field 'text', only body, id"),
         ("a.jsonl", b'{"text": 3}', "line 1: field 'text' is int, not text"),
@@ -401,17 +335,14 @@ def test_bad_files_are_refused(tmp_path, name, data, match):
         open_local(path.parent if "/" in name else path)
 
 
-@pytest.mark.parametrize(
-    ("table", "match"),
-    [
+def test_parquet_without_the_text_is_refused(tmp_path):
+    for table, message in (
         ({"body": ["a"]}, "there is no column 'text', only body"),
         ({"text": [1]}, "column 'text' is int64, not text"),
-    ],
-)
-def test_parquet_without_the_text_is_refused(tmp_path, table, match):
-    pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=match):
-        open_local(tmp_path / "a.parquet")
+    ):
+        pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet")
+        with pytest.raises(ValueError, match=message):
+            open_local(tmp_path / "a.parquet")
 
 
 def test_data_dir_that_cannot_be_written_is_an_error(tmp_path):

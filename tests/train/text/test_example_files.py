@@ -50,11 +50,7 @@ def test_a_folder_is_read_in_the_order_of_names(tmp_path):
 @pytest.mark.parametrize(
     ("name", "data", "match"),
     [
-        (
-            "a.jsonl",
-            '{"text": "a"}\n{"text" "b"}\n',
-            r"line 2 of '.*a.jsonl' is not JSON: Exp.* 9\.",
-        ),
+        ("a.jsonl", '{"text": "a"}\n{"text" "b"}\n', r"line 2 of '.*' is not JSON: Exp.* 9\."),
         ("a.jsonl", '{"text": "a"}\n\n{"te', r"line 3 of '.*' is not JSON: .*Correct or remove it"),
         ("a.json", '[{"text": "a"},\n{"text" "b"}]', r"line 2 of '.*a.json' is not JSON: .* 9\."),
         ("a.json", '[{"text": "a"}', r"line 1 of '.*a.json' is not JSON"),
@@ -63,11 +59,7 @@ def test_a_folder_is_read_in_the_order_of_names(tmp_path):
         ("a.json", '[{"text": "a"}, 3]', r"record 2 of '.*a.json' is int, not an object"),
         ("a.jsonl", "", r"`--data` is '.*a.jsonl': it has no records. Give a .jsonl file"),
         ("a.json", "[]", r"it has no records"),
-        (
-            "a.parquet",
-            "PAR1",
-            r"`--data` is '.*a.parquet', which is not a file of records",
-        ),
+        ("a.parquet", "PAR1", r"`--data` is '.*a.parquet', which is not a file of records"),
         ("a.jsonl", b"\xff", r"'.*a.jsonl' is not UTF-8"),
         ("a.jsonl.gz", gzip.compress(b"{}", mtime=0)[:-3], r"is not a complete gzip file"),
     ],
@@ -100,23 +92,13 @@ def test_a_missing_validation_file_is_refused(open_rows):
         ({"prompt": None, "completion": ""}, {}, r"field 'prompt' is NoneType, not text or a num"),
         ({"prompt": "a", "completion": ["b"]}, {}, r"field 'completion' is list, not text or a n"),
         ({"prompt": "a", "completion": "\ud800"}, {}, r"surrogates not allowed"),
-        (
-            {"a": ["b"]},
-            {"prompt_template": "{a[1]}", "completion_template": "{a[0]}"},
-            r"`--prompt-template` does not fit it \(list index out of range\)",
-        ),
-        (
-            {"a": [["b"]]},
-            {"prompt_template": "{a[0]}", "completion_template": "x"},
-            r"field 'a\[0\]' is list, not text or a number",
-        ),
-        (
-            {**PAIR, "n": "x"},
-            {"prompt_template": "{n:d}"},
-            r"Unknown format code 'd' for object of",
-        ),
+        ({"a": ["b"]}, {"prompt_template": "{a[1]}", "completion_template": "{a[0]}"},
+         r"`--prompt-template` does not fit it \(list index out of range\)"),
+        ({"a": [["b"]]}, {"prompt_template": "{a[0]}", "completion_template": "x"},
+         r"field 'a\[0\]' is list, not text or a number"),
+        ({**PAIR, "n": "x"}, {"prompt_template": "{n:d}"}, "Unknown format code 'd' for object of"),
     ],
-)
+)  # fmt: skip
 def test_malformed_records_are_refused(bpe, open_rows, row, options, match):
     options = {"format": "completion"} | options
     good = {**PAIR, "text": "a", "a": [1, 2], "n": 1, "messages": []}

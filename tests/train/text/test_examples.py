@@ -16,7 +16,6 @@ from tests.train.example_files import (
     write,
     write_rows,
 )
-from train.settings.data import ExampleConfig
 from train.text.tokenizer import Tokenizer
 
 
@@ -28,23 +27,21 @@ def tokenizer(request) -> Tokenizer:
 # --- Prompts and completions, texts. ---
 
 
-def test_a_completion_and_its_end_token_count(tokenizer, open_rows):
-    (example,) = open_rows([PAIR], tokenizer).train
-    assert learnt(example, tokenizer) == [("Why?", False), (" Because.", True)]
+def test_a_completion_and_its_end_count_and_a_prompt_has_the_tokens_that_it_has_alone(
+    tokenizer, open_rows
+):
+    (example,) = open_rows([{"prompt": "asks: ", "completion": "why"}], tokenizer).train
+    assert learnt(example, tokenizer) == [("asks: ", False), ("why", True)]
     assert example.tokens[-1] == tokenizer.eos_id
     assert example.counted[-1]
-    assert (tokenizer.bos_id is None) == (example.tokens[0] != tokenizer.bos_id)
     assert (example.tokens.dtype, example.counted.dtype) == (np.int32, np.bool_)
-
-
-def test_a_prompt_has_the_same_tokens_without_its_completion(tokenizer, open_rows):
-    (example,) = open_rows([{"prompt": "asks: ", "completion": "why"}], tokenizer).train
     bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     prompt = [*bos, *tokenizer.encode("asks: ")]
     assert example.tokens[: len(prompt)].tolist() == prompt
     assert not example.counted[: len(prompt)].any()
 
 
+@hypothesis.example(prompt="quick", completion="fox")  # No space between them.
 @hypothesis.given(prompt=st.text(), completion=st.text(min_size=1))
 @hypothesis.settings(
     deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
@@ -54,72 +51,68 @@ def test_tokens_decode_to_the_prompt_and_the_completion(tokenizer, open_rows, pr
     assert tokenizer.decode(example.tokens) == prompt + completion
 
 
-def test_sentencepiece_adds_no_space_between_prompt_and_completion(pieces, open_rows):
-    (example,) = open_rows([{"prompt": "quick", "completion": "fox"}], pieces).train
-    assert pieces.decode(example.tokens) == "quickfox"
-
-
-def test_prompts_count_on_request(open_rows):
+def test_all_of_a_text_counts_except_its_first_token_and_prompts_on_request(bpe, open_rows):
+    (example,) = open_rows([{"text": "fox number"}], bpe).train
+    assert example.counted.tolist() == [False] + [True] * (len(example.tokens) - 1)
+    assert bpe.decode(example.tokens) == "fox number"
     (example,) = open_rows([PAIR], count_prompts=True).train
     assert learnt(example) == [("", False), ("Why? Because.", True)]
 
 
-def test_all_of_a_text_counts_except_its_first_token(bpe, open_rows):
-    (example,) = open_rows([{"text": "fox number"}], bpe).train
-    assert example.counted.tolist() == [False] + [True] * (len(example.tokens) - 1)
-    assert bpe.decode(example.tokens) == "fox number"
-
-
-def test_templates_are_filled_with_the_fields(open_rows):
-    row = {"question": "2 + {2}?", "options": ["4", "5"], "price": 0.5, "right": 4}
-    (example,) = open_rows(
-        [row],
-        prompt_template=r"Question:\t{question}\n{options[0]} or {options[1]} for {price:.2f} {{}}",
-        completion_template=" {right}",
-    ).train
-    prompt = "Question:\t2 + {2}?\n4 or 5 for 0.50 {}"
-    assert learnt(example) == [(prompt, False), (" 4", True)]
-
-
-def test_prompt_and_completion_in_templates_are_the_named_fields(open_rows):
-    (example,) = open_rows(
-        [{"q": "Why?", "prompt": "not this", "a": "So."}],
-        prompt_field="q",
-        completion_field="a",
-        prompt_template="Q: {prompt} A:",
-        completion_template=" {completion}",
-    ).train
-    assert learnt(example) == [("Q: Why? A:", False), (" So.", True)]
-
-
-def test_a_literal_backslash_is_written_twice(open_rows):
-    (example,) = open_rows([PAIR], prompt_template=r"\\nabla {prompt}").train
-    assert learnt(example)[0] == (r"\nabla Why?", False)
+@pytest.mark.parametrize(
+    ("row", "options", "prompt", "completion"),
+    [
+        (
+            {"question": "2 + {2}?", "options": ["4", "5"], "price": 0.5, "right": 4},
+            {
+                "prompt_template": r"Question:\t{question}\n{options[0]} or {options[1]}"
+                r" for {price:.2f} {{}}",
+                "completion_template": " {right}",
+            },
+            "Question:\t2 + {2}?\n4 or 5 for 0.50 {}",
+            " 4",
+        ),
+        (
+            {"q": "Why?", "prompt": "not this", "a": "So."},
+            {
+                **{"prompt_field": "q", "completion_field": "a"},
+                **{"prompt_template": "Q: {prompt} A:", "completion_template": " {completion}"},
+            },
+            "Q: Why? A:",
+            " So.",
+        ),
+        (PAIR, {"prompt_template": r"\\nabla {prompt}"}, r"\nabla Why?", " Because."),
+    ],
+    ids=["fields", "named fields", "a literal backslash"],
+)
+def test_templates_are_filled_with_the_fields(open_rows, row, options, prompt, completion):
+    (example,) = open_rows([row], **options).train
+    assert learnt(example) == [(prompt, False), (completion, True)]
 
 
 # --- Formats. ---
 
 
 @pytest.mark.parametrize(
-    ("row", "text"),
+    ("row", "options", "text"),
     [
-        (PAIR, "Why? Because."),
-        ({"text": "plain"}, "plain"),
-        ({**PAIR, "text": "plain"}, "Why? Because."),
+        (PAIR, {}, "Why? Because."),
+        ({"text": "plain"}, {}, "plain"),
+        ({**PAIR, "text": "plain"}, {}, "Why? Because."),
+        ({**PAIR, "text": "plain"}, {"format": "text"}, "plain"),
+        ({**PAIR, "body": "plain"}, {"text_field": "body"}, "plain"),
     ],
 )
-def test_the_format_is_that_of_the_first_record(open_rows, row, text):
-    assert texts_of(open_rows([row]).train) == [text]
+def test_the_format_is_that_of_the_first_record_unless_a_flag_chooses_it(
+    open_rows, row, options, text
+):
+    assert texts_of(open_rows([row], **options).train) == [text]
 
 
 def test_a_conversation_takes_precedence_over_other_formats(bpe, open_rows, tmp_path):
     template = write(tmp_path / "chatml.jinja", CHATML)
     (example,) = open_rows([CHAT | PAIR], bpe, chat_template=template).train
     assert "Really?" in bpe.decode(example.tokens)
-
-
-def test_a_given_format_is_used(open_rows):
-    assert texts_of(open_rows([{**PAIR, "text": "plain"}], format="text").train) == ["plain"]
 
 
 def test_a_record_without_a_known_format_is_refused(open_rows):
@@ -133,24 +126,19 @@ def test_a_record_without_a_known_format_is_refused(open_rows):
 # --- Held-out records. ---
 
 
-def test_adding_records_does_not_move_held_out_ones(open_rows):
+def test_held_out_records_do_not_move_and_copies_stay_together(open_rows):
     few, more = (open_rows(numbered(n), held_out=0.1) for n in (200, 400))
     assert 5 < len(few.validation) < 40
     assert len(few.train) + len(few.validation) == 200
     assert set(texts_of(few.validation)) < set(texts_of(more.validation))
     assert set(texts_of(few.train)) < set(texts_of(more.train))
-
-
-def test_copies_and_reordered_fields_of_a_record_stay_together(open_rows):
+    # Copies, also with their fields in another order.
     rows = [*numbered(20), *(dict(reversed(row.items())) for row in numbered(20))]
-    examples = open_rows(rows, held_out=0.3)
-    assert not set(texts_of(examples.train)) & set(texts_of(examples.validation))
-
-
-@pytest.mark.parametrize("share", [1e-9, 1 - 1e-9])
-def test_both_sides_get_a_record(open_rows, share):
-    examples = open_rows(numbered(5), held_out=share)
-    assert sorted([len(examples.train), len(examples.validation)]) == [1, 4]
+    copied = open_rows(rows, held_out=0.3)
+    assert not set(texts_of(copied.train)) & set(texts_of(copied.validation))
+    for share in (1e-9, 1 - 1e-9):  # Both sides get a record.
+        examples = open_rows(numbered(5), held_out=share)
+        assert sorted([len(examples.train), len(examples.validation)]) == [1, 4]
 
 
 def test_a_single_record_cannot_be_held_out(open_rows):
@@ -158,25 +146,18 @@ def test_a_single_record_cannot_be_held_out(open_rows):
         open_rows([PAIR, PAIR], held_out=0.05)
 
 
-def test_validation_records_can_come_from_another_file(open_rows, tmp_path):
+def test_validation_records_can_come_from_another_file_which_errors_name(open_rows, tmp_path):
     other = write_rows(tmp_path / "other.jsonl", [{"prompt": "x", "completion": "y"}])
     examples = open_rows(numbered(10), validation=str(other))
     assert len(examples.train) == 10
     assert texts_of(examples.validation) == ["xy"]
-
-
-def test_errors_in_the_validation_file_name_it(open_rows, tmp_path):
-    other = write_rows(tmp_path / "other.jsonl", [{"text": "x"}])
-    with pytest.raises(ValueError, match=r"`--validation`: line 1 of '.*other.jsonl': there is no"):
-        open_rows(numbered(10), validation=str(other))
-
-
-def test_a_share_that_is_out_of_range_or_without_effect_is_refused():
-    for share in (0.0, 1.0, float("nan")):
-        with pytest.raises(ValueError, match=rf"`--held-out` must be in \(0, 1\), got {share}"):
-            ExampleConfig(held_out=share)
-    with pytest.raises(ValueError, match=r"`--held-out 0.5` has no effect with `--validation`"):
-        ExampleConfig(held_out=0.5, validation="other.jsonl")
+    for row, seq_len, message in (
+        ({"text": "x"}, 1000, r"`--validation`: line 1 of '.*other.jsonl': there is no"),
+        (ENDLESS, 8, r"`--validation` is '.*': all 1 record\(s\) to validate on"),
+    ):
+        write_rows(other, [row])
+        with pytest.raises(ValueError, match=message):
+            open_rows([PAIR], validation=str(other), seq_len=seq_len)
 
 
 # --- Lengths. ---
@@ -184,38 +165,26 @@ def test_a_share_that_is_out_of_range_or_without_effect_is_refused():
 # Counts are over both files, which are the same here.
 
 LONG = {"prompt": "ab", "completion": "cdefgh"}
+SHORT = {"prompt": "a", "completion": "b"}
 ENDLESS = {"prompt": "prompt " * 10, "completion": "x"}
 
 
-def test_long_examples_lose_their_end(open_rows):
-    examples = open_rows([PAIR, LONG], seq_len=5)
-    assert texts_of(examples.train) == ["Why? ", "abcde"]
-    assert [len(example.tokens) for example in examples.train] == [6, 6]
-    assert (examples.cut, examples.dropped) == (4, 0)
-
-
-def test_an_example_of_the_largest_length_is_not_cut(open_rows):
-    examples = open_rows([LONG], seq_len=9)
-    assert (examples.cut, examples.dropped) == (0, 0)
-    assert len(examples.train[0].tokens) == 10
-
-
-def test_examples_whose_completion_is_cut_off_are_dropped(open_rows):
-    examples = open_rows([LONG, ENDLESS], seq_len=5)
-    assert texts_of(examples.train) == ["abcde"]
-    assert (examples.cut, examples.dropped) == (2, 2)
-
-
-def test_long_examples_are_dropped_on_request(open_rows):
-    short = {"prompt": "a", "completion": "b"}
-    examples = open_rows([LONG, short], seq_len=5, long="drop")
-    assert texts_of(examples.train) == ["ab"]
-    assert (examples.cut, examples.dropped) == (0, 2)
-
-
-def test_rows_of_one_token_have_two_tokens(open_rows):
-    (example,) = open_rows([{"prompt": "", "completion": "abc"}], seq_len=1).train
-    assert example.tokens.tolist() == [256, ord("a")]
+@pytest.mark.parametrize(
+    ("rows", "options", "texts", "cut", "dropped"),
+    [
+        ([PAIR, LONG], {"seq_len": 5}, ["Why? ", "abcde"], 4, 0),
+        ([LONG], {"seq_len": 9}, ["abcdefgh"], 0, 0),
+        ([LONG, ENDLESS], {"seq_len": 5}, ["abcde"], 2, 2),  # The completion is cut off.
+        ([LONG, SHORT], {"seq_len": 5, "long": "drop"}, ["ab"], 0, 2),
+        ([{"prompt": "", "completion": "abc"}], {"seq_len": 1}, ["a"], 2, 0),
+    ],
+    ids=["cut", "largest length", "no completion left", "dropped on request", "one token"],
+)
+def test_long_examples_are_cut_or_dropped(open_rows, rows, options, texts, cut, dropped):
+    examples = open_rows(rows, **options)
+    assert texts_of(examples.train) == texts
+    assert all(len(example.tokens) <= options["seq_len"] + 1 for example in examples.train)
+    assert (examples.cut, examples.dropped) == (cut, dropped)
 
 
 @pytest.mark.parametrize(
@@ -249,24 +218,7 @@ def test_flags_of_a_format_are_never_ignored(open_rows, options, match):
         open_rows([row], **options)
 
 
-def test_flags_of_a_format_choose_it(open_rows):
-    row = {"prompt": "a", "completion": "b", "body": "cd"}
-    assert texts_of(open_rows([row], text_field="body").train) == ["cd"]
-
-
-def test_nothing_left_to_validate_on_is_refused(open_rows, tmp_path):
-    other = write_rows(tmp_path / "other.jsonl", [ENDLESS])
-    with pytest.raises(
-        ValueError, match=r"`--validation` is '.*': all 1 record\(s\) to validate on"
-    ):
-        open_rows([PAIR], seq_len=8, validation=str(other))
-
-
 # --- Fingerprints. ---
-
-
-def test_the_same_examples_have_the_same_fingerprint(open_rows):
-    assert open_rows(numbered(9)).fingerprint == open_rows(numbered(9)).fingerprint
 
 
 @pytest.mark.parametrize(
@@ -283,5 +235,6 @@ def test_settings_that_change_the_examples_change_the_fingerprint(open_rows, opt
     assert open_rows(numbered(20)).fingerprint != open_rows(numbered(20), **options).fingerprint
 
 
-def test_another_record_gives_another_fingerprint(open_rows):
-    assert open_rows(numbered(20)).fingerprint != open_rows(numbered(21)).fingerprint
+def test_equal_records_have_equal_fingerprints_and_another_record_has_not(open_rows):
+    one, other, more = (open_rows(numbered(count)).fingerprint for count in (20, 20, 21))
+    assert one == other != more
