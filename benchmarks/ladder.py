@@ -18,8 +18,8 @@ from typing import Any
 import jax
 
 from benchmarks import command, memory, record
-from benchmarks.rivals import rival
 from benchmarks.tables import Cells, cell, print_cells
+from benchmarks.training_steps import training_step
 from benchmarks.variants import check_names
 from models import PRESETS
 from train.planning.devices import find_device
@@ -40,7 +40,7 @@ RUNGS = {
     "lean": "+ moments in 8 bits (`lean`)",
     "lean, 4-bit and factored": "+ moments in 4 bits and factored",
 }
-"""Names of rivals, and what each adds to the one before. The second is beside the ladder."""
+"""Names of steps, and what each adds to the one before. The second is beside the ladder."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,10 +167,10 @@ def _run(
     config: Config,
 ) -> Iterator[dict[str, Any]]:
     """Trains, and yields at each evaluation."""
-    trained = rival(name, train)
+    built = training_step(name, train)
     evaluate = jax.jit(make_eval_step(make_recipe(train, dimensions(train))))
-    state = jax.jit(trained.init)()
-    step = jax.jit(trained.step, donate_argnums=0).lower(state, batches[0]).compile()
+    state = jax.jit(built.init)()
+    step = jax.jit(built.step, donate_argnums=0).lower(state, batches[0]).compile()
     seconds, taken = 0.0, []
     every = len(batches) // config.evaluations
     for i, batch in enumerate(batches[: every * config.evaluations], start=1):

@@ -12,9 +12,8 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from benchmarks.ladder import RUNGS
-from benchmarks.loss import best_rows
 from benchmarks.record import read
-from benchmarks.training import last_loss
+from benchmarks.training import best_rows, last_loss
 
 _KEY = "Description"
 _COLORS = ("#0072B2", "#56B4E9", "#009E73", "#D55E00", "#E69F00", "#BBBBBB", "#CC79A7")
@@ -24,9 +23,9 @@ _OVERVIEW = (
     *("compressed_remat", "exact, 8-bit states, in backward", "remat, 8-bit states, in backward"),
     *("lean", "lean_subspace d/4"),
 )
-"""Rivals whose memory the picture of the README shows."""
+"""Steps whose memory the picture of the README shows."""
 _SUBSPACES = ("subspace", "galore", "lean_subspace", "random_projection")
-"""How names of rivals begin whose optimizers read most gradients in a subspace only."""
+"""How names of steps begin whose optimizers read most gradients in a subspace only."""
 Result = dict[str, Any]
 
 
@@ -55,12 +54,12 @@ def overview(figure: Figure, memory: Result, loss: Result) -> None:
 
 
 def _draw_losses(axes: Any, result: Result) -> None:
-    train, best = result["settings"]["train"], best_rows(result["rows"])
+    train, best = result["settings"]["train"], best_rows(result["rows"], "variant")
     means = {name: statistics.mean(map(last_loss, rows)) for name, rows in best.items()}
     names = sorted(means, key=lambda name: means[name])
     for i, name in enumerate(names):
-        others = [last_loss(row) for row in result["rows"] if row["variant"] == name]
-        axes.plot(others, [i] * len(others), ".", color="#BBBBBB")
+        single_runs = [last_loss(row) for row in result["rows"] if row["variant"] == name]
+        axes.plot(single_runs, [i] * len(single_runs), ".", color="#BBBBBB")
         axes.plot(means[name], i, "o", color="#0072B2")
         label = f"{means[name]:.3f} at {best[name][0]['learning_rate']:g}"
         label += f", {len(best[name])} seeds" if len(best[name]) > 1 else ""
@@ -79,7 +78,7 @@ def _draw_losses(axes: Any, result: Result) -> None:
 
 
 class Point(NamedTuple):
-    """A rival with its peak in bytes, and its operations or seconds."""
+    """A step with its peak in bytes, and its operations or seconds."""
 
     name: str
     memory: float
@@ -103,9 +102,9 @@ class Point(NamedTuple):
 
 
 def pareto(figure: Figure, memory: Result, step_time: Result) -> None:
-    """Draws memory against operations and against time, with the rivals that no other beats.
+    """Draws memory against operations and against time, with the steps that no other beats.
 
-    Rivals that train in a subspace are hollow: they may beat each other, but not the others.
+    Steps in a subspace are hollow: they may beat each other, but not those of all weights.
     """
     counted = [Point(row["rival"], row["peak"], row["matmul_flops"]) for row in memory["rows"]]
     timed = [

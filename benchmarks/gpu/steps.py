@@ -19,7 +19,7 @@ import jax
 
 from actjax import kernels
 from actjax.optim.states.host_states import HOST
-from benchmarks.rivals import compiled_memory, random_batch, rival
+from benchmarks.training_steps import compiled_memory, random_batch, training_step
 from benchmarks.variants import VARIANTS
 from models import preset
 from train.planning.devices import compile_for, find_device
@@ -38,8 +38,8 @@ class Setting:
     """A step.
 
     Attributes:
-      name: what tells it from the others.
-      rival: its name in `benchmarks.rivals`; `name` if empty.
+      name: its name in the results.
+      step: its name in `benchmarks.training_steps`; `name` if empty.
       model: name of the preset.
       batch_size: sequences in a step.
       seq_len: tokens in a sequence.
@@ -51,7 +51,7 @@ class Setting:
     """
 
     name: str
-    rival: str = ""
+    step: str = ""
     model: str = "llama_1b"
     batch_size: int = 8
     seq_len: int = 1024
@@ -75,7 +75,7 @@ class Setting:
         """
         shape = preset(self.model)
         shape = dataclasses.replace(shape, ffn_size=self.ffn_size or shape.ffn_size)
-        built = rival(self.rival or self.name, self.config(), shape)
+        built = training_step(self.step or self.name, self.config(), shape)
         state, batch = jax.eval_shape(built.init), jax.eval_shape(self.batch)
         init: Any = jax.jit(built.init)
         places: dict[str, Any] = {}
@@ -140,7 +140,7 @@ class Steps:
             return programs
         batch, metrics = setting.batch(), {}
         # The state is donated: a step that fails must not leave it behind.
-        key = setting.rival or setting.name, setting.model, setting.ffn_size
+        key = setting.step or setting.name, setting.model, setting.ffn_size
         state = self._states.pop(key, None)
         self._states = {} if self._alone else self._states
         if state is None:
@@ -204,7 +204,7 @@ def compile_only(settings: Sequence[Setting]) -> Rows:
     """Compiles steps for a GPU that is not there; returns the compiler's peaks as `checked`."""
     rows = []
     for setting in settings:
-        variant, on_host = VARIANTS.get(setting.rival or setting.name), 0
+        variant, on_host = VARIANTS.get(setting.step or setting.name), 0
         if variant is not None and variant.optimizer.offload_states:
             plan = compile_plan(make_plan(variant.configure(setting.config()), DEVICE), DEVICE)
             peak, on_host = plan.peak, plan.on_host

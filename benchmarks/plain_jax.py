@@ -1,8 +1,8 @@
 """The same decoder in ordinary JAX, differentiated by JAX.
 
-It is what a good user would write without actjax: layers are stacked and scanned. Attention and the
-chunked cross-entropy are those of actjax, so that only blocks are compared. `naive`
-replaces these two by their textbook forms.
+A good user would write it without actjax: layers are stacked and scanned. Attention and the chunked
+cross-entropy are those of actjax, so that only blocks are compared. `naive` replaces these two by
+their textbook forms.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ POLICIES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class PlainConfig:
+class PlainJax:
     """Options of the plain decoder.
 
     Attributes:
@@ -46,7 +46,7 @@ class PlainConfig:
     naive: bool = False
 
 
-def loss_function(config: PlainConfig, compute_dtype: str) -> Callable[..., jax.Array]:
+def loss_function(config: PlainJax, compute_dtype: str) -> Callable[..., jax.Array]:
     """Returns the loss as a function of a `Decoder`, tokens and targets, [B, S] both."""
 
     def loss(model: Decoder, tokens: jax.Array, targets: jax.Array) -> jax.Array:
