@@ -13,6 +13,7 @@ methods in turn.
 """
 
 import dataclasses
+import functools
 import pathlib
 import statistics
 from typing import Any
@@ -21,35 +22,41 @@ from benchmarks import command, record
 from benchmarks.tables import Cells, print_cells
 from benchmarks.training import best_rows, first_loss, last_loss, mean_and_spread, sweep
 from benchmarks.variants import VARIANTS, Variant, check_names, codec
-from train.settings.config import AdapterConfig, FinetuneConfig, OptimizerConfig, WeightDtype
+from train.settings.config import (
+    AdapterConfig,
+    FinetuneConfig,
+    MomentDtype,
+    OptimizerConfig,
+    WeightDtype,
+)
 from train.settings.options import ADAPTERS
 
 
 def _row(
-    method: str, *codecs: str, weight_dtype: WeightDtype = "bfloat16", **options: Any
+    method: str,
+    *codecs: str,
+    weight_dtype: WeightDtype = "bfloat16",
+    moment_dtype: MomentDtype = "auto",
+    **options: Any,
 ) -> Variant:
     """Returns a row; `codecs` are the values of `--codec`."""
-    return Variant(method, options=codec(*codecs, **options), weight_dtype=weight_dtype)
+    return Variant(
+        method,
+        options=codec(*codecs, **options),
+        optimizer=OptimizerConfig(moment_dtype=moment_dtype),
+        weight_dtype=weight_dtype,
+    )
 
 
-def _adapters(method: str, *codecs: str, **options: Any) -> Variant:
-    return _row(method, *codecs, weight_dtype="auto", **options)
-
-
-_SMALL_STATES = {
-    "4-bit states": OptimizerConfig(moment_dtype="4bit"),
-    "factored": OptimizerConfig(moment_dtype="float32-factored"),
-    "4-bit and factored": OptimizerConfig(moment_dtype="4bit-factored"),
-}
+_adapters = functools.partial(_row, weight_dtype="auto")
 REFERENCE, ADAPTER_REFERENCE = "exact, float32 weights", "qlora"
 """Rows that the others are compared with."""
 ROWS = {
     REFERENCE: _row("exact", weight_dtype="float32"),
     "exact": _row("exact"),
-    **{
-        f"exact, {name}": dataclasses.replace(_row("exact"), optimizer=optimizer)
-        for name, optimizer in _SMALL_STATES.items()
-    },
+    "exact, 4-bit states": _row("exact", moment_dtype="4bit"),
+    "exact, factored": _row("exact", moment_dtype="float32-factored"),
+    "exact, 4-bit and factored": _row("exact", moment_dtype="4bit-factored"),
     "remat": _row("remat"),
     **{f"lean, {bits} bits": _row("lean", f"Quantized({bits})") for bits in (4, 3, 2)},
     "gact": _row("gact"),
@@ -85,7 +92,7 @@ def _has_adapters(name: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to compare."""
+    """Settings of the benchmark."""
 
     train: FinetuneConfig
     """The run. This program sets method, learning rate, seed and folder."""

@@ -52,7 +52,7 @@ ROWS: dict[str, Variant] = {
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to measure."""
+    """Settings of the benchmark."""
 
     model: str = "llama_7b"
     """Dimensions; llama_7b is Llama 2 7B."""
@@ -65,8 +65,6 @@ class Config:
     """Dtype of activations, and of weights that are not in 4 bits."""
     only: tuple[str, ...] = tuple(ROWS)
     """Rows to measure."""
-    whole: bool = True
-    """Also compile the whole step of the whole model."""
     device: str = HERE
     """Device to compile for: here, or a GPU by name: h100, h200, a100_80, a100_40, rtx_4090, ..."""
     results: pathlib.Path = record.RESULTS / "finetune_memory.json"
@@ -130,16 +128,15 @@ def _measure(name: str, config: Config) -> dict[str, Any]:
         sizes = memory.compiled(built.gradient, state, batch, device=config.device)
         temporaries.append(sizes["temporaries"])
     layers = _DEPTHS[1] - _DEPTHS[0]
-    row: dict[str, Any] = {
+    row = {
         "name": name,
         "block_matmul_flops": (flops[1] - flops[0]) // layers,
         "buffered": (temporaries[1] - temporaries[0]) // layers,
     }
-    if config.whole:
-        built, batch = training_step(name, config, dims)
-        state = jax.eval_shape(built.init)
-        row |= memory.compiled(built.step, state, batch, device=config.device, donate=True)
-    return row
+    built, batch = training_step(name, config, dims)
+    state = jax.eval_shape(built.init)
+    peak = memory.compiled(built.step, state, batch, device=config.device, donate=True)
+    return row | peak
 
 
 def table(rows: list[dict[str, Any]]) -> Cells:
@@ -152,7 +149,7 @@ def table(rows: list[dict[str, Any]]) -> Cells:
             "first / it": f"{first['buffered'] / row['buffered']:.2f}",
             "block TFLOP": f"{row['block_matmul_flops'] / 1e12:.3f}",
             "it / first": f"{row['block_matmul_flops'] / first['block_matmul_flops']:.3f}",
-            "peak, GiB": f"{row['peak'] / 2**30:.2f}" if "peak" in row else "",
+            "peak, GiB": f"{row['peak'] / 2**30:.2f}",
         }
         for row in rows
     ]

@@ -76,13 +76,7 @@ def _parameters(model: str) -> int:
 def table(
     device: str, budgets: Sequence[int] = BUDGETS, models: Sequence[str] = tuple(PRESETS)
 ) -> Cells:
-    """Returns a row for each budget, and prints a line about each compiled step.
-
-    Args:
-      device: the device to compile for.
-      budgets: in GiB.
-      models: presets to choose from.
-    """
+    """Returns a row for each budget, and prints a line about each compiled step."""
     names = sorted(models, key=_parameters, reverse=True)
     rows: Cells = [{"GPU": f"{gib} GiB"} for gib in budgets]
     for title in COLUMNS:
@@ -118,7 +112,7 @@ def _largest(title: str, names: Sequence[str], room: int, peak: Callable[[str, i
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to compile for."""
+    """Settings of the benchmark."""
 
     device: str = "h100"
     """GPU, which need not be there: h100, h200, a100_80, a100_40, rtx_4090, ..."""

@@ -30,12 +30,6 @@ def check(
 
     The memory of the results is filled with NaN before, so that missing writes show.
 
-    Args:
-      kernel: what to check.
-      case: its arguments.
-      seed: seed of the inputs.
-      implementation: as for a call of the kernel.
-
     Returns:
       `error`, the largest relative error of a result in floating point; `differing`, the largest
       share of differing bytes of an integer result; `repeats`, whether a second run gave the same

@@ -1,7 +1,7 @@
 """From plain JAX to the default method, one change at a time: memory, operations, time and loss.
 
 `python -m benchmarks.ladder` compiles a step of `llama_1b` with each rung for a GPU, and trains
-`llama_3m` here with each rung on the same batches. Beside the seconds of a step it prints the
+`llama_3m` here with each rung on the same batches. It prints the seconds of a step and the
 seconds of training until the held-out loss is one that every rung reaches: a rung that is fast and
 learns slowly gains nothing. Rungs take turns after each evaluation, so that a machine that slows
 down slows all of them.
@@ -40,12 +40,12 @@ RUNGS = {
     "lean": "+ moments in 8 bits (`lean`)",
     "lean, 4-bit and factored": "+ moments in 4 bits and factored",
 }
-"""Names of steps, and what each adds to the one before. The second is beside the ladder."""
+"""Names of steps, and the change of each to the one before. The second is no rung."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to measure."""
+    """Settings of the benchmark."""
 
     compiled: str = "llama_1b"
     """Preset whose step is compiled."""
@@ -120,8 +120,8 @@ def measure(config: Config) -> list[dict[str, Any]]:
 def with_time_to_loss(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns the rows with `common_loss`, which all reach, and `seconds_to_loss`.
 
-    The seconds are those of the steps until the first evaluation that is not above it. A rung whose
-    losses are not finite does not count, and reaches none: its seconds are None.
+    The seconds are those of the steps until the first evaluation that is not above it; None for a
+    rung whose losses are not finite, which does not count.
     """
     best = [[p["loss"] for p in row["curve"] if math.isfinite(p["loss"])] for row in rows]
     common = max((min(losses) for losses in best if losses), default=math.nan)

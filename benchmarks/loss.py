@@ -19,20 +19,14 @@ from train.settings.config import PretrainConfig
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to compare."""
+    """Settings of the benchmark."""
 
     train: PretrainConfig = dataclasses.field(default_factory=lambda: PretrainConfig(steps=2000))
     """The run. This program sets the settings of a variant, learning rate, seed and folder."""
     variants: tuple[str, ...] = (
-        "exact",
-        "exact, 8-bit states",
-        "pamm",
-        "low_rank 32",
-        "galore d/4",
-        "subspace d/4",
-        "subspace d/8",
-        "random_projection d/4",
-    )
+        "exact", "exact, 8-bit states", "pamm", "low_rank 32", "galore d/4", "subspace d/4",
+        "subspace d/8", "random_projection d/4",
+    )  # fmt: skip
     """Names from `benchmarks.variants`."""
     learning_rates: tuple[float, ...] = (2e-3, 4e-3, 8e-3, 16e-3)
     """The grid, the same for all variants. Empty, with `--add`: no runs, only timing."""

@@ -26,7 +26,7 @@ from train.settings.config import PretrainConfig
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to measure."""
+    """Settings of the benchmark."""
 
     train: PretrainConfig = dataclasses.field(
         default_factory=lambda: PretrainConfig(model="llama_130m", compute_dtype="float32")

@@ -18,16 +18,12 @@ _HALF = 2.0**-7
 
 
 class Case(NamedTuple):
-    """An operator to check.
-
-    Attributes:
-      run: a function of arrays, with the keywords `codec` and `key`, each one or several.
-      codecs: codecs of the first arrays; the gradient is compared at the decoded arrays.
-      shapes: shapes of the arrays.
-    """
+    """An operator to check."""
 
     run: Callable[..., Any]
+    """A function of arrays, with the keywords `codec` and `key`, each one or several."""
     codecs: tuple[actjax.Codec, ...]
+    """Codecs of the first arrays; the gradient is compared at the decoded arrays."""
     shapes: tuple[tuple[int, ...], ...]
 
 
@@ -65,11 +61,6 @@ CASES: dict[str, Case] = {
 
 def check(case: Case, seed: int, implementation: kernels.Implementation | None) -> dict[str, Any]:
     """Computes gradients in bfloat16 on random inputs, and compares them with float64.
-
-    Args:
-      case: operator, codecs and shapes.
-      seed: seed of the inputs.
-      implementation: implementation of the kernels.
 
     Returns:
       `error`, the largest relative error of a gradient, and `ok`.

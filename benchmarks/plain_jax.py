@@ -35,15 +35,12 @@ POLICIES = {
 
 @dataclasses.dataclass(frozen=True)
 class PlainJax:
-    """Options of the plain decoder.
-
-    Attributes:
-      remat: "none", or one of `POLICIES`.
-      naive: whether to compute all logits at once, and to store attention weights.
-    """
+    """Options of the plain decoder."""
 
     remat: str = "none"
+    """No policy, "none", or one of `POLICIES`."""
     naive: bool = False
+    """Whether to compute all logits at once, and to store attention weights."""
 
 
 def loss_function(config: PlainJax, compute_dtype: str) -> Callable[..., jax.Array]:

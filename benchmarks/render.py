@@ -38,19 +38,14 @@ HISTORICAL = {
 
 
 class Section(NamedTuple):
-    """A table of the page.
-
-    Attributes:
-      title: its title.
-      table: returns the table of the rows of a result.
-      sources: files and folders whose code the result measures.
-      needs: hardware or packages of a full run that not every machine has.
-    """
+    """A table of the page."""
 
     title: str
     table: Callable[[list[dict[str, Any]]], Cells]
     sources: tuple[str, ...]
+    """Files and folders whose code the result measures."""
     needs: str = ""
+    """Hardware or packages of a full run that not every machine has."""
 
 
 def _gpu(rows: list[dict[str, Any]]) -> Cells:
@@ -100,11 +95,7 @@ SECTIONS = {
 
 
 def page(folder: pathlib.Path) -> str:
-    """Returns the page of all tables.
-
-    Args:
-      folder: the results.
-    """
+    """Returns the page of all tables."""
     parts = [
         "# Tables",
         "Written by `python -m benchmarks.render`. Raw results name machine, versions, settings and"
@@ -189,18 +180,15 @@ def _staleness(commit: str, sources: Sequence[str], root: pathlib.Path) -> tuple
     clean = commit.removesuffix("-dirty")
     changes = _git(root, "log", "--format=%h", f"{clean}..HEAD", "--", *sources)
     if changes is None:
-        text = f"Its commit, {commit}, is not known here: it may be older than the code."
-        return math.inf, text
+        return math.inf, f"Its commit, {commit}, is not known here: it may be older than the code."
     if commit != clean:
-        text = f"Measured at {clean} with changes that no commit has: it may be of other code."
-        return math.inf, text
+        note = f"Measured at {clean} with changes that no commit has: it may be of other code."
+        return math.inf, note
     if _git(root, "status", "--porcelain", "--", *sources):
-        text = f"Stale: measured at {clean}; its code has changes without a commit."
-        return math.inf, text
+        return math.inf, f"Stale: measured at {clean}; its code has changes without a commit."
     count = len(changes.split())
     commits = "one commit has" if count == 1 else f"{count} commits have"
-    text = f"Stale: measured at {clean}; {commits} changed its code since."
-    return count, text if count else ""
+    return count, f"Stale: measured at {clean}; {commits} changed its code since." if count else ""
 
 
 def _git(root: pathlib.Path, *arguments: str) -> str | None:

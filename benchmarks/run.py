@@ -30,6 +30,8 @@ from benchmarks.tables import print_cells
 from benchmarks.variants import check_names
 
 QUICK = RESULTS / "quick"
+_MOST = 0.02
+"""Largest growth that is not a loss."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +67,7 @@ JOBS = {
     ),
 }  # fmt: skip
 """By the names of their results. Runs that take hours are not among them: their commands stand
-beside their tables in `docs/results/quality.md`."""
+next to their tables in `docs/results/quality.md`."""
 
 COMPARED = {
     "memory": ("peak", "forward_and_backward", "matmul_flops"),
@@ -77,27 +79,21 @@ COMPARED = {
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to run."""
+    """Settings of the benchmark."""
 
     quick: tyro.conf.FlagCreatePairsOff[bool] = False
     """Run each benchmark in small."""
     full: tyro.conf.FlagCreatePairsOff[bool] = False
     """Run each benchmark as its committed result was made."""
     compare: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Compare the quick results with those of `--against`."""
+    """Compare the quick results with those of the last commit."""
     only: tuple[str, ...] = tuple(JOBS)
     """Benchmarks to run, by the names of their results."""
-    against: str = "HEAD"
-    """Commit of the results to compare with."""
-    most: float = 0.02
-    """Largest growth that is not a loss."""
 
     def __post_init__(self) -> None:
         if self.quick + self.full + self.compare != 1:
             raise ValueError("give one of `--quick`, `--full` and `--compare`.")
         check_names(self.only, tuple(JOBS), "--only")
-        if not self.most >= 0:
-            raise ValueError(f"`--most` must not be negative, got {self.most}.")
 
 
 def run(config: Config) -> list[dict[str, str]]:
@@ -126,10 +122,10 @@ class Change(NamedTuple):
     now: float
     is_count: bool = False
 
-    def is_worse(self, most: float) -> bool:
-        """Whether it grew by more than a share."""
+    def is_worse(self) -> bool:
+        """Whether it grew by more than 2%."""
         # Not `>`, which holds for no NaN.
-        return not self.now <= self.before * (1 if self.is_count else 1 + most)
+        return not self.now <= self.before * (1 if self.is_count else 1 + _MOST)
 
 
 def changes(name: str, before: dict[str, Any], now: dict[str, Any]) -> Iterator[Change]:
@@ -151,24 +147,20 @@ def changes(name: str, before: dict[str, Any], now: dict[str, Any]) -> Iterator[
                 yield Change(place, float(a), math.inf if b is None else float(b))
 
 
-def compare(config: Config, folder: pathlib.Path = QUICK) -> bool:
+def compare(folder: pathlib.Path = QUICK) -> bool:
     """Prints the values that are worse than in a commit.
-
-    Args:
-      config: commit, and largest growth.
-      folder: the new results.
 
     Returns:
       Whether a value is worse, or a result cannot be compared.
 
     Raises:
-      ValueError: the commit is not known, or has no result of the folder.
+      ValueError: the last commit has no result of the folder.
     """
     compared: list[Change] = []
     is_skipped = False
     for name in COMPARED:
         path = folder / f"{name}.json"
-        show = ["git", "-C", str(folder), "show", f"{config.against}:./{path.name}"]
+        show = ["git", "-C", str(folder), "show", f"HEAD:./{path.name}"]
         done = subprocess.run(show, capture_output=True, text=True, check=False)
         if done.returncode:
             continue
@@ -176,20 +168,20 @@ def compare(config: Config, folder: pathlib.Path = QUICK) -> bool:
         # Whether rows were added to others changes no row.
         settings = [x.get("settings", {}) | {"add": None} for x in (before, now)]
         if settings[0] != settings[1]:
-            print(f"{name}: missing, or with other settings than those of {config.against}")
+            print(f"{name}: missing, or with other settings than those of the last commit")
             is_skipped = True
             continue
         if before["environment"]["versions"] != now["environment"]["versions"]:
-            print(f"{name}: other versions of JAX or its companions than in {config.against}")
+            print(f"{name}: other versions of JAX or its companions than in the last commit")
         compared += changes(name, before, now)
     if not compared and not is_skipped:
-        raise ValueError(f"`--against` {config.against!r} has no result in {folder}.")
-    worse = [change for change in compared if change.is_worse(config.most)]
+        raise ValueError(f"the last commit has no result in {folder}.")
+    worse = [change for change in compared if change.is_worse()]
     if worse:
         cells = [{"value": x.place, "before": f"{x.before:,.4g}", "now": f"{x.now:,.4g}"}
                  for x in worse]  # fmt: skip
-        print_cells(f"worse by more than {config.most:.0%}", cells)
-    print(f"{len(compared)} values compared with {config.against}, {len(worse)} worse")
+        print_cells(f"worse by more than {_MOST:.0%}", cells)
+    print(f"{len(compared)} values compared with the last commit, {len(worse)} worse")
     return bool(worse) or is_skipped
 
 
@@ -198,7 +190,7 @@ def main() -> None:
     config = tyro.cli(Config, description=__doc__)
     if config.compare:
         try:
-            sys.exit(compare(config))
+            sys.exit(compare())
         except ValueError as error:
             sys.exit(f"error: {error}")
     ended = run(config)

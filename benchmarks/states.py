@@ -20,9 +20,9 @@ import optax
 
 from actjax import optim
 from benchmarks import command, record
+from benchmarks.kernel_cases.case import normal
 from benchmarks.tables import print_cells
 from benchmarks.timing import Advancing, interleaved
-from benchmarks.variants import check_names
 from models import preset
 
 _BASELINE = "AdamW, float32"
@@ -41,18 +41,13 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to measure."""
+    """Settings of the benchmark."""
 
     model: str = "llama_1b"
     """Model whose layer is updated."""
     rounds: int = 20
     """Timed updates of each optimizer, after two updates that are not counted."""
-    only: tuple[str, ...] = tuple(OPTIMIZERS)
-    """Optimizers to measure."""
     results: pathlib.Path = record.RESULTS / "states.json"
-
-    def __post_init__(self) -> None:
-        check_names(self.only, tuple(OPTIMIZERS))
 
 
 def layer_of(model: str) -> dict[str, tuple[int, int]]:
@@ -70,10 +65,11 @@ def measure(config: Config) -> list[dict[str, Any]]:
     """Returns one row for each optimizer."""
     # Updates in flight at once: on a GPU an update takes less than its launch.
     calls = 20 if jax.default_backend() == "gpu" else 1
-    grads = _normal(jax.random.key(0), layer_of(config.model), 1e-3)
+    grads = _random(jax.random.key(0), config.model, 1e-3)
     rows, updates = [], {"copy": Advancing(jnp.zeros(2**26, jnp.float32)).by(_negated)}
-    for name in config.only:
-        program, params, state = _start(name, grads)
+    for name in OPTIMIZERS:
+        params = _random(jax.random.key(1), config.model, 0.02)
+        program, state = _start(name, params, grads)
         state_bytes = sum(x.nbytes for x in jax.tree.leaves(state))
         # A gradient is read; a weight and its state are read and written.
         weights = sum(x.nbytes for x in jax.tree.leaves(grads))
@@ -97,10 +93,9 @@ def measure(config: Config) -> list[dict[str, Any]]:
 _negated = jax.jit(lambda x: (-x, None), donate_argnums=0)
 
 
-def _start(name: str, grads: Any) -> tuple[Any, Any, Any]:
-    """Returns the compiled update of an optimizer, weights, and its state."""
+def _start(name: str, params: Any, grads: Any) -> tuple[Any, Any]:
+    """Returns the compiled update of an optimizer, and its state."""
     tx = optax.chain(OPTIMIZERS[name](), optax.add_decayed_weights(0.1), optax.scale(-1e-3))
-    params = _normal(jax.random.key(1), {name: x.shape for name, x in grads.items()}, 0.02)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(params_and_state: Any, grads: Any) -> Any:
@@ -108,7 +103,7 @@ def _start(name: str, grads: Any) -> tuple[Any, Any, Any]:
         return optim.apply(tx, grads, state, params), None
 
     state = jax.jit(functools.partial(optim.init, tx))(params)
-    return step.lower((params, state), grads).compile(), params, state
+    return step.lower((params, state), grads).compile(), state
 
 
 def _on_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -130,24 +125,20 @@ def _wide(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
-def _normal(key: jax.Array, shapes: dict[str, Any], scale: float) -> dict[str, jax.Array]:
-    """Returns normally distributed arrays in bfloat16."""
-
-    @jax.jit
-    def draw(key: jax.Array) -> dict[str, jax.Array]:
-        keys = jax.random.split(key, len(shapes))
-        return {
-            name: (scale * jax.random.normal(k, shape)).astype(jnp.bfloat16)
-            for k, (name, shape) in zip(keys, shapes.items(), strict=True)
-        }
-
-    return draw(key)
+@functools.partial(jax.jit, static_argnums=1)
+def _random(key: jax.Array, model: str, scale: float) -> dict[str, jax.Array]:
+    """Returns normally distributed arrays of the shapes of a layer, in bfloat16."""
+    shapes = layer_of(model)
+    keys = jax.random.split(key, len(shapes))
+    return {
+        name: (scale * normal(k, shape, jnp.float32)).astype(jnp.bfloat16)
+        for k, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
 
 
 def show(config: Config, rows: list[dict[str, Any]]) -> None:
     """Prints one line for each optimizer."""
     times = {row["optimizer"]: statistics.median(row["seconds"]) for row in rows}
-    base = times.get(_BASELINE)
     cells = [
         {
             "optimizer": row["optimizer"],
@@ -156,7 +147,7 @@ def show(config: Config, rows: list[dict[str, Any]]) -> None:
             "median ms": f"{1e3 * times[row['optimizer']]:,.3g}",
             "least ms": f"{1e3 * min(row['seconds']):,.3g}",
             "bound ms": f"{1e3 * row['bound']:,.3g}",
-            "/ float32": f"{times[row['optimizer']] / base:.2f}" if base else "",
+            "/ float32": f"{times[row['optimizer']] / times[_BASELINE]:.2f}",
         }
         for row in rows
     ]

@@ -27,25 +27,16 @@ from train.settings.resolve import dimensions
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to measure."""
+    """Settings of the benchmark."""
 
     train: PretrainConfig = dataclasses.field(default_factory=PretrainConfig)
     """Model, batch and dtypes. This program sets the method."""
     rounds: int = 10
     """Timed steps of each, after two steps that are not counted."""
     only: tuple[str, ...] = (
-        "plain",
-        "jax.checkpoint, dots",
-        "jax.checkpoint, full",
-        "exact",
-        "remat",
-        "pamm",
-        "low_rank 32",
-        "galore d/4",
-        "subspace d/4",
-        "subspace d/16",
-        "random_projection d/4",
-    )
+        "plain", "jax.checkpoint, dots", "jax.checkpoint, full", "exact", "remat", "pamm",
+        "low_rank 32", "galore d/4", "subspace d/4", "subspace d/16", "random_projection d/4",
+    )  # fmt: skip
     """Steps to measure, from `benchmarks.training_steps`."""
     results: pathlib.Path = record.RESULTS / "step_time.json"
 
@@ -86,13 +77,7 @@ def _matmul_rate(dtype: jnp.dtype) -> float:
 
 
 def table(rows: list[dict[str, Any]], rate: float, tokens: int) -> Cells:
-    """Returns medians, ratios to the first row, and bounds.
-
-    Args:
-      rows: the rows.
-      rate: FLOP/s of a large product.
-      tokens: tokens of a step.
-    """
+    """Returns medians, ratios to the first row, and bounds."""
     cells, first = [], statistics.median(rows[0]["seconds"])
     for row in rows:
         seconds, refresh = row["seconds"], row["refresh_seconds"]

@@ -36,24 +36,19 @@ from train.settings.resolve import ResolvedConfig, dimensions, resolve
 
 @dataclasses.dataclass(frozen=True)
 class TrainingStep:
-    """A training step to compare. Rows of results name it under `rival`, as the committed ones.
-
-    Attributes:
-      init: returns the state before the first step.
-      step: from state and batch to state and metrics; `loss` is one of the metrics.
-      gradient: from state and batch to loss and gradient; None if there is no separate gradient.
-      memory: returns the part of the step's memory that is known before compilation.
-      refresh: as `step`, for refresh steps; None if there are none.
-      on_host: returns the shardings of the state, and a function that draws it there; None if all
-        of it is on the device.
-    """
+    """A training step to compare. Rows of results name it under `rival`, as the committed ones."""
 
     init: Callable[[], TrainState]
     step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
+    """From state and batch to state and metrics; `loss` is one of the metrics."""
     gradient: Callable[[TrainState, Batch], Any] | None
+    """From state and batch to loss and gradient; None if there is no separate gradient."""
     memory: Callable[[], StepMemory]
+    """Returns the part of the step's memory that is known before compilation."""
     refresh: Callable[[TrainState, Batch], Any] | None = None
     on_host: Callable[[], tuple[TrainState, Callable[[], TrainState]]] | None = None
+    """Returns the shardings of the state, and a function that draws it there; None if all of it is
+    on the device."""
 
 
 PLAIN_JAX = {
@@ -79,13 +74,7 @@ ON_DEVICE = tuple(
 def training_step(
     name: str, config: PretrainConfig, model_config: ModelConfig | None = None
 ) -> TrainingStep:
-    """Returns a step.
-
-    Args:
-      name: one of `STEPS`.
-      config: model, batch, dtypes and optimizer.
-      model_config: dimensions; those of the preset `config.model` if None.
-    """
+    """Returns a step."""
     model_config = model_config or dimensions(config)
     if name in VARIANTS:
         return method_step(VARIANTS[name], config, model_config)

@@ -24,6 +24,7 @@ from benchmarks.kernel_cases import KERNELS
 from benchmarks.kernel_cases.case import Case
 from benchmarks.kernels import dumped, ptx_of, resources
 from benchmarks.tables import Cells, print_cells
+from benchmarks.variants import check_names
 
 _POINTERS = {
     "bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "uint8": "*u8", "uint16": "*u16",
@@ -50,15 +51,8 @@ class Config:
     results: pathlib.Path = record.RESULTS / "triton_kernels.json"
 
     def __post_init__(self) -> None:
-        known = {
-            case.name for entry in KERNELS.values() if entry.kernel.triton for case in entry.cases
-        }
-        if not self.cases:
-            raise ValueError("`--cases` names no case.")
-        if unknown := [name for name in self.cases if name not in known]:
-            raise ValueError(
-                f"`--cases` has {unknown[0]!r}, but no kernel in Triton has such a case."
-            )
+        kernels = [entry for entry in KERNELS.values() if entry.kernel.triton]
+        check_names(self.cases, tuple(x.name for entry in kernels for x in entry.cases), "--cases")
 
 
 def measure(config: Config) -> list[dict[str, Any]]:
@@ -95,13 +89,7 @@ def _launch(kernel: Any, case: Case) -> Any:
 
 
 def _assembled(call: Any, choice: Any, numbers: int) -> dict[str, Any]:
-    """Returns the report of the assembler for a program in Triton, with blocks of a choice.
-
-    Args:
-      call: a launch, an `actjax.kernels.triton_call.Call` with shapes as arguments.
-      choice: one of its choices, a `triton.Config`.
-      numbers: how many numbers all programs together read.
-    """
+    """Returns the report of the assembler for a program in Triton, with blocks of a choice."""
     # Here, since the page of tables, which imports this module, needs no Triton.
     import triton
     from triton import knobs

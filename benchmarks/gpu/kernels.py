@@ -93,10 +93,6 @@ def _check_operator(unit: Unit) -> dict[str, Any]:
 def time_kernels(dry: bool, *, in_triton: bool = False) -> Rows:
     """Times large cases; the dry run lowers the first of each kernel.
 
-    Args:
-      dry: whether there is no GPU.
-      in_triton: only cases that have a program in Triton too.
-
     Raises:
       RuntimeError: no case has one that can run here.
     """

@@ -23,20 +23,16 @@ _LIMIT, _DRY_LIMIT = 1.5, 60.0
 
 
 class Part(NamedTuple):
-    """A measurement.
-
-    Attributes:
-      name: its name on the command line and in the results.
-      seconds: the time that it is expected to take on a GPU.
-      measure: `measure(dry)` returns rows. A dry run has no GPU: it checks what it can, and each
-        row names under `checked` what it checked.
-      memory_gib: GiB that its allocator may take on a GPU; 0 for all.
-    """
+    """A measurement, by its name on the command line and in the results."""
 
     name: str
     seconds: float
+    """The time that it is expected to take on a GPU."""
     measure: Callable[[bool], Rows]
+    """`measure(dry)` returns rows. A dry run has no GPU; each row names under `checked` its
+    checks."""
     memory_gib: float = 0
+    """GiB that its allocator may take on a GPU; 0 for all."""
 
 
 Command = Callable[[Part, pathlib.Path, bool], list[str]]
@@ -95,8 +91,8 @@ def run(
         record.save(results, content)
         failed = sum("failure" in row or not row.get("ok", True) for row in rows)
         times = [f"{x['name']} {1e3 * x['median']:.1f} ms" for x in rows if "median" in x]
-        said = "; ".join([f"{len(rows)} rows, {failed} of them failed", *times])
-        outcome = result.get("failure", said)
+        summary = "; ".join([f"{len(rows)} rows, {failed} of them failed", *times])
+        outcome = result.get("failure", summary)
         print(f"{part.name}: {outcome}, {result['seconds']:.0f} s", flush=True)
 
 

@@ -35,20 +35,7 @@ Rows = list[dict[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A step.
-
-    Attributes:
-      name: its name in the results.
-      step: its name in `benchmarks.training_steps`; `name` if empty.
-      model: name of the preset.
-      batch_size: sequences in a step.
-      seq_len: tokens in a sequence.
-      accumulate: micro-batches of a step.
-      ffn_size: width of the feed-forward layers; 0 for that of the preset.
-      unroll: layers in an iteration of `jax.lax.scan` over them.
-      implementation: implementation of the kernels, as for `actjax.kernels.use`.
-      options: options of the compiler by name, which are the flags of XLA.
-    """
+    """A step: its name in the results and, if it differs, in `benchmarks.training_steps`."""
 
     name: str
     step: str = ""
@@ -57,9 +44,13 @@ class Setting:
     seq_len: int = 1024
     accumulate: int = 1
     ffn_size: int = 0
+    """Width of the feed-forward layers; 0 for that of the preset."""
     unroll: int = 1
+    """Layers in an iteration of `jax.lax.scan` over them."""
     implementation: kernels.Implementation | None = None
+    """Implementation of the kernels, as for `actjax.kernels.use`."""
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Options of the compiler by name, which are the flags of XLA."""
 
     def config(self) -> PretrainConfig:
         """Returns the settings of a run."""
@@ -154,11 +145,11 @@ class Steps:
         jax.block_until_ready((state, metrics))
         seconds = (time.perf_counter() - begin) / calls
         self._states[key] = state
-        there = [x for x in jax.tree.leaves(state) if x.sharding.memory_kind == HOST]
+        on_host = [x for x in jax.tree.leaves(state) if x.sharding.memory_kind == HOST]
         return {
             "seconds": seconds,
             "loss": str(metrics["loss"]),  # JSON has no NaN.
-            "on_host": tree_bytes(there),
+            "on_host": tree_bytes(on_host),
             "peak": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
         }
 

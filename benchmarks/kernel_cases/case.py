@@ -14,19 +14,15 @@ TOKENS = 8192
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Arguments of a kernel.
-
-    Attributes:
-      name: what the arguments belong to, such as "llama_1b gate, 4 bits".
-      make: returns random arguments for a `jax.random` key; `tokens` is one of its keywords.
-      options: static arguments by name.
-      small: whether the interpreter needs seconds for it, not minutes.
-    """
+    """Arguments of a kernel, named by their origin, such as "llama_1b gate, 4 bits"."""
 
     name: str
     make: functools.partial[tuple[Any, ...]]
+    """Returns random arguments for a `jax.random` key; `tokens` is one of its keywords."""
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Static arguments by name."""
     small: bool = False
+    """Whether the interpreter needs seconds for it, not minutes."""
 
     def shapes(self) -> tuple[Any, ...]:
         """Returns the shapes and dtypes of the arguments."""
@@ -38,11 +34,7 @@ class Case:
         return dataclasses.replace(self, make=functools.partial(self.make, tokens=tokens))
 
     def least_bytes(self, reference: Callable[..., Any]) -> int:
-        """Returns the bytes of all arguments and results, each read or written once.
-
-        Args:
-          reference: the definition of the kernel.
-        """
+        """Returns the bytes of all arguments and results, each read or written once."""
         arguments = self.shapes()
         results = jax.eval_shape(functools.partial(reference, **self.options), *arguments)
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((arguments, results)))

@@ -16,7 +16,7 @@ from actjax.formats.quantize import quantize
 from benchmarks.kernel_cases.case import TOKENS, Case, normal
 
 _BALANCED = {"rotate": True, "balance": True}
-"""Settings of `Quantized`, beside the bits and the levels, that the programs use."""
+"""Settings of the programs for `Quantized`, without bits and levels."""
 _NORMAL = {"levels": "normal", **_BALANCED}
 
 
@@ -94,22 +94,21 @@ def _case(
 
 
 def _quantize(
-    name: str, sizes: tuple[int, int], bits: int, dtype: Any = jnp.bfloat16, outliers: int = 0,
-    **settings: Any,
-) -> Case:  # fmt: skip
+    name: str, sizes: Any, bits: int, dtype: Any = jnp.bfloat16, outliers: int = 0, **settings: Any
+) -> Case:
     codec = Quantized(bits, **settings)
     options = {"format": codec.format}
     return _case(_quantize_inputs, name, sizes, dtype, options, outliers=outliers, codec=codec)
 
 
 def _dequantize(
-    name: str, sizes: tuple[int, int], bits: int, dtype: Any = jnp.bfloat16, **settings: Any
+    name: str, sizes: Any, bits: int, dtype: Any = jnp.bfloat16, **settings: Any
 ) -> Case:
     return _case(_one_code, name, sizes, dtype, codec=Quantized(bits, **settings))
 
 
 def _norm(
-    name: str, sizes: tuple[int, int], bits: int | None, dtype: Any = jnp.bfloat16, **settings: Any
+    name: str, sizes: Any, bits: int | None, dtype: Any = jnp.bfloat16, **settings: Any
 ) -> Case:
     codec = None if bits is None else Quantized(bits, **settings)
     options = {"eps": 1e-6, "with_value": bits is not None}
@@ -117,22 +116,20 @@ def _norm(
 
 
 def _swiglu(
-    name: str, sizes: tuple[int, int], bits: tuple[int, int], dtype: Any = jnp.bfloat16,
-    **settings: Any,
-) -> Case:  # fmt: skip
+    name: str, sizes: Any, bits: tuple[int, int], dtype: Any = jnp.bfloat16, **settings: Any
+) -> Case:
     gate, up = (Quantized(n, **settings) for n in bits)
     return _case(_swiglu_arguments, name, sizes, dtype, {"with_value": True}, gate=gate, up=up)
 
 
 def _points(
-    name: str, sizes: tuple[int, int], points: int, dtype: Any = jnp.bfloat16,
-    tolerance: float = float("inf"),
-) -> Case:  # fmt: skip
+    name: str, sizes: Any, points: int, dtype: Any = jnp.bfloat16, tolerance: float = float("inf")
+) -> Case:
     return _case(_points_arguments, name, sizes, dtype, {"tolerance": tolerance}, points=points)
 
 
-def _both(name: str, features: int, make: Callable[..., Case], *bits: int) -> list[Case]:
-    """Returns cases of a large array with uniform levels, by bits."""
+def _by_bits(name: str, features: int, make: Callable[..., Case], *bits: int) -> list[Case]:
+    """Returns cases of a large array with uniform levels."""
     return [
         make(f"{name}, {n} bits, balanced, rotated", (TOKENS, features), n, **_BALANCED)
         for n in bits
@@ -142,30 +139,30 @@ def _both(name: str, features: int, make: Callable[..., Case], *bits: int) -> li
 def _of_programs(make: Callable[..., Case]) -> list[Case]:
     """Returns cases of the codes that the programs use, for arrays of real models."""
     arrays = {
-        "llama_1b block input": 2048, "llama_1b gate": 5461, "llama_7b gate": 11008,
-        "smollm2_135m block input": 576, "smollm2_135m key": 192,
-    }  # fmt: skip
+        "llama_1b block input": 2048,
+        "llama_1b gate": 5461,
+        "llama_7b gate": 11008,
+        "smollm2_135m block input": 576,
+        "smollm2_135m key": 192,
+    }
+    suffix = "4 bits, normal levels, balanced, rotated"
     return [
         *(
-            make(f"{name}, 4 bits, normal levels, balanced, rotated", (TOKENS, width), 4, **_NORMAL)
+            make(f"{name}, {suffix}", (TOKENS, width), 4, **_NORMAL)
             for name, width in arrays.items()
         ),
-        *(
-            case
-            for name in ("llama_1b block input", "llama_1b gate")
-            for case in _both(name, arrays[name], make, 4, 5, 6)
-        ),
+        *_by_bits("llama_1b block input", 2048, make, 4, 5, 6),
+        *_by_bits("llama_1b gate", 5461, make, 4, 5, 6),
     ]
 
 
-def _plain_codes(make: Callable[..., Case]) -> list[Case]:
-    """Returns cases of a block input by bits and rounding, without rotation."""
+def _unrotated(make: Callable[..., Case]) -> list[Case]:
+    """Returns cases of a block input by bits and rounding."""
     return [
-        make(f"llama_1b block input, {bits} bits, {rounding}", (TOKENS, 2048), bits,
-             rounding=rounding)
-        for bits in (1, 2, 4, 8)
+        make(f"llama_1b block input, {n} bits, {rounding}", (TOKENS, 2048), n, rounding=rounding)
+        for n in (1, 2, 4, 8)
         for rounding in ("nearest", "dither")
-    ]  # fmt: skip
+    ]
 
 
 QUANTIZE = (
@@ -181,7 +178,7 @@ QUANTIZE = (
     _quantize("balanced, rotated, 5 bits", (6, 213), 5, jnp.float32, **_BALANCED),
     _quantize("balanced, rotated, 6 bits", (5, 192), 6, group=64, **_BALANCED),
     *_of_programs(_quantize),
-    *_plain_codes(_quantize),
+    *_unrotated(_quantize),
     _quantize("llama_1b block input, 4 bits, stochastic", (TOKENS, 2048), 4, rounding="stochastic"),
     _quantize("llama_1b block input, 2 bits, normal levels", (TOKENS, 2048), 2, levels="normal"),
     _quantize("llama_1b block input, float32, 4 bits", (TOKENS, 2048), 4, jnp.float32),
@@ -203,7 +200,7 @@ DEQUANTIZE = (
     _dequantize("balanced, rotated, normal levels", (9, 576), 4, **_NORMAL),
     _dequantize("balanced, rotated, 5 bits", (6, 213), 5, jnp.float32, **_BALANCED),
     *_of_programs(_dequantize),
-    *_plain_codes(_dequantize),
+    *_unrotated(_dequantize),
     _dequantize("llama_1b block input, 2 bits, normal levels", (TOKENS, 2048), 2, levels="normal"),
     _dequantize("llama_1b gate, 4 bits", (TOKENS, 5461), 4),
     _dequantize("llama_7b gate, 4 bits", (TOKENS, 11008), 4),
@@ -217,7 +214,7 @@ RMS_NORM_BACKWARD = (
         _norm(f"{name}, 4 bits, normal levels, balanced, rotated", (TOKENS, width), 4, **_NORMAL)
         for name, width in {"llama_1b": 2048, "llama_7b": 4096}.items()
     ),
-    *_both("llama_1b", 2048, _norm, 5, 6),
+    *_by_bits("llama_1b", 2048, _norm, 5, 6),
     _norm("smollm2_135m, 5 bits, groups of 64", (TOKENS, 576), 5, group=64, **_BALANCED),
     _norm("llama_1b, exact", (TOKENS, 2048), None),
     _norm("llama_7b, exact", (TOKENS, 4096), None),
