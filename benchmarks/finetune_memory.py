@@ -84,7 +84,7 @@ def training_step(name: str, config: Config, dims: ModelConfig) -> tuple[Trainin
         weight_dtype=config.dtype,
         compute_dtype=config.dtype,
     )
-    built = method_step(ROWS[name], settings, dims)
+    method = method_step(ROWS[name], settings, dims)
     recipe = make_recipe(ROWS[name].configure(settings), dims)
     batch = {k: v for k, v in batch_shapes(recipe.config).items() if k != "segments"}
     if name in _BASELINES:
@@ -97,11 +97,11 @@ def training_step(name: str, config: Config, dims: ModelConfig) -> tuple[Trainin
         )
 
         def init() -> Any:
-            state = built.init()
+            state = method.init()
             return dataclasses.replace(state, optimizer=tx.init(state.model))
 
-        built = dataclasses.replace(built, init=init, gradient=gradient, step=step)
-    return built, batch
+        return dataclasses.replace(method, init=init, gradient=gradient, step=step), batch
+    return method, batch
 
 
 def measure(config: Config) -> list[dict[str, Any]]:

@@ -54,6 +54,13 @@ def test_the_settings_of_every_variant_fit():
         resolve(row.configure(FinetuneConfig(checkpoint="none")), preset("llama_9m"))
 
 
+def test_baselines_of_fine_tuning_take_a_step():
+    config = finetune_memory.Config(seq_len=16)
+    step, batch = finetune_memory.training_step("qlora, autodiff", config, tiny.CONFIG)
+    state = jax.eval_shape(step.init)
+    assert jax.eval_shape(step.step, state, batch)[0] == state
+
+
 @functools.cache
 def small(name: str) -> TrainingStep:
     """A step of a model that is smaller than any preset."""
