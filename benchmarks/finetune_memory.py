@@ -86,6 +86,8 @@ def training_step(name: str, config: Config, dims: ModelConfig) -> tuple[Trainin
     )
     method = method_step(ROWS[name], settings, dims)
     recipe = make_recipe(ROWS[name].configure(settings), dims)
+    lora = recipe.lora
+    assert lora is not None
     batch = {k: v for k, v in batch_shapes(recipe.config).items() if k != "segments"}
     if name in _BASELINES:
         tx: Any = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
@@ -93,7 +95,7 @@ def training_step(name: str, config: Config, dims: ModelConfig) -> tuple[Trainin
             _BASELINES[name],
             config.dtype,
             tx,
-            lambda state, adapters: attach(state.frozen, adapters, recipe.lora),
+            lambda state, adapters: attach(state.frozen, adapters, lora),
         )
 
         def init() -> Any:

@@ -69,10 +69,7 @@ def read(path: pathlib.Path) -> dict[str, Any]:
 
 
 def rows_to_keep(path: pathlib.Path, add: bool) -> list[dict[str, Any]]:
-    """Returns the rows of a result file to add others to; none without `add` or a file.
-
-    Each of them names its commit.
-    """
+    """Returns the rows of a result file, each with its commit; none without `add` or a file."""
     if not add or not path.exists():
         return []
     former = read(path)

@@ -124,11 +124,7 @@ def plain_step(
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Returns the gradient and the step that a user would write: all weights, one optax update.
 
-    Args:
-      form: the decoder.
-      compute_dtype: dtype of activations.
-      tx: transform of the gradients.
-      model_of: from a state and the weights that are trained to the model.
+    `model_of` returns the model of a state and of the weights that are trained.
     """
     loss_of_model = plain_jax.loss_function(form, compute_dtype)
 

@@ -8,7 +8,7 @@ from models import preset
 from train.settings.config import FinetuneConfig, OptimizerConfig, PretrainConfig, WeightDtype
 from train.settings.options import MethodOptions, given_fields
 
-Settings = TypeVar("Settings", PretrainConfig, FinetuneConfig)
+Settings = TypeVar("Settings", bound=PretrainConfig | FinetuneConfig)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +62,8 @@ _ROUNDINGS: dict[Rounding, str] = {
 
 def _quantized(*codecs: str, method: str = "lean", **options: Any) -> Variant:
     """Returns a method with codes, where moments are in float32 and updated after the gradient."""
-    options = codec(*codecs, **options)
-    return Variant(method, options=options, optimizer=_FLOAT32, in_backward=False)
+    chosen = codec(*codecs, **options)
+    return Variant(method, options=chosen, optimizer=_FLOAT32, in_backward=False)
 
 
 VARIANTS = {

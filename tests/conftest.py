@@ -34,7 +34,6 @@ Tracing and compiling take nearly all of the time. A file above its budget compu
 a program for each case: jit the body of a test, build inputs in NumPy, put cases into one program.
 """
 MORE_COMPILATIONS = {
-    "benchmarks/test_kernel_check.py": 110,
     "choosing/test_compress.py": 120,
     "codecs/test_calibrated.py": 220,
     "codecs/test_contract.py": 110,
@@ -49,8 +48,6 @@ MORE_COMPILATIONS = {
     "kernels/test_mosaic.py": 90,
     "kernels/test_quantize.py": 110,
     "kernels/test_triton.py": 110,
-    "models/test_huggingface.py": 90,
-    "models/test_lora.py": 90,
     "optim/test_four_bit.py": 90,
     "optim/test_rounding.py": 120,
     "optim/test_small_states.py": 100,

@@ -159,11 +159,8 @@ def time_steps(
 ) -> Rows:
     """Times settings in turn, so that a drift of the device affects all of them equally.
 
-    Args:
-      settings: steps.
-      rounds: timed rounds, after one that is not timed.
-      calls: steps of a setting in a round.
-      alone: whether to run all rounds of a setting before the next, as states do not fit together.
+    With `alone` all rounds of a setting run before the next, as states do not fit together. The
+    first round is not timed.
 
     Returns:
       A row for each setting, with what `Steps.run` returns, where `seconds` has an entry for each

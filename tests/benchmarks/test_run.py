@@ -1,9 +1,11 @@
 """Tests of the runner of benchmarks, and of the page and the pictures of their results."""
 
 import copy
+import dataclasses
 import importlib
 import json
 import math
+import pathlib
 import re
 import subprocess
 
@@ -138,7 +140,26 @@ def test_seconds_to_the_loss_that_all_rungs_reach():
     assert of_all == [None]
 
 
-def test_tables_show_what_is_missing_or_not_finite():
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    results: pathlib.Path
+    tolerance: float = math.inf
+    folder: pathlib.Path = pathlib.Path("/of/this/machine")
+
+
+def test_results_are_json_with_their_environment(tmp_path):
+    path = tmp_path / "new" / "figures.json"
+    record.write(Settings(path), [{"rival": "plain", "seconds": (1.0, math.nan)}], rate=3.0)
+    content = json.loads(path.read_text(), parse_constant=lambda name: 1 / 0)
+    assert content["settings"] == {"tolerance": "inf", "folder": "machine"}
+    assert content["rows"] == [{"rival": "plain", "seconds": [1.0, "nan"]}]
+    assert content["rate"] == 3.0
+    assert record.read(path) == content
+    named = {"commit", "cores", "device", "python", "versions", "xla_flags"}
+    assert named <= set(content["environment"])
+
+
+def test_tables_show_missing_and_infinite_values():
     assert [cell(x, ".1f") for x in (1.25, None, "nan")] == ["1.2", "", "nan"]
     assert cell(2**30, ".1f", 2**20) == "1024.0"
     assert markdown([]) == "No rows."

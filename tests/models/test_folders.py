@@ -46,23 +46,19 @@ def test_the_folder_of_a_killed_process_is_removed_and_of_a_living_process_is_no
     assert not scratch.exists()
 
 
-def test_a_folder_appears_complete(tmp_path):
-    with atomic_folder(tmp_path / "model") as folder:
-        (folder / "weights").write_text("1")
-        assert not (tmp_path / "model").exists()
+def test_a_folder_appears_complete_and_not_after_an_error(tmp_path):
+    def write(name, error=None):
+        with atomic_folder(tmp_path / name) as folder:
+            (folder / "weights").write_text("1")
+            assert not (tmp_path / name).exists()
+            if error is not None:
+                raise error
+
+    write("model")
+    with pytest.raises(KeyError):
+        write("other", KeyError())
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert os.listdir(tmp_path / "model") == ["weights"]
-
-
-def test_an_error_leaves_nothing(tmp_path):
-    def write():
-        with atomic_folder(tmp_path / "model") as folder:
-            (folder / "weights").write_text("1")
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        write()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_folders_of_other_names_are_left_alone(tmp_path):
