@@ -18,14 +18,7 @@ def run(
     measure: Callable[[Any], list[dict[str, Any]]],
     show: Callable[[Any, list[dict[str, Any]]], None],
 ) -> None:
-    """Runs a benchmark with the settings of the command line.
-
-    Args:
-      config_type: a dataclass of settings, with the path `results`.
-      description: first lines of `--help`.
-      measure: a function from settings to rows.
-      show: prints the rows.
-    """
+    """Runs a benchmark with the settings of the command line."""
     config = settings(config_type, description)
     rows = measure(config)
     record.write(config, rows)
@@ -33,12 +26,7 @@ def run(
 
 
 def settings(config_type: type[T], description: str | None) -> T:
-    """Returns the settings of the command line. Exits with 2 if the results cannot be written.
-
-    Args:
-      config_type: a dataclass of settings, with the path `results`.
-      description: first lines of `--help`.
-    """
+    """Returns the settings of the command line. Exits with 2 if the results cannot be written."""
     config: Any = tyro.cli(
         config_type, description=description, config=(tyro.conf.OmitArgPrefixes,)
     )

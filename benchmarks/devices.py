@@ -26,7 +26,7 @@ from train.settings.options import FULL_WEIGHTS
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to compile."""
+    """Settings of the benchmark."""
 
     train: PretrainConfig = dataclasses.field(
         default_factory=lambda: PretrainConfig(

@@ -13,44 +13,50 @@ methods in turn.
 """
 
 import dataclasses
+import functools
 import pathlib
 import statistics
 from typing import Any
 
 from benchmarks import command, record
 from benchmarks.tables import Cells, print_cells
-from benchmarks.training import best_row, first_loss, last_loss, mean_and_spread, sweep
+from benchmarks.training import best_rows, first_loss, last_loss, mean_and_spread, sweep
 from benchmarks.variants import VARIANTS, Variant, check_names, codec
-from train.settings.config import AdapterConfig, FinetuneConfig, OptimizerConfig, WeightDtype
+from train.settings.config import (
+    AdapterConfig,
+    FinetuneConfig,
+    MomentDtype,
+    OptimizerConfig,
+    WeightDtype,
+)
 from train.settings.options import ADAPTERS
 
 
 def _row(
-    method: str, text: str = "", weight_dtype: WeightDtype = "bfloat16", **options: Any
+    method: str,
+    *codecs: str,
+    weight_dtype: WeightDtype = "bfloat16",
+    moment_dtype: MomentDtype = "auto",
+    **options: Any,
 ) -> Variant:
-    """Returns a row; `text` is the value of `--codec`."""
-    texts = (text,) if text else ()
-    return Variant(method, options=codec(*texts, **options), weight_dtype=weight_dtype)
+    """Returns a row; `codecs` are the values of `--codec`."""
+    return Variant(
+        method,
+        options=codec(*codecs, **options),
+        optimizer=OptimizerConfig(moment_dtype=moment_dtype),
+        weight_dtype=weight_dtype,
+    )
 
 
-def _adapters(method: str, text: str = "", **options: Any) -> Variant:
-    return _row(method, text, "auto", **options)
-
-
-_SMALL_STATES = {
-    "4-bit states": OptimizerConfig(moment_dtype="4bit"),
-    "factored": OptimizerConfig(moment_dtype="float32-factored"),
-    "4-bit and factored": OptimizerConfig(moment_dtype="4bit-factored"),
-}
+_adapters = functools.partial(_row, weight_dtype="auto")
 REFERENCE, ADAPTER_REFERENCE = "exact, float32 weights", "qlora"
 """Rows that the others are compared with."""
 ROWS = {
     REFERENCE: _row("exact", weight_dtype="float32"),
     "exact": _row("exact"),
-    **{
-        f"exact, {name}": dataclasses.replace(_row("exact"), optimizer=optimizer)
-        for name, optimizer in _SMALL_STATES.items()
-    },
+    "exact, 4-bit states": _row("exact", moment_dtype="4bit"),
+    "exact, factored": _row("exact", moment_dtype="float32-factored"),
+    "exact, 4-bit and factored": _row("exact", moment_dtype="4bit-factored"),
     "remat": _row("remat"),
     **{f"lean, {bits} bits": _row("lean", f"Quantized({bits})") for bits in (4, 3, 2)},
     "gact": _row("gact"),
@@ -86,7 +92,7 @@ def _has_adapters(name: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to compare."""
+    """Settings of the benchmark."""
 
     train: FinetuneConfig
     """The run. This program sets method, learning rate, seed and folder."""
@@ -110,28 +116,21 @@ class Config:
 
 def measure(config: Config) -> list[dict[str, Any]]:
     """Returns one row for each configuration, learning rate of seed 0, and further seed."""
-
-    def rates(name: str) -> tuple[float, ...]:
-        return config.adapter_rates if _has_adapters(name) else config.full_rates
-
-    def settings(name: str, seed: int, rate: float) -> FinetuneConfig:
-        adapter = config.train.adapter if _has_adapters(name) else AdapterConfig()
-        run = ROWS[name].configure(dataclasses.replace(config.train, adapter=adapter))
-        optimizer = dataclasses.replace(run.optimizer, learning_rate=rate)
-        return dataclasses.replace(run, optimizer=optimizer, seed=seed)
-
-    return sweep(config, "name", config.only, rates, settings)
+    full = dataclasses.replace(config.train, adapter=AdapterConfig())
+    runs = {
+        name: (ROWS[name], config.train if _has_adapters(name) else full) for name in config.only
+    }
+    return sweep(
+        config,
+        "name",
+        runs,
+        lambda name: config.adapter_rates if _has_adapters(name) else config.full_rates,
+    )
 
 
 def table(rows: list[dict[str, Any]]) -> Cells:
     """Returns loss, share of the way, memory and time of each configuration at its best rate."""
-    names = dict.fromkeys(row["name"] for row in rows)
-    best = {name: best_row(rows, "name", name)["learning_rate"] for name in names}
-    groups = {
-        name: [r for r in rows if r["name"] == name and r["learning_rate"] == best[name]]
-        for name in names
-    }
-    cells = []
+    groups, cells = best_rows(rows, "name"), []
     for name, group in groups.items():
         reference = groups.get(ADAPTER_REFERENCE if _has_adapters(name) else REFERENCE, [])
         ends = {row["seed"]: row for row in reference}
@@ -145,7 +144,7 @@ def table(rows: list[dict[str, Any]]) -> Cells:
                 "stored, MiB": f"{group[0]['stored'] / 2**20:.2f}",
                 "peak, MiB": f"{group[0]['peak'] / 2**20:.1f}",
                 "ms a step": f"{statistics.median(times) * 1e3:.0f}" if times else "",
-                "rate": f"{best[name]:g}",
+                "rate": f"{group[0]['learning_rate']:g}",
                 "seeds": str(len(group)),
             }
         )

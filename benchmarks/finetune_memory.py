@@ -3,44 +3,43 @@
 `python -m benchmarks.finetune_memory --device h100` compiles for a GPU, which this machine need not
 have. `buffered` is the memory that one more layer adds to the temporaries of the gradient, which
 are the activations stored for the backward pass: the difference between two depths, divided by the
-number of layers between them. `peak` is the largest memory of a whole step. The rivals are QLoRA in
-ordinary JAX with autodiff, with and without `jax.checkpoint`.
+number of layers between them. `peak` is the largest memory of a whole step. The baselines are QLoRA
+in ordinary JAX with autodiff, with and without `jax.checkpoint`.
 """
 
 import dataclasses
-import functools
 import pathlib
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import optax
 
-from benchmarks import command, memory, plain, record
+from benchmarks import command, memory, record
+from benchmarks.plain_jax import PlainJax
 from benchmarks.tables import Cells, print_cells
-from benchmarks.variants import check_names, codec
+from benchmarks.training_steps import TrainingStep, method_step, plain_step
+from benchmarks.variants import Variant, check_names, codec
 from models import ModelConfig, preset
 from models.lora import attach
 from train.planning.devices import HERE, find_device
 from train.run.loss import batch_shapes
 from train.run.recipe import make_recipe
-from train.run.step import TrainState, gradient_function, init_state, make_train_step, step_key
 from train.settings.config import AdapterConfig, FinetuneConfig
 from train.settings.options import MethodOptions
 
 
-def _hyc(fields: Any, **options: Any) -> tuple[str, MethodOptions, None]:
-    return "hyc_lora", codec(f"Quantized({fields})", **options), None
+def _hyc(fields: Any, **options: Any) -> Variant:
+    return Variant("hyc_lora", options=codec(f"Quantized({fields})", **options))
 
 
+_BASELINES = {"qlora, autodiff": PlainJax(), "qlora, jax.checkpoint": PlainJax("full")}
 _BITS = (4, 2)
-ROWS: dict[str, tuple[str, MethodOptions, str | None]] = {
-    "qlora, autodiff": ("qlora", MethodOptions(), "none"),
-    "qlora, jax.checkpoint": ("qlora", MethodOptions(), "full"),
-    "lora": ("lora", MethodOptions(), None),
-    "qlora": ("qlora", MethodOptions(), None),
-    "lora, remat": ("lora", MethodOptions(remat=True), None),
-    "qlora, remat": ("qlora", MethodOptions(remat=True), None),
+ROWS: dict[str, Variant] = {
+    **dict.fromkeys(_BASELINES, Variant("qlora")),
+    "lora": Variant("lora"),
+    "qlora": Variant("qlora"),
+    "lora, remat": Variant("lora", options=MethodOptions(remat=True)),
+    "qlora, remat": Variant("qlora", options=MethodOptions(remat=True)),
     **{f"hyc_lora, {n} bits, {level}": _hyc(n, level=level)
        for n in _BITS for level in ("none", "intra")},
     **{f"hyc_lora, {n} bits": _hyc(n) for n in _BITS},
@@ -48,12 +47,12 @@ ROWS: dict[str, tuple[str, MethodOptions, str | None]] = {
        for n in _BITS},
     **{f"hyc_lora, {n} bits, remat": _hyc(n, remat=True) for n in _BITS},
 }  # fmt: skip
-"""By name: method, options, and for a rival in ordinary JAX its rematerialization policy."""
+"""Methods by name. The baselines take the weights of their method."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to measure."""
+    """Settings of the benchmark."""
 
     model: str = "llama_7b"
     """Dimensions; llama_7b is Llama 2 7B."""
@@ -66,8 +65,6 @@ class Config:
     """Dtype of activations, and of weights that are not in 4 bits."""
     only: tuple[str, ...] = tuple(ROWS)
     """Rows to measure."""
-    whole: bool = True
-    """Also compile the whole step of the whole model."""
     device: str = HERE
     """Device to compile for: here, or a GPU by name: h100, h200, a100_80, a100_40, rtx_4090, ..."""
     results: pathlib.Path = record.RESULTS / "finetune_memory.json"
@@ -77,58 +74,36 @@ class Config:
         find_device(self.device)
 
 
-Functions = tuple[Callable[[], TrainState], Callable[..., Any], Callable[..., Any]]
-"""Functions that return a state; the gradient, of state and batch; and a step, of both."""
-
-
-def functions(name: str, config: Config, dims: ModelConfig) -> tuple[Functions, Any]:
-    """Returns the functions of a row, and the shapes of a batch."""
-    method, options, remat = ROWS[name]
+def training_step(name: str, config: Config, dims: ModelConfig) -> tuple[TrainingStep, Any]:
+    """Returns the step of a row, and the shapes of a batch."""
     settings = FinetuneConfig(
         checkpoint="none",
-        method=method,
-        options=options,
         adapter=config.adapter,
         batch_size=config.batch_size,
         seq_len=config.seq_len,
         weight_dtype=config.dtype,
         compute_dtype=config.dtype,
     )
-    recipe = make_recipe(settings, dims)
-    init = functools.partial(init_state, recipe)
-    batch = {k: v for k, v in batch_shapes(recipe.config).items() if k != "segments"}
-
-    def gradient(state: TrainState, batch: Any) -> Any:
-        key = step_key(recipe.config, state.step)
-        value_and_grad = gradient_function(recipe, state, refresh=False)
-        return value_and_grad(state.model, batch, key, state.context)
-
-    if remat is None:
-        return (init, gradient, make_train_step(recipe)), batch
+    method = method_step(ROWS[name], settings, dims)
+    recipe = make_recipe(ROWS[name].configure(settings), dims)
     lora = recipe.lora
     assert lora is not None
-    whole_loss = plain.loss_function(plain.PlainConfig(remat), config.dtype)
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
+    batch = {k: v for k, v in batch_shapes(recipe.config).items() if k != "segments"}
+    if name in _BASELINES:
+        tx: Any = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
+        gradient, step = plain_step(
+            _BASELINES[name],
+            config.dtype,
+            tx,
+            lambda state, adapters: attach(state.frozen, adapters, lora),
+        )
 
-    def plain_init() -> TrainState:
-        state = init()
-        return dataclasses.replace(state, optimizer=tx.init(state.model))
+        def init() -> Any:
+            state = method.init()
+            return dataclasses.replace(state, optimizer=tx.init(state.model))
 
-    def plain_gradient(state: TrainState, batch: Any) -> Any:
-        def loss(adapters: Any) -> jax.Array:
-            model = attach(state.frozen, adapters, lora)
-            return whole_loss(model, batch["inputs"], batch["targets"])
-
-        return jax.value_and_grad(loss)(state.model)
-
-    def plain_step(state: TrainState, batch: Any) -> Any:
-        value, grads = plain_gradient(state, batch)
-        updates, optimizer = tx.update(grads, state.optimizer, state.model)
-        model = optax.apply_updates(state.model, updates)
-        state = dataclasses.replace(state, step=state.step + 1, model=model, optimizer=optimizer)
-        return state, {"loss": value}
-
-    return (plain_init, plain_gradient, plain_step), batch
+        return dataclasses.replace(method, init=init, gradient=gradient, step=step), batch
+    return method, batch
 
 
 def measure(config: Config) -> list[dict[str, Any]]:
@@ -148,22 +123,22 @@ def _measure(name: str, config: Config) -> dict[str, Any]:
     flops, temporaries = [], []
     for depth in _DEPTHS:
         shallow = dataclasses.replace(dims, num_layers=depth)
-        (init, gradient, _), batch = functions(name, config, shallow)
-        state = jax.eval_shape(init)
-        flops.append(memory.operations(gradient, state, batch))
-        sizes = memory.compiled(gradient, state, batch, device=config.device)
+        built, batch = training_step(name, config, shallow)
+        state = jax.eval_shape(built.init)
+        assert built.gradient is not None
+        flops.append(memory.operations(built.gradient, state, batch))
+        sizes = memory.compiled(built.gradient, state, batch, device=config.device)
         temporaries.append(sizes["temporaries"])
     layers = _DEPTHS[1] - _DEPTHS[0]
-    row: dict[str, Any] = {
+    row = {
         "name": name,
         "block_matmul_flops": (flops[1] - flops[0]) // layers,
         "buffered": (temporaries[1] - temporaries[0]) // layers,
     }
-    if config.whole:
-        (init, _, step), batch = functions(name, config, dims)
-        state = jax.eval_shape(init)
-        row |= memory.compiled(step, state, batch, device=config.device, donate=True)
-    return row
+    built, batch = training_step(name, config, dims)
+    state = jax.eval_shape(built.init)
+    peak = memory.compiled(built.step, state, batch, device=config.device, donate=True)
+    return row | peak
 
 
 def table(rows: list[dict[str, Any]]) -> Cells:
@@ -176,7 +151,7 @@ def table(rows: list[dict[str, Any]]) -> Cells:
             "first / it": f"{first['buffered'] / row['buffered']:.2f}",
             "block TFLOP": f"{row['block_matmul_flops'] / 1e12:.3f}",
             "it / first": f"{row['block_matmul_flops'] / first['block_matmul_flops']:.3f}",
-            "peak, GiB": f"{row['peak'] / 2**30:.2f}" if "peak" in row else "",
+            "peak, GiB": f"{row['peak'] / 2**30:.2f}",
         }
         for row in rows
     ]

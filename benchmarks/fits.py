@@ -1,4 +1,4 @@
-"""What fits where: the largest model and the most tokens that a step of each way to train takes.
+"""The largest model, and the most tokens, that a step of each method fits into a GPU's memory.
 
 `python -m benchmarks.fits` prints a Markdown table. Every figure is the peak of a compiled step.
 Steps are compiled for one device, whatever memory it has; other GPUs take about the same. It takes
@@ -7,12 +7,13 @@ about an hour.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import tyro
 
+from benchmarks.tables import Cells, markdown
 from models import Decoder
 from models.presets import PRESETS
 from train.planning.devices import find_device
@@ -20,7 +21,7 @@ from train.planning.estimate import compiled_peak, least_bytes
 from train.planning.gpus import GIB
 from train.run.recipe import Recipe, build_recipe
 from train.settings.config import FinetuneConfig, OptimizerConfig, PretrainConfig
-from train.settings.options import MethodOptions
+from train.settings.options import ADAPTERS, MethodOptions
 from train.settings.resolve import resolve
 
 BUDGETS = (8, 12, 16, 24, 40, 80)
@@ -32,110 +33,69 @@ SEQ_LEN = 1024
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 """Sequences of a step."""
 
-_SMALL_STATES = OptimizerConfig(moment_dtype="4bit-factored")
-
-
-@dataclasses.dataclass(frozen=True)
-class Way:
-    """A way to train.
-
-    Attributes:
-      title: head of a column.
-      flags: the flags that choose it.
-      settings: fields of `PretrainConfig`, or of `FinetuneConfig`.
-      adapters: whether adapters of a checkpoint are trained.
-    """
-
-    title: str
-    flags: str
-    settings: dict[str, Any]
-    adapters: bool = False
-
-    def recipe(self, model: str, batch_size: int) -> Recipe:
-        """Returns the recipe of a step with the dimensions of a preset."""
-        sizes = {"batch_size": batch_size, "seq_len": SEQ_LEN}
-        config: PretrainConfig | FinetuneConfig
-        if self.adapters:
-            config = FinetuneConfig(checkpoint=model, **sizes, **self.settings)
-        else:
-            config = PretrainConfig(model=model, **sizes, **self.settings)
-        return build_recipe(resolve(config, PRESETS[model], "bfloat16"))
-
-
-WAYS = (
-    Way(
-        "every weight",
+_SMALL_STATES = {"optimizer": OptimizerConfig(moment_dtype="4bit-factored")}
+COLUMNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "every weight": (
         "--method lean_remat --moment-dtype 4bit-factored",
-        {"method": "lean_remat", "optimizer": _SMALL_STATES},
+        {"method": "lean_remat", **_SMALL_STATES},
     ),
-    Way(
-        "in a subspace of a quarter of the width",
+    "in a subspace of a quarter of the width": (
         "--method lean_subspace --moment-dtype 4bit-factored",
-        {"method": "lean_subspace", "optimizer": _SMALL_STATES},
+        {"method": "lean_subspace", **_SMALL_STATES},
     ),
-    Way(
-        "QLoRA",
+    "QLoRA": (
         "--method qlora --remat",
         {"method": "qlora", "options": MethodOptions(remat=True)},
-        adapters=True,
     ),
-    Way("HyC-LoRA", "--method hyc_lora", {"method": "hyc_lora"}, adapters=True),
-)
+    "HyC-LoRA": ("--method hyc_lora", {"method": "hyc_lora"}),
+}
+"""By title of a column: the flags of a method, and the fields of its settings."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Fit:
-    """What fits into a budget.
-
-    Attributes:
-      model: name of the largest preset; empty if none fits.
-      tokens: most tokens of a step.
-      peak: bytes of that step.
-    """
-
-    model: str = ""
-    tokens: int = 0
-    peak: int = 0
+def recipe_of(title: str, model: str, batch_size: int) -> Recipe:
+    """Returns the recipe of a step of a column, with the dimensions of a preset."""
+    fields = {"batch_size": batch_size, "seq_len": SEQ_LEN, **COLUMNS[title][1]}
+    config: PretrainConfig | FinetuneConfig
+    if fields["method"] in ADAPTERS:
+        config = FinetuneConfig(checkpoint=model, **fields)
+    else:
+        config = PretrainConfig(model=model, **fields)
+    return build_recipe(resolve(config, PRESETS[model], "bfloat16"))
 
 
-def parameters(model: str) -> int:
-    """Returns the number of parameters of a preset."""
+@functools.cache
+def _least_bytes(title: str, model: str) -> int:
+    return least_bytes(recipe_of(title, model, 1))
+
+
+def _parameters(model: str) -> int:
     shapes = jax.eval_shape(lambda: Decoder(PRESETS[model], jax.random.key(0)))
     return sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
 
-def fits(
-    device: str,
-    ways: Sequence[Way] = WAYS,
-    budgets: Sequence[int] = BUDGETS,
-    models: Sequence[str] | None = None,
-    say: Callable[[str], None] = lambda _: None,
-) -> Iterator[tuple[Way, list[Fit]]]:
-    """Yields what fits into each budget, a way to train after the other.
-
-    Args:
-      device: what to compile for.
-      ways: the ways to train.
-      budgets: in GiB.
-      models: presets to choose from; all by default.
-      say: gets a line about each compiled step.
-    """
-    names = sorted(models or PRESETS, key=parameters, reverse=True)
-    for way in ways:
+def table(
+    device: str, budgets: Sequence[int] = BUDGETS, models: Sequence[str] = tuple(PRESETS)
+) -> Cells:
+    """Returns a row for each budget, and prints a line about each compiled step."""
+    names = sorted(models, key=_parameters, reverse=True)
+    rows: Cells = [{"GPU": f"{gib} GiB"} for gib in budgets]
+    for title in COLUMNS:
 
         @functools.cache
-        def peak(model: str, batch_size: int, way: Way = way) -> int:
-            size = compiled_peak(way.recipe(model, batch_size), device)
-            say(f"{way.title}, {model}, {batch_size} x {SEQ_LEN}: {size / GIB:.2f} GiB")
+        def peak(model: str, batch_size: int, title: str = title) -> int:
+            size = compiled_peak(recipe_of(title, model, batch_size), device)
+            print(f"{title}, {model}, {batch_size} x {SEQ_LEN}: {size / GIB:.2f} GiB", flush=True)
             return size
 
-        yield way, [_fit(way, names, gib * GIB - DRIVER, peak) for gib in budgets]
+        for row, gib in zip(rows, budgets, strict=True):
+            row[title] = _largest(title, names, gib * GIB - DRIVER, peak)
+    return rows
 
 
-def _fit(way: Way, names: Sequence[str], room: int, peak: Callable[[str, int], int]) -> Fit:
-    """Returns what fits: the first of some models, with the largest batch."""
+def _largest(title: str, names: Sequence[str], room: int, peak: Callable[[str, int], int]) -> str:
+    """Returns the first model that fits, with its most tokens and the peak of that step."""
     for model in names:
-        if least_bytes(way.recipe(model, 1)) > room or peak(model, 1) > room:
+        if _least_bytes(title, model) > room or peak(model, 1) > room:
             continue
         # The peak grows with the batch, by about as much for each sequence.
         slope = max(1, (peak(model, 8) - peak(model, 1)) // 7)
@@ -146,34 +106,13 @@ def _fit(way: Way, names: Sequence[str], room: int, peak: Callable[[str, int], i
         largest = fitting[-1]
         while largest < _BATCHES[-1] and peak(model, 2 * largest) <= room:
             largest *= 2
-        return Fit(model, largest * SEQ_LEN, peak(model, largest))
-    return Fit()
-
-
-def markdown(found: Sequence[tuple[Way, Sequence[Fit]]], budgets: Sequence[int] = BUDGETS) -> str:
-    """Returns what fits as a Markdown table, a line for each budget."""
-    titles = ["GPU", *(way.title for way, _ in found)]
-    lines = [_line(titles), _line("---" for _ in titles)]
-    for i, gib in enumerate(budgets):
-        cells = (_cell(column[i]) for _, column in found)
-        lines.append(_line([f"{gib} GiB", *cells]))
-    flags = "; ".join(f"{way.title}: `{way.flags}`" for way, _ in found)
-    return "\n".join([*lines, "", f"{flags}."])
-
-
-def _cell(fit: Fit) -> str:
-    if not fit.model:
-        return "-"
-    return f"`{fit.model}`, {fit.tokens:,} ({fit.peak / GIB:.1f})"
-
-
-def _line(cells: Any) -> str:
-    return f"| {' | '.join(cells)} |"
+        return f"`{model}`, {largest * SEQ_LEN:,} ({peak(model, largest) / GIB:.1f})"
+    return "-"
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to compile for."""
+    """Settings of the benchmark."""
 
     device: str = "h100"
     """GPU, which need not be there: h100, h200, a100_80, a100_40, rtx_4090, ..."""
@@ -183,11 +122,11 @@ class Config:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Prints the table, and the flags of its columns."""
     config = tyro.cli(Config, description=__doc__)
     jax.config.update("jax_platforms", "cpu")  # The CUDA plugin would ask for a driver.
-    say = functools.partial(print, flush=True)
-    print(markdown(list(fits(config.device, say=say))))
+    print(markdown(table(config.device)))
+    print("; ".join(f"{title}: `{flags}`" for title, (flags, _) in COLUMNS.items()))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The error of the gradient of a trained checkpoint, for codes of the landed project and of now.
+"""The error of the gradient of a trained checkpoint, for former and present codes.
 
 `python -m benchmarks.gradient_error --checkpoint DIR --texts gsm8k=FILE ...`. The gradient of all
 weights with codes is compared with the exact one on the same tokens: as a whole, with codes at one
@@ -6,6 +6,7 @@ site alone, and with codes in one layer alone. Bits count all that is stored, wi
 """
 
 import dataclasses
+import math
 import pathlib
 from typing import Any
 
@@ -54,7 +55,7 @@ CODES: dict[str, tuple[str, MethodOptions]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to measure."""
+    """Settings of the benchmark."""
 
     checkpoint: pathlib.Path
     """Folder of the weights."""
@@ -72,8 +73,6 @@ class Config:
     """Tokens of a sequence."""
     batches: int = 1
     """Batches of each text."""
-    seed: int = 0
-    """Seed of the order of the text."""
     add: bool = False
     """Keep the rows in `--results`, and measure only those that are missing."""
     results: pathlib.Path = record.RESULTS / "gradient_error.json"
@@ -92,7 +91,6 @@ def measure_all(config: Config) -> list[dict[str, Any]]:
             compute_dtype="float32",
             batch_size=config.batch_size,
             seq_len=config.seq_len,
-            seed=config.seed,
             data=DataConfig(data=str(path)),
         )
         how = MeasureConfig(
@@ -143,19 +141,19 @@ def _stored(config: Config, recipe: Recipe) -> tuple[int, int]:
             width = site_width(recipe.model_config, {"codec": "attention_norm"}.get(site, site))
             shape = (config.batch_size, config.seq_len, width)
             stored += codec.stored_bytes(shape, jnp.float32)
-            numbers += int(np.prod(shape))
+            numbers += math.prod(shape)
     return stored, numbers
 
 
 def table(rows: list[dict[str, Any]]) -> Cells:
     """Returns errors and cosines of gradients by code, for all texts."""
-    by: dict[str, dict[str, Any]] = {}
+    by_code: dict[str, dict[str, Any]] = {}
     for row in rows:
-        by.setdefault(row["code"], {})[row["text"]] = row
+        by_code.setdefault(row["code"], {})[row["text"]] = row
     cells = []
-    for code, of_texts in by.items():
-        first = next(iter(of_texts.values()))
-        errors = {text: row["errors"][WHOLE] for text, row in of_texts.items()}
+    for code, by_text in by_code.items():
+        first = next(iter(by_text.values()))
+        errors = {text: row["errors"][WHOLE] for text, row in by_text.items()}
         cells.append(
             {"code": code, "bits": f"{first['bits']:.2f}"}
             | {text: f"{x['error']:.3f} ({x['cosine']:.3f})" for text, x in errors.items()}

@@ -18,9 +18,6 @@ def traffic(text: str) -> tuple[int, int]:
 
     Each kernel counts as reading all of its operands once and writing its results once: repeated
     and partial reads are not known here. The body of a loop counts once for each iteration.
-
-    Args:
-      text: a scheduled program, `compiled.as_text()`.
     """
     bodies, entry = _computations(text)
     return _of(entry, bodies)
@@ -44,18 +41,18 @@ def _of(name: str, bodies: dict[str, list[re.Match[str]]]) -> tuple[int, int]:
     sizes = {match[1]: _size(match[2]) for match in bodies[name]}
     moved, kernels = 0, 0
     for match in bodies[name]:
-        operation, rest = match[3], match[4]
+        operation, arguments = match[3], match[4]
         if operation in _FREE:
             continue
         if operation == "while":
-            body = re.search(r"body=%?([\w.\-]+)", rest)
-            trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', rest)
+            body = re.search(r"body=%?([\w.\-]+)", arguments)
+            trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', arguments)
             assert body is not None
             inner = _of(body[1], bodies)
             count = int(trips[1]) if trips else 1
             moved, kernels = moved + count * inner[0], kernels + count * inner[1]
             continue
-        operands = re.findall(r"%([\w.\-]+)", rest.split("), ")[0])
+        operands = re.findall(r"%([\w.\-]+)", arguments.split("), ")[0])
         moved += sizes[match[1]] + sum(sizes.get(operand, 0) for operand in operands)
         kernels += 1
     return moved, kernels

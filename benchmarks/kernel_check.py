@@ -30,12 +30,6 @@ def check(
 
     The memory of the results is filled with NaN before, so that missing writes show.
 
-    Args:
-      kernel: what to check.
-      case: its arguments.
-      seed: seed of the inputs.
-      implementation: as for a call of the kernel.
-
     Returns:
       `error`, the largest relative error of a result in floating point; `differing`, the largest
       share of differing bytes of an integer result; `repeats`, whether a second run gave the same
@@ -47,12 +41,12 @@ def check(
     results = jax.block_until_ready(run(*args))
     again = run(*args)
     exact = definition(kernel, case, args)
-    found = compared(results, exact)
+    result = compared(results, exact)
     repeats = all(
         np.array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
         for a, b in zip(jax.tree.leaves(results), jax.tree.leaves(again), strict=True)
     )
-    return found | {"repeats": repeats, "ok": bool(found["ok"] and repeats)}
+    return result | {"repeats": repeats, "ok": bool(result["ok"] and repeats)}
 
 
 def compared(results: Any, exact: Any) -> dict[str, Any]:
@@ -61,29 +55,29 @@ def compared(results: Any, exact: Any) -> dict[str, Any]:
     Returns:
       `error`, `differing` and `ok`, as `check`.
     """
-    errors, shares, fine = [0.0], [0.0], True
+    errors, shares, ok = [0.0], [0.0], True
     pairs = zip(jax.tree.leaves(results), jax.tree.leaves(exact), strict=True)
     for result, want in pairs:
         got = np.asarray(result)
         if np.issubdtype(got.dtype, np.integer) or got.dtype == bool:
             share = float(np.mean(got != want.astype(got.dtype)))
             shares.append(share)
-            fine &= share <= _TIES
+            ok &= share <= _TIES
         else:
-            error = _relative_error(got.astype(np.float64), want.astype(np.float64))
+            error = relative_error(got.astype(np.float64), want.astype(np.float64))
             errors.append(error)
-            fine &= error <= (_HALF if got.dtype.itemsize == 2 else _SINGLE)
-    return {"error": max(errors), "differing": max(shares), "ok": bool(fine)}
+            ok &= error <= (_HALF if got.dtype.itemsize == 2 else _SINGLE)
+    return {"error": max(errors), "differing": max(shares), "ok": bool(ok)}
 
 
 def definition(kernel: Kernel, case: Case, args: Any) -> Any:
-    """Returns what a kernel computes, in float64."""
+    """Returns the results of the definition of a kernel, in float64."""
     with jax.enable_x64(True):
-        exact = jax.jit(functools.partial(kernel.reference, **case.options))(*_in_float64(args))
+        exact = jax.jit(lambda args: kernel.reference(*_in_float64(args), **case.options))(args)
         return jax.tree.map(np.asarray, exact)
 
 
-def _relative_error(got: np.ndarray, want: np.ndarray) -> float:
+def relative_error(got: np.ndarray, want: np.ndarray) -> float:
     """Returns `|got - want| / |want|`; infinite where something is not finite."""
     if not np.isfinite(got).all():
         return float("inf")
@@ -117,11 +111,9 @@ def _in_float64(args: Any) -> Any:
 
 def _poison(shapes: Any) -> None:
     """Fills as much memory as these arrays take with NaN, and frees it."""
-    arrays = [
-        jnp.full(x.shape, jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else 0xAB).astype(
-            x.dtype
-        )
+    fillings = [
+        np.full(x.shape, np.nan if jnp.issubdtype(x.dtype, jnp.floating) else 0x55, x.dtype)
         for x in jax.tree.leaves(shapes)
     ]
-    for array in jax.block_until_ready(arrays):
+    for array in jax.block_until_ready(jax.device_put(fillings)):
         array.delete()

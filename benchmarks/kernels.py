@@ -24,8 +24,10 @@ from benchmarks.hlo import traffic
 from benchmarks.kernel_cases import KERNELS
 from benchmarks.kernel_cases.case import Case
 from benchmarks.tables import Cells, cell, print_cells
-from benchmarks.variants import check_names
 from train.planning.devices import compile_for, find_gpu
+
+_BANDWIDTH = 4.3e12
+"""Bytes per second of the bound: those of a copy on an H200."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,10 +36,6 @@ class Config:
 
     device: str = "h100"
     """GPU to compile for, as for `train.plan`."""
-    bandwidth: float = 4.3e12
-    """Bytes per second of the bound: what a copy reaches on an H200."""
-    only: tuple[str, ...] = tuple(KERNELS)
-    """Kernels to compile."""
     small: bool = False
     """Also the small cases of the tests."""
     one_each: bool = False
@@ -47,15 +45,13 @@ class Config:
     results: pathlib.Path = record.RESULTS / "kernels.json"
 
     def __post_init__(self) -> None:
-        check_names(self.only, tuple(KERNELS))
         find_gpu(self.device)
 
 
 def measure(config: Config) -> list[dict[str, Any]]:
     """Returns one row for each kernel and case."""
     rows = []
-    for name in config.only:
-        kernel, cases = KERNELS[name]
+    for name, (kernel, cases) in KERNELS.items():
         chosen = [case for case in cases if config.small or not case.small]
         for case in chosen[:1] if config.one_each else chosen:
             least = case.least_bytes(kernel.reference)
@@ -63,35 +59,29 @@ def measure(config: Config) -> list[dict[str, Any]]:
                 "kernel": name,
                 "case": case.name,
                 "bytes": least,
-                "bound_us": least / config.bandwidth * 1e6,
-                **_compiled(kernel, case, config),
+                "bound_us": least / _BANDWIDTH * 1e6,
             }
-            rows.append(row)
+            rows.append(row | _compiled(kernel, case, config))
     return rows
 
 
 def _compiled(kernel: Kernel, case: Case, config: Config) -> dict[str, Any]:
     """Returns the resources of a kernel, and the bytes that it and its definition move."""
     shapes = case.shapes()
-    asked = functools.partial(kernel, implementation="pallas", **case.options)
-    ours, row = _compile(asked, shapes, config.device)
-    row["moved"], row["kernels"] = traffic(ours)
-    if config.against_xla:
-        reference = functools.partial(kernel.reference, **case.options)
-        plain, _ = _compile(reference, shapes, config.device)
-        row["xla_moved"], row["xla_kernels"] = traffic(plain)
+    pallas = functools.partial(kernel, implementation="pallas", **case.options)
+    with tempfile.TemporaryDirectory() as folder:
+        program = dumped(pallas, shapes, config.device, folder)
+        row = resources(pathlib.Path(folder), find_gpu(config.device).capability)
+        row["moved"], row["kernels"] = traffic(program)
+        if config.against_xla:
+            reference = functools.partial(kernel.reference, **case.options)
+            program = dumped(reference, shapes, config.device, folder)
+            row["xla_moved"], row["xla_kernels"] = traffic(program)
     return row
 
 
-def _compile(fun: Any, shapes: Any, device: str) -> tuple[str, dict[str, int]]:
-    """Returns the scheduled program, and the resources of the actjax kernel in it, if any."""
-    with tempfile.TemporaryDirectory() as folder:
-        text = dumped(fun, shapes, device, folder)
-        return text, resources(pathlib.Path(folder), find_gpu(device).capability)
-
-
 def dumped(fun: Any, shapes: Any, device: str, folder: str) -> str:
-    """Returns the scheduled program, and leaves what XLA dumps of it in a folder."""
+    """Returns the scheduled program, and leaves XLA's dump of it in a folder."""
     with compile_for(find_gpu(device)) as place:
         lowered = jax.jit(lambda *args: fun(*args)).lower(*place(shapes))
         # Newer versions of XLA dump the PTX of emitters only on request.
@@ -109,12 +99,8 @@ def resources(folder: pathlib.Path, capability: tuple[int, int]) -> dict[str, in
     target = f"-arch=sm_{capability[0]}{capability[1]}{accelerated}"
     measured: dict[str, int] = {}
     if (path := ptx_of(folder)) is not None:
-        done = subprocess.run(
-            [_ptxas(), "-v", target, str(path), "-o", "/dev/null"],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        line = [_ptxas(), "-v", target, str(path), "-o", "/dev/null"]
+        done = subprocess.run(line, capture_output=True, text=True, check=True)
         says = done.stderr + done.stdout
         measured = {
             "registers": _number(r"Used (\d+) registers", says),
@@ -125,9 +111,8 @@ def resources(folder: pathlib.Path, capability: tuple[int, int]) -> dict[str, in
             if " actjax_" in line:
                 measured["shared"] = _number(r"shared_memory: (\d+) bytes", line)
                 measured["threads"] = _number(r"threads: \[(\d+)", line)
-                measured["programs"] = _number(r"grid: \[(\d+)", line) * _number(
-                    r"grid: \[\d+, (\d+)", line
-                )
+                rows, columns = (_number(rf"grid: \[{x}(\d+)", line) for x in ("", r"\d+, "))
+                measured["programs"] = rows * columns
     return measured
 
 

@@ -1,7 +1,7 @@
 """From plain JAX to the default method, one change at a time: memory, operations, time and loss.
 
 `python -m benchmarks.ladder` compiles a step of `llama_1b` with each rung for a GPU, and trains
-`llama_3m` here with each rung on the same batches. Beside the seconds of a step it prints the
+`llama_3m` here with each rung on the same batches. It prints the seconds of a step and the
 seconds of training until the held-out loss is one that every rung reaches: a rung that is fast and
 learns slowly gains nothing. Rungs take turns after each evaluation, so that a machine that slows
 down slows all of them.
@@ -18,8 +18,8 @@ from typing import Any
 import jax
 
 from benchmarks import command, memory, record
-from benchmarks.rivals import rival
 from benchmarks.tables import Cells, cell, print_cells
+from benchmarks.training_steps import training_step
 from benchmarks.variants import check_names
 from models import PRESETS
 from train.planning.devices import find_device
@@ -40,12 +40,12 @@ RUNGS = {
     "lean": "+ moments in 8 bits (`lean`)",
     "lean, 4-bit and factored": "+ moments in 4 bits and factored",
 }
-"""Names of rivals, and what each adds to the one before. The second is beside the ladder."""
+"""Names of steps, and the change of each to the one before. The second is no rung."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to measure."""
+    """Settings of the benchmark."""
 
     compiled: str = "llama_1b"
     """Preset whose step is compiled."""
@@ -120,8 +120,8 @@ def measure(config: Config) -> list[dict[str, Any]]:
 def with_time_to_loss(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns the rows with `common_loss`, which all reach, and `seconds_to_loss`.
 
-    The seconds are those of the steps until the first evaluation that is not above it. A rung whose
-    losses are not finite does not count, and reaches none: its seconds are None.
+    The seconds are those of the steps until the first evaluation that is not above it; None for a
+    rung whose losses are not finite, which does not count.
     """
     best = [[p["loss"] for p in row["curve"] if math.isfinite(p["loss"])] for row in rows]
     common = max((min(losses) for losses in best if losses), default=math.nan)
@@ -167,10 +167,10 @@ def _run(
     config: Config,
 ) -> Iterator[dict[str, Any]]:
     """Trains, and yields at each evaluation."""
-    trained = rival(name, train)
+    built = training_step(name, train)
     evaluate = jax.jit(make_eval_step(make_recipe(train, dimensions(train))))
-    state = jax.jit(trained.init)()
-    step = jax.jit(trained.step, donate_argnums=0).lower(state, batches[0]).compile()
+    state = jax.jit(built.init)()
+    step = jax.jit(built.step, donate_argnums=0).lower(state, batches[0]).compile()
     seconds, taken = 0.0, []
     every = len(batches) // config.evaluations
     for i, batch in enumerate(batches[: every * config.evaluations], start=1):

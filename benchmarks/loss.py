@@ -12,27 +12,21 @@ from typing import Any
 
 from benchmarks import command, record
 from benchmarks.tables import Cells, cell, print_cells
-from benchmarks.training import last_loss, mean_and_spread, sweep
+from benchmarks.training import best_rows, last_loss, mean_and_spread, sweep
 from benchmarks.variants import VARIANTS, check_names
 from train.settings.config import PretrainConfig
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to compare."""
+    """Settings of the benchmark."""
 
     train: PretrainConfig = dataclasses.field(default_factory=lambda: PretrainConfig(steps=2000))
     """The run. This program sets the settings of a variant, learning rate, seed and folder."""
     variants: tuple[str, ...] = (
-        "exact",
-        "exact, 8-bit states",
-        "pamm",
-        "low_rank 32",
-        "galore d/4",
-        "subspace d/4",
-        "subspace d/8",
-        "random_projection d/4",
-    )
+        "exact", "exact, 8-bit states", "pamm", "low_rank 32", "galore d/4", "subspace d/4",
+        "subspace d/8", "random_projection d/4",
+    )  # fmt: skip
     """Names from `benchmarks.variants`."""
     learning_rates: tuple[float, ...] = (2e-3, 4e-3, 8e-3, 16e-3)
     """The grid, the same for all variants. Empty, with `--add`: no runs, only timing."""
@@ -51,36 +45,13 @@ class Config:
 
 def measure(config: Config) -> list[dict[str, Any]]:
     """Returns one row for each variant, learning rate and seed: metrics of every evaluation."""
-
-    def settings(name: str, seed: int, rate: float) -> PretrainConfig:
-        run = VARIANTS[name].configure(config.train)
-        optimizer = dataclasses.replace(run.optimizer, learning_rate=rate)
-        return dataclasses.replace(run, optimizer=optimizer, seed=seed)
-
-    return sweep(config, "variant", config.variants, lambda name: config.learning_rates, settings)
-
-
-def best_rows(rows: list[dict]) -> dict[str, list[dict]]:
-    """Returns, for each variant, the rows at its best learning rate.
-
-    That is the one with the least mean loss among those with the most seeds: a mean of several
-    seeds and a loss of one do not compare.
-    """
-    groups: dict[str, dict[float, list[dict]]] = {}
-    for row in rows:
-        groups.setdefault(row["variant"], {}).setdefault(row["learning_rate"], []).append(row)
-    return {
-        name: min(
-            by_rate.values(),
-            key=lambda rows: (-len(rows), statistics.mean(map(last_loss, rows))),
-        )
-        for name, by_rate in groups.items()
-    }
+    runs = {name: (VARIANTS[name], config.train) for name in config.variants}
+    return sweep(config, "variant", runs, lambda _: config.learning_rates)
 
 
 def table(rows: list[dict[str, Any]]) -> Cells:
     """Returns the last held-out loss of each variant, and its difference to `exact`."""
-    cells, best = [], best_rows(rows)
+    cells, best = [], best_rows(rows, "variant")
     for name, group in best.items():
         best_run, losses = group[0], [last_loss(row) for row in group]
         gap, share = _gap(group, best["exact"]) if "exact" in best else ("", "")

@@ -15,8 +15,8 @@ from typing import Any
 import jax
 
 from benchmarks import command, record
-from benchmarks.rivals import ON_DEVICE, compiled_memory, rival
 from benchmarks.tables import Cells, cell, print_cells
+from benchmarks.training_steps import ON_DEVICE, compiled_memory, training_step
 from benchmarks.variants import check_names
 from train.planning.devices import HERE, compile_for, find_device
 from train.planning.flops import causal_loop_length, matmul_flops
@@ -26,18 +26,18 @@ from train.settings.config import PretrainConfig
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to measure."""
+    """Settings of the benchmark."""
 
     train: PretrainConfig = dataclasses.field(
         default_factory=lambda: PretrainConfig(model="llama_130m", compute_dtype="float32")
     )
     """Model, batch and dtypes. This program sets the method."""
     only: tuple[str, ...] = ON_DEVICE
-    """Rivals to measure."""
+    """Steps to measure, from `benchmarks.training_steps`."""
     device: str = HERE
     """Device to compile for: here, or a GPU by name: h100, h200, a100_80, a100_40, rtx_4090, ..."""
     add: bool = False
-    """Keep the rows of other rivals in `--results`."""
+    """Keep the other rows of `--results`."""
     results: pathlib.Path = record.RESULTS / "memory.json"
 
     def __post_init__(self) -> None:
@@ -46,7 +46,7 @@ class Config:
 
 
 def measure(config: Config) -> list[dict]:
-    """Returns one row for each rival: bytes of the programs by category, and operations."""
+    """Returns one row for each step: bytes of the programs by category, and operations."""
     rows = {row["rival"]: row for row in record.rows_to_keep(config.results, config.add)}
     for name in config.only:
         rows[name] = _measure(name, config) | {"commit": record.environment()["commit"]}
@@ -55,29 +55,28 @@ def measure(config: Config) -> list[dict]:
 
 
 def measure_step(name: str, config: Config) -> dict[str, int]:
-    """Returns the `peak` and the `matmul_flops` of the step of one rival, without its gradient."""
-    measured = rival(name, config.train)
-    state, batch = jax.eval_shape(measured.init), batch_shapes(config.train)
-    flops = operations(measured.step, state, batch)
-    peak = compiled(measured.step, state, batch, device=config.device, donate=True)["peak"]
+    """Returns the `peak` and the `matmul_flops` of a step, without its gradient."""
+    built = training_step(name, config.train)
+    state, batch = jax.eval_shape(built.init), batch_shapes(config.train)
+    flops = operations(built.step, state, batch)
+    peak = compiled(built.step, state, batch, device=config.device, donate=True)["peak"]
     return {"peak": peak, "matmul_flops": flops}
 
 
 def _measure(name: str, config: Config) -> dict[str, Any]:
-    measured = rival(name, config.train)
-    state, batch = jax.eval_shape(measured.init), batch_shapes(config.train)
+    built = training_step(name, config.train)
+    state, batch = jax.eval_shape(built.init), batch_shapes(config.train)
     bytes_of = functools.partial(compiled, device=config.device)
-    row: dict[str, Any] = {"rival": name, "matmul_flops": operations(measured.step, state, batch)}
-    row["layer_gradients"], row["layer_states"] = measured.of_layers()
-    row |= bytes_of(measured.step, state, batch, donate=True)
-    with compile_for(find_device(config.device)):  # What is stored depends on the kernels there.
-        known = measured.memory()
+    row: dict[str, Any] = {"rival": name, "matmul_flops": operations(built.step, state, batch)}
+    row |= bytes_of(built.step, state, batch, donate=True)
+    with compile_for(find_device(config.device)):  # The stored arrays depend on its kernels.
+        known = built.memory()
     row["categories"] = dataclasses.asdict(known.with_workspace(row["temporaries"]))
-    if measured.refresh is not None:
-        row["refresh_matmul_flops"] = operations(measured.refresh, state, batch)
-        row["refresh_peak"] = bytes_of(measured.refresh, state, batch, donate=True)["peak"]
-    if measured.gradient is not None:
-        row["forward_and_backward"] = bytes_of(measured.gradient, state, batch)["temporaries"]
+    if built.refresh is not None:
+        row["refresh_matmul_flops"] = operations(built.refresh, state, batch)
+        row["refresh_peak"] = bytes_of(built.refresh, state, batch, donate=True)["peak"]
+    if built.gradient is not None:
+        row["forward_and_backward"] = bytes_of(built.gradient, state, batch)["temporaries"]
     return row
 
 
@@ -103,7 +102,7 @@ def table(rows: list[dict[str, Any]]) -> Cells:
     gib = functools.partial(cell, spec=",.2f", unit=2**30)
     return [
         {
-            "rival": row["rival"],
+            "step": row["rival"],
             "peak, GiB": gib(row["peak"]),
             "/ first": f"{row['peak'] / first['peak']:.3f}",
             "refresh": gib(row.get("refresh_peak")),

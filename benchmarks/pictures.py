@@ -12,9 +12,8 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from benchmarks.ladder import RUNGS
-from benchmarks.loss import best_rows
 from benchmarks.record import read
-from benchmarks.training import last_loss
+from benchmarks.training import best_rows, last_loss
 
 _KEY = "Description"
 _COLORS = ("#0072B2", "#56B4E9", "#009E73", "#D55E00", "#E69F00", "#BBBBBB", "#CC79A7")
@@ -24,9 +23,9 @@ _OVERVIEW = (
     *("compressed_remat", "exact, 8-bit states, in backward", "remat, 8-bit states, in backward"),
     *("lean", "lean_subspace d/4"),
 )
-"""Rivals whose memory the picture of the README shows."""
+"""Steps whose memory the picture of the README shows."""
 _SUBSPACES = ("subspace", "galore", "lean_subspace", "random_projection")
-"""How names of rivals begin whose optimizers read most gradients in a subspace only."""
+"""How names of steps begin whose optimizers read most gradients in a subspace only."""
 Result = dict[str, Any]
 
 
@@ -55,19 +54,19 @@ def overview(figure: Figure, memory: Result, loss: Result) -> None:
 
 
 def _draw_losses(axes: Any, result: Result) -> None:
-    train, best = result["settings"]["train"], best_rows(result["rows"])
+    train, best = result["settings"]["train"], best_rows(result["rows"], "variant")
     means = {name: statistics.mean(map(last_loss, rows)) for name, rows in best.items()}
     names = sorted(means, key=lambda name: means[name])
     for i, name in enumerate(names):
-        others = [last_loss(row) for row in result["rows"] if row["variant"] == name]
-        axes.plot(others, [i] * len(others), ".", color="#BBBBBB")
+        single_runs = [last_loss(row) for row in result["rows"] if row["variant"] == name]
+        axes.plot(single_runs, [i] * len(single_runs), ".", color="#BBBBBB")
         axes.plot(means[name], i, "o", color="#0072B2")
         label = f"{means[name]:.3f} at {best[name][0]['learning_rate']:g}"
         label += f", {len(best[name])} seeds" if len(best[name]) > 1 else ""
         axes.text(means[name], i - 0.2, label, fontsize=8, ha="center")
     axes.set_yticks(range(len(names)), names)
-    # Room for the labels: above the first, and beside the least and the largest loss. No difference
-    # below a hundredth of the loss looks large.
+    # Room for the labels above the first, and at both sides. No difference below a hundredth of the
+    # loss looks large.
     axes.set_ylim(len(names) - 0.6, -0.6)
     low, high = axes.get_xlim()
     room = max(0.17 * (high - low), 0.02 * low - (high - low) / 2)
@@ -79,16 +78,11 @@ def _draw_losses(axes: Any, result: Result) -> None:
 
 
 class Point(NamedTuple):
-    """A rival with its peak in bytes, and its operations or seconds."""
+    """A step with its peak in bytes, and its operations or seconds."""
 
     name: str
     memory: float
     cost: float
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether it is a method of `train.pretrain`, of now or of before."""
-        return not self.name.startswith(("plain", "jax.checkpoint", "optax."))
 
     @property
     def is_in_subspace(self) -> bool:
@@ -103,36 +97,33 @@ class Point(NamedTuple):
 
 
 def pareto(figure: Figure, memory: Result, step_time: Result) -> None:
-    """Draws memory against operations and against time, with the rivals that no other beats.
+    """Draws memory against operations and against time, with the steps that no other beats.
 
-    Rivals that train in a subspace are hollow: they may beat each other, but not the others.
+    Steps in a subspace are hollow: they may beat each other, but not those of all weights.
     """
-    counted = [Point(row["rival"], row["peak"], row["matmul_flops"]) for row in memory["rows"]]
-    timed = [
-        Point(row["rival"], row["peak"], statistics.median(row["seconds"]))
-        for row in step_time["rows"]
-    ]
     panels = (
-        (memory, "compiled for an H100", counted, "matmul TFLOP", 1e12),
-        (step_time, "run on a CPU", timed, "s a step, median", 1.0),
+        (memory, "compiled for an H100", "matmul TFLOP", lambda row: row["matmul_flops"] / 1e12),
+        (step_time, "run on a CPU", "s a step, median", lambda x: statistics.median(x["seconds"])),
     )
-    for axes, (result, how, points, unit, scale) in zip(figure.subplots(1, 2), panels, strict=True):
-        train = result["settings"]["train"]
-        title = f"{train['model']}, {train['batch_size']} x {train['seq_len']} tokens, {how}"
+    for axes, (result, how, unit, cost) in zip(figure.subplots(1, 2), panels, strict=True):
+        points = [Point(row["rival"], row["peak"] / 2**30, cost(row)) for row in result["rows"]]
         beaten = {p.name for p in points if any(q.beats(p) for q in points)}
         for hollow, style in ((False, "-"), (True, ":")):
-            front = [p for p in points if p.name not in beaten and p.is_in_subspace == hollow]
-            places = sorted((p.memory / 2**30, p.cost / scale) for p in front)
-            axes.step(*np.reshape(places, (-1, 2)).T, color="0.8", ls=style, where="post")
+            front = sorted(
+                p[1:] for p in points if p.name not in beaten and p.is_in_subspace == hollow
+            )
+            axes.step(*np.reshape(front, (-1, 2)).T, color="0.8", ls=style, where="post")
         for p in points:
-            place = p.memory / 2**30, p.cost / scale
-            color = "#0072B2" if p.is_ours else "#D55E00"
+            is_ours = not p.name.startswith(("plain", "jax.checkpoint", "optax."))
+            color = "#0072B2" if is_ours else "#D55E00"
             filling = "none" if p.is_in_subspace else color
             alpha = 0.35 if p.name in beaten else 1
-            axes.plot(*place, "o", ms=6, color=color, mfc=filling, alpha=alpha)
-            if p.name not in beaten or not p.is_ours:
-                axes.annotate(p.name, place, xytext=(4, 4), textcoords="offset points", fontsize=7,
+            axes.plot(*p[1:], "o", ms=6, color=color, mfc=filling, alpha=alpha)
+            if p.name not in beaten or not is_ours:
+                axes.annotate(p.name, p[1:], xytext=(4, 4), textcoords="offset points", fontsize=7,
                               rotation=30, color=color)  # fmt: skip
+        train = result["settings"]["train"]
+        title = f"{train['model']}, {train['batch_size']} x {train['seq_len']} tokens, {how}"
         axes.set(title=title, xlabel="peak, GiB", ylabel=unit)
         axes.grid(alpha=0.3)
         axes.margins(0.12)
@@ -162,8 +153,8 @@ def ladder(figure: Figure, result: Result) -> None:
 def curves(figure: Figure, result: Result) -> None:
     """Draws the losses of runs that took the same batches, those of each name with the first seed.
 
-    Beside training and held-out losses it draws how far training losses are above those of the
-    first run, which is less noisy: a step sees the same text in all runs.
+    The differences of training losses to those of the first run are less noisy than the losses: a
+    step sees the same text in all runs.
     """
     runs = _first_runs(result["rows"])
     left, right = figure.subplots(1, 2)
@@ -224,7 +215,7 @@ PICTURES = {
         for name in ("loss", "finetune", "finetune_wikisql")
     },
 }
-"""By the names of their files, which are beside the results."""
+"""By the names of their files, in the folder of the results."""
 
 
 def draw_all(folders: Sequence[pathlib.Path]) -> None:
@@ -245,7 +236,7 @@ def save(figure: Figure, path: pathlib.Path, results: Sequence[pathlib.Path], dp
 
 
 def note(path: pathlib.Path) -> str:
-    """Returns what is wrong with the age of a picture; nothing if its results are as they were."""
+    """Returns a fault in the age of a picture; nothing if its results are as they were."""
     if not path.exists():
         return f"{path.name} is not drawn yet."
     with Image.open(path) as image:

@@ -6,7 +6,6 @@ then no test covers that behavior, or only a test that the table does not name. 
 same tests without a bug. Bugs whose result is in `--out` are not run again.
 """
 
-import concurrent.futures
 import dataclasses
 import os
 import pathlib
@@ -32,22 +31,18 @@ _SOURCES = ("actjax", "models", "train")
 _LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "venv", "__pycache__", "*.egg-info", "results")
 _CLEAN = "clean"
 """First word of the names of rows without a bug."""
+_TIMEOUT = 1200
+"""Seconds after which a bug counts as caught: a bug can make a test wait forever."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Which bugs to plant, and how to run the tests."""
 
-    area: tuple[str, ...] = ()
-    """Areas to take bugs from; all areas by default."""
     only: tuple[str, ...] = ()
-    """Names of bugs; all bugs of the areas by default."""
+    """Names of bugs; all bugs by default."""
     clean: bool = False
     """Run the tests of each area once, without a bug: all must pass."""
-    jobs: int = 1
-    """Number of pytest processes at a time."""
-    timeout: int = 1200
-    """Seconds after which a bug counts as caught: a bug can make a test wait forever."""
     root: pathlib.Path = pathlib.Path(".")
     """Checkout of this repository to copy."""
     results: Annotated[pathlib.Path, tyro.conf.arg(name="out")] = (
@@ -55,34 +50,23 @@ class Config:
     )
     """File of results. Rows that it already has are kept."""
 
-    def __post_init__(self) -> None:
-        if self.jobs < 1 or self.timeout < 1:
-            raise ValueError(
-                f"`--jobs` and `--timeout` must be at least 1, got {self.jobs} and {self.timeout}."
-            )
-
 
 @dataclasses.dataclass(frozen=True)
 class Bug:
-    """A change of a source file that tests should catch.
-
-    Attributes:
-      name: name of the bug.
-      area: the part of the package that it affects.
-      file: path of the source file. If it does not exist, the file that contains `old` is used.
-      old: text that occurs once in the file.
-      new: text that replaces it.
-      tests: pytest targets that should fail.
-      effect: what a user would see.
-    """
+    """A change of a source file that tests should catch."""
 
     name: str
     area: str
+    """The part of the package that it affects."""
     file: str
+    """Path of the source file. If it does not exist, the file that contains `old` is used."""
     old: str
+    """Text that occurs once in the file."""
     new: str
     tests: tuple[str, ...]
+    """Targets of pytest that should fail."""
     effect: str
+    """The symptom that a user would see."""
 
 
 def read_table(path: pathlib.Path = TABLE) -> tuple[list[Bug], dict[str, list[str]]]:
@@ -94,22 +78,11 @@ def read_table(path: pathlib.Path = TABLE) -> tuple[list[Bug], dict[str, list[st
     table = tomllib.loads(path.read_text(encoding="utf-8"))
     bugs = [Bug(**{**row, "tests": tuple(row["tests"])}) for row in table["bugs"]]
     for i, bug in enumerate(bugs):
-        if bug.name in (other.name for other in bugs[:i]):
+        if bug.name in (former.name for former in bugs[:i]):
             raise ValueError(f"{path}: two bugs have the name {bug.name!r}.")
         if bug.area not in table["areas"]:
             raise ValueError(f"{path}: the area {bug.area!r} of {bug.name!r} is not in `areas`.")
     return bugs, table["areas"]
-
-
-def chosen(bugs: Sequence[Bug], config: Config) -> list[Bug]:
-    """Returns the bugs that the settings select. Raises a `ValueError` for an unknown name."""
-    check_names(config.area, tuple(dict.fromkeys(bug.area for bug in bugs)), "--area")
-    check_names(config.only, tuple(bug.name for bug in bugs), "--only")
-    return [
-        bug
-        for bug in bugs
-        if bug.area in (config.area or (bug.area,)) and bug.name in (config.only or (bug.name,))
-    ]
 
 
 def find(bug: Bug, tree: pathlib.Path) -> pathlib.Path:
@@ -131,23 +104,13 @@ def find(bug: Bug, tree: pathlib.Path) -> pathlib.Path:
     return files[0]
 
 
-def plant(bug: Bug, tree: pathlib.Path) -> None:
-    """Plants a bug in a tree.
-
-    Raises:
-      ValueError: as for `find`.
-    """
-    file = find(bug, tree)
-    text = file.read_text(encoding="utf-8")
-    file.write_text(text.replace(bug.old, bug.new), encoding="utf-8")
-
-
 def measure(config: Config) -> list[dict[str, Any]]:
     """Returns a row for each bug, or for each area with `--clean`."""
     # The tests run on the CPU, so the results describe it.
     jax.config.update("jax_platforms", "cpu")
     table, areas = read_table()
-    bugs = chosen(table, config)
+    check_names(config.only, tuple(bug.name for bug in table), "--only")
+    bugs = [bug for bug in table if bug.name in (config.only or (bug.name,))]
     for bug in bugs:
         find(bug, config.root)
     tasks = list(_tasks(bugs, config))
@@ -155,25 +118,17 @@ def measure(config: Config) -> list[dict[str, Any]]:
     former = record.read(config.results)["rows"] if config.results.exists() else []
     done = {row["name"]: row for row in former if row["name"] in known}
     waiting = [task for task in tasks if not task.items() <= done.get(task["name"], {}).items()]
-    with (
-        tempfile.TemporaryDirectory(prefix="planted-bugs-") as scratch,
-        concurrent.futures.ThreadPoolExecutor(config.jobs) as pool,
-    ):
-        futures = [pool.submit(_run, task, config, pathlib.Path(scratch)) for task in waiting]
-        try:
-            for future in concurrent.futures.as_completed(futures):
-                row = future.result()
-                done[row["name"]] = row
-                print(f"{row['verdict']:9} {row['seconds']:6.1f} s  {row['name']}", flush=True)
-                record.write(config, [done[name] for name in known if name in done])
-        finally:
-            for future in futures:
-                future.cancel()
+    with tempfile.TemporaryDirectory(prefix="planted-bugs-") as scratch:
+        for task in waiting:
+            row = _run(task, config, pathlib.Path(scratch))
+            done[row["name"]] = row
+            print(f"{row['verdict']:9} {row['seconds']:6.1f} s  {row['name']}", flush=True)
+            record.write(config, [done[name] for name in known if name in done])
     return [done[name] for name in known if name in done]
 
 
 def _tasks(bugs: Sequence[Bug], config: Config) -> Iterator[dict[str, Any]]:
-    """Yields the first entries of each row: what is planted and which tests run."""
+    """Yields the first entries of each row: the bug and the tests."""
     if not config.clean:
         for bug in bugs:
             yield dataclasses.asdict(bug) | {"tests": list(bug.tests)}
@@ -190,15 +145,18 @@ def _run(task: dict[str, Any], config: Config, scratch: pathlib.Path) -> dict[st
         tree = pathlib.Path(folder, "tree")
         shutil.copytree(config.root, tree, ignore=_LEFT_OUT)
         if not clean:
-            plant(Bug(**task), tree)
-        failing = _failing(task["tests"], tree, scratch / "cache", config.timeout, stop=not clean)
+            bug = Bug(**task)
+            file = find(bug, tree)
+            text = file.read_text(encoding="utf-8")
+            file.write_text(text.replace(bug.old, bug.new), encoding="utf-8")
+        failing = _failing(task["tests"], tree, scratch / "cache", stop=not clean)
     verdicts = ("passed", "failed") if clean else ("survived", "caught")
     seconds = round(time.monotonic() - start, 1)
     return {**task, "verdict": verdicts[bool(failing)], "failing": failing, "seconds": seconds}
 
 
 def _failing(
-    tests: Sequence[str], tree: pathlib.Path, cache: pathlib.Path, timeout: int, *, stop: bool
+    tests: Sequence[str], tree: pathlib.Path, cache: pathlib.Path, *, stop: bool
 ) -> list[str]:
     """Returns the tests that fail in a tree; only the first one if `stop`.
 
@@ -216,10 +174,11 @@ def _failing(
     try:
         done = subprocess.run(
             [sys.executable, "-m", "pytest", *options, *tests],
-            cwd=tree, env=environment, capture_output=True, text=True, timeout=timeout, check=False,
+            cwd=tree, env=environment, capture_output=True, text=True, check=False,
+            timeout=_TIMEOUT,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return [f"timeout after {timeout} s"]
+        return [f"timeout after {_TIMEOUT} s"]
     failing = re.findall(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", done.stdout, re.MULTILINE)
     # A negative code is a signal, such as a segmentation fault.
     if done.returncode in (1, 2) or done.returncode < 0:

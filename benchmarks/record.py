@@ -40,26 +40,27 @@ def _commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
-def write(config: Any, rows: list[dict[str, Any]], *, say: bool = True, **extra: Any) -> None:
+def write(config: Any, rows: list[dict[str, Any]], **extra: Any) -> None:
     """Writes a result file to `config.results`.
 
     Args:
       config: settings of the measurement, a dataclass.
-      rows: one entry for each rival.
-      say: whether to print the path.
+      rows: an entry for each step, case or run.
       **extra: other results.
     """
     settings = dataclasses.asdict(config)
     path = settings.pop("results")
-    content = {"environment": environment(), "settings": settings, **extra, "rows": rows}
+    save(path, {"environment": environment(), "settings": settings, **extra, "rows": rows})
+    print(f"wrote {path}")
+
+
+def save(path: pathlib.Path, content: dict[str, Any]) -> None:
+    """Writes a file of JSON whole or not at all: a kill must not lose its former content."""
     text = json.dumps(_plain(content), indent=2, default=str, allow_nan=False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Not in place: a program that is killed here must not lose what was written before.
     unfinished = path.with_name(path.name + ".part")
     unfinished.write_text(text + "\n")
     unfinished.replace(path)
-    if say:
-        print(f"wrote {path}")
 
 
 def read(path: pathlib.Path) -> dict[str, Any]:
@@ -68,10 +69,7 @@ def read(path: pathlib.Path) -> dict[str, Any]:
 
 
 def rows_to_keep(path: pathlib.Path, add: bool) -> list[dict[str, Any]]:
-    """Returns the rows of a result file to add others to; none without `add` or a file.
-
-    Each of them names its commit.
-    """
+    """Returns the rows of a result file, each with its commit; none without `add` or a file."""
     if not add or not path.exists():
         return []
     former = read(path)
@@ -81,7 +79,7 @@ def rows_to_keep(path: pathlib.Path, add: bool) -> list[dict[str, Any]]:
 def _plain(x: Any) -> Any:
     """Returns data as JSON can have it: infinities and NaN as strings, paths as their last name.
 
-    Where a machine keeps its files says nothing about a result.
+    The folders of a machine say nothing about a result.
     """
     if isinstance(x, dict):
         return {key: _plain(value) for key, value in x.items()}

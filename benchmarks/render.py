@@ -1,4 +1,4 @@
-"""Writes what is made from raw results: the page of tables, the pictures, the marks in the docs.
+"""Writes the page of tables, the pictures and the marks in the docs from raw results.
 
 `python -m benchmarks.render` writes `docs/results/tables.md` from the committed results, says where
 the code that a result measures has changed since, draws the pictures whose results have changed,
@@ -14,7 +14,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks import ladder, memory, pictures, record, soak
+from benchmarks import ladder, memory, pictures, record, soak, triton_kernels
 from benchmarks.record import RESULTS
 from benchmarks.tables import Cells, cell, markdown
 
@@ -34,23 +34,18 @@ HISTORICAL = {
     "subspace_loops": "subspaces in the loops of optax",
     "weight_rounding": "roundings of bfloat16 weights",
 }
-"""Results whose programs are gone: what each measured. They cannot become stale."""
+"""Results whose programs are gone, with their subjects. They cannot become stale."""
 
 
 class Section(NamedTuple):
-    """A table of the page.
-
-    Attributes:
-      title: its title.
-      table: returns the table of the rows of a result.
-      sources: files and folders whose code the result measures.
-      needs: what a full run needs that not every machine has.
-    """
+    """A table of the page."""
 
     title: str
     table: Callable[[list[dict[str, Any]]], Cells]
     sources: tuple[str, ...]
+    """Files and folders whose code the result measures."""
     needs: str = ""
+    """Hardware or packages of a full run that not every machine has."""
 
 
 def _gpu(rows: list[dict[str, Any]]) -> Cells:
@@ -74,22 +69,8 @@ def _gpu(rows: list[dict[str, Any]]) -> Cells:
     return cells
 
 
-def _triton(rows: list[dict[str, Any]]) -> Cells:
-    names = {"program": "program", "choice": "blocks", "registers": "registers",
-             "spilled": "spilled", "shared": "shared, bytes",
-             "instructions": "instructions"}  # fmt: skip
-    return [
-        {"case": row["case"]}
-        | {
-            title: f"{x:,}" if isinstance(x := row[name], int) else x
-            for name, title in names.items()
-        }
-        for row in rows
-    ]
-
-
-_STEP = ("actjax", "models", "train", "benchmarks/memory.py", "benchmarks/rivals.py",
-         "benchmarks/variants.py", "benchmarks/plain.py")  # fmt: skip
+_STEP = ("actjax", "models", "train", "benchmarks/memory.py", "benchmarks/training_steps.py",
+         "benchmarks/variants.py", "benchmarks/plain_jax.py")  # fmt: skip
 _COMPILES = "`pip install -e '.[programs,compile]'`"
 SECTIONS = {
     "ladder": Section(
@@ -104,7 +85,7 @@ SECTIONS = {
         "an NVIDIA GPU, and `python -m benchmarks.gpu --queue`",
     ),
     "triton_kernels": Section(
-        "Kernels in Triton and in Pallas, assembled for an H100", _triton,
+        "Kernels in Triton and in Pallas, assembled for an H100", triton_kernels.table,
         ("actjax/formats", "actjax/kernels", "benchmarks/kernel_cases"),
         "`pip install -e '.[programs,triton,compile]'`",
     ),
@@ -114,11 +95,7 @@ SECTIONS = {
 
 
 def page(folder: pathlib.Path) -> str:
-    """Returns the page of all tables.
-
-    Args:
-      folder: the results.
-    """
+    """Returns the page of all tables."""
     parts = [
         "# Tables",
         "Written by `python -m benchmarks.render`. Raw results name machine, versions, settings and"
@@ -133,9 +110,9 @@ def page(folder: pathlib.Path) -> str:
         "Their programs are gone; the commit of each has them. Pages that cite them say so.",
         markdown(
             [
-                {"result": f"[{name}.json](../../benchmarks/results/{name}.json)", "of": what,
+                {"result": f"[{name}.json](../../benchmarks/results/{name}.json)", "of": subject,
                  "made by": commit_of(name)}
-                for name, what in HISTORICAL.items()
+                for name, subject in HISTORICAL.items()
             ]
         ),
     ]  # fmt: skip
@@ -184,7 +161,7 @@ def marked(text: str) -> str:
 
 
 def staleness(result: dict[str, Any], sources: Sequence[str], root: pathlib.Path = ROOT) -> str:
-    """Returns what is wrong with the age of a result; nothing if its code has not changed since.
+    """Returns a fault in the age of a result; nothing if its code has not changed since.
 
     Args:
       result: content of a result file, with the commit in its `environment`, or in each row where
@@ -203,18 +180,15 @@ def _staleness(commit: str, sources: Sequence[str], root: pathlib.Path) -> tuple
     clean = commit.removesuffix("-dirty")
     changes = _git(root, "log", "--format=%h", f"{clean}..HEAD", "--", *sources)
     if changes is None:
-        text = f"Its commit, {commit}, is not known here: it may be older than the code."
-        return math.inf, text
+        return math.inf, f"Its commit, {commit}, is not known here: it may be older than the code."
     if commit != clean:
-        text = f"Measured at {clean} with changes that no commit has: it may be of other code."
-        return math.inf, text
+        note = f"Measured at {clean} with changes that no commit has: it may be of other code."
+        return math.inf, note
     if _git(root, "status", "--porcelain", "--", *sources):
-        text = f"Stale: measured at {clean}; what it measures has changes without a commit."
-        return math.inf, text
+        return math.inf, f"Stale: measured at {clean}; its code has changes without a commit."
     count = len(changes.split())
     commits = "one commit has" if count == 1 else f"{count} commits have"
-    text = f"Stale: measured at {clean}; {commits} changed what it measures since."
-    return count, text if count else ""
+    return count, f"Stale: measured at {clean}; {commits} changed its code since." if count else ""
 
 
 def _git(root: pathlib.Path, *arguments: str) -> str | None:
@@ -225,7 +199,7 @@ def _git(root: pathlib.Path, *arguments: str) -> str | None:
 
 
 def main() -> None:
-    """Writes all of it."""
+    """Writes pictures, page and marks."""
     pictures.draw_all([RESULTS, RESULTS / "quick"])
     PAGE.write_text(page(RESULTS), encoding="utf-8")
     for path in sorted((ROOT / "docs").rglob("*.md")):

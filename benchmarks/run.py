@@ -20,15 +20,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import tyro
 
-from benchmarks import command, render
+from benchmarks import command, record, render
 from benchmarks.record import RESULTS
 from benchmarks.tables import print_cells
+from benchmarks.variants import check_names
 
 QUICK = RESULTS / "quick"
+_MOST = 0.02
+"""Largest growth that is not a loss."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +67,7 @@ JOBS = {
     ),
 }  # fmt: skip
 """By the names of their results. Runs that take hours are not among them: their commands stand
-beside their tables in `docs/results/quality.md`."""
+next to their tables in `docs/results/quality.md`."""
 
 COMPARED = {
     "memory": ("peak", "forward_and_backward", "matmul_flops"),
@@ -72,35 +75,25 @@ COMPARED = {
     "soak": ("faults",),
 }
 """Values of the rows of each result: less is better. Lists count by their length."""
-_WITHOUT_INFLUENCE = ("add",)
-"""Settings that change no row."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to run."""
+    """Settings of the benchmark."""
 
     quick: tyro.conf.FlagCreatePairsOff[bool] = False
     """Run each benchmark in small."""
     full: tyro.conf.FlagCreatePairsOff[bool] = False
     """Run each benchmark as its committed result was made."""
     compare: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Compare the quick results with those of `--against`."""
+    """Compare the quick results with those of the last commit."""
     only: tuple[str, ...] = tuple(JOBS)
     """Benchmarks to run, by the names of their results."""
-    against: str = "HEAD"
-    """Commit of the results to compare with."""
-    most: float = 0.02
-    """Largest growth that is not a loss."""
 
     def __post_init__(self) -> None:
         if self.quick + self.full + self.compare != 1:
             raise ValueError("give one of `--quick`, `--full` and `--compare`.")
-        if unknown := sorted(set(self.only) - set(JOBS)):
-            names = ", ".join(JOBS)
-            raise ValueError(f"`--only` has {unknown[0]!r}: choose from {names}.")
-        if not self.most >= 0:
-            raise ValueError(f"`--most` must not be negative, got {self.most}.")
+        check_names(self.only, tuple(JOBS), "--only")
 
 
 def run(config: Config) -> list[dict[str, str]]:
@@ -121,37 +114,26 @@ def run(config: Config) -> list[dict[str, str]]:
     return ended
 
 
-@dataclasses.dataclass(frozen=True)
-class Change:
-    """A value before and now.
-
-    Attributes:
-      place: result, row and value.
-      before: as committed.
-      now: as measured; infinite if it is missing.
-      counted: whether it is a number of faults: then any growth is a loss.
-    """
+class Change(NamedTuple):
+    """A value before and now; infinite if it is missing. Any growth of a count is a loss."""
 
     place: str
     before: float
     now: float
-    counted: bool = False
+    is_count: bool = False
 
-    def is_worse(self, most: float) -> bool:
-        """Whether it grew by more than a share."""
+    def is_worse(self) -> bool:
+        """Whether it grew by more than 2%."""
         # Not `>`, which holds for no NaN.
-        return not self.now <= self.before * (1 if self.counted else 1 + most)
+        return not self.now <= self.before * (1 if self.is_count else 1 + _MOST)
 
 
 def changes(name: str, before: dict[str, Any], now: dict[str, Any]) -> Iterator[Change]:
-    """Yields the values of a committed result with those of a new one, and faults of new rows.
-
-    Args:
-      name: name of the result.
-      before: content of the committed file.
-      now: content of the new one.
-    """
-    rows_before, rows_now = ({_key(row): row for row in result["rows"]} for result in (before, now))
+    """Yields the values of a committed result with those of a new one, and faults of new rows."""
+    rows_before, rows_now = (
+        {str(row.get("rival", row.get("processes"))): row for row in result["rows"]}
+        for result in (before, now)
+    )
     for key in rows_before | rows_now:
         for value in COMPARED[name]:
             a, b = rows_before.get(key, {}).get(value), rows_now.get(key, {}).get(value)
@@ -160,55 +142,47 @@ def changes(name: str, before: dict[str, Any], now: dict[str, Any]) -> Iterator[
                 # A fault that another one replaces is new.
                 known, present = (collections.Counter(map(str, x or ())) for x in (a, b))
                 count = math.inf if b is None else present.total()
-                yield Change(place, (known & present).total(), count, counted=True)
+                yield Change(place, (known & present).total(), count, True)
             elif a is not None:
                 yield Change(place, float(a), math.inf if b is None else float(b))
 
 
-def _key(row: dict[str, Any]) -> str:
-    return str(row.get("rival", row.get("processes")))
+def compare(folder: pathlib.Path = QUICK) -> bool:
+    """Prints the values that are worse than in a commit.
 
-
-def compare(config: Config, folder: pathlib.Path = QUICK) -> bool:
-    """Prints what is worse than in a commit. Returns whether anything is, or cannot be compared.
-
-    Args:
-      config: which commit, and how much worse.
-      folder: the results to judge.
+    Returns:
+      Whether a value is worse, or a result cannot be compared.
 
     Raises:
-      ValueError: the commit is not known, or has no result of the folder.
+      ValueError: the last commit has no result of the folder.
     """
     compared: list[Change] = []
-    skipped = False
+    is_skipped = False
     for name in COMPARED:
         path = folder / f"{name}.json"
-        show = ["git", "-C", str(folder), "show", f"{config.against}:./{path.name}"]
+        show = ["git", "-C", str(folder), "show", f"HEAD:./{path.name}"]
         done = subprocess.run(show, capture_output=True, text=True, check=False)
         if done.returncode:
             continue
-        before, now = (
-            json.loads(done.stdout),
-            json.loads(path.read_text() if path.exists() else "{}"),
-        )
-        settings = [{k: v for k, v in x.get("settings", {}).items() if k not in _WITHOUT_INFLUENCE}
-                    for x in (before, now)]  # fmt: skip
+        before, now = json.loads(done.stdout), record.read(path) if path.exists() else {}
+        # Whether rows were added to others changes no row.
+        settings = [x.get("settings", {}) | {"add": None} for x in (before, now)]
         if settings[0] != settings[1]:
-            print(f"{name}: missing, or with other settings than those of {config.against}")
-            skipped = True
+            print(f"{name}: missing, or with other settings than those of the last commit")
+            is_skipped = True
             continue
         if before["environment"]["versions"] != now["environment"]["versions"]:
-            print(f"{name}: other versions of JAX or its companions than in {config.against}")
+            print(f"{name}: other versions of JAX or its companions than in the last commit")
         compared += changes(name, before, now)
-    if not compared and not skipped:
-        raise ValueError(f"`--against` {config.against!r} has no result in {folder}.")
-    worse = [change for change in compared if change.is_worse(config.most)]
+    if not compared and not is_skipped:
+        raise ValueError(f"the last commit has no result in {folder}.")
+    worse = [change for change in compared if change.is_worse()]
     if worse:
         cells = [{"value": x.place, "before": f"{x.before:,.4g}", "now": f"{x.now:,.4g}"}
                  for x in worse]  # fmt: skip
-        print_cells(f"worse by more than {config.most:.0%}", cells)
-    print(f"{len(compared)} values compared with {config.against}, {len(worse)} worse")
-    return bool(worse) or skipped
+        print_cells(f"worse by more than {_MOST:.0%}", cells)
+    print(f"{len(compared)} values compared with the last commit, {len(worse)} worse")
+    return bool(worse) or is_skipped
 
 
 def main() -> None:
@@ -216,7 +190,7 @@ def main() -> None:
     config = tyro.cli(Config, description=__doc__)
     if config.compare:
         try:
-            sys.exit(compare(config))
+            sys.exit(compare())
         except ValueError as error:
             sys.exit(f"error: {error}")
     ended = run(config)

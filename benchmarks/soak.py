@@ -1,4 +1,4 @@
-"""A long run under random kills, beside the same run unbroken.
+"""A long run under random kills, compared with the same run unbroken.
 
 `python -m benchmarks.soak` trains `llama_3m` for 10,000 steps with the default method, once
 unbroken and once under forty signals, SIGKILL or SIGTERM, at random moments: while it starts,
@@ -34,7 +34,7 @@ _PATIENCE = 30.0
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to run."""
+    """The run and its kills."""
 
     steps: int = 10_000
     """Steps of a run."""
@@ -58,15 +58,10 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Kill:
-    """When and how a run is killed.
+    """When and how a run is killed: by SIGKILL or SIGTERM, `delay` seconds after a moment.
 
-    Attributes:
-      signal: SIGKILL or SIGTERM.
-      moment: `start`, `delay` seconds after the start, or before the first step if that comes
-        earlier; `step`, `delay` seconds after `step` was recorded; or `save`, `delay` seconds after
-        the first checkpoint that is begun after `step`.
-      step: see `moment`.
-      delay: seconds.
+    The moment is the `start`, unless the first step comes earlier; the record of a `step`; or the
+    begin of the first checkpoint after it, `save`.
     """
 
     signal: signal.Signals
@@ -76,14 +71,7 @@ class Kill:
 
 
 def drawn(count: int, steps: int, start: float, seed: int) -> list[Kill]:
-    """Returns random kills in the order of their steps.
-
-    Args:
-      count: how many.
-      steps: steps of the run.
-      start: seconds from the start of the program to its first step.
-      seed: of the draw.
-    """
+    """Returns random kills in order; `start`: seconds from a start to the first step."""
     rng = np.random.default_rng(seed)
     kills = []
     # None of the last steps: a run goes on for up to a second before it is killed.
@@ -103,15 +91,15 @@ class Life:
         self.root, self.began = root, time.monotonic()
         self._metrics, self._log = root / "run" / "metrics.jsonl", root / "log.txt"
         self._former = self._metrics.stat().st_ino if self._metrics.exists() else None
-        flags = {
-            "model": "llama_3m", "method": "lean", "batch-size": 4, "seq-len": 32,
-            "steps": config.steps, "vocab-size": config.vocab_size,
-            "save-every": config.save_every, "out": root / "run", "data-dir": root / "data",
-            # Evaluated and drawn now and then, as any run is.
-            "log-every": 10, "eval-every": config.steps // 10, "eval-batches": 2,
-        }  # fmt: skip
-        line = [sys.executable, "-m", "train.pretrain", "--resume"]
-        line += [part for name, value in flags.items() for part in (f"--{name}", str(value))]
+        # Evaluated and drawn now and then, as any run is.
+        flags = (
+            "--resume --model llama_3m --method lean --batch-size 4 --seq-len 32"
+            f" --steps {config.steps} --vocab-size {config.vocab_size}"
+            f" --save-every {config.save_every} --log-every 10"
+            f" --eval-every {config.steps // 10} --eval-batches 2"
+        )
+        folders = ["--out", str(root / "run"), "--data-dir", str(root / "data")]
+        line = [sys.executable, "-m", "train.pretrain", *flags.split(), *folders]
         variables = {
             "PYTHONPATH": str(_ROOT),
             "TMPDIR": str(root / "tmp"),
@@ -145,7 +133,7 @@ class Life:
         return begun and _last_step(self._metrics) > step
 
     def end(self, kill: Kill | None) -> dict[str, Any]:
-        """Ends the program by a kill, or waits for its own end; returns what became of it."""
+        """Ends the program by a kill, or waits for its own end; returns its state."""
         reached = kill is not None and self._reach(kill)
         if kill is not None and reached:
             self.process.send_signal(kill.signal)
@@ -172,7 +160,7 @@ class Life:
             if kill.moment == "save" and not self.wait(lambda: any(saves.glob("*tmp*"))):
                 return False
             began = time.monotonic()
-        # With compiled programs a start takes less than the first one, which the delay is of.
+        # With compiled programs a start takes less than the first one, to which the delay refers.
         early = kill.moment == "start"
         return self.wait(
             lambda: time.monotonic() > began + kill.delay or (early and self.has_done(-1))
@@ -218,7 +206,7 @@ def measure(config: Config) -> list[dict[str, Any]]:
 
 
 def faults_of(row: dict[str, Any], lives: list[dict[str, Any]], kills: int) -> list[str]:
-    """Returns what is wrong with a row and its starts, each in a line.
+    """Returns the faults of a row and its starts, each in a line.
 
     SIGTERM must end a run after a save, or at once before its first step.
     """
@@ -236,7 +224,7 @@ def faults_of(row: dict[str, Any], lives: list[dict[str, Any]], kills: int) -> l
 
 
 def differences(unbroken: pathlib.Path, killed: pathlib.Path) -> list[str]:
-    """Returns what differs in a killed run: arrays, losses, and files that are missing."""
+    """Returns the differences of a killed run: arrays, losses, and files that are missing."""
     (step, arrays), (other_step, other_arrays) = map(_last_state, (unbroken, killed))
     if step != other_step or arrays.keys() != other_arrays.keys():
         return [f"checkpoints of step {step} and {other_step}, or with other arrays"]
@@ -266,7 +254,7 @@ def _losses(root: pathlib.Path) -> list[str]:
 
 
 def _names(root: pathlib.Path) -> set[str]:
-    """Returns the paths of all files, without what differs between any two runs in their names."""
+    """Returns the paths of all files, without the parts of names that differ in any two runs."""
     paths = (path for part in ("run", "data", "tmp") for path in (root / part).rglob("*"))
     names = {str(path.relative_to(root)) for path in paths}
     # SIGTERM saves between two regular checkpoints, so only their number is compared.
@@ -279,7 +267,7 @@ def _names(root: pathlib.Path) -> set[str]:
 
 
 def table(rows: list[dict[str, Any]]) -> Cells:
-    """Returns what was killed, and what was equal after it."""
+    """Returns the kills, and the differences after them."""
     return [
         {
             "processes": str(row["processes"]),

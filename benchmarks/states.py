@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import pathlib
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,8 +20,9 @@ import optax
 
 from actjax import optim
 from benchmarks import command, record
+from benchmarks.kernel_cases.case import normal
 from benchmarks.tables import print_cells
-from benchmarks.variants import check_names
+from benchmarks.timing import Advancing, interleaved
 from models import preset
 
 _BASELINE = "AdamW, float32"
@@ -41,40 +41,13 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to measure."""
+    """Settings of the benchmark."""
 
     model: str = "llama_1b"
     """Model whose layer is updated."""
     rounds: int = 20
     """Timed updates of each optimizer, after two updates that are not counted."""
-    only: tuple[str, ...] = tuple(OPTIMIZERS)
-    """Optimizers to measure."""
     results: pathlib.Path = record.RESULTS / "states.json"
-
-    def __post_init__(self) -> None:
-        check_names(self.only, tuple(OPTIMIZERS))
-
-
-@dataclasses.dataclass
-class _Running:
-    """An optimizer that is being timed: its compiled update, its arrays and the seconds so far."""
-
-    program: Any
-    params: Any
-    state: Any
-    seconds: list[float] = dataclasses.field(default_factory=list)
-
-    def run(self, grads: Any) -> None:
-        begin, calls = time.perf_counter(), _calls()
-        for _ in range(calls):
-            self.params, self.state = self.program(self.params, self.state, grads)
-        jax.block_until_ready((self.params, self.state))
-        self.seconds.append((time.perf_counter() - begin) / calls)
-
-
-def _calls() -> int:
-    """Returns the updates in flight at once."""
-    return 20 if jax.default_backend() == "gpu" else 1
 
 
 def layer_of(model: str) -> dict[str, tuple[int, int]]:
@@ -90,38 +63,47 @@ def layer_of(model: str) -> dict[str, tuple[int, int]]:
 
 def measure(config: Config) -> list[dict[str, Any]]:
     """Returns one row for each optimizer."""
-    grads = _normal(jax.random.key(0), layer_of(config.model), 1e-3)
-    running = {name: _start(name, grads) for name in config.only}
-    rows = []
-    for name in config.only:
-        state = sum(x.nbytes for x in jax.tree.leaves(running[name].state))
+    # Updates in flight at once: on a GPU an update takes less than its launch.
+    calls = 20 if jax.default_backend() == "gpu" else 1
+    grads = _random(jax.random.key(0), config.model, 1e-3)
+    rows, updates = [], {"copy": Advancing(jnp.zeros(2**26, jnp.float32)).by(_negated)}
+    for name in OPTIMIZERS:
+        params = _random(jax.random.key(1), config.model, 0.02)
+        program, state = _start(name, params, grads)
+        state_bytes = sum(x.nbytes for x in jax.tree.leaves(state))
         # A gradient is read; a weight and its state are read and written.
         weights = sum(x.nbytes for x in jax.tree.leaves(grads))
-        temporary = running[name].program.memory_analysis().temp_size_in_bytes
-        rows.append({"optimizer": name, "state_bytes": state, "bytes": 3 * weights + 2 * state})
-        rows[-1]["temporary_bytes"] = temporary
-    copied = []
-    for _ in range(2 + config.rounds):
-        copied.append(_copy_rate())
-        for optimizer in running.values():
-            optimizer.run(grads)
-    rate = statistics.median(copied)
-    for row, optimizer in zip(rows, running.values(), strict=True):
-        row["seconds"] = optimizer.seconds[2:]
-        row["bound"] = row["bytes"] / rate
-    return rows
+        rows.append(
+            {
+                "optimizer": name,
+                "state_bytes": state_bytes,
+                "bytes": 3 * weights + 2 * state_bytes,
+                "temporary_bytes": program.memory_analysis().temp_size_in_bytes,
+            }
+        )
+        updates[name] = Advancing((params, state)).by(program, grads)
+    seconds = interleaved(updates, config.rounds, warmup=2, calls=calls)
+    rate = 2 * 2**28 / statistics.median(seconds["copy"])
+    return [
+        row | {"seconds": seconds[row["optimizer"]], "bound": row["bytes"] / rate} for row in rows
+    ]
 
 
-def _start(name: str, grads: Any) -> _Running:
+# In place: a CPU takes longer to provide fresh memory than to write to it.
+_negated = jax.jit(lambda x: (-x, None), donate_argnums=0)
+
+
+def _start(name: str, params: Any, grads: Any) -> tuple[Any, Any]:
+    """Returns the compiled update of an optimizer, and its state."""
     tx = optax.chain(OPTIMIZERS[name](), optax.add_decayed_weights(0.1), optax.scale(-1e-3))
-    params = _normal(jax.random.key(1), {name: x.shape for name, x in grads.items()}, 0.02)
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params: Any, state: Any, grads: Any) -> Any:
-        return optim.apply(tx, grads, state, params)
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(params_and_state: Any, grads: Any) -> Any:
+        params, state = params_and_state
+        return optim.apply(tx, grads, state, params), None
 
     state = jax.jit(functools.partial(optim.init, tx))(params)
-    return _Running(step.lower(params, state, grads).compile(), params, state)
+    return step.lower((params, state), grads).compile(), state
 
 
 def _on_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -143,40 +125,20 @@ def _wide(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
-def _normal(key: jax.Array, shapes: dict[str, Any], scale: float) -> dict[str, jax.Array]:
-    """Returns normally distributed arrays in bfloat16."""
-
-    @jax.jit
-    def draw(key: jax.Array) -> dict[str, jax.Array]:
-        keys = jax.random.split(key, len(shapes))
-        return {
-            name: (scale * jax.random.normal(k, shape)).astype(jnp.bfloat16)
-            for k, (name, shape) in zip(keys, shapes.items(), strict=True)
-        }
-
-    return draw(key)
-
-
-def _copy_rate() -> float:
-    """Returns the bytes per second that the best of three updates of 256 MiB reads and writes."""
-    x, seconds, calls = _negated(jnp.zeros(2**26, jnp.float32)), [], _calls()
-    for _ in range(3):
-        begin = time.perf_counter()
-        for _ in range(calls):
-            x = _negated(x)
-        jax.block_until_ready(x)
-        seconds.append((time.perf_counter() - begin) / calls)
-    return 2 * x.nbytes / min(seconds)
-
-
-# In place: a CPU takes longer to provide fresh memory than to write to it.
-_negated = jax.jit(lambda x: -x, donate_argnums=0)
+@functools.partial(jax.jit, static_argnums=1)
+def _random(key: jax.Array, model: str, scale: float) -> dict[str, jax.Array]:
+    """Returns normally distributed arrays of the shapes of a layer, in bfloat16."""
+    shapes = layer_of(model)
+    keys = jax.random.split(key, len(shapes))
+    return {
+        name: (scale * normal(k, shape, jnp.float32)).astype(jnp.bfloat16)
+        for k, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
 
 
 def show(config: Config, rows: list[dict[str, Any]]) -> None:
     """Prints one line for each optimizer."""
     times = {row["optimizer"]: statistics.median(row["seconds"]) for row in rows}
-    base = times.get(_BASELINE)
     cells = [
         {
             "optimizer": row["optimizer"],
@@ -185,7 +147,7 @@ def show(config: Config, rows: list[dict[str, Any]]) -> None:
             "median ms": f"{1e3 * times[row['optimizer']]:,.3g}",
             "least ms": f"{1e3 * min(row['seconds']):,.3g}",
             "bound ms": f"{1e3 * row['bound']:,.3g}",
-            "/ float32": f"{times[row['optimizer']] / base:.2f}" if base else "",
+            "/ float32": f"{times[row['optimizer']] / times[_BASELINE]:.2f}",
         }
         for row in rows
     ]

@@ -19,13 +19,7 @@ def cell(value: Any, spec: str, unit: float = 1) -> str:
 
 
 def print_table(title: str, headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Prints a table: names on the left, figures on the right.
-
-    Args:
-      title: title of the table.
-      headers: headers of the columns; the first column has the names.
-      rows: rows of one text for each column.
-    """
+    """Prints a table: names on the left, figures on the right."""
     table = Table(title=title, box=box.SIMPLE_HEAD)
     for i, header in enumerate(headers):
         table.add_column(header, justify="right" if i else "left")

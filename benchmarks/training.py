@@ -1,4 +1,4 @@
-"""Whole training runs as rows of a result: what is learnt and stored, how long a step takes."""
+"""Whole training runs as rows of a result: losses, stored bytes, and times of a step."""
 
 import contextlib
 import dataclasses
@@ -7,7 +7,6 @@ import pathlib
 import shutil
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,9 @@ import jax
 from rich.console import Console
 
 from benchmarks import record
-from benchmarks.rivals import compiled_memory
+from benchmarks.timing import Advancing, interleaved
+from benchmarks.training_steps import compiled_memory
+from benchmarks.variants import Variant
 from train import finetune, pretrain
 from train.run.loop import NonFiniteError, Run, StopSignal, train
 from train.run.metrics import read_metrics
@@ -26,7 +27,7 @@ Settings = PretrainConfig | FinetuneConfig
 
 
 def trained(settings: Settings) -> dict[str, Any]:
-    """Trains to the end and returns what to compare.
+    """Trains to the end and returns a row of results.
 
     The run is saved ten times in a folder among the temporary files, whose name is a hash of the
     settings. If it was stopped or killed it continues from there.
@@ -40,7 +41,8 @@ def trained(settings: Settings) -> dict[str, Any]:
     Raises:
       SystemExit: a signal stopped the run.
     """
-    folder = pathlib.Path(tempfile.gettempdir(), "actjax-benchmarks", _name(settings))
+    name = hashlib.sha256(repr(settings).encode()).hexdigest()[:16]
+    folder = pathlib.Path(tempfile.gettempdir(), "actjax-benchmarks", name)
     console = Console(width=140)
     run = _prepare(settings, folder, console)
     environment = record.environment()
@@ -62,7 +64,7 @@ def trained(settings: Settings) -> dict[str, Any]:
                 raise SystemExit("stopped by a signal: continue with `--add`, which keeps all rows")
         lines = read_metrics(folder / "metrics.jsonl")
     except NonFiniteError as error:
-        # Only what happened: the rest says where the checkpoint is, which is deleted below.
+        # The remaining message says where the checkpoint is, which is deleted below.
         console.print(f"{str(error).partition(':')[0]}: the row has no losses.")
         lines = []
     shutil.rmtree(folder)
@@ -75,9 +77,8 @@ def trained(settings: Settings) -> dict[str, Any]:
 def sweep(
     config: Any,
     label: str,
-    names: Sequence[str],
+    runs: Mapping[str, tuple[Variant, Settings]],
     rates: Callable[[str], Sequence[float]],
-    settings: Callable[[str, int, float], Settings],
 ) -> list[dict[str, Any]]:
     """Trains configurations: with seed 0 at each rate, with further seeds at the best of them.
 
@@ -87,12 +88,17 @@ def sweep(
     Args:
       config: `seeds`, timed `rounds`, `results`, and whether to `add` to them.
       label: the entry of a row that names its configuration.
-      names: the configurations.
+      runs: by name, the configurations, and the settings that they change.
       rates: returns the learning rates of a name.
-      settings: returns the run of a name, a seed and a learning rate.
     """
     rows = record.rows_to_keep(config.results, config.add)
     known = {(row[label], row["seed"], row["learning_rate"]) for row in rows}
+
+    def settings(name: str, seed: int, rate: float) -> Settings:
+        variant, train = runs[name]
+        run = variant.configure(train)
+        optimizer = dataclasses.replace(run.optimizer, learning_rate=rate)
+        return dataclasses.replace(run, optimizer=optimizer, seed=seed)
 
     def run(name: str, seed: int, rate: float) -> None:
         if (name, seed, rate) not in known:
@@ -100,48 +106,57 @@ def sweep(
             rows.append(row | trained(settings(name, seed, rate)))
             record.write(config, rows)
 
-    for name in names:
+    for name in runs:
         for rate in rates(name):
             run(name, 0, rate)
-    best = {name: best_row(rows, label, name) for name in names}
+    best = {name: _best_row(rows, label, name) for name in runs}
     for seed in range(1, config.seeds):
-        for name in names:
+        for name in runs:
             run(name, seed, best[name]["learning_rate"])
     if config.rounds:
-        runs = {name: settings(name, 0, row["learning_rate"]) for name, row in best.items()}
-        for name, seconds in _timed(runs, config.rounds).items():
+        timed = {name: settings(name, 0, row["learning_rate"]) for name, row in best.items()}
+        for name, seconds in _timed(timed, config.rounds).items():
             best[name]["seconds"] = seconds
     return rows
 
 
-def best_row(rows: Sequence[dict[str, Any]], label: str, name: str) -> dict[str, Any]:
-    """Returns the row of a configuration with the lowest last loss of seed 0.
-
-    Raises:
-      SystemExit: there is no such row.
-    """
+def _best_row(rows: Sequence[dict[str, Any]], label: str, name: str) -> dict[str, Any]:
+    """Returns the row of a configuration with the lowest last loss of seed 0."""
     tried = [row for row in rows if row[label] == name and row["seed"] == 0]
     if not tried:
         raise SystemExit(f"no rows of {name!r}: give it a learning rate.")
     return min(tried, key=last_loss)
 
 
+def best_rows(rows: Sequence[dict[str, Any]], label: str) -> dict[str, list[dict[str, Any]]]:
+    """Returns, for each configuration, the rows at its best learning rate.
+
+    That is the one with the least mean loss among those with the most seeds: a mean of several
+    seeds and a loss of one do not compare.
+    """
+    groups: dict[str, dict[float, list[dict]]] = {}
+    for row in rows:
+        groups.setdefault(row[label], {}).setdefault(row["learning_rate"], []).append(row)
+    return {
+        name: min(
+            by_rate.values(),
+            key=lambda rows: (-len(rows), statistics.mean(map(last_loss, rows))),
+        )
+        for name, by_rate in groups.items()
+    }
+
+
 def _timed(settings: Mapping[str, Settings], rounds: int) -> dict[str, list[float]]:
     """Returns the seconds of steps after the first, by name, with the runs in turn."""
-    seconds: dict[str, list[float]] = {name: [] for name in settings}
-    quiet = Console(quiet=True)
+    steps = {}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as open_data:
-        runs = {}
         for number, (name, run_settings) in enumerate(settings.items()):
-            runs[name] = run = _prepare(run_settings, pathlib.Path(folder, str(number)), quiet)
+            path = pathlib.Path(folder, str(number))
+            run = _prepare(run_settings, path, Console(quiet=True))
             open_data.callback(run.batches.close)
-        batches = {name: jax.device_put(next(run.batches)) for name, run in runs.items()}
-        for _ in range(1 + rounds):
-            for name, run in runs.items():
-                begin = time.perf_counter()
-                run.state, _ = jax.block_until_ready(run.train_step(run.state, batches[name]))
-                seconds[name].append(time.perf_counter() - begin)
-    return {name: times[1:] for name, times in seconds.items()}
+            batch = jax.device_put(next(run.batches))
+            steps[name] = Advancing(run.state).by(run.train_step, batch)
+        return interleaved(steps, rounds)
 
 
 def first_loss(row: Mapping[str, Any]) -> float:
@@ -159,10 +174,6 @@ def mean_and_spread(values: Sequence[float], spec: str) -> str:
     mean = f"{statistics.mean(values):{spec}}"
     spread = f" ± {statistics.stdev(values):{spec.strip('+')}}" if len(values) > 1 else ""
     return mean + spread
-
-
-def _name(settings: Settings) -> str:
-    return hashlib.sha256(repr(settings).encode()).hexdigest()[:16]
 
 
 def _prepare(settings: Settings, folder: pathlib.Path, console: Console) -> Run:

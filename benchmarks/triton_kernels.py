@@ -1,10 +1,9 @@
-"""Kernels written in Triton beside those of Pallas, as the assembler for an H100 reports them.
+"""Kernels written in Triton and those of Pallas, as the assembler for an H100 reports them.
 
 `python -m benchmarks.triton_kernels` compiles both, at the shapes of real models, and prints for
-each choice of blocks: registers, spilled bytes, shared memory, the instructions of a program by
-unit, each divided by the numbers of a thread, and the time that these instructions take to be
-issued beside the time of the bytes. No GPU is needed:
-`pip install -e '.[programs,triton,compile]'`. `benchmarks.gpu` measures times.
+each choice of blocks: registers, spilled bytes, shared memory, and the instructions of a program.
+Rows also have instructions for each number, and those among them that compare, select and shift.
+No GPU is needed: `pip install -e '.[programs,triton,compile]'`. `benchmarks.gpu` measures times.
 """
 
 import collections
@@ -19,25 +18,18 @@ import tempfile
 from typing import Any
 
 import jax
-import triton
-from triton import knobs
-from triton.backends import nvidia
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
-from actjax.kernels.triton_call import HOPPER, Call
 from benchmarks import command, record
 from benchmarks.kernel_cases import KERNELS
 from benchmarks.kernel_cases.case import Case
 from benchmarks.kernels import dumped, ptx_of, resources
-from benchmarks.tables import print_table
+from benchmarks.tables import Cells, print_cells
+from benchmarks.variants import check_names
 
 _POINTERS = {
     "bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "uint8": "*u8", "uint16": "*u16",
     "int8": "*i8", "int32": "*i32",
 }  # fmt: skip
-_CORES, _CLOCK, _ISSUED = 132, 1.755e9, 4
-"""Cores of an H100, cycles per second, and warps whose instructions a core issues in a cycle."""
 _SELECTING = ("FSETP", "ISETP", "SEL", "FSEL", "FMNMX", "IMNMX", "LOP3", "SHF", "PRMT", "VIADD")
 """Instructions that compare, select and shift: a core computes them at half the rate of FFMA."""
 
@@ -54,15 +46,8 @@ class Config:
     results: pathlib.Path = record.RESULTS / "triton_kernels.json"
 
     def __post_init__(self) -> None:
-        known = {
-            case.name for entry in KERNELS.values() if entry.kernel.triton for case in entry.cases
-        }
-        if not self.cases:
-            raise ValueError("`--cases` names no case.")
-        if unknown := [name for name in self.cases if name not in known]:
-            raise ValueError(
-                f"`--cases` has {unknown[0]!r}, but no kernel in Triton has such a case."
-            )
+        kernels = [entry for entry in KERNELS.values() if entry.kernel.triton]
+        check_names(self.cases, tuple(x.name for entry in kernels for x in entry.cases), "--cases")
 
 
 def measure(config: Config) -> list[dict[str, Any]]:
@@ -72,44 +57,42 @@ def measure(config: Config) -> list[dict[str, Any]]:
         for case in cases:
             if case.name not in config.cases or kernel.triton is None:
                 continue
-            numbers = math.prod(_first(case).shape)
+            numbers = math.prod(jax.tree.leaves(case.shapes())[0].shape)
             common = {
                 "kernel": name,
                 "case": case.name,
                 "bytes": case.least_bytes(kernel.reference),
                 "numbers": numbers,
             }
-            rows.append(
-                common | {"program": "pallas", "choice": ""} | _pallas(kernel, case, numbers)
-            )
-            call = launch_of(kernel, case)
-            for choice in call.choices:
-                found = assembled(call, choice, numbers)
-                rows.append(common | {"program": "triton", "choice": _short(choice)} | found)
+            pallas = {"program": "pallas", "choice": "", **_pallas(kernel, case, numbers)}
+            rows.append(common | pallas)
+            call = _launch(kernel, case)
+            rows += [common | _assembled(call, choice, numbers) for choice in call.choices]
     return rows
 
 
-def launch_of(kernel: Any, case: Case) -> Call:
+def _launch(kernel: Any, case: Case) -> Any:
     """Returns the launch for the shapes of a case, whose arguments are shapes too."""
-    module, found = importlib.import_module(kernel.triton), []
+    module, calls = importlib.import_module(kernel.triton), []
 
     def trace(*args: Any) -> list[jax.Array]:
-        call = module.launch(*args, **case.options)
-        found.append(call)
-        return list(call.arguments)
+        calls.append(module.launch(*args, **case.options))
+        return list(calls[0].arguments)
 
     shapes = jax.eval_shape(trace, *case.shapes())
-    return dataclasses.replace(found[0], arguments=shapes)
+    return dataclasses.replace(calls[0], arguments=shapes)
 
 
-def assembled(call: Call, choice: triton.Config, numbers: int) -> dict[str, Any]:
-    """Returns what the assembler says of a program in Triton, with blocks of a choice.
+def _assembled(call: Any, choice: Any, numbers: int) -> dict[str, Any]:
+    """Returns the report of the assembler for a program in Triton, with blocks of a choice."""
+    # Here, since the page of tables, which imports this module, needs no Triton.
+    import triton
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
 
-    Args:
-      call: a launch, with shapes as arguments.
-      choice: one of its choices.
-      numbers: how many numbers all programs together read.
-    """
+    from actjax.kernels.triton_call import HOPPER
+
     arrays = [*call.arguments, *call.results]
     constants = {**call.constants, **choice.kwargs}
     names = call.kernel.arg_names
@@ -129,24 +112,25 @@ def assembled(call: Call, choice: triton.Config, numbers: int) -> dict[str, Any]
         )
         cubin = pathlib.Path(folder, "program.cubin")
         cubin.write_bytes(compiled.asm["cubin"])
-        programs = math.prod(call.grid(constants))
+        threads = math.prod(call.grid(constants)) * choice.num_warps * 32
+        stages = f", {choice.num_stages} stages" if choice.num_stages > 1 else ""
         return {
+            "program": "triton",
+            "choice": f"{choice.kwargs['TILE']} tokens, {choice.num_warps} warps{stages}",
             "shared": compiled.metadata.shared,
-            **_instructions(cubin, programs * choice.num_warps * 32, numbers),
+            **_instructions(cubin, threads, numbers),
         }
 
 
 def _pallas(kernel: Any, case: Case, numbers: int) -> dict[str, Any]:
-    fun = functools.partial(kernel, implementation="pallas", **case.options)
-    with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name)
-        dumped(fun, case.shapes(), "h100", name)
-        found = resources(folder, (9, 0))
-        cubin = folder / "program.cubin"
-        assemble = [_tool("ptxas"), "-arch=sm_90a", str(ptx_of(folder)), "-o", str(cubin)]
-        subprocess.run(assemble, check=True, capture_output=True)
-        threads = found["threads"] * found["programs"]
-        return {"shared": found["shared"], **_instructions(cubin, threads, numbers)}
+    run = functools.partial(kernel, implementation="pallas", **case.options)
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder)
+        dumped(run, case.shapes(), "h100", folder)
+        reported, cubin = resources(path, (9, 0)), path / "program.cubin"
+        _run("ptxas", "-arch=sm_90a", str(ptx_of(path)), "-o", str(cubin))
+        threads = reported["threads"] * reported["programs"]
+        return {"shared": reported["shared"], **_instructions(cubin, threads, numbers)}
 
 
 def _instructions(cubin: pathlib.Path, threads: int, numbers: int) -> dict[str, Any]:
@@ -165,53 +149,31 @@ def _instructions(cubin: pathlib.Path, threads: int, numbers: int) -> dict[str, 
 
 
 def _run(tool: str, *arguments: str | pathlib.Path) -> str:
-    done = subprocess.run([_tool(tool), *arguments], capture_output=True, text=True, check=True)
-    return done.stdout
+    """Returns the output of one of the tools that Triton brings."""
+    from triton.backends import nvidia
+
+    path = pathlib.Path(nvidia.__path__[0], "bin", tool)
+    return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
 
 
-def _tool(name: str) -> pathlib.Path:
-    return pathlib.Path(nvidia.__path__[0], "bin", name)
-
-
-def _short(choice: triton.Config) -> str:
-    stages = f", {choice.num_stages} stages" if choice.num_stages > 1 else ""
-    return f"{choice.kwargs['TILE']} tokens, {choice.num_warps} warps{stages}"
+def table(rows: list[dict[str, Any]]) -> Cells:
+    """Returns the table of the rows."""
+    titles = {"program": "program", "choice": "blocks", "registers": "registers",
+              "spilled": "spilled", "shared": "shared, bytes",
+              "instructions": "instructions"}  # fmt: skip
+    return [
+        {"case": row["case"]}
+        | {
+            title: f"{x:,}" if isinstance(x := row[name], int) else x
+            for name, title in titles.items()
+        }
+        for row in rows
+    ]
 
 
 def show(config: Config, rows: list[dict[str, Any]]) -> None:
     """Prints the rows."""
-    print_table(
-        "compiled for an H100",
-        ("case", "program", "blocks", "registers", "spilled", "shared", "instructions a number",
-         "of them select", "issued in, µs", "bytes at 2.81 TB/s, µs"),
-        (
-            (
-                row["case"], row["program"], row["choice"], str(row["registers"]),
-                str(row["spilled"]), f"{row['shared']:,}",
-                f"{row['by_number']:.1f}" if _is_straight(row) else "",
-                f"{row['selecting_by_number']:.1f}" if _is_straight(row) else "",
-                f"{_issue_time(row) * 1e6:.1f}" if _is_straight(row) else "",
-                f"{row['bytes'] / 2.81e12 * 1e6:.1f}",
-            )
-            for row in rows
-        ),
-    )  # fmt: skip
-
-
-def _issue_time(row: dict[str, Any]) -> float:
-    """Returns the seconds in which the cores of an H100 issue the instructions of a row."""
-    return row["by_number"] * row["numbers"] / 32 / (_CORES * _ISSUED * _CLOCK)
-
-
-def _is_straight(row: dict[str, Any]) -> bool:
-    """Returns whether each instruction runs at most once: no loop, no branch for a last group."""
-    case = next(c for entry in KERNELS.values() for c in entry.cases if c.name == row["case"])
-    return row["kernel"] == "quantize" and _first(case).shape[-1] % 128 == 0
-
-
-def _first(case: Case) -> Any:
-    """Returns the shape and dtype of the activation of a case."""
-    return jax.tree.leaves(case.shapes())[0]
+    print_cells("compiled for an H100", table(rows))
 
 
 if __name__ == "__main__":

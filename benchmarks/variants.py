@@ -8,30 +8,24 @@ from models import preset
 from train.settings.config import FinetuneConfig, OptimizerConfig, PretrainConfig, WeightDtype
 from train.settings.options import MethodOptions, given_fields
 
-Settings = TypeVar("Settings", PretrainConfig, FinetuneConfig)
+Settings = TypeVar("Settings", bound=PretrainConfig | FinetuneConfig)
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A method with its options.
-
-    Attributes:
-      method: name of the method, as for `--method`.
-      width_over_rank: the width of the model divided by the rank; 0 for the rank of `options`.
-      options: options of the method.
-      optimizer: settings of the optimizer that differ from those of the run.
-      in_backward: whether the optimizer runs in the backward pass; None for the default of the
-        method.
-      weight_dtype: dtype of the weights; None for that of the run, where auto stands for float32,
-        so that methods are compared with the same weights.
-    """
+    """A method with its options."""
 
     method: str
     width_over_rank: int = 0
+    """The width of the model divided by the rank; 0 for the rank of `options`."""
     options: MethodOptions = dataclasses.field(default_factory=MethodOptions)
     optimizer: OptimizerConfig = OptimizerConfig()
+    """Settings of the optimizer that differ from those of the run."""
     in_backward: bool | None = None
+    """Whether the optimizer runs in the backward pass; None for the default of the method."""
     weight_dtype: WeightDtype | None = None
+    """Dtype of the weights; None for that of the run, where auto stands for float32, so that
+    methods are compared with the same weights."""
 
     def configure(self, train: Settings) -> Settings:
         """Returns the settings of a run with this variant."""
@@ -59,13 +53,18 @@ EIGHT_BIT = OptimizerConfig(moment_dtype="8bit")
 _FOUR_BIT = OptimizerConfig(moment_dtype="4bit")
 _FACTORED = OptimizerConfig(moment_dtype="4bit-factored")
 _FLOAT32 = OptimizerConfig(moment_dtype="float32")
-_AWAY = MethodOptions(offload=True)
-_FEW_BITS = (4, 3, 2)
 _ROUNDINGS: dict[Rounding, str] = {
     "nearest": "",
     "stochastic": ", stochastic rounding",
     "dither": ", dither",
 }
+
+
+def _quantized(*codecs: str, method: str = "lean", **options: Any) -> Variant:
+    """Returns a method with codes, where moments are in float32 and updated after the gradient."""
+    chosen = codec(*codecs, **options)
+    return Variant(method, options=chosen, optimizer=_FLOAT32, in_backward=False)
+
 
 VARIANTS = {
     "exact": Variant("exact"),
@@ -100,33 +99,21 @@ VARIANTS = {
         for bits in (8, 4, 3, 2)
     },
     **{
-        f"quantized, {bits} bits{suffix}": Variant(
-            "lean",
-            options=codec(f"Quantized({bits}, rounding='{rounding}')"),
-            optimizer=_FLOAT32,
-            in_backward=False,
-        )
-        for bits in _FEW_BITS
+        f"quantized, {bits} bits{suffix}": _quantized(f"Quantized({bits}, rounding='{rounding}')")
+        for bits in (4, 3, 2)
         for rounding, suffix in _ROUNDINGS.items()
     },
     **{
-        f"quantized, {bits} bits allocated{suffix}": Variant(
-            "lean",
-            options=codec(f"Quantized(rounding='{rounding}')", average_bits=bits),
-            optimizer=_FLOAT32,
-            in_backward=False,
+        f"quantized, {bits} bits allocated{suffix}": _quantized(
+            f"Quantized(rounding='{rounding}')", average_bits=bits
         )
         for bits in (3, 2)
         for rounding, suffix in _ROUNDINGS.items()
     },
     "quantized, 4 bits, in backward": Variant("lean", optimizer=_FLOAT32),
-    "compressed_remat": Variant("lean_remat", optimizer=_FLOAT32, in_backward=False),
-    "compressed_remat, offloaded": Variant(
-        "lean_remat", options=_AWAY, optimizer=_FLOAT32, in_backward=False
-    ),
-    "quantized, 4 bits, offloaded": Variant(
-        "lean", options=_AWAY, optimizer=_FLOAT32, in_backward=False
-    ),
+    "compressed_remat": _quantized(method="lean_remat"),
+    "compressed_remat, offloaded": _quantized(method="lean_remat", offload=True),
+    "quantized, 4 bits, offloaded": _quantized(offload=True),
     "lean": Variant("lean"),
     "lean, 4-bit states": Variant("lean", optimizer=_FOUR_BIT),
     "lean, 4-bit and factored": Variant("lean", optimizer=_FACTORED),

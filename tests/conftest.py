@@ -34,10 +34,7 @@ Tracing and compiling take nearly all of the time. A file above its budget compu
 a program for each case: jit the body of a test, build inputs in NumPy, put cases into one program.
 """
 MORE_COMPILATIONS = {
-    "benchmarks/test_kernel_check.py": 110,
     "choosing/test_compress.py": 110,
-    "models/test_huggingface.py": 90,
-    "models/test_lora.py": 90,
     "test_pages.py": 140,
     "train/test_finetune.py": 310,
 }

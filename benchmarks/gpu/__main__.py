@@ -26,7 +26,7 @@ NAMES = tuple(part.name for part in PARTS)
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to measure."""
+    """Settings of the benchmark."""
 
     queue: bool = False
     """Measure the parts that are not done."""

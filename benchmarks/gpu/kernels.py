@@ -1,10 +1,11 @@
-"""Kernels beside their definitions in float64, XLA's programs, and a copy of as many bytes."""
+"""Kernels against their definitions in float64, XLA's programs, and a copy of as many bytes."""
 
 import concurrent.futures
 import functools
 import multiprocessing
 import os
 import secrets
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -13,15 +14,16 @@ import jax.numpy as jnp
 
 from actjax.kernels.dispatch import Kernel
 from benchmarks import operator_check
-from benchmarks.device_time import interleaved, medians
 from benchmarks.gpu.steps import Rows, attempt
 from benchmarks.kernel_cases import KERNELS
 from benchmarks.kernel_cases.case import Case
 from benchmarks.kernel_check import check
+from benchmarks.timing import interleaved
 
 _LEAST_BYTES = 600_000_000
 """Enough that a call takes longer than its launch and does not fit into a cache."""
 Unit = dict[str, str]
+"""The names of a kernel and a case, or of an operator."""
 
 
 def case_units(small: bool | None = None) -> list[Unit]:
@@ -77,8 +79,8 @@ def _check_kernel(unit: Unit) -> dict[str, Any]:
     seed, on_gpu = secrets.randbits(31), jax.default_backend() == "gpu"
     result = check(*_find_case(unit), seed, "pallas" if on_gpu else "interpreted")
     if on_gpu and _takes_triton(unit):
-        other = check(*_find_case(unit), seed, "triton")
-        result |= {"triton": other, "ok": result["ok"] and other["ok"]}
+        in_triton = check(*_find_case(unit), seed, "triton")
+        result |= {"triton": in_triton, "ok": result["ok"] and in_triton["ok"]}
     return {"seed": seed, **result}
 
 
@@ -90,10 +92,6 @@ def _check_operator(unit: Unit) -> dict[str, Any]:
 
 def time_kernels(dry: bool, *, in_triton: bool = False) -> Rows:
     """Times large cases; the dry run lowers the first of each kernel.
-
-    Args:
-      dry: whether there is no GPU.
-      in_triton: only cases that have a program in Triton too.
 
     Raises:
       RuntimeError: no case has one that can run here.
@@ -146,14 +144,16 @@ def _times(compiled: dict[str, Any]) -> dict[str, Any]:
     key, least = jax.random.key(0), compiled.pop("bytes")
     arguments = {make: make(key) for make, _ in compiled.values()}
     seconds = interleaved(
-        {name: functools.partial(run, *arguments[make]) for name, (make, run) in compiled.items()}
+        {name: functools.partial(run, *arguments[make]) for name, (make, run) in compiled.items()},
+        rounds=7,
+        calls=20,
     )
-    middle = medians(seconds)
+    median = {name: statistics.median(times) for name, times in seconds.items()}
     return {
         "bytes": least,
         "seconds": seconds,
-        "bandwidth": least / middle["kernel"],
-        "share_of_copy": middle["copy"] / middle["kernel"],
-        "of_xla": middle["kernel"] / middle["xla"],
-        "triton_of_pallas": middle["triton"] / middle["kernel"] if "triton" in middle else None,
+        "bandwidth": least / median["kernel"],
+        "share_of_copy": median["copy"] / median["kernel"],
+        "of_xla": median["kernel"] / median["xla"],
+        "triton_of_pallas": median["triton"] / median["kernel"] if "triton" in median else None,
     }

@@ -1,4 +1,4 @@
-"""The parts of the queue for a GPU, in their order. A new part is a function and a row of `PARTS`.
+"""The parts of the queue for a GPU, in their order.
 
 The first answer questions that nobody has measured. The last repeat what was measured before, for
 another version of JAX, another GPU or changed kernels.
@@ -6,7 +6,7 @@ another version of JAX, another GPU or changed kernels.
 
 import pathlib
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from benchmarks.gpu.steps import (
     compile_only,
     compiled_for_gpu,
     time_steps,
-)  # fmt: skip
+)
 
 _NO_BUFFERS = {"xla_gpu_enable_command_buffer": ""}
 _DOUBLE = "xla_gpu_enable_while_loop_double_buffering"
@@ -78,93 +78,73 @@ def _kinds_for_gpu(setting: Setting) -> str:
     return ", ".join(["all kinds", *sorted(kind for kind in kinds - trace.KINDS if kind)])
 
 
-def remat(dry: bool) -> Rows:
-    """Times `remat` with the optimizer of `lean` beside `lean`."""
-    return _timed([Setting("lean"), Setting("remat, 8-bit states, in backward")], dry)
+def _steps(
+    *settings: Setting, compiled: Sequence[Setting] | None = None, **options: Any
+) -> Callable[[bool], Rows]:
+    """Returns a part that times settings in turn.
+
+    Args:
+      *settings: steps.
+      compiled: steps that the dry run compiles; those that `profile` does not compile if None.
+      **options: as for `time_steps`.
+    """
+    if compiled is None:
+        names = {x.name for x in settings if x.options == _NO_BUFFERS} | {*_PROFILED}
+        compiled = [x for x in settings if x.name not in names]
+    return lambda dry: compile_only(compiled) if dry else time_steps(settings, **options)
 
 
-def width(dry: bool) -> Rows:
-    """Times `exact` with rows of 5461 and of 5504 numbers, with products in Triton and without."""
-    settings = []
-    for size in (5461, 5504):
-        for name, is_on in (("Triton", True), ("cuBLAS", False)):
-            options = {"xla_gpu_enable_triton_gemm": is_on}
-            name = f"exact, width {size}, {name}"
-            settings.append(Setting(name, "exact", ffn_size=size, options=options))
-    return _timed(settings, dry)
-
-
-def loops(dry: bool) -> Rows:
-    """Times loops over one layer and over two, with two buffers, and without command buffers."""
-    settings = [
-        Setting("exact"),
-        Setting("exact, unrolled by 2", "exact", unroll=2),
-        Setting("exact, double buffers", "exact", options={_DOUBLE: True}),
-        Setting("exact, no command buffers", "exact", options=_NO_BUFFERS),
-        # Not unrolled, whose backward loop is no `scan`, nor twice, which takes minutes to compile.
-        Setting("lean"),
-        Setting("lean, no command buffers", "lean", options=_NO_BUFFERS),
-    ]
-    return _timed(settings, dry)
-
-
-def micro_batches(dry: bool) -> Rows:
-    """Times steps of 32 and 64 sequences in micro-batches; the dry run compiles the largest."""
-    settings = [
-        Setting(f"{name}, {size} in {count}", name, batch_size=size, accumulate=count)
-        for name, size, count in (
-            ("exact", 32, 4), ("lean", 32, 4), ("lean", 64, 8), ("exact", 64, 8), ("lean", 64, 2)
-        )
-    ]  # fmt: skip
-    return compile_only(settings[-2:]) if dry else time_steps(settings, rounds=2, calls=1)
-
-
-def llama3_8b(dry: bool) -> Rows:
-    """Times `llama3_8b` with an allocator that gives no more than a card of 24 GB has."""
-    # Compiled, small states take 22.39 GiB with 2,048 tokens; those on the host 20.49 with 4,096.
-    sizes = ((_ON_HOST, 2, 2048), (_SMALL_STATES, 1, 1024))
-    settings = [Setting(name, "", "llama3_8b", rows, length) for name, rows, length in sizes]
-    return compile_only(settings) if dry else time_steps(settings, alone=True)
-
-
-def host_states(dry: bool) -> Rows:
-    """Times `lean` with its states on the device and on the host."""
-    return _timed([Setting("lean"), Setting(_ON_HOST)], dry)
+_WIDTHS = [
+    Setting(f"exact, width {size}, {name}", "exact", ffn_size=size,
+            options={"xla_gpu_enable_triton_gemm": is_on})
+    for size in (5461, 5504)
+    for name, is_on in (("Triton", True), ("cuBLAS", False))
+]  # fmt: skip
+"""Rows of 5461 and of 5504 numbers, with products in Triton and without."""
+_LOOPS = (
+    Setting("exact"),
+    Setting("exact, unrolled by 2", "exact", unroll=2),
+    Setting("exact, double buffers", "exact", options={_DOUBLE: True}),
+    Setting("exact, no command buffers", "exact", options=_NO_BUFFERS),
+    # Not unrolled, whose backward loop is no `scan`, nor twice, which takes minutes to compile.
+    Setting("lean"),
+    Setting("lean, no command buffers", "lean", options=_NO_BUFFERS),
+)
+_MICRO_BATCHES = [
+    Setting(f"{name}, {size} in {count}", name, batch_size=size, accumulate=count)
+    for name, size, count in (
+        ("exact", 32, 4), ("lean", 32, 4), ("lean", 64, 8), ("exact", 64, 8), ("lean", 64, 2)
+    )
+]  # fmt: skip
+# Compiled, small states take 22.39 GiB with 2,048 tokens; those on the host 20.49 with 4,096.
+_LLAMA3_8B = [
+    Setting(_ON_HOST, "", "llama3_8b", 2, 2048),
+    Setting(_SMALL_STATES, "", "llama3_8b", 1, 1024),
+]
+"""Steps for an allocator that gives no more than a card of 24 GB has."""
 
 
 def triton(dry: bool) -> Rows:
-    """Times kernels in Triton beside Pallas's and XLA's, and steps of `lean` with both."""
+    """Times kernels in Triton, Pallas's and XLA's, and steps of `lean` with and without Triton."""
     settings = [Setting("lean"), Setting("lean, Triton", "lean", implementation="triton")]
     return kernels.time_kernels(dry, in_triton=True) + ([] if dry else time_steps(settings))
 
 
-def methods(dry: bool) -> Rows:
-    """Times a step of every method; the dry run compiles the first."""
-    settings = [Setting(name) for name in _METHODS]
-    return compile_only(settings[:1]) if dry else time_steps(settings, alone=True)
-
-
-def _timed(settings: Sequence[Setting], dry: bool) -> Rows:
-    """Times settings in turn; the dry run compiles those that `profile` does not."""
-    if not dry:
-        return time_steps(settings)
-    names = {x.name for x in settings if x.options == _NO_BUFFERS} | {*_PROFILED}
-    return compile_only([x for x in settings if x.name not in names])
-
-
+_ALL_METHODS = [Setting(name) for name in _METHODS]
 PARTS = (
     Part("profile", 100, profile),
-    Part("remat", 60, remat),
-    Part("width", 70, width),
-    Part("loops", 90, loops),
-    Part("micro_batches", 80, micro_batches),
-    Part("llama3_8b", 120, llama3_8b, _CARD_GIB),
-    Part("host_states", 45, host_states),
+    Part("remat", 60, _steps(Setting("lean"), Setting("remat, 8-bit states, in backward"))),
+    Part("width", 70, _steps(*_WIDTHS)),
+    Part("loops", 90, _steps(*_LOOPS)),
+    Part("micro_batches", 80,
+         _steps(*_MICRO_BATCHES, compiled=_MICRO_BATCHES[-2:], rounds=2, calls=1)),
+    Part("llama3_8b", 120, _steps(*_LLAMA3_8B, compiled=_LLAMA3_8B, alone=True), _CARD_GIB),
+    Part("host_states", 45, _steps(Setting("lean"), Setting(_ON_HOST))),
     Part("triton", 60, triton),
     Part("kernels", 240, kernels.check_kernels),
     Part("operators", 60, kernels.check_operators),
     Part("times", 180, kernels.time_kernels),
-    Part("methods", 300, methods),
-)
+    Part("methods", 300, _steps(*_ALL_METHODS, compiled=_ALL_METHODS[:1], alone=True)),
+)  # fmt: skip
 """Names, seconds that they are expected to take on an H100, and functions; the memory of one of
 them is limited. The seconds were not measured: 40 are for imports, tracing and compilers."""

@@ -5,7 +5,6 @@ are done are skipped the next time, so that a killed run loses one part at most.
 """
 
 import contextlib
-import json
 import os
 import pathlib
 import signal
@@ -24,27 +23,24 @@ _LIMIT, _DRY_LIMIT = 1.5, 60.0
 
 
 class Part(NamedTuple):
-    """A measurement.
-
-    Attributes:
-      name: its name on the command line and in the results.
-      seconds: the time that it is expected to take on a GPU.
-      measure: `measure(dry)` returns rows. A dry run has no GPU: it checks what it can, and each
-        row says under `checked` what that was.
-      memory_gib: GiB that its allocator may take on a GPU; 0 for all.
-    """
+    """A measurement, by its name on the command line and in the results."""
 
     name: str
     seconds: float
+    """The time that it is expected to take on a GPU."""
     measure: Callable[[bool], Rows]
+    """`measure(dry)` returns rows. A dry run has no GPU; each row names under `checked` its
+    checks."""
     memory_gib: float = 0
+    """GiB that its allocator may take on a GPU; 0 for all."""
 
 
 Command = Callable[[Part, pathlib.Path, bool], list[str]]
+"""Returns a command that runs `run_part` in another process."""
 
 
 def command_of(part: Part, path: pathlib.Path, dry: bool) -> list[str]:
-    """Returns the command that runs `run_part` in another process."""
+    """Is the command of the queue."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--part", part.name, "--results", str(path)]
     return command + ["--dry-run"] * dry
 
@@ -52,7 +48,7 @@ def command_of(part: Part, path: pathlib.Path, dry: bool) -> list[str]:
 def run_part(part: Part, path: pathlib.Path, dry: bool) -> None:
     """Measures a part, and writes its rows with the machine, or an error in one line."""
     measured = attempt(lambda: {"rows": part.measure(dry), "environment": record.environment()})
-    _write(path, measured)
+    record.save(path, measured)
 
 
 def run(
@@ -66,12 +62,12 @@ def run(
     """Measures the parts that are not done, in their order; those that failed before come last.
 
     Args:
-      parts: what to measure.
+      parts: the measurements.
       results: the file of all parts: under `parts`, by name, the `rows` of a part with its
         `environment`, or its `failure`, and the `seconds` that it took.
       minutes: time for all. A part that needs more than what remains is left for the next time.
       again: names of parts to measure although they are done.
-      command: returns what to execute, from the arguments of `run_part`.
+      command: the command of a part.
     """
     content: Any = {"environment": {}, "parts": {}}
     if results.exists():
@@ -92,11 +88,11 @@ def run(
             result["failure"] = rows[0]["failure"]  # It is not done.
         content["parts"][part.name] = result
         content["environment"] = result.get("environment", content["environment"])
-        _write(results, content)
+        record.save(results, content)
         failed = sum("failure" in row or not row.get("ok", True) for row in rows)
         times = [f"{x['name']} {1e3 * x['median']:.1f} ms" for x in rows if "median" in x]
-        said = "; ".join([f"{len(rows)} rows, {failed} of them failed", *times])
-        outcome = result.get("failure", said)
+        summary = "; ".join([f"{len(rows)} rows, {failed} of them failed", *times])
+        outcome = result.get("failure", summary)
         print(f"{part.name}: {outcome}, {result['seconds']:.0f} s", flush=True)
 
 
@@ -134,7 +130,7 @@ def _measured(part: Part, limit: float, dry: bool, command: Command) -> dict[str
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
         # A part that wrote its rows and then died has rows.
-        result = json.loads(path.read_text()) if path.exists() else {"failure": why}
+        result = record.read(path) if path.exists() else {"failure": why}
     return result | {"seconds": time.monotonic() - begin}
 
 
@@ -153,11 +149,3 @@ def _environment(part: Part, dry: bool) -> dict[str, str]:
         share = part.memory_gib * 1024 / float(mebibytes.split()[0])
         result["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{share:.5f}"
     return result
-
-
-def _write(path: pathlib.Path, content: dict[str, Any]) -> None:
-    """Writes a file whole or not at all: a kill must not lose what was written before."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".part")
-    unfinished.write_text(json.dumps(content, indent=1, default=str) + "\n")
-    unfinished.replace(path)

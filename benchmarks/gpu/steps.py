@@ -19,7 +19,7 @@ import jax
 
 from actjax import kernels
 from actjax.optim.states.host_states import HOST
-from benchmarks.rivals import compiled_memory, random_batch, rival
+from benchmarks.training_steps import compiled_memory, random_batch, training_step
 from benchmarks.variants import VARIANTS
 from models import preset
 from train.planning.devices import compile_for, find_device
@@ -35,31 +35,22 @@ Rows = list[dict[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A step.
-
-    Attributes:
-      name: what tells it from the others.
-      rival: its name in `benchmarks.rivals`; `name` if empty.
-      model: name of the preset.
-      batch_size: sequences in a step.
-      seq_len: tokens in a sequence.
-      accumulate: micro-batches of a step.
-      ffn_size: width of the feed-forward layers; 0 for that of the preset.
-      unroll: layers in an iteration of `jax.lax.scan` over them.
-      implementation: implementation of the kernels, as for `actjax.kernels.use`.
-      options: options of the compiler by name, which are the flags of XLA.
-    """
+    """A step: its name in the results and, if it differs, in `benchmarks.training_steps`."""
 
     name: str
-    rival: str = ""
+    step: str = ""
     model: str = "llama_1b"
     batch_size: int = 8
     seq_len: int = 1024
     accumulate: int = 1
     ffn_size: int = 0
+    """Width of the feed-forward layers; 0 for that of the preset."""
     unroll: int = 1
+    """Layers in an iteration of `jax.lax.scan` over them."""
     implementation: kernels.Implementation | None = None
+    """Implementation of the kernels, as for `actjax.kernels.use`."""
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Options of the compiler by name, which are the flags of XLA."""
 
     def config(self) -> PretrainConfig:
         """Returns the settings of a run."""
@@ -75,7 +66,7 @@ class Setting:
         """
         shape = preset(self.model)
         shape = dataclasses.replace(shape, ffn_size=self.ffn_size or shape.ffn_size)
-        built = rival(self.rival or self.name, self.config(), shape)
+        built = training_step(self.step or self.name, self.config(), shape)
         state, batch = jax.eval_shape(built.init), jax.eval_shape(self.batch)
         init: Any = jax.jit(built.init)
         places: dict[str, Any] = {}
@@ -140,7 +131,7 @@ class Steps:
             return programs
         batch, metrics = setting.batch(), {}
         # The state is donated: a step that fails must not leave it behind.
-        key = setting.rival or setting.name, setting.model, setting.ffn_size
+        key = setting.step or setting.name, setting.model, setting.ffn_size
         state = self._states.pop(key, None)
         self._states = {} if self._alone else self._states
         if state is None:
@@ -154,11 +145,11 @@ class Steps:
         jax.block_until_ready((state, metrics))
         seconds = (time.perf_counter() - begin) / calls
         self._states[key] = state
-        there = [x for x in jax.tree.leaves(state) if x.sharding.memory_kind == HOST]
+        on_host = [x for x in jax.tree.leaves(state) if x.sharding.memory_kind == HOST]
         return {
             "seconds": seconds,
             "loss": str(metrics["loss"]),  # JSON has no NaN.
-            "on_host": tree_bytes(there),
+            "on_host": tree_bytes(on_host),
             "peak": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
         }
 
@@ -168,11 +159,8 @@ def time_steps(
 ) -> Rows:
     """Times settings in turn, so that a drift of the device affects all of them equally.
 
-    Args:
-      settings: steps.
-      rounds: timed rounds, after one that is not timed.
-      calls: steps of a setting in a round.
-      alone: whether to run all rounds of a setting before the next, as states do not fit together.
+    With `alone` all rounds of a setting run before the next, as states do not fit together. The
+    first round is not timed.
 
     Returns:
       A row for each setting, with what `Steps.run` returns, where `seconds` has an entry for each
@@ -204,7 +192,7 @@ def compile_only(settings: Sequence[Setting]) -> Rows:
     """Compiles steps for a GPU that is not there; returns the compiler's peaks as `checked`."""
     rows = []
     for setting in settings:
-        variant, on_host = VARIANTS.get(setting.rival or setting.name), 0
+        variant, on_host = VARIANTS.get(setting.step or setting.name), 0
         if variant is not None and variant.optimizer.offload_states:
             plan = compile_plan(make_plan(variant.configure(setting.config()), DEVICE), DEVICE)
             peak, on_host = plan.peak, plan.on_host

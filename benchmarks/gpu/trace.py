@@ -34,14 +34,7 @@ _CONTAINERS = frozenset(("while", "conditional", "call"))  # Their events contai
 
 
 class Event(NamedTuple):
-    """A kernel that ran.
-
-    Attributes:
-      name: name of the kernel.
-      instruction: the instruction of the program that launched it; empty if none is known.
-      begin: nanoseconds since the begin of the profile.
-      duration: nanoseconds.
-    """
+    """A kernel that ran, and the instruction that launched it, if known. Times in nanoseconds."""
 
     name: str
     instruction: str
@@ -50,18 +43,14 @@ class Event(NamedTuple):
 
 
 class Instruction(NamedTuple):
-    """An instruction of a compiled program.
-
-    Attributes:
-      opcodes: its opcode, or those of the computation that it fuses.
-      target: the library function that it calls, or nothing.
-      scope: names of the functions in which JAX traced it.
-      in_optimizer: whether the optimizer computes it.
-    """
+    """An instruction of a compiled program."""
 
     opcodes: frozenset[str] = frozenset()
+    """Its opcode, or those of the computation that it fuses."""
     target: str = ""
+    """The library function that it calls, or nothing."""
     scope: str = ""
+    """Names of the functions in which JAX traced it."""
     in_optimizer: bool = False
 
 
@@ -88,11 +77,7 @@ def read_events(folder: pathlib.Path) -> list[Event]:
 
 
 def instructions(text: str) -> dict[str, Instruction]:
-    """Returns the instructions of a compiled program by name.
-
-    Args:
-      text: the program as `jax.stages.Compiled.as_text` returns it.
-    """
+    """Returns the instructions of a compiled program by name, from its text."""
     of_optimizer = _optimizer_frames(text)
     lines, computation = [], ""
     opcodes, frames = collections.defaultdict(set), collections.defaultdict(list)
@@ -144,20 +129,15 @@ def _optimizer_frames(text: str) -> set[str]:
 
 
 def category(event: Event, program: dict[str, Instruction]) -> str | None:
-    """Returns the kind of a kernel; None for an event that contains others.
-
-    Args:
-      event: the kernel.
-      program: the instructions of the program that ran.
-    """
+    """Returns the kind of a kernel of a program; None for an event that contains others."""
     opcodes, target, scope, in_optimizer = program.get(event.instruction, Instruction())
-    said = f"{event.name} {event.instruction} {target}"
+    names = f"{event.name} {event.instruction} {target}"
     if opcodes & _CONTAINERS:
         return None
     if kernel := _KERNEL.search(event.name) or (target and _KERNEL.search(scope)):
         return kernel[1]
-    is_product = "dot" in opcodes or _PRODUCT.search(said)
-    if _ATTENTION.search(said) or (is_product and _WITHIN_ATTENTION.search(scope)):
+    is_product = "dot" in opcodes or _PRODUCT.search(names)
+    if _ATTENTION.search(names) or (is_product and _WITHIN_ATTENTION.search(scope)):
         return ATTENTION
     if is_product:
         return PRODUCTS
@@ -171,11 +151,6 @@ def category(event: Event, program: dict[str, Instruction]) -> str | None:
 
 def summary(events: Sequence[Event], text: str, steps: int) -> dict[str, Any]:
     """Returns the time of a step by kind of kernel.
-
-    Args:
-      events: kernels of several equal steps.
-      text: the program that ran, as for `instructions`.
-      steps: the number of steps.
 
     Returns:
       `kinds`: for each kind, the largest first, `ms` in a step, `share` of all kernels and
@@ -195,12 +170,12 @@ def summary(events: Sequence[Event], text: str, steps: int) -> dict[str, Any]:
         idle += max(event.begin - end, 0) if end else 0
         end = max(end, event.begin + event.duration)
     total = sum(map(sum, kinds.values())) or 1.0
-    largest = sorted(kernels, key=lambda names: -kernels[names])[:20]
+    largest = sorted(kernels, key=lambda entry: -kernels[entry])[:20]
     return {
         "kinds": {
             kind: {"ms": sum(x), "share": sum(x) / total, "launches": len(x) / steps}
             for kind, x in sorted(kinds.items(), key=lambda item: -sum(item[1]))
         },
         "idle_ms": idle / steps / 1e6,
-        "kernels": [(*names, kernels[names]) for names in largest],
+        "kernels": [(*entry, kernels[entry]) for entry in largest],
     }

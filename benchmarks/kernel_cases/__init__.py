@@ -1,26 +1,15 @@
-"""Arguments of every kernel: small ones for tests, and those of real models for benchmarks.
-
-One file a kernel, and `case.py` with what they share.
-"""
+"""Arguments of every kernel: small ones for tests, and those of real models for benchmarks."""
 
 from typing import NamedTuple
 
-from actjax.kernels.adam_4bit.api import KERNEL as ADAM_4BIT
-from actjax.kernels.adam_4bit.api import MAXIMA as ADAM_4BIT_MAXIMA
+from actjax.kernels.adam_4bit import api as adam_4bit
 from actjax.kernels.adam_8bit.api import KERNEL as ADAM_8BIT
 from actjax.kernels.dequantize.api import KERNEL as DEQUANTIZE
 from actjax.kernels.dispatch import Kernel
 from actjax.kernels.quantize.api import KERNEL as QUANTIZE
 from actjax.kernels.rms_norm_backward.api import KERNEL as RMS_NORM_BACKWARD
 from actjax.kernels.swiglu_backward.api import KERNEL as SWIGLU_BACKWARD
-from benchmarks.kernel_cases import (
-    adam_4bit,
-    adam_8bit,
-    dequantize,
-    quantize,
-    rms_norm_backward,
-    swiglu_backward,
-)
+from benchmarks.kernel_cases import optimizers, tokens
 from benchmarks.kernel_cases.case import Case
 
 
@@ -32,11 +21,11 @@ class Entry(NamedTuple):
 
 
 KERNELS: dict[str, Entry] = {
-    "quantize": Entry(QUANTIZE, quantize.CASES),
-    "dequantize": Entry(DEQUANTIZE, dequantize.CASES),
-    "swiglu_backward": Entry(SWIGLU_BACKWARD, swiglu_backward.CASES),
-    "rms_norm_backward": Entry(RMS_NORM_BACKWARD, rms_norm_backward.CASES),
-    "adam_8bit": Entry(ADAM_8BIT, adam_8bit.CASES),
-    "adam_4bit_maxima": Entry(ADAM_4BIT_MAXIMA, adam_4bit.MAXIMA_CASES),
-    "adam_4bit": Entry(ADAM_4BIT, adam_4bit.CASES),
+    "quantize": Entry(QUANTIZE, tokens.QUANTIZE),
+    "dequantize": Entry(DEQUANTIZE, tokens.DEQUANTIZE),
+    "swiglu_backward": Entry(SWIGLU_BACKWARD, tokens.SWIGLU_BACKWARD),
+    "rms_norm_backward": Entry(RMS_NORM_BACKWARD, tokens.RMS_NORM_BACKWARD),
+    "adam_8bit": Entry(ADAM_8BIT, optimizers.ADAM_8BIT),
+    "adam_4bit_maxima": Entry(adam_4bit.MAXIMA, optimizers.ADAM_4BIT_MAXIMA),
+    "adam_4bit": Entry(adam_4bit.KERNEL, optimizers.ADAM_4BIT),
 }

@@ -11,19 +11,22 @@ import pytest
 from benchmarks.kernel_cases import KERNELS
 from benchmarks.kernel_check import check
 
+FAST = ("quantize", "adam_8bit", "adam_4bit")
+"""Kernels of each kind of code."""
+
 
 def small_cases():
-    """The small cases of each kernel; all but the first are slow. `tests/kernels` tests kernels."""
+    """The small cases of each kernel, most of them slow: `tests/kernels` tests kernels."""
     for name, (_, cases) in KERNELS.items():
         for i, case in enumerate(case for case in cases if case.small):
-            marks = pytest.mark.slow if i else ()
+            marks = pytest.mark.slow if i or name not in FAST else ()
             yield pytest.param(name, case, id=f"{name}-{case.name}", marks=marks)
 
 
-@pytest.mark.parametrize(("name", "case"), small_cases())
+@pytest.mark.parametrize(("name", "case"), [*small_cases()])
 def test_every_kernel_agrees_with_its_definition_in_float64(name, case):
-    found = check(KERNELS[name].kernel, case, seed=3, implementation="interpreted")
-    assert found["ok"], found
+    result = check(KERNELS[name].kernel, case, seed=3, implementation="interpreted")
+    assert result["ok"], result
 
 
 PLANTED = {

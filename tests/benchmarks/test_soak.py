@@ -21,22 +21,20 @@ def test_kills_are_drawn_in_order_and_of_every_kind():
 
 
 def test_files_that_are_left_over_or_missing_are_found(tmp_path, monkeypatch):
-    one, other = tmp_path / "one", tmp_path / "other"
-    for root, step in ((one, 180), (one, 200), (other, 181), (other, 200)):
-        (root / "run" / "checkpoints" / str(step) / "state").mkdir(parents=True)
-        (root / "run" / "tensorboard").mkdir(exist_ok=True)
-        (root / "run" / "tensorboard" / f"events.out.tfevents.{step}").touch()
-        (root / "run" / "metrics.jsonl").touch()
-    monkeypatch.setattr(soak, "_last_state", lambda root: (1, {}))
+    unbroken, killed = tmp_path / "unbroken", tmp_path / "killed"
     # SIGTERM saves other steps, but not another number of them.
-    assert soak._names(one) == soak._names(other)
-    assert soak.differences(one, other) == []
-    (other / "run" / "checkpoints" / "190").mkdir()
-    (other / "tmp").mkdir()
-    (other / "tmp" / "x").touch()
-    (one / "run" / "loss.png").touch()
-    assert sorted(soak._names(other) - soak._names(one)) == ["run/checkpoints, 3 of them", "tmp/x"]
-    assert "missing: run/loss.png" in soak.differences(one, other)
+    for root, step in ((unbroken, 180), (killed, 181)):
+        for name in (f"checkpoints/{step}", "checkpoints/200", f"events.out.tfevents.{step}"):
+            (root / "run" / name).mkdir(parents=True)
+    monkeypatch.setattr(soak, "_last_state", lambda root: (1, {}))
+    monkeypatch.setattr(soak, "_losses", lambda root: [])
+    assert soak._names(unbroken) == soak._names(killed)
+    assert soak.differences(unbroken, killed) == []
+    for path in (killed / "run/checkpoints/190", killed / "tmp/x", unbroken / "run/loss.png"):
+        path.mkdir(parents=True)
+    left_over = soak._names(killed) - soak._names(unbroken)
+    assert sorted(left_over) == ["run/checkpoints, 3 of them", "tmp/x"]
+    assert "missing: run/loss.png" in soak.differences(unbroken, killed)
 
 
 @pytest.mark.parametrize(

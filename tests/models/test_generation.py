@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
 import scipy.stats
 import tiny
 
@@ -41,10 +42,7 @@ PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5, 8], [9]]
 
 
 def decoder(config: ModelConfig) -> Decoder:
-    """Random weights from NumPy, put on the device: JAX would compile a program for each shape.
-
-    They are larger than initial weights, so that attention is far from uniform.
-    """
+    """Random weights, larger than initial weights, so that attention is far from uniform."""
     rng = np.random.default_rng(0)
 
     def drawn(path: tuple, x: jax.ShapeDtypeStruct) -> jax.Array:
@@ -118,23 +116,18 @@ def test_a_batch_writes_the_same_as_a_forward_pass_for_each_token(family):
     assert greedy(model) == [slowly(model, prompt, NEW) for prompt in PROMPTS]
 
 
-def test_a_batch_writes_the_same_as_each_prompt_alone():
-    model = model_of()
-    assert greedy(model) == [greedy(model, [prompt])[0] for prompt in PROMPTS]
-
-
 def test_each_text_ends_before_its_stop():
-    model, whole = model_of(), greedy(model_of())
-    stop = {whole[1][3], whole[2][1]}
-    ends = [next((i for i, x in enumerate(row) if x in stop), NEW) for row in whole]
+    model, texts = model_of(), greedy(model_of())
+    stop = {texts[1][3], texts[2][1]}
+    ends = [next((i for i, x in enumerate(row) if x in stop), NEW) for row in texts]
     assert sorted(ends) == [1, 3, 9]
-    want = [row[:end] for row, end in zip(whole, ends, strict=True)]
+    want = [row[:end] for row, end in zip(texts, ends, strict=True)]
     assert greedy(model, stop=stop) == want
-    assert greedy(model, stop={row[0] for row in whole}) == [[], [], []]
+    assert greedy(model, stop={row[0] for row in texts}) == [[], [], []]
 
 
 def test_nothing_is_computed_after_all_have_stopped(monkeypatch):
-    model, whole, steps = model_of(), greedy(model_of()), []
+    model, texts, steps = model_of(), greedy(model_of()), []
 
     def counted(*args):
         jax.debug.callback(lambda: steps.append(1))
@@ -142,7 +135,7 @@ def test_nothing_is_computed_after_all_have_stopped(monkeypatch):
 
     monkeypatch.setattr(generation, "extend", counted)
     # No other test has a program for two prompts, so this one is traced.
-    got = greedy(model, [PROMPTS[0], PROMPTS[2]], stop={whole[0][3], whole[2][5]})
+    got = greedy(model, [PROMPTS[0], PROMPTS[2]], stop={texts[0][3], texts[2][5]})
     jax.effects_barrier()
     # The prefill writes the first token. The step that finds the last stop is the last.
     assert len(steps) == max(map(len, got)) < NEW - 1
@@ -170,49 +163,39 @@ def draw(**options) -> list[list[int]]:
 
 
 def test_the_same_key_draws_the_same_and_another_does_not():
-    assert draw() == draw()
-    assert draw() != draw(key=jax.random.key(1))
-    assert draw() != greedy(model_of())
-
-
-def test_with_a_key_for_each_prompt_the_texts_are_independent():
+    """With a key for each prompt the texts are independent."""
     folded = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(0), i))(jnp.arange(3))
-    together = draw(key=folded)
-    assert together == draw()
+    together = draw()
+    assert together == draw(key=folded)
     assert draw(prompts=PROMPTS[1:2], key=folded[1:2]) == together[1:2]
+    assert together not in (draw(key=jax.random.key(1)), greedy(model_of()))
 
 
-def test_drawing_from_one_token_is_greedy():
-    want = greedy(model_of())
-    assert draw(top_k=1) == want
-    assert draw(top_p=1e-6) == want
-    assert draw(temperature=1e-6) == want
+@pytest.mark.parametrize("options", [{"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-6}])
+def test_drawing_from_one_token_is_greedy(options):
+    assert draw(**options) == greedy(model_of())
 
 
 def assert_drawn(tokens: np.ndarray, probabilities: np.ndarray) -> None:
     """Raises unless tokens were drawn with the given probabilities (chi-square test)."""
-    want = len(tokens) * probabilities
-    got = np.bincount(tokens, minlength=len(want))
-    assert not got[want == 0].any()
+    want, counts = len(tokens) * probabilities, np.bincount(tokens, minlength=len(probabilities))
+    assert not counts[want == 0].any()
     # Rare tokens are counted together: the statistic needs at least about five of each.
     often = want >= 5
     assert often.sum() >= 3
-    want, got = (np.array([*x[often], x[~often].sum()]) for x in (want, got))
+    want, counts = (np.array([*x[often], x[~often].sum()]) for x in (want, counts))
     present = want > 0
-    statistic = np.sum((got - want)[present] ** 2 / want[present])
     # One fair draw in ten thousand has a larger statistic; this seed does not.
-    assert statistic < scipy.stats.chi2.ppf(1 - 1e-4, present.sum() - 1)
+    assert scipy.stats.chisquare(counts[present], want[present]).pvalue > 1e-4
 
 
-def softmax(logits: np.ndarray) -> np.ndarray:
-    weights = np.exp(np.float64(logits) - logits.max(axis=-1, keepdims=True))
-    return weights / weights.sum(axis=-1, keepdims=True)
+softmax = functools.partial(scipy.special.softmax, axis=-1)
 
 
 def test_first_tokens_are_drawn_with_their_probabilities():
     prompt, temperature = [4, 2], 0.8
     drawn = draw(prompts=[prompt] * 400, max_new_tokens=1, temperature=temperature)
-    probabilities = softmax(all_logits(model_of(), prompt)[-1] / temperature)
+    probabilities = softmax(np.float64(all_logits(model_of(), prompt)[-1]) / temperature)
     assert_drawn(np.ravel(drawn), probabilities)
 
 
@@ -231,18 +214,18 @@ def draw_limited():
 )
 def test_tokens_are_drawn_from_the_likeliest(top_k, top_p):
     logits, temperature = all_logits(model_of(), [4, 2])[-1], 0.8
-    probabilities = softmax(logits / temperature)
+    probabilities = softmax(np.float64(logits) / temperature)
     order = np.argsort(-probabilities)[: top_k or None]
-    kept, mass = np.zeros_like(probabilities), 0.0
+    likeliest, mass = np.zeros_like(probabilities), 0.0
     for token in order:
         # Tokens are kept until those before have the mass, relative to what `top_k` leaves.
         if mass < top_p * probabilities[order].sum():
-            kept[token] = probabilities[token]
+            likeliest[token] = probabilities[token]
         mass += probabilities[token]
     settings = np.float32(temperature), np.float32(top_p), np.int32(top_k)
     keys = thousand_keys()
     drawn = draw_limited()(np.tile(logits, (1000, 1)), keys, settings)
-    assert_drawn(np.asarray(drawn), kept / kept.sum())
+    assert_drawn(np.asarray(drawn), likeliest / likeliest.sum())
 
 
 def test_top_k_keeps_exactly_k_of_equal_logits():
@@ -261,24 +244,16 @@ def test_likelihoods_are_sums_of_log_softmax():
     want = []
     for prompt, continuation in zip(PROMPTS, continuations, strict=True):
         logits = all_logits(model, [*prompt, *continuation])[len(prompt) - 1 : -1]
-        logs = np.log(softmax(logits))
+        logs = np.log(softmax(np.float64(logits)))
         want.append(sum(logs[range(len(continuation)), continuation]))
     got = log_likelihoods(model, PROMPTS, continuations, compute_dtype="float32")
     # Sums of up to eight numbers of about four, each with a few roundings of 6e-8.
     np.testing.assert_allclose(got, want, rtol=1e-5)
-    alone = [
-        log_likelihoods(model, [p], [c], compute_dtype="float32")[0]
-        for p, c in zip(PROMPTS, continuations, strict=True)
-    ]
-    np.testing.assert_allclose(got, alone, rtol=1e-5)
 
 
 def test_a_continuation_may_fill_all_positions():
     model, longest = model_of(), CONFIG.max_seq_len
-    got = log_likelihoods(model, [[1]], [[2] * longest])
-    assert np.isfinite(got).all()
-    with pytest.raises(ValueError, match=r"`prompts\[0\]` has 2 tokens .*more than the 21 pos"):
-        log_likelihoods(model, [[1, 1]], [[2] * longest])
+    assert np.isfinite(log_likelihoods(model, [[1]], [[2] * longest])).all()
 
 
 # ----- wrapped weights, and dtypes
@@ -319,12 +294,9 @@ def test_adapters_and_quantized_weights_write_the_same_as_plain_arrays():
 
 
 def test_the_cache_has_the_compute_dtype():
-    model, tokens = model_of(), jnp.zeros((2, 8), jnp.int32)
-    logits, cache = jax.eval_shape(
-        lambda model, tokens: prefill(model, tokens, jnp.array([8, 3]), 9, "bfloat16"),
-        model,
-        tokens,
-    )
+    prefilled = functools.partial(prefill, slots=9, compute_dtype="bfloat16")
+    tokens, lengths = np.zeros((2, 8), np.int32), np.array([8, 3], np.int32)
+    logits, cache = jax.eval_shape(prefilled, model_of(), tokens, lengths)
     assert cache.k.dtype == cache.v.dtype == jnp.bfloat16
     assert cache.k.shape == (3, 2, 9, 2, 4)
     assert (logits.shape, logits.dtype) == ((2, 61), jnp.float32)
@@ -350,48 +322,6 @@ def test_texts_equal_those_of_transformers(tmp_path):
     assert greedy(model) == out[:, longest:].tolist()
 
 
-# ----- errors
-
-
-@pytest.mark.parametrize(
-    ("prompts", "options", "message"),
-    [
-        ([[1], []], {}, r"`prompts\[1\]` is empty: give at least one token"),
-        (
-            [[1, 61]],
-            {},
-            r"`prompts\[0\]` has the id 61, but the vocabulary .* 0 to 60",
-        ),
-        ([[-1, 2]], {}, r"`prompts\[0\]` has the id -1"),
-        ([[1]], {"stop": [99]}, "`stop` has the id 99"),
-        ([[1]], {"max_new_tokens": 0}, "`max_new_tokens` must be at least 1, got 0"),
-        (
-            [[1] * 30],
-            {},
-            r"`prompts\[0\]` has 30 tokens, and with .* 12 more .* the 21 p",
-        ),
-        ([[1]], {"temperature": -1}, "`temperature` must be at least 0 .*, got -1"),
-        ([[1]], {"temperature": float("nan")}, "`temperature` must be at least 0 and finite"),
-        ([[1]], {"top_p": 0.0}, r"`top_p` must be above 0 and at most 1, got 0\.0"),
-        ([[1]], {"top_p": 1.5}, r"`top_p` must be above 0 and at most 1, got 1\.5"),
-        ([[1]], {"top_k": -1}, "`top_k` must be at least 0 .*, got -1"),
-        ([[1]], {"temperature": 1.0}, "draws random numbers, but got key=None: pass `key`"),
-        (
-            [[1]],
-            {"temperature": 1.0, "key": jax.random.split(jax.random.key(0), 2)},
-            r"`key` must be one key, or one for each of the 1 `prompts`, got keys of shape \(2,\)",
-        ),
-    ],
-)
-def test_errors_say_what_is_wrong(prompts, options, message):
-    with pytest.raises(ValueError, match=message):
-        greedy(model_of(), prompts, **options)
-
-
 def test_no_prompts_give_no_texts():
     assert greedy(model_of(), []) == []
     assert log_likelihoods(model_of(), [], []).shape == (0,)
-    with pytest.raises(ValueError, match="`continuations` has 2 entries and `prompts` 1"):
-        log_likelihoods(model_of(), [[1]], [[1], [2]])
-    with pytest.raises(ValueError, match=r"`continuations\[0\]` is empty"):
-        log_likelihoods(model_of(), [[1]], [[]])

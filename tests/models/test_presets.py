@@ -1,7 +1,7 @@
 import jax
 import pytest
 
-from models import PRESETS, Decoder, preset
+from models import PRESETS, Decoder, ModelConfig, preset
 
 # Millions of parameters, embeddings included: tied or not, as the papers name the models.
 MILLIONS = {
@@ -31,13 +31,13 @@ def test_presets_have_the_parameters_of_their_models(name, millions):
     assert count / 1e6 == pytest.approx(millions, abs=0.06)
 
 
-def test_an_unknown_name_gets_the_nearest_ones():
-    with pytest.raises(ValueError, match=r"unknown `--model` 'llama_60'\. Did you mean llama_60m"):
-        preset("llama_60")
-    with pytest.raises(ValueError, match=r"'xyz'\. There are: llama_3m"):
-        preset("xyz")
-
-
 def test_every_preset_has_a_name_of_the_documented_form():
     families = ("llama_", "llama3_", "qwen2_5_", "qwen3_")
     assert all(name.startswith(families) for name in PRESETS)
+
+
+def test_dimensions_of_heads_follow_from_the_others():
+    sizes = {"vocab_size": 8, "hidden_size": 8, "ffn_size": 8, "num_layers": 1, "num_heads": 2}
+    config = ModelConfig(**sizes)
+    assert (config.num_kv_heads, config.head_size) == (2, 4)
+    assert ModelConfig(**sizes, num_kv_heads=1, head_size=6).head_size == 6

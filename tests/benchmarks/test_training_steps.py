@@ -1,4 +1,4 @@
-"""Rivals compute the same numbers, and their compiled memory is as small as documented."""
+"""Steps compute the same numbers, and their compiled memory is as small as documented."""
 
 import dataclasses
 import functools
@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import tiny
 
-from benchmarks import finetune
-from benchmarks.rivals import (
-    PLAIN,
-    RIVALS,
-    Rival,
+from benchmarks import finetune, finetune_memory
+from benchmarks.training_steps import (
+    PLAIN_JAX,
+    STEPS,
+    TrainingStep,
     compiled_memory,
-    method_rival,
+    method_step,
     random_batch,
-    rival,
+    training_step,
 )
 from benchmarks.variants import EIGHT_BIT, VARIANTS, Variant, check_names, codec
 from models import ModelConfig, preset
@@ -33,14 +33,13 @@ MODEL = ModelConfig(
     vocab_size=512, hidden_size=256, ffn_size=680, num_layers=12, num_heads=4, num_kv_heads=4
 )
 SMALL = dataclasses.replace(TRAIN, seq_len=16)
-EXACT = ("plain, naive loss and attention", "exact")
-REMATERIALIZED = [*(name for name in PLAIN if name.startswith("jax.checkpoint")), "remat"]
+REMATERIALIZED = [*(name for name in PLAIN_JAX if name.startswith("jax.checkpoint")), "remat"]
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
-def test_unknown_rivals_are_refused():
-    check_names(("plain", "exact"), RIVALS)
+def test_unknown_steps_are_refused():
     with pytest.raises(ValueError, match=r"unknown \['exakt'\]. There are: plain, .*exact"):
-        check_names(("exakt",), RIVALS)
+        check_names(("exakt", "exact"), STEPS)
 
 
 def test_a_variant_takes_its_rank_from_the_width():
@@ -51,76 +50,78 @@ def test_a_variant_takes_its_rank_from_the_width():
 def test_the_settings_of_every_variant_fit():
     for variant in VARIANTS.values():
         resolve(variant.configure(PretrainConfig()), preset("llama_9m"))
-    for row in finetune.ROWS.values():
+    for row in (*finetune.ROWS.values(), *finetune_memory.ROWS.values()):
         resolve(row.configure(FinetuneConfig(checkpoint="none")), preset("llama_9m"))
 
 
+def test_baselines_of_fine_tuning_take_a_step():
+    config = finetune_memory.Config(seq_len=16)
+    step, batch = finetune_memory.training_step("qlora, autodiff", config, tiny.CONFIG)
+    state = jax.eval_shape(step.init)
+    after, _ = jax.eval_shape(step.step, state, batch)
+    assert jax.tree.leaves(after) == jax.tree.leaves(state)
+
+
 @functools.cache
-def small(name: str) -> Rival:
-    """A rival of a model that is smaller than any preset."""
+def small(name: str) -> TrainingStep:
+    """A step of a model that is smaller than any preset."""
     if name not in VARIANTS:
-        return rival(name, SMALL, tiny.CONFIG)
+        return training_step(name, SMALL, tiny.CONFIG)
     variant = VARIANTS[name]
     if variant.width_over_rank:
         options = dataclasses.replace(variant.options, rank=6)
         variant = dataclasses.replace(variant, width_over_rank=0, options=options)
-    return method_rival(variant, SMALL, tiny.CONFIG)
+    return method_step(variant, SMALL, tiny.CONFIG)
 
 
-def started(name: str):
-    """The first state of a rival, and a batch."""
-    batch = jax.jit(lambda: random_batch(SMALL, tiny.CONFIG.vocab_size))()
-    return jax.jit(small(name).init)(), batch
+@functools.cache
+def small_batch():
+    return jax.jit(lambda: random_batch(SMALL, tiny.CONFIG.vocab_size))()
+
+
+@functools.cache
+def losses(name: str) -> list[float]:
+    """Losses of two steps on one batch, and that of the first weights."""
+
+    @jax.jit
+    def run(batch):
+        state, step = small(name).init(), small(name).step
+        first = state.model.loss(batch["inputs"], batch["targets"], compute_dtype="float32")
+        steps = jax.lax.scan(lambda state, _: step(state, batch), state, length=2)[1]
+        return [first, *steps["loss"]]
+
+    return [float(x) for x in run(small_batch())]
+
+
+# Both baselines and one method: `tests/train/run/test_step.py` tests the others.
+@pytest.mark.parametrize(
+    "name", ["plain", "optax.contrib.galore d/4", "exact, 8-bit states, in backward"]
+)
+def test_steps_compute_the_loss_of_the_model(name):
+    first, loss, second = losses(name)
+    # The same loss with sums in another order: a few units in the last place of float32.
+    np.testing.assert_allclose(loss, first, rtol=1e-5)
+    if name.startswith("exact"):
+        np.testing.assert_allclose([loss, second], losses("plain")[1:], rtol=1e-5)
 
 
 @functools.cache
 def gradient_of(name: str):
-    return jax.jit(small(name).gradient)
+    @jax.jit
+    def gradient(model, batch):
+        state = dataclasses.replace(small("plain").init(), model=model)
+        return small(name).gradient(state, batch)[1]
 
-
-# One of each kind of program: `tests/train/run/test_step.py` tests the methods.
-@pytest.mark.parametrize(
-    "name", ["optax.contrib.galore d/4", "subspace d/4, 8-bit states and inputs", "lean"]
-)
-def test_rivals_compute_the_same_loss(name):
-    state, batch = started(name)
-    loss = jax.jit(small(name).step)(state, batch)[1]["loss"]
-    # The same loss with sums in another order: a few units in the last place of float32.
-    expected = jax.jit(
-        lambda model: model.loss(batch["inputs"], batch["targets"], compute_dtype="float32")
-    )(state.model)
-    np.testing.assert_allclose(loss, expected, rtol=1e-5)
-
-
-def losses(name: str) -> list[float]:
-    """Losses of two steps on one batch."""
-    state, batch = started(name)
-    step, found = jax.jit(small(name).step), []
-    for _ in range(2):
-        state, metrics = step(state, batch)
-        found.append(float(metrics["loss"]))
-    return found
-
-
-@functools.cache
-def losses_of_plain() -> list[float]:
-    return losses("plain")
-
-
-@pytest.mark.parametrize("name", ["exact", "exact, 8-bit states, in backward"])
-def test_exact_rivals_have_the_same_losses_after_a_step_too(name):
-    np.testing.assert_allclose(losses(name), losses_of_plain(), rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "name", [*EXACT, *(pytest.param(name, marks=pytest.mark.slow) for name in REMATERIALIZED)]
-)
-def test_exact_rivals_have_the_same_gradient(name):
-    state, batch = started("plain")
     # Initial norms are all one, where a missing scale would not show.
-    state = dataclasses.replace(state, model=tiny.decoder())
-    got, want = (gradient_of(n)(state, batch)[1] for n in (name, "plain"))
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    return gradient(tiny.decoder(), small_batch())
+
+
+@pytest.mark.parametrize(
+    "name", ["plain, naive loss and attention", "exact", *map(slow, REMATERIALIZED)]
+)
+def test_exact_steps_have_the_same_gradient(name):
+    pairs = (jax.tree.leaves(gradient_of(n)) for n in (name, "plain"))
+    for a, b in zip(*pairs, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6)
 
 
@@ -137,27 +138,24 @@ METHODS = {
 
 
 @functools.cache
-def middle(name: str) -> Rival:
-    return (
-        method_rival(METHODS[name], TRAIN, MODEL) if name in METHODS else rival(name, TRAIN, MODEL)
-    )
-
-
-@functools.cache
-def arguments(name: str) -> tuple:
-    return jax.eval_shape(middle(name).init), batch_shapes(TRAIN)
+def middle(name: str) -> TrainingStep:
+    if name in METHODS:
+        return method_step(METHODS[name], TRAIN, MODEL)
+    return training_step(name, TRAIN, MODEL)
 
 
 def gradient_temporaries(name: str) -> int:
     return _memory(middle(name).gradient, name)["temporaries"]
 
 
+@functools.cache
 def step_peak(name: str) -> int:
     return _memory(middle(name).step, name, donate_argnums=0)["peak"]
 
 
 def _memory(function, name, **options) -> dict[str, int]:
-    return compiled_memory(jax.jit(function, **options).lower(*arguments(name)).compile())
+    arguments = jax.eval_shape(middle(name).init), batch_shapes(TRAIN)
+    return compiled_memory(jax.jit(function, **options).lower(*arguments).compile())
 
 
 def test_activation_memory_falls_as_documented():
@@ -178,29 +176,35 @@ def test_the_peak_of_a_whole_step_falls():
     assert step_peak("subspace d/16") <= 0.40 * plain
     assert step_peak("subspace d/4") <= 0.46 * plain
     assert step_peak("subspace d/16") < step_peak("subspace d/4") < step_peak("low_rank")
-    assert step_peak("low_rank") < step_peak("exact") < step_peak("plain")
+    assert step_peak("low_rank") < step_peak("exact") < plain
     assert step_peak("subspace d/16") < full_remat < step_peak("exact")
     assert step_peak("remat, in backward") < full_remat
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["subspace d/16", "subspace d/4", "low_rank"])
-def test_the_peak_is_what_the_table_counts_and_little_more(name):
+def test_the_peak_is_the_sum_of_the_table_and_little_more(name):
     # A fifth for the backward pass of one of twelve layers, and the chunk of logits.
     assert step_peak(name) <= 1.2 * middle(name).memory().total
 
 
 def test_gradients_and_states_of_compressed_weights_are_a_seventh():
-    assert sum(middle("subspace d/16").of_layers()) <= sum(middle("plain").of_layers()) / 7
+    # Without embedding and output, which are not compressed: a gradient and two moments in float32.
+    others = 3 * 4 * 2 * MODEL.vocab_size * MODEL.hidden_size
+    compressed, plain = (
+        memory.gradients + memory.optimizer - others
+        for memory in (middle(name).memory() for name in ("subspace d/16", "plain"))
+    )
+    assert compressed <= plain / 7
 
 
 @functools.cache
 def flops_at_1b(name: str) -> int:
     """Operations of the products of a whole step of 8 x 1024 tokens, from its trace."""
     config = PretrainConfig(model="llama_1b", batch_size=8, seq_len=1024, weight_dtype="bfloat16")
-    one, length = rival(name, config), causal_loop_length(config.seq_len)
-    state = jax.eval_shape(one.init)
-    return matmul_flops(one.step, state, batch_shapes(config), loop_length=length)
+    built, length = training_step(name, config), causal_loop_length(config.seq_len)
+    state = jax.eval_shape(built.init)
+    return matmul_flops(built.step, state, batch_shapes(config), loop_length=length)
 
 
 def test_compression_costs_fewer_operations_and_rematerialization_more():

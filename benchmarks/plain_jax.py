@@ -1,8 +1,8 @@
 """The same decoder in ordinary JAX, differentiated by JAX.
 
-It is what a good user would write without actjax: layers are stacked and scanned. Attention and the
-chunked cross-entropy are those of actjax, so that only blocks are compared. `naive`
-replaces these two by their textbook forms.
+A good user would write it without actjax: layers are stacked and scanned. Attention and the chunked
+cross-entropy are those of actjax, so that only blocks are compared. `naive` replaces these two by
+their textbook forms.
 """
 
 import dataclasses
@@ -34,19 +34,16 @@ POLICIES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class PlainConfig:
-    """Options of the plain decoder.
-
-    Attributes:
-      remat: "none", or one of `POLICIES`.
-      naive: whether to compute all logits at once, and to store attention weights.
-    """
+class PlainJax:
+    """Options of the plain decoder."""
 
     remat: str = "none"
+    """No policy, "none", or one of `POLICIES`."""
     naive: bool = False
+    """Whether to compute all logits at once, and to store attention weights."""
 
 
-def loss_function(config: PlainConfig, compute_dtype: str) -> Callable[..., jax.Array]:
+def loss_function(config: PlainJax, compute_dtype: str) -> Callable[..., jax.Array]:
     """Returns the loss as a function of a `Decoder`, tokens and targets, [B, S] both."""
 
     def loss(model: Decoder, tokens: jax.Array, targets: jax.Array) -> jax.Array:

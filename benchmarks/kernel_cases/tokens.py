@@ -1,0 +1,238 @@
+"""Arguments of the kernels that read tokens: codes and backward passes."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from actjax import Quantized
+from actjax.formats.balance import balance_of
+from actjax.formats.code import QuantizedCode, QuantizeInputs
+from actjax.formats.noise import seed_of
+from actjax.formats.quantize import quantize
+from benchmarks.kernel_cases.case import TOKENS, Case, normal
+
+_BALANCED = {"rotate": True, "balance": True}
+"""Settings of the programs for `Quantized`, without bits and levels."""
+_NORMAL = {"levels": "normal", **_BALANCED}
+
+
+def _code(key: jax.Array, shape: tuple[int, ...], codec: Quantized, dtype: Any) -> QuantizedCode:
+    """Returns a code of normally distributed numbers, with a mean and a spread for each channel."""
+    seed = seed_of(jax.random.fold_in(key, 1)) if codec.needs_key else None
+    mean, spread = _channels(jax.random.fold_in(key, 2), shape[-1], codec)
+    inputs = QuantizeInputs(normal(key, shape, dtype), seed, None, mean, spread)
+    made = quantize(inputs, format=codec.format)
+    return dataclasses.replace(made, mean=mean, spread=spread)
+
+
+def _channels(
+    key: jax.Array, features: int, codec: Quantized
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Returns random means and spreads of channels, as stored; None without `codec.balance`."""
+    if not codec.balance:
+        return None, None
+    numbers, deviation, mean = (normal(k, (16, features)) for k in jax.random.split(key, 3))
+    return balance_of(numbers * jnp.exp(deviation[0]) + mean[0], codec.scale_dtype)
+
+
+def _quantize_inputs(
+    key: jax.Array, tokens: int, features: int, dtype: Any, outliers: int, codec: Quantized
+) -> tuple[Any, ...]:
+    seed = seed_of(jax.random.fold_in(key, 1)) if codec.needs_key else None
+    order = jax.random.permutation(jax.random.fold_in(key, 2), features)
+    channels = order[:outliers].astype(jnp.int32) if outliers else None
+    balance = _channels(jax.random.fold_in(key, 5), features, codec)
+    return (QuantizeInputs(normal(key, (tokens, features), dtype), seed, channels, *balance),)
+
+
+def _one_code(key: jax.Array, tokens: int, features: int, dtype: Any, codec: Quantized) -> Any:
+    return (_code(key, (tokens, features), codec, dtype),)
+
+
+def _norm_arguments(
+    key: jax.Array, tokens: int, features: int, dtype: Any, codec: Quantized | None
+) -> tuple[Any, ...]:
+    keys, shape = jax.random.split(key, 3), (tokens, features)
+    return (
+        normal(keys[0], shape, dtype) if codec is None else _code(keys[0], shape, codec, dtype),
+        normal(keys[1], (features,), dtype),
+        normal(keys[2], shape, dtype),
+    )
+
+
+def _swiglu_arguments(
+    key: jax.Array, tokens: int, features: int, dtype: Any, gate: Quantized, up: Quantized
+) -> tuple[Any, ...]:
+    keys, shape = jax.random.split(key, 3), (tokens, features)
+    gate_code, up_code = _code(keys[0], shape, gate, dtype), _code(keys[1], shape, up, dtype)
+    return gate_code, up_code, normal(keys[2], shape, dtype)
+
+
+def _case(
+    make: Callable[..., Any],
+    name: str,
+    sizes: tuple[int, int],
+    dtype: Any = jnp.bfloat16,
+    options: dict[str, Any] | None = None,
+    **arguments: Any,
+) -> Case:
+    """Returns a case; it is small if its tokens are fewer than those of a batch."""
+    tokens, features = sizes
+    made = functools.partial(make, tokens=tokens, features=features, dtype=dtype, **arguments)
+    return Case(name, made, options or {}, tokens < 64)
+
+
+def _quantize(
+    name: str, sizes: Any, bits: int, dtype: Any = jnp.bfloat16, outliers: int = 0, **settings: Any
+) -> Case:
+    codec = Quantized(bits, **settings)
+    options = {"format": codec.format}
+    return _case(_quantize_inputs, name, sizes, dtype, options, outliers=outliers, codec=codec)
+
+
+def _dequantize(
+    name: str, sizes: Any, bits: int, dtype: Any = jnp.bfloat16, **settings: Any
+) -> Case:
+    return _case(_one_code, name, sizes, dtype, codec=Quantized(bits, **settings))
+
+
+def _norm(
+    name: str, sizes: Any, bits: int | None, dtype: Any = jnp.bfloat16, **settings: Any
+) -> Case:
+    codec = None if bits is None else Quantized(bits, **settings)
+    options = {"eps": 1e-6, "with_value": bits is not None}
+    return _case(_norm_arguments, name, sizes, dtype, options, codec=codec)
+
+
+def _swiglu(
+    name: str, sizes: Any, bits: tuple[int, int], dtype: Any = jnp.bfloat16, **settings: Any
+) -> Case:
+    gate, up = (Quantized(n, **settings) for n in bits)
+    return _case(_swiglu_arguments, name, sizes, dtype, {"with_value": True}, gate=gate, up=up)
+
+
+def _by_bits(name: str, features: int, make: Callable[..., Case], *bits: int) -> list[Case]:
+    """Returns cases of a large array with uniform levels."""
+    return [
+        make(f"{name}, {n} bits, balanced, rotated", (TOKENS, features), n, **_BALANCED)
+        for n in bits
+    ]
+
+
+def _of_programs(make: Callable[..., Case]) -> list[Case]:
+    """Returns cases of the codes that the programs use, for arrays of real models."""
+    arrays = {
+        "llama_1b block input": 2048,
+        "llama_1b gate": 5461,
+        "llama_7b gate": 11008,
+        "smollm2_135m block input": 576,
+        "smollm2_135m key": 192,
+    }
+    suffix = "4 bits, normal levels, balanced, rotated"
+    return [
+        *(
+            make(f"{name}, {suffix}", (TOKENS, width), 4, **_NORMAL)
+            for name, width in arrays.items()
+        ),
+        *_by_bits("llama_1b block input", 2048, make, 4, 5, 6),
+        *_by_bits("llama_1b gate", 5461, make, 4, 5, 6),
+    ]
+
+
+def _unrotated(make: Callable[..., Case]) -> list[Case]:
+    """Returns cases of a block input by bits and rounding."""
+    return [
+        make(f"llama_1b block input, {n} bits, {rounding}", (TOKENS, 2048), n, rounding=rounding)
+        for n in (1, 2, 4, 8)
+        for rounding in ("nearest", "dither")
+    ]
+
+
+QUANTIZE = (
+    _quantize("whole groups", (9, 256), 4),
+    _quantize("groups left over, dither", (5, 341), 2, jnp.float32, rounding="dither"),
+    _quantize("outliers, 8 bits", (6, 300), 8, outliers=5, rounding="stochastic"),
+    # In float32: numbers of bfloat16 may lie exactly between two of eight levels.
+    _quantize("outliers, 3 bits", (7, 200), 3, jnp.float32, outliers=2),
+    _quantize("normal levels", (4, 192), 2, levels="normal", group=64),
+    _quantize("balanced, rotated, normal levels, outliers", (9, 576), 4, outliers=3, **_NORMAL),
+    _quantize("balanced, rotated, normal levels, odd last group", (9, 213), 4, **_NORMAL),
+    _quantize("balanced, rotated, normal levels, 3 bits", (5, 341), 3, jnp.float32, **_NORMAL),
+    _quantize("balanced, rotated, 5 bits", (6, 213), 5, jnp.float32, **_BALANCED),
+    _quantize("balanced, rotated, 6 bits", (5, 192), 6, group=64, **_BALANCED),
+    *_of_programs(_quantize),
+    *_unrotated(_quantize),
+    _quantize("llama_1b block input, 4 bits, stochastic", (TOKENS, 2048), 4, rounding="stochastic"),
+    _quantize("llama_1b block input, 2 bits, normal levels", (TOKENS, 2048), 2, levels="normal"),
+    _quantize("llama_1b block input, float32, 4 bits", (TOKENS, 2048), 4, jnp.float32),
+    _quantize("llama_7b block input, 2 bits, normal levels, balanced, rotated, 0.5% whole",
+              (TOKENS, 4096), 2, outliers=20, **_NORMAL),
+    _quantize("smollm2_135m block input, 5 bits, groups of 64", (TOKENS, 576), 5, group=64,
+              **_BALANCED),
+    _quantize("llama_350m gate, 4 bits", (TOKENS, 2736), 4),
+    _quantize("llama_1b gate, 4 bits", (TOKENS, 5461), 4),
+    _quantize("llama_1b gate, 4 bits, dither", (TOKENS, 5461), 4, rounding="dither"),
+    _quantize("llama_7b gate, 4 bits", (TOKENS, 11008), 4),
+    _quantize("llama3_8b gate, 4 bits", (TOKENS, 14336), 4),
+    _quantize("qwen3_0_6b gate, 4 bits", (TOKENS, 3072), 4),
+)  # fmt: skip
+DEQUANTIZE = (
+    _dequantize("whole groups", (9, 256), 4),
+    _dequantize("groups left over, dither", (5, 341), 2, jnp.float32, rounding="dither"),
+    _dequantize("3 bits, normal levels", (4, 192), 3, levels="normal", group=64),
+    _dequantize("balanced, rotated, normal levels", (9, 576), 4, **_NORMAL),
+    _dequantize("balanced, rotated, 5 bits", (6, 213), 5, jnp.float32, **_BALANCED),
+    *_of_programs(_dequantize),
+    *_unrotated(_dequantize),
+    _dequantize("llama_1b block input, 2 bits, normal levels", (TOKENS, 2048), 2, levels="normal"),
+    _dequantize("llama_1b gate, 4 bits", (TOKENS, 5461), 4),
+    _dequantize("llama_7b gate, 4 bits", (TOKENS, 11008), 4),
+)
+RMS_NORM_BACKWARD = (
+    _norm("whole groups", (9, 256), 4),
+    _norm("three groups, dither", (5, 192), 2, jnp.float32, group=64, rounding="dither"),
+    _norm("exact", (7, 48), None),
+    _norm("balanced, rotated, 6 bits", (5, 192), 6, group=64, **_BALANCED),
+    *(
+        _norm(f"{name}, 4 bits, normal levels, balanced, rotated", (TOKENS, width), 4, **_NORMAL)
+        for name, width in {"llama_1b": 2048, "llama_7b": 4096}.items()
+    ),
+    *_by_bits("llama_1b", 2048, _norm, 5, 6),
+    _norm("smollm2_135m, 5 bits, groups of 64", (TOKENS, 576), 5, group=64, **_BALANCED),
+    _norm("llama_1b, exact", (TOKENS, 2048), None),
+    _norm("llama_7b, exact", (TOKENS, 4096), None),
+    _norm("llama_60m, 4 bits", (TOKENS, 512), 4),
+    _norm("llama_350m, 4 bits", (TOKENS, 1024), 4),
+    _norm("llama_1b, 4 bits", (TOKENS, 2048), 4),
+    _norm("llama_1b, 4 bits, dither", (TOKENS, 2048), 4, rounding="dither"),
+    _norm("llama_1b, 2 bits, normal levels", (TOKENS, 2048), 2, levels="normal"),
+    _norm("llama_7b, 4 bits", (TOKENS, 4096), 4),
+    _norm("llama3_3b, 4 bits", (TOKENS, 3072), 4),
+)
+SWIGLU_BACKWARD = (
+    _swiglu("whole groups", (9, 256), (4, 4)),
+    _swiglu("two widths, groups left over", (5, 341), (4, 2), jnp.float32, rounding="dither"),
+    _swiglu("balanced, rotated, 4 and 6 bits", (9, 320), (4, 6), **_BALANCED),
+    *(
+        _swiglu(f"{name}, 4 bits, normal levels, balanced, rotated", (TOKENS, width), (4, 4),
+                **_NORMAL)
+        for name, width in {"llama_1b": 5461, "llama_7b": 11008, "llama_60m": 1376}.items()
+    ),
+    *(
+        _swiglu(f"llama_1b, {n} bits, balanced, rotated", (TOKENS, 5461), (n, n), **_BALANCED)
+        for n in (5, 6)
+    ),
+    _swiglu("llama_60m, 4 bits", (TOKENS, 1376), (4, 4)),
+    _swiglu("llama_350m, 4 bits", (TOKENS, 2736), (4, 4)),
+    _swiglu("llama_1b, 4 bits", (TOKENS, 5461), (4, 4)),
+    _swiglu("llama_1b, 4 bits, dither", (TOKENS, 5461), (4, 4), rounding="dither"),
+    _swiglu("llama_1b, 4 and 2 bits", (TOKENS, 5461), (4, 2)),
+    _swiglu("llama_1b, 2 bits, normal levels", (TOKENS, 5461), (2, 2), levels="normal"),
+    _swiglu("llama_7b, 4 bits", (TOKENS, 11008), (4, 4)),
+    _swiglu("llama3_8b, 4 bits", (TOKENS, 14336), (4, 4)),
+    _swiglu("qwen3_0_6b, 4 bits", (TOKENS, 3072), (4, 4)),
+)  # fmt: skip
