@@ -6,7 +6,7 @@ import json
 import os
 import pathlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +30,9 @@ from train.text.chat import open_chat_template
 from train.text.corpus import open_corpus, open_whole
 from train.text.data import ValidationSet, validation_batches
 from train.text.tokenizer import Tokenizer, check_vocabulary, tokenizer_of
+
+AttachAdapter = Callable[[Decoder, pathlib.Path], Decoder]
+"""From a decoder and the folder of an adapter to the decoder with the adapter."""
 
 _HELD_OUT_BATCHES = 20
 _LONGEST_ROW = 1024
@@ -64,12 +67,20 @@ def main() -> None:
     run_program(lambda: run(config, make_console()))
 
 
-def run(config: EvaluateConfig, console: Console) -> dict[str, Any]:
+def attach_lora(model: Decoder, folder: pathlib.Path) -> Decoder:
+    """Returns a decoder with the LoRA adapter in a folder."""
+    return lora.attach(model, *peft.load_adapters(folder, model.config))
+
+
+def run(
+    config: EvaluateConfig, console: Console, attach_adapter: AttachAdapter = attach_lora
+) -> dict[str, Any]:
     """Evaluates with the given settings: the program behind the command line.
 
     Args:
       config: settings.
       console: where to print.
+      attach_adapter: reads `--adapter`.
 
     Returns:
       The requested results: `text` (`nats_per_token`, `perplexity`, `bits_per_byte`, `tokens`),
@@ -79,7 +90,7 @@ def run(config: EvaluateConfig, console: Console) -> dict[str, Any]:
       BadRunError: something is wrong with the settings, the checkpoint or an input file.
     """
     try:
-        ready = prepare(config)
+        ready = prepare(config, attach_adapter)
     except (ValueError, OSError) as error:
         raise BadRunError(str(error)) from error
     report: dict[str, Any] = {}
@@ -99,7 +110,7 @@ def _say(console: Console, text: str, **options: Any) -> None:
     console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True, **options)
 
 
-def prepare(config: EvaluateConfig) -> Evaluation:
+def prepare(config: EvaluateConfig, attach_adapter: AttachAdapter = attach_lora) -> Evaluation:
     """Returns an evaluation that is ready to begin. Everything that can be wrong is found here.
 
     Raises:
@@ -140,8 +151,7 @@ def prepare(config: EvaluateConfig) -> Evaluation:
         ends = {tokenizer.eos_id, *stop_ids(checkpoint)}
     if config.adapter is not None:
         with naming_flag("--adapter"):
-            adapters = peft.load_adapters(config.adapter.expanduser(), model.config)
-            model = lora.attach(model, *adapters)
+            model = attach_adapter(model, config.adapter.expanduser())
     # Models that never saw an end of text, such as stories260K, write the next beginning.
     ends |= set() if tokenizer.bos_id is None else {tokenizer.bos_id}
     stop = tuple(sorted(index for index in ends if index < model_config.vocab_size))
