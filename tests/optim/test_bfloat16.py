@@ -98,6 +98,12 @@ def test_the_upper_neighbour_comes_as_often_as_its_share_of_the_distance():
     ]
 
 
+def test_the_largest_weights_stay_finite():
+    steps, words = np.array([[1], [0xFFFF]], np.uint32), np.uint32([0, 0xFFFFFFFF])
+    for start in (0x7F7F, 0xFF7F):
+        assert not is_upper(start, steps, words).any()
+
+
 rounded_alone = jax.jit(round_stochastically)
 
 

@@ -240,10 +240,9 @@ def test_special_weights_keep_the_bound_their_signs_and_zeros(name):
 
 
 def test_a_value_that_is_not_finite_makes_the_whole_weight_nan():
-    for shape in ((64, 3), (65, 4)):
+    for shape in ((40, 66), (64, 64), (40, 40)):
         for value in (math.nan, math.inf, -math.inf):
-            w = changed(weight(*shape), ((3, 2), value))
-            assert np.isnan(round_trip(w)).all()
+            assert np.isnan(round_trip(changed(weight(*shape), ((3, 5), value)))).all()
 
 
 # Storage.
