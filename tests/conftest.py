@@ -65,7 +65,7 @@ MORE_COMPILATIONS = {
     "test_accumulate.py": 90,
     "test_checkpoint.py": 100,
     "test_pages.py": 150,
-    "train/test_finetune.py": 310,
+    "train/test_finetune.py": 110,
 }
 """Budgets of files that need more, by their path below `tests`: half above what they compile, since
 the count depends on the files that the same worker ran before."""
