@@ -36,7 +36,7 @@ a program for each case: jit the body of a test, build inputs in NumPy, put case
 MORE_COMPILATIONS = {
     "choosing/test_compress.py": 110,
     "test_pages.py": 140,
-    "train/test_finetune.py": 310,
+    "train/test_finetune.py": 110,
 }
 """Budgets of files that need more, by their path below `tests`: half above what they compile, since
 the count depends on the files that the same worker ran before."""
