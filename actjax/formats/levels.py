@@ -7,7 +7,6 @@ searched: half as many.
 
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -40,7 +39,7 @@ def value_of(codes: jax.Array, bits: int, dtype: Any) -> jax.Array:
     return jnp.where(codes < half, -size, size)
 
 
-def _magnitudes(bits: int, dtype: Any) -> Sequence[Any]:
+def _magnitudes(bits: int, dtype: Any) -> np.ndarray:
     return normal_levels(bits)[2 ** (bits - 1) :].astype(dtype)
 
 
@@ -55,7 +54,7 @@ def _steps(position: jax.Array, bits: int) -> list[jax.Array]:
     return steps
 
 
-def _selected(values: Sequence[Any], steps: list[jax.Array]) -> Any:
+def _selected(values: np.ndarray, steps: list[jax.Array]) -> Any:
     """Returns the value whose index has these bits, the highest first."""
     if not steps:
         return values[0]
