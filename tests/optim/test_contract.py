@@ -201,8 +201,13 @@ def test_apply_takes_the_steps_of_optax_for_each_layer_and_the_rest(name):
 # Places.
 
 TRAINED = ("eight_bit", "scale_by_adam_4bit", "rounded")
-WIDE = {"cut groups": (16, 512), "ragged": (16, 600)}
-"""Four devices cut a block of 256 columns, and groups of 32 columns in the second."""
+WIDE = {
+    "cut groups": ((16, 512), (None, "fsdp")),
+    "ragged": ((16, 600), (None, "fsdp")),
+    "rows": ((16, 40), ("fsdp", None)),
+}
+"""Shapes of weights and their division over four devices, which cut blocks of 256 columns, and in
+the second weight groups of 32 columns."""
 
 
 @functools.cache
@@ -211,7 +216,7 @@ def many():
     params = {
         name: {
             key: normal(i, *shape, dtype="bfloat16" if name == "rounded" else "float32")
-            for i, (key, shape) in enumerate(WIDE.items())
+            for i, (key, (shape, _)) in enumerate(WIDE.items())
         }
         for name in TRAINED
     }
@@ -234,12 +239,11 @@ def after_two_steps():
     return jax.device_get((params, states))
 
 
-@pytest.mark.parametrize("spec", [("fsdp", None), (None, "fsdp")], ids=["rows", "columns"])
-def test_four_devices_take_the_steps_of_one(spec):
+def test_four_devices_take_the_steps_of_one():
     mesh = make_mesh("fsdp=4")
-    place = functools.partial(jax.device_put, device=NamedSharding(mesh, PartitionSpec(*spec)))
+    specs = {key: NamedSharding(mesh, PartitionSpec(*spec)) for key, (_, spec) in WIDE.items()}
     params, states, grads = many()
-    params, grads = jax.tree.map(place, (params, grads))
+    params, grads = jax.device_put((params, grads), (dict.fromkeys(TRAINED, specs),) * 2)
     states = jax.device_put(states, state_shardings(states, mesh))
     shardings = jax.tree.map(lambda x: x.sharding, (params, states))
     together = jax.jit(step, out_shardings=shardings)

@@ -40,7 +40,6 @@ def losses_of(tx, x, y):
 EXACT = optax.adam(RATE)
 SMALL = {
     "8 bits": eight_bit(EXACT),
-    "8 bits, blocks of 64": eight_bit(EXACT, block=64),
     "4 bits": four_bit(EXACT, min_size=1),
 }
 
