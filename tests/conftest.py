@@ -7,6 +7,8 @@ import tempfile
 
 import pytest
 
+pytest.register_assert_rewrite("messages")
+
 # Four devices, so that sharding is tested without a machine that has them.
 XLA_FLAGS = (
     "--xla_force_host_platform_device_count=4",

@@ -73,7 +73,10 @@ class Blockwise:
 
     def _spread(self, scales: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """Returns the scale of each value."""
-        return jnp.repeat(scales, self.block, axis=-1)[..., : shape[-1]]
+        # Not `jnp.repeat`, which asks for a sharding on a mesh of explicit axes.
+        shape_of_blocks = (*scales.shape, self.block)
+        spread = jax.lax.broadcast_in_dim(scales, shape_of_blocks, range(scales.ndim))
+        return spread.reshape(*scales.shape[:-1], -1)[..., : shape[-1]]
 
 
 def blockwise_zeros(

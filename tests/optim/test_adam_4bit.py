@@ -12,7 +12,13 @@ from kernels.kernel_cases import normal
 from optim.nearest import nearest
 
 import actjax
-from actjax.optim import RankOneFourBit, SignedFourBit, four_bit, scale_by_adam_4bit
+from actjax.optim import (
+    RankOneFourBit,
+    SignedFourBit,
+    four_bit,
+    scale_by_adam_4bit,
+    scale_by_adam_8bit,
+)
 
 SETTINGS = {"group": 32, "min_size": 50}
 SHAPES = {"w": (6, 40), "layers": [(60,), (2, 4, 34)], "small": (7, 2), "scalar": ()}
@@ -120,10 +126,14 @@ def test_it_maps_over_a_leading_axis():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), *run(grads))
 
 
-def test_a_mesh_of_explicit_axes_computes_the_same_as_one_device():
+@pytest.mark.parametrize(
+    "ours",
+    [scale_by_adam_4bit(group=64, min_size=8), scale_by_adam_8bit(block=64, min_size=8)],
+    ids=("4 bits", "8 bits"),
+)
+def test_a_mesh_of_explicit_axes_computes_the_same_as_one_device(ours):
     spec = PartitionSpec("a", "b")
     mesh = jax.make_mesh((2, 2), ("a", "b"))
-    ours = scale_by_adam_4bit(group=64, min_size=8)
     params = {"w": np.zeros((64, 1024), "float32")}
     grads = [{"w": normal(64, 1024, seed=i)} for i in range(2)]
 
@@ -138,7 +148,7 @@ def test_a_mesh_of_explicit_axes_computes_the_same_as_one_device():
     with jax.set_mesh(mesh):
         got = trained(lambda x: jax.device_put(x, NamedSharding(mesh, spec)))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        if a.dtype == np.uint8:
+        if a.dtype.itemsize == 1:
             np.testing.assert_array_equal(a, b)
         else:
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
