@@ -38,8 +38,6 @@ class Config:
     """GPU to compile for, as for `train.plan`."""
     small: bool = False
     """Also the small cases of the tests."""
-    one_each: bool = False
-    """Only the first case of a real model for each kernel: a quick check."""
     against_xla: bool = True
     """Also compile the definitions by XLA alone."""
     results: pathlib.Path = record.RESULTS / "kernels.json"
@@ -52,15 +50,12 @@ def measure(config: Config) -> list[dict[str, Any]]:
     """Returns one row for each kernel and case."""
     rows = []
     for name, (kernel, cases) in KERNELS.items():
-        chosen = [case for case in cases if config.small or not case.small]
-        for case in chosen[:1] if config.one_each else chosen:
+        for case in cases:
+            if case.small and not config.small:
+                continue
             least = case.least_bytes(kernel.reference)
-            row = {
-                "kernel": name,
-                "case": case.name,
-                "bytes": least,
-                "bound_us": least / _BANDWIDTH * 1e6,
-            }
+            row = {"kernel": name, "case": case.name, "bytes": least}
+            row["bound_us"] = least / _BANDWIDTH * 1e6
             rows.append(row | _compiled(kernel, case, config))
     return rows
 
