@@ -89,8 +89,8 @@ class NF4Weight(Weight):
         scales = like.encode((largest - mean).reshape(-1))
         # Weights are divided by the decoded scales: the largest weight is then not at the last
         # level, but the error of all others is smaller.
-        largest = _largest(scales, mean, n)
-        unit = blocks / jnp.where(largest == 0, 1, largest)[:, None]
+        stored = _largest(scales, mean, n)
+        unit = blocks / jnp.where(stored == 0, 1, stored)[:, None]
         middles = (levels()[1:] + levels()[:-1]) / 2
         codes = jnp.searchsorted(jnp.asarray(middles), unit).astype(jnp.uint8)
         first, second = jnp.split(codes, 2, axis=1)
