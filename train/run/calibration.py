@@ -99,15 +99,23 @@ def calibrate(
 
     range_of, second = (lambda x, _: ChannelRange.of(x)), (lambda x, codec: codec.observe(x))
     ranges = [observe(range_of, model, batch, dict.fromkeys(sites)) for batch in batches]
-    merged = jax.vmap(ChannelRange.merged)
-    known = functools.reduce(lambda a, b: {site: merged(a[site], b[site]) for site in a}, ranges)
-    codecs = {site: _over_range(sites[site], channels) for site, channels in known.items()}
+    merged, refined = jax.vmap(ChannelRange.merged), jax.vmap(actjax.Calibrated.refined)
+
+    # Compiled: eagerly these are a hundred programs.
+    @jax.jit
+    def over_ranges(ranges: list[Any]) -> dict[str, actjax.Calibrated]:
+        known = {site: functools.reduce(merged, (r[site] for r in ranges)) for site in sites}
+        return {site: _over_range(sites[site], channels) for site, channels in known.items()}
+
+    @jax.jit
+    def refine(codecs: dict[str, actjax.Calibrated], observed: list[Any]) -> Any:
+        total = functools.reduce(functools.partial(jax.tree.map, jnp.add), observed)
+        return {site: refined(codec, total[site]) for site, codec in codecs.items()}
+
+    codecs = over_ranges(ranges)
     narrow = {site: codec for site, codec in codecs.items() if codec.narrows}
     if narrow:
-        observed = [observe(second, model, batch, narrow) for batch in batches]
-        total = functools.reduce(functools.partial(jax.tree.map, jnp.add), observed)
-        refined = jax.vmap(actjax.Calibrated.refined)
-        codecs |= {site: refined(narrow[site], total[site]) for site in narrow}
+        codecs |= refine(narrow, [observe(second, model, batch, narrow) for batch in batches])
     return _as_data(codecs)
 
 

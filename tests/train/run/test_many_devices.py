@@ -30,7 +30,7 @@ OPTIONS = MethodOptions(rank=16, gap=3)
 """Ranks and refreshes that the small model can have."""
 CODED = ("gact", "lean", "lean_remat", "lean_subspace", "hyc_lora")
 """Methods that store few bits, in groups that the small model can have."""
-FAST = ("exact", "lean", "lean_subspace", "qlora")
+FAST = ("exact", "lean_subspace", "qlora")
 """Methods that are tested at every change: together they have every part."""
 
 every_method = pytest.mark.parametrize(
