@@ -51,7 +51,7 @@ def test_a_graph():
     pytest.importorskip("jraph", reason="jraph is not installed: pip install '.[examples]'")
     from examples import graph
 
-    rows = measured(graph, layer="gat", depth=2, width=8, neighbours=2, methods=("4 bits",))
+    rows = measured(graph, layer="gat", depth=2, width=8, neighbors=2, methods=("4 bits",))
     assert rows["4 bits"]["held_out"]["accuracy"][0] > 0
 
 

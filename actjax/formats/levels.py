@@ -33,7 +33,8 @@ def nearest_value(position: jax.Array, bits: int) -> jax.Array:
 def value_of(codes: jax.Array, bits: int, dtype: Any) -> jax.Array:
     """Returns the "normal" levels of codes for a scale of 1."""
     half = 2 ** (bits - 1)
-    place = jnp.where(codes < half, 2 * half - 1 - codes, codes)
+    # The compiler for GPUs spills registers of `2 * half - 1 - codes`, which has the same low bits.
+    place = jnp.where(codes < half, half - 1 - codes, codes - half)
     steps = [(place & (1 << bit)) != 0 for bit in reversed(range(bits - 1))]
     size = _selected(_magnitudes(bits, dtype), steps)
     return jnp.where(codes < half, -size, size)

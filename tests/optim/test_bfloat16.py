@@ -13,7 +13,7 @@ COUNT = 512
 LARGEST = float(jnp.finfo("bfloat16").max)
 SMALLEST_NORMAL = np.float32(2.0**-126)
 EDGES = np.array(
-    # Zeros, subnormals, powers of two and their neighbours, the largest, infinities and NaN.
+    # Zeros, subnormals, powers of two and their neighbors, the largest, infinities and NaN.
     [0x0000, 0x8000, 0x0001, 0x007F, 0x0080, 0x0081, 0x3F7F, 0x3F80, 0x3F81, 0xBF7F, 0xBF80,
      0x7F7E, 0x7F7F, 0xFF7F, 0x7F80, 0xFF80, 0x7FC0, 0xFFC1], np.uint16
 )  # fmt: skip
@@ -41,7 +41,7 @@ def updates_of(rng, weights: np.ndarray) -> np.ndarray:
     return np.choose(rng.integers(0, 4, weights.size), kinds).astype(np.float32)
 
 
-def neighbours(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def neighbors(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the bfloat16 below and above finite numbers in magnitude, as float64."""
     scale = np.exp2(np.maximum(np.frexp(np.abs(x).astype(np.float64))[1] - 8, -133))
     low = np.floor(np.abs(x) / scale) * scale
@@ -70,7 +70,7 @@ def test_a_sum_becomes_a_finite_neighbour_and_an_optax_loop_gets_exactly_that(se
     finite = np.isfinite(total)
     np.testing.assert_array_equal(again.view(np.uint32), bfloat16_bits(new).astype(np.uint32) << 16)
     size = np.abs(again[finite].astype(np.float64))
-    low, high = neighbours(total[finite].astype(np.float64))
+    low, high = neighbors(total[finite].astype(np.float64))
     assert np.all((size == low) | (size == high))
     same_sign = np.signbit(again[finite]) == np.signbit(total[finite])
     assert np.all(same_sign | (size == 0))

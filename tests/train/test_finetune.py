@@ -1,7 +1,6 @@
 """The fine-tuning program: a pretrained checkpoint in, a trained one out."""
 
 import dataclasses
-import functools
 import json
 import signal
 from types import SimpleNamespace
@@ -15,7 +14,6 @@ from models import Decoder, ModelConfig, huggingface
 from models.lora import attach
 from models.peft import load_adapters
 from tests.train.runs import finish, forget_last_checkpoint, losses, quiet, start, wait_for_step
-from train import finetune
 from train.finetune import export, prepare, run
 from train.planning import tables
 from train.run import begin
@@ -217,18 +215,8 @@ def no_steps(monkeypatch):
         monkeypatch.setattr(begin, name, lambda *_, result=result: result)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3))
-def calibrated(storage, model, batches, dtype):
-    """Calibrates in one program; run eagerly, each operation on each shape would be another."""
-    return calibrate(storage, model, batches, dtype)
-
-
 @pytest.mark.usefixtures("no_steps")
-def test_calibration_is_measured_on_the_first_batches(folder, monkeypatch):
-    monkeypatch.setattr(
-        finetune, "calibrate", lambda storage, model, batches, dtype:
-        calibrated(storage, model, list(batches), dtype)
-    )  # fmt: skip
+def test_calibration_is_measured_on_the_first_batches(folder):
     config = make_config(folder, "calibrated", method="hyc_lora")
     ready = prepare(config, quiet())
     ready.checkpoints.close()
@@ -240,7 +228,7 @@ def test_calibration_is_measured_on_the_first_batches(folder, monkeypatch):
     ready.batches.close()
     # Before any step the output of the adapters is zero.
     # The order of the batches does not matter.
-    want = calibrated(ready.recipe.storage, ready.state.frozen, first[::-1], config.compute_dtype)
+    want = calibrate(ready.recipe.storage, ready.state.frozen, first[::-1], config.compute_dtype)
     jax.tree.map(np.testing.assert_array_equal, found, want)
 
 

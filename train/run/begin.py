@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -143,19 +143,23 @@ def first_state(recipe: Recipe, shardings: TrainState, *models: Any) -> TrainSta
       shardings: a sharding for each array.
       *models: the pretrained decoder, which is donated; nothing to draw one.
     """
-    make = functools.partial(init_state, recipe)
     places, treedef = jax.tree.flatten(shardings)
+
+    def arrays(indices: Sequence[int], *models: Any) -> list[jax.Array]:
+        leaves = jax.tree.leaves(init_state(recipe, *models))
+        return [leaves[i] for i in indices]
+
     made: dict[int, jax.Array] = {}
     for i in [i for i, place in enumerate(places) if place.memory_kind == HOST]:
-        array = jax.jit(lambda *models, i=i: jax.tree.leaves(make(*models))[i])(*models)
+        (array,) = jax.jit(functools.partial(arrays, [i]))(*models)
         made[i] = jax.device_put(array, places[i])
     others = [i for i in range(len(places)) if i not in made]
-    arrays = jax.jit(
-        lambda *models: [jax.tree.leaves(make(*models))[i] for i in others],
+    rest = jax.jit(
+        functools.partial(arrays, others),
         donate_argnums=tuple(range(len(models))),
         out_shardings=[places[i] for i in others],
-    )(*models)
-    made |= zip(others, arrays, strict=True)
+    )
+    made |= zip(others, rest(*models), strict=True)
     return jax.tree.unflatten(treedef, [made[i] for i in range(len(places))])
 
 

@@ -61,7 +61,7 @@ def make_mesh(text: str) -> Mesh:
 
 
 def mesh_of(sizes: dict[str, int], devices: Any) -> Mesh:
-    """Returns the mesh of some devices, with all axes. The last axes join neighbours."""
+    """Returns the mesh of some devices, with all axes. The last axes join neighbors."""
     return Mesh(np.array(devices).reshape(tuple(sizes.values())), tuple(sizes))
 
 

@@ -50,10 +50,8 @@ def state_of(method: str):
 def calibration():
     """Calibrates `hyc_lora` in two bits, with outlier channels in the inputs of norms."""
     one = recipe("hyc_lora", codec=OUTLIERS)
-    calibrated = jax.jit(
-        lambda state: calibrate(one.storage, model_of(one, state), [batch()], "float32")
-    )
-    return calibrated(state_of("hyc_lora"))
+    model = jax.jit(functools.partial(model_of, one))(state_of("hyc_lora"))
+    return calibrate(one.storage, model, [batch()], "float32")
 
 
 def gradient(one: Recipe, sites: tuple[str, ...] = ()):

@@ -82,7 +82,7 @@ def test_a_restored_iterator_continues_with_equal_rows(lengths, at_once, row, wi
 @pytest.mark.parametrize("lengths", [[50] * 20, [1000]])
 def test_consecutive_rows_are_far_apart_in_the_text(lengths):
     rows = take(make(Documents(lengths)), 1000)[:, 0]
-    # A random order of n rows has neighbours n / 3 apart on average.
+    # A random order of n rows has neighbors n / 3 apart on average.
     assert np.abs(np.diff(rows)).mean() == pytest.approx(1000 / 3, rel=0.1)
 
 
