@@ -5,6 +5,7 @@ letter, or by its likelihood. `train.evaluate` gets the answers from a model.
 """
 
 import dataclasses
+import itertools
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -215,14 +216,9 @@ def _continuations(
       prompt: ids of the prompt alone.
       with_options: ids of the prompt with each option.
     """
-    common = min(_common(prompt, ids) for ids in with_options)
+    columns = zip(prompt, *with_options, strict=False)
+    common = sum(1 for _ in itertools.takewhile(lambda ids: len(set(ids)) == 1, columns))
     common = min(common, *(len(ids) - 1 for ids in with_options))
     if common < 1:
         raise ValueError("there is no token before the options: give a `--prompt-template`")
     return prompt[:common], tuple(ids[common:] for ids in with_options)
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Returns the length of the common prefix of two sequences."""
-    pairs = enumerate(zip(a, b, strict=False))
-    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))

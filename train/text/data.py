@@ -12,6 +12,7 @@ from typing import Any
 
 import grain
 import numpy as np
+from grain.experimental import ThreadPrefetchIterDataset
 
 from train.settings.options import check_at_least
 from train.text.corpus import Corpus, RandomAccess
@@ -84,11 +85,7 @@ def train_batches(
         seed=seed,
     )
     batches = rows.batch(batch_size, drop_remainder=True).map(lambda x: _as_batch(x[mine]))
-    return iter(
-        grain.experimental.ThreadPrefetchIterDataset(
-            batches, prefetch_buffer_size=_READ_AHEAD_BATCHES
-        )
-    )
+    return iter(ThreadPrefetchIterDataset(batches, prefetch_buffer_size=_READ_AHEAD_BATCHES))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import grain
 import numpy as np
+from grain.experimental import ThreadPrefetchIterDataset
 
 from train.settings.options import check_at_least
 from train.text.data import Batch, ValidationSet, slice_of_process
@@ -72,11 +73,7 @@ def packed_batches(
         return _as_batch(rows[mine], batch_size // process_count, seq_len, pad_id)
 
     batches = _EpochsIterDataset(rows_of).batch(batch_size, batch_fn=batch_of)
-    return iter(
-        grain.experimental.ThreadPrefetchIterDataset(
-            batches, prefetch_buffer_size=_READ_AHEAD_BATCHES
-        )
-    )
+    return iter(ThreadPrefetchIterDataset(batches, prefetch_buffer_size=_READ_AHEAD_BATCHES))
 
 
 def validation_set(
