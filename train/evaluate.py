@@ -22,7 +22,7 @@ from train.evaluation.config import EvaluateConfig as EvaluateConfig
 from train.evaluation.config import TextConfig as TextConfig
 from train.evaluation.config import WritingConfig as WritingConfig
 from train.evaluation.questions import Encode, Question, read_questions
-from train.evaluation.scoring import TextCost, exact_match, most_likely
+from train.evaluation.scoring import Accuracy, most_likely
 from train.run.loop import BadRunError, make_console, run_program
 from train.settings import cli
 from train.settings.messages import naming_flag
@@ -203,17 +203,15 @@ def _nats(model: Decoder, batch: dict[str, jax.Array], compute_dtype: str) -> ja
 
 def _score_text(ready: Evaluation, text: ValidationSet, console: Console) -> dict[str, float]:
     batches, dtype = _track(text.batches, "text", console), ready.config.compute_dtype
-    total = sum(float(_nats(ready.model, batch, dtype)) for batch in batches)
-    cost = TextCost(total, text.num_tokens, text.num_bytes)
+    cost = text.cost(sum(float(_nats(ready.model, batch, dtype)) for batch in batches))
     part = "all" if ready.config.text.whole else "a held-out part"
     console.print(
-        f"text ({part} of it): {cost.nats_per_token:.4f} nats per token,"
-        f" perplexity {cost.perplexity:,.3f}, {cost.bits_per_byte:.4f} bits per byte"
-        f" ({cost.tokens:,} tokens, {cost.num_bytes:,} bytes)",
+        f"text ({part} of it): {cost['nats_per_token']:.4f} nats per token,"
+        f" perplexity {cost['perplexity']:,.3f}, {cost['bits_per_byte']:.4f} bits per byte"
+        f" ({text.num_tokens:,} tokens, {text.num_bytes:,} bytes)",
         highlight=False,
     )
-    names = ("nats_per_token", "perplexity", "bits_per_byte", "tokens")
-    return {name: getattr(cost, name) for name in names}
+    return {**cost, "tokens": text.num_tokens}
 
 
 # ----- questions
@@ -255,7 +253,7 @@ def _score_questions(ready: Evaluation, console: Console) -> dict[str, float]:
         if config.asked.out is not None:
             with config.asked.out.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in new)
-    accuracy = exact_match([x["prediction"] for x in lines], [x["gold"] for x in lines])
+    accuracy = Accuracy(sum(line["correct"] for line in lines), len(lines))
     console.print(
         f"{config.asked.task}: accuracy {accuracy.value:.4f} ± {accuracy.standard_error:.4f}"
         f" ({accuracy.correct:,} of {accuracy.total:,})",

@@ -1,12 +1,10 @@
-"""Rules of evaluation: right answers, accuracy, and the cost of a text."""
+"""Rules of evaluation: right answers, and their share."""
 
 import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-from train.run.metrics import perplexity
 
 _FINAL_NUMBER = re.compile(r"####[ \t]*(-?\$?-?[0-9.,]*[0-9][0-9.,]*)")
 _LABEL = re.compile(r"\s*\(?([A-Z])\s*[).:]\s*")
@@ -37,55 +35,6 @@ class Accuracy:
         if self.total < 2:
             return math.nan
         return math.sqrt(self.value * (1 - self.value) / (self.total - 1))
-
-
-@dataclasses.dataclass(frozen=True)
-class TextCost:
-    """The cost of predicting a text. Costs of several texts can be added.
-
-    Attributes:
-      nats: sum of the cross-entropy over tokens.
-      tokens: number of predicted tokens.
-      num_bytes: UTF-8 bytes of their text.
-    """
-
-    nats: float = 0.0
-    tokens: int = 0
-    num_bytes: int = 0
-
-    def __add__(self, other: "TextCost") -> "TextCost":
-        return TextCost(
-            self.nats + other.nats, self.tokens + other.tokens, self.num_bytes + other.num_bytes
-        )
-
-    @property
-    def nats_per_token(self) -> float:
-        """Mean cross-entropy; NaN without tokens."""
-        return self.nats / self.tokens if self.tokens else math.nan
-
-    @property
-    def perplexity(self) -> float:
-        """Exponential of the mean cross-entropy."""
-        return perplexity(self.nats_per_token)
-
-    @property
-    def bits_per_byte(self) -> float:
-        """Bits per byte, which do not depend on the tokenizer; NaN without bytes."""
-        return self.nats / math.log(2) / self.num_bytes if self.num_bytes else math.nan
-
-
-def exact_match(predictions: Sequence[Any], golds: Sequence[Any]) -> Accuracy:
-    """Returns the accuracy of predictions. A prediction of None is wrong.
-
-    Raises:
-      ValueError: different numbers of predictions and right answers.
-    """
-    if len(predictions) != len(golds):
-        raise ValueError(
-            f"{len(predictions)} `predictions` for {len(golds)} `golds`: give as many of both."
-        )
-    pairs = zip(predictions, golds, strict=True)
-    return Accuracy(sum(p is not None and p == gold for p, gold in pairs), len(golds))
 
 
 def gsm8k_answer(text: str) -> str | None:

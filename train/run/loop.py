@@ -25,7 +25,7 @@ from train.run.calibration import calibrate
 from train.run.checkpoint import Checkpoints
 from train.run.lock import RunLock
 from train.run.loss import Batch, whole_batch_shapes
-from train.run.metrics import Recorder, perplexity
+from train.run.metrics import Recorder
 from train.run.optimizer import learning_rate_schedule
 from train.run.progress import Progress
 from train.run.recipe import Recipe, build_recipe
@@ -266,13 +266,8 @@ class _Trainer:
         put = functools.partial(hosts.place, sharding=batch_sharding(run.mesh))
         batches = (jax.tree.map(put, batch) for batch in run.validation.batches)
         losses = (self._eval_step(run.state.model, batch, run.state.context) for batch in batches)
-        nats = sum(map(float, losses))
-        loss = nats / run.validation.num_tokens
-        report = {
-            "validation_loss": loss,
-            "perplexity": perplexity(loss),
-            "bits_per_byte": nats / math.log(2) / run.validation.num_bytes,
-        }
+        cost = run.validation.cost(sum(map(float, losses)))
+        report = {"validation_loss": cost.pop("nats_per_token"), **cost}
         check_finite(run, step, report)
         self._recorder.record(step, **report)
         self._progress.say(step, report)

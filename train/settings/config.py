@@ -216,11 +216,6 @@ class RunConfig:
             )
 
 
-def _method_choices(names: tuple[str, ...]) -> dict[str, str]:
-    """Returns the summary of each method."""
-    return {name: METHODS[name].summary for name in names}
-
-
 _TRAINING: Headings = {
     "Memory": (
         *("accumulate", "in_backward", "weight_rounding", "moment_dtype"),
@@ -279,7 +274,8 @@ class PretrainConfig(RunConfig):
             f" vocabulary of {model.vocab_size:,}"
             for name, model in PRESETS.items()
         }
-        return {"--model": models, "--method": _method_choices(FULL_WEIGHTS)}
+        methods = {name: METHODS[name].summary for name in FULL_WEIGHTS}
+        return {"--model": models, "--method": methods}
 
     @property
     def title(self) -> str:
@@ -378,7 +374,7 @@ class FinetuneConfig(RunConfig):
     @staticmethod
     def choices() -> dict[str, dict[str, str]]:
         """Returns the names that flags take, and a line about each."""
-        return {"--method": _method_choices((*ADAPTERS, *FULL_WEIGHTS))}
+        return {"--method": {name: METHODS[name].summary for name in (*ADAPTERS, *FULL_WEIGHTS)}}
 
     @property
     def title(self) -> str:

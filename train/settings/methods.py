@@ -42,11 +42,6 @@ class Subspace:
         return min(inputs) if self.side == "input" else min(*inputs, keys_and_values)
 
 
-def _no_sites(_: MethodOptions) -> tuple[str, ...]:
-    """Returns the sites of a method without any."""
-    return ()
-
-
 @dataclasses.dataclass(frozen=True)
 class Method:
     """A named storage choice.
@@ -74,7 +69,7 @@ class Method:
 
     summary: str
     storage: Callable[[MethodOptions], StorageChoice]
-    sites: Callable[[MethodOptions], tuple[str, ...]] = _no_sites
+    sites: Callable[[MethodOptions], tuple[str, ...]] = lambda _: ()
     subspace: Subspace | None = None
     average_bits: float = 0.0
     adaptive: tuple[str, ...] = ()

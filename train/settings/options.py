@@ -160,12 +160,10 @@ def check_at_least(least: int, **values: float | None) -> None:
 
 def given_fields(config: Any) -> dict[str, Any]:
     """Returns the fields of a dataclass that have a default and another value."""
-    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    defaults = {field.name: default_of(field) for field in dataclasses.fields(config)}
     return {
-        name: value
-        for name, value in values.items()
-        if defaults[name] is not dataclasses.MISSING and value != defaults[name]
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(config)
+        if default_of(field) not in (dataclasses.MISSING, getattr(config, field.name))
     }
 
 

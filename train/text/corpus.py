@@ -6,14 +6,12 @@ never imported: TFDS data sets are read as ArrayRecord through `tfds.data_source
 
 import dataclasses
 import pathlib
-from typing import Protocol, TypeVar
+from collections.abc import Sequence
 
 from train.text.hashes import digest_of, unit_hash
 from train.text.prepared import find_prepared, open_prepared, prepared_names
 from train.text.standard_library import prepare_standard_library
 from train.text.text_files import documents_in, group_paragraphs, is_text, read_text
-
-T_co = TypeVar("T_co", covariant=True)
 
 ACCEPTED = (
     "a .txt or .md file (or any other UTF-8 text), a .jsonl file, either of them also as .gz, a "
@@ -22,22 +20,16 @@ ACCEPTED = (
 )
 
 
-class RandomAccess(Protocol[T_co]):
-    """A finite sequence, read by index from any thread."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> T_co: ...
-
-
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Text to train on and held-out text. Both can be pickled, and neither is empty."""
+    """Text to train on and held-out text, neither empty. Both can be pickled, and any thread reads
+    them by index.
+    """
 
     name: str
     """Name for logs."""
-    train: RandomAccess[str]
-    validation: RandomAccess[str]
+    train: Sequence[str]
+    validation: Sequence[str]
     fingerprint: str
     """Hexadecimal. Checkpoints keep it, so that resuming on other data is refused. A hash of the
     text of local files, or of a prepared data set's name, version, sizes and splits."""

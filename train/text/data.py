@@ -7,6 +7,7 @@ batches that would have followed. Threads read ahead; no processes are started.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 from grain.experimental import ThreadPrefetchIterDataset
 
 from train.settings.options import check_at_least
-from train.text.corpus import Corpus, RandomAccess
+from train.text.corpus import Corpus
 from train.text.rows import WINDOW_ROWS, ShuffledRowsIterDataset
 from train.text.tokenizer import Tokenizer
 
@@ -99,6 +100,19 @@ class ValidationSet:
     """UTF-8 bytes of the text of those targets: `sum of nats / ln 2 / num_bytes` is bits per byte.
     Exact except for a few bytes where the first or last target is part of a character."""
 
+    def cost(self, nats: float) -> dict[str, float]:
+        """Returns the cost of the text from the sum of its cross-entropy.
+
+        Bits per byte do not depend on the tokenizer; they are NaN without bytes. The perplexity is
+        capped where it would overflow.
+        """
+        loss = nats / self.num_tokens
+        return {
+            "nats_per_token": loss,
+            "perplexity": math.exp(min(loss, 700.0)),
+            "bits_per_byte": nats / math.log(2) / self.num_bytes if self.num_bytes else math.nan,
+        }
+
 
 def slice_of_process(batch_size: int, process_index: int, process_count: int) -> slice:
     """Returns the rows of a batch that belong to a process.
@@ -160,7 +174,7 @@ def validation_batches(
     return ValidationSet(batches, num_tokens, num_bytes)
 
 
-def _check_fills_a_row(documents: RandomAccess[str], tokenizer: Tokenizer, seq_len: int) -> None:
+def _check_fills_a_row(documents: Sequence[str], tokenizer: Tokenizer, seq_len: int) -> None:
     """Raises a `ValueError` if the documents do not fill a row. Reads only the first row."""
     count = 0
     for index in range(len(documents)):
@@ -175,7 +189,7 @@ def _check_fills_a_row(documents: RandomAccess[str], tokenizer: Tokenizer, seq_l
 
 
 def _read_documents(
-    documents: RandomAccess[str], tokenizer: Tokenizer, epoch: int, index: int
+    documents: Sequence[str], tokenizer: Tokenizer, epoch: int, index: int
 ) -> list[np.ndarray]:
     """Returns the ids of a document and of those after it, about `_ENCODED_CHARS` characters.
 
@@ -204,7 +218,7 @@ def _as_batch(rows: np.ndarray) -> Batch:
 
 
 def _first_tokens(
-    texts: RandomAccess[str], tokenizer: Tokenizer, wanted: int
+    texts: Sequence[str], tokenizer: Tokenizer, wanted: int
 ) -> tuple[np.ndarray, int]:
     """Returns up to `wanted` tokens, int32, and the UTF-8 bytes of all but the first."""
     pieces, num_bytes = [], 0

@@ -13,7 +13,7 @@ from train.text.hashes import digest_of
 
 
 @dataclasses.dataclass(frozen=True)
-class TextColumn:
+class TextColumn(Sequence[str]):
     """The text of each record of a TFDS data source. Each call reads one record."""
 
     records: Sequence[dict[str, Any]]

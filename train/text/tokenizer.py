@@ -24,7 +24,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from models.folders import scratch_folder
-from train.text.corpus import Corpus, RandomAccess
+from train.text.corpus import Corpus
 
 END_OF_TEXT = "<|endoftext|>"
 KNOWN_EOS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>")
@@ -292,7 +292,7 @@ def default_tokenizer(corpus: Corpus, vocab_size: int, data_dir: pathlib.Path) -
     return load_tokenizer(final)
 
 
-def _sample(texts: RandomAccess[str]) -> Iterator[str]:
+def _sample(texts: Sequence[str]) -> Iterator[str]:
     """Yields evenly spaced documents of about `TRAINING_CHARS` characters, or all documents."""
     probe = [len(texts[i]) for i in range(0, len(texts), -(-len(texts) // 100))]
     expected = len(texts) * sum(probe) / len(probe)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 
 import hypothesis
 import numpy as np
@@ -10,7 +11,7 @@ from bytes_tokenizer import Bytes
 from hypothesis import strategies as st
 
 from train.text.corpus import Corpus
-from train.text.data import train_batches, validation_batches
+from train.text.data import ValidationSet, train_batches, validation_batches
 from train.text.tokenizer import Tokenizer, train_bpe
 
 DOCUMENTS = [f"document {i}: " + "words é " * (i % 7) for i in range(40)]
@@ -167,3 +168,13 @@ def test_too_little_held_out_is_refused(tokenizer):
     corpus = Corpus("tiny", train=DOCUMENTS, validation=[""], fingerprint="2")
     with pytest.raises(ValueError, match=r"`--data` is 'tiny': 1 token\(s\) are held out"):
         validation_batches(corpus, tokenizer, batch_size=1, seq_len=4, max_batches=1)
+
+
+def test_costs_of_a_text_are_per_token_and_per_byte():
+    cost = ValidationSet([], num_tokens=4, num_bytes=8).cost(4.0)
+    assert cost["nats_per_token"] == 1.0
+    assert cost["perplexity"] == pytest.approx(math.e)
+    assert cost["bits_per_byte"] == pytest.approx(0.5 / math.log(2))
+    of_no_text = ValidationSet([], num_tokens=1, num_bytes=0).cost(1e6)
+    assert math.isfinite(of_no_text["perplexity"])
+    assert math.isnan(of_no_text["bits_per_byte"])
