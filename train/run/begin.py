@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh
 from rich.console import Console
 
@@ -16,13 +17,13 @@ from actjax.formats.packing import BITS
 from actjax.optim.states.host_states import HOST
 from models.sharding import head_repeats
 from train.run import hosts
-from train.run.checkpoint import Checkpoints, identity_of
+from train.run.checkpoint import Checkpoints
 from train.run.lock import RunLock
 from train.run.loop import Run, compile_step
 from train.run.metrics import read_metrics
 from train.run.recipe import Recipe, build_recipe
 from train.run.report import explain_step, print_opening, step_memory
-from train.run.saved_settings import changed_settings, flat, write_settings
+from train.run.saved_settings import as_json, changed_settings, write_settings
 from train.run.sharding import moments_on_host, reformatted, state_shardings, with_sharding
 from train.run.step import TrainState, init_state
 from train.settings.config import RunConfig
@@ -69,17 +70,19 @@ def begin(
         folder.
     """
     config = recipe.config
-    identity = identity_of(
-        model=config.model_config,
-        data=fingerprint,
-        tokenizer=tokenizer.fingerprint,
-        weight_dtype=config.weight_dtype,
-        seed=config.seed,
-        optimizer=recipe.optimizer_form,
-        calibrated=recipe.calibration_form,
-        batch_size=config.batch_size,
-        seq_len=config.seq_len,
-        **parts,
+    identity = as_json(
+        {
+            "model": config.model_config,
+            "data": fingerprint,
+            "tokenizer": tokenizer.fingerprint,
+            "weight_dtype": config.weight_dtype,
+            "seed": config.seed,
+            "optimizer": recipe.optimizer_form,
+            "calibrated": recipe.calibration_form,
+            "batch_size": config.batch_size,
+            "seq_len": config.seq_len,
+            **parts,
+        }
     )
     shapes = jax.eval_shape(functools.partial(init_state, recipe))
     # A new run whose codecs do not fit writes nothing.
@@ -164,7 +167,7 @@ def _shared_settings(user_config: RunConfig, identity: dict[str, Any]) -> dict[s
 
     Paths may differ between hosts. Their contents must not: hashes of them are in the identity.
     """
-    settings = flat(dataclasses.asdict(user_config))
+    settings = flatten_dict(dataclasses.asdict(user_config), sep=".")
     flags = {
         f"`{flag_name(name.rpartition('.')[2])}`": x
         for name, x in settings.items()

@@ -208,13 +208,9 @@ def check_shared(folder: pathlib.Path) -> None:
 
 def _exchange(text: str) -> list[str]:
     """Returns the texts of all processes, in their order."""
-    raw = text.encode()[:_MESSAGE_BYTES]
-    sizes = multihost_utils.process_allgather(np.asarray(len(raw), np.int32))
-    longest = int(np.max(sizes))
-    padded = np.frombuffer(raw.ljust(max(longest, 1), b"\0"), np.uint8)
-    gathered = np.reshape(multihost_utils.process_allgather(padded), (len(sizes), -1))
-    pairs = zip(gathered, np.reshape(sizes, -1), strict=True)
-    return [bytes(x[:size]).decode(errors="replace") for x, size in pairs]
+    padded = text.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
+    gathered: Any = multihost_utils.process_allgather(np.frombuffer(padded, np.uint8))
+    return [bytes(x).rstrip(b"\0").decode(errors="replace") for x in gathered]
 
 
 class Agreement:

@@ -86,41 +86,16 @@ def model_of(recipe: Recipe, state: TrainState) -> Decoder:
 TrainStep = Callable[..., tuple[TrainState, dict[str, jax.Array]]]
 
 
-def make_train_step(recipe: Recipe) -> TrainStep:
+def make_train_step(recipe: Recipe, *, refresh: bool = False) -> TrainStep:
     """Returns a function from state and batch to the next state and metrics.
 
     Metrics are float32 scalars: `loss` (nats per token), `grad_norm` (before clipping) and
     `update_norm` (norm of the change of the weights). If all are finite, so is the next state.
+
+    Args:
+      recipe: the run.
+      refresh: whether the subspaces of the layers are taken anew from the gradient.
     """
-    return _step(recipe, refresh=False)
-
-
-def make_refresh_step(recipe: Recipe) -> TrainStep:
-    """Returns a function from state and batch to the next state and metrics.
-
-    It refreshes the subspaces of the layers (`Recipe.refreshes`) and takes a step. It is a separate
-    program, so that the workspace of a refresh is not part of every step's.
-    """
-    subspace = recipe.subspace
-    if subspace is None or subspace.source != "random":
-        return _step(recipe, refresh=True)
-    step = _step(recipe, refresh=False)
-
-    def redraw_and_step(state: TrainState, batch: Batch):
-        drawn = actjax.optim.redraw(subspace, state.optimizer, state.model)
-        return step(dataclasses.replace(state, optimizer=drawn), batch)
-
-    return redraw_and_step
-
-
-def step_key(config: RunConfig, step: jax.Array) -> jax.Array:
-    """Returns the key of a step's codecs. A resumed run gets the same keys."""
-    run_key = jax.random.fold_in(jax.random.key(config.seed), 1)
-    return jax.random.fold_in(run_key, step)
-
-
-def _step(recipe: Recipe, *, refresh: bool) -> TrainStep:
-    """Returns a function from state and batch to the next state and metrics."""
     config, optimizer = recipe.config, recipe.optimizer
     if config.in_backward:
         return _in_backward_step(recipe, refresh)
@@ -137,6 +112,30 @@ def _step(recipe: Recipe, *, refresh: bool) -> TrainStep:
         return _advanced(state, model, optimizer_state), metrics
 
     return step
+
+
+def make_refresh_step(recipe: Recipe) -> TrainStep:
+    """Returns a function from state and batch to the next state and metrics.
+
+    It refreshes the subspaces of the layers (`Recipe.refreshes`) and takes a step. It is a separate
+    program, so that the workspace of a refresh is not part of every step's.
+    """
+    subspace = recipe.subspace
+    if subspace is None or subspace.source != "random":
+        return make_train_step(recipe, refresh=True)
+    step = make_train_step(recipe)
+
+    def redraw_and_step(state: TrainState, batch: Batch):
+        drawn = actjax.optim.redraw(subspace, state.optimizer, state.model)
+        return step(dataclasses.replace(state, optimizer=drawn), batch)
+
+    return redraw_and_step
+
+
+def step_key(config: RunConfig, step: jax.Array) -> jax.Array:
+    """Returns the key of a step's codecs. A resumed run gets the same keys."""
+    run_key = jax.random.fold_in(jax.random.key(config.seed), 1)
+    return jax.random.fold_in(run_key, step)
 
 
 def _advanced(state: TrainState, model: Any, optimizer: Any, norms: Any = None) -> TrainState:
@@ -164,12 +163,12 @@ def gradient_function(recipe: Recipe, state: TrainState, refresh: bool) -> Calla
 
     def accumulated(model: Any, batch: Batch, key: jax.Array, context: Context = Context()):
         # Weighted by their unmasked tokens, micro-batches give the result of the whole batch.
-        micro = jax.tree.map(lambda x: _split_interleaved(x, count), batch)
+        micro, shares = _split(batch, count)
         return actjax.accumulate(
             lambda model, slices: loss_and_grad(model, *slices, context),
             model,
             (micro, jax.random.split(key, count)),
-            weights=_shares_of_tokens(micro),
+            weights=shares,
         )
 
     return accumulated
@@ -238,20 +237,19 @@ def _micro_batches(config: ResolvedConfig, batch: Batch, key: jax.Array) -> tupl
     model, count = config.model_config, config.accumulate
     if count == 1:
         return inputs_of_one(batch), layer_keys(model, key), None
-    micro = jax.tree.map(lambda x: _split_interleaved(x, count), batch)
+    micro, shares = _split(batch, count)
     keys = jax.vmap(lambda key: layer_keys(model, key))(jax.random.split(key, count))
-    return jax.vmap(inputs_of_one)(micro), keys, _shares_of_tokens(micro)
+    return jax.vmap(inputs_of_one)(micro), keys, shares
 
 
-def _shares_of_tokens(micro: Batch) -> jax.Array:
-    """Returns the share of the unmasked tokens that each micro-batch has, [count]."""
+def _split(batch: Batch, count: int) -> tuple[Batch, jax.Array]:
+    """Splits arrays [B, ...] into [count, B / count, ...], with rows of every device's shard each.
+
+    Returns them with the share of the unmasked tokens that each micro-batch has, [count].
+    """
+    micro = {k: jnp.swapaxes(x.reshape(-1, count, *x.shape[1:]), 0, 1) for k, x in batch.items()}
     tokens = micro["mask"].astype(jnp.float32).sum((1, 2))
-    return tokens / jnp.maximum(tokens.sum(), 1)
-
-
-def _split_interleaved(x: jax.Array, count: int) -> jax.Array:
-    """Splits [B, ...] into [count, B / count, ...]; each part has rows of every device's shard."""
-    return jnp.swapaxes(x.reshape(-1, count, *x.shape[1:]), 0, 1)
+    return micro, tokens / jnp.maximum(tokens.sum(), 1)
 
 
 def make_eval_step(recipe: Recipe) -> Callable[..., jax.Array]:
