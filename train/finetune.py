@@ -79,14 +79,13 @@ def prepare(user_config: FinetuneConfig, console: Console) -> Run:
             hashed = fingerprint(checkpoint)
         sizes = {"batch_size": config.batch_size, "seq_len": config.seq_len}
         rows = {**sizes, "pad_id": tokenizer.eos_id}
-        part, count = rows_of_process(mesh, config.batch_size)
-        own_rows = {"process_index": part, "process_count": count}
+        part = rows_of_process(mesh, config.batch_size)
         open_batches = functools.partial(
-            packed_batches, examples.train, seed=config.seed, **rows, **own_rows
+            packed_batches, examples.train, seed=config.seed, part=part, **rows
         )
         batches = open_batches()
         validation = validation_set(
-            examples.validation, tokenizer, max_batches=config.eval_batches, **rows
+            examples.validation, tokenizer, eval_batches=config.eval_batches, **rows
         )
     lost = f"; {examples.cut:,} cut, {examples.dropped:,} dropped"
     return begin(
@@ -117,11 +116,11 @@ def _first_state(
     places = shardings.model if recipe.lora is None else shardings.frozen
     base = read_model(checkpoint, recipe, places)
     state = first_state(recipe, shardings, base)
-    if not recipe.method.calibrates:
-        return state
     config, mesh = recipe.config, shardings.step.mesh
+    if config.adapter is None or not recipe.method.calibrates:
+        return state
     with contextlib.closing(open_batches()) as fresh:
-        first = itertools.islice(fresh, config.calibration_batches)
+        first = itertools.islice(fresh, config.adapter.calibration_batches)
         put = functools.partial(put_rows, mesh=mesh, batch_size=config.batch_size)
         model = model_of(recipe, state)
         measured = calibrate(recipe.storage, model, map(put, first), config.compute_dtype)
@@ -195,14 +194,13 @@ def export(user_config: FinetuneConfig, run: Run, console: Console) -> None:
 def _replace(path: pathlib.Path, write: Callable[[pathlib.Path], None], console: Console) -> None:
     """Writes a folder. A folder of an earlier export stays until the new one is complete."""
     scratch = path.with_name(f".{path.name}-new")
-    if not hosts.is_main():
-        write(scratch)
-        return
-    shutil.rmtree(scratch, ignore_errors=True)
+    if hosts.is_main():
+        shutil.rmtree(scratch, ignore_errors=True)
     write(scratch)
-    shutil.rmtree(path, ignore_errors=True)
-    scratch.rename(path)
-    console.print(f"written: {path}")
+    if hosts.is_main():
+        shutil.rmtree(path, ignore_errors=True)
+        scratch.rename(path)
+        console.print(f"written: {path}")
 
 
 if __name__ == "__main__":

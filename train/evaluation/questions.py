@@ -131,12 +131,11 @@ def read_questions(config: QuestionConfig, encode: Encode) -> list[Question]:
     assert config.questions is not None
     reader = _Reader(config)
     records = read_records(config.questions, "--questions")
-    first = 0
+    asked = list(enumerate(records))
     if config.examples is None:
-        examples, first = records[: config.shots], config.shots
+        examples, asked = records[: config.shots], asked[config.shots :]
     else:
         examples = read_records(config.examples, "--examples")[: config.shots]
-    asked = list(enumerate(records))[first:]
     if len(examples) < config.shots or not asked:
         raise ValueError(
             f"`--shots` is {config.shots}, but '{config.examples or config.questions}' has"
@@ -167,7 +166,7 @@ class _Reader:
     def example(self, record: Record) -> str:
         """Returns a record with its answer, as an example before a question."""
         _, options = self._answer(record)
-        texts = {} if options is None else _texts(options, options.gold)
+        texts = {} if options is None else options.named(options.gold)
         return (
             self._prompt.fill(record.fields, texts)
             + self._ending.fill(record.fields, texts)
@@ -184,7 +183,7 @@ class _Reader:
             letters = "" if options is None else options.letters
             return Question(*head, encode(prompt, ""), gold, letters)
         count = len(options.letters)
-        endings = [self._ending.fill(record.fields, _texts(options, i)) for i in range(count)]
+        endings = [self._ending.fill(record.fields, options.named(i)) for i in range(count)]
         start, continuations = _continuations(
             encode(prompt, ""), [encode(prompt, ending) for ending in endings]
         )
@@ -198,11 +197,6 @@ class _Reader:
             return gsm8k_gold(str(answer)), None
         options = read_options(field_of(record.fields, self._config.options_field), answer)
         return options.letters[options.gold], options
-
-
-def _texts(options: AnswerOptions, index: int) -> dict[str, str]:
-    """Returns the texts for templates: all options, and one of them."""
-    return {"options": options.listed, **options.named(index)}
 
 
 def _continuations(

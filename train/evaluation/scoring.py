@@ -12,29 +12,14 @@ _LABEL = re.compile(r"\s*\(?([A-Z])\s*[).:]\s*")
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
-@dataclasses.dataclass(frozen=True)
-class Accuracy:
-    """The share of right answers.
+def accuracy(correct: int, total: int) -> dict[str, float]:
+    """Returns the share of right answers, and its standard error as a mean over questions.
 
-    Attributes:
-      correct: number of right answers.
-      total: number of answers.
+    The share is NaN without answers, and the error for fewer than two.
     """
-
-    correct: int
-    total: int
-
-    @property
-    def value(self) -> float:
-        """Share of right answers; NaN without answers."""
-        return self.correct / self.total if self.total else math.nan
-
-    @property
-    def standard_error(self) -> float:
-        """Standard error of the share as a mean over questions; NaN for fewer than two."""
-        if self.total < 2:
-            return math.nan
-        return math.sqrt(self.value * (1 - self.value) / (self.total - 1))
+    share = correct / total if total else math.nan
+    error = math.sqrt(share * (1 - share) / (total - 1)) if total > 1 else math.nan
+    return {"accuracy": share, "standard_error": error, "correct": correct, "questions": total}
 
 
 def gsm8k_answer(text: str) -> str | None:
@@ -131,8 +116,9 @@ class AnswerOptions:
         return "\n".join(f"{letter}) {text}" for letter, text in pairs)
 
     def named(self, index: int) -> dict[str, str]:
-        """Returns the texts of one option for templates."""
-        return {"option": self.texts[index], "letter": self.letters[index]}
+        """Returns the texts for templates: all options, and one of them."""
+        one = {"option": self.texts[index], "letter": self.letters[index]}
+        return {"options": self.listed, **one}
 
 
 def read_options(options: Any, correct: Any) -> AnswerOptions:

@@ -141,8 +141,10 @@ def open_measured(
         corpus = Corpus(data.data, texts, texts[:1], fingerprint="")
     else:
         corpus = open_corpus(data.data, data.data_dir.expanduser(), text_field=data.text_field)
-    sizes = {"batch_size": train.batch_size, "seq_len": train.seq_len}
-    with contextlib.closing(train_batches(corpus, tokenizer, **sizes, seed=train.seed)) as rows:
+    stream = train_batches(
+        corpus, tokenizer, batch_size=train.batch_size, seq_len=train.seq_len, seed=train.seed
+    )
+    with contextlib.closing(stream) as rows:
         taken = itertools.islice(rows, config.batches)
         batches = tuple({name: jnp.asarray(x) for name, x in batch.items()} for batch in taken)
     return Measured(model, batches, config)

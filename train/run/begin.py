@@ -90,8 +90,8 @@ def begin(
     hosts.check_equal(_shared_settings(user_config, identity))
     with contextlib.ExitStack() as on_error:
         with hosts.failing_together():
-            lock = _locked(config)
-            on_error.enter_context(contextlib.closing(lock) if lock else contextlib.nullcontext())
+            if hosts.is_main():
+                on_error.enter_context(contextlib.closing(_locked(config.folder)))
         hosts.check_shared(config.folder)
         shardings = shardings_of_run(recipe, shapes, mesh)
         with naming_flag("--out"):
@@ -119,7 +119,7 @@ def begin(
         state = reformatted(state)
         if hosts.is_main():
             write_settings(config.folder, user_config)
-        on_error.pop_all()
+        lock = on_error.pop_all()
     return Run(recipe, mesh, train_step, state, batches, validation, checkpoints, lock, identity)
 
 
@@ -182,11 +182,8 @@ _PATHS = ("checkpoint", "data.data", "data.validation")
 """Settings that name files, beside those of the type of a path."""
 
 
-def _locked(config: ResolvedConfig) -> RunLock | None:
-    """Makes the folder of a run, and takes its lock: of several processes, the first one does."""
-    if not hosts.is_main():
-        return None
-    folder = config.folder
+def _locked(folder: pathlib.Path) -> RunLock:
+    """Makes the folder of a run, and takes its lock."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -200,11 +197,9 @@ def _locked(config: ResolvedConfig) -> RunLock | None:
             if (folder / name).exists() and not (folder / name).is_dir():
                 raise ValueError(f"{folder / name} is a file, and a run writes a folder there.")
         read_metrics(folder / "metrics.jsonl")
-        lock = RunLock(folder)
         if not os.access(folder, os.W_OK | os.X_OK):
-            lock.close()
             raise ValueError(f"{folder} cannot be written: permission denied.")
-        return lock
+        return RunLock(folder)
 
 
 def _open_checkpoints(config: ResolvedConfig) -> Checkpoints:

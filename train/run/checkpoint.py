@@ -121,7 +121,6 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits until all checkpoints are on disk."""
-        self._manager.wait_until_finished()
         self._manager.close()
 
 

@@ -240,27 +240,19 @@ class Agreement:
         return known
 
 
-def place(x: Any, sharding: NamedSharding, rows: tuple[int, int] = (0, 1)) -> jax.Array:
+def place(x: Any, sharding: NamedSharding, parts: int = 1) -> jax.Array:
     """Returns an array over the devices of all processes.
 
     Args:
-      x: the whole array; or the rows of this process.
+      x: the whole array; or the part of its leading axis that this process has.
       sharding: of the result.
-      rows: which part of the leading axis `x` is, of how many equal parts.
+      parts: how many equal parts the leading axis has.
     """
     if jax.process_count() == 1:
         return jax.device_put(x, sharding)
     array = np.asarray(x)
-    part, count = rows
-    if count == 1:
-        return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
-    first, shape = part * len(array), (len(array) * count, *array.shape[1:])
-
-    def shard(index: Any) -> np.ndarray:
-        start, stop, _ = index[0].indices(shape[0])
-        return array[(slice(start - first, stop - first), *index[1:])]
-
-    return jax.make_array_from_callback(shape, sharding, shard)
+    shape = array.shape if parts == 1 else (len(array) * parts, *array.shape[1:])
+    return jax.make_array_from_process_local_data(sharding, array, shape)
 
 
 def code_digest() -> str:

@@ -11,7 +11,7 @@ from models.lora import TARGETS, LoRAConfig
 from models.presets import PRESETS
 from train.settings.cli import Headings
 from train.settings.data import DataConfig, ExampleConfig
-from train.settings.messages import near_hint
+from train.settings.messages import check_known
 from train.settings.methods import METHODS
 from train.settings.options import ADAPTERS, FULL_WEIGHTS, MethodOptions, check_at_least, flag_name
 
@@ -87,11 +87,7 @@ class OptimizerConfig:
         _check_range(self, math.inf, "learning_rate", "warmup_steps", "weight_decay")
         # A decay of 1 ignores every gradient, and its bias correction divides by zero.
         _check_range(self, 1, "beta1", "beta2")
-        if self.optimizer not in (known := get_args(Optimizer)):
-            hint = near_hint(self.optimizer, known)
-            raise ValueError(
-                f"unknown `--optimizer` {self.optimizer!r}.{hint} There are: {', '.join(known)}."
-            )
+        check_known("`--optimizer`", self.optimizer, get_args(Optimizer))
         if self.factored_second_moment and self.optimizer in ("adafactor", "lion", "sgd"):
             raise ValueError(
                 f"`--moment-dtype {self.moment_dtype}` is for optimizers with the moments of Adam,"

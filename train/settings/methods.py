@@ -18,7 +18,7 @@ from actjax.optim import Side, Source
 from models import CompressedResiduals, ModelConfig, Remat, Storage, StorageChoice
 from models.storage import LINEAR_INPUTS, SITES
 from train.settings.codecs import codec_at, fix_bits, read_codecs
-from train.settings.messages import near_hint
+from train.settings.messages import check_known
 from train.settings.options import RENAMED, MethodOptions
 
 
@@ -352,7 +352,5 @@ def method(name: str) -> Method:
     """
     if name in RENAMED:
         raise ValueError(f"`--method {name}` is now `--method {RENAMED[name]}`.")
-    if name not in METHODS:
-        hint = near_hint(name, METHODS)
-        raise ValueError(f"unknown `--method` {name!r}.{hint} There are: {', '.join(METHODS)}.")
+    check_known("`--method`", name, METHODS)
     return METHODS[name]

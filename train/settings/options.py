@@ -127,11 +127,9 @@ REMOVED_FLAGS = {
 }
 """By flag that was removed: what holds now."""
 FORMER_CHOICES = {
-    "--optimizer": {
-        "apollo": "it was never measured. Choose fira.",
-        "apollo_mini": "it was never measured. Choose fira.",
-        "frugal_signs": "it was never measured. Choose fira.",
-    },
+    "--optimizer": dict.fromkeys(
+        ("apollo", "apollo_mini", "frugal_signs"), "it was never measured. Choose fira."
+    ),
     "--weight-rounding": {
         "compensated": "it came 69% of the way of float32 weights, and stochastic 100%. Choose"
         " stochastic."

@@ -45,10 +45,9 @@ def train_batches(
     batch_size: int,
     seq_len: int,
     seed: int,
-    process_index: int = 0,
-    process_count: int = 1,
+    part: tuple[int, int] = (0, 1),
 ) -> grain.DatasetIterator[Batch]:
-    """Returns an endless iterator over this process's batches of `batch_size / process_count` rows.
+    """Returns an endless iterator over this process's part of batches of `batch_size` rows.
 
     Documents are shuffled again in each epoch. Their tokens are split into rows of `seq_len + 1`
     without overlap, and batches take rows in random order from a window of thousands of rows
@@ -66,14 +65,13 @@ def train_batches(
       batch_size: rows of all processes together.
       seq_len: tokens of a row.
       seed: seed of the shuffles.
-      process_index: number of this process, from 0.
-      process_count: number of processes.
+      part: which part of each batch this process reads, from 0, of how many equal ones.
 
     Raises:
       ValueError: an argument is out of range, or the documents do not fill one row.
     """
     check_at_least(1, batch_size=batch_size, seq_len=seq_len)
-    mine = slice_of_process(batch_size, process_index, process_count)
+    mine = rows_of_part(batch_size, part)
     # `Any`: grain's protocols name the index argument, unlike a list, and allow missing elements.
     source: Any = corpus.train
     documents: Any = grain.MapDataset.source(source)
@@ -114,28 +112,28 @@ class ValidationSet:
         }
 
 
-def slice_of_process(batch_size: int, process_index: int, process_count: int) -> slice:
-    """Returns the rows of a batch that belong to a process.
+def rows_of_part(batch_size: int, part: tuple[int, int]) -> slice:
+    """Returns the rows of a part of a batch.
 
     Raises:
-      ValueError: there is no such process, or the rows do not divide evenly.
+      ValueError: there is no such part, or the rows do not divide evenly.
     """
-    if not 0 <= process_index < process_count:
+    index, count = part
+    if not 0 <= index < count:
+        raise ValueError(f"`part` must be from 0 to {count - 1} of {count}, got {index}.")
+    if batch_size % count:
         raise ValueError(
-            f"`process_index` must be from 0 to {process_count - 1}, got {process_index}."
+            f"`--batch-size` must be a multiple of the {count} parts that processes read, got"
+            f" {batch_size}."
         )
-    if batch_size % process_count:
-        raise ValueError(
-            f"`--batch-size` must be a multiple of the {process_count} processes, got {batch_size}."
-        )
-    count = batch_size // process_count
-    return slice(process_index * count, (process_index + 1) * count)
+    rows = batch_size // count
+    return slice(index * rows, (index + 1) * rows)
 
 
 def validation_batches(
-    corpus: Corpus, tokenizer: Tokenizer, *, batch_size: int, seq_len: int, max_batches: int
+    corpus: Corpus, tokenizer: Tokenizer, *, batch_size: int, seq_len: int, eval_batches: int
 ) -> ValidationSet:
-    """Returns the first `max_batches` batches of the validation split, the same at every call.
+    """Returns the first `eval_batches` batches of the validation split, the same at every call.
 
     Documents come in order, truncated to 2048 tokens if there are several. Every token except the
     first is a target once: the last target of a row is the first input of the next. After the end
@@ -146,16 +144,14 @@ def validation_batches(
       tokenizer: as for `train_batches`.
       batch_size: rows of a batch.
       seq_len: tokens of a row.
-      max_batches: largest number of batches.
+      eval_batches: largest number of batches.
 
     Raises:
       ValueError: a size is below 1, or the split has fewer than two tokens.
     """
-    check_at_least(1, batch_size=batch_size, seq_len=seq_len)
-    if max_batches < 1:
-        raise ValueError(f"`max_batches` must be at least 1, got {max_batches}.")
+    check_at_least(1, batch_size=batch_size, seq_len=seq_len, eval_batches=eval_batches)
     per_batch = batch_size * seq_len
-    tokens, num_bytes = _first_tokens(corpus.validation, tokenizer, per_batch * max_batches + 1)
+    tokens, num_bytes = _first_tokens(corpus.validation, tokenizer, per_batch * eval_batches + 1)
     if len(tokens) < 2:
         raise ValueError(
             f"`--data` is '{corpus.name}': {len(tokens)} token(s) are held out, and two are needed."

@@ -4,15 +4,15 @@ import math
 
 import pytest
 
+from train.evaluation.scoring import AnswerOptions as Options
 from train.evaluation.scoring import (
-    Accuracy,
+    accuracy,
     choice_letter,
     gsm8k_answer,
     gsm8k_gold,
     most_likely,
     read_options,
 )
-from train.evaluation.scoring import AnswerOptions as Options
 
 
 @pytest.mark.parametrize(
@@ -116,12 +116,12 @@ def test_malformed_answers_and_options_are_refused():
 
 
 def test_the_standard_error_is_that_of_a_mean():
-    found = Accuracy(2, 4)
-    assert found.value == 0.5
+    found = accuracy(2, 4)
+    assert (found["accuracy"], found["correct"], found["questions"]) == (0.5, 2, 4)
     # The deviation of 1, 0, 1, 0 from their mean: sqrt(4 / 4 / 3), over the square root of four.
-    assert found.standard_error == pytest.approx(math.sqrt(1 / 3) / 2)
-    assert math.isnan(Accuracy(0, 0).value)
-    assert math.isnan(Accuracy(1, 1).standard_error)
+    assert found["standard_error"] == pytest.approx(math.sqrt(1 / 3) / 2)
+    assert math.isnan(accuracy(0, 0)["accuracy"])
+    assert math.isnan(accuracy(1, 1)["standard_error"])
 
 
 @pytest.mark.parametrize(
@@ -148,4 +148,4 @@ def test_options_are_read_in_every_form(given, correct, options):
 def test_options_are_listed_with_their_letters():
     options = read_options(["A)10", "B)20"], "A")
     assert options.listed == "A) 10\nB) 20"
-    assert options.named(1) == {"option": "20", "letter": "B"}
+    assert options.named(1) == {"options": options.listed, "option": "20", "letter": "B"}
