@@ -282,8 +282,8 @@ def _likeliest(ready: Evaluation, questions: list[Question]) -> Iterator[dict[st
     for question in questions:
         likelihoods = [next(scores) for _ in question.continuations]
         tokens = [len(c) for c in question.continuations]
-        lengths = {"none": None, "tokens": tokens, "bytes": question.num_bytes}[normalize]
-        letter = question.letters[most_likely(likelihoods, lengths)]
+        lengths = {"none": [1] * len(tokens), "tokens": tokens, "bytes": question.num_bytes}
+        letter = question.letters[most_likely(likelihoods, lengths[normalize])]
         yield _line(question, letter, log_likelihoods=likelihoods)
 
 

@@ -77,8 +77,8 @@ def prepare(user_config: FinetuneConfig, console: Console) -> Run:
         examples = open_examples(user_config.data, tokenizer, config.seq_len, folder)
         with naming_flag("--checkpoint"):
             hashed = fingerprint(checkpoint)
-        sizes = {"batch_size": config.batch_size, "seq_len": config.seq_len}
-        rows = {**sizes, "pad_id": tokenizer.eos_id}
+        rows = {"batch_size": config.batch_size, "seq_len": config.seq_len}
+        rows["pad_id"] = tokenizer.eos_id
         part = rows_of_process(mesh, config.batch_size)
         open_batches = functools.partial(
             packed_batches, examples.train, seed=config.seed, part=part, **rows
@@ -113,7 +113,7 @@ def _first_state(
     recipe: Recipe, checkpoint: pathlib.Path, open_batches: Callable[[], Any], shardings: TrainState
 ) -> TrainState:
     """Returns the state before the first step: pretrained weights, and calibrated channels."""
-    places = shardings.model if recipe.lora is None else shardings.frozen
+    places = shardings.model if recipe.config.lora is None else shardings.frozen
     base = read_model(checkpoint, recipe, places)
     state = first_state(recipe, shardings, base)
     config, mesh = recipe.config, shardings.step.mesh
@@ -176,10 +176,10 @@ def export(user_config: FinetuneConfig, run: Run, console: Console) -> None:
         if hosts.is_main() and user_config.tokenizer is not None:
             tokenizer_of(checkpoint, user_config.tokenizer).save(path)
 
-    if recipe.lora is None:
+    if recipe.config.lora is None:
         _replace(folder / "model", functools.partial(write_model, state.model), console)
         return
-    write = functools.partial(save_adapters, state.model, recipe.lora, base=str(checkpoint))
+    write = functools.partial(save_adapters, state.model, recipe.config.lora, base=str(checkpoint))
     _replace(folder / "adapter", write, console)
     if recipe.method.four_bit:
         console.print(
@@ -187,7 +187,7 @@ def export(user_config: FinetuneConfig, run: Run, console: Console) -> None:
             " train.evaluate --four-bit (a merged model contains the 4-bit weights)"
         )
     if user_config.adapter.merge:
-        merged = merge(state.frozen, state.model, recipe.lora)
+        merged = merge(state.frozen, state.model, recipe.config.lora)
         _replace(folder / "model", functools.partial(write_model, merged), console)
 
 

@@ -72,9 +72,7 @@ class PlanConfig:
       ValueError: an unknown device, a size that cannot be read, or a setting without effect here.
     """
 
-    train: PlannedConfig = dataclasses.field(
-        default_factory=lambda: PlannedConfig(method=ALL, weight_dtype="bfloat16")
-    )
+    train: PlannedConfig = PlannedConfig(method=ALL, weight_dtype="bfloat16")
     """The run. Here `--method` is `all` by default, and `--weight-dtype` bfloat16."""
     device: str = HERE
     """Device to compile for."""

@@ -167,11 +167,8 @@ class _Reader:
         """Returns a record with its answer, as an example before a question."""
         _, options = self._answer(record)
         texts = {} if options is None else options.named(options.gold)
-        return (
-            self._prompt.fill(record.fields, texts)
-            + self._ending.fill(record.fields, texts)
-            + "\n\n"
-        )
+        parts = (part.fill(record.fields, texts) for part in (self._prompt, self._ending))
+        return f"{''.join(parts)}\n\n"
 
     def question(self, record: Record, number: int, before: str, encode: Encode) -> Question:
         """Returns the question of a record, after examples."""

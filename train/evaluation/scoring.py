@@ -66,20 +66,18 @@ def choice_letter(text: str, letters: str = "ABCDE") -> str | None:
     return None if match is None else match[1]
 
 
-def most_likely(log_likelihoods: Sequence[float], lengths: Sequence[int] | None = None) -> int:
+def most_likely(log_likelihoods: Sequence[float], lengths: Sequence[int]) -> int:
     """Returns the number of the likeliest option; the first of equal ones.
 
     Args:
       log_likelihoods: of the options, in nats.
-      lengths: divisors of the log-likelihoods, so that long options are not at a disadvantage;
-        None divides by 1.
+      lengths: divisors of the log-likelihoods, so that long options are not at a disadvantage.
 
     Raises:
       ValueError: no options, another number of lengths than of options, or a length below 1.
     """
     if not log_likelihoods:
         raise ValueError("`log_likelihoods` is empty: give at least one option.")
-    lengths = [1] * len(log_likelihoods) if lengths is None else lengths
     if len(lengths) != len(log_likelihoods) or min(lengths) < 1:
         raise ValueError(
             f"`lengths` must be {len(log_likelihoods)} numbers of at least 1, one per option, got"

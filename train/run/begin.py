@@ -18,7 +18,7 @@ from actjax.optim.states.host_states import HOST
 from models.sharding import head_repeats
 from train.run import hosts
 from train.run.checkpoint import Checkpoints
-from train.run.lock import RunLock
+from train.run.lock import run_lock
 from train.run.loop import Run, compile_step
 from train.run.metrics import read_metrics
 from train.run.recipe import Recipe, build_recipe
@@ -70,20 +70,19 @@ def begin(
         folder.
     """
     config = recipe.config
-    identity = as_json(
-        {
-            "model": config.model_config,
-            "data": fingerprint,
-            "tokenizer": tokenizer.fingerprint,
-            "weight_dtype": config.weight_dtype,
-            "seed": config.seed,
-            "optimizer": recipe.optimizer_form,
-            "calibrated": recipe.calibration_form,
-            "batch_size": config.batch_size,
-            "seq_len": config.seq_len,
-            **parts,
-        }
-    )
+    parts = {
+        "model": config.model_config,
+        "data": fingerprint,
+        "tokenizer": tokenizer.fingerprint,
+        "weight_dtype": config.weight_dtype,
+        "seed": config.seed,
+        "optimizer": recipe.optimizer_form,
+        "calibrated": recipe.calibration_form,
+        "batch_size": config.batch_size,
+        "seq_len": config.seq_len,
+        **parts,
+    }
+    identity = as_json(parts)
     shapes = jax.eval_shape(functools.partial(init_state, recipe))
     # A new run whose codecs do not fit writes nothing.
     explanation = None if config.resume else explain_step(recipe, shapes)
@@ -91,7 +90,9 @@ def begin(
     with contextlib.ExitStack() as on_error:
         with hosts.failing_together():
             if hosts.is_main():
-                on_error.enter_context(contextlib.closing(_locked(config.folder)))
+                _check_folder(config.folder)
+                with naming_flag("--out"):
+                    on_error.enter_context(run_lock(config.folder))
         hosts.check_shared(config.folder)
         shardings = shardings_of_run(recipe, shapes, mesh)
         with naming_flag("--out"):
@@ -182,8 +183,8 @@ _PATHS = ("checkpoint", "data.data", "data.validation")
 """Settings that name files, beside those of the type of a path."""
 
 
-def _locked(folder: pathlib.Path) -> RunLock:
-    """Makes the folder of a run, and takes its lock."""
+def _check_folder(folder: pathlib.Path) -> None:
+    """Makes the folder of a run. Raises a `ValueError` if a run could not use it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -199,7 +200,6 @@ def _locked(folder: pathlib.Path) -> RunLock:
         read_metrics(folder / "metrics.jsonl")
         if not os.access(folder, os.W_OK | os.X_OK):
             raise ValueError(f"{folder} cannot be written: permission denied.")
-        return RunLock(folder)
 
 
 def _open_checkpoints(config: ResolvedConfig) -> Checkpoints:

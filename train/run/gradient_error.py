@@ -141,7 +141,7 @@ def gradient_by_codecs(recipe: Recipe, storage: StorageChoice) -> Callable[..., 
 
 def _gradient_at_places(recipe: Recipe, storage: StorageChoice) -> Callable[..., Any]:
     """Returns a function from places, model, batch and key to the gradient."""
-    nowhere = np.zeros(recipe.model_config.num_layers, bool)
+    nowhere = np.zeros(recipe.config.model_config.num_layers, bool)
     lossy = _lossy(storage)
     of_codecs = gradient_by_codecs(recipe, storage)
 

@@ -59,28 +59,28 @@ def init_state(recipe: Recipe, model: Decoder | None = None) -> TrainState:
     config = recipe.config
     key = jax.random.fold_in(jax.random.key(config.seed), 0)
     if model is None:
-        model = Decoder(recipe.model_config, key, dtype=config.weight_dtype)
+        model = Decoder(config.model_config, key, dtype=config.weight_dtype)
         if recipe.method.four_bit:
             model = quantize_layers(model)
     trained: Any = model
-    if recipe.lora is not None:
-        trained = init_adapters(recipe.model_config, recipe.lora, key)
+    if config.lora is not None:
+        trained = init_adapters(config.model_config, config.lora, key)
     if config.in_backward:
         optimizer, norms = _without_norms(_in_backward(recipe).init(trained))
     else:
         optimizer, norms = actjax.optim.init(recipe.optimizer, trained), None
-    frozen = None if recipe.lora is None else model
+    frozen = None if config.lora is None else model
     calibration = None
     if recipe.method.calibrates:
-        calibration = calibration_zeros(recipe.model_config, recipe.storage)
+        calibration = calibration_zeros(config.model_config, recipe.storage)
     return TrainState(jnp.zeros((), jnp.int32), trained, optimizer, frozen, calibration, norms)
 
 
 def model_of(recipe: Recipe, state: TrainState) -> Decoder:
     """Returns the decoder that is trained, with its adapters, without dropout, if it has any."""
-    if recipe.lora is None:
+    if recipe.config.lora is None:
         return state.model
-    return attach(state.frozen, state.model, recipe.lora, None)
+    return attach(state.frozen, state.model, recipe.config.lora, None)
 
 
 TrainStep = Callable[..., tuple[TrainState, dict[str, jax.Array]]]
@@ -109,7 +109,8 @@ def make_train_step(recipe: Recipe, *, refresh: bool = False) -> TrainStep:
             optimizer, grads, state.optimizer, state.model, refresh=refresh, with_norm=True
         )
         metrics = {"loss": loss, "grad_norm": grad_norm, "update_norm": update_norm}
-        return _advanced(state, model, optimizer_state), metrics
+        new = {"step": state.step + 1, "model": model, "optimizer": optimizer_state}
+        return dataclasses.replace(state, **new), metrics
 
     return step
 
@@ -138,11 +139,6 @@ def step_key(config: RunConfig, step: jax.Array) -> jax.Array:
     return jax.random.fold_in(run_key, step)
 
 
-def _advanced(state: TrainState, model: Any, optimizer: Any, norms: Any = None) -> TrainState:
-    step = state.step + 1
-    return dataclasses.replace(state, step=step, model=model, optimizer=optimizer, norms=norms)
-
-
 def gradient_function(recipe: Recipe, state: TrainState, refresh: bool) -> Callable:
     """Returns a function from the arguments of a `BatchLoss` to loss and gradient.
 
@@ -156,7 +152,7 @@ def gradient_function(recipe: Recipe, state: TrainState, refresh: bool) -> Calla
     bases = None
     if recipe.subspace is not None and not refresh:
         bases = recipe.subspace.bases(state.optimizer)
-    loss = loss_function(recipe.config, recipe.storage, recipe.lora)
+    loss = loss_function(recipe.config, recipe.storage, recipe.config.lora)
     loss_and_grad, count = actjax.value_and_grad(loss, bases=bases), recipe.config.accumulate
     if count == 1:
         return loss_and_grad
@@ -176,7 +172,7 @@ def gradient_function(recipe: Recipe, state: TrainState, refresh: bool) -> Calla
 
 def _in_backward(recipe: Recipe) -> actjax.optim.InBackward:
     config = recipe.config
-    run_layer = layer_function(recipe.model_config, recipe.storage)
+    run_layer = layer_function(recipe.config.model_config, recipe.storage)
 
     def before(model: Decoder, inputs: dict[str, Any]) -> jax.Array:
         return model.embed(inputs_of(inputs["batch"], config.method), config.compute_dtype)
@@ -212,7 +208,8 @@ def _in_backward_step(recipe: Recipe, refresh: bool) -> TrainStep:
             "update_norm": update_norm,
             "clip_error": after.clip_error,
         }
-        return _advanced(state, model, optimizer, norms), metrics
+        new = {"step": state.step + 1, "model": model, "optimizer": optimizer, "norms": norms}
+        return dataclasses.replace(state, **new), metrics
 
     return step
 
@@ -258,7 +255,7 @@ def make_eval_step(recipe: Recipe) -> Callable[..., jax.Array]:
     The loss is exact, without dropout, and summed over the unmasked tokens.
     """
     exact = dataclasses.replace(recipe.config, z_loss=0.0)
-    loss = loss_function(exact, Storage(), recipe.lora, dropout=False)
+    loss = loss_function(exact, Storage(), recipe.config.lora, dropout=False)
 
     def eval_step(model: Any, batch: Batch, context: Context = Context()) -> jax.Array:
         exact = dataclasses.replace(context, calibration=None)

@@ -84,7 +84,6 @@ FLAG_METHODS: dict[str, tuple[str, ...]] = {
 }
 """The methods that use a flag. Flags that are not listed are for all methods."""
 
-
 _DENSE = "--no-in-backward --moment-dtype float32 --weight-dtype float32"
 RENAMED = {
     "frugal": "lean",
@@ -138,8 +137,6 @@ FORMER_CHOICES = {
 """By flag and value that were removed: what to choose."""
 ANY_FULL_RANK = "any full-rank method"
 """Stands for the method in the identity of a run with full-rank optimizer states."""
-
-
 _OF_A_PROJECTION = ("rank", "gap", "scale")
 """Options that `--optimizer fira` uses with any method."""
 
@@ -154,6 +151,13 @@ def check_at_least(least: int, **values: float | None) -> None:
     for field, value in values.items():
         if value is not None and value < least:
             raise ValueError(f"`{flag_name(field)}` must be at least {least}, got {value}.")
+
+
+def check_range(config: Any, end: float, *fields: str, low: int = 0) -> None:
+    """Raises a `ValueError` unless `low <= value < end` for the values of all fields."""
+    for field in fields:
+        if not low <= (value := getattr(config, field)) < end:
+            raise ValueError(f"`{flag_name(field)}` must be in [{low}, {end}), got {value}.")
 
 
 def given_fields(config: Any) -> dict[str, Any]:

@@ -32,8 +32,8 @@ class ResolvedConfig(RunConfig):
       model_config: its dimensions.
       folder: folder of the run.
       adapter: the settings of the adapters; None if all weights are trained.
-      packed: whether several examples share a sequence without seeing each other.
-      pretrained: whether the run begins with trained weights, which are evaluated first.
+      pretrained: whether a checkpoint is trained on examples: it is evaluated first, and several
+        examples share a sequence without seeing each other.
       positions: longest sequence of the model as published, or as its checkpoint says. The model
         that is trained takes sequences of `seq_len` tokens.
     """
@@ -42,7 +42,6 @@ class ResolvedConfig(RunConfig):
     model_config: ModelConfig
     folder: pathlib.Path
     adapter: AdapterConfig | None = None
-    packed: bool = False
     pretrained: bool = False
     positions: int
 
@@ -167,7 +166,6 @@ def resolve(
         "positions": model.max_seq_len,
         "folder": config.out or pathlib.Path("runs") / f"{config.title}-{config.method}",
         "adapter": adapter if method.adapters else None,
-        "packed": adapter is not None,
         "pretrained": adapter is not None,
     }
     return ResolvedConfig(**{**shared, **resolved})

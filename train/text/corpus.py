@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from train.text.hashes import HELD_OUT, digest_of, unit_hash
 from train.text.prepared import find_prepared, open_prepared, prepared_names
 from train.text.standard_library import prepare_standard_library
-from train.text.text_files import documents_in, group_paragraphs, is_text, read_text
+from train.text.text_files import documents_in, group_paragraphs, suffix_of
 
 ACCEPTED = (
     "a .txt or .md file (or any other UTF-8 text), a .jsonl file, either of them also as .gz, a "
@@ -22,9 +22,7 @@ ACCEPTED = (
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Text to train on and held-out text, neither empty. Both can be pickled, and any thread reads
-    them by index.
-    """
+    """Training and held-out text. Neither is empty; both can be pickled and read from any thread."""
 
     name: str
     """Name for logs."""
@@ -35,12 +33,7 @@ class Corpus:
     text of local files, or of a prepared data set's name, version, sizes and splits."""
 
 
-def open_corpus(
-    data: str | None,
-    data_dir: pathlib.Path,
-    *,
-    text_field: str = "text",
-) -> Corpus:
+def open_corpus(data: str | None, data_dir: pathlib.Path, *, text_field: str = "text") -> Corpus:
     """Opens the documents that `data` names.
 
     Of a source without a validation split, a fiftieth of the documents is held out: at least one,
@@ -67,10 +60,10 @@ def open_corpus(
         return Corpus("stdlib", *open_prepared(directory, "stdlib", "text"))
     path = pathlib.Path(data).expanduser()
     if data and path.exists():
-        if path.is_dir() or not is_text(path):
-            documents = documents_in(path, text_field)
-        else:  # Documents of a single text file, so that some can be held out.
-            documents = group_paragraphs(read_text(path))
+        documents = documents_in(path, text_field)
+        if path.is_file() and suffix_of(path) not in (".jsonl", ".parquet"):
+            # A text file: several documents, so that some can be held out.
+            documents = group_paragraphs(*documents)
         train, validation = _hold_out(_with_text(documents, path), path)
         fingerprint = digest_of([str(len(train)), *train, *validation])
         return Corpus(path.name, train, validation, fingerprint)
@@ -123,7 +116,14 @@ def _hold_out(documents: list[str], path: pathlib.Path) -> tuple[list[str], list
     the last part is held out.
     """
     if len(documents) == 1:
-        return _hold_out_tail(documents[0], path)
+        (text,) = documents
+        cut = len(text) - max(1, round(len(text) * HELD_OUT))
+        if not text[:cut].strip() or not text[cut:].strip():
+            raise ValueError(
+                f"`--data` is '{path}': a single document of {len(text)} characters is too short to"
+                " hold its end out. Give more text."
+            )
+        return [text[:cut]], [text[cut:]]
     hashes = [unit_hash(text.encode()) for text in documents]
     bound = min(max(HELD_OUT, min(hashes)), sorted(hashes)[-2])
     held_out = [value <= bound for value in hashes]
@@ -133,13 +133,3 @@ def _hold_out(documents: list[str], path: pathlib.Path) -> tuple[list[str], list
         [text for text, out in zip(documents, held_out, strict=True) if not out],
         [text for text, out in zip(documents, held_out, strict=True) if out],
     )
-
-
-def _hold_out_tail(text: str, path: pathlib.Path) -> tuple[list[str], list[str]]:
-    cut = len(text) - max(1, round(len(text) * HELD_OUT))
-    if not text[:cut].strip() or not text[cut:].strip():
-        raise ValueError(
-            f"`--data` is '{path}': a single document of {len(text)} characters is too short to "
-            "hold its end out. Give more text."
-        )
-    return [text[:cut]], [text[cut:]]

@@ -72,9 +72,8 @@ def train_batches(
     """
     check_at_least(1, batch_size=batch_size, seq_len=seq_len)
     mine = rows_of_part(batch_size, part)
-    # `Any`: grain's protocols name the index argument, unlike a list, and allow missing elements.
-    source: Any = corpus.train
-    documents: Any = grain.MapDataset.source(source)
+    # `Any`: grain's protocols allow missing elements.
+    documents: Any = grain.MapDataset.source(corpus.train)
     _check_fills_a_row(documents, tokenizer, seq_len)
     endless = documents.seed(seed).shuffle().repeat()
     rows: Any = ShuffledRowsIterDataset(
@@ -122,10 +121,7 @@ def rows_of_part(batch_size: int, part: tuple[int, int]) -> slice:
     if not 0 <= index < count:
         raise ValueError(f"`part` must be from 0 to {count - 1} of {count}, got {index}.")
     if batch_size % count:
-        raise ValueError(
-            f"`--batch-size` must be a multiple of the {count} parts that processes read, got"
-            f" {batch_size}."
-        )
+        raise ValueError(f"`--batch-size` must be a multiple of {count} parts, got {batch_size}.")
     rows = batch_size // count
     return slice(index * rows, (index + 1) * rows)
 

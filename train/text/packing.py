@@ -41,8 +41,7 @@ def packed_batches(
     of processes.
 
     A batch has `inputs`, `targets` and `segments` int32, and `mask` float32, each [rows, seq_len].
-    The mask is 1 where the target counts. Segments number the examples of a row from 1; padding is
-    0.
+    The mask is 1 where the target counts. Segments number a row's examples from 1; padding is 0.
 
     `get_state()` returns a JSON-serializable dict. `set_state()`, on an iterator made with the same
     arguments, continues with the same batches. `close()` stops the thread that reads ahead.

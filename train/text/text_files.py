@@ -14,7 +14,6 @@ import pyarrow.parquet
 
 T = TypeVar("T")
 
-_TEXT_SUFFIXES = (".txt", ".md")
 DOCUMENT_CHARS = 4096
 """Least characters of a document that is made of the paragraphs of a single text file."""
 
@@ -47,9 +46,8 @@ def documents_in(path: pathlib.Path, field: str) -> list[str]:
     Raises:
       ValueError: a file cannot be read, or has no such field.
     """
-    if not path.is_dir():
-        return list(_read_documents(path, field))
-    files = files_under(path, (*_TEXT_SUFFIXES, ".jsonl", ".parquet"))
+    suffixes = (".txt", ".md", ".jsonl", ".parquet")
+    files = files_under(path, suffixes) if path.is_dir() else [path]
     return [text for file in files for text in _read_documents(file, field)]
 
 
@@ -78,15 +76,10 @@ def suffix_of(path: pathlib.Path) -> str:
     return (path.with_suffix("") if path.suffix == ".gz" else path).suffix
 
 
-def is_text(path: pathlib.Path) -> bool:
-    """Returns whether a file is read as plain text."""
-    return suffix_of(path) not in (".json", ".jsonl", ".parquet")
-
-
 def _read_documents(path: pathlib.Path, field: str) -> Iterable[str]:
     match suffix_of(path):
         case ".jsonl":
-            return (record.apply(_text_of, field) for record in records_in(path, "--data"))
+            return (record.apply(text_of, field) for record in records_in(path, "--data"))
         case ".parquet":
             return _read_parquet(path, field)
         case ".json":
@@ -129,7 +122,8 @@ def read_text(path: pathlib.Path, flag: str = "--data") -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def _text_of(row: Record, field: str) -> str:
+def text_of(row: Record, field: str) -> str:
+    """Returns a field that is text. Raises a `ValueError` if it is missing or is none."""
     if field not in row.fields:
         known = ", ".join(row.fields) or "an empty object"
         raise ValueError(f"there is no field '{field}', only {known}: pass `--text-field`")

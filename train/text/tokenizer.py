@@ -160,7 +160,7 @@ class SentencePieceTokenizer(Tokenizer):
         return self._inner.encode(list(texts), out_type=int, num_threads=os.cpu_count())
 
     def encode_with_special(self, text: str) -> list[int]:
-        # The parts between special tokens are encoded one by one, as in Llama 2's code.
+        """Encodes the parts between special tokens one by one, as in Llama 2's code."""
         ids = []
         pattern = "|".join(map(re.escape, self._special))
         for part in re.split(f"({pattern})", text):

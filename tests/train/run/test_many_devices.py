@@ -163,7 +163,7 @@ def losses(method, mesh, steps=4):
             counted = np.arange(LENGTH) < draw.integers(4, LENGTH + 1, (ROWS, 1))
             batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:],
                      "mask": counted.astype(np.float32)}  # fmt: skip
-            if recipe.config.packed:
+            if recipe.config.pretrained:
                 batch["segments"] = np.ones((ROWS, LENGTH), np.int32)
             batch = jax.device_put(batch, batch_sharding(over))
             state, metrics = (refresh if recipe.refreshes(i) else step)(state, batch)

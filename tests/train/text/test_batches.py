@@ -106,7 +106,7 @@ def test_bad_arguments_are_refused(make):
     for changes, message in (
         ({"seq_len": 0}, "`--seq-len` must be at least 1, got 0"),
         ({"batch_size": 0}, "`--batch-size` must be at least 1, got 0"),
-        ({"part": (0, 3)}, "`--batch-size` must be a multiple of the 3 parts .*, got 4"),
+        ({"part": (0, 3)}, "`--batch-size` must be a multiple of 3 parts, got 4"),
         ({"part": (2, 2)}, "`part` must be from 0 to 1 of 2, got 2"),
     ):
         with pytest.raises(ValueError, match=message):
